@@ -59,8 +59,7 @@ class TorchBackend:
             optimizer: the optimizer.
             options: the checked options.
             separate_sums: whether ``step`` moves the micro-batch from ``.grad`` into a buffer. Between two steps ``.grad`` is then the
-                user's, to clear, assign, reduce or clip per micro-batch, as with a bare optimizer. Costs one pass and one buffer per
-                parameter; no change of a gradient is refused.
+                user's, to clear, assign, reduce or clip. Costs one pass and one buffer per parameter.
             module: what several workers train together: a `torch.nn.parallel.DistributedDataParallel`, whose sum is reduced once, at the
                 window's end, or a module under `torch.distributed.fsdp.fully_shard`. A window is then that of all workers. This call, the
                 end of a window and ``flush`` are collective.
@@ -69,8 +68,7 @@ class TorchBackend:
                 on a mesh of two dimensions, reduce-scatter in each micro-batch and all-reduce once per window, as after
                 ``set_requires_all_reduce(False)``.
             process_group: the `torch.distributed.ProcessGroup` of workers that train equal copies of one model without a parallel module.
-                The window's sum is reduced as with ``module=``. An optimizer that averages gradients in its own ``step``, such as a
-                distributed Muon, then averages equal gradients, which has no effect.
+                The window's sum is reduced as with ``module=``, and an optimizer that averages by itself averages equal gradients.
             norm_group: the `torch.distributed.ProcessGroup` of the stages of a pipeline, each with an optimizer of its own. The norm, the
                 clip and the decision on overflow are those of all stages. The end of a window is collective.
             tied: with `norm_group`, a mapping from the process group of the stages that hold copies of parameters to these parameters, in

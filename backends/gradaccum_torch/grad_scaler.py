@@ -1,12 +1,12 @@
 """A user's own `torch.amp.GradScaler`, driven once per window.
 
-The window's scale is the scaler's when the first micro-batch ends. Everything is noted on the scaler's device and read with the norm at the
-window's end. If something else moved the scale inside the window, its end raises.
+The window's scale is the scaler's when the first micro-batch ends, noted on the device and read with the norm at the window's end. If
+something else moved the scale inside the window, its end raises.
 
 Two loops work. ``opt.backward(loss); opt.step()``: closing the window writes the scale and growth tracker that one ``scaler.update()``
 would write. ``scaler.scale(loss).backward(); scaler.step(opt); scaler.update()``: ``scaler.step`` finds a probe in place of gradients and
-calls ``opt.step``. Inside a window the wrapper subtracts from the tracker the 1 that ``scaler.update()`` will add. At the end it sets the
-scaler's overflow flag, and ``update`` moves the scale, so that a changed ``scaler.get_scale()`` means a skipped update as in the bare loop.
+calls ``opt.step``. Inside a window the wrapper subtracts the 1 that ``scaler.update()`` will add to the tracker. At the end it sets the
+scaler's overflow flag, and ``update`` moves the scale.
 """
 
 from __future__ import annotations

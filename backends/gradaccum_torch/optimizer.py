@@ -1,10 +1,7 @@
 """The wrapped optimizer: a `torch.optim.Optimizer` that runs the inner one once per window of micro-batches.
 
 `Window` counts and closes; a `Strategy` stores the sum; a `GradWatch` notices outside changes; `Update` runs the inner optimizer. A call
-that raises does so before anything changed.
-
-Groups, state and defaults are the inner optimizer's own objects, read through properties: loading a state replaces groups and state, and a
-learning-rate scheduler writes into the groups. The hooks are this optimizer's own.
+that raises does so before anything changed. Groups, state and defaults are the inner optimizer's own objects; the hooks are this one's.
 """
 
 from __future__ import annotations
@@ -64,10 +61,10 @@ _FROM_SCALER = "grad_scale"
 
 @final
 class AccumulatingOptimizer(torch.optim.Optimizer):
-    """The optimizer that `gradaccum.wrap` returns; use it in the place of the one it wraps.
+    """The optimizer that `gradaccum.wrap` returns, for the place of the one it wraps.
 
     ``loss.backward(); opt.step(); opt.zero_grad()`` stays as it was, in either order. In mid-window ``zero_grad`` keeps the partial
-    sum, and ``step`` counts a micro-batch; the last one's ``step`` divides, clips, runs the inner optimizer and frees ``.grad``.
+    sum, and ``step`` counts; the last ``step`` divides, clips, runs the inner optimizer and frees ``.grad``.
 
     Args:
         inner: the optimizer to run once per window.
@@ -93,8 +90,8 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
     def result(self) -> StepResult:
         """The result of the last ``step``, ``flush`` or ``discard``, in Python numbers.
 
-        Its ``loss`` is known if each micro-batch went through ``opt.backward`` or ``opt.scale``, or through a closure that returns it.
-        With ``on_overflow="ignore"`` and losses on an accelerator this waits for the device.
+        Its ``loss`` is known if each micro-batch went through ``opt.backward``, ``opt.scale`` or a closure that returns it. With
+        ``on_overflow="ignore"`` and losses on an accelerator this waits for the device.
         """
         return self._window.result
 
@@ -104,16 +101,13 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         return self._parameters.masters_by_position()
 
     def add_listener(self, listener: Listener) -> Handle:
-        """Call `listener` with a `gradaccum.watching.ClosedWindow` after each window that closes, applied or skipped.
+        """Call `listener` after each window that closes, applied or skipped; return a handle with ``remove()``.
 
         It is called when the ``step`` or ``flush`` that closed the window is through, or closes another one, and never for ``discard``.
         That call raises what the listener raises, at its end. Listeners are not part of a state, pickle or copy.
 
         Args:
             listener: a function of one `gradaccum.watching.ClosedWindow`, such as a `gradaccum.watching.JsonLines`.
-
-        Returns:
-            A handle, whose ``remove()`` removes the listener.
 
         Raises:
             ArgumentTypeError: `listener` cannot be called.
@@ -127,9 +121,8 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
 
         Args:
             loss: scalar tensor, shape ``()``. It is not changed.
-            weight: the micro-batch's number of items, >= 0; by default what `weigh` was given, else 1. With 0 the micro-batch is counted
-                and contributes nothing, even if its gradient would be NaN: there is no backward pass, or one of zeros where other workers
-                wait for it.
+            weight: the micro-batch's number of items, >= 0; by default that of `weigh`, else 1. With 0 the micro-batch is counted and
+                contributes nothing, not even NaN: there is no backward pass, or one of zeros where other workers wait for it.
             kwargs: those of `torch.Tensor.backward`.
 
         Raises:
@@ -144,8 +137,8 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
     def weigh(self, weight: float) -> None:
         """Give the micro-batch that the next ``step`` counts its weight, whoever runs the backward pass.
 
-        So one ``loss.backward()`` serves several wrapped optimizers, each with items of its own: with ``reduction="item_mean"`` and a
-        summed loss, each divides by the items that it was given. An optimizer without items is given 0.
+        So one ``loss.backward()`` of a summed loss serves several optimizers with ``reduction="item_mean"``: each divides by its own items.
+        An optimizer without items is given 0.
 
         Args:
             weight: the number of items, >= 0.
@@ -175,11 +168,11 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
             closure: computes the loss of the micro-batch and its gradient, and is run once.
 
         Returns:
-            None; with a closure, what it returns.
+            What the closure returns, or None.
 
         Raises:
-            UsageError: there was no backward pass since the last ``step``; something changed ``.grad`` since autograd filled it; or a
-                plain ``backward()`` was used where weight or loss scale are needed. The window is as it was before the call.
+            UsageError: there was no backward pass since the last ``step``; something changed ``.grad``; or a plain ``backward()`` was used
+                where weight or loss scale are needed. The window is as it was before the call.
             ArgumentTypeError: ``reduction="item_mean"``, and nothing gave the micro-batch its weight.
         """
         window = self._window
@@ -205,16 +198,15 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
 
         Raises:
             ArgumentTypeError, ArgumentValueError: `denominator` is no such number, or windows close by themselves.
-            UsageError: a micro-batch is under way (``backward`` without ``step``), or something changed ``.grad``; another worker did not
-                come before the process group's timeout; or `denominator` where several workers share the window.
+            UsageError: a micro-batch is under way (``backward`` without ``step``); something changed ``.grad``; another worker did not come
+                in time; or `denominator` where several workers share the window.
         """
         self._window.reported(partial(self._window.flush, denominator))
 
     def epoch(self, loader: Iterable[M], *, carry: bool = False, progress: bool = False) -> Iterator[M]:
-        """Iterate over the micro-batches of a loader, and flush when it ends: ``for x, y in opt.epoch(loader):``.
+        """Iterate over the micro-batches of a loader, and flush when it ends; ``break`` or an error leaves the window open.
 
-        A loop that is left early, by ``break`` or an error, leaves its window open. A `GradAccumWarning` tells, once, of micro-batches of
-        unequal size that have no weight.
+        A `GradAccumWarning` tells, once, of micro-batches of unequal size that have no weight.
 
         Args:
             loader: yields the micro-batches.
@@ -235,7 +227,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
             epochs: the number of passes, an int >= 0.
 
         Raises:
-            ArgumentTypeError: `loader` has no length; or windows end by weight or by ``flush``, so that nobody knows their number.
+            ArgumentTypeError: `loader` has no length; or windows end by weight or by ``flush``.
             ArgumentValueError: a number is below 0.
         """
         return updates_in(loader, self._options.steps, epochs=epochs, optimizer_step=self._window.updates)
@@ -307,8 +299,8 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         As in torch, the tensors are the live ones: save or deep-copy them before training resumes.
 
         Raises:
-            UsageError: a micro-batch of the open window is under way, or something changed ``.grad``; or a window is open, and the caller
-                is ``get_optimizer_state_dict`` of `torch.distributed.checkpoint`.
+            UsageError: a micro-batch is under way; something changed ``.grad``; or a window is open, and the caller is
+                ``get_optimizer_state_dict`` of `torch.distributed.checkpoint`.
         """
         caller = model_state_caller("_get_optim_state_dict", 2)
         for before in save_pre_hooks(self).values():
@@ -322,7 +314,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Restore a state from `state_dict`, mid-window included; a bare optimizer's state is an empty window.
 
-        Between two windows the options of this optimizer hold: the saved loss scale is kept only if it is dynamic in both.
+        Between two windows the saved loss scale is kept only if it is dynamic in both optimizers.
 
         Raises:
             CheckpointError: the state is of other parameters, or of an open window under other options; nothing was changed.

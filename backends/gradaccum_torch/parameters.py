@@ -1,10 +1,8 @@
 """The model's parameters and the tensors that the inner optimizer works on: the same ones, or float32 masters of half-precision parameters.
 
 With ``master_weights=True`` the inner optimizer's groups hold masters only while its ``step`` runs; after each update the model gets the
-rounded copy. At all other times the groups hold the model's parameters, so that ``clip_grad_norm_``, a weight decay or an average over
-``opt.param_groups`` reach the model. The model's values win: if something else (a checkpoint, averaged weights) wrote into a parameter, the
-next update takes that over, element by element. torch does not count writes through ``parameter.data``, so values are compared, not
-versions.
+rounded copy. What something else (a checkpoint, averaged weights) wrote into a parameter, the next update takes over, element by element:
+values are compared, as torch does not count writes through ``parameter.data``.
 """
 
 from __future__ import annotations

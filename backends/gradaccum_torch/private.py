@@ -1,9 +1,8 @@
 """The private names of torch that this package uses, and what a torch without the name costs the user.
 
-A new torch is checked here, in one place. Every name has a fallback or is refused by name, as `LOST` and `lost_in_fsdp` say; only without
-``Tensor._version`` the import raises. A name used for each parameter or micro-batch is bound as it is, without a Python function around it.
-Three names that torch looks for on the wrapped optimizer stand elsewhere: ``_step_supports_amp_scaling`` of `AccumulatingOptimizer`, and
-``grad_scale`` and ``found_inf``, which a scaler sets.
+Every name has a fallback or is refused by name, as `LOST` and `lost_in_fsdp` say; only without ``Tensor._version`` the import raises. Names
+used for each parameter are bound as they are, without a function around them. Three names that torch looks for on the wrapped optimizer
+stand elsewhere: its ``_step_supports_amp_scaling``, and ``grad_scale`` and ``found_inf``, which a scaler sets.
 """
 
 from __future__ import annotations
@@ -145,10 +144,9 @@ def storage_users(storage: Any) -> int:
 
 
 def keep_own(leaf: Tensor) -> None:
-    """Copy the ``.grad`` of `leaf` if somebody else may write into its memory.
+    """Copy the ``.grad`` of `leaf` if somebody else may write into its memory, which autograd takes over from the first backward pass.
 
-    Autograd takes over the tensor that the first backward pass returns. A CUDA graph returns the same memory each time, and its replay
-    would overwrite the sum. Memory that torch cannot resize is such a graph's, or another library's, such as NumPy's.
+    A CUDA graph returns the same memory each time. Memory that torch cannot resize is such a graph's, or another library's.
     """
     gradient = leaf.grad
     if gradient is None:

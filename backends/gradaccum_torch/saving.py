@@ -1,7 +1,7 @@
 """Saving and loading, in mid-window too: the resumed run is bitwise the uninterrupted one.
 
-`save` puts the wrapper's entry beside the inner optimizer's state, `load` reads it. Between two windows `spread` and `gather` convert them
-for `torch.distributed.checkpoint`. `redistributed` resumes an open window on another number of workers.
+`save` puts the wrapper's entry beside the inner optimizer's state, `load` reads it. Between two windows `spread` and `gather` convert it
+for `torch.distributed.checkpoint`. `redistributed` resumes an open window on other workers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The statistics of a window besides its gradient: its loss and the numbers of the noise scale.
 
-A loss on the CPU becomes a number at once. A loss on an accelerator is copied there and read with the norm, at the window's end. A window
-that measures no norm (``on_overflow="ignore"``) waits for nothing: there losses are read when somebody asks for the result.
+A loss on an accelerator is copied there and read with the norm, at the window's end. With ``on_overflow="ignore"`` no norm is measured, and
+losses are read when somebody asks for the result.
 """
 
 from __future__ import annotations

@@ -146,10 +146,9 @@ class Strategy(ABC):
         return changed_gradients_error(Change.PIPELINED if pipelined else change)
 
     def require_true_gradient(self, *, first: bool, flushing: bool) -> None:
-        """Raise unless a changed ``.grad`` was the whole gradient of the window, which the user may change.
+        """Raise unless a changed ``.grad`` was the whole gradient of the window, which the user may change; a cleared one is not flushed.
 
-        `first`: the last micro-batch is the first of its window; `flushing`: no micro-batch is under way. A flush of a cleared gradient
-        would lose the micro-batch without a word.
+        `first`: the last micro-batch is the first of its window; `flushing`: no micro-batch is under way.
         """
         cleared = flushing and self.watch.found_change() is Change.CLEARED
         if cleared or not self._is_all_in_grad(first, flushing) or (self.watch.known.changed and not first):
@@ -462,8 +461,8 @@ class BufferStrategy(Strategy):
 class MovingStrategy(BufferStrategy):
     """The strategy that moves gradients out of ``.grad`` as autograd produces them.
 
-    The small gradients, or the last one to arrive, stay in ``.grad`` until `take`, so that a clip or an all-reduce finds something to write
-    into and is noticed. In a window of one micro-batch all stay, as in the bare loop.
+    The small gradients, or the last to arrive, stay until `take`, so that a clip or an all-reduce writes into something and is noticed. In
+    a window of one micro-batch all stay.
     """
 
     keeps_micro_batch_apart = False

@@ -144,8 +144,7 @@ UNMEASURED = Measured(math.nan, True, [])
 def measure(gradients: Sequence[Tensor], notes: Sequence[Tensor] = ()) -> Measured:
     """Return the global 2-norm, and whether every element is finite, with one wait for the device while the norm is finite.
 
-    Squares of large finite elements overflow, and squares of small ones vanish. So where the plain norm is not finite or is faint, it is
-    taken of the elements scaled by the largest.
+    Squares of large elements overflow, and squares of small ones vanish. There the norm is taken of the elements scaled by the largest.
     """
     with without_graph(gradients):
         tensors = dense_parts(gradients)

@@ -1,7 +1,7 @@
 """The watch over ``.grad``: it notices when something other than autograd changed a gradient, without a pass over the gradients.
 
 `MicroBatch` is what is known of the micro-batch under way, `seen` moves it with each event, and `MicroBatch.require_scaled` raises if it
-must not be counted: an arrived gradient is counted once, with its weight and loss scale, or refused. `GradWatch` is the device's part.
+must not be counted. `GradWatch` is the device's part.
 """
 
 from __future__ import annotations

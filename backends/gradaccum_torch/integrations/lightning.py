@@ -1,7 +1,7 @@
 """A callback for Lightning's ``Trainer`` that closes an epoch's windows and refuses what Lightning does to each micro-batch.
 
-Lightning takes every micro-batch for an optimizer step: it clips each one, moves a scheduler and an average after each one, and ends an
-epoch in mid-window. With ``separate_sums=True``, where ``.grad`` is the user's, only this callback refuses it.
+Lightning takes every micro-batch for an optimizer step: it clips, moves a scheduler and an average after each one, and ends an epoch in
+mid-window. With ``separate_sums=True`` only this callback refuses it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A callback for the `transformers.Trainer` that makes each of the Trainer's accumulated batches a window.
 
-The Trainer takes each micro-batch for a whole batch: it clips it, logs its norm and divides its loss by its own number of tokens. While it
-trains, `AccumulationCallback` replaces ``get_batch_samples`` and two methods of the Trainer's accelerator.
+The Trainer takes each micro-batch for a whole batch. While it trains, `AccumulationCallback` replaces ``get_batch_samples`` and two methods
+of the Trainer's accelerator.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """``micro_batch_size="auto"``: when memory runs out, the window starts over with micro-batches of half the size.
 
-The window restores everything when it raises. This module recognises an out-of-memory error, frees what the failed attempt holds, and makes
-all workers choose one size: they vote after each attempt, before anything is delivered. A worker that started over alone would leave the
+All workers choose one size: they vote after each attempt, before anything is delivered. A worker that started over alone would leave the
 others waiting in the window's reduction.
 """
 

@@ -39,14 +39,13 @@ def coupled_backward(
 ) -> Tensor:
     """Add the gradient of ``loss_fn(outputs_fn(*batch))`` to ``.grad``, one micro-batch at a time, and return the loss.
 
-    `outputs_fn` runs twice per micro-batch, and must return the same both times. Random states (Python's, NumPy's, torch's, and those of
-    generators that the functions close over) and buffers are restored for the second run, so that dropout draws the same numbers, and a
-    batch norm's statistics move as in one pass over the micro-batches. Outputs of the second run that differ from the first by more than
-    rounding raise an error.
+    `outputs_fn` runs twice per micro-batch, and must return the same both times, up to rounding. Random states (Python's, NumPy's,
+    torch's, and those of generators that the functions close over) and buffers are restored for the second run, so that dropout draws the
+    same numbers, and a batch norm's statistics move as in one pass.
 
     Args:
-        outputs_fn: ``outputs_fn(*micro_batch)`` returns a nest of tensors with a leading axis, along which they are concatenated: one row
-            per item, in order, or another number of rows, as of tokens.
+        outputs_fn: ``outputs_fn(*micro_batch)`` returns a nest of tensors, which are concatenated along their leading axis: one row per
+            item, or another number of rows, as of tokens.
         loss_fn: ``loss_fn(outputs)`` of the concatenated nest returns a scalar loss, a real floating-point tensor of shape ``()``.
         batch: as for `gradaccum_torch.backward`.
         steps: as there.

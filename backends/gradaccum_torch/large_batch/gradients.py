@@ -1,8 +1,7 @@
 """The growing gradient of the large batch, in the ``.grad`` of every leaf that the loss reaches.
 
-Autograd adds micro-batch to micro-batch in ``.grad``, so no second buffer is needed. What was in ``.grad`` before is kept aside: the large
-batch's gradient is added to it once, at the end, and after an error it is restored untouched. Half-precision gradients move into float32
-sums as autograd produces them.
+Autograd adds micro-batch to micro-batch in ``.grad``. What was there before is kept aside: the large batch's gradient is added to it at the
+end, and after an error it is restored. Half-precision gradients move into float32 sums as autograd produces them.
 """
 
 from __future__ import annotations

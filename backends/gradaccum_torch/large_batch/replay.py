@@ -1,7 +1,7 @@
 """Random states and module buffers, noted before a forward pass and restored after an error.
 
-The modules of a loss function are found in its cells, globals, defaults, ``self`` and partial arguments. A module from elsewhere (a
-registry) is found by `Before.noting` as it is called; outside of that its buffers stay as an interrupted call left them.
+The modules of a loss function are found in its cells, globals, defaults, ``self`` and partial arguments; one from elsewhere (a registry) as
+it is called, by `Before.noting`.
 """
 
 from __future__ import annotations

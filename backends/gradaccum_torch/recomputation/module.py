@@ -42,19 +42,17 @@ def recompute(
     """Return `function`, or the module itself, such that the backward pass recomputes its activations.
 
     Gradients have the same bits as without. The second run draws the same random numbers, and finds the buffers, the autocast and the
-    ``train()`` or ``eval()`` mode of the first. It leaves the buffers as they are: BatchNorm's statistics move once. Hooks of submodules
-    inside run twice, because they may change what the submodule returns. Under `torch.no_grad` nothing is recomputed.
-
-    Under `torch.compile` the compiler recomputes, and random numbers are its own. Only ``backend="eager"``, which is there to debug Dynamo,
-    draws new random numbers. A policy of what to keep is an option of `torch.utils.checkpoint.checkpoint` alone.
+    ``train()`` or ``eval()`` mode of the first. BatchNorm's statistics move once. Hooks of submodules inside run twice. Under
+    `torch.no_grad` nothing is recomputed. Under `torch.compile` the compiler recomputes, and random numbers are its own; only
+    ``backend="eager"`` draws new ones.
 
     A module stays the same object, with the same parameters and keys of its ``state_dict()``: only its ``forward`` is replaced.
 
     Args:
         function: a function of tensors, or nests of them, or a module. Of an `nn.Sequential` segments are recomputed, of any other module
             the whole forward pass.
-        segments: parts of equal length to cut an `nn.Sequential` into, about the square root of its length by default. The memory is then
-            that of the inputs of all segments and the activations of one.
+        segments: parts of equal length to cut an `nn.Sequential` into, about the square root of its length by default. The memory is
+            that of all segments' inputs and the activations of one.
         submodules: the submodules to recompute, as names of ``named_modules()`` or themselves, such as ``model.layers``.
         preserve_rng_state: with False the second run draws other random numbers, which is right, and faster, only where none are drawn.
 

@@ -1,8 +1,8 @@
 """`verify_loss_scaling`: a check that a loss carries its incoming gradient through all of its parts, so that it can be scaled.
 
-It compares the gradients of s x loss with s x those of the loss, for s from 2^0 to 2^16, and finds which `torch.autograd.Function` of the
-graph does not return s times as much for s times the incoming gradient. If something in the graph is float16, small gradients underflow
-without a scale and large ones overflow with one: there the largest scale with finite gradients is compared with the next three below it.
+It compares the gradients of s x loss with s x those of the loss, for s from 2^0 to 2^16, and finds which `torch.autograd.Function` does not
+return s times as much for s times the incoming gradient. With float16 in the graph gradients underflow without a scale and overflow with
+one: there the largest scale with finite gradients is compared with the next three below it.
 """
 
 from __future__ import annotations
@@ -24,13 +24,11 @@ def verify_loss_scaling(
 ) -> LinearityReport:
     """Check that grad(s x loss) = s x grad(loss), and name the custom functions that are to blame.
 
-    Parameters, ``.grad`` and the random state are as before; buffers that the forward pass moves (a batch norm's) do move, once. The loss
-    is computed once and differentiated again and again.
+    Parameters, ``.grad`` and the random state are as before. The loss is computed once, and moves a batch norm's buffers once.
 
     Args:
         loss_fn: computes the loss, a scalar tensor, shape ``()``.
-        parameters: those to differentiate by, any shapes and floating-point dtypes: ``model.parameters()``, which are then named by their
-            position, or ``model.named_parameters()``.
+        parameters: those to differentiate by, any shapes and floating-point dtypes: ``model.parameters()`` or ``model.named_parameters()``.
 
     Raises:
         ArgumentTypeError: `loss_fn` returns no tensor, or `parameters` holds something else.

@@ -45,24 +45,21 @@ def sharded_cross_entropy(
 ) -> Tensor:
     """Return the loss of `torch.nn.functional.cross_entropy` over all classes, from this worker's slice; collective.
 
-    The first worker holds the first classes, and so on; slices may differ in size. All workers get the same loss, and each gets the
-    gradient of its own logits. The gradient of the features is a sum over the workers: the layer that multiplies them by the class weights
-    must all-reduce it.
+    The first worker holds the first classes, and so on; slices may differ in size. All workers get the same loss, and each the gradient
+    of its own logits. The layer that multiplies the features by the class weights must all-reduce their gradient.
 
-    Half-precision logits are computed with in float32. The backward multiplies by its incoming gradient, so loss scaling and accumulation
-    work through it. It cannot be differentiated itself.
+    Half-precision logits are computed with in float32. Loss scaling and accumulation work; second derivatives do not.
 
     Args:
         logits_shard: shape ``(*batch, own classes)``, any floating dtype. It may have no class, but has to take part.
         labels: shape ``(*batch)``, an integer dtype, numbered over all classes, the same on every worker.
         group: the process group of the workers that hold the classes; None: all processes.
-        shard_sizes: the number of classes of each worker, by its rank in the group. None: each call asks for them, by an all-gather of one
-            int a worker.
+        shard_sizes: the number of classes of each worker, by its rank in the group. None: each call all-gathers them.
         ignore_index: items with this label have no loss and no gradient.
         label_smoothing: in [0, 1]: this share of the target is spread evenly over all classes.
         reduction: "mean" (over the items that are not ignored), "sum" or "none".
-        check_labels: False spares the wait for the device that the check of the labels takes. A label that is no class then has the loss
-            of a target logit equal to the largest, and a gradient without a target.
+        check_labels: False spares the check's wait for the device. A label that is no class then has the loss of a target logit equal
+            to the largest, and a gradient without a target.
 
     Returns:
         Shape ``()``, or ``(*batch)`` for "none". float64 for float64 logits, otherwise float32, where `torch` rounds the loss of

@@ -1,8 +1,7 @@
 """FSDP2 with deferred reduction: it keeps the gradients of a window, and reduces them when the window ends.
 
-FSDP2 would reduce in a window's last backward pass. But nobody knows which is last: a window ends early by ``flush``, or has no last one
-(``steps=None``). So FSDP2 always waits, and reduces without a backward pass when the sum is asked for. A parameter may have a gradient on
-some workers only: the workers first tell each other which have one, and the others add zeros.
+Nobody knows which backward pass is a window's last. So FSDP2 always waits, and reduces without a backward pass when the sum is asked for. A
+parameter may have a gradient on some workers only: they first tell each other which have one, and the others add zeros.
 """
 
 from __future__ import annotations

@@ -1,16 +1,14 @@
 """The end of a window over all workers: its numbers and small sums in one reduction, its large sums in one each.
 
-Workers may hold different numbers of micro-batches, and a parameter may have a gradient on some of them only. So the numbers tell each
-worker which sums exist anywhere, and a worker without a sum adds zeros. The small sums that travel with the numbers are guessed to be those
-of the last window, which all workers know. After a wrong guess they are sent once more. So what is added up, and in which layout, depends
-on this window alone, and a resumed run has the same bits.
+A parameter may have a gradient on some workers only. So the numbers tell each worker which sums exist anywhere, and a worker without a sum
+adds zeros. The small sums that travel with the numbers are guessed to be those of the last window; after a wrong guess they are sent once
+more. So what is added up, and in which layout, depends on this window alone, and a resumed run has the same bits.
 
 A parameter that is sharded over the same workers, such as the head of a large classifier, has the gradient of all items on each of them.
 Its sum is left as it is, and its norm is that of all shards.
 
-`DistributedDataParallel` reduces while the last backward pass still runs. Here no backward pass is known to be the last: the user may call
-``backward`` again, or a worker may flush instead. A worker that runs out of data calls ``flush``, and then takes part in the windows of the
-others, with nothing, until they flush too: so all make the same updates, however many micro-batches each has.
+No backward pass is known to be the last, so the reduction begins after it. A worker that runs out of data calls ``flush``, and then takes
+part in the windows of the others, with nothing, until they flush too: all make the same updates.
 """
 
 from __future__ import annotations
