@@ -14,8 +14,16 @@ import numpy as np
 from mindspore import Tensor
 from mindspore.ops import constexpr
 
-from gradaccum import ArgumentTypeError, ArgumentValueError, GradientError, UsageError
-from gradaccum.kit import explain, given_weight, make_options, require_denominator, require_denominator_allowed, require_weight
+from gradaccum import ArgumentTypeError, ArgumentValueError, GradientError
+from gradaccum.kit import (
+    explain,
+    given_weight,
+    make_options,
+    require_denominator,
+    require_denominator_allowed,
+    require_item_weights,
+    require_weight,
+)
 from gradaccum_mindspore.sums import DType, Gradients, Number, Shape
 
 Weight: TypeAlias = Number | None
@@ -30,16 +38,6 @@ Specs = tuple[Spec, ...]
 
 
 LOSS_FIX = "Write optimizer(gradients, weight, loss) with the loss that was differentiated, not scaled."
-
-
-def require_mindspore(version: str, what: str, instead: str) -> None:
-    if _series(ms.__version__) < _series(version):
-        fix = f"Run: pip install 'mindspore>={version},<2.11', or {instead}."
-        raise explain(UsageError, what, expected=f"MindSpore {version}, which first has what it needs", found=ms.__version__, fix=fix)
-
-
-def _series(version: str) -> tuple[int, ...]:
-    return tuple(map(int, version.split(".")[:2]))
 
 
 def gradients_by_position(gradients: Gradients | NamedGradients, specs: Specs, now: Callable[[], tuple[str, ...]]) -> Gradients:
@@ -95,6 +93,12 @@ def weight_as_number(weight: Number) -> float:
         require_one_number("weight", weight.shape)
         weight = weight.asnumpy().item()
     return require_weight(weight)
+
+
+def item_weights(weights: Any, items: int) -> list[float]:
+    """Return one weight per item, of a Tensor, an array or a sequence."""
+    given = weights.asnumpy() if isinstance(weights, Tensor) else weights
+    return require_item_weights(given.tolist() if isinstance(given, np.ndarray) else given, items)
 
 
 def loss_as_number(loss: object) -> float:

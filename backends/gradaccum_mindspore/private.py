@@ -8,10 +8,12 @@ raised, and would differentiate a later call through what came before; `forget_r
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, partial
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import mindspore as ms
 from mindspore import Tensor, nn
@@ -76,6 +78,15 @@ class OwnPhase(nn.Cell):  # type: ignore[misc]
     @compile_phase.setter
     def compile_phase(self, phase: str) -> None:
         object.__setattr__(self, "_compile_phase", phase)
+
+
+SEEDS: Any = import_module("mindspore.common.seed")
+"""``_GLOBAL_SEED``, ``_KERNEL_SEED`` (a counter for each random operator), ``_get_graph_seed``."""
+
+
+def set_counters(counters: Mapping[Any, int]) -> None:
+    SEEDS._KERNEL_SEED.clear()
+    SEEDS._KERNEL_SEED.update(counters)
 
 
 try:

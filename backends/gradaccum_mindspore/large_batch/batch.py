@@ -7,7 +7,8 @@ them walk tuples, lists and dicts in compiled code: every ``if`` there asks abou
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import mindspore as ms
@@ -17,30 +18,9 @@ from mindspore.ops import constexpr
 
 from gradaccum import ArgumentTypeError, ArgumentValueError, kit
 from gradaccum.kit import Cut, Division, Nest, Options, explain
-from gradaccum_mindspore.checks import weight_as_number
+from gradaccum_mindspore.checks import item_weights, weight_as_number
 from gradaccum_mindspore.large_batch.replay import DEPTH, named_by
 from gradaccum_mindspore.sums import sum_dtype
-
-
-def as_array(weights: Any, items: int) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Return per-item weights as float64 of shape (items,)."""
-    given = weights.asnumpy() if isinstance(weights, Tensor) else weights
-    try:
-        array = np.asarray(given, np.float64)
-    except (TypeError, ValueError):
-        raise kit.item_weights_error(items, f"an object of type {type(weights).__name__}") from None
-    if array.shape != (items,):
-        raise kit.item_weights_error(items, f"shape {array.shape}")
-    if not (np.isfinite(array).all() and (array >= 0).all()):
-        raise kit.item_weights_error(items, str(array[~(np.isfinite(array) & (array >= 0))][0]))
-    return array
-
-
-def item_weights(weight: Any, singles: Iterable[tuple[Nest, ...]], items: int) -> list[float]:
-    """Return the weight of each item; `singles` are the micro-batches of one item, about which a callable is asked."""
-    if callable(weight):
-        return [weight_as_number(weight(*single)) for single in singles]
-    return [float(each) for each in as_array(weight, items)]
 
 
 def weight_of(weight: Any, arguments: tuple[Nest, ...], items: int | None, cut: Cut | None, total: int | None) -> float:
@@ -53,7 +33,7 @@ def weight_of(weight: Any, arguments: tuple[Nest, ...], items: int | None, cut: 
     if weight is not None:
         if cut is None or total is None:
             raise _unknown_error("per-item weights beside a split of your own, which may order items anew")
-        return float(as_array(weight, total)[cut.start : cut.stop].sum())
+        return math.fsum(item_weights(weight, total)[cut.start : cut.stop])
     if items is None:
         raise _unknown_error("a micro-batch of your own split whose leaves have different lengths")
     return float(items)
@@ -278,8 +258,9 @@ def _packing_weights(batch: Batch, options: SplitOptions, items: int) -> list[fl
     """Return each item's weight where the batch is packed by weight; a callable is asked about each item alone."""
     if options.division.micro_batch_weight is None or options.weight is None:
         return None
-    singles = (part(batch, options.axes, Cut(place, place + 1)) for place in range(items))
-    return item_weights(options.weight, singles, items)
+    if not callable(options.weight):
+        return item_weights(options.weight, items)
+    return [weight_as_number(options.weight(*part(batch, options.axes, Cut(place, place + 1)))) for place in range(items)]
 
 
 def _own_micro_batches(batch: Batch, options: SplitOptions) -> Iterator[MicroBatch]:

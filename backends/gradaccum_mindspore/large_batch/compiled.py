@@ -14,12 +14,14 @@ from __future__ import annotations
 from typing import Any
 
 import mindspore as ms
+import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.ops import constexpr
 
 from gradaccum import UsageError
 from gradaccum.kit import aux_shape_error, contribution, divided, divisor, explain, require_one_size
-from gradaccum_mindspore.large_batch.batch import SplitOptions, as_array, moving, sizes_of, slices_of
+from gradaccum_mindspore.checks import item_weights
+from gradaccum_mindspore.large_batch.batch import SplitOptions, moving, sizes_of, slices_of
 from gradaccum_mindspore.large_batch.gradients import require_scalar
 from gradaccum_mindspore.large_batch.replay import require_one_program
 from gradaccum_mindspore.sums import DType, hidden_parameter, sum_dtype, where, working_dtype
@@ -153,10 +155,10 @@ def cuts_of(fn: Any, whole: bool, options: SplitOptions) -> Any:
 
 def weights_of(options: SplitOptions) -> Any:
     @constexpr(reuse_result=False)  # type: ignore[untyped-decorator]
-    def item_weights(items: int, dtype: DType) -> Tensor:
-        return Tensor(as_array(options.weight, items), dtype)
+    def weights(items: int, dtype: DType) -> Tensor:
+        return Tensor(np.array(item_weights(options.weight, items)), dtype)
 
-    return item_weights
+    return weights
 
 
 def require_compilable(whole: bool, options: SplitOptions) -> None:

@@ -12,19 +12,17 @@ from __future__ import annotations
 
 import inspect
 import secrets
-import sys
 from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
 import mindspore as ms
-import mindspore.common.seed  # the module; `mindspore.common` has functions of its name
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
 from gradaccum import UsageError
 from gradaccum.kit import explain
-from gradaccum_mindspore.private import forget_recorded
+from gradaccum_mindspore.private import SEEDS, forget_recorded, set_counters
 
 DEPTH = 3
 """How many functions deep Cells are looked for."""
@@ -70,10 +68,6 @@ def named_by(fn: Any, depth: int) -> Iterator[nn.Cell | Parameter]:
         known = inspect.getclosurevars(fn)
         for each in (*known.nonlocals.values(), *known.globals.values()):
             yield from named_by(each, depth - 1)
-
-
-SEEDS: Any = sys.modules["mindspore.common.seed"]
-"""Private to MindSpore: ``_GLOBAL_SEED``, ``_KERNEL_SEED`` and ``_get_graph_seed``. If they change, `require_same` raises."""
 
 
 ROUNDINGS = {ms.float16: 2.0**-5, ms.bfloat16: 2.0**-4, ms.float32: 2.0**-11, ms.float64: 2.0**-26}
@@ -144,11 +138,6 @@ def statistics_of(cell: nn.Cell) -> list[Parameter]:
     normalizes = "Norm" in type(cell).__name__
     held = cell.get_parameters(expand=False)
     return [parameter for parameter in held if not parameter.requires_grad and (normalizes or parameter.size <= LARGEST)]
-
-
-def set_counters(counters: dict[Any, int]) -> None:
-    SEEDS._KERNEL_SEED.clear()
-    SEEDS._KERNEL_SEED.update(counters)
 
 
 def require_replayable(fn: object) -> None:

@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
 
 import mindspore as ms
@@ -31,7 +30,7 @@ from mindspore.ops.operations._grad_ops import DropoutGrad
 
 from gradaccum import UsageError
 from gradaccum.kit import explain
-from gradaccum_mindspore.private import pynative_executor
+from gradaccum_mindspore.private import SEEDS, pynative_executor, set_counters
 from gradaccum_mindspore.sums import Array, DType
 
 _KINDS = {ms.float16: MixedPrecisionType.FP16, ms.bfloat16: MixedPrecisionType.BF16}
@@ -86,9 +85,6 @@ def kept_whole() -> Iterator[None]:
         _engine.ops = ops
 
 
-seeds: Any = import_module("mindspore.common.seed")
-"""The module; `mindspore.common.seed` is a function of the same name."""
-
 _drop = ops.Dropout.__call__
 
 _tapes: ContextVar[tuple[Tape, ...]] = ContextVar("tapes", default=())
@@ -105,13 +101,12 @@ class Seeds:
 
     @classmethod
     def now(cls) -> Seeds:
-        return cls(ms.get_rng_state(), seeds._GLOBAL_SEED, dict(seeds._KERNEL_SEED))
+        return cls(ms.get_rng_state(), SEEDS._GLOBAL_SEED, dict(SEEDS._KERNEL_SEED))
 
     def put_back(self) -> None:
         ms.set_rng_state(self.generator)
-        seeds._GLOBAL_SEED = self.global_seed
-        seeds._KERNEL_SEED.clear()
-        seeds._KERNEL_SEED.update(self.counters)
+        SEEDS._GLOBAL_SEED = self.global_seed
+        set_counters(self.counters)
 
 
 class Tape:

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import mindspore as ms
 from mindspore import nn
 
 from gradaccum import ArgumentTypeError, UsageError
 from gradaccum.kit import explain, segment_cuts
-from gradaccum_mindspore.checks import require_mindspore
 from gradaccum_mindspore.recomputation.function import Segment, keep_statistics
 
 FUNCTIONAL = ("batch_norm",)
@@ -39,7 +39,9 @@ def recompute(cell: nn.Cell, *, segments: int | None = None) -> nn.Cell:
             It is recomputed already; it calls `mindspore.ops.batch_norm`, whose statistics would move twice in compiled code.
             In the backward pass of PyNative mode: the second run returned other values, as with an operator whose draws cannot be repeated.
     """
-    require_mindspore("2.9", "recompute", "call cell.recompute() of MindSpore, which may draw other dropout masks the second time")
+    if tuple(map(int, ms.__version__.split(".")[:2])) < (2, 9):
+        expected, fix = "MindSpore 2.9 or newer", "Call cell.recompute() of MindSpore, which may draw other dropout masks the second time."
+        raise explain(UsageError, "recompute", expected=expected, found=ms.__version__, fix=fix)
     if not isinstance(cell, nn.Cell) or isinstance(cell, nn.CellList | nn.CellDict):
         fix = "Write recompute(net.block), for each block of a list."
         raise explain(ArgumentTypeError, "cell", expected="a Cell that is called", found=f"a {type(cell).__name__}", fix=fix)

@@ -10,7 +10,8 @@ import numpy as np
 from mindspore import Tensor, nn
 
 from gradaccum import ArgumentTypeError, VerificationReport
-from gradaccum.kit import Nest, as_loss, examine, explain, item_weights_error, require_weight
+from gradaccum.kit import Nest, as_loss, examine, explain, require_weight
+from gradaccum_mindspore.checks import item_weights
 from gradaccum_mindspore.verification.batch import Batch, wide
 from gradaccum_mindspore.verification.subject import MindSporeSubject, Weight
 
@@ -66,20 +67,10 @@ def _make_weight(weight: Any, batch: Batch) -> Weight | None:
         return None
     if callable(weight) and not isinstance(weight, Tensor):
         return lambda part: _number(weight(*batch.part(part)))
-    each = _per_item(weight, batch.items)
+    each = item_weights(weight, batch.items)
     return lambda part: math.fsum(each[item] for item in part)
 
 
 def _number(weight: Any) -> float:
     plain = weight if isinstance(weight, int | float) else wide(weight)
     return require_weight(plain.item() if isinstance(plain, np.ndarray) and plain.ndim == 0 else plain)
-
-
-def _per_item(weight: Any, items: int) -> list[float]:
-    try:
-        each = wide(weight)
-    except (TypeError, ValueError) as error:
-        raise item_weights_error(items, type(weight).__name__) from error
-    if each.shape != (items,) or not np.isfinite(each).all() or (each < 0).any():
-        raise item_weights_error(items, f"shape {each.shape}" if each.shape != (items,) else repr(each))
-    return [float(one) for one in each]

@@ -7,7 +7,6 @@ read here, at five times the processor time.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -15,21 +14,18 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 import mindspore as ms
-import mindspore.common.seed  # the module; `mindspore.common` has functions of its name
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 from numpy.typing import NDArray
 
 from gradaccum import ArgumentValueError
 from gradaccum.kit import Column, Conditions, HostRandom, Layer, Precision, Run
-from gradaccum_mindspore.private import forgotten_on_error
+from gradaccum_mindspore.private import SEEDS, forgotten_on_error, set_counters
 from gradaccum_mindspore.verification.batch import LIMITS, Batch, is_float, perturbed, require_scalar, wide
 from gradaccum_mindspore.verification.custom_backward import verify_loss_scaling
 from gradaccum_mindspore.verification.draws import Lent
 from gradaccum_mindspore.verification.layers import Calls, mixing_layers
 
-SEEDS: Any = sys.modules["mindspore.common.seed"]
-"""Private to MindSpore: ``_GLOBAL_SEED`` and ``_KERNEL_SEED``, a counter per random operator."""
 NOBODYS = 1_618_033_988
 """A seed that no loss sets, so that one which sets the user's own seed again is noticed."""
 PLAIN = (int, float, complex, str, bool, type(None), Tensor, np.ndarray, tuple)
@@ -74,8 +70,7 @@ class Kept:
 
     def put_back_seeds(self, seed: int) -> None:
         """Begin the user's random numbers again; others with another `seed`."""
-        SEEDS._KERNEL_SEED.clear()
-        SEEDS._KERNEL_SEED.update(self._seeds[1])
+        set_counters(self._seeds[1])
         SEEDS._GLOBAL_SEED = 1 + seed if self._seeds[0] is None or seed else self._seeds[0]
         self._host.begin(seed)
 
