@@ -22,6 +22,7 @@ KINDS: list[dict] = [
     {"loss_scale": gradaccum.DynamicLossScale(init_scale=4.0, growth_interval=2)},
     {"accumulate_dtype": torch.float64},
     {"on_overflow": "drop_micro_batch"},
+    {"separate_sums": True},
 ]
 
 
@@ -82,18 +83,6 @@ def test_copy_with_its_model_trains_alike(options: dict, how: str, pending: bool
         train(m, o, 5, 12)
     assert_same(model, opt, other, twin)
     assert opt.result.optimizer_step >= 3
-
-
-def test_copy_has_its_own_sum() -> None:
-    model, opt = make()
-    train(model, opt, 0, 1)
-    other, twin = copy.deepcopy((model, opt))
-    train(other, twin, 1, 4)
-    reference, third = make()
-    train(reference, third, 0, 1)
-    for m, o in ((model, opt), (reference, third)):
-        train(m, o, 1, 4)
-    assert_same(model, opt, reference, third)
 
 
 def test_copy_notices_changed_gradients() -> None:

@@ -246,31 +246,6 @@ def test_optimizer_that_turns_out_to_need_one_says_what_to_write() -> None:
     assert opt.result.micro_step == 2, "the window stays"
 
 
-def _closure(model: torch.nn.Module, opt: Any, scale: float = 1.0, **weight: float) -> Callable[[], Tensor]:
-    def closure() -> Tensor:
-        opt.zero_grad()
-        loss = mse(model, X, Y) * scale
-        opt.backward(loss, **weight)
-        return loss
-
-    return closure
-
-
-OPTIMIZERS = [torch.optim.SGD, torch.optim.AdamW]
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_closure_that_overflows_skips_the_window(optimizer: type[torch.optim.Optimizer]) -> None:
-    model = make_separate_model()
-    before, opt = [p.detach().clone() for p in model.parameters()], gradaccum.wrap(optimizer(model.parameters(), lr=0.1), steps=1)
-    assert torch.isnan(opt.step(_closure(model, opt, float("nan"))))
-    assert (opt.result.skipped, opt.result.overflow, opt.result.optimizer_step) == (True, True, 0)
-    torch.testing.assert_close(list(model.parameters()), before, rtol=0, atol=0)
-    assert all(p.grad is None for p in model.parameters())
-    opt.step(_closure(model, opt))
-    assert (opt.result.applied, opt.result.overflow) == (True, False)
-
-
 @pytest.mark.parametrize("options", [{"steps": 1}, {"steps": 4, "separate_sums": True}], ids=str)
 def test_optimizer_that_needs_a_closure_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(gradaccum.ArgumentTypeError, match=r"optimizer: .*LBFGS, whose step evaluates the model again"):
@@ -313,13 +288,6 @@ def test_repr() -> None:
     parameter, opt = setting(gradaccum.until_weight(128))
     feed(parameter, opt, 64, 32)
     assert repr(opt) == "AccumulatingOptimizer(SGD, steps=until_weight(128) | micro-batch 2, weight 96 of 128, update 0)"
-
-
-def test_closures() -> None:
-    parameter, opt = setting(gradaccum.until_weight(3))
-    for expected in (0, 0, 1):
-        opt.step(lambda: opt.backward(parameter.sum()))
-        assert opt.result.optimizer_step == expected
 
 
 def test_clipping_by_hand_is_refused() -> None:

@@ -228,16 +228,9 @@ def test_method_touching_the_sum_is_refused(options: dict[str, Any], method: str
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
     opt.step()
     assert opt.result.micro_step == opt.optimizer.describe() - opt.result.applied, "nothing of the micro-batch was lost"
-
-
-def test_method_is_refused_in_open_window() -> None:
-    model, opt = make()
-    loss_of(model, rows_of(0)).backward()
-    opt.step()
-    with pytest.raises(gradaccum.UsageError, match="first_step"):
-        opt.first_step(zero_grad=True)
-    with pytest.raises(gradaccum.UsageError, match="forget"):
-        opt.forget()
+    if opt.result.micro_step:
+        with pytest.raises(gradaccum.UsageError, match=method):
+            getattr(opt, method)()
 
 
 def test_method_with_its_own_backward_is_refused() -> None:

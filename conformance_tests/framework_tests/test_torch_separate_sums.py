@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -247,18 +246,6 @@ def test_discard_forgets_grad_too() -> None:
     assert all(each.grad is None for each in model.parameters())
     for x, y in PARTS:
         before_clear(model, opt, x, y)
-    assert_same(model, large())
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["deepcopy", "pickle"])
-def test_copy_in_mid_window(copied: Callable[..., Any]) -> None:
-    model = make_model()
-    opt = wrapped(model)
-    for x, y in PARTS[:2]:
-        before_clear(model, opt, x, y)
-    model, opt = copied((model, opt))
-    for x, y in PARTS[2:]:
-        logged_norm(model, opt, x, y)
     assert_same(model, large())
 
 
