@@ -287,16 +287,6 @@ def test_masters_take_the_model_over() -> None:
         assert torch.equal(opt.master_weights[0], expected)
 
 
-def test_clearing_to_zeros_goes_on() -> None:
-    parameter, opt = setting()
-    for _ in range(2):
-        opt.backward(parameter.sum())
-        opt.step()
-    opt.zero_grad(set_to_none=False)
-    assert parameter.grad is not None
-    assert not parameter.grad.any()
-
-
 @pytest.mark.parametrize("scale", [2.0, "scaler", "dynamic"])
 def test_moving_loss_scales_are_refused(scale: Any) -> None:
     """Nothing would tell them of an overflow."""

@@ -143,12 +143,6 @@ def test_ungated_scheduler_does_not_warn() -> None:
     assert opt.param_groups[0]["lr"] == 0.125
 
 
-def test_scheduler_on_bare_optimizer_is_refused() -> None:
-    bare = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1.0)
-    with pytest.raises(gradaccum.ArgumentTypeError, match="Wrap the optimizer first"):
-        gradaccum.wrap(lr_scheduler.StepLR(bare, 1))
-
-
 def test_second_gate_and_steps_are_refused() -> None:
     _, opt = make()
     gated = gradaccum.wrap(lr_scheduler.StepLR(opt, 1))
@@ -246,10 +240,11 @@ def test_scheduler_follows_without_its_loop() -> None:
     assert gates[1].told == [("update", 1, None)] * 2
 
 
-def test_own_scheduler_needs_wrapped_optimizer() -> None:
+@pytest.mark.parametrize("kind", [lambda optimizer: lr_scheduler.StepLR(optimizer, 1), Halving], ids=["torch's", "own"])
+def test_scheduler_on_bare_optimizer_is_refused(kind: Callable[[Any], Any]) -> None:
     bare = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1.0)
     with pytest.raises(gradaccum.ArgumentTypeError, match="Wrap the optimizer first"):
-        gradaccum.wrap(Halving(bare))
+        gradaccum.wrap(kind(bare))
 
 
 def test_holder_of_optimizer_is_no_scheduler() -> None:
