@@ -135,18 +135,6 @@ def test_flush_and_result_in_a_chain() -> None:
     assert gradaccum_jax.result((first, second)).applied
 
 
-def test_empty_flush_and_discard_change_nothing() -> None:
-    tx = wrap(optax.adam(0.1), loss_scale=gradaccum.DynamicLossScale())
-    start = tx.init(PARAMS)
-    updates, flushed = jax.jit(lambda s, p: gradaccum_jax.flush(tx, s, p))(start, PARAMS)
-    assert not any(np.any(leaf) for leaf in jax.tree.leaves(updates))
-    assert_same(flushed, start)
-    assert not gradaccum_jax.result(flushed).closed
-    _, state = tx.update(GRADS[1], start, PARAMS, weight=3)
-    discarded = jax.jit(lambda s: gradaccum_jax.discard(tx, s))(state)
-    assert_same(discarded, start)
-
-
 def test_none_and_integer_parameters_stay() -> None:
     tx = gradaccum.wrap(optax.sgd(1.0), steps=2)
     params = {"w": jnp.ones(2), "frozen": None, "count": jnp.asarray(3)}

@@ -12,14 +12,6 @@ from conformance_tests.framework_tests.mindspore_common import BFLOAT16, MODES, 
 from conformance_tests.framework_tests.mindspore_driver import driver  # noqa: E402
 
 
-def test_float64_sum_can_overflow_float32():
-    optimizer, call, parameter = driver("pynative", 2, None, reduction="sum", accumulate_dtype="float64")
-    call(3e38)
-    call(3e38)
-    assert (optimizer.result.applied, optimizer.result.overflow) == (False, True)
-    assert parameter.asnumpy().tolist() == [1.0, 1.0, 1.0]
-
-
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", [pytest.param(ms.float16, id="float16"), pytest.param(ms.bfloat16, id="bfloat16", marks=BFLOAT16)])
 def test_half_sum_is_divided_in_float32(mode, dtype):

@@ -47,30 +47,6 @@ def driver(mode, **options):
     return optimizer, call
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_window_with_a_missing_loss_has_none(mode):
-    """It may be the first, the last or one in the middle; the next window knows its own, after an infinite one too."""
-    optimizer, call = driver(mode, steps=2)
-    for losses, expected in (
-        ((1, 3), 2),
-        ((1, None), math.nan),
-        ((None, 1), math.nan),
-        ((5, 7), 6),
-        ((math.inf, 1), math.inf),
-        ((2, 4), 3),
-    ):
-        for loss in losses:
-            call(1.0, loss)
-        assert optimizer.result.applied
-        np.testing.assert_equal(optimizer.result.loss, expected)
-    call(1.0, 100)
-    optimizer.discard()
-    assert optimizer.result.loss == 3
-    call(1.0, 6, 3.0)
-    call(1.0, 2, 1.0)
-    assert optimizer.result.loss == 5
-
-
 @pytest.mark.parametrize("mode", ["pynative", "graph"])
 def test_training_cell_tells_the_loss(mode):
     set_mode(mode)
@@ -216,14 +192,3 @@ def test_window_by_weight_takes_no_more_than_fits(monkeypatch):
     with pytest.raises(gradaccum.UsageError, match="of weight 4 that holds 5"):
         call(1.0, 1.0, 5.0)
     assert optimizer.flush()
-
-
-def test_listener_hears_the_loss():
-    net, heard = make_net(), []
-    optimizer = gradaccum.wrap(nn.SGD(net.trainable_params(), 0.1), steps=2)
-    cell = gradaccum_mindspore.TrainOneStepCell(nn.WithLossCell(net, nn.MSELoss()), optimizer)
-    data = ms.dataset.NumpySlicesDataset((X[:8], Y[:8]), ["x", "y"], shuffle=False).batch(2)
-    watch = gradaccum_mindspore.WatchWindows(optimizer, heard.append)
-    ms.train.Model(cell).train(1, data, callbacks=[watch], dataset_sink_mode=False)
-    assert [window.loss for window in heard][-1] == optimizer.result.loss
-    assert not any(math.isnan(window.loss) for window in heard)

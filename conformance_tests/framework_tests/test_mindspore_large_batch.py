@@ -16,7 +16,6 @@ from conformance_tests.framework_tests.mindspore_common import pynative_after, s
 from conformance_tests.framework_tests.mindspore_large_batch import (  # noqa: E402
     FROM_PYTHON,
     ITEMS,
-    MASK,
     MODES,
     Net,
     X,
@@ -50,24 +49,6 @@ def squared(net):
         return ((net(x) - y) ** 2).mean()
 
     return mean
-
-
-def test_packs_by_weight():
-    net, seen = Net(), []
-
-    def forward(x, mask):
-        seen.append(mask.asnumpy().sum())
-        return (net(x).sum(1) * mask.sum(1)).sum() / mask.sum()
-
-    def tokens(x, mask):
-        return mask.sum()
-
-    batch = tensors(X, MASK)
-    expected = ms.value_and_grad(forward, None, trained(net))(*batch)
-    seen.clear()
-    packed = value_and_grad(forward, None, trained(net), micro_batch_weight=4, weight=tokens)
-    assert distance(packed(*batch), expected) <= TOLERANCE
-    assert seen == [4, 3, 4, 2], "items of 3, 1, 2, 1, 3, 1 and 2 tokens"
 
 
 def nested(kind, x, y):

@@ -125,6 +125,7 @@ class TorchSession(Session):
     ) -> None:
         self.model, self.inner, self.optimizer, self.forward = model, inner, optimizer, forward
         self._memory: Tensor | None = None
+        self.plain = False
 
     @property
     def wrapped(self) -> bool:
@@ -142,7 +143,7 @@ class TorchSession(Session):
         for name, gradient in tree.items():
             if gradient is not None:
                 value = value + (self.model.named[name].to(dtype) * torch.tensor(gradient, dtype=dtype)).sum()
-        self._train(value, weight)
+        self._train(value, weight, plainly=self.plain)
 
     def gradients_in(self, memory: Array, views: Mapping[str, View]) -> None:
         values = torch.tensor(memory, dtype=self.model.dtype)
@@ -151,8 +152,9 @@ class TorchSession(Session):
         own = [self.model.named[name] for name in views]
         self._train(_HandedOver.apply(self._memory, values, list(views.values()), *own), None)  # type: ignore[no-untyped-call]
 
-    def _train(self, loss: Tensor, weight: float | None) -> None:
-        if not self.wrapped:
+    def _train(self, loss: Tensor, weight: float | None, plainly: bool = False) -> None:
+        """Make a micro-batch; `plainly`, one without a weight is a ``loss.backward()`` alone, which does not tell its loss."""
+        if not self.wrapped or (weight is None and plainly):
             loss.backward()  # type: ignore[no-untyped-call]
         elif weight is None:
             self.optimizer.scale(loss).backward()
@@ -247,7 +249,9 @@ class TorchHarness(BaseHarness):
         if setup.options is None:
             return TorchSession(module, inner, inner)
         own: dict[str, Any] = {"separate_sums": True} if setup.mode == "separate" else {}
-        return TorchSession(module, inner, gradaccum.wrap(inner, **own, **setup.options))
+        session = TorchSession(module, inner, gradaccum.wrap(inner, **own, **setup.options))
+        session.plain = setup.options.get("loss_scale") is None and setup.options.get("reduction") != "item_mean"
+        return session
 
     def gradient(self, model: Model, weights: Arrays, batch: Batch, *, dtype: Dtype, loss: Loss = "mean") -> Arrays:
         module = SpecModel(model, weights, dtype)

@@ -16,6 +16,7 @@ OPTIONS: dict[str, dict[str, Option]] = {
     "dropping": {"on_overflow": "drop_micro_batch", "loss_scale": gradaccum.DynamicLossScale(init_scale=64.0)},
     "schedule": {"steps": [(0, 4), (1, 2)]},
     "by weight": {"steps": gradaccum.until_weight(7)},
+    "wide sums": {"accumulate_dtype": "float64"},
 }
 by_options = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 

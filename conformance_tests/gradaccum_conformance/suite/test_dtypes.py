@@ -6,7 +6,7 @@ import pytest
 from gradaccum_conformance.bounds import FLOAT64_RELATIVE, worst
 from gradaccum_conformance.harness import Dtype, Harness
 from gradaccum_conformance.measuring import Errors
-from gradaccum_conformance.scenarios import mean_of, random_tree, start
+from gradaccum_conformance.scenarios import mean_of, random_tree, same, start
 from gradaccum_conformance.specs import LINEAR
 
 
@@ -25,6 +25,15 @@ def test_float64_stays_float64(backend: Harness, errors: Errors) -> None:
     for tree in trees:
         session.gradients(tree)
     errors.check("gradient", worst(session.captured().gradient or {}, mean_of(trees)), FLOAT64_RELATIVE)
+
+
+def test_float64_sum_that_float32_cannot_hold_overflows(backend: Harness) -> None:
+    session = start(backend, steps=2, accumulate_dtype="float64", reduction="sum")
+    before = session.parameters()
+    for _ in range(2):
+        session.gradients({name: np.full(shape, 3e38) for name, shape in LINEAR.parameter_shapes().items()})
+    assert (session.result().applied, session.result().overflow) == (False, True)
+    assert same(session.parameters(), before)
 
 
 def test_float64_sum_of_float32_gradients(backend: Harness) -> None:

@@ -232,7 +232,7 @@ MUTANTS = (
         "take_an_untold_loss_for_zero",
         "total = jnp.where(adds, UNKNOWN, state.loss)",
         "total = state.loss",
-        OWN + "test_jax_knowledge.py::test_loss_that_was_not_told",
+        SUITE + "test_knowledge.py::test_window_with_a_missing_loss_has_none",
     ),
     Mutant(
         "measure_the_noise_of_every_micro_batch",

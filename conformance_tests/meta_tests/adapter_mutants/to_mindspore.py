@@ -152,7 +152,7 @@ MUTANTS = (
         "take_a_part_of_the_losses_for_all",
         "kit.window_loss(total if told == state.weight else math.nan, ending,",
         "kit.window_loss(total, ending,",
-        OWN + "test_mindspore_knowledge.py::test_window_with_a_missing_loss_has_none",
+        SUITE + "test_knowledge.py::test_window_with_a_missing_loss_has_none",
     ),
     Mutant(
         "move_the_scheduler_at_each_micro_batch",
