@@ -95,5 +95,5 @@ def test_messages_in_troubleshooting_are_those_of_the_sources() -> None:
     page = (ROOT / "gradaccum/TROUBLESHOOTING.md").read_text(encoding="utf-8")
     expected = [entry.expected for folder in errors.FOLDERS.values() for entry in errors.entries_in(folder)]
     messages = re.findall(r"^\| `expected (.+?)` \|", page, flags=re.MULTILINE)
-    assert len(messages) > 8
+    assert len(messages) >= 5
     assert not [message for message in messages if not any(text.startswith(message) for text in expected)]
