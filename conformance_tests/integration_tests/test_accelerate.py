@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 import gradaccum
 from conformance_tests.framework_tests.refusing import refused
 from conformance_tests.integration_tests.regression import Items, Regressor, distance, loss_of
-from conformance_tests.meta_tests.test_benchmark_quality import require_as_measured, rows_measured, rows_of_page
+from conformance_tests.meta_tests.test_benchmarks import require_as_measured, rows_measured, rows_of_page
 from gradaccum import UsageError
 from gradaccum_torch.optimizer import AccumulatingOptimizer
 

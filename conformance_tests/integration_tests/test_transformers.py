@@ -1,10 +1,6 @@
-"""A wrapped optimizer in the Trainer of transformers, beside the Trainer's own accumulation and the large batch, which a bare one makes."""
+"""The Trainer of transformers: its windows, its losses by tokens, two processes, and what is refused as training begins."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,15 +8,26 @@ pytest.importorskip("torch", reason="needs PyTorch")
 pytest.importorskip("transformers", reason="needs transformers")
 pytest.importorskip("accelerate", reason="needs accelerate")
 
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
 import torch
+from accelerate.utils import DistributedType
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from transformers import IntervalStrategy, Trainer, TrainerCallback
+from transformers import GPT2Config, GPT2LMHeadModel, IntervalStrategy, Trainer, TrainerCallback
 from transformers.optimization import GreedyLR
 
 import gradaccum
 from conformance_tests.framework_tests.migrating import programs_of
+from conformance_tests.framework_tests.recipes import Recipe, run_recipe
+from conformance_tests.framework_tests.refusing import refused
 from conformance_tests.integration_tests.regression import Items, Regressor, distance
 from conformance_tests.integration_tests.transformers_runs import COUNT, EPOCHS, MICRO, STEPS, bare, large, logged, trained, wrapped
+from gradaccum import ArgumentTypeError, UsageError
+from gradaccum_torch.integrations.transformers import AccumulationCallback, require_trainer
 
 
 def test_default_arguments_equal_large_batch(tmp_path: Path) -> None:
@@ -176,3 +183,214 @@ def test_program_of_the_page_on_moving() -> None:
     unflushed = program.blocks[1].replace("            optimizer.flush()\n", "")
     with pytest.raises(AssertionError):
         program._replace(blocks=(program.blocks[0], unflushed)).run_here()
+
+
+# Refusals, as training begins, of what would be silently wrong under the Trainer.
+
+
+@pytest.mark.parametrize(
+    ("kind", "word", "wrap", "options"),
+    [
+        (UsageError, "clip_norm=1.0", {"clip_norm": None}, {}),
+        (UsageError, "max_grad_norm=0.5", {"clip_norm": 0.5}, {}),
+        (UsageError, "steps=", {}, {"gradient_accumulation_steps": 2}),
+        (UsageError, "separate_sums=True", {"separate_sums": False}, {}),
+    ],
+)
+def test_refused_by_name(tmp_path: Path, kind: type[Exception], word: str, wrap: dict[str, Any], options: dict[str, Any]) -> None:
+    trainer = wrapped(tmp_path, wrap=wrap, **options)
+    with refused(kind, word):
+        trainer.train()
+    assert distance(trainer.model, Regressor()) == 0
+
+
+def test_bare_optimizer_is_refused(tmp_path: Path) -> None:
+    trainer = bare(tmp_path)
+    trainer.add_callback(AccumulationCallback(trainer))
+    with refused(ArgumentTypeError, "gradaccum.wrap(optimizer", "AdamW"):
+        trainer.train()
+
+
+def test_own_scheduler_of_the_trainer_is_refused(tmp_path: Path) -> None:
+    """It would move at each micro-batch."""
+    trainer = wrapped(tmp_path)
+    trainer.lr_scheduler = None
+    with refused(ArgumentTypeError, "gradaccum.wrap(get_scheduler(", "LambdaLR"):
+        trainer.train()
+
+
+def test_loss_scaler_is_refused(tmp_path: Path) -> None:
+    trainer = wrapped(tmp_path)
+    trainer.accelerator.scaler = torch.amp.GradScaler("cpu")
+    with refused(UsageError, "fp16", "bf16=True"):
+        trainer.train()
+
+
+def test_other_engines_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed keeps gradients to itself."""
+    trainer = wrapped(tmp_path)
+    monkeypatch.setattr(trainer.accelerator.state, "distributed_type", DistributedType.DEEPSPEED)
+    with refused(UsageError, "DEEPSPEED", "accumulation of that engine"):
+        require_trainer(trainer)
+
+
+def test_weights_of_one_worker_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each worker would divide by another sum of weights."""
+    trainer = wrapped(tmp_path)
+    trainer.model_accepts_loss_kwargs, trainer.args.average_tokens_across_devices = True, False
+    require_trainer(trainer)
+    monkeypatch.setattr(type(trainer.args), "world_size", 2)
+    with refused(UsageError, "average_tokens_across_devices"):
+        require_trainer(trainer)
+
+
+class OwnStep(Trainer):
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        loss: Tensor = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+        loss.backward()
+        return loss.detach()
+
+
+class OwnClipping(Trainer):
+    """As the Trainer does where gradients are on several meshes."""
+
+    def _clip_grad_norm(self, model: Any) -> Tensor:
+        return torch.nn.utils.clip_grad_norm_(model.parameters(), self.args.max_grad_norm)
+
+
+@pytest.mark.parametrize(
+    ("kind", "missing"), [(OwnStep, "did without accelerator.backward"), (OwnClipping, "did without accelerator.clip")]
+)
+def test_step_that_goes_another_way_is_refused(tmp_path: Path, kind: type[Trainer], missing: str) -> None:
+    """Weight and loss scale would be lost, or each micro-batch clipped."""
+    trainer = wrapped(tmp_path)
+    trainer.__class__ = kind
+    with refused(UsageError, missing, "training_step"):
+        trainer.train()
+    assert distance(trainer.model, Regressor()) == 0
+
+
+# Losses that the Trainer divides by a number of tokens: a micro-batch weighs as many.
+
+
+VOCABULARY, LENGTH = 11, 6
+
+
+class Tokens(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Sequences of unequal length; what is beyond is no label. In the first `empty` there is none at all."""
+
+    def __init__(self, empty: int = 0) -> None:
+        self.empty = empty
+        self.ids = torch.randint(0, VOCABULARY, (COUNT, LENGTH), generator=torch.Generator().manual_seed(2))
+
+    def __len__(self) -> int:
+        return COUNT
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        labels = self.ids[index].clone()
+        labels[0 if index < self.empty else 2 + index % 5 :] = -100
+        return {"input_ids": self.ids[index], "labels": labels}
+
+
+def gpt2() -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCABULARY, "n_positions": LENGTH, "n_embd": 8, "n_layer": 1, "n_head": 2}
+    ends = {"bos_token_id": 0, "eos_token_id": 0}
+    return GPT2LMHeadModel(GPT2Config(**sizes, **ends, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
+
+
+@pytest.fixture
+def sgd(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Adam would hide a wrong factor, and blow up the rounding of a gradient of 0."""
+    monkeypatch.setattr(torch.optim, "AdamW", torch.optim.SGD)
+    return
+
+
+@pytest.mark.usefixtures("sgd")
+def test_token_means_equal_large_batch(tmp_path: Path) -> None:
+    """The Trainer divides by the tokens of a micro-batch, which then weighs as many."""
+    mine, other = trained(wrapped(tmp_path, gpt2(), Tokens())), trained(large(tmp_path, model=gpt2(), data=Tokens()))
+    own = trained(bare(tmp_path, gpt2(), Tokens(), gradient_accumulation_steps=STEPS))
+    assert distance(own.model, other.model) < 1e-6
+    assert distance(mine.model, other.model) < 1e-6
+
+
+@pytest.mark.usefixtures("sgd")
+def test_micro_batches_without_a_token(tmp_path: Path) -> None:
+    """At least five of ten, whose loss is 0 / 0. They weigh nothing, and there is no backward pass."""
+    trainer = trained(wrapped(tmp_path, gpt2(), Tokens(15)))
+    assert distance(trainer.model, trained(bare(tmp_path, gpt2(), Tokens(15), gradient_accumulation_steps=STEPS)).model) < 1e-6
+
+
+class Untold(Trainer):
+    """Its model is not told how many tokens there are."""
+
+    def _get_num_items_in_batch(self, *args: Any) -> None:
+        return None
+
+
+class MeanOfBatch(Trainer):
+    """Its loss is not told, though the Trainer counts."""
+
+    loss_is_scaled_for_ga = False
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Tensor:
+        loss: Tensor = model(**inputs).loss
+        return loss
+
+
+@pytest.mark.usefixtures("sgd")
+@pytest.mark.parametrize("kind", [Untold, MeanOfBatch])
+def test_means_of_unequal_counts_are_the_trainers_own(tmp_path: Path, kind: type[Trainer]) -> None:
+    """A loss that is not told the number of items is a mean for the Trainer too, whatever it holds."""
+
+    def once(make: Any, **options: Any) -> Trainer:
+        trainer = make(tmp_path, gpt2(), Tokens(), **options)
+        trainer.__class__ = kind
+        return trained(trainer)
+
+    mine, own = once(wrapped), once(bare, gradient_accumulation_steps=STEPS)
+    assert distance(mine.model, own.model) < 1e-6
+    assert distance(mine.model, trained(large(tmp_path, model=gpt2(), data=Tokens())).model) > 1e-4
+
+
+@pytest.mark.usefixtures("sgd")
+@pytest.mark.parametrize("options", [{}, {"label_smoothing_factor": 0.1}], ids=["function", "smoothed"])
+def test_losses_of_the_user_and_of_the_trainer(tmp_path: Path, options: dict[str, Any]) -> None:
+    def mean(outputs: Any, labels: Tensor, num_items_in_batch: Tensor) -> Tensor:
+        logits = outputs["logits"][:, :-1].reshape(-1, VOCABULARY)
+        return nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum") / num_items_in_batch
+
+    def once(trainer: Trainer) -> nn.Module:
+        if not options:
+            trainer.compute_loss_func = mean
+        return trained(trainer).model
+
+    mine, other = once(wrapped(tmp_path, gpt2(), Tokens(), **options)), once(large(tmp_path, model=gpt2(), data=Tokens(), **options))
+    assert distance(mine, other) < 1e-6
+
+
+# Two processes, with losses over unequally many tokens, beside the Trainer's own accumulation.
+
+
+PROGRAM = """
+from conformance_tests.integration_tests import torchvision_ops  # before transformers looks for it
+import tempfile
+import torch
+from conformance_tests.integration_tests.regression import distance
+from conformance_tests.integration_tests.test_transformers import Tokens, gpt2
+from conformance_tests.integration_tests.transformers_runs import bare, trained, wrapped
+
+torch.optim.AdamW = torch.optim.SGD
+options = {"ddp_backend": "gloo", "logging_steps": 100, "max_grad_norm": 0.0, "ddp_find_unused_parameters": False}
+mine = trained(wrapped(tempfile.mkdtemp(), gpt2(), Tokens(), {"steps": 2, "clip_norm": None}, **options))
+own = trained(bare(tempfile.mkdtemp(), gpt2(), Tokens(), gradient_accumulation_steps=2, **options))
+assert mine.args.world_size == 2
+assert mine.optimizer.optimizer.result.optimizer_step == own.state.global_step == 6, "windows of 2, 2 and 1, twice"
+assert distance(mine.model, own.model) < 1e-6 < 1e-3 < distance(mine.model, gpt2())
+"""
+
+
+def test_two_processes_equal_own_accumulation(tmp_path: Path) -> None:
+    command = "python -m torch.distributed.run --standalone --nproc-per-node 2 train.py"
+    run_recipe(Recipe("two processes", PROGRAM, command), tmp_path, OMP_NUM_THREADS="1")

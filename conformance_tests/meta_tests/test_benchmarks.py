@@ -1,21 +1,35 @@
-"""The benchmarks' own arithmetic and pages. No time is compared with a limit here."""
+"""The benchmarks' own arithmetic, pages and questions. No time is compared with a limit here."""
 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 
+from benchmarks import peak
 from benchmarks.answers import Answers, duration
-from benchmarks.case import QUESTIONS, Case, Curve
+from benchmarks.axes import RUN, STEPS, TENSORS, WINDOWS, in_words, sizes
+from benchmarks.case import LIMIT, QUESTIONS, Case, Curve
+from benchmarks.contestants import digits
+from benchmarks.contestants.bert import BERT_BASE, RECOMPUTE, WAYS
+from benchmarks.contestants.bert import LARGE as LARGE_BERT
+from benchmarks.contestants.runs import GRADACCUM, LARGE
+from benchmarks.memory_time import answers, largest_under, limit_of
+from benchmarks.questions import everyday
+from benchmarks.questions.quality import FRAMEWORKS, curves
 from benchmarks.readme import PLOT, write_readme
 from benchmarks.report import write_report
 from benchmarks.rounds import WARM_UP, Plan, measure
 from benchmarks.run_question import _drawn, _timed
+from gradaccum_conformance.deep import deep_but
 
 ROOT = Path(__file__).parents[2]
 PNG = b"\x89PNG"
@@ -141,3 +155,248 @@ def test_unknown_question_is_named() -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "nonsense" in done.stderr
+
+
+# Counts of memory, against what is known by hand.
+
+
+def test_saved_bytes_of_a_known_graph() -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    x, w = torch.ones(8, 4), torch.ones(4, 4, requires_grad=True)
+
+    def run() -> None:
+        hidden = torch.tanh(x @ w)  # keeps x, which is beside, and its own result: 8 x 4 floats
+        hidden.square().sum().backward()  # keeps the same result
+
+    assert peak.saved_bytes(run, [x, w]) == 128
+    assert peak.saved_bytes(run) == 256
+
+
+def test_peak_of_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that fills 64 MiB more than it keeps."""
+    questions = tmp_path / "benchmarks" / "questions"
+    questions.mkdir(parents=True)
+    code = "import numpy as np\ndef window(way, items):\n    return lambda: np.ones(items * 2**17).sum()\n"
+    (questions / "filling.py").write_text(code, encoding="utf-8")
+    bootstrap = f"import benchmarks.questions as q; q.__path__.append({str(questions)!r}); from benchmarks.peak import _main; "
+    command = [sys.executable, "-c", f"{bootstrap}_main('filling', 'any', '64')"]
+    done = peak.subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert 60 * 2**20 < int(done.stdout) < 72 * 2**20
+
+
+def test_limit_ends_each_way_at_its_own_batch() -> None:
+    memory = {(way, size): size * (10.0 if way == LARGE_BERT else 2.0) for way in WAYS for size in (1, 2, 4, 8)}
+    assert limit_of(memory, (1, 2, 4, 8)) == 30
+    assert largest_under(memory, LARGE_BERT, (1, 2, 4, 8), 30) == 2
+    assert largest_under(memory, WAYS[1], (1, 2, 4, 8), 30) == 8
+    assert largest_under(memory, LARGE_BERT, (1, 2, 4, 8), 5) == 0
+
+
+def test_answers_hold_a_case_and_a_curve_for_each_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.memory_time.PLAN", Plan(rounds=1))
+    case, *curves = answers("any", True, lambda way, size, shape: lambda: None, lambda way, size, shape: float(size))
+    assert isinstance(case, Case)
+    assert set(case.contestants) == set(WAYS)
+    assert [curve.contestant for curve in curves if isinstance(curve, Curve)] == list(WAYS)
+    for curve in curves:
+        assert isinstance(curve, Curve)
+        assert curve.ys == [2.0, 4.0]
+        assert curve.counts[LIMIT] == 3
+
+
+def test_all_layers_are_compared_unless_quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.memory_time.PLAN", Plan(rounds=1))
+    *_, last = answers("any", False, lambda way, size, shape: lambda: None, lambda way, size, shape: float(shape.layers))
+    assert isinstance(last, Case)
+    assert set(last.contestants) == {LARGE_BERT, RECOMPUTE}
+    assert last.counts[LARGE_BERT]["peak MiB"] == BERT_BASE.layers
+
+
+# The questions about exactness.
+
+
+MODULE = "conformance_tests.meta_tests.test_benchmarks"
+EPOCHS = 2
+ROUNDING = 1e-5
+"""Of the parameters, which are of the order of 1, after some dozens of updates in float32."""
+LEARNED = 0.7
+"""Chance is 0.1."""
+DISTANCE = "largest distance to the large batch"
+
+
+def test_windows_hold_every_item() -> None:
+    """The last window is short, and its two micro-batches differ in size."""
+    train = digits.load().train
+    windows = list(digits.windows(train, 0, 0))
+    assert sum(len(labels) for window in windows for _, labels in window) == len(train[1])
+    assert [len(labels) for _, labels in windows[-1]] == [16, 12]
+    assert {len(window) for window in windows[:-1]} == {digits.STEPS}
+
+
+def test_known_network_loss_and_accuracy() -> None:
+    pixels, labels = np.zeros((4, 64), np.float32), np.array([0, 0, 0, 1])
+    zeros = [np.zeros(shape, np.float32) for shape in ((64, 2), (2,), (2, 10), (10,))]
+    accuracy, loss = digits.held_out(zeros, (pixels, labels))
+    assert accuracy == 0.75
+    assert loss == pytest.approx(np.log(10))
+
+
+def learned(framework: str) -> list[dict[str, Any]]:
+    """The curves of accuracy, and how far each contestant ends from the large batch."""
+    found = curves(framework, import_module(FRAMEWORKS[framework]).runs(), digits.load(), EPOCHS, seeds=1)
+    accuracies = (curve for curve in found if "accuracy" in curve.name)
+    return [{"contestant": curve.contestant, "xs": curve.xs, "ys": curve.ys, "distance": curve.counts[DISTANCE]} for curve in accuracies]
+
+
+@pytest.mark.parametrize("framework", deep_but((next(iter(FRAMEWORKS)),), FRAMEWORKS))
+def test_only_gradaccum_matches_large_batch(framework: str) -> None:
+    """Every contestant learns. In a process of its own, as a benchmark runs: MindSpore's compiler remembers other tests' graphs."""
+    pytest.importorskip(framework.lower())
+    code = f"import json; from conformance_tests.meta_tests.test_benchmarks import learned; print(json.dumps(learned({framework!r})))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert all(curve["ys"][0] < 0.4 < LEARNED < curve["ys"][-1] for curve in found)
+    assert [curve["xs"] for curve in found] == [[0.0, 23.0, 46.0]] * len(found)
+    far = {curve["contestant"]: curve["distance"] for curve in found}
+    assert far.pop(LARGE) == 0
+    assert far.pop(GRADACCUM) < ROUNDING
+    assert far
+    assert all(distance > 100 * ROUNDING for distance in far.values())
+
+
+class Row(NamedTuple):
+    """One loop of the table in ``benchmarks/README.md``."""
+
+    framework: str
+    loop: str
+    distances: tuple[float | None, ...]
+    told: str
+
+
+def rows_of_page() -> list[Row]:
+    """The table of everyday loops, whose first cells are like ``torch, by hand``."""
+    section = (ROOT / "benchmarks/README.md").read_text(encoding="utf-8").partition("## Everyday loops")[2].partition("\n## ")[0]
+    lines = [re.split(r" *\| *", line.strip("| ")) for line in section.splitlines() if line.startswith("|")][2:]
+    return [Row(*loop.split(", ", 1), (number(short), number(counts)), told) for loop, short, counts, told in lines]
+
+
+def number(cell: str) -> float | None:
+    return None if cell == "-" else float(cell)
+
+
+def rows_measured(framework: str) -> list[Row]:
+    """The same rows from a process of its own: JAX's float64 is of the whole process."""
+    code = (
+        "import json; from importlib import import_module; from benchmarks.questions.everyday import FRAMEWORKS, distances; "
+        f"found = distances({framework!r}, import_module(FRAMEWORKS[{framework!r}]).loops()); "
+        "print(json.dumps([[each.name, each.contestant, list(each.distances.values()), each.told] for each in found]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [Row(name, loop, tuple(ends), told) for name, loop, ends, told in json.loads(done.stdout.splitlines()[-1])]
+
+
+def require_as_measured(page: list[Row], measured: list[Row]) -> None:
+    """Raise unless the page tells of each measured loop, in its order, what was measured: to a fifth, or as rounding in float64."""
+    assert [row.loop for row in page] == [row.loop for row in measured]
+    for told, found in zip(page, measured, strict=True):
+        assert told.told == found.told, told.loop
+        for a, b in zip(told.distances, found.distances, strict=True):
+            assert a == b is None or (a and b and (abs(a - b) < 0.2 * b or max(a, b) < 1e-14)), (told, found)
+
+
+@pytest.mark.parametrize("framework", everyday.FRAMEWORKS)
+def test_everyday_loops_end_as_the_page_says(framework: str) -> None:
+    """What is careful is the large batch; what is not is far from it. Accelerate's rows are held where Accelerate is installed."""
+    pytest.importorskip(framework.lower())
+    page, measured = [row for row in rows_of_page() if row.framework == framework], rows_measured(framework)
+    if not any("Accelerate" in row.loop for row in measured):
+        page = [row for row in page if "Accelerate" not in row.loop]
+    require_as_measured(page, measured)
+    exact = {row.loop for row in page if row.distances[0] and max(row.distances) < 1e-14}
+    assert "gradaccum, `epoch` and weights" in exact
+    assert all(min(row.distances) > 1e-3 for row in page if row.loop not in exact and row.told != "refused")
+
+
+# The window-length questions: the sum takes one gradient's bytes at every length, and peers end with the same parameters.
+
+
+TENSORS_HERE, ELEMENTS = 3, 300
+
+
+def test_tensor_sizes_are_equal() -> None:
+    """Together they have every element."""
+    assert sizes(3, 300) == [100, 100, 100]
+    assert in_words(1000, 1_000_000) == "1,000 tensors of 1,000"
+    with pytest.raises(ValueError, match="multiple of 7"):
+        sizes(7, 100)
+
+
+def test_runs_end_with_a_window() -> None:
+    assert all(RUN % steps == 0 for steps in WINDOWS)
+    assert all(sum(sizes(tensors, 1_000_000)) == 1_000_000 for tensors in TENSORS)
+
+
+@pytest.mark.parametrize("steps", [2, 8])
+def test_torch_holds_one_gradient(steps: int) -> None:
+    pytest.importorskip("torch")
+    from benchmarks.questions import torch_window_length as question
+
+    for make in question.LOOPS.values():
+        assert question.held_bytes(make(question.model(TENSORS_HERE, ELEMENTS), steps), steps) == 4 * ELEMENTS
+
+
+def test_torch_peers_agree() -> None:
+    pytest.importorskip("torch")
+    from benchmarks.questions import torch_window_length as question
+
+    trained = [question.model(TENSORS_HERE, ELEMENTS) for _ in question.LOOPS]
+    first = [parameter.detach().clone() for parameter in trained[0]]
+    for parameters, make in zip(trained, question.LOOPS.values(), strict=True):
+        make(parameters, STEPS)(3 * STEPS)
+    for one, other, before in zip(*trained, first, strict=True):
+        np.testing.assert_allclose(one.detach(), other.detach(), rtol=1e-6, atol=1e-7)
+        assert float((one.detach() - before).abs().max()) > 1e-4
+
+
+def test_jax_peers_hold_one_gradient() -> None:
+    """They also end with the same parameters."""
+    optax = pytest.importorskip("optax")
+    import gradaccum
+    from benchmarks.questions import jax_window_length as question
+
+    def model() -> list[object]:
+        return question.model(TENSORS_HERE, ELEMENTS)
+
+    made = [
+        question.by_hand(model(), STEPS),
+        question.one_program(optax.MultiSteps(optax.adamw(1e-4), STEPS), model()),
+        question.one_program(gradaccum.wrap(optax.adamw(1e-4), steps=STEPS), model()),
+    ]
+    trained = [loop(3 * STEPS)[0] for loop, _ in made]
+    for other in trained[1:]:
+        for a, b, before in zip(trained[0], other, model(), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
+            assert float(abs(a - before).max()) > 1e-4
+    assert all(4 * ELEMENTS <= held["bytes held"] < 4 * ELEMENTS + 100 for _, held in made)
+
+
+# The benchmark of two workers counts reductions.
+
+
+SECONDS = 240
+
+
+@pytest.mark.deep
+@pytest.mark.skipif(not find_spec("torch"), reason="needs PyTorch")
+def test_reductions_stay_as_windows_grow(tmp_path: Path) -> None:
+    results = tmp_path / "results.jsonl"
+    command = [sys.executable, "-m", "benchmarks.run_question", "torch_workers", "--quick", "--results", str(results)]
+    subprocess.run(command, check=True, timeout=SECONDS, cwd=Path(__file__).parents[2], capture_output=True)
+    cases = [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
+    counted = {case["case"]: {row["contestant"]: row["counts"]["reductions"] for row in case["rows"]} for case in cases}
+    for steps in (1, 4, 16):
+        of_each = counted[f"66 k parameters, windows of {steps}"]
+        assert of_each["gradaccum"] == of_each["no_sync by hand"] == 1
+        assert of_each["reduced in each backward pass"] == steps
