@@ -18,9 +18,6 @@ from gradaccum import ArgumentTypeError, ArgumentValueError, GradientError
 from gradaccum.kit import (
     explain,
     given_weight,
-    make_options,
-    require_denominator,
-    require_denominator_allowed,
     require_item_weights,
     require_weight,
 )
@@ -178,15 +175,6 @@ def check_compiled_weight(weight: object) -> None:
 @constexpr  # type: ignore[untyped-decorator]
 def check_compiled_no_weight(reduction: Any) -> None:
     given_weight(None, reduction)
-
-
-@constexpr  # type: ignore[untyped-decorator]
-def check_compiled_denominator(denominator: object, by_caller: bool, has_noise: bool) -> None:
-    """Check the denominator of a flush, while compiling; None stands for no constant."""
-    options = make_options(None if by_caller else 2, noise_scale=has_noise)
-    require_denominator_allowed(options)
-    if denominator is not None:
-        require_denominator(denominator, options)
 
 
 check_compiled_loss: Callable[[object], float] = constexpr(loss_as_number)

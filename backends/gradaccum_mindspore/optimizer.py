@@ -45,7 +45,7 @@ FIXED = ("options", "inner", "storage", "compiled_window", "pynative_window", "u
 class Flush(nn.Cell):  # type: ignore[misc]
     """``optimizer.flush()``: close the open window, however few micro-batches it holds; nothing if it holds none.
 
-    ``optimizer.flush(denominator=n)``, with ``steps=None``, divides the window's sum by n, in place of its weight.
+    ``optimizer.flush(denominator=n)``, with ``steps=None`` and from Python, divides the window's sum by n, in place of its weight.
     """
 
     def __init__(self, compiled_window: CompiledWindow, pynative_window: PyNativeWindow, update: Update) -> None:
@@ -68,15 +68,15 @@ class Flush(nn.Cell):  # type: ignore[misc]
             plain = denominator.item() if isinstance(denominator, Tensor) else denominator
             divides = kit.require_denominator(plain, storage.options, several=self.compiled_window.workers is not None)
         flush = partial(self.pynative_window.flush, self.update, divides)
-        if is_graph_mode() and self.compiled_window.workers is None:
-            flush = partial(super().__call__, *(() if divides is None else (Tensor(divides, storage.float_dtype),)))
+        if is_graph_mode() and divides is None and self.compiled_window.workers is None:
+            flush = super().__call__
         closed: bool | Tensor = storage.listening.after(0, flush)
         return closed
 
     def construct(self, denominator: Weight = None) -> Tensor:
-        if self.compiled_window.workers is not None:
+        if denominator is not None or self.compiled_window.workers is not None:
             refuse_compiled_flush()
-        return self.compiled_window.flush(self.update, denominator)
+        return self.compiled_window.flush(self.update)
 
 
 class Discard(nn.Cell):  # type: ignore[misc]

@@ -118,11 +118,11 @@ class Knowledge(nn.Cell):  # type: ignore[misc]
         part = loss if weight is None else kit.contribution(weight, self.options) * loss
         return ops.stack((part, self.one if weight is None else weight, self.zero))
 
-    def compiled_after(self, state: Fields, grad_norm: Tensor, ending: Fields, options: Options) -> tuple[Tensor, Tensor | None]:
+    def compiled_after(self, state: Fields, grad_norm: Tensor) -> tuple[Tensor, Tensor | None]:
         _, _, _, weight, _, _, _ = state
         value = self.loss.value()
         total = where(value[1] == weight, value[0], self.nan)
-        loss = where(weight > 0, kit.window_loss(total, ending, options, where), self.nan)
+        loss = where(weight > 0, kit.window_loss(total, state, self.options, where), self.nan)
         noise = None
         if self.has_noise:
             seen = self.noise.value()

@@ -226,8 +226,6 @@ class Notes(nn.Cell):  # type: ignore[misc]
     applied: Parameter
     apply: Parameter
     """bool: `applied`, as a condition."""
-    denominator: Parameter
-    """Of ``flush(denominator=...)``."""
 
     def __init__(self, float_dtype: DType) -> None:
         super().__init__(auto_prefix=False)
@@ -235,7 +233,7 @@ class Notes(nn.Cell):  # type: ignore[misc]
         number = next(NUMBERS)
         self.add("loss_scale", Tensor(1.0, ms.float32), number)
         self.add("terms", Tensor(kit.encode_terms(kit.Terms("mean", "skip_window", "unused", 1)), ms.int32), number)
-        for field in ("weight", "norm", "divisor", "grad_norm", "denominator"):
+        for field in ("weight", "norm", "divisor", "grad_norm"):
             self.add(field, Tensor(0.0, float_dtype), number)
         for field in ("before", "measured", "overflow", "applied", "apply"):
             self.add(field, Tensor(False), number)
@@ -252,9 +250,6 @@ class Notes(nn.Cell):  # type: ignore[misc]
 
     def write_terms(self, terms: Parameter) -> Tensor:
         return ops.assign(self.terms, terms)
-
-    def write_denominator(self, denominator: Tensor) -> Tensor:
-        return ops.assign(self.denominator, denominator)
 
     def state(self) -> Fields:
         """Return the noted fields as a state; no decision reads the other fields, which are zero."""
@@ -358,8 +353,6 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         self.measures, self.measures_noise = kit.measures(options), options.noise_decay is not None
         # The compiler cannot follow a function or an object inside a named tuple.
         self.options = exact_in(storage.float_dtype, options._replace(steps=None, scaler=None))
-        self.dividing = self.options._replace(reduction="item_mean") if options.reduction == "sum" else self.options
-        self.closing = (options.steps is None, options.noise_decay is not None)
         self.float_dtype = storage.float_dtype
         self.scale_moves = options.scale_rule._replace(init_scale=1.0) != kit.ScaleRule()
         self.true = Tensor(True)
@@ -548,42 +541,33 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
             self.storage.knowledge.compiled_see_first(self.packed(), self.storage.weight, self.storage.loss_scale)
         return True
 
-    def close(self, update: Update, untold: bool, divided: bool = False) -> bool:
+    def close(self, update: Update, untold: bool) -> bool:
         """End the window: make the `update` with its gradients, or not at all.
 
-        `untold`: some micro-batch did not tell its loss. `divided`: the denominator was noted.
+        `untold`: some micro-batch did not tell its loss.
         """
         if self.workers is not None:
             self.workers.compiled_join()
-        return self.close_joined(update, untold, divided)
+        return self.close_joined(update, untold)
 
-    def close_joined(self, update: Update, untold: bool, divided: bool = False) -> bool:
-        self.note_decision(divided)
+    def close_joined(self, update: Update, untold: bool) -> bool:
+        self.note_decision()
         self.apply(update)
-        return self.finish(untold, divided)
+        return self.finish(untold)
 
-    def ending(self, state: Fields, divided: bool) -> Fields:
-        """Return the state by which the window is divided, with `options_of`."""
-        if divided:
-            state, _ = kit.with_denominator(state, self.notes.denominator.value(), self.dividing, where)
-        return state
-
-    def options_of(self, divided: bool) -> Options:
-        return self.dividing if divided else self.options
-
-    def note_decision(self, divided: bool) -> bool:
-        notes, options = self.notes, self.options_of(divided)
+    def note_decision(self) -> bool:
+        notes, options = self.notes, self.options
         notes.write_state(self.storage.weight, self.storage.overflow, self.storage.loss_scale)
         if self.calls_steps and self.workers is None:
             notes.write_terms(self.storage.terms)
         if not self.measures:
             state, sound = self.sized(notes.state())
-            return notes.write_decision(*kit.decide(self.ending(state, divided), self.nan, sound, options, where, self.storage.largest))
+            return notes.write_decision(*kit.decide(state, self.nan, sound, options, where, self.storage.largest))
         norm, right = sums.compiled_measure(self.packed(), self.float_dtype)
         notes.write_measure(norm, right)
         self.measure_again()
         state, sound = self.sized(notes.state())
-        norm, state = notes.norm.value(), self.ending(state, divided)
+        norm = notes.norm.value()
         finite = self.fits(state, ops.isfinite(norm), options)
         if self.sharded and self.workers is not None:
             own, sound = sums.robust_measure(self.packed_shards(), self.float_dtype)
@@ -625,12 +609,12 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
             update(self.gradients(self.notes.divisor.value()))
         return True
 
-    def finish(self, untold: bool, divided: bool = False) -> bool:
+    def finish(self, untold: bool) -> bool:
         """Clear the sums, assign the state after the window and its last event; `untold` as for `close`."""
         notes = self.notes
         apply, overflow = notes.applied & self.true, notes.overflow & self.true
         before, grad_norm = self.read(), notes.grad_norm.value()
-        loss, noise = self.storage.knowledge.compiled_after(before, grad_norm, self.ending(before, divided), self.options_of(divided))
+        loss, noise = self.storage.knowledge.compiled_after(before, grad_norm)
         if untold and self.workers is None:
             loss = self.unknown
         after = kit.close(before, apply, overflow, self.options, where)
@@ -641,15 +625,11 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         self.write_empty(self.event(apply, apply == False, overflow, grad_norm))  # noqa: E712
         return self.write_counters(after)
 
-    def flush(self, update: Update, denominator: Weight = None) -> Tensor:
+    def flush(self, update: Update) -> Tensor:
         """Close the open window; returns whether there was one, a bool Tensor of shape ()."""
-        divided = denominator is not None
-        if divided:
-            checks.check_compiled_denominator(None if isinstance(denominator, Tensor) else denominator, *self.closing)
-            self.notes.write_denominator(self.amount(denominator))
         is_open = self.storage.micro_step.value() > 0
         if is_open:
-            self.close(update, False, divided)
+            self.close(update, False)
         return is_open
 
     def discard(self) -> bool:

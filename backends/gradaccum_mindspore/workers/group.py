@@ -473,15 +473,15 @@ class SharedWindow(PyNativeWindow):
 
     def close(self, state: State, update: Update, denominator: float | None = None) -> None:
         self.flushing = False
-        self.end(state, update, denominator)
+        self.end(state, update)
 
-    def end(self, state: State, update: Update, denominator: float | None = None) -> Joined:
+    def end(self, state: State, update: Update) -> Joined:
         """End the window of all workers, in this one's part; returns what came together."""
         joined = self.workers.join(state, self.flushing)
         if joined.is_open and joined.in_compiled_code:
             self.compiled(update)()
         elif joined.is_open:
-            super().close(joined.state, update, denominator)
+            super().close(joined.state, update)
         return joined
 
     def compiled(self, update: Update) -> Callable[[], bool]:
@@ -505,13 +505,13 @@ class SharedWindow(PyNativeWindow):
         If the update of a window that all workers ended raised, this makes it, and takes part in no other window.
         """
         if self.storage.held() == OF_ALL:
-            joined = self.end(self.storage.pull(), update, denominator)
+            joined = self.end(self.storage.pull(), update)
             if not self.flushing or joined.all_flush:
                 self.flushing = False
                 return True
         self.flushing, closed, all_flush = True, False, False
         while not all_flush:
-            joined = self.end(self.storage.pull(), update, denominator)
+            joined = self.end(self.storage.pull(), update)
             closed, all_flush = closed or joined.is_open, joined.all_flush
             if joined.is_open and not all_flush:
                 self.storage.listening.between()
@@ -526,8 +526,8 @@ class SharedWindow(PyNativeWindow):
 
 @constexpr  # type: ignore[untyped-decorator]
 def refuse_compiled_flush() -> None:
-    """Raise `UsageError`: compiled code cannot wait until all workers flush."""
-    expected = "a call from Python where workers share their windows, as it ends windows until all workers have called it"
+    """Raise `UsageError`: compiled code cannot wait until all workers flush, and takes no denominator."""
+    expected = "a call from Python with a denominator, or where workers share their windows, as it ends windows until all have called it"
     raise explain(
         UsageError, "flush()", expected=expected, found="one in compiled code", fix="Call optimizer.flush() after the compiled step."
     )
