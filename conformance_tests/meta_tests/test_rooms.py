@@ -66,7 +66,8 @@ def test_no_shared_name_without_a_concept() -> None:
 TOPICS = {
     **dict.fromkeys(("checkpoint", "counts", "half_precision", "linearity", "loop", "loss_scale", "masters", "misuse"), ALL),
     **dict.fromkeys(("everyday", "recipes"), ALL),
-    **dict.fromkeys(("auto_size", "coupled", "large_batch", "recompute", "verification"), ALL),
+    "auto_size": {TORCH, JAX},
+    **dict.fromkeys(("coupled", "large_batch", "recompute", "verification"), ALL),
     **dict.fromkeys(("large_batch_misuse", "recompute_misuse", "recompute_modules"), ALL),
     "benchmarks": {TORCH, JAX},
     "large_batch_counts": {TORCH, MINDSPORE},

@@ -174,8 +174,8 @@ MUTANTS = (
     ),
     Mutant(
         "leave_the_loader_s_last_window_open",
-        "        return kit.epoch(loader, self.flush, carry=carry, progress=progress)\n",
-        "        return kit.epoch(loader, self.flush, carry=True, progress=progress)\n",
+        "        return kit.epoch(loader, self.flush, carry=carry, progress=progress, see=self._sizes.see)\n",
+        "        return kit.epoch(loader, self.flush, carry=True, progress=progress, see=self._sizes.see)\n",
         OWN + "test_mindspore_everyday.py::test_epoch_of_a_dataset",
     ),
     Mutant(
