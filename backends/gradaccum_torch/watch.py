@@ -192,6 +192,10 @@ class GradWatch:
         if not at_the_end_of_backward(self._end):  # Then each gradient looks like a pass.
             self.known, self.places = seen(self.known, Event.PASS_ENDED), None
 
+    def ask_no_more(self) -> None:
+        """Note no more places of backward passes."""
+        self.places = None
+
     def _end(self) -> None:
         self.known = seen(self.known, Event.PASS_ENDED)
         if self._compared is not Compared.NONE and self.allowed is not Allowed.ALL:

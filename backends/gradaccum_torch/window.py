@@ -373,14 +373,12 @@ class Window:
         Several losses of one micro-batch have places of their own in the program, or a loop of their own, which makes no step.
         """
         first, *second = places
-        if len(set(places[-1])) != 1 or len(places[-1]) < 2 or self._begun.size in (1, None):
-            self.strategy.watch.places = None
-        elif not second:
-            places.append([])
-        else:
-            self.strategy.watch.places = None
-            if second == [first] and share_loop(first[0], step):
-                warnings.warn(_LEFTOVERS.format(passes=len(first)), GradAccumWarning, stacklevel=4)
+        suspect = len(places[-1]) > 1 and len(set(places[-1])) == 1 and self._begun.size not in (1, None)
+        if suspect and not second:
+            return places.append([])
+        self.strategy.watch.ask_no_more()
+        if suspect and second == [first] and share_loop(first[0], step):
+            warnings.warn(_LEFTOVERS.format(passes=len(first)), GradAccumWarning, stacklevel=4)
 
     def _require_backward(self, known: MicroBatch) -> None:
         """Raise unless a loss, a weight, a pass through other parameters or the user's own gradients stand for a backward pass."""

@@ -207,8 +207,8 @@ class Outputs:
     """The outputs: filled by the first pass, differentiated as a whole, handed out in the second pass."""
 
     def __init__(self) -> None:
-        self._nest: Nest = None
-        self._paths: list[str] = []
+        self._structure: tuple[Nest, list[str]] = None, []
+        """The nest of the first outputs, and the paths of its leaves."""
         self._parts: list[list[Tensor]] = []
         """The tensors of each micro-batch, without graphs."""
         self._edges: list[list[int]] = []
@@ -221,20 +221,21 @@ class Outputs:
         """Take the outputs of the next micro-batch: tensors with a leading axis, in any nest."""
         leaves = leaves_of(outputs, "outputs")
         if not self._parts:
-            self._nest, self._paths = outputs, [leaf.path for leaf in leaves]
+            self._structure = outputs, [leaf.path for leaf in leaves]
         self._require_paths(leaves)
         # Copies: the next micro-batch may write into the same memory, as the replay of a CUDA graph does.
         self._parts.append([_rows(leaf).detach().clone() for leaf in leaves])
 
     def whole(self) -> Nest:
         """Return the outputs of all items, requiring gradients where possible; free what `add` kept."""
-        for path, parts in zip(self._paths, zip(*self._parts, strict=True), strict=True):
+        nest, paths = self._structure
+        for path, parts in zip(paths, zip(*self._parts, strict=True), strict=True):
             lengths = [0, *map(len, parts)]
             self._edges.append([sum(lengths[: place + 1]) for place in range(len(lengths))])
             leaf = cat(path, parts)
             self._leaves.append(leaf.requires_grad_(leaf.is_floating_point() or leaf.is_complex()))
         self._parts.clear()
-        return with_leaves(self._nest, iter(self._leaves))
+        return with_leaves(nest, iter(self._leaves))
 
     def leaves(self) -> list[Tensor]:
         return self._leaves
@@ -263,13 +264,14 @@ class Outputs:
         """Raise unless both passes gave the same outputs up to rounding; waits for the device."""
         differ = torch.stack([each.to(self._differ[0].device) for each in self._differ]).tolist()
         if any(differ):
-            raise _other_outputs_error(self._paths[differ.index(True) % len(self._paths)], "values that differ by more than rounding")
+            _, paths = self._structure
+            raise _other_outputs_error(paths[differ.index(True) % len(paths)], "values that differ by more than rounding")
 
     def _require_paths(self, leaves: list[Leaf]) -> None:
-        paths = [leaf.path for leaf in leaves]
-        if paths != self._paths:
+        paths, (_, expected) = [leaf.path for leaf in leaves], self._structure
+        if paths != expected:
             fix = "Return the same structure for every micro-batch."
-            raise explain(ArgumentTypeError, "outputs_fn", expected=f"the outputs {self._paths}", found=f"{paths}", fix=fix)
+            raise explain(ArgumentTypeError, "outputs_fn", expected=f"the outputs {expected}", found=f"{paths}", fix=fix)
 
 
 def _rows(leaf: Leaf) -> Tensor:

@@ -284,14 +284,14 @@ MUTANTS = (
     ),
     Mutant(
         "say_nothing_of_leftovers",
-        "            if second == [first] and share_loop(first[0], step):\n",
-        "            if False:\n",
+        "        if suspect and second == [first] and share_loop(first[0], step):\n",
+        "        if False:\n",
         OWN + "test_torch_everyday.py::test_leftovers_are_said_once",
     ),
     Mutant(
         "take_losses_in_a_loop_for_leftovers",
-        "            if second == [first] and share_loop(first[0], step):\n",
-        "            if second == [first]:\n",
+        "        if suspect and second == [first] and share_loop(first[0], step):\n",
+        "        if suspect and second == [first]:\n",
         OWN + "test_torch_everyday.py::test_several_losses_of_a_micro_batch_say_nothing",
     ),
     Mutant(
