@@ -253,7 +253,7 @@ class AccumulatingOptimizer(OwnPhase, nn.Optimizer):  # type: ignore[misc]
     def result(self) -> StepResult:
         """The result of the last micro-batch, flush or discard, in Python numbers. For Python alone. Reading it calls the listeners.
 
-        It does not count as asking for the loss scale; `scale` and `loss_scale` do.
+        It does not count as asking for the loss scale.
 
         Raises:
             UsageError: compiled code skipped windows of workers with different learning rates.

@@ -67,7 +67,7 @@ def _on_cpu() -> bool:
 class OwnPhase(nn.Cell):  # type: ignore[misc]
     """A Cell that does not tell the cells below it which program was called: none of these asks.
 
-    MindSpore's own setter tells all of them, at each call. For the cells of a wrapped optimizer that takes as long as ten operators.
+    MindSpore's own setter tells all of them, at each call, which takes as long as ten operators.
     """
 
     @property

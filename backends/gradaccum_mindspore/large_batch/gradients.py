@@ -1,11 +1,10 @@
 """The gradients, the loss and the other outputs of the large batch, from a Python loop over its micro-batches.
 
-The loop runs in PyNative, and in graph mode, where each micro-batch is a call of a compiled function. One function is differentiated and
-called again and again, so graph mode compiles it once for each size of micro-batch. Python sees every value here: it checks weights, and
-starts over with smaller micro-batches where memory asks for it.
+In graph mode each micro-batch is a call of a compiled function, compiled once for each size of micro-batch. Python sees every value here,
+and checks weights.
 
-A gradient of a parameter is a sum over micro-batches. A gradient of an argument that was cut is not: each item's part stands in its own
-micro-batch, so the parts are concatenated. Nothing is added in place, because a gradient may share its memory with the user's batch.
+A parameter's gradient is a sum over micro-batches. That of an argument that was cut is not: the parts of its items are concatenated.
+Nothing is added in place, because a gradient may share its memory with the user's batch.
 """
 
 from __future__ import annotations

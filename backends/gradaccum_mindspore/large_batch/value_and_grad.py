@@ -1,7 +1,6 @@
 """The large batch's value and gradients in one call, with the memory of one micro-batch.
 
-A call from Python is a loop of Python, `PythonLoop`; a call inside `mindspore.jit` or inside a Cell in graph mode is a loop of compiled
-code, `compiled`. The Cell keeps nothing between calls; a call that raises leaves everything as it was.
+A call from Python is a loop of Python, `PythonLoop`; a call inside `mindspore.jit` or inside a Cell in graph mode is one of compiled code.
 """
 
 from __future__ import annotations

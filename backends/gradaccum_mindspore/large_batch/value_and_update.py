@@ -1,7 +1,4 @@
-"""A whole window of a wrapped optimizer in one call: the large batch is split, each micro-batch goes through the optimizer, and it updates.
-
-Everything that a window can do is the wrapped optimizer's: clipping, skipping, a loss scale, overflow, sums in float32, its ``result``.
-"""
+"""A whole window of a wrapped optimizer in one call: each micro-batch of the large batch goes through the optimizer, and it updates."""
 
 from __future__ import annotations
 

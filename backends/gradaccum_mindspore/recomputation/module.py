@@ -1,7 +1,6 @@
 """The public call, and Cells that are recomputed in place: Parameters, their names, `cells_and_names` and indexing stay as they are.
 
-For the compiler `Cell.recompute()` marks the Cell. PyNative mode looks for ``_recompute_cell``, which is set to a `Segment`; if MindSpore
-renamed it, PyNative mode would go MindSpore's own way, and the tests of dropout and of batch normalization would fail.
+For the compiler `Cell.recompute()` marks the Cell. PyNative mode looks for ``_recompute_cell``, which is set to a `Segment`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Custom backwards that do not carry the gradient that they are handed, so that their loss cannot be scaled.
 
-The gradients of the whole at several scales say whether something is wrong. Then each custom backward that was met on the way runs alone,
-and shows whether it is to blame. Custom backwards are `mindspore.nn.Cell.bprop` and the framework's autograd functions.
+The gradients of the whole at several scales say whether something is wrong. Then each custom backward that was met runs alone:
+`mindspore.nn.Cell.bprop` and the framework's autograd functions.
 
 MindSpore keeps no list of the functions that ran. So `watched` replaces, for the time of a check, `mindspore.nn.Cell._call_custom_bprop`
 and each autograd function's ``forward``. Meanwhile everything runs as Python, because a compiled function calls neither. At the end

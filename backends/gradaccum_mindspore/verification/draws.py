@@ -1,8 +1,7 @@
 """Dropout whose numbers belong to the items: an item meets the same ones in the large batch and in every micro-batch.
 
 MindSpore's random operators cannot be given numbers. So for the check `mindspore.nn.Dropout` is lent an operator that multiplies by numbers
-of its own, made for the large batch once, of which a micro-batch takes the rows of its items. The user's random state is not touched by it.
-Other operators draw as they do, and are named.
+made for the large batch once, of which a micro-batch takes the rows of its items. Other operators draw as they do, and are named.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The Cells that mix the items of a batch. Each is run again by itself: on the large batch's inputs, and on the rows of half of the items.
 
-A Cell is named if the half's outputs are not those rows of all outputs, by more than rounding moves them. Only the innermost such Cells are
-named. A Cell whose output has no axis of items (a loss) is not compared, and neither is one that fails when it is run alone.
+A Cell is named if the half's outputs are not those rows of all outputs, by more than rounding moves them, and no Cell inside of it is. A
+Cell whose output has no axis of items, or that fails when it is run alone, is not compared.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The window of several workers: what they agree on before, the end that they make together, and what they send each other.
 
-Without ``data_parallel=`` each worker would update its own copy of the model, and nothing would say so. Workers that share windows must
-start with equal options and equal parameters: they exchange no more than gradients.
+Workers that share windows must start with equal options and equal parameters: they exchange no more than gradients. A parameter that the
+user marked as ``layerwise_parallel`` is each worker's own: its sum is not sent. After the sums, each worker sends the norm of its own ones,
+an inf if they are not finite, so that all have one norm and one decision.
 
 The end adds up a few numbers, then the sums, once. Workers may hold different numbers of micro-batches, or none. A worker that runs out of
 data calls ``flush`` from Python, and takes part in the windows of the others, with nothing, until they flush too: so all make the same

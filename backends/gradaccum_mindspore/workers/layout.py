@@ -1,7 +1,6 @@
 """The checkpoints of an open window for another number of workers than saved them.
 
-A window's sum lies in parts, one on each worker. The first of the new workers gets all of it, and the others begin with nothing: the end
-of the window adds up the same.
+The first of the new workers gets the sum of all, and the others begin with nothing: the end of the window adds up the same.
 """
 
 from __future__ import annotations
