@@ -196,7 +196,78 @@ def require_said(seed: int) -> None:
     assert max(windows) - min(windows) <= 1
 
 
-@pytest.mark.parametrize("check", [require_alike, require_said])
+class Log(NamedTuple):
+    """The windows of a worker whose group has lost another one."""
+
+    parameters: list[Tensor]
+    updates: int
+    windows: list[list[int]]
+    """By window: this worker's micro-batches in it."""
+    closed: int
+    """The windows that this worker had closed when it left the group."""
+
+
+def as_survivor(job: Job, rank: int, group: dist.ProcessGroup) -> Log:
+    """Train as a worker that goes on in a group of those that are left."""
+    model, micro_batches = Model(), job.shares[rank]
+    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    opt = gradaccum.wrap(inner, job.steps, reduction=job.reduction, clip_norm=job.clip_norm, process_group=group)
+    windows: list[list[int]] = [[]]
+    opt.add_listener(lambda window: windows.append([]))
+    next_one = 0
+
+    def train() -> None:
+        nonlocal next_one
+        while next_one < len(micro_batches):
+            windows[-1].append(next_one)
+            next_one += 1
+            learn(model, opt, job, micro_batches[next_one - 1])
+        opt.flush()
+
+    Group.turns.count(rank)
+    try:
+        train()
+        left = Group.is_left(rank)
+    except gradaccum.UsageError as error:
+        assert "opt.regroup" in str(error)  # noqa: PT017
+        left = True
+    closed = len(windows) - 1
+    if left:
+        opt.regroup(Group.of_those_left(rank))
+        saved = opt.state_dict()["gradaccum"]
+        if saved["optimizer_step"] + saved["skipped_windows"] > closed:
+            windows.append([])  # Others had closed the window, with this worker's part.
+        opt.flush()
+        train()
+    state = [each.detach().clone() for each in model.parameters()]
+    return Log(state, opt.result.optimizer_step, windows[:-1], closed)
+
+
+def require_regrouped(seed: int) -> None:
+    """The windows before hold all workers' micro-batches, the one in which a worker is lost and those behind it the others'."""
+    job, chosen = job_of(seed), random.Random(~seed)
+    lost = chosen.randrange(len(job.shares)), chosen.randint(1, 16)
+    everyone = run(len(job.shares), seed, lambda rank, group: as_survivor(job, rank, group), lost)
+    survivors = {rank: each for rank, each in enumerate(everyone) if not isinstance(each, Lost)}
+    assert all(isinstance(each, Log) for each in everyone if not isinstance(each, Lost)), everyone
+    assert len({len(each.windows) for each in survivors.values()}) == 1
+    model, closed = Model(), max(each.closed for each in survivors.values())
+    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    opt = gradaccum.wrap(inner, None, reduction=job.reduction, clip_norm=job.clip_norm)
+    for window in range(len(next(iter(survivors.values())).windows)):
+        for rank, share in enumerate(job.shares):
+            own = range(window * job.steps, (window + 1) * job.steps) if window < closed else ()
+            for index in survivors[rank].windows[window] if rank in survivors else own:
+                if index < len(share):
+                    learn(model, opt, job, share[index])
+        opt.flush()
+    for mine in survivors.values():
+        assert mine.updates == opt.result.optimizer_step
+        for a, b in zip(mine.parameters, model.parameters(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("check", [require_alike, require_said, require_regrouped])
 @pytest.mark.parametrize("some", seeds())
 def test_interleavings(some: range, check: Callable[[int], None]) -> None:
     for seed in some:

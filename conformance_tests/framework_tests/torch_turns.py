@@ -38,10 +38,14 @@ class Turns:
         self.random, self.workers = random.Random(seed), workers
         self.gone: set[int] = set()
         """The workers that are lost, or have come to their end."""
-        self.collectives: dict[int, dict[int, tuple[str, Any]]] = {}
-        """By number: what each worker brought to a collective."""
-        self.failing: dict[int, set[int]] = {}
-        """By number: the workers on which a collective fails."""
+        self.collectives: dict[Any, dict[int, tuple[str, Any]]] = {}
+        """By group and number: what each worker brought to a collective."""
+        self.failing: dict[Any, set[int]] = {}
+        """By group and number: the workers on which a collective fails."""
+        self.done: set[int] = set()
+        """The workers that have trained on all they have."""
+        self.left: set[int] = set()
+        """The workers that have left the group of all."""
         self._lost, self._points = lost, [-(10**9)] * workers
         self._go = [threading.Semaphore(0) for _ in range(workers)]
         self._until: list[Callable[[], bool]] = [lambda: True] * workers
@@ -91,6 +95,8 @@ class Group(GroupInPython):
     """Of the run that is under way."""
 
     _number = 0
+    _members: tuple[int, ...] = ()
+    """The ranks among all workers; ``()``: all."""
 
     def getBackendName(self) -> str:
         return BACKEND
@@ -123,21 +129,46 @@ class Group(GroupInPython):
 
     def _met(self, name: str, brought: Tensor) -> list[Any]:
         """Return what all workers bring to this one's next collective, in the order of their ranks."""
-        turns, number = self.turns, self._number
+        turns, members = self.turns, self._members or tuple(range(self._size))
+        own, key = members[self._rank], (members, self._number)
         self._number += 1
-        met = turns.collectives.setdefault(number, {})
-        if turns.point(self._rank):
+        met = turns.collectives.setdefault(key, {})
+        if turns.point(own):
             raise Lost
-        met[self._rank] = name, brought
-        if turns.point(self._rank):
+        met[own] = name, brought
+        if turns.point(own):
             # What this worker has sent may have reached some of the others, and not the rest.
-            turns.failing[number] = {rank for rank in range(self._size) if turns.random.random() < 0.5}
+            turns.failing[key] = {rank for rank in members if turns.random.random() < 0.5}
             raise Lost
-        turns.wait(self._rank, lambda: len(met) == self._size or bool(turns.gone - met.keys()))
-        if len(met) < self._size or self._rank in turns.failing.get(number, ()):
+
+        def missing() -> set[int]:
+            return turns.gone if self._members else turns.gone | turns.left
+
+        turns.wait(own, lambda: met.keys() >= set(members) or bool(missing() & set(members) - met.keys()))
+        if len(met) < self._size or own in turns.failing.get(key, ()):
             raise RuntimeError("Connection closed by peer")
         assert len({each for each, _ in met.values()}) == 1, f"the workers meet at different collectives: {met}"
-        return [met[rank][1] for rank in range(self._size)]
+        return [met[rank][1] for rank in members]
+
+    @classmethod
+    def is_left(cls, rank: int) -> bool:
+        """Wait for all workers to be done, lost, or out of the group; True if one has left it."""
+        turns = cls.turns
+        turns.done.add(rank)
+        turns.wait(rank, lambda: turns.done | turns.left | turns.gone == set(range(turns.workers)))
+        return bool(turns.left)
+
+    @classmethod
+    def of_those_left(cls, rank: int) -> dist.ProcessGroup | None:
+        """Wait for all workers that are not lost; return a group of them, None for one alone. A run has one such group."""
+        turns = cls.turns
+        turns.left.add(rank)
+        turns.wait(rank, lambda: turns.left | turns.gone == set(range(turns.workers)))
+        members = tuple(sorted(turns.left))
+        group: Any = dist.new_group(list(members), backend=BACKEND, use_local_synchronization=True) if members[1:] else None
+        if group is not None:
+            group._members = members
+        return group  # type: ignore[no-any-return]
 
 
 def run(workers: int, seed: int, program: Callable[[int, dist.ProcessGroup], Any], lost: tuple[int, int] | None = None) -> list[Any]:
