@@ -173,6 +173,18 @@ MUTANTS = (
         OWN + "test_mindspore_everyday.py::test_inner_optimizer_is_not_called",
     ),
     Mutant(
+        "take_no_micro_batch_for_weighed",
+        "        self._sizes.weighed = weight is not None\n",
+        "        self._sizes.weighed = False\n",
+        OWN + "test_mindspore_everyday.py::test_unequal_sizes_without_weights_are_said_once",
+    ),
+    Mutant(
+        "say_nothing_of_moved_rates",
+        "        if self._rates is not None:\n",
+        "        if False:\n",
+        OWN + "test_mindspore_schedule.py::test_ungated_scheduler_is_said_once",
+    ),
+    Mutant(
         "leave_the_loader_s_last_window_open",
         "        return kit.epoch(loader, self.flush, carry=carry, progress=progress, see=self._sizes.see)\n",
         "        return kit.epoch(loader, self.flush, carry=True, progress=progress, see=self._sizes.see)\n",

@@ -289,6 +289,12 @@ MUTANTS = (
         OWN + "test_torch_everyday.py::test_leftovers_are_said_once",
     ),
     Mutant(
+        "take_every_micro_batch_for_weighed",
+        "        self.sizes.weighed = known.weighed\n",
+        "        self.sizes.weighed = True\n",
+        OWN + "test_torch_everyday.py::test_unequal_sizes_without_weights_are_said_once",
+    ),
+    Mutant(
         "take_losses_in_a_loop_for_leftovers",
         "        if suspect and second == [first] and share_loop(first[0], step):\n",
         "        if suspect and second == [first]:\n",
