@@ -128,7 +128,7 @@ MISTAKES: dict[str, tuple[Loss, Array, dict[str, Option], str, str]] = {
     "seeded": (seeded, Y, {}, "randomness", "numpy.random"),
 }
 """The loss, the batch's second array, the options, the cause's kind and a part of its place."""
-USUAL = ("token mean", "pairs", "penalised", "mean under sum", "seeded")
+USUAL = ("token mean", "pairs", "seeded")
 SOUND: dict[str, tuple[Loss, Array, dict[str, Option]]] = {
     "plain": (plain, Y, {}),
     "parts that differ": (plain, Y, {"steps": 5}),
