@@ -41,14 +41,24 @@ def test_quotations_equal_their_files() -> None:
         assert text == (ROOT / file).read_text(encoding="utf-8"), f"{page} quotes an older {file}"
 
 
+def prose_of(path: Path) -> str:
+    return re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors_of(path: Path) -> set[str]:
+    """The addresses of a page's headings; "" is its beginning."""
+    headings = re.findall(r"^#+ (.*)$", prose_of(path), flags=re.MULTILINE)
+    return {"", *(re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings)}
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page: str) -> None:
-    """The links to files of this repository. No page is read from the network."""
+    """The links to files of this repository, and to headings in its pages. No page is read from the network."""
     path = ROOT / page
-    prose = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
-    links = re.findall(r"\]\(([^)#:]+)\)", prose)
-    missing = [link for link in links if not (path.parent / link).exists()]
+    links = re.findall(r"\]\(([^):#]*)#?([^):]*)\)", prose_of(path))
+    missing = [link for link, _ in links if not (path.parent / link).exists()]
     assert not missing
+    assert not [(link, to) for link, to in links if to and to not in anchors_of(path.parent / link if link else path)]
 
 
 @pytest.mark.parametrize("page", PAGES)
