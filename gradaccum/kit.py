@@ -5,11 +5,11 @@
 - `terms_of`, `resumed`, `redistributed`: saving and resuming an open window;
 - `epoch`, `Sizes`: a pass over a loader;
 - `make_division`, `divided`, `leaves_of`, `share`: cutting a large batch and merging its outputs;
-- `explain`, ``require_...`` and ``..._error``: one class and one wording for each mistake in every backend;
+- `explain`, ``require_...`` and ``..._error``: one wording for each mistake in every backend;
 - `Listeners`: callbacks for closed windows; `described`, `status`: the state in one line;
-- `comparable`, `linearity_report`: the check whether a loss is linear in its scale;
+- `comparable`, `linearity_report`: the check that a loss is linear in its scale;
 - `examine`, `Subject`, `Conditions`, `Run`: the experiments of `gradaccum.verify`;
-- `Backend`, `GatingBackend`, `VerifyingBackend`, `DeviceBackend`, `ScalerDriver`: protocols that a backend implements;
+- `Backend`, `GatingBackend`, `VerifyingBackend`, `DeviceBackend`, `ScalerDriver`: a backend's protocols;
 - `Steps`, `WrapOptions`, `wrap_with`: a backend's own typed ``wrap``.
 """
 

@@ -395,7 +395,7 @@ def windows(
 
     Args:
         loader: yields the micro-batches, of any type. A window is read before it is used: a loader that fills one buffer again and again
-            must yield copies. An error of the loader passes through; the next ``next`` continues.
+            must yield copies.
         steps: micro-batches per window: an int >= 1, pairs ``(first number, steps)`` or a callable of the window's number, 0, 1, ...;
             or ``until_weight(n)``: a window ends with the micro-batch by which its weight reaches n.
         count: functions of a micro-batch by name; each returns a finite number >= 0, or a framework's scalar. The loop waits for a

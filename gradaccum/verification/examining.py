@@ -31,7 +31,7 @@ from gradaccum.verification.subject import Conditions, Subject
 def examine(subject: Subject, steps: object, reduction: object = "mean") -> VerificationReport:
     """Compare the partitions of the subject's batch, and look for the cause where the gradient moves.
 
-    Runs the batch some thirty times if all is right, some two hundred times if not; keeps ``steps + 3`` gradients in float64 at a time.
+    Runs the batch some thirty times if all is right, some two hundred times if not.
 
     Args:
         subject: the model, its loss and the batch.

@@ -127,16 +127,15 @@ def verify(model_or_params: Any, loss_fn: Callable[..., Any], batch: Any, steps:
     """Check whether gradient accumulation is right for a loss, and if not, why.
 
     Computes the gradient of one batch under many partitions and orders. Where it moves by more than rounding, experiments look for the
-    cause. Nothing of the user's changes: no parameter, buffer, ``.grad``, random state, mode or hook.
+    cause. Nothing of the user's changes.
 
     Args:
         model_or_params: a `torch.nn.Module`, a `mindspore.nn.Cell`, or a nest of JAX arrays.
         loss_fn: ``loss_fn(model_or_params, *batch)``, a scalar. With a module or a Cell also the usual criterion, ``criterion(output,
-            *targets)``, or a function that closes over its model, ``loss_fn(*batch)``: the number of arguments decides.
-        batch: a tuple of nests of arrays, with the batch axis first; a few real items with their padding, at least `steps`.
+            *targets)``, or a function that closes over its model, ``loss_fn(*batch)``.
+        batch: a tuple of nests of arrays, with the batch axis first; real items with their padding, at least `steps`.
         steps: micro-batches that the batch is divided into, at least 2.
-        options: ``reduction`` ("mean", "sum" or "item_mean"), ``weight`` and ``axes``, as accumulation will have them, and options of one
-            backend.
+        options: ``reduction``, ``weight`` and ``axes``, as accumulation will have them, and options of one framework.
 
     Returns:
         The report: ``print(report)``, ``report.equivalent``, ``report.causes``.

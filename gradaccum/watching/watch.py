@@ -162,8 +162,6 @@ class Watch:
         ...
         watch(opt.result, loss=loss)  # after each step; in JAX gradaccum_jax.result(state)
 
-    Reading a result waits for the device that computes it.
-
     Args:
         listeners: functions of one `gradaccum.watching.ClosedWindow`.
         reduction: as that of `gradaccum.wrap`; combines the losses of a window.
