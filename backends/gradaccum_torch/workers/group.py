@@ -327,11 +327,14 @@ def require_same_workers(group: dist.ProcessGroup, sharded: Sequence[Tensor]) ->
             raise kit.explain(ArgumentValueError, "module", expected=expected, found=found, fix="Give it an optimizer of its own.")
 
 
-# One sum over all workers for many tensors, without a second copy of the model.
+# One sum over all workers for many tensors.
 #
-# Large tensors are reduced one by one, in place. Small ones travel together in buckets, which have the size of those of
-# `torch.nn.parallel.DistributedDataParallel` (``bucket_cap_mb``); while one is on its way the next is packed. The first bucket takes
-# numbers with it, because a collective of their own takes longer than all else that the end of a small model's window does.
+# Large tensors are reduced one by one. Small ones travel together in buckets, which have the size of those of
+# `torch.nn.parallel.DistributedDataParallel` (``bucket_cap_mb``). The first bucket takes numbers with it, because a collective of their own
+# takes longer than all else that the end of a small model's window does.
+#
+# A worker may be lost meanwhile. So sums of up to `APART_BYTES` are written when all have arrived; a larger model has no second copy of its
+# gradients: large tensors are reduced in place, and while one bucket is on its way the next is packed.
 
 
 BUCKET_BYTES = 25 * 2**20
@@ -341,7 +344,7 @@ APART_BYTES = 2**30
 """Up to here sums are reduced from copies, so that a failed reduction leaves each worker its own. Activations, which took more, are gone by
 then."""
 IN_FLIGHT = 2
-"""Buckets packed at a time: they take at most this much memory beside the tensors."""
+"""Buckets packed at a time, beyond `APART_BYTES`: they take at most this much memory beside the tensors."""
 _EXACT = (torch.float32, torch.float64)
 
 
