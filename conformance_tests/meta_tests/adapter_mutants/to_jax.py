@@ -256,7 +256,7 @@ MUTANTS = (
         "join_rows_as_they_were_run",
         "return flat if bool(np.all(order == np.arange(len(order)))) else flat[order]",
         "return flat",
-        OWN + "test_jax_large_batch.py",
+        SUITE + "test_one_call.py::test_own_split",
     ),
     Mutant(
         "begin_a_maximum_at_zero",
