@@ -138,16 +138,6 @@ def test_unscaled_loss_is_refused(mode, scale):
     assert optimizer.storage.micro_step.asnumpy() == 0
 
 
-@pytest.mark.parametrize("mode", ["pynative", "graph"])
-def test_model_without_the_cell_is_refused(mode):
-    set_mode(mode)
-    net = make_net()
-    optimizer = gradaccum.wrap(nn.Momentum(net.trainable_params(), 0.1, 0.9), steps=2, loss_scale=1024.0)
-    data = NumpySlicesDataset((X, Y), ["x", "y"], shuffle=False).batch(3)
-    with pytest.raises(gradaccum.UsageError, match="TrainOneStepCell"):
-        Model(net, nn.MSELoss(), optimizer).train(1, data, dataset_sink_mode=False)
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_current_scale_is_a_tensor(mode):
     """Compiled code passes it as ``sens``; it cannot be assigned."""
