@@ -366,8 +366,7 @@ LOST[_JOIN] = "Each window's end looks for a ``join()`` through all objects of P
 def leave_reduction_out(module: DistributedDataParallel, hook_error: Callable[[], Exception]) -> None:
     """Keep `module` from reducing gradients, also where the user's loop sets ``require_backward_grad_sync``.
 
-    DDP would never call a communication hook then, so `hook_error` is raised if one is registered. With ``static_graph=True`` the first
-    backward pass reduces unless a flag is set that the installed torch may lack.
+    A communication hook would never be called: `hook_error` is raised if one is registered. With ``static_graph=True`` a flag is needed.
     """
     if module.static_graph:
         require_name(_STATIC, "module", "Leave static_graph=True out.")

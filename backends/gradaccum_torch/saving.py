@@ -308,16 +308,16 @@ def redistributed(state_dicts: Sequence[StateDict], workers: int) -> list[StateD
     The first worker gets the sum of the sums, in their dtype, and the weight of all; the others hold nothing of the window. All have the
     micro-batches of the worker that had most, so that their windows end together.
 
-    Each worker loads its own: ``opt.load_state_dict(gradaccum_torch.redistributed(state_dicts, world_size)[rank])``. The model is loaded
-    beside it, and a `torch.amp.GradScaler`'s own state where it is saved; that of any worker will do.
+    Each worker loads its own: ``opt.load_state_dict(gradaccum_torch.redistributed(state_dicts, world_size)[rank])``, and beside it the
+    model and the state of a `torch.amp.GradScaler` from any worker.
 
     Args:
-        state_dicts: what ``opt.state_dict()`` returned on every worker that saved, in the order of their ranks, from optimizers that were
-            wrapped with ``module=``. They are not changed.
-        workers: the number of workers that resume, >= 1; it may be the same.
+        state_dicts: what ``opt.state_dict()`` returned on every worker, in the order of their ranks, from optimizers that were wrapped with
+            ``module=``. They are not changed.
+        workers: the number of workers that resume, >= 1.
 
     Returns:
-        One state dict per worker. They share the tensors that all workers have alike, such as the inner optimizer's state.
+        One state dict per worker; they share the tensors that all workers have alike.
 
     Raises:
         ArgumentTypeError: `state_dicts` are no state dicts, or `workers` is no int.

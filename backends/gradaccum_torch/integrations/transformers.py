@@ -28,7 +28,7 @@ Argument = Any
 class AccumulationCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
     """Makes a window right under the `transformers.Trainer`: ``trainer.add_callback(AccumulationCallback(trainer))``.
 
-    - Clipping: ``max_grad_norm``, 1.0 by default, is the window's ``clip_norm``, which must be the same; a micro-batch is not clipped.
+    - Clipping: ``max_grad_norm``, 1.0 by default, must be the window's ``clip_norm``; a micro-batch is not clipped.
     - ``grad_norm`` in the logs is that of the last closed window, 0 before any.
     - Weights: where the Trainer counts items (tokens with a label), they are the micro-batch's weight. This waits for the device.
     - The last window of an epoch, and of the run, is closed with what it holds; the scheduler moves with it.
@@ -144,12 +144,7 @@ _OWN_ENGINES = {"DEEPSPEED", "MEGATRON_LM", "XLA"}
 
 
 def require_trainer(trainer: Trainer) -> None:
-    """Raise unless `trainer` leaves accumulation and clipping to its optimizer.
-
-    Raises:
-        ArgumentTypeError: its optimizer is not wrapped, or its scheduler not gated.
-        UsageError: its arguments contradict the window's, or the gradients are not the optimizer's to handle.
-    """
+    """Raise unless `trainer` leaves accumulation and clipping to its optimizer."""
     opt = unwrapped(trainer.optimizer)
     if not opt._options.separate_sums:
         found = "without it, and the Trainer clears .grad after each micro-batch"

@@ -1,8 +1,7 @@
 """Random numbers, item by item: each item of a micro-batch gets the numbers that it got in the large batch.
 
-Otherwise dropout would hide the mistakes. The draws of the large batch are recorded in order, and a micro-batch gets the rows of its items.
-An operation draws if it moves the state of its generator. One that begins at a state seen before in the same run is a repetition, as in
-activation checkpointing, and gets the same numbers again.
+The draws of the large batch are recorded in order, and a micro-batch gets the rows of its items. An operation draws if it moves the state
+of its generator; one that begins at a state seen before in the same run is a repetition, as in activation checkpointing.
 """
 
 from __future__ import annotations

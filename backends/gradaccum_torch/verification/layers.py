@@ -1,8 +1,7 @@
 """Layers that mix the items of a batch, found by running each layer alone: with all items, and with half of them.
 
 A layer is named if a half's outputs differ from those rows of all outputs by more than rounding. One half is the first, the other every
-second item, for layers that treat neighbours together. Rounding is measured as for gradients. Only the innermost such layers are named; a
-layer whose output has no item axis (a loss), or that fails alone, is not compared.
+second item. Only the innermost such layers are named; one whose output has no item axis (a loss), or that fails alone, is not compared.
 """
 
 from __future__ import annotations

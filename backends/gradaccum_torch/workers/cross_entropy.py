@@ -4,10 +4,9 @@ The method is that of Megatron-LM (Shoeybi et al., 2019, "Megatron-LM: Training 
 Parallelism", section 3): the workers exchange a few numbers per item and never the logits. Four things differ.
 
 - Two all-reduces forward instead of three: the sum of exponentials, the target's logit and the sum of logits share one buffer.
-- The backward computes the softmax again from the logits, block by block, where Megatron saves it: the gradient is the only tensor of the
-  shard's size that the loss makes.
+- The backward computes the softmax again, block by block, where Megatron saves it: only the gradient has the shard's size.
 - Shards may be uneven, or empty.
-- Labels that differ between workers raise: they come from data-parallel loading, and the loss would be silently wrong.
+- Labels that differ between workers raise.
 """
 
 from __future__ import annotations
