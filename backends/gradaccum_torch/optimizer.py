@@ -264,7 +264,14 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         closed = int(fields.optimizer_step + fields.skipped_windows)
         sent = made.catch_up(closed, has_own, lambda: save(window.between_windows(), self._parameters, self._inner, None))
         if sent is not None:
+            own = [{name: value for name, value in group.items() if name != "params"} for group in self._inner.param_groups]
             self.load_state_dict(sent)
+            if held in ("kept", "torn"):  # Its schedulers are one update behind, and move the rates by themselves.
+                self._loads.pop()
+                for group, rates in zip(self._inner.param_groups, own, strict=True):
+                    group.update(rates)
+                for scheduler in window.schedulers:
+                    scheduler.follow()
         elif held == "torn":
             warnings.warn(_TORN, GradAccumWarning, stacklevel=2)
 

@@ -51,10 +51,17 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.1)
 
 
-def learn(model: nn.Module, opt: Any, x: Tensor) -> None:
+def learn(model: nn.Module, opt: Any, x: Tensor, scheduler: Any = None) -> None:
     opt.backward(loss(model, x), weight=len(x))
     opt.step()
     opt.zero_grad()
+    if scheduler is not None:
+        scheduler.step()
+
+
+def decaying(opt: Any) -> Any:
+    """A scheduler that counts its moves, so that one too many or too few stays."""
+    return gradaccum.wrap(torch.optim.lr_scheduler.LambdaLR(opt, lambda moves: 0.5**moves))
 
 
 def start(folder: Path, name: str, rank: int, workers: int) -> None:
@@ -114,7 +121,8 @@ def main(when: str, size: str, rank: int, folder: Path) -> None:
     model = build(size)
     parallel = DistributedDataParallel(model)
     opt = gradaccum.wrap(sgd(model), steps=STEPS, module=parallel, clip_norm=0.5)
-    told = until_told(when, rank, parallel, opt)
+    scheduler = decaying(opt)
+    told = until_told(when, rank, parallel, opt, scheduler)
     with refused(gradaccum.UsageError, "opt.regroup(process_group)" if size != "in_place" else "discard()"):
         opt.flush()
     if size != "in_place":
@@ -125,14 +133,16 @@ def main(when: str, size: str, rank: int, folder: Path) -> None:
         warnings.simplefilter("always")
         opt.regroup(dist.group.WORLD)
     opt.flush()
+    scheduler.step()
     expected, alone = taken_over(size, told, lost=bool(said))
     assert opt.result.optimizer_step == alone.result.optimizer_step
+    assert opt.param_groups[0]["lr"] == alone.param_groups[0]["lr"]
     require_equal(model, expected, 1e-12)
     go_on(folder, rank + 1, model, opt, expected, alone)
     (folder / f"{rank}.txt").write_text(f"told in micro-batch {told}, {opt.result}", encoding="utf-8")
 
 
-def until_told(when: str, rank: int, model: nn.Module, opt: Any) -> int:
+def until_told(when: str, rank: int, model: nn.Module, opt: Any, scheduler: Any) -> int:
     """Train until a reduction fails; return the number of the micro-batch."""
     for index in range(3 * STEPS):
         if rank == WORKERS - 1 and index == STEPS:
@@ -140,7 +150,7 @@ def until_told(when: str, rank: int, model: nn.Module, opt: Any) -> int:
         if (when, rank, index) == ("in_mid_window", WORKERS - 1, STEPS + 1):
             die()
         try:
-            learn(model, opt, item(rank, index))
+            learn(model, opt, item(rank, index), scheduler)
         except gradaccum.UsageError:
             return index
     raise AssertionError("nobody noticed")
@@ -155,11 +165,13 @@ def taken_over(size: str, told: int, lost: bool) -> tuple[nn.Module, Any]:
     left = [(rank, closed) for rank, (window, lost) in enumerate(everyone) if window == closed and not lost]
     model = build(size)
     alone = gradaccum.wrap(sgd(model), steps=None, clip_norm=0.5)
+    scheduler = decaying(alone)
     for first in range(0, len(of_all) + len(left), WORKERS):
         for rank, window in (of_all + left)[first : first + WORKERS]:
             for index in range(STEPS):
                 learn(model, alone, item(rank, STEPS * window + index))
         alone.flush()
+        scheduler.step()
     return model, alone
 
 
