@@ -76,25 +76,6 @@ def once(predicate: Scalar, function: Callable[[T], T], operand: T) -> T:
     return cast(T, jax.tree.unflatten(structure, decided(run, predicate, constants, leaves)))
 
 
-def repeated(goes_on: Callable[[T], Scalar], function: Callable[[T], T], operand: T) -> T:
-    """Return `operand` after as many calls of `function` as `goes_on` asks for. This has no reverse derivative."""
-    leaves, structure = jax.tree.flatten(operand)
-
-    def flat(*leaves: Array) -> Leaves:
-        return jax.tree.leaves(function(jax.tree.unflatten(structure, leaves)))
-
-    closed, leaves, axes = traced_with_axes(True, flat, leaves)
-    run, constants = _runner(closed.jaxpr, axes), closed.consts
-
-    def wanted(leaves: Any) -> Scalar:
-        return goes_on(jax.tree.unflatten(structure, leaves))
-
-    def again(leaves: Any) -> Any:
-        return run(constants, leaves)
-
-    return cast(T, jax.tree.unflatten(structure, lax.while_loop(wanted, again, leaves)))
-
-
 def named_axes(closed: Traced) -> Axes:
     return frozenset(effect.name for effect in closed.effects if type(effect).__name__ == "NamedAxisEffect")
 

@@ -134,11 +134,11 @@ class Accumulation:
 
     @cached_property
     def _jitted_update(self) -> Callable[..., Any]:
-        return jax.jit(self._update)
+        return jax.jit(self._update, inline=True)
 
     @cached_property
     def _jitted_flush(self) -> Callable[..., Any]:
-        return jax.jit(self._flush)
+        return jax.jit(self._flush, inline=True)
 
     def _update(
         self, micro_batch: MicroBatch, state: AccumulationState, params: Params, extra: Extra, ends_here: Scalar

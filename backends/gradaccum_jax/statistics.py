@@ -39,9 +39,11 @@ def add(state: AccumulationState, loss: Scalar, weight: Scalar, adds: Scalar, op
     fields, held = fields_of(state), lax.stop_gradient(state.accumulator)
 
     def look(_: Scalar) -> Scalar:
-        return measure(held, state.loss.dtype, shard_axes)[0]
+        return measure(held, one, state.weight, shard_axes)[0]
 
-    norm = once(kit.is_first(state.noise, fields), look, jnp.zeros_like(state.loss))
+    first = kit.is_first(state.noise, fields)
+    one = first.astype(state.weight.dtype)
+    norm = once(first, look, jnp.zeros_like(state.loss))
     state = state._replace(noise=Noise(*all_like(kit.first_seen(state.noise, fields, norm, jnp.where), state.noise)))
     # Never below 0. The dependence tells XLA that the norm is taken before the window's end writes over the sum: else it copies the sum.
     return state._replace(weight=like(jnp.where(norm < 0, norm, state.weight), state.weight))

@@ -20,7 +20,7 @@ from jax import lax
 from gradaccum import ArgumentTypeError, ArgumentValueError
 from gradaccum.kit import Scalar, Where, explain
 from gradaccum_jax.arrays import Array, DType, Gradients, Leaves, Params, Tree, is_key, takes_part, typeof, wider
-from gradaccum_jax.control_flow import repeated
+from gradaccum_jax.control_flow import once
 from gradaccum_jax.sharding import ShardAxes, axes_of, shards_of, vary
 
 
@@ -209,7 +209,9 @@ Pair = tuple[Array, Array]
 
 def all_of(flags: list[Scalar]) -> Scalar:
     """True if all of these bool scalars hold: `argmin` of (all, False) is 1 only where the first is True."""
-    every = functools.reduce(jnp.logical_and, flags, jnp.asarray(True))
+    if not flags:
+        return jnp.asarray(True)
+    every = functools.reduce(jnp.logical_and, flags)
     return jnp.argmin(jnp.stack([every, jnp.asarray(False)])) == 1
 
 
@@ -231,10 +233,10 @@ def _add(a: Pair, b: Pair) -> Pair:
 #
 # Squares of large finite elements overflow, and squares of tiny ones vanish. Then the norm is that of the elements times a power of two
 # that brings them into range. So a norm that is not finite means a gradient that is not finite. The arrays are measured again for it, only
-# then: by a loop, as XLA would compile the arrays' kernels twice for a conditional.
+# then.
 #
 # XLA compiles a kernel for each sum of squares, unless it has compiled the same before. So the squares of small arrays of one type are
-# added up element by element before, and all these sums have one form.
+# added up element by element before, and all these sums have one form: their factor is a number that XLA does not know.
 
 
 SMALL = 2**14
@@ -245,34 +247,35 @@ Shards = tuple[tuple[str, ...], ...]
 """The mesh axes along which each group of arrays is sharded inside `jax.shard_map`."""
 
 
-def measure(accumulator: Tree, dtype: DType, shard_axes: ShardAxes = None) -> tuple[Scalar, Scalar]:
-    """Return the global 2-norm and whether every element is finite: scalars of `dtype` and bool."""
-    groups = _grouped(_real_leaves(accumulator, dtype))
-    norm = _norm(tuple(shards_of(group[0], shard_axes) for group in groups), jnp.dtype(dtype), groups)
+def measure(accumulator: Tree, one: Scalar, weight: Scalar, shard_axes: ShardAxes = None) -> tuple[Scalar, Scalar]:
+    """Return the global 2-norm and whether every element is finite: scalars of the dtype of `one` and bool.
+
+    `one` is 1 and `weight` never below 0: numbers from outside of the conditional around this call, which XLA does not know there.
+    """
+    groups = _grouped(_real_leaves(accumulator, one.dtype))
+    norm = _norm(tuple(shards_of(group[0], shard_axes) for group in groups), groups, one, weight)
     return norm, norm < jnp.inf
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _norm(axes: Shards, dtype: DType, groups: list[Leaves]) -> Scalar:
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _norm(axes: Shards, groups: list[Leaves], one: Scalar, weight: Scalar) -> Scalar:
     """Return the norm of arrays that are measured in groups; `axes` are the mesh axes along which each group is sharded."""
-    kind = np.finfo(dtype)
-    large = jnp.asarray(2.0 ** (0.75 * int(kind.maxexp)), dtype)
+    kind = np.finfo(one.dtype)
+    large = 2.0 ** (0.75 * int(kind.maxexp))
 
-    def look(held: tuple[Scalar, Scalar, Scalar]) -> tuple[Scalar, Scalar, Scalar]:
-        wanted, _, before = held
-        squares = _squares(axes, groups, wanted, before)
-        in_range = (squares > _smallest_sum(dtype)) & (squares < jnp.inf)
-        return jnp.where(in_range | (wanted != 1), 0, jnp.where(squares < 1, large, 1 / large)), wanted, squares
+    def again(power: Scalar) -> Scalar:
+        squares = _squares(axes, groups, power, weight)
+        return jnp.where(squares < jnp.inf, jnp.minimum(jnp.sqrt(squares) / power, float(kind.max)), jnp.inf)
 
-    one = jnp.ones((), dtype)
-    _, power, squares = repeated(lambda held: held[0] > 0, look, (one, one, 0 * one))
-    return jnp.where(squares < jnp.inf, jnp.minimum(jnp.sqrt(squares) / power, float(kind.max)), jnp.inf)
+    squares = _squares(axes, groups, one, weight)
+    in_range = (squares > _smallest_sum(one.dtype)) & (squares < jnp.inf)
+    return once(~in_range, again, jnp.where(in_range, jnp.sqrt(squares), jnp.where(squares < 1, large, 1 / large)))
 
 
 @_norm.defjvp
-def _(axes: Shards, dtype: DType, primals: tuple[list[Leaves]], tangents: tuple[list[Leaves]]) -> tuple[Scalar, Scalar]:
+def _(axes: Shards, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Scalar, Scalar]:
     # The derivative is 0 at 0, and where the norm is not finite: a window of zero gradients has no 0 x inf.
-    norm = _norm(axes, dtype, *primals)
+    norm = _norm(axes, *primals)
     tells = (norm > 0) & (norm < jnp.inf)
     unit = jax.tree.map(lambda leaf: jnp.where(tells, leaf / jnp.where(tells, norm, 1), 0), primals[0])
     moved = [sum(jnp.sum(a * b) for a, b in zip(*pair, strict=True)) for pair in zip(unit, tangents[0], strict=True)]
@@ -286,13 +289,13 @@ def _grouped(leaves: Leaves) -> list[Leaves]:
     return [group[start : start + MOST_TOGETHER] for group in alike.values() for start in range(0, len(group), MOST_TOGETHER)]
 
 
-def _squares(axes: Shards, groups: list[Leaves], power: Scalar, before: Scalar) -> Scalar:
-    """Return the sum of the squares of all elements, each times `power`. The sum `before` is never below 0."""
+def _squares(axes: Shards, groups: list[Leaves], power: Scalar, weight: Scalar) -> Scalar:
+    """Return the sum of the squares of all elements, each times `power`."""
     done: list[Array] = []
     last: dict[tuple[str, ...], Array] = {}
     for own, leaves in zip(axes, groups, strict=True):
         # The dependence makes XLA, which writes out squares on a CPU before JAX 0.10, measure one group after the other.
-        previous: Scalar = last.get(own, before)
+        previous: Scalar = last.get(own, weight)
         factor = jnp.where(previous < 0, previous, power)
         last[own] = jnp.sum(functools.reduce(operator.add, [jnp.square(leaf * factor) for leaf in leaves]))
         done.append(last[own])

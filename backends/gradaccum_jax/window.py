@@ -107,7 +107,7 @@ def close(
     require_told(state.accumulator, frozenset(update.axes), update.shard_axes, options)
 
     def end(start: Ending) -> Ending:
-        decision, whole, divides = decide_on(state, start.total, update, options, denominator)
+        decision, whole, divides = decide_on(state, start.total, update, options, one, denominator)
         loss = kit.window_loss(whole.loss, whole.fields, divides, jnp.where)
         skipped = _closed(whole.fields, False, decision.overflow, options)
         norm = like(as_stored(decision.grad_norm), state.last_grad_norm)
@@ -119,7 +119,7 @@ def close(
         return _counts(with_event(with_fields(bare, _closed(fields_of(state), True, state.overflow, options)), True, False, False))
 
     bare = with_event(state._replace(accumulator=None, inner_state=None, masters=None, terms=None), *event)
-    nothing = jnp.zeros_like(state.weight)
+    nothing, one = jnp.zeros_like(state.weight), at_end.astype(state.weight.dtype)
     start = Ending(bare, state.accumulator if update.axes else None, jnp.asarray(False), nothing + 1, nothing)
     ended, total, apply, divisor, loss = once(at_end, end, start)
     total = total if update.axes else state.accumulator
@@ -178,7 +178,7 @@ class Whole(NamedTuple):
 
 
 def decide_on(
-    state: AccumulationState, total: Tree, update: Update, options: Options, denominator: Scalar
+    state: AccumulationState, total: Tree, update: Update, options: Options, one: Scalar, denominator: Scalar
 ) -> tuple[Decision, Whole, Options]:
     """Return the decision on the window that ends here, the window, and the options under which it is divided.
 
@@ -192,7 +192,7 @@ def decide_on(
         fields, divides = kit.with_denominator(fields, denominator, options, jnp.where)
     norm, finite = jnp.full((), jnp.nan, dtype), jnp.asarray(True)
     if measures(options):
-        norm, finite = measure(whole.total, dtype, update.shard_axes)
+        norm, finite = measure(whole.total, one, whole.fields[3], update.shard_axes)
         fitting = sums.fits(whole.total, divisor(fields, divides, jnp.where), update.dtypes.like)
         finite = finite & everywhere(fitting, update.shard_axes)
     decision = Decision(*decide(fields, norm, finite, divides, jnp.where, float(jnp.finfo(dtype).max)))

@@ -18,7 +18,7 @@ SHAPES = [(), (1,), (7,), (1000,), (3, 5), (32, 48), (50257,), (3, 3, 16, 8), (2
 """Sizes with and without a power of two as a factor. 131101 is prime."""
 
 
-compiled_measure = jax.jit(lambda tree: measure(tree, jnp.float32))
+compiled_measure = jax.jit(lambda tree: measure(tree, jnp.float32(1), jnp.float32(1)))
 
 
 def measured(tree: Any) -> tuple[float, bool]:

@@ -236,8 +236,8 @@ MUTANTS = (
     ),
     Mutant(
         "measure_the_noise_of_every_micro_batch",
-        "once(kit.is_first(state.noise, fields), look,",
-        "once(fields[0] > 0, look,",
+        "norm = once(first, look,",
+        "norm = once(fields[0] > 0, look,",
         OWN + "test_jax_knowledge.py::test_only_the_first_micro_batch_is_measured",
     ),
     Mutant(
