@@ -135,6 +135,14 @@ def test_flush_and_result_in_a_chain() -> None:
     assert gradaccum_jax.result((first, second)).applied
 
 
+def test_discard_leaves_the_state_of_the_start() -> None:
+    """Every leaf of it, the sum that the next window would write over too."""
+    tx = wrap(optax.adam(0.1), loss_scale=gradaccum.DynamicLossScale())
+    start = tx.init(PARAMS)
+    _, state = tx.update(GRADS[1], start, PARAMS, weight=3)
+    assert_same(jax.jit(lambda s: gradaccum_jax.discard(tx, s))(state), start)
+
+
 def test_none_and_integer_parameters_stay() -> None:
     tx = gradaccum.wrap(optax.sgd(1.0), steps=2)
     params = {"w": jnp.ones(2), "frozen": None, "count": jnp.asarray(3)}

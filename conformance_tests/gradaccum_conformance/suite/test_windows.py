@@ -93,6 +93,7 @@ def test_discard_forgets_the_window(backend: Harness, mode: str, errors: Errors)
     session.discard()
     state = session.state()
     assert (state.micro_step, state.weight, state.optimizer_step, state.skipped_windows) == (0, 0.0, 0, 0)
+    assert not any(total.any() for total in session.accumulator().values())
     feed(session, cut(batch, (4, 4, 4)))
     assert session.captured().calls == 1
     check_gradient(errors, backend, session, MLP, batch, micro_batches=3)

@@ -69,7 +69,7 @@ MUTANTS = (
         "leave_the_sum_at_discard",
         "with_event(emptied._replace(accumulator=sums.clear(state.accumulator)), False",
         "with_event(emptied, False",
-        OWN + "test_jax_loop.py::test_empty_flush_and_discard_change_nothing",
+        OWN + "test_jax_loop.py::test_discard_leaves_the_state_of_the_start",
     ),
     Mutant(
         "report_no_norm",
