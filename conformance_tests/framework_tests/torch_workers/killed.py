@@ -10,6 +10,7 @@ import datetime
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,8 @@ def main(phase: str, rank: int, folder: Path) -> None:
         until_killed(rank, folder)
     else:
         again(rank, folder)
+    time.sleep(0.3)  # gloo's threads let go of the last tensors; torch 2.13 may abort a process that ends before.
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
