@@ -30,7 +30,8 @@ from gradaccum_mindspore.state import NUMPY_DTYPES
 from gradaccum_mindspore.statistics import Known
 from gradaccum_mindspore.sums import DType, compiled_clear, divide, multiply
 from gradaccum_mindspore.update import Update
-from gradaccum_mindspore.window import CompiledWindow, PyNativeWindow, require_room
+from gradaccum_mindspore.window.compiled import CompiledWindow
+from gradaccum_mindspore.window.pynative import PyNativeWindow, require_room
 
 
 class Program(OwnPhase):

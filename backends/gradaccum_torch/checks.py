@@ -170,3 +170,11 @@ def other_weight_error(weight: float, earlier: float) -> UsageError:
     expected = f"{earlier:g}, the weight that the same micro-batch was given before"
     fix = "Call opt.step() after each micro-batch, or give all its losses one weight."
     return explain(UsageError, "weight", expected=expected, got=weight, fix=fix)
+
+
+def require_graph(loss: Tensor) -> Tensor:
+    if not loss.requires_grad:
+        fix = "Run the model on any batch on this worker too, and give its loss with weight=0."
+        expected, found = "one of the model, because every backward pass is that of all workers", "one without a graph"
+        raise explain(UsageError, "loss", expected=expected, found=found, fix=fix)
+    return loss

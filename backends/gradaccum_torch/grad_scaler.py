@@ -1,4 +1,4 @@
-"""A user's own `torch.amp.GradScaler`, driven once per window.
+"""A user's own `torch.amp.GradScaler`, driven once per window; and the factor of a loss.
 
 The window's scale is the scaler's when the first micro-batch ends, noted on the device and read with the norm at the window's end. If
 something else moved the scale inside the window, its end raises.
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from gradaccum import UsageError
-from gradaccum.kit import Options, ScaleRule, State, explain
+from gradaccum.kit import Options, ScaleRule, State, contribution, explain
 from gradaccum_torch.parameters import Group
 from gradaccum_torch.private import SCALER, LocalVariables, found_inf_of, pending_update, require_name, scale_of, scaler_state, tracker_of
 
@@ -201,3 +201,38 @@ def foreign_scaler_error() -> UsageError:
     fix = "Write gradaccum.wrap(optimizer, ..., loss_scale=scaler); in place of scaler.unscale_(opt) and clip_grad_norm_ clip_norm=."
     found = "a torch.amp.GradScaler that would unscale at every micro-batch"
     return explain(UsageError, "scaler.step, scaler.unscale_", expected=expected, found=found, fix=fix)
+
+
+# The factor of a loss before it is differentiated: its weight times the loss scale.
+
+
+def factor(weight: float, fields: State, options: Options) -> float:
+    """Return the factor of a loss of that weight: contribution times loss scale."""
+    product: float = contribution(weight, options) * fields.loss_scale
+    return product
+
+
+def scaled(loss: Tensor, weight: float, fields: State, options: Options, scaler: ScalerLink | None) -> Tensor:
+    """Return `loss`, of any shape, times its `factor`; a `torch.amp.GradScaler` scales it on the device, where its scale is."""
+    own, rule = float(contribution(weight, options)), options.scale_rule
+    if own == 1 and scaler is None and fields.loss_scale == 1:
+        return loss
+    _require_in_range(loss, own * (rule.init_scale if rule.backoff_factor == 1 else rule.min_scale))
+    with torch.enable_grad():  # backward() works inside torch.no_grad(), and so must this.
+        if scaler is not None:
+            loss = scaler.scale(loss)
+        else:
+            own *= fields.loss_scale
+        return loss if own == 1 else loss * own
+
+
+def _require_in_range(loss: Tensor, factor: float) -> None:
+    """Raise unless the loss's dtype can hold `factor`: autograd casts the incoming gradient to it, and float16's range is small."""
+    if loss.dtype is torch.float16 and factor > torch.finfo(torch.float16).max:
+        raise explain(
+            UsageError,
+            "loss",
+            expected=f"a dtype that holds weight x loss scale, which is at least {factor:g} here",
+            found="a float16 loss, in which that is inf, so that every gradient would overflow",
+            fix="Compute the loss in float32: loss_fn(output.float(), target).",
+        )

@@ -24,8 +24,8 @@ from gradaccum import ArgumentTypeError, UsageError
 from gradaccum.kit import explain, half_made_error
 from gradaccum_torch.parameters import Group, Parameters
 from gradaccum_torch.private import DIVIDES_BY_GRAD_SCALE, untraced, version
-from gradaccum_torch.strategy import Strategy
-from gradaccum_torch.sums import DTYPE, GRAD, Versions, operand
+from gradaccum_torch.sums.arithmetic import DTYPE, GRAD, Versions, operand
+from gradaccum_torch.sums.strategy import Strategy
 
 Rates = tuple[object, object]
 """The learning rates of two groups."""

@@ -25,7 +25,6 @@ from gradaccum.kit import (
     accumulate,
     at_rest,
     close,
-    contribution,
     decide,
     discard,
     divisor,
@@ -45,15 +44,17 @@ from gradaccum_torch.checks import (
     cast_in_window_error,
     known_window_size,
     no_backward_error,
+    require_graph,
     unfinished_error,
     window_size,
 )
-from gradaccum_torch.grad_scaler import Ended, ScalerLink
+from gradaccum_torch.grad_scaler import Ended, ScalerLink, factor, scaled
 from gradaccum_torch.parameters import Parameters
 from gradaccum_torch.saving import Saved, own_copy
 from gradaccum_torch.statistics import Known, Statistics, Told, as_told
-from gradaccum_torch.strategy import BufferStrategy, GradStrategy, MovingStrategy, SeparateStrategy, Strategy
-from gradaccum_torch.sums import DTYPE, REQUIRES_GRAD, UNMEASURED, Measured, measure, sum_dtype
+from gradaccum_torch.sums.arithmetic import DTYPE, REQUIRES_GRAD, UNMEASURED, Measured, measure, sum_dtype
+from gradaccum_torch.sums.buffers import BufferStrategy, MovingStrategy, SeparateStrategy
+from gradaccum_torch.sums.strategy import GradStrategy, Strategy
 from gradaccum_torch.update import Loss, Progress, Rates, Update, through
 from gradaccum_torch.watch import PASSES, Allowed, Event, Given, MicroBatch, Place, place_of, share_loop
 from gradaccum_torch.workers.interface import Stages, Workers
@@ -565,46 +566,3 @@ def _kind(dtypes: Sequence[torch.dtype], sum_dtypes: Sequence[torch.dtype], opti
     if options.on_overflow == "drop_micro_batch":
         return BufferStrategy
     return GradStrategy if sum_dtypes == dtypes else MovingStrategy
-
-
-# The factor of a loss before it is differentiated: its weight times the loss scale.
-
-
-def require_graph(loss: Tensor) -> Tensor:
-    if not loss.requires_grad:
-        fix = "Run the model on any batch on this worker too, and give its loss with weight=0."
-        expected, found = "one of the model, because every backward pass is that of all workers", "one without a graph"
-        raise explain(UsageError, "loss", expected=expected, found=found, fix=fix)
-    return loss
-
-
-def factor(weight: float, fields: State, options: Options) -> float:
-    """Return the factor of a loss of that weight: contribution times loss scale."""
-    product: float = contribution(weight, options) * fields.loss_scale
-    return product
-
-
-def scaled(loss: Tensor, weight: float, fields: State, options: Options, scaler: ScalerLink | None) -> Tensor:
-    """Return `loss`, of any shape, times its `factor`; a `torch.amp.GradScaler` scales it on the device, where its scale is."""
-    own, rule = float(contribution(weight, options)), options.scale_rule
-    if own == 1 and scaler is None and fields.loss_scale == 1:
-        return loss
-    _require_in_range(loss, own * (rule.init_scale if rule.backoff_factor == 1 else rule.min_scale))
-    with torch.enable_grad():  # backward() works inside torch.no_grad(), and so must this.
-        if scaler is not None:
-            loss = scaler.scale(loss)
-        else:
-            own *= fields.loss_scale
-        return loss if own == 1 else loss * own
-
-
-def _require_in_range(loss: Tensor, factor: float) -> None:
-    """Raise unless the loss's dtype can hold `factor`: autograd casts the incoming gradient to it, and float16's range is small."""
-    if loss.dtype is torch.float16 and factor > torch.finfo(torch.float16).max:
-        raise explain(
-            UsageError,
-            "loss",
-            expected=f"a dtype that holds weight x loss scale, which is at least {factor:g} here",
-            found="a float16 loss, in which that is inf, so that every gradient would overflow",
-            fix="Compute the loss in float32: loss_fn(output.float(), target).",
-        )

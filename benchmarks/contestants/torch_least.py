@@ -25,21 +25,15 @@ _MEASURING = make_options(STEPS)
 
 def least_separate(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss) -> Window:
     """A loop as with ``separate_sums=True``, around `LeastSeparate`."""
-    accumulator = LeastSeparate(model, optimizer)
-
-    def window() -> None:
-        for _ in range(STEPS):
-            loss(model).backward()  # type: ignore[no-untyped-call]
-            accumulator.step()
-        wait()
-
-    return window
+    return _loop(model, LeastSeparate(model, optimizer), loss)
 
 
 def least(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss) -> Window:
     """A loop as with gradaccum, around `LeastAccumulator`."""
-    accumulator = LeastAccumulator(model, optimizer)
+    return _loop(model, LeastAccumulator(model, optimizer), loss)
 
+
+def _loop(model: nn.Module, accumulator: LeastAccumulator | LeastSeparate, loss: Loss) -> Window:
     def window() -> None:
         for _ in range(STEPS):
             loss(model).backward()  # type: ignore[no-untyped-call]

@@ -14,7 +14,7 @@ import gradaccum_mindspore  # noqa: E402
 from conformance_tests.framework_tests.mindspore_common import MODES, X, Y, make_net, pynative_after, set_mode  # noqa: E402, F401
 from gradaccum_mindspore import load_checkpoint_into, sums  # noqa: E402
 from gradaccum_mindspore.statistics import Knowledge  # noqa: E402
-from gradaccum_mindspore.window import PyNativeWindow  # noqa: E402
+from gradaccum_mindspore.window.pynative import PyNativeWindow  # noqa: E402
 
 
 class Stop(BaseException):

@@ -125,5 +125,5 @@ def test_window_keeps_no_memory(make, mode):
 
 
 def test_leak_is_seen():
-    """If this test fails, MindSpore's runtime no longer leaks, and `gradaccum_mindspore.window.Notes` can go."""
+    """If this test fails, MindSpore's runtime no longer leaks, and `gradaccum_mindspore.window.compiled.Notes` can go."""
     assert kept_per_window(Keeping(two_parameters()), "jit") > LEAK

@@ -16,7 +16,7 @@ import torch
 
 import gradaccum
 from conformance_tests.framework_tests.torch_operations import Operations
-from gradaccum_torch.sums import divide
+from gradaccum_torch.sums.arithmetic import divide
 
 STEPS = 4
 SIZE = 64

@@ -18,7 +18,7 @@ from conformance_tests.framework_tests.test_torch_half_precision import by_dtype
 from gradaccum_torch import AccumulatingOptimizer
 from gradaccum_torch import sums as accumulator
 from gradaccum_torch import sums as module
-from gradaccum_torch.sums import measure
+from gradaccum_torch.sums.arithmetic import measure
 
 
 def one_parameter(value: torch.Tensor, **options: object) -> tuple[nn.Parameter, AccumulatingOptimizer]:

@@ -38,6 +38,16 @@ def require_large(model, opt, *windows):
 UNEQUAL = """
 shares = items[:28].split((6, 6, 6, 6, 4)), items[28:].split((4, 4, 4))
 windows = torch.cat([*shares[0][:4], *shares[1]]), shares[0][4]
+
+def train(model, inner, rank, prepare):
+    opt = gradaccum.wrap(inner, steps=4, clip_norm=1.0, module=model)
+    prepared = prepare(opt)
+    for x in shares[rank]:
+        opt.backward(model(x).square().mean(), weight=len(x))
+        prepared.step()
+        prepared.zero_grad()
+    opt.flush()
+    require_large(model, opt, *windows)
 """
 FABRIC = """
 from lightning.fabric import Fabric
@@ -45,35 +55,19 @@ from lightning.fabric import Fabric
 fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
 fabric.launch()
 model, inner = build()
-model = fabric.setup_module(model)
-opt = gradaccum.wrap(inner, steps=4, clip_norm=1.0, module=model)
-step = fabric.setup_optimizers(opt)
-for x in shares[fabric.global_rank]:
-    opt.backward(model(x).square().mean(), weight=len(x))
-    step.step()
-    step.zero_grad()
-opt.flush()
-require_large(model, opt, *windows)
+train(fabric.setup_module(model), inner, fabric.global_rank, fabric.setup_optimizers)
 """
 ACCELERATE = """
 from accelerate import Accelerator, debug_launcher
 
-def train():
+def worker():
     accelerator = Accelerator(cpu=True)
     assert accelerator.num_processes == 2
     model, inner = build()
-    model = accelerator.prepare(model)
-    opt = gradaccum.wrap(inner, steps=4, clip_norm=1.0, module=model)
-    step = accelerator.prepare(opt)
-    for x in shares[accelerator.process_index]:
-        opt.backward(model(x).square().mean(), weight=len(x))
-        step.step()
-        step.zero_grad()
-    opt.flush()
-    require_large(model, opt, *windows)
+    train(accelerator.prepare(model), inner, accelerator.process_index, accelerator.prepare)
     accelerator.end_training()
 
-debug_launcher(train, num_processes=2)  # without a GPU `accelerate launch` starts one process
+debug_launcher(worker, num_processes=2)  # without a GPU `accelerate launch` starts one process
 """
 LIGHTNING = """
 import os

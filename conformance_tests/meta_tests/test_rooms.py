@@ -1,4 +1,4 @@
-"""The adapters' floor plan: one concept has one file name in every adapter that has the concept."""
+"""The adapters' floor plan: one concept has one name, of a file or of a folder, in every adapter that has the concept."""
 
 from __future__ import annotations
 
@@ -49,12 +49,13 @@ ROOMS = {
 
 def rooms_of(adapter: str) -> set[str]:
     folder = BACKENDS / f"gradaccum_{adapter}"
-    return {path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.py") if path.name != "__init__.py"}
+    files = {path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.py") if path.name != "__init__.py"}
+    return files | {name for name in ROOMS if any(file.startswith(f"{name}/") for file in files)}
 
 
 def test_each_concept_has_its_file() -> None:
     for name, (concept, adapters) in ROOMS.items():
-        assert {adapter for adapter in ALL if name in rooms_of(adapter)} == adapters, f"{name}.py: {concept}"
+        assert {adapter for adapter in ALL if name in rooms_of(adapter)} == adapters, f"{name}: {concept}"
 
 
 def test_no_shared_name_without_a_concept() -> None:

@@ -25,7 +25,7 @@ from gradaccum_mindspore.large_batch.batch import SplitOptions, moving, sizes_of
 from gradaccum_mindspore.large_batch.gradients import require_scalar
 from gradaccum_mindspore.large_batch.replay import require_one_program
 from gradaccum_mindspore.sums import DType, hidden_parameter, sum_dtype, where, working_dtype
-from gradaccum_mindspore.window import number_of
+from gradaccum_mindspore.window.compiled import number_of
 
 
 class CompiledLoop(nn.Cell):  # type: ignore[misc]

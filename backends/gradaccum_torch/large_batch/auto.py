@@ -20,7 +20,7 @@ from gradaccum import ArgumentValueError, AutoMicroBatchSize, UsageError
 from gradaccum.kit import Division, explain, free_frames, too_small_error
 from gradaccum_torch.large_batch.batch import LargeBatch
 from gradaccum_torch.optimizer import AccumulatingOptimizer
-from gradaccum_torch.sums import Versions
+from gradaccum_torch.sums.arithmetic import Versions
 
 T = TypeVar("T")
 _TEXTS = ("DefaultCPUAllocator: can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory")

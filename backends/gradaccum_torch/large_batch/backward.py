@@ -31,7 +31,7 @@ from gradaccum_torch.large_batch.gradients import Gradients, InWindow, deliverin
 from gradaccum_torch.large_batch.replay import reached_by
 from gradaccum_torch.optimizer import AccumulatingOptimizer
 from gradaccum_torch.private import untraced_within
-from gradaccum_torch.sums import HALF
+from gradaccum_torch.sums.arithmetic import HALF
 
 
 @untraced_within

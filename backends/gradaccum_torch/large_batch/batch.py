@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradaccum import ArgumentTypeError, ArgumentValueError, GradAccumError, UsageError, kit
 from gradaccum_torch.private import is_sharded
-from gradaccum_torch.sums import HALF
+from gradaccum_torch.sums.arithmetic import HALF
 
 PLAIN = (str, bytes, bool, int, float, complex, type(None))
 """A leaf that is one plain value has no items, and is given whole to each micro-batch."""

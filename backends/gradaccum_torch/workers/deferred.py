@@ -24,8 +24,8 @@ from gradaccum.kit import Options, explain, torn_window_error
 from gradaccum_torch.checks import Change, Size, changed_gradients_error
 from gradaccum_torch.parameters import Parameters
 from gradaccum_torch.private import Private, Sync, Unit, drop, keep_own, local, reduce, unreduced, untraced, version
-from gradaccum_torch.strategy import GradStrategy, Undivided
-from gradaccum_torch.sums import sum_dtype
+from gradaccum_torch.sums.arithmetic import sum_dtype
+from gradaccum_torch.sums.strategy import GradStrategy, Undivided
 from gradaccum_torch.watch import GradWatch
 
 GradientSync = Literal["micro_batch", "window", "all_reduce_per_window"]

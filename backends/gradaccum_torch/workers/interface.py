@@ -18,7 +18,7 @@ from gradaccum_torch.private import is_in_join
 
 if TYPE_CHECKING:
     from gradaccum_torch.parameters import Parameters
-    from gradaccum_torch.strategy import Strategy
+    from gradaccum_torch.sums.strategy import Strategy
 
 Sums = Sequence[Tensor | None]
 """Sums by position, None where there is none."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
 from gradaccum.kit import Options, State, explain, missing_worker_error, update_due_error
 from gradaccum_torch.private import is_sharded
-from gradaccum_torch.sums import measure
+from gradaccum_torch.sums.arithmetic import measure
 from gradaccum_torch.workers.group import require_group, require_same_options
 from gradaccum_torch.workers.interface import Sums
 
@@ -54,9 +54,9 @@ class StageGroup:
     @torch.no_grad()
     def add_tied(self, fields: State, sums: Sums, zeros: Callable[[int], Tensor]) -> Sums:
         """Return `sums` with the tied ones added up over their stages; collective, and at most once per window."""
-        made = list(sums)
         if self._now.added or not self._tied:
             return sums
+        made = list(sums)
         try:
             for group, places in self._tied:
                 for place in places:

@@ -1,7 +1,4 @@
-"""The open window: add, close, flush, discard; in PyNative, and inside `mindspore.jit` and in graph mode, where the state is a Tensor.
-
-In PyNative the core's transitions move the state as Python numbers. There an operator costs more than reading a scalar, so a Python ``if``
-leaves out every operator that it can. What follows is about compiled code.
+"""The open window inside `mindspore.jit` and in graph mode, where the state is a Tensor.
 
 The compiler drops operations that it believes to have no effect. So this code computes every new value from values that it read before its
 first write, and reads nothing that it wrote, except at the end of a window, which begins with reading; no branch returns a value that was
@@ -17,7 +14,6 @@ shapes, dtypes and Python numbers of arguments are constants of the program, so 
 
 from __future__ import annotations
 
-import math
 from itertools import count
 from typing import Any, Protocol
 
@@ -25,179 +21,14 @@ import mindspore as ms
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.ops import constexpr
 
-from gradaccum import UsageError, kit
-from gradaccum.kit import Decision, Fields, Options, Schedule, State, UntilWeight, explain
+from gradaccum import kit
+from gradaccum.kit import Fields, Options
 from gradaccum_mindspore import checks, sums
 from gradaccum_mindspore.checks import Loss, NamedGradients, Weight
-from gradaccum_mindspore.state import GRAD_NORM, STEPS, Storage, check_constant_size, check_size_dtype, sizes_of, window_size
-from gradaccum_mindspore.statistics import NO_LOSS, Known
+from gradaccum_mindspore.state import GRAD_NORM, STEPS, Storage, check_constant_size, check_size_dtype, sizes_of
+from gradaccum_mindspore.statistics import NO_LOSS
 from gradaccum_mindspore.sums import DType, Gradients, Number, Packed, Shape, each, where
 from gradaccum_mindspore.update import Update
-
-FLOAT16_MAX = 65504.0
-
-
-class PyNativeWindow:
-    """One window as Python numbers, over a `Storage`; `CompiledWindow` has the same methods."""
-
-    def __init__(self, storage: Storage, options: Options) -> None:
-        self.storage = storage
-        self.options = options
-
-    def require_whole(self) -> None:
-        """Raise unless the last update ended in the inner optimizer, or something was loaded since."""
-        if self.storage.half_made:
-            raise kit.half_made_error()
-
-    def add(self, gradients: Gradients, weight: float, size: Schedule, loss: float | None = None) -> State:
-        """Take in one micro-batch of checked gradients, and its `loss` if one is passed; return the state after it, written.
-
-        If this raises, the state is the old one; if only some sums hold the gradient, the window is spoilt, and its end skips it.
-        """
-        state = self.storage.pull()
-        require_room(state, size)
-        factor = kit.contribution(weight, self.options)
-        finite = weight == 0 or self.options.on_overflow != "drop_micro_batch" or self.finite(gradients, factor)
-        adds = bool(kit.usable(state, weight, finite))
-        added = gradients if adds else (None,) * len(gradients)
-        knowledge, begun = self.storage.knowledge, False
-        known = None if loss is None and not knowledge.has_noise else knowledge.pull()
-        try:
-            for total, part in sums.parts(self.storage.sums, added, factor):
-                begun = True
-                sums.add_into(total, part)
-            begun = True
-            after = self.storage.push(kit.accumulate(state, weight, finite, kit.select), state)
-            if not finite:
-                self.storage.push_event(False, False, True, micro_step=after.micro_step)
-            if loss is not None:
-                knowledge.add_loss(loss, weight, adds)
-            if knowledge.needs_first(after):
-                norm, _ = sums.measure(self.storage.sums, self.storage.float_dtype)
-                knowledge.see_first(after, norm)
-        except BaseException:
-            if begun:
-                self.take_back(state, known)
-            raise
-        return after
-
-    def take_back(self, state: State, known: Known | None) -> None:
-        """Put back the state before a micro-batch of which some sums may hold a part, and what was known then."""
-        if known is not None:
-            self.storage.knowledge.push(known)
-        (sums.spoil if state.micro_step else sums.clear)(self.storage.sums)
-        self.storage.push(state, self.storage.pull())
-
-    def finite(self, gradients: Gradients, factor: float) -> bool:
-        parts = zip(self.storage.sums, gradients, strict=True)
-        return all(g is None or sums.all_finite(sums.scaled(g, factor, s.dtype)) for s, g in parts)
-
-    def size(self) -> Schedule:
-        """Return the micro-batches of a full open window, or its weight; None: the caller closes it.
-
-        Raises if the user's function gives none.
-        """
-        if not self.storage.varies:
-            return self.options.steps
-        size = window_size(self.options.steps, self.storage.optimizer_step.item())
-        self.storage.push_size(kit.code_of(size))
-        return size
-
-    def close(self, state: State, update: Update, denominator: float | None = None) -> None:
-        """End the window: make the `update` with its gradients, divided by `denominator` if one is given, or not at all.
-
-        If this raises before the inner optimizer is called, the window is open as before, and ``flush`` makes its update. If the inner
-        optimizer raises, each further call raises until ``discard``, or until a checkpoint is loaded.
-        """
-        ending, options = state, self.options
-        if denominator is not None:
-            fields, options = kit.with_denominator(state, denominator, options, kit.select)
-            ending = kit.at_rest(State(*fields), float64_weight=self.storage.float_dtype == ms.float64)
-        decision = self.decision(ending, options)
-        self.carry_out(state, decision, self.storage.knowledge.after(state, decision.grad_norm, ending, options), update)
-        self.storage.listening.window_ended(state)
-
-    def decision(self, ending: State, options: Options) -> Decision:
-        norm, finite = self.measure(ending, options) if kit.measures(options) else (math.nan, True)
-        return Decision(*kit.decide(ending, norm, finite, options, kit.select, self.storage.largest))
-
-    def carry_out(self, state: State, decision: Decision, known: Known, update: Update) -> None:
-        """Make the update, if that was decided, and end the window; `known` of it from now on."""
-        if decision.apply:
-            update.require_in_place()
-            gradients = ms.mutable(self.gradients(decision.divisor))
-            self.storage.half_made = True
-            update(gradients)
-            self.storage.half_made = False
-        try:
-            self.finish(state, decision, known)
-        except BaseException:
-            self.finish(state, decision, known)
-            raise
-
-    def measure(self, ending: State, options: Options) -> tuple[float, bool]:
-        norm, finite = sums.measure(self.storage.sums, self.storage.float_dtype)
-        return norm, finite and self.fits(ending, options, norm)
-
-    def fits(self, ending: State, options: Options, norm: float) -> bool:
-        """True if the divided sums, not yet clipped, are finite in the inner optimizer's dtypes; `norm` is the sums'."""
-        divides = kit.divisor(ending, options, kit.select) / self.storage.inner_scale
-        # No element exceeds the norm, so the elements themselves are seldom looked at.
-        if norm <= FLOAT16_MAX * divides:
-            return True
-        pairs, operand = tuple(zip(self.storage.sums, self.storage.handed, strict=True)), Tensor(divides, self.storage.float_dtype)
-        return all(sums.fits(pairs[i][0], operand, pairs[i][1]).asnumpy().item() for i in self.storage.narrowed)
-
-    def finish(self, state: State, decision: Decision, known: Known) -> None:
-        """Clear the sums, write the state after the window and what is known of it; a second call does the same."""
-        self.clear()
-        self.storage.knowledge.push(known)
-        self.storage.push(kit.close(state, decision.apply, decision.overflow, self.options, kit.select), state)
-        self.storage.push_event(decision.apply, not decision.apply, decision.overflow, decision.grad_norm)
-
-    def flush(self, update: Update, denominator: float | None = None) -> bool:
-        """Close the open window; returns whether there was one."""
-        state = self.storage.pull()
-        if state.micro_step > 0:
-            self.close(state, update, denominator)
-        return bool(state.micro_step > 0)
-
-    def discard(self) -> None:
-        """Forget the open window, even if this is interrupted."""
-        try:
-            self.forget()
-        except BaseException:
-            self.forget()
-            raise
-        self.storage.half_made = False
-
-    def forget(self) -> None:
-        self.clear()
-        self.storage.knowledge.push(self.storage.knowledge.forgotten())
-        state = self.storage.pull()
-        self.storage.push(kit.discard(state), state)
-        self.storage.push_event(False, False, False)
-
-    def clear(self) -> None:
-        sums.clear(self.storage.sums)
-
-    def gradients(self, divides: float) -> tuple[Tensor, ...]:
-        return sums.divided(self.storage.sums, divides / self.storage.inner_scale, self.storage.handed, self.storage.float_dtype)
-
-
-def require_room(state: State, size: Schedule) -> None:
-    if state.micro_step > 0 and kit.ends(state, size, kit.select):
-        full = f"of {size} that holds {state.micro_step}"
-        if isinstance(size, UntilWeight):
-            full = f"of weight {size.weight} that holds {state.weight:.10g}"
-        raise explain(
-            UsageError,
-            "gradients",
-            expected="flush() or discard() first, because the window's update raised",
-            found=f"a micro-batch more for a window {full}",
-            fix="Write optimizer.flush() to make the update that is due.",
-        )
-
 
 NUMBERS = count()
 """Tells the notes of one program apart: compiled code takes no two Parameters of one name."""

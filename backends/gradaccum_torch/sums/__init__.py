@@ -1,0 +1,1 @@
+"""The sum of a window: its place and its arithmetic."""
