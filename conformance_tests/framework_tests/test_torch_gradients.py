@@ -16,8 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import gradaccum
 from conformance_tests.framework_tests.test_torch_half_precision import by_dtype
 from gradaccum_torch import AccumulatingOptimizer
-from gradaccum_torch import sums as accumulator
-from gradaccum_torch import sums as module
+from gradaccum_torch.sums import arithmetic
 from gradaccum_torch.sums.arithmetic import measure
 
 
@@ -174,8 +173,8 @@ def test_ordinary_sums_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> Non
     def refuse(*_: object) -> float:
         raise AssertionError("measured again")
 
-    monkeypatch.setattr(module, "_scaled_norm", refuse)
-    monkeypatch.setattr(module, "largest", refuse)
+    monkeypatch.setattr(arithmetic, "_scaled_norm", refuse)
+    monkeypatch.setattr(arithmetic, "largest", refuse)
     assert measure([torch.ones(4), torch.full((3,), 1e-20)]).norm == 2.0
     assert measure([torch.full((4,), 1e-9)]).norm == near(2e-9)
 
@@ -197,7 +196,7 @@ class Sizes(TorchDispatchMode):
 @pytest.mark.parametrize("layout", ["whole", "last block short", "transposed"])
 def test_large_gradient_is_added_in_blocks(dtype: torch.dtype, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the same last bit. A CPU first copies the gradient into the sum's dtype, and the copy of a block stays in the cache."""
-    monkeypatch.setattr(accumulator, "BLOCK", 64)
+    monkeypatch.setattr(arithmetic, "BLOCK", 64)
     block = 64 * torch.get_num_threads()
     held, gradient = torch.randn(4 * block, 2), torch.randn(4 * block, 2).to(dtype)
     if layout == "last block short":
@@ -206,14 +205,14 @@ def test_large_gradient_is_added_in_blocks(dtype: torch.dtype, layout: str, monk
         gradient = torch.randn(2, 4 * block).to(dtype).t()
     expected = held + gradient
     with Sizes() as sizes:
-        total = accumulator.add(held, gradient)
+        total = arithmetic.add(held, gradient)
     assert total is held
     assert torch.equal(held, expected)
     assert max(sizes.added) == (8 * block if layout == "transposed" else block)
 
 
 def test_gradient_of_sum_dtype_is_added_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accumulator, "BLOCK", 1)
+    monkeypatch.setattr(arithmetic, "BLOCK", 1)
     with Sizes() as sizes:
-        accumulator.add(torch.zeros(1000), torch.ones(1000))
+        arithmetic.add(torch.zeros(1000), torch.ones(1000))
     assert sizes.added == [1000]

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 import gradaccum
 from conformance_tests.framework_tests.torch_operations import Operations
-from gradaccum_torch import strategy, window
+from gradaccum_torch import window
+from gradaccum_torch.sums import buffers
 
 LAYERS, SIZE = 6, 32
 
@@ -62,8 +63,8 @@ def test_peak_is_sum_and_one_gradient(dtype: torch.dtype, master_weights: bool, 
         peaks.append(live_bytes([*opt._window.strategy.sums(), *(p.grad for p in model.parameters()), result]))
         return result
 
-    narrowed = strategy.narrowed
-    monkeypatch.setattr(strategy, "narrowed", noting)
+    narrowed = buffers.narrowed
+    monkeypatch.setattr(buffers, "narrowed", noting)
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(note)
     opt.register_step_pre_hook(note)
@@ -82,7 +83,7 @@ def test_other_dtypes_skip_the_range_check(options: dict, monkeypatch: pytest.Mo
     def never(*_: object) -> bool:
         raise AssertionError("the elements were looked at")
 
-    monkeypatch.setattr(strategy, "fits", never)
+    monkeypatch.setattr(buffers, "fits", never)
     for dtype in (torch.float32, torch.bfloat16):
         model, opt = make(dtype, **options)
         for _ in range(2):

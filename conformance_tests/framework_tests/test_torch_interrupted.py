@@ -14,7 +14,7 @@ from torch import nn
 
 import gradaccum
 from conformance_tests.framework_tests.torch_model import loss_of, make_model, rows_of
-from gradaccum_torch import strategy
+from gradaccum_torch.sums import buffers, strategy
 
 PLACES: dict[str, tuple[torch.dtype, dict]] = {
     "in .grad": (torch.float32, {}),
@@ -112,7 +112,7 @@ def test_out_of_memory_while_narrowing(place: str, when: str, monkeypatch: pytes
     model, opt = make(place)
     micro_batches(model, opt, 2)
     opt.backward(loss(model, 2))
-    narrowed, calls = strategy.narrowed, []
+    narrowed, calls = buffers.narrowed, []
 
     def raising(*arguments: Any) -> torch.Tensor:
         calls.append(1)
@@ -123,7 +123,8 @@ def test_out_of_memory_while_narrowing(place: str, when: str, monkeypatch: pytes
         return narrowed(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(strategy, "narrowed", raising)
+        for module in (buffers, strategy):
+            patch.setattr(module, "narrowed", raising)
         with pytest.raises(Failure):
             opt.step()
     assert opt.result.micro_step == 3

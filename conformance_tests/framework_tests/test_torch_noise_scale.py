@@ -13,7 +13,7 @@ import torch
 
 import gradaccum
 from gradaccum import UsageError
-from gradaccum_torch import sums
+from gradaccum_torch.sums import arithmetic as sums
 
 
 def made(noise_scale: Any = 0.5, dtype: torch.dtype = torch.float32, loss_scale: Any = None, **options: Any) -> tuple[Any, Any]:

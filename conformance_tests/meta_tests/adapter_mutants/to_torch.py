@@ -348,4 +348,22 @@ MUTANTS = (
         "        upstream = torch.ones_like(upstream)\n        scale = upstream / sums[0]\n",
         SUITE + "test_workers_classes.py::test_loss_is_that_of_all_classes",
     ),
+    Mutant(
+        "clip_each_stage_by_its_own_norm",
+        "            norm, finite = self.workers.stages.agreed(",
+        "            _, finite = self.workers.stages.agreed(",
+        OWN + "test_torch_workers.py::test_two_workers",
+    ),
+    Mutant(
+        "count_a_tied_parameter_on_every_stage",
+        "(a / largest) ** 2 - (b / largest) ** 2 for a, b",
+        "(a / largest) ** 2 + 0 * b for a, b",
+        OWN + "test_torch_workers.py::test_two_workers",
+    ),
+    Mutant(
+        "leave_survivors_one_update_apart",
+        "        if min(counts) == most:\n            return None\n",
+        "        return None\n",
+        OWN + "test_torch_turns.py::test_interleavings",
+    ),
 )
