@@ -96,8 +96,8 @@ class Handed(NamedTuple):
 def handed(accumulator: Tree, params: Params, gradients: Gradients | None) -> Handed:
     """Return the wider dtype of parameter and gradient: a caller who widened a gradient gets the update of plain optax.
 
-    An unknown gradient (a flush, or a parameter that took no part in the last micro-batch) may have had either dtype. Then the optimizer
-    gets the sum unrounded, and the updates have the parameter's dtype.
+    An unknown gradient (a flush, or a parameter that took no part in the last micro-batch) may have had either dtype: the optimizer then
+    gets the sum unrounded.
     """
     sums = jax.tree.leaves(accumulator)
     pairs = list(zip(_leaves_like(params, accumulator), gradients or [None] * len(sums), strict=True))

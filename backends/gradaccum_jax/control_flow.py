@@ -1,13 +1,13 @@
 """Functions that run once or not at all, as the device decides; functions traced once; jitted calls with traceable arguments.
 
-Masking would run the inner optimizer at full price in every micro-batch. `lax.cond` avoids that, but `jax.vmap` turns it into both branches
-and a select once the predicate is batched. So `once` is a `lax.cond` with its own rule under `jax.vmap`:
+`jax.vmap` turns a `lax.cond` with a batched predicate into both branches and a select: the inner optimizer at full price in every
+micro-batch. So `once` is a `lax.cond` with its own rule under `jax.vmap`:
 
 - If all members of the batch want the function, it runs on the whole batch; if only some do, on each of them alone.
-- If XLA partitions the batch over devices, either way would make devices wait for one another. There each call computes every member and
-  selects, as `optax.MultiSteps` does.
+- If XLA partitions the batch over devices, devices would wait for one another: each call computes every member and selects, as
+  `optax.MultiSteps` does.
 
-The derivative is that of a select between the function's result and its argument, as it is once `jax.vmap` batches the predicate.
+The derivative is that of a select between the function's result and its argument.
 """
 
 from __future__ import annotations

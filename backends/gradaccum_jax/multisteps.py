@@ -38,9 +38,9 @@ class MultiSteps:
     - schedules: NumPy's ints and pairs ``(first gradient_step, steps)`` are taken, and a size below 1 is refused;
     - compilation: a loop outside `jax.jit` compiles once.
 
-    The rest is the same: `acc_grads` holds the running mean (the sum without `use_grad_mean`); a rejected mini-step changes nothing but
-    `skip_state`; without a `should_skip_update_fn` a gradient that is not finite reaches the inner optimizer; extra arguments such as
-    `value` are those of the window's last mini-step.
+    `acc_grads` holds the running mean (the sum without `use_grad_mean`); a rejected mini-step changes nothing but `skip_state`; without a
+    `should_skip_update_fn` a gradient that is not finite reaches the inner optimizer; extra arguments such as `value` are those of the
+    window's last mini-step.
 
     Args:
         opt: the wrapped optimizer.

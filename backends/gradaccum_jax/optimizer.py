@@ -1,8 +1,7 @@
 """The wrapped optimizer that `gradaccum.wrap` returns for an optax transformation, with `flush` and `discard`.
 
-All of these are pure functions of (gradients, state, parameters). The work is one jitted function: a loop outside `jax.jit` compiles once,
-and `jax.jit` inlines it. `wrap` returns a plain `optax.GradientTransformationExtraArgs`, whose two functions are methods of an
-`Accumulation`, where `flush` and `discard` find the options.
+The work is one jitted function: a loop outside `jax.jit` compiles once, and `jax.jit` inlines it. `wrap` returns a plain
+`optax.GradientTransformationExtraArgs`, whose two functions are methods of an `Accumulation`, where `flush` and `discard` find the options.
 """
 
 from __future__ import annotations
@@ -179,9 +178,7 @@ def flush(
     Args:
         tx: from `gradaccum.wrap`.
         state: its state; flax nnx's ``optimizer.opt_state`` too, as in the recipes.
-        params: the parameters, if the inner optimizer wants them, and with master weights. Their dtypes are those of the updates; for
-            float32
-            updates of half-precision parameters pass a float32 copy.
+        params: the parameters, if the inner optimizer wants them, and with master weights. The updates have their dtypes.
         denominator: with ``steps=None``, what the sum is divided by in place of its weight: a finite scalar > 0.
         extra: passed on to the inner optimizer.
 
@@ -204,7 +201,7 @@ def epoch(loader: Iterable[M], *, progress: bool = False) -> Iterator[tuple[M, b
         for batch, last in gradaccum_jax.epoch(loader):
             params, state = step(params, state, batch, last)  # tx.update(grads, state, params, weight=n, last=last)
 
-    So the loader's last window ends inside of the step, and `flush` needs no program of its own. The loader is read one micro-batch ahead.
+    The loader's last window ends inside of the step. The loader is read one micro-batch ahead.
 
     Args:
         loader: yields the micro-batches.

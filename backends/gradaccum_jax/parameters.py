@@ -1,7 +1,7 @@
 """float32 masters of half-precision parameters (Micikevicius et al., "Mixed Precision Training", 2018, section 3.1).
 
-The inner optimizer is initialised on the masters and updates them. The update of a half-precision parameter is the float32 distance from
-the model's value to the rounded master, so that `optax.apply_updates` puts the model there. Other parameters have no master.
+The inner optimizer updates the masters. The update of a half-precision parameter is the float32 distance from the model's value to the
+rounded master. Other parameters have no master.
 """
 
 from __future__ import annotations
@@ -76,9 +76,8 @@ def distance(p: Array, master: Array) -> Array:
 
     All this holds where q - p is neither beyond float32 nor, in bfloat16, so small that XLA flushes it to 0 (below 2^-126).
 
-    One case remains: a parameter that shrinks by more than that in one update, but not to 0. No float32 u brings it to q: near -p float32
-    numbers lie too far apart. The result is then off by at most 2^-23 |p|, and right again after the next update, since the distance
-    is taken from the model's value. The sign of a zero is kept where some u gives it. `gradaccum_jax.apply_updates` has no such limits.
+    A parameter that shrinks by more than that in one update, but not to 0, is off by at most 2^-23 |p|, and right again after the next
+    update. The sign of a zero is kept where some u gives it. `gradaccum_jax.apply_updates` has no such limits.
     """
     held = jnp.asarray(p).astype(jnp.float32)
     target = rounded(master, jnp.result_type(p))

@@ -1,8 +1,7 @@
 """Types that say how devices differ: JAX's private names, and the differences between its versions.
 
 `jax.shard_map` keeps in a value's type the mesh axes along which the value differs from device to device. A loop or a conditional must
-return the types of its arguments. A flag that starts as True on all devices and is then measured on each would gain axes. So the axes are
-added before.
+return the types of its arguments. So axes that a flag would gain are added before.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The statistics of a window: the loss of its micro-batches, and the gradient noise.
 
 Losses have the derivative that gradients have, at weight 0 too. A loss that was not passed is NaN, stored as `state.UNKNOWN` says. The
-noise scale needs one norm more per window, after its first micro-batch, in a conditional. It is no part of any derivative.
+noise scale needs one norm more per window, after its first micro-batch. It is no part of any derivative.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The sum of a window and its arithmetic: zeros, add, divide, clear, the norm, and whether a quotient fits the parameter's dtype.
 
-The accumulator has the structure of the parameters. Gradients are a list aligned with its leaves (`checks.align`), None for a parameter
-that took no part. Additions are plain elementwise expressions, so that XLA fuses them into one pass in place.
+The accumulator has the structure of the parameters. Gradients are a list aligned with its leaves, None for a parameter that took no part.
+Additions are plain elementwise expressions, which XLA fuses into one pass in place.
 """
 
 from __future__ import annotations
@@ -77,9 +77,9 @@ def add(accumulator: Tree, gradients: Gradients, factor: Scalar, adds: Scalar, h
 def add_weighted(held: Array, gradient: Array, weight: Scalar, adds: Scalar, harmless: Scalar) -> Array:
     """Return ``held + weight * gradient`` in the dtype of `held` if `adds` holds, else `held`.
 
-    It has a derivative by the weight at weight 0 too. A weight of 0 must add exactly nothing, even of a NaN, so a select leaves the product
-    out, and JAX's derivative of that select is 0. But the derivative of w g by w is g at every w, and learning to reweight starts from
-    weights of 0 (Ren et al., "Learning to Reweight Examples for Robust Deep Learning", 2018, section 3.2).
+    A weight of 0 must add exactly nothing, even of a NaN, so a select leaves the product out, and JAX's derivative of that select is 0. But
+    the derivative of w g by w is g at weight 0 too, from where learning to reweight starts (Ren et al., "Learning to Reweight Examples for
+    Robust Deep Learning", 2018, section 3.2).
     """
     return pick(adds, plus(held, weight * gradient), held)
 
@@ -133,7 +133,7 @@ def fits(accumulator: Tree, divisor: Scalar, dtypes: list[DType]) -> Scalar:
     """True if every finite element of the accumulator stays finite in ``(accumulator / divisor).astype(dtype)``: a bool scalar.
 
     Only leaves whose dtype has a smaller range than their sum's are looked at, and only their largest magnitude: dividing and rounding are
-    monotonic. So this costs nothing for float32, bfloat16 and float64 parameters, and with float32 masters.
+    monotonic.
     """
     held = zip(jax.tree.leaves(accumulator), dtypes, strict=True)
     return all_of([_largest(leaf) / divisor < _limit(dtype) for leaf, dtype in held if leaf.size and _is_narrower(dtype, leaf.dtype)])

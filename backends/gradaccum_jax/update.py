@@ -1,8 +1,8 @@
 """The inner optimizer's call at the end of a window: made once or not at all, with no second buffer of the parameters' size.
 
-The accumulator doubles as the buffer of the updates. If the inner optimizer runs, its updates take the accumulator's place. Otherwise the
-accumulator passes through. A select then tells them apart. The parameters are closed over, not carried. So XLA works in place, and a
-micro-batch in mid-window costs the addition and the select. The next window's first micro-batch overwrites the updates.
+The accumulator doubles as the buffer of the updates: if the inner optimizer runs, its updates take the accumulator's place, and a select
+tells them apart. The parameters are closed over, not carried. So XLA works in place, and a micro-batch in mid-window costs the addition and
+the select. The next window's first micro-batch overwrites the updates.
 """
 
 from __future__ import annotations

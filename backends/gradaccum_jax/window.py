@@ -98,8 +98,7 @@ def close(
 ) -> tuple[Updates, AccumulationState]:
     """Close the window where it ends: make its update or skip it, and count that; elsewhere leave `event`.
 
-    All numbers come from two conditionals, the end and the update. XLA compiles a kernel for each select of a number, and none for a number
-    that a conditional passes through.
+    All numbers come from two conditionals, the end and the update: XLA compiles a kernel for each select of a number outside.
 
     Returns:
         The updates (zeros if none was made) and the state.

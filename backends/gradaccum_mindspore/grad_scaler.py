@@ -4,8 +4,7 @@ The window's end divides gradients by the loss scale, so the user must have mult
 `mindspore.nn.TrainOneStepCell` cannot. So `note_read` stands where somebody reads the scale, and `require_read` where a gradient comes in.
 Both run as Python while MindSpore compiles a program, and at each call in PyNative.
 
-MindSpore's own loop unscales the gradients and adjusts a scaler in every micro-batch; the wrapped optimizer does both once, at the window's
-end. On a driven scaler `adjust` raises, and so does `unscale` of gradients; `unscale` of a loss stays. `drive` replaces the methods on the
+On a driven scaler `adjust` raises, and so does `unscale` of gradients: the window's end does both. `drive` replaces the methods on the
 object, where compiled code finds them too.
 """
 

@@ -13,8 +13,7 @@ Arithmetic on a half-precision sum runs in float32, and the result is rounded as
 CPU, and float16 does not hold a factor such as 2^16.
 
 One pass over the sums squares and adds. If the squares overflow, or some of them vanish, a second pass divides by the largest magnitude
-first: large finite gradients are no overflow, and tiny ones have a norm. A compiled window takes that pass in a branch of its own. For
-hundreds of sums the norm was half of the time to compile a step, so `Packed` joins the small sums to one.
+first. For hundreds of sums the norm was half of the time to compile a step, so `Packed` joins the small sums to one.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
 The window's scale is the scaler's when the first micro-batch ends, noted on the device and read with the norm at the window's end. If
 something else moved the scale inside the window, its end raises.
 
-Two loops work. ``opt.backward(loss); opt.step()``: closing the window writes the scale and growth tracker that one ``scaler.update()``
-would write. ``scaler.scale(loss).backward(); scaler.step(opt); scaler.update()``: ``scaler.step`` finds a probe in place of gradients and
-calls ``opt.step``. Inside a window the wrapper subtracts the 1 that ``scaler.update()`` will add to the tracker. At the end it sets the
-scaler's overflow flag, and ``update`` moves the scale.
+In the loop ``opt.backward(loss); opt.step()`` closing the window writes the scale and growth tracker that one ``scaler.update()`` would. In
+``scaler.scale(loss).backward(); scaler.step(opt); scaler.update()``, ``scaler.step`` finds a probe in place of gradients and calls
+``opt.step``. Inside a window the wrapper subtracts the 1 that ``update`` will add to the tracker. At the end it sets the scaler's overflow
+flag, and ``update`` moves the scale.
 """
 
 from __future__ import annotations

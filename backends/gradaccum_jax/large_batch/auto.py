@@ -1,8 +1,7 @@
 """The largest micro-batch that fits, decided before anything runs.
 
-XLA knows the memory of a compiled program. So the whole batch is compiled first, then half of it, and so on, and the first program within
-the limit is run. If the device runs out all the same, the size is halved again; nothing has to be restored, since JAX's functions are
-pure. Several processes decide alike by the user's limit.
+XLA knows the memory of a compiled program: the whole batch is compiled, then half of it, and so on, and the first program within the limit
+runs. If the device runs out all the same, the size is halved again. Several processes decide alike by the user's limit.
 """
 
 from __future__ import annotations

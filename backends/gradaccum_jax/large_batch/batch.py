@@ -1,8 +1,7 @@
 """A large batch, cut into micro-batches: axes, the user's own parts, weights, and groups of one shape.
 
-Arrays are data of the compiled program; axes, cuts and plain values such as flags are constants. So the program is compiled once for each
-shape of batch. Users add classes to JAX's trees, so nests are walked by `jax.tree`, and paths are spelled by `jax.tree_util.keystr`, as in
-`gradaccum.kit.leaves_of`.
+Arrays are data of the compiled program; axes, cuts and plain values such as flags are constants: one program for each shape of batch. Users
+add classes to JAX's trees, so `jax.tree` walks the nests and `jax.tree_util.keystr` spells the paths.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Losses that compare items across the whole batch: contrastive losses, variances and covariances, load balance, ranks.
 
-Such a loss is no mean over micro-batches, but a function of small per-item outputs. So the micro-batches run twice: once for the outputs
-alone, and once more, after the loss of all outputs was differentiated, to carry each output's gradient to the parameters (Gao et al.,
-"Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup", 2021, section 3.2). Parameters that the loss itself reads, such
-as a temperature, are differentiated once. A random key gives the same numbers both times.
+Such a loss is a function of small per-item outputs. So the micro-batches run twice: once for the outputs alone, and, after the loss of all
+outputs was differentiated, to carry each output's gradient to the parameters (Gao et al., "Scaling Deep Contrastive Learning Batch Size
+under Memory Limited Setup", 2021, section 3.2). A random key gives the same numbers both times.
 """
 
 from __future__ import annotations
@@ -48,24 +47,23 @@ def coupled_value_and_grad(
         step = gradaccum_jax.coupled_value_and_grad(embed, info_nce, steps=8)
         loss, grads = step(params, images, texts)
 
-    It costs one forward pass more than `value_and_grad`, and the memory of all outputs. Scale the loss in `loss_fn`, if at all: the scale
-    then reaches the outputs' gradient and that of the loss's own parameters alike.
+    It costs one forward pass more than `value_and_grad`, and the memory of all outputs. Scale the loss in `loss_fn`, if at all.
 
     Args:
-        outputs_fn: ``outputs_fn(params, *micro_batch)`` returns a tree of arrays with one or more rows per item along the leading axis. It
-            is called twice for each micro-batch and must return the same; randomness comes from a key in the batch.
+        outputs_fn: ``outputs_fn(params, *micro_batch)`` returns a tree of arrays with one or more rows per item along the leading axis, the
+            same in both passes; randomness comes from a key in the batch.
         loss_fn: ``loss_fn(params, outputs)`` returns a floating scalar from the rows of the whole batch, in the order of the items; or
             ``(loss, aux)`` with `has_aux`. It runs once. Outputs of integers, such as chosen experts, get no gradient.
-        has_aux: as in `jax.value_and_grad`. The aux is that of the whole batch already.
-        steps: as for `value_and_grad`.
-        micro_batch_size: as for `value_and_grad`.
-        micro_batch_weight: as for `value_and_grad`.
+        has_aux: as in `jax.value_and_grad`.
+        steps: as for `value_and_grad`, with the options not named here.
+        micro_batch_size: items of a micro-batch.
+        micro_batch_weight: the weight up to which items are packed.
         weight: per-item weights to pack by, beside `micro_batch_weight` only; the loss alone decides what an item counts.
-        axes: as for `value_and_grad`.
-        split: as for `value_and_grad`.
-        accumulate_dtype: as for `value_and_grad`.
+        axes: the axes of the items.
+        split: a function in place of axes.
+        accumulate_dtype: dtype of the sum.
         axis_name: inside `jax.shard_map`: the mesh axes whose devices share the batch. The outputs of all are gathered, device after
-            device; the loss is theirs; the gradients are reduced once.
+            device; the gradients are reduced once.
 
     Returns:
         A function of ``(params, *batch)`` that returns ``(loss, gradients)``, or ``((loss, aux), gradients)``.

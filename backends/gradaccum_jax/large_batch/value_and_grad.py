@@ -44,39 +44,36 @@ def value_and_grad(
         step = gradaccum_jax.value_and_grad(loss_fn, steps=8)
         loss, grads = step(params, x, y)
 
-    All micro-batches of one size are one `jax.lax.scan`, with the activations of one micro-batch and one sum of gradients. A smaller last
-    micro-batch is compiled beside it. Called outside of `jax.jit`, the whole is jitted: keep the returned function, and pass what
-    changes from call to call as an argument, since what `loss_fn` reads from elsewhere is a constant of the compiled program.
+    All micro-batches of one size are one `jax.lax.scan`; a smaller last one is compiled beside it. Outside of `jax.jit` the whole is
+    jitted: keep the returned function, and pass what changes as an argument: anything else that `loss_fn` reads is a constant.
 
     Args:
         loss_fn: ``loss_fn(params, *micro_batch)`` returns a floating scalar, or ``(loss, aux)`` with `has_aux`.
-        argnums: the argument to differentiate by, or a tuple of several. They are passed whole to every micro-batch. All other arguments
-            are the batch, in their order.
+        argnums: the argument to differentiate by, or a tuple of several, passed whole to every micro-batch. The others are the batch.
         has_aux: as in `jax.value_and_grad`; then `aux` says how it merges.
         steps: at most so many micro-batches, of ceil(items / steps) items; the last one may be smaller.
         micro_batch_size: items of a micro-batch; the last one may be smaller. "auto" or a `gradaccum.AutoMicroBatchSize`: the largest that
             fits.
-        micro_batch_weight: consecutive items are packed up to this weight, by per-item weights: those of an array, or of a `weight`
-            function that is called on each item. Each new pattern of cuts is compiled.
+        micro_batch_weight: consecutive items are packed up to this weight, by an array of per-item weights or a `weight` function that is
+            called on each item. Each new pattern of cuts is compiled.
         reduction: "mean": `loss_fn` takes a mean over weights; "sum": a sum; "item_mean": a sum, to be divided by the batch's weight.
         weight: the weight of a micro-batch: a function of its arguments, such as its number of tokens, or an array of one number per item.
             None: its number of items. A traced weight that is negative or not finite makes loss and gradient NaN. A batch whose weights are
             all 0 has loss 0 and gradient 0; a micro-batch of weight 0 adds nothing, even where its gradient is NaN.
-            The weight is a constant to JAX: a function that closes over the parameters adds nothing to the gradient.
+            The weight is a constant to JAX.
         axes: a prefix of the tuple of the batch's arguments: an axis of items for all leaves below, None for what is passed whole, or
             "key" for a random key, of which micro-batch number i gets ``jax.random.fold_in(key, i)``. A scalar typed key is "key" unless it
-            is None. Plain Python values are passed whole whatever their axis; under a `jax.jit` of your own they are arrays,
-            and need the None. A list of arrays of one kind that may be as long as the batch needs ``[0, 0]``, an axis for each element; a
-            list of single items is stacked into arrays, or cut by `split`.
-        split: the user's own function in place of axes and cuts: ``split(*batch)`` returns the micro-batches, each a tuple of arguments or
-            the only one; ``split(*batch, steps=steps)`` where `steps` is given. `axes` then says where their items and keys are.
+            is None. Plain Python values are passed whole; under a `jax.jit` of your own they are arrays and need the None. A list of
+            arrays of one kind that may be as long as the batch needs ``[0, 0]``, an axis for each element.
+        split: a function in place of cuts: ``split(*batch)`` returns the micro-batches, each a tuple of arguments or the only one;
+            ``split(*batch, steps=steps)`` where `steps` is given. `axes` then says where their items and keys are.
         aux: a prefix of the aux, how each leaf merges: "sum", "mean", "weighted_mean", "max", "min" or "concatenate" (in the order of the
             items). See `gradaccum.nests.KINDS`.
         accumulate_dtype: dtype of the sum; by default float32 for half precision, else the gradient's own. The gradient has the dtype of
             its parameter, cast once.
-        allow_int: as in `jax.value_and_grad`: integers have a float0 as their gradient.
-        axis_name: inside `jax.shard_map`: the mesh axes whose devices share the batch, each with its own items. Loss, gradient and aux are
-            those of all devices' items, reduced once; concatenated rows are the device's own.
+        allow_int: as in `jax.value_and_grad`.
+        axis_name: inside `jax.shard_map`: the mesh axes whose devices share the batch. Loss, gradient and aux are those of all devices'
+            items, reduced once; concatenated rows are the device's own.
 
     Returns:
         A function of the same arguments that returns ``(loss, gradients)``, or ``((loss, aux), gradients)``. The loss is that of the large
@@ -84,7 +81,7 @@ def value_and_grad(
 
     Raises:
         ArgumentTypeError, ArgumentValueError: an option makes no sense; or, at a call, the batch cannot be divided so, or `loss_fn` returns
-            something else than was declared. The batch and the parameters are never changed.
+            something else than was declared.
     """
     differentiation = Differentiation(loss_fn, as_places(argnums), has_aux, allow_int, isinstance(argnums, int))
     splitting = make_splitting(steps, micro_batch_size, micro_batch_weight, axes, weight, split)
@@ -165,29 +162,26 @@ def value_and_update(
         loss, updates, state = step(params, state, x, y)
         params = gradaccum_jax.apply_updates(params, updates, state)
 
-    Every micro-batch goes into the window with its weight, and the call closes it: `clip_norm`, `skip_norm`, the loss scale, the overflow
-    policy, masters and `gradaccum_jax.result` are those of a window that was streamed. An update also includes what an open window held
-    before the call. The reduction and the dtype of the sums are those of `tx`.
+    Every micro-batch goes into the window with its weight, and the call closes it, with all options of `tx`. The update includes what an
+    open window held before the call.
 
     Args:
         loss_fn: as for `value_and_grad`; the call scales the loss by itself. Parameters of integers, bools or random keys take no part.
-        tx: from `gradaccum.wrap` with ``steps=None``. With ``axis_name``, for use where its devices share the window, each with a part of
-            the batch: the loss and merged aux are those of all devices.
-        has_aux: as for `value_and_grad`.
-        steps: as for `value_and_grad`.
-        micro_batch_size: as for `value_and_grad`.
-        micro_batch_weight: as for `value_and_grad`.
-        weight: as for `value_and_grad`.
-        axes: as for `value_and_grad`.
-        split: as for `value_and_grad`.
-        aux: as for `value_and_grad`.
+        tx: from `gradaccum.wrap` with ``steps=None``. With ``axis_name``, loss and merged aux are those of all devices.
+        has_aux: as in `jax.value_and_grad`.
+        steps: as for `value_and_grad`, with the options that follow.
+        micro_batch_size: items of a micro-batch.
+        micro_batch_weight: the weight up to which items are packed.
+        weight: the weight of a micro-batch.
+        axes: the axes of the items.
+        split: a function in place of cuts.
+        aux: how each leaf of the aux merges.
 
     Returns:
         A function of ``(params, state, *batch, **extra)`` that returns ``(loss, updates, state)``, or ``((loss, aux), updates, state)``.
         The loss is the unscaled loss of the whole batch, including dropped micro-batches; ``gradaccum_jax.result(...).loss`` excludes
-        them. The updates are zeros if none was made, in the parameters' dtypes. `extra` is passed on to the inner optimizer, and the
-        window's loss as `value` unless `extra` has one: momo and `optax.contrib.reduce_on_plateau` read it, others must ignore unknown
-        arguments, as optax asks.
+        them. The updates are zeros if none was made, in the parameters' dtypes. The inner optimizer gets `extra`, and the window's loss as
+        `value` unless `extra` has one.
 
     Raises:
         ArgumentTypeError: `tx` is not wrapped.

@@ -1,14 +1,12 @@
 """`recompute`: less memory for more time, with the same numbers.
 
-`jax.checkpoint` computes the activations again. In JAX randomness is a value, so dropout draws the same mask in both runs. This module adds
-what `jax.checkpoint` does not get right by itself:
+`jax.checkpoint` computes the activations again. This module adds what it does not get right by itself:
 
-- `jax.checkpoint` caches its trace by the identity of the function. A function that reads something else the next time, such as a parameter
-  of an object, would return the old values. So each call traces the function anew.
+- `jax.checkpoint` caches its trace by the function's identity: a function that reads something else the next time would return the old
+  values. So each call traces the function anew.
 - A `Ref` that the function reads or writes from outside differs between both runs. It is refused.
 - The state of a flax module would change twice, or not at all. Its modules are refused, because flax has a `remat` of its own.
-- JAX keeps an operation's result if the policy's answer is true, and a function is true: a maker of policies in place of a policy
-  would keep everything. Such an answer is refused.
+- A maker of policies in place of a policy answers with a function, which is true: JAX would keep everything. Such an answer is refused.
 """
 
 from __future__ import annotations
@@ -36,10 +34,9 @@ _TRACED = (jax.Array, np.ndarray, np.generic)
 def recompute(function: F | Iterable[Layer], *, segments: int | None = None, policy: Policy | None = None, prevent_cse: bool = True) -> F:
     """Return `function` with its activations computed again for the gradient in place of being kept.
 
-    Value, gradients of any order and randomness are those of `function`. Compiled with `jax.jit`, they have the same bits in all that
-    the tests measure. Op by op, `jax.grad` compiles a `jax.jit` inside of `function` (`jax.numpy.var` is one) for both runs apart,
-    and XLA may round their last bits otherwise. A `jax.debug.print` prints in both runs. On a CPU memory falls inside of `jax.lax.scan`
-    alone: elsewhere XLA:CPU starts all second runs early.
+    Value, gradients of any order and randomness are those of `function`, compiled with `jax.jit` to the bit. Op by op, XLA may round a
+    `jax.jit` inside of `function` otherwise in its last bits. A `jax.debug.print` prints in both runs. On a CPU memory falls inside of
+    `jax.lax.scan` alone: elsewhere XLA:CPU starts all second runs early.
 
     Args:
         function: a function of arrays, also an equinox module. Or an iterable of such layers: the first one gets all arguments, each

@@ -29,16 +29,15 @@ def verify(
 ) -> VerificationReport:
     """Check whether gradient accumulation is right for a loss, and if not, why.
 
-    The gradient of one batch is computed under many partitions and orders of the batch, in units of rounding. Where it moves, experiments
-    look for the cause. JAX traces `loss_fn`, as `jax.jit` does, once per size of a micro-batch; nothing is changed, Python's and NumPy's
-    random states included. Not for use under `jax.jit`: it looks at values.
+    The gradient of one batch is computed under many partitions and orders of the batch. Where it moves by more than rounding, experiments
+    look for the cause. JAX traces `loss_fn` once per size of a micro-batch; nothing is changed. Not for use under `jax.jit`: it looks at
+    values.
 
     Args:
         params: the tree that the loss is differentiated by.
         loss_fn: ``loss_fn(params, *batch)`` returns a floating scalar. A criterion of outputs is refused: parameters cannot be called.
         batch: a tuple of the loss's other arguments, trees of arrays with the items along axis 0: a few real items, at least `steps`.
-            One tree alone is the only argument. Random keys belong in it too: a scalar typed key is one per micro-batch. To compare,
-            each item gets the numbers of the large batch, so dropout does not disturb.
+            One tree alone is the only argument. Random keys belong in it too: each item gets the numbers of the large batch.
         steps: micro-batches that the batch is divided into, at least 2.
         reduction: how accumulation will add up: "mean", "sum" or "item_mean".
         weight: as accumulation will have it: a callable ``weight(*micro_batch)``, or an array with one number per item.

@@ -23,10 +23,9 @@ from gradaccum_jax.verification.batch import is_float, require_scalar, wide
 def verify_loss_scaling(loss_fn: Callable[..., Any], params: Params, *args: Tree) -> LinearityReport:
     """Check that grad(s x loss) = s x grad(loss) for s in 2^0 ... 2^16.
 
-    Powers of two multiply a float exactly, so the two sides differ only in numbers that leave a dtype's range. To keep such numbers out,
-    float16 and bfloat16 leaves of `params` and `args` are taken as float32 where `loss_fn` can be traced so. If `loss_fn` itself computes
-    in float16, only the four largest scales with finite gradients are compared: at smaller scales gradients may have vanished. The
-    tolerance is sixteen units in the last place of the coarsest floating dtype in the program.
+    Powers of two multiply a float exactly, so the sides differ only where numbers leave a dtype's range. So float16 and bfloat16 leaves are
+    taken as float32 where `loss_fn` can be traced so. If `loss_fn` itself computes in float16, only the four largest scales with finite
+    gradients are compared. The tolerance is sixteen units in the last place of the coarsest floating dtype in the program.
 
     Not for use under `jax.jit`: it looks at values. Nothing is changed, and no random state is used.
 

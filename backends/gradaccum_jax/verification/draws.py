@@ -1,8 +1,7 @@
 """The random numbers of a traced loss: those that follow the keys of the batch, replayed item by item.
 
 Accumulation with a fresh key per micro-batch is right, and gives another gradient than the large batch. To compare the two, the equations
-that draw are run for the large batch, and in a micro-batch each returns the rows of its items. Numbers that follow an item's own values,
-such as a key per item, need no such help.
+that draw run for the large batch, and each micro-batch gets the rows of its items.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Layers of a loss whose output for one item depends on the other items: batch normalisation by whatever name.
 
-JAX knows no layers. So the loss's program is run on the large batch and on its first half, and the items' values are compared after each
-equation. If an item's value changes although the equation's inputs did not, the items are mixed. It is a layer's doing if parameters work
-on the mixed values afterwards, item by item. What mixes items and goes into the loss alone is a coupled loss, which the core finds.
+JAX knows no layers. So the loss's program runs on the large batch and on its first half, and the items' values are compared after each
+equation. If an item's value changes although the equation's inputs did not, the items are mixed: by a layer, if parameters then work on the
+mixed values item by item, otherwise by a coupled loss, which the core finds.
 """
 
 from __future__ import annotations

@@ -1,14 +1,10 @@
 """Softmax cross-entropy of logits that are sharded by class, inside `jax.shard_map`: each device holds a contiguous slice of the classes.
 
-The method is that of Megatron-LM (Shoeybi et al., 2019, "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model
-Parallelism", section 3): the devices exchange a few numbers per item and never the logits. Three things differ.
+The method is Megatron-LM's (Shoeybi et al., 2019, "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism",
+section 3): the devices exchange a few numbers per item and never the logits. Here two all-reduces serve in place of three, and the backward
+computes the softmax again. `jax.shard_map` makes all shards equally large: ``num_classes`` says where padding begins.
 
-- Two all-reduces forward instead of three: the sum of exponentials, the target's logit and the sum of logits share one buffer.
-- The backward computes the softmax again, where Megatron saves it, so XLA may choose.
-- `jax.shard_map` makes all shards equally large. The last classes may be padding; ``num_classes`` says where it begins.
-
-The communication stands before the function with a derivative of its own: that function is then one of arrays alone, which
-`verify_loss_scaling` can run outside of the mesh.
+The communication stands before the function with a derivative of its own, which `verify_loss_scaling` can run outside of the mesh.
 """
 
 from __future__ import annotations
@@ -42,18 +38,15 @@ def sharded_cross_entropy(
     """Return the loss of `optax.softmax_cross_entropy_with_integer_labels` over all classes, from this device's slice of them.
 
     For use inside `jax.shard_map` with its default ``check_vma=True``. The first device along the axis holds the first classes, and so on.
-    All devices get the same loss, which is replicated along the axis, and each gets the gradient of its own logits, whether `jax.grad` is
-    taken inside the `jax.shard_map` or around it. JAX itself adds up the gradient of replicated features.
-
-    Half-precision logits are computed with in float32. The backward multiplies by its incoming gradient, so loss scaling and accumulation
-    work through it. It cannot be differentiated itself.
+    All devices get the same loss, replicated along the axis, and each the gradient of its own logits, whether `jax.grad` stands inside the
+    `jax.shard_map` or around it. Half-precision logits are computed with in float32. The gradient has no derivative.
 
     Args:
         logits_shard: shape ``(*batch, classes of one device)``, any floating dtype.
         labels: shape ``(*batch)``, an integer dtype, numbered over all classes, the same on every device of the axis.
         axis_name: the mesh axis along which the classes are sharded.
-        num_classes: where it is less than the classes of all devices, the last ones are padding: their logits may be anything, and have no
-            gradient. A device may hold nothing else.
+        num_classes: if it is less than the classes of all devices, the last ones are padding: their logits may be anything, and have no
+            gradient.
         ignore_index: items with this label have no loss and no gradient.
         label_smoothing: in [0, 1]: this share of the target is spread evenly over all classes.
         reduction: "mean" (over the items that are not ignored), "sum" or "none".
@@ -93,8 +86,8 @@ def _sums(
 ) -> tuple[Array, Array]:
     """Return, less the maximum, the sum of exponentials, the target's logit, if `smoothed` the sum of logits; and votes: one all-reduce.
 
-    A device has one vote for a target that it holds, and two for an ignored item. A sum of one is a target, of two for each device an
-    ignored item, and any other sum is a label that is no class, or that differs between devices.
+    A device has one vote for a target that it holds, and two for an ignored item. Any other sum than one, or two for each device, is a
+    label that is no class, or that differs between devices.
     """
     shifted = _masked(shard.astype(maximum.dtype) - maximum[..., None], width, -jnp.inf)
     here = (index >= 0) & (index < (shard.shape[-1] if width is None else width))
@@ -177,8 +170,7 @@ def require_arrays(logits_shard: Any, labels: Any) -> None:
 def require_axis(axis_name: Any, logits_shard: Any) -> int:
     """Raise unless `logits_shard` is sharded over the axis `axis_name`; return its number of devices.
 
-    Without ``check_vma`` JAX passes the backward of a replicated loss one gradient inside `jax.shard_map` and a fraction of it outside:
-    gradients would be wrong by a factor of the number of devices.
+    Without ``check_vma`` gradients would be wrong by a factor of the number of devices.
     """
     if not isinstance(axis_name, str):
         fix = "Write axis_name='model', as in jax.make_mesh."

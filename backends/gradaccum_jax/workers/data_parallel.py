@@ -1,8 +1,7 @@
 """A step of one device, run on several: each gets its part of the batch, and all share the window.
 
-Three things around the user's step make it right: parameters enter as copies, so that `jax.grad` gives each device its own gradient without
-reduction; the devices' own sums enter and leave by a leading axis; and all of the returned state but these sums must be the same on all
-devices, which is checked.
+Parameters enter the user's step as copies, so that `jax.grad` gives each device its own gradient without reduction. The devices' own sums
+enter and leave by a leading axis; all else of the returned state must be the same on all devices, which is checked.
 """
 
 from __future__ import annotations
@@ -37,28 +36,26 @@ def data_parallel(step: Step, mesh: Mesh, axis_name: str | tuple[str, ...]) -> S
         train = jax.jit(gradaccum_jax.data_parallel(step, mesh, "data"), donate_argnums=(0, 1))
         params, state, losses = train(params, state, x, y)
 
-    In the step, parameters, batch and gradients are those of one device. Differentiate the device's own loss: the gradient of a loss that
-    is averaged over the devices is divided by their number already, and the window does it again. ``weight=`` may differ between devices,
-    and is 0 on a device without items. Random keys go into the batch, one for each device.
+    In the step, parameters, batch and gradients are one device's. Differentiate the device's own loss, not the devices' average.
+    ``weight=`` may differ between devices, and is 0 on a device without items. Random keys go into the batch, one for each device.
 
     Args:
-        step: ``step(params, state, *batch)`` returns ``(params, state, *rest)``; ``step(params)`` returns a state, as ``tx.init`` does.
-            Flush and discard run as ``step(params, state)``. `state` is that of an optimizer wrapped with this ``axis_name``, or a tree
-            with it. The parameters that come back are the given ones with the updates of `tx` applied.
+        step: ``step(params, state, *batch)`` returns ``(params, state, *rest)``; ``step(params)`` returns a state, as ``tx.init`` does;
+            flush and discard run as ``step(params, state)``. `state` is that of an optimizer wrapped with this ``axis_name``, or a tree
+            with it.
         mesh: a mesh with that axis. Along its other axes the compiler partitions the step, as under `jax.jit`.
         axis_name: the axis, or several in a tuple.
 
     Returns:
         A jitted function of the same arguments, for use under `jax.jit` too. Every array of the batch is split along its first axis, whose
-        length is a multiple of the number of devices; a single bool, such as `last`, is the same on all. Parameters and the inner
-        optimizer's state are replicated. The sums, the weight and the overflow flag of the open window are each device's own: outside of
-        the step they have a leading axis, one entry for each device, and so has each array of ``rest`` that differs between devices. A
-        loss has shape (devices,), or () if the step averages it by `jax.lax.pmean`.
+        length is a multiple of the number of devices; a single bool, such as `last`, is the same on all. Outside of the step, the open
+        window's sums, weight and overflow flag, and each array of ``rest`` that differs between devices, have a leading axis with one entry
+        for each device. A loss has shape (devices,), or () if the step averages it by `jax.lax.pmean`.
 
     Raises:
         ArgumentTypeError, ArgumentValueError: `step` is no function, `mesh` no mesh or without the axis, or the batch cannot be split.
         UsageError: the state is not shared by these devices; or parameters or state come out made of a device's own batch, such as running
-            averages that the step has not reduced; or the optimizer is given, or closes over, something that is made of it.
+            averages that the step has not reduced; or the optimizer reads something made of it.
     """
     axes = require_names(axis_name)
     if not callable(step):

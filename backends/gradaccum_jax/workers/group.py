@@ -1,8 +1,7 @@
 """Devices that share a window, or shards of one model, as the window sees them.
 
-In a shared window each device has the sum, the weight and the overflow flag of its own micro-batches. All else is the same everywhere:
-devices make the same calls, and decide on the same reduced gradient. A branch that only some devices take would wait in its collective for
-ever. So the types inside `jax.shard_map` are checked for what differs from device to device.
+In a shared window each device has the sum, the weight and the overflow flag of its own micro-batches. All else is the same everywhere: a
+branch that only some devices take would wait in its collective for ever. So the types inside `jax.shard_map` are checked.
 """
 
 from __future__ import annotations

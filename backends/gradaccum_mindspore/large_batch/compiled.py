@@ -4,9 +4,8 @@ The loop is a ``while`` on a Tensor, so its body is compiled once: MindSpore unr
 operator would start at the same seed. A last, smaller micro-batch is a second copy of the body. The sums start as zeros that the graph
 computes, because constant zeros would be a second buffer of the model's size.
 
-Such a loop needs the shape of what it carries before it runs, so other outputs need Python. Tuples of Tensors are walked by place: through
-a loop over a tuple of equal shapes MindSpore takes its length for unknown, and `mindspore.ops.HyperMap` returned shape (1,) for shape ().
-What depends on values is refused here, and a weight that is a Tensor is not checked.
+Such a loop needs the shape of what it carries before it runs, so other outputs need Python. Tuples of Tensors are walked by place: in a
+loop MindSpore takes the length of a tuple of equal shapes for unknown, and `mindspore.ops.HyperMap` returned shape (1,) for shape ().
 """
 
 from __future__ import annotations

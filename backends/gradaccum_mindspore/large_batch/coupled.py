@@ -1,11 +1,10 @@
 """Losses that couple the items of a batch, in two passes: any function of per-item outputs, exact.
 
-The first pass computes the outputs of all items, and keeps nothing else. The loss of all outputs is differentiated once, by the outputs
-and by its own parameters, such as a temperature. The second pass computes each micro-batch again and carries the gradient of its outputs
-on to the parameters, through the gradient of ``sum(outputs * gradient)``.
+The first pass keeps the outputs of all items. The loss of all outputs is differentiated once, by the outputs and by its own parameters. The
+second pass carries the gradient of each micro-batch's outputs on to the parameters, through the gradient of ``sum(outputs * gradient)``.
 
-Python makes the passes. In graph mode each micro-batch is a call of a compiled function, whose operators hold the place in their random
-numbers themselves, so there a Cell that draws is refused.
+In graph mode each micro-batch is a call of a compiled function, whose operators hold the place in their random numbers themselves, so there
+a Cell that draws is refused.
 """
 
 from __future__ import annotations

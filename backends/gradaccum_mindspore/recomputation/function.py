@@ -1,15 +1,14 @@
 """Segments whose activations are recomputed: a segment runs without keeping them, and once more when its gradient is asked for.
 
-`mindspore.recompute` frees and repeats. ``use_reentrant=False`` takes any nest of arguments and finds the Parameters by itself; the other
-way drops the gradients of Tensors in a tuple. ``early_stop=False``, because stopping early leaves MindSpore's stack of calls torn when a
-Cell is among what runs. `Call` does what MindSpore does not do in PyNative mode:
+`mindspore.recompute` frees and repeats: with ``use_reentrant=False``, as the other way drops the gradients of Tensors in a tuple, and with
+``early_stop=False``, as stopping early in a Cell tears MindSpore's stack of calls. `Call` does what MindSpore does not in PyNative mode:
 
 - The second run draws what the first run drew. The default generator and the counters in `mindspore.common.seed`, which seed functions such
   as `mindspore.ops.rand`, can be set; the kernel of `mindspore.ops.Dropout` keeps its state to itself, so `Tape` records its masks, a byte
   per element on a CPU. Any other kernel with a state of its own draws anew, and the outputs, which are compared, show it.
 - What the forward pass changes moves once: running statistics, counters, any Parameter without a gradient.
-- The second run casts as the first did. MindSpore replays `mindspore.amp.auto_mixed_precision`, but not `to_float`; and it passes what it
-  hands to the backward pass through `stop_gradient` inside of the Cell, so that a float32 statistic would come back in half precision.
+- The second run casts as the first did. MindSpore replays `mindspore.amp.auto_mixed_precision`, but not `to_float`, and would hand a
+  float32 statistic to the backward pass in half precision.
 
 MindSpore's compiler never repeats an operator that draws or an assignment; `keep_statistics` says what it has to be told.
 """

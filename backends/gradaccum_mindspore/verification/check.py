@@ -29,8 +29,7 @@ def verify(
     """Tell whether gradient accumulation is right for a loss, and if not, why: see `gradaccum.verify`.
 
     It runs in PyNative mode, in the mode of training that the model is in; functions under ``ms.jit`` run compiled. `mindspore.nn.Dropout`
-    gives each item the same numbers in every micro-batch. Parameters, statistics, public attributes of Cells and random states are put back
-    at the end, also if the loss raises. Not for two threads at once.
+    gives each item the same numbers in every micro-batch. At the end everything is restored. Not for two threads at once.
 
     Args:
         model: the Cell; its trainable parameters are differentiated by.

@@ -194,12 +194,11 @@ def verify_loss_scaling(fn: Callable[..., Tensor], weights: Parameter | Sequence
     """Check that grad(s x loss) = s x grad(loss) for s in 2^0 ... 2^16.
 
     Powers of two multiply a float exactly, so the two are equal but for numbers that leave a dtype's range. Where float16 is met (in
-    weights, inputs, the loss or a cell set to it), only the four largest scales with finite gradients are compared: at smaller ones
-    gradients may have vanished, which loss scaling is there to prevent. The tolerance is sixteen units in the last place of the coarsest
-    dtype met.
+    weights, inputs, the loss or a cell set to it), only the four largest scales with finite gradients are compared. The tolerance is
+    sixteen units in the last place of the coarsest dtype met.
 
-    It runs in PyNative mode, compiled functions as Python, and switches dropout layers off. Every scale starts from the same Parameters,
-    also the statistics of a normalization, and from the same random state; all are restored at the end. Not for two threads at once.
+    It runs in PyNative mode, compiled functions as Python, and switches dropout layers off. Every scale starts from the same Parameters and
+    random state, which are restored at the end. Not for two threads at once.
 
     Args:
         fn: a function, compiled or not, or a Cell; ``fn(*inputs)`` returns the loss, a floating Tensor of one element, not scaled.

@@ -1,8 +1,7 @@
 """A loss in MindSpore as `gradaccum.verify` runs it: in PyNative mode, in parts, under conditions, with the user's state put back after.
 
 A run may change parameters, statistics, attributes of Cells, modes and random states. Values are compared and kept as NumPy's. A parameter
-is written only if it changed. Operators run one by one: MindSpore's threads, which run ahead of Python, would wait for each value that is
-read here, at five times the processor time.
+is written only if it changed. Operators run one by one: MindSpore's threads would wait for each value that is read here.
 """
 
 from __future__ import annotations

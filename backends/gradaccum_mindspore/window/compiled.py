@@ -38,8 +38,8 @@ class Notes(nn.Cell):  # type: ignore[misc]
     """The measure and the decision of the window that ends: Parameters that hold a value for the time of one call.
 
     MindSpore's runtime copies a value that one branch computes and another uses, and with an even ``steps`` never frees the copy: 12 KiB of
-    host memory per window. It does not copy a Parameter that is read at one place. So inside the end of a window no computed value crosses
-    into an inner branch or past it, and each condition there is a bool Parameter. No checkpoint has notes.
+    host memory per window. So inside the end of a window no computed value crosses into an inner branch or past it, and each condition
+    there is a bool Parameter. No checkpoint has notes.
     """
 
     weight: Parameter

@@ -134,9 +134,9 @@ def sharded_cross_entropy(
 ) -> Tensor:
     """Return the loss of `mindspore.ops.cross_entropy` over all classes, from this worker's slice. Every worker of the group calls it.
 
-    The first worker holds the first classes, the next one those that follow, and so on; slices may differ in size. All workers get the same
-    loss, and each gets the gradient of its own logits; `GatherItems` adds up the gradient of the features over the workers. For PyNative,
-    `mindspore.jit` and graph mode. Half-precision logits are computed with in float32. It cannot be differentiated twice.
+    The first worker holds the first classes, and so on; slices may differ in size. All workers get the same loss, and each the gradient of
+    its own logits; `GatherItems` adds up the features' gradient. For PyNative, `mindspore.jit` and graph mode. Half-precision logits are
+    computed with in float32. The gradient has no derivative.
 
     Args:
         logits_shard: shape ``(*batch, own classes)``, any floating dtype. It may have no class at all, but has to take part.

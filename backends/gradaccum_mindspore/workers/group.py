@@ -4,17 +4,15 @@ Workers that share windows must start with equal options and equal parameters: t
 user marked as ``layerwise_parallel`` is each worker's own: its sum is not sent. After the sums, each worker sends the norm of its own ones,
 an inf if they are not finite, so that all have one norm and one decision.
 
-The end adds up a few numbers, then the sums, once. Workers may hold different numbers of micro-batches, or none. A worker that runs out of
-data calls ``flush`` from Python, and takes part in the windows of the others, with nothing, until they flush too: so all make the same
-updates. The others may end their windows in compiled code meanwhile, whose norms NumPy may round otherwise: two workers would drift apart.
-So the numbers say that one of them is in compiled code, and then the rest of the end runs as compiled code on all. Each worker puts its
-learning rates in places of its own among the numbers, so each sees all. Compiled code that finds different ones cannot raise: all workers
-skip the window as an overflow, and Python raises afterwards.
+The end adds up a few numbers, then the sums, once. A worker that runs out of data calls ``flush`` from Python, and takes part in the
+windows of the others, with nothing, until they flush too. The others may end their windows in compiled code meanwhile, whose norms NumPy
+may round otherwise. So the numbers say that one of them is in compiled code, and then the rest of the end runs as compiled code on all.
+Each worker puts its learning rates in places of its own among the numbers. Compiled code that finds different ones cannot raise: all
+workers skip the window as an overflow, and Python raises afterwards.
 
-Small sums travel packed together; a large one travels alone. One message leaves when the one before has arrived: so one packed copy lives,
-and the order, by which the CPU's kernels match messages, is the same on every worker. These kernels add up float32 and float16 only, and
-gather float64 rounded to float32. So half-precision sums travel as float32, and a float64 number as a sum of three of float32, which is
-exact; a number beyond float32's range arrives as an inf, and its window is skipped as an overflow.
+Small sums travel packed together; a large one travels alone. One message leaves when the one before has arrived: the CPU's kernels match
+messages by order. These kernels add up float32 and float16 only, and gather float64 rounded to float32. So half-precision sums travel as
+float32, and a float64 number as a sum of three of float32, which is exact; a number beyond float32's range arrives as an inf.
 """
 
 from __future__ import annotations

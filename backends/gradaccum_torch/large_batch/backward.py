@@ -60,16 +60,15 @@ def backward(
     Args:
         loss_fn: ``loss_fn(*micro_batch)`` returns a scalar loss, a real floating-point tensor of shape ``()``, or ``(loss, aux)`` if `aux`
             is given. It must not call ``backward()`` itself.
-        batch: the arguments of `loss_fn` for the large batch: tensors, arrays and any nest of tuples, lists, dicts and dataclasses of
-            them, cut into views. A plain number, text or None is passed whole to each micro-batch.
+        batch: the arguments of `loss_fn` for the large batch: any nest of tuples, lists, dicts and dataclasses of tensors and arrays, cut
+            into views. A plain number, text or None is passed whole to each micro-batch.
         steps: at most so many micro-batches, of ceil(items / steps) items; the last one may be smaller.
         micro_batch_size: items of a micro-batch; ``"auto"`` or an `AutoMicroBatchSize` without a limit: the most that fit into the
             memory of a device; when it runs out, the call starts over with half as many. All workers of the optimizer's group, or of the
             default process group, make such a call together.
         micro_batch_weight: consecutive items are packed up to this weight, by `weight`, an array.
         reduction: ``"mean"``: `loss_fn` returns a mean, and each counts by its weight; ``"sum"``: losses are added; ``"item_mean"``:
-            `loss_fn` returns a sum, and the total is divided by the total weight. Default: that of `optimizer`, else ``"mean"``;
-            another reduction than that of `optimizer` is refused.
+            `loss_fn` returns a sum, and the total is divided by the total weight. Default: the reduction of `optimizer`, else ``"mean"``.
         weight: the weight of a micro-batch: a callable, ``weight(*micro_batch)``, called for all of them before the first one runs; or one
             number per item, shape ``(items,)``, which are summed. Default: its number of items. Weight 0 adds nothing; where all have
             weight 0, ``.grad`` stays as it is and the loss is 0.

@@ -1,12 +1,8 @@
 """Softmax cross-entropy of logits that are sharded by class: each worker holds a contiguous slice of the classes.
 
-The method is that of Megatron-LM (Shoeybi et al., 2019, "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model
-Parallelism", section 3): the workers exchange a few numbers per item and never the logits. Four things differ.
-
-- Two all-reduces forward instead of three: the sum of exponentials, the target's logit and the sum of logits share one buffer.
-- The backward computes the softmax again, block by block, where Megatron saves it: only the gradient has the shard's size.
-- Shards may be uneven, or empty.
-- Labels that differ between workers raise.
+The method is Megatron-LM's (Shoeybi et al., 2019, "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism",
+section 3): the workers exchange a few numbers per item and never the logits. Here two all-reduces serve in place of three, and the backward
+computes the softmax again, block by block: only the gradient has the shard's size. Shards may be uneven, or empty.
 """
 
 from __future__ import annotations
