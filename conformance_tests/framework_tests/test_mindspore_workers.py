@@ -40,6 +40,11 @@ def said(folder: Path) -> str:
 
 
 @pytest.mark.deep
+def test_four_workers_send_what_the_law_says(tmp_path: Path) -> None:
+    assert run_workers(FOLDER / "law.py", tmp_path, seconds=200, workers=4) == 0, said(tmp_path)
+
+
+@pytest.mark.deep
 def test_killed_worker_resumes_bitwise(tmp_path: Path) -> None:
     """Msrun ends the worker that is left. The job that is started anew goes on from the last checkpoint that both had written."""
     assert run_workers(FOLDER / "killed.py", tmp_path, "killed", seconds=150) not in (0, None), said(tmp_path)

@@ -20,8 +20,6 @@ COUNTS = (6, 3)
 ROWS = 9
 """Of each micro-batch, some of them masked: one shape is compiled once."""
 STEPS = 4
-SIZE = 10
-"""Elements of all parameters."""
 
 Batch = tuple[np.ndarray, np.ndarray, np.ndarray]
 """Inputs, targets and a mask of the rows that count."""
