@@ -43,8 +43,8 @@ from gradaccum_torch.update import (
     save_post_hooks,
     save_pre_hooks,
 )
-from gradaccum_torch.watch import Allowed
-from gradaccum_torch.window import Window
+from gradaccum_torch.window.watch import Allowed
+from gradaccum_torch.window.window import Window
 from gradaccum_torch.workers.interface import Workers
 from gradaccum_torch.workers.workers import workers_of
 

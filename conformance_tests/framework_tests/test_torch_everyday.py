@@ -29,7 +29,7 @@ from conformance_tests.framework_tests.torch_model import (
     make_model,
     rows_of,
 )
-from gradaccum_torch.watch import Place, _place_of_pass
+from gradaccum_torch.window.watch import Place, _place_of_pass
 
 
 def train(model: nn.Module, opt: Any, micro_batches: int) -> None:

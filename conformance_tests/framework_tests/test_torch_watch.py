@@ -17,7 +17,7 @@ from torch import nn
 
 import gradaccum
 from conformance_tests.framework_tests.torch_model import X, make_model
-from gradaccum_torch.watch import NOTHING_SEEN, Event, Given, MicroBatch, seen
+from gradaccum_torch.window.watch import NOTHING_SEEN, Event, Given, MicroBatch, seen
 
 PLACES: dict[str, tuple[torch.dtype, dict]] = {
     "in .grad": (torch.float32, {}),

@@ -20,7 +20,7 @@ from gradaccum_torch.optimizer import AccumulatingOptimizer
 from gradaccum_torch.private import Node, is_leaf_node, keep_own, untraced, version
 from gradaccum_torch.sums.arithmetic import HALF, add, divide, gradient_dtype, narrowed, sum_dtype
 from gradaccum_torch.update import through
-from gradaccum_torch.watch import Hooks, is_watched
+from gradaccum_torch.window.watch import Hooks, is_watched
 
 Mark = tuple[int, int]
 """Which tensor a ``.grad`` is, and how often it was written into."""

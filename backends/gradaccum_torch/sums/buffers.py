@@ -33,7 +33,7 @@ from gradaccum_torch.sums.arithmetic import (
     sum_dtype,
 )
 from gradaccum_torch.sums.strategy import Strategy, Undivided
-from gradaccum_torch.watch import NOTHING_SEEN, Allowed, Event, Hook, Watched, can_be_hooked, seen
+from gradaccum_torch.window.watch import NOTHING_SEEN, Allowed, Event, Hook, Watched, can_be_hooked, seen
 
 _MOVERS: WeakValueDictionary[int, MovingStrategy] = WeakValueDictionary()
 """The strategy that moves a parameter's gradients, by the parameter's id. The strategy holds the parameter, so no other gets that id."""

@@ -27,7 +27,7 @@ from gradaccum_torch.sums.arithmetic import (
     multiply,
     narrowed,
 )
-from gradaccum_torch.watch import NOTHING_SEEN, OWN_PASSES, Allowed, Event, GradWatch, Hook, Hooks, can_be_hooked, seen
+from gradaccum_torch.window.watch import NOTHING_SEEN, OWN_PASSES, Allowed, Event, GradWatch, Hook, Hooks, can_be_hooked, seen
 
 
 class Undivided(NamedTuple):

@@ -26,7 +26,7 @@ from gradaccum_torch.parameters import Parameters
 from gradaccum_torch.private import Private, Sync, Unit, drop, keep_own, local, reduce, unreduced, untraced, version
 from gradaccum_torch.sums.arithmetic import sum_dtype
 from gradaccum_torch.sums.strategy import GradStrategy, Undivided
-from gradaccum_torch.watch import GradWatch
+from gradaccum_torch.window.watch import GradWatch
 
 GradientSync = Literal["micro_batch", "window", "all_reduce_per_window"]
 """When FSDP2 reduces: all of it in each micro-batch, all of it once per window, or only the all-reduce once per window."""

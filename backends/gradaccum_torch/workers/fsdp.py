@@ -21,7 +21,7 @@ from gradaccum import ArgumentValueError, UsageError
 from gradaccum.kit import State, explain, joined, missing_worker_error, rate_bits, require_same_rates
 from gradaccum_torch.private import Unit, units_holding
 from gradaccum_torch.sums.arithmetic import multiply
-from gradaccum_torch.watch import delivering_zeros
+from gradaccum_torch.window.watch import delivering_zeros
 from gradaccum_torch.workers.deferred import Deferred, DeferredStrategy
 from gradaccum_torch.workers.interface import Joined, Sums, Workers, learning_rates
 

@@ -40,7 +40,7 @@ from gradaccum_torch.private import (
     units_holding,
     were_sharded,
 )
-from gradaccum_torch.watch import delivering_zeros
+from gradaccum_torch.window.watch import delivering_zeros
 from gradaccum_torch.workers.interface import Held, Joined, Sums, Workers, learning_rates, require_no_join
 
 _REGROUP = "If a worker is lost, call opt.regroup(process_group) with those that are left, and then opt.flush()."

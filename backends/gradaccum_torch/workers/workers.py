@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
 from gradaccum.kit import Options, State, UntilWeight, explain, shared_until_weight_error
 from gradaccum_torch.private import are_flattened, is_sharded, mesh_of, module_averaging, units_holding, units_of
-from gradaccum_torch.watch import delivering_zeros
+from gradaccum_torch.window.watch import delivering_zeros
 from gradaccum_torch.workers.deferred import Deferred, GradientSync, require_deferrable
 from gradaccum_torch.workers.fsdp import ShardGroup, Shards
 from gradaccum_torch.workers.group import group_alone, group_of, require_parameters, require_same_options

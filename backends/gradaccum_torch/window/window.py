@@ -56,7 +56,7 @@ from gradaccum_torch.sums.arithmetic import DTYPE, REQUIRES_GRAD, UNMEASURED, Me
 from gradaccum_torch.sums.buffers import BufferStrategy, MovingStrategy, SeparateStrategy
 from gradaccum_torch.sums.strategy import GradStrategy, Strategy
 from gradaccum_torch.update import Loss, Progress, Rates, Update, through
-from gradaccum_torch.watch import PASSES, Allowed, Event, Given, MicroBatch, Place, place_of, share_loop
+from gradaccum_torch.window.watch import PASSES, Allowed, Event, Given, MicroBatch, Place, place_of, share_loop
 from gradaccum_torch.workers.interface import Stages, Workers
 
 _LEFTOVERS = (
