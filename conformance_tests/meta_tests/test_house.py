@@ -25,7 +25,7 @@ class Limits(NamedTuple):
 
 LIMITS = {
     "gradaccum": Limits(26, 3_305, 9),
-    "backends/gradaccum_torch": Limits(45, 6_660, 11),
+    "backends/gradaccum_torch": Limits(46, 6_660, 11),
     "backends/gradaccum_jax": Limits(35, 3_600, 9),
     "backends/gradaccum_mindspore": Limits(39, 4_610, 9),
 }
