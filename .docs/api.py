@@ -33,10 +33,9 @@ def packages() -> dict[str, str]:
 def public_names(package: str) -> list[str]:
     """The names in the package's ``__all__``, as its source lists them, or its public classes."""
     file = packages()[package]
-    for node in _tree(file).body:
-        if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == ["__all__"]:
-            return list(ast.literal_eval(node.value))
-    return _public_classes(file)
+    written = [node for node in _tree(file).body if isinstance(node, ast.Assign | ast.AugAssign)]
+    lists = [node.value for node in written if ast.unparse(node).startswith("__all__ ")]
+    return [name for names in lists for name in ast.literal_eval(names)] or _public_classes(file)
 
 
 def api_page(package: str) -> str:

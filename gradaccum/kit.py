@@ -1,17 +1,4 @@
-"""The parts of a backend. `gradaccum` itself has what users need, the error classes included.
-
-- `accumulate`, `usable`, `contribution`, `ends`, `with_denominator`, `decide`, `close`, `discard`: transitions of the `State`;
-- `add_loss`, `window_loss`, `is_first`, `first_seen`, `window_seen`, `noise_scale`: a window's loss and noise;
-- `terms_of`, `resumed`, `redistributed`: saving and resuming an open window;
-- `epoch`, `Sizes`: a pass over a loader;
-- `make_division`, `divided`, `leaves_of`, `share`: cutting a large batch and merging its outputs;
-- `explain`, ``require_...`` and ``..._error``: one wording for each mistake in every backend;
-- `Listeners`: callbacks for closed windows; `described`, `status`: the state in one line;
-- `comparable`, `linearity_report`: the check that a loss is linear in its scale;
-- `examine`, `Subject`, `Conditions`, `Run`: the experiments of `gradaccum.verify`;
-- `Backend`, `GatingBackend`, `VerifyingBackend`, `DeviceBackend`, `ScalerDriver`: a backend's protocols;
-- `Steps`, `WrapOptions`, `wrap_with`: a backend's own typed ``wrap``.
-"""
+"""The parts of a backend, by concept in ``__all__``. `gradaccum` itself has what users need, the error classes included."""
 
 from gradaccum.errors import explain, require_bool, require_weight
 from gradaccum.linearity import ROUNDINGS, SCALES, comparable, linearity_report, relative_error
@@ -147,142 +134,30 @@ from gradaccum.verification import (
 from gradaccum.watching.watch import Handle, Listener, Listeners
 from gradaccum.window_loop import Sizes, epoch
 
-__all__ = [
-    "FIELD_DTYPES",
-    "FORMAT",
-    "ITEMS",
-    "KINDS",
-    "RATE_MOVED",
-    "ROUNDINGS",
-    "ROUNDING_LIMIT",
-    "SCALES",
-    "Backend",
-    "Column",
-    "Conditions",
-    "Cut",
-    "Decision",
-    "DeviceBackend",
-    "Division",
-    "Fields",
-    "GatingBackend",
-    "Handle",
-    "HostRandom",
-    "Layer",
-    "Leaf",
-    "Listener",
-    "Listeners",
-    "MergingOps",
-    "Nest",
-    "Noise",
-    "Options",
-    "Precision",
-    "Run",
-    "Scalar",
-    "ScaleRule",
-    "ScalerDriver",
-    "Schedule",
-    "Sizes",
-    "State",
-    "Steps",
-    "Subject",
-    "Terms",
-    "UntilWeight",
-    "VerifyingBackend",
-    "Where",
-    "WrapOptions",
-    "accumulate",
-    "accumulate_dtype_error",
-    "add_loss",
-    "as_loss",
-    "at_rest",
-    "aux_shape_error",
-    "children_of",
-    "close",
-    "code_of",
-    "comparable",
-    "concatenate_error",
-    "contribution",
-    "cuts",
-    "decide",
-    "decode_terms",
-    "described",
-    "discard",
-    "divided",
-    "divisor",
-    "encode_terms",
-    "ends",
-    "epoch",
-    "examine",
-    "explain",
-    "finished",
-    "first_seen",
-    "forget_window",
-    "free_frames",
-    "given_weight",
-    "half_made_error",
-    "has_exact_inverse",
-    "initial_state",
-    "is_column",
-    "is_first",
-    "is_known",
-    "item_axis",
-    "item_weights_error",
-    "joined",
-    "joined_noise",
-    "kinds_of",
-    "largest_number",
-    "leaves_of",
-    "linearity_report",
-    "make_division",
-    "make_options",
-    "mapped",
-    "mark_lists",
-    "measures",
-    "merged",
-    "missing_worker_error",
-    "moving_weight_error",
-    "no_noise",
-    "noise_scale",
-    "noise_shares",
-    "optimizer_error",
-    "packed",
-    "rate_bits",
-    "redistributed",
-    "relative_error",
-    "require_bool",
-    "require_classes",
-    "require_denominator",
-    "require_denominator_allowed",
-    "require_format",
-    "require_item_weights",
-    "require_items",
-    "require_kind",
-    "require_loss_options",
-    "require_one_size",
-    "require_reduction",
-    "require_same_rates",
-    "require_shard_sizes",
-    "require_steps",
-    "require_weight",
-    "resumed",
-    "scalar_loss_error",
-    "segment_cuts",
-    "select",
-    "share",
-    "shared_until_weight_error",
-    "spread",
-    "status",
-    "steps_at",
-    "terms_of",
-    "too_small_error",
-    "torn_window_error",
-    "unknown_limit_error",
-    "update_due_error",
-    "usable",
-    "window_loss",
-    "window_seen",
-    "with_denominator",
-    "with_leaves",
-    "wrap_with",
-    "wrapped_twice_error",
-]
+# The state machine: the transitions of the `State`.
+__all__ = ["FIELD_DTYPES", "Decision", "Fields", "Scalar", "State", "Where", "accumulate", "at_rest", "close", "contribution", "decide"]
+__all__ += ["discard", "divisor", "ends", "has_exact_inverse", "initial_state", "joined", "largest_number", "measures", "select"]
+__all__ += ["steps_at", "usable", "with_denominator"]
+# A window's loss and noise; callbacks for closed windows; a pass over a loader.
+__all__ += ["Handle", "Listener", "Listeners", "Noise", "Sizes", "add_loss", "epoch", "first_seen", "forget_window", "is_first"]
+__all__ += ["joined_noise", "no_noise", "noise_scale", "noise_shares", "window_loss", "window_seen"]
+# Saving and resuming an open window; the state in one line.
+__all__ += ["FORMAT", "Terms", "code_of", "decode_terms", "described", "encode_terms", "redistributed", "require_format", "resumed"]
+__all__ += ["status", "terms_of"]
+# A large batch: cutting it, and merging its outputs.
+__all__ += ["ITEMS", "KINDS", "Cut", "Division", "Leaf", "MergingOps", "Nest", "aux_shape_error", "children_of", "concatenate_error"]
+__all__ += ["cuts", "divided", "finished", "free_frames", "is_column", "item_weights_error", "kinds_of", "leaves_of", "make_division"]
+__all__ += ["mapped", "mark_lists", "merged", "packed", "require_item_weights", "require_items", "require_kind", "require_one_size"]
+__all__ += ["scalar_loss_error", "segment_cuts", "share", "spread", "too_small_error", "unknown_limit_error", "with_leaves"]
+# Options, and a backend's protocols and typed ``wrap``.
+__all__ += ["Backend", "DeviceBackend", "GatingBackend", "Options", "ScaleRule", "ScalerDriver", "Schedule", "Steps", "UntilWeight"]
+__all__ += ["WrapOptions", "given_weight", "is_known", "make_options", "require_denominator", "require_denominator_allowed"]
+__all__ += ["require_reduction", "require_steps", "wrap_with"]
+# One wording for each mistake in every backend.
+__all__ += ["RATE_MOVED", "accumulate_dtype_error", "explain", "half_made_error", "missing_worker_error", "moving_weight_error"]
+__all__ += ["optimizer_error", "rate_bits", "require_bool", "require_classes", "require_loss_options", "require_same_rates"]
+__all__ += ["require_shard_sizes", "require_weight", "shared_until_weight_error", "torn_window_error", "update_due_error"]
+__all__ += ["wrapped_twice_error"]
+# The check that a loss is linear in its scale, and the experiments of `gradaccum.verify`.
+__all__ += ["ROUNDINGS", "ROUNDING_LIMIT", "SCALES", "Column", "Conditions", "HostRandom", "Layer", "Precision", "Run", "Subject"]
+__all__ += ["VerifyingBackend", "as_loss", "comparable", "examine", "item_axis", "linearity_report", "relative_error"]
