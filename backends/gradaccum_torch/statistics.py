@@ -12,24 +12,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from gradaccum.kit import (
-    Fields,
-    Noise,
-    Options,
-    State,
-    add_loss,
-    first_seen,
-    forget_window,
-    is_first,
-    joined_noise,
-    no_noise,
-    noise_scale,
-    noise_shares,
-    select,
-    usable,
-    window_loss,
-    window_seen,
-)
+from gradaccum import kit
+from gradaccum.kit import window_loss
 from gradaccum_torch.private import is_sharded
 
 Told = float | Tensor
@@ -43,7 +27,7 @@ class Known(NamedTuple):
     """The sum of the open window's losses, as `gradaccum.kit.add_loss` makes it."""
     window_loss: float = math.nan
     """That of the last closed window."""
-    noise: Noise | None = None
+    noise: kit.Noise | None = None
     """None: nobody measured it."""
 
 
@@ -84,14 +68,14 @@ class _Counted(NamedTuple):
         """True if no micro-batch is missing: an interrupt can leave one out."""
         return self.joined or self.micro_batches == micro_step
 
-    def read(self, values: Sequence[float], options: Options) -> _Counted:
+    def read(self, values: Sequence[float], options: kit.Options) -> _Counted:
         """Return the losses with the unread ones' `values` added."""
         total = self.total
         for value, (_, weight) in zip(values, self.unread, strict=True):
-            total = add_loss(total, value, weight, True, options, select)
+            total = kit.add_loss(total, value, weight, True, options, kit.select)
         return self._replace(total=total, unread=())
 
-    def all_read(self, options: Options) -> _Counted:
+    def all_read(self, options: kit.Options) -> _Counted:
         """Return the losses with none unread; waits for the device where some are."""
         return self.read([loss.item() for loss, _ in self.unread], options) if self.unread else self
 
@@ -102,34 +86,34 @@ _UNKNOWN = _Counted(math.nan)
 class Statistics:
     """The statistics of the open window and of the last closed one."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: kit.Options) -> None:
         self._options, self.measures_noise = options, options.noise_decay is not None
-        self._noise = no_noise()
-        self._closed: tuple[_Counted, Fields, Options] | float = math.nan
+        self._noise = kit.no_noise()
+        self._closed: tuple[_Counted, kit.Fields, kit.Options] | float = math.nan
         """The loss of the last closed window, or what it is made of."""
         self._open = _Counted()
 
-    def counted(self, before: State, weight: float, finite: bool, losses: Sequence[Told]) -> None:
+    def counted(self, before: kit.State, weight: float, finite: bool, losses: Sequence[Told]) -> None:
         """Count a micro-batch with the losses that were passed for it; `finite` is False if it was dropped."""
         total, micro_batches, joined, unread, firsts = self._open
         if total != total:
             return  # NaN, and nothing makes it a number again.
-        if usable(before, weight, finite):
+        if kit.usable(before, weight, finite):
             if not losses:
                 total = math.nan
             for loss in losses:
                 if isinstance(loss, Tensor):
                     unread = (*unread, (loss, weight))
                 else:
-                    total = add_loss(total, loss, weight, True, self._options, select)
+                    total = kit.add_loss(total, loss, weight, True, self._options, kit.select)
         self._open = _Counted(total, micro_batches + 1, joined, unread, firsts)
 
-    def is_first(self, fields: State) -> bool:
+    def is_first(self, fields: kit.State) -> bool:
         """True if the norm of the sum is wanted now, since it holds the window's first micro-batch alone."""
-        return bool(is_first(self._noise, fields))
+        return bool(kit.is_first(self._noise, fields))
 
-    def first_seen(self, fields: State, norm: float) -> None:
-        self._noise = Noise(*first_seen(self._noise, fields, norm, select))
+    def first_seen(self, fields: kit.State, norm: float) -> None:
+        self._noise = kit.Noise(*kit.first_seen(self._noise, fields, norm, kit.select))
 
     def groups_changed(self) -> None:
         """Note that the sum is over other parameters than the first micro-batch's, so that the window says nothing about the noise."""
@@ -146,7 +130,7 @@ class Statistics:
 
     def numbers(self, micro_step: int) -> list[float]:
         """Return the numbers to sum over all workers, for `join`; waits for the device where losses are unread."""
-        return [self._total(micro_step), *(noise_shares(self._noise, select) if self.measures_noise else ())]
+        return [self._total(micro_step), *(kit.noise_shares(self._noise, kit.select) if self.measures_noise else ())]
 
     def join(self, numbers: Sequence[float]) -> None:
         """Take the `numbers` summed over all workers. After an update that raised this comes again."""
@@ -155,18 +139,18 @@ class Statistics:
         loss, *first = numbers
         weight, squares, firsts = first or (0.0, 0.0, 1)
         if first:
-            self._noise = Noise(*joined_noise(self._noise, weight, squares, select))
+            self._noise = kit.Noise(*kit.joined_noise(self._noise, weight, squares, kit.select))
         self._open = _Counted(loss, joined=True, firsts=int(firsts))
 
-    def window_ended(self, ended: State, options: Options, grad_norm: float) -> None:
+    def window_ended(self, ended: kit.State, options: kit.Options, grad_norm: float) -> None:
         """End the window that was `ended` under these `options`; they say by what its losses are divided."""
         if self.measures_noise:
-            self._noise = Noise(*window_seen(self._noise, ended, grad_norm, self._options, select, self._open.firsts))
+            self._noise = kit.Noise(*kit.window_seen(self._noise, ended, grad_norm, self._options, kit.select, self._open.firsts))
         self._closed = (self._open if self._open.are_all(ended.micro_step) else _UNKNOWN), ended, options
         self._open = _Counted()
 
     def discard(self) -> None:
-        self._noise = Noise(*forget_window(self._noise))
+        self._noise = kit.Noise(*kit.forget_window(self._noise))
         self._open = _Counted()
 
     @property
@@ -174,13 +158,13 @@ class Statistics:
         """The last closed window's loss; NaN if one of its losses is unknown. May wait for the device."""
         if isinstance(self._closed, tuple):
             counted, ended, options = self._closed
-            self._closed = _one_nan(window_loss(counted.all_read(self._options).total, ended, options, select))
+            self._closed = _one_nan(window_loss(counted.all_read(self._options).total, ended, options, kit.select))
         return self._closed
 
     @property
     def noise_scale(self) -> float:
         """The noise scale in items; NaN where it is not measured."""
-        return _one_nan(noise_scale(self._noise, select)) if self.measures_noise else math.nan
+        return _one_nan(kit.noise_scale(self._noise, kit.select)) if self.measures_noise else math.nan
 
     def saved(self, micro_step: int) -> Known:
         """Return the statistics for a checkpoint; may wait for the device."""
@@ -188,7 +172,7 @@ class Statistics:
 
     def restore(self, known: Known, micro_step: int) -> None:
         self._closed = _one_nan(known.window_loss)
-        self._noise = no_noise() if known.noise is None else known.noise
+        self._noise = kit.no_noise() if known.noise is None else known.noise
         self._open = _Counted(known.loss, micro_step)
 
     def _total(self, micro_step: int) -> float:

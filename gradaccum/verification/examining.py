@@ -9,20 +9,6 @@ from gradaccum.errors import ArgumentValueError, explain, require_int
 from gradaccum.options import require_reduction
 from gradaccum.splitting import require_items
 from gradaccum.verification import causes, experiments
-from gradaccum.verification.experiments import (
-    TRAINING,
-    Finding,
-    finite,
-    fresh_numbers,
-    infinite_parts,
-    linear,
-    missing_gradients,
-    repeatable,
-    replayed,
-    right_weights,
-    separate,
-    stateless,
-)
 from gradaccum.verification.measuring import ROUNDING_LIMIT, Bench, Way, moved
 from gradaccum.verification.report import Cause, VerificationReport
 from gradaccum.verification.subject import Conditions, Subject
@@ -56,61 +42,63 @@ class _Examination:
     def __init__(self, bench: Bench) -> None:
         self._bench = bench
         self._causes: list[Cause] = []
-        self._conditions: Conditions | None = TRAINING
+        self._conditions: Conditions | None = experiments.TRAINING
         self._errors: Mapping[str, float] = {}
         self._notes: list[str] = []
 
     def report(self) -> VerificationReport:
         """Run the experiments."""
-        for ask in (finite, repeatable, linear, fresh_numbers):
+        for ask in (experiments.finite, experiments.repeatable, experiments.linear, experiments.fresh_numbers):
             if self._conditions is not None:
                 self._take(ask(self._bench))
-        measured = self._bench.errors(TRAINING)
+        measured = self._bench.errors(experiments.TRAINING)
         if self._conditions is not None:
             self._find_what_moves(measured)
         return VerificationReport(
             not self._causes and not moved(measured),
             tuple(self._causes),
             measured,
-            self._bench.units(TRAINING),
+            self._bench.units(experiments.TRAINING),
             ROUNDING_LIMIT,
             tuple(partition.words for partition in self._bench.partitions),
             tuple(self._notes),
         )
 
-    def _take(self, finding: Finding) -> None:
+    def _take(self, finding: experiments.Finding) -> None:
         self._causes += finding.causes
         self._conditions = finding.go_on
 
     def _find_what_moves(self, measured: Mapping[str, float]) -> None:
         self._errors = measured
-        for ask in (replayed, stateless):
+        for ask in (experiments.replayed, experiments.stateless):
             if self._conditions is not None and moved(self._errors):
                 self._take(ask(self._bench, self._conditions))
                 self._measure()
         if self._conditions is None:
             return
-        missing = missing_gradients(self._bench, self._conditions)
+        missing = experiments.missing_gradients(self._bench, self._conditions)
         if not moved(self._errors):
             self._note_missing(missing)
             return
         if not missing and experiments.by_place(self._bench, self._conditions, moved(self._errors)):
             self._causes += [] if any(cause.kind == "shared_randomness" for cause in self._causes) else [causes.numbers_by_place()]
             return
-        self._take(separate(self._bench, self._conditions, {name: missing[name] for name in moved(self._errors) if name in missing}))
+        self._take(
+            experiments.separate(self._bench, self._conditions, {name: missing[name] for name in moved(self._errors) if name in missing})
+        )
         self._measure()
         if self._conditions is not None and moved(self._errors):
             self._find_in_the_loss(self._conditions, moved(self._errors), missing)
 
     def _measure(self) -> None:
-        if self._conditions is not None and self._conditions != TRAINING:
+        if self._conditions is not None and self._conditions != experiments.TRAINING:
             self._errors = self._bench.errors(self._conditions)
 
     def _find_in_the_loss(self, conditions: Conditions, names: tuple[str, ...], missing: Mapping[str, str]) -> None:
         """Look for causes in the way the loss combines items."""
-        infinite = infinite_parts(self._bench, conditions) if any(map(math.isinf, self._errors.values())) else {}
+        infinite = experiments.infinite_parts(self._bench, conditions) if any(map(math.isinf, self._errors.values())) else {}
         times = next(iter(infinite.values()), "")
-        weighted, off = right_weights(self._bench, conditions, times)
+        weighted, off = experiments.right_weights(self._bench, conditions, times)
         if weighted is not None:
             self._causes.append(weighted)
             return
@@ -132,7 +120,7 @@ class _Examination:
 
     def _note_missing(self, missing: Mapping[str, str]) -> None:
         """Note parameters that lack a gradient in some micro-batches without harm, and those that have none at all."""
-        reached = self._bench.large(TRAINING).gradients
+        reached = self._bench.large(experiments.TRAINING).gradients
         unused = [name for name in self._bench.subject.names if name not in reached and name not in missing]
         if unused:
             self._notes.append(f"{causes.listed(unused)}: the loss does not reach it.")

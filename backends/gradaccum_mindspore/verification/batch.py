@@ -10,20 +10,7 @@ import numpy as np
 from mindspore import Tensor, ops
 from numpy.typing import NDArray
 
-from gradaccum import ArgumentTypeError, ArgumentValueError
-from gradaccum.kit import (
-    ITEMS,
-    Column,
-    Nest,
-    explain,
-    is_column,
-    leaves_of,
-    mark_lists,
-    require_one_size,
-    scalar_loss_error,
-    spread,
-    with_leaves,
-)
+from gradaccum import ArgumentTypeError, ArgumentValueError, kit
 
 
 def rows(value: Any, axis: int, items: int, part: Sequence[int]) -> Any:
@@ -54,12 +41,12 @@ LIMITS = {
 class Batch:
     """The leaves of a batch, with the axis of items of each."""
 
-    def __init__(self, batch: tuple[Nest, ...], axes: Nest) -> None:
-        self.nest, lists = mark_lists(batch, axes)
-        self.leaves = leaves_of(self.nest, "batch")
-        pairs = zip(self.leaves, spread(axes, self.nest, "axes"), strict=True)
+    def __init__(self, batch: tuple[kit.Nest, ...], axes: kit.Nest) -> None:
+        self.nest, lists = kit.mark_lists(batch, axes)
+        self.leaves = kit.leaves_of(self.nest, "batch")
+        pairs = zip(self.leaves, kit.spread(axes, self.nest, "axes"), strict=True)
         self.axes = [_axis(leaf.value, axis, leaf.path) for leaf, axis in pairs]
-        self.items = require_one_size(((leaf.path, _size(leaf.value, axis)) for leaf, axis in self.split), lists)
+        self.items = kit.require_one_size(((leaf.path, _size(leaf.value, axis)) for leaf, axis in self.split), lists)
 
     @property
     def split(self) -> list[tuple[Any, int]]:
@@ -71,19 +58,19 @@ class Batch:
 
     def part(self, items: Sequence[int], values: Sequence[object] | None = None) -> tuple[Any, ...]:
         own = values if values is not None else [leaf.value for leaf in self.leaves]
-        made: Any = with_leaves(self.nest, (self._taken(value, axis, items) for value, axis in zip(own, self.axes, strict=True)))
+        made: Any = kit.with_leaves(self.nest, (self._taken(value, axis, items) for value, axis in zip(own, self.axes, strict=True)))
         return tuple(made)
 
     def perturbed(self, roundoff: float, rng: np.random.Generator) -> list[object]:
         """Return the values of the leaves with each number of a floating one moved by one rounding, unless it is an integer."""
         return [perturbed(leaf.value, roundoff, rng, integers_too=False) for leaf in self.leaves]
 
-    def columns(self) -> list[Column]:
+    def columns(self) -> list[kit.Column]:
         found = []
         for leaf, axis in self.split:
             if isinstance(leaf.value, Tensor | np.ndarray) and leaf.value.size <= READABLE:
                 numbers = np.moveaxis(wide(leaf.value), axis, 0).reshape(self.items, -1).tolist()
-                found.append(Column(leaf.path, numbers, not is_float(leaf.value), leaf.value.ndim == 2 and axis == 0))
+                found.append(kit.Column(leaf.path, numbers, not is_float(leaf.value), leaf.value.ndim == 2 and axis == 0))
         return found
 
     def _taken(self, value: Any, axis: int | None, items: Sequence[int]) -> object:
@@ -104,7 +91,7 @@ def is_float(value: object) -> bool:
 def require_scalar(loss: Any) -> Tensor:
     if not isinstance(loss, Tensor) or not is_float(loss) or loss.size != 1:
         found = f"shape {loss.shape}, {loss.dtype}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise scalar_loss_error(found)
+        raise kit.scalar_loss_error(found)
     return loss
 
 
@@ -121,18 +108,18 @@ def perturbed(value: Any, roundoff: float, rng: np.random.Generator, *, integers
 def _axis(value: object, axis: Any, path: str) -> int | None:
     if axis is None:
         return None
-    if axis == ITEMS and is_column(value):
+    if axis == kit.ITEMS and kit.is_column(value):
         return 0
     if isinstance(axis, bool) or not isinstance(axis, int):
         fix = "Write axes=0, an axis per argument, or None for what is given whole."
-        raise explain(ArgumentTypeError, "axes", expected="an int or None", got=axis, fix=fix)
-    if is_column(value):
+        raise kit.explain(ArgumentTypeError, "axes", expected="an int or None", got=axis, fix=fix)
+    if kit.is_column(value):
         return 0
     if not isinstance(value, Tensor | np.ndarray):
         return None
     if not -value.ndim <= axis < value.ndim:
         fix = "Write None in axes for what is given whole to each micro-batch."
-        raise explain(ArgumentValueError, path, expected=f"an array with an axis {axis}", found=f"shape {value.shape}", fix=fix)
+        raise kit.explain(ArgumentValueError, path, expected=f"an array with an axis {axis}", found=f"shape {value.shape}", fix=fix)
     return int(axis % value.ndim)
 
 
