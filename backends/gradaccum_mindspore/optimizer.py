@@ -17,17 +17,8 @@ from mindspore.experimental import optim
 
 from gradaccum import ArgumentTypeError, GradAccumWarning, StepResult, UsageError, kit, updates_in
 from gradaccum.kit import Handle, Listener, Options, Schedule, State, UntilWeight, explain
-from gradaccum_mindspore.checks import (
-    Loss,
-    NamedGradients,
-    Weight,
-    compiled_told_apart,
-    gradients_by_position,
-    loss_as_number,
-    require_told_apart,
-    weight_as_number,
-    without_none,
-)
+from gradaccum_mindspore import checks
+from gradaccum_mindspore.checks import Loss, NamedGradients, Weight
 from gradaccum_mindspore.grad_scaler import note_read, require_read
 from gradaccum_mindspore.parameters import Optimizer, turn_to_masters
 from gradaccum_mindspore.private import OwnPhase, is_graph_mode, refuse_trace
@@ -215,7 +206,7 @@ class AccumulatingOptimizer(OwnPhase, nn.Optimizer):  # type: ignore[misc]
         refuse_trace()
         self.pynative_window.require_whole()
         require_read(self.storage.scaled)
-        require_told_apart(len(counted), getattr((*counted, None)[0], "dtype", None), weight is None, loss is None)
+        checks.require_told_apart(len(counted), getattr((*counted, None)[0], "dtype", None), weight is None, loss is None)
         if counted:
             weight, loss = counted[0], counted[1] if len(counted) > 1 else loss
         self._sizes.weighed = weight is not None
@@ -223,11 +214,11 @@ class AccumulatingOptimizer(OwnPhase, nn.Optimizer):  # type: ignore[misc]
         return full
 
     def _take(self, gradients: Gradients | NamedGradients, weight: Weight, loss: Loss) -> bool | Tensor:
-        ordered = gradients_by_position(gradients, self.storage.specs, self.storage.names)
-        amount = weight_as_number(kit.given_weight(weight, self.options.reduction))
-        told = None if loss is None else loss_as_number(loss)
+        ordered = checks.gradients_by_position(gradients, self.storage.specs, self.storage.names)
+        amount = checks.weight_as_number(kit.given_weight(weight, self.options.reduction))
+        told = None if loss is None else checks.loss_as_number(loss)
         if is_graph_mode():
-            ordered = without_none(ordered, self.storage.specs)
+            ordered = checks.without_none(ordered, self.storage.specs)
             dtype = self.storage.float_dtype
             given = (None if weight is None else amount, told)
             return self.micro_batch(ordered, *(None if number is None else Tensor(number, dtype) for number in given))
@@ -330,7 +321,7 @@ class AccumulatingOptimizer(OwnPhase, nn.Optimizer):  # type: ignore[misc]
         dtype = None
         if len(counted) > 0 and isinstance(counted[0], Tensor):
             dtype = counted[0].dtype
-        compiled_told_apart(len(counted), dtype, weight is None, loss is None)
+        checks.compiled_told_apart(len(counted), dtype, weight is None, loss is None)
         if len(counted) > 0:
             weight = counted[0]
         if len(counted) > 1:

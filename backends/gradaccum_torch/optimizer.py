@@ -19,30 +19,12 @@ from torch.overrides import TorchFunctionMode
 
 from gradaccum import GradAccumWarning, StepResult, UsageError, updates_in
 from gradaccum.kit import Handle, Listener, Listeners, Options, described, epoch, explain, require_weight
+from gradaccum_torch import private, update
 from gradaccum_torch.checks import known_window_size, require_loss
 from gradaccum_torch.grad_scaler import foreign_scaler_error, link_scaler
 from gradaccum_torch.parameters import Group, Parameters
-from gradaccum_torch.private import (
-    LocalVariables,
-    elements,
-    initialize_state,
-    is_sharded,
-    model_state_caller,
-    units_holding,
-    unscaling_caller,
-)
 from gradaccum_torch.saving import StateDict, load, require_no_open_window, save
-from gradaccum_torch.update import (
-    Loss,
-    Update,
-    hook_tables,
-    load_post_hooks,
-    load_pre_hooks,
-    note_missing_closure,
-    require_unwrapped,
-    save_post_hooks,
-    save_pre_hooks,
-)
+from gradaccum_torch.update import Loss, Update
 from gradaccum_torch.window.watch import Allowed
 from gradaccum_torch.window.window import Window
 from gradaccum_torch.workers.interface import Workers
@@ -76,9 +58,9 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
     def __init__(
         self, inner: torch.optim.Optimizer, options: Options, workers: Workers, masters: Mapping[int, Tensor] | None = None
     ) -> None:
-        require_unwrapped(inner)
+        update.require_unwrapped(inner)
         # The base class would build groups and state of its own; of its attributes only the tables of hooks are needed.
-        self.__dict__.update(hook_tables())
+        self.__dict__.update(update.hook_tables())
         self._inner, self._options = inner, options
         self._parameters = Parameters(inner, options.master_weights, masters)
         self._scaler = link_scaler(options, self._parameters.device())
@@ -184,7 +166,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
                 window.reported(window.close)
             except Exception as error:
                 if closure is not None:
-                    note_missing_closure(error)
+                    update.note_missing_closure(error)
                 raise
         return loss
 
@@ -309,11 +291,11 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
             UsageError: a micro-batch is under way; something changed ``.grad``; or a window is open, and the caller is
                 ``get_optimizer_state_dict`` of `torch.distributed.checkpoint`.
         """
-        caller = model_state_caller("_get_optim_state_dict", 2)
-        for before in save_pre_hooks(self).values():
+        caller = private.model_state_caller("_get_optim_state_dict", 2)
+        for before in update.save_pre_hooks(self).values():
             before(self)
         state_dict = save(self._window.save(), self._parameters, self._inner, caller)
-        for after in save_post_hooks(self).values():
+        for after in update.save_post_hooks(self).values():
             replaced = after(self, state_dict)
             state_dict = state_dict if replaced is None else replaced
         return state_dict
@@ -327,13 +309,13 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
             CheckpointError: the state is of other parameters, or of an open window under other options; nothing was changed.
         """
         state_dict = state_dict.copy()
-        for before in load_pre_hooks(self).values():
+        for before in update.load_pre_hooks(self).values():
             replaced = before(self, state_dict)
             state_dict = state_dict if replaced is None else replaced
         window = self._window
         window.restore(load(state_dict, window.sum_dtypes, self._parameters, self._inner, window.resumed))
         self._loads.append(window.updates)
-        for after in load_post_hooks(self).values():
+        for after in update.load_post_hooks(self).values():
             after(self)
 
     @property
@@ -344,7 +326,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
             UsageError: to a `torch.amp.GradScaler` that was not given as ``loss_scale=``, before it touches a gradient.
         """
         # Nothing else gives the scaler away: the kernel that unscales leaves the version of a gradient as it was.
-        scaler = unscaling_caller(2)
+        scaler = private.unscaling_caller(2)
         return self._inner.param_groups if scaler is None else self._groups_for_scaler(scaler)
 
     @param_groups.setter
@@ -354,7 +336,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
     @property
     def state(self) -> OptimizerState:
         """The inner optimizer's state by parameter, the same mapping."""
-        return self._inner.state if model_state_caller("_init_optim_state", 2) is None else self._initialized_state()
+        return self._inner.state if private.model_state_caller("_init_optim_state", 2) is None else self._initialized_state()
 
     @state.setter
     def state(self, state: OptimizerState) -> None:
@@ -413,7 +395,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
             if self._window.add():
                 self._window.reported(self._window.close)
 
-    def _groups_for_scaler(self, caller: LocalVariables) -> list[Group]:
+    def _groups_for_scaler(self, caller: private.LocalVariables) -> list[Group]:
         if self._scaler is None:
             raise foreign_scaler_error()
         return self._scaler.groups_for(caller)
@@ -421,7 +403,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
     def _initialized_state(self) -> OptimizerState:
         require_no_open_window(self.result.micro_step)
         with self._parameters.masters_in_place(), self._window.update.running():
-            initialize_state(self._inner)
+            private.initialize_state(self._inner)
         return {"initialized": True}  # An empty state, as of an inner optimizer without one, would have torch make a step of this one.
 
 
@@ -493,7 +475,7 @@ class WholeWindow:
         self.process_group = process_group
         self._window, self._parameters, self.options = window, parameters, options
         self._before: list[tuple[Tensor, Tensor]] = []
-        self._sharded = any(map(is_sharded, parameters.unique()))
+        self._sharded = any(map(private.is_sharded, parameters.unique()))
 
     def __enter__(self) -> WholeWindow:
         if self._window.is_under_way():
@@ -502,7 +484,7 @@ class WholeWindow:
         with_gradients = ((each, each.grad) for each in self._parameters.unique())
         self._before.extend((each, gradient) for each, gradient in with_gradients if gradient is not None)
         # zero_grad(set_to_none=False) leaves zeros, into which autograd adds; anything else would count as a part of the window.
-        if any(bool(elements(gradient).any()) for _, gradient in self._before):
+        if any(bool(private.elements(gradient).any()) for _, gradient in self._before):
             fix = "Call opt.zero_grad() first: the window is this call's batch alone."
             raise explain(UsageError, ".grad", expected="no gradients from before", found="gradients", fix=fix)
         self._window.strategy.watch.reset()
@@ -525,7 +507,7 @@ class WholeWindow:
         """Return the ids of the whole parameters that FSDP2 gathered in the last forward pass."""
         if not self._sharded:
             return set()
-        return {id(whole) for unit in units_holding(self._parameters.unique()) for _, whole in unit.whole_parameters()}
+        return {id(whole) for unit in private.units_holding(self._parameters.unique()) for _, whole in unit.whole_parameters()}
 
     def begin_weightless(self) -> None:
         """Prepare for a backward pass that delivers a part of what is counted already: no weight is added, the scale holds."""

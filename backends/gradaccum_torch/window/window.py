@@ -12,33 +12,8 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from gradaccum import GradAccumWarning, StepResult, UsageError
-from gradaccum.kit import (
-    RATE_MOVED,
-    Decision,
-    Fields,
-    Listeners,
-    Options,
-    ScaleRule,
-    Sizes,
-    State,
-    accumulate,
-    at_rest,
-    close,
-    decide,
-    discard,
-    divisor,
-    ends,
-    explain,
-    given_weight,
-    initial_state,
-    largest_number,
-    measures,
-    require_denominator,
-    select,
-    terms_of,
-    with_denominator,
-)
+from gradaccum import GradAccumWarning, StepResult, UsageError, kit
+from gradaccum.kit import Fields, Options, State, close
 from gradaccum_torch.checks import (
     Size,
     cast_in_window_error,
@@ -99,7 +74,7 @@ class Verdict(NamedTuple):
 
     fields: State
     """Its state, with the loss scale as a `torch.amp.GradScaler` has it."""
-    decision: Decision
+    decision: kit.Decision
     unclipped: float
     """The divisor without clipping."""
     strayed: bool
@@ -116,18 +91,18 @@ class Window:
 
     def __init__(self, parameters: Parameters, options: Options, update: Update, scaler: ScalerLink | None, workers: Workers) -> None:
         self._parameters, self._options, self.update = parameters, options, update
-        self._scaler, self.workers, self._scale_in_use = scaler, workers, options.scale_rule != ScaleRule()
-        self.listeners: Listeners | None = None
+        self._scaler, self.workers, self._scale_in_use = scaler, workers, options.scale_rule != kit.ScaleRule()
+        self.listeners: kit.Listeners | None = None
         self.schedulers: WeakSet[Follower] = WeakSet()
         """Those that follow the updates."""
         self._statistics = Statistics(options)
-        self._measures = measures(options)
+        self._measures = kit.measures(options)
         """The norm of a window's sum is needed."""
         self._plan = Plan(parameters, options, workers)
         self.strategy = self._plan.strategy()
         self._begun, self._passes, self._warns_of_rates = Begun(None, None), PASSES[0], True
-        self.sizes = Sizes(options.reduction)
-        self._fields = at_rest(initial_state(options.scale_rule.init_scale), float64_weight=self._plan.float64_weight)
+        self.sizes = kit.Sizes(options.reduction)
+        self._fields = kit.at_rest(kit.initial_state(options.scale_rule.init_scale), float64_weight=self._plan.float64_weight)
         self._last = _NOTHING_CLOSED
         self._expect()
 
@@ -173,7 +148,7 @@ class Window:
         if weight is not None:
             return weight
         known = self._known
-        return known.weight if known.weighed else float(given_weight(None, self._options.reduction))
+        return known.weight if known.weighed else float(kit.given_weight(None, self._options.reduction))
 
     def backward(self, loss: Tensor, given: float | None, arguments: Mapping[str, Any]) -> None:
         """Differentiate `loss`, shape ``()``, times weight and loss scale; with weight 0 only note it, unless other workers wait for it."""
@@ -237,12 +212,12 @@ class Window:
         if self.update.progress is Progress.HALF_MADE or known.under_way or self.workers.not_own:
             self._require_whole("step()")
         if not known.weighed and self._options.reduction == "item_mean":
-            given_weight(None, "item_mean")
+            kit.given_weight(None, "item_mean")
         if self._scale_in_use or known.given or known.weighed or known.arrived == Event.MULTIPLIED_PASS:
             watched = watch.allowed is not Allowed.ALL
             known.require_scaled(factor(weight, fields, self._options), scales=self._scale_in_use, watched=watched)
         if not watch.intact():
-            self._require_true_gradient(State(*accumulate(fields, weight, True, select)))
+            self._require_true_gradient(State(*kit.accumulate(fields, weight, True, kit.select)))
         elif not known.arrived:
             self._require_backward(known)
         if watch.places is not None:
@@ -256,13 +231,13 @@ class Window:
         finite, self._passes = self.strategy.take(self._begun.size), PASSES[0]
         if self._scaler is not None:
             self._scaler.count(first=first)
-        self._fields = at_rest(accumulate(fields, weight, finite, select), float64_weight=self._plan.float64_weight)
+        self._fields = kit.at_rest(kit.accumulate(fields, weight, finite, kit.select), float64_weight=self._plan.float64_weight)
         if not finite or any(self._last[:3]):
             self._last = Last(False, False, not finite, self._last.grad_norm)
         self._statistics.counted(fields, weight, finite, losses)
         if self._statistics.measures_noise and self._statistics.is_first(self._fields):
             self._statistics.first_seen(self.fields_to_save(), self.strategy.norm_so_far())
-        return bool(ends(self._fields, self._begun.size, select))
+        return bool(kit.ends(self._fields, self._begun.size, kit.select))
 
     def close(self, denominator: float | None = None) -> None:
         """End a window of at least one micro-batch: measure, decide, make the update, finish.
@@ -296,7 +271,7 @@ class Window:
 
     def flush(self, denominator: float | None = None) -> None:
         if denominator is not None:
-            require_denominator(denominator, self._options, several=self.workers.several)
+            kit.require_denominator(denominator, self._options, several=self.workers.several)
         self._require_whole()
         if self._known.given or (self._fields.micro_step and self.strategy.begun):
             raise unfinished_error("flush()")
@@ -308,7 +283,7 @@ class Window:
         self.strategy.clear()
         self.update.forget()
         self._workers_ended()
-        self._set(discard(self._fields), self._last.grad_norm)
+        self._set(kit.discard(self._fields), self._last.grad_norm)
         self._statistics.discard()
 
     def regroup(self, workers: Workers) -> None:
@@ -318,7 +293,7 @@ class Window:
     def between_windows(self) -> Saved:
         """Return the state as it was when the last window closed, without the open one."""
         saved = self.save()
-        return saved._replace(fields=State(*discard(saved.fields)), sums={}, known=saved.known._replace(loss=0.0))
+        return saved._replace(fields=State(*kit.discard(saved.fields)), sums={}, known=saved.known._replace(loss=0.0))
 
     def save(self) -> Saved:
         """Return the window for a checkpoint, with the tensors themselves; may wait for the device."""
@@ -327,7 +302,7 @@ class Window:
             self.strategy.require_counted("state_dict()")
         fields = self.fields_to_save()
         # Between two windows the schedule, which may have come to its end, is not asked.
-        terms = terms_of(self._options._replace(steps=self._begun.size if fields.micro_step else None), fields.optimizer_step)
+        terms = kit.terms_of(self._options._replace(steps=self._begun.size if fields.micro_step else None), fields.optimizer_step)
         held = {index: total for index, total in enumerate(self.strategy.sums() if fields.micro_step else ()) if total is not None}
         known = self._statistics.saved(fields.micro_step)
         return Saved(fields, terms, self._last.grad_norm, held, self._parameters.masters_by_position(), self.workers.place, known)
@@ -366,7 +341,7 @@ class Window:
         """Warn, once, that a learning rate has moved since the window began."""
         if self._warns_of_rates:
             self._warns_of_rates = False
-            warnings.warn(RATE_MOVED, GradAccumWarning, stacklevel=4)
+            warnings.warn(kit.RATE_MOVED, GradAccumWarning, stacklevel=4)
 
     def _look_for_leftovers(self, places: list[list[Place]], step: Place) -> None:
         """Warn if the first two micro-batches had equally many backward passes, all from one place in the loop that makes the `step`.
@@ -433,16 +408,16 @@ class Window:
         fields, measured, strayed = self._measured(fields)
         # Clipping comes after this: a sum that leaves the range before it is an overflow, as it would be in a large batch.
         divided, options = (fields, self._options) if denominator is None else self._divided(fields, denominator)
-        unclipped = divisor(divided, options, select)
+        unclipped = kit.divisor(divided, options, kit.select)
         finite = measured.finite and (not self._measures or self.strategy.fits(measured.norm, unclipped))
         norm = measured.norm
         if self.workers.stages is not None and self._measures:
             norm, finite = self.workers.stages.agreed(fields, self.strategy.sums(), norm, finite)
-        decision = Decision(*decide(divided, norm, finite, options, select, self._plan.largest))
+        decision = kit.Decision(*kit.decide(divided, norm, finite, options, kit.select, self._plan.largest))
         return Verdict(fields, decision, unclipped, strayed, (divided, options))
 
     def _divided(self, fields: State, denominator: float) -> tuple[State, Options]:
-        divided, options = with_denominator(fields, denominator, self._options, select)
+        divided, options = kit.with_denominator(fields, denominator, self._options, kit.select)
         return State(*divided), options
 
     def _measured(self, fields: State) -> tuple[State, Measured, bool]:
@@ -461,7 +436,7 @@ class Window:
         return fields, measured, any(measured.notes[of_scale + len(losses) :])
 
     def _require_true_gradient(self, after: State, flushing: bool = False) -> None:
-        if divisor(after, self._options, select) != 1 or not (flushing or ends(after, self._begun.size, select)):
+        if kit.divisor(after, self._options, kit.select) != 1 or not (flushing or kit.ends(after, self._begun.size, kit.select)):
             raise self.strategy.changed_error()
         self.strategy.require_true_gradient(first=after.micro_step == 1, flushing=flushing)
 
@@ -470,8 +445,8 @@ class Window:
         self._statistics.window_ended(*verdict.divided, decision.grad_norm)
         # A `torch.amp.GradScaler` moves the loss scale by its own rule.
         options = self._options if self._scaler is None else self._options._replace(scale_rule=self._scaler.rule)
-        after = close(ended, decision.apply, decision.overflow, options, select)
-        self._fields = at_rest(after, float64_weight=self._plan.float64_weight)
+        after = close(ended, decision.apply, decision.overflow, options, kit.select)
+        self._fields = kit.at_rest(after, float64_weight=self._plan.float64_weight)
         self._last = Last(decision.apply, not decision.apply, decision.overflow, decision.grad_norm)
         through(self.strategy.window_ended)
         self._workers_ended()
@@ -500,7 +475,7 @@ class Window:
         self._fields, self._last = self._at_rest(fields), _NOTHING_CLOSED._replace(grad_norm=grad_norm)
 
     def _at_rest(self, fields: Fields) -> State:
-        return at_rest(fields, float64_weight=self._plan.float64_weight)
+        return kit.at_rest(fields, float64_weight=self._plan.float64_weight)
 
     def _require_whole(self, call: str | None = None) -> None:
         """Raise unless backward pass and update were made as a whole, and before `call` the sum is this worker's own."""
@@ -522,13 +497,13 @@ class Plan:
         self.sum_dtypes = [sum_dtype(parameter, options.accumulate_dtype) for parameter in seen]
         """The dtype of each parameter's sum."""
         self.float64_weight = torch.float64 in self.sum_dtypes
-        self.largest = largest_number(float64_weight=self.float64_weight)
+        self.largest = kit.largest_number(float64_weight=self.float64_weight)
         """The largest finite number of the dtype in which the sums are divided."""
         self._kind, self._drops = _kind(self._dtypes, self.sum_dtypes, options), options.on_overflow == "drop_micro_batch"
         if workers.strategy is not None and self._kind is not GradStrategy:
             fix = "Wrap the optimizer after the cast."
             expected, found = "parameters in the dtype of their sums beside gradient_sync=", "parameters that were cast"
-            raise explain(UsageError, "model.to(dtype)", expected=expected, found=found, fix=fix)
+            raise kit.explain(UsageError, "model.to(dtype)", expected=expected, found=found, fix=fix)
 
     def holds(self) -> bool:
         """True if nothing has changed since: ``model.to(dtype)``, freezing and replaced parameters call nothing here."""

@@ -192,7 +192,7 @@ MUTANTS = (
     ),
     Mutant(
         "take_the_loss_for_the_weight_in_compiled_code",
-        "        compiled_told_apart(len(counted), dtype, weight is None, loss is None)\n",
+        "        checks.compiled_told_apart(len(counted), dtype, weight is None, loss is None)\n",
         "",
         OWN + "test_mindspore_everyday.py::test_loss_in_the_weight_s_place",
     ),

@@ -31,8 +31,8 @@ MUTANTS = (
     ),
     Mutant(
         "count_each_weight_as_one",
-        "self._fields = at_rest(accumulate(fields, weight, finite, select)",
-        "self._fields = at_rest(accumulate(fields, 1.0, finite, select)",
+        "self._fields = kit.at_rest(kit.accumulate(fields, weight, finite, kit.select)",
+        "self._fields = kit.at_rest(kit.accumulate(fields, 1.0, finite, kit.select)",
         SUITE + "test_weights.py::test_gradient_follows_the_definition",
     ),
     Mutant(
@@ -55,7 +55,7 @@ MUTANTS = (
     ),
     Mutant(
         "leave_the_counter_at_discard",
-        "        self._set(discard(self._fields), self._last.grad_norm)\n",
+        "        self._set(kit.discard(self._fields), self._last.grad_norm)\n",
         "",
         SUITE + "test_windows.py::test_discard_forgets_the_window",
     ),
@@ -170,7 +170,7 @@ MUTANTS = (
     ),
     Mutant(
         "keep_the_noise_of_a_discarded_window",
-        "        self._noise = Noise(*forget_window(self._noise))\n",
+        "        self._noise = kit.Noise(*kit.forget_window(self._noise))\n",
         "",
         SUITE + "test_knowledge.py::test_noise_scale_ignores_lost_windows",
     ),
@@ -182,8 +182,8 @@ MUTANTS = (
     ),
     Mutant(
         "leave_the_loss_scale",
-        "after = close(ended, decision.apply, decision.overflow, options, select)",
-        "after = State(*close(ended, decision.apply, decision.overflow, options, select))._replace(loss_scale=ended.loss_scale)",
+        "after = close(ended, decision.apply, decision.overflow, options, kit.select)",
+        "after = State(*close(ended, decision.apply, decision.overflow, options, kit.select))._replace(loss_scale=ended.loss_scale)",
         SUITE + "test_loss_scale.py::test_scale_stops_at_floor",
     ),
     Mutant(
@@ -200,14 +200,14 @@ MUTANTS = (
     ),
     Mutant(
         "divide_a_short_window_by_steps",
-        "Decision(*decide(divided, norm,",
-        "Decision(*decide(divided._replace(weight=float(self._options.steps or fields.weight)), norm,",
+        "kit.Decision(*kit.decide(divided, norm,",
+        "kit.Decision(*kit.decide(divided._replace(weight=float(self._options.steps or fields.weight)), norm,",
         SUITE + "test_windows.py::test_flush_in_every_mode",
     ),
     Mutant(
         "clip_the_scaled_norm",
-        "Decision(*decide(divided, norm,",
-        "Decision(*decide(divided._replace(loss_scale=1.0), norm,",
+        "kit.Decision(*kit.decide(divided, norm,",
+        "kit.Decision(*kit.decide(divided._replace(loss_scale=1.0), norm,",
         SUITE + "test_loss_scale.py::test_scale_leaves_no_trace",
     ),
     Mutant(
@@ -260,7 +260,7 @@ MUTANTS = (
     ),
     Mutant(
         "wrap_a_wrapped_inner_optimizer",
-        "        require_unwrapped(inner)\n",
+        "        update.require_unwrapped(inner)\n",
         "",
         OWN + "test_torch_everyday.py::test_second_wrapper_is_refused",
     ),
