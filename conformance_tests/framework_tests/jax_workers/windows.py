@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import tempfile
 from typing import Any
 
 import jax
@@ -275,27 +276,38 @@ def opened(tx: Any) -> tuple[Any, Any]:
 
 
 def other_number_of_devices() -> None:
-    """On two and on four: the sum and the weight are what they were, and so is the update; on four nothing changes at all."""
+    """Through files to two devices, to one, and from one back to four: sum and weight are what they were, and so is the update."""
     tx = gradaccum.wrap(adam(), axis_name="data", **OPTIONS)
     params, saved = opened(tx)
     ended = {}
-    for devices in (2, DEVICES):
-        state = gradaccum_jax.redistributed(gradaccum_jax.check_state(tx, saved, params), devices)
-        np.testing.assert_allclose(state.weight.sum(), saved.weight.sum(), rtol=1e-15)
-        np.testing.assert_allclose(state.loss.sum(), saved.loss.sum(), rtol=1e-15)
-        assert state.noise.first_weight.shape == (devices,)
-        assert state.noise.first_weight.any() == (devices == DEVICES)
-        assert state.overflow.any() == saved.overflow.any() == True  # noqa: E712
+    for way in ((2,), (1, DEVICES), (DEVICES,)):
+        state = saved
+        for devices in way:
+            state = gradaccum_jax.redistributed(gradaccum_jax.check_state(tx, through_a_file(state), params), devices)
+            np.testing.assert_allclose(state.weight.sum(), saved.weight.sum(), rtol=1e-15)
+            np.testing.assert_allclose(state.loss.sum(), saved.loss.sum(), rtol=1e-15)
+            assert state.noise.first_weight.shape == (devices,)
+            assert state.noise.first_weight.any() == (way == (DEVICES,))
+            assert state.overflow.any() == saved.overflow.any() == True  # noqa: E712
         for own, old in zip(jax.tree.leaves(state.accumulator), jax.tree.leaves(saved.accumulator), strict=True):
             np.testing.assert_allclose(own.sum(0), old.sum(0), rtol=1e-14)
-            assert devices != DEVICES or np.array_equal(own, old)
+            assert way != (DEVICES,) or np.array_equal(own, old)
         mesh = jax.sharding.Mesh(np.array(jax.devices()[:devices]), ("data",))
-        ended[devices] = over(closer(tx)["flush"], mesh)(params, state)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), ended[2][0], ended[DEVICES][0])
-    two, four = (gradaccum_jax.result(ended[devices][1]) for devices in (2, DEVICES))
-    assert (two.optimizer_step, np.isnan(two.noise_scale), np.isnan(four.noise_scale)) == (1, True, False)
-    np.testing.assert_allclose(two.loss, four.loss, rtol=1e-12)
-    assert not np.allclose(ended[2][0]["w"], params["w"])
+        ended[way] = over(closer(tx)["flush"], mesh)(params, state)
+    for after, closed in ended.values():
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), after, ended[(DEVICES,)][0])
+        result = gradaccum_jax.result(closed)
+        np.testing.assert_allclose(result.loss, gradaccum_jax.result(ended[(DEVICES,)][1]).loss, rtol=1e-12)
+        assert (result.optimizer_step, np.isnan(result.noise_scale)) == (1, closed is not ended[(DEVICES,)][1])
+        assert not np.allclose(after["w"], params["w"])
+
+
+def through_a_file(state: Any) -> Any:
+    leaves, structure = jax.tree.flatten(state)
+    with tempfile.TemporaryFile() as file:
+        np.savez(file, *leaves)
+        file.seek(0)
+        return jax.tree.unflatten(structure, list(np.load(file).values()))
 
 
 def checked_state() -> None:
