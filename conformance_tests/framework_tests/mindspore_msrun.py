@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -19,14 +20,9 @@ def run_workers(script: Path, folder: Path, *arguments: str, seconds: int, for_o
     """
     command = [sys.executable, "-m", "mindspore.parallel.cluster.run", f"--worker_num={workers}", f"--local_worker_num={workers}"]
     command += ["--join=True", f"--master_port={free_port()}", f"--log_dir={folder}", str(script), *arguments]
-    environment = {
-        "MS_CPU_COMM_OP_TIMEOUT": str(for_one_reduction),
-        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
-    }
     with (folder / "msrun.log").open("w") as log:
         running = subprocess.Popen(
-            command, cwd=folder, env=os.environ | environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            command, cwd=folder, env=environment(for_one_reduction), stdout=log, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
             return running.wait(timeout=seconds)
@@ -34,6 +30,35 @@ def run_workers(script: Path, folder: Path, *arguments: str, seconds: int, for_o
             return None
         finally:
             end(running)
+
+
+def environment(for_one_reduction: int) -> dict[str, str]:
+    return {
+        **os.environ,
+        "MS_CPU_COMM_OP_TIMEOUT": str(for_one_reduction),
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+    }
+
+
+def run_by_hand(script: Path, folder: Path, *arguments: str, seconds: int, for_one_reduction: int, workers: int) -> list[int]:
+    """Run `script` as workers that no msrun ends when one of them is lost; returns their exit statuses, by rank."""
+    group = {"MS_WORKER_NUM": str(workers), "MS_SCHED_HOST": "127.0.0.1", "MS_SCHED_PORT": str(free_port())}
+    roles = [("MS_SCHED", "0"), *(("MS_WORKER", str(rank)) for rank in range(workers))]
+    running = []
+    try:
+        for role, rank in roles:
+            own = {"MS_ROLE": role, "MS_NODE_ID": rank, "RANK_ID": rank}
+            with (folder / f"{role.removeprefix('MS_').lower()}_{rank}.log").open("w") as log:
+                command = [sys.executable, str(script), *arguments]
+                given = {**environment(for_one_reduction), **group, **own}
+                running.append(subprocess.Popen(command, cwd=folder, env=given, stdout=log, stderr=subprocess.STDOUT))
+        begin = time.monotonic()
+        return [worker.wait(timeout=max(1.0, begin + seconds - time.monotonic())) for worker in running[1:]]
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
 
 
 def end(msrun: subprocess.Popen[bytes]) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +13,7 @@ import pytest
 pytest.importorskip("mindspore", reason="needs MindSpore")
 
 from conformance_tests.framework_tests import mindspore_workers
-from conformance_tests.framework_tests.mindspore_msrun import run_workers
+from conformance_tests.framework_tests.mindspore_msrun import environment, run_by_hand, run_workers
 from conformance_tests.framework_tests.mindspore_workers.common import WORLD
 
 pytestmark = pytest.mark.xdist_group("mindspore_workers")
@@ -49,6 +52,17 @@ def test_killed_worker_resumes_bitwise(tmp_path: Path) -> None:
     """Msrun ends the worker that is left. The job that is started anew goes on from the last checkpoint that both had written."""
     assert run_workers(FOLDER / "killed.py", tmp_path, "killed", seconds=150) not in (0, None), said(tmp_path)
     assert run_workers(FOLDER / "killed.py", tmp_path, "resumed", seconds=150) == 0, said(tmp_path)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("when", ["in_mid_window", "in_the_reduction"])
+def test_survivors_keep_what_they_hold(when: str, tmp_path: Path) -> None:
+    """Three workers lose one in mid-window; a job of one resumes with the survivors' files, and a job of two with its file."""
+    script = FOLDER / "lost.py"
+    statuses = run_by_hand(script, tmp_path, when, seconds=120, for_one_reduction=5, workers=3)
+    assert statuses == [0, 0, -signal.SIGKILL], said(tmp_path)
+    subprocess.run([sys.executable, script, "alone"], cwd=tmp_path, env=environment(30), check=True, timeout=120)
+    assert run_workers(script, tmp_path, "two", seconds=150) == 0, said(tmp_path)
 
 
 @pytest.mark.deep

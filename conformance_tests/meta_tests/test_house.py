@@ -27,7 +27,7 @@ LIMITS = {
     "gradaccum": Limits(26, 3_170, 9),
     "backends/gradaccum_torch": Limits(46, 6_600, 11),
     "backends/gradaccum_jax": Limits(35, 3_600, 9),
-    "backends/gradaccum_mindspore": Limits(39, 4_585, 9),
+    "backends/gradaccum_mindspore": Limits(39, 4_590, 9),
 }
 """The adapters' are without their harnesses, which only the suite imports."""
 IMPORTS = 0.102

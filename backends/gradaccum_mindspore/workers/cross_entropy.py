@@ -6,7 +6,7 @@ They look at types, shapes and dtypes, and raise on the worker whose arguments a
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mindspore as ms
@@ -85,7 +85,7 @@ class GatherItems(nn.Cell):  # type: ignore[misc]
         group: the name of a communication group; None: all workers, or this process alone where communication is not initialised.
 
     Inputs:
-        x: shape ``(items, ...)``, float32, half precision, or an integer dtype, which has no gradient.
+        x: shape ``(items, ...)``, any floating dtype, or an integer dtype, which has no gradient.
 
     Outputs:
         Shape ``(workers * items, ...)``, the dtype of `x`.
@@ -105,6 +105,8 @@ class GatherItems(nn.Cell):  # type: ignore[misc]
     def construct(self, x: Tensor) -> Tensor:
         if self.workers == 1:
             return x
+        if x.dtype == ms.float64:
+            return gather_exactly(self.gather, x, self.workers).reshape((-1, *x.shape[1:]))
         if x.dtype == ms.bfloat16:  # A CPU does not gather it.
             return self.gather(x.astype(ms.float32)).astype(ms.bfloat16)
         return self.gather(x)
@@ -114,8 +116,23 @@ class GatherItems(nn.Cell):  # type: ignore[misc]
         if self.workers == 1:
             return (dout,)
         items = x.shape[0]
-        total = self.add_up(dout.astype(ms.float32))
-        return (total[self.rank * items : (self.rank + 1) * items].astype(x.dtype),)
+        mine = slice(self.rank * items, (self.rank + 1) * items)
+        if x.dtype == ms.float64:
+            return (gather_exactly(self.gather, dout, self.workers)[:, mine].sum(axis=0),)
+        return (self.add_up(dout.astype(ms.float32))[mine].astype(x.dtype),)
+
+
+def gather_exactly(gather: Callable[[Tensor], Tensor], mine: Tensor, workers: int) -> Tensor:
+    """Return a float64 tensor of each worker, shape ``(workers, *shape)``.
+
+    The CPU gathers float64 rounded to float32, so each number travels as a sum of three of float32, which is exact.
+    """
+    high = mine.astype(ms.float32)
+    rest = mine - high.astype(ms.float64)
+    middle = rest.astype(ms.float32)
+    low = (rest - middle.astype(ms.float64)).astype(ms.float32)
+    parts = gather(ops.stack((high, middle, low))).astype(ms.float64).reshape((workers, 3, *mine.shape))
+    return parts[:, 0] + parts[:, 1] + parts[:, 2]
 
 
 LOWEST = -1e38
@@ -194,21 +211,13 @@ def _own_statistics(shard: Tensor, index: Tensor, ignored: Tensor) -> Tensor:
 
 
 def _gathered(own: Tensor, group: str | None, workers: int) -> Tensor:
-    """Return the rows of each worker, shape ``(workers, 5, *batch)``.
-
-    The CPU gathers float64 rounded to float32, so each float64 number travels as a sum of three of float32, which is exact.
-    """
+    """Return the rows of each worker, shape ``(workers, 5, *batch)``."""
     if workers == 1:
         return own.expand_dims(0)
     gather = ops.AllGather() if group is None else ops.AllGather(group)
     if own.dtype != ms.float64:
         return ops.stop_gradient(gather(own)).reshape((workers, *own.shape))
-    high = own.astype(ms.float32)
-    rest = own - high.astype(ms.float64)
-    middle = rest.astype(ms.float32)
-    low = (rest - middle.astype(ms.float64)).astype(ms.float32)
-    parts = ops.stop_gradient(gather(ops.stack((high, middle, low)))).reshape((workers, 3, *own.shape))
-    return parts.astype(ms.float64).sum(axis=1)
+    return ops.stop_gradient(gather_exactly(gather, own, workers))
 
 
 def _merged(rows: Tensor, sizes: tuple[int, ...]) -> tuple[Tensor, ...]:

@@ -39,6 +39,7 @@ from gradaccum_mindspore.sums import ARRAYS, Array, Gradients, Sums, array_of, e
 from gradaccum_mindspore.update import Update
 from gradaccum_mindspore.window.compiled import NUMBERS, CompiledWindow
 from gradaccum_mindspore.window.pynative import PyNativeWindow
+from gradaccum_mindspore.workers.cross_entropy import gather_exactly
 
 ALL_REDUCE, ALL_GATHER = ops.AllReduce, ops.AllGather
 
@@ -72,12 +73,7 @@ def _in_turn(parts: Array) -> Array:
 def compiled_added_up(mine: Tensor, workers: int) -> Tensor:
     if mine.dtype == ms.float32:
         return ALL_REDUCE()(mine)
-    high = mine.astype(ms.float32)
-    rest = mine - high.astype(ms.float64)
-    middle = rest.astype(ms.float32)
-    low = (rest - middle.astype(ms.float64)).astype(ms.float32)
-    gathered = ALL_GATHER()(ops.stack((high, middle, low))).astype(ms.float64).reshape((workers, 3, -1))
-    each = gathered[:, 0] + gathered[:, 1] + gathered[:, 2]
+    each = gather_exactly(ALL_GATHER(), mine, workers)
     total = each[0]
     for worker in range(1, workers):
         total = total + each[worker]
@@ -234,9 +230,11 @@ class Bucket(nn.Cell):  # type: ignore[misc]
         self.starts = tuple(sum(sizes[:index]) for index in range(len(sizes)))
         self.ends = tuple(start + size for start, size in zip(self.starts, sizes, strict=True))
 
-    def add_up(self) -> None:
+    def total(self) -> Array:
         arrays = [_array(each_sum).reshape(-1) for each_sum in self.sums]
-        total = added_up(arrays[0] if len(arrays) == 1 else np.concatenate(arrays))
+        return added_up(arrays[0] if len(arrays) == 1 else np.concatenate(arrays))
+
+    def unpack(self, total: Array) -> None:
         for each_sum, start, end in zip(self.sums, self.starts, self.ends, strict=True):
             write(each_sum, Tensor.from_numpy(total[start:end].reshape(each_sum.shape)).astype(each_sum.dtype))
 
@@ -346,10 +344,10 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
             elif micro_batches and alike < self.workers:
                 ops.assign(self.drifted, self.true)
                 weight, overflows = math.inf, 1.0
-            if micro_batches:
-                self.storage.hold(TORN)
-                for bucket in self.buckets:
-                    bucket.add_up()
+            for bucket in self.buckets if micro_batches else ():
+                total = bucket.total()
+                self.storage.hold(TORN)  # If the first one fails, all sums are this worker's still.
+                bucket.unpack(total)
         except NoAnswerError as error:
             raise kit.missing_worker_error(state, self.rank, _MORE_TIME) from error
         whole = kit.at_rest(State(*kit.joined(state, weight, overflows > 0)), float64_weight=self.float_dtype == ms.float64)

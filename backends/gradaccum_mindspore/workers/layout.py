@@ -25,12 +25,13 @@ KEPT = {LOSS: np.array([False, False, True]), NOISE: np.array([False, False, Tru
 """The numbers of `gradaccum_mindspore.statistics.Knowledge` that are of closed windows, and so the same on every worker."""
 
 
-def redistributed(states: Sequence[Saved], workers: int) -> list[dict[str, Entry]]:
+def redistributed(states: Sequence[Saved | None], workers: int) -> list[dict[str, Entry]]:
     """Return what `workers` workers load to resume the open windows of others, whose number may differ.
 
     Args:
         states: the dict that `mindspore.load_checkpoint` returned of each worker's file, by rank: of a wrapped optimizer with
-            ``data_parallel=True`` or of a cell that holds it; one such dict, of an optimizer without it, is right too.
+            ``data_parallel=True`` or of a cell that holds it; one such dict, of an optimizer without it, is right too. None stands for a
+            worker that was lost: the window resumes without the micro-batches of that worker.
         workers: the number of workers that load, >= 1.
 
     Returns:
@@ -41,26 +42,28 @@ def redistributed(states: Sequence[Saved], workers: int) -> list[dict[str, Entry
         ArgumentTypeError: `states` are not dicts.
         ArgumentValueError: there is no state, or no worker.
         CheckpointError: they hold no wrapped optimizer; one of them is missing, or they are not of one moment; a parameter's value differs
-            between them; a reduction failed before one of them was saved.
+            between them, as shards do, which resume on as many workers alone; a reduction failed before one of them was saved.
     """
-    if isinstance(states, Mapping) or not all(isinstance(state, Mapping) for state in states):
+    if isinstance(states, Mapping) or not all(state is None or isinstance(state, Mapping) for state in states):
         found = f"an object of type {type(states).__name__}"
         fix = "Write redistributed([mindspore.load_checkpoint(file) for file in files], workers)."
         raise explain(ArgumentTypeError, "states", expected="a list of dicts by name, one for each worker", found=found, fix=fix)
-    prefixes = prefixes_in(states[0]) if states else ()
-    if states and not prefixes:
+    held = {rank: state for rank, state in enumerate(states) if state is not None}
+    left = list(held.values())
+    prefixes = prefixes_in(left[0]) if left else ()
+    if left and not prefixes:
         found, fix = "none", "Save the whole optimizer: mindspore.save_checkpoint(optimizer, file)."
         raise explain(CheckpointError, "states", expected="the states of a wrapped optimizer", found=found, fix=fix)
     changed: list[dict[str, Tensor]] = [{} for _ in range(max(workers, 0))]
     for prefix in prefixes or ("gradaccum",):
-        for rank, entries in enumerate(_window(states, prefix, workers)):
+        _require_all_workers(held, len(states), prefix)
+        for rank, entries in enumerate(_window(left, prefix, workers)):
             changed[rank].update(entries)
-    first = dict(states[0])
+    first = dict(left[0])
     return [{**first, **{name: hidden_parameter(value, name) for name, value in entries.items()}} for entries in changed]
 
 
 def _window(states: Sequence[Saved], prefix: str, workers: int) -> Iterator[dict[str, Tensor]]:
-    _require_all_workers(states, prefix)
     fields = [_fields(state, prefix) for state in states]
     if states and saved_place(states[0], prefix).held == OF_ALL:
         # Each holds the whole window: the first one's counts.
@@ -79,11 +82,11 @@ def _window(states: Sequence[Saved], prefix: str, workers: int) -> Iterator[dict
         yield entries
 
 
-def _require_all_workers(states: Sequence[Saved], prefix: str) -> None:
-    places = [saved_place(state, prefix) for state in states]
-    if places and [place[1:] for place in places] != [(rank, len(states)) for rank in range(len(states))]:
+def _require_all_workers(states: Mapping[int, Saved], total: int, prefix: str) -> None:
+    places = [saved_place(state, prefix) for state in states.values()]
+    if [place[1:] for place in places] != [(rank, total) for rank in states]:
         found = ", ".join(f"rank {place.rank} of {place.workers}" for place in places)
-        fix = "Pass what every worker saved, in the order of their ranks."
+        fix = "Pass what every worker saved, in the order of their ranks, and None for a worker that was lost."
         raise explain(CheckpointError, "states", expected="the states of all workers, by rank", found=found, fix=fix)
     if len({place.held for place in places}) > 1:
         fix = "Load what the workers saved between the same two updates."
@@ -110,8 +113,9 @@ def _totals(states: Sequence[Saved], prefix: str) -> Iterator[tuple[str, Tensor]
 
 def _require_one_value(name: str, arrays: Sequence[Array]) -> None:
     if not all(np.array_equal(arrays[0], other, equal_nan=True) for other in arrays):
-        fix = "Load what the workers saved between the same two updates."
-        raise explain(CheckpointError, repr(name), expected="one value on every worker", found="different ones", fix=fix)
+        expected, found = "one value on every worker, as copies have", f"different ones, of the shapes {[each.shape for each in arrays]}"
+        fix = "Shards (layerwise_parallel) resume on as many workers, each with its own file; copies: save between the same two updates."
+        raise explain(CheckpointError, repr(name), expected=expected, found=found, fix=fix)
 
 
 def _array(entry: Entry) -> Array:

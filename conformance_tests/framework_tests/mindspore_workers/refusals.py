@@ -99,9 +99,9 @@ def failed_update_is_not_reduced_twice(rank: int) -> None:
     assert numbers(worker) == numbers(sound)
 
 
-def files(rank: int, worker: Worker) -> list[Any]:
+def files(rank: int, cell: nn.Cell) -> list[Any]:
     """What each worker saved, by rank."""
-    ms.save_checkpoint(worker.cell, f"open-{rank}.ckpt")
+    ms.save_checkpoint(cell, f"open-{rank}.ckpt")
     require_same_everywhere("saved")
     found = [ms.load_checkpoint(f"open-{one}.ckpt") for one in range(WORLD)]
     require_same_everywhere("loaded")
@@ -118,7 +118,7 @@ def opened(rank: int) -> Worker:
 
 @check
 def window_of_two_goes_on_with_one(rank: int) -> None:
-    (state,) = redistributed(files(rank, opened(rank)), 1)
+    (state,) = redistributed(files(rank, opened(rank).cell), 1)
     alone, truth = Worker(steps=None, data_parallel=False), Truth()
     load_checkpoint_into(alone.cell, state)
     alone.train([micro_batches(0)[2]])
@@ -129,7 +129,7 @@ def window_of_two_goes_on_with_one(rank: int) -> None:
 @check
 def window_of_four_goes_on_with_two(rank: int) -> None:
     """The four are those that the window of two was spread over."""
-    four = redistributed(files(rank, opened(rank)), 4)
+    four = redistributed(files(rank, opened(rank).cell), 4)
     worker, truth = Worker(steps=None), Truth()
     load_checkpoint_into(worker.cell, redistributed(four, WORLD)[rank])
     worker.train([micro_batches(rank)[2]])
@@ -141,7 +141,7 @@ def window_of_four_goes_on_with_two(rank: int) -> None:
 @check
 def open_window_of_others_is_refused(rank: int) -> None:
     """Another number of workers, or another worker's file."""
-    own = files(rank, opened(rank))
+    own = files(rank, opened(rank).cell)
     with refused(gradaccum.CheckpointError, "redistributed"):
         load_checkpoint_into(Worker(steps=None, data_parallel=False).cell, own[rank])
     with refused(gradaccum.CheckpointError, f"rank {1 - rank}"):
@@ -154,7 +154,7 @@ def any_worker_s_file_will_do_between_windows(rank: int) -> None:
     closed.opt.flush()
     for options in ({}, {"data_parallel": False}):
         other = Worker(steps=None, **options)
-        load_checkpoint_into(other.cell, files(rank, closed)[1 - rank])
+        load_checkpoint_into(other.cell, files(rank, closed.cell)[1 - rank])
         assert numbers(other) == numbers(closed)
 
 

@@ -13,7 +13,9 @@ import gradaccum
 from conformance_tests.framework_tests.mindspore_common import set_mode
 from conformance_tests.framework_tests.mindspore_workers.checks import check
 from conformance_tests.framework_tests.mindspore_workers.common import WORLD, require_same_everywhere
-from gradaccum_mindspore import GatherItems, TrainOneStepCell, load_checkpoint_into, sharded_cross_entropy
+from conformance_tests.framework_tests.mindspore_workers.refusals import files
+from conformance_tests.framework_tests.refusing import refused
+from gradaccum_mindspore import GatherItems, TrainOneStepCell, load_checkpoint_into, redistributed, sharded_cross_entropy
 
 STEPS, OWN, CLASSES = 2, 3, (5, 3)
 """Micro-batches of a window, items of each on each worker, classes of each worker."""
@@ -108,6 +110,43 @@ def sharded_head_loads_its_own_file(rank: int) -> None:
     load_checkpoint_into(opt, saved)
     with pytest.raises(gradaccum.CheckpointError, match=f"of rank {1 - rank} of 2"):
         load_checkpoint_into(opt, {**saved, "gradaccum.workers": Tensor([0, 1 - rank, WORLD], ms.int32)})
+
+
+@check
+def sharded_head_is_not_redistributed(rank: int) -> None:
+    """The values are of one moment: the error names the shards, not the moment alone."""
+    network = Network(rank)
+    opt = optimizer_of(network)
+    TrainOneStepCell(network, opt)(Tensor(X[0, :OWN]), Tensor(Y[0, :OWN]))
+    states = files(rank, nn.CellList([network, opt], auto_prefix=False))
+    with refused(gradaccum.CheckpointError, "head", "(5, 4), (3, 4)", "layerwise_parallel", "its own file"):
+        redistributed(states, 1)
+
+
+class Weighted(nn.Cell):
+    """The weighted sum of the items of all workers."""
+
+    def __init__(self, weights: np.ndarray) -> None:
+        super().__init__()
+        self.gather, self.weights = GatherItems(), Tensor(weights)
+
+    def construct(self, x: Any) -> Any:
+        return (self.gather(x) * self.weights).sum()
+
+
+@check
+def float64_items_are_gathered_exactly(rank: int) -> None:
+    """Numbers that float32 does not hold, and their gradient; the others' gradients come back added up."""
+    values = np.random.RandomState(5).randn(WORLD, 2, 3)
+    weights = np.random.RandomState(6).randn(WORLD, 2 * WORLD, 3)
+    for mode in ("pynative", "graph"):
+        set_mode(mode)
+        weighted = Weighted(weights[rank])
+        total, gradient = ms.value_and_grad(weighted)(Tensor(values[rank]))
+        np.testing.assert_allclose(float(total.asnumpy()), (values.reshape(-1, 3) * weights[rank]).sum(), rtol=1e-14)
+        np.testing.assert_array_equal(gradient.asnumpy(), (weights[0] + weights[1])[2 * rank : 2 * rank + 2])
+        np.testing.assert_array_equal(weighted.gather(Tensor(values[rank])).asnumpy(), values.reshape(-1, 3))
+    set_mode("pynative")
 
 
 @check
