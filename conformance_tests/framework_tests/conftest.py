@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import pytest
 
@@ -21,6 +22,19 @@ NEWEST_JAX = (0, 10)
 _TOPICS = ("auto_size", "coupled", "large_batch_update", "linearity", "recompute", "recompute_modules")
 NEWEST_ALONE = {f"test_jax_{topic}.py" for topic in (*_TOPICS, "large_batch_program", "sharding", "verification")}
 """They call what JAX has had unchanged for long."""
+PACKAGES = {"torch": "torch", "jax": "optax", "mindspore": "mindspore"}
+
+
+class OfFramework(pytest.Module):
+    """A file of tests that is skipped where its framework is not installed."""
+
+    def collect(self) -> Iterator[pytest.Item | pytest.Collector]:
+        pytest.importorskip(PACKAGES[self.path.name.split("_")[1]])
+        yield from super().collect()
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
+    return OfFramework.from_parent(parent, path=module_path) if module_path.name.split("_")[1] in PACKAGES else None
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import numpy as np
-import pytest
-
-pytest.importorskip("optax", reason="optax is not installed")
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+import pytest
 
 import gradaccum
 from benchmarks.case import Case

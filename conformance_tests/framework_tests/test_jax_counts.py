@@ -6,12 +6,10 @@ import functools
 import re
 from typing import Any
 
-import pytest
-
-pytest.importorskip("optax", reason="optax is not installed")
 import jax
 import jax.numpy as jnp
 import optax
+import pytest
 
 import gradaccum
 import gradaccum_jax

@@ -6,13 +6,11 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-import pytest
-
-pytest.importorskip("optax", reason="optax is not installed")
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+import pytest
 
 import gradaccum
 import gradaccum_jax

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("optax", reason="optax is not installed")
 from conformance_tests.framework_tests.jax_versions import needs_shard_map
 
 SCRIPT = Path(__file__).with_name("jax_explicit_mesh.py")

@@ -6,13 +6,10 @@ import enum
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import numpy as np
-import pytest
-
-pytest.importorskip("optax", reason="optax is not installed")
-
 import jax
 import jax.numpy as jnp
+import numpy as np
+import pytest
 
 import gradaccum_jax
 from conformance_tests.framework_tests.jax_large_batch import ITEMS, close, data, errors, float64, mean_loss, model, numbers

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-import pytest
-
-pytest.importorskip("optax", reason="optax is not installed")
 import jax
 import jax.numpy as jnp
+import numpy as np
+import pytest
 
 import gradaccum
 from conformance_tests.framework_tests.jax_versions import shard_map

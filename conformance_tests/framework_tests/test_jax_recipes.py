@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
-pytest.importorskip("optax", reason="needs optax")
-
 import jax
+import pytest
 
 import gradaccum_jax
 from conformance_tests.framework_tests.recipes import Recipe, cases, recipes_of, run_recipe

@@ -8,13 +8,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pytest
-
-pytest.importorskip("optax", reason="optax is not installed")
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import gradaccum

@@ -5,11 +5,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import pytest
-
-pytest.importorskip("optax", reason="optax is not installed")
 import jax
 import jax.numpy as jnp
+import pytest
 
 import gradaccum
 from gradaccum_jax import recompute

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-import pytest
-
-pytest.importorskip("optax", reason="optax is not installed")
 import jax
 import jax.numpy as jnp
+import numpy as np
+import pytest
 
 import gradaccum
 from gradaccum_jax import recompute

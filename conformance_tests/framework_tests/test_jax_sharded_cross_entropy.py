@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
-pytest.importorskip("optax", reason="optax is not installed")
 import jax
 import jax.numpy as jnp
+import pytest
 
 import gradaccum
 from conformance_tests.framework_tests.jax_versions import needs_shard_map

@@ -8,10 +8,6 @@ import sys
 import textwrap
 from pathlib import Path
 
-import pytest
-
-pytest.importorskip("optax", reason="optax is not installed")
-
 from conformance_tests.framework_tests.jax_versions import needs_shard_map
 
 START = """

@@ -5,13 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import pytest
-
-pytest.importorskip("optax", reason="needs optax")
-
 import jax
 import jax.numpy as jnp
 import optax
+import pytest
 
 import gradaccum
 import gradaccum_jax

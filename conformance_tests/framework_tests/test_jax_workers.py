@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("optax", reason="optax is not installed")
-
 from conformance_tests.framework_tests.jax_versions import needs_shard_map
 from conformance_tests.framework_tests.jax_workers import NAMES
 

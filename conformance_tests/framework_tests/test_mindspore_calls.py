@@ -1,16 +1,14 @@
 """Each call of the wrapped MindSpore optimizer, in every mode: micro-batches, flush, discard, wrong arguments."""
 
+import mindspore as ms
+import numpy as np
 import pytest
+from mindspore import Parameter, Tensor, nn, ops
+from mindspore.experimental import optim
 
-ms = pytest.importorskip("mindspore", reason="needs MindSpore")
-
-import numpy as np  # noqa: E402
-from mindspore import Parameter, Tensor, nn, ops  # noqa: E402
-from mindspore.experimental import optim  # noqa: E402
-
-import gradaccum  # noqa: E402
-from conformance_tests.framework_tests.mindspore_common import MODES, pynative_after, set_mode, two_parameters, values  # noqa: E402, F401
-from gradaccum_mindspore import load_checkpoint_into  # noqa: E402
+import gradaccum
+from conformance_tests.framework_tests.mindspore_common import MODES, pynative_after, set_mode, two_parameters, values  # noqa: F401
+from gradaccum_mindspore import load_checkpoint_into
 
 
 def ones(a=1.0, b=1.0):

@@ -3,16 +3,14 @@
 import subprocess
 import sys
 
+import mindspore as ms
+import numpy as np
 import pytest
+from mindspore import Tensor, nn
 
-ms = pytest.importorskip("mindspore", reason="needs MindSpore")
-
-import numpy as np  # noqa: E402
-from mindspore import Tensor, nn  # noqa: E402
-
-import gradaccum  # noqa: E402
-from conformance_tests.framework_tests.mindspore_common import X, Y, make_net, pynative_after  # noqa: E402, F401
-from gradaccum_mindspore import load_checkpoint_into  # noqa: E402
+import gradaccum
+from conformance_tests.framework_tests.mindspore_common import X, Y, make_net, pynative_after  # noqa: F401
+from gradaccum_mindspore import load_checkpoint_into
 
 
 def cell():

@@ -1,14 +1,12 @@
 """Names in a checkpoint: the state's Parameters share none with a layer, and no name stands twice."""
 
+import mindspore as ms
+import numpy as np
 import pytest
+from mindspore import Parameter, Tensor, nn, ops
 
-ms = pytest.importorskip("mindspore", reason="needs MindSpore")
-
-import numpy as np  # noqa: E402
-from mindspore import Parameter, Tensor, nn, ops  # noqa: E402
-
-import gradaccum  # noqa: E402
-from gradaccum_mindspore import load_checkpoint_into  # noqa: E402
+import gradaccum
+from gradaccum_mindspore import load_checkpoint_into
 
 
 class Model(nn.Cell):

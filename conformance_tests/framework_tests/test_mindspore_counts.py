@@ -3,16 +3,14 @@
 import re
 from collections import Counter
 
+import mindspore as ms
+import numpy as np
 import pytest
+from mindspore import Parameter, Tensor, nn
 
-ms = pytest.importorskip("mindspore", reason="needs MindSpore")
-
-import numpy as np  # noqa: E402
-from mindspore import Parameter, Tensor, nn  # noqa: E402
-
-import gradaccum  # noqa: E402
-from conformance_tests.framework_tests.mindspore_common import needs_mindspore, set_mode  # noqa: E402
-from conformance_tests.framework_tests.mindspore_graphs import saved_graphs  # noqa: E402
+import gradaccum
+from conformance_tests.framework_tests.mindspore_common import needs_mindspore, set_mode
+from conformance_tests.framework_tests.mindspore_graphs import saved_graphs
 
 SHAPES = ((24, 24), (24,), (40, 24))
 

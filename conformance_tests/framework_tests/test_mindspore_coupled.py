@@ -1,15 +1,13 @@
 """`gradaccum_mindspore.coupled_value_and_grad`: losses that couple the items of a batch, in float64 against the large batch."""
 
+import mindspore as ms
+import numpy as np
 import pytest
+from mindspore import Parameter, Tensor, nn, ops
 
-ms = pytest.importorskip("mindspore", reason="needs MindSpore")
-
-import numpy as np  # noqa: E402
-from mindspore import Parameter, Tensor, nn, ops  # noqa: E402
-
-import gradaccum  # noqa: E402
-from conformance_tests.framework_tests.mindspore_common import pynative_after, set_mode  # noqa: E402, F401
-from conformance_tests.framework_tests.mindspore_large_batch import (  # noqa: E402
+import gradaccum
+from conformance_tests.framework_tests.mindspore_common import pynative_after, set_mode  # noqa: F401
+from conformance_tests.framework_tests.mindspore_large_batch import (
     COMPILED,
     FROM_PYTHON,
     distance,
@@ -18,8 +16,8 @@ from conformance_tests.framework_tests.mindspore_large_batch import (  # noqa: E
     tensors,
     trained,
 )
-from conformance_tests.framework_tests.mindspore_towers import IMAGES, TEXTS, Towers, info_nce  # noqa: E402
-from gradaccum_mindspore.large_batch.coupled import coupled_value_and_grad  # noqa: E402
+from conformance_tests.framework_tests.mindspore_towers import IMAGES, TEXTS, Towers, info_nce
+from gradaccum_mindspore.large_batch.coupled import coupled_value_and_grad
 
 TOLERANCE = 1e-13
 

@@ -4,18 +4,16 @@ import gc
 import warnings
 from functools import partial
 
+import mindspore as ms
+import numpy as np
 import pytest
+from mindspore import Parameter, Tensor, nn
+from mindspore.dataset import NumpySlicesDataset
+from mindspore.experimental import optim
 
-ms = pytest.importorskip("mindspore", reason="needs MindSpore")
-
-import numpy as np  # noqa: E402
-from mindspore import Parameter, Tensor, nn  # noqa: E402
-from mindspore.dataset import NumpySlicesDataset  # noqa: E402
-from mindspore.experimental import optim  # noqa: E402
-
-import gradaccum  # noqa: E402
-import gradaccum_mindspore  # noqa: E402
-from conformance_tests.framework_tests.mindspore_common import pynative_after, set_mode  # noqa: E402, F401
+import gradaccum
+import gradaccum_mindspore
+from conformance_tests.framework_tests.mindspore_common import pynative_after, set_mode  # noqa: F401
 
 INNER = {"nn": lambda p: nn.SGD([p], 1.0), "experimental": lambda p: optim.SGD([p], 1.0)}
 

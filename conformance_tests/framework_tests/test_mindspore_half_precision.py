@@ -1,15 +1,13 @@
 """Half precision in MindSpore: which sums and losses float16 can hold, and which overflow."""
 
+import mindspore as ms
+import numpy as np
 import pytest
+from mindspore import Parameter, Tensor, nn, ops
 
-ms = pytest.importorskip("mindspore", reason="needs MindSpore")
-
-import numpy as np  # noqa: E402
-from mindspore import Parameter, Tensor, nn, ops  # noqa: E402
-
-import gradaccum  # noqa: E402
-from conformance_tests.framework_tests.mindspore_common import BFLOAT16, MODES, pynative_after, set_mode  # noqa: E402, F401
-from conformance_tests.framework_tests.mindspore_driver import driver  # noqa: E402
+import gradaccum
+from conformance_tests.framework_tests.mindspore_common import BFLOAT16, MODES, pynative_after, set_mode  # noqa: F401
+from conformance_tests.framework_tests.mindspore_driver import driver
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -2,19 +2,17 @@
 
 from collections import Counter
 
+import mindspore as ms
+import numpy as np
 import pytest
+from mindspore import Tensor, nn
 
-ms = pytest.importorskip("mindspore", reason="needs MindSpore")
-
-import numpy as np  # noqa: E402
-from mindspore import Tensor, nn  # noqa: E402
-
-import gradaccum  # noqa: E402
-from conformance_tests.framework_tests.mindspore_common import X, Y, make_net, pynative_after, set_mode  # noqa: E402, F401
-from conformance_tests.framework_tests.mindspore_graphs import saved_graphs  # noqa: E402
-from conformance_tests.framework_tests.test_mindspore_counts import operators  # noqa: E402
-from gradaccum_mindspore import TrainOneStepCell, load_checkpoint_into, training  # noqa: E402
-from gradaccum_mindspore.sums import measure  # noqa: E402
+import gradaccum
+from conformance_tests.framework_tests.mindspore_common import X, Y, make_net, pynative_after, set_mode  # noqa: F401
+from conformance_tests.framework_tests.mindspore_graphs import saved_graphs
+from conformance_tests.framework_tests.test_mindspore_counts import operators
+from gradaccum_mindspore import TrainOneStepCell, load_checkpoint_into, training
+from gradaccum_mindspore.sums import measure
 
 OPTIONS = {
     "checked": {},

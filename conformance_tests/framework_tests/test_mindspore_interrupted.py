@@ -1,16 +1,14 @@
 """A call that raises in PyNative leaves the state from before or after the call, never a mix."""
 
+import mindspore as ms
+import numpy as np
 import pytest
+from mindspore import Parameter, Tensor, nn, ops
+from mindspore.experimental import optim
 
-ms = pytest.importorskip("mindspore", reason="needs MindSpore")
-
-import numpy as np  # noqa: E402
-from mindspore import Parameter, Tensor, nn, ops  # noqa: E402
-from mindspore.experimental import optim  # noqa: E402
-
-import gradaccum  # noqa: E402
-from conformance_tests.framework_tests.mindspore_common import two_parameters, values  # noqa: E402
-from gradaccum_mindspore import load_checkpoint_into, sums  # noqa: E402
+import gradaccum
+from conformance_tests.framework_tests.mindspore_common import two_parameters, values
+from gradaccum_mindspore import load_checkpoint_into, sums
 
 
 class Stop(BaseException):

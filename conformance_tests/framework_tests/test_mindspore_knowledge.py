@@ -2,19 +2,17 @@
 
 import math
 
+import mindspore as ms
+import numpy as np
 import pytest
+from mindspore import Parameter, Tensor, nn
 
-ms = pytest.importorskip("mindspore", reason="needs MindSpore")
-
-import numpy as np  # noqa: E402
-from mindspore import Parameter, Tensor, nn  # noqa: E402
-
-import gradaccum  # noqa: E402
-import gradaccum_mindspore  # noqa: E402
-from conformance_tests.framework_tests.mindspore_common import MODES, X, Y, make_net, pynative_after, set_mode  # noqa: E402, F401
-from gradaccum_mindspore import load_checkpoint_into, sums  # noqa: E402
-from gradaccum_mindspore.statistics import Knowledge  # noqa: E402
-from gradaccum_mindspore.window.pynative import PyNativeWindow  # noqa: E402
+import gradaccum
+import gradaccum_mindspore
+from conformance_tests.framework_tests.mindspore_common import MODES, X, Y, make_net, pynative_after, set_mode  # noqa: F401
+from gradaccum_mindspore import load_checkpoint_into, sums
+from gradaccum_mindspore.statistics import Knowledge
+from gradaccum_mindspore.window.pynative import PyNativeWindow
 
 
 class Stop(BaseException):

@@ -4,16 +4,14 @@ import dataclasses
 import itertools
 from collections import namedtuple
 
+import mindspore as ms
+import numpy as np
 import pytest
+from mindspore import Parameter, Tensor, nn
 
-ms = pytest.importorskip("mindspore", reason="needs MindSpore")
-
-import numpy as np  # noqa: E402
-from mindspore import Parameter, Tensor, nn  # noqa: E402
-
-import gradaccum  # noqa: E402
-from conformance_tests.framework_tests.mindspore_common import pynative_after, set_mode  # noqa: E402, F401
-from conformance_tests.framework_tests.mindspore_large_batch import (  # noqa: E402
+import gradaccum
+from conformance_tests.framework_tests.mindspore_common import pynative_after, set_mode  # noqa: F401
+from conformance_tests.framework_tests.mindspore_large_batch import (
     FROM_PYTHON,
     ITEMS,
     MODES,
@@ -25,9 +23,9 @@ from conformance_tests.framework_tests.mindspore_large_batch import (  # noqa: E
     tensors,
     trained,
 )
-from gradaccum import ArgumentValueError  # noqa: E402
-from gradaccum_mindspore.large_batch.value_and_grad import value_and_grad  # noqa: E402
-from gradaccum_mindspore.large_batch.value_and_update import value_and_update  # noqa: E402
+from gradaccum import ArgumentValueError
+from gradaccum_mindspore.large_batch.value_and_grad import value_and_grad
+from gradaccum_mindspore.large_batch.value_and_update import value_and_update
 
 TOLERANCE = 1e-13
 

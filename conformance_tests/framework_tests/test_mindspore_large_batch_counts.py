@@ -4,17 +4,15 @@ import gc
 import re
 from collections import Counter
 
+import mindspore as ms
+import numpy as np
 import pytest
+from mindspore import Parameter, Tensor, ops
 
-ms = pytest.importorskip("mindspore", reason="needs MindSpore")
-
-import numpy as np  # noqa: E402
-from mindspore import Parameter, Tensor, ops  # noqa: E402
-
-from conformance_tests.framework_tests.mindspore_common import pynative_after, set_mode  # noqa: E402, F401
-from conformance_tests.framework_tests.mindspore_graphs import saved_graphs  # noqa: E402
-from conformance_tests.framework_tests.mindspore_large_batch import in_mode  # noqa: E402
-from gradaccum_mindspore.large_batch.value_and_grad import value_and_grad  # noqa: E402
+from conformance_tests.framework_tests.mindspore_common import pynative_after, set_mode  # noqa: F401
+from conformance_tests.framework_tests.mindspore_graphs import saved_graphs
+from conformance_tests.framework_tests.mindspore_large_batch import in_mode
+from gradaccum_mindspore.large_batch.value_and_grad import value_and_grad
 
 SHAPE = (37, 41)
 

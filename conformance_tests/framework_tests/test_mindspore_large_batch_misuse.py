@@ -1,18 +1,16 @@
 """Refusals of `gradaccum_mindspore.value_and_grad`, and random numbers of micro-batches."""
 
+import mindspore as ms
+import numpy as np
 import pytest
+from mindspore import COOTensor, Parameter, Tensor, nn, ops
 
-ms = pytest.importorskip("mindspore", reason="needs MindSpore")
-
-import numpy as np  # noqa: E402
-from mindspore import COOTensor, Parameter, Tensor, nn, ops  # noqa: E402
-
-import gradaccum  # noqa: E402
-from conformance_tests.framework_tests.mindspore_common import pynative_after  # noqa: E402, F401
-from conformance_tests.framework_tests.mindspore_large_batch import COMPILED, MODES, in_mode, seed, tensors  # noqa: E402, F401
-from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError  # noqa: E402
-from gradaccum_mindspore.large_batch.value_and_grad import value_and_grad  # noqa: E402
-from gradaccum_mindspore.large_batch.value_and_update import value_and_update  # noqa: E402
+import gradaccum
+from conformance_tests.framework_tests.mindspore_common import pynative_after  # noqa: F401
+from conformance_tests.framework_tests.mindspore_large_batch import COMPILED, MODES, in_mode, seed, tensors  # noqa: F401
+from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
+from gradaccum_mindspore.large_batch.value_and_grad import value_and_grad
+from gradaccum_mindspore.large_batch.value_and_update import value_and_update
 
 X = np.arange(10.0).reshape(5, 2)
 

@@ -1,16 +1,14 @@
 """`gradaccum_mindspore.value_and_update`: a whole window of a wrapped optimizer in one call."""
 
+import mindspore as ms
+import numpy as np
 import pytest
+from mindspore import Parameter, Tensor, nn
 
-ms = pytest.importorskip("mindspore", reason="needs MindSpore")
-
-import numpy as np  # noqa: E402
-from mindspore import Parameter, Tensor, nn  # noqa: E402
-
-import gradaccum  # noqa: E402
-from conformance_tests.framework_tests.mindspore_common import pynative_after  # noqa: E402, F401
-from conformance_tests.framework_tests.mindspore_large_batch import COMPILED, in_mode  # noqa: E402
-from gradaccum_mindspore.large_batch.value_and_update import value_and_update  # noqa: E402
+import gradaccum
+from conformance_tests.framework_tests.mindspore_common import pynative_after  # noqa: F401
+from conformance_tests.framework_tests.mindspore_large_batch import COMPILED, in_mode
+from gradaccum_mindspore.large_batch.value_and_update import value_and_update
 
 X = np.array([1.0, 2.0, 3.0, -4.0, 6.0])
 """The gradient of mean(w x) by w is the mean of x, 1.6."""

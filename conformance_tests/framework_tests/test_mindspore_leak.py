@@ -5,16 +5,14 @@ MindSpore's runtime never frees a value that one conditional branch hands to ano
 
 import ctypes
 
+import mindspore as ms
+import numpy as np
 import pytest
+from mindspore import Parameter, Tensor, nn
 
-ms = pytest.importorskip("mindspore", reason="needs MindSpore")
-
-import numpy as np  # noqa: E402
-from mindspore import Parameter, Tensor, nn  # noqa: E402
-
-import gradaccum  # noqa: E402
-from conformance_tests.framework_tests.mindspore_common import pynative_after, set_mode  # noqa: E402, F401
-from gradaccum_conformance.deep import deep_but  # noqa: E402
+import gradaccum
+from conformance_tests.framework_tests.mindspore_common import pynative_after, set_mode  # noqa: F401
+from gradaccum_conformance.deep import deep_but
 
 WINDOWS = 200
 LEAK = 100

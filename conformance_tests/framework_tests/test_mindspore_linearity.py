@@ -2,17 +2,15 @@
 
 import os
 
+import mindspore as ms
+import numpy as np
 import pytest
+from mindspore import Parameter, Tensor, nn, ops
+from mindspore.common import _Function
 
-ms = pytest.importorskip("mindspore", reason="needs MindSpore")
-
-import numpy as np  # noqa: E402
-from mindspore import Parameter, Tensor, nn, ops  # noqa: E402
-from mindspore.common import _Function  # noqa: E402
-
-import gradaccum  # noqa: E402
-from conformance_tests.framework_tests.mindspore_common import pynative_after, set_mode  # noqa: E402, F401
-from gradaccum_mindspore import verify_loss_scaling  # noqa: E402
+import gradaccum
+from conformance_tests.framework_tests.mindspore_common import pynative_after, set_mode  # noqa: F401
+from gradaccum_mindspore import verify_loss_scaling
 
 X = Tensor(np.random.RandomState(0).randn(5, 3), ms.float32)
 

@@ -2,17 +2,15 @@
 
 from functools import cache
 
+import mindspore as ms
+import numpy as np
 import pytest
+from mindspore import Tensor, nn, ops
+from mindspore.experimental import optim
 
-ms = pytest.importorskip("mindspore", reason="needs MindSpore")
-
-import numpy as np  # noqa: E402
-from mindspore import Tensor, nn, ops  # noqa: E402
-from mindspore.experimental import optim  # noqa: E402
-
-import gradaccum  # noqa: E402
-from conformance_tests.framework_tests.mindspore_common import BIAS, MODES, WEIGHT, X, Y, make_net, pynative_after, set_mode  # noqa: E402, F401
-from gradaccum_mindspore import AccumulatingOptimizer  # noqa: E402
+import gradaccum
+from conformance_tests.framework_tests.mindspore_common import BIAS, MODES, WEIGHT, X, Y, make_net, pynative_after, set_mode  # noqa: F401
+from gradaccum_mindspore import AccumulatingOptimizer
 
 
 class TrainStep(nn.Cell):

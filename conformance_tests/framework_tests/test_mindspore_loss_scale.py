@@ -7,28 +7,26 @@ Our scale and tracker are its ``scale_value`` and ``counter``, stepped once per 
 - the backoff multiplies by ``1 / scale_factor``, MindSpore divides: equal for powers of two, an ulp apart for others.
 """
 
+import mindspore as ms
+import numpy as np
 import pytest
-
-ms = pytest.importorskip("mindspore", reason="needs MindSpore")
-
-import numpy as np  # noqa: E402
-from mindspore import (  # noqa: E402
+from mindspore import (
     Parameter,
     Tensor,
     amp,
     nn,
     ops,
 )
-from mindspore.amp import FixedLossScaleManager  # noqa: E402
-from mindspore.dataset import NumpySlicesDataset  # noqa: E402
-from mindspore.train import Model  # noqa: E402
+from mindspore.amp import FixedLossScaleManager
+from mindspore.dataset import NumpySlicesDataset
+from mindspore.train import Model
 
-import gradaccum  # noqa: E402
-from conformance_tests.framework_tests.mindspore_common import MODES, WEIGHT, X, Y, pynative_after, set_mode  # noqa: E402, F401
-from conformance_tests.framework_tests.mindspore_driver import driver  # noqa: E402
-from gradaccum.kit import State, close, make_options  # noqa: E402
-from gradaccum_conformance.deep import deep_but  # noqa: E402
-from gradaccum_mindspore import backend  # noqa: E402
+import gradaccum
+from conformance_tests.framework_tests.mindspore_common import MODES, WEIGHT, X, Y, pynative_after, set_mode  # noqa: F401
+from conformance_tests.framework_tests.mindspore_driver import driver
+from gradaccum.kit import State, close, make_options
+from gradaccum_conformance.deep import deep_but
+from gradaccum_mindspore import backend
 
 PATTERNS, WINDOWS = 400, 40
 

@@ -3,17 +3,15 @@
 import math
 import sys
 
+import mindspore as ms
+import numpy as np
 import pytest
+from mindspore import Parameter, Tensor, nn, ops
 
-ms = pytest.importorskip("mindspore", reason="needs MindSpore")
-
-import numpy as np  # noqa: E402
-from mindspore import Parameter, Tensor, nn, ops  # noqa: E402
-
-import gradaccum  # noqa: E402
-from conformance_tests.framework_tests.mindspore_common import set_mode  # noqa: E402
-from gradaccum_mindspore import sums  # noqa: E402
-from gradaccum_mindspore.sums import (  # noqa: E402
+import gradaccum
+from conformance_tests.framework_tests.mindspore_common import set_mode
+from gradaccum_mindspore import sums
+from gradaccum_mindspore.sums import (
     ROW,
     SMALL,
     Packed,

@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("mindspore", reason="needs MindSpore")
-
 import gradaccum_mindspore
 from conformance_tests.framework_tests.mindspore_common import HOOKS
 from conformance_tests.framework_tests.preloaded import Preloaded

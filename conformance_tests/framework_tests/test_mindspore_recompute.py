@@ -1,15 +1,13 @@
 """MindSpore: recomputation gives the same gradient to the bit, repeats dropout, and moves statistics once."""
 
+import mindspore as ms
 import pytest
+from mindspore import Parameter, Tensor, nn, ops
 
-ms = pytest.importorskip("mindspore", reason="needs MindSpore")
-
-from mindspore import Parameter, Tensor, nn, ops  # noqa: E402
-
-import gradaccum  # noqa: E402
-from conformance_tests.framework_tests.mindspore_common import HOOKS, MODES, pynative_after, set_mode  # noqa: E402, F401
-from conformance_tests.framework_tests.mindspore_recompute_cells import HOW, Block, Net, Unread, X, equal, gradients, make, sequence  # noqa: E402
-from gradaccum_mindspore.recomputation.module import recompute  # noqa: E402
+import gradaccum
+from conformance_tests.framework_tests.mindspore_common import HOOKS, MODES, pynative_after, set_mode  # noqa: F401
+from conformance_tests.framework_tests.mindspore_recompute_cells import HOW, Block, Net, Unread, X, equal, gradients, make, sequence
+from gradaccum_mindspore.recomputation.module import recompute
 
 pytestmark = HOOKS
 

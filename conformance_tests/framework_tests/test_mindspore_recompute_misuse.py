@@ -2,16 +2,14 @@
 
 import sys
 
+import mindspore as ms
 import pytest
+from mindspore import nn, ops
 
-ms = pytest.importorskip("mindspore", reason="needs MindSpore")
-
-from mindspore import nn, ops  # noqa: E402
-
-from conformance_tests.framework_tests.mindspore_common import HOOKS, MODES, pynative_after  # noqa: E402, F401
-from conformance_tests.framework_tests.mindspore_recompute_cells import Net, X, each, equal, gradients, make  # noqa: E402
-from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError  # noqa: E402
-from gradaccum_mindspore.recomputation.module import recompute  # noqa: E402
+from conformance_tests.framework_tests.mindspore_common import HOOKS, MODES, pynative_after  # noqa: F401
+from conformance_tests.framework_tests.mindspore_recompute_cells import Net, X, each, equal, gradients, make
+from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
+from gradaccum_mindspore.recomputation.module import recompute
 
 pytestmark = HOOKS
 

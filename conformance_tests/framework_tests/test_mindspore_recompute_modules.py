@@ -5,16 +5,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import mindspore as ms
+import numpy as np
 import pytest
+from mindspore import Parameter, Tensor, nn, ops
 
-ms = pytest.importorskip("mindspore", reason="needs MindSpore")
-
-import numpy as np  # noqa: E402
-from mindspore import Parameter, Tensor, nn, ops  # noqa: E402
-
-from conformance_tests.framework_tests.mindspore_common import HOOKS, MODES, pynative_after  # noqa: E402, F401
-from conformance_tests.framework_tests.mindspore_recompute_cells import X, equal, gradients, make, sequence  # noqa: E402
-from gradaccum_mindspore.recomputation.module import recompute  # noqa: E402
+from conformance_tests.framework_tests.mindspore_common import HOOKS, MODES, pynative_after  # noqa: F401
+from conformance_tests.framework_tests.mindspore_recompute_cells import X, equal, gradients, make, sequence
+from gradaccum_mindspore.recomputation.module import recompute
 
 pytestmark = HOOKS
 

@@ -2,18 +2,16 @@
 
 import warnings
 
+import mindspore as ms
+import numpy as np
 import pytest
+from mindspore import Parameter, Tensor, nn, ops
+from mindspore.experimental import optim
+from mindspore.experimental.optim import lr_scheduler
 
-ms = pytest.importorskip("mindspore", reason="needs MindSpore")
-
-import numpy as np  # noqa: E402
-from mindspore import Parameter, Tensor, nn, ops  # noqa: E402
-from mindspore.experimental import optim  # noqa: E402
-from mindspore.experimental.optim import lr_scheduler  # noqa: E402
-
-import gradaccum  # noqa: E402
-from conformance_tests.framework_tests.mindspore_common import MODES, pynative_after, set_mode  # noqa: E402, F401
-from gradaccum_mindspore import load_checkpoint_into  # noqa: E402
+import gradaccum
+from conformance_tests.framework_tests.mindspore_common import MODES, pynative_after, set_mode  # noqa: F401
+from gradaccum_mindspore import load_checkpoint_into
 
 
 def of_tensors_alone(optimizer_step):

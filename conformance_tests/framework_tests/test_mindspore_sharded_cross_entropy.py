@@ -1,15 +1,13 @@
 """`gradaccum_mindspore.sharded_cross_entropy`: one worker against `mindspore.ops.cross_entropy`, and what is refused."""
 
+import mindspore as ms
+import numpy as np
 import pytest
+from mindspore import Tensor, ops
 
-ms = pytest.importorskip("mindspore", reason="needs MindSpore")
-
-import numpy as np  # noqa: E402
-from mindspore import Tensor, ops  # noqa: E402
-
-import gradaccum  # noqa: E402
-from gradaccum_mindspore import sharded_cross_entropy, verify_loss_scaling  # noqa: E402
-from gradaccum_mindspore.workers.cross_entropy import ClassShardedLosses  # noqa: E402
+import gradaccum
+from gradaccum_mindspore import sharded_cross_entropy, verify_loss_scaling
+from gradaccum_mindspore.workers.cross_entropy import ClassShardedLosses
 
 LOGITS, LABELS = Tensor(np.random.RandomState(0).randn(3, 4), ms.float32), Tensor([1, -100, 3], ms.int32)
 

@@ -2,18 +2,16 @@
 
 from types import SimpleNamespace
 
+import mindspore as ms
+import numpy as np
 import pytest
-
-ms = pytest.importorskip("mindspore", reason="needs MindSpore")
-
-import numpy as np  # noqa: E402
-from mindspore import (  # noqa: E402
+from mindspore import (
     Tensor,
     nn,
     ops,
 )
-from mindspore.dataset import NumpySlicesDataset  # noqa: E402
-from mindspore.train import (  # noqa: E402
+from mindspore.dataset import NumpySlicesDataset
+from mindspore.train import (
     Callback,
     CheckpointConfig,
     LearningRateScheduler,
@@ -22,10 +20,10 @@ from mindspore.train import (  # noqa: E402
     ModelCheckpoint,
 )
 
-import gradaccum  # noqa: E402
-from conformance_tests.framework_tests.mindspore_common import BIAS, WEIGHT, X, Y, make_net, pynative_after, set_mode  # noqa: E402, F401
-from gradaccum_conformance.deep import deep_but  # noqa: E402
-from gradaccum_mindspore import (  # noqa: E402
+import gradaccum
+from conformance_tests.framework_tests.mindspore_common import BIAS, WEIGHT, X, Y, make_net, pynative_after, set_mode  # noqa: F401
+from gradaccum_conformance.deep import deep_but
+from gradaccum_mindspore import (
     FlushAtEpochEnd,
     TrainOneStepCell,
     load_checkpoint_into,

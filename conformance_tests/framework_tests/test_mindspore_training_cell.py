@@ -3,18 +3,16 @@
 from contextlib import nullcontext
 from functools import cache
 
+import mindspore as ms
+import numpy as np
 import pytest
+from mindspore import Tensor, nn, ops
+from mindspore.dataset import NumpySlicesDataset
+from mindspore.train import Callback, LearningRateScheduler, Model
 
-ms = pytest.importorskip("mindspore", reason="needs MindSpore")
-
-import numpy as np  # noqa: E402
-from mindspore import Tensor, nn, ops  # noqa: E402
-from mindspore.dataset import NumpySlicesDataset  # noqa: E402
-from mindspore.train import Callback, LearningRateScheduler, Model  # noqa: E402
-
-import gradaccum  # noqa: E402
-from conformance_tests.framework_tests.mindspore_common import MODES, WEIGHT, X, Y, make_net, pynative_after, set_mode  # noqa: E402, F401
-from gradaccum_mindspore import TrainOneStepCell, load_checkpoint_into  # noqa: E402
+import gradaccum
+from conformance_tests.framework_tests.mindspore_common import MODES, WEIGHT, X, Y, make_net, pynative_after, set_mode  # noqa: F401
+from gradaccum_mindspore import TrainOneStepCell, load_checkpoint_into
 
 SCALES = {"none": None, "static": 1024.0, "dynamic": gradaccum.DynamicLossScale()}
 

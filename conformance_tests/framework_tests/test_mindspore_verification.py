@@ -7,12 +7,10 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
-import pytest
-
-pytest.importorskip("mindspore", reason="mindspore is not installed")
 import mindspore as ms
 import mindspore.common.seed  # the module; `mindspore.common` has functions of its name
+import numpy as np
+import pytest
 from mindspore import nn, ops
 
 import gradaccum

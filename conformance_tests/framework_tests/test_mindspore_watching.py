@@ -1,11 +1,8 @@
 """Watching MindSpore: a loop in Python in both modes, a callback of `Model.train`, and the state in one line."""
 
-import pytest
-
-pytest.importorskip("mindspore", reason="needs MindSpore")
-
 import mindspore as ms
 import numpy as np
+import pytest
 from mindspore import Tensor, nn
 from mindspore.dataset import NumpySlicesDataset
 from mindspore.train import Model, RunContext

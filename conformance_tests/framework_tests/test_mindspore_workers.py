@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("mindspore", reason="needs MindSpore")
-
 from conformance_tests.framework_tests import mindspore_workers
 from conformance_tests.framework_tests.mindspore_msrun import environment, run_by_hand, run_workers
 from conformance_tests.framework_tests.mindspore_workers.common import WORLD

@@ -9,11 +9,8 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import pytest
-
-pytest.importorskip("torch", reason="needs PyTorch")
-
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 

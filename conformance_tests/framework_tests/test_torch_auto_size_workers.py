@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch", reason="needs PyTorch")
 if not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):
     pytest.skip("this torch was built without gloo", allow_module_level=True)
 
-from conformance_tests.framework_tests.torch_auto_size import CHECKS  # noqa: E402
-from conformance_tests.framework_tests.torch_workers.common import WORLD  # noqa: E402
-from conformance_tests.framework_tests.torch_workers.jobs import run_workers  # noqa: E402
+from conformance_tests.framework_tests.torch_auto_size import CHECKS
+from conformance_tests.framework_tests.torch_workers.common import WORLD
+from conformance_tests.framework_tests.torch_workers.jobs import run_workers
 
 pytestmark = pytest.mark.xdist_group("torch_auto_size_workers")
 

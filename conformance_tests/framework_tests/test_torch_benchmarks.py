@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import pytest
-
-pytest.importorskip("torch", reason="torch is not installed")
-
 import torch
 
 from benchmarks.contestants.bert import LARGE, TINY, WAYS

@@ -7,9 +7,6 @@ import weakref
 from typing import Any
 
 import pytest
-
-pytest.importorskip("torch", reason="needs PyTorch")
-
 import torch
 from torch import nn
 

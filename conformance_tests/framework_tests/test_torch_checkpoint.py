@@ -7,9 +7,6 @@ import io
 import pickle
 
 import pytest
-
-pytest.importorskip("torch", reason="needs PyTorch")
-
 import torch
 from torch import nn
 

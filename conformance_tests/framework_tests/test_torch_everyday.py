@@ -12,9 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("torch", reason="needs PyTorch")
-
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LinearLR, StepLR

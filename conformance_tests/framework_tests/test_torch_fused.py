@@ -8,9 +8,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-
-pytest.importorskip("torch", reason="needs PyTorch")
-
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 

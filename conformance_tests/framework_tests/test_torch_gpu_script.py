@@ -7,9 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("torch", reason="needs PyTorch")
-
 import torch
 
 from benchmarks.contestants.gpu_problem import Problem, distance

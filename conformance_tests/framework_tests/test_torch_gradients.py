@@ -6,9 +6,6 @@ import math
 from typing import Any
 
 import pytest
-
-pytest.importorskip("torch", reason="needs PyTorch")
-
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode

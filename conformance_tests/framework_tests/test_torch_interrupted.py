@@ -6,9 +6,6 @@ import copy
 from typing import Any
 
 import pytest
-
-pytest.importorskip("torch", reason="needs PyTorch")
-
 import torch
 from torch import nn
 

@@ -6,9 +6,6 @@ import math
 from collections.abc import Callable
 
 import pytest
-
-pytest.importorskip("torch", reason="needs PyTorch")
-
 import torch
 from torch import Tensor, nn
 

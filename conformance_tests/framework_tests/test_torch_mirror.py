@@ -11,25 +11,25 @@ from math import gcd
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch", reason="needs PyTorch")
 if not torch.distributed.is_available():
     pytest.skip("this torch was built without torch.distributed", allow_module_level=True)
 
-import torch.distributed as dist  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
-from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
-from torch.distributed.fsdp import fully_shard  # noqa: E402
-from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor  # noqa: E402
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module  # noqa: E402
-from torch.nn.functional import cross_entropy, scaled_dot_product_attention  # noqa: E402
-from torch.nn.parallel import DistributedDataParallel  # noqa: E402
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from torch.nn.parallel import DistributedDataParallel
 
-import gradaccum  # noqa: E402
-from benchmarks.cost_law import WAYS, Sent, Window  # noqa: E402
-from conformance_tests.framework_tests.torch_fsdp import REASON, RUNS_ON_CPU  # noqa: E402
-from conformance_tests.framework_tests.torch_mirror import Call, mirror  # noqa: E402
-from gradaccum_torch import sharded_cross_entropy  # noqa: E402
+import gradaccum
+from benchmarks.cost_law import WAYS, Sent, Window
+from conformance_tests.framework_tests.torch_fsdp import REASON, RUNS_ON_CPU
+from conformance_tests.framework_tests.torch_mirror import Call, mirror
+from gradaccum_torch import sharded_cross_entropy
 
 pytestmark = pytest.mark.filterwarnings("ignore:DTensor random operators:UserWarning")
 """Of an older torch, about random numbers on a CPU, which no program here asks for."""

@@ -6,9 +6,6 @@ import math
 from typing import Any
 
 import pytest
-
-pytest.importorskip("torch", reason="needs PyTorch")
-
 import torch
 
 import gradaccum

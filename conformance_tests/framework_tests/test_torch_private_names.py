@@ -7,13 +7,12 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch", reason="needs PyTorch")
-
-from conformance_tests.framework_tests.torch_lacking import SCENARIOS, TOGETHER  # noqa: E402
-from conformance_tests.framework_tests.torch_renamed import Hidden  # noqa: E402
-from gradaccum_conformance.deep import deep_but  # noqa: E402
-from gradaccum_torch import private  # noqa: E402
+from conformance_tests.framework_tests.torch_lacking import SCENARIOS, TOGETHER
+from conformance_tests.framework_tests.torch_renamed import Hidden
+from gradaccum_conformance.deep import deep_but
+from gradaccum_torch import private
 
 
 def require_promised(names: list[str]) -> None:

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch", reason="needs PyTorch")
-
 import gradaccum_torch
 from conformance_tests.framework_tests.preloaded import Preloaded
 from conformance_tests.framework_tests.recipes import PORT, Recipe, cases, recipes_of, run_preloaded, run_recipe

@@ -11,9 +11,6 @@ import sys
 from collections.abc import Callable
 
 import pytest
-
-pytest.importorskip("torch", reason="needs PyTorch")
-
 import torch
 from torch import Tensor, nn
 

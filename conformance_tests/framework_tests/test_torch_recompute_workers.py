@@ -7,19 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch", reason="needs PyTorch")
 if not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):
     pytest.skip("this torch was built without gloo", allow_module_level=True)
 
-import torch.distributed as dist  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
-from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
-from torch.distributed.fsdp import fully_shard  # noqa: E402
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
-from conformance_tests.framework_tests.torch_fsdp import NEEDS_FSDP2_ON_CPU  # noqa: E402
-from conformance_tests.framework_tests.torch_recompute import data, make, same  # noqa: E402
-from gradaccum_torch.recomputation import recompute  # noqa: E402
+from conformance_tests.framework_tests.torch_fsdp import NEEDS_FSDP2_ON_CPU
+from conformance_tests.framework_tests.torch_recompute import data, make, same
+from gradaccum_torch.recomputation import recompute
 
 
 @pytest.fixture(autouse=True)

@@ -5,9 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-
-pytest.importorskip("torch", reason="needs PyTorch")
-
 import torch
 from torch import nn
 

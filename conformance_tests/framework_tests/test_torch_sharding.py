@@ -7,15 +7,15 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch", reason="needs PyTorch")
 pytest.importorskip("torch.distributed.fsdp", reason="needs a torch with distributed support")
 if not torch.distributed.is_gloo_available():
     pytest.skip("this torch was built without gloo", allow_module_level=True)
 
-from conformance_tests.framework_tests.torch_fsdp import NEEDS_FSDP2_ON_CPU  # noqa: E402
-from conformance_tests.framework_tests.torch_shards import CHECKS, EARLY  # noqa: E402
-from conformance_tests.framework_tests.torch_workers.jobs import ROOT, SECONDS, run_workers  # noqa: E402
+from conformance_tests.framework_tests.torch_fsdp import NEEDS_FSDP2_ON_CPU
+from conformance_tests.framework_tests.torch_shards import CHECKS, EARLY
+from conformance_tests.framework_tests.torch_workers.jobs import ROOT, SECONDS, run_workers
 
 pytestmark = pytest.mark.xdist_group("torch_shards")
 

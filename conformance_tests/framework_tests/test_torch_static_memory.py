@@ -8,9 +8,6 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-
-pytest.importorskip("torch", reason="needs PyTorch")
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional

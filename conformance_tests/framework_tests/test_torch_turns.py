@@ -15,15 +15,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-torch = pytest.importorskip("torch", reason="needs PyTorch")
-
-import torch.distributed as dist  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
-from torch.nn.parallel import DistributedDataParallel  # noqa: E402
-
-import gradaccum  # noqa: E402
-from conformance_tests.framework_tests.torch_turns import Group, Lost, run  # noqa: E402
+import gradaccum
+from conformance_tests.framework_tests.torch_turns import Group, Lost, run
 
 FEW, MANY = 40, 2000
 

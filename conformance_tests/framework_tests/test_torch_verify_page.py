@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch", reason="needs PyTorch")
-
 import gradaccum_torch
 from conformance_tests.framework_tests.torch_cases import one_thread  # noqa: F401
 from gradaccum.verification.causes import KINDS

@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch", reason="needs PyTorch")
 if not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):
     pytest.skip("this torch was built without gloo", allow_module_level=True)
 
-from conformance_tests.framework_tests.torch_workers import CHECKS, WORLD  # noqa: E402
-from conformance_tests.framework_tests.torch_workers.jobs import run_workers  # noqa: E402
-from gradaccum.kit import initial_state  # noqa: E402
-from gradaccum_torch.workers.group import LARGE_BYTES, decode, encode, riders  # noqa: E402
+from conformance_tests.framework_tests.torch_workers import CHECKS, WORLD
+from conformance_tests.framework_tests.torch_workers.jobs import run_workers
+from gradaccum.kit import initial_state
+from gradaccum_torch.workers.group import LARGE_BYTES, decode, encode, riders
 
 pytestmark = pytest.mark.xdist_group("torch_workers")
 PACKAGE = "conformance_tests.framework_tests.torch_workers"

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch", reason="needs PyTorch")
-
-import gradaccum  # noqa: E402
-from conformance_tests.framework_tests.torch_workers.common import (  # noqa: E402
+import gradaccum
+from conformance_tests.framework_tests.torch_workers.common import (
     alone,
     build,
     learn,
@@ -22,7 +21,7 @@ from conformance_tests.framework_tests.torch_workers.common import (  # noqa: E4
     require_equal,
     sgd,
 )
-from gradaccum_torch import redistributed  # noqa: E402
+from gradaccum_torch import redistributed
 
 HALF = {"dtype": torch.bfloat16, "master_weights": True}
 ROOT = Path(__file__).parents[2]
