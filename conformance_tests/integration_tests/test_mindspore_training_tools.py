@@ -18,23 +18,9 @@ from mindspore import (  # noqa: E402
     amp,
     boost,
     nn,
+    train,
 )
 from mindspore.nn import learning_rate_schedule  # noqa: E402
-from mindspore.train import (  # noqa: E402
-    BackupAndRestore,
-    Callback,
-    CheckpointConfig,
-    EarlyStopping,
-    History,
-    LambdaCallback,
-    LossMonitor,
-    Model,
-    ModelCheckpoint,
-    OnRequestExit,
-    ReduceLROnPlateau,
-    SummaryCollector,
-    TimeMonitor,
-)
 
 import gradaccum  # noqa: E402
 from conformance_tests.integration_tests.mindspore_runs import PART, START, STEPS, Make, X, Y, assert_equals_large_batches, make_net, values  # noqa: E402
@@ -212,11 +198,11 @@ def test_level_with_the_wrapped_optimizers_scale(level: str) -> None:
     opt = gradaccum.wrap(momentum(net), steps=STEPS, loss_scale=gradaccum.DynamicLossScale(2.0**10))
     mse = nn.MSELoss()
     cell = TrainOneStepCell(nn.WithLossCell(net, lambda out, y: mse(out.astype(ms.float32), y)), opt)
-    Model(cell).train(1, data(PART, end=6), dataset_sink_mode=False)
+    train.Model(cell).train(1, data(PART, end=6), dataset_sink_mode=False)
     for factor in (1.0, 1e6, 1.0):
         cell(Tensor(X[6:8] * np.float32(factor)), Tensor(Y[6:8]))
     assert (opt.result.skipped, opt.result.overflow, opt.result.loss_scale) == (True, True, 2.0**9)
-    Model(cell).train(1, data(PART, first=6), dataset_sink_mode=False)
+    train.Model(cell).train(1, data(PART, first=6), dataset_sink_mode=False)
     assert opt.result.optimizer_step == 2
     same(values(plain), by_hand(1, (0, 6), (6, 12)), within=HALF)
 
@@ -242,9 +228,9 @@ os.environ.setdefault("GLOG_v", "4")
 def test_checkpoint_in_mid_window_resumes(graph: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Bit for bit. The monitors count micro-batches."""
     set_mode(graph)
-    saver = ModelCheckpoint("run", str(tmp_path), CheckpointConfig(save_checkpoint_steps=4))
+    saver = train.ModelCheckpoint("run", str(tmp_path), train.CheckpointConfig(save_checkpoint_steps=4))
     whole = Run(wrapped=True, cell=True)
-    whole.train(callbacks=[LossMonitor(2), TimeMonitor(), saver])
+    whole.train(callbacks=[train.LossMonitor(2), train.TimeMonitor(), saver])
     assert capsys.readouterr().out.count("loss is") == 3
     saved = ms.load_checkpoint(str(tmp_path / "run-1_4.ckpt"))
     assert (saved["gradaccum.micro_step"].asnumpy(), saved["gradaccum.optimizer_step"].asnumpy()) == (1, 1)
@@ -259,9 +245,9 @@ def test_backup_restores_the_open_window(tmp_path: Path) -> None:
     """Eight micro-batches an epoch: the backup at its end holds a window of two."""
     whole, stopped, resumed = (Run(wrapped=True, cell=True) for _ in range(3))
     whole.train(epochs=2, end=16)
-    stopped.train(callbacks=[BackupAndRestore(str(tmp_path), delete_checkpoint=False)], end=16)
+    stopped.train(callbacks=[train.BackupAndRestore(str(tmp_path), delete_checkpoint=False)], end=16)
     assert stopped.opt.result.micro_step == 2
-    resumed.train(callbacks=[BackupAndRestore(str(tmp_path), delete_checkpoint=False)], end=16)
+    resumed.train(callbacks=[train.BackupAndRestore(str(tmp_path), delete_checkpoint=False)], end=16)
     assert everything(resumed.model) == everything(whole.model)
     assert resumed.opt.result.optimizer_step == 5
 
@@ -269,7 +255,7 @@ def test_backup_restores_the_open_window(tmp_path: Path) -> None:
 def test_plateau_reduces_the_rate_per_epoch() -> None:
     runs = [Run(wrapped, metrics={"loss": nn.Loss()}) for wrapped in (True, False)]
     for run in runs:
-        plateau = ReduceLROnPlateau("eval_loss", 0.5, patience=1, min_delta=100.0)
+        plateau = train.ReduceLROnPlateau("eval_loss", 0.5, patience=1, min_delta=100.0)
         run.model.fit(3, data(run.size), data(12), callbacks=[plateau], dataset_sink_mode=False)
         assert float(run.opt.learning_rate.asnumpy()) == pytest.approx(0.0025)
     same(*(values(run.net) for run in runs))
@@ -286,9 +272,11 @@ def handlers_after() -> Iterator[None]:
 @pytest.mark.usefixtures("handlers_after")
 def test_watching_callbacks_change_nothing(tmp_path: Path) -> None:
     seen: list[int] = []
-    heard = LambdaCallback(on_train_step_end=lambda run_context: seen.append(run_context.original_args().cur_step_num))
-    run, history = Run(wrapped=True), History()
-    got = run.train(callbacks=[history, heard, OnRequestExit(save_mindir=False), SummaryCollector(str(tmp_path), collect_freq=1)])
+    heard = train.LambdaCallback(on_train_step_end=lambda run_context: seen.append(run_context.original_args().cur_step_num))
+    run, history = Run(wrapped=True), train.History()
+    got = run.train(
+        callbacks=[history, heard, train.OnRequestExit(save_mindir=False), train.SummaryCollector(str(tmp_path), collect_freq=1)]
+    )
     same(got, by_hand(1, (0, 6), (6, 12)))
     assert seen == [1, 2, 3, 4, 5, 6]
     assert list(history.epoch["epoch"]) == [1]
@@ -300,7 +288,7 @@ def test_monitor_stops_at_a_loss_that_is_nan(wrapped: bool) -> None:
     run = Run(wrapped)
     ms.ops.assign(run.net.bias, Tensor(np.full(2, np.nan, np.float32)))
     with pytest.raises(ValueError, match="loss is NAN or INF"):
-        run.train(callbacks=[LossMonitor(1)])
+        run.train(callbacks=[train.LossMonitor(1)])
     if wrapped:
         run.opt.discard()
         run.train()
@@ -308,7 +296,7 @@ def test_monitor_stops_at_a_loss_that_is_nan(wrapped: bool) -> None:
         np.testing.assert_array_equal(values(run.net)[:8], START[:8])
 
 
-class Epochs(Callback):  # type: ignore[misc]
+class Epochs(train.Callback):  # type: ignore[misc]
     """Counts them."""
 
     seen = 0
@@ -320,7 +308,7 @@ class Epochs(Callback):  # type: ignore[misc]
 def test_early_stopping_restores_the_best_epoch() -> None:
     """The first one; its last window is short."""
     run, epochs = Run(wrapped=True, cell=True, eval_network=None), Epochs()
-    stopping = EarlyStopping("loss", patience=2, min_delta=100.0, restore_best_weights=True)
+    stopping = train.EarlyStopping("loss", patience=2, min_delta=100.0, restore_best_weights=True)
     run.train(9, [FlushAtEpochEnd(run.opt), stopping, epochs], end=16)
     assert epochs.seen == 3
     same(values(run.net), by_hand(1, (0, 6), (6, 12), (12, 16)))

@@ -11,26 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gradaccum import ArgumentTypeError, ArgumentValueError
-from gradaccum.kit import (
-    Options,
-    aux_shape_error,
-    concatenate_error,
-    divided,
-    explain,
-    kinds_of,
-    leaves_of,
-    make_division,
-    mark_lists,
-    require_item_weights,
-    require_kind,
-    require_one_size,
-    require_reduction,
-    require_weight,
-    scalar_loss_error,
-    spread,
-    with_leaves,
-)
+from gradaccum import ArgumentTypeError, ArgumentValueError, kit
 from gradaccum_conformance.reference.accumulation import ReferenceAccumulation
 from gradaccum_conformance.specs import Array, Arrays, Batch
 
@@ -53,28 +34,28 @@ def pieces(batch: tuple[Any, ...], weight: Any, options: Mapping[str, Any]) -> l
     """The micro-batches, each with its weight: the sum of its items', or their number; only the first two arguments are cut."""
     ways = [options.get(name) for name in ("steps", "micro_batch_size", "micro_batch_weight")]
     split, axes = options.get("split"), options.get("axes", 0)
-    division = make_division(*ways, own_split=split is not None)
+    division = kit.make_division(*ways, own_split=split is not None)
     if split is not None:
         return [(piece, weight_of(piece, weight)) for piece in own_parts(split, batch, division.steps)]
-    nest, lists = mark_lists(tuple(batch), axes)
-    placed = zip(leaves_of(nest, "batch"), spread(axes, nest, "axes"), strict=True)
+    nest, lists = kit.mark_lists(tuple(batch), axes)
+    placed = zip(kit.leaves_of(nest, "batch"), kit.spread(axes, nest, "axes"), strict=True)
     sizes = [(leaf.path, length_along(leaf.value, axis, leaf.path)) for leaf, axis in placed if axis is not None]
-    items, batch = require_one_size([(path, size) for path, size in sizes if size is not None], lists), Batch(*batch[:2])
+    items, batch = kit.require_one_size([(path, size) for path, size in sizes if size is not None], lists), Batch(*batch[:2])
     single = [weight_of(batch.rows(i, i + 1), weight) for i in range(items)] if callable(weight) else weight
-    each = None if single is None else require_item_weights(single, items)
-    made = [(batch.rows(start, stop), (start, stop)) for start, stop in divided(division, items, each)]
+    each = None if single is None else kit.require_item_weights(single, items)
+    made = [(batch.rows(start, stop), (start, stop)) for start, stop in kit.divided(division, items, each)]
     return [(piece, weight_of(piece, weight) if each is None or callable(weight) else sum(each[slice(*place)])) for piece, place in made]
 
 
 def length_along(value: Any, axis: Any, path: str) -> int | None:
     """The items of a leaf; None where it has none: it is given whole."""
     if not isinstance(axis, int):
-        raise explain(ArgumentTypeError, "axes", expected="an int or None for each leaf", got=axis, fix="Write axes=0.")
+        raise kit.explain(ArgumentTypeError, "axes", expected="an int or None for each leaf", got=axis, fix="Write axes=0.")
     if not hasattr(value, "dtype"):
         return len(value) if isinstance(value, Sized) else None
     if not -value.ndim <= axis < value.ndim:
         fix = "Write axes=None for a leaf that is given whole."
-        raise explain(ArgumentValueError, path, expected=f"an array with an axis {axis}", found=f"shape {value.shape}", fix=fix)
+        raise kit.explain(ArgumentValueError, path, expected=f"an array with an axis {axis}", found=f"shape {value.shape}", fix=fix)
     return int(value.shape[axis])
 
 
@@ -84,7 +65,7 @@ def own_parts(split: Any, batch: tuple[Any, ...], steps: int | None) -> list[tup
     parts = list(made) if isinstance(made, Iterable) else []
     if not 0 < len(parts) <= (steps or math.inf):
         expected = "a function that returns the micro-batches, at most as many as steps"
-        raise explain(ArgumentValueError, "split", expected=expected, found=f"{len(parts)} of them", fix="Return a list of (x, y).")
+        raise kit.explain(ArgumentValueError, "split", expected=expected, found=f"{len(parts)} of them", fix="Return a list of (x, y).")
     return parts
 
 
@@ -92,10 +73,10 @@ def weight_of(piece: tuple[Any, ...], weight: Any) -> float:
     """The weight of a micro-batch: what the user's function says of it, or its number of items."""
     if callable(weight):
         made = weight(*piece)
-        return require_weight(made.item() if np.size(made) == 1 and hasattr(made, "item") else made)
+        return kit.require_weight(made.item() if np.size(made) == 1 and hasattr(made, "item") else made)
     if weight is not None or len(set(map(len, piece))) > 1:
         fix = "Write weight= a function of the micro-batch."
-        raise explain(ArgumentValueError, "weight", expected="a function beside split=", found="none", fix=fix)
+        raise kit.explain(ArgumentValueError, "weight", expected="a function beside split=", found="none", fix=fix)
     return float(len(piece[0]))
 
 
@@ -103,7 +84,7 @@ def checked(returned: tuple[float, Arrays, Any], declared: Any) -> tuple[float, 
     """Raise unless a loss function has returned one number as its loss, and other outputs if they were `declared`."""
     loss, _, aux = returned
     if (aux is None) == bool(declared):
-        raise aux_shape_error("a tuple of 2" if aux is not None else "the loss alone", declared=bool(declared))
+        raise kit.aux_shape_error("a tuple of 2" if aux is not None else "the loss alone", declared=bool(declared))
     require_scalar(loss)
     return returned
 
@@ -111,7 +92,7 @@ def checked(returned: tuple[float, Arrays, Any], declared: Any) -> tuple[float, 
 def require_scalar(loss: Any) -> None:
     """Raise unless the loss is one number."""
     if np.shape(loss):
-        raise scalar_loss_error(f"an array of shape {np.shape(loss)}")
+        raise kit.scalar_loss_error(f"an array of shape {np.shape(loss)}")
 
 
 def value_and_grad(
@@ -124,9 +105,9 @@ def value_and_grad(
     **division: Any,
 ) -> tuple[float, Arrays, Any]:
     """Loss, gradient and merged outputs of the large batch."""
-    require_reduction(reduction)
+    kit.require_reduction(reduction)
     for kind in aux.values() if isinstance(aux, Mapping) else [aux] if aux else []:
-        require_kind(kind)
+        kit.require_kind(kind)
     parts = [Part(len(piece[0]), w, *checked(loss_fn(piece), aux)) for piece, w in pieces(batch, weight, division)]
     weights = [part.weight for part in parts]
     factors = weights if reduction == "mean" else [1.0] * len(parts)
@@ -146,11 +127,11 @@ def update(optimizer: ReferenceAccumulation, loss_fn: LossFn, batch: tuple[Any, 
     return loss_of([loss for _, loss, *_ in given], [w for w, *_ in given], optimizer.options.reduction)
 
 
-def require_closed_by_caller(options: Options) -> None:
+def require_closed_by_caller(options: kit.Options) -> None:
     """Raise unless the window ends when the caller says so."""
     if options.steps is not None:
         found = f"steps={options.steps}"
-        raise explain(ArgumentValueError, "optimizer", expected="one wrapped with steps=None", found=found, fix="Write steps=None.")
+        raise kit.explain(ArgumentValueError, "optimizer", expected="one wrapped with steps=None", found=found, fix="Write steps=None.")
 
 
 def loss_of(losses: Sequence[float], weights: Sequence[float], reduction: str) -> float:
@@ -193,16 +174,16 @@ def _total(factors: Sequence[float], arrays: Sequence[Array], weights: Sequence[
 
 def _merged(declared: Any, parts: Sequence[Part]) -> Any:
     """The outputs of all, merged as `declared`: a kind for each, or one for all."""
-    kinds = kinds_of(declared, parts[0].aux)
-    rows = zip(*([leaf.value for leaf in leaves_of(part.aux, "aux")] for part in parts), strict=True)
-    return with_leaves(parts[0].aux, iter([_merge(kind, parts, list(values)) for kind, values in zip(kinds, rows, strict=True)]))
+    kinds = kit.kinds_of(declared, parts[0].aux)
+    rows = zip(*([leaf.value for leaf in kit.leaves_of(part.aux, "aux")] for part in parts), strict=True)
+    return kit.with_leaves(parts[0].aux, iter([_merge(kind, parts, list(values)) for kind, values in zip(kinds, rows, strict=True)]))
 
 
 def _merge(kind: str, parts: Sequence[Part], values: list[Array]) -> Array:
     match kind:
         case "concatenate":
             if not np.ndim(values[0]):
-                raise concatenate_error("aux", "one of shape ()")
+                raise kit.concatenate_error("aux", "one of shape ()")
             return np.concatenate(values)
         case "max" | "min":
             return np.asarray(np.max(values, axis=0) if kind == "max" else np.min(values, axis=0))
