@@ -223,7 +223,4 @@ def _adjust_scale(scale: Scalar, tracker: Scalar, overflow: Scalar, clean: Scala
     grown = where(grown < rule.max_scale, grown, rule.max_scale + 0 * scale)
     grown = where(grown <= FLOAT32_MAX, grown, scale)
     due = clean & (tracker + 1 >= rule.growth_interval)
-    return (
-        where(overflow, backed_off, where(due, grown, scale)),
-        where(overflow | due, 0 * tracker, where(clean, tracker + 1, tracker)),
-    )
+    return (where(overflow, backed_off, where(due, grown, scale)), where(overflow | due, 0 * tracker, where(clean, tracker + 1, tracker)))

@@ -78,14 +78,7 @@ class Update(NamedTuple):
         return Traced(_still(updates, accumulator), call)
 
     def run(
-        self,
-        accumulator: Tree,
-        held: InnerState,
-        divisor: Scalar,
-        traced: Traced,
-        apply: Scalar,
-        skipped: T,
-        applied: Callable[[], T],
+        self, accumulator: Tree, held: InnerState, divisor: Scalar, traced: Traced, apply: Scalar, skipped: T, applied: Callable[[], T]
     ) -> tuple[Updates, Tree, InnerState, T]:
         """Run the inner optimizer if `apply` holds.
 

@@ -44,11 +44,7 @@ class MicroBatch(NamedTuple):
 
 
 def add(
-    state: AccumulationState,
-    micro_batch: MicroBatch,
-    steps: Scalar,
-    options: Options,
-    shard_axes: ShardAxes = None,
+    state: AccumulationState, micro_batch: MicroBatch, steps: Scalar, options: Options, shard_axes: ShardAxes = None
 ) -> tuple[AccumulationState, Scalar]:
     """Add a micro-batch's gradient to the sum, and count it.
 

@@ -15,12 +15,7 @@ from mindspore import Tensor
 from mindspore.ops import constexpr
 
 from gradaccum import ArgumentTypeError, ArgumentValueError, GradientError
-from gradaccum.kit import (
-    explain,
-    given_weight,
-    require_item_weights,
-    require_weight,
-)
+from gradaccum.kit import explain, given_weight, require_item_weights, require_weight
 from gradaccum_mindspore.sums import DType, Gradients, Number, Shape
 
 Weight: TypeAlias = Number | None

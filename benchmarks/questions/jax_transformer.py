@@ -23,10 +23,7 @@ def cases(quick: bool) -> Iterator[Case]:
     device = jax.devices()[0]
     shape = GPT2_SMALL if device.platform == "gpu" and not quick else TINY
     ids = jax.random.randint(jax.random.key(1), (shape.sequences, shape.length), 0, shape.vocabulary)
-    transformations = {
-        BASELINE: optax.MultiSteps(optax.adamw(1e-4), STEPS),
-        "gradaccum": gradaccum.wrap(optax.adamw(1e-4), steps=STEPS),
-    }
+    transformations = {BASELINE: optax.MultiSteps(optax.adamw(1e-4), STEPS), "gradaccum": gradaccum.wrap(optax.adamw(1e-4), steps=STEPS)}
     windows, counts = dict[str, Callable[[], object]](), dict[str, dict[str, float]]()
     for name, tx in transformations.items():
         windows[name], counts[name] = _window(tx, shape, ids)

@@ -16,18 +16,7 @@ from torch import Tensor
 
 from benchmarks.case import Case
 from benchmarks.contestants.torch_least import least, least_separate
-from benchmarks.contestants.torch_loops import (
-    BASELINE,
-    DEVICE,
-    STEPS,
-    Recipe,
-    Window,
-    accelerate,
-    fabric,
-    hand_written,
-    recipes,
-    wrapped,
-)
+from benchmarks.contestants.torch_loops import BASELINE, DEVICE, STEPS, Recipe, Window, accelerate, fabric, hand_written, recipes, wrapped
 
 ITEMS = 8
 CLIP = 1e-3

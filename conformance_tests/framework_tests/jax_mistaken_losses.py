@@ -8,20 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .jax_losses import (
-    CLASSES,
-    ITEMS,
-    KEY,
-    POSITIVES,
-    Case,
-    X,
-    Y,
-    cross_entropy,
-    dropped,
-    hidden,
-    plain,
-    squares,
-)
+from .jax_losses import CLASSES, ITEMS, KEY, POSITIVES, Case, X, Y, cross_entropy, dropped, hidden, plain, squares
 
 
 def token_mean(params: Any, x: Any, mask: Any) -> Any:

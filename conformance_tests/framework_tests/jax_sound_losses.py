@@ -9,23 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .jax_losses import (
-    CLASSES,
-    ITEMS,
-    KEY,
-    MASK,
-    PARAMS,
-    SEQUENCES,
-    TOKEN_LABELS,
-    WIDTH,
-    Case,
-    X,
-    Y,
-    dropped,
-    hidden,
-    plain,
-    squares,
-)
+from .jax_losses import CLASSES, ITEMS, KEY, MASK, PARAMS, SEQUENCES, TOKEN_LABELS, WIDTH, Case, X, Y, dropped, hidden, plain, squares
 from .jax_mistaken_losses import key_of_the_batch
 
 

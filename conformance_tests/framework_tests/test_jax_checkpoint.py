@@ -84,8 +84,7 @@ def through_orbax_pytree(tree: Any, like: Any, directory: Path) -> Any:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 @pytest.mark.parametrize(
-    "through",
-    [through_flatten, through_jit, through_flax_bytes, through_flax_without_target, through_orbax_standard, through_orbax_pytree],
+    "through", [through_flatten, through_jit, through_flax_bytes, through_flax_without_target, through_orbax_standard, through_orbax_pytree]
 )
 def test_resume_in_mid_window_is_bitwise(through: Callable[..., Any], tmp_path: Path) -> None:
     """A run that is saved and restored within a window ends on the bits of the uninterrupted one."""

@@ -111,9 +111,7 @@ class Pair:
 
 
 jax.tree_util.register_pytree_with_keys(
-    Pair,
-    lambda pair: ([(jax.tree_util.DictKey("same"), child) for child in pair.children], None),
-    lambda _, children: Pair(*children),
+    Pair, lambda pair: ([(jax.tree_util.DictKey("same"), child) for child in pair.children], None), lambda _, children: Pair(*children)
 )
 
 

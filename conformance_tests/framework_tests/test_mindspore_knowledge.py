@@ -61,11 +61,7 @@ def test_training_cell_tells_the_loss(mode):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     ("loss", "error"),
-    [
-        (Tensor([1.0, 2.0]), gradaccum.ArgumentValueError),
-        (np.ones(2), gradaccum.ArgumentValueError),
-        ("1", gradaccum.ArgumentTypeError),
-    ],
+    [(Tensor([1.0, 2.0]), gradaccum.ArgumentValueError), (np.ones(2), gradaccum.ArgumentValueError), ("1", gradaccum.ArgumentTypeError)],
     ids=("vector", "array", "text"),
 )
 def test_bad_loss_is_refused(mode, loss, error):

@@ -50,11 +50,7 @@ def squared(net):
 
 
 def nested(kind, x, y):
-    return {
-        "dict": ({"x": x, "y": [y, y]},),
-        "named tuple": (Pair(x, y),),
-        "dataclass": (Record(x, y, "kept"),),
-    }[kind]
+    return {"dict": ({"x": x, "y": [y, y]},), "named tuple": (Pair(x, y),), "dataclass": (Record(x, y, "kept"),)}[kind]
 
 
 @pytest.mark.parametrize("kind", ["dict", "named tuple", "dataclass"])

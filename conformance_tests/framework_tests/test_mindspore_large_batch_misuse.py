@@ -50,9 +50,7 @@ def test_function():
 @pytest.mark.parametrize("mode", ["pynative", "jit"])
 @pytest.mark.parametrize(
     ("options", "batch", "words"),
-    [
-        ({}, (X, COOTensor(Tensor([[0, 1]]), Tensor([1.0]), (5, 2))), r"batch\[1\]: expected a Tensor or array to split; got a"),
-    ],
+    [({}, (X, COOTensor(Tensor([[0, 1]]), Tensor([1.0]), (5, 2))), r"batch\[1\]: expected a Tensor or array to split; got a")],
 )
 def test_batches(mode, options, batch, words):
     with pytest.raises(ArgumentValueError, match=words):

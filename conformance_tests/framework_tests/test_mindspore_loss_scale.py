@@ -10,13 +10,7 @@ Our scale and tracker are its ``scale_value`` and ``counter``, stepped once per 
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import (
-    Parameter,
-    Tensor,
-    amp,
-    nn,
-    ops,
-)
+from mindspore import Parameter, Tensor, amp, nn, ops
 from mindspore.amp import FixedLossScaleManager
 from mindspore.dataset import NumpySlicesDataset
 from mindspore.train import Model

@@ -11,15 +11,7 @@ from mindspore import Parameter, Tensor, nn, ops
 import gradaccum
 from conformance_tests.framework_tests.mindspore_common import set_mode
 from gradaccum_mindspore import sums
-from gradaccum_mindspore.sums import (
-    ROW,
-    SMALL,
-    Packed,
-    compiled_measure,
-    measure,
-    norm_over,
-    robust_measure,
-)
+from gradaccum_mindspore.sums import ROW, SMALL, Packed, compiled_measure, measure, norm_over, robust_measure
 
 SHAPES = {
     "one": [(3,)],

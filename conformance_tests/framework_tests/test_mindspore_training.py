@@ -5,29 +5,14 @@ from types import SimpleNamespace
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import (
-    Tensor,
-    nn,
-    ops,
-)
+from mindspore import Tensor, nn, ops
 from mindspore.dataset import NumpySlicesDataset
-from mindspore.train import (
-    Callback,
-    CheckpointConfig,
-    LearningRateScheduler,
-    LossMonitor,
-    Model,
-    ModelCheckpoint,
-)
+from mindspore.train import Callback, CheckpointConfig, LearningRateScheduler, LossMonitor, Model, ModelCheckpoint
 
 import gradaccum
 from conformance_tests.framework_tests.mindspore_common import BIAS, WEIGHT, X, Y, make_net, pynative_after, set_mode  # noqa: F401
 from gradaccum_conformance.deep import deep_but
-from gradaccum_mindspore import (
-    FlushAtEpochEnd,
-    TrainOneStepCell,
-    load_checkpoint_into,
-)
+from gradaccum_mindspore import FlushAtEpochEnd, TrainOneStepCell, load_checkpoint_into
 
 MODES = ("pynative", "graph")
 

@@ -13,10 +13,7 @@ import torch
 import gradaccum
 
 DYNAMIC = gradaccum.DynamicLossScale(init_scale=1024.0)
-NO_SCALE: dict[str, Callable[[], Any]] = {
-    "none": lambda: None,
-    "disabled": lambda: torch.amp.GradScaler("cpu", enabled=False),
-}
+NO_SCALE: dict[str, Callable[[], Any]] = {"none": lambda: None, "disabled": lambda: torch.amp.GradScaler("cpu", enabled=False)}
 
 
 def make(**options: Any) -> tuple[torch.nn.Parameter, Any]:

@@ -17,15 +17,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LinearLR, StepLR
 
 import gradaccum
-from conformance_tests.framework_tests.torch_model import (
-    PLACES,
-    X,
-    by_place,
-    loss_of,
-    make,
-    make_model,
-    rows_of,
-)
+from conformance_tests.framework_tests.torch_model import PLACES, X, by_place, loss_of, make, make_model, rows_of
 from gradaccum_torch.window.watch import Place, _place_of_pass
 
 

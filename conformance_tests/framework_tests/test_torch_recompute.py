@@ -12,16 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from conformance_tests.framework_tests.torch_recompute import (
-    WAYS,
-    Average,
-    data,
-    make,
-    recomputed,
-    same,
-    state,
-    trained,
-)
+from conformance_tests.framework_tests.torch_recompute import WAYS, Average, data, make, recomputed, same, state, trained
 from gradaccum_torch.recomputation import function, recompute
 
 

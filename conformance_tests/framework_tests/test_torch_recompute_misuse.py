@@ -10,12 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from conformance_tests.framework_tests.torch_recompute import (
-    data,
-    make,
-    same,
-    trained,
-)
+from conformance_tests.framework_tests.torch_recompute import data, make, same, trained
 from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
 from gradaccum_torch.recomputation import recompute
 

@@ -15,15 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import gradaccum
-from conformance_tests.framework_tests.torch_recompute import (
-    data,
-    kept_bytes,
-    make,
-    recomputed,
-    same,
-    state,
-    trained,
-)
+from conformance_tests.framework_tests.torch_recompute import data, kept_bytes, make, recomputed, same, state, trained
 from gradaccum_torch.large_batch import backward, coupled_backward
 from gradaccum_torch.recomputation import function, recompute
 

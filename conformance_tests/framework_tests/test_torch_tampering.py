@@ -91,8 +91,7 @@ def test_clipping_the_true_gradient_is_allowed(options: dict, micro_batches: int
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"steps": 1, "loss_scale": 2.0}, {"steps": 2, "reduction": "sum", "accumulate_dtype": "float64"}, {"steps": 2}],
+    "options", [{"steps": 1, "loss_scale": 2.0}, {"steps": 2, "reduction": "sum", "accumulate_dtype": "float64"}, {"steps": 2}]
 )
 def test_clipping_another_gradient_is_refused(options: dict) -> None:
     """``.grad`` holds a scaled gradient, a part of the sum, or a sum that is not divided yet."""

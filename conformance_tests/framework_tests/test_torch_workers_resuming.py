@@ -13,14 +13,7 @@ import pytest
 import torch
 
 import gradaccum
-from conformance_tests.framework_tests.torch_workers.common import (
-    alone,
-    build,
-    learn,
-    micro_batches,
-    require_equal,
-    sgd,
-)
+from conformance_tests.framework_tests.torch_workers.common import alone, build, learn, micro_batches, require_equal, sgd
 from gradaccum_torch import redistributed
 
 HALF = {"dtype": torch.bfloat16, "master_weights": True}

@@ -8,17 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from conformance_tests.framework_tests.torch_cases import (
-    CLASSES,
-    TOKENS,
-    WIDTH,
-    Case,
-    Square,
-    classes,
-    cross_entropy,
-    inputs,
-    net,
-)
+from conformance_tests.framework_tests.torch_cases import CLASSES, TOKENS, WIDTH, Case, Square, classes, cross_entropy, inputs, net
 
 
 def batch_norm() -> Case:

@@ -10,17 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from conformance_tests.framework_tests.torch_cases import (
-    CLASSES,
-    ITEMS,
-    TOKENS,
-    WIDTH,
-    Case,
-    classes,
-    inputs,
-    mask,
-    net,
-)
+from conformance_tests.framework_tests.torch_cases import CLASSES, ITEMS, TOKENS, WIDTH, Case, classes, inputs, mask, net
 
 
 def mean_of_token_means() -> Case:

@@ -10,18 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from conformance_tests.framework_tests.torch_cases import (
-    CLASSES,
-    ITEMS,
-    TOKENS,
-    WIDTH,
-    Case,
-    classes,
-    cross_entropy,
-    inputs,
-    mask,
-    net,
-)
+from conformance_tests.framework_tests.torch_cases import CLASSES, ITEMS, TOKENS, WIDTH, Case, classes, cross_entropy, inputs, mask, net
 
 
 def layer_norm() -> Case:

@@ -12,18 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from conformance_tests.framework_tests.torch_cases import (
-    ITEMS,
-    TOKENS,
-    WIDTH,
-    Case,
-    Square,
-    classes,
-    cross_entropy,
-    inputs,
-    mask,
-    net,
-)
+from conformance_tests.framework_tests.torch_cases import ITEMS, TOKENS, WIDTH, Case, Square, classes, cross_entropy, inputs, mask, net
 
 
 def linear_float32() -> Case:

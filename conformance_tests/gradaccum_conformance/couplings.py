@@ -77,8 +77,4 @@ def balance(left: Array, right: Array, temperature: float) -> Coupled:
     return Coupled(loss, p * (dp - (dp * p).sum(1, keepdims=True)), np.zeros_like(right), loss)
 
 
-COUPLINGS: dict[Coupling, Callable[[Array, Array, float], Coupled]] = {
-    "contrast": contrast,
-    "covariance": covariance,
-    "balance": balance,
-}
+COUPLINGS: dict[Coupling, Callable[[Array, Array, float], Coupled]] = {"contrast": contrast, "covariance": covariance, "balance": balance}

@@ -14,20 +14,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from gradaccum_conformance.couplings import COUPLINGS, TEMPERATURE, Coupling, mirrored
 from gradaccum_conformance.harness import Loss
-from gradaccum_conformance.specs import (
-    Array,
-    Arrays,
-    Attention,
-    AvgPool,
-    Batch,
-    Conv,
-    Dense,
-    Flatten,
-    Layer,
-    MeanOverLength,
-    Model,
-    Tanh,
-)
+from gradaccum_conformance.specs import Array, Arrays, Attention, AvgPool, Batch, Conv, Dense, Flatten, Layer, MeanOverLength, Model, Tanh
 
 Backward = Callable[[Array], tuple[Array, Arrays]]
 

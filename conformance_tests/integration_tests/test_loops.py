@@ -121,10 +121,7 @@ def test_gan_by_turns_equals_large_batch() -> None:
     run, large = gan(wrapped), gan(lambda optimizer: optimizer)
     for start in range(0, STEPS * WINDOWS, STEPS):
         window = batches(MICRO)[start : start + STEPS]
-        for net, optimizer, loss in (
-            (run.netD, run.optimizerD, loss_of_discriminator),
-            (run.netG, run.optimizerG, loss_of_generator),
-        ):
+        for net, optimizer, loss in ((run.netD, run.optimizerD, loss_of_discriminator), (run.netG, run.optimizerG, loss_of_generator)):
             for batch in window:
                 net.zero_grad()
                 loss(run.netD, run.netG, batch).backward()

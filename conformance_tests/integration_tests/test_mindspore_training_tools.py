@@ -13,13 +13,7 @@ import pytest
 ms = pytest.importorskip("mindspore", reason="needs MindSpore")
 
 import numpy as np  # noqa: E402
-from mindspore import (  # noqa: E402
-    Tensor,
-    amp,
-    boost,
-    nn,
-    train,
-)
+from mindspore import Tensor, amp, boost, nn, train  # noqa: E402
 from mindspore.nn import learning_rate_schedule  # noqa: E402
 
 import gradaccum  # noqa: E402
@@ -35,11 +29,7 @@ from conformance_tests.integration_tests.mindspore_training import (  # noqa: E4
     same,
     set_mode,
 )
-from gradaccum_mindspore import (  # noqa: E402
-    FlushAtEpochEnd,
-    TrainOneStepCell,
-    load_checkpoint_into,
-)
+from gradaccum_mindspore import FlushAtEpochEnd, TrainOneStepCell, load_checkpoint_into  # noqa: E402
 
 os.environ.setdefault("GLOG_v", "4")
 

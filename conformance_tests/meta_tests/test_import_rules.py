@@ -17,11 +17,7 @@ import gradaccum
 import gradaccum.kit
 
 ROOT = Path(__file__).parents[2]
-ADAPTERS = {
-    "gradaccum_torch": {"torch"},
-    "gradaccum_jax": {"jax", "optax"},
-    "gradaccum_mindspore": {"mindspore"},
-}
+ADAPTERS = {"gradaccum_torch": {"torch"}, "gradaccum_jax": {"jax", "optax"}, "gradaccum_mindspore": {"mindspore"}}
 DOORS = {"gradaccum": gradaccum, "gradaccum.kit": gradaccum.kit}
 FRAMEWORKS = set().union(*ADAPTERS.values())
 

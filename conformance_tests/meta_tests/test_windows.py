@@ -66,10 +66,7 @@ def test_example_in_docstring() -> None:
 
 def test_short_last_window_has_its_own_totals() -> None:
     made = [(window.number, list(window), dict(window.totals)) for window in windows([[5, 3], [2], [7, 1, 4]], 2, COUNT)]
-    assert made == [
-        (0, [[5, 3], [2]], {"tokens": 10.0, "sequences": 3.0}),
-        (1, [[7, 1, 4]], {"tokens": 12.0, "sequences": 3.0}),
-    ]
+    assert made == [(0, [[5, 3], [2]], {"tokens": 10.0, "sequences": 3.0}), (1, [[7, 1, 4]], {"tokens": 12.0, "sequences": 3.0})]
 
 
 @given(sizes=st.lists(st.integers(0, 9), max_size=30), steps=st.integers(1, 7))
@@ -346,11 +343,7 @@ class Crew:
 def test_worker_whose_loader_ends_first_takes_part() -> None:
     crew = Crew(3)
     made = crew.run([[1, 2, 3, 4, 5], [6], []], 2)
-    assert made == [
-        [([1, 2], 9.0), ([3, 4], 7.0), ([5], 5.0)],
-        [([6], 9.0), ([], 7.0), ([], 5.0)],
-        [([], 9.0), ([], 7.0), ([], 5.0)],
-    ]
+    assert made == [[([1, 2], 9.0), ([3, 4], 7.0), ([5], 5.0)], [([6], 9.0), ([], 7.0), ([], 5.0)], [([], 9.0), ([], 7.0), ([], 5.0)]]
     assert crew.reductions == 4, "one per window, and one that finds that all have ended"
 
 

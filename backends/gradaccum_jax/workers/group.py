@@ -112,10 +112,7 @@ def require_own_loss(loss: Scalar, state: AccumulationState, axes: tuple[str, ..
         found, fix = f"one that is the same along {sorted(reduced)}, as its type says", "Pass the loss as it was before jax.lax.pmean."
         raise explain(UsageError, "value", expected="the loss of this device's own micro-batch", found=found, fix=fix)
     if differing := axes_of(loss) - axes_of(state.loss):
-        found, fix = (
-            f"one that may differ along {sorted(differing)}",
-            "Average it as the gradients are: jax.lax.pmean(loss, axis_name).",
-        )
+        found, fix = (f"one that may differ along {sorted(differing)}", "Average it as the gradients are: jax.lax.pmean(loss, axis_name).")
         raise explain(UsageError, "value", expected="one loss on all devices that have one state", found=found, fix=fix)
 
 

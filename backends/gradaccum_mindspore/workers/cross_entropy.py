@@ -236,15 +236,7 @@ class ClassShardedLosses(nn.Cell):  # type: ignore[misc]
     """The losses of all items from what the workers know together; no communication, forward or backward."""
 
     def construct(
-        self,
-        shard: Tensor,
-        index: Tensor,
-        maximum: Tensor,
-        total: Tensor,
-        target: Tensor,
-        even: Tensor,
-        share: Tensor,
-        uniform: Tensor,
+        self, shard: Tensor, index: Tensor, maximum: Tensor, total: Tensor, target: Tensor, even: Tensor, share: Tensor, uniform: Tensor
     ) -> Tensor:
         return ops.log(total) - share * target - uniform * even
 

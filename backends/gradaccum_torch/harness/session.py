@@ -19,12 +19,7 @@ from gradaccum_conformance import Array, Arrays, Batch, Captured, Dtype, Fault, 
 from gradaccum_conformance import Harness as BaseHarness
 from gradaccum_conformance.specs import Attention, AvgPool, Conv, Dense, Flatten, Layer, MeanOverLength, Tanh
 
-_DTYPES: dict[str, torch.dtype] = {
-    "float32": torch.float32,
-    "float64": torch.float64,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-}
+_DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "float64": torch.float64, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 class CaptureSGD(torch.optim.SGD):

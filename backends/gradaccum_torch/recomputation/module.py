@@ -24,20 +24,12 @@ M = TypeVar("M", bound=nn.Module)
 
 @overload
 def recompute(
-    function: M,
-    *,
-    segments: int | None = None,
-    submodules: Iterable[str | nn.Module] | None = None,
-    preserve_rng_state: bool = True,
+    function: M, *, segments: int | None = None, submodules: Iterable[str | nn.Module] | None = None, preserve_rng_state: bool = True
 ) -> M: ...
 @overload
 def recompute(function: F, *, preserve_rng_state: bool = True) -> F: ...
 def recompute(
-    function: Any,
-    *,
-    segments: int | None = None,
-    submodules: Iterable[str | nn.Module] | None = None,
-    preserve_rng_state: bool = True,
+    function: Any, *, segments: int | None = None, submodules: Iterable[str | nn.Module] | None = None, preserve_rng_state: bool = True
 ) -> Any:
     """Return `function`, or the module itself, such that the backward pass recomputes its activations.
 

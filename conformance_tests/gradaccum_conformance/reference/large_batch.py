@@ -96,13 +96,7 @@ def require_scalar(loss: Any) -> None:
 
 
 def value_and_grad(
-    loss_fn: LossFn,
-    batch: tuple[Any, ...],
-    *,
-    reduction: str = "mean",
-    weight: Any = None,
-    aux: Any = None,
-    **division: Any,
+    loss_fn: LossFn, batch: tuple[Any, ...], *, reduction: str = "mean", weight: Any = None, aux: Any = None, **division: Any
 ) -> tuple[float, Arrays, Any]:
     """Loss, gradient and merged outputs of the large batch."""
     kit.require_reduction(reduction)

@@ -53,12 +53,7 @@ SAME_ERRORS: dict[str, tuple[str, Option, type, str]] = {
     "unknown option": ("no_such_option", 1, gradaccum.ArgumentTypeError, "The options are steps, reduction"),
     "misspelt option": ("clip_nrom", 1.0, gradaccum.ArgumentTypeError, "Did you mean clip_norm=1.0?"),
     "option of another library": ("gradient_accumulation_steps", 4, gradaccum.ArgumentTypeError, "Did you mean steps=4?"),
-    "dtype of a Python type": (
-        "accumulate_dtype",
-        int,
-        gradaccum.ArgumentTypeError,
-        "expected a floating dtype",
-    ),
+    "dtype of a Python type": ("accumulate_dtype", int, gradaccum.ArgumentTypeError, "expected a floating dtype"),
     "dtype by a wrong name": ("accumulate_dtype", "float31", gradaccum.ArgumentValueError, "expected a floating dtype"),
     "foreign scaler": ("loss_scale", ForeignScaler(), gradaccum.ArgumentTypeError, "(ForeignScaler)"),
 }

@@ -23,11 +23,7 @@ by_coupling = pytest.mark.parametrize("coupling", get_args(Coupling))
 
 
 def run(
-    backend: LargeBatchHarness,
-    coupling: Coupling,
-    options: Mapping[str, Option],
-    dtype: Dtype = "float64",
-    mode: str | None = None,
+    backend: LargeBatchHarness, coupling: Coupling, options: Mapping[str, Option], dtype: Dtype = "float64", mode: str | None = None
 ) -> Outcome:
     return backend.coupled(LargeBatchCall(MLP, make_weights(MLP), dtype, mode, options=options), coupling, standard_batch(MLP))
 

@@ -33,12 +33,7 @@ PACKED = (3, 3, 1, 2, 2, 1)
 
 
 def split(
-    backend: LargeBatchHarness,
-    options: Mapping[str, Option],
-    model: Model = MLP,
-    *,
-    dtype: Dtype = "float32",
-    mode: str | None = None,
+    backend: LargeBatchHarness, options: Mapping[str, Option], model: Model = MLP, *, dtype: Dtype = "float32", mode: str | None = None
 ) -> Outcome:
     reduction = str(options.get("reduction", "mean"))
     call = LargeBatchCall(model, make_weights(model), dtype, mode, micro_loss(reduction), options)

@@ -45,11 +45,7 @@ BAD_LOSSES: dict[str, tuple[Returns, dict[str, Option], str]] = {
     "the loss alone": (lambda loss, logits: loss, {"aux": "sum"}, r"loss_fn: expected a function that returns \(loss, aux\)"),
     "a number for rows": (lambda loss, logits: (loss, logits.sum()), {"aux": "concatenate"}, ".*: expected an array with a leading axis"),
 }
-BAD_WEIGHTS: dict[str, Any] = {
-    "negative": lambda x, y: -1.0,
-    "not finite": lambda x, y: np.nan,
-    "one per item": lambda x, y: x.sum(1),
-}
+BAD_WEIGHTS: dict[str, Any] = {"negative": lambda x, y: -1.0, "not finite": lambda x, y: np.nan, "one per item": lambda x, y: x.sum(1)}
 BAD_SPLITS: dict[str, tuple[dict[str, Option], str]] = {
     "no function": ({"split": 3}, "split"),
     "no micro-batch": ({"split": lambda x, y: []}, "split|batch"),

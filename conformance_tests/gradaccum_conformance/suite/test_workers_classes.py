@@ -147,11 +147,7 @@ def is_refusal(answer: Answer, argument: str) -> bool:
     return isinstance(answer, Raised) and answer.kind.startswith("Argument") and answer.message.startswith(f"{argument}: expected")
 
 
-BAD: dict[str, list[Option]] = {
-    "ignore_index": [None, 1.5],
-    "label_smoothing": [-0.1, 1.5, "much", np.nan],
-    "reduction": ["median", None],
-}
+BAD: dict[str, list[Option]] = {"ignore_index": [None, 1.5], "label_smoothing": [-0.1, 1.5, "much", np.nan], "reduction": ["median", None]}
 
 
 @pytest.mark.parametrize("name", BAD)

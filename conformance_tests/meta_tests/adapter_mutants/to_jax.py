@@ -71,12 +71,7 @@ MUTANTS = (
         "with_event(emptied, False",
         OWN + "test_jax_loop.py::test_discard_leaves_the_state_of_the_start",
     ),
-    Mutant(
-        "report_no_norm",
-        "ended._replace(last_grad_norm=norm)",
-        "ended",
-        SUITE + "test_clipping.py::test_norm_is_reported",
-    ),
+    Mutant("report_no_norm", "ended._replace(last_grad_norm=norm)", "ended", SUITE + "test_clipping.py::test_norm_is_reported"),
     Mutant(
         "hide_a_dropped_micro_batch",
         "event, tells = (False, False, dropped),",

@@ -84,10 +84,7 @@ MUTANTS = (
         SUITE + "test_checkpoint.py::test_resume_in_every_mode",
     ),
     Mutant(
-        "save_no_loss",
-        '"loss": saved.known.loss',
-        '"loss": 0.0',
-        SUITE + "test_knowledge.py::test_open_window_keeps_its_loss_when_saved",
+        "save_no_loss", '"loss": saved.known.loss', '"loss": 0.0', SUITE + "test_knowledge.py::test_open_window_keeps_its_loss_when_saved"
     ),
     Mutant(
         "move_the_scheduler_each_micro_batch",
