@@ -3,6 +3,7 @@
 from gradaccum_torch.backend import TorchBackend, backend, wrap
 from gradaccum_torch.large_batch.backward import backward
 from gradaccum_torch.large_batch.coupled import coupled_backward
+from gradaccum_torch.layered import layered_backward
 from gradaccum_torch.optimizer import AccumulatingOptimizer
 from gradaccum_torch.recomputation import recompute
 from gradaccum_torch.saving import redistributed
@@ -17,6 +18,7 @@ __all__ = [
     "backend",
     "backward",
     "coupled_backward",
+    "layered_backward",
     "recompute",
     "redistributed",
     "sharded_cross_entropy",

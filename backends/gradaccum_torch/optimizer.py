@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
 from functools import partial, wraps
 from types import FunctionType, MethodType, TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar, final
@@ -476,6 +477,8 @@ class WholeWindow:
         self._window, self._parameters, self.options = window, parameters, options
         self._before: list[tuple[Tensor, Tensor]] = []
         self._sharded = any(map(private.is_sharded, parameters.unique()))
+        self._parts: list[Callable[[Tensor], bool]] = []
+        """Those that were updated, which cannot be undone."""
 
     def __enter__(self) -> WholeWindow:
         if self._window.is_under_way():
@@ -498,6 +501,21 @@ class WholeWindow:
             for parameter, gradient in self._before:
                 parameter.grad = gradient.zero_()
         self._window.strategy.watch.reset()
+        if self._parts:
+            self._window.update.leave_half_made()
+
+    @contextmanager
+    def adding(self) -> Iterator[None]:
+        """Add what backward passes inside the block deliver to the sum: the micro-batches that they are of are counted already."""
+        strategy = self._window.strategy
+        with strategy.watch.unwatched():
+            yield
+        strategy.load(strategy.release())
+
+    def part(self, belongs: Callable[[Tensor], bool]) -> None:
+        """Update the parameters that `belongs` is true of, whose sum is complete, and free it; the window stays open for the others."""
+        self._parts.append(belongs)
+        self._window.close_part(belongs)
 
     @property
     def parameters(self) -> set[int]:

@@ -142,6 +142,19 @@ class Parameters:
         if not set_to_none:
             self._zero_those_freed()
 
+    @contextmanager
+    def only(self, parameters: Iterable[Tensor]) -> Iterator[None]:
+        """Leave the masters of all others alone inside the block."""
+        every, own = dict(self.masters), set(map(id, parameters))
+        try:
+            for parameter in every:
+                if id(parameter) not in own:
+                    del self.masters[parameter]
+            yield
+        finally:
+            self.masters.clear()
+            self.masters.update(every)
+
     def free_gradients(self) -> None:
         for tensor in (*self.positions(), *self.masters.values()):
             tensor.grad = None

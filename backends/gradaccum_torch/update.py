@@ -77,6 +77,10 @@ class Update:
         """Forget an update that raised: its window was discarded, or a state was loaded."""
         self.progress = Progress.NOT_BEGUN
 
+    def leave_half_made(self) -> None:
+        """Refuse to go on: a part of the parameters has an update that the others lack."""
+        self.progress = Progress.HALF_MADE
+
     def require_whole(self) -> None:
         if self.progress is Progress.HALF_MADE:
             raise half_made_error()

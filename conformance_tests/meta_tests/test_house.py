@@ -25,14 +25,14 @@ class Limits(NamedTuple):
 
 LIMITS = {
     "gradaccum": Limits(26, 3_170, 9),
-    "backends/gradaccum_torch": Limits(46, 6_585, 11),
+    "backends/gradaccum_torch": Limits(47, 6_935, 11),
     "backends/gradaccum_jax": Limits(35, 3_585, 9),
     "backends/gradaccum_mindspore": Limits(39, 4_580, 9),
 }
 """The adapters' are without their harnesses, which only the suite imports."""
 IMPORTS = 0.102
 """The share of import statements in all code lines of production."""
-CHANGED_ATTRIBUTES = 58
+CHANGED_ATTRIBUTES = 59
 """The attributes in torch that are assigned outside of ``__init__``: more state that somebody must keep in mind."""
 
 

@@ -26,6 +26,7 @@ ROOMS = {
     "harness/large_batch": ("the calls that take the large batch, as the suite makes them", ALL),
     "harness/session": ("a model under an optimizer, as the suite drives it", ALL),
     "harness/workers": ("the engine's workers, as the suite drives them", ALL),
+    "layered": ("a window that runs layer by layer", {TORCH}),
     "large_batch/auto": ("the largest micro-batch that fits", {TORCH, JAX}),
     "large_batch/batch": ("the large batch and its micro-batches", ALL),
     "large_batch/coupled": ("losses that couple the items of a batch, in two passes", ALL),

@@ -7,31 +7,30 @@ divide at the end.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from gradaccum import ArgumentTypeError, ArgumentValueError, AutoMicroBatchSize, kit
+from gradaccum import AutoMicroBatchSize, kit
 from gradaccum_torch.large_batch.auto import has_nothing_to_share, run_divided, share_nothing
 from gradaccum_torch.large_batch.batch import (
     LargeBatch,
+    Merged,
     MicroBatch,
     Shares,
     Split,
     Weight,
-    cat,
     evaluated,
     large_batch_loss,
     require_alone,
     require_function,
+    require_kinds,
     shares_of,
 )
-from gradaccum_torch.large_batch.gradients import Gradients, InWindow, delivering, require_optimizer
+from gradaccum_torch.large_batch.gradients import Collector, LossesInGrad, LossesInWindow, delivering, require_optimizer
 from gradaccum_torch.large_batch.replay import reached_by
 from gradaccum_torch.optimizer import AccumulatingOptimizer
 from gradaccum_torch.private import untraced_within
-from gradaccum_torch.sums.arithmetic import HALF
 
 
 @untraced_within
@@ -149,163 +148,3 @@ class _Call:
             merged.add(aux, micro_batch)
         collector.add(loss, micro_batch.weight, contribution)
         return loss.detach().clone()  # The next micro-batch's may come in the same memory, from the replay of a CUDA graph.
-
-
-# The losses of the micro-batches, one after the other, on their way to ``.grad`` or into a window.
-
-
-class LossesInGrad(Gradients):
-    """The collector into ``.grad``."""
-
-    def __init__(self, shares: Shares) -> None:
-        super().__init__()
-        self._shares = shares
-        self._unit: float | None = None
-        """The divisor that the incoming gradients have already; what is left of it divides the sum at the end."""
-
-    def add(self, loss: Tensor, weight: float, contribution: float) -> None:
-        """Differentiate the loss of a micro-batch, shape ``()``."""
-        if contribution:
-            self.reach(loss)
-            if self._unit is None:
-                self._unit = self._unit_for(loss)
-            self.backward([loss], [torch.full_like(loss, contribution / self._unit, requires_grad=False)])
-
-    def close(self) -> None:
-        """Deliver the gradients after the last micro-batch."""
-        self.deliver(1.0 if self._unit is None else self._shares.divisor / self._unit)
-
-    def _unit_for(self, loss: Tensor) -> float:
-        """Return the whole divisor, so that no pass over the sums is needed.
-
-        Half-precision gradients are divided as the wide sums are cast; there the largest micro-batch begins with 1, against underflow.
-        """
-        if self.are_half() or loss.dtype in (torch.float16, torch.bfloat16):
-            return max(self._shares.contributions)
-        return self._shares.divisor
-
-
-class LossesInWindow(InWindow):
-    """The collector into the next window of a wrapped optimizer, which it closes."""
-
-    def __init__(self, optimizer: AccumulatingOptimizer, shares: Shares) -> None:
-        super().__init__(optimizer)
-        self._shares = shares
-
-    def add(self, loss: Tensor, weight: float, contribution: float) -> None:
-        if contribution:
-            self.reach(loss)
-        self._optimizer.backward(loss, weight=weight)
-        self._others.note()
-        self._optimizer.step()
-
-    def close(self) -> None:
-        self.deliver(self._shares.divisor)
-
-
-Collector = LossesInGrad | LossesInWindow
-
-
-# The other outputs of a loss function, merged as they come into those of the large batch. The core has the arithmetic.
-
-
-class _Ops:
-    def maximum(self, a: Tensor, b: Tensor) -> Tensor:
-        return torch.maximum(a, b)
-
-    def minimum(self, a: Tensor, b: Tensor) -> Tensor:
-        return torch.minimum(a, b)
-
-    def widened(self, value: Tensor) -> Tensor:
-        if value.dtype in HALF:
-            return value.float()
-        return value.long() if value.dtype is torch.bool else value
-
-
-_OPS = _Ops()
-
-
-class _Sums(NamedTuple):
-    """The aux of the micro-batches so far, leaf by leaf."""
-
-    nest: kit.Nest
-    paths: list[str]
-    kinds: list[str]
-    so_far: list[Any]
-    items: int = 0
-    weight: float = 0.0
-
-
-class Merged:
-    """The aux of the micro-batches seen so far."""
-
-    def __init__(self, declared: kit.Nest) -> None:
-        self._declared = declared
-        self._sums: _Sums | None = None
-        require_kinds(declared)
-
-    def add(self, aux: kit.Nest, micro_batch: MicroBatch) -> None:
-        """Merge one micro-batch's aux; leaves are tensors of any dtype or Python numbers, and are detached."""
-        leaves = kit.leaves_of(aux, "aux")
-        paths, sums = [leaf.path for leaf in leaves], self._sums
-        kinds = kit.kinds_of(self._declared, aux) if sums is None else sums.kinds
-        if sums is not None and paths != sums.paths:
-            fix = "Return the same structure for every micro-batch."
-            raise kit.explain(ArgumentValueError, "aux", expected=f"the leaves {sums.paths}", found=f"{paths}", fix=fix)
-        values = [_value(leaf.path, leaf.value) for leaf in leaves]
-        shares = [self._share(*each, micro_batch) for each in zip(kinds, paths, values, strict=True)]
-        if sums is None:
-            so_far: list[Any] = [[given] if kind == "concatenate" else given for kind, given in zip(kinds, shares, strict=True)]
-            sums = _Sums(aux, paths, kinds, so_far)
-        else:
-            so_far = [_joined(*each) for each in zip(kinds, sums.so_far, shares, paths, strict=True)]
-        self._sums = sums._replace(so_far=so_far, items=sums.items + (micro_batch.items or 0), weight=sums.weight + micro_batch.weight)
-
-    def result(self) -> kit.Nest:
-        """Return the large batch's aux. Means of half precision are in float32; a total weight of 0 gives 0."""
-        assert self._sums is not None
-        nest, paths, kinds, so_far, items, weight = self._sums
-        return kit.with_leaves(nest, iter([_finished(*each, items, weight) for each in zip(kinds, so_far, paths, strict=True)]))
-
-    def _share(self, kind: str, path: str, value: Tensor, micro_batch: MicroBatch) -> Tensor:
-        if kind == "concatenate" and value.dim() == 0:
-            raise kit.concatenate_error(path, "a scalar")
-        if kind == "mean" and micro_batch.items is None:
-            fix = "Declare weighted_mean for this leaf: a micro-batch of your own split has a weight, and no number of items."
-            raise kit.explain(ArgumentValueError, path, expected="a kind that needs no number of items", got=kind, fix=fix)
-        if kind == "weighted_mean" and micro_batch.weight == 0:  # Adds nothing, even if it is NaN.
-            value = torch.zeros_like(value)
-        return kit.share(kind, value, micro_batch.items, micro_batch.weight, _OPS)
-
-
-def _finished(kind: str, so_far: Any, path: str, items: int, weight: float) -> Tensor:
-    made: Tensor = cat(path, so_far) if kind == "concatenate" else kit.finished(kind, so_far, items, weight or 1.0)
-    return made
-
-
-def require_kinds(declared: kit.Nest) -> None:
-    inside = [(step, part) for step, part in enumerate(declared)] if isinstance(declared, list | tuple) else kit.children_of(declared)
-    if inside is None:
-        kit.require_kind(declared)
-    for _, part in inside or ():
-        require_kinds(part)
-
-
-def _value(path: str, value: object) -> Tensor:
-    """Return `value` as a tensor of its own without a graph; a Python float in float64."""
-    if isinstance(value, Tensor):
-        return value.detach().clone()  # The next micro-batch may write into it: a buffer, or what a CUDA graph returns.
-    if isinstance(value, bool | int | float | complex):
-        return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
-    fix = "Return tensors and numbers."
-    raise kit.explain(ArgumentTypeError, path, expected="a tensor or a number", got=value, fix=fix)
-
-
-def _joined(kind: str, so_far: Any, given: Tensor, path: str) -> Any:
-    if kind == "concatenate":
-        so_far.append(given)
-        return so_far
-    if so_far.shape != given.shape:
-        fix = "Reduce it to one shape in the loss function, or declare concatenate."
-        raise kit.explain(ArgumentValueError, path, expected=f"the shape {tuple(so_far.shape)}", found=f"{tuple(given.shape)}", fix=fix)
-    return kit.merged(kind, so_far, given, _OPS)

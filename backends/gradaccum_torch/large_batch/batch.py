@@ -289,3 +289,108 @@ def large_batch_loss(losses: Sequence[Tensor], shares: Shares) -> Tensor:
     by = factors[0] if same else torch.tensor(factors, dtype=wide, device=losses[0].device)
     total: Tensor = torch.stack(values).sum() * by if same else (torch.stack(values) * by).sum()
     return total.to(dtype)
+
+
+# The other outputs of a loss function, merged as they come into those of the large batch. The core has the arithmetic.
+
+
+class _Ops:
+    def maximum(self, a: Tensor, b: Tensor) -> Tensor:
+        return torch.maximum(a, b)
+
+    def minimum(self, a: Tensor, b: Tensor) -> Tensor:
+        return torch.minimum(a, b)
+
+    def widened(self, value: Tensor) -> Tensor:
+        if value.dtype in HALF:
+            return value.float()
+        return value.long() if value.dtype is torch.bool else value
+
+
+_OPS = _Ops()
+
+
+class _Sums(NamedTuple):
+    """The aux of the micro-batches so far, leaf by leaf."""
+
+    nest: kit.Nest
+    paths: list[str]
+    kinds: list[str]
+    so_far: list[Any]
+    items: int = 0
+    weight: float = 0.0
+
+
+class Merged:
+    """The aux of the micro-batches seen so far."""
+
+    def __init__(self, declared: kit.Nest) -> None:
+        self._declared = declared
+        self._sums: _Sums | None = None
+        require_kinds(declared)
+
+    def add(self, aux: kit.Nest, micro_batch: MicroBatch) -> None:
+        """Merge one micro-batch's aux; leaves are tensors of any dtype or Python numbers, and are detached."""
+        leaves = kit.leaves_of(aux, "aux")
+        paths, sums = [leaf.path for leaf in leaves], self._sums
+        kinds = kit.kinds_of(self._declared, aux) if sums is None else sums.kinds
+        if sums is not None and paths != sums.paths:
+            fix = "Return the same structure for every micro-batch."
+            raise kit.explain(ArgumentValueError, "aux", expected=f"the leaves {sums.paths}", found=f"{paths}", fix=fix)
+        values = [_value(leaf.path, leaf.value) for leaf in leaves]
+        shares = [self._share(*each, micro_batch) for each in zip(kinds, paths, values, strict=True)]
+        if sums is None:
+            so_far: list[Any] = [[given] if kind == "concatenate" else given for kind, given in zip(kinds, shares, strict=True)]
+            sums = _Sums(aux, paths, kinds, so_far)
+        else:
+            so_far = [_joined(*each) for each in zip(kinds, sums.so_far, shares, paths, strict=True)]
+        self._sums = sums._replace(so_far=so_far, items=sums.items + (micro_batch.items or 0), weight=sums.weight + micro_batch.weight)
+
+    def result(self) -> kit.Nest:
+        """Return the large batch's aux. Means of half precision are in float32; a total weight of 0 gives 0."""
+        assert self._sums is not None
+        nest, paths, kinds, so_far, items, weight = self._sums
+        return kit.with_leaves(nest, iter([_finished(*each, items, weight) for each in zip(kinds, so_far, paths, strict=True)]))
+
+    def _share(self, kind: str, path: str, value: Tensor, micro_batch: MicroBatch) -> Tensor:
+        if kind == "concatenate" and value.dim() == 0:
+            raise kit.concatenate_error(path, "a scalar")
+        if kind == "mean" and micro_batch.items is None:
+            fix = "Declare weighted_mean for this leaf: a micro-batch of your own split has a weight, and no number of items."
+            raise kit.explain(ArgumentValueError, path, expected="a kind that needs no number of items", got=kind, fix=fix)
+        if kind == "weighted_mean" and micro_batch.weight == 0:  # Adds nothing, even if it is NaN.
+            value = torch.zeros_like(value)
+        return kit.share(kind, value, micro_batch.items, micro_batch.weight, _OPS)
+
+
+def _finished(kind: str, so_far: Any, path: str, items: int, weight: float) -> Tensor:
+    made: Tensor = cat(path, so_far) if kind == "concatenate" else kit.finished(kind, so_far, items, weight or 1.0)
+    return made
+
+
+def require_kinds(declared: kit.Nest) -> None:
+    inside = [(step, part) for step, part in enumerate(declared)] if isinstance(declared, list | tuple) else kit.children_of(declared)
+    if inside is None:
+        kit.require_kind(declared)
+    for _, part in inside or ():
+        require_kinds(part)
+
+
+def _value(path: str, value: object) -> Tensor:
+    """Return `value` as a tensor of its own without a graph; a Python float in float64."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()  # The next micro-batch may write into it: a buffer, or what a CUDA graph returns.
+    if isinstance(value, bool | int | float | complex):
+        return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
+    fix = "Return tensors and numbers."
+    raise kit.explain(ArgumentTypeError, path, expected="a tensor or a number", got=value, fix=fix)
+
+
+def _joined(kind: str, so_far: Any, given: Tensor, path: str) -> Any:
+    if kind == "concatenate":
+        so_far.append(given)
+        return so_far
+    if so_far.shape != given.shape:
+        fix = "Reduce it to one shape in the loss function, or declare concatenate."
+        raise kit.explain(ArgumentValueError, path, expected=f"the shape {tuple(so_far.shape)}", found=f"{tuple(given.shape)}", fix=fix)
+    return kit.merged(kind, so_far, given, _OPS)

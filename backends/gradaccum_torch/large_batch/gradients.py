@@ -6,15 +6,17 @@ end, and after an error it is restored. Half-precision gradients move into float
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
-from gradaccum.kit import explain
+from gradaccum.kit import explain, measures
+from gradaccum_torch.large_batch.batch import Shares
 from gradaccum_torch.large_batch.replay import Before, Reached, trained_by
 from gradaccum_torch.optimizer import AccumulatingOptimizer
 from gradaccum_torch.private import Node, is_leaf_node, keep_own, untraced, version
@@ -28,6 +30,8 @@ Mark = tuple[int, int]
 
 class Gradients:
     """The sum of gradients of one call."""
+
+    by_parts = False
 
     def __init__(self, others: Iterable[int] = ()) -> None:
         self._known = set(others)
@@ -126,6 +130,16 @@ class Gradients:
                 self._forget()
                 self.delivered = True
 
+    def adding(self) -> AbstractContextManager[None]:
+        """Let `backward` add what micro-batches that were counted deliver later."""
+        return nullcontext()
+
+    def part(self, belongs: Callable[[Tensor], bool]) -> None:
+        """Update the parameters that `belongs` is true of, and free their sums, if there is an update to be made: here there is none."""
+
+    def numbers(self) -> list[dict[str, Any]]:
+        return []
+
     def flush(self) -> None:
         """Make the update, if there is one to be made: here there is none."""
 
@@ -222,6 +236,11 @@ class InWindow:
     delivered = False
     """Before the window is flushed an error makes it forgotten."""
 
+    @property
+    def by_parts(self) -> bool:
+        """True if a part of the parameters can be updated before the sum of the others is there."""
+        return not measures(self._window.options)
+
     def __init__(self, optimizer: AccumulatingOptimizer) -> None:
         self._optimizer, self._window = optimizer, optimizer.whole_window()
         self._others = Gradients(others=self._window.parameters)
@@ -242,6 +261,25 @@ class InWindow:
     def flush(self) -> None:
         self._optimizer.flush()
 
+    def pass_by(self, others: Iterable[int]) -> None:
+        self._others.pass_by(others)
+
+    def adding(self) -> AbstractContextManager[None]:
+        return self._window.adding()
+
+    def backward(self, tensors: Sequence[Tensor], seeds: Sequence[Tensor]) -> None:
+        """Add the gradient of the sum of ``tensor * seed`` inside of `adding`; every leaf of the graphs must be reached."""
+        torch.autograd.backward(tuple(tensors), tuple(seeds))
+        self._others.note()
+
+    def part(self, belongs: Callable[[Tensor], bool]) -> None:
+        self._window.part(belongs)
+
+    def numbers(self) -> list[dict[str, Any]]:
+        """Return the numbers that the inner optimizer keeps for each of its groups."""
+        groups = self._optimizer.param_groups
+        return [{name: value for name, value in group.items() if isinstance(value, int | float)} for group in groups]
+
     def reach(self, *tensors: Tensor) -> None:
         """Collect the leaves that a backward pass through `tensors` reaches beside the window's own."""
         self._others.pass_by(self._window.unsharded())
@@ -249,6 +287,61 @@ class InWindow:
 
     def deliver(self, divisor: float) -> None:
         self._others.deliver(divisor * self._window.scale() if self._others else 1.0)
+
+
+# The losses of the micro-batches, one after the other, on their way to ``.grad`` or into a window.
+
+
+class LossesInGrad(Gradients):
+    """The collector into ``.grad``."""
+
+    def __init__(self, shares: Shares) -> None:
+        super().__init__()
+        self._shares = shares
+        self._unit: float | None = None
+        """The divisor that the incoming gradients have already; what is left of it divides the sum at the end."""
+
+    def add(self, loss: Tensor, weight: float, contribution: float) -> None:
+        """Differentiate the loss of a micro-batch, shape ``()``."""
+        if contribution:
+            self.reach(loss)
+            if self._unit is None:
+                self._unit = self._unit_for(loss)
+            self.backward([loss], [torch.full_like(loss, contribution / self._unit, requires_grad=False)])
+
+    def close(self) -> None:
+        """Deliver the gradients after the last micro-batch."""
+        self.deliver(1.0 if self._unit is None else self._shares.divisor / self._unit)
+
+    def _unit_for(self, loss: Tensor) -> float:
+        """Return the whole divisor, so that no pass over the sums is needed.
+
+        Half-precision gradients are divided as the wide sums are cast; there the largest micro-batch begins with 1, against underflow.
+        """
+        if self.are_half() or loss.dtype in (torch.float16, torch.bfloat16):
+            return max(self._shares.contributions)
+        return self._shares.divisor
+
+
+class LossesInWindow(InWindow):
+    """The collector into the next window of a wrapped optimizer, which it closes."""
+
+    def __init__(self, optimizer: AccumulatingOptimizer, shares: Shares) -> None:
+        super().__init__(optimizer)
+        self._shares = shares
+
+    def add(self, loss: Tensor, weight: float, contribution: float) -> None:
+        if contribution:
+            self.reach(loss)
+        self._optimizer.backward(loss, weight=weight)
+        self._others.note()
+        self._optimizer.step()
+
+    def close(self) -> None:
+        self.deliver(self._shares.divisor)
+
+
+Collector = LossesInGrad | LossesInWindow
 
 
 @contextmanager

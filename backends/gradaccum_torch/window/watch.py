@@ -173,6 +173,15 @@ class GradWatch:
     def of(self, parameter: Tensor) -> Watched:
         return self._watched[id(parameter)]
 
+    @contextmanager
+    def unwatched(self) -> Iterator[None]:
+        """Allow every change inside the block, where no code of the user's loop runs."""
+        allowed, self.allowed = self.allowed, Allowed.ALL
+        try:
+            yield
+        finally:
+            self.allowed = allowed
+
     @property
     def holds(self) -> bool:
         return any(watched.gradient is not None for watched in self._watched.values())

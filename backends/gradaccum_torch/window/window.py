@@ -262,6 +262,27 @@ class Window:
             if self.update.progress is Progress.MADE or not decision.apply:
                 self._finish(verdict)
 
+    def close_part(self, belongs: Callable[[Tensor], bool]) -> None:
+        """Make the update of the parameters that `belongs` is true of, and free their sums; the window stays open for the others.
+
+        Where the decision needs no norm, it is the same for each part.
+        """
+        fields, positions, sums = self._fields, self._parameters.positions(), self.strategy.release()
+        now = [belongs(each) for each in positions]
+        self.strategy.load([total if due else None for total, due in zip(sums, now, strict=True)])
+        later = [None if due else total for total, due in zip(sums, now, strict=True)]
+        del sums
+        if self.workers.several:
+            self._join()
+        with self._parameters.only(each for each, due in zip(positions, now, strict=True) if due):
+            verdict = self._verdict(self._fields, None)
+            if verdict.decision.apply:
+                self.update.make(self.strategy, verdict.decision.divisor, verdict.unclipped, verdict.strayed)
+            self.strategy.clear()
+        self._workers_ended()
+        self._fields = fields
+        self.strategy.load(later)
+
     def reported(self, close: Callable[[], None]) -> None:
         """Call `close`, and then the listeners with each window that it closed."""
         if not self.listeners:

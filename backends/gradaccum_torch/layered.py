@@ -1,0 +1,399 @@
+"""``gradaccum_torch.layered_backward``: a window that runs backwards layer by layer, all micro-batches through one layer before the next.
+
+A layer's gradient sum is complete when the last micro-batch has passed it. So its update is made there, and its gradient freed: one layer's
+gradients are alive at a time, in place of the model's. Between the layers stand the borders: the activations that one layer returned and
+the next one takes, and later the gradients that came back for them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor, nn
+
+from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError, kit
+from gradaccum_torch.large_batch.batch import (
+    LargeBatch,
+    Merged,
+    MicroBatch,
+    Shares,
+    Weight,
+    evaluated,
+    large_batch_loss,
+    require_alone,
+    require_function,
+    require_kinds,
+    shares_of,
+)
+from gradaccum_torch.large_batch.gradients import (
+    Collector,
+    LossesInGrad,
+    LossesInWindow,
+    delivering,
+    leaves_of_graph,
+    require_coupled_optimizer,
+    require_optimizer,
+)
+from gradaccum_torch.large_batch.replay import Before, RandomState, reached_by, trained_by
+from gradaccum_torch.optimizer import AccumulatingOptimizer
+from gradaccum_torch.private import Node, buffers_of, untraced_within, version
+from gradaccum_torch.recomputation.function import Surroundings
+
+Layer = Callable[..., Any]
+Borders = Literal["keep", "recompute", "host"]
+Within = Literal["recompute", "keep"]
+
+_HOLE = object()
+"""In place of a leaf; None would make a list of leaves one leaf."""
+_UPDATED = (
+    "gradaccum: the updates of {names} were made before this error, the last one perhaps in part, and cannot be undone; the other layers "
+    "have none. Load the last checkpoint of the model and of the optimizer."
+)
+
+
+@untraced_within
+def layered_backward(
+    layers: nn.Sequential | Sequence[Layer],
+    loss_fn: Callable[[Any, Any], Any],
+    inputs: Any,
+    targets: Any,
+    *,
+    steps: int | None = None,
+    micro_batch_size: int | None = None,
+    reduction: str | None = None,
+    weight: Weight = None,
+    axes: kit.Nest = 0,
+    aux: kit.Nest = None,
+    optimizer: AccumulatingOptimizer | None = None,
+    borders: Borders = "keep",
+    within: Within = "recompute",
+) -> Any:
+    """Add the large batch's gradient to ``.grad``, or make its update, one layer at a time, and return its loss.
+
+    The result is that of `gradaccum_torch.backward` with ``loss_fn(layers(inputs), targets)``, to the last bit where no parameter is in two
+    layers. Dropout draws the same numbers, and a batch norm sees each micro-batch once, in order.
+
+    With an `optimizer` that needs no norm of the whole window, as ``gradaccum.wrap(optimizer, steps=None, on_overflow="ignore")``, each
+    layer's update is made as soon as its sum is complete, by a ``step`` of the inner optimizer that finds no other gradients, and its
+    gradient is freed. A parameter of several layers waits for the first of them. With ``clip_norm``, ``skip_norm`` or an overflow that
+    skips, the sums of all layers are kept until the end, as they are without `optimizer`.
+
+    If something raises, everything is as it was before the call, except that the updates of layers cannot be undone: a note on the error
+    names these layers, and the optimizer refuses to go on until ``load_state_dict``.
+
+    Args:
+        layers: an `nn.Sequential`, or a sequence of callables of one argument, any nest of tensors and other values, which the one before
+            has returned. What comes before the blocks and after them are layers too.
+        loss_fn: ``loss_fn(outputs, targets)`` returns a scalar loss, shape ``()``, or ``(loss, aux)`` if `aux` is given.
+        inputs: the argument of the first layer for the large batch, any nest, cut into micro-batches as by `gradaccum_torch.backward`.
+        targets: the second argument of `loss_fn` for the large batch, any nest.
+        steps: at most so many micro-batches, of ceil(items / steps) items; the last one may be smaller.
+        micro_batch_size: the items of a micro-batch, in place of `steps`.
+        reduction: ``"mean"``, ``"sum"`` or ``"item_mean"``, as for `gradaccum_torch.backward`.
+        weight: the weight of a micro-batch: a callable, ``weight(inputs, targets)``, or one number per item, shape ``(items,)``.
+        axes: the batch axis of each leaf, a prefix nest of ``(inputs, targets)``; None for what is passed whole.
+        aux: a prefix nest of kinds, by which the aux merges per leaf, as for `gradaccum_torch.backward`.
+        optimizer: an optimizer wrapped with ``steps=None``; the call is its window, and closes it.
+        borders: the activations between layers: ``"keep"`` them, move them to the ``"host"`` until they are needed, or ``"recompute"``
+            all but those of every n-th layer, n about the square root of the number of layers.
+        within: the activations inside of a layer: ``"recompute"`` them from its border, or ``"keep"`` them, which takes the memory of the
+            large batch's activations and no second forward pass.
+
+    Returns:
+        The loss, detached, shape ``()``; or ``(loss, aux)``.
+
+    Raises:
+        ArgumentTypeError, ArgumentValueError: an argument is wrong, or a function returns something else.
+        UsageError: a layer writes into its input; `optimizer` cannot take a window in this order; or its inner optimizer counts its
+            steps by itself.
+
+    Examples:
+        >>> import torch, gradaccum
+        >>> layers = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        >>> optimizer = gradaccum.wrap(torch.optim.AdamW(layers.parameters()), steps=None, on_overflow="ignore")
+        >>> x, y = torch.randn(8, 3), torch.randn(8, 1)
+        >>> loss = layered_backward(layers, torch.nn.functional.mse_loss, x, y, steps=4, optimizer=optimizer)
+        >>> optimizer.result.optimizer_step
+        1
+    """
+    functions = _require_layers(layers)
+    _require_choices(borders, within)
+    require_function("loss_fn", loss_fn)
+    if aux is not None:
+        require_kinds(aux)
+    if isinstance(micro_batch_size, str):
+        fix = "Write steps=4, or find a size by gradaccum_torch.backward."
+        raise kit.explain(ArgumentTypeError, "micro_batch_size", expected="a number of items", got=micro_batch_size, fix=fix)
+    division = kit.make_division(steps, micro_batch_size, None, own_split=False)
+    if optimizer is not None:
+        require_layered_optimizer(optimizer, reduction)
+    large = LargeBatch((inputs, targets), axes, weight, None)
+    own = "mean" if optimizer is None else optimizer.whole_window().options.reduction
+    options = kit.make_options(None, reduction=own if reduction is None else reduction)
+    micro_batches = large.micro_batches(division)
+    shares = shares_of([each.weight for each in micro_batches], options)
+    reached = reached_by(*functions, loss_fn)
+    if optimizer is None:
+        require_alone(reached.modules)
+    merged = None if aux is None else Merged(aux)
+    collector: Collector = LossesInGrad(shares) if optimizer is None else LossesInWindow(optimizer, shares)
+    updated: list[str] = []
+    try:
+        with delivering(collector, reached, large.devices()) as before:
+            run = _Run([_Layer(*each) for each in enumerate(functions)], loss_fn, collector, before, borders, within, updated)
+            returned = large_batch_loss(run.losses(micro_batches, shares, merged), shares)
+            collector.close()
+    except BaseException as error:
+        if updated:
+            error.add_note(_UPDATED.format(names=", ".join(updated)))
+        raise
+    return returned if merged is None else (returned, merged.result())
+
+
+class _Layer:
+    """One layer: its function, and its passes in order."""
+
+    def __init__(self, index: int, function: Layer) -> None:
+        self.index, self.name, self.function = index, f"layers[{index}]", function
+        reached = reached_by(function)
+        self.is_trained = bool(trained_by(reached))
+        stateful = [module for module in reached.modules if buffers_of(module)]
+        self.stateful = stateful if stateful or not isinstance(function, nn.Module) else None
+        """The modules whose buffers a second run must find as the first one did, and others that a function calls; None: there are none."""
+        self.passes = list[_Pass]()
+        self.nodes = set[Node]()
+        """The nodes of leaves that its passes have reached."""
+
+
+class _Border:
+    """The activations of one micro-batch between two layers; later their gradients."""
+
+    def __init__(self, nest: Any, name: str) -> None:
+        values: list[Any] = [leaf.value for leaf in kit.leaves_of(nest, name)]
+        self._nest = kit.with_leaves(nest, iter([_HOLE] * len(values)))
+        self._places = [place for place, value in enumerate(values) if isinstance(value, Tensor) and value.requires_grad]
+        self.roots: list[Tensor] = [values[place] for place in self._places]
+        """The activations with the graph that made them, for as long as the graph is kept."""
+        self.gradients: list[Tensor | None] = [None] * len(self._places)
+        """By root; None where the next layer did not use it."""
+        self.values: list[Any] = [value.detach() if isinstance(value, Tensor) else value for value in values]
+        """The leaves without a graph; empty while they are to be recomputed."""
+        self._devices = [value.device if isinstance(value, Tensor) else None for value in values]
+
+    def entered(self, anchor: Tensor) -> Any:
+        """Return the activations for the next layer, with a graph that begins here."""
+        values = [value if place is None else value.to(place) for value, place in zip(self.values, self._devices, strict=True)]
+        for number, place in enumerate(self._places):
+            values[place] = _Enter.apply(anchor, self.gradients, number, values[place])  # type: ignore[no-untyped-call]
+        return kit.with_leaves(self._nest, iter(values))
+
+    def move_to_host(self) -> None:
+        self.values[:] = [value if place is None else value.cpu() for value, place in zip(self.values, self._devices, strict=True)]
+
+    def versions(self) -> list[int]:
+        return [version(value) for value in self.values if isinstance(value, Tensor)]
+
+    def pairs(self, roots: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Return those of `roots` that have a gradient, and their gradients."""
+        pairs = [(root, gradient) for root, gradient in zip(roots, self.gradients, strict=True) if gradient is not None]
+        return [root for root, _ in pairs], [gradient for _, gradient in pairs]
+
+
+class _Enter(torch.autograd.Function):
+    """The begin of a layer's graph: the backward pass leaves the gradient in a list. No leaf, so that nothing keeps the activations."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, gradients: list[Tensor | None], number: int, value: Tensor) -> Tensor:
+        ctx.gradient_in = gradients, number
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        gradients, number = ctx.gradient_in
+        gradients[number] = gradient
+        return None, None, None, None
+
+
+class _Pass(NamedTuple):
+    """One micro-batch's pass through one layer."""
+
+    taken: _Border
+    returned: _Border
+    random: RandomState | None
+    """The random state before it; None: its graph is kept."""
+    surroundings: Surroundings | None
+
+
+class _Run:
+    """One call: forwards, then backwards."""
+
+    def __init__(
+        self,
+        layers: list[_Layer],
+        loss_fn: Layer,
+        collector: Collector,
+        before: Before,
+        borders: Borders,
+        within: Within,
+        updated: list[str],
+    ) -> None:
+        self._layers, self._loss_fn, self._collector, self._before, self._updated = layers, loss_fn, collector, before, updated
+        self._on_host, self._recomputes = borders == "host", within == "recompute"
+        self._every = math.ceil(math.sqrt(len(layers))) if borders == "recompute" else 1
+        """The borders before each layer of that multiple are kept."""
+        self._inputs: list[_Border] = []
+        self._anchor = torch.empty(0, requires_grad=True)
+        collector.pass_by([id(self._anchor)])
+        self._first: dict[int, int] = {}
+        """The first layer that uses a leaf, by the leaf's id: there its sum is complete."""
+
+    def losses(self, micro_batches: Sequence[MicroBatch], shares: Shares, merged: Merged | None) -> list[Tensor]:
+        """Run all micro-batches forwards, and backwards through one layer after the other; return the losses."""
+        losses = [self._loss(*each, merged) for each in zip(micro_batches, shares.contributions, strict=True)]
+        random = self._before.random_state()
+        self._run_backwards()
+        random.put_back()
+        return losses
+
+    def _run_backwards(self) -> None:
+        by_layer = self._collector.by_parts
+        with self._collector.adding():
+            if by_layer and trained_by(reached_by(self._loss_fn)):
+                self._update(len(self._layers), "loss_fn")
+            while self._layers:
+                layer = self._layers.pop()
+                if layer.passes and not layer.passes[0].taken.values:
+                    self._recompute_borders(layer.index)
+                for each in layer.passes:
+                    self._back(layer, each)
+                layer.passes.clear()
+                if by_layer and layer.is_trained and layer.index:
+                    self._update(layer.index, layer.name)
+            for border in self._inputs:
+                self._differentiate(border, border.roots)
+
+    def _loss(self, micro_batch: MicroBatch, contribution: float, merged: Merged | None) -> Tensor:
+        inputs, targets = micro_batch.arguments
+        border = _Border(inputs, "inputs")
+        self._inputs.append(border)
+        for layer in self._layers:
+            border = self._pass(layer, border)
+        entered = micro_batch._replace(arguments=(border.entered(self._anchor), targets))
+        loss, aux = evaluated(self._loss_fn, entered, has_aux=merged is not None)
+        self._collector.require_untouched()
+        if merged is not None:
+            merged.add(aux, micro_batch)
+        self._note(len(self._layers), [loss] if loss.requires_grad else [], set())
+        self._collector.add(loss, micro_batch.weight, contribution)
+        border.values.clear()
+        if not contribution:
+            border.gradients[:] = [None] * len(border.gradients)
+        return loss.detach().clone()
+
+    def _pass(self, layer: _Layer, taken: _Border) -> _Border:
+        random = self._before.random_state() if self._recomputes else None
+        surroundings = None if random is None or layer.stateful is None else Surroundings(layer.stateful, watches=False)
+        before = taken.versions()
+        with nullcontext() if surroundings is None else surroundings.contexts()[0]:
+            returned = _Border(layer.function(taken.entered(self._anchor)), f"the output of {layer.name}")
+        self._collector.reach(*returned.roots)
+        self._note(layer.index, returned.roots, layer.nodes)
+        if self._recomputes:
+            if taken.versions() != before:
+                raise _written_error(layer.name)
+            returned.roots.clear()
+        if layer.index % self._every:
+            taken.values.clear()
+        elif self._on_host:
+            taken.move_to_host()
+        layer.passes.append(_Pass(taken, returned, random, surroundings))
+        return returned
+
+    def _back(self, layer: _Layer, each: _Pass) -> None:
+        returned = each.returned
+        if any(gradient is not None for gradient in returned.gradients):
+            self._differentiate(returned, returned.roots or self._again(layer, each).roots)
+        for held in (returned.roots, returned.gradients, each.taken.values):
+            held.clear()
+
+    def _again(self, layer: _Layer, each: _Pass) -> _Border:
+        """Run a pass a second time: it draws the numbers and finds the buffers of the first."""
+        if each.random is not None:
+            each.random.put_back()
+        with nullcontext() if each.surroundings is None else each.surroundings.contexts()[1]:
+            return _Border(layer.function(each.taken.entered(self._anchor)), f"the output of {layer.name}")
+
+    def _recompute_borders(self, index: int) -> None:
+        """Recompute the borders from the last one that is kept up to that before layer `index`."""
+        for layer in self._layers[index - index % self._every : index]:
+            for each in layer.passes:
+                each.returned.values[:] = self._again(layer, each).values
+
+    def _differentiate(self, border: _Border, roots: Sequence[Tensor]) -> None:
+        tensors, gradients = border.pairs(roots)
+        if tensors:
+            self._collector.backward(tensors, gradients)
+
+    def _note(self, index: int, roots: Sequence[Tensor], nodes: set[Node]) -> None:
+        for leaf in leaves_of_graph(roots, nodes) if self._collector.by_parts else ():
+            self._first[id(leaf)] = min(self._first.get(id(leaf), index), index)
+
+    def _update(self, index: int, name: str) -> None:
+        """Update the parameters that no earlier layer uses."""
+        self._updated.append(name)
+        before = self._collector.numbers()
+        self._collector.part(lambda parameter: self._first.get(id(parameter), 0) >= index)
+        if (after := self._collector.numbers()) != before:
+            raise _counting_error(before, after)
+
+
+def _require_layers(layers: object) -> list[Layer]:
+    fix = "Write layers=model, an nn.Sequential, or layers=[prelude, *model.blocks, head]."
+    if not isinstance(layers, nn.Sequential | nn.ModuleList | list | tuple):
+        raise kit.explain(ArgumentTypeError, "layers", expected="an nn.Sequential or a list of callables", got=layers, fix=fix)
+    if isinstance(layers, nn.Sequential) and type(layers).forward is not nn.Sequential.forward:
+        found = f"a {type(layers).__name__} with a forward of its own"
+        raise kit.explain(ArgumentTypeError, "layers", expected="layers that run one after the other", found=found, fix=fix)
+    functions: list[Layer] = list(layers)
+    for function in functions:
+        require_function("layers", function)
+    if not functions:
+        raise kit.explain(ArgumentValueError, "layers", expected="at least one layer", found="none", fix=fix)
+    return functions
+
+
+def _require_choices(borders: object, within: object) -> None:
+    for name, given, kind in (("borders", borders, Borders), ("within", within, Within)):
+        if given not in get_args(kind):
+            fix = f"Write {name}={get_args(kind)[0]!r}, or leave it out."
+            raise kit.explain(ArgumentValueError, name, expected=f"one of {get_args(kind)}", got=given, fix=fix)
+    if within == "keep" and borders != "keep":
+        fix = 'Leave within= out, or write borders="keep".'
+        found = f"borders={borders!r} beside kept activations, which hold the borders"
+        raise kit.explain(ArgumentValueError, "borders", expected="'keep' beside within=\"keep\"", found=found, fix=fix)
+
+
+def require_layered_optimizer(optimizer: object, reduction: str | None) -> None:
+    """Raise unless `optimizer` can take a window whose micro-batches are complete together, at its end."""
+    require_optimizer(optimizer, reduction)
+    options = require_coupled_optimizer(optimizer).whole_window().options
+    if options.noise_decay is not None or options.separate_sums:
+        name = "separate_sums" if options.separate_sums else "noise_scale"
+        found, fix = f"one with {name}=", f"Leave {name} out, or call gradaccum_torch.backward."
+        raise kit.explain(UsageError, "optimizer", expected="one that looks at no single micro-batch", found=found, fix=fix)
+
+
+def _written_error(name: str) -> UsageError:
+    fix = "Give its first operation inplace=False, or join it with the layer before: nn.Sequential(nn.Conv2d(...), nn.ReLU(inplace=True))."
+    return kit.explain(UsageError, name, expected="a layer that leaves its input as it is", found="one that wrote into it", fix=fix)
+
+
+def _counting_error(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> UsageError:
+    names = sorted({name for old, new in zip(before, after, strict=True) for name in new if new[name] != old.get(name)})
+    fix = 'Leave on_overflow="ignore" out: the inner optimizer then makes one step per window. Load the last checkpoint first.'
+    expected, found = "an inner optimizer that keeps its numbers by parameter", f"one whose step moves {names} of a whole group"
+    return kit.explain(UsageError, "optimizer", expected=expected, found=found, fix=fix)
