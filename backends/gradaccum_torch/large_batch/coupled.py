@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -130,13 +131,14 @@ class _CoupledCall:
         return value
 
     def _first_pass(self, micro_batches: Sequence[MicroBatch], before: Before) -> tuple[Outputs, list[RandomState]]:
-        outputs, states = Outputs(), []
+        taken: list[_Taken] = []
+        states: list[RandomState] = []
         with torch.no_grad():
             for micro_batch in micro_batches:
                 states.append(before.random_state())
-                outputs.add(self._outputs_fn(*micro_batch.arguments))
+                taken.append(_taken(self._outputs_fn(*micro_batch.arguments), taken))
         torch.clear_autocast_cache()  # Before torch 2.8 an outer autocast has weights in it that were cast without a graph.
-        return outputs, states
+        return Outputs(taken), states
 
     def _second_pass(self, place: int, micro_batch: MicroBatch, outputs: Outputs, coupler: Coupler) -> None:
         with torch.enable_grad():
@@ -203,39 +205,42 @@ Coupler = CoupledInGrad | CoupledInWindow
 # The outputs of all micro-batches as one nest, and the way back: the gradient of each micro-batch's own rows.
 
 
-class Outputs:
-    """The outputs: filled by the first pass, differentiated as a whole, handed out in the second pass."""
+class _Taken(NamedTuple):
+    """The outputs of one micro-batch in the first pass."""
 
-    def __init__(self) -> None:
-        self._structure: tuple[Nest, list[str]] = None, []
-        """The nest of the first outputs, and the paths of its leaves."""
-        self._parts: list[list[Tensor]] = []
-        """The tensors of each micro-batch, without graphs."""
-        self._edges: list[list[int]] = []
+    nest: Nest
+    paths: list[str]
+    """Of the leaves."""
+    rows: list[Tensor]
+    """The leaves, without graphs."""
+
+
+def _taken(outputs: Nest, before: Sequence[_Taken]) -> _Taken:
+    """Take the outputs of the next micro-batch: tensors with a leading axis, in any nest."""
+    leaves = leaves_of(outputs, "outputs")
+    paths = [leaf.path for leaf in leaves]
+    _require_paths(leaves, before[0].paths if before else paths)
+    # Copies: the next micro-batch may write into the same memory, as the replay of a CUDA graph does.
+    return _Taken(outputs, paths, [_rows(leaf).detach().clone() for leaf in leaves])
+
+
+class Outputs:
+    """The outputs of the first pass: differentiated as a whole, handed out in the second pass. They free what was `taken`."""
+
+    def __init__(self, taken: list[_Taken]) -> None:
+        self._nest, self._paths, _ = taken[0]
+        columns = list(zip(*[each.rows for each in taken], strict=True))
+        taken.clear()
+        lengths = [[0, *map(len, parts)] for parts in columns]
+        self._edges = [list(accumulate(each)) for each in lengths]
         """For each leaf the row at which each micro-batch begins, and the number of rows."""
-        self._leaves: list[Tensor] = []
+        self._leaves = [_joined(path, columns.pop(0)) for path in self._paths]
         self._differ: list[Tensor] = []
         """Scalars, bool: a leaf came out differently in the second pass."""
 
-    def add(self, outputs: Nest) -> None:
-        """Take the outputs of the next micro-batch: tensors with a leading axis, in any nest."""
-        leaves = leaves_of(outputs, "outputs")
-        if not self._parts:
-            self._structure = outputs, [leaf.path for leaf in leaves]
-        self._require_paths(leaves)
-        # Copies: the next micro-batch may write into the same memory, as the replay of a CUDA graph does.
-        self._parts.append([_rows(leaf).detach().clone() for leaf in leaves])
-
     def whole(self) -> Nest:
-        """Return the outputs of all items, requiring gradients where possible; free what `add` kept."""
-        nest, paths = self._structure
-        for path, parts in zip(paths, zip(*self._parts, strict=True), strict=True):
-            lengths = [0, *map(len, parts)]
-            self._edges.append([sum(lengths[: place + 1]) for place in range(len(lengths))])
-            leaf = cat(path, parts)
-            self._leaves.append(leaf.requires_grad_(leaf.is_floating_point() or leaf.is_complex()))
-        self._parts.clear()
-        return with_leaves(nest, iter(self._leaves))
+        """Return the outputs of all items, requiring gradients where possible."""
+        return with_leaves(self._nest, iter(self._leaves))
 
     def leaves(self) -> list[Tensor]:
         return self._leaves
@@ -247,7 +252,7 @@ class Outputs:
 
     def with_gradients(self, place: int, outputs: Nest) -> tuple[list[Tensor], list[Tensor]]:
         leaves = leaves_of(outputs, "outputs")
-        self._require_paths(leaves)
+        _require_paths(leaves, self._paths)
         tensors, gradients = [], []
         for leaf, whole, edges in zip(leaves, self._leaves, self._edges, strict=True):
             again, rows = _rows(leaf), slice(edges[place], edges[place + 1])
@@ -264,14 +269,18 @@ class Outputs:
         """Raise unless both passes gave the same outputs up to rounding; waits for the device."""
         differ = torch.stack([each.to(self._differ[0].device) for each in self._differ]).tolist()
         if any(differ):
-            _, paths = self._structure
-            raise _other_outputs_error(paths[differ.index(True) % len(paths)], "values that differ by more than rounding")
+            raise _other_outputs_error(self._paths[differ.index(True) % len(self._paths)], "values that differ by more than rounding")
 
-    def _require_paths(self, leaves: list[Leaf]) -> None:
-        paths, (_, expected) = [leaf.path for leaf in leaves], self._structure
-        if paths != expected:
-            fix = "Return the same structure for every micro-batch."
-            raise explain(ArgumentTypeError, "outputs_fn", expected=f"the outputs {expected}", found=f"{paths}", fix=fix)
+
+def _require_paths(leaves: list[Leaf], expected: list[str]) -> None:
+    if (paths := [leaf.path for leaf in leaves]) != expected:
+        fix = "Return the same structure for every micro-batch."
+        raise explain(ArgumentTypeError, "outputs_fn", expected=f"the outputs {expected}", found=f"{paths}", fix=fix)
+
+
+def _joined(path: str, parts: Sequence[Tensor]) -> Tensor:
+    leaf = cat(path, parts)
+    return leaf.requires_grad_(leaf.is_floating_point() or leaf.is_complex())
 
 
 def _rows(leaf: Leaf) -> Tensor:

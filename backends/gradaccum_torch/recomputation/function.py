@@ -24,8 +24,6 @@ class Recomputed:
 
     def __init__(self, function: Callable[..., Any], preserve_rng_state: bool) -> None:
         self._function, self._preserve_rng_state = function, preserve_rng_state
-        self._modules: list[nn.Module] | None = None
-        """What the function reaches, from its first call on; `Surroundings` finds a later module as it is called."""
         for name in functools.WRAPPER_ASSIGNMENTS:
             if hasattr(function, name):
                 setattr(self, name, getattr(function, name))
@@ -34,13 +32,17 @@ class Recomputed:
     def __wrapped__(self) -> Callable[..., Any]:
         return self._function
 
+    @functools.cached_property
+    def _modules(self) -> list[nn.Module]:
+        """The modules that the function reaches at its first call; `Surroundings` finds a later one as it is called."""
+        return reached_by(self._function).modules
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._modules is None and not torch.compiler.is_compiling():
-            self._modules = reached_by(self._function).modules
-        return run(self._function, self._modules or (), args, kwargs, self._preserve_rng_state)
+        modules = () if torch.compiler.is_compiling() else self._modules
+        return run(self._function, modules, args, kwargs, self._preserve_rng_state)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_modules": None}
+        return {name: value for name, value in vars(self).items() if name != "_modules"}
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         return self if instance is None else functools.partial(self, instance)

@@ -41,7 +41,6 @@ class TorchSubject:
         self._every = dict.fromkeys(parameter for outer in self._kept.modules.values() for parameter in outer.parameters())
         self._generators: dict[torch.Generator, Tensor] = {}
         self._recordings: dict[tuple[int, bool], Recording] = {}
-        self._epsilon = 0.0
         self.items: int = batch.items
         self.names: Sequence[str] = list(self._parameters)
 
@@ -55,7 +54,7 @@ class TorchSubject:
 
     def precision(self, name: str) -> Precision:
         limits = torch.finfo(self._parameters[name].dtype)
-        return Precision(self._roundoff(), limits.smallest_normal * limits.eps, self._parameters[name].numel(), self._batch.terms)
+        return Precision(self._roundoff, limits.smallest_normal * limits.eps, self._parameters[name].numel(), self._batch.terms)
 
     def columns(self) -> Sequence[Column]:
         return self._batch.columns()
@@ -67,12 +66,12 @@ class TorchSubject:
             with self._isolated(Conditions()), calls.watching(part=part):
                 self._loss(self._batch.part(items))
         isolated = lambda: self._isolated(Conditions(), gradients=False)  # noqa: E731
-        return mixing_layers(self._modules, calls, self.items, fewer, self._roundoff(), isolated)
+        return mixing_layers(self._modules, calls, self.items, fewer, self._roundoff, isolated)
 
     def fixed_draws(self) -> Sequence[str]:
         every = range(self.items)
         hosts = self._host.seeded(self._host_after(every, 0), self._host_after(every, 1))
-        if not self._draws(every, Conditions()):
+        if not self._draws(every, Conditions())[0]:
             return hosts
         runs: list[Sequence[Draw]] = []
         with self._isolated(Conditions()):
@@ -105,7 +104,7 @@ class TorchSubject:
             self._set_mode(conditions)
         if conditions.replay:
             self._host.begin(conditions.seed)
-        arguments = self._batch.part(part, self._roundoff() if conditions.perturbation is not None else 0.0, conditions.perturbation)
+        arguments = self._batch.part(part, self._roundoff if conditions.perturbation is not None else 0.0, conditions.perturbation)
         with recording.replayed(part) if recording is not None else nullcontext():
             loss = self._loss(arguments)
             found = torch.autograd.grad(loss * conditions.scale, list(self._parameters.values()), allow_unused=True)
@@ -129,24 +128,23 @@ class TorchSubject:
         key = (conditions.seed, conditions.training)
         if key not in self._recordings:
             plain, fewer = Conditions(seed=conditions.seed, training=conditions.training), -(-self.items // 2)
-            whole = self._draws(range(self.items), plain)
-            part = self._draws(range(fewer), plain) if whole else []
+            whole, _ = self._draws(range(self.items), plain)
+            part = self._draws(range(fewer), plain)[0] if whole else []
             self._recordings[key] = Recording(whole, part, self.items, fewer)
         return self._recordings[key]
 
-    def _draws(self, items: Sequence[int], conditions: Conditions) -> list[Draw]:
+    def _draws(self, items: Sequence[int], conditions: Conditions) -> tuple[list[Draw], float]:
+        """Return the random numbers of a loss, and one rounding of the coarsest floating dtype that is differentiated in it."""
         drawing = Drawing()
         with self._isolated(conditions), drawing:
             loss = self._loss(self._batch.part(items))
         self._generators.update({**drawing.generators, **self._generators})
-        self._epsilon = max([self._epsilon, *(torch.finfo(dtype).eps for dtype in _differentiated(loss))])
-        return drawing.draws
+        return drawing.draws, max((torch.finfo(dtype).eps for dtype in _differentiated(loss)), default=0.0)
 
+    @functools.cached_property
     def _roundoff(self) -> float:
-        """Return one rounding of the coarsest floating dtype that is differentiated, autocast's copies included."""
-        if not self._epsilon:
-            self._draws(range(self.items), Conditions())
-        return self._epsilon
+        """One rounding of the coarsest floating dtype that is differentiated, autocast's copies included."""
+        return self._draws(range(self.items), Conditions())[1]
 
     @contextmanager
     def _isolated(self, conditions: Conditions, *, gradients: bool = True) -> Iterator[None]:
@@ -178,7 +176,7 @@ class TorchSubject:
                 module.eval()
 
     def _perturb(self, number: int) -> None:
-        epsilon = self._roundoff()
+        epsilon = self._roundoff
         for place, parameter in enumerate(self._parameters.values()):
             parameter.data.copy_(perturbed(parameter.data, epsilon, number + 97 * place, integers=True))
 
