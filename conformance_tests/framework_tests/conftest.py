@@ -19,7 +19,7 @@ import pytest
 os.environ.setdefault("GLOG_v", "4")  # MindSpore reads it when it is imported, and warns of nothing.
 GRAPHS = {"graph", "cell"}
 NEWEST_JAX = (0, 10)
-_TOPICS = ("auto_size", "coupled", "large_batch_update", "linearity", "recompute", "recompute_modules")
+_TOPICS = ("auto_size", "coupled", "linearity", "recompute", "recompute_modules")
 NEWEST_ALONE = {f"test_jax_{topic}.py" for topic in (*_TOPICS, "large_batch_program", "sharding", "verification")}
 """They call what JAX has had unchanged for long."""
 PACKAGES = {"torch": "torch", "jax": "optax", "mindspore": "mindspore"}
