@@ -8,7 +8,7 @@ the next one takes, and later the gradients that came back for them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -42,6 +42,7 @@ from gradaccum_torch.large_batch.replay import Before, RandomState, reached_by, 
 from gradaccum_torch.optimizer import AccumulatingOptimizer
 from gradaccum_torch.private import Node, buffers_of, untraced_within, version
 from gradaccum_torch.recomputation.function import Surroundings
+from gradaccum_torch.workers.deferred import LayerShards
 
 Layer = Callable[..., Any]
 Borders = Literal["keep", "recompute", "host"]
@@ -144,7 +145,9 @@ def layered_backward(
     updated: list[str] = []
     try:
         with delivering(collector, reached, large.devices()) as before:
-            run = _Run([_Layer(*each) for each in enumerate(functions)], loss_fn, collector, before, borders, within, updated)
+            run = _Run(
+                [_Layer(i, f"layers[{i}]", each) for i, each in enumerate(functions)], loss_fn, collector, before, borders, within, updated
+            )
             returned = large_batch_loss(run.losses(micro_batches, shares, merged), shares)
             collector.close()
     except BaseException as error:
@@ -157,9 +160,10 @@ def layered_backward(
 class _Layer:
     """One layer: its function, and its passes in order."""
 
-    def __init__(self, index: int, function: Layer) -> None:
-        self.index, self.name, self.function = index, f"layers[{index}]", function
+    def __init__(self, index: int, name: str, function: Layer) -> None:
+        self.index, self.name, self.function = index, name, function
         reached = reached_by(function)
+        self.modules = reached.modules
         self.is_trained = bool(trained_by(reached))
         stateful = [module for module in reached.modules if buffers_of(module)]
         self.stateful = stateful if stateful or not isinstance(function, nn.Module) else None
@@ -241,53 +245,76 @@ class _Run:
         within: Within,
         updated: list[str],
     ) -> None:
-        self._layers, self._loss_fn, self._collector, self._before, self._updated = layers, loss_fn, collector, before, updated
+        self._layers, self._collector, self._before, self._updated = layers, collector, before, updated
         self._on_host, self._recomputes = borders == "host", within == "recompute"
         self._every = math.ceil(math.sqrt(len(layers))) if borders == "recompute" else 1
         """The borders before each layer of that multiple are kept."""
-        self._inputs: list[_Border] = []
         self._anchor = torch.empty(0, requires_grad=True)
         collector.pass_by([id(self._anchor)])
-        self._first: dict[int, int] = {}
+        self._inputs: list[_Border] = []
+        self._loss = _Layer(len(layers), "loss_fn", loss_fn)
+        self._shards = LayerShards([layer.modules for layer in (*layers, self._loss)])
+        self._first = dict(self._shards.first)
         """The first layer that uses a leaf, by the leaf's id: there its sum is complete."""
 
     def losses(self, micro_batches: Sequence[MicroBatch], shares: Shares, merged: Merged | None) -> list[Tensor]:
         """Run all micro-batches forwards, and backwards through one layer after the other; return the losses."""
-        losses = [self._loss(*each, merged) for each in zip(micro_batches, shares.contributions, strict=True)]
-        random = self._before.random_state()
-        self._run_backwards()
-        random.put_back()
+        with self._shards:
+            borders = self._run_forwards([each.arguments[0] for each in micro_batches])
+            with self._shards.gathered(self._loss.index):
+                losses = [self._loss_of(*each, merged) for each in zip(borders, micro_batches, shares.contributions, strict=True)]
+            random = self._before.random_state()
+            with self._collector.adding():
+                self._run_backwards()
+            random.put_back()
         return losses
 
+    def _run_forwards(self, inputs: Sequence[Any]) -> Iterator[_Border]:
+        """Yield each micro-batch's last border.
+
+        One micro-batch after the other, so that they draw the numbers that they draw without layers. Layers that are sharded are gathered
+        for all micro-batches: there each layer draws for all of them.
+        """
+        self._inputs.extend(_Border(each, "inputs") for each in inputs)
+        if not self._shards:
+            for border in self._inputs:
+                for layer in self._layers:
+                    border = self._pass(layer, border)
+                yield border
+            return
+        borders = self._inputs
+        for layer in self._layers:
+            with self._shards.gathered(layer.index):
+                borders = [self._pass(layer, border) for border in borders]
+        yield from borders
+
     def _run_backwards(self) -> None:
-        by_layer = self._collector.by_parts
-        with self._collector.adding():
-            if by_layer and trained_by(reached_by(self._loss_fn)):
-                self._update(len(self._layers), "loss_fn")
-            while self._layers:
-                layer = self._layers.pop()
-                if layer.passes and not layer.passes[0].taken.values:
-                    self._recompute_borders(layer.index)
+        self._end(self._loss)
+        while self._layers:
+            layer = self._layers.pop()
+            if layer.passes and not layer.passes[0].taken.values:
+                self._recompute_borders(layer.index)
+            with self._shards.gathered(layer.index):
                 for each in layer.passes:
                     self._back(layer, each)
                 layer.passes.clear()
-                if by_layer and layer.is_trained and layer.index:
-                    self._update(layer.index, layer.name)
-            for border in self._inputs:
-                self._differentiate(border, border.roots)
+                self._end(layer)
+        for border in self._inputs:
+            self._differentiate(border, border.roots)
 
-    def _loss(self, micro_batch: MicroBatch, contribution: float, merged: Merged | None) -> Tensor:
-        inputs, targets = micro_batch.arguments
-        border = _Border(inputs, "inputs")
-        self._inputs.append(border)
-        for layer in self._layers:
-            border = self._pass(layer, border)
-        entered = micro_batch._replace(arguments=(border.entered(self._anchor), targets))
-        loss, aux = evaluated(self._loss_fn, entered, has_aux=merged is not None)
+    def _end(self, layer: _Layer) -> None:
+        """Reduce a layer whose sum is complete, and update it if that can be."""
+        self._shards.reduce(layer.index)
+        if self._collector.by_parts and layer.is_trained and layer.index:
+            self._update(layer)
+
+    def _loss_of(self, border: _Border, micro_batch: MicroBatch, contribution: float, merged: Merged | None) -> Tensor:
+        entered = micro_batch._replace(arguments=(border.entered(self._anchor), micro_batch.arguments[1]))
+        loss, aux = evaluated(self._loss.function, entered, has_aux=merged is not None)
         self._collector.require_untouched()
         if merged is not None:
             merged.add(aux, micro_batch)
-        self._note(len(self._layers), [loss] if loss.requires_grad else [], set())
+        self._note(self._loss, [loss] if loss.requires_grad else [])
         self._collector.add(loss, micro_batch.weight, contribution)
         border.values.clear()
         if not contribution:
@@ -301,7 +328,7 @@ class _Run:
         with nullcontext() if surroundings is None else surroundings.contexts()[0]:
             returned = _Border(layer.function(taken.entered(self._anchor)), f"the output of {layer.name}")
         self._collector.reach(*returned.roots)
-        self._note(layer.index, returned.roots, layer.nodes)
+        self._note(layer, returned.roots)
         if self._recomputes:
             if taken.versions() != before:
                 raise _written_error(layer.name)
@@ -330,23 +357,24 @@ class _Run:
     def _recompute_borders(self, index: int) -> None:
         """Recompute the borders from the last one that is kept up to that before layer `index`."""
         for layer in self._layers[index - index % self._every : index]:
-            for each in layer.passes:
-                each.returned.values[:] = self._again(layer, each).values
+            with self._shards.gathered(layer.index):
+                for each in layer.passes:
+                    each.returned.values[:] = self._again(layer, each).values
 
     def _differentiate(self, border: _Border, roots: Sequence[Tensor]) -> None:
         tensors, gradients = border.pairs(roots)
         if tensors:
             self._collector.backward(tensors, gradients)
 
-    def _note(self, index: int, roots: Sequence[Tensor], nodes: set[Node]) -> None:
-        for leaf in leaves_of_graph(roots, nodes) if self._collector.by_parts else ():
-            self._first[id(leaf)] = min(self._first.get(id(leaf), index), index)
+    def _note(self, layer: _Layer, roots: Sequence[Tensor]) -> None:
+        for leaf in leaves_of_graph(roots, layer.nodes) if self._collector.by_parts else ():
+            self._first[id(leaf)] = min(self._first.get(id(leaf), layer.index), layer.index)
 
-    def _update(self, index: int, name: str) -> None:
+    def _update(self, layer: _Layer) -> None:
         """Update the parameters that no earlier layer uses."""
-        self._updated.append(name)
+        self._updated.append(layer.name)
         before = self._collector.numbers()
-        self._collector.part(lambda parameter: self._first.get(id(parameter), 0) >= index)
+        self._collector.part(layer.index, lambda parameter: self._first.get(id(parameter), 0) >= layer.index)
         if (after := self._collector.numbers()) != before:
             raise _counting_error(before, after)
 

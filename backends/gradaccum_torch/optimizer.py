@@ -477,7 +477,7 @@ class WholeWindow:
         self._window, self._parameters, self.options = window, parameters, options
         self._before: list[tuple[Tensor, Tensor]] = []
         self._sharded = any(map(private.is_sharded, parameters.unique()))
-        self._parts: list[Callable[[Tensor], bool]] = []
+        self._parts: list[int] = []
         """Those that were updated, which cannot be undone."""
 
     def __enter__(self) -> WholeWindow:
@@ -512,10 +512,10 @@ class WholeWindow:
             yield
         strategy.load(strategy.release())
 
-    def part(self, belongs: Callable[[Tensor], bool]) -> None:
+    def part(self, number: int, belongs: Callable[[Tensor], bool]) -> None:
         """Update the parameters that `belongs` is true of, whose sum is complete, and free it; the window stays open for the others."""
-        self._parts.append(belongs)
-        self._window.close_part(belongs)
+        self._parts.append(number)
+        self._window.close_part(number, belongs)
 
     @property
     def parameters(self) -> set[int]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache, wraps
 from inspect import unwrap
 from itertools import repeat
@@ -486,6 +487,10 @@ _UNUSED = "set_reduce_scatter_unused_params"
 _SYNC = {"reduce_grads": True, "all_reduce_grads": True, "reduce_scatter_unused_params": False}
 """What FSDP2 keeps of three public methods, and what it does by default."""
 
+_PREFETCHED = "_states_to_backward_prefetch"
+"""What a backward pass gathers ahead: by default the unit that ran before, which here is gathered already, or not yet wanted."""
+_STAYS = (f"{_STATE}{_PREFETCHED}", f"{_STATE}_lazy_init", f"{_GROUP}post_forward_mesh_info", f"{_GROUP}reshard_after_backward")
+
 _UNSUPPORTED = "`gradaccum.wrap` refuses parameters of `fully_shard`."
 _NEEDED = (
     f"{_MODULE}_get_fsdp_state",
@@ -507,6 +512,7 @@ def lost_in_fsdp() -> dict[str, str]:
     return {
         **dict.fromkeys((*_NEEDED, *(_GROUP + kept for kept, setter in _OPTIONS.items() if _sets(setter))), _UNSUPPORTED),
         _GROUPS if exists(_GROUPS) else _ONE_GROUP: "A module whose parameters lie on several meshes raises." if both else _UNSUPPORTED,
+        **dict.fromkeys(_STAYS, "`layered_backward` raises under `fully_shard`."),
         _REDUCES: waiting,
         _POLICY: waiting,
         _PARTIAL: "`gradaccum.wrap` refuses a mesh of two dimensions.",
@@ -633,6 +639,23 @@ class Unit:
         else:
             parameter._unsharded_param.grad = zeros
 
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Keep the parameters gathered inside the block, whatever passes run, and let them go after it."""
+        group, module = self.group, self.modules[0]
+        state = module._get_fsdp_state()
+        changed = [(group, "post_forward_mesh_info", None), (group, "reshard_after_backward", False), (state, _PREFETCHED, [state])]
+        before = [(owner, name, getattr(owner, name)) for owner, name, _ in changed]
+        for owner, name, value in changed:
+            setattr(owner, name, value)
+        try:
+            module.unshard()
+            yield
+        finally:
+            for owner, name, value in before:
+                setattr(owner, name, value)
+            module.reshard()
+
     def after_forward(self, hook: Callable[..., None]) -> list[RemovableHandle]:
         """Call `hook` after the forward pass of each of its modules: from the first on, `whole_parameters` has them all."""
         return [module.register_forward_hook(hook) for module in self.modules]
@@ -659,6 +682,16 @@ def _modules() -> list[nn.Module]:
     except ImportError:
         return [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
     return [module for each in _module_state_mapping.keyrefs() if (module := each()) is not None]
+
+
+def begin(units: Sequence[Unit]) -> None:
+    """Let the outermost modules of `units` be roots, as FSDP2 takes the module that runs first for one, and then refuses the outer ones."""
+    own = {id(module) for unit in units for module in unit.modules}
+    modules = [module for module in _modules() if hasattr(module, "_get_fsdp_state")]
+    inside = {id(each) for module in modules for each in module.modules() if each is not module}
+    for module in modules:
+        if id(module) not in inside and any(id(each) in own for each in module.modules()):
+            module._get_fsdp_state()._lazy_init()  # type: ignore[operator]
 
 
 def reduce(units: Sequence[Unit]) -> None:

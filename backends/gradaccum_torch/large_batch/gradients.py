@@ -134,7 +134,7 @@ class Gradients:
         """Let `backward` add what micro-batches that were counted deliver later."""
         return nullcontext()
 
-    def part(self, belongs: Callable[[Tensor], bool]) -> None:
+    def part(self, number: int, belongs: Callable[[Tensor], bool]) -> None:
         """Update the parameters that `belongs` is true of, and free their sums, if there is an update to be made: here there is none."""
 
     def numbers(self) -> list[dict[str, Any]]:
@@ -272,8 +272,8 @@ class InWindow:
         torch.autograd.backward(tuple(tensors), tuple(seeds))
         self._others.note()
 
-    def part(self, belongs: Callable[[Tensor], bool]) -> None:
-        self._window.part(belongs)
+    def part(self, number: int, belongs: Callable[[Tensor], bool]) -> None:
+        self._window.part(number, belongs)
 
     def numbers(self) -> list[dict[str, Any]]:
         """Return the numbers that the inner optimizer keeps for each of its groups."""

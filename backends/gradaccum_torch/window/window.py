@@ -262,10 +262,10 @@ class Window:
             if self.update.progress is Progress.MADE or not decision.apply:
                 self._finish(verdict)
 
-    def close_part(self, belongs: Callable[[Tensor], bool]) -> None:
+    def close_part(self, number: int, belongs: Callable[[Tensor], bool]) -> None:
         """Make the update of the parameters that `belongs` is true of, and free their sums; the window stays open for the others.
 
-        Where the decision needs no norm, it is the same for each part.
+        Where the decision needs no norm, it is the same for each part. All workers give a part the same `number`.
         """
         fields, positions, sums = self._fields, self._parameters.positions(), self.strategy.release()
         now = [belongs(each) for each in positions]
@@ -273,13 +273,13 @@ class Window:
         later = [None if due else total for total, due in zip(sums, now, strict=True)]
         del sums
         if self.workers.several:
-            self._join()
+            self._join(number)
         with self._parameters.only(each for each, due in zip(positions, now, strict=True) if due):
             verdict = self._verdict(self._fields, None)
             if verdict.decision.apply:
                 self.update.make(self.strategy, verdict.decision.divisor, verdict.unclipped, verdict.strayed)
             self.strategy.clear()
-        self._workers_ended()
+        self.workers.part_ended()
         self._fields = fields
         self.strategy.load(later)
 
@@ -399,12 +399,12 @@ class Window:
         factored = scaled(loss, weight, self._fields, self._options, self._scaler)
         self.strategy.backward(factored, arguments, first=self._fields.micro_step == 0, multiplied=factored is not loss)
 
-    def _join(self) -> None:
+    def _join(self, part: int | None = None) -> None:
         fields = self._fields
         if self._scaler is not None and fields.micro_step == 0:
             self._scaler.count(first=True)
         own = self.strategy.sums()
-        joined = self.workers.join(fields, own, self._plan.zeros, self._statistics.numbers(fields.micro_step))
+        joined = self.workers.join(fields, own, self._plan.zeros, self._statistics.numbers(fields.micro_step), part)
         self._statistics.join(joined.numbers)
         if joined.sums is not own:
             self.strategy.load(joined.sums)

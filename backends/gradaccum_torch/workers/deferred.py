@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Literal, cast
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
@@ -23,7 +23,21 @@ from gradaccum import ArgumentValueError, UsageError
 from gradaccum.kit import Options, explain, torn_window_error
 from gradaccum_torch.checks import Change, Size, changed_gradients_error
 from gradaccum_torch.parameters import Parameters
-from gradaccum_torch.private import Private, Sync, Unit, drop, keep_own, local, reduce, unreduced, untraced, version
+from gradaccum_torch.private import (
+    Private,
+    Sync,
+    Unit,
+    begin,
+    drop,
+    keep_own,
+    local,
+    mesh_of,
+    reduce,
+    units_holding,
+    unreduced,
+    untraced,
+    version,
+)
 from gradaccum_torch.sums.arithmetic import sum_dtype
 from gradaccum_torch.sums.strategy import GradStrategy, Undivided
 from gradaccum_torch.window.watch import GradWatch
@@ -66,8 +80,13 @@ class Deferred:
         forward_handles = self._look_after_forward()
         for unit in units:
             _FOUND.setdefault(unit.group, []).append(unit.sync)
-        weakref.finalize(self, _let_go, units, forward_handles, self._handles).atexit = False
+        self._ending = weakref.finalize(self, _let_go, units, forward_handles, self._handles)
+        self._ending.atexit = False
         self._wait()
+
+    def let_go(self) -> None:
+        """Let FSDP2 reduce by itself again, as it does when this object is freed."""
+        self._ending()
 
     def tell(self, watch: GradWatch) -> None:
         """Report to `watch` what autograd delivers to whole parameters: nothing arrives in ``.grad``."""
@@ -265,6 +284,49 @@ class DeferredStrategy(GradStrategy):
     def clear(self) -> None:
         super().clear()
         self._deferred.drop()
+
+
+# FSDP2 in a window that runs layer by layer: a layer's passes are one after the other, so that it is gathered once for all of them.
+
+
+class LayerShards:
+    """The units of FSDP2 that a list of layers has. Inside its ``with`` block none reduces by itself."""
+
+    def __init__(self, layers: Sequence[Sequence[nn.Module]]) -> None:
+        within = [{id(each) for module in modules for each in module.parameters(recurse=False)} for modules in layers]
+        units = units_holding([each for modules in layers for module in modules for each in module.parameters(recurse=False)])
+        self._units = [[unit for unit in units if not ids.isdisjoint(map(id, unit.parameters))] for ids in within]
+        places = [(unit, min(index for index, own in enumerate(self._units) if unit in own)) for unit in units]
+        self.first = {id(each): index for unit, index in places for each in unit.parameters}
+        """The first layer that has a parameter's unit, by the parameter's id: there the unit is reduced."""
+        begin(units)
+        self._deferred = {
+            index: Deferred(own, mesh_of(own[0].parameters[0]), "window")
+            for index in range(len(layers))
+            if (own := [unit for unit, first in places if first == index and any(True for _ in unit.trainable())])
+        }
+
+    def __bool__(self) -> bool:
+        return bool(self.first)
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None:
+        for deferred in self._deferred.values():
+            deferred.let_go()
+
+    @contextmanager
+    def gathered(self, index: int) -> Iterator[None]:
+        """Gather the parameters of a layer for all passes inside the block."""
+        with ExitStack() as stack:
+            for unit in self._units[index]:
+                stack.enter_context(unit.gathered())
+            yield
+
+    def reduce(self, index: int) -> None:
+        """Reduce the units that no earlier layer has; collective."""
+        if index in self._deferred:
+            self._deferred[index].reduce()
 
 
 # Refusals where FSDP2 cannot keep a window's gradients, as ``gradient_sync=`` asks for, without a change of what they add up to.

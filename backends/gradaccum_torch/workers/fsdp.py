@@ -38,10 +38,11 @@ class ShardGroup(Workers):
         self.not_own = False
         self.place = int((mesh.mesh.flatten() == dist.get_rank()).int().argmax()), mesh.size()
 
-    def join(self, fields: State, sums: Sums, zeros: Callable[[int], Tensor], numbers: Sequence[float]) -> Joined:
+    def join(self, fields: State, sums: Sums, zeros: Callable[[int], Tensor], numbers: Sequence[float], part: int | None = None) -> Joined:
         if self.not_own:
             return Joined(fields, sums, numbers)
-        self._shards.require_reduced()
+        if part is None:
+            self._shards.require_reduced()
         factors = [divisor / (1 if self._undivided else self._shards.workers) for divisor in self._shards.divisors()]
         weight, overflow, averages = self._added_up(fields, numbers)
         self.not_own = any(factor != 1 for factor in factors)
@@ -62,6 +63,9 @@ class ShardGroup(Workers):
     def window_ended(self) -> None:
         self._shards.drop()
         self._shards.note()
+        self.not_own = False
+
+    def part_ended(self) -> None:
         self.not_own = False
 
     def require_parameters(self, parameters: Sequence[Tensor]) -> None:

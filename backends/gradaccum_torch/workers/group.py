@@ -56,15 +56,18 @@ class WorkerGroup(Workers):
         self._flushing = self._all_flush = False
         self.several, self._device = True, next(each.device for group in optimizer.param_groups for each in group["params"])
         self.place = self._rank, self._workers = dist.get_rank(group), dist.get_world_size(group)
-        self._riders: list[int] = []
-        """The positions of the sums that rode with the numbers in the last window: the same on all workers, as each end is collective."""
+        self._riders: dict[int | None, list[int]] = {}
+        """By part, the positions of the sums that rode with the numbers in the last window: the same on all workers, as each end is
+        collective."""
         self._hold("own")
 
     @property
     def joined(self) -> bool:
         return self._held == "of all"
 
-    def join(self, fields: kit.State, sums: Sums, zeros: Callable[[int], Tensor], numbers: Sequence[float]) -> Joined:
+    def join(
+        self, fields: kit.State, sums: Sums, zeros: Callable[[int], Tensor], numbers: Sequence[float], part: int | None = None
+    ) -> Joined:
         if self.joined:
             return Joined(fields, sums, numbers)
         if self._module is not None:
@@ -73,7 +76,7 @@ class WorkerGroup(Workers):
             self.require_no_graph()
         self.require_own_sum("the end of a window")
         try:
-            added, whole = self._added_up(fields, sums, zeros, numbers)
+            added, whole = self._added_up(fields, sums, zeros, numbers, part)
         except UsageError:  # Raised on every worker, before any sum has changed.
             raise
         except RuntimeError as error:
@@ -146,14 +149,16 @@ class WorkerGroup(Workers):
         self._held, self.not_own = held, held != "own"
 
     @torch.no_grad()
-    def _added_up(self, fields: kit.State, sums: Sums, zeros: Callable[[int], Tensor], others: Sequence[float]) -> tuple[Numbers, Sums]:
+    def _added_up(
+        self, fields: kit.State, sums: Sums, zeros: Callable[[int], Tensor], others: Sequence[float], part: int | None
+    ) -> tuple[Numbers, Sums]:
         rates = learning_rates(self._optimizer)
         sparse = [index for index, total in enumerate(sums) if total is not None and total.is_sparse]
         sums = [None if index in sparse else total for index, total in enumerate(sums)]
         counts = len(sparse), *kit.rate_bits(rates)
         present = [total is not None for total in sums]
         own = encode(fields, self._flushing, present, others, counts)
-        whole, guess = sums, [index for index in self._riders if index < len(sums)]
+        whole, guess = sums, [index for index in self._riders.get(part, ()) if index < len(sums)]
         while True:
             whole = _filled(whole, guess, zeros)
             bucket = FirstBucket(own, [total for index in guess if (total := whole[index]) is not None], self._device, self.group)
@@ -163,16 +168,15 @@ class WorkerGroup(Workers):
             if numbers.micro_batches:
                 kit.require_same_rates(rates, numbers.counts[1:], self._workers, self._rank)
             whole = _filled(whole, [index for index, there in enumerate(numbers.present) if there], zeros, others=False)
-            self._riders = riders(whole, self._device)
-            if self._riders == guess:
+            if (found := riders(whole, self._device)) == guess:
                 break
-            guess = self._riders
+            guess = self._riders[part] = found
         rode, rest = set(guess), enumerate(whole)
         left = [total for index, total in rest if total is not None and index not in rode and not is_sharded(total)]
         if not (apart := sum(total.nbytes for total in left) <= APART_BYTES):
             self._hold("torn")
         unpack = all_reduce(left, self.group, apart)
-        if numbers.micro_batches and self._module is not None:
+        if numbers.micro_batches and self._module is not None and part is None:
             send_buffers(self._module)
         bucket.unpack()
         unpack()

@@ -76,10 +76,11 @@ class Workers(ABC):
         return True
 
     @abstractmethod
-    def join(self, fields: State, sums: Sums, zeros: Callable[[int], Tensor], numbers: Sequence[float]) -> Joined:
+    def join(self, fields: State, sums: Sums, zeros: Callable[[int], Tensor], numbers: Sequence[float], part: int | None = None) -> Joined:
         """Add up the window of all workers; collective. Nothing is added twice if the update of a joined window raised.
 
         The `sums` of all replace this worker's in place; `zeros` makes an empty sum by position; `numbers` are the losses and statistics.
+        `part`: the sums are a part of the window's, which has that number on all workers; `part_ended` follows.
 
         Returns:
             The state with the weight and the overflow flag of all, the sums, None where no worker has one, and the numbers of all.
@@ -95,6 +96,10 @@ class Workers(ABC):
 
     def window_ended(self) -> None:  # noqa: B027
         """Begin the next window, with this worker's own sum."""
+
+    def part_ended(self) -> None:
+        """Go on with the window, with this worker's own sum of the parts to come."""
+        self.window_ended()
 
     def require_own_sum(self, call: str) -> None:  # noqa: B027
         """Raise unless the sum is this worker's own: the update may have raised, or the reduction failed."""

@@ -140,7 +140,7 @@ class Alone(Workers):
         self._optimizer, self._separate = optimizer, separate
         self._compared = False
 
-    def join(self, fields: State, sums: Sums, zeros: Callable[[int], Tensor], numbers: Sequence[float]) -> Joined:
+    def join(self, fields: State, sums: Sums, zeros: Callable[[int], Tensor], numbers: Sequence[float], part: int | None = None) -> Joined:
         return Joined(fields, sums, numbers)
 
     def leave(self) -> Held:

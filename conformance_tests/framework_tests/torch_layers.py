@@ -1,0 +1,162 @@
+"""Layered windows of two processes: ``python -m conformance_tests.framework_tests.torch_layers RANK FOLDER``."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import gradaccum
+from conformance_tests.framework_tests.torch_fsdp import RUNS_ON_CPU
+from conformance_tests.framework_tests.torch_shards.common import counted
+from conformance_tests.framework_tests.torch_workers.jobs import Check, run_checks
+from gradaccum_torch import backward, layered_backward
+
+ITEMS, STEPS, LAYERS = (5, 7), 3, 4
+"""The items of each worker; the micro-batches of each; the layers of the model."""
+CHECKS: dict[str, Check] = {}
+PLACES: list[dict[str, Any]] = [{}, {"within": "keep"}, {"borders": "recompute"}]
+OPTIONS: list[dict[str, Any]] = [{"on_overflow": "ignore"}, {"clip_norm": 0.1}, {"on_overflow": "ignore", "reduction": "sum"}]
+
+
+def check(function: Check) -> Check:
+    CHECKS[function.__name__] = function
+    return function
+
+
+def build() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(5, 5), nn.Tanh()) for _ in range(LAYERS)]
+    return nn.Sequential(*layers, nn.ReLU()).double()
+
+
+def mean(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs - targets).square().mean()
+
+
+def total(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs - targets).square().sum()
+
+
+def loss_for(options: dict[str, Any]) -> Callable[[Tensor, Tensor], Tensor]:
+    return total if options.get("reduction") == "sum" else mean
+
+
+def data() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(sum(ITEMS), 5, generator=generator).double(), torch.randn(sum(ITEMS), 5, generator=generator).double()
+
+
+def own(rank: int) -> tuple[Tensor, Tensor]:
+    x, y = (each.split(ITEMS)[rank] for each in data())
+    return x, y
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def require_same_as_alone(model: nn.Module, options: dict[str, Any], windows: int) -> None:
+    """Raise unless the model is that of one process with all items."""
+    alone = build()
+    opt = gradaccum.wrap(adamw(alone), None, **options)
+    for _ in range(windows):
+        backward(lambda x, y: loss_for(options)(alone(x), y), *data(), steps=2, optimizer=opt)
+    for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(p.full_tensor() if hasattr(p, "full_tensor") else p.detach(), q.detach(), rtol=1e-10, atol=1e-12)
+
+
+@check
+def data_parallel(rank: int) -> None:
+    """Unequal items; a layer is reduced once, with the numbers of the window."""
+    for options in OPTIONS:
+        for grouped in (False, True):
+            model = build()
+            workers: dict[str, Any] = {"process_group": dist.group.WORLD} if grouped else {"module": DistributedDataParallel(model)}
+            opt = gradaccum.wrap(adamw(model), None, **workers, **options)
+            for _ in range(3):
+                with counted() as calls:
+                    layered_backward(model, loss_for(options), *own(rank), steps=STEPS, optimizer=opt)
+            # From the second window on it is known which sums ride with the numbers.
+            assert Counter(name for name, *_ in calls) == {"all_reduce": LAYERS if options.get("on_overflow") else 1}, calls
+            require_same_as_alone(model, options, 3)
+            assert opt.result.optimizer_step == 3
+
+
+def shard(model: nn.Sequential, *, whole: bool) -> nn.Sequential:
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in model[:LAYERS]:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh) if whole else model
+
+
+@check
+def sharded(rank: int) -> None:
+    """Each layer is gathered once forwards and once backwards, and reduced once, whatever the number of micro-batches."""
+    for options in OPTIONS:
+        for place in PLACES:
+            model = shard(build(), whole=True)
+            opt = gradaccum.wrap(adamw(model), None, module=model, **options)
+            for steps in (1, 2, STEPS):
+                with counted() as calls:
+                    layered_backward(model, loss_for(options), *own(rank), steps=steps, optimizer=opt, **place)
+                names = Counter(name for name, *_ in calls)
+                # Recomputed borders take another pass through all but the last layer of a segment: 0 and 1, and 3.
+                assert names["all_gather_single"] == 2 * LAYERS + (3 if "borders" in place else 0), names
+                assert names["reduce_scatter_single"] == LAYERS, names
+            require_same_as_alone(model, options, 3)
+            assert all(p.grad is None for p in model.parameters())
+            model(own(rank)[0])  # The outermost module is still FSDP2's root.
+
+
+@check
+def sharded_whole_model_in_two_layers(rank: int) -> None:
+    """A unit whose parameters are in the first layer and in the last is reduced in the first; its gradient waits."""
+    model = build()
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in model[1:3]:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    opt = gradaccum.wrap(adamw(model), None, module=model, on_overflow="ignore")
+    for _ in range(3):
+        with counted() as calls:
+            layered_backward(model, mean, *own(rank), steps=STEPS, optimizer=opt)
+        names = Counter(name for name, *_ in calls)
+        assert names["all_gather_single"] == 2 * LAYERS, names
+        assert names["reduce_scatter_single"] == 3, names
+    require_same_as_alone(model, {}, 3)
+
+
+@check
+def error_on_both_workers(rank: int) -> None:
+    """FSDP2 reduces by itself again, and the window is gone."""
+    model = shard(build(), whole=True)
+    opt = gradaccum.wrap(adamw(model), None, module=model, on_overflow="ignore")
+
+    def failing(outputs: Tensor, targets: Tensor) -> Tensor:
+        raise ValueError("no loss")
+
+    try:
+        layered_backward(model, failing, *own(rank), steps=STEPS, optimizer=opt)
+    except ValueError:
+        pass
+    else:
+        raise AssertionError("nothing raised")
+    model.reset_iter_state() if hasattr(model, "reset_iter_state") else None
+    for _ in range(3):
+        backward(lambda x, y: mean(model(x), y), *own(rank), steps=STEPS, optimizer=opt)
+    require_same_as_alone(model, {}, 3)
+
+
+if __name__ == "__main__":
+    names = {name for name in CHECKS if RUNS_ON_CPU or name == "data_parallel"}
+    run_checks({name: CHECKS[name] for name in CHECKS if name in names}, int(sys.argv[1]), Path(sys.argv[2]))
