@@ -22,6 +22,8 @@ WARNINGS = (
     "ignore:`isinstance.treespec, LeafSpec.` is deprecated, use `isinstance.treespec, TreeSpec. and treespec.is_leaf..` instead",
     "ignore:The '.*_dataloader' does not have many workers which may be a bottleneck.",
     "ignore:`lightning_utilities.core.rank_zero",
+    "ignore:Be aware that when using `ckpt_path`, callbacks used to create the checkpoint need to be provided",
+    "ignore:Using ModelCheckpoint with manual optimization and every_n_train_steps, but no pre-optimization state was saved.",
 )
 """Lightning's own."""
 

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("torch", reason="needs PyTorch")
-
 pytest.importorskip("lightning", reason="needs Lightning")
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, GradientAccumulationScheduler, ModelCheckpoint, WeightAveraging
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 import gradaccum
 from conformance_tests.integration_tests.lightning_model import (
@@ -26,6 +28,7 @@ from conformance_tests.integration_tests.lightning_model import (
     X,
     Y,
     furthest,
+    halved,
     inner_of,
     large,
     loader,
@@ -250,3 +253,165 @@ def test_proxy_loads_a_state(module: type[Automatic]) -> None:
     assert proxy is not opt
     proxy.load_state_dict(opt.state_dict())
     assert opt._loads == [3]
+
+
+# Refusals of what Lightning's ``Trainer`` does per micro-batch, each by name, and with what to write instead.
+
+
+CLIP = 0.05
+
+
+class Scheduling(Automatic):
+    """A scheduler per step that is not gated, or gated and asked for at every other micro-batch."""
+
+    config: dict[str, Any] = {}  # noqa: RUF012
+
+    def configure_optimizers(self) -> Any:
+        opt = super().configure_optimizers()
+        wanted = dict(self.config)
+        scheduler = halved(opt)
+        return [opt], [{"scheduler": gradaccum.wrap(scheduler) if wanted.pop("gated") else scheduler, "interval": "step", **wanted}]
+
+
+class Ungated(Scheduling):
+    config = {"gated": False}  # noqa: RUF012
+
+
+class EveryOther(Scheduling):
+    config = {"gated": True, "frequency": 2}  # noqa: RUF012
+
+
+REFUSED: dict[str, tuple[Callable[[], pl.LightningModule], list[pl.Callback], dict[str, Any], str]] = {
+    "clip by norm": (lambda: Automatic({}), [], {"gradient_clip_val": CLIP}, r"^gradient_clip_val: .*clip_norm=0\.05"),
+    "clip by value": (
+        lambda: Automatic({}),
+        [],
+        {"gradient_clip_val": CLIP, "gradient_clip_algorithm": "value"},
+        r"^gradient_clip_val: .*register_step_pre_hook",
+    ),
+    "two accumulations": (lambda: Automatic({}), [], {"accumulate_grad_batches": 2}, r"^accumulate_grad_batches: .*steps=2"),
+    "a later one": (lambda: Automatic({}), [GradientAccumulationScheduler({1: 2})], {}, r"^accumulate_grad_batches: .*steps=2"),
+    "bare scheduler": (lambda: Ungated({}), [], {}, r"^lr_scheduler: .*gradaccum\.wrap\(scheduler\)"),
+    "every other": (lambda: EveryOther({}), [], {}, "^lr_scheduler: .*frequency 2"),
+    "moving average": (lambda: Automatic({}), [EMAWeightAveraging(decay=0.5)], {}, r"^callbacks: .*result\.applied"),
+    "average": (lambda: Automatic({}), [WeightAveraging()], {}, r"^callbacks: .*result\.applied"),
+    "no wrapper": (lambda: Automatic(None), [], {}, r"^configure_optimizers: .*gradaccum\.wrap\(optimizer, steps=4\)"),
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"separate_sums": True}], ids=str)
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_by_name(name: str, options: dict[str, Any]) -> None:
+    make, callbacks, trainer_options, words = REFUSED[name]
+    model = make()
+    model.options = None if model.options is None else options
+    with pytest.raises(gradaccum.UsageError, match=words):
+        trainer(AccumulationCallback(), *callbacks, **trainer_options).fit(model, loader(8))
+
+
+@pytest.mark.parametrize("options", [{}, {"separate_sums": True}], ids=str)
+def test_clip_norm_in_place_of_gradient_clip_val(options: dict[str, Any]) -> None:
+    model = Automatic({"clip_norm": CLIP, **options})
+    trainer().fit(model, loader())
+    assert furthest(model.net, large(change=lambda net: clip_grad_norm_(net.parameters(), CLIP))) < 1e-6, "1e-6 stands in torch's clip"
+    assert furthest(model.net, large()) > 1e-3
+
+
+class ClippingByValue(Automatic):
+    """What the refusal of ``gradient_clip_algorithm="value"`` says."""
+
+    def configure_optimizers(self) -> Any:
+        opt = super().configure_optimizers()
+        opt.register_step_pre_hook(lambda *_: clip_grad_value_(self.net.parameters(), CLIP))
+        return opt
+
+
+@pytest.mark.parametrize("options", [{}, {"separate_sums": True}], ids=str)
+def test_hook_in_place_of_clipping_by_value(options: dict[str, Any]) -> None:
+    model = ClippingByValue(options)
+    trainer().fit(model, loader())
+    assert furthest(model.net, large(change=lambda net: clip_grad_value_(net.parameters(), CLIP))) < 1e-12
+    assert furthest(model.net, large()) > 1e-3
+
+
+def test_clipping_without_the_callback_is_refused() -> None:
+    """Where the sum is in ``.grad``, the wrapper itself sees that it was clipped."""
+    with pytest.raises(gradaccum.UsageError, match="clip_norm="):
+        trainer(pl.Callback(), gradient_clip_val=CLIP).fit(Automatic({}), loader())
+
+
+def test_lightnings_own_scaler_is_refused() -> None:
+    model = Automatic({})
+    model.net.float()
+    plugin = pl.plugins.MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
+    with pytest.raises(gradaccum.UsageError, match="loss_scale=scaler"):
+        trainer(plugins=[plugin]).fit(model, loader(dtype=torch.float32))
+
+
+def test_clipping_is_lightnings_refusal_in_manual_optimization() -> None:
+    with pytest.raises(pl.utilities.exceptions.MisconfigurationException, match="gradient_clip_val"):
+        trainer(gradient_clip_val=CLIP).fit(Manual({}), loader())
+
+
+# Lightning's checkpoints of an open window: a resumed run has the bits of the run that was not interrupted.
+
+
+class Resumable:
+    """A loader that Lightning can set on where it stopped, as those of torchdata can."""
+
+    def __init__(self) -> None:
+        self._position = 0
+
+    def __len__(self) -> int:
+        return 13
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        self._position %= len(self)
+        while self._position < len(self):
+            start = 2 * self._position
+            self._position += 1
+            yield X[start : start + 2], Y[start : start + 2]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self._position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._position = state["position"]
+
+
+def saving(folder: Path) -> ModelCheckpoint:
+    return ModelCheckpoint(dirpath=folder, filename="{step}", every_n_train_steps=3, save_top_k=-1, save_on_train_epoch_end=False)
+
+
+@pytest.mark.parametrize("gate", [False, True])
+@pytest.mark.parametrize("options", [{}, {"separate_sums": True, "clip_norm": 0.1}], ids=str)
+@pytest.mark.parametrize("module", [Automatic, Manual])
+def test_resumed_in_mid_window(module: type[Automatic], options: dict[str, Any], gate: bool, tmp_path: Path) -> None:
+    whole = module(options, gate)
+    trainer(AccumulationCallback(), saving(tmp_path), enable_checkpointing=True).fit(whole, Resumable())
+    for step, micro_step in ((3, 3), (6, 2), (9, 1), (15, 2)):
+        path = tmp_path / f"step={step}.ckpt"
+        (saved,) = torch.load(path, weights_only=True)["optimizer_states"]
+        assert saved["gradaccum"]["micro_step"] == micro_step
+        resumed, run = module(options, gate), trainer()
+        run.fit(resumed, Resumable(), ckpt_path=path)
+        assert all(map(torch.equal, resumed.net.parameters(), whole.net.parameters()))
+        assert run.optimizers[0].result.optimizer_step == 8
+    if not options:
+        assert furthest(whole.net, large(gate=gate)) < 1e-12
+
+
+def test_resumed_under_other_steps_is_refused(tmp_path: Path) -> None:
+    trainer(AccumulationCallback(), saving(tmp_path), enable_checkpointing=True, max_epochs=1).fit(Automatic({}), Resumable())
+    with pytest.raises(gradaccum.CheckpointError, match="steps"):
+        trainer().fit(Automatic({"steps": 5}), Resumable(), ckpt_path=tmp_path / "step=3.ckpt")
+
+
+def test_resumed_without_the_callback_is_refused(tmp_path: Path) -> None:
+    """Lightning clears the gradients of the model when it has loaded the optimizer. Sums of their own are not there."""
+    for options in ({}, {"separate_sums": True}):
+        folder = tmp_path / str(len(options))
+        trainer(AccumulationCallback(), saving(folder), enable_checkpointing=True, max_epochs=1).fit(Automatic(options), Resumable())
+        model, run = Automatic(options), trainer(Callback(), max_epochs=1)
+        with nullcontext() if options else pytest.raises(gradaccum.UsageError, match="separate_sums=True"):
+            run.fit(model, Resumable(), ckpt_path=folder / "step=3.ckpt")
