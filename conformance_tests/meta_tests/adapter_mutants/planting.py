@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 from typing import NamedTuple
+
+from conformance_tests.mutation.running import pytest_program
 
 ROOT = Path(__file__).parents[3]
 SUITE = "gradaccum_conformance/suite/"
@@ -47,26 +48,5 @@ def program_of(adapter: str, mutant: Mutant, site: Path) -> str:
     copy = site / f"gradaccum_{adapter}"
     shutil.copytree(folder_of(adapter), copy, ignore=shutil.ignore_patterns("__pycache__"))
     (copy / file).write_text(text, encoding="utf-8")
-    folders = [str(site), str(ROOT), str(ROOT / "backends"), str(ROOT / "conformance_tests")]
-    variables = {"PYTHONPATH": os.pathsep.join([*folders, *filter(None, [os.environ.get("PYTHONPATH")])])}
-    options = [
-        "-c",
-        str(ROOT / "pyproject.toml"),
-        "--rootdir",
-        str(ROOT),
-        "-q",
-        "-x",
-        "-rf",
-        "-p",
-        "no:cacheprovider",
-        "--backend",
-        adapter,
-    ]
-    selected = [str(ROOT / "conformance_tests" / mutant.test), *(("-k", mutant.only) if mutant.only else ())]
-    return f"""
-import os, sys
-import pytest
-os.environ.update({variables!r})
-sys.path[:0] = {folders!r}
-sys.exit(pytest.main({[*options, *selected]!r}))
-"""
+    only = ("-k", mutant.only) if mutant.only else ()
+    return pytest_program(site, [mutant.test], "--backend", adapter, *only)

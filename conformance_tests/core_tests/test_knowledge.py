@@ -91,11 +91,20 @@ def test_noise_scale_of_several_workers() -> None:
                 own = gradient + deviation / math.sqrt(items) * rng.standard_normal(50)
                 total, weight = total + items * own, weight + float(items)
                 first += [(float(items), float(own @ own))] if index == 0 else []
-        small = sum(items for items, _ in first)
-        noise = noise._replace(first_weight=small, first_square=sum(items * square for items, square in first) / small)
+        shares = [kit.noise_shares(noise._replace(first_weight=items, first_square=square), kit.select) for items, square in first]
+        assert kit.noise_shares(kit.no_noise(), kit.select) == (0.0, 0.0, 0.0), "a worker without a micro-batch has no share"
+        small, squares, having = map(sum, zip(*shares, strict=True))
+        noise = kit.Noise(*kit.joined_noise(noise, small, squares, kit.select))
         state = kit.initial_state()._replace(micro_step=1, weight=weight)
-        noise = kit.Noise(*kit.window_seen(noise, state, float(np.linalg.norm(total / weight)), options, kit.select, len(first)))
+        noise = kit.Noise(*kit.window_seen(noise, state, float(np.linalg.norm(total / weight)), options, kit.select, having))
     assert kit.noise_scale(noise, kit.select) == pytest.approx(deviation**2 * 50 / float(gradient @ gradient), rel=0.1)
+
+
+def test_first_micro_batch_has_some_weight() -> None:
+    state = kit.initial_state()._replace(micro_step=1)
+    assert not kit.is_first(kit.no_noise(), state)
+    assert kit.is_first(kit.no_noise(), state._replace(weight=0.5))
+    assert not kit.is_first(kit.no_noise()._replace(first_weight=0.5), state._replace(weight=0.75))
 
 
 def test_windows_that_tell_nothing_move_no_mean() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import sys
 from typing import Any
@@ -16,7 +17,7 @@ from gradaccum import CheckpointError, DynamicLossScale, kit
 
 
 def test_explain_names_everything() -> None:
-    error = gradaccum.kit.explain(gradaccum.ArgumentValueError, "steps", expected="an int >= 1", got=0, fix="Write steps=4.")
+    error = kit.explain(gradaccum.ArgumentValueError, "steps", expected="an int >= 1", got=0, fix="Write steps=4.")
     assert str(error) == "steps: expected an int >= 1; got 0 (int). Write steps=4."
 
 
@@ -59,6 +60,11 @@ def test_numpy_integer_is_an_int() -> None:
 def test_bad_loss_scales_raise(arguments) -> None:
     with pytest.raises(gradaccum.GradAccumError, match="expected"):
         gradaccum.DynamicLossScale(**arguments)
+
+
+def test_defaults_are_those_of_torch_s_scaler() -> None:
+    """`torch.amp.GradScaler`'s, which has no floor below 1 and no ceiling."""
+    assert dataclasses.astuple(DynamicLossScale()) == (2.0**16, 2.0, 0.5, 2000, 1.0, math.inf)
 
 
 @pytest.mark.parametrize("scale", [8, 8.0, np.float32(8), np.float64(8), np.int32(8)], ids=lambda scale: type(scale).__name__)
@@ -196,3 +202,26 @@ def test_other_learning_rates_on_one_worker_are_named() -> None:
         added = np.sum([kit.rate_bits(rates) for rates in [[0.1, 1e-9]] * 4999 + [other]], axis=0, dtype=np.float32)
         with pytest.raises(gradaccum.UsageError, match=r"learning rates on rank 3: expected the same .*; got \[0.1, 1e-09\] here"):
             kit.require_same_rates([0.1, 1e-9], added.tolist(), 5000, 3)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "error"), [("23", TypeError), ((2.0, 3), TypeError), ((2, 3, 0), ValueError), ((2, -3), ValueError), ((3, 2), ValueError)]
+)
+def test_bad_shard_sizes_raise(sizes: Any, error: type[Exception]) -> None:
+    """Two workers; the second one has three classes."""
+    assert kit.require_shard_sizes([0, 3], 3, 1, 2) == (0, 3)
+    with pytest.raises(error, match="shard_sizes: expected"):
+        kit.require_shard_sizes(sizes, 3, 1, 2)
+
+
+class Numbers:
+    """What a framework supplies, for Python numbers."""
+
+    maximum, minimum, widened = max, min, float
+
+
+@pytest.mark.parametrize(("kind", "merged"), [("mean", 2.5), ("weighted_mean", 1.75), ("sum", 5.0), ("max", 4), ("min", 1)])
+def test_aux_of_two_micro_batches(kind: str, merged: float) -> None:
+    """The first has one item of weight 3 and returned 1, the second one item of weight 1 and returned 4."""
+    first, second = (kit.share(kind, value, 1, weight, Numbers) for value, weight in ((1, 3.0), (4, 1.0)))
+    assert kit.finished(kind, kit.merged(kind, first, second, Numbers), 2, 4.0) == merged

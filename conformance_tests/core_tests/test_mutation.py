@@ -1,0 +1,44 @@
+"""The mutants that are made by machine: which changes a text is given."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+
+from conformance_tests.mutation.operators import mutations_of
+from conformance_tests.mutation.packages import PACKAGES, ROOT
+from conformance_tests.mutation.running import mutants_of, sample
+
+
+@pytest.mark.parametrize(
+    ("line", "changed"),
+    [
+        ("x = a < b", ["x = (a <= b)"]),
+        ("x = a + 2", ["x = (a - 2)", "x = a + 3"]),
+        ("x = a and not b", ["x = (a or not b)", "x = a and (b)"]),
+        ("x = a if b else 0.5", ["x = a if (not (b)) else 0.5", "x = a if b else 1.0"]),
+        ("x += a", ["x -= a"]),
+        ("a.x = f(b, c)", ["pass", "a.x = f(c, b)"]),
+        ("f(b, *c)", ["pass"]),
+        ("x = (a, True)", ["x = (True, a)", "x = (a, False)"]),
+    ],
+)
+def test_changes_of_a_line(line: str, changed: list[str]) -> None:
+    assert sorted(mutation.apply(line) for mutation in mutations_of(line)) == sorted(changed)
+
+
+@pytest.mark.parametrize(
+    "line", ['"""A text."""', "x: int", "raise E(1)", "import a", "x = isinstance(a, (B, C))", "x = dict[A, B]", 'x = "a" + f"{b}"']
+)
+def test_what_does_not_run_is_left_alone(line: str) -> None:
+    assert not mutations_of(line)
+
+
+@pytest.mark.parametrize("package", PACKAGES.values(), ids=PACKAGES)
+def test_every_mutant_is_python(package) -> None:
+    every = mutants_of(package)
+    assert len(every) > 1000
+    for mutant in every[::29]:
+        ast.parse(mutant.mutation.apply((ROOT / mutant.file).read_text(encoding="utf-8")))
+    assert sample(package, 20, 0) == sample(package, 20, 0) != sample(package, 20, 1)
