@@ -17,6 +17,9 @@ from gradaccum.kit import FIELD_DTYPES, State, decode_terms, encode_terms, expla
 from gradaccum_mindspore.state import OWN, SHARED, TORN, Saved, Storage, with_known_size
 from gradaccum_mindspore.sums import write
 
+HALF_MADE = "half_made_in_layers"
+"""The attribute of an optimizer whose update, or that of another part of the model, a call did not come to."""
+
 
 class SavedPlace(NamedTuple):
     """`gradaccum_mindspore.state.Storage.shared` as it was saved."""
@@ -75,6 +78,8 @@ def load_checkpoint_into(cell: nn.Cell, parameter_dict: Saved) -> None:
     for storage in _storages(cell):
         storage.half_made = False
         storage.listening.loaded()
+    for _, part in nn.Cell.cells_and_names(cell):
+        vars(part).pop(HALF_MADE, None)
 
 
 def _check_arguments(cell: object, parameter_dict: object) -> None:

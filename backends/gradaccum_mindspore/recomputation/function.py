@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import mindspore as ms
 from mindspore import Tensor, nn, ops
@@ -231,11 +231,24 @@ def _keep(operator: ops.Primitive) -> ops.Primitive:
     return operator
 
 
+class Repeated(Protocol):
+    """A function that runs twice."""
+
+    function: Callable[..., Any]
+    name: str
+
+    def buffers(self) -> list[Tensor]:
+        """Return the values that it may change."""
+
+
 class Segment:
     """A Cell whose activations are recomputed."""
 
     def __init__(self, cell: nn.Cell) -> None:
-        self.cell, self.function, self.name = cell, cell.construct, type(cell).__name__
+        self.cell, self.function, self.name = cell, cell.construct, f"recompute({type(cell).__name__})"
+
+    def buffers(self) -> list[Tensor]:
+        return buffers_of(self.cell)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not (pynative_executor.grad_flag() and pynative_executor.enable_grad()):
@@ -247,7 +260,7 @@ class Segment:
 class Call:
     """One call of a segment: what it needs in order to run again as it ran."""
 
-    def __init__(self, segment: Segment) -> None:
+    def __init__(self, segment: Repeated) -> None:
         self._segment = segment
         self._outputs: list[Tensor] | None = None
 
@@ -255,7 +268,7 @@ class Call:
         return self._record(*args, **kwargs) if self._outputs is None else self._replay(*args, **kwargs)
 
     def _record(self, *args: Any, **kwargs: Any) -> Any:
-        self._casting, self._tape, self._values = current(), Tape(), Values(buffers_of(self._segment.cell))
+        self._casting, self._tape, self._values = current(), Tape(), Values(self._segment.buffers())
         try:
             with self._tape.recording():
                 outputs = self._segment.function(*args, **kwargs)
@@ -278,7 +291,7 @@ class Call:
         if len(first) != len(outputs) or not all(same_bits(a.asnumpy(), b.asnumpy()) for a, b in zip(first, outputs, strict=True)):
             raise explain(
                 UsageError,
-                f"recompute({self._segment.name})",
+                self._segment.name,
                 expected="a second run that returns the same bits as the first",
                 found="other values: it draws numbers that MindSpore cannot draw again in PyNative mode, or depends on what it changes",
                 fix="Use nn.Dropout rather than Dropout1d, Dropout2d or Dropout3d, call mindspore.set_seed before the likes of ops.rand, "

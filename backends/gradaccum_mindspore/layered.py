@@ -1,0 +1,379 @@
+"""``gradaccum_mindspore.layered_backward``: a window runs backwards layer by layer, all micro-batches through one layer before the next.
+
+A layer's gradient sum is complete when the last micro-batch has passed it. So its update is made there, and its gradient freed. Between the
+layers stand the borders: the activations that one layer returned and the next one takes. A layer runs once forwards, without keeping its
+activations, and once more for its gradient: it draws the same numbers, and its statistics move once, as `recompute` has it.
+
+A MindSpore optimizer makes the update of all its parameters in one call, and counts its steps by its calls. So a part of a model is updated
+early where the part has an optimizer of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
+from mindspore.common import _no_grad
+from mindspore.experimental import optim
+
+from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError, kit
+from gradaccum.kit import Nest, explain
+from gradaccum_mindspore import sums
+from gradaccum_mindspore.large_batch.batch import SplitOptions, plain_reduction, require_function, split_options, with_constant_weight
+from gradaccum_mindspore.large_batch.gradients import MergedOutputs, divisor_of, factor_of, loss_kind, require_outputs, unit_of, weighed
+from gradaccum_mindspore.large_batch.replay import DEPTH, Noted, named_by
+from gradaccum_mindspore.large_batch.value_and_update import loss_in, require_no_window, require_open_steps, windows_of
+from gradaccum_mindspore.optimizer import AccumulatingOptimizer
+from gradaccum_mindspore.private import is_graph_mode, refuse_trace
+from gradaccum_mindspore.recomputation.function import Call, buffers_of
+from gradaccum_mindspore.saving import HALF_MADE
+from gradaccum_mindspore.workers.group import NoAnswerError, added_up, buckets, is_sharded, place, shares_windows
+
+Layer = Callable[..., Any]
+_Found = tuple[float, Sequence[Tensor], Sequence[Tensor]]
+"""Of one micro-batch: its weight, the gradients by the last border, and those by the loss's own parameters."""
+_UPDATED = (
+    "gradaccum: the updates of {names} were made before this error, the last one perhaps in part, and cannot be undone; the other layers "
+    "have none. Load the last checkpoint of the model and of its optimizers by gradaccum_mindspore.load_checkpoint_into."
+)
+
+
+def layered_backward(
+    layers: nn.SequentialCell | nn.CellList | Sequence[Layer],
+    loss_fn: Callable[[Any, Any], Any],
+    inputs: Nest,
+    targets: Nest,
+    *,
+    steps: int | None = None,
+    micro_batch_size: int | None = None,
+    reduction: str | None = None,
+    weight: Callable[..., Any] | Sequence[float] | Tensor | None = None,
+    axes: Nest = 0,
+    aux: Nest = None,
+    optimizer: AccumulatingOptimizer | Sequence[nn.Optimizer | optim.Optimizer] | None = None,
+    data_parallel: bool | None = None,
+) -> Any:
+    """Return the large batch's loss and gradients, or make its update, one layer at a time; in PyNative mode.
+
+    The result is that of `value_and_grad` with ``loss_fn(layers(inputs), targets)``, to the last bit where no parameter is in two layers
+    and no weights are given. Dropout draws the same numbers, and a batch norm sees each micro-batch once, in order.
+
+    With a list of MindSpore's own optimizers, one for each layer say, each makes its update as soon as the sums of all its parameters are
+    complete, and their gradients are freed; nothing is clipped or skipped. A parameter of several layers waits for the first of them. A
+    wrapped optimizer keeps the sums
+    of all layers until the end, as its ``clip_norm``, ``skip_norm`` and overflows need.
+
+    If something raises, everything is as it was before the call, except that the updates of layers cannot be undone: a note on the error
+    names these layers, and the optimizers are refused until `load_checkpoint_into` has loaded them.
+
+    Args:
+        layers: a `SequentialCell`, a `CellList`, or a list of Cells and functions of one argument, any nest of Tensors, which the layer
+            before has returned.
+        loss_fn: ``loss_fn(outputs, targets)`` returns a scalar loss, or ``(loss, aux)`` if `aux` is given.
+        inputs: the argument of the first layer for the large batch.
+        targets: the second argument of `loss_fn` for the large batch.
+        steps: at most so many micro-batches, of ceil(items / steps) items; the last one may be smaller.
+        micro_batch_size: the items of a micro-batch, in place of `steps`.
+        reduction: "mean" unless given, "sum" or "item_mean", as for `value_and_grad`; a wrapped optimizer has its own.
+        weight: the weight of a micro-batch: a callable, ``weight(inputs, targets)``, or one number per item.
+        axes: the axis of the items, for each leaf of ``(inputs, targets)``; None for what is given whole.
+        aux: how the other output merges, as for `value_and_grad`.
+        optimizer: optimizers of `mindspore.nn` or `mindspore.experimental.optim`, of which no two have one parameter; or one wrapped with
+            ``steps=None``, whose window the call is.
+        data_parallel: beside a list of optimizers, as for `gradaccum.wrap`: True: the sums of all workers are added up, once for each
+            optimizer. All workers start with equal parameters, and make the call together.
+
+    Returns:
+        The loss, with its `aux` if there is one. Without an optimizer the tuple of that and the gradients, in the order of the layers'
+        trainable parameters, then those of `loss_fn`.
+
+    Raises:
+        ArgumentTypeError, ArgumentValueError: an argument is wrong, or a function returns something else; a parameter of an optimizer is in
+            no layer, or in two optimizers.
+        UsageError: graph mode; a layer returned other values the second time; `optimizer` has an open window, or an option that looks at
+            single micro-batches; its updates were made in part by a call that raised; or another worker did not answer.
+
+    Examples:
+        >>> from mindspore import Tensor, nn
+        >>> layers = [nn.Dense(2, 2, weight_init="ones"), nn.Dense(2, 1, weight_init="ones")]
+        >>> optimizers = [nn.SGD(layer.trainable_params(), 0.5) for layer in layers]
+        >>> x, y = Tensor([[1.0, 2.0], [3.0, 4.0]]), Tensor([[0.0], [0.0]])
+        >>> float(layered_backward(layers, nn.MAELoss(), x, y, steps=2, optimizer=optimizers))
+        10.0
+        >>> layers[1].weight.asnumpy().tolist()
+        [[-1.5, -1.5]]
+    """
+    refuse_trace()
+    if is_graph_mode():
+        fix = "Write mindspore.set_context(mode=mindspore.PYNATIVE_MODE); a layer may be compiled by mindspore.jit."
+        raise explain(UsageError, "layered_backward", expected="PyNative mode, as Python runs the layers", found="graph mode", fix=fix)
+    require_function("loss_fn", loss_fn)
+    parts = [_Layer(f"layers[{index}]", function) for index, function in enumerate(_require_layers(layers))]
+    parts.append(_Layer("loss_fn", loss_fn))
+    target = _target(optimizer, parts, reduction, data_parallel)
+    given = {"steps": steps, "micro_batch_size": micro_batch_size, "weight": weight, "axes": axes, "aux": aux}
+    options = with_constant_weight(split_options(aux is not None, target.options, **given), (), target.parameters)
+    noted = [Noted(part.function) for part in parts]
+    try:
+        return _Run(parts, target, options).run((inputs, targets))
+    except BaseException as error:
+        target.failed(error)
+        for each in noted:
+            each.after_error()
+        if isinstance(error, NoAnswerError):
+            raise explain(UsageError, "workers", expected="the call on each", found="no answer", fix="Load a checkpoint on all.") from error
+        raise
+
+
+class _Layer:
+    """One layer, or the loss: its function, the parameters that it is differentiated by, and its passes in order."""
+
+    def __init__(self, name: str, function: Layer) -> None:
+        self.name, self.function = name, function
+        self.named = list(named_by(function, DEPTH))
+        found = [parameter for each in self.named for parameter in (each.get_parameters() if isinstance(each, nn.Cell) else [each])]
+        self.parameters = list({id(each): each for each in found if each.requires_grad}.values())
+        self.passes: list[tuple[Call, Nest]] = []
+        """And what the layer took."""
+
+    def buffers(self) -> list[Tensor]:
+        return [buffer for cell in self.named if isinstance(cell, nn.Cell) for buffer in buffers_of(cell)]
+
+
+class _Run:
+    """One call: forwards, then backwards."""
+
+    def __init__(self, parts: Sequence[_Layer], target: _Own | _Window, options: SplitOptions) -> None:
+        (*self.layers, self.loss), self.target, self.options = parts, target, options
+        held = {id(parameter) for parameter in target.parameters}
+        for part in parts:
+            part.parameters = [parameter for parameter in part.parameters if id(parameter) in held]
+        self.first = next((index for index, layer in enumerate(self.layers) if layer.parameters), len(self.layers))
+        """The first layer with something to train: what stands before it needs no gradient."""
+
+    def run(self, batch: tuple[Nest, Nest]) -> Any:
+        outputs, has_aux = MergedOutputs(self.options.aux, loss_kind(self.options.reduction.reduction)), self.options.aux is not None
+        found, taken, items, unit = list[_Found](), list[tuple[float, Tensor]](), 0, None
+        for part, weight in weighed(self.loss.function, batch, self.options):
+            unit = unit or (unit_of(weight, self.options) if self.target.by_unit else 1.0)
+            value, cotangents, own = self._forward(*part.arguments)
+            outputs.add(value, part.items, weight / unit)
+            found.append((weight / unit, cotangents, own))
+            items += part.items or 0
+            taken.append((weight, loss_in(value, has_aux)))
+        total = sum(amount for amount, *_ in found)
+        self.target.open(total)
+        self._backward(found)
+        return self.target.close(taken, outputs.finished(items, total, divisor_of(total, self.options)))
+
+    def _forward(self, inputs: Nest, targets: Nest) -> tuple[Any, Sequence[Tensor], Sequence[Tensor]]:
+        """Return what the loss returned of one micro-batch, and its gradients: by the last border, and by its own parameters."""
+        border: Any = inputs
+        for layer in self.layers:
+            call = Call(layer)
+            with _no_grad():  # Where MindSpore records, for an outer gradient, it would keep the activations.
+                taken, border = border, call(border)
+            layer.passes.append((call, taken))
+        returned: list[Any] = []
+
+        def loss(outputs: Nest) -> Tensor:
+            returned[:] = [self.loss.function(outputs, targets)]
+            require_outputs(returned[0], self.options.aux is not None)
+            return self.target.scaled(loss_in(returned[0], self.options.aux is not None))
+
+        cotangents, own = _differentiated(loss, border, None, self.loss.parameters, self.first < len(self.layers))
+        value = kit.mapped(lambda leaf: ops.stop_gradient(leaf) if isinstance(leaf, Tensor) else leaf, returned[0])
+        return value, cotangents, own
+
+    def _backward(self, found: list[_Found]) -> None:
+        """Run all micro-batches backwards through one layer after the other, and update each where that can be."""
+        for number, (amount, cotangents, own) in enumerate(found):
+            self._add(self.loss, own, amount)
+            found[number] = amount, cotangents, ()
+        self.target.complete(len(self.layers))
+        while len(self.layers) > self.first:
+            layer, index = self.layers.pop(), len(self.layers)
+            for number, (amount, cotangents, _) in enumerate(found):
+                call, taken = layer.passes.pop(0)
+                if factor_of(amount, self.options):
+                    by_border, own = _differentiated(call, taken, cotangents, layer.parameters, index > self.first)
+                    self._add(layer, own, amount)
+                    found[number] = amount, by_border, ()
+                    del own, by_border
+                del call, taken, cotangents
+            self.target.complete(index)
+
+    def _add(self, layer: _Layer, gradients: Sequence[Tensor], amount: float) -> None:
+        factor = factor_of(amount, self.options)
+        for parameter, gradient in zip(layer.parameters, gradients, strict=True) if factor else ():
+            total = self.target.sum_of(parameter)
+            sums.add_into(total, sums.scaled(gradient, factor, total.dtype))
+
+
+def _differentiated(
+    function: Callable[..., Any], nest: Nest, cotangents: Sequence[Tensor] | None, parameters: Sequence[Parameter], by_inputs: bool
+) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """Return the gradients by the floating leaves of `nest`, if they are wanted, and by `parameters`.
+
+    `cotangents`: of the floating leaves that `function` returns; None: it returns a loss.
+    """
+    leaves = [leaf.value for leaf in kit.leaves_of(nest)]
+    places = [at for at, leaf in enumerate(leaves) if _is_floating(leaf)] if by_inputs else []
+
+    def of_leaves(*given: Tensor) -> Any:
+        for at, leaf in zip(places, given, strict=True):
+            leaves[at] = leaf
+        returned = function(kit.with_leaves(nest, iter(leaves)))
+        return returned if cotangents is None else tuple(leaf.value for leaf in kit.leaves_of(returned) if _is_floating(leaf.value))
+
+    backward = ops.GradOperation(get_all=True, get_by_list=True, sens_param=cotangents is not None)(of_leaves, ParameterTuple(parameters))
+    return backward(*(leaves[at] for at in places), *(() if cotangents is None else (tuple(cotangents),)))  # type: ignore[no-any-return]
+
+
+def _is_floating(leaf: object) -> bool:
+    return isinstance(leaf, Tensor) and leaf.dtype in sums.FLOATS.values()
+
+
+class _Own:
+    """The sums of the call itself: of gradients that are returned, or of optimizers, each of which updates when its sums are complete."""
+
+    def __init__(self, parts: Sequence[_Layer], reduction: str | None, optimizers: Sequence[Any] = (), shares: object = None) -> None:
+        self.options, self.optimizers, self.names = plain_reduction(reduction or "mean"), optimizers, [part.name for part in parts]
+        firsts = {id(each): index for index, part in reversed(list(enumerate(parts))) for each in part.parameters}
+        self.parameters = list({id(each): each for part in parts for each in part.parameters}.values())
+        if optimizers:
+            self.parameters = [parameter for each in optimizers for parameter in each.parameters]
+            _require_held(self.parameters, firsts)
+        self.waiting = {k: min(firsts[id(each)] for each in one.parameters) for k, one in enumerate(optimizers)}
+        """By optimizer, the layer with which its sums are complete."""
+        self.by_unit = not optimizers
+        """True if the weights are divided by the first one, as `value_and_grad` has it."""
+        self.workers = place()[1] if optimizers and shares_windows(shares) else 1
+        if self.workers > 1 and any(map(is_sharded, self.parameters)):
+            expected, fix = "a copy of each parameter on each worker", "Pass one optimizer wrapped with data_parallel=True."
+            raise explain(ArgumentValueError, "data_parallel", expected=expected, found="shards: layerwise_parallel", fix=fix)
+        self.sums, self.weight, self.updated = dict[int, Parameter](), 0.0, list[str]()
+        self.scaled: Callable[[Tensor], Tensor] = lambda loss: loss
+
+    def open(self, weight: float) -> None:
+        self.weight = weight if self.workers == 1 else float(added_up(np.array([weight]))[0])
+
+    def sum_of(self, parameter: Parameter) -> Parameter:
+        if id(parameter) not in self.sums:
+            zeros = ops.zeros(parameter.shape, sums.sum_dtype(parameter.dtype, None))
+            self.sums[id(parameter)] = sums.hidden_parameter(zeros, f"{parameter.name}.layered_sum")
+        return self.sums[id(parameter)]
+
+    def complete(self, index: int) -> None:
+        """Make the updates for which no gradient of an earlier layer than `index` is needed."""
+        for k in [k for k, first in self.waiting.items() if first >= index]:
+            name, parameters = self.names[self.waiting.pop(k)], self.optimizers[k].parameters
+            for bucket in buckets([self.sum_of(each) for each in parameters], self.workers) if self.workers > 1 else ():
+                bucket.unpack(bucket.total())
+            gradients = ms.mutable(self.divided(parameters))
+            if self.weight > 0:
+                self.updated.append(name)
+                self.optimizers[k](gradients)
+
+    def divided(self, parameters: Sequence[Parameter]) -> tuple[Tensor, ...]:
+        """Return the gradients of some parameters, and free their sums one by one."""
+        divisor = float(kit.divisor(kit.initial_state(1.0)._replace(weight=self.weight), self.options, kit.select))
+        gradients = list[Tensor]()
+        for each in parameters:
+            gradients += sums.divided((self.sum_of(each),), divisor, (each.dtype,), ms.float64)
+            del self.sums[id(each)]
+        return tuple(gradients)
+
+    def close(self, taken: Sequence[tuple[float, Tensor]], outputs: Any) -> Any:
+        return outputs if self.optimizers else (outputs, self.divided(self.parameters))
+
+    def failed(self, error: BaseException) -> None:
+        if self.updated:
+            error.add_note(_UPDATED.format(names=", ".join(self.updated)))
+            for each in self.optimizers:
+                vars(each)[HALF_MADE] = True
+
+
+class _Window:
+    """The window of a wrapped optimizer: its sums, its options, its update at the end."""
+
+    def __init__(self, optimizer: AccumulatingOptimizer, parts: Sequence[_Layer], reduction: str | None) -> None:
+        self.optimizer, self.options, self.parameters = optimizer, optimizer.options, list(optimizer.parameters)
+        self.by_unit, self.scaled = False, optimizer.scale
+        _require_held(self.parameters, {id(each): 0 for part in parts for each in part.parameters})
+        require_open_steps(optimizer)
+        require_no_window(optimizer)
+        if reduction not in (None, self.options.reduction):
+            expected, fix = f"the optimizer's, {self.options.reduction!r}", "Leave reduction out here."
+            raise explain(ArgumentValueError, "reduction", expected=expected, got=reduction, fix=fix)
+        for name, wrong in (("on_overflow", self.options.on_overflow == "drop_micro_batch"), ("noise_scale", self.options.noise_decay)):
+            if wrong:
+                found, fix = f"one with {name}=", f"Leave {name} out, or call gradaccum_mindspore.value_and_update."
+                raise explain(UsageError, "optimizer", expected="one that looks at no single micro-batch", found=found, fix=fix)
+        self.sums = dict(zip(map(id, self.parameters), optimizer.storage.sums, strict=True))
+        self.event, self.closed = optimizer.storage.last_event.value().copy(), windows_of(optimizer)
+
+    def open(self, weight: float) -> None:
+        pass
+
+    complete = open
+
+    def sum_of(self, parameter: Parameter) -> Parameter:
+        return self.sums[id(parameter)]
+
+    def close(self, taken: Sequence[tuple[float, Tensor]], outputs: Any) -> Any:
+        for amount, loss in taken:  # The sums are there already.
+            self.optimizer((None,) * len(self.parameters), amount, loss)
+        self.optimizer.flush()
+        return outputs
+
+    def failed(self, error: BaseException) -> None:
+        if windows_of(self.optimizer) == self.closed:
+            self.optimizer.discard()
+            ops.assign(self.optimizer.storage.last_event, self.event)
+
+
+def _target(optimizer: Any, parts: Sequence[_Layer], reduction: str | None, data_parallel: object) -> _Own | _Window:
+    if isinstance(optimizer, list | tuple) and optimizer:
+        return _Own(parts, reduction, list(_own(optimizer)), data_parallel)
+    if data_parallel is None and (optimizer is None or isinstance(optimizer, AccumulatingOptimizer)):
+        return _Own(parts, reduction) if optimizer is None else _Window(optimizer, parts, reduction)
+    expected = "a list of optimizers; or, without data_parallel=, a wrapped one, or None"
+    fix = "Write optimizer=[nn.Adam(layer.trainable_params()) for layer in layers], or wrap one: gradaccum.wrap(optimizer, steps=None)."
+    raise explain(ArgumentTypeError, "optimizer", expected=expected, got=optimizer, fix=fix)
+
+
+def _own(optimizers: Sequence[object]) -> Iterator[Any]:
+    """Yield the optimizers, checked."""
+    for each in optimizers:
+        if isinstance(each, AccumulatingOptimizer) or not isinstance(each, nn.Optimizer | optim.Optimizer):
+            fix = "Leave gradaccum.wrap out, or pass one wrapped optimizer of all layers."
+            raise explain(ArgumentTypeError, "optimizer", expected="MindSpore's own optimizers in the list", got=each, fix=fix)
+        if vars(each).get(HALF_MADE):
+            found = f"a {type(each).__name__} of layers of which some were updated, and others not, as a call raised"
+            fix = "Load the last checkpoint by gradaccum_mindspore.load_checkpoint_into(cell, ...), of a cell that holds this optimizer."
+            raise explain(UsageError, "optimizer", expected="an update that was made or was not", found=found, fix=fix)
+        yield each
+
+
+def _require_held(parameters: Sequence[Parameter], found: Any) -> None:
+    """Raise unless each parameter of the optimizers is in a layer, or in the loss, and in one optimizer."""
+    if lost := [each.name for each in parameters if id(each) not in found]:
+        fix = "Pass the Cell that holds it as a layer, or a function that names that Cell; leave unused parameters out of the optimizer."
+        raise explain(ArgumentValueError, "layers", expected="each parameter of the optimizers", found=f"none with {lost}", fix=fix)
+    if twice := [each.name for at, each in enumerate(parameters) if any(each is other for other in parameters[:at])]:
+        raise explain(ArgumentValueError, "optimizer", expected="each parameter once", found=f"{twice} in two", fix="Leave it in one.")
+
+
+def _require_layers(layers: object) -> list[Layer]:
+    fix = "Write layers=net, a SequentialCell, or layers=[prelude, *net.blocks, head]."
+    if not isinstance(layers, nn.SequentialCell | nn.CellList | list | tuple) or not len(layers):
+        raise explain(ArgumentTypeError, "layers", expected="a SequentialCell or a list of Cells, not empty", got=layers, fix=fix)
+    if isinstance(layers, nn.SequentialCell) and type(layers).construct is not nn.SequentialCell.construct:
+        raise explain(ArgumentTypeError, "layers", expected="layers that run one after the other", found="a construct of its own", fix=fix)
+    for function in layers:
+        require_function("layers", function)
+    return list(layers)
