@@ -25,6 +25,8 @@ class Case(NamedTuple):
     """Where the case stands on the question's axis, if it has one: the cases are then drawn as lines."""
     rates: Mapping[str, Mapping[str, float]] = {}
     """Work that one run does, by contestant and by the unit of what it comes to per second, such as ``tokens/s``."""
+    clock: Callable[[], float] | None = None
+    """In seconds, such as `time.process_time`, which leaves out other processes and waits; None: `time.perf_counter`."""
 
 
 class Curve(NamedTuple):

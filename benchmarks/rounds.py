@@ -42,12 +42,14 @@ class Timing(NamedTuple):
     rounds: int
 
 
-def measure(contestants: Mapping[str, Callable[[], object]], baseline: str, plan: Plan) -> list[Timing]:
-    """Time every contestant as often as the `plan` says, after a warm-up that compiles and allocates."""
+def measure(
+    contestants: Mapping[str, Callable[[], object]], baseline: str, plan: Plan, clock: Callable[[], float] | None = None
+) -> list[Timing]:
+    """Time every contestant by `clock` as often as the `plan` says, after a warm-up that compiles and allocates."""
     for run in contestants.values():
         for _ in range(WARM_UP):
             run()
-    repeats = _repeats(contestants[baseline], plan.turn)
+    repeats = max(1, math.ceil(plan.turn / _time(contestants[baseline], 1, clock))) if plan.turn else 1
     names = list(contestants)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     begin = time.perf_counter()
@@ -55,19 +57,16 @@ def measure(contestants: Mapping[str, Callable[[], object]], baseline: str, plan
         if turn >= plan.least and time.perf_counter() - begin > plan.seconds:
             break
         for name in _rotated(names, turn):
-            seconds[name].append(_time(contestants[name], repeats))
+            seconds[name].append(_time(contestants[name], repeats, clock))
     return [_timing(name, seconds[name], seconds[baseline]) for name in names]
 
 
-def _repeats(baseline: Callable[[], object], turn: float) -> int:
-    return max(1, math.ceil(turn / _time(baseline, 1))) if turn else 1
-
-
-def _time(run: Callable[[], object], repeats: int) -> float:
-    begin = time.perf_counter()
+def _time(run: Callable[[], object], repeats: int, clock: Callable[[], float] | None) -> float:
+    clock = clock or time.perf_counter
+    begin = clock()
     for _ in range(repeats):
         run()
-    return (time.perf_counter() - begin) / repeats
+    return (clock() - begin) / repeats
 
 
 def _rotated(names: Sequence[str], turn: int) -> list[str]:

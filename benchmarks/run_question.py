@@ -32,7 +32,7 @@ def main() -> None:
 
 
 def _timed(case: Case, plan: Plan) -> dict[str, Any]:
-    rows = [timing._asdict() for timing in measure(case.contestants, case.baseline, plan)]
+    rows = [timing._asdict() for timing in measure(case.contestants, case.baseline, plan, case.clock)]
     for row in rows:
         name = row["contestant"]
         row["counts"] = dict(case.counts.get(name, {}))

@@ -85,7 +85,7 @@ from gradaccum.splitting import (
     too_small_error,
     unknown_limit_error,
 )
-from gradaccum.state import FIELD_DTYPES, Scalar, State, at_rest, has_exact_inverse, initial_state, largest_number
+from gradaccum.state import FIELD_DTYPES, Scalar, State, at_rest, has_exact_inverse, initial_state, largest_number, round_to_float32
 from gradaccum.statistics import (
     Noise,
     add_loss,
@@ -137,7 +137,7 @@ from gradaccum.window_loop import Sizes, epoch
 # The state machine: the transitions of the `State`.
 __all__ = ["FIELD_DTYPES", "Decision", "Fields", "Scalar", "State", "Where", "accumulate", "at_rest", "close", "contribution", "decide"]
 __all__ += ["discard", "divisor", "ends", "has_exact_inverse", "initial_state", "joined", "largest_number", "measures", "select"]
-__all__ += ["steps_at", "usable", "with_denominator"]
+__all__ += ["round_to_float32", "steps_at", "usable", "with_denominator"]
 # A window's loss and noise; callbacks for closed windows; a pass over a loader.
 __all__ += ["Handle", "Listener", "Listeners", "Noise", "Sizes", "add_loss", "epoch", "first_seen", "forget_window", "is_first"]
 __all__ += ["joined_noise", "no_noise", "noise_scale", "noise_shares", "window_loss", "window_seen"]

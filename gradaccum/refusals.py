@@ -96,7 +96,7 @@ def require_same_rates(rates: Sequence[float], added: Sequence[float], workers: 
     Raises:
         UsageError: two workers have different rates; every worker raises it.
     """
-    if any(count not in (0, workers) for count in added):
+    if not {0, workers}.issuperset(added):
         fix = "Let a listener move the schedule: one flush() may close several windows, and a listener hears of each as it closes."
         found = f"{list(rates)} here and other ones on another worker"
         raise explain(UsageError, f"learning rates on rank {rank}", expected="the same on every worker", found=found, fix=fix)

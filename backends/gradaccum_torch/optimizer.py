@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from gradaccum import GradAccumWarning, StepResult, UsageError, updates_in
-from gradaccum.kit import Handle, Listener, Listeners, Options, described, epoch, explain, require_weight
+from gradaccum.kit import Handle, Listener, Options, described, epoch, explain, require_weight
 from gradaccum_torch import private, update
 from gradaccum_torch.checks import known_window_size, require_loss
 from gradaccum_torch.grad_scaler import foreign_scaler_error, link_scaler
@@ -95,8 +95,6 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         Raises:
             ArgumentTypeError: `listener` cannot be called.
         """
-        if self._window.listeners is None:
-            self._window.listeners = Listeners()
         return self._window.listeners.add(listener)
 
     def backward(self, loss: Tensor, weight: float | None = None, **kwargs: Argument) -> None:

@@ -194,11 +194,8 @@ class Parameters:
     def _widen_state(self, parameter: Tensor) -> None:
         if parameter in self._inner.state:
             state = self._inner.state[parameter]
-            self._inner.state[parameter] = {name: _widened(value) for name, value in state.items()}
-
-
-def _widened(value: object) -> object:
-    return value.float() if isinstance(value, Tensor) and value.dtype in HALF else value
+            half = {name: value for name, value in state.items() if isinstance(value, Tensor) and value.dtype in HALF}
+            self._inner.state[parameter] = {**state, **{name: value.float() for name, value in half.items()}}
 
 
 def _has_masters_error() -> ArgumentValueError:

@@ -382,7 +382,7 @@ def leave_reduction_out(module: DistributedDataParallel, hook_error: Callable[[]
 
 
 def _wait(module: torch.nn.Module, *_: object) -> None:
-    module.require_backward_grad_sync = False  # type: ignore[assignment]
+    vars(module)["require_backward_grad_sync"] = False  # `Module.__setattr__` takes longer than all else here.
 
 
 _TENSOR_PARALLEL = "torch.distributed.tensor.parallel.ddp"
@@ -402,13 +402,13 @@ def send_buffers(module: DistributedDataParallel) -> None:
 
     A forward pass is no meeting of all workers: another worker may be at the end of its window.
     """
-    module.require_forward_param_sync = True
+    vars(module)["require_forward_param_sync"] = True
     if module.will_sync_module_buffers():  # type: ignore[no-untyped-call]
         if exists(_SEND):
             module._sync_buffers()  # type: ignore[no-untyped-call]
         else:
             _send_one_by_one(module)
-    module.require_forward_param_sync = False
+    vars(module)["require_forward_param_sync"] = False
 
 
 def _send_one_by_one(module: DistributedDataParallel) -> None:

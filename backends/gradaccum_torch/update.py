@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from gradaccum import ArgumentTypeError, UsageError
-from gradaccum.kit import explain, half_made_error
+from gradaccum.kit import explain, half_made_error, round_to_float32
 from gradaccum_torch.parameters import Group, Parameters
 from gradaccum_torch.private import DIVIDES_BY_GRAD_SCALE, untraced, version
 from gradaccum_torch.sums.arithmetic import DTYPE, GRAD, Versions, operand
@@ -280,10 +280,6 @@ def _scale(divisor: float, parameter: Tensor | None) -> Tensor:
     return scale if device.type == "cpu" else torch.full((), scale.item(), dtype=torch.float32, device=device)
 
 
-def _is_float32(divisor: float) -> bool:
-    return torch.tensor(divisor, dtype=torch.float32, device="cpu").item() == divisor
-
-
 def _is_torchs(inner: torch.optim.Optimizer) -> bool:
     """True if ``inner.step`` is torch's own: a subclass or a patch may read the gradients in Python."""
     step: Any = None if "step" in vars(inner) else type(inner).step
@@ -300,7 +296,7 @@ def _is_hooked(inner: torch.optim.Optimizer) -> bool:
 
 def _takes(group: Group, divisor: float) -> bool:
     dtypes = set(map(DTYPE, group["params"]))
-    return bool(group.get("fused")) and (dtypes <= _FLOAT32 or (dtypes <= _WIDE and _is_float32(divisor)))
+    return bool(group.get("fused")) and (dtypes <= _FLOAT32 or (dtypes <= _WIDE and round_to_float32(divisor) == divisor))
 
 
 # The hooks of optimizers: an optimizer keeps them in tables, and torch shows the table to whoever registers a hook.

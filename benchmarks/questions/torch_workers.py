@@ -2,10 +2,14 @@
 
 The loop by hand reduces gradients while the last backward pass still runs. gradaccum reduces after it, with the weights and overflow flags
 of workers that may hold different numbers of micro-batches, and measures the norm of the reduced sum. A loop that clips measures it too.
+
+Two processes on a busy machine wait for each other. So each case is also one worker alone, in seconds of its processor, in a group in which
+the other one brings the same.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
@@ -15,7 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.case import Case
 from benchmarks.collectives import reductions, visible
 from benchmarks.contestants.torch_ddp import BASELINE, Recipe, Window, recipes
-from benchmarks.two_workers import Built, in_step, second_worker
+from benchmarks.two_workers import WORKERS, Built, in_step, second_worker
+from conformance_tests.framework_tests.torch_mirror import mirror
 
 ITEMS, LAYERS, CLIP = 32, 4, 1e-3
 SIZES = {"66 k": 128, "1 M": 512, "4.2 M": 1024}
@@ -34,11 +39,15 @@ class Setting(NamedTuple):
         return f"{self.size} parameters, windows of {self.steps}{', clipped' if self.clip_norm else ''}"
 
 
-QUICK = (Setting("66 k", 1), Setting("66 k"), Setting("66 k", 16), Setting("1 M"), Setting("1 M", clip_norm=CLIP))
-MORE = (Setting("66 k", clip_norm=CLIP), Setting("1 M", 1), Setting("1 M", 16), Setting("4.2 M"), Setting("4.2 M", clip_norm=CLIP))
+SMALL = (Setting("66 k", 1), Setting("66 k", 1, CLIP), Setting("66 k"), Setting("66 k", clip_norm=CLIP), Setting("66 k", 16))
+QUICK = (*SMALL, Setting("1 M"), Setting("1 M", clip_norm=CLIP))
+MORE = (Setting("1 M", 1), Setting("1 M", 16), Setting("4.2 M"), Setting("4.2 M", clip_norm=CLIP))
 
 
 def cases(quick: bool) -> Iterator[Case]:
+    with mirror(WORKERS):
+        for case in built(quick):
+            yield Case(f"{case.name}, CPU of one", BASELINE, case.windows, counts=case.counts, clock=time.process_time)
     with second_worker(built, quick) as tell:
         for case in in_step(built(quick), tell):
             yield Case(case.name, BASELINE, case.windows, counts=case.counts)

@@ -6,8 +6,8 @@ counted too: collectives and bytes as a function of the parameters, the workers 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from math import gcd
 from typing import Any, NamedTuple
 
 import pytest
@@ -29,6 +29,7 @@ import gradaccum
 from benchmarks.cost_law import WAYS, Sent, Window
 from conformance_tests.framework_tests.torch_fsdp import REASON, RUNS_ON_CPU
 from conformance_tests.framework_tests.torch_mirror import Call, mirror
+from conformance_tests.framework_tests.torch_operations import Peak
 from gradaccum_torch import sharded_cross_entropy
 
 pytestmark = pytest.mark.filterwarnings("ignore:DTensor random operators:UserWarning")
@@ -53,7 +54,7 @@ def repeating(model: nn.Module, workers: int) -> nn.Module:
     """Give every worker's part of each parameter the same values."""
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
-        block = [size // gcd(size, workers) for size in parameter.shape]
+        block = [size // math.gcd(size, workers) for size in parameter.shape]
         values = torch.randn(block, generator=generator, dtype=torch.float64) * (
             block[1] / parameter.shape[1] if parameter.ndim == 2 else 1
         )
@@ -350,6 +351,82 @@ def test_large_models_send_more_messages(tensors: int, elements: int, collective
     law = WAYS["DistributedDataParallel"].law(Window(4 * tensors * elements, 64, 1, tensors))
     assert found == law
     assert law["allreduce", 64].collectives == collectives
+
+
+MEBI = 2**20
+SMALL, LARGE = nn.Parameter(torch.zeros(2**19)), nn.Parameter(torch.zeros(2**21))
+"""Two mebibytes, which travel with others, and eight, which travel alone."""
+
+
+@pytest.mark.parametrize(
+    ("workers", "model", "apart", "beyond"),
+    [
+        (2, [SMALL] * 10, True, 20),
+        (2, [LARGE] * 4 + [SMALL], True, 34),
+        (2, [LARGE.view(2, -1).t()] * 2, True, 16),
+        (2, [LARGE] * 4 + [SMALL] * 40, False, 24 + 2 * 24),
+        (1, [LARGE, SMALL], True, 0),
+    ],
+    ids=["small", "large", "strided", "in place", "one worker"],
+)
+def test_the_end_of_a_window_copies_the_sums_at_most_once(
+    workers: int, model: list[Tensor], apart: bool, beyond: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beyond the sums it takes as many bytes while they are reduced; more than a gibibyte is reduced in place, by two buckets at a time."""
+    monkeypatch.setattr("gradaccum_torch.workers.group.APART_BYTES", 2**30 if apart else 0)
+    with mirror(workers):
+        parameters = [nn.Parameter(each.detach().clone()) for each in model]
+        opt = gradaccum.wrap(torch.optim.SGD(parameters, lr=0.1, foreach=False), steps=1, process_group=dist.group.WORLD)
+        for step in range(2):
+            opt.backward(sum((parameter * parameter.detach().add(step + 1)).sum() for parameter in parameters))
+            with Peak() as end:
+                opt.step()
+            opt.zero_grad()
+    assert beyond * MEBI <= end.peak <= beyond * MEBI + MEBI // 4
+    for parameter, each in zip(parameters, model, strict=True):
+        assert parameter.unique().tolist() == pytest.approx([-0.1 - 0.1 * 1.9])
+        assert parameter.stride() == each.stride()
+
+
+def test_a_failed_update_gets_the_undivided_sums_again() -> None:
+    """The reduced sums are parts of one tensor, which is divided in one call."""
+    results = []
+    for fails in (False, True):
+        with mirror(2):
+            model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).double()
+            repeating(model, 1)
+            opt = gradaccum.wrap(sgd(model.parameters()), steps=1, process_group=dist.group.WORLD, clip_norm=CLIP)
+            for x in ITEMS[:3]:
+                handle = opt.register_step_pre_hook(lambda *_: 1 / 0) if fails else None
+                opt.backward(squares(model)(x), weight=len(x))
+                if handle is not None:
+                    with pytest.raises(ZeroDivisionError):
+                        opt.step()
+                    handle.remove()
+                    opt.flush()
+                else:
+                    opt.step()
+                opt.zero_grad()
+            results.append([*model.parameters(), opt.result.grad_norm])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_gradients_that_the_user_replaces_after_a_failed_update_are_the_window_s() -> None:
+    with mirror(2):
+        parameter = nn.Parameter(torch.ones(5).double())
+        opt = gradaccum.wrap(torch.optim.SGD([parameter], lr=1.0), steps=1, reduction="sum", process_group=dist.group.WORLD)
+        for norm in (2 * math.sqrt(5), 1.0):  # The second window's sums are parts of one tensor.
+            handle = opt.register_step_pre_hook(lambda *_: 1 / 0)
+            opt.backward(parameter.sum())
+            with pytest.raises(ZeroDivisionError):
+                opt.step()
+            handle.remove()
+            if norm == 1:
+                parameter.grad = torch.tensor([1.0, 0, 0, 0, 0]).double()
+            opt.flush()
+            assert opt.result.grad_norm == pytest.approx(norm)
+    assert parameter.tolist() == [-2, -1, -1, -1, -1]
 
 
 REDUCES = ("allreduce", "reduce_scatter")

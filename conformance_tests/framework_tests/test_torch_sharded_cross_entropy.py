@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,10 +11,9 @@ pytest.importorskip("torch.distributed.fsdp", reason="needs a torch with distrib
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import gradaccum
+from conformance_tests.framework_tests.torch_operations import Peak
 from gradaccum_torch import sharded_cross_entropy
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch was built without gloo")
@@ -28,33 +26,6 @@ def one_worker() -> Iterator[None]:
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     yield
     dist.destroy_process_group()
-
-
-class Peak(TorchDispatchMode):
-    """The bytes of all tensors made within it that live at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live = self.peak = 0
-        self._known: set[int] = set()
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {each.untyped_storage()._cdata for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)}
-        made = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(made):
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in given | self._known:
-                self._add(tensor.untyped_storage())
-        return made
-
-    def _add(self, storage: Any) -> None:
-        self._known.add(storage._cdata)
-        self.live += storage.nbytes()
-        self.peak = max(self.peak, self.live)
-        weakref.finalize(storage, self._drop, storage._cdata, storage.nbytes())
-
-    def _drop(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self.live -= size
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -83,7 +83,10 @@ class Mirror(GroupInPython):
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
         for tensor in tensors:
-            tensor.detach().copy_(self._reduced(tensor, opts))
+            if opts is None or opts.reduceOp == dist.ReduceOp.SUM:
+                tensor.detach().mul_(self._size)  # In place, for who measures memory.
+            else:
+                tensor.detach().copy_(self._reduced(tensor, opts))
         return self._done("allreduce", tensors)
 
     def broadcast(self, tensors: Any, opts: Any = None) -> Any:

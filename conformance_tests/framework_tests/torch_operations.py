@@ -1,11 +1,14 @@
-"""The operations of torch that a program runs."""
+"""The operations of torch that a program runs, and the memory of the tensors that they make."""
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from typing import Any
 
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 
 class Operations(TorchDispatchMode):
@@ -28,3 +31,30 @@ class Operations(TorchDispatchMode):
         self.names.append(name)
         self.overloads.add((name, func._overloadname))
         return func(*args, **(kwargs or {}))
+
+
+class Peak(TorchDispatchMode):
+    """The bytes of all tensors made within it that live at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {each.untyped_storage()._cdata for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
+        made = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in given | self._known:
+                self._add(tensor.untyped_storage())
+        return made
+
+    def _add(self, storage: Any) -> None:
+        self._known.add(storage._cdata)
+        self.live += storage.nbytes()
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._drop, storage._cdata, storage.nbytes())
+
+    def _drop(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.live -= size

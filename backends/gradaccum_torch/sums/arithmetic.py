@@ -126,6 +126,10 @@ FEW = 4
 """Up to so many small tensors the copy is one call too many."""
 
 
+NORM_BLOCK = 2**18
+"""Elements of one tensor whose norm is taken alone: torch adds the squares of a longer one up in float32, with errors that grow."""
+
+
 class Measured(NamedTuple):
     """The measurements of a window's sum."""
 

@@ -49,7 +49,7 @@ class BufferStrategy(Strategy):
         super().__init__(parameters, accumulate_dtype, drops)
 
     def take(self, size: Size) -> bool:
-        filled = self._filled()
+        filled = [parameter for parameter in self._parameters.unique() if parameter.grad is not None]
         self._require_takeable(filled, size)
         finite = not self._drops or is_finite([coalesced(parameter.grad) for parameter in filled if parameter.grad is not None])
         if finite:
@@ -58,9 +58,6 @@ class BufferStrategy(Strategy):
             parameter.grad = None
         self._took(filled)
         return finite
-
-    def _filled(self) -> list[Tensor]:
-        return [parameter for parameter in self._parameters.unique() if parameter.grad is not None]
 
     def _require_takeable(self, filled: Sequence[Tensor], size: Size) -> None:
         """Raise unless the gradients of `filled` are a micro-batch of a window of this `size`."""

@@ -17,7 +17,7 @@ from gradaccum import UsageError
 from gradaccum_torch.checks import Change, Size, changed_gradients_error, interrupted_error, unfinished_error
 from gradaccum_torch.parameters import Parameters
 from gradaccum_torch.private import is_sharded, module_averaging, version
-from gradaccum_torch.sums.arithmetic import GRAD, IS_SPARSE, REQUIRES_GRAD, coalesced, divide, measure, multiply, narrowed
+from gradaccum_torch.sums.arithmetic import GRAD, IS_SPARSE, NORM_BLOCK, REQUIRES_GRAD, coalesced, divide, measure, multiply, narrowed
 from gradaccum_torch.window.watch import NOTHING_SEEN, OWN_PASSES, Allowed, Event, GradWatch, Hook, Hooks, can_be_hooked, seen
 
 
@@ -57,12 +57,16 @@ class Strategy(ABC):
 
     def groups_changed(self) -> None:
         """React to parameters that were added, replaced, frozen or unfrozen."""
+        self.pack()
         trainable = {id(parameter): parameter for parameter in self._parameters.unique() if can_be_hooked(parameter)}
         self._hooks.keep(trainable)
         self.watch.watch(trainable.values())
         for parameter in trainable.values():
             if parameter not in self._hooks:
                 self._hooks.add(parameter, self._hook_for(parameter))
+
+    def pack(self, packed: Tensor | None = None) -> None:  # noqa: B027
+        """Note that the sums are parts of `packed`, so that fewer calls measure and divide them; None: they are so no more."""
 
     def _hook_for(self, parameter: Tensor) -> Hook:
         return self.watch.of(parameter).arrive
@@ -130,6 +134,7 @@ class Strategy(ABC):
 
         `first`: the last micro-batch is the first of its window; `flushing`: no micro-batch is under way.
         """
+        self.pack()
         cleared = flushing and self.watch.found_change() is Change.CLEARED
         if cleared or not self._is_all_in_grad(first, flushing) or (self.watch.known.changed and not first):
             raise self.changed_error()
@@ -208,6 +213,7 @@ class Strategy(ABC):
         self.watch.window_ended()
 
     def clear(self) -> None:
+        self.pack()
         self._parameters.free_gradients()
         self.watch.reset()
 
@@ -221,6 +227,10 @@ class GradStrategy(Strategy):
     """The sum is ``.grad``."""
 
     keeps_micro_batch_apart = False
+    _packed: Tensor | None = None
+
+    def pack(self, packed: Tensor | None = None) -> None:
+        self._packed = packed
 
     def take(self, size: Size) -> bool:
         self.watch.known = NOTHING_SEEN
@@ -229,6 +239,8 @@ class GradStrategy(Strategy):
     def settle(self) -> list[Tensor]:
         parameters = [parameter for parameter in self._parameters.unique() if parameter.grad is not None]
         self._parameters.note_gradients(parameters)
+        if self._packed is not None:
+            return list(torch.split(self._packed, NORM_BLOCK))
         gradients: list[Tensor] = list(map(GRAD, parameters))
         if any(map(IS_SPARSE, gradients)):
             self._coalesce(parameters)
@@ -252,7 +264,8 @@ class GradStrategy(Strategy):
         if graphs:
             self._divide_graphs(divided, unclipped)
             gradients = list(map(GRAD, divided))
-        divide([gradient for gradient in gradients if not gradient.requires_grad] if graphs else gradients, divisor)
+        packed = [self._packed] if self._packed is not None and not masters else []  # The version of one part is that of all.
+        divide(packed or ([gradient for gradient in gradients if not gradient.requires_grad] if graphs else gradients), divisor)
         if graphs:
             divide([gradient for gradient in gradients if gradient.requires_grad], divisor / unclipped)
         undivided.divided.extend(gradients)
@@ -277,6 +290,7 @@ class GradStrategy(Strategy):
         return [None if parameter.grad is None else parameter.grad.detach() for parameter in self._parameters.positions()]
 
     def load(self, sums: Sequence[Tensor | None]) -> None:
+        self.pack()
         for parameter, gradient in zip(self._parameters.positions(), sums, strict=True):
             parameter.grad = gradient
         self.watch.reset()

@@ -92,7 +92,7 @@ class Window:
     def __init__(self, parameters: Parameters, options: Options, update: Update, scaler: ScalerLink | None, workers: Workers) -> None:
         self._parameters, self._options, self.update = parameters, options, update
         self._scaler, self.workers, self._scale_in_use = scaler, workers, options.scale_rule != kit.ScaleRule()
-        self.listeners: kit.Listeners | None = None
+        self.listeners = kit.Listeners()
         self.schedulers: WeakSet[Follower] = WeakSet()
         """Those that follow the updates."""
         self._statistics = Statistics(options)
@@ -389,8 +389,7 @@ class Window:
 
     def _between_windows(self) -> None:
         """Repeat between two windows of one call what the user's loop does after each window on the other workers."""
-        if self.listeners is not None:
-            self.listeners.tell()
+        self.listeners.tell()
         for scheduler in self.schedulers:
             scheduler.follow()
 
@@ -408,6 +407,7 @@ class Window:
         self._statistics.join(joined.numbers)
         if joined.sums is not own:
             self.strategy.load(joined.sums)
+            self.strategy.pack(joined.packed)
         self._fields = self._at_rest(joined.fields)
 
     def _add_tied(self, stages: Stages) -> None:

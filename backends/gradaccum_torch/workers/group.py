@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import struct
-from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -29,7 +27,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError, kit
 from gradaccum_torch.private import (
-    foreach_copy_,
     is_sharded,
     leave_reduction_out,
     mesh_of,
@@ -75,8 +72,12 @@ class WorkerGroup(Workers):
         if any(each.grad is not None and each.grad.requires_grad for group in self._optimizer.param_groups for each in group["params"]):
             self.require_no_graph()
         self.require_own_sum("the end of a window")
+        if self._workers == 1:
+            self._all_flush = self._flushing
+            self._hold("of all" if fields.micro_step else "own")
+            return Joined(fields, sums, numbers)
         try:
-            added, whole = self._added_up(fields, sums, zeros, numbers, part)
+            added, whole, packed = self._added_up(fields, sums, zeros, numbers, part)
         except UsageError:  # Raised on every worker, before any sum has changed.
             raise
         except RuntimeError as error:
@@ -84,8 +85,8 @@ class WorkerGroup(Workers):
                 self._hold("kept")
             raise kit.missing_worker_error(fields, self._rank, _REGROUP) from error
         self._all_flush = added.flushes == self._workers
-        self._hold("of all" if added.micro_batches else "own")
-        return Joined(kit.joined(fields, added.weight, added.overflow), whole, added.others)
+        self._hold("of all" if added.is_open else "own")
+        return Joined(kit.joined(fields, added.weight, added.overflow), whole, added.others, packed)
 
     def flush(self, close: Callable[[], None], between: Callable[[], None], is_open: bool) -> None:
         self._flushing = True
@@ -148,48 +149,42 @@ class WorkerGroup(Workers):
     def _hold(self, held: Held) -> None:
         self._held, self.not_own = held, held != "own"
 
-    @torch.no_grad()
     def _added_up(
         self, fields: kit.State, sums: Sums, zeros: Callable[[int], Tensor], others: Sequence[float], part: int | None
-    ) -> tuple[Numbers, Sums]:
+    ) -> tuple[Numbers, Sums, Tensor | None]:
         rates = learning_rates(self._optimizer)
-        sparse = [index for index, total in enumerate(sums) if total is not None and total.is_sparse]
-        sums = [None if index in sparse else total for index, total in enumerate(sums)]
-        counts = len(sparse), *kit.rate_bits(rates)
-        present = [total is not None for total in sums]
-        own = encode(fields, self._flushing, present, others, counts)
-        whole, guess = sums, [index for index in self._riders.get(part, ()) if index < len(sums)]
+        sparse = any(total is not None and total.is_sparse for total in sums)
+        whole = [None if total is None or total.is_sparse else total for total in sums]
+        present, flags = [total is not None for total in whole], [sparse, *kit.rate_bits(rates)]
+        own = torch.frombuffer(bytearray(encode(fields, self._flushing, present, others, flags)), dtype=torch.uint8)
+        guess = [index for index in self._riders.get(part, ()) if index < len(sums)]
         while True:
-            whole = _filled(whole, guess, zeros)
-            bucket = FirstBucket(own, [total for index in guess if (total := whole[index]) is not None], self._device, self.group)
-            numbers = decode(bucket.numbers(), len(others), len(counts))
-            if numbers.counts[0]:
+            riding = [zeros(index) if (total := whole[index]) is None else total for index in guess]
+            # The numbers last, as kernels are slower on a sum whose memory begins at an odd place.
+            own = own.to(self._device, riding[0].dtype if riding else torch.float32)
+            bucket = _reduction([*riding, own], self.group, apart=True).wait()
+            numbers = decode(bucket.packed[-len(own) :], len(others), len(flags))
+            if numbers.flags[0]:
                 raise _sparse_error()
-            if numbers.micro_batches:
-                kit.require_same_rates(rates, numbers.counts[1:], self._workers, self._rank)
-            whole = _filled(whole, [index for index, there in enumerate(numbers.present) if there], zeros, others=False)
+            if numbers.is_open:
+                kit.require_same_rates(rates, numbers.flags[1:], self._workers, self._rank)
+            if numbers.present != present:
+                known, present = enumerate(zip(whole, numbers.present, strict=True)), numbers.present
+                whole = [(zeros(index) if total is None else total) if there else None for index, (total, there) in known]
             if (found := riders(whole, self._device)) == guess:
                 break
             guess = self._riders[part] = found
-        rode, rest = set(guess), enumerate(whole)
-        left = [total for index, total in rest if total is not None and index not in rode and not is_sharded(total)]
-        if not (apart := sum(total.nbytes for total in left) <= APART_BYTES):
+        rode = set(guess)
+        left = {index: total for index, total in enumerate(whole) if index not in rode and total is not None and not is_sharded(total)}
+        if not (apart := sum(total.nbytes for total in left.values()) <= APART_BYTES):
             self._hold("torn")
-        unpack = all_reduce(left, self.group, apart)
-        if numbers.micro_batches and self._module is not None and part is None:
+        added = all_reduce(list(left.values()), self.group, apart) if left else list
+        if numbers.is_open and self._module is not None and part is None:
             send_buffers(self._module)
-        bucket.unpack()
-        unpack()
-        return numbers, whole
-
-
-def _filled(sums: Sums, positions: Sequence[int], zeros: Callable[[int], Tensor], others: bool = True) -> list[Tensor | None]:
-    """Return `sums` with an empty one at each of `positions` without one; without `others` none elsewhere."""
-    filled: list[Tensor | None] = list(sums) if others else [None] * len(sums)
-    for index in positions:
-        total = sums[index]
-        filled[index] = zeros(index) if total is None else total
-    return filled
+        for index, total in zip((*guess, *left), (*bucket.sums()[:-1], *added()), strict=True):
+            whole[index] = total
+        packed = len(guess) == sum(numbers.present) and all(map(Tensor.is_contiguous, riding))
+        return numbers, whole, bucket.packed[: -len(own)] if packed else None
 
 
 def _behind_error(closed: Sequence[int], has_module: bool) -> UsageError:
@@ -337,8 +332,8 @@ def require_same_workers(group: dist.ProcessGroup, sharded: Sequence[Tensor]) ->
 # `torch.nn.parallel.DistributedDataParallel` (``bucket_cap_mb``). The first bucket takes numbers with it, because a collective of their own
 # takes longer than all else that the end of a small model's window does.
 #
-# A worker may be lost meanwhile. So sums of up to `APART_BYTES` are written when all have arrived; a larger model has no second copy of its
-# gradients: large tensors are reduced in place, and while one bucket is on its way the next is packed.
+# A worker may be lost meanwhile. So up to `APART_BYTES` copies are reduced, and take the place of the sums when all have arrived; a larger
+# model has no second copy of its gradients: large tensors are reduced in place, and while one bucket is on its way the next is packed.
 
 
 BUCKET_BYTES = 25 * 2**20
@@ -354,48 +349,38 @@ _EXACT = (torch.float32, torch.float64)
 
 def riders(sums: Sums, device: torch.device) -> list[int]:
     """Return the positions of the sums that travel in the first bucket: small ones of one dtype that holds counts exactly."""
-    whole = [(index, total) for index, total in enumerate(sums) if total is not None and not is_sharded(total)]
-    small = [(index, total) for index, total in whole if total.nbytes < LARGE_BYTES]
-    exact = [(index, total) for index, total in small if total.dtype in _EXACT and total.device == device]
-    alike = [(index, total) for index, total in exact if total.dtype == exact[0][1].dtype]
-    ends = itertools.accumulate(total.nbytes for _, total in alike)
-    return [index for (index, _), end in zip(alike, ends, strict=True) if end <= BUCKET_BYTES]
+    found: list[int] = []
+    size, dtype = 0, None
+    for index, total in enumerate(sums):
+        if total is None or total.nbytes >= LARGE_BYTES or total.device != device or is_sharded(total):
+            continue
+        if total.dtype is dtype or (dtype is None and total.dtype in _EXACT):
+            dtype, size = total.dtype, size + total.nbytes
+            if size <= BUCKET_BYTES:
+                found.append(index)
+    return found
 
 
-class FirstBucket:
-    """Numbers and tensors on their way together. The tensors keep their values until `unpack`."""
-
-    def __init__(self, numbers: Sequence[float], tensors: list[Tensor], device: torch.device, group: dist.ProcessGroup) -> None:
-        # An array, as torch reads a list of Python numbers four times as slowly.
-        head = torch.frombuffer(array("f", numbers), dtype=torch.float32).to(device, tensors[0].dtype if tensors else torch.float32)
-        self._tensors, self._count = tensors, len(numbers)
-        self._packed = torch.cat([head, *(tensor.reshape(-1) for tensor in tensors)]) if tensors else head
-        dist.all_reduce(self._packed, group=group)
-
-    def numbers(self) -> list[int]:
-        """Return the numbers of all workers; waits for the device."""
-        added: list[int] = self._packed[: self._count].long().tolist()
-        return added
-
-    def unpack(self) -> None:
-        _unpack(self._packed[self._count :], self._tensors)
-
-
-@torch.no_grad()
-def all_reduce(tensors: Sequence[Tensor], group: dist.ProcessGroup, apart: bool) -> Callable[[], None]:
-    """Add up each tensor over the workers of `group`, and return a function that writes the sums into the tensors.
+def all_reduce(tensors: Sequence[Tensor], group: dist.ProcessGroup, apart: bool) -> Callable[[], list[Tensor]]:
+    """Add up each tensor over the workers of `group`, and return a function that returns the sums.
 
     All have the same shapes and dtypes in one order. Until that call they keep their values if the sums are `apart`.
     """
-    # By the size alone, which is the same on every worker, as a layout may not be.
-    large = [_Reduction([tensor], group, apart) for tensor in tensors if tensor.nbytes >= LARGE_BYTES]
     flying: deque[_Reduction] = deque()
-    for bucket in buckets([tensor for tensor in tensors if tensor.nbytes < LARGE_BYTES]):
+    ended: list[_Reduction] = []
+    # By the size alone, which is the same on every worker, as a layout may not be.
+    small = [tensor for tensor in tensors if tensor.nbytes < LARGE_BYTES]
+    for bucket in (*([tensor] for tensor in tensors if tensor.nbytes >= LARGE_BYTES), *buckets(small)):
         if len(flying) == IN_FLIGHT and not apart:
-            flying.popleft().wait().unpack()
-        flying.append(_Reduction(bucket, group, apart))
-    arrived = [reduction.wait() for reduction in (*flying, *large)]
-    return lambda: deque(map(_Reduction.unpack, arrived), maxlen=0).clear()
+            ended.append(flying.popleft().wait())
+        flying.append(_reduction(bucket, group, apart))
+    ended += [reduction.wait() for reduction in flying]
+
+    def sums() -> list[Tensor]:
+        found = {id(tensor): total for each in ended for tensor, total in zip(each.tensors, each.sums(), strict=True)}
+        return [found[id(tensor)] for tensor in tensors]
+
+    return sums
 
 
 def buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
@@ -412,29 +397,34 @@ def buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         yield bucket
 
 
-class _Reduction:
-    """Tensors on their way: one in place if it is contiguous and not `apart`, else packed into one."""
+class _Reduction(NamedTuple):
+    """Tensors on their way: packed into one, or one in place if it is contiguous and not `apart`."""
 
-    def __init__(self, tensors: list[Tensor], group: dist.ProcessGroup, apart: bool) -> None:
-        self._tensors = tensors
-        alone = len(tensors) == 1 and tensors[0].is_contiguous() and not apart
-        self._packed = None if alone else torch.cat([tensor.reshape(-1) for tensor in tensors])
-        self._work = dist.all_reduce(tensors[0] if self._packed is None else self._packed, group=group, async_op=True)
+    tensors: Sequence[Tensor]
+    packed: Tensor
+    work: Any
+    """It may hold the packed one."""
+    apart: bool
 
     def wait(self) -> _Reduction:
-        assert self._work is not None
-        self._work.wait()
-        return self
+        """Wait until the sums have arrived; write those that are not apart, and free the memory beside them."""
+        self.work.wait()
+        return self if self.apart else self._replace(packed=self.sums()[0], work=None)
 
-    def unpack(self) -> None:
-        if self._packed is not None:
-            _unpack(self._packed, self._tensors)
+    def sums(self) -> Sequence[Tensor]:
+        """Return the sums, which are parts of `packed` if they are apart; a strided one is written into its tensor, to keep the layout."""
+        if self.packed is self.tensors[0]:
+            return self.tensors
+        parts = map(Tensor.view_as, torch.split(self.packed.view(-1), list(map(Tensor.numel, self.tensors))), self.tensors)
+        return [part if self.apart and each.is_contiguous() else each.copy_(part) for part, each in zip(parts, self.tensors, strict=True)]
 
 
-def _unpack(packed: Tensor, tensors: list[Tensor]) -> None:
-    if tensors:
-        parts = torch.split(packed, [tensor.numel() for tensor in tensors])
-        foreach_copy_(tensors, [part.view_as(tensor) for tensor, part in zip(tensors, parts, strict=True)])
+def _reduction(tensors: Sequence[Tensor], group: dist.ProcessGroup, apart: bool) -> _Reduction:
+    if len(tensors) > 1:
+        packed = torch.cat(list(map(Tensor.ravel, tensors)))
+    else:
+        packed = tensors[0].clone(memory_format=torch.contiguous_format) if apart else tensors[0].contiguous()
+    return _Reduction(tensors, packed, dist.all_reduce(packed, group=group, async_op=True), apart)
 
 
 # The few numbers that a window's end adds up beside the sums, as elements that ride in the first bucket of sums.
@@ -447,7 +437,7 @@ def _unpack(packed: Tensor, tensors: list[Tensor]) -> None:
 _UNIT = 2**1074
 """Every finite float64 is an integer divided by this."""
 _BYTES = 268
-"""Such an integer has 2,098 bits and a sign, the sum over the workers 17 more; and four divide it."""
+"""Such an integer has 2,098 bits and a sign, and the sum over the workers 17 more."""
 _HALF: int = 256**_BYTES // 2
 _LARGEST = 2**2098 - 2**2044
 """From here on the sum is rounded to inf."""
@@ -460,44 +450,45 @@ class Numbers(NamedTuple):
 
     weight: float
     overflow: bool
-    micro_batches: int
+    is_open: bool
+    """Some worker has a micro-batch."""
     flushes: int
     """The workers that have run out of micro-batches."""
     present: list[bool]
     """By position: some worker has a sum there."""
     others: list[float]
     """The sums of the other numbers that were given."""
-    counts: list[int] = []  # noqa: RUF012
-    """The sums of the counts that were given."""
+    flags: Sequence[int] = ()
+    """The number of workers for which each of the flags that were given is true."""
 
 
-def encode(
-    fields: kit.State, flushing: bool, present: Iterable[bool], others: Sequence[float] = (), counts: Sequence[float] = ()
-) -> list[float]:
-    parts = itertools.chain(*map(_parts, (fields.weight, *others)))
-    return [*parts, fields.overflow, fields.micro_step, flushing, *counts, *present]
+def encode(fields: kit.State, flushing: bool, present: Iterable[bool], others: Sequence[float] = (), flags: Iterable[int] = ()) -> bytes:
+    """Return one worker's numbers as elements to add up, each in a byte."""
+    parts = map(_parts, (fields.weight, *others))
+    return b"".join((*parts, bytes((fields.overflow, fields.micro_step > 0, flushing, *flags, *present))))
 
 
-def decode(added: Sequence[int], others: int = 0, counts: int = 0) -> Numbers:
-    split = _PARTS * (1 + others)
-    weight, *sums = (_number(added[first : first + _PARTS]) for first in range(0, split, _PARTS))
-    overflows, micro_batches, flushes, *rest = added[split:]
-    return Numbers(weight, overflows > 0, micro_batches, flushes, [count > 0 for count in rest[counts:]], sums, rest[:counts])
+def decode(added: Tensor, others: int = 0, flags: int = 0) -> Numbers:
+    """Return the numbers of all workers from their added elements, shape ``(elements,)``; waits for the device."""
+    array, split = added.to("cpu", torch.int32).numpy().astype("<i4", copy=False).tobytes(), _PARTS * (1 + others)
+    elements, planes = memoryview(array).cast("i"), [array[first::4] for first in range(3)]
+    weight, *sums = (_number(elements[first : first + 3].tolist(), planes, first + 3) for first in range(0, split, _PARTS))
+    overflows, micro_batches, flushes, *rest = elements[split:].tolist()
+    return Numbers(weight, overflows > 0, micro_batches > 0, flushes, [count > 0 for count in rest[flags:]], sums, rest[:flags])
 
 
-def _parts(number: float) -> list[float]:
+def _parts(number: float) -> bytes:
     """Return elements to add up: 1 for NaN, inf or -inf, and the bytes of the number as an integer."""
     above, below = number.as_integer_ratio() if math.isfinite(number) else (0, 1)
     integer = (above * (_UNIT // below)).to_bytes(_BYTES, "little", signed=True)
-    return [math.isnan(number), number == math.inf, number == -math.inf, *integer]
+    return bytes((math.isnan(number), number == math.inf, number == -math.inf)) + integer
 
 
-def _number(added: Sequence[int]) -> float:
-    """Return the sum of the numbers whose `_parts` were added up, rounded once."""
-    nans, above, below, *elements = added
+def _number(marks: Sequence[int], planes: Sequence[bytes], first: int) -> float:
+    """Return the sum, rounded once, of the numbers whose `_parts` were added up: the marks, and from `first` on the elements' bytes."""
+    nans, above, below = marks
     if nans or above or below:
         return math.nan if nans or (above and below) else math.inf if above else -math.inf
-    words = (struct.pack(f"<{_BYTES // 4}I", *elements[first::4]) for first in range(4))
-    total = sum(int.from_bytes(each, "little") << 8 * first for first, each in enumerate(words))
+    total = sum(int.from_bytes(plane[first : first + _BYTES], "little") << 8 * place for place, plane in enumerate(planes))
     integer: int = (total + _HALF) % (2 * _HALF) - _HALF
     return integer / _UNIT if abs(integer) < _LARGEST else math.inf if integer > 0 else -math.inf

@@ -35,6 +35,8 @@ class Joined(NamedTuple):
     sums: Sums
     numbers: Sequence[float]
     """Of all; this worker's own where they were added up before."""
+    packed: Tensor | None = None
+    """The sums side by side, of which each is a part; None: they are not, or not all."""
 
 
 def learning_rates(optimizer: torch.optim.Optimizer) -> list[float]:

@@ -179,13 +179,13 @@ def large_and_strided_sums_are_reduced(rank: int) -> None:
     for apart in (False, True):
         tensors = [torch.full((1100, 1000), 1.0 + rank), torch.full((1200, 1000), 2.0 + rank).t(), torch.full((3, 2), 3.0 + rank).t()]
         with counted() as called:
-            write = all_reduce([tensors[0], tensors[1] if rank else tensors[1].contiguous(), tensors[2]], dist.group.WORLD, apart)
+            added = all_reduce([tensors[0], tensors[1] if rank else tensors[1].contiguous(), tensors[2]], dist.group.WORLD, apart)
         assert called == [1_100_000, 1_200_000, 6]
         assert not apart or [float(tensor.min()) for tensor in tensors] == [1.0 + rank, 2.0 + rank, 3.0 + rank]
-        write()
-        assert [float(tensor.min()) for tensor in (tensors[0], tensors[2])] == [3.0, 7.0]
-        if rank:
-            assert tensors[1].unique().tolist() == [5.0]
+        found = added()
+        assert [each.unique().tolist() for each in found] == [[3.0], [5.0], [7.0]]
+        assert [each.stride() for each in found] == [each.stride() for each in (tensors[0], tensors[1] if rank else found[1], tensors[2])]
+        assert apart or found[0] is tensors[0]
 
 
 @check

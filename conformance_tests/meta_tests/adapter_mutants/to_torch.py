@@ -19,8 +19,8 @@ MUTANTS = (
     ),
     Mutant(
         "swap_divisor_and_unclipped",
-        "decision.divisor, verdict.unclipped, verdict.strayed",
-        "verdict.unclipped, decision.divisor, verdict.strayed",
+        "(self.strategy, decision.divisor, verdict.unclipped, verdict.strayed",
+        "(self.strategy, verdict.unclipped, decision.divisor, verdict.strayed",
         SUITE + "test_clipping.py::test_gradient_is_clipped_to_limit",
     ),
     Mutant(
@@ -142,15 +142,21 @@ MUTANTS = (
     ),
     Mutant(
         "forget_a_worker_s_overflow",
-        "return [*parts, fields.overflow, fields.micro_step",
-        "return [*parts, 0.0, fields.micro_step",
+        "bytes((fields.overflow, fields.micro_step > 0,",
+        "bytes((False, fields.micro_step > 0,",
         SUITE + "test_workers_limits.py::test_one_worker_drops_a_micro_batch",
     ),
     Mutant(
         "reduce_small_sums_alone",
-        "unpack = all_reduce(left, self.group, apart)",
-        "unpack = all_reduce(left[:0], self.group, apart)",
+        "        added = all_reduce(list(left.values()), self.group, apart) if left else list\n",
+        "        added = left.values\n",
         OWN + "test_torch_workers.py::test_two_workers",
+    ),
+    Mutant(
+        "measure_gradients_that_the_user_has_replaced",
+        "        self.pack()\n        cleared = flushing",
+        "        cleared = flushing",
+        OWN + "test_torch_mirror.py::test_gradients_that_the_user_replaces_after_a_failed_update_are_the_window_s",
     ),
     Mutant(
         "leave_a_new_worker_s_parameters",
@@ -185,8 +191,8 @@ MUTANTS = (
     ),
     Mutant(
         "weigh_no_micro_batch_of_a_large_batch",
-        "collector.add(loss, micro_batch.weight, contribution)",
-        "collector.add(loss, 1.0, contribution)",
+        "        collector.add(loss, micro_batch.weight, contribution)",
+        "        collector.add(loss, 1.0, contribution)",
         SUITE + "test_one_call_window.py::test_options_hold_for_a_split_window",
     ),
     Mutant(
