@@ -26,9 +26,7 @@ SEQUENCES = normal(ITEMS, TOKENS, WIDTH)
 LENGTHS = np.asarray([1, 6, 2, 5, 3, 4, 6, 1, 1, 5, 6, 2])
 MASK = jnp.asarray(np.arange(TOKENS) < LENGTHS[:, None])
 TOKEN_LABELS = jnp.asarray(np.where(MASK, RNG.integers(0, CLASSES, (ITEMS, TOKENS)), -100))
-CLASS = jnp.asarray([0, 0, 0, 1, 2, 2, 1, 1, 3, 0, 3, 3])
 PARAMS = {"w": normal(WIDTH, CLASSES), "v": normal(CLASSES), "scale": jnp.asarray(0.5)}
-POSITIVES = jnp.asarray([1, 0, 0, 2, 0, 3, 1, 1, 0, 0, 1, 3])
 KEY = jax.random.key(3)
 
 
@@ -51,11 +49,6 @@ def squares(params: Any, h: Any, y: Any) -> Any:
 
 def plain(params: Any, x: Any, y: Any) -> Any:
     return squares(params, hidden(params, x), y).mean()
-
-
-def cross_entropy(params: Any, x: Any, labels: Any) -> Any:
-    """One number per label."""
-    return -jnp.take_along_axis(jax.nn.log_softmax(x @ params["w"]), labels[..., None], -1)[..., 0]
 
 
 def dropped(h: Any, key: Any) -> Any:

@@ -8,29 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .jax_losses import CLASSES, ITEMS, KEY, POSITIVES, Case, X, Y, cross_entropy, dropped, hidden, plain, squares
-
-
-def token_mean(params: Any, x: Any, mask: Any) -> Any:
-    return jnp.sum(hidden(params, x).sum(-1) ** 2 * mask) / mask.sum()
-
-
-def ignore_index(params: Any, x: Any, labels: Any) -> Any:
-    kept = labels != -100
-    return jnp.sum(cross_entropy(params, x, jnp.where(kept, labels, 0)) * kept) / kept.sum()
-
-
-def focal(params: Any, x: Any, labels: Any) -> Any:
-    """A detector's: the sum over all anchors, divided by the number of positive ones."""
-    logits = x @ params["w"][:, 0]
-    each = jax.nn.sigmoid(logits) ** 2 * jnp.where(labels > 0, jax.nn.softplus(-logits), jax.nn.softplus(logits))
-    return each.sum() / (labels > 0).sum()
-
-
-def info_nce(params: Any, x: Any, y: Any) -> Any:
-    a, b = hidden(params, x), hidden(params, jnp.roll(x, 1, axis=1) * y[:, None])
-    a, b = (z / jnp.linalg.norm(z, axis=1, keepdims=True) for z in (a, b))
-    return -jnp.mean(jnp.diag(jax.nn.log_softmax(jnp.exp(params["scale"]) * a @ b.T)))
+from .jax_losses import CLASSES, ITEMS, KEY, Case, X, Y, dropped, hidden, plain, squares
 
 
 def batch_norm(h: Any) -> Any:
@@ -79,8 +57,6 @@ def generator_in_the_loss(params: Any, x: Any, y: Any) -> Any:
 
 
 PLANTED = {
-    "focal": Case(focal, (X, POSITIVES), kind="unequal_counts", where="batch[1] != 0"),
-    "info_nce": Case(info_nce, (X, Y), kind="coupled_loss"),
     "normalised": Case(normalised, (X, Y), kind="batch_statistics", where="batch_norm at jax_mistaken_losses.py"),
     "expert_capacity": Case(expert_capacity, (X, Y), kind="batch_statistics", where="expert_capacity"),
     "key_in_the_loss": Case(key_in_the_loss, (X, Y), kind="shared_randomness", where="dropped at jax_losses.py"),

@@ -15,7 +15,6 @@ FROM_PYTHON, COMPILED = ("pynative", "graph"), ("jit", "cell")
 ITEMS = 7
 RNG = np.random.RandomState(3)
 X, Y = RNG.randn(ITEMS, 4), RNG.randn(ITEMS, 2)
-MASK = np.array([[1, 1, 1], [1, 0, 0], [1, 1, 0], [1, 0, 0], [1, 1, 1], [1, 0, 0], [1, 1, 0]], np.float64)
 START = RNG.randn(2, 4)
 
 

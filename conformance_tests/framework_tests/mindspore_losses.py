@@ -21,7 +21,6 @@ def normal(*shape: int) -> Tensor:
 X, Y = normal(ITEMS, WIDTH), normal(ITEMS, 1)
 SEQUENCES = normal(ITEMS, TOKENS, WIDTH)
 MASK = np.arange(TOKENS) < np.asarray([1, 5, 2, 4, 3, 5, 1, 2])[:, None]
-POSITIVES = Tensor(np.asarray([0, 0, 1, 1, 0, 1, 1, 1], np.float32))
 LABELS = Tensor(np.where(MASK, RNG.integers(0, CLASSES, MASK.shape), -100).astype(np.int32))
 
 
@@ -48,24 +47,6 @@ def net(*between: nn.Cell, outputs: int = 1, dtype: Any = ms.float32) -> nn.Cell
 
 def plain(model: nn.Cell, x: Tensor, y: Tensor) -> Tensor:
     return ((model(x) - y) ** 2).mean()
-
-
-def summed(model: nn.Cell, x: Tensor, y: Tensor) -> Tensor:
-    return ((model(x) - y) ** 2).sum()
-
-
-def token_mean(model: nn.Cell, x: Tensor, mask: Tensor) -> Tensor:
-    each = (model(x)[..., 0] ** 2) * mask
-    return each.sum() / mask.sum()
-
-
-def ignore_index(model: nn.Cell, x: Tensor, labels: Tensor) -> Tensor:
-    return ops.cross_entropy(model(x).reshape(-1, CLASSES), labels.reshape(-1), ignore_index=-100)
-
-
-def info_nce(model: nn.Cell, x: Tensor, y: Tensor) -> Tensor:
-    a, b = model(x), model(x * y)
-    return ops.cross_entropy(ops.matmul(a, b.T), Tensor(np.arange(x.shape[0]), ms.int32))
 
 
 class OwnNorm(nn.Cell):
@@ -117,7 +98,6 @@ def seeding(model: nn.Cell, x: Tensor, y: Tensor) -> Tensor:
 
 
 PLANTED = {
-    "info_nce": Case(lambda: net(outputs=CLASSES), info_nce, (X, Y), kind="coupled_loss"),
     "batch_norm": Case(lambda: net(nn.BatchNorm1d(CLASSES)), plain, (X, Y), kind="batch_statistics", where="1"),
     "own_norm": Case(lambda: net(OwnNorm()), plain, (X, Y), kind="batch_statistics", where="1"),
     "deaf": Case(lambda: net(Deaf()), plain, (X, Y), kind="custom_backward", where="Deaf"),
@@ -150,8 +130,6 @@ def embedded(model: nn.Cell, batch: Any) -> Tensor:
     assert len(batch["names"]) == ids.shape[0]
     return ((model(ids).mean(1) - batch["target"]) ** 2).mean()
 
-
-FLOAT64 = (Tensor(X.asnumpy().astype(np.float64)), Tensor(Y.asnumpy().astype(np.float64)))
 
 CLOSED_OVER = net()
 

@@ -14,9 +14,6 @@ import gradaccum
 import gradaccum_jax
 from gradaccum_jax import window
 
-INF, NAN = float("inf"), float("nan")
-
-
 CASES = {
     "bfloat16_fraction": (optax.sgd(1.0), jnp.bfloat16, 1.00390625),
     "float16_tiny": (optax.adam(0.05), jnp.float16, 1e-8),

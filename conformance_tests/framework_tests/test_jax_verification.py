@@ -18,7 +18,7 @@ from .jax_losses import CLASSES, KEY, PARAMS, Case, X, Y, plain, squares
 from .jax_mistaken_losses import PLANTED
 from .jax_sound_losses import SOUND
 
-DEAR = ("focal", "expert_capacity")
+DEAR = ("expert_capacity",)
 DEAR_SOUND = ("keys_per_item", "tied", "split_inside", "recurrent", "per_item_vmap", "columns_first")
 """Each has a sister with the same cause in the default run."""
 

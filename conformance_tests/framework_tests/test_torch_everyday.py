@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LinearLR, StepLR
 
 import gradaccum
-from conformance_tests.framework_tests.torch_model import PLACES, X, by_place, loss_of, make, make_model, rows_of
+from conformance_tests.framework_tests.torch_model import CAUSES, PLACES, X, by_place, clip, loss_of, make, make_model, rows_of, zero
 from gradaccum_torch.window.watch import Place, _place_of_pass
 
 
@@ -482,24 +482,6 @@ def test_updates_are_counted_from_here() -> None:
 # The likeliest cause of a changed gradient.
 
 
-def clip(model: nn.Module, opt: Any) -> None:
-    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-
-
-def clear(model: nn.Module, opt: Any) -> None:
-    model.zero_grad()
-
-
-def zero(model: nn.Module, opt: Any) -> None:
-    model.zero_grad(set_to_none=False)
-
-
-def assign(model: nn.Module, opt: Any) -> None:
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
-
-
-CAUSES = {clip: "clip_norm=", clear: r"opt\.zero_grad\(\)", zero: r"opt\.zero_grad\(\)", assign: r"torch\.autograd\.backward\("}
 FIXES = {"clip_norm=", r"opt\.zero_grad\(\)", r"torch\.autograd\.backward\(", "parameters of its own", "module="}
 
 
@@ -511,7 +493,7 @@ def test_change_of_grad_names_its_likeliest_cause(change: Callable[..., None], t
     train(model, opt, 1)
     loss_of(model).backward()
     opt.step()
-    change(model, opt)
+    change(model)
     if then != "nothing":
         loss_of(model).backward()
     with pytest.raises(gradaccum.UsageError) as caught:

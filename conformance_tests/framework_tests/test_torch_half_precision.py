@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import gradaccum
 from conformance_tests.framework_tests.torch_operations import Operations
-from gradaccum_torch import window
 from gradaccum_torch.sums import buffers
+from gradaccum_torch.window import window
 
 LAYERS, SIZE = 6, 32
 

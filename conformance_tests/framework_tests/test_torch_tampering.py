@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import gradaccum
+from conformance_tests.framework_tests.torch_model import CAUSES, clear, clip, zero
 
 
 class Branches(nn.Module):
@@ -31,34 +32,10 @@ def make(**options: object) -> tuple[Branches, gradaccum.kit.Backend]:
     return model, gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.01), **{"steps": 2, **options})
 
 
-def clip(model: nn.Module) -> None:
-    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-
-
-def clear(model: nn.Module) -> None:
-    model.zero_grad()
-
-
-def zero(model: nn.Module) -> None:
-    model.zero_grad(set_to_none=False)
-
-
-def assign(model: nn.Module) -> None:
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
-
-
-CAUSES: dict[Callable[[nn.Module], None], str] = {
-    clip: "clip_norm=",
-    clear: r"opt\.zero_grad\(\)",
-    zero: r"opt\.zero_grad\(\)",
-    assign: r"torch\.autograd\.backward\(",
-}
-TAMPERINGS = list(CAUSES)
 BUFFERS: list[dict] = [{}, {"accumulate_dtype": "float64"}, {"on_overflow": "drop_micro_batch"}]
 
 
-@pytest.mark.parametrize("tamper", TAMPERINGS)
+@pytest.mark.parametrize("tamper", CAUSES)
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("counted", [1, 2])
 def test_change_after_step_is_caught(tamper: Callable[[nn.Module], None], side: str, counted: int) -> None:

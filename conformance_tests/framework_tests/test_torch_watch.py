@@ -13,7 +13,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 import gradaccum
-from conformance_tests.framework_tests.torch_model import X, make_model
+from conformance_tests.framework_tests.torch_model import X, assign, clip, make_model
 from gradaccum_torch.window.watch import NOTHING_SEEN, Event, Given, MicroBatch, seen
 
 PLACES: dict[str, tuple[torch.dtype, dict]] = {
@@ -53,15 +53,6 @@ def windows(model: nn.Module, opt: Any, number: int) -> None:
         loss_of(model).backward()
         opt.step()
         opt.zero_grad()
-
-
-def clip(model: nn.Module) -> None:
-    nn.utils.clip_grad_norm_(model.parameters(), 1e-4)
-
-
-def assign(model: nn.Module) -> None:
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
 
 
 @by_place

@@ -10,17 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from conformance_tests.framework_tests.torch_cases import CLASSES, ITEMS, TOKENS, WIDTH, Case, classes, inputs, mask, net
-
-
-def mean_of_token_means() -> Case:
-    """A mask of tokens, and a mean over the tokens of the micro-batch."""
-
-    def loss(model: nn.Module, x: Tensor, y: Tensor, kept: Tensor) -> Tensor:
-        each = F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="none").view(y.shape)
-        return (each * kept).sum() / kept.sum()
-
-    return Case(net(), loss, (inputs(TOKENS, WIDTH), classes()[:, None].expand(-1, TOKENS).clone(), mask()))
+from conformance_tests.framework_tests.torch_cases import ITEMS, TOKENS, WIDTH, Case, classes, inputs, mask, net
 
 
 def ignored_labels() -> Case:
@@ -84,45 +74,10 @@ def grpo_token_denominator() -> Case:
     return Case(net(), loss, (batch,))
 
 
-class Experts(nn.Module):
-    """Two experts, and a router with the auxiliary loss of Switch Transformers: a product of two means over the batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.router, self.experts = nn.Linear(WIDTH, 2), nn.ModuleList([nn.Linear(WIDTH, CLASSES) for _ in range(2)])
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        odds = self.router(x).softmax(-1)
-        chosen = F.one_hot(odds.argmax(-1), 2).to(odds)
-        balance = 2 * (chosen.mean(0) * odds.mean(0)).sum()
-        return sum(odds[:, k : k + 1] * expert(x) for k, expert in enumerate(self.experts)), balance
-
-
-def load_balance() -> Case:
-    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        out, balance = model(x)
-        return F.cross_entropy(out, y) + 0.1 * balance
-
-    return Case(Experts(), loss, (inputs(WIDTH), classes()))
-
-
 def class_weights() -> Case:
     """`cross_entropy(weight=)` divides by the sum of the weights of the classes that came."""
     weights = torch.tensor([1.0, 2.0, 5.0])
     return Case(net(), lambda model, x, y: F.cross_entropy(model(x), y, weight=weights), (inputs(WIDTH), classes()))
-
-
-def focal_positives() -> Case:
-    """RetinaNet's focal loss: a sum over all anchors, divided by the positive ones."""
-
-    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        logits = model(x)[..., 0]
-        odds = logits.sigmoid()
-        each = -(y * (1 - odds) ** 2 * odds.log() + (1 - y) * odds**2 * (1 - odds).log())
-        return each.sum() / y.sum().clamp(min=1)
-
-    return Case(net(), loss, (inputs(TOKENS, WIDTH), mask().float()))
 
 
 def tokens_and_sequences() -> Case:
@@ -217,14 +172,11 @@ def generator_made_in_the_loss() -> Case:
 
 
 MISTAKEN_LOSSES: dict[Callable[[], Case], tuple[tuple[str, ...], str]] = {
-    mean_of_token_means: (("unequal_counts",), "batch[2]"),
     ignored_labels: (("unequal_counts",), "batch[1][:, 1:] != -100"),
     open_clip_temperature: (("repeated_term",), "logit_scale"),
     info_nce: (("coupled_loss",), "the loss"),
     grpo_token_denominator: (("unequal_counts",), "batch[0]['completion_mask']"),
-    load_balance: (("coupled_loss",), "the loss"),
     class_weights: (("unequal_counts",), "a weight by batch[1]"),
-    focal_positives: (("unequal_counts",), "batch[1]"),
     tokens_and_sequences: (("several_counts",), "the number of items; batch[1] != 0"),
     two_heads: (("several_counts",), "the number of items; batch[1] != 0"),
     positives_and_negatives: (("several_counts",), "batch[1] != 0; batch[1] == 0"),

@@ -58,3 +58,27 @@ def make(place: str = "in .grad", **options: Any) -> tuple[nn.Module, Any]:
     """The model, and its optimizer, wrapped with its sum in one of `PLACES`."""
     model = make_model()
     return model, gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.5), **{"steps": 4, **PLACES[place], **options})
+
+
+# What a user may do to ``.grad``.
+
+
+def clip(model: nn.Module) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-4)
+
+
+def clear(model: nn.Module) -> None:
+    model.zero_grad()
+
+
+def zero(model: nn.Module) -> None:
+    model.zero_grad(set_to_none=False)
+
+
+def assign(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+
+
+CAUSES = {clip: "clip_norm=", clear: r"opt\.zero_grad\(\)", zero: r"opt\.zero_grad\(\)", assign: r"torch\.autograd\.backward\("}
+"""Each with what the refusal of it names."""

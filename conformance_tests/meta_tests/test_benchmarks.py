@@ -215,7 +215,6 @@ def test_all_layers_are_compared_unless_quick(monkeypatch: pytest.MonkeyPatch) -
 # The questions about exactness.
 
 
-MODULE = "conformance_tests.meta_tests.test_benchmarks"
 EPOCHS = 2
 ROUNDING = 1e-5
 """Of the parameters, which are of the order of 1, after some dozens of updates in float32."""
