@@ -141,21 +141,6 @@ def test_discard_leaves_the_state_of_the_start() -> None:
     assert_same(jax.jit(lambda s: gradaccum_jax.discard(tx, s))(state), start)
 
 
-def test_none_and_integer_parameters_stay() -> None:
-    tx = gradaccum.wrap(optax.sgd(1.0), steps=2)
-    params = {"w": jnp.ones(2), "frozen": None, "count": jnp.asarray(3)}
-    grads = {"w": jnp.ones(2), "frozen": None, "count": np.zeros((), jax.dtypes.float0)}
-    state = tx.init(params)
-    assert state.accumulator["frozen"] is None
-    for _ in range(2):
-        updates, state = tx.update(grads, state, params)
-    assert updates["frozen"] is None
-    moved = optax.apply_updates(params, updates)
-    np.testing.assert_array_equal(moved["w"], [0.0, 0.0])
-    assert moved["count"] == 3
-    assert moved["count"].dtype == jnp.int32
-
-
 def test_narrower_gradients_are_accepted() -> None:
     """Gradients wider than the sum are accepted where `accumulate_dtype` asks for the narrow sum."""
     half = jax.tree.map(lambda g: g.astype(jnp.float16), GRADS[1])

@@ -72,12 +72,6 @@ def test_interface_equals_optaxs() -> None:
     assert isinstance(ours.init(PARAMS), optax.MultiStepsState)
 
 
-def test_it_is_differentiable() -> None:
-    steps = gradaccum_jax.MultiSteps(optax.sgd(0.5), 1)
-    state = steps.init(jnp.ones(()))
-    assert jax.grad(lambda g: steps.update(g, state)[0] ** 2)(3.0) == pytest.approx(2 * 0.25 * 3.0)
-
-
 def test_nan_lasts_one_window() -> None:
     """In optax it stays for ever."""
     for kind, heals in ((gradaccum_jax.MultiSteps, True), (optax.MultiSteps, False)):
@@ -87,23 +81,6 @@ def test_nan_lasts_one_window() -> None:
             updates, state = steps.update(gradient, state, PARAMS)
         assert bool(jnp.all(jnp.isfinite(updates["a"]))) is heals
     assert int(state.gradient_step) == 2
-
-
-def test_inner_optimizer_runs_once_per_window() -> None:
-    runs: list[Any] = []
-
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        jax.debug.callback(runs.append, state)
-        return updates, state + 1
-
-    inner = optax.GradientTransformation(lambda params: jnp.zeros((), jnp.int32), update)
-    steps = gradaccum_jax.MultiSteps(inner, 3)
-    state = steps.init(PARAMS)
-    for gradient in gradients(7, {}):
-        _, state = steps.update(gradient, state, PARAMS)
-    jax.effects_barrier()
-    assert len(runs) == 2
-    assert int(state.inner_opt_state) == 2
 
 
 def test_chain_passes_extra_arguments() -> None:

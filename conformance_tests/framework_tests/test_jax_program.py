@@ -8,59 +8,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 
 import gradaccum
 import gradaccum_jax
-
-
-def counting(runs: list[int]) -> optax.GradientTransformation:
-    """Return SGD that notes each run on the host, a whole vmapped batch as one run."""
-
-    def note(batch: Any) -> Any:
-        runs.append(np.ndim(batch))
-        return np.zeros(np.shape(batch), np.float32)
-
-    def update(gradients: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        first = jax.tree.leaves(gradients)[0].ravel()[0]
-        zero = jax.pure_callback(note, jax.ShapeDtypeStruct((), jnp.float32), first, vmap_method="expand_dims")
-        return jax.tree.map(lambda g: zero - 0.5 * g, gradients), state
-
-    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
-
-
-def test_vmapped_members_share_one_run() -> None:
-    runs: list[int] = []
-    tx = gradaccum.wrap(counting(runs), steps=4)
-    params = {"w": jnp.ones((5, 3))}
-    state = jax.vmap(tx.init)(params)
-    update = jax.jit(jax.vmap(lambda g, s, p: tx.update({"w": g}, s, p)))
-    for step in range(8):
-        updates, state = update(jnp.full((5, 3), step + 1.0), state, params)
-        jax.block_until_ready(state)
-        assert runs == [1] * ((step + 1) // 4)
-    np.testing.assert_array_equal(updates["w"], np.full((5, 3), -0.5 * 6.5))
-
-
-def test_vmapped_members_close_windows_apart() -> None:
-    tx = gradaccum.wrap(optax.sgd(1.0), steps=2)
-    params = {"w": jnp.zeros((2, 1))}
-    state = jax.vmap(tx.init)(params)
-    state = state._replace(micro_step=jnp.asarray([0, 1], jnp.int32), weight=jnp.asarray([0.0, 1.0]))
-    updates, state = jax.vmap(tx.update)({"w": jnp.asarray([[3.0], [8.0]])}, state, params)
-    np.testing.assert_array_equal(updates["w"], [[0.0], [-4.0]])
-    np.testing.assert_array_equal(gradaccum_jax.result(state).applied, [False, True])
-    updates, state = jax.vmap(tx.update)({"w": jnp.asarray([[5.0], [7.0]])}, state, params)
-    np.testing.assert_array_equal(updates["w"], [[-4.0], [0.0]])
-    assert float(state.accumulator["w"][1, 0]) == 7.0
-
-
-def test_step_is_differentiable() -> None:
-    tx = gradaccum.wrap(optax.sgd(0.5), steps=1)
-    state = tx.init(jnp.ones(()))
-    assert jax.grad(lambda g: tx.update(g, state)[0] ** 2)(3.0) == pytest.approx(2 * 0.25 * 3.0)
 
 
 def test_step_outside_jit_compiles_once() -> None:
