@@ -242,7 +242,6 @@ def test_integers_and_unused_parameters() -> None:
 # A whole window of a wrapped optimizer in one call: every option does what it does for a window that is streamed.
 
 
-SIZE = 4
 SCALED = gradaccum.DynamicLossScale(init_scale=2.0**8)
 
 

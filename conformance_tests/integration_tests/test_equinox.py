@@ -108,3 +108,12 @@ def test_saved_in_mid_window() -> None:
     resumed, whole = run(tx, MICRO_BATCHES[4:7], model, state), run(tx, MICRO_BATCHES[:7], *start)
     assert_bitwise(jax.tree.map(jnp.asarray, arrays(resumed[0])), arrays(whole[0]))
     assert_bitwise(resumed[1], whole[1])
+
+
+def test_model_as_parameters() -> None:
+    """The whole model, activations and all, in place of its arrays."""
+    model, tx = model_of(), gradaccum.wrap(optax.sgd(0.1), steps=1)
+    grads = eqx.filter_grad(loss)(model, *MICRO_BATCHES[0])
+    updates, state = tx.update(grads, tx.init(arrays(model)), model)
+    assert_close(updates.layers[0].weight, -0.1 * grads.layers[0].weight)
+    assert gradaccum_jax.result(state).applied
