@@ -9,10 +9,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,6 +47,32 @@ def saved_bytes(run: Callable[[], object], beside: Iterable[Tensor] = ()) -> int
     with torch.autograd.graph.saved_tensors_hooks(Kept, lambda own: own.tensor):
         run()
     return peak
+
+
+def live_bytes(run: Callable[[], object], own: Sequence[Tensor]) -> tuple[int, int]:
+    """The most bytes of tensors beside `own` that live at once in `run`, and of these the most that are in ``.grad`` of `own`."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+
+    alive, most = dict[int, int](), [0, 0]
+
+    class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            for tensor in tree_leaves(out):
+                if isinstance(tensor, torch.Tensor) and (place := (storage := tensor.untyped_storage())._cdata) not in alive:
+                    alive[place] = storage.nbytes()
+                    weakref.finalize(storage, alive.pop, place, None).atexit = False
+            gradients = {each.grad.untyped_storage()._cdata for each in own if each.grad is not None}
+            most[:] = max(most[0], sum(alive.values())), max(most[1], sum(alive.get(place, 0) for place in gradients))
+            return out
+
+    known = [each.untyped_storage() for each in own]  # An update writes into them: they are not made anew.
+    alive.update((storage._cdata, 0) for storage in known)
+    with Live():  # type: ignore[no-untyped-call]
+        run()
+    return most[0], most[1]
 
 
 def peak_bytes(question: str, contestant: str, *sizes: int) -> int:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from enum import Enum
 from inspect import Parameter, signature
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from gradaccum import ArgumentTypeError, UsageError
-from gradaccum.kit import Options, UntilWeight, accumulate_dtype_error, explain, require_steps, select, steps_at
+from gradaccum import ArgumentTypeError, ArgumentValueError, AutoMicroBatchSize, UsageError
+from gradaccum.kit import Division, Options, UntilWeight, accumulate_dtype_error, explain, require_steps, select, steps_at
 
 
 def require_accumulate_dtype(dtype: object) -> torch.dtype | None:
@@ -178,3 +179,41 @@ def require_graph(loss: Tensor) -> Tensor:
         expected, found = "one of the model, because every backward pass is that of all workers", "one without a graph"
         raise explain(UsageError, "loss", expected=expected, found=found, fix=fix)
     return loss
+
+
+# What a layered window refuses.
+
+
+Borders = Literal["keep", "recompute", "host"]
+Within = Literal["recompute", "keep"]
+
+
+def require_activations(borders: object, within: object) -> None:
+    for name, given, kind in (("borders", borders, Borders), ("within", within, Within)):
+        if given not in get_args(kind):
+            fix = f"Write {name}={get_args(kind)[0]!r}, or leave it out."
+            raise explain(ArgumentValueError, name, expected=f"one of {get_args(kind)}", got=given, fix=fix)
+    if within == "keep" and borders != "keep":
+        fix = 'Leave within= out, or write borders="keep".'
+        found = f"borders={borders!r} beside kept activations, which hold the borders"
+        raise explain(ArgumentValueError, "borders", expected="'keep' beside within=\"keep\"", found=found, fix=fix)
+
+
+def require_fixed_size(division: Division) -> None:
+    """Raise unless the user has named the size of a micro-batch: after a layer's update no smaller size can be tried."""
+    size = division.micro_batch_size
+    if isinstance(size, AutoMicroBatchSize):
+        fix = "Write steps=4, or find a size by gradaccum_torch.backward."
+        raise explain(ArgumentTypeError, "micro_batch_size", expected="a number of items", got=size, fix=fix)
+
+
+def written_input_error(name: str) -> UsageError:
+    fix = "Give its first operation inplace=False, or join it with the layer before: nn.Sequential(nn.Conv2d(...), nn.ReLU(inplace=True))."
+    return explain(UsageError, name, expected="a layer that leaves its input as it is", found="one that wrote into it", fix=fix)
+
+
+def counting_optimizer_error(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> UsageError:
+    names = sorted({name for old, new in zip(before, after, strict=True) for name in new if new[name] != old.get(name)})
+    fix = 'Leave on_overflow="ignore" out: the inner optimizer then makes one step per window. Load the last checkpoint first.'
+    expected, found = "an inner optimizer that keeps its numbers by parameter", f"one whose step moves {names} of a whole group"
+    return explain(UsageError, "optimizer", expected=expected, found=found, fix=fix)

@@ -10,34 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError, kit
-from gradaccum_torch.large_batch.batch import (
-    LargeBatch,
-    Merged,
-    MicroBatch,
-    Shares,
-    Weight,
-    evaluated,
-    large_batch_loss,
-    require_alone,
-    require_function,
-    require_kinds,
-    shares_of,
-)
-from gradaccum_torch.large_batch.gradients import (
-    Collector,
-    LossesInGrad,
-    LossesInWindow,
-    delivering,
-    leaves_of_graph,
-    require_coupled_optimizer,
-    require_optimizer,
-)
+from gradaccum import ArgumentTypeError, ArgumentValueError, kit
+from gradaccum_torch import checks
+from gradaccum_torch.checks import Borders, Within
+from gradaccum_torch.large_batch import batch, gradients
 from gradaccum_torch.large_batch.replay import Before, RandomState, reached_by, trained_by
 from gradaccum_torch.optimizer import AccumulatingOptimizer
 from gradaccum_torch.private import Node, buffers_of, untraced_within, version
@@ -45,8 +26,6 @@ from gradaccum_torch.recomputation.function import Surroundings
 from gradaccum_torch.workers.deferred import LayerShards
 
 Layer = Callable[..., Any]
-Borders = Literal["keep", "recompute", "host"]
-Within = Literal["recompute", "keep"]
 
 _HOLE = object()
 """In place of a leaf; None would make a list of leaves one leaf."""
@@ -66,7 +45,7 @@ def layered_backward(
     steps: int | None = None,
     micro_batch_size: int | None = None,
     reduction: str | None = None,
-    weight: Weight = None,
+    weight: batch.Weight = None,
     axes: kit.Nest = 0,
     aux: kit.Nest = None,
     optimizer: AccumulatingOptimizer | None = None,
@@ -122,37 +101,32 @@ def layered_backward(
         1
     """
     functions = _require_layers(layers)
-    _require_choices(borders, within)
-    require_function("loss_fn", loss_fn)
+    checks.require_activations(borders, within)
+    batch.require_function("loss_fn", loss_fn)
     if aux is not None:
-        require_kinds(aux)
-    if isinstance(micro_batch_size, str):
-        fix = "Write steps=4, or find a size by gradaccum_torch.backward."
-        raise kit.explain(ArgumentTypeError, "micro_batch_size", expected="a number of items", got=micro_batch_size, fix=fix)
-    division = kit.make_division(steps, micro_batch_size, None, own_split=False)
-    if optimizer is not None:
-        require_layered_optimizer(optimizer, reduction)
-    large = LargeBatch((inputs, targets), axes, weight, None)
-    own = "mean" if optimizer is None else optimizer.whole_window().options.reduction
-    options = kit.make_options(None, reduction=own if reduction is None else reduction)
-    micro_batches = large.micro_batches(division)
-    shares = shares_of([each.weight for each in micro_batches], options)
+        batch.require_kinds(aux)
+    division = kit.make_division(steps, micro_batch_size)
+    checks.require_fixed_size(division)
     reached = reached_by(*functions, loss_fn)
     if optimizer is None:
-        require_alone(reached.modules)
-    merged = None if aux is None else Merged(aux)
-    collector: Collector = LossesInGrad(shares) if optimizer is None else LossesInWindow(optimizer, shares)
-    updated: list[str] = []
+        batch.require_alone(reached.modules)
+    else:
+        gradients.require_layered_optimizer(optimizer, reduction)
+    own = "mean" if optimizer is None else optimizer.whole_window().options.reduction
+    options = kit.make_options(None, reduction=own if reduction is None else reduction)
+    large = batch.LargeBatch((inputs, targets), axes, weight, None)
+    micro_batches = large.micro_batches(division)
+    shares = batch.shares_of([each.weight for each in micro_batches], options)
+    merged = None if aux is None else batch.Merged(aux)
+    collector: gradients.Collector = gradients.LossesInGrad(shares) if optimizer is None else gradients.LossesInWindow(optimizer, shares)
+    run = _Run(functions, loss_fn, collector, borders, recomputes=within == "recompute")
     try:
-        with delivering(collector, reached, large.devices()) as before:
-            run = _Run(
-                [_Layer(i, f"layers[{i}]", each) for i, each in enumerate(functions)], loss_fn, collector, before, borders, within, updated
-            )
-            returned = large_batch_loss(run.losses(micro_batches, shares, merged), shares)
+        with gradients.delivering(collector, reached, large.devices()) as before:
+            returned = batch.large_batch_loss(run.losses(before, micro_batches, shares, merged), shares)
             collector.close()
     except BaseException as error:
-        if updated:
-            error.add_note(_UPDATED.format(names=", ".join(updated)))
+        if run.updated:
+            error.add_note(_UPDATED.format(names=", ".join(run.updated)))
         raise
     return returned if merged is None else (returned, merged.result())
 
@@ -160,8 +134,8 @@ def layered_backward(
 class _Layer:
     """One layer: its function, and its passes in order."""
 
-    def __init__(self, index: int, name: str, function: Layer) -> None:
-        self.index, self.name, self.function = index, name, function
+    def __init__(self, index: int, function: Layer, name: str) -> None:
+        self.index, self.function, self.name = index, function, name
         reached = reached_by(function)
         self.modules = reached.modules
         self.is_trained = bool(trained_by(reached))
@@ -211,14 +185,14 @@ class _Enter(torch.autograd.Function):
     """The begin of a layer's graph: the backward pass leaves the gradient in a list. No leaf, so that nothing keeps the activations."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, gradients: list[Tensor | None], number: int, value: Tensor) -> Tensor:
-        ctx.gradient_in = gradients, number
+    def forward(ctx: Any, anchor: Tensor, into: list[Tensor | None], number: int, value: Tensor) -> Tensor:
+        ctx.gradient_in = into, number
         return value.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        gradients, number = ctx.gradient_in
-        gradients[number] = gradient
+        into, number = ctx.gradient_in
+        into[number] = gradient
         return None, None, None, None
 
 
@@ -228,7 +202,7 @@ class _Pass(NamedTuple):
     taken: _Border
     returned: _Border
     random: RandomState | None
-    """The random state before it; None: its graph is kept."""
+    """The random state before it; None if it drew no numbers."""
     surroundings: Surroundings | None
 
 
@@ -236,57 +210,61 @@ class _Run:
     """One call: forwards, then backwards."""
 
     def __init__(
-        self,
-        layers: list[_Layer],
-        loss_fn: Layer,
-        collector: Collector,
-        before: Before,
-        borders: Borders,
-        within: Within,
-        updated: list[str],
+        self, functions: list[Layer], loss_fn: Layer, collector: gradients.Collector, borders: Borders, *, recomputes: bool
     ) -> None:
-        self._layers, self._collector, self._before, self._updated = layers, collector, before, updated
-        self._on_host, self._recomputes = borders == "host", within == "recompute"
-        self._every = math.ceil(math.sqrt(len(layers))) if borders == "recompute" else 1
+        self._layers = [_Layer(index, function, f"layers[{index}]") for index, function in enumerate(functions)]
+        self._loss, self._collector = _Layer(len(functions), loss_fn, "loss_fn"), collector
+        self.updated: list[str] = []
+        """The names of the layers that have their update."""
+        self._on_host, self._recomputes = borders == "host", recomputes
+        self._every = math.ceil(math.sqrt(len(functions))) if borders == "recompute" else 1
         """The borders before each layer of that multiple are kept."""
         self._anchor = torch.empty(0, requires_grad=True)
         collector.pass_by([id(self._anchor)])
         self._inputs: list[_Border] = []
-        self._loss = _Layer(len(layers), "loss_fn", loss_fn)
-        self._shards = LayerShards([layer.modules for layer in (*layers, self._loss)])
+        self._shards = LayerShards([layer.modules for layer in (*self._layers, self._loss)])
         self._first = dict(self._shards.first)
         """The first layer that uses a leaf, by the leaf's id: there its sum is complete."""
+        self._random = RandomState()
+        """As it is before the next pass."""
 
-    def losses(self, micro_batches: Sequence[MicroBatch], shares: Shares, merged: Merged | None) -> list[Tensor]:
+    def losses(
+        self, before: Before, micro_batches: Sequence[batch.MicroBatch], shares: batch.Shares, merged: batch.Merged | None
+    ) -> list[Tensor]:
         """Run all micro-batches forwards, and backwards through one layer after the other; return the losses."""
+        self._random = before.random_state()
         with self._shards:
             borders = self._run_forwards([each.arguments[0] for each in micro_batches])
             with self._shards.gathered(self._loss.index):
                 losses = [self._loss_of(*each, merged) for each in zip(borders, micro_batches, shares.contributions, strict=True)]
-            random = self._before.random_state()
             with self._collector.adding():
                 self._run_backwards()
-            random.put_back()
+            self._random.put_back()
         return losses
 
     def _run_forwards(self, inputs: Sequence[Any]) -> Iterator[_Border]:
         """Yield each micro-batch's last border.
 
-        One micro-batch after the other, so that they draw the numbers that they draw without layers. Layers that are sharded are gathered
-        for all micro-batches: there each layer draws for all of them.
+        Where the first micro-batch draws random numbers, one follows the other, so that they draw what they draw without layers. Otherwise,
+        and where layers are gathered for all micro-batches, one layer follows the other.
         """
         self._inputs.extend(_Border(each, "inputs") for each in inputs)
-        if not self._shards:
-            for border in self._inputs:
-                for layer in self._layers:
-                    border = self._pass(layer, border)
-                yield border
-            return
-        borders = self._inputs
+        waiting, random = list(self._inputs), self._random
+        while waiting and not self._shards and (len(waiting) == len(inputs) or self._random is not random):
+            border = waiting.pop(0)
+            for layer in self._layers:
+                border = self._pass(layer, border)
+            yield border
         for layer in self._layers:
             with self._shards.gathered(layer.index):
-                borders = [self._pass(layer, border) for border in borders]
-        yield from borders
+                waiting = [self._pass(layer, border) for border in waiting]
+        yield from waiting
+
+    def _note_random(self) -> RandomState | None:
+        """Return the random state before what has run since the last call; None if that drew no numbers."""
+        before = self._random
+        self._random = before.again() if before.moved() else before
+        return None if self._random is before else before
 
     def _run_backwards(self) -> None:
         self._end(self._loss)
@@ -308,13 +286,14 @@ class _Run:
         if self._collector.by_parts and layer.is_trained and layer.index:
             self._update(layer)
 
-    def _loss_of(self, border: _Border, micro_batch: MicroBatch, contribution: float, merged: Merged | None) -> Tensor:
+    def _loss_of(self, border: _Border, micro_batch: batch.MicroBatch, contribution: float, merged: batch.Merged | None) -> Tensor:
         entered = micro_batch._replace(arguments=(border.entered(self._anchor), micro_batch.arguments[1]))
-        loss, aux = evaluated(self._loss.function, entered, has_aux=merged is not None)
+        loss, aux = batch.evaluated(self._loss.function, entered, has_aux=merged is not None)
+        self._note_random()
         self._collector.require_untouched()
         if merged is not None:
             merged.add(aux, micro_batch)
-        self._note(self._loss, [loss] if loss.requires_grad else [])
+        self._reach(self._loss, [loss] if loss.requires_grad else [])
         self._collector.add(loss, micro_batch.weight, contribution)
         border.values.clear()
         if not contribution:
@@ -322,23 +301,24 @@ class _Run:
         return loss.detach().clone()
 
     def _pass(self, layer: _Layer, taken: _Border) -> _Border:
-        random = self._before.random_state() if self._recomputes else None
-        surroundings = None if random is None or layer.stateful is None else Surroundings(layer.stateful, watches=False)
-        before = taken.versions()
+        surroundings = Surroundings(layer.stateful, watches=False) if self._recomputes and layer.stateful is not None else None
+        versions = taken.versions()
         with nullcontext() if surroundings is None else surroundings.contexts()[0]:
-            returned = _Border(layer.function(taken.entered(self._anchor)), f"the output of {layer.name}")
-        self._collector.reach(*returned.roots)
-        self._note(layer, returned.roots)
+            returned = self._called(layer, taken)
+        self._reach(layer, returned.roots)
         if self._recomputes:
-            if taken.versions() != before:
-                raise _written_error(layer.name)
+            if taken.versions() != versions:
+                raise checks.written_input_error(layer.name)
             returned.roots.clear()
         if layer.index % self._every:
             taken.values.clear()
         elif self._on_host:
             taken.move_to_host()
-        layer.passes.append(_Pass(taken, returned, random, surroundings))
+        layer.passes.append(_Pass(taken, returned, self._note_random(), surroundings))
         return returned
+
+    def _called(self, layer: _Layer, taken: _Border) -> _Border:
+        return _Border(layer.function(taken.entered(self._anchor)), f"the output of {layer.name}")
 
     def _back(self, layer: _Layer, each: _Pass) -> None:
         returned = each.returned
@@ -352,7 +332,7 @@ class _Run:
         if each.random is not None:
             each.random.put_back()
         with nullcontext() if each.surroundings is None else each.surroundings.contexts()[1]:
-            return _Border(layer.function(each.taken.entered(self._anchor)), f"the output of {layer.name}")
+            return self._called(layer, each.taken)
 
     def _recompute_borders(self, index: int) -> None:
         """Recompute the borders from the last one that is kept up to that before layer `index`."""
@@ -366,17 +346,19 @@ class _Run:
         if tensors:
             self._collector.backward(tensors, gradients)
 
-    def _note(self, layer: _Layer, roots: Sequence[Tensor]) -> None:
-        for leaf in leaves_of_graph(roots, layer.nodes) if self._collector.by_parts else ():
+    def _reach(self, layer: _Layer, roots: Sequence[Tensor]) -> None:
+        leaves = gradients.leaves_of_graph(roots, layer.nodes)
+        self._collector.take(leaves)
+        for leaf in leaves:
             self._first[id(leaf)] = min(self._first.get(id(leaf), layer.index), layer.index)
 
     def _update(self, layer: _Layer) -> None:
         """Update the parameters that no earlier layer uses."""
-        self._updated.append(layer.name)
+        self.updated.append(layer.name)
         before = self._collector.numbers()
         self._collector.part(layer.index, lambda parameter: self._first.get(id(parameter), 0) >= layer.index)
         if (after := self._collector.numbers()) != before:
-            raise _counting_error(before, after)
+            raise checks.counting_optimizer_error(before, after)
 
 
 def _require_layers(layers: object) -> list[Layer]:
@@ -388,40 +370,7 @@ def _require_layers(layers: object) -> list[Layer]:
         raise kit.explain(ArgumentTypeError, "layers", expected="layers that run one after the other", found=found, fix=fix)
     functions: list[Layer] = list(layers)
     for function in functions:
-        require_function("layers", function)
+        batch.require_function("layers", function)
     if not functions:
         raise kit.explain(ArgumentValueError, "layers", expected="at least one layer", found="none", fix=fix)
     return functions
-
-
-def _require_choices(borders: object, within: object) -> None:
-    for name, given, kind in (("borders", borders, Borders), ("within", within, Within)):
-        if given not in get_args(kind):
-            fix = f"Write {name}={get_args(kind)[0]!r}, or leave it out."
-            raise kit.explain(ArgumentValueError, name, expected=f"one of {get_args(kind)}", got=given, fix=fix)
-    if within == "keep" and borders != "keep":
-        fix = 'Leave within= out, or write borders="keep".'
-        found = f"borders={borders!r} beside kept activations, which hold the borders"
-        raise kit.explain(ArgumentValueError, "borders", expected="'keep' beside within=\"keep\"", found=found, fix=fix)
-
-
-def require_layered_optimizer(optimizer: object, reduction: str | None) -> None:
-    """Raise unless `optimizer` can take a window whose micro-batches are complete together, at its end."""
-    require_optimizer(optimizer, reduction)
-    options = require_coupled_optimizer(optimizer).whole_window().options
-    if options.noise_decay is not None or options.separate_sums:
-        name = "separate_sums" if options.separate_sums else "noise_scale"
-        found, fix = f"one with {name}=", f"Leave {name} out, or call gradaccum_torch.backward."
-        raise kit.explain(UsageError, "optimizer", expected="one that looks at no single micro-batch", found=found, fix=fix)
-
-
-def _written_error(name: str) -> UsageError:
-    fix = "Give its first operation inplace=False, or join it with the layer before: nn.Sequential(nn.Conv2d(...), nn.ReLU(inplace=True))."
-    return kit.explain(UsageError, name, expected="a layer that leaves its input as it is", found="one that wrote into it", fix=fix)
-
-
-def _counting_error(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> UsageError:
-    names = sorted({name for old, new in zip(before, after, strict=True) for name in new if new[name] != old.get(name)})
-    fix = 'Leave on_overflow="ignore" out: the inner optimizer then makes one step per window. Load the last checkpoint first.'
-    expected, found = "an inner optimizer that keeps its numbers by parameter", f"one whose step moves {names} of a whole group"
-    return kit.explain(UsageError, "optimizer", expected=expected, found=found, fix=fix)

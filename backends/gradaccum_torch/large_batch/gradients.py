@@ -56,7 +56,12 @@ class Gradients:
         self._take(leaf for leaf in leaves if not is_watched(leaf))
 
     def reach(self, *tensors: Tensor) -> None:
-        new = [leaf for leaf in leaves_of_graph(tensors, self._nodes) if id(leaf) not in self._known]
+        """Collect the leaves that a backward pass through `tensors` reaches."""
+        self.take(leaves_of_graph(tensors, self._nodes))
+
+    def take(self, leaves: Sequence[Tensor]) -> None:
+        """Collect the gradients of `leaves`."""
+        new = [leaf for leaf in leaves if id(leaf) not in self._known]
         for leaf in new:
             if is_watched(leaf):
                 raise _wrapped_error(leaf)
@@ -285,6 +290,11 @@ class InWindow:
         self._others.pass_by(self._window.unsharded())
         self._others.reach(*tensors)
 
+    def take(self, leaves: Sequence[Tensor]) -> None:
+        if leaves:
+            self._others.pass_by(self._window.unsharded())
+            self._others.take(leaves)
+
     def deliver(self, divisor: float) -> None:
         self._others.deliver(divisor * self._window.scale() if self._others else 1.0)
 
@@ -381,3 +391,13 @@ def require_coupled_optimizer(optimizer: object) -> AccumulatingOptimizer:
         found = 'on_overflow="drop_micro_batch"'
         raise explain(UsageError, "optimizer", expected="one that keeps or skips a coupled loss whole", found=found, fix=fix)
     return wrapped
+
+
+def require_layered_optimizer(optimizer: object, reduction: str | None) -> None:
+    """Raise unless `optimizer` can take a window whose micro-batches are complete together, at its end."""
+    require_optimizer(optimizer, reduction)
+    options = require_coupled_optimizer(optimizer).whole_window().options
+    if options.noise_decay is not None or options.separate_sums:
+        name = "separate_sums" if options.separate_sums else "noise_scale"
+        found, fix = f"one with {name}=", f"Leave {name} out, or call gradaccum_torch.backward."
+        raise explain(UsageError, "optimizer", expected="one that looks at no single micro-batch", found=found, fix=fix)

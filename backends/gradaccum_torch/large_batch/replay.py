@@ -103,6 +103,20 @@ class RandomState:
         self._generators = [(generator, generator.get_state()) for generator in generators]
         self._others = [torch.get_device_module(device).get_rng_state(device) for device in self._devices]
 
+    def moved(self) -> bool:
+        """True if something has drawn numbers since."""
+        return self._values() != self.again()._values()
+
+    def again(self) -> RandomState:
+        """Return the states of the same generators as they are now."""
+        return RandomState(self._devices, [generator for generator, _ in self._generators])
+
+    def _values(self) -> list[object]:
+        """Return the states as values that can be compared."""
+        numbers = [each.tobytes() if hasattr(each, "tobytes") else each for each in self._numpy or ()]
+        tensors = self._cpu, *self._others, *(state for _, state in self._generators)
+        return [self._python, numbers, *(each.numpy().tobytes() for each in tensors)]
+
     def put_back(self) -> None:
         random.setstate(self._python)
         torch.set_rng_state(self._cpu)

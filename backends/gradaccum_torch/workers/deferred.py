@@ -299,17 +299,18 @@ class LayerShards:
         places = [(unit, min(index for index, own in enumerate(self._units) if unit in own)) for unit in units]
         self.first = {id(each): index for unit, index in places for each in unit.parameters}
         """The first layer that has a parameter's unit, by the parameter's id: there the unit is reduced."""
-        begin(units)
-        self._deferred = {
-            index: Deferred(own, mesh_of(own[0].parameters[0]), "window")
-            for index in range(len(layers))
-            if (own := [unit for unit, first in places if first == index and any(True for _ in unit.trainable())])
-        }
+        trained = [(unit, first) for unit, first in places if any(each.requires_grad for each in unit.parameters)]
+        self._reduced = [[unit for unit, first in trained if first == index] for index in range(len(layers))]
+        self._deferred: dict[int, Deferred] = {}
 
     def __bool__(self) -> bool:
         return bool(self.first)
 
-    def __enter__(self) -> None: ...
+    def __enter__(self) -> None:
+        begin([unit for units in self._units for unit in units])
+        for index, units in enumerate(self._reduced):
+            if units:
+                self._deferred[index] = Deferred(units, mesh_of(units[0].parameters[0]), "window")
 
     def __exit__(self, *_: object) -> None:
         for deferred in self._deferred.values():
