@@ -3,9 +3,8 @@
 A nest is a tuple, list, mapping or dataclass of nests, or a leaf. A list or tuple of plain values (texts, numbers) is one leaf with one
 value per item. JAX has trees of its own.
 
-Any other list or tuple is a container whose elements each hold a part of all items, such as two views of a batch. A list of items (one
-dict per image) looks the same, so `require_one_size` refuses an ambiguous list until the user's ``axes`` say what it is. Only a tuple of
-arrays of one length other than the tuple's own, ``(x, y)``, needs no ``axes``.
+Any other list or tuple is a container whose elements each hold a part of all items. A list of items (one dict per image) looks the same, so
+`require_one_size` refuses an ambiguous list until the user's ``axes`` say what it is.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Passes over a loader: the updates in one, the flush at its end, and windows with totals that are known before the first forward pass.
 
-A loss with one denominator needs no totals: pass each micro-batch's weight. A loss of several terms, each divided by its own total, has no
-such weight: divide each term by the window's total of it, and sum the window with ``reduction="sum"``.
+A loss with one denominator needs no totals: pass each micro-batch's weight. Of a loss of several terms divide each term by the window's
+total of it, and sum the window with ``reduction="sum"``.
 """
 
 from __future__ import annotations
@@ -401,9 +401,9 @@ def windows(
         count: functions of a micro-batch by name; each returns a finite number >= 0, or a framework's scalar. The loop waits for a
             scalar on a device.
         weight: with ``until_weight``: the name of a count, or a function as in `count`.
-        reduce: with several workers: a function that returns a list of floats summed over all of them, best in float64. It is called
-            once per window, and once more at the end; with ``until_weight`` once per micro-batch. Totals and weight are then those of all
-            workers. Every worker must iterate through every window: if its loader ends early, through windows of `len` 0.
+        reduce: with several workers: a function that returns a list of floats summed over all of them, best in float64, called once per
+            window, and once more at the end; with ``until_weight`` once per micro-batch. Every worker must iterate through every window:
+            if its loader ends early, through windows of `len` 0.
         start: the number of the first window, for a schedule that resumes.
 
     Raises:

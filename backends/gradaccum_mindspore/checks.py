@@ -1,6 +1,6 @@
 """Checks of arguments: gradients, weights, losses, parameters. Each raises before anything is changed.
 
-The gradient checks look at structure, shape and dtype alone. These are constants of a compiled program, which checks them while compiling.
+Structure, shape and dtype are constants of a compiled program, which checks them while compiling.
 """
 
 from __future__ import annotations

@@ -258,8 +258,8 @@ class AccumulatingOptimizer(OwnPhase, nn.Optimizer):  # type: ignore[misc]
     def epoch(self, loader: Iterable[M], *, carry: bool = False, progress: bool = False) -> Iterator[M]:
         """Iterate over the micro-batches of a loader, and flush when it ends: ``for x, y in opt.epoch(loader):``, from Python.
 
-        A loop that is left early leaves its window open. With several workers each flushes once, when its own loader ends. A
-        `GradAccumWarning` tells, once, of micro-batches of unequal size that were counted from Python without a weight.
+        A loop that is left early leaves its window open. A `GradAccumWarning` tells, once, of micro-batches of unequal size that were
+        counted from Python without a weight.
 
         Args:
             loader: yields the micro-batches, such as a `mindspore.dataset` dataset.
@@ -289,8 +289,8 @@ class AccumulatingOptimizer(OwnPhase, nn.Optimizer):  # type: ignore[misc]
         """Call `listener` with a `gradaccum.watching.ClosedWindow` after each window that closes, applied or skipped.
 
         Python calls it when the call of this optimizer, of ``flush`` or of `gradaccum_mindspore.TrainOneStepCell` that closed the window is
-        through, and between two windows that one ``flush`` closes. In a compiled step of your own read ``result`` after each step, which
-        calls it; ``weight`` and ``micro_batches`` are NaN there. That call raises what it raises; the update is made by then.
+        through. In a compiled step of your own read ``result`` after each step, which calls it; ``weight`` and ``micro_batches`` are NaN
+        there. That call raises what it raises; the update is made by then.
 
         Args:
             listener: a function of one `gradaccum.watching.ClosedWindow`, such as a `gradaccum.watching.JsonLines`.

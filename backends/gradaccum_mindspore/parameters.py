@@ -1,9 +1,8 @@
 """The float32 master weights of half-precision parameters: the inner optimizer works on them, and the model holds the rounded copies.
 
-A MindSpore optimizer takes the model's Parameters when it is built, and clones its moments from them. So `turn_to_masters` changes it in
-place: it replaces each half-precision Parameter by its master wherever the optimizer and its cells keep it, and makes their own
-half-precision state float32 under its old name, at its rounded value. Groups, learning rates and weight decay are positions in lists, and
-stay.
+A MindSpore optimizer clones its moments from the model's Parameters when it is built. So `turn_to_masters` changes it in place: it replaces
+each half-precision Parameter by its master wherever the optimizer and its cells keep it, and makes their own half-precision state float32
+under its old name, at its rounded value.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Private names of MindSpore: its mode, its captures of Python, the phase of a Cell, the operators that it has recorded.
 
-``jit(capture_mode="bytecode")`` fails on some of the functions here; `skip_in_bytecode` makes MindSpore skip them, so the wrapped optimizer
-runs as in PyNative. ``jit(capture_mode="trace")`` records the operators of the first call and repeats them: no later call would decide
-whether a window ends. MindSpore goes on recording operators after a function raised inside `mindspore.value_and_grad`, unless a Cell
-raised, and would differentiate a later call through what came before; `forget_recorded` ends that.
+``jit(capture_mode="bytecode")`` fails on some of the functions here; `skip_in_bytecode` makes MindSpore skip them.
+``jit(capture_mode="trace")`` repeats the operators of the first call: no later call would decide whether a window ends. MindSpore keeps
+recording operators after a function raised inside `mindspore.value_and_grad`, unless a Cell raised; `forget_recorded` ends that.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """Loading a checkpoint of a wrapped optimizer: checked whole before anything is written, and seen by compiled code.
 
-`mindspore.save_checkpoint` of the training cell saves everything; of the optimizer alone, no statistics of normalizations.
 `mindspore.load_param_into_net` skips a value that it does not find and checks no window, and a function that was compiled before ignores
 the values that it writes. Where workers share a window, the checkpoint says which of how many saved it.
 """

@@ -5,8 +5,7 @@ PyNative code, compiled functions and checkpoints all see Parameters. Their name
 would load a Parameter called ``grad_sum.weight`` into a missing ``weight``. A sum is zero unless ``micro_step > 0``.
 
 If a function of the user's gives the size of a window, Python code calls it with an int, compiled code with an int32 Tensor. A wrong value
-raises outside compiled code, and inside if it is a constant. A Tensor in compiled code must have an integer dtype, and a size below 1 makes
-the window an overflow.
+raises outside compiled code, and inside if it is a constant. A Tensor below 1 in compiled code makes the window an overflow.
 """
 
 from __future__ import annotations

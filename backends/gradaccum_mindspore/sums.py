@@ -2,8 +2,7 @@
 
 Functions with ``compiled_`` in their name run where the state is a Tensor (`mindspore.jit`, graph mode). `scaled`, `parts`, `all_finite`,
 `divided`, `clear` and `measure` run in PyNative. There MindSpore hands most operators to another thread: tenths of a millisecond, where
-NumPy, which reads a CPU tensor's memory without a copy, takes microseconds. So NumPy does the work, with ``assign``, ``assign_add`` and
-``zeros_like``, which run where they are called. Another device, and bfloat16, have MindSpore's operators.
+NumPy, which reads a CPU tensor's memory without a copy, takes microseconds. Another device, and bfloat16, have MindSpore's operators.
 
 Only `write` and `add_into` write. In PyNative ``Tensor.add_`` and its like leave a Parameter as it was, and a compiled function does not
 see ``set_data``. A sum is exactly zero while no window is open: the window's end writes zeros, so a micro-batch is one addition.

@@ -1,12 +1,11 @@
 """The inner optimizer's call, which is the update's alone; the rounding of masters after it; and its own loss scale.
 
-While a wrapper lives, a call of its inner optimizer is refused: a loop that goes on calling it would accumulate nothing. Both Python and
-MindSpore's compiler look up ``construct`` on the object, and find one there that raises. `Update` calls the class's own. A function that
-was compiled before the optimizer was wrapped is not compiled again, and calls the inner optimizer unnoticed.
+While a wrapper lives, a call of its inner optimizer is refused: both Python and MindSpore's compiler look up ``construct`` on the object,
+and find one there that raises. `Update` calls the class's own. A function that was compiled before the optimizer was wrapped is not
+compiled again, and calls the inner optimizer unnoticed.
 
-`mindspore.nn.SGD(..., loss_scale=1024.0)` divides each gradient it is handed by 1024. That is one half of MindSpore's pair for a static
-scale; the other half, `mindspore.amp.FixedLossScaleManager` or ``sens=``, multiplies the loss. So it counts as the loss scale here, and
-norms are norms of the true gradient. The inner optimizer gets the window's gradient times that scale, and divides by it as it would alone.
+`mindspore.nn.SGD(..., loss_scale=1024.0)` divides each gradient by 1024; `mindspore.amp.FixedLossScaleManager` or ``sens=`` multiplies the
+loss. So that counts as the loss scale here. The inner optimizer gets the window's gradient times that scale.
 """
 
 from __future__ import annotations

@@ -119,7 +119,6 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         """Give the micro-batch that the next ``step`` counts its weight, whoever runs the backward pass.
 
         So one ``loss.backward()`` of a summed loss serves several optimizers with ``reduction="item_mean"``: each divides by its own items.
-        An optimizer without items is given 0.
 
         Args:
             weight: the number of items, >= 0.

@@ -1,8 +1,8 @@
 """The model's parameters and the tensors that the inner optimizer works on: the same ones, or float32 masters of half-precision parameters.
 
-With ``master_weights=True`` the inner optimizer's groups hold masters only while its ``step`` runs; after each update the model gets the
-rounded copy. What something else (a checkpoint, averaged weights) wrote into a parameter, the next update takes over, element by element:
-values are compared, as torch does not count writes through ``parameter.data``.
+The inner optimizer's groups hold masters only while its ``step`` runs; after each update the model gets the rounded copy. What something
+else (a checkpoint, averaged weights) wrote into a parameter, the next update takes over, element by element: values are compared, as torch
+does not count writes through ``parameter.data``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The private names of torch that this package uses, and what a torch without the name costs the user.
 
-Every name has a fallback or is refused by name, as `LOST` and `lost_in_fsdp` say; only without ``Tensor._version`` the import raises. Names
-used for each parameter are bound as they are, without a function around them. Three names that torch looks for on the wrapped optimizer
-stand elsewhere: its ``_step_supports_amp_scaling``, and ``grad_scale`` and ``found_inf``, which a scaler sets.
+Every name has a fallback or is refused by name, as `LOST` and `lost_in_fsdp` say; only without ``Tensor._version`` the import raises. Three
+names that torch looks for on the wrapped optimizer stand elsewhere: its ``_step_supports_amp_scaling``, ``grad_scale`` and ``found_inf``.
 """
 
 from __future__ import annotations

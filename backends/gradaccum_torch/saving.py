@@ -308,12 +308,11 @@ def redistributed(state_dicts: Sequence[StateDict], workers: int) -> list[StateD
     The first worker gets the sum of the sums, in their dtype, and the weight of all; the others hold nothing of the window. All have the
     micro-batches of the worker that had most, so that their windows end together.
 
-    Each worker loads its own: ``opt.load_state_dict(gradaccum_torch.redistributed(state_dicts, world_size)[rank])``, and beside it the
-    model and the state of a `torch.amp.GradScaler` from any worker.
+    Each worker loads its own: ``opt.load_state_dict(gradaccum_torch.redistributed(state_dicts, world_size)[rank])``.
 
     Args:
         state_dicts: what ``opt.state_dict()`` returned on every worker, in the order of their ranks, from optimizers that were wrapped with
-            ``module=``. They are not changed.
+            ``module=``.
         workers: the number of workers that resume, >= 1.
 
     Returns:

@@ -1,7 +1,7 @@
 """A gate for learning-rate schedulers: ``scheduler.step()`` after every micro-batch moves the scheduler once per update.
 
-Everything but the decision is the scheduler's own. If one ``flush()`` closes several windows of several workers, the gate moves it between
-these. A scheduler of timm gets the true number of updates in its ``step_update``; its ``step``, which takes an epoch, is left alone.
+If one ``flush()`` closes several windows of several workers, the gate moves the scheduler between these. A scheduler of timm gets the true
+number of updates in its ``step_update``; its ``step``, which takes an epoch, is left alone.
 """
 
 from __future__ import annotations

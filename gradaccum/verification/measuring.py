@@ -1,9 +1,8 @@
 """The distance of a gradient from one partition of a batch to another, in units of rounding.
 
 A parameter's unit is the largest change of its gradient when all floating-point inputs and parameters are perturbed by one rounding,
-several times, for the large batch and for the first partition. Under it lies a floor: each micro-batch's gradient is rounded once, and its
-sum is off by at most log2(terms) roundings (pairwise summation: Higham, "Accuracy and Stability of Numerical Algorithms", section 4.2).
-float16 and bfloat16 are summed in float32 everywhere.
+several times, for the large batch and for the first partition. Its floor: each micro-batch's gradient is rounded once, and its sum is off
+by at most log2(terms) roundings (pairwise summation: Higham, "Accuracy and Stability of Numerical Algorithms", section 4.2).
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """The gradients, the loss and the other outputs of the large batch, from a Python loop over its micro-batches.
 
-In graph mode each micro-batch is a call of a compiled function, compiled once for each size of micro-batch. Python sees every value here,
-and checks weights.
-
-A parameter's gradient is a sum over micro-batches. That of an argument that was cut is not: the parts of its items are concatenated.
-Nothing is added in place, because a gradient may share its memory with the user's batch.
+In graph mode each micro-batch is a call of a compiled function, compiled once for each size. The gradient of an argument that was
+cut is no sum: the parts of its items are concatenated. Nothing is added in place, because a gradient may share its memory with the
+user's batch.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """The replay of a micro-batch: a second pass draws the first one's random numbers and moves statistics once.
 
 In PyNative MindSpore makes each operator with seeds from counters in `mindspore.common.seed`, so the same counters make the same operators
-again. `mindspore.nn.Dropout` makes its operator once, so it is lent one for each micro-batch. Whatever else draws numbers is noticed: the
-outputs of both passes are compared. Parameters that nobody trains, such as statistics, are set back between the passes.
+again. `mindspore.nn.Dropout` makes its operator once, so it is lent one for each micro-batch. The outputs of both passes are compared.
+Parameters that nobody trains, such as statistics, are set back between the passes.
 
-In compiled code, after `mindspore.set_seed`, each operator starts at that seed. So the micro-batches of one size run through one compiled
-program, and those of two sizes, which are two programs, would begin with the same numbers.
+In compiled code, after `mindspore.set_seed`, each operator starts at that seed: micro-batches of two sizes, which are two programs, would
+begin with the same numbers.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 `mindspore.recompute` frees and repeats: with ``use_reentrant=False``, as the other way drops the gradients of Tensors in a tuple, and with
 ``early_stop=False``, as stopping early in a Cell tears MindSpore's stack of calls. `Call` does what MindSpore does not in PyNative mode:
 
-- The second run draws what the first run drew. The default generator and the counters in `mindspore.common.seed`, which seed functions such
-  as `mindspore.ops.rand`, can be set; the kernel of `mindspore.ops.Dropout` keeps its state to itself, so `Tape` records its masks, a byte
-  per element on a CPU. Any other kernel with a state of its own draws anew, and the outputs, which are compared, show it.
+- The second run draws what the first run drew. The default generator and the counters in `mindspore.common.seed` can be set; the kernel of
+  `mindspore.ops.Dropout` keeps its state to itself, so `Tape` records its masks, a byte per element on a CPU. Any other kernel with a state
+  of its own draws anew, and the outputs, which are compared, show it.
 - What the forward pass changes moves once: running statistics, counters, any Parameter without a gradient.
 - The second run casts as the first did. MindSpore replays `mindspore.amp.auto_mixed_precision`, but not `to_float`, and would hand a
   float32 statistic to the backward pass in half precision.

@@ -2,8 +2,7 @@
 
 The compiler drops operations that it believes to have no effect. So this code computes every new value from values that it read before its
 first write, and reads nothing that it wrote, except at the end of a window, which begins with reading; no branch returns a value that was
-computed in it. Each function returns something: the Python interpreter would compute a None. A kernel costs about the same for one number
-as for a thousand, so a micro-batch assigns only what it changes.
+computed in it. Each function returns something: the Python interpreter would compute a None.
 
 The end of a window has two branches: the update, and a norm whose squares overflow. Each is a method of its own, because the compiler
 copies the rest of a function after an ``if`` into both branches. `Notes` carries values from one part to another.

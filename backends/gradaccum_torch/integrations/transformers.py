@@ -1,7 +1,6 @@
 """A callback for the `transformers.Trainer` that makes each of the Trainer's accumulated batches a window.
 
-The Trainer takes each micro-batch for a whole batch. While it trains, `AccumulationCallback` replaces ``get_batch_samples`` and two methods
-of the Trainer's accelerator.
+While the Trainer trains, `AccumulationCallback` replaces its ``get_batch_samples`` and two methods of its accelerator.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class AccumulationCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
     - ``grad_norm`` in the logs is that of the last closed window, 0 before any.
     - Weights: where the Trainer counts items (tokens with a label), they are the micro-batch's weight. This waits for the device.
     - The last window of an epoch, and of the run, is closed with what it holds; the scheduler moves with it.
-    - A run that does not resume begins with an empty window, as with empty gradients.
+    - A run that does not resume begins with an empty window.
 
     Args:
         trainer: the `transformers.Trainer`, given ``optimizers=(opt, scheduler)``: an optimizer wrapped with ``separate_sums=True`` and a

@@ -1,7 +1,6 @@
 """The public call, and modules whose activations are recomputed: the instance's ``forward`` is replaced, the module is not wrapped.
 
-So parameters, submodules and keys of ``state_dict()`` stay as they are, and the module's own hooks run once. The replacement refers to the
-module as an attribute, so that a copy or a pickle refers to the copy.
+The replacement refers to the module as an attribute, so that a copy or a pickle refers to the copy.
 """
 
 from __future__ import annotations
@@ -35,8 +34,7 @@ def recompute(
 
     Gradients have the same bits as without. The second run draws the same random numbers, and finds the buffers, the autocast and the
     ``train()`` or ``eval()`` mode of the first. BatchNorm's statistics move once. Hooks of submodules inside run twice. Under
-    `torch.no_grad` nothing is recomputed. Under `torch.compile` the compiler recomputes, and random numbers are its own; only
-    ``backend="eager"`` draws new ones.
+    `torch.compile` the compiler recomputes, and random numbers are its own; only ``backend="eager"`` draws new ones.
 
     A module stays the same object, with the same parameters and keys of its ``state_dict()``: only its ``forward`` is replaced.
 

@@ -1,8 +1,8 @@
 """`verify_loss_scaling`: a check that a loss carries its incoming gradient through all of its parts, so that it can be scaled.
 
 It compares the gradients of s x loss with s x those of the loss, for s from 2^0 to 2^16, and finds which `torch.autograd.Function` does not
-return s times as much for s times the incoming gradient. With float16 in the graph gradients underflow without a scale and overflow with
-one: there the largest scale with finite gradients is compared with the next three below it.
+return s times as much for s times the incoming gradient. With float16 in the graph the largest scale with finite gradients is compared with
+the next three below it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Layers that mix the items of a batch, found by running each layer alone: with all items, and with half of them.
 
-A layer is named if a half's outputs differ from those rows of all outputs by more than rounding. One half is the first, the other every
-second item. Only the innermost such layers are named; one whose output has no item axis (a loss), or that fails alone, is not compared.
+A layer is named if a half's outputs differ from those rows of all outputs by more than rounding, and no layer inside of it is. A layer
+whose output has no item axis (a loss), or that fails alone, is not compared.
 """
 
 from __future__ import annotations
