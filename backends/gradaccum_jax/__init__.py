@@ -10,6 +10,7 @@ from gradaccum_jax.backend import backend as backend
 from gradaccum_jax.backend import wrap
 from gradaccum_jax.large_batch.coupled import coupled_value_and_grad
 from gradaccum_jax.large_batch.value_and_grad import value_and_grad, value_and_update
+from gradaccum_jax.layered import layered_value_and_update
 from gradaccum_jax.multisteps import MultiSteps
 from gradaccum_jax.optimizer import discard, epoch, flush
 from gradaccum_jax.parameters import apply_updates
@@ -32,6 +33,7 @@ __all__ = [
     "discard",
     "epoch",
     "flush",
+    "layered_value_and_update",
     "recompute",
     "redistributed",
     "result",

@@ -32,6 +32,7 @@ NEWEST_ALONE = (
     "sharded_loss_is_linear",
     "labels_of_any_integers",
     "sharded_loss_refusals",
+    "layered_shards",
 )
 """The checks that the oldest JAX leaves out: see this folder's conftest."""
 
@@ -65,5 +66,5 @@ def test_four_devices(report: dict[str, str], name: str) -> None:
 
 def test_sixty_four_devices(tmp_path: Path) -> None:
     """What each sends is what each of four sends, and the window is that of one device with all micro-batches."""
-    report = run_checks(64, ["one_reduction_per_window", "schedule"], tmp_path)
+    report = run_checks(64, ["one_reduction_per_window", "schedule", "layered_shards"], tmp_path)
     assert set(report.values()) == {"passed"}, report

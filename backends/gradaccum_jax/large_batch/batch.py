@@ -6,6 +6,7 @@ add classes to JAX's trees, so `jax.tree` walks the nests and `jax.tree_util.key
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -91,9 +92,9 @@ def is_cut(axis: Axis) -> bool:
 
 
 def take(leaf: Array, axis: Axis, start: Scalar, size: int, index: Scalar) -> Array:
-    """Return the part of `leaf` for micro-batch number `index`: `size` items from `start` on."""
+    """Return the part of `leaf` for micro-batch number `index`: `size` items from `start` on. A key is folded by each number of a tuple."""
     if axis == KEY:
-        return jax.random.fold_in(leaf, index)
+        return functools.reduce(jax.random.fold_in, index if isinstance(index, tuple) else (index,), leaf)
     return leaf if axis is None else lax.dynamic_slice_in_dim(jnp.asarray(leaf), start, size, int(axis))
 
 

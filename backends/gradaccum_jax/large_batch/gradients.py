@@ -305,13 +305,19 @@ class Question(NamedTuple):
     """With the reduction."""
     axis_names: tuple[str, ...] = ()
     """The mesh axes whose devices share the batch."""
+    inputs: int = 0
+    """How many of a micro-batch's arguments, from the first on, are differentiated by too."""
+
+    def parted(self, by: tuple[Tree, ...], micro_batch: MicroBatch) -> tuple[tuple[Tree, ...], tuple[Tree, ...]]:
+        given = micro_batch.arguments
+        return (*by, *given[: self.inputs]), given[self.inputs :]
 
 
 class Gathering(NamedTuple, Generic[G]):
     """The use of the micro-batches' gradients."""
 
     start: G
-    add: Callable[[G, list[Array], Scalar, Scalar], G]
+    add: Callable[[G, list[Array], Scalar, Scalar], Any]
     """``add(held, gradients, weight, loss)``; a Python number as the weight where the program knows it."""
     relative: bool
     """Whether weights may be counted in units of the largest micro-batch, so that most of them are 1 and cost nothing."""
@@ -319,6 +325,8 @@ class Gathering(NamedTuple, Generic[G]):
     """The manual mesh axes along which each device has gradients of its own, to be reduced later."""
     scale: Scalar = None
     """What the loss is multiplied by before differentiation."""
+    rows: bool = False
+    """Whether `add` returns arrays beside the sum, which are kept of each micro-batch."""
 
 
 class Made(NamedTuple, Generic[G]):
@@ -330,6 +338,8 @@ class Made(NamedTuple, Generic[G]):
     loss: Scalar
     """That of the large batch."""
     aux: Tree
+    rows: list[list[Array]]
+    """For each group of micro-batches the arrays that are kept of them, stacked."""
 
 
 class Own(NamedTuple):
@@ -347,19 +357,21 @@ class Carry(NamedTuple, Generic[G]):
     own: Own
 
 
-def run(question: Question, by: tuple[Tree, ...], source: Source, gathering: Gathering[G]) -> Made[G]:
-    groups, axes = batches.groups_in(source), axes_in(by, source, question.axis_names)
+def run(question: Question, by: tuple[Tree, ...], source: Source, gathering: Gathering[G], groups: list[Group] | None = None) -> Made[G]:
+    groups, axes = groups or batches.groups_in(source), axes_in(by, source, question.axis_names)
     first, by = first_number(groups, question.axis_names), copies(by, gathering.axes)
     sample = groups[0].take(jax.tree.map(lambda leaf: leaf[0], groups[0].places), jnp.int32(0))
-    like, aux = jax.eval_shape(lambda by: question.differentiation.value(by, sample.arguments), by)
+    like, aux = jax.eval_shape(lambda by: question.differentiation.value(*question.parted(by, sample)), by)
     merging = make_merging(question.aux, aux)
     counting = _Counting(question, merging, _unit(question, merging, source, relative=gathering.relative), weight_dtype(by, like))
 
     def body(carry: Carry[G], micro_batch: MicroBatch) -> tuple[Carry[G], list[Array]]:
-        loss, aux, gradients = question.differentiation.value_and_gradients(by, micro_batch.arguments, gathering.scale)
+        loss, aux, gradients = question.differentiation.value_and_gradients(*question.parted(by, micro_batch), gathering.scale)
         weight = counting.weight(micro_batch)
         own, rows = counting.add(carry.own, loss, aux, micro_batch, weight)
-        return Carry(gathering.add(carry.held, gradients, weight, loss), copies(own, axes)), rows
+        made = gathering.add(carry.held, gradients, weight, loss)
+        held, further = made if gathering.rows else (made, [])
+        return Carry(held, copies(own, axes)), [*rows, *further]
 
     nothing = jnp.zeros((), counting.dtype)
     start = Carry(gathering.start, copies(Own(nothing, jnp.zeros((), sums.sum_dtype(like, None)), merging.start()), axes))
@@ -368,7 +380,9 @@ def run(question: Question, by: tuple[Tree, ...], source: Source, gathering: Gat
     items = _all_items(source, question.axis_names) if merging.counts_items else None
     loss = (own.loss / denominator(own.weight, question.options)).astype(like.dtype)
     by_weight = jnp.where(own.weight == 0, 1, own.weight)
-    return Made(held, own.weight, loss, merging.finish(own.aux, in_order(groups, rows), items, by_weight))
+    merged = merging.kinds.count(ROWS)
+    aux = merging.finish(own.aux, in_order(groups, [row[:merged] for row in rows]), items, by_weight)
+    return Made(held, own.weight, loss, aux, [row[merged:] for row in rows])
 
 
 class _Counting(NamedTuple):

@@ -187,15 +187,21 @@ def value_and_update(
         ArgumentTypeError: `tx` is not wrapped.
         ArgumentValueError: `tx` closes windows by itself, or an option makes no sense. At a call: as for `value_and_grad`.
     """
-    accumulation = require_accumulation(tx)
-    if accumulation.options.steps is not None:
-        expected, fix = "one wrapped with steps=None, as this call closes the window", "Write gradaccum.wrap(optimizer, steps=None)."
-        raise explain(ArgumentValueError, "tx", expected=expected, found=f"steps={accumulation.options.steps!r}", fix=fix)
+    accumulation = require_open(tx)
     differentiation = Differentiation(loss_fn, (0,), has_aux, allow_int=True, single=True)
     splitting = make_splitting(steps, micro_batch_size, micro_batch_weight, axes, weight, split)
     declared = as_declared(aux, has_aux=has_aux)
     question = Question(differentiation, weight, declared, accumulation.options, accumulation.axes)
     return ValueAndUpdate(question, splitting, accumulation)
+
+
+def require_open(tx: optax.GradientTransformation) -> Accumulation:
+    """Raise unless `tx` is wrapped with ``steps=None``: the call closes its window."""
+    accumulation = require_accumulation(tx)
+    if accumulation.options.steps is not None:
+        expected, fix = "one wrapped with steps=None, as this call closes the window", "Write gradaccum.wrap(optimizer, steps=None)."
+        raise explain(ArgumentValueError, "tx", expected=expected, found=f"steps={accumulation.options.steps!r}", fix=fix)
+    return accumulation
 
 
 @dataclass(frozen=True, eq=False)

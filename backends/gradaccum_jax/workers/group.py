@@ -263,12 +263,12 @@ def all_reduce(own: Window, axes: tuple[str, ...]) -> Window:
     """Return the window of all devices along `axes`, from each device's `own`; the same on all of them."""
     moving, put = moving_of(own.accumulator)  # the sum of an integer parameter is 0 on every device
     numbers = [own.weight, own.overflow.astype(own.weight.dtype), own.loss, *own.firsts]
-    added = _added_up([*moving, *numbers], axes)
+    added = added_up([*moving, *numbers], axes)
     sums, (weight, overflows, loss, *firsts) = added[: len(moving)], added[len(moving) :]
     return Window(put(sums, lambda leaf: replicated(leaf, axes)), weight, overflows > 0, loss, tuple(firsts))
 
 
-def _added_up(leaves: Leaves, axes: tuple[str, ...]) -> Leaves:
+def added_up(leaves: Leaves, axes: tuple[str, ...]) -> Leaves:
     packs: dict[Any, list[int]] = {}
     for index, leaf in enumerate(leaves):
         alone = leaf.nbytes >= LARGE_BYTES or explicitly_sharded(leaf)

@@ -18,6 +18,7 @@ NAMES = {
         two_axes axis_for_the_compiler explicit_axes one_device
         inside_and_around two_reductions_and_no_copy sharded_loss_is_linear labels_of_any_integers sharded_loss_refusals
     """,
+    "layered": "layered_window layered_shards",
     "refusals": """
         reduced_gradients unchecked_replication outside bad_names bad_arguments bad_batches other_results window_of_one_device
         differing_parameters parameters_of_each_device optimizer_of_each_device losses windows_by_weight optimizer_that_reduces
