@@ -28,8 +28,7 @@ from gradaccum_jax.large_batch import batch as batches
 from gradaccum_jax.large_batch import gradients as large
 from gradaccum_jax.large_batch.auto import Call
 from gradaccum_jax.large_batch.batch import Body, Group, MicroBatch, Source, over
-from gradaccum_jax.large_batch.value_and_grad import as_declared, require_open
-from gradaccum_jax.optimizer import Accumulation
+from gradaccum_jax.optimizer import Accumulation, require_open
 from gradaccum_jax.parameters import apply_updates
 from gradaccum_jax.sharding import axes_of, replicated, vary
 from gradaccum_jax.state import AccumulationState, as_read, as_stored, fields_of
@@ -111,16 +110,16 @@ def layered_value_and_update(
     accumulation = require_open(tx)
     options = accumulation.options
     if options.on_overflow == "drop_micro_batch" or options.noise_decay is not None:
-        name = "on_overflow" if options.noise_decay is None else "noise_scale"
-        fix = f"Leave {name} out, or call gradaccum_jax.value_and_update."
-        raise explain(UsageError, "tx", expected="one that looks at no single micro-batch", found=f"one with {name}=", fix=fix)
+        option = "on_overflow" if options.noise_decay is None else "noise_scale"
+        fix = f"Leave {option} out, or call gradaccum_jax.value_and_update."
+        raise explain(UsageError, "tx", expected="one that looks at no single micro-batch", found=f"one with {option}=", fix=fix)
     if borders not in BORDERS:
         fix = 'Write borders="recompute"; JAX moves activations to the host by a policy of jax.checkpoint, for value_and_update.'
         raise explain(ArgumentValueError, "borders", expected=f"one of {BORDERS}", got=borders, fix=fix)
     of_batch = (lambda x, *batch: weight(*batch)) if callable(weight) else weight
     differentiation = large.Differentiation(loss_fn, (0,), has_aux, allow_int=True, single=True)
     shared = group.require_names(axis_name) or accumulation.axes
-    question = large.Question(differentiation, of_batch, as_declared(aux, has_aux=has_aux), options, shared, 1)
+    question = large.Question(differentiation, of_batch, large.as_declared(aux, has_aux=has_aux), options, shared, 1)
     splitting = batches.make_splitting(steps, micro_batch_size, None, axes, weight, None)
     return LayeredValueAndUpdate(prelude, layer, question, splitting, accumulation, borders, gather)
 
@@ -202,10 +201,11 @@ class Passes:
         every = max(divisors) if self.call.borders == "recompute" else 1
         self.segments = jnp.arange(self.layers, dtype=jnp.int32).reshape(-1, every)
         x = over(self._groups(0), enter, (), self.first)[1]
-        return lax.scan(lambda x, numbers: (lax.scan(self._forward, x, numbers)[0], x), x, self.segments)
+        forward = partial(self._forward, self.params)
+        return lax.scan(lambda x, numbers: (lax.scan(forward, x, numbers)[0], x), x, self.segments)
 
-    def _forward(self, x: Rows, number: Scalar) -> tuple[Rows, Rows]:
-        whole = self._whole(_one(self.params[LAYERS], number))
+    def _forward(self, params: tuple[Tree, ...], x: Rows, number: Scalar) -> tuple[Rows, Rows]:
+        whole = self._whole(_one(params[LAYERS], number))
 
         def body(_: tuple[()], each: MicroBatch) -> tuple[tuple[()], list[Array]]:
             (x,), *batch = each.arguments
@@ -256,7 +256,8 @@ class Passes:
 
         def segment(carry: tuple[Held, Rows], given: tuple[Array, Rows]) -> tuple[tuple[Held, Rows], None]:
             numbers, x = given
-            further = lax.scan(self._forward, x, numbers[:-1])[1]
+            # The layers are read where they are written later: beside an array that is only read, XLA would keep a copy of all.
+            further = lax.scan(partial(self._forward, carry[0].params), x, numbers[:-1])[1]
             inside = jax.tree.map(lambda first, rest: jnp.concatenate([first[None], rest]), x, further)
             return lax.scan(self._backward, carry, (numbers, inside), reverse=True)
 
@@ -284,7 +285,7 @@ class Passes:
 
     def _backward(self, carry: tuple[Held, Rows], given: tuple[Scalar, Rows]) -> tuple[tuple[Held, Rows], None]:
         (held, upstream), (number, x) = carry, given
-        own = _one(self.params[LAYERS], number)
+        own = _one(held.params[LAYERS], number)
         moving, put = moving_of(self._whole(own))
         body = self._differentiating(lambda moving, *given: self._layer(put(moving), *given), moving)
         groups, begin = self._groups(number + 1, x, upstream, self.weights), self._begin(held, [LAYERS], number)
@@ -378,9 +379,9 @@ def require_parts(params: Params) -> tuple[Tree, ...]:
     require_arrays(params, "params")
     counts = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(params[LAYERS])}
     if len(counts) != 1 or not all(counts) or (0,) in counts or any(map(is_key, jax.tree.leaves(params))):
-        fix = "Stack the layers: jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers); pass random keys in the batch."
-        expected, found = "arrays of numbers with one leading axis, that of the layers", f"leading axes {sorted(counts)}, or random keys"
-        raise explain(ArgumentValueError, f"params[{LAYERS}]", expected=expected, found=found, fix=fix)
+        stacked = "Stack the layers: jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers); pass random keys in the batch."
+        found = f"leading axes {sorted(counts)}, or random keys"
+        raise explain(ArgumentValueError, "params[1]", expected="arrays of numbers with one leading axis", found=found, fix=stacked)
     return cast(tuple[Tree, ...], jax.tree.map(jnp.asarray, params))
 
 

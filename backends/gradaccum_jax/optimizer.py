@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gradaccum import ArgumentTypeError, kit
+from gradaccum import ArgumentTypeError, ArgumentValueError, kit
 from gradaccum.kit import Options, Scalar, ends, explain, given_weight, initial_state, optimizer_error, wrapped_twice_error
 from gradaccum_jax import checks, statistics, sums, window
 from gradaccum_jax.arrays import Extra, Gradients, InnerState, Params, Tree, Updates, handed, plain, strong
@@ -239,6 +239,15 @@ def require_accumulation(tx: object) -> Accumulation:
         return owner
     fix = "Pass what gradaccum.wrap returned; of an optax.chain that holds it, pass it and its own part of the chain's state."
     raise explain(ArgumentTypeError, "tx", expected="a wrapped optimizer", found=f"a {type(tx).__name__} that is not wrapped", fix=fix)
+
+
+def require_open(tx: optax.GradientTransformation) -> Accumulation:
+    """Raise unless `tx` is wrapped with ``steps=None``: the call closes its window."""
+    accumulation = require_accumulation(tx)
+    if accumulation.options.steps is not None:
+        expected, fix = "one wrapped with steps=None, as this call closes the window", "Write gradaccum.wrap(optimizer, steps=None)."
+        raise explain(ArgumentValueError, "tx", expected=expected, found=f"steps={accumulation.options.steps!r}", fix=fix)
+    return accumulation
 
 
 def require_transformation(optimizer: object) -> optax.GradientTransformation:

@@ -232,6 +232,18 @@ def make_merging(declared: Tree, aux: Tree) -> Merging:
     return Merging(tuple(kinds), tuple(leaf for _, leaf in held[0]), held[1])
 
 
+def as_declared(aux: Tree, *, has_aux: bool) -> Tree:
+    """Check how aux merges, as far as possible without one; "sum" without a declaration."""
+    if has_aux and aux is None:
+        fix = "Write aux='mean', or a kind for each leaf: aux={'correct': 'sum', 'logits': 'concatenate'}."
+        raise explain(ArgumentValueError, "aux", expected="how aux merges, as has_aux=True", got=aux, fix=fix)
+    if aux is not None and not has_aux:
+        fix = "Write has_aux=True beside it."
+        raise explain(ArgumentValueError, "has_aux", expected="True, as aux says how it merges", got=has_aux, fix=fix)
+    check_declared(aux)
+    return "sum" if aux is None else aux
+
+
 def check_declared(declared: Tree) -> None:
     for kind in jax.tree.leaves(declared):
         kit.require_kind(kind)

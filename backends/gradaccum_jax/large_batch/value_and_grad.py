@@ -16,8 +16,8 @@ from gradaccum_jax.checks import require_dtype
 from gradaccum_jax.large_batch import gradients
 from gradaccum_jax.large_batch.auto import Call
 from gradaccum_jax.large_batch.batch import Source, Splitting, Weight, make_splitting
-from gradaccum_jax.large_batch.gradients import Differentiation, Gathering, Question, axes_in, check_declared, copies, run
-from gradaccum_jax.optimizer import Accumulation, require_accumulation
+from gradaccum_jax.large_batch.gradients import Differentiation, Gathering, Question, as_declared, axes_in, copies, run
+from gradaccum_jax.optimizer import Accumulation, require_open
 from gradaccum_jax.state import AccumulationState
 from gradaccum_jax.workers.group import require_axes, require_names, require_same_params
 
@@ -127,18 +127,6 @@ def as_places(argnums: Any) -> tuple[int, ...]:
     return places
 
 
-def as_declared(aux: Tree, *, has_aux: bool) -> Tree:
-    """Check how aux merges, as far as possible without one; "sum" without a declaration."""
-    if has_aux and aux is None:
-        fix = "Write aux='mean', or a kind for each leaf: aux={'correct': 'sum', 'logits': 'concatenate'}."
-        raise explain(ArgumentValueError, "aux", expected="how aux merges, as has_aux=True", got=aux, fix=fix)
-    if aux is not None and not has_aux:
-        fix = "Write has_aux=True beside it."
-        raise explain(ArgumentValueError, "has_aux", expected="True, as aux says how it merges", got=has_aux, fix=fix)
-    check_declared(aux)
-    return "sum" if aux is None else aux
-
-
 # A whole window of a wrapped optimizer in one call: the large batch is divided, and its update is made or skipped.
 
 
@@ -193,15 +181,6 @@ def value_and_update(
     declared = as_declared(aux, has_aux=has_aux)
     question = Question(differentiation, weight, declared, accumulation.options, accumulation.axes)
     return ValueAndUpdate(question, splitting, accumulation)
-
-
-def require_open(tx: optax.GradientTransformation) -> Accumulation:
-    """Raise unless `tx` is wrapped with ``steps=None``: the call closes its window."""
-    accumulation = require_accumulation(tx)
-    if accumulation.options.steps is not None:
-        expected, fix = "one wrapped with steps=None, as this call closes the window", "Write gradaccum.wrap(optimizer, steps=None)."
-        raise explain(ArgumentValueError, "tx", expected=expected, found=f"steps={accumulation.options.steps!r}", fix=fix)
-    return accumulation
 
 
 @dataclass(frozen=True, eq=False)
