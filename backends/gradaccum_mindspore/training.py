@@ -128,12 +128,13 @@ class MicroBatch(Program):
 
 
 class HostTraining:
-    """Calls the programs of one training cell."""
+    """Calls the programs of one training cell. Several workers end their window in PyNative."""
 
     def __init__(self, cell: nn.Cell, steps: int) -> None:
         self.cell, self.steps = cell, steps
         self.storage, self.update = cell.optimizer.storage, cell.optimizer.update
-        self.window = HostWindow(cell.optimizer.compiled_window, self.update)
+        self.workers = cell.optimizer.compiled_window.workers
+        self.window = cell.optimizer.pynative_window if self.workers else HostWindow(cell.optimizer.compiled_window, self.update)
         self.micro_batch = MicroBatch(cell)
 
     def __call__(self, *inputs: object) -> Any:
@@ -141,6 +142,8 @@ class HostTraining:
         ends = self.storage.micro_step.item() + 1 >= self.steps
         if ends:
             require_room(self.storage.pull(), self.steps)
+        if self.workers is not None:
+            self.workers.require_own_sum("gradients")
         if self.micro_batch.training != self.cell.training:
             self.micro_batch.follow()
         loss = self.micro_batch(*inputs)
@@ -218,7 +221,7 @@ class TrainOneStepCell(nn.TrainOneStepCell):  # type: ignore[misc]
         self.backward = ms.value_and_grad(self.forward, None, self.weights, has_aux=True)
         steps, host = optimizer.options.steps, None
         own = type(self).construct is TrainOneStepCell.construct  # A subclass's construct is the user's, and runs as it stands.
-        if own and isinstance(steps, int) and optimizer.compiled_window.workers is None:
+        if own and isinstance(steps, int):
             host = HostTraining(self, steps)
         object.__setattr__(self, "host", host)
 

@@ -27,7 +27,7 @@ LIMITS = {
     "gradaccum": Limits(26, 3_170, 9),
     "backends/gradaccum_torch": Limits(47, 7_035, 11),
     "backends/gradaccum_jax": Limits(36, 3_940, 9),
-    "backends/gradaccum_mindspore": Limits(40, 4_840, 9),
+    "backends/gradaccum_mindspore": Limits(40, 4_845, 9),
 }
 """The adapters' are without their harnesses, which only the suite imports."""
 IMPORTS = 0.102

@@ -163,6 +163,9 @@ class Workers(Protocol):
     def require_same_rates(self) -> None:
         """Raise unless no window was skipped because learning rates differ."""
 
+    def require_own_sum(self, call: str) -> None:
+        """Raise unless the open window's sum is this worker's own."""
+
     def compiled_norm_of_all(self, whole: Tensor, own: Tensor) -> Tensor:
         """Return the norm over all workers; `own` is of this worker's sharded sums."""
 

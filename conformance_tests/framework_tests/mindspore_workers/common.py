@@ -92,6 +92,7 @@ class Worker:
         dtype: Any = ms.float32,
         steps: int | None = STEPS,
         inner: Callable[..., nn.Optimizer] = nn.Momentum,
+        hosted: bool = False,
         **options: Any,
     ) -> None:
         set_mode(mode)
@@ -99,6 +100,8 @@ class Worker:
         optimizer = inner(self.net.trainable_params(), 0.1, 0.9)
         self.opt = gradaccum.wrap(optimizer, steps=steps, **{"data_parallel": True, **options})
         self.cell = TrainOneStepCell(self.net, self.opt, items)
+        if not hosted:  # The window as one graph, as in a Cell of the user's.
+            object.__setattr__(self.cell, "host", None)
         self.step: Callable[..., Any] = ms.jit(self.cell.construct) if mode == "jit" else self.cell
 
     def learn(self, batch: Batch, factor: float = 1.0) -> None:

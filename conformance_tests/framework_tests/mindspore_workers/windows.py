@@ -32,6 +32,7 @@ from conformance_tests.framework_tests.mindspore_workers.common import (
 )
 from conformance_tests.framework_tests.mindspore_workers.counting import Graph, called, compiled_graphs, require_one_branch
 from conformance_tests.framework_tests.mindspore_workers.law import require_the_law
+from conformance_tests.framework_tests.mindspore_workers.refusals import fails
 from conformance_tests.framework_tests.refusing import refused
 from gradaccum_mindspore import FlushAtEpochEnd, TrainOneStepCell, layered_backward, load_checkpoint_into
 
@@ -92,6 +93,42 @@ def every_mode_makes_the_large_batch(rank: int) -> None:
         result = worker.opt.result
         assert (result.optimizer_step, result.loss_scale) == (2, 2048.0)
         require_same_everywhere((numbers(worker), result))
+
+
+@check
+def hosted_windows_make_the_large_batch(rank: int) -> None:
+    """Python ends the windows of compiled micro-batches, on both workers, or beside one whose window is one graph."""
+    truth = Truth()
+    for window in all_windows():
+        truth.window(window, clip_norm=CLIP)
+    for hosted in (True, rank == 0, rank == 1):
+        options = {"clip_norm": CLIP, "loss_scale": gradaccum.DynamicLossScale(1024.0, growth_interval=2)}
+        with called() as calls:
+            worker = Worker("graph", hosted=hosted, **options)
+            for index, batch in enumerate(micro_batches(rank)):
+                calls.clear()
+                worker.learn(batch)
+                if hosted:
+                    assert bool(calls) == ((index + 1) % STEPS == 0), "nothing within a window"
+        worker.opt.flush()
+        require_truth(worker, truth)
+        assert (worker.opt.result.optimizer_step, worker.opt.result.loss_scale) == (2, 2048.0)
+        require_same_everywhere((numbers(worker), worker.opt.result))
+
+
+@check
+def hosted_window_whose_update_raised_takes_no_micro_batch(rank: int) -> None:
+    worker = Worker("graph", hosted=True)
+    worker.opt.pynative_window.gradients = fails
+    batches = [micro_batches(rank)[index % 3] for index in range(STEPS)]
+    with refused(ZeroDivisionError):
+        for batch in batches:
+            worker.learn(batch)
+    with refused(gradaccum.UsageError, "flush()"):
+        worker.learn(batches[0])
+    del worker.opt.pynative_window.gradients
+    worker.opt.flush()
+    assert worker.opt.result.optimizer_step == 1
 
 
 @check
