@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -114,10 +111,3 @@ def test_loop_counts_no_weight_that_is_known() -> None:
 
     assert numbers() == 1
     assert numbers(weight=lambda x: x.sum()) == 2
-
-
-def test_batch_spread_over_devices() -> None:
-    """Four devices: one reduction per call and tensor, weights, keys, aux, windows and coupled losses of all items."""
-    script = Path(__file__).with_name("jax_large_batch_devices.py")
-    ran = subprocess.run([sys.executable, "-W", "error", script], capture_output=True, text=True, check=False, timeout=600)
-    assert ran.returncode == 0, ran.stderr[-3000:]

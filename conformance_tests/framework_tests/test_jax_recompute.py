@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import functools
 import re
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -240,12 +237,6 @@ def test_window_of_recomputed_losses() -> None:
     params = chain.weights(depth=1)
     chain.assert_same_bits(window(recompute, params), window(lambda plain: plain, params))
     assert not np.array_equal(window(recompute, params)[0][0]["in"], params[0]["in"])
-
-
-def test_two_devices() -> None:
-    script = Path(__file__).with_name("jax_recompute_devices.py")
-    ran = subprocess.run([sys.executable, "-W", "error", script], capture_output=True, text=True, check=False, timeout=600)
-    assert ran.returncode == 0, ran.stderr
 
 
 # Refusals of `recompute`: at once where possible, otherwise in the call.

@@ -8,6 +8,8 @@ import sys
 import textwrap
 from pathlib import Path
 
+import pytest
+
 from conformance_tests.framework_tests.jax_versions import needs_shard_map
 
 START = """
@@ -120,9 +122,20 @@ def test_sharded_ensemble_needs_no_collective() -> None:
     run_on_four_devices(ENSEMBLE)
 
 
-@needs_shard_map
-def test_shards_have_one_norm() -> None:
-    """Parameters are sharded inside ``shard_map``: what a window decides is what one device with all of them would."""
-    script = Path(__file__).with_name("jax_shards.py")
-    ran = subprocess.run([sys.executable, "-W", "error", script], capture_output=True, text=True, check=False, timeout=600)
-    assert ran.returncode == 0, ran.stderr[-3000:]
+SCRIPTS = {
+    "jax_shards": "parameters are sharded inside ``shard_map``: what a window decides is what one device with all of them would",
+    "jax_explicit_mesh gradients": "typed ``unreduced``, they are refused by name, with the way out",
+    "jax_explicit_mesh parameters": "",
+    "jax_explicit_mesh added_up": "",
+    "jax_large_batch_devices": "one reduction per call and tensor; weights, keys, aux, windows and coupled losses of all items",
+    "jax_recompute_devices": "on two devices",
+}
+
+
+@pytest.mark.parametrize("program", [pytest.param(name, marks=needs_shard_map if "devices" not in name else ()) for name in SCRIPTS])
+def test_script(program: str) -> None:
+    """A deadlock would last for ever; a program takes some seconds."""
+    name, *check = program.split()
+    command = [sys.executable, "-W", "error", Path(__file__).with_name(f"{name}.py"), *check]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
+    assert ran.returncode == 0, ran.stderr[-4000:]
