@@ -4,9 +4,8 @@
 `TrainOneStepCell` here does both.
 
 On a CPU in graph mode Python chooses among the cell's compiled programs: one for a micro-batch, `HostWindow`'s for the end of a window. The
-host reads the state without a wait, and NumPy measures the sums in one pass. So the program of the end gets the few numbers that it
-writes, has no branch, and writes everything: an interruption finds the window open or closed. All micro-batches have one program: two would
-compile the network twice, and each would draw its dropout's random numbers from the start of the same sequence.
+program of the end gets the few numbers that it writes, has no branch, and writes everything: an interruption finds the window open or
+closed. All micro-batches have one program: two would draw their dropout's random numbers from the start of the same sequence.
 """
 
 from __future__ import annotations
@@ -189,9 +188,9 @@ class TrainOneStepCell(nn.TrainOneStepCell):  # type: ignore[misc]
     """One micro-batch: the loss, its gradient and the wrapped optimizer's call. The last micro-batch of a window makes the update.
 
     In PyNative, in `mindspore.jit`, in graph mode, and as the network of `mindspore.train.Model`:
-    ``Model(TrainOneStepCell(nn.WithLossCell(net, loss_fn), optimizer))``. A checkpoint of this cell holds everything, a normalization's
-    statistics too. With ``data_parallel=True`` nothing is reduced before a window's end. Without it, in MindSpore's data parallel mode, it
-    takes the mean of the workers' gradients in each micro-batch, and all must have equally many items.
+    ``Model(TrainOneStepCell(nn.WithLossCell(net, loss_fn), optimizer))``. A checkpoint of this cell holds a normalization's statistics too.
+    Without ``data_parallel=True``, in MindSpore's data parallel mode, it takes the mean of the workers' gradients in each micro-batch, and
+    all must have equally many items.
 
     Args:
         network: a Cell that returns the loss, not scaled.
