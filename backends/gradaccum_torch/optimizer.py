@@ -524,6 +524,17 @@ class WholeWindow:
             return set()
         return {id(whole) for unit in private.units_holding(self._parameters.unique()) for _, whole in unit.whole_parameters()}
 
+    def bound_to_micro_batches(self) -> list[str]:
+        """Return the options that look at single micro-batches, or at the window's end alone."""
+        options, workers = self.options, self._window.workers
+        given = {
+            "noise_scale": options.noise_decay is not None,
+            "separate_sums": options.separate_sums,
+            "gradient_sync": workers.strategy is not None,
+            "norm_group": workers.stages is not None,
+        }
+        return [name for name, is_given in given.items() if is_given]
+
     def begin_weightless(self) -> None:
         """Prepare for a backward pass that delivers a part of what is counted already: no weight is added, the scale holds."""
         self._window.begin_weightless()

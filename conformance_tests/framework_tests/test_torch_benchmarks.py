@@ -8,8 +8,8 @@ import torch
 from benchmarks.contestants.bert import LARGE, TINY, WAYS
 from benchmarks.contestants.torch_least import LeastAccumulator, least, least_separate
 from benchmarks.contestants.torch_loops import hand_written, wrapped
-from benchmarks.peak import saved_bytes
-from benchmarks.questions import torch_memory, torch_split
+from benchmarks.peak import live_bytes, saved_bytes
+from benchmarks.questions import torch_layered, torch_memory, torch_split
 
 
 def test_splitting_contestants_agree() -> None:
@@ -28,6 +28,22 @@ def test_memory_contestants_run() -> None:
     """Dropout draws other numbers in each, so no gradients are compared. Each way keeps less than the large batch."""
     kept = {way: saved_bytes(torch_memory.gradient(way, 4, TINY)) for way in WAYS}
     assert all(kept[way] < 0.7 * kept[LARGE] for way in WAYS if way != LARGE), kept
+
+
+def test_layered_contestants_agree() -> None:
+    """And the layered windows have one layer's gradients alive at a time."""
+    trained, of_gradients = {}, {}
+    for way in torch_layered.ways(1):
+        run, optimizers = torch_layered.window(way, 4, 16, 1)
+        run()
+        own = [tensor for optimizer in optimizers for tensor in torch_layered.held_by(optimizer)]
+        of_gradients[way] = live_bytes(run, own)[1]
+        trained[way] = [p.detach() for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    for own in trained.values():
+        torch.testing.assert_close(own, trained[torch_layered.BASELINE])
+    layer = 4 * (16 * 16 + 16)
+    assert of_gradients[torch_layered.BASELINE] == 4 * layer
+    assert of_gradients[torch_layered.KEPT] == of_gradients[torch_layered.RECOMPUTED] == layer
 
 
 @pytest.mark.parametrize("fused", [False, True])

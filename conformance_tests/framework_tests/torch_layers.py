@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import gradaccum
+from conformance_tests.framework_tests.refusing import refused
 from conformance_tests.framework_tests.torch_fsdp import RUNS_ON_CPU
 from conformance_tests.framework_tests.torch_shards.common import counted
 from conformance_tests.framework_tests.torch_workers.jobs import Check, run_checks
@@ -134,6 +135,69 @@ def sharded_whole_model_in_two_layers(rank: int) -> None:
         assert names["all_gather_single"] == 2 * LAYERS, names
         assert names["reduce_scatter_single"] == 3, names
     require_same_as_alone(model, {}, 3)
+
+
+@check
+def half_precision(rank: int) -> None:
+    """FSDP2 adds up float32 gradients of bfloat16 passes: the same bits as in its own way to wait."""
+    models = [build().float() for _ in range(2)]
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for model in models:
+        for layer in (*model[:LAYERS], model):
+            fully_shard(layer, mesh=init_device_mesh("cpu", (2,)), mp_policy=policy)
+    usual, layered = models
+    x, y = (each.float() for each in own(rank))
+    waiting = gradaccum.wrap(adamw(usual), None, module=usual, on_overflow="ignore", gradient_sync="window")
+    opt = gradaccum.wrap(adamw(layered), None, module=layered, on_overflow="ignore")
+    for _ in range(3):
+        backward(lambda x, y: mean(usual(x).float(), y), x, y, steps=STEPS, optimizer=waiting)
+        layered_backward(layered, lambda o, y: mean(o.float(), y), x, y, steps=STEPS, optimizer=opt)
+    for p, q in zip(layered.parameters(), usual.parameters(), strict=True):
+        assert torch.equal(p.full_tensor(), q.full_tensor())
+
+
+@check
+def weight_0_on_one_worker(rank: int) -> None:
+    """A worker whose items all have weight 0 gathers and reduces as the other does, and adds nothing, not even NaN."""
+    x, y = own(rank)
+    (first, _), (targets, _) = (each.split(ITEMS) for each in data())
+    for sharded_model in (False, True):
+        model = build()
+        module = shard(model, whole=True) if sharded_model else DistributedDataParallel(model)
+        opt = gradaccum.wrap(adamw(model), None, module=module, on_overflow="ignore")
+        items = x * float("nan") if rank else x
+        layered_backward(model, mean, items, y, steps=STEPS, weight=[float(not rank)] * len(x), optimizer=opt)
+        alone = build()
+        other = gradaccum.wrap(adamw(alone), None)
+        backward(lambda x, y, alone=alone: mean(alone(x), y), first, targets, steps=2, optimizer=other)
+        for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(p.full_tensor() if sharded_model else p.detach(), q.detach(), rtol=1e-10, atol=1e-12)
+
+
+@check
+def layers_without_gradients(rank: int) -> None:
+    """A frozen layer between two trained ones."""
+    model = shard(build(), whole=True)
+    model[1].requires_grad_(False)
+    reference = build()
+    reference[1].requires_grad_(False)
+    opt = gradaccum.wrap(adamw(model), None, module=model, on_overflow="ignore")
+    other = gradaccum.wrap(adamw(reference), None)
+    for _ in range(2):
+        layered_backward(model, mean, *own(rank), steps=STEPS, optimizer=opt)
+        backward(lambda x, y: mean(reference(x), y), *data(), steps=2, optimizer=other)
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(p.full_tensor(), q.detach(), rtol=1e-10, atol=1e-12)
+
+
+@check
+def refused_options(rank: int) -> None:
+    for name, options in {"gradient_sync": {"gradient_sync": "window"}, "norm_group": {"norm_group": dist.group.WORLD}}.items():
+        model = shard(build(), whole=True) if name == "gradient_sync" else build()
+        module = {"module": model} if name == "gradient_sync" else {}
+        opt = gradaccum.wrap(adamw(model), None, on_overflow="ignore", **module, **options)
+        with refused(gradaccum.UsageError, f"one with {name}=", "gradaccum_torch.backward"):
+            layered_backward(model, mean, *own(rank), steps=STEPS, optimizer=opt)
 
 
 @check

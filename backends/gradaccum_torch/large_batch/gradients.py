@@ -396,8 +396,6 @@ def require_coupled_optimizer(optimizer: object) -> AccumulatingOptimizer:
 def require_layered_optimizer(optimizer: object, reduction: str | None) -> None:
     """Raise unless `optimizer` can take a window whose micro-batches are complete together, at its end."""
     require_optimizer(optimizer, reduction)
-    options = require_coupled_optimizer(optimizer).whole_window().options
-    if options.noise_decay is not None or options.separate_sums:
-        name = "separate_sums" if options.separate_sums else "noise_scale"
+    for name in require_coupled_optimizer(optimizer).whole_window().bound_to_micro_batches():
         found, fix = f"one with {name}=", f"Leave {name} out, or call gradaccum_torch.backward."
-        raise explain(UsageError, "optimizer", expected="one that looks at no single micro-batch", found=found, fix=fix)
+        raise explain(UsageError, "optimizer", expected="one that takes all micro-batches of a layer at once", found=found, fix=fix)
