@@ -102,6 +102,13 @@ def test_a_lost_worker_s_window_is_taken_over(when: str, size: str, tmp_path: Pa
     assert [(tmp_path / f"{rank}.txt").exists() for rank in range(2)] == [True, True]
 
 
+@pytest.mark.deep
+def test_a_lost_worker_s_window_goes_on_through_files(tmp_path: Path) -> None:
+    """From two processes to one and to two again: the update of what arrived, to 1e-12."""
+    for phase, ended in (("killed", [0, -signal.SIGKILL]), ("one", [0]), ("two", [0, 0])):
+        assert run_workers(f"{PACKAGE}.through_files", phase, folder=tmp_path, workers=len(ended)) == ended
+
+
 def _require_same_bits(one: Any, other: Any) -> None:
     if isinstance(one, torch.Tensor):
         assert torch.equal(one, other)
