@@ -70,7 +70,8 @@ class TorchBackend:
             process_group: the `torch.distributed.ProcessGroup` of workers that train equal copies of one model without a parallel module.
                 The window's sum is reduced as with ``module=``, and an optimizer that averages by itself averages equal gradients.
             norm_group: the `torch.distributed.ProcessGroup` of the stages of a pipeline, each with an optimizer of its own. The norm, the
-                clip and the decision on overflow are those of all stages. The end of a window is collective.
+                clip and the decision on overflow are those of all stages. The end of a window is collective: a stage that ends one alone
+                waits for the group's timeout, and raises.
             tied: with `norm_group`, a mapping from the process group of the stages that hold copies of parameters to these parameters, in
                 one order on each stage. Their sums are added up at the window's end.
 

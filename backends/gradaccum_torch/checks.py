@@ -53,6 +53,24 @@ def require_layouts(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
+def require_no_collective(loss: Tensor) -> None:
+    """Raise unless the backward pass of `loss` has no collective: other workers would wait for one that leaves the pass out."""
+    nodes, seen = [loss.grad_fn], set[object]()
+    while nodes:
+        if (node := nodes.pop()) is not None and node not in seen:
+            seen.add(node)
+            nodes += [before for before, _ in node.next_functions]
+            if node.name() in _COLLECTIVES:
+                expected, found = "items, where other workers may wait for the backward pass", f"0 for a loss with a {node.name()}"
+                fix = 'Write reduction="item_mean", opt.weigh(0) and loss.backward(): the other workers need the gradients of its keys.'
+                raise explain(UsageError, "weight", expected=expected, found=found, fix=fix)
+
+
+_FUNCTIONS = ("Redistribute", "_AllGather", "_AllGatherBase", "_AllReduce", "_AlltoAll", "_AlltoAllSingle", "_Reduce_Scatter")
+_COLLECTIVES = {f"{name}Backward" for name in _FUNCTIONS}
+"""The nodes of autograd's graph that `torch.distributed.tensor` and `torch.distributed.nn` make."""
+
+
 def require_update_in_step(optimizer: torch.optim.Optimizer) -> None:
     """Raise unless the optimizer makes its update in ``step``, from what is in ``.grad``.
 

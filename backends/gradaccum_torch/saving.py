@@ -148,7 +148,8 @@ def encode(saved: Saved, groups: Sequence[Group]) -> Entry:
         "terms": _with_coded_size(saved.terms),
         "worker": None if saved.place is None else list(saved.place),
         "parameters": describe(groups),
-        "sums": {index: _savable(total) for index, total in saved.sums.items()},
+        # A part of a sharded buffer is copied without storage, which `torch.save` needs.
+        "sums": {index: total.clone() if is_sharded(total) and total.storage_offset() else total for index, total in saved.sums.items()},
         "masters": {index: master.detach() for index, master in saved.masters.items()},
         "loss": saved.known.loss,
         "window_loss": saved.known.window_loss,
@@ -169,11 +170,6 @@ def _terms(saved: Mapping[str, Any]) -> kit.Terms:
 def _known_of(entry: Entry) -> Known:
     noise = entry.get("noise")
     return Known(entry["loss"], entry["window_loss"], None if noise is None else kit.Noise(*noise))
-
-
-def _savable(total: Tensor) -> Tensor:
-    """Copy a part of a sharded buffer without storage, which `torch.save` needs."""
-    return total.clone() if is_sharded(total) and total.storage_offset() else total
 
 
 def decode(entry: Entry, own: Parameters, sum_dtypes: Sequence[torch.dtype]) -> Saved:
@@ -390,16 +386,13 @@ def _same(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
     if isinstance(one, Tensor):
-        return one.dtype == other.dtype and one.shape == other.shape and _same_numbers(one, other.to(one.device))
+        same_kind, other = one.dtype == other.dtype and one.shape == other.shape, other.to(one.device)
+        return same_kind and (torch.equal(one, other) or bool(((one == other) | ((one != one) & (other != other))).all()))
     if isinstance(one, Mapping):
         return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
     if isinstance(one, (list, tuple)):
         return len(one) == len(other) and all(map(_same, one, other))
     return bool(one == other)
-
-
-def _same_numbers(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(one, other) or bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 @torch.no_grad()

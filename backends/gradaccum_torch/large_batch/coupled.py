@@ -79,7 +79,7 @@ def coupled_backward(
         fix = "Leave it out, or write micro_batch_weight= and one number per item."
         found = "a weight that nothing is packed by"
         raise explain(ArgumentTypeError, "weight", expected="one number per item, to pack by", found=found, fix=fix)
-    large = LargeBatch(batch, axes, _one if weight is None else weight, split)
+    large = LargeBatch(batch, axes, (lambda *_: 1.0) if weight is None else weight, split)
     call = _CoupledCall(outputs_fn, loss_fn, large, optimizer)
     if optimizer is not None and has_nothing_to_share(large, optimizer):
         return share_nothing(division, optimizer)
@@ -145,10 +145,6 @@ class _CoupledCall:
             again = self._outputs_fn(*micro_batch.arguments)
         coupler.require_untouched()
         coupler.add(*outputs.with_gradients(place, again))
-
-
-def _one(*_: object) -> float:
-    return 1.0
 
 
 # A coupled loss, and then the outputs of the micro-batches, on their way to ``.grad`` or into a window.

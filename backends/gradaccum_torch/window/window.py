@@ -20,6 +20,7 @@ from gradaccum_torch.checks import (
     known_window_size,
     no_backward_error,
     require_graph,
+    require_no_collective,
     unfinished_error,
     window_size,
 )
@@ -161,6 +162,8 @@ class Window:
         elif (taking_part := self.workers.taking_part()) is not None:
             with taking_part:
                 self._differentiate(require_graph(loss), weight, arguments)
+        elif self.workers.group is not None:
+            require_no_collective(loss)
         watch.known = watch.known.told(weight, Given.TO_BACKWARD, *losses, weighed=given is not None)
 
     def begin_weightless(self) -> None:

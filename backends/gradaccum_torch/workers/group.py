@@ -29,6 +29,7 @@ from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError, kit
 from gradaccum_torch.private import (
     is_sharded,
     leave_reduction_out,
+    local,
     mesh_of,
     module_averaging,
     reduced_by,
@@ -40,6 +41,9 @@ from gradaccum_torch.private import (
 from gradaccum_torch.window.watch import delivering_zeros
 from gradaccum_torch.workers.interface import Held, Joined, Sums, Workers, learning_rates, require_no_join
 
+_CLOSE = 1e-3
+"""The relative difference of norms up to which gradients may be copies: kernels round."""
+_DISCARD = "The window cannot be closed: call opt.discard() on every worker."
 _REGROUP = "If a worker is lost, call opt.regroup(process_group) with those that are left, and then opt.flush()."
 
 
@@ -168,12 +172,13 @@ class WorkerGroup(Workers):
                 raise _sparse_error()
             if numbers.is_open:
                 kit.require_same_rates(rates, numbers.flags[1:], self._workers, self._rank)
-            if numbers.present != present:
-                known, present = enumerate(zip(whole, numbers.present, strict=True)), numbers.present
+            if (there := [count > 0 for count in numbers.holders]) != present:
+                known, present = enumerate(zip(whole, there, strict=True)), there
                 whole = [(zeros(index) if total is None else total) if there else None for index, (total, there) in known]
             if (found := riders(whole, self._device)) == guess:
                 break
             guess = self._riders[part] = found
+        self._require_equal_copies([total for total, count in zip(whole, numbers.holders, strict=True) if count == self._workers])
         rode = set(guess)
         left = {index: total for index, total in enumerate(whole) if index not in rode and total is not None and not is_sharded(total)}
         if not (apart := sum(total.nbytes for total in left.values()) <= APART_BYTES):
@@ -183,8 +188,27 @@ class WorkerGroup(Workers):
             send_buffers(self._module)
         for index, total in zip((*guess, *left), (*bucket.sums()[:-1], *added()), strict=True):
             whole[index] = total
-        packed = len(guess) == sum(numbers.present) and all(map(Tensor.is_contiguous, riding))
+        packed = len(guess) == sum(present) and all(map(Tensor.is_contiguous, riding))
         return numbers, whole, bucket.packed[: -len(own)] if packed else None
+
+    def _require_equal_copies(self, sums: Sums) -> None:
+        """Raise, on every worker, unless the copies of each shard have gradients of one norm; collective where shards have copies."""
+        norms: dict[dist.ProcessGroup, list[Tensor]] = {}
+        for total in sums:
+            for axis, placement in enumerate(getattr(total, "placements", ())):
+                if total is not None and placement.is_replicate() and mesh_of(total).size(axis) > 1:
+                    norms.setdefault(mesh_of(total).get_group(axis), []).append(torch.linalg.vector_norm(local(total)).double())
+        if not norms:
+            return
+        apart = []
+        for group, own in norms.items():
+            dist.all_reduce(most := torch.stack([*own, *(-norm for norm in own)]), dist.ReduceOp.MAX, group=group)
+            apart.append((most[: len(own)] + most[len(own) :] > _CLOSE * most[: len(own)]).any().double())
+        dist.all_reduce(worst := torch.stack(apart).sum(), group=self.group)
+        if worst:
+            expected, found = "equal gradients on the workers that hold copies of a shard", "norms that differ"
+            fix = "Write weight.to_local(grad_placements=[Partial(), ...]), which adds up gradients of different items. "
+            raise kit.explain(UsageError, "grad_placements", expected=expected, found=found, fix=f"{fix}{_DISCARD}")
 
 
 def _behind_error(closed: Sequence[int], has_module: bool) -> UsageError:
@@ -454,8 +478,8 @@ class Numbers(NamedTuple):
     """Some worker has a micro-batch."""
     flushes: int
     """The workers that have run out of micro-batches."""
-    present: list[bool]
-    """By position: some worker has a sum there."""
+    holders: list[int]
+    """By position: the workers that have a sum there."""
     others: list[float]
     """The sums of the other numbers that were given."""
     flags: Sequence[int] = ()
@@ -474,7 +498,7 @@ def decode(added: Tensor, others: int = 0, flags: int = 0) -> Numbers:
     elements, planes = memoryview(array).cast("i"), [array[first::4] for first in range(3)]
     weight, *sums = (_number(elements[first : first + 3].tolist(), planes, first + 3) for first in range(0, split, _PARTS))
     overflows, micro_batches, flushes, *rest = elements[split:].tolist()
-    return Numbers(weight, overflows > 0, micro_batches > 0, flushes, [count > 0 for count in rest[flags:]], sums, rest[:flags])
+    return Numbers(weight, overflows > 0, micro_batches > 0, flushes, rest[flags:], sums, rest[:flags])
 
 
 def _parts(number: float) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import datetime
 import inspect
 import math
 from typing import Any
@@ -161,6 +162,16 @@ def stages_count_the_same_micro_batches(rank: int) -> None:
     assert opt.result.applied
     with refused(gradaccum.UsageError, "copy, pickle"):
         copy.deepcopy(opt)
+    del opt
+    hasty = dist.new_group(timeout=datetime.timedelta(seconds=2))
+    opt = gradaccum.wrap(sgd(part), steps=2, norm_group=hasty)
+    opt.backward(part(x).sum())
+    opt.step()
+    if rank == 0:
+        with refused(gradaccum.UsageError, "the end of a window on rank 0"):
+            opt.flush()
+        assert opt.state_dict()["gradaccum"]["micro_step"] == 1, "what it holds stays"
+    dist.barrier()
 
 
 @check
@@ -270,6 +281,27 @@ def parameters_of_one_worker_are_parts_of_a_sharded_one(rank: int) -> None:
 
 
 @check
+def copies_of_an_expert_with_items_of_their_own_are_parts(rank: int) -> None:
+    """Without ``grad_placements`` torch takes the copies' gradients for equal, as they are where the items are."""
+    mesh = init_device_mesh("cpu", (WORLD,))
+    items = torch.arange(12.0).double().reshape(3, 4).sin()
+    for placements, own in (([Partial()], True), (None, False), (None, True)):
+        expert = nn.Parameter(DTensor.from_local(torch.ones(4).double(), mesh, [Replicate()]))
+        large = nn.Parameter(torch.ones(4).double())
+        opt = gradaccum.wrap(torch.optim.SGD([expert], lr=0.1), steps=1, process_group=dist.group.WORLD, reduction="sum")
+        x = items * (1 + rank * own)
+        (x @ expert.to_local(grad_placements=placements)).square().sum().backward()
+        if placements is None and own:
+            with refused(gradaccum.UsageError, "grad_placements", "copies of a shard", "Partial()", "discard()"):
+                opt.step()
+            continue
+        opt.step()
+        sum((items * (1 + each * own) @ large).square().sum() for each in range(WORLD if own else 1)).backward()
+        torch.optim.SGD([large], lr=0.1).step()
+        torch.testing.assert_close(expert.full_tensor(), large, rtol=1e-12, atol=1e-12)
+
+
+@check
 def loop_under_join_is_refused(rank: int) -> None:
     """It answers the collectives of the module alone; ``flush`` is for workers that run out of data."""
     for options in ("module", "separate_sums"):
@@ -366,8 +398,12 @@ def context_parallel_tokens_weigh(rank: int) -> None:
         x = torch.arange(64.0).double().reshape(2, 8, 4).add(index).sin()
         counts = (torch.arange(8) < 8 - index).expand(2, 8)
         own, mine = x.chunk(WORLD, 1)[rank], counts.chunk(WORLD, 1)[rank]
+        loss = module(own, mine)
+        if not mine.any():
+            with refused(gradaccum.UsageError, "weight", "opt.weigh(0) and loss.backward()"):
+                opt.backward(loss, weight=0)
         opt.weigh(int(mine.sum()))
-        module(own, mine).backward()
+        loss.backward()
         alone.backward(large(x, counts), weight=int(counts.sum()))
         for each in (opt, alone):
             each.step()

@@ -1,7 +1,7 @@
 """A window that goes from two workers to one and to two, through files: ``python -m ...torch_workers.through_files PHASE RANK FOLDER``.
 
-``killed``: the second of two workers is killed in mid-window, and the other one saves what it holds and ends. ``one``: a process goes on from
-that file, and saves in the midst of the next window. ``two``: two processes go on from there.
+``killed``: the second of two workers is killed in mid-window, and the other one saves what it holds and ends. ``one``: a process goes on
+from that file, and saves in the midst of the next window. ``two``: two processes go on from there.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ARRIVED = (
     [(0, index) for index in range(STEPS, 2 * STEPS)],
     [*((0, index) for index in range(2 * STEPS, 3 * STEPS - 1)), *((rank, 3 * STEPS - 1) for rank in range(2))],
 )
-"""The micro-batches of each window, as worker and number: the second worker dies in its second window, and comes back for the third's last."""
+"""The micro-batches of each window, as worker and number: the second worker dies in its second window, and is back at the third's end."""
 
 
 def wrapped(model: Any, module: Any = None) -> tuple[Any, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -15,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import StepLR
 
 import gradaccum
+import gradaccum_torch
 from conformance_tests.framework_tests.refusing import refused
 from conformance_tests.framework_tests.torch_workers.common import (
     WORLD,
@@ -336,6 +338,82 @@ def failing_listener_keeps_the_other_windows(rank: int) -> None:
     with refused(ZeroDivisionError):
         opt.flush()
     assert heard == [1, 2, 3]
+
+
+# Buffers that close with the window, by a listener: sums, maxima, and the moments of which a batch norm keeps running averages.
+
+
+class Observed(nn.Module):
+    """A layer that counts the tokens of each expert, the largest magnitude and the moments of its outputs, in training alone."""
+
+    tokens: Tensor
+    largest: Tensor
+    moments: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.norm = nn.Linear(4, 3).double(), nn.BatchNorm1d(3, affine=False).double()
+        for name, shape in (("tokens", (3,)), ("largest", ()), ("moments", (3, 3))):
+            self.register_buffer(name, torch.zeros(shape).double(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        if self.training:
+            with torch.no_grad():
+                self.tokens += torch.bincount(y.argmax(1), minlength=3)
+                self.largest.copy_(torch.maximum(self.largest, y.abs().max()))
+                self.moments += torch.stack([torch.ones_like(y), y, y.square()]).sum(1)
+        return y
+
+    def close(self) -> tuple[list[float], float]:
+        """Add up over the workers, move the batch norm once, and begin anew; return the tokens and the largest magnitude."""
+        for each, op in ((self.tokens, dist.ReduceOp.SUM), (self.moments, dist.ReduceOp.SUM), (self.largest, dist.ReduceOp.MAX)):
+            dist.all_reduce(each, op)
+        count, total, squares = self.moments
+        self.norm.running_mean.lerp_(total / count, self.norm.momentum)
+        self.norm.running_var.lerp_((squares - total.square() / count) / (count - 1), self.norm.momentum)
+        said = self.tokens.tolist(), self.largest.item()
+        for each in (self.tokens, self.largest, self.moments):
+            each.zero_()
+        return said
+
+
+@check
+def buffers_close_with_the_window(rank: int) -> None:
+    """As in a large batch, whatever recomputation and evaluation run meanwhile."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.observed = Observed()
+            self.recomputed = gradaccum_torch.recompute(self.observed)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.recomputed(x)
+
+    model, large, norm = Model(), Observed().layer, nn.BatchNorm1d(3, affine=False).double()
+    parallel = DistributedDataParallel(model, broadcast_buffers=False)
+    opt, other = gradaccum.wrap(sgd(model), steps=2, module=parallel), sgd(large)
+    closed: list[Any] = []
+    opt.add_listener(lambda window: closed.append(model.observed.close()))
+    for x, _, _ in micro_batches(rank):
+        opt.backward(parallel(x).square().mean(), weight=len(x))
+        model.eval()(x), model.train()
+        opt.step()
+        opt.zero_grad()
+    opt.flush()
+    for window, (tokens, largest) in zip(all_windows(steps=2), closed, strict=True):
+        y = large(torch.cat([x for x, _, _ in window]))
+        norm(y.detach())
+        assert tokens == torch.bincount(y.argmax(1), minlength=3).tolist()
+        assert math.isclose(largest, y.abs().max().item(), rel_tol=1e-12)
+        y.square().mean().backward()
+        other.step()
+        other.zero_grad()
+    for name in ("running_mean", "running_var"):
+        torch.testing.assert_close(getattr(model.observed.norm, name), getattr(norm, name), rtol=1e-12, atol=1e-12)
+    require_equal(model.observed.layer, large)
 
 
 # Windows that two processes take from loaders of different length: their totals, and the update of a loss of two terms.
