@@ -9,6 +9,7 @@ ms = pytest.importorskip("mindspore", reason="needs MindSpore")
 
 import numpy as np  # noqa: E402
 from mindspore import Parameter, Tensor, nn, ops  # noqa: E402
+from mindspore.experimental import optim  # noqa: E402
 
 import gradaccum  # noqa: E402
 import gradaccum_mindspore.layered as layered  # noqa: E402
@@ -97,13 +98,13 @@ def windows(count=3):
     return [(Tensor(X + number, ms.float32), Tensor(Y, ms.float32)) for number in range(count)]
 
 
-@pytest.mark.parametrize("kind", [nn.Momentum, nn.Adam])
+@pytest.mark.parametrize("kind", [nn.Momentum, nn.Adam, optim.Adam])
 def test_updates_of_the_usual_window(kind):
     """Three windows, bit for bit, with an optimizer of each layer."""
-    rate = {"learning_rate": 0.1, **({"momentum": 0.9} if kind is nn.Momentum else {})}
+    rate = (0.1, 0.9) if kind is nn.Momentum else (0.1,)
     net, usual = make(ms.float32), make(ms.float32)
-    optimizers = [kind(layer.trainable_params(), **rate) for layer in net if layer.trainable_params()]
-    opt = gradaccum.wrap(kind(usual.trainable_params(), **rate), steps=None, on_overflow="ignore")
+    optimizers = [kind(layer.trainable_params(), *rate) for layer in net if layer.trainable_params()]
+    opt = gradaccum.wrap(kind(usual.trainable_params(), *rate), steps=None, on_overflow="ignore")
     backward = ms.value_and_grad(lambda x, y: mean(usual(x), y), None, opt.parameters)
     for x, y in windows():
         layered_backward(net, mean, x, y, steps=4, optimizer=optimizers)
@@ -114,14 +115,15 @@ def test_updates_of_the_usual_window(kind):
     assert np.abs(net[0].weight.asnumpy() - make(ms.float32)[0].weight.asnumpy()).max() > 1e-2
 
 
-@pytest.mark.parametrize("overflows", [False, True])
-def test_window_of_a_wrapped_optimizer(overflows):
+@pytest.mark.parametrize(("overflows", "dtype"), [(False, ms.float32), (True, ms.float32), (False, ms.float16)])
+def test_window_of_a_wrapped_optimizer(overflows, dtype):
     """With the options that need the whole norm; its counters and its loss scale move."""
-    options = {"steps": None, "clip_norm": 0.5, "loss_scale": gradaccum.DynamicLossScale(2.0**8, growth_interval=1)}
-    net, usual = make(ms.float32), make(ms.float32)
+    scale = gradaccum.DynamicLossScale(2.0**8, growth_interval=1)
+    options = {"steps": None, "clip_norm": 0.5, "loss_scale": scale, "master_weights": dtype == ms.float16}
+    net, usual = make(dtype), make(dtype)
     opt, other = (gradaccum.wrap(nn.Momentum(each.trainable_params(), 0.1, 0.9), **options) for each in (net, usual))
     update = value_and_update(lambda x, y: mean(usual(x), y), other, steps=4)
-    for number, (x, y) in enumerate(windows()):
+    for number, (x, y) in enumerate((x.astype(dtype), y.astype(dtype)) for x, y in windows()):
         if overflows and number == 1:
             x = x * Tensor(np.inf, ms.float32)
         loss, expected = layered_backward(net, mean, x, y, steps=4, optimizer=opt), update(x, y)
