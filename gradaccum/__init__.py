@@ -27,35 +27,8 @@ from gradaccum.window_loop import Window, Windows, updates_in, windows
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "ArgumentTypeError",
-    "ArgumentValueError",
-    "AutoMicroBatchSize",
-    "BackendNotFoundError",
-    "Cause",
-    "CheckpointError",
-    "DynamicLossScale",
-    "GradAccumError",
-    "GradAccumWarning",
-    "GradientError",
-    "LinearityReport",
-    "LossScale",
-    "MissingPackageError",
-    "StaticLossScale",
-    "StepResult",
-    "UsageError",
-    "VerificationReport",
-    "Watch",
-    "Window",
-    "Windows",
-    "available_backends",
-    "effective_batch_size",
-    "load_backend",
-    "registered_backends",
-    "scaled_learning_rate",
-    "until_weight",
-    "updates_in",
-    "verify",
-    "windows",
-    "wrap",
-]
+__all__ = ["ArgumentTypeError", "ArgumentValueError", "AutoMicroBatchSize", "BackendNotFoundError", "Cause", "CheckpointError"]
+__all__ += ["DynamicLossScale", "GradAccumError", "GradAccumWarning", "GradientError", "LinearityReport", "LossScale"]
+__all__ += ["MissingPackageError", "StaticLossScale", "StepResult", "UsageError", "VerificationReport", "Watch", "Window", "Windows"]
+__all__ += ["available_backends", "effective_batch_size", "load_backend", "registered_backends", "scaled_learning_rate", "until_weight"]
+__all__ += ["updates_in", "verify", "windows", "wrap"]

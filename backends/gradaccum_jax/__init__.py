@@ -22,26 +22,6 @@ from gradaccum_jax.workers.cross_entropy import sharded_cross_entropy
 from gradaccum_jax.workers.data_parallel import data_parallel
 from gradaccum_jax.workers.layout import redistributed
 
-__all__ = [
-    "AccumulationState",
-    "MultiSteps",
-    "apply_updates",
-    "check_state",
-    "coupled_value_and_grad",
-    "data_parallel",
-    "describe",
-    "discard",
-    "epoch",
-    "flush",
-    "layered_value_and_update",
-    "recompute",
-    "redistributed",
-    "result",
-    "scale_loss",
-    "sharded_cross_entropy",
-    "value_and_grad",
-    "value_and_update",
-    "verify",
-    "verify_loss_scaling",
-    "wrap",
-]
+__all__ = ["AccumulationState", "MultiSteps", "apply_updates", "check_state", "coupled_value_and_grad", "data_parallel", "describe"]
+__all__ += ["discard", "epoch", "flush", "layered_value_and_update", "recompute", "redistributed", "result", "scale_loss"]
+__all__ += ["sharded_cross_entropy", "value_and_grad", "value_and_update", "verify", "verify_loss_scaling", "wrap"]

@@ -13,22 +13,6 @@ from gradaccum_mindspore.verification import verify, verify_loss_scaling
 from gradaccum_mindspore.workers.cross_entropy import GatherItems, sharded_cross_entropy
 from gradaccum_mindspore.workers.layout import redistributed
 
-__all__ = [
-    "AccumulatingOptimizer",
-    "FlushAtEpochEnd",
-    "GatherItems",
-    "TrainOneStepCell",
-    "WatchWindows",
-    "backend",
-    "coupled_value_and_grad",
-    "layered_backward",
-    "load_checkpoint_into",
-    "recompute",
-    "redistributed",
-    "sharded_cross_entropy",
-    "value_and_grad",
-    "value_and_update",
-    "verify",
-    "verify_loss_scaling",
-    "wrap",
-]
+__all__ = ["AccumulatingOptimizer", "FlushAtEpochEnd", "GatherItems", "TrainOneStepCell", "WatchWindows", "backend"]
+__all__ += ["coupled_value_and_grad", "layered_backward", "load_checkpoint_into", "recompute", "redistributed", "sharded_cross_entropy"]
+__all__ += ["value_and_grad", "value_and_update", "verify", "verify_loss_scaling", "wrap"]

@@ -11,18 +11,5 @@ from gradaccum_torch.scheduler import GatedScheduler
 from gradaccum_torch.verification import verify, verify_loss_scaling
 from gradaccum_torch.workers import sharded_cross_entropy
 
-__all__ = [
-    "AccumulatingOptimizer",
-    "GatedScheduler",
-    "TorchBackend",
-    "backend",
-    "backward",
-    "coupled_backward",
-    "layered_backward",
-    "recompute",
-    "redistributed",
-    "sharded_cross_entropy",
-    "verify",
-    "verify_loss_scaling",
-    "wrap",
-]
+__all__ = ["AccumulatingOptimizer", "GatedScheduler", "TorchBackend", "backend", "backward", "coupled_backward", "layered_backward"]
+__all__ += ["recompute", "redistributed", "sharded_cross_entropy", "verify", "verify_loss_scaling", "wrap"]
