@@ -79,8 +79,8 @@ MUTANTS = (
     ),
     Mutant(
         "save_no_sum",
-        '"sums": {index: _savable(total) for index, total in saved.sums.items()}',
-        '"sums": {}',
+        "for index, total in saved.sums.items()}",
+        "for index, total in ()}",
         SUITE + "test_checkpoint.py::test_resume_in_every_mode",
     ),
     Mutant(
@@ -157,6 +157,20 @@ MUTANTS = (
         "        self.pack()\n        cleared = flushing",
         "        cleared = flushing",
         OWN + "test_torch_mirror.py::test_gradients_that_the_user_replaces_after_a_failed_update_are_the_window_s",
+    ),
+    Mutant(
+        "take_copies_of_an_expert_for_equal",
+        "        if not norms:\n            return\n        apart = []",
+        "        return\n        apart = []",
+        OWN + "test_torch_workers.py::test_two_workers",
+        only="copies_of_an_expert",
+    ),
+    Mutant(
+        "leave_out_a_backward_pass_that_others_wait_for",
+        "            require_no_collective(loss)\n",
+        "            pass\n",
+        OWN + "test_torch_workers.py::test_two_workers",
+        only="context_parallel_tokens_weigh",
     ),
     Mutant(
         "leave_a_new_worker_s_parameters",
