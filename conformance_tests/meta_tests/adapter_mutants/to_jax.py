@@ -243,7 +243,7 @@ MUTANTS = (
     ),
     Mutant(
         "give_every_micro_batch_one_key",
-        "        return jax.random.fold_in(leaf, index)\n",
+        "        return functools.reduce(jax.random.fold_in, index if isinstance(index, tuple) else (index,), leaf)\n",
         "        return leaf\n",
         OWN + "test_jax_large_batch.py::test_every_micro_batch_has_its_own_key",
     ),
@@ -270,5 +270,49 @@ MUTANTS = (
         "    width = None if classes == own * devices else jnp.clip(classes - first, 0, own)\n",
         "    width = None\n",
         SUITE + "test_workers_classes.py::test_loss_is_that_of_all_classes",
+    ),
+    Mutant(
+        "draw_the_same_in_every_layer",
+        "each = take(place[0], (index, number))",
+        "each = take(place[0], index)",
+        OWN + "test_jax_layered.py::test_same_bits_where_the_order_is_the_same",
+    ),
+    Mutant(
+        "count_an_update_for_each_layer",
+        "found.append(_written(leaf, own, number) if tag == part else own if last else leaf)",
+        "found.append(_written(leaf, own, number) if tag == part else own)",
+        OWN + "test_jax_layered.py::test_same_bits_where_the_order_is_the_same",
+    ),
+    Mutant(
+        "forget_what_the_head_gave_tied_parameters",
+        "[*self._begin(held, [PRELUDE]), *total[size:]]",
+        "[*self._begin(held, [PRELUDE]), *(0 * leaf for leaf in total[size:])]",
+        OWN + "test_jax_layered.py::test_bits_of_the_usual_window",
+        "by",
+    ),
+    Mutant(
+        "add_to_a_layer_without_the_weight",
+        "factor = kit.contribution(weight, self.options) if",
+        "factor = None if",
+        OWN + "test_jax_layered.py::test_same_bits_where_the_order_is_the_same",
+    ),
+    Mutant(
+        "trust_every_optimizer_with_one_layer",
+        "if not jax.jit(tried)(*trees):",
+        "if not jax.jit(tried)(*trees) and False:",
+        OWN + "test_jax_layered.py::test_optimizers_that_look_at_several_layers_are_refused",
+    ),
+    Mutant(
+        "read_the_layers_beside_what_is_written",
+        "own = _one(held.params[LAYERS], number)",
+        "own = _one(self.params[LAYERS], number)",
+        OWN + "test_jax_layered.py::test_memory_is_that_of_a_layer",
+    ),
+    Mutant(
+        "keep_each_device_s_own_sum_of_a_layer",
+        "return group.added_up(total, self.axes) if self.axes else total",
+        "return replicated(total, self.axes) if self.axes else total",
+        OWN + "test_jax_workers.py::test_four_devices",
+        "layered_window",
     ),
 )
