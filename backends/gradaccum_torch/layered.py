@@ -234,7 +234,8 @@ class _Run:
         """Run all micro-batches forwards, and backwards through one layer after the other; return the losses."""
         self._random = before.random_state()
         with self._shards:
-            borders = self._run_forwards([each.arguments[0] for each in micro_batches])
+            forwards = self._run_forwards([each.arguments[0] for each in micro_batches])
+            borders = list(forwards) if self._shards else forwards
             with self._shards.gathered(self._loss.index):
                 losses = [self._loss_of(*each, merged) for each in zip(borders, micro_batches, shares.contributions, strict=True)]
             with self._collector.adding():
@@ -275,7 +276,6 @@ class _Run:
             with self._shards.gathered(layer.index):
                 for each in layer.passes:
                     self._back(layer, each)
-                layer.passes.clear()
                 self._end(layer)
         for border in self._inputs:
             self._differentiate(border, border.roots)
@@ -314,7 +314,7 @@ class _Run:
             taken.values.clear()
         elif self._on_host:
             taken.move_to_host()
-        layer.passes.append(_Pass(taken, returned, self._note_random(), surroundings))
+        layer.passes.append(_Pass(taken, returned, self._note_random() if self._recomputes else None, surroundings))
         return returned
 
     def _called(self, layer: _Layer, taken: _Border) -> _Border:

@@ -511,7 +511,7 @@ def lost_in_fsdp() -> dict[str, str]:
     return {
         **dict.fromkeys((*_NEEDED, *(_GROUP + kept for kept, setter in _OPTIONS.items() if _sets(setter))), _UNSUPPORTED),
         _GROUPS if exists(_GROUPS) else _ONE_GROUP: "A module whose parameters lie on several meshes raises." if both else _UNSUPPORTED,
-        **dict.fromkeys(_STAYS, "`layered_backward` raises under `fully_shard`."),
+        **dict.fromkeys(_STAYS, "`layered_backward` refuses parameters of `fully_shard`."),
         _REDUCES: waiting,
         _POLICY: waiting,
         _PARTIAL: "`gradaccum.wrap` refuses a mesh of two dimensions.",
@@ -685,6 +685,8 @@ def _modules() -> list[nn.Module]:
 
 def begin(units: Sequence[Unit]) -> None:
     """Let the outermost modules of `units` be roots, as FSDP2 takes the module that runs first for one, and then refuses the outer ones."""
+    for name in _STAYS if units else ():
+        require_name(name, "layers", "Call gradaccum_torch.backward in place of layered_backward.")
     own = {id(module) for unit in units for module in unit.modules}
     modules = [module for module in _modules() if hasattr(module, "_get_fsdp_state")]
     inside = {id(each) for module in modules for each in module.modules() if each is not module}

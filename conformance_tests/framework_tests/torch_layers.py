@@ -19,8 +19,9 @@ import gradaccum
 from conformance_tests.framework_tests.refusing import refused
 from conformance_tests.framework_tests.torch_fsdp import RUNS_ON_CPU
 from conformance_tests.framework_tests.torch_shards.common import counted
+from conformance_tests.framework_tests.torch_shards.ways import without
 from conformance_tests.framework_tests.torch_workers.jobs import Check, run_checks
-from gradaccum_torch import backward, layered_backward
+from gradaccum_torch import backward, layered_backward, private
 
 ITEMS, STEPS, LAYERS = (5, 7), 3, 4
 """The items of each worker; the micro-batches of each; the layers of the model."""
@@ -198,6 +199,17 @@ def refused_options(rank: int) -> None:
         opt = gradaccum.wrap(adamw(model), None, on_overflow="ignore", **module, **options)
         with refused(gradaccum.UsageError, f"one with {name}=", "gradaccum_torch.backward"):
             layered_backward(model, mean, *own(rank), steps=STEPS, optimizer=opt)
+
+
+@check
+def private_names_that_torch_lacks(rank: int) -> None:
+    for name in private._STAYS:
+        model = shard(build(), whole=True)
+        opt = gradaccum.wrap(adamw(model), None, module=model, on_overflow="ignore")
+        with without(name), refused(gradaccum.UsageError, name.rpartition(":")[2], "gradaccum_torch.backward"):
+            layered_backward(model, mean, *own(rank), steps=STEPS, optimizer=opt)
+        layered_backward(model, mean, *own(rank), steps=STEPS, optimizer=opt)
+        require_same_as_alone(model, {}, 1)
 
 
 @check

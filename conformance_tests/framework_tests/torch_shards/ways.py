@@ -182,11 +182,13 @@ FLAT, WINDOW, HYBRID = Way("micro_batch", (2,)), Way("window", (2,)), Way("micro
 Ways = tuple[list[Way], list[Way]]
 _NEEDED = ("_get_fsdp_state", "fsdp_params", "mesh_info", "mesh", "shard_mesh_dim", "sharded_param", "_unsharded_param")
 _PASS_END = ("_root_post_backward_final_callback", "_state_ctx", "all_states", "is_last_backward")
+_LAYERED = ("_lazy_init", "_states_to_backward_prefetch", "post_forward_mesh_info", "reshard_after_backward")
 _SETTINGS = ("reduce_grads", "all_reduce_grads", "reduce_scatter_unused_params")
 REFUSES: dict[str, Ways] = {
     **dict.fromkeys((*_NEEDED, "gradient_divide_factor", "_all_reduce_hook"), ([FLAT], [])),
     **dict.fromkeys(("post_backward", "mp_policy"), ([WINDOW], [FLAT])),
     "_partial_reduce_output": ([HYBRID], [WINDOW, FLAT]),
+    **dict.fromkeys(_LAYERED, ([], [WINDOW])),
     **dict.fromkeys((*_PASS_END, *_SETTINGS, "_module_state_mapping", "_fsdp_param_groups"), ([], [WINDOW])),
 }
 """By private name: the ways that are refused where torch lacks the name, and those that train."""
