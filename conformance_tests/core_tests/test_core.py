@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 import gradaccum
 from gradaccum import CheckpointError, DynamicLossScale, kit
 
+FLOAT32, FLOAT64 = 3.4028234663852886e38, sys.float_info.max
+
 
 def test_explain_names_everything() -> None:
     error = kit.explain(gradaccum.ArgumentValueError, "steps", expected="an int >= 1", got=0, fix="Write steps=4.")
@@ -140,11 +142,11 @@ def test_clipping_divisor_beyond_float32_overflows() -> None:
     assert kit.Decision(*kit.decide(kit.State(1, 0, 0, 1.0, False, 1.0, 0), 1e30, True, options, kit.select, sys.float_info.max)).apply
 
 
-@pytest.mark.parametrize("scale", [2.0**-126, 3.4028234663852886e38])
-def test_divisors_at_the_limits_are_usable(scale: float) -> None:
-    beyond = scale * (0.5 if scale < 1 else 2.0)
-    assert kit.Decision(*kit.decide(kit.State(1, 0, 0, 1.0, False, scale, 0), scale, True, kit.make_options(1), kit.select)).apply
-    assert not kit.Decision(*kit.decide(kit.State(1, 0, 0, 1.0, False, beyond, 0), scale, True, kit.make_options(1), kit.select)).apply
+@pytest.mark.parametrize(("scale", "largest"), [(2.0**-126, FLOAT32), (FLOAT32, FLOAT32), (2.0**-1022, FLOAT64), (FLOAT64, FLOAT64)])
+def test_divisors_at_the_limits_are_usable(scale: float, largest: float) -> None:
+    for divisor, applies in ((scale, True), (scale * (0.5 if scale < 1 else 2.0), False)):
+        state = kit.State(1, 0, 0, 1.0, False, divisor, 0)
+        assert kit.Decision(*kit.decide(state, divisor, True, kit.make_options(1), kit.select, largest)).apply is applies
 
 
 @pytest.mark.parametrize("steps", [4, None, [(0, 2), (3, 5)], lambda step: step + 1, gradaccum.until_weight(7)])

@@ -15,7 +15,7 @@ from gradaccum import kit as core
 TINY, LARGEST = 2.0**-126, 3.4028234663852886e38
 SCALES = (None, 8.0, DynamicLossScale(4.0, growth_interval=2, min_scale=2.0, max_scale=20.0), DynamicLossScale(2.0**126, growth_interval=1))
 STEPS = (3, None, [(0, 2), (2, 1), (4, 3)], until_weight(5), until_weight([(0, 2), (3, 6)]), lambda step: step % 3 + 1)
-WEIGHTS = (1.0, 1.0, 2.0, 0.5, 0.0, -1.0, math.inf, math.nan)
+WEIGHTS = (1.0, 1.0, 2.0, 0.5, 0.0, -1.0, math.inf, math.nan, 1e308)
 NORMS = (1.0, 4.0, 0.0, 0.5, 2.0, 16.0, 1e30)
 
 
@@ -33,12 +33,13 @@ class Machine:
 
     def add(self, weight: float, finite: bool) -> None:
         self.counted += 1
-        if weight == 0:
-            return
-        if finite and 0 < weight < math.inf:
+        if self.takes(weight, finite):
             self.weight += weight
-        else:
+        elif weight != 0:
             self.bad = True
+
+    def takes(self, weight: float, finite: bool) -> bool:
+        return finite and 0 < weight < math.inf and self.weight + weight != math.inf
 
     def is_full(self) -> bool:
         sizes = self.options.steps
@@ -115,6 +116,8 @@ def test_both_machines_agree(seed: int) -> None:
         machine, state = Machine(options), core.initial_state(options.scale_rule.init_scale)
         for _ in range(60):
             weight, finite = draw.choice(WEIGHTS), draw.random() < 0.9
+            assert core.usable(state, weight, finite) == machine.takes(weight, finite)
+            assert core.contribution(weight, options) == (weight if options.reduction == "mean" else 1) or not weight < math.inf
             state = core.State(*core.accumulate(state, weight, finite, core.select))
             machine.add(weight, finite)
             assert state == machine.fields()

@@ -46,4 +46,35 @@ CORE = Package(
     "numpy",
     ("pytest", "numpy"),
 )
-PACKAGES = {"core": CORE}
+
+TOPICS = ("counts", "everyday", "loop", "misuse", "masters", "half_precision", "loss_scale", "checkpoint")
+"""Of the tests that one framework alone has: those of the window, in every adapter."""
+
+
+def _adapter(name: str, parts: tuple[str, ...], topics: tuple[str, ...]) -> Package:
+    """The window of an adapter, which the suite holds first, then the adapter's own tests of one process."""
+    return Package(
+        Path("backends") / f"gradaccum_{name}",
+        parts,
+        ("gradaccum_conformance/suite", *(f"framework_tests/test_{name}_{topic}.py" for topic in (*TOPICS, *topics))),
+        name,
+        ("pytest", name, "gradaccum_conformance"),
+    )
+
+
+TORCH = _adapter(
+    "torch",
+    ("window", "sums", "update.py", "parameters.py", "statistics.py", "grad_scaler.py", "optimizer.py", "saving.py"),
+    ("watch", "tampering", "separate_sums", "changed_parameters", "fused", "gradients", "window_loss", "weigh", "scheduler", "interrupted"),
+)
+JAX = _adapter(
+    "jax",
+    ("window.py", "sums.py", "update.py", "parameters.py", "statistics.py", "state.py", "optimizer.py", "saving.py"),
+    ("knowledge", "leaves", "norm", "program", "modes", "schedule", "sharding", "ensemble"),
+)
+MINDSPORE = _adapter(
+    "mindspore",
+    ("window", "sums.py", "update.py", "parameters.py", "statistics.py", "grad_scaler.py", "optimizer.py", "saving.py"),
+    ("calls", "knowledge", "packed", "schedule", "training_cell", "interrupted"),
+)
+PACKAGES = {"core": CORE, "torch": TORCH, "jax": JAX, "mindspore": MINDSPORE}
