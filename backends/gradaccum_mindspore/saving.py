@@ -13,15 +13,15 @@ from mindspore import Parameter, Tensor, nn
 
 from gradaccum import ArgumentTypeError, CheckpointError
 from gradaccum.kit import FIELD_DTYPES, State, decode_terms, encode_terms, explain, resumed, terms_of
-from gradaccum_mindspore.state import OWN, SHARED, TORN, Saved, Storage, with_known_size
 from gradaccum_mindspore.sums import write
+from gradaccum_mindspore.window.state import OWN, SHARED, TORN, Saved, Storage, with_known_size
 
 HALF_MADE = "half_made_in_layers"
 """The attribute of an optimizer whose update, or that of another part of the model, a call did not come to."""
 
 
 class SavedPlace(NamedTuple):
-    """`gradaccum_mindspore.state.Storage.shared` as it was saved."""
+    """`gradaccum_mindspore.window.state.Storage.shared` as it was saved."""
 
     held: int
     rank: int

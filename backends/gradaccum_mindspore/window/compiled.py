@@ -24,10 +24,10 @@ from gradaccum import kit
 from gradaccum.kit import Fields, Options
 from gradaccum_mindspore import checks, sums
 from gradaccum_mindspore.checks import Loss, NamedGradients, Weight
-from gradaccum_mindspore.state import GRAD_NORM, STEPS, Storage, check_constant_size, check_size_dtype, sizes_of
 from gradaccum_mindspore.statistics import NO_LOSS
 from gradaccum_mindspore.sums import DType, Gradients, Number, Packed, Shape, each, where
 from gradaccum_mindspore.update import Update
+from gradaccum_mindspore.window.state import GRAD_NORM, STEPS, Storage, check_constant_size, check_size_dtype, sizes_of
 
 NUMBERS = count()
 """Tells the notes of one program apart: compiled code takes no two Parameters of one name."""

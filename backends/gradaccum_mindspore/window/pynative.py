@@ -13,10 +13,10 @@ from mindspore import Tensor
 from gradaccum import UsageError, kit
 from gradaccum.kit import Decision, Options, Schedule, State, UntilWeight, explain
 from gradaccum_mindspore import sums
-from gradaccum_mindspore.state import Storage, window_size
 from gradaccum_mindspore.statistics import Known
 from gradaccum_mindspore.sums import Gradients
 from gradaccum_mindspore.update import Update
+from gradaccum_mindspore.window.state import Storage, window_size
 
 FLOAT16_MAX = 65504.0
 

@@ -34,11 +34,11 @@ from mindspore.ops import Primitive, constexpr
 from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError, kit
 from gradaccum.kit import Options, Schedule, State, explain
 from gradaccum_mindspore.parameters import Optimizer
-from gradaccum_mindspore.state import OF_ALL, OWN, STEPS, TORN, Storage
 from gradaccum_mindspore.sums import ARRAYS, Array, Gradients, Sums, array_of, each, hidden_parameter, measure, working_dtype, write
 from gradaccum_mindspore.update import Update
 from gradaccum_mindspore.window.compiled import NUMBERS, CompiledWindow
 from gradaccum_mindspore.window.pynative import PyNativeWindow
+from gradaccum_mindspore.window.state import OF_ALL, OWN, STEPS, TORN, Storage
 from gradaccum_mindspore.workers.cross_entropy import gather_exactly
 
 ALL_REDUCE, ALL_GATHER = ops.AllReduce, ops.AllGather

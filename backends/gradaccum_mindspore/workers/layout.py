@@ -16,9 +16,9 @@ from gradaccum import ArgumentTypeError, CheckpointError
 from gradaccum.kit import FIELD_DTYPES, State, explain
 from gradaccum.kit import redistributed as redistributed_fields
 from gradaccum_mindspore.saving import saved_place
-from gradaccum_mindspore.state import GRAD_NORM, OF_ALL, OWN, SHARED, Saved, prefixes_in, suffixes
 from gradaccum_mindspore.statistics import LOSS, NOISE
 from gradaccum_mindspore.sums import ARRAYS, Array, hidden_parameter, working_dtype
+from gradaccum_mindspore.window.state import GRAD_NORM, OF_ALL, OWN, SHARED, Saved, prefixes_in, suffixes
 
 Entry: TypeAlias = Parameter | Tensor
 KEPT = {LOSS: np.array([False, False, True]), NOISE: np.array([False, False, True, True, False])}
