@@ -84,5 +84,6 @@ def _compare(own: Any, hidden: Any, _: Any, y: Any) -> Any:
 
 
 def _loss(params: Any, x: Any, y: Any) -> Any:
-    recomputed = jax.checkpoint(_layer)
+    library: Any = jax
+    recomputed = library.checkpoint(_layer)
     return _compare(None, jax.lax.scan(lambda hidden, own: (recomputed(own, hidden), None), x, params[1])[0], x, y)
