@@ -16,8 +16,8 @@ from gradaccum_jax.optimizer import discard, epoch, flush
 from gradaccum_jax.parameters import apply_updates
 from gradaccum_jax.recomputation.function import recompute
 from gradaccum_jax.saving import check_state
-from gradaccum_jax.state import AccumulationState, describe, result, scale_loss
 from gradaccum_jax.verification import verify, verify_loss_scaling
+from gradaccum_jax.window.state import AccumulationState, describe, result, scale_loss
 from gradaccum_jax.workers.cross_entropy import sharded_cross_entropy
 from gradaccum_jax.workers.data_parallel import data_parallel
 from gradaccum_jax.workers.layout import redistributed

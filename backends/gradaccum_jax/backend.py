@@ -15,7 +15,7 @@ from gradaccum_jax.optimizer import Accumulation, require_transformation
 from gradaccum_jax.parameters import on_masters, without_masters
 from gradaccum_jax.update import takes
 from gradaccum_jax.verification import check
-from gradaccum_jax.window import probe
+from gradaccum_jax.window.window import probe
 from gradaccum_jax.workers.data_parallel import require_devices, start_on
 from gradaccum_jax.workers.group import require_names, require_shard_axes
 

@@ -14,7 +14,7 @@ from gradaccum import ArgumentTypeError, ArgumentValueError, GradientError, kit
 from gradaccum.kit import Options, Scalar, accumulate_dtype_error, explain, require_weight, wrapped_twice_error
 from gradaccum_jax.arrays import Array, DType, Gradients, InnerState, Params, Tree, is_half, is_none, takes_part, unique, wider
 from gradaccum_jax.sharding import ADD_UP, axes_in_parts
-from gradaccum_jax.state import AccumulationState
+from gradaccum_jax.window.state import AccumulationState
 
 ACCUMULATING = (AccumulationState, optax.MultiStepsState)
 """The states of optimizers that accumulate."""

@@ -21,7 +21,7 @@ from jax import lax
 
 from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError, kit
 from gradaccum.kit import Scalar, explain
-from gradaccum_jax import sums, window
+from gradaccum_jax import sums
 from gradaccum_jax.arrays import Array, Extra, Params, Tree, is_key, moving_of, plain
 from gradaccum_jax.checks import require_arrays
 from gradaccum_jax.large_batch import batch as batches
@@ -31,7 +31,8 @@ from gradaccum_jax.large_batch.batch import Body, Group, MicroBatch, Source, ove
 from gradaccum_jax.optimizer import Accumulation, require_open
 from gradaccum_jax.parameters import apply_updates
 from gradaccum_jax.sharding import axes_of, replicated, vary
-from gradaccum_jax.state import AccumulationState, as_read, as_stored, fields_of
+from gradaccum_jax.window import window
+from gradaccum_jax.window.state import AccumulationState, as_read, as_stored, fields_of
 from gradaccum_jax.workers import group
 
 PRELUDE, LAYERS, HEAD, TIED = range(4)

@@ -18,9 +18,9 @@ from gradaccum_jax.checks import align, require_dtype, require_plain
 from gradaccum_jax.control_flow import call_jitted
 from gradaccum_jax.optimizer import require_transformation
 from gradaccum_jax.sharding import require_ordinary
-from gradaccum_jax.state import all_like
 from gradaccum_jax.update import Update
-from gradaccum_jax.window import check_known, probe, size_at
+from gradaccum_jax.window.state import all_like
+from gradaccum_jax.window.window import check_known, probe, size_at
 
 SkipFunction = Callable[[Updates, Scalar, Params], tuple[Scalar, Tree]]
 """``f(updates, gradient_step, params) -> (skip, skip_state)``."""

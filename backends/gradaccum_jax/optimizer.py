@@ -17,15 +17,16 @@ import optax
 
 from gradaccum import ArgumentTypeError, ArgumentValueError, kit
 from gradaccum.kit import Options, Scalar, ends, explain, given_weight, initial_state, optimizer_error, wrapped_twice_error
-from gradaccum_jax import checks, statistics, sums, window
+from gradaccum_jax import checks, statistics, sums
 from gradaccum_jax.arrays import Extra, Gradients, InnerState, Params, Tree, Updates, handed, plain, strong
 from gradaccum_jax.checks import align, as_loss, as_weight, require_arrays, require_params, require_plain, require_state, require_statistics
 from gradaccum_jax.control_flow import call_jitted
 from gradaccum_jax.parameters import in_place_of
 from gradaccum_jax.sharding import ShardAxes, replicated, require_ordinary, vary_like
-from gradaccum_jax.state import AccumulationState, event_of, fields_of, first_terms, fresh
 from gradaccum_jax.update import ANY, Takes, Update, require_none_of_a_batch, require_taken
-from gradaccum_jax.window import MicroBatch, check_known, size_at
+from gradaccum_jax.window import window
+from gradaccum_jax.window.state import AccumulationState, event_of, fields_of, first_terms, fresh
+from gradaccum_jax.window.window import MicroBatch, check_known, size_at
 from gradaccum_jax.workers import group
 
 

@@ -14,7 +14,7 @@ import optax
 from jax import lax
 
 from gradaccum_jax.arrays import Array, DType, InnerState, Leaves, Params, Tree, Updates, is_half, is_none, plain
-from gradaccum_jax.state import the_state
+from gradaccum_jax.window.state import the_state
 
 SMALLEST_NORMAL_FLOAT16 = 2.0**-14
 FLOAT16_SUBNORMALS = 2.0**24

@@ -18,7 +18,7 @@ from gradaccum import CheckpointError
 from gradaccum.kit import Options, Schedule, State, UntilWeight, decode_terms, encode_terms, explain, no_noise, resumed, terms_of
 from gradaccum_jax.arrays import Array, Params, Tree, plain, unique
 from gradaccum_jax.optimizer import require_accumulation
-from gradaccum_jax.state import AccumulationState, fields_of
+from gradaccum_jax.window.state import AccumulationState, fields_of
 from gradaccum_jax.workers.group import mapped
 
 _RESTORE = "Continue with the optimizer and the parameters that the checkpoint was made with."

@@ -14,8 +14,8 @@ from gradaccum.kit import Fields, Noise, Options, Scalar
 from gradaccum_jax.arrays import DType, Tree
 from gradaccum_jax.control_flow import once
 from gradaccum_jax.sharding import ShardAxes
-from gradaccum_jax.state import UNKNOWN, AccumulationState, all_like, as_read, as_stored, fields_of, like
 from gradaccum_jax.sums import measure, passing
+from gradaccum_jax.window.state import UNKNOWN, AccumulationState, all_like, as_read, as_stored, fields_of, like
 
 Firsts = tuple[Scalar, ...]
 """The first micro-batches of a window: their weight, the mean of their squared norms by weight, and how many devices had one. Empty where

@@ -64,7 +64,7 @@ def wrap(inner: Any, **options: Any) -> Any:
 )
 def test_four_micro_batches_are_one_update(outer: Any, inner: Any) -> None:
     total, state = run(outer)
-    assert all(int(found.optimizer_step) == 1 for found in gradaccum_jax.state.find_states(state))
+    assert all(int(found.optimizer_step) == 1 for found in gradaccum_jax.window.state.find_states(state))
     if inner is not None:
         assert_same(total, one_update(inner))
 

@@ -69,7 +69,7 @@ TORCH = _adapter(
 )
 JAX = _adapter(
     "jax",
-    ("window.py", "sums.py", "update.py", "parameters.py", "statistics.py", "state.py", "optimizer.py", "saving.py"),
+    ("window", "sums.py", "update.py", "parameters.py", "statistics.py", "optimizer.py", "saving.py"),
     ("knowledge", "leaves", "norm", "program", "modes", "schedule", "sharding", "ensemble"),
 )
 MINDSPORE = _adapter(

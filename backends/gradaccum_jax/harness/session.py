@@ -19,8 +19,8 @@ from gradaccum_jax.harness.files import read, write
 from gradaccum_jax.harness.models import total_loss
 from gradaccum_jax.harness.program import Program, needs_x64, program, x64
 from gradaccum_jax.saving import check_state, rebuild
-from gradaccum_jax.state import AccumulationState, result
 from gradaccum_jax.sums import clear
+from gradaccum_jax.window.state import AccumulationState, result
 
 FILE = "checkpoint.npz"
 

@@ -28,7 +28,7 @@ from gradaccum_jax.harness.program import Program, needs_x64, x64
 from gradaccum_jax.harness.session import FILE, JaxHarness, JaxSession, sums_of, to_numpy
 from gradaccum_jax.optimizer import discard
 from gradaccum_jax.saving import check_state
-from gradaccum_jax.state import result, scale_loss
+from gradaccum_jax.window.state import result, scale_loss
 from gradaccum_jax.workers.group import mapped
 
 AXIS = "workers"

@@ -18,7 +18,7 @@ from gradaccum_jax.large_batch.auto import Call
 from gradaccum_jax.large_batch.batch import Source, Splitting, Weight, make_splitting
 from gradaccum_jax.large_batch.gradients import Differentiation, Gathering, Question, as_declared, axes_in, copies, run
 from gradaccum_jax.optimizer import Accumulation, require_open
-from gradaccum_jax.state import AccumulationState
+from gradaccum_jax.window.state import AccumulationState
 from gradaccum_jax.workers.group import require_axes, require_names, require_same_params
 
 

@@ -19,7 +19,7 @@ from gradaccum.kit import explain
 from gradaccum_jax.arrays import Array, Axes, Tree, typeof
 from gradaccum_jax.control_flow import programs_in
 from gradaccum_jax.sharding import axes_in_parts, axes_of, replicated, reshard, shard_map, vary
-from gradaccum_jax.state import AccumulationState, find_states
+from gradaccum_jax.window.state import AccumulationState, find_states
 from gradaccum_jax.workers import group
 from gradaccum_jax.workers.group import copies_of_params, mapped, require_names, require_shared
 from gradaccum_jax.workers.layout import require_layout

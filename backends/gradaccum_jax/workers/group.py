@@ -20,7 +20,7 @@ from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
 from gradaccum.kit import Noise, Options, Scalar, explain
 from gradaccum_jax.arrays import Array, Axes, Extra, Gradients, InnerState, Leaves, Params, Tree, moving_of
 from gradaccum_jax.sharding import KNOWS_AXES, ShardAxes, axes_of, explicitly_sharded, manual_axes, replicated, vary
-from gradaccum_jax.state import AccumulationState
+from gradaccum_jax.window.state import AccumulationState
 
 T = TypeVar("T")
 OnLeaf = Callable[[Array], Any]

@@ -12,7 +12,7 @@ from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
 from gradaccum.kit import Noise, State, explain
 from gradaccum.kit import redistributed as redistributed_fields
 from gradaccum_jax.arrays import Array, Tree, is_key
-from gradaccum_jax.state import AccumulationState, as_read, as_stored, fields_of, find_states
+from gradaccum_jax.window.state import AccumulationState, as_read, as_stored, fields_of, find_states
 from gradaccum_jax.workers.group import OWN, is_state
 
 

@@ -20,10 +20,10 @@ from gradaccum_jax import statistics, sums
 from gradaccum_jax.arrays import Gradients, Tree, Updates
 from gradaccum_jax.control_flow import once
 from gradaccum_jax.sharding import ShardAxes, everywhere
-from gradaccum_jax.state import AccumulationState, as_read, as_stored, current_terms, fields_of, like, with_event, with_fields
 from gradaccum_jax.statistics import Firsts
 from gradaccum_jax.sums import measure
 from gradaccum_jax.update import Update
+from gradaccum_jax.window.state import AccumulationState, as_read, as_stored, current_terms, fields_of, like, with_event, with_fields
 from gradaccum_jax.workers.group import Window, all_reduce, require_told
 
 Event = tuple[Scalar, Scalar, Scalar]

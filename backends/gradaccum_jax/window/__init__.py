@@ -1,0 +1,1 @@
+"""The open window: add, close, flush, discard."""
