@@ -41,6 +41,7 @@ ROOMS = {
     "verification/draws": ("random numbers, given to the same items again", ALL),
     "verification/layers": ("layers that mix the items of a batch", ALL),
     "verification/subject": ("a model and its loss, run in parts", ALL),
+    "window/window": ("one window, from its first micro-batch to its end", {TORCH, JAX}),
     "window/state": ("where the seven fields live", {JAX, MINDSPORE}),
     "workers/group": ("the end of a window over all workers", ALL),
     "workers/cross_entropy": ("softmax cross-entropy of logits sharded by class", ALL),
