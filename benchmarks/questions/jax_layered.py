@@ -85,10 +85,5 @@ def _compare(own: Any, hidden: Any, _: Any, y: Any) -> Any:
 
 
 def _loss(params: Any, x: Any, y: Any) -> Any:
-<<<<<<< HEAD
-    library: Any = jax
-    recomputed = library.checkpoint(_layer)
-=======
     recomputed = jax.ad_checkpoint.checkpoint(_layer)
->>>>>>> b133c23 (The rooms' test knows the window's files; a benchmark names JAX's checkpoint by its module)
     return _compare(None, jax.lax.scan(lambda hidden, own: (recomputed(own, hidden), None), x, params[1])[0], x, y)
