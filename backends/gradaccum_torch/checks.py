@@ -34,7 +34,7 @@ def window_size(options: Options, optimizer_step: int) -> Size:
 
 
 def known_window_size(options: Options, optimizer_step: int) -> Size:
-    """Return the size of a window that has not begun; None if the schedule raises, as it will again in the first ``step``."""
+    """Return the size of a window that has not begun; None if the schedule raises."""
     try:
         return window_size(options, optimizer_step)
     except Exception:
@@ -54,7 +54,7 @@ _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.spars
 
 
 def require_no_collective(loss: Tensor) -> None:
-    """Raise unless the backward pass of `loss` has no collective: other workers would wait for one that leaves the pass out."""
+    """Raise unless the backward pass of `loss` has no collective, in which other workers would wait for this one."""
     nodes, seen = [loss.grad_fn], set[object]()
     while nodes:
         if (node := nodes.pop()) is not None and node not in seen:
@@ -74,8 +74,7 @@ _COLLECTIVES = {f"{name}Backward" for name in _FUNCTIONS}
 def require_update_in_step(optimizer: torch.optim.Optimizer) -> None:
     """Raise unless the optimizer makes its update in ``step``, from what is in ``.grad``.
 
-    LOMO and AdaLOMO (``fused_backward``) update in hooks of the backward pass, Opacus' optimizer from gradients by sample, and LBFGS
-    evaluates the model again and again.
+    LOMO and AdaLOMO update in the backward pass, Opacus' optimizer from gradients by sample; LBFGS evaluates the model again.
     """
     name, own = type(optimizer).__name__, "Use it alone: "
     if callable(getattr(optimizer, "fused_backward", None)):
@@ -218,7 +217,7 @@ def require_activations(borders: object, within: object) -> None:
 
 
 def require_fixed_size(division: Division) -> None:
-    """Raise unless the user has named the size of a micro-batch: after a layer's update no smaller size can be tried."""
+    """Raise unless a micro-batch has a size: after an update of a layer no smaller one can be tried."""
     size = division.micro_batch_size
     if isinstance(size, AutoMicroBatchSize):
         fix = "Write steps=4, or find a size by gradaccum_torch.backward."

@@ -1,7 +1,7 @@
 """A user's own `torch.amp.GradScaler`, driven once per window; and the factor of a loss.
 
-The window's scale is the scaler's when the first micro-batch ends, noted on the device and read with the norm at the window's end. If
-something else moved the scale inside the window, its end raises.
+The window's scale is the scaler's when the first micro-batch ends, noted on the device and read with the norm at the window's end, which
+raises if something else moved the scale inside the window.
 
 In the loop ``opt.backward(loss); opt.step()`` closing the window writes the scale and growth tracker that one ``scaler.update()`` would. In
 ``scaler.scale(loss).backward(); scaler.step(opt); scaler.update()``, ``scaler.step`` finds a probe in place of gradients and calls
@@ -35,9 +35,7 @@ class Ended(NamedTuple):
     """A window that has ended."""
 
     after: State
-    """The state after it."""
     scale: float
-    """The scale in it."""
     overflow: bool
 
 
@@ -70,7 +68,7 @@ class ScalerLink:
         return scaled
 
     def count(self, *, first: bool) -> None:
-        """Count a micro-batch. The scale at the first is the window's; at the others it must be the same."""
+        """Count a micro-batch; the scale must be the one at the first."""
         now, (start, moved) = self._now(), self._start
         self._start = (now, now[0] != now[0]) if first else (start, moved | (now[0] != start[0]))
 
@@ -86,7 +84,7 @@ class ScalerLink:
         return fields._replace(loss_scale=scale, growth_tracker=int(tracker))
 
     def current(self, fields: State) -> State:
-        """Return the state to save: in a window with the window's scale, between two with the scaler's."""
+        """Return the state to save: within a window with the window's scale, else with the scaler's."""
         if fields.micro_step:
             scale, tracker = self._start[0].tolist()
         elif pending_update(self._scaler):
@@ -108,10 +106,7 @@ class ScalerLink:
 
     @contextmanager
     def stepping(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """Let ``scaler.step`` run the step of `optimizer` inside the block.
-
-        The following ``scaler.update`` moves the scale if a window ended inside, otherwise it has no effect.
-        """
+        """Let ``scaler.step`` run the step of `optimizer`. ``scaler.update`` then moves the scale only if a window ended."""
         self._ended = ended = list[Ended]()
         try:
             yield
@@ -129,13 +124,13 @@ class ScalerLink:
             self._settle(optimizer, each)
 
     def groups_for(self, caller: LocalVariables) -> list[Group]:
-        """Return the groups that ``scaler.step`` may look at: a probe in place of the gradients, so that it records a finite check."""
+        """Return the groups for ``scaler.step``: a probe in place of the gradients, so that its check finds no overflow."""
         if caller.get("self") is not self._scaler or not caller.get("allow_fp16"):
             raise foreign_scaler_error()
         return [{"params": [self._probe]}]
 
     def _hold(self) -> None:
-        """Make the following ``scaler.update()`` leave scale and tracker as they were when the window began."""
+        """Make the following ``scaler.update()`` restore the scale and tracker that the window began with."""
         start, _ = self._start
         tracker_of(self._scaler).copy_(start[1] - 1)
         self._note_set_back(start)
@@ -143,8 +138,7 @@ class ScalerLink:
     def _settle(self, optimizer: torch.optim.Optimizer, ended: Ended) -> None:
         """Make the following ``scaler.update()`` end in the scale and tracker of the state after the window.
 
-        If the scale moves, ``update`` itself moves it, so that the user can compare it before and after. If it stays (a window of weight 0,
-        a scale at its floor), ``update`` only counts up to the tracker.
+        ``update`` itself moves the scale, so that the user can compare it before and after. If the scale stays, ``update`` only counts.
         """
         if ended.after.loss_scale == ended.scale:
             start, _ = self._start
@@ -155,11 +149,10 @@ class ScalerLink:
                 found.fill_(float(ended.overflow))
 
     def _note_set_back(self, true: Tensor) -> None:
-        """Note the tracker, since another wrapped optimizer with this scaler may ask before ``scaler.update()``."""
+        """Note the tracker for another wrapped optimizer that asks before ``scaler.update()``."""
         _SET_BACK[self._scaler] = pending_update(self._scaler), true
 
     def _now(self) -> Tensor:
-        """Return scale and growth tracker in one float64 tensor, which holds both exactly."""
         awaited, true = _SET_BACK.get(self._scaler, (None, None))
         if true is not None and awaited is pending_update(self._scaler):
             return true
@@ -213,7 +206,7 @@ def factor(weight: float, fields: State, options: Options) -> float:
 
 
 def scaled(loss: Tensor, weight: float, fields: State, options: Options, scaler: ScalerLink | None) -> Tensor:
-    """Return `loss`, of any shape, times its `factor`; a `torch.amp.GradScaler` scales it on the device, where its scale is."""
+    """Return `loss`, of any shape, times its `factor`; a `torch.amp.GradScaler` scales it on the device."""
     own, rule = float(contribution(weight, options)), options.scale_rule
     if own == 1 and scaler is None and fields.loss_scale == 1:
         return loss
@@ -227,7 +220,7 @@ def scaled(loss: Tensor, weight: float, fields: State, options: Options, scaler:
 
 
 def _require_in_range(loss: Tensor, factor: float) -> None:
-    """Raise unless the loss's dtype can hold `factor`: autograd casts the incoming gradient to it, and float16's range is small."""
+    """Raise unless the loss's dtype can hold `factor`, to which autograd casts the incoming gradient."""
     if loss.dtype is torch.float16 and factor > torch.finfo(torch.float16).max:
         raise explain(
             UsageError,

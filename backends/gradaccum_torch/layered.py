@@ -1,8 +1,7 @@
 """``gradaccum_torch.layered_backward``: a window that runs backwards layer by layer, all micro-batches through one layer before the next.
 
-A layer's gradient sum is complete when the last micro-batch has passed it. So its update is made there, and its gradient freed: one layer's
-gradients are alive at a time, in place of the model's. Between the layers stand the borders: the activations that one layer returned and
-the next one takes, and later the gradients that came back for them.
+A layer's update is made, and its gradient freed, when the last micro-batch has passed it: one layer's gradients are alive at a time.
+Between the layers stand the borders: the activations that one layer returned and the next one takes, and later their gradients.
 """
 
 from __future__ import annotations
@@ -60,36 +59,35 @@ def layered_backward(
     With an `optimizer` that needs no norm of the whole window, as ``gradaccum.wrap(optimizer, steps=None, on_overflow="ignore")``, each
     layer's update is made as soon as its sum is complete, by a ``step`` of the inner optimizer that finds no other gradients, and its
     gradient is freed. A parameter of several layers waits for the first of them. With ``clip_norm``, ``skip_norm`` or an overflow that
-    skips, the sums of all layers are kept until the end, as they are without `optimizer`.
+    skips, the sums of all layers are kept until the end.
 
     If something raises, everything is as it was before the call, except that the updates of layers cannot be undone: a note on the error
     names these layers, and the optimizer refuses to go on until ``load_state_dict``.
 
     Args:
-        layers: an `nn.Sequential`, or a sequence of callables of one argument, any nest of tensors and other values, which the one before
-            has returned. What comes before the blocks and after them are layers too.
+        layers: an `nn.Sequential`, or a sequence of callables of one argument, any nest, which the one before has returned.
         loss_fn: ``loss_fn(outputs, targets)`` returns a scalar loss, shape ``()``, or ``(loss, aux)`` if `aux` is given.
-        inputs: the argument of the first layer for the large batch, any nest, cut into micro-batches as by `gradaccum_torch.backward`.
-        targets: the second argument of `loss_fn` for the large batch, any nest.
-        steps: at most so many micro-batches, of ceil(items / steps) items; the last one may be smaller.
+        inputs: the first layer's argument for the large batch, any nest, cut as by `gradaccum_torch.backward`.
+        targets: the second argument of `loss_fn` for it, any nest.
+        steps: at most so many micro-batches, of ceil(items / steps) items.
         micro_batch_size: the items of a micro-batch, in place of `steps`.
-        reduction: ``"mean"``, ``"sum"`` or ``"item_mean"``, as for `gradaccum_torch.backward`.
-        weight: the weight of a micro-batch: a callable, ``weight(inputs, targets)``, or one number per item, shape ``(items,)``.
+        reduction: as for `gradaccum_torch.backward`.
+        weight: a callable, ``weight(inputs, targets)``, or one number per item, shape ``(items,)``.
         axes: the batch axis of each leaf, a prefix nest of ``(inputs, targets)``; None for what is passed whole.
-        aux: a prefix nest of kinds, by which the aux merges per leaf, as for `gradaccum_torch.backward`.
-        optimizer: an optimizer wrapped with ``steps=None``; the call is its window, and closes it.
-        borders: the activations between layers: ``"keep"`` them, move them to the ``"host"`` until they are needed, or ``"recompute"``
-            all but those of every n-th layer, n about the square root of the number of layers.
-        within: the activations inside of a layer: ``"recompute"`` them from its border, or ``"keep"`` them, which takes the memory of the
-            large batch's activations and no second forward pass.
+        aux: as for `gradaccum_torch.backward`.
+        optimizer: wrapped with ``steps=None``; the call is its window, and closes it.
+        borders: the activations between layers: ``"keep"`` them, move them to the ``"host"``, or ``"recompute"`` all but those of every
+            n-th layer, n about the square root of the number of layers.
+        within: the activations inside of a layer: ``"recompute"`` them from its border, or ``"keep"`` those of the large batch, without a
+            second forward pass.
 
     Returns:
         The loss, detached, shape ``()``; or ``(loss, aux)``.
 
     Raises:
         ArgumentTypeError, ArgumentValueError: an argument is wrong, or a function returns something else.
-        UsageError: a layer writes into its input; `optimizer` cannot take a window in this order; or its inner optimizer counts its
-            steps by itself.
+        UsageError: a layer writes into its input; `optimizer` cannot take a window in this order; or its inner optimizer counts its steps
+            by itself.
 
     Examples:
         >>> import torch, gradaccum
@@ -132,8 +130,6 @@ def layered_backward(
 
 
 class _Layer:
-    """One layer: its function, and its passes in order."""
-
     def __init__(self, index: int, function: Layer, name: str) -> None:
         self.index, self.function, self.name = index, function, name
         reached = reached_by(function)
@@ -144,7 +140,6 @@ class _Layer:
         """The modules whose buffers a second run must find as the first one did, and others that a function calls; None: there are none."""
         self.passes = list[_Pass]()
         self.nodes = set[Node]()
-        """The nodes of leaves that its passes have reached."""
 
 
 class _Border:
@@ -163,7 +158,6 @@ class _Border:
         self._devices = [value.device if isinstance(value, Tensor) else None for value in values]
 
     def entered(self, anchor: Tensor) -> Any:
-        """Return the activations for the next layer, with a graph that begins here."""
         values = [value if place is None else value.to(place) for value, place in zip(self.values, self._devices, strict=True)]
         for number, place in enumerate(self._places):
             values[place] = _Enter.apply(anchor, self.gradients, number, values[place])  # type: ignore[no-untyped-call]
@@ -176,13 +170,12 @@ class _Border:
         return [version(value) for value in self.values if isinstance(value, Tensor)]
 
     def pairs(self, roots: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Return those of `roots` that have a gradient, and their gradients."""
         pairs = [(root, gradient) for root, gradient in zip(roots, self.gradients, strict=True) if gradient is not None]
         return [root for root, _ in pairs], [gradient for _, gradient in pairs]
 
 
 class _Enter(torch.autograd.Function):
-    """The begin of a layer's graph: the backward pass leaves the gradient in a list. No leaf, so that nothing keeps the activations."""
+    """The begin of a layer's graph, whose backward pass leaves the gradient in a list: no leaf keeps the activations."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, into: list[Tensor | None], number: int, value: Tensor) -> Tensor:
@@ -197,8 +190,6 @@ class _Enter(torch.autograd.Function):
 
 
 class _Pass(NamedTuple):
-    """One micro-batch's pass through one layer."""
-
     taken: _Border
     returned: _Border
     random: RandomState | None
@@ -207,15 +198,12 @@ class _Pass(NamedTuple):
 
 
 class _Run:
-    """One call: forwards, then backwards."""
-
     def __init__(
         self, functions: list[Layer], loss_fn: Layer, collector: gradients.Collector, borders: Borders, *, recomputes: bool
     ) -> None:
         self._layers = [_Layer(index, function, f"layers[{index}]") for index, function in enumerate(functions)]
         self._loss, self._collector = _Layer(len(functions), loss_fn, "loss_fn"), collector
         self.updated: list[str] = []
-        """The names of the layers that have their update."""
         self._on_host, self._recomputes = borders == "host", recomputes
         self._every = math.ceil(math.sqrt(len(functions))) if borders == "recompute" else 1
         """The borders before each layer of that multiple are kept."""
@@ -231,7 +219,6 @@ class _Run:
     def losses(
         self, before: Before, micro_batches: Sequence[batch.MicroBatch], shares: batch.Shares, merged: batch.Merged | None
     ) -> list[Tensor]:
-        """Run all micro-batches forwards, and backwards through one layer after the other; return the losses."""
         self._random = before.random_state()
         with self._shards:
             forwards = self._run_forwards([each.arguments[0] for each in micro_batches])
@@ -246,8 +233,8 @@ class _Run:
     def _run_forwards(self, inputs: Sequence[Any]) -> Iterator[_Border]:
         """Yield each micro-batch's last border.
 
-        Where the first micro-batch draws random numbers, one follows the other, so that they draw what they draw without layers. Otherwise,
-        and where layers are gathered for all micro-batches, one layer follows the other.
+        One micro-batch follows the other where the first one draws random numbers, so that all draw what they draw without layers.
+        Otherwise, and where layers are gathered, one layer follows the other.
         """
         self._inputs.extend(_Border(each, "inputs") for each in inputs)
         waiting, random = list(self._inputs), self._random
@@ -262,7 +249,7 @@ class _Run:
         yield from waiting
 
     def _note_random(self) -> RandomState | None:
-        """Return the random state before what has run since the last call; None if that drew no numbers."""
+        """Return the random state before what ran since the last call; None if that drew no numbers."""
         before = self._random
         self._random = before.again() if before.moved() else before
         return None if self._random is before else before
@@ -281,7 +268,7 @@ class _Run:
             self._differentiate(border, border.roots)
 
     def _end(self, layer: _Layer) -> None:
-        """Reduce a layer whose sum is complete, and update it if that can be."""
+        """Reduce a layer whose sum is complete, and update it if possible."""
         self._shards.reduce(layer.index)
         if self._collector.by_parts and layer.is_trained and layer.index:
             self._update(layer)
@@ -335,7 +322,7 @@ class _Run:
             return self._called(layer, each.taken)
 
     def _recompute_borders(self, index: int) -> None:
-        """Recompute the borders from the last one that is kept up to that before layer `index`."""
+        """Recompute the borders from the last kept one to that before layer `index`."""
         for layer in self._layers[index - index % self._every : index]:
             with self._shards.gathered(layer.index):
                 for each in layer.passes:
@@ -353,7 +340,6 @@ class _Run:
             self._first[id(leaf)] = min(self._first.get(id(leaf), layer.index), layer.index)
 
     def _update(self, layer: _Layer) -> None:
-        """Update the parameters that no earlier layer uses."""
         self.updated.append(layer.name)
         before = self._collector.numbers()
         self._collector.part(layer.index, lambda parameter: self._first.get(id(parameter), 0) >= layer.index)

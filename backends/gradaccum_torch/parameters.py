@@ -1,8 +1,8 @@
 """The model's parameters and the tensors that the inner optimizer works on: the same ones, or float32 masters of half-precision parameters.
 
-The inner optimizer's groups hold masters only while its ``step`` runs; after each update the model gets the rounded copy. What something
-else (a checkpoint, averaged weights) wrote into a parameter, the next update takes over, element by element: values are compared, as torch
-does not count writes through ``parameter.data``.
+The inner optimizer's groups hold masters only while its ``step`` runs; after each update the model gets the rounded copy. The next update
+takes over, element by element, what something else wrote into a parameter: values are compared, as torch does not count writes through
+``parameter.data``.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Parameters:
         return next((parameter.device for parameter in self.positions()), torch.device("cpu"))
 
     def worked_on(self, parameter: Tensor) -> Tensor:
-        """Return the tensor that the inner optimizer has in the parameter's place: its master, or itself."""
+        """Return the parameter's master, or the parameter itself."""
         return self.masters.get(parameter, parameter)
 
     def masters_by_position(self) -> dict[int, Tensor]:
@@ -75,7 +75,7 @@ class Parameters:
         self._complete()
 
     def masters_in_place(self) -> AbstractContextManager[None]:
-        """Put the masters into the inner optimizer's groups and state inside the block."""
+        """Put the masters into the inner optimizer inside the block."""
         return self._swapped() if self.masters and not self._are_in_place() else _NO_SWAP
 
     def _are_in_place(self) -> bool:
@@ -96,7 +96,7 @@ class Parameters:
             foreach_copy_(list(map(local, self.masters)), list(map(local, self.masters.values())))
 
     def strayed(self) -> tuple[Tensor, ...]:
-        """Return whether the model differs from the rounded masters: one bool, shape ``()``; nothing without masters."""
+        """Return whether the model differs from the rounded masters: a bool, shape ``()``; nothing without masters."""
         found = apart(list(self.masters.items())) if self.masters else None
         return () if found is None else (found,)
 
@@ -114,7 +114,7 @@ class Parameters:
 
     @contextmanager
     def published(self) -> Iterator[None]:
-        """Let a method of the inner optimizer work on the masters inside the block, then round them into the model."""
+        """Let a method of the inner optimizer work on the masters inside the block, then round them."""
         # In the midst of an update the masters are ahead of the model.
         if not self._are_in_place() and any(self.strayed()):
             self.take_over()
@@ -128,13 +128,12 @@ class Parameters:
 
     @torch.no_grad()
     def load(self, masters: Mapping[int, Tensor]) -> None:
-        """Load the masters by position; the next update still prefers the model's values where they differ."""
+        """Load the masters by position; the model's values still win where they differ."""
         for index, parameter in enumerate(self.positions()):
             if index in masters:
                 self.masters[parameter].copy_(masters[index])
 
     def zero_grad(self, set_to_none: bool) -> None:
-        """Clear ``.grad`` of the model; a master has one only during an update."""
         if set_to_none and getattr(self._inner.zero_grad, "__func__", None) is torch.optim.Optimizer.zero_grad:
             # torch's own takes longer over gradients that the window's end has freed than over others.
             return self.free_gradients()
@@ -163,7 +162,7 @@ class Parameters:
         self.had_gradients = list(parameters)
 
     def _zero_those_freed(self) -> None:
-        """Leave zeros, as ``zero_grad(set_to_none=False)`` does, so that momentum and weight decay still move the parameters."""
+        """Leave zeros, so that momentum and weight decay still move the parameters."""
         known = set(map(id, self.positions()))
         for parameter in self.had_gradients:
             if parameter.grad is None and id(parameter) in known:
@@ -183,7 +182,7 @@ class Parameters:
         self.masters[parameter], self._models[master] = master, parameter
 
     def _put(self, others: Mapping[Tensor, Tensor]) -> None:
-        """Replace parameters in the list itself, since an optimizer may keep the list."""
+        """Replace parameters in the list itself, which an optimizer may keep."""
         for group in self._inner.param_groups:
             group["params"][:] = [others.get(own, own) for own in group["params"]]
         state: MutableMapping[Tensor, Any] = self._inner.state
@@ -218,7 +217,7 @@ Pair = tuple[Tensor, Tensor]
 
 @torch.no_grad()
 def apart(pairs: Sequence[Pair]) -> Tensor | None:
-    """True if a half-precision tensor differs from its rounded master or both are not finite: bool, shape ``()``; None without elements."""
+    """Return whether a tensor differs from its rounded master or both are not finite: a bool, shape ``()``; None without elements."""
     parts = [(half, wide) for half, wide in ((local(half), local(wide)) for half, wide in pairs) if half.numel()]
     if not parts:
         return None

@@ -21,9 +21,8 @@ from gradaccum_torch.statistics import NOTHING_KNOWN, Known
 
 
 def save(saved: Saved, parameters: Parameters, inner: torch.optim.Optimizer, caller: LocalVariables | None) -> StateDict:
-    """Return the state of `inner` with the window's entry beside it; the tensors are the live ones.
-
-    `caller` are the local variables of torch's checkpoint function, if it asks.
+    """Return the state of `inner` with the window's entry; the tensors are the live ones. `caller`: the variables of torch's checkpoint
+    function.
     """
     if caller is not None:
         require_no_open_window(saved.fields.micro_step)
@@ -47,7 +46,7 @@ def load(
     inner: torch.optim.Optimizer,
     resumed: Callable[[Saved], kit.State],
 ) -> Saved:
-    """Load into `inner` what `save` returned, and return the window; a bare optimizer's state is an empty window.
+    """Load into `inner` what `save` returned, and return the window; a bare optimizer's state is an empty one.
 
     Raises:
         CheckpointError: the state is of other parameters, or of an open window under other options; nothing was changed.
@@ -139,7 +138,7 @@ def describe(groups: Sequence[Group]) -> list[Description]:
 
 
 def encode(saved: Saved, groups: Sequence[Group]) -> Entry:
-    """Return the entry to save; sums and masters are the tensors themselves."""
+    """Return the entry to save, with the tensors themselves."""
     assert saved.terms is not None
     return {
         "format": kit.FORMAT,
@@ -158,7 +157,7 @@ def encode(saved: Saved, groups: Sequence[Group]) -> Entry:
 
 
 def _with_coded_size(terms: kit.Terms) -> dict[str, Any]:
-    """Return `terms` as a mapping; a window that ends by its weight has that weight, negative, for its size."""
+    """Return `terms` as a mapping; a weight that ends the window is its size, negative."""
     return {**terms._asdict(), "steps": kit.code_of(terms.steps) if isinstance(terms.steps, kit.UntilWeight) else terms.steps}
 
 
@@ -173,7 +172,7 @@ def _known_of(entry: Entry) -> Known:
 
 
 def decode(entry: Entry, own: Parameters, sum_dtypes: Sequence[torch.dtype]) -> Saved:
-    """Read what `encode` wrote for the parameters `own`; `sum_dtypes` are this optimizer's, by parameter.
+    """Read what `encode` wrote for the parameters `own`; `sum_dtypes` are by parameter.
 
     Raises:
         CheckpointError: it is of other parameters, or something is missing.
@@ -264,7 +263,7 @@ def spread(state_dict: StateDict, parameters: Parameters, caller: LocalVariables
 
 
 def gather(state_dict: StateDict, parameters: Parameters) -> StateDict:
-    """Convert `state_dict` back into the wrapper's form; it may be in that form already."""
+    """Convert `state_dict` back into the wrapper's form, if it is not in that form."""
     groups = state_dict.get("param_groups", ())
     if KEY in state_dict or not groups or KEY not in groups[0]:
         return state_dict
@@ -299,7 +298,7 @@ _OTHER_RUN = "Load what the workers of one run saved between the same two update
 
 
 def redistributed(state_dicts: Sequence[StateDict], workers: int) -> list[StateDict]:
-    """Return the state dicts with which `workers` workers resume what others saved, in mid-window too.
+    """Return the state dicts with which `workers` workers resume what others saved, in mid-window too; tensors are shared.
 
     The first worker gets the sum of the sums, in their dtype, and the weight of all; the others hold nothing of the window. All have the
     micro-batches of the worker that had most, so that their windows end together.
@@ -307,12 +306,8 @@ def redistributed(state_dicts: Sequence[StateDict], workers: int) -> list[StateD
     Each worker loads its own: ``opt.load_state_dict(gradaccum_torch.redistributed(state_dicts, world_size)[rank])``.
 
     Args:
-        state_dicts: what ``opt.state_dict()`` returned on every worker, in the order of their ranks, from optimizers that were wrapped with
-            ``module=``.
+        state_dicts: what ``opt.state_dict()`` returned on every worker, by rank, from optimizers wrapped with ``module=``.
         workers: the number of workers that resume, >= 1.
-
-    Returns:
-        One state dict per worker; they share the tensors that all workers have alike.
 
     Raises:
         ArgumentTypeError: `state_dicts` are no state dicts, or `workers` is no int.
@@ -336,7 +331,7 @@ def redistributed(state_dicts: Sequence[StateDict], workers: int) -> list[StateD
 
 
 def _known_for(entries: Sequence[Entry], everything: bool) -> Entry:
-    """Return a worker's entry without sums and weight; the first worker gets `everything` of the open window."""
+    """Return a worker's entry without sums and weight; with `everything` for the first one."""
     known: Entry = {"loss": sum(entry["loss"] for entry in entries) if everything else 0.0}
     if noises := [entry["noise"] for entry in entries if "noise" in entry]:
         known["noise"] = list(kit.forget_window(kit.Noise(*noises[0])))

@@ -1,7 +1,7 @@
 """A gate for learning-rate schedulers: ``scheduler.step()`` after every micro-batch moves the scheduler once per update.
 
-If one ``flush()`` closes several windows of several workers, the gate moves the scheduler between these. A scheduler of timm gets the true
-number of updates in its ``step_update``; its ``step``, which takes an epoch, is left alone.
+Where one ``flush()`` closes several windows, the gate moves the scheduler between these. A scheduler of timm gets the number of updates in
+its ``step_update``; its ``step``, which takes an epoch, is left alone.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _STEPPED_AT = "gradaccum_optimizer_step"
 
 
 def is_scheduler(candidate: object) -> bool:
-    """True if `candidate` is one of torch's schedulers, or looks like one: it has an optimizer and a ``step``, and is no optimizer."""
+    """True if `candidate` is one of torch's schedulers, or has an optimizer and a ``step`` and is no optimizer."""
     if isinstance(candidate, torch.optim.lr_scheduler.LRScheduler):
         return True
     of_an_optimizer = isinstance(getattr(candidate, "optimizer", None), torch.optim.Optimizer) and not hasattr(candidate, "zero_grad")
@@ -35,7 +35,7 @@ def is_scheduler(candidate: object) -> bool:
 
 
 class Moved(NamedTuple):
-    """The updates at which a gate has last looked whether to move its scheduler."""
+    """The updates at which a gate last looked."""
 
     updates: int
     loads: int
@@ -48,8 +48,7 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
     """A scheduler that moves only when an update was applied since its last step.
 
     Args:
-        scheduler: any `torch.optim.lr_scheduler.LRScheduler` built on a wrapped optimizer, or an object with its ``step``, or with timm's
-            ``step_update``.
+        scheduler: built on a wrapped optimizer; it has the ``step`` of an `LRScheduler`, or timm's ``step_update``.
 
     Raises:
         ArgumentTypeError: its optimizer is not wrapped.
@@ -81,14 +80,14 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
         self._moved = moved._replace(updates=updates)
 
     def follow(self) -> None:
-        """Move the scheduler as `step` does, unless its ``step`` needs an argument, such as a loss."""
+        """Move as `step` does, unless ``scheduler.step`` needs an argument, such as a loss."""
         if hasattr(self._scheduler, "step_update"):
             self._step_update()
         elif all(each.default is not each.empty or each.kind in _ANY for each in signature(self._scheduler.step).parameters.values()):
             self.step()
 
     def _step_update(self, num_updates: int | None = None, *args: Argument, **kwargs: Argument) -> Any:
-        """Call the scheduler's ``step_update`` with the number of updates applied, whatever the loop has counted."""
+        """Call the scheduler's ``step_update`` with the number of updates applied."""
         updates = self._updates()
         self._scheduler.optimizer._window.forget_rates()
         return self._scheduler.step_update(updates, *args, **kwargs) if updates else None
@@ -138,14 +137,14 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
         return int(self._scheduler.optimizer._window.updates)
 
     def _followed(self) -> Moved:
-        """Return when the scheduler has last moved; a state that the optimizer alone has loaded counts as a move at its updates."""
+        """Return when the scheduler last moved; a state that the optimizer alone has loaded counts as a move."""
         loads = self._scheduler.optimizer._loads
         new = len(loads) != self._moved.loads and not self._moved.was_loaded
         return Moved(loads[-1] if new else self._moved.updates, len(loads))
 
 
 def _require_no_sequence() -> None:
-    """Raise unless the caller was called outside of `SequentialLR`, which undoes its children's first steps and repeats them."""
+    """Raise unless outside of `SequentialLR`, which undoes its children's first steps and repeats them."""
     if is_sequence_calling(3):
         raise explain(
             UsageError,

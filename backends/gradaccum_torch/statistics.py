@@ -47,13 +47,11 @@ def as_told(loss: object) -> Told:
 
 
 def _one_nan(value: float) -> float:
-    """Return NaN as one object, so that equal results compare equal: tuples compare identity first."""
+    """Return NaN as one object, so that equal results compare equal."""
     return math.nan if value != value else float(value)
 
 
 class _Counted(NamedTuple):
-    """The micro-batches of a window and their losses."""
-
     total: float = 0.0
     """The sum of the losses that are read."""
     micro_batches: int = 0
@@ -94,7 +92,7 @@ class Statistics:
         self._open = _Counted()
 
     def counted(self, before: kit.State, weight: float, finite: bool, losses: Sequence[Told]) -> None:
-        """Count a micro-batch with the losses that were passed for it; `finite` is False if it was dropped."""
+        """Count a micro-batch with its losses; `finite` is False if it was dropped."""
         total, micro_batches, joined, unread, firsts = self._open
         if total != total:
             return  # NaN, and nothing makes it a number again.
@@ -109,14 +107,14 @@ class Statistics:
         self._open = _Counted(total, micro_batches + 1, joined, unread, firsts)
 
     def is_first(self, fields: kit.State) -> bool:
-        """True if the norm of the sum is wanted now, since it holds the window's first micro-batch alone."""
+        """True if the norm is wanted now, as the sum holds the first micro-batch alone."""
         return bool(kit.is_first(self._noise, fields))
 
     def first_seen(self, fields: kit.State, norm: float) -> None:
         self._noise = kit.Noise(*kit.first_seen(self._noise, fields, norm, kit.select))
 
     def groups_changed(self) -> None:
-        """Note that the sum is over other parameters than the first micro-batch's, so that the window says nothing about the noise."""
+        """Note that the window says nothing about the noise: its parameters changed."""
         if self._noise.first_weight:
             self._noise = self._noise._replace(first_square=math.inf)
 
@@ -133,7 +131,7 @@ class Statistics:
         return [self._total(micro_step), *(kit.noise_shares(self._noise, kit.select) if self.measures_noise else ())]
 
     def join(self, numbers: Sequence[float]) -> None:
-        """Take the `numbers` summed over all workers. After an update that raised this comes again."""
+        """Take the `numbers` summed over all workers; again after an update that raised."""
         if self._open.joined:
             return
         loss, *first = numbers
@@ -143,7 +141,7 @@ class Statistics:
         self._open = _Counted(loss, joined=True, firsts=int(firsts))
 
     def window_ended(self, ended: kit.State, options: kit.Options, grad_norm: float) -> None:
-        """End the window that was `ended` under these `options`; they say by what its losses are divided."""
+        """End the window that was `ended`; the `options` say by what its losses are divided."""
         if self.measures_noise:
             self._noise = kit.Noise(*kit.window_seen(self._noise, ended, grad_norm, self._options, kit.select, self._open.firsts))
         self._closed = (self._open if self._open.are_all(ended.micro_step) else _UNKNOWN), ended, options

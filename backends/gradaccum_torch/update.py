@@ -47,7 +47,7 @@ class Progress(Enum):
 
 
 class Update:
-    """The updates of one wrapped optimizer. Holds no strong reference to the wrapper, which owns this object."""
+    """The updates of one wrapped optimizer; no strong reference to the wrapper, which owns this object."""
 
     def __init__(self, wrapper: torch.optim.Optimizer, inner: torch.optim.Optimizer, parameters: Parameters) -> None:
         self._wrapper, self._inner, self._parameters = weakref.ref(wrapper), inner, parameters
@@ -56,10 +56,10 @@ class Update:
         _guard(self, inner)
 
     def make(self, strategy: Strategy, divisor: float, unclipped: float, strayed: bool) -> None:
-        """Run the inner optimizer once on the sum divided by `divisor`.
+        """Run the inner optimizer once on the sum divided by `divisor`, which without clipping is `unclipped`.
 
-        If something raises before the inner optimizer's ``step``, the sum is as it was. `unclipped` is the divisor without clipping;
-        `strayed`: the masters must first take over what something else wrote into the model.
+        If something raises before the inner optimizer's ``step``, the sum is as it was. `strayed`: the masters first take over what
+        something else wrote into the model.
         """
         self.progress = Progress.NOT_BEGUN
         if strayed:
@@ -78,7 +78,7 @@ class Update:
         self.progress = Progress.NOT_BEGUN
 
     def leave_half_made(self) -> None:
-        """Refuse to go on: a part of the parameters has an update that the others lack."""
+        """Refuse to go on: some parameters lack the update that others have."""
         self.progress = Progress.HALF_MADE
 
     def require_whole(self) -> None:
@@ -86,14 +86,13 @@ class Update:
             raise half_made_error()
 
     def rates(self) -> Rates:
-        """Return the learning rates of the first group and the last; a rate in a tensor by its version, without a wait for the device."""
+        """Return the learning rates of the first group and the last; a rate in a tensor by its version, without a wait."""
         groups = self._inner.param_groups
         first, last = groups[0].get("lr"), groups[-1].get("lr")
         return (first, last) if type(first) is type(last) is float else (_rate(first), _rate(last))
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Let the inner optimizer step inside the block."""
         before, self.progress = self.progress, Progress.RUNS
         try:
             yield
@@ -101,7 +100,7 @@ class Update:
             self.progress = before
 
     def _step(self, strategy: Strategy, divisor: float, unclipped: float) -> None:
-        """Run the inner optimizer's step between the wrapper's hooks; it runs its own hooks itself."""
+        """Run the inner optimizer's step, with its own hooks, between the wrapper's."""
         undivided, hooked, wrapper = strategy.undivided(), None, self._wrapper()
         assert wrapper is not None
         args: tuple[Any, ...] = (wrapper,)
@@ -134,7 +133,7 @@ _UPDATES: WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Update]] = WeakKe
 
 
 class _Guard:
-    """A hook before the inner optimizer's steps that refuses those which a living wrapper does not make."""
+    """A hook that refuses steps of the inner optimizer which a living wrapper does not make."""
 
     def __init__(self, update: weakref.ref[Update] | None = None) -> None:
         self._update = update
@@ -271,7 +270,6 @@ class Dividing:
 
 
 def _scale(divisor: float, parameter: Tensor | None) -> Tensor:
-    """Return `divisor` in float32, shape ``()``, on the parameter's device."""
     device = torch.device("cpu") if parameter is None else parameter.device
     if device.type == "cpu" and type(parameter) in _REAL:
         return operand(divisor, torch.float32)
@@ -318,7 +316,7 @@ def _table_of(register: Callable[[Callable[..., None]], RemovableHandle]) -> Tab
 
 
 def _table(register: str) -> Callable[[torch.optim.Optimizer], Table]:
-    """Return the table of hooks, empty for an optimizer that never calls ``Optimizer.__init__``, as torch_optimizer's Lookahead."""
+    """Return the table of hooks, empty for an optimizer that never calls ``Optimizer.__init__``."""
 
     def table(optimizer: torch.optim.Optimizer) -> Table:
         try:

@@ -59,26 +59,23 @@ class AccumulationCallback(Callback):  # type: ignore[misc]
         _require_no_average_per_micro_batch(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Output, batch_idx: int) -> None:
-        """Refuse a second accumulation, which Lightning's ``GradientAccumulationScheduler`` may enable between epochs."""
+        """Refuse a second accumulation, which a ``GradientAccumulationScheduler`` may enable between epochs."""
         self._delivered = False
         _require_no_second_accumulation(trainer)
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note that the batch has a loss."""
         self._delivered = True
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer) -> None:
-        """Count a batch without a loss with weight 0."""
         if pl_module.automatic_optimization and not self._delivered and isinstance(optimizer, AccumulatingOptimizer):
             optimizer.backward(torch.zeros(()), weight=0)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Output, batch: Output, batch_idx: int) -> None:
-        """Close the window after the last batch of the epoch; Lightning validates after this."""
         if trainer.is_last_batch or batch_idx + 1 == trainer.num_training_batches:
             _flush(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Close a window that is still open: the stream's length was unknown, or training stops in mid-epoch."""
+        """Close a window that is still open: the length was unknown, or training stops in mid-epoch."""
         _flush(trainer, pl_module)
 
 

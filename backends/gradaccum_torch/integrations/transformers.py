@@ -52,7 +52,7 @@ class AccumulationCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
         """The replacements that were called in the step under way."""
 
     def on_train_begin(self, args: Argument, state: Argument, control: Argument, **kwargs: Argument) -> None:
-        """Check the Trainer and replace its clipping, its backward pass and its count of items."""
+        """Check the Trainer and replace three of its methods."""
         require_trainer(self._trainer)
         self._replaced.close()  # An earlier run may have ended with an exception.
         self._weight, opt = None, unwrapped(self._trainer.optimizer)
@@ -64,7 +64,7 @@ class AccumulationCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
         self._replace(self._trainer, "get_batch_samples", partial(self._batch_samples, counted))
 
     def on_epoch_begin(self, args: Argument, state: Argument, control: Argument, **kwargs: Argument) -> None:
-        """Close a window that was saved open at the end of an epoch; see `on_epoch_end`."""
+        """Close a window that was saved open at the end of an epoch."""
         if float(state.epoch or 0).is_integer():
             self._flush()
 
@@ -89,11 +89,10 @@ class AccumulationCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
         self._norm.fill_(self._opt.result.grad_norm)
 
     def on_epoch_end(self, args: Argument, state: Argument, control: Argument, **kwargs: Argument) -> None:
-        """Close the window of an epoch that was broken off, or whose last batch the loader did not announce."""
+        """Close the window of an epoch that broke off, or whose last batch the loader did not announce."""
         self._flush()
 
     def on_train_end(self, args: Argument, state: Argument, control: Argument, **kwargs: Argument) -> None:
-        """Restore the Trainer's own methods."""
         self._replaced.close()
 
     @property
@@ -101,31 +100,29 @@ class AccumulationCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
         return unwrapped(self._trainer.optimizer)
 
     def _flush(self) -> None:
-        """Flush between two steps, where the Trainer does not move the scheduler; a gated one moves if an update was made."""
+        """Flush between two steps, where only a gated scheduler moves."""
         self._opt.flush()
         self._norm.fill_(self._opt.result.grad_norm)
         if isinstance(self._trainer.lr_scheduler, GatedScheduler):
             self._trainer.lr_scheduler.step()
 
     def _backward(self, loss: Tensor, **kwargs: Argument) -> None:
-        """Replace ``accelerator.backward``."""
         self._asked.add("accelerator.backward")
         self._opt.backward(loss, self._weight, **kwargs)
 
     def _window_norm(self, parameters: Argument, max_norm: float, norm_type: float = 2) -> Tensor:
-        """Replace ``accelerator.clip_grad_norm_``: clip nothing and return the norm of the window that the next step may close."""
+        """Clip nothing; return the norm of the window that the next step may close."""
         self._asked.add("accelerator.clip_grad_norm_")
         return self._norm
 
     def _batch_samples(self, counted: Argument, *args: Argument, **kwargs: Argument) -> tuple[Any, Any]:
-        """Replace ``trainer.get_batch_samples``: note the number of items in the mean of the micro-batch."""
+        """Note the number of items in the mean of the micro-batch."""
         samples, items = counted(*args, **kwargs)
         means = items is None or getattr(self._trainer, "loss_is_scaled_for_ga", None) is False
         self._weight = None if means else float(torch.as_tensor(items).flatten()[0])
         return samples, items
 
     def _replace(self, owner: Any, name: str, method: Argument) -> None:
-        """Set `method` on this object until the run ends."""
         if name in vars(owner):
             self._replaced.callback(setattr, owner, name, vars(owner)[name])
         else:
@@ -143,7 +140,6 @@ _OWN_ENGINES = {"DEEPSPEED", "MEGATRON_LM", "XLA"}
 
 
 def require_trainer(trainer: Trainer) -> None:
-    """Raise unless `trainer` leaves accumulation and clipping to its optimizer."""
     opt = unwrapped(trainer.optimizer)
     if not opt._options.separate_sums:
         found = "without it, and the Trainer clears .grad after each micro-batch"
@@ -155,11 +151,7 @@ def require_trainer(trainer: Trainer) -> None:
 
 
 def unwrapped(optimizer: Any) -> AccumulatingOptimizer:
-    """Return the wrapped optimizer, out of Accelerate's if necessary.
-
-    Raises:
-        ArgumentTypeError: it is not wrapped.
-    """
+    """Return the wrapped optimizer, out of Accelerate's if necessary; raise if it is not wrapped."""
     found = optimizer
     while not isinstance(found, AccumulatingOptimizer):
         if not hasattr(found, "optimizer"):

@@ -37,8 +37,7 @@ def run_divided(
 ) -> T:
     """Return ``run(division, agreed)``; if `division` leaves the size open, with the largest micro-batch that fits.
 
-    `run` calls ``agreed()`` when its last backward pass has ended, before it delivers anything. If anything raises, it puts back all that
-    it has moved, and raises that.
+    `run` calls ``agreed()`` after its last backward pass, before it delivers anything; if anything raises, it restores everything.
     """
     sizes = division.micro_batch_size
     if not isinstance(sizes, AutoMicroBatchSize):
@@ -66,7 +65,7 @@ def run_divided(
 
 
 def has_nothing_to_share(large: LargeBatch, optimizer: AccumulatingOptimizer | None) -> bool:
-    """True if `large` is empty and other workers share the window, and would wait for this worker."""
+    """True if `large` is empty and other workers would wait for this one."""
     return large.items == 0 and optimizer is not None and optimizer.whole_window().process_group is not None
 
 
@@ -85,8 +84,7 @@ def share_nothing(division: Division, optimizer: AccumulatingOptimizer) -> Tenso
 def key_of(function: Callable[..., Any], batch: Iterable[Any]) -> Hashable:
     """Return what a call's memory depends on: the loss function's code, and dtype, device and shape of the batch's tensors.
 
-    Lengths are rounded up to powers of two, so that not every length needs a search. A size that does not fit a longer sequence is halved,
-    and stays so.
+    Lengths are rounded up to powers of two. A size that does not fit a longer sequence is halved, and stays so.
     """
     while isinstance(function, partial):
         function = function.func
@@ -100,7 +98,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def _smaller(error: BaseException, size: int, sizes: AutoMicroBatchSize, vote: Vote) -> int:
-    """Return the size that all workers try next, or raise `error` if it is none of memory, or if a worker has no smaller size."""
+    """Return the size that all workers try next, or raise `error` if it is none of memory, or no size is left."""
     if isinstance(error, ElsewhereShortError):
         smaller = error.size
     elif vote.cast or not is_out_of_memory(error):
@@ -122,7 +120,7 @@ def _written_error() -> UsageError:
 
 
 def require_device(sizes: AutoMicroBatchSize, tensors: Iterable[Tensor]) -> None:
-    """Raise unless a device's allocator has the limit: a CPU's memory is the machine's, and the system kills who exceeds it."""
+    """Raise unless a device's allocator has the limit: where a CPU's memory runs out, the system kills."""
     if sizes.memory_limit is not None or all(each.is_cpu for each in tensors):
         fix = "On a CPU write a number of items. On a device leave memory_limit out: torch.cuda.set_per_process_memory_fraction limits it."
         found = "a batch and a model on the CPU" if sizes.memory_limit is None else f"memory_limit={sizes.memory_limit}"
@@ -139,7 +137,7 @@ FITS, RAISED = 2**31 - 1, -1
 
 
 class ElsewhereShortError(Exception):
-    """Another worker ran out of memory. The window restores everything, as after an error of its own."""
+    """Another worker ran out of memory."""
 
     def __init__(self, size: int) -> None:
         super().__init__(f"another worker ran out of memory; all go on with micro-batches of {size} items")
@@ -147,7 +145,7 @@ class ElsewhereShortError(Exception):
 
 
 class Vote:
-    """The vote of all workers on one attempt; a process without workers agrees at once."""
+    """The vote of all workers on one attempt."""
 
     def __init__(self, workers: dist.ProcessGroup | None) -> None:
         self._workers, self.cast = workers, False
@@ -157,7 +155,7 @@ class Vote:
             raise ElsewhereShortError(least)
 
     def least(self, said: int) -> int:
-        """Return the least number that a worker said; collective. Raise if another worker raised."""
+        """Return the least number that a worker said, or raise if another worker raised; collective."""
         self.cast = True
         if self._workers is None:
             return said
@@ -171,7 +169,7 @@ class Vote:
 
 
 def workers_of_call(optimizer: AccumulatingOptimizer | None) -> dist.ProcessGroup | None:
-    """Return the group that chooses together: the wrapped optimizer's, else the default process group; None: nobody else."""
+    """Return the group that chooses together: the optimizer's, else the default one; None: nobody else."""
     if optimizer is not None and (group := optimizer.whole_window().process_group) is not None:
         return group
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
@@ -179,7 +177,6 @@ def workers_of_call(optimizer: AccumulatingOptimizer | None) -> dist.ProcessGrou
 
 
 def _device(workers: dist.ProcessGroup) -> torch.device:
-    """Return the device on which the group reduces: NCCL reduces only tensors of its device."""
     if dist.get_backend(workers) in ("gloo", "mpi") or not torch.accelerator.is_available():
         return torch.device("cpu")
     return torch.device(str(torch.accelerator.current_accelerator()), torch.accelerator.current_device_index())

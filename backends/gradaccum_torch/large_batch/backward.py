@@ -1,7 +1,6 @@
 """``gradaccum_torch.backward``: the large batch's gradient and loss from one call, with the activations of one micro-batch.
 
-Each loss is differentiated with its share as the incoming gradient: no operation is added to the user's graph, and nothing is left to
-divide at the end.
+Each loss is differentiated with its share as the incoming gradient, so no operation is added to the user's graph.
 """
 
 from __future__ import annotations
@@ -53,32 +52,32 @@ def backward(
     statistics from each micro-batch, and a loss that couples items needs `gradaccum_torch.coupled_backward`.
 
     Every leaf that the loss reaches gets its gradient, a batch tensor too; its hooks run once per micro-batch and see its share.
-    Half-precision gradients are summed in float32 and cast once. The sum is added to ``.grad`` at the end. If something raises, Ctrl-C
-    included, ``.grad``, random states and buffers of modules in the closure of `loss_fn` are what they were.
+    Half-precision gradients are summed in float32 and cast once. If something raises, Ctrl-C included, ``.grad``, random states and buffers
+    of modules in the closure of `loss_fn` are what they were.
 
     Args:
         loss_fn: ``loss_fn(*micro_batch)`` returns a scalar loss, a real floating-point tensor of shape ``()``, or ``(loss, aux)`` if `aux`
-            is given. It must not call ``backward()`` itself.
-        batch: the arguments of `loss_fn` for the large batch: any nest of tuples, lists, dicts and dataclasses of tensors and arrays, cut
-            into views. A plain number, text or None is passed whole to each micro-batch.
-        steps: at most so many micro-batches, of ceil(items / steps) items; the last one may be smaller.
-        micro_batch_size: items of a micro-batch; ``"auto"`` or an `AutoMicroBatchSize` without a limit: the most that fit into the
-            memory of a device; when it runs out, the call starts over with half as many. All workers of the optimizer's group, or of the
-            default process group, make such a call together.
+            is given.
+        batch: any nest of tuples, lists, dicts and dataclasses of tensors and arrays, cut into views. A plain number, text or None is
+            passed whole.
+        steps: at most so many micro-batches, of ceil(items / steps) items.
+        micro_batch_size: items of a micro-batch; ``"auto"`` or an `AutoMicroBatchSize` without a limit: the most that fit into the memory
+            of a device; when it runs out, the call starts over with half as many. All workers of the optimizer's group, or of the default
+            process group, make such a call together.
         micro_batch_weight: consecutive items are packed up to this weight, by `weight`, an array.
         reduction: ``"mean"``: `loss_fn` returns a mean, and each counts by its weight; ``"sum"``: losses are added; ``"item_mean"``:
             `loss_fn` returns a sum, and the total is divided by the total weight. Default: the reduction of `optimizer`, else ``"mean"``.
-        weight: the weight of a micro-batch: a callable, ``weight(*micro_batch)``, called for all of them before the first one runs; or one
-            number per item, shape ``(items,)``, which are summed. Default: its number of items. Weight 0 adds nothing; where all have
-            weight 0, ``.grad`` stays as it is and the loss is 0.
-        axes: a prefix nest of `batch`: the batch axis of each leaf; None for what is passed whole; "items" for a list or tuple of items,
-            as ``axes=(0, "items")``. A list that may be as long as the batch needs it.
-        split: your own division: ``split(*batch)``, or ``split(*batch, steps=steps)``, returns the micro-batches, each a tuple of
-            arguments, or its only argument.
+        weight: a callable, ``weight(*micro_batch)``, called for all micro-batches before the first one runs; or one number per item, shape
+            ``(items,)``, which are summed. Default: the number of items. Weight 0 adds nothing; where all have weight 0, ``.grad`` stays as
+            it is and the loss is 0.
+        axes: a prefix nest of `batch`: the batch axis of each leaf; None for what is passed whole; "items" for a list or tuple of items, as
+            ``axes=(0, "items")``. A list that may be as long as the batch needs it.
+        split: your own division: ``split(*batch)``, or ``split(*batch, steps=steps)``, returns the micro-batches, each a tuple of arguments
+            or the only one.
         aux: a prefix nest of kinds, by which the aux merges per leaf: ``"sum"``, ``"mean"`` (over items), ``"weighted_mean"``, ``"max"``,
             ``"min"``, ``"concatenate"``. Leaves are detached.
-        optimizer: an optimizer wrapped with ``steps=None``. The micro-batches are then its window, which the call closes with one update;
-            see ``optimizer.result``. If a step pre-hook raises, the window stays full, as after ``flush()``.
+        optimizer: wrapped with ``steps=None``. The micro-batches are its window, which the call closes with one update; if a step pre-hook
+            raises, it stays full.
 
     Returns:
         The loss, detached, shape ``()``, in the dtype of `loss_fn`'s; or ``(loss, aux)``. With several workers it is this worker's; a
@@ -106,7 +105,7 @@ def backward(
 
 
 class _Call:
-    """One checked call. `run` leaves everything as it was if it raises, so it can start over with another size."""
+    """One checked call, whose `run` leaves everything as it was if it raises."""
 
     def __init__(self, loss_fn: Callable[..., Any], large: LargeBatch, reduction: str | None, aux: kit.Nest, optimizer: object) -> None:
         require_function("loss_fn", loss_fn)

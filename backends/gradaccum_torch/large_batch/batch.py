@@ -1,6 +1,6 @@
 """The large batch and its micro-batches: consecutive items along each leaf's batch axis, as views of the user's own tensors.
 
-All micro-batches are listed before the first one runs: their weights must be known by then, and views take no memory.
+All are listed before the first one runs: their weights must be known by then.
 """
 
 from __future__ import annotations
@@ -67,7 +67,6 @@ class LargeBatch:
         return {tensor.device for tensor in self.tensors()}
 
     def _wanted(self) -> list[kit.Nest]:
-        """Return the user's axis for each leaf; one number is that of all."""
         return [self._axes] * len(self._leaves) if isinstance(self._axes, int) else kit.spread(self._axes, self._batch, "axes")
 
     def _weighed(self, given: Sequence[tuple[Any, ...]], items: Sequence[int | None], cuts: Sequence[kit.Cut] | None) -> list[MicroBatch]:
@@ -86,7 +85,6 @@ class LargeBatch:
         return wholes
 
     def _items_of(self, arguments: tuple[Any, ...]) -> int | None:
-        """Return the length that all leaves share along their batch axes; None if none is split."""
         marked, _ = kit.mark_lists(arguments, self._axes)
         pairs = zip(kit.leaves_of(marked, "batch"), kit.spread(self._axes, marked, "axes"), strict=True)
         lengths = {length_of(leaf.value, axis) for leaf, wanted in pairs if (axis := _axis_or_none(leaf.value, wanted)) is not None}
@@ -94,7 +92,7 @@ class LargeBatch:
 
 
 def _own(split: Split, batch: tuple[Any, ...], steps: int | None) -> list[tuple[Any, ...]]:
-    """Return what the user's `split` returns; anything but a plain tuple is the only argument of its micro-batch."""
+    """Return the micro-batches of the user's `split`, each as a tuple of arguments."""
     made: Any = split if not callable(split) else split(*batch) if steps is None else split(*batch, steps=steps)
     if not isinstance(made, Iterable) or isinstance(made, Tensor):
         fix = "Return a list of tuples of arguments: split=lambda x, y: list(zip(x.split(4), y.split(4)))."
@@ -137,7 +135,7 @@ def length_of(value: Any, axis: int) -> int:
 
 
 def _pieces(value: Any, axis: int | None, cuts: Sequence[kit.Cut]) -> Sequence[Any]:
-    """Return the items of each cut: views of a tensor or an array, or the value itself if it is passed whole."""
+    """Return the items of each cut, as views; without an axis the value itself."""
     if axis is None:
         return [value] * len(cuts)
     if isinstance(value, Tensor) and not value.requires_grad:
@@ -193,7 +191,6 @@ class Weights:
     def __init__(self, given: Weight, items: int | None) -> None:
         self._of_micro_batch = given if callable(given) else None
         self.per_item = None if given is None or callable(given) else _per_item(given, items)
-        """Each item's, if they were given so."""
 
     def of(self, given: Sequence[tuple[Any, ...]], items: Sequence[int | None], cuts: Sequence[kit.Cut] | None) -> list[float]:
         if self._of_micro_batch is not None:
@@ -217,7 +214,6 @@ def _per_item(given: Any, items: int | None) -> list[float]:
 
 
 def _checked(weights: list[Any]) -> list[float]:
-    """Return `weights` as floats; tensors come from the device together."""
     tensors = [place for place, value in enumerate(weights) if isinstance(value, Tensor)]
     for place in tensors:
         if weights[place].numel() != 1 or weights[place].is_complex():
@@ -261,7 +257,7 @@ def shares_of(weights: Sequence[float], options: kit.Options) -> Shares:
 
 
 def evaluated(loss_fn: Callable[..., Any], micro_batch: MicroBatch, *, has_aux: bool) -> tuple[Tensor, kit.Nest]:
-    """Return the loss, a real scalar tensor of shape ``()``, and the aux of one micro-batch."""
+    """Return the loss, a real tensor of shape ``()``, and the aux of one micro-batch."""
     returned = loss_fn(*micro_batch.arguments)
     if has_aux != (isinstance(returned, tuple) and len(returned) == 2):
         shape = f"a tuple of {len(returned)}" if isinstance(returned, tuple) else f"a {type(returned).__name__}"
@@ -278,7 +274,7 @@ def evaluated(loss_fn: Callable[..., Any], micro_batch: MicroBatch, *, has_aux: 
 
 
 def large_batch_loss(losses: Sequence[Tensor], shares: Shares) -> Tensor:
-    """Return the large batch's loss in the dtype of `losses`, summed in float32 at least; 0 where no micro-batch counts."""
+    """Return the large batch's loss in the dtype of `losses`, summed in float32 at least; 0 if nothing counts."""
     dtype = losses[0].dtype
     wide = torch.float32 if dtype in HALF else dtype
     counted = [(loss.to(wide), factor / shares.divisor) for loss, factor in zip(losses, shares.contributions, strict=True) if factor]
@@ -311,8 +307,6 @@ _OPS = _Ops()
 
 
 class _Sums(NamedTuple):
-    """The aux of the micro-batches so far, leaf by leaf."""
-
     nest: kit.Nest
     paths: list[str]
     kinds: list[str]
@@ -322,7 +316,7 @@ class _Sums(NamedTuple):
 
 
 class Merged:
-    """The aux of the micro-batches seen so far."""
+    """The merged aux of the micro-batches so far."""
 
     def __init__(self, declared: kit.Nest) -> None:
         self._declared = declared
@@ -330,7 +324,7 @@ class Merged:
         require_kinds(declared)
 
     def add(self, aux: kit.Nest, micro_batch: MicroBatch) -> None:
-        """Merge one micro-batch's aux; leaves are tensors of any dtype or Python numbers, and are detached."""
+        """Merge one micro-batch's aux: tensors of any dtype, or Python numbers; all are detached."""
         leaves = kit.leaves_of(aux, "aux")
         paths, sums = [leaf.path for leaf in leaves], self._sums
         kinds = kit.kinds_of(self._declared, aux) if sums is None else sums.kinds

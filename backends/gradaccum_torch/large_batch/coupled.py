@@ -1,8 +1,7 @@
 """``gradaccum_torch.coupled_backward``: a loss that couples all items (contrastive, covariance, load balance), one micro-batch at a time.
 
-The mean of such a loss over micro-batches is another loss. So the first pass computes all outputs without gradients. The loss of all
-outputs is differentiated once, with respect to the outputs and to its own parameters, such as a temperature. The second pass computes each
-micro-batch again, with the same random numbers and buffers, and passes the outputs' gradient on.
+The first pass computes all outputs without gradients. The loss of all outputs is differentiated once, with respect to the outputs and to
+its own parameters, such as a temperature. The second pass computes each micro-batch again, and passes the outputs' gradient on.
 """
 
 from __future__ import annotations
@@ -40,9 +39,9 @@ def coupled_backward(
 ) -> Tensor:
     """Add the gradient of ``loss_fn(outputs_fn(*batch))`` to ``.grad``, one micro-batch at a time, and return the loss.
 
-    `outputs_fn` runs twice per micro-batch, and must return the same both times, up to rounding. Random states (Python's, NumPy's,
-    torch's, and those of generators that the functions close over) and buffers are restored for the second run, so that dropout draws the
-    same numbers, and a batch norm's statistics move as in one pass.
+    `outputs_fn` runs twice per micro-batch, and must return the same both times, up to rounding. Random states (Python's, NumPy's, torch's,
+    and those of generators that the functions close over) and buffers are restored for the second run; a batch norm's statistics move as in
+    one pass.
 
     Args:
         outputs_fn: ``outputs_fn(*micro_batch)`` returns a nest of tensors, which are concatenated along their leading axis: one row per
@@ -52,7 +51,7 @@ def coupled_backward(
         steps: as there.
         micro_batch_size: as there.
         micro_batch_weight: as there.
-        weight: each item's, shape ``(items,)``; only to pack by `micro_batch_weight`, since a micro-batch counts by its outputs alone.
+        weight: each item's, shape ``(items,)``; only to pack by `micro_batch_weight`.
         axes: as there.
         split: as there.
         optimizer: as there. A loss scale multiplies the gradients of the outputs and of the loss's own parameters.
@@ -87,7 +86,7 @@ def coupled_backward(
 
 
 class _CoupledCall:
-    """One checked call. `run` leaves everything as it was if it raises, so it can start over with another size."""
+    """One checked call, whose `run` leaves everything as it was if it raises."""
 
     def __init__(self, outputs_fn: Callable[..., Any], loss_fn: Callable[..., Any], large: LargeBatch, optimizer: object) -> None:
         require_function("outputs_fn", outputs_fn)
@@ -158,12 +157,11 @@ class CoupledInGrad(Gradients):
     """The coupler into ``.grad``."""
 
     def differentiate(self, loss: Tensor, outputs: Sequence[Tensor]) -> None:
-        """Leave the gradient of `loss`, scaled if there is a scale, in ``.grad`` of `outputs`, and collect that of other leaves."""
+        """Leave the gradient of `loss` in ``.grad`` of `outputs`, and collect that of other leaves."""
         self.leave(outputs)
         self.add([loss], [torch.ones_like(loss)])
 
     def add(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-        """Collect the parameters' gradients from the `gradients` of a micro-batch's `outputs`."""
         if outputs:
             self.reach(*outputs)
             self.backward(outputs, gradients)
@@ -202,17 +200,13 @@ Coupler = CoupledInGrad | CoupledInWindow
 
 
 class _Taken(NamedTuple):
-    """The outputs of one micro-batch in the first pass."""
-
     nest: Nest
     paths: list[str]
-    """Of the leaves."""
     rows: list[Tensor]
-    """The leaves, without graphs."""
 
 
 def _taken(outputs: Nest, before: Sequence[_Taken]) -> _Taken:
-    """Take the outputs of the next micro-batch: tensors with a leading axis, in any nest."""
+    """Take the outputs of the next micro-batch: any nest of tensors with a leading axis."""
     leaves = leaves_of(outputs, "outputs")
     paths = [leaf.path for leaf in leaves]
     _require_paths(leaves, before[0].paths if before else paths)
@@ -221,7 +215,7 @@ def _taken(outputs: Nest, before: Sequence[_Taken]) -> _Taken:
 
 
 class Outputs:
-    """The outputs of the first pass: differentiated as a whole, handed out in the second pass. They free what was `taken`."""
+    """The outputs of the first pass: differentiated as a whole, handed out in the second pass."""
 
     def __init__(self, taken: list[_Taken]) -> None:
         self._nest, self._paths, _ = taken[0]
@@ -235,14 +229,13 @@ class Outputs:
         """Scalars, bool: a leaf came out differently in the second pass."""
 
     def whole(self) -> Nest:
-        """Return the outputs of all items, requiring gradients where possible."""
         return with_leaves(self._nest, iter(self._leaves))
 
     def leaves(self) -> list[Tensor]:
         return self._leaves
 
     def require_untouched(self) -> None:
-        """Raise unless the user's loss function has left differentiating to this call."""
+        """Raise unless the user's loss function left differentiating to this call."""
         if any(leaf.grad is not None for leaf in self._leaves):
             raise touched_error()
 
@@ -289,7 +282,7 @@ def _rows(leaf: Leaf) -> Tensor:
 
 
 def _differs(first: Tensor, again: Tensor) -> Any:
-    """True if more than half of the digits are lost, as a scalar bool; False where either is inf or NaN, as a loss scale may cause."""
+    """True if more than half of the digits are lost, as a scalar bool; False where either is inf or NaN."""
     if not (first.is_floating_point() or first.is_complex()):
         return (first != again).any()
     bound = math.sqrt(torch.finfo(first.dtype).eps)

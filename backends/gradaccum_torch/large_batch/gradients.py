@@ -1,7 +1,7 @@
 """The growing gradient of the large batch, in the ``.grad`` of every leaf that the loss reaches.
 
-Autograd adds micro-batch to micro-batch in ``.grad``. What was there before is kept aside: the large batch's gradient is added to it at the
-end, and after an error it is restored. Half-precision gradients move into float32 sums as autograd produces them.
+Autograd adds micro-batch to micro-batch there. What was there before is kept aside, and added at the end or restored after an error.
+Half-precision gradients move into float32 sums as autograd produces them.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Gradients:
         """`deliver` has come to its end, even if an interrupt came meanwhile."""
 
     def expect(self, leaves: Iterable[Tensor]) -> None:
-        """Collect the gradients of `leaves` if they get one; those of a wrapped optimizer are left to it."""
+        """Collect the gradients of `leaves`, except those of a wrapped optimizer."""
         self._take(leaf for leaf in leaves if not is_watched(leaf))
 
     def reach(self, *tensors: Tensor) -> None:
@@ -60,7 +60,6 @@ class Gradients:
         self.take(leaves_of_graph(tensors, self._nodes))
 
     def take(self, leaves: Sequence[Tensor]) -> None:
-        """Collect the gradients of `leaves`."""
         new = [leaf for leaf in leaves if id(leaf) not in self._known]
         for leaf in new:
             if is_watched(leaf):
@@ -77,7 +76,6 @@ class Gradients:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Restore every gradient if the block raises."""
         try:
             yield
         except BaseException:
@@ -100,30 +98,29 @@ class Gradients:
         return bool(self._before)
 
     def are_half(self) -> bool:
-        """True if some are summed in a wider dtype, and so divided as they are cast at the end."""
+        """True if some are summed in a wider dtype, and divided as they are cast at the end."""
         return any(gradient_dtype(leaf) in HALF for leaf in self._before)
 
     def backward(self, tensors: Sequence[Tensor], seeds: Sequence[Tensor]) -> None:
-        """Add the gradient of the sum of ``tensor * seed``, of one shape and dtype; every leaf of the graphs must be reached."""
+        """Add the gradient of the sum of ``tensor * seed``, of one shape and dtype, to leaves that were reached."""
         torch.autograd.backward(tuple(tensors), tuple(seeds))
         self.note()
 
     def note(self) -> None:
-        """Take ``.grad`` as the result of this call so far, and copy memory that is not the leaf's own."""
+        """Take ``.grad`` as the result so far, and copy memory that is not the leaf's own."""
         for leaf in self._first:
             keep_own(leaf)
         self._first = [leaf for leaf in self._first if leaf.grad is None]
         self._noted = self._marks()
 
     def require_untouched(self) -> None:
-        """Raise unless the user's functions have left ``.grad`` alone."""
         if self._marks() != self._noted:
             raise touched_error()
 
     def deliver(self, divisor: float) -> None:
         """Divide the sums, and add them to what was in ``.grad``; a leaf that no micro-batch used keeps what it had.
 
-        What may lack memory comes before the first addition, and an interrupt waits until the last one is made.
+        What may lack memory comes first, and an interrupt waits until the last addition is made.
         """
         with torch.no_grad():
             self._finish(divisor)
@@ -140,7 +137,7 @@ class Gradients:
         return nullcontext()
 
     def part(self, number: int, belongs: Callable[[Tensor], bool]) -> None:
-        """Update the parameters that `belongs` is true of, and free their sums, if there is an update to be made: here there is none."""
+        """Update the parameters that `belongs` is true of, if there is an update to be made: here there is none."""
 
     def numbers(self) -> list[dict[str, Any]]:
         return []
@@ -172,7 +169,7 @@ class Gradients:
         self._noted, self._first = [], []
 
     def _marks(self) -> list[Mark | None]:
-        """Return the marks of the leaves, in one call for all, as it is made twice per micro-batch."""
+        """Return the marks of the leaves, in one call for all."""
         wide, marks = self._wide, list[Mark | None]()
         for leaf in self._before:
             held = wide.get(leaf, leaf.grad) if wide else leaf.grad
@@ -181,7 +178,7 @@ class Gradients:
 
 
 def _give_back(pairs: Sequence[tuple[Tensor, Tensor, int]]) -> None:
-    """Add each gradient to the earlier one of that version; a second run resumes where the first was interrupted."""
+    """Add each gradient to the earlier one of that version; a second run resumes the first."""
     for leaf, before, noted in pairs:
         if leaf.grad is not None and leaf.grad is not before and version(before) == noted:
             add(before, leaf.grad)
@@ -189,7 +186,7 @@ def _give_back(pairs: Sequence[tuple[Tensor, Tensor, int]]) -> None:
 
 
 def leaves_of_graph(tensors: Iterable[Tensor], passed: set[Node]) -> list[Tensor]:
-    """Return the leaves that a backward pass through `tensors` would reach, except through `passed` nodes, to which new ones are added."""
+    """Return the leaves that a backward pass through `tensors` reaches, except through `passed` nodes; add new ones to these."""
     given = list(tensors)
     leaves = [tensor for tensor in given if tensor.grad_fn is None and tensor.requires_grad]
     waiting: list[Node] = [tensor.grad_fn for tensor in given if tensor.grad_fn is not None]
@@ -236,14 +233,14 @@ untraced(_move)
 
 
 class InWindow:
-    """The next window of a wrapped optimizer, which the call closes; the other destination, `Gradients`, has the same face."""
+    """The next window of a wrapped optimizer, which the call closes; it has the face of `Gradients`."""
 
     delivered = False
     """Before the window is flushed an error makes it forgotten."""
 
     @property
     def by_parts(self) -> bool:
-        """True if a part of the parameters can be updated before the sum of the others is there."""
+        """True if some parameters can be updated before the sum of the others is there."""
         return not measures(self._window.options)
 
     def __init__(self, optimizer: AccumulatingOptimizer) -> None:
@@ -273,7 +270,7 @@ class InWindow:
         return self._window.adding()
 
     def backward(self, tensors: Sequence[Tensor], seeds: Sequence[Tensor]) -> None:
-        """Add the gradient of the sum of ``tensor * seed`` inside of `adding`; every leaf of the graphs must be reached."""
+        """Add the gradient of the sum of ``tensor * seed`` inside of `adding`."""
         torch.autograd.backward(tuple(tensors), tuple(seeds))
         self._others.note()
 
@@ -281,12 +278,12 @@ class InWindow:
         self._window.part(number, belongs)
 
     def numbers(self) -> list[dict[str, Any]]:
-        """Return the numbers that the inner optimizer keeps for each of its groups."""
+        """Return the numbers that the inner optimizer keeps for each group."""
         groups = self._optimizer.param_groups
         return [{name: value for name, value in group.items() if isinstance(value, int | float)} for group in groups]
 
     def reach(self, *tensors: Tensor) -> None:
-        """Collect the leaves that a backward pass through `tensors` reaches beside the window's own."""
+        """Collect the leaves of `tensors` beside the window's own."""
         self._others.pass_by(self._window.unsharded())
         self._others.reach(*tensors)
 
@@ -312,7 +309,6 @@ class LossesInGrad(Gradients):
         """The divisor that the incoming gradients have already; what is left of it divides the sum at the end."""
 
     def add(self, loss: Tensor, weight: float, contribution: float) -> None:
-        """Differentiate the loss of a micro-batch, shape ``()``."""
         if contribution:
             self.reach(loss)
             if self._unit is None:
@@ -320,13 +316,12 @@ class LossesInGrad(Gradients):
             self.backward([loss], [torch.full_like(loss, contribution / self._unit, requires_grad=False)])
 
     def close(self) -> None:
-        """Deliver the gradients after the last micro-batch."""
         self.deliver(1.0 if self._unit is None else self._shares.divisor / self._unit)
 
     def _unit_for(self, loss: Tensor) -> float:
         """Return the whole divisor, so that no pass over the sums is needed.
 
-        Half-precision gradients are divided as the wide sums are cast; there the largest micro-batch begins with 1, against underflow.
+        Half-precision gradients begin with 1 for the largest micro-batch, against underflow, and are divided as the wide sums are cast.
         """
         if self.are_half() or loss.dtype in (torch.float16, torch.bfloat16):
             return max(self._shares.contributions)
@@ -334,7 +329,7 @@ class LossesInGrad(Gradients):
 
 
 class LossesInWindow(InWindow):
-    """The collector into the next window of a wrapped optimizer, which it closes."""
+    """The collector into the next window of a wrapped optimizer."""
 
     def __init__(self, optimizer: AccumulatingOptimizer, shares: Shares) -> None:
         super().__init__(optimizer)
@@ -356,7 +351,7 @@ Collector = LossesInGrad | LossesInWindow
 
 @contextmanager
 def delivering(destination: Gradients | InWindow, reached: Reached, devices: Iterable[torch.device]) -> Iterator[Before]:
-    """Make the update after the block. If something raises, restore gradients, random states and the buffers of modules in `reached`."""
+    """Make the update after the block; if something raises, restore gradients, random states and buffers."""
     before = Before(reached, devices)
     try:
         with destination.kept():
@@ -394,7 +389,7 @@ def require_coupled_optimizer(optimizer: object) -> AccumulatingOptimizer:
 
 
 def require_layered_optimizer(optimizer: object, reduction: str | None) -> None:
-    """Raise unless `optimizer` can take a window whose micro-batches are complete together, at its end."""
+    """Raise unless `optimizer` can take a window whose micro-batches are complete together."""
     require_optimizer(optimizer, reduction)
     for name in require_coupled_optimizer(optimizer).whole_window().bound_to_micro_batches():
         found, fix = f"one with {name}=", f"Leave {name} out, or call gradaccum_torch.backward."

@@ -1,7 +1,6 @@
 """Random states and module buffers, noted before a forward pass and restored after an error.
 
-The modules of a loss function are found in its cells, globals, defaults, ``self`` and partial arguments; one from elsewhere (a registry) as
-it is called, by `Before.noting`.
+The modules of a loss function are found in its cells, globals, defaults, ``self`` and partial arguments; others as they are called.
 """
 
 from __future__ import annotations
@@ -108,11 +107,9 @@ class RandomState:
         return self._values() != self.again()._values()
 
     def again(self) -> RandomState:
-        """Return the states of the same generators as they are now."""
         return RandomState(self._devices, [generator for generator, _ in self._generators])
 
     def _values(self) -> list[object]:
-        """Return the states as values that can be compared."""
         numbers = [each.tobytes() if hasattr(each, "tobytes") else each for each in self._numpy or ()]
         tensors = self._cpu, *self._others, *(state for _, state in self._generators)
         return [self._python, numbers, *(each.numpy().tobytes() for each in tensors)]
@@ -163,7 +160,7 @@ class Before:
     def noting(self) -> Iterator[None]:
         """Note each module that is called in the block and was not reached, as it is before that call.
 
-        Not beside a module that `torch.compile` made, which warns of every global hook; nor inside compiled code, where no call is seen.
+        Not beside a module of `torch.compile`, which warns of every global hook; nor inside compiled code.
         """
         if any(hasattr(module, "_orig_mod") for module in self._reached.modules):
             yield

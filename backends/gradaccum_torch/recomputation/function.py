@@ -20,7 +20,7 @@ from gradaccum_torch.private import buffers_of, is_sharded, parameters_of, versi
 
 
 class Recomputed:
-    """A recomputed `function`. A copy or a pickle holds a copy of it, so that a bound method stays that of its own object's copy."""
+    """A recomputed `function`. A copy or a pickle holds a copy of it, so that a bound method stays its object's."""
 
     def __init__(self, function: Callable[..., Any], preserve_rng_state: bool) -> None:
         self._function, self._preserve_rng_state = function, preserve_rng_state
@@ -34,7 +34,7 @@ class Recomputed:
 
     @functools.cached_property
     def _modules(self) -> list[nn.Module]:
-        """The modules that the function reaches at its first call; `Surroundings` finds a later one as it is called."""
+        """The modules that the function reaches at its first call."""
         return reached_by(self._function).modules
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -65,7 +65,7 @@ def run(
     """Call ``function(*args, **kwargs)``, keeping none of its activations.
 
     Raises:
-        UsageError: `function` changed an argument in place, so that the second run would find another one.
+        UsageError: `function` changed an argument in place.
     """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
@@ -150,12 +150,11 @@ class Surroundings:
                 self._note(each)
 
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """Return the contexts of the forward pass and of its replay."""
         return self._noting(), _Anew(self._replaying)
 
     @contextmanager
     def _noting(self) -> Iterator[None]:
-        """Note each further module before its first call in the forward pass; drop copies of what did not change."""
+        """Note each further module before its first call; drop copies of what did not change."""
         thread = threading.get_ident()
 
         def note(module: nn.Module, _: object) -> None:
@@ -173,7 +172,7 @@ class Surroundings:
 
     @contextmanager
     def _replaying(self) -> Iterator[None]:
-        """Restore the modules of the forward pass for its second run, and their present state afterwards.
+        """Restore the modules for the second run, and their present state afterwards.
 
         Raises:
             UsageError: a parameter, or a large buffer, was changed since the forward pass.

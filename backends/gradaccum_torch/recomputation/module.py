@@ -36,15 +36,15 @@ def recompute(
     ``train()`` or ``eval()`` mode of the first. BatchNorm's statistics move once. Hooks of submodules inside run twice. Under
     `torch.compile` the compiler recomputes, and random numbers are its own; only ``backend="eager"`` draws new ones.
 
-    A module stays the same object, with the same parameters and keys of its ``state_dict()``: only its ``forward`` is replaced.
+    A module stays the same object, with the same ``state_dict()``: only its ``forward`` is replaced.
 
     Args:
-        function: a function of tensors, or nests of them, or a module. Of an `nn.Sequential` segments are recomputed, of any other module
-            the whole forward pass.
-        segments: parts of equal length to cut an `nn.Sequential` into, about the square root of its length by default. The memory is
-            that of all segments' inputs and the activations of one.
-        submodules: the submodules to recompute, as names of ``named_modules()`` or themselves, such as ``model.layers``.
-        preserve_rng_state: with False the second run draws other random numbers, which is right, and faster, only where none are drawn.
+        function: a function of tensors, or nests of them, or a module. Of an `nn.Sequential` segments are recomputed, of another module
+            all.
+        segments: equal parts to cut an `nn.Sequential` into, about the square root of its length by default. The memory is that of all
+            segments' inputs and the activations of one.
+        submodules: names of ``named_modules()``, or modules, such as ``model.layers``.
+        preserve_rng_state: False, which is faster, is right only where no random numbers are drawn.
 
     Raises:
         ArgumentTypeError: `function` cannot be called, or an argument is of the wrong type.
@@ -82,7 +82,7 @@ def recompute(
 
 
 class _Whole:
-    """The replacement of ``module.forward`` that recomputes all of it; it calls an instance's own ``forward``."""
+    """The replacement of ``module.forward`` that recomputes all of an instance's own ``forward``."""
 
     def __init__(self, module: nn.Module, preserve_rng_state: bool) -> None:
         self._module, self._preserve_rng_state = module, preserve_rng_state

@@ -1,7 +1,4 @@
-"""The arithmetic of a window's sum: its dtype, adding, dividing, casting to a narrower dtype, and its norm.
-
-These functions take plain tensors, so that both places of a sum (``.grad`` or a buffer) use the same code.
-"""
+"""The arithmetic of a window's sum, in ``.grad`` or in buffers: its dtype, adding, dividing, casting and its norm."""
 
 from __future__ import annotations
 
@@ -31,7 +28,7 @@ def gradient_dtype(parameter: Tensor) -> torch.dtype:
 
 
 def sum_dtype(parameter: Tensor, accumulate_dtype: torch.dtype | None) -> torch.dtype:
-    """Return the dtype of the sum: by default float32 for float16 and bfloat16, else the gradient's own; complex stays."""
+    """Return the dtype of the sum: by default float32 for half precision, else the gradient's own; complex stays."""
     own = gradient_dtype(parameter)
     if own.is_complex:
         return own
@@ -50,14 +47,14 @@ def fits(gradient: Tensor, divisor: float, dtype: torch.dtype) -> bool:
 
 @torch.no_grad()
 def narrowed(gradient: Tensor, divisor: float, dtype: torch.dtype) -> Tensor:
-    """Return `gradient` / `divisor` in another dtype, divided in the wider of the two, in place where that is its own."""
+    """Return `gradient` / `divisor` in another dtype, divided in the wider one, in place where that is its own."""
     gradient = gradient.to(torch.promote_types(gradient.dtype, dtype))
     divide([gradient], divisor)
     return gradient.to(dtype)
 
 
 def divide(gradients: Sequence[Tensor], divisor: float) -> None:
-    """Divide in place; no pass over the gradients for a divisor of 1."""
+    """Divide in place, unless `divisor` is 1."""
     if divisor == 1:
         return
     with without_graph(gradients):
@@ -91,7 +88,7 @@ def add(held: Tensor, gradient: Tensor) -> Tensor:
 
 
 def add_together(totals: Sequence[Tensor], gradients: Sequence[Tensor]) -> bool:
-    """Add all `gradients` to the `totals` in one call; return False, and add none, if some are of another kind than plain dense tensors."""
+    """Add all `gradients` to the `totals` in one call; return False, and add none, unless all are plain and dense."""
     kinds = {*map(DTYPE, totals), *map(DTYPE, gradients)}, {*map(type, totals), *map(type, gradients)}
     special = any(map(IS_SPARSE, gradients)) or any(map(REQUIRES_GRAD, gradients)) or any(map(IS_SPARSE, totals))
     if special or len(kinds[0]) > 1 or kinds[1] != {Tensor}:
@@ -148,7 +145,7 @@ UNMEASURED = Measured(math.nan, True, [])
 def measure(gradients: Sequence[Tensor], notes: Sequence[Tensor] = ()) -> Measured:
     """Return the global 2-norm, and whether every element is finite, with one wait for the device while the norm is finite.
 
-    Squares of large elements overflow, and squares of small ones vanish. There the norm is taken of the elements scaled by the largest.
+    Where squares overflow or vanish, the norm is taken of the elements scaled by the largest.
     """
     with without_graph(gradients):
         tensors = dense_parts(gradients)
@@ -175,7 +172,7 @@ def largest(gradients: Sequence[Tensor]) -> float:
 
 
 def norms_of(tensors: Sequence[Tensor], order: float = 2.0) -> list[Tensor]:
-    """Return norms of shape ``()`` whose norm is that of all `tensors`: one per tensor, or one for all that are split the same way."""
+    """Return norms of shape ``()`` whose norm is that of all `tensors`: one per tensor, or one for tensors split the same way."""
     norms: list[Tensor] = []
     for group in together(tensors):
         if type(group[0]) is Tensor or not is_sharded(group[0]):
@@ -196,7 +193,7 @@ def norms_in_few_calls(tensors: list[Tensor]) -> list[Tensor]:
 def _scaled_norm(tensors: Sequence[Tensor], peak: float) -> float:
     """Return the global 2-norm of `tensors`, scaled by their largest magnitude `peak`.
 
-    The scale is two powers of two, which round nothing: beyond 2^126 a reciprocal loses bits, and for the smallest numbers it is inf.
+    Two powers of two scale without rounding: a reciprocal of `peak` may lose bits or be inf.
     """
     exponent = math.frexp(peak)[1] - 1
     half, rest = 2.0 ** -(exponent // 2), 2.0 ** (exponent // 2 - exponent)
@@ -205,7 +202,7 @@ def _scaled_norm(tensors: Sequence[Tensor], peak: float) -> float:
 
 
 def _fetch(norms: Sequence[Tensor], notes: Sequence[Tensor] = ()) -> list[float]:
-    """Return the norm of all tensors from the norm of each, in float64, and then the notes, with one wait for the device."""
+    """Return the norm of all tensors from each one's, in float64, and the notes, with one wait for the device."""
     scalars = [*norms, *notes]
     read: list[float] = [scalars[0].item()] if len(scalars) == 1 else side_by_side(scalars).tolist() if scalars else []
     return [math.hypot(*read[: len(norms)]), *read[len(norms) :]]
@@ -218,7 +215,7 @@ def _whole(norms: list[Tensor], order: float) -> Tensor:
 
 
 def _whole_peak(tensors: list[Tensor]) -> Tensor:
-    """Return the largest magnitude of tensors split over processes, inf for NaN, with one reduction; a process may have an empty part."""
+    """Return the largest magnitude of tensors split over processes, inf for NaN, with one reduction."""
     from torch.distributed.tensor import DTensor, Partial
 
     parts = [part for part in map(local, tensors) if part.numel()]
@@ -243,7 +240,7 @@ def dense_parts(gradients: Sequence[Tensor]) -> list[Tensor]:
 
 
 def coalesced(gradient: Tensor) -> Tensor:
-    """Return `gradient` with each row of a sparse one held once: the norm of rows held twice is not that of their sum."""
+    """Return `gradient` with each row of a sparse one held once."""
     return gradient.coalesce() if gradient.is_sparse else gradient
 
 
@@ -251,21 +248,18 @@ _AS_IT_IS = nullcontext()
 
 
 def without_graph(tensors: Sequence[Tensor]) -> AbstractContextManager[object]:
-    """Compute without a graph inside the block. Most gradients have none, and then nothing is switched."""
+    """Compute without a graph inside the block; nothing is switched if there is none."""
     return torch.no_grad() if any(map(REQUIRES_GRAD, tensors)) else _AS_IT_IS
 
 
 @lru_cache(maxsize=8)
 def operand(number: float, dtype: torch.dtype) -> Tensor:
-    """Return `number` as a cached CPU tensor, shape ``()``, never to be written into.
-
-    Most windows have the divisor of the one before, and making a tensor takes longer than dividing a small one.
-    """
+    """Return `number` as a cached CPU tensor, shape ``()``, never to be written into: making one takes longer than a small division."""
     return torch.tensor(number, dtype=dtype, device="cpu")
 
 
 def are_alike(tensors: Sequence[Tensor]) -> bool:
-    """True if all are on a CPU and of one dtype, float32 or float64, so that fewer calls give the same bits."""
+    """True if all are on a CPU and of one dtype, float32 or float64: fewer calls give the same bits."""
     return (
         bool(tensors)
         and tensors[0].dtype in _EXACT
@@ -276,7 +270,7 @@ def are_alike(tensors: Sequence[Tensor]) -> bool:
 
 
 def together(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Group `tensors` for torch's multi-tensor calls: those of one process, and those split over the same processes."""
+    """Group `tensors` for multi-tensor calls: those of one process, and those split alike."""
     if set(map(type, tensors)) == {Tensor}:
         return [list(tensors)]
     groups: dict[Any, list[Tensor]] = {}
@@ -287,7 +281,7 @@ def together(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
 
 
 def side_by_side(scalars: Sequence[Tensor]) -> Tensor:
-    """Stack scalars of all dtypes and devices into a vector on the first one's device, in float64 where the device has it."""
+    """Stack scalars into a vector on the first one's device, in float64 where the device has it."""
     first = scalars[0]
     if len({(scalar.dtype, scalar.device) for scalar in scalars}) > 1:
         dtype = torch.float32 if first.is_mps else torch.float64

@@ -63,7 +63,7 @@ class BufferStrategy(Strategy):
         """Raise unless the gradients of `filled` are a micro-batch of a window of this `size`."""
 
     def _add(self, filled: Sequence[Tensor]) -> None:
-        """Add the gradients of `filled` to the sums: in one call, if each has a sum already and all are of one kind."""
+        """Add the gradients of `filled` to the sums, in one call if possible."""
         aligned = list(map(id, filled)) == list(map(id, self._held))
         if not aligned or not add_together(list(self._held.values()), list(map(GRAD, filled))):
             self._add_one_by_one(filled)
@@ -73,7 +73,7 @@ class BufferStrategy(Strategy):
             self._absorb(parameter)
 
     def _took(self, filled: Sequence[Tensor]) -> None:
-        """Forget the micro-batch, which was moved out of ``.grad`` of these parameters."""
+        """Forget the micro-batch, which was moved out of ``.grad``."""
         self.watch.reset()
 
     def settle(self) -> list[Tensor]:
@@ -160,8 +160,7 @@ class BufferStrategy(Strategy):
 class MovingStrategy(BufferStrategy):
     """The strategy that moves gradients out of ``.grad`` as autograd produces them.
 
-    The small gradients, or the last to arrive, stay until `take`, so that a clip or an all-reduce writes into something and is noticed. In
-    a window of one micro-batch all stay.
+    Small ones, or the last to arrive, stay until `take`, so that a write into ``.grad`` is noticed; in a window of one micro-batch all.
     """
 
     keeps_micro_batch_apart = False
@@ -207,7 +206,7 @@ class MovingStrategy(BufferStrategy):
         return hook
 
     def _move(self, arrived: Watched) -> None:
-        """Add the arrived gradient to the sum, or let it stay and add the gradient that stayed before."""
+        """Add the arrived gradient to the sum, or the one that stayed before."""
         if self.watch.allowed is Allowed.ALL:  # Nothing need be noticed, and no `take` may come before the next micro-batch arrives.
             self._absorb(arrived.parameter)
             return arrived.note()
@@ -230,7 +229,7 @@ class MovingStrategy(BufferStrategy):
 
 
 def _small(parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Return the parameters whose gradients may stay in ``.grad``: the smallest, up to a 256th of the memory."""
+    """Return the smallest parameters, up to a 256th of the memory, whose gradients may stay in ``.grad``."""
     trainable = sorted(filter(can_be_hooked, parameters), key=Tensor.numel)
     budget = sum(map(Tensor.numel, trainable)) // 256
     ends = itertools.accumulate(map(Tensor.numel, trainable))
@@ -360,14 +359,13 @@ def _graph_error() -> UsageError:
 
 
 def _noise_error() -> UsageError:
-    """Return the error for parameters with a ``summed_grad``: Opacus' optimizer adds noise before it calls ``step``."""
+    """Return the error for Opacus' optimizer, which adds noise before it calls ``step``."""
     found = "a longer window of micro-batches, to each of which Opacus has added the noise of a whole batch"
     fix = "Take opacus.utils.batch_memory_manager.BatchMemoryManager in place of gradaccum.wrap: it adds noise once per batch."
     return explain(UsageError, "make_private", expected="an optimizer that is not wrapped, or with steps=1", found=found, fix=fix)
 
 
 def _taken_error() -> UsageError:
-    """Return the error for gradients that the ``step`` of another wrapped optimizer took."""
     expected = "a backward pass since the step() of another wrapped optimizer of these parameters, which took their gradients"
     found, fix = "two calls of step() after one", "Give each optimizer parameters of its own, or call backward() before each step()."
     return explain(UsageError, "separate_sums", expected=expected, found=found, fix=fix)

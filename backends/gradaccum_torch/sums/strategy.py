@@ -1,6 +1,6 @@
 """The place of a window's sum: the interface that `Window` and `Update` use, and the sum in ``.grad``, which autograd adds into anyway.
 
-`gradaccum_torch.sums.buffers` has the other places. The window's `Plan` chooses.
+The window's `Plan` chooses between it and `gradaccum_torch.sums.buffers`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gradaccum_torch.window.watch import NOTHING_SEEN, OWN_PASSES, Allowed, Even
 
 
 class Undivided(NamedTuple):
-    """The record of a window's sum before it is divided, in place where that can be."""
+    """A window's sum before it is divided, in place where that can be."""
 
     parameters: list[Tensor]
     """Those that have a sum. Not the sums themselves: each may be freed as it is cast."""
@@ -66,7 +66,7 @@ class Strategy(ABC):
                 self._hooks.add(parameter, self._hook_for(parameter))
 
     def pack(self, packed: Tensor | None = None) -> None:  # noqa: B027
-        """Note that the sums are parts of `packed`, so that fewer calls measure and divide them; None: they are so no more."""
+        """Note that the sums are parts of `packed`, which saves calls; None: no longer."""
 
     def _hook_for(self, parameter: Tensor) -> Hook:
         return self.watch.of(parameter).arrive
@@ -74,7 +74,7 @@ class Strategy(ABC):
     def backward(self, loss: Tensor, arguments: Mapping[str, Any], *, first: bool, multiplied: bool) -> None:
         """Run ``loss.backward(**arguments)``. If it raises, remove what arrived, if it is apart from the sum.
 
-        `first`: the micro-batch is the first of its window; `multiplied`: the loss is the user's times a factor.
+        `first`: the micro-batch is its window's first; `multiplied`: the loss is the user's times a factor.
         """
         watch, before = self.watch, self.watch.known
         undoable = (first or self.keeps_micro_batch_apart) and not before.arrived and not watch.holds
@@ -105,7 +105,7 @@ class Strategy(ABC):
         return self.watch.known.arrived > 0
 
     def require_whole(self) -> None:
-        """Raise unless the last backward pass has ended; a part that it delivered may not be the user's to clear."""
+        """Raise unless the last backward pass has ended."""
         if self.watch.known.under_way and self.watch.allowed is not Allowed.ALL:
             raise interrupted_error()
 
@@ -130,9 +130,9 @@ class Strategy(ABC):
         return changed_gradients_error(Change.PIPELINED if pipelined else change)
 
     def require_true_gradient(self, *, first: bool, flushing: bool) -> None:
-        """Raise unless a changed ``.grad`` was the whole gradient of the window, which the user may change; a cleared one is not flushed.
+        """Raise unless a changed ``.grad`` was the whole gradient of the window, which the user may change, but not clear before a flush.
 
-        `first`: the last micro-batch is the first of its window; `flushing`: no micro-batch is under way.
+        `first`: the last micro-batch is the first of its window; `flushing`: none is under way.
         """
         self.pack()
         cleared = flushing and self.watch.found_change() is Change.CLEARED
@@ -145,11 +145,11 @@ class Strategy(ABC):
 
     @abstractmethod
     def take(self, size: Size) -> bool:
-        """Add the micro-batch in ``.grad`` to the sum of a window of this `size`; return False if it was dropped as it is not finite."""
+        """Add the micro-batch in ``.grad`` to the sum of a window of this `size`; return False if it was dropped."""
 
     @abstractmethod
     def settle(self) -> list[Tensor]:
-        """Note which parameters have a gradient at the window's end. Return the sum as tensors, each row of a sparse one held once."""
+        """Note which parameters have a gradient at the window's end, and return the sum as tensors, coalesced."""
 
     def norm_so_far(self) -> float:
         """Return the global 2-norm of the open window's sum, inf if it is not finite; change nothing."""
@@ -161,7 +161,7 @@ class Strategy(ABC):
         return True
 
     def hands_over_whole(self) -> bool:
-        """True if the inner optimizer gets the sum in a dtype that holds it, divided or not."""
+        """True if the inner optimizer's dtype holds the sum undivided."""
         return True
 
     @abstractmethod
@@ -170,7 +170,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def hand_over(self, undivided: Undivided, divisor: float, unclipped: float) -> None:
-        """Put the sum divided by `divisor` into ``.grad`` for the inner optimizer; `unclipped` is the divisor without clipping."""
+        """Put the sum divided by `divisor` (`unclipped` without clipping) into ``.grad`` for the inner optimizer."""
 
     @abstractmethod
     def take_back(self, undivided: Undivided, divisor: float, spoiled: bool) -> None:
@@ -191,7 +191,7 @@ class Strategy(ABC):
         return sums
 
     def pickled(self) -> dict[str, Any]:
-        """Return the state with the gradients: torch copies and pickles a parameter without its ``.grad``."""
+        """Return the state with the gradients: torch pickles a parameter without its ``.grad``."""
         gradients = [None if parameter.grad is None else parameter.grad.detach() for parameter in self._parameters.positions()]
         return {
             "gradients": gradients,
@@ -204,7 +204,7 @@ class Strategy(ABC):
         self.watch.reset(pickled["known"])
 
     def forget_micro_batch(self) -> None:
-        """Note that the user cleared ``.grad``, which held the micro-batch under way and nothing else."""
+        """Note that the user cleared ``.grad``, which held the micro-batch alone."""
         self.watch.reset(self.watch.known.cleared())
 
     def window_ended(self) -> None:
@@ -305,7 +305,7 @@ class GradStrategy(Strategy):
         self.watch.reset()
 
     def _divide_graphs(self, parameters: Sequence[Tensor], divisor: float) -> None:
-        """Divide what will be differentiated again (``create_graph=True``) in its graph, so that the second derivative is divided too."""
+        """Divide what will be differentiated again (``create_graph=True``) in its graph."""
         with torch.enable_grad():
             for parameter in parameters:
                 if parameter.grad is not None and parameter.grad.requires_grad:

@@ -29,7 +29,7 @@ class Batch:
         """About how many numbers are added up into one of a gradient."""
 
     def part(self, items: Sequence[int], epsilon: float = 0.0, perturbation: int | None = None) -> tuple[Any, ...]:
-        """Return the arguments for `items`, copied throughout: a loss that writes into its inputs does not reach the user's."""
+        """Return the arguments for `items`, copied, so that a loss that writes into its inputs does not reach the user's."""
         made = [self._chosen(leaf.value, axis, items) for leaf, axis in zip(self._leaves, self._axes, strict=True)]
         if perturbation is not None:
             made = [perturbed(value, epsilon, perturbation) if isinstance(value, Tensor) else value for value in made]
@@ -91,7 +91,7 @@ def axis_between(whole: Sequence[int], part: Sequence[int], items: int, fewer: i
     """Return the axis of the items of a tensor, of shape `whole` with all items and `part` with `fewer`; None for equal shapes.
 
     Raises:
-        NoAxis: they differ in several axes, or not in proportion to the items.
+        NoAxis: the shapes differ otherwise than in proportion to the items.
     """
     differing = [dim for dim, (a, b) in enumerate(zip(whole, part, strict=False)) if a != b]
     if not differing and len(whole) == len(part):
@@ -114,10 +114,7 @@ def rows(tensor: Tensor, axis: Axis | None, items: Sequence[int]) -> Tensor:
 
 
 def perturbed(tensor: Tensor, epsilon: float, number: int, *, integers: bool = False) -> Tensor:
-    """Return a copy with each number multiplied by 1 + epsilon or 1 - epsilon, drawn without the user's random state.
-
-    `integers`: whether a value that is an integer moves too, as in a parameter; in an input it may be a mask or a label.
-    """
+    """Return a copy, each number times 1 + epsilon or 1 - epsilon, without the user's random state; `integers`: those too."""
     if not tensor.is_floating_point():
         return tensor
     own = torch.Generator().manual_seed(1000003 * number + tensor.numel())

@@ -24,7 +24,7 @@ def verify(
     weight: Any = None,
     axes: Nest = 0,
 ) -> VerificationReport:
-    """Check whether gradient accumulation is right for a loss, and if not, why: see `gradaccum.verify`.
+    """Check whether gradient accumulation is right for a loss, and if not, why; see `gradaccum.verify`.
 
     The model runs in the mode that it is in. Gradients come from `torch.autograd.grad`: ``.grad`` and hooks on its accumulation are left
     out; hooks on tensors and modules run. Random numbers are replayed for each item. Memory: a copy of the model's parameters and state,
@@ -37,13 +37,13 @@ def verify(
         batch: a tuple of nests of tensors, NumPy arrays and lists with one value per item; one nest alone is the only argument. A plain
             value is passed whole.
         steps: micro-batches, from 2 to the number of items.
-        reduction: how the micro-batches will add up, as in `gradaccum.wrap`.
-        weight: the weight of a micro-batch: a callable ``weight(*micro_batch)`` or one number per item. Default: its number of items.
-        axes: a prefix nest of `batch`: the batch axis of each leaf, or None for a leaf that is passed whole.
+        reduction: as in `gradaccum.wrap`.
+        weight: a callable ``weight(*micro_batch)`` or one number per item. Default: the number of items.
+        axes: a prefix nest of `batch`: the batch axis of each leaf; None for what is passed whole.
 
     Raises:
-        ArgumentTypeError: `model` is no module, or one that other processes share; `loss_fn` returns no tensor, or does not take
-            the batch; `axes` has another type.
+        ArgumentTypeError: `model` is no module, or one that other processes share; `loss_fn` returns no tensor, or does not take the batch;
+            `axes` has another type.
         ArgumentValueError: the loss is no scalar or has no graph; a leaf has no such axis, or another number of items; `steps` does not
             suit the batch.
         UsageError: the loss goes through a reentrant checkpoint, which works with ``backward()`` alone; or the installed torch cannot show

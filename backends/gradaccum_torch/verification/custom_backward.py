@@ -1,8 +1,7 @@
 """`verify_loss_scaling`: a check that a loss carries its incoming gradient through all of its parts, so that it can be scaled.
 
-It compares the gradients of s x loss with s x those of the loss, for s from 2^0 to 2^16, and finds which `torch.autograd.Function` does not
-return s times as much for s times the incoming gradient. With float16 in the graph the largest scale with finite gradients is compared with
-the next three below it.
+It compares the gradients of s x loss with s x those of the loss, for s from 2^0 to 2^16, and finds each `torch.autograd.Function` that does
+not return s times as much. With float16 in the graph it compares the largest scale with finite gradients with the next three below it.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ class _Pass(NamedTuple):
 
 
 def _unscaled(passes: Iterator[_Pass], culprits: list[str]) -> Iterator[dict[str, Tensor]]:
-    """Yield the gradients of each pass and add its culprits, so that only the first pass is kept."""
+    """Yield the gradients of each pass and add its culprits."""
     reference = next(passes)
     yield reference.unscaled()
     for other in passes:
@@ -84,7 +83,7 @@ def _unscaled(passes: Iterator[_Pass], culprits: list[str]) -> Iterator[dict[str
 
 
 class _Passes:
-    """The backward passes through one loss's graph, with hooks on its custom functions while it is open."""
+    """The backward passes through one loss's graph, with hooks on its custom functions."""
 
     def __init__(self, loss: Tensor, parameters: Mapping[str, Tensor]) -> None:
         self._loss, self._parameters = loss, parameters
@@ -129,7 +128,7 @@ def _named(parameters: Any) -> dict[str, Tensor]:
 
 
 def graph_of(loss: Tensor) -> list[Node]:
-    """Return the nodes of the graph of `loss`, each once."""
+    """Return each node of the graph of `loss` once."""
     waiting: list[Node] = [] if loss.grad_fn is None else [loss.grad_fn]
     nodes = dict.fromkeys(waiting)
     for node in waiting:  # It grows meanwhile.

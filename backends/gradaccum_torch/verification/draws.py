@@ -1,7 +1,6 @@
 """Random numbers, item by item: each item of a micro-batch gets the numbers that it got in the large batch.
 
-The draws of the large batch are recorded in order, and a micro-batch gets the rows of its items. An operation draws if it moves the state
-of its generator; one that begins at a state seen before in the same run is a repetition, as in activation checkpointing.
+An operation draws if it moves the state of its generator; one that begins at a state seen before is a repetition, as in checkpointing.
 """
 
 from __future__ import annotations
@@ -144,7 +143,7 @@ def _state(generator: torch.Generator | None, args: Sequence[Any], kwargs: Mappi
 
 
 def _place() -> str:
-    """Return the innermost line that is neither torch's nor this package's."""
+    """Return the innermost line of the user's."""
     frame: Any = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(OWN):
         frame = frame.f_back

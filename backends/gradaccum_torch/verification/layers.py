@@ -1,7 +1,7 @@
 """Layers that mix the items of a batch, found by running each layer alone: with all items, and with half of them.
 
-A layer is named if a half's outputs differ from those rows of all outputs by more than rounding, and no layer inside of it is. A layer
-whose output has no item axis (a loss), or that fails alone, is not compared.
+The innermost layers are named whose outputs of a half differ by more than rounding from those rows of all outputs. A layer without an item
+axis (a loss), or that fails alone, is not compared.
 """
 
 from __future__ import annotations

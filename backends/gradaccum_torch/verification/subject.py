@@ -83,7 +83,7 @@ class TorchSubject:
         return [*repeated(runs), *hosts]
 
     def _host_after(self, items: Sequence[int], seed: int) -> list[bytes]:
-        """Return the states of Python's and NumPy's generators after a loss of `items`."""
+        """Return the states of Python's and NumPy's generators after a loss."""
         with self._isolated(Conditions(seed=seed)):
             self._loss(self._batch.part(items))
             return self._host.states()
@@ -119,7 +119,7 @@ class TorchSubject:
         return _require_loss(loss)
 
     def _require_no_backward(self) -> None:
-        """Raise unless every ``.grad`` is still None: otherwise the loss function called ``backward()`` itself."""
+        """Raise unless every ``.grad`` is None: otherwise the loss function called ``backward()``."""
         if any(parameter.grad is not None for parameter in self._every):
             fix = "Leave backward() out of loss_fn, and return the loss: verify differentiates it."
             raise explain(UsageError, "loss_fn", expected="a function that returns its loss", found="one that calls backward()", fix=fix)
@@ -134,7 +134,7 @@ class TorchSubject:
         return self._recordings[key]
 
     def _draws(self, items: Sequence[int], conditions: Conditions) -> tuple[list[Draw], float]:
-        """Return the random numbers of a loss, and one rounding of the coarsest floating dtype that is differentiated in it."""
+        """Return the random numbers of a loss, and one rounding as `_roundoff` has it."""
         drawing = Drawing()
         with self._isolated(conditions), drawing:
             loss = self._loss(self._batch.part(items))
@@ -148,7 +148,7 @@ class TorchSubject:
 
     @contextmanager
     def _isolated(self, conditions: Conditions, *, gradients: bool = True) -> Iterator[None]:
-        """Restore the user's state at start and end; in between parameters are perturbed and without ``.grad``."""
+        """Restore the user's state at start and end; in between parameters are perturbed, without ``.grad``."""
         with ExitStack() as ending:
             ending.callback(self._put_back)
             ending.enter_context(_without_grad(self._every))
@@ -217,7 +217,7 @@ def _without_grad(parameters: dict[nn.Parameter, None]) -> Iterator[None]:
 
 
 def _uncompiled() -> Any:
-    """Run compiled modules as they are written: a compiled program has no operations to look at."""
+    """Run compiled modules as they are written, so that operations can be seen."""
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
@@ -265,7 +265,7 @@ LEFT_ALONE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionT
 
 
 class Note:
-    """One object as it was: a tensor's numbers, a dict's entries, a list's elements, a variable or a random generator's state."""
+    """One object as it was: a tensor, a dict, a list, a variable or a random generator's state."""
 
     def __init__(self, path: str | None, read: Callable[[], Any], write: Callable[[Any], object]) -> None:
         self._path, self._read, self._write = path, read, write
@@ -273,7 +273,7 @@ class Note:
         self._before = before.clone() if isinstance(before, Tensor) else before
 
     def changed(self) -> Iterator[str]:
-        """Yield the names of what changed. Random numbers, which have no path, have experiments of their own."""
+        """Yield the names of what changed, except random numbers."""
         before, now = self._before, self._read()
         if self._path is not None and isinstance(before, dict):
             keys = [*before, *(key for key in now if key not in before)]
@@ -350,7 +350,7 @@ class Kept:
             self._walk(path, vars(value), depth)
 
     def _walk_module(self, path: str, module: nn.Module) -> None:
-        """Walk a module; its own tables are no part of the path: a buffer is ``norm.running_mean``."""
+        """Walk a module, whose own tables are no part of the path."""
         if not any(module is inner for outer in self.modules.values() for inner in outer.modules()):
             self.modules[path] = module
         for name, value in [("", vars(module)), *vars(module).items()]:
@@ -368,7 +368,7 @@ class Kept:
 
 
 def _closed_over(loss_fn: Any, seen: set[int]) -> Iterator[tuple[str, object]]:
-    """Yield what a function, a method, a partial or a callable object refers to besides its arguments; its variables as their cells."""
+    """Yield what a callable refers to besides its arguments; its variables as their cells."""
     if id(loss_fn) in seen:
         return
     seen.add(id(loss_fn))

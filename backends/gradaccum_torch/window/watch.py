@@ -1,7 +1,6 @@
 """The watch over ``.grad``: it notices when something other than autograd changed a gradient, without a pass over the gradients.
 
-`MicroBatch` is what is known of the micro-batch under way, `seen` moves it with each event, and `MicroBatch.require_scaled` raises if it
-must not be counted. `GradWatch` is the device's part.
+`MicroBatch` is what is known of the micro-batch under way, `seen` moves it; `GradWatch` is the device's part.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from gradaccum_torch.sums.arithmetic import dense_parts, side_by_side
 
 
 class Event(IntEnum):
-    """An event that a micro-batch may meet. The first three are the first gradient of a backward pass, by who runs the pass."""
+    """An event that a micro-batch may meet; the first three are the first gradient of a backward pass."""
 
     OWN_PASS = 1
     """The wrapper's own, of a loss times its weight and loss scale."""
@@ -46,7 +45,7 @@ class Event(IntEnum):
 
 
 class Given(IntEnum):
-    """The way in which the user passed the losses of a micro-batch; of several ways the last in this list."""
+    """The way in which the user passed the losses of a micro-batch; of several the last in this list."""
 
     NOT = 0
     TO_BACKWARD = 1
@@ -75,10 +74,10 @@ class MicroBatch(NamedTuple):
         return self.given is Given.TO_BACKWARD and self.arrived >= Event.PLAIN_PASS
 
     def told(self, weight: float, given: Given, *losses: Told, weighed: bool = False) -> MicroBatch:
-        """Return what is known after the user passed a loss of this weight; `weighed`: the user has named the weight.
+        """Return what is known after the user passed a loss of this weight; `weighed`: the user named it.
 
         Raises:
-            UsageError: the same micro-batch was given another weight before.
+            UsageError: the micro-batch was given another weight before.
         """
         if (self.given or self.weighed) and self.weight != weight:
             raise other_weight_error(weight, self.weight)
@@ -86,11 +85,11 @@ class MicroBatch(NamedTuple):
         return self._replace(weight=weight, weighed=weighed, given=max(self.given, given), losses=self.losses + losses)
 
     def cleared(self) -> MicroBatch:
-        """Return what is known after the user cleared ``.grad``: a weight that was named before any loss stays."""
+        """Return what is known after the user cleared ``.grad``: a weight named before any loss."""
         return NOTHING_SEEN if self.given else NOTHING_SEEN._replace(weight=self.weight, weighed=self.weighed)
 
     def require_scaled(self, factor: float, *, scales: bool, watched: bool = True) -> None:
-        """Raise unless each gradient that arrived is that of a loss times `factor`, weight times loss scale.
+        """Raise unless each gradient that arrived is that of a loss times `factor`.
 
         `scales`: a loss scale is in use; `watched`: the user clears no ``.grad`` unseen, as under ``separate_sums``.
         """
@@ -151,7 +150,7 @@ OWN_PASSES: list[tuple[GradWatch, bool]] = []
 
 
 class GradWatch:
-    """The ``.grad`` of all parameters as autograd left it, and what is known of the micro-batch under way."""
+    """The ``.grad`` of all parameters as autograd left it, and the micro-batch under way."""
 
     def __init__(self) -> None:
         self._watched: dict[int, Watched] = {}
@@ -165,7 +164,7 @@ class GradWatch:
         """By micro-batch, the place of each backward pass in the user's program; None: nobody asks any more."""
 
     def watch(self, parameters: Iterable[Tensor]) -> None:
-        """Watch these parameters and no others; what is known of the former stays."""
+        """Watch these parameters and no others."""
         known = dict(self._watched)
         self._watched.clear()
         self._watched.update((id(each), known.get(id(each)) or Watched(each, self)) for each in parameters)
@@ -175,7 +174,7 @@ class GradWatch:
 
     @contextmanager
     def unwatched(self) -> Iterator[None]:
-        """Allow every change inside the block, where no code of the user's loop runs."""
+        """Allow every change inside the block, where no code of the user's runs."""
         allowed, self.allowed = self.allowed, Allowed.ALL
         try:
             yield
@@ -202,7 +201,6 @@ class GradWatch:
             self.known, self.places = seen(self.known, Event.PASS_ENDED), None
 
     def ask_no_more(self) -> None:
-        """Note no more places of backward passes."""
         self.places = None
 
     def _end(self) -> None:
@@ -211,7 +209,7 @@ class GradWatch:
             self._norms = self._norms_now()
 
     def intact(self) -> bool:
-        """True if every ``.grad`` is what autograd left there; waits for the device where values are compared."""
+        """True if every ``.grad`` is as autograd left it; may wait for the device."""
         if self.allowed is Allowed.ALL:
             return True
         if self.known.changed:
@@ -243,7 +241,7 @@ class GradWatch:
             self._compared = Compared.NONE
 
     def holds_users(self, parameters: Iterable[Tensor], *, apart: bool) -> bool:
-        """True if ``.grad`` holds what no backward pass has brought here; `apart`: it holds no part of the sum. May wait for the device."""
+        """True if ``.grad`` holds what no backward pass brought; `apart`: it holds no part of the sum. May wait for the device."""
         for parameter in parameters:
             gradient, watched = parameter.grad, self._watched.get(id(parameter))
             if gradient is None:
@@ -275,7 +273,7 @@ class GradWatch:
 
     @torch.no_grad()
     def _norms_now(self) -> Tensor | None:
-        """Return 2-norm and largest magnitude of each gradient in this process, shape ``(2, number)``; None without any."""
+        """Return 2-norm and largest magnitude of each gradient here, shape ``(2, number)``; None without any."""
         gradients = [gradient for watched in self._watched.values() if (gradient := watched.parameter.grad) is not None]
         parts = dense_parts([local(gradient) for gradient in gradients])
         if not parts:
@@ -323,8 +321,8 @@ class Watched:
 def _by_autograd(before: Tensor, gradient: Tensor | None) -> bool:
     """True if autograd may have turned `before` into `gradient` otherwise than by one addition in place.
 
-    It adds out of place where it records the addition (``create_graph=True``) and where a dense gradient meets a sparse one. FSDP adds to
-    the local part of a DTensor, whose own version does not count that.
+    It does under ``create_graph=True`` and where dense meets sparse; FSDP adds to the local part of a DTensor, which its version does not
+    count.
     """
     if gradient is before:
         return type(gradient) is not Tensor or (not gradient.is_sparse and gradient.untyped_storage().nbytes() > gradient.nbytes)
@@ -352,7 +350,7 @@ def place_of(frame: FrameType | None) -> Place:
 
 
 def _place_of_pass() -> Place:
-    """Return the place that runs the backward pass; an accelerator's pass is in a thread of torch's own, while the user's waits."""
+    """Return the place that runs the backward pass; an accelerator's pass is in another thread."""
     for frame in (sys._getframe(2), sys._current_frames().get(threading.main_thread().ident or 0)):
         for index, (code, _) in enumerate(place := place_of(frame)):
             if code is _BACKWARD:
@@ -361,7 +359,7 @@ def _place_of_pass() -> Place:
 
 
 def share_loop(passes: Place, step: Place) -> bool:
-    """True if the innermost loop around the backward passes is around the step, too: not if a loop over losses is inside of that one."""
+    """True if the innermost loop around the backward passes is around the step, too."""
     common = sum(1 for _ in takewhile(bool, map(eq, passes, step)))
     if common >= min(len(passes), len(step)) or passes[common][0] is not step[common][0]:
         return False
@@ -373,7 +371,7 @@ def share_loop(passes: Place, step: Place) -> bool:
 
 
 def _loops(code: CodeType, at: int) -> list[range]:
-    """Return the loops of a function around one of its instructions, each as a range of instructions."""
+    """Return the loops around an instruction, each as a range of instructions."""
     jumps = (each for each in dis.get_instructions(code) if each.opcode in _JUMPS)
     loops: list[range] = []
     for start, end in sorted((jump.argval, jump.offset + 1) for jump in jumps if jump.argval < jump.offset):
@@ -400,7 +398,7 @@ def can_be_hooked(parameter: Tensor) -> bool:
 
 
 class Hooks:
-    """The hooks of one owner. They must not refer to it, or it would not be freed when dropped."""
+    """The hooks of one owner, to which they must not refer, so that it can be freed."""
 
     def __init__(self, *, watching: bool = False) -> None:
         if watching:
@@ -430,7 +428,7 @@ _WATCHING: weakref.WeakSet[Hooks] = weakref.WeakSet()
 
 
 def is_watched(parameter: Tensor) -> bool:
-    """True if a wrapped optimizer watches `parameter`: it would take other gradients for its own micro-batches', or for tampering."""
+    """True if a wrapped optimizer watches `parameter`."""
     return any(parameter in hooks for hooks in _WATCHING)
 
 

@@ -87,7 +87,7 @@ class Verdict(NamedTuple):
 class Window:
     """The open window: everything between two updates.
 
-    The state is in Python numbers, so that a micro-batch costs one transition and a few comparisons, and no wait for the device.
+    The state is in Python numbers: a micro-batch costs a few comparisons, and no wait for the device.
     """
 
     def __init__(self, parameters: Parameters, options: Options, update: Update, scaler: ScalerLink | None, workers: Workers) -> None:
@@ -109,14 +109,12 @@ class Window:
 
     @property
     def result(self) -> StepResult:
-        """The result of the last event; may wait for a loss on the device."""
         fields, known = self._fields, self._statistics
         counted = fields.loss_scale, fields.micro_step, fields.optimizer_step
         return StepResult(*self._last, *counted, known.loss, known.noise_scale)
 
     @property
     def updates(self) -> int:
-        """The updates applied since the start."""
         return int(self._fields.optimizer_step)
 
     @property
@@ -126,7 +124,6 @@ class Window:
 
     @property
     def sum_dtypes(self) -> list[torch.dtype]:
-        """The dtype of each parameter's sum."""
         return self._plan.sum_dtypes
 
     def is_under_way(self) -> bool:
@@ -145,14 +142,13 @@ class Window:
         self._tell(weight, Given.NOT, weighed=True)
 
     def _weight(self, weight: float | None) -> float:
-        """Return the weight of a loss that was passed with `weight`."""
         if weight is not None:
             return weight
         known = self._known
         return known.weight if known.weighed else float(kit.given_weight(None, self._options.reduction))
 
     def backward(self, loss: Tensor, given: float | None, arguments: Mapping[str, Any]) -> None:
-        """Differentiate `loss`, shape ``()``, times weight and loss scale; with weight 0 only note it, unless other workers wait for it."""
+        """Differentiate `loss`, shape ``()``, times weight and loss scale; with weight 0 only if other workers wait."""
         watch, losses, weight = self.strategy.watch, tuple[Told, ...](), self._weight(given)
         watch.known.told(weight, Given.TO_BACKWARD)  # Refuses another weight before the pass.
         if weight:
@@ -176,11 +172,11 @@ class Window:
         return scaled(loss, weight, self._fields, self._options, self._scaler)
 
     def note_scaled(self) -> None:
-        """Note that the user has scaled the loss of the micro-batch with the `torch.amp.GradScaler` itself."""
+        """Note that the user has scaled the loss with the `torch.amp.GradScaler` itself."""
         self._tell(self._known.weight, Given.SCALED)
 
     def evaluate(self, closure: Callable[[], Loss]) -> Loss:
-        """Run `closure`, and count the loss that it returns unless it was passed already, or a gradient had arrived before."""
+        """Run `closure`, and count its loss unless it was passed already, or a gradient had arrived before."""
         watch, arrived = self.strategy.watch, self._known.arrived
         with torch.enable_grad():  # The user may have switched gradients off around step().
             loss = closure()
@@ -194,7 +190,7 @@ class Window:
         self.strategy.zero_grad(set_to_none, first=self._fields.micro_step == 0)
 
     def groups_changed(self) -> None:
-        """React to parameters that were added, replaced, frozen or cast; the sum may move to another place."""
+        """React to parameters that were added, replaced, frozen or cast."""
         self._statistics.groups_changed()
         self._parameters.groups_changed()
         self.forget_rates()
@@ -204,7 +200,7 @@ class Window:
             self._expect()
 
     def add(self) -> bool:
-        """End the micro-batch under way: check it, add it to the sum, count it. Return whether the window is full."""
+        """End the micro-batch: check it, add it, count it. Return whether the window is full."""
         fields, watch = self._fields, self.strategy.watch
         if first := fields.micro_step == 0:
             self._begun = Begun(window_size(self._options, fields.optimizer_step), self.update.rates())
@@ -243,10 +239,7 @@ class Window:
         return bool(kit.ends(self._fields, self._begun.size, kit.select))
 
     def close(self, denominator: float | None = None) -> None:
-        """End a window of at least one micro-batch: measure, decide, make the update, finish.
-
-        `denominator` divides the sum in place of the window's weight.
-        """
+        """End a window of at least one micro-batch, whose sum is divided by its weight or `denominator`."""
         if not self._plan.holds_dtypes():
             raise cast_in_window_error()
         if self.workers.several:
@@ -266,7 +259,7 @@ class Window:
                 self._finish(verdict)
 
     def close_part(self, number: int, belongs: Callable[[Tensor], bool]) -> None:
-        """Make the update of the parameters that `belongs` is true of, and free their sums; the window stays open for the others.
+        """Make the update of the parameters that `belongs` is true of; the window stays open for the others.
 
         Where the decision needs no norm, it is the same for each part. All workers give a part the same `number`.
         """
@@ -287,7 +280,7 @@ class Window:
         self.strategy.load(later)
 
     def reported(self, close: Callable[[], None]) -> None:
-        """Call `close`, and then the listeners with each window that it closed."""
+        """Call `close`, and then the listeners with each window closed."""
         if not self.listeners:
             return close()
         with self.listeners.settled():
@@ -311,16 +304,16 @@ class Window:
         self._statistics.discard()
 
     def regroup(self, workers: Workers) -> None:
-        """Share the windows with `workers`, and take this worker's part of the open one along."""
+        """Share the windows with `workers`, the open one too."""
         self.workers, self._plan = workers, Plan(self._parameters, self._options, workers)
 
     def between_windows(self) -> Saved:
-        """Return the state as it was when the last window closed, without the open one."""
+        """Return the state as the last window closed."""
         saved = self.save()
         return saved._replace(fields=State(*kit.discard(saved.fields)), sums={}, known=saved.known._replace(loss=0.0))
 
     def save(self) -> Saved:
-        """Return the window for a checkpoint, with the tensors themselves; may wait for the device."""
+        """Return the window, with the tensors themselves; may wait for the device."""
         self._require_whole("state_dict()")
         if self._fields.micro_step:
             self.strategy.require_counted("state_dict()")
@@ -332,20 +325,20 @@ class Window:
         return Saved(fields, terms, self._last.grad_norm, held, self._parameters.masters_by_position(), self.workers.place, known)
 
     def resumed(self, saved: Saved) -> State:
-        """Return the state to resume with; refuse an open window under other options, or of another worker."""
+        """Return the state to resume with; refuse an open window of other options or another worker."""
         if self._scaler is not None and not saved.fields.micro_step and (saved.terms is None or saved.terms.scale != "dynamic"):
             return self._scaler.current(saved.fields)  # The scaler is the user's, and may have been loaded from a file of its own.
         return saved.resumed(self._options, self.workers.place)
 
     def restore(self, saved: Saved) -> None:
-        """Resume with `saved`, whose fields `resumed` returned and whose sums become this window's own."""
+        """Resume with `saved`, whose fields `resumed` returned."""
         self.strategy.clear()
         self.strategy.load([own_copy(saved.sums.get(index), each) for index, each in enumerate(self._parameters.positions())])
         self._parameters.load(saved.masters)
         self._start_with(saved.fields, saved.grad_norm, saved.known)
 
     def pickled(self) -> dict[str, Any]:
-        """Return the state for `unpickle` of a copy, in the midst of a micro-batch too."""
+        """Return the state for `unpickle`, in mid-micro-batch too."""
         state = {"fields": self.fields_to_save(), "grad_norm": self._last.grad_norm}
         return {**state, "strategy": self.strategy.pickled(), "known": self._statistics.saved(self._fields.micro_step)}
 
@@ -354,11 +347,11 @@ class Window:
         self.strategy.unpickle(pickled["strategy"])
 
     def fields_to_save(self) -> State:
-        """Return the state, with a `torch.amp.GradScaler`'s current scale and tracker; may wait for the device."""
+        """Return the state with a `torch.amp.GradScaler`'s scale and tracker; may wait for the device."""
         return self._fields if self._scaler is None else self._scaler.current(self._fields)
 
     def forget_rates(self) -> None:
-        """Let the learning rates move before the next micro-batch: a gated scheduler, a new group or a loaded state moves them."""
+        """Let the learning rates move before the next micro-batch."""
         self._begun = self._begun._replace(rates=None)
 
     def _rates_moved(self) -> None:
@@ -370,7 +363,7 @@ class Window:
     def _look_for_leftovers(self, places: list[list[Place]], step: Place) -> None:
         """Warn if the first two micro-batches had equally many backward passes, all from one place in the loop that makes the `step`.
 
-        Several losses of one micro-batch have places of their own in the program, or a loop of their own, which makes no step.
+        Several losses of one micro-batch have several places, or a loop of their own.
         """
         first, *second = places
         suspect = len(places[-1]) > 1 and len(set(places[-1])) == 1 and self._begun.size not in (1, None)
@@ -381,7 +374,7 @@ class Window:
             warnings.warn(_LEFTOVERS.format(passes=len(first)), GradAccumWarning, stacklevel=4)
 
     def _require_backward(self, known: MicroBatch) -> None:
-        """Raise unless a loss, a weight, a pass through other parameters or the user's own gradients stand for a backward pass."""
+        """Raise unless something stands for a backward pass."""
         if known.given is Given.TO_BACKWARD or known.weighed or PASSES[0] != self._passes or self._holds_users():
             return
         raise no_backward_error()
@@ -391,7 +384,7 @@ class Window:
         return self.strategy.watch.holds_users(self._parameters.unique(), apart=apart)
 
     def _between_windows(self) -> None:
-        """Repeat between two windows of one call what the user's loop does after each window on the other workers."""
+        """Repeat between two windows of one call what the user's loop does on the other workers."""
         self.listeners.tell()
         for scheduler in self.schedulers:
             scheduler.follow()
@@ -445,7 +438,7 @@ class Window:
         return State(*divided), options
 
     def _measured(self, fields: State) -> tuple[State, Measured, bool]:
-        """Return the state with the loss scale in use, the norm, and whether the model may differ from the masters: one wait, or none."""
+        """Return the state, the norm, and whether the model may differ from the masters, with at most one wait."""
         sums = self.strategy.settle()
         if not self._measures:
             return fields, UNMEASURED, self._parameters.may_have_strayed()
@@ -502,7 +495,7 @@ class Window:
         return kit.at_rest(fields, float64_weight=self._plan.float64_weight)
 
     def _require_whole(self, call: str | None = None) -> None:
-        """Raise unless backward pass and update were made as a whole, and before `call` the sum is this worker's own."""
+        """Raise unless pass and update were made as a whole, and before `call` the sum is this worker's own."""
         self.update.require_whole()
         self.strategy.require_whole()
         if call is not None:
@@ -512,7 +505,7 @@ class Window:
 
 
 class Plan:
-    """The choice of the place of a window's sum, by the parameters as they are when the plan is made."""
+    """The choice of the place of a window's sum."""
 
     def __init__(self, parameters: Parameters, options: Options, workers: Workers) -> None:
         self._parameters, self._accumulate_dtype, self._workers = parameters, options.accumulate_dtype, workers
@@ -530,7 +523,7 @@ class Plan:
             raise kit.explain(UsageError, "model.to(dtype)", expected=expected, found=found, fix=fix)
 
     def holds(self) -> bool:
-        """True if nothing has changed since: ``model.to(dtype)``, freezing and replaced parameters call nothing here."""
+        """True if nothing has changed since: casting, freezing and replacing call nothing here."""
         seen = self._parameters.positions()
         return (
             list(map(id, seen)) == self._ids and list(map(DTYPE, seen)) == self._dtypes and list(map(REQUIRES_GRAD, seen)) == self._trained
@@ -559,7 +552,7 @@ class Plan:
 
 
 def _kind(dtypes: Sequence[torch.dtype], sum_dtypes: Sequence[torch.dtype], options: Options) -> type[Strategy]:
-    """Return the strategy: ``.grad`` unless the sum is to be apart, micro-batches can be dropped or dtypes differ."""
+    """Return the strategy: ``.grad`` unless the sum must be apart."""
     if options.separate_sums:
         return SeparateStrategy
     if options.on_overflow == "drop_micro_batch":

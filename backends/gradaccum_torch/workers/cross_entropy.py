@@ -1,8 +1,8 @@
 """Softmax cross-entropy of logits that are sharded by class: each worker holds a contiguous slice of the classes.
 
 The method is Megatron-LM's (Shoeybi et al., 2019, "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism",
-section 3): the workers exchange a few numbers per item and never the logits. Here two all-reduces serve in place of three, and the backward
-computes the softmax again, block by block: only the gradient has the shard's size. Shards may be uneven, or empty.
+section 3): the workers exchange a few numbers per item, here in two all-reduces, and the backward computes the softmax again, block by
+block.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ def sharded_cross_entropy(
 ) -> Tensor:
     """Return the loss of `torch.nn.functional.cross_entropy` over all classes, from this worker's slice; collective.
 
-    The first worker holds the first classes, and so on; slices may differ in size. All workers get the same loss, and each the gradient
-    of its own logits. The layer that multiplies the features by the class weights must all-reduce their gradient.
+    The first worker holds the first classes, and so on; slices may be uneven, or empty. All get the same loss, and each the gradient of its
+    own logits. The layer that multiplies the features by the class weights must all-reduce their gradient.
 
     Half-precision logits are computed with in float32. Loss scaling and accumulation work; second derivatives do not.
 
     Args:
-        logits_shard: shape ``(*batch, own classes)``, any floating dtype. It may have no class, but has to take part.
+        logits_shard: shape ``(*batch, own classes)``, any floating dtype.
         labels: shape ``(*batch)``, an integer dtype, numbered over all classes, the same on every worker.
-        group: the process group of the workers that hold the classes; None: all processes.
-        shard_sizes: the number of classes of each worker, by its rank in the group. None: each call all-gathers them.
+        group: the workers that hold the classes; None: all processes.
+        shard_sizes: the number of classes by rank in the group. None: each call all-gathers it.
         ignore_index: items with this label have no loss and no gradient.
-        label_smoothing: in [0, 1]: this share of the target is spread evenly over all classes.
+        label_smoothing: in [0, 1]: the share of the target that is spread evenly over all classes.
         reduction: "mean" (over the items that are not ignored), "sum" or "none".
-        check_labels: False spares the check's wait for the device. A label that is no class then has the loss of a target logit equal
-            to the largest, and a gradient without a target.
+        check_labels: False spares the check's wait for the device. A label that is no class then has the loss of a target logit equal to
+            the largest, and a gradient without a target.
 
     Returns:
         Shape ``()``, or ``(*batch)`` for "none". float64 for float64 logits, otherwise float32, where `torch` rounds the loss of
@@ -80,7 +80,7 @@ def sharded_cross_entropy(
 
 
 def _place(shard: Tensor, group: Group, shard_sizes: Sequence[int] | None) -> tuple[int, int]:
-    """Return the number of this worker's first class, and the number of all classes."""
+    """Return this worker's first class, and the number of all classes."""
     rank, workers = require_group(group)
     own = shard.shape[-1]
     sizes = _asked(shard, group, workers) if shard_sizes is None else require_shard_sizes(shard_sizes, own, rank, workers)
@@ -95,10 +95,7 @@ def _asked(shard: Tensor, group: Group, workers: int) -> Sequence[int]:
 
 
 def _seen(labels: Tensor, ignored: Tensor, classes: int, shard: Tensor) -> list[Tensor]:
-    """Return two rows whose maxima over the workers show whether labels differ or are no class: the labels and their negatives.
-
-    Modulo 2^24, which float32 holds exactly; inf for what is no class.
-    """
+    """Return the labels and their negatives, modulo 2^24, inf for no class: their maxima over the workers show which differ."""
     wrong = ~ignored & ((labels < 0) | (labels >= classes))
     numbers = (labels.long() % EXACT).to(_wide(shard)).masked_fill(wrong, torch.inf)
     return [numbers, -numbers]
@@ -114,14 +111,14 @@ def _maximum(shard: Tensor, seen: list[Tensor], group: Group, classes: int) -> T
 
 
 def _require_labels(highest: Tensor, lowest: Tensor, classes: int) -> None:
-    """Raise unless all labels are equal classes, by what all workers see alike, so that all raise together."""
+    """Raise unless all labels are equal classes, on all workers together."""
     if bool((highest == lowest).logical_and(highest < torch.inf).all()):
         return
     raise label_error(differ=not bool(highest.isinf().any()), classes=classes)
 
 
 def _sums(shard: Tensor, index: Tensor, maximum: Tensor, group: Group, smoothed: bool) -> Tensor:
-    """Return, less the maximum, the sum of exponentials, the target's logit and, if `smoothed`, the sum of logits: one all-reduce."""
+    """Return, less the maximum, the sum of exponentials, the target's logit and, if `smoothed`, the sum of logits."""
     sums = _wide_full(shard, 0.0).repeat(2 + smoothed, *[1] * maximum.ndim)
     for block in _blocks(shard):
         part = shard[..., block] - maximum.unsqueeze(-1)
@@ -136,7 +133,7 @@ def _sums(shard: Tensor, index: Tensor, maximum: Tensor, group: Group, smoothed:
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """The losses of all items from what the workers know together; no communication, forward or backward."""
+    """The losses of all items; no communication, forward or backward."""
 
     @staticmethod
     def forward(ctx: Any, shard: Tensor, index: Tensor, maximum: Tensor, sums: Tensor, smoothing: float, classes: int) -> Tensor:
@@ -162,7 +159,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _put(gradient: Tensor, index: Tensor, target: Tensor) -> None:
-    """Write the gradient of each item's target where this worker holds it, in place."""
+    """Write the gradient of each item's target held here, in place."""
     here, safe = _here(gradient, index)
     place = safe.unsqueeze(-1)
     kept = gradient.gather(-1, place)
@@ -170,13 +167,13 @@ def _put(gradient: Tensor, index: Tensor, target: Tensor) -> None:
 
 
 def _here(shard: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    """Find the items whose target is in this shard; each item gets an index that is inside the shard."""
+    """Find the items whose target is in this shard; each gets an index inside it."""
     here = (index >= 0) & (index < shard.shape[-1])
     return here, index.masked_fill(~here, 0)
 
 
 def _blocks(shard: Tensor) -> Iterator[slice]:
-    """Yield slices of the classes, so that temporary tensors stay small beside the shard."""
+    """Yield slices of the classes, to keep temporary tensors small."""
     classes, items = shard.shape[-1], max(shard[..., :1].numel(), 1)
     width = max(-(-classes // BLOCKS), SMALL // items, 1)
     return (slice(start, min(start + width, classes)) for start in range(0, classes, width))
@@ -228,7 +225,7 @@ def _require_shapes(logits_shard: Tensor, labels: Tensor) -> None:
 
 
 def require_first_derivative() -> None:
-    """Raise unless autograd does not record the backward pass: torch would silently take its gradient for a constant."""
+    """Raise unless autograd does not record the backward pass, whose gradient it would take for a constant."""
     if torch.is_grad_enabled():
         fix = "Use torch.nn.functional.cross_entropy of the whole logits for a second derivative."
         raise explain(UsageError, "create_graph", expected="False under sharded_cross_entropy", found="True", fix=fix)

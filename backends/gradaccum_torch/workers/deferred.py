@@ -1,7 +1,7 @@
 """FSDP2 with deferred reduction: it keeps the gradients of a window, and reduces them when the window ends.
 
-Nobody knows which backward pass is a window's last. So FSDP2 always waits, and reduces without a backward pass when the sum is asked for. A
-parameter may have a gradient on some workers only: they first tell each other which have one, and the others add zeros.
+Nobody knows which backward pass is the last, so FSDP2 always waits, and reduces without one. Workers first tell each other which parameters
+have a gradient, and the others add zeros.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _FOUND: WeakKeyDictionary[Private, list[Sync]] = WeakKeyDictionary()
 
 
 class _Notes:
-    """The gradients that autograd has delivered in the window. The hooks hold this, and not the object that owns them."""
+    """The gradients that autograd has delivered. The hooks hold this, not its owner."""
 
     def __init__(self) -> None:
         self.watch = GradWatch()
@@ -85,18 +85,18 @@ class Deferred:
         self._wait()
 
     def let_go(self) -> None:
-        """Let FSDP2 reduce by itself again, as it does when this object is freed."""
+        """Let FSDP2 reduce by itself again."""
         self._ending()
 
     def tell(self, watch: GradWatch) -> None:
-        """Report to `watch` what autograd delivers to whole parameters: nothing arrives in ``.grad``."""
+        """Report to `watch` what autograd delivers to whole parameters."""
         self._notes.watch = watch
 
     def count(self) -> None:
         """Count the micro-batch as a part of the sum.
 
         Raises:
-            UsageError: FSDP2 no longer has an earlier part, or something changed the part in ``.grad``; or its reduction failed.
+            UsageError: FSDP2 no longer has an earlier part, something changed the part in ``.grad``, or the reduction failed.
         """
         self.require_whole()
         self._require_kept()
@@ -107,7 +107,7 @@ class Deferred:
 
     @contextmanager
     def weightless(self) -> Iterator[None]:
-        """Make backward passes inside the block deliver zeros, and no gradient to a parameter that has none."""
+        """Make backward passes inside the block deliver zeros, and no new gradient."""
         without = [each for unit in self._units for each in unit.trainable() if not unreduced(each)]
         self._notes.weightless = True
         try:
@@ -128,7 +128,7 @@ class Deferred:
         self._forget()
 
     def require_whole(self) -> None:
-        """Raise unless every reduction succeeded; otherwise a part of the sum is gone."""
+        """Raise unless every reduction succeeded."""
         if self._torn:
             raise torn_window_error("the window")
 
@@ -249,7 +249,7 @@ untraced(_Notes.note)
 
 
 class DeferredStrategy(GradStrategy):
-    """The sum is what FSDP2 keeps, and ``.grad``. After a checkpoint a part of it is in each."""
+    """The sum is what FSDP2 keeps, and, after a checkpoint, ``.grad``."""
 
     def __init__(self, parameters: Parameters, accumulate_dtype: torch.dtype | None, deferred: Deferred) -> None:
         self._deferred = deferred
@@ -290,7 +290,7 @@ class DeferredStrategy(GradStrategy):
 
 
 class LayerShards:
-    """The units of FSDP2 that a list of layers has. Inside its ``with`` block none reduces by itself."""
+    """The units of FSDP2 of a list of layers; none reduces by itself inside the ``with`` block."""
 
     def __init__(self, layers: Sequence[Sequence[nn.Module]]) -> None:
         within = [{id(each) for module in modules for each in module.parameters(recurse=False)} for modules in layers]
@@ -318,7 +318,7 @@ class LayerShards:
 
     @contextmanager
     def gathered(self, index: int) -> Iterator[None]:
-        """Gather the parameters of a layer for all passes inside the block."""
+        """Gather a layer's parameters inside the block."""
         with ExitStack() as stack:
             for unit in self._units[index]:
                 stack.enter_context(unit.gathered())

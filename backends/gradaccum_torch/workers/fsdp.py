@@ -1,8 +1,7 @@
 """Workers that hold parts of the same parameters (FSDP2, tensor parallel). The engine reduces the gradients; the weight is reduced here.
 
-FSDP2 averages gradients over its workers, unless the user has set another divisor. The window's sum is then the average of w_i g_i, so its
-weight is the average too. Workers of tensor parallelism see the same items: the average of their weights is the weight. If FSDP2 divides by
-something else, or the sum itself is wanted, the sum is multiplied once, at the window's end.
+FSDP2 averages gradients over its workers, so the weight is averaged too; after another divisor the sum is multiplied once, at the window's
+end. Workers of tensor parallelism see the same items.
 """
 
 from __future__ import annotations

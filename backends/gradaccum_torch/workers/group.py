@@ -1,14 +1,13 @@
 """The end of a window over all workers: its numbers and small sums in one reduction, its large sums in one each.
 
-A parameter may have a gradient on some workers only. So the numbers tell each worker which sums exist anywhere, and a worker without a sum
-adds zeros. The small sums that travel with the numbers are guessed to be those of the last window; after a wrong guess they are sent once
-more. So what is added up, and in which layout, depends on this window alone, and a resumed run has the same bits.
+The numbers tell each worker which sums exist anywhere, and a worker without a sum adds zeros. The small sums that travel with the numbers
+are guessed to be those of the last window, and sent once more after a wrong guess, so that a resumed run has the same bits.
 
-A parameter that is sharded over the same workers, such as the head of a large classifier, has the gradient of all items on each of them.
-Its sum is left as it is, and its norm is that of all shards.
+A parameter that is sharded over the same workers, such as a large classifier's head, has the gradient of all items on each. Its sum is left
+as it is, and its norm is that of all shards.
 
 No backward pass is known to be the last, so the reduction begins after it. A worker that runs out of data calls ``flush``, and then takes
-part in the windows of the others, with nothing, until they flush too: all make the same updates.
+part in the windows of the others, with nothing, until they flush too.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ _REGROUP = "If a worker is lost, call opt.regroup(process_group) with those that
 
 @final
 class WorkerGroup(Workers):
-    """The workers of one process group, as the window of one of them sees them."""
+    """The workers of one process group."""
 
     def __init__(self, group: dist.ProcessGroup, optimizer: torch.optim.Optimizer, module: DistributedDataParallel | None = None) -> None:
         self.group: dist.ProcessGroup = group
@@ -192,7 +191,7 @@ class WorkerGroup(Workers):
         return numbers, whole, bucket.packed[: -len(own)] if packed else None
 
     def _require_equal_copies(self, sums: Sums) -> None:
-        """Raise, on every worker, unless the copies of each shard have gradients of one norm; collective where shards have copies."""
+        """Raise, on every worker, unless the copies of each shard have gradients of one norm; collective."""
         norms: dict[dist.ProcessGroup, list[Tensor]] = {}
         for total in sums:
             for axis, placement in enumerate(getattr(total, "placements", ())):
@@ -247,7 +246,7 @@ def group_of(module: object, optimizer: torch.optim.Optimizer, options: kit.Opti
 
 
 def group_alone(group: object, optimizer: torch.optim.Optimizer, options: kit.Options) -> WorkerGroup:
-    """Return the workers of a process group that train copies of a model without a module; collective."""
+    """Return the workers of a process group that train copies without a module; collective."""
     require_group(group, "process_group")
     assert isinstance(group, dist.ProcessGroup)
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
@@ -337,7 +336,7 @@ def require_none_ignored(module: DistributedDataParallel, parameters: Sequence[T
 
 
 def require_same_workers(group: dist.ProcessGroup, sharded: Sequence[Tensor]) -> None:
-    """Raise unless each of `sharded` is split over exactly the workers of `group`: each has seen the items of all."""
+    """Raise unless each of `sharded` is split over exactly the workers of `group`."""
     if units_holding(sharded):
         fix = "Give the parameters of fully_shard an optimizer of their own, or put all under fully_shard."
         found = "parameters of fully_shard, which averages their gradients by itself"
@@ -372,7 +371,7 @@ _EXACT = (torch.float32, torch.float64)
 
 
 def riders(sums: Sums, device: torch.device) -> list[int]:
-    """Return the positions of the sums that travel in the first bucket: small ones of one dtype that holds counts exactly."""
+    """Return the positions of the small sums in the first bucket, of one dtype that holds counts exactly."""
     found: list[int] = []
     size, dtype = 0, None
     for index, total in enumerate(sums):
@@ -388,7 +387,7 @@ def riders(sums: Sums, device: torch.device) -> list[int]:
 def all_reduce(tensors: Sequence[Tensor], group: dist.ProcessGroup, apart: bool) -> Callable[[], list[Tensor]]:
     """Add up each tensor over the workers of `group`, and return a function that returns the sums.
 
-    All have the same shapes and dtypes in one order. Until that call they keep their values if the sums are `apart`.
+    All have the same shapes and dtypes in one order. Until that call they keep their values if `apart`.
     """
     flying: deque[_Reduction] = deque()
     ended: list[_Reduction] = []
@@ -422,7 +421,7 @@ def buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 class _Reduction(NamedTuple):
-    """Tensors on their way: packed into one, or one in place if it is contiguous and not `apart`."""
+    """Tensors on their way: packed into one, or one in place."""
 
     tensors: Sequence[Tensor]
     packed: Tensor
@@ -431,12 +430,12 @@ class _Reduction(NamedTuple):
     apart: bool
 
     def wait(self) -> _Reduction:
-        """Wait until the sums have arrived; write those that are not apart, and free the memory beside them."""
+        """Wait for the sums; write those that are not apart, and free the memory beside them."""
         self.work.wait()
         return self if self.apart else self._replace(packed=self.sums()[0], work=None)
 
     def sums(self) -> Sequence[Tensor]:
-        """Return the sums, which are parts of `packed` if they are apart; a strided one is written into its tensor, to keep the layout."""
+        """Return the sums, parts of `packed` if they are apart; a strided one in its tensor, to keep the layout."""
         if self.packed is self.tensors[0]:
             return self.tensors
         parts = map(Tensor.view_as, torch.split(self.packed.view(-1), list(map(Tensor.numel, self.tensors))), self.tensors)
@@ -470,7 +469,7 @@ _PARTS = 3 + _BYTES
 
 
 class Numbers(NamedTuple):
-    """The numbers of all workers together in the window that ends."""
+    """The numbers of all workers in the window that ends."""
 
     weight: float
     overflow: bool
@@ -487,7 +486,7 @@ class Numbers(NamedTuple):
 
 
 def encode(fields: kit.State, flushing: bool, present: Iterable[bool], others: Sequence[float] = (), flags: Iterable[int] = ()) -> bytes:
-    """Return one worker's numbers as elements to add up, each in a byte."""
+    """Return one worker's numbers as bytes to add up."""
     parts = map(_parts, (fields.weight, *others))
     return b"".join((*parts, bytes((fields.overflow, fields.micro_step > 0, flushing, *flags, *present))))
 

@@ -1,4 +1,4 @@
-"""The interface of the workers that share a window; `gradaccum_torch.workers.workers` finds the workers of an optimizer."""
+"""The interface of the workers that share a window."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def learning_rates(optimizer: torch.optim.Optimizer) -> list[float]:
 
 
 class Stages(Protocol):
-    """The stages of a pipeline, as the window of one of them sees them."""
+    """The stages of a pipeline, as one of them sees them."""
 
     def window_ended(self) -> None: ...
 
@@ -57,7 +57,7 @@ class Stages(Protocol):
 
 
 class Workers(ABC):
-    """The workers that share a window. By default the sum needs no reduction: this worker closes, saves and copies its window by itself."""
+    """The workers that share a window; by default this one closes, saves and copies its window by itself."""
 
     several: bool
     """There are others, so that a window's end must `join` them."""
@@ -79,10 +79,10 @@ class Workers(ABC):
 
     @abstractmethod
     def join(self, fields: State, sums: Sums, zeros: Callable[[int], Tensor], numbers: Sequence[float], part: int | None = None) -> Joined:
-        """Add up the window of all workers; collective. Nothing is added twice if the update of a joined window raised.
+        """Add up the window of all workers, once even if the update raises; collective.
 
         The `sums` of all replace this worker's in place; `zeros` makes an empty sum by position; `numbers` are the losses and statistics.
-        `part`: the sums are a part of the window's, which has that number on all workers; `part_ended` follows.
+        `part`: the sums are a part, of that number on all workers; `part_ended` follows.
 
         Returns:
             The state with the weight and the overflow flag of all, the sums, None where no worker has one, and the numbers of all.
@@ -92,7 +92,7 @@ class Workers(ABC):
         """Raise unless all workers that nothing joins have this one's weight; collective there."""
 
     def flush(self, close: Callable[[], None], between: Callable[[], None], is_open: bool) -> None:
-        """Close the open window by `close`, and with others as many more as they have; call `between` between two of them."""
+        """Close the open window by `close`, and as many more as others have; call `between` two of them."""
         if is_open:
             close()
 
@@ -100,17 +100,17 @@ class Workers(ABC):
         """Begin the next window, with this worker's own sum."""
 
     def part_ended(self) -> None:
-        """Go on with the window, with this worker's own sum of the parts to come."""
+        """Go on with this worker's own sum of the parts to come."""
         self.window_ended()
 
     def require_own_sum(self, call: str) -> None:  # noqa: B027
-        """Raise unless the sum is this worker's own: the update may have raised, or the reduction failed."""
+        """Raise unless the sum is this worker's own."""
 
     def require_parameters(self, parameters: Sequence[Tensor]) -> None:  # noqa: B027
-        """Raise unless each of `parameters`, new ones of the optimizer, is one that the workers share."""
+        """Raise unless the workers share each of these new `parameters`."""
 
     def taking_part(self) -> AbstractContextManager[None] | None:
-        """Return a context in which a backward pass delivers zeros, if other workers wait for it at weight 0."""
+        """Return a context in which a backward pass delivers zeros, if others wait for it at weight 0."""
         return None
 
     def require_no_graph(self) -> None:
@@ -119,22 +119,19 @@ class Workers(ABC):
         raise explain(UsageError, "create_graph", expected="False where several workers reduce gradients", found=found, fix=fix)
 
     def leave(self) -> Held:
-        """Return the sum that this worker takes along to other workers; raise if it cannot leave."""
+        """Return the sum to take along to other workers; raise if this one cannot leave."""
         fix = "Start all workers anew from a checkpoint."
         raise explain(UsageError, "regroup()", expected="a whole copy of the model on each worker", found="parts of it", fix=fix)
 
     def catch_up(self, closed: int, has_own: bool, state: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
         """Return the `state` of a worker that has closed more than this one's `closed` windows, if there is one; collective.
 
-        Args:
-            closed: the windows that this worker has closed.
-            has_own: it holds a part of an open window that no failed reduction took along.
-            state: returns the state to send.
+        `has_own`: it holds a part of an open window that no failed reduction took along.
         """
         return None
 
     def require_no_copy(self) -> None:
-        """Raise unless a copy of the optimizer could take part in the others' reductions."""
+        """Raise unless a copy of the optimizer could take part in reductions."""
         if self.group is not None or self.stages is not None:
             expected = "an optimizer without module=, process_group= and norm_group=, as a copy has no part in the process group"
             fix = "Save opt.state_dict(), and wrap anew where it is loaded."
@@ -142,7 +139,7 @@ class Workers(ABC):
 
 
 def require_no_join(module: DistributedDataParallel) -> None:
-    """Raise unless the loop runs outside of ``module.join()``, which answers collectives of the module alone."""
+    """Raise unless the loop runs outside of ``module.join()``."""
     if is_in_join(module):
         fix = "Leave join() out, and write gradaccum.wrap(optimizer, ..., module=parallel): opt.flush() takes part in the others' windows."
         raise explain(UsageError, "join", expected="a loop without DistributedDataParallel.join()", found="one under it", fix=fix)

@@ -1,6 +1,6 @@
 """The stages of a pipeline: one norm, one clip and one decision on overflow for all of them, and the sums of tied parameters.
 
-Each stage has parameters and an optimizer of its own, and all stages count the same micro-batches.
+Each stage has its own optimizer, and all count the same micro-batches.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class StageGroup:
         require_same_options(options, norm_group)
 
     def window_ended(self) -> None:
-        """Begin the next window. Within one, an update that raised is made again without a second collective."""
+        """Begin the next window; within one, a repeated update makes no second collective."""
         self._now = Progress(added=False, agreed=None)
 
     @torch.no_grad()
@@ -69,7 +69,7 @@ class StageGroup:
         return made
 
     def agreed(self, fields: State, sums: Sums, norm: float, finite: bool) -> tuple[float, bool]:
-        """Return the norm of all stages, in which a tied parameter counts once, and whether all of them are finite; collective."""
+        """Return the norm of all stages, each tied parameter once, and whether all are finite; collective."""
         agreed = self._gathered(fields, sums, norm, finite) if self._now.agreed is None else self._now.agreed
         self._now = self._now._replace(agreed=agreed)
         return agreed

@@ -57,9 +57,9 @@ def workers_of(
 
 
 def _require_no_reduction(optimizer: torch.optim.Optimizer) -> None:
-    """Raise unless no method of `optimizer` averages over workers, which have divided their sums by weights of their own by then.
+    """Raise unless no method of `optimizer` averages over workers, which have divided by weights of their own by then.
 
-    A method that reduces by ``ReduceOp.SUM`` may be one that adds up updates or, as Prodigy, numbers of shards.
+    A method that reduces by ``ReduceOp.SUM`` may add up updates or, as Prodigy, numbers of shards.
     """
     kinds = [kind for kind in type(optimizer).__mro__ if kind is not torch.optim.Optimizer]
     methods = [unwrap(getattr(each, "__func__", each)) for kind in kinds for each in vars(kind).values() if callable(each)]
@@ -96,7 +96,7 @@ def _found(
 
 
 def _shares_parameters(module: object, parameters: Sequence[Tensor]) -> bool:
-    """True if its parameters are split over processes; not where `DistributedDataParallel` has copies of the parts."""
+    """True if its parameters are split over processes, not copies under `DistributedDataParallel`."""
     if isinstance(module, DistributedDataParallel):
         return False
     return any(map(is_sharded, module.parameters() if isinstance(module, torch.nn.Module) else parameters if module is None else ()))
@@ -129,10 +129,7 @@ def _require_sync(sync: object) -> GradientSync:
 
 @final
 class Alone(Workers):
-    """One worker alone. An unknown `DistributedDataParallel` may still average each micro-batch's gradients.
-
-    Then each worker has the average of w_i g_i, and divides it by a weight of its own. So these must be equal.
-    """
+    """One worker alone. An unknown `DistributedDataParallel` may still average each micro-batch's gradients, so weights must be equal."""
 
     several, place = False, (0, 1)
 
@@ -177,7 +174,7 @@ class Alone(Workers):
 
     @cached_property
     def _module(self) -> DistributedDataParallel | None:
-        """The module that averages, looked for once: through all objects of Python."""
+        """The module that averages, looked for once, through all objects."""
         return module_averaging(self._parameters())
 
     def _parameters(self) -> list[Tensor]:
