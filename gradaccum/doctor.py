@@ -78,7 +78,6 @@ class Environment(NamedTuple):
     """Everything that the doctor looks at, as plain values."""
 
     running: str
-    """The version of the code that runs."""
     versions: dict[str, str]
     """Installed versions of this package and of what is asked for."""
     requirements: dict[str, tuple[Requirement, ...]]
@@ -148,7 +147,7 @@ def _state(one: Probe) -> str:
 
 
 def examine(backends: Iterable[str], limit: float) -> Environment:
-    """Inspect this environment and import `backends` at the same time, for at most `limit` seconds."""
+    """Inspect this environment and import `backends`, for at most `limit` seconds."""
     missing = {name: package for name in backends for package in _missing(name)}
     probed = probes_of([name for name in backends if name not in missing], limit)
     requirements = {package: requirements_of(package) for package in (THIS, "torch", "jax", "optax", "mindspore")}
@@ -159,7 +158,6 @@ def examine(backends: Iterable[str], limit: float) -> Environment:
 
 
 def _missing(name: str) -> Iterator[str]:
-    """Yield the packages that the backend wraps and that are not installed, without importing any."""
     values = {entry.value for entry in entry_points(group=BACKENDS, name=name)}
     for entry in entry_points(group=TYPES):
         with suppress(ValueError):  # A module without a spec, which is there.
@@ -175,7 +173,7 @@ def installed_version(package: str) -> str | None:
 
 
 def requirements_of(package: str) -> tuple[Requirement, ...]:
-    """Return what `package` requires on every machine; requirements with a marker other than an extra are left out."""
+    """Return what `package` requires on every machine; a requirement with a marker other than an extra is left out."""
     try:
         lines = requires(package) or ()
     except PackageNotFoundError:
@@ -200,7 +198,7 @@ def satisfies(installed: str, bounds: str) -> bool:
 
 
 def _key(text: str) -> tuple[tuple[int, ...], bool]:
-    """Return a sort key: the version's numbers without trailing zeros, pre-releases before their release."""
+    """Return a sort key: pre-releases stand before their release."""
     release, before = re.match(r"([\d.]*)(?:[-_.]?(a|b|c|rc|dev|pre))?", text).groups()  # type: ignore[union-attr]  # Empty texts match.
     return tuple(int(part) for part in re.sub(r"(\.0+)*\.?$", "", release).split(".") if part), before is None
 
@@ -212,7 +210,7 @@ _LAST_WORDS = 400
 
 
 def probes_of(backends: Sequence[str], limit: float) -> list[Probe]:
-    """Import all `backends` at the same time, for at most `limit` seconds, and kill what still runs then."""
+    """Import all `backends` at once, for at most `limit` seconds, and kill what still runs then."""
     places = json.dumps([os.path.abspath(place) for place in sys.path])
     children: dict[str, subprocess.Popen[bytes]] = {}
     with tempfile.TemporaryDirectory(prefix="gradaccum-doctor-", ignore_cleanup_errors=True) as folder:
@@ -246,7 +244,6 @@ def _judged(name: str, child: subprocess.Popen[bytes], deadline: float, folder: 
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """End the process and all that it started."""
     if hasattr(os, "killpg"):
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -277,7 +274,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def findings_of(environment: Environment) -> tuple[Finding, ...]:
-    """Return all that is wrong with `environment`, problems first, each package out of bounds once."""
+    """Return all that is wrong, problems first, each package out of bounds once."""
     found = dict.fromkeys(finding for rule in RULES for finding in rule(environment))
     return tuple(sorted(found, key=lambda finding: finding.kind != "problem"))
 

@@ -14,7 +14,6 @@ SCALES = tuple(2.0**power for power in range(17))
 """2^0 to 2^16, the initial scale of `torch.amp.GradScaler`; powers of two multiply a float exactly."""
 
 FLOAT16_SCALES = 4
-"""How many scales are compared under float16."""
 
 ROUNDINGS = 16
 """Units in the last place that gradients may be apart: threads or atomics add up in another order, or a constant was rounded."""
@@ -23,7 +22,6 @@ T = TypeVar("T")
 Gradient = Any
 """An array or a tensor in float64 or complex128, divided by the scale that its loss had."""
 Norm = Callable[[Gradient], float]
-"""The backend's 2-norm."""
 
 
 class LinearityReport(NamedTuple):
@@ -66,13 +64,9 @@ def comparable(measured: Iterable[T], finite: Callable[[T], bool], *, float16: b
 
 
 def linearity_report(gradients: Iterable[Mapping[str, Gradient]], culprits: Iterable[str], epsilon: float, norm: Norm) -> LinearityReport:
-    """Return the report on the measured gradients.
+    """Return the report on the `comparable` gradients, by parameter name.
 
-    Args:
-        gradients: the `comparable` ones by parameter name.
-        culprits: names of functions that do not carry their incoming gradient, read after all gradients.
-        epsilon: the machine epsilon of the program's coarsest dtype.
-        norm: the backend's 2-norm.
+    `culprits` is read after all gradients; `epsilon` is the machine epsilon of the program's coarsest dtype.
     """
     compared = iter(gradients)
     reference = next(compared, {})

@@ -85,13 +85,7 @@ def rate_bits(rates: Sequence[float]) -> list[int]:
 
 
 def require_same_rates(rates: Sequence[float], added: Sequence[float], workers: int, rank: int) -> None:
-    """Raise unless all workers have the same learning rates.
-
-    Args:
-        rates: of each group on this worker.
-        added: the `rate_bits` of all workers, summed.
-        workers: their number.
-        rank: this worker's.
+    """Raise unless all workers have the same learning rates; `added` is the sum of all workers' `rate_bits`.
 
     Raises:
         UsageError: two workers have different rates; every worker raises it.

@@ -1,4 +1,4 @@
-"""The object that the core finds by the name ``mindspore``: wraps MindSpore optimizers, refuses everything else."""
+"""The object that the core finds by the name ``mindspore``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gradaccum_mindspore.workers.group import shares_windows
 
 
 class MindSporeBackend:
-    """`gradaccum.kit.Backend` for `mindspore.nn.Optimizer` and `mindspore.experimental.optim.Optimizer`."""
+    """`gradaccum.kit.Backend` for both families of MindSpore's optimizers."""
 
     name = "mindspore"
     scaler_kind = grad_scaler.scaler_kind

@@ -19,11 +19,10 @@ from gradaccum.kit import explain, given_weight, require_item_weights, require_w
 from gradaccum_mindspore.sums import DType, Gradients, Number, Shape
 
 Weight: TypeAlias = Number | None
-"""How many items a micro-batch has; None stands for 1."""
+"""How many items a micro-batch has; None: 1."""
 Loss: TypeAlias = Number | None
 """The loss of a micro-batch, not scaled; None if it is not told."""
 NamedGradients = Mapping[str, Tensor | None]
-"""Gradients by the parameter's name."""
 Spec = tuple[str, Shape, DType]
 """(name, shape, dtype) of a parameter of the model."""
 Specs = tuple[Spec, ...]
@@ -33,10 +32,7 @@ LOSS_FIX = "Write optimizer(gradients, weight, loss) with the loss that was diff
 
 
 def gradients_by_position(gradients: Gradients | NamedGradients, specs: Specs, now: Callable[[], tuple[str, ...]]) -> Gradients:
-    """Return the gradients in the parameters' order, checked: a tuple or list in that order, or a dict by parameter name.
-
-    None stands for a parameter that took no part. A dict has the names in `specs`, or the names that `now` returns.
-    """
+    """Return the gradients in the parameters' order, checked. A dict has the names in `specs`, or those that `now` returns."""
     if isinstance(gradients, Mapping):
         gradients = [gradients[name] for name in names_of(tuple(gradients), specs, now())]
     if not isinstance(gradients, Sequence) or len(gradients) != len(specs):
@@ -48,7 +44,6 @@ def gradients_by_position(gradients: Gradients | NamedGradients, specs: Specs, n
 
 
 def names_of(keys: tuple[str, ...], specs: Specs, now: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the keys of a dict of gradients in the parameters' order: the names in `specs`, or in `now`."""
     for names in (now, tuple(name for name, _, _ in specs)):
         if set(keys) == set(names):
             return names
@@ -72,7 +67,7 @@ def check_gradient(gradient: object, spec: Spec) -> None:
 
 
 def check_shape_and_dtype(name: str, shape: Shape, dtype: str, expected_shape: Shape, expected_dtype: str) -> None:
-    """Raise `GradientError` unless both agree. A parameter in half precision also takes a float32 gradient."""
+    """Raise `GradientError` unless both agree; half precision also takes a float32 gradient."""
     if shape != expected_shape:
         raise _gradient_error(name, f"shape {expected_shape}", f"shape {shape}")
     half = expected_dtype in ("Float16", "BFloat16")
@@ -88,13 +83,12 @@ def weight_as_number(weight: Number) -> float:
 
 
 def item_weights(weights: Any, items: int) -> list[float]:
-    """Return one weight per item, of a Tensor, an array or a sequence."""
     given = weights.asnumpy() if isinstance(weights, Tensor) else weights
     return require_item_weights(given.tolist() if isinstance(given, np.ndarray) else given, items)
 
 
 def loss_as_number(loss: object) -> float:
-    """Return the loss of a micro-batch as a float; it may be inf or NaN."""
+    """Return the loss as a float, which may be inf or NaN."""
     if isinstance(loss, Tensor):
         require_one_number("loss", loss.shape)
         return float(loss.astype(ms.float64).asnumpy().item())
@@ -126,9 +120,9 @@ def _sparse_error(name: str) -> GradientError:
 
 
 def require_told_apart(places: int, dtype: DType | None, no_weight: bool, no_loss: bool) -> bool:
-    """Raise unless weight and loss are given once each, and by name where one floating Tensor or array alone may be either.
+    """Raise unless weight and loss are given once each, and by name where a floating Tensor or array alone may be either.
 
-    `places`: how many are given without a name; `dtype`: the first one's, if it has one.
+    `places`: how many have no name; `dtype`: the first one's, if it has one.
     """
     fix = "Write optimizer(gradients, weight=n), optimizer(gradients, loss=loss), or optimizer(gradients, n, loss)."
     if places > 2 or (places > 0 and not no_weight) or (places > 1 and not no_loss):
@@ -144,13 +138,12 @@ compiled_told_apart: Callable[[int, DType | None, bool, bool], bool] = constexpr
 
 @constexpr  # type: ignore[untyped-decorator]
 def check_compiled_structure(count: int, specs: Specs) -> None:
-    """Check the number of gradients, while compiling."""
     if count != len(specs):
         raise _structure_error(f"a tuple of {count}", f"{len(specs)} gradients in the order of the optimizer's parameters")
 
 
 def compiled_names_of(specs: Specs, now: Callable[[], tuple[str, ...]]) -> Callable[[tuple[str, ...]], tuple[str, ...]]:
-    """Return `names_of` as a function of the keys alone, while compiling: the compiler cannot read a Parameter's name."""
+    """Return `names_of` as a function of the keys alone: the compiler cannot read a Parameter's name."""
 
     @constexpr(reuse_result=False)  # type: ignore[untyped-decorator]
     def names(keys: tuple[str, ...]) -> tuple[str, ...]:
@@ -162,7 +155,7 @@ def compiled_names_of(specs: Specs, now: Callable[[], tuple[str, ...]]) -> Calla
 
 @constexpr  # type: ignore[untyped-decorator]
 def check_compiled_weight(weight: object) -> None:
-    """Check a weight that is a constant of compiled code; None stands for no constant."""
+    """Check a constant weight; None stands for no constant."""
     if weight is not None:
         require_weight(weight)
 

@@ -21,7 +21,6 @@ from gradaccum import ArgumentValueError, UsageError
 from gradaccum.kit import Options, ScaleRule, explain
 
 NEVER = 0
-"""The key of an accumulation without a loss scale."""
 
 _keys = count(1)
 _read: set[int] = set()

@@ -1,11 +1,11 @@
 """``gradaccum_mindspore.layered_backward``: a window runs backwards layer by layer, all micro-batches through one layer before the next.
 
-A layer's gradient sum is complete when the last micro-batch has passed it. So its update is made there, and its gradient freed. Between the
-layers stand the borders: the activations that one layer returned and the next one takes. A layer runs once forwards, without keeping its
-activations, and once more for its gradient: it draws the same numbers, and its statistics move once, as `recompute` has it.
+When the last micro-batch has passed a layer, its gradient sum is complete: its update is made, and its gradient freed. Between the layers
+stand the borders: the activations that one layer returned and the next one takes. A layer runs once forwards, without keeping its
+activations, and once more for its gradient, as a segment of `recompute` does.
 
-A MindSpore optimizer makes the update of all its parameters in one call, and counts its steps by its calls. So a part of a model is updated
-early where the part has an optimizer of its own.
+A MindSpore optimizer updates all its parameters in one call, and counts its steps by its calls. So a part of a model is updated early where
+the part has an optimizer of its own.
 """
 
 from __future__ import annotations
@@ -63,8 +63,7 @@ def layered_backward(
 
     With a list of MindSpore's own optimizers, one for each layer say, each makes its update as soon as the sums of all its parameters are
     complete, and their gradients are freed; nothing is clipped or skipped. A parameter of several layers waits for the first of them. A
-    wrapped optimizer keeps the sums
-    of all layers until the end, as its ``clip_norm``, ``skip_norm`` and overflows need.
+    wrapped optimizer keeps all sums until the end, as its ``clip_norm``, ``skip_norm`` and overflows need.
 
     If something raises, everything is as it was before the call, except that the updates of layers cannot be undone: a note on the error
     names these layers, and the optimizers are refused until `load_checkpoint_into` has loaded them.
@@ -75,12 +74,12 @@ def layered_backward(
         loss_fn: ``loss_fn(outputs, targets)`` returns a scalar loss, or ``(loss, aux)`` if `aux` is given.
         inputs: the argument of the first layer for the large batch.
         targets: the second argument of `loss_fn` for the large batch.
-        steps: at most so many micro-batches, of ceil(items / steps) items; the last one may be smaller.
+        steps: as for `value_and_grad`.
         micro_batch_size: the items of a micro-batch, in place of `steps`.
         reduction: "mean" unless given, "sum" or "item_mean", as for `value_and_grad`; a wrapped optimizer has its own.
         weight: the weight of a micro-batch: a callable, ``weight(inputs, targets)``, or one number per item.
         axes: the axis of the items, for each leaf of ``(inputs, targets)``; None for what is given whole.
-        aux: how the other output merges, as for `value_and_grad`.
+        aux: as for `value_and_grad`.
         optimizer: optimizers of `mindspore.nn` or `mindspore.experimental.optim`, of which no two have one parameter; or one wrapped with
             ``steps=None``, whose window the call is.
         data_parallel: beside a list of optimizers, as for `gradaccum.wrap`: True: the sums of all workers are added up, once for each
@@ -129,7 +128,7 @@ def layered_backward(
 
 
 class _Layer:
-    """One layer, or the loss: its function, the parameters that it is differentiated by, and its passes in order."""
+    """One layer, or the loss, and its passes in order."""
 
     def __init__(self, name: str, function: Layer) -> None:
         self.name, self.function = name, function
@@ -144,8 +143,6 @@ class _Layer:
 
 
 class _Run:
-    """One call: forwards, then backwards."""
-
     def __init__(self, parts: Sequence[_Layer], target: _Own | _Window, options: SplitOptions) -> None:
         (*self.layers, self.loss), self.target, self.options = parts, target, options
         held = {id(parameter) for parameter in target.parameters}
@@ -189,7 +186,6 @@ class _Run:
         return value, cotangents, own
 
     def _backward(self, found: list[_Found]) -> None:
-        """Run all micro-batches backwards through one layer after the other, and update each where that can be."""
         for number, (amount, cotangents, own) in enumerate(found):
             self._add(self.loss, own, amount)
             found[number] = amount, cotangents, ()
@@ -298,8 +294,6 @@ class _Own:
 
 
 class _Window:
-    """The window of a wrapped optimizer: its sums, its options, its update at the end."""
-
     def __init__(self, optimizer: AccumulatingOptimizer, parts: Sequence[_Layer], reduction: str | None) -> None:
         self.optimizer, self.options, self.parameters = optimizer, optimizer.options, list(optimizer.parameters)
         self.by_unit, self.scaled = False, optimizer.scale
@@ -347,7 +341,6 @@ def _target(optimizer: Any, parts: Sequence[_Layer], reduction: str | None, data
 
 
 def _own(optimizers: Sequence[object]) -> Iterator[Any]:
-    """Yield the optimizers, checked."""
     for each in optimizers:
         if isinstance(each, AccumulatingOptimizer) or not isinstance(each, nn.Optimizer | optim.Optimizer):
             fix = "Leave gradaccum.wrap out, or pass one wrapped optimizer of all layers."

@@ -1,8 +1,8 @@
 """The wrapped optimizer: a `mindspore.nn.Optimizer` that runs the one it wraps once per window.
 
-One class serves every mode: the compiler follows ``construct`` and never sees ``__call__``, so ``__call__`` can be the PyNative path.
-`Flush` and `Discard` are Cells for the same reason. The wrapped optimizer calls `mindspore.nn.Cell`'s constructor alone and lends the inner
-optimizer's attributes. So there is one learning rate and one ``global_step``: the inner optimizer's, which moves per update.
+The compiler follows ``construct`` and never sees ``__call__``, which is the PyNative path; `Flush` and `Discard` are Cells for that reason.
+The wrapped optimizer calls `mindspore.nn.Cell`'s constructor alone and lends the inner optimizer's attributes: there is one learning rate
+and one ``global_step``, which moves per update.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ class AccumulatingOptimizer(OwnPhase, nn.Optimizer):  # type: ignore[misc]
     def __call__(
         self, gradients: Gradients | NamedGradients, *counted: Number | None, weight: Weight = None, loss: Loss = None
     ) -> bool | Tensor:
-        """Take in one micro-batch, from Python: ``optimizer(gradients, weight, loss)``, both by name or by place.
+        """Take in one micro-batch, from Python; return whether it closed a window.
 
         Args:
             gradients: a tuple or list in the order of ``self.parameters``, or a dict by parameter name; None for a parameter that took
@@ -193,13 +193,9 @@ class AccumulatingOptimizer(OwnPhase, nn.Optimizer):  # type: ignore[misc]
             weight: number or Tensor of one element, >= 0: how many items the micro-batch has; 1 if left out.
             loss: its loss, not scaled, a number or Tensor of one element; if all are passed, ``result.loss`` is the window's.
 
-        Returns:
-            Whether this micro-batch closed a window.
-
         Raises:
             GradientError: another number, shape or dtype than the parameters'.
-            ArgumentTypeError, ArgumentValueError: `weight` is no finite number >= 0, or `loss` no number.
-            ArgumentTypeError, ArgumentValueError: a callable ``steps`` gave no int >= 1.
+            ArgumentTypeError, ArgumentValueError: `weight` is no finite number >= 0, `loss` no number; ``steps`` gave no int >= 1.
             UsageError: nobody has asked for the loss scale yet; ``jit(capture_mode="trace")`` is recording; or the inner optimizer raised
                 in the last update.
         """
@@ -264,7 +260,7 @@ class AccumulatingOptimizer(OwnPhase, nn.Optimizer):  # type: ignore[misc]
         Args:
             loader: yields the micro-batches, such as a `mindspore.dataset` dataset.
             carry: leave the last window open for the next pass.
-            progress: show a progress bar; needs rich.
+            progress: show a progress bar.
 
         Raises:
             ArgumentTypeError: `loader` is no iterable, or a flag no bool.
@@ -309,7 +305,7 @@ class AccumulatingOptimizer(OwnPhase, nn.Optimizer):  # type: ignore[misc]
         return kit.described(type(self).__name__, type(self.inner).__name__, self.options, state, self._steps(state))
 
     def _steps(self, state: State) -> Schedule:
-        """Return the size of the open or next window; None if the user's function returns none, or the caller closes it."""
+        """Return the size of the open or next window; None if nobody knows it."""
         if state.micro_step and self.storage.varies:
             return self.storage.open_size()
         try:

@@ -18,11 +18,10 @@ from mindspore.experimental import optim
 from gradaccum_mindspore.sums import HALF, cast, each, write
 
 Optimizer: TypeAlias = nn.Optimizer | optim.Optimizer
-"""An optimizer of MindSpore's, of either family."""
 
 
 Replacements = Mapping[int, Parameter]
-"""A master by the `id` of the Parameter that it replaces."""
+"""A master by the `id` of its Parameter."""
 
 
 class Masters(nn.Cell):  # type: ignore[misc]
@@ -40,7 +39,6 @@ class Masters(nn.Cell):  # type: ignore[misc]
 
 
 def turn_to_masters(inner: Optimizer, masters: Masters) -> None:
-    """Make `inner` work on `masters`: its parameters are replaced by them, its half-precision state becomes float32."""
     replacements = {id(half): master for half, master in zip(masters.halves, masters.masters, strict=True)}
     for _, cell in list(nn.Cell.cells_and_names(inner)):
         for attribute, value in list(vars(cell).items()):
@@ -69,7 +67,7 @@ def _holds(value: object, replacements: Replacements) -> bool:
 
 
 def _replaced(value: Any, replacements: Replacements) -> Any:
-    """Copy a container, with masters for parameters; a container without parameters stays the same object."""
+    """Copy a container with masters for parameters; one without parameters stays the same object."""
     if not _holds(value, replacements):
         return value
     if isinstance(value, MutableMapping):

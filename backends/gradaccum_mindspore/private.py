@@ -44,16 +44,15 @@ def forgotten_on_error() -> Iterator[None]:
 
 
 _mode = getattr(ms.context, "_get_mode", partial(ms.get_context, "mode"))
-"""What `mindspore.nn.Cell` itself asks at each call; `mindspore.get_context` takes as long as ten operators."""
+"""What `mindspore.nn.Cell` itself asks; `mindspore.get_context` takes as long as ten operators."""
 
 
 def is_graph_mode() -> bool:
-    """True if MindSpore compiles a Cell that Python calls."""
     return bool(_mode() == ms.GRAPH_MODE)
 
 
 def decides_on_host() -> bool:
-    """True if Python chooses the program of a micro-batch: it reads a counter, which means no wait for the device on a CPU only."""
+    """True if Python chooses the program of a micro-batch: it reads a counter, which is no wait on a CPU alone."""
     return is_graph_mode() and _on_cpu() and ms.get_auto_parallel_context("parallel_mode") == "stand_alone"
 
 
@@ -64,10 +63,7 @@ def _on_cpu() -> bool:
 
 
 class OwnPhase(nn.Cell):  # type: ignore[misc]
-    """A Cell that does not tell the cells below it which program was called: none of these asks.
-
-    MindSpore's own setter tells all of them, at each call, which takes as long as ten operators.
-    """
+    """A Cell that does not tell the cells below it which program was called; MindSpore's setter does, for the time of ten operators."""
 
     @property
     def compile_phase(self) -> str | None:

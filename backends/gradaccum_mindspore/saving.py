@@ -1,7 +1,7 @@
 """Loading a checkpoint of a wrapped optimizer: checked whole before anything is written, and seen by compiled code.
 
 `mindspore.load_param_into_net` skips a value that it does not find and checks no window, and a function that was compiled before ignores
-the values that it writes. Where workers share a window, the checkpoint says which of how many saved it.
+what it writes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class SavedPlace(NamedTuple):
 
 
 def saved_place(state: Saved, prefix: str) -> SavedPlace:
-    """Return the place of the worker that saved `state`; the only one, if its optimizer had no others."""
+    """Return the place of the worker that saved `state`."""
     entry = state.get(f"{prefix}.{SHARED}")
     place = SavedPlace(OWN, 0, 1) if entry is None else SavedPlace(*entry.asnumpy().tolist())
     if place.held == TORN:
@@ -128,7 +128,6 @@ def _parameters(cell: nn.Cell) -> dict[str, Parameter]:
 
 
 def _resumed(storage: Storage, parameter_dict: Saved) -> Iterator[tuple[str, float | Sequence[float]]]:
-    """Return the values with which the state goes on under the options here, by the Parameter's name."""
     own = storage.options
     saved = State(*(parameter_dict[getattr(storage, field).name].asnumpy().item() for field in FIELD_DTYPES))
     terms = decode_terms(parameter_dict[storage.terms.name].asnumpy().tolist())

@@ -38,19 +38,18 @@ class GatedScheduler:
         self._storage.listening.schedulers.add(self)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Call ``scheduler.step(...)`` with the given arguments if an update was applied since the last call."""
+        """Call ``scheduler.step(...)`` if an update was applied since the last call."""
         updates, before = self._storage.optimizer_step.item(), self._stepped_at
         self._stepped_at = updates
         if updates > before:
             self._scheduler.step(*args, **kwargs)
 
     def follow(self) -> None:
-        """Move the scheduler as `step` does, unless its ``step`` needs an argument, such as a loss, which the caller alone has."""
+        """Move as `step` does, unless ``scheduler.step`` needs an argument, such as a loss, which the caller alone has."""
         if all(each.default is not each.empty or each.kind in _ANY for each in signature(self._scheduler.step).parameters.values()):
             self.step()
 
     def loaded(self) -> None:
-        """Note that a checkpoint was loaded, which is no update."""
         self._stepped_at = self._storage.optimizer_step.item()
 
     def __getattr__(self, name: str) -> Any:

@@ -30,7 +30,7 @@ NO_NOISE = (0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 class Known(NamedTuple):
-    """The values of both Parameters, in Python numbers."""
+    """Both Parameters' values, in Python numbers."""
 
     loss: Sequence[float]
     noise: Sequence[float] | None
@@ -144,7 +144,6 @@ class Knowledge(nn.Cell):  # type: ignore[misc]
         return True
 
     def compiled_needs_first(self, state: Fields) -> Tensor:
-        """Return `needs_first`, a bool Tensor of shape ()."""
         seen = self.noise.value()
         return kit.is_first((seen[0], seen[1], seen[2], seen[3]), state)
 
@@ -190,10 +189,10 @@ class Counted(Protocol):
     """The state of the window that is listened to."""
 
     def pull(self) -> State:
-        """Return the state in Python numbers."""
+        """Return it in Python numbers."""
 
     def result(self) -> StepResult:
-        """Return the result of the last event."""
+        """Return the last event's result."""
 
 
 class Follower(Protocol):
@@ -221,13 +220,12 @@ class Listening:
         return self.listeners.add(listener)
 
     def loaded(self) -> None:
-        """Note that a checkpoint was loaded: its windows closed in another run."""
         self.seen = self.storage.pull()
         for scheduler in self.schedulers:
             scheduler.loaded()
 
     def window_ended(self, before: State) -> None:
-        """Note the window that the host has just closed; `before`: its state before, with the weight of all workers."""
+        """Note the window that the host has just closed; `before`: the state before, with all workers' weight."""
         if self.listeners:
             self.seen = self.storage.pull()
             self.listeners.note(self.storage.result(), weight=before.weight, micro_batches=before.micro_step)
@@ -253,7 +251,7 @@ class Listening:
                 self.look(micro_batches)
 
     def after(self, micro_batches: int, call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        """Make a `call` from Python, which takes in so many micro-batches and may close windows, and tell of them."""
+        """Make a `call` that takes in so many micro-batches and may close windows, and tell of them."""
         if not self.listeners:
             return call(*arguments, **named)
         with self.listeners.settled():
@@ -264,7 +262,7 @@ class Listening:
         return answer
 
     def between(self) -> None:
-        """Repeat between two windows of one call what the user's loop does after each window on the other workers."""
+        """Repeat between two windows of one call what the other workers' loops do after each window."""
         self.look(0)
         self.listeners.tell()
         for scheduler in self.schedulers:

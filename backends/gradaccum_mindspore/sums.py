@@ -1,18 +1,19 @@
 """The sums of a window and their arithmetic: add, check, divide, clear, and the global 2-norm.
 
 Functions with ``compiled_`` in their name run where the state is a Tensor (`mindspore.jit`, graph mode). `scaled`, `parts`, `all_finite`,
-`divided`, `clear` and `measure` run in PyNative. There MindSpore hands most operators to another thread: tenths of a millisecond, where
-NumPy, which reads a CPU tensor's memory without a copy, takes microseconds. Another device, and bfloat16, have MindSpore's operators.
+`divided`, `clear` and `measure` run in PyNative. There an operator takes tenths of a millisecond, since MindSpore hands it to another
+thread; NumPy, which reads a CPU tensor's memory without a copy, takes microseconds. Another device, and bfloat16, have MindSpore's
+operators.
 
 Only `write` and `add_into` write. In PyNative ``Tensor.add_`` and its like leave a Parameter as it was, and a compiled function does not
-see ``set_data``. A sum is exactly zero while no window is open: the window's end writes zeros, so a micro-batch is one addition.
-`compiled_clear` makes the zeros when it needs them: ``zeros_like`` would be a constant of the graph, of the model's size.
+see ``set_data``. A sum is zero while no window is open: the window's end writes zeros, so a micro-batch is one addition. `compiled_clear`
+computes them: ``zeros_like`` would be a constant of the graph, of the model's size.
 
 Arithmetic on a half-precision sum runs in float32, and the result is rounded as it is written: MindSpore has few bfloat16 operators on a
 CPU, and float16 does not hold a factor such as 2^16.
 
-One pass over the sums squares and adds. If the squares overflow, or some of them vanish, a second pass divides by the largest magnitude
-first. For hundreds of sums the norm was half of the time to compile a step, so `Packed` joins the small sums to one.
+One pass over the sums squares and adds. If squares overflow or vanish, a second pass divides by the largest magnitude first. For hundreds
+of sums the norm was half of the time to compile a step, so `Packed` joins the small sums.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def hidden_parameter(value: Tensor, name: str) -> Parameter:
 
 
 def where(condition: Tensor, a: Number, b: Number) -> Tensor:
-    """Return `mindspore.ops.where`, as a function the compiler can follow."""
+    """Return `mindspore.ops.where`, for the compiler to follow."""
     return ops.where(condition, a, b)
 
 
@@ -89,7 +90,6 @@ def write(parameter: Parameter, value: Tensor) -> None:
 
 
 def add_into(total: Parameter, part: Tensor) -> None:
-    """Add a tensor to a sum, in PyNative and in compiled code."""
     if total.dtype == working_dtype(total.dtype):
         ops.assign_add(total, part)
     else:
@@ -223,7 +223,7 @@ def all_finite(tensor: Tensor) -> bool:
 
 
 def divided(sums: Sums, divisor: float, dtypes: Sequence[DType], float_dtype: DType) -> tuple[Tensor, ...]:
-    """Return ``sum / divisor``, each in the dtype of `dtypes` for the inner optimizer; `divisor` is rounded to `float_dtype`."""
+    """Return the quotients as `divide` does; `divisor` is rounded to `float_dtype`."""
     rounded = ARRAYS[float_dtype].type(divisor)
     return tuple(_quotient(total, rounded, dtype) for total, dtype in zip(sums, dtypes, strict=True))
 
@@ -287,7 +287,7 @@ def compiled_measure(sums: Sums, dtype: DType) -> tuple[Tensor, Tensor]:
 
 @constexpr  # type: ignore[untyped-decorator]
 def smallest_of(dtype: DType) -> Tensor:
-    """Return `SMALLEST` of `dtype`. A Tensor, because MindSpore rounds a Python number to float32."""
+    """Return a Tensor, because MindSpore rounds a Python number to float32."""
     return Tensor(SMALLEST[dtype], dtype)
 
 
@@ -316,7 +316,7 @@ def _summed(squares: Tensor) -> Tensor:
 
 @constexpr  # type: ignore[untyped-decorator]
 def needs_rows(shape: Shape) -> bool:
-    """True if a large tensor must be reshaped, which is a copy, because its last axis is no row to sum over."""
+    """True if a large tensor must be reshaped, which is a copy, because its last axis is no row."""
     return prod(shape) > ROW and (len(shape) < 2 or not ROW // 128 <= shape[-1] <= ROW)
 
 
@@ -389,7 +389,6 @@ class Packed(nn.Cell):  # type: ignore[misc]
         """Zeros that fill the last row; the number of elements may be a prime."""
 
     def construct(self) -> Sums:
-        """Return the tensors whose elements are those of the sums and zeros."""
         if not self.joins:
             return self.others
         joined = concat((*each(_flat, self.small), *self.gap))

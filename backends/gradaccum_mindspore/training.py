@@ -1,7 +1,6 @@
 """Training steps: the training cell, and callbacks for `mindspore.train.Model.train`.
 
-`mindspore.nn.TrainOneStepCell` hands over gradients only: it can neither scale the loss by a scale that moves nor weigh a micro-batch.
-`TrainOneStepCell` here does both.
+`mindspore.nn.TrainOneStepCell` can neither scale the loss by a scale that moves nor weigh a micro-batch; `TrainOneStepCell` here does both.
 
 On a CPU in graph mode Python chooses among the cell's compiled programs: one for a micro-batch, `HostWindow`'s for the end of a window. The
 program of the end gets the few numbers that it writes, has no branch, and writes everything: an interruption finds the window open or
@@ -107,11 +106,10 @@ def tensor(values: object, dtype: DType) -> Tensor:
 
 
 number = lru_cache(maxsize=64)(tensor)
-"""The same for one number, made once: most windows have the same ones."""
 
 
 class MicroBatch(Program):
-    """Adds one micro-batch of the training cell; the window stays open."""
+    """Adds one micro-batch of the training cell."""
 
     def __init__(self, cell: nn.Cell) -> None:
         super().__init__()
@@ -137,7 +135,6 @@ class HostTraining:
         self.micro_batch = MicroBatch(cell)
 
     def __call__(self, *inputs: object) -> Any:
-        """Run one micro-batch and return its loss."""
         ends = self.storage.micro_step.item() + 1 >= self.steps
         if ends:
             require_room(self.storage.pull(), self.steps)
@@ -155,7 +152,7 @@ WeightFunction = Callable[..., Weight]
 
 
 def items(*inputs: Tensor) -> Weight:
-    """Return the number of items of a micro-batch: the length of its first input's first axis."""
+    """Return the length of the first input's first axis."""
     first = inputs[0]
     if not isinstance(first, Tensor):
         refuse_input("no Tensor")
@@ -230,7 +227,6 @@ class TrainOneStepCell(nn.TrainOneStepCell):  # type: ignore[misc]
         return self.optimizer.scale(loss), loss
 
     def __call__(self, *inputs: object, **named: object) -> Any:
-        """Run one micro-batch, from Python."""
         on_host = not named and self.host is not None and decides_on_host()
         return self.optimizer.storage.listening.after(1, self.host if on_host else super().__call__, *inputs, **named)
 
@@ -287,11 +283,9 @@ class FlushAtEpochEnd(Callback):  # type: ignore[misc]
             raise explain(UsageError, "callbacks", expected=expected, found=found, fix="Write callbacks=[FlushAtEpochEnd(optimizer), ...].")
 
     def on_train_epoch_begin(self, run_context: RunContext) -> None:
-        """Begin an epoch."""
         self.flushed = False
 
     def on_train_step_end(self, run_context: RunContext) -> None:
-        """Flush, if the epoch ends with this step."""
         run = run_context.original_args()
         if run.cur_step_num % (self.steps or run.batch_num) == 0:
             self.optimizer.flush()
@@ -339,10 +333,8 @@ class WatchWindows(Callback):  # type: ignore[misc]
         self.handles = [self.optimizer.add_listener(listener) for listener in self.listeners]
 
     def on_train_step_end(self, run_context: RunContext) -> None:
-        """Tell of the window that the step closed."""
         self.optimizer.storage.listening.tell(micro_batches=1)
 
     def on_train_end(self, run_context: RunContext) -> None:
-        """Listen no more."""
         for handle in self.handles:
             handle.remove()

@@ -28,7 +28,7 @@ from gradaccum_mindspore.sums import Gradients
 
 
 def inner_scale(inner: Optimizer) -> float:
-    """Return the scale that `inner` divides gradients by; 1 for an optimizer that has no loss scale."""
+    """Return the scale that `inner` divides gradients by; 1 for none."""
     return float(getattr(inner, "loss_scale", 1.0))
 
 
@@ -58,19 +58,17 @@ def require_unwrapped(inner: Optimizer) -> None:
 
 
 def is_guarded(inner: Optimizer) -> bool:
-    """True if `inner` refuses to be called, because its wrapper lives."""
     return getattr(vars(inner).get("construct"), "__func__", None) is _guarded
 
 
 def _guarded(self: Optimizer, *gradients: Any, **named: Any) -> bool:
-    """Stand in for an inner optimizer's ``construct``, which Python calls and the compiler follows."""
+    """Stand in for an inner optimizer's ``construct``."""
     refuse_call(self.cls_name)
     return True
 
 
 @constexpr  # type: ignore[untyped-decorator]
 def refuse_call(name: str) -> None:
-    """Raise `UsageError`: somebody called the inner optimizer, of class `name`."""
     expected, found = "a call of the wrapped optimizer, which alone knows when a window ends", f"one of the inner {name}"
     fix = f"Write optimizer = gradaccum.wrap(nn.{name}(...), ...), so that one name is left, and call that."
     raise explain(UsageError, "optimizer(gradients)", expected=expected, found=found, fix=fix)
@@ -92,7 +90,6 @@ class Update(nn.Cell):  # type: ignore[misc]
         self.in_place = any(f"{kind.__module__}.{kind.__name__}" in IN_PLACE for kind in type(inner).__mro__)
 
     def __call__(self, gradients: Gradients) -> bool:
-        """Make the update, from Python."""
         del self.own["construct"]  # MindSpore compiles most constructs, also in PyNative, and looks them up by this name.
         try:
             if is_graph_mode():
@@ -121,7 +118,7 @@ class Update(nn.Cell):  # type: ignore[misc]
 
 @cache
 def adds_in_place(device: str) -> bool:
-    """True if ``Parameter.add_`` adds in PyNative on `device`, the current one. MindSpore 2.10 returns the sum alone on a CPU."""
+    """True if ``Parameter.add_`` adds in PyNative; on a CPU MindSpore 2.10 returns the sum alone."""
     tried = Parameter(Tensor([0.0], ms.float32), name="tried")
     tried.add_(Tensor([1.0], ms.float32))
     return bool(tried.asnumpy()[0] == 1.0)

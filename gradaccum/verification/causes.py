@@ -17,7 +17,7 @@ from gradaccum.verification.subject import Column, Layer
 
 
 IGNORED = -100
-"""`ignore_index` of torch's cross entropy unless given; others use it too."""
+"""`ignore_index` of torch's cross entropy; others use it too."""
 
 Row = Sequence[float]
 
@@ -34,7 +34,7 @@ class Count(NamedTuple):
 
 
 def counts(columns: Sequence[Column]) -> list[Count]:
-    """Return the counts to try, without duplicates and without those that are equal for all items."""
+    """Return the counts to try, without duplicates and those that are equal for all items."""
     found: dict[tuple[float, ...], Count] = {}
     for column in columns:
         for count in _counts_of(column):
@@ -44,7 +44,6 @@ def counts(columns: Sequence[Column]) -> list[Count]:
 
 
 def labels(columns: Sequence[Column]) -> list[Column]:
-    """Return the columns that have one value per item."""
     return [column for column in columns if all(len(row) == 1 for row in column.rows)]
 
 
@@ -76,7 +75,6 @@ def _count(where: str, code: str, values: Sequence[float]) -> Count:
 
 LOSS = "the loss"
 SHOWN = 5
-"""How many names of a kind are listed."""
 
 KINDS = (
     "not_finite",

@@ -19,13 +19,8 @@ def examine(subject: Subject, steps: object, reduction: object = "mean") -> Veri
 
     Runs the batch some thirty times if all is right, some two hundred times if not.
 
-    Args:
-        subject: the model, its loss and the batch.
-        steps: micro-batches, an int from 2 to the number of items.
-        reduction: how accumulation will add up.
-
     Raises:
-        ArgumentTypeError, ArgumentValueError: `steps` or `reduction` make no sense, or the batch is too small.
+        ArgumentTypeError, ArgumentValueError: `steps` is no int from 2 to the number of items, or `reduction` is unknown.
     """
     number = require_int("steps", steps, at_least=2, fix="Write steps=2 or more: one micro-batch is the large batch.")
     require_items(subject.items)
@@ -37,7 +32,7 @@ def examine(subject: Subject, steps: object, reduction: object = "mean") -> Veri
 
 
 class _Examination:
-    """The experiments on one bench, and their findings so far."""
+    """The experiments and their findings so far."""
 
     def __init__(self, bench: Bench) -> None:
         self._bench = bench
@@ -47,7 +42,6 @@ class _Examination:
         self._notes: list[str] = []
 
     def report(self) -> VerificationReport:
-        """Run the experiments."""
         for ask in (experiments.finite, experiments.repeatable, experiments.linear, experiments.fresh_numbers):
             if self._conditions is not None:
                 self._take(ask(self._bench))
@@ -95,7 +89,6 @@ class _Examination:
             self._errors = self._bench.errors(self._conditions)
 
     def _find_in_the_loss(self, conditions: Conditions, names: tuple[str, ...], missing: Mapping[str, str]) -> None:
-        """Look for causes in the way the loss combines items."""
         infinite = experiments.infinite_parts(self._bench, conditions) if any(map(math.isinf, self._errors.values())) else {}
         times = next(iter(infinite.values()), "")
         weighted, off = experiments.right_weights(self._bench, conditions, times)

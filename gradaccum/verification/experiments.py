@@ -78,7 +78,6 @@ def replayed(bench: Bench, conditions: Conditions) -> Finding:
 
 
 def _follow_the_seed(bench: Bench, conditions: Conditions) -> tuple[str, ...]:
-    """Return the parameters whose gradient changes with the random seed."""
     other = bench.subject.window([bench.items], replace(conditions, seed=1))[0].gradients
     return moved(bench.apart(other, bench.large(conditions).gradients, conditions))
 
@@ -106,7 +105,7 @@ def _without_same_infinities(bench: Bench, a: Gradients, b: Gradients) -> tuple[
 
 
 def infinite_parts(bench: Bench, conditions: Conditions) -> dict[str, str]:
-    """Return the parameters whose gradient is not finite in some micro-batches, and where, in words."""
+    """Return the parameters whose gradient is not finite in some micro-batches, and which, in words."""
     found: dict[str, str] = {}
     for partition in bench.partitions:
         runs = bench.subject.window(partition.parts, conditions)
@@ -177,7 +176,7 @@ CANDIDATES = 24
 """Counts that are tried, two at a time, alone and beside the number of items."""
 
 Errors = Mapping[int, list[dict[str, Gradient]]]
-"""By the number of micro-batches: items in order, and items dealt in turn."""
+"""By the number of micro-batches: items in order, and dealt in turn."""
 
 
 def counted_terms(bench: Bench, conditions: Conditions, names: tuple[str, ...]) -> tuple[Cause | None, tuple[str, ...]]:
@@ -197,7 +196,6 @@ def counted_terms(bench: Bench, conditions: Conditions, names: tuple[str, ...]) 
 
 
 def _error(bench: Bench, steps: int, dealt: bool, conditions: Conditions) -> dict[str, Gradient]:
-    """Return the accumulated gradient minus the large batch's."""
     items = bench.items
     parts = tuple(items[start::steps] for start in range(steps)) if dealt else cut(items, len(items) // steps)
     return _difference(bench.accumulated(parts, conditions), bench.large(conditions).gradients)
@@ -219,7 +217,7 @@ def _difference(a: Gradients, b: Gradients) -> dict[str, Gradient]:
 
 
 def several_counts(bench: Bench, conditions: Conditions, names: Sequence[str]) -> Cause | None:
-    """Return the cause if `names` fit a sum of terms that divide by two or three counts and by no single count; else None."""
+    """Return the cause if `names` fit a sum of terms that divide by two or three counts and by no single count."""
     items = Count("the number of items", "", (1.0,) * bench.subject.items)
     found = [items, *counts(bench.subject.columns())[:CANDIDATES]]
     several = {tuple(count.values[item] for count in found): item for item in reversed(bench.items)}.values()
@@ -273,7 +271,7 @@ def _terms(parts: Sequence[Items], probe: Items, count: Count) -> Iterator[list[
 
 
 def _basis(columns: Sequence[list[float]], begun: Sequence[list[float]] = ()) -> list[list[float]]:
-    """Return orthonormal vectors that span `columns` and `begun`, by Gram and Schmidt, twice."""
+    """Return orthonormal vectors that span both, by Gram and Schmidt, twice."""
     made = list(begun)
     for column in columns:
         left = _rest(made, _rest(made, column))
@@ -285,7 +283,6 @@ def _basis(columns: Sequence[list[float]], begun: Sequence[list[float]] = ()) ->
 
 
 def _rest(basis: Sequence[list[float]], column: list[float]) -> list[float]:
-    """Return the part of `column` that is orthogonal to `basis`."""
     for vector in basis:
         along = sum(map(mul, vector, column))
         column = [a - along * b for a, b in zip(column, vector, strict=True)]
@@ -340,12 +337,9 @@ class Measured(NamedTuple):
 
 
 def right_weights(bench: Bench, conditions: Conditions, infinite: str = "") -> tuple[Cause | None, float | None]:
-    """Return the cause if another reduction or other weights make it right, and the error of the best weights in units, where measured.
+    """Return the cause if another reduction or other weights make it right, and the best weights' error in units, where measured.
 
-    Args:
-        bench: the batch.
-        conditions: those without the causes found so far.
-        infinite: which micro-batches have a non-finite gradient, in words; "" if none has.
+    `infinite` says which micro-batches have a non-finite gradient; "" if none has.
     """
     found = _other_reduction(bench, conditions) or _count(bench, conditions, infinite)
     if found is not None:
@@ -374,7 +368,7 @@ def _count(bench: Bench, conditions: Conditions, infinite: str) -> Cause | None:
 
 
 def _measured(bench: Bench, conditions: Conditions) -> Measured | None:
-    """Measure the weight of each item of a probe and their error; None where the best numbers are no weights."""
+    """Measure each item's weight; None where the best numbers are no weights."""
     probe = Bench(bench.subject, min(4, len(bench.items)), bench.way, bench.items[:PROBE])
     values = {item: _share(probe, item, conditions) for item in probe.items}
     if not all(value >= -SAME for value in values.values()) or not sum(values.values()) > 0:
@@ -392,7 +386,7 @@ def _without(probe: Bench, item: int) -> Bench:
 
 
 def _worst_error(bench: Bench, way: Way, conditions: Conditions) -> float:
-    """Return the error of the worst parameter in units; 0 where nothing has a weight and the gradient is zero or not finite."""
+    """Return the worst parameter's error in units; 0 where nothing has a weight and the gradient is zero or not finite."""
     large = bench.large(conditions).gradients
     if not way.weight(bench.items, bench.large(conditions)) and not any(0 < bench.norm(gradient) < math.inf for gradient in large.values()):
         return 0.0

@@ -21,7 +21,6 @@ class Partition(NamedTuple):
     """One way to divide a batch into micro-batches."""
 
     words: str
-    """For the report."""
     parts: tuple[tuple[int, ...], ...]
     """The items of each micro-batch, in order."""
 
@@ -46,7 +45,7 @@ def partitions(items: Sequence[int], steps: int) -> list[Partition]:
 
 
 def cut(items: Sequence[int], size: int) -> tuple[tuple[int, ...], ...]:
-    """Cut `items` into micro-batches of `size`, in order; the last one may be smaller."""
+    """Cut `items` into micro-batches of `size`; the last one may be smaller."""
     return tuple(tuple(items[start : start + size]) for start in range(0, len(items), size))
 
 
@@ -107,22 +106,18 @@ class Bench:
         self._units: dict[Conditions, dict[str, float]] = {}
 
     def large(self, conditions: Conditions) -> Run:
-        """Run the batch as a whole."""
         if conditions not in self._large:
             self._large[conditions] = self.subject.window([self.items], conditions)[0]
         return self._large[conditions]
 
     def accumulated(self, parts: Sequence[Items], conditions: Conditions, way: Way | None = None) -> dict[str, Gradient]:
-        """Run and add up `parts`."""
         return self.total(parts, self.subject.window(parts, conditions), conditions, way or self.way)
 
     def total(self, parts: Sequence[Items], runs: Sequence[Run], conditions: Conditions, way: Way) -> dict[str, Gradient]:
-        """Add up `runs` of `parts`."""
         whole = way.weight(self.items, self.large(replace(conditions, perturbation=None))) if way.reduction == "item_mean" else 1.0
         return combined(runs, way.factors(parts, runs, whole))
 
     def units(self, conditions: Conditions) -> dict[str, float]:
-        """Return the unit of each parameter."""
         if conditions not in self._units:
             self._units[conditions] = self._measured_units(conditions)
         return self._units[conditions]
@@ -135,7 +130,7 @@ class Bench:
         return {name: _in_units(self._distance(name, a, b), unit) for name, unit in units.items()}
 
     def errors(self, conditions: Conditions, way: Way | None = None) -> dict[str, float]:
-        """Return by parameter how far the worst partition's gradient is from the large batch's, in units."""
+        """Return by parameter the worst partition's distance from the large batch, in units."""
         large = self.large(conditions).gradients
         every = [self.apart(self.accumulated(p.parts, conditions, way), large, conditions) for p in self.partitions]
         return {name: max(errors[name] for errors in every) for name in self.subject.names}
@@ -171,7 +166,7 @@ class Bench:
         return found
 
     def floor(self, conditions: Conditions) -> dict[str, float]:
-        """Return the floor of each unit: the error of storing and adding up a gradient."""
+        """Return each unit's floor: the error of storing and adding up a gradient."""
         parts = self.partitions[0].parts
         runs = self.subject.window(parts, conditions)
         factors = self.way.factors(parts, runs, 1.0) if self.way.reduction == "mean" else [1.0] * len(runs)

@@ -140,9 +140,9 @@ class Subject(Protocol):
 
 
 DEPTH = 3
-"""How far the walk goes from a loss function or a layer."""
+"""How far the walk goes."""
 OUTPUTS = ("input", "inputs", "output", "outputs", "out", "logits", "pred", "preds", "prediction", "predictions", "y_pred", "y_hat")
-"""Names of a criterion's first argument, where the number of arguments does not tell."""
+"""A criterion's first argument, where the number of arguments does not tell."""
 FRAMEWORKS = ("torch", "torchvision", "mindspore", "jax", "optax")
 NOBODYS = 0x5EED0
 """Far from the seeds that users write."""
@@ -154,11 +154,8 @@ def as_loss(
 ) -> tuple[LossFunction, tuple[Any, ...]]:
     """Return the loss in the convention ``loss_fn(model, *batch)``, and the batch as its arguments.
 
-    Args:
-        loss_fn: in any of the three conventions.
-        model: what is verified.
-        batch: the arguments after the model. A list as the only one, as a loader yields it, is taken apart where `loss_fn` asks for it.
-        is_model: True for the model, and for what wraps it; None: the framework's model cannot be called.
+    A list as the only argument, as a loader yields it, is taken apart where `loss_fn` asks for it. `is_model` is True for the model and
+    what wraps it; None: the framework's model cannot be called.
 
     Raises:
         ArgumentTypeError: `loss_fn` is no function, or takes another number of arguments.
@@ -184,7 +181,6 @@ def as_loss(
 
 
 def _takes(loss_fn: Any, number: int) -> bool:
-    """True if `loss_fn` can be called with that many arguments."""
     try:
         _signature(loss_fn).bind(*[None] * number)
     except TypeError:
@@ -201,7 +197,6 @@ def _signature(loss_fn: Any) -> inspect.Signature:
 
 
 def _body(loss_fn: Any) -> Any:
-    """Return the method that a layer's call runs."""
     return getattr(loss_fn, "forward", getattr(loss_fn, "construct", loss_fn))
 
 
@@ -248,7 +243,6 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    """Yield the code of a function and of its inner functions and comprehensions."""
     yield code
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):
@@ -291,7 +285,7 @@ class HostRandom:
 
 
 def _is_generator(value: object) -> bool:
-    """True if `value` is a generator with a state; the operating system's has none."""
+    """True if `value` has a state; the operating system's has none."""
     numpys = type(value).__module__.startswith("numpy.random") and type(value).__name__ in ("Generator", "RandomState")
     return numpys or (isinstance(value, random.Random) and not isinstance(value, random.SystemRandom))
 

@@ -69,7 +69,7 @@ class Handle:
 
 
 class Listeners:
-    """The listeners in the order of adding, and the windows not yet reported to them. A copy or a pickle has none."""
+    """The listeners in order, and the windows not yet reported. A copy or a pickle has none."""
 
     def __init__(self) -> None:
         self._listeners: dict[int, Listener] = {}
@@ -146,7 +146,6 @@ def _failure(listener: Listener, window: ClosedWindow) -> Exception | None:
 
 
 def _raise(failures: list[Exception]) -> None:
-    """Raise the first of them, with the others as notes."""
     if failures:
         first, *others = failures
         first.add_note(_AFTER)
@@ -261,7 +260,6 @@ def _in_numbers(result: object) -> StepResult:
 
 
 def _number(name: str, value: SupportsFloat) -> float:
-    """Return `value` as a float, which may be NaN."""
     try:
         return float(value)
     except (TypeError, ValueError) as error:

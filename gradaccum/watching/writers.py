@@ -57,12 +57,10 @@ class JsonLines:
 
 
 def _writable(value: float) -> float | None:
-    """Return `value`, or None for a number that JSON cannot write."""
     return value if math.isfinite(value) else None
 
 
 def _ends_in_mid_line(path: str | os.PathLike[str]) -> bool:
-    """True if the file exists and its last line has no end."""
     try:
         with open(path, "rb") as file:
             file.seek(-1, os.SEEK_END)

@@ -1,7 +1,4 @@
-"""The suite's losses that couple the items of a batch, in MindSpore operators; `gradaccum_conformance.couplings` has their definitions.
-
-Each works in float32 and float64, so constants are made from Tensors, as in `layers`.
-"""
+"""The suite's losses that couple the items of a batch; `gradaccum_conformance.couplings` has their definitions."""
 
 from __future__ import annotations
 
@@ -13,7 +10,6 @@ from mindspore import Tensor, ops
 from gradaccum_conformance import Coupling
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Of all left outputs, all right ones and the temperature, of shape (1,)."""
 
 
 def contrast(left: Tensor, right: Tensor, temperature: Tensor) -> Tensor:

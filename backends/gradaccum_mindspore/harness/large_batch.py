@@ -174,7 +174,7 @@ def _in_mode(take: Any, mode: str | None) -> Any:
 
 
 def _from_python(function: Any, mode: str | None) -> Any:
-    """Return the function of a call that only Python makes, itself compiled in the mode "jit"."""
+    """Return a call that only Python makes, compiled in the mode "jit"."""
     return ms.jit(function) if mode == "jit" else function
 
 

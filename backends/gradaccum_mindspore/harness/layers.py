@@ -114,7 +114,7 @@ class LengthMean(nn.Cell):  # type: ignore[misc]
 
 
 class Network(nn.Cell):  # type: ignore[misc]
-    """Layers in turn, and the softmax cross-entropy of the last one's output against one-hot labels, summed over the items."""
+    """Layers in turn, and softmax cross-entropy against one-hot labels, summed over the items."""
 
     def __init__(self, layers: Sequence[Any]) -> None:
         super().__init__(auto_prefix=False)
@@ -134,7 +134,7 @@ class Network(nn.Cell):  # type: ignore[misc]
 
 
 class Capture(nn.Optimizer):  # type: ignore[misc]
-    """Plain SGD that counts its calls and keeps the last gradients."""
+    """Plain SGD that counts calls and keeps the last gradients."""
 
     def __init__(self, parameters: Sequence[Any], learning_rate: float) -> None:
         super().__init__(learning_rate, parameters)

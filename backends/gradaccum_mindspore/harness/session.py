@@ -1,7 +1,6 @@
 """The harness of the MindSpore adapter: PyNative, a jitted step and graph mode.
 
-Compiling a step takes about a second, so a compiled trainer goes back to a pool when its session is gone, and the next session of the
-same shape starts from its initial values.
+Compiling a step takes about a second, so a compiled trainer goes back to a pool, and the next session of the same shape borrows it.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from gradaccum_mindspore.saving import load_checkpoint_into
 
 FILE = "session.ckpt"
 REPORTS = TemporaryDirectory()
-"""The current folder while something may be compiled: a compilation that fails writes a report below it."""
+"""The current folder while something may be compiled: a failed compilation writes a report there."""
 
 
 @contextmanager
@@ -50,7 +49,6 @@ class MindSporeSession(Session):
         self.trainer = trainer
         self.optimizer = trainer.optimizer
         self._handed: dict[View, Tensor] = {}
-        """The tensors that `gradients_in` writes over, one for all parameters of one view."""
 
     def micro_batch(self, batch: Batch, *, weight: float | None = None, loss: Loss = "mean") -> float:
         dtype = self.trainer.dtype

@@ -45,7 +45,7 @@ class Step(nn.Cell):  # type: ignore[misc]
 
 
 class Trainer:
-    """A model, its optimizer and the step over both; a session borrows it."""
+    """A model, its optimizer and the step over both."""
 
     def __init__(self, model: Model, optimizer: Optimizer, dtype: Dtype, mode: str, options: Mapping[str, Any] | None) -> None:
         self.dtype, self.mode, self.wrapped = ms_dtype(dtype), mode, options is not None
@@ -72,7 +72,6 @@ class Trainer:
         return lambda gradients, weight=None: apply(weight, *gradients)
 
     def entries(self) -> dict[str, Any]:
-        """Return every Parameter by name: model, inner optimizer, wrapper."""
         found = {p.name: p for p in self.optimizer.get_parameters()}
         return found | {p.name: p for p in self.parameters}
 

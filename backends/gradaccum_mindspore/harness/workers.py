@@ -28,7 +28,7 @@ init()
 """
 """The process at which the workers meet. It ends as soon as its standard input does."""
 _held: list[subprocess.Popen[bytes]] = []
-"""The open end of the scheduler's standard input: it closes when this process ends, however that is."""
+"""The open end of the scheduler's standard input, which closes with this process."""
 
 _kept: list[nn.Cell] = []
 """MindSpore takes a new cell for an old one whose address it has."""
@@ -64,7 +64,7 @@ class MindSporeWorkers(MindSporeHarness, ShardedLossHarness):
 
 
 class ShardedLosses(nn.Cell):  # type: ignore[misc]
-    """The loss of a call times its upstream gradient, and the loss itself."""
+    """The loss of a call times its upstream gradient, and the loss."""
 
     def __init__(self, call: ShardedLossCall) -> None:
         super().__init__(auto_prefix=False)

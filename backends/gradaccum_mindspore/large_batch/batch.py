@@ -75,21 +75,18 @@ def _unknown_error(found: str) -> ArgumentValueError:
 
 
 class SplitOptions(NamedTuple):
-    """The options that divide a batch, weigh its micro-batches and merge their other outputs."""
+    """The checked options of a call."""
 
     division: Division
     reduction: Options
     """The options of a window that the caller closes: for `gradaccum.kit.contribution` and `divisor`."""
     weight: Any
-    """A callable of a micro-batch's arguments, one number per item, or None for the number of items."""
+    """A callable, one number per item, or None for the number of items."""
     axes: Nest
-    """The axis of the items, for each leaf below it."""
     split: Callable[..., Any] | None
-    """The user's own function that divides, or None."""
     aux: Nest
-    """How the other outputs merge; None where there are none."""
+    """None where there are no other outputs."""
     accumulate_dtype: object
-    """The dtype of the sums of gradients, as for `gradaccum.wrap`."""
 
 
 def split_options(
@@ -173,19 +170,18 @@ def _takes_steps(split: Any) -> bool:
 
 
 PLAIN = (str, bytes, bool, int, float, complex, type(None))
-"""A leaf that is one plain value has no items, and is given whole to each micro-batch."""
+"""A leaf of one plain value is given whole to each micro-batch."""
 Batch = tuple[Nest, ...]
-"""The arguments of the function that is differentiated."""
 
 
 class MicroBatch(NamedTuple):
-    """One micro-batch: the arguments of one call of the function."""
+    """The arguments of one call of the function."""
 
     arguments: Batch
     items: int | None
-    """How many items it has; None where the user's own split made it and its leaves do not say."""
+    """How many; None where the user's own split made it and its leaves do not say."""
     cut: Cut | None
-    """Where it was cut; None where the user's own split made it."""
+    """None where the user's own split made it."""
 
 
 def micro_batches(batch: Batch, options: SplitOptions) -> Iterator[MicroBatch]:
@@ -205,7 +201,7 @@ def items_of(batch: Nest, axes: Nest, *, own_split: bool = False) -> int:
 
 
 def size_along(value: object, axis: object, path: str, own_split: bool) -> int | None:
-    """Return the length of a leaf along its axis; None of a leaf that every micro-batch is given whole."""
+    """Return the length of a leaf along its axis; None of a leaf that is given whole."""
     if axis is None or isinstance(value, (*PLAIN, np.generic)):
         return None
     if kit.is_column(value):
@@ -245,7 +241,7 @@ def part(batch: Batch, axes: Nest, cut: Cut) -> Batch:
 
 
 def sliced(value: Any, axis: Any, cut: Cut) -> Any:
-    """Return the items of a leaf from ``cut.start`` to ``cut.stop``; a leaf without items whole."""
+    """Return a leaf's items of the cut; a leaf without items whole."""
     if axis is None or not (kit.is_column(value) or isinstance(value, Tensor | np.ndarray)):
         return value
     if kit.is_column(value):
@@ -325,7 +321,7 @@ def kind_of(nest: Any) -> Any:
 
 @constexpr  # type: ignore[untyped-decorator]
 def doubtful_list(kinds: tuple[Any, ...], axes: Any, path: str, brackets: str) -> tuple[tuple[str, int, str], ...]:
-    """Path, length and brackets of a list that may be one of items, while compiling; nothing of another one."""
+    """Return path, length and brackets of a list that may be one of items, while compiling."""
     found = {kind for kind in kinds if kind != "None"}
     if axes is None or isinstance(axes, tuple | list) or path == "batch" or not kinds:
         return ()
@@ -336,7 +332,7 @@ def doubtful_list(kinds: tuple[Any, ...], axes: Any, path: str, brackets: str) -
 
 
 def slices_of(nest: Any, axes: Any, indices: Tensor) -> Any:
-    """Return the nest with the items `indices`, an int Tensor of shape (items of a micro-batch,), of each leaf that is divided."""
+    """Return the nest with the items `indices`, an int Tensor of shape (items of a micro-batch,)."""
     if isinstance(nest, (tuple, list)):
         parts = []
         for place in range(len(nest)):
@@ -362,21 +358,18 @@ def axis_of(axes: Any, key: str) -> Any:
 
 @constexpr  # type: ignore[untyped-decorator]
 def check_prefix(prefix: Any, length: int, argument: str) -> None:
-    """Refuse a `prefix` that is none of a tuple or list of this length, while compiling."""
     if isinstance(prefix, tuple | list | dict) and (isinstance(prefix, dict) or len(prefix) != length):
         kit.spread(prefix, tuple((EMPTY,) for _ in range(length)), argument)
 
 
 @constexpr  # type: ignore[untyped-decorator]
 def check_keys(prefix: Any, keys: tuple[str, ...], argument: str) -> None:
-    """Refuse a `prefix` that is none of a dict of these keys, while compiling."""
     if isinstance(prefix, tuple | list | dict) and (not isinstance(prefix, dict) or tuple(prefix) != keys):
         kit.spread(prefix, dict.fromkeys(keys, (EMPTY,)), argument)
 
 
 @constexpr  # type: ignore[untyped-decorator]
 def check_dense(axis: Any, path: str) -> None:
-    """Refuse to divide a sparse tensor, while compiling."""
     if axis is not None:
         raise no_items_error(path, "a sparse tensor")
 

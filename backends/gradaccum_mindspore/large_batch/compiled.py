@@ -65,7 +65,7 @@ class CompiledLoop(nn.Cell):  # type: ignore[misc]
         return self.finished(loss / divides, sums, divides)
 
     def weights_of_items(self, items: int) -> Tensor:
-        """Return each item's weight, of shape (items,), where an array gives them; otherwise what nobody reads."""
+        """Return the weights, of shape (items,), where an array gives them; otherwise what nobody reads."""
         return self.item_weights(items, self.float_dtype) if self.array else self.zero
 
     def divides(self, weight: Tensor, zero: Tensor) -> Tensor:
@@ -79,7 +79,6 @@ class CompiledLoop(nn.Cell):  # type: ignore[misc]
         return loss, made[0] if self.single else made
 
     def add(self, batch: Any, indices: Tensor, per_item: Tensor, loss: Tensor, weight: Tensor, sums: Any) -> tuple[Tensor, Tensor, Any]:
-        """Add one micro-batch to the sums of losses, weights and gradients."""
         arguments = slices_of(batch, self.axes, indices)
         amount = self.amount(arguments, indices, per_item)
         value, gradients = self.differentiated(arguments)
@@ -111,7 +110,7 @@ class CompiledLoop(nn.Cell):  # type: ignore[misc]
         return made
 
     def amount(self, arguments: Any, indices: Tensor, per_item: Tensor) -> Tensor:
-        """Return the weight of one micro-batch, a scalar in the dtype of the sum of weights."""
+        """Return a micro-batch's weight, a scalar in the dtype of the sum of weights."""
         if self.calls_weight:
             given = self.weight_function(*arguments)
             amount = self.zero + number_of(given)
@@ -135,7 +134,7 @@ class CompiledLoop(nn.Cell):  # type: ignore[misc]
 
 
 def cuts_of(fn: Any, whole: bool, options: SplitOptions) -> Any:
-    """Return a function from the leaves' sizes to the number and size of the micro-batches, and the size of the last micro-batch."""
+    """Return a function from the leaves' sizes to the number and size of the micro-batches, and the last one's size."""
 
     @constexpr(reuse_result=False)  # type: ignore[untyped-decorator]
     def checked_cuts(sizes: tuple[tuple[Any, ...], ...]) -> tuple[int, int, int]:
@@ -180,7 +179,6 @@ def compiled_call_error(argument: str) -> UsageError:
 
 @constexpr  # type: ignore[untyped-decorator]
 def check_loss(kind: str, shape: tuple[int, ...], dtype: DType | None) -> None:
-    """Refuse a loss that is no scalar, while compiling."""
     if dtype is None:
         raise aux_shape_error(f"a {kind}", declared=False)
     require_scalar(tuple(shape), dtype)

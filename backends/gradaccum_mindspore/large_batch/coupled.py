@@ -1,10 +1,9 @@
 """Losses that couple the items of a batch, in two passes: any function of per-item outputs, exact.
 
 The first pass keeps the outputs of all items. The loss of all outputs is differentiated once, by the outputs and by its own parameters. The
-second pass carries the gradient of each micro-batch's outputs on to the parameters, through the gradient of ``sum(outputs * gradient)``.
+second pass carries the gradient of each micro-batch's outputs on to the parameters, through that of ``sum(outputs * gradient)``.
 
-In graph mode each micro-batch is a call of a compiled function, whose operators hold the place in their random numbers themselves, so there
-a Cell that draws is refused.
+A function that graph mode has compiled holds the place in its random numbers itself, so a Cell that draws is refused there.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ Pieces = tuple[list[Tensor], ...]
 
 
 class CoupledGradient(nn.Cell):  # type: ignore[misc]
-    """The function that `coupled_value_and_grad` returns: ``(loss, gradients)`` of a large batch whose loss couples its items."""
+    """The function that `coupled_value_and_grad` returns."""
 
     def __init__(self, outputs_fn: Function, loss_fn: Function, weights: Any, options: SplitOptions) -> None:
         super().__init__(auto_prefix=False)
@@ -72,7 +71,7 @@ class CoupledGradient(nn.Cell):  # type: ignore[misc]
         refuse_compiled_call()
 
     def outputs_of(self, parts: Sequence[Batch], replay: Replay) -> tuple[Nest, Pieces]:
-        """Run the first pass: the structure of the outputs, and for each leaf its part of each micro-batch."""
+        """Run the first pass: the structure of the outputs, and each leaf's parts."""
         forward, structure, given = self._forward(), None, []
         for place, arguments in enumerate(parts):
             replay.begin(place)
@@ -82,7 +81,7 @@ class CoupledGradient(nn.Cell):  # type: ignore[misc]
         return structure, tuple(map(list, zip(*given, strict=True)))
 
     def loss_of(self, structure: Nest, pieces: Pieces) -> tuple[Tensor, dict[int, Tensor], Any]:
-        """Return the loss of all outputs, its gradient by each floating leaf of them, and by the loss's own parameters."""
+        """Return the loss, its gradient by each floating leaf of the outputs, and by its own parameters."""
         whole = [parts[0] if len(parts) == 1 else ops.concat(parts, 0) for parts in pieces]
         floating = tuple(place for place, leaf in enumerate(whole) if leaf.dtype in FLOATS.values())
         if not floating:
@@ -93,7 +92,7 @@ class CoupledGradient(nn.Cell):  # type: ignore[misc]
         return loss, dict(zip(floating, by_outputs, strict=True)), own
 
     def _forward(self) -> Function:
-        """Return `outputs_fn`, compiled in graph mode; a function that Python calls is not compiled there by itself."""
+        """Return `outputs_fn`, compiled in graph mode."""
         if ms.get_context("mode") != ms.GRAPH_MODE or isinstance(self.outputs_fn, nn.Cell):
             return self.outputs_fn  # type: ignore[no-any-return]
         return self._once("forward", lambda: ms.jit(self.outputs_fn))
@@ -141,9 +140,9 @@ def coupled_value_and_grad(
         weights: the Parameters to differentiate by, of both functions.
         steps: as for `value_and_grad`, with the four that follow.
         micro_batch_size: items of a micro-batch.
-        axes: the axis of the items, for each leaf of the batch; None for a leaf that is given whole.
+        axes: the axis of the items, for each leaf; None for a leaf that is given whole.
         split: a function of the batch that yields micro-batches; the outputs are concatenated in their order.
-        accumulate_dtype: the dtype of the sums of gradients.
+        accumulate_dtype: the dtype of the sums.
 
     Returns:
         A Cell to call with the batch from Python, in PyNative or graph mode. In PyNative `mindspore.nn.Dropout` and
@@ -187,7 +186,6 @@ def no_output_error() -> ArgumentValueError:
 
 @constexpr  # type: ignore[untyped-decorator]
 def refuse_compiled_call() -> None:
-    """Raise `UsageError`: two passes, which Python makes."""
     raise compiled_call_error("coupled_value_and_grad")
 
 
@@ -200,7 +198,7 @@ def output_leaves(outputs: Nest) -> list[Tensor]:
 
 
 def part_of(whole: Tensor, pieces: Sequence[Tensor], place: int) -> Tensor:
-    """Return the rows of `whole` that belong to the micro-batch at `place`; `pieces` are the outputs of each."""
+    """Return the rows of `whole` of the micro-batch at `place`; `pieces` are the outputs of each."""
     start = sum(piece.shape[0] for piece in pieces[:place])
     return whole[start : start + pieces[place].shape[0]]
 
@@ -216,9 +214,9 @@ def loss_function(loss_fn: Function, outline: Nest, places: Nest, compiled: bool
 
 
 def surrogate(outputs_fn: Function, floating: tuple[int, ...], compiled: bool) -> Function:
-    """Return a function whose gradient carries the `cotangents` of the floating outputs on to the parameters; it returns the outputs too.
+    """Return a function that carries the floating outputs' `cotangents` on to the parameters, and returns the outputs too.
 
-    Its value means nothing. The products are float32 for half precision, so that the value does not overflow.
+    The products are float32 for half precision, so that its value, which means nothing, does not overflow.
     """
     leaves_at = leaves_in if compiled else output_leaves
 

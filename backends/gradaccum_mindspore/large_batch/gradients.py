@@ -1,8 +1,7 @@
-"""The gradients, the loss and the other outputs of the large batch, from a Python loop over its micro-batches.
+"""The large batch's gradients, loss and other outputs, from a Python loop over its micro-batches.
 
-In graph mode each micro-batch is a call of a compiled function, compiled once for each size. The gradient of an argument that was
-cut is no sum: the parts of its items are concatenated. Nothing is added in place, because a gradient may share its memory with the
-user's batch.
+In graph mode each micro-batch is a call of a compiled function, compiled once for each size. The gradient of an argument that was cut is no
+sum: its parts are concatenated. Nothing is added in place: a gradient may share its memory with the user's batch.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class GradientSums:
         self.outline: Nest = None
 
     def add(self, gradients: Nest, factor: float) -> None:
-        """Take in the gradients of one micro-batch times `factor`; a factor of 0 adds nothing, whatever they hold."""
+        """Take in one micro-batch's gradients times `factor`; a factor of 0 adds nothing, whatever they hold."""
         leaves: list[Tensor] = [leaf.value for leaf in leaves_of(gradients)]
         if not self.totals:
             self.outline, self.dtypes = kit.mapped(lambda leaf: object(), gradients), [leaf.dtype for leaf in leaves]
@@ -80,14 +79,12 @@ def _zeros(like: Tensor, dtype: DType) -> Tensor:
 
 
 class Operators:
-    """The three operations that the core asks for; they run in compiled code too."""
+    """The operations that the core asks for; in compiled code too."""
 
     def maximum(self, a: Tensor, b: Tensor) -> Tensor:
-        """Return the larger one, element by element; NaN where either is."""
         return ops.where((a >= b) | (a != a), a, b)  # ops.maximum forgets a NaN that comes first
 
     def minimum(self, a: Tensor, b: Tensor) -> Tensor:
-        """Return the smaller one, element by element; NaN where either is."""
         return ops.where((a <= b) | (a != a), a, b)
 
     def widened(self, value: Tensor) -> Tensor:
@@ -110,7 +107,6 @@ class MergedOutputs:
         self.loss_dtype: DType = ms.float32
 
     def add(self, value: Nest, items: int | None, weight: float) -> None:
-        """Take in what one micro-batch returned: its loss, or a tuple of its loss and other outputs."""
         if not self.shares:
             self.kinds, self.loss_dtype = self._kinds(value), _first(value).dtype
             self.outline = kit.mapped(lambda leaf: object(), value)
@@ -121,7 +117,7 @@ class MergedOutputs:
         self.shares = given if not self.shares else [_merged(*each) for each in zip(self.kinds, self.shares, given, strict=True)]
 
     def finished(self, items: int | None, weight: float, divisor: float) -> Nest:
-        """Return the large batch's loss, or the tuple of it and the other outputs; `divisor` is the loss's."""
+        """Return what the call returns; `divisor` is the loss's."""
         loss, *others = (_joined(kind, each) for kind, each in zip(self.kinds, self.shares, strict=True))
         total = (loss / _number(divisor, loss) if divisor != 1 else loss).astype(self.loss_dtype)
         rest = [
@@ -159,7 +155,7 @@ def require_outputs(value: Any, has_aux: bool) -> None:
 
 
 def require_scalar(shape: tuple[int, ...], dtype: DType) -> None:
-    """Raise unless the loss is a scalar of a floating dtype; for compiled code too, while it is compiled."""
+    """Raise unless the loss is a scalar of a floating dtype; while compiling too."""
     if shape:
         raise kit.scalar_loss_error(f"a Tensor of shape {shape}")
     if dtype not in FLOATS.values():
@@ -167,7 +163,7 @@ def require_scalar(shape: tuple[int, ...], dtype: DType) -> None:
 
 
 def loss_kind(reduction: str) -> str:
-    """Return how the losses of micro-batches add up under a reduction: as the gradients do."""
+    """Return how losses add up: as the gradients do."""
     return "weighted_mean" if reduction == "mean" else "sum"
 
 
@@ -276,7 +272,7 @@ def differentiated(backward: Function, arguments: Batch, has_aux: bool, *, scale
 
 
 def unit_of(first: float, options: SplitOptions) -> float:
-    """Return the unit of weights: for numbers of items the first micro-batch's, so that equal ones need no multiplication."""
+    """Return the unit of weights: of numbers of items the first one, so that equal ones need no multiplication."""
     return first if options.weight is None and options.reduction.reduction == "mean" else 1.0
 
 

@@ -57,7 +57,7 @@ def cells_of(fn: Any, depth: int) -> Iterator[nn.Cell]:
 
 
 def named_by(fn: Any, depth: int) -> Iterator[nn.Cell | Parameter]:
-    """Return the Cells and Parameters that a function names: in itself, its object, its closure, its globals, further functions."""
+    """Return the Cells and Parameters that a function names: itself, its object, closure and globals, and further functions."""
     if isinstance(fn, nn.Cell | Parameter):
         yield fn
         return
@@ -77,7 +77,7 @@ LARGEST = 2**16
 
 
 class Noted:
-    """The statistics and MindSpore's counters of random operators before a function runs."""
+    """The statistics and the counters of random operators before a function runs."""
 
     def __init__(self, fn: object) -> None:
         self.cells = {id(each): each for cell in cells_of(fn, DEPTH) for _, each in cell.cells_and_names()}.values()
@@ -96,7 +96,7 @@ class Noted:
 
 
 class Replay:
-    """Gives each micro-batch random numbers of its own, the same in a second pass, and sets back what a call that raised has changed."""
+    """Gives each micro-batch its own random numbers, the same in a second pass, and sets back what a call that raised has changed."""
 
     keeps = False
     """True if what was changed stays although an error is raised."""
@@ -141,17 +141,14 @@ def statistics_of(cell: nn.Cell) -> list[Parameter]:
 
 
 def require_replayable(fn: object) -> None:
-    """Raise unless the function can be replayed: in graph mode compiled operators keep the place in their random numbers."""
+    """Raise unless the function can be replayed: in graph mode it must not draw."""
     drawing = random_cell(fn)
     if drawing is not None and ms.get_context("mode") == ms.GRAPH_MODE:
         raise replay_error(f"a {drawing} in training in graph mode", "Run in PyNative mode, or write set_train(False).")
 
 
 def require_same(first: Sequence[Tensor], second: Sequence[Tensor]) -> None:
-    """Raise unless the outputs of one micro-batch are the same in both passes.
-
-    They may differ by what two compilations of one function differ by, far less than by another random number.
-    """
+    """Raise unless both passes gave the same outputs, but for what two compilations of one function differ by."""
     for before, after in zip(first, second, strict=True):
         a, b = (each.astype(ms.float64).asnumpy() for each in (before, after))
         scale = np.abs(a[np.isfinite(a)]).max(initial=0.0)

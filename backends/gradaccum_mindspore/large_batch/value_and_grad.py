@@ -1,6 +1,6 @@
 """The large batch's value and gradients in one call, with the memory of one micro-batch.
 
-A call from Python is a loop of Python, `PythonLoop`; a call inside `mindspore.jit` or inside a Cell in graph mode is one of compiled code.
+Python's call is a `PythonLoop`; a call inside `mindspore.jit` or a Cell in graph mode is a loop of compiled code.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gradaccum_mindspore.private import refuse_trace
 
 
 class LargeBatchGradient(nn.Cell):  # type: ignore[misc]
-    """The function that `value_and_grad` returns: ``(value, gradients)`` of a large batch."""
+    """The function that `value_and_grad` returns."""
 
     def __init__(self, fn: Function, grad_position: Any, weights: Any, has_aux: bool, options: SplitOptions) -> None:
         super().__init__(auto_prefix=False)
@@ -121,7 +121,6 @@ def value_and_grad(
 
 
 def positions_of(grad_position: Any) -> tuple[int, ...]:
-    """Return `grad_position` as a tuple; MindSpore checks it."""
     if grad_position is None:
         return ()
     return tuple(grad_position) if isinstance(grad_position, tuple | list) else (grad_position,)

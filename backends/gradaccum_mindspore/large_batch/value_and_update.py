@@ -21,7 +21,7 @@ from gradaccum_mindspore.sums import where
 
 
 class LargeBatchUpdate(nn.Cell):  # type: ignore[misc]
-    """The function that `value_and_update` returns: one update per call."""
+    """The function that `value_and_update` returns."""
 
     def __init__(self, fn: Function, optimizer: AccumulatingOptimizer, has_aux: bool, options: SplitOptions) -> None:
         super().__init__(auto_prefix=False)
@@ -32,10 +32,6 @@ class LargeBatchUpdate(nn.Cell):  # type: ignore[misc]
         self.loop = CompiledUpdateLoop(fn, backward, optimizer, options)
 
     def __call__(self, *batch: Nest) -> Any:
-        """Make one update, from Python; return the large batch's loss, or the tuple of it and the merged outputs.
-
-        If it raises before the update was made, the optimizer is as before.
-        """
         refuse_trace()
         require_no_window(self.optimizer)
         storage = self.optimizer.storage
@@ -56,7 +52,7 @@ class LargeBatchUpdate(nn.Cell):  # type: ignore[misc]
         return self.loop.run(batch)
 
     def accumulated(self, batch: Batch, replay: Replay) -> Any:
-        """Return the merged outputs of a window whose micro-batches the optimizer has taken in."""
+        """Return the merged outputs of a window that the optimizer has taken in."""
         options = self.options
         outputs = MergedOutputs(options.aux, loss_kind(options.reduction.reduction))
         items, weight = 0, 0.0
@@ -71,7 +67,7 @@ class LargeBatchUpdate(nn.Cell):  # type: ignore[misc]
 
 
 class CompiledUpdateLoop(CompiledLoop):
-    """The same for the compiler to follow: the optimizer adds each micro-batch's gradients in the loop."""
+    """The same in compiled code: the optimizer adds each micro-batch's gradients in the loop."""
 
     def __init__(self, fn: Function, backward: Function, optimizer: AccumulatingOptimizer, options: SplitOptions) -> None:
         super().__init__(fn, backward, optimizer.parameters, False, options)
@@ -128,7 +124,7 @@ def value_and_update(
         micro_batch_size: items of a micro-batch.
         micro_batch_weight: the weight up to which items are packed.
         weight: a callable of the micro-batch, or one number per item; the number of items unless given.
-        axes: the axis of the items, for each leaf of the batch.
+        axes: the axis of the items, for each leaf.
         split: a function of the batch that yields micro-batches.
         aux: how the other outputs merge.
 
@@ -188,7 +184,7 @@ def scaled(fn: Function, optimizer: AccumulatingOptimizer, has_aux: bool) -> Fun
 
 @constexpr  # type: ignore[untyped-decorator]
 def check_outputs(several: bool, has_aux: bool) -> None:
-    """Refuse other outputs that nobody declared, and ones that are missing; in compiled code while it is compiled."""
+    """Refuse undeclared other outputs, and missing ones; while compiling too."""
     if several != has_aux:
         raise aux_shape_error("several outputs" if several else "the loss alone", declared=has_aux)
 

@@ -61,7 +61,7 @@ def uncast() -> Any:
 
 
 def detached(tensor: Tensor) -> Tensor:
-    """Return the same values without a gradient, in the same dtype."""
+    """Return the same values without a gradient."""
     with uncast():
         return ops.stop_gradient(tensor)
 
@@ -143,13 +143,13 @@ class Tape:
 
 
 def _narrowed(mask: Tensor) -> Tensor:
-    """Narrow a mask of zeros and ones to a byte per element. On Ascend it comes as bits and stays."""
+    """Narrow a mask of zeros and ones to a byte per element; Ascend's bits stay."""
     return mask if mask.dtype in (ms.bool_, ms.uint8) else mask.astype(ms.bool_)
 
 
 @contextmanager
 def _running(tape: Tape) -> Iterator[None]:
-    """Make dropouts ask this tape first. MindSpore has no hook for an operator, so its class is changed meanwhile."""
+    """Make dropouts ask this tape first: their class is changed meanwhile, as MindSpore has no hook."""
     token = _tapes.set((*_tapes.get(), tape))
     before, ops.Dropout.__call__ = ops.Dropout.__call__, _dropped
     try:
@@ -160,7 +160,7 @@ def _running(tape: Tape) -> Iterator[None]:
 
 
 def _dropped(dropout: ops.Dropout, x: Tensor) -> Any:
-    """Return the dropout's output, bit for bit, from its mask: the operator of dropout's gradient is that same product."""
+    """Return the dropout's output, bit for bit, from its mask: dropout's gradient is that same product."""
     if not _tapes.get():  # another thread's
         return _drop(dropout, x)
     mask = _mask(_tapes.get(), lambda: _drop(dropout, detached(x))[1])
@@ -169,7 +169,7 @@ def _dropped(dropout: ops.Dropout, x: Tensor) -> Any:
 
 
 def _mask(tapes: tuple[Tape, ...], draw: Callable[[], Tensor]) -> Tensor:
-    """Return the mask from the innermost tape that replays; those inside of it record the same mask."""
+    """Return the mask of the innermost tape that replays; those inside of it record it."""
     if not tapes:
         return draw()
     return tapes[-1].mask(lambda: _mask(tapes[:-1], draw))
@@ -180,7 +180,7 @@ WRITERS = ("BatchNorm", "SyncBatchNorm", "BatchNormExt", "InstanceNorm")
 
 
 def buffers_of(cell: nn.Cell) -> list[Tensor]:
-    """Return the cell's values without a gradient: untrained Parameters and registered buffers."""
+    """Return untrained Parameters and registered buffers."""
     found = {id(p): p for p in cell.get_parameters() if not p.requires_grad} | {id(buffer): buffer for buffer in cell.buffers()}
     return list(found.values())
 
@@ -192,7 +192,7 @@ class Values:
         self._pairs = [(buffer, buffer.asnumpy().copy()) for buffer in buffers]
 
     def forget_unchanged(self) -> None:
-        """Keep the values of what has changed since, and free the others."""
+        """Keep the values of what has changed since."""
         self._pairs = [(buffer, value) for buffer, value in self._pairs if not same_bits(buffer.asnumpy(), value)]
 
     def put_back(self) -> None:
@@ -212,7 +212,7 @@ class Values:
 
 
 def same_bits(first: Array, second: Array) -> bool:
-    """True if two arrays are equal bit for bit; a NaN equals itself."""
+    """True if two arrays are equal bit for bit."""
     return first.shape == second.shape and first.dtype == second.dtype and first.tobytes() == second.tobytes()
 
 
@@ -258,7 +258,7 @@ class Segment:
 
 
 class Call:
-    """One call of a segment: what it needs in order to run again as it ran."""
+    """One call of a segment: all that it needs to run again."""
 
     def __init__(self, segment: Repeated) -> None:
         self._segment = segment
@@ -286,7 +286,7 @@ class Call:
         return outputs
 
     def _require_same(self, outputs: list[Tensor]) -> None:
-        """Raise if the second run returned something else: its gradient would belong to other activations than the loss."""
+        """Raise unless the second run returned the same: its gradient would belong to other activations."""
         first = self._outputs or []
         if len(first) != len(outputs) or not all(same_bits(a.asnumpy(), b.asnumpy()) for a, b in zip(first, outputs, strict=True)):
             raise explain(

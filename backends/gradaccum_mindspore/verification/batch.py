@@ -28,7 +28,7 @@ def wide(value: Any) -> NDArray[np.float64]:
 
 
 READABLE = 200_000
-"""Numbers of a leaf above which it is not read as plain ones: no mask or label is so large in a batch for a check."""
+"""Numbers of a leaf above which it is no mask or label."""
 LIMITS = {
     ms.float16: (2.0**-10, 2.0**-24),
     ms.bfloat16: (2.0**-7, 2.0**-133),
@@ -62,7 +62,7 @@ class Batch:
         return tuple(made)
 
     def perturbed(self, roundoff: float, rng: np.random.Generator) -> list[object]:
-        """Return the values of the leaves with each number of a floating one moved by one rounding, unless it is an integer."""
+        """Return the leaves' values; each number of a floating one moves by one rounding, unless it is an integer."""
         return [perturbed(leaf.value, roundoff, rng, integers_too=False) for leaf in self.leaves]
 
     def columns(self) -> list[kit.Column]:
@@ -82,7 +82,6 @@ class Batch:
 
 
 def is_float(value: object) -> bool:
-    """True if `value` is a floating Tensor or NumPy array."""
     if isinstance(value, Tensor):
         return value.dtype in LIMITS
     return isinstance(value, np.ndarray) and np.issubdtype(value.dtype, np.floating)
@@ -96,7 +95,7 @@ def require_scalar(loss: Any) -> Tensor:
 
 
 def perturbed(value: Any, roundoff: float, rng: np.random.Generator, *, integers_too: bool) -> Any:
-    """Return `value` with each number moved by one rounding, up or down; what is not floating comes back as it is."""
+    """Return `value` with each floating number moved by one rounding, up or down."""
     if not is_float(value):
         return value
     before = wide(value)

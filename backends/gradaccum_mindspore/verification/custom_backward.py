@@ -28,7 +28,6 @@ from gradaccum_mindspore.sums import DType, write
 from gradaccum_mindspore.verification.batch import LIMITS, is_float, require_scalar, wide
 
 Output: TypeAlias = "Tensor | tuple[Output, ...]"
-"""The result of a custom backward's forward pass: Tensors, in tuples."""
 
 
 class Custom(NamedTuple):
@@ -80,7 +79,7 @@ DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 
 
 class Met:
-    """The custom backwards and dtypes that came by while a function ran, and the values that it may have changed."""
+    """The custom backwards and dtypes met while a function ran, and the values that it may have changed."""
 
     def __init__(self) -> None:
         self.dtypes: set[DType] = set()
@@ -97,7 +96,7 @@ class Met:
         self._customs.setdefault((name, id(owner)), custom)
 
     def keep(self, cell: nn.Cell) -> None:
-        """Keep the values that a cell may change, such as the statistics of a normalization; switch a dropout off."""
+        """Keep what a cell may change, such as statistics; switch a dropout off."""
         if isinstance(cell, DROPOUTS) and cell.training:
             self._dropouts.append(cell.set_train(False))
         if cell.mixed_precision_type is not None:
@@ -112,7 +111,6 @@ class Met:
             cell.set_train(True)
 
     def rewind(self) -> None:
-        """Put Parameters and random state back as they were at the start."""
         for parameter, value in self._buffers.values():
             write(parameter, Tensor(value, parameter.dtype))
         ms.set_rng_state(self._random_state)
@@ -145,7 +143,7 @@ def _compiled_as_python() -> Iterator[None]:
 
 @contextmanager
 def _instead(owner: type, name: str, value: object) -> Iterator[None]:
-    """Give `owner` another attribute for a while, in place of its own or one that it inherits."""
+    """Give `owner` another attribute for a while."""
     own = vars(owner).get(name)
     setattr(owner, name, value)
     try:

@@ -1,7 +1,7 @@
 """Dropout whose numbers belong to the items: an item meets the same ones in the large batch and in every micro-batch.
 
-MindSpore's random operators cannot be given numbers. So for the check `mindspore.nn.Dropout` is lent an operator that multiplies by numbers
-made for the large batch once, of which a micro-batch takes the rows of its items. Other operators draw as they do, and are named.
+MindSpore's random operators cannot be given numbers. So the check lends `mindspore.nn.Dropout` an operator that multiplies by numbers made
+for the large batch once, of which a micro-batch takes its items' rows. Other operators draw as they do, and are named.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Lent:
             cell.dropout = self._own[name]
 
     def numbers(self, name: str, place: int, keep: float, shape: tuple[int, ...]) -> Any:
-        """Return the factors of an input of `shape` at this call of this dropout."""
+        """Return the factors of an input at this call of this dropout."""
         assert self._part is not None
         call, self._calls[name] = self._calls[name], self._calls[name] + 1
         rng = np.random.default_rng([*self._seed, place, call])

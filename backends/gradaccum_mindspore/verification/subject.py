@@ -1,7 +1,7 @@
 """A loss in MindSpore as `gradaccum.verify` runs it: in PyNative mode, in parts, under conditions, with the user's state put back after.
 
-A run may change parameters, statistics, attributes of Cells, modes and random states. Values are compared and kept as NumPy's. A parameter
-is written only if it changed. Operators run one by one: MindSpore's threads would wait for each value that is read here.
+A run may change parameters, statistics, attributes of Cells, modes and random states. A parameter is written only if it changed. Operators
+run one by one: MindSpore's threads would wait for each value that is read here.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PLAIN = (int, float, complex, str, bool, type(None), Tensor, np.ndarray, tuple)
 
 
 class Kept:
-    """The user's state. As a context: it is put back at the end of the block, however the block ends."""
+    """The user's state, as a context that puts it back, however the block ends."""
 
     def __init__(self, model: nn.Cell, host: HostRandom) -> None:
         self._model, self._host = model, host
@@ -68,20 +68,18 @@ class Kept:
                     setattr(cell, attribute, value)
 
     def put_back_seeds(self, seed: int) -> None:
-        """Begin the user's random numbers again; others with another `seed`."""
         set_counters(self._seeds[1])
         SEEDS._GLOBAL_SEED = 1 + seed if self._seeds[0] is None or seed else self._seeds[0]
         self._host.begin(seed)
 
     def drew(self) -> bool:
-        """True if random operators have drawn since the seeds were put back."""
         return dict(SEEDS._KERNEL_SEED) != self._seeds[1]
 
     def watch_seed(self) -> None:
         SEEDS._GLOBAL_SEED = NOBODYS
 
     def reseeded(self) -> bool:
-        """True if something set MindSpore's seed since `watch_seed`, be it to the value that it had."""
+        """True if something set MindSpore's seed since `watch_seed`, be it to the same value."""
         return bool(SEEDS._GLOBAL_SEED != NOBODYS)
 
     def state(self) -> dict[str, Any]:
@@ -96,7 +94,7 @@ def changed(before: dict[str, Any], after: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _attributes(cell: nn.Cell) -> dict[str, Any]:
-    """Public attributes with plain values; an array is copied, since it can be written into."""
+    """Return public attributes with plain values, and copies of arrays."""
     found = {name: value for name, value in vars(cell).items() if not name.startswith("_") and name != "training"}
     plain = {name: value for name, value in found.items() if isinstance(value, PLAIN) and not isinstance(value, Parameter)}
     return {name: value.copy() if isinstance(value, Tensor | np.ndarray) else value for name, value in plain.items()}
@@ -114,18 +112,15 @@ OTHERS = "random operators other than nn.Dropout"
 RESEEDED = "mindspore.set_seed, called by the loss"
 
 Weight = Callable[[Sequence[int]], float]
-"""The weight of a micro-batch, by its items."""
 
 
 class Drew(NamedTuple):
     """The kinds of random numbers that a forward pass drew."""
 
     drew: bool
-    """True if random operators drew."""
     reseeded: bool
-    """True if the loss set MindSpore's seed."""
     host: list[bytes]
-    """The states of Python's and NumPy's generators after it."""
+    """The states of Python's and NumPy's generators."""
 
 
 class MindSporeSubject:
@@ -144,7 +139,7 @@ class MindSporeSubject:
 
     @contextmanager
     def _running(self, conditions: Conditions) -> Iterator[tuple[Kept, Lent, list[object] | None]]:
-        """Run the model under the conditions: the user's state, the dropouts, and the values of the batch's leaves."""
+        """Run the model under the conditions; give the user's state, the dropouts, and the batch's values."""
         with Kept(self._model, self._host) as kept, Lent(self._model, self.items) as lent:
             if not conditions.training:
                 self._model.set_train(False)
@@ -172,8 +167,6 @@ class MindSporeSubject:
         return Run(loss, gradients, weight, changed(before, kept.state()))
 
     def _differentiated(self, arguments: tuple[Any, ...], scale: float) -> tuple[float, dict[str, NDArray[np.float64]]]:
-        """Return the loss and its gradients in float64."""
-
         def forward() -> Tensor:
             loss = require_scalar(self._loss_fn(self._model, *arguments))
             return loss * Tensor(scale, loss.dtype)
@@ -200,7 +193,6 @@ class MindSporeSubject:
         return max((LIMITS[dtype][0] for dtype in met), default=LIMITS[ms.float32][0])
 
     def _watched(self, part: Sequence[int]) -> Calls:
-        """Record the calls of the model's Cells in a forward pass of some items."""
         calls = Calls(self._model)
         with calls.watching():
             require_scalar(self._loss_fn(self._model, *self._batch.part(part)))

@@ -5,7 +5,7 @@ first write, and reads nothing that it wrote, except at the end of a window, whi
 computed in it. Each function returns something: the Python interpreter would compute a None.
 
 The end of a window has two branches: the update, and a norm whose squares overflow. Each is a method of its own, because the compiler
-copies the rest of a function after an ``if`` into both branches. `Notes` carries values from one part to another.
+copies the rest of a function after an ``if`` into both branches.
 
 The compiler takes a global function for the method of its name, if that method calls it: so ``kit.close`` and ``kit.discard``. Structure,
 shapes, dtypes and Python numbers of arguments are constants of the program, so a wrong one raises while MindSpore compiles.
@@ -124,12 +124,10 @@ def number_of(weight: Number) -> Number:
 
 
 def shape_of(gradient: Tensor | None) -> Shape:
-    """Return the gradient's shape, a constant while compiling."""
     return () if gradient is None else gradient.shape
 
 
 def dtype_of(gradient: Tensor | None) -> DType | None:
-    """Return the gradient's dtype, a constant while compiling."""
     return None if gradient is None else gradient.dtype
 
 
@@ -276,7 +274,7 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         return True
 
     def ordered(self, gradients: Gradients | NamedGradients) -> Gradients:
-        """Return the gradients in the parameters' order; raises `GradientError` while compiling."""
+        """Return the gradients in the parameters' order, checked while compiling."""
         specs = self.storage.specs
         if isinstance(gradients, dict):
             gradients = self.by_name(gradients)

@@ -66,7 +66,7 @@ class PyNativeWindow:
         return after
 
     def take_back(self, state: State, known: Known | None) -> None:
-        """Put back the state before a micro-batch of which some sums may hold a part, and what was known then."""
+        """Put back the state and what was known before a micro-batch of which some sums may hold a part."""
         if known is not None:
             self.storage.knowledge.push(known)
         (sums.spoil if state.micro_step else sums.clear)(self.storage.sums)
@@ -77,10 +77,7 @@ class PyNativeWindow:
         return all(g is None or sums.all_finite(sums.scaled(g, factor, s.dtype)) for s, g in parts)
 
     def size(self) -> Schedule:
-        """Return the micro-batches of a full open window, or its weight; None: the caller closes it.
-
-        Raises if the user's function gives none.
-        """
+        """Return the open window's size, or its weight; None: the caller closes it."""
         if not self.storage.varies:
             return self.options.steps
         size = window_size(self.options.steps, self.storage.optimizer_step.item())
@@ -106,7 +103,7 @@ class PyNativeWindow:
         return Decision(*kit.decide(ending, norm, finite, options, kit.select, self.storage.largest))
 
     def carry_out(self, state: State, decision: Decision, known: Known, update: Update) -> None:
-        """Make the update, if that was decided, and end the window; `known` of it from now on."""
+        """Make the update, if that was decided, and end the window."""
         if decision.apply:
             update.require_in_place()
             gradients = ms.mutable(self.gradients(decision.divisor))
@@ -133,7 +130,7 @@ class PyNativeWindow:
         return all(sums.fits(pairs[i][0], operand, pairs[i][1]).asnumpy().item() for i in self.storage.narrowed)
 
     def finish(self, state: State, decision: Decision, known: Known) -> None:
-        """Clear the sums, write the state after the window and what is known of it; a second call does the same."""
+        """Clear the sums and write what follows; a second call does the same."""
         self.clear()
         self.storage.knowledge.push(known)
         self.storage.push(kit.close(state, decision.apply, decision.overflow, self.options, kit.select), state)
@@ -147,7 +144,7 @@ class PyNativeWindow:
         return bool(state.micro_step > 0)
 
     def discard(self) -> None:
-        """Forget the open window, even if this is interrupted."""
+        """Forget the open window, even if interrupted."""
         try:
             self.forget()
         except BaseException:

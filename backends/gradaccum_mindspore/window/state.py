@@ -26,16 +26,15 @@ from gradaccum_mindspore.statistics import Knowledge, Listening
 from gradaccum_mindspore.sums import HALF, DType, Sums, hidden_parameter, narrows, sum_dtype
 
 Sizes = int | tuple[tuple[int, int], ...] | Callable[[Any], Any]
-"""The sizes of windows: one, pairs, or a function of the optimizer step."""
 Saved = Mapping[str, Parameter | Tensor]
-"""A checkpoint as `mindspore.load_checkpoint` returns it, by the Parameter's name."""
+"""A checkpoint as `mindspore.load_checkpoint` returns it."""
 
 
 INTEGERS = ("Int8", "Int16", "Int32", "Int64", "UInt8", "UInt16", "UInt32", "UInt64")
 
 
 def window_size(steps: Schedule, optimizer_step: int) -> Schedule:
-    """Return the size of the window that follows update `optimizer_step`: an int, an `UntilWeight` of one, or None."""
+    """Return the size of the window after update `optimizer_step`: an int, an `UntilWeight` of one, or None."""
     if kit.is_known(steps):
         size: Schedule = kit.steps_at(steps, optimizer_step, kit.select)
         return size
@@ -57,7 +56,6 @@ def size_of_code(code: int) -> Schedule:
 
 
 def with_known_size(options: Options, optimizer_step: int) -> Options:
-    """Return `options` with the size of one window in place of a schedule."""
     return options._replace(steps=window_size(options.steps, optimizer_step))
 
 
@@ -80,11 +78,9 @@ def check_size_dtype(dtype: DType, until_weight: bool) -> None:
 DTYPES = {"int32": ms.int32, "float32": ms.float32, "float64": ms.float64, "bool": ms.bool_}
 PACKAGE = "gradaccum"
 SHARED = "workers"
-"""The end of the name of `Storage.shared`."""
 NUMPY_DTYPES = {dtype: np.dtype(name) for name, dtype in DTYPES.items()}
 
 GRAD_NORM = 3
-"""Position of the norm in `Storage.last_event`."""
 STEPS = 1 + Terms._fields.index("steps")  # after the format
 """Position of the open window's size in `Storage.terms`."""
 OWN, OF_ALL, TORN = range(3)
@@ -119,7 +115,6 @@ class Storage(nn.Cell):  # type: ignore[misc]
         """Positions of the sums that can be finite while their gradient in the inner optimizer's dtype is not."""
         self.options = options
         self.varies = not isinstance(sizes_of(options.steps), int | None)
-        """True if windows have different sizes."""
         self.inner_scale = inner_scale
         self.unscaled = options.scale_rule == ScaleRule()
         """True if the loss scale is 1 for good."""
@@ -202,7 +197,7 @@ class Storage(nn.Cell):  # type: ignore[misc]
         return State(*(getattr(self, field).item() for field in FIELD_DTYPES))
 
     def push(self, state: Fields, before: State) -> State:
-        """Write what differs between a state of Python numbers and `before`, the one that was pulled or pushed last."""
+        """Write where a state of Python numbers differs from `before`, the last one pulled or pushed."""
         rounded = kit.at_rest(State(*state), float64_weight=self.float_dtype == ms.float64)
         for field, old, new in zip(FIELD_DTYPES, before, rounded, strict=True):
             if new != old:
@@ -222,7 +217,6 @@ class Storage(nn.Cell):  # type: ignore[misc]
         ops.assign(parameter, Tensor.from_numpy(np.array(value, NUMPY_DTYPES[parameter.dtype])))
 
     def result(self) -> StepResult:
-        """Return the result of the last event, in Python numbers."""
         *flags, grad_norm = self.last_event.tolist()
         state = self.pull()
         applied, skipped, overflow = (flag == state.micro_step + 1 for flag in flags)

@@ -1,6 +1,6 @@
-"""Checks of the arguments of a call that several workers make together; in compiled code they run while it compiles.
+"""The cross entropy of classes that several workers hold, and the gathering of their items.
 
-They look at types, shapes and dtypes, and raise on the worker whose arguments are wrong; the others wait for it until the engine's timeout.
+The checks, which run while compiling too, raise on the worker whose arguments are wrong; the others wait for it until the engine's timeout.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def placement(
     """Return the numbers that a call starts from, once all its arguments are right.
 
     Returns:
-        The number of this worker's first class; the number of classes of each worker; and, shape ``()``, the label's share of the
-        target and that of every class: Tensors, because MindSpore rounds a Python number to float32 beside float64.
+        The number of this worker's first class; each worker's number of classes; the label's share of the target and that of every class:
+        Tensors of shape ``()``, because MindSpore rounds a Python number to float32 beside float64.
     """
     require_loss_options(*options)
     require_kinds(*logits, *labels)
@@ -112,7 +112,6 @@ class GatherItems(nn.Cell):  # type: ignore[misc]
         return self.gather(x)
 
     def bprop(self, x: Tensor, out: Tensor, dout: Tensor) -> tuple[Tensor]:
-        """Return the sum of the workers' gradients of this worker's items."""
         if self.workers == 1:
             return (dout,)
         items = x.shape[0]
@@ -211,7 +210,7 @@ def _own_statistics(shard: Tensor, index: Tensor, ignored: Tensor) -> Tensor:
 
 
 def _gathered(own: Tensor, group: str | None, workers: int) -> Tensor:
-    """Return the rows of each worker, shape ``(workers, 5, *batch)``."""
+    """Return all workers' rows, shape ``(workers, 5, *batch)``."""
     if workers == 1:
         return own.expand_dims(0)
     gather = ops.AllGather() if group is None else ops.AllGather(group)
@@ -253,7 +252,6 @@ class ClassShardedLosses(nn.Cell):  # type: ignore[misc]
         out: Tensor,
         dout: Tensor,
     ) -> Any:
-        """Return the gradient of the shard; the rest has none."""
         gradient = _gradient(shard, index, maximum, total, target, share, uniform, dout)
         none = ops.zeros_like(maximum)
         return gradient, ops.zeros_like(index), none, none, none, none, ops.zeros_like(share), ops.zeros_like(uniform)

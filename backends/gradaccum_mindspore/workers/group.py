@@ -1,18 +1,18 @@
 """The window of several workers: what they agree on before, the end that they make together, and what they send each other.
 
-Workers that share windows must start with equal options and equal parameters: they exchange no more than gradients. A parameter that the
-user marked as ``layerwise_parallel`` is each worker's own: its sum is not sent. After the sums, each worker sends the norm of its own ones,
-an inf if they are not finite, so that all have one norm and one decision.
+Workers that share windows must start with equal options and equal parameters: they exchange gradients alone. A parameter that the user
+marked as ``layerwise_parallel`` is each worker's own: its sum is not sent. After the sums, each worker sends the norm of its own ones, an
+inf if they are not finite, so that all have one norm and one decision.
 
 The end adds up a few numbers, then the sums, once. A worker that runs out of data calls ``flush`` from Python, and takes part in the
-windows of the others, with nothing, until they flush too. The others may end their windows in compiled code meanwhile, whose norms NumPy
-may round otherwise. So the numbers say that one of them is in compiled code, and then the rest of the end runs as compiled code on all.
-Each worker puts its learning rates in places of its own among the numbers. Compiled code that finds different ones cannot raise: all
-workers skip the window as an overflow, and Python raises afterwards.
+windows of the others, with nothing, until they flush too. The others may end theirs in compiled code meanwhile, which may round norms
+otherwise than NumPy: if the numbers say so, all run the rest of the end as compiled code. Each worker's learning rates have places of their
+own among the numbers. Compiled code that finds different ones cannot raise: all workers skip the window as an overflow, and Python raises
+afterwards.
 
-Small sums travel packed together; a large one travels alone. One message leaves when the one before has arrived: the CPU's kernels match
-messages by order. These kernels add up float32 and float16 only, and gather float64 rounded to float32. So half-precision sums travel as
-float32, and a float64 number as a sum of three of float32, which is exact; a number beyond float32's range arrives as an inf.
+Small sums travel packed together, a large one alone. One message leaves when the one before has arrived: the CPU's kernels match messages
+by order. These kernels add up float32 and float16 only, and gather float64 rounded to float32. So half-precision sums travel as float32,
+and a float64 number as a sum of three of float32, which is exact; a number beyond float32's range arrives as an inf.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def added_up(mine: Array) -> Array:
 
 
 def _in_turn(parts: Array) -> Array:
-    """Sum over workers and parts, in the order in which compiled code adds."""
+    """Add in the order of compiled code."""
     each = parts[:, 0] + parts[:, 1] + parts[:, 2]
     total: Array = each[0]
     for other in each[1:]:
@@ -101,7 +101,7 @@ OWN_MODES = ("stand_alone", "data_parallel")
 
 
 def shares_windows(data_parallel: object) -> bool:
-    """Return the option ``data_parallel``, checked: whether the windows are those of all workers."""
+    """Return the option ``data_parallel``, checked."""
     mode = ms.get_auto_parallel_context("parallel_mode")
     if data_parallel is None:
         if mode == "data_parallel" or _workers_here() > 1:
@@ -129,17 +129,14 @@ def place() -> tuple[int, int]:
 
 
 def is_sharded(parameter: Parameter) -> bool:
-    """True if each worker has a value of its own: the user marked the Parameter as ``layerwise_parallel``."""
+    """True if the user marked the Parameter as ``layerwise_parallel``: each worker's own."""
     return bool(parameter.layerwise_parallel) and not getattr(parameter, "shares_windows", False)
 
 
 def share(parameters: Sequence[Parameter], options: Options, name: str) -> tuple[int, ...]:
-    """Let this worker share the windows of an optimizer of `parameters`. Collective: all workers call it, in the same order.
+    """Let this worker share the windows of an optimizer of `parameters`; return the sharded ones' positions. Collective, in one order.
 
-    Returns the positions of the sharded parameters, which keep their own values and sums.
-
-    The reducer that `mindspore.nn.TrainOneStepCell` has in MindSpore's data parallel mode leaves Parameters alone that are marked as
-    ``layerwise_parallel``, and so they are.
+    The parameters are marked as ``layerwise_parallel``, which MindSpore's own reducer leaves alone.
 
     Raises:
         ArgumentValueError: on every worker: a worker's differ.
@@ -184,7 +181,7 @@ def _require_shardable(options: Options, whole: int) -> None:
 
 
 def part(parameters: Sequence[Parameter]) -> None:
-    """Undo `share` for parameters that go on in windows of this worker's own."""
+    """Undo `share`."""
     for parameter in parameters:
         if getattr(parameter, "shares_windows", False):
             parameter.layerwise_parallel = parameter.shares_windows = False
@@ -239,7 +236,7 @@ class Bucket(nn.Cell):  # type: ignore[misc]
             write(each_sum, Tensor.from_numpy(total[start:end].reshape(each_sum.shape)).astype(each_sum.dtype))
 
     def construct(self, after: Tensor) -> Tensor:
-        """Return the same in compiled code, once `after` is computed; returns the vector of totals."""
+        """Return the vector of totals, once `after` is computed."""
         packed = ops.depend(ops.concat(each(_flat, self.sums)), after)
         total = compiled_added_up(packed, self.workers)
         each(ops.partial(_unpack, total), self.sums, self.starts, self.ends)
@@ -292,10 +289,10 @@ class Joined(NamedTuple):
     state: State
     """With the weight and the overflow flag of all."""
     is_open: bool
-    """One of them holds a micro-batch."""
+    """One of the workers holds a micro-batch."""
     all_flush: bool
     in_compiled_code: bool
-    """One of them ends it in compiled code."""
+    """One of the workers ends it there."""
 
 
 class WorkerGroup(nn.Cell):  # type: ignore[misc]
@@ -418,7 +415,6 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
         return divisor * ops.sqrt(ops.square(norms / divisor).sum())
 
     def window_ended(self) -> Tensor:
-        """Begin the next window, with this worker's own sum; for compiled code."""
         return ops.assign(self.storage.shared, self.own)
 
     def require_same_rates(self) -> None:
@@ -474,7 +470,7 @@ class SharedWindow(PyNativeWindow):
         self.end(state, update)
 
     def end(self, state: State, update: Update) -> Joined:
-        """End the window of all workers, in this one's part; returns what came together."""
+        """End the window of all workers, in this one's part."""
         joined = self.workers.join(state, self.flushing)
         if joined.is_open and joined.in_compiled_code:
             self.compiled(update)()

@@ -22,7 +22,7 @@ from gradaccum_mindspore.window.state import GRAD_NORM, OF_ALL, OWN, SHARED, Sav
 
 Entry: TypeAlias = Parameter | Tensor
 KEPT = {LOSS: np.array([False, False, True]), NOISE: np.array([False, False, True, True, False])}
-"""The numbers of `gradaccum_mindspore.statistics.Knowledge` that are of closed windows, and so the same on every worker."""
+"""The numbers of closed windows, the same on every worker."""
 
 
 def redistributed(states: Sequence[Saved | None], workers: int) -> list[dict[str, Entry]]:
@@ -98,7 +98,7 @@ def _fields(state: Saved, prefix: str) -> State:
 
 
 def _totals(states: Sequence[Saved], prefix: str) -> Iterator[tuple[str, Tensor]]:
-    """Return the sums of the sums, by name; the parameters that they belong to must be the same on every worker."""
+    """Return the sums of the sums; the parameters they belong to must be the same on every worker."""
     sum_suffix, master_suffix = suffixes(prefix)
     for name in [name for name in states[0] if name.endswith(sum_suffix)]:
         own = name.removesuffix(sum_suffix)
