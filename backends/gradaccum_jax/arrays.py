@@ -1,6 +1,6 @@
-"""Arrays and trees: names for arguments, leaves, dtypes, elementwise operations and the axes of a batch.
+"""Arrays and trees: names for arguments, leaves, dtypes and the axes of a batch.
 
-Most names are `Any` to a type checker: JAX passes arrays and tracers to the same function, users pass NumPy's arrays and Python's numbers.
+Most names are `Any` to a type checker: JAX passes arrays and tracers to the same function.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Params = Any
 """The tree of the model's parameters; None where the caller gave none."""
 
 Updates = Any
-"""The tree of updates that `optax.apply_updates` adds to the parameters, or of their shapes and dtypes."""
+"""The tree of updates, or of their shapes and dtypes."""
 
 InnerState = Any
 """The tree that the inner optimizer keeps; the pair (its own state, masters) under `parameters.on_masters` and `without_masters`."""
@@ -49,7 +49,6 @@ Axes = frozenset[str]
 """Names of mesh axes."""
 
 Extra = dict[str, Any]
-"""Keyword arguments that are passed on to the inner optimizer."""
 
 typeof: Any = jax.typeof
 """`jax.typeof`, whose annotations a type checker does not take."""
@@ -59,7 +58,7 @@ typeof: Any = jax.typeof
 
 
 def plain(tree: Tree) -> Tree:
-    """Replace each flax nnx variable by its array, as `flax.nnx.pure` does. A variable is known by an attribute, without flax."""
+    """Replace each flax nnx variable by its array, as `flax.nnx.pure` does, without flax."""
     return jax.tree.map(lambda node: node[...] if is_variable(node) else node, tree, is_leaf=is_variable)
 
 
@@ -68,7 +67,7 @@ is_none = functools.partial(operator.is_, None)
 
 
 def unique(names: Iterable[str]) -> list[str]:
-    """Return `names` with a prime at each repeated one: a pytree node may report one key for several children."""
+    """Return `names` with a prime at each repeated one: a pytree node may name several children alike."""
     seen: dict[str, None] = {}
     for name in names:
         while name in seen:
@@ -85,19 +84,18 @@ def is_variable(node: object) -> bool:
 
 
 class Handed(NamedTuple):
-    """The dtypes of the inner optimizer's gradients, one per leaf of the accumulator."""
+    """The dtypes of the inner optimizer's gradients, leaf by leaf."""
 
     given: list[DType]
     """The dtype in which the optimizer gets the gradient."""
     like: list[DType]
-    """The updates come in the dtypes that they have for these gradients. Other than `given` where nobody knows the micro-batches' dtype."""
+    """The updates come in the dtypes that they have for these gradients."""
 
 
 def handed(accumulator: Tree, params: Params, gradients: Gradients | None) -> Handed:
     """Return the wider dtype of parameter and gradient: a caller who widened a gradient gets the update of plain optax.
 
-    An unknown gradient (a flush, or a parameter that took no part in the last micro-batch) may have had either dtype: the optimizer then
-    gets the sum unrounded.
+    An unknown gradient, as in a flush, may have had either dtype: the optimizer then gets the sum unrounded.
     """
     sums = jax.tree.leaves(accumulator)
     pairs = list(zip(_leaves_like(params, accumulator), gradients or [None] * len(sums), strict=True))
@@ -171,7 +169,7 @@ def is_half(leaf: Array) -> bool:
 
 
 KEY = "key"
-"""In place of an axis: the leaf is a random key, and micro-batch number i gets ``jax.random.fold_in(key, i)``."""
+"""In place of an axis: the leaf is a random key, folded by the micro-batch's number."""
 Axis = int | str | None
 """A batch axis >= 0, None for what every micro-batch is given whole, or `KEY`."""
 _FIX = "Write an axis for arrays with items, None for what every micro-batch is given whole, or 'key' for a random key."

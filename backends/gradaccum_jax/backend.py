@@ -47,8 +47,8 @@ class JaxBackend:
             optimizer: an `optax.GradientTransformation`.
             options: the checked options.
             axis_name: the mesh axis, or several in a tuple, whose devices share the window as one large batch. For use in `jax.shard_map`,
-                most simply by `gradaccum_jax.data_parallel`. Each device adds up its own micro-batches, and the devices reduce once, at the
-                window's end. They make the same calls; a device without an item passes weight 0.
+                most simply by `gradaccum_jax.data_parallel`. The devices make the same calls, and reduce once, at the window's end; a
+                device without an item passes weight 0.
             shard_axes: the mesh axis, or several in a tuple, along which parameters are sharded inside `jax.shard_map`: the norm is that of
                 all shards, and all devices decide alike. ``()`` if each device has a model of its own. Leave it out under `jax.jit` alone.
             mesh: the `jax.sharding.Mesh` of `axis_name`, for ``tx.init(params)`` outside of `gradaccum_jax.data_parallel`. Without it

@@ -1,4 +1,4 @@
-"""Checks of arguments, at the call that is wrong and before anything changed. They run while JAX traces and cost the program nothing."""
+"""Checks of arguments, at the call that is wrong, before anything changed, while JAX traces."""
 
 from __future__ import annotations
 

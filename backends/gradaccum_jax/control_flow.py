@@ -1,9 +1,9 @@
-"""Functions that run once or not at all, as the device decides; functions traced once; jitted calls with traceable arguments.
+"""Functions that run once or not at all, as the device decides.
 
 `jax.vmap` turns a `lax.cond` with a batched predicate into both branches and a select: the inner optimizer at full price in every
 micro-batch. So `once` is a `lax.cond` with its own rule under `jax.vmap`:
 
-- If all members of the batch want the function, it runs on the whole batch; if only some do, on each of them alone.
+- If all members of the batch want the function, it runs on the whole batch; if some do, on each of them alone.
 - If XLA partitions the batch over devices, devices would wait for one another: each call computes every member and selects, as
   `optax.MultiSteps` does.
 
@@ -47,16 +47,16 @@ def call_jitted(jitted: Callable[..., Any], plain: Callable[..., Any], *argument
 def traced_once(function: Callable[..., Any], like: Tree) -> Callable[..., Any]:
     """Make `function` one equation of the traced program, however often it is called with arguments of the same types.
 
-    JAX evaluates a loop body several times on its way to the compiler, one equation after the other.
+    Else JAX evaluates each equation of a loop body several times on its way to the compiler.
     """
     return jax.jit(function) if any(map(isinstance, jax.tree.leaves(like), itertools.repeat(jax.core.Tracer))) else function
 
 
 T = TypeVar("T")
 Equation = Any
-"""A `jax.extend.core.JaxprEqn`, one equation of a program."""
+"""A `jax.extend.core.JaxprEqn`."""
 Traced = Any
-"""A `jax.extend.core.ClosedJaxpr`, the program that JAX traced of a function. Its type does not tell of effects' names."""
+"""A `jax.extend.core.ClosedJaxpr`, whose type does not tell of effects' names."""
 Run = Callable[[Leaves, Leaves], Leaves]
 """``run(constants, leaves)``: new leaves, of the same shapes and dtypes."""
 Batched = list[int | None]

@@ -1,8 +1,7 @@
 """The layered window of a model of stacked layers: all micro-batches pass one layer before the next, and backwards likewise.
 
-A layer's sum is complete when the last micro-batch has passed it. So it is reduced there, and where nothing needs the whole gradient, its
-update is made there and its gradient freed. Sharded parameters are gathered once per layer and pass, whatever the number of micro-batches.
-The loop over the layers carries the parameters and the inner optimizer's state, and writes each layer in its place.
+A layer's sum is reduced when the last micro-batch has passed the layer; where nothing needs the whole gradient, the layer is updated there
+and its gradient freed. Sharded parameters are gathered once per layer and pass.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from gradaccum_jax.workers import group
 PRELUDE, LAYERS, HEAD, TIED = range(4)
 """The places in the parameters."""
 SHARED = -1
-"""In place of a part's number: a leaf of the inner optimizer's state that belongs to no parameter, such as a count."""
+"""The tag of a leaf of the inner optimizer's state that belongs to no parameter, such as a count."""
 BORDERS = ("keep", "recompute")
 Rows = list[Any]
 """For each group of micro-batches a list of leaves that are stacked over them."""
@@ -67,29 +66,27 @@ def layered_value_and_update(
         state = step.init(params)  # params = (embedding, blocks, head)
         loss, params, state = jax.jit(step, donate_argnums=(0, 1))(params, state, x, y)
 
-    The window is that of `value_and_update`: the same sums and the same update, to the last bit where the compiler adds in the same order.
-    The activations between the layers are alive for the whole batch, and each layer runs a second time in the backward pass. In exchange
-    the gradient of one layer is alive at a time. This asks for a `tx` with ``on_overflow="ignore"`` and without `clip_norm` and
-    `skip_norm`, and for an inner optimizer that updates each array and each layer by itself: adamw, sgd and lion do; lamb, adafactor and
-    `optax.clip_by_global_norm` do not, and are refused. Under all other options the sums of all layers are kept until the end, which is
-    that of `value_and_update`; each layer is still gathered and reduced once.
+    Sums and update are those of `value_and_update`, to the last bit where the compiler adds in the same order. The activations between the
+    layers live for the whole batch, and each layer runs a second time in the backward pass. In exchange one layer's gradient is alive at a
+    time, if `tx` has ``on_overflow="ignore"`` and neither `clip_norm` nor `skip_norm`. The inner optimizer must then update each array and
+    each layer by itself: adamw, sgd and lion do; lamb, adafactor and `optax.clip_by_global_norm` do not, and are refused. Under other
+    options the sums of all layers are kept until the end; each layer is still gathered and reduced once.
 
     Args:
         prelude: ``prelude(params[0], *micro_batch)`` returns the first layer's activations, any tree of arrays. Integers in it, such as a
             mask, have no gradient.
         layer: ``layer(params of one layer, activations, *micro_batch)`` returns activations of the same shapes and dtypes.
         loss_fn: ``loss_fn(params[2], activations, *micro_batch)`` returns a floating scalar, or ``(loss, aux)`` with `has_aux`.
-        tx: from `gradaccum.wrap` with ``steps=None``; without ``on_overflow="drop_micro_batch"`` and ``noise_scale``, which look at a whole
-            micro-batch's gradient.
+        tx: from `gradaccum.wrap` with ``steps=None``; without ``on_overflow="drop_micro_batch"`` and ``noise_scale``.
         has_aux: as for `value_and_grad`.
-        steps: as for `value_and_grad`.
-        micro_batch_size: as for `value_and_grad`.
-        weight: as for `value_and_grad`.
-        axes: as for `value_and_grad`. A random key k of a micro-batch is ``jax.random.fold_in(k, 0)`` in the prelude,
-            ``fold_in(k, l + 1)`` in layer number l and ``fold_in(k, layers + 1)`` in `loss_fn`.
-        aux: as for `value_and_grad`.
-        borders: the activations between the layers: "keep" them, or "recompute" all but those of every n-th layer, n the largest divisor of
-            the number of layers up to its square root.
+        steps: likewise.
+        micro_batch_size: likewise.
+        weight: likewise.
+        axes: likewise. A random key k of a micro-batch is ``jax.random.fold_in(k, 0)`` in the prelude, ``fold_in(k, l + 1)`` in layer
+            number l and ``fold_in(k, layers + 1)`` in `loss_fn`.
+        aux: likewise.
+        borders: the activations between the layers: "keep" them, or "recompute" all but every n-th layer's, n the largest divisor of the
+            number of layers up to its square root.
         gather: for sharded parameters: a linear function of the parameters of the prelude, of one layer, and of the head, that returns the
             whole ones, such as `jax.lax.all_gather` of each array. Its transpose reduces the sum.
         axis_name: beside `gather` in a `jax.shard_map`: the mesh axes whose devices share the batch. Without it those of `tx`.
@@ -98,7 +95,7 @@ def layered_value_and_update(
         A function of ``(params, state, *batch, **extra)`` that returns ``(loss, params, state)``, or ``((loss, aux), params, state)``: the
         updated parameters. `params` is ``(prelude, layers, head)``, where each array of `layers` has a leading axis of the layers; or
         ``(prelude, layers, head, tied)``: then `prelude` and `loss_fn` get `tied` as their second argument, and its update waits for both.
-        Its ``init(params)`` is ``tx.init(params)``, but without sums where none are kept.
+        Its ``init(params)`` is ``tx.init(params)``, without sums where none are kept.
 
     Raises:
         ArgumentTypeError: an argument has the wrong type.
@@ -138,12 +135,11 @@ class LayeredValueAndUpdate(Call):
     gather: Callable[[Tree], Tree] | None
 
     def init(self, params: Params) -> AccumulationState:
-        """Return the state before the first window; see `layered_value_and_update`."""
+        """Return the state before the first window."""
         state = self.accumulation.init(require_parts(plain(params)))
         return state if kit.measures(self.accumulation.options) else state._replace(accumulator=None)
 
     def __call__(self, params: Params, state: AccumulationState, *batch: Tree, **extra: Any) -> tuple[Any, Params, AccumulationState]:
-        """Return the loss, the parameters and the state; see `layered_value_and_update`."""
         params, state = require_parts(plain(params)), plain(state)
         self.accumulation.check(state, params, extra)
         if kit.measures(self.accumulation.options) != (state.accumulator is not None):
@@ -163,7 +159,7 @@ class LayeredValueAndUpdate(Call):
 
 
 class Held(NamedTuple):
-    """The carry of the loop over the layers, which is updated part by part."""
+    """The carry of the loop over the layers."""
 
     params: tuple[Tree, ...]
     inner: list[Array]
@@ -249,7 +245,6 @@ class Passes:
         return large.run(question, by, source, gathering, self._groups(self.layers + 1, x))
 
     def backwards(self, made: large.Made[Any], borders: Rows) -> tuple[Params, AccumulationState]:
-        """Return the parameters and the state after the window."""
         upstream, self.weights = [rows[:-2] for rows in made.rows], [rows[-2:] for rows in made.rows]
         self.numbers, total = self._numbers(made.held[0]), made.held[1]
         size = len(moving_of(self.params[HEAD])[0])
@@ -337,7 +332,7 @@ class Passes:
         return cast(list[Array], sums.add(total, gradients, factor, usable, usable | (weight == 0)))
 
     def _sum(self, total: list[Array], *parts: Tree) -> list[Array]:
-        """Return the sums of these parts over the devices: one reduction, or the transpose of `gather`."""
+        """Return the sums of these parts over the devices, by one reduction or the transpose of `gather`."""
         if self.call.gather is None:
             return group.added_up(total, self.axes) if self.axes else total
         moving, put = moving_of(parts)
@@ -448,7 +443,6 @@ class Parts(NamedTuple):
         return optax.GradientTransformationExtraArgs(self.inner.init, update)
 
     def own(self, leaves: list[Array], part: int, number: Scalar, masters: Tree) -> tuple[list[Array], Tree]:
-        """Return a part's leaves of the state, and its masters."""
         held = [leaf if tag == SHARED else _cut(leaf, number) for tag, leaf in zip(self.tags, leaves, strict=True) if tag in (part, SHARED)]
         size = sum(tag in (part, SHARED) for tag in self.tags[: self.size])
         return held[:size], None if masters is None else jax.tree.unflatten(jax.tree.structure(masters[part]), held[size:])
@@ -480,7 +474,7 @@ def make_parts(inner: optax.GradientTransformationExtraArgs, params: tuple[Tree,
 
 
 def require_separable(inner: optax.GradientTransformationExtraArgs, params: tuple[Tree, ...], extra: Extra) -> None:
-    """Raise unless the optimizer updates each part and each layer by itself: tried out on small arrays, while JAX traces."""
+    """Raise unless the optimizer updates each part and each layer by itself, tried out on small arrays."""
     numbers = np.random.default_rng(0)
 
     def drawn(leaf: Array, part: int) -> Any:

@@ -30,8 +30,7 @@ class MultiSteps:
     """Drop-in replacement for `optax.MultiSteps`, with its state type, that fixes:
 
     - work thrown away: the inner optimizer runs once per window, not in every mini-step;
-    - lasting NaN: selects clear the sum and silence the updates, not products with 0, so that an inf or NaN neither stays in the sum nor
-      reaches the parameters through an update of ``0 * NaN`` in mid-window;
+    - lasting NaN: an inf or NaN neither stays in the sum nor reaches the parameters through an update of ``0 * NaN`` in mid-window;
     - lost precision: `accumulator_dtype` is by default float32 for half precision and the parameter's own otherwise, not float32 for all;
     - None: a gradient that is None counts as zero;
     - lost arguments: `gradient_transformation` keeps extra arguments, which optax's drops inside an `optax.chain`;

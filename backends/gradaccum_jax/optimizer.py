@@ -1,7 +1,7 @@
 """The wrapped optimizer that `gradaccum.wrap` returns for an optax transformation, with `flush` and `discard`.
 
-The work is one jitted function: a loop outside `jax.jit` compiles once, and `jax.jit` inlines it. `wrap` returns a plain
-`optax.GradientTransformationExtraArgs`, whose two functions are methods of an `Accumulation`, where `flush` and `discard` find the options.
+A loop outside `jax.jit` compiles once. `wrap` returns a plain `optax.GradientTransformationExtraArgs`, whose two functions are methods of
+an `Accumulation`, where `flush` and `discard` find the options.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from gradaccum_jax.workers import group
 
 @dataclass(frozen=True, eq=False)
 class Accumulation:
-    """An inner optimizer and the checked options; `init` and `update` are those of the transformation."""
+    """An inner optimizer and the checked options."""
 
     inner: optax.GradientTransformationExtraArgs
     """The wrapped optimizer under `parameters.on_masters` or `parameters.without_masters`."""
@@ -40,9 +40,7 @@ class Accumulation:
     axes: tuple[str, ...] = ()
     """The mesh axes whose devices share the window."""
     shard_axes: ShardAxes = None
-    """The mesh axes along which parameters are sharded."""
     takes: Takes = ANY
-    """The extra arguments of the inner optimizer."""
 
     def init(self, params: Params) -> AccumulationState:
         """Return the state before the first micro-batch, with one accumulator in the structure of `params`."""
@@ -202,7 +200,7 @@ def epoch(loader: Iterable[M], *, progress: bool = False) -> Iterator[tuple[M, b
         for batch, last in gradaccum_jax.epoch(loader):
             params, state = step(params, state, batch, last)  # tx.update(grads, state, params, weight=n, last=last)
 
-    The loader's last window ends inside of the step. The loader is read one micro-batch ahead.
+    The loader is read one micro-batch ahead.
 
     Args:
         loader: yields the micro-batches.

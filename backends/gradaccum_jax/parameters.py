@@ -1,7 +1,7 @@
 """float32 masters of half-precision parameters (Micikevicius et al., "Mixed Precision Training", 2018, section 3.1).
 
 The inner optimizer updates the masters. The update of a half-precision parameter is the float32 distance from the model's value to the
-rounded master. Other parameters have no master.
+rounded master.
 """
 
 from __future__ import annotations
@@ -68,16 +68,13 @@ def without_masters(inner: optax.GradientTransformationExtraArgs) -> optax.Gradi
 def distance(p: Array, master: Array) -> Array:
     """Return the float32 u for which ``(p + u).astype(p.dtype)``, as `optax.apply_updates` computes it, is the rounded `master`.
 
-    Let q be the rounded master, t the bits of the half-precision significand (11 or 8), u = fl(q - p). Where p/2 <= q <= 2p, u is
-    exact (Sterbenz, "Floating-Point Computation", 1974) and p + u is q. Elsewhere the two float32 roundings leave p + u off by at most
-    2^-24 (|q - p| + |q|), up to a factor of 1 + 2^-24, and numbers within 2^-(t+1) |q| of q round to it. So the result is q bit for bit
-    while |p| <= (2^(23 - t) - 4) |q|: 4092 |q| in float16, 32764 |q| in bfloat16. It also is where |q - p| <= 1 in float16, because a
-    multiple of 2^-24 up to 1 is a float32; and where q is 0, as u = -p.
+    Let q be the rounded master, t the bits of the half-precision significand (11 or 8), u = fl(q - p). Where p/2 <= q <= 2p, u is exact
+    (Sterbenz, "Floating-Point Computation", 1974). Elsewhere two float32 roundings leave p + u off by at most 2^-24 (|q - p| + |q|), up to
+    a factor of 1 + 2^-24, and numbers within 2^-(t+1) |q| of q round to it. So the result is q bit for bit while |p| <= (2^(23 - t) - 4)
+    |q|: 4092 |q| in float16, 32764 |q| in bfloat16; and where q is 0, or |q - p| <= 1 in float16, as such a multiple of 2^-24 is a float32.
 
-    All this holds where q - p is neither beyond float32 nor, in bfloat16, so small that XLA flushes it to 0 (below 2^-126).
-
-    A parameter that shrinks by more than that in one update, but not to 0, is off by at most 2^-23 |p|, and right again after the next
-    update. The sign of a zero is kept where some u gives it. `gradaccum_jax.apply_updates` has no such limits.
+    All this holds unless q - p is beyond float32 or, in bfloat16, below 2^-126, which XLA flushes to 0. A parameter that shrinks by more in
+    one update, but not to 0, is off by at most 2^-23 |p|, and right again after the next update. `apply_updates` has no such limits.
     """
     held = jnp.asarray(p).astype(jnp.float32)
     target = rounded(master, jnp.result_type(p))
@@ -88,7 +85,7 @@ def distance(p: Array, master: Array) -> Array:
 def rounded(master: Array, dtype: DType) -> Array:
     """Round `master`, float32, to the nearest number of the half-precision `dtype`, as float32.
 
-    Not by conversion there and back: XLA may leave out such a pair (its ``xla_allow_excess_precision``).
+    XLA may leave out a conversion there and back (its ``xla_allow_excess_precision``).
     """
     if dtype == jnp.bfloat16:
         return lax.reduce_precision(master, exponent_bits=8, mantissa_bits=7)
@@ -100,8 +97,7 @@ def rounded(master: Array, dtype: DType) -> Array:
 def apply_updates(params: Params, updates: Updates, state: Tree) -> Params:
     """Run `optax.apply_updates`, but set half-precision parameters to their rounded masters, whatever their values were.
 
-    The two differ only where `optax.apply_updates` cannot do it: for a parameter that shrinks by more than three orders of magnitude in one
-    update, and for one that is inf or NaN.
+    The two differ only for a parameter that shrinks by more than three orders of magnitude in one update, or is inf or NaN.
 
     Args:
         params: the parameters, also in flax nnx's variables.

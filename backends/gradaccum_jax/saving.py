@@ -1,6 +1,6 @@
 """Saving and loading: a restored state is checked against the optimizer that resumes with it.
 
-Checkpoint libraries that restore without a target return plain dicts and lists, with the same paths as the state; both are checked by path.
+Libraries that restore without a target return plain dicts and lists, with the paths of the state, by which they are checked.
 """
 
 from __future__ import annotations
@@ -29,12 +29,11 @@ _SHARED = "Restore what a step under gradaccum_jax.data_parallel returned, or wr
 
 
 def check_state(tx: optax.GradientTransformation, state: Tree, params: Params) -> AccumulationState:
-    """Return the state to resume with: a restored `state` as JAX arrays in the structure of `tx`, if `tx` can resume with it.
+    """Return a restored `state` to resume with, as JAX arrays in the structure of `tx`.
 
     This checks the paths, every shape and every dtype. An open window resumes only under the options that it was made under: `reduction`,
     `on_overflow`, `steps` and the kind of loss scale, or the scale itself if it is constant. Between two windows all of these may change:
-    the saved loss scale is kept only if it is dynamic in both runs. Resume with the returned state. Not for use under `jit`: it looks at
-    values.
+    the saved loss scale is kept only if it is dynamic in both runs. Not for use under `jit`: it looks at values.
 
     If ``noise_scale`` was off before, the noise scale begins anew. With ``axis_name`` the state is that of as many devices as it was saved
     on; `gradaccum_jax.redistributed` brings it to others.
@@ -68,7 +67,6 @@ def _on_devices(like: AccumulationState, restored: Tree) -> AccumulationState:
 
 
 def _resume(state: AccumulationState, options: Options) -> AccumulationState:
-    """Return the state to resume with under `options`; looks at values."""
     concrete = options._replace(steps=_on_the_host(options.steps))
     # Not what each device has for itself: another process may hold it, and nothing here depends on it.
     shared = state._replace(weight=np.zeros(()), overflow=np.zeros((), bool))

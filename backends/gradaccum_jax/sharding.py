@@ -48,7 +48,7 @@ def axes_of(value: Array) -> Axes:
 
 
 def manual_axes() -> Axes:
-    """Return the mesh axes of the `jax.shard_map` around this call. Without any, no type names an axis along which devices differ."""
+    """Return the mesh axes of the `jax.shard_map` around this call."""
     mesh: Any = jax.sharding.get_abstract_mesh()
     return frozenset(getattr(mesh, "manual_axes", mesh.axis_names))
 
@@ -102,11 +102,11 @@ def everywhere(flag: Scalar, shard_axes: ShardAxes) -> Scalar:
 
 
 KNOWS_AXES = hasattr(jax, "shard_map")
-"""JAX 0.5 and 0.6.0 have `jax.experimental.shard_map` only, where a value's type does not say along which axes devices differ."""
+"""JAX 0.5 and 0.6.0 have `jax.experimental.shard_map` only, whose types do not say what differs."""
 
 
 def explicitly_sharded(leaf: Array) -> bool:
-    """True if the type of `leaf` says how it is sharded (``AxisType.Explicit``): JAX then refuses reshapes that would gather it."""
+    """True if the type of `leaf` says how it is sharded (``AxisType.Explicit``)."""
     return any(axis is not None for axis in typeof(leaf).sharding.spec)
 
 
@@ -154,7 +154,7 @@ ADD_UP = "Add up the parts first, jax.reshard(grads, PartitionSpec()), or write 
 
 
 def axes_in_parts(leaf: Array) -> Axes:
-    """Return the axes of an explicit mesh that the type of an array names as unreduced or reduced; none of other objects."""
+    """Return the axes of an explicit mesh that an array's type names as unreduced or reduced."""
     spec = getattr(typeof(leaf).sharding, "spec", None) if hasattr(leaf, "dtype") else None
     return frozenset(getattr(spec, "unreduced", None) or ()) | frozenset(getattr(spec, "reduced", None) or ())
 

@@ -18,12 +18,11 @@ from gradaccum_jax.sums import measure, passing
 from gradaccum_jax.window.state import UNKNOWN, AccumulationState, all_like, as_read, as_stored, fields_of, like
 
 Firsts = tuple[Scalar, ...]
-"""The first micro-batches of a window: their weight, the mean of their squared norms by weight, and how many devices had one. Empty where
-noise is not measured."""
+"""The first micro-batches' weight, mean squared norm by weight, and number of devices that had one. Empty where noise is not measured."""
 
 
 def fresh(options: Options, dtype: DType) -> dict[str, Tree]:
-    """Return the fields before the first micro-batch, by name. Every scalar has its own array: no buffer may be donated twice."""
+    """Return the fields before the first micro-batch, by name."""
     noise = None if options.noise_decay is None else Noise(*(jnp.zeros((), dtype) for _ in Noise._fields))
     return {"loss": jnp.zeros((), dtype), "last_loss": jnp.full((), UNKNOWN, dtype), "noise": noise}
 

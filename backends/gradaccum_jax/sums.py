@@ -1,6 +1,5 @@
-"""The sum of a window and its arithmetic: zeros, add, divide, clear, the norm, and whether a quotient fits the parameter's dtype.
+"""The sum of a window, in the structure of the parameters, and its arithmetic.
 
-The accumulator has the structure of the parameters. Gradients are a list aligned with its leaves, None for a parameter that took no part.
 Additions are plain elementwise expressions, which XLA fuses into one pass in place.
 """
 
@@ -60,7 +59,7 @@ def weight_dtype(accumulator: Tree) -> DType:
 
 
 def add(accumulator: Tree, gradients: Gradients, factor: Scalar, adds: Scalar, harmless: Scalar = None) -> Tree:
-    """Add ``factor * gradients`` to the accumulator if `adds` holds, by select, because 0 x NaN is NaN."""
+    """Add ``factor * gradients`` to the accumulator if `adds` holds."""
 
     def add_leaf(held: Array, gradient: Array) -> Array:
         if gradient is None:
@@ -77,9 +76,9 @@ def add(accumulator: Tree, gradients: Gradients, factor: Scalar, adds: Scalar, h
 def add_weighted(held: Array, gradient: Array, weight: Scalar, adds: Scalar, harmless: Scalar) -> Array:
     """Return ``held + weight * gradient`` in the dtype of `held` if `adds` holds, else `held`.
 
-    A weight of 0 must add exactly nothing, even of a NaN, so a select leaves the product out, and JAX's derivative of that select is 0. But
-    the derivative of w g by w is g at weight 0 too, from where learning to reweight starts (Ren et al., "Learning to Reweight Examples for
-    Robust Deep Learning", 2018, section 3.2).
+    A weight of 0 must add exactly nothing, even of a NaN, so a select leaves the product out. Yet the derivative by the weight is the
+    gradient at weight 0 too, from where learning to reweight starts (Ren et al., "Learning to Reweight Examples for Robust Deep Learning",
+    2018, section 3.2).
     """
     return pick(adds, plus(held, weight * gradient), held)
 
@@ -110,12 +109,10 @@ def _(primals: tuple[Scalar, ...], tangents: tuple[Scalar, ...]) -> tuple[Scalar
 
 
 def all_finite(gradients: Gradients) -> Scalar:
-    """True if every element of every gradient is finite: a bool scalar."""
     return all_of([jnp.all(jnp.isfinite(gradient)) for gradient in gradients if gradient is not None])
 
 
 def divide(accumulator: Tree, divisor: Scalar, dtypes: list[DType]) -> Tree:
-    """Return ``accumulator / divisor`` in `dtypes`, one per leaf."""
     leaves, structure = jax.tree.flatten(accumulator)
     return jax.tree.unflatten(structure, [to(leaf / divisor, dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)])
 
@@ -132,8 +129,7 @@ def clear(tree: Tree) -> Tree:
 def fits(accumulator: Tree, divisor: Scalar, dtypes: list[DType]) -> Scalar:
     """True if every finite element of the accumulator stays finite in ``(accumulator / divisor).astype(dtype)``: a bool scalar.
 
-    Only leaves whose dtype has a smaller range than their sum's are looked at, and only their largest magnitude: dividing and rounding are
-    monotonic.
+    The largest magnitude decides, because dividing and rounding are monotonic.
     """
     held = zip(jax.tree.leaves(accumulator), dtypes, strict=True)
     return all_of([_largest(leaf) / divisor < _limit(dtype) for leaf, dtype in held if leaf.size and _is_narrower(dtype, leaf.dtype)])
@@ -172,7 +168,7 @@ def plus(a: Array, b: Array) -> Array:
 
 
 def fills(value: Callable[[Array], Scalar]) -> Callable[[Array], Array]:
-    """Return a function of an array that returns one filled with ``value(array)``; one for all arrays of a type."""
+    """Return a function that fills an array with ``value(array)``, made once for each type."""
     made: dict[Any, Array] = {}
 
     def fill(leaf: Array) -> Array:
@@ -208,7 +204,7 @@ Pair = tuple[Array, Array]
 
 
 def all_of(flags: list[Scalar]) -> Scalar:
-    """True if all of these bool scalars hold: `argmin` of (all, False) is 1 only where the first is True."""
+    """True if all of these bool scalars hold: then `argmin` of (all, False) is 1."""
     if not flags:
         return jnp.asarray(True)
     every = functools.reduce(jnp.logical_and, flags)
@@ -240,7 +236,7 @@ def _add(a: Pair, b: Pair) -> Pair:
 
 
 SMALL = 2**14
-"""Elements of an array at most that is measured together with others: 64 KiB, if devices have to exchange one."""
+"""Elements of an array at most that is measured together with others."""
 MOST_TOGETHER = 16
 """Beyond it XLA takes longer to compile a kernel than it takes for two."""
 Shards = tuple[tuple[str, ...], ...]
@@ -259,7 +255,7 @@ def measure(accumulator: Tree, one: Scalar, weight: Scalar, shard_axes: ShardAxe
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _norm(axes: Shards, groups: list[Leaves], one: Scalar, weight: Scalar) -> Scalar:
-    """Return the norm of arrays that are measured in groups; `axes` are the mesh axes along which each group is sharded."""
+    """Return the norm of arrays that are measured in groups."""
     kind = np.finfo(one.dtype)
     large = 2.0 ** (0.75 * int(kind.maxexp))
 

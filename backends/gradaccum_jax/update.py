@@ -1,8 +1,7 @@
 """The inner optimizer's call at the end of a window: made once or not at all, with no second buffer of the parameters' size.
 
-The accumulator doubles as the buffer of the updates: if the inner optimizer runs, its updates take the accumulator's place, and a select
-tells them apart. The parameters are closed over, not carried. So XLA works in place, and a micro-batch in mid-window costs the addition and
-the select. The next window's first micro-batch overwrites the updates.
+If the inner optimizer runs, its updates take the accumulator's place, where the next window's first micro-batch overwrites them. The
+parameters are closed over, not carried. So XLA works in place, and a micro-batch in mid-window costs the addition and a select.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ class Traced(NamedTuple):
     """The facts that JAX knows of the inner optimizer's call while it traces."""
 
     updates: Updates
-    """The tree of the updates' shapes and dtypes."""
     call: Call
     """The optimizer as `Update.run` calls it, ``call(gradients, state)``: for arguments of the same types it is not traced again."""
 
@@ -46,9 +44,8 @@ class Update(NamedTuple):
     params: Params
     extra: Extra
     axes: tuple[str, ...] = ()
-    """The mesh axes whose devices share the window: at its end the sums are the same along these."""
+    """The mesh axes whose devices share the window."""
     shard_axes: ShardAxes = None
-    """The mesh axes along which parameters are sharded; None: nobody said."""
 
     def told(self, loss: Scalar) -> Update:
         """Return the same call with the window's loss as the ``value`` that optax's optimizers read."""
@@ -83,8 +80,7 @@ class Update(NamedTuple):
         """Run the inner optimizer if `apply` holds.
 
         Returns:
-            The updates (zeros unless `apply`), the accumulator (the updates if `apply`), the inner optimizer's state, and `skipped` or what
-            `applied` returns.
+            The updates twice, the new state and ``applied()``; otherwise zeros, the accumulator, the state and `skipped`.
         """
         buffer = jax.tree.map(_wide_enough, accumulator, traced.updates)
 
@@ -99,8 +95,8 @@ class Update(NamedTuple):
     def keep(self, accumulator: Tree, updates: Updates, never: Scalar) -> tuple[Updates, Tree]:
         """Return the updates, all zeros, and the accumulator of a micro-batch that can end no window.
 
-        Constant zeros would cost a copy of the parameters and a pass over it: nothing tells XLA that the gradient, which reads the old
-        parameters, comes first. After a loop over all sums, even one that never runs, the gradient has come, and the select is free.
+        Constant zeros would cost a copy of the parameters: nothing tells XLA that the gradient, which reads the old parameters, comes
+        first. After a loop over all sums, even one that never runs, the gradient has come, and the select is free.
         """
         accumulator = once(never, lambda held: emptied(held, never), accumulator)
         return self._updates_where(never, accumulator, updates), accumulator
@@ -146,7 +142,7 @@ def _nothing(leaf: Array) -> complex:
 
 
 OF_A_BATCH = ("grad", "value_fn", "grad_fn", "obj_fn")
-"""optax's extra arguments that describe the batch of the gradient."""
+"""optax's extra arguments that describe the gradient's batch."""
 OWN = ("weight", "value", "last", "denominator")
 """gradaccum's own."""
 
@@ -198,7 +194,7 @@ def require_none_of_a_batch(extra: Extra) -> None:
 def require_no_reduction(axes: Axes, shard_axes: ShardAxes) -> None:
     """Raise unless the inner optimizer reduces over no mesh axes but those that shard parameters.
 
-    Each device decides by its own gradient. If one device skipped the optimizer, the other devices would wait for it for ever.
+    Each device decides by its own gradient. If one skipped the optimizer, the others would wait for it for ever.
     """
     if found := sorted(axes - frozenset(shard_axes or ())):
         fix = "Reduce the gradients before tx.update, jax.lax.pmean(grads, axis), or wrap with axis_name=, which reduces once per window."

@@ -1,7 +1,7 @@
 """The largest micro-batch that fits, decided before anything runs.
 
-XLA knows the memory of a compiled program: the whole batch is compiled, then half of it, and so on, and the first program within the limit
-runs. If the device runs out all the same, the size is halved again. Several processes decide alike by the user's limit.
+XLA knows the memory of a compiled program: the whole batch is compiled, then half of it, and so on, until a program is within the limit. If
+the device runs out all the same, the size is halved again. Several processes decide alike by the user's limit.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Fitting:
                 raise error from (failure if isinstance(failure, Exception) else None)
 
     def _attempt(self, name: Hashable, given: Tree, source: Source, limit: int) -> tuple[Any, Exception | str | None]:
-        """Return the result and None, or None and why it did not fit; the error without its frames, which hold arrays."""
+        """Return the result and None, or None and why it did not fit, without the error's frames, which hold arrays."""
         try:
             known = self._programs.get(name)
             if known is not None:

@@ -24,7 +24,7 @@ from gradaccum_jax.arrays import BY_ITEM, KEY, Array, Axis, DType, Tree, axis_of
 from gradaccum_jax.checks import as_weight
 
 PLAIN = (str, bytes, bool, int, float, complex)
-"""A leaf that is one plain value of Python has no items, and is given whole to each micro-batch."""
+"""A leaf of these types has no items, and is given whole to each micro-batch."""
 
 
 @partial(
@@ -43,8 +43,8 @@ class Batch:
     axes: tuple[Axis, ...]
     """One for each of `leaves`."""
     constants: tuple[tuple[int, type, Any], ...]
-    """Values that are no arrays, each with its place among all leaves: flags, texts, functions, Python ints. And with its type, since a
-    compiled program is found again by them, and 1 equals True."""
+    """Values that are no arrays, such as flags, each with its place among all leaves and its type: a compiled program is found again by
+    them, and 1 equals True."""
     structure: Any
     """The tree that arrays and constants are the leaves of."""
     cuts: tuple[Cut, ...] = ()
@@ -59,7 +59,6 @@ class Batch:
         return arguments
 
     def taken(self, start: Scalar, size: int, index: Scalar) -> list[Array]:
-        """Return the arrays of micro-batch number `index`: `size` items from `start` on."""
         return [take(leaf, axis, start, size, index) for leaf, axis in zip(self.leaves, self.axes, strict=True)]
 
     def sizes(self) -> list[tuple[str, int]]:
@@ -175,11 +174,7 @@ def groups_of(batch: Batch) -> list[Group]:
 
 
 def over(groups: list[Group], body: Body[C], carry: C, first: Scalar = 0) -> tuple[C, list[list[Array]]]:
-    """Run `body` over all micro-batches.
-
-    Returns:
-        The last carry, and for each group the rows of its micro-batches, stacked along a new leading axis.
-    """
+    """Run `body` over all micro-batches; return the last carry, and each group's rows, stacked along a new leading axis."""
     rows = []
     for group in groups:
         carry, made = _over_group(group, body, carry, first)
@@ -346,7 +341,6 @@ class Splitting:
 
 
 def make_splitting(steps: Any, micro_batch_size: Any, micro_batch_weight: Any, axes: Tree, weight: Weight, split: Any) -> Splitting:
-    """Check the user's options as far as possible without a batch."""
     if split is not None and not callable(split):
         fix = "Write split=lambda *batch: [micro_batch, ...]."
         raise explain(ArgumentTypeError, "split", expected="a function of the batch", got=split, fix=fix)
@@ -382,7 +376,6 @@ def _items(part: Batch) -> int | None:
 
 
 def _groups_of_parts(parts: Parts) -> list[Group]:
-    """Stack parts of one structure, shape and dtype."""
     kinds: dict[Any, list[int]] = {}
     for number, part in enumerate(parts):
         shapes = tuple((np.shape(leaf), jnp.result_type(leaf)) for leaf in part.leaves)

@@ -1,8 +1,7 @@
-"""Losses that compare items across the whole batch: contrastive losses, variances and covariances, load balance, ranks.
+"""Losses that compare items across the whole batch, such as contrastive losses.
 
-Such a loss is a function of small per-item outputs. So the micro-batches run twice: once for the outputs alone, and, after the loss of all
-outputs was differentiated, to carry each output's gradient to the parameters (Gao et al., "Scaling Deep Contrastive Learning Batch Size
-under Memory Limited Setup", 2021, section 3.2). A random key gives the same numbers both times.
+The micro-batches run twice: for their outputs, and, after the loss of all outputs was differentiated, to carry each output's gradient to
+the parameters (Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup", 2021, section 3.2).
 """
 
 from __future__ import annotations
@@ -47,21 +46,21 @@ def coupled_value_and_grad(
         step = gradaccum_jax.coupled_value_and_grad(embed, info_nce, steps=8)
         loss, grads = step(params, images, texts)
 
-    It costs one forward pass more than `value_and_grad`, and the memory of all outputs. Scale the loss in `loss_fn`, if at all.
+    It costs one forward pass more than `value_and_grad`, and the memory of all outputs.
 
     Args:
-        outputs_fn: ``outputs_fn(params, *micro_batch)`` returns a tree of arrays with one or more rows per item along the leading axis, the
-            same in both passes; randomness comes from a key in the batch.
+        outputs_fn: ``outputs_fn(params, *micro_batch)`` returns a tree of arrays with one or more rows per item along the leading axis. It
+            runs twice: randomness comes from a key in the batch.
         loss_fn: ``loss_fn(params, outputs)`` returns a floating scalar from the rows of the whole batch, in the order of the items; or
-            ``(loss, aux)`` with `has_aux`. It runs once. Outputs of integers, such as chosen experts, get no gradient.
+            ``(loss, aux)`` with `has_aux`. It runs once; scale the loss in it, if at all. Outputs of integers get no gradient.
         has_aux: as in `jax.value_and_grad`.
-        steps: as for `value_and_grad`, with the options not named here.
-        micro_batch_size: items of a micro-batch.
-        micro_batch_weight: the weight up to which items are packed.
+        steps: as for `value_and_grad`.
+        micro_batch_size: likewise.
+        micro_batch_weight: likewise.
         weight: per-item weights to pack by, beside `micro_batch_weight` only; the loss alone decides what an item counts.
-        axes: the axes of the items.
-        split: a function in place of axes.
-        accumulate_dtype: dtype of the sum.
+        axes: likewise.
+        split: likewise.
+        accumulate_dtype: likewise.
         axis_name: inside `jax.shard_map`: the mesh axes whose devices share the batch. The outputs of all are gathered, device after
             device; the gradients are reduced once.
 
@@ -91,7 +90,6 @@ class Coupled(Call):
     axis_names: tuple[str, ...]
 
     def __call__(self, params: Params, *batch: Tree) -> Any:
-        """Compute the loss and the gradient; see `coupled_value_and_grad`."""
         require_axes(self.axis_names)
         require_same_params(params, self.axis_names)
         by, batch = self.outputs.parted((params, *batch))
@@ -121,7 +119,7 @@ class Coupled(Call):
         return rows, found[0]
 
     def _of_all(self, by: tuple[Tree, ...], rows: list[Array], structure: Any) -> tuple[Scalar, Tree, list[Array], list[Array]]:
-        """Return the loss of the whole batch, the aux, and the gradients by the parameters and by this device's outputs."""
+        """Return loss and aux of the whole batch, and the gradients by the parameters and by this device's outputs."""
         library: Any = lax
         gathered = [library.all_gather(leaf, self.axis_names, tiled=True) for leaf in rows] if self.axis_names else rows
         loss, aux, found = self.loss.value_and_gradients((*by, jax.tree.unflatten(structure, gathered)), ())

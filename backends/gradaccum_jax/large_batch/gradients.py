@@ -113,8 +113,7 @@ def add(held: list[Array], gradients: list[Array], weight: Scalar, options: Opti
 def finish(held: list[Array], weight: Scalar, by: tuple[Tree, ...], options: Options, axis_names: tuple[str, ...] = ()) -> tuple[Tree, ...]:
     """Return the gradient of the large batch in the dtypes of `by`: float0 for integers, as in `jax.grad`.
 
-    Each sum is reduced over the devices once: over `axis_names`, and over the axes along which it differs and its parameter does not, as
-    `jax.grad` does in `jax.shard_map`.
+    Each sum is reduced over `axis_names`, and over the axes along which the sum differs and its parameter does not.
     """
     divides = denominator(weight, options)
     moving, put = moving_of(by)
@@ -188,7 +187,6 @@ class Merging(NamedTuple):
     like: tuple[Any, ...]
     """Shape and dtype of each leaf in a micro-batch."""
     structure: Any
-    """The tree that the leaves are those of."""
 
     def start(self) -> list[Array]:
         """Return the merged leaves before the first micro-batch, without those that are rows."""
@@ -314,9 +312,7 @@ class Question(NamedTuple):
     aux: Tree
     """How aux merges; "sum" where there is none."""
     options: Options
-    """With the reduction."""
     axis_names: tuple[str, ...] = ()
-    """The mesh axes whose devices share the batch."""
     inputs: int = 0
     """How many of a micro-batch's arguments, from the first on, are differentiated by too."""
 
@@ -348,7 +344,6 @@ class Made(NamedTuple, Generic[G]):
     weight: Scalar
     """The weight of the large batch, as `denominator` wants it."""
     loss: Scalar
-    """That of the large batch."""
     aux: Tree
     rows: list[list[Array]]
     """For each group of micro-batches the arrays that are kept of them, stacked."""
@@ -434,7 +429,7 @@ def axes_in(by: Tree, source: Source, axis_names: tuple[str, ...]) -> Axes:
 
 
 def copies(tree: G, axes: Axes) -> G:
-    """Mark `tree` as varying along `axes`: otherwise `jax.grad` would reduce over the devices in every micro-batch."""
+    """Mark `tree` as varying along `axes`, or `jax.grad` would reduce over the devices in every micro-batch."""
     made: G = jax.tree.map(lambda leaf: vary(leaf, axes), tree) if axes else tree
     return made
 

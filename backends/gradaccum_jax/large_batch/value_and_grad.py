@@ -44,40 +44,39 @@ def value_and_grad(
         step = gradaccum_jax.value_and_grad(loss_fn, steps=8)
         loss, grads = step(params, x, y)
 
-    All micro-batches of one size are one `jax.lax.scan`; a smaller last one is compiled beside it. Outside of `jax.jit` the whole is
-    jitted: keep the returned function, and pass what changes as an argument: anything else that `loss_fn` reads is a constant.
+    Micro-batches of one size are one `jax.lax.scan`; a smaller last one is compiled beside it. Outside of `jax.jit` the returned function
+    jits itself: keep it, and pass what changes as an argument, because all else that `loss_fn` reads is a constant.
 
     Args:
         loss_fn: ``loss_fn(params, *micro_batch)`` returns a floating scalar, or ``(loss, aux)`` with `has_aux`.
-        argnums: the argument to differentiate by, or a tuple of several, passed whole to every micro-batch. The others are the batch.
+        argnums: the argument to differentiate by, or a tuple of several; the others are the batch.
         has_aux: as in `jax.value_and_grad`; then `aux` says how it merges.
         steps: at most so many micro-batches, of ceil(items / steps) items; the last one may be smaller.
         micro_batch_size: items of a micro-batch; the last one may be smaller. "auto" or a `gradaccum.AutoMicroBatchSize`: the largest that
             fits.
-        micro_batch_weight: consecutive items are packed up to this weight, by an array of per-item weights or a `weight` function that is
-            called on each item. Each new pattern of cuts is compiled.
+        micro_batch_weight: consecutive items are packed up to this weight; a function `weight` is called on each item. Each new pattern of
+            cuts is compiled.
         reduction: "mean": `loss_fn` takes a mean over weights; "sum": a sum; "item_mean": a sum, to be divided by the batch's weight.
-        weight: the weight of a micro-batch: a function of its arguments, such as its number of tokens, or an array of one number per item.
-            None: its number of items. A traced weight that is negative or not finite makes loss and gradient NaN. A batch whose weights are
-            all 0 has loss 0 and gradient 0; a micro-batch of weight 0 adds nothing, even where its gradient is NaN.
-            The weight is a constant to JAX.
-        axes: a prefix of the tuple of the batch's arguments: an axis of items for all leaves below, None for what is passed whole, or
-            "key" for a random key, of which micro-batch number i gets ``jax.random.fold_in(key, i)``. A scalar typed key is "key" unless it
-            is None. Plain Python values are passed whole; under a `jax.jit` of your own they are arrays and need the None. A list of
-            arrays of one kind that may be as long as the batch needs ``[0, 0]``, an axis for each element.
-        split: a function in place of cuts: ``split(*batch)`` returns the micro-batches, each a tuple of arguments or the only one;
-            ``split(*batch, steps=steps)`` where `steps` is given. `axes` then says where their items and keys are.
+        weight: the weight of a micro-batch: a function of its arguments, such as its number of tokens, or an array of one number per item;
+            by default its number of items. A constant to JAX. A traced weight that is negative or not finite makes loss and gradient NaN.
+            Weight 0 adds nothing, even of a NaN; weights that are all 0 give loss 0 and gradient 0.
+        axes: a prefix of the tuple of the batch's arguments: an axis of items, None for what is passed whole, or "key" for a random key, of
+            which micro-batch number i gets ``jax.random.fold_in(key, i)``. A scalar typed key is "key" by default, and plain Python values
+            None; under a `jax.jit` of your own they are arrays and need the None. A list of arrays of one kind that may be as long as the
+            batch needs ``[0, 0]``, an axis for each element.
+        split: a function in place of cuts: ``split(*batch)``, or with `steps` ``split(*batch, steps=steps)``, returns the micro-batches,
+            each a tuple of arguments or the only one. `axes` then says where their items and keys are.
         aux: a prefix of the aux, how each leaf merges: "sum", "mean", "weighted_mean", "max", "min" or "concatenate" (in the order of the
-            items). See `gradaccum.nests.KINDS`.
-        accumulate_dtype: dtype of the sum; by default float32 for half precision, else the gradient's own. The gradient has the dtype of
-            its parameter, cast once.
+            items).
+        accumulate_dtype: dtype of the sum; by default float32 for half precision, else the gradient's own. The gradient has its parameter's
+            dtype.
         allow_int: as in `jax.value_and_grad`.
         axis_name: inside `jax.shard_map`: the mesh axes whose devices share the batch. Loss, gradient and aux are those of all devices'
             items, reduced once; concatenated rows are the device's own.
 
     Returns:
-        A function of the same arguments that returns ``(loss, gradients)``, or ``((loss, aux), gradients)``. The loss is that of the large
-        batch, shape (), in the dtype that `loss_fn` returns.
+        A function of the same arguments that returns ``(loss, gradients)``, or ``((loss, aux), gradients)``. The loss has shape () and the
+        dtype that `loss_fn` returns.
 
     Raises:
         ArgumentTypeError, ArgumentValueError: an option makes no sense; or, at a call, the batch cannot be divided so, or `loss_fn` returns
@@ -97,7 +96,6 @@ class ValueAndGrad(Call):
     splitting: Splitting
 
     def __call__(self, *arguments: Tree) -> Any:
-        """Compute the loss and the gradient; see `value_and_grad`."""
         by, batch = self.question.differentiation.parted(arguments)
         require_axes(self.question.axis_names)
         require_same_params(by, self.question.axis_names)
@@ -143,37 +141,36 @@ def value_and_update(
     split: Callable[..., Iterable[Any]] | None = None,
     aux: Tree = None,
 ) -> Callable[..., Any]:
-    """Return a function that computes a large batch's loss and its window's update, for an optimizer wrapped with ``steps=None``.
+    """Return a function that computes a large batch's loss and its window's update.
 
         tx = gradaccum.wrap(optax.adamw(1e-3), steps=None, clip_norm=1.0)
         step = gradaccum_jax.value_and_update(loss_fn, tx, steps=8)
         loss, updates, state = step(params, state, x, y)
         params = gradaccum_jax.apply_updates(params, updates, state)
 
-    Every micro-batch goes into the window with its weight, and the call closes it, with all options of `tx`. The update includes what an
-    open window held before the call.
+    The call closes the window, with all options of `tx`. The update includes what an open window held before.
 
     Args:
         loss_fn: as for `value_and_grad`; the call scales the loss by itself. Parameters of integers, bools or random keys take no part.
         tx: from `gradaccum.wrap` with ``steps=None``. With ``axis_name``, loss and merged aux are those of all devices.
         has_aux: as in `jax.value_and_grad`.
-        steps: as for `value_and_grad`, with the options that follow.
-        micro_batch_size: items of a micro-batch.
-        micro_batch_weight: the weight up to which items are packed.
-        weight: the weight of a micro-batch.
-        axes: the axes of the items.
-        split: a function in place of cuts.
-        aux: how each leaf of the aux merges.
+        steps: as for `value_and_grad`.
+        micro_batch_size: likewise.
+        micro_batch_weight: likewise.
+        weight: likewise.
+        axes: likewise.
+        split: likewise.
+        aux: likewise.
 
     Returns:
         A function of ``(params, state, *batch, **extra)`` that returns ``(loss, updates, state)``, or ``((loss, aux), updates, state)``.
-        The loss is the unscaled loss of the whole batch, including dropped micro-batches; ``gradaccum_jax.result(...).loss`` excludes
-        them. The updates are zeros if none was made, in the parameters' dtypes. The inner optimizer gets `extra`, and the window's loss as
-        `value` unless `extra` has one.
+        The loss is unscaled and includes dropped micro-batches; ``gradaccum_jax.result(...).loss`` excludes them. The updates, in the
+        parameters' dtypes, are zeros if none was made. The inner optimizer gets `extra`, and the window's loss as `value` unless `extra`
+        has one.
 
     Raises:
         ArgumentTypeError: `tx` is not wrapped.
-        ArgumentValueError: `tx` closes windows by itself, or an option makes no sense. At a call: as for `value_and_grad`.
+        ArgumentValueError: `tx` closes windows by itself, or an option makes no sense; or at a call, as for `value_and_grad`.
     """
     accumulation = require_open(tx)
     differentiation = Differentiation(loss_fn, (0,), has_aux, allow_int=True, single=True)
@@ -192,7 +189,6 @@ class ValueAndUpdate(Call):
     accumulation: Accumulation
 
     def __call__(self, params: Params, state: AccumulationState, *batch: Tree, **extra: Any) -> tuple[Any, Tree, AccumulationState]:
-        """Return the loss, the updates and the state; see `value_and_update`."""
         self.question.differentiation.check((params,))
         params, state = plain(params), plain(state)
         self.accumulation.check(state, params, extra)

@@ -1,12 +1,12 @@
 """`recompute`: less memory for more time, with the same numbers.
 
-`jax.checkpoint` computes the activations again. This module adds what it does not get right by itself:
+This module adds what `jax.checkpoint` does not get right by itself:
 
-- `jax.checkpoint` caches its trace by the function's identity: a function that reads something else the next time would return the old
-  values. So each call traces the function anew.
-- A `Ref` that the function reads or writes from outside differs between both runs. It is refused.
-- The state of a flax module would change twice, or not at all. Its modules are refused, because flax has a `remat` of its own.
-- A maker of policies in place of a policy answers with a function, which is true: JAX would keep everything. Such an answer is refused.
+- It caches its trace by the function's identity: a function that reads something else the next time would return the old values. So each
+  call traces the function anew.
+- A `Ref` from outside differs between both runs, and is refused.
+- The state of a flax module would change twice, or not at all. Such modules are refused: flax has a `remat` of its own.
+- A maker of policies answers with a function, which is true: JAX would keep everything. Such an answer is refused.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from gradaccum_jax.arrays import BY_ITEM, KEY, Array, Axis, Params, Tree, axis_o
 
 
 class Batch(NamedTuple):
-    """The leaves of a batch, with the batch axis of each. All but keys are NumPy's arrays, which are cut without compiling."""
+    """The leaves of a batch; all but keys are NumPy's arrays, which are cut without compiling."""
 
     leaves: tuple[Array, ...]
     axes: tuple[Axis, ...]
@@ -95,7 +95,7 @@ class Parameters(NamedTuple):
     """The leaves of a tree of parameters."""
 
     leaves: tuple[object, ...]
-    """All of them, functions and texts too, which some libraries keep beside arrays."""
+    """All of them, functions and texts too."""
     structure: jax.tree_util.PyTreeDef
     arrays: tuple[int, ...]
     """The places of arrays."""

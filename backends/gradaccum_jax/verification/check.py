@@ -29,9 +29,7 @@ def verify(
 ) -> VerificationReport:
     """Check whether gradient accumulation is right for a loss, and if not, why.
 
-    The gradient of one batch is computed under many partitions and orders of the batch. Where it moves by more than rounding, experiments
-    look for the cause. JAX traces `loss_fn` once per size of a micro-batch; nothing is changed. Not for use under `jax.jit`: it looks at
-    values.
+    JAX traces `loss_fn` once per size of a micro-batch; nothing is changed. Not for use under `jax.jit`: it looks at values.
 
     Args:
         params: the tree that the loss is differentiated by.

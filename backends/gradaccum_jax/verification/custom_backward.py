@@ -1,6 +1,6 @@
 """Custom backwards that do not carry their incoming gradient through, so that their loss cannot be scaled.
 
-The gradients of the whole loss at several scales show whether something is wrong, the traced program shows where.
+The gradients at several scales show whether something is wrong, the traced program shows where.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ KEY_IMPLEMENTATIONS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>
 
 
 def equations(jaxpr: Any, leave_out: tuple[str, ...] = ()) -> Iterator[Equation]:
-    """Yield the equations of a program and of all programs in it, but for the programs of equations with such words in their names."""
+    """Yield the equations of a program and of the programs in it, except in equations with such words in their names."""
     for eqn in jaxpr.eqns:
         yield eqn
         if not any(word in eqn.primitive.name for word in leave_out):
@@ -110,7 +110,6 @@ def equations(jaxpr: Any, leave_out: tuple[str, ...] = ()) -> Iterator[Equation]
 
 
 def float_dtypes(jaxpr: Any) -> set[DType]:
-    """Return the floating dtypes of all values in a program."""
     kinds = [variable.aval for variable in (*jaxpr.invars, *(out for eqn in equations(jaxpr) for out in eqn.outvars))]
     return {jnp.dtype(kind.dtype) for kind in kinds if hasattr(kind, "dtype") and is_float(kind)}
 

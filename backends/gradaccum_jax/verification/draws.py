@@ -1,7 +1,7 @@
 """The random numbers of a traced loss: those that follow the keys of the batch, replayed item by item.
 
-Accumulation with a fresh key per micro-batch is right, and gives another gradient than the large batch. To compare the two, the equations
-that draw run for the large batch, and each micro-batch gets the rows of its items.
+To compare accumulation with the large batch, the equations that draw run for the large batch, and each micro-batch gets the rows of its
+items.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class Draw(NamedTuple):
     bits: bool
     """Whether it makes numbers, not keys."""
     by_key: bool
-    """Whether it follows a key that each micro-batch has its own of."""
+    """Whether it follows a key."""
     by_items: bool
     """Whether it follows values of the items."""
     within: bool
-    """Whether it stands in a loop, a branch or a function with a derivative of its own, where it cannot be replaced."""
+    """Whether it stands in a loop, a branch or a custom derivative, where it cannot be replaced."""
 
 
 def draws_of(program: Program, keys: Set[int], items: Set[int]) -> list[Draw]:
@@ -79,7 +79,7 @@ def rows(value: Array, axis: int, items: int, part: Sequence[int]) -> Array:
 
 
 class Replay:
-    """A run of a program with given random numbers in place of the drawn ones, or one that records them."""
+    """A run of a program with given random numbers, or one that records the drawn ones."""
 
     def __init__(self, given: dict[int, Array] | None = None) -> None:
         self.drawn: list[Array] = []
@@ -146,7 +146,7 @@ class Program:
 
 
 def bind(eqn: Equation, values: Sequence[Array]) -> list[Array]:
-    """Return the results of one equation. Older JAX passes functions as arguments, apart from the parameters; newer JAX as parameters."""
+    """Return the results of one equation. Older JAX passes functions as arguments, newer JAX as parameters."""
     found = eqn.primitive.get_bind_params(eqn.params)
     functions, parameters = found if isinstance(found, tuple) else ((), found)
     results = eqn.primitive.bind(*functions, *values, **parameters)
@@ -154,7 +154,7 @@ def bind(eqn: Equation, values: Sequence[Array]) -> list[Array]:
 
 
 def inner(eqn: Equation) -> tuple[Any, Sequence[Array]] | None:
-    """Return the jaxpr and the constants of a call that is run as part of the program; None for another equation."""
+    """Return the jaxpr and the constants of a call; None for another equation."""
     if eqn.primitive.name not in CALLS:
         return None
     found = next(value for value in eqn.params.values() if isinstance(value, (core.Jaxpr, core.ClosedJaxpr)))
@@ -185,6 +185,6 @@ def _frame(eqn: Equation) -> str:
 
 
 def trace(function: Callable[..., Array], *arguments: Any) -> Program:
-    """Trace `function`, with products of float32 in full precision: on an accelerator JAX's default rounds them more coarsely."""
+    """Trace `function`, with products of float32 in full precision."""
     with jax.default_matmul_precision("highest"):
         return Program(jax.make_jaxpr(function)(*arguments))

@@ -1,8 +1,7 @@
 """Layers of a loss whose output for one item depends on the other items: batch normalisation by whatever name.
 
-JAX knows no layers. So the loss's program runs on the large batch and on its first half, and the items' values are compared after each
-equation. If an item's value changes although the equation's inputs did not, the items are mixed: by a layer, if parameters then work on the
-mixed values item by item, otherwise by a coupled loss, which the core finds.
+The loss's program runs on the large batch and on its first half. If an item's value changes after an equation whose inputs did not, the
+items are mixed: by a layer, if parameters then work on the mixed values item by item, otherwise by a coupled loss, which the core finds.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class Ran(NamedTuple):
 
 
 class Trail:
-    """Everything that a program computes."""
+    """All that a program computes."""
 
     def __init__(self, given: Given) -> None:
         program, arguments, draws = given
@@ -79,7 +78,7 @@ def _differs(values: Sequence[Array], axis: int, items: int, part: Sequence[int]
 
 
 def _layers(trail: Trail, mixing: Sequence[Ran], axes: Sequence[int | None], parameters: set[int]) -> list[Layer]:
-    """Return the equations that mix items and whose outcome parameters work on, by their place in the user's code."""
+    """Return the equations that mix items and whose outcome parameters work on."""
     alone = _by_parameters(trail, parameters)
     found: dict[str, Layer] = {}
     for ran in mixing:

@@ -21,7 +21,7 @@ from gradaccum_jax.verification.layers import mixing_layers
 SEEDED = 1_000_000
 """Beyond the number of any micro-batch: a key of another seed is no key of a micro-batch."""
 READABLE = 200_000
-"""Numbers of a leaf above which it is not read as plain ones: no mask or label is so large in a batch for a check."""
+"""Numbers of a leaf above which it is not read as a mask or label."""
 PYTHONS = "numpy.random or random, which JAX calls once, when it traces the loss"
 
 Arguments = tuple[list[Array], list[Array]]
@@ -74,7 +74,7 @@ class JaxSubject:
         return self._compiled[key]
 
     def _program(self, size: int, seed: int = 0) -> Program:
-        """Return the loss of the first `size` items as a program; of another seed if it holds numbers that Python drew."""
+        """Return the loss of the first `size` items as a program, with Python's draws by `seed`."""
         key = (size, seed if self._python_draws else 0)
         if key not in self._programs:
             leaves = self._batch.part(range(size), None)
@@ -132,7 +132,7 @@ class JaxSubject:
         return draws_of(self._program(size), keys, split)
 
     def _drawn(self, seed: int) -> Drawn:
-        """Return the large batch's numbers to replay. They follow the keys alone, so one run for each seed suffices."""
+        """Return the large batch's numbers to replay; one run for each seed suffices."""
         if seed not in self._remembered:
             own = [(draw, axis) for draw, axis in self._draws if not draw.within]
             wanted = {number: axis for number, (draw, axis) in enumerate(own) if axis is not None and not draw.by_items}
@@ -147,7 +147,7 @@ class JaxSubject:
         return float(np.vdot(a, b).real)
 
     def precision(self, name: str) -> Precision:
-        """Return the precision. XLA flushes subnormal numbers on most devices, so the smallest number is a normal one."""
+        """Return the precision; the smallest number is a normal one, because XLA flushes subnormal numbers."""
         value = self._parameters.values[self._parameters.names[name]]
         return Precision(self._roundoff, float(jnp.finfo(value.dtype).smallest_normal), value.size, self._batch.terms)
 

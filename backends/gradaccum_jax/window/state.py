@@ -1,7 +1,7 @@
 """The state of an accumulation as a pytree, and the results that users read from it.
 
-It is flat, with the same field names in every backend, so that a checkpoint shows them and `optax.tree_utils.tree_get` finds them. It holds
-arrays only: nothing is static, so no field can be lost in a flatten.
+It is flat, with the same field names in every backend, which `optax.tree_utils.tree_get` finds. It holds arrays only, so no field can be
+lost in a flatten.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class AccumulationState(NamedTuple):
     growth_tracker: Scalar
     """int32: clean windows since the loss scale last changed."""
     accumulator: Tree
-    """The sum, scaled and undivided: the tree of the parameters. Of use in an open window alone: between two windows it holds what the last
-    update left there, and the next micro-batch writes over that."""
+    """The open window's sum, scaled and undivided, in the tree of the parameters. Between two windows it holds what the last update left
+    there."""
     inner_state: InnerState
     """The wrapped optimizer's own state; with master weights that of the masters."""
     last_applied: Scalar
@@ -74,13 +74,13 @@ def fresh(start: State, weight_dtype: DType, **trees: Tree) -> AccumulationState
 
 
 def first_terms(options: Options) -> Array:
-    """Return the terms before a callable ``steps`` was called: int32, shape (5,)."""
+    """Return the terms before a callable ``steps`` was called."""
     steps = options.steps
     return current_terms(options, kit.steps_at(steps, 0, kit.select) if kit.is_known(steps) else None)
 
 
 def current_terms(options: Options, steps: Scalar) -> Array:
-    """Return the codes of the open window's terms: int32, shape (5,). Each micro-batch writes them."""
+    """Return the codes of the open window's terms, which each micro-batch writes."""
     codes = kit.encode_terms(kit.terms_of(options._replace(steps=None), 0))
     known = jnp.asarray(codes, jnp.int32)
     return known if steps is None else jnp.where(np.arange(len(codes)) == STEPS, jnp.asarray(kit.code_of(steps), jnp.int32), known)
@@ -100,7 +100,7 @@ def fields_of(state: AccumulationState) -> Fields:
 
 
 def with_fields(state: AccumulationState, fields: Fields) -> AccumulationState:
-    """Return `state` with new values of the seven fields, each in its old type: a scan's carry must not change type."""
+    """Return `state` with new `fields`, each in its old type, which a scan's carry must keep."""
     return AccumulationState._make((*all_like(fields, fields_of(state)), *state[7:]))
 
 
@@ -109,7 +109,7 @@ def like(new: Scalar, old: Scalar) -> Array:
 
 
 def all_like(news: Sequence[Scalar], olds: Sequence[Scalar]) -> list[Array]:
-    """Cast each of `news` to the dtype of its old value, and mark it as varying along the same mesh axes."""
+    """Cast each of `news` to the dtype and the mesh axes of its old value."""
     cast = [jnp.asarray(new, jnp.result_type(old)) for new, old in zip(news, olds, strict=True)]
     return [vary(new, axes_of(old)) for new, old in zip(cast, olds, strict=True)] if manual_axes() else cast
 
@@ -162,14 +162,13 @@ def result(state: Tree) -> StepResult:
 def describe(state: Tree) -> str:
     """Return the state in one line: ``micro-batch 2 of 4, update 17, 1 skipped, scale 65536``.
 
-    The size is that of the window that the last micro-batch belonged to. This waits for the device; call it on the host, not inside
-    compiled code, where nothing has a value.
+    The size is that of the last micro-batch's window. This waits for the device; call it outside of compiled code.
 
     Args:
         state: as in `result`.
 
     Raises:
-        ArgumentTypeError: `state` holds no accumulation's state, or several; or it is traced, or that of several models side by side.
+        ArgumentTypeError: `state` holds no accumulation's state, or several; or it is traced, or of several models side by side.
     """
     found = the_state(state)
     if any(isinstance(field, jax.core.Tracer) or jnp.ndim(field) for field in (found.micro_step, found.optimizer_step)):
@@ -190,7 +189,7 @@ def _noise_scale(state: AccumulationState) -> Array:
 
 
 def _on_any_device(state: AccumulationState) -> Array:
-    """Return the last event's overflow; outside of `jax.shard_map` the flags of devices have a leading axis."""
+    """Return the last event's overflow, of any device outside of `jax.shard_map`."""
     flags = jnp.asarray(state.last_overflow)
     return flags.any(axis=0) if flags.ndim > jnp.ndim(state.last_applied) else flags
 
@@ -199,7 +198,7 @@ def scale_loss(loss: Scalar, state: Tree) -> Scalar:
     """Multiply `loss` by the loss scale, inside the function that is differentiated.
 
     Args:
-        loss: a scalar. A half-precision loss becomes float32, because 2^16 is more than float16 can hold.
+        loss: a scalar. A half-precision loss becomes float32.
         state: as in `result`.
 
     Raises:
@@ -223,6 +222,5 @@ def as_stored(number: Scalar) -> Scalar:
 
 
 def as_read(number: Scalar) -> Scalar:
-    """Return what the `number` that a state stores means: itself, or NaN."""
     with jax.debug_nans(False):  # this NaN is no accident
         return jnp.where(number == UNKNOWN, jnp.nan, number)

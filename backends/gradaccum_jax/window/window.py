@@ -1,7 +1,7 @@
 """The open window: take in a micro-batch, close the window where it ends, forget it.
 
-These are pure functions of the state. Only the device knows whether a window ends, so every micro-batch runs one program: `add`, then
-`close`, which changes the state only if `at_end` holds.
+Only the device knows whether a window ends, so every micro-batch runs one program: `add`, then `close`, which changes the state only if
+`at_end` holds.
 """
 
 from __future__ import annotations
@@ -46,11 +46,7 @@ class MicroBatch(NamedTuple):
 def add(
     state: AccumulationState, micro_batch: MicroBatch, steps: Scalar, options: Options, shard_axes: ShardAxes = None
 ) -> tuple[AccumulationState, Scalar]:
-    """Add a micro-batch's gradient to the sum, and count it.
-
-    Returns:
-        The state with the micro-batch in it, and a bool scalar: it was dropped.
-    """
+    """Add a micro-batch to the window; return the state, and a bool scalar: the micro-batch was dropped."""
     gradients, weight, loss = micro_batch
     given, one, fields = weight is not None, jnp.ones_like(state.weight), fields_of(state)
     factor = contribution(weight, options) if given and options.reduction == "mean" else None
@@ -92,12 +88,9 @@ def close(
     tells: bool = True,
     denominator: Scalar = None,
 ) -> tuple[Updates, AccumulationState]:
-    """Close the window where it ends: make its update or skip it, and count that; elsewhere leave `event`.
+    """Close the window where it ends: make its update or skip it, and count that; elsewhere return zeros and leave `event`.
 
     All numbers come from two conditionals, the end and the update: XLA compiles a kernel for each select of a number outside.
-
-    Returns:
-        The updates (zeros if none was made) and the state.
     """
     require_told(state.accumulator, frozenset(update.axes), update.shard_axes, options)
 
@@ -143,7 +136,7 @@ def _counts(state: AccumulationState) -> Counts:
 def keep(
     state: AccumulationState, update: Update, options: Options, *, never: Scalar, event: Event, tells: bool
 ) -> tuple[Updates, AccumulationState]:
-    """Replace `close` in a window that only the caller closes: zeros, and the sum as it is."""
+    """Replace `close` in a window that only the caller closes."""
     never = never if state.noise is None else never & (state.weight >= 0)  # always so, but see `statistics.add`
     update = update.told(jnp.zeros_like(state.loss)) if tells else update
     require_told(state.accumulator, frozenset(update.axes), update.shard_axes, options)
@@ -167,7 +160,6 @@ class Whole(NamedTuple):
 
     fields: Fields
     total: Tree
-    """Its sum."""
     loss: Scalar
     """The sum of its losses."""
     firsts: Firsts
@@ -177,9 +169,8 @@ class Whole(NamedTuple):
 def decide_on(
     state: AccumulationState, total: Tree, update: Update, options: Options, one: Scalar, denominator: Scalar
 ) -> tuple[Decision, Whole, Options]:
-    """Return the decision on the window that ends here, the window, and the options under which it is divided.
-
-    If devices share the window, `total` is this device's sum.
+    """Return the decision on the window that ends here, the window, and the options under which it is divided; `total` is this device's
+    sum.
     """
     dtype = jnp.result_type(state.weight)
     whole = _joined(state, total, update.axes) if update.axes else _own(state)
@@ -201,7 +192,6 @@ def _own(state: AccumulationState) -> Whole:
 
 
 def _joined(state: AccumulationState, total: Tree, axes: tuple[str, ...]) -> Whole:
-    """Return the window of all devices."""
     window = all_reduce(Window(total, state.weight, state.overflow, as_read(state.loss), statistics.addends(state)), axes)
     fields = joined(fields_of(state), window.weight, window.overflow)
     return Whole(fields, window.accumulator, window.loss, statistics.averaged(window.firsts, state))
@@ -214,7 +204,7 @@ def _joined(state: AccumulationState, total: Tree, axes: tuple[str, ...]) -> Who
 
 
 def size_at(schedule: kit.Schedule, optimizer_step: Scalar) -> Scalar:
-    """Return the size of the window that follows update number `optimizer_step`, an int32 scalar; or an `UntilWeight` of it."""
+    """Return the size of the window after update number `optimizer_step`, int32; or an `UntilWeight` of it."""
     size = kit.steps_at(schedule, optimizer_step, jnp.where)
     if kit.is_known(schedule):
         return size
@@ -245,5 +235,4 @@ def check_known(schedule: kit.Schedule, optimizer_step: Scalar) -> None:
 
 
 def _number(optimizer_step: Scalar) -> int:
-    """Return the step for an error's text; a name in its place if it is traced."""
     return cast(int, "optimizer_step") if isinstance(optimizer_step, jax.core.Tracer) else int(np.asarray(optimizer_step))

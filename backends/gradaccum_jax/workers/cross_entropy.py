@@ -1,8 +1,7 @@
-"""Softmax cross-entropy of logits that are sharded by class, inside `jax.shard_map`: each device holds a contiguous slice of the classes.
+"""Softmax cross-entropy of logits that are sharded by class, inside `jax.shard_map`.
 
 The method is Megatron-LM's (Shoeybi et al., 2019, "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism",
-section 3): the devices exchange a few numbers per item and never the logits. Here two all-reduces serve in place of three, and the backward
-computes the softmax again. `jax.shard_map` makes all shards equally large: ``num_classes`` says where padding begins.
+section 3), with two all-reduces in place of three, and a backward that computes the softmax again.
 
 The communication stands before the function with a derivative of its own, which `verify_loss_scaling` can run outside of the mesh.
 """
@@ -22,7 +21,7 @@ from gradaccum_jax.sharding import axes_of, vary
 from gradaccum_jax.workers.group import require_checked
 
 Saved = tuple[Array, Array, Array, Array, Array | None]
-"""The logits' shard, the index of each target in it, the maxima, the sums, and the width without padding."""
+"""The logits' shard, each target's index in it, the maxima, the sums, and the width without padding."""
 
 
 def sharded_cross_entropy(
@@ -37,16 +36,15 @@ def sharded_cross_entropy(
 ) -> Array:
     """Return the loss of `optax.softmax_cross_entropy_with_integer_labels` over all classes, from this device's slice of them.
 
-    For use inside `jax.shard_map` with its default ``check_vma=True``. The first device along the axis holds the first classes, and so on.
-    All devices get the same loss, replicated along the axis, and each the gradient of its own logits, whether `jax.grad` stands inside the
-    `jax.shard_map` or around it. Half-precision logits are computed with in float32. The gradient has no derivative.
+    For use inside `jax.shard_map` with its default ``check_vma=True``. The devices along the axis hold the classes in order. All get the
+    same loss, and each the gradient of its own logits, whether `jax.grad` stands inside the `jax.shard_map` or around it. Half-precision
+    logits are computed with in float32. The gradient has no derivative.
 
     Args:
         logits_shard: shape ``(*batch, classes of one device)``, any floating dtype.
         labels: shape ``(*batch)``, an integer dtype, numbered over all classes, the same on every device of the axis.
         axis_name: the mesh axis along which the classes are sharded.
-        num_classes: if it is less than the classes of all devices, the last ones are padding: their logits may be anything, and have no
-            gradient.
+        num_classes: by default those of all devices; classes beyond it are padding, whose logits may be anything and have no gradient.
         ignore_index: items with this label have no loss and no gradient.
         label_smoothing: in [0, 1]: this share of the target is spread evenly over all classes.
         reduction: "mean" (over the items that are not ignored), "sum" or "none".
@@ -84,7 +82,7 @@ def _masked(values: Array, width: Array | None, padding: float) -> Array:
 def _sums(
     shard: Array, index: Array, ignored: Array, maximum: Array, width: Array | None, axis_name: str, smoothed: bool
 ) -> tuple[Array, Array]:
-    """Return, less the maximum, the sum of exponentials, the target's logit, if `smoothed` the sum of logits; and votes: one all-reduce.
+    """Return, less the maximum, the sum of exponentials, the target's logit, if `smoothed` the sum of logits; and votes.
 
     A device has one vote for a target that it holds, and two for an ignored item. Any other sum than one, or two for each device, is a
     label that is no class, or that differs between devices.
@@ -104,7 +102,7 @@ def _sums(
 def class_sharded_losses(
     shard: Array, index: Array, maximum: Array, sums: Array, width: Array | None, smoothing: float, uniform: float
 ) -> Array:
-    """Return the losses of all items from what the devices know together; no communication, forward or backward."""
+    """Return the losses of all items without communication, forward or backward."""
     losses = jnp.log(sums[0]) - (1 - smoothing) * sums[1]
     return losses - uniform * sums[2] if smoothing else losses
 
@@ -117,7 +115,7 @@ def _forward(
 
 
 def _backward(smoothing: float, uniform: float, saved: Saved, upstream: Array) -> tuple[Array | None, ...]:
-    """Loop once over the shard. The comparison that finds the target is fused into it, so that no one-hot array is made."""
+    """Loop once over the shard; the fused comparison that finds the target makes no one-hot array."""
     shard, index, maximum, sums, width = saved
     scale = upstream / sums[0]
     target = jnp.exp(sums[1]) * scale - upstream * (1 - smoothing + uniform)
@@ -130,7 +128,7 @@ class_sharded_losses.defvjp(_forward, _backward)
 
 
 def _reduced(losses: Array, votes: Array, ignoring: int, reduction: str) -> Array:
-    """Return the reduced losses: zero for items with the votes of an ignored one, NaN for those with neither its votes nor a target's."""
+    """Return the reduced losses: zero for ignored items, NaN for items with any other votes than a target's."""
     ignored = votes == ignoring
     losses = jnp.where(ignored, 0, losses * jnp.where(ignored | (votes == 1), 1, jnp.nan).astype(losses.dtype))
     if reduction == "none":

@@ -1,7 +1,7 @@
 """A step of one device, run on several: each gets its part of the batch, and all share the window.
 
 Parameters enter the user's step as copies, so that `jax.grad` gives each device its own gradient without reduction. The devices' own sums
-enter and leave by a leading axis; all else of the returned state must be the same on all devices, which is checked.
+enter and leave by a leading axis; all else must come out the same on all devices, which is checked.
 """
 
 from __future__ import annotations
@@ -36,26 +36,26 @@ def data_parallel(step: Step, mesh: Mesh, axis_name: str | tuple[str, ...]) -> S
         train = jax.jit(gradaccum_jax.data_parallel(step, mesh, "data"), donate_argnums=(0, 1))
         params, state, losses = train(params, state, x, y)
 
-    In the step, parameters, batch and gradients are one device's. Differentiate the device's own loss, not the devices' average.
-    ``weight=`` may differ between devices, and is 0 on a device without items. Random keys go into the batch, one for each device.
+    In the step, differentiate the device's own loss, not the devices' average. ``weight=`` may differ between devices, and is 0 on a device
+    without items. Random keys go into the batch, one for each device.
 
     Args:
         step: ``step(params, state, *batch)`` returns ``(params, state, *rest)``; ``step(params)`` returns a state, as ``tx.init`` does;
-            flush and discard run as ``step(params, state)``. `state` is that of an optimizer wrapped with this ``axis_name``, or a tree
-            with it.
+            flush and discard run as ``step(params, state)``. `state` is that of an optimizer wrapped with this `axis_name`, or a tree with
+            it.
         mesh: a mesh with that axis. Along its other axes the compiler partitions the step, as under `jax.jit`.
         axis_name: the axis, or several in a tuple.
 
     Returns:
         A jitted function of the same arguments, for use under `jax.jit` too. Every array of the batch is split along its first axis, whose
-        length is a multiple of the number of devices; a single bool, such as `last`, is the same on all. Outside of the step, the open
-        window's sums, weight and overflow flag, and each array of ``rest`` that differs between devices, have a leading axis with one entry
-        for each device. A loss has shape (devices,), or () if the step averages it by `jax.lax.pmean`.
+        length the number of devices divides; a single bool, such as `last`, is the same on all. The open window's sums, weight and overflow
+        flag, and each array of ``rest`` that differs between devices, come out with a leading axis of the devices: a loss has shape
+        (devices,), or () if the step averages it by `jax.lax.pmean`.
 
     Raises:
         ArgumentTypeError, ArgumentValueError: `step` is no function, `mesh` no mesh or without the axis, or the batch cannot be split.
-        UsageError: the state is not shared by these devices; or parameters or state come out made of a device's own batch, such as running
-            averages that the step has not reduced; or the optimizer reads something made of it.
+        UsageError: the state is not shared by these devices; or parameters, state or what the optimizer reads are made of a device's own
+            batch, such as running averages that the step has not reduced.
     """
     axes = require_names(axis_name)
     if not callable(step):
@@ -117,10 +117,7 @@ def _require_arguments(args: tuple[Tree, ...], devices: int) -> None:
 
 
 def start_on(init: Step, mesh: Mesh | None, axes: tuple[str, ...]) -> Step:
-    """Return `init` that makes, outside of `jax.shard_map` too, the state of devices that share a window, if it knows their mesh.
-
-    It is `mesh`, or the one that the user has set around the call.
-    """
+    """Return `init` that makes a shared window's state outside of `jax.shard_map` too, on `mesh` or the mesh set around the call."""
 
     def start(params: Tree) -> Tree:
         found = mesh or jax.sharding.get_abstract_mesh()
@@ -146,7 +143,7 @@ class Made(NamedTuple):
 
 
 def spec_of(index: int, arg: Tree, axes: tuple[str, ...]) -> list[Spec]:
-    """Return how the devices share argument number `index`, leaf by leaf: parameters and state by its fields, the batch split."""
+    """Return how the devices share argument number `index`, leaf by leaf."""
     split, whole = _specs(axes)
     if index > 1:
         return [whole if _is_flag(leaf) else split for leaf in jax.tree.leaves(arg)]
@@ -154,7 +151,7 @@ def spec_of(index: int, arg: Tree, axes: tuple[str, ...]) -> list[Spec]:
 
 
 def placed(leaves: list[Array], mesh: Mesh, specs: list[Spec], axes: tuple[str, ...]) -> list[Array]:
-    """Return the leaves typed by `specs` on a mesh with explicit axis types (``AxisType.Explicit``, the default from 0.9 on)."""
+    """Return the leaves typed by `specs` on a mesh of ``AxisType.Explicit``, the default from JAX 0.9 on."""
     spread = {name for spec in specs for entry in spec for name in _named(entry, axes)}
     if any(kind != jax.sharding.AxisType.Explicit for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if name in spread):
         return leaves
@@ -229,7 +226,7 @@ def _require_shared_window(state: AccumulationState, axes: tuple[str, ...]) -> N
 
 
 def _specs(axes: tuple[str, ...]) -> tuple[Spec, Spec]:
-    """Return the specs of one entry per device along the first axis, and of equal arrays."""
+    """Return the specs of arrays that are split along the first axis, and of equal ones."""
     spec: Any = jax.sharding.PartitionSpec
     return spec(axes), spec()
 
@@ -260,11 +257,11 @@ def _same(leaf: Array) -> Array:
 
 
 COPIES = ("pvary", "pcast", "reduced_vary_cast", "name")
-"""The primitives that make a copy for each device of what is the same on all, and one whose parameter may be an axis's name by chance."""
+"""The primitives that copy for each device what is the same on all, and one whose parameter may be an axis's name by chance."""
 REDUCING = ("psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant", "all_gather_reduced", "pbroadcast")
-"""The collectives that hand all devices along their axes the same; every other collective hands each device its own."""
+"""The collectives that hand all devices along their axes the same, unlike all others."""
 UNREAD = ("pure_callback", "io_callback", "new_ref", "array_ref", "empty_ref", "get", "swap", "freeze", "infeed")
-"""The primitives whose results this file does not follow, and takes for each device's own."""
+"""The primitives whose results are not followed, and count as each device's own."""
 NONE: Axes = frozenset()
 Origins = list[Axes]
 """For each value the mesh axes along which it may differ."""
@@ -316,18 +313,18 @@ def _made(equation: Any, given: Origins, axes: Axes) -> Origins:
 
 
 def _names(params: Any) -> Axes:
-    """Return the mesh axes of a collective: all words among its parameters, of which the caller takes those that are axes."""
+    """Return all words among a collective's parameters; the caller takes those that are axes."""
     held = [tuple(value) if isinstance(value, (set, frozenset)) else value for value in params.values()]
     return frozenset(leaf for leaf in jax.tree.leaves(held) if isinstance(leaf, str))
 
 
 def _is_grouped(value: object) -> bool:
-    """True if a collective's parameter holds groups of devices: it reduces within each of them."""
+    """True if a collective's parameter holds groups of devices, within which it reduces."""
     return isinstance(value, (list, tuple)) and bool(value) and all(isinstance(group, (list, tuple)) for group in value)
 
 
 def _programmed(name: str, within: list[Any], equation: Any, given: Origins, axes: Axes) -> Origins:
-    """Return the same as `_made` of an equation that runs programs: a call, a scan, a loop, a conditional, or one that is not known."""
+    """Return the same as `_made` of an equation that runs programs, such as a call or a loop."""
     results = len(equation.outvars)
     takes, returns = {len(program.invars) for program in within}, {len(program.outvars) for program in within}
     if name == "cond" and takes == {len(given) - 1} and returns == {results}:

@@ -1,7 +1,7 @@
 """Devices that share a window, or shards of one model, as the window sees them.
 
-In a shared window each device has the sum, the weight and the overflow flag of its own micro-batches. All else is the same everywhere: a
-branch that only some devices take would wait in its collective for ever. So the types inside `jax.shard_map` are checked.
+Each device has the sum, the weight and the overflow flag of its own micro-batches. All else is the same everywhere, or a branch that only
+some devices take would wait in its collective for ever. So the types inside `jax.shard_map` are checked.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from gradaccum_jax.window.state import AccumulationState
 T = TypeVar("T")
 OnLeaf = Callable[[Array], Any]
 OWN = ("weight", "overflow", "accumulator", "last_overflow", "loss")
-"""The fields of an `AccumulationState` that each device has for itself. Of `noise` it has the first micro-batch for itself."""
+"""The fields of an `AccumulationState` that each device has for itself, beside the first micro-batch of `noise`."""
 _THERE = (
     "Run it by gradaccum_jax.data_parallel(step, mesh, axis_name), or in a function under jax.shard_map. "
     "For tx.init it is enough to wrap with mesh=mesh, or to set the mesh around it."
@@ -44,7 +44,7 @@ def by_kind(state: AccumulationState, own: OnLeaf, shared: OnLeaf) -> Accumulati
 
 
 def require_axes(axes: tuple[str, ...]) -> None:
-    """Raise unless the axes are those of the `jax.shard_map` around this call, which checks what is replicated."""
+    """Raise unless the axes are those of a `jax.shard_map` that checks what is replicated."""
     for axis in axes:
         require_checked(axis, _THERE)
 
@@ -91,7 +91,7 @@ def require_shared(state: AccumulationState, axes: tuple[str, ...], fix: str = _
 def require_own(gradients: Gradients, accumulator: Tree, axes: tuple[str, ...]) -> None:
     """Raise unless every gradient is that of this device alone.
 
-    `jax.grad` inside `jax.shard_map` adds up the gradients of replicated parameters over the devices by itself, in every micro-batch.
+    `jax.grad` inside `jax.shard_map` adds up the gradients of replicated parameters over the devices by itself.
     """
     if not axes:
         return
@@ -117,7 +117,7 @@ def require_own_loss(loss: Scalar, state: AccumulationState, axes: tuple[str, ..
 
 
 def shared_window(state: AccumulationState, axes: tuple[str, ...]) -> AccumulationState:
-    """Return a state that is the same on all devices with the types of a shared one: only its `OWN` fields may differ."""
+    """Return a state that is the same on all devices with the types of a shared one."""
     if not axes:
         return state
     return by_kind(state, own=lambda leaf: vary(leaf, frozenset(axes)), shared=lambda leaf: replicated(leaf, axes))
@@ -152,7 +152,7 @@ _FIX = "Write gradaccum.wrap(..., shard_axes={axes!r}) if the devices hold shard
 
 
 def require_shard_axes(value: object) -> ShardAxes:
-    """Raise unless `value` is a name, a tuple of names or None; return a tuple of names, None as it is."""
+    """Raise unless `value` is a name, a tuple of names or None; return a tuple or None."""
     return None if value is None else _as_names("shard_axes", value)
 
 
@@ -173,7 +173,7 @@ def require_told(tree: Tree, known: Axes, shard_axes: ShardAxes, options: Option
 
 
 def like_params(inner: optax.GradientTransformation, held: InnerState, params: Params) -> Any:
-    """Return the inner optimizer's state with each array that belongs to a parameter sharded as the parameter is, by its type."""
+    """Return the inner optimizer's state with each parameter's arrays sharded as the parameter is, by its type."""
     return optax.tree_utils.tree_map_params(inner, _vary_like, held, params, is_leaf=lambda leaf: leaf is None)
 
 
@@ -249,7 +249,6 @@ class Window(NamedTuple):
     """The sums over the devices at a window's end."""
 
     accumulator: Tree
-    """The tree of sums."""
     weight: Scalar
     overflow: Scalar
     """bool; added up: one of them is True."""
@@ -260,7 +259,7 @@ class Window(NamedTuple):
 
 
 def all_reduce(own: Window, axes: tuple[str, ...]) -> Window:
-    """Return the window of all devices along `axes`, from each device's `own`; the same on all of them."""
+    """Return the window of all devices along `axes` from each device's `own`."""
     moving, put = moving_of(own.accumulator)  # the sum of an integer parameter is 0 on every device
     numbers = [own.weight, own.overflow.astype(own.weight.dtype), own.loss, *own.firsts]
     added = added_up([*moving, *numbers], axes)

@@ -1,6 +1,6 @@
 """A window's state outside of `jax.shard_map`: each device's own fields have a leading axis, one entry for each device.
 
-With a leading axis any checkpoint holds the buffers of all devices.
+So any checkpoint holds the buffers of all devices.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def require_layout(tree: Tree, devices: int) -> None:
 def redistributed(state: Tree, workers: int) -> Tree:
     """Return `state` for another number of devices, for example of a checkpoint: an open window resumes with all that it holds.
 
-    The first device gets the sum of the sums and all of the weight, the others nothing. With as many devices as before nothing changes.
-    Not for use under `jit`: it looks at values.
+    The first device gets the sum of the sums and all of the weight, the others nothing. With as many devices as before nothing changes. Not
+    for use under `jit`: it looks at values.
 
     Args:
         state: the state of a wrapped optimizer with ``axis_name``, or a tree that holds one, as `data_parallel` returned it.
