@@ -65,12 +65,12 @@ class TorchBackend:
             gradient_sync: when FSDP2 reduces. ``"micro_batch"``: in each micro-batch; the sum is sharded. ``"window"``: once per window;
                 each worker keeps a sum of the whole model. ``"all_reduce_per_window"``: on a mesh of two dimensions, reduce-scatter in each
                 micro-batch and all-reduce once per window.
-            process_group: the `torch.distributed.ProcessGroup` of workers that train equal copies of one model without a parallel module.
-                The window's sum is reduced as with ``module=``.
-            norm_group: the process group of the stages of a pipeline, each with an optimizer of its own. The norm, the clip and the
-                decision on overflow are those of all stages. A stage that ends a window alone waits for the group's timeout, and raises.
-            tied: with `norm_group`, a mapping from the process group of the stages that hold copies of parameters to these parameters, in
-                one order on each stage. Their sums are added up.
+            process_group: the process group of workers that train equal copies of a model without a parallel module. The window's sum is
+                reduced as with ``module=``.
+            norm_group: the process group of the stages of a pipeline, each with an optimizer of its own. Norm, clip and overflow are those
+                of all stages. A stage that ends a window alone waits for the group's timeout, and raises.
+            tied: with `norm_group`, a mapping from the process group of the stages that hold copies of parameters to these, in one order on
+                each stage; their sums are added up.
 
         Raises:
             ArgumentTypeError: `optimizer` is none, is wrapped already, or updates within the backward pass; `module` is no such module.

@@ -1,12 +1,11 @@
 """A user's own `torch.amp.GradScaler`, driven once per window; and the factor of a loss.
 
-The window's scale is the scaler's when the first micro-batch ends, noted on the device and read with the norm at the window's end, which
-raises if something else moved the scale inside the window.
+The window's scale is the scaler's when the first micro-batch ends. If something else moved the scale inside the window, its end raises.
 
 In the loop ``opt.backward(loss); opt.step()`` closing the window writes the scale and growth tracker that one ``scaler.update()`` would. In
 ``scaler.scale(loss).backward(); scaler.step(opt); scaler.update()``, ``scaler.step`` finds a probe in place of gradients and calls
-``opt.step``. Inside a window the wrapper subtracts the 1 that ``update`` will add to the tracker. At the end it sets the scaler's overflow
-flag, and ``update`` moves the scale.
+``opt.step``. Inside a window the wrapper subtracts the 1 that ``update`` will add to the tracker; at the end it sets the scaler's overflow
+flag.
 """
 
 from __future__ import annotations
@@ -200,7 +199,6 @@ def foreign_scaler_error() -> UsageError:
 
 
 def factor(weight: float, fields: State, options: Options) -> float:
-    """Return the factor of a loss of that weight: contribution times loss scale."""
     product: float = contribution(weight, options) * fields.loss_scale
     return product
 

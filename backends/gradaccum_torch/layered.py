@@ -268,7 +268,6 @@ class _Run:
             self._differentiate(border, border.roots)
 
     def _end(self, layer: _Layer) -> None:
-        """Reduce a layer whose sum is complete, and update it if possible."""
         self._shards.reduce(layer.index)
         if self._collector.by_parts and layer.is_trained and layer.index:
             self._update(layer)

@@ -1,7 +1,7 @@
 """The wrapped optimizer: a `torch.optim.Optimizer` that runs the inner one once per window of micro-batches.
 
-`Window` counts and closes; a `Strategy` stores the sum; a `GradWatch` notices outside changes; `Update` runs the inner optimizer. A call
-that raises does so before anything changed. Groups, state and defaults are the inner optimizer's own objects; the hooks are this one's.
+A call that raises does so before anything changed. Groups, state and defaults are the inner optimizer's own objects; the hooks are this
+one's.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         return epoch(loader, self.flush, carry=carry, progress=progress, see=self._window.sizes.see)
 
     def updates_in(self, loader: Sized | int, epochs: int = 1) -> int:
-        """Return the number of updates in `epochs` passes of `epoch` over a loader from here on: the length of a scheduler.
+        """Return the number of updates in `epochs` passes of `epoch` from here on: the length of a scheduler.
 
         Args:
             loader: has a length, or is its number of micro-batches, an int >= 0.
@@ -212,7 +212,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         self._window.discard()
 
     def regroup(self, workers: torch.nn.Module | dist.ProcessGroup | None) -> None:
-        """Share the windows with other workers from here on, after one was lost or before one joins; collective among them.
+        """Share the windows with other workers, after one was lost or before one joins; collective among them.
 
         Each worker keeps its part of the open window, which ends as the large batch of all parts. A worker that joins, or on which the
         reduction of a window failed that others have closed, takes over the update: parameters, inner state, counters.
@@ -293,7 +293,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         return state_dict
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Restore a state from `state_dict`, mid-window included; a bare optimizer's state is an empty window.
+        """Restore a state, mid-window included; a bare optimizer's state is an empty window.
 
         Between two windows the saved loss scale is kept only if it is dynamic in both optimizers.
 
@@ -534,9 +534,7 @@ class WholeWindow:
 
     @property
     def arrived(self) -> bool:
-        """True if autograd has delivered something since the last micro-batch was counted."""
         return self._window.strategy.watch.known.arrived > 0
 
     def scale(self) -> float:
-        """Return the current loss scale; may wait for the device."""
         return float(self._window.fields_to_save().loss_scale)

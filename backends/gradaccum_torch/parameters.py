@@ -75,7 +75,6 @@ class Parameters:
         self._complete()
 
     def masters_in_place(self) -> AbstractContextManager[None]:
-        """Put the masters into the inner optimizer inside the block."""
         return self._swapped() if self.masters and not self._are_in_place() else _NO_SWAP
 
     def _are_in_place(self) -> bool:
@@ -108,7 +107,6 @@ class Parameters:
 
     @torch.no_grad()
     def take_over(self) -> None:
-        """Copy into the masters what something else wrote into the model, element by element."""
         for parameter, master in self.masters.items():
             master.copy_(torch.where(master.to(parameter.dtype) == parameter, master, parameter))
 
@@ -143,7 +141,6 @@ class Parameters:
 
     @contextmanager
     def only(self, parameters: Iterable[Tensor]) -> Iterator[None]:
-        """Leave the masters of all others alone inside the block."""
         every, own = dict(self.masters), set(map(id, parameters))
         try:
             for parameter in every:

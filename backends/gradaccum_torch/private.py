@@ -1,7 +1,7 @@
 """The private names of torch that this package uses, and what a torch without the name costs the user.
 
-Every name has a fallback or is refused by name, as `LOST` and `lost_in_fsdp` say; only without ``Tensor._version`` the import raises. Three
-names that torch looks for on the wrapped optimizer stand elsewhere: its ``_step_supports_amp_scaling``, ``grad_scale`` and ``found_inf``.
+Every name has a fallback or is refused by name; only without ``Tensor._version`` the import raises. Three names that torch looks for on the
+wrapped optimizer stand elsewhere: its ``_step_supports_amp_scaling``, ``grad_scale`` and ``found_inf``.
 """
 
 from __future__ import annotations
@@ -108,7 +108,6 @@ parameters_of: Callable[[torch.nn.Module], dict[str, Any]] = attrgetter("_parame
 
 
 def buffers_of(module: torch.nn.Module) -> dict[str, Any]:
-    """Return a module's own table of buffers, or a copy without those that are None."""
     return module._buffers if exists(_BUFFERS) else dict(module.named_buffers(recurse=False, remove_duplicate=False))
 
 
@@ -431,7 +430,6 @@ def are_flattened(parameters: Collection[Tensor]) -> bool:
 
 
 def _alive(kind: type[_T]) -> Iterator[_T]:
-    """Yield the living objects of this type."""
     return (each for each in gc.get_objects() if issubclass(type(each), kind))
 
 
@@ -585,7 +583,6 @@ class Unit:
 
     @property
     def fills_unused(self) -> bool:
-        """True if the installed torch can give zeros to a parameter without a gradient."""
         return _sets(_UNUSED)
 
     def _option(self, kept: str) -> Any:
@@ -627,7 +624,6 @@ class Unit:
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Keep the parameters gathered inside the block, whatever passes run."""
         group, module = self.group, self.modules[0]
         state = module._get_fsdp_state()
         changed = [(group, "post_forward_mesh_info", None), (group, "reshard_after_backward", False), (state, _PREFETCHED, [state])]
@@ -643,7 +639,6 @@ class Unit:
             module.reshard()
 
     def after_forward(self, hook: Callable[..., None]) -> list[RemovableHandle]:
-        """Call `hook` after the forward pass of each of its modules."""
         return [module.register_forward_hook(hook) for module in self.modules]
 
     def whole_parameters(self) -> list[tuple[Private, Tensor]]:

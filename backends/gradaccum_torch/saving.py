@@ -1,7 +1,7 @@
 """Saving and loading, in mid-window too: the resumed run is bitwise the uninterrupted one.
 
-`save` puts the wrapper's entry beside the inner optimizer's state, `load` reads it. Between two windows `spread` and `gather` convert it
-for `torch.distributed.checkpoint`. `redistributed` resumes an open window on other workers.
+Between two windows `spread` and `gather` convert a state for `torch.distributed.checkpoint`; `redistributed` resumes an open window on
+other workers.
 """
 
 from __future__ import annotations
@@ -188,7 +188,6 @@ def decode(entry: Entry, own: Parameters, sum_dtypes: Sequence[torch.dtype]) -> 
 
 
 def own_copy(total: Tensor | None, parameter: Tensor) -> Tensor | None:
-    """Copy `total` to the parameter's device, so that training leaves the saved tensor as it is."""
     return None if total is None else total.detach().to(parameter.device, copy=True)
 
 
@@ -351,7 +350,6 @@ def _entry_of(state_dict: StateDict) -> Entry:
 
 
 def _require_one_run(state_dicts: Sequence[StateDict], entries: Sequence[Entry]) -> None:
-    """Raise unless the optimizers' states are the same on all workers, to the last bit."""
     opened = [entry for entry in entries if entry["micro_step"]]
     for name in ("parameters", "masters"):
         _require_one(name, [entry[name] for entry in entries])

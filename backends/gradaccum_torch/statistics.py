@@ -1,7 +1,6 @@
 """The statistics of a window besides its gradient: its loss and the numbers of the noise scale.
 
-A loss on an accelerator is copied there and read with the norm, at the window's end. With ``on_overflow="ignore"`` no norm is measured, and
-losses are read when somebody asks for the result.
+A loss on an accelerator is read with the norm at the window's end, or with ``on_overflow="ignore"`` when somebody asks for the result.
 """
 
 from __future__ import annotations
@@ -67,14 +66,12 @@ class _Counted(NamedTuple):
         return self.joined or self.micro_batches == micro_step
 
     def read(self, values: Sequence[float], options: kit.Options) -> _Counted:
-        """Return the losses with the unread ones' `values` added."""
         total = self.total
         for value, (_, weight) in zip(values, self.unread, strict=True):
             total = kit.add_loss(total, value, weight, True, options, kit.select)
         return self._replace(total=total, unread=())
 
     def all_read(self, options: kit.Options) -> _Counted:
-        """Return the losses with none unread; waits for the device where some are."""
         return self.read([loss.item() for loss, _ in self.unread], options) if self.unread else self
 
 
@@ -92,7 +89,6 @@ class Statistics:
         self._open = _Counted()
 
     def counted(self, before: kit.State, weight: float, finite: bool, losses: Sequence[Told]) -> None:
-        """Count a micro-batch with its losses; `finite` is False if it was dropped."""
         total, micro_batches, joined, unread, firsts = self._open
         if total != total:
             return  # NaN, and nothing makes it a number again.

@@ -78,7 +78,6 @@ class Update:
         self.progress = Progress.NOT_BEGUN
 
     def leave_half_made(self) -> None:
-        """Refuse to go on: some parameters lack the update that others have."""
         self.progress = Progress.HALF_MADE
 
     def require_whole(self) -> None:
@@ -100,7 +99,6 @@ class Update:
             self.progress = before
 
     def _step(self, strategy: Strategy, divisor: float, unclipped: float) -> None:
-        """Run the inner optimizer's step, with its own hooks, between the wrapper's."""
         undivided, hooked, wrapper = strategy.undivided(), None, self._wrapper()
         assert wrapper is not None
         args: tuple[Any, ...] = (wrapper,)

@@ -1,7 +1,7 @@
 """A callback for Lightning's ``Trainer`` that closes an epoch's windows and refuses what Lightning does to each micro-batch.
 
-Lightning takes every micro-batch for an optimizer step: it clips, moves a scheduler and an average after each one, and ends an epoch in
-mid-window. With ``separate_sums=True`` only this callback refuses it.
+Lightning clips, moves a scheduler and an average after each micro-batch, and ends an epoch in mid-window. With ``separate_sums=True`` only
+this callback refuses it.
 """
 
 from __future__ import annotations
@@ -75,7 +75,6 @@ class AccumulationCallback(Callback):  # type: ignore[misc]
             _flush(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Close a window that is still open: the length was unknown, or training stops in mid-epoch."""
         _flush(trainer, pl_module)
 
 

@@ -52,7 +52,6 @@ class AccumulationCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
         """The replacements that were called in the step under way."""
 
     def on_train_begin(self, args: Argument, state: Argument, control: Argument, **kwargs: Argument) -> None:
-        """Check the Trainer and replace three of its methods."""
         require_trainer(self._trainer)
         self._replaced.close()  # An earlier run may have ended with an exception.
         self._weight, opt = None, unwrapped(self._trainer.optimizer)
@@ -100,7 +99,6 @@ class AccumulationCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
         return unwrapped(self._trainer.optimizer)
 
     def _flush(self) -> None:
-        """Flush between two steps, where only a gated scheduler moves."""
         self._opt.flush()
         self._norm.fill_(self._opt.result.grad_norm)
         if isinstance(self._trainer.lr_scheduler, GatedScheduler):

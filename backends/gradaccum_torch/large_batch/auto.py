@@ -1,7 +1,6 @@
 """``micro_batch_size="auto"``: when memory runs out, the window starts over with micro-batches of half the size.
 
-All workers choose one size: they vote after each attempt, before anything is delivered. A worker that started over alone would leave the
-others waiting in the window's reduction.
+All workers vote on one size after each attempt, before anything is delivered: one that started over alone would leave the others waiting.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ def has_nothing_to_share(large: LargeBatch, optimizer: AccumulatingOptimizer | N
 
 
 def share_nothing(division: Division, optimizer: AccumulatingOptimizer) -> Tensor:
-    """Take part in the other workers' call and votes without an item; return the loss, 0."""
+    """Take part in the other workers' call and votes; return the loss, 0."""
     sizes, least, vote = division.micro_batch_size, 1, Vote(workers_of_call(optimizer))
     with optimizer.whole_window():
         while isinstance(sizes, AutoMicroBatchSize) and least < FITS:
@@ -84,7 +83,7 @@ def share_nothing(division: Division, optimizer: AccumulatingOptimizer) -> Tenso
 def key_of(function: Callable[..., Any], batch: Iterable[Any]) -> Hashable:
     """Return what a call's memory depends on: the loss function's code, and dtype, device and shape of the batch's tensors.
 
-    Lengths are rounded up to powers of two. A size that does not fit a longer sequence is halved, and stays so.
+    Lengths are rounded up to powers of two.
     """
     while isinstance(function, partial):
         function = function.func

@@ -56,8 +56,8 @@ def backward(
     of modules in the closure of `loss_fn` are what they were.
 
     Args:
-        loss_fn: ``loss_fn(*micro_batch)`` returns a scalar loss, a real floating-point tensor of shape ``()``, or ``(loss, aux)`` if `aux`
-            is given.
+        loss_fn: ``loss_fn(*micro_batch)`` returns a loss, a real floating-point tensor of shape ``()``, or ``(loss, aux)`` if `aux` is
+            given.
         batch: any nest of tuples, lists, dicts and dataclasses of tensors and arrays, cut into views. A plain number, text or None is
             passed whole.
         steps: at most so many micro-batches, of ceil(items / steps) items.
@@ -80,8 +80,8 @@ def backward(
             raises, it stays full.
 
     Returns:
-        The loss, detached, shape ``()``, in the dtype of `loss_fn`'s; or ``(loss, aux)``. With several workers it is this worker's; a
-        worker whose batch is empty takes part in the window of the others, and returns the loss 0 and the aux None.
+        The loss, detached, shape ``()``, in the dtype of `loss_fn`'s; or ``(loss, aux)``. With several workers it is this one's; a worker
+        with an empty batch takes part in the others' window, and returns the loss 0 and the aux None.
 
     Raises:
         ArgumentTypeError, ArgumentValueError: an argument is wrong, the batch cannot be divided so, or `loss_fn` returns something else.
@@ -122,7 +122,6 @@ class _Call:
             require_alone(self.reached.modules)
 
     def run(self, division: kit.Division, agreed: Callable[[], None]) -> Any:
-        """Differentiate the micro-batches of `division`; call `agreed` before their gradients are delivered."""
         micro_batches = self.large.micro_batches(division)
         shares = shares_of([each.weight for each in micro_batches], self._options)
         collector: Collector = LossesInGrad(shares) if self._optimizer is None else LossesInWindow(self._optimizer, shares)

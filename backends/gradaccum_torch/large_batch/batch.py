@@ -230,7 +230,6 @@ def _checked(weights: list[Any]) -> list[float]:
 
 
 def cat(path: str, parts: Sequence[Tensor]) -> Tensor:
-    """Concatenate what the micro-batches returned in one leaf."""
     if len({part.shape[1:] for part in parts}) > 1:
         raise kit.concatenate_error(path, f"shapes {sorted({tuple(part.shape) for part in parts})}")
     return torch.cat(list(parts)) if len(parts) > 1 else parts[0]

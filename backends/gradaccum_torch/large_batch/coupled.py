@@ -46,7 +46,7 @@ def coupled_backward(
     Args:
         outputs_fn: ``outputs_fn(*micro_batch)`` returns a nest of tensors, which are concatenated along their leading axis: one row per
             item, or another number of rows, as of tokens.
-        loss_fn: ``loss_fn(outputs)`` of the concatenated nest returns a scalar loss, a real floating-point tensor of shape ``()``.
+        loss_fn: ``loss_fn(outputs)`` returns a loss, a real floating-point tensor of shape ``()``.
         batch: as for `gradaccum_torch.backward`.
         steps: as there.
         micro_batch_size: as there.
@@ -86,8 +86,6 @@ def coupled_backward(
 
 
 class _CoupledCall:
-    """One checked call, whose `run` leaves everything as it was if it raises."""
-
     def __init__(self, outputs_fn: Callable[..., Any], loss_fn: Callable[..., Any], large: LargeBatch, optimizer: object) -> None:
         require_function("outputs_fn", outputs_fn)
         require_function("loss_fn", loss_fn)
@@ -101,7 +99,6 @@ class _CoupledCall:
             require_alone(self.reached.modules)
 
     def run(self, division: Division, agreed: Callable[[], None]) -> Tensor:
-        """Make both passes over the micro-batches of `division`; call `agreed` before their gradients are delivered."""
         micro_batches = self.large.micro_batches(division)
         coupler: Coupler = CoupledInGrad() if self._optimizer is None else CoupledInWindow(self._optimizer)
         with delivering(coupler, self.reached, self.large.devices()) as before:
@@ -206,7 +203,6 @@ class _Taken(NamedTuple):
 
 
 def _taken(outputs: Nest, before: Sequence[_Taken]) -> _Taken:
-    """Take the outputs of the next micro-batch: any nest of tensors with a leading axis."""
     leaves = leaves_of(outputs, "outputs")
     paths = [leaf.path for leaf in leaves]
     _require_paths(leaves, before[0].paths if before else paths)
@@ -235,7 +231,6 @@ class Outputs:
         return self._leaves
 
     def require_untouched(self) -> None:
-        """Raise unless the user's loss function left differentiating to this call."""
         if any(leaf.grad is not None for leaf in self._leaves):
             raise touched_error()
 

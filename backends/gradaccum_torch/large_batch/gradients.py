@@ -56,7 +56,6 @@ class Gradients:
         self._take(leaf for leaf in leaves if not is_watched(leaf))
 
     def reach(self, *tensors: Tensor) -> None:
-        """Collect the leaves that a backward pass through `tensors` reaches."""
         self.take(leaves_of_graph(tensors, self._nodes))
 
     def take(self, leaves: Sequence[Tensor]) -> None:
@@ -169,7 +168,6 @@ class Gradients:
         self._noted, self._first = [], []
 
     def _marks(self) -> list[Mark | None]:
-        """Return the marks of the leaves, in one call for all."""
         wide, marks = self._wide, list[Mark | None]()
         for leaf in self._before:
             held = wide.get(leaf, leaf.grad) if wide else leaf.grad
@@ -270,7 +268,6 @@ class InWindow:
         return self._window.adding()
 
     def backward(self, tensors: Sequence[Tensor], seeds: Sequence[Tensor]) -> None:
-        """Add the gradient of the sum of ``tensor * seed`` inside of `adding`."""
         torch.autograd.backward(tuple(tensors), tuple(seeds))
         self._others.note()
 
@@ -278,12 +275,10 @@ class InWindow:
         self._window.part(number, belongs)
 
     def numbers(self) -> list[dict[str, Any]]:
-        """Return the numbers that the inner optimizer keeps for each group."""
         groups = self._optimizer.param_groups
         return [{name: value for name, value in group.items() if isinstance(value, int | float)} for group in groups]
 
     def reach(self, *tensors: Tensor) -> None:
-        """Collect the leaves of `tensors` beside the window's own."""
         self._others.pass_by(self._window.unsharded())
         self._others.reach(*tensors)
 

@@ -100,7 +100,7 @@ class _Whole:
 
 
 class _Segments(_Whole):
-    """The replacement of ``forward`` of an `nn.Sequential`, cut by its length at each call."""
+    """The replacement of ``forward`` of an `nn.Sequential`, in segments."""
 
     def __init__(self, module: nn.Sequential, segments: int, preserve_rng_state: bool) -> None:
         super().__init__(module, preserve_rng_state)

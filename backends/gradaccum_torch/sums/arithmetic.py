@@ -70,7 +70,6 @@ def divide(gradients: Sequence[Tensor], divisor: float) -> None:
 
 @torch.no_grad()
 def multiply(gradients: Sequence[Tensor], factor: float) -> None:
-    """Multiply in place: undo `divide`, up to rounding."""
     for tensors in together(dense_parts(gradients)) if factor != 1 else ():
         foreach_mul_(tensors, factor)
 
@@ -202,7 +201,6 @@ def _scaled_norm(tensors: Sequence[Tensor], peak: float) -> float:
 
 
 def _fetch(norms: Sequence[Tensor], notes: Sequence[Tensor] = ()) -> list[float]:
-    """Return the norm of all tensors from each one's, in float64, and the notes, with one wait for the device."""
     scalars = [*norms, *notes]
     read: list[float] = [scalars[0].item()] if len(scalars) == 1 else side_by_side(scalars).tolist() if scalars else []
     return [math.hypot(*read[: len(norms)]), *read[len(norms) :]]
@@ -240,7 +238,6 @@ def dense_parts(gradients: Sequence[Tensor]) -> list[Tensor]:
 
 
 def coalesced(gradient: Tensor) -> Tensor:
-    """Return `gradient` with each row of a sparse one held once."""
     return gradient.coalesce() if gradient.is_sparse else gradient
 
 

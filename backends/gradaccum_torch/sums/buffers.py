@@ -63,7 +63,6 @@ class BufferStrategy(Strategy):
         """Raise unless the gradients of `filled` are a micro-batch of a window of this `size`."""
 
     def _add(self, filled: Sequence[Tensor]) -> None:
-        """Add the gradients of `filled` to the sums, in one call if possible."""
         aligned = list(map(id, filled)) == list(map(id, self._held))
         if not aligned or not add_together(list(self._held.values()), list(map(GRAD, filled))):
             self._add_one_by_one(filled)
@@ -339,7 +338,6 @@ class SeparateStrategy(BufferStrategy):
         super().clear()
 
     def _shared(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """Return those of `parameters` that are this one's too."""
         own = set(map(id, self._parameters.unique()))
         return [parameter for parameter in parameters if id(parameter) in own]
 

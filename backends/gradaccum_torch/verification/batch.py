@@ -106,7 +106,6 @@ def axis_between(whole: Sequence[int], part: Sequence[int], items: int, fewer: i
 
 
 def rows(tensor: Tensor, axis: Axis | None, items: Sequence[int]) -> Tensor:
-    """Return the numbers of `items`, in their order; all of them without an axis."""
     if axis is None:
         return tensor
     places = [item * axis.block + row for item in items for row in range(axis.block)]

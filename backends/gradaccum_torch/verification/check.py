@@ -26,9 +26,9 @@ def verify(
 ) -> VerificationReport:
     """Check whether gradient accumulation is right for a loss, and if not, why; see `gradaccum.verify`.
 
-    The model runs in the mode that it is in. Gradients come from `torch.autograd.grad`: ``.grad`` and hooks on its accumulation are left
-    out; hooks on tensors and modules run. Random numbers are replayed for each item. Memory: a copy of the model's parameters and state,
-    and ``steps + 3`` gradients in float64.
+    The model runs in the mode that it is in. Gradients come from `torch.autograd.grad`, without ``.grad`` and its hooks; hooks on tensors
+    and modules run. Random numbers are replayed for each item. Memory: a copy of the model's parameters and state, and ``steps + 3``
+    gradients in float64.
 
     Args:
         model: the model; parameters of other modules that `loss_fn` closes over count too.

@@ -56,7 +56,6 @@ class _Pass(NamedTuple):
         return all(bool(torch.isfinite(gradient).all()) for gradient in self.gradients.values())
 
     def unscaled(self) -> dict[str, Tensor]:
-        """Return the gradients divided by the scale, in float64 or complex128."""
         return {name: _wide(gradient) / self.scale for name, gradient in self.gradients.items()}
 
     def culprits(self, other: _Pass) -> list[str]:
@@ -74,7 +73,6 @@ class _Pass(NamedTuple):
 
 
 def _unscaled(passes: Iterator[_Pass], culprits: list[str]) -> Iterator[dict[str, Tensor]]:
-    """Yield the gradients of each pass and add its culprits."""
     reference = next(passes)
     yield reference.unscaled()
     for other in passes:
@@ -128,7 +126,6 @@ def _named(parameters: Any) -> dict[str, Tensor]:
 
 
 def graph_of(loss: Tensor) -> list[Node]:
-    """Return each node of the graph of `loss` once."""
     waiting: list[Node] = [] if loss.grad_fn is None else [loss.grad_fn]
     nodes = dict.fromkeys(waiting)
     for node in waiting:  # It grows meanwhile.

@@ -83,7 +83,6 @@ class TorchSubject:
         return [*repeated(runs), *hosts]
 
     def _host_after(self, items: Sequence[int], seed: int) -> list[bytes]:
-        """Return the states of Python's and NumPy's generators after a loss."""
         with self._isolated(Conditions(seed=seed)):
             self._loss(self._batch.part(items))
             return self._host.states()
@@ -134,7 +133,6 @@ class TorchSubject:
         return self._recordings[key]
 
     def _draws(self, items: Sequence[int], conditions: Conditions) -> tuple[list[Draw], float]:
-        """Return the random numbers of a loss, and one rounding as `_roundoff` has it."""
         drawing = Drawing()
         with self._isolated(conditions), drawing:
             loss = self._loss(self._batch.part(items))
@@ -350,7 +348,6 @@ class Kept:
             self._walk(path, vars(value), depth)
 
     def _walk_module(self, path: str, module: nn.Module) -> None:
-        """Walk a module, whose own tables are no part of the path."""
         if not any(module is inner for outer in self.modules.values() for inner in outer.modules()):
             self.modules[path] = module
         for name, value in [("", vars(module)), *vars(module).items()]:

@@ -164,7 +164,6 @@ class GradWatch:
         """By micro-batch, the place of each backward pass in the user's program; None: nobody asks any more."""
 
     def watch(self, parameters: Iterable[Tensor]) -> None:
-        """Watch these parameters and no others."""
         known = dict(self._watched)
         self._watched.clear()
         self._watched.update((id(each), known.get(id(each)) or Watched(each, self)) for each in parameters)
@@ -416,7 +415,6 @@ class Hooks:
         self._handles[id(parameter)] = cast(RemovableHandle, parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
     def shared(self) -> bool:
-        """True if another living wrapper watches one of these parameters."""
         return any(self._handles.keys() & other._handles.keys() for other in _WATCHING if other is not self)
 
     def keep(self, parameters: dict[int, Tensor]) -> None:
@@ -428,7 +426,6 @@ _WATCHING: weakref.WeakSet[Hooks] = weakref.WeakSet()
 
 
 def is_watched(parameter: Tensor) -> bool:
-    """True if a wrapped optimizer watches `parameter`."""
     return any(parameter in hooks for hooks in _WATCHING)
 
 

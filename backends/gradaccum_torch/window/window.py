@@ -172,7 +172,6 @@ class Window:
         return scaled(loss, weight, self._fields, self._options, self._scaler)
 
     def note_scaled(self) -> None:
-        """Note that the user has scaled the loss with the `torch.amp.GradScaler` itself."""
         self._tell(self._known.weight, Given.SCALED)
 
     def evaluate(self, closure: Callable[[], Loss]) -> Loss:
@@ -190,7 +189,6 @@ class Window:
         self.strategy.zero_grad(set_to_none, first=self._fields.micro_step == 0)
 
     def groups_changed(self) -> None:
-        """React to parameters that were added, replaced, frozen or cast."""
         self._statistics.groups_changed()
         self._parameters.groups_changed()
         self.forget_rates()
@@ -304,11 +302,9 @@ class Window:
         self._statistics.discard()
 
     def regroup(self, workers: Workers) -> None:
-        """Share the windows with `workers`, the open one too."""
         self.workers, self._plan = workers, Plan(self._parameters, self._options, workers)
 
     def between_windows(self) -> Saved:
-        """Return the state as the last window closed."""
         saved = self.save()
         return saved._replace(fields=State(*kit.discard(saved.fields)), sums={}, known=saved.known._replace(loss=0.0))
 
@@ -347,15 +343,12 @@ class Window:
         self.strategy.unpickle(pickled["strategy"])
 
     def fields_to_save(self) -> State:
-        """Return the state with a `torch.amp.GradScaler`'s scale and tracker; may wait for the device."""
         return self._fields if self._scaler is None else self._scaler.current(self._fields)
 
     def forget_rates(self) -> None:
-        """Let the learning rates move before the next micro-batch."""
         self._begun = self._begun._replace(rates=None)
 
     def _rates_moved(self) -> None:
-        """Warn, once, that a learning rate has moved since the window began."""
         if self._warns_of_rates:
             self._warns_of_rates = False
             warnings.warn(kit.RATE_MOVED, GradAccumWarning, stacklevel=4)
@@ -374,7 +367,6 @@ class Window:
             warnings.warn(_LEFTOVERS.format(passes=len(first)), GradAccumWarning, stacklevel=4)
 
     def _require_backward(self, known: MicroBatch) -> None:
-        """Raise unless something stands for a backward pass."""
         if known.given is Given.TO_BACKWARD or known.weighed or PASSES[0] != self._passes or self._holds_users():
             return
         raise no_backward_error()

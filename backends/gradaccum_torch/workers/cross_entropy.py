@@ -80,7 +80,6 @@ def sharded_cross_entropy(
 
 
 def _place(shard: Tensor, group: Group, shard_sizes: Sequence[int] | None) -> tuple[int, int]:
-    """Return this worker's first class, and the number of all classes."""
     rank, workers = require_group(group)
     own = shard.shape[-1]
     sizes = _asked(shard, group, workers) if shard_sizes is None else require_shard_sizes(shard_sizes, own, rank, workers)
@@ -159,7 +158,6 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _put(gradient: Tensor, index: Tensor, target: Tensor) -> None:
-    """Write the gradient of each item's target held here, in place."""
     here, safe = _here(gradient, index)
     place = safe.unsqueeze(-1)
     kept = gradient.gather(-1, place)
@@ -167,13 +165,11 @@ def _put(gradient: Tensor, index: Tensor, target: Tensor) -> None:
 
 
 def _here(shard: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    """Find the items whose target is in this shard; each gets an index inside it."""
     here = (index >= 0) & (index < shard.shape[-1])
     return here, index.masked_fill(~here, 0)
 
 
 def _blocks(shard: Tensor) -> Iterator[slice]:
-    """Yield slices of the classes, to keep temporary tensors small."""
     classes, items = shard.shape[-1], max(shard[..., :1].numel(), 1)
     width = max(-(-classes // BLOCKS), SMALL // items, 1)
     return (slice(start, min(start + width, classes)) for start in range(0, classes, width))

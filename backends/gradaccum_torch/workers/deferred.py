@@ -89,7 +89,6 @@ class Deferred:
         self._ending()
 
     def tell(self, watch: GradWatch) -> None:
-        """Report to `watch` what autograd delivers to whole parameters."""
         self._notes.watch = watch
 
     def count(self) -> None:
@@ -128,7 +127,6 @@ class Deferred:
         self._forget()
 
     def require_whole(self) -> None:
-        """Raise unless every reduction succeeded."""
         if self._torn:
             raise torn_window_error("the window")
 
@@ -318,7 +316,6 @@ class LayerShards:
 
     @contextmanager
     def gathered(self, index: int) -> Iterator[None]:
-        """Gather a layer's parameters inside the block."""
         with ExitStack() as stack:
             for unit in self._units[index]:
                 stack.enter_context(unit.gathered())

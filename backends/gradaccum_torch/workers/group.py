@@ -3,11 +3,11 @@
 The numbers tell each worker which sums exist anywhere, and a worker without a sum adds zeros. The small sums that travel with the numbers
 are guessed to be those of the last window, and sent once more after a wrong guess, so that a resumed run has the same bits.
 
-A parameter that is sharded over the same workers, such as a large classifier's head, has the gradient of all items on each. Its sum is left
-as it is, and its norm is that of all shards.
+A parameter that is sharded over the same workers has the gradient of all items on each. Its sum is left as it is, and its norm is that of
+all shards.
 
-No backward pass is known to be the last, so the reduction begins after it. A worker that runs out of data calls ``flush``, and then takes
-part in the windows of the others, with nothing, until they flush too.
+No backward pass is known to be the last, so the reduction begins after it. A worker that runs out of data calls ``flush``, and takes part
+in the windows of the others until they flush too.
 """
 
 from __future__ import annotations
@@ -232,7 +232,6 @@ def _sparse_error() -> UsageError:
 
 
 def group_of(module: object, optimizer: torch.optim.Optimizer, options: kit.Options) -> WorkerGroup:
-    """Return the workers that train `module` together; collective."""
     parallel = _require_parallel(module)
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
     workers = WorkerGroup(parallel.process_group, optimizer, parallel)
@@ -430,7 +429,6 @@ class _Reduction(NamedTuple):
     apart: bool
 
     def wait(self) -> _Reduction:
-        """Wait for the sums; write those that are not apart, and free the memory beside them."""
         self.work.wait()
         return self if self.apart else self._replace(packed=self.sums()[0], work=None)
 

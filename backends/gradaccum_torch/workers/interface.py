@@ -40,7 +40,6 @@ class Joined(NamedTuple):
 
 
 def learning_rates(optimizer: torch.optim.Optimizer) -> list[float]:
-    """Return the learning rate of each group; waits for the device where one is there."""
     return [float(group.get("lr", 0.0)) for group in optimizer.param_groups]
 
 

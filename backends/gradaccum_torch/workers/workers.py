@@ -169,7 +169,6 @@ class Alone(Workers):
     def require_no_graph(self) -> None: ...
 
     def _averaging(self) -> DistributedDataParallel | None:
-        """Return the module that averages; it may be built after the optimizer was wrapped."""
         return self._module if dist.is_available() and dist.is_initialized() else None
 
     @cached_property
