@@ -51,17 +51,26 @@ E = TypeVar("E", bound=GradAccumError)
 def explain(kind: type[E], argument: str, *, expected: str, fix: str, got: object = None, found: str | None = None) -> E:
     """Return an error in the common shape: ``argument: expected ...; got .... fix``.
 
-    `argument` stands as the user writes it; `expected` is a noun phrase, `fix` a sentence. The error shows the `repr` and type of `got`, or
-    the words `found` in place of it.
+    Args:
+        kind: the class of the error.
+        argument: what is wrong, as the user writes it.
+        expected: a noun phrase.
+        fix: what to write instead, as a sentence.
+        got: the given value; the error shows its `repr` and its type.
+        found: in place of `got`, words.
     """
     given = f"{got!r} ({type(got).__name__})" if found is None else found
     return kind(f"{argument}: expected {expected}; got {given}. {fix}")
 
 
 def imported(argument: str, *modules: str, install: str, otherwise: str) -> Any:
-    """Import the first of `modules` that is installed, for the call or argument `argument`.
+    """Import the first of `modules` that is installed.
 
-    `install` is what the user gives to ``pip install``; `otherwise` says what works without it, as a clause.
+    Args:
+        argument: the call or the argument that needs it, for the message.
+        modules: dotted names.
+        install: what ``pip install`` brings it.
+        otherwise: what works without it, as a clause.
 
     Raises:
         MissingPackageError: none is.

@@ -38,6 +38,7 @@ class Leaf(NamedTuple):
     path: str
     """Where it stands, as Python that reads it: ``batch[0]['ids']``."""
     value: object
+    """What stands there."""
 
 
 def leaves_of(nest: Nest, path: str = "") -> list[Leaf]:
@@ -49,7 +50,7 @@ def leaves_of(nest: Nest, path: str = "") -> list[Leaf]:
 
 
 def children_of(nest: Nest) -> list[tuple[str, Nest]] | None:
-    """Return a container's children, each with its step of a path; None for a leaf."""
+    """Return the children of a container, each with its step of a path; None for a leaf."""
     if _is_dataclass(nest):
         return [(f".{field.name}", getattr(nest, field.name)) for field in dataclasses.fields(nest)]  # type: ignore[arg-type]
     if isinstance(nest, Mapping):
@@ -67,7 +68,7 @@ def is_column(nest: Nest) -> bool:
 
 
 def with_leaves(nest: Nest, leaves: Iterator[object]) -> Nest:
-    """Return a nest like `nest` with the next `leaves`; containers keep their types."""
+    """Return a nest like `nest` with the next `leaves` in place of its own; containers keep their types."""
     inside = children_of(nest)
     if inside is None:
         return next(leaves)
@@ -80,9 +81,12 @@ def mapped(change: Callable[[object], object], nest: Nest) -> Nest:
 
 
 def spread(prefix: Nest, nest: Nest, argument: str) -> list[object]:
-    """Return one value of `prefix` for each leaf of `nest`; the error names `argument`.
+    """Return one value of `prefix` for each leaf of `nest`.
 
-    A prefix is one value for all, or a nest whose leaves stand for everything below their place: ``{"ids": 0, "flags": None}``.
+    Args:
+        prefix: one value for all, or a nest whose leaves stand for everything below their place: ``{"ids": 0, "flags": None}``.
+        nest: what the values are for.
+        argument: the name of `prefix`, for the error.
 
     Raises:
         ArgumentValueError: `prefix` has containers that `nest` has not.
@@ -97,10 +101,15 @@ def spread(prefix: Nest, nest: Nest, argument: str) -> list[object]:
 
 
 def mark_lists(batch: N, axes: Nest) -> tuple[N, list[tuple[str, int, str]]]:
-    """Mark the lists of a tuple of arguments that hold items, and find the lists that may.
+    """Mark the lists that hold items, and find the lists that may.
 
-    Returns `batch` with `Items` for each list that `axes`, a prefix, call `ITEMS`; and path, length and brackets of each ambiguous list,
-    for `require_one_size`.
+    Args:
+        batch: a tuple of arguments.
+        axes: a prefix of it that `spread` accepts.
+
+    Returns:
+        `batch` with `Items` for each list that `axes` call `ITEMS`; and path, length and brackets of each ambiguous list, for
+        `require_one_size`.
     """
     given, inside, found = dict(_inside(axes) or ()), children_of(batch) or [], list[tuple[str, int, str]]()
     parts = [_marked(child, given.get(step, axes), f"batch{step}", found) for step, child in inside]
@@ -126,6 +135,7 @@ def _unless_same(nest: N, inside: list[tuple[str, Nest]], parts: list[Nest]) -> 
 
 
 def _are_of_one_kind(elements: list[tuple[str, Nest]]) -> bool:
+    """True if all elements except None have one type, dtype and rank."""
     values = [value for _, value in elements if value is not None]
     return len({(type(value), str(getattr(value, "dtype", None)), getattr(value, "ndim", None)) for value in values}) == 1
 
@@ -253,6 +263,6 @@ def finished(kind: str, so_far: A, items: Any, weight: Any) -> A:
 
 
 def concatenate_error(path: str, found: str) -> GradAccumError:
-    """Return the error for a leaf without a leading axis to concatenate along."""
+    """Return the error for a leaf without a leading axis that is to be concatenated."""
     fix = "Return an array with one row per item, or declare sum, mean, max or min for this leaf."
     return explain(ArgumentValueError, path or "aux", expected="an array with a leading axis to concatenate", found=found, fix=fix)

@@ -25,6 +25,7 @@ from gradaccum.state import Scalar
 
 
 Sizes = int | tuple[tuple[int, int], ...] | Callable[[Scalar], Scalar]
+"""A size for each optimizer step: a constant, pairs, or a function."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,8 @@ _LARGEST = 2**31 - 1
 
 
 class _Argument(NamedTuple):
+    """The name of an argument that holds sizes, and how the user writes it."""
+
     name: str
     expected: str
     fix: str
@@ -94,10 +97,15 @@ def make_schedule(steps: object) -> Schedule:
 
 
 def require_steps(size: object, optimizer_step: int, schedule: Schedule) -> int | UntilWeight:
-    """Raise unless a callable returned an int >= 1 and < 2^31, or, of an `UntilWeight` `schedule`, an `UntilWeight` of one.
+    """Raise unless a callable returned an int >= 1 and < 2^31, or an `UntilWeight` of one.
 
     A backend calls this when it wraps, for step 0, and for each window outside compiled code. Compiled code cannot raise: there each window
     of a size below 1 is an overflow.
+
+    Args:
+        size: as `gradaccum.kit.steps_at` returns it.
+        optimizer_step: updates before the window.
+        schedule: the schedule that was asked. Only an `UntilWeight` schedule may return an `UntilWeight`.
     """
     if isinstance(schedule, UntilWeight):
         argument, fix = f"until_weight(...)({optimizer_step})", "Return the weight of that window, in whole items."
@@ -109,6 +117,7 @@ def require_steps(size: object, optimizer_step: int, schedule: Schedule) -> int 
 
 
 def _make_sizes(sizes: object, argument: _Argument) -> Sizes:
+    """Check a number, pairs or a callable."""
     if callable(sizes):
         return cast(Callable[[Scalar], Scalar], sizes)
     # A framework's scalar, such as jnp.int32(4), can be iterated over by its type, but not by its value.
@@ -217,7 +226,7 @@ class DynamicLossScale:
 
 
 LossScale = StaticLossScale | DynamicLossScale
-"""The rules that every backend takes, beside a number."""
+"""The rules that every backend takes as ``loss_scale=``, beside a number."""
 
 
 @runtime_checkable
@@ -362,6 +371,7 @@ def require_denominator(denominator: object, options: Options, *, several: bool 
 
 
 def _noise_decay(noise_scale: object) -> float | None:
+    """Return the decay that ``noise_scale=`` asks for."""
     if isinstance(noise_scale, bool):
         return DECAY if noise_scale else None
     return require_number("noise_scale", noise_scale, above=0, below=1, or_equal=True)

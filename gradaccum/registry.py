@@ -1,7 +1,9 @@
 """`gradaccum.wrap`, and the entry points by which it finds a backend without importing any framework.
 
-A name has one owner in each group: ``gradaccum.backends`` has a backend's name, ``gradaccum.types`` the top-level package of the optimizers
-that it wraps (``optax`` for ``jax``); both point at its `Backend` object.
+There are two groups of entry points. A name has one owner in each:
+
+- ``gradaccum.backends``: the backend's name, pointing at its `Backend` object;
+- ``gradaccum.types``: the top-level package of the optimizers that it wraps (``optax`` for ``jax``), pointing at the same object.
 """
 
 from __future__ import annotations
@@ -61,7 +63,11 @@ class DeviceBackend(Protocol):
 
 
 def owners(group: str) -> Mapping[str, EntryPoint]:
-    """Return the entry points of `group` by name; raise `GradAccumError` if one name has two objects."""
+    """Return the entry points of `group` by name.
+
+    Raises:
+        GradAccumError: two different objects are registered under one name.
+    """
     found: dict[str, EntryPoint] = {}
     for entry in entry_points(group=group):
         other = found.setdefault(entry.name, entry)
@@ -143,7 +149,7 @@ def _not_an_optimizer(given: object) -> ArgumentTypeError:
 
 @cache
 def _entry_of(bases: tuple[type, ...]) -> EntryPoint:
-    """Find the backend of one of `bases`; cached, since reading entry points takes milliseconds."""
+    """Find the backend whose package defines one of `bases`; cached, since reading entry points takes milliseconds."""
     types = owners(TYPES)
     for base in bases:
         package = base.__module__.partition(".")[0]
@@ -164,7 +170,7 @@ ELSEWHERE = {
     "steps": ("accumulate_grad_batches", "accumulation_steps", "every_k_schedule", "gradient_accumulation_steps"),
     "clip_norm": ("gradient_clip_val", "max_grad_norm", "max_norm"),
 }
-"""What Lightning, Transformers, optax and torch call options of `wrap`."""
+"""The names that Lightning, Transformers, optax and torch have for options of `wrap`."""
 _DEFAULTS = {name: parameter.default for name, parameter in signature(make_options).parameters.items() if name not in ("steps", "driver")}
 
 
@@ -299,6 +305,7 @@ def _require_nothing_beside_a_scheduler(given: Mapping[str, object]) -> None:
 
 
 def _require_own_options(backend: Backend, given: Mapping[str, object]) -> None:
+    """Raise unless each option is a keyword-only argument of the backend's ``wrap``."""
     own = sorted(name for name, p in signature(backend.wrap).parameters.items() if p.kind is Parameter.KEYWORD_ONLY)
     known = ("steps", *_DEFAULTS, *own)
     for name, value in given.items():

@@ -58,7 +58,11 @@ def code_of(size: Scalar) -> Scalar:
 
 
 def decode_terms(codes: Iterable[SupportsInt]) -> Terms:
-    """Invert `encode_terms`; raise `CheckpointError` if `codes` are no such codes, or of another format."""
+    """Invert `encode_terms`.
+
+    Raises:
+        CheckpointError: `codes` are no such codes, or of another format.
+    """
     try:
         made_in, reduction, on_overflow, scale, steps = (int(code) for code in codes)
         if made_in == FORMAT and min(reduction, on_overflow, scale) >= 0:
@@ -72,10 +76,15 @@ def decode_terms(codes: Iterable[SupportsInt]) -> Terms:
 
 
 def resumed(fields: State, saved: Terms, options: Options) -> State:
-    """Return the state with which a saved run resumes under `options`, in Python numbers.
+    """Return the state with which a saved run resumes under `options`.
 
     An open window resumes as it is; a full one, whose update was interrupted, counts as open. If no window is open, the saved loss scale
     and growth tracker are kept only when both runs use a dynamic scale.
+
+    Args:
+        fields: the saved state, in Python numbers.
+        saved: the terms it was saved under.
+        options: those of the optimizer that resumes.
 
     Raises:
         CheckpointError: a window is open and one of its terms differs; names the term.
@@ -89,10 +98,14 @@ def resumed(fields: State, saved: Terms, options: Options) -> State:
 
 
 def redistributed(states: Sequence[State], workers: int) -> list[State]:
-    """Return the states, in Python numbers, of `workers` workers that resume an open window, whatever the number that saved it.
+    """Return the states of `workers` workers that resume an open window, whatever the number that saved it.
 
     The first worker takes the sum of all sums, their weight and overflow flag; the others hold nothing. All count the micro-batches of the
     worker that had most, so that their windows end together.
+
+    Args:
+        states: one per worker that saved, in Python numbers.
+        workers: how many resume, >= 1.
 
     Raises:
         ArgumentValueError: there is no state, or no worker.
@@ -141,6 +154,7 @@ def _another_window(argument: str, expected: str, found: str) -> CheckpointError
 _DEFAULTS = make_options(1)
 _AS_WRITTEN = {"noise_decay": "noise_scale"}
 _TOLD_OTHERWISE = ("steps", "scale_rule", "scaler")
+"""Options that stand in the line in another form."""
 
 
 def status(state: State, steps: Schedule) -> str:
@@ -173,12 +187,14 @@ def described(wrapper: str, inner: str, options: Options, state: State, steps: S
 
 
 def _in_a_word(steps: object) -> str:
+    """Return `steps` as the user may have written it; a function by its name."""
     if isinstance(steps, UntilWeight):
         return f"until_weight({_in_a_word(steps.weight)})"
     return getattr(steps, "__name__", type(steps).__name__) if callable(steps) else repr(steps)
 
 
 def _scale(options: Options) -> str:
+    """Name the rule of the loss scale; "" without one."""
     if options.scaler is not None:
         return type(options.scaler).__name__
     return "" if options.scale_rule == ScaleRule() else terms_of(options._replace(steps=None), 0).scale

@@ -1,4 +1,4 @@
-"""The cuts of a large batch into micro-batches of consecutive items: all frameworks cut and refuse the same."""
+"""The cuts of a large batch into micro-batches of consecutive items, in plain numbers: all frameworks cut and refuse the same."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ class AutoMicroBatchSize:
         return MappingProxyType(self._choices)
 
     def start(self, key: Hashable, items: int) -> int:
-        """Return the size that fitted `key` before, or all `items`."""
+        """Return the size to try first: the size that fitted `key` before, or all `items`."""
         return min(self._choices.get(key, items), items)
 
     def after_failure(self, size: int) -> int:
-        """Return half of `size`, rounded up, to try next.
+        """Return the size to try after `size` did not fit: half of it, rounded up.
 
         Raises:
             UsageError: `size` is 1 already. Raise it from the framework's own error.
@@ -90,7 +90,7 @@ def require_micro_batch_size(value: object) -> int | AutoMicroBatchSize:
 
 
 def free_frames(error: BaseException) -> None:
-    """Clear the frames of `error` and its causes: tracebacks keep the failed attempt's arrays."""
+    """Clear the frames of `error` and of its causes, whose tracebacks keep the failed attempt's arrays in memory."""
     seen: set[int] = set()
     waiting: list[BaseException | None] = [error]
     while waiting:
@@ -102,7 +102,7 @@ def free_frames(error: BaseException) -> None:
 
 
 def unknown_limit_error(device: str) -> GradAccumError:
-    """Return the error for an automatic size on a `device` that states no limit."""
+    """Return the error for an automatic size on a `device` that states no memory limit."""
     fix = "Write micro_batch_size=AutoMicroBatchSize(memory_limit=2 * 1024**3), the bytes that the call may use, or a number of items."
     return explain(ArgumentValueError, "micro_batch_size", expected="a device with a known limit", found=f"auto on {device}", fix=fix)
 
@@ -130,23 +130,29 @@ class Cut(NamedTuple):
 
 
 class Division(NamedTuple):
-    """The way to divide a batch: at most one is set; none where the user's own `split` decides."""
+    """The way to divide a batch: at most one of the three is set; none where the user's own `split` decides."""
 
     steps: int | None
-    """At most so many micro-batches, of ceil(items / steps) items; an int >= 1."""
+    """At most so many micro-batches, of ceil(items / steps) items."""
     micro_batch_size: int | AutoMicroBatchSize | None
-    """Items of a micro-batch, an int >= 1; the last one may be smaller."""
+    """Items of a micro-batch; the last one may be smaller."""
     micro_batch_weight: float | None
-    """The weight, finite and > 0, up to which consecutive items are packed."""
+    """The weight up to which consecutive items are packed."""
 
 
 def make_division(
     steps: object = None, micro_batch_size: object = None, micro_batch_weight: object = None, *, own_split: bool = False
 ) -> Division:
-    """Check how the user asks to divide the batch, `own_split` being a `split` function, alone or beside `steps`.
+    """Check how the user asks to divide the batch.
+
+    Args:
+        steps: an int >= 1.
+        micro_batch_size: an int >= 1, "auto" or an `AutoMicroBatchSize`.
+        micro_batch_weight: a finite number > 0.
+        own_split: the user passes a `split` function, alone or beside `steps`.
 
     Raises:
-        ArgumentTypeError, ArgumentValueError: none or several are given, or one is not as `Division` says.
+        ArgumentTypeError, ArgumentValueError: none or several are given, or one is not as above.
     """
     given = {"steps": steps, "micro_batch_size": micro_batch_size, "micro_batch_weight": micro_batch_weight}
     names = [name for name, value in given.items() if value is not None]
@@ -206,7 +212,7 @@ def packed(weights: Sequence[float], budget: float) -> tuple[Cut, ...]:
 
 
 def divided(division: Division, items: int, weights: Sequence[float] | None) -> tuple[Cut, ...]:
-    """Return the cuts of `items`; an automatic size is an int by now.
+    """Return the cuts of `items` by a `division`, whose automatic size is an int by now.
 
     Raises:
         ArgumentValueError: the batch is empty, or is to be packed without each item's `weights`.
@@ -258,7 +264,7 @@ def _elsewhere(known: Sequence[tuple[str, int]], lists: Sequence[tuple[str, int,
 
 
 def _is_record(place: str, length: int, brackets: str, known: Sequence[tuple[str, int]]) -> bool:
-    """True if a tuple holds arrays of one length not its own, as ``(x, y)`` does."""
+    """True if a tuple holds arrays of one length that is not its own, as ``(x, y)`` does."""
     own = {f"{place}[{index}]" for index in range(length)}
     sizes = [size for path, size in known if path in own]
     return brackets == "()" and len(sizes) == length and len({*sizes, length}) == 2
@@ -292,13 +298,13 @@ def item_weights_error(expected: int, found: str) -> GradAccumError:
 
 
 def scalar_loss_error(found: str) -> GradAccumError:
-    """Return the error for a loss that is no scalar, which `found` describes."""
+    """Return the error for a loss that is no scalar; `found` describes it in words."""
     fix = "Reduce it in the loss: loss.mean() goes with reduction='mean', loss.sum() with 'sum' or 'item_mean'."
     return explain(ArgumentValueError, "loss_fn", expected="a function that returns a scalar loss", found=found, fix=fix)
 
 
 def aux_shape_error(found: str, *, declared: bool) -> GradAccumError:
-    """Return the error for an aux that was not declared, or is missing."""
+    """Return the error for an aux that is returned and not declared, or declared and not returned."""
     expected = "a function that returns (loss, aux)" if declared else "a function that returns a scalar loss"
     fix = "Declare how it merges, as aux='mean', or return the loss alone." if not declared else "Return both, or leave aux out."
     return explain(ArgumentValueError, "loss_fn", expected=expected, found=found, fix=fix)
@@ -337,11 +343,14 @@ def _heavy_item_error(place: int, weight: float, budget: float) -> GradAccumErro
 
 
 def segment_cuts(depth: int, segments: object = None) -> list[Cut]:
-    """Return the layers of each segment; the first ones have one layer more if `depth` does not divide.
+    """Return the layers of each segment, in order; the first segments have one layer more if `depth` does not divide.
+
+    Args:
+        depth: the number of layers.
+        segments: an int from 1 to `depth`; None takes sqrt(depth), rounded.
 
     Raises:
-        ArgumentTypeError, ArgumentValueError: there is no layer; or `segments` is neither an int from 1 to `depth` nor None, for
-            sqrt(depth), rounded.
+        ArgumentTypeError, ArgumentValueError: there is no layer, or `segments` is not as above.
     """
     if depth < 1:
         fix = "Pass the layers in the order in which they run."

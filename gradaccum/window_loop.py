@@ -32,9 +32,9 @@ from gradaccum.transitions import select, steps_at
 
 M = TypeVar("M")
 Count = Callable[[M], SupportsFloat]
-"""How many of something a micro-batch has."""
+"""How many of something a micro-batch has; a Python number or a framework's scalar."""
 Reduce = Callable[[list[float]], Iterable[SupportsFloat]]
-"""One worker's list in, the list summed over all workers out."""
+"""The list of one worker in, the list summed over all workers out."""
 
 _EXAMPLE = 'Write count={"tokens": lambda batch: batch.mask.sum()}.'
 _ROUNDING = 1e-5
@@ -45,6 +45,9 @@ class Counts(Generic[M]):
     """The checked functions of ``count=`` and ``weight=``, and their values of a micro-batch.
 
     Values are a list: 1 for the micro-batch itself, then each count, then the weight if it is a function of its own.
+
+    Raises:
+        ArgumentTypeError, ArgumentValueError: an argument is not as `windows` asks.
     """
 
     def __init__(self, count: Mapping[str, Count[M]] | None, weight: str | Count[M] | None) -> None:
@@ -55,6 +58,7 @@ class Counts(Generic[M]):
         self._weight = self._place_of(weight)
 
     def _place_of(self, weight: str | Count[M] | None) -> int | None:
+        """Return the weight's place among the values."""
         if isinstance(weight, str) and weight not in self._names:
             raise _weight_error(ArgumentValueError, self._names, weight)
         if weight is None or isinstance(weight, str):
@@ -68,7 +72,12 @@ class Counts(Generic[M]):
         return [0.0] * (1 + len(self._functions))
 
     def of(self, micro_batch: M, place: str) -> list[float]:
-        """Return a micro-batch's values, checked; what a function raises gets its name and `place` as a note."""
+        """Return the values of a micro-batch.
+
+        Raises:
+            ArgumentTypeError, ArgumentValueError: a count is no finite number >= 0.
+            Exception: what a function raises, with its name and the micro-batch's `place` as a note.
+        """
         values = [1.0]
         for name, function in self._functions.items():
             try:
@@ -169,15 +178,15 @@ def updates_in(micro_batches: Sized | int, steps: object, *, epochs: int = 1, op
 
 
 class Sizes:
-    """The numbers of items of the micro-batches counted without a weight; once they differ, a `GradAccumWarning` says so."""
+    """The numbers of items of the micro-batches that were counted without a weight; once they differ, a `GradAccumWarning` says so."""
 
     def __init__(self, reduction: str) -> None:
         self.weighed = True
-        """bool: the last micro-batch counted had a weight, or was seen already."""
+        """bool: the last micro-batch that was counted had a weight, or was seen already."""
         self._looks, self._first = reduction == "mean", 0
 
     def see(self, micro_batch: object) -> None:
-        """Take in the last micro-batch, whose first array has its items along axis 0."""
+        """Take in the last micro-batch, whose first array has its items along the first axis."""
         if self.weighed or not self._looks:
             return
         self.weighed = True
@@ -295,9 +304,9 @@ class _Reader(Iterator[Window[M]]):
         self._windows, self._loader, self._counts = windows, loader, windows.counts
         self._current: Window[M] | None = None
         self._size: int | UntilWeight | None = None
-        """That of the window that is being read; None before it begins."""
+        """The size of the window that is being read; None before it begins."""
         self._uncounted: list[M] = []
-        """The micro-batch read last, until it is counted."""
+        """The micro-batch that was read last, until it is counted."""
         self._micro_batches: list[M] = []
         self._values = self._counts.zeros()
         """The values of the window that is being read; of all workers, if they agree on its end after each micro-batch."""
@@ -333,6 +342,7 @@ class _Reader(Iterator[Window[M]]):
         return self._size is not None and len(self._micro_batches) >= self._size
 
     def _read_one(self) -> None:
+        """Read and count a micro-batch, if there is one; where the workers agree on the end, everyone's."""
         values = self._next_values()
         if self._agrees and self._windows.reduce is not None:
             values = summed(self._windows.reduce, values)
@@ -353,6 +363,7 @@ class _Reader(Iterator[Window[M]]):
         return self._counts.of(self._uncounted[0], place)
 
     def _totals(self) -> list[float]:
+        """Return the values of the read window over all workers."""
         reduce = self._windows.reduce
         return self._values if reduce is None or self._agrees else summed(reduce, self._values)
 

@@ -38,6 +38,7 @@ class TorchBackend:
         return ("cpu", *(f"{kind}:{index} ({name(index)})" for index in range(torch.accelerator.device_count())))
 
     def lacking(self) -> dict[str, str]:
+        """Return the private names that the installed torch lacks, with what each costs the user."""
         return private.lacking({**private.LOST, **private.lost_in_fsdp()})
 
     def wrap(
@@ -57,20 +58,22 @@ class TorchBackend:
         Args:
             optimizer: the optimizer.
             options: the checked options.
-            separate_sums: ``step`` moves the micro-batch from ``.grad`` into a buffer, and between two steps ``.grad`` is the user's, to
-                clear, assign, reduce or clip. Costs one pass and one buffer per parameter.
+            separate_sums: whether ``step`` moves the micro-batch from ``.grad`` into a buffer. Between two steps ``.grad`` is then the
+                user's, to clear, assign, reduce or clip. Costs one pass and one buffer per parameter.
             module: what several workers train together: a `torch.nn.parallel.DistributedDataParallel`, whose sum is reduced once, at the
                 window's end, or a module under `torch.distributed.fsdp.fully_shard`. A window is then that of all workers. This call, the
                 end of a window and ``flush`` are collective.
             gradient_sync: when FSDP2 reduces. ``"micro_batch"``: in each micro-batch; the sum is sharded. ``"window"``: once per window;
-                each worker keeps a sum of the whole model. ``"all_reduce_per_window"``: on a mesh of two dimensions, reduce-scatter in each
-                micro-batch and all-reduce once per window.
-            process_group: the process group of workers that train equal copies of a model without a parallel module. The window's sum is
-                reduced as with ``module=``.
-            norm_group: the process group of the stages of a pipeline, each with an optimizer of its own. Norm, clip and overflow are those
-                of all stages. A stage that ends a window alone waits for the group's timeout, and raises.
-            tied: with `norm_group`, a mapping from the process group of the stages that hold copies of parameters to these, in one order on
-                each stage; their sums are added up.
+                each worker keeps a sum of the whole model, as after ``set_requires_gradient_sync(False)``. ``"all_reduce_per_window"``:
+                on a mesh of two dimensions, reduce-scatter in each micro-batch and all-reduce once per window, as after
+                ``set_requires_all_reduce(False)``.
+            process_group: the `torch.distributed.ProcessGroup` of workers that train equal copies of one model without a parallel module.
+                The window's sum is reduced as with ``module=``, and an optimizer that averages by itself averages equal gradients.
+            norm_group: the `torch.distributed.ProcessGroup` of the stages of a pipeline, each with an optimizer of its own. The norm, the
+                clip and the decision on overflow are those of all stages. The end of a window is collective: a stage that ends one alone
+                waits for the group's timeout, and raises.
+            tied: with `norm_group`, a mapping from the process group of the stages that hold copies of parameters to these parameters, in
+                one order on each stage. Their sums are added up at the window's end.
 
         Raises:
             ArgumentTypeError: `optimizer` is none, is wrapped already, or updates within the backward pass; `module` is no such module.
@@ -91,6 +94,7 @@ class TorchBackend:
         return AccumulatingOptimizer(optimizer, checked, workers)
 
     def is_scheduler(self, candidate: object) -> bool:
+        """True if `candidate` is a learning-rate scheduler, torch's or another library's, gated or not."""
         return is_scheduler(candidate)
 
     def gate(self, scheduler: object) -> GatedScheduler:

@@ -1,7 +1,7 @@
 """The wrapped optimizer: a `torch.optim.Optimizer` that runs the inner one once per window of micro-batches.
 
-A call that raises does so before anything changed. Groups, state and defaults are the inner optimizer's own objects; the hooks are this
-one's.
+`Window` counts and closes; a `Strategy` stores the sum; a `GradWatch` notices outside changes; `Update` runs the inner optimizer. A call
+that raises does so before anything changed. Groups, state and defaults are the inner optimizer's own objects; the hooks are this one's.
 """
 
 from __future__ import annotations
@@ -46,12 +46,14 @@ _FROM_SCALER = "grad_scale"
 class AccumulatingOptimizer(torch.optim.Optimizer):
     """The optimizer that `gradaccum.wrap` returns, for the place of the one it wraps.
 
-    ``loss.backward(); opt.step(); opt.zero_grad()`` stays as it was, in either order. In mid-window ``zero_grad`` keeps the partial sum,
-    and ``step`` counts; the last ``step`` divides, clips, runs the inner optimizer and frees ``.grad``.
+    ``loss.backward(); opt.step(); opt.zero_grad()`` stays as it was, in either order. In mid-window ``zero_grad`` keeps the partial
+    sum, and ``step`` counts; the last ``step`` divides, clips, runs the inner optimizer and frees ``.grad``.
 
     Args:
+        inner: the optimizer to run once per window.
         options: those of `gradaccum.wrap`, with ``accumulate_dtype`` as a torch dtype or None.
-        masters: the master weights by position, of a copied inner optimizer.
+        workers: the workers that share a window.
+        masters: the master weights by position, of a copied inner optimizer that has worked on them already.
     """
 
     def __init__(
@@ -84,11 +86,11 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
     def add_listener(self, listener: Listener) -> Handle:
         """Call `listener` after each window that closes, applied or skipped; return a handle with ``remove()``.
 
-        The ``step`` or ``flush`` that closed the window calls it last, or before it closes another one, and raises what it raises;
-        ``discard`` never calls it. A state, pickle or copy has no listeners.
+        It is called when the ``step`` or ``flush`` that closed the window is through, or closes another one, and never for ``discard``.
+        That call raises what the listener raises, at its end. Listeners are not part of a state, pickle or copy.
 
         Args:
-            listener: takes one `gradaccum.watching.ClosedWindow`, as a `gradaccum.watching.JsonLines` does.
+            listener: a function of one `gradaccum.watching.ClosedWindow`, such as a `gradaccum.watching.JsonLines`.
 
         Raises:
             ArgumentTypeError: `listener` cannot be called.
@@ -99,15 +101,15 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         """Run ``loss.backward(**kwargs)`` with the weight and the loss scale multiplied in.
 
         Args:
-            loss: tensor, shape ``()``; not changed.
+            loss: scalar tensor, shape ``()``. It is not changed.
             weight: the micro-batch's number of items, >= 0; by default that of `weigh`, else 1. With 0 the micro-batch is counted and
                 contributes nothing, not even NaN: there is no backward pass, or one of zeros where other workers wait for it.
             kwargs: those of `torch.Tensor.backward`.
 
         Raises:
             ArgumentTypeError, ArgumentValueError: `loss` is no tensor, `weight` no such number.
-            UsageError: another loss of the same micro-batch had another weight; ``create_graph`` is asked for where workers share the
-                window; or these wait for a backward pass, and a `loss` of weight 0 has no graph.
+            UsageError: another loss of the same micro-batch had another weight; or several workers share the window, and ``create_graph``
+                is asked for; or other workers wait for a backward pass, and a `loss` of weight 0 has no graph.
         """
         if kwargs.get("create_graph"):
             self._window.workers.require_no_graph()
@@ -116,7 +118,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
     def weigh(self, weight: float) -> None:
         """Give the micro-batch that the next ``step`` counts its weight, whoever runs the backward pass.
 
-        So one ``loss.backward()`` serves several optimizers with ``reduction="item_mean"``: each divides by its own items.
+        So one ``loss.backward()`` of a summed loss serves several optimizers with ``reduction="item_mean"``: each divides by its own items.
 
         Args:
             weight: the number of items, >= 0.
@@ -140,10 +142,13 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         return self._window.scale(require_loss(loss))
 
     def step(self, closure: Callable[[], Loss] | None = None) -> Loss:
-        """Count the micro-batch in ``.grad``, and at the end of the window make the update; return what the closure returns.
+        """Count the micro-batch whose gradient is in ``.grad``, and at the end of the window make the update.
 
         Args:
-            closure: computes loss and gradient of the micro-batch; run once.
+            closure: computes the loss of the micro-batch and its gradient, and is run once.
+
+        Returns:
+            What the closure returns, or None.
 
         Raises:
             UsageError: there was no backward pass since the last ``step``; something changed ``.grad``; or a plain ``backward()`` was used
@@ -166,7 +171,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
     def flush(self, *, denominator: float | None = None) -> None:
         """Close the open window now, dividing by what it holds; an empty one stays as it is.
 
-        With ``module=`` or ``process_group=`` this is collective: the worker takes part in the windows of the others until they flush.
+        With ``module=`` or ``process_group=`` this is collective: this worker takes part in the windows of the others until they flush.
 
         Args:
             denominator: with ``steps=None``: divide the sum by this number, > 0, in place of the window's weight.
@@ -181,11 +186,11 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
     def epoch(self, loader: Iterable[M], *, carry: bool = False, progress: bool = False) -> Iterator[M]:
         """Iterate over the micro-batches of a loader, and flush when it ends; ``break`` or an error leaves the window open.
 
-        A `GradAccumWarning` tells, once, of micro-batches of unequal size without weights.
+        A `GradAccumWarning` tells, once, of micro-batches of unequal size that have no weight.
 
         Args:
             loader: yields the micro-batches.
-            carry: leave the last window open.
+            carry: leave the last window open for the next pass.
             progress: show a progress bar; needs rich.
 
         Raises:
@@ -195,11 +200,11 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         return epoch(loader, self.flush, carry=carry, progress=progress, see=self._window.sizes.see)
 
     def updates_in(self, loader: Sized | int, epochs: int = 1) -> int:
-        """Return the number of updates in `epochs` passes of `epoch` from here on: the length of a scheduler.
+        """Return the number of updates in `epochs` passes of `epoch` over a loader from here on: the length of a scheduler.
 
         Args:
             loader: has a length, or is its number of micro-batches, an int >= 0.
-            epochs: an int >= 0.
+            epochs: the number of passes, an int >= 0.
 
         Raises:
             ArgumentTypeError: `loader` has no length; or windows end by weight or by ``flush``.
@@ -212,14 +217,15 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         self._window.discard()
 
     def regroup(self, workers: torch.nn.Module | dist.ProcessGroup | None) -> None:
-        """Share the windows with other workers, after one was lost or before one joins; collective among them.
+        """Share the windows with other workers from here on, after one was lost or before one joins; collective among them.
 
-        Each worker keeps its part of the open window, which ends as the large batch of all parts. A worker that joins, or on which the
-        reduction of a window failed that others have closed, takes over the update: parameters, inner state, counters.
+        Each worker keeps its part of the open window, which the next end or ``flush`` closes as the large batch of all parts. If some have
+        closed a window in which the reduction failed on others, these take over the update: parameters, inner state, counters. So does
+        a worker that joins.
 
         Args:
-            workers: the process group of all, each with a copy of the model; or a `DistributedDataParallel` module over it; None: this
-                worker alone.
+            workers: the process group of all that are there, each with a copy of the model; or a `DistributedDataParallel` module over it;
+                None: this worker alone.
 
         Raises:
             ArgumentTypeError, ArgumentValueError: `workers` is none of these, or other workers gave other options.
@@ -257,7 +263,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         """Clear ``.grad`` between two windows; in mid-window keep the partial sum.
 
         Raises:
-            UsageError: it comes between ``backward`` and ``step`` in mid-window.
+            UsageError: it comes between ``backward`` and ``step`` in mid-window, where the micro-batch is part of the sum already.
         """
         self._window.zero_grad(set_to_none)
 
@@ -265,7 +271,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         """Add a group, also in mid-window; see `torch.optim.Optimizer.add_param_group`.
 
         Raises:
-            ArgumentValueError: workers share the window, but not a parameter of the group.
+            ArgumentValueError: workers share the window, and they do not train a parameter of the group together.
         """
         given = param_group["params"]
         if self._window.workers.several and not isinstance(given, set):
@@ -293,7 +299,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         return state_dict
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Restore a state, mid-window included; a bare optimizer's state is an empty window.
+        """Restore a state from `state_dict`, mid-window included; a bare optimizer's state is an empty window.
 
         Between two windows the saved loss scale is kept only if it is dynamic in both optimizers.
 
@@ -336,6 +342,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
 
     @property
     def defaults(self) -> dict[str, Any]:
+        """The inner optimizer's defaults."""
         return self._inner.defaults
 
     @defaults.setter
@@ -375,7 +382,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """The flag by which ``scaler.step`` calls ``step`` at once, without unscaling or waiting."""
+        """The flag by which ``scaler.step`` calls ``step`` at once, without unscaling and without waiting for the device."""
         return self._scaler is not None
 
     def _step_for_scaler(self) -> None:
@@ -415,7 +422,7 @@ _TOUCHES = (_GRAD.__get__, _GRAD.__set__, _GRAD.__delete__)
 class _Watch(TorchFunctionMode):
     """Refuses to read or write the ``.grad`` of a parameter while it holds a part of a window.
 
-    With ``separate_sums=True`` only the user knows whether it does: there it is refused always.
+    With ``separate_sums=True`` only the user knows whether ``.grad`` holds such a part: there it is refused always.
     """
 
     def __init__(self, method: str, window: Window, parameters: Parameters) -> None:
@@ -435,7 +442,7 @@ class _Watch(TorchFunctionMode):
 
 
 def forwarded(method: Callable[..., Any], name: str, window: Window, parameters: Parameters) -> Callable[..., Any]:
-    """Wrap a `method` of the inner optimizer so that it raises if it touches ``.grad`` in mid-window."""
+    """Wrap a `method` of the inner optimizer so that it raises if it touches ``.grad`` while a window is under way."""
 
     @wraps(method)
     def call(*args: Argument, **kwargs: Argument) -> Any:
@@ -457,7 +464,7 @@ def _own_update_error(method: str) -> UsageError:
 
 
 class WholeWindow:
-    """A window that one call fills and closes: its ``with`` block counts the call's micro-batches.
+    """A window that one call fills and closes: inside its ``with`` block the micro-batches of the call are counted.
 
     If the block raises, the window is forgotten, and every ``.grad`` holds what it held before.
     """
@@ -496,14 +503,14 @@ class WholeWindow:
 
     @contextmanager
     def adding(self) -> Iterator[None]:
-        """Add what backward passes inside the block deliver: their micro-batches are counted already."""
+        """Add what backward passes inside the block deliver to the sum: the micro-batches that they are of are counted already."""
         strategy = self._window.strategy
         with strategy.watch.unwatched():
             yield
         strategy.load(strategy.release())
 
     def part(self, number: int, belongs: Callable[[Tensor], bool]) -> None:
-        """Update the parameters that `belongs` is true of, whose sum is complete, and free it."""
+        """Update the parameters that `belongs` is true of, whose sum is complete, and free it; the window stays open for the others."""
         self._parts.append(number)
         self._window.close_part(number, belongs)
 
@@ -512,13 +519,13 @@ class WholeWindow:
         return set(map(id, self._parameters.unique()))
 
     def unsharded(self) -> set[int]:
-        """Return the ids of the whole parameters that FSDP2 gathered last."""
+        """Return the ids of the whole parameters that FSDP2 gathered in the last forward pass."""
         if not self._sharded:
             return set()
         return {id(whole) for unit in private.units_holding(self._parameters.unique()) for _, whole in unit.whole_parameters()}
 
     def bound_to_micro_batches(self) -> list[str]:
-        """Return the options that need single micro-batches, or the whole window."""
+        """Return the options that look at single micro-batches, or at the window's end alone."""
         options, workers = self.options, self._window.workers
         given = {
             "noise_scale": options.noise_decay is not None,
@@ -529,12 +536,14 @@ class WholeWindow:
         return [name for name, is_given in given.items() if is_given]
 
     def begin_weightless(self) -> None:
-        """Prepare for a backward pass of micro-batches that are counted already."""
+        """Prepare for a backward pass that delivers a part of what is counted already: no weight is added, the scale holds."""
         self._window.begin_weightless()
 
     @property
     def arrived(self) -> bool:
+        """True if autograd has delivered something since the last micro-batch was counted."""
         return self._window.strategy.watch.known.arrived > 0
 
     def scale(self) -> float:
+        """Return the current loss scale; may wait for the device."""
         return float(self._window.fields_to_save().loss_scale)

@@ -1,7 +1,7 @@
 """The private names of torch that this package uses, and what a torch without the name costs the user.
 
-Every name has a fallback or is refused by name; only without ``Tensor._version`` the import raises. Three names that torch looks for on the
-wrapped optimizer stand elsewhere: its ``_step_supports_amp_scaling``, ``grad_scale`` and ``found_inf``.
+Every name has a fallback or is refused by name, as `LOST` and `lost_in_fsdp` say; only without ``Tensor._version`` the import raises. Three
+names that torch looks for on the wrapped optimizer stand elsewhere: its ``_step_supports_amp_scaling``, ``grad_scale`` and ``found_inf``.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def lacking(names: Mapping[str, str]) -> dict[str, str]:
 
 @cache
 def exists(name: str) -> bool:
-    """True if the installed torch has `name`, or a method of the class names it as an attribute of instances."""
+    """True if the installed torch has `name`; an attribute of an instance exists if a method of its class names it."""
     try:
         resolve_name(name)
     except ImportError:
@@ -81,6 +81,7 @@ version: Callable[[Tensor], int] = attrgetter("_version")
 
 
 def _foreach(method: str, lost: str) -> Any:
+    """Return ``torch._foreach_`` and `method`, in place, or a call for each tensor: the same bits."""
     single = getattr(Tensor, method)
 
     def one_by_one(tensors: Sequence[Tensor], others: Any) -> None:
@@ -105,9 +106,11 @@ _PARAMETERS, _BUFFERS = "torch.nn:Module._parameters", "torch.nn:Module._buffers
 LOST[_PARAMETERS] = "`recompute` raises."
 LOST[_BUFFERS] = "`recompute` raises, and a call of a large batch leaves a buffer that was None as it is after a first pass."
 parameters_of: Callable[[torch.nn.Module], dict[str, Any]] = attrgetter("_parameters")
+"""A module's own table of parameters."""
 
 
 def buffers_of(module: torch.nn.Module) -> dict[str, Any]:
+    """Return a module's own table of buffers, or a copy without those that are None."""
     return module._buffers if exists(_BUFFERS) else dict(module.named_buffers(recurse=False, remove_duplicate=False))
 
 
@@ -141,9 +144,9 @@ def storage_users(storage: Any) -> int:
 
 
 def keep_own(leaf: Tensor) -> None:
-    """Copy the ``.grad`` of `leaf` if somebody else may write into its memory, which autograd takes over.
+    """Copy the ``.grad`` of `leaf` if somebody else may write into its memory, which autograd takes over from the first backward pass.
 
-    Memory that torch cannot resize is a CUDA graph's, which returns the same each time, or another library's.
+    A CUDA graph returns the same memory each time. Memory that torch cannot resize is such a graph's, or another library's.
     """
     gradient = leaf.grad
     if gradient is None:
@@ -163,7 +166,10 @@ LOST[_VALUES] = "Sparse gradients raise."
 
 
 def elements(gradient: Tensor) -> Tensor:
-    """Return the numbers of a gradient, or the entries of a sparse one, as a dense tensor that shares its memory."""
+    """Return the numbers of a gradient as a dense tensor that shares its memory; a sparse gradient's entries.
+
+    Public ``values()`` refuses a sum that torch has not marked as coalesced.
+    """
     if not gradient.is_sparse:
         return gradient
     require_name(_VALUES, "gradients", "Write nn.Embedding(..., sparse=False).")
@@ -192,9 +198,9 @@ def mesh_of(tensor: Tensor) -> Any:
 
 
 def at_the_end_of_backward(function: Callable[[], None]) -> bool:
-    """Schedule a callback for the end of the current backward pass; return False outside of autograd's engine.
+    """Schedule a callback for the end of the current backward pass; False outside of autograd's engine, which would never call it.
 
-    There FSDP calls hooks of what it reduces, and compiled backward passes run.
+    FSDP calls the hooks of what it reduces after the backward pass, and a compiled backward pass runs outside of the engine.
     """
     compiled = sys.modules.get("torch._dynamo.compiled_autograd")
     if compiled is not None and getattr(compiled, "in_compiled_autograd_region", True):
@@ -215,7 +221,10 @@ _frames = _found(FRAMES, "A compiled training step has a graph break at each par
 
 
 def untraced(function: Callable[..., object]) -> None:
-    """Keep Dynamo from compiling `function` and what it calls, as `torch.compiler.disable`, which imports the whole compiler."""
+    """Keep Dynamo from compiling `function` and what it calls.
+
+    `torch.compiler.disable` does the same, but imports all of the compiler, and puts a frame around every call.
+    """
     if hasattr(_frames, "_FrameExecStrategy"):
         skip = _frames._FrameAction.SKIP
         _frames.set_code_exec_strategy(function.__code__, _frames._FrameExecStrategy(skip, skip))
@@ -288,7 +297,10 @@ LOST[_UNSCALES] = "A method of a GradScaler's subclass that reads ``opt.param_gr
 
 
 def unscaling_caller(frames: int) -> LocalVariables | None:
-    """Return the local variables of ``GradScaler._unscale_grads_`` (if renamed: of any method) if it runs `frames` frames above."""
+    """Return the local variables of ``GradScaler._unscale_grads_`` if it runs `frames` frames above.
+
+    If torch has renamed it, any method of a scaler counts.
+    """
     frame = sys._getframe(frames)
     if exists(_UNSCALES):
         return frame.f_locals if frame.f_code.co_name == "_unscale_grads_" else None
@@ -301,7 +313,7 @@ LOST.update({f"{_MODEL_STATE}:{each}": _REFUSED for each in ("_get_optim_state_d
 
 
 def model_state_caller(function: str, frames: int) -> LocalVariables | None:
-    """Return the local variables of that `function` of torch's checkpoints if it runs `frames` frames above."""
+    """Return the local variables of ``_get_optim_state_dict`` or ``_init_optim_state`` of torch's checkpoints, `frames` frames above."""
     frame = sys._getframe(frames)
     if frame.f_globals.get("__name__") != _MODEL_STATE:
         return None
@@ -310,7 +322,7 @@ def model_state_caller(function: str, frames: int) -> LocalVariables | None:
 
 
 def initialize_state(inner: torch.optim.Optimizer) -> None:
-    """Make the state of `inner` as torch does: by a step of zeros, at a learning rate of 0."""
+    """Make the state of `inner` as torch does before it reads or loads one: by a step of zeros, at a learning rate of 0."""
     parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
     if inner.state or any(parameter.grad is not None for parameter in parameters):
         return
@@ -352,9 +364,9 @@ LOST[_JOIN] = "Each window's end looks for a ``join()`` through all objects of P
 
 
 def leave_reduction_out(module: DistributedDataParallel, hook_error: Callable[[], Exception]) -> None:
-    """Keep `module` from reducing gradients, whatever the user's loop sets.
+    """Keep `module` from reducing gradients, also where the user's loop sets ``require_backward_grad_sync``.
 
-    A communication hook would never be called: raise `hook_error` if there is one. With ``static_graph=True`` a flag is needed.
+    A communication hook would never be called: `hook_error` is raised if one is registered. With ``static_graph=True`` a flag is needed.
     """
     if module.static_graph:
         require_name(_STATIC, "module", "Leave static_graph=True out.")
@@ -378,16 +390,16 @@ LOST[_WAS_SHARDED] = "``module=`` takes no DistributedDataParallel where that mo
 
 
 def were_sharded(parameters: Iterable[Tensor]) -> bool:
-    """True if ``_pre_dp_module_transform`` made, or may have made, some of a `DTensor`."""
+    """True if ``_pre_dp_module_transform`` made, or may have made, some of a `DTensor` for `DistributedDataParallel`."""
     if _TENSOR_PARALLEL not in sys.modules:
         return False
     return not exists(_WAS_SHARDED) or any(hasattr(parameter, "_st_info") for parameter in parameters)
 
 
 def send_buffers(module: DistributedDataParallel) -> None:
-    """Send the first worker's buffers to all, and keep forward passes from it; collective.
+    """Send the first worker's buffers to all, as a forward pass of `module` would, and keep forward passes from it; collective.
 
-    A forward pass is no meeting: another worker may be at the end of its window.
+    A forward pass is no meeting of all workers: another worker may be at the end of its window.
     """
     vars(module)["require_forward_param_sync"] = True
     if module.will_sync_module_buffers():  # type: ignore[no-untyped-call]
@@ -406,13 +418,14 @@ def _send_one_by_one(module: DistributedDataParallel) -> None:
 
 
 def is_in_join(module: DistributedDataParallel) -> bool:
+    """True if a loop runs, or may run, under ``module.join()``, which answers collectives of the module alone."""
     if exists(_JOIN):
         return bool(module._join_config.enable)
     return any(_alive(Join))
 
 
 def reduced_by(module: DistributedDataParallel) -> list[Tensor]:
-    """Return the parameters that `module` does not ignore; all if torch lacks the name."""
+    """Return the parameters that `module` does not ignore; if torch lacks the name, ignored ones are averaged over the workers."""
     return [parameter for name, parameter in module.module.named_parameters() if name not in module.parameters_to_ignore]
 
 
@@ -421,7 +434,7 @@ LOST[_FLATTENED] = "Each `gradaccum.wrap` looks for FSDP1 through all objects of
 
 
 def are_flattened(parameters: Collection[Tensor]) -> bool:
-    """True if some are FSDP1's, whose norm would be that of one worker's part."""
+    """True if some of `parameters` are FSDP1's, whose norm would be that of each worker's part."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None or exists(_FLATTENED):
         return any(getattr(parameter, resolve_name(_FLATTENED), False) for parameter in parameters)
@@ -430,6 +443,7 @@ def are_flattened(parameters: Collection[Tensor]) -> bool:
 
 
 def _alive(kind: type[_T]) -> Iterator[_T]:
+    """Yield the living objects of this type, from Python's garbage collector."""
     return (each for each in gc.get_objects() if issubclass(type(each), kind))
 
 
@@ -583,13 +597,15 @@ class Unit:
 
     @property
     def fills_unused(self) -> bool:
+        """True if the installed torch can give zeros to a parameter without a gradient."""
         return _sets(_UNUSED)
 
     def _option(self, kept: str) -> Any:
+        """Return FSDP2's value of an option; None in a torch without the option."""
         return getattr(self.group, kept) if _sets(_OPTIONS[kept]) else None
 
     def require_waiting(self) -> None:
-        """Raise unless FSDP2 can reduce without a backward pass."""
+        """Raise unless the installed torch has the names by which FSDP2 reduces without a backward pass."""
         for name in (_REDUCES, _POLICY):
             require_name(name, "gradient_sync", 'Write gradient_sync="micro_batch".')
 
@@ -597,7 +613,7 @@ class Unit:
         return (each for each in self.group.fsdp_params if each.sharded_param.requires_grad)
 
     def held(self) -> list[Tensor]:
-        """Return the unreduced gradients: one for each parameter, or one of all."""
+        """Return the unreduced gradients: one for each parameter that has one, or one of all."""
         found = [gradient for each in self.group.fsdp_params for gradient in unreduced(each)]
         partial = self.group._partial_reduce_output if self._has_partial() else None
         return found if partial is None else [*found, partial]
@@ -615,7 +631,7 @@ class Unit:
             drop(each)
 
     def fill(self, parameter: Private) -> None:
-        """Add zeros for a parameter that has a gradient on another worker only."""
+        """Add zeros for a parameter without a gradient, because another worker has one."""
         zeros = torch.zeros_like(parameter._unsharded_param, dtype=self.sum_dtype)
         if _sums_apart(parameter):
             parameter.unsharded_accumulated_grad = zeros
@@ -624,6 +640,7 @@ class Unit:
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
+        """Keep the parameters gathered inside the block, whatever passes run, and let them go after it."""
         group, module = self.group, self.modules[0]
         state = module._get_fsdp_state()
         changed = [(group, "post_forward_mesh_info", None), (group, "reshard_after_backward", False), (state, _PREFETCHED, [state])]
@@ -639,6 +656,7 @@ class Unit:
             module.reshard()
 
     def after_forward(self, hook: Callable[..., None]) -> list[RemovableHandle]:
+        """Call `hook` after the forward pass of each of its modules: from the first on, `whole_parameters` has them all."""
         return [module.register_forward_hook(hook) for module in self.modules]
 
     def whole_parameters(self) -> list[tuple[Private, Tensor]]:
@@ -666,7 +684,7 @@ def _modules() -> list[nn.Module]:
 
 
 def begin(units: Sequence[Unit]) -> None:
-    """Let the outermost modules of `units` be roots: FSDP2 takes the first that runs for one, and refuses outer ones."""
+    """Let the outermost modules of `units` be roots, as FSDP2 takes the module that runs first for one, and then refuses the outer ones."""
     for name in _STAYS if units else ():
         require_name(name, "layers", "Call gradaccum_torch.backward in place of layered_backward.")
     own = {id(module) for unit in units for module in unit.modules}
@@ -678,7 +696,10 @@ def begin(units: Sequence[Unit]) -> None:
 
 
 def reduce(units: Sequence[Unit]) -> None:
-    """Reduce what `units` hold into ``.grad``, as FSDP2 does for a module that a backward pass did not reach."""
+    """Reduce what `units` hold into ``.grad``, as FSDP2 does for a module that a backward pass did not reach.
+
+    Without ``post_backward`` only a last backward pass could reduce the sum, and nobody knows which is last.
+    """
     for unit in reversed(units):
         unit.group.post_backward()
     # The first state of a module that has run is the outermost one, whose pass ends those of all in it.
@@ -716,7 +737,7 @@ def drop(parameter: Private) -> None:
 
 
 def _sums_apart(parameter: Private) -> bool:
-    """True if FSDP2 keeps the sum apart; from torch 2.15 on it is the whole parameter's ``.grad``."""
+    """True if FSDP2 keeps the sum of micro-batches apart; from torch 2.15 on it is the whole parameter's ``.grad``."""
     return "unsharded_accumulated_grad" in vars(parameter)
 
 
