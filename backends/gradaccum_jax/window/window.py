@@ -122,9 +122,7 @@ def close(
 
 def _closed(fields: Fields, apply: bool, overflow: Scalar, options: Options) -> Fields:
     closed, rule = close_fields(fields, jnp.asarray(apply), overflow, options, jnp.where), options.scale_rule
-    # XLA does not see that the weight and flag of a closed window are constants, and compiles a kernel for each. Nor does it see that a
-    # static scale, whose factors are 1, and its tracker never move.
-    closed = (*closed[:3], *map(jnp.zeros_like, fields[3:5]), *closed[5:])
+    # XLA does not see that a static scale, whose factors are 1, and its tracker never move.
     return (*closed[:5], *fields[5:]) if rule.growth_factor == rule.backoff_factor else closed
 
 
