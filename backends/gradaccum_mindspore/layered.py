@@ -97,7 +97,7 @@ def layered_backward(
 
     Examples:
         >>> from mindspore import Tensor, nn
-        >>> layers = [nn.Dense(2, 2, weight_init="ones"), nn.Dense(2, 1, weight_init="ones")]
+        >>> layers = [nn.Dense(2, n, weight_init="ones", has_bias=False) for n in (2, 1)]
         >>> optimizers = [nn.SGD(layer.trainable_params(), 0.5) for layer in layers]
         >>> x, y = Tensor([[1.0, 2.0], [3.0, 4.0]]), Tensor([[0.0], [0.0]])
         >>> float(layered_backward(layers, nn.MAELoss(), x, y, steps=2, optimizer=optimizers))
