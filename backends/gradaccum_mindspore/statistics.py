@@ -215,7 +215,7 @@ class Listening:
         """At the last look."""
 
     def add(self, listener: Listener) -> Handle:
-        if not self.listeners:
+        if not self.listeners.added:
             self.seen = self.storage.pull()
         return self.listeners.add(listener)
 
@@ -226,13 +226,13 @@ class Listening:
 
     def window_ended(self, before: State) -> None:
         """Note the window that the host has just closed; `before`: the state before, with all workers' weight."""
-        if self.listeners:
+        if self.listeners.added:
             self.seen = self.storage.pull()
             self.listeners.note(self.storage.result(), weight=before.weight, micro_batches=before.micro_step)
 
     def look(self, micro_batches: float = math.nan) -> None:
         """Note the window that compiled code closed since the last look."""
-        if not self.listeners:
+        if not self.listeners.added:
             return
         before, self.seen = self.seen, self.storage.pull()
         closed = _closed(self.seen) - _closed(before)
@@ -246,13 +246,13 @@ class Listening:
             self.listeners.note(self.storage.result()._replace(applied=applied, skipped=not applied), micro_batches=held)
 
     def tell(self, micro_batches: float = math.nan) -> None:
-        if self.listeners:
+        if self.listeners.added:
             with self.listeners.settled():
                 self.look(micro_batches)
 
     def after(self, micro_batches: int, call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         """Make a `call` that takes in so many micro-batches and may close windows, and tell of them."""
-        if not self.listeners:
+        if not self.listeners.added:
             return call(*arguments, **named)
         with self.listeners.settled():
             self.look()

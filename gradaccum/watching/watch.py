@@ -72,14 +72,12 @@ class Listeners:
     """The listeners in order, and the windows not yet reported. A copy or a pickle has none."""
 
     def __init__(self) -> None:
-        self._listeners: dict[int, Listener] = {}
+        self.added: dict[int, Listener] = {}
+        """The listeners by key; empty, the window need not report."""
         self._keys = itertools.count()
         self._untold: list[ClosedWindow] = []
         self._failures: list[Exception] = []
         self._last_end = 0.0
-
-    def __bool__(self) -> bool:
-        return bool(self._listeners)
 
     def __reduce__(self) -> tuple[type[Listeners], tuple[()]]:
         return Listeners, ()
@@ -93,11 +91,11 @@ class Listeners:
         if not callable(listener):
             fix = "Write for example opt.add_listener(print)."
             raise explain(ArgumentTypeError, "listener", expected="a function of one ClosedWindow", got=listener, fix=fix)
-        if not self._listeners:
+        if not self.added:
             self._last_end = time.perf_counter()
         key = next(self._keys)
-        self._listeners[key] = listener
-        return Handle(self._listeners, key)
+        self.added[key] = listener
+        return Handle(self.added, key)
 
     def note(
         self, result: StepResult, *, weight: float = math.nan, micro_batches: float = math.nan, loss: float | None = None
@@ -128,7 +126,7 @@ class Listeners:
         A call that closes several windows reports each before the next, as a listener may move a schedule.
         """
         untold, self._untold = self._untold, []
-        calls = [(listener, window) for window in untold for listener in self._listeners.values()]
+        calls = [(listener, window) for window in untold for listener in self.added.values()]
         self._failures += [failure for listener, window in calls if (failure := _failure(listener, window)) is not None]
 
     def _told(self) -> list[Exception]:

@@ -279,7 +279,7 @@ class Window:
 
     def reported(self, close: Callable[[], None]) -> None:
         """Call `close`, and then the listeners with each window closed."""
-        if not self.listeners:
+        if not self.listeners.added:
             return close()
         with self.listeners.settled():
             close()
@@ -463,7 +463,7 @@ class Window:
             self._expect()
         if self._scaler is not None:
             self._scaler.window_ended(Ended(self._fields, ended.loss_scale, decision.overflow))
-        if self.listeners:
+        if self.listeners.added:
             self.listeners.note(self.result, weight=ended.weight, micro_batches=ended.micro_step)
 
     def _start_with(self, fields: State, grad_norm: float, known: Known) -> None:
