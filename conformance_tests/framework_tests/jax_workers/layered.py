@@ -83,7 +83,10 @@ def layered_window() -> None:
             require_window(made, losses, options)
             assert gradaccum_jax.result(state).applied
             found.append(counted(program, params, state, *batch))
-        assert found[0] == found[1] == [6, 0, 0]  # three sums, and the weight, the loss and the window's numbers
+        assert found[0] == found[1]
+        # Three sums, and the weight, the loss and the window's numbers; a newer XLA combines those that stand outside of the loop.
+        assert 2 <= found[0][0] <= 6
+        assert found[0][1:] == [0, 0]
 
 
 def layered_shards() -> None:
