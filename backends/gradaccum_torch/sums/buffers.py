@@ -84,27 +84,26 @@ class BufferStrategy(Strategy):
     def fits(self, norm: float, divisor: float) -> bool:
         # No element exceeds the norm. So this seldom needs the largest element.
         return all(
-            norm / divisor <= torch.finfo(gradient_dtype(parameter)).max or fits(held, divisor, gradient_dtype(parameter))
-            for parameter, held in self._held.items()
-            if self._is_narrowed(parameter)
+            norm / divisor <= torch.finfo(gradient_dtype(parameter)).max or fits(self._held[parameter], divisor, gradient_dtype(parameter))
+            for parameter in self._narrowed()
         )
 
     def hands_over_whole(self) -> bool:
-        return not any(map(self._is_narrowed, self._held))
+        return not self._narrowed()
 
     def undivided(self) -> Undivided:
         return Undivided(list(self._held), list(map(version, self._held.values())), [], [])
 
     def hand_over(self, undivided: Undivided, divisor: float, unclipped: float) -> None:
-        whole = [held for parameter, held in self._held.items() if not self._is_narrowed(parameter)]
+        dtypes, masters = self._narrowed(), self._parameters.masters
+        whole = [held for parameter, held in self._held.items() if parameter not in dtypes] if dtypes else list(self._held.values())
         divide(whole, divisor)
         undivided.divided.extend(whole)
         for parameter, held in self._held.items():
-            own = self._parameters.worked_on(parameter)
-            if self._is_narrowed(parameter):
+            if dtypes and (dtype := dtypes.get(parameter)) is not None:
                 # One by one, each frees the sum it came from: the gradients and the sums never live in full at once.
-                held = self._held[parameter] = narrowed(held, divisor, gradient_dtype(own))
-            own.grad = held
+                held = self._held[parameter] = narrowed(held, divisor, dtype)
+            masters.get(parameter, parameter).grad = held
 
     def take_back(self, undivided: Undivided, divisor: float, spoiled: bool) -> None:
         for parameter, noted in zip(undivided.parameters, undivided.versions, strict=True):
@@ -152,8 +151,11 @@ class BufferStrategy(Strategy):
             self._held[parameter] = total
         parameter.grad = None
 
-    def _is_narrowed(self, parameter: Tensor) -> bool:
-        return gradient_dtype(self._parameters.worked_on(parameter)) != sum_dtype(parameter, self._accumulate_dtype)
+    def _narrowed(self) -> dict[Tensor, torch.dtype]:
+        """Return the parameters that get their gradient in another dtype than that of its sum, and this dtype."""
+        masters = self._parameters.masters
+        own = [gradient_dtype(masters.get(parameter, parameter)) for parameter in self._held]
+        return {parameter: dtype for (parameter, held), dtype in zip(self._held.items(), own, strict=True) if held.dtype != dtype}
 
 
 class MovingStrategy(BufferStrategy):
