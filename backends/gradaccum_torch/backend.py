@@ -9,10 +9,10 @@ import torch
 
 from gradaccum import LossScale, VerificationReport
 from gradaccum.kit import Options, ScaleRule, Steps, WrapOptions, optimizer_error, require_bool, wrap_with, wrapped_twice_error
-from gradaccum_torch import private
 from gradaccum_torch.checks import require_accumulate_dtype, require_layouts, require_update_in_step
 from gradaccum_torch.grad_scaler import scaler_rule
 from gradaccum_torch.optimizer import AccumulatingOptimizer
+from gradaccum_torch.private import fsdp, names
 from gradaccum_torch.scheduler import GatedScheduler, is_scheduler
 from gradaccum_torch.verification import verify
 from gradaccum_torch.workers.workers import workers_of
@@ -39,7 +39,7 @@ class TorchBackend:
 
     def lacking(self) -> dict[str, str]:
         """Return the private names that the installed torch lacks, with what each costs the user."""
-        return private.lacking({**private.LOST, **private.lost_in_fsdp()})
+        return names.lacking({**names.LOST, **fsdp.lost_in_fsdp()})
 
     def wrap(
         self,

@@ -21,7 +21,16 @@ from torch import Tensor
 from gradaccum import UsageError
 from gradaccum.kit import Options, ScaleRule, State, contribution, explain
 from gradaccum_torch.parameters import Group
-from gradaccum_torch.private import SCALER, LocalVariables, found_inf_of, pending_update, require_name, scale_of, scaler_state, tracker_of
+from gradaccum_torch.private.names import (
+    SCALER,
+    LocalVariables,
+    found_inf_of,
+    pending_update,
+    require_name,
+    scale_of,
+    scaler_state,
+    tracker_of,
+)
 
 SMALLEST = 2.0**-125
 """`GradScaler` has no floor. Below this power of two a window could no longer be divided, and the scale could never grow again."""

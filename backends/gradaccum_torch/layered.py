@@ -20,7 +20,7 @@ from gradaccum_torch.checks import Borders, Within
 from gradaccum_torch.large_batch import batch, gradients
 from gradaccum_torch.large_batch.replay import Before, RandomState, reached_by, trained_by
 from gradaccum_torch.optimizer import AccumulatingOptimizer
-from gradaccum_torch.private import Node, buffers_of, untraced_within, version
+from gradaccum_torch.private.names import Node, buffers_of, untraced_within, version
 from gradaccum_torch.recomputation.function import Surroundings
 from gradaccum_torch.workers.deferred import LayerShards
 

@@ -20,10 +20,11 @@ from torch.overrides import TorchFunctionMode
 
 from gradaccum import GradAccumWarning, StepResult, UsageError, updates_in
 from gradaccum.kit import Handle, Listener, Options, described, epoch, explain, require_weight
-from gradaccum_torch import private, update
+from gradaccum_torch import update
 from gradaccum_torch.checks import known_window_size, require_loss
 from gradaccum_torch.grad_scaler import foreign_scaler_error, link_scaler
 from gradaccum_torch.parameters import Group, Parameters
+from gradaccum_torch.private import fsdp, names
 from gradaccum_torch.saving import StateDict, load, require_no_open_window, save
 from gradaccum_torch.update import Loss, Update
 from gradaccum_torch.window.watch import Allowed
@@ -289,7 +290,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
             UsageError: a micro-batch is under way; something changed ``.grad``; or a window is open, and the caller is
                 ``get_optimizer_state_dict`` of `torch.distributed.checkpoint`.
         """
-        caller = private.model_state_caller("_get_optim_state_dict", 2)
+        caller = names.model_state_caller("_get_optim_state_dict", 2)
         for before in update.save_pre_hooks(self).values():
             before(self)
         state_dict = save(self._window.save(), self._parameters, self._inner, caller)
@@ -324,7 +325,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
             UsageError: to a `torch.amp.GradScaler` that was not given as ``loss_scale=``, before it touches a gradient.
         """
         # Nothing else gives the scaler away: the kernel that unscales leaves the version of a gradient as it was.
-        scaler = private.unscaling_caller(2)
+        scaler = names.unscaling_caller(2)
         return self._inner.param_groups if scaler is None else self._groups_for_scaler(scaler)
 
     @param_groups.setter
@@ -334,7 +335,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
     @property
     def state(self) -> OptimizerState:
         """The inner optimizer's state by parameter, the same mapping."""
-        return self._inner.state if private.model_state_caller("_init_optim_state", 2) is None else self._initialized_state()
+        return self._inner.state if names.model_state_caller("_init_optim_state", 2) is None else self._initialized_state()
 
     @state.setter
     def state(self, state: OptimizerState) -> None:
@@ -393,7 +394,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
             if self._window.add():
                 self._window.reported(self._window.close)
 
-    def _groups_for_scaler(self, caller: private.LocalVariables) -> list[Group]:
+    def _groups_for_scaler(self, caller: names.LocalVariables) -> list[Group]:
         if self._scaler is None:
             raise foreign_scaler_error()
         return self._scaler.groups_for(caller)
@@ -401,7 +402,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
     def _initialized_state(self) -> OptimizerState:
         require_no_open_window(self.result.micro_step)
         with self._parameters.masters_in_place(), self._window.update.running():
-            private.initialize_state(self._inner)
+            names.initialize_state(self._inner)
         return {"initialized": True}  # An empty state, as of an inner optimizer without one, would have torch make a step of this one.
 
 
@@ -473,7 +474,7 @@ class WholeWindow:
         self.process_group = process_group
         self._window, self._parameters, self.options = window, parameters, options
         self._before: list[tuple[Tensor, Tensor]] = []
-        self._sharded = any(map(private.is_sharded, parameters.unique()))
+        self._sharded = any(map(names.is_sharded, parameters.unique()))
         self._parts: list[int] = []
         """Those that were updated, which cannot be undone."""
 
@@ -484,7 +485,7 @@ class WholeWindow:
         with_gradients = ((each, each.grad) for each in self._parameters.unique())
         self._before.extend((each, gradient) for each, gradient in with_gradients if gradient is not None)
         # zero_grad(set_to_none=False) leaves zeros, into which autograd adds; anything else would count as a part of the window.
-        if any(bool(private.elements(gradient).any()) for _, gradient in self._before):
+        if any(bool(names.elements(gradient).any()) for _, gradient in self._before):
             fix = "Call opt.zero_grad() first: the window is this call's batch alone."
             raise explain(UsageError, ".grad", expected="no gradients from before", found="gradients", fix=fix)
         self._window.strategy.watch.reset()
@@ -522,7 +523,7 @@ class WholeWindow:
         """Return the ids of the whole parameters that FSDP2 gathered in the last forward pass."""
         if not self._sharded:
             return set()
-        return {id(whole) for unit in private.units_holding(self._parameters.unique()) for _, whole in unit.whole_parameters()}
+        return {id(whole) for unit in fsdp.units_holding(self._parameters.unique()) for _, whole in unit.whole_parameters()}
 
     def bound_to_micro_batches(self) -> list[str]:
         """Return the options that look at single micro-batches, or at the window's end alone."""

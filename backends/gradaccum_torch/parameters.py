@@ -20,7 +20,7 @@ from torch import Tensor
 
 from gradaccum import ArgumentValueError
 from gradaccum.kit import explain
-from gradaccum_torch.private import foreach_copy_, foreach_norm, foreach_sub_, local
+from gradaccum_torch.private.names import foreach_copy_, foreach_norm, foreach_sub_, local
 from gradaccum_torch.sums.arithmetic import HALF
 
 Group = dict[str, Any]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gradaccum import ArgumentTypeError, CheckpointError, UsageError, kit
 from gradaccum_torch.parameters import Group, Parameters
-from gradaccum_torch.private import LocalVariables, is_sharded
+from gradaccum_torch.private.names import LocalVariables, is_sharded
 from gradaccum_torch.statistics import NOTHING_KNOWN, Known
 
 

@@ -14,7 +14,7 @@ import torch
 from gradaccum import ArgumentTypeError, UsageError
 from gradaccum.kit import explain
 from gradaccum_torch.optimizer import AccumulatingOptimizer
-from gradaccum_torch.private import is_sequence_calling, note_step_called
+from gradaccum_torch.private.names import is_sequence_calling, note_step_called
 
 Scheduler = Any
 """An object with a ``step`` or timm's ``step_update``, and the optimizer that it schedules as ``optimizer``."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gradaccum import kit
 from gradaccum.kit import window_loss
-from gradaccum_torch.private import is_sharded
+from gradaccum_torch.private.names import is_sharded
 
 Told = float | Tensor
 """A loss: a number, or a scalar on its accelerator, shape ``()``."""

@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from gradaccum import ArgumentTypeError, UsageError
 from gradaccum.kit import explain, half_made_error, round_to_float32
 from gradaccum_torch.parameters import Group, Parameters
-from gradaccum_torch.private import DIVIDES_BY_GRAD_SCALE, untraced, version
+from gradaccum_torch.private.names import DIVIDES_BY_GRAD_SCALE, untraced, version
 from gradaccum_torch.sums.arithmetic import DTYPE, GRAD, Versions, operand
 from gradaccum_torch.sums.strategy import Strategy
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 
 import pytest
@@ -17,7 +16,7 @@ from conformance_tests.framework_tests.test_torch_mirror import fsdp, two_layers
 from conformance_tests.framework_tests.torch_fsdp import NEEDS_FSDP2_ON_CPU
 from conformance_tests.framework_tests.torch_layers import CHECKS
 from conformance_tests.framework_tests.torch_mirror import mirror
-from conformance_tests.framework_tests.torch_workers.jobs import run_workers
+from conformance_tests.framework_tests.torch_workers.jobs import reports_of, require_passed
 from gradaccum_torch import layered_backward
 
 pytestmark = pytest.mark.xdist_group("torch_layers")
@@ -25,16 +24,13 @@ pytestmark = pytest.mark.xdist_group("torch_layers")
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    """What each of two processes says of each check; one run for all tests."""
-    folder = tmp_path_factory.mktemp("layers")
-    run_workers("conformance_tests.framework_tests.torch_layers", folder=folder)
-    return [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(2)]
+    """One run for all tests."""
+    return reports_of("conformance_tests.framework_tests.torch_layers", tmp_path_factory.mktemp("layers"))
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name == "data_parallel" else [NEEDS_FSDP2_ON_CPU]) for name in CHECKS])
 def test_two_workers(name: str, reports: list[dict[str, str]]) -> None:
-    for rank, report in enumerate(reports):
-        assert report.get(name, "not run: a check before it failed") == "passed", f"rank {rank}:\n{report.get(name)}"
+    require_passed(name, reports)
 
 
 @NEEDS_FSDP2_ON_CPU

@@ -12,7 +12,7 @@ import torch
 from conformance_tests.framework_tests.torch_lacking import SCENARIOS, TOGETHER
 from conformance_tests.framework_tests.torch_renamed import Hidden
 from gradaccum_conformance.deep import deep_but
-from gradaccum_torch import private
+from gradaccum_torch.private import names as private
 
 
 def require_promised(names: list[str]) -> None:

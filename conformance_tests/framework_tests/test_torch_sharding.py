@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 
@@ -15,23 +14,20 @@ if not torch.distributed.is_gloo_available():
 
 from conformance_tests.framework_tests.torch_fsdp import NEEDS_FSDP2_ON_CPU
 from conformance_tests.framework_tests.torch_shards import CHECKS, EARLY
-from conformance_tests.framework_tests.torch_workers.jobs import ROOT, SECONDS, run_workers
+from conformance_tests.framework_tests.torch_workers.jobs import ROOT, SECONDS, reports_of, require_passed
 
 pytestmark = pytest.mark.xdist_group("torch_shards")
 
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    """What each process says of each check; one run for all tests."""
-    folder = tmp_path_factory.mktemp("shards")
-    run_workers("conformance_tests.framework_tests.torch_shards", folder=folder)
-    return [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(2)]
+    """One run for all tests."""
+    return reports_of("conformance_tests.framework_tests.torch_shards", tmp_path_factory.mktemp("shards"))
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in EARLY else [NEEDS_FSDP2_ON_CPU]) for name in CHECKS])
 def test_two_workers(name: str, reports: list[dict[str, str]]) -> None:
-    for rank, report in enumerate(reports):
-        assert report.get(name, "not run: a check before it failed") == "passed", f"rank {rank}:\n{report.get(name)}"
+    require_passed(name, reports)
 
 
 @NEEDS_FSDP2_ON_CPU

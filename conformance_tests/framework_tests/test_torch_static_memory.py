@@ -15,7 +15,7 @@ from torch.nn import functional
 import gradaccum
 from conformance_tests.framework_tests.torch_versions import has_torch
 from gradaccum_torch import backward, coupled_backward, verify_loss_scaling
-from gradaccum_torch.private import keep_own
+from gradaccum_torch.private.names import keep_own
 
 STEPS = 4
 X = torch.randn(8, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import signal
 from fractions import Fraction
@@ -16,7 +15,7 @@ if not (torch.distributed.is_available() and torch.distributed.is_gloo_available
     pytest.skip("this torch was built without gloo", allow_module_level=True)
 
 from conformance_tests.framework_tests.torch_workers import CHECKS, WORLD
-from conformance_tests.framework_tests.torch_workers.jobs import run_workers
+from conformance_tests.framework_tests.torch_workers.jobs import reports_of, require_passed, run_workers
 from gradaccum.kit import initial_state
 from gradaccum_torch.workers.group import LARGE_BYTES, decode, encode, riders
 
@@ -26,16 +25,13 @@ PACKAGE = "conformance_tests.framework_tests.torch_workers"
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    """What each process says of each check; one run for all tests."""
-    folder = tmp_path_factory.mktemp("workers")
-    run_workers(PACKAGE, folder=folder)
-    return [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(WORLD)]
+    """One run for all tests."""
+    return reports_of(PACKAGE, tmp_path_factory.mktemp("workers"))
 
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_two_workers(name: str, reports: list[dict[str, str]]) -> None:
-    for rank, report in enumerate(reports):
-        assert report.get(name, "not run: a check before it failed") == "passed", f"rank {rank}:\n{report.get(name)}"
+    require_passed(name, reports)
 
 
 def test_numbers_are_exact_in_float32() -> None:

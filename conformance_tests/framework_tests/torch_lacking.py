@@ -338,7 +338,7 @@ def verifies_coarsely() -> None:
 def model_states_are_refused() -> None:
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
-    from gradaccum_torch.private import exists
+    from gradaccum_torch.private.names import exists
 
     model, opt = trains()
     with refused(UsageError, "torch.distributed.checkpoint.state_dict", "opt.state_dict()"):

@@ -21,7 +21,8 @@ from conformance_tests.framework_tests.torch_fsdp import RUNS_ON_CPU
 from conformance_tests.framework_tests.torch_shards.common import counted
 from conformance_tests.framework_tests.torch_shards.ways import without
 from conformance_tests.framework_tests.torch_workers.jobs import Check, run_checks
-from gradaccum_torch import backward, layered_backward, private
+from gradaccum_torch import backward, layered_backward
+from gradaccum_torch.private import fsdp
 
 ITEMS, STEPS, LAYERS = (5, 7), 3, 4
 """The items of each worker; the micro-batches of each; the layers of the model."""
@@ -203,7 +204,7 @@ def refused_options(rank: int) -> None:
 
 @check
 def private_names_that_torch_lacks(rank: int) -> None:
-    for name in private._STAYS:
+    for name in fsdp._STAYS:
         model = shard(build(), whole=True)
         opt = gradaccum.wrap(adamw(model), None, module=model, on_overflow="ignore")
         with without(name), refused(gradaccum.UsageError, name.rpartition(":")[2], "gradaccum_torch.backward"):

@@ -87,7 +87,7 @@ def take_away(names: list[str]) -> None:
 
 def main(names: list[str]) -> None:
     take_away(names)
-    from gradaccum_torch import private
+    from gradaccum_torch.private import names as private
 
     plain = private.exists
     # Torch's own methods go on to name what is hidden.

@@ -76,7 +76,7 @@ def test_accumulation_imports_no_wing(adapter: str, wing: str) -> None:
 
 
 WINDOW = {
-    "gradaccum_torch": ("checks", "parameters", "saving", "statistics", "sums", "update", "window"),
+    "gradaccum_torch": ("checks", "parameters", "private", "saving", "statistics", "sums", "update", "window"),
     "gradaccum_jax": ("checks", "parameters", "saving", "statistics", "sums", "update", "window"),
     "gradaccum_mindspore": (*("checks", "grad_scaler", "parameters", "private", "saving", "statistics", "sums", "update", "window"),),
 }

@@ -29,7 +29,7 @@ from gradaccum_torch.large_batch.batch import (
 from gradaccum_torch.large_batch.gradients import Collector, LossesInGrad, LossesInWindow, delivering, require_optimizer
 from gradaccum_torch.large_batch.replay import reached_by
 from gradaccum_torch.optimizer import AccumulatingOptimizer
-from gradaccum_torch.private import untraced_within
+from gradaccum_torch.private.names import untraced_within
 
 
 @untraced_within

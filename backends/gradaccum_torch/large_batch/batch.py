@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradaccum import ArgumentTypeError, ArgumentValueError, GradAccumError, UsageError, kit
-from gradaccum_torch.private import is_sharded
+from gradaccum_torch.private.names import is_sharded
 from gradaccum_torch.sums.arithmetic import HALF
 
 PLAIN = (str, bytes, bool, int, float, complex, type(None))

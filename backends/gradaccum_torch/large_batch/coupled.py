@@ -21,7 +21,7 @@ from gradaccum_torch.large_batch.batch import LargeBatch, MicroBatch, Split, Wei
 from gradaccum_torch.large_batch.gradients import Gradients, InWindow, delivering, require_coupled_optimizer, touched_error
 from gradaccum_torch.large_batch.replay import Before, Buffers, RandomState, reached_by
 from gradaccum_torch.optimizer import AccumulatingOptimizer
-from gradaccum_torch.private import untraced_within
+from gradaccum_torch.private.names import untraced_within
 
 
 @untraced_within

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from gradaccum import UsageError
 from gradaccum.kit import explain, leaves_of, with_leaves
 from gradaccum_torch.large_batch.replay import reached_by
-from gradaccum_torch.private import buffers_of, is_sharded, parameters_of, version
+from gradaccum_torch.private.names import buffers_of, is_sharded, parameters_of, version
 
 
 class Recomputed:

@@ -13,7 +13,17 @@ import torch
 from torch import Tensor
 
 from gradaccum.kit import has_exact_inverse
-from gradaccum_torch.private import elements, foreach_add_, foreach_div_, foreach_mul_, foreach_norm, is_sharded, local, mesh_of, version
+from gradaccum_torch.private.names import (
+    elements,
+    foreach_add_,
+    foreach_div_,
+    foreach_mul_,
+    foreach_norm,
+    is_sharded,
+    local,
+    mesh_of,
+    version,
+)
 
 HALF = (torch.float16, torch.bfloat16)
 """The dtypes that are summed in float32 unless the user says otherwise."""

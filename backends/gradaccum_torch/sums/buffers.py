@@ -17,7 +17,7 @@ from gradaccum import UsageError
 from gradaccum.kit import explain
 from gradaccum_torch.checks import Size
 from gradaccum_torch.parameters import Parameters
-from gradaccum_torch.private import keep_own, untraced, version
+from gradaccum_torch.private.names import keep_own, untraced, version
 from gradaccum_torch.sums.arithmetic import (
     GRAD,
     REQUIRES_GRAD,

@@ -16,7 +16,7 @@ from torch import Tensor
 from gradaccum import UsageError
 from gradaccum_torch.checks import Change, Size, changed_gradients_error, interrupted_error, unfinished_error
 from gradaccum_torch.parameters import Parameters
-from gradaccum_torch.private import is_sharded, module_averaging, version
+from gradaccum_torch.private.names import is_sharded, module_averaging, version
 from gradaccum_torch.sums.arithmetic import GRAD, IS_SPARSE, NORM_BLOCK, REQUIRES_GRAD, coalesced, divide, measure, multiply, narrowed
 from gradaccum_torch.window.watch import NOTHING_SEEN, OWN_PASSES, Allowed, Event, GradWatch, Hook, Hooks, can_be_hooked, seen
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from gradaccum import ArgumentTypeError, ArgumentValueError, VerificationReport
 from gradaccum.kit import Nest, as_loss, examine, explain
-from gradaccum_torch.private import DISPATCH, is_sharded, require_name
+from gradaccum_torch.private.names import DISPATCH, is_sharded, require_name
 from gradaccum_torch.verification.batch import Batch
 from gradaccum_torch.verification.subject import TorchSubject, weight_of
 

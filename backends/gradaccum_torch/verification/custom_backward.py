@@ -15,7 +15,7 @@ from torch import Tensor
 from gradaccum import ArgumentTypeError, LinearityReport
 from gradaccum.kit import ROUNDINGS, SCALES, comparable, explain, linearity_report, relative_error
 from gradaccum_torch.checks import require_loss
-from gradaccum_torch.private import Node, input_dtypes
+from gradaccum_torch.private.names import Node, input_dtypes
 
 
 def verify_loss_scaling(

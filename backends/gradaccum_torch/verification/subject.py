@@ -18,7 +18,7 @@ from torch.utils import data
 from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
 from gradaccum.kit import Column, Conditions, HostRandom, Layer, Precision, Run, explain, require_weight, scalar_loss_error
 from gradaccum_torch.large_batch.replay import RandomState
-from gradaccum_torch.private import input_dtypes
+from gradaccum_torch.private.names import input_dtypes
 from gradaccum_torch.verification.batch import Batch, perturbed
 from gradaccum_torch.verification.custom_backward import graph_of, verify_loss_scaling
 from gradaccum_torch.verification.draws import Draw, Drawing, Recording, repeated

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from gradaccum_torch.checks import Change, interrupted_error, multiplied_error, not_scaled_error, not_weighed_error, other_weight_error
-from gradaccum_torch.private import at_the_end_of_backward, elements, foreach_norm, keep_own, local, untraced, version
+from gradaccum_torch.private.names import at_the_end_of_backward, elements, foreach_norm, keep_own, local, untraced, version
 from gradaccum_torch.statistics import Told
 from gradaccum_torch.sums.arithmetic import dense_parts, side_by_side
 

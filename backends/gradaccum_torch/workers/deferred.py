@@ -23,21 +23,8 @@ from gradaccum import ArgumentValueError, UsageError
 from gradaccum.kit import Options, explain, torn_window_error
 from gradaccum_torch.checks import Change, Size, changed_gradients_error
 from gradaccum_torch.parameters import Parameters
-from gradaccum_torch.private import (
-    Private,
-    Sync,
-    Unit,
-    begin,
-    drop,
-    keep_own,
-    local,
-    mesh_of,
-    reduce,
-    units_holding,
-    unreduced,
-    untraced,
-    version,
-)
+from gradaccum_torch.private.fsdp import Private, Sync, Unit, begin, drop, reduce, units_holding, unreduced
+from gradaccum_torch.private.names import keep_own, local, mesh_of, untraced, version
 from gradaccum_torch.sums.arithmetic import sum_dtype
 from gradaccum_torch.sums.strategy import GradStrategy, Undivided
 from gradaccum_torch.window.watch import GradWatch

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gradaccum import ArgumentValueError, UsageError
 from gradaccum.kit import State, explain, joined, missing_worker_error, rate_bits, require_same_rates
-from gradaccum_torch.private import Unit, units_holding
+from gradaccum_torch.private.fsdp import Unit, units_holding
 from gradaccum_torch.sums.arithmetic import multiply
 from gradaccum_torch.window.watch import delivering_zeros
 from gradaccum_torch.workers.deferred import Deferred, DeferredStrategy

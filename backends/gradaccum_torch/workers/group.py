@@ -25,18 +25,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError, kit
-from gradaccum_torch.private import (
-    is_sharded,
-    leave_reduction_out,
-    local,
-    mesh_of,
-    module_averaging,
-    reduced_by,
-    registered_comm_hooks,
-    send_buffers,
-    units_holding,
-    were_sharded,
-)
+from gradaccum_torch.private import names
+from gradaccum_torch.private.fsdp import units_holding
 from gradaccum_torch.window.watch import delivering_zeros
 from gradaccum_torch.workers.interface import Held, Joined, Sums, Workers, learning_rates, require_no_join
 
@@ -114,7 +104,7 @@ class WorkerGroup(Workers):
             raise kit.explain(UsageError, call, expected=expected, found=found, fix=f"{_REGROUP} Or call opt.discard() on every worker.")
 
     def require_parameters(self, parameters: Sequence[Tensor]) -> None:
-        whole, sharded = ([each for each in parameters if is_sharded(each) is split] for split in (False, True))
+        whole, sharded = ([each for each in parameters if names.is_sharded(each) is split] for split in (False, True))
         if self._module is not None:
             require_parameters(self._module, list(self._module.parameters()), whole)
             require_none_ignored(self._module, whole)
@@ -122,7 +112,7 @@ class WorkerGroup(Workers):
 
     def taking_part(self) -> AbstractContextManager[None] | None:
         own = [each for group in self._optimizer.param_groups for each in group["params"]]
-        return None if self._module is not None or module_averaging(own) is None else delivering_zeros(own)
+        return None if self._module is not None or names.module_averaging(own) is None else delivering_zeros(own)
 
     def leave(self) -> Held:
         if self.joined:
@@ -179,12 +169,14 @@ class WorkerGroup(Workers):
             guess = self._riders[part] = found
         self._require_equal_copies([total for total, count in zip(whole, numbers.holders, strict=True) if count == self._workers])
         rode = set(guess)
-        left = {index: total for index, total in enumerate(whole) if index not in rode and total is not None and not is_sharded(total)}
+        left = {
+            index: total for index, total in enumerate(whole) if index not in rode and total is not None and not names.is_sharded(total)
+        }
         if not (apart := sum(total.nbytes for total in left.values()) <= APART_BYTES):
             self._hold("torn")
         added = all_reduce(list(left.values()), self.group, apart) if left else list
         if numbers.is_open and self._module is not None and part is None:
-            send_buffers(self._module)
+            names.send_buffers(self._module)
         for index, total in zip((*guess, *left), (*bucket.sums()[:-1], *added()), strict=True):
             whole[index] = total
         packed = len(guess) == sum(present) and all(map(Tensor.is_contiguous, riding))
@@ -195,8 +187,8 @@ class WorkerGroup(Workers):
         norms: dict[dist.ProcessGroup, list[Tensor]] = {}
         for total in sums:
             for axis, placement in enumerate(getattr(total, "placements", ())):
-                if total is not None and placement.is_replicate() and mesh_of(total).size(axis) > 1:
-                    norms.setdefault(mesh_of(total).get_group(axis), []).append(torch.linalg.vector_norm(local(total)).double())
+                if total is not None and placement.is_replicate() and names.mesh_of(total).size(axis) > 1:
+                    norms.setdefault(names.mesh_of(total).get_group(axis), []).append(torch.linalg.vector_norm(names.local(total)).double())
         if not norms:
             return
         apart = []
@@ -236,11 +228,11 @@ def group_of(module: object, optimizer: torch.optim.Optimizer, options: kit.Opti
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
     workers = WorkerGroup(parallel.process_group, optimizer, parallel)
     workers.require_parameters(parameters)
-    if registered_comm_hooks(parallel):
+    if names.registered_comm_hooks(parallel):
         raise comm_hook_error()
     require_same_options(options, parallel.process_group)
-    leave_reduction_out(parallel, comm_hook_error)
-    send_buffers(parallel)
+    names.leave_reduction_out(parallel, comm_hook_error)
+    names.send_buffers(parallel)
     return workers
 
 
@@ -269,10 +261,10 @@ def _require_parallel(module: object) -> DistributedDataParallel:
     if not isinstance(module, DistributedDataParallel):
         found = f"an object of type {type(module).__name__}"
         raise kit.explain(ArgumentTypeError, "module", expected="a DistributedDataParallel or fully_shard module", found=found, fix=FIX)
-    if any(map(is_sharded, reduced_by(module))):
+    if any(map(names.is_sharded, names.reduced_by(module))):
         fix = "Leave module= out: their gradients are reduced in each backward pass."
         raise kit.explain(ArgumentTypeError, "module", expected="a module whose parameters are whole", found="sharded parameters", fix=fix)
-    if were_sharded(module.parameters()):
+    if names.were_sharded(module.parameters()):
         found = "parts of tensor-parallel parameters, of which norm and overflow would be this part's own"
         fix = "Give the model fully_shard on a mesh of two dimensions in the place of DistributedDataParallel."
         raise kit.explain(ArgumentValueError, "module", expected="a module whose parameters are whole", found=found, fix=fix)
@@ -326,7 +318,7 @@ def require_parameters(module: torch.nn.Module, own: Sequence[Tensor], parameter
 
 
 def require_none_ignored(module: DistributedDataParallel, parameters: Sequence[Tensor]) -> None:
-    reduced = set(map(id, reduced_by(module)))
+    reduced = set(map(id, names.reduced_by(module)))
     ignored = sum(id(parameter) not in reduced for parameter in parameters)
     if ignored:
         expected, found = "a module that reduces the optimizer's parameters", f"one that was told to ignore {ignored} of them"
@@ -342,7 +334,7 @@ def require_same_workers(group: dist.ProcessGroup, sharded: Sequence[Tensor]) ->
         raise kit.explain(ArgumentValueError, "module", expected="sharded parameters with their whole gradients", found=found, fix=fix)
     workers = sorted(dist.get_process_group_ranks(group))
     for parameter in sharded:
-        ranks = sorted(mesh_of(parameter).mesh.flatten().tolist())
+        ranks = sorted(names.mesh_of(parameter).mesh.flatten().tolist())
         if ranks != workers:
             expected, found = f"sharded parameters over the ranks {workers} of the module", f"one over the ranks {ranks}"
             raise kit.explain(ArgumentValueError, "module", expected=expected, found=found, fix="Give it an optimizer of its own.")
@@ -374,7 +366,7 @@ def riders(sums: Sums, device: torch.device) -> list[int]:
     found: list[int] = []
     size, dtype = 0, None
     for index, total in enumerate(sums):
-        if total is None or total.nbytes >= LARGE_BYTES or total.device != device or is_sharded(total):
+        if total is None or total.nbytes >= LARGE_BYTES or total.device != device or names.is_sharded(total):
             continue
         if total.dtype is dtype or (dtype is None and total.dtype in _EXACT):
             dtype, size = total.dtype, size + total.nbytes

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradaccum import UsageError
 from gradaccum.kit import Fields, State, explain
-from gradaccum_torch.private import is_in_join
+from gradaccum_torch.private.names import is_in_join
 
 if TYPE_CHECKING:
     from gradaccum_torch.parameters import Parameters

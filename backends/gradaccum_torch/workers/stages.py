@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
 from gradaccum.kit import Options, State, explain, missing_worker_error, update_due_error
-from gradaccum_torch.private import is_sharded
+from gradaccum_torch.private.names import is_sharded
 from gradaccum_torch.sums.arithmetic import measure
 from gradaccum_torch.workers.group import require_group, require_same_options
 from gradaccum_torch.workers.interface import Sums

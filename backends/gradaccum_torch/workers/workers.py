@@ -16,7 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
 from gradaccum.kit import Options, State, UntilWeight, explain, shared_until_weight_error
-from gradaccum_torch.private import are_flattened, is_sharded, mesh_of, module_averaging, units_holding, units_of
+from gradaccum_torch.private.fsdp import units_holding, units_of
+from gradaccum_torch.private.names import are_flattened, is_sharded, mesh_of, module_averaging
 from gradaccum_torch.window.watch import delivering_zeros
 from gradaccum_torch.workers.deferred import Deferred, GradientSync, require_deferrable
 from gradaccum_torch.workers.fsdp import ShardGroup, Shards

@@ -45,7 +45,7 @@ from conformance_tests.framework_tests.torch_shards.common import (
     windows_of,
     wrap,
 )
-from gradaccum_torch.private import units_of
+from gradaccum_torch.private.fsdp import units_of
 
 
 def each_way(**options: Any) -> Iterator[tuple[Way, Branches, Any]]:

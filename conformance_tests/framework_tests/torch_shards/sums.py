@@ -33,7 +33,7 @@ from conformance_tests.framework_tests.torch_shards.common import (
     wrap,
 )
 from gradaccum_torch.large_batch import backward, coupled_backward
-from gradaccum_torch.private import GLOO_SUMS
+from gradaccum_torch.private.fsdp import GLOO_SUMS
 
 SMALL = 80
 """Bytes: the first layer has more."""

@@ -35,8 +35,8 @@ from conformance_tests.framework_tests.torch_shards.common import (
     windows_of,
     wrap,
 )
-from gradaccum_torch import private
-from gradaccum_torch.private import GLOO_SUMS
+from gradaccum_torch.private import fsdp, names
+from gradaccum_torch.private.fsdp import GLOO_SUMS
 
 OPTIONS: list[dict[str, Any]] = [
     {},
@@ -139,13 +139,13 @@ def half_precision_parameters_are_summed_sharded(rank: int) -> None:
 
 
 class Hidden:
-    """An attribute of a class or of its instances that only the module with the private names cannot see: torch goes on to use it."""
+    """An attribute of a class or of its instances that only the modules with the private names cannot see: torch goes on to use it."""
 
     def __init__(self, owner: type, attribute: str) -> None:
         self.value, self.attribute = vars(owner).get(attribute), attribute
 
     def __get__(self, instance: object, owner: type) -> Any:
-        if sys._getframe(1).f_globals is vars(private):
+        if sys._getframe(1).f_globals["__name__"] in (names.__name__, fsdp.__name__):
             raise AttributeError(self.attribute)
         if instance is not None and self.attribute in vars(instance):
             return vars(instance)[self.attribute]
@@ -160,13 +160,13 @@ def without(name: str) -> Iterator[None]:
     """Inside, torch lacks `name`."""
     module, _, path = name.partition(":")
     owner, _, attribute = path.rpartition(".")
-    exists = private.exists
+    exists = names.exists
 
     def seen(asked: str) -> bool:
         return asked != name and exists(asked)
 
-    private._require_names.cache_clear()
-    with mock.patch.object(private, "exists", seen):
+    fsdp._require_names.cache_clear()
+    with mock.patch.object(names, "exists", seen):
         if not owner:
             with mock.patch.dict(sys.modules, {module: ModuleType(module)}):
                 yield
@@ -175,7 +175,7 @@ def without(name: str) -> Iterator[None]:
             setattr(kind, attribute, Hidden(kind, attribute))
             yield
             setattr(kind, attribute, plain) if plain is not None else delattr(kind, attribute)
-    private._require_names.cache_clear()
+    fsdp._require_names.cache_clear()
 
 
 FLAT, WINDOW, HYBRID = Way("micro_batch", (2,)), Way("window", (2,)), Way("micro_batch", (2, 1))
@@ -213,11 +213,11 @@ def refuses() -> dict[str, Ways]:
 @check
 def private_names_that_torch_lacks(rank: int) -> None:
     reference, _ = alone(windows_of())
-    names = {re.split("[.:]", name)[-1]: name for name in private.lost_in_fsdp()}
-    assert names.keys() == refuses().keys()
+    lost = {re.split("[.:]", name)[-1]: name for name in fsdp.lost_in_fsdp()}
+    assert lost.keys() == refuses().keys()
     for attribute, (refused_ways, trained) in refuses().items():
-        name = names[attribute]
-        assert private.exists(name), name
+        name = lost[attribute]
+        assert names.exists(name), name
         with without(name):
             for way in refused_ways:
                 model = sharded(way)
@@ -229,8 +229,8 @@ def private_names_that_torch_lacks(rank: int) -> None:
                 require_equal(model, reference)
                 gc.collect()
         if trained:
-            default = private.Sync(True, True, False)
-            assert all(unit.sync == default for unit in private.units_of(model)), f"{name}: let go, and waits"
+            default = fsdp.Sync(True, True, False)
+            assert all(unit.sync == default for unit in fsdp.units_of(model)), f"{name}: let go, and waits"
 
 
 @check
@@ -262,6 +262,6 @@ def parameters_on_two_meshes(rank: int) -> None:
         model = two_units()
         train(model, wrap(model, way), rank)
         require_equal(model, alone(windows_of())[0])
-    (groups,) = (name for name in private.lost_in_fsdp() if name.endswith("._fsdp_param_groups"))
+    (groups,) = (name for name in fsdp.lost_in_fsdp() if name.endswith("._fsdp_param_groups"))
     with without(groups), refused(AssertionError, "1 param group"):
         wrap(two_units(), FLAT)

@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -58,3 +58,14 @@ def run_workers(module: str, *arguments: str, folder: Path, workers: int = WORLD
         for process in running:
             process.kill()
             process.wait()
+
+
+def reports_of(module: str, folder: Path) -> list[dict[str, str]]:
+    """Run a job of two workers; returns what each said of each check."""
+    run_workers(module, folder=folder)
+    return [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(WORLD)]
+
+
+def require_passed(name: str, reports: Sequence[Mapping[str, str]]) -> None:
+    for rank, report in enumerate(reports):
+        assert report.get(name, "not run: a check before it failed") == "passed", f"rank {rank}:\n{report.get(name)}"

@@ -105,7 +105,7 @@ def arm(when: str, opt: Any) -> None:
     elif when == "during_the_reduction":
         dist.all_reduce = before(original, 1, during(original))
     elif when == "before_the_buffers":
-        reductions.send_buffers = die
+        reductions.names.send_buffers = die
     elif when == "after_the_reduction":
         opt.register_step_pre_hook(die)
 

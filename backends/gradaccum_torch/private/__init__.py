@@ -1,0 +1,1 @@
+"""The private names of torch, with a fallback or a refusal for each."""
