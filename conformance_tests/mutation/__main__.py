@@ -21,7 +21,11 @@ def main(
     only: Annotated[str, typer.Option(help="mutants whose file and line contain this text")] = "",
 ) -> None:
     """Plant a random sample of small changes in a package; list those that its tests do not notice."""
+    if package not in PACKAGES:
+        raise typer.BadParameter(f"expected one of {', '.join(PACKAGES)}; got {package!r}", param_hint="package")
     chosen = [mutant for mutant in sample(PACKAGES[package], count, seed) if only in str(mutant)]
+    if not chosen:
+        raise typer.BadParameter(f"no mutant of the sample contains {only!r}; draw more by --count", param_hint="--only")
     alive = []
     with tempfile.TemporaryDirectory() as folder:
         runs = survivors(PACKAGES[package], chosen, Path(folder))

@@ -1,7 +1,7 @@
 """The operators of mutation: every small change of a source text that a tool can make without knowing what the code is for.
 
-The operators are those of R. DeMillo, R. Lipton and F. Sayward, "Hints on test data selection" (1978), for expressions and
-statements: another operator, another constant, a negated condition, a dropped statement, swapped arguments.
+Another operator, another constant, a negated condition, a dropped statement, swapped arguments: tests that notice such small changes notice
+most others (R. DeMillo, R. Lipton and F. Sayward, "Hints on test data selection", 1978).
 """
 
 from __future__ import annotations
