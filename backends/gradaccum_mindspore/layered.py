@@ -11,6 +11,7 @@ the part has an optimizer of its own.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import mindspore as ms
@@ -20,7 +21,6 @@ from mindspore.common import _no_grad
 from mindspore.experimental import optim
 
 from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError, kit
-from gradaccum.kit import Nest, explain
 from gradaccum_mindspore import sums
 from gradaccum_mindspore.large_batch.batch import SplitOptions, plain_reduction, require_function, split_options, with_constant_weight
 from gradaccum_mindspore.large_batch.gradients import MergedOutputs, divisor_of, factor_of, loss_kind, require_outputs, unit_of, weighed
@@ -30,6 +30,7 @@ from gradaccum_mindspore.optimizer import AccumulatingOptimizer
 from gradaccum_mindspore.private import is_graph_mode, refuse_trace
 from gradaccum_mindspore.recomputation.function import Call, buffers_of
 from gradaccum_mindspore.saving import HALF_MADE
+from gradaccum_mindspore.update import inner_scale
 from gradaccum_mindspore.workers.group import NoAnswerError, added_up, buckets, is_sharded, place, shares_windows
 
 Layer = Callable[..., Any]
@@ -44,22 +45,22 @@ _UPDATED = (
 def layered_backward(
     layers: nn.SequentialCell | nn.CellList | Sequence[Layer],
     loss_fn: Callable[[Any, Any], Any],
-    inputs: Nest,
-    targets: Nest,
+    inputs: kit.Nest,
+    targets: kit.Nest,
     *,
     steps: int | None = None,
     micro_batch_size: int | None = None,
     reduction: str | None = None,
     weight: Callable[..., Any] | Sequence[float] | Tensor | None = None,
-    axes: Nest = 0,
-    aux: Nest = None,
+    axes: kit.Nest = 0,
+    aux: kit.Nest = None,
     optimizer: AccumulatingOptimizer | Sequence[nn.Optimizer | optim.Optimizer] | None = None,
     data_parallel: bool | None = None,
 ) -> Any:
     """Return the large batch's loss and gradients, or make its update, one layer at a time; in PyNative mode.
 
     The result is that of `value_and_grad` with ``loss_fn(layers(inputs), targets)``, to the last bit where no parameter is in two layers
-    and no weights are given. Dropout draws the same numbers, and a batch norm sees each micro-batch once, in order.
+    and no weights are given. Dropout draws what a loop over micro-batches draws, and a batch norm sees each of them once, in order.
 
     With a list of MindSpore's own optimizers, one for each layer say, each makes its update as soon as the sums of all its parameters are
     complete, and their gradients are freed; nothing is clipped or skipped. A parameter of several layers waits for the first of them. A
@@ -70,7 +71,7 @@ def layered_backward(
 
     Args:
         layers: a `SequentialCell`, a `CellList`, or a list of Cells and functions of one argument, any nest of Tensors, which the layer
-            before has returned.
+            before has returned. A function names the Cells that it calls: by its closure, globals, defaults or `functools.partial`.
         loss_fn: ``loss_fn(outputs, targets)`` returns a scalar loss, or ``(loss, aux)`` if `aux` is given.
         inputs: the argument of the first layer for the large batch.
         targets: the second argument of `loss_fn` for the large batch.
@@ -80,8 +81,8 @@ def layered_backward(
         weight: the weight of a micro-batch: a callable, ``weight(inputs, targets)``, or one number per item.
         axes: the axis of the items, for each leaf of ``(inputs, targets)``; None for what is given whole.
         aux: as for `value_and_grad`.
-        optimizer: optimizers of `mindspore.nn` or `mindspore.experimental.optim`, of which no two have one parameter; or one wrapped with
-            ``steps=None``, whose window the call is.
+        optimizer: optimizers of `mindspore.nn` or `mindspore.experimental.optim`, of which no two have one parameter, and whose own
+            ``loss_scale`` does not count; or one wrapped with ``steps=None``, whose window the call is.
         data_parallel: beside a list of optimizers, as for `gradaccum.wrap`: True: the sums of all workers are added up, once for each
             optimizer. All workers start with equal parameters, and make the call together.
 
@@ -108,7 +109,7 @@ def layered_backward(
     refuse_trace()
     if is_graph_mode():
         fix = "Write mindspore.set_context(mode=mindspore.PYNATIVE_MODE); a layer may be compiled by mindspore.jit."
-        raise explain(UsageError, "layered_backward", expected="PyNative mode, as Python runs the layers", found="graph mode", fix=fix)
+        raise kit.explain(UsageError, "layered_backward", expected="PyNative mode, as Python runs the layers", found="graph mode", fix=fix)
     require_function("loss_fn", loss_fn)
     parts = [_Layer(f"layers[{index}]", function) for index, function in enumerate(_require_layers(layers))]
     parts.append(_Layer("loss_fn", loss_fn))
@@ -119,11 +120,12 @@ def layered_backward(
     try:
         return _Run(parts, target, options).run((inputs, targets))
     except BaseException as error:
-        target.failed(error)
-        for each in noted:
+        lost = kit.explain(UsageError, "workers", expected="the call on each", found="no answer", fix="Load a checkpoint on all.")
+        told = lost if isinstance(error, NoAnswerError) else error
+        for each in () if target.failed(told) else noted:
             each.after_error()
-        if isinstance(error, NoAnswerError):
-            raise explain(UsageError, "workers", expected="the call on each", found="no answer", fix="Load a checkpoint on all.") from error
+        if told is lost:
+            raise told from error
         raise
 
 
@@ -135,7 +137,7 @@ class _Layer:
         self.named = list(named_by(function, DEPTH))
         found = [parameter for each in self.named for parameter in (each.get_parameters() if isinstance(each, nn.Cell) else [each])]
         self.parameters = list({id(each): each for each in found if each.requires_grad}.values())
-        self.passes: list[tuple[Call, Nest]] = []
+        self.passes: list[tuple[Call, kit.Nest]] = []
         """And what the layer took."""
 
     def buffers(self) -> list[Tensor]:
@@ -145,13 +147,13 @@ class _Layer:
 class _Run:
     def __init__(self, parts: Sequence[_Layer], target: _Own | _Window, options: SplitOptions) -> None:
         (*self.layers, self.loss), self.target, self.options = parts, target, options
-        held = {id(parameter) for parameter in target.parameters}
+        self.held = {id(parameter) for parameter in target.parameters}
         for part in parts:
-            part.parameters = [parameter for parameter in part.parameters if id(parameter) in held]
+            part.parameters = [parameter for parameter in part.parameters if id(parameter) in self.held]
         self.first = next((index for index, layer in enumerate(self.layers) if layer.parameters), len(self.layers))
         """The first layer with something to train: what stands before it needs no gradient."""
 
-    def run(self, batch: tuple[Nest, Nest]) -> Any:
+    def run(self, batch: tuple[kit.Nest, kit.Nest]) -> Any:
         outputs, has_aux = MergedOutputs(self.options.aux, loss_kind(self.options.reduction.reduction)), self.options.aux is not None
         found, taken, items, unit = list[_Found](), list[tuple[float, Tensor]](), 0, None
         for part, weight in weighed(self.loss.function, batch, self.options):
@@ -166,24 +168,44 @@ class _Run:
         self._backward(found)
         return self.target.close(taken, outputs.finished(items, total, divisor_of(total, self.options)))
 
-    def _forward(self, inputs: Nest, targets: Nest) -> tuple[Any, Sequence[Tensor], Sequence[Tensor]]:
+    def _forward(self, inputs: kit.Nest, targets: kit.Nest) -> tuple[Any, Sequence[Tensor], Sequence[Tensor]]:
         """Return what the loss returned of one micro-batch, and its gradients: by the last border, and by its own parameters."""
         border: Any = inputs
         for layer in self.layers:
             call = Call(layer)
-            with _no_grad():  # Where MindSpore records, for an outer gradient, it would keep the activations.
+            with _no_grad(), self._watching(layer):  # Where MindSpore records, for an outer gradient, it would keep the activations.
                 taken, border = border, call(border)
             layer.passes.append((call, taken))
         returned: list[Any] = []
 
-        def loss(outputs: Nest) -> Tensor:
-            returned[:] = [self.loss.function(outputs, targets)]
+        def loss(outputs: kit.Nest) -> Tensor:
+            with self._watching(self.loss):
+                returned[:] = [self.loss.function(outputs, targets)]
             require_outputs(returned[0], self.options.aux is not None)
             return self.target.scaled(loss_in(returned[0], self.options.aux is not None))
 
         cotangents, own = _differentiated(loss, border, None, self.loss.parameters, self.first < len(self.layers))
         value = kit.mapped(lambda leaf: ops.stop_gradient(leaf) if isinstance(leaf, Tensor) else leaf, returned[0])
         return value, cotangents, own
+
+    @contextmanager
+    def _watching(self, layer: _Layer) -> Iterator[None]:
+        """Raise if a Cell runs of whose parameters the layer has no name: their gradients would be missing."""
+        known, called = {id(each) for each in layer.parameters}, nn.Cell.__call__
+        wanted = self.held if self.target.optimizers or isinstance(layer.function, nn.Cell) else None
+
+        def call(cell: nn.Cell, *args: Any, **kwargs: Any) -> Any:
+            for each in cell.get_parameters(expand=False):
+                if each.requires_grad and id(each) not in known and (wanted is None or id(each) in wanted):
+                    expected, found = "a function whose closure or globals name its Cells", f"one that hides {each.name!r} elsewhere"
+                    raise kit.explain(ArgumentValueError, layer.name, expected=expected, found=found, fix="Pass the Cell itself.")
+            return called(cell, *args, **kwargs)
+
+        nn.Cell.__call__ = call
+        try:
+            yield
+        finally:
+            nn.Cell.__call__ = called
 
     def _backward(self, found: list[_Found]) -> None:
         for number, (amount, cotangents, own) in enumerate(found):
@@ -194,7 +216,7 @@ class _Run:
             layer, index = self.layers.pop(), len(self.layers)
             for number, (amount, cotangents, _) in enumerate(found):
                 call, taken = layer.passes.pop(0)
-                if factor_of(amount, self.options):
+                if factor_of(amount, self.options) and cotangents:
                     by_border, own = _differentiated(call, taken, cotangents, layer.parameters, index > self.first)
                     self._add(layer, own, amount)
                     found[number] = amount, by_border, ()
@@ -210,13 +232,13 @@ class _Run:
 
 
 def _differentiated(
-    function: Callable[..., Any], nest: Nest, cotangents: Sequence[Tensor] | None, parameters: Sequence[Parameter], by_inputs: bool
+    function: Callable[..., Any], nest: kit.Nest, cotangents: Sequence[Tensor] | None, parameters: Sequence[Parameter], by_inputs: bool
 ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
     """Return the gradients by the floating leaves of `nest`, if they are wanted, and by `parameters`.
 
     `cotangents`: of the floating leaves that `function` returns; None: it returns a loss.
     """
-    leaves = [leaf.value for leaf in kit.leaves_of(nest)]
+    leaves: list[Any] = [leaf.value for leaf in kit.leaves_of(nest)]
     places = [at for at, leaf in enumerate(leaves) if _is_floating(leaf)] if by_inputs else []
 
     def of_leaves(*given: Tensor) -> Any:
@@ -225,8 +247,11 @@ def _differentiated(
         returned = function(kit.with_leaves(nest, iter(leaves)))
         return returned if cotangents is None else tuple(leaf.value for leaf in kit.leaves_of(returned) if _is_floating(leaf.value))
 
+    given = list[Tensor]()
+    for leaf in (leaves[at] for at in places):  # MindSpore tells Tensors apart by identity, and would add up one's gradients in each place.
+        given.append(leaf.copy() if isinstance(leaf, Parameter) or any(leaf is other for other in given) else leaf)
     backward = ops.GradOperation(get_all=True, get_by_list=True, sens_param=cotangents is not None)(of_leaves, ParameterTuple(parameters))
-    return backward(*(leaves[at] for at in places), *(() if cotangents is None else (tuple(cotangents),)))  # type: ignore[no-any-return]
+    return backward(*given, *(() if cotangents is None else (tuple(cotangents),)))  # type: ignore[no-any-return]
 
 
 def _is_floating(leaf: object) -> bool:
@@ -250,7 +275,7 @@ class _Own:
         self.workers = place()[1] if optimizers and shares_windows(shares) else 1
         if self.workers > 1 and any(map(is_sharded, self.parameters)):
             expected, fix = "a copy of each parameter on each worker", "Pass one optimizer wrapped with data_parallel=True."
-            raise explain(ArgumentValueError, "data_parallel", expected=expected, found="shards: layerwise_parallel", fix=fix)
+            raise kit.explain(ArgumentValueError, "data_parallel", expected=expected, found="shards: layerwise_parallel", fix=fix)
         self.sums, self.weight, self.updated = dict[int, Parameter](), 0.0, list[str]()
         self.scaled: Callable[[Tensor], Tensor] = lambda loss: loss
 
@@ -269,14 +294,14 @@ class _Own:
             name, parameters = self.names[self.waiting.pop(k)], self.optimizers[k].parameters
             for bucket in buckets([self.sum_of(each) for each in parameters], self.workers) if self.workers > 1 else ():
                 bucket.unpack(bucket.total())
-            gradients = ms.mutable(self.divided(parameters))
+            gradients = ms.mutable(self.divided(parameters, inner_scale(self.optimizers[k])))
             if self.weight > 0:
                 self.updated.append(name)
                 self.optimizers[k](gradients)
 
-    def divided(self, parameters: Sequence[Parameter]) -> tuple[Tensor, ...]:
-        """Return the gradients of some parameters, and free their sums one by one."""
-        divisor = float(kit.divisor(kit.initial_state(1.0)._replace(weight=self.weight), self.options, kit.select))
+    def divided(self, parameters: Sequence[Parameter], scale: float = 1.0) -> tuple[Tensor, ...]:
+        """Return the gradients of some parameters, times what their optimizer divides by, and free their sums one by one."""
+        divisor = float(kit.divisor(kit.initial_state(1.0)._replace(weight=self.weight), self.options, kit.select)) / scale
         gradients = list[Tensor]()
         for each in parameters:
             gradients += sums.divided((self.sum_of(each),), divisor, (each.dtype,), ms.float64)
@@ -286,27 +311,29 @@ class _Own:
     def close(self, taken: Sequence[tuple[float, Tensor]], outputs: Any) -> Any:
         return outputs if self.optimizers else (outputs, self.divided(self.parameters))
 
-    def failed(self, error: BaseException) -> None:
+    def failed(self, error: BaseException) -> bool:
+        """Return True if the update stays."""
         if self.updated:
             error.add_note(_UPDATED.format(names=", ".join(self.updated)))
             for each in self.optimizers:
                 vars(each)[HALF_MADE] = True
+        return False
 
 
 class _Window:
     def __init__(self, optimizer: AccumulatingOptimizer, parts: Sequence[_Layer], reduction: str | None) -> None:
         self.optimizer, self.options, self.parameters = optimizer, optimizer.options, list(optimizer.parameters)
-        self.by_unit, self.scaled = False, optimizer.scale
+        self.by_unit, self.scaled, self.optimizers = False, optimizer.scale, [optimizer]
         _require_held(self.parameters, {id(each): 0 for part in parts for each in part.parameters})
         require_open_steps(optimizer)
         require_no_window(optimizer)
         if reduction not in (None, self.options.reduction):
             expected, fix = f"the optimizer's, {self.options.reduction!r}", "Leave reduction out here."
-            raise explain(ArgumentValueError, "reduction", expected=expected, got=reduction, fix=fix)
+            raise kit.explain(ArgumentValueError, "reduction", expected=expected, got=reduction, fix=fix)
         for name, wrong in (("on_overflow", self.options.on_overflow == "drop_micro_batch"), ("noise_scale", self.options.noise_decay)):
             if wrong:
                 found, fix = f"one with {name}=", f"Leave {name} out, or call gradaccum_mindspore.value_and_update."
-                raise explain(UsageError, "optimizer", expected="one that looks at no single micro-batch", found=found, fix=fix)
+                raise kit.explain(UsageError, "optimizer", expected="one that looks at no single micro-batch", found=found, fix=fix)
         self.sums = dict(zip(map(id, self.parameters), optimizer.storage.sums, strict=True))
         self.event, self.closed = optimizer.storage.last_event.value().copy(), windows_of(optimizer)
 
@@ -324,10 +351,12 @@ class _Window:
         self.optimizer.flush()
         return outputs
 
-    def failed(self, error: BaseException) -> None:
-        if windows_of(self.optimizer) == self.closed:
+    def failed(self, error: BaseException) -> bool:
+        made = windows_of(self.optimizer) != self.closed
+        if not made:
             self.optimizer.discard()
             ops.assign(self.optimizer.storage.last_event, self.event)
+        return made
 
 
 def _target(optimizer: Any, parts: Sequence[_Layer], reduction: str | None, data_parallel: object) -> _Own | _Window:
@@ -337,36 +366,39 @@ def _target(optimizer: Any, parts: Sequence[_Layer], reduction: str | None, data
         return _Own(parts, reduction) if optimizer is None else _Window(optimizer, parts, reduction)
     expected = "a list of optimizers; or, without data_parallel=, a wrapped one, or None"
     fix = "Write optimizer=[nn.Adam(layer.trainable_params()) for layer in layers], or wrap one: gradaccum.wrap(optimizer, steps=None)."
-    raise explain(ArgumentTypeError, "optimizer", expected=expected, got=optimizer, fix=fix)
+    raise kit.explain(ArgumentTypeError, "optimizer", expected=expected, got=optimizer, fix=fix)
 
 
 def _own(optimizers: Sequence[object]) -> Iterator[Any]:
     for each in optimizers:
         if isinstance(each, AccumulatingOptimizer) or not isinstance(each, nn.Optimizer | optim.Optimizer):
             fix = "Leave gradaccum.wrap out, or pass one wrapped optimizer of all layers."
-            raise explain(ArgumentTypeError, "optimizer", expected="MindSpore's own optimizers in the list", got=each, fix=fix)
+            raise kit.explain(ArgumentTypeError, "optimizer", expected="MindSpore's own optimizers in the list", got=each, fix=fix)
         if vars(each).get(HALF_MADE):
             found = f"a {type(each).__name__} of layers of which some were updated, and others not, as a call raised"
             fix = "Load the last checkpoint by gradaccum_mindspore.load_checkpoint_into(cell, ...), of a cell that holds this optimizer."
-            raise explain(UsageError, "optimizer", expected="an update that was made or was not", found=found, fix=fix)
+            raise kit.explain(UsageError, "optimizer", expected="an update that was made or was not", found=found, fix=fix)
         yield each
 
 
 def _require_held(parameters: Sequence[Parameter], found: Any) -> None:
     """Raise unless each parameter of the optimizers is in a layer, or in the loss, and in one optimizer."""
     if lost := [each.name for each in parameters if id(each) not in found]:
-        fix = "Pass the Cell that holds it as a layer, or a function that names that Cell; leave unused parameters out of the optimizer."
-        raise explain(ArgumentValueError, "layers", expected="each parameter of the optimizers", found=f"none with {lost}", fix=fix)
+        fix = "Pass the Cell that holds it as a layer, or a function that names that Cell; leave frozen parameters out of the optimizer."
+        expected = "each parameter of the optimizers, with requires_grad"
+        raise kit.explain(ArgumentValueError, "layers", expected=expected, found=f"none with {lost}", fix=fix)
     if twice := [each.name for at, each in enumerate(parameters) if any(each is other for other in parameters[:at])]:
-        raise explain(ArgumentValueError, "optimizer", expected="each parameter once", found=f"{twice} in two", fix="Leave it in one.")
+        raise kit.explain(ArgumentValueError, "optimizer", expected="each parameter once", found=f"{twice} in two", fix="Leave it in one.")
 
 
 def _require_layers(layers: object) -> list[Layer]:
     fix = "Write layers=net, a SequentialCell, or layers=[prelude, *net.blocks, head]."
     if not isinstance(layers, nn.SequentialCell | nn.CellList | list | tuple) or not len(layers):
-        raise explain(ArgumentTypeError, "layers", expected="a SequentialCell or a list of Cells, not empty", got=layers, fix=fix)
+        raise kit.explain(ArgumentTypeError, "layers", expected="a SequentialCell or a list of Cells, not empty", got=layers, fix=fix)
     if isinstance(layers, nn.SequentialCell) and type(layers).construct is not nn.SequentialCell.construct:
-        raise explain(ArgumentTypeError, "layers", expected="layers that run one after the other", found="a construct of its own", fix=fix)
+        raise kit.explain(
+            ArgumentTypeError, "layers", expected="layers that run one after the other", found="a construct of its own", fix=fix
+        )
     for function in layers:
         require_function("layers", function)
     return list(layers)

@@ -169,13 +169,8 @@ class AccumulatingOptimizer(OwnPhase, nn.Optimizer):  # type: ignore[misc]
         if not self.__dict__.get("_complete", False):
             nn.Cell.__setattr__(self, name, value)
         elif name in Options._fields or name in FIXED:
-            raise explain(
-                UsageError,
-                name,
-                expected="options that stay as they were, because compiled code has read them already",
-                got=value,
-                fix="Wrap the optimizer anew, or pass a schedule as steps=.",
-            )
+            expected = "options that stay as they were, because compiled code has read them already"
+            raise explain(UsageError, name, expected=expected, got=value, fix="Wrap the optimizer anew, or pass a schedule as steps=.")
         elif name not in self.__dict__ and not hasattr(nn.Cell, name) and hasattr(self.inner, name):
             setattr(self.inner, name, value)
         else:

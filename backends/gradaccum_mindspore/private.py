@@ -97,13 +97,8 @@ def skip_in_bytecode() -> None:
 def refuse_trace() -> None:
     if jit_trace._using_trace:
         _stop_tracing()
-        raise explain(
-            UsageError,
-            "capture_mode",
-            expected="'ast' or 'bytecode' around a wrapped optimizer, because a trace repeats the operators of the first micro-batch",
-            found="trace",
-            fix="Write @mindspore.jit.",
-        )
+        expected = "'ast' or 'bytecode' around a wrapped optimizer, because a trace repeats the operators of the first micro-batch"
+        raise explain(UsageError, "capture_mode", expected=expected, found="trace", fix="Write @mindspore.jit.")
 
 
 def _stop_tracing() -> None:

@@ -173,10 +173,8 @@ def refuse_input(found: str) -> None:
 @constexpr  # type: ignore[untyped-decorator]
 def refuse_losses(shape: tuple[int, ...]) -> None:
     """Raise `ArgumentValueError`: the network returns several losses, of which MindSpore differentiates the sum."""
-    expected, found = (
-        'one loss, because reduction="mean" takes a mean of each micro-batch',
-        f"losses of shape {shape}, whose sum is differentiated",
-    )
+    expected = 'one loss, because reduction="mean" takes a mean of each micro-batch'
+    found = f"losses of shape {shape}, whose sum is differentiated"
     fix = 'Let the network return their mean, as nn.MSELoss() does; or wrap with reduction="sum" or "item_mean".'
     raise explain(ArgumentValueError, "network", expected=expected, found=found, fix=fix)
 

@@ -1,5 +1,6 @@
 """The layered window: the large batch, bit for bit the usual window, with one layer's gradient alive."""
 
+import functools
 import gc
 from typing import ClassVar
 
@@ -158,7 +159,7 @@ def test_draws_and_statistics_of_the_usual_window():
     backward = ms.value_and_grad(lambda x, y: summed(usual(x)[:, :3], y), None, usual.trainable_params())
     found = [backward(x[rows], y[rows]) for rows in cuts()[:3]]
     net = noisy()
-    loss, gradients = layered_backward(net, lambda outputs, y: summed(outputs[:, :3], y), x, y, steps=3, reduction="sum")
+    loss, gradients = layered_backward(net, summed_three, x, y, steps=3, reduction="sum")
     np.testing.assert_array_equal(loss.asnumpy(), np.sum([loss.asnumpy() for loss, _ in found], dtype=np.float32))
     require_same_bits(gradients, [one + two + three for one, two, three in zip(*(each for _, each in found), strict=True)])
     require_same_bits(net.untrainable_params(), usual.untrainable_params())
@@ -233,6 +234,80 @@ def test_tied_parameters_wait():
     assert Counted.called == ["head", "table"]
     for parameter, value, gradient in zip(weights, start, gradients, strict=True):
         np.testing.assert_allclose(parameter.asnumpy(), value - 0.5 * gradient.asnumpy(), rtol=1e-5, atol=1e-6)
+
+
+def pair(layer):
+    return lambda x: (layer(x), layer.weight)
+
+
+cells = [dense(4, 4), dense(4, 4)]
+one, two = cells
+for number, cell in enumerate(cells):
+    for parameter in cell.get_parameters():
+        parameter.name = f"{number}.{parameter.name}"
+
+BORDERS = {
+    "one Tensor twice": [one, lambda x: (x, x), lambda both: two(both[0]) + both[1]],
+    "one Tensor twice in a nest": [one, lambda x: {"a": x, "b": [x, 3, None]}, lambda nest: two(nest["a"]) * nest["b"][0]],
+    "a Parameter": [pair(one), lambda both: one(both[0]) + ops.matmul(both[0], both[1])],
+    "as it came": [one, lambda x: x, two],
+    "integers beside": [one, lambda x: (x, x.argmax(1)), lambda both: two(both[0]) * both[1].astype(ms.float64).expand_dims(1)],
+    "integers alone": [one, lambda x: x.argmax(1), lambda ids: ops.gather(two.weight, ids, 0)],
+    "not used": [one, lambda x: ops.ones((len(x), 4), ms.float64), two],
+    "one layer twice": [one, nn.Tanh(), one],
+    "a partial function": [functools.partial(lambda layer, x: layer(x), one), nn.Tanh(), one],
+    "a default": [lambda x, layer=one: layer(x), nn.Tanh(), one],
+}
+
+
+@pytest.mark.parametrize("name", BORDERS)
+def test_what_layers_hand_on(name):
+    layers, targets = BORDERS[name], Tensor(RNG.randn(10, 4))
+    loss, gradients = layered_backward(layers, mean, Tensor(X), targets, steps=4)
+    weights = [*one.trainable_params(), *(two.trainable_params() if len(gradients) > 2 else [])]
+
+    def whole():
+        x = Tensor(X)
+        for layer in layers:
+            x = layer(x)
+        return mean(x, targets)
+
+    expected = ms.value_and_grad(whole, None, ms.ParameterTuple(weights))()
+    require_close((loss, *gradients), (expected[0], *expected[1]))
+
+
+@pytest.mark.parametrize("optimizer", [None, [nn.SGD(one.trainable_params(), 0.5)]])
+def test_hidden_parameters_are_refused(optimizer):
+    """Their gradients would be missing."""
+    call = nn.Cell.__call__
+    with refused(gradaccum.ArgumentValueError, "layers[1]", "0.weight", "closure"):
+        layered_backward([one, lambda x: cells[0](x)], mean, Tensor(X), Tensor(X), steps=4, optimizer=optimizer)
+    with refused(gradaccum.ArgumentValueError, "loss_fn", "0.weight"):
+        layered_backward([one], lambda x, y: mean(cells[0](x), y), Tensor(X), Tensor(X), steps=4, optimizer=optimizer)
+    assert nn.Cell.__call__ is call
+
+
+def test_own_loss_scale_of_an_optimizer():
+    """It divides by that, so it gets the gradient times that."""
+    nets = [make(ms.float32), make(ms.float32)]
+    for net, scale in zip(nets, (1.0, 1024.0), strict=True):
+        layered_backward(net, mean, *windows(1)[0], steps=4, optimizer=[nn.SGD(net.trainable_params(), 0.5, loss_scale=scale)])
+    require_same_bits(nets[0].trainable_params(), nets[1].trainable_params())
+
+
+def test_statistics_stay_with_an_update():
+    """A listener raises after it."""
+    net = noisy()
+    opt = gradaccum.wrap(nn.SGD(net.trainable_params(), 0.5), steps=None)
+    opt.add_listener(lambda window: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        layered_backward(net, summed_three, Tensor(X, ms.float32), Tensor(Y, ms.float32), steps=2, optimizer=opt)
+    assert opt.result.optimizer_step == 1
+    assert (net[0].norm.moving_mean.asnumpy() != 0).all()
+
+
+def summed_three(outputs, targets):
+    return summed(outputs[:, :3], targets)
 
 
 def test_what_stands_before_the_first_trained_layer_runs_once():
@@ -363,12 +438,18 @@ def opened(net):
     return opt
 
 
+def frozen(net):
+    net[0].weight.requires_grad = False
+    return {}
+
+
 MISUSE = {
     "layers: .*list of Cells": lambda net: {"layers": net[0]},
     "layers: .*function": lambda net: {"layers": [3]},
     "layers: .*not empty": lambda net: {"layers": []},
     "loss_fn: ": lambda net: {"loss_fn": None},
     "layers: .*each parameter of the optimizers": lambda net: {"layers": [net[0]], "optimizer": [nn.SGD(net.trainable_params(), 0.5)]},
+    "layers: .*requires_grad": lambda net: {"optimizer": [nn.SGD(net.trainable_params(), 0.5)], **frozen(net)},
     "optimizer: .*list of optimizers": lambda net: {"optimizer": nn.SGD(net.trainable_params(), 0.5)},
     "optimizer: .*a list of": lambda net: {"optimizer": []},
     "optimizer: .*MindSpore's own": lambda net: {"optimizer": [wrapped(net)]},

@@ -167,15 +167,8 @@ def coupled_value_and_grad(
     """
     require_function("outputs_fn", outputs_fn)
     require_function("loss_fn", loss_fn)
-    options = split_options(
-        False,
-        plain_reduction("sum"),
-        steps=steps,
-        micro_batch_size=micro_batch_size,
-        axes=axes,
-        split=split,
-        accumulate_dtype=accumulate_dtype,
-    )
+    given = {"steps": steps, "micro_batch_size": micro_batch_size, "axes": axes, "split": split, "accumulate_dtype": accumulate_dtype}
+    options = split_options(False, plain_reduction("sum"), **given)
     return CoupledGradient(outputs_fn, loss_fn, weights, options)
 
 

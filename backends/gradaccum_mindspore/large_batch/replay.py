@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 import secrets
 from collections.abc import Iterator, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -20,8 +21,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
-from gradaccum import UsageError
-from gradaccum.kit import explain
+from gradaccum import UsageError, kit
 from gradaccum_mindspore.private import SEEDS, forget_recorded, set_counters
 
 DEPTH = 3
@@ -40,7 +40,7 @@ def require_one_program(fn: object, found: str) -> None:
     if drawing is not None:
         fix = "Leave mindspore.set_seed out, run in PyNative mode, or choose a number of items that divides the batch and no has_aux."
         expected = f"one compiled program, because {drawing} starts in each at the seed of mindspore.set_seed"
-        raise explain(UsageError, "steps", expected=expected, found=found, fix=fix)
+        raise kit.explain(UsageError, "steps", expected=expected, found=found, fix=fix)
 
 
 def random_cell(fn: object) -> str | None:
@@ -57,17 +57,21 @@ def cells_of(fn: Any, depth: int) -> Iterator[nn.Cell]:
 
 
 def named_by(fn: Any, depth: int) -> Iterator[nn.Cell | Parameter]:
-    """Return the Cells and Parameters that a function names: itself, its object, closure and globals, and further functions."""
+    """Return the Cells and Parameters that a function names: itself, its object, closure, globals and defaults, and further functions."""
     if isinstance(fn, nn.Cell | Parameter):
         yield fn
         return
     if isinstance(getattr(fn, "__self__", None), nn.Cell):
         yield fn.__self__
-    fn = inspect.unwrap(getattr(fn, "__func__", fn)) if callable(fn) else fn
-    if depth and inspect.isfunction(fn):
+    held: Sequence[Any] = ()
+    if isinstance(fn, partial):
+        held = (fn.func, *fn.args, *fn.keywords.values())
+    elif inspect.isfunction(fn := inspect.unwrap(getattr(fn, "__func__", fn)) if callable(fn) else fn):
         known = inspect.getclosurevars(fn)
-        for each in (*known.nonlocals.values(), *known.globals.values()):
-            yield from named_by(each, depth - 1)
+        named = (known.nonlocals, known.globals, fn.__kwdefaults__ or {})
+        held = (*(fn.__defaults__ or ()), *(each for names in named for each in names.values()))
+    for each in held if depth else ():
+        yield from named_by(each, depth - 1)
 
 
 ROUNDINGS = {ms.float16: 2.0**-5, ms.bfloat16: 2.0**-4, ms.float32: 2.0**-11, ms.float64: 2.0**-26}
@@ -158,4 +162,4 @@ def require_same(first: Sequence[Tensor], second: Sequence[Tensor]) -> None:
 
 
 def replay_error(found: str, fix: str) -> UsageError:
-    return explain(UsageError, "outputs_fn", expected="a function that gives the same outputs again", found=found, fix=fix)
+    return kit.explain(UsageError, "outputs_fn", expected="a function that gives the same outputs again", found=found, fix=fix)

@@ -105,18 +105,9 @@ def value_and_grad(
         (7.0, [[3.0, 4.0]])
     """
     require_function("fn", fn)
-    options = split_options(
-        has_aux,
-        plain_reduction(reduction),
-        steps=steps,
-        micro_batch_size=micro_batch_size,
-        micro_batch_weight=micro_batch_weight,
-        weight=weight,
-        axes=axes,
-        split=split,
-        aux=aux,
-        accumulate_dtype=accumulate_dtype,
-    )
+    division = {"steps": steps, "micro_batch_size": micro_batch_size, "micro_batch_weight": micro_batch_weight, "split": split}
+    merging = {"weight": weight, "axes": axes, "aux": aux, "accumulate_dtype": accumulate_dtype}
+    options = split_options(has_aux, plain_reduction(reduction), **division, **merging)
     return LargeBatchGradient(fn, grad_position, weights, has_aux, options)
 
 

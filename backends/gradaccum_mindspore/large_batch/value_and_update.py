@@ -150,17 +150,8 @@ def value_and_update(
     """
     require_function("fn", fn)
     require_open_steps(optimizer)
-    options = split_options(
-        has_aux,
-        optimizer.options,
-        steps=steps,
-        micro_batch_size=micro_batch_size,
-        micro_batch_weight=micro_batch_weight,
-        weight=weight,
-        axes=axes,
-        split=split,
-        aux=aux,
-    )
+    division = {"steps": steps, "micro_batch_size": micro_batch_size, "micro_batch_weight": micro_batch_weight, "split": split}
+    options = split_options(has_aux, optimizer.options, **division, weight=weight, axes=axes, aux=aux)
     return LargeBatchUpdate(fn, optimizer, has_aux, options)
 
 

@@ -171,10 +171,6 @@ def require_room(state: State, size: Schedule) -> None:
         full = f"of {size} that holds {state.micro_step}"
         if isinstance(size, UntilWeight):
             full = f"of weight {size.weight} that holds {state.weight:.10g}"
-        raise explain(
-            UsageError,
-            "gradients",
-            expected="flush() or discard() first, because the window's update raised",
-            found=f"a micro-batch more for a window {full}",
-            fix="Write optimizer.flush() to make the update that is due.",
-        )
+        expected, found = "flush() or discard() first, because the window's update raised", f"a micro-batch more for a window {full}"
+        fix = "Write optimizer.flush() to make the update that is due."
+        raise explain(UsageError, "gradients", expected=expected, found=found, fix=fix)
