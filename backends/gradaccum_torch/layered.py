@@ -237,6 +237,7 @@ class _Run:
         Otherwise, and where layers are gathered, one layer follows the other.
         """
         self._inputs.extend(_Border(each, "inputs") for each in inputs)
+        self._reach(self._layers[0], [root for border in self._inputs for root in border.roots])
         waiting, random = list(self._inputs), self._random
         while waiting and not self._shards and (len(waiting) == len(inputs) or self._random is not random):
             border = waiting.pop(0)

@@ -326,8 +326,19 @@ def test_layer_may_write_into_what_is_kept() -> None:
     assert all(map(torch.equal, gradients(layers), gradients(other)))
 
 
-def test_inputs_get_their_gradient() -> None:
-    layer, x, other = nn.Linear(6, 3), X.clone().requires_grad_(), X.clone().requires_grad_()
-    layered_backward([layer], cross_entropy, x, Y, steps=STEPS)
-    cross_entropy(layer(other), Y).backward()
-    torch.testing.assert_close(x.grad, other.grad)
+@pytest.mark.parametrize("options", [None, {"on_overflow": "ignore", "loss_scale": 8.0}, {"clip_norm": 0.1}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_inputs_get_their_gradient(options: dict[str, Any] | None, dtype: torch.dtype) -> None:
+    """Beside what was in .grad, and freed of the window's weight and scale."""
+    given: list[Tensor] = []
+    for is_layered in (False, True):
+        layers, x = make_layers(dtype, 1).eval(), X.to(dtype, copy=True).requires_grad_()
+        x.grad = torch.ones_like(x)
+        opt = None if options is None else gradaccum.wrap(torch.optim.SGD(layers.parameters(), lr=0.1), None, **options)
+        if is_layered:
+            layered_backward(layers, cross_entropy, x, Y, steps=STEPS, optimizer=opt)
+        else:
+            backward(lambda x, y, layers=layers: cross_entropy(layers(x), y), x, Y, steps=STEPS, optimizer=opt)
+        given.append(x.grad)
+    assert torch.equal(*given)
+    assert not torch.equal(given[0], torch.ones_like(given[0]))
