@@ -479,6 +479,7 @@ class WholeWindow:
         """Those that were updated, which cannot be undone."""
 
     def __enter__(self) -> WholeWindow:
+        self._window.update.require_whole()  # Here: once entered, an error makes the window forgotten, and the update that raised with it.
         if self._window.is_under_way():
             fix = "Call opt.flush() or opt.discard() first: this call makes a window of its own."
             raise explain(UsageError, "optimizer", expected="one between two windows", found="one with an open window", fix=fix)
