@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 from inspect import Parameter, signature
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -229,8 +229,10 @@ def written_input_error(name: str) -> UsageError:
     return explain(UsageError, name, expected="a layer that leaves its input as it is", found="one that wrote into it", fix=fix)
 
 
-def counting_optimizer_error(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> UsageError:
-    names = sorted({name for old, new in zip(before, after, strict=True) for name in new if new[name] != old.get(name)})
+def shared_step_error(moved: list[str]) -> UsageError:
     fix = 'Leave on_overflow="ignore" out: the inner optimizer then makes one step per window. Load the last checkpoint first.'
-    expected, found = "an inner optimizer that keeps its numbers by parameter", f"one whose step moves {names} of a whole group"
+    expected, found = (
+        "an inner optimizer whose step moves nothing but parameters with a gradient and their state",
+        f"one that moves {moved}",
+    )
     return explain(UsageError, "optimizer", expected=expected, found=found, fix=fix)

@@ -21,12 +21,13 @@ from torch.overrides import TorchFunctionMode
 from gradaccum import GradAccumWarning, StepResult, UsageError, updates_in
 from gradaccum.kit import Handle, Listener, Options, described, epoch, explain, require_weight
 from gradaccum_torch import update
-from gradaccum_torch.checks import known_window_size, require_loss
+from gradaccum_torch.checks import known_window_size, require_loss, shared_step_error
 from gradaccum_torch.grad_scaler import foreign_scaler_error, link_scaler
 from gradaccum_torch.parameters import Group, Parameters
 from gradaccum_torch.private import fsdp, names
 from gradaccum_torch.saving import StateDict, load, require_no_open_window, save
-from gradaccum_torch.update import Loss, Update
+from gradaccum_torch.sums.arithmetic import Versions
+from gradaccum_torch.update import Loss, Update, rate_mark
 from gradaccum_torch.window.watch import Allowed
 from gradaccum_torch.window.window import Window
 from gradaccum_torch.workers.interface import Workers
@@ -513,8 +514,16 @@ class WholeWindow:
 
     def part(self, number: int, belongs: Callable[[Tensor], bool]) -> None:
         """Update the parameters that `belongs` is true of, whose sum is complete, and free it; the window stays open for the others."""
+        before, others = self._numbers(), Versions(each for each in self._parameters.unique() if not belongs(each))
         self._parts.append(number)
         self._window.close_part(number, belongs)
+        moved = {name for old, new in zip(before, self._numbers(), strict=True) for name, _ in new.items() - old.items()}
+        if moved or others.moved():
+            raise shared_step_error(sorted(moved) or ["parameters without a gradient"])
+
+    def _numbers(self) -> list[dict[str, object]]:
+        numbers = int, float, Tensor
+        return [{name: rate_mark(each) for name, each in group.items() if isinstance(each, numbers)} for group in self._parameters.groups()]
 
     @property
     def parameters(self) -> set[int]:

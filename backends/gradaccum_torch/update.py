@@ -31,7 +31,7 @@ Rates = tuple[object, object]
 """The learning rates of two groups."""
 
 
-def _rate(rate: object) -> object:
+def rate_mark(rate: object) -> object:
     return (id(rate), version(rate)) if isinstance(rate, Tensor) else rate
 
 
@@ -88,7 +88,7 @@ class Update:
         """Return the learning rates of the first group and the last; a rate in a tensor by its version, without a wait."""
         groups = self._inner.param_groups
         first, last = groups[0].get("lr"), groups[-1].get("lr")
-        return (first, last) if type(first) is type(last) is float else (_rate(first), _rate(last))
+        return (first, last) if type(first) is type(last) is float else (rate_mark(first), rate_mark(last))
 
     @contextmanager
     def running(self) -> Iterator[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -283,15 +284,37 @@ class Counting(torch.optim.SGD):
         super().step(closure)
 
 
-def test_optimizer_that_counts_by_itself() -> None:
+class CountingOnDevice(torch.optim.SGD):
+    """Counts in a tensor, in place, as apex' optimizers do under CUDA graphs."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group.setdefault("k", torch.zeros(())).add_(1)
+        super().step(closure)
+
+
+class MovingAll(torch.optim.SGD):
+    """Takes a missing gradient for zeros, as Muon does."""
+
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("kind", "moved"), [(Counting, r"\['k'\]"), (CountingOnDevice, r"\['k'\]"), (MovingAll, r"\['parameters without a gradient'\]")]
+)
+def test_optimizer_whose_step_is_not_by_parameter(kind: type[torch.optim.SGD], moved: str) -> None:
     layers = make_layers()
-    opt = gradaccum.wrap(Counting(layers.parameters(), lr=0.1), steps=None, on_overflow="ignore")
-    with pytest.raises(gradaccum.UsageError, match=r"whose step moves \['k'\] of a whole group"):
+    opt = gradaccum.wrap(kind(layers.parameters(), lr=0.1, momentum=0.9), steps=None, on_overflow="ignore")
+    opt.param_groups[0]["of_no_use"] = math.nan
+    with pytest.raises(gradaccum.UsageError, match=f"one that moves {moved}"):
         layered_backward(layers, cross_entropy, X, Y, steps=STEPS, optimizer=opt)
     layers = make_layers()
-    opt = gradaccum.wrap(Counting(layers.parameters(), lr=0.1), steps=None)
+    opt = gradaccum.wrap(kind(layers.parameters(), lr=0.1, momentum=0.9), steps=None)
     layered_backward(layers, cross_entropy, X, Y, steps=STEPS, optimizer=opt)
-    assert opt.param_groups[0]["k"] == 1
+    assert opt.result.optimizer_step == 1
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -137,9 +136,6 @@ class Gradients:
 
     def part(self, number: int, belongs: Callable[[Tensor], bool]) -> None:
         """Update the parameters that `belongs` is true of, if there is an update to be made: here there is none."""
-
-    def numbers(self) -> list[dict[str, Any]]:
-        return []
 
     def flush(self) -> None:
         """Make the update, if there is one to be made: here there is none."""
@@ -273,10 +269,6 @@ class InWindow:
 
     def part(self, number: int, belongs: Callable[[Tensor], bool]) -> None:
         self._window.part(number, belongs)
-
-    def numbers(self) -> list[dict[str, Any]]:
-        groups = self._optimizer.param_groups
-        return [{name: value for name, value in group.items() if isinstance(value, int | float)} for group in groups]
 
     def reach(self, *tensors: Tensor) -> None:
         self._others.pass_by(self._window.unsharded())
