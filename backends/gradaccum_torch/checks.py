@@ -225,8 +225,9 @@ def require_fixed_size(division: Division) -> None:
 
 
 def written_input_error(name: str) -> UsageError:
-    fix = "Give its first operation inplace=False, or join it with the layer before: nn.Sequential(nn.Conv2d(...), nn.ReLU(inplace=True))."
-    return explain(UsageError, name, expected="a layer that leaves its input as it is", found="one that wrote into it", fix=fix)
+    fix = "Give its first operation inplace=False, or join it with the layer before: nn.Sequential(nn.Conv2d(...), nn.ReLU(inplace=True)). "
+    fix += "If another layer or loss_fn writes into the same memory, as into a buffer that a layer returned, return a clone()."
+    return explain(UsageError, name, expected="an input that stays as it is", found="one that something wrote into", fix=fix)
 
 
 def shared_step_error(moved: list[str]) -> UsageError:

@@ -86,8 +86,8 @@ def layered_backward(
 
     Raises:
         ArgumentTypeError, ArgumentValueError: an argument is wrong, or a function returns something else.
-        UsageError: a layer writes into its input; `optimizer` cannot take a window in this order; or its inner optimizer's step moves
-            what all parameters share, or parameters without a gradient.
+        UsageError: something writes into what a layer takes; `optimizer` cannot take a window in this order; or its inner optimizer's
+            step moves what all parameters share, or parameters without a gradient.
 
     Examples:
         >>> import torch, gradaccum
@@ -153,9 +153,12 @@ class _Border:
         """The activations with the graph that made them, for as long as the graph is kept."""
         self.gradients: list[Tensor | None] = [None] * len(self._places)
         """By root; None where the next layer did not use it."""
-        self.values: list[Any] = [value.detach() if isinstance(value, Tensor) else value for value in values]
-        """The leaves without a graph; empty while they are to be recomputed."""
+        self.hold([value.detach() if isinstance(value, Tensor) else value for value in values])
         self._devices = [value.device if isinstance(value, Tensor) else None for value in values]
+
+    def hold(self, values: list[Any]) -> None:
+        """Take the leaves without a graph; `values` is empty while they are to be recomputed."""
+        self.values, self._noted = values, _versions(values)
 
     def entered(self, anchor: Tensor) -> Any:
         values = [value if place is None else value.to(place) for value, place in zip(self.values, self._devices, strict=True)]
@@ -164,14 +167,15 @@ class _Border:
         return kit.with_leaves(self._nest, iter(values))
 
     def move_to_host(self) -> None:
-        self.values[:] = [value if place is None else value.cpu() for value, place in zip(self.values, self._devices, strict=True)]
+        self.hold([value if place is None else value.cpu() for value, place in zip(self.values, self._devices, strict=True)])
 
-    def versions(self) -> list[int]:
-        return [version(value) for value in self.values if isinstance(value, Tensor)]
+    def require_unwritten(self, layer: _Layer) -> None:
+        if _versions(self.values) != self._noted:
+            raise checks.written_input_error(layer.name)
 
-    def pairs(self, roots: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        pairs = [(root, gradient) for root, gradient in zip(roots, self.gradients, strict=True) if gradient is not None]
-        return [root for root, _ in pairs], [gradient for _, gradient in pairs]
+
+def _versions(values: list[Any]) -> list[int]:
+    return [version(value) for value in values if isinstance(value, Tensor)]
 
 
 class _Enter(torch.autograd.Function):
@@ -271,7 +275,8 @@ class _Run:
     def _end(self, layer: _Layer) -> None:
         self._shards.reduce(layer.index)
         if self._collector.by_parts and layer.is_trained and layer.index:
-            self._update(layer)
+            self.updated.append(layer.name)
+            self._collector.part(layer.index, lambda parameter: self._first.get(id(parameter), 0) >= layer.index)
 
     def _loss_of(self, border: _Border, micro_batch: batch.MicroBatch, contribution: float, merged: batch.Merged | None) -> Tensor:
         entered = micro_batch._replace(arguments=(border.entered(self._anchor), micro_batch.arguments[1]))
@@ -289,13 +294,11 @@ class _Run:
 
     def _pass(self, layer: _Layer, taken: _Border) -> _Border:
         surroundings = Surroundings(layer.stateful, watches=False) if self._recomputes and layer.stateful is not None else None
-        versions = taken.versions()
         with nullcontext() if surroundings is None else surroundings.contexts()[0]:
             returned = self._called(layer, taken)
         self._reach(layer, returned.roots)
         if self._recomputes:
-            if taken.versions() != versions:
-                raise checks.written_input_error(layer.name)
+            taken.require_unwritten(layer)
             returned.roots.clear()
         if layer.index % self._every:
             taken.values.clear()
@@ -316,6 +319,7 @@ class _Run:
 
     def _again(self, layer: _Layer, each: _Pass) -> _Border:
         """Run a pass a second time: it draws the numbers and finds the buffers of the first."""
+        each.taken.require_unwritten(layer)
         if each.random is not None:
             each.random.put_back()
         with nullcontext() if each.surroundings is None else each.surroundings.contexts()[1]:
@@ -326,22 +330,18 @@ class _Run:
         for layer in self._layers[index - index % self._every : index]:
             with self._shards.gathered(layer.index):
                 for each in layer.passes:
-                    each.returned.values[:] = self._again(layer, each).values
+                    each.returned.hold(self._again(layer, each).values)
 
     def _differentiate(self, border: _Border, roots: Sequence[Tensor]) -> None:
-        tensors, gradients = border.pairs(roots)
-        if tensors:
-            self._collector.backward(tensors, gradients)
+        pairs = [(root, gradient) for root, gradient in zip(roots, border.gradients, strict=True) if gradient is not None]
+        if pairs:
+            self._collector.backward(*zip(*pairs, strict=True))
 
     def _reach(self, layer: _Layer, roots: Sequence[Tensor]) -> None:
         leaves = gradients.leaves_of_graph(roots, layer.nodes)
         self._collector.take(leaves)
         for leaf in leaves:
             self._first[id(leaf)] = min(self._first.get(id(leaf), layer.index), layer.index)
-
-    def _update(self, layer: _Layer) -> None:
-        self.updated.append(layer.name)
-        self._collector.part(layer.index, lambda parameter: self._first.get(id(parameter), 0) >= layer.index)
 
 
 def _require_layers(layers: object) -> list[Layer]:

@@ -324,7 +324,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "borders": (lambda: layered_backward([nn.Linear(6, 6)], mse, X, X, steps=2, borders="disk"), "borders: expected one of"),
     "both": (lambda: layered_backward([nn.Linear(6, 6)], mse, X, X, steps=2, borders="host", within="keep"), "hold the borders"),
     "auto": (lambda: layered_backward([nn.Linear(6, 6)], mse, X, X, micro_batch_size="auto"), "expected a number of items"),
-    "in_place": (lambda: layered_backward([nn.Linear(6, 6), nn.ReLU(inplace=True)], mse, X, X, steps=2), r"layers\[1\]: .* wrote into it"),
+    "in_place": (lambda: layered_backward([nn.Linear(6, 6), nn.ReLU(inplace=True)], mse, X, X, steps=2), r"layers\[1\]: .* wrote into"),
 }
 
 
@@ -340,6 +340,38 @@ def test_optimizer_that_looks_at_micro_batches_is_refused(options: dict[str, Any
     opt = gradaccum.wrap(torch.optim.SGD(layers.parameters(), lr=0.1), **{"steps": None, **options})
     with pytest.raises(gradaccum.GradAccumError, match=r"optimizer: expected"):
         layered_backward(layers, cross_entropy, X, Y, steps=STEPS, optimizer=opt)
+
+
+class Counted(nn.Module):
+    """Returns a buffer that its next call writes into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 3)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        self.calls += 1
+        return self.inner(x), self.calls
+
+
+def doubled_loss(outputs: tuple[Tensor, Tensor], y: Tensor) -> Tensor:
+    with torch.no_grad():
+        outputs[0].mul_(2)
+    return cross_entropy(outputs[1], y)
+
+
+WRITTEN: dict[str, tuple[list[Any], Callable[[Any, Any], Tensor]]] = {
+    "buffer": ([Counted(), lambda pair: pair[0].tanh() * pair[1]], cross_entropy),
+    "loss_fn": ([nn.Linear(6, 3), lambda h: (h, h.tanh())], doubled_loss),
+}
+
+
+@pytest.mark.parametrize("place", [{}, {"borders": "host"}], ids=["within", "host"])
+@pytest.mark.parametrize(("layers", "loss_fn"), WRITTEN.values(), ids=WRITTEN)
+def test_border_that_something_writes_into_is_refused(layers: list[Any], loss_fn: Any, place: dict[str, Any]) -> None:
+    with pytest.raises(gradaccum.UsageError, match=r"layers\[1\]: expected an input that stays as it is"):
+        layered_backward(layers, loss_fn, X, Y, steps=STEPS, **place)
 
 
 def test_layer_may_write_into_what_is_kept() -> None:

@@ -42,7 +42,7 @@ def run_divided(
     if not isinstance(sizes, AutoMicroBatchSize):
         return run(division, lambda: None)
     assert large.items is not None
-    tensors = large.tensors()
+    tensors = large.tensors
     require_device(sizes, [*tensors, *(each for module in modules for each in module.parameters(recurse=False))])
     batch, key, workers = Versions(tensors), key_of(function, tensors), workers_of_call(optimizer)
     size = sizes.start(key, large.items)

@@ -39,7 +39,7 @@ class LargeBatch:
     def __init__(self, batch: tuple[Any, ...], axes: kit.Nest, weight: Weight, split: Split | None) -> None:
         self._batch, self._axes, self._split = batch, axes, split
         self._leaves = kit.leaves_of(batch, "batch")
-        self._tensors = [leaf.value for leaf in self._leaves if isinstance(leaf.value, Tensor)]
+        self.tensors = [leaf.value for leaf in self._leaves if isinstance(leaf.value, Tensor)]
         for leaf in self._leaves:
             _require_own_graph(leaf)
         self._is_flat = [id(leaf.value) for leaf in self._leaves] == list(map(id, batch))
@@ -60,11 +60,8 @@ class LargeBatch:
         cuts = kit.divided(division, self.items, self._weights.per_item)
         return self._weighed(self._cut(cuts), [cut.items for cut in cuts], cuts)
 
-    def tensors(self) -> list[Tensor]:
-        return self._tensors
-
     def devices(self) -> set[torch.device]:
-        return {tensor.device for tensor in self.tensors()}
+        return {tensor.device for tensor in self.tensors}
 
     def _wanted(self) -> list[kit.Nest]:
         return [self._axes] * len(self._leaves) if isinstance(self._axes, int) else kit.spread(self._axes, self._batch, "axes")
