@@ -153,12 +153,13 @@ class _Border:
         """The activations with the graph that made them, for as long as the graph is kept."""
         self.gradients: list[Tensor | None] = [None] * len(self._places)
         """By root; None where the next layer did not use it."""
+        self.values, self._noted = list[Any](), list[int]()
         self.hold([value.detach() if isinstance(value, Tensor) else value for value in values])
         self._devices = [value.device if isinstance(value, Tensor) else None for value in values]
 
     def hold(self, values: list[Any]) -> None:
         """Take the leaves without a graph; `values` is empty while they are to be recomputed."""
-        self.values, self._noted = values, _versions(values)
+        self.values[:], self._noted[:] = values, _versions(values)
 
     def entered(self, anchor: Tensor) -> Any:
         values = [value if place is None else value.to(place) for value, place in zip(self.values, self._devices, strict=True)]
@@ -219,6 +220,8 @@ class _Run:
         """The first layer that uses a leaf, by the leaf's id: there its sum is complete."""
         self._random = RandomState()
         """As it is before the next pass."""
+        stateful = [id(module) for layer in (*self._layers, self._loss) for module in layer.stateful or ()]
+        self._shares_buffers = len(set(stateful)) < len(stateful)
 
     def losses(
         self, before: Before, micro_batches: Sequence[batch.MicroBatch], shares: batch.Shares, merged: batch.Merged | None
@@ -237,13 +240,13 @@ class _Run:
     def _run_forwards(self, inputs: Sequence[Any]) -> Iterator[_Border]:
         """Yield each micro-batch's last border.
 
-        One micro-batch follows the other where the first one draws random numbers, so that all draw what they draw without layers.
-        Otherwise, and where layers are gathered, one layer follows the other.
+        One micro-batch follows the other where the first one draws random numbers or two layers have one buffer, so that all draw and
+        find what they do without layers. Otherwise, and where layers are gathered, one layer follows the other.
         """
         self._inputs.extend(_Border(each, "inputs") for each in inputs)
         self._reach(self._layers[0], [root for border in self._inputs for root in border.roots])
         waiting, random = list(self._inputs), self._random
-        while waiting and not self._shards and (len(waiting) == len(inputs) or self._random is not random):
+        while waiting and not self._shards and (self._shares_buffers or len(waiting) == len(inputs) or self._random is not random):
             border = waiting.pop(0)
             for layer in self._layers:
                 border = self._pass(layer, border)

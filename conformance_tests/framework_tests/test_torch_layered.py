@@ -199,6 +199,27 @@ def test_aux_and_losses_of_layers() -> None:
 
 
 @by_place
+def test_buffers_that_two_layers_or_the_loss_share(place: dict[str, Any]) -> None:
+    """Each micro-batch finds the statistics as without layers, and leaves the same."""
+    models = []
+    for is_layered in (False, True):
+        torch.manual_seed(0)
+        norm = nn.BatchNorm1d(6, affine=False)
+        model = nn.Sequential(nn.Linear(6, 6), norm, nn.Linear(6, 6), norm)
+
+        def loss_fn(outputs: Tensor, y: Tensor, norm: Any = norm) -> Tensor:
+            return cross_entropy(outputs * norm.running_var.clone(), y)
+
+        if is_layered:
+            layered_backward(model, loss_fn, X, Y, steps=STEPS, **place)
+        else:
+            backward(lambda x, y, model=model, loss_fn=loss_fn: loss_fn(model(x), y), X, Y, steps=STEPS)
+        models.append(model)
+    assert same(*models)
+    assert all(map(torch.equal, *map(gradients, models)))
+
+
+@by_place
 def test_autocast(place: dict[str, Any]) -> None:
     usual, layered = make_layers(), make_layers()
     with torch.autocast("cpu", dtype=torch.bfloat16):

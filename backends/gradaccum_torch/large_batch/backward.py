@@ -112,8 +112,6 @@ class _Call:
         if aux is not None:
             require_kinds(aux)
         self._loss_fn, self._aux, self.large = loss_fn, aux, large
-        if reduction is not None:  # An unknown one is refused as such, whatever the optimizer has.
-            kit.make_options(None, reduction=reduction)
         self._optimizer = None if optimizer is None else require_optimizer(optimizer, reduction)
         own = "mean" if self._optimizer is None else self._optimizer.whole_window().options.reduction
         self._options = kit.make_options(None, reduction=own if reduction is None else reduction)

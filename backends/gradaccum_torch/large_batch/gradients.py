@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
-from gradaccum.kit import explain, measures
+from gradaccum.kit import explain, make_options, measures
 from gradaccum_torch.large_batch.batch import Shares
 from gradaccum_torch.large_batch.replay import Before, Reached, trained_by
 from gradaccum_torch.optimizer import AccumulatingOptimizer
@@ -94,10 +94,6 @@ class Gradients:
 
     def __bool__(self) -> bool:
         return bool(self._before)
-
-    def are_half(self) -> bool:
-        """True if some are summed in a wider dtype, and divided as they are cast at the end."""
-        return any(gradient_dtype(leaf) in HALF for leaf in self._before)
 
     def backward(self, tensors: Sequence[Tensor], seeds: Sequence[Tensor]) -> None:
         """Add the gradient of the sum of ``tensor * seed``, of one shape and dtype, to leaves that were reached."""
@@ -310,7 +306,7 @@ class LossesInGrad(Gradients):
 
         Half-precision gradients begin with 1 for the largest micro-batch, against underflow, and are divided as the wide sums are cast.
         """
-        if self.are_half() or loss.dtype in (torch.float16, torch.bfloat16):
+        if loss.dtype in HALF or any(gradient_dtype(leaf) in HALF for leaf in self._before):
             return max(self._shares.contributions)
         return self._shares.divisor
 
@@ -360,6 +356,7 @@ def require_optimizer(optimizer: object, reduction: str | None) -> AccumulatingO
         fix = "Write gradaccum.wrap(optimizer, steps=None): this call makes the micro-batches and closes the window."
         raise explain(ArgumentValueError, "optimizer", expected="one that was wrapped with steps=None", found=f"steps={own.steps}", fix=fix)
     if reduction not in (None, own.reduction):
+        make_options(None, reduction=reduction)  # Refuses an unknown one as such.
         fix = f"Leave reduction out, or write reduction={own.reduction!r} here as well."
         expected = f"{own.reduction!r}, that of the wrapped optimizer"
         raise explain(ArgumentValueError, "reduction", expected=expected, got=reduction, fix=fix)
