@@ -59,13 +59,14 @@ def layered_backward(
     With an `optimizer` that needs no norm of the whole window, as ``gradaccum.wrap(optimizer, steps=None, on_overflow="ignore")``, each
     layer's update is made as soon as its sum is complete, by a ``step`` of the inner optimizer that finds no other gradients, and its
     gradient is freed. A parameter of several layers waits for the first of them. With ``clip_norm``, ``skip_norm`` or an overflow that
-    skips, the sums of all layers are kept until the end.
+    skips, the sums of all layers are kept until the end, and only there may the optimizer have step hooks.
 
     If something raises, everything is as it was before the call, except that the updates of layers cannot be undone: a note on the error
     names these layers, and the optimizer refuses to go on until ``load_state_dict``.
 
     Args:
-        layers: an `nn.Sequential`, or a sequence of callables of one argument, any nest, which the one before has returned.
+        layers: an `nn.Sequential`, whose own forward hooks do not run, or a sequence of callables of one argument, any nest, which the one
+            before has returned.
         loss_fn: ``loss_fn(outputs, targets)`` returns a scalar loss, shape ``()``, or ``(loss, aux)`` if `aux` is given.
         inputs: the first layer's argument for the large batch, any nest, cut as by `gradaccum_torch.backward`.
         targets: the second argument of `loss_fn` for it, any nest.
@@ -101,8 +102,7 @@ def layered_backward(
     functions = _require_layers(layers)
     checks.require_activations(borders, within)
     batch.require_function("loss_fn", loss_fn)
-    if aux is not None:
-        batch.require_kinds(aux)
+    merged = None if aux is None else batch.Merged(aux)
     division = kit.make_division(steps, micro_batch_size)
     checks.require_fixed_size(division)
     reached = reached_by(*functions, loss_fn)
@@ -115,7 +115,6 @@ def layered_backward(
     large = batch.LargeBatch((inputs, targets), axes, weight, None)
     micro_batches = large.micro_batches(division)
     shares = batch.shares_of([each.weight for each in micro_batches], options)
-    merged = None if aux is None else batch.Merged(aux)
     collector: gradients.Collector = gradients.LossesInGrad(shares) if optimizer is None else gradients.LossesInWindow(optimizer, shares)
     run = _Run(functions, loss_fn, collector, borders, recomputes=within == "recompute")
     try:
@@ -123,7 +122,7 @@ def layered_backward(
             returned = batch.large_batch_loss(run.losses(before, micro_batches, shares, merged), shares)
             collector.close()
     except BaseException as error:
-        if run.updated:
+        if run.updated and optimizer is not None and not optimizer.result.applied:
             error.add_note(_UPDATED.format(names=", ".join(run.updated)))
         raise
     return returned if merged is None else (returned, merged.result())
@@ -166,9 +165,6 @@ class _Border:
         for number, place in enumerate(self._places):
             values[place] = _Enter.apply(anchor, self.gradients, number, values[place])  # type: ignore[no-untyped-call]
         return kit.with_leaves(self._nest, iter(values))
-
-    def move_to_host(self) -> None:
-        self.hold([value if place is None else value.cpu() for value, place in zip(self.values, self._devices, strict=True)])
 
     def require_unwritten(self, layer: _Layer) -> None:
         if _versions(self.values) != self._noted:
@@ -306,7 +302,7 @@ class _Run:
         if layer.index % self._every:
             taken.values.clear()
         elif self._on_host:
-            taken.move_to_host()
+            taken.hold([value.cpu() if isinstance(value, Tensor) else value for value in taken.values])
         layer.passes.append(_Pass(taken, returned, self._note_random() if self._recomputes else None, surroundings))
         return returned
 

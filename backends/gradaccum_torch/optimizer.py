@@ -544,7 +544,7 @@ class WholeWindow:
             "gradient_sync": workers.strategy is not None,
             "norm_group": workers.stages is not None,
         }
-        return [name for name, is_given in given.items() if is_given]
+        return [f"{name}=" for name, is_given in given.items() if is_given]
 
     def begin_weightless(self) -> None:
         """Prepare for a backward pass that delivers a part of what is counted already: no weight is added, the scale holds."""

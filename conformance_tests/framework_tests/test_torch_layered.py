@@ -338,12 +338,48 @@ def test_optimizer_whose_step_is_not_by_parameter(kind: type[torch.optim.SGD], m
     assert opt.result.optimizer_step == 1
 
 
+@pytest.mark.parametrize("name", ["register_step_pre_hook", "register_step_post_hook"])
+def test_step_hooks(name: str) -> None:
+    """A hook sees all gradients and each window once, or is refused."""
+    seen: list[int] = []
+    for options in ({"on_overflow": "ignore"}, {}):
+        layers = make_layers()
+        opt = gradaccum.wrap(torch.optim.SGD(layers.parameters(), lr=0.1), None, **options)
+        getattr(opt, name)(lambda *_, layers=layers: seen.append(len(gradients(layers))))
+        if options:
+            with pytest.raises(gradaccum.UsageError, match="one with a step hook"):
+                layered_backward(layers, cross_entropy, X, Y, steps=STEPS, optimizer=opt)
+        else:
+            layered_backward(layers, cross_entropy, X, Y, steps=STEPS, optimizer=opt)
+    assert seen == [len([*make_layers().parameters()])]
+
+
+def test_error_of_a_listener_names_no_layer() -> None:
+    layers = make_layers()
+    opt = gradaccum.wrap(torch.optim.SGD(layers.parameters(), lr=0.1), None, on_overflow="ignore")
+
+    def listener(_: gradaccum.StepResult) -> None:
+        raise ValueError("full")
+
+    opt.add_listener(listener)
+    with pytest.raises(ValueError, match="full") as error:
+        layered_backward(layers, cross_entropy, X, Y, steps=STEPS, optimizer=opt)
+    assert opt.result.optimizer_step == 1
+    assert not any("updates of layers" in note for note in error.value.__notes__)
+
+
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "no_layers": (lambda: layered_backward([], mse, X, X, steps=2), "layers: expected at least one layer"),
     "a_module": (lambda: layered_backward(nn.Linear(6, 6), mse, X, X, steps=2), "expected an nn.Sequential or a list of callables"),
     "a_string": (lambda: layered_backward([nn.Linear(6, 6), "relu"], mse, X, X, steps=2), "layers: expected a function"),
     "borders": (lambda: layered_backward([nn.Linear(6, 6)], mse, X, X, steps=2, borders="disk"), "borders: expected one of"),
     "both": (lambda: layered_backward([nn.Linear(6, 6)], mse, X, X, steps=2, borders="host", within="keep"), "hold the borders"),
+    "reduction": (
+        lambda: layered_backward(
+            [nn.ReLU()], mse, X, X, optimizer=gradaccum.wrap(torch.optim.SGD([X], lr=1), None), reduction="max", steps=2
+        ),
+        "reduction: expected one of",
+    ),
     "auto": (lambda: layered_backward([nn.Linear(6, 6)], mse, X, X, micro_batch_size="auto"), "expected a number of items"),
     "in_place": (lambda: layered_backward([nn.Linear(6, 6), nn.ReLU(inplace=True)], mse, X, X, steps=2), r"layers\[1\]: .* wrote into"),
 }

@@ -20,7 +20,7 @@ from gradaccum_torch.large_batch.replay import Before, Reached, trained_by
 from gradaccum_torch.optimizer import AccumulatingOptimizer
 from gradaccum_torch.private.names import Node, is_leaf_node, keep_own, untraced, version
 from gradaccum_torch.sums.arithmetic import HALF, add, divide, gradient_dtype, narrowed, sum_dtype
-from gradaccum_torch.update import through
+from gradaccum_torch.update import step_post_hooks, step_pre_hooks, through
 from gradaccum_torch.window.watch import Hooks, is_watched
 
 Mark = tuple[int, int]
@@ -363,8 +363,8 @@ def require_optimizer(optimizer: object, reduction: str | None) -> AccumulatingO
     return optimizer
 
 
-def require_coupled_optimizer(optimizer: object) -> AccumulatingOptimizer:
-    wrapped = require_optimizer(optimizer, None)
+def require_coupled_optimizer(optimizer: object, reduction: str | None = None) -> AccumulatingOptimizer:
+    wrapped = require_optimizer(optimizer, reduction)
     if wrapped.whole_window().options.on_overflow == "drop_micro_batch":
         fix = 'Write on_overflow="skip_window".'
         found = 'on_overflow="drop_micro_batch"'
@@ -373,8 +373,10 @@ def require_coupled_optimizer(optimizer: object) -> AccumulatingOptimizer:
 
 
 def require_layered_optimizer(optimizer: object, reduction: str | None) -> None:
-    """Raise unless `optimizer` can take a window whose micro-batches are complete together."""
-    require_optimizer(optimizer, reduction)
-    for name in require_coupled_optimizer(optimizer).whole_window().bound_to_micro_batches():
-        found, fix = f"one with {name}=", f"Leave {name} out, or call gradaccum_torch.backward."
+    """Raise unless `optimizer` can take a window whose micro-batches are complete together, and its layers one after the other."""
+    wrapped = require_coupled_optimizer(optimizer, reduction)
+    window = wrapped.whole_window()
+    hooked = (step_pre_hooks(wrapped) or step_post_hooks(wrapped)) and not measures(window.options)
+    for name in (*window.bound_to_micro_batches(), *(["a step hook"] if hooked else [])):
+        found, fix = f"one with {name}", f"Leave {name} out, or call gradaccum_torch.backward."
         raise explain(UsageError, "optimizer", expected="one that takes all micro-batches of a layer at once", found=found, fix=fix)
