@@ -44,23 +44,27 @@ class Preloaded:
     def __exit__(self, *_: object) -> None:
         self.server.communicate(timeout=SECONDS)
 
-    def run(self, file: Path) -> tuple[int, str]:
-        """Run a program in the folder that it lies in: its exit status, and what it said. No process outlives the call."""
+    def run(self, file: Path, seconds: float | None = None) -> tuple[int, str]:
+        """Run a program in the folder that it lies in: its exit status, and what it said. No process outlives the call.
+
+        It has `seconds`, `SECONDS` unless given; so long may the server take until it starts the program.
+        """
         assert self.server.stdin is not None
         self.server.stdin.write(f"{file}\n".encode())
         process = self._answer()
         try:
-            status = self._answer()
+            status = self._answer(seconds)
         except TimeoutError:
             os.killpg(process, signal.SIGKILL)
             self._answer()
             raise
         return status, _output_of(file).read_text(encoding="utf-8")
 
-    def _answer(self) -> int:
+    def _answer(self, seconds: float | None = None) -> int:
         assert self.server.stdout is not None
-        if not select.select([self.server.stdout], [], [], SECONDS)[0]:
-            raise TimeoutError(f"a program was still running after {SECONDS} seconds")
+        seconds = SECONDS if seconds is None else seconds
+        if not select.select([self.server.stdout], [], [], seconds)[0]:
+            raise TimeoutError(f"a program was still running after {seconds:.10g} seconds")
         answer: int = json.loads(self.server.stdout.readline())
         return answer
 

@@ -51,12 +51,11 @@ def test_wrong_recipe_fails(tmp_path: Path, framework: Preloaded) -> None:
         run_recipe(WRONG, tmp_path)
 
 
-def test_program_that_hangs_is_ended(tmp_path: Path, framework: Preloaded, monkeypatch: pytest.MonkeyPatch) -> None:
-    endless = Recipe("endless", "import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(100)")
-    monkeypatch.setattr("conformance_tests.framework_tests.preloaded.SECONDS", 1)
+def test_program_that_hangs_is_ended(tmp_path: Path, framework: Preloaded) -> None:
+    endless = tmp_path / "endless.py"
+    endless.write_text("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(100)", encoding="utf-8")
     with pytest.raises(TimeoutError, match="still running after 1 seconds"):
-        run_preloaded(endless, tmp_path, framework)
-    monkeypatch.undo()
-    process = int((tmp_path / "recipe.said").read_text(encoding="utf-8"))
+        framework.run(endless, 1)
+    process = int(endless.with_suffix(".said").read_text(encoding="utf-8"))
     run_preloaded(Recipe("next", f"import os\nassert os.getpid() != {process}"), tmp_path, framework)
     assert not Path(f"/proc/{process}").exists()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -13,6 +14,9 @@ from conformance_tests.framework_tests.preloaded import Preloaded
 
 from .operators import Mutation, mutations_of
 from .packages import ROOT, Package
+
+SECONDS, UNCHANGED_SECONDS = 60.0, 3600.0
+"""At least how long a mutant runs before it counts as one that loops for ever; and at most how long the package itself runs."""
 
 
 class Mutant(NamedTuple):
@@ -41,14 +45,16 @@ def sample(package: Package, count: int, seed: int) -> list[Mutant]:
 def survivors(package: Package, mutants: Iterable[Mutant], folder: Path) -> Iterator[tuple[Mutant, bool]]:
     """Run the package's tests on each mutant: pairs of the mutant and True if it survived."""
     with Preloaded(*package.imported) as server:
-        status, said = server.run(_program(package, None, folder / "unchanged"))
+        begin = time.monotonic()
+        status, said = server.run(_program(package, None, folder / "unchanged"), UNCHANGED_SECONDS)
+        limit = max(SECONDS, 3 * (time.monotonic() - begin))
         if status:
             raise RuntimeError(f"the tests fail without a mutant too:\n{said[-3000:]}")
         for number, mutant in enumerate(mutants):
             site = folder / str(number)
             program = _program(package, mutant, site)
             try:
-                survived = server.run(program)[0] == 0
+                survived = server.run(program, limit)[0] == 0
             except TimeoutError:
                 survived = False  # A loop that no longer ends is noticed by whoever waits for it.
             shutil.rmtree(site)
