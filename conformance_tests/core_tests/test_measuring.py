@@ -25,6 +25,7 @@ def test_partitions_of_seven_and_nine_items() -> None:
         ((3, 8), (3, 2), 1),
         ((16, 3), (4, 3), 0),
         ((8, 8), (2, 2), None),
+        ((12, 3), (2, 3), None),
         ((8, 3), (8, 3), None),
         ((8, 3), (3, 3), None),
         ((8,), (), None),

@@ -408,7 +408,9 @@ def test_updates_that_were_made_are_named():
     require_same_bits(net.trainable_params(), again.trainable_params())
 
 
-def test_an_error_before_the_updates_leaves_all_as_it_was():
+@pytest.mark.parametrize("run", [3, 7])
+def test_an_error_before_the_updates_leaves_all_as_it_was(run):
+    """Also in a backward pass, when there are sums."""
     net = make(ms.float32)
     opt = gradaccum.wrap(nn.SGD(net.trainable_params(), 0.5), steps=None)
     x, y = windows(1)[0]
@@ -416,12 +418,13 @@ def test_an_error_before_the_updates_leaves_all_as_it_was():
     before = opt.result
     seen = []
 
-    def fails(outputs, targets):
+    def fails(x):
         seen.append(0)
-        return mean(outputs, targets) if len(seen) < 3 else 1 / 0
+        return x if len(seen) < run else 1 / 0
 
     with pytest.raises(ZeroDivisionError):
-        layered_backward(net, fails, x, y, steps=4, optimizer=opt)
+        layered_backward([*net[:2], fails, *net[2:]], mean, x, y, steps=4, optimizer=opt)
+    assert len(seen) == run
     assert opt.result == before
     assert all((total.asnumpy() == 0).all() for total in opt.storage.sums)
     layered_backward(net, mean, x, y, steps=4, optimizer=opt)
