@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import mindspore as ms
@@ -77,24 +78,29 @@ def workers_may_stay_apart(rank: int) -> None:
     assert inner.parameters[0].asnumpy().tolist() == [-rank] * 3
 
 
-def fails(divisor: float) -> None:
-    raise ZeroDivisionError
+def fail_once(worker: Worker, batches: Sequence[Any]) -> None:
+    """Let the update of a window raise, before the inner optimizer is called: it takes no micro-batch more."""
 
+    def fails(divisor: float) -> None:
+        raise ZeroDivisionError
 
-@check
-def failed_update_is_not_reduced_twice(rank: int) -> None:
-    """Not "mean": twice the sum over twice the weight would be the same."""
-    sound, worker = Worker(reduction="sum"), Worker(reduction="sum")
-    worker.opt.pynative_window.gradients = fails  # before the inner optimizer is called
-    batches = [micro_batches(rank)[index % 3] for index in range(4)]
-    for batch in batches:
-        sound.learn(batch)
+    worker.opt.pynative_window.gradients = fails
     with refused(ZeroDivisionError):
         for batch in batches:
             worker.learn(batch)
     with refused(gradaccum.UsageError, "flush()"):
         worker.learn(batches[0])
     del worker.opt.pynative_window.gradients
+
+
+@check
+def failed_update_is_not_reduced_twice(rank: int) -> None:
+    """Not "mean": twice the sum over twice the weight would be the same."""
+    sound, worker = Worker(reduction="sum"), Worker(reduction="sum")
+    batches = [micro_batches(rank)[index % 3] for index in range(4)]
+    for batch in batches:
+        sound.learn(batch)
+    fail_once(worker, batches)
     assert worker.opt.flush()
     assert numbers(worker) == numbers(sound)
 

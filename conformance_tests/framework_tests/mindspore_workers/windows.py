@@ -32,7 +32,7 @@ from conformance_tests.framework_tests.mindspore_workers.common import (
 )
 from conformance_tests.framework_tests.mindspore_workers.counting import Graph, called, compiled_graphs, require_one_branch
 from conformance_tests.framework_tests.mindspore_workers.law import require_the_law
-from conformance_tests.framework_tests.mindspore_workers.refusals import fails
+from conformance_tests.framework_tests.mindspore_workers.refusals import fail_once
 from conformance_tests.framework_tests.refusing import refused
 from gradaccum_mindspore import FlushAtEpochEnd, TrainOneStepCell, layered_backward, load_checkpoint_into
 
@@ -119,14 +119,7 @@ def hosted_windows_make_the_large_batch(rank: int) -> None:
 @check
 def hosted_window_whose_update_raised_takes_no_micro_batch(rank: int) -> None:
     worker = Worker("graph", hosted=True)
-    worker.opt.pynative_window.gradients = fails
-    batches = [micro_batches(rank)[index % 3] for index in range(STEPS)]
-    with refused(ZeroDivisionError):
-        for batch in batches:
-            worker.learn(batch)
-    with refused(gradaccum.UsageError, "flush()"):
-        worker.learn(batches[0])
-    del worker.opt.pynative_window.gradients
+    fail_once(worker, [micro_batches(rank)[index % 3] for index in range(STEPS)])
     worker.opt.flush()
     assert worker.opt.result.optimizer_step == 1
 
