@@ -19,6 +19,9 @@ from gradaccum_mindspore.window.state import OWN, SHARED, TORN, Saved, Storage, 
 HALF_MADE = "half_made_in_layers"
 """The attribute of an optimizer whose update, or that of another part of the model, a call did not come to."""
 
+SPREAD = "redistributed"
+"""The name of an entry that says that `redistributed` returned the checkpoint."""
+
 
 class SavedPlace(NamedTuple):
     """`gradaccum_mindspore.window.state.Storage.shared` as it was saved."""
@@ -142,6 +145,9 @@ def _resumed(storage: Storage, parameter_dict: Saved) -> Iterator[tuple[str, flo
     place = saved_place(parameter_dict, storage.prefix)
     if saved.micro_step or place.held != OWN or storage.sharded:
         require_place(place, storage.place, storage.prefix)
+    if storage.sharded and f"{storage.prefix}.{SPREAD}" in parameter_dict:
+        expected, fix = "each worker's own shards, as layerwise_parallel says", "Let as many workers as saved load their own files."
+        raise _checkpoint_error(expected, "what redistributed made of the files of some", fix)
     for name, start in storage.knowledge.starts().items():
         if name not in parameter_dict:
             yield name, start

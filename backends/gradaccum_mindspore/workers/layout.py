@@ -15,7 +15,7 @@ from mindspore import Parameter, Tensor
 from gradaccum import ArgumentTypeError, CheckpointError
 from gradaccum.kit import FIELD_DTYPES, State, explain
 from gradaccum.kit import redistributed as redistributed_fields
-from gradaccum_mindspore.saving import saved_place
+from gradaccum_mindspore.saving import SPREAD, saved_place
 from gradaccum_mindspore.statistics import LOSS, NOISE
 from gradaccum_mindspore.sums import ARRAYS, Array, hidden_parameter, working_dtype
 from gradaccum_mindspore.window.state import GRAD_NORM, OF_ALL, OWN, SHARED, Saved, prefixes_in, suffixes
@@ -77,7 +77,7 @@ def _window(states: Sequence[Saved], prefix: str, workers: int) -> Iterator[dict
         entries[f"{prefix}.terms"] = _like(most, f"{prefix}.terms", most[f"{prefix}.terms"].asnumpy())
         entries[f"{prefix}.last_event"] = _event(states[0], prefix, is_open=state.micro_step > 0)
         entries.update(_known(states, prefix, first=rank == 0))
-        entries[f"{prefix}.{SHARED}"] = Tensor([OWN, rank, workers], ms.int32)
+        entries[f"{prefix}.{SHARED}"], entries[f"{prefix}.{SPREAD}"] = Tensor([OWN, rank, workers], ms.int32), Tensor(True)
         entries.update((name, total if rank == 0 else Tensor(np.zeros(total.shape), total.dtype)) for name, total in totals.items())
         yield entries
 
