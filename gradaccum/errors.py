@@ -131,7 +131,7 @@ def require_number(
 
 
 def require_bool(argument: str, value: object) -> bool:
-    """Raise unless `value` is True or False."""
+    """Raise unless `value` is True or False (`ArgumentTypeError`); return it."""
     if isinstance(value, bool):
         return value
     raise explain(ArgumentTypeError, argument, expected="True or False", got=value, fix=f"Write {argument}=True.")

@@ -1,4 +1,17 @@
-"""The parts of a backend, by concept in ``__all__``. `gradaccum` itself has what users need, the error classes included."""
+"""The parts of a backend. `gradaccum` itself has what users need, the error classes included.
+
+- `accumulate`, `usable`, `contribution`, `ends`, `with_denominator`, `decide`, `close`, `discard`: transitions of the `State`;
+- `add_loss`, `window_loss`, `is_first`, `first_seen`, `window_seen`, `noise_scale`: a window's loss and noise;
+- `terms_of`, `resumed`, `redistributed`: saving and resuming an open window;
+- `epoch`, `Sizes`: a pass over a loader;
+- `make_division`, `divided`, `leaves_of`, `share`: cutting a large batch and merging its outputs;
+- `explain`, ``require_...`` and ``..._error``: one wording for each mistake in every backend;
+- `Listeners`: callbacks for closed windows, no call while its ``added`` is empty; `described`, `status`: the state in one line;
+- `comparable`, `linearity_report`: the check that a loss is linear in its scale;
+- `examine`, `Subject`, `Conditions`, `Run`: the experiments of `gradaccum.verify`;
+- `Backend`, `GatingBackend`, `VerifyingBackend`, `DeviceBackend`, `ScalerDriver`: a backend's protocols;
+- `Steps`, `WrapOptions`, `wrap_with`: a backend's own typed ``wrap``.
+"""
 
 from gradaccum.errors import explain, require_bool, require_weight
 from gradaccum.linearity import ROUNDINGS, SCALES, comparable, linearity_report, relative_error

@@ -22,6 +22,7 @@ T = TypeVar("T")
 Gradient = Any
 """An array or a tensor in float64 or complex128, divided by the scale that its loss had."""
 Norm = Callable[[Gradient], float]
+"""The backend's 2-norm."""
 
 
 class LinearityReport(NamedTuple):

@@ -4,7 +4,8 @@ A nest is a tuple, list, mapping or dataclass of nests, or a leaf. A list or tup
 value per item. JAX has trees of its own.
 
 Any other list or tuple is a container whose elements each hold a part of all items. A list of items (one dict per image) looks the same, so
-`require_one_size` refuses an ambiguous list until the user's ``axes`` say what it is.
+`require_one_size` refuses an ambiguous list until the user's ``axes`` say what it is. Only a tuple of arrays of one length other than the
+tuple's own, ``(x, y)``, needs no ``axes``.
 """
 
 from __future__ import annotations
@@ -230,13 +231,16 @@ def kinds_of(declared: Nest, aux: Nest) -> list[str]:
 
 
 def require_kind(kind: object) -> None:
-    """Raise unless `kind` is one of `KINDS`."""
+    """Raise unless `kind` is one of `KINDS` (`ArgumentValueError`)."""
     if kind not in KINDS:
         raise explain(ArgumentValueError, "aux", expected=f"one of {', '.join(KINDS)}", got=kind, fix="Write aux='mean', say.")
 
 
 def share(kind: str, value: A, items: Any, weight: Any, ops: MergingOps) -> A:
-    """Return one micro-batch's contribution: for a mean, `value` times its number of items or its `weight`."""
+    """Return one micro-batch's contribution: for a mean, `value` times its number of items or its `weight`.
+
+    Of "sum" and the means it has the dtype that ``ops.widened`` makes: wide enough for the sums.
+    """
     if kind in ("max", "min", "concatenate"):
         return value
     if kind == "sum":
@@ -245,7 +249,7 @@ def share(kind: str, value: A, items: Any, weight: Any, ops: MergingOps) -> A:
 
 
 def merged(kind: str, so_far: A, given: A, ops: MergingOps) -> A:
-    """Return the merged value with one more `share`. The backend itself merges "concatenate"."""
+    """Return `so_far` with one more `share`, element by element. The backend itself concatenates what is of that kind."""
     if kind == "max":
         return ops.maximum(so_far, given)  # type: ignore[no-any-return]
     if kind == "min":
@@ -254,7 +258,7 @@ def merged(kind: str, so_far: A, given: A, ops: MergingOps) -> A:
 
 
 def finished(kind: str, so_far: A, items: Any, weight: Any) -> A:
-    """Return the value of the large batch from the merged shares."""
+    """Return the value of the large batch from the merged shares; `items` and `weight` are the totals, by which the means divide."""
     if kind == "mean":
         return so_far / items  # type: ignore[no-any-return]
     if kind == "weighted_mean":

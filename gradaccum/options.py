@@ -329,7 +329,7 @@ def make_options(
 
 
 def require_reduction(reduction: object) -> Reduction:
-    """Raise unless `reduction` is one of `REDUCTIONS`."""
+    """Raise unless `reduction` is "mean", "sum" or "item_mean" (`ArgumentTypeError`, `ArgumentValueError`); return it."""
     return cast(Reduction, require_choice("reduction", reduction, REDUCTIONS))
 
 

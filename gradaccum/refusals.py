@@ -85,7 +85,9 @@ def rate_bits(rates: Sequence[float]) -> list[int]:
 
 
 def require_same_rates(rates: Sequence[float], added: Sequence[float], workers: int, rank: int) -> None:
-    """Raise unless all workers have the same learning rates; `added` is the sum of all workers' `rate_bits`.
+    """Raise unless all workers have the same learning rates.
+
+    `rates` are those of each group on this worker, of rank `rank`; `added` is the sum of all workers' `rate_bits`.
 
     Raises:
         UsageError: two workers have different rates; every worker raises it.
@@ -125,7 +127,7 @@ def require_shard_sizes(shard_sizes: object, own: int, rank: int, workers: int) 
 
 
 def require_classes(classes: int) -> int:
-    """Raise unless all workers together have at least one class."""
+    """Raise unless all workers together have at least one class (`ArgumentValueError`); return their number."""
     if classes:
         return classes
     fix = "Only some of the workers may be without classes."

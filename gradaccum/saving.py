@@ -38,7 +38,7 @@ def terms_of(options: Options, optimizer_step: Scalar) -> Terms:
 
 
 def require_format(found: object) -> None:
-    """Raise unless `found` is the format that this release reads."""
+    """Raise unless `found` is `FORMAT`, which this release reads (`CheckpointError`)."""
     if found != FORMAT:
         fix = "Load it with the gradaccum that saved it, or save it again with this one."
         raise explain(CheckpointError, "format", expected=f"a window's state in format {FORMAT}", found=f"format {found}", fix=fix)
@@ -51,7 +51,7 @@ def encode_terms(terms: Terms) -> tuple[int, int, int, int, int]:
 
 
 def code_of(size: Scalar) -> Scalar:
-    """Return the code of a window's size."""
+    """Return the code of a window's size, as in `encode_terms`: 0 for None, negative for a weight."""
     if isinstance(size, UntilWeight):
         return -cast(Scalar, size.weight)
     return 0 if size is None else size

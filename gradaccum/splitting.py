@@ -271,7 +271,7 @@ def _is_record(place: str, length: int, brackets: str, known: Sequence[tuple[str
 
 
 def require_items(items: int) -> None:
-    """Raise unless the batch has an item."""
+    """Raise unless the batch has an item (`ArgumentValueError`)."""
     if items == 0:
         fix = "Skip a batch that holds nothing: it has no gradient and no mean."
         raise explain(ArgumentValueError, "batch", expected="at least one item", found="0 items", fix=fix)

@@ -186,7 +186,7 @@ def decide(
 
 
 def measures(options: Options) -> bool:
-    """True if the end of a window needs the norm of its sum."""
+    """True if the end of a window needs the norm of its sum: to clip, to skip, to find an overflow, or for the noise scale."""
     asked = options.clip_norm is not None or options.skip_norm is not None or options.noise_decay is not None
     return asked or options.on_overflow != "ignore"
 

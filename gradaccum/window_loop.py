@@ -402,8 +402,8 @@ def windows(
             scalar on a device.
         weight: with ``until_weight``: the name of a count, or a function as in `count`.
         reduce: with several workers: a function that returns a list of floats summed over all of them, best in float64, called once per
-            window, and once more at the end; with ``until_weight`` once per micro-batch. Every worker must iterate through every window:
-            if its loader ends early, through windows of `len` 0.
+            window, and once more at the end; with ``until_weight`` once per micro-batch. Totals and weight are then those of all
+            workers. Every worker must iterate through every window: if its loader ends early, through windows of `len` 0.
         start: the number of the first window, for a schedule that resumes.
 
     Raises:

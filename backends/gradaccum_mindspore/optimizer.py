@@ -179,7 +179,7 @@ class AccumulatingOptimizer(OwnPhase, nn.Optimizer):  # type: ignore[misc]
     def __call__(
         self, gradients: Gradients | NamedGradients, *counted: Number | None, weight: Weight = None, loss: Loss = None
     ) -> bool | Tensor:
-        """Take in one micro-batch, from Python; return whether it closed a window.
+        """Take in one micro-batch, from Python, ``optimizer(gradients, weight, loss)``; return whether it closed a window.
 
         Args:
             gradients: a tuple or list in the order of ``self.parameters``, or a dict by parameter name; None for a parameter that took
@@ -249,13 +249,13 @@ class AccumulatingOptimizer(OwnPhase, nn.Optimizer):  # type: ignore[misc]
     def epoch(self, loader: Iterable[M], *, carry: bool = False, progress: bool = False) -> Iterator[M]:
         """Iterate over the micro-batches of a loader, and flush when it ends: ``for x, y in opt.epoch(loader):``, from Python.
 
-        A loop that is left early leaves its window open. A `GradAccumWarning` tells, once, of micro-batches of unequal size that were
-        counted from Python without a weight.
+        A loop that is left early leaves its window open. With several workers each flushes once, when its own loader ends. A
+        `GradAccumWarning` tells, once, of micro-batches of unequal size that were counted from Python without a weight.
 
         Args:
             loader: yields the micro-batches, such as a `mindspore.dataset` dataset.
             carry: leave the last window open for the next pass.
-            progress: show a progress bar.
+            progress: show a progress bar; needs rich.
 
         Raises:
             ArgumentTypeError: `loader` is no iterable, or a flag no bool.
@@ -280,8 +280,8 @@ class AccumulatingOptimizer(OwnPhase, nn.Optimizer):  # type: ignore[misc]
         """Call `listener` with a `gradaccum.watching.ClosedWindow` after each window that closes, applied or skipped.
 
         Python calls it when the call of this optimizer, of ``flush`` or of `gradaccum_mindspore.TrainOneStepCell` that closed the window is
-        through. In a compiled step of your own read ``result`` after each step, which calls it; ``weight`` and ``micro_batches`` are NaN
-        there. That call raises what it raises; the update is made by then.
+        through, and between two windows that one ``flush`` closes. In a compiled step of your own read ``result`` after each step, which
+        calls it; ``weight`` and ``micro_batches`` are NaN there. That call raises what it raises; the update is made by then.
 
         Args:
             listener: a function of one `gradaccum.watching.ClosedWindow`, such as a `gradaccum.watching.JsonLines`.

@@ -20,7 +20,8 @@ def examine(subject: Subject, steps: object, reduction: object = "mean") -> Veri
     Runs the batch some thirty times if all is right, some two hundred times if not.
 
     Raises:
-        ArgumentTypeError, ArgumentValueError: `steps` is no int from 2 to the number of items, or `reduction` is unknown.
+        ArgumentTypeError, ArgumentValueError: `steps` is no int from 2 to the number of items, the batch has no item, or `reduction`, by
+            which accumulation will add up, is unknown.
     """
     number = require_int("steps", steps, at_least=2, fix="Write steps=2 or more: one micro-batch is the large batch.")
     require_items(subject.items)

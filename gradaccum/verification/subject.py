@@ -154,8 +154,9 @@ def as_loss(
 ) -> tuple[LossFunction, tuple[Any, ...]]:
     """Return the loss in the convention ``loss_fn(model, *batch)``, and the batch as its arguments.
 
-    A list as the only argument, as a loader yields it, is taken apart where `loss_fn` asks for it. `is_model` is True for the model and
-    what wraps it; None: the framework's model cannot be called.
+    `loss_fn` may also be ``loss_fn(*batch)``, which calls `model` itself, or a criterion, ``loss_fn(outputs, targets)``. A list as the only
+    argument, as a loader yields it, is taken apart where `loss_fn` asks for it. `is_model` is True for the model and what wraps it; None:
+    the framework's model cannot be called.
 
     Raises:
         ArgumentTypeError: `loss_fn` is no function, or takes another number of arguments.

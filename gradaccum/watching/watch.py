@@ -184,8 +184,9 @@ class Watch:
         """Take in the result of one event, and call the listeners if it closed a window.
 
         Pass `loss` or `weight` with each micro-batch, and neither with a flush or discard; the window then has its count, weight and loss.
-        These are NaN if some micro-batch passed neither, and in a first window that closes with the first result. After an overflow the
-        weight is NaN. A loss that was passed to the optimizer is in the result already.
+        These are NaN if some micro-batch passed neither, and in a first window that closes with the first result, since it may have been
+        resumed. Without both, a result equal to the last window's is the flush of an empty window. After an overflow the weight is NaN. A
+        loss that was passed to the optimizer is in the result already.
 
         Args:
             result: of the event, in Python numbers or scalars of the framework.

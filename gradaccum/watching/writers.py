@@ -17,8 +17,8 @@ _OTHERWISE = "pass any function of one ClosedWindow"
 class JsonLines:
     """Writes each window as a line ``{"optimizer_step": 17, "applied": true, ...}`` with the fields of a `ClosedWindow`.
 
-    inf and NaN are written as null. Each line is flushed. A path is appended to: a resumed run writes the windows after the last checkpoint
-    again, and the later line counts.
+    Every line is valid JSON: inf and NaN are written as null. Each line is flushed. A path is appended to: a resumed run writes the windows
+    after the last checkpoint again, and the later line counts. A last line that a crash broke off is ended first.
 
     Args:
         target: a path, or a text file that is open for writing, which stays the caller's to close.

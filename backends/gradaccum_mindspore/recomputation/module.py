@@ -24,7 +24,7 @@ def recompute(cell: nn.Cell, *, segments: int | None = None) -> nn.Cell:
 
     In PyNative mode, under `mindspore.jit` and in GRAPH mode. Dropout repeats its mask and batch normalization moves its statistics once;
     `Cell.recompute()` alone promises neither. The Cell is changed in place: its Parameters, their names and its layers stay. Call it once
-    per Cell, when the Cell has all its layers, and not on layers of it as well.
+    per Cell, when the Cell has all its layers, and not on layers of it as well; to recompute some layers alone, call it on each.
 
     Args:
         cell: a `SequentialCell`, cut into segments; or another Cell, recomputed as a whole.
