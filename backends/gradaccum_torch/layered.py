@@ -172,7 +172,7 @@ class _Border:
 
 
 def _versions(values: list[Any]) -> list[int]:
-    return [version(value) for value in values if isinstance(value, Tensor)]
+    return [version(value) for value in values if isinstance(value, Tensor) and not value.is_inference()]
 
 
 class _Enter(torch.autograd.Function):

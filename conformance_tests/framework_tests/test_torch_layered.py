@@ -372,6 +372,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "no_layers": (lambda: layered_backward([], mse, X, X, steps=2), "layers: expected at least one layer"),
     "a_module": (lambda: layered_backward(nn.Linear(6, 6), mse, X, X, steps=2), "expected an nn.Sequential or a list of callables"),
     "a_string": (lambda: layered_backward([nn.Linear(6, 6), "relu"], mse, X, X, steps=2), "layers: expected a function"),
+    "no_graph": (torch.inference_mode()(lambda: layered_backward([nn.Linear(6, 6)] * 2, mse, X, X, steps=2)), "outside of torch.no_grad"),
     "borders": (lambda: layered_backward([nn.Linear(6, 6)], mse, X, X, steps=2, borders="disk"), "borders: expected one of"),
     "both": (lambda: layered_backward([nn.Linear(6, 6)], mse, X, X, steps=2, borders="host", within="keep"), "hold the borders"),
     "reduction": (
