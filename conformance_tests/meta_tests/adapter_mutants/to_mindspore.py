@@ -228,14 +228,14 @@ MUTANTS = (
     ),
     Mutant(
         "leave_the_loss_of_a_layered_window_unscaled",
-        "self.by_unit, self.scaled = False, optimizer.scale",
-        "self.by_unit, self.scaled = False, lambda loss: loss * (optimizer.scale(loss) / optimizer.scale(loss))",
+        "False, optimizer.scale, [optimizer]",
+        "False, lambda loss: loss * (optimizer.scale(loss) / optimizer.scale(loss)), [optimizer]",
         OWN + "test_mindspore_layered.py::test_window_of_a_wrapped_optimizer",
     ),
     Mutant(
         "leave_statistics_moved_by_a_layered_window_that_raised",
-        "        for each in noted:\n            each.after_error()\n",
-        "",
+        "for each in () if target.failed(told) else noted:",
+        "for each in () if target.failed(told) else ():",
         OWN + "test_mindspore_layered.py::test_draws_that_do_not_repeat_are_refused",
     ),
 )
