@@ -85,7 +85,8 @@ class GatherItems(nn.Cell):  # type: ignore[misc]
         group: the name of a communication group; None: all workers, or this process alone where communication is not initialised.
 
     Inputs:
-        x: shape ``(items, ...)``, any floating dtype, or an integer dtype, which has no gradient.
+        x: shape ``(items, ...)``, any floating dtype, or an integer dtype, which has no gradient. A float64 number beyond float32's range
+            arrives as an inf, one below it as 0.
 
     Outputs:
         Shape ``(workers * items, ...)``, the dtype of `x`.
@@ -124,10 +125,11 @@ class GatherItems(nn.Cell):  # type: ignore[misc]
 def gather_exactly(gather: Callable[[Tensor], Tensor], mine: Tensor, workers: int) -> Tensor:
     """Return a float64 tensor of each worker, shape ``(workers, *shape)``.
 
-    The CPU gathers float64 rounded to float32, so each number travels as a sum of three of float32, which is exact.
+    The CPU gathers float64 rounded to float32, so each number travels as a sum of three of float32, which is exact; one beyond float32's
+    range arrives as an inf, one below it as 0.
     """
     high = mine.astype(ms.float32)
-    rest = mine - high.astype(ms.float64)
+    rest = ops.where(ops.isfinite(high), mine - high.astype(ms.float64), 0.0)
     middle = rest.astype(ms.float32)
     low = (rest - middle.astype(ms.float64)).astype(ms.float32)
     parts = gather(ops.stack((high, middle, low))).astype(ms.float64).reshape((workers, 3, *mine.shape))

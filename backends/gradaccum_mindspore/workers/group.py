@@ -54,7 +54,7 @@ def added_up(mine: Array) -> Array:
         return _answer(ALL_REDUCE, mine)
     with np.errstate(over="ignore", invalid="ignore"):
         high = mine.astype(np.float32)
-        rest = mine - high
+        rest = np.where(np.isfinite(high), mine - high, 0.0)
         middle = rest.astype(np.float32)
         low = (rest - middle).astype(np.float32)
     gathered = _answer(ALL_GATHER, np.stack((high, middle, low)))

@@ -16,6 +16,7 @@ from conformance_tests.framework_tests.mindspore_workers.common import WORLD, re
 from conformance_tests.framework_tests.mindspore_workers.refusals import files
 from conformance_tests.framework_tests.refusing import refused
 from gradaccum_mindspore import GatherItems, TrainOneStepCell, load_checkpoint_into, redistributed, sharded_cross_entropy
+from gradaccum_mindspore.workers.group import added_up
 
 STEPS, OWN, CLASSES = 2, 3, (5, 3)
 """Micro-batches of a window, items of each on each worker, classes of each worker."""
@@ -139,7 +140,7 @@ class Weighted(nn.Cell):
 
 @check
 def float64_items_are_gathered_exactly(rank: int) -> None:
-    """Numbers that float32 does not hold, and their gradient; the others' gradients come back added up."""
+    """Numbers that float32 does not hold, and their gradient; the others' gradients come back added up. Beyond its range they are inf."""
     values = np.random.RandomState(5).randn(WORLD, 2, 3)
     weights = np.random.RandomState(6).randn(WORLD, 2 * WORLD, 3)
     for mode in ("pynative", "graph"):
@@ -149,6 +150,9 @@ def float64_items_are_gathered_exactly(rank: int) -> None:
         np.testing.assert_allclose(float(total.asnumpy()), (values.reshape(-1, 3) * weights[rank]).sum(), rtol=1e-14)
         np.testing.assert_array_equal(gradient.asnumpy(), (weights[0] + weights[1])[2 * rank : 2 * rank + 2])
         np.testing.assert_array_equal(weighted.gather(Tensor(values[rank])).asnumpy(), values.reshape(-1, 3))
+        extremes = np.array([np.inf, -np.inf, np.nan, 1e300, 1e-300])
+        np.testing.assert_array_equal(weighted.gather(Tensor(extremes)).asnumpy(), [np.inf, -np.inf, np.nan, np.inf, 0.0] * WORLD)
+    np.testing.assert_array_equal(added_up(extremes[:4]), [np.inf, -np.inf, np.nan, np.inf])
     set_mode("pynative")
 
 
