@@ -21,7 +21,7 @@ from jax import lax
 from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError, kit
 from gradaccum.kit import Scalar, explain
 from gradaccum_jax import sums
-from gradaccum_jax.arrays import Array, Extra, Params, Tree, is_key, moving_of, plain
+from gradaccum_jax.arrays import Array, Extra, Params, Tree, is_key, moving_of, plain, takes_part, wider
 from gradaccum_jax.checks import require_arrays
 from gradaccum_jax.large_batch import batch as batches
 from gradaccum_jax.large_batch import gradients as large
@@ -102,9 +102,9 @@ def layered_value_and_update(
         ArgumentValueError: `tx` closes windows by itself, or an option makes no sense; or at a call, as for `value_and_grad`.
         UsageError: `tx` or its inner optimizer cannot work layer by layer.
     """
-    for name, function in (("prelude", prelude), ("layer", layer), ("loss_fn", loss_fn)):
-        if not callable(function):
-            raise explain(ArgumentTypeError, name, expected="a function", got=function, fix=f"Write {name}=lambda params, x, *batch: ....")
+    for name, function in (("prelude", prelude), ("layer", layer), ("loss_fn", loss_fn), ("gather", gather)):
+        if not callable(function) and (name != "gather" or function is not None):
+            raise explain(ArgumentTypeError, name, expected="a function", got=function, fix=f"Write {name}=lambda params, ...: ....")
     accumulation = require_open(tx)
     options = accumulation.options
     if options.on_overflow == "drop_micro_batch" or options.noise_decay is not None:
@@ -142,20 +142,16 @@ class LayeredValueAndUpdate(Call):
     def __call__(self, params: Params, state: AccumulationState, *batch: Tree, **extra: Any) -> tuple[Any, Params, AccumulationState]:
         params, state = require_parts(plain(params)), plain(state)
         self.accumulation.check(state, params, extra)
-        if kit.measures(self.accumulation.options) != (state.accumulator is not None):
-            expected, found = ("a state with sums", "one without")[:: 1 if state.accumulator is None else -1]
-            fix = "Write state = step.init(params); between two windows state._replace(accumulator=None) leaves them out."
-            raise explain(ArgumentTypeError, "state", expected=expected, found=found, fix=fix)
-        made: tuple[Any, Params, AccumulationState] = self._of_batch((params, state, extra), batch)
-        return made
+        keeps = kit.measures(self.accumulation.options)
+        require_shapes(state.accumulator, params if keeps else None, "one with sums" if keeps else "one without sums")
+        return cast(tuple[Any, Params, AccumulationState], self._of_batch((params, state, extra), batch))
 
     def _run(self, given: tuple[Params, AccumulationState, Extra], source: Source) -> tuple[Any, Params, AccumulationState]:
         params, state, extra = given
         passes = Passes(self, replicated(params, self.accumulation.axes), state, extra, batches.groups_in(source))
         x, borders = passes.forwards()
         made = passes.head(source, x)
-        params, state = passes.backwards(made, borders)
-        return (made.loss, made.aux) if self.question.differentiation.has_aux else made.loss, params, state
+        return (made.loss, made.aux) if self.question.differentiation.has_aux else made.loss, *passes.backwards(made, borders)
 
 
 class Held(NamedTuple):
@@ -184,7 +180,9 @@ class Passes:
         self.parts = None
         if state.accumulator is None:
             require_separable(self.alone.inner, params, extra)
-            self.parts = make_parts(self.alone.inner, params, (state.inner_state, state.masters))
+            pair = state.inner_state, state.masters
+            require_shapes(pair, jax.eval_shape(self.alone.inner.init, params), "the inner optimizer's")
+            self.parts = make_parts(self.alone.inner, params, pair)
 
     def forwards(self) -> tuple[Rows, Rows]:
         """Return the last layer's activations, and those at the kept borders, stacked."""
@@ -194,12 +192,11 @@ class Passes:
             made, self.structure = jax.tree.flatten(self.call.prelude(*outer, *each.arguments[1:]))
             return (), [vary(jnp.asarray(leaf), frozenset(self.axes)) for leaf in made]
 
-        divisors = [n for n in range(1, math.isqrt(self.layers) + 1) if self.layers % n == 0]
-        every = max(divisors) if self.call.borders == "recompute" else 1
+        most = math.isqrt(self.layers) if self.call.borders == "recompute" else 1
+        every = max(n for n in range(1, most + 1) if self.layers % n == 0)
         self.segments = jnp.arange(self.layers, dtype=jnp.int32).reshape(-1, every)
         x = over(self._groups(0), enter, (), self.first)[1]
-        forward = partial(self._forward, self.params)
-        return lax.scan(lambda x, numbers: (lax.scan(forward, x, numbers)[0], x), x, self.segments)
+        return lax.scan(lambda x, numbers: (lax.scan(partial(self._forward, self.params), x, numbers)[0], x), x, self.segments)
 
     def _forward(self, params: tuple[Tree, ...], x: Rows, number: Scalar) -> tuple[Rows, Rows]:
         whole = self._whole(_one(params[LAYERS], number))
@@ -212,12 +209,12 @@ class Passes:
         return x, x
 
     def _layer(self, own: Tree, x: list[Array], *batch: Tree) -> list[Array]:
-        made, structure = jax.tree.flatten(self.call.layer(own, jax.tree.unflatten(self.structure, x), *batch))
-        wanted, found = ([(jnp.shape(leaf), str(jnp.result_type(leaf))) for leaf in leaves] for leaves in (x, made))
-        if structure != self.structure or wanted != found:
+        made = self.call.layer(own, taken := jax.tree.unflatten(self.structure, x), *batch)
+        wanted, found = (jax.tree.map(lambda leaf: f"{jnp.result_type(leaf)}{list(jnp.shape(leaf))}", tree) for tree in (taken, made))
+        if jax.tree.flatten(wanted) != jax.tree.flatten(found):
             fix = "Let it return what the next layer takes; a first or last layer of another kind belongs into prelude or loss_fn."
             raise explain(ArgumentValueError, "layer", expected=f"one that returns what it takes, {wanted}", found=f"{found}", fix=fix)
-        return [vary(jnp.asarray(leaf), frozenset(self.axes)) for leaf in made]
+        return [vary(jnp.asarray(leaf), frozenset(self.axes)) for leaf in jax.tree.leaves(made)]
 
     def head(self, source: Source, x: Rows) -> large.Made[Any]:
         """Return the window's numbers and the sums of the head; and of each micro-batch the gradient of `x`, and its weight."""
@@ -263,9 +260,8 @@ class Passes:
         def enter(moving: list[Array], _: list[Array], *batch: Tree) -> list[Array]:
             return jax.tree.leaves(self.call.prelude(*put(moving), *batch))
 
-        nothing: Rows = [[] for _ in self.groups]
         begin, body = [*self._begin(held, [PRELUDE]), *total[size:]], self._differentiating(enter, moving)
-        total, _ = over(self._groups(0, nothing, upstream, self.weights), body, begin, self.first)
+        total, _ = over(self._groups(0, [[] for _ in self.groups], upstream, self.weights), body, begin, self.first)
         ends = [PRELUDE, *range(TIED, len(self.params))]
         total = self._sum(total, *[self.params[part] for part in ends])
         for part in ends:
@@ -322,8 +318,7 @@ class Passes:
     def _begin(self, held: Held, parts: list[int], number: Scalar = None) -> list[Array]:
         """Return the sums of these parts before the first micro-batch: what an open window holds, or zeros."""
         if held.accumulator is None or self.call.gather is not None:
-            trees = [self._whole(_one(self.params[part], number)) for part in parts]
-            return cast(list[Array], sums.zeros(moving_of(trees)[0], self.options.accumulate_dtype))
+            return large.start(tuple(self._whole(_one(self.params[part], number)) for part in parts), self.options.accumulate_dtype)
         own = large.copies([_one(held.accumulator[part], number) for part in parts], frozenset(self.axes))
         return cast(list[Array], sums.emptied(moving_of(own)[0], fields_of(self.state)[0] == 0))
 
@@ -344,8 +339,7 @@ class Passes:
         if not self.axes:
             return own
         made = group.all_reduce(group.Window([], own.weight, own.overflow, as_read(own.loss), ()), self.axes)
-        fields = {"weight": made.weight, "overflow": made.overflow, "loss": as_stored(made.loss)}
-        return own._replace(**fields, last_overflow=jnp.asarray(False))
+        return own._replace(weight=made.weight, overflow=made.overflow, loss=as_stored(made.loss), last_overflow=jnp.asarray(False))
 
     def _closed(
         self, held: Held, part: int, total: list[Array], number: Scalar = None, *, last: bool = False
@@ -363,7 +357,7 @@ class Passes:
         state = self.numbers._replace(accumulator=added, inner_state=inner, masters=masters)
         updates, after = replace(self.alone, inner=self.parts.of(part)).flush(state, params, **self.extra)
         moved = _put(held.params, part, number, apply_updates(params, updates, after))
-        made = [*after.inner_state, *jax.tree.leaves(after.masters)]
+        made = jax.tree.leaves((after.inner_state, after.masters))
         return Held(moved, self.parts.written(held.inner, made, part, number, last=last), held.accumulator), after
 
 
@@ -374,11 +368,20 @@ def require_parts(params: Params) -> tuple[Tree, ...]:
         raise explain(ArgumentTypeError, "params", expected=expected, found=f"a {type(params).__name__}", fix=fix)
     require_arrays(params, "params")
     counts = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(params[LAYERS])}
-    if len(counts) != 1 or not all(counts) or (0,) in counts or any(map(is_key, jax.tree.leaves(params))):
-        stacked = "Stack the layers: jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers); pass random keys in the batch."
-        found = f"leading axes {sorted(counts)}, or random keys"
-        raise explain(ArgumentValueError, "params[1]", expected="arrays of numbers with one leading axis", found=found, fix=stacked)
+    if len(counts) != 1 or not all(counts) or (0,) in counts:
+        stacked = "Stack the layers: jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)."
+        raise explain(ArgumentValueError, "params[1]", expected="arrays with one leading axis", found=f"{sorted(counts)}", fix=stacked)
+    if any(map(is_key, jax.tree.leaves(params))):
+        raise explain(ArgumentValueError, "params", expected="arrays of numbers", found="a random key", fix="Pass keys in the batch.")
     return cast(tuple[Tree, ...], jax.tree.map(jnp.asarray, params))
+
+
+def require_shapes(held: Tree, like: Tree, name: str) -> None:
+    """Raise unless a part of the state has the shapes that belong to these parameters."""
+    wanted, found = ((jax.tree.structure(tree), [jnp.shape(leaf) for leaf in jax.tree.leaves(tree)]) for tree in (like, held))
+    if wanted != found:
+        fix = "Write state = step.init(params); between two windows state._replace(accumulator=None) leaves the sums out."
+        raise explain(ArgumentTypeError, "state", expected=f"{name}, of these parameters", found="another", fix=fix)
 
 
 def _cut(tree: Tree, number: Scalar) -> Tree:
@@ -426,19 +429,18 @@ class Parts(NamedTuple):
 
         def filled(leaf: Array, of: int) -> Array:
             shape = (1, *leaf.shape[1:]) if of == LAYERS else leaf.shape
-            return jnp.full(shape, filler if jnp.issubdtype(leaf.dtype, jnp.inexact) else 0, leaf.dtype)
+            return jnp.full(shape, filler if takes_part(leaf) else 0, leaf.dtype)
 
         def whole(tree: Tree) -> tuple[Tree, ...]:
             return tuple(tree if i == part else jax.tree.map(partial(filled, of=i), like) for i, like in enumerate(self.params))
 
         def update(gradients: Tree, state: Any, params: Params = None, **extra: Any) -> tuple[Tree, Any]:
-            given = iter([*state[0], *jax.tree.leaves(state[1])])
+            given, own = iter(jax.tree.leaves(state)), jax.tree.structure(state)
             held = zip(self.tags, self.leaves, strict=True)
             pair = jax.tree.unflatten(self.structure, [next(given) if tag in (part, SHARED) else filled(leaf, tag) for tag, leaf in held])
             updates, after = self.inner.update(whole(gradients), pair, whole(params), **extra)
-            own = [leaf for tag, leaf in zip(self.tags, jax.tree.leaves(after), strict=True) if tag in (part, SHARED)]
-            size = len(state[0])
-            return updates[part], (own[:size], jax.tree.unflatten(jax.tree.structure(state[1]), own[size:]))
+            made = zip(self.tags, jax.tree.leaves(after), strict=True)
+            return updates[part], jax.tree.unflatten(own, [leaf for tag, leaf in made if tag in (part, SHARED)])
 
         return optax.GradientTransformationExtraArgs(self.inner.init, update)
 
@@ -461,12 +463,10 @@ def make_parts(inner: optax.GradientTransformationExtraArgs, params: tuple[Tree,
     def is_left_out(leaf: object) -> bool:
         return leaf is None or isinstance(leaf, optax.MaskedNode)
 
-    def tag(leaf: Array, part: int) -> Any:
-        return leaf if is_left_out(leaf) else part
-
     numbered = tuple(jax.tree.map(lambda _, part=part: part, tree) for part, tree in enumerate(params))
     map_params: Any = optax.tree_utils.tree_map_params
-    tags = jax.tree.leaves(map_params(inner, tag, pair, numbered, transform_non_params=lambda _: SHARED, is_leaf=is_left_out))
+    options: Any = {"transform_non_params": lambda _: SHARED, "is_leaf": is_left_out}
+    tags = jax.tree.leaves(map_params(inner, lambda leaf, part: leaf if is_left_out(leaf) else part, pair, numbered, **options))
     (leaves, structure), layers = jax.tree.flatten(pair), jax.tree.leaves(params[LAYERS])[0].shape[:1]
     if any(tag == LAYERS and jnp.shape(leaf)[:1] != layers for tag, leaf in zip(tags, leaves, strict=True)):
         raise _inseparable_error("one whose state has no leading axis of the layers")
@@ -478,10 +478,10 @@ def require_separable(inner: optax.GradientTransformationExtraArgs, params: tupl
     numbers = np.random.default_rng(0)
 
     def drawn(leaf: Array, part: int) -> Any:
-        shape = (2, *leaf.shape[1:])[: leaf.ndim] if part == LAYERS else leaf.shape
-        shape = tuple(min(size, 2) for size in shape)
+        shape = tuple(2 if part == LAYERS and not axis else min(size, 2) for axis, size in enumerate(leaf.shape))
         values = numbers.uniform(0.5, 1.0, shape) * numbers.choice([-64, 64], shape)
-        return values.astype(leaf.dtype) if jnp.issubdtype(leaf.dtype, jnp.inexact) else np.zeros(shape, leaf.dtype)
+        # Half precision would hide a trust ratio in its rounding.
+        return values.astype(wider(leaf.dtype, jnp.float32)) if takes_part(leaf) else np.zeros(shape, leaf.dtype)
 
     def close(a: Array, b: Array) -> Array:
         most = 16 * float(jnp.finfo(a.dtype).eps) if jnp.issubdtype(a.dtype, jnp.inexact) else 0
@@ -500,9 +500,13 @@ def require_separable(inner: optax.GradientTransformationExtraArgs, params: tupl
 
     trees = [tuple(jax.tree.map(partial(drawn, part=part), tree) for part, tree in enumerate(params)) for _ in range(3)]
     known = jax.tree.map(lambda leaf: np.ones(np.shape(leaf), leaf.dtype) if isinstance(leaf, jax.Array) else leaf, extra)
-    with jax.ensure_compile_time_eval(), jax.debug_nans(False):
-        if not jax.jit(tried)(*trees):
-            raise _inseparable_error("one that looks at several, such as optax.clip_by_global_norm or lamb")
+    try:
+        with jax.ensure_compile_time_eval(), jax.debug_nans(False):
+            same = bool(jax.jit(tried)(*trees))
+    except (TypeError, ValueError) as error:  # a traced learning rate, an extra argument by parameter
+        raise _inseparable_error(f"one that cannot be tried out on small arrays ({type(error).__name__})") from error
+    if not same:
+        raise _inseparable_error("one that looks at several, such as optax.clip_by_global_norm or lamb")
 
 
 def _inseparable_error(found: str) -> UsageError:

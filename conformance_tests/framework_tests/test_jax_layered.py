@@ -300,7 +300,7 @@ def test_refusals() -> None:
     for given, words in ((list(params), "params: expected a tuple"), ((params[0], {"w": jnp.ones(())}, params[2]), "params[1]: expected")):
         with refused(gradaccum.GradAccumError, words):
             step.init(given)
-    with refused(gradaccum.ArgumentTypeError, "state: expected a state with sums"):
+    with refused(gradaccum.ArgumentTypeError, "state: expected one with sums"):
         step(params, step.init(params)._replace(accumulator=None), items)
-    with refused(gradaccum.ArgumentValueError, "layer: expected one that returns what it takes", "(2, 16)"):
+    with refused(gradaccum.ArgumentValueError, "layer: expected one that returns what it takes", "[2, 16]"):
         layered(layer=lambda own, x, items: jnp.concatenate([x, x], 1))(params, step.init(params), items)
