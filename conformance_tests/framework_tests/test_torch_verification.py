@@ -34,6 +34,9 @@ from conformance_tests.framework_tests.torch_mistaken_losses import (
 from conformance_tests.framework_tests.torch_sound_layers import SOUND_LAYERS, dropout
 from conformance_tests.framework_tests.torch_sound_losses import SOUND_LOSSES, linear_float32
 from gradaccum.verification.causes import KINDS
+from gradaccum.verification.subject import Conditions
+from gradaccum_torch.verification.batch import Batch
+from gradaccum_torch.verification.subject import TorchSubject
 
 MISTAKES = {**MISTAKEN_LOSSES, **MISTAKEN_LAYERS}
 SOUND = (*SOUND_LOSSES, *SOUND_LAYERS)
@@ -68,6 +71,16 @@ def test_token_mean_in_any_dtype(dtype: torch.dtype) -> None:
     labels = torch.tensor([0, -100, -100, -100, 1, 2, 1, -100])
     report = gradaccum_torch.verify(net().to(dtype), loss, (inputs(5).to(dtype), labels))
     assert [(cause.kind, cause.where) for cause in report.causes] == [("unequal_counts", "batch[1] != -100")]
+
+
+@pytest.mark.parametrize("carry_state", [True, False])
+def test_parameters_are_perturbed(carry_state: bool) -> None:
+    """In float64 too, and where state is put back before each micro-batch."""
+    model = net().double()
+    subject = TorchSubject(model, lambda model, y: model[0].weight.square().sum(), Batch((classes(),), 0), len)
+    runs = subject.window([[0, 1]] * 2, Conditions(carry_state=carry_state, perturbation=1))
+    moved = [(run.gradients["0.weight"] / model[0].weight.detach() / 2 - 1).abs().max() for run in runs]
+    assert all(1e-16 < each < 5e-16 for each in moved), moved
 
 
 def test_advised_weight_is_right() -> None:

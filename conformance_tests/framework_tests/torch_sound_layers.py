@@ -107,6 +107,20 @@ def attention_with_padding() -> Case:
     return Case(Attends(), cross_entropy, (torch.randint(1, 10, (ITEMS, TOKENS)) * mask(), classes()))
 
 
+def bias_of_keys() -> Case:
+    """Its gradient is zero but for rounding, in float64, of a batch without a floating-point number."""
+
+    class Keyed(Attends):
+        def forward(self, ids: Tensor) -> Tensor:
+            words = self.words(ids)
+            keys = nn.functional.linear(words, self.layer.self_attn.out_proj.weight, self.bias)
+            return self.head((torch.softmax(words @ keys.mT, -1) @ words).sum(1))
+
+    model = Keyed().double()
+    model.bias = nn.Parameter(torch.zeros(4, dtype=torch.float64))
+    return attention_with_padding()._replace(model=model)
+
+
 def tied_weights() -> Case:
     class Tied(nn.Module):
         def __init__(self) -> None:
@@ -204,6 +218,7 @@ SOUND_LAYERS: tuple[Callable[[], Case], ...] = (
     layers_dropped_at_random,
     noise_from_own_generator,
     attention_with_padding,
+    bias_of_keys,
     tied_weights,
     sparse_embedding,
     standardised_convolution,

@@ -118,5 +118,5 @@ def perturbed(tensor: Tensor, epsilon: float, number: int, *, integers: bool = F
         return tensor
     own = torch.Generator().manual_seed(1000003 * number + tensor.numel())
     signs = (torch.randint(0, 2, tensor.shape, generator=own) * 2 - 1).to(tensor.device)
-    moved = (tensor.double() * (1 + epsilon * signs)).to(tensor.dtype)
+    moved = (tensor.double() * (1 + epsilon * signs.double())).to(tensor.dtype)
     return moved if integers else torch.where(tensor == tensor.round(), tensor, moved)

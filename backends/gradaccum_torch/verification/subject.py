@@ -100,7 +100,7 @@ class TorchSubject:
     def _run(self, part: Sequence[int], conditions: Conditions, recording: Recording | None) -> Run:
         if not conditions.carry_state:
             self._kept.put_back()
-            self._set_mode(conditions)
+            self._prepare(conditions)
         if conditions.replay:
             self._host.begin(conditions.seed)
         arguments = self._batch.part(part, self._roundoff if conditions.perturbation is not None else 0.0, conditions.perturbation)
@@ -156,9 +156,7 @@ class TorchSubject:
             if conditions.seed:
                 torch.manual_seed(0x5EED0 + conditions.seed)
             self._host.begin(conditions.seed)
-            self._set_mode(conditions)
-            if conditions.perturbation is not None:
-                self._perturb(conditions.perturbation)
+            self._prepare(conditions)
             yield
 
     def _put_back(self) -> None:
@@ -168,15 +166,14 @@ class TorchSubject:
         for generator, state in self._generators.items():
             generator.set_state(state)
 
-    def _set_mode(self, conditions: Conditions) -> None:
+    def _prepare(self, conditions: Conditions) -> None:
+        """Set the mode and perturb the parameters, which have the user's values."""
         if not conditions.training:
             for module in self._kept.modules.values():
                 module.eval()
-
-    def _perturb(self, number: int) -> None:
-        epsilon = self._roundoff
-        for place, parameter in enumerate(self._parameters.values()):
-            parameter.data.copy_(perturbed(parameter.data, epsilon, number + 97 * place, integers=True))
+        for place, parameter in enumerate(self._parameters.values() if conditions.perturbation is not None else ()):
+            number = (conditions.perturbation or 0) + 97 * place
+            parameter.data.copy_(perturbed(parameter.data, self._roundoff, number, integers=True))
 
 
 def _parameters(modules: dict[str, nn.Module]) -> dict[str, Tensor]:
