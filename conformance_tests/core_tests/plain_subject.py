@@ -151,6 +151,28 @@ def by_two_counts(x: Sequence[float], counts: Sequence[float], world: World) -> 
     return {name: items[name] + tokens[name] for name in items}
 
 
+def by_later_counts(x: Sequence[float], counts: Sequence[float], world: World) -> dict[str, float]:
+    """A mean over tokens, in which the first one of an item does not count."""
+    return by_count(x, [count - 1 for count in counts], world)
+
+
+def rarely_coupled(x: Sequence[float], counts: Sequence[float], world: World) -> dict[str, float]:
+    """A sum beside a mean, and a coupling of the first item with the third, which stand side by side where items are dealt in turn."""
+    found = part_summed(x, counts, world)
+    return {**found, "v": found["v"] + (len(x) > 1 and abs(x[1] - X[2]) < 1e-9)}
+
+
+def by_three_counts(x: Sequence[float], counts: Sequence[float], world: World) -> dict[str, float]:
+    """A third mean over the squares of the tokens."""
+    two, third = by_two_counts(x, counts, world), by_count([value**2 for value in x], [n * n for n in counts], world)
+    return {name: two[name] + third[name] for name in two}
+
+
+def hardly_maximal(x: Sequence[float], counts: Sequence[float], world: World) -> dict[str, float]:
+    """Its gradients have norms below 1."""
+    return {name: slope / 100 for name, slope in maximal(x, counts, world).items()}
+
+
 def by_place(x: Sequence[float], counts: Sequence[float], world: World) -> dict[str, float]:
     """Each item times a number of a table that is read by its place in the micro-batch."""
     return {name: mean([value * (1.0 + 0.3 * place**2) for place, value in enumerate(x)]) for name in ("w", "v")}

@@ -67,6 +67,11 @@ def test_bad_loss_scales_raise(arguments) -> None:
 def test_defaults_are_those_of_torch_s_scaler() -> None:
     """`torch.amp.GradScaler`'s, which has no floor below 1 and no ceiling."""
     assert dataclasses.astuple(DynamicLossScale()) == (2.0**16, 2.0, 0.5, 2000, 1.0, math.inf)
+    assert DynamicLossScale(0.5, 1.5, 0.25, 1, 0.25, 0.75).rule() == kit.ScaleRule(0.5, 1.5, 0.25, 1, 0.25, 0.75)
+
+
+def test_defaults_of_the_options() -> None:
+    assert kit.make_options(4) == kit.Options(4, "mean", None, None, None, kit.ScaleRule(), "skip_window", master_weights=False)
 
 
 @pytest.mark.parametrize("scale", [8, 8.0, np.float32(8), np.float64(8), np.int32(8)], ids=lambda scale: type(scale).__name__)

@@ -124,9 +124,32 @@ def test_windows_that_tell_nothing_move_no_mean() -> None:
     assert kit.forget_window(held) == (0.0, 0.0, 3.0, 1.0)
 
 
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("noise_scale", [True, 0.75])
+@pytest.mark.parametrize("workers", [1, 3])
+def test_running_means_by_two_equations(reduction: str, noise_scale: bool | float, workers: int) -> None:
+    """The squares of n first micro-batches of weight b in all, and of a window of weight B: b s + n tr and B s + tr."""
+    options, keep = kit.make_options(8, noise_scale=noise_scale, reduction=reduction), 0.99 if noise_scale is True else noise_scale
+    small, first, large, norm, old = 2.0, 5.0, 12.0, 1.5, (3.0, 0.25)
+    whole = (norm / large if reduction == "sum" else norm) ** 2
+    square, trace = np.linalg.solve([[small, workers], [large, 1]], [small * first, large * whole])
+    state = kit.State(4, 0, 0, large, False, 1.0, 0)
+    seen = kit.Noise(*kit.window_seen(kit.Noise(small, first, *old), state, norm, options, kit.select, workers))
+    assert seen == (0, 0, *(pytest.approx(keep * a + (1 - keep) * b, rel=1e-12) for a, b in zip(old, (trace, square), strict=True)))
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_window_without_weight_has_no_loss(reduction: str) -> None:
+    options = kit.make_options(4, reduction=reduction)
+    assert math.isnan(kit.window_loss(0.0, kit.initial_state(), options, kit.select))
+    assert kit.window_loss(3.0, kit.initial_state()._replace(weight=0.5), options, kit.select) == (3.0 if reduction == "sum" else 6.0)
+
+
 def test_noise_scale_that_is_not_known() -> None:
+    assert kit.forget_window(kit.no_noise()) == kit.no_noise()
     assert math.isnan(kit.noise_scale(kit.no_noise(), kit.select))
-    assert kit.noise_scale(kit.Noise(0.0, 0.0, 3.0, -1.0), kit.select) == math.inf
+    for trace in (3.0, -1.0):
+        assert kit.noise_scale(kit.Noise(0.0, 0.0, trace, -1.0), kit.select) == math.inf
     assert kit.noise_scale(kit.Noise(0.0, 0.0, -3.0, 1.0), kit.select) == 0.0
 
 

@@ -1,10 +1,15 @@
-"""The partitions that `verify` compares, and the axis on which it finds the items."""
+"""The partitions that `verify` compares, the axis on which it finds the items, and the floor of a unit."""
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
-from gradaccum.verification.measuring import item_axis, partitions
+from gradaccum.kit import Conditions, Precision
+from gradaccum.verification.measuring import Bench, Way, item_axis, partitions
+
+from .plain_subject import PlainSubject
 
 
 def test_partitions_of_seven_and_nine_items() -> None:
@@ -33,3 +38,17 @@ def test_partitions_of_seven_and_nine_items() -> None:
 )
 def test_axis_of_the_items(large: tuple[int, ...], small: tuple[int, ...], axis: int | None) -> None:
     assert item_axis(large, small, 8, 2) == axis
+
+
+@pytest.mark.parametrize(("reduction", "factor"), [("mean", 0.5), ("sum", 1.0)])
+@pytest.mark.parametrize(("terms", "additions"), [(1, 1), (2, 1), (16, 4)])
+def test_floor_of_a_unit(reduction: str, factor: float, terms: int, additions: int) -> None:
+    """Each of two gradients (3, 6) is rounded once, and its sum as often as it is added up in pairs, in float32 at the coarsest."""
+
+    class Coarse(PlainSubject):
+        def precision(self, name: str) -> Precision:
+            return Precision(2.0**-8, 1e-3, 4, terms)
+
+    bench = Bench(Coarse(lambda x, n, world: {"w": 3.0}, names=["w"]), 2, Way(reduction))
+    floor = (2.0**-8 + additions * 2.0**-23) * 2 * factor * math.hypot(3, 6) + 2 * 1e-3 * 2
+    assert bench.floor(Conditions()) == {"w": pytest.approx(floor, rel=1e-12)}

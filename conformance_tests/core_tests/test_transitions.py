@@ -16,7 +16,7 @@ TINY, LARGEST = 2.0**-126, 3.4028234663852886e38
 SCALES = (None, 8.0, DynamicLossScale(4.0, growth_interval=2, min_scale=2.0, max_scale=20.0), DynamicLossScale(2.0**126, growth_interval=1))
 STEPS = (3, None, [(0, 2), (2, 1), (4, 3)], until_weight(5), until_weight([(0, 2), (3, 6)]), lambda step: step % 3 + 1)
 WEIGHTS = (1.0, 1.0, 2.0, 0.5, 0.0, -1.0, math.inf, math.nan, 1e308)
-NORMS = (1.0, 4.0, 0.0, 0.5, 2.0, 16.0, 1e30)
+NORMS = (1.0, 4.0, 0.0, 0.5, 2.0, 16.0, 1e30, LARGEST)
 
 
 class Machine:
@@ -131,3 +131,4 @@ def test_both_machines_agree(seed: int) -> None:
                 state = core.State(*core.close(state, decision.apply, decision.overflow, options, core.select))
                 assert tuple(decision) == machine.end(norm, finite), options
             assert state == machine.fields(), options
+            assert state.micro_step or not core.ends(state, options.steps, core.select)

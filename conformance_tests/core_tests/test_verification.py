@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import io
 import math
 import re
+import sys
 from collections.abc import Sequence
+from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 import gradaccum
 from gradaccum import ArgumentTypeError, ArgumentValueError
 from gradaccum.kit import ROUNDING_LIMIT, Column, Layer, Subject, examine
+from gradaccum.verification import report as reports
 from gradaccum.verification.causes import KINDS
 from gradaccum.verification.measuring import partitions
 
@@ -25,17 +31,21 @@ from .plain_subject import (
     barely_coupled,
     branching,
     by_count,
+    by_later_counts,
     by_place,
+    by_three_counts,
     by_two_counts,
     coupled,
     deviating,
     drawing,
+    hardly_maximal,
     ignoring_scale,
     in_training,
     maximal,
     mean,
     over_positives,
     part_summed,
+    rarely_coupled,
     remembering,
     repeated,
     sound,
@@ -50,8 +60,10 @@ def kinds(report: gradaccum.VerificationReport) -> list[str]:
 
 
 TOKENS = Column("batch[1]", [[1.0] * int(n) + [0.0] * (5 - int(n)) for n in COUNTS], integers=True, sequence=True)
+SQUARES = Column("batch[2]", [[n * n] for n in COUNTS], integers=False, sequence=False)
 CLASS = Column("batch[1]", [[float(n > 2)] for n in COUNTS], integers=True, sequence=False)
 POSITIVE = Column("batch[1]", [[float(n > 3)] for n in COUNTS], integers=True, sequence=False)
+COMMAND = "(Add|Choose|Divide|Keep|Make|Mend|Multiply|Read|Seed|Split|Update|Use|Verify|Write) "
 NORM, GHOST = Layer("norm", "BatchNorm", False), Layer("", "Model", True)
 
 
@@ -64,21 +76,26 @@ NORM, GHOST = Layer("norm", "BatchNorm", False), Layer("", "Model", True)
         (PlainSubject(sound, weights=COUNTS), "mean", ["wrong_reduction"], "the loss"),
         (PlainSubject(by_count, [TOKENS]), "mean", ["unequal_counts"], "batch[1] != 0"),
         (PlainSubject(by_count, [TOKENS]), "sum", ["unequal_counts"], "batch[1] != 0"),
+        (PlainSubject(by_later_counts, [TOKENS]), "mean", ["unequal_counts"], "batch[1][:, 1:] != 0"),
         (PlainSubject(by_count), "mean", ["unequal_counts"], "the denominator of the loss"),
         (PlainSubject(by_two_counts, [TOKENS]), "mean", ["several_counts"], "the number of items; batch[1] != 0"),
         (PlainSubject(by_two_counts, [TOKENS], weights=COUNTS), "mean", ["several_counts"], "the number of items; batch[1] != 0"),
+        (PlainSubject(by_two_counts, [TOKENS], items=4), "mean", ["several_counts"], "the number of items; batch[1] != 0"),
+        (PlainSubject(by_three_counts, [TOKENS, SQUARES]), "mean", ["several_counts"], "the number of items; batch[1] != 0; the sum of"),
         (PlainSubject(by_two_counts), "mean", ["coupled_loss"], "the loss"),
         (PlainSubject(barely_coupled), "mean", ["coupled_loss"], "the loss"),
         (PlainSubject(weakly_coupled, names=["v"]), "mean", ["coupled_loss"], "the loss"),
         (PlainSubject(by_place), "mean", ["shared_randomness"], "the loss"),
         (PlainSubject(by_place, fixed=["line 3"]), "mean", ["shared_randomness"], "line 3"),
         (PlainSubject(maximal), "mean", ["coupled_loss"], "the loss"),
+        (PlainSubject(hardly_maximal), "mean", ["coupled_loss"], "the loss"),
         (PlainSubject(two_hardest, names=["v"]), "mean", ["coupled_loss"], "the loss"),
         (PlainSubject(over_positives, [POSITIVE]), "mean", ["unequal_counts"], "batch[1] != 0"),
         (PlainSubject(over_positives), "mean", ["unequal_counts"], "the denominator of the loss"),
         (PlainSubject(deviating), "mean", ["not_finite"], "w"),
         (PlainSubject(repeated), "sum", ["repeated_term"], "v"),
         (PlainSubject(part_summed), "mean", ["summed_term"], "v"),
+        (PlainSubject(rarely_coupled), "mean", ["coupled_loss"], "the loss"),
         (PlainSubject(in_training, layers=[NORM]), "mean", ["batch_statistics"], "norm"),
         (PlainSubject(coupled, layers=[GHOST]), "mean", ["batch_statistics"], "the model"),
         (PlainSubject(coupled, layers=[NORM]), "mean", ["batch_statistics", "coupled_loss"], "norm"),
@@ -89,6 +106,7 @@ NORM, GHOST = Layer("norm", "BatchNorm", False), Layer("", "Model", True)
         (PlainSubject(sound, culprits=["Rule"]), "mean", ["custom_backward"], "Rule"),
         (PlainSubject(sound, fixed=["line 3"]), "mean", ["shared_randomness"], "line 3"),
         (PlainSubject(drawing, unreplayed=["line 4"]), "mean", ["randomness"], "line 4"),
+        (PlainSubject(coupled, unreplayed=["line 4"]), "mean", ["coupled_loss"], "the loss"),
         (PlainSubject(lambda x, n, world: {"w": math.nan, "v": 1.0}), "mean", ["not_finite"], "w"),
     ],
     ids=lambda value: value.slopes.__name__ if isinstance(value, PlainSubject) else None,
@@ -98,6 +116,8 @@ def test_cause_by_its_definition(subject: PlainSubject, reduction: str, expected
     assert not report.equivalent
     assert kinds(report) == expected
     assert report.causes[0].where.startswith(where)
+    for cause in report.causes:
+        assert [bool(re.match(COMMAND, text)) for text in (cause.where, cause.explanation, cause.fix)] == [False, False, True]
 
 
 @pytest.mark.parametrize(
@@ -167,6 +187,9 @@ def test_weights_follow_a_label() -> None:
     assert cause.where == "a weight by batch[1]"
     weights = dict(re.findall(r"(\d): (\d\.\d+)", cause.explanation))
     assert float(weights["1"]) / float(weights["0"]) == pytest.approx(3.5, rel=1e-2)
+    (measured,) = examine(PlainSubject(slopes), 4).causes
+    assert measured.explanation.count(", ") == len(X) + 1, "all are shown"
+    assert "..." not in measured.explanation
 
 
 def test_conditions_are_changed_one_at_a_time() -> None:
@@ -225,6 +248,42 @@ def test_report_counts_what_cannot_be_written() -> None:
     assert report.errors["w"] == math.inf
     assert '"w": "inf"' in report.to_json()
     assert "w not finite" in str(report)
+
+
+def test_table_of_a_report() -> None:
+    found = examine(PlainSubject(repeated), 4, "sum")
+    console = Console(width=300, file=io.StringIO())
+    console.print(found.table())
+    printed = " ".join(console.file.getvalue().split())  # type: ignore[attr-defined]
+    for words in ("WRONG for this loss: repeated_term.", "repeated_term (v): The gradient", "What to do: Add", "moved, in units"):
+        assert words in printed
+    assert re.search(rf"w .* {found.units['w']:.2g} ", printed)
+    assert [row.style for row in found.table().rows] == ["", "bold red"]
+
+
+class Here:
+    """Of a framework by its module."""
+
+
+@pytest.mark.parametrize(
+    ("model", "asked"),
+    [
+        (Here(), ["d", "c", "a", "b"]),
+        ([Here(), Fraction(1)], ["d", "c", "a", "b"]),
+        ([Fraction(1), Here()], ["b", "c", "a", "d"]),
+        ([1.0, {"w": "text"}], []),
+    ],
+)
+def test_likeliest_framework_is_asked_first(monkeypatch: pytest.MonkeyPatch, model: object, asked: list[str]) -> None:
+    """The model's own or its first leaf's, then those that are imported."""
+    tops = {"a": "no_such_package", "b": "fractions", "c": "json", "d": Here.__module__.partition(".")[0]}
+    entries = {reports.BACKENDS: {name: SimpleNamespace(value=name) for name in tops}}
+    entries[reports.TYPES] = {top: SimpleNamespace(value=name) for name, top in tops.items()}
+    monkeypatch.setattr(reports, "owners", entries.__getitem__)
+    monkeypatch.setattr(reports, "available_backends", lambda: sorted(tops))
+    monkeypatch.delitem(sys.modules, tops["b"])
+    monkeypatch.delitem(sys.modules, tops["d"], raising=False)
+    assert list(reports._likeliest_first(model)) == asked
 
 
 def test_plain_subject_is_a_subject() -> None:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.progress import track
 
+from .equivalent import why_equivalent
 from .packages import PACKAGES
-from .running import sample, survivors
+from .running import sample, verdicts
 
 
 def main(
@@ -19,6 +19,9 @@ def main(
     count: Annotated[int, typer.Option(help="mutants to draw")] = 200,
     seed: Annotated[int, typer.Option(help="of the draw")] = 0,
     only: Annotated[str, typer.Option(help="mutants whose file and line contain this text")] = "",
+    most_seconds: Annotated[float, typer.Option(help="of CPU, for the tests of one mutant")] = 60,
+    folder: Annotated[Path | None, typer.Option(help="keeps which test runs which line, for a later run on the same sources")] = None,
+    verbose: Annotated[bool, typer.Option(help="name the test that notices, too")] = False,
 ) -> None:
     """Plant a random sample of small changes in a package; list those that its tests do not notice."""
     if package not in PACKAGES:
@@ -26,15 +29,22 @@ def main(
     chosen = [mutant for mutant in sample(PACKAGES[package], count, seed) if only in str(mutant)]
     if not chosen:
         raise typer.BadParameter(f"no mutant of the sample contains {only!r}; draw more by --count", param_hint="--only")
-    alive = []
-    with tempfile.TemporaryDirectory() as folder:
-        runs = survivors(PACKAGES[package], chosen, Path(folder))
-        for mutant, survived in track(runs, total=len(chosen), description=package, disable=not sys.stdout.isatty()):
-            if survived:
-                alive.append(mutant)
-                print(mutant, flush=True)
-    killed = len(chosen) - len(alive)
-    print(f"{package}: {killed} of {len(chosen)} mutants killed ({killed / len(chosen):.1%})")
+    begin, survived = time.monotonic(), 0
+    reasons = {mutant: why_equivalent(mutant) for mutant in chosen}
+    tried = [mutant for mutant in chosen if not reasons[mutant]]
+    for mutant, reason in reasons.items():
+        if reason:
+            print(f"{mutant}\n    equivalent, because {reason}", flush=True)
+    with tempfile.TemporaryDirectory() as temporary:
+        for mutant, killer in verdicts(PACKAGES[package], tried, folder or Path(temporary), most_seconds):
+            survived += not killer
+            if verbose or not killer:
+                print(f"{mutant}\n    {f'noticed by {killer}' if killer else 'survived'}", flush=True)
+    killed = len(tried) - survived
+    print(
+        f"{package}: {killed} of {len(tried)} mutants noticed ({killed / max(1, len(tried)):.1%}), {survived} survived,"
+        f" {len(chosen) - len(tried)} are equivalent; {time.monotonic() - begin:.0f} s"
+    )
 
 
 if __name__ == "__main__":

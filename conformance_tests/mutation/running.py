@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import ast
+import json
 import os
 import random
 import shutil
-import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from conformance_tests.framework_tests.preloaded import Preloaded
 
+from .covering import Covered
 from .operators import Mutation, mutations_of
 from .packages import ROOT, Package
 
-SECONDS, UNCHANGED_SECONDS = 60.0, 3600.0
-"""At least how long a mutant runs before it counts as one that loops for ever; and at most how long the package itself runs."""
+WALL_SECONDS = 3600.0
+"""At most how long a run of all tests lasts, or one of a mutant that sleeps."""
 
 
 class Mutant(NamedTuple):
@@ -28,6 +31,14 @@ class Mutant(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.file}:{self.mutation.line}: {self.mutation}"
+
+
+class Verdict(NamedTuple):
+    """What the tests said of a mutant."""
+
+    mutant: Mutant
+    killer: str
+    """The id of the test that failed, or how the run ended otherwise; empty if the mutant survived."""
 
 
 def mutants_of(package: Package) -> list[Mutant]:
@@ -42,27 +53,70 @@ def sample(package: Package, count: int, seed: int) -> list[Mutant]:
     return sorted(random.Random(seed).sample(every, min(count, len(every))))
 
 
-def survivors(package: Package, mutants: Iterable[Mutant], folder: Path) -> Iterator[tuple[Mutant, bool]]:
-    """Run the package's tests on each mutant: pairs of the mutant and True if it survived."""
-    with Preloaded(*package.imported) as server:
-        begin = time.monotonic()
-        status, said = server.run(_program(package, None, folder / "unchanged"), UNCHANGED_SECONDS)
-        limit = max(SECONDS, 3 * (time.monotonic() - begin))
-        if status:
-            raise RuntimeError(f"the tests fail without a mutant too:\n{said[-3000:]}")
+def verdicts(package: Package, mutants: Iterable[Mutant], folder: Path, most_seconds: float) -> Iterator[Verdict]:
+    """Run the tests of its line on each mutant, in at most about `most_seconds` of CPU.
+
+    `folder` keeps what a run of all tests has recorded: with that of an earlier run, this one is left out.
+    """
+    with Preloaded(*package.imported, **package.environment(folder)) as server:
+        record = folder / "covered.json"
+        if not record.exists():
+            program = _program(
+                package, None, folder / "unchanged", f"Recording({str(folder / 'unchanged')!r}, {str(record)!r})", package.tests
+            )
+            status, said = server.run(program, WALL_SECONDS)
+            shutil.rmtree(folder / "unchanged")
+            if status:
+                record.unlink(missing_ok=True)
+                raise RuntimeError(f"the tests fail without a mutant too:\n{said[-3000:]}")
+        covered = Covered(**json.loads(record.read_text(encoding="utf-8")))
+        kills: Counter[str] = Counter()
         for number, mutant in enumerate(mutants):
-            site = folder / str(number)
-            program = _program(package, mutant, site)
-            try:
-                survived = server.run(program, limit)[0] == 0
-            except TimeoutError:
-                survived = False  # A loop that no longer ends is noticed by whoever waits for it.
-            shutil.rmtree(site)
-            yield mutant, survived
+            tests = _chosen(covered, mutant, package, kills, most_seconds)
+            killer = _killer(server, package, mutant, tests, folder / str(number), 10 + 3 * sum(covered.seconds[test] for test in tests))
+            kills[killer] += 1
+            yield Verdict(mutant, killer)
 
 
-def _program(package: Package, mutant: Mutant | None, site: Path) -> Path:
-    """Write the program that runs the tests on a copy of the package, with the mutant in it unless it is None."""
+def _chosen(covered: Covered, mutant: Mutant, package: Package, kills: Counter[str], most_seconds: float) -> list[str]:
+    """The tests of a mutant's line, those first that have killed most mutants per second."""
+    found = covered.of(str(mutant.file.relative_to(package.folder.parent)), statement_at(mutant.file, mutant.mutation.line))
+    chosen, seconds = [], 0.0
+    for test in sorted(found, key=lambda test: -(kills[test] + 0.2) / (covered.seconds[test] + 0.02)):
+        if seconds < most_seconds:
+            chosen.append(test)
+            seconds += covered.seconds[test]
+    return chosen
+
+
+def statement_at(file: Path, line: int) -> range:
+    """The lines of the innermost statement at this line; of one with a body, those before the body."""
+    found = range(line, line + 1)
+    for node in ast.walk(ast.parse((ROOT / file).read_text(encoding="utf-8"))):
+        if isinstance(node, ast.stmt):
+            body = getattr(node, "body", None)
+            lines = range(node.lineno, max(node.lineno, body[0].lineno - 1) + 1 if body else (node.end_lineno or node.lineno) + 1)
+            found = lines if line in lines else found
+    return found
+
+
+def _killer(server: Preloaded, package: Package, mutant: Mutant, tests: list[str], site: Path, seconds: float) -> str:
+    files = {test.partition("::")[0].removeprefix("conformance_tests/"): None for test in tests}
+    program = _program(package, mutant, site, "Chosen('tests.json')", files, int(seconds))
+    (site / "tests.json").write_text(json.dumps(tests), encoding="utf-8")
+    try:
+        status = server.run(program, WALL_SECONDS)[0]
+    except TimeoutError:
+        return "it never ends"
+    left = json.loads((site / "tests.json").read_text(encoding="utf-8"))
+    shutil.rmtree(site, ignore_errors=True)
+    if status == 5:
+        raise RuntimeError(f"no test was run on {mutant}")
+    return "" if status == 0 else left[0] if status == 1 and len(left) == 1 else f"exit status {status}"
+
+
+def _program(package: Package, mutant: Mutant | None, site: Path, plugin: str, tests: Iterable[str], seconds: int = -1) -> Path:
+    """Write the program that runs tests on a copy of the package, with the mutant in it unless it is None."""
     copy = site / package.folder.name
     shutil.copytree(ROOT / package.folder, copy, ignore=shutil.ignore_patterns("__pycache__", "figures"))
     if mutant is not None:
@@ -70,20 +124,26 @@ def _program(package: Package, mutant: Mutant | None, site: Path) -> Path:
         changed.write_text(mutant.mutation.apply(changed.read_text(encoding="utf-8")), encoding="utf-8")
     program = site / "run.py"
     # pytest's own setting of the path would put the checkout before the copy.
-    program.write_text(pytest_program(site, package.tests, "--backend", package.backend, "-o", f"pythonpath={site}"), encoding="utf-8")
+    options = ("--backend", package.backend, "-o", f"pythonpath={site}", "-W", "ignore::pytest.PytestAssertRewriteWarning")
+    program.write_text(pytest_program(site, tests, *options, plugin=plugin, seconds=seconds), encoding="utf-8")
     return program
 
 
-def pytest_program(site: Path, tests: Iterable[str], *options: str) -> str:
-    """Return a program that runs `tests`, which are below ``conformance_tests``; a package below `site` stands before the checkout's."""
+def pytest_program(site: Path, tests: Iterable[str], *options: str, plugin: str = "", seconds: int = -1) -> str:
+    """Return a program that runs `tests`, which are below ``conformance_tests``; a package below `site` stands before the checkout's.
+
+    `plugin` makes a pytest plugin of `covering`; after `seconds` of CPU, unless negative, the program is killed.
+    """
     folders = [str(site), str(ROOT), str(ROOT / "backends"), str(ROOT / "conformance_tests")]
     path = os.pathsep.join([*folders, *filter(None, [os.environ.get("PYTHONPATH")])])
     always = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT), "-q", "-x", "-rf", "-p", "no:cacheprovider"]
     selected = [str(ROOT / "conformance_tests" / test) for test in tests]
     return f"""
-import os, sys
+import os, resource, sys
 import pytest
 os.environ["PYTHONPATH"] = {path!r}
 sys.path[:0] = {folders!r}
-sys.exit(pytest.main({[*always, *options, *selected]!r}))
+{"from conformance_tests.mutation.covering import Chosen, Recording" if plugin else ""}
+resource.setrlimit(resource.RLIMIT_CPU, ({seconds}, {seconds}))
+sys.exit(pytest.main({[*always, *options, *selected]!r}, plugins=[{plugin}]))
 """

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+from pathlib import Path
 
 import pytest
 
+from conformance_tests.mutation.equivalent import EQUIVALENT, why_equivalent
 from conformance_tests.mutation.operators import mutations_of
 from conformance_tests.mutation.packages import PACKAGES, ROOT
-from conformance_tests.mutation.running import mutants_of, sample
+from conformance_tests.mutation.running import mutants_of, sample, statement_at, verdicts
 
 
 @pytest.mark.parametrize(
@@ -38,7 +40,25 @@ def test_what_does_not_run_is_left_alone(line: str) -> None:
 @pytest.mark.parametrize("package", PACKAGES.values(), ids=PACKAGES)
 def test_every_mutant_is_python(package) -> None:
     every = mutants_of(package)
-    assert len(every) > 1000
+    assert len(every) > 500
     for mutant in every[::29]:
         ast.parse(mutant.mutation.apply((ROOT / mutant.file).read_text(encoding="utf-8")))
     assert sample(package, 20, 0) == sample(package, 20, 0) != sample(package, 20, 1)
+    named = {key for key in EQUIVALENT if key[0].startswith(f"{package.folder}/")}
+    assert not named - {(str(mutant.file), str(mutant.mutation)) for mutant in every}, "equivalent to code that is no more"
+
+
+def test_statement_of_a_line(tmp_path: Path) -> None:
+    file = tmp_path / "module.py"
+    file.write_text("def f(\n    a,\n):\n    x = (\n        a,\n    )\n    if x: return a\n")
+    assert [statement_at(file, line) for line in (1, 2, 4, 5, 7)] == [range(1, 4), range(1, 4), range(4, 7), range(4, 7), range(7, 8)]
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize(("name", "count"), [("core", 200), ("torch", 20), ("jax", 20), ("mindspore", 20)])
+def test_small_changes_are_noticed(name: str, count: int, tmp_path: Path) -> None:
+    pytest.importorskip("coverage")
+    pytest.importorskip(PACKAGES[name].backend)
+    tried = [mutant for mutant in sample(PACKAGES[name], count, 0) if not why_equivalent(mutant)]
+    alive = [str(mutant) for mutant, killer in verdicts(PACKAGES[name], tried, tmp_path, most_seconds=60) if not killer]
+    assert len(alive) <= 0.05 * len(tried), alive

@@ -1,0 +1,77 @@
+"""A pytest plugin: which tests run which lines of a package, and the tests of a line in the order that finds a fault soonest."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+
+class Covered(NamedTuple):
+    """What a run of all tests has recorded."""
+
+    seconds: dict[str, float]
+    """Of CPU, by the test's id."""
+    tests: dict[str, dict[str, list[str]]]
+    """The ids of the tests that ran a line, by the file relative to the package's parent, and the line's number."""
+
+    def of(self, file: str, lines: range) -> list[str]:
+        """Return the tests that ran one of these lines; all tests if none did, which an import may have run."""
+        ran = self.tests.get(file, {})
+        return sorted({test for line in lines for test in ran.get(str(line), ())}) or sorted(self.seconds)
+
+
+class Recording:
+    """Records `Covered` of the packages below `site` into `file`."""
+
+    def __init__(self, site: str, file: str) -> None:
+        from coverage import Coverage  # A run of chosen tests does without it.
+
+        self.site, self.file = Path(site), Path(file)
+        self.coverage = Coverage(data_file=None, config_file=False, include=[f"{site}/*"])
+        self.seconds: dict[str, float] = {}
+
+    def pytest_collection_finish(self) -> None:
+        self.coverage.start()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        self.coverage.switch_context(item.nodeid)
+        begin = time.process_time()
+        result = yield
+        self.seconds[item.nodeid] = time.process_time() - begin
+        return result
+
+    def pytest_sessionfinish(self) -> None:
+        self.coverage.stop()
+        data = self.coverage.get_data()
+        tests = {
+            str(Path(file).relative_to(self.site)): {line: list(filter(None, ids)) for line, ids in data.contexts_by_lineno(file).items()}
+            for file in data.measured_files()
+        }
+        self.file.write_text(json.dumps(Covered(self.seconds, tests)._asdict()), encoding="utf-8")
+
+
+class Chosen:
+    """Runs the tests named in `file`, in that order, up to the first that fails; the file then names that test alone."""
+
+    def __init__(self, file: str) -> None:
+        self.file = Path(file).resolve()
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        by_id = {item.nodeid: item for item in items}
+        items[:] = [by_id[test] for test in json.loads(self.file.read_text(encoding="utf-8"))]
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.file.write_text(json.dumps([report.nodeid]), encoding="utf-8")
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
+        os._exit(exitstatus)  # A summary and a last collection of garbage take longer than most tests.
