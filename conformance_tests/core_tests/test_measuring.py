@@ -7,6 +7,7 @@ import math
 import pytest
 
 from gradaccum.kit import Conditions, Precision
+from gradaccum.verification.experiments import _basis
 from gradaccum.verification.measuring import Bench, Way, item_axis, partitions
 
 from .plain_subject import PlainSubject
@@ -52,3 +53,9 @@ def test_floor_of_a_unit(reduction: str, factor: float, terms: int, additions: i
     bench = Bench(Coarse(lambda x, n, world: {"w": 3.0}, names=["w"]), 2, Way(reduction))
     floor = (2.0**-8 + additions * 2.0**-23) * 2 * factor * math.hypot(3, 6) + 2 * 1e-3 * 2
     assert bench.floor(Conditions()) == {"w": pytest.approx(floor, rel=1e-12)}
+
+
+def test_basis_of_columns() -> None:
+    """A column of zeros, as a count has that is 0 for the items in question, and one that others span have no direction of their own."""
+    assert _basis([[0.0, 0.0, 0.0], [3.0, 4.0, 0.0], [6.0, 8.0, 0.0]]) == [[0.6, 0.8, 0.0]]
+    assert len(_basis([[3.0, 4.0, 1e-6]], [[0.6, 0.8, 0.0]])) == 2

@@ -18,6 +18,7 @@ from rich.console import Console
 import gradaccum
 from gradaccum import ArgumentTypeError, ArgumentValueError
 from gradaccum.kit import ROUNDING_LIMIT, Column, Layer, Subject, examine
+from gradaccum.verification import experiments
 from gradaccum.verification import report as reports
 from gradaccum.verification.causes import KINDS
 from gradaccum.verification.measuring import partitions
@@ -197,6 +198,7 @@ def test_conditions_are_changed_one_at_a_time() -> None:
     subject = PlainSubject(sound)
     examine(subject, 4)
     assert {(c.training, c.carry_state, c.seed, c.replay) for c in subject.windows} == {(True, True, 0, True)}
+    assert {c.scale for c in subject.windows} == {1.0, *experiments.FACTORS}
     assert len(subject.windows) < 60
 
 

@@ -10,6 +10,7 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -44,6 +45,14 @@ def test_only_closed_windows_are_heard() -> None:
     assert [(w.optimizer_step, w.applied, w.skipped, w.grad_norm) for w in heard] == [(1, True, False, 2.0), (1, False, True, 2.0)]
     assert all(math.isnan(w.weight) and math.isnan(w.micro_batches) and math.isnan(w.loss) for w in heard)
     assert all(w.seconds > 0 for w in heard)
+
+
+def test_seconds_since_the_last_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter((10.0, 12.0, 15.0))
+    monkeypatch.setattr("gradaccum.watching.watch.time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    listeners = Listeners()
+    listeners.add(print)
+    assert [listeners.note(end()).seconds for _ in range(2)] == [2.0, 3.0]
 
 
 @pytest.mark.parametrize(("reduction", "loss"), [("mean", (1 * 3 + 2 * 3 + 4 * 2) / 8), ("sum", 7.0), ("item_mean", 7 / 8)])

@@ -295,7 +295,7 @@ def test_end_is_the_end() -> None:
         assert len(sent) == reductions
 
 
-@pytest.mark.parametrize("answer", [None, [1.0], [math.nan, 1.0], [math.inf, 1.0], [0.5, 1.0], ["a", "b"]])
+@pytest.mark.parametrize("answer", [None, [9.0], [9.0, 2.0, 1.0], [math.nan, 1.0], [math.inf, 1.0], [0.5, 1.0], ["a", "b"]])
 def test_bad_reductions_raise_and_lose_nothing(answer: Any) -> None:
     answers = iter([answer])
     made = iter(windows([4, 5], 2, {"tokens": float}, reduce=lambda values: next(answers, values)))

@@ -7,29 +7,32 @@ from .running import Mutant
 DISTANCE = "a distance does not depend on which of the two stands first"
 
 EQUIVALENT: dict[tuple[str, str], str] = {
-    ("gradaccum/transitions.py", "excess > 1 -> (excess >= 1)"): "an excess of 1 divides by 1",
+    ("gradaccum/transitions.py", "clipping = divides * where(apply & ((excess >= 1)), excess, one)"): "an excess of 1 divides by 1",
     (
         "gradaccum/verification/experiments.py",
-        "bench.apart_by(bench.floor(TRAINING), again, bench.large(TRAINING).gradients)"
-        " -> bench.apart_by(bench.floor(TRAINING), bench.large(TRAINING).gradients, again)",
+        "names = moved(bench.apart_by(bench.floor(TRAINING), bench.large(TRAINING).gradients, again))",
     ): DISTANCE,
     (
         "gradaccum/verification/experiments.py",
-        "bench.apart(pairs[0], gradients, conditions) -> bench.apart(gradients, pairs[0], conditions)",
+        "same, other = (bench.apart(gradients, pairs[0], conditions) for gradients in (pairs[1], turned))",
     ): DISTANCE,
     (
         "gradaccum/verification/measuring.py",
-        "self.apart(self.accumulated(p.parts, conditions, way), large, conditions)"
-        " -> self.apart(large, self.accumulated(p.parts, conditions, way), conditions)",
+        "every = [self.apart(large, self.accumulated(p.parts, conditions, way), conditions) for p in self.partitions]",
     ): DISTANCE,
     (
         "gradaccum/verification/experiments.py",
-        "((a, b), (c, d)) -> ((c, d), (a, b))",
+        "pairs = [bench.accumulated(((c, d), (a, b)), conditions), bench.accumulated(((a, d), (c, b)), conditions)]",
     ): "a sum of two does not depend on their order, and a loss with a state was found before",
+    (
+        "gradaccum/verification/measuring.py",
+        'factors = self.way.factors(parts, runs, 2.0) if self.way.reduction == "mean" else [1.0] * len(runs)',
+    ): "the weight of the large batch is read for item means alone",
+    ("gradaccum/verification/subject.py", "NOBODYS = 388817"): "any seed does that users do not write",
 }
-"""By the file and the change."""
+"""By the file and the changed line."""
 
 
 def why_equivalent(mutant: Mutant) -> str:
     """Return the reason why the mutant does what the package does, or an empty text."""
-    return EQUIVALENT.get((str(mutant.file), str(mutant.mutation)), "")
+    return EQUIVALENT.get((str(mutant.file), mutant.mutation.becomes), "")

@@ -49,6 +49,8 @@ class Mutation(NamedTuple):
     stop: int
     old: str
     new: str
+    becomes: str
+    """The whole line with the change in it."""
 
     def apply(self, source: str) -> str:
         text = source.encode()
@@ -60,17 +62,18 @@ class Mutation(NamedTuple):
 
 def mutations_of(source: str) -> list[Mutation]:
     """Return every mutation of a module's code, in the order of its lines; none changes an annotation, a docstring or an error."""
-    lines = [0]
-    for line in source.encode().splitlines(keepends=True):
+    lines, text = [0], source.encode()
+    for line in text.splitlines(keepends=True):
         lines.append(lines[-1] + len(line))
     found = {}
     for node in _code(ast.parse(source)):
         for target, new in _changes(node):
-            start = lines[target.lineno - 1] + target.col_offset
-            stop = lines[target.end_lineno - 1] + target.end_col_offset
-            old = source.encode()[start:stop].decode()
-            mutation = Mutation(target.lineno, start, stop, old, new)
-            found[start, stop, new] = mutation
+            first = lines[target.lineno - 1]
+            start, stop = first + target.col_offset, lines[target.end_lineno - 1] + target.end_col_offset
+            before, old, after = (
+                text[one:other].decode() for one, other in itertools.pairwise((first, start, stop, lines[target.end_lineno]))
+            )
+            found[start, stop, new] = Mutation(target.lineno, start, stop, old, new, f"{before}{new}{after}".strip())
     return sorted(found.values())
 
 
