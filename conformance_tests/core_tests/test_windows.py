@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import doctest
 import math
+import re
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from itertools import chain
@@ -17,7 +19,7 @@ from hypothesis import strategies as st
 
 import gradaccum
 from gradaccum import ArgumentTypeError, ArgumentValueError, MissingPackageError, UsageError, until_weight, updates_in, window_loop, windows
-from gradaccum.kit import epoch
+from gradaccum.kit import Sizes, epoch
 
 COUNT = {"tokens": sum, "sequences": len}
 
@@ -279,6 +281,32 @@ def test_bad_arguments_of_an_epoch_raise_at_the_call(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("gradaccum.errors.import_module", missing)
     with pytest.raises(MissingPackageError, match=r"progress: .* Run: pip install rich; or leave progress out"):
         epoch([], print, progress=True)
+
+
+@pytest.mark.parametrize(
+    ("reduction", "counted", "said"),
+    [
+        ("mean", [4, 4, None, 4], []),
+        ("mean", [4, 3, 4, 2], [(4, 3)]),
+        ("mean", [None, 0, 4, 2], [(4, 2)]),
+        ("sum", [4, 3], []),
+        ("item_mean", [4, 3], []),
+    ],
+)
+def test_unequal_micro_batches_without_a_weight_are_said_once(
+    reduction: str, counted: list[int | None], said: list[tuple[int, int]]
+) -> None:
+    """None: a micro-batch with a weight, whose items do not matter; each is seen twice, as in two loops over one optimizer."""
+    sizes = Sizes(reduction)
+    sizes.see((np.zeros(9),))
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        for items in counted:
+            sizes.weighed = items is None
+            sizes.see((5, "text", np.zeros(()), np.zeros((items or 0, 7)) if items is not None else np.zeros((3, 7))))
+            sizes.see((np.zeros((8, 7)),))
+    assert [tuple(map(int, re.findall(r"\b\d+\b", str(warning.message))))[:2] for warning in heard] == said
+    assert all(warning.category is gradaccum.GradAccumWarning for warning in heard)
 
 
 # Several workers' loaders: their windows end together, and each knows the totals of all.

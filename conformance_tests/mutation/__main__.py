@@ -11,7 +11,7 @@ import typer
 
 from .equivalent import why_equivalent
 from .packages import PACKAGES
-from .running import sample, verdicts
+from .running import mutants_of, sample, verdicts
 
 
 def main(
@@ -40,11 +40,17 @@ def main(
             survived += not killer
             if verbose or not killer:
                 print(f"{mutant}\n    {f'noticed by {killer}' if killer else 'survived'}", flush=True)
-    killed = len(tried) - survived
-    print(
-        f"{package}: {killed} of {len(tried)} mutants noticed ({killed / max(1, len(tried)):.1%}), {survived} survived,"
-        f" {len(chosen) - len(tried)} are equivalent; {time.monotonic() - begin:.0f} s"
-    )
+    print(HEADING, row(package, len(tried), len(chosen), survived, time.monotonic() - begin), sep="\n")
+
+
+HEADING = "package      mutants  drawn  equivalent  noticed  survived   rate  seconds  date"
+
+
+def row(package: str, tried: int, drawn: int, survived: int, seconds: float) -> str:
+    """Return one line of the table in the documentation."""
+    made, rate = len(mutants_of(PACKAGES[package])), (tried - survived) / max(1, tried)
+    counts = f"{made:>9,}{drawn:>7}{drawn - tried:>12}{tried - survived:>9}{survived:>10}"
+    return f"{package:<11}{counts}{rate:>7.1%}{seconds:>9.0f}  {time.strftime('%Y-%m-%d')}"
 
 
 if __name__ == "__main__":

@@ -53,16 +53,20 @@ CORE = Package(
     ("pytest", "numpy", "hypothesis.strategies"),
 )
 
+BESIDE = ("coupled", "large_batch", "one_call", "verify", "workers")
+"""Of the suite: what is not about the window."""
 TOPICS = ("counts", "everyday", "loop", "misuse", "masters", "half_precision", "loss_scale", "checkpoint")
 """Of the tests that one framework alone has: those of the window, in every adapter."""
 
 
 def _adapter(name: str, parts: tuple[str, ...], topics: tuple[str, ...]) -> Package:
-    """The window of an adapter, which the suite holds first, then the adapter's own tests of one process."""
+    """The window of an adapter, and the suite's tests and the adapter's own of it, in one process."""
+    suite = sorted((ROOT / "conformance_tests/gradaccum_conformance/suite").glob("test_*.py"))
+    about_windows = [f"gradaccum_conformance/suite/{file.name}" for file in suite if not file.name[5:].startswith(BESIDE)]
     return Package(
         Path("backends") / f"gradaccum_{name}",
         parts,
-        ("gradaccum_conformance/suite", *(f"framework_tests/test_{name}_{topic}.py" for topic in (*TOPICS, *topics))),
+        (*about_windows, *(f"framework_tests/test_{name}_{topic}.py" for topic in (*TOPICS, *topics))),
         name,
         ("pytest", name, "hypothesis.strategies"),
     )
@@ -71,7 +75,10 @@ def _adapter(name: str, parts: tuple[str, ...], topics: tuple[str, ...]) -> Pack
 TORCH = _adapter(
     "torch",
     ("window", "sums"),
-    ("watch", "tampering", "separate_sums", "changed_parameters", "fused", "gradients", "window_loss", "weigh", "scheduler", "interrupted"),
+    (
+        *("watch", "tampering", "mirror", "separate_sums", "changed_parameters", "fused", "gradients", "window_loss", "weigh", "scheduler"),
+        "interrupted",
+    ),
 )
 JAX = _adapter(
     "jax",
