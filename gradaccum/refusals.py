@@ -30,8 +30,8 @@ def accumulate_dtype_error(got: object) -> GradAccumError:
 
 
 def half_made_error() -> UsageError:
-    """Return the error for resuming after an inner optimizer that raised during its update."""
-    found = "an inner optimizer that raised, and may have written a part of its parameters or of its state"
+    """Return the error for going on after an exception in the middle of an update or of an addition."""
+    found = "an exception in the last one, which may have written a part of the parameters, of the optimizer's state or of the sum"
     fix = "Load the last checkpoint. To go on from what is there, which holds a part of the update, call discard()."
     return explain(UsageError, "optimizer", expected="an update that was made or was not", found=found, fix=fix)
 

@@ -148,8 +148,13 @@ def unfinished_error(call: str) -> UsageError:
     return explain(UsageError, call, expected="to be called after step()", found=found, fix=fix)
 
 
-def interrupted_error() -> UsageError:
-    fix = "Call opt.discard() to drop the window, which holds that part; in its first micro-batch opt.zero_grad() does. "
+def interrupted_error(*, apart: bool = False) -> UsageError:
+    """Return the error for a backward pass that raised; `apart`: the window does not hold what it delivered."""
+    fix = (
+        "Call opt.zero_grad() after it. "
+        if apart
+        else ("Call opt.discard() to drop the window, which holds that part; in its first micro-batch opt.zero_grad() does. ")
+    )
     fix += "opt.backward(loss), in place of loss.backward(), takes that part out by itself."
     found = "a backward pass that raised, such as out of memory, when it had delivered a part of them"
     return explain(UsageError, "backward()", expected="to deliver a micro-batch's gradients or none", found=found, fix=fix)

@@ -41,9 +41,9 @@ class Progress(Enum):
     NOT_BEGUN = 0
     RUNS = 1
     HALF_MADE = 2
-    """Its ``step`` raised, and may have written a part of the update."""
+    """Its ``step`` raised, and may have written a part of the update; or a micro-batch or a skipped window is being counted."""
     MADE = 3
-    """The update was made, even if something raised after it."""
+    """The update was made, even if something raised after it; its window is not cleared yet."""
 
 
 class Update:
@@ -74,14 +74,14 @@ class Update:
                 self._step(strategy, divisor, unclipped)
 
     def forget(self) -> None:
-        """Forget an update that raised: its window was discarded, or a state was loaded."""
+        """Forget what an exception left: the window was discarded, a state was loaded, or it was ended as a whole."""
         self.progress = Progress.NOT_BEGUN
 
     def leave_half_made(self) -> None:
         self.progress = Progress.HALF_MADE
 
     def require_whole(self) -> None:
-        if self.progress is Progress.HALF_MADE:
+        if self.progress is not Progress.NOT_BEGUN:
             raise half_made_error()
 
     def rates(self) -> Rates:

@@ -336,3 +336,28 @@ def test_discard_forgets_what_another_optimizer_took() -> None:
     second.discard()
     second.step()  # A step without a gradient, as after zero_grad(): the user has said that nothing is missed.
     assert second.result.micro_step == 1
+
+
+@pytest.mark.parametrize("clears", ["nothing", "optimizer", "model"])
+def test_part_of_a_pass_that_raised(clears: str) -> None:
+    """Out of memory, in a loop that goes on with the next micro-batch: autograd adds that to what had arrived."""
+    model = make_model()
+    opt = wrapped(model)
+
+    def failing_pass() -> None:
+        hidden = model[0](PARTS[0][0])  # type: ignore[index]
+        hidden.register_hook(lambda gradient: 1 // 0)
+        (model[1:](hidden) - PARTS[0][1]).square().mean().backward()  # type: ignore[index]
+
+    with pytest.raises(ZeroDivisionError):
+        failing_pass()
+    if clears == "nothing":
+        mse(model, *PARTS[0]).backward()
+        with refused(UsageError, "opt.zero_grad()"):
+            opt.step()
+    if clears != "model":
+        opt.zero_grad()
+    model.zero_grad()
+    for x, y in PARTS:
+        no_clear(model, opt, x, y)
+    assert_same(model, large())

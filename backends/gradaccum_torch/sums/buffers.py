@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 from weakref import WeakSet, WeakValueDictionary
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gradaccum import UsageError
 from gradaccum.kit import explain
-from gradaccum_torch.checks import Size
+from gradaccum_torch.checks import Size, interrupted_error
 from gradaccum_torch.parameters import Parameters
 from gradaccum_torch.private.names import keep_own, untraced, version
 from gradaccum_torch.sums.arithmetic import (
@@ -48,12 +48,13 @@ class BufferStrategy(Strategy):
         self._held: dict[Tensor, Tensor] = {}
         super().__init__(parameters, accumulate_dtype, drops)
 
-    def take(self, size: Size) -> bool:
+    def take(self, size: Size, begin: Callable[[], None]) -> bool:
         filled = [parameter for parameter in self._parameters.unique() if parameter.grad is not None]
         self._require_takeable(filled, size)
         finite = not self._drops or is_finite([coalesced(parameter.grad) for parameter in filled if parameter.grad is not None])
         if finite:
-            self._add(filled)
+            self._add(filled, begin)
+        begin()
         for parameter in filled:
             parameter.grad = None
         self._took(filled)
@@ -62,8 +63,9 @@ class BufferStrategy(Strategy):
     def _require_takeable(self, filled: Sequence[Tensor], size: Size) -> None:
         """Raise unless the gradients of `filled` are a micro-batch of a window of this `size`."""
 
-    def _add(self, filled: Sequence[Tensor]) -> None:
+    def _add(self, filled: Sequence[Tensor], begin: Callable[[], None]) -> None:
         aligned = list(map(id, filled)) == list(map(id, self._held))
+        begin()
         if not aligned or not add_together(list(self._held.values()), list(map(GRAD, filled))):
             self._add_one_by_one(filled)
 
@@ -123,7 +125,7 @@ class BufferStrategy(Strategy):
         self._held = {parameter: held for parameter, held in pairs if held is not None}
 
     def release(self) -> list[Tensor | None]:
-        self.take(None)
+        self.take(None, lambda: None)
         return super().release()
 
     def pickled(self) -> dict[str, Any]:
@@ -275,6 +277,12 @@ class SeparateStrategy(BufferStrategy):
     def begun(self) -> bool:
         """False: autograd may deliver for somebody else until ``step`` takes the gradients."""
         return False
+
+    def require_whole(self) -> None:
+        """Raise unless ``.grad`` is free of what a backward pass that raised had delivered."""
+        gradients = (parameter.grad for parameter in self._parameters.unique() if self.watch.known.under_way)
+        if any(gradient is not None and version(gradient) > 0 for gradient in gradients):
+            raise interrupted_error(apart=True)
 
     def _hook_for(self, parameter: Tensor) -> Hook:
         watch = self.watch

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -144,8 +144,11 @@ class Strategy(ABC):
         """True if ``.grad`` holds the window's whole sum."""
 
     @abstractmethod
-    def take(self, size: Size) -> bool:
-        """Add the micro-batch in ``.grad`` to the sum of a window of this `size`; return False if it was dropped."""
+    def take(self, size: Size, begin: Callable[[], None]) -> bool:
+        """Add the micro-batch in ``.grad`` to the sum of a window of this `size`; return False if it was dropped.
+
+        It calls `begin` before it writes anything.
+        """
 
     @abstractmethod
     def settle(self) -> list[Tensor]:
@@ -232,7 +235,8 @@ class GradStrategy(Strategy):
     def pack(self, packed: Tensor | None = None) -> None:
         self._packed = packed
 
-    def take(self, size: Size) -> bool:
+    def take(self, size: Size, begin: Callable[[], None]) -> bool:
+        begin()
         self.watch.known = NOTHING_SEEN
         return True
 

@@ -206,7 +206,7 @@ class Window:
                 self.strategy.expect(self._begun.size)
         known = watch.known
         weight = known.weight
-        if self.update.progress is Progress.HALF_MADE or known.under_way or self.workers.not_own:
+        if self.update.progress is not Progress.NOT_BEGUN or known.under_way or self.workers.not_own:
             self._require_whole("step()")
         if not known.weighed and self._options.reduction == "item_mean":
             kit.given_weight(None, "item_mean")
@@ -225,10 +225,11 @@ class Window:
             self.groups_changed()
         self.sizes.weighed = known.weighed
         losses = () if known.losses and known.arrived >= Event.PLAIN_PASS and known.is_plain else known.losses
-        finite, self._passes = self.strategy.take(self._begun.size), PASSES[0]
+        finite, self._passes = self.strategy.take(self._begun.size, self.update.leave_half_made), PASSES[0]
         if self._scaler is not None:
             self._scaler.count(first=first)
         self._fields = kit.at_rest(kit.accumulate(fields, weight, finite, kit.select), float64_weight=self._plan.float64_weight)
+        self.update.forget()
         if not finite or any(self._last[:3]):
             self._last = Last(False, False, not finite, self._last.grad_norm)
         self._statistics.counted(fields, weight, finite, losses)
@@ -252,9 +253,12 @@ class Window:
         try:
             if decision.apply:
                 self.update.make(self.strategy, decision.divisor, verdict.unclipped, verdict.strayed)
+            else:
+                self.update.leave_half_made()
         finally:
             if self.update.progress is Progress.MADE or not decision.apply:
                 self._finish(verdict)
+                self.update.forget()
 
     def close_part(self, number: int, belongs: Callable[[Tensor], bool]) -> None:
         """Make the update of the parameters that `belongs` is true of; the window stays open for the others.
@@ -273,6 +277,7 @@ class Window:
             if verdict.decision.apply:
                 self.update.make(self.strategy, verdict.decision.divisor, verdict.unclipped, verdict.strayed)
             self.strategy.clear()
+        self.update.forget()
         self.workers.part_ended()
         self._fields = fields
         self.strategy.load(later)

@@ -7,7 +7,7 @@ have a gradient, and the others add zeros.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Literal, cast
@@ -245,9 +245,10 @@ class DeferredStrategy(GradStrategy):
         super().require_whole()
         self._deferred.require_whole()
 
-    def take(self, size: Size) -> bool:
+    def take(self, size: Size, begin: Callable[[], None]) -> bool:
+        begin()
         self._deferred.count()
-        return super().take(size)
+        return super().take(size, begin)
 
     def sums(self) -> list[Tensor | None]:
         self._deferred.reduce()

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gradaccum import StepResult
-from gradaccum.kit import Options, State, UntilWeight, given_weight, require_denominator, require_steps
+from gradaccum.kit import Options, State, UntilWeight, given_weight, half_made_error, require_denominator, require_steps
 from gradaccum_conformance.reference.noise import Noise
 from gradaccum_conformance.reference.optimizers import NumpyOptimizer
 from gradaccum_conformance.reference.workers import Workers
@@ -51,6 +51,8 @@ class ReferenceAccumulation:
         if options.master_weights:
             optimizer.parameters = {name: p.astype(np.float32) if is_half(p) else p for name, p in self.model.items()}
         self.window: list[MicroBatch] = []
+        self.half_made = False
+        """An exception ended the last update."""
         self.optimizer_step = self.skipped_windows = self.growth_tracker = 0
         self.loss_scale = float32(options.scale_rule.init_scale)
         self.grad_norm, self.loss = 0.0, math.nan
@@ -59,6 +61,7 @@ class ReferenceAccumulation:
 
     def step(self, gradient: Mapping[str, Array | None], weight: float | None = None, loss: float = math.nan) -> None:
         """Take one micro-batch's gradient, and its loss; None counts as zero. At the window's end, close it."""
+        self._require_whole()
         weight = given_weight(weight, self.options.reduction)
         micro_batch = self._micro_batch(gradient, weight, loss)
         size = self._size()  # A bad one is refused before the micro-batch counts.
@@ -73,6 +76,7 @@ class ReferenceAccumulation:
 
         The sum is divided by `denominator`, if one is given.
         """
+        self._require_whole()
         if denominator is not None:
             denominator = require_denominator(denominator, self.options)
         windows = [self.window] if self.workers is None else self.workers.gather(self.window)
@@ -95,6 +99,7 @@ class ReferenceAccumulation:
         if applied and not bad_total and divisor * self.grad_norm / limit > self._limits().max:
             applied, bad_total = False, True
         overflow = bad_total or any(m.dropped for m in self.window)
+        self.half_made = True
         if applied:
             self.optimizer.step(self._cast(self._clipped(gradient)))
             for name, p in self.model.items():
@@ -103,12 +108,12 @@ class ReferenceAccumulation:
         else:
             self.skipped_windows += 1
         self._move_scale(overflow, empty=self.weight() == 0)
-        self.window = []
+        self.window, self.half_made = [], False
         self._note(applied=applied, skipped=not applied, overflow=overflow)
 
     def discard(self) -> None:
-        """Forget the window."""
-        self.window = []
+        """Forget the window, and that its update was half made."""
+        self.window, self.half_made = [], False
         self._note()
 
     def resume(self, fields: State, options: Options) -> None:
@@ -137,6 +142,10 @@ class ReferenceAccumulation:
         overflow = any(m.dropped for m in self.window)
         counters = (len(self.window), self.optimizer_step, self.skipped_windows)
         return State(*counters, self.weight(), overflow, self.loss_scale, self.growth_tracker)
+
+    def _require_whole(self) -> None:
+        if self.half_made:
+            raise half_made_error()
 
     def _loss(self, denominator: float) -> float:
         """That of the window as one large batch."""

@@ -18,6 +18,18 @@ MUTANTS = (
         SUITE + "test_workers_windows.py::test_full_windows_need_no_flush",
     ),
     Mutant(
+        "go_on_with_a_micro_batch_that_is_not_counted",
+        "        begin()\n        self.watch.known = NOTHING_SEEN\n",
+        "        self.watch.known = NOTHING_SEEN\n",
+        SUITE + "test_interrupted.py::test_end_of_a_window",
+    ),
+    Mutant(
+        "go_on_with_a_window_that_is_not_cleared",
+        "        if self.progress is not Progress.NOT_BEGUN:\n            raise half",
+        "        if self.progress is Progress.HALF_MADE:\n            raise half",
+        SUITE + "test_interrupted.py::test_end_of_a_window",
+    ),
+    Mutant(
         "swap_divisor_and_unclipped",
         "(self.strategy, decision.divisor, verdict.unclipped, verdict.strayed",
         "(self.strategy, verdict.unclipped, decision.divisor, verdict.strayed",
@@ -61,8 +73,8 @@ MUTANTS = (
     ),
     Mutant(
         "leave_the_sum_at_discard",
-        "        self.strategy.clear()\n        self.update.forget",
-        "        self.update.forget",
+        "        self.strategy.clear()\n        self.update.forget()\n        self._workers",
+        "        self.update.forget()\n        self._workers",
         SUITE + "test_windows.py::test_discard_forgets_the_window",
     ),
     Mutant(
@@ -112,8 +124,8 @@ MUTANTS = (
     ),
     Mutant(
         "add_what_is_dropped",
-        "        if finite:\n            self._add(filled)\n",
-        "        if True:\n            self._add(filled)\n",
+        "        if finite:\n            self._add(filled, begin)\n",
+        "        if True:\n            self._add(filled, begin)\n",
         SUITE + "test_overflow.py::test_drop_in_every_mode",
     ),
     Mutant(

@@ -1,0 +1,160 @@
+"""The end of a window into which an exception comes, at each call that it makes: Ctrl-C, or an error of the framework.
+
+Afterwards the window has closed, or it is as before the call, or the wrapper skips it as overflowed, or it refuses to go on. Nothing is in
+between, and the next window shows that. The test raises where a call of the backend, of the core or of the framework's optimizer begins.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import pytest
+
+import gradaccum
+from gradaccum.kit import State
+from gradaccum_conformance.deep import deep_but
+from gradaccum_conformance.harness import Harness, Option, Session
+from gradaccum_conformance.scenarios import coarse, same, start
+from gradaccum_conformance.specs import LINEAR, Arrays, Optimizer
+
+ADAM = Optimizer("adamw")
+SCALE = gradaccum.DynamicLossScale(init_scale=4.0, growth_interval=1)
+VARIANTS: dict[str, dict[str, Option]] = {
+    "plain": {},
+    "clipped, scaled": {"clip_norm": 1.0, "loss_scale": SCALE},
+    "skipped": {"skip_norm": 20.0},
+    "masters": {"master_weights": True},
+}
+TREES = [coarse(LINEAR, seed, 2.0**-4) for seed in range(6)]
+LARGE = {name: 64 * array for name, array in TREES[2].items()}
+"""The first micro-batch of the window in question, where its norm is to be too large."""
+COMPILED = ("jit", "scan")
+"""The modes in which the framework runs no Python at a window's end."""
+POINTS = 60
+"""The calls, drawn by a seed, at which the quick run raises. ``--deep`` raises at each."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """The exception that the test raises."""
+
+
+class Learned(NamedTuple):
+    """What a user has after some windows."""
+
+    parameters: Arrays
+    optimizer_state: Arrays
+    state: State | None = None
+
+    def equals(self, other: Learned) -> bool:
+        """Whether all is the same, but for the number of skipped windows, and the state if one was not asked for."""
+        equal = same(self.parameters, other.parameters) and same(self.optimizer_state, other.optimizer_state)
+        states = [each.state and each.state._replace(skipped_windows=0) for each in (self, other)]
+        return equal and (None in states or states[0] == states[1])
+
+
+def learned(session: Session) -> Learned:
+    return Learned(session.parameters(), session.optimizer_state(), session.state())
+
+
+def in_backward(frame: FrameType | None) -> bool:
+    """True if a backward pass of the framework made the call."""
+    while frame is not None and "autograd" not in frame.f_code.co_filename:
+        frame = frame.f_back
+    return frame is not None
+
+
+@contextmanager
+def raising_at(number: int, backend: Harness) -> Iterator[list[int]]:
+    """Raise at that call of those made inside the block; yields how many were made."""
+    packages = ("gradaccum", type(backend).__module__.partition(".")[0])
+    folders = tuple(str(Path(str(sys.modules[name].__file__)).parent) for name in packages)
+    made = [0]
+
+    def look(frame: FrameType, event: str, _: Any) -> None:
+        name = frame.f_code.co_filename
+        ours = name.startswith(folders) and "harness" not in Path(name).parts
+        if event in ("call", "c_call") and (ours or "optim" in Path(name).parts) and not in_backward(frame):
+            made[0] += 1
+            if made[0] == number:
+                sys.setprofile(None)
+                raise Interrupted
+
+    sys.setprofile(look)
+    try:
+        yield made
+    finally:
+        sys.setprofile(None)
+
+
+def window(session: Session, first: int = 4) -> Learned:
+    session.gradients(TREES[first])
+    session.gradients(TREES[first + 1])
+    return learned(session)
+
+
+class Truth:
+    """A session in mid-window, and what it has after each way to go on that an exception may leave."""
+
+    def __init__(self, backend: Harness, mode: str, options: dict[str, Option]) -> None:
+        self.session = start(
+            backend, LINEAR, ADAM, dtype="bfloat16" if "master_weights" in options else "float32", mode=mode, steps=2, **options
+        )
+        window(self.session, 0)
+        self.session.gradients(LARGE if "skip_norm" in options else TREES[2])
+        self.before, self.old, self.skipped = self.session.snapshot(), learned(self.session), self.session.state().skipped_windows
+        with raising_at(0, backend) as made:
+            self.session.gradients(TREES[3])
+        self.calls = made[0]
+        closed = learned(self.session), window(self.session)
+        self.session.restore(self.before)
+        self.session.flush()
+        self.ways = {"closed": closed, "closed without the last": (learned(self.session), window(self.session))}
+        self.session.restore(self.before)
+        self.session.discard()
+        self.discarded = window(self.session)
+
+    def outcome(self, backend: Harness, call: int) -> str:
+        """Raise at `call`, and go on as a user may; returns what the exception left."""
+        session = self.session
+        session.restore(self.before)
+        with suppress(Interrupted), raising_at(call, backend):
+            session.gradients(TREES[3])
+        try:
+            session.flush()
+        except gradaccum.GradAccumError:
+            if Learned(session.parameters(), session.optimizer_state()).equals(self.old):
+                session.discard()
+                assert window(session).equals(self.discarded)
+                return "open, its micro-batch not counted"
+            with pytest.raises(gradaccum.GradAccumError):
+                session.gradients(TREES[4])
+            return "refused"
+        now = learned(session)
+        session.discard()  # A framework may hold the gradient of the micro-batch that was not counted.
+        if now.state is not None and now.state.skipped_windows > self.skipped:
+            assert now._replace(state=None).equals(self.old)
+            assert window(session)._replace(state=None).equals(self.discarded)  # A framework may count an overflow, and lower its scale.
+            return "skipped"
+        (way,) = (name for name, (truth, _) in self.ways.items() if now.equals(truth))
+        assert window(session).equals(self.ways[way][1])
+        return way
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("options", deep_but([VARIANTS["plain"], VARIANTS["masters"]], VARIANTS.values()), ids=VARIANTS)
+@pytest.mark.parametrize("points", [POINTS, pytest.param(None, marks=pytest.mark.deep)], ids=["some calls", "each call"])
+def test_end_of_a_window(backend: Harness, options: dict[str, Option], points: int | None) -> None:
+    for mode in set(backend.modes) - {*COMPILED, *backend.deep_modes}:
+        truth = Truth(backend, mode, options)
+        calls = range(1, truth.calls + 1)
+        drawn = calls if points is None else random.Random(5).sample(calls, min(points, len(calls)))
+        found = Counter(truth.outcome(backend, call) for call in drawn)
+        print(f"{mode}: {len(drawn)} of {truth.calls} calls: {dict(found)}")
+        assert found
