@@ -17,7 +17,7 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
     "PyTorch": ("backends/gradaccum_torch/*.md",),
     "JAX": ("backends/gradaccum_jax/*.md",),
     "MindSpore": ("backends/gradaccum_mindspore/*.md",),
-    "Project": ("benchmarks/README.md", "backends/README.md", ".github/CONTRIBUTING.md", "CHANGELOG.md"),
+    "Project": ("benchmarks/README.md", "benchmarks/SCOREBOARD.md", "backends/README.md", ".github/CONTRIBUTING.md", "CHANGELOG.md"),
 }
 """The tabs of the site, and the pages of each as patterns in the repository."""
 ORDER = (

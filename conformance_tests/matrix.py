@@ -121,16 +121,22 @@ def interpreter(version: str) -> str:
     raise FileNotFoundError(f"python{version or PYTHONS}: not on this machine. Install it, or name another cell with --cell.")
 
 
+def python_in(environment: Path, version: str) -> Path:
+    """The Python of `environment`, which is made if it is not there."""
+    python = environment / "bin" / "python"
+    if not python.exists():
+        subprocess.run([interpreter(version), "-m", "venv", str(environment)], check=True)
+    return python
+
+
 def measure(cell: Cell, environment: Path, console: Console, *, installs_only: bool) -> Result:
     """Run the steps of `cell` in `environment`, which is made if it is not there."""
     started, result = time.monotonic(), Result(cell.name, day=date.today().isoformat())
-    python = environment / "bin" / "python"
-    if not python.exists():
-        subprocess.run([interpreter(cell.python), "-m", "venv", str(environment)], check=True)
+    python = python_in(environment, cell.python)
     with tempfile.TemporaryDirectory() as folder:
         for name, command in _steps(cell, python, Path(folder)).items():
             console.print(f"{cell.name}: {name}")
-            passed, output = _run(command, Path(folder))
+            passed, output = run(command, Path(folder))
             line = output[-1].strip(" =") if output else ""
             result.steps[name] = (passed, line)
             console.print("\n".join(output[-1 if passed else -300 :]), markup=False, highlight=False)
@@ -182,7 +188,7 @@ def front_page(framework: str) -> str:
     return next(program for program in programs if FRONT_PAGE[framework] in program)
 
 
-def _run(command: list[str], folder: Path) -> tuple[bool, list[str]]:
+def run(command: list[str], folder: Path) -> tuple[bool, list[str]]:
     """True if it passed, and the lines that it printed."""
     place = ROOT if "pytest" in command else folder
     with subprocess.Popen(command, cwd=place, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True) as running:

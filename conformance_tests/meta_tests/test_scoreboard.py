@@ -1,0 +1,46 @@
+"""The scoreboard's page shows what was measured, and each verdict is the one that the rows have a cause for."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import json
+
+import pytest
+
+from benchmarks.scoreboard.__main__ import PAGE, RESULTS, as_recorded, table, verdict
+from benchmarks.scoreboard.rows import CAUSES, ENVIRONMENTS, NOT_RUN, ROWS, Row
+
+MEASURED = json.loads(RESULTS.read_text(encoding="utf-8"))
+
+
+def test_page_shows_what_was_measured() -> None:
+    assert table(MEASURED) in PAGE.read_text(encoding="utf-8")
+    assert MEASURED.keys() == {row.place for row in ROWS}
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.place)
+def test_verdict_is_recorded_and_its_control_agrees(row: Row) -> None:
+    found = MEASURED[row.place]
+    assert as_recorded(row, found), verdict(found)
+    for job in ("unequal", "equal"):
+        wrong = copy.deepcopy(found)
+        wrong[job]["distance"] = 0.0 if job == "unequal" and row.cause else 1e-3
+        assert not as_recorded(row, wrong)
+
+
+def test_rows_are_functions_with_known_environments_and_causes() -> None:
+    for row in ROWS:
+        module, name = row.place.split(".")
+        tree = ast.parse((RESULTS.parent / f"{module}.py").read_text(encoding="utf-8"))
+        assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+        assert row.environment in ENVIRONMENTS
+    assert {row.cause for row in ROWS} - {""} == CAUSES.keys()
+    assert not NOT_RUN.keys() & {row.package for row in ROWS}
+
+
+def test_verdicts_in_words() -> None:
+    found = {"distance": 0.25, "length": 0.75, "worst": "net.weight", "worst_distance": 0.5}
+    assert verdict({"unequal": found}) == "0.75 times"
+    assert verdict({"unequal": {**found, "length": 0.9}}) == "25% off (weight 50%)"
+    assert verdict({"unequal": {**found, "distance": 1e-8, "length": 1.0}}) == "the same"
