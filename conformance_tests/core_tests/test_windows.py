@@ -279,6 +279,7 @@ def test_bad_arguments_of_an_epoch_raise_at_the_call(monkeypatch: pytest.MonkeyP
         raise ModuleNotFoundError(name)
 
     monkeypatch.setattr("gradaccum.errors.import_module", missing)
+    epoch([], print)
     with pytest.raises(MissingPackageError, match=r"progress: .* Run: pip install rich; or leave progress out"):
         epoch([], print, progress=True)
 
@@ -296,14 +297,14 @@ def test_bad_arguments_of_an_epoch_raise_at_the_call(monkeypatch: pytest.MonkeyP
 def test_unequal_micro_batches_without_a_weight_are_said_once(
     reduction: str, counted: list[int | None], said: list[tuple[int, int]]
 ) -> None:
-    """None: a micro-batch with a weight, whose items do not matter; each is seen twice, as in two loops over one optimizer."""
+    """None: a micro-batch with a weight, whose items do not matter; 0: one without an array. Each is seen twice."""
     sizes = Sizes(reduction)
     sizes.see((np.zeros(9),))
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         for items in counted:
             sizes.weighed = items is None
-            sizes.see((5, "text", np.zeros(()), np.zeros((items or 0, 7)) if items is not None else np.zeros((3, 7))))
+            sizes.see((5, "text", np.zeros(()), *([np.zeros((3 if items is None else items, 7))] if items != 0 else [])))
             sizes.see((np.zeros((8, 7)),))
     assert [tuple(map(int, re.findall(r"\b\d+\b", str(warning.message))))[:2] for warning in heard] == said
     assert all(warning.category is gradaccum.GradAccumWarning for warning in heard)
