@@ -80,6 +80,7 @@ QUESTIONS = {
     "torch_steps": Entry("torch: step() and zero_grad() alone, 100 micro-batches inside a window", ("torch",), "parameters"),
     "torch_layered": Entry("torch: one window layer by layer, float32, AdamW, micro-batches of 4 items", ("torch",)),
     "jax_layered": Entry("JAX: one window layer by layer, float32, AdamW, micro-batches of 4 items", ("jax", "optax")),
+    "mindspore_layered": Entry("MindSpore: one window layer by layer, PyNative, float32, Adam, micro-batches of 4 items", ("mindspore",)),
     "torch_workers": Entry("torch: one window of 2 workers, float32, AdamW", ("torch",)),
     "torch_narrow": Entry("torch: one window of 32 micro-batches, bfloat16 gradients summed in float32, SGD", ("torch",)),
     "jax_streaming": Entry("JAX: one window of 8 micro-batches, float32, AdamW, jitted and donated", ("jax", "optax")),

@@ -6,6 +6,9 @@ activations, and once more for its gradient, as a segment of `recompute` does.
 
 A MindSpore optimizer updates all its parameters in one call, and counts its steps by its calls. So a part of a model is updated early where
 the part has an optimizer of its own.
+
+Python runs the layers. In one compiled program MindSpore 2.10 would copy each weight that the passes of several layers read in turn, which
+takes more memory than the window saves; a CPU copies float64 rounded to float32. `test_why_compiled_code_is_refused` is the smallest one.
 """
 
 from __future__ import annotations
@@ -19,15 +22,16 @@ import numpy as np
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.common import _no_grad
 from mindspore.experimental import optim
+from mindspore.ops import constexpr
 
 from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError, kit
 from gradaccum_mindspore import sums
 from gradaccum_mindspore.large_batch.batch import SplitOptions, plain_reduction, require_function, split_options, with_constant_weight
 from gradaccum_mindspore.large_batch.gradients import MergedOutputs, divisor_of, factor_of, loss_kind, require_outputs, unit_of, weighed
 from gradaccum_mindspore.large_batch.replay import DEPTH, Noted, named_by
-from gradaccum_mindspore.large_batch.value_and_update import loss_in, require_no_window, require_open_steps, windows_of
+from gradaccum_mindspore.large_batch.value_and_update import loss_in, require_open_steps, undoing
 from gradaccum_mindspore.optimizer import AccumulatingOptimizer
-from gradaccum_mindspore.private import is_graph_mode, refuse_trace
+from gradaccum_mindspore.private import COMPILED_AS, is_graph_mode, refuse_trace
 from gradaccum_mindspore.recomputation.function import Call, buffers_of
 from gradaccum_mindspore.saving import HALF_MADE
 from gradaccum_mindspore.update import inner_scale
@@ -93,8 +97,9 @@ def layered_backward(
     Raises:
         ArgumentTypeError, ArgumentValueError: an argument is wrong, or a function returns something else; a parameter of an optimizer is in
             no layer, or in two optimizers.
-        UsageError: graph mode; a layer returned other values the second time; `optimizer` has an open window, or an option that looks at
-            single micro-batches; its updates were made in part by a call that raised; or another worker did not answer.
+        UsageError: graph mode, or compiled code; a layer returned other values the second time; `optimizer` has an open window, or an
+            option that looks at single micro-batches; its updates were made in part by a call that raised; or another worker did not
+            answer.
 
     Examples:
         >>> from mindspore import Tensor, nn
@@ -108,9 +113,7 @@ def layered_backward(
     """
     refuse_trace()
     if is_graph_mode():
-        fix = "Write mindspore.set_context(mode=mindspore.PYNATIVE_MODE); a layer may be compiled by mindspore.jit."
-        raise kit.explain(UsageError, "layered_backward", expected="PyNative mode, as Python runs the layers", found="graph mode", fix=fix)
-    require_function("loss_fn", loss_fn)
+        _refuse_compiled("graph mode")
     parts = [_Layer(f"layers[{index}]", function) for index, function in enumerate(_require_layers(layers))]
     parts.append(_Layer("loss_fn", loss_fn))
     target = _target(optimizer, parts, reduction, data_parallel)
@@ -129,10 +132,27 @@ def layered_backward(
         raise
 
 
+@constexpr  # type: ignore[untyped-decorator]
+def _refuse_compiled(found: str) -> None:
+    expected = "a call from Python in PyNative mode: compiled code copies weights that layers read in turn, on a CPU rounded to float32"
+    fix = (
+        "Leave mindspore.jit out, write set_context(mode=mindspore.PYNATIVE_MODE), and compile layers: net.construct = mindspore.jit(...)."
+    )
+    raise kit.explain(UsageError, "layered_backward", expected=expected, found=found, fix=fix)
+
+
+def _compiled(*args: Any, **kwargs: Any) -> None:
+    _refuse_compiled("a call in compiled code")
+
+
+COMPILED_AS[layered_backward] = _compiled
+
+
 class _Layer:
     """One layer, or the loss, and its passes in order."""
 
     def __init__(self, name: str, function: Layer) -> None:
+        require_function(name, function)
         self.name, self.function = name, function
         self.named = list(named_by(function, DEPTH))
         found = [parameter for each in self.named for parameter in (each.get_parameters() if isinstance(each, nn.Cell) else [each])]
@@ -185,8 +205,7 @@ class _Run:
             return self.target.scaled(loss_in(returned[0], self.options.aux is not None))
 
         cotangents, own = _differentiated(loss, border, None, self.loss.parameters, self.first < len(self.layers))
-        value = kit.mapped(lambda leaf: ops.stop_gradient(leaf) if isinstance(leaf, Tensor) else leaf, returned[0])
-        return value, cotangents, own
+        return kit.mapped(lambda leaf: ops.stop_gradient(leaf) if isinstance(leaf, Tensor) else leaf, returned[0]), cotangents, own
 
     @contextmanager
     def _watching(self, layer: _Layer) -> Iterator[None]:
@@ -326,7 +345,7 @@ class _Window:
         self.by_unit, self.scaled, self.optimizers = False, optimizer.scale, [optimizer]
         _require_held(self.parameters, {id(each): 0 for part in parts for each in part.parameters})
         require_open_steps(optimizer)
-        require_no_window(optimizer)
+        self.failed = undoing(optimizer)
         if reduction not in (None, self.options.reduction):
             expected, fix = f"the optimizer's, {self.options.reduction!r}", "Leave reduction out here."
             raise kit.explain(ArgumentValueError, "reduction", expected=expected, got=reduction, fix=fix)
@@ -335,7 +354,6 @@ class _Window:
                 found, fix = f"one with {name}=", f"Leave {name} out, or call gradaccum_mindspore.value_and_update."
                 raise kit.explain(UsageError, "optimizer", expected="one that looks at no single micro-batch", found=found, fix=fix)
         self.sums = dict(zip(map(id, self.parameters), optimizer.storage.sums, strict=True))
-        self.event, self.closed = optimizer.storage.last_event.value().copy(), windows_of(optimizer)
 
     def open(self, weight: float) -> None:
         pass
@@ -350,13 +368,6 @@ class _Window:
             self.optimizer((None,) * len(self.parameters), amount, loss)
         self.optimizer.flush()
         return outputs
-
-    def failed(self, error: BaseException) -> bool:
-        made = windows_of(self.optimizer) != self.closed
-        if not made:
-            self.optimizer.discard()
-            ops.assign(self.optimizer.storage.last_event, self.event)
-        return made
 
 
 def _target(optimizer: Any, parts: Sequence[_Layer], reduction: str | None, data_parallel: object) -> _Own | _Window:
@@ -396,9 +407,5 @@ def _require_layers(layers: object) -> list[Layer]:
     if not isinstance(layers, nn.SequentialCell | nn.CellList | list | tuple) or not len(layers):
         raise kit.explain(ArgumentTypeError, "layers", expected="a SequentialCell or a list of Cells, not empty", got=layers, fix=fix)
     if isinstance(layers, nn.SequentialCell) and type(layers).construct is not nn.SequentialCell.construct:
-        raise kit.explain(
-            ArgumentTypeError, "layers", expected="layers that run one after the other", found="a construct of its own", fix=fix
-        )
-    for function in layers:
-        require_function("layers", function)
+        raise kit.explain(ArgumentTypeError, "layers", expected="layers that run in turn", found="a construct of its own", fix=fix)
     return list(layers)

@@ -23,9 +23,11 @@ from gradaccum import UsageError
 from gradaccum.kit import explain
 
 try:
-    from mindspore.graph import api
-except ImportError:  # its place before MindSpore 2.9
-    from mindspore.common import api
+    from mindspore.graph import api, jit_trace
+    from mindspore.graph._parse import resources
+except ImportError:  # their places before MindSpore 2.9
+    from mindspore._extends.parse import resources
+    from mindspore.common import api, jit_trace
 
 pynative_executor = api._pynative_executor
 
@@ -77,17 +79,13 @@ class OwnPhase(nn.Cell):  # type: ignore[misc]
 
 SEEDS: Any = import_module("mindspore.common.seed")
 """``_GLOBAL_SEED``, ``_KERNEL_SEED`` (a counter for each random operator), ``_get_graph_seed``."""
+COMPILED_AS: Any = resources.convert_object_map
+"""By function, the one that the compiler reads in its place."""
 
 
 def set_counters(counters: Mapping[Any, int]) -> None:
     SEEDS._KERNEL_SEED.clear()
     SEEDS._KERNEL_SEED.update(counters)
-
-
-try:
-    from mindspore.graph import jit_trace
-except ImportError:  # its place before MindSpore 2.9
-    from mindspore.common import jit_trace
 
 
 def skip_in_bytecode() -> None:

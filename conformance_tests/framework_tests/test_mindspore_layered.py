@@ -9,11 +9,12 @@ import pytest
 ms = pytest.importorskip("mindspore", reason="needs MindSpore")
 
 import numpy as np  # noqa: E402
-from mindspore import Parameter, Tensor, nn, ops  # noqa: E402
+from mindspore import Parameter, ParameterTuple, Tensor, nn, ops  # noqa: E402
 from mindspore.experimental import optim  # noqa: E402
 
 import gradaccum  # noqa: E402
 import gradaccum_mindspore.layered as layered  # noqa: E402
+from benchmarks.questions import mindspore_layered  # noqa: E402
 from conformance_tests.framework_tests.mindspore_common import HOOKS, pynative_after, set_mode  # noqa: E402, F401
 from conformance_tests.framework_tests.refusing import refused  # noqa: E402
 from gradaccum_mindspore import layered_backward, load_checkpoint_into, value_and_grad, value_and_update  # noqa: E402
@@ -374,6 +375,12 @@ def test_one_layer_s_gradient_is_alive(monkeypatch):
     assert alive() == before
 
 
+def test_benchmark_s_contestants_agree():
+    (usual, weight), (found, found_weight) = (mindspore_layered.window(way, 3, 8, 2)() for way in ("usual window", "layered"))
+    np.testing.assert_allclose(found, usual, rtol=1e-6)
+    np.testing.assert_allclose(found_weight, weight, rtol=0, atol=1e-6)
+
+
 class Raises(nn.SGD):
     armed = True
 
@@ -448,7 +455,7 @@ def frozen(net):
 
 MISUSE = {
     "layers: .*list of Cells": lambda net: {"layers": net[0]},
-    "layers: .*function": lambda net: {"layers": [3]},
+    "layers.0.: .*function": lambda net: {"layers": [3]},
     "layers: .*not empty": lambda net: {"layers": []},
     "loss_fn: ": lambda net: {"loss_fn": None},
     "layers: .*each parameter of the optimizers": lambda net: {"layers": [net[0]], "optimizer": [nn.SGD(net.trainable_params(), 0.5)]},
@@ -475,13 +482,50 @@ def test_misuse(message):
         layered_backward(given.pop("layers"), given.pop("loss_fn"), given.pop("inputs"), given.pop("targets"), **given)
 
 
-def test_graph_mode_is_refused_and_a_compiled_layer_is_right():
+@pytest.mark.parametrize("mode", ["graph", "jit", "a cell in graph mode"])
+def test_compiled_code_is_refused(mode):
     net = make()
-    set_mode("graph")
+    set_mode("pynative" if mode == "jit" else "graph")
+
+    def step(x, y):
+        return layered_backward(net, mean, x, y, steps=2)
+
+    class Step(nn.Cell):
+        def construct(self, x, y):
+            return step(x, y)
+
     with refused(gradaccum.UsageError, "layered_backward", "PYNATIVE_MODE"):
-        layered_backward(net, mean, Tensor(X), Tensor(Y), steps=2)
-    set_mode("pynative")
+        {"graph": step, "jit": ms.jit(step)}.get(mode, Step())(Tensor(X), Tensor(Y))
+
+
+def test_compiled_layer_is_right():
+    net = make()
     expected = layered_backward(net, mean, Tensor(X), Tensor(Y), steps=2)
     net[1].construct = ms.jit(net[1].construct)
     found = layered_backward(net, mean, Tensor(X), Tensor(Y), steps=2)
     require_close((found[0], *found[1]), (expected[0], *expected[1]))
+
+
+@pytest.mark.parametrize("dtype", [ms.float32, ms.float64])
+def test_why_compiled_code_is_refused(dtype):
+    """The smallest program: the compiler copies a weight that two layers' passes read in turn, on a CPU through float32."""
+    first, second = (Parameter(Tensor([0.1], dtype), name=name) for name in ("first", "second"))
+    grad = ops.GradOperation(get_all=True, get_by_list=True, sens_param=True)
+
+    def one(x):
+        return x * first
+
+    def two(x):
+        return x * second
+
+    back_one, back_two = grad(one, ParameterTuple([first])), grad(two, ParameterTuple([second]))
+
+    def window(x, y):
+        border, _other = one(x), one(y)
+        (by_border,), _ = back_two(border, border)
+        _, (_slope,) = back_one(x, by_border)
+        return border
+
+    x, y = Tensor([1.0], dtype), Tensor([2.0], dtype)
+    exact, compiled = window(x, y).asnumpy()[0], ms.jit(window)(x, y).asnumpy()[0]
+    assert (compiled == exact) == (dtype == ms.float32), "compiled code is exact: layered_backward may run there now"

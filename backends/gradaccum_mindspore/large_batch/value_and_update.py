@@ -33,18 +33,13 @@ class LargeBatchUpdate(nn.Cell):  # type: ignore[misc]
 
     def __call__(self, *batch: Nest) -> Any:
         refuse_trace()
-        require_no_window(self.optimizer)
-        storage = self.optimizer.storage
-        event, closed = storage.last_event.value().copy(), windows_of(self.optimizer)
+        undo = undoing(self.optimizer)
         with Replay(self.user_function, lends=False) as replay:
             try:
                 outputs = self.accumulated(batch, replay)
                 self.optimizer.flush()
             except BaseException:
-                replay.keeps = windows_of(self.optimizer) != closed
-                if not replay.keeps:
-                    self.optimizer.discard()
-                    ops.assign(storage.last_event, event)
+                replay.keeps = undo()
                 raise
             return outputs
 
@@ -188,9 +183,20 @@ def require_open_steps(optimizer: object) -> None:
         raise explain(ArgumentValueError, "optimizer", expected=expected, found=f"steps={steps!r}", fix=fix)
 
 
-def require_no_window(optimizer: AccumulatingOptimizer) -> None:
+def undoing(optimizer: AccumulatingOptimizer) -> Callable[..., bool]:
+    """Return a function that discards the window to come, or returns True if that was closed; raise if one is open now."""
     held = optimizer.storage.micro_step.item()
     if held > 0:
         found = f"a window that holds {held} micro-batches"
         fix = "Write optimizer.flush() or optimizer.discard() before it."
         raise explain(UsageError, "optimizer", expected="no open window, because the call is a window", found=found, fix=fix)
+    event, closed = optimizer.storage.last_event.value().copy(), windows_of(optimizer)
+
+    def undo(*_: object) -> bool:
+        made = windows_of(optimizer) != closed
+        if not made:
+            optimizer.discard()
+            ops.assign(optimizer.storage.last_event, event)
+        return made
+
+    return undo
