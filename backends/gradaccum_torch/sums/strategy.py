@@ -147,7 +147,7 @@ class Strategy(ABC):
     def take(self, size: Size, begin: Callable[[], None]) -> bool:
         """Add the micro-batch in ``.grad`` to the sum of a window of this `size`; return False if it was dropped.
 
-        It calls `begin` before it writes anything.
+        It calls `begin` before it writes anything. The caller counts the micro-batch, and takes it off the watch.
         """
 
     @abstractmethod
@@ -236,8 +236,6 @@ class GradStrategy(Strategy):
         self._packed = packed
 
     def take(self, size: Size, begin: Callable[[], None]) -> bool:
-        begin()
-        self.watch.known = NOTHING_SEEN
         return True
 
     def settle(self) -> list[Tensor]:

@@ -32,7 +32,7 @@ from gradaccum_torch.sums.arithmetic import DTYPE, REQUIRES_GRAD, UNMEASURED, Me
 from gradaccum_torch.sums.buffers import BufferStrategy, MovingStrategy, SeparateStrategy
 from gradaccum_torch.sums.strategy import GradStrategy, Strategy
 from gradaccum_torch.update import Loss, Progress, Rates, Update, through
-from gradaccum_torch.window.watch import PASSES, Allowed, Event, Given, MicroBatch, Place, place_of, share_loop
+from gradaccum_torch.window.watch import NOTHING_SEEN, PASSES, Allowed, Event, Given, MicroBatch, Place, place_of, share_loop
 from gradaccum_torch.workers.interface import Stages, Workers
 
 _LEFTOVERS = (
@@ -229,7 +229,9 @@ class Window:
         if self._scaler is not None:
             self._scaler.count(first=first)
         self._fields = kit.at_rest(kit.accumulate(fields, weight, finite, kit.select), float64_weight=self._plan.float64_weight)
-        self.update.forget()
+        watch.known = NOTHING_SEEN
+        if self.update.progress is not Progress.NOT_BEGUN:
+            self.update.forget()
         if not finite or any(self._last[:3]):
             self._last = Last(False, False, not finite, self._last.grad_norm)
         self._statistics.counted(fields, weight, finite, losses)

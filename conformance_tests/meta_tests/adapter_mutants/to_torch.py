@@ -19,8 +19,8 @@ MUTANTS = (
     ),
     Mutant(
         "go_on_with_a_micro_batch_that_is_not_counted",
-        "        begin()\n        self.watch.known = NOTHING_SEEN\n",
-        "        self.watch.known = NOTHING_SEEN\n",
+        "            self._add(filled, begin)\n        begin()\n",
+        "            self._add(filled, lambda: None)\n",
         SUITE + "test_interrupted.py::test_end_of_a_window",
     ),
     Mutant(
