@@ -31,6 +31,8 @@ from conformance_tests.framework_tests.torch_fsdp import REASON, RUNS_ON_CPU
 from conformance_tests.framework_tests.torch_mirror import Call, mirror
 from conformance_tests.framework_tests.torch_operations import Peak
 from gradaccum_torch import sharded_cross_entropy
+from gradaccum_torch.sums.arithmetic import largest, version
+from gradaccum_torch.sums.strategy import Undivided
 
 pytestmark = pytest.mark.filterwarnings("ignore:DTensor random operators:UserWarning")
 """Of an older torch, about random numbers on a CPU, which no program here asks for."""
@@ -386,6 +388,16 @@ def test_the_end_of_a_window_copies_the_sums_at_most_once(
     for parameter, each in zip(parameters, model, strict=True):
         assert parameter.unique().tolist() == pytest.approx([-0.1 - 0.1 * 1.9])
         assert parameter.stride() == each.stride()
+
+
+def test_a_sharded_sum_by_itself() -> None:
+    """Its largest magnitude is every worker's; whether it was divided does not show in its version."""
+    with mirror(2):
+        mesh = init_device_mesh("cpu", (2,))
+        one, other = (distribute_tensor(torch.tensor([-4.0, 3.0]), mesh, [Shard(0)]) for _ in range(2))
+        assert largest([one]) == 4
+        undivided = Undivided([], [], [], [one])
+        assert [undivided.is_divided(each, version(each)) for each in (one, other)] == [True, False]
 
 
 def test_a_failed_update_gets_the_undivided_sums_again() -> None:
