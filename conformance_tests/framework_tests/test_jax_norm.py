@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gradaccum_jax.sums import measure
+from gradaccum_jax.sums import _add, measure
 
 LARGEST = float(np.finfo(np.float32).max)
 SHAPES = [(), (1,), (7,), (1000,), (3, 5), (32, 48), (50257,), (3, 3, 16, 8), (2, 1031), (4, 131101), (1024, 1024)]
@@ -54,6 +54,17 @@ def test_norm_finds_any_nonfinite_element(value: float, beside: float) -> None:
     for index in (0, 17, 47):
         spoiled = jnp.full((3, 16), beside).at[index // 16, index % 16].set(value)
         assert measured([jnp.full(5, beside), spoiled]) == (np.inf, False)
+
+
+def test_norm_that_tells_nothing_has_no_derivative() -> None:
+    derivative = jax.jit(jax.grad(lambda held: measure([held], jnp.float32(1), jnp.float32(1))[0]))
+    for value in (0.0, np.inf, np.nan):
+        assert derivative(jnp.array([value, 0.0])).tolist() == [0.0, 0.0]
+
+
+def test_compensated_sums_are_added() -> None:
+    """On a CPU XLA adds one element after the other; elsewhere both sides hold what an addition has lost."""
+    assert _add((1.0, 0.25), (2.0**60, 0.5)) == (2.0**60, 1.75)
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e-13, 1.0, 1e25])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -24,6 +25,10 @@ class Covered(NamedTuple):
         """Return the tests that ran one of these lines; all tests if none did, which an import may have run."""
         ran = self.tests.get(file, {})
         return sorted({test for line in lines for test in ran.get(str(line), ())}) or sorted(self.seconds)
+
+    def lines(self) -> Counter[str]:
+        """Return how many lines each test ran."""
+        return Counter(test for lines in self.tests.values() for ids in lines.values() for test in ids)
 
 
 class Recording:

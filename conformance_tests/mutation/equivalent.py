@@ -34,6 +34,18 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         "backends/gradaccum_torch/window/window.py",
         "return fields, measured, any(measured.notes[(of_scale - len(losses)) :])",
     ): "what tells of strayed masters stands last, and masters that have not strayed take over their own values",
+    (
+        "backends/gradaccum_jax/sums.py",
+        "return jnp.promote_types(jnp.complex64, wanted) if jnp.issubdtype(own, jnp.complexfloating) else wanted",
+    ): "promotion is symmetric",
+    (
+        "backends/gradaccum_jax/sums.py",
+        "parts += (leaf.imag, leaf.real) if jnp.iscomplexobj(leaf) else (leaf,)",
+    ): "both are squared and added",
+    (
+        "backends/gradaccum_jax/sums.py",
+        "return jax.tree.unflatten(structure, [add_leaf(held, gradient) for held, gradient in zip(leaves, gradients, strict=False)])",
+    ): "an update whose gradients have another structure was refused before",
 }
 """By the file and the changed line."""
 

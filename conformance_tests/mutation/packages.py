@@ -83,7 +83,7 @@ TORCH = _adapter(
 JAX = _adapter(
     "jax",
     ("window", "sums.py"),
-    ("knowledge", "leaves", "norm", "program", "modes", "schedule", "sharding", "ensemble"),
+    ("knowledge", "leaves", "norm", "program", "modes", "schedule", "sharding", "ensemble", "derivatives"),
 )
 MINDSPORE = _adapter(
     "mindspore",

@@ -8,7 +8,7 @@ import os
 import random
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -70,19 +70,19 @@ def verdicts(package: Package, mutants: Iterable[Mutant], folder: Path, most_sec
                 record.unlink(missing_ok=True)
                 raise RuntimeError(f"the tests fail without a mutant too:\n{said[-3000:]}")
         covered = Covered(**json.loads(record.read_text(encoding="utf-8")))
-        kills: Counter[str] = Counter()
+        promises = Counter({test: 30 / lines for test, lines in covered.lines().items()})
         for number, mutant in enumerate(mutants):
-            tests = _chosen(covered, mutant, package, kills, most_seconds)
+            tests = _chosen(covered, mutant, package, promises, most_seconds)
             killer = _killer(server, package, mutant, tests, folder / str(number), 10 + 3 * sum(covered.seconds[test] for test in tests))
-            kills[killer] += 1
+            promises[killer] += 1
             yield Verdict(mutant, killer)
 
 
-def _chosen(covered: Covered, mutant: Mutant, package: Package, kills: Counter[str], most_seconds: float) -> list[str]:
-    """The tests of a mutant's line, those first that have killed most mutants per second."""
+def _chosen(covered: Covered, mutant: Mutant, package: Package, promises: Mapping[str, float], most_seconds: float) -> list[str]:
+    """The tests of a mutant's line: per second, those first that have noticed most mutants, or are about few lines."""
     found = covered.of(str(mutant.file.relative_to(package.folder.parent)), statement_at(mutant.file, mutant.mutation.line))
     chosen, seconds = [], 0.0
-    for test in sorted(found, key=lambda test: -(kills[test] + 0.2) / (covered.seconds[test] + 0.02)):
+    for test in sorted(found, key=lambda test: -promises[test] / (covered.seconds[test] + 0.02)):
         if seconds < most_seconds:
             chosen.append(test)
             seconds += covered.seconds[test]
@@ -117,6 +117,7 @@ def _killer(server: Preloaded, package: Package, mutant: Mutant, tests: list[str
 
 def _program(package: Package, mutant: Mutant | None, site: Path, plugin: str, tests: Iterable[str], seconds: int = -1) -> Path:
     """Write the program that runs tests on a copy of the package, with the mutant in it unless it is None."""
+    shutil.rmtree(site, ignore_errors=True)  # Of a run that was stopped.
     copy = site / package.folder.name
     shutil.copytree(ROOT / package.folder, copy, ignore=shutil.ignore_patterns("__pycache__", "figures"))
     if mutant is not None:
