@@ -29,6 +29,10 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         'factors = self.way.factors(parts, runs, 2.0) if self.way.reduction == "mean" else [1.0] * len(runs)',
     ): "the weight of the large batch is read for item means alone",
     ("gradaccum/verification/subject.py", "NOBODYS = 388817"): "any seed does that users do not write",
+    (
+        "backends/gradaccum_torch/window/watch.py",
+        "if (now is None and now.shape != noted.shape):",
+    ): "they are the very gradients that were noted, so there are as many norms",
     ("backends/gradaccum_torch/window/watch.py", "PASSES[0] -= 1"): "the number of passes is compared for equality alone",
     (
         "backends/gradaccum_torch/window/window.py",
