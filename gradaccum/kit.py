@@ -13,7 +13,7 @@
 - `Steps`, `WrapOptions`, `wrap_with`: a backend's own typed ``wrap``.
 """
 
-from gradaccum.errors import explain, require_bool, require_weight
+from gradaccum.errors import explain, require_bool, require_choice, require_weight
 from gradaccum.linearity import ROUNDINGS, SCALES, comparable, linearity_report, relative_error
 from gradaccum.nests import (
     ITEMS,
@@ -168,7 +168,8 @@ __all__ += ["WrapOptions", "given_weight", "is_known", "make_options", "require_
 __all__ += ["require_reduction", "require_steps", "wrap_with"]
 # One wording for each mistake in every backend.
 __all__ += ["RATE_MOVED", "accumulate_dtype_error", "explain", "half_made_error", "missing_worker_error", "moving_weight_error"]
-__all__ += ["optimizer_error", "rate_bits", "require_bool", "require_classes", "require_loss_options", "require_same_rates"]
+__all__ += ["optimizer_error", "rate_bits", "require_bool", "require_choice", "require_classes", "require_loss_options"]
+__all__ += ["require_same_rates"]
 __all__ += ["require_shard_sizes", "require_weight", "shared_until_weight_error", "torn_window_error", "update_due_error"]
 __all__ += ["wrapped_twice_error"]
 # The check that a loss is linear in its scale, and the experiments of `gradaccum.verify`.

@@ -9,16 +9,8 @@ from itertools import pairwise
 from numbers import Real
 from typing import Any, Literal, NamedTuple, Protocol, cast, runtime_checkable
 
-from gradaccum.errors import (
-    ArgumentTypeError,
-    ArgumentValueError,
-    UsageError,
-    explain,
-    require_bool,
-    require_choice,
-    require_int,
-    require_number,
-)
+from gradaccum import errors
+from gradaccum.errors import ArgumentTypeError, ArgumentValueError, explain, require_bool, require_choice, require_int, require_number
 from gradaccum.state import Scalar
 
 # How long a window is: so many micro-batches, or until a weight is reached; a constant, pairs, a function, or the caller's decision.
@@ -366,7 +358,7 @@ def require_denominator(denominator: object, options: Options, *, several: bool 
     if several:
         expected = "to be left out where several workers share the window"
         fix = "Give each micro-batch its weight: all are added up."
-        raise explain(UsageError, "denominator", expected=expected, got=denominator, fix=fix)
+        raise explain(errors.UsageError, "denominator", expected=expected, got=denominator, fix=fix)
     return require_number("denominator", denominator, above=0)
 
 

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gradaccum import ArgumentTypeError, ArgumentValueError, GradientError, kit
+from gradaccum import ArgumentTypeError, ArgumentValueError, GradientError, UsageError, kit
 from gradaccum.kit import Options, Scalar, accumulate_dtype_error, explain, require_weight, wrapped_twice_error
-from gradaccum_jax.arrays import Array, DType, Gradients, InnerState, Params, Tree, is_half, is_none, takes_part, unique, wider
+from gradaccum_jax.arrays import Array, DType, Gradients, InnerState, Params, Tree, is_half, is_key, is_none, takes_part, unique, wider
 from gradaccum_jax.sharding import ADD_UP, axes_in_parts
 from gradaccum_jax.window.state import AccumulationState
 
@@ -204,3 +204,47 @@ def _check_dtype(name: str, dtype: DType, held: Array, any_float: bool) -> None:
 
 def _refuse(name: str, expected: str, found: str, fix: str = FIX) -> NoReturn:
     raise explain(GradientError, f"grads{name}", expected=expected, found=found, fix=fix)
+
+
+def require_function(name: str, function: object, fix: str) -> None:
+    if not callable(function):
+        raise explain(ArgumentTypeError, name, expected="a function", got=function, fix=fix)
+
+
+# What a layered window refuses.
+
+
+def require_whole_micro_batches(options: Options) -> None:
+    if options.on_overflow == "drop_micro_batch" or options.noise_decay is not None:
+        option = "on_overflow" if options.noise_decay is None else "noise_scale"
+        fix = f"Leave {option} out, or call gradaccum_jax.value_and_update."
+        raise explain(UsageError, "tx", expected="one that looks at no single micro-batch", found=f"one with {option}=", fix=fix)
+
+
+def require_stacked(params: Params) -> tuple[Tree, ...]:
+    """Raise unless `params` are three or four trees of numbers, the second with one leading axis in all of its arrays."""
+    if not isinstance(params, tuple) or len(params) not in (3, 4):
+        expected, fix = "a tuple (prelude, layers, head) or (prelude, layers, head, tied)", "Write {} for a part without parameters."
+        raise explain(ArgumentTypeError, "params", expected=expected, found=f"a {type(params).__name__}", fix=fix)
+    require_arrays(params, "params")
+    counts = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(params[1])}
+    if len(counts) != 1 or counts & {(), (0,)} or any(map(is_key, jax.tree.leaves(params))):
+        expected, found = "arrays of numbers, with one leading axis in params[1]", f"leading axes {sorted(counts)}, or a random key"
+        fix = "Stack the layers: jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers). Pass keys in the batch."
+        raise explain(ArgumentValueError, "params", expected=expected, found=found, fix=fix)
+    return tuple(jax.tree.map(jnp.asarray, params))
+
+
+def require_like(name: str, given: Tree, like: Tree, expected: str, fix: str) -> Tree:
+    """Raise unless `given` has arrays of the same paths, dtypes and shapes as `like`; return it."""
+    wanted, found = _types(like), _types(given)
+    if wanted != found:
+        path = min(dict(wanted.items() ^ found.items()))
+        expected, got = f"{expected}, {wanted.get(path, 'nothing')}", found.get(path, "nothing")
+        raise explain(ArgumentValueError, f"{name}{path}", expected=expected, found=got, fix=fix)
+    return given
+
+
+def _types(tree: Tree) -> dict[str, str]:
+    held = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return {jax.tree_util.keystr(path): f"{jnp.result_type(leaf)}{list(np.shape(leaf))}" for path, leaf in held}

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -18,15 +18,15 @@ import numpy as np
 import optax
 from jax import lax
 
-from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError, kit
+from gradaccum import UsageError, kit
 from gradaccum.kit import Scalar, explain
 from gradaccum_jax import sums
-from gradaccum_jax.arrays import Array, Extra, Params, Tree, is_key, moving_of, plain, takes_part, wider
-from gradaccum_jax.checks import require_arrays
+from gradaccum_jax.arrays import Array, Extra, Params, Tree, moving_of, plain, takes_part, wider
+from gradaccum_jax.checks import require_function, require_like, require_stacked, require_whole_micro_batches
 from gradaccum_jax.large_batch import batch as batches
 from gradaccum_jax.large_batch import gradients as large
 from gradaccum_jax.large_batch.auto import Call
-from gradaccum_jax.large_batch.batch import Body, Group, MicroBatch, Source, over
+from gradaccum_jax.large_batch.batch import Group, MicroBatch, Source, beside, over
 from gradaccum_jax.optimizer import Accumulation, require_open
 from gradaccum_jax.parameters import apply_updates
 from gradaccum_jax.sharding import axes_of, replicated, vary
@@ -40,7 +40,9 @@ SHARED = -1
 """The tag of a leaf of the inner optimizer's state that belongs to no parameter, such as a count."""
 BORDERS = ("keep", "recompute")
 Rows = list[Any]
-"""For each group of micro-batches a list of leaves that are stacked over them."""
+"""For each group of micro-batches a tree of arrays that are stacked over them."""
+Held = tuple[tuple[Tree, ...], Any]
+"""The parameters, and the sums where they are kept, otherwise the inner optimizer's state and the masters."""
 
 
 def layered_value_and_update(
@@ -102,22 +104,15 @@ def layered_value_and_update(
         ArgumentValueError: `tx` closes windows by itself, or an option makes no sense; or at a call, as for `value_and_grad`.
         UsageError: `tx` or its inner optimizer cannot work layer by layer.
     """
-    for name, function in (("prelude", prelude), ("layer", layer), ("loss_fn", loss_fn), ("gather", gather)):
-        if not callable(function) and (name != "gather" or function is not None):
-            raise explain(ArgumentTypeError, name, expected="a function", got=function, fix=f"Write {name}=lambda params, ...: ....")
+    for name, function in {"prelude": prelude, "layer": layer, "loss_fn": loss_fn, "gather": gather or plain}.items():
+        require_function(name, function, f"Write {name}=lambda params, ...: ....")
     accumulation = require_open(tx)
-    options = accumulation.options
-    if options.on_overflow == "drop_micro_batch" or options.noise_decay is not None:
-        option = "on_overflow" if options.noise_decay is None else "noise_scale"
-        fix = f"Leave {option} out, or call gradaccum_jax.value_and_update."
-        raise explain(UsageError, "tx", expected="one that looks at no single micro-batch", found=f"one with {option}=", fix=fix)
-    if borders not in BORDERS:
-        fix = 'Write borders="recompute"; JAX moves activations to the host by a policy of jax.checkpoint, for value_and_update.'
-        raise explain(ArgumentValueError, "borders", expected=f"one of {BORDERS}", got=borders, fix=fix)
+    require_whole_micro_batches(accumulation.options)
+    kit.require_choice("borders", borders, BORDERS)
     of_batch = (lambda x, *batch: weight(*batch)) if callable(weight) else weight
     differentiation = large.Differentiation(loss_fn, (0,), has_aux, allow_int=True, single=True)
     shared = group.require_names(axis_name) or accumulation.axes
-    question = large.Question(differentiation, of_batch, large.as_declared(aux, has_aux=has_aux), options, shared, 1)
+    question = large.Question(differentiation, of_batch, large.as_declared(aux, has_aux=has_aux), accumulation.options, shared, 1)
     splitting = batches.make_splitting(steps, micro_batch_size, None, axes, weight, None)
     return LayeredValueAndUpdate(prelude, layer, question, splitting, accumulation, borders, gather)
 
@@ -136,269 +131,183 @@ class LayeredValueAndUpdate(Call):
 
     def init(self, params: Params) -> AccumulationState:
         """Return the state before the first window."""
-        state = self.accumulation.init(require_parts(plain(params)))
+        state = self.accumulation.init(require_stacked(plain(params)))
         return state if kit.measures(self.accumulation.options) else state._replace(accumulator=None)
 
     def __call__(self, params: Params, state: AccumulationState, *batch: Tree, **extra: Any) -> tuple[Any, Params, AccumulationState]:
-        params, state = require_parts(plain(params)), plain(state)
+        params, state = require_stacked(plain(params)), plain(state)
         self.accumulation.check(state, params, extra)
-        keeps = kit.measures(self.accumulation.options)
-        require_shapes(state.accumulator, params if keeps else None, "one with sums" if keeps else "one without sums")
         return cast(tuple[Any, Params, AccumulationState], self._of_batch((params, state, extra), batch))
 
     def _run(self, given: tuple[Params, AccumulationState, Extra], source: Source) -> tuple[Any, Params, AccumulationState]:
         params, state, extra = given
-        passes = Passes(self, replicated(params, self.accumulation.axes), state, extra, batches.groups_in(source))
+        fix = "Write state = step.init(params); between two windows state._replace(accumulator=None) leaves the sums out."
+        require_like("state", state, jax.eval_shape(self.init, params), "what step.init(params) has", fix)
+        passes = Passes(self, params, state, extra, batches.groups_in(source))
         x, borders = passes.forwards()
         made = passes.head(source, x)
         return (made.loss, made.aux) if self.question.differentiation.has_aux else made.loss, *passes.backwards(made, borders)
-
-
-class Held(NamedTuple):
-    """The carry of the loop over the layers."""
-
-    params: tuple[Tree, ...]
-    inner: list[Array]
-    """The leaves of the inner optimizer's state, then of the masters."""
-    accumulator: Tree
 
 
 class Passes:
     """The passes of one call, while it is traced."""
 
     def __init__(self, call: LayeredValueAndUpdate, params: tuple[Tree, ...], state: AccumulationState, extra: Extra, groups: list[Group]):
-        self.call, self.params, self.state, self.extra, self.groups = call, params, state, extra, groups
-        self.options, self.axes = call.accumulation.options, call.question.axis_names
-        self.structure: Any = None
-        """The tree of the activations."""
-        self.first, self.layers = large.first_number(groups, self.axes), len(jax.tree.leaves(params[LAYERS])[0])
-        self.alone = replace(call.accumulation, axes=())
-        """The optimizer of one device, which gets sums that are reduced."""
+        self.call, self.state, self.extra, self.groups = call, state, extra, groups
+        self.options, self.alone = call.accumulation.options, replace(call.accumulation, axes=())
+        self.keeps, pair = kit.measures(self.options), (state.inner_state, state.masters)
         # A device's own sums until a part is closed: then the same on all devices, and so by their type from the start.
-        accumulator = replicated(state.accumulator, call.accumulation.axes)
-        self.held = Held(params, jax.tree.leaves((state.inner_state, state.masters)), accumulator)
-        self.parts = None
-        if state.accumulator is None:
-            require_separable(self.alone.inner, params, extra)
-            pair = state.inner_state, state.masters
-            require_shapes(pair, jax.eval_shape(self.alone.inner.init, params), "the inner optimizer's")
-            self.parts = make_parts(self.alone.inner, params, pair)
+        self.held: Held = replicated((params, state.accumulator if self.keeps else pair), call.accumulation.axes)
+        self.tags = (_numbered(params),) * 2 if self.keeps else separable(self.alone.inner, params, pair, extra)
+        self.params, self.layers = self.held[0], len(jax.tree.leaves(params[LAYERS])[0])
+        self.names, self.first = call.question.axis_names, large.first_number(groups, call.question.axis_names)
 
     def forwards(self) -> tuple[Rows, Rows]:
         """Return the last layer's activations, and those at the kept borders, stacked."""
-        outer = self._outer(PRELUDE)
-
-        def enter(_: tuple[()], each: MicroBatch) -> tuple[tuple[()], list[Array]]:
-            made, self.structure = jax.tree.flatten(self.call.prelude(*outer, *each.arguments[1:]))
-            return (), [vary(jnp.asarray(leaf), frozenset(self.axes)) for leaf in made]
-
+        x = self._each(0, partial(self.call.prelude, *self._outer(PRELUDE)))
         most = math.isqrt(self.layers) if self.call.borders == "recompute" else 1
         every = max(n for n in range(1, most + 1) if self.layers % n == 0)
         self.segments = jnp.arange(self.layers, dtype=jnp.int32).reshape(-1, every)
-        x = over(self._groups(0), enter, (), self.first)[1]
         return lax.scan(lambda x, numbers: (lax.scan(partial(self._forward, self.params), x, numbers)[0], x), x, self.segments)
 
     def _forward(self, params: tuple[Tree, ...], x: Rows, number: Scalar) -> tuple[Rows, Rows]:
-        whole = self._whole(_one(params[LAYERS], number))
-
-        def body(_: tuple[()], each: MicroBatch) -> tuple[tuple[()], list[Array]]:
-            (x,), *batch = each.arguments
-            return (), self._layer(whole, x, *batch)
-
-        x = over(self._groups(number + 1, x), body, (), self.first)[1]
+        x = self._each(number + 1, partial(self._layer, self._whole(_bare(params, LAYERS, number))), x)
         return x, x
 
-    def _layer(self, own: Tree, x: list[Array], *batch: Tree) -> list[Array]:
-        made = self.call.layer(own, taken := jax.tree.unflatten(self.structure, x), *batch)
-        wanted, found = (jax.tree.map(lambda leaf: f"{jnp.result_type(leaf)}{list(jnp.shape(leaf))}", tree) for tree in (taken, made))
-        if jax.tree.flatten(wanted) != jax.tree.flatten(found):
-            fix = "Let it return what the next layer takes; a first or last layer of another kind belongs into prelude or loss_fn."
-            raise explain(ArgumentValueError, "layer", expected=f"one that returns what it takes, {wanted}", found=f"{found}", fix=fix)
-        return [vary(jnp.asarray(leaf), frozenset(self.axes)) for leaf in jax.tree.leaves(made)]
+    def _each(self, number: Scalar, function: Callable[..., Tree], *rows: Rows) -> Rows:
+        groups = beside(self.groups, number, *rows)
+        return over(groups, lambda _, each: ((), self._own(function(*each.arguments))), (), self.first)[1]
 
-    def head(self, source: Source, x: Rows) -> large.Made[Any]:
-        """Return the window's numbers and the sums of the head; and of each micro-batch the gradient of `x`, and its weight."""
-        by = self._outer(HEAD)
-        size, question = len(moving_of(by)[0]), self.call.question
-        loss_fn, places = question.differentiation.loss_fn, tuple(range(len(by) + 1))
+    def _layer(self, own: Tree, x: Tree, *batch: Tree) -> Tree:
+        fix = "Let it return what the next layer takes; a first or last layer of another kind belongs into prelude or loss_fn."
+        return require_like("layer(...)", self.call.layer(own, x, *batch), x, "what it takes", fix)
 
-        def of_leaves(*arguments: Tree) -> Any:
-            (x,) = arguments[len(by)]
-            return loss_fn(*arguments[: len(by)], jax.tree.unflatten(self.structure, x), *arguments[len(by) + 1 :])
+    def head(self, source: Source, x: Rows) -> large.Made[AccumulationState]:
+        """Return the window's numbers with the sums of the head; and of each micro-batch the gradient of `x`, and its weight."""
+        by, question = self._outer(HEAD), self.call.question
+        start = self.state._replace(accumulator=self._start(by), inner_state=(), masters=())
+        size, dtype = len(start.accumulator), jnp.result_type(self.state.weight)
 
-        def add(held: Any, gradients: list[Array], weight: Scalar, loss: Scalar) -> Any:
-            numbers, total = held
-            weight, loss = (jnp.asarray(number, jnp.result_type(numbers.weight)) for number in (weight, loss))
-            usable = kit.usable(fields_of(numbers), weight, jnp.asarray(True))
-            total = self._add(total, gradients[:size], weight, usable)
-            numbers, _ = window.add(numbers, window.MicroBatch([], weight, loss), None, self.options)
-            return (numbers, total), [*gradients[size:], weight, usable]
+        def add(held: AccumulationState, gradients: list[Array], weight: Scalar, loss: Scalar) -> Any:
+            weight, loss = jnp.asarray(weight, dtype), jnp.asarray(loss, dtype)
+            counts = jnp.where(kit.usable(fields_of(held), weight, True) | (weight == 0), weight, 0)
+            held, _ = window.add(held, window.MicroBatch(gradients[:size], weight, loss), None, self.options)
+            return held, [*gradients[size:], counts]
 
-        question = question._replace(differentiation=replace(question.differentiation, loss_fn=of_leaves, places=places))
-        bare = self.state._replace(accumulator=(), inner_state=(), masters=())
-        numbers = group.by_kind(bare, own=lambda leaf: vary(leaf, frozenset(self.axes)), shared=lambda leaf: leaf)
-        start = numbers, self._begin(self.held, [HEAD, *range(TIED, len(self.params))])
-        gathering = large.Gathering(start, add, False, frozenset(self.axes), self.state.loss_scale, rows=True)
-        return large.run(question, by, source, gathering, self._groups(self.layers + 1, x))
+        question = question._replace(differentiation=replace(question.differentiation, places=tuple(range(len(by) + 1))))
+        start, axes = group.shared_window(start, self.names), frozenset(self.names)
+        gathering = large.Gathering(start, add, False, axes, self.state.loss_scale, rows=True)
+        return large.run(question, by, source, gathering, beside(self.groups, self.layers + 1, x))
 
-    def backwards(self, made: large.Made[Any], borders: Rows) -> tuple[Params, AccumulationState]:
-        upstream, self.weights = [rows[:-2] for rows in made.rows], [rows[-2:] for rows in made.rows]
-        self.numbers, total = self._numbers(made.held[0]), made.held[1]
-        size = len(moving_of(self.params[HEAD])[0])
-        held, _ = self._closed(self.held, HEAD, self._sum(total[:size], self.params[HEAD]))
+    def backwards(self, made: large.Made[AccumulationState], borders: Rows) -> tuple[Params, AccumulationState]:
+        upstream, self.weights = [rows[:-1] for rows in made.rows], [rows[-1] for rows in made.rows]
+        own, size = made.held, len(moving_of(self.params[HEAD])[0])
+        whole = group.all_reduce(group.Window([], own.weight, own.overflow, as_read(own.loss), ()), self.names)
+        self.numbers = own._replace(weight=whole.weight, overflow=whole.overflow, last_overflow=whole.overflow, loss=as_stored(whole.loss))
+        (held, _), tied = self._closed(self.held, HEAD, own.accumulator[:size]), own.accumulator[size:]
 
         def segment(carry: tuple[Held, Rows], given: tuple[Array, Rows]) -> tuple[tuple[Held, Rows], None]:
             numbers, x = given
             # The layers are read where they are written later: beside an array that is only read, XLA would keep a copy of all.
-            further = lax.scan(partial(self._forward, carry[0].params), x, numbers[:-1])[1]
+            further = lax.scan(partial(self._forward, carry[0][0]), x, numbers[:-1])[1]
             inside = jax.tree.map(lambda first, rest: jnp.concatenate([first[None], rest]), x, further)
             return lax.scan(self._backward, carry, (numbers, inside), reverse=True)
 
         (held, upstream), _ = lax.scan(segment, (held, upstream), (self.segments, borders), reverse=True)
-        moving, put = moving_of(self._outer(PRELUDE))
-
-        def enter(moving: list[Array], _: list[Array], *batch: Tree) -> list[Array]:
-            return jax.tree.leaves(self.call.prelude(*put(moving), *batch))
-
-        begin, body = [*self._begin(held, [PRELUDE]), *total[size:]], self._differentiating(enter, moving)
-        total, _ = over(self._groups(0, [[] for _ in self.groups], upstream, self.weights), body, begin, self.first)
-        ends = [PRELUDE, *range(TIED, len(self.params))]
-        total = self._sum(total, *[self.params[part] for part in ends])
-        for part in ends:
-            size = len(moving_of(self.params[part])[0])
-            held, after = self._closed(held, part, total[:size], last=part == ends[-1])
-            total = total[size:]
-        inner, masters = jax.tree.unflatten(jax.tree.structure((self.state.inner_state, self.state.masters)), held.inner)
-        after, params = after._replace(accumulator=held.accumulator, inner_state=inner, masters=masters), held.params
-        if self.parts is None:
-            updates, after = self.alone.flush(after, params, **self.extra)
-            params = apply_updates(params, updates, after)
-        return params, jax.tree.map(lambda new, old: vary(new, axes_of(old)), after, self.state)
+        outer, start = self._outer(PRELUDE), self._start(self._whole(self.params[PRELUDE]))
+        rows = [()] * len(self.groups), upstream
+        total, _ = self._sums(0, lambda outer, _, *batch: self.call.prelude(*outer, *batch), outer, [*start, *tied], *rows)
+        if len(self.params) > TIED:
+            held, _ = self._closed(held, TIED, total[len(start) :])
+        (params, rest), state = self._closed(held, PRELUDE, total[: len(start)])
+        if self.keeps:
+            state = state._replace(accumulator=rest, inner_state=self.state.inner_state, masters=self.state.masters)
+            updates, state = self.alone.flush(state, params, **self.extra)
+            params = apply_updates(params, updates, state)
+        else:
+            state = state._replace(accumulator=None, inner_state=rest[0], masters=rest[1])
+        return params, jax.tree.map(lambda new, old: vary(new, axes_of(old)), state, self.state)
 
     def _backward(self, carry: tuple[Held, Rows], given: tuple[Scalar, Rows]) -> tuple[tuple[Held, Rows], None]:
         (held, upstream), (number, x) = carry, given
-        own = _one(held.params[LAYERS], number)
-        moving, put = moving_of(self._whole(own))
-        body = self._differentiating(lambda moving, *given: self._layer(put(moving), *given), moving)
-        groups, begin = self._groups(number + 1, x, upstream, self.weights), self._begin(held, [LAYERS], number)
-        total, upstream = over(groups, body, begin, self.first)
-        return (self._closed(held, LAYERS, self._sum(total, own), number)[0], upstream), None
+        whole = self._whole(_bare(held[0], LAYERS, number))
+        total, upstream = self._sums(number + 1, self._layer, whole, self._start(whole), x, upstream)
+        return (self._closed(held, LAYERS, total, number)[0], upstream), None
 
-    def _differentiating(self, function: Callable[..., list[Array]], moving: list[Array]) -> Body[list[Array]]:
-        """Return the body of a backward pass through `function` of (its moving parameters, activations, *micro-batch)."""
+    def _sums(self, number: Scalar, function: Callable[..., Tree], whole: Tree, start: list[Array], *rows: Rows) -> tuple[Any, Rows]:
+        """Return the sums of the gradients by `whole`, and of each micro-batch those by its `x`; `rows` are `x` and upstream."""
+        moving, put = moving_of(whole)
 
         def body(total: list[Array], each: MicroBatch) -> tuple[list[Array], list[Array]]:
-            (x, upstream, (weight, usable)), *batch = each.arguments
-            active, put = moving_of(x)
+            x, upstream, weight, *batch = each.arguments
+            active, put_x = moving_of(x)
 
             def value(moving: list[Array], active: list[Array]) -> list[Array]:
-                return moving_of(function(moving, put(active), *batch))[0]
+                return moving_of(self._own(function(put(moving), put_x(active), *batch)))[0]
 
             gradients, further = jax.vjp(value, moving, active)[1](upstream)
-            return self._add(total, gradients, weight, usable), further
+            return large.add(total, gradients, weight, self.options), further
 
-        return body
-
-    def _groups(self, number: Scalar, *rows: Rows) -> list[Group]:
-        """Return the micro-batches, each with its own of `rows` as the first argument; a random key is folded by `number` too."""
-
-        def beside(take: Callable[[Tree, Scalar], MicroBatch], place: Tree, index: Scalar) -> MicroBatch:
-            each = take(place[0], (index, number))
-            return each._replace(arguments=(place[1:], *each.arguments))
-
-        held = zip(self.groups, *rows, strict=True)
-        return [Group(each.numbers, (each.places, *own), partial(beside, each.take)) for each, *own in held]
+        return over(beside(self.groups, number, *rows, self.weights), body, start, self.first)
 
     def _outer(self, part: int) -> tuple[Tree, ...]:
         return tuple(self._whole(each) for each in (self.params[part], *self.params[TIED:]))
 
     def _whole(self, part: Tree) -> Tree:
-        return large.copies(part if self.call.gather is None else self.call.gather(part), frozenset(self.axes))
+        return self._own(part if self.call.gather is None else self.call.gather(part))
 
-    def _begin(self, held: Held, parts: list[int], number: Scalar = None) -> list[Array]:
-        """Return the sums of these parts before the first micro-batch: what an open window holds, or zeros."""
-        if held.accumulator is None or self.call.gather is not None:
-            return large.start(tuple(self._whole(_one(self.params[part], number)) for part in parts), self.options.accumulate_dtype)
-        own = large.copies([_one(held.accumulator[part], number) for part in parts], frozenset(self.axes))
-        return cast(list[Array], sums.emptied(moving_of(own)[0], fields_of(self.state)[0] == 0))
+    def _own(self, tree: Tree) -> Tree:
+        return large.copies(jax.tree.map(jnp.asarray, tree), frozenset(self.names))
 
-    def _add(self, total: list[Array], gradients: list[Array], weight: Scalar, usable: Scalar) -> list[Array]:
-        factor = kit.contribution(weight, self.options) if self.options.reduction == "mean" else None
-        return cast(list[Array], sums.add(total, gradients, factor, usable, usable | (weight == 0)))
+    def _start(self, tree: Tree) -> list[Array]:
+        return large.start((tree,), self.options.accumulate_dtype)
 
-    def _sum(self, total: list[Array], *parts: Tree) -> list[Array]:
-        """Return the sums of these parts over the devices, by one reduction or the transpose of `gather`."""
+    def _closed(self, held: Held, part: int, total: list[Array], number: Scalar = 0) -> tuple[Held, AccumulationState]:
+        """Update one part by its sums, or keep these; the prelude, which comes last, moves what belongs to no parameter."""
+        own, rest = _cut(self.tags, held, part, number)
+        moving, put = moving_of(own)
+        if self.call.gather is not None:
+            wide = [leaf.astype(added.dtype) for leaf, added in zip(moving, total, strict=True)]
+            total = jax.vjp(lambda moving: moving_of(self._whole(_bare(put(moving), part)))[0], wide)[1](total)[0]
+        elif part == LAYERS:
+            total = [leaf[None] for leaf in total]
+        if self.keeps:
+            total = sums.add(total, moving_of(sums.emptied(rest, self.state.micro_step == 0))[0], None, True)
         if self.call.gather is None:
-            return group.added_up(total, self.axes) if self.axes else total
-        moving, put = moving_of(parts)
-        wide = [leaf.astype(added.dtype) for leaf, added in zip(moving, total, strict=True)]
-        transposed = jax.vjp(lambda moving: moving_of([self._whole(part) for part in put(moving)])[0], wide)[1]
-        return cast(list[Array], transposed(total)[0])
-
-    def _numbers(self, own: AccumulationState) -> AccumulationState:
-        if not self.axes:
-            return own
-        made = group.all_reduce(group.Window([], own.weight, own.overflow, as_read(own.loss), ()), self.axes)
-        return own._replace(weight=made.weight, overflow=made.overflow, loss=as_stored(made.loss), last_overflow=jnp.asarray(False))
-
-    def _closed(
-        self, held: Held, part: int, total: list[Array], number: Scalar = None, *, last: bool = False
-    ) -> tuple[Held, AccumulationState]:
-        """Update one part by its sums, or keep these; the last part moves what belongs to no parameter."""
-        params = _cut(held.params[part], number)
-        total = total if number is None else [leaf[None] for leaf in total]
-        added = moving_of(params)[1](total, jnp.zeros_like)
-        if self.parts is None:
-            if self.call.gather is not None:
-                kept = sums.emptied(_cut(held.accumulator[part], number), fields_of(self.state)[0] == 0)
-                added = jax.tree.map(sums.plus, kept, added)
-            return held._replace(accumulator=_put(held.accumulator, part, number, added)), self.numbers
-        inner, masters = self.parts.own(held.inner, part, number, self.state.masters)
-        state = self.numbers._replace(accumulator=added, inner_state=inner, masters=masters)
-        updates, after = replace(self.alone, inner=self.parts.of(part)).flush(state, params, **self.extra)
-        moved = _put(held.params, part, number, apply_updates(params, updates, after))
-        made = jax.tree.leaves((after.inner_state, after.masters))
-        return Held(moved, self.parts.written(held.inner, made, part, number, last=last), held.accumulator), after
+            total = group.added_up(total, self.names)
+        added = put(total, jnp.zeros_like)
+        if self.keeps:
+            return _written(self.tags, held, (own, added), part, number), self.numbers
+        alone = replace(self.alone, inner=part_of(self.alone.inner, self.tags, self.held, part))
+        state = self.numbers._replace(accumulator=added, inner_state=rest[0], masters=rest[1])
+        updates, state = alone.flush(state, own, **self.extra)
+        made = apply_updates(own, updates, state), (state.inner_state, state.masters)
+        return _written(self.tags, held, made, part, number), state
 
 
-def require_parts(params: Params) -> tuple[Tree, ...]:
-    """Raise unless `params` are three or four trees of numbers, the second with one leading axis in all of its arrays."""
-    expected, fix = "a tuple (prelude, layers, head) or (prelude, layers, head, tied)", "Write {} for a part without parameters."
-    if not isinstance(params, tuple) or len(params) not in (3, 4):
-        raise explain(ArgumentTypeError, "params", expected=expected, found=f"a {type(params).__name__}", fix=fix)
-    require_arrays(params, "params")
-    counts = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(params[LAYERS])}
-    if len(counts) != 1 or not all(counts) or (0,) in counts:
-        stacked = "Stack the layers: jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)."
-        raise explain(ArgumentValueError, "params[1]", expected="arrays with one leading axis", found=f"{sorted(counts)}", fix=stacked)
-    if any(map(is_key, jax.tree.leaves(params))):
-        raise explain(ArgumentValueError, "params", expected="arrays of numbers", found="a random key", fix="Pass keys in the batch.")
-    return cast(tuple[Tree, ...], jax.tree.map(jnp.asarray, params))
+def _bare(params: tuple[Tree, ...], part: int, number: Scalar = 0) -> Tree:
+    """Return the parameters of one part, of the layers those of one."""
+    return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, number, keepdims=False) if part == LAYERS else leaf, params[part])
 
 
-def require_shapes(held: Tree, like: Tree, name: str) -> None:
-    """Raise unless a part of the state has the shapes that belong to these parameters."""
-    wanted, found = ((jax.tree.structure(tree), [jnp.shape(leaf) for leaf in jax.tree.leaves(tree)]) for tree in (like, held))
-    if wanted != found:
-        fix = "Write state = step.init(params); between two windows state._replace(accumulator=None) leaves the sums out."
-        raise explain(ArgumentTypeError, "state", expected=f"{name}, of these parameters", found="another", fix=fix)
+def _cut(tags: Tree, tree: Tree, part: int, number: Scalar = 0) -> Any:
+    """Return what one part has of `tree`, of the layers one with its leading axis, and None in the places of all others."""
+
+    def one(tag: int, leaf: Array) -> Array:
+        return lax.dynamic_slice_in_dim(leaf, number, 1) if tag == part == LAYERS else leaf if tag in (part, SHARED) else None
+
+    return jax.tree.map(one, tags, tree)
 
 
-def _cut(tree: Tree, number: Scalar) -> Tree:
-    """Return one layer's arrays with their leading axis; `tree` itself without a number."""
-    return tree if number is None else jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, number, 1), tree)
+def _written(tags: Tree, tree: Tree, own: Tree, part: int, number: Scalar) -> Any:
+    """Return `tree` with what one part has made of its own."""
 
+    def new(tag: int, leaf: Array, mine: Array) -> Array:
+        if mine is None or (tag == SHARED and part != PRELUDE):
+            return leaf
+        return lax.dynamic_update_slice_in_dim(leaf, mine, number, 0) if tag == LAYERS else mine
 
-def _one(tree: Tree, number: Scalar) -> Tree:
-    return tree if number is None else jax.tree.map(lambda leaf: leaf[0], _cut(tree, number))
-
-
-def _put(parts: Any, part: int, number: Scalar, new: Tree) -> Any:
-    return (*parts[:part], _written(parts[part], new, number), *parts[part + 1 :])
-
-
-def _written(tree: Tree, new: Tree, number: Scalar) -> Tree:
-    return new if number is None else jax.tree.map(lambda leaf, own: lax.dynamic_update_slice_in_dim(leaf, own, number, 0), tree, new)
+    return jax.tree.map(new, tags, tree, own)
 
 
 # The inner optimizer, part by part.
@@ -411,104 +320,70 @@ def _written(tree: Tree, new: Tree, number: Scalar) -> Tree:
 # of one part must be the same where all other parts are NaN.
 
 
-class Parts(NamedTuple):
-    """An inner optimizer, and which leaves of its state belong to which part."""
+def part_of(
+    inner: optax.GradientTransformationExtraArgs, tags: Tree, like: Held, part: int, filler: float = 0.0
+) -> optax.GradientTransformationExtraArgs:
+    """Return the optimizer of one part: it takes and returns what `_cut` does; `filler` stands in all other places."""
 
-    inner: optax.GradientTransformationExtraArgs
-    params: tuple[Tree, ...]
-    leaves: list[Array]
-    """The leaves of its state, then of the masters."""
-    structure: Any
-    tags: list[int]
-    """For each of `leaves` its part, or `SHARED`."""
-    size: int
-    """How many of `leaves` are its state's."""
+    def fill(tag: int, leaf: Array, mine: Array) -> Array:
+        shape = (1, *leaf.shape[1:]) if tag == LAYERS else leaf.shape
+        return jnp.full(shape, filler if takes_part(leaf) else 0, leaf.dtype) if mine is None else mine
 
-    def of(self, part: int, filler: float = 0.0) -> optax.GradientTransformationExtraArgs:
-        """Return the optimizer of one part, whose state is what `own` returns; `filler` stands in all others."""
+    def update(gradients: Tree, state: Tree, params: Params = None, **extra: Any) -> tuple[Tree, Tree]:
+        gradients, (params, state) = jax.tree.map(fill, (tags[0], tags), (like[0], like), (gradients, (params, state)))
+        return cast(tuple[Tree, Tree], _cut(tags, inner.update(gradients, state, params, **extra), part))
 
-        def filled(leaf: Array, of: int) -> Array:
-            shape = (1, *leaf.shape[1:]) if of == LAYERS else leaf.shape
-            return jnp.full(shape, filler if takes_part(leaf) else 0, leaf.dtype)
-
-        def whole(tree: Tree) -> tuple[Tree, ...]:
-            return tuple(tree if i == part else jax.tree.map(partial(filled, of=i), like) for i, like in enumerate(self.params))
-
-        def update(gradients: Tree, state: Any, params: Params = None, **extra: Any) -> tuple[Tree, Any]:
-            given, own = iter(jax.tree.leaves(state)), jax.tree.structure(state)
-            held = zip(self.tags, self.leaves, strict=True)
-            pair = jax.tree.unflatten(self.structure, [next(given) if tag in (part, SHARED) else filled(leaf, tag) for tag, leaf in held])
-            updates, after = self.inner.update(whole(gradients), pair, whole(params), **extra)
-            made = zip(self.tags, jax.tree.leaves(after), strict=True)
-            return updates[part], jax.tree.unflatten(own, [leaf for tag, leaf in made if tag in (part, SHARED)])
-
-        return optax.GradientTransformationExtraArgs(self.inner.init, update)
-
-    def own(self, leaves: list[Array], part: int, number: Scalar, masters: Tree) -> tuple[list[Array], Tree]:
-        held = [leaf if tag == SHARED else _cut(leaf, number) for tag, leaf in zip(self.tags, leaves, strict=True) if tag in (part, SHARED)]
-        size = sum(tag in (part, SHARED) for tag in self.tags[: self.size])
-        return held[:size], None if masters is None else jax.tree.unflatten(jax.tree.structure(masters[part]), held[size:])
-
-    def written(self, leaves: list[Array], made: list[Array], part: int, number: Scalar, *, last: bool) -> list[Array]:
-        given, found = iter(made), []
-        for tag, leaf in zip(self.tags, leaves, strict=True):
-            own = next(given) if tag in (part, SHARED) else leaf
-            found.append(_written(leaf, own, number) if tag == part else own if last else leaf)
-        return found
+    return optax.GradientTransformationExtraArgs(inner.init, update)
 
 
-def make_parts(inner: optax.GradientTransformationExtraArgs, params: tuple[Tree, ...], pair: Tree) -> Parts:
-    """Return the parts of an optimizer whose state and masters are `pair`."""
+def _numbered(params: tuple[Tree, ...]) -> tuple[Tree, ...]:
+    return tuple(jax.tree.map(lambda _, part=part: part, tree) for part, tree in enumerate(params))
+
+
+def tags_of(inner: optax.GradientTransformationExtraArgs, params: tuple[Tree, ...], pair: Tree) -> tuple[Tree, Tree]:
+    """Return for each array of the parameters, and of the pair of state and masters, its part, or `SHARED`."""
 
     def is_left_out(leaf: object) -> bool:
         return leaf is None or isinstance(leaf, optax.MaskedNode)
 
-    numbered = tuple(jax.tree.map(lambda _, part=part: part, tree) for part, tree in enumerate(params))
-    map_params: Any = optax.tree_utils.tree_map_params
-    options: Any = {"transform_non_params": lambda _: SHARED, "is_leaf": is_left_out}
-    tags = jax.tree.leaves(map_params(inner, lambda leaf, part: leaf if is_left_out(leaf) else part, pair, numbered, **options))
-    (leaves, structure), layers = jax.tree.flatten(pair), jax.tree.leaves(params[LAYERS])[0].shape[:1]
-    if any(tag == LAYERS and jnp.shape(leaf)[:1] != layers for tag, leaf in zip(tags, leaves, strict=True)):
-        raise _inseparable_error("one whose state has no leading axis of the layers")
-    return Parts(inner, params, leaves, structure, tags, len(jax.tree.leaves(pair[0])))
+    map_params: Any = partial(optax.tree_utils.tree_map_params, transform_non_params=lambda _: SHARED, is_leaf=is_left_out)
+    numbered = _numbered(params)
+    return numbered, map_params(inner, lambda leaf, part: leaf if is_left_out(leaf) else part, pair, numbered)
 
 
-def require_separable(inner: optax.GradientTransformationExtraArgs, params: tuple[Tree, ...], extra: Extra) -> None:
-    """Raise unless the optimizer updates each part and each layer by itself, tried out on small arrays."""
-    numbers = np.random.default_rng(0)
+def separable(inner: optax.GradientTransformationExtraArgs, params: tuple[Tree, ...], pair: Tree, extra: Extra) -> tuple[Tree, Tree]:
+    """Return `tags_of`; raise unless the optimizer updates each part and each layer by itself, tried out on small arrays."""
+    tags, numbers = tags_of(inner, params, pair), np.random.default_rng(0)
+    stacked = {leaf.shape[:1] for tag, leaf in zip(*map(jax.tree.leaves, (tags, (params, pair))), strict=True) if tag == LAYERS}
 
-    def drawn(leaf: Array, part: int) -> Any:
-        shape = tuple(2 if part == LAYERS and not axis else min(size, 2) for axis, size in enumerate(leaf.shape))
-        values = numbers.uniform(0.5, 1.0, shape) * numbers.choice([-64, 64], shape)
-        # Half precision would hide a trust ratio in its rounding.
-        return values.astype(wider(leaf.dtype, jnp.float32)) if takes_part(leaf) else np.zeros(shape, leaf.dtype)
+    def drawn(part: int, leaf: Array) -> Any:
+        shape = [3 if part == LAYERS and not axis else min(size, 2) for axis, size in enumerate(leaf.shape)]
+        dtype = wider(leaf.dtype, jnp.float32)  # half precision would hide a trust ratio in its rounding
+        return (64 * numbers.normal(size=shape)).astype(dtype) if takes_part(leaf) else np.zeros(shape, leaf.dtype)
 
     def close(a: Array, b: Array) -> Array:
-        most = 16 * float(jnp.finfo(a.dtype).eps) if jnp.issubdtype(a.dtype, jnp.inexact) else 0
-        return jnp.all(jnp.abs(a - b) <= most * jnp.max(jnp.abs(b), initial=0)) if most else jnp.all(a == b)
+        a, b = (leaf.astype(wider(leaf.dtype, jnp.float32)) for leaf in (a, b))
+        return jnp.allclose(a, b, 0, 16 * float(jnp.finfo(a.dtype).eps) * jnp.max(jnp.abs(b), initial=0))
 
     def tried(first: Tree, second: Tree, given: Tree) -> Array:
         told = {"value": jnp.ones(()), **known}
         _, pair = inner.update(first, inner.init(given), given, **told)
-        updates, after = inner.update(second, pair, given, **told)
-        parts, same = make_parts(inner, given, pair), [jnp.asarray(True)]
-        for part, number in ((PRELUDE, None), (LAYERS, 0), (LAYERS, 1), *((part, None) for part in range(HEAD, len(given)))):
-            own, wanted = (parts.own(jax.tree.leaves(tree), part, number, tree[1]) for tree in (pair, after))
-            made = parts.of(part, np.nan).update(_cut(second[part], number), own, _cut(given[part], number), **told)
-            same += map(close, jax.tree.leaves(made), jax.tree.leaves((_cut(updates[part], number), wanted)))
+        wanted, tags = inner.update(second, pair, given, **told), tags_of(inner, given, pair)
+        same: list[Array] = []
+        for part, number in [(PRELUDE, 0), *((LAYERS, n) for n in range(3)), (HEAD, 0), (TIED, 0)][: 2 + len(given)]:
+            gradients, (own, mine) = _cut((tags[0], tags), (second, (given, pair)), part, number)
+            made = part_of(inner, tags, (given, pair), part, np.nan).update(gradients, mine, own, **told)
+            same += map(close, jax.tree.leaves(made), jax.tree.leaves(_cut(tags, wanted, part, number)))
         return jnp.all(jnp.stack(same))
 
-    trees = [tuple(jax.tree.map(partial(drawn, part=part), tree) for part, tree in enumerate(params)) for _ in range(3)]
+    trees = [tuple(jax.tree.map(partial(drawn, part), tree) for part, tree in enumerate(params)) for _ in range(3)]
     known = jax.tree.map(lambda leaf: np.ones(np.shape(leaf), leaf.dtype) if isinstance(leaf, jax.Array) else leaf, extra)
+    found = "one that looks at several, such as optax.clip_by_global_norm or lamb"
     try:
         with jax.ensure_compile_time_eval(), jax.debug_nans(False):
-            same = bool(jax.jit(tried)(*trees))
+            if len(stacked) == 1 and jax.jit(tried)(*trees):
+                return tags
     except (TypeError, ValueError) as error:  # a traced learning rate, an extra argument by parameter
-        raise _inseparable_error(f"one that cannot be tried out on small arrays ({type(error).__name__})") from error
-    if not same:
-        raise _inseparable_error("one that looks at several, such as optax.clip_by_global_norm or lamb")
-
-
-def _inseparable_error(found: str) -> UsageError:
+        found = f"one that cannot be tried out on small arrays ({type(error).__name__})"
     fix = 'Clip by clip_norm= of gradaccum.wrap; or leave on_overflow="ignore" out: the sums are kept, and the optimizer sees all of them.'
-    return explain(UsageError, "tx", expected="an inner optimizer that updates each array and each layer by itself", found=found, fix=fix)
+    raise explain(UsageError, "tx", expected="an inner optimizer that updates each array and each layer by itself", found=found, fix=fix)

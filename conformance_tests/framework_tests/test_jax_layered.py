@@ -264,17 +264,29 @@ INSEPARABLE = {
     "after NaN is taken out": lambda: optax.chain(optax.zero_nans(), optax.clip_by_global_norm(1.0), optax.sgd(0.1)),
     "state of the whole array": lambda: optax.novograd(0.1),
     "skips all": lambda: optax.apply_if_finite(optax.sgd(0.1), 3),
+    "state without the layers' axis": optax.scale_by_factored_rms,
 }
 
 
 @pytest.mark.every_mode
-@pytest.mark.parametrize("kind", INSEPARABLE)
-def test_optimizers_that_look_at_several_layers_are_refused(kind: str) -> None:
-    params = chain(3, 8)
+@pytest.mark.parametrize(("kind", "dtype"), [*((kind, jnp.float32) for kind in INSEPARABLE), ("whole array", jnp.bfloat16)])
+def test_optimizers_that_look_at_several_layers_are_refused(kind: str, dtype: Any) -> None:
+    params = chain(3, 8, dtype)
     tx = gradaccum.wrap(INSEPARABLE[kind](), steps=None, on_overflow="ignore")
     step = gradaccum_jax.layered_value_and_update(enter, link, leave, tx, steps=2)
     with refused(gradaccum.UsageError, "tx: expected an inner optimizer that updates each array and each layer by itself"):
         jax.eval_shape(step, params, step.init(params), np.ones((4, 3), np.float32))
+
+
+def test_traced_learning_rate_is_refused() -> None:
+    def train(rate: Any, params: Tree, items: Any) -> Any:
+        step = gradaccum_jax.layered_value_and_update(
+            enter, link, leave, gradaccum.wrap(optax.sgd(rate), steps=None, on_overflow="ignore"), steps=2
+        )
+        return step(params, step.init(params), items)
+
+    with refused(gradaccum.UsageError, "tx: expected", "one that cannot be tried out on small arrays"):
+        jax.eval_shape(train, 0.1, chain(3, 8), np.ones((4, 3), np.float32))
 
 
 def test_refusals() -> None:
@@ -294,13 +306,20 @@ def test_refusals() -> None:
             layered(tx)
     with refused(gradaccum.ArgumentValueError, "borders: expected", "'host'"):
         layered(borders="host")
-    with refused(gradaccum.ArgumentTypeError, "layer: expected a function"):
-        layered(layer=3)
+    for name in ("layer", "gather"):
+        with refused(gradaccum.ArgumentTypeError, f"{name}: expected a function"):
+            layered(**{name: 3})
     step = layered()
-    for given, words in ((list(params), "params: expected a tuple"), ((params[0], {"w": jnp.ones(())}, params[2]), "params[1]: expected")):
+    for given, words in (
+        (({"key": jax.random.key(0)}, *params[1:]), "or a random key"),
+        (list(params), "params: expected a tuple"),
+        ((params[0], {"w": jnp.ones(())}, params[2]), "with one leading axis in params[1]"),
+    ):
         with refused(gradaccum.GradAccumError, words):
             step.init(given)
-    with refused(gradaccum.ArgumentTypeError, "state: expected one with sums"):
+    with refused(gradaccum.ArgumentValueError, "state.accumulator[0]", "what step.init(params) has, float32[3, 8]; got nothing"):
         step(params, step.init(params)._replace(accumulator=None), items)
-    with refused(gradaccum.ArgumentValueError, "layer: expected one that returns what it takes", "[2, 16]"):
+    with refused(gradaccum.ArgumentValueError, "state.accumulator[1]['w']", "float32[3, 8, 8]; got float32[4, 8, 8]"):
+        step(params, step.init(chain(4, 8)), items)
+    with refused(gradaccum.ArgumentValueError, "layer(...): expected what it takes, float32[2, 8]; got float32[2, 16]"):
         layered(layer=lambda own, x, items: jnp.concatenate([x, x], 1))(params, step.init(params), items)

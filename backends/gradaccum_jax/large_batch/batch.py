@@ -146,9 +146,7 @@ class MicroBatch(NamedTuple):
     item_weights: Array
     """Real, shape (items,): their weights; or None."""
     index: Scalar
-    """int32: its number among all micro-batches."""
-    place: Tree
-    """Where it stands: what `Group.take` was given."""
+    """int32: its number among all micro-batches; or a tuple of it and another."""
 
 
 class Group(NamedTuple):
@@ -182,6 +180,17 @@ def over(groups: list[Group], body: Body[C], carry: C, first: Scalar = 0) -> tup
     return carry, rows
 
 
+def beside(groups: list[Group], number: Scalar, *rows: list[Any]) -> list[Group]:
+    """Return `groups` whose micro-batches get their own of `rows` before their arguments; a random key is folded by `number` too."""
+
+    def first(take: Callable[[Tree, Scalar], MicroBatch], place: Tree, index: Scalar) -> MicroBatch:
+        each = take(place[0], index if number is None else (index, number))
+        return each._replace(arguments=(*place[1:], *each.arguments))
+
+    held = zip(groups, *rows, strict=True)
+    return [Group(each.numbers, (each.places, *own), functools.partial(first, each.take)) for each, *own in held]
+
+
 def in_order(groups: list[Group], rows: list[list[Array]]) -> list[Array]:
     return [_joined(groups, list(stacked)) for stacked in zip(*rows, strict=True)]
 
@@ -192,7 +201,7 @@ def _group(batch: Batch, size: int, numbers: tuple[int, ...]) -> Group:
 
     def take(start: Scalar, index: Scalar) -> MicroBatch:
         own = None if weights is None else lax.dynamic_slice_in_dim(weights, start, size)
-        return MicroBatch(batch.arguments(batch.taken(start, size, index)), size, own, index, start)
+        return MicroBatch(batch.arguments(batch.taken(start, size, index)), size, own, index)
 
     return Group(numbers, starts, take)
 
@@ -206,7 +215,7 @@ def _over_group(group: Group, body: Body[C], carry: C, first: Scalar) -> tuple[C
     if len(group.numbers) > 1:
         return lax.scan(step, carry, (indices, group.places))
     carry, rows = step(carry, jax.tree.map(lambda leaf: leaf[0], (indices, group.places)))
-    return carry, [row[None] for row in rows]
+    return carry, jax.tree.map(lambda row: row[None], rows)
 
 
 def _joined(groups: list[Group], stacked: list[Array]) -> Array:
@@ -389,6 +398,6 @@ def _stacked(parts: Parts, numbers: tuple[int, ...]) -> Group:
 
     def take(leaves: Tree, index: Scalar) -> MicroBatch:
         held = Batch(leaves, None, tuple(None if is_cut(axis) else axis for axis in first.axes), first.constants, first.structure)
-        return MicroBatch(held.arguments(held.taken(0, 0, index)), _items(first), None, index, leaves)
+        return MicroBatch(held.arguments(held.taken(0, 0, index)), _items(first), None, index)
 
     return Group(numbers, places, take)

@@ -22,7 +22,7 @@ from gradaccum_jax.arrays import Array, DType, Params, Tree, moving_of, takes_pa
 from gradaccum_jax.checks import require_dtype
 from gradaccum_jax.large_batch import gradients
 from gradaccum_jax.large_batch.auto import Call
-from gradaccum_jax.large_batch.batch import Group, MicroBatch, Source, Splitting, Weight, groups_in, in_order, make_splitting, over
+from gradaccum_jax.large_batch.batch import Group, MicroBatch, Source, Splitting, Weight, beside, groups_in, in_order, make_splitting, over
 from gradaccum_jax.large_batch.gradients import Differentiation, axes_in, copies, first_number
 from gradaccum_jax.workers.group import require_axes, require_names, require_same_params
 
@@ -138,14 +138,16 @@ class Coupled(Call):
         moving, put = moving_of(by)
 
         def body(held: list[Array], micro_batch: MicroBatch) -> tuple[list[Array], list[Array]]:
+            starts, *arguments = micro_batch.arguments
+
             def outputs(moving: list[Array]) -> list[Array]:
-                return moving_of(_rows(self.outputs.loss_fn(*put(moving), *micro_batch.arguments)))[0]
+                return moving_of(_rows(self.outputs.loss_fn(*put(moving), *arguments)))[0]
 
             made, pull_back = jax.vjp(outputs, moving)
-            given = [lax.dynamic_slice_in_dim(g, at, len(leaf)) for g, at, leaf in zip(by_rows, micro_batch.place, made, strict=True)]
+            given = [lax.dynamic_slice_in_dim(g, at, len(leaf)) for g, at, leaf in zip(by_rows, starts, made, strict=True)]
             return sums.add(held, pull_back(given)[0], None, True), []
 
-        return over(_with_starts(groups, rows), body, start, first)[0]
+        return over(beside(groups, None, _starts(groups, rows)), body, start, first)[0]
 
 
 def _require_use(weight: Weight, micro_batch_weight: float | None) -> None:
@@ -162,8 +164,8 @@ def _rows(outputs: Tree) -> list[Array]:
     return [jnp.asarray(leaf) for _, leaf in held]
 
 
-def _with_starts(groups: list[Group], rows: list[list[Array]]) -> list[Group]:
-    """Return `groups` with the place where each micro-batch's rows begin: int32, one per array of rows that takes part."""
+def _starts(groups: list[Group], rows: list[list[Array]]) -> list[list[Array]]:
+    """Return for each group where its micro-batches' rows begin: int32, one for each array of rows that takes part."""
     count = sum(len(group.numbers) for group in groups)
     starts = []
     for place in [place for place, leaf in enumerate(rows[0]) if takes_part(leaf)]:
@@ -171,14 +173,7 @@ def _with_starts(groups: list[Group], rows: list[list[Array]]) -> list[Group]:
         for group, made in zip(groups, rows, strict=True):
             lengths[list(group.numbers)] = made[place].shape[1]
         starts.append(np.cumsum(lengths) - lengths)
-    return [_with_places(group, [jnp.asarray(first[list(group.numbers)], jnp.int32) for first in starts]) for group in groups]
-
-
-def _with_places(group: Group, places: list[Array]) -> Group:
-    def take(place: tuple[Tree, list[Array]], index: Scalar) -> MicroBatch:
-        return group.take(place[0], index)._replace(place=place[1])
-
-    return Group(group.numbers, (group.places, places), take)
+    return [[jnp.asarray(first[list(group.numbers)], jnp.int32) for first in starts] for group in groups]
 
 
 def _same(tree: Tree, axis_names: tuple[str, ...]) -> Tree:

@@ -17,6 +17,7 @@ from jax.extend import core
 from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
 from gradaccum.kit import explain
 from gradaccum_jax.arrays import Array, Axes, Tree, typeof
+from gradaccum_jax.checks import require_function
 from gradaccum_jax.control_flow import programs_in
 from gradaccum_jax.sharding import axes_in_parts, axes_of, replicated, reshard, shard_map, vary
 from gradaccum_jax.window.state import AccumulationState, find_states
@@ -58,9 +59,7 @@ def data_parallel(step: Step, mesh: Mesh, axis_name: str | tuple[str, ...]) -> S
             batch, such as running averages that the step has not reduced.
     """
     axes = require_names(axis_name)
-    if not callable(step):
-        fix = "Pass a function of (params, state, *batch), or tx.init."
-        raise explain(ArgumentTypeError, "step", expected="a function", got=step, fix=fix)
+    require_function("step", step, "Pass a function of (params, state, *batch), or tx.init.")
     devices = require_devices(mesh, axes, axis_name)
 
     def run(*args: Tree) -> Any:
