@@ -160,6 +160,13 @@ def interrupted_error(*, apart: bool = False) -> UsageError:
     return explain(UsageError, "backward()", expected="to deliver a micro-batch's gradients or none", found=found, fix=fix)
 
 
+def second_pass_error() -> UsageError:
+    expected = "gradients in memory of their own beside the first second pass of a micro-batch"
+    found = "memory that somebody else may have written into since the first one, such as a CUDA graph's"
+    fix = "Call opt.zero_grad() and repeat the micro-batch: from here on gradients are copied out of such memory."
+    return explain(UsageError, "backward()", expected=expected, found=found, fix=fix)
+
+
 def cast_in_window_error() -> UsageError:
     found = "parameters that were cast in an open window, and its partial sum with them"
     fix = "Call opt.flush() before it. The window cannot be mended: call opt.discard()."

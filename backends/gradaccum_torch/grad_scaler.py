@@ -21,16 +21,8 @@ from torch import Tensor
 from gradaccum import UsageError
 from gradaccum.kit import Options, ScaleRule, State, contribution, explain
 from gradaccum_torch.parameters import Group
-from gradaccum_torch.private.names import (
-    SCALER,
-    LocalVariables,
-    found_inf_of,
-    pending_update,
-    require_name,
-    scale_of,
-    scaler_state,
-    tracker_of,
-)
+from gradaccum_torch.private import names
+from gradaccum_torch.private.names import LocalVariables
 
 SMALLEST = 2.0**-125
 """`GradScaler` has no floor. Below this power of two a window could no longer be divided, and the scale could never grow again."""
@@ -95,7 +87,7 @@ class ScalerLink:
         """Return the state to save: within a window with the window's scale, else with the scaler's."""
         if fields.micro_step:
             scale, tracker = self._start[0].tolist()
-        elif pending_update(self._scaler):
+        elif names.pending_update(self._scaler):
             return fields  # scaler.update() is still to come, and will give the scaler these values.
         else:
             scale, tracker = self._now().tolist()
@@ -103,7 +95,7 @@ class ScalerLink:
 
     def write(self, fields: State) -> None:
         _SET_BACK.pop(self._scaler, None)
-        self._scaler.load_state_dict(scaler_state(self._scaler, fields.loss_scale, fields.growth_tracker))
+        self._scaler.load_state_dict(names.scaler_state(self._scaler, fields.loss_scale, fields.growth_tracker))
         self.count(first=True)
 
     def window_ended(self, ended: Ended) -> None:
@@ -140,7 +132,7 @@ class ScalerLink:
     def _hold(self) -> None:
         """Make the following ``scaler.update()`` restore the scale and tracker that the window began with."""
         start, _ = self._start
-        tracker_of(self._scaler).copy_(start[1] - 1)
+        names.tracker_of(self._scaler).copy_(start[1] - 1)
         self._note_set_back(start)
 
     def _settle(self, optimizer: torch.optim.Optimizer, ended: Ended) -> None:
@@ -153,18 +145,18 @@ class ScalerLink:
             self.write(ended.after._replace(growth_tracker=ended.after.growth_tracker - 1))
             self._note_set_back(start)
         else:
-            for found in found_inf_of(self._scaler, optimizer):
+            for found in names.found_inf_of(self._scaler, optimizer):
                 found.fill_(float(ended.overflow))
 
     def _note_set_back(self, true: Tensor) -> None:
         """Note the tracker for another wrapped optimizer that asks before ``scaler.update()``."""
-        _SET_BACK[self._scaler] = pending_update(self._scaler), true
+        _SET_BACK[self._scaler] = names.pending_update(self._scaler), true
 
     def _now(self) -> Tensor:
         awaited, true = _SET_BACK.get(self._scaler, (None, None))
-        if true is not None and awaited is pending_update(self._scaler):
+        if true is not None and awaited is names.pending_update(self._scaler):
             return true
-        scale, tracker = scale_of(self._scaler), tracker_of(self._scaler)
+        scale, tracker = names.scale_of(self._scaler), names.tracker_of(self._scaler)
         return torch.stack([scale.to(_wide(scale)), tracker.to(_wide(scale))])
 
 
@@ -182,8 +174,8 @@ def link_scaler(options: Options, device: torch.device) -> ScalerLink | None:
     scaler: torch.amp.GradScaler | None = options.scaler
     if scaler is None or not scaler.is_enabled():
         return None
-    for name in SCALER:
-        require_name(name, "loss_scale", "Write loss_scale=gradaccum.DynamicLossScale() in place of the scaler.")
+    for name in names.SCALER:
+        names.require_name(name, "loss_scale", "Write loss_scale=gradaccum.DynamicLossScale() in place of the scaler.")
     return ScalerLink(scaler, device)
 
 
@@ -229,10 +221,7 @@ def scaled(loss: Tensor, weight: float, fields: State, options: Options, scaler:
 def _require_in_range(loss: Tensor, factor: float) -> None:
     """Raise unless the loss's dtype can hold `factor`, to which autograd casts the incoming gradient."""
     if loss.dtype is torch.float16 and factor > torch.finfo(torch.float16).max:
-        raise explain(
-            UsageError,
-            "loss",
-            expected=f"a dtype that holds weight x loss scale, which is at least {factor:g} here",
-            found="a float16 loss, in which that is inf, so that every gradient would overflow",
-            fix="Compute the loss in float32: loss_fn(output.float(), target).",
-        )
+        expected = f"a dtype that holds weight x loss scale, which is at least {factor:g} here"
+        found = "a float16 loss, in which that is inf, so that every gradient would overflow"
+        fix = "Compute the loss in float32: loss_fn(output.float(), target)."
+        raise explain(UsageError, "loss", expected=expected, found=found, fix=fix)

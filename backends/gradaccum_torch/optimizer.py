@@ -455,14 +455,13 @@ def forwarded(method: Callable[..., Any], name: str, window: Window, parameters:
 
 
 def _own_update_error(method: str) -> UsageError:
-    return explain(
-        UsageError,
-        f"{method}()",
-        expected="a method that leaves .grad alone while a window is open, or a call between two windows",
-        found="one that reads or writes .grad, which holds a part of the window's gradient, not yet divided",
-        fix=f"An update of its own needs a window of its own: make {method} the step() of a small torch.optim.Optimizer and wrap that one "
-        "too (RECIPES.md of gradaccum_torch, An optimizer with two updates). The window is as it was.",
+    expected = "a method that leaves .grad alone while a window is open, or a call between two windows"
+    found = "one that reads or writes .grad, which holds a part of the window's gradient, not yet divided"
+    fix = (
+        f"An update of its own needs a window of its own: make {method} the step() of a small torch.optim.Optimizer and wrap that one "
+        "too (RECIPES.md of gradaccum_torch, An optimizer with two updates). The window is as it was."
     )
+    return explain(UsageError, f"{method}()", expected=expected, found=found, fix=fix)
 
 
 class WholeWindow:

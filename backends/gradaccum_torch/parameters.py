@@ -8,7 +8,7 @@ takes over, element by element, what something else wrote into a parameter: valu
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from operator import itemgetter
@@ -86,7 +86,7 @@ class Parameters:
             self._put(self.masters)
             yield
         finally:
-            self._put(self._models)
+            through(lambda: self._put(self._models))
 
     @torch.no_grad()
     def round(self) -> None:
@@ -152,7 +152,7 @@ class Parameters:
             self.masters.update(every)
 
     def free_gradients(self) -> None:
-        for tensor in (*self.positions(), *self.masters.values()):
+        for tensor in (*self.positions(), *self.masters.values()) if self.masters else self.positions():
             tensor.grad = None
 
     def note_gradients(self, parameters: Iterable[Tensor]) -> None:
@@ -192,6 +192,15 @@ class Parameters:
             state = self._inner.state[parameter]
             half = {name: value for name, value in state.items() if isinstance(value, Tensor) and value.dtype in HALF}
             self._inner.state[parameter] = {**state, **{name: value.float() for name, value in half.items()}}
+
+
+def through(action: Callable[[], None]) -> None:
+    """Run `action`, which can be run twice; raise an interrupt only when it has run whole."""
+    try:
+        action()
+    except BaseException:
+        action()
+        raise
 
 
 def _has_masters_error() -> ArgumentValueError:

@@ -59,13 +59,10 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
 
     def __init__(self, scheduler: Scheduler) -> None:
         if not isinstance(getattr(scheduler, "optimizer", None), AccumulatingOptimizer):
-            raise explain(
-                ArgumentTypeError,
-                "scheduler",
-                expected="a scheduler built on a wrapped optimizer",
-                found=f"a scheduler on {type(getattr(scheduler, 'optimizer', None)).__name__}",
-                fix="Wrap the optimizer first: opt = gradaccum.wrap(optimizer, steps=4); scheduler = StepLR(opt, 10).",
-            )
+            expected = "a scheduler built on a wrapped optimizer"
+            found = f"a scheduler on {type(getattr(scheduler, 'optimizer', None)).__name__}"
+            fix = "Wrap the optimizer first: opt = gradaccum.wrap(optimizer, steps=4); scheduler = StepLR(opt, 10)."
+            raise explain(ArgumentTypeError, "scheduler", expected=expected, found=found, fix=fix)
         self._scheduler = scheduler
         self._moved = Moved(self._updates(), len(scheduler.optimizer._loads))
         scheduler.optimizer._window.schedulers.add(self)
@@ -146,10 +143,6 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
 def _require_no_sequence() -> None:
     """Raise unless outside of `SequentialLR`, which undoes its children's first steps and repeats them."""
     if is_sequence_calling(3):
-        raise explain(
-            UsageError,
-            "schedulers",
-            expected="schedulers that are not gated, in a SequentialLR that is",
-            found="a SequentialLR over a gated one",
-            fix="Write gradaccum.wrap(SequentialLR(opt, [LinearLR(opt), CosineAnnealingLR(opt, 100)], milestones=[10])).",
-        )
+        expected, found = "schedulers that are not gated, in a SequentialLR that is", "a SequentialLR over a gated one"
+        fix = "Write gradaccum.wrap(SequentialLR(opt, [LinearLR(opt), CosineAnnealingLR(opt, 100)], milestones=[10]))."
+        raise explain(UsageError, "schedulers", expected=expected, found=found, fix=fix)

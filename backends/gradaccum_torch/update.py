@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gradaccum import ArgumentTypeError, UsageError
 from gradaccum.kit import explain, half_made_error, round_to_float32
-from gradaccum_torch.parameters import Group, Parameters
+from gradaccum_torch.parameters import Group, Parameters, through
 from gradaccum_torch.private.names import DIVIDES_BY_GRAD_SCALE, untraced, version
 from gradaccum_torch.sums.arithmetic import DTYPE, GRAD, Versions, operand
 from gradaccum_torch.sums.strategy import Strategy
@@ -163,33 +163,16 @@ def require_unwrapped(inner: torch.optim.Optimizer) -> None:
         search()
         if (reference := _UPDATES.get(inner)) is None or reference() is None:
             return
-    raise explain(
-        ArgumentTypeError,
-        "optimizer",
-        expected="one that no living wrapper has",
-        found=f"{type(inner).__name__}, which an earlier gradaccum.wrap has wrapped",
-        fix="Use the optimizer that gradaccum.wrap returned first, or delete it (del opt) before you wrap again.",
-    )
+    expected, found = "one that no living wrapper has", f"{type(inner).__name__}, which an earlier gradaccum.wrap has wrapped"
+    fix = "Use the optimizer that gradaccum.wrap returned first, or delete it (del opt) before you wrap again."
+    raise explain(ArgumentTypeError, "optimizer", expected=expected, found=found, fix=fix)
 
 
 def _bypassed_error(inner: torch.optim.Optimizer) -> UsageError:
     name = type(inner).__name__
-    return explain(
-        UsageError,
-        "step()",
-        expected="the wrapped optimizer's, which alone knows when a window ends",
-        found=f"the inner optimizer's own: {name}.step()",
-        fix=f"Write optimizer = gradaccum.wrap({name}(...), ...), so that one name is left, and call its step().",
-    )
-
-
-def through(action: Callable[[], None]) -> None:
-    """Run `action`, which can be run twice; raise an interrupt only when it has run whole."""
-    try:
-        action()
-    except BaseException:
-        action()
-        raise
+    expected, found = "the wrapped optimizer's, which alone knows when a window ends", f"the inner optimizer's own: {name}.step()"
+    fix = f"Write optimizer = gradaccum.wrap({name}(...), ...), so that one name is left, and call its step()."
+    return explain(UsageError, "step()", expected=expected, found=found, fix=fix)
 
 
 def _run_pre_hooks(wrapper: object, hooks: Table, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

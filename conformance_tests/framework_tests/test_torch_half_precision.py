@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import gradaccum
 from conformance_tests.framework_tests.torch_operations import Operations
-from gradaccum_torch.sums import buffers
+from gradaccum_torch.sums import arithmetic
 from gradaccum_torch.window import window
 
 LAYERS, SIZE = 6, 32
@@ -60,8 +60,8 @@ def test_peak_is_sum_and_one_gradient(dtype: torch.dtype, master_weights: bool, 
         peaks.append(live_bytes([*opt._window.strategy.sums(), *(p.grad for p in model.parameters()), result]))
         return result
 
-    narrowed = buffers.narrowed
-    monkeypatch.setattr(buffers, "narrowed", noting)
+    narrowed = arithmetic.narrowed
+    monkeypatch.setattr(arithmetic, "narrowed", noting)
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(note)
     opt.register_step_pre_hook(note)
@@ -80,7 +80,7 @@ def test_other_dtypes_skip_the_range_check(options: dict, monkeypatch: pytest.Mo
     def never(*_: object) -> bool:
         raise AssertionError("the elements were looked at")
 
-    monkeypatch.setattr(buffers, "fits", never)
+    monkeypatch.setattr(arithmetic, "fits", never)
     for dtype in (torch.float32, torch.bfloat16):
         model, opt = make(dtype, **options)
         for _ in range(2):

@@ -11,7 +11,7 @@ from torch import nn
 
 import gradaccum
 from conformance_tests.framework_tests.torch_model import loss_of, make_model, rows_of
-from gradaccum_torch.sums import buffers, strategy
+from gradaccum_torch.sums import arithmetic, strategy
 
 PLACES: dict[str, tuple[torch.dtype, dict]] = {
     "in .grad": (torch.float32, {}),
@@ -109,7 +109,7 @@ def test_out_of_memory_while_narrowing(place: str, when: str, monkeypatch: pytes
     model, opt = make(place)
     micro_batches(model, opt, 2)
     opt.backward(loss(model, 2))
-    narrowed, calls = buffers.narrowed, []
+    narrowed, calls = arithmetic.narrowed, []
 
     def raising(*arguments: Any) -> torch.Tensor:
         calls.append(1)
@@ -120,7 +120,7 @@ def test_out_of_memory_while_narrowing(place: str, when: str, monkeypatch: pytes
         return narrowed(*arguments)
 
     with monkeypatch.context() as patch:
-        for module in (buffers, strategy):
+        for module in (arithmetic, strategy):
             patch.setattr(module, "narrowed", raising)
         with pytest.raises(Failure):
             opt.step()

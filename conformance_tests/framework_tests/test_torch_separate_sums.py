@@ -279,6 +279,53 @@ def test_sparse_gradients() -> None:
     assert torch.equal(run(True), run(False))
 
 
+HOLDERS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Any]]] = {
+    "nobody": (lambda _: 3.0, float),
+    "a variable": (lambda gradient: gradient, Tensor.max),
+    "a part": (lambda gradient: gradient[0], Tensor.max),
+    "NumPy": (lambda gradient: gradient.numpy(), lambda held: held.max()),
+    "another library": (torch.utils.dlpack.to_dlpack, lambda held: torch.utils.dlpack.from_dlpack(held).max()),
+    "another parameter": (lambda gradient: _parameter_with(gradient), lambda held: held.grad.max()),
+}
+"""By who holds a gradient: how, and how to read it."""
+
+
+def _parameter_with(gradient: Tensor) -> Tensor:
+    parameter = torch.zeros_like(gradient, requires_grad=True)
+    parameter.grad = gradient
+    return parameter
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_first_gradient_of_a_window_is_copied_where_somebody_holds_it(holder: str) -> None:
+    parameter, (hold, read) = torch.zeros(2, 2, requires_grad=True), HOLDERS[holder]
+    opt = gradaccum.wrap(torch.optim.SGD([parameter], lr=1.0), steps=2, separate_sums=True)
+    for index in range(4):
+        (parameter * (index + 1.0)).sum().backward()
+        assert parameter.grad is not None
+        if index == 2:
+            held, memory = hold(parameter.grad), parameter.grad.data_ptr()
+        opt.step()
+        if index == 2:
+            (total,) = opt.state_dict()["gradaccum"]["sums"].values()
+            assert (total.data_ptr() == memory) == (holder == "nobody")
+    assert read(held) == 3.0
+    assert torch.equal(parameter, torch.full((2, 2), -5.0))
+
+
+@pytest.mark.parametrize("both", [True, False])
+def test_micro_batch_that_brings_other_gradients_than_those_before(both: bool) -> None:
+    """In the second window, where nothing was unusual in the first."""
+    first, second = (torch.zeros(2, requires_grad=True) for _ in range(2))
+    opt = gradaccum.wrap(torch.optim.SGD([first, second], lr=1.0), steps=4, separate_sums=True)
+    for index in range(8):
+        loss = first if index != 5 else first + 4 * second if both else 4 * second
+        loss.sum().backward()
+        opt.step()
+    assert torch.equal(first, torch.full((2,), -2.0 if both else -1.75))
+    assert torch.equal(second, torch.full((2,), -1.0))
+
+
 def test_one_buffer_more() -> None:
     """Between two steps the sums alone live; the default holds them in ``.grad``."""
     model = make_model()

@@ -11,21 +11,9 @@ from typing import Any
 from torch import Tensor
 
 from gradaccum import AutoMicroBatchSize, kit
+from gradaccum_torch.large_batch import batch as parts
 from gradaccum_torch.large_batch.auto import has_nothing_to_share, run_divided, share_nothing
-from gradaccum_torch.large_batch.batch import (
-    LargeBatch,
-    Merged,
-    MicroBatch,
-    Shares,
-    Split,
-    Weight,
-    evaluated,
-    large_batch_loss,
-    require_alone,
-    require_function,
-    require_kinds,
-    shares_of,
-)
+from gradaccum_torch.large_batch.batch import LargeBatch, Merged, MicroBatch, Shares, Split, Weight
 from gradaccum_torch.large_batch.gradients import Collector, LossesInGrad, LossesInWindow, delivering, require_optimizer
 from gradaccum_torch.large_batch.replay import reached_by
 from gradaccum_torch.optimizer import AccumulatingOptimizer
@@ -108,20 +96,20 @@ class _Call:
     """One checked call, whose `run` leaves everything as it was if it raises."""
 
     def __init__(self, loss_fn: Callable[..., Any], large: LargeBatch, reduction: str | None, aux: kit.Nest, optimizer: object) -> None:
-        require_function("loss_fn", loss_fn)
+        parts.require_function("loss_fn", loss_fn)
         if aux is not None:
-            require_kinds(aux)
+            parts.require_kinds(aux)
         self._loss_fn, self._aux, self.large = loss_fn, aux, large
         self._optimizer = None if optimizer is None else require_optimizer(optimizer, reduction)
         own = "mean" if self._optimizer is None else self._optimizer.whole_window().options.reduction
         self._options = kit.make_options(None, reduction=own if reduction is None else reduction)
         self.reached = reached_by(loss_fn)
         if optimizer is None:
-            require_alone(self.reached.modules)
+            parts.require_alone(self.reached.modules)
 
     def run(self, division: kit.Division, agreed: Callable[[], None]) -> Any:
         micro_batches = self.large.micro_batches(division)
-        shares = shares_of([each.weight for each in micro_batches], self._options)
+        shares = parts.shares_of([each.weight for each in micro_batches], self._options)
         collector: Collector = LossesInGrad(shares) if self._optimizer is None else LossesInWindow(self._optimizer, shares)
         with delivering(collector, self.reached, self.large.devices()):
             return self._accumulate(micro_batches, shares, collector, agreed)
@@ -130,7 +118,7 @@ class _Call:
         merged = None if self._aux is None else Merged(self._aux)
         pairs = zip(micro_batches, shares.contributions, strict=True)
         losses = [self._differentiated(*pair, collector, merged) for pair in pairs]
-        loss = large_batch_loss(losses, shares)
+        loss = parts.large_batch_loss(losses, shares)
         returned = loss if merged is None else (loss, merged.result())
         agreed()
         collector.close()
@@ -138,7 +126,7 @@ class _Call:
 
     def _differentiated(self, micro_batch: MicroBatch, contribution: float, collector: Collector, merged: Merged | None) -> Tensor:
         """Return the loss of one micro-batch; its graph and its aux are freed as this returns."""
-        loss, aux = evaluated(self._loss_fn, micro_batch, has_aux=merged is not None)
+        loss, aux = parts.evaluated(self._loss_fn, micro_batch, has_aux=merged is not None)
         collector.require_untouched()
         if merged is not None:
             merged.add(aux, micro_batch)

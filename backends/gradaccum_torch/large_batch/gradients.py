@@ -18,9 +18,10 @@ from gradaccum.kit import explain, make_options, measures
 from gradaccum_torch.large_batch.batch import Shares
 from gradaccum_torch.large_batch.replay import Before, Reached, trained_by
 from gradaccum_torch.optimizer import AccumulatingOptimizer
+from gradaccum_torch.parameters import through
 from gradaccum_torch.private.names import Node, is_leaf_node, keep_own, untraced, version
 from gradaccum_torch.sums.arithmetic import HALF, add, divide, gradient_dtype, narrowed, sum_dtype
-from gradaccum_torch.update import step_post_hooks, step_pre_hooks, through
+from gradaccum_torch.update import step_post_hooks, step_pre_hooks
 from gradaccum_torch.window.watch import Hooks, is_watched
 
 Mark = tuple[int, int]

@@ -99,6 +99,12 @@ foreach_div_ = _foreach("div_", "The division of a window's sum takes a call for
 foreach_mul_ = _foreach("mul_", "Clipping takes a call for each tensor, which is slower.")
 foreach_sub_ = _foreach("sub_", "Master weights are compared with a call for each tensor, which is slower.")
 foreach_copy_ = _foreach("copy_", "Master weights are rounded with a call for each tensor, which is slower.")
+flattened: Callable[[Sequence[Tensor]], Tensor] = _found(
+    "torch._utils:_flatten_dense_tensors",
+    "Small tensors are copied side by side with a call for each, which is slower.",
+    lambda tensors: torch.cat(list(map(Tensor.ravel, tensors))),
+)
+"""Copies several dense tensors of one dtype side by side."""
 
 _PARAMETERS, _BUFFERS = "torch.nn:Module._parameters", "torch.nn:Module._buffers"
 LOST[_PARAMETERS] = "`recompute` raises."
@@ -134,29 +140,53 @@ for _name in ("torch:_C._storage_Use_Count", "torch:UntypedStorage._cdata"):
     LOST[_name] = "The first gradient of each parameter in a window is copied, which is slower."
 
 
-def storage_users(storage: Any) -> int:
+def _users_of(storage: Any) -> int:
     try:
         return int(torch._C._storage_Use_Count(storage._cdata))
     except AttributeError:
         return sys.maxsize
 
 
-def keep_own(leaf: Tensor) -> None:
-    """Copy the ``.grad`` of `leaf` if somebody else may write into its memory, which autograd takes over from the first backward pass.
+_TREES = "torch._inductor.cudagraph_trees"
+"""torch.compile loads this module for graphs. Those that it warms up or records return memory that looks like any other."""
+
+
+def owns_memory(gradient: Tensor) -> bool:
+    """True if nobody else writes into the memory of `gradient`, which autograd takes over from the first backward pass.
 
     A CUDA graph returns the same memory each time. Memory that torch cannot resize is such a graph's, or another library's.
     """
-    gradient = leaf.grad
-    if gradient is None:
-        return
     if type(gradient) is Tensor:
         storage = None if gradient.is_sparse else gradient.untyped_storage()
-        own = storage is not None and storage.resizable() and storage_users(storage) <= 2  # The gradient and `storage`.
+        own = storage is not None and storage.resizable() and _users_of(storage) <= 2  # The gradient and `storage`.
     else:  # FSDP's shards are parts of one tensor that nobody else writes.
         own = not is_sharded(gradient) or local(gradient).untyped_storage().resizable()
-    # torch.compile loads this module for graphs. Those that it warms up or records return memory that looks like any other.
-    if not own or (gradient.is_cuda and "torch._inductor.cudagraph_trees" in sys.modules):
-        leaf.grad = gradient.clone()
+    return own and not (gradient.is_cuda and _TREES in sys.modules)
+
+
+def keep_own(leaf: Tensor) -> None:
+    """Copy the ``.grad`` of `leaf` if somebody else may write into its memory."""
+    if leaf.grad is not None and not owns_memory(leaf.grad):
+        leaf.grad = leaf.grad.clone()
+
+
+_USES = "torch:Tensor._use_count"
+LOST[_USES] = "With `separate_sums` the first gradients of a window are copied, which is slower."
+_LEAF = torch.zeros(1, device="cpu", requires_grad=True)
+_LEAF.grad = torch.zeros(1, device="cpu")
+
+
+def can_be_taken(gradients: list[Tensor]) -> bool:
+    """True if nothing but a leaf and this list holds any of the plain dense `gradients` or its memory, so that no copy is due."""
+    alone = exists(_USES) and _holders(gradients) == _holders(list(map(attrgetter("grad"), [_LEAF]))) * len(gradients)
+    return alone and not (gradients[0].is_cuda and _TREES in sys.modules)
+
+
+def _holders(gradients: list[Any]) -> list[tuple[int, ...]]:
+    """Return by gradient the references of C++ and Python to it, the users of its memory, and whether the memory is torch's own."""
+    storages = list(map(Tensor.untyped_storage, gradients))
+    uses, users = (each._use_count() for each in gradients), map(_users_of, storages)
+    return list(zip(uses, map(sys.getrefcount, gradients), users, map(torch.UntypedStorage.resizable, storages), strict=True))
 
 
 _VALUES = "torch:Tensor._values"

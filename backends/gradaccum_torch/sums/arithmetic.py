@@ -13,17 +13,7 @@ import torch
 from torch import Tensor
 
 from gradaccum.kit import has_exact_inverse
-from gradaccum_torch.private.names import (
-    elements,
-    foreach_add_,
-    foreach_div_,
-    foreach_mul_,
-    foreach_norm,
-    is_sharded,
-    local,
-    mesh_of,
-    version,
-)
+from gradaccum_torch.private.names import elements, flattened, foreach_div_, foreach_mul_, foreach_norm, is_sharded, local, mesh_of, version
 
 HALF = (torch.float16, torch.bfloat16)
 """The dtypes that are summed in float32 unless the user says otherwise."""
@@ -94,16 +84,6 @@ def add(held: Tensor, gradient: Tensor) -> Tensor:
         _add_in_blocks(held.view(-1), gradient.view(-1), BLOCK * torch.get_num_threads())
         return held
     return held.add_(gradient)
-
-
-def add_together(totals: Sequence[Tensor], gradients: Sequence[Tensor]) -> bool:
-    """Add all `gradients` to the `totals` in one call; return False, and add none, unless all are plain and dense."""
-    kinds = {*map(DTYPE, totals), *map(DTYPE, gradients)}, {*map(type, totals), *map(type, gradients)}
-    special = any(map(IS_SPARSE, gradients)) or any(map(REQUIRES_GRAD, gradients)) or any(map(IS_SPARSE, totals))
-    if special or len(kinds[0]) > 1 or kinds[1] != {Tensor}:
-        return False
-    foreach_add_(totals, gradients)
-    return True
 
 
 def _is_copied_first(held: Tensor, gradient: Tensor) -> bool:
@@ -196,7 +176,7 @@ def norms_in_few_calls(tensors: list[Tensor]) -> list[Tensor]:
     if len(small) <= FEW or not are_alike(tensors):
         return norms_of(tensors)
     large = [tensor for tensor in tensors if tensor.numel() > SMALL]
-    return [*norms_of(large), torch.linalg.vector_norm(torch.cat([tensor.reshape(-1) for tensor in small]))]
+    return [*norms_of(large), torch.linalg.vector_norm(flattened(small))]
 
 
 def _scaled_norm(tensors: Sequence[Tensor], peak: float) -> float:

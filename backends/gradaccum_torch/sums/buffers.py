@@ -7,7 +7,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 from weakref import WeakSet, WeakValueDictionary
 
 import torch
@@ -17,21 +17,9 @@ from gradaccum import UsageError
 from gradaccum.kit import explain
 from gradaccum_torch.checks import Size, interrupted_error
 from gradaccum_torch.parameters import Parameters
-from gradaccum_torch.private.names import keep_own, untraced, version
-from gradaccum_torch.sums.arithmetic import (
-    GRAD,
-    REQUIRES_GRAD,
-    add,
-    add_together,
-    coalesced,
-    divide,
-    fits,
-    gradient_dtype,
-    is_finite,
-    multiply,
-    narrowed,
-    sum_dtype,
-)
+from gradaccum_torch.private.names import can_be_taken, foreach_add_, keep_own, untraced, version
+from gradaccum_torch.sums import arithmetic
+from gradaccum_torch.sums.arithmetic import DTYPE, GRAD, IS_SPARSE, REQUIRES_GRAD, coalesced, gradient_dtype, sum_dtype
 from gradaccum_torch.sums.strategy import Strategy, Undivided
 from gradaccum_torch.window.watch import NOTHING_SEEN, Allowed, Event, Hook, Watched, can_be_hooked, seen
 
@@ -39,35 +27,78 @@ _MOVERS: WeakValueDictionary[int, MovingStrategy] = WeakValueDictionary()
 """The strategy that moves a parameter's gradients, by the parameter's id. The strategy holds the parameter, so no other gets that id."""
 
 
+class Usual(NamedTuple):
+    """The gradients that each micro-batch brings, and their sums: looked at once, and not in each micro-batch."""
+
+    positions: list[int]
+    """The ids of all parameters of the optimizer."""
+    filled: list[Tensor]
+    """The parameters with a gradient, which is plain, dense and of the dtype of its sum."""
+    others: list[Tensor]
+    sums: list[Tensor]
+    """By filled parameter; none: the open window has no sums, or others."""
+
+    def gradients(self, positions: Sequence[Tensor]) -> list[Tensor]:
+        """Return the gradients of a micro-batch, none if it brings others."""
+        found: list[Tensor] = list(map(GRAD, self.filled))
+        special = set(map(type, found)) != {Tensor} or any(map(IS_SPARSE, found)) or any(map(REQUIRES_GRAD, found))
+        other = special or self.positions != list(map(id, positions)) or any(each.grad is not None for each in self.others)
+        return [] if other else found
+
+
 class BufferStrategy(Strategy):
     """The sum is in buffers; ``.grad`` holds at most the micro-batch under way, which is dropped if asked for and not finite."""
 
     keeps_micro_batch_apart = True
+    _copies = False
+    """Somebody else may hold the gradients, even if nobody else writes into them."""
 
     def __init__(self, parameters: Parameters, accumulate_dtype: torch.dtype | None, drops: bool = False) -> None:
         self._held: dict[Tensor, Tensor] = {}
         super().__init__(parameters, accumulate_dtype, drops)
 
+    def pack(self, packed: Tensor | None = None) -> None:
+        self._usual: Usual | None = None
+
     def take(self, size: Size, begin: Callable[[], None]) -> bool:
-        filled = [parameter for parameter in self._parameters.unique() if parameter.grad is not None]
-        self._require_takeable(filled, size)
-        finite = not self._drops or is_finite([coalesced(parameter.grad) for parameter in filled if parameter.grad is not None])
-        if finite:
-            self._add(filled, begin)
+        usual, first = self._usual, not self._held
+        gradients = usual.gradients(self._parameters.positions()) if usual is not None and (first or usual.sums) else []
+        filled = usual.filled if gradients and usual else [each for each in self._parameters.unique() if each.grad is not None]
+        if first or not gradients:
+            self._require_takeable(filled, size)
+        finite = not self._drops or arithmetic.is_finite([coalesced(each.grad) for each in filled if each.grad is not None])
+        sums = gradients
+        if first and self._copies and gradients and not can_be_taken(gradients):
+            sums = list(map(Tensor.clone, gradients))  # Somebody else may hold a gradient.
         begin()
+        if finite and usual and gradients:
+            if first:
+                self._held, self._usual = dict(zip(filled, sums, strict=True)), usual._replace(sums=sums)
+            else:
+                foreach_add_(usual.sums, gradients)
+        elif finite:
+            self._add_one_by_one(filled)
+            self._usual = self._learnt() if first else usual and usual._replace(sums=[])
         for parameter in filled:
             parameter.grad = None
         self._took(filled)
         return finite
 
+    def _learnt(self) -> Usual | None:
+        """Return what the first micro-batch of a window has brought, if it was usual."""
+        filled, sums = list(self._held), list(self._held.values())
+        dtypes = {*map(DTYPE, sums), *map(DTYPE, filled), *map(gradient_dtype, filled)}
+        if set(map(type, sums)) != {Tensor} or len(dtypes) > 1 or any(map(IS_SPARSE, sums)):
+            return None
+        others = [parameter for parameter in self._parameters.unique() if parameter not in self._held]
+        return Usual(list(map(id, self._parameters.positions())), filled, others, sums)
+
+    def _forget_sums(self) -> None:
+        self._usual = self._usual and self._usual._replace(sums=[])
+        self._held.clear()
+
     def _require_takeable(self, filled: Sequence[Tensor], size: Size) -> None:
         """Raise unless the gradients of `filled` are a micro-batch of a window of this `size`."""
-
-    def _add(self, filled: Sequence[Tensor], begin: Callable[[], None]) -> None:
-        aligned = list(map(id, filled)) == list(map(id, self._held))
-        begin()
-        if not aligned or not add_together(list(self._held.values()), list(map(GRAD, filled))):
-            self._add_one_by_one(filled)
 
     def _add_one_by_one(self, filled: Sequence[Tensor]) -> None:
         for parameter in filled:
@@ -86,7 +117,8 @@ class BufferStrategy(Strategy):
     def fits(self, norm: float, divisor: float) -> bool:
         # No element exceeds the norm. So this seldom needs the largest element.
         return all(
-            norm / divisor <= torch.finfo(gradient_dtype(parameter)).max or fits(self._held[parameter], divisor, gradient_dtype(parameter))
+            norm / divisor <= torch.finfo(gradient_dtype(parameter)).max
+            or arithmetic.fits(self._held[parameter], divisor, gradient_dtype(parameter))
             for parameter in self._narrowed()
         )
 
@@ -99,12 +131,12 @@ class BufferStrategy(Strategy):
     def hand_over(self, undivided: Undivided, divisor: float, unclipped: float) -> None:
         dtypes, masters = self._narrowed(), self._parameters.masters
         whole = [held for parameter, held in self._held.items() if parameter not in dtypes] if dtypes else list(self._held.values())
-        divide(whole, divisor)
+        arithmetic.divide(whole, divisor)
         undivided.divided.extend(whole)
         for parameter, held in self._held.items():
             if dtypes and (dtype := dtypes.get(parameter)) is not None:
                 # One by one, each frees the sum it came from: the gradients and the sums never live in full at once.
-                held = self._held[parameter] = narrowed(held, divisor, dtype)
+                held = self._held[parameter] = arithmetic.narrowed(held, divisor, dtype)
             masters.get(parameter, parameter).grad = held
 
     def take_back(self, undivided: Undivided, divisor: float, spoiled: bool) -> None:
@@ -114,13 +146,14 @@ class BufferStrategy(Strategy):
             self._parameters.worked_on(parameter).grad = None
             self._held[parameter] = held = held.to(dtype)
             if divided:
-                multiply([held], divisor)
+                arithmetic.multiply([held], divisor)
         self.watch.reset(seen(NOTHING_SEEN, Event.CHANGED) if spoiled else NOTHING_SEEN)
 
     def sums(self) -> list[Tensor | None]:
         return [self._held.get(parameter) for parameter in self._parameters.positions()]
 
     def load(self, sums: Sequence[Tensor | None]) -> None:
+        self._usual = None
         pairs = zip(self._parameters.positions(), sums, strict=True)
         self._held = {parameter: held for parameter, held in pairs if held is not None}
 
@@ -149,14 +182,16 @@ class BufferStrategy(Strategy):
         held = self._held.get(parameter)
         if held is None:
             self._held[parameter] = gradient.detach().to(sum_dtype(parameter, self._accumulate_dtype))
-        elif (total := add(held, gradient)) is not held:
+        elif (total := arithmetic.add(held, gradient)) is not held:
             self._held[parameter] = total
         parameter.grad = None
 
     def _narrowed(self) -> dict[Tensor, torch.dtype]:
         """Return the parameters that get their gradient in another dtype than that of its sum, and this dtype."""
         masters = self._parameters.masters
-        own = [gradient_dtype(masters.get(parameter, parameter)) for parameter in self._held]
+        own = list(map(gradient_dtype, [masters.get(parameter, parameter) for parameter in self._held] if masters else self._held))
+        if own == list(map(DTYPE, self._held.values())):
+            return {}
         return {parameter: dtype for (parameter, held), dtype in zip(self._held.items(), own, strict=True) if held.dtype != dtype}
 
 
@@ -255,6 +290,8 @@ def _replaced_error() -> UsageError:
 class SeparateStrategy(BufferStrategy):
     """The sum is in buffers, and ``.grad`` holds the micro-batch when ``step`` is called."""
 
+    _copies = True
+
     def __init__(self, parameters: Parameters, accumulate_dtype: torch.dtype | None, drops: bool = False) -> None:
         self._users: list[tuple[Tensor, Tensor]] | None = None
         """What is in ``.grad`` beside the window, while the inner optimizer has the window's gradient there."""
@@ -288,10 +325,12 @@ class SeparateStrategy(BufferStrategy):
         watch = self.watch
 
         def hook(parameter: Tensor) -> None:
-            if parameter.grad is not None and parameter.grad._version == 0:
-                keep_own(parameter)  # Another backward pass of this micro-batch may come.
-            if not watch.known.under_way:
-                watch.begin()
+            known = watch.known
+            if not known.under_way:
+                if not watch.begin():
+                    keep_own(parameter)
+                if known.arrived:
+                    watch.expect_passes(parameter)
 
         untraced(hook)
         return hook
@@ -307,24 +346,21 @@ class SeparateStrategy(BufferStrategy):
     def _add_one_by_one(self, filled: Sequence[Tensor]) -> None:
         # A gradient without a sum is copied, since somebody else may hold it. Memory may run out here, before anything was added.
         new = {
-            parameter: parameter.grad.detach().to(sum_dtype(parameter, self._accumulate_dtype), copy=True)
-            for parameter in filled
-            if parameter not in self._held and parameter.grad is not None
+            each: each.grad.detach().to(sum_dtype(each, self._accumulate_dtype), copy=True)
+            for each in filled
+            if each not in self._held and each.grad is not None
         }
-        for parameter in filled:
-            if parameter in new:
-                self._held[parameter] = new[parameter]
-                parameter.grad = None
-            else:
-                self._absorb(parameter)
+        super()._add_one_by_one([each for each in filled if each in self._held])
+        self._held.update(new)
 
     def _took(self, filled: Sequence[Tensor]) -> None:
         self.watch.known = NOTHING_SEEN
         if self._rivals:
-            self._lost = []
+            self._lost.clear()
         for reference in self._rivals:  # They find nothing in ``.grad`` of these parameters.
             if (other := reference()) is not None and (lost := other._shared(filled)):
-                other._lost, other.watch.known = lost, NOTHING_SEEN
+                other.pack()  # Its `take` then looks at what is lost.
+                other._lost[:], other.watch.known = lost, NOTHING_SEEN
 
     def hand_over(self, undivided: Undivided, divisor: float, unclipped: float) -> None:
         if self._users is None:
@@ -338,13 +374,15 @@ class SeparateStrategy(BufferStrategy):
         self._give_users_back()
 
     def window_ended(self) -> None:
-        self._held.clear()
+        self._forget_sums()
+        self.watch.window_ended()
         if self._users is not None:
             self._parameters.free_gradients()
             self._give_users_back()
 
     def clear(self) -> None:
-        self._users, self._lost = None, []
+        self._users = None
+        self._lost.clear()
         super().clear()
 
     def _shared(self, parameters: Sequence[Tensor]) -> list[Tensor]:

@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from gradaccum_torch.checks import Change, interrupted_error, multiplied_error, not_scaled_error, not_weighed_error, other_weight_error
-from gradaccum_torch.private.names import at_the_end_of_backward, elements, foreach_norm, keep_own, local, untraced, version
+from gradaccum_torch import checks
+from gradaccum_torch.checks import Change
+from gradaccum_torch.private.names import at_the_end_of_backward, elements, foreach_norm, keep_own, local, owns_memory, untraced, version
 from gradaccum_torch.statistics import Told
 from gradaccum_torch.sums.arithmetic import dense_parts, side_by_side
 
@@ -80,7 +81,7 @@ class MicroBatch(NamedTuple):
             UsageError: the micro-batch was given another weight before.
         """
         if (self.given or self.weighed) and self.weight != weight:
-            raise other_weight_error(weight, self.weight)
+            raise checks.other_weight_error(weight, self.weight)
         weighed = weighed or self.weighed
         return self._replace(weight=weight, weighed=weighed, given=max(self.given, given), losses=self.losses + losses)
 
@@ -94,14 +95,14 @@ class MicroBatch(NamedTuple):
         `scales`: a loss scale is in use; `watched`: the user clears no ``.grad`` unseen, as under ``separate_sums``.
         """
         if watched and self.under_way:
-            raise interrupted_error()
+            raise checks.interrupted_error()
         # Where the user has replaced .grad since, as netD.zero_grad() of a GAN does, what was multiplied is gone.
         if watched and self.arrived == Event.MULTIPLIED_PASS and not self.changed:
-            raise multiplied_error()
+            raise checks.multiplied_error()
         if (scales and not self.given) or (self.is_plain and (factor != 1 or self.weight == 0)):
-            raise not_scaled_error(self.arrived > 0)
+            raise checks.not_scaled_error(self.arrived > 0)
         if not self.given and self.arrived and factor != 1:
-            raise not_weighed_error(self.weight)
+            raise checks.not_weighed_error(self.weight)
 
 
 NOTHING_SEEN = MicroBatch()
@@ -112,9 +113,10 @@ def seen(known: MicroBatch, event: Event, change: Change = Change.WRITTEN) -> Mi
         return NOTHING_SEEN
     if event is Event.CHANGED:
         return known._replace(changed=known.changed or change)
+    # In each micro-batch, where `_replace` takes three times as long.
     if event is Event.PASS_ENDED:
-        return known._replace(under_way=False)
-    return known._replace(arrived=max(known.arrived, event), under_way=True)
+        return MicroBatch(known[0], False, *known[2:])
+    return MicroBatch(max(known[0], event), True, *known[2:])
 
 
 # The device's part. Right after autograd has accumulated, `Watched` notes which tensor ``.grad`` is and its version, and `intact` compares;
@@ -136,7 +138,7 @@ class Allowed(Enum):
 
 
 class Compared(Enum):
-    """The windows in which norms are compared."""
+    """The windows in which norms are compared, or, where every change is allowed, the memory of gradients is looked at."""
 
     FIRST = 0
     ALL = 1
@@ -174,11 +176,12 @@ class GradWatch:
     @contextmanager
     def unwatched(self) -> Iterator[None]:
         """Allow every change inside the block, where no code of the user's runs."""
-        allowed, self.allowed = self.allowed, Allowed.ALL
+        before = self.allowed, self._compared
+        self.allowed, self._compared = Allowed.ALL, Compared.NONE
         try:
             yield
         finally:
-            self.allowed = allowed
+            self.allowed, self._compared = before
 
     @property
     def holds(self) -> bool:
@@ -187,7 +190,8 @@ class GradWatch:
                 return True
         return False
 
-    def begin(self) -> None:
+    def begin(self) -> bool:
+        """Note that a backward pass has begun; return False if its end will not be seen."""
         event = Event.PLAIN_PASS
         for watch, multiplied in OWN_PASSES:
             if watch is self:
@@ -199,16 +203,37 @@ class GradWatch:
         PASSES[0] += 1
         if self.places is not None:
             self.places[-1].append(_place_of_pass())
-        if not at_the_end_of_backward(self._end):  # Then each gradient looks like a pass.
-            self.known, self.places = seen(self.known, Event.PASS_ENDED), None
+        if at_the_end_of_backward(self._end):
+            return True
+        self.known, self.places = seen(self.known, Event.PASS_ENDED), None  # Then each gradient looks like a pass.
+        return False
 
     def ask_no_more(self) -> None:
         self.places = None
 
     def _end(self) -> None:
         self.known = seen(self.known, Event.PASS_ENDED)
-        if self._compared is not Compared.NONE and self.allowed is not Allowed.ALL:
+        if self._compared is Compared.NONE:
+            return
+        if self.allowed is not Allowed.ALL:
             self._norms = self._norms_now()
+            return
+        for watched in self._watched.values():  # Another pass of this micro-batch may come.
+            gradient = watched.parameter.grad
+            if gradient is not None and gradient._version == 0:
+                keep_own(watched.parameter)
+
+    def expect_passes(self, arrived: Tensor) -> None:
+        """Look at the memory of gradients in all windows, since this micro-batch has a second pass, which has `arrived` at one parameter.
+
+        Raises:
+            UsageError: no micro-batch of the first window had a second pass, and memory that was not looked at may be somebody else's.
+        """
+        before, self._compared = self._compared, Compared.ALL
+        for watched in self._watched.values() if before is Compared.NONE else ():
+            parameter = watched.parameter
+            if parameter.grad is not None and parameter.grad._version == (parameter is arrived) and not owns_memory(parameter.grad):
+                raise checks.second_pass_error()
 
     def intact(self) -> bool:
         """True if every ``.grad`` is as autograd left it; may wait for the device."""

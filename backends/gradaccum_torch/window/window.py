@@ -14,24 +14,16 @@ from torch import Tensor
 
 from gradaccum import GradAccumWarning, StepResult, UsageError, kit
 from gradaccum.kit import Fields, Options, State, close
-from gradaccum_torch.checks import (
-    Size,
-    cast_in_window_error,
-    known_window_size,
-    no_backward_error,
-    require_graph,
-    require_no_collective,
-    unfinished_error,
-    window_size,
-)
+from gradaccum_torch import checks
+from gradaccum_torch.checks import Size, known_window_size, window_size
 from gradaccum_torch.grad_scaler import Ended, ScalerLink, factor, scaled
-from gradaccum_torch.parameters import Parameters
+from gradaccum_torch.parameters import Parameters, through
 from gradaccum_torch.saving import Saved, own_copy
 from gradaccum_torch.statistics import Known, Statistics, Told, as_told
 from gradaccum_torch.sums.arithmetic import DTYPE, REQUIRES_GRAD, UNMEASURED, Measured, measure, sum_dtype
 from gradaccum_torch.sums.buffers import BufferStrategy, MovingStrategy, SeparateStrategy
 from gradaccum_torch.sums.strategy import GradStrategy, Strategy
-from gradaccum_torch.update import Loss, Progress, Rates, Update, through
+from gradaccum_torch.update import Loss, Progress, Rates, Update
 from gradaccum_torch.window.watch import NOTHING_SEEN, PASSES, Allowed, Event, Given, MicroBatch, Place, place_of, share_loop
 from gradaccum_torch.workers.interface import Stages, Workers
 
@@ -157,9 +149,9 @@ class Window:
             losses = (as_told(loss if gradient is None else loss.detach() * gradient),)
         elif (taking_part := self.workers.taking_part()) is not None:
             with taking_part:
-                self._differentiate(require_graph(loss), weight, arguments)
+                self._differentiate(checks.require_graph(loss), weight, arguments)
         elif self.workers.group is not None:
-            require_no_collective(loss)
+            checks.require_no_collective(loss)
         watch.known = watch.known.told(weight, Given.TO_BACKWARD, *losses, weighed=given is not None)
 
     def begin_weightless(self) -> None:
@@ -242,7 +234,7 @@ class Window:
     def close(self, denominator: float | None = None) -> None:
         """End a window of at least one micro-batch, whose sum is divided by its weight or `denominator`."""
         if not self._plan.holds_dtypes():
-            raise cast_in_window_error()
+            raise checks.cast_in_window_error()
         if self.workers.several:
             self._join()
             if not self.workers.joined:
@@ -296,7 +288,7 @@ class Window:
             kit.require_denominator(denominator, self._options, several=self.workers.several)
         self._require_whole()
         if self._known.given or (self._fields.micro_step and self.strategy.begun):
-            raise unfinished_error("flush()")
+            raise checks.unfinished_error("flush()")
         if self._fields.micro_step and not self.strategy.watch.intact():
             self._require_true_gradient(self._fields, flushing=True)
         self.workers.flush(partial(self.close, denominator), self._between_windows, is_open=self._fields.micro_step > 0)
@@ -376,7 +368,7 @@ class Window:
     def _require_backward(self, known: MicroBatch) -> None:
         if known.given is Given.TO_BACKWARD or known.weighed or PASSES[0] != self._passes or self._holds_users():
             return
-        raise no_backward_error()
+        raise checks.no_backward_error()
 
     def _holds_users(self) -> bool:
         apart = self.strategy.keeps_micro_batch_apart or self._fields.micro_step == 0

@@ -19,8 +19,8 @@ MUTANTS = (
     ),
     Mutant(
         "go_on_with_a_micro_batch_that_is_not_counted",
-        "            self._add(filled, begin)\n        begin()\n",
-        "            self._add(filled, lambda: None)\n",
+        "        begin()\n        if finite and usual and gradients:\n",
+        "        if finite and usual and gradients:\n",
         SUITE + "test_interrupted.py::test_end_of_a_window",
     ),
     Mutant(
@@ -124,8 +124,8 @@ MUTANTS = (
     ),
     Mutant(
         "add_what_is_dropped",
-        "        if finite:\n            self._add(filled, begin)\n",
-        "        if True:\n            self._add(filled, begin)\n",
+        "        elif finite:\n            self._add_one_by_one(filled)\n",
+        "        else:\n            self._add_one_by_one(filled)\n",
         SUITE + "test_overflow.py::test_drop_in_every_mode",
     ),
     Mutant(
@@ -136,7 +136,7 @@ MUTANTS = (
     ),
     Mutant(
         "leave_a_sum_divided_when_taken_back",
-        "            if divided:\n                multiply([held], divisor)\n",
+        "            if divided:\n                arithmetic.multiply([held], divisor)\n",
         "",
         OWN + "test_torch_interrupted.py::test_raising_pre_hook_leaves_window_open",
     ),
@@ -179,7 +179,7 @@ MUTANTS = (
     ),
     Mutant(
         "leave_out_a_backward_pass_that_others_wait_for",
-        "            require_no_collective(loss)\n",
+        "            checks.require_no_collective(loss)\n",
         "            pass\n",
         OWN + "test_torch_workers.py::test_two_workers",
         only="context_parallel_tokens_weigh",
@@ -295,7 +295,7 @@ MUTANTS = (
     ),
     Mutant(
         "count_a_step_without_a_pass",
-        "        raise no_backward_error()\n",
+        "        raise checks.no_backward_error()\n",
         "        return\n",
         OWN + "test_torch_everyday.py::test_step_without_backward_is_refused",
     ),
@@ -454,5 +454,23 @@ MUTANTS = (
         "places = [(unit, max(index for index",
         OWN + "test_torch_layered_workers.py::test_two_workers",
         "sharded_whole_model_in_two_layers",
+    ),
+    Mutant(
+        "take_a_gradient_that_somebody_holds",
+        "if first and self._copies and gradients and not can_be_taken(gradients):",
+        "if False:",
+        OWN + "test_torch_separate_sums.py::test_first_gradient_of_a_window_is_copied_where_somebody_holds_it",
+    ),
+    Mutant(
+        "overlook_a_late_second_pass",
+        "                if known.arrived:\n                    watch.expect_passes(parameter)\n",
+        "",
+        OWN + "test_torch_static_memory.py::test_second_pass_that_no_micro_batch_of_the_first_window_had",
+    ),
+    Mutant(
+        "add_no_gradient_that_comes_later_in_the_window",
+        " or any(each.grad is not None for each in self.others)",
+        "",
+        OWN + "test_torch_separate_sums.py::test_micro_batch_that_brings_other_gradients_than_those_before",
     ),
 )
