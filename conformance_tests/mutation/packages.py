@@ -76,14 +76,26 @@ TORCH = _adapter(
     "torch",
     ("window", "sums"),
     (
-        *("watch", "tampering", "mirror", "separate_sums", "changed_parameters", "fused", "gradients", "window_loss", "weigh", "scheduler"),
+        *(
+            "watch",
+            "tampering",
+            "mirror",
+            "layered",
+            "separate_sums",
+            "changed_parameters",
+            "fused",
+            "gradients",
+            "window_loss",
+            "weigh",
+            "scheduler",
+        ),
         "interrupted",
     ),
 )
 JAX = _adapter(
     "jax",
     ("window", "sums.py"),
-    ("knowledge", "leaves", "norm", "program", "modes", "schedule", "sharding", "ensemble", "derivatives"),
+    ("knowledge", "leaves", "norm", "program", "modes", "schedule", "sharding", "ensemble", "derivatives", "multisteps"),
 )
 MINDSPORE = _adapter(
     "mindspore",

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ast
+import hashlib
 import json
 import os
-import random
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -48,9 +48,12 @@ def mutants_of(package: Package) -> list[Mutant]:
 
 
 def sample(package: Package, count: int, seed: int) -> list[Mutant]:
-    """Draw `count` mutants of a package; the same ones for the same seed and sources."""
-    every = mutants_of(package)
-    return sorted(random.Random(seed).sample(every, min(count, len(every))))
+    """Draw `count` mutants of a package; a change of the sources changes the draw by the mutants of the changed lines alone."""
+
+    def lot(mutant: Mutant) -> bytes:
+        return hashlib.sha256(f"{seed} {mutant.file} {mutant.mutation.becomes}".encode()).digest()
+
+    return sorted(sorted(mutants_of(package), key=lot)[:count])
 
 
 def verdicts(package: Package, mutants: Iterable[Mutant], folder: Path, most_seconds: float) -> Iterator[Verdict]:
