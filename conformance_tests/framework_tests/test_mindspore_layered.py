@@ -376,7 +376,7 @@ def test_one_layer_s_gradient_is_alive(monkeypatch):
 
 
 def test_benchmark_s_contestants_agree():
-    (usual, weight), (found, found_weight) = (mindspore_layered.window(way, 3, 8, 2)() for way in ("usual window", "layered"))
+    (usual, weight), (found, found_weight) = (mindspore_layered.update_of(way, 3, 8, 2)() for way in ("usual window", "layered"))
     np.testing.assert_allclose(found, usual, rtol=1e-6)
     np.testing.assert_allclose(found_weight, weight, rtol=0, atol=1e-6)
 
