@@ -216,6 +216,8 @@ class GradWatch:
         if self._compared is Compared.NONE:
             return
         if self.allowed is not Allowed.ALL:
+            if any(watched.is_written() for watched in self._watched.values()):  # By the user's hook: its values are those of the norms.
+                self.known = seen(self.known, Event.CHANGED)
             self._norms = self._norms_now()
             return
         for watched in self._watched.values():  # Another pass of this micro-batch may come.
@@ -323,6 +325,11 @@ class Watched:
     def note(self) -> None:
         self.gradient = gradient = self.parameter.grad
         self.version = -1 if gradient is None else version(gradient)
+
+    def is_written(self) -> bool:
+        """True if something wrote into ``.grad`` since autograd left it; another tensor there does not count."""
+        gradient = self.gradient
+        return gradient is not None and self.parameter.grad is gradient and gradient._version != self.version
 
     def arrive(self, parameter: Tensor) -> None:
         before, expected = self.gradient, self.version + 1

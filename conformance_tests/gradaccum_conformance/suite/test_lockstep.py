@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import random
+import resource
 from collections import Counter
 from typing import Any
 
@@ -144,6 +145,24 @@ def test_fresh_random_sequences(backend: Harness, options: dict[str, Option], py
 
     print(f"To repeat it: --hypothesis-seed={number}")
     run()
+
+
+GROWING = gradaccum.DynamicLossScale(init_scale=4.0, growth_interval=50, min_scale=1.0, max_scale=2.0**16)
+LONG: dict[str, Option] = {"steps": [(0, 1), (3000, 2), (6000, 3)], "loss_scale": GROWING, "clip_norm": 2.0}
+
+
+@pytest.mark.deep
+def test_ten_thousand_updates(backend: Harness) -> None:
+    """The parameters drift within their bound, schedule and loss scale are the reference's, and memory stays what it was."""
+    pair, peaks, number = Pair(backend, LONG), list[int](), 0
+    while (updates := pair.sessions[1].state().optimizer_step) < 10_000:
+        for index in range(number, number := number + 111):
+            event = "bad" if index % 37 == 36 else ("good", "heavy")[index % 2]
+            for session in pair.sessions:
+                EVENTS[event](session, None)
+        compare(*pair.sessions, f"{updates} updates and some", {})
+        peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+    assert peaks[-1] - peaks[len(peaks) // 4] < 16 * 1024, "KiB"
 
 
 @pytest.mark.every_mode
