@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from benchmarks.scoreboard.rows import CAUSES, ENVIRONMENTS, NOT_RUN, ROWS, Row
+from benchmarks.scoreboard.rows import BY_UV, CAUSES, ENVIRONMENTS, NOT_RUN, ROWS, Row
 from conformance_tests.matrix import ROOT, python_in, run
 
 RESULTS = Path(__file__).parent / "results.json"
@@ -62,9 +62,12 @@ def environment(name: str, folder: Path) -> Path:
     python = folder / "bin" / "python"
     if not python.exists():
         python = python_in(folder, "3.11")
-        passed, output = run([str(python), "-m", "pip", "install", "-q", *ENVIRONMENTS[name], f"-e{ROOT}", "numpy"], folder)
-        if not passed:
-            raise RuntimeError("\n".join(output[-30:]))
+        pip = [str(python), "-m", "pip", "install", "-q"]
+        uv = [str(folder / "bin" / "uv"), "pip", "install", "-q", "--python", str(python)]
+        for command in [[*pip, "uv"], [*uv, *ENVIRONMENTS[name]]] if name in BY_UV else [[*pip, *ENVIRONMENTS[name]]]:
+            passed, output = run([*command, f"-e{ROOT}", "numpy"], folder)
+            if not passed:
+                raise RuntimeError("\n".join(output[-30:]))
     return python
 
 
@@ -97,8 +100,7 @@ def verdict(result: Result) -> str:
     return f"{found['distance']:.0%} off ({found['worst'].removeprefix('net.')} {found['worst_distance']:.0%})"
 
 
-def write(results: dict[str, Result]) -> None:
-    RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+def write_page(results: dict[str, Result]) -> None:
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(START)
     PAGE.write_text(f"{before}{START}\n{table(results)}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
 
@@ -124,7 +126,10 @@ def main(
                 results[each.place] = found
                 console.print(f"{each.place}: {verdict(found)}; on equal items {found['equal']['distance']:.1e}; {found['verify']}")
         if record:
-            write({place: results[place] for place in known if place in results})
+            kept = {place: results[place] for place in known if place in results}
+            RESULTS.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    if record:
+        write_page(results)
     if changed:
         console.print(f"Not as benchmarks/scoreboard/rows.py has it: {', '.join(changed)}", style="bold red")
     raise typer.Exit(bool(changed))

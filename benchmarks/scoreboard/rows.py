@@ -8,20 +8,27 @@ TORCH = "torch==2.13.0"
 ENVIRONMENTS = {
     "huggingface": (TORCH, "transformers[torch]", "trl", "sentence-transformers"),
     "lightning": (TORCH, "lightning", "open_clip_torch"),
+    "keras": (TORCH, "keras"),
+    "torchtune": (TORCH, "torchtune", "torchao==0.9.0"),
+    "jax": ("jax", "optax"),
+    "mindspore": ("mindspore==2.10.0", "mindcv", "numpy<2"),
+    "levanter": ("levanter>=1.2.dev0", "jax==0.7.1", "gitpython", "chex"),
 }
-"""What pip installs, of a package without a version the newest release."""
+"""What is installed, of a package without a version the newest release."""
+BY_UV = ("levanter",)
+"""The environments whose packages pip takes too long to choose. uv would bring torch's wheels for GPUs into the others."""
 
-MEANS = "mean of means"
-WINDOW = "short window"
-UNDIVIDED = "not divided"
-COUPLED = "coupled"
-REPEATED = "repeated term"
+MEANS, WINDOW, CARRIED, UNDIVIDED = "mean of means", "short window", "carried over", "not divided"
+COUPLED, REPEATED, COUNTED, CLIPPED = "coupled", "repeated term", "other count", "clipped early"
 CAUSES = {
-    MEANS: "each micro-batch's mean weighs the same, however many items it has",
-    WINDOW: "the epoch's last window has fewer micro-batches, and is divided by the full number",
-    UNDIVIDED: "the loop believes that the loss is divided by the window's items, and the loss is not",
-    COUPLED: "a pair meets the negatives of its micro-batch only",
-    REPEATED: "each micro-batch adds the gradient of the whole loss for a parameter that is in none of them",
+    MEANS: "micro-batches weigh the same, however many items they have",
+    WINDOW: "the epoch's last window, of fewer micro-batches, is divided by the full number",
+    CARRIED: "the next epoch completes it",
+    UNDIVIDED: "the Trainer leaves the division to the model, which does not divide",
+    COUPLED: "pairs meet only their micro-batch's negatives",
+    REPEATED: "the scale's gradient is added once per micro-batch",
+    COUNTED: "each item's first label is counted, which nothing predicts",
+    CLIPPED: "micro-batches are clipped, not their sum",
 }
 
 
@@ -41,43 +48,43 @@ class Row(NamedTuple):
     """The package's own pages say so."""
 
 
+TRANSFORMERS, TRL, SENTENCE = "huggingface/transformers", "huggingface/trl", "huggingface/sentence-transformers"
 ROWS = (
     Row("transformers", "causal LM, ragged tokens", "transformers_rows.causal_lm", "huggingface"),
-    Row("transformers", "causal LM, label smoothing", "transformers_rows.smoothed_lm", "huggingface"),
-    Row(
-        "transformers", "BERT classifier", "transformers_rows.classification", "huggingface", UNDIVIDED, ("huggingface/transformers#47688",)
-    ),
-    Row("transformers", "T5", "transformers_rows.seq2seq", "huggingface", UNDIVIDED, ("huggingface/transformers#47688",)),
-    Row(
-        "transformers",
-        "a model with a mean loss of its own, short last batch",
-        "transformers_rows.own_mean",
-        "huggingface",
-        MEANS,
-        ("huggingface/transformers#37766",),
-    ),
+    Row("transformers", "label smoothing, ragged tokens", "transformers_rows.smoothed_lm", "huggingface"),
+    Row("transformers", "BERT classifier", "transformers_rows.classification", "huggingface", UNDIVIDED, (f"{TRANSFORMERS}#47688",)),
+    Row("transformers", "T5", "transformers_rows.seq2seq", "huggingface", UNDIVIDED, (f"{TRANSFORMERS}#47688",)),
+    Row("transformers", "own mean loss, short batch", "transformers_rows.own_mean", "huggingface", MEANS, (f"{TRANSFORMERS}#37766",)),
     Row("trl", "SFT, ragged tokens", "trl_rows.sft", "huggingface"),
     Row("trl", "GRPO, ragged completions", "trl_rows.grpo", "huggingface"),
-    Row("trl", 'GRPO with loss_type="bnpo"', "trl_rows.grpo_bnpo", "huggingface", MEANS, ("huggingface/trl#3021",), documented=True),
-    Row("trl", "DPO, short last batch", "trl_rows.dpo", "huggingface", MEANS),
-    Row("trl", "reward model, short last batch", "trl_rows.reward", "huggingface", MEANS),
-    Row(
-        "sentence-transformers",
-        "MultipleNegativesRanking",
-        "sentence_rows.ranking",
-        "huggingface",
-        COUPLED,
-        ("huggingface/sentence-transformers#2916",),
-        documented=True,
-    ),
-    Row("sentence-transformers", "CachedMultipleNegativesRanking", "sentence_rows.cached_ranking", "huggingface"),
-    Row("accelerate", "accumulate(), short last batch", "accelerate_rows.short_batch", "huggingface", MEANS),
-    Row("accelerate", "accumulate(), short last window", "accelerate_rows.short_window", "huggingface", WINDOW),
-    Row("accelerate", "its guide's loop for samples of variable size", "accelerate_rows.counted", "huggingface"),
-    Row("lightning", "short last batch", "lightning_rows.short_batch", "lightning", MEANS),
-    Row("lightning", "short last window", "lightning_rows.short_window", "lightning", WINDOW, ("Lightning-AI/pytorch-lightning#19987",)),
-    Row("open_clip_torch", "--accum-freq", "open_clip_rows.accum_freq", "lightning", REPEATED, ("mlfoundations/open_clip#957",)),
+    Row("trl", "GRPO, `bnpo`", "trl_rows.grpo_bnpo", "huggingface", MEANS, (f"{TRL}#3021",), documented=True),
+    Row("trl", "DPO, short batch", "trl_rows.dpo", "huggingface", MEANS),
+    Row("trl", "reward, short batch", "trl_rows.reward", "huggingface", MEANS),
+    Row("sentence-transformers", "MNRL", "sentence_rows.ranking", "huggingface", COUPLED, (f"{SENTENCE}#2916",), documented=True),
+    Row("sentence-transformers", "cached MNRL", "sentence_rows.cached_ranking", "huggingface"),
+    Row("accelerate", "`accumulate()`, short batch", "accelerate_rows.short_batch", "huggingface", MEANS),
+    Row("accelerate", "`accumulate()`, short window", "accelerate_rows.short_window", "huggingface", WINDOW),
+    Row("accelerate", "guide's counting loop, short batch", "accelerate_rows.counted", "huggingface"),
+    Row("lightning", "short batch", "lightning_rows.short_batch", "lightning", MEANS),
+    Row("lightning", "short window", "lightning_rows.short_window", "lightning", WINDOW, ("Lightning-AI/pytorch-lightning#19987",)),
+    Row("open_clip_torch", "`--accum-freq`", "open_clip_rows.accum_freq", "lightning", REPEATED, ("mlfoundations/open_clip#957",)),
+    Row("torchtune", "recipe with prompts, ragged tokens", "torchtune_rows.with_prompt", "torchtune"),
+    Row("torchtune", "recipe without prompts, ragged tokens", "torchtune_rows.without_prompt", "torchtune", COUNTED),
+    Row("keras", "short batch", "keras_rows.short_batch", "keras", MEANS, ("keras-team/keras#20241",)),
+    Row("keras", "short window", "keras_rows.short_window", "keras", CARRIED),
+    Row("optax", "`MultiSteps`, ragged tokens", "optax_rows.multisteps_ragged", "jax", MEANS),
+    Row("optax", "`MultiSteps`, short window", "optax_rows.multisteps_short_window", "jax", CARRIED),
+    Row("optax", "`microbatch` of means, ragged tokens", "optax_rows.microbatch_mean", "jax", MEANS),
+    Row("optax", "`microbatch` of sums, ragged tokens", "optax_rows.microbatch_sum", "jax"),
+    Row("levanter", "`microbatched`, ragged mask", "levanter_rows.masked", "levanter", MEANS, ("marin-community/levanter#842",)),
+    Row("mindcv", "`TrainStep`, short batch", "mindspore_rows.mindcv_short_batch", "mindspore", MEANS),
+    Row("mindcv", "`TrainStep`, short window", "mindspore_rows.mindcv_short_window", "mindspore", CARRIED),
+    Row("mindcv", "`TrainStep`, `clip_grad`", "mindspore_rows.mindcv_clipped", "mindspore", CLIPPED),
+    Row("mindspore", "tutorial, short batch", "mindspore_rows.tutorial_short_batch", "mindspore", MEANS),
+    Row("mindspore", "tutorial, short window", "mindspore_rows.tutorial_short_window", "mindspore", CARRIED),
 )
 NOT_RUN = {
-    "timm": "its loop is train.py, which is not in the wheel",
+    "timm, flax": "their loops are scripts outside the wheels",
+    "MaxText, verl, ms-swift": "not tried",
 }
+"""By packages, why there is no row."""

@@ -36,7 +36,7 @@ def test_rows_are_functions_with_known_environments_and_causes() -> None:
         assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
         assert row.environment in ENVIRONMENTS
     assert {row.cause for row in ROWS} - {""} == CAUSES.keys()
-    assert not NOT_RUN.keys() & {row.package for row in ROWS}
+    assert not {row.package for row in ROWS} & {name.lower() for names in NOT_RUN for name in names.split(", ")}
 
 
 def test_verdicts_in_words() -> None:
