@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import gradaccum
 from gradaccum import CheckpointError, DynamicLossScale, kit
+from gradaccum.refusals import require_classes, require_loss_options, require_shard_sizes
 
 FLOAT32, FLOAT64 = 3.4028234663852886e38, sys.float_info.max
 
@@ -71,7 +72,14 @@ def test_defaults_are_those_of_torch_s_scaler() -> None:
 
 
 def test_defaults_of_the_options() -> None:
-    assert kit.make_options(4) == kit.Options(4, "mean", None, None, None, kit.ScaleRule(), "skip_window", master_weights=False)
+    scale = (1.0, 1.0, 1.0, 1, 0.0, math.inf)
+    assert tuple(kit.make_options(4)) == (4, "mean", None, None, None, scale, "skip_window", False, None, None, False)
+
+
+@pytest.mark.parametrize("steps", ["four", True, 2.5])
+def test_wrong_steps_are_told_of_every_kind(steps: Any) -> None:
+    with pytest.raises(gradaccum.ArgumentTypeError, match=r"^steps: expected an int >= 1, .*pairs.*; got"):
+        kit.make_options(steps)
 
 
 @pytest.mark.parametrize("scale", [8, 8.0, np.float32(8), np.float64(8), np.int32(8)], ids=lambda scale: type(scale).__name__)
@@ -130,10 +138,16 @@ def test_item_mean_asks_for_the_weight() -> None:
         kit.given_weight(None, "item_mean")
 
 
-@pytest.mark.parametrize("options", [{"steps": 4}, {"steps": None, "noise_scale": True}], ids=str)
-def test_denominator_is_for_windows_that_the_caller_closes(options: Any) -> None:
+@pytest.mark.parametrize(
+    ("options", "got"),
+    [
+        ({"steps": 4}, "steps, .*; got one beside steps=4. Write"),
+        ({"steps": None, "noise_scale": True}, "noise_scale; got both of them. Pass"),
+    ],
+)
+def test_denominator_is_for_windows_that_the_caller_closes(options: Any, got: str) -> None:
     kit.require_denominator_allowed(kit.make_options(None))
-    with pytest.raises(gradaccum.ArgumentValueError, match="denominator: expected to be left out beside"):
+    with pytest.raises(gradaccum.ArgumentValueError, match=f"denominator: expected to be left out beside {got}"):
         kit.require_denominator_allowed(kit.make_options(**options))
     with pytest.raises(gradaccum.UsageError, match="denominator: expected to be left out where several workers"):
         kit.require_denominator(3.0, kit.make_options(None), several=True)
@@ -232,3 +246,33 @@ def test_aux_of_two_micro_batches(kind: str, merged: float) -> None:
     """The first has one item of weight 3 and returned 1, the second one item of weight 1 and returned 4."""
     first, second = (kit.share(kind, value, 1, weight, Numbers) for value, weight in ((1, 3.0), (4, 1.0)))
     assert kit.finished(kind, kit.merged(kind, first, second, Numbers), 2, 4.0) == merged
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "words"),
+    [
+        (lambda: require_loss_options(True, 0.0, "mean"), gradaccum.ArgumentTypeError, "ignore_index: expected an int"),
+        (lambda: require_loss_options(1.5, 0.0, "mean"), gradaccum.ArgumentTypeError, "ignore_index: expected an int"),
+        (lambda: require_loss_options(-100, True, "mean"), gradaccum.ArgumentTypeError, "label_smoothing: expected a number in"),
+        (lambda: require_loss_options(-100, "0.1", "mean"), gradaccum.ArgumentTypeError, "label_smoothing: expected a number in"),
+        (lambda: require_loss_options(-100, 1.5, "mean"), gradaccum.ArgumentValueError, "label_smoothing: expected a number in"),
+        (lambda: require_loss_options(-100, -0.5, "mean"), gradaccum.ArgumentValueError, "label_smoothing: expected a number in"),
+        (lambda: require_loss_options(-100, 0.1, "median"), gradaccum.ArgumentValueError, "reduction: expected one of"),
+        (lambda: require_shard_sizes(3, 3, 0, 2), gradaccum.ArgumentTypeError, "shard_sizes: expected a sequence of ints"),
+        (lambda: require_shard_sizes([3, True], 3, 0, 2), gradaccum.ArgumentTypeError, "shard_sizes: expected a sequence of ints"),
+        (lambda: require_shard_sizes([3], 3, 0, 2), gradaccum.ArgumentValueError, "shard_sizes: expected 2 numbers of classes"),
+        (lambda: require_shard_sizes([3, -1], 3, 0, 2), gradaccum.ArgumentValueError, "shard_sizes: expected 2 numbers of classes"),
+        (lambda: require_shard_sizes([3, 4], 3, 1, 2), gradaccum.ArgumentValueError, "rank 1 is 3"),
+        (lambda: require_classes(0), gradaccum.ArgumentValueError, "logits_shard: expected one class at least"),
+    ],
+)
+def test_class_sharded_losses_are_refused(call: Any, kind: type[Exception], words: str) -> None:
+    with pytest.raises(kind, match=words):
+        call()
+
+
+def test_class_sharded_losses_are_allowed() -> None:
+    for smoothing in (0, 0.0, 1, 1.0):
+        require_loss_options(-100, smoothing, "none")
+    assert require_shard_sizes([0, 4], 0, 0, 2) == (0, 4)
+    assert require_classes(1) == 1

@@ -5,7 +5,10 @@ from __future__ import annotations
 import collections
 import dataclasses
 import doctest
+import math
+import re
 import types
+import weakref
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -179,6 +182,57 @@ def test_tuple_of_arrays_of_one_length_is_a_batch() -> None:
     for sizes in ([("batch[0]", 2), ("batch[1]", 2)], [("batch[0]", 8), ("batch[1]", 7)], [("batch[0]['a']", 8), ("batch[1]['a']", 8)]):
         with pytest.raises(ArgumentValueError, match=r"write \(0, 0\) .* split= a function"):
             kit.require_one_size(sizes, [("batch", 2, "()")])
+
+
+def test_frames_of_a_failed_attempt_are_freed() -> None:
+    """Those of the error, of what it was raised from and of what it was raised beside; a circle of causes ends."""
+
+    class Array:
+        """What an attempt holds."""
+
+    alive = []
+
+    def attempt(cause: BaseException | None = None) -> None:
+        held = Array()
+        alive.append(weakref.ref(held))
+        raise MemoryError from cause
+
+    errors: list[BaseException] = []
+    for _ in range(3):
+        try:
+            attempt(errors[-1] if len(errors) == 1 else None)
+        except MemoryError as error:
+            errors.append(error)
+    errors[2].__context__ = errors[1]
+    errors[0].__context__ = errors[2]
+    splitting.free_frames(errors[2])
+    assert [each() for each in alive] == [None] * 3
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (splitting.aux_shape_error("1", declared=True), r"\(loss, aux\); got 1. Return both"),
+        (splitting.aux_shape_error("1", declared=False), "a scalar loss; got 1. Declare how it merges"),
+    ],
+)
+def test_words_of_an_error(error: Exception, words: str) -> None:
+    assert re.search(words, str(error))
+
+
+@pytest.mark.parametrize(
+    ("weights", "items", "got"),
+    [
+        ((1, 2), 3, "2 numbers"),
+        ((1, -1), 2, "-1.0 for item 1"),
+        ((math.inf, 1), 2, "inf for item 0"),
+        (("a",), 1, "values that are no numbers"),
+    ],
+)
+def test_item_weights_are_refused(weights: tuple[Any, ...], items: int, got: str) -> None:
+    with pytest.raises(ArgumentValueError, match=f"^weight: expected {items} finite numbers >= 0, one per item; got {got}"):
+        splitting.require_item_weights(weights, items)
+    assert splitting.require_item_weights((0, 2), 2) == [0.0, 2.0]
 
 
 def test_automatic_size_halves_and_remembers() -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from .running import Mutant
 
+KINDS = "the order of kinds means nothing where one of them is looked for"
 DISTANCE = "a distance does not depend on which of the two stands first"
 
 EQUIVALENT: dict[tuple[str, str], str] = {
+    ("gradaccum/nests.py", "PLAIN = (str, bool, bytes, int, float, complex, type(None))"): KINDS,
+    ("gradaccum/nests.py", "PLAIN = (str, bytes, bool, int, float, type(None), complex)"): KINDS,
     ("gradaccum/transitions.py", "clipping = divides * where(apply & ((excess >= 1)), excess, one)"): "an excess of 1 divides by 1",
     (
         "gradaccum/verification/experiments.py",
