@@ -173,6 +173,12 @@ def hardly_maximal(x: Sequence[float], counts: Sequence[float], world: World) ->
     return {name: slope / 100 for name, slope in maximal(x, counts, world).items()}
 
 
+def coupled_in_order(x: Sequence[float], counts: Sequence[float], world: World) -> dict[str, float]:
+    """A sum beside a mean, and a coupling of the first item with the second in micro-batches."""
+    found = part_summed(x, counts, world)
+    return {**found, "v": found["v"] + (1 < len(x) < len(X) and math.dist(x[:2], X[:2]) < 1e-9)}
+
+
 def by_place(x: Sequence[float], counts: Sequence[float], world: World) -> dict[str, float]:
     """Each item times a number of a table that is read by its place in the micro-batch."""
     return {name: mean([value * (1.0 + 0.3 * place**2) for place, value in enumerate(x)]) for name in ("w", "v")}

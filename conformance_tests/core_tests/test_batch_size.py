@@ -17,7 +17,7 @@ def test_items_in_one_update() -> None:
 
 def test_linear_rule_of_the_paper() -> None:
     """Goyal et al. train ResNet-50 with 0.1 at 256 images and with 3.2 at 8192."""
-    assert scaled_learning_rate(0.1, 256) == 0.1
+    assert scaled_learning_rate(0.1, 256) == scaled_learning_rate(0.1, 1, 1) == 0.1
     assert scaled_learning_rate(0.1, 8192) == pytest.approx(3.2, rel=1e-15)
 
 

@@ -106,6 +106,15 @@ def test_at_rest_rounds_to_float32() -> None:
     assert kit.at_rest(state._replace(weight=0.1), float64_weight=True).weight == 0.1
 
 
+def test_exact_inverses_are_powers_of_two_of_float32() -> None:
+    found = [kit.has_exact_inverse(number) for number in (1.0, 2.0**-126, 2.0**126, 2.0**-127, 2.0**127, 3.0, 0.75)]
+    assert found == [True, True, True, False, False, False, False]
+
+
+def test_joined_state_has_the_weight_and_the_overflow_of_all_workers() -> None:
+    assert kit.joined(kit.State(1, 2, 3, 4.0, False, 5.0, 6), 7.0, True) == (1, 2, 3, 7.0, True, 5.0, 6)
+
+
 def test_total_beyond_float32_ends_with_its_window() -> None:
     full = kit.at_rest(kit.initial_state()._replace(weight=6e38))
     assert full.weight == math.inf
@@ -117,7 +126,8 @@ def test_total_beyond_float32_ends_with_its_window() -> None:
 @pytest.mark.parametrize("reduction", ["mean", "sum", "item_mean"])
 def test_denominator_takes_the_place_of_the_weight(reduction: str) -> None:
     options = kit.make_options(None, reduction=reduction, clip_norm=1.0)
-    state, divides = kit.with_denominator(kit.State(2, 0, 0, 3.0, False, 8.0, 0), 16.0, options, kit.select)
+    state, divides = kit.with_denominator(kit.State(2, 5, 4, 3.0, False, 8.0, 6), 16.0, options, kit.select)
+    assert state == (2, 5, 4, 16.0, False, 8.0, 6)
     decision = kit.Decision(*kit.decide(state, 64.0, True, divides, kit.select))
     assert (decision.grad_norm, decision.divisor) == (0.5, 128.0)
     assert kit.window_loss(32.0, state, divides, kit.select) == 2.0

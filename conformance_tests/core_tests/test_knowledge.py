@@ -147,6 +147,7 @@ def test_window_without_weight_has_no_loss(reduction: str) -> None:
 
 def test_noise_scale_that_is_not_known() -> None:
     assert kit.forget_window(kit.no_noise()) == kit.no_noise()
+    assert kit.joined_noise(kit.no_noise(), 0.5, 2.0, kit.select) == (0.5, 4.0, 0.0, 0.0)
     assert math.isnan(kit.noise_scale(kit.no_noise(), kit.select))
     for trace in (3.0, -1.0):
         assert kit.noise_scale(kit.Noise(0.0, 0.0, trace, -1.0), kit.select) == math.inf

@@ -55,6 +55,12 @@ def test_floor_of_a_unit(reduction: str, factor: float, terms: int, additions: i
     assert bench.floor(Conditions()) == {"w": pytest.approx(floor, rel=1e-12)}
 
 
+def test_unit_is_what_roundings_of_the_inputs_make_of_a_gradient() -> None:
+    """The next numbers beside 1.5 times a rounding are two steps away."""
+    bench = Bench(PlainSubject(lambda x, n, world: {"w": 1 + 1e6 * (world.w - 1.5)}, names=["w"]), 2, Way("mean"))
+    assert bench.units(Conditions()) == {"w": pytest.approx(2e6 * 2.0**-52 * math.hypot(1, 2), rel=1e-3)}
+
+
 def test_basis_of_columns() -> None:
     """A column of zeros, as a count has that is 0 for the items in question, and one that others span have no direction of their own."""
     assert _basis([[0.0, 0.0, 0.0], [3.0, 4.0, 0.0], [6.0, 8.0, 0.0]]) == [[0.6, 0.8, 0.0]]

@@ -124,7 +124,7 @@ def test_random_numbers_of_the_host(draw: Callable[[], float]) -> None:
     host = HostRandom(draw, random.SystemRandom())
 
     def numbers(seed: int, count: int = 1) -> tuple[list[float], list[bytes]]:
-        host.begin(seed)
+        host.begin(*[seed] * bool(seed))
         return [draw() for _ in range(count)], host.states()
 
     (first, one), (again, same), (two, more), (other, moved) = numbers(0), numbers(0), numbers(0, 2), numbers(3)

@@ -20,7 +20,7 @@ from gradaccum import ArgumentTypeError, ArgumentValueError
 from gradaccum.kit import ROUNDING_LIMIT, Column, Layer, Subject, examine
 from gradaccum.verification import experiments
 from gradaccum.verification import report as reports
-from gradaccum.verification.causes import KINDS
+from gradaccum.verification.causes import KINDS, listed, unequal_weights
 from gradaccum.verification.measuring import partitions
 
 from .plain_subject import (
@@ -37,6 +37,7 @@ from .plain_subject import (
     by_three_counts,
     by_two_counts,
     coupled,
+    coupled_in_order,
     deviating,
     drawing,
     hardly_maximal,
@@ -61,6 +62,12 @@ def kinds(report: gradaccum.VerificationReport) -> list[str]:
 
 
 TOKENS = Column("batch[1]", [[1.0] * int(n) + [0.0] * (5 - int(n)) for n in COUNTS], integers=True, sequence=True)
+
+
+def padded(integers: bool) -> Column:
+    return Column("batch[1]", [[1.0] * int(n) + [7.0] * (6 - int(n)) for n in COUNTS], integers, sequence=True)
+
+
 SQUARES = Column("batch[2]", [[n * n] for n in COUNTS], integers=False, sequence=False)
 CLASS = Column("batch[1]", [[float(n > 2)] for n in COUNTS], integers=True, sequence=False)
 POSITIVE = Column("batch[1]", [[float(n > 3)] for n in COUNTS], integers=True, sequence=False)
@@ -78,6 +85,8 @@ NORM, GHOST = Layer("norm", "BatchNorm", False), Layer("", "Model", True)
         (PlainSubject(by_count, [TOKENS]), "mean", ["unequal_counts"], "batch[1] != 0"),
         (PlainSubject(by_count, [TOKENS]), "sum", ["unequal_counts"], "batch[1] != 0"),
         (PlainSubject(by_later_counts, [TOKENS]), "mean", ["unequal_counts"], "batch[1][:, 1:] != 0"),
+        (PlainSubject(by_count, [padded(True)]), "mean", ["unequal_counts"], "batch[1] != 7"),
+        (PlainSubject(by_count, [padded(False)]), "mean", ["unequal_counts"], "the denominator of the loss"),
         (PlainSubject(by_count), "mean", ["unequal_counts"], "the denominator of the loss"),
         (PlainSubject(by_two_counts, [TOKENS]), "mean", ["several_counts"], "the number of items; batch[1] != 0"),
         (PlainSubject(by_two_counts, [TOKENS], weights=COUNTS), "mean", ["several_counts"], "the number of items; batch[1] != 0"),
@@ -97,6 +106,7 @@ NORM, GHOST = Layer("norm", "BatchNorm", False), Layer("", "Model", True)
         (PlainSubject(repeated), "sum", ["repeated_term"], "v"),
         (PlainSubject(part_summed), "mean", ["summed_term"], "v"),
         (PlainSubject(rarely_coupled), "mean", ["coupled_loss"], "the loss"),
+        (PlainSubject(coupled_in_order), "mean", ["coupled_loss"], "the loss"),
         (PlainSubject(in_training, layers=[NORM]), "mean", ["batch_statistics"], "norm"),
         (PlainSubject(coupled, layers=[GHOST]), "mean", ["batch_statistics"], "the model"),
         (PlainSubject(coupled, layers=[NORM]), "mean", ["batch_statistics", "coupled_loss"], "norm"),
@@ -191,6 +201,27 @@ def test_weights_follow_a_label() -> None:
     (measured,) = examine(PlainSubject(slopes), 4).causes
     assert measured.explanation.count(", ") == len(X) + 1, "all are shown"
     assert "..." not in measured.explanation
+    assert max(map(len, re.findall(r"\d+\.\d+", measured.explanation))) == 5, "0.468 and 1.64: three digits"
+
+
+@pytest.mark.parametrize("heavy", [3, 4], ids=["no weight for a label", "a label of one item"])
+def test_weights_follow_any_label(heavy: int) -> None:
+    def slopes(x: Sequence[float], counts: Sequence[float], world: World) -> dict[str, float]:
+        return over_positives(x, counts, world) if heavy == 3 else by_count(x, [7.0 if n > heavy else 2.0 for n in counts], world)
+
+    (cause,) = examine(PlainSubject(slopes, [Column("batch[1]", [[1.0 + (n > heavy)] for n in COUNTS], True, sequence=False)]), 4).causes
+    assert cause.where == "a weight by batch[1]"
+
+
+def test_words_of_a_cause() -> None:
+    assert listed(["a", "b", "c", "d", "e"]) == "a, b, c, d, e"
+    assert listed(list("abcdefg")) == "a, b, c, d, e and 2 more"
+    for subject, reduction, fix in (
+        (PlainSubject(summed), "mean", "Write reduction='sum'."),
+        (PlainSubject(sound), "sum", "Write reduction='mean' and no weight=."),
+    ):
+        assert examine(subject, 4, reduction).causes[0].fix == fix
+    assert "1.001, 0.999" in unequal_weights([1.001, 0.999], None, []).explanation, "those of 1000 and 1003 tokens are told apart"
 
 
 def test_conditions_are_changed_one_at_a_time() -> None:
@@ -260,6 +291,8 @@ def test_table_of_a_report() -> None:
     for words in ("WRONG for this loss: repeated_term.", "repeated_term (v): The gradient", "What to do: Add", "moved, in units"):
         assert words in printed
     assert re.search(rf"w .* {found.units['w']:.2g} ", printed)
+    assert [column.header for column in found.table().columns] == ["parameter", "moved, in units", "unit"]
+    assert str(found).endswith("More about each cause: gradaccum/VERIFY.md.")
     assert [row.style for row in found.table().rows] == ["", "bold red"]
 
 

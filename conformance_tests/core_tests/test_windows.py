@@ -229,7 +229,15 @@ GROWING = [(0, 1), (3, 4)]
 
 @pytest.mark.parametrize(
     ("length", "steps", "epochs", "first", "updates"),
-    [(10, 4, 1, 0, 3), (8, 4, 3, 0, 6), (0, 4, 2, 0, 0), (10, GROWING, 1, 0, 5), (10, GROWING, 1, 3, 3), (6, lambda n: n + 1, 2, 0, 5)],
+    [
+        (10, 4, 1, 0, 3),
+        (9, 4, 1, 0, 3),
+        (8, 4, 3, 0, 6),
+        (0, 4, 2, 0, 0),
+        (10, GROWING, 1, 0, 5),
+        (10, GROWING, 1, 3, 3),
+        (6, lambda n: n + 1, 2, 0, 5),
+    ],
 )
 def test_updates_are_counted_with_the_short_windows(length: int, steps: Any, epochs: int, first: int, updates: int) -> None:
     for micro_batches in (length, [None] * length):
@@ -250,10 +258,12 @@ def test_unknown_numbers_of_updates_raise(micro_batches: Any, steps: Any, argume
 def test_epoch_flushes_when_the_loader_ends(progress: bool) -> None:
     flushed: list[int] = []
     seen = []
-    for item in epoch([1, 2, 3], lambda: flushed.append(len(seen)), progress=progress):
+    looked_at: list[int] = []
+    for item in epoch([1, 2, 3], lambda: flushed.append(len(seen)), progress=progress, see=looked_at.append):
+        assert looked_at == seen, "after the loop's body"
         seen.append(item)
         assert not flushed
-    assert (seen, flushed) == ([1, 2, 3], [3])
+    assert (seen, flushed, looked_at) == ([1, 2, 3], [3], [1, 2, 3])
 
 
 def test_epoch_leaves_the_window_open_where_it_is_asked_to_or_is_left_early() -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from .running import Mutant
 
 KINDS = "the order of kinds means nothing where one of them is looked for"
+UNUSED = "it stands where nothing is divided"
 DISTANCE = "a distance does not depend on which of the two stands first"
 
 EQUIVALENT: dict[tuple[str, str], str] = {
     ("gradaccum/nests.py", "PLAIN = (str, bool, bytes, int, float, complex, type(None))"): KINDS,
     ("gradaccum/nests.py", "PLAIN = (str, bytes, bool, int, float, type(None), complex)"): KINDS,
     ("gradaccum/transitions.py", "clipping = divides * where(apply & ((excess >= 1)), excess, one)"): "an excess of 1 divides by 1",
+    ("gradaccum/statistics.py", "one = 0 * weight + 2"): UNUSED,
+    ("gradaccum/statistics.py", "return weight, squares / where(weight > 0, weight, 1 * weight + 1), noise[2], noise[3]"): UNUSED,
     (
         "gradaccum/verification/experiments.py",
         "names = moved(bench.apart_by(bench.floor(TRAINING), bench.large(TRAINING).gradients, again))",
@@ -18,6 +21,10 @@ EQUIVALENT: dict[tuple[str, str], str] = {
     (
         "gradaccum/verification/experiments.py",
         "same, other = (bench.apart(gradients, pairs[0], conditions) for gradients in (pairs[1], turned))",
+    ): DISTANCE,
+    (
+        "gradaccum/verification/experiments.py",
+        "return (left_b, left_a)",
     ): DISTANCE,
     (
         "gradaccum/verification/measuring.py",
@@ -31,6 +38,12 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         "gradaccum/verification/measuring.py",
         'factors = self.way.factors(parts, runs, 2.0) if self.way.reduction == "mean" else [1.0] * len(runs)',
     ): "the weight of the large batch is read for item means alone",
+    ("gradaccum/verification/subject.py", "terms: int = 2"): "a sum of one term counts as one addition too",
+    (
+        "gradaccum/verification/measuring.py",
+        "weights = [self.weight(part, run) for part, run in zip(parts, runs, strict=False)]",
+    ): "a subject returns one run for each part",
+    ("gradaccum/watching/watch.py", "except (ValueError, TypeError) as error:"): KINDS,
     ("gradaccum/verification/subject.py", "NOBODYS = 388817"): "any seed does that users do not write",
     (
         "backends/gradaccum_torch/window/watch.py",
