@@ -56,10 +56,8 @@ def test_statement_of_a_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize(("name", "count"), [("core", 200), ("torch", 20), ("jax", 20), ("mindspore", 20)])
-def test_small_changes_are_noticed(name: str, count: int, tmp_path: Path) -> None:
+def test_small_changes_of_the_core_are_noticed(tmp_path: Path) -> None:
     pytest.importorskip("coverage")
-    pytest.importorskip(PACKAGES[name].backend)
-    tried = [mutant for mutant in sample(PACKAGES[name], count, 0) if not why_equivalent(mutant)]
-    alive = [str(mutant) for mutant, killer in verdicts(PACKAGES[name], tried, tmp_path, most_seconds=60) if not killer]
+    tried = [mutant for mutant in sample(PACKAGES["core"], 200, 0) if not why_equivalent(mutant)]
+    alive = [str(mutant) for mutant, killer in verdicts(PACKAGES["core"], tried, tmp_path, most_seconds=60) if not killer]
     assert len(alive) <= 0.05 * len(tried), alive

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -63,19 +64,28 @@ class Recording:
 
 
 class Chosen:
-    """Runs the tests named in `file`, in that order, up to the first that fails; the file then names that test alone."""
+    """Runs the tests named in `file`, in that order, up to the first that fails; the file then names that test alone.
+
+    The file says how much CPU each test takes; a test that takes far more loops for ever, and SIGPROF ends the process.
+    """
 
     def __init__(self, file: str) -> None:
         self.file = Path(file).resolve()
+        self.seconds: dict[str, float] = json.loads(self.file.read_text(encoding="utf-8"))
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         by_id = {item.nodeid: item for item in items}
-        items[:] = [by_id[test] for test in json.loads(self.file.read_text(encoding="utf-8"))]
+        items[:] = [by_id[test] for test in self.seconds]
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        signal.setitimer(signal.ITIMER_PROF, 5 + 5 * self.seconds[item.nodeid])
+        return (yield)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
-            self.file.write_text(json.dumps([report.nodeid]), encoding="utf-8")
+            self.file.write_text(json.dumps({report.nodeid: 0.0}), encoding="utf-8")
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, exitstatus: int) -> None:

@@ -76,7 +76,7 @@ def verdicts(package: Package, mutants: Iterable[Mutant], folder: Path, most_sec
         promises = Counter({test: 30 / lines for test, lines in covered.lines().items()})
         for number, mutant in enumerate(mutants):
             tests = _chosen(covered, mutant, package, promises, most_seconds)
-            killer = _killer(server, package, mutant, tests, folder / str(number), 10 + 3 * sum(covered.seconds[test] for test in tests))
+            killer = _killer(server, package, mutant, {test: covered.seconds[test] for test in tests}, folder / str(number))
             promises[killer] += 1
             yield Verdict(mutant, killer)
 
@@ -103,22 +103,22 @@ def statement_at(file: Path, line: int) -> range:
     return found
 
 
-def _killer(server: Preloaded, package: Package, mutant: Mutant, tests: list[str], site: Path, seconds: float) -> str:
+def _killer(server: Preloaded, package: Package, mutant: Mutant, tests: Mapping[str, float], site: Path) -> str:
     files = {test.partition("::")[0].removeprefix("conformance_tests/"): None for test in tests}
-    program = _program(package, mutant, site, "Chosen('tests.json')", files, int(seconds))
+    program = _program(package, mutant, site, "Chosen('tests.json')", files)
     (site / "tests.json").write_text(json.dumps(tests), encoding="utf-8")
     try:
         status = server.run(program, WALL_SECONDS)[0]
     except TimeoutError:
         return "it never ends"
-    left = json.loads((site / "tests.json").read_text(encoding="utf-8"))
+    left = list(json.loads((site / "tests.json").read_text(encoding="utf-8")))
     shutil.rmtree(site, ignore_errors=True)
     if status == 5:
         raise RuntimeError(f"no test was run on {mutant}")
     return "" if status == 0 else left[0] if status == 1 and len(left) == 1 else f"exit status {status}"
 
 
-def _program(package: Package, mutant: Mutant | None, site: Path, plugin: str, tests: Iterable[str], seconds: int = -1) -> Path:
+def _program(package: Package, mutant: Mutant | None, site: Path, plugin: str, tests: Iterable[str]) -> Path:
     """Write the program that runs tests on a copy of the package, with the mutant in it unless it is None."""
     shutil.rmtree(site, ignore_errors=True)  # Of a run that was stopped.
     copy = site / package.folder.name
@@ -129,25 +129,24 @@ def _program(package: Package, mutant: Mutant | None, site: Path, plugin: str, t
     program = site / "run.py"
     # pytest's own setting of the path would put the checkout before the copy.
     options = ("--backend", package.backend, "-o", f"pythonpath={site}", "-W", "ignore::pytest.PytestAssertRewriteWarning")
-    program.write_text(pytest_program(site, tests, *options, plugin=plugin, seconds=seconds), encoding="utf-8")
+    program.write_text(pytest_program(site, tests, *options, plugin=plugin), encoding="utf-8")
     return program
 
 
-def pytest_program(site: Path, tests: Iterable[str], *options: str, plugin: str = "", seconds: int = -1) -> str:
+def pytest_program(site: Path, tests: Iterable[str], *options: str, plugin: str = "") -> str:
     """Return a program that runs `tests`, which are below ``conformance_tests``; a package below `site` stands before the checkout's.
 
-    `plugin` makes a pytest plugin of `covering`; after `seconds` of CPU, unless negative, the program is killed.
+    `plugin` makes a pytest plugin of `covering`.
     """
     folders = [str(site), str(ROOT), str(ROOT / "backends"), str(ROOT / "conformance_tests")]
     path = os.pathsep.join([*folders, *filter(None, [os.environ.get("PYTHONPATH")])])
     always = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT), "-q", "-x", "-rf", "-p", "no:cacheprovider"]
     selected = [str(ROOT / "conformance_tests" / test) for test in tests]
     return f"""
-import os, resource, sys
+import os, sys
 import pytest
 os.environ["PYTHONPATH"] = {path!r}
 sys.path[:0] = {folders!r}
 {"from conformance_tests.mutation.covering import Chosen, Recording" if plugin else ""}
-resource.setrlimit(resource.RLIMIT_CPU, ({seconds}, {seconds}))
 sys.exit(pytest.main({[*always, *options, *selected]!r}, plugins=[{plugin}]))
 """
