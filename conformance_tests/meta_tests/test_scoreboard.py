@@ -6,9 +6,11 @@ import ast
 import copy
 import json
 
+import numpy as np
 import pytest
 
 from benchmarks.scoreboard.__main__ import PAGE, RESULTS, as_recorded, table, verdict
+from benchmarks.scoreboard.measuring import Gradients, compared
 from benchmarks.scoreboard.rows import CAUSES, ENVIRONMENTS, NOT_RUN, ROWS, Row
 
 MEASURED = json.loads(RESULTS.read_text(encoding="utf-8"))
@@ -37,6 +39,20 @@ def test_rows_are_functions_with_known_environments_and_causes() -> None:
         assert row.environment in ENVIRONMENTS
     assert {row.cause for row in ROWS} - {""} == CAUSES.keys()
     assert not {row.package for row in ROWS} & {name.lower() for names in NOT_RUN for name in names.split(", ")}
+
+
+def test_distance_of_two_gradients() -> None:
+    """A parameter that hardly has a gradient is measured by the whole."""
+    large = {"weight": np.array([3.0, 4.0]), "bias": np.array([1e-9])}
+
+    def row(*, micro: bool, even: bool) -> Gradients:
+        return {name: each * (0.5 if micro else 1) + (0 if even else 1e-3 * micro) for name, each in large.items()}
+
+    found = compared(row, even=True)
+    assert (found["distance"], found["length"], found["worst"], found["worst_distance"]) == pytest.approx((0.5, 0.5, "weight", 0.5))
+    assert compared(row, even=False)["worst"] == "weight"
+    with pytest.raises(AssertionError, match="did not move"):
+        compared(lambda **_: {"weight": np.zeros(2)}, even=True)
 
 
 def test_verdicts_in_words() -> None:
