@@ -136,11 +136,11 @@ class Statistics:
             self._noise = kit.Noise(*kit.joined_noise(self._noise, weight, squares, kit.select))
         self._open = _Counted(loss, joined=True, firsts=int(firsts))
 
-    def window_ended(self, ended: kit.State, options: kit.Options, grad_norm: float) -> None:
+    def window_ended(self, ended: kit.Fields, options: kit.Options, grad_norm: float) -> None:
         """End the window that was `ended`; the `options` say by what its losses are divided."""
         if self.measures_noise:
             self._noise = kit.Noise(*kit.window_seen(self._noise, ended, grad_norm, self._options, kit.select, self._open.firsts))
-        self._closed = (self._open if self._open.are_all(ended.micro_step) else _UNKNOWN), ended, options
+        self._closed = (self._open if self._open.are_all(int(ended[0])) else _UNKNOWN), ended, options
         self._open = _Counted()
 
     def discard(self) -> None:

@@ -2,6 +2,7 @@
 
 The loop by hand reduces gradients while the last backward pass still runs. gradaccum reduces after it, with the weights and overflow flags
 of workers that may hold different numbers of micro-batches, and measures the norm of the reduced sum. A loop that clips measures it too.
+The same promises by hand, without any class, are the floor of that.
 
 Two processes on a busy machine wait for each other. So each case is also one worker alone, in seconds of its processor, in a group in which
 the other one brings the same.

@@ -101,8 +101,8 @@ foreach_sub_ = _foreach("sub_", "Master weights are compared with a call for eac
 foreach_copy_ = _foreach("copy_", "Master weights are rounded with a call for each tensor, which is slower.")
 flattened: Callable[[Sequence[Tensor]], Tensor] = _found(
     "torch._utils:_flatten_dense_tensors",
-    "Small tensors are copied side by side with a call for each, which is slower.",
-    lambda tensors: torch.cat(list(map(Tensor.ravel, tensors))),
+    "Small tensors take a call each, which is slower.",
+    lambda each: torch.cat([*map(Tensor.ravel, each)]),
 )
 """Copies several dense tensors of one dtype side by side."""
 

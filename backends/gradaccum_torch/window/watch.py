@@ -335,12 +335,15 @@ class Watched:
         before, expected = self.gradient, self.version + 1
         if before is not None and before._version == expected:
             self.version = expected  # One addition in place, as nearly always. `GradWatch.intact` sees whether it is still the parameter's.
+        elif before is None:
+            keep_own(parameter)
+            self.note()
         else:
             self._look(before, expected, parameter)
         if not self.watch.known.under_way:
             self.watch.begin()
 
-    def _look(self, before: Tensor | None, expected: int, parameter: Tensor) -> None:
+    def _look(self, before: Tensor, expected: int, parameter: Tensor) -> None:
         change = Change.WRITTEN
         if parameter.grad is not before:
             # What autograd has just made is unwritten; it has added to what somebody assigned.
@@ -348,7 +351,7 @@ class Watched:
             keep_own(parameter)
         self.note()
         gradient = self.gradient
-        if before is not None and (gradient is not before or self.version != expected) and not _by_autograd(before, gradient):
+        if (gradient is not before or self.version != expected) and not _by_autograd(before, gradient):
             self.watch.known = seen(self.watch.known, Event.CHANGED, change)
 
 

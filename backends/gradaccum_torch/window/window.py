@@ -6,7 +6,7 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 from weakref import WeakSet
 
 import torch
@@ -72,7 +72,7 @@ class Verdict(NamedTuple):
     """The divisor without clipping."""
     strayed: bool
     """The model may differ from the rounded masters."""
-    divided: tuple[State, Options]
+    divided: tuple[Fields, Options]
     """The state and the options by which the sum and the losses are divided."""
 
 
@@ -239,7 +239,7 @@ class Window:
             self._join()
             if not self.workers.joined:
                 return
-        else:
+        elif self._options.separate_sums:
             self.workers.require_one_weight(self._fields)
         if self.workers.stages is not None:
             self._add_tied(self.workers.stages)
@@ -405,7 +405,8 @@ class Window:
             self.workers.not_own = True
 
     def _workers_ended(self) -> None:
-        self.workers.window_ended()
+        if self.workers.several or self._options.separate_sums:
+            self.workers.window_ended()
         if self.workers.stages is not None:
             self.workers.stages.window_ended()
             self.workers.not_own = False
@@ -415,18 +416,15 @@ class Window:
             self._statistics.groups_changed()
         fields, measured, strayed = self._measured(fields)
         # Clipping comes after this: a sum that leaves the range before it is an overflow, as it would be in a large batch.
-        divided, options = (fields, self._options) if denominator is None else self._divided(fields, denominator)
+        divided, options = cast(Fields, fields), self._options
+        if denominator is not None:
+            divided, options = kit.with_denominator(fields, denominator, options, kit.select)
         unclipped = kit.divisor(divided, options, kit.select)
-        finite = measured.finite and (not self._measures or self.strategy.fits(measured.norm, unclipped))
-        norm = measured.norm
+        norm, finite = measured.norm, measured.finite and (not self._measures or self.strategy.fits(measured.norm, unclipped))
         if self.workers.stages is not None and self._measures:
             norm, finite = self.workers.stages.agreed(fields, self.strategy.sums(), norm, finite)
         decision = kit.Decision(*kit.decide(divided, norm, finite, options, kit.select, self._plan.largest))
         return Verdict(fields, decision, unclipped, strayed, (divided, options))
-
-    def _divided(self, fields: State, denominator: float) -> tuple[State, Options]:
-        divided, options = kit.with_denominator(fields, denominator, self._options, kit.select)
-        return State(*divided), options
 
     def _measured(self, fields: State) -> tuple[State, Measured, bool]:
         """Return the state, the norm, and whether the model may differ from the masters, with at most one wait."""

@@ -169,9 +169,7 @@ class WorkerGroup(Workers):
             guess = self._riders[part] = found
         self._require_equal_copies([total for total, count in zip(whole, numbers.holders, strict=True) if count == self._workers])
         rode = set(guess)
-        left = {
-            index: total for index, total in enumerate(whole) if index not in rode and total is not None and not names.is_sharded(total)
-        }
+        left = {at: each for at, each in enumerate(whole) if at not in rode and each is not None and not names.is_sharded(each)}
         if not (apart := sum(total.nbytes for total in left.values()) <= APART_BYTES):
             self._hold("torn")
         added = all_reduce(list(left.values()), self.group, apart) if left else list
@@ -428,13 +426,14 @@ class _Reduction(NamedTuple):
         """Return the sums, parts of `packed` if they are apart; a strided one in its tensor, to keep the layout."""
         if self.packed is self.tensors[0]:
             return self.tensors
-        parts = map(Tensor.view_as, torch.split(self.packed.view(-1), list(map(Tensor.numel, self.tensors))), self.tensors)
-        return [part if self.apart and each.is_contiguous() else each.copy_(part) for part, each in zip(parts, self.tensors, strict=True)]
+        pairs = zip(torch.split(self.packed.view(-1), list(map(Tensor.numel, self.tensors))), self.tensors, strict=True)
+        parts = ((part if each.dim() == 1 else part.view_as(each), each) for part, each in pairs)
+        return [part if self.apart and each.is_contiguous() else each.copy_(part) for part, each in parts]
 
 
 def _reduction(tensors: Sequence[Tensor], group: dist.ProcessGroup, apart: bool) -> _Reduction:
     if len(tensors) > 1:
-        packed = torch.cat(list(map(Tensor.ravel, tensors)))
+        packed = names.flattened(tensors)
     else:
         packed = tensors[0].clone(memory_format=torch.contiguous_format) if apart else tensors[0].contiguous()
     return _Reduction(tensors, packed, dist.all_reduce(packed, group=group, async_op=True), apart)
@@ -483,9 +482,9 @@ def encode(fields: kit.State, flushing: bool, present: Iterable[bool], others: S
 
 def decode(added: Tensor, others: int = 0, flags: int = 0) -> Numbers:
     """Return the numbers of all workers from their added elements, shape ``(elements,)``; waits for the device."""
-    array, split = added.to("cpu", torch.int32).numpy().astype("<i4", copy=False).tobytes(), _PARTS * (1 + others)
-    elements, planes = memoryview(array).cast("i"), [array[first::4] for first in range(3)]
-    weight, *sums = (_number(elements[first : first + 3].tolist(), planes, first + 3) for first in range(0, split, _PARTS))
+    array, split = added.cpu().numpy().astype("<i4").tobytes(), _PARTS * (1 + others)
+    elements, starts = memoryview(array).cast("i"), range(0, split, _PARTS)
+    weight, *sums = (_number(elements[each : each + 3].tolist(), array[4 * (each + 3) : 4 * (each + _PARTS)]) for each in starts)
     overflows, micro_batches, flushes, *rest = elements[split:].tolist()
     return Numbers(weight, overflows > 0, micro_batches > 0, flushes, rest[flags:], sums, rest[:flags])
 
@@ -497,11 +496,11 @@ def _parts(number: float) -> bytes:
     return bytes((math.isnan(number), number == math.inf, number == -math.inf)) + integer
 
 
-def _number(marks: Sequence[int], planes: Sequence[bytes], first: int) -> float:
-    """Return the sum, rounded once, of the numbers whose `_parts` were added up: the marks, and from `first` on the elements' bytes."""
+def _number(marks: Sequence[int], added: bytes) -> float:
+    """Return the sum, rounded once, of the numbers whose `_parts` were added up: the marks, and the other elements, of 4 bytes each."""
     nans, above, below = marks
     if nans or above or below:
         return math.nan if nans or (above and below) else math.inf if above else -math.inf
-    total = sum(int.from_bytes(plane[first : first + _BYTES], "little") << 8 * place for place, plane in enumerate(planes))
+    total = sum(int.from_bytes(added[place::4], "little") << 8 * place for place in range(3))
     integer: int = (total + _HALF) % (2 * _HALF) - _HALF
     return integer / _UNIT if abs(integer) < _LARGEST else math.inf if integer > 0 else -math.inf

@@ -145,7 +145,7 @@ class Alone(Workers):
         return "own" if self.stages is None else super().leave()
 
     def require_one_weight(self, fields: State) -> None:
-        module = self._averaging() if self._separate and not self._compared else None
+        module = self._averaging() if not self._compared else None
         if module is not None:
             require_no_join(module)
             weights = torch.tensor([fields.weight, -fields.weight], dtype=torch.float64, device=self._parameters()[0].device)
