@@ -122,6 +122,7 @@ def test_windows_that_tell_nothing_move_no_mean() -> None:
     ):
         assert kit.window_seen(noise, ended, norm, options, kit.select) == (0.0, 0.0, 3.0, 1.0)
     assert kit.forget_window(held) == (0.0, 0.0, 3.0, 1.0)
+    assert kit.first_seen(held, state, 9.0, kit.select) == held, "the second micro-batch"
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)

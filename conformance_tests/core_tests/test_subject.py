@@ -122,6 +122,7 @@ GENERATORS = {
 @pytest.mark.parametrize("draw", GENERATORS.values(), ids=GENERATORS)
 def test_random_numbers_of_the_host(draw: Callable[[], float]) -> None:
     host = HostRandom(draw, random.SystemRandom())
+    users = draw()
 
     def numbers(seed: int, count: int = 1) -> tuple[list[float], list[bytes]]:
         host.begin(*[seed] * bool(seed))
@@ -129,7 +130,7 @@ def test_random_numbers_of_the_host(draw: Callable[[], float]) -> None:
 
     (first, one), (again, same), (two, more), (other, moved) = numbers(0), numbers(0), numbers(0, 2), numbers(3)
     assert (first, one) == (again, same)
-    assert two[0] == first[0] != other[0] == numbers(3)[0][0] != numbers(4)[0][0]
+    assert two[0] == first[0] == users != other[0] == numbers(3)[0][0] != numbers(4)[0][0]
     assert (host.per_item(one, same), len(host.per_item(more, one))) == ([], 1)
     assert len(host.seeded(one, moved)) == len(host.states()) - len(host.per_item(one, moved))
     assert all(words.endswith("a number for each item") for words in host.per_item(more, one))

@@ -66,6 +66,10 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         "backends/gradaccum_jax/sums.py",
         "return jax.tree.unflatten(structure, [add_leaf(held, gradient) for held, gradient in zip(leaves, gradients, strict=False)])",
     ): "an update whose gradients have another structure was refused before",
+    (
+        "gradaccum/verification/experiments.py",
+        "parts = list(islice(chain.from_iterable(combinations(probe, size) for size in range(1, len(probe) + 2)), PARTS))",
+    ): "no combination is larger than the probe",
 }
 """By the file and the changed line."""
 
