@@ -50,7 +50,7 @@ class Mutation(NamedTuple):
     old: str
     new: str
     becomes: str
-    """The whole line with the change in it."""
+    """The whole line with the change in it; what is dropped stands in a comment."""
 
     def apply(self, source: str) -> str:
         text = source.encode()
@@ -73,7 +73,8 @@ def mutations_of(source: str) -> list[Mutation]:
             before, old, after = (
                 text[one:other].decode() for one, other in itertools.pairwise((first, start, stop, lines[target.end_lineno]))
             )
-            found[start, stop, new] = Mutation(target.lineno, start, stop, old, new, f"{before}{new}{after}".strip())
+            becomes = f"{before}{new}{after}".strip() if new != "pass" else f"pass  # {' '.join(old.split())}"
+            found[start, stop, new] = Mutation(target.lineno, start, stop, old, new, becomes)
     return sorted(found.values())
 
 
