@@ -114,6 +114,7 @@ def test_windows_that_tell_nothing_move_no_mean() -> None:
     assert kit.window_seen(held, state, 1.5, options, kit.select)[2:] != (3.0, 1.0)
     for noise, ended, norm in (
         (held, state._replace(weight=2.0), 1.5),
+        (held, state._replace(weight=0.0), 0.0),
         (held, state, math.inf),
         (held, state, math.nan),
         (held, state, 0.0),

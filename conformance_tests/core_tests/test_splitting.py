@@ -81,6 +81,14 @@ def test_segments_that_cannot_be_cut(arguments: tuple[int, ...], words: str) -> 
         kit.segment_cuts(*arguments)
 
 
+@pytest.mark.parametrize(
+    "cut", [lambda: splitting.size_for(0, 4), lambda: kit.packed([], 4), lambda: kit.divided(kit.make_division(4), 0, None)]
+)
+def test_empty_batch_is_refused(cut: Any) -> None:
+    with pytest.raises(ArgumentValueError, match=r"^batch: expected at least one item; got 0 items"):
+        cut()
+
+
 NESTS: list[tuple[Any, list[str]]] = [
     (1.0, [""]),
     ((1, np.zeros(1)), ["[0]", "[1]"]),

@@ -58,6 +58,7 @@ frameworks.__module__ = "torch.nn.functional"
     [
         (own, (1, 2), (MODEL, 1, 2)),
         (own, ([1, 2],), (MODEL, 1, 2)),
+        (own, ([1, 2], 3), (MODEL, [1, 2], 3)),
         (lambda model, pair: (model, pair), ([1, 2],), (MODEL, [1, 2])),
         (lambda *arguments: arguments, (1, 2), (MODEL, 1, 2)),
         (with_default, (1, 2), (MODEL, 1, 2)),

@@ -11,6 +11,7 @@ DISTANCE = "a distance does not depend on which of the two stands first"
 EQUIVALENT: dict[tuple[str, str], str] = {
     ("gradaccum/nests.py", "PLAIN = (str, bool, bytes, int, float, complex, type(None))"): KINDS,
     ("gradaccum/nests.py", "PLAIN = (str, bytes, bool, int, float, type(None), complex)"): KINDS,
+    ("gradaccum/nests.py", "PLAIN = (str, bytes, int, bool, float, complex, type(None))"): KINDS,
     ("gradaccum/transitions.py", "clipping = divides * where(apply & ((excess >= 1)), excess, one)"): "an excess of 1 divides by 1",
     ("gradaccum/statistics.py", "one = 0 * weight + 2"): UNUSED,
     ("gradaccum/statistics.py", "return weight, squares / where(weight > 0, weight, 1 * weight + 1), noise[2], noise[3]"): UNUSED,
@@ -43,6 +44,7 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         "gradaccum/verification/measuring.py",
         "weights = [self.weight(part, run) for part, run in zip(parts, runs, strict=False)]",
     ): "a subject returns one run for each part",
+    ("gradaccum/watching/watch.py", "pass  # self._last_end = 0.0"): "to add a listener sets it, and without one no window is noted",
     ("gradaccum/watching/watch.py", "except (ValueError, TypeError) as error:"): KINDS,
     ("gradaccum/verification/subject.py", "NOBODYS = 388817"): "any seed does that users do not write",
     (
