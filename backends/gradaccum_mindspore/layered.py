@@ -22,10 +22,9 @@ import numpy as np
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.common import _no_grad
 from mindspore.experimental import optim
-from mindspore.ops import constexpr
 
 from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError, kit
-from gradaccum_mindspore import sums
+from gradaccum_mindspore import checks, sums
 from gradaccum_mindspore.large_batch.batch import SplitOptions, plain_reduction, require_function, split_options, with_constant_weight
 from gradaccum_mindspore.large_batch.gradients import MergedOutputs, divisor_of, factor_of, loss_kind, require_outputs, unit_of, weighed
 from gradaccum_mindspore.large_batch.replay import DEPTH, Noted, named_by
@@ -113,8 +112,8 @@ def layered_backward(
     """
     refuse_trace()
     if is_graph_mode():
-        _refuse_compiled("graph mode")
-    parts = [_Layer(f"layers[{index}]", function) for index, function in enumerate(_require_layers(layers))]
+        checks.refuse_compiled_layers("graph mode")
+    parts = [_Layer(f"layers[{index}]", function) for index, function in enumerate(checks.require_layers(layers))]
     parts.append(_Layer("loss_fn", loss_fn))
     target = _target(optimizer, parts, reduction, data_parallel)
     given = {"steps": steps, "micro_batch_size": micro_batch_size, "weight": weight, "axes": axes, "aux": aux}
@@ -132,20 +131,7 @@ def layered_backward(
         raise
 
 
-@constexpr  # type: ignore[untyped-decorator]
-def _refuse_compiled(found: str) -> None:
-    expected = "a call from Python in PyNative mode: compiled code copies weights that layers read in turn, on a CPU rounded to float32"
-    fix = (
-        "Leave mindspore.jit out, write set_context(mode=mindspore.PYNATIVE_MODE), and compile layers: net.construct = mindspore.jit(...)."
-    )
-    raise kit.explain(UsageError, "layered_backward", expected=expected, found=found, fix=fix)
-
-
-def _compiled(*args: Any, **kwargs: Any) -> None:
-    _refuse_compiled("a call in compiled code")
-
-
-COMPILED_AS[layered_backward] = _compiled
+COMPILED_AS[layered_backward] = checks.layers_in_compiled_code
 
 
 class _Layer:
@@ -286,7 +272,7 @@ class _Own:
         self.parameters = list({id(each): each for part in parts for each in part.parameters}.values())
         if optimizers:
             self.parameters = [parameter for each in optimizers for parameter in each.parameters]
-            _require_held(self.parameters, firsts)
+            checks.require_held(self.parameters, firsts)
         self.waiting = {k: min(firsts[id(each)] for each in one.parameters) for k, one in enumerate(optimizers)}
         """By optimizer, the layer with which its sums are complete."""
         self.by_unit = not optimizers
@@ -343,7 +329,7 @@ class _Window:
     def __init__(self, optimizer: AccumulatingOptimizer, parts: Sequence[_Layer], reduction: str | None) -> None:
         self.optimizer, self.options, self.parameters = optimizer, optimizer.options, list(optimizer.parameters)
         self.by_unit, self.scaled, self.optimizers = False, optimizer.scale, [optimizer]
-        _require_held(self.parameters, {id(each): 0 for part in parts for each in part.parameters})
+        checks.require_held(self.parameters, {id(each): 0 for part in parts for each in part.parameters})
         require_open_steps(optimizer)
         self.failed = undoing(optimizer)
         if reduction not in (None, self.options.reduction):
@@ -356,7 +342,7 @@ class _Window:
         self.sums = dict(zip(map(id, self.parameters), optimizer.storage.sums, strict=True))
 
     def open(self, weight: float) -> None:
-        pass
+        """Leave all to the optimizer, whose own sums are there."""
 
     complete = open
 
@@ -390,22 +376,3 @@ def _own(optimizers: Sequence[object]) -> Iterator[Any]:
             fix = "Load the last checkpoint by gradaccum_mindspore.load_checkpoint_into(cell, ...), of a cell that holds this optimizer."
             raise kit.explain(UsageError, "optimizer", expected="an update that was made or was not", found=found, fix=fix)
         yield each
-
-
-def _require_held(parameters: Sequence[Parameter], found: Any) -> None:
-    """Raise unless each parameter of the optimizers is in a layer, or in the loss, and in one optimizer."""
-    if lost := [each.name for each in parameters if id(each) not in found]:
-        fix = "Pass the Cell that holds it as a layer, or a function that names that Cell; leave frozen parameters out of the optimizer."
-        expected = "each parameter of the optimizers, with requires_grad"
-        raise kit.explain(ArgumentValueError, "layers", expected=expected, found=f"none with {lost}", fix=fix)
-    if twice := [each.name for at, each in enumerate(parameters) if any(each is other for other in parameters[:at])]:
-        raise kit.explain(ArgumentValueError, "optimizer", expected="each parameter once", found=f"{twice} in two", fix="Leave it in one.")
-
-
-def _require_layers(layers: object) -> list[Layer]:
-    fix = "Write layers=net, a SequentialCell, or layers=[prelude, *net.blocks, head]."
-    if not isinstance(layers, nn.SequentialCell | nn.CellList | list | tuple) or not len(layers):
-        raise kit.explain(ArgumentTypeError, "layers", expected="a SequentialCell or a list of Cells, not empty", got=layers, fix=fix)
-    if isinstance(layers, nn.SequentialCell) and type(layers).construct is not nn.SequentialCell.construct:
-        raise kit.explain(ArgumentTypeError, "layers", expected="layers that run in turn", found="a construct of its own", fix=fix)
-    return list(layers)
