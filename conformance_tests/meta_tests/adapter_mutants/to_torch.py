@@ -55,14 +55,14 @@ MUTANTS = (
     ),
     Mutant(
         "take_every_sum_for_finite",
-        "finite = measured.finite and (not",
-        "finite = (not",
+        "norm, finite = measured.norm, measured.finite and (not",
+        "norm, finite = measured.norm, (not",
         SUITE + "test_overflow.py::test_overflow_skips_this_window_only",
     ),
     Mutant(
         "forget_what_float16_holds",
-        "finite = measured.finite and (not self._measures or self.strategy.fits(measured.norm, unclipped))",
-        "finite = measured.finite",
+        "measured.finite and (not self._measures or self.strategy.fits(measured.norm, unclipped))",
+        "measured.finite",
         SUITE + "test_half_precision.py::test_sum_at_the_edge_of_float16",
     ),
     Mutant(
