@@ -142,11 +142,10 @@ class MultiSteps:
         last = full & accepted
         before = (jnp.asarray(state.mini_step), jnp.asarray(state.gradient_step))
 
-        def closed() -> list[Array]:
-            return all_like(close(fields, jnp.asarray(True), False, self._options, jnp.where)[:2], before)
-
-        counted = all_like((jnp.where(accepted, fields[0], before[0]), before[1]), before)
-        made, total, inner_state, after = update.run(total, state.inner_opt_state, 1, traced, last, counted, closed)
+        taken = [jnp.where(accepted, new, old) for new, old in zip(fields[:2], before, strict=True)]
+        closed = close(fields, jnp.asarray(True), False, self._options, jnp.where)[:2]
+        after = sums.together(all_like([jnp.where(last, new, old) for new, old in zip(closed, taken, strict=True)], before))
+        made, total, inner_state = update.run(total, state.inner_opt_state, 1, traced, last)
         return made, optax.MultiStepsState(*after, inner_state, sums.emptied(total, last), cast_like(skip_state, state.skip_state))
 
     def _add(self, state: optax.MultiStepsState, gradients: Gradients, accepted: Scalar) -> Tree:

@@ -36,6 +36,9 @@ else:
 reshard: Any = getattr(jax.sharding, "reshard", None) or import_module("jax.experimental.shard").reshard
 """`jax.sharding.reshard`, which JAX 0.5 and 0.6 have in `jax.experimental.shard` alone."""
 
+x64: Any = jax.enable_x64 if hasattr(jax, "enable_x64") else import_module("jax.experimental").enable_x64
+"""`jax.enable_x64`, which JAX before 0.8 has in `jax.experimental` alone."""
+
 
 def axes_of(value: Array) -> Axes:
     """Return the manual axes along which an array, or an abstract value, varies; none outside of `jax.shard_map`."""

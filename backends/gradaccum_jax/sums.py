@@ -9,18 +9,21 @@ import functools
 import math
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.custom_batching import custom_vmap
+from jax.extend import core
+from jax.interpreters import ad, batching, mlir
 
 from gradaccum import ArgumentTypeError, ArgumentValueError
 from gradaccum.kit import Scalar, Where, explain
 from gradaccum_jax.arrays import Array, DType, Gradients, Leaves, Params, Tree, is_key, takes_part, typeof, wider
 from gradaccum_jax.control_flow import once
-from gradaccum_jax.sharding import ShardAxes, axes_of, shards_of, vary
+from gradaccum_jax.sharding import ShardAxes, axes_of, manual_axes, shards_of, vary, x64
 
 
 def sum_dtype(leaf: Array, accumulate_dtype: DType) -> DType:
@@ -192,23 +195,51 @@ def _like(a: Array, b: Array) -> bool:
     return bool(a.dtype == b.dtype and a.shape == b.shape)
 
 
-# Folds of many scalars, one from each tensor, into one that XLA computes once.
+# Many scalars out of one kernel.
 #
-# XLA copies a chain of scalar additions or conjunctions into the fusion of every tensor that uses its end: n tensors, n chains of n links,
-# and a program whose size is the square of the model's. A barrier does not stop it, and XLA turns a reduction of the stacked scalars into a
-# chain again. It leaves alone a reduction with two results that need each other. Both folds here are such reductions.
+# XLA compiles a kernel for each scalar. And it copies a chain of scalar additions or conjunctions into the fusion of every tensor that uses
+# its end: n tensors, n chains of n links, and a program whose size is the square of the model's. A barrier does not stop it, and XLA turns
+# a reduction of the stacked scalars into a chain again. It leaves alone a reduction with two results that need each other.
+
+
+T = TypeVar("T")
+_config: Any = jax.config
+
+
+def together(numbers: T) -> T:
+    """Return a tree of scalars as it is, out of one kernel that XLA copies into no other."""
+    leaves, structure = jax.tree.flatten(numbers)
+    return cast(T, jax.tree.unflatten(structure, _together.bind(*map(jnp.asarray, leaves))))
+
+
+def _last_of_two(*numbers: Array) -> Leaves:
+    if any(number.dtype == jnp.float64 for number in numbers):
+        return list(numbers)  # XLA on the CPU allows no two precisions in one reduction.
+    twice, first = [jnp.stack([number, number]) for number in numbers], [jnp.zeros_like(number) for number in numbers]
+    return list(lax.reduce((jnp.arange(2), *twice), (jnp.asarray(-1), *first), _later, (0,)))[1:]
+
+
+def _later(a: Leaves, b: Leaves) -> Leaves:
+    return [lax.select(a[0] >= b[0], one, other) for one, other in zip(a, b, strict=True)]
+
+
+_together: Any = core.Primitive("together")
+_together.multiple_results = True
+_together.def_impl(lambda *numbers: list(numbers))
+_together.def_abstract_eval(lambda *kinds: list(kinds))
+mlir.register_lowering(_together, mlir.lower_fun(_last_of_two, multiple_results=True))
+_rules: Any = batching.primitive_batchers
+_rules[_together] = lambda numbers, places: (list(numbers), list(places))
+ad.primitive_jvps[_together] = lambda numbers, tangents: (_together.bind(*numbers), list(tangents))
+
+
+def all_of(flags: list[Scalar]) -> Scalar:
+    """True if all of these bool scalars hold."""
+    return together(functools.reduce(jnp.logical_and, flags, jnp.asarray(True)))
 
 
 Pair = tuple[Array, Array]
 """A sum, and the rounding error that it has lost."""
-
-
-def all_of(flags: list[Scalar]) -> Scalar:
-    """True if all of these bool scalars hold: then `argmin` of (all, False) is 1."""
-    if not flags:
-        return jnp.asarray(True)
-    every = functools.reduce(jnp.logical_and, flags)
-    return jnp.argmin(jnp.stack([every, jnp.asarray(False)])) == 1
 
 
 def sum_of(values: Array) -> Array:
@@ -229,7 +260,8 @@ def _add(a: Pair, b: Pair) -> Pair:
 #
 # Squares of large finite elements overflow, and squares of tiny ones vanish. Then the norm is that of the elements times a power of two
 # that brings them into range. So a norm that is not finite means a gradient that is not finite. The arrays are measured again for it, only
-# then.
+# then. Small arrays, which are many, are measured in float64 instead, and once: it has room for all squares of float32. Large ones are not,
+# as XLA before JAX 0.10 would write out their squares; nor sharded ones; and a TPU has no float64.
 #
 # XLA compiles a kernel for each sum of squares, unless it has compiled the same before. So the squares of small arrays of one type are
 # added up element by element before, and all these sums have one form: their factor is a number that XLA does not know.
@@ -237,10 +269,14 @@ def _add(a: Pair, b: Pair) -> Pair:
 
 SMALL = 2**14
 """Elements of an array at most that is measured together with others."""
-MOST_TOGETHER = 16
+MOST_TOGETHER = 10
 """Beyond it XLA takes longer to compile a kernel than it takes for two."""
 Shards = tuple[tuple[str, ...], ...]
 """The mesh axes along which each group of arrays is sharded inside `jax.shard_map`."""
+
+
+def are_small(accumulator: Tree) -> bool:
+    return all(leaf.size <= SMALL for leaf in jax.tree.leaves(accumulator))
 
 
 def measure(accumulator: Tree, one: Scalar, weight: Scalar, shard_axes: ShardAxes = None) -> tuple[Scalar, Scalar]:
@@ -256,6 +292,39 @@ def measure(accumulator: Tree, one: Scalar, weight: Scalar, shard_axes: ShardAxe
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _norm(axes: Shards, groups: list[Leaves], one: Scalar, weight: Scalar) -> Scalar:
     """Return the norm of arrays that are measured in groups."""
+    wide = one.dtype == jnp.float32 and not manual_axes() and jax.default_backend() in ("cpu", "gpu") and not _config.jax_disable_jit
+    small = [leaf for group in groups for leaf in group if wide and leaf.size <= SMALL]
+    if not small:
+        return _by_looks(axes, groups, one, weight)
+    large = [group for group in groups if group[0].size > SMALL]
+    others = [_by_looks(axes[: len(large)], large, one, weight)] if large else []
+    root, finite = _traced_whole(_in_float64)(*small, *others)
+    return jnp.where(finite, jnp.minimum(root, float(np.finfo(np.float32).max)), jnp.inf)
+
+
+def _in_float64(*leaves: Array) -> tuple[Scalar, Scalar]:
+    """Return the norm of float32 arrays, and whether it is finite: scalars of float32 and bool."""
+    with x64(True):
+        groups = [functools.reduce(operator.add, [jnp.square(leaf.astype(np.float64)) for leaf in group]) for group in _grouped([*leaves])]
+        total = functools.reduce(operator.add, map(jnp.sum, groups))
+        return jnp.sqrt(total).astype(np.float32), lax.is_finite(total)
+
+
+def _traced_whole(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that JAX evaluates by no rule of its own: its rules know no float64 where it is not switched on."""
+
+    @custom_vmap
+    def whole(*leaves: Array) -> Any:
+        return jax.jit(function)(*leaves)
+
+    @whole.def_vmap
+    def _(_: int, batched: list[bool], *leaves: Array) -> tuple[Any, Any]:
+        return _traced_whole(jax.vmap(function, tuple(0 if own else None for own in batched)))(*leaves), (True, True)
+
+    return whole
+
+
+def _by_looks(axes: Shards, groups: list[Leaves], one: Scalar, weight: Scalar) -> Scalar:
     kind = np.finfo(one.dtype)
     large = 2.0 ** (0.75 * int(kind.maxexp))
 

@@ -74,23 +74,21 @@ class Update(NamedTuple):
         require_no_reduction(named_axes(program), self.shard_axes)
         return Traced(_still(updates, accumulator), call)
 
-    def run(
-        self, accumulator: Tree, held: InnerState, divisor: Scalar, traced: Traced, apply: Scalar, skipped: T, applied: Callable[[], T]
-    ) -> tuple[Updates, Tree, InnerState, T]:
+    def run(self, accumulator: Tree, held: InnerState, divisor: Scalar, traced: Traced, apply: Scalar) -> tuple[Updates, Tree, InnerState]:
         """Run the inner optimizer if `apply` holds.
 
         Returns:
-            The updates twice, the new state and ``applied()``; otherwise zeros, the accumulator, the state and `skipped`.
+            The updates twice and the new state; otherwise zeros, the accumulator and the state.
         """
         buffer = jax.tree.map(_wide_enough, accumulator, traced.updates)
 
-        def call(operand: tuple[Tree, InnerState, T]) -> tuple[Updates, InnerState, T]:
+        def call(operand: tuple[Tree, InnerState]) -> tuple[Updates, InnerState]:
             gradients = self._gradients(cast_like(operand[0], accumulator), divisor)
             made, after = traced.call(gradients, operand[1])
-            return cast_like(_still(made, accumulator), buffer), cast_like(after, held), applied()
+            return cast_like(_still(made, accumulator), buffer), cast_like(after, held)
 
-        buffer, after, counts = once(apply, call, (buffer, held, skipped))
-        return self._updates_where(apply, buffer, traced.updates), cast_like(buffer, accumulator), after, counts
+        buffer, after = once(apply, call, (buffer, held))
+        return self._updates_where(apply, buffer, traced.updates), cast_like(buffer, accumulator), after
 
     def keep(self, accumulator: Tree, updates: Updates, never: Scalar) -> tuple[Updates, Tree]:
         """Return the updates, all zeros, and the accumulator of a micro-batch that can end no window.

@@ -21,15 +21,13 @@ from gradaccum_jax.arrays import Gradients, Tree, Updates
 from gradaccum_jax.control_flow import once
 from gradaccum_jax.sharding import ShardAxes, everywhere
 from gradaccum_jax.statistics import Firsts
-from gradaccum_jax.sums import measure
+from gradaccum_jax.sums import measure, together
 from gradaccum_jax.update import Update
 from gradaccum_jax.window.state import AccumulationState, as_read, as_stored, current_terms, fields_of, like, with_event, with_fields
 from gradaccum_jax.workers.group import Window, all_reduce, require_told
 
 Event = tuple[Scalar, Scalar, Scalar]
 """The last event as a state has it: applied, skipped, overflow."""
-Counts = dict[str, Scalar]
-"""Fields of a state that count an update otherwise than a skipped window."""
 
 
 class MicroBatch(NamedTuple):
@@ -90,22 +88,24 @@ def close(
 ) -> tuple[Updates, AccumulationState]:
     """Close the window where it ends: make its update or skip it, and count that; elsewhere return zeros and leave `event`.
 
-    All numbers come from two conditionals, the end and the update: XLA compiles a kernel for each select of a number outside.
+    All numbers come from two kernels: those of the micro-batch from the first, those of a window that ends from the second.
     """
     require_told(state.accumulator, frozenset(update.axes), update.shard_axes, options)
 
     def end(start: Ending) -> Ending:
         decision, whole, divides = decide_on(state, start.total, update, options, one, denominator)
         loss = kit.window_loss(whole.loss, whole.fields, divides, jnp.where)
-        skipped = _closed(whole.fields, False, decision.overflow, options)
+        closed = with_fields(bare, _closed(whole.fields, decision.apply, decision.overflow, options))
         norm = like(as_stored(decision.grad_norm), state.last_grad_norm)
-        ended = statistics.close(with_fields(bare, skipped), loss, whole.firsts, decision.grad_norm, whole.fields, options)
-        ended = with_event(ended._replace(last_grad_norm=norm), False, True, decision.overflow)
-        return Ending(ended, whole.total if update.axes else None, decision.apply, decision.divisor, loss)
+        ended = statistics.close(closed, loss, whole.firsts, decision.grad_norm, whole.fields, options)
+        ended = with_event(ended._replace(last_grad_norm=norm), decision.apply, ~decision.apply, decision.overflow)
+        ended, *told = together((ended, decision.apply, decision.divisor, loss))
+        return Ending(ended, whole.total if update.axes else None, *told)
 
-    def applied() -> Counts:
-        return _counts(with_event(with_fields(bare, _closed(fields_of(state), True, state.overflow, options)), True, False, False))
-
+    numbers = (at_end, {name: getattr(state, name) for name in ("micro_step", "weight", "overflow", "loss")})
+    # Beside large tensors, which XLA of JAX 0.7 cuts up for its threads, one kernel more before the conditional costs 30 us.
+    at_end, counted = together(numbers) if sums.are_small(state.accumulator) else numbers
+    state = state._replace(**counted)
     bare = with_event(state._replace(accumulator=None, inner_state=None, masters=None, terms=None), *event)
     nothing, one = jnp.zeros_like(state.weight), at_end.astype(state.weight.dtype)
     start = Ending(bare, state.accumulator if update.axes else None, jnp.asarray(False), nothing + 1, nothing)
@@ -113,22 +113,16 @@ def close(
     total = total if update.axes else state.accumulator
     update, held = update.told(loss) if tells else update, (state.inner_state, state.masters)
     traced = update.traced(total, held, divisor)
-    updates, total, held, counts = update.run(total, held, divisor, traced, apply, _counts(ended), applied)
+    updates, total, held = update.run(total, held, divisor, traced, apply)
     # On its way out of `data_parallel` a device's sum gets a leading axis, for which XLA would copy it; a select is written in place.
     total = sums.emptied(total, at_end) if update.axes else total
-    ended = ended._replace(**counts, accumulator=total, inner_state=held[0], masters=held[1], terms=state.terms)
-    return updates, ended
+    return updates, ended._replace(accumulator=total, inner_state=held[0], masters=held[1], terms=state.terms)
 
 
-def _closed(fields: Fields, apply: bool, overflow: Scalar, options: Options) -> Fields:
-    closed, rule = close_fields(fields, jnp.asarray(apply), overflow, options, jnp.where), options.scale_rule
+def _closed(fields: Fields, apply: Scalar, overflow: Scalar, options: Options) -> Fields:
+    closed, rule = close_fields(fields, apply, overflow, options, jnp.where), options.scale_rule
     # XLA does not see that a static scale, whose factors are 1, and its tracker never move.
     return (*closed[:5], *fields[5:]) if rule.growth_factor == rule.backoff_factor else closed
-
-
-def _counts(state: AccumulationState) -> Counts:
-    names = ("optimizer_step", "skipped_windows", "last_applied", "last_skipped")
-    return {name: getattr(state, name) for name in names}
 
 
 def keep(

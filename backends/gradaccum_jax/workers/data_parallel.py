@@ -297,6 +297,8 @@ def _made(equation: Any, given: Origins, axes: Axes) -> Origins:
             fix = "Give tx the parameters that the step was given, and average all else over the devices: jax.lax.pmean(value, axis_name)."
             raise _own_error(params["asked"], fix)
         return [either - axes if params["known"] else either]
+    if name == "together":
+        return given
     if within := programs_in(equation):
         return _programmed(name, within, equation, given, axes)
     if name in UNREAD:

@@ -43,20 +43,20 @@ MUTANTS = (
     ),
     Mutant(
         "apply_what_is_to_be_skipped",
-        "Ending(ended, whole.total if update.axes else None, decision.apply,",
-        "Ending(ended, whole.total if update.axes else None, jnp.asarray(True),",
+        "together((ended, decision.apply,",
+        "together((ended, jnp.asarray(True),",
         SUITE + "test_overflow.py::test_overflow_in_every_mode",
     ),
     Mutant(
         "forget_the_overflow",
-        "_closed(whole.fields, False, decision.overflow, options)",
-        "_closed(whole.fields, False, decision.overflow & False, options)",
+        "_closed(whole.fields, decision.apply, decision.overflow, options)",
+        "_closed(whole.fields, decision.apply, decision.overflow & False, options)",
         SUITE + "test_loss_scale.py::test_scale_moves_once_per_window",
     ),
     Mutant(
         "close_this_device_s_fields",
-        "_closed(whole.fields, False, decision.overflow, options)",
-        "_closed(fields_of(state), False, decision.overflow, options)",
+        "_closed(whole.fields, decision.apply, decision.overflow, options)",
+        "_closed(fields_of(state), decision.apply, decision.overflow, options)",
         SUITE + "test_workers_limits.py::test_one_worker_drops_a_micro_batch",
     ),
     Mutant(
@@ -70,6 +70,12 @@ MUTANTS = (
         "with_event(emptied._replace(accumulator=sums.clear(state.accumulator)), False",
         "with_event(emptied, False",
         OWN + "test_jax_loop.py::test_discard_leaves_the_state_of_the_start",
+    ),
+    Mutant(
+        "square_in_float32",
+        "jnp.square(leaf.astype(np.float64))",
+        "jnp.square(leaf)",
+        OWN + "test_jax_norm.py::test_norm_of_many_arrays",
     ),
     Mutant("report_no_norm", "ended._replace(last_grad_norm=norm)", "ended", SUITE + "test_clipping.py::test_norm_is_reported"),
     Mutant(
