@@ -109,7 +109,7 @@ def by_hand_promising(steps: int, params: Any) -> Contestant:
         def add(carry: Any, x: Any) -> Any:
             return (jax.tree.map(jnp.add, carry[0], gradient(params, x)), carry[1] + 1), None
 
-        sums = jax.lax.scan(add, (jax.tree.map(jnp.zeros_like, params), jnp.zeros(())), x[0])[0]
+        sums = jax.lax.scan(add, (jax.tree.map(jnp.zeros_like, params), jnp.zeros((), jnp.float32)), x[0])[0]
         total, weight = jax.lax.psum(sums, AXIS)  # type: ignore[no-untyped-call]
 
         def update(held: Any) -> Any:

@@ -22,6 +22,7 @@ from gradaccum.kit import (
     first_seen,
     forget_window,
     given_weight,
+    half_made_error,
     initial_state,
     is_first,
     is_known,
@@ -57,10 +58,11 @@ class Accumulation:
         }
         self.machine = at_rest(initial_state(options.scale_rule.init_scale))
         self.grad_norm, self.loss, self.window_loss = 0.0, 0.0, math.nan
-        self.noise = no_noise()
+        self.noise, self.half_made = no_noise(), False
         self._note()
 
     def step(self, gradient, weight=None, loss=math.nan):
+        self._require_whole()
         steps, weight = self._steps(), given_weight(weight, self.options.reduction)
         factor = contribution(weight, self.options)
         terms = {
@@ -72,6 +74,7 @@ class Accumulation:
             np.isfinite(term).all() for term in terms.values()
         )
         adds = usable(self.machine, weight, finite)
+        self.half_made = True  # Until `_move`: an exception may come at any call.
         if adds:
             for name, term in terms.items():
                 self.sums[name] += term
@@ -85,6 +88,7 @@ class Accumulation:
             self.flush()
 
     def flush(self, denominator=None):
+        self._require_whole()
         if denominator is not None:
             denominator = require_denominator(denominator, self.options)
         firsts = self._join() if self.workers else 1
@@ -97,6 +101,7 @@ class Accumulation:
         norm, finite = measure(self.sums) if measured else (math.nan, True)
         largest = largest_number(float64_weight=self._double())
         decision = Decision(*decide(machine, norm, finite, options, select, largest))
+        self.half_made = True
         if decision.apply:
             gradient = {
                 name: (self.sums[name] / decision.divisor).astype(p.dtype)
@@ -164,6 +169,11 @@ class Accumulation:
 
     def _move(self, fields):
         self.machine = at_rest(State(*fields), float64_weight=self._double())
+        self.half_made = False
+
+    def _require_whole(self):
+        if self.half_made:
+            raise half_made_error()
 
     def _note(self, applied=False, skipped=False, overflow=False):
         machine = self.machine
