@@ -150,11 +150,9 @@ def unfinished_error(call: str) -> UsageError:
 
 def interrupted_error(*, apart: bool = False) -> UsageError:
     """Return the error for a backward pass that raised; `apart`: the window does not hold what it delivered."""
-    fix = (
-        "Call opt.zero_grad() after it. "
-        if apart
-        else ("Call opt.discard() to drop the window, which holds that part; in its first micro-batch opt.zero_grad() does. ")
-    )
+    fix = "Call opt.discard() to drop the window, which holds that part; in its first micro-batch opt.zero_grad() does. "
+    if apart:
+        fix = "Call opt.zero_grad() after it. "
     fix += "opt.backward(loss), in place of loss.backward(), takes that part out by itself."
     found = "a backward pass that raised, such as out of memory, when it had delivered a part of them"
     return explain(UsageError, "backward()", expected="to deliver a micro-batch's gradients or none", found=found, fix=fix)
@@ -244,8 +242,6 @@ def written_input_error(name: str) -> UsageError:
 
 def shared_step_error(moved: list[str]) -> UsageError:
     fix = 'Leave on_overflow="ignore" out: the inner optimizer then makes one step per window. Load the last checkpoint first.'
-    expected, found = (
-        "an inner optimizer whose step moves nothing but parameters with a gradient and their state",
-        f"one that moves {moved}",
-    )
+    expected = "an inner optimizer whose step moves nothing but parameters with a gradient and their state"
+    found = f"one that moves {moved}"
     return explain(UsageError, "optimizer", expected=expected, found=found, fix=fix)

@@ -408,3 +408,18 @@ def test_part_of_a_pass_that_raised(clears: str) -> None:
     for x, y in PARTS:
         no_clear(model, opt, x, y)
     assert_same(model, large())
+
+
+def test_no_memory_for_a_copy_leaves_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing was added yet: the same step again takes the micro-batch."""
+    model = make_model()
+    opt = wrapped(model)
+    mse(model, *PARTS[0]).backward()
+    with monkeypatch.context() as patch:
+        patch.setattr("gradaccum_torch.sums.buffers.sum_dtype", lambda *_: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            opt.step()
+    opt.step()
+    for x, y in PARTS[1:]:
+        no_clear(model, opt, x, y)
+    assert_same(model, large())

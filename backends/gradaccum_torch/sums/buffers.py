@@ -70,15 +70,17 @@ class BufferStrategy(Strategy):
         sums = gradients
         if first and self._copies and gradients and not can_be_taken(gradients):
             sums = list(map(Tensor.clone, gradients))  # Somebody else may hold a gradient.
-        begin()
         if finite and usual and gradients:
+            begin()
             if first:
                 self._held, self._usual = dict(zip(filled, sums, strict=True)), usual._replace(sums=sums)
             else:
                 foreach_add_(usual.sums, gradients)
         elif finite:
-            self._add_one_by_one(filled)
+            self._add_one_by_one(filled, begin)
             self._usual = self._learnt() if first else usual and usual._replace(sums=[])
+        else:
+            begin()
         for parameter in filled:
             parameter.grad = None
         self._took(filled)
@@ -100,7 +102,8 @@ class BufferStrategy(Strategy):
     def _require_takeable(self, filled: Sequence[Tensor], size: Size) -> None:
         """Raise unless the gradients of `filled` are a micro-batch of a window of this `size`."""
 
-    def _add_one_by_one(self, filled: Sequence[Tensor]) -> None:
+    def _add_one_by_one(self, filled: Sequence[Tensor], begin: Callable[[], None]) -> None:
+        begin()
         for parameter in filled:
             self._absorb(parameter)
 
@@ -343,14 +346,14 @@ class SeparateStrategy(BufferStrategy):
         if size != 1 and filled and hasattr(filled[0], "summed_grad"):
             raise _noise_error()
 
-    def _add_one_by_one(self, filled: Sequence[Tensor]) -> None:
+    def _add_one_by_one(self, filled: Sequence[Tensor], begin: Callable[[], None]) -> None:
         # A gradient without a sum is copied, since somebody else may hold it. Memory may run out here, before anything was added.
         new = {
             each: each.grad.detach().to(sum_dtype(each, self._accumulate_dtype), copy=True)
             for each in filled
             if each not in self._held and each.grad is not None
         }
-        super()._add_one_by_one([each for each in filled if each in self._held])
+        super()._add_one_by_one([each for each in filled if each in self._held], begin)
         self._held.update(new)
 
     def _took(self, filled: Sequence[Tensor]) -> None:

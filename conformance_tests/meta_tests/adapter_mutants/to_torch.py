@@ -19,8 +19,8 @@ MUTANTS = (
     ),
     Mutant(
         "go_on_with_a_micro_batch_that_is_not_counted",
-        "        begin()\n        if finite and usual and gradients:\n",
-        "        if finite and usual and gradients:\n",
+        "begin: Callable[[], None]) -> None:\n        begin()\n",
+        "begin: Callable[[], None]) -> None:\n",
         SUITE + "test_interrupted.py::test_end_of_a_window",
     ),
     Mutant(
@@ -124,8 +124,8 @@ MUTANTS = (
     ),
     Mutant(
         "add_what_is_dropped",
-        "        elif finite:\n            self._add_one_by_one(filled)\n",
-        "        else:\n            self._add_one_by_one(filled)\n",
+        "        elif finite:\n            self._add_one_by_one(filled, begin)\n",
+        "        elif True:\n            self._add_one_by_one(filled, begin)\n",
         SUITE + "test_overflow.py::test_drop_in_every_mode",
     ),
     Mutant(
