@@ -3,6 +3,7 @@
 All contestants run a whole window in one program, a scan over its micro-batches. `optax.MultiSteps` as its users write it averages every
 micro-batch's gradient. The loop by hand adds up and reduces once; it measures no norm and carries no weight, and its steps are fixed. With
 the promises of gradaccum it does: a gradient that is not finite makes no update, so that none may begin before the norm of all is known.
+An optimizer that takes one micro-batch per call keeps each device's sum in its state, where it is read and written once more.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ import gradaccum
 import gradaccum_jax
 from benchmarks.case import Case
 
-BASELINE, PROMISING = "hand-written: a scan, then one psum", "hand-written, with the same promises"
+BASELINE = "hand-written: a scan, then one psum"
+PROMISING, STREAMING = "hand-written, with the same promises", "hand-written, with the same promises, the sum in the state"
 DEVICES, ITEMS, WIDTH, LAYERS, QUICK_WIDTH = 2, 32, 512, 4, 64
 LENGTHS = (1, 4, 16)
 AXIS = "data"
@@ -109,20 +111,54 @@ def by_hand_promising(steps: int, params: Any) -> Contestant:
         def add(carry: Any, x: Any) -> Any:
             return (jax.tree.map(jnp.add, carry[0], gradient(params, x)), carry[1] + 1), None
 
-        sums = jax.lax.scan(add, (jax.tree.map(jnp.zeros_like, params), jnp.zeros((), jnp.float32)), x[0])[0]
-        total, weight = jax.lax.psum(sums, AXIS)  # type: ignore[no-untyped-call]
-
-        def update(held: Any) -> Any:
-            updates, state = tx.update(jax.tree.map(lambda leaf: leaf / weight, total), held[1], held[0])
-            return optax.apply_updates(held[0], updates), state
-
-        return jax.lax.cond(jnp.isfinite(optax.global_norm(total) / weight), update, lambda held: held, (params, state))
+        return _promised(tx, (params, state), jax.lax.scan(add, (jax.tree.map(jnp.zeros_like, params), jnp.zeros(())), x[0])[0])
 
     lifted = jax.shard_map(window, mesh=mesh(), in_specs=(P(), P(), P(AXIS)), out_specs=P(), check_vma=False)
     return Contestant(lifted, params, tx.init(params))
 
 
-CONTESTANTS = {BASELINE: by_hand, PROMISING: by_hand_promising, "gradaccum": shared, "optax.MultiSteps": reduced_each}
+def by_hand_streaming(steps: int, params: Any) -> Contestant:
+    """The same, as an optimizer that takes one micro-batch must: the sum and the weight outlive the call."""
+    tx = _adamw()
+
+    def take(carry: Any, x: Any) -> Any:
+        held, (total, weight) = carry
+        total = jax.tree.map(lambda leaf, new: jnp.where(weight == 0, 0, leaf) + new, total, gradient(held[0], x))
+        weight += 1
+        held = jax.lax.cond(weight == steps, lambda held: _promised(tx, held, (total, weight)), lambda held: held, held)
+        return (held, (total, jnp.where(weight == steps, 0, weight))), None
+
+    def window(params: Any, state: Any, x: Any) -> Any:
+        sums = jax.tree.map(lambda leaf: leaf[0], state[1])
+        (params, state), sums = jax.lax.scan(take, ((params, state[0]), sums), x[0])[0]
+        return params, (state, jax.tree.map(lambda leaf: leaf[None], sums))
+
+    specs = (P(), (P(), P(AXIS)))
+    sums = jax.tree.map(lambda leaf: jnp.zeros((DEVICES, *leaf.shape)), (params, jnp.zeros(())))
+    sums = jax.device_put(sums, jax.sharding.NamedSharding(mesh(), P(AXIS)))
+    return Contestant(
+        jax.shard_map(window, mesh=mesh(), in_specs=(*specs, P(AXIS)), out_specs=specs, check_vma=False), params, (tx.init(params), sums)
+    )
+
+
+def _promised(tx: Any, held: Any, sums: Any) -> Any:
+    """Make the update of the window with `sums`, if its gradient is finite: ``(params, state)`` after it."""
+    total, weight = jax.lax.psum(sums, AXIS)  # type: ignore[no-untyped-call]
+
+    def update(held: Any) -> Any:
+        updates, state = tx.update(jax.tree.map(lambda leaf: leaf / weight, total), held[1], held[0])
+        return optax.apply_updates(held[0], updates), state
+
+    return jax.lax.cond(jnp.isfinite(optax.global_norm(total) / weight), update, lambda held: held, held)
+
+
+CONTESTANTS = {
+    BASELINE: by_hand,
+    PROMISING: by_hand_promising,
+    STREAMING: by_hand_streaming,
+    "gradaccum": shared,
+    "optax.MultiSteps": reduced_each,
+}
 
 
 def _scanned(tx: Any, reduce: Callable[[Any], Any] = lambda grads: grads) -> Callable[..., Any]:
