@@ -14,7 +14,7 @@ import torch
 if not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):
     pytest.skip("this torch was built without gloo", allow_module_level=True)
 
-from conformance_tests.framework_tests.torch_workers import CHECKS, WORLD
+from conformance_tests.framework_tests.torch_workers import CHECKS
 from conformance_tests.framework_tests.torch_workers.jobs import reports_of, require_passed, run_workers
 from gradaccum.kit import initial_state
 from gradaccum_torch.workers.group import LARGE_BYTES, decode, encode, riders
@@ -74,18 +74,6 @@ def test_riders_are_small_and_alike() -> None:
     assert riders(sums, torch.device("cpu")) == riders([], meta) == []
 
 
-@pytest.mark.deep
-def test_job_of_a_killed_worker_goes_on(tmp_path: Path) -> None:
-    """The other worker gets an error, and the job that starts anew from its last checkpoint is bitwise the undisturbed one."""
-    assert run_workers(f"{PACKAGE}.killed", "first", folder=tmp_path) == [0, -signal.SIGKILL]
-    assert (tmp_path / "survivor.txt").exists()
-    assert run_workers(f"{PACKAGE}.killed", "again", folder=tmp_path) == [0, 0]
-    for rank in range(WORLD):
-        undisturbed, again = (torch.load(tmp_path / f"{name}{rank}.pt", weights_only=True) for name in ("undisturbed", "again"))
-        assert undisturbed["result"]["optimizer_step"] == 3
-        _require_same_bits(undisturbed, again)
-
-
 MOMENTS = ("in_mid_window", "before_the_reduction", "during_the_reduction", "before_the_buffers", "after_the_reduction")
 LOST = [(when, size) for size in ("small", "large", "in_place") for when in (*MOMENTS, *["between_two_reductions"] * (size != "small"))]
 USUAL = [("between_two_reductions", "large")]
@@ -96,21 +84,3 @@ def test_a_lost_worker_s_window_is_taken_over(when: str, size: str, tmp_path: Pa
     """Two of three are left, and a new one joins them: each window is the large batch of what arrived."""
     assert run_workers(f"{PACKAGE}.lost", when, size, folder=tmp_path, workers=4) == [0, 0, -signal.SIGKILL, 0]
     assert [(tmp_path / f"{rank}.txt").exists() for rank in range(2)] == [True, True]
-
-
-@pytest.mark.deep
-def test_a_lost_worker_s_window_goes_on_through_files(tmp_path: Path) -> None:
-    """From two processes to one and to two again: the update of what arrived, to 1e-12."""
-    for phase, ended in (("killed", [0, -signal.SIGKILL]), ("one", [0]), ("two", [0, 0])):
-        assert run_workers(f"{PACKAGE}.through_files", phase, folder=tmp_path, workers=len(ended)) == ended
-
-
-def _require_same_bits(one: Any, other: Any) -> None:
-    if isinstance(one, torch.Tensor):
-        assert torch.equal(one, other)
-    elif isinstance(one, dict):
-        assert one.keys() == other.keys()
-        for key in one:
-            _require_same_bits(one[key], other[key])
-    else:
-        assert one == other or repr(one) == repr(other) == "nan"

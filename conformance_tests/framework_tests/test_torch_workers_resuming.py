@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -198,43 +195,3 @@ def test_bad_arguments_are_refused() -> None:
         redistributed(state, 2)
     with pytest.raises(gradaccum.CheckpointError, match=r"^gradaccum"):
         redistributed([sgd(build()).state_dict()], 2)
-
-
-@pytest.mark.deep
-def test_four_processes_go_on(tmp_path: Path) -> None:
-    """Each loads its own of four; the end of the window is that of the large batch, with the two micro-batches that each adds."""
-    program = "from conformance_tests.framework_tests.test_torch_workers_resuming import one_of_four as run; run({rank}, {folder!r})"
-    running = [
-        subprocess.Popen([sys.executable, "-c", program.format(rank=rank, folder=str(tmp_path))], cwd=ROOT, env={**os.environ})
-        for rank in range(4)
-    ]
-    try:
-        assert [process.wait(timeout=240) for process in running] == [0] * 4
-    finally:
-        for process in running:
-            process.kill()
-            process.wait()
-
-
-def one_of_four(rank: int, folder: str) -> None:
-    import datetime
-
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel
-
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=4, timeout=datetime.timedelta(seconds=60))
-    states = [saved(each) for each in range(2)]
-    model = build()
-    model.load_state_dict(states[0][0])
-    parallel = DistributedDataParallel(model, find_unused_parameters=True)
-    opt = gradaccum.wrap(sgd(model), steps=4, module=parallel)
-    opt.load_state_dict(redistributed([state for _, state in states], 4)[rank])
-    rests = [micro_batches(0)[2:4], micro_batches(0)[4:6], micro_batches(1)[1:3], micro_batches(0)[:2]]
-    for batch in rests[rank]:
-        learn(parallel, opt, batch)
-    assert opt.result.applied
-    both = [*micro_batches(0)[:2], *micro_batches(1)[:2]]
-    reference, _ = alone([micro_batches(0)[:4], [*both, *(batch for rest in rests for batch in rest)]])
-    require_equal(model, reference)
-    dist.destroy_process_group()

@@ -21,6 +21,7 @@ from conformance_tests.framework_tests.torch_workers.common import (
     require_same_everywhere,
 )
 from conformance_tests.framework_tests.torch_workers.jobs import check
+from gradaccum_torch import redistributed
 
 
 class Averaging(torch.optim.SGD):
@@ -132,6 +133,9 @@ def a_worker_leaves_and_one_joins(rank: int) -> None:
     opt.flush()
     opt.regroup(None)
     learn(model, opt, batches[3])
+    state = opt.state_dict()
+    assert redistributed([state], 1)[0]["gradaccum"]["worker"] == [0, 1], "what it holds is a whole window now"
+    opt.load_state_dict(state)
     opt.flush()
     with refused(gradaccum.ArgumentTypeError, "process_group"):
         opt.regroup("WORLD")

@@ -1,8 +1,7 @@
-"""The window of two workers is the large batch of both: its reductions and schedule, windows of loaders, the large batch in one call."""
+"""The window of two workers is the large batch of both: its reductions and schedule, the large batch in one call."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -16,11 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import StepLR
 
 import gradaccum
-import gradaccum_torch
 from conformance_tests.framework_tests.refusing import refused
 from conformance_tests.framework_tests.torch_workers.common import (
     WORLD,
-    Batch,
     Branches,
     all_windows,
     alone,
@@ -269,11 +266,14 @@ def trained(rank: int, follow: Any) -> tuple[nn.Module, nn.Module, Any]:
     model = build()
     parallel = DistributedDataParallel(model, find_unused_parameters=True)
     opt, average = gradaccum.wrap(sgd(model), steps=2, module=parallel), averaged(model)
+    met = torch.ones(())
+    opt.add_listener(lambda window: dist.all_reduce(met))  # The listeners of a window meet, in whatever call it closes.
     opt.add_listener(lambda window: average.update_parameters(model) if window.applied else None)
     after = follow(opt)
     for call in (*(partial(learn, parallel, opt, batch) for batch in micro_batches(rank)), opt.flush):
         call()
         after()
+    assert met == WORLD**3
     return model, average, opt
 
 
@@ -338,141 +338,6 @@ def failing_listener_keeps_the_other_windows(rank: int) -> None:
     with refused(ZeroDivisionError):
         opt.flush()
     assert heard == [1, 2, 3]
-
-
-# Buffers that close with the window, by a listener: sums, maxima, and the moments of which a batch norm keeps running averages.
-
-
-class Observed(nn.Module):
-    """A layer that counts the tokens of each expert, the largest magnitude and the moments of its outputs, in training alone."""
-
-    tokens: Tensor
-    largest: Tensor
-    moments: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer, self.norm = nn.Linear(4, 3).double(), nn.BatchNorm1d(3, affine=False).double()
-        for name, shape in (("tokens", (3,)), ("largest", ()), ("moments", (3, 3))):
-            self.register_buffer(name, torch.zeros(shape).double(), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.layer(x)
-        if self.training:
-            with torch.no_grad():
-                self.tokens += torch.bincount(y.argmax(1), minlength=3)
-                self.largest.copy_(torch.maximum(self.largest, y.abs().max()))
-                self.moments += torch.stack([torch.ones_like(y), y, y.square()]).sum(1)
-        return y
-
-    def close(self) -> tuple[list[float], float]:
-        """Add up over the workers, move the batch norm once, and begin anew; return the tokens and the largest magnitude."""
-        for each, op in ((self.tokens, dist.ReduceOp.SUM), (self.moments, dist.ReduceOp.SUM), (self.largest, dist.ReduceOp.MAX)):
-            dist.all_reduce(each, op)
-        count, total, squares = self.moments
-        self.norm.running_mean.lerp_(total / count, self.norm.momentum)
-        self.norm.running_var.lerp_((squares - total.square() / count) / (count - 1), self.norm.momentum)
-        said = self.tokens.tolist(), self.largest.item()
-        for each in (self.tokens, self.largest, self.moments):
-            each.zero_()
-        return said
-
-
-@check
-def buffers_close_with_the_window(rank: int) -> None:
-    """As in a large batch, whatever recomputation and evaluation run meanwhile."""
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.observed = Observed()
-            self.recomputed = gradaccum_torch.recompute(self.observed)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.recomputed(x)
-
-    model, large, norm = Model(), Observed().layer, nn.BatchNorm1d(3, affine=False).double()
-    parallel = DistributedDataParallel(model, broadcast_buffers=False)
-    opt, other = gradaccum.wrap(sgd(model), steps=2, module=parallel), sgd(large)
-    closed: list[Any] = []
-    opt.add_listener(lambda window: closed.append(model.observed.close()))
-    for x, _, _ in micro_batches(rank):
-        opt.backward(parallel(x).square().mean(), weight=len(x))
-        model.eval()(x), model.train()
-        opt.step()
-        opt.zero_grad()
-    opt.flush()
-    for window, (tokens, largest) in zip(all_windows(steps=2), closed, strict=True):
-        y = large(torch.cat([x for x, _, _ in window]))
-        norm(y.detach())
-        assert tokens == torch.bincount(y.argmax(1), minlength=3).tolist()
-        assert math.isclose(largest, y.abs().max().item(), rel_tol=1e-12)
-        y.square().mean().backward()
-        other.step()
-        other.zero_grad()
-    for name in ("running_mean", "running_var"):
-        torch.testing.assert_close(getattr(model.observed.norm, name), getattr(norm, name), rtol=1e-12, atol=1e-12)
-    require_equal(model.observed.layer, large)
-
-
-# Windows that two processes take from loaders of different length: their totals, and the update of a loss of two terms.
-
-
-COUNT = {"items": lambda batch: len(batch[0]), "positive": lambda batch: (batch[1] > 0).sum()}
-
-
-def reduce(values: list[float]) -> list[float]:
-    """As the docs say: the sum, in float64."""
-    tensor = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(tensor)
-    return tensor.tolist()
-
-
-def terms(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """A sum over items, and one over the positive targets."""
-    x, y, rare = batch
-    off = (model(x, rare) - y).square()
-    return off.sum(), (off * (y > 0)).sum()
-
-
-@check
-def totals_are_those_of_both_workers(rank: int) -> None:
-    """A worker whose data end first goes on with empty windows, and the update is that of one large batch."""
-    model, reference = build(), build()
-    parallel = DistributedDataParallel(model, find_unused_parameters=True)
-    opt = gradaccum.wrap(sgd(model), steps=None, reduction="sum", module=parallel)
-    seen = []
-    for window in gradaccum.windows(micro_batches(rank), 4, COUNT, reduce=reduce):
-        seen.append((window.number, dict(window.totals)))
-        for batch in window:
-            items, positive = terms(parallel, batch)
-            opt.backward(items / window.totals["items"] + positive / window.totals["positive"])
-            opt.step()
-            opt.zero_grad()
-        opt.flush()
-    optimizer = sgd(reference)
-    for first in (0, 4):
-        large = [batch for worker in range(WORLD) for batch in micro_batches(worker)[first : first + 4]]
-        sums = [terms(reference, batch) for batch in large]
-        total = [sum(float(count(batch)) for batch in large) for count in COUNT.values()]
-        loss = sum(items for items, _ in sums) / total[0] + sum(positive for _, positive in sums) / total[1]
-        optimizer.zero_grad()
-        loss.backward()  # type: ignore[union-attr]  # There are micro-batches.
-        optimizer.step()
-        assert seen[first // 4] == (first // 4, dict(zip(COUNT, total, strict=True)))
-    require_equal(model, reference)
-    require_same_everywhere((seen, opt.result.optimizer_step))
-
-
-@check
-def windows_end_by_the_weight_of_both_workers(rank: int) -> None:
-    by_weight = gradaccum.windows(micro_batches(rank), gradaccum.until_weight(15), COUNT, "items", reduce)
-    made = [(len(window), window.totals["items"]) for window in by_weight]
-    # Sizes are 3, 4, 5, 6, 7, 8 and 4, 5, 6: in each round one of each worker, while it has one.
-    assert [total for _, total in made] == [16, 17, 15]
-    assert [length for length, _ in made] == [[2, 2, 2], [2, 1, 0]][rank], made
-    require_same_everywhere([total for _, total in made])
 
 
 # Each worker has a large batch of its own, of another size, in one call: the update is by the gradient of both, reduced once.
