@@ -111,7 +111,9 @@ def by_hand_promising(steps: int, params: Any) -> Contestant:
         def add(carry: Any, x: Any) -> Any:
             return (jax.tree.map(jnp.add, carry[0], gradient(params, x)), carry[1] + 1), None
 
-        return _promised(tx, (params, state), jax.lax.scan(add, (jax.tree.map(jnp.zeros_like, params), jnp.zeros(())), x[0])[0])
+        return _promised(
+            tx, (params, state), jax.lax.scan(add, (jax.tree.map(jnp.zeros_like, params), jnp.zeros((), jnp.float32)), x[0])[0]
+        )
 
     lifted = jax.shard_map(window, mesh=mesh(), in_specs=(P(), P(), P(AXIS)), out_specs=P(), check_vma=False)
     return Contestant(lifted, params, tx.init(params))
@@ -134,7 +136,7 @@ def by_hand_streaming(steps: int, params: Any) -> Contestant:
         return params, (state, jax.tree.map(lambda leaf: leaf[None], sums))
 
     specs = (P(), (P(), P(AXIS)))
-    sums = jax.tree.map(lambda leaf: jnp.zeros((DEVICES, *leaf.shape)), (params, jnp.zeros(())))
+    sums = jax.tree.map(lambda leaf: jnp.zeros((DEVICES, *leaf.shape)), (params, jnp.zeros((), jnp.float32)))
     sums = jax.device_put(sums, jax.sharding.NamedSharding(mesh(), P(AXIS)))
     return Contestant(
         jax.shard_map(window, mesh=mesh(), in_specs=(*specs, P(AXIS)), out_specs=specs, check_vma=False), params, (tx.init(params), sums)
