@@ -136,7 +136,7 @@ def by_hand_streaming(steps: int, params: Any) -> Contestant:
         return params, (state, jax.tree.map(lambda leaf: leaf[None], sums))
 
     specs = (P(), (P(), P(AXIS)))
-    sums = jax.tree.map(lambda leaf: jnp.zeros((DEVICES, *leaf.shape)), (params, jnp.zeros((), jnp.float32)))
+    sums = jax.tree.map(lambda leaf: jnp.zeros((DEVICES, *leaf.shape), leaf.dtype), (params, jnp.zeros((), jnp.float32)))
     sums = jax.device_put(sums, jax.sharding.NamedSharding(mesh(), P(AXIS)))
     return Contestant(
         jax.shard_map(window, mesh=mesh(), in_specs=(*specs, P(AXIS)), out_specs=specs, check_vma=False), params, (tx.init(params), sums)
