@@ -148,14 +148,18 @@ Named = list[tuple[str, Array]]
 
 
 def align(gradients: Tree, accumulator: Tree, *, any_float: bool) -> Gradients:
-    """Return the gradients in the order of the accumulator's leaves; None for a parameter without one."""
+    """Return the gradients in the order of the accumulator's leaves; None for a parameter without one.
+
+    NumPy's arrays are copied: JAX reads their memory later, when the caller may have written the next micro-batch's gradient there.
+    """
     held, structure = _named(accumulator)
     given, other = _named(gradients)
     if structure != other:
         _refuse_structure(held, given)
     for (name, leaf), (_, gradient) in zip(held, given, strict=True):
         _check_leaf(name, gradient, leaf, any_float)
-    return [gradient for (_, leaf), (_, gradient) in zip(held, given, strict=True) if leaf is not None]
+    aligned = [gradient for (_, leaf), (_, gradient) in zip(held, given, strict=True) if leaf is not None]
+    return [gradient.copy() if isinstance(gradient, np.ndarray) else gradient for gradient in aligned]
 
 
 def _named(tree: Tree) -> tuple[Named, Tree]:

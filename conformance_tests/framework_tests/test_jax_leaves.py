@@ -103,6 +103,18 @@ def test_float8_is_refused(name: str) -> None:
     assert tx.update(jnp.ones(2), state, jnp.ones(2))[0].any()
 
 
+@pytest.mark.parametrize("name", MAKERS)
+def test_numpys_memory_may_be_written_over(name: str) -> None:
+    """JAX itself reads it after the call has returned."""
+    tx, memory, params = MAKERS[name](optax.sgd(1.0), 1), np.empty(2**20, np.float32), jnp.zeros(2**20)
+    state = tx.init(params)
+    for step in range(10):
+        memory[...] = step
+        updates, state = tx.update(memory, state, params)
+        memory[...] = -1.0
+        np.testing.assert_array_equal(updates, -step)
+
+
 class Pair:
     """A tree node that reports one key for both of its children."""
 

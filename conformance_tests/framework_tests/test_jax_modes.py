@@ -12,6 +12,7 @@ import pytest
 
 import gradaccum
 import gradaccum_jax
+from conformance_tests.framework_tests.jax_versions import needs_shard_map
 
 PARAMS = {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}
 MAKERS = [lambda inner: gradaccum.wrap(inner, steps=2, clip_norm=1.0), lambda inner: gradaccum_jax.MultiSteps(inner, 2)]
@@ -122,3 +123,25 @@ def test_derivative_under_strict_promotion() -> None:
 
     with jax.numpy_dtype_promotion("strict"):
         np.testing.assert_allclose(jax.grad(norm)(jnp.float32(2.0)), np.sqrt(2) / 9, rtol=1e-2)
+
+
+@needs_shard_map
+def test_window_that_one_device_shares_is_its_own() -> None:
+    def run(axis: str | None) -> list[Any]:
+        scale, mesh = gradaccum.DynamicLossScale(init_scale=8.0, growth_interval=1), jax.make_mesh((1,), ("data",))
+        shared: dict[str, Any] = {"axis_name": axis, "mesh": mesh} if axis else {}
+        tx = gradaccum.wrap(optax.adam(0.1), steps=2, loss_scale=scale, clip_norm=1.0, noise_scale=True, **shared)
+
+        def step(params: Any, state: Any, gradient: Any, weight: Any) -> Any:
+            gradients = jax.tree.map(lambda leaf: leaf * gradient[0], params)
+            updates, state = tx.update(gradients, state, params, weight=weight[0], value=weight[0])
+            return optax.apply_updates(params, updates), state
+
+        params, state, seen = PARAMS, tx.init(PARAMS), []
+        whole = jax.jit(gradaccum_jax.data_parallel(step, mesh, axis) if axis else step)
+        for number in (1.0, 3.0, np.inf, 1.0, 2.0, 5.0):
+            params, state = whole(params, state, jnp.asarray([number]), jnp.asarray([number / 2 if number < 9 else 1.0]))
+            seen.append(jax.device_get((params, gradaccum_jax.result(state))))
+        return seen
+
+    jax.tree.map(np.testing.assert_array_equal, run("data"), run(None))

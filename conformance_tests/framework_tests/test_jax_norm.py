@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gradaccum_jax.sums import _add, measure
+from gradaccum_jax.sums import _add, measure, sum_of
 
 LARGEST = float(np.finfo(np.float32).max)
 SHAPES = [(), (1,), (7,), (1000,), (3, 5), (32, 48), (50257,), (3, 3, 16, 8), (2, 1031), (4, 131101), (1024, 1024)]
@@ -64,7 +64,9 @@ def test_norm_that_tells_nothing_has_no_derivative() -> None:
 
 def test_compensated_sums_are_added() -> None:
     """On a CPU XLA adds one element after the other; elsewhere both sides hold what an addition has lost."""
-    assert _add((1.0, 0.25), (2.0**60, 0.5)) == (2.0**60, 1.75)
+    for pair in (((1.0, 0.25), (2.0**60, 0.5)), ((2.0**60, 0.5), (1.0, 0.25))):
+        assert _add(*pair) == (2.0**60, 1.75)
+    assert jax.jit(sum_of)(jnp.float32([2.0**24, *[1.0] * 6])) == 2.0**24 + 6
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e-13, 1.0, 1e25])

@@ -72,6 +72,9 @@ def test_describe_is_one_line() -> None:
         weight, state, _ = step(weight, state, rows)
     assert gradaccum_jax.describe(state) == "micro-batch 1 of 3, update 1, 1 skipped, scale 64"
     assert gradaccum_jax.describe(gradaccum.wrap(optax.sgd(0.1), steps=None).init(WEIGHT)) == "micro-batch 0, update 0"
+    by_weight = gradaccum.wrap(optax.sgd(0.1), steps=gradaccum.until_weight(9)).init(WEIGHT)
+    shared = by_weight._replace(weight=jnp.array([1.0, 2.5]), overflow=jnp.array([False, True]))
+    assert gradaccum_jax.describe(shared) == "micro-batch 0, weight 3.5 of 9, update 0"
 
 
 def test_traced_and_stacked_are_refused() -> None:

@@ -26,7 +26,6 @@ NEWEST_ALONE = (
     "benchmark",
     "checked_state",
     "explicit_axes",
-    "one_device",
     "inside_and_around",
     "two_reductions_and_no_copy",
     "sharded_loss_is_linear",

@@ -95,7 +95,7 @@ TORCH = _adapter(
 JAX = _adapter(
     "jax",
     ("window", "sums.py"),
-    ("knowledge", "leaves", "norm", "program", "modes", "schedule", "sharding", "ensemble", "derivatives", "multisteps"),
+    ("knowledge", "leaves", "norm", "program", "modes", "schedule", "sharding", "ensemble", "derivatives", "multisteps", "watching"),
 )
 MINDSPORE = _adapter(
     "mindspore",

@@ -171,15 +171,13 @@ def describe(state: Tree) -> str:
         ArgumentTypeError: `state` holds no accumulation's state, or several; or it is traced, or of several models side by side.
     """
     found = the_state(state)
-    if any(isinstance(field, jax.core.Tracer) or jnp.ndim(field) for field in (found.micro_step, found.optimizer_step)):
+    if isinstance(found.micro_step, jax.core.Tracer) or jnp.ndim(found.micro_step):
         fix = (
             "Call it after the compiled step, with one model's state; inside, write jax.debug.callback(watch, gradaccum_jax.result(state))."
         )
         raise explain(ArgumentTypeError, "state", expected="a state of scalars with values", found="a traced or stacked one", fix=fix)
-    micro_step, optimizer_step, skipped = (int(field) for field in found[:3])
-    code = 0 if found.terms is None else int(jnp.reshape(found.terms, (-1, 5))[0, STEPS])
-    weight = float(found.weight) if code < 0 else 0.0
-    fields = State(micro_step, optimizer_step, skipped, weight, False, float(found.loss_scale), 0)
+    code = int(found.terms[STEPS])
+    fields = State(*(jnp.sum(field).item() for field in fields_of(found)))  # each device that shares a window has a weight of its own
     return kit.status(fields, UntilWeight(-code) if code < 0 else code or None)
 
 

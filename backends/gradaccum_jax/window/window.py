@@ -83,7 +83,7 @@ def close(
     *,
     at_end: Scalar,
     event: Event,
-    tells: bool = True,
+    tells: bool,
     denominator: Scalar = None,
 ) -> tuple[Updates, AccumulationState]:
     """Close the window where it ends: make its update or skip it, and count that; elsewhere return zeros and leave `event`.

@@ -88,11 +88,6 @@ def explicit_axes() -> None:
         assert params["w"].sharding.shard_shape(params["w"].shape) == (6, 2), params["w"].sharding
 
 
-def one_device() -> None:
-    """The same program where there is one device only."""
-    require_large_batch(train(jax.sharding.Mesh(devices(1), ("data",)), "data", START)[0])
-
-
 MESH = jax.sharding.Mesh(np.array(jax.devices()), ("model",))
 CLASSES = 8
 SHARDED, WHOLE = P(None, "model"), P()
