@@ -16,19 +16,6 @@ from conformance_tests.framework_tests.torch_large_batch import ITEMS, X, Y, ass
 from gradaccum_torch.large_batch import backward, coupled_backward
 
 
-def test_gradients_there_before_are_added_to() -> None:
-    """Once, at the end, and into the same tensor."""
-    model = make_model()
-    _, expected = truth(model, lambda: cross_entropy(model(X), Y))
-    held = []
-    for p in model.parameters():
-        p.grad = torch.full_like(p, 3.0)
-        held.append(p.grad)
-    backward(lambda x, y: cross_entropy(model(x), y), X, Y, steps=3)
-    assert all(p.grad is before for p, before in zip(model.parameters(), held, strict=True))
-    assert_close(model, [q + 3 for q in expected])
-
-
 class Sample(NamedTuple):
     x: Tensor
     extra: Any
@@ -159,9 +146,11 @@ def test_recomputed_model(reentrant: bool) -> None:
     model = make_model()
     _, expected = truth(model, lambda: cross_entropy(model(X), Y))
     checkpoint = functools.partial(torch.utils.checkpoint.checkpoint, model, use_reentrant=reentrant)
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
+    held = [torch.ones_like(p) for p in model.parameters()]
+    for p, before in zip(model.parameters(), held, strict=True):
+        p.grad = before
     backward(lambda x, y: cross_entropy(checkpoint(x.clone().requires_grad_()), y), X, Y, steps=3)
+    assert all(p.grad is before for p, before in zip(model.parameters(), held, strict=True)), "added to once, at the end"
     assert_close(model, [q + 1 for q in expected])
 
 

@@ -174,16 +174,6 @@ def test_failed_update_leaves_the_window_full() -> None:
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
 
 
-def test_gated_scheduler_follows() -> None:
-    model = make_model()
-    opt = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=1.0), steps=None)
-    scheduler = gradaccum.wrap(torch.optim.lr_scheduler.StepLR(opt, 1, gamma=0.5))
-    for update in range(3):
-        split(model, opt)
-        scheduler.step()
-        assert scheduler.get_last_lr() == [0.5 ** (update + 1)]
-
-
 def moving_model() -> nn.Module:
     """Has a dropout and a batch norm."""
     torch.manual_seed(0)

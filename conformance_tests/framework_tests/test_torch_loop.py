@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,6 @@ from conformance_tests.framework_tests.torch_model import MAKERS, large_batch_st
 from conformance_tests.framework_tests.torch_separate import PARTS, X, Y, assert_same, closed_over, large, mse, wrapped
 from conformance_tests.framework_tests.torch_separate import make_model as make_separate_model
 from gradaccum import UsageError
-from gradaccum_torch import AccumulatingOptimizer
 
 
 @pytest.mark.parametrize("name", MAKERS)
@@ -158,29 +156,6 @@ def test_two_losses_in_one_micro_batch() -> None:
     (2 * loss_of(reference)).backward()
     for p, q in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(p.detach(), q.detach() - 0.5 * q.grad)
-
-
-def test_weight_zero_runs_no_backward() -> None:
-    """The micro-batch is counted all the same."""
-    model = make_model()
-    opt = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.5), steps=2)
-    opt.backward(loss_of(model) * float("nan"), weight=0)
-    assert all(p.grad is None for p in model.parameters())
-    opt.step()
-    opt.backward(loss_of(model), weight=2)
-    opt.step()
-    assert opt.result.applied
-    for p, expected in zip(model.parameters(), large_batch_step(MAKERS["sgd"]), strict=True):
-        torch.testing.assert_close(p.detach(), expected)
-
-
-def test_dropped_wrapper_is_freed_at_once() -> None:
-    model = make_model().to(torch.bfloat16)
-    opt = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.5), steps=2)
-    assert isinstance(opt, AccumulatingOptimizer)
-    alive = weakref.ref(opt)
-    del opt
-    assert alive() is None
 
 
 def test_closure_runs_once_per_micro_batch() -> None:

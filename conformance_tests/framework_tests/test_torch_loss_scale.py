@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 import gradaccum
-from gradaccum_torch import backend
 
 
 class Alone:
@@ -75,7 +74,7 @@ by_kind = pytest.mark.parametrize("kind", KINDS)
 SMALLEST = 2.0**-125
 
 
-PATTERNS = 500
+PATTERNS = 60
 
 
 def patterns(seed: int, events: int) -> Iterator[tuple[dict[str, Any], np.ndarray]]:
@@ -91,22 +90,9 @@ def patterns(seed: int, events: int) -> Iterator[tuple[dict[str, Any], np.ndarra
         yield rule, rng.random(events) < rng.uniform(0.05, 0.6)
 
 
-def test_transitions_equal_the_scalers() -> None:
-    for rule, overflows in patterns(0, events=24):
-        alone = Alone(rule)
-        options = gradaccum.kit.make_options(1, loss_scale=torch.amp.GradScaler("cpu", **rule), driver=backend)
-        state = gradaccum.kit.at_rest(gradaccum.kit.initial_state(options.scale_rule.init_scale))
-        for overflow in overflows.tolist():
-            counted = gradaccum.kit.State(*gradaccum.kit.accumulate(state, 1.0, True, gradaccum.kit.select))
-            state = gradaccum.kit.at_rest(
-                gradaccum.kit.State(*gradaccum.kit.close(counted, not overflow, overflow, options, gradaccum.kit.select))
-            )
-            assert (state.loss_scale, state.growth_tracker) == alone.event(overflow), (rule, overflows)
-
-
 @by_kind
 def test_window_is_one_scaler_step(kind: str) -> None:
-    for rule, overflows in list(patterns(1, events=6))[:60]:
+    for rule, overflows in patterns(1, events=6):
         alone, loop = Alone(rule), Loop(kind, **rule)
         for window, overflow in enumerate(overflows.tolist()):
             before = state_of(loop.scaler)
@@ -116,19 +102,6 @@ def test_window_is_one_scaler_step(kind: str) -> None:
             assert state_of(loop.scaler) == alone.event(overflow), (rule, overflows)
             state = loop.opt.state_dict()["gradaccum"]
             assert (state["loss_scale"], state["growth_tracker"]) == state_of(loop.scaler)
-
-
-@by_kind
-@pytest.mark.parametrize("fused", [False, True])
-def test_update_equals_large_batch(kind: str, fused: bool) -> None:
-    loop, plain = Loop(kind, fused=fused, init_scale=2.0**10), Loop(kind, fused=fused, init_scale=1.0)
-    for gradient in (1.0, 2.0, 4.5, -1.0, 0.5, 7.0):
-        loop.micro_batch(gradient)
-    for gradient in (2.5, 13 / 6):
-        for _ in range(3):
-            plain.micro_batch(gradient)
-    torch.testing.assert_close(loop.parameter, plain.parameter)
-    assert loop.opt.result.applied
 
 
 def test_scale_drop_tells_of_overflow() -> None:
@@ -211,16 +184,12 @@ def test_shared_scaler_ignores_empty_window() -> None:
         assert state_of(scaler) == (8.0, expected)
 
 
-def test_unscale_and_foreign_scaler_are_refused() -> None:
+def test_unscale_is_refused() -> None:
     loop = Loop("by hand", steps=2, init_scale=4.0)
     loop.scaler.scale(loop.parameter.sum()).backward()
     before = loop.parameter.grad.clone()
     with pytest.raises(gradaccum.UsageError, match="clip_norm="):
         loop.scaler.unscale_(loop.opt)
-    other = torch.amp.GradScaler("cpu", init_scale=2.0)
-    other.scale(torch.zeros(()))
-    with pytest.raises(gradaccum.UsageError, match="loss_scale=scaler"):
-        other.step(loop.opt)
     assert torch.equal(loop.parameter.grad, before)
     assert loop.opt.result.micro_step == 0
 
@@ -271,12 +240,13 @@ def test_changed_factors_count_at_next_close() -> None:
     assert loop.scaler.get_scale() == 8.0
 
 
-@pytest.mark.parametrize("on_overflow", ["skip_window", "ignore"])
+@pytest.mark.parametrize("options", [{}, {"on_overflow": "ignore"}, {"loss_scale": None}], ids=str)
 @pytest.mark.parametrize("kind", ["scaler.step", "opt.backward", "plain"])
-def test_disabled_scaler_has_scale_one(kind: str, on_overflow: Any) -> None:
+def test_disabled_scaler_has_scale_one(kind: str, options: dict[str, Any]) -> None:
+    """Whether the optimizer was given it or not."""
     parameter = torch.zeros(2, requires_grad=True)
     scaler = torch.amp.GradScaler("cpu", enabled=False)
-    opt: Any = gradaccum.wrap(torch.optim.SGD([parameter], lr=1.0), steps=2, loss_scale=scaler, on_overflow=on_overflow)
+    opt: Any = gradaccum.wrap(torch.optim.SGD([parameter], lr=1.0), steps=2, **{"loss_scale": scaler, **options})
     for gradient in (1.0, 3.0):
         loss: Tensor = (parameter * gradient).sum()
         if kind == "opt.backward":

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import math
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -123,20 +121,6 @@ def test_place_of_the_sum_changes_nothing(dtype: torch.dtype, options: dict) -> 
     for a, b in zip(masters_of(opt), masters_of(reference), strict=True):
         assert a.dtype == torch.float32
         torch.testing.assert_close(a, b, rtol=0, atol=STEP * 2.0**-6)
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
-@pytest.mark.parametrize("stop", [1, 2, 3])
-@pytest.mark.parametrize("inner", ["sgd", "adamw_fused"])
-def test_copies_train_alike(copied: Any, stop: int, inner: str) -> None:
-    model, opt = make(torch.float16, inner)
-    train(model, opt, stop)
-    twin, twin_opt = copied((model, opt))
-    assert all(a is not b for a, b in zip(masters_of(opt), masters_of(twin_opt), strict=True))
-    for m, o in ((model, opt), (twin, twin_opt)):
-        train(m, o, 4, seed=1)
-    for a, b in zip((*model.parameters(), *masters_of(opt)), (*twin.parameters(), *masters_of(twin_opt)), strict=True):
-        assert torch.equal(a, b)
 
 
 def test_bare_half_state_becomes_float32() -> None:

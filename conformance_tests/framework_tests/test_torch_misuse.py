@@ -116,16 +116,6 @@ def test_messages_name_a_way_out() -> None:
         opt.step()
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "item_mean"])
-def test_weight_0_beside_a_plain_backward_is_refused(reduction: str) -> None:
-    model = make_model()
-    opt = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.1), steps=2, reduction=reduction)
-    opt.backward(loss_of(model), weight=0)
-    loss_of(model).backward()
-    with pytest.raises(gradaccum.UsageError, match="plain backward"):
-        opt.step()
-
-
 def two_optimizers(**options: object) -> tuple[nn.Module, Any, Any]:
     model = make_model()
     own, other = list(model.parameters())[:1], list(model.parameters())[1:]
@@ -187,15 +177,6 @@ class SAM(torch.optim.SGD):
         if zero_grad:
             self.zero_grad()
 
-    @torch.no_grad()
-    def second_step(self, zero_grad: bool = False) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.data = self.state[p]["old"]
-        self.step()
-        if zero_grad:
-            self.zero_grad()
-
     def forget(self) -> None:
         for group in self.param_groups:
             for p in group["params"]:
@@ -246,41 +227,3 @@ def test_harmless_method_passes() -> None:
     assert opt.describe.__name__ == "describe"
     opt.step()
     assert opt.describe() == 1
-
-
-class Ascent(torch.optim.Optimizer):
-    """SAM's first step as an optimizer of its own, which can be wrapped."""
-
-    def __init__(self, sam: SAM) -> None:
-        super().__init__([{"params": group["params"]} for group in sam.param_groups], {})
-        self._sam = sam
-
-    def step(self, closure: None = None) -> None:
-        self._sam.first_step()
-
-
-class Descent(Ascent):
-    """SAM's second step."""
-
-    def step(self, closure: None = None) -> None:
-        self._sam.second_step()
-
-
-def test_one_wrapper_per_update_is_exact() -> None:
-    """The refusal recommends this: one window goes up, a second one over the same micro-batches goes down."""
-    model, large = make_model(), make_model()
-    sam, reference = SAM(model.parameters(), lr=0.5), SAM(large.parameters(), lr=0.5)
-    up, down = (gradaccum.wrap(optimizer, steps=4) for optimizer in (Ascent(sam), Descent(sam)))
-    for _ in range(2):
-        for opt in (up, down):
-            for index in range(4):
-                opt.zero_grad()
-                loss_of(model, rows_of(index)).backward()
-                opt.step()
-            assert opt.result.applied
-        loss_of(large).backward()
-        reference.first_step(zero_grad=True)
-        loss_of(large).backward()
-        reference.second_step(zero_grad=True)
-    for p, q in zip(model.parameters(), large.parameters(), strict=True):
-        torch.testing.assert_close(p, q)

@@ -265,20 +265,6 @@ def test_checkpoint_in_mid_window(saved_separate: bool) -> None:
     assert_same(fresh, large())
 
 
-def test_sparse_gradients() -> None:
-    def run(separate: bool) -> Tensor:
-        torch.manual_seed(0)
-        table = nn.Embedding(6, 3, sparse=True)
-        opt = gradaccum.wrap(torch.optim.SparseAdam(table.parameters()), steps=2, separate_sums=separate)
-        for indices in ([0, 1, 1], [1, 4, 0]) * 2:
-            table(torch.tensor(indices)).square().sum().backward()
-            opt.step()
-            opt.zero_grad()
-        return table.weight.detach()
-
-    assert torch.equal(run(True), run(False))
-
-
 HOLDERS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Any]]] = {
     "nobody": (lambda _: 3.0, float),
     "a variable": (lambda gradient: gradient, Tensor.max),

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import gradaccum
-import gradaccum_torch
 from gradaccum.watching import ClosedWindow
 
 X = torch.arange(12.0, dtype=torch.float64).reshape(6, 2) / 10
@@ -81,17 +80,6 @@ def test_copies_and_states_have_no_listeners() -> None:
     assert not heard
     micro_batch(weight, opt, X)
     assert len(heard) == 1
-
-
-def test_the_large_batch_in_one_call_is_heard() -> None:
-    model = torch.nn.Linear(2, 1, dtype=torch.float64)
-    opt = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.1), steps=None)
-    heard: list[ClosedWindow] = []
-    opt.add_listener(heard.append)
-    loss = gradaccum_torch.backward(lambda rows: model(rows).square().mean(), X, steps=3, optimizer=opt)
-    (window,) = heard
-    assert (window.micro_batches, window.weight) == (3, 6)
-    assert window.loss == pytest.approx(loss.item(), rel=1e-14)
 
 
 def test_repr_is_one_line() -> None:

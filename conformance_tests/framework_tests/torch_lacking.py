@@ -1,6 +1,6 @@
 """Scenarios under a torch that lacks a private name: `SCENARIOS` has a function for each name of `LOST`, which raises if it fails.
 
-No function is called before the names are taken away, so each imports torch itself.
+The module is imported after the names are taken away.
 """
 
 from __future__ import annotations
@@ -13,21 +13,24 @@ from contextlib import nullcontext, suppress
 from functools import cache
 from typing import Any
 
+import torch
+from torch import nn
+
+import gradaccum
 from conformance_tests.framework_tests.refusing import refused
 from gradaccum.errors import ArgumentValueError, UsageError
+from gradaccum_torch import backward, coupled_backward
+from gradaccum_torch.parameters import apart, differences
+from gradaccum_torch.private.names import exists
+from gradaccum_torch.recomputation import recompute
 
 
 def model_of(seed: int = 0) -> Any:
-    import torch
-    from torch import nn
-
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).double()
 
 
 def batches_of() -> Any:
-    import torch
-
     return torch.arange(80.0, dtype=torch.float64).sin().reshape(5, 4, 4)
 
 
@@ -39,8 +42,6 @@ def learn(model: Any, opt: Any, x: Any) -> None:
 
 def reference(make: Callable[[Any], Any], windows: int = 2, clip: float | None = None) -> Any:
     """A model that a bare optimizer has trained for windows of two micro-batches."""
-    from torch import nn
-
     plain = model_of()
     bare = make(plain.parameters())
     for pair in batches_of()[: 2 * windows].reshape(windows, 2, 4, 4):
@@ -53,27 +54,19 @@ def reference(make: Callable[[Any], Any], windows: int = 2, clip: float | None =
 
 
 def require_equal(model: Any, other: Any) -> None:
-    import torch
-
     assert all(map(torch.allclose, model.parameters(), other.parameters()))
 
 
 def adam(parameters: Any) -> Any:
-    import torch
-
     return torch.optim.AdamW(parameters, lr=0.1, fused=True)
 
 
 def sgd(parameters: Any) -> Any:
-    import torch
-
     return torch.optim.SGD(parameters, lr=0.1, foreach=False)
 
 
 def trains(windows: int = 2, **options: Any) -> Any:
     """A model that a wrapped optimizer has trained as a bare one would; its optimizer."""
-    import gradaccum
-
     model = model_of()
     opt: Any = gradaccum.wrap(sgd(model.parameters()), steps=2, **options)
     for x in batches_of()[: 2 * windows]:
@@ -89,10 +82,6 @@ def sums_beside_grad() -> None:
 
 def arithmetic() -> None:
     """A few windows: clipped or not, scaled past an overflow, saved in the middle, against torch's own arithmetic."""
-    import torch
-
-    import gradaccum
-
     batches = batches_of()
     for options in ({}, {"loss_scale": gradaccum.DynamicLossScale(2.0**4)}, {"separate_sums": True}):
         for inner, clip in ((adam, 0.5), (adam, None), (sgd, 0.01), (sgd, None)):
@@ -114,11 +103,6 @@ def arithmetic() -> None:
 
 def masters() -> None:
     """bfloat16 parameters are the rounded ones of a float32 update; a parameter that was changed is seen."""
-    import torch
-
-    import gradaccum
-    from gradaccum_torch.parameters import apart, differences
-
     wide = [torch.linspace(-1, 1, 12).reshape(3, 4), torch.linspace(1, 2, 5)]
     halves = [torch.nn.Parameter(each.bfloat16()) for each in wide]
     masters = [half.detach().float() for half in halves]
@@ -144,10 +128,6 @@ def masters() -> None:
 
 def memory_that_stays() -> None:
     """Each backward pass gives the gradient in the same memory."""
-    import torch
-
-    import gradaccum
-
     memory = torch.zeros(3)
 
     class Static(torch.autograd.Function):
@@ -170,8 +150,6 @@ def memory_that_stays() -> None:
 
 def pass_that_raised() -> None:
     """Nobody notices it, and what follows is right."""
-    import torch
-
     model, opt = trains(1)
     loss = model(batches_of()[2])
     loss.register_hook(lambda gradient: gradient)
@@ -194,10 +172,6 @@ def pass_that_raised() -> None:
 
 
 def scaler_step_is_refused() -> None:
-    import torch
-
-    import gradaccum
-
     scaler = torch.amp.GradScaler("cpu")
     model = model_of()
     opt: Any = gradaccum.wrap(sgd(model.parameters()), steps=2, loss_scale=scaler)
@@ -209,9 +183,6 @@ def scaler_step_is_refused() -> None:
 
 def scaler_unscales() -> None:
     """The loop with a scaler is right; a method of a subclass that reads the groups is refused."""
-    import torch
-
-    import gradaccum
     from conformance_tests.framework_tests.test_torch_loss_scale import Loop, state_of
 
     class Looking(torch.amp.GradScaler):
@@ -235,20 +206,12 @@ def scaler_unscales() -> None:
 
 
 def scaler_is_refused() -> None:
-    import torch
-
-    import gradaccum
-
     with refused(UsageError, "loss_scale", "which lacks it", "loss_scale=gradaccum.DynamicLossScale()"):
         gradaccum.wrap(sgd(model_of().parameters()), steps=2, loss_scale=torch.amp.GradScaler("cpu"))
     trains(loss_scale=gradaccum.DynamicLossScale())
 
 
 def scheduler_moves() -> None:
-    import torch
-
-    import gradaccum
-
     model = model_of()
     opt: Any = gradaccum.wrap(sgd(model.parameters()), steps=2)
     scheduler = gradaccum.wrap(torch.optim.lr_scheduler.StepLR(opt, 1, 0.5))
@@ -265,19 +228,12 @@ def scheduler_moves() -> None:
 def recomputation_raises() -> None:
     import pytest
 
-    from gradaccum_torch.recomputation import recompute
-
     with pytest.raises(AttributeError):
         recompute(model_of())(batches_of()[0])
 
 
 def buffers_are_put_back() -> None:
     """The same sum in one call, and after an error the buffers as they were."""
-    import torch
-    from torch import nn
-
-    from gradaccum_torch import backward
-
     model, other = (nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2, bias=False)).double().eval() for _ in range(2))
     other.load_state_dict(model.state_dict())
     x = batches_of()[:4].reshape(16, 4)
@@ -303,10 +259,6 @@ def buffers_are_put_back() -> None:
 
 
 def sparse_is_refused() -> None:
-    import torch
-
-    import gradaccum
-
     for sparse in (True, False):
         table = torch.nn.Embedding(4, 2, sparse=sparse)
         before = table.weight.detach().clone()
@@ -320,15 +272,11 @@ def sparse_is_refused() -> None:
 
 
 def verify_is_refused() -> None:
-    import gradaccum
-
     with refused(UsageError, "verify", "which lacks it"):
         gradaccum.verify(model_of(), lambda model, x: model(x).square().mean(), batches_of()[0])
 
 
 def verifies_coarsely() -> None:
-    import gradaccum
-
     assert gradaccum.verify(model_of(), lambda model, x: model(x).square().mean(), batches_of()[0]).equivalent
     assert not gradaccum.verify(model_of(), lambda model, x: model(x).square().sum(), batches_of()[0]).equivalent
     report = gradaccum.verify(model_of(), lambda model, x: model(x).square().mean() * (1 + 1e-5 * x[0, 0]), batches_of()[0])
@@ -337,8 +285,6 @@ def verifies_coarsely() -> None:
 
 def model_states_are_refused() -> None:
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-
-    from gradaccum_torch.private.names import exists
 
     model, opt = trains()
     with refused(UsageError, "torch.distributed.checkpoint.state_dict", "opt.state_dict()"):
@@ -350,10 +296,6 @@ def model_states_are_refused() -> None:
 
 
 def compiled_step() -> None:
-    import torch
-
-    import gradaccum
-
     model = model_of()
     opt: Any = gradaccum.wrap(sgd(model.parameters()), steps=2)
     step = torch.compile(learn, backend="eager")
@@ -363,10 +305,7 @@ def compiled_step() -> None:
 
 
 def compiled_autograd() -> None:
-    import torch
     import torch._dynamo.compiled_autograd
-
-    import gradaccum
 
     model = model_of()
     opt: Any = gradaccum.wrap(sgd(model.parameters()), steps=2)
@@ -378,10 +317,6 @@ def compiled_autograd() -> None:
 
 
 def compiled_module() -> None:
-    import torch
-
-    from gradaccum_torch import coupled_backward
-
     model, other = model_of(), model_of()
     compiled, x = torch.compile(model, backend="eager"), batches_of()[:4].reshape(16, 4)
     with warnings.catch_warnings():
@@ -405,8 +340,6 @@ def _join_group() -> None:
 def _parallel(**options: Any) -> tuple[Any, Any]:
     """A model with a buffer under DistributedDataParallel, trained for two windows; its optimizer."""
     from torch.nn.parallel import DistributedDataParallel
-
-    import gradaccum
 
     _join_group()
     model = model_of()
@@ -466,10 +399,7 @@ def parts_are_refused() -> None:
 
 
 def flattened_is_refused() -> None:
-    import torch
     from torch.distributed.fsdp import FullyShardedDataParallel
-
-    import gradaccum
 
     _join_group()
     with warnings.catch_warnings():

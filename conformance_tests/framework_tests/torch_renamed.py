@@ -13,8 +13,6 @@ import sys
 from types import CodeType, ModuleType
 from typing import Any
 
-from conformance_tests.framework_tests.torch_lacking import SCENARIOS
-
 _OF_C = ("torch:_foreach", "torch:_C._storage")
 _HIDDEN = {"torch:Tensor._use_count", "torch:Tensor._values", "torch:Tensor._base", "torch:UntypedStorage._cdata"}
 _OTHERWISE = {"queue_callback": "_execution_engine"}
@@ -92,6 +90,8 @@ def main(names: list[str]) -> None:
     plain = private.exists
     # Torch's own methods go on to name what is hidden.
     private.exists = lambda name: not (name in _HIDDEN and name in names) and plain(name)
+    from conformance_tests.framework_tests.torch_lacking import SCENARIOS
+
     for scenario in dict.fromkeys(SCENARIOS[name] for name in names):
         scenario()
     missing = private.lacking(private.LOST).keys()
