@@ -72,6 +72,10 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         "gradaccum/verification/experiments.py",
         "parts = list(islice(chain.from_iterable(combinations(probe, size) for size in range(1, len(probe) + 2)), PARTS))",
     ): "no combination is larger than the probe",
+    (
+        "backends/gradaccum_jax/sums.py",
+        'return jnp.dtype("float32") if (own.itemsize <= 4) else own',
+    ): "the floating dtype of 4 bytes is float32 itself",
     ("gradaccum/window_loop.py", "pass  # self._current = None"): "to forget a window twice is harmless",
 }
 """By the file and the changed line."""
