@@ -110,7 +110,7 @@ def _structure_error(found: str, expected: str) -> GradientError:
 
 
 def _gradient_error(name: str, expected: str, found: str) -> GradientError:
-    fix = "Hand over the gradient as mindspore.value_and_grad returns it."
+    fix = "Hand over the gradient as mindspore.value_and_grad returns it; let a hook or bprop keep shape and dtype."
     return explain(GradientError, f"gradient of {name!r}", expected=expected, found=found, fix=fix)
 
 

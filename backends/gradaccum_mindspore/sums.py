@@ -93,7 +93,8 @@ def add_into(total: Parameter, part: Tensor) -> None:
     if total.dtype == working_dtype(total.dtype):
         ops.assign_add(total, part)
     else:
-        write(total, cast(cast(total, ms.float32) + cast(part, ms.float32), total.dtype))
+        # `addn` does not broadcast what a compiled bprop returned in another shape, as + would.
+        write(total, cast(ops.addn((cast(total, ms.float32), cast(part, ms.float32))), total.dtype))
 
 
 def compiled_add(sums: Sums, gradients: Gradients, factor: Tensor | None, adds: Tensor | None) -> tuple[bool, ...]:
