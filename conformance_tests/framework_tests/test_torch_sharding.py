@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -14,7 +11,7 @@ if not torch.distributed.is_gloo_available():
 
 from conformance_tests.framework_tests.torch_fsdp import NEEDS_FSDP2_ON_CPU
 from conformance_tests.framework_tests.torch_shards import CHECKS, EARLY
-from conformance_tests.framework_tests.torch_workers.jobs import ROOT, SECONDS, reports_of, require_passed
+from conformance_tests.framework_tests.torch_workers.jobs import reports_of, require_passed
 
 pytestmark = pytest.mark.xdist_group("torch_shards")
 
@@ -28,12 +25,3 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in EARLY else [NEEDS_FSDP2_ON_CPU]) for name in CHECKS])
 def test_two_workers(name: str, reports: list[dict[str, str]]) -> None:
     require_passed(name, reports)
-
-
-@NEEDS_FSDP2_ON_CPU
-@pytest.mark.deep
-def test_four_workers_in_one_process() -> None:
-    """HSDP: two copies of the parameters, each split in two."""
-    command = [sys.executable, "-m", "conformance_tests.framework_tests.torch_shards.hybrid"]
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS)
-    assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import copy
-import io
-import json
 import random
 import re
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +19,13 @@ from torch.utils.checkpoint import checkpoint
 import gradaccum
 import gradaccum_torch
 from conformance_tests.framework_tests.torch_cases import Case, classes, cross_entropy, inputs, net, one_thread  # noqa: F401
-from conformance_tests.framework_tests.torch_mistaken_layers import MISTAKEN_LAYERS, batch_norm
+from conformance_tests.framework_tests.torch_mistaken_layers import MISTAKEN_LAYERS
 from conformance_tests.framework_tests.torch_mistaken_losses import (
     MISTAKEN_LOSSES,
     OUTSIDE,
     info_nce,
     noise_of_a_global_generator,
     numpy_noise,
-    tokens_and_sequences,
 )
 from conformance_tests.framework_tests.torch_sound_layers import SOUND_LAYERS, dropout
 from conformance_tests.framework_tests.torch_sound_losses import SOUND_LOSSES, linear_float32
@@ -53,6 +49,7 @@ def test_mistake_is_named(make: Callable[[], Case]) -> None:
     assert not report.equivalent
     assert tuple(cause.kind for cause in report.causes) == kinds
     assert report.causes[0].where.startswith(where)
+    assert ("gradaccum.windows" in report.causes[0].fix) == (kinds[0] in ("several_counts", "coupled_loss"))
 
 
 @pytest.mark.parametrize("make", SOUND, ids=lambda make: make.__name__)
@@ -99,12 +96,6 @@ def test_two_mistakes_are_both_named() -> None:
     assert [cause.kind for cause in report.causes] == ["batch_statistics", "coupled_loss"]
 
 
-def test_loss_that_remembers_elsewhere() -> None:
-    calls: Iterator[int] = iter(range(10**6))
-    report = gradaccum.verify(net(), lambda m, x, y: cross_entropy(m, x, y) * (1 + next(calls)), (inputs(5), classes()))
-    assert [cause.kind for cause in report.causes] == ["hidden_state"]
-
-
 def test_mixup_is_reported() -> None:
     """A permutation of the batch has no numbers of an item, and evaluation mode draws it too."""
 
@@ -127,13 +118,6 @@ def test_numbers_that_do_not_come_out() -> None:
 def test_noise_that_cannot_be_compared_is_no_wrong_loss() -> None:
     report = verified(numpy_noise())
     assert str(report).startswith("Accumulation cannot be compared for this loss: randomness.")
-
-
-def test_terms_that_divide_by_different_counts_are_sent_to_windows() -> None:
-    (cause,) = verified(tokens_and_sequences()).causes
-    assert "gradaccum.windows(loader, steps, count={...})" in cause.fix
-    (cause,) = verified(info_nce()).causes
-    assert "gradaccum.windows" in cause.fix
 
 
 def test_nearly_equal_weights_are_told() -> None:
@@ -199,7 +183,8 @@ def test_generators_of_numpy_stay() -> None:
 
 def test_works_without_gradients_outside() -> None:
     with torch.no_grad():
-        assert verified(linear_float32()).equivalent
+        said = str(verified(linear_float32()))
+    assert said.startswith("Accumulation is right for this loss: 4 parameters, 6 partitions")
 
 
 def test_compiled_model_runs_as_written() -> None:
@@ -213,30 +198,6 @@ def test_batches_of_any_size(items: int) -> None:
         case = make()
         small = tuple(tensor[:items] for tensor in case.batch)
         assert gradaccum.verify(case.model, case.loss_fn, small, steps=2).equivalent is right
-
-
-def test_report_reads_well() -> None:
-    report = verified(batch_norm())
-    said = str(report)
-    assert said.startswith("Accumulation is WRONG for this loss: batch_statistics.")
-    assert "BatchNorm1d" in said
-    assert "VERIFY.md" in said
-    read = json.loads(report.to_json())
-    assert read["equivalent"] is False
-    assert read["causes"][0]["kind"] == "batch_statistics"
-    assert set(read["errors"]) == {"0.weight", "0.bias", "1.weight", "1.bias", "3.weight", "3.bias"}
-    assert str(verified(linear_float32())).startswith("Accumulation is right for this loss: 4 parameters, 6 partitions")
-
-
-def test_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    rich = pytest.importorskip("rich.console", reason="needs rich")
-    report = verified(batch_norm())
-    console = rich.Console(width=120, record=True, file=io.StringIO())
-    console.print(report.table())
-    assert "0.weight" in console.export_text()
-    monkeypatch.setitem(sys.modules, "rich.table", None)
-    with pytest.raises(gradaccum.MissingPackageError, match="pip install rich"):
-        report.table()
 
 
 @pytest.mark.parametrize(

@@ -54,17 +54,3 @@ def net(*layers: nn.Module) -> nn.Module:
 
 def cross_entropy(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(model(x), y)
-
-
-class Square(torch.autograd.Function):
-    """x^2, whose backward ignores the gradient that it is handed."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x**2
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return 2 * x

@@ -18,7 +18,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import _create_work_from_future
@@ -117,19 +116,6 @@ class Mirror(GroupInPython):
     def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         return [self._reduce_scatter_base(*each, opts) for each in zip(outputs, inputs, strict=True)][-1]
 
-    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        for output in outputs:
-            output.detach().copy_(inputs[self._rank])
-        return self._done("alltoall", inputs)
-
-    def alltoall_base(self, output: Tensor, tensor: Tensor, output_sizes: Sequence[int], sizes: Sequence[int], opts: Any = None) -> Any:
-        own = torch.split(tensor, list(sizes) or len(tensor) // self._size)[self._rank]
-        output.detach().copy_(torch.cat([own] * self._size))
-        return self._done("alltoall", [tensor])
-
-    def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        return self.allgather(outputs, inputs) if outputs else self._done("gather", inputs)
-
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         for output, parts in zip(outputs, inputs, strict=True):
             output.detach().copy_(parts[self._rank])
@@ -138,7 +124,7 @@ class Mirror(GroupInPython):
     def barrier(self, opts: Any = None) -> Any:
         return self._done("barrier", [])
 
-    reduce, allreduce_coalesced, all_to_all_single = allreduce, allreduce, alltoall_base
+    allreduce_coalesced = allreduce
     all_gather_single, all_gather_single_coalesced = _allgather_base, allgather_into_tensor_coalesced
     reduce_scatter_single, reduce_scatter_single_coalesced = _reduce_scatter_base, reduce_scatter_tensor_coalesced
 

@@ -8,11 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from conformance_tests.framework_tests.torch_cases import CLASSES, TOKENS, WIDTH, Case, Square, classes, cross_entropy, inputs, net
-
-
-def batch_norm() -> Case:
-    return Case(net(nn.BatchNorm1d(4), nn.ReLU()), cross_entropy, (inputs(WIDTH), classes()))
+from conformance_tests.framework_tests.torch_cases import CLASSES, TOKENS, WIDTH, Case, classes, cross_entropy, inputs, net
 
 
 class GhostNorm(nn.Module):
@@ -70,47 +66,6 @@ def reward_baseline() -> Case:
     return Case(net(), loss, (inputs(WIDTH), inputs() + 2))
 
 
-def ignored_upstream() -> Case:
-    return Case(net(), lambda model, x: Square.apply(model(x)).mean(), (inputs(WIDTH),))
-
-
-class Centres(nn.Module):
-    """Centre loss, whose centres move in the forward pass, as in the paper's algorithm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.body = nn.Linear(WIDTH, 4)
-        self.register_buffer("centres", torch.zeros(CLASSES, 4))
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        found = self.body(x)
-        loss = (found - self.centres[y]).square().sum(1).mean()
-        with torch.no_grad():
-            self.centres += 0.5 * (F.one_hot(y, CLASSES).to(x).T @ (found - self.centres[y]))
-        return loss
-
-
-def moving_centres() -> Case:
-    return Case(Centres(), lambda model, x, y: model(x, y), (inputs(WIDTH), classes()))
-
-
-class Gated(nn.Module):
-    """A batch takes one of two branches as a whole."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.left, self.right = nn.Linear(WIDTH, CLASSES), nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.left(x) if x.mean() > 0 else self.right(x)
-
-
-def branch_of_the_batch() -> Case:
-    return Case(Gated(), cross_entropy, (inputs(WIDTH), classes()))
-
-
 def frozen_attention_axis() -> Case:
     """`nn.MultiheadAttention` takes the second axis for the batch unless told: the items attend to each other."""
 
@@ -127,14 +82,10 @@ def frozen_attention_axis() -> Case:
 
 
 MISTAKEN_LAYERS: dict[Callable[[], Case], tuple[tuple[str, ...], str]] = {
-    batch_norm: (("batch_statistics",), "1"),
     ghost_norm: (("batch_statistics",), "1"),
     seed_in_forward: (("shared_randomness",), "rand at torch_mistaken_layers.py"),
     running_statistics: (("state",), "1.centre"),
     reward_baseline: (("state",), "baseline"),
-    ignored_upstream: (("custom_backward",), "Square"),
-    moving_centres: (("state",), "centres"),
-    branch_of_the_batch: (("missing_gradients",), "left"),
     frozen_attention_axis: (("batch_statistics",), "attention"),
 }
 """By case: the kinds of its causes, in order, and the beginning of the first one's place."""

@@ -80,18 +80,8 @@ def class_weights() -> Case:
     return Case(net(), lambda model, x, y: F.cross_entropy(model(x), y, weight=weights), (inputs(WIDTH), classes()))
 
 
-def tokens_and_sequences() -> Case:
-    """A mean over tokens and a mean over sequences."""
-
-    def loss(model: nn.Module, x: Tensor, kept: Tensor) -> Tensor:
-        out = model(x)
-        return (out[..., 0].square() * kept).sum() / kept.sum() + out[:, 0, 1].square().mean()
-
-    return Case(net(), loss, (inputs(TOKENS, WIDTH), mask()))
-
-
 def two_heads() -> Case:
-    """The same, with parameters that each have one of the terms: every one of them has a right weight, and not the same."""
+    """A mean over tokens, one over sequences, and parameters that each have one of them: each has a right weight, and not the same."""
 
     def loss(model: nn.ModuleDict, x: Tensor, kept: Tensor) -> Tensor:
         return (model["tokens"](x)[..., 0].square() * kept).sum() / kept.sum() + model["sequence"](x[:, 0]).square().mean()
@@ -177,7 +167,6 @@ MISTAKEN_LOSSES: dict[Callable[[], Case], tuple[tuple[str, ...], str]] = {
     info_nce: (("coupled_loss",), "the loss"),
     grpo_token_denominator: (("unequal_counts",), "batch[0]['completion_mask']"),
     class_weights: (("unequal_counts",), "a weight by batch[1]"),
-    tokens_and_sequences: (("several_counts",), "the number of items; batch[1] != 0"),
     two_heads: (("several_counts",), "the number of items; batch[1] != 0"),
     positives_and_negatives: (("several_counts",), "batch[1] != 0; batch[1] == 0"),
     tokens_and_coupling: (("coupled_loss",), "the loss"),

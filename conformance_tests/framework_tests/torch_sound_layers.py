@@ -13,21 +13,11 @@ from torch.utils.checkpoint import checkpoint
 from conformance_tests.framework_tests.torch_cases import CLASSES, ITEMS, TOKENS, WIDTH, Case, classes, cross_entropy, inputs, mask, net
 
 
-def layer_norm() -> Case:
-    return Case(net(nn.LayerNorm(4), nn.ReLU()), cross_entropy, (inputs(WIDTH), classes()))
-
-
 def group_norm() -> Case:
     """A bias in front of a normalisation has no gradient but rounding."""
     torch.manual_seed(0)
     layers = [nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(16, CLASSES)]
     return Case(nn.Sequential(*layers), cross_entropy, (inputs(2, 4, 4), classes()))
-
-
-def instance_norm() -> Case:
-    torch.manual_seed(0)
-    layers = [nn.Conv1d(2, 4, 3), nn.InstanceNorm1d(4, affine=True), nn.Flatten(), nn.Linear(16, CLASSES)]
-    return Case(nn.Sequential(*layers), cross_entropy, (inputs(2, 6), classes()))
 
 
 def frozen_batch_norm() -> Case:
@@ -208,9 +198,7 @@ def counts_its_calls() -> Case:
 
 
 SOUND_LAYERS: tuple[Callable[[], Case], ...] = (
-    layer_norm,
     group_norm,
-    instance_norm,
     frozen_batch_norm,
     dropout,
     dropout_after_tokens_were_flattened,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from conformance_tests.framework_tests.torch_cases import ITEMS, TOKENS, WIDTH, Case, Square, classes, cross_entropy, inputs, mask, net
+from conformance_tests.framework_tests.torch_cases import ITEMS, WIDTH, Case, classes, cross_entropy, inputs, net
 
 
 def linear_float32() -> Case:
@@ -31,15 +31,6 @@ def autocast() -> Case:
             return F.cross_entropy(model(x).float(), y)
 
     return Case(net(), loss, (inputs(WIDTH), classes()))
-
-
-def weighted_items() -> Case:
-    """Weights of items inside a mean over items."""
-
-    def loss(model: nn.Module, x: Tensor, y: Tensor, weights: Tensor) -> Tensor:
-        return (F.cross_entropy(model(x), y, reduction="none") * weights).mean()
-
-    return Case(net(), loss, (inputs(WIDTH), classes(), inputs().abs()))
 
 
 def unused_and_constant_parameters() -> Case:
@@ -80,15 +71,6 @@ def huge() -> Case:
     return Case(net(), lambda model, x, y: cross_entropy(model, x, y) * 1e30, (inputs(WIDTH), classes()))
 
 
-def custom_function_that_carries() -> Case:
-    class Carries(Square):
-        @staticmethod
-        def backward(ctx: Any, upstream: Tensor) -> Tensor:
-            return upstream * 2 * ctx.saved_tensors[0]
-
-    return Case(net(), lambda model, x: Carries.apply(model(x)).mean(), (inputs(WIDTH),))
-
-
 def nested_batch() -> Case:
     """Dicts, lists of texts, a flag, and an array that every micro-batch gets whole."""
 
@@ -109,20 +91,6 @@ def drawn_once_per_micro_batch() -> Case:
         return F.cross_entropy(model(x) * np.random.beta(1.0, 1.0) + torch.from_numpy(np.random.randn(3)).float(), y) * random.random()
 
     return Case(net(), loss, (inputs(WIDTH), classes()))
-
-
-def terms_by_totals_of_the_window() -> Case:
-    """A term over tokens and one over sequences, each divided by its total, as `gradaccum.windows` tells it."""
-
-    def loss(model: nn.Module, x: Tensor, kept: Tensor, tokens: float, sequences: int) -> Tensor:
-        out = model(x)
-        return (out[..., 0].square() * kept).sum() / tokens + out[:, 0, 1].square().sum() / sequences
-
-    return Case(net(), loss, (inputs(TOKENS, WIDTH), mask(), float(mask().sum()), ITEMS), {"reduction": "sum"})
-
-
-def usual_criterion() -> Case:
-    return Case(net(), nn.CrossEntropyLoss(), (inputs(WIDTH), classes()))
 
 
 def functional_criterion() -> Case:
@@ -166,16 +134,12 @@ SOUND_LOSSES: tuple[Callable[[], Case], ...] = (
     linear_float32,
     linear_bfloat16,
     autocast,
-    weighted_items,
     unused_and_constant_parameters,
     kinks,
     cancelling_kinks,
     huge,
-    custom_function_that_carries,
     nested_batch,
     drawn_once_per_micro_batch,
-    terms_by_totals_of_the_window,
-    usual_criterion,
     functional_criterion,
     criterion_of_the_users,
     criterion_and_a_list,
