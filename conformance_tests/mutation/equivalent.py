@@ -76,6 +76,11 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         "backends/gradaccum_jax/sums.py",
         'return jnp.dtype("float32") if (own.itemsize <= 4) else own',
     ): "the floating dtype of 4 bytes is float32 itself",
+    ("backends/gradaccum_jax/sums.py", "quotient = wider(jnp.float32, held)"): "promotion is symmetric",
+    (
+        "backends/gradaccum_jax/sums.py",
+        "parts = (leaf.imag, leaf.real) if jnp.iscomplexobj(leaf) else (leaf,)",
+    ): "the largest of both is looked for",
     ("gradaccum/window_loop.py", "pass  # self._current = None"): "to forget a window twice is harmless",
 }
 """By the file and the changed line."""
