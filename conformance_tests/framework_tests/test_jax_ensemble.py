@@ -25,6 +25,7 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
     "dropping": lambda inner: gradaccum.wrap(inner, steps=2, on_overflow="drop_micro_batch"),
     "schedule": lambda inner: gradaccum.wrap(inner, steps=[(0, 1), (2, 3)]),
     "no_steps": lambda inner: gradaccum.wrap(inner, steps=None),
+    "noise": lambda inner: gradaccum.wrap(inner, steps=2, noise_scale=True),
     "multisteps": lambda inner: gradaccum_jax.MultiSteps(inner, 2, should_skip_update_fn=optax.skip_not_finite),
 }
 

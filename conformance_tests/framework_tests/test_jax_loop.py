@@ -29,10 +29,6 @@ def run(tx: Any, params: Any = PARAMS, grads: Any = GRADS) -> tuple[Any, Any]:
     return total, state
 
 
-def one_update(inner: Any, params: Any = PARAMS, gradient: Any = MEAN) -> Any:
-    return inner.update(gradient, inner.init(params), params)[0]
-
-
 def assert_same(a: Any, b: Any) -> None:
     assert jax.tree.structure(a) == jax.tree.structure(b)
     for left, right in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
@@ -46,58 +42,20 @@ def wrap(inner: Any, **options: Any) -> Any:
 @pytest.mark.parametrize(
     ("outer", "inner"),
     [
-        (wrap(optax.chain(optax.clip(0.5), optax.adam(0.1))), optax.chain(optax.clip(0.5), optax.adam(0.1))),
         (optax.chain(wrap(optax.adam(0.1)), optax.scale(2.0)), optax.chain(optax.adam(0.1), optax.scale(2.0))),
         (optax.named_chain(("acc", wrap(optax.adam(0.1)))), optax.adam(0.1)),
-        (wrap(optax.inject_hyperparams(optax.adam)(learning_rate=0.1)), optax.adam(0.1)),
-        (optax.apply_if_finite(wrap(optax.adam(0.1)), 3), optax.adam(0.1)),
-        (wrap(optax.apply_if_finite(optax.adam(0.1), 3)), optax.adam(0.1)),
-        (wrap(optax.masked(optax.sgd(0.1), {"a": True, "b": False})), optax.masked(optax.sgd(0.1), {"a": True, "b": False})),
         (
             optax.transforms.partition({"x": wrap(optax.adam(0.1)), "y": wrap(optax.sgd(0.3))}, {"a": "x", "b": "y"}),
             optax.transforms.partition({"x": optax.adam(0.1), "y": optax.sgd(0.3)}, {"a": "x", "b": "y"}),
         ),
-        (wrap(optax.transforms.partition({"x": optax.adam(0.1), "y": optax.set_to_zero()}, {"a": "x", "b": "y"})), None),
-        (wrap(optax.add_noise(0.1, 0.5, jax.random.key(0))), None),
     ],
-    ids=["chain_in", "chain_out", "named", "inject", "finite_out", "finite_in", "masked", "partition_out", "partition_in", "key"],
+    ids=["chain", "named", "partition"],
 )
 def test_four_micro_batches_are_one_update(outer: Any, inner: Any) -> None:
+    """The wrapper inside of a combinator; the tests of integrations have it around each of optax's."""
     total, state = run(outer)
     assert all(int(found.optimizer_step) == 1 for found in gradaccum_jax.window.state.find_states(state))
-    if inner is not None:
-        assert_same(total, one_update(inner))
-
-
-def nothing(gradient: Any) -> Any:
-    return jax.tree.map(lambda leaf: leaf * jnp.nan, gradient)
-
-
-@pytest.mark.parametrize("left", ["applied", "skipped", "flushed"])
-@pytest.mark.parametrize(
-    ("first", "weight"),
-    [(GRADS[0], 1.0), ({**GRADS[0], "a": None}, 1.0), (nothing(GRADS[0]), 0.0), (nothing(GRADS[0]), 1.0)],
-    ids=["plain", "no_gradient", "no_weight", "dropped"],
-)
-def test_what_a_window_left_is_no_part_of_the_next(left: str, first: Any, weight: float) -> None:
-    """The sum is not cleared at a window's end: its first micro-batch writes over what is there, whatever it adds itself."""
-    tx = wrap(optax.sgd(1.0), steps=2, on_overflow="drop_micro_batch", skip_norm=1e3)
-    closed = tx.init(PARAMS)
-    for _ in range(1 if left == "flushed" else 2):
-        given = jax.tree.map(lambda leaf: leaf * (1e5 if left == "skipped" else 1), GRADS[3])
-        _, closed = tx.update(given, closed, PARAMS, weight=1.0)
-    if left == "flushed":
-        _, closed = gradaccum_jax.flush(tx, closed, PARAMS)
-    assert bool(gradaccum_jax.result(closed).skipped) == (left == "skipped")
-    assert any(leaf.any() for leaf in jax.tree.leaves(closed.accumulator))
-
-    def updates(state: Any) -> Any:
-        _, state = tx.update(first, state, PARAMS, weight=weight)
-        second = {**GRADS[1], "a": None} if first["a"] is None else GRADS[1]
-        return tx.update(second, state, PARAMS, weight=1.0)[0]
-
-    for one, other in zip(*(jax.tree.leaves(updates(state)) for state in (closed, tx.init(PARAMS))), strict=True):
-        np.testing.assert_array_equal(one, other)
+    assert_same(total, inner.update(MEAN, inner.init(PARAMS), PARAMS)[0])
 
 
 def test_masked_wrapper_accumulates_its_part() -> None:
@@ -184,7 +142,7 @@ def test_invalid_traced_weight_skips_the_window() -> None:
     """With dropping, it skips the micro-batch."""
     params = jnp.zeros(2)
     for weight in (-1.0, np.nan, np.inf):
-        for on_overflow, applied in (("skip_window", False), ("drop_micro_batch", True)):
+        for on_overflow, applied in (("skip_window", False), ("ignore", False), ("drop_micro_batch", True)):
             tx = gradaccum.wrap(optax.sgd(1.0), steps=2, on_overflow=on_overflow)
             update = jax.jit(lambda g, s, w, tx=tx: tx.update(g, s, weight=w))
             _, state = update(params + 7, tx.init(params), weight)

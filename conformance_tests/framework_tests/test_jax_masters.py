@@ -46,24 +46,6 @@ def wrap(inner: Any, **options: Any) -> Any:
     return gradaccum.wrap(inner, **{"steps": 2, "master_weights": True, **options})
 
 
-def through_loop(params: Any, state: Any, tx: Any, count: int) -> Any:
-    for _ in range(count):
-        updates, state = tx.update(GRADS, state, params)
-        params = optax.apply_updates(params, updates)
-    return params, state
-
-
-def through_jit(params: Any, state: Any, tx: Any, count: int) -> Any:
-    @jax.jit
-    def step(params: Any, state: Any) -> Any:
-        updates, state = tx.update(GRADS, state, params)
-        return optax.apply_updates(params, updates), state
-
-    for _ in range(count):
-        params, state = step(params, state)
-    return params, state
-
-
 def through_scan(params: Any, state: Any, tx: Any, count: int) -> Any:
     def body(carry: Any, _: Any) -> Any:
         updates, state = tx.update(GRADS, carry[1], carry[0])
@@ -88,7 +70,7 @@ def float32_training() -> Any:
     return through_scan(params, bare.init(params), given(bare, grads), 21)
 
 
-@pytest.mark.parametrize("run", [through_loop, through_jit, through_scan, through_vmap])
+@pytest.mark.parametrize("run", [through_scan, through_vmap])
 def test_mixed_dtypes_train_as_float32(run: Any) -> None:
     """The masters go the way of float32 parameters, and each parameter is its rounded master."""
     tx = wrap(optax.adamw(1e-3))

@@ -10,7 +10,7 @@ from importlib import import_module
 
 NAMES = {
     "windows": """
-        schedule half_precision masters mixed_dtypes model chain scan ensemble
+        mixed_dtypes chain scan ensemble
         one_reduction_per_window one_for_each_dtype nothing_is_copied replicated_gradients benchmark
         other_number_of_devices checked_state
     """,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import tempfile
 from typing import Any
@@ -15,48 +14,8 @@ import optax
 import gradaccum
 import gradaccum_jax
 from benchmarks.questions.jax_workers import reductions
-from conformance_tests.framework_tests.jax_workers.common import (
-    DEVICES,
-    MESH,
-    P,
-    adam,
-    check,
-    closer,
-    events,
-    over,
-    parameters,
-    stepper,
-)
+from conformance_tests.framework_tests.jax_workers.common import DEVICES, MESH, P, adam, over, parameters
 from conformance_tests.framework_tests.refusing import refused
-
-SCALE = gradaccum.DynamicLossScale(init_scale=8.0, growth_interval=2)
-
-
-def schedule() -> None:
-    """Windows of two and three micro-batches, and a short one that is flushed."""
-    todo = events(6, windows=1, steps=2) + events(7, windows=1, steps=3) + events(8, windows=1, steps=2, close="flush")
-    assert all(result.applied for result in check(todo, {"steps": [(0, 2), (1, 3)]}))
-
-
-def half_precision() -> None:
-    """The sums are float32, and so reduced; in float16 an update that does not fit is an overflow on all devices."""
-    for dtype in (jnp.bfloat16, jnp.float16):
-        check(events(12, windows=2, steps=2), {"steps": 2}, off=2e-2, dtype=dtype)
-    tiny = {name: jnp.full((DEVICES, *leaf.shape), 2.0**-9) for name, leaf in parameters().items()}
-    tx = gradaccum.wrap(optax.sgd(1.0), steps=None, axis_name="data")
-    state = over(tx.init)(parameters(jnp.bfloat16))
-
-    def add(params: Any, state: Any, gradients: Any) -> Any:
-        return params, tx.update(jax.tree.map(lambda leaf: leaf[0].astype(jnp.bfloat16), gradients), state, params)[1]
-
-    for _ in range(300):
-        state = over_once(add)(parameters(jnp.bfloat16), state, tiny)[1]
-    np.testing.assert_array_equal(state.accumulator["w"], np.full((DEVICES, 3, 5), 300 * 2.0**-9, np.float32))
-
-
-def masters() -> None:
-    options = {"steps": 2, "master_weights": True, "loss_scale": SCALE, "clip_norm": 1.0}
-    check(events(13, windows=4, steps=2, bad=math.inf), options, off=2e-2, dtype=jnp.bfloat16)
 
 
 def mixed_dtypes() -> None:
@@ -73,32 +32,6 @@ def mixed_dtypes() -> None:
     np.testing.assert_array_equal(after["f"], 1 - np.full(2, 1.5))
     np.testing.assert_array_equal(after["z"], 1 - np.full(2, 1.5))
     np.testing.assert_array_equal(after["i"], np.arange(3))
-
-
-def model() -> None:
-    """By `jax.grad` of a network, with padding, an unused parameter, and a loss that comes out for each device."""
-    rng = np.random.default_rng(14)
-    params = {"a": jnp.asarray(rng.normal(size=(3, 8))), "b": jnp.asarray(rng.normal(size=(8, 2))), "unused": jnp.ones(2)}
-    x, mask = rng.normal(size=(4, 12, 3)), rng.integers(2, size=(4, 12)).astype(float)
-    mask[2, :3] = 0
-
-    def loss_fn(params: Any, x: Any, mask: Any) -> Any:
-        losses = (jnp.tanh(x @ params["a"]) @ params["b"]).sum(1) ** 2
-        return (mask * losses).sum() / jnp.maximum(mask.sum(), 1)
-
-    def step(params: Any, state: Any, x: Any, mask: Any) -> Any:
-        loss, grads = jax.value_and_grad(loss_fn)(params, x, mask)
-        updates, state = tx.update(grads, state, params, weight=mask.sum())
-        return optax.apply_updates(params, updates), state, loss, jax.lax.pmean(loss, "data")
-
-    tx = gradaccum.wrap(adam(), steps=4, axis_name="data")
-    after, state = params, over(tx.init)(params)
-    for index in range(4):
-        after, state, losses, loss = over_once(step)(after, state, x[index], mask[index])
-        np.testing.assert_allclose(losses.mean(), loss, rtol=1e-12)
-    grads = jax.grad(loss_fn)(params, x.reshape(-1, 3), mask.reshape(-1))
-    updates, _ = adam().update(grads, adam().init(params), params)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9), after, optax.apply_updates(params, updates))
 
 
 def chain() -> None:
@@ -154,14 +87,6 @@ def ensemble() -> None:
     np.testing.assert_allclose(after, -mean / np.maximum(norms, 1), rtol=1e-12)
     np.testing.assert_allclose(gradaccum_jax.result(state).grad_norm, norms[:, 0], rtol=1e-12)
     assert gradaccum_jax.result(state).overflow.shape == (3,)
-
-
-_kept: dict[int, Any] = {}
-
-
-def over_once(step: Any) -> Any:
-    """`over(step)`, compiled once."""
-    return _kept.setdefault(id(step), over(step))
 
 
 COLLECTIVE = re.compile(r" (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute|collective-broadcast)(?:-start)?\(")
@@ -266,12 +191,18 @@ OPTIONS: dict[str, Any] = {"steps": 4, "clip_norm": 1.0, "on_overflow": "drop_mi
 
 def opened(tx: Any) -> tuple[Any, Any]:
     """Parameters and state after two of four micro-batches, as a checkpoint holds them; one of these was dropped on one device."""
-    params = parameters()
-    state, step = over(tx.init)(params), over(stepper(tx))
-    for index, event in enumerate(events(20, windows=1, steps=2)):
+    params, rng = parameters(), np.random.default_rng(20)
+
+    def step(params: Any, state: Any, gradients: Any, weight: Any) -> Any:
+        own = jax.tree.map(lambda leaf: leaf[0], gradients)
+        return params, tx.update(own, state, params, weight=weight[0], value=own["c"])[1]
+
+    state = over(tx.init)(params)
+    for index, weights in enumerate(([1.0, 2.5, 0.0, 3.0], [2.5, 1.0, 3.0, 0.0])):
+        gradients = {name: rng.normal(size=(DEVICES, *leaf.shape)) for name, leaf in params.items()}
         if index:
-            event.gradients["w"][2] = np.inf
-        params, state = step(params, state, event.gradients, event.weight)
+            gradients["w"][2] = np.inf
+        params, state = over(step)(params, state, gradients, np.asarray(weights))
     return jax.tree.map(np.asarray, (params, state))
 
 
@@ -280,6 +211,11 @@ def other_number_of_devices() -> None:
     tx = gradaccum.wrap(adam(), axis_name="data", **OPTIONS)
     params, saved = opened(tx)
     ended = {}
+
+    def flush(params: Any, state: Any) -> Any:
+        updates, state = gradaccum_jax.flush(tx, state, params)
+        return optax.apply_updates(params, updates), state
+
     for way in ((2,), (1, DEVICES), (DEVICES,)):
         state = saved
         for devices in way:
@@ -293,7 +229,7 @@ def other_number_of_devices() -> None:
             np.testing.assert_allclose(own.sum(0), old.sum(0), rtol=1e-14)
             assert way != (DEVICES,) or np.array_equal(own, old)
         mesh = jax.sharding.Mesh(np.array(jax.devices()[:devices]), ("data",))
-        ended[way] = over(closer(tx)["flush"], mesh)(params, state)
+        ended[way] = over(flush, mesh)(params, state)
     for after, closed in ended.values():
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), after, ended[(DEVICES,)][0])
         result = gradaccum_jax.result(closed)
@@ -326,7 +262,7 @@ def checked_state() -> None:
         gradaccum_jax.check_state(alone, saved, params)
     with refused(gradaccum.CheckpointError, "overflow", "(4,)"):
         gradaccum_jax.check_state(tx, saved._replace(overflow=saved.overflow[:2]), params)
-    closed = jax.tree.map(jnp.asarray, over(closer(tx)["discard"])(params, restored)[1])
+    closed = jax.tree.map(jnp.asarray, over(lambda params, state: (params, gradaccum_jax.discard(tx, state)))(params, restored)[1])
     scaled = gradaccum.wrap(adam(), axis_name="data", **OPTIONS, loss_scale=8.0)
     assert gradaccum_jax.check_state(scaled, closed, params).loss_scale == 8
     for state, workers, name in ((alone.init(params), 2, "state"), (saved, 0, "workers"), (saved, 2.0, "workers"), (3, 2, "state")):

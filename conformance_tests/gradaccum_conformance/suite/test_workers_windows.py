@@ -7,7 +7,7 @@ import pytest
 
 from gradaccum import StepResult
 from gradaccum_conformance.measuring import Errors
-from gradaccum_conformance.scenarios import poisoned, random_tree, same, same_result
+from gradaccum_conformance.scenarios import coarse, poisoned, random_tree, same, same_result
 from gradaccum_conformance.specs import MLP, Arrays
 from gradaccum_conformance.workers import Crew, Crews
 from gradaccum_conformance.workers.options import FULL, SCALE
@@ -31,6 +31,32 @@ def test_full_windows_need_no_flush(crews: Crews, errors: Errors) -> None:
     feed(crew, tail)
     crew.flush()
     check_update(errors, crew, tail, calls=3)
+
+
+def test_windows_follow_a_schedule(crews: Crews, errors: Errors) -> None:
+    """Of two micro-batches on each worker, of three, and a short one that is flushed."""
+    crew = crews(steps=[(0, 2), (1, 3)])
+    for window, size in enumerate((2, 3, 2)):
+        seeds = [range(100 * window + 10 * rank, 100 * window + 10 * rank + size) for rank in range(crew.workers)]
+        shares = [[Share(random_tree(MLP, seed), 1.0 + rank) for seed in own] for rank, own in enumerate(seeds)]
+        feed(crew, shares)
+        if window == 2:
+            crew.flush()
+        check_update(errors, crew, shares, calls=window + 1)
+
+
+def test_masters_are_updated_by_all(crews: Crews, errors: Errors) -> None:
+    """The optimizer gets the float32 gradient of all workers; an overflow on one of them moves nobody's parameters."""
+    crew = crews(steps=2, dtype="bfloat16", master_weights=True)
+    shares = [[Share(coarse(MLP, 10 * rank + index, 2.0**-4)) for index in range(2)] for rank in range(crew.workers)]
+    start = crew.parameters()
+    feed(crew, shares)
+    check_update(errors, crew, shares, calls=1)
+    before = crew.parameters()
+    assert not same(before[0], start[0])
+    feed(crew, [*shares[:-1], [shares[-1][0], Share(poisoned(coarse(MLP, 9, 1.0), math.inf))]])
+    assert (require_equal(crew).overflow, require_equal(crew).applied) == (True, False)
+    assert same(crew.parameters()[0], before[0])
 
 
 def test_window_leaves_nothing_to_the_next(crews: Crews) -> None:
