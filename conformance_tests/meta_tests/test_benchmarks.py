@@ -43,18 +43,11 @@ def clock(monkeypatch: pytest.MonkeyPatch, *ticks: float) -> None:
 
 def timed(question: str, ratio: float, **fields: Any) -> dict[str, Any]:
     """A record as a question's process writes it."""
-    rows = [
-        {
-            "contestant": name,
-            "median_ms": 1.5,
-            "ratio": r,
-            "ratio_low": 0.9 * r,
-            "ratio_high": 1.1 * r,
-            "rounds": 9,
-            "counts": {"buffers": 1},
-        }
-        for name, r in (("theirs", 1.0), ("gradaccum", ratio))
+    row = {"median_ms": 1.5, "rounds": 9, "counts": {"buffers": 1}}
+    of_ratio = [
+        {"contestant": name, "ratio": r, "ratio_low": 0.9 * r, "ratio_high": 1.1 * r} for name, r in (("theirs", 1.0), ("gradaccum", ratio))
     ]
+    rows = [row | each for each in of_ratio]
     return {"kind": "case", "question": question, "case": "4 x <256>^2", "baseline": "theirs", "x": None, "rows": rows} | fields
 
 

@@ -15,28 +15,10 @@ TITLED = (*PACKAGES, "conformance_tests", "benchmarks")
 
 QUESTIONS = frozenset(["What", "Which", "How", "Whether", "Where", "When", "Who", "Why", "Is", "Are", "Does", "Do", "Has", "Have", "Can"])
 NOT_VERBS = QUESTIONS | {
-    *(
-        "A",
-        "An",
-        "The",
-        "This",
-        "That",
-        "Those",
-        "These",
-        "It",
-        "They",
-        "One",
-        "Each",
-        "Every",
-        "All",
-        "Any",
-        "No",
-        "None",
-        "Nothing",
-        "Some",
-    ),
-    *("Both", "Only", "Also", "Same", "Bool", "Of", "In", "On", "At", "By", "For", "From", "To", "With", "Without", "Under", "Beside"),
-    *("Between", "Before", "After", "Inside", "As", "If", "Else", "While", "Until", "And", "Or", "Not"),
+    *("A", "An", "The", "This", "That", "Those", "These", "It", "They", "One", "Each", "Every", "All", "Any", "No", "None"),
+    *("Nothing", "Some", "Both", "Only", "Also", "Same", "Bool", "Of", "In", "On", "At", "By", "For", "From", "To", "With"),
+    *("Without", "Under", "Beside", "Between", "Before", "After", "Inside", "As", "If", "Else", "While", "Until", "And", "Or"),
+    *("Not"),
 }
 BANNED = re.compile(r"\bby half\b|\b(?:is|are|was|were) told\b|\bha(?:s|ve) it that\b", re.IGNORECASE)
 Documented = ast.Module | ast.ClassDef | ast.FunctionDef

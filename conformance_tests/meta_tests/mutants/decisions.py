@@ -9,7 +9,17 @@ import numpy as np
 
 from gradaccum.kit import State
 
-from .planting import Module, change_decision, change_options, mutant
+from .planting import Module, around, change_decision, change_options, mutant, mutants
+
+mutants(
+    divide_a_sum=lambda m: change_decision(m, lambda d, state, *_: {"divisor": state.loss_scale * (state.weight or 1.0)}),
+    step_on_overflow=lambda m: change_decision(m, lambda *_: {"apply": True}),
+    divide_by_anything=lambda m: around(m, "decide", lambda decide, *given: decide(*given[:-1], math.inf)),
+    ignore_clip_norm=lambda m: change_options(m, "decide", 3, clip_norm=None),
+    ignore_skip_norm=lambda m: change_options(m, "decide", 3, skip_norm=None),
+    report_the_norm_of_the_sum=lambda m: change_decision(m, lambda decision, state, norm, *_: {"grad_norm": norm}),
+    unscale_twice=lambda m: change_decision(m, lambda decision, state, *_: {"divisor": decision.divisor * state.loss_scale}),
+)
 
 
 @mutant
@@ -19,22 +29,6 @@ def divide_the_tail_by_steps(m: Module) -> None:
         return {"divisor": decision.divisor * options.steps / state.micro_step if short else decision.divisor}
 
     change_decision(m, change)
-
-
-@mutant
-def divide_a_sum(m: Module) -> None:
-    change_decision(m, lambda d, state, *_: {"divisor": state.loss_scale * (state.weight or 1.0)})
-
-
-@mutant
-def step_on_overflow(m: Module) -> None:
-    change_decision(m, lambda *_: {"apply": True})
-
-
-@mutant
-def divide_by_anything(m: Module) -> None:
-    original = m.decide
-    m.decide = lambda state, norm, finite, options, where, largest: original(state, norm, finite, options, where, math.inf)
 
 
 @mutant
@@ -49,16 +43,14 @@ def call_large_squares_an_overflow(m: Module) -> None:
 
 @mutant
 def clip_every_micro_batch(m: Module) -> None:
-    original = m.Accumulation.step
-
-    def step(self: Any, gradient: Any, weight: float = 1.0, *told: float) -> None:
+    def step(original: Any, self: Any, gradient: Any, *given: Any) -> None:
         limit = self.options.clip_norm
         present = {name: g for name, g in gradient.items() if g is not None}
         norm, finite = m.measure(present) if present else (0.0, True)
         factor = limit * self.machine.loss_scale / norm if limit and finite and norm > limit * self.machine.loss_scale else 1.0
-        original(self, {name: g * g.dtype.type(factor) for name, g in present.items()}, weight, *told)
+        original(self, {name: g * g.dtype.type(factor) for name, g in present.items()}, *given)
 
-    m.Accumulation.step = step
+    around(m.Accumulation, "step", step)
 
 
 @mutant
@@ -68,23 +60,3 @@ def clip_the_scaled_gradient(m: Module) -> None:
         return {"divisor": decision.divisor * max(norm / limit, 1.0)} if limit and finite else {}
 
     change_decision(m, change)
-
-
-@mutant
-def ignore_clip_norm(m: Module) -> None:
-    change_options(m, "decide", 3, clip_norm=None)
-
-
-@mutant
-def ignore_skip_norm(m: Module) -> None:
-    change_options(m, "decide", 3, skip_norm=None)
-
-
-@mutant
-def report_the_norm_of_the_sum(m: Module) -> None:
-    change_decision(m, lambda decision, state, norm, *_: {"grad_norm": norm})
-
-
-@mutant
-def unscale_twice(m: Module) -> None:
-    change_decision(m, lambda decision, state, *_: {"divisor": decision.divisor * state.loss_scale})

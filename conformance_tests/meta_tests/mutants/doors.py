@@ -7,9 +7,25 @@ from typing import Any
 import numpy as np
 
 from gradaccum.kit import State
+from gradaccum_conformance.reference import harness
 from gradaccum_conformance.reference.harness import NumpySession
 
-from .planting import Module, mutant
+from .planting import Module, around, mutant, mutants, put
+
+mutants(
+    load_without_checks=lambda m: put(harness, _require_same_shapes=lambda loaded, own: None),
+    resume_under_any_terms=lambda m: around(
+        harness, "resumed", lambda resumed, fields, *given: fields if fields.micro_step else resumed(fields, *given)
+    ),
+    resume_with_the_saved_scale=lambda m: around(
+        harness, "resumed", lambda resumed, fields, *given: resumed(fields, *given) if fields.micro_step else fields
+    ),
+    take_any_size=lambda m: put(m, require_steps=lambda steps, optimizer_step, schedule: steps),
+    take_any_weight=lambda m: put(harness, require_weight=float),
+    take_any_gradient=lambda m: put(
+        harness, _checked=lambda name, g, parameters: np.resize(g, parameters[name].shape) if name in parameters else g
+    ),
+)
 
 
 @mutant
@@ -20,61 +36,16 @@ def save_without_the_sums(m: Module) -> None:
     m.Accumulation.__getstate__ = getstate
 
 
-@mutant
-def load_without_checks(m: Module) -> None:
-    from gradaccum_conformance.reference import harness
-
-    harness._require_same_shapes = lambda loaded, own: None
-
-
-@mutant
-def resume_under_any_terms(m: Module) -> None:
-    from gradaccum_conformance.reference import harness
-
-    original = harness.resumed
-    harness.resumed = lambda fields, saved, options: fields if fields.micro_step else original(fields, saved, options)
-
-
-@mutant
-def resume_with_the_saved_scale(m: Module) -> None:
-    from gradaccum_conformance.reference import harness
-
-    original = harness.resumed
-    harness.resumed = lambda fields, saved, options: original(fields, saved, options) if fields.micro_step else fields
-
-
-@mutant
-def take_any_size(m: Module) -> None:
-    m.require_steps = lambda steps, optimizer_step, schedule: steps
-
-
-@mutant
-def take_any_weight(m: Module) -> None:
-    from gradaccum_conformance.reference import harness
-
-    harness.require_weight = float
-
-
-@mutant
-def take_any_gradient(m: Module) -> None:
-    from gradaccum_conformance.reference import harness
-
-    harness._checked = lambda name, g, parameters: np.resize(g, parameters[name].shape) if name in parameters else g
-
-
 def save_without(field: str) -> None:
     def plant(m: Module) -> None:
-        original = NumpySession.load
-
-        def load(self: Any, directory: Any) -> None:
+        def load(original: Any, self: Any, directory: Any) -> None:
             fresh = getattr(self.accumulation.machine, field)
             original(self, directory)
             self.accumulation.machine = self.accumulation.machine._replace(**{field: fresh})
 
-        NumpySession.load = load
+        around(NumpySession, "load", load)
 
-    plant.__name__ = f"save_without_{field}"
-    mutant(plant)
+    mutants(**{f"save_without_{field}": plant})
 
 
 for _field in State._fields:

@@ -8,7 +8,14 @@ import numpy as np
 
 from gradaccum.kit import State
 
-from .planting import Module, change_options, mutant
+from .planting import Module, around, change_options, mutant, mutants, put
+
+mutants(
+    never_clear=lambda m: put(m, clear=lambda sums: None),
+    ignore_the_weights=lambda m: put(m, contribution=lambda weight, options: 1.0),
+    drop_nothing=lambda m: change_options(m, "with_numpy_dtype", 0, on_overflow="skip_window"),
+    float32_sums_of_float64=lambda m: put(m.Accumulation, _dtype=lambda self, p: np.dtype(np.float32)),
+)
 
 
 @mutant
@@ -22,70 +29,43 @@ def clear_by_multiplying(m: Module) -> None:
 
 
 @mutant
-def never_clear(m: Module) -> None:
-    m.clear = lambda sums: None
-
-
-@mutant
 def take_over_the_first_gradient(m: Module) -> None:
     """Its memory, that is, as autograd does with what the first backward pass returns."""
-    original = m.Accumulation.step
 
-    def step(self: Any, gradient: Any, weight: float = 1.0, *told: float) -> None:
+    def step(original: Any, self: Any, gradient: Any, weight: float = 1.0, *told: float) -> None:
         original(self, gradient, weight, *told)
         if self.machine.micro_step == 1 and weight == 1:
             self.sums |= {name: g for name, g in gradient.items() if g is not None and np.array_equal(self.sums[name], g)}
 
-    m.Accumulation.step = step
-
-
-@mutant
-def ignore_the_weights(m: Module) -> None:
-    m.contribution = lambda weight, options: 1.0
+    around(m.Accumulation, "step", step)
 
 
 @mutant
 def weigh_dropped_micro_batches(m: Module) -> None:
-    original = m.accumulate
-
-    def accumulate(state: Any, weight: Any, finite: Any, where: Any) -> Any:
+    def accumulate(original: Any, state: Any, weight: Any, finite: Any, where: Any) -> Any:
         return State(*original(state, weight, finite, where))._replace(weight=State(*state).weight + weight)
 
-    m.accumulate = accumulate
-
-
-@mutant
-def drop_nothing(m: Module) -> None:
-    change_options(m, "with_numpy_dtype", 0, on_overflow="skip_window")
+    around(m, "accumulate", accumulate)
 
 
 @mutant
 def discard_sum_of_missing_gradient(m: Module) -> None:
-    original = m.Accumulation.step
-
-    def step(self: Any, gradient: Any, weight: float = 1.0, *told: float) -> None:
+    def step(original: Any, self: Any, gradient: Any, *given: float) -> None:
         for name, g in gradient.items():
             if g is None:
                 self.sums[name][...] = 0
-        original(self, gradient, weight, *told)
+        original(self, gradient, *given)
 
-    m.Accumulation.step = step
+    around(m.Accumulation, "step", step)
 
 
 @mutant
 def multiply_by_weight_zero(m: Module) -> None:
-    original = m.Accumulation.step
-
-    def step(self: Any, gradient: Any, weight: float = 1.0, *told: float) -> None:
+    def step(original: Any, self: Any, gradient: Any, weight: float = 1.0, *told: float) -> None:
         if weight == 0:
             for name, g in gradient.items():
                 with np.errstate(invalid="ignore"):
                     self.sums[name] += 0 * g
         original(self, gradient, weight, *told)
 
-    m.Accumulation.step = step
-
-
-@mutant
-def float32_sums_of_float64(m: Module) -> None:
-    m.Accumulation._dtype = lambda self, p: np.dtype(np.float32)
+    around(m.Accumulation, "step", step)

@@ -8,7 +8,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from .planting import SELECTED, Module, mutant
+from .planting import SELECTED, Module, around, mutant
 
 Plant = Callable[[Module], None]
 Sums = dict[str, Any]
@@ -26,28 +26,26 @@ def caught_by(test: str) -> Callable[[Plant], Plant]:
 
 def watch(m: Module) -> None:
     """Keep, in each accumulation, its sums as they were before its last micro-batch and after its first."""
-    step = m.Accumulation.step
 
-    def watched(self: Any, gradient: Any, weight: float = 1.0, *told: float) -> None:
+    def watched(step: Any, self: Any, *given: Any) -> None:
         self.before = self.total()
         if self.machine.micro_step == 1:
             self.first = self.total()
-        step(self, gradient, weight, *told)
+        step(self, *given)
 
     m.Accumulation.before = m.Accumulation.first = None
-    m.Accumulation.step = watched
+    around(m.Accumulation, "step", watched)
 
 
 def change_join(m: Module, changed: Callable[[Any, Callable[[], None]], None]) -> None:
     """Replace the exchange; `changed(accumulation, join)` may call the original one."""
-    original = m.Accumulation._join
 
-    def joined(self: Any) -> int:
+    def joined(original: Any, self: Any) -> int:
         counted: list[int] = []
         changed(self, lambda: counted.append(original(self)))
         return counted[-1]
 
-    m.Accumulation._join = joined
+    around(m.Accumulation, "_join", joined)
 
 
 def change_joined(m: Module, change: Callable[..., dict[str, Any]]) -> None:
