@@ -55,18 +55,6 @@ def test_inner_optimizer_reads_the_windows_loss(jit: bool) -> None:
     assert float(gradaccum_jax.result(states[-1]).loss) == values[-1]
 
 
-def test_plateau_counts_windows() -> None:
-    """As it would with the large batches, which a bare one is given."""
-    inner = optax.contrib.reduce_on_plateau(factor=0.5, patience=1)
-    rows = [(gradient, weight, 2.0) for gradient, weight, _ in ROWS * 4]
-    wrapped = loop(gradaccum.wrap(inner, steps=3), rows)[-1].inner_state
-    bare = inner.init(PARAMS)
-    for _ in range(8):
-        _, bare = inner.update(PARAMS, bare, value=jnp.asarray(2.0))
-    assert float(wrapped.scale) == float(bare.scale) < 0.5
-    assert float(wrapped.best_value) == float(bare.best_value)
-
-
 @pytest.mark.parametrize("steps", [None, 5])
 def test_flush_gives_the_windows_loss(steps: int | None) -> None:
     tx = gradaccum.wrap(noting(), steps=steps)

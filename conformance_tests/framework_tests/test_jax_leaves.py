@@ -49,18 +49,6 @@ def test_flush_leaves_integers_alone() -> None:
             np.testing.assert_array_equal(params[still], leaf)
 
 
-def test_equinox_keeps_integer_dtypes() -> None:
-    """`equinox.apply_updates` adds and does not cast."""
-    eqx = pytest.importorskip("equinox", reason="equinox is not installed")
-    tx, params = gradaccum.wrap(optax.sgd(0.5), steps=2), {"w": jnp.ones(2), **STILL}
-    state = tx.init(params)
-    for _ in range(2):
-        updates, state = tx.update({"w": jnp.ones(2), **dict.fromkeys(STILL)}, state, params)
-        params = eqx.apply_updates(params, updates)
-        assert {name: params[name].dtype for name in STILL} == {name: leaf.dtype for name, leaf in STILL.items()}
-    np.testing.assert_array_equal(params["count"], 16777217)
-
-
 @pytest.mark.parametrize("name", MAKERS)
 def test_integer_gradient_is_refused(name: str) -> None:
     """JAX makes no integer gradients, and each optimizer would treat one in its own way."""
