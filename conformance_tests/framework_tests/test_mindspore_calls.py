@@ -4,7 +4,6 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, nn, ops
-from mindspore.experimental import optim
 
 import gradaccum
 from conformance_tests.framework_tests.mindspore_common import MODES, pynative_after, set_mode, two_parameters, values  # noqa: F401
@@ -111,14 +110,6 @@ def test_learning_rate_is_the_inner_one():
     optimizer(ones(2.0, 4.0))
     assert values(optimizer) == [0.0, -1.0]
     assert optimizer.learning_rate is inner.learning_rate
-
-
-def test_experimental_schedulers_take_the_wrapped_optimizer():
-    optimizer = gradaccum.wrap(optim.SGD(two_parameters(), 1.0), steps=1)
-    scheduler = optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
-    scheduler.step()
-    optimizer(ones(2.0, 4.0))
-    assert values(optimizer) == [0.0, -1.0]
 
 
 def test_two_optimizers_need_two_names():

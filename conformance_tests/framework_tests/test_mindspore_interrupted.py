@@ -4,7 +4,6 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, nn, ops
-from mindspore.experimental import optim
 
 import gradaccum
 from conformance_tests.framework_tests.mindspore_common import two_parameters, values
@@ -55,20 +54,6 @@ def test_missed_update_is_made_by_flush(monkeypatch):
         optimizer(gradients(4.0))
     assert optimizer.flush()
     assert (values(optimizer), counted(optimizer)) == ([-2.0, -2.0], (0, 1))
-
-
-@pytest.mark.parametrize("part", ["clear", "push"])
-@pytest.mark.parametrize("value", [2.0, np.inf])
-def test_interrupted_close_is_finished(part, value, monkeypatch):
-    optimizer = gradaccum.wrap(nn.SGD(two_parameters(), 1.0), steps=1)
-    if part == "clear":
-        monkeypatch.setattr(sums, "write", StopsAt(sums.write, 2))
-    else:
-        monkeypatch.setattr(optimizer.storage, "_assign", StopsAt(optimizer.storage._assign, 3), raising=False)
-    raises(lambda: optimizer(gradients(value)))
-    assert (values(optimizer)[0], counted(optimizer)) == ((-1.0, (0, 1)) if value == 2.0 else (1.0, (0, 0)))
-    optimizer(gradients(1.0))
-    assert values(optimizer) == [-2.0, -2.0] if value == 2.0 else [0.0, 0.0]
 
 
 def test_interrupted_discard_is_finished(monkeypatch):
@@ -202,16 +187,3 @@ def test_loaded_checkpoint_goes_on():
     for value in (1.0, 3.0):
         optimizer(of_all_sizes(value))
     assert (firsts(optimizer), optimizer.result.optimizer_step) == ([-1.0] * 6, 1)
-
-
-def test_half_made_by_an_error():
-    """MindSpore's experimental Adam counts its step, and then refuses float64 parameters."""
-    ms.set_context(mode=ms.PYNATIVE_MODE)
-    optimizer = gradaccum.wrap(optim.Adam([Parameter(Tensor([1.0, 2.0], ms.float64), name="p")], 0.1), steps=2)
-    gradient = (Tensor([1.0, 1.0], ms.float64),)
-    optimizer(gradient)
-    with pytest.raises(TypeError):
-        optimizer(gradient)
-    assert (optimizer.result.applied, optimizer.result.optimizer_step) == (False, 0)
-    with pytest.raises(gradaccum.UsageError, match=REFUSED):
-        optimizer.flush()

@@ -280,33 +280,6 @@ def test_sums_in_float32():
     assert value(weight) == -2050
 
 
-@pytest.mark.parametrize("failure", [RuntimeError, KeyboardInterrupt])
-def test_interrupted(failure):
-    """In the third micro-batch: the optimizer, its last result and the statistics are as before."""
-    norm, calls = nn.BatchNorm1d(2).set_train(), []
-
-    def forward(x):
-        calls.append(1)
-        if len(calls) == 6:
-            raise failure("now")
-        return (norm(x) ** 3).mean()
-
-    optimizer = gradaccum.wrap(nn.SGD(norm.trainable_params(), 0.1), steps=None, loss_scale=4.0)
-    made = value_and_update(forward, optimizer, steps=3)
-    x = Tensor(np.random.RandomState(0).randn(6, 2), ms.float32)
-    made(x)
-    before = [p.asnumpy().copy() for p in (*norm.get_parameters(), *optimizer.storage.get_parameters())]
-    result = optimizer.result
-    with pytest.raises(failure, match="now"):
-        made(x)
-    assert optimizer.result == result
-    assert result.applied
-    after = [p.asnumpy() for p in (*norm.get_parameters(), *optimizer.storage.get_parameters())]
-    assert all((a == b).all() for a, b in zip(before, after, strict=True))
-    made(x)
-    assert optimizer.result.optimizer_step == 2
-
-
 def test_open_window_is_refused():
     weight, optimizer, made = window({})
     optimizer((Tensor(5.0, ms.float32),))
@@ -329,9 +302,5 @@ def test_open_window_in_compiled_code(mode):
 
 
 def test_misuse():
-    weight = Parameter(Tensor(1.0), name="w")
-    bare = nn.SGD([weight], 1.0)
     with pytest.raises(gradaccum.ArgumentTypeError, match="optimizer: expected a wrapped optimizer"):
-        value_and_update(lambda x: x, bare, steps=2)
-    with pytest.raises(gradaccum.ArgumentValueError, match=r"wrapped with steps=None, .*; got steps=4"):
-        value_and_update(lambda x: x, gradaccum.wrap(bare, steps=4), steps=2)
+        value_and_update(lambda x: x, nn.SGD([Parameter(Tensor(1.0), name="w")], 1.0), steps=2)

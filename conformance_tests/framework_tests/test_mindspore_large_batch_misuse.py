@@ -89,7 +89,8 @@ def test_only_from_python(mode, options, name):
 
 
 @pytest.mark.parametrize("failure", [ValueError, KeyboardInterrupt])
-def test_interrupted(failure):
+@pytest.mark.parametrize("updates", [False, True], ids=["value_and_grad", "value_and_update"])
+def test_interrupted(failure, updates):
     """In the third micro-batch: statistics are as before, and the next call is right."""
     norm, calls = nn.BatchNorm1d(2).set_train(), []
 
@@ -99,16 +100,19 @@ def test_interrupted(failure):
             raise failure("now")
         return (norm(x) ** 3).mean()
 
-    x = Tensor(np.random.RandomState(0).randn(6, 2), ms.float32)
+    x, weights = Tensor(np.random.RandomState(0).randn(6, 2), ms.float32), norm.trainable_params()
     before = norm.moving_mean.asnumpy().copy()
-    call = value_and_grad(forward, None, norm.trainable_params(), steps=3)
+    optimizer = gradaccum.wrap(nn.SGD(weights, 1.0), steps=None)
+    call = value_and_update(forward, optimizer, steps=3) if updates else value_and_grad(forward, None, weights, steps=3)
     with pytest.raises(failure, match="now"):
         call(x)
     np.testing.assert_array_equal(norm.moving_mean.asnumpy(), before)
+    parts = [ms.value_and_grad(forward, None, weights)(x[i : i + 2])[1][0].asnumpy() for i in (0, 2, 4)]
+    ops.assign(norm.moving_mean, Tensor(before))
     found = call(x)
     assert norm.moving_mean.asnumpy().any()
-    parts = [ms.value_and_grad(forward, None, norm.trainable_params())(x[i : i + 2])[1][0].asnumpy() for i in (0, 2, 4)]
-    np.testing.assert_allclose(found[1][0].asnumpy(), sum(parts) / 3, rtol=1e-5, atol=1e-7)
+    gradient = 1 - weights[0].asnumpy() if updates else found[1][0].asnumpy()
+    np.testing.assert_allclose(gradient, sum(parts) / 3, rtol=1e-5, atol=1e-7)
 
 
 def masks(kind, items, width=64):

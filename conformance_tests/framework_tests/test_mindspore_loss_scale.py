@@ -158,26 +158,10 @@ def test_fixed_manager_changes_no_result(mode, options):
     assert (scaled.result.loss_scale, float(scaled.loss_scale)) == (SCALE, SCALE)
 
 
-def inner_driver(mode, dtype, **options):
-    set_mode(mode)
-    parameter = Parameter(Tensor(np.ones(3), dtype), name="p")
-    optimizer = gradaccum.wrap(nn.SGD([parameter], 1.0, loss_scale=SCALE), steps=2, **options)
-
-    @ms.jit
-    def jitted(gradient):
-        return optimizer((gradient,))
-
-    def call(value):
-        gradient = Tensor(np.array([0.0, value, 0.0]), dtype)
-        return jitted(gradient) if mode == "jit" else optimizer((gradient,))
-
-    return optimizer, call, parameter
-
-
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("options", [{}, {"master_weights": True}], ids=["float16", "masters"])
 def test_half_precision_has_the_true_norm(mode, options):
-    optimizer, call, parameter = inner_driver(mode, ms.float16, clip_norm=1.0, **options)
+    optimizer, call, parameter = driver(mode, 2, dtype=ms.float16, own=SCALE, clip_norm=1.0, **options)
     call(SCALE * 2.0)
     call(SCALE * 6.0)
     assert (optimizer.result.grad_norm, optimizer.result.applied) == (4.0, True)
@@ -187,7 +171,7 @@ def test_half_precision_has_the_true_norm(mode, options):
 @pytest.mark.parametrize("mode", MODES)
 def test_scaled_sum_beyond_float16_overflows(mode):
     """The inner optimizer divides in float16, so the gradient times the scale must be finite in float16."""
-    optimizer, call, parameter = inner_driver(mode, ms.float16, reduction="sum")
+    optimizer, call, parameter = driver(mode, 2, dtype=ms.float16, own=SCALE, reduction="sum")
     call(60000.0)
     call(60000.0)
     assert (optimizer.result.applied, optimizer.result.overflow) == (False, True)

@@ -46,13 +46,6 @@ def test_four_workers_send_what_the_law_says(tmp_path: Path) -> None:
 
 
 @pytest.mark.deep
-def test_killed_worker_resumes_bitwise(tmp_path: Path) -> None:
-    """Msrun ends the worker that is left. The job that is started anew goes on from the last checkpoint that both had written."""
-    assert run_workers(FOLDER / "killed.py", tmp_path, "killed", seconds=150) not in (0, None), said(tmp_path)
-    assert run_workers(FOLDER / "killed.py", tmp_path, "resumed", seconds=150) == 0, said(tmp_path)
-
-
-@pytest.mark.deep
 @pytest.mark.parametrize("when", ["in_mid_window", "in_the_reduction"])
 def test_survivors_keep_what_they_hold(when: str, tmp_path: Path) -> None:
     """Three workers lose one in mid-window; a job of one resumes with the survivors' files, and a job of two with its file."""

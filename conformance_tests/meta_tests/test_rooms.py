@@ -67,11 +67,12 @@ def test_no_shared_name_without_a_concept() -> None:
 
 
 TOPICS = {
-    **dict.fromkeys(("checkpoint", "counts", "half_precision", "linearity", "loop", "loss_scale", "masters", "misuse"), ALL),
+    **dict.fromkeys(("checkpoint", "counts", "half_precision", "linearity", "loss_scale", "masters", "misuse"), ALL),
     **dict.fromkeys(("everyday", "recipes"), ALL),
     "auto_size": {TORCH, JAX},
     **dict.fromkeys(("coupled", "large_batch", "recompute", "verification"), ALL),
     "large_batch_misuse": ALL,
+    "loop": {TORCH, JAX},
     "benchmarks": {TORCH, JAX},
     "large_batch_counts": {TORCH, MINDSPORE},
     "interrupted": {TORCH, MINDSPORE},
