@@ -95,7 +95,8 @@ class Strategy(ABC):
         """Clear ``.grad``, and the micro-batch under way with it, unless it is a part of the sum; then raise."""
         if first or self.keeps_micro_batch_apart:
             self._parameters.zero_grad(set_to_none)
-            self.forget_micro_batch()
+            if not set_to_none or self.watch.known is not NOTHING_SEEN or self.watch.holds:
+                self.forget_micro_batch()
         elif self.watch.known.arrived:
             raise unfinished_error("zero_grad()")
 

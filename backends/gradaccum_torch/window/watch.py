@@ -106,6 +106,9 @@ class MicroBatch(NamedTuple):
 
 
 NOTHING_SEEN = MicroBatch()
+_FIRST_PASS = {event: MicroBatch(event, under_way=True) for event in (Event.OWN_PASS, Event.PLAIN_PASS, Event.MULTIPLIED_PASS)}
+_FIRST_ENDED = {id(known): known._replace(under_way=False) for known in _FIRST_PASS.values()}
+"""Made once: nearly every micro-batch has a first pass alone."""
 
 
 def seen(known: MicroBatch, event: Event, change: Change = Change.WRITTEN) -> MicroBatch:
@@ -113,10 +116,9 @@ def seen(known: MicroBatch, event: Event, change: Change = Change.WRITTEN) -> Mi
         return NOTHING_SEEN
     if event is Event.CHANGED:
         return known._replace(changed=known.changed or change)
-    # In each micro-batch, where `_replace` takes three times as long.
     if event is Event.PASS_ENDED:
-        return MicroBatch(known[0], False, *known[2:])
-    return MicroBatch(max(known[0], event), True, *known[2:])
+        return _FIRST_ENDED.get(id(known)) or known._replace(under_way=False)
+    return _FIRST_PASS[event] if known is NOTHING_SEEN else known._replace(arrived=max(known.arrived, event), under_way=True)
 
 
 # The device's part. Right after autograd has accumulated, `Watched` notes which tensor ``.grad`` is and its version, and `intact` compares;
@@ -162,6 +164,8 @@ class GradWatch:
         self._compared = Compared.FIRST
         self._norms: Tensor | None = None
         """The norms to compare with, shape ``(2, number)``; None: no comparison is to be made."""
+        self.fresh: list[Watched] = []
+        """The parameters whose gradient was None before the pass under way: the memory of a new one is looked at as it ends."""
         self.places: list[list[Place]] | None = [[]]
         """By micro-batch, the place of each backward pass in the user's program; None: nobody asks any more."""
 
@@ -206,6 +210,7 @@ class GradWatch:
         if at_the_end_of_backward(self._end):
             return True
         self.known, self.places = seen(self.known, Event.PASS_ENDED), None  # Then each gradient looks like a pass.
+        self._keep_fresh()
         return False
 
     def ask_no_more(self) -> None:
@@ -213,6 +218,8 @@ class GradWatch:
 
     def _end(self) -> None:
         self.known = seen(self.known, Event.PASS_ENDED)
+        if self.fresh:
+            self._keep_fresh()
         if self._compared is Compared.NONE:
             return
         if self.allowed is not Allowed.ALL:
@@ -224,6 +231,15 @@ class GradWatch:
             gradient = watched.parameter.grad
             if gradient is not None and gradient._version == 0:
                 keep_own(watched.parameter)
+
+    def _keep_fresh(self) -> None:
+        """Copy each new gradient into whose memory somebody else may write; here, as a look from each hook takes twice the time."""
+        for watched in self.fresh:
+            gradient = watched.parameter.grad
+            if gradient is not None and gradient is watched.gradient and not owns_memory(gradient):
+                watched.parameter.grad = gradient.clone()
+                watched.note()
+        self.fresh.clear()
 
     def expect_passes(self, arrived: Tensor) -> None:
         """Look at the memory of gradients in all windows, since this micro-batch has a second pass, which has `arrived` at one parameter.
@@ -294,6 +310,7 @@ class GradWatch:
 
     def reset(self, known: MicroBatch = NOTHING_SEEN) -> None:
         self.known, self._norms = known, None
+        self.fresh.clear()
         if self.places:
             self.places[-1].clear()
         for watched in self._watched.values():
@@ -336,8 +353,8 @@ class Watched:
         if before is not None and before._version == expected:
             self.version = expected  # One addition in place, as nearly always. `GradWatch.intact` sees whether it is still the parameter's.
         elif before is None:
-            keep_own(parameter)
             self.note()
+            self.watch.fresh.append(self)
         else:
             self._look(before, expected, parameter)
         if not self.watch.known.under_way:

@@ -263,6 +263,11 @@ class DeferredStrategy(GradStrategy):
         super().take_back(undivided, divisor, spoiled)
         self._deferred.note()
 
+    def zero_grad(self, set_to_none: bool, *, first: bool) -> None:
+        super().zero_grad(set_to_none, first=first)
+        if first:
+            self._deferred.drop()
+
     def forget_micro_batch(self) -> None:
         super().forget_micro_batch()
         self._deferred.drop()
