@@ -220,9 +220,14 @@ def test_flush_of_skipped_window_leaves_grad() -> None:
     assert holds(model, held)
 
 
-def test_inner_optimizer_that_raises_leaves_window() -> None:
+@pytest.mark.parametrize("before", [0, 1])
+def test_inner_optimizer_that_raises_leaves_window(before: int) -> None:
+    """In the first window, and after one in which nothing was unusual."""
     model = make_model()
     opt = wrapped(model, steps=None)
+    for x, y in PARTS * before:
+        no_clear(model, opt, x, y)
+    opt.flush()
     held = with_next_under_way(model, opt)
     handle = opt.register_step_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -230,7 +235,7 @@ def test_inner_optimizer_that_raises_leaves_window() -> None:
     handle.remove()
     assert holds(model, held)
     opt.flush()
-    assert_same(model, large())
+    assert_same(model, large(before + 1))
 
 
 def test_discard_forgets_grad_too() -> None:
@@ -251,7 +256,7 @@ def test_checkpoint_in_mid_window(saved_separate: bool) -> None:
     """The sum is saved as ever: either kind loads the other's."""
     model = make_model()
     opt = wrapped(model, separate_sums=saved_separate)
-    for x, y in PARTS[:2]:
+    for x, y in PARTS + PARTS[:2]:
         mse(model, x, y).backward()
         opt.step()
     state, weights = opt.state_dict(), copy.deepcopy(model.state_dict())
@@ -262,7 +267,7 @@ def test_checkpoint_in_mid_window(saved_separate: bool) -> None:
     for x, y in PARTS[2:]:
         mse(fresh, x, y).backward()
         other.step()
-    assert_same(fresh, large())
+    assert_same(fresh, large(2))
 
 
 HOLDERS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Any]]] = {
@@ -299,16 +304,17 @@ def test_first_gradient_of_a_window_is_copied_where_somebody_holds_it(holder: st
     assert torch.equal(parameter, torch.full((2, 2), -5.0))
 
 
+@pytest.mark.parametrize("usual", [1, 6])
 @pytest.mark.parametrize("both", [True, False])
-def test_micro_batch_that_brings_other_gradients_than_those_before(both: bool) -> None:
+def test_micro_batch_that_brings_other_gradients_than_those_before(both: bool, usual: int) -> None:
     """In the second window, where nothing was unusual in the first."""
-    first, second = (torch.zeros(2, requires_grad=True) for _ in range(2))
-    opt = gradaccum.wrap(torch.optim.SGD([first, second], lr=1.0), steps=4, separate_sums=True)
+    *first, second = (torch.zeros(2, requires_grad=True) for _ in range(usual + 1))
+    opt = gradaccum.wrap(torch.optim.SGD([*first, second], lr=1.0), steps=4, separate_sums=True)
     for index in range(8):
-        loss = first if index != 5 else first + 4 * second if both else 4 * second
-        loss.sum().backward()
+        losses = first if index != 5 else [*first, 4 * second] if both else [4 * second]
+        torch.cat(losses).sum().backward()
         opt.step()
-    assert torch.equal(first, torch.full((2,), -2.0 if both else -1.75))
+    assert all(torch.equal(each, torch.full((2,), -2.0 if both else -1.75)) for each in first)
     assert torch.equal(second, torch.full((2,), -1.0))
 
 
@@ -318,7 +324,7 @@ def test_one_buffer_more() -> None:
     opt = wrapped(model)
     before_clear(model, opt, *PARTS[0])
     assert all(each.grad is None for each in model.parameters())
-    assert len(opt.state_dict()["gradaccum"]["sums"]) == 4
+    assert len(opt.state_dict()["gradaccum"]["sums"]) == 6
 
 
 def two_over(model: nn.Module, **options: Any) -> tuple[AccumulatingOptimizer, AccumulatingOptimizer]:

@@ -422,6 +422,7 @@ SCENARIOS: dict[str, Callable[[], object]] = {
     "torch:UntypedStorage._cdata": memory_that_stays,
     "torch:Tensor._use_count": sums_beside_grad,
     "torch._utils:_flatten_dense_tensors": arithmetic,
+    "torch._utils:_unflatten_dense_tensors": arithmetic,
     "torch.autograd:Variable._execution_engine.queue_callback": pass_that_raised,
     "torch.optim.lr_scheduler:LRScheduler._opt_called": scheduler_moves,
     "torch:_C._functions.AccumulateGrad._input_metadata": verifies_coarsely,
@@ -450,5 +451,5 @@ SCENARIOS: dict[str, Callable[[], object]] = {
 """By private name, in the order in which they run."""
 
 _NAMES = list(SCENARIOS)
-TOGETHER = (_NAMES[:18], _NAMES[18:23], _NAMES[23:])
+TOGETHER = (_NAMES[:19], _NAMES[19:24], _NAMES[24:])
 """Names that one process can lack: none is refused where another one's scenario goes on."""

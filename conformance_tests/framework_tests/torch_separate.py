@@ -17,7 +17,7 @@ PARTS = [(X[i : i + 2], Y[i : i + 2]) for i in range(0, 8, 2)]
 
 def make_model(dtype: torch.dtype = torch.float64) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1)).to(dtype)
+    return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)).to(dtype)
 
 
 def mse(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:

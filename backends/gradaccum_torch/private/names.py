@@ -105,6 +105,12 @@ flattened: Callable[[Sequence[Tensor]], Tensor] = _found(
     lambda each: torch.cat([*map(Tensor.ravel, each)]),
 )
 """Copies several dense tensors of one dtype side by side."""
+unflattened: Callable[[Tensor, Sequence[Tensor]], Sequence[Tensor]] = _found(
+    "torch._utils:_unflatten_dense_tensors",
+    "Small sums take a call each, which is slower.",
+    lambda flat, each: [part.view(like.shape) for part, like in zip(flat.split(list(map(Tensor.numel, each))), each, strict=True)],
+)
+"""Returns the parts of a flat tensor, in the shapes of `each`."""
 
 _PARAMETERS, _BUFFERS = "torch.nn:Module._parameters", "torch.nn:Module._buffers"
 LOST[_PARAMETERS] = "`recompute` raises."

@@ -57,15 +57,15 @@ def divide(gradients: Sequence[Tensor], divisor: float) -> None:
     """Divide in place, unless `divisor` is 1."""
     if divisor == 1:
         return
-    with without_graph(gradients):
-        for tensors in together(dense_parts(gradients)):
-            # For a Python number a CPU makes one tensor per gradient, which takes longer than dividing a small one.
-            if not are_alike(tensors):
+    # For a Python number a CPU makes one tensor per gradient, which takes longer than dividing a small one.
+    if not are_alike(gradients):
+        with without_graph(gradients):
+            for tensors in together(dense_parts(gradients)):
                 foreach_div_(tensors, divisor)
-            elif has_exact_inverse(divisor):  # The same bits in half the time.
-                foreach_mul_(tensors, operand(1 / divisor, tensors[0].dtype))
-            else:
-                foreach_div_(tensors, operand(divisor, tensors[0].dtype))
+    elif has_exact_inverse(divisor):  # The same bits in half the time.
+        foreach_mul_(gradients, operand(1 / divisor, gradients[0].dtype))
+    else:
+        foreach_div_(gradients, operand(divisor, gradients[0].dtype))
 
 
 @torch.no_grad()
@@ -136,14 +136,19 @@ def measure(gradients: Sequence[Tensor], notes: Sequence[Tensor] = ()) -> Measur
 
     Where squares overflow or vanish, the norm is taken of the elements scaled by the largest.
     """
+    if are_alike(gradients):
+        return _measured(gradients, norms_in_few_calls(gradients), notes)
     with without_graph(gradients):
         tensors = dense_parts(gradients)
-        norms = norms_in_few_calls(tensors)
-        norm, *read = _fetch(norms, notes)
-        if FAINT_HALF <= norm < math.inf or (FAINT <= norm < math.inf and torch.float16 not in map(DTYPE, norms)):
-            return Measured(norm, True, read)
-        peak = largest(tensors)
-        return Measured(_scaled_norm(tensors, peak), True, read) if math.isfinite(peak) else Measured(math.inf, False, read)
+        return _measured(tensors, norms_of(tensors), notes)
+
+
+def _measured(tensors: Sequence[Tensor], norms: Sequence[Tensor], notes: Sequence[Tensor]) -> Measured:
+    norm, *read = _fetch(norms, notes)
+    if FAINT_HALF <= norm < math.inf or (FAINT <= norm < math.inf and torch.float16 not in map(DTYPE, norms)):
+        return Measured(norm, True, read)
+    peak = largest(tensors)
+    return Measured(_scaled_norm(tensors, peak), True, read) if math.isfinite(peak) else Measured(math.inf, False, read)
 
 
 @torch.no_grad()
@@ -171,12 +176,20 @@ def norms_of(tensors: Sequence[Tensor], order: float = 2.0) -> list[Tensor]:
     return norms
 
 
-def norms_in_few_calls(tensors: list[Tensor]) -> list[Tensor]:
+def norms_in_few_calls(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return norms whose norm is that of all `tensors`, which are alike."""
     small = [tensor for tensor in tensors if tensor.numel() <= SMALL]
-    if len(small) <= FEW or not are_alike(tensors):
-        return norms_of(tensors)
-    large = [tensor for tensor in tensors if tensor.numel() > SMALL]
-    return [*norms_of(large), torch.linalg.vector_norm(flattened(small))]
+    if len(small) <= FEW:
+        return foreach_norm(tensors)
+    large = [tensor for tensor in tensors if tensor.numel() > SMALL] if len(small) < len(tensors) else []
+    return [*(foreach_norm(large) if large else ()), torch.linalg.vector_norm(flattened(small))]
+
+
+def are_small(tensors: Sequence[Tensor]) -> bool:
+    """True if side by side they have the norm, to the last bit, that `norms_in_few_calls` takes of them."""
+    sizes = list(map(Tensor.numel, tensors))
+    few = len(sizes) <= FEW or max(sizes) > SMALL or sum(sizes) > NORM_BLOCK
+    return not few and are_alike(tensors) and all(map(Tensor.is_contiguous, tensors))
 
 
 def _scaled_norm(tensors: Sequence[Tensor], peak: float) -> float:
@@ -220,7 +233,7 @@ def _whole_peak(tensors: list[Tensor]) -> Tensor:
 DTYPE, GRAD, IS_CPU, IS_SPARSE, REQUIRES_GRAD = map(attrgetter, ("dtype", "grad", "is_cpu", "is_sparse", "requires_grad"))
 """Attributes as functions: ``map(DTYPE, tensors)`` makes no Python call."""
 
-_EXACT = (torch.float32, torch.float64)
+_EXACT = {torch.float32, torch.float64}
 
 
 def dense_parts(gradients: Sequence[Tensor]) -> list[Tensor]:
@@ -246,13 +259,14 @@ def operand(number: float, dtype: torch.dtype) -> Tensor:
 
 
 def are_alike(tensors: Sequence[Tensor]) -> bool:
-    """True if all are on a CPU and of one dtype, float32 or float64: fewer calls give the same bits."""
+    """True if all are dense, without a graph, on a CPU and of one dtype, float32 or float64: fewer calls give the same bits."""
     return (
-        bool(tensors)
-        and tensors[0].dtype in _EXACT
-        and set(map(type, tensors)) == {Tensor}
-        and len(set(map(DTYPE, tensors))) == 1
+        set(map(type, tensors)) == {Tensor}
         and all(map(IS_CPU, tensors))
+        and len(dtypes := set(map(DTYPE, tensors))) == 1
+        and dtypes <= _EXACT
+        and not any(map(IS_SPARSE, tensors))
+        and not any(map(REQUIRES_GRAD, tensors))
     )
 
 

@@ -17,7 +17,7 @@ from gradaccum import UsageError
 from gradaccum.kit import explain
 from gradaccum_torch.checks import Size, interrupted_error
 from gradaccum_torch.parameters import Parameters
-from gradaccum_torch.private.names import can_be_taken, foreach_add_, keep_own, untraced, version
+from gradaccum_torch.private.names import can_be_taken, flattened, foreach_add_, keep_own, unflattened, untraced, version
 from gradaccum_torch.sums import arithmetic
 from gradaccum_torch.sums.arithmetic import DTYPE, GRAD, IS_SPARSE, REQUIRES_GRAD, coalesced, gradient_dtype, sum_dtype
 from gradaccum_torch.sums.strategy import Strategy, Undivided
@@ -35,8 +35,12 @@ class Usual(NamedTuple):
     filled: list[Tensor]
     """The parameters with a gradient, which is plain, dense and of the dtype of its sum."""
     others: list[Tensor]
-    sums: list[Tensor]
+    packs: bool
+    """They are so small that a copy of them side by side takes less time than a look at who else holds them."""
+    sums: Sequence[Tensor] = ()
     """By filled parameter; none: the open window has no sums, or others."""
+    packed: Tensor | None = None
+    """The tensor that the sums are parts of, if they are."""
 
     def gradients(self, positions: Sequence[Tensor]) -> list[Tensor]:
         """Return the gradients of a micro-batch, none if it brings others."""
@@ -44,6 +48,17 @@ class Usual(NamedTuple):
         special = set(map(type, found)) != {Tensor} or any(map(IS_SPARSE, found)) or any(map(REQUIRES_GRAD, found))
         other = special or self.positions != list(map(id, positions)) or any(each.grad is not None for each in self.others)
         return [] if other else found
+
+    def begun_with(self, gradients: list[Tensor], copies: bool) -> Usual:
+        """Return this with the sums of a window that begins with these gradients; `copies`: somebody else may hold some of them."""
+        if self.packs:
+            packed = flattened(gradients)
+            return self._replace(sums=unflattened(packed, gradients), packed=packed)
+        taken = not copies or can_be_taken(gradients)
+        return self._replace(sums=gradients if taken else list(map(Tensor.clone, gradients)))
+
+    def without_sums(self) -> Usual:
+        return self._replace(sums=(), packed=None)
 
 
 class BufferStrategy(Strategy):
@@ -67,18 +82,16 @@ class BufferStrategy(Strategy):
         if first or not gradients:
             self._require_takeable(filled, size)
         finite = not self._drops or arithmetic.is_finite([coalesced(each.grad) for each in filled if each.grad is not None])
-        sums = gradients
-        if first and self._copies and gradients and not can_be_taken(gradients):
-            sums = list(map(Tensor.clone, gradients))  # Somebody else may hold a gradient.
         if finite and usual and gradients:
+            begun = usual.begun_with(gradients, self._copies) if first else usual
             begin()
             if first:
-                self._held, self._usual = dict(zip(filled, sums, strict=True)), usual._replace(sums=sums)
+                self._held, self._usual = dict(zip(filled, begun.sums, strict=True)), begun
             else:
                 foreach_add_(usual.sums, gradients)
         elif finite:
             self._add_one_by_one(filled, begin)
-            self._usual = self._learnt() if first else usual and usual._replace(sums=[])
+            self._usual = self._learnt() if first else usual and usual.without_sums()
         else:
             begin()
         for parameter in filled:
@@ -93,10 +106,10 @@ class BufferStrategy(Strategy):
         if set(map(type, sums)) != {Tensor} or len(dtypes) > 1 or any(map(IS_SPARSE, sums)):
             return None
         others = [parameter for parameter in self._parameters.unique() if parameter not in self._held]
-        return Usual(list(map(id, self._parameters.positions())), filled, others, sums)
+        return Usual(list(map(id, self._parameters.positions())), filled, others, self._copies and arithmetic.are_small(sums), sums)
 
     def _forget_sums(self) -> None:
-        self._usual = self._usual and self._usual._replace(sums=[])
+        self._usual = self._usual and self._usual.without_sums()
         self._held.clear()
 
     def _require_takeable(self, filled: Sequence[Tensor], size: Size) -> None:
@@ -112,6 +125,9 @@ class BufferStrategy(Strategy):
         self.watch.reset()
 
     def settle(self) -> list[Tensor]:
+        if self._usual is not None and self._usual.packed is not None:
+            self._parameters.note_gradients(self._usual.filled)
+            return [self._usual.packed]
         # In the order of the parameters, not of arrival: a resumed window must have the same norm to the last bit.
         self._held = {parameter: coalesced(self._held[parameter]) for parameter in self._parameters.unique() if parameter in self._held}
         self._parameters.note_gradients(self._held)
@@ -134,7 +150,8 @@ class BufferStrategy(Strategy):
     def hand_over(self, undivided: Undivided, divisor: float, unclipped: float) -> None:
         dtypes, masters = self._narrowed(), self._parameters.masters
         whole = [held for parameter, held in self._held.items() if parameter not in dtypes] if dtypes else list(self._held.values())
-        arithmetic.divide(whole, divisor)
+        packed = self._usual and self._usual.packed
+        arithmetic.divide(whole if packed is None else [packed], divisor)
         undivided.divided.extend(whole)
         for parameter, held in self._held.items():
             if dtypes and (dtype := dtypes.get(parameter)) is not None:
@@ -192,6 +209,8 @@ class BufferStrategy(Strategy):
     def _narrowed(self) -> dict[Tensor, torch.dtype]:
         """Return the parameters that get their gradient in another dtype than that of its sum, and this dtype."""
         masters = self._parameters.masters
+        if self._usual is not None and self._usual.sums and not masters:
+            return {}
         own = list(map(gradient_dtype, [masters.get(parameter, parameter) for parameter in self._held] if masters else self._held))
         if own == list(map(DTYPE, self._held.values())):
             return {}
@@ -367,9 +386,9 @@ class SeparateStrategy(BufferStrategy):
 
     def hand_over(self, undivided: Undivided, divisor: float, unclipped: float) -> None:
         if self._users is None:
-            pairs = [(parameter, parameter.grad) for parameter in self._parameters.unique()]
-            self._users = [(parameter, gradient) for parameter, gradient in pairs if gradient is not None]
-            self._parameters.free_gradients()
+            self._users = [(parameter, parameter.grad) for parameter in self._parameters.unique() if parameter.grad is not None]
+            if self._users:
+                self._parameters.free_gradients()
         super().hand_over(undivided, divisor, unclipped)
 
     def take_back(self, undivided: Undivided, divisor: float, spoiled: bool) -> None:

@@ -260,10 +260,9 @@ class GradStrategy(Strategy):
         masters = self._parameters.masters
         if divisor == 1 and not masters:
             return
-        parameters = self._parameters.had_gradients
+        parameters, graphs = undivided.parameters, undivided.graphs
         divided = [parameter for parameter in parameters if not self._is_narrowed(parameter)] if masters else parameters
         gradients: list[Tensor] = list(map(GRAD, divided))
-        graphs = any(map(REQUIRES_GRAD, gradients))
         if graphs:
             self._divide_graphs(divided, unclipped)
             gradients = list(map(GRAD, divided))

@@ -457,9 +457,15 @@ MUTANTS = (
     ),
     Mutant(
         "take_a_gradient_that_somebody_holds",
-        "if first and self._copies and gradients and not can_be_taken(gradients):",
-        "if False:",
+        "taken = not copies or can_be_taken(gradients)",
+        "taken = True",
         OWN + "test_torch_separate_sums.py::test_first_gradient_of_a_window_is_copied_where_somebody_holds_it",
+    ),
+    Mutant(
+        "measure_the_usual_gradients_alone",
+        "return self._replace(sums=(), packed=None)",
+        "return self._replace(sums=())",
+        OWN + "test_torch_separate_sums.py::test_micro_batch_that_brings_other_gradients_than_those_before",
     ),
     Mutant(
         "overlook_a_late_second_pass",
