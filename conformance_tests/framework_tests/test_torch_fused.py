@@ -160,31 +160,3 @@ def test_float64_is_divided_by_float64(weights: tuple[float, ...], divided_first
         run(other, second, weights)
     assert ("_foreach_div_" in ops.names) == divided_first
     assert all(map(torch.equal, first, second))
-
-
-def test_half_made_update_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel raises after the first of two groups. Nothing can undo that, so every call is refused until `discard`."""
-    ps = [torch.nn.Parameter(torch.ones(3)) for _ in range(4)]
-    inner = torch.optim.SGD([{"params": ps[:2]}, {"params": ps[2:]}], fused=True)
-    opt = gradaccum.wrap(inner, steps=None)
-    opt.backward(sum(p.sum() for p in ps))
-    opt.step()
-    kernel = torch._fused_sgd_
-
-    def raising(params: list[torch.Tensor], *args: Any, **kwargs: Any) -> None:
-        if params[0] is ps[2]:
-            raise RuntimeError("out of memory")
-        kernel(params, *args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "_fused_sgd_", raising)
-        with pytest.raises(RuntimeError, match="out of memory"):
-            opt.flush()
-    for call in (opt.flush, opt.step, opt.state_dict):
-        with pytest.raises(gradaccum.UsageError, match="checkpoint"):
-            call()
-    opt.discard()
-    opt.backward(sum(p.sum() for p in ps))
-    opt.step()
-    opt.flush()
-    assert opt.result.applied

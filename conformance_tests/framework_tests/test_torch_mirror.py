@@ -107,7 +107,7 @@ def fsdp(workers: int, sync: str, mesh: tuple[int, ...] = ()) -> Job:
 def hsdp(workers: int, sync: str) -> Job:
     job = fsdp(workers, sync, (2, workers // 2))
     if workers > 2:  # Torch divides twice by a factor beside shards of one worker, which is refused.
-        job.model.set_gradient_divide_factor(3.0)
+        job.model[0].set_gradient_divide_factor(3.0)
     return job
 
 

@@ -163,17 +163,19 @@ def holds(model: nn.Module, gradients: list[Tensor | None]) -> bool:
     return all(each.grad is gradient for each, gradient in zip(model.parameters(), gradients, strict=True))
 
 
-def test_flush_leaves_what_is_in_grad() -> None:
+@pytest.mark.parametrize("options", [{}, {"skip_norm": 1e-9}], ids=["applied", "skipped"])
+def test_flush_leaves_what_is_in_grad(options: dict[str, Any]) -> None:
     """Between backward and step it is the next window's; the inner optimizer does not see it."""
     model = make_model()
-    opt = wrapped(model, steps=None)
+    opt = wrapped(model, steps=None, **options)
     held = with_next_under_way(model, opt)
     opt.flush()
-    assert_same(model, large())
+    assert opt.result.skipped == bool(options)
+    assert_same(model, list(make_model().parameters()) if options else large())
     assert holds(model, held)
     opt.step()
     opt.flush()
-    assert opt.result.optimizer_step == 2
+    assert opt.result.optimizer_step == (0 if options else 2)
 
 
 def test_parameter_outside_the_window_stays() -> None:
@@ -209,15 +211,6 @@ def test_graph_of_a_gradient_is_refused() -> None:
     with pytest.raises(UsageError, match=r"separate_sums.*without a graph"):
         opt.step()
     assert opt.result.micro_step == 0
-
-
-def test_flush_of_skipped_window_leaves_grad() -> None:
-    model = make_model()
-    opt = wrapped(model, steps=None, skip_norm=1e-9)
-    held = with_next_under_way(model, opt)
-    opt.flush()
-    assert opt.result.skipped
-    assert holds(model, held)
 
 
 @pytest.mark.parametrize("before", [0, 1])

@@ -55,14 +55,19 @@ def every_divide_factor(rank: int) -> None:
 
 
 @check
-def sum_without_the_module(rank: int) -> None:
-    """FSDP2's units are found by the parameters."""
-    model = sharded(WAYS[0])
-    model.set_gradient_divide_factor(1.0)
-    model.first.set_gradient_divide_factor(1.0)
-    opt = gradaccum.wrap(sgd(model), steps=3, reduction="sum")
-    train(model, opt, rank)
-    require_equal(model, alone(windows_of(), reduction="sum")[0])
+def windows_without_the_module(rank: int) -> None:
+    """FSDP2's units are found by the parameters; the loss is that of all workers, too."""
+    for options in ({"reduction": "sum"}, {"clip_norm": 0.01}, {"loss_scale": 64.0}):
+        model = sharded(WAYS[0])
+        if "reduction" in options:
+            model.set_gradient_divide_factor(1.0)
+            model.first.set_gradient_divide_factor(1.0)
+        opt = gradaccum.wrap(sgd(model), steps=3, **options)
+        train(model, opt, rank)
+        reference, other = alone(windows_of(), **options)
+        require_equal(model, reference)
+        assert math.isclose(opt.result.grad_norm, other.result.grad_norm, rel_tol=1e-12), (opt.result, other.result)
+        assert math.isclose(opt.result.loss, other.result.loss, rel_tol=1e-12), (opt.result, other.result)
 
 
 @check
@@ -149,23 +154,6 @@ def compare(kind: str, dtype: torch.dtype, options: dict[str, Any], bad: bool, r
         torch.testing.assert_close(whole(p).detach(), q.detach(), rtol=off, atol=off)
 
 
-def compare_unequal(options: dict[str, Any], rank: int, mesh: DeviceMesh) -> None:
-    """FSDP2 averages the gradients of workers that hold five and three rows, each mean weighted by its rows."""
-    model, reference = fully_shard(build_whole().double(), mesh=mesh), build_whole().double()
-    opt, other = (gradaccum.wrap(torch.optim.SGD(m.parameters(), lr=0.5), steps=2, **options) for m in (model, reference))
-    for index in range(4):
-        rows = X[8 * index : 8 * index + 8].double()
-        cut = 5 if index % 2 else 4
-        for m, o, x in ((model, opt, (rows[:cut], rows[cut:])[rank]), (reference, other, rows)):
-            o.backward(m(x).square().mean(), weight=len(x))
-            o.step()
-            o.zero_grad()
-    assert math.isclose(opt.result.grad_norm, other.result.grad_norm, rel_tol=1e-12), (opt.result, other.result)
-    assert math.isclose(opt.result.loss, other.result.loss, rel_tol=1e-12), (opt.result, other.result)
-    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(whole(p).detach(), q.detach(), rtol=1e-12, atol=1e-12)
-
-
 def refuse(kind: str, rank: int, mesh: DeviceMesh) -> None:
     model = shard(build_whole(), kind, mesh)
     opt: Any = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.5), steps=2)
@@ -213,12 +201,6 @@ def tensor_parallel_trains_as_one(rank: int) -> None:
     """`reduction="sum"` too: its workers see the same items."""
     each_kind(rank, "tensor parallel")
     compare("tensor parallel", torch.float32, {"reduction": "sum"}, False, rank, init_device_mesh("cpu", (WORLD,)))
-
-
-@check
-def workers_hold_unequal_numbers_of_items(rank: int) -> None:
-    for options in () if GLOO_SUMS else ({}, {"clip_norm": 0.01}, {"loss_scale": 64.0}):
-        compare_unequal(options, rank, init_device_mesh("cpu", (WORLD,)))
 
 
 @check

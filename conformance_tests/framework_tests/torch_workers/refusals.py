@@ -25,7 +25,6 @@ from conformance_tests.framework_tests.torch_workers.common import (
     sgd,
 )
 from conformance_tests.framework_tests.torch_workers.jobs import check
-from gradaccum_torch import redistributed
 
 
 @check
@@ -200,20 +199,3 @@ def distributed_checkpoint_keeps_closed_windows_only(rank: int) -> None:
     state = get_optimizer_state_dict(model, opt)
     set_optimizer_state_dict(model, opt, state)
     assert opt.result.optimizer_step == 1
-
-
-@check
-def window_of_two_goes_on_with_one(rank: int) -> None:
-    model = build()
-    parallel = DistributedDataParallel(model, find_unused_parameters=True)
-    opt = gradaccum.wrap(sgd(model), steps=None, module=parallel, clip_norm=0.05)
-    for batch in micro_batches(rank)[:2]:
-        learn(parallel, opt, batch)
-    saved: list[Any] = [None] * WORLD
-    dist.all_gather_object(saved, opt.state_dict())
-    opt = gradaccum.wrap(sgd(model), steps=None, clip_norm=0.05)
-    opt.load_state_dict(redistributed(saved, 1)[0])
-    for batch in (*micro_batches(0)[2:4], *micro_batches(1)[2:]):
-        learn(model, opt, batch)
-    opt.flush()
-    require_equal(model, alone(all_windows()[:1], clip_norm=0.05)[0])

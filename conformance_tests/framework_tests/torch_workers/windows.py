@@ -60,24 +60,23 @@ def discarded_window_is_one_worker_s_own(rank: int) -> None:
 
 @check
 def listeners_hear_the_window_of_all(rank: int) -> None:
-    """One worker's listener raises while the other still flushes: every window ends on both."""
+    """One raises on the worker that closes two of three windows in its flush: each window ends on both, and is heard."""
     model, heard = build(), []
     parallel = DistributedDataParallel(model, find_unused_parameters=True)
-    opt = gradaccum.wrap(sgd(model), steps=4, module=parallel)
+    opt = gradaccum.wrap(sgd(model), steps=2, module=parallel)
     opt.add_listener(heard.append)
-    if rank == 0:
+    if rank == 1:
         opt.add_listener(lambda window: window.no_such_field)
-    calls = [*(partial(learn, parallel, opt, batch) for batch in micro_batches(rank)), opt.flush]
     raised = 0
-    for call in calls:
+    for call in (*(partial(learn, parallel, opt, batch) for batch in micro_batches(rank)), opt.flush):
         try:
             call()
         except AttributeError:
             raised += 1
-    assert raised == (2 if rank == 0 else 0)
-    assert [window.weight for window in heard] == [sum(len(x) for x, _, _ in window) for window in all_windows()]
-    assert [window.micro_batches for window in heard] == ([4, 2] if rank == 0 else [3, 0])
-    require_equal(model, alone(all_windows())[0])
+    assert raised == (0 if rank == 0 else 2)
+    assert [window.weight for window in heard] == [sum(len(x) for x, _, _ in window) for window in all_windows(steps=2)]
+    assert [window.micro_batches for window in heard] == [[2, 2, 2], [2, 1, 0]][rank]
+    require_equal(model, alone(all_windows(steps=2))[0])
 
 
 # The reductions at the end of a window: how often, in which layouts, and never twice.
@@ -316,28 +315,6 @@ def schedules_that_drift_apart_are_refused(rank: int) -> None:
     opts[0].flush()
     assert opts[0].result.optimizer_step == 3, "the sums are as they were"
     require_same_everywhere([group["params"][0].tolist() for group in opts[0].param_groups])
-
-
-@check
-def failing_listener_keeps_the_other_windows(rank: int) -> None:
-    """It hears of each window, though it raised at the one before, and `flush` raises when every window is closed."""
-    model, heard = build(), []
-    parallel = DistributedDataParallel(model, find_unused_parameters=True)
-    opt = gradaccum.wrap(sgd(model), steps=2, module=parallel)
-
-    def fail(window: Any) -> None:
-        heard.append(window.optimizer_step)
-        raise ZeroDivisionError
-
-    for batch in micro_batches(rank)[: 2 * (1 - rank) * 3]:
-        opt.add_listener(heard.append).remove()
-        learn(parallel, opt, batch)
-    if rank == 0:
-        return opt.flush()
-    opt.add_listener(fail)
-    with refused(ZeroDivisionError):
-        opt.flush()
-    assert heard == [1, 2, 3]
 
 
 # Each worker has a large batch of its own, of another size, in one call: the update is by the gradient of both, reduced once.
