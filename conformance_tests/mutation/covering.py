@@ -101,7 +101,7 @@ class Chosen:
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         by_id = {item.nodeid: item for item in items}
-        items[:] = [by_id[test] for test in self.seconds]
+        items[:] = [by_id[test] for test in self.seconds if test in by_id]
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:

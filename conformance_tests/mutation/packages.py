@@ -76,20 +76,8 @@ TORCH = _adapter(
     "torch",
     ("window", "sums"),
     (
-        *(
-            "watch",
-            "tampering",
-            "mirror",
-            "layered",
-            "separate_sums",
-            "changed_parameters",
-            "fused",
-            "gradients",
-            "window_loss",
-            "weigh",
-            "scheduler",
-        ),
-        "interrupted",
+        *("watch", "tampering", "hostile_autograd", "second_order", "separate_sums", "changed_parameters", "fused", "gradients"),
+        *("window_loss", "weigh", "scheduler", "watching", "static_memory", "interrupted", "mirror", "turns", "layered"),
     ),
 )
 JAX = _adapter(

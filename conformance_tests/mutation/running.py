@@ -21,6 +21,9 @@ from .packages import ROOT, Package
 WALL_SECONDS = 3600.0
 """At most how long a run of all tests lasts, or one of a mutant that sleeps."""
 
+SOON = 10
+"""So many tests run first, alone: to collect the files of all takes longer than most mutants live."""
+
 
 class Mutant(NamedTuple):
     """A mutation of one file of a package."""
@@ -75,17 +78,22 @@ def verdicts(package: Package, mutants: Iterable[Mutant], folder: Path, most_sec
         covered = Covered(**json.loads(record.read_text(encoding="utf-8")))
         promises = Counter({test: 30 / lines for test, lines in covered.lines().items()})
         for number, mutant in enumerate(mutants):
-            tests = _chosen(covered, mutant, package, promises, most_seconds)
-            killer = _killer(server, package, mutant, {test: covered.seconds[test] for test in tests}, folder / str(number))
+            tests, killer = _chosen(covered, mutant, package, promises, most_seconds), ""
+            for some in filter(None, (tests[:SOON], tests[SOON:])):
+                killer = killer or _killer(server, package, mutant, {test: covered.seconds[test] for test in some}, folder / str(number))
             promises[killer] += 1
             yield Verdict(mutant, killer)
 
 
 def _chosen(covered: Covered, mutant: Mutant, package: Package, promises: Mapping[str, float], most_seconds: float) -> list[str]:
-    """The tests of a mutant's line: per second, those first that have noticed most mutants, or are about few lines."""
+    """The tests of a mutant's line: per second, those first that have noticed most mutants, or are about few lines, and of many cases one."""
     found = covered.of(str(mutant.file.relative_to(package.folder.parent)), statement_at(mutant.file, mutant.mutation.line))
-    chosen, seconds = [], 0.0
-    for test in sorted(found, key=lambda test: -promises[test] / (covered.seconds[test] + 0.02)):
+    chosen, seconds, cases = [], 0.0, Counter[str]()
+    costs = {test: (covered.seconds[test] + 0.02) / promises[test] for test in found}
+    for test in sorted(costs, key=costs.__getitem__):
+        cases[test.partition("[")[0]] += 1
+        costs[test] *= cases[test.partition("[")[0]]
+    for test in sorted(costs, key=costs.__getitem__):
         if seconds < most_seconds:
             chosen.append(test)
             seconds += covered.seconds[test]

@@ -81,13 +81,20 @@ def test_sum_is_unscaled_in_float32(backend: Harness) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"clip_norm": 1.0}, {"master_weights": True}], ids=["model", "clipped", "masters"])
 @pytest.mark.parametrize(
-    ("terms", "fits"), [((-65504.0, -16.0), False), ((65504.0, 8.0), True), ((65504.0, 16.0), False)], ids=["-above", "below", "above"]
+    ("terms", "reduction", "fits"),
+    [
+        ((-65504.0, -16.0), "sum", False),
+        ((65504.0, 8.0), "sum", True),
+        ((65504.0, 16.0), "sum", False),
+        ((65504.0, 65504.0), "mean", True),
+    ],
+    ids=["-above", "below", "above", "mean"],
 )
 def test_sum_at_the_edge_of_float16(
-    backend: Harness, mode: str, options: dict[str, Option], terms: tuple[float, float], fits: bool
+    backend: Harness, mode: str, options: dict[str, Option], terms: tuple[float, float], reduction: str, fits: bool
 ) -> None:
     """65520, halfway from the largest number to the next power of two, becomes inf; clipping comes later. float32 masters take the sum."""
-    session = start(backend, steps=2, dtype="float16", reduction="sum", mode=mode, **options)
+    session = start(backend, steps=2, dtype="float16", reduction=reduction, mode=mode, **options)
     for value in terms:
         session.gradients(constant(value))
     applied = fits or "master_weights" in options

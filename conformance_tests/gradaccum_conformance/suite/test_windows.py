@@ -36,12 +36,14 @@ def test_inner_optimizer_runs_once_per_window(backend: Harness, mode: str) -> No
 
 def test_result_inside_and_at_end(backend: Harness, mode: str) -> None:
     session = start(backend, steps=2, mode=mode)
+    begin = session.result()
     session.gradients(random_tree(LINEAR, 0))
     middle = session.result()
     assert (middle.applied, middle.skipped, middle.closed, middle.micro_step, middle.optimizer_step) == (False, False, False, 1, 0)
     session.gradients(random_tree(LINEAR, 1))
     end = session.result()
     assert (end.applied, end.skipped, end.closed, end.micro_step, end.optimizer_step) == (True, False, True, 0, 1)
+    assert [[*map(type, each)] for each in (begin, middle, end)] == [[bool] * 3 + [float] * 2 + [int] * 2 + [float] * 2] * 3
 
 
 @pytest.mark.parametrize("held", [1, 2, 3])
