@@ -111,8 +111,8 @@ class Window:
 
     @property
     def size(self) -> Size:
-        """The size of the open window, or between two windows the schedule's for the next."""
-        return self._begun.size if self._fields.micro_step else window_size(self._options, self._fields.optimizer_step)
+        """The size of the open window."""
+        return self._begun.size
 
     @property
     def sum_dtypes(self) -> list[torch.dtype]:
