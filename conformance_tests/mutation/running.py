@@ -86,7 +86,7 @@ def verdicts(package: Package, mutants: Iterable[Mutant], folder: Path, most_sec
 
 
 def _chosen(covered: Covered, mutant: Mutant, package: Package, promises: Mapping[str, float], most_seconds: float) -> list[str]:
-    """The tests of a mutant's line: per second, those first that have noticed most mutants, or are about few lines, and of many cases one."""
+    """The tests of a mutant's line: per second, those first that have noticed most mutants, or are about few lines, of many cases one."""
     found = covered.of(str(mutant.file.relative_to(package.folder.parent)), statement_at(mutant.file, mutant.mutation.line))
     chosen, seconds, cases = [], 0.0, Counter[str]()
     costs = {test: (covered.seconds[test] + 0.02) / promises[test] for test in found}
