@@ -23,14 +23,20 @@ def one_parameter(value: torch.Tensor, **options: object) -> tuple[nn.Parameter,
 
 
 def test_mixed_dtypes_in_one_optimizer() -> None:
-    half, full = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16)), nn.Parameter(torch.zeros(2))
-    opt = gradaccum.wrap(torch.optim.SGD([half, full], lr=1.0), steps=2, clip_norm=1.0)
+    """Each is divided, here by no number of float32, in its own dtype."""
+    half, full, double = (nn.Parameter(torch.zeros(2, dtype=dtype)) for dtype in (torch.bfloat16, torch.float32, torch.float64))
+    opt = gradaccum.wrap(torch.optim.SGD([half, full, double], lr=1.0), steps=2, clip_norm=1.0)
     for _ in range(2):
-        ((half * 3).sum().float() + (full * 4).sum()).backward()
+        ((half * 3).sum().float() + (full * 4).sum() + (double * 5).sum()).backward()
         opt.step()
-    assert opt.result.grad_norm == pytest.approx(math.sqrt(50))
-    torch.testing.assert_close(full.detach(), torch.full((2,), -4 / math.sqrt(50)))
-    torch.testing.assert_close(half.detach().float(), torch.full((2,), -3 / math.sqrt(50)), rtol=1e-2, atol=0)
+    assert opt.result.grad_norm == pytest.approx(10)
+    torch.testing.assert_close(double.detach(), torch.full_like(double, -5 / opt.result.grad_norm), rtol=1e-12, atol=0)
+    torch.testing.assert_close(full.detach(), torch.full((2,), -4 / 10))
+    torch.testing.assert_close(half.detach().float(), torch.full((2,), -3 / 10), rtol=1e-2, atol=0)
+
+
+def test_scalars_of_two_devices_stand_on_the_first() -> None:
+    assert arithmetic.side_by_side([torch.ones((), device="meta"), torch.ones(())]).is_meta
 
 
 def test_unfrozen_half_parameter_is_summed() -> None:

@@ -31,7 +31,7 @@ from conformance_tests.framework_tests.torch_fsdp import REASON, RUNS_ON_CPU
 from conformance_tests.framework_tests.torch_mirror import Call, mirror
 from conformance_tests.framework_tests.torch_operations import Peak
 from gradaccum_torch import sharded_cross_entropy
-from gradaccum_torch.sums.arithmetic import largest, version
+from gradaccum_torch.sums.arithmetic import largest, measure, version
 from gradaccum_torch.sums.strategy import Undivided
 
 pytestmark = pytest.mark.filterwarnings("ignore:DTensor random operators:UserWarning")
@@ -390,11 +390,16 @@ def test_the_end_of_a_window_copies_the_sums_at_most_once(
 
 
 def test_a_sharded_sum_by_itself() -> None:
-    """Its largest magnitude is every worker's; whether it was divided does not show in its version."""
-    with mirror(2):
+    """Its largest magnitude is every worker's, with no part here too, and its norm over two meshes; its version shows no division."""
+    with mirror(2) as calls:
         mesh = init_device_mesh("cpu", (2,))
         one, other = (distribute_tensor(torch.tensor([-4.0, 3.0]), mesh, [Shard(0)]) for _ in range(2))
+        calls.clear()
         assert largest([one]) == 4
+        assert [call.name for call in calls] == ["allreduce"]
+        assert largest([DTensor.from_local(torch.empty(0), mesh, [Shard(0)], shape=torch.Size([1]), stride=(1,))]) == 0
+        elsewhere = distribute_tensor(torch.tensor([-4.0, 3.0]), init_device_mesh("cpu", (1, 2)), [Shard(0), Shard(0)])
+        assert measure([one, elsewhere]).norm == pytest.approx(8)
         undivided = Undivided([], [], [], [one])
         assert [undivided.is_divided(each, version(each)) for each in (one, other)] == [True, False]
 
