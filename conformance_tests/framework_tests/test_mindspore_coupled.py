@@ -23,10 +23,7 @@ TOLERANCE = 1e-13
 
 
 def large_batch(net, loss_fn):
-    def forward(*batch):
-        return loss_fn(net(*batch))
-
-    return ms.value_and_grad(forward, None, trained(net))
+    return ms.value_and_grad(lambda *batch: loss_fn(net(*batch)), None, trained(net))
 
 
 @pytest.mark.parametrize("mode", FROM_PYTHON)
@@ -43,11 +40,8 @@ def test_nests_of_outputs(mode):
         share = (outputs["labels"] == 1).astype(a.dtype).reshape((-1, 1))
         return (a * share).sum() ** 2 + (b.sum(0) ** 2).mean()
 
-    def forward(*batch):
-        return loss_fn(outputs_fn(*batch))
-
     batch = (*tensors(IMAGES, TEXTS), labels)
-    expected = ms.value_and_grad(forward, None, trained(net))(*batch)
+    expected = ms.value_and_grad(lambda *batch: loss_fn(outputs_fn(*batch)), None, trained(net))(*batch)
     found = in_mode(mode, coupled_value_and_grad(outputs_fn, loss_fn, trained(net), micro_batch_size=2))(*batch)
     assert distance(found, expected) <= TOLERANCE
 
@@ -148,10 +142,7 @@ def test_loss_scale():
     optimizer = gradaccum.wrap(nn.SGD(net.trainable_params(), 0.1), steps=1, loss_scale=1024.0, clip_norm=0.5)
     loss_fn = info_nce(net)
 
-    def scaled(outputs):
-        return optimizer.scale(loss_fn(outputs))
-
-    loss, gradients = coupled_value_and_grad(net, scaled, optimizer.parameters, steps=3)(*batch)
+    loss, gradients = coupled_value_and_grad(net, lambda outputs: optimizer.scale(loss_fn(outputs)), optimizer.parameters, steps=3)(*batch)
     optimizer(gradients)
     expected, gradients = large_batch(reference, info_nce(reference))(*batch)
     norm = np.sqrt(sum((gradient.asnumpy() ** 2).sum() for gradient in gradients))
