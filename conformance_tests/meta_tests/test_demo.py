@@ -15,7 +15,7 @@ from rich.console import Console
 
 from gradaccum_conformance.demo import command, recipes
 from gradaccum_conformance.demo.batches import LARGE_BATCH, MICRO_BATCH, Digits, cut, large_batches, split
-from gradaccum_conformance.demo.curves import ALLOWED_DIFFERENCE, Curve, curves_of, problem_of
+from gradaccum_conformance.demo.curves import ALLOWED_DIFFERENCE, curves_of, problem_of
 from gradaccum_conformance.demo.data import load
 from gradaccum_conformance.demo.plot import make_figure, write_plot
 from gradaccum_conformance.demo.recipes import EQUAL, LARGE, NAIVE, RECIPES, STEPS, UNEQUAL
@@ -115,28 +115,6 @@ def test_naive_loop_halves_the_tail(digits: Digits) -> None:
     tail = Tail()
     recipes.divided_by_steps(tail, tail, [digits.train.rows(0, 28)])  # type: ignore[arg-type]
     assert tail.given["x"].tolist() == [0.5, 0.5], "two micro-batches of mean gradient 1, divided by 4"
-
-
-def without_flush(harness: Any, session: Any, batches: Any) -> None:
-    for batch in batches:
-        for part in cut(batch, MICRO_BATCH):
-            session.micro_batch(part, weight=part.items)
-
-
-def without_weights(harness: Any, session: Any, batches: Any) -> None:
-    for batch in batches:
-        for part in cut(batch, MICRO_BATCH):
-            session.micro_batch(part)
-    session.flush()
-
-
-@pytest.mark.parametrize("wrong", [without_flush, without_weights])
-def test_wrong_accumulation_is_called_wrong(few: Digits, monkeypatch: pytest.MonkeyPatch, wrong: Any) -> None:
-    broken = UNEQUAL._replace(epoch=wrong)
-    monkeypatch.setattr("gradaccum_conformance.demo.training.RECIPES", (LARGE, broken))
-    end = last_epoch(list(train(load_harness("numpy"), few, epochs=2)))[UNEQUAL.name]
-    curve = Curve("numpy", broken, [end.loss], [0.99], [end.difference])
-    assert curve.faults == ["differs by more than 0.0001"]
 
 
 def records(backend: str = "torch", **changed: Any) -> tuple[dict[str, Any], ...]:

@@ -10,9 +10,13 @@ from gradaccum.kit import State
 from gradaccum_conformance.reference import harness
 from gradaccum_conformance.reference.harness import NumpySession
 
-from .planting import Module, around, mutant, mutants, put
+from .planting import Module, around, mutants, put
 
 mutants(
+    save_without_the_sums=lambda m: put(
+        m.Accumulation,
+        __getstate__=lambda self: {**self.__dict__, "sums": {name: np.zeros_like(total) for name, total in self.sums.items()}},
+    ),
     load_without_checks=lambda m: put(harness, _require_same_shapes=lambda loaded, own: None),
     resume_under_any_terms=lambda m: around(
         harness, "resumed", lambda resumed, fields, *given: fields if fields.micro_step else resumed(fields, *given)
@@ -26,14 +30,6 @@ mutants(
         harness, _checked=lambda name, g, parameters: np.resize(g, parameters[name].shape) if name in parameters else g
     ),
 )
-
-
-@mutant
-def save_without_the_sums(m: Module) -> None:
-    def getstate(self: Any) -> dict[str, Any]:
-        return {**self.__dict__, "sums": {name: np.zeros_like(total) for name, total in self.sums.items()}}
-
-    m.Accumulation.__getstate__ = getstate
 
 
 def save_without(field: str) -> None:
