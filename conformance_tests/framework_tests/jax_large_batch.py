@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 ITEMS = 10
 
 
-def float64() -> Any:
-    """The context in which JAX has float64 switched on."""
+def float64(wide: bool = True) -> Any:
+    """The context in which JAX has float64 switched on, or off."""
     if hasattr(jax, "enable_x64"):
-        return jax.enable_x64(True)
+        return jax.enable_x64(wide)
     from jax.experimental import enable_x64
 
-    return enable_x64(True)
+    return enable_x64(wide)
+
+
+@pytest.fixture(autouse=True)
+def in_float64() -> Iterator[None]:
+    """For each test of a module that imports it."""
+    with float64():
+        yield
 
 
 def numbers(*shape: int, seed: int = 0) -> np.ndarray[Any, Any]:

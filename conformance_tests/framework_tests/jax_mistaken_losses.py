@@ -27,11 +27,6 @@ def key_of_the_batch(params: Any, x: Any, y: Any, key: Any) -> Any:
     return squares(params, dropped(hidden(params, x), key), y).mean()
 
 
-def numpys_draw(params: Any, x: Any, y: Any) -> Any:
-    h = hidden(params, x)
-    return squares(params, h * (np.random.random(h.shape) < 0.5), y).mean()
-
-
 @jax.custom_vjp
 def deaf(x: Any) -> Any:
     return x**2
@@ -61,7 +56,6 @@ PLANTED = {
     "expert_capacity": Case(expert_capacity, (X, Y), kind="batch_statistics", where="expert_capacity"),
     "key_in_the_loss": Case(key_in_the_loss, (X, Y), kind="shared_randomness", where="dropped at jax_losses.py"),
     "shared_key": Case(key_of_the_batch, (X, Y, KEY), {"axes": (0, 0, None)}, kind="shared_randomness", where="dropped"),
-    "numpys_draw": Case(numpys_draw, (X, Y), kind="shared_randomness", where="numpy.random"),
     "generator_in_the_loss": Case(generator_in_the_loss, (X, Y), kind="shared_randomness", where="the loss"),
     "deaf": Case(with_deaf, (X, Y), kind="custom_backward", where="deaf"),
 }

@@ -46,15 +46,6 @@ def assert_bitwise(a: Any, b: Any) -> None:
         assert np.asarray(left).tobytes() == np.asarray(right).tobytes()
 
 
-def through_flatten(tree: Any, like: Any, directory: Path) -> Any:
-    leaves, structure = jax.tree.flatten(tree)
-    return jax.tree.unflatten(structure, [np.array(leaf) for leaf in leaves])
-
-
-def through_jit(tree: Any, like: Any, directory: Path) -> Any:
-    return jax.jit(lambda tree: tree)(tree)
-
-
 def through_flax_bytes(tree: Any, like: Any, directory: Path) -> Any:
     serialization = pytest.importorskip("flax.serialization", reason="flax is not installed")
     return serialization.from_bytes(like, serialization.to_bytes(tree))
@@ -83,9 +74,7 @@ def through_orbax_pytree(tree: Any, like: Any, directory: Path) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
-@pytest.mark.parametrize(
-    "through", [through_flatten, through_jit, through_flax_bytes, through_flax_without_target, through_orbax_standard, through_orbax_pytree]
-)
+@pytest.mark.parametrize("through", [through_flax_bytes, through_flax_without_target, through_orbax_standard, through_orbax_pytree])
 def test_resume_in_mid_window_is_bitwise(through: Callable[..., Any], tmp_path: Path) -> None:
     """A run that is saved and restored within a window ends on the bits of the uninterrupted one."""
     start = (PARAMS, TX.init(PARAMS))

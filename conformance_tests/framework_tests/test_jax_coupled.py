@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 import gradaccum_jax
-from conformance_tests.framework_tests.jax_large_batch import close, float64, numbers
+from conformance_tests.framework_tests.jax_large_batch import close, in_float64, numbers  # noqa: F401
 
 ITEMS, EXPERTS = 12, 3
-
-
-@pytest.fixture(autouse=True)
-def wide() -> Iterator[None]:
-    with float64():
-        yield
 
 
 def tower(params: Any, x: Any) -> Any:

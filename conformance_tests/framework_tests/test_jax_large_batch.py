@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -14,13 +13,7 @@ import pytest
 
 import gradaccum
 import gradaccum_jax
-from conformance_tests.framework_tests.jax_large_batch import ITEMS, close, data, errors, float64, mean_loss, model, numbers
-
-
-@pytest.fixture(autouse=True)
-def wide() -> Iterator[None]:
-    with float64():
-        yield
+from conformance_tests.framework_tests.jax_large_batch import ITEMS, close, data, errors, in_float64, mean_loss, model, numbers  # noqa: F401
 
 
 class Pair(NamedTuple):

@@ -12,6 +12,7 @@ import pytest
 
 import gradaccum
 import gradaccum_jax
+from conformance_tests.framework_tests.jax_large_batch import in_float64  # noqa: F401
 from conformance_tests.framework_tests.refusing import refused
 
 LAYERS, WIDTH, WORDS, LENGTH = 4, 8, 11, 5
@@ -121,12 +122,6 @@ CASES = {
     ),
     "kept and clipped": ({"clip_norm": 0.1, "loss_scale": gradaccum.DynamicLossScale(8.0)}, {}, lambda: optax.adamw(1e-2)),
 }
-
-
-@pytest.fixture(autouse=True)
-def wide() -> Any:
-    with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
-        yield
 
 
 @pytest.mark.every_mode

@@ -12,21 +12,14 @@ import pytest
 
 import gradaccum
 import gradaccum_jax
-
-
-def switched(wide: bool) -> Any:
-    if hasattr(jax, "enable_x64"):
-        return jax.enable_x64(wide)
-    from jax.experimental import enable_x64
-
-    return enable_x64(wide)
+from conformance_tests.framework_tests.jax_large_batch import float64
 
 
 @pytest.mark.parametrize("wide", [False, True], ids=["x32", "x64"])
 @pytest.mark.parametrize("master_weights", [False, True])
 def test_scaled_float16_autograd(wide: bool, master_weights: bool) -> None:
     """A derivative of 2^-26 is 0 in float16. Under a scale of 2^12 it survives."""
-    with switched(wide):
+    with float64(wide):
         params = {"w": jnp.asarray([1.0, 2.0], jnp.float16)}
         x = jnp.asarray([2.0**-13, 2.0**-13], jnp.float16)
         tx = gradaccum.wrap(optax.sgd(1.0), steps=2, loss_scale=2.0**12, master_weights=master_weights)
@@ -51,7 +44,7 @@ def test_scaled_float16_autograd(wide: bool, master_weights: bool) -> None:
 
 
 def test_complex128_parameters_in_complex64_sums() -> None:
-    with switched(True):
+    with float64():
         tx = gradaccum.wrap(optax.sgd(1.0), steps=2, accumulate_dtype="float32")
         params = jnp.asarray([1.0 + 2.0j, 3.0])
         state = tx.init(params)

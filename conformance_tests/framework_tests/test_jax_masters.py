@@ -55,11 +55,8 @@ def through_scan(params: Any, state: Any, tx: Any, count: int) -> Any:
 
 
 def through_vmap(params: Any, state: Any, tx: Any, count: int) -> Any:
-    def member(params: Any, state: Any) -> Any:
-        return through_scan(params, state, tx, count)
-
     batched = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (3, *jnp.shape(leaf))), (params, state))
-    return jax.tree.map(lambda leaf: leaf[1], jax.vmap(member)(*batched))
+    return jax.tree.map(lambda leaf: leaf[1], jax.vmap(lambda params, state: through_scan(params, state, tx, count))(*batched))
 
 
 @functools.cache

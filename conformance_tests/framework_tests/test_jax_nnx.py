@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 
 import gradaccum
 import gradaccum_jax
+from conformance_tests.framework_tests.jax_chain import assert_same_bits
 
 nnx = pytest.importorskip("flax.nnx", reason="flax is not installed")
 pure_of = getattr(nnx, "as_pure", nnx.pure)
@@ -26,11 +25,6 @@ def begun(**options: Any) -> tuple[Any, Any]:
     return model, optimizer
 
 
-def assert_same(a: Any, b: Any) -> None:
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    jax.tree.map(np.testing.assert_array_equal, a, b)
-
-
 @pytest.mark.parametrize("master_weights", [False, True])
 def test_flush_takes_variables(master_weights: bool) -> None:
     model, optimizer = begun(master_weights=master_weights, dtype=jnp.bfloat16)
@@ -38,24 +32,24 @@ def test_flush_takes_variables(master_weights: bool) -> None:
     pure = pure_of(params)
     expected = gradaccum_jax.flush(optimizer.tx, pure_of(optimizer.opt_state), pure)
     found = gradaccum_jax.flush(optimizer.tx, optimizer.opt_state, params)
-    assert_same(found, expected)
+    assert_same_bits(found, expected)
     assert gradaccum_jax.result(found[1]).applied
     nnx.update(optimizer.opt_state, nnx.state(found[1]))
     assert gradaccum_jax.result(optimizer.opt_state).optimizer_step == 1
     if master_weights:
-        assert_same(gradaccum_jax.apply_updates(params, found[0], optimizer.opt_state), optax.apply_updates(pure, found[0]))
+        assert_same_bits(gradaccum_jax.apply_updates(params, found[0], optimizer.opt_state), optax.apply_updates(pure, found[0]))
 
 
 def test_discard_takes_variables() -> None:
     model, optimizer = begun()
     state = gradaccum_jax.discard(optimizer.tx, optimizer.opt_state)
-    assert_same(state, optimizer.tx.init(pure_of(nnx.state(model, nnx.Param))))
+    assert_same_bits(state, optimizer.tx.init(pure_of(nnx.state(model, nnx.Param))))
 
 
 def test_check_state_takes_variables() -> None:
     model, optimizer = begun()
     state = gradaccum_jax.check_state(optimizer.tx, optimizer.opt_state, nnx.state(model, nnx.Param))
-    assert_same(state, pure_of(optimizer.opt_state))
+    assert_same_bits(state, pure_of(optimizer.opt_state))
     other = gradaccum.wrap(optax.adam(0.5), steps=2)
     with pytest.raises(gradaccum.CheckpointError, match=r"^steps"):
         gradaccum_jax.check_state(other, optimizer.opt_state, nnx.state(model, nnx.Param))

@@ -15,6 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import gradaccum
 from conformance_tests.framework_tests import jax_chain as chain
+from gradaccum_conformance.deep import deep_but
 from gradaccum_jax import recompute
 
 KEY = jax.random.key(3, impl="rbg")
@@ -26,31 +27,49 @@ def plain() -> Any:
     return chain.gradient(chain.loss, chain.weights(), chain.inputs(), KEY)
 
 
-def recomputed(**options: Any) -> Any:
-    loss = functools.partial(chain.loss, wrap=functools.partial(recompute, **options))
-    return chain.gradient(loss, chain.weights(), chain.inputs(), KEY)
+def in_each_layer(wrap: Any) -> Any:
+    """The chain's loss, with every layer in `wrap`."""
+    return functools.partial(chain.loss, wrap=wrap)
 
 
-def test_same_bits() -> None:
+def in_segments(segments: int | None) -> Any:
+    return functools.partial(chain.chain_loss, chain=functools.partial(recompute, segments=segments))
+
+
+POLICIES = jax.checkpoint_policies
+LOSSES: dict[str, Any] = {
+    "layers": in_each_layer(recompute),
+    "layers twice": in_each_layer(lambda layer: recompute(recompute(layer))),
+    "dots": in_each_layer(functools.partial(recompute, policy=POLICIES.dots_saveable)),
+    "offloaded": in_each_layer(functools.partial(recompute, policy=POLICIES.offload_dot_with_no_batch_dims("device", "pinned_host"))),
+    "segments": in_segments(None),
+    "one segment": in_segments(1),
+}
+DEEP: dict[str, Any] = {
+    "merged": in_each_layer(functools.partial(recompute, prevent_cse=False)),
+    "everything": in_each_layer(functools.partial(recompute, policy=POLICIES.everything_saveable)),
+    "two segments": in_segments(2),
+    "a segment for each layer": in_segments(chain.DEPTH),
+}
+
+
+@pytest.mark.parametrize("name", deep_but(LOSSES, LOSSES | DEEP))
+def test_same_bits(name: str) -> None:
     """Two dropouts in each layer, replayed."""
-    chain.assert_same_bits(recomputed(), plain())
+    chain.assert_same_bits(chain.gradient((LOSSES | DEEP)[name], chain.weights(), chain.inputs(), KEY), plain())
 
 
 @pytest.mark.deep
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_same_bits_in_half_precision(dtype: Any) -> None:
-    found, expected = (
-        chain.gradient(functools.partial(chain.loss, wrap=wrap), chain.weights(dtype, depth=2), chain.inputs(dtype=dtype), KEY)
-        for wrap in (recompute, lambda f: f)
-    )
+    weights, x = chain.weights(dtype, depth=2), chain.inputs(dtype=dtype)
+    found, expected = (chain.gradient(in_each_layer(wrap), weights, x, KEY) for wrap in (recompute, lambda f: f))
     chain.assert_same_bits(found, expected)
 
 
 def test_same_bits_with_threefry() -> None:
     key, weights = jax.random.key(3), chain.weights(depth=1)
-    found, expected = (
-        chain.gradient(functools.partial(chain.loss, wrap=wrap), weights, chain.inputs(), key) for wrap in (recompute, lambda f: f)
-    )
+    found, expected = (chain.gradient(in_each_layer(wrap), weights, chain.inputs(), key) for wrap in (recompute, lambda f: f))
     chain.assert_same_bits(found, expected)
 
 
@@ -64,33 +83,6 @@ def scanned(wrap: Any) -> Any:
         return jnp.mean(jnp.square(x))
 
     return loss
-
-
-OPTIONS: dict[str, dict[str, Any]] = {
-    "merged": {"prevent_cse": False},
-    "dots": {"policy": jax.checkpoint_policies.dots_saveable},
-    "everything": {"policy": jax.checkpoint_policies.everything_saveable},
-    "offloaded": {"policy": jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")},
-}
-
-
-DEEP = ("merged", "everything")
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.deep] * (name in DEEP)) for name in OPTIONS])
-def test_same_bits_with(name: str) -> None:
-    chain.assert_same_bits(recomputed(**OPTIONS[name]), plain())
-
-
-@pytest.mark.parametrize("segments", [None, 1, pytest.param(2, marks=pytest.mark.deep), pytest.param(chain.DEPTH, marks=pytest.mark.deep)])
-def test_same_bits_in_segments(segments: int | None) -> None:
-    loss = functools.partial(chain.chain_loss, chain=functools.partial(recompute, segments=segments))
-    chain.assert_same_bits(chain.gradient(loss, chain.weights(), chain.inputs(), KEY), plain())
-
-
-def test_same_bits_twice_recomputed() -> None:
-    loss = functools.partial(chain.loss, wrap=lambda layer: recompute(recompute(layer)))
-    chain.assert_same_bits(chain.gradient(loss, chain.weights(), chain.inputs(), KEY), plain())
 
 
 def test_same_bits_op_by_op() -> None:
@@ -129,8 +121,7 @@ def test_policy_keeps() -> None:
         function = recompute(lambda x: jnp.sin(jnp.cos(x) * x), **options)
         return str(jax.make_jaxpr(jax.grad(function))(1.0)).count("= cos ")
 
-    policies = jax.checkpoint_policies
-    assert sines(policy=policies.everything_saveable) < sines() == sines(policy=policies.nothing_saveable)
+    assert sines(policy=POLICIES.everything_saveable) < sines() == sines(policy=POLICIES.nothing_saveable)
 
 
 def test_names_are_offloaded() -> None:
@@ -240,9 +231,6 @@ def test_window_of_recomputed_losses() -> None:
 
 
 # Refusals of `recompute`: at once where possible, otherwise in the call.
-
-
-POLICIES = jax.checkpoint_policies
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from importlib import import_module
 NAMES = {
     "windows": """
         mixed_dtypes chain scan ensemble
-        one_reduction_per_window one_for_each_dtype nothing_is_copied replicated_gradients benchmark
+        one_reduction_per_window one_for_each_dtype nothing_is_copied benchmark
         other_number_of_devices checked_state
     """,
     "meshes": """

@@ -151,21 +151,6 @@ def nothing_is_copied() -> None:
     assert memory.temp_size_in_bytes <= alone.memory_analysis().temp_size_in_bytes + size + 1000
 
 
-def replicated_gradients() -> None:
-    """What the error about reduced gradients protects from: JAX adds up the gradient of a replicated parameter over the devices."""
-    gradient = jax.grad(lambda w, x: (w * x).mean())
-    made = jax.jit(jax.shard_map(gradient, mesh=MESH, in_specs=(P(), P("data")), out_specs=P()))(jnp.ones(()), jnp.arange(4.0))
-    assert made == 6  # not the mean, 1.5
-    tx = gradaccum.wrap(optax.sgd(1.0), steps=1, axis_name="data")
-
-    def step(w: Any, state: Any, x: Any) -> Any:
-        updates, state = tx.update(gradient(w, x), state, w)
-        return w + updates, state
-
-    after, _ = over(step)(jnp.ones(()), over(tx.init)(jnp.ones(())), jnp.arange(4.0))
-    np.testing.assert_array_equal(after, 1 - 1.5)
-
-
 def benchmark() -> None:
     """The contestants of the benchmark's question end with the same parameters, and only ours and the loop by hand reduce once."""
     from benchmarks.questions import jax_workers as question
