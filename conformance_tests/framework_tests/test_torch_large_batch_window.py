@@ -119,7 +119,8 @@ def test_error_leaves_the_window_closed(options: dict[str, Any], zeros: bool) ->
     split(model, opt)
     opt.zero_grad(set_to_none=not zeros)
     gradients, state = [p.grad for p in model.parameters()], str(opt.state_dict())
-    handle = model[0].weight.register_hook(lambda _: 1 / 0)
+    fine = iter((True, True, False))
+    handle = model[0].weight.register_hook(lambda _: None if next(fine) else 1 / 0)
     with pytest.raises(ZeroDivisionError):
         split(model, opt)
     handle.remove()

@@ -277,15 +277,7 @@ def test_error_after_an_update_names_the_layers_and_asks_for_a_load() -> None:
     with pytest.raises(RuntimeError, match="no memory") as error:
         layered_backward(layers, cross_entropy, X, Y, steps=STEPS, optimizer=opt)
     assert "the updates of layers[3], layers[2] were made" in error.value.__notes__[0]
-    assert [torch.equal(model[name], value) for name, value in layers.state_dict().items()] == [
-        True,
-        True,
-        True,
-        False,
-        False,
-        False,
-        False,
-    ]
+    assert [torch.equal(model[name], value) for name, value in layers.state_dict().items()] == [True] * 3 + [False] * 4
     assert not gradients(layers)
     for _ in range(2):  # A refusal does not forget it.
         with pytest.raises(gradaccum.UsageError, match="Load the last checkpoint"):

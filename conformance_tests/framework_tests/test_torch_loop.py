@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 import gradaccum
-from conformance_tests.framework_tests.torch_model import MAKERS, large_batch_step, loss_of, make_model, rows_of
-from conformance_tests.framework_tests.torch_separate import PARTS, X, Y, assert_same, closed_over, large, mse, wrapped
-from conformance_tests.framework_tests.torch_separate import make_model as make_separate_model
 from gradaccum import UsageError
+
+from .torch_model import MAKERS, large_batch_step, loss_of, make_model, rows_of
+from .torch_separate import PARTS, X, Y, assert_same, closed_over, large, mse, wrapped
+from .torch_separate import make_model as make_separate_model
 
 
 @pytest.mark.parametrize("name", MAKERS)

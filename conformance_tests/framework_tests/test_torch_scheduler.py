@@ -11,16 +11,15 @@ import torch
 from torch.optim import lr_scheduler
 
 import gradaccum
-from gradaccum_torch import AccumulatingOptimizer, GatedScheduler
+from gradaccum_torch import GatedScheduler
 
 
-def make(steps: int | None = 2) -> tuple[torch.nn.Parameter, AccumulatingOptimizer]:
-    parameter = torch.nn.Parameter(torch.ones(2))
-    return parameter, gradaccum.wrap(torch.optim.SGD([parameter], lr=1.0, momentum=0.9), steps=steps)
+def make(steps: int | None = 2) -> Any:
+    return gradaccum.wrap(torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1.0, momentum=0.9), steps=steps)
 
 
-def micro_batch(parameter: torch.nn.Parameter, opt: AccumulatingOptimizer, value: float = 1.0) -> None:
-    (parameter * value).sum().backward()
+def feed(opt: Any, value: float = 1.0) -> None:
+    (opt.param_groups[0]["params"][0] * value).sum().backward()
     opt.step()
     opt.zero_grad()
 
@@ -43,15 +42,15 @@ KINDS = {
 def test_gated_scheduler_moves_once_per_update(kind: str) -> None:
     bare = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1.0, momentum=0.9)
     expected_scheduler = KINDS[kind](bare)
-    parameter, opt = make()
+    opt = make()
     gated = gradaccum.wrap(KINDS[kind](opt))
     assert isinstance(gated, lr_scheduler.LRScheduler)
     for update in range(4):
         assert opt.param_groups[0]["lr"] == bare.param_groups[0]["lr"], update
-        micro_batch(parameter, opt)
+        feed(opt)
         gated.step()
         assert opt.param_groups[0]["lr"] == bare.param_groups[0]["lr"], update
-        micro_batch(parameter, opt)
+        feed(opt)
         gated.step()
         bare.step()
         expected_scheduler.step()
@@ -60,47 +59,47 @@ def test_gated_scheduler_moves_once_per_update(kind: str) -> None:
 
 
 def test_gated_plateau_reads_metrics_at_updates() -> None:
-    parameter, opt = make()
+    opt = make()
     gated = gradaccum.wrap(lr_scheduler.ReduceLROnPlateau(opt, patience=1, factor=0.5))
     for metric in (1.0, 2.0, 9.0, 2.0, 9.0):
-        micro_batch(parameter, opt)
+        feed(opt)
         gated.step(metric)
     assert gated.num_bad_epochs == 1
     assert opt.param_groups[0]["lr"] == 1.0
-    micro_batch(parameter, opt)
+    feed(opt)
     gated.step(metrics=2.0)
     assert opt.param_groups[0]["lr"] == 0.5
 
 
 def test_skipped_window_moves_no_scheduler() -> None:
-    parameter, opt = make(steps=1)
+    opt = make(steps=1)
     gated = gradaccum.wrap(lr_scheduler.StepLR(opt, 1, gamma=0.5))
-    micro_batch(parameter, opt, float("nan"))
+    feed(opt, float("nan"))
     gated.step()
     assert opt.result.skipped
     assert opt.param_groups[0]["lr"] == 1.0
-    micro_batch(parameter, opt)
+    feed(opt)
     gated.step()
     assert opt.param_groups[0]["lr"] == 0.5
 
 
 def test_rare_call_moves_once() -> None:
     """The scheduler moves once per call, even if several updates came before it."""
-    parameter, opt = make(steps=1)
+    opt = make(steps=1)
     gated = gradaccum.wrap(lr_scheduler.StepLR(opt, 1, gamma=0.5))
     for _ in range(3):
-        micro_batch(parameter, opt)
+        feed(opt)
     gated.step()
     gated.step()
     assert opt.param_groups[0]["lr"] == 0.5
 
 
 def test_gated_state_round_trips() -> None:
-    parameter, opt = make(steps=1)
+    opt = make(steps=1)
     gated = gradaccum.wrap(lr_scheduler.StepLR(opt, 1, gamma=0.5))
-    micro_batch(parameter, opt)
+    feed(opt)
     saved = copy.deepcopy((opt.state_dict(), gated.state_dict()))
-    _, other = make(steps=1)
+    other = make(steps=1)
     resumed = gradaccum.wrap(lr_scheduler.StepLR(other, 1, gamma=0.5))
     other.load_state_dict(saved[0])
     resumed.load_state_dict(saved[1])
@@ -108,19 +107,19 @@ def test_gated_state_round_trips() -> None:
     assert other.param_groups[0]["lr"] == 0.5
     resumed.step()
     assert other.param_groups[0]["lr"] == 0.5
-    third = gradaccum.wrap(lr_scheduler.StepLR(make(steps=1)[1], 1, gamma=0.5))
+    third = gradaccum.wrap(lr_scheduler.StepLR(make(steps=1), 1, gamma=0.5))
     third.optimizer.load_state_dict(saved[0])
     third.load_state_dict(resumed.state_dict())
     third.step()
     assert third.last_epoch == 1
-    bare = lr_scheduler.StepLR(make()[1], 1, gamma=0.5)
+    bare = lr_scheduler.StepLR(make(), 1, gamma=0.5)
     resumed.load_state_dict(bare.state_dict())
     resumed.step()
     assert resumed.last_epoch == 0
 
 
 def test_attributes_reach_the_scheduler() -> None:
-    _, opt = make()
+    opt = make()
     scheduler = lr_scheduler.StepLR(opt, 1, gamma=0.5)
     gated = gradaccum.wrap(scheduler)
     gated.gamma = 0.25
@@ -132,16 +131,16 @@ def test_attributes_reach_the_scheduler() -> None:
 
 def test_ungated_scheduler_does_not_warn() -> None:
     """Torch warns where a scheduler's step seems to come before the optimizer's. No warning may come in windows of one."""
-    parameter, opt = make(steps=1)
+    opt = make(steps=1)
     scheduler = lr_scheduler.StepLR(opt, 1, gamma=0.5)
     for _ in range(3):
-        micro_batch(parameter, opt)
+        feed(opt)
         scheduler.step()
     assert opt.param_groups[0]["lr"] == 0.125
 
 
 def test_second_gate_and_steps_are_refused() -> None:
-    _, opt = make()
+    opt = make()
     gated = gradaccum.wrap(lr_scheduler.StepLR(opt, 1))
     assert isinstance(gated, GatedScheduler)
     with pytest.raises(gradaccum.ArgumentTypeError, match="wrapped"):
@@ -152,18 +151,9 @@ def test_second_gate_and_steps_are_refused() -> None:
 
 @pytest.mark.parametrize(("name", "value"), [("clip_norm", 1.0), ("reduction", "nonsense"), ("no_such_option", 1)])
 def test_options_beside_a_scheduler_are_refused(name: str, value: object) -> None:
-    _, opt = make()
+    opt = make()
     with pytest.raises(gradaccum.ArgumentTypeError, match=name):
         gradaccum.wrap(lr_scheduler.StepLR(opt, 1), **{name: value})
-
-
-def make_optimizer(steps: int | None = 2) -> Any:
-    return gradaccum.wrap(torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1.0), steps=steps)
-
-
-def feed(opt: Any) -> None:
-    opt.backward(opt.param_groups[0]["params"][0].sum())
-    opt.step()
 
 
 class Halving:
@@ -197,7 +187,7 @@ class Positioned:
 
 
 def test_own_scheduler_moves_once_per_update() -> None:
-    opt = make_optimizer()
+    opt = make()
     gated = gradaccum.wrap(Halving(opt))
     assert isinstance(gated, GatedScheduler)
     for _ in range(4):
@@ -208,7 +198,7 @@ def test_own_scheduler_moves_once_per_update() -> None:
 
 def test_timm_scheduler_gets_applied_updates() -> None:
     """Before the first update it is not called: timm's value at update 0 need not be the rate that the bare loop begins with."""
-    opt = make_optimizer()
+    opt = make()
     gated = gradaccum.wrap(Positioned(opt))
     gated.step(0)
     for index in range(4):
@@ -217,7 +207,7 @@ def test_timm_scheduler_gets_applied_updates() -> None:
     gated.step(1, 0.25)
     updates = [("update", number, 0.5) for number in (1, 1, 2)]
     assert gated.told == [("epoch", 0, None), *updates, ("epoch", 1, 0.25)]
-    other = gradaccum.wrap(Positioned(make_optimizer()))
+    other = gradaccum.wrap(Positioned(make()))
     other.load_state_dict(gated.state_dict())
     assert other.told == gated.told
     assert not hasattr(gradaccum.wrap(Halving(opt)), "step_update")
@@ -225,7 +215,7 @@ def test_timm_scheduler_gets_applied_updates() -> None:
 
 def test_scheduler_follows_without_its_loop() -> None:
     """As between two windows that one flush closes; what needs an argument of the loop is left to the loop."""
-    opt = make_optimizer()
+    opt = make()
     kinds: list[Any] = [Halving(opt), Positioned(opt), lr_scheduler.ReduceLROnPlateau(opt)]
     gates = [gradaccum.wrap(kind) for kind in kinds]
     feed(opt)
@@ -270,13 +260,13 @@ SEQUENCES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("children", SEQUENCES)
 def test_sequence_of_gated_schedulers_is_refused(children: str) -> None:
     """SequentialLR would repeat their first steps and count its milestones in micro-batches."""
-    opt = make_optimizer()
+    opt = make()
     with pytest.raises(gradaccum.UsageError, match=r"gradaccum\.wrap\(SequentialLR"):
         lr_scheduler.SequentialLR(opt, SEQUENCES[children](opt), milestones=[2])
 
 
 def test_chain_of_gated_schedulers_works() -> None:
-    opt = make_optimizer()
+    opt = make()
     chain = lr_scheduler.ChainedScheduler([gradaccum.wrap(lr_scheduler.ExponentialLR(opt, factor)) for factor in (0.5, 0.25)])
     for _ in range(4):
         feed(opt)
@@ -287,7 +277,7 @@ def test_chain_of_gated_schedulers_works() -> None:
 @pytest.mark.parametrize("older", [True, False])
 def test_loaded_optimizer_does_not_move_gate(older: bool) -> None:
     """The optimizer loads a state, its gated scheduler does not."""
-    opt, saved = make_optimizer(), make_optimizer()
+    opt, saved = make(), make()
     gated = gradaccum.wrap(lr_scheduler.StepLR(opt, 1, gamma=0.5))
     for _ in range(4):
         feed(opt if older else saved)
@@ -306,7 +296,7 @@ def test_loaded_optimizer_does_not_move_gate(older: bool) -> None:
 @pytest.mark.parametrize("gate_first", [True, False])
 def test_pending_scheduler_step_survives_saving(gate_first: bool) -> None:
     """The states are saved after the update and before the scheduler's step, and loaded in either order."""
-    opt, new = make_optimizer(steps=1), make_optimizer(steps=1)
+    opt, new = make(steps=1), make(steps=1)
     gated, fresh = (gradaccum.wrap(lr_scheduler.StepLR(o, 1, gamma=0.5)) for o in (opt, new))
     feed(opt)
     pairs = [(fresh, gated.state_dict()), (new, opt.state_dict())]

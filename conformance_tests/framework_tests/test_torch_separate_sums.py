@@ -13,21 +13,10 @@ from torch.nn.utils import clip_grad_norm_
 
 import gradaccum
 from conformance_tests.framework_tests.refusing import refused
-from conformance_tests.framework_tests.torch_separate import (
-    PARTS,
-    X,
-    Y,
-    assert_same,
-    before_clear,
-    closed_over,
-    large,
-    logged_norm,
-    make_model,
-    mse,
-    wrapped,
-)
 from gradaccum import UsageError
 from gradaccum_torch.optimizer import AccumulatingOptimizer
+
+from .torch_separate import PARTS, X, Y, assert_same, before_clear, closed_over, large, logged_norm, make_model, mse, wrapped
 
 
 def after_clear(model: nn.Module, opt: AccumulatingOptimizer, x: Tensor, y: Tensor) -> None:

@@ -18,21 +18,16 @@ from torch.utils.checkpoint import checkpoint
 
 import gradaccum
 import gradaccum_torch
-from conformance_tests.framework_tests.torch_cases import Case, classes, cross_entropy, inputs, net, one_thread  # noqa: F401
-from conformance_tests.framework_tests.torch_mistaken_layers import MISTAKEN_LAYERS
-from conformance_tests.framework_tests.torch_mistaken_losses import (
-    MISTAKEN_LOSSES,
-    OUTSIDE,
-    info_nce,
-    noise_of_a_global_generator,
-    numpy_noise,
-)
-from conformance_tests.framework_tests.torch_sound_layers import SOUND_LAYERS, dropout
-from conformance_tests.framework_tests.torch_sound_losses import SOUND_LOSSES, linear_float32
 from gradaccum.verification.causes import KINDS
 from gradaccum.verification.subject import Conditions
 from gradaccum_torch.verification.batch import Batch
 from gradaccum_torch.verification.subject import TorchSubject
+
+from .torch_cases import Case, classes, cross_entropy, inputs, net, one_thread  # noqa: F401
+from .torch_mistaken_layers import MISTAKEN_LAYERS
+from .torch_mistaken_losses import MISTAKEN_LOSSES, OUTSIDE, info_nce, noise_of_a_global_generator, numpy_noise
+from .torch_sound_layers import SOUND_LAYERS, dropout
+from .torch_sound_losses import SOUND_LOSSES, linear_float32
 
 MISTAKES = {**MISTAKEN_LOSSES, **MISTAKEN_LAYERS}
 SOUND = (*SOUND_LOSSES, *SOUND_LAYERS)

@@ -6,6 +6,7 @@ import copy
 import math
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,8 +24,9 @@ from gradaccum_torch.window import window as window_module
 X = torch.arange(12.0, dtype=torch.float64).reshape(6, 2) / 10
 
 
-def made(**options: Any) -> tuple[torch.nn.Linear, Any]:
-    model = torch.nn.Linear(2, 1, bias=False, dtype=torch.float64)
+def made(bias: bool = False, **options: Any) -> tuple[torch.nn.Linear, Any]:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(2, 1, bias=bias, dtype=torch.float64)
     with torch.no_grad():
         model.weight.copy_(torch.tensor([[1.0, -0.5]]))
     return model, gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.1), **{"steps": 2, **options})
@@ -280,85 +282,62 @@ def test_copy_in_the_midst_of_a_micro_batch() -> None:
 # The noise scale, wherever the sum lives: measuring changes nothing else, and what spoils a window makes that window tell nothing.
 
 
-def measured(noise_scale: Any = 0.5, dtype: torch.dtype = torch.float32, loss_scale: Any = None, **options: Any) -> tuple[Any, Any]:
-    torch.manual_seed(0)
-    model = torch.nn.ParameterList([torch.ones(3, 4, dtype=dtype), torch.ones(7, dtype=dtype)])
-    scaler = torch.amp.GradScaler("cpu", init_scale=16.0) if loss_scale == "scaler" else None
-    inner = torch.optim.AdamW(model.parameters(), lr=0.01)
-    return model, gradaccum.wrap(inner, **{"steps": 3, **options}, noise_scale=noise_scale, loss_scale=scaler or loss_scale)
+NOISY = 10 + 2 * torch.randn(6, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
-def gradients_of(model: Any, seed: int) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.ones(p.shape) + 3 * torch.randn(p.shape, generator=generator) for p in model.parameters()]
-
-
-def square_of(model: Any, seed: int) -> torch.Tensor:
-    return sum((p.float() * g).sum() for p, g in zip(model.parameters(), gradients_of(model, seed), strict=True))  # type: ignore[return-value]
-
-
-def feed_and_clear(model: Any, opt: Any, *seeds: int) -> None:
-    summed = opt._options.reduction != "mean"
-    for seed in seeds:
-        weight = 1 + seed % 4
-        opt.backward(square_of(model, seed) * (weight if summed else 1), weight=weight)
-        opt.step()
-        opt.zero_grad()
+def measured(**options: Any) -> tuple[torch.nn.Linear, Any]:
+    """After a window of three micro-batches."""
+    model, opt = made(bias=True, **{"steps": 3, "noise_scale": 0.5, **options})
+    feed(model, opt, *NOISY.split(2))
+    return model, opt
 
 
 def test_clearing_to_zeros_is_as_without_it() -> None:
     """A window that began with a part of the parameters was measured and discarded: the zeros are those of the last closed one."""
     model, opt = measured()
-    feed_and_clear(model, opt, 1, 2, 3)
-    opt.backward(model[0].sum())
+    opt.backward(model.bias.sum())
     opt.step()
     opt.discard()
     opt.zero_grad(set_to_none=False)
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
 
 
-def test_off_measures_once_per_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    counts = {}
-    for noise_scale in (False, True):
-        model, opt = measured(noise_scale=noise_scale)
-        feed_and_clear(model, opt, 1, 2, 3)
-        seen: list[int] = []
-        with monkeypatch.context() as patched:
-            original = sums.norms_in_few_calls
-            patched.setattr(sums, "norms_in_few_calls", lambda *args, seen=seen, original=original: seen.append(1) or original(*args))
-            feed_and_clear(model, opt, 4, 5, 6)
-        counts[noise_scale] = len(seen)
-        assert ("noise" in opt.state_dict()["gradaccum"]) == noise_scale
-    assert counts == {False: 1, True: 2}
+@pytest.mark.parametrize("noise_scale", [False, True])
+def test_off_measures_once_per_window(noise_scale: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, opt = measured(noise_scale=noise_scale)
+    seen: list[int] = []
+    original = sums.norms_in_few_calls
+    monkeypatch.setattr(sums, "norms_in_few_calls", lambda *args: seen.append(1) or original(*args))
+    feed(model, opt, *NOISY.split(2))
+    assert len(seen) == 1 + noise_scale
+    assert ("noise" in opt.state_dict()["gradaccum"]) == noise_scale
 
 
-@pytest.mark.parametrize("when", ["at once", "after the first"])
-def test_clipping_by_hand_is_still_noticed(when: str) -> None:
-    model, opt = measured()
-    if when == "after the first":
-        feed_and_clear(model, opt, 1)
-    opt.backward(square_of(model, 2))
+@pytest.mark.parametrize("make", [partial(made, noise_scale=0.5), measured], ids=["at once", "after a window"])
+def test_clipping_by_hand_is_still_noticed(make: Any) -> None:
+    model, opt = make()
+    before = opt.result.noise_scale
+    opt.backward(loss_of(model))
     torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
     with pytest.raises(UsageError, match="clip_norm"):
         opt.step()
     opt.discard()
-    assert math.isnan(opt.result.noise_scale)
+    assert repr(opt.result.noise_scale) == repr(before)
 
 
 @pytest.mark.parametrize("change", ["group", "frozen", "nothing"])
 def test_other_parameters_in_mid_window(change: str) -> None:
     """The norms before and after are of different gradients, so that this window tells nothing; the next one does."""
     model, opt = measured()
-    feed_and_clear(model, opt, 1, 2, 3)
     before = opt.result.noise_scale
-    feed_and_clear(model, opt, 4)
+    feed(model, opt, NOISY[:1])
     if change == "group":
         opt.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
     elif change == "frozen":
-        model[1].requires_grad_(False)
-    feed_and_clear(model, opt, 5, 6)
+        model.bias.requires_grad_(False)
+    feed(model, opt, NOISY[1:3], NOISY[3:])
     assert opt.result.applied
     assert (opt.result.noise_scale == before) == (change != "nothing")
     now = opt.result.noise_scale
-    feed_and_clear(model, opt, 7, 8, 9)
+    feed(model, opt, *NOISY.split(2))
     assert opt.result.noise_scale != now

@@ -130,17 +130,6 @@ def sparse_embedding() -> Case:
     return Case(nn.Embedding(CLASSES, CLASSES, sparse=True), cross_entropy, (classes(), classes().flip(0)))
 
 
-def standardised_convolution() -> Case:
-    class Standardised(nn.Conv1d):
-        def forward(self, x: Tensor) -> Tensor:
-            weight = self.weight - self.weight.mean((1, 2), keepdim=True)
-            return F.conv1d(x, weight / weight.std((1, 2), keepdim=True), self.bias)
-
-    torch.manual_seed(0)
-    layers = [Standardised(2, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16, CLASSES)]
-    return Case(nn.Sequential(*layers), cross_entropy, (inputs(2, 6), classes()))
-
-
 def recurrent() -> Case:
     """The second axis is the batch's: ``axes`` says so."""
 
@@ -209,7 +198,6 @@ SOUND_LAYERS: tuple[Callable[[], Case], ...] = (
     bias_of_keys,
     tied_weights,
     sparse_embedding,
-    standardised_convolution,
     recurrent,
     classes_that_only_some_have,
     counts_its_calls,

@@ -1,7 +1,7 @@
 """Run by two processes: models whose parameters are split over both, against one process that has all micro-batches."""
 
-from conformance_tests.framework_tests.torch_shards import loop, refusals, sums, ways
-from conformance_tests.framework_tests.torch_shards.common import CHECKS
+from . import loop, refusals, sums, ways
+from .common import CHECKS
 
 EARLY = {name for name, function in CHECKS.items() if function.__module__ == ways.__name__ and not name.startswith("half_precision")}
 """The checks that run on imitated streams. The others count collectives by newer names, call newer methods, or have gloo average."""

@@ -17,16 +17,15 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    get_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional
 
 import gradaccum
 from conformance_tests.framework_tests.refusing import refused
-from conformance_tests.framework_tests.torch_shards.common import (
+from gradaccum_torch.private.fsdp import units_of
+
+from .common import (
     DTYPE,
     WAYS,
     Batch,
@@ -45,7 +44,6 @@ from conformance_tests.framework_tests.torch_shards.common import (
     windows_of,
     wrap,
 )
-from gradaccum_torch.private.fsdp import units_of
 
 
 def each_way(**options: Any) -> Iterator[tuple[Way, Branches, Any]]:

@@ -12,22 +12,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import gradaccum
 from conformance_tests.framework_tests.refusing import refused
-from conformance_tests.framework_tests.torch_shards.common import (
-    WAYS,
-    Way,
-    alone,
-    batches,
-    build,
-    check,
-    learn,
-    mesh_of,
-    require_equal,
-    sgd,
-    sharded,
-    train,
-    windows_of,
-    wrap,
-)
+
+from .common import WAYS, Way, alone, batches, build, check, learn, mesh_of, require_equal, sgd, sharded, train, windows_of, wrap
 
 WINDOW = Way("window", (2,))
 

@@ -14,7 +14,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import gradaccum
 from conformance_tests.framework_tests.refusing import refused
-from conformance_tests.framework_tests.torch_shards.common import (
+from gradaccum_torch.large_batch import backward, coupled_backward
+from gradaccum_torch.private.fsdp import GLOO_SUMS
+
+from .common import (
     WAYS,
     Way,
     alone,
@@ -32,8 +35,6 @@ from conformance_tests.framework_tests.torch_shards.common import (
     windows_of,
     wrap,
 )
-from gradaccum_torch.large_batch import backward, coupled_backward
-from gradaccum_torch.private.fsdp import GLOO_SUMS
 
 SMALL = 80
 """Bytes: the first layer has more."""

@@ -18,7 +18,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import gradaccum
 from conformance_tests.framework_tests.refusing import refused
-from conformance_tests.framework_tests.torch_shards.common import (
+from gradaccum_torch.private import fsdp, names
+from gradaccum_torch.private.fsdp import GLOO_SUMS
+
+from .common import (
     WAYS,
     Way,
     alone,
@@ -35,8 +38,6 @@ from conformance_tests.framework_tests.torch_shards.common import (
     windows_of,
     wrap,
 )
-from gradaccum_torch.private import fsdp, names
-from gradaccum_torch.private.fsdp import GLOO_SUMS
 
 OPTIONS: list[dict[str, Any]] = [
     {},

@@ -19,19 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradaccum
 from conformance_tests.framework_tests.refusing import refused
-from conformance_tests.framework_tests.torch_workers.common import (
-    WORLD,
-    all_windows,
-    alone,
-    build,
-    learn,
-    micro_batches,
-    numbers,
-    require_equal,
-    require_same_everywhere,
-    sgd,
-)
-from conformance_tests.framework_tests.torch_workers.jobs import check
+
+from .common import WORLD, all_windows, alone, build, learn, micro_batches, numbers, require_equal, require_same_everywhere, sgd
+from .jobs import check
 
 
 @check

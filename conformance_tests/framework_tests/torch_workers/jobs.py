@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from conformance_tests.framework_tests.torch_workers.common import WORLD
+from .common import WORLD
 
 Check = Callable[[int], None]
 """A function of the rank; it raises if the check fails."""

@@ -24,8 +24,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradaccum
 from conformance_tests.framework_tests.refusing import refused
-from conformance_tests.framework_tests.torch_workers.common import require_equal
 from gradaccum_torch.workers import group as reductions
+
+from .common import require_equal
 
 WORKERS, STEPS = 3, 3
 SIZES = {"small": 8, "large": 700_000, "in_place": 700_000}

@@ -11,17 +11,10 @@ from torch import Tensor, nn
 
 import gradaccum
 from conformance_tests.framework_tests.refusing import refused
-from conformance_tests.framework_tests.torch_workers.common import (
-    WORLD,
-    all_windows,
-    learn,
-    micro_batches,
-    numbers,
-    require_equal,
-    require_same_everywhere,
-)
-from conformance_tests.framework_tests.torch_workers.jobs import check
 from gradaccum_torch import redistributed
+
+from .common import WORLD, all_windows, learn, micro_batches, numbers, require_equal, require_same_everywhere
+from .jobs import check
 
 
 class Averaging(torch.optim.SGD):

@@ -14,17 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradaccum
 from conformance_tests.framework_tests.refusing import refused
-from conformance_tests.framework_tests.torch_workers.common import (
-    WORLD,
-    all_windows,
-    alone,
-    build,
-    learn,
-    micro_batches,
-    require_equal,
-    sgd,
-)
-from conformance_tests.framework_tests.torch_workers.jobs import check
+
+from .common import WORLD, all_windows, alone, build, learn, micro_batches, require_equal, sgd
+from .jobs import check
 
 
 @check

@@ -16,10 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradaccum
 from conformance_tests.framework_tests.refusing import refused
-from conformance_tests.framework_tests.torch_workers.common import WORLD, numbers, require_same_everywhere
-from conformance_tests.framework_tests.torch_workers.jobs import check
 from gradaccum_torch import sharded_cross_entropy, verify_loss_scaling
 from gradaccum_torch.workers.cross_entropy import _CrossEntropy
+
+from .common import WORLD, numbers, require_same_everywhere
+from .jobs import check
 
 CLASSES, SIZE, ITEMS, STEPS = 7, 8, 6, 3
 """An odd number of classes: the shards differ."""

@@ -16,22 +16,11 @@ from torch.optim.lr_scheduler import StepLR
 
 import gradaccum
 from conformance_tests.framework_tests.refusing import refused
-from conformance_tests.framework_tests.torch_workers.common import (
-    WORLD,
-    Branches,
-    all_windows,
-    alone,
-    build,
-    learn,
-    micro_batches,
-    require_equal,
-    require_same_everywhere,
-    sgd,
-    together,
-)
-from conformance_tests.framework_tests.torch_workers.jobs import check
 from gradaccum_torch.large_batch import auto, backward, coupled_backward
 from gradaccum_torch.workers.group import all_reduce
+
+from .common import WORLD, Branches, all_windows, alone, build, learn, micro_batches, require_equal, require_same_everywhere, sgd, together
+from .jobs import check
 
 
 @check
