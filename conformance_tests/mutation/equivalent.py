@@ -79,6 +79,18 @@ EQUIVALENT: dict[tuple[str, str], str] = {
     ("backends/gradaccum_jax/sums.py", "quotient = wider(jnp.float32, held)"): "promotion is symmetric",
     (
         "backends/gradaccum_jax/sums.py",
+        "return jnp.where(finite, jnp.minimum(float(np.finfo(np.float32).max), root), jnp.inf)",
+    ): "the smaller of two",
+    (
+        "backends/gradaccum_jax/sums.py",
+        "return jnp.where(squares < jnp.inf, jnp.minimum(float(kind.max), jnp.sqrt(squares) / power), jnp.inf)",
+    ): "the smaller of two",
+    (
+        "backends/gradaccum_jax/sums.py",
+        "moved = [sum(jnp.sum(a * b) for a, b in zip(*pair, strict=False)) for pair in zip(unit, tangents[0], strict=True)]",
+    ): "each array has a tangent",
+    (
+        "backends/gradaccum_jax/sums.py",
         "return bool(a.dtype == b.dtype and (a.shape != b.shape))",
     ): "`jax.numpy` adds what `jax.lax` adds, after a longer look at the types",
     (
