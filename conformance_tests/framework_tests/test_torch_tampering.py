@@ -141,18 +141,6 @@ def test_create_graph_is_no_change(options: dict, power: int) -> None:
     torch.testing.assert_close(model.left.weight, reference.left.weight)
 
 
-@pytest.mark.parametrize("options", BUFFERS)
-def test_repeated_backward_is_no_change(options: dict) -> None:
-    """With a retained graph, with inputs=, and over branches whose gradients add up."""
-    model, opt = make(steps=2, **options)
-    for _ in range(2):
-        loss = model(X, "left") + model(X, "right")
-        opt.backward(loss, retain_graph=True)
-        opt.backward(loss, inputs=[model.left.weight])
-        opt.step()
-    assert opt.result.applied
-
-
 @pytest.mark.parametrize("join", [torch.cat, torch.stack])
 def test_gradients_sharing_memory_are_no_change(join: Callable[[list[Tensor]], Tensor]) -> None:
     """Joined parameters get parts of one tensor as their gradients. Each takes a copy: additions count as versions of all parts."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from typing import Any
 
@@ -102,21 +101,6 @@ def overflow_in_one_shard_skips_on_all(rank: int) -> None:
     assert opt.result.overflow
     assert (numbers(parallel), shard.full_tensor().tolist()) == before  # type: ignore[attr-defined]
     require_same_everywhere(opt.result)
-
-
-@check
-def window_with_shards_is_saved_and_resumed(rank: int) -> None:
-    runs = [shared(steps=STEPS, clip_norm=0.01) for _ in range(2)]
-    for index in range(STEPS):
-        learn(rank, *runs[0], *items(index))
-    learn(rank, *runs[1], *items(0))
-    saved = copy.deepcopy(runs[1][2].state_dict())
-    runs[1][2].discard()
-    runs[1][2].load_state_dict(saved)
-    for index in range(1, STEPS):
-        learn(rank, *runs[1], *items(index))
-    ends = [(numbers(parallel), shard.full_tensor().tolist()) for parallel, shard, _ in runs]
-    assert ends[0] == ends[1]
 
 
 @check

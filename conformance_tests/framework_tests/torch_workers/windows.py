@@ -176,26 +176,6 @@ def large_and_strided_sums_are_reduced(rank: int) -> None:
 
 
 @check
-def large_sums_follow_the_numbers(rank: int) -> None:
-    """They are reduced one by one, once all workers know which of them exist."""
-    model, reference = (nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 500_000)).double() for _ in range(2))
-    parallel = DistributedDataParallel(model)
-    reference.load_state_dict(model.state_dict())
-    opt, other = gradaccum.wrap(sgd(model), steps=1, module=parallel), gradaccum.wrap(sgd(reference), steps=2)
-    for first in range(2):
-        with counted() as called:
-            parallel(torch.full((1, 4), 1.0 + rank + first).double()).square().mean().backward()
-            opt.step()
-            opt.zero_grad()
-        for each in range(WORLD):
-            reference(torch.full((1, 4), 1.0 + each + first).double()).square().mean().backward()
-            other.step()
-            other.zero_grad()
-    assert called == [2 * PARTS + 3 + COUNTED + 4 + 15 + 500_000, 1_500_000]
-    require_equal(model, reference)
-
-
-@check
 def failed_update_is_not_reduced_twice(rank: int) -> None:
     model = build()
     parallel = DistributedDataParallel(model, find_unused_parameters=True)
