@@ -161,19 +161,10 @@ def test_conformance_fails_without_requested_backend(tmp_path: Path, monkeypatch
     assert "pip install 'gradaccum[jax]'" in output
 
 
-@pytest.mark.parametrize(
-    ("records", "exit_code"),
-    [
-        (SUITE_RECORDS[:2], -11),
-        (SUITE_RECORDS[::2], 0),
-        ((SUITE_RECORDS[0], {**SUITE_RECORDS[1], "outcome": "failed"}, SUITE_RECORDS[2]), 1),
-    ],
-)
-def test_conformance_fails_after_any_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, records: Any, exit_code: int) -> None:
-    """A process that died, a run without tests, a failed test."""
-    run_as(monkeypatch, report_command, records, exit_code)
-    exit_code, _ = invoke("conformance", "--report", str(tmp_path))
-    assert exit_code == 1
+def test_conformance_fails_after_any_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here a failed test; what else is one is in the tests of the report."""
+    run_as(monkeypatch, report_command, (SUITE_RECORDS[0], {**SUITE_RECORDS[1], "outcome": "failed"}, SUITE_RECORDS[2]), 1)
+    assert invoke("conformance", "--report", str(tmp_path))[0] == 1
     assert "conformance: failed" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
