@@ -57,14 +57,6 @@ def through_flax_without_target(tree: Any, like: Any, directory: Path) -> Any:
     return params, gradaccum_jax.check_state(TX, state, PARAMS)
 
 
-def through_orbax_standard(tree: Any, like: Any, directory: Path) -> Any:
-    orbax = pytest.importorskip("orbax.checkpoint", reason="orbax is not installed")
-    with orbax.StandardCheckpointer() as checkpointer:
-        checkpointer.save(directory / "checkpoint", tree)
-        checkpointer.wait_until_finished()
-        return checkpointer.restore(directory / "checkpoint", jax.tree.map(jnp.zeros_like, like))
-
-
 def through_orbax_pytree(tree: Any, like: Any, directory: Path) -> Any:
     orbax = pytest.importorskip("orbax.checkpoint", reason="orbax is not installed")
     with orbax.PyTreeCheckpointer() as checkpointer:
@@ -74,7 +66,7 @@ def through_orbax_pytree(tree: Any, like: Any, directory: Path) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
-@pytest.mark.parametrize("through", [through_flax_bytes, through_flax_without_target, through_orbax_standard, through_orbax_pytree])
+@pytest.mark.parametrize("through", [through_flax_bytes, through_flax_without_target, through_orbax_pytree])
 def test_resume_in_mid_window_is_bitwise(through: Callable[..., Any], tmp_path: Path) -> None:
     """A run that is saved and restored within a window ends on the bits of the uninterrupted one."""
     start = (PARAMS, TX.init(PARAMS))
