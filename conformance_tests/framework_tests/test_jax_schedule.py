@@ -67,3 +67,12 @@ def test_constant_size_needs_no_transfer() -> None:
     with jax.transfer_guard("disallow"):
         calls.append(tx.update(PARAMS, state, PARAMS))
     assert calls
+
+
+def test_traced_callable_is_called_once() -> None:
+    calls: list[Any] = []
+    tx = gradaccum.wrap(optax.sgd(1.0), lambda step: calls.append(step) or 2)  # type: ignore[func-returns-value]
+    state = tx.init(PARAMS)
+    calls.clear()
+    jax.make_jaxpr(tx.update)(PARAMS, state, PARAMS)
+    assert len(calls) == 1
