@@ -89,7 +89,7 @@ def _chosen(covered: Covered, mutant: Mutant, package: Package, promises: Mappin
     """The tests of a mutant's line: per second, those first that have noticed most mutants, or are about few lines, of many cases one."""
     found = covered.of(str(mutant.file.relative_to(package.folder.parent)), statement_at(mutant.file, mutant.mutation.line))
     chosen, seconds, cases = [], 0.0, Counter[str]()
-    costs = {test: (covered.seconds[test] + 0.02) / promises[test] for test in found}
+    costs = {test: (covered.seconds[test] + 0.02) / (promises[test] or 0.01) for test in found}
     for test in sorted(costs, key=costs.__getitem__):
         cases[test.partition("[")[0]] += 1
         costs[test] *= cases[test.partition("[")[0]]
