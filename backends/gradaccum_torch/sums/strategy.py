@@ -243,7 +243,7 @@ class GradStrategy(Strategy):
         parameters = [parameter for parameter in self._parameters.unique() if parameter.grad is not None]
         self._parameters.note_gradients(parameters)
         if self._packed is not None:
-            return list(torch.split(self._packed, NORM_BLOCK))
+            return [self._packed] if self._packed.numel() <= NORM_BLOCK else list(torch.split(self._packed, NORM_BLOCK))
         gradients: list[Tensor] = list(map(GRAD, parameters))
         if any(map(IS_SPARSE, gradients)):
             self._coalesce(parameters)
@@ -289,7 +289,8 @@ class GradStrategy(Strategy):
         self.watch.reset(seen(NOTHING_SEEN, Event.CHANGED) if spoiled else NOTHING_SEEN)
 
     def sums(self) -> list[Tensor | None]:
-        return [None if parameter.grad is None else parameter.grad.detach() for parameter in self._parameters.positions()]
+        gradients = map(GRAD, self._parameters.positions())
+        return [each.detach() if each is not None and each.requires_grad else each for each in gradients]
 
     def load(self, sums: Sequence[Tensor | None]) -> None:
         self.pack()

@@ -149,14 +149,14 @@ class WorkerGroup(Workers):
         sparse = any(total is not None and total.is_sparse for total in sums)
         whole = [None if total is None or total.is_sparse else total for total in sums]
         present, flags = [total is not None for total in whole], [sparse, *kit.rate_bits(rates)]
-        own = torch.frombuffer(bytearray(encode(fields, self._flushing, present, others, flags)), dtype=torch.uint8)
-        guess = [index for index in self._riders.get(part, ()) if index < len(sums)]
+        sent = bytearray(encode(fields, self._flushing, present, others, flags))
+        own, guess = torch.frombuffer(sent, dtype=torch.uint8), [index for index in self._riders.get(part, ()) if index < len(sums)]
         while True:
             riding = [zeros(index) if (total := whole[index]) is None else total for index in guess]
             # The numbers last, as kernels are slower on a sum whose memory begins at an odd place.
             own = own.to(self._device, riding[0].dtype if riding else torch.float32)
             bucket = _reduction([*riding, own], self.group, apart=True).wait()
-            numbers = decode(bucket.packed[-len(own) :], len(others), len(flags))
+            numbers = decode(bucket.packed[-len(sent) :], len(others), len(flags))
             if numbers.flags[0]:
                 raise _sparse_error()
             if numbers.is_open:
@@ -167,9 +167,11 @@ class WorkerGroup(Workers):
             if (found := riders(whole, self._device)) == guess:
                 break
             guess = self._riders[part] = found
-        self._require_equal_copies([total for total, count in zip(whole, numbers.holders, strict=True) if count == self._workers])
-        rode = set(guess)
-        left = {at: each for at, each in enumerate(whole) if at not in rode and each is not None and not names.is_sharded(each)}
+        left = {}
+        if not (all_rode := len(guess) == sum(present)):
+            self._require_equal_copies([total for total, count in zip(whole, numbers.holders, strict=True) if count == self._workers])
+            rode = set(guess)
+            left = {at: each for at, each in enumerate(whole) if at not in rode and each is not None and not names.is_sharded(each)}
         if not (apart := sum(total.nbytes for total in left.values()) <= APART_BYTES):
             self._hold("torn")
         added = all_reduce(list(left.values()), self.group, apart) if left else list
@@ -177,8 +179,7 @@ class WorkerGroup(Workers):
             names.send_buffers(self._module)
         for index, total in zip((*guess, *left), (*bucket.sums()[:-1], *added()), strict=True):
             whole[index] = total
-        packed = len(guess) == sum(present) and all(map(Tensor.is_contiguous, riding))
-        return numbers, whole, bucket.packed[: -len(own)] if packed else None
+        return numbers, whole, bucket.packed[: -len(sent)] if all_rode and all(map(Tensor.is_contiguous, riding)) else None
 
     def _require_equal_copies(self, sums: Sums) -> None:
         """Raise, on every worker, unless the copies of each shard have gradients of one norm; collective."""
@@ -364,10 +365,10 @@ def riders(sums: Sums, device: torch.device) -> list[int]:
     found: list[int] = []
     size, dtype = 0, None
     for index, total in enumerate(sums):
-        if total is None or total.nbytes >= LARGE_BYTES or total.device != device or names.is_sharded(total):
+        if total is None or (nbytes := total.nbytes) >= LARGE_BYTES or total.device != device:
             continue
-        if total.dtype is dtype or (dtype is None and total.dtype in _EXACT):
-            dtype, size = total.dtype, size + total.nbytes
+        if (total.dtype is dtype or (dtype is None and total.dtype in _EXACT)) and (type(total) is Tensor or not names.is_sharded(total)):
+            dtype, size = total.dtype, size + nbytes
             if size <= BUCKET_BYTES:
                 found.append(index)
     return found
@@ -426,9 +427,8 @@ class _Reduction(NamedTuple):
         """Return the sums, parts of `packed` if they are apart; a strided one in its tensor, to keep the layout."""
         if self.packed is self.tensors[0]:
             return self.tensors
-        pairs = zip(torch.split(self.packed.view(-1), list(map(Tensor.numel, self.tensors))), self.tensors, strict=True)
-        parts = ((part if each.dim() == 1 else part.view_as(each), each) for part, each in pairs)
-        return [part if self.apart and each.is_contiguous() else each.copy_(part) for part, each in parts]
+        pairs = zip(names.unflattened(self.packed.view(-1), self.tensors), self.tensors, strict=True)
+        return [part if self.apart and each.is_contiguous() else each.copy_(part) for part, each in pairs]
 
 
 def _reduction(tensors: Sequence[Tensor], group: dist.ProcessGroup, apart: bool) -> _Reduction:
@@ -450,7 +450,7 @@ _UNIT = 2**1074
 """Every finite float64 is an integer divided by this."""
 _BYTES = 268
 """Such an integer has 2,098 bits and a sign, and the sum over the workers 17 more."""
-_HALF: int = 256**_BYTES // 2
+_WHOLE: int = 256**_BYTES
 _LARGEST = 2**2098 - 2**2044
 """From here on the sum is rounded to inf."""
 _PARTS = 3 + _BYTES
@@ -482,25 +482,25 @@ def encode(fields: kit.State, flushing: bool, present: Iterable[bool], others: S
 
 def decode(added: Tensor, others: int = 0, flags: int = 0) -> Numbers:
     """Return the numbers of all workers from their added elements, shape ``(elements,)``; waits for the device."""
-    array, split = added.cpu().numpy().astype("<i4").tobytes(), _PARTS * (1 + others)
-    elements, starts = memoryview(array).cast("i"), range(0, split, _PARTS)
-    weight, *sums = (_number(elements[each : each + 3].tolist(), array[4 * (each + 3) : 4 * (each + _PARTS)]) for each in starts)
-    overflows, micro_batches, flushes, *rest = elements[split:].tolist()
+    array, split = added.cpu().numpy().astype("<i4"), _PARTS * (1 + others)
+    weight, *sums = [_number(array[start : start + _PARTS].tobytes()) for start in range(0, split, _PARTS)]
+    overflows, micro_batches, flushes, *rest = array[split:].tolist()
     return Numbers(weight, overflows > 0, micro_batches > 0, flushes, rest[flags:], sums, rest[:flags])
 
 
 def _parts(number: float) -> bytes:
     """Return elements to add up: 1 for NaN, inf or -inf, and the bytes of the number as an integer."""
     above, below = number.as_integer_ratio() if math.isfinite(number) else (0, 1)
-    integer = (above * (_UNIT // below)).to_bytes(_BYTES, "little", signed=True)
+    integer = (above << 1075 - below.bit_length()).to_bytes(_BYTES, "little", signed=True)
     return bytes((math.isnan(number), number == math.inf, number == -math.inf)) + integer
 
 
-def _number(marks: Sequence[int], added: bytes) -> float:
-    """Return the sum, rounded once, of the numbers whose `_parts` were added up: the marks, and the other elements, of 4 bytes each."""
-    nans, above, below = marks
-    if nans or above or below:
+def _number(added: bytes) -> float:
+    """Return the sum, rounded once, of the numbers whose `_parts` were added up: three marks and the elements, of 4 bytes each."""
+    if any(added[:12]):
+        nans, above, below = memoryview(added).cast("i")[:3].tolist()
         return math.nan if nans or (above and below) else math.inf if above else -math.inf
-    total = sum(int.from_bytes(added[place::4], "little") << 8 * place for place in range(3))
-    integer: int = (total + _HALF) % (2 * _HALF) - _HALF
+    low, middle, high = (int.from_bytes(added[place::4], "little") for place in (12, 13, 14))
+    total = (low + (middle << 8) + (high << 16)) % _WHOLE
+    integer = total if total < _WHOLE // 2 else total - _WHOLE
     return integer / _UNIT if abs(integer) < _LARGEST else math.inf if integer > 0 else -math.inf
