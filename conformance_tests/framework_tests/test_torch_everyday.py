@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import _thread
 import copy
 import gc
 import pickle
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -347,9 +348,13 @@ def test_pass_of_an_accelerator_has_the_users_place() -> None:
     x, places = torch.ones(2, requires_grad=True), list[Place]()
 
     def look(gradient: Tensor) -> None:
-        thread = threading.Thread(target=lambda: places.append(_place_of_pass()))
-        thread.start()
-        thread.join()
+        found = SimpleQueue[Place]()
+
+        def begin() -> None:
+            found.put(_place_of_pass())
+
+        _thread.start_new_thread(lambda: begin(), ())  # Nothing but the hook and what it calls.
+        places.append(found.get(timeout=10))
 
     x.register_hook(look)
     for _ in range(2):

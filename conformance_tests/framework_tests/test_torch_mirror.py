@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -402,6 +403,22 @@ def test_a_sharded_sum_by_itself() -> None:
         assert measure([one, elsewhere]).norm == pytest.approx(8)
         undivided = Undivided([], [], [], [one])
         assert [undivided.is_divided(each, version(each)) for each in (one, other)] == [True, False]
+
+
+def test_a_tied_sum_that_waits_for_its_update_takes_no_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another stage is lost where all agree on the norm: the sum is that of all stages by then."""
+    with mirror(2):
+        parameter = nn.Parameter(torch.ones(2).double())
+        stages = {"norm_group": dist.group.WORLD, "tied": {dist.group.WORLD: [parameter]}}
+        opt = gradaccum.wrap(torch.optim.SGD([parameter], lr=1.0), steps=1, clip_norm=CLIP, **stages)
+        with monkeypatch.context() as lost:
+            lost.setattr(dist, "all_gather", Mock(side_effect=RuntimeError("Connection closed by peer")))
+            opt.backward(parameter.sum())
+            with pytest.raises(RuntimeError, match="worker"):
+                opt.step()
+        opt.backward(parameter.sum())
+        with pytest.raises(gradaccum.UsageError, match=r"flush\(\)"):
+            opt.step()
 
 
 def test_a_failed_update_gets_the_undivided_sums_again() -> None:
