@@ -38,22 +38,6 @@ def test_dropout_is_drawn_anew_without_rng_state() -> None:
     assert not same(trained(recompute(make(), preserve_rng_state=False)), trained(make()))
 
 
-def of_self(model: nn.Sequential) -> Callable[[Tensor], Tensor]:
-    return recompute(model.forward)
-
-
-def of_closure(model: nn.Sequential) -> Callable[[Tensor], Tensor]:
-    return recompute(lambda x: model(x))
-
-
-def of_partial(model: nn.Sequential) -> Callable[[Tensor], Tensor]:
-    return recompute(functools.partial(lambda layers, x: layers(x), model))
-
-
-def of_argument(model: nn.Sequential) -> Callable[[Tensor], Tensor]:
-    return functools.partial(recompute(lambda x, model: model(x)), model=model)
-
-
 def of_hidden(model: nn.Sequential) -> Callable[[Tensor], Tensor]:
     """Found by nothing but its call."""
     hidden = type("Hidden", (), {"model": model})
@@ -73,10 +57,20 @@ def of_method(model: nn.Sequential) -> Callable[[Tensor], Tensor]:
     return Outer()
 
 
-@pytest.mark.parametrize("way", [of_method, of_self, of_closure, of_partial, of_argument, of_hidden])
-def test_functions_same_bits(way: Any) -> None:
+FUNCTIONS: dict[str, Callable[[nn.Sequential], Callable[[Tensor], Tensor]]] = {
+    "method of a class": of_method,
+    "bound method": lambda model: recompute(model.forward),
+    "closure": lambda model: recompute(lambda x: model(x)),
+    "partial": lambda model: recompute(functools.partial(lambda layers, x: layers(x), model)),
+    "argument": lambda model: functools.partial(recompute(lambda x, model: model(x)), model=model),
+    "hidden": of_hidden,
+}
+
+
+@pytest.mark.parametrize("way", FUNCTIONS)
+def test_functions_same_bits(way: str) -> None:
     model = make()
-    assert same(trained(model, way(model)), trained(make()))
+    assert same(trained(model, FUNCTIONS[way](model)), trained(make()))
 
 
 def test_function_of_statistics() -> None:

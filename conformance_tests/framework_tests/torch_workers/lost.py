@@ -1,7 +1,6 @@
 """One of three workers, the last of which is killed: ``python -m ...torch_workers.lost WHEN SIZE RANK FOLDER``.
 
 The others form a group of two, take the window over, and end with what one process has that was given the micro-batches which arrived.
-Then a worker joins them that knows nothing, as the first of three.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import os
 import signal
 import sys
 import threading
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -115,9 +113,6 @@ def main(when: str, size: str, rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     if size == "in_place":
         reductions.APART_BYTES = 0
-    if rank == WORKERS:
-        join(size, folder)
-        return
     start(folder, "three", rank, WORKERS)
     model = build(size)
     parallel = DistributedDataParallel(model)
@@ -139,7 +134,7 @@ def main(when: str, size: str, rank: int, folder: Path) -> None:
     assert opt.result.optimizer_step == alone.result.optimizer_step
     assert opt.param_groups[0]["lr"] == alone.param_groups[0]["lr"]
     require_equal(model, expected, 1e-12)
-    go_on(folder, rank + 1, model, opt, expected, alone)
+    dist.destroy_process_group()
     (folder / f"{rank}.txt").write_text(f"told in micro-batch {told}, {opt.result}", encoding="utf-8")
 
 
@@ -174,32 +169,6 @@ def taken_over(size: str, told: int, lost: bool) -> tuple[nn.Module, Any]:
         alone.flush()
         scheduler.step()
     return model, alone
-
-
-def join(size: str, folder: Path) -> None:
-    model = build(size)
-    for parameter in model.parameters():
-        nn.init.constant_(parameter, 7.0)
-    go_on(folder, 0, model, gradaccum.wrap(sgd(model), steps=STEPS, clip_norm=0.5))
-
-
-def go_on(folder: Path, rank: int, model: nn.Module, opt: Any, expected: nn.Module | None = None, alone: Any = None) -> None:
-    """One more window, of all three."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    while not (folder / "two").exists():  # Otherwise the time of waiting would be up before the others come.
-        time.sleep(0.1)
-    start(folder, "again", rank, WORKERS)
-    opt.regroup(dist.group.WORLD)
-    for index in range(STEPS):
-        learn(model, opt, item(rank, index))
-    if expected is not None:
-        for other in range(WORKERS):
-            for index in range(STEPS):
-                learn(expected, alone, item(other, index))
-        alone.flush()
-        assert opt.result.optimizer_step == alone.result.optimizer_step
-        require_equal(model, expected, 1e-12)
 
 
 if __name__ == "__main__":

@@ -94,23 +94,23 @@ def reducing_optimizer_without_its_workers_is_refused(rank: int) -> None:
 
 @check
 def a_worker_leaves_and_one_joins(rank: int) -> None:
-    """One trains alone in mid-window, then shares the window; the other comes with another model, or with a window that is refused."""
+    """The second trains alone, then shares its window; the first comes with another model, and with a window that is refused."""
     model, reference = built(), built()
     opt, other = (gradaccum.wrap(torch.optim.AdamW(each.parameters(), lr=0.1), steps=None) for each in (model, reference))
     batches = [batch for worker in range(WORLD) for batch in micro_batches(worker)]
-    if rank == 0:
+    if rank == 1:
         learn(model, opt, batches[0])
         opt.flush()
     else:
         torch.nn.init.ones_(model.usual.weight)
     learn(model, opt, batches[1 + rank])
-    with refused(gradaccum.UsageError, "windows closed, by rank: [1, 0]", "discard()"):
+    with refused(gradaccum.UsageError, "windows closed, by rank: [0, 1]", "discard()"):
         opt.regroup(dist.group.WORLD)
-    if rank == 1:
+    if rank == 0:
         opt.discard()
     opt.regroup(dist.group.WORLD)
-    if rank == 1:
-        learn(model, opt, batches[2])
+    if rank == 0:
+        learn(model, opt, batches[1])
     opt.flush()
     opt.regroup(None)
     learn(model, opt, batches[3])
