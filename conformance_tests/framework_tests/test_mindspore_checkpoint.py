@@ -9,8 +9,10 @@ import pytest
 from mindspore import Parameter, Tensor, nn, ops
 
 import gradaccum
-from conformance_tests.framework_tests.mindspore_common import X, Y, make_net, pynative_after  # noqa: F401
+from conformance_tests.framework_tests.mindspore_common import X, Y, make_net, pynative_after, two_parameters  # noqa: F401
 from gradaccum_mindspore import load_checkpoint_into
+from gradaccum_mindspore.window.compiled import CompiledWindow
+from gradaccum_mindspore.window.state import OWN, Storage
 
 
 def cell():
@@ -32,6 +34,15 @@ def test_instances_have_the_same_names():
     names = [sorted(cell().parameters_dict()) for _ in range(2)]
     assert names[0] == names[1]
     assert {"weight.gradaccum.grad_sum", "gradaccum.micro_step", "gradaccum.loss_scale"} <= set(names[0])
+
+
+def test_storage_of_one_worker_of_two():
+    """Its own sums are told apart, and nothing of it is trained."""
+    storage = Storage(two_parameters(), gradaccum.wrap(nn.SGD(two_parameters(), 1.0), steps=2).options, "mine", place=(1, 2), sharded=(1,))
+    assert [[total.name for total in sums] for sums in (storage.whole, storage.shards)] == [["a.mine.grad_sum"], ["b.mine.grad_sum"]]
+    assert storage.shared.tolist() == [OWN, 1, 2]
+    assert not [entry.name for entry in storage.get_parameters() if entry.requires_grad]
+    assert CompiledWindow(storage, storage.options).sharded
 
 
 def spoil(entries, fault):

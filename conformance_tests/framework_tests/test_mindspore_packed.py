@@ -88,6 +88,13 @@ def test_large_sums_are_not_copied():
     assert joined.asnumpy().sum() == SMALL + 5
 
 
+def test_large_sums_have_rows():
+    """Those whose last axis is no row are copied: MindSpore's sum over all axes takes seven times as long."""
+    shapes = {(ROW,): False, (ROW + 1,): True, (130, 130): False, (2 * ROW, 2): True, (2, 2 * ROW): True, (ROW, 32): False}
+    assert {shape: sums.needs_rows(shape) for shape in shapes} == shapes
+    assert [sums.row_length(size) for size in (2 * ROW, 2 * 4099, 13_000)] == [ROW, 2, 3250]
+
+
 def test_joined_sums_have_a_limit(monkeypatch):
     monkeypatch.setattr(sums, "JOINED", 12)
     totals = [Parameter(Tensor(np.full(size, place, np.float32)), name=f"sum{place}") for place, size in enumerate((9, 4, 8, 3))]

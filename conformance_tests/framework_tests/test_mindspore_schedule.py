@@ -12,6 +12,7 @@ from mindspore.experimental.optim import lr_scheduler
 import gradaccum
 from conformance_tests.framework_tests.mindspore_common import MODES, pynative_after, set_mode  # noqa: F401
 from conformance_tests.framework_tests.mindspore_driver import driver
+from gradaccum import kit
 from gradaccum_mindspore import load_checkpoint_into
 
 
@@ -51,6 +52,7 @@ def test_schedule_of_a_function(mode, steps):
     optimizer, call, _ = driver(mode, steps)
     assert [bool(call(1.0)) for _ in range(5)] == [False, True, False, False, True]
     assert optimizer.result.optimizer_step == 2
+    assert tuple(optimizer.storage.terms.tolist()) == tuple(kit.encode_terms(optimizer.storage.terms_after(1))), "of the last window"
 
 
 @pytest.mark.parametrize("mode", ["jit", "graph"])

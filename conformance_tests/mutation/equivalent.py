@@ -131,6 +131,36 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         "backends/gradaccum_jax/sums.py",
         "parts = (leaf.imag, leaf.real) if jnp.iscomplexobj(leaf) else (leaf,)",
     ): "the largest of both is looked for",
+    ("backends/gradaccum_mindspore/sums.py", "HALF = (ms.bfloat16, ms.float16)"): KINDS,
+    (
+        "backends/gradaccum_mindspore/sums.py",
+        "for total, gradient in zip(sums, gradients, strict=False):",
+    ): "another number of gradients was refused before",
+    (
+        "backends/gradaccum_mindspore/sums.py",
+        "flat = array.reshape(-2).astype(ARRAYS[dtype], copy=False)",
+    ): "NumPy takes any negative number for the length that is left",
+    ("backends/gradaccum_mindspore/sums.py", "large = (squares.size >= ROW)"): "a row is summed in one step or in two",
+    ("backends/gradaccum_mindspore/sums.py", "squares = squares.sum(-2)"): "a sum over columns, then over all, is the sum too, only slower",
+    ("backends/gradaccum_mindspore/window/compiled.py", "return False"): "nobody reads what stands for None in compiled code",
+    (
+        "backends/gradaccum_mindspore/window/compiled.py",
+        'self.add("terms", Tensor(kit.encode_terms(kit.Terms("mean", "skip_window", "unused", 2)), ms.int32), number)',
+    ): "a note is written before it is read",
+    ("backends/gradaccum_mindspore/window/compiled.py", "self.add(field, Tensor(True), number)"): "a note is written before it is read",
+    (
+        "backends/gradaccum_mindspore/window/compiled.py",
+        "SMALLEST_WEIGHT, LARGEST_WEIGHT = 2.0**-40, 2.0**41",
+    ): "a sum of such weights is finite too, in any window that ends",
+    (
+        "backends/gradaccum_mindspore/window/compiled.py",
+        "never, dropped = state[MICRO_STEP] < 1, (finite == False).astype(self.float_dtype)  # noqa: E712",
+    ): "the micro-batch was counted",
+    ("backends/gradaccum_mindspore/window/pynative.py", "if (norm < FLOAT16_MAX * divides):"): "at the limit the elements tell the same",
+    (
+        "backends/gradaccum_mindspore/window/pynative.py",
+        "pairs, operand = tuple(zip(self.storage.sums, self.storage.handed, strict=False)), Tensor(divides, self.storage.float_dtype)",
+    ): "each sum has a dtype in which it is handed over",
     ("gradaccum/window_loop.py", "pass  # self._current = None"): "to forget a window twice is harmless",
 }
 """By the file and the changed line."""

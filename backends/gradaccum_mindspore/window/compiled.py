@@ -293,14 +293,10 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         """True if the micro-batch is added whatever it holds, and its weight is a constant of the program."""
         if weight is None:
             checks.check_compiled_no_weight(self.options.reduction)
-        if self.options.on_overflow == "drop_micro_batch":
-            return False
-        if weight is None:
-            return True
-        if isinstance(weight, Tensor):
+        if self.options.on_overflow == "drop_micro_batch" or isinstance(weight, Tensor):
             return False
         checks.check_compiled_weight(weight)
-        certain: bool = is_certain(weight)
+        certain: bool = weight is None or is_certain(weight)
         return certain
 
     def amount(self, weight: Weight) -> Tensor | None:
@@ -392,22 +388,17 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         if self.calls_steps and self.workers is None:
             notes.write_terms(self.storage.terms)
         if not self.measures:
-            state, sound = self.sized(notes.state())
-            return notes.write_decision(*kit.decide(state, self.nan, sound, options, where, self.storage.largest))
+            return notes.write_decision(*kit.decide(self.sized(notes.state()), self.nan, self.true, options, where, self.storage.largest))
         norm, right = sums.compiled_measure(self.packed(), self.float_dtype)
         notes.write_measure(norm, right)
         self.measure_again()
-        state, sound = self.sized(notes.state())
-        norm = notes.norm.value()
+        state, norm = self.sized(notes.state()), notes.norm.value()
         finite = self.fits(state, ops.isfinite(norm), options)
         if self.sharded and self.workers is not None:
             own, sound = sums.robust_measure(self.packed_shards(), self.float_dtype)
             norm = self.workers.compiled_norm_of_all(norm, where(finite & sound, own, self.infinity))
             finite = ops.isfinite(norm)
-        if self.calls_steps:
-            finite = finite & sound
-        apply, overflow, divides, grad_norm = kit.decide(state, norm, finite, options, where, self.storage.largest)
-        return notes.write_decision(apply, overflow, divides, grad_norm)
+        return notes.write_decision(*kit.decide(state, norm, finite, options, where, self.storage.largest))
 
     def measure_again(self) -> bool:
         """Note the norm in the robust way if the squares overflow or vanish: inf if it is not finite."""
@@ -419,15 +410,15 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
             ops.assign(self.notes.norm, where(finite, norm, self.infinity))
         return True
 
-    def sized(self, state: Fields) -> tuple[Fields, Tensor]:
-        """Return `state`, and whether the user's function gave a size >= 1; otherwise the state has no weight and an overflow."""
+    def sized(self, state: Fields) -> Fields:
+        """Return `state`, with no weight and an overflow if the user's function gave a size below 1."""
         if self.calls_steps and self.workers is None:
             micro_step, optimizer_step, skipped, weight, overflow, loss_scale, tracker = state
             sound = self.size_code[STEPS] * self.notes.terms.value()[STEPS] >= 1
             weight = where(sound, weight, ops.zeros_like(weight))
             overflow = overflow | (sound == False)  # noqa: E712
-            return (micro_step, optimizer_step, skipped, weight, overflow, loss_scale, tracker), sound
-        return state, self.true
+            return micro_step, optimizer_step, skipped, weight, overflow, loss_scale, tracker
+        return state
 
     def fits(self, state: Fields, finite: Tensor, options: Options) -> Tensor:
         if self.storage.narrowed:
