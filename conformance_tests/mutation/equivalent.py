@@ -6,6 +6,7 @@ from .running import Mutant
 
 KINDS = "the order of kinds means nothing where one of them is looked for"
 UNUSED = "it stands where nothing is divided"
+NEVER = "a window that only the caller closes never ends here"
 DISTANCE = "a distance does not depend on which of the two stands first"
 
 EQUIVALENT: dict[tuple[str, str], str] = {
@@ -115,6 +116,18 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         "backends/gradaccum_jax/sums.py",
         "moved = [sum(jnp.sum(a * b) for a, b in zip(*pair, strict=False)) for pair in zip(unit, tangents[0], strict=True)]",
     ): "each array has a tangent",
+    (
+        "backends/gradaccum_jax/window/window.py",
+        "never = never if state.noise is None else never & ((state.weight > 0))  # always so, but see `statistics.add`",
+    ): NEVER,
+    (
+        "backends/gradaccum_jax/window/window.py",
+        "never = never if state.noise is None else never & (state.weight >= 1)  # always so, but see `statistics.add`",
+    ): NEVER,
+    (
+        "backends/gradaccum_jax/window/state.py",
+        "return [vary(new, axes_of(old)) for new, old in zip(cast, olds, strict=False)] if manual_axes() else cast",
+    ): "each old value has a new one",
     (
         "backends/gradaccum_jax/sums.py",
         "return bool(a.dtype == b.dtype and (a.shape != b.shape))",
