@@ -29,8 +29,9 @@ def test_pairs_set_window_sizes(backend: Harness, mode: str) -> None:
     assert window_sizes(backend, PAIRS, 9, mode) == [1, 1, 3, 2, 2]
 
 
-def test_callable_sets_window_sizes(backend: Harness, mode: str) -> None:
-    assert window_sizes(backend, growing, 10, mode) == [1, 2, 3, 4]
+@pytest.mark.parametrize("steps", [growing, gradaccum.until_weight(growing)], ids=["micro-batches", "weight"])
+def test_callable_sets_window_sizes(backend: Harness, mode: str, steps: Option) -> None:
+    assert window_sizes(backend, steps, 10, mode) == [1, 2, 3, 4]
 
 
 def vanishing(optimizer_step: Scalar) -> Scalar:
