@@ -9,18 +9,18 @@ import socket
 import sys
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext, redirect_stdout, suppress
 from functools import cache
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 import gradaccum
 from conformance_tests.framework_tests.refusing import refused
 from gradaccum.errors import ArgumentValueError, UsageError
-from gradaccum_torch import backward, coupled_backward
-from gradaccum_torch.parameters import apart, differences
 from gradaccum_torch.private.names import exists
 from gradaccum_torch.recomputation import recompute
 
@@ -101,51 +101,25 @@ def arithmetic() -> None:
                 assert all(map(torch.equal, twin.parameters(), before))
 
 
-def masters() -> None:
-    """bfloat16 parameters are the rounded ones of a float32 update; a parameter that was changed is seen."""
-    wide = [torch.linspace(-1, 1, 12).reshape(3, 4), torch.linspace(1, 2, 5)]
-    halves = [torch.nn.Parameter(each.bfloat16()) for each in wide]
-    masters = [half.detach().float() for half in halves]
-    opt: Any = gradaccum.wrap(sgd(halves), steps=2, master_weights=True)
-    for _ in range(2):
-        sums = [torch.zeros_like(each) for each in masters]
-        for factor in (0.5, 0.25):
-            loss = sum((half * half).float().sum() for half in halves) * factor
-            for total, gradient in zip(sums, torch.autograd.grad(loss, halves, retain_graph=True), strict=True):
-                total += gradient.float()
-            opt.backward(loss)
-            opt.step()
-        opt.zero_grad()
-        for master, total in zip(masters, sums, strict=True):
-            master -= 0.1 * (total / 2)
-        assert all(torch.equal(half, master.bfloat16()) for half, master in zip(halves, masters, strict=True))
-    pairs = [(master.bfloat16(), master) for master in masters]
-    assert not apart(pairs)
-    assert not any(differences(pairs))
-    pairs[1][0][2] += 1
-    assert [bool(each) for each in differences(pairs)] == [False, True]
+TESTS = Path(__file__).parent
+SUITE = TESTS.parent / "gradaccum_conformance" / "suite"
 
 
-def memory_that_stays() -> None:
-    """Each backward pass gives the gradient in the same memory."""
-    memory = torch.zeros(3)
+def passes(file: Path, *chosen: str) -> Callable[[], None]:
+    """Return a scenario: the tests of a file, as in any torch, or those that `chosen` selects."""
 
-    class Static(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Any) -> Any:
-            return x.clone()
+    def run() -> None:
+        with redirect_stdout(sys.stderr):
+            assert pytest.main(["-q", "-x", "-p", "no:cacheprovider", "--backend", "torch", str(file), *chosen]) == 0
 
-        @staticmethod
-        def backward(ctx: Any, upstream: Any) -> Any:
-            memory.copy_(upstream)
-            return memory.detach()
+    return run
 
-    parameter = torch.nn.Parameter(torch.zeros(3))
-    opt: Any = gradaccum.wrap(sgd([parameter]), steps=2)
-    for factor in (1.0, 3.0):
-        opt.backward((Static.apply(parameter) * factor).sum())  # type: ignore[no-untyped-call]
-        opt.step()
-    assert torch.equal(parameter.detach(), torch.full((3,), -0.2))
+
+masters = passes(TESTS / "test_torch_masters.py", "-k", "smallest_change or equals_float32_optimizer and sgd")
+memory_that_stays = passes(SUITE / "test_gradient_memory.py")
+buffers_are_put_back = passes(TESTS / "test_torch_large_batch_misuse.py", "-k", "replaced_buffer")
+compiled_module = passes(TESTS / "test_torch_coupled.py", "-k", "compiled_functions", "-W", "ignore")
+compiled_step = passes(TESTS / "test_torch_compile.py", "-k", "compiled_training and step")
 
 
 def pass_that_raised() -> None:
@@ -226,36 +200,8 @@ def scheduler_moves() -> None:
 
 
 def recomputation_raises() -> None:
-    import pytest
-
     with pytest.raises(AttributeError):
         recompute(model_of())(batches_of()[0])
-
-
-def buffers_are_put_back() -> None:
-    """The same sum in one call, and after an error the buffers as they were."""
-    model, other = (nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2, bias=False)).double().eval() for _ in range(2))
-    other.load_state_dict(model.state_dict())
-    x = batches_of()[:4].reshape(16, 4)
-    backward(lambda part: model(part).square().mean(), x, steps=4)
-    other(x).square().mean().backward()
-    assert all(torch.allclose(p.grad, q.grad) for p, q in zip(model.parameters(), other.parameters(), strict=True))
-    before = [buffer.clone() for buffer in model.train().buffers()]
-    calls: list[object] = []
-
-    def fails(part: Any) -> Any:
-        calls.append(part)
-        model[0].running_mean = model[0].running_mean + 1
-        if len(calls) == 2:
-            raise ValueError
-        return model(part).square().mean()
-
-    held = model[0].running_mean
-    with suppress(ValueError):
-        backward(fails, x, steps=4)
-    assert len(calls) == 2
-    assert model[0].running_mean is held
-    assert all(map(torch.equal, model.buffers(), before))
 
 
 def sparse_is_refused() -> None:
@@ -295,15 +241,6 @@ def model_states_are_refused() -> None:
         set_optimizer_state_dict(model, opt, {"state": {}, "param_groups": []})
 
 
-def compiled_step() -> None:
-    model = model_of()
-    opt: Any = gradaccum.wrap(sgd(model.parameters()), steps=2)
-    step = torch.compile(learn, backend="eager")
-    for x in batches_of()[:4]:
-        step(model, opt, x)
-    require_equal(model, reference(sgd))
-
-
 def compiled_autograd() -> None:
     import torch._dynamo.compiled_autograd
 
@@ -314,16 +251,6 @@ def compiled_autograd() -> None:
             learn(model, opt, x)
     require_equal(model, reference(sgd))
     pass_that_raised()
-
-
-def compiled_module() -> None:
-    model, other = model_of(), model_of()
-    compiled, x = torch.compile(model, backend="eager"), batches_of()[:4].reshape(16, 4)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        coupled_backward(compiled, lambda out: out.square().mean(), x, steps=4)
-    other(x).square().mean().backward()
-    assert all(torch.allclose(p.grad, q.grad) for p, q in zip(model.parameters(), other.parameters(), strict=True))
 
 
 @cache

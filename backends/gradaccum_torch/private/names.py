@@ -142,7 +142,7 @@ def is_leaf_node(node: Node) -> bool:
     return bool(node.name() == "torch::autograd::AccumulateGrad")
 
 
-for _name in ("torch:_C._storage_Use_Count", "torch:UntypedStorage._cdata"):
+for _name in (_USERS := ("torch:_C._storage_Use_Count", "torch:UntypedStorage._cdata")):
     LOST[_name] = "The first gradient of each parameter in a window is copied, which is slower."
 
 
@@ -184,7 +184,7 @@ _LEAF.grad = torch.zeros(1, device="cpu")
 
 def can_be_taken(gradients: list[Tensor]) -> bool:
     """True if nothing but a leaf and this list holds any of the plain dense `gradients` or its memory, so that no copy is due."""
-    alone = exists(_USES) and _holders(gradients) == _holders(list(map(attrgetter("grad"), [_LEAF]))) * len(gradients)
+    alone = all(map(exists, (_USES, *_USERS))) and _holders(gradients) == _holders(list(map(attrgetter("grad"), [_LEAF]))) * len(gradients)
     return alone and not (gradients[0].is_cuda and _TREES in sys.modules)
 
 
