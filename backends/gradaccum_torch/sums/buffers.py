@@ -108,10 +108,6 @@ class BufferStrategy(Strategy):
         others = [parameter for parameter in self._parameters.unique() if parameter not in self._held]
         return Usual(list(map(id, self._parameters.positions())), filled, others, self._copies and arithmetic.are_small(sums), sums)
 
-    def _forget_sums(self) -> None:
-        self._usual = self._usual and self._usual.without_sums()
-        self._held.clear()
-
     def _require_takeable(self, filled: Sequence[Tensor], size: Size) -> None:
         """Raise unless the gradients of `filled` are a micro-batch of a window of this `size`."""
 
@@ -223,7 +219,6 @@ class MovingStrategy(BufferStrategy):
     Small ones, or the last to arrive, stay until `take`, so that a write into ``.grad`` is noticed; in a window of one micro-batch all.
     """
 
-    keeps_micro_batch_apart = False
     expects = True
 
     def __init__(self, parameters: Parameters, accumulate_dtype: torch.dtype | None, drops: bool = False) -> None:
@@ -233,13 +228,18 @@ class MovingStrategy(BufferStrategy):
         super().__init__(parameters, accumulate_dtype)
         self.watch.allowed = Allowed.NONE
 
+    @property
+    def keeps_micro_batch_apart(self) -> bool:  # type: ignore[override]
+        """True in a window of one micro-batch."""
+        return self.watch.allowed is Allowed.SAME_VALUES
+
     def expect(self, size: Size) -> None:
-        self.keeps_micro_batch_apart = size == 1
-        self.watch.allowed = Allowed.SAME_VALUES if size == 1 else Allowed.NONE
+        self.watch.allow(Allowed.SAME_VALUES if size == 1 else Allowed.NONE)
 
     def groups_changed(self) -> None:
         super().groups_changed()
-        self._staying = {id(parameter) for group in self._parameters.groups() for parameter in _small(group["params"])}
+        self._staying.clear()
+        self._staying.update(id(parameter) for group in self._parameters.groups() for parameter in _small(group["params"]))
 
     def _require_takeable(self, filled: Sequence[Tensor], size: Size) -> None:
         if self._staying and not self._hooks:
@@ -376,19 +376,18 @@ class SeparateStrategy(BufferStrategy):
         self._held.update(new)
 
     def _took(self, filled: Sequence[Tensor]) -> None:
-        self.watch.known = NOTHING_SEEN
         if self._rivals:
             self._lost.clear()
         for reference in self._rivals:  # They find nothing in ``.grad`` of these parameters.
             if (other := reference()) is not None and (lost := other._shared(filled)):
                 other.pack()  # Its `take` then looks at what is lost.
-                other._lost[:], other.watch.known = lost, NOTHING_SEEN
+                other._lost[:] = lost
+                other.watch.learn(NOTHING_SEEN)
 
     def hand_over(self, undivided: Undivided, divisor: float, unclipped: float) -> None:
         if self._users is None:
             self._users = [(parameter, parameter.grad) for parameter in self._parameters.unique() if parameter.grad is not None]
-            if self._users:
-                self._parameters.free_gradients()
+            self._parameters.free_gradients()
         super().hand_over(undivided, divisor, unclipped)
 
     def take_back(self, undivided: Undivided, divisor: float, spoiled: bool) -> None:
@@ -396,7 +395,8 @@ class SeparateStrategy(BufferStrategy):
         self._give_users_back()
 
     def window_ended(self) -> None:
-        self._forget_sums()
+        self._usual = self._usual and self._usual.without_sums()
+        self._held.clear()
         self.watch.window_ended()
         if self._users is not None:
             self._parameters.free_gradients()

@@ -53,6 +53,8 @@ class Begun(NamedTuple):
     """Looked up once, so that a schedule cannot change it under way."""
     rates: Rates | None
     """The learning rates with which it began; None: it may have any."""
+    warned: bool = False
+    """Rates that moved inside a window were told of, in this one or before."""
 
 
 class Follower(Protocol):
@@ -93,7 +95,7 @@ class Window:
         """The norm of a window's sum is needed."""
         self._plan = Plan(parameters, options, workers)
         self.strategy = self._plan.strategy()
-        self._begun, self._passes, self._warns_of_rates = Begun(None, None), PASSES[0], True
+        self._begun, self._passes = Begun(None, None), PASSES[0]
         self.sizes = kit.Sizes(options.reduction)
         self._fields = kit.at_rest(kit.initial_state(options.scale_rule.init_scale), float64_weight=self._plan.float64_weight)
         self._last = _NOTHING_CLOSED
@@ -127,8 +129,7 @@ class Window:
         return self.strategy.watch.known
 
     def _tell(self, weight: float, given: Given, *losses: Told, weighed: bool = False) -> None:
-        watch = self.strategy.watch
-        watch.known = watch.known.told(weight, given, *losses, weighed=weighed)
+        self.strategy.watch.learn(self._known.told(weight, given, *losses, weighed=weighed))
 
     def weigh(self, weight: float) -> None:
         self._tell(weight, Given.NOT, weighed=True)
@@ -141,8 +142,8 @@ class Window:
 
     def backward(self, loss: Tensor, given: float | None, arguments: Mapping[str, Any]) -> None:
         """Differentiate `loss`, shape ``()``, times weight and loss scale; with weight 0 only if other workers wait."""
-        watch, losses, weight = self.strategy.watch, tuple[Told, ...](), self._weight(given)
-        watch.known.told(weight, Given.TO_BACKWARD)  # Refuses another weight before the pass.
+        losses, weight = tuple[Told, ...](), self._weight(given)
+        self._known.told(weight, Given.TO_BACKWARD)  # Refuses another weight before the pass.
         if weight:
             self._differentiate(loss, weight, arguments)
             gradient = arguments.get("gradient")
@@ -152,7 +153,7 @@ class Window:
                 self._differentiate(checks.require_graph(loss), weight, arguments)
         elif self.workers.group is not None:
             checks.require_no_collective(loss)
-        watch.known = watch.known.told(weight, Given.TO_BACKWARD, *losses, weighed=given is not None)
+        self._tell(weight, Given.TO_BACKWARD, *losses, weighed=given is not None)
 
     def begin_weightless(self) -> None:
         """Prepare for a loss, scaled already, that adds no weight."""
@@ -168,13 +169,13 @@ class Window:
 
     def evaluate(self, closure: Callable[[], Loss]) -> Loss:
         """Run `closure`, and count its loss unless it was passed already, or a gradient had arrived before."""
-        watch, arrived = self.strategy.watch, self._known.arrived
+        arrived = self._known.arrived
         with torch.enable_grad():  # The user may have switched gradients off around step().
             loss = closure()
         if not self._known.given:
             if loss is None and not self._known.arrived and not self._holds_users():
                 self._tell(0.0, Given.TO_BACKWARD, weighed=True)  # A trainer's way to leave a micro-batch out.
-            watch.known = watch.known._replace(losses=() if arrived else (as_told(loss),))
+            self.strategy.watch.learn(self._known._replace(losses=() if arrived else (as_told(loss),)))
         return loss
 
     def zero_grad(self, set_to_none: bool) -> None:
@@ -193,12 +194,12 @@ class Window:
         """End the micro-batch: check it, add it, count it. Return whether the window is full."""
         fields, watch = self._fields, self.strategy.watch
         if first := fields.micro_step == 0:
-            self._begun = Begun(window_size(self._options, fields.optimizer_step), self.update.rates())
+            self._begun = Begun(window_size(self._options, fields.optimizer_step), self.update.rates(), self._begun.warned)
             if self._begun.size != 1 and self.strategy.expects:  # A callable may have said 1 when the last window ended.
                 self.strategy.expect(self._begun.size)
         known = watch.known
         weight = known.weight
-        if self.update.progress is not Progress.NOT_BEGUN or known.under_way or self.workers.not_own:
+        if self.update.progress is not Progress.NOT_BEGUN or known.under_way or self.workers.held != "own":
             self._require_whole("step()")
         if not known.weighed and self._options.reduction == "item_mean":
             kit.given_weight(None, "item_mean")
@@ -221,7 +222,7 @@ class Window:
         if self._scaler is not None:
             self._scaler.count(first=first)
         self._fields = kit.at_rest(kit.accumulate(fields, weight, finite, kit.select), float64_weight=self._plan.float64_weight)
-        watch.known = NOTHING_SEEN
+        watch.learn(NOTHING_SEEN)
         if self.update.progress is not Progress.NOT_BEGUN:
             self.update.forget()
         if not finite or any(self._last[:3]):
@@ -348,8 +349,8 @@ class Window:
         self._begun = self._begun._replace(rates=None)
 
     def _rates_moved(self) -> None:
-        if self._warns_of_rates:
-            self._warns_of_rates = False
+        if not self._begun.warned:
+            self._begun = self._begun._replace(warned=True)
             warnings.warn(kit.RATE_MOVED, GradAccumWarning, stacklevel=4)
 
     def _look_for_leftovers(self, places: list[list[Place]], step: Place) -> None:
@@ -402,14 +403,14 @@ class Window:
         added = stages.add_tied(self._fields, own, self._plan.zeros)
         if added is not own:
             self.strategy.load(added)
-            self.workers.not_own = True
+            self.workers.hold("of all")
 
     def _workers_ended(self) -> None:
         if self.workers.several or self._options.separate_sums:
             self.workers.window_ended()
         if self.workers.stages is not None:
             self.workers.stages.window_ended()
-            self.workers.not_own = False
+            self.workers.hold("own")
 
     def _verdict(self, fields: State, denominator: float | None) -> Verdict:
         if self._statistics.measures_noise and not self._plan.holds():
@@ -464,7 +465,7 @@ class Window:
             self.listeners.note(self.result, weight=ended.weight, micro_batches=ended.micro_step)
 
     def _start_with(self, fields: State, grad_norm: float, known: Known) -> None:
-        self._begun = Begun(window_size(self._options, fields.optimizer_step) if fields.micro_step else None, None)
+        self._begun = Begun(window_size(self._options, fields.optimizer_step) if fields.micro_step else None, None, self._begun.warned)
         self.update.forget()
         self._statistics.restore(known, fields.micro_step)
         self._workers_ended()

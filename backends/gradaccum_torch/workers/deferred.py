@@ -61,8 +61,9 @@ class Deferred:
 
     def __init__(self, units: Sequence[Unit], mesh: DeviceMesh, sync: GradientSync) -> None:
         self._units, self._mesh, self._waits_for_all = units, mesh, sync == "window"
-        self._notes, self._torn = _Notes(), False
-        self._kept: list[tuple[Unit, list[Tensor], list[int]]] = []
+        self._notes = _Notes()
+        self._kept: list[tuple[Unit, list[Tensor], list[int]]] | None = []
+        """What FSDP2 held when the last micro-batch was counted; None: a reduction failed, and nobody knows what it holds."""
         self._handles: dict[int, RemovableHandle] = {}
         forward_handles = self._look_after_forward()
         for unit in units:
@@ -109,12 +110,12 @@ class Deferred:
         try:
             self._reduce_present()
         except RuntimeError as error:
-            self._torn = True
+            self._kept = None
             raise _alone_error(dist.get_rank()) from error
         self._forget()
 
     def require_whole(self) -> None:
-        if self._torn:
+        if self._kept is None:
             raise torn_window_error("the window")
 
     def _reduce_present(self) -> None:
@@ -137,7 +138,6 @@ class Deferred:
     def drop(self) -> None:
         for unit in self._units:
             unit.drop()
-        self._torn = False
         self._forget()
 
     def _forget(self) -> None:
@@ -146,7 +146,7 @@ class Deferred:
         self.note()
 
     def _require_kept(self) -> None:
-        for unit, tensors, versions in self._kept:
+        for unit, tensors, versions in self._kept or ():
             held = unit.held()
             written = versions != _versions(unit)
             if written and (held or not any(self._here(unit))):

@@ -34,17 +34,17 @@ class ShardGroup(Workers):
     def __init__(self, mesh: DeviceMesh, shards: Shards, undivided: bool, deferred: Deferred | None = None) -> None:
         self._mesh, self._shards, self._undivided, self._deferred = mesh, shards, undivided, deferred
         self.strategy = None if deferred is None else partial(DeferredStrategy, deferred=deferred)
-        self.not_own = False
         self.place = int((mesh.mesh.flatten() == dist.get_rank()).int().argmax()), mesh.size()
 
     def join(self, fields: State, sums: Sums, zeros: Callable[[int], Tensor], numbers: Sequence[float], part: int | None = None) -> Joined:
-        if self.not_own:
+        if self.held != "own":
             return Joined(fields, sums, numbers)
         if part is None:
             self._shards.require_reduced()
         factors = [divisor / (1 if self._undivided else self._shards.workers) for divisor in self._shards.divisors()]
         weight, overflow, averages = self._added_up(fields, numbers)
-        self.not_own = any(factor != 1 for factor in factors)
+        if any(factor != 1 for factor in factors):
+            self.hold("of all")
         for total, factor in zip(sums, factors, strict=True):
             multiply([] if total is None else [total], factor)
         # After an update that raised, this may come again. The average of averages changes nothing.
@@ -62,16 +62,16 @@ class ShardGroup(Workers):
     def window_ended(self) -> None:
         self._shards.drop()
         self._shards.note()
-        self.not_own = False
+        super().window_ended()
 
     def part_ended(self) -> None:
-        self.not_own = False
+        self.hold("own")
 
     def require_parameters(self, parameters: Sequence[Tensor]) -> None:
         self._shards.add(parameters, waiting=self._deferred is not None)
 
     def require_own_sum(self, call: str) -> None:
-        if self.not_own:
+        if self.held != "own":
             fix = "Call opt.flush() on every worker to make the update that is due, or opt.discard() on every worker."
             found = "a window that is multiplied by the workers already, whose update raised"
             raise explain(UsageError, call, expected="to be called before the window's end", found=found, fix=fix)

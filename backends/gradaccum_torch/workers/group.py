@@ -49,11 +49,10 @@ class WorkerGroup(Workers):
         self._riders: dict[int | None, list[int]] = {}
         """By part, the positions of the sums that rode with the numbers in the last window: the same on all workers, as each end is
         collective."""
-        self._hold("own")
 
     @property
     def joined(self) -> bool:
-        return self._held == "of all"
+        return self.held == "of all"
 
     def join(
         self, fields: kit.State, sums: Sums, zeros: Callable[[int], Tensor], numbers: Sequence[float], part: int | None = None
@@ -67,18 +66,18 @@ class WorkerGroup(Workers):
         self.require_own_sum("the end of a window")
         if self._workers == 1:
             self._all_flush = self._flushing
-            self._hold("of all" if fields.micro_step else "own")
+            self.hold("of all" if fields.micro_step else "own")
             return Joined(fields, sums, numbers)
         try:
             added, whole, packed = self._added_up(fields, sums, zeros, numbers, part)
         except UsageError:  # Raised on every worker, before any sum has changed.
             raise
         except RuntimeError as error:
-            if self._held != "torn":
-                self._hold("kept")
+            if self.held != "torn":
+                self.hold("kept")
             raise kit.missing_worker_error(fields, self._rank, _REGROUP) from error
         self._all_flush = added.flushes == self._workers
-        self._hold("of all" if added.is_open else "own")
+        self.hold("of all" if added.is_open else "own")
         return Joined(kit.joined(fields, added.weight, added.overflow), whole, added.others, packed)
 
     def flush(self, close: Callable[[], None], between: Callable[[], None], is_open: bool) -> None:
@@ -91,15 +90,12 @@ class WorkerGroup(Workers):
         finally:
             self._flushing = False
 
-    def window_ended(self) -> None:
-        self._hold("own")
-
     def require_own_sum(self, call: str) -> None:
         if self.joined:
             raise kit.update_due_error(call)
-        if self._held == "torn":
+        if self.held == "torn":
             raise kit.torn_window_error(call)
-        if self._held == "kept" and call != "state_dict()":
+        if self.held == "kept" and call != "state_dict()":
             expected, found = "a whole group of workers", "one whose reduction failed; this worker's part of the window is whole"
             raise kit.explain(UsageError, call, expected=expected, found=found, fix=f"{_REGROUP} Or call opt.discard() on every worker.")
 
@@ -117,7 +113,7 @@ class WorkerGroup(Workers):
     def leave(self) -> Held:
         if self.joined:
             raise kit.update_due_error("regroup()")
-        return self._held if self.stages is None else super().leave()
+        return self.held if self.stages is None else super().leave()
 
     @torch.no_grad()
     def catch_up(self, closed: int, has_own: bool, state: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
@@ -138,9 +134,6 @@ class WorkerGroup(Workers):
         for parameter in (each for group in self._optimizer.param_groups for each in group["params"]):
             dist.broadcast(parameter, source, group=self.group)
         return sent[0] if closed < most else None
-
-    def _hold(self, held: Held) -> None:
-        self._held, self.not_own = held, held != "own"
 
     def _added_up(
         self, fields: kit.State, sums: Sums, zeros: Callable[[int], Tensor], others: Sequence[float], part: int | None
@@ -167,13 +160,12 @@ class WorkerGroup(Workers):
             if (found := riders(whole, self._device)) == guess:
                 break
             guess = self._riders[part] = found
-        left = {}
-        if not (all_rode := len(guess) == sum(present)):
+        rode, all_rode = set(guess), len(guess) == sum(present)
+        if not all_rode:
             self._require_equal_copies([total for total, count in zip(whole, numbers.holders, strict=True) if count == self._workers])
-            rode = set(guess)
-            left = {at: each for at, each in enumerate(whole) if at not in rode and each is not None and not names.is_sharded(each)}
+        left = {at: each for at, each in enumerate(whole) if at not in rode and each is not None and not names.is_sharded(each)}
         if not (apart := sum(total.nbytes for total in left.values()) <= APART_BYTES):
-            self._hold("torn")
+            self.hold("torn")
         added = all_reduce(list(left.values()), self.group, apart) if left else list
         if numbers.is_open and self._module is not None and part is None:
             names.send_buffers(self._module)

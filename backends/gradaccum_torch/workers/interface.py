@@ -60,8 +60,8 @@ class Workers(ABC):
 
     several: bool
     """There are others, so that a window's end must `join` them."""
-    not_own = False
-    """The open window's sum is not this worker's own; see `require_own_sum`."""
+    held: Held = "own"
+    """The sum that the open window holds; see `require_own_sum`."""
     place: tuple[int, int] | None = None
     """The rank of this worker and their number, which its part of a saved sum belongs to; None: any worker can load any part."""
     group: dist.ProcessGroup | None = None
@@ -95,8 +95,12 @@ class Workers(ABC):
         if is_open:
             close()
 
-    def window_ended(self) -> None:  # noqa: B027
+    def hold(self, held: Held) -> None:
+        self.held = held
+
+    def window_ended(self) -> None:
         """Begin the next window, with this worker's own sum."""
+        self.hold("own")
 
     def part_ended(self) -> None:
         """Go on with this worker's own sum of the parts to come."""
