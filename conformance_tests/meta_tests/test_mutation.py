@@ -56,7 +56,7 @@ def test_statement_of_a_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("name", ["core"])
+@pytest.mark.parametrize("name", ["core", "jax"])
 def test_small_changes_are_noticed(name: str, tmp_path: Path) -> None:
     pytest.importorskip("coverage")
     pytest.importorskip({"core": "numpy"}.get(name, name))
