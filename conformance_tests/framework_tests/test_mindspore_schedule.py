@@ -56,11 +56,11 @@ def test_schedule_of_a_function(mode, steps):
 
 
 @pytest.mark.parametrize("mode", ["jit", "graph"])
-@pytest.mark.parametrize("steps", [half_a_tensor, half_a_constant])
+@pytest.mark.parametrize("steps", [half_a_tensor, half_a_constant, gradaccum.until_weight(half_a_constant)])
 def test_compiled_schedule_returns_an_integer(mode, steps):
     """Any other result raises at compilation."""
     optimizer, call, _ = driver(mode, steps)
-    with pytest.raises(gradaccum.ArgumentTypeError, match=r"steps.*an int >= 1"):
+    with pytest.raises(gradaccum.ArgumentTypeError, match=r"(steps|until_weight).*an int >= 1"):
         call(1.0)
     assert optimizer.result.micro_step == 0
 
