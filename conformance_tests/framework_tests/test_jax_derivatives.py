@@ -55,11 +55,6 @@ def test_derivative_by_weight(mode: Any, weight: float, on_overflow: str) -> Non
     assert abs(found) > 1
 
 
-def test_zero_weight_ignores_a_nan() -> None:
-    loss = jax.jit(lambda factor: train((factor, 1.0), (0.0, 2.0)))
-    assert loss(jnp.nan) == loss(0.0)
-
-
 def test_dropped_weight_has_no_derivative() -> None:
     """The weight of a micro-batch that was dropped changes nothing."""
     found = jax.jit(jax.grad(lambda weight: train((jnp.inf, 1.0), (weight, 2.0), on_overflow="drop_micro_batch")))(1.5)

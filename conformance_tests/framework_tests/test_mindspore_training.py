@@ -62,9 +62,6 @@ def test_lamb_has_no_cpu_kernel():
 ROWS = np.random.RandomState(0).randn(8, 3).astype(np.float32) + 5
 
 
-BOTH = ["pynative", "graph"]
-
-
 class Clipping(TrainOneStepCell):
     """A user's step: it counts its calls, and clips each micro-batch."""
 
@@ -79,7 +76,7 @@ class Clipping(TrainOneStepCell):
         return ops.depend(loss, self.optimizer(gradients, weight, loss))
 
 
-@pytest.mark.parametrize("mode", BOTH)
+@pytest.mark.parametrize("mode", MODES)
 def test_construct_of_a_subclass_runs(mode):
     set_mode(mode)
     net = nn.Dense(3, 1, weight_init="ones", has_bias=False)
@@ -99,7 +96,7 @@ class Normed(nn.Cell):
         return self.last(self.norm(x))
 
 
-@pytest.mark.parametrize("mode", BOTH)
+@pytest.mark.parametrize("mode", MODES)
 def test_frozen_layer_stays_frozen(mode):
     """Its statistics do not move, and it normalizes by them: as in MindSpore's own cell, after an evaluation too."""
     set_mode(mode)
@@ -118,7 +115,7 @@ def test_frozen_layer_stays_frozen(mode):
     np.testing.assert_allclose(losses, wanted * 2, rtol=1e-4)
 
 
-@pytest.mark.parametrize("mode", BOTH)
+@pytest.mark.parametrize("mode", MODES)
 def test_losses_of_items_are_no_mean(mode):
     """MindSpore differentiates their sum: a mean of sums would be a fraction of the large batch's."""
     set_mode(mode)

@@ -123,15 +123,9 @@ def test_readme_gets_table_and_plot(tmp_path: Path) -> None:
     assert "| 4 x <256>^2 | 1.5 ms | **0.50** | 0.45 to 0.55 |" in text
     assert "0.25" not in text, "a point of a line is no row of the table"
     assert (tmp_path / PLOT).read_bytes().startswith(PNG)
-
-
-def test_readme_keeps_unmeasured_tables(tmp_path: Path) -> None:
-    readme = tmp_path / "benchmarks" / "README.md"
-    readme.parent.mkdir()
-    readme.write_text("<!-- benchmarks: begin -->\nold\n<!-- benchmarks: end -->\n", encoding="utf-8")
     with pytest.raises(ValueError, match="cases"):
         write_readme([Answers("jax_streaming", [])], tmp_path)
-    assert "old" in readme.read_text(encoding="utf-8")
+    assert readme.read_text(encoding="utf-8") == text, "what was not measured again stays"
 
 
 @pytest.mark.parametrize(("milliseconds", "text"), [(0.0034, "3.4 us"), (1.0, "1 ms"), (12.345, "12.3 ms"), (1500.0, "1.5 s")])
@@ -233,6 +227,14 @@ def test_known_network_loss_and_accuracy() -> None:
     assert loss == pytest.approx(np.log(10))
 
 
+def measured_alone(code: str) -> Any:
+    """What `code` calls ``found``, in a process of its own."""
+    code += "; import json; print(json.dumps(found))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 def learned(framework: str) -> list[dict[str, Any]]:
     """The curves of accuracy, and how far each contestant ends from the large batch."""
     found = curves(framework, import_module(FRAMEWORKS[framework]).runs(), digits.load(), EPOCHS, seeds=1)
@@ -244,10 +246,7 @@ def learned(framework: str) -> list[dict[str, Any]]:
 def test_only_gradaccum_matches_large_batch(framework: str) -> None:
     """Every contestant learns. In a process of its own, as a benchmark runs: MindSpore's compiler remembers other tests' graphs."""
     pytest.importorskip(framework.lower())
-    code = f"import json; from conformance_tests.meta_tests.test_benchmarks import learned; print(json.dumps(learned({framework!r})))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = measured_alone(f"from conformance_tests.meta_tests.test_benchmarks import learned; found = learned({framework!r})")
     assert all(curve["ys"][0] < 0.4 < LEARNED < curve["ys"][-1] for curve in found)
     assert [curve["xs"] for curve in found] == [[0.0, 23.0, 46.0]] * len(found)
     far = {curve["contestant"]: curve["distance"] for curve in found}
@@ -280,13 +279,11 @@ def number(cell: str) -> float | None:
 def rows_measured(framework: str) -> list[Row]:
     """The same rows from a process of its own: JAX's float64 is of the whole process."""
     code = (
-        "import json; from importlib import import_module; from benchmarks.questions.everyday import FRAMEWORKS, distances; "
-        f"found = distances({framework!r}, import_module(FRAMEWORKS[{framework!r}]).loops()); "
-        "print(json.dumps([[each.name, each.contestant, list(each.distances.values()), each.told] for each in found]))"
+        "from importlib import import_module; from benchmarks.questions.everyday import FRAMEWORKS, distances; "
+        f"each = distances({framework!r}, import_module(FRAMEWORKS[{framework!r}]).loops()); "
+        "found = [[one.name, one.contestant, list(one.distances.values()), one.told] for one in each]"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [Row(name, loop, tuple(ends), told) for name, loop, ends, told in json.loads(done.stdout.splitlines()[-1])]
+    return [Row(name, loop, tuple(ends), told) for name, loop, ends, told in measured_alone(code)]
 
 
 def require_as_measured(page: list[Row], measured: list[Row]) -> None:
