@@ -88,8 +88,14 @@ def test_flush_and_discard_inside_jit():
         optimizer(second)
         return optimizer.flush()
 
+    @ms.jit
+    def flush(x):
+        return optimizer.flush()
+
     assert two(ones(np.nan, np.nan), ones(2.0, 4.0))
     assert values(optimizer) == [-1.0, -3.0]
+    assert not flush(Tensor(0.0)), "nothing is left"
+    assert optimizer.storage.skipped_windows.item() == 0
 
 
 def test_bad_weights_and_options_raise():

@@ -41,6 +41,7 @@ def test_what_does_not_run_is_left_alone(line: str) -> None:
 def test_every_mutant_is_python(package) -> None:
     every = mutants_of(package)
     assert len(every) > 500
+    assert not [test for test in package.tests if not (ROOT / "conformance_tests" / test.partition("::")[0]).exists()]
     for mutant in every[::29]:
         ast.parse(mutant.mutation.apply((ROOT / mutant.file).read_text(encoding="utf-8")))
     drawn = sample(package, 20, 0)

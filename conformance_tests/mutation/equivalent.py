@@ -169,6 +169,7 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         "backends/gradaccum_mindspore/window/compiled.py",
         "never, dropped = state[MICRO_STEP] < 1, (finite == False).astype(self.float_dtype)  # noqa: E712",
     ): "the micro-batch was counted",
+    ("backends/gradaccum_mindspore/window/state.py", "return UntilWeight(-code) if (code <= 0) else code"): "an open window has a size",
     (
         "backends/gradaccum_mindspore/window/state.py",
         "asked, schedule = (UntilWeight(size), UntilWeight(1)) if until_weight else (size, 2)",

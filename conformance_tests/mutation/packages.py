@@ -55,7 +55,7 @@ CORE = Package(
 
 BESIDE = ("coupled", "large_batch", "one_call", "verify", "workers")
 """Of the suite: what is not about the window."""
-TOPICS = ("counts", "everyday", "loop", "misuse", "masters", "half_precision", "loss_scale", "checkpoint")
+TOPICS = ("counts", "everyday", "misuse", "masters", "half_precision", "loss_scale", "checkpoint")
 """Of the tests that one framework alone has: those of the window, in every adapter."""
 
 
@@ -76,7 +76,7 @@ TORCH = _adapter(
     "torch",
     ("window", "sums"),
     (
-        *("watch", "tampering", "hostile_autograd", "second_order", "separate_sums", "changed_parameters", "fused", "gradients"),
+        *("loop", "watch", "tampering", "hostile_autograd", "second_order", "separate_sums", "changed_parameters", "fused", "gradients"),
         *("window_loss", "weigh", "scheduler", "watching", "static_memory", "interrupted", "mirror", "turns"),
     ),
 )
@@ -85,7 +85,10 @@ TORCH = TORCH._replace(tests=(*TORCH.tests, "framework_tests/test_torch_layered.
 JAX = _adapter(
     "jax",
     ("window", "sums.py"),
-    ("knowledge", "leaves", "norm", "program", "modes", "schedule", "sharding", "ensemble", "derivatives", "multisteps", "watching"),
+    (
+        *("loop", "knowledge", "leaves", "norm", "program", "modes", "schedule", "sharding", "ensemble", "derivatives", "multisteps"),
+        "watching",
+    ),
 )
 MINDSPORE = _adapter(
     "mindspore",

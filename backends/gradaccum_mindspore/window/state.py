@@ -52,7 +52,7 @@ def sizes_of(steps: Schedule) -> Sizes | None:
 
 
 def size_of_code(code: int) -> Schedule:
-    return UntilWeight(-code) if code < 0 else code or None
+    return UntilWeight(-code) if code < 0 else code
 
 
 def with_known_size(options: Options, optimizer_step: int) -> Options:
