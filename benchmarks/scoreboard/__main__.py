@@ -12,11 +12,12 @@ from datetime import date
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.request import urlretrieve
 
 import typer
 from rich.console import Console
 
-from benchmarks.scoreboard.rows import BY_UV, CAUSES, ENVIRONMENTS, NOT_RUN, ROWS, Row
+from benchmarks.scoreboard.rows import BY_UV, CAUSES, ENVIRONMENTS, PYTHONS, ROWS, SCRIPTS, SOURCES, Row
 from conformance_tests.matrix import ROOT, python_in, run
 
 RESULTS = Path(__file__).parent / "results.json"
@@ -58,16 +59,19 @@ def environment(name: str, folder: Path) -> Path:
 
     Raises:
         RuntimeError: pip failed.
+        OSError: a script could not be fetched.
     """
     python = folder / "bin" / "python"
     if not python.exists():
-        python = python_in(folder, "3.11")
+        python = python_in(folder, PYTHONS.get(name, "3.11"))
         pip = [str(python), "-m", "pip", "install", "-q"]
         uv = [str(folder / "bin" / "uv"), "pip", "install", "-q", "--python", str(python)]
         for command in [[*pip, "uv"], [*uv, *ENVIRONMENTS[name]]] if name in BY_UV else [[*pip, *ENVIRONMENTS[name]]]:
             passed, output = run([*command, f"-e{ROOT}", "numpy"], folder)
             if not passed:
                 raise RuntimeError("\n".join(output[-30:]))
+        if name in SCRIPTS:
+            urlretrieve(SCRIPTS[name], folder / SCRIPTS[name].rpartition("/")[2])
     return python
 
 
@@ -77,6 +81,9 @@ def table(results: dict[str, Result]) -> str:
     for row in ROWS:
         found = results[row.place]
         version = f"{row.package} {found['versions'][row.package]}"
+        if row.package in SOURCES:
+            repository, commit = SOURCES[row.package]
+            version += f" ([{commit[:7]}](https://github.com/{repository}/tree/{commit}))"
         cause = f"{row.cause}{', documented' if row.documented else ''}"
         reported = ", ".join(f"[#{each.split('#')[1]}](https://github.com/{each.replace('#', '/issues/')})" for each in row.reported)
         lines.append(f"|{version}|{row.trains}|{verdict(found)}|{cause}|{reported}|{found['verify']}|")
@@ -87,7 +94,7 @@ def table(results: dict[str, Result]) -> str:
         "",
         *(f"- *{name}*: {words}." for name, words in CAUSES.items()),
     ]
-    return "\n".join([*lines, "", "Not run:", "", *(f"- {name}: {why}." for name, why in NOT_RUN.items())])
+    return "\n".join(lines)
 
 
 def verdict(result: Result) -> str:

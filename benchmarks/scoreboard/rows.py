@@ -5,30 +5,53 @@ from __future__ import annotations
 from typing import NamedTuple
 
 TORCH = "torch==2.13.0"
+SOURCES = {
+    "timm": ("huggingface/pytorch-image-models", "aa4b5850c1543fa488abf260f18390eda46cf85d"),
+    "maxtext": ("AI-Hypercomputer/maxtext", "e591f30cbbf217ed67ef71263ec0538239f9c3b8"),
+}
+"""By package, the repository and the commit that what no wheel has is taken from."""
+MAXTEXT = (
+    "maxtext @ https://github.com/{}/archive/{}.tar.gz".format(*SOURCES["maxtext"]),
+    *("jax", "flax", "optax", "absl-py", "aqtp", "chex", "drjax", "grain", "jinja2", "jaxtyping", "ml-collections", "omegaconf"),
+    *("orbax-checkpoint", "pathwaysutils", "pillow", "pydantic", "qwix", "sentencepiece", "sympy", "tensorboardx"),
+    *("tokamax", "transformers"),
+)
+"""With what its training imports: the package itself names no dependency."""
 ENVIRONMENTS = {
     "huggingface": (TORCH, "transformers[torch]", "trl", "sentence-transformers"),
     "lightning": (TORCH, "lightning", "open_clip_torch"),
     "keras": (TORCH, "keras"),
     "torchtune": (TORCH, "torchtune", "torchao==0.9.0"),
-    "jax": ("jax", "optax"),
+    "jax": ("jax", "optax", "flax"),
     "mindspore": ("mindspore==2.10.0", "mindcv", "numpy<2"),
     "levanter": ("levanter>=1.2.dev0", "jax==0.7.1", "gitpython", "chex"),
+    "timm": (TORCH, "timm"),
+    "swift": (TORCH, "ms-swift"),
+    "verl": (TORCH, "verl"),
+    "maxtext": MAXTEXT,
 }
 """What is installed, of a package without a version the newest release."""
-BY_UV = ("levanter",)
+SCRIPTS = {"timm": "https://raw.githubusercontent.com/{}/{}/train.py".format(*SOURCES["timm"])}
+"""By environment, a file that is put into it."""
+PYTHONS = {"maxtext": "3.12"}
+"""By environment, its Python; 3.11 otherwise."""
+BY_UV = ("levanter", "maxtext")
 """The environments whose packages pip takes too long to choose. uv would bring torch's wheels for GPUs into the others."""
 
 MEANS, WINDOW, CARRIED, UNDIVIDED = "mean of means", "short window", "carried over", "not divided"
 COUPLED, REPEATED, COUNTED, CLIPPED = "coupled", "repeated term", "other count", "clipped early"
+EARLY, WEAKENED = "early update", "weakened term"
 CAUSES = {
     MEANS: "micro-batches weigh the same, however many items they have",
     WINDOW: "the epoch's last window, of fewer micro-batches, is divided by the full number",
     CARRIED: "the next epoch completes it",
-    UNDIVIDED: "the Trainer leaves the division to the model, which does not divide",
+    UNDIVIDED: "the loop leaves the window's division to the loss, which divides by its micro-batch",
     COUPLED: "pairs meet only their micro-batch's negatives",
     REPEATED: "the scale's gradient is added once per micro-batch",
     COUNTED: "each item's first label is counted, which nothing predicts",
     CLIPPED: "micro-batches are clipped, not their sum",
+    EARLY: "the epoch's last window, of three micro-batches, is applied after two and again after three (compared here)",
+    WEAKENED: "a second loss, a mean already, is divided by the number of tokens too",
 }
 
 
@@ -70,6 +93,16 @@ ROWS = (
     Row("open_clip_torch", "`--accum-freq`", "open_clip_rows.accum_freq", "lightning", REPEATED, ("mlfoundations/open_clip#957",)),
     Row("torchtune", "recipe with prompts, ragged tokens", "torchtune_rows.with_prompt", "torchtune"),
     Row("torchtune", "recipe without prompts, ragged tokens", "torchtune_rows.without_prompt", "torchtune", COUNTED),
+    Row("ms-swift", "SFT, ragged tokens", "swift_rows.sft", "swift"),
+    Row("ms-swift", "SFT, label smoothing", "swift_rows.smoothed_sft", "swift", UNDIVIDED),
+    Row("ms-swift", "DPO, short batch", "swift_rows.dpo_short_batch", "swift", MEANS),
+    Row("ms-swift", "DPO, short window", "swift_rows.dpo_short_window", "swift", WINDOW),
+    Row("verl", "SFT, ragged tokens", "verl_rows.sft", "verl"),
+    Row("verl", "PPO, ragged responses", "verl_rows.token_mean", "verl"),
+    Row("verl", "PPO, `seq-mean-token-mean`", "verl_rows.sequence_mean", "verl"),
+    Row("verl", "GMPO", "verl_rows.geometric_mean", "verl", UNDIVIDED, ("verl-project/verl#7913",)),
+    Row("timm", "`train.py`, window of two", "timm_rows.window_of_two", "timm"),
+    Row("timm", "`train.py`, window of three", "timm_rows.window_of_three", "timm", EARLY),
     Row("keras", "short batch", "keras_rows.short_batch", "keras", MEANS, ("keras-team/keras#20241",)),
     Row("keras", "short window", "keras_rows.short_window", "keras", CARRIED),
     Row("optax", "`MultiSteps`, ragged tokens", "optax_rows.multisteps_ragged", "jax", MEANS),
@@ -77,14 +110,13 @@ ROWS = (
     Row("optax", "`microbatch` of means, ragged tokens", "optax_rows.microbatch_mean", "jax", MEANS),
     Row("optax", "`microbatch` of sums, ragged tokens", "optax_rows.microbatch_sum", "jax"),
     Row("levanter", "`microbatched`, ragged mask", "levanter_rows.masked", "levanter", MEANS, ("marin-community/levanter#842",)),
+    Row("maxtext", "causal LM, ragged tokens", "maxtext_rows.causal_lm", "maxtext"),
+    Row("maxtext", "mixture of experts, balanced", "maxtext_rows.experts", "maxtext", WEAKENED),
+    Row("maxtext", "multi-token prediction", "maxtext_rows.token_after_next", "maxtext", WEAKENED, ("AI-Hypercomputer/maxtext#3311",)),
+    Row("flax", "cookbook's `MultiSteps`, ragged tokens", "flax_rows.cookbook", "jax", MEANS),
     Row("mindcv", "`TrainStep`, short batch", "mindspore_rows.mindcv_short_batch", "mindspore", MEANS),
     Row("mindcv", "`TrainStep`, short window", "mindspore_rows.mindcv_short_window", "mindspore", CARRIED),
     Row("mindcv", "`TrainStep`, `clip_grad`", "mindspore_rows.mindcv_clipped", "mindspore", CLIPPED),
     Row("mindspore", "tutorial, short batch", "mindspore_rows.tutorial_short_batch", "mindspore", MEANS),
     Row("mindspore", "tutorial, short window", "mindspore_rows.tutorial_short_window", "mindspore", CARRIED),
 )
-NOT_RUN = {
-    "timm, flax": "their loops are scripts outside the wheels",
-    "MaxText, verl, ms-swift": "not tried",
-}
-"""By packages, why there is no row."""

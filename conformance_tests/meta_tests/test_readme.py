@@ -70,9 +70,9 @@ def test_code_needs_no_scrolling(page: str) -> None:
 
 
 def test_pages_are_short() -> None:
-    """The words of the front page; and of all pages without their code: 450 of them are the scoreboard's."""
+    """The words of the front page; and of all pages without their code: 550 of them are the scoreboard's."""
     words = {page: len(re.sub(r"```.*?```", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.DOTALL).split()) for page in PAGES}
-    assert sum(words.values()) <= 16_540, words
+    assert sum(words.values()) <= 16_680, words
     assert len(README.split()) <= 1_500
 
 

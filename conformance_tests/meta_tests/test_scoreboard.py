@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.scoreboard.__main__ import PAGE, RESULTS, as_recorded, table, verdict
 from benchmarks.scoreboard.measuring import Gradients, compared
-from benchmarks.scoreboard.rows import CAUSES, ENVIRONMENTS, NOT_RUN, ROWS, Row
+from benchmarks.scoreboard.rows import CAUSES, ENVIRONMENTS, PYTHONS, ROWS, SCRIPTS, SOURCES, Row
 
 MEASURED = json.loads(RESULTS.read_text(encoding="utf-8"))
 
@@ -38,7 +38,11 @@ def test_rows_are_functions_with_known_environments_and_causes() -> None:
         assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
         assert row.environment in ENVIRONMENTS
     assert {row.cause for row in ROWS} - {""} == CAUSES.keys()
-    assert not {row.package for row in ROWS} & {name.lower() for names in NOT_RUN for name in names.split(", ")}
+    assert {row.environment for row in ROWS} == ENVIRONMENTS.keys() >= PYTHONS.keys() | SCRIPTS.keys()
+    for package, (repository, commit) in SOURCES.items():
+        taken = [text for text in (*ENVIRONMENTS[package], SCRIPTS.get(package, "")) if f"{repository}/" in text]
+        assert taken
+        assert all(f"/{commit}" in text for text in taken)
 
 
 def test_distance_of_two_gradients() -> None:
