@@ -158,8 +158,8 @@ def align(gradients: Tree, accumulator: Tree, *, any_float: bool) -> Gradients:
         _refuse_structure(held, given)
     for (name, leaf), (_, gradient) in zip(held, given, strict=True):
         _check_leaf(name, gradient, leaf, any_float)
-    aligned = [gradient for (_, leaf), (_, gradient) in zip(held, given, strict=True) if leaf is not None]
-    return [gradient.copy() if isinstance(gradient, np.ndarray) else gradient for gradient in aligned]
+    pairs = zip(held, given, strict=True)
+    return [own.copy() if isinstance(own, np.ndarray) else own for (_, leaf), (_, own) in pairs if leaf is not None]
 
 
 def _named(tree: Tree) -> tuple[Named, Tree]:
