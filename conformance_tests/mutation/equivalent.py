@@ -66,6 +66,10 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         "backends/gradaccum_torch/sums/arithmetic.py",
         "half, rest = (2.0 ** (exponent // 2 - exponent), 2.0 ** (-(exponent // 2)))",
     ): "the two powers of two are factors of one product, whose square vanishes where a product with one of them is rounded",
+    (
+        "backends/gradaccum_torch/sums/arithmetic.py",
+        "few = len(sizes) <= FEW or (max(sizes) >= SMALL) or sum(sizes) > NORM_BLOCK",
+    ): "both ways to the norm have the same bits, and one takes more calls",
     ("backends/gradaccum_torch/sums/buffers.py", "pass  # untraced(hook)"): "Dynamo may trace the hook, which is slower alone",
     (
         "backends/gradaccum_torch/window/watch.py",

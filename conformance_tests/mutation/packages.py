@@ -80,8 +80,12 @@ TORCH = _adapter(
         *("window_loss", "weigh", "scheduler", "watching", "static_memory", "interrupted", "mirror", "turns"),
     ),
 )
-TORCH = TORCH._replace(tests=(*TORCH.tests, "framework_tests/test_torch_layered.py::test_equals_the_large_batch"))
-"""The window's end in parts is of one test there; the others take longer than all of the window's."""
+TORCH = TORCH._replace(
+    # The window's end in parts is of one test there; the others take longer than all of the window's.
+    tests=(*TORCH.tests, "framework_tests/test_torch_layered.py::test_equals_the_large_batch"),
+    # The first optimizer imports the compiler.
+    imported=("pytest", "torch._dynamo", "hypothesis.strategies"),
+)
 JAX = _adapter(
     "jax",
     ("window", "sums.py"),
