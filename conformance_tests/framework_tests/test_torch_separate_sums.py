@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -397,3 +398,16 @@ def test_no_memory_for_a_copy_leaves_the_window(monkeypatch: pytest.MonkeyPatch)
     for x, y in PARTS[1:]:
         no_clear(model, opt, x, y)
     assert_same(model, large())
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_noise_of_opacus_belongs_to_windows_of_one(steps: int) -> None:
+    """Opacus leaves ``summed_grad`` on each parameter; its own tests need it installed."""
+    model = make_model()
+    for parameter in model.parameters():
+        parameter.summed_grad = torch.zeros_like(parameter)
+    opt = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=1.0), steps=steps, separate_sums=True)
+    mse(model, X, Y).backward()
+    with nullcontext() if steps == 1 else pytest.raises(UsageError, match="BatchMemoryManager"):
+        opt.step()
+    assert opt.result.applied is (steps == 1)
