@@ -82,6 +82,7 @@ def test_raising_pre_hook_leaves_window_open(place: str) -> None:
     with pytest.raises(Failure):
         micro_batches(model, opt)
     handle.remove()
+    assert all(master.grad is None for master in opt.master_weights.values())
     resumed, again = make(place)
     resumed.load_state_dict(model.state_dict())
     again.load_state_dict(copy.deepcopy(opt.state_dict()))
@@ -191,6 +192,22 @@ def test_half_made_backward_can_be_repeated(place: str, by: str, micro_batch: in
         opt.backward(loss(model, index))
         opt.step()
     assert_as_uninterrupted(place, model, opt)
+
+
+def test_raise_in_backward_leaves_what_was_told_before() -> None:
+    """A loss that was scaled before may be differentiated after it."""
+    model, opt = make("in .grad", loss_scale=8.0)
+    scaled = opt.scale(loss(model, 0))
+    handle = model[0].weight.register_hook(failing)
+    with pytest.raises(Failure):
+        opt.backward(loss(model, 1))
+    handle.remove()
+    scaled.backward()
+    opt.step()
+    for index in (1, 2):
+        opt.backward(loss(model, index))
+        opt.step()
+    assert_as_uninterrupted("in .grad", model, opt)
 
 
 def test_early_raise_in_backward_changes_nothing() -> None:

@@ -13,16 +13,20 @@ import gradaccum
 from conformance_tests.framework_tests.torch_model import loss_of, make_model, rows_of
 
 
-def test_second_weight_is_refused() -> None:
+@pytest.mark.parametrize(("weight", "tell"), [(3, {"weight": 3}), (1, {}), (3, None)], ids=["named", "left out", "before a loss"])
+def test_second_weight_is_refused(weight: int, tell: dict[str, int] | None) -> None:
     """A micro-batch has one weight, however many losses it has."""
     model = make_model()
     opt = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.5), steps=2)
-    opt.backward(loss_of(model), weight=3)
-    held = [p.grad.clone() for p in model.parameters()]
+    if tell is None:
+        opt.weigh(weight)
+    else:
+        opt.backward(loss_of(model), **tell)
+    held = [p.grad if p.grad is None else p.grad.clone() for p in model.parameters()]
     for call in (lambda: opt.backward(loss_of(model), weight=4), lambda: opt.weigh(4)):
-        with pytest.raises(gradaccum.UsageError, match="weight: expected 3"):
+        with pytest.raises(gradaccum.UsageError, match=f"weight: expected {weight}"):
             call()
-    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), held, strict=True))
+    assert all(p.grad is g or torch.equal(p.grad, g) for p, g in zip(model.parameters(), held, strict=True))
     opt.step()
     assert opt.result.micro_step == 1
 

@@ -22,25 +22,27 @@ class Newton(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         own = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         self.gradients = [p.grad.detach().clone() for p in own]
-        self.hessians = list(torch.autograd.grad([p.grad for p in own], own, [torch.ones_like(p) for p in own]))
+        curved = [p for p in own if p.grad.requires_grad]
+        self.hessians = list(torch.autograd.grad([p.grad for p in curved], curved, [torch.ones_like(p) for p in curved]))
         with torch.no_grad():
             for p in own:
                 p.add_(0.125)
 
 
 def run(steps: int, rows: torch.Tensor, wrapped: bool, **options: Any) -> tuple[Newton, torch.Tensor]:
-    parameter = nn.Parameter(torch.tensor([1.0, 2.0], dtype=torch.float64))
-    inner = Newton([parameter])
+    """The gradient of the first parameter has a graph, that of the second has none."""
+    parameter, linear = (nn.Parameter(torch.tensor([1.0, 2.0], dtype=torch.float64)) for _ in range(2))
+    inner = Newton([parameter, linear])
     opt: Any = gradaccum.wrap(inner, steps=steps, **options) if wrapped else inner
     for _ in range(2):
         for part in rows.chunk(steps):
-            loss = (parameter**3 * part).sum(1).mean()
+            loss = ((parameter**3 + linear) * part).sum(1).mean()
             if wrapped:
                 opt.backward(loss, create_graph=True)
             else:
                 loss.backward(create_graph=True)
                 if "clip_norm" in options:
-                    nn.utils.clip_grad_norm_([parameter], options["clip_norm"])
+                    nn.utils.clip_grad_norm_([parameter, linear], options["clip_norm"])
             opt.step()
             opt.zero_grad()
     return inner, parameter.detach()

@@ -55,6 +55,14 @@ def windows(model: nn.Module, opt: Any, number: int) -> None:
         opt.zero_grad()
 
 
+def test_gradients_of_a_256th_of_the_memory_stay() -> None:
+    """In them a write is noticed; the others are moved as they arrive."""
+    parameters = [nn.Parameter(torch.ones(size)) for size in (1, 1, 510)]
+    opt = gradaccum.wrap(torch.optim.SGD(parameters, lr=1.0), steps=2, accumulate_dtype="float64")
+    opt.backward(torch.stack([parameter.sum() for parameter in parameters]).sum())
+    assert [parameter.grad is not None for parameter in parameters] == [True, True, False]
+
+
 @by_place
 @pytest.mark.parametrize("after", [0, 2])
 @pytest.mark.parametrize("micro_batch", [0, 2])
