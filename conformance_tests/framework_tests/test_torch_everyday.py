@@ -343,6 +343,17 @@ def test_several_losses_of_a_micro_batch_say_nothing(place: str, passes: Callabl
     assert not said()
 
 
+def test_pass_whose_gradients_are_dropped_is_no_leftover(said: Said) -> None:
+    """Of every two batches the loop leaves out one."""
+    model, opt = make("kept apart", steps=2)
+    for index in range(8):
+        loss_of(model, rows_of(index % 4)).backward()
+        if index % 2:
+            opt.step()
+        opt.zero_grad()
+    assert not said()
+
+
 def test_pass_of_an_accelerator_has_the_users_place() -> None:
     """Torch runs it in a thread of its own, in which no function of the user's is running."""
     x, places = torch.ones(2, requires_grad=True), list[Place]()

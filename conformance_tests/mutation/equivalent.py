@@ -61,6 +61,10 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         "backends/gradaccum_torch/sums/arithmetic.py",
         "FAINT, FAINT_HALF = 2.0**-32, 2.0**-13",
     ): "a loss of 2^-24 by squares that vanish then takes 2^38 elements, a tebibyte",
+    (
+        "backends/gradaccum_torch/sums/arithmetic.py",
+        "for total, part in zip(torch.split(held, size), torch.split(gradient, size), strict=False):",
+    ): "a gradient and its sum have as many elements",
     ("backends/gradaccum_torch/sums/arithmetic.py", "NORM_BLOCK = (2 * 18)"): "shorter blocks are slower, and no less exact",
     (
         "backends/gradaccum_torch/sums/arithmetic.py",
@@ -70,6 +74,7 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         "backends/gradaccum_torch/sums/arithmetic.py",
         "few = len(sizes) <= FEW or (max(sizes) >= SMALL) or sum(sizes) > NORM_BLOCK",
     ): "both ways to the norm have the same bits, and one takes more calls",
+    ("backends/gradaccum_torch/sums/buffers.py", "pass  # self.watch.known = NOTHING_SEEN"): "the window does so after each micro-batch",
     ("backends/gradaccum_torch/sums/buffers.py", "pass  # untraced(hook)"): "Dynamo may trace the hook, which is slower alone",
     (
         "backends/gradaccum_torch/window/watch.py",
