@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import gradaccum
+import gradaccum_torch
 from gradaccum import UsageError
 
 from .torch_model import MAKERS, large_batch_step, loss_of, make_model, rows_of
@@ -39,6 +40,22 @@ def test_usual_loop_equals_large_batch(name: str, order: str, set_to_none: bool)
             assert torch.equal(p.grad, torch.zeros_like(p))
         else:
             assert p.grad is None
+
+
+def test_zeros_that_were_freed_are_forgotten() -> None:
+    """A call that raised has put them back, and no micro-batch is under way."""
+    model = make_separate_model()
+    opt = wrapped(model, steps=None, separate_sums=False)
+    mse(model, X, Y).backward()
+    opt.zero_grad(set_to_none=False)
+    with pytest.raises(ZeroDivisionError):
+        gradaccum_torch.backward(lambda *_: 1 // 0, X, Y, steps=4, optimizer=opt)
+    opt.zero_grad()
+    for x, y in PARTS:
+        mse(model, x, y).backward()
+        opt.step()
+    opt.flush()
+    assert_same(model, large())
 
 
 def test_wrapper_shares_groups_and_state() -> None:

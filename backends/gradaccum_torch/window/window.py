@@ -129,7 +129,8 @@ class Window:
         return self.strategy.watch.known
 
     def _tell(self, weight: float, given: Given, *losses: Told, weighed: bool = False) -> None:
-        self.strategy.watch.learn(self._known.told(weight, given, *losses, weighed=weighed))
+        watch = self.strategy.watch
+        watch.learn(watch.known.told(weight, given, *losses, weighed=weighed))
 
     def weigh(self, weight: float) -> None:
         self._tell(weight, Given.NOT, weighed=True)
@@ -142,8 +143,8 @@ class Window:
 
     def backward(self, loss: Tensor, given: float | None, arguments: Mapping[str, Any]) -> None:
         """Differentiate `loss`, shape ``()``, times weight and loss scale; with weight 0 only if other workers wait."""
-        losses, weight = tuple[Told, ...](), self._weight(given)
-        self._known.told(weight, Given.TO_BACKWARD)  # Refuses another weight before the pass.
+        watch, losses, weight = self.strategy.watch, tuple[Told, ...](), self._weight(given)
+        watch.known.told(weight, Given.TO_BACKWARD)  # Refuses another weight before the pass.
         if weight:
             self._differentiate(loss, weight, arguments)
             gradient = arguments.get("gradient")
@@ -153,7 +154,7 @@ class Window:
                 self._differentiate(checks.require_graph(loss), weight, arguments)
         elif self.workers.group is not None:
             checks.require_no_collective(loss)
-        self._tell(weight, Given.TO_BACKWARD, *losses, weighed=given is not None)
+        watch.learn(watch.known.told(weight, Given.TO_BACKWARD, *losses, weighed=given is not None))
 
     def begin_weightless(self) -> None:
         """Prepare for a loss, scaled already, that adds no weight."""

@@ -336,6 +336,18 @@ MUTANTS = (
         OWN + "test_torch_weigh.py::test_item_mean_asks_for_a_weight_of_every_loop",
     ),
     Mutant(
+        "remember_zeros_that_were_freed",
+        "self.watch.known is not NOTHING_SEEN or self.watch.holds:",
+        "self.watch.known is not NOTHING_SEEN:",
+        OWN + "test_torch_loop.py::test_zeros_that_were_freed_are_forgotten",
+    ),
+    Mutant(
+        "take_all_new_gradients_for_ones_own",
+        "gradient is watched.gradient and not owns_memory(gradient):",
+        "gradient is watched.gradient and False:",
+        OWN + "test_torch_static_memory.py",
+    ),
+    Mutant(
         "forget_a_weight_at_zero_grad",
         "self.watch.reset(self.watch.known.cleared())",
         "self.watch.reset()",
