@@ -57,7 +57,7 @@ def test_statement_of_a_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("name", ["core", "jax"])
+@pytest.mark.parametrize("name", ["core", "jax", "mindspore"])
 def test_small_changes_are_noticed(name: str, tmp_path: Path) -> None:
     pytest.importorskip("coverage")
     pytest.importorskip({"core": "numpy"}.get(name, name))

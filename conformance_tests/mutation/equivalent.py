@@ -179,10 +179,15 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         "never, dropped = state[MICRO_STEP] < 1, (finite == False).astype(self.float_dtype)  # noqa: E712",
     ): "the micro-batch was counted",
     ("backends/gradaccum_mindspore/window/state.py", "return UntilWeight(-code) if (code <= 0) else code"): "an open window has a size",
+    ("backends/gradaccum_mindspore/window/state.py", "return UntilWeight(-code) if code < 1 else code"): "an open window has a size",
     (
         "backends/gradaccum_mindspore/window/state.py",
         "asked, schedule = (UntilWeight(size), UntilWeight(1)) if until_weight else (size, 2)",
     ): "any number says that the schedule is no weight's",
+    (
+        "backends/gradaccum_mindspore/window/compiled.py",
+        "return (optimizer_step, micro_step, skipped, weight, overflow, loss_scale, tracker)",
+    ): "no decision reads the counters",
     ("backends/gradaccum_mindspore/window/pynative.py", "if (norm < FLOAT16_MAX * divides):"): "at the limit the elements tell the same",
     (
         "backends/gradaccum_mindspore/window/pynative.py",

@@ -97,6 +97,6 @@ JAX = _adapter(
 MINDSPORE = _adapter(
     "mindspore",
     ("window", "sums.py"),
-    ("calls", "knowledge", "packed", "schedule", "training_cell", "interrupted"),
+    ("calls", "knowledge", "packed", "schedule", "training_cell", "host_training", "interrupted"),
 )
 PACKAGES = {"core": CORE, "torch": TORCH, "jax": JAX, "mindspore": MINDSPORE}
