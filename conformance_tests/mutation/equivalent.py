@@ -74,7 +74,6 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         "backends/gradaccum_torch/sums/arithmetic.py",
         "few = len(sizes) <= FEW or (max(sizes) >= SMALL) or sum(sizes) > NORM_BLOCK",
     ): "both ways to the norm have the same bits, and one takes more calls",
-    ("backends/gradaccum_torch/sums/buffers.py", "pass  # self.watch.known = NOTHING_SEEN"): "the window does so after each micro-batch",
     ("backends/gradaccum_torch/sums/buffers.py", "pass  # untraced(hook)"): "Dynamo may trace the hook, which is slower alone",
     (
         "backends/gradaccum_torch/window/watch.py",
