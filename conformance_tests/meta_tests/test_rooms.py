@@ -77,6 +77,7 @@ TOPICS = {
     "large_batch_counts": {TORCH, MINDSPORE},
     "interrupted": {TORCH, MINDSPORE},
     "knowledge": {JAX, MINDSPORE},
+    "hostile_autograd": {TORCH, MINDSPORE},
     "layered": ALL,
     "schedule": {JAX, MINDSPORE},
     "sharded_cross_entropy": ALL,

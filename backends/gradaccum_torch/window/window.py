@@ -154,7 +154,7 @@ class Window:
                 self._differentiate(checks.require_graph(loss), weight, arguments)
         elif self.workers.group is not None:
             checks.require_no_collective(loss)
-        watch.learn(watch.known.told(weight, Given.TO_BACKWARD, *losses, weighed=given is not None))
+        watch.known = watch.known.told(weight, Given.TO_BACKWARD, *losses, weighed=given is not None)
 
     def begin_weightless(self) -> None:
         """Prepare for a loss, scaled already, that adds no weight."""
@@ -223,7 +223,7 @@ class Window:
         if self._scaler is not None:
             self._scaler.count(first=first)
         self._fields = kit.at_rest(kit.accumulate(fields, weight, finite, kit.select), float64_weight=self._plan.float64_weight)
-        watch.learn(NOTHING_SEEN)
+        watch.known = NOTHING_SEEN
         if self.update.progress is not Progress.NOT_BEGUN:
             self.update.forget()
         if not finite or any(self._last[:3]):
