@@ -41,8 +41,8 @@ def loss(model: nn.Module, index: int) -> torch.Tensor:
         return loss_of(model, rows_of(index))
 
 
-def micro_batches(model: nn.Module, opt: Any, number: int = 3) -> None:
-    for index in range(number):
+def micro_batches(model: nn.Module, opt: Any, number: int = 3, *, first: int = 0) -> None:
+    for index in range(first, number):
         opt.backward(loss(model, index))
         opt.step()
 
@@ -204,9 +204,7 @@ def test_raise_in_backward_leaves_what_was_told_before() -> None:
     handle.remove()
     scaled.backward()
     opt.step()
-    for index in (1, 2):
-        opt.backward(loss(model, index))
-        opt.step()
+    micro_batches(model, opt, first=1)
     assert_as_uninterrupted("in .grad", model, opt)
 
 
@@ -220,9 +218,7 @@ def test_early_raise_in_backward_changes_nothing() -> None:
         opt.backward(loss(model, 1))
     handle.remove()
     bias.remove()
-    for index in (1, 2):
-        opt.backward(loss(model, index))
-        opt.step()
+    micro_batches(model, opt, first=1)
     assert_as_uninterrupted("in .grad", model, opt)
 
 

@@ -25,14 +25,14 @@ class Limits(NamedTuple):
 
 LIMITS = {
     "gradaccum": Limits(26, 3_120, 9),
-    "backends/gradaccum_torch": Limits(49, 7_140, 11),
+    "backends/gradaccum_torch": Limits(49, 7_135, 11),
     "backends/gradaccum_jax": Limits(37, 3_900, 9),
-    "backends/gradaccum_mindspore": Limits(40, 4_820, 9),
+    "backends/gradaccum_mindspore": Limits(40, 4_810, 9),
 }
 """The adapters' are without their harnesses, which only the suite imports."""
 IMPORTS = 0.1
 """The share of import statements in all code lines of production."""
-CHANGED_ATTRIBUTES = 47
+CHANGED_ATTRIBUTES = 50
 """The attributes in torch that are assigned outside of ``__init__``: more state that somebody must keep in mind."""
 
 

@@ -234,7 +234,7 @@ class MovingStrategy(BufferStrategy):
         return self.watch.allowed is Allowed.SAME_VALUES
 
     def expect(self, size: Size) -> None:
-        self.watch.allow(Allowed.SAME_VALUES if size == 1 else Allowed.NONE)
+        self.watch.allowed = Allowed.SAME_VALUES if size == 1 else Allowed.NONE
 
     def groups_changed(self) -> None:
         super().groups_changed()
@@ -381,8 +381,7 @@ class SeparateStrategy(BufferStrategy):
         for reference in self._rivals:  # They find nothing in ``.grad`` of these parameters.
             if (other := reference()) is not None and (lost := other._shared(filled)):
                 other.pack()  # Its `take` then looks at what is lost.
-                other._lost[:] = lost
-                other.watch.learn(NOTHING_SEEN)
+                other._lost[:], other.watch.known = lost, NOTHING_SEEN
 
     def hand_over(self, undivided: Undivided, divisor: float, unclipped: float) -> None:
         if self._users is None:

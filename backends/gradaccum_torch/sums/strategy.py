@@ -86,7 +86,7 @@ class Strategy(ABC):
             if undoable:
                 self._parameters.free_gradients()
                 self.forget_micro_batch()
-                watch.learn(before)
+                watch.known = before
             raise
         finally:
             OWN_PASSES.remove(own)

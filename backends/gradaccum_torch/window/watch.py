@@ -169,12 +169,6 @@ class GradWatch:
         self.places: list[list[Place]] | None = [[]]
         """By micro-batch, the place of each backward pass in the user's program; None: nobody asks any more."""
 
-    def learn(self, known: MicroBatch) -> None:
-        self.known = known
-
-    def allow(self, allowed: Allowed) -> None:
-        self.allowed = allowed
-
     def watch(self, parameters: Iterable[Tensor]) -> None:
         known = dict(self._watched)
         self._watched.clear()

@@ -130,7 +130,7 @@ class Window:
 
     def _tell(self, weight: float, given: Given, *losses: Told, weighed: bool = False) -> None:
         watch = self.strategy.watch
-        watch.learn(watch.known.told(weight, given, *losses, weighed=weighed))
+        watch.known = watch.known.told(weight, given, *losses, weighed=weighed)
 
     def weigh(self, weight: float) -> None:
         self._tell(weight, Given.NOT, weighed=True)
@@ -176,7 +176,7 @@ class Window:
         if not self._known.given:
             if loss is None and not self._known.arrived and not self._holds_users():
                 self._tell(0.0, Given.TO_BACKWARD, weighed=True)  # A trainer's way to leave a micro-batch out.
-            self.strategy.watch.learn(self._known._replace(losses=() if arrived else (as_told(loss),)))
+            self.strategy.watch.known = self._known._replace(losses=() if arrived else (as_told(loss),))
         return loss
 
     def zero_grad(self, set_to_none: bool) -> None:
