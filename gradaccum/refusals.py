@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Sequence
+from functools import lru_cache
 
 from gradaccum.errors import ArgumentTypeError, ArgumentValueError, GradAccumError, UsageError, explain, require_choice
 from gradaccum.state import State
@@ -78,10 +79,11 @@ RATE_MOVED = (
 """The `GradAccumWarning` of a scheduler that is not wrapped."""
 
 
-def rate_bits(rates: Sequence[float]) -> list[int]:
+@lru_cache(maxsize=8)
+def rate_bits(*rates: float) -> bytes:
     """Fingerprint an optimizer's learning rates as 32 numbers, each 0 or 1, whose sum over the workers is exact."""
-    mark = zlib.crc32(struct.pack(f"<{len(rates)}d", *rates))
-    return [mark >> bit & 1 for bit in range(32)]
+    mark = zlib.crc32(struct.pack(f"<{len(rates)}d", *(rate + 0.0 for rate in rates)))  # Not -0.0, which is the same key.
+    return bytes(mark >> bit & 1 for bit in range(32))
 
 
 def require_same_rates(rates: Sequence[float], added: Sequence[float], workers: int, rank: int) -> None:

@@ -165,8 +165,8 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
             try:
                 window.reported(window.close)
             except Exception as error:
-                if closure is not None:
-                    update.note_missing_closure(error)
+                if closure is not None and "closure" in str(error).lower():
+                    error.add_note(update.MISSING_CLOSURE)
                 raise
         return loss
 
@@ -326,8 +326,11 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
             UsageError: to a `torch.amp.GradScaler` that was not given as ``loss_scale=``, before it touches a gradient.
         """
         # Nothing else gives the scaler away: the kernel that unscales leaves the version of a gradient as it was.
-        scaler = names.unscaling_caller(2)
-        return self._inner.param_groups if scaler is None else self._groups_for_scaler(scaler)
+        if (caller := names.unscaling_caller(2)) is None:
+            return self._inner.param_groups
+        if self._scaler is None:
+            raise foreign_scaler_error()
+        return self._scaler.groups_for(caller)
 
     @param_groups.setter
     def param_groups(self, groups: list[Group]) -> None:
@@ -394,11 +397,6 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         with self._scaler.stepping(self):
             if self._window.add():
                 self._window.reported(self._window.close)
-
-    def _groups_for_scaler(self, caller: names.LocalVariables) -> list[Group]:
-        if self._scaler is None:
-            raise foreign_scaler_error()
-        return self._scaler.groups_for(caller)
 
     def _initialized_state(self) -> OptimizerState:
         require_no_open_window(self.result.micro_step)

@@ -47,7 +47,7 @@ class Parameters:
             self._pair(self.positions()[index], master)
         self.had_gradients: list[Tensor] = []
         """The parameters that have a gradient as their window ends."""
-        self._complete()
+        self.groups_changed()
 
     def groups(self) -> list[Group]:
         return [{**group, "params": [self._models.get(own, own) for own in group["params"]]} for group in self._inner.param_groups]
@@ -70,9 +70,6 @@ class Parameters:
 
     def masters_by_position(self) -> dict[int, Tensor]:
         return {index: self.masters[parameter] for index, parameter in enumerate(self.positions()) if parameter in self.masters}
-
-    def groups_changed(self) -> None:
-        self._complete()
 
     def masters_in_place(self) -> AbstractContextManager[None]:
         return self._swapped() if self.masters and not self._are_in_place() else _NO_SWAP
@@ -165,7 +162,7 @@ class Parameters:
             if parameter.grad is None and id(parameter) in known:
                 parameter.grad = torch.zeros_like(parameter, dtype=getattr(parameter, "grad_dtype", None))
 
-    def _complete(self) -> None:
+    def groups_changed(self) -> None:
         """Make missing masters, and forget those of parameters that were replaced or cast."""
         half = [parameter for parameter in self.positions() if parameter.dtype in HALF] if self._wanted else []
         for parameter in set(self.masters).difference(half):

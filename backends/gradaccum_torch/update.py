@@ -200,7 +200,7 @@ class _Gradients:
 # what it puts into ``.grad`` is the micro-batch.
 
 
-_NOTE = (
+MISSING_CLOSURE = (
     "gradaccum: the closure was run once, for its micro-batch, and the inner optimizer's step is called without one. An optimizer that "
     "evaluates the model again is used bare, or has a window for each of its updates (RECIPES.md of gradaccum_torch, An optimizer with "
     "two updates). Call opt.discard() to drop the window."
@@ -208,11 +208,6 @@ _NOTE = (
 
 Loss = Any
 """The value of a closure. torch hands it through, whatever it is."""
-
-
-def note_missing_closure(error: Exception) -> None:
-    if "closure" in str(error).lower():
-        error.add_note(_NOTE)
 
 
 # The division of a window's sum inside the update itself, where the inner optimizer is one of torch's fused ones.

@@ -227,10 +227,10 @@ def test_states_of_two_moments_are_no_window() -> None:
 def test_other_learning_rates_on_one_worker_are_named() -> None:
     """Whatever the number of workers, and where one alone differs: by a little, in one group, or in the groups' order."""
     for workers in (1, 2, 5000):
-        bits = kit.rate_bits([0.1, 1e-9])
+        bits = kit.rate_bits(0.1, 1e-9)
         kit.require_same_rates([0.1, 1e-9], [workers * bit for bit in bits], workers, 0)
     for other in ([0.1, 1e-9 + 1e-24], [1e-9, 0.1], [0.1], [0.1, math.nan]):
-        added = np.sum([kit.rate_bits(rates) for rates in [[0.1, 1e-9]] * 4999 + [other]], axis=0, dtype=np.float32)
+        added = np.sum([[*kit.rate_bits(*rates)] for rates in [[0.1, 1e-9]] * 4999 + [other]], axis=0, dtype=np.float32)
         with pytest.raises(gradaccum.UsageError, match=r"learning rates on rank 3: expected the same .*; got \[0.1, 1e-09\] here"):
             kit.require_same_rates([0.1, 1e-9], added.tolist(), 5000, 3)
 

@@ -92,7 +92,9 @@ class _Passes:
         """The dtypes of everything that is differentiated: parameters, and the copies that autocast made of them."""
 
     def __enter__(self) -> _Passes:
-        self._hooks.extend(node.register_hook(self._note(node)) for node in self._nodes if _is_custom(node))
+        self._hooks.extend(
+            node.register_hook(self._note(node)) for node in self._nodes if isinstance(node, torch.autograd.function.BackwardCFunction)
+        )
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -133,10 +135,6 @@ def graph_of(loss: Tensor) -> list[Node]:
         nodes |= new
         waiting += new
     return list(nodes)
-
-
-def _is_custom(node: Any) -> bool:
-    return isinstance(node, torch.autograd.function.BackwardCFunction)
 
 
 def _dense(gradient: Tensor) -> Tensor:

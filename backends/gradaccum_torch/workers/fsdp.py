@@ -83,7 +83,7 @@ class ShardGroup(Workers):
 
     def _added_up(self, fields: State, others: Sequence[float]) -> tuple[float, bool, list[float]]:
         rates, rank, size = learning_rates(self._shards.optimizer), dist.get_rank(), self._mesh.size()
-        own = [fields.weight, fields.overflow, fields.micro_step, fields.micro_step**2, *rate_bits(rates), *others]
+        own = [fields.weight, fields.overflow, fields.micro_step, fields.micro_step**2, *rate_bits(*rates), *others]
         numbers = torch.tensor(own, dtype=torch.float64, device=self._mesh.device_type)
         try:
             for dimension in range(self._mesh.ndim):

@@ -17,6 +17,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from operator import mul
 from typing import Any, NamedTuple, final
 
 import torch
@@ -141,7 +142,7 @@ class WorkerGroup(Workers):
         rates = learning_rates(self._optimizer)
         sparse = any(total is not None and total.is_sparse for total in sums)
         whole = [None if total is None or total.is_sparse else total for total in sums]
-        present, flags = [total is not None for total in whole], [sparse, *kit.rate_bits(rates)]
+        present, flags = [total is not None for total in whole], (sparse, not is_exact(fields.weight), *kit.rate_bits(*rates))
         sent = bytearray(encode(fields, self._flushing, present, others, flags))
         own, guess = torch.frombuffer(sent, dtype=torch.uint8), [index for index in self._riders.get(part, ()) if index < len(sums)]
         while True:
@@ -149,29 +150,32 @@ class WorkerGroup(Workers):
             # The numbers last, as kernels are slower on a sum whose memory begins at an odd place.
             own = own.to(self._device, riding[0].dtype if riding else torch.float32)
             bucket = _reduction([*riding, own], self.group, apart=True).wait()
-            numbers = decode(bucket.packed[-len(sent) :], len(others), len(flags))
-            if numbers.flags[0]:
-                raise _sparse_error()
+            *rode, added = names.unflattened(bucket.packed, bucket.tensors)
+            numbers = decode(added, len(others), len(flags))
+            if any(numbers.flags[:2]):
+                raise _sparse_error() if numbers.flags[0] else _small_error(fields.weight)
             if numbers.is_open:
-                kit.require_same_rates(rates, numbers.flags[1:], self._workers, self._rank)
+                kit.require_same_rates(rates, numbers.flags[2:], self._workers, self._rank)
             if (there := [count > 0 for count in numbers.holders]) != present:
                 known, present = enumerate(zip(whole, there, strict=True)), there
                 whole = [(zeros(index) if total is None else total) if there else None for index, (total, there) in known]
             if (found := riders(whole, self._device)) == guess:
                 break
             guess = self._riders[part] = found
-        rode, all_rode = set(guess), len(guess) == sum(present)
-        if not all_rode:
+        left, rider = dict[int, Tensor](), set(guess)
+        if not (all_rode := len(guess) == sum(present)):
             self._require_equal_copies([total for total, count in zip(whole, numbers.holders, strict=True) if count == self._workers])
-        left = {at: each for at, each in enumerate(whole) if at not in rode and each is not None and not names.is_sharded(each)}
+            left = {at: each for at, each in enumerate(whole) if at not in rider and each is not None and not names.is_sharded(each)}
         if not (apart := sum(total.nbytes for total in left.values()) <= APART_BYTES):
             self.hold("torn")
-        added = all_reduce(list(left.values()), self.group, apart) if left else list
+        reduced = all_reduce(list(left.values()), self.group, apart) if left else list
         if numbers.is_open and self._module is not None and part is None:
             names.send_buffers(self._module)
-        for index, total in zip((*guess, *left), (*bucket.sums()[:-1], *added()), strict=True):
+        if strided := not all(map(Tensor.is_contiguous, riding)):
+            rode = in_layout_of(riding, rode)
+        for index, total in zip((*guess, *left), (*rode, *reduced()), strict=True):
             whole[index] = total
-        return numbers, whole, bucket.packed[: -len(sent)] if all_rode and all(map(Tensor.is_contiguous, riding)) else None
+        return numbers, whole, None if strided or not all_rode else bucket.packed[: -len(sent)]
 
     def _require_equal_copies(self, sums: Sums) -> None:
         """Raise, on every worker, unless the copies of each shard have gradients of one norm; collective."""
@@ -205,6 +209,11 @@ def _sparse_error() -> UsageError:
     fix = "Build the layer with dense gradients: torch.nn.Embedding(..., sparse=False)."
     found = "a sparse one on some worker"
     return kit.explain(UsageError, ".grad", expected="dense gradients beside module= and process_group=", found=found, fix=fix)
+
+
+def _small_error(own: float) -> UsageError:
+    found, fix = f"a smaller one on some worker; {own:g} here", "Count items as 1 each, or multiply all weights by one power of two."
+    return kit.explain(UsageError, "weight", expected="0, or a weight of a window from 2**-132 on", found=found, fix=f"{fix} {_DISCARD}")
 
 
 # The module that several workers train together: checked, and its own reduction left out.
@@ -416,11 +425,16 @@ class _Reduction(NamedTuple):
         return self if self.apart else self._replace(packed=self.sums()[0], work=None)
 
     def sums(self) -> Sequence[Tensor]:
-        """Return the sums, parts of `packed` if they are apart; a strided one in its tensor, to keep the layout."""
+        """Return the sums, parts of `packed` if they are apart."""
         if self.packed is self.tensors[0]:
             return self.tensors
-        pairs = zip(names.unflattened(self.packed.view(-1), self.tensors), self.tensors, strict=True)
-        return [part if self.apart and each.is_contiguous() else each.copy_(part) for part, each in pairs]
+        parts = names.unflattened(self.packed.view(-1), self.tensors)
+        return in_layout_of(self.tensors, parts, apart=self.apart)
+
+
+def in_layout_of(tensors: Sequence[Tensor], parts: Sequence[Tensor], apart: bool = True) -> list[Tensor]:
+    """Return `parts`, each of a strided tensor copied into that tensor, to keep the layout; all of them unless `apart`."""
+    return [part if apart and each.is_contiguous() else each.copy_(part) for part, each in zip(parts, tensors, strict=True)]
 
 
 def _reduction(tensors: Sequence[Tensor], group: dist.ProcessGroup, apart: bool) -> _Reduction:
@@ -438,61 +452,59 @@ def _reduction(tensors: Sequence[Tensor], group: dist.ProcessGroup, apart: bool)
 # the number of workers.
 
 
-_UNIT = 2**1074
-"""Every finite float64 is an integer divided by this."""
-_BYTES = 268
-"""Such an integer has 2,098 bits and a sign, and the sum over the workers 17 more."""
-_WHOLE: int = 256**_BYTES
-_LARGEST = 2**2098 - 2**2044
-"""From here on the sum is rounded to inf."""
-_PARTS = 3 + _BYTES
-"""The elements of a weight or a loss."""
+_BELOW = 184
+"""Bits behind the point: a float32 has no smaller ones, nor a float64 from 2^-132 on."""
+_LARGEST = 2.0**135
+"""From here on a number is taken for inf, as every float32 is below. Added to each number, it makes all of them positive."""
+_PLACES = [2.0 ** (place - _BELOW) for place in range(0, 136 + _BELOW, 8)]
+"""What an element of a number counts, the lowest byte first."""
 
 
 class Numbers(NamedTuple):
-    """The numbers of all workers in the window that ends."""
+    """The numbers of all workers in the window that ends; a count is a whole float."""
 
     weight: float
     overflow: bool
     is_open: bool
     """Some worker has a micro-batch."""
-    flushes: int
+    flushes: float
     """The workers that have run out of micro-batches."""
-    holders: list[int]
+    holders: list[float]
     """By position: the workers that have a sum there."""
     others: list[float]
     """The sums of the other numbers that were given."""
-    flags: Sequence[int] = ()
+    flags: Sequence[float]
     """The number of workers for which each of the flags that were given is true."""
 
 
 def encode(fields: kit.State, flushing: bool, present: Iterable[bool], others: Sequence[float] = (), flags: Iterable[int] = ()) -> bytes:
-    """Return one worker's numbers as bytes to add up."""
-    parts = map(_parts, (fields.weight, *others))
-    return b"".join((*parts, bytes((fields.overflow, fields.micro_step > 0, flushing, *flags, *present))))
+    """Return one worker's numbers as bytes to add up: integers, what cannot be one, how many workers there are, and the rest."""
+    numbers = fields.weight, *others
+    marks = [mark for each in numbers for mark in (each != each, each >= _LARGEST, each <= -_LARGEST)]
+    return b"".join((*map(_integer, numbers), bytes((*marks, 1, fields.overflow, fields.micro_step > 0, flushing, *flags, *present))))
 
 
 def decode(added: Tensor, others: int = 0, flags: int = 0) -> Numbers:
     """Return the numbers of all workers from their added elements, shape ``(elements,)``; waits for the device."""
-    array, split = added.cpu().numpy().astype("<i4"), _PARTS * (1 + others)
-    weight, *sums = [_number(array[start : start + _PARTS].tobytes()) for start in range(0, split, _PARTS)]
-    overflows, micro_batches, flushes, *rest = array[split:].tolist()
-    return Numbers(weight, overflows > 0, micro_batches > 0, flushes, rest[flags:], sums, rest[:flags])
+    count, size, elements = 1 + others, len(_PLACES), added.tolist()
+    marks = elements[count * size :]
+    workers, overflows, micro_batches, flushes, *rest = marks[3 * count :]
+    sums = [_number(elements[at * size : (at + 1) * size], workers, *marks[3 * at : 3 * at + 3]) for at in range(count)]
+    return Numbers(sums[0], overflows > 0, micro_batches > 0, flushes, rest[flags:], sums[1:], rest[:flags])
 
 
-def _parts(number: float) -> bytes:
-    """Return elements to add up: 1 for NaN, inf or -inf, and the bytes of the number as an integer."""
-    above, below = number.as_integer_ratio() if math.isfinite(number) else (0, 1)
-    integer = (above << 1075 - below.bit_length()).to_bytes(_BYTES, "little", signed=True)
-    return bytes((math.isnan(number), number == math.inf, number == -math.inf)) + integer
+def is_exact(weight: float) -> bool:
+    """True if the workers can add `weight` up: a float64 may have bits that are too small."""
+    return weight >= 1 or math.ldexp(weight, _BELOW).is_integer()
 
 
-def _number(added: bytes) -> float:
-    """Return the sum, rounded once, of the numbers whose `_parts` were added up: three marks and the elements, of 4 bytes each."""
-    if any(added[:12]):
-        nans, above, below = memoryview(added).cast("i")[:3].tolist()
-        return math.nan if nans or (above and below) else math.inf if above else -math.inf
-    low, middle, high = (int.from_bytes(added[place::4], "little") for place in (12, 13, 14))
-    total = (low + (middle << 8) + (high << 16)) % _WHOLE
-    integer = total if total < _WHOLE // 2 else total - _WHOLE
-    return integer / _UNIT if abs(integer) < _LARGEST else math.inf if integer > 0 else -math.inf
+def _integer(number: float) -> bytes:
+    whole = int(math.ldexp(number, _BELOW)) if -_LARGEST < number < _LARGEST else 0
+    return (whole + (1 << 135 + _BELOW)).to_bytes(len(_PLACES), "little")
+
+
+def _number(elements: Sequence[float], workers: float, nans: float, above: float, below: float) -> float:
+    """Return the sum, rounded once, of numbers whose integers have these added bytes, and of which so many are NaN, inf and -inf."""
+    if nans or (above and below):
+        return math.nan
+    return math.inf if above else -math.inf if below else math.fsum((-_LARGEST * workers, *map(mul, elements, _PLACES)))

@@ -144,6 +144,20 @@ def sparse_gradients_are_refused(rank: int) -> None:
 
 
 @check
+def weight_with_bits_too_small_to_add_up_is_refused(rank: int) -> None:
+    """On every worker, with what each has; a power of two of them is right."""
+    model = build(torch.float64)
+    opt = gradaccum.wrap(sgd(model), steps=1, process_group=dist.group.WORLD)
+    opt.backward(sum(p.sum() for p in model.parameters()), weight=1e-60 if rank else 1.0)
+    with refused(gradaccum.UsageError, "weight", "2**-132", "1e-60 here" if rank else "1 here"):
+        opt.step()
+    opt.discard()
+    opt.backward(sum(p.sum() for p in model.parameters()), weight=2.0**-180)
+    opt.step()
+    assert opt.result.applied
+
+
+@check
 def missing_worker_ends_in_an_error(rank: int) -> None:
     """The last check: it leaves the process group unusable."""
     model = build()

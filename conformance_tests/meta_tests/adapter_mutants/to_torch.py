@@ -154,14 +154,14 @@ MUTANTS = (
     ),
     Mutant(
         "forget_a_worker_s_overflow",
-        "bytes((fields.overflow, fields.micro_step > 0,",
-        "bytes((False, fields.micro_step > 0,",
+        "bytes((*marks, 1, fields.overflow,",
+        "bytes((*marks, 1, False,",
         SUITE + "test_workers_limits.py::test_one_worker_drops_a_micro_batch",
     ),
     Mutant(
         "reduce_small_sums_alone",
-        "        added = all_reduce(list(left.values()), self.group, apart) if left else list\n",
-        "        added = left.values\n",
+        "        reduced = all_reduce(list(left.values()), self.group, apart) if left else list\n",
+        "        reduced = left.values\n",
         OWN + "test_torch_workers.py::test_two_workers",
     ),
     Mutant(
@@ -192,8 +192,14 @@ MUTANTS = (
         only="a_worker_leaves_and_one_joins",
     ),
     Mutant(
+        "add_up_weights_that_the_sum_rounds",
+        "(sparse, not is_exact(fields.weight), ",
+        "(sparse, False, ",
+        OWN + "test_torch_workers.py::test_two_workers",
+    ),
+    Mutant(
         "weigh_all_workers_as_one_item",
-        "    return Numbers(weight, overflows > 0,",
+        "    return Numbers(sums[0], overflows > 0,",
         "    return Numbers(1.0, overflows > 0,",
         SUITE + "test_workers.py::test_gradient_is_that_of_all_workers",
     ),
