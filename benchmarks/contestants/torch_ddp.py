@@ -17,6 +17,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradaccum
+from benchmarks.contestants.torch_least import Watch
+from gradaccum.kit import State, accumulate, at_rest, close, decide, initial_state, joined, make_options, rate_bits, select
+from gradaccum_torch.workers.group import decode, encode
 
 BASELINE = "no_sync by hand"
 
@@ -46,33 +49,39 @@ def by_hand(clip_norm: float | None = None, every: bool = False) -> Recipe:
 def promising(clip_norm: float | None = None) -> Recipe:
     """What gradaccum promises, and no more, by hand: the floor of its time.
 
-    Workers may hold different numbers of items, so weights and losses are added up in the one reduction, after the last backward pass. A
-    sum that is not finite makes no update, for which its norm is read.
+    The loop notices what else changes a ``.grad``, and counts and decides by the transitions of the core. Workers may hold different
+    numbers of items, so weights, losses and flags are added up exactly, in the one reduction after the last backward pass. A sum that is
+    not finite makes no update, for which its norm is read.
     """
 
     def recipe(parallel: DistributedDataParallel, optimizer: torch.optim.Optimizer, loss: Loss, steps: int) -> Window:
-        parameters = list(parallel.parameters())
-        sizes = list(map(Tensor.numel, parameters))
+        parameters, options = list(parallel.parameters()), make_options(steps, clip_norm=clip_norm)
+        sizes, watch, present = list(map(Tensor.numel, parameters)), Watch(parameters), [True] * len(parameters)
 
-        def window() -> None:
+        def window(fields: State = initial_state()) -> None:  # noqa: B008 - a state is immutable.
             losses = 0.0
             with parallel.no_sync():
                 for _ in range(steps):
                     value = loss(parallel)
                     value.backward()  # type: ignore[no-untyped-call]
+                    watch.require_whole()
                     losses += value.item()
+                    fields = at_rest(accumulate(fields, 1.0, True, select))
             gradients = [parameter.grad.view(-1) for parameter in parameters if parameter.grad is not None]
-            packed = torch.cat([*gradients, torch.tensor([float(steps), losses])])
+            numbers = bytearray(encode(fields, False, present, [losses], rate_bits(*(group["lr"] for group in optimizer.param_groups))))
+            packed = torch.cat([*gradients, torch.frombuffer(numbers, dtype=torch.uint8).float()])
             dist.all_reduce(packed, group=parallel.process_group)
-            total, (weight, losses) = packed[:-2], packed[-2:].tolist()
-            norm = torch.linalg.vector_norm(total).item() / weight
-            if math.isfinite(norm) and math.isfinite(losses / weight):
-                excess = 1.0 if clip_norm is None else max(1.0, norm / clip_norm)
-                total.mul_(1 / (weight * excess))
+            total, added = packed[: -len(numbers)], decode(packed[-len(numbers) :], 1, 32)
+            norm = torch.linalg.vector_norm(total).item()
+            ended = joined(fields, added.weight, added.overflow)
+            apply, overflow, divisor, _ = decide(ended, norm, math.isfinite(norm), options, select)
+            if apply:
+                total.mul_(1 / divisor)
                 for parameter, part in zip(parameters, torch.split(total, sizes), strict=True):
                     parameter.grad = part.view_as(parameter)
                 optimizer.step()
-            optimizer.zero_grad()
+            close(ended, apply, overflow, options, select)
+            watch.clear()
 
         return window
 

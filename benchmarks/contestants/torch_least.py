@@ -8,6 +8,7 @@ notes what tells whether an update that raised was half made.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -80,28 +81,43 @@ class _Passes:
         self.under_way = False
 
 
-class LeastAccumulator:
-    """Accumulates for one optimizer, whose step it calls once per window."""
+class Watch:
+    """Notices a change of a ``.grad`` that no backward pass made, and a backward pass that raised."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self.inner: Any = optimizer
-        self.fused = bool(optimizer.defaults.get("fused"))
-        self.parameters, self.passes = list(model.parameters()), _Passes()
-        self.watched = [_Watched(parameter, self.passes) for parameter in self.parameters]
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self.passes = _Passes()
+        self.watched = [_Watched(parameter, self.passes) for parameter in parameters]
         for watched in self.watched:
             watched.parameter.register_post_accumulate_grad_hook(watched.arrive)  # type: ignore[no-untyped-call]
-        self.fields = initial_state()
-        self.before: list[list[int]] = []
-        """The versions before the update: of the sum, the parameters, the divided sum and the optimizer's state."""
 
-    def step(self) -> None:
-        """Count a micro-batch; the last one of the window makes the update."""
+    def require_whole(self) -> None:
         for watched in self.watched:
             gradient = watched.parameter.grad
             if gradient is not watched.gradient or (gradient is not None and gradient._version != watched.version):
                 raise RuntimeError("something changed .grad")
         if self.passes.under_way:
             raise RuntimeError("a backward pass raised")
+
+    def clear(self) -> None:
+        for watched in self.watched:
+            watched.parameter.grad = watched.gradient = None
+            watched.version = -1
+
+
+class LeastAccumulator:
+    """Accumulates for one optimizer, whose step it calls once per window."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.inner: Any = optimizer
+        self.fused = bool(optimizer.defaults.get("fused"))
+        self.parameters, self.fields = list(model.parameters()), initial_state()
+        self.watch = Watch(self.parameters)
+        self.before: list[list[int]] = []
+        """The versions before the update: of the sum, the parameters, the divided sum and the optimizer's state."""
+
+    def step(self) -> None:
+        """Count a micro-batch; the last one of the window makes the update."""
+        self.watch.require_whole()
         self.fields = fields = at_rest(accumulate(self.fields, 1.0, True, select))
         if ends(fields, STEPS, select):
             self._close()
@@ -123,9 +139,7 @@ class LeastAccumulator:
             if self.fused:
                 del self.inner.grad_scale, self.inner.found_inf
         self.fields = at_rest(close(self.fields, apply, overflow, _OPTIONS, select))
-        for watched in self.watched:
-            watched.parameter.grad = watched.gradient = None
-            watched.version = -1
+        self.watch.clear()
 
 
 class LeastSeparate:
