@@ -31,6 +31,9 @@ CLIPPING: dict[str, Recipe] = {
 SEPARATE: Recipe = partial(wrapped, separate_sums=True)
 """The sum beside ``.grad``: one pass over the gradients more per micro-batch, and one buffer."""
 
+DROPPING: Recipe = partial(wrapped, on_overflow="drop_micro_batch")
+"""A look at each micro-batch before it is added to the sum."""
+
 IGNORING: Recipe = partial(wrapped, on_overflow="ignore")
 """No norm and no finite check: what the hand-written loop promises, and the watch over ``.grad``."""
 
@@ -43,6 +46,7 @@ def cases(quick: bool) -> Iterator[Case]:
             windows["gradaccum, ignoring overflow"] = _window(IGNORING, width, layers, kind, x)
             windows["the least with its promises"] = _window(least, width, layers, kind, x)
             windows["gradaccum, separate_sums"] = _window(SEPARATE, width, layers, kind, x)
+            windows["gradaccum, drop_micro_batch"] = _window(DROPPING, width, layers, kind, x)
             windows["the least with separate_sums"] = _window(least_separate, width, layers, kind, x)
             if kind == "foreach" and find_spec("keras") and width <= 512:
                 windows["Keras"] = _keras(width, layers, x)

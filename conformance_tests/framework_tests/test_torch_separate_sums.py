@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -253,46 +254,38 @@ def test_checkpoint_in_mid_window(saved_separate: bool) -> None:
     assert_same(fresh, large(2))
 
 
-HOLDERS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Any]]] = {
-    "nobody": (lambda _: 3.0, float),
-    "a variable": (lambda gradient: gradient, Tensor.max),
-    "a part": (lambda gradient: gradient[0], Tensor.max),
-    "NumPy": (lambda gradient: gradient.numpy(), lambda held: held.max()),
-    "another library": (torch.utils.dlpack.to_dlpack, lambda held: torch.utils.dlpack.from_dlpack(held).max()),
-    "another parameter": (lambda gradient: _parameter_with(gradient), lambda held: held.grad.max()),
-}
-"""By who holds a gradient: how, and how to read it."""
-
-
-def _parameter_with(gradient: Tensor) -> Tensor:
-    parameter = torch.zeros_like(gradient, requires_grad=True)
-    parameter.grad = gradient
-    return parameter
-
-
-@pytest.mark.parametrize("holder", HOLDERS)
-def test_first_gradient_of_a_window_is_copied_where_somebody_holds_it(holder: str) -> None:
-    parameter, (hold, read) = torch.zeros(2, 2, requires_grad=True), HOLDERS[holder]
+def test_gradient_that_somebody_holds_stays_as_it_is() -> None:
+    """Also the first one of the second window, whose sum could begin with it."""
+    parameter, held = torch.zeros(2, 2, requires_grad=True), list[Any]()
     opt = gradaccum.wrap(torch.optim.SGD([parameter], lr=1.0), steps=2, separate_sums=True)
-    for index in range(4):
+    for index in range(6):
         (parameter * (index + 1.0)).sum().backward()
-        assert parameter.grad is not None
-        if index == 2:
-            held, memory = hold(parameter.grad), parameter.grad.data_ptr()
+        held.append(parameter.grad)
         opt.step()
-        if index == 2:
-            (total,) = opt.state_dict()["gradaccum"]["sums"].values()
-            assert (total.data_ptr() == memory) == (holder == "nobody")
-    assert read(held) == 3.0
-    assert torch.equal(parameter, torch.full((2, 2), -5.0))
+    assert [float(each.max()) for each in held] == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+    assert torch.equal(parameter, torch.full((2, 2), -10.5))
 
 
+@pytest.mark.parametrize("lost", [4, 5, 6, 7])
+@pytest.mark.parametrize("usual", [1, 6])
+def test_micro_batch_that_is_dropped_from_a_usual_window(usual: int, lost: int) -> None:
+    """In the second window, of one tensor or of many small ones; also its first micro-batch."""
+    parameters = [torch.zeros(2, requires_grad=True) for _ in range(usual)]
+    opt = gradaccum.wrap(torch.optim.SGD(parameters, lr=1.0), steps=4, on_overflow="drop_micro_batch")
+    for index in range(8):
+        (torch.cat(parameters).sum() * (math.inf if index == lost else 1.0 + (index > 3) * index)).backward()
+        opt.step()
+    expected = -1.0 - sum(1.0 + index for index in range(4, 8) if index != lost) / 3
+    assert all(torch.allclose(each, torch.full((2,), expected)) for each in parameters)
+
+
+@pytest.mark.parametrize("options", [{"separate_sums": True}, {"on_overflow": "drop_micro_batch"}])
 @pytest.mark.parametrize("usual", [1, 6])
 @pytest.mark.parametrize("both", [True, False])
-def test_micro_batch_that_brings_other_gradients_than_those_before(both: bool, usual: int) -> None:
+def test_micro_batch_that_brings_other_gradients_than_those_before(both: bool, usual: int, options: dict[str, Any]) -> None:
     """In the second window, where nothing was unusual in the first."""
     *first, second = (torch.zeros(2, requires_grad=True) for _ in range(usual + 1))
-    opt = gradaccum.wrap(torch.optim.SGD([*first, second], lr=1.0), steps=4, separate_sums=True)
+    opt = gradaccum.wrap(torch.optim.SGD([*first, second], lr=1.0), steps=4, **options)
     for index in range(8):
         losses = first if index != 5 else [*first, 4 * second] if both else [4 * second]
         torch.cat(losses).sum().backward()

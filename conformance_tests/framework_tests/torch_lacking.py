@@ -347,7 +347,6 @@ SCENARIOS: dict[str, Callable[[], object]] = {
     "torch.amp:GradScaler._step_supports_amp_scaling": scaler_step_is_refused,
     "torch:_C._storage_Use_Count": memory_that_stays,
     "torch:UntypedStorage._cdata": memory_that_stays,
-    "torch:Tensor._use_count": sums_beside_grad,
     "torch._utils:_flatten_dense_tensors": arithmetic,
     "torch._utils:_unflatten_dense_tensors": arithmetic,
     "torch.autograd:Variable._execution_engine.queue_callback": pass_that_raised,
@@ -378,5 +377,5 @@ SCENARIOS: dict[str, Callable[[], object]] = {
 """By private name, in the order in which they run."""
 
 _NAMES = list(SCENARIOS)
-TOGETHER = (_NAMES[:19], _NAMES[19:24], _NAMES[24:])
+TOGETHER = (_NAMES[:18], _NAMES[18:23], _NAMES[23:])
 """Names that one process can lack: none is refused where another one's scenario goes on."""

@@ -14,7 +14,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 _OF_C = ("torch:_foreach", "torch:_C._storage")
-_HIDDEN = {"torch:Tensor._use_count", "torch:Tensor._values", "torch:Tensor._base", "torch:UntypedStorage._cdata"}
+_HIDDEN = {"torch:Tensor._values", "torch:Tensor._base", "torch:UntypedStorage._cdata"}
 _OTHERWISE = {"queue_callback": "_execution_engine"}
 """By a name in C: one in Python that hides it."""
 

@@ -25,7 +25,7 @@ class Limits(NamedTuple):
 
 LIMITS = {
     "gradaccum": Limits(26, 3_120, 9),
-    "backends/gradaccum_torch": Limits(49, 7_135, 11),
+    "backends/gradaccum_torch": Limits(49, 7_125, 11),
     "backends/gradaccum_jax": Limits(37, 3_900, 9),
     "backends/gradaccum_mindspore": Limits(40, 4_810, 9),
 }

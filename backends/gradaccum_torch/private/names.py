@@ -176,25 +176,6 @@ def keep_own(leaf: Tensor) -> None:
         leaf.grad = leaf.grad.clone()
 
 
-_USES = "torch:Tensor._use_count"
-LOST[_USES] = "With `separate_sums` the first gradients of a window are copied, which is slower."
-_LEAF = torch.zeros(1, device="cpu", requires_grad=True)
-_LEAF.grad = torch.zeros(1, device="cpu")
-
-
-def can_be_taken(gradients: list[Tensor]) -> bool:
-    """True if nothing but a leaf and this list holds any of the plain dense `gradients` or its memory, so that no copy is due."""
-    alone = all(map(exists, (_USES, *_USERS))) and _holders(gradients) == _holders(list(map(attrgetter("grad"), [_LEAF]))) * len(gradients)
-    return alone and not (gradients[0].is_cuda and _TREES in sys.modules)
-
-
-def _holders(gradients: list[Any]) -> list[tuple[int, ...]]:
-    """Return by gradient the references of C++ and Python to it, the users of its memory, and whether the memory is torch's own."""
-    storages = list(map(Tensor.untyped_storage, gradients))
-    uses, users = (each._use_count() for each in gradients), map(_users_of, storages)
-    return list(zip(uses, map(sys.getrefcount, gradients), users, map(torch.UntypedStorage.resizable, storages), strict=True))
-
-
 _VALUES = "torch:Tensor._values"
 LOST[_VALUES] = "Sparse gradients raise."
 

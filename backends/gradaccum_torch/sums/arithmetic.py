@@ -152,11 +152,6 @@ def _measured(tensors: Sequence[Tensor], norms: Sequence[Tensor], notes: Sequenc
 
 
 @torch.no_grad()
-def is_finite(gradients: Sequence[Tensor]) -> bool:
-    return math.isfinite(largest(gradients))
-
-
-@torch.no_grad()
 def largest(gradients: Sequence[Tensor]) -> float:
     """Return the largest magnitude, NaN or inf if there is one; waits for the device once."""
     tensors = [tensor for tensor in dense_parts(gradients) if tensor.numel()]

@@ -17,7 +17,7 @@ from gradaccum import UsageError
 from gradaccum.kit import explain
 from gradaccum_torch.checks import Size, interrupted_error
 from gradaccum_torch.parameters import Parameters
-from gradaccum_torch.private.names import can_be_taken, flattened, foreach_add_, keep_own, unflattened, untraced, version
+from gradaccum_torch.private.names import flattened, foreach_add_, keep_own, unflattened, untraced, version
 from gradaccum_torch.sums import arithmetic
 from gradaccum_torch.sums.arithmetic import DTYPE, GRAD, IS_SPARSE, REQUIRES_GRAD, coalesced, gradient_dtype, sum_dtype
 from gradaccum_torch.sums.strategy import Strategy, Undivided
@@ -36,7 +36,7 @@ class Usual(NamedTuple):
     """The parameters with a gradient, which is plain, dense and of the dtype of its sum."""
     others: list[Tensor]
     packs: bool
-    """They are so small that a copy of them side by side takes less time than a look at who else holds them."""
+    """They are so small that one copy of them side by side saves time."""
     sums: Sequence[Tensor] = ()
     """By filled parameter; none: the open window has no sums, or others."""
     packed: Tensor | None = None
@@ -49,13 +49,16 @@ class Usual(NamedTuple):
         other = special or self.positions != list(map(id, positions)) or any(each.grad is not None for each in self.others)
         return [] if other else found
 
-    def begun_with(self, gradients: list[Tensor], copies: bool) -> Usual:
-        """Return this with the sums of a window that begins with these gradients; `copies`: somebody else may hold some of them."""
-        if self.packs:
-            packed = flattened(gradients)
-            return self._replace(sums=unflattened(packed, gradients), packed=packed)
-        taken = not copies or can_be_taken(gradients)
-        return self._replace(sums=gradients if taken else list(map(Tensor.clone, gradients)))
+    def begun_with(self, gradients: list[Tensor]) -> Usual:
+        """Return this with the sums of a window that begins with these gradients.
+
+        They are copied, as somebody else may hold them. And a CPU's allocator, to which each later gradient returns its memory, would give
+        that memory back to the system, and fetch it again, if it lay above the sums.
+        """
+        if not self.packs:
+            return self._replace(sums=list(map(Tensor.clone, gradients)))
+        packed = flattened(gradients)
+        return self._replace(sums=unflattened(packed, gradients), packed=packed)
 
     def without_sums(self) -> Usual:
         return self._replace(sums=(), packed=None)
@@ -65,8 +68,6 @@ class BufferStrategy(Strategy):
     """The sum is in buffers; ``.grad`` holds at most the micro-batch under way, which is dropped if asked for and not finite."""
 
     keeps_micro_batch_apart = True
-    _copies = False
-    """Somebody else may hold the gradients, even if nobody else writes into them."""
 
     def __init__(self, parameters: Parameters, accumulate_dtype: torch.dtype | None, drops: bool = False) -> None:
         self._held: dict[Tensor, Tensor] = {}
@@ -81,9 +82,9 @@ class BufferStrategy(Strategy):
         filled = usual.filled if gradients and usual else [each for each in self._parameters.unique() if each.grad is not None]
         if first or not gradients:
             self._require_takeable(filled, size)
-        finite = not self._drops or arithmetic.is_finite([coalesced(each.grad) for each in filled if each.grad is not None])
+        finite = not self._drops or arithmetic.measure([coalesced(each.grad) for each in filled if each.grad is not None]).finite
         if finite and usual and gradients:
-            begun = usual.begun_with(gradients, self._copies) if first else usual
+            begun = usual.begun_with(gradients) if first else usual
             begin()
             if first:
                 self._held, self._usual = dict(zip(filled, begun.sums, strict=True)), begun
@@ -106,7 +107,7 @@ class BufferStrategy(Strategy):
         if set(map(type, sums)) != {Tensor} or len(dtypes) > 1 or any(map(IS_SPARSE, sums)):
             return None
         others = [parameter for parameter in self._parameters.unique() if parameter not in self._held]
-        return Usual(list(map(id, self._parameters.positions())), filled, others, self._copies and arithmetic.are_small(sums), sums)
+        return Usual(list(map(id, self._parameters.positions())), filled, others, arithmetic.are_small(sums), sums)
 
     def _require_takeable(self, filled: Sequence[Tensor], size: Size) -> None:
         """Raise unless the gradients of `filled` are a micro-batch of a window of this `size`."""
@@ -187,6 +188,11 @@ class BufferStrategy(Strategy):
     def clear(self) -> None:
         self._held.clear()
         super().clear()
+
+    def window_ended(self) -> None:
+        usual = self._usual and self._usual.without_sums()
+        super().window_ended()
+        self._usual = usual
 
     def _is_all_in_grad(self, first: bool, flushing: bool) -> bool:
         return first and self.keeps_micro_batch_apart and not flushing
@@ -311,8 +317,6 @@ def _replaced_error() -> UsageError:
 
 class SeparateStrategy(BufferStrategy):
     """The sum is in buffers, and ``.grad`` holds the micro-batch when ``step`` is called."""
-
-    _copies = True
 
     def __init__(self, parameters: Parameters, accumulate_dtype: torch.dtype | None, drops: bool = False) -> None:
         self._users: list[tuple[Tensor, Tensor]] | None = None

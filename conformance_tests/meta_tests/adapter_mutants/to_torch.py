@@ -475,9 +475,9 @@ MUTANTS = (
     ),
     Mutant(
         "take_a_gradient_that_somebody_holds",
-        "taken = not copies or can_be_taken(gradients)",
-        "taken = True",
-        OWN + "test_torch_separate_sums.py::test_first_gradient_of_a_window_is_copied_where_somebody_holds_it",
+        "sums=list(map(Tensor.clone, gradients))",
+        "sums=gradients",
+        OWN + "test_torch_separate_sums.py::test_gradient_that_somebody_holds_stays_as_it_is",
     ),
     Mutant(
         "measure_the_usual_gradients_alone",
