@@ -385,7 +385,10 @@ def test_reductions_stay_as_windows_grow(tmp_path: Path) -> None:
     subprocess.run(command, check=True, timeout=SECONDS, cwd=Path(__file__).parents[2], capture_output=True)
     cases = [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
     counted = {case["case"]: {row["contestant"]: row["counts"]["reductions"] for row in case["rows"]} for case in cases}
+    of_two = counted["1 M, windows of 4"]
+    assert of_two["gradaccum"] == 1
+    assert of_two["reduced in each backward pass"] == 4 * of_two["no_sync by hand"]
     for steps in (1, 4, 16):
-        of_each = counted[f"66 k parameters, windows of {steps}"]
+        of_each = counted[f"66 k, windows of {steps}, CPU of one"]
         assert of_each["gradaccum"] == of_each["no_sync by hand"] == 1
         assert of_each["reduced in each backward pass"] == steps
