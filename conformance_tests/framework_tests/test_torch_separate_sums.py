@@ -287,7 +287,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) // 2)
 def test_gradients_of_a_window_share_their_memory(options: str) -> None:
     """Of 32 micro-batches; with sums below the gradients, which would return theirs to the system, it takes some 25,000 page faults."""
     run = subprocess.run([sys.executable, "-c", FAULTS.format(options=options)], check=True, capture_output=True, text=True, timeout=120)
-    assert int(run.stdout) < 9000
+    assert int(run.stdout) < 12_000
 
 
 @pytest.mark.parametrize("lost", [4, 5, 6, 7])
