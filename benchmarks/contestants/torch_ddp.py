@@ -18,7 +18,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradaccum
 from benchmarks.contestants.torch_least import Watch
-from gradaccum.kit import State, accumulate, at_rest, close, decide, initial_state, joined, make_options, rate_bits, select
+from gradaccum.kit import (
+    State,
+    accumulate,
+    at_rest,
+    close,
+    decide,
+    initial_state,
+    joined,
+    make_options,
+    rate_bits,
+    require_same_rates,
+    select,
+)
 from gradaccum_torch.workers.group import decode, encode
 
 BASELINE = "no_sync by hand"
@@ -49,43 +61,76 @@ def by_hand(clip_norm: float | None = None, every: bool = False) -> Recipe:
 def promising(clip_norm: float | None = None) -> Recipe:
     """What gradaccum promises, and no more, by hand: the floor of its time.
 
-    The loop notices what else changes a ``.grad``, and counts and decides by the transitions of the core. Workers may hold different
-    numbers of items, so weights, losses and flags are added up exactly, in the one reduction after the last backward pass. A sum that is
-    not finite makes no update, for which its norm is read.
+    The loop notices what else changes a ``.grad``, steps the optimizer, moves its rates or sets the module's flag, and counts and decides
+    by the transitions of the core. Workers may hold different numbers of items, so weights, losses and flags are added up exactly, in the
+    one reduction after the last backward pass; all must have the same rates, and gradients of the same parameters, dense and without a
+    graph. A sum that is not finite makes no update, for which its norm is read; versions tell how far an update came that raised.
     """
 
     def recipe(parallel: DistributedDataParallel, optimizer: torch.optim.Optimizer, loss: Loss, steps: int) -> Window:
         parameters, options = list(parallel.parameters()), make_options(steps, clip_norm=clip_norm)
-        sizes, watch, present = list(map(Tensor.numel, parameters)), Watch(parameters), [True] * len(parameters)
+        sizes, watch, seen = list(map(Tensor.numel, parameters)), Watch(parameters), _seen(optimizer)
+        workers, rank, noted = dist.get_world_size(), dist.get_rank(), _Noted()
+        parallel.register_forward_pre_hook(_wait)
+        optimizer.register_step_pre_hook(noted.require_stepping)
 
         def window(fields: State = initial_state()) -> None:  # noqa: B008 - a state is immutable.
-            losses = 0.0
-            with parallel.no_sync():
-                for _ in range(steps):
-                    value = loss(parallel)
-                    value.backward()  # type: ignore[no-untyped-call]
-                    watch.require_whole()
-                    losses += value.item()
-                    fields = at_rest(accumulate(fields, 1.0, True, select))
-            gradients = [parameter.grad.view(-1) for parameter in parameters if parameter.grad is not None]
-            numbers = bytearray(encode(fields, False, present, [losses], rate_bits(*(group["lr"] for group in optimizer.param_groups))))
-            packed = torch.cat([*gradients, torch.frombuffer(numbers, dtype=torch.uint8).float()])
+            losses, rates = 0.0, [group["lr"] for group in optimizer.param_groups]
+            for _ in range(steps):
+                value = loss(parallel)
+                value.backward()  # type: ignore[no-untyped-call]
+                watch.require_whole()
+                losses += value.item()
+                fields = at_rest(accumulate(fields, 1.0, True, select))
+            gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+            _require(_seen(optimizer) == seen and rates == [group["lr"] for group in optimizer.param_groups])
+            _require(not any(each.is_sparse or each.requires_grad for each in gradients))
+            present = [parameter.grad is not None for parameter in parameters]
+            numbers = bytearray(encode(fields, False, present, [losses], rate_bits(*rates)))
+            packed = torch.cat([*(each.view(-1) for each in gradients), torch.frombuffer(numbers, dtype=torch.uint8).float()])
             dist.all_reduce(packed, group=parallel.process_group)
             total, added = packed[: -len(numbers)], decode(packed[-len(numbers) :], 1, 32)
+            require_same_rates(rates, added.flags, workers, rank)
+            _require(present == [count > 0 for count in added.holders])
             norm = torch.linalg.vector_norm(total).item()
             ended = joined(fields, added.weight, added.overflow)
             apply, overflow, divisor, _ = decide(ended, norm, math.isfinite(norm), options, select)
             if apply:
-                total.mul_(1 / divisor)
                 for parameter, part in zip(parameters, torch.split(total, sizes), strict=True):
                     parameter.grad = part.view_as(parameter)
+                noted.versions = [each.grad._version for each in parameters if each.grad is not None]
+                total.mul_(1 / divisor)
+                noted.stepping = True
                 optimizer.step()
+                noted.stepping = False
             close(ended, apply, overflow, options, select)
             watch.clear()
 
         return window
 
     return recipe
+
+
+class _Noted:
+    def __init__(self) -> None:
+        self.stepping, self.versions = False, list[int]()
+
+    def require_stepping(self, *_: object) -> None:
+        _require(self.stepping)
+
+
+def _seen(optimizer: torch.optim.Optimizer) -> list[object]:
+    """What casting, freezing or replacing a parameter changes."""
+    return [(id(each), each.dtype, each.requires_grad) for group in optimizer.param_groups for each in group["params"]]
+
+
+def _require(holds: bool) -> None:
+    if not holds:
+        raise RuntimeError("the loop is not as it was")
+
+
+def _wait(module: nn.Module, *_: object) -> None:
+    vars(module)["require_backward_grad_sync"] = False
 
 
 def wrapped(**options: Any) -> Recipe:
