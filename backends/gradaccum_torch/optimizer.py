@@ -76,7 +76,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         """The result of the last ``step``, ``flush`` or ``discard``, in Python numbers.
 
         Its ``loss`` is known if each micro-batch went through ``opt.backward``, ``opt.scale`` or a closure that returns it. With
-        ``on_overflow="ignore"`` and losses on an accelerator this waits for the device.
+        ``on_overflow="ignore"`` and losses on an accelerator this waits for the device. Over several workers it is inf from 2^135 on.
         """
         return self._window.result
 

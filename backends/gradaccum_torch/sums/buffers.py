@@ -186,12 +186,9 @@ class BufferStrategy(Strategy):
         super().unpickle(pickled)
 
     def clear(self) -> None:
+        usual = self._usual and self._usual.without_sums()
         self._held.clear()
         super().clear()
-
-    def window_ended(self) -> None:
-        usual = self._usual and self._usual.without_sums()
-        super().window_ended()
         self._usual = usual
 
     def _is_all_in_grad(self, first: bool, flushing: bool) -> bool:

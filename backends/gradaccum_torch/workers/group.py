@@ -152,8 +152,10 @@ class WorkerGroup(Workers):
             bucket = _reduction([*riding, own], self.group, apart=True).wait()
             *rode, added = names.unflattened(bucket.packed, bucket.tensors)
             numbers = decode(added, len(others), len(flags))
-            if any(numbers.flags[:2]):
-                raise _sparse_error() if numbers.flags[0] else _small_error(fields.weight)
+            if numbers.flags[0]:
+                raise _sparse_error()
+            if numbers.flags[1]:
+                raise _small_error(fields.weight)
             if numbers.is_open:
                 kit.require_same_rates(rates, numbers.flags[2:], self._workers, self._rank)
             if (there := [count > 0 for count in numbers.holders]) != present:
@@ -162,10 +164,10 @@ class WorkerGroup(Workers):
             if (found := riders(whole, self._device)) == guess:
                 break
             guess = self._riders[part] = found
-        left, rider = dict[int, Tensor](), set(guess)
+        left, rode_at = dict[int, Tensor](), set(guess)
         if not (all_rode := len(guess) == sum(present)):
             self._require_equal_copies([total for total, count in zip(whole, numbers.holders, strict=True) if count == self._workers])
-            left = {at: each for at, each in enumerate(whole) if at not in rider and each is not None and not names.is_sharded(each)}
+            left = {at: each for at, each in enumerate(whole) if at not in rode_at and each is not None and not names.is_sharded(each)}
         if not (apart := sum(total.nbytes for total in left.values()) <= APART_BYTES):
             self.hold("torn")
         reduced = all_reduce(list(left.values()), self.group, apart) if left else list
