@@ -301,6 +301,10 @@ def test_micro_batch_that_is_dropped_from_a_usual_window(usual: int, lost: int) 
         opt.step()
     expected = -1.0 - sum(1.0 + index for index in range(4, 8) if index != lost) / 3
     assert all(torch.allclose(each, torch.full((2,), expected)) for each in parameters)
+    for _ in range(4):  # A window of none: no sum of the one before is left.
+        (torch.cat(parameters).sum() * math.inf).backward()
+        opt.step()
+    assert (opt.result.skipped, opt.result.grad_norm) == (True, 0.0)
 
 
 @pytest.mark.parametrize("options", [{"separate_sums": True}, {"on_overflow": "drop_micro_batch"}])
