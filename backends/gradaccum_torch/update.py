@@ -226,7 +226,8 @@ _WIDE = {torch.float32, torch.float64}
 
 def can_divide(inner: torch.optim.Optimizer, divisor: float) -> bool:
     """True if ``inner.step()`` itself can divide ``.grad``, exactly, and before any Python code reads it."""
-    return _is_torchs(inner) and not _is_hooked(inner) and all(_takes(group, divisor) for group in inner.param_groups)
+    hooked = bool(all_step_pre_hooks) or any(type(hook) is not _Guard for hook in step_pre_hooks(inner).values())
+    return not hooked and _is_torchs(inner) and all(_takes(group, divisor) for group in inner.param_groups)
 
 
 class Dividing:
@@ -262,10 +263,6 @@ def _is_torchs(inner: torch.optim.Optimizer) -> bool:
         if (step := getattr(step, "__wrapped__", None)) is None:
             return True
     return False
-
-
-def _is_hooked(inner: torch.optim.Optimizer) -> bool:
-    return bool(all_step_pre_hooks) or any(type(hook) is not _Guard for hook in step_pre_hooks(inner).values())
 
 
 def _takes(group: Group, divisor: float) -> bool:

@@ -9,7 +9,7 @@ import pytest
 from mindspore import Parameter, Tensor, nn, ops
 
 import gradaccum
-from conformance_tests.framework_tests.mindspore_common import pynative_after  # noqa: F401
+from conformance_tests.framework_tests.mindspore_common import needs_mindspore, pynative_after  # noqa: F401
 from gradaccum import GradientError
 
 FACTORS = (1.0, 2.0, 5.0)
@@ -115,6 +115,7 @@ def test_bprop_is_the_large_batch(make, options):
     check(updated(Loss(make), FACTORS, options, weighted=True), updated(Loss(make), [LARGE]))
 
 
+@needs_mindspore("2.8", "before it the compiler refuses a bprop that returns another dtype")
 @pytest.mark.parametrize("make", [float16, float64, every_other, itself])
 def test_bprop_in_compiled_code(make):
     check(updated(Loss(make), FACTORS, HALF, weighted=True, compiled=True), updated(Loss(make), [LARGE]))
@@ -144,15 +145,15 @@ class Net(nn.Cell):
         return ops.square(self.second(self.first(x))).mean()
 
 
-class Delayed:
-    """Holds each gradient back until the last micro-batch, as a compressor does."""
+def delayed():
+    """Return a hook that holds each gradient back until the last micro-batch, as a compressor does."""
+    held = []
 
-    def __init__(self):
-        self.held = []
+    def hook(gradient):
+        held.append(gradient)
+        return sum(held) if len(held) == len(X) else ops.zeros_like(gradient)
 
-    def __call__(self, gradient):
-        self.held.append(gradient)
-        return sum(self.held) if len(self.held) == len(X) else ops.zeros_like(gradient)
+    return hook
 
 
 HOOKS = {
@@ -178,7 +179,7 @@ def test_hook_of_a_parameter(hook, options):
             updated(hooked(lambda: HOOKS[hook]), X, options)
         return
     bare = Net() if hook == "delayed" else hooked(lambda: HOOKS[hook])
-    mine = hooked(Delayed if hook == "delayed" else lambda: HOOKS[hook])
+    mine = hooked(delayed if hook == "delayed" else lambda: HOOKS[hook])
     check(updated(mine, X, options), updated(bare, [X.reshape(-1, 3)]))
 
 

@@ -146,6 +146,9 @@ STRATEGIES: dict[str, tuple[torch.dtype, dict]] = {
 }
 
 
+CPU = [torch.profiler.ProfilerActivity.CPU]
+
+
 def waits(action: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> int:
     """How often the host reads a tensor: by ``item``, called directly or not, and by ``tolist``, which the profiler does not show."""
     lists = 0
@@ -156,7 +159,7 @@ def waits(action: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> int:
         lists += 1
         return tolist(tensor)
 
-    with monkeypatch.context() as patched, torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+    with monkeypatch.context() as patched, torch.profiler.profile(activities=CPU, acc_events=True) as profiler:
         patched.setattr(Tensor, "tolist", counted)
         action()
     return lists + sum(event.count for event in profiler.key_averages() if event.key == "aten::_local_scalar_dense")

@@ -18,7 +18,7 @@ from gradaccum_torch.private import names as private
 def require_promised(names: list[str]) -> None:
     command = [sys.executable, "-m", "conformance_tests.framework_tests.torch_renamed", *names]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
-    assert done.stdout == "as promised\n", done.stderr
+    assert done.stdout.endswith("as promised\n"), done.stderr  # gloo may have printed before it
 
 
 def test_every_name_has_a_scenario() -> None:

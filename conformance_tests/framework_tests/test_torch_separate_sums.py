@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import statistics
 import subprocess
 import sys
 from collections.abc import Callable
@@ -285,9 +286,13 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) // 2)
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems keep their memory otherwise")
 @pytest.mark.parametrize("options", ["separate_sums=True", 'on_overflow="drop_micro_batch"'])
 def test_gradients_of_a_window_share_their_memory(options: str) -> None:
-    """Of 32 micro-batches; with sums below the gradients, which would return theirs to the system, it takes some 25,000 page faults."""
-    run = subprocess.run([sys.executable, "-c", FAULTS.format(options=options)], check=True, capture_output=True, text=True, timeout=120)
-    assert int(run.stdout) < 12_000
+    """Of 32 micro-batches; with sums below the gradients, which would return theirs to the system, it takes some 25,000 page faults.
+
+    The system puts each process elsewhere, so that one of some runs takes as many.
+    """
+    command = [sys.executable, "-c", FAULTS.format(options=options)]
+    runs = [subprocess.run(command, check=True, capture_output=True, text=True, timeout=120) for _ in range(3)]
+    assert statistics.median(int(run.stdout) for run in runs) < 12_000
 
 
 @pytest.mark.parametrize("lost", [4, 5, 6, 7])

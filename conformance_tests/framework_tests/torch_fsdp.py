@@ -1,17 +1,19 @@
-"""FSDP2 on a CPU, on which torch before 2.7 raises."""
+"""FSDP2 on a CPU, on which torch before 2.8 raises."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from torch.distributed.fsdp import FSDPModule
 
-RUNS_ON_CPU = hasattr(torch.cpu.Stream, "record_event")
-REASON = "torch before 2.7: FSDP2 raises on a CPU, whose streams have no record_event"
+RUNS_ON_CPU = hasattr(FSDPModule, "set_gradient_divide_factor")
+IMITATES_STREAMS = not hasattr(torch.cpu.Stream, "record_event")
+REASON = "torch before 2.8: FSDP2 raises on a CPU, whose streams have no events"
 NEEDS_FSDP2_ON_CPU = pytest.mark.skipif(not RUNS_ON_CPU, reason=REASON)
 
 
 def imitate_streams() -> None:
     """Give the CPU's streams the two methods, which do nothing: FSDP2 then runs as it does on a GPU."""
-    if not RUNS_ON_CPU:
+    if IMITATES_STREAMS:
         torch.cpu.Stream.record_event = lambda self: torch.cpu.Event()  # type: ignore[method-assign, assignment, return-value]
         torch.cpu.Stream.wait_event = lambda self, event: None  # type: ignore[method-assign, assignment]

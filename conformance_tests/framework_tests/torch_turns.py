@@ -182,6 +182,8 @@ def run(workers: int, seed: int, program: Callable[[int, dist.ProcessGroup], Any
     """
     from torch.testing._internal.distributed import multi_threaded_pg as threaded  # Each thread has process groups of its own.
 
+    if not hasattr(threaded.ThreadLocalWorld, "comms"):
+        threaded.ThreadLocalWorld.comms = []  # torch 2.11 looks for them where a group ends, and forgot them here.
     turns = Group.turns = Turns(workers, seed, lost)
     found: list[Any] = [None] * workers
 

@@ -63,7 +63,7 @@ EQUIVALENT: dict[tuple[str, str], str] = {
     ): "a loss of 2^-24 by squares that vanish then takes 2^38 elements, a tebibyte",
     (
         "backends/gradaccum_torch/sums/arithmetic.py",
-        "for total, part in zip(torch.split(held, size), torch.split(gradient, size), strict=False):",
+        "for total, part in zip(torch.split(held.view(-1), size), torch.split(gradient.view(-1), size), strict=False):",
     ): "a gradient and its sum have as many elements",
     ("backends/gradaccum_torch/sums/arithmetic.py", "NORM_BLOCK = (2 * 18)"): "shorter blocks are slower, and no less exact",
     (

@@ -340,7 +340,11 @@ class Merged:
         """Return the large batch's aux. Means of half precision are in float32; a total weight of 0 gives 0."""
         assert self._sums is not None
         nest, paths, kinds, so_far, items, weight = self._sums
-        return kit.with_leaves(nest, iter([_finished(*each, items, weight) for each in zip(kinds, so_far, paths, strict=True)]))
+        made: list[Tensor] = [
+            cat(path, leaf) if kind == "concatenate" else kit.finished(kind, leaf, items, weight or 1.0)
+            for kind, leaf, path in zip(kinds, so_far, paths, strict=True)
+        ]
+        return kit.with_leaves(nest, iter(made))
 
     def _share(self, kind: str, path: str, value: Tensor, micro_batch: MicroBatch) -> Tensor:
         if kind == "concatenate" and value.dim() == 0:
@@ -351,11 +355,6 @@ class Merged:
         if kind == "weighted_mean" and micro_batch.weight == 0:  # Adds nothing, even if it is NaN.
             value = torch.zeros_like(value)
         return kit.share(kind, value, micro_batch.items, micro_batch.weight, _OPS)
-
-
-def _finished(kind: str, so_far: Any, path: str, items: int, weight: float) -> Tensor:
-    made: Tensor = cat(path, so_far) if kind == "concatenate" else kit.finished(kind, so_far, items, weight or 1.0)
-    return made
 
 
 def require_kinds(declared: kit.Nest) -> None:

@@ -81,7 +81,9 @@ def add(held: Tensor, gradient: Tensor) -> Tensor:
     if held.is_sparse:
         return held.add_(gradient) if gradient.is_sparse else gradient.to(held.dtype) + held
     if gradient.numel() > 2 * BLOCK and _is_copied_first(held, gradient):
-        _add_in_blocks(held.view(-1), gradient.view(-1), BLOCK * torch.get_num_threads())
+        size = BLOCK * torch.get_num_threads()
+        for total, part in zip(torch.split(held.view(-1), size), torch.split(gradient.view(-1), size), strict=True):
+            total.add_(part)
         return held
     return held.add_(gradient)
 
@@ -89,11 +91,6 @@ def add(held: Tensor, gradient: Tensor) -> Tensor:
 def _is_copied_first(held: Tensor, gradient: Tensor) -> bool:
     of_two_dtypes = type(held) is Tensor and held.is_cpu and gradient.dtype is not held.dtype
     return of_two_dtypes and not gradient.is_sparse and held.is_contiguous() and gradient.is_contiguous()
-
-
-def _add_in_blocks(held: Tensor, gradient: Tensor, size: int) -> None:
-    for total, part in zip(torch.split(held, size), torch.split(gradient, size), strict=True):
-        total.add_(part)
 
 
 # The global 2-norm of a window's sum, which is also its finite check: many tensors in few calls, and one wait for the device.
@@ -154,10 +151,8 @@ def _measured(tensors: Sequence[Tensor], norms: Sequence[Tensor], notes: Sequenc
 @torch.no_grad()
 def largest(gradients: Sequence[Tensor]) -> float:
     """Return the largest magnitude, NaN or inf if there is one; waits for the device once."""
-    tensors = [tensor for tensor in dense_parts(gradients) if tensor.numel()]
-    if not tensors:
-        return 0.0
-    return float(side_by_side(norms_of(tensors, math.inf)).max())
+    peaks = norms_of([tensor for tensor in dense_parts(gradients) if tensor.numel()], math.inf)
+    return float(side_by_side(peaks).max()) if peaks else 0.0
 
 
 def norms_of(tensors: Sequence[Tensor], order: float = 2.0) -> list[Tensor]:
@@ -166,8 +161,11 @@ def norms_of(tensors: Sequence[Tensor], order: float = 2.0) -> list[Tensor]:
     for group in together(tensors):
         if type(group[0]) is Tensor or not is_sharded(group[0]):
             norms += foreach_norm(group, order)
+        elif order == math.inf:
+            norms.append(_whole_peak(group))
         else:
-            norms.append(_whole_peak(group) if order == math.inf else _whole(list(foreach_norm(group, order)), order))
+            whole: Any = torch.linalg.vector_norm(torch.stack(list(foreach_norm(group, order))), order)
+            norms.append(whole.full_tensor())
     return norms
 
 
@@ -204,12 +202,6 @@ def _fetch(norms: Sequence[Tensor], notes: Sequence[Tensor] = ()) -> list[float]
     return [math.hypot(*read[: len(norms)]), *read[len(norms) :]]
 
 
-def _whole(norms: list[Tensor], order: float) -> Tensor:
-    total: Any = torch.linalg.vector_norm(torch.stack(norms), order)
-    whole: Tensor = total.full_tensor()
-    return whole
-
-
 def _whole_peak(tensors: list[Tensor]) -> Tensor:
     """Return the largest magnitude of tensors split over processes, inf for NaN, with one reduction."""
     from torch.distributed.tensor import DTensor, Partial
@@ -235,8 +227,18 @@ def dense_parts(gradients: Sequence[Tensor]) -> list[Tensor]:
     return list(map(elements, gradients)) if any(map(IS_SPARSE, gradients)) else list(gradients)
 
 
-def coalesced(gradient: Tensor) -> Tensor:
-    return gradient.coalesce() if gradient.is_sparse else gradient
+def added_up(gradient: Tensor) -> Tensor:
+    """Return each element once: of a sparse gradient coalesced, of one whose parts processes have (``Partial``) reduced.
+
+    Before torch 2.12 such parts have a wrong norm, and 2.6 divides them wrongly.
+    """
+    if type(gradient) is Tensor or not is_sharded(gradient):
+        return gradient.coalesce() if gradient.is_sparse else gradient
+    from torch.distributed.tensor import Replicate
+
+    split: Any = gradient
+    whole = [Replicate() if each.is_partial() else each for each in split.placements]
+    return gradient if whole == list(split.placements) else split.redistribute(placements=whole)
 
 
 _AS_IT_IS = nullcontext()

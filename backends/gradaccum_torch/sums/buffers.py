@@ -19,7 +19,7 @@ from gradaccum_torch.checks import Size, interrupted_error
 from gradaccum_torch.parameters import Parameters
 from gradaccum_torch.private.names import flattened, foreach_add_, keep_own, unflattened, untraced, version
 from gradaccum_torch.sums import arithmetic
-from gradaccum_torch.sums.arithmetic import DTYPE, GRAD, IS_SPARSE, REQUIRES_GRAD, coalesced, gradient_dtype, sum_dtype
+from gradaccum_torch.sums.arithmetic import DTYPE, GRAD, IS_SPARSE, REQUIRES_GRAD, added_up, gradient_dtype, sum_dtype
 from gradaccum_torch.sums.strategy import Strategy, Undivided
 from gradaccum_torch.window.watch import NOTHING_SEEN, Allowed, Event, Hook, Watched, can_be_hooked, seen
 
@@ -64,6 +64,9 @@ class Usual(NamedTuple):
         return self._replace(sums=(), packed=None)
 
 
+untraced(Usual.begun_with)  # torch 2.11's Dynamo returns such a tuple without fields.
+
+
 class BufferStrategy(Strategy):
     """The sum is in buffers; ``.grad`` holds at most the micro-batch under way, which is dropped if asked for and not finite."""
 
@@ -82,7 +85,7 @@ class BufferStrategy(Strategy):
         filled = usual.filled if gradients and usual else [each for each in self._parameters.unique() if each.grad is not None]
         if first or not gradients:
             self._require_takeable(filled, size)
-        finite = not self._drops or arithmetic.measure([coalesced(each.grad) for each in filled if each.grad is not None]).finite
+        finite = not self._drops or arithmetic.measure([added_up(each.grad) for each in filled if each.grad is not None]).finite
         if finite and usual and gradients:
             begun = usual.begun_with(gradients) if first else usual
             begin()
@@ -126,7 +129,7 @@ class BufferStrategy(Strategy):
             self._parameters.note_gradients(self._usual.filled)
             return [self._usual.packed]
         # In the order of the parameters, not of arrival: a resumed window must have the same norm to the last bit.
-        self._held = {parameter: coalesced(self._held[parameter]) for parameter in self._parameters.unique() if parameter in self._held}
+        self._held = {parameter: added_up(self._held[parameter]) for parameter in self._parameters.unique() if parameter in self._held}
         self._parameters.note_gradients(self._held)
         return list(self._held.values())
 
@@ -211,8 +214,6 @@ class BufferStrategy(Strategy):
         if self._usual is not None and self._usual.sums and not masters:
             return {}
         own = list(map(gradient_dtype, [masters.get(parameter, parameter) for parameter in self._held] if masters else self._held))
-        if own == list(map(DTYPE, self._held.values())):
-            return {}
         return {parameter: dtype for (parameter, held), dtype in zip(self._held.items(), own, strict=True) if held.dtype != dtype}
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from operator import is_not
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from gradaccum import UsageError
 from gradaccum_torch.checks import Change, Size, changed_gradients_error, interrupted_error, unfinished_error
 from gradaccum_torch.parameters import Parameters
 from gradaccum_torch.private.names import is_sharded, module_averaging, version
-from gradaccum_torch.sums.arithmetic import GRAD, IS_SPARSE, NORM_BLOCK, REQUIRES_GRAD, coalesced, divide, measure, multiply, narrowed
+from gradaccum_torch.sums.arithmetic import GRAD, IS_SPARSE, NORM_BLOCK, REQUIRES_GRAD, added_up, divide, measure, multiply, narrowed
 from gradaccum_torch.window.watch import NOTHING_SEEN, OWN_PASSES, Allowed, Event, GradWatch, Hook, Hooks, can_be_hooked, seen
 
 
@@ -153,11 +154,11 @@ class Strategy(ABC):
 
     @abstractmethod
     def settle(self) -> list[Tensor]:
-        """Note which parameters have a gradient at the window's end, and return the sum as tensors, coalesced."""
+        """Note which parameters have a gradient at the window's end, and return the sum as tensors, each element once."""
 
     def norm_so_far(self) -> float:
         """Return the global 2-norm of the open window's sum, inf if it is not finite; change nothing."""
-        sums = {id(total): coalesced(total) for total in self.sums() if total is not None}
+        sums = {id(total): added_up(total) for total in self.sums() if total is not None}
         return measure(list(sums.values())).norm
 
     def fits(self, norm: float, divisor: float) -> bool:
@@ -245,10 +246,15 @@ class GradStrategy(Strategy):
         if self._packed is not None:
             return [self._packed] if self._packed.numel() <= NORM_BLOCK else list(torch.split(self._packed, NORM_BLOCK))
         gradients: list[Tensor] = list(map(GRAD, parameters))
-        if any(map(IS_SPARSE, gradients)):
-            self._coalesce(parameters)
-            return list(map(GRAD, parameters))
-        return gradients
+        if set(map(type, gradients)) <= {Tensor} and not any(map(IS_SPARSE, gradients)):
+            return gradients
+        whole = list(map(added_up, gradients))
+        if any(map(is_not, whole, gradients)):
+            for parameter, total in zip(parameters, whole, strict=True):
+                parameter.grad = total
+            # The replaced .grad must not look like tampering if the inner optimizer raises and flush() is called again.
+            self.watch.reset()
+        return whole
 
     def undivided(self) -> Undivided:
         parameters = self._parameters.had_gradients
@@ -300,12 +306,6 @@ class GradStrategy(Strategy):
 
     def _is_all_in_grad(self, first: bool, flushing: bool) -> bool:
         return True
-
-    def _coalesce(self, parameters: Sequence[Tensor]) -> None:
-        for parameter in parameters:
-            parameter.grad = None if parameter.grad is None else coalesced(parameter.grad)
-        # The replaced .grad must not look like tampering if the inner optimizer raises and flush() is called again.
-        self.watch.reset()
 
     def _divide_graphs(self, parameters: Sequence[Tensor], divisor: float) -> None:
         """Divide what will be differentiated again (``create_graph=True``) in its graph."""

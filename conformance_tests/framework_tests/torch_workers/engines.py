@@ -335,9 +335,6 @@ class Block(nn.Module):
 @check
 def sequence_parallel_norm_is_exact(rank: int) -> None:
     """The gradient of a norm whose items are split along the sequence is a part on each worker: it is added up before it is measured."""
-    torch.manual_seed(0)
-    whole = Block().double()
-    model = copy.deepcopy(whole)
     plan = {
         "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "norm": SequenceParallel(),
@@ -345,18 +342,23 @@ def sequence_parallel_norm_is_exact(rank: int) -> None:
         "down": RowwiseParallel(output_layouts=Shard(1)),
         "out": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
     }
-    parallelize_module(model, init_device_mesh("cpu", (WORLD,)), plan)
-    opt, alone = (gradaccum.wrap(sgd(each), steps=3, clip_norm=0.05) for each in (model, whole))
-    for index in range(6):
-        x = torch.arange(8 * (1 + index % 3)).reshape(-1, 8) * (3 + index) % 11
-        for each, own in ((model, opt), (whole, alone)):
-            own.backward(each(x), weight=len(x))
-            own.step()
-            own.zero_grad()
-        torch.testing.assert_close(opt.result.grad_norm, alone.result.grad_norm, rtol=1e-12, atol=0)
-    assert opt.result.applied
-    for mine, large in zip(model.parameters(), whole.parameters(), strict=True):
-        torch.testing.assert_close(mine.full_tensor() if isinstance(mine, DTensor) else mine, large, rtol=1e-12, atol=1e-12)
+    every: list[dict[str, Any]] = [{"clip_norm": 0.05}, {"separate_sums": True}, {"on_overflow": "drop_micro_batch"}]
+    for options in every:
+        torch.manual_seed(0)
+        whole = Block().double()
+        model = copy.deepcopy(whole)
+        parallelize_module(model, init_device_mesh("cpu", (WORLD,)), plan)
+        opt, alone = (gradaccum.wrap(torch.optim.Adam(each.parameters()), steps=3, **options) for each in (model, whole))
+        for index in range(6):
+            x = torch.arange(8 * (1 + index % 3)).reshape(-1, 8) * (3 + index) % 11
+            for each, own in ((model, opt), (whole, alone)):
+                own.backward(each(x), weight=len(x))
+                own.step()
+                own.zero_grad()
+            torch.testing.assert_close(opt.result.grad_norm, alone.result.grad_norm, rtol=1e-12, atol=0)
+        assert opt.result.applied
+        for mine, large in zip(model.parameters(), whole.parameters(), strict=True):
+            torch.testing.assert_close(mine.full_tensor() if isinstance(mine, DTensor) else mine, large, rtol=1e-12, atol=1e-12)
 
 
 class Attention(nn.Module):
