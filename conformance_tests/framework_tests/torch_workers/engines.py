@@ -332,6 +332,10 @@ class Block(nn.Module):
         return cross_entropy(self.out(h + self.down(self.up(self.norm(h)).tanh())).flatten(0, 1), x.roll(1, 1).flatten())
 
 
+def require_no_parts(model: nn.Module) -> None:
+    assert not any(each.is_partial() for parameter in model.parameters() for each in getattr(parameter.grad, "placements", ()))
+
+
 @check
 def sequence_parallel_norm_is_exact(rank: int) -> None:
     """The gradient of a norm whose items are split along the sequence is a part on each worker: it is added up before it is measured."""
@@ -349,6 +353,7 @@ def sequence_parallel_norm_is_exact(rank: int) -> None:
         model = copy.deepcopy(whole)
         parallelize_module(model, init_device_mesh("cpu", (WORLD,)), plan)
         opt, alone = (gradaccum.wrap(torch.optim.Adam(each.parameters()), steps=3, **options) for each in (model, whole))
+        opt.register_step_pre_hook(lambda *_, model=model: require_no_parts(model))
         for index in range(6):
             x = torch.arange(8 * (1 + index % 3)).reshape(-1, 8) * (3 + index) % 11
             for each, own in ((model, opt), (whole, alone)):
