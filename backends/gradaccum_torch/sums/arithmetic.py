@@ -228,9 +228,9 @@ def dense_parts(gradients: Sequence[Tensor]) -> list[Tensor]:
 
 
 def added_up(gradient: Tensor) -> Tensor:
-    """Return each element once: of a sparse gradient coalesced, of one whose parts processes have (``Partial``) reduced.
+    """Return `gradient` with each element once: a sparse one coalesced; one of which processes have parts (``Partial``) reduced.
 
-    Before torch 2.12 such parts have a wrong norm, and 2.6 divides them wrongly.
+    torch before 2.12 adds up the parts' norms, and torch 2.6 loses a division of parts in place.
     """
     if type(gradient) is Tensor or not is_sharded(gradient):
         return gradient.coalesce() if gradient.is_sparse else gradient
