@@ -61,10 +61,11 @@ def by_hand(clip_norm: float | None = None, every: bool = False) -> Recipe:
 def promising(clip_norm: float | None = None) -> Recipe:
     """What gradaccum promises, and no more, by hand: the floor of its time.
 
-    The loop notices what else changes a ``.grad``, steps the optimizer, moves its rates or sets the module's flag, and counts and decides
-    by the transitions of the core. Workers may hold different numbers of items, so weights, losses and flags are added up exactly, in the
-    one reduction after the last backward pass; all must have the same rates, and gradients of the same parameters, dense and without a
-    graph. A sum that is not finite makes no update, for which its norm is read; versions tell how far an update came that raised.
+    The loop notices what else changes a ``.grad``, steps the optimizer, moves its rates or sets the module's flag, copies a gradient that
+    lies in others' memory, and counts and decides by the transitions of the core. Workers may hold different numbers of items, so weights,
+    losses and flags are added up exactly, in the one reduction after the last backward pass; all must have the same rates, and gradients
+    of the same parameters, dense and without a graph. A sum that is not finite makes no update, for which its norm is read; versions tell
+    how far an update came that raised.
     """
 
     def recipe(parallel: DistributedDataParallel, optimizer: torch.optim.Optimizer, loss: Loss, steps: int) -> Window:

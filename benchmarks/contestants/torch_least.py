@@ -1,8 +1,8 @@
 """The least Python that keeps what gradaccum promises where nothing is measured: the floor under its time in small models.
 
 One plain object for one optimizer, without options, groups, masters, workers, listeners or checkpoints, and with every answer known. It
-notices a change of a ``.grad`` and a backward pass that raised, counts by the transitions of the core, divides what the window holds, and
-notes what tells whether an update that raised was half made.
+notices a change of a ``.grad`` and a backward pass that raised, copies a gradient that lies in others' memory, counts by the transitions
+of the core, divides what the window holds, and notes what tells whether an update that raised was half made.
 """
 
 from __future__ import annotations
@@ -61,17 +61,19 @@ class _Watched:
         else:
             self.gradient = gradient = parameter.grad
             self.version = -1 if gradient is None else gradient._version
+            if before is None:
+                self.passes.fresh.append(self)
         if not self.passes.under_way:
             self.passes.begin()
 
 
 class _Passes:
-    """Whether a backward pass has delivered something and has not ended."""
+    """Whether a backward pass has delivered something and has not ended, and the gradients that it has made anew."""
 
-    __slots__ = ("under_way",)
+    __slots__ = ("fresh", "under_way")
 
     def __init__(self) -> None:
-        self.under_way = False
+        self.under_way, self.fresh = False, list[_Watched]()
 
     def begin(self) -> None:
         self.under_way = True
@@ -79,10 +81,17 @@ class _Passes:
 
     def end(self) -> None:
         self.under_way = False
+        for watched in self.fresh:
+            gradient: Any = watched.gradient
+            storage = gradient.untyped_storage()
+            if not storage.resizable() or torch._C._storage_Use_Count(storage._cdata) > 2:
+                watched.parameter.grad = watched.gradient = gradient.clone()
+                watched.version = 0
+        self.fresh.clear()
 
 
 class Watch:
-    """Notices a change of a ``.grad`` that no backward pass made, and a backward pass that raised."""
+    """Notices a change of a ``.grad`` that no backward pass made, and a backward pass that raised; copies what is in others' memory."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self.passes = _Passes()
@@ -99,6 +108,7 @@ class Watch:
             raise RuntimeError("a backward pass raised")
 
     def clear(self) -> None:
+        """Free the gradients."""
         for watched in self.watched:
             watched.parameter.grad = watched.gradient = None
             watched.version = -1

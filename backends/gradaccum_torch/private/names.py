@@ -144,13 +144,7 @@ def is_leaf_node(node: Node) -> bool:
 
 for _name in (_USERS := ("torch:_C._storage_Use_Count", "torch:UntypedStorage._cdata")):
     LOST[_name] = "The first gradient of each parameter in a window is copied, which is slower."
-
-
-def _users_of(storage: Any) -> int:
-    try:
-        return int(torch._C._storage_Use_Count(storage._cdata))
-    except AttributeError:
-        return sys.maxsize
+_KNOWS_USERS = all(map(exists, _USERS))
 
 
 _TREES = "torch._inductor.cudagraph_trees"
@@ -163,8 +157,8 @@ def owns_memory(gradient: Tensor) -> bool:
     A CUDA graph returns the same memory each time. Memory that torch cannot resize is such a graph's, or another library's.
     """
     if type(gradient) is Tensor:
-        storage = None if gradient.is_sparse else gradient.untyped_storage()
-        own = storage is not None and storage.resizable() and _users_of(storage) <= 2  # The gradient and `storage`.
+        storage = gradient.untyped_storage() if _KNOWS_USERS and not gradient.is_sparse else None
+        own = storage is not None and storage.resizable() and torch._C._storage_Use_Count(storage._cdata) <= 2  # `gradient`, `storage`.
     else:  # FSDP's shards are parts of one tensor that nobody else writes.
         own = not is_sharded(gradient) or local(gradient).untyped_storage().resizable()
     return own and not (gradient.is_cuda and _TREES in sys.modules)

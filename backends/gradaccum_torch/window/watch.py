@@ -13,8 +13,8 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from enum import Enum, IntEnum
-from itertools import takewhile
-from operator import eq
+from itertools import repeat, takewhile
+from operator import attrgetter, eq, is_not
 from types import CodeType, FrameType
 from typing import NamedTuple, cast
 
@@ -147,6 +147,7 @@ class Compared(Enum):
     NONE = 2
 
 
+_GRADIENT = attrgetter("gradient")
 PASSES = [0]
 """The number of backward passes that any wrapper has seen."""
 OWN_PASSES: list[tuple[GradWatch, bool]] = []
@@ -189,10 +190,7 @@ class GradWatch:
 
     @property
     def holds(self) -> bool:
-        for watched in self._watched.values():  # noqa: SIM110 - `any` makes a call per parameter, in each micro-batch.
-            if watched.gradient is not None:
-                return True
-        return False
+        return any(map(is_not, map(_GRADIENT, self._watched.values()), repeat(None)))
 
     def begin(self) -> bool:
         """Note that a backward pass has begun; return False if its end will not be seen."""
@@ -353,7 +351,8 @@ class Watched:
         if before is not None and before._version == expected:
             self.version = expected  # One addition in place, as nearly always. `GradWatch.intact` sees whether it is still the parameter's.
         elif before is None:
-            self.note()
+            self.gradient = gradient = parameter.grad
+            self.version = -1 if gradient is None else gradient._version
             self.watch.fresh.append(self)
         else:
             self._look(before, expected, parameter)

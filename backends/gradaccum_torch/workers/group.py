@@ -12,12 +12,12 @@ in the windows of the others until they flush too.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from operator import mul
+from itertools import chain, repeat
+from operator import is_not, mul
 from typing import Any, NamedTuple, final
 
 import torch
@@ -28,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError, kit
 from gradaccum_torch.private import names
 from gradaccum_torch.private.fsdp import units_holding
+from gradaccum_torch.sums.arithmetic import DTYPE, IS_SPARSE
 from gradaccum_torch.window.watch import delivering_zeros
 from gradaccum_torch.workers.interface import Held, Joined, Sums, Workers, learning_rates, require_no_join
 
@@ -47,9 +48,9 @@ class WorkerGroup(Workers):
         self._flushing = self._all_flush = False
         self.several, self._device = True, next(each.device for group in optimizer.param_groups for each in group["params"])
         self.place = self._rank, self._workers = dist.get_rank(group), dist.get_world_size(group)
-        self._riders: dict[int | None, list[int]] = {}
-        """By part, the positions of the sums that rode with the numbers in the last window: the same on all workers, as each end is
-        collective."""
+        self._rode: dict[int | None, tuple[list[int], list[bool]]] = {}
+        """By part, the positions of the sums that rode with the numbers in the last window, and which sums there were: the same on all
+        workers, as each end is collective."""
 
     @property
     def joined(self) -> bool:
@@ -140,11 +141,12 @@ class WorkerGroup(Workers):
         self, fields: kit.State, sums: Sums, zeros: Callable[[int], Tensor], others: Sequence[float], part: int | None
     ) -> tuple[Numbers, Sums, Tensor | None]:
         rates = learning_rates(self._optimizer)
-        sparse = any(total is not None and total.is_sparse for total in sums)
-        whole = [None if total is None or total.is_sparse else total for total in sums]
-        present, flags = [total is not None for total in whole], (sparse, not is_exact(fields.weight), *kit.rate_bits(*rates))
+        sparse = any(map(IS_SPARSE, [total for total in sums if total is not None]))
+        whole: list[Tensor | None] = [None] * len(sums) if sparse else [*sums]  # The flag raises on each worker.
+        present, flags = list(map(is_not, whole, repeat(None))), (sparse, not is_exact(fields.weight), *kit.rate_bits(*rates))
         sent = bytearray(encode(fields, self._flushing, present, others, flags))
-        own, guess = torch.frombuffer(sent, dtype=torch.uint8), [index for index in self._riders.get(part, ()) if index < len(sums)]
+        own, (rode_before, there_before) = torch.frombuffer(sent, dtype=torch.uint8), self._rode.get(part, ([], []))
+        guess = [index for index in rode_before if index < len(sums)]
         while True:
             riding = [zeros(index) if (total := whole[index]) is None else total for index in guess]
             # The numbers last, as kernels are slower on a sum whose memory begins at an odd place.
@@ -158,14 +160,16 @@ class WorkerGroup(Workers):
                 raise _small_error(fields.weight)
             if numbers.is_open:
                 kit.require_same_rates(rates, numbers.flags[2:], self._workers, self._rank)
-            if (there := [count > 0 for count in numbers.holders]) != present:
-                known, present = enumerate(zip(whole, there, strict=True)), there
-                whole = [(zeros(index) if total is None else total) if there else None for index, (total, there) in known]
-            if (found := riders(whole, self._device)) == guess:
+            if (there := list(map(bool, numbers.holders))) != present:
+                whole = [zeros(at) if each is None and held else each for at, (each, held) in enumerate(zip(whole, there, strict=True))]
+            if there == there_before and set(map(type, riding)) == {Tensor} and len(set(map(DTYPE, riding))) == 1:
                 break
-            guess = self._riders[part] = found
+            self._rode[part] = found, _ = riders(whole, self._device), there
+            if found == guess:
+                break
+            guess = found
         left, rode_at = dict[int, Tensor](), set(guess)
-        if not (all_rode := len(guess) == sum(present)):
+        if not (all_rode := len(guess) == sum(there)):
             self._require_equal_copies([total for total, count in zip(whole, numbers.holders, strict=True) if count == self._workers])
             left = {at: each for at, each in enumerate(whole) if at not in rode_at and each is not None and not names.is_sharded(each)}
         if not (apart := sum(total.nbytes for total in left.values()) <= APART_BYTES):
@@ -281,7 +285,7 @@ def require_same_options(options: kit.Options, *groups: dist.ProcessGroup, **oth
     for group in groups:
         gathered: list[list[tuple[int, str]]] = [[]] * dist.get_world_size(group)
         dist.all_gather_object(gathered, everyone, group=group)
-        everyone = sorted(itertools.chain(*gathered))
+        everyone = sorted(chain(*gathered))
     for rank, other in everyone:
         if other != everyone[0][1]:
             expected, found = f"the same options on every worker: {everyone[0][1]}", f"{other} on rank {rank}"

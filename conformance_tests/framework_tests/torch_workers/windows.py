@@ -142,7 +142,7 @@ def sums_come_and_go(rank: int) -> None:
 
 @check
 def model_is_cast_between_windows(rank: int) -> None:
-    """What rode in the last window has another dtype now, and rides again."""
+    """What rode in the last window has another dtype now, and rides again; where only a part of it was cast, that part travels alone."""
     model, reference = build(torch.float32), build(torch.float32)
     parallel = DistributedDataParallel(model)
     opt = gradaccum.wrap(sgd(model), steps=1, module=parallel, reduction="item_mean")
@@ -158,6 +158,13 @@ def model_is_cast_between_windows(rank: int) -> None:
             other.step()
     assert len(called) == 1
     require_equal(model, reference)
+    pair = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))]
+    opt = gradaccum.wrap(torch.optim.SGD(pair, lr=1.0), steps=1, process_group=dist.group.WORLD)
+    for _ in range(3):
+        sum(each.double().sum() for each in pair).backward()
+        opt.step()
+        pair[1].data = pair[1].double()
+    assert [each.tolist() for each in pair] == [[-2.0, -2.0]] * 2
 
 
 @check
