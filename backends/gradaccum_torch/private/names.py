@@ -158,7 +158,7 @@ def owns_memory(gradient: Tensor) -> bool:
     """
     if type(gradient) is Tensor:
         storage = gradient.untyped_storage() if _KNOWS_USERS and not gradient.is_sparse else None
-        own = storage is not None and storage.resizable() and torch._C._storage_Use_Count(storage._cdata) <= 2  # `gradient`, `storage`.
+        own = storage is not None and storage.resizable() and torch._C._storage_Use_Count(storage._cdata) <= 2  # `gradient` and `storage`.
     else:  # FSDP's shards are parts of one tensor that nobody else writes.
         own = not is_sharded(gradient) or local(gradient).untyped_storage().resizable()
     return own and not (gradient.is_cuda and _TREES in sys.modules)

@@ -351,8 +351,7 @@ class Watched:
         if before is not None and before._version == expected:
             self.version = expected  # One addition in place, as nearly always. `GradWatch.intact` sees whether it is still the parameter's.
         elif before is None:
-            self.gradient = gradient = parameter.grad
-            self.version = -1 if gradient is None else gradient._version
+            self.note()
             self.watch.fresh.append(self)
         else:
             self._look(before, expected, parameter)

@@ -48,9 +48,9 @@ class WorkerGroup(Workers):
         self._flushing = self._all_flush = False
         self.several, self._device = True, next(each.device for group in optimizer.param_groups for each in group["params"])
         self.place = self._rank, self._workers = dist.get_rank(group), dist.get_world_size(group)
-        self._rode: dict[int | None, tuple[list[int], list[bool]]] = {}
-        """By part, the positions of the sums that rode with the numbers in the last window, and which sums there were: the same on all
-        workers, as each end is collective."""
+        self._rode: dict[int | None, tuple[list[int], tuple[list[bool], int]]] = {}
+        """By part, the positions of the sums that rode with the numbers in the last window; which sums there were, and how many elements
+        rode. They are the same on all workers, as each end is collective."""
 
     @property
     def joined(self) -> bool:
@@ -142,10 +142,10 @@ class WorkerGroup(Workers):
     ) -> tuple[Numbers, Sums, Tensor | None]:
         rates = learning_rates(self._optimizer)
         sparse = any(map(IS_SPARSE, [total for total in sums if total is not None]))
-        whole: list[Tensor | None] = [None] * len(sums) if sparse else [*sums]  # The flag raises on each worker.
+        whole: list[Tensor | None] = [None] * len(sums) if sparse else [*sums]  # The flag makes each worker raise.
         present, flags = list(map(is_not, whole, repeat(None))), (sparse, not is_exact(fields.weight), *kit.rate_bits(*rates))
         sent = bytearray(encode(fields, self._flushing, present, others, flags))
-        own, (rode_before, there_before) = torch.frombuffer(sent, dtype=torch.uint8), self._rode.get(part, ([], []))
+        own, (rode_before, before) = torch.frombuffer(sent, dtype=torch.uint8), self._rode.get(part, ([], ([], 0)))
         guess = [index for index in rode_before if index < len(sums)]
         while True:
             riding = [zeros(index) if (total := whole[index]) is None else total for index in guess]
@@ -162,9 +162,10 @@ class WorkerGroup(Workers):
                 kit.require_same_rates(rates, numbers.flags[2:], self._workers, self._rank)
             if (there := list(map(bool, numbers.holders))) != present:
                 whole = [zeros(at) if each is None and held else each for at, (each, held) in enumerate(zip(whole, there, strict=True))]
-            if there == there_before and set(map(type, riding)) == {Tensor} and len(set(map(DTYPE, riding))) == 1:
+            now = there, bucket.packed.numel()
+            if now == before and len(set(map(DTYPE, riding))) == 1:
                 break
-            self._rode[part] = found, _ = riders(whole, self._device), there
+            self._rode[part] = found, _ = riders(whole, self._device), now
             if found == guess:
                 break
             guess = found

@@ -142,7 +142,7 @@ def sums_come_and_go(rank: int) -> None:
 
 @check
 def model_is_cast_between_windows(rank: int) -> None:
-    """What rode in the last window has another dtype now, and rides again; where only a part of it was cast, that part travels alone."""
+    """What rode in the last window has another dtype now, and rides again; a part that alone was cast, or is large now, travels alone."""
     model, reference = build(torch.float32), build(torch.float32)
     parallel = DistributedDataParallel(model)
     opt = gradaccum.wrap(sgd(model), steps=1, module=parallel, reduction="item_mean")
@@ -165,6 +165,12 @@ def model_is_cast_between_windows(rank: int) -> None:
         opt.step()
         pair[1].data = pair[1].double()
     assert [each.tolist() for each in pair] == [[-2.0, -2.0]] * 2
+    pair[0] = opt.param_groups[0]["params"][0] = nn.Parameter(torch.ones(2**20))
+    with counted() as called:
+        sum(each.double().sum() for each in pair).backward()
+        opt.step()
+    assert 2**20 in called
+    assert not pair[0].any()
 
 
 @check
