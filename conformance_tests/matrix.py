@@ -4,7 +4,8 @@
 torch's own wheels bring several gigabytes. ``--cell NAME`` takes one. A cell that cannot be made fails the run. Results stay in a folder,
 one file each, so that the command resumes; ``--write`` puts the table into the page of versions.
 
-CI takes the newest release of a framework on the newest Python, ``--cell torch-newest``, and the floors.
+CI takes the newest release of a framework on the newest Python, ``--cell torch-newest --suite-only``; its full run also its own tests
+and the floors.
 """
 
 from __future__ import annotations
@@ -126,12 +127,15 @@ def python_in(environment: Path, version: str) -> Path:
     return python
 
 
-def measure(cell: Cell, environment: Path, console: Console, *, installs_only: bool) -> Result:
-    """Run the steps of `cell` in `environment`, which is made if it is not there."""
+def measure(cell: Cell, environment: Path, console: Console, *, installs_only: bool, suite_only: bool = False) -> Result:
+    """Run the steps of `cell` in `environment`, which is made if it is not there; with `suite_only` without the framework's own tests."""
     started, result = time.monotonic(), Result(cell.name, day=date.today().isoformat())
     python = python_in(environment, cell.python)
     with tempfile.TemporaryDirectory() as folder:
-        for name, command in _steps(cell, python, Path(folder)).items():
+        steps = _steps(cell, python, Path(folder))
+        if suite_only:
+            del steps["own tests"]
+        for name, command in steps.items():
             console.print(f"{cell.name}: {name}")
             passed, output = run(command, Path(folder))
             line = output[-1].strip(" =") if output else ""
@@ -223,6 +227,7 @@ def main(
     out: Annotated[Path, typer.Option(help="Folder for the results; cells that have one there are skipped.")] = Path("versions-results"),
     environments: Annotated[Path | None, typer.Option(help="Folder of environments, by cell, to use and to keep.")] = None,
     install_only: Annotated[bool, typer.Option("--install-only", help="Make the environments, and nothing else.")] = False,
+    suite_only: Annotated[bool, typer.Option("--suite-only", help="Leave out the framework's own tests.")] = False,
     write: Annotated[bool, typer.Option("--write", help="Put the table into the page of versions.")] = False,
 ) -> None:
     """Measure the supported versions, each in an environment of its own."""
@@ -238,7 +243,7 @@ def main(
             continue
         with tempfile.TemporaryDirectory(prefix="gradaccum-") as folder:
             place = (environments or Path(folder)) / each.name
-            results.append(measure(each, place, console, installs_only=install_only))
+            results.append(measure(each, place, console, installs_only=install_only, suite_only=suite_only))
         if not install_only:
             file.write_text(json.dumps(asdict(results[-1]), indent=1), encoding="utf-8")
     if write:

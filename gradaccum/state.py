@@ -80,7 +80,7 @@ def at_rest(state: tuple[Scalar, ...], *, float64_weight: bool = False) -> State
     return State(micro_step, optimizer_step, skipped_windows, weight, overflow, round_to_float32(loss_scale), growth_tracker)
 
 
-# The outcome of the last event, in scalars. The flush of an empty window is no event: the one before it stays.
+# The outcome of the last call, in scalars. The flush of an empty window did nothing: neither applied, nor skipped, nor an overflow.
 
 
 class StepResult(NamedTuple):

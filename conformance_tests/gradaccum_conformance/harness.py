@@ -106,6 +106,10 @@ class Session(ABC):
         """Have the wrapped optimizer tell `listener` of each window that closes; False if it has no listeners."""
         return False
 
+    def on_update(self, function: Callable[[], object]) -> bool:
+        """Have the wrapped optimizer call `function` after each update; False if it calls nothing."""
+        return False
+
     def idle(self) -> None:  # noqa: B027  # most backends do nothing
         """No micro-batch on this worker while others have one: nothing to do, unless all workers run one program."""
 

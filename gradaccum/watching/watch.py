@@ -88,14 +88,27 @@ class Listeners:
         Raises:
             ArgumentTypeError: it cannot be called.
         """
-        if not callable(listener):
-            fix = "Write for example opt.add_listener(print)."
-            raise explain(ArgumentTypeError, "listener", expected="a function of one ClosedWindow", got=listener, fix=fix)
+        _require_callable("listener", listener, "a function of one ClosedWindow", "Write for example opt.add_listener(print).")
         if not self.added:
             self._last_end = time.perf_counter()
         key = next(self._keys)
         self.added[key] = listener
         return Handle(self.added, key)
+
+    def on_update(self, function: Callable[[], object]) -> Handle:
+        """Call `function`, without arguments, after each window that closes with an update.
+
+        Raises:
+            ArgumentTypeError: it cannot be called.
+        """
+        fix = "Write for example opt.on_update(lambda: ema.update_parameters(model))."
+        _require_callable("function", function, "a function without arguments", fix)
+
+        def call_if_applied(window: ClosedWindow) -> None:
+            if window.applied:
+                function()
+
+        return self.add(call_if_applied)
 
     def note(
         self, result: StepResult, *, weight: float = math.nan, micro_batches: float = math.nan, loss: float | None = None
@@ -135,6 +148,11 @@ class Listeners:
         return failures
 
 
+def _require_callable(argument: str, function: object, expected: str, fix: str) -> None:
+    if not callable(function):
+        raise explain(ArgumentTypeError, argument, expected=expected, got=function, fix=fix)
+
+
 def _failure(listener: Listener, window: ClosedWindow) -> Exception | None:
     try:
         listener(window)
@@ -170,8 +188,6 @@ class Watch:
     def __init__(self, *listeners: Listener, reduction: str = "mean") -> None:
         self._options = make_options(None, reduction=reduction)
         self._told, self._weight, self._loss = 0, 0.0, 0.0
-        self._told_last: str | None = None
-        """The last window's result, if nothing has come since; the flush of an empty window leaves it."""
         self._complete = False
         """All micro-batches of the open window were told. Before the first result it may be open already."""
         self._listeners = Listeners()
@@ -185,7 +201,7 @@ class Watch:
 
         Pass `loss` or `weight` with each micro-batch, and neither with a flush or discard; the window then has its count, weight and loss.
         These are NaN if some micro-batch passed neither, and in a first window that closes with the first result, since it may have been
-        resumed. Without both, a result equal to the last window's is the flush of an empty window. After an overflow the weight is NaN. A
+        resumed. After an overflow the weight is NaN. A
         loss that was passed to the optimizer is in the result already.
 
         Args:
@@ -206,8 +222,7 @@ class Watch:
         if loss is not None or weight is not None:
             self._take(value, 1.0 if counted is None else counted)
         with self._listeners.settled():
-            if known.closed and (self._told or repr(known) != self._told_last):
-                self._told_last = repr(known)  # as NaN differs from NaN
+            if known.closed:
                 return self._end(known)
         self._go_on(known)
         return None
@@ -218,7 +233,6 @@ class Watch:
         self._loss = add_loss(self._loss, math.nan if loss is None else loss, weight, weight > 0, self._options, select)
 
     def _go_on(self, result: StepResult) -> None:
-        self._told_last = self._told_last if result.closed else None
         if not result.micro_step:
             self._begin()
         elif self._told != result.micro_step:

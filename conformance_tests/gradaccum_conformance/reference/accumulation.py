@@ -82,7 +82,7 @@ class ReferenceAccumulation:
         windows = [self.window] if self.workers is None else self.workers.gather(self.window)
         self.window = [micro_batch for window in windows for micro_batch in window]
         if not self.window:
-            return
+            return self._note()
         denominator = self._denominator() if denominator is None else denominator
         divisor = self._rounded(self.loss_scale * denominator)
         normal = self._limits().tiny <= divisor <= self._limits().max
