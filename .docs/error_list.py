@@ -1,4 +1,5 @@
-"""The page on errors: every call of `gradaccum.kit.explain` in the sources, so that a search for a message finds what to do.
+"""The page on errors: every call of `gradaccum.kit.explain` in the sources, so that a
+search for a message finds what to do.
 
 The sources are read, not run. Words that a message takes from its call stand as ``…``.
 """
@@ -20,8 +21,10 @@ FOLDERS: Mapping[str, str] = {
 UNKNOWN = "…"
 _HEADER = """# Every error
 
-Each message has one shape: `argument: expected ...; got .... What to write instead.` This page is made from the sources; `…` is what
-a message takes from your call. What most people meet is told by symptom in [Troubleshooting](../gradaccum/TROUBLESHOOTING.md).
+Each message has one shape: `argument: expected ...; got .... What to write instead.`
+This page is made from the sources; `…` is what a message takes from your call. What
+most people meet is told by symptom in
+[Troubleshooting](../gradaccum/TROUBLESHOOTING.md).
 """
 
 
@@ -38,20 +41,33 @@ class Entry(NamedTuple):
 def entries_in(folder: str) -> list[Entry]:
     """The errors of a folder, each once, by what they are about."""
     files = sorted((ROOT / folder).rglob("*.py"))
-    found = {entry for file in files for entry in _entries_of(ast.parse(file.read_text(encoding="utf-8")))}
-    return sorted((entry for entry in found if entry.expected != UNKNOWN), key=lambda entry: (entry.argument == UNKNOWN, entry))
+    found = {
+        entry
+        for file in files
+        for entry in _entries_of(ast.parse(file.read_text(encoding="utf-8")))
+    }
+    return sorted(
+        (entry for entry in found if entry.expected != UNKNOWN),
+        key=lambda entry: (entry.argument == UNKNOWN, entry),
+    )
 
 
 def error_page() -> str:
     """The Markdown of the page."""
-    sections = [f"## {title}\n\n{''.join(_shown(entry) for entry in entries_in(folder))}" for title, folder in FOLDERS.items()]
+    sections = [
+        f"## {title}\n\n{''.join(_shown(entry) for entry in entries_in(folder))}"
+        for title, folder in FOLDERS.items()
+    ]
     return "\n".join([_HEADER, *sections])
 
 
 def _shown(entry: Entry) -> str:
     got = "" if entry.found == UNKNOWN else f"; got {entry.found}"
     fix = "" if entry.fix == UNKNOWN else f"<br>{_escaped(entry.fix)}"
-    return f"- **{_escaped(entry.argument)}**: expected {_escaped(entry.expected + got)}. *({entry.kind})*{fix}\n"
+    return (
+        f"- **{_escaped(entry.argument)}**: expected {_escaped(entry.expected + got)}."
+        f" *({entry.kind})*{fix}\n"
+    )
 
 
 def _escaped(text: str) -> str:
@@ -62,18 +78,36 @@ def _escaped(text: str) -> str:
 
 def _entries_of(tree: ast.Module) -> Iterator[Entry]:
     outer = _assigned(tree.body)
-    for scope in (node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))):
+    for scope in (
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    ):
         names = outer | _assigned(list(ast.walk(scope)))
         for node in ast.walk(scope):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("explain", "kit.explain") and len(node.args) == 2:
+            if (
+                isinstance(node, ast.Call)
+                and ast.unparse(node.func) in ("explain", "kit.explain")
+                and len(node.args) == 2
+            ):
                 yield _entry(node, names)
 
 
 def _entry(call: ast.Call, names: Mapping[str, ast.expr]) -> Entry:
     said = {keyword.arg: _words(keyword.value, names) for keyword in call.keywords}
-    kind = call.args[0].id if isinstance(call.args[0], ast.Name) and call.args[0].id[0].isupper() else "GradAccumError"
+    kind = (
+        call.args[0].id
+        if isinstance(call.args[0], ast.Name) and call.args[0].id[0].isupper()
+        else "GradAccumError"
+    )
     found = said.get("found", UNKNOWN)
-    return Entry(kind, _words(call.args[1], names), said.get("expected", UNKNOWN), found, said.get("fix", UNKNOWN))
+    return Entry(
+        kind,
+        _words(call.args[1], names),
+        said.get("expected", UNKNOWN),
+        found,
+        said.get("fix", UNKNOWN),
+    )
 
 
 def _words(node: ast.expr, names: Mapping[str, ast.expr]) -> str:
@@ -81,9 +115,16 @@ def _words(node: ast.expr, names: Mapping[str, ast.expr]) -> str:
         case ast.Constant(value=str(text)):
             return text
         case ast.JoinedStr(values=parts):
-            return "".join(_words(part.value if isinstance(part, ast.FormattedValue) else part, names) for part in parts)
+            return "".join(
+                _words(
+                    part.value if isinstance(part, ast.FormattedValue) else part, names
+                )
+                for part in parts
+            )
         case ast.Name(id=name) if name in names:
-            return _words(names[name], {key: value for key, value in names.items() if key != name})
+            return _words(
+                names[name], {key: value for key, value in names.items() if key != name}
+            )
         case ast.BinOp(left=left, op=ast.Add(), right=right):
             return _words(left, names) + _words(right, names)
         case ast.IfExp(body=first, orelse=second):
@@ -104,6 +145,14 @@ def _assigned(nodes: list[ast.stmt] | list[ast.AST]) -> dict[str, ast.expr]:
 def _pairs(target: ast.expr, value: ast.expr) -> list[tuple[str, ast.expr]]:
     if isinstance(target, ast.Name):
         return [(target.id, value)]
-    if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
-        return [pair for one, its in zip(target.elts, value.elts, strict=True) for pair in _pairs(one, its)]
+    if (
+        isinstance(target, ast.Tuple)
+        and isinstance(value, ast.Tuple)
+        and len(target.elts) == len(value.elts)
+    ):
+        return [
+            pair
+            for one, its in zip(target.elts, value.elts, strict=True)
+            for pair in _pairs(one, its)
+        ]
     return []

@@ -1,6 +1,8 @@
-"""A check of the built site's search index: what people look for is in a guide, which stands before the API. Internals are left out.
+"""A check of the built site's search index: what people look for is in a guide, which
+stands before the API. Internals are left out.
 
-Run it as ``python .docs/found.py SITE``. The weights are those of the site's search: a word in a title counts 1000 times.
+Run it as ``python .docs/found.py SITE``. The weights are those of the site's search: a
+word in a title counts 1000 times.
 """
 
 from __future__ import annotations
@@ -11,31 +13,57 @@ import sys
 from pathlib import Path
 from typing import Any
 
-WORDS = ("DataParallel", "TPU", "drop_last", "install", "flush", "gradient_accumulation_steps", "MultiSteps")
+WORDS = (
+    "DataParallel",
+    "TPU",
+    "drop_last",
+    "install",
+    "flush",
+    "gradient_accumulation_steps",
+    "MultiSteps",
+)
 GUIDES = ("gradaccum/", "backends/gradaccum_")
 INTERNALS = ("api/gradaccum.kit", "api/gradaccum_conformance")
 
 
 def best_page(word: str, docs: list[dict[str, Any]], separator: str) -> str | None:
-    """Return the address of the section that the search shows first for `word`, or None if no section has it."""
+    """Return the address of the section that the search shows first for `word`, or None
+    if no section has it.
+    """
     wanted = set(filter(None, re.split(separator, word)))
-    weights = {doc["location"]: doc.get("boost", 1) * _matches(wanted, doc, separator) for doc in docs}
+    weights = {
+        doc["location"]: doc.get("boost", 1) * _matches(wanted, doc, separator)
+        for doc in docs
+    }
     best = max(weights, key=weights.__getitem__)
     return best if weights[best] else None
 
 
 def _matches(wanted: set[str], doc: dict[str, Any], separator: str) -> int:
-    title, text = (set(re.split(separator, re.sub(r"<[^>]*>", " ", doc[part]))) for part in ("title", "text"))
+    title, text = (
+        set(re.split(separator, re.sub(r"<[^>]*>", " ", doc[part])))
+        for part in ("title", "text")
+    )
     return 1000 * (wanted <= title) + (wanted <= text)
 
 
 def main() -> None:
-    """Exit with a line for each word that leads elsewhere, and for each internal page that is found."""
-    index = json.loads((Path(sys.argv[1]) / "search/search_index.json").read_text(encoding="utf-8"))
+    """Exit with a line for each word that leads elsewhere, and for each internal page
+    that is found.
+    """
+    index = json.loads(
+        (Path(sys.argv[1]) / "search/search_index.json").read_text(encoding="utf-8")
+    )
     docs, separator = index["docs"], index["config"]["separator"]
     found = {word: best_page(word, docs, separator) for word in WORDS}
-    wrong = [f"{word}: {page}" for word, page in found.items() if page is None or not _is_guide(page)]
-    wrong += sorted({doc["location"] for doc in docs if doc["location"].startswith(INTERNALS)})
+    wrong = [
+        f"{word}: {page}"
+        for word, page in found.items()
+        if page is None or not _is_guide(page)
+    ]
+    wrong += sorted(
+        {doc["location"] for doc in docs if doc["location"].startswith(INTERNALS)}
+    )
     sys.exit("\n".join(wrong) or None)
 
 

@@ -1,7 +1,9 @@
-"""The pages of the site: where they stand in the repository, what they are called there, and where their links lead.
+"""The pages of the site: where they stand in the repository, what they are called
+there, and where their links lead.
 
-A page keeps its place: ``backends/gradaccum_torch/RECIPES.md`` is that on the site too, so that a link from page to page stays as it is. A
-new page beside what it describes appears by itself. Nothing of mkdocs is imported here.
+A page keeps its place: ``backends/gradaccum_torch/RECIPES.md`` is that on the site too,
+so that a link from page to page stays as it is. A new page beside what it describes
+appears by itself. Nothing of mkdocs is imported here.
 """
 
 from __future__ import annotations
@@ -17,7 +19,13 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
     "PyTorch": ("backends/gradaccum_torch/*.md",),
     "JAX": ("backends/gradaccum_jax/*.md",),
     "MindSpore": ("backends/gradaccum_mindspore/*.md",),
-    "Project": ("benchmarks/README.md", "benchmarks/SCOREBOARD.md", "backends/README.md", ".github/CONTRIBUTING.md", "CHANGELOG.md"),
+    "Project": (
+        "benchmarks/README.md",
+        "benchmarks/SCOREBOARD.md",
+        "backends/README.md",
+        ".github/CONTRIBUTING.md",
+        "CHANGELOG.md",
+    ),
 }
 """The tabs of the site, and the pages of each as patterns in the repository."""
 ORDER = (
@@ -41,7 +49,11 @@ _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
 
 def pages_of(section: str) -> list[str]:
     """The pages of a tab, as paths in the repository, in the order of reading."""
-    found = [path for pattern in SECTIONS[section] for path in sorted(ROOT.glob(pattern), key=_place)]
+    found = [
+        path
+        for pattern in SECTIONS[section]
+        for path in sorted(ROOT.glob(pattern), key=_place)
+    ]
     return [path.relative_to(ROOT).as_posix() for path in found]
 
 
@@ -52,25 +64,35 @@ def all_pages() -> list[str]:
 
 def weighed(text: str, boost: float) -> str:
     """Return `text` with its weight in the site's search; 0 leaves it out."""
-    return f"---\nsearch:\n  {f'boost: {boost}' if boost else 'exclude: true'}\n---\n\n{text}"
+    return (
+        "---\nsearch:\n "
+        f" {f'boost: {boost}' if boost else 'exclude: true'}\n---\n\n{text}"
+    )
 
 
 def place_on_site(page: str) -> str:
-    """Where a page or a picture of the repository is on the site, which has no hidden folder."""
+    """Where a page or a picture of the repository is on the site, which has no hidden
+    folder.
+    """
     return page.removeprefix(".github/")
 
 
 def pictures_of(page: str) -> list[str]:
     """The pictures that a page shows, as paths in the repository."""
-    shown = [target for mark, _, target in _LINK.findall(_FENCE.sub("", _text(page))) if mark and _is_local(target)]
+    shown = [
+        target
+        for mark, _, target in _LINK.findall(_FENCE.sub("", _text(page)))
+        if mark and _is_local(target)
+    ]
     return [_resolved(page, target) for target in shown]
 
 
 def text_for_site(page: str, repository: str | None = None) -> str:
     """The text of a page with its links as the site needs them.
 
-    A link to another page or to a picture leads to its place on the site, one to another file to `repository`, which is the address of the
-    project's files, or nowhere if there is none: the text stays.
+    A link to another page or to a picture leads to its place on the site, one to
+    another file to `repository`, which is the address of the project's files, or
+    nowhere if there is none: the text stays.
     """
     text, links = _text(page), (lambda link: _link_for_site(page, link, repository))
     parts, end = [], 0
@@ -86,8 +108,11 @@ def _link_for_site(page: str, link: re.Match[str], repository: str | None) -> st
         return link.group()
     path, hash_mark, anchor = target.partition("#")
     file = _resolved(page, path)
-    if mark or file in all_pages() or not (ROOT / file).exists():  # mkdocs names a link that leads nowhere
-        relative = posixpath.relpath(place_on_site(file), posixpath.dirname(place_on_site(page)) or ".")
+    # mkdocs names a link that leads nowhere
+    if mark or file in all_pages() or not (ROOT / file).exists():
+        relative = posixpath.relpath(
+            place_on_site(file), posixpath.dirname(place_on_site(page)) or "."
+        )
         return f"{mark}[{shown}]({relative}{hash_mark}{anchor})"
     return f"[{shown}]({repository}/{file})" if repository else shown
 

@@ -1,1 +1,3 @@
-"""Benchmarks: questions, contestants, and the machinery here that lets them meet. ``python -m benchmarks`` answers them."""
+"""Benchmarks: questions, contestants, and the machinery here that lets them meet.
+``python -m benchmarks`` answers them.
+"""

@@ -53,19 +53,34 @@ class Answers(NamedTuple):
     def rows(self) -> list[tuple[str, ...]]:
         """The table's cells, as texts."""
         timed = [_timed(case, row) for case in self.cases for row in case["rows"]]
-        return timed + [_drawn(curve) for curve in self.curves] + [_looped(loop) for loop in self.loops]
+        return (
+            timed
+            + [_drawn(curve) for curve in self.curves]
+            + [_looped(loop) for loop in self.loops]
+        )
 
 
 def duration(milliseconds: float) -> str:
     """Three digits and a unit that suits them."""
     if milliseconds < 1:
         return f"{1e3 * milliseconds:.3g} us"
-    return f"{milliseconds:.3g} ms" if milliseconds < 1000 else f"{milliseconds / 1000:.3g} s"
+    return (
+        f"{milliseconds:.3g} ms"
+        if milliseconds < 1000
+        else f"{milliseconds / 1000:.3g} s"
+    )
 
 
 def _timed(case: Record, row: Record) -> tuple[str, ...]:
     spread = f"{row['ratio_low']:.3f} to {row['ratio_high']:.3f}"
-    return case["case"], row["contestant"], duration(row["median_ms"]), f"{row['ratio']:.3f}", spread, _counts(row)
+    return (
+        case["case"],
+        row["contestant"],
+        duration(row["median_ms"]),
+        f"{row['ratio']:.3f}",
+        spread,
+        _counts(row),
+    )
 
 
 def _drawn(curve: Record) -> tuple[str, ...]:
@@ -73,7 +88,9 @@ def _drawn(curve: Record) -> tuple[str, ...]:
 
 
 def _looped(loop: Record) -> tuple[str, ...]:
-    distances = ("-" if value is None else f"{value:.1e}" for value in loop["distances"].values())
+    distances = (
+        "-" if value is None else f"{value:.1e}" for value in loop["distances"].values()
+    )
     return loop["name"], loop["contestant"], *distances, loop["told"]
 
 

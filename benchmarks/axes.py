@@ -1,9 +1,13 @@
-"""The two axes along which a micro-batch's cost must stay flat: micro-batches per window, and tensors of a model."""
+"""The two axes along which a micro-batch's cost must stay flat: micro-batches per
+window, and tensors of a model.
+"""
 
 from __future__ import annotations
 
 RUN = 256
-"""Micro-batches in one run, whatever the window's length: windows of 256 are one, windows of 1 are 256 updates."""
+"""Micro-batches in one run, whatever the window's length: windows of 256 are one,
+windows of 1 are 256 updates.
+"""
 WINDOWS = (1, 4, 16, 64, 256)
 QUICK_WINDOWS = (16, 64)
 STEPS = 4
@@ -16,14 +20,18 @@ FEW = 10
 SMALL = 100_000
 """Elements in all then: few, so that calls and not memory are what is seen."""
 LARGE = 1_000_000
-"""Elements in all where the number of tensors is the question: the same work cut into ever more pieces."""
+"""Elements in all where the number of tensors is the question: the same work cut into
+ever more pieces.
+"""
 
 
 def sizes(tensors: int, elements: int) -> list[int]:
     """Elements of each tensor: equal, and `elements` together."""
     size, left_over = divmod(elements, tensors)
     if left_over:
-        raise ValueError(f"elements: expected a multiple of {tensors} tensors; got {elements}.")
+        raise ValueError(
+            f"elements: expected a multiple of {tensors} tensors; got {elements}."
+        )
     return [size] * tensors
 
 

@@ -1,4 +1,6 @@
-"""Counts the reductions of a window of `DistributedDataParallel` loops: ours, and those of the module itself."""
+"""Counts the reductions of a window of `DistributedDataParallel` loops: ours, and those
+of the module itself.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +13,22 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 WARM_UP = 2
-"""Windows after which a module has ordered its buckets, and a wrapper knows the parameters that take part."""
+"""Windows after which a module has ordered its buckets, and a wrapper knows the
+parameters that take part.
+"""
 
 
 def visible(parallel: DistributedDataParallel) -> None:
-    """Make the module's own reductions calls of ``dist.all_reduce``; it is then not to be timed."""
+    """Make the module's own reductions calls of ``dist.all_reduce``; it is then not to
+    be timed.
+    """
     parallel.register_comm_hook(None, allreduce_hook)
 
 
 def reductions(window: Callable[[], object]) -> Mapping[str, float]:
-    """The all-reduces of one window, and the bytes that a worker hands to them. Collective."""
+    """The all-reduces of one window, and the bytes that a worker hands to them.
+    Collective.
+    """
     for _ in range(WARM_UP):
         window()
     sizes: list[int] = []

@@ -1,9 +1,12 @@
-"""The cost law: what a window sends between its workers, and how long that takes on a network: ``python -m benchmarks.cost_law``.
+"""The cost law: what a window sends between its workers, and how long that takes on a
+network: ``python -m benchmarks.cost_law``.
 
-Counts and bytes are functions of the gradients, the workers and the micro-batches; tests compare them with what was counted, for torch at
-up to 1024 workers. The times are arithmetic, not measurements: a collective of B bytes over W workers takes 2 log2(W) latencies and
-2 (W - 1) / W * B / bandwidth (Thakur, Rabenseifner and Gropp, 2005, "Optimization of Collective Communication Operations in MPICH"), a
-reduce-scatter or an all-gather half of both. Nothing else is under way meanwhile.
+Counts and bytes are functions of the gradients, the workers and the micro-batches;
+tests compare them with what was counted, for torch at up to 1024 workers. The times are
+arithmetic, not measurements: a collective of B bytes over W workers takes 2 log2(W)
+latencies and 2 (W - 1) / W * B / bandwidth (Thakur, Rabenseifner and Gropp, 2005,
+"Optimization of Collective Communication Operations in MPICH"), a reduce-scatter or an
+all-gather half of both. Nothing else is under way meanwhile.
 """
 
 from __future__ import annotations
@@ -51,40 +54,72 @@ Law = Mapping[tuple[str, int], Sent]
 BUCKET = 25 * 2**20
 """Small tensors travel together up to here, in torch and MindSpore."""
 NUMBERS = 2 * 43 + 38
-"""Elements beside the sums in torch: the weight, the loss, flags, the learning rates' fingerprint. One more for each tensor."""
+"""Elements beside the sums in torch: the weight, the loss, flags, the learning rates'
+fingerprint. One more for each tensor.
+"""
 
 
 def messages(window: Window, large: int) -> int:
-    """Return how many all-reduces the sums take, of tensors of equal size, each alone from `large` bytes on."""
+    """Return how many all-reduces the sums take, of tensors of equal size, each alone
+    from `large` bytes on.
+    """
     each = window.gradients // window.tensors
-    return window.tensors if each >= large else math.ceil(window.tensors / (BUCKET // each))
+    return (
+        window.tensors
+        if each >= large
+        else math.ceil(window.tensors / (BUCKET // each))
+    )
 
 
 def all_reduced_once(window: Window) -> Law:
-    """torch: `DistributedDataParallel`, or copies with ``process_group=``. The numbers ride with the first small tensors."""
+    """torch: `DistributedDataParallel`, or copies with ``process_group=``. The numbers
+    ride with the first small tensors.
+    """
     large = 4 * 2**20
     alone = window.gradients // window.tensors >= large
-    sent = Sent(messages(window, large) + alone, window.gradients + window.element * (NUMBERS + window.tensors))
+    sent = Sent(
+        messages(window, large) + alone,
+        window.gradients + window.element * (NUMBERS + window.tensors),
+    )
     return {("allreduce", window.workers): sent}
 
 
 def reduced_in_two(window: Window) -> Law:
-    """MindSpore: the weight, the loss, flags and each worker's learning rate; then the sums."""
-    return {("allreduce", window.workers): Sent(1 + messages(window, 2**20), window.gradients + 4 * (6 + window.workers))}
+    """MindSpore: the weight, the loss, flags and each worker's learning rate; then the
+    sums.
+    """
+    return {
+        ("allreduce", window.workers): Sent(
+            1 + messages(window, 2**20), window.gradients + 4 * (6 + window.workers)
+        )
+    }
 
 
-def sharded(scattered: Callable[[Window], int], reduced: Callable[[Window], int], told: int) -> Callable[[Window], Law]:
-    """torch: FSDP2, which reduce-scatters and all-reduces so many times per unit; `told`: the workers say which gradients they have."""
+def sharded(
+    scattered: Callable[[Window], int], reduced: Callable[[Window], int], told: int
+) -> Callable[[Window], Law]:
+    """torch: FSDP2, which reduce-scatters and all-reduces so many times per unit;
+    `told`: the workers say which gradients they have.
+    """
 
     def law(window: Window) -> Law:
         shard = window.gradients // window.shards
         numbers = Sent(1 + told, 8 * 37 + told * 4 * window.tensors)
-        found = {("reduce_scatter", window.shards): Sent(scattered(window) * window.units, scattered(window) * window.gradients)}
+        found = {
+            ("reduce_scatter", window.shards): Sent(
+                scattered(window) * window.units, scattered(window) * window.gradients
+            )
+        }
         # And the norm of each tensor's shards.
-        found["allreduce", window.shards] = Sent(numbers.collectives + 1, numbers.bytes + window.element * window.tensors)
+        found["allreduce", window.shards] = Sent(
+            numbers.collectives + 1, numbers.bytes + window.element * window.tensors
+        )
         if window.copies > 1:
             of_copies = reduced(window)
-            found["allreduce", window.copies] = Sent(of_copies * window.units + numbers.collectives, of_copies * shard + numbers.bytes)
+            found["allreduce", window.copies] = Sent(
+                of_copies * window.units + numbers.collectives,
+                of_copies * shard + numbers.bytes,
+            )
         return found
 
     return law
@@ -97,7 +132,9 @@ class Way(NamedTuple):
     law: Callable[[Window], Law]
     collectives: str
     bytes: str
-    """The law in the page's words: of S bytes in n gradients, N micro-batches and so on; see `LEGEND`."""
+    """The law in the page's words: of S bytes in n gradients, N micro-batches and so
+    on; see `LEGEND`.
+    """
 
 
 LEGEND = """
@@ -110,17 +147,43 @@ WAYS = {
     way.name: way
     for way in (
         Way(ONCE, all_reduced_once, "1 + L", "S + 4*(124 + n)"),
-        Way("FSDP2, micro_batch", sharded(lambda window: window.steps, lambda window: window.steps, told=0), "N*U + 2", "N*S + 296 + 4*n"),
-        Way("FSDP2, window", sharded(lambda window: 1, lambda window: 1, told=1), "U + 3", "S + 296 + 8*n"),
+        Way(
+            "FSDP2, micro_batch",
+            sharded(lambda window: window.steps, lambda window: window.steps, told=0),
+            "N*U + 2",
+            "N*S + 296 + 4*n",
+        ),
+        Way(
+            "FSDP2, window",
+            sharded(lambda window: 1, lambda window: 1, told=1),
+            "U + 3",
+            "S + 296 + 8*n",
+        ),
         Way(
             "HSDP, all_reduce_per_window",
             sharded(lambda window: window.steps + 1, lambda window: 1, told=1),
             "(N + 2)*U + 5",
             "(N + 1 + R/W)*S + 592 + 12*n",
         ),
-        Way("JAX, data_parallel", lambda window: {("allreduce", window.workers): Sent(1, window.gradients + 12)}, "1", "S + 12"),
+        Way(
+            "JAX, data_parallel",
+            lambda window: {
+                ("allreduce", window.workers): Sent(1, window.gradients + 12)
+            },
+            "1",
+            "S + 12",
+        ),
         Way("MindSpore, data_parallel", reduced_in_two, "1 + B + L", "S + 24 + 4*W"),
-        Way(EACH, lambda window: {("allreduce", window.workers): Sent(window.steps, window.steps * window.gradients)}, "N or more", "N*S"),
+        Way(
+            EACH,
+            lambda window: {
+                ("allreduce", window.workers): Sent(
+                    window.steps, window.steps * window.gradients
+                )
+            },
+            "N or more",
+            "N*S",
+        ),
     )
 }
 
@@ -143,7 +206,9 @@ NETWORKS = {
 
 
 def seconds(law: Law, network: Network) -> float:
-    return sum(_seconds(kind, workers, sent, network) for (kind, workers), sent in law.items())
+    return sum(
+        _seconds(kind, workers, sent, network) for (kind, workers), sent in law.items()
+    )
 
 
 def _seconds(kind: str, workers: int, sent: Sent, network: Network) -> float:
@@ -155,28 +220,51 @@ def _seconds(kind: str, workers: int, sent: Sent, network: Network) -> float:
 
 
 def make_tables(window: Window) -> list[Table]:
-    """Return the law as formulas, and the seconds that it makes of `window` on each network."""
+    """Return the law as formulas, and the seconds that it makes of `window` on each
+    network.
+    """
     law, times = (Table(box=None, pad_edge=False) for _ in range(2))
-    for table, names in ((law, ("a window sends", "collectives", "bytes of each worker")), (times, ("seconds", *NETWORKS))):
+    for table, names in (
+        (law, ("a window sends", "collectives", "bytes of each worker")),
+        (times, ("seconds", *NETWORKS)),
+    ):
         for name in names:
-            table.add_column(name, justify="right" if name in NETWORKS else "left", no_wrap=True)
+            table.add_column(
+                name, justify="right" if name in NETWORKS else "left", no_wrap=True
+            )
     for way in WAYS.values():
-        found = way.law(window._replace(copies=2) if way.name.startswith("HSDP") else window)
+        found = way.law(
+            window._replace(copies=2) if way.name.startswith("HSDP") else window
+        )
         law.add_row(way.name, way.collectives, way.bytes)
-        times.add_row(way.name, *(f"{seconds(found, network):.3g}" for network in NETWORKS.values()))
+        times.add_row(
+            way.name,
+            *(f"{seconds(found, network):.3g}" for network in NETWORKS.values()),
+        )
     return [law, times]
 
 
 def draw(window: Window, path: Path) -> None:
-    """Write a plot: the seconds of a window by its workers, reduced once and in each micro-batch, for each network."""
+    """Write a plot: the seconds of a window by its workers, reduced once and in each
+    micro-batch, for each network.
+    """
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(8, 4.5))
     workers = [2**power for power in range(1, 11)]
     for color, (name, network) in enumerate(NETWORKS.items()):
         for way, style in ((ONCE, "-"), (EACH, ":")):
-            times = [seconds(WAYS[way].law(window._replace(workers=count)), network) for count in workers]
-            axes.loglog(workers, times, style, color=f"C{color}", label=f"{name}, {'once' if style == '-' else 'each micro-batch'}")
+            times = [
+                seconds(WAYS[way].law(window._replace(workers=count)), network)
+                for count in workers
+            ]
+            axes.loglog(
+                workers,
+                times,
+                style,
+                color=f"C{color}",
+                label=f"{name}, {'once' if style == '-' else 'each micro-batch'}",
+            )
     axes.set_xscale("log", base=2)
     axes.set_xlabel("workers")
     axes.set_ylabel(f"seconds of reductions, window of {window.steps}")
@@ -194,15 +282,25 @@ def main(
     tensors: Annotated[int, typer.Option(help="How many tensors they make.")] = 300,
     workers: Annotated[int, typer.Option(help="That share a window.")] = 64,
     steps: Annotated[int, typer.Option(help="Micro-batches of a window.")] = 8,
-    units: Annotated[int, typer.Option(help="Parts of the model under fully_shard.")] = 32,
-    plot: Annotated[Path | None, typer.Option(help="A file for the plot, such as law.png.")] = None,
+    units: Annotated[
+        int, typer.Option(help="Parts of the model under fully_shard.")
+    ] = 32,
+    plot: Annotated[
+        Path | None, typer.Option(help="A file for the plot, such as law.png.")
+    ] = None,
 ) -> None:
-    """Print what each way sends in a window, and the seconds that it takes on some networks."""
+    """Print what each way sends in a window, and the seconds that it takes on some
+    networks.
+    """
     window = Window(int(4 * parameters), workers, steps, tensors, units=units)
     console = Console(highlight=False)
     law, times = make_tables(window)
     console.print(law, LEGEND, sep="\n")
-    console.print(f"N {steps}, W {workers}, S {window.gradients:,}, n {tensors}, U {units}:\n", times, sep="\n")
+    console.print(
+        f"N {steps}, W {workers}, S {window.gradients:,}, n {tensors}, U {units}:\n",
+        times,
+        sep="\n",
+    )
     if plot is not None:
         draw(window, plot)
 

@@ -17,17 +17,27 @@ MakeOptimizer = Callable[[Any], Any]
 """From the inner optimizer, of optax, what accumulates for it."""
 
 
-def counts(compiled: Compiled, make: MakeOptimizer, members: int = 0) -> dict[str, float]:
-    """All counts of a step whose transformation is ``make(inner)``; of an ensemble of `members` if they are given."""
+def counts(
+    compiled: Compiled, make: MakeOptimizer, members: int = 0
+) -> dict[str, float]:
+    """All counts of a step whose transformation is ``make(inner)``; of an ensemble of
+    `members` if they are given.
+    """
     return sizes(compiled) | {"updates per window": updates_per_window(make, members)}
 
 
 def sizes(compiled: Compiled) -> dict[str, float]:
-    """Bytes in multiples of the parameters' own, and copies of arrays of a parameter's shape."""
+    """Bytes in multiples of the parameters' own, and copies of arrays of a parameter's
+    shape.
+    """
     leaves = jax.tree.leaves(compiled.params)
     own = sum(leaf.nbytes for leaf in leaves)
     memory = compiled.step.memory_analysis()
-    in_and_out = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    in_and_out = (
+        memory.argument_size_in_bytes
+        + memory.output_size_in_bytes
+        - memory.alias_size_in_bytes
+    )
     return {
         "temp / params": memory.temp_size_in_bytes / own,
         "held / params": in_and_out / own,
@@ -42,7 +52,9 @@ def copies(hlo: str, shapes: set[tuple[int, ...]]) -> int:
 
 
 def updates_per_window(make: MakeOptimizer, members: int = 0) -> int:
-    """Runs of the inner optimizer in one window, noted on the host as they happen; members of an ensemble run as one."""
+    """Runs of the inner optimizer in one window, noted on the host as they happen;
+    members of an ensemble run as one.
+    """
     runs: list[int] = []
     tx = make(noting(runs))
     params = jnp.ones((members, 2) if members else 2)

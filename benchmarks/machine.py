@@ -10,27 +10,54 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-PACKAGES = ("gradaccum", "torch", "jax", "jaxlib", "optax", "mindspore", "numpy", "accelerate", "lightning-fabric", "keras")
+PACKAGES = (
+    "gradaccum",
+    "torch",
+    "jax",
+    "jaxlib",
+    "optax",
+    "mindspore",
+    "numpy",
+    "accelerate",
+    "lightning-fabric",
+    "keras",
+)
 
 
 def machine() -> dict[str, str]:
-    """Processor, cores, memory, GPU if there is one, system, date and versions, as texts."""
+    """Processor, cores, memory, GPU if there is one, system, date and versions, as
+    texts.
+    """
     found = {
         "processor": _processor(),
         "cores": str(os.cpu_count()),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-        "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB",
-        "system": f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
+        "memory": (
+            f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB"
+        ),
+        "system": (
+            f"{platform.system()} {platform.machine()}, Python"
+            f" {platform.python_version()}"
+        ),
         "date": datetime.now(UTC).date().isoformat(),
     }
     found |= {"gpu": gpu} if (gpu := _gpu()) else {}
-    return found | {package: installed for package in PACKAGES if (installed := _version(package))}
+    return found | {
+        package: installed for package in PACKAGES if (installed := _version(package))
+    }
 
 
 def _processor() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor() or "unknown")
+    return next(
+        (
+            line.partition(":")[2].strip()
+            for line in lines
+            if line.startswith("model name")
+        ),
+        platform.processor() or "unknown",
+    )
 
 
 def _gpu() -> str | None:
@@ -39,7 +66,11 @@ def _gpu() -> str | None:
         return None
     command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return " and ".join(done.stdout.split("\n")).removesuffix(" and ") if done.returncode == 0 else None
+    return (
+        " and ".join(done.stdout.split("\n")).removesuffix(" and ")
+        if done.returncode == 0
+        else None
+    )
 
 
 def _version(package: str) -> str | None:

@@ -1,4 +1,6 @@
-"""The measurements as a table, as JSON, as plots and as one page that needs no other file."""
+"""The measurements as a table, as JSON, as plots and as one page that needs no other
+file.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +30,28 @@ def make_table(answers: Answers) -> Table:
 
 
 def write_report(out: Path, answers: Sequence[Answers]) -> None:
-    """Write ``results.json``, a PNG for each plot and ``report.html``, which holds them all, to `out`."""
+    """Write ``results.json``, a PNG for each plot and ``report.html``, which holds them
+    all, to `out`.
+    """
     here = machine()
-    write_json(out / "results.json", {"machine": here, "cases": [record for answer in answers for record in answer.records]})
-    plots = {answer.question: [_as_base64(path) for path in write_plots(answer, out)] for answer in answers}
+    write_json(
+        out / "results.json",
+        {
+            "machine": here,
+            "cases": [record for answer in answers for record in answer.records],
+        },
+    )
+    plots = {
+        answer.question: [_as_base64(path) for path in write_plots(answer, out)]
+        for answer in answers
+    }
     loader = FileSystemLoader(TEMPLATES)
-    page = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True).get_template("report.html")
-    (out / "report.html").write_text(page.render(machine=here, answers=answers, plots=plots), encoding="utf-8")
+    page = Environment(
+        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True
+    ).get_template("report.html")
+    (out / "report.html").write_text(
+        page.render(machine=here, answers=answers, plots=plots), encoding="utf-8"
+    )
 
 
 def _as_base64(path: Path) -> str:

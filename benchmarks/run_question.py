@@ -1,4 +1,6 @@
-"""``python -m benchmarks.run_question NAME --results FILE [--quick]``: one question in a process of its own, as JSON lines."""
+"""``python -m benchmarks.run_question NAME --results FILE [--quick]``: one question in
+a process of its own, as JSON lines.
+"""
 
 from __future__ import annotations
 
@@ -26,27 +28,44 @@ def main() -> None:
     with arguments.results.open("w", encoding="utf-8") as file:
         for case in load_question(arguments.name).cases(arguments.quick):
             record = _timed(case, plan) if isinstance(case, Case) else _untimed(case)
-            print(json.dumps({"kind": "case", "question": arguments.name} | record), file=file, flush=True)
+            print(
+                json.dumps({"kind": "case", "question": arguments.name} | record),
+                file=file,
+                flush=True,
+            )
             del case
             gc.collect()
 
 
 def _timed(case: Case, plan: Plan) -> dict[str, Any]:
-    rows = [timing._asdict() for timing in measure(case.contestants, case.baseline, plan, case.clock)]
+    rows = [
+        timing._asdict()
+        for timing in measure(case.contestants, case.baseline, plan, case.clock)
+    ]
     for row in rows:
         name = row["contestant"]
         row["counts"] = dict(case.counts.get(name, {}))
         seconds = row["median_ms"] / 1e3
-        row["counts"] |= {unit: work / seconds for unit, work in case.rates.get(name, {}).items()}
+        row["counts"] |= {
+            unit: work / seconds for unit, work in case.rates.get(name, {}).items()
+        }
     return {"case": case.name, "baseline": case.baseline, "x": case.x, "rows": rows}
 
 
 def _untimed(case: Curve | Distances) -> dict[str, Any]:
-    return _drawn(case) if isinstance(case, Curve) else {"case": case.name, "loop": case._asdict()}
+    return (
+        _drawn(case)
+        if isinstance(case, Curve)
+        else {"case": case.name, "loop": case._asdict()}
+    )
 
 
 def _drawn(curve: Curve) -> dict[str, Any]:
-    return {"case": curve.name, "curve": curve._asdict() | {"xs": list(curve.xs), "ys": list(curve.ys), "counts": dict(curve.counts)}}
+    return {
+        "case": curve.name,
+        "curve": curve._asdict()
+        | {"xs": list(curve.xs), "ys": list(curve.ys), "counts": dict(curve.counts)},
+    }
 
 
 if __name__ == "__main__":

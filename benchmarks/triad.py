@@ -1,10 +1,14 @@
-"""The machine's memory bandwidth: the large-array triad ``a = b + s * c``, the yardstick of every bandwidth question.
+"""The machine's memory bandwidth: the large-array triad ``a = b + s * c``, the
+yardstick of every bandwidth question.
 
-STREAM's fourth kernel (J. McCalpin, "Memory Bandwidth and Machine Balance in Current High Performance Computers", 1995): two arrays are
-read and one is written, and these three are what is counted. An accumulation counts the same three, but its sum is read before it is
-written. The triad's result is not, so a processor that fetches a line before it writes to it moves four arrays for the three counted:
-there an accumulation at full speed comes out above the triad, at up to 4 / 3 of its GB/s and more, as it has less to compute. What one
-core can do of an accumulation is therefore measured too, as NumPy's addition in place.
+STREAM's fourth kernel (J. McCalpin, "Memory Bandwidth and Machine Balance in Current
+High Performance Computers", 1995): two arrays are read and one is written, and these
+three are what is counted. An accumulation counts the same three, but its sum is read
+before it is written. The triad's result is not, so a processor that fetches a line
+before it writes to it moves four arrays for the three counted: there an accumulation at
+full speed comes out above the triad, at up to 4 / 3 of its GB/s and more, as it has
+less to compute. What one core can do of an accumulation is therefore measured too, as
+NumPy's addition in place.
 """
 
 from __future__ import annotations
@@ -18,14 +22,18 @@ from numpy.typing import NDArray
 NAME = "NumPy triad"
 ADDITION = "NumPy addition in place"
 ELEMENTS = 2**24
-"""float32: 64 MiB an array. With the other contestants' turns between two of its own, none finds its arrays in a cache."""
+"""float32: 64 MiB an array. With the other contestants' turns between two of its own,
+none finds its arrays in a cache.
+"""
 TENSORS = 16
 """That an accumulation's elements are in, as a model's are."""
 SHAPE = (ELEMENTS // TENSORS // 1024, 1024)
 """Of each of them."""
 SCALE = 0.5
 BLOCK = 2**17
-"""Elements worked on at a time: three such blocks are 1.5 MiB, so that the product is still in a cache when it is added to."""
+"""Elements worked on at a time: three such blocks are 1.5 MiB, so that the product is
+still in a cache when it is added to.
+"""
 GRADIENT = 2.0**-20
 """What is added, everywhere: a sum of thousands of them is finite and exact."""
 
@@ -33,13 +41,17 @@ Floats = NDArray[np.float32]
 
 
 def one_core() -> None:
-    """Keep this process, and the threads it is yet to start, on one core where the system can: what is compared then has the same means."""
+    """Keep this process, and the threads it is yet to start, on one core where the
+    system can: what is compared then has the same means.
+    """
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
 
 
 def triad(a: Floats, b: Floats, c: Floats) -> None:
-    """Write ``b + SCALE * c`` to `a`, all of shape (n,), block by block: each array crosses the memory bus once, without a temporary."""
+    """Write ``b + SCALE * c`` to `a`, all of shape (n,), block by block: each array
+    crosses the memory bus once, without a temporary.
+    """
     for start in range(0, a.size, BLOCK):
         block = slice(start, start + BLOCK)
         np.multiply(c[block], SCALE, out=a[block])
@@ -55,7 +67,8 @@ def moved(*itemsizes: int) -> float:
     """Bytes that one pass must move.
 
     Args:
-        itemsizes: bytes per element of each operand, once for a read and once for a write: sum, gradient, sum.
+        itemsizes: bytes per element of each operand, once for a read and once for a
+            write: sum, gradient, sum.
     """
     return float(ELEMENTS * sum(itemsizes))
 

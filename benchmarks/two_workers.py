@@ -1,6 +1,7 @@
 """A second process that runs the same windows, as the other worker of a gloo group.
 
-The first process measures. Before each window it writes one line to the second one's input, which then runs the same contestant.
+The first process measures. Before each window it writes one line to the second one's
+input, which then runs the same contestant.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class Built(NamedTuple):
 
 
 Builder = Callable[[bool], Iterator[Built]]
-"""The cases of a question, by whether it is asked quickly. Both workers run it in step."""
+"""The cases of a question, by whether it is asked quickly. Both workers run it in step.
+"""
 
 
 @contextmanager
@@ -42,8 +44,18 @@ def second_worker(builder: Builder, quick: bool) -> Iterator[Callable[[str], Non
     """Start it, and join it; gives a function that writes a line to it."""
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
-        command = [sys.executable, "-m", "benchmarks.two_workers", builder.__module__, builder.__name__, store, str(int(quick))]
-        follower = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, bufsize=1)
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.two_workers",
+            builder.__module__,
+            builder.__name__,
+            store,
+            str(int(quick)),
+        ]
+        follower = subprocess.Popen(
+            command, stdin=subprocess.PIPE, text=True, bufsize=1
+        )
         assert follower.stdin is not None
         try:
             _join(store, 0)
@@ -63,7 +75,12 @@ def in_step(built: Iterator[Built], tell: Callable[[str], None]) -> Iterator[Bui
         case = next(built, None)
         if case is None:
             return
-        yield case._replace(windows={label: _told(label, window, tell) for label, window in case.windows.items()})
+        yield case._replace(
+            windows={
+                label: _told(label, window, tell)
+                for label, window in case.windows.items()
+            }
+        )
 
 
 def _told(label: str, window: Window, tell: Callable[[str], None]) -> Window:
@@ -75,7 +92,13 @@ def _told(label: str, window: Window, tell: Callable[[str], None]) -> Window:
 
 
 def _join(store: str, rank: int) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORKERS, timeout=TIMEOUT)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=WORKERS,
+        timeout=TIMEOUT,
+    )
 
 
 def _follow(built: Iterator[Built]) -> None:

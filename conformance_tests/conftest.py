@@ -1,7 +1,8 @@
 """The garbage collector looks at no more than what a file's own tests make.
 
-Three frameworks, and what they keep of each compiled program, are a million objects. A full collection walks all of them, and MindSpore and
-the tests of freed memory ask for many: for a tenth of the whole run.
+Three frameworks, and what they keep of each compiled program, are a million objects. A
+full collection walks all of them, and MindSpore and the tests of freed memory ask for
+many: for a tenth of the whole run.
 """
 
 from __future__ import annotations

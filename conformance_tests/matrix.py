@@ -1,11 +1,14 @@
-"""The versions that are supported, measured: one fresh environment for each cell, and a table of what passed there.
+"""The versions that are supported, measured: one fresh environment for each cell, and a
+table of what passed there.
 
-``python -m conformance_tests.matrix`` makes the cells that are not done, one at a time, and removes each environment after its cell:
-torch's own wheels bring several gigabytes. ``--cell NAME`` takes one. A cell that cannot be made fails the run. Results stay in a folder,
-one file each, so that the command resumes; ``--write`` puts the table into the page of versions.
+``python -m conformance_tests.matrix`` makes the cells that are not done, one at a time,
+and removes each environment after its cell: torch's own wheels bring several gigabytes.
+``--cell NAME`` takes one. A cell that cannot be made fails the run. Results stay in a
+folder, one file each, so that the command resumes; ``--write`` puts the table into the
+page of versions.
 
-CI takes the newest release of a framework on the newest Python, ``--cell torch-newest --suite-only``; its full run also its own tests
-and the floors.
+CI takes the newest release of a framework on the newest Python,
+``--cell torch-newest --suite-only``; its full run also its own tests and the floors.
 """
 
 from __future__ import annotations
@@ -32,7 +35,11 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "gradaccum" / "VERSIONS.md"
 START, END = "<!-- table: versions -->", "<!-- end of table -->"
 BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
-FRONT_PAGE = {"torch": "import torch\n", "jax": "optax\n", "mindspore": "import mindspore"}
+FRONT_PAGE = {
+    "torch": "import torch\n",
+    "jax": "optax\n",
+    "mindspore": "import mindspore",
+}
 """What the first lines of each framework's program on the front page have."""
 LIMIT = 3600
 """Seconds of one step."""
@@ -45,16 +52,23 @@ class Cell:
     framework: str
     """``"torch"``, ``"jax"``, ``"mindspore"`` or ``"resolver"``."""
     packages: tuple[str, ...]
-    """What pip installs beside gradaccum, from the newest release of a package without a version."""
+    """What pip installs beside gradaccum, from the newest release of a package without
+    a version.
+    """
     python: str = ""
-    """A version, ``"3.12"``; empty: the newest that this machine has and the framework has wheels for."""
+    """A version, ``"3.12"``; empty: the newest that this machine has and the framework
+    has wheels for.
+    """
     extras: str = "conformance"
     """What of gradaccum's own extras is installed beside the framework's."""
 
     @property
     def name(self) -> str:
         """Such as ``torch-2.6.0-py3.11``, or ``torch-newest``."""
-        named = "-".join(re.sub(r"\[.*\]|[=<>]+", "-", package).strip("-") for package in self.packages)
+        named = "-".join(
+            re.sub(r"\[.*\]|[=<>]+", "-", package).strip("-")
+            for package in self.packages
+        )
         return f"{named}-py{self.python}" if self.python else f"{named}-newest"
 
 
@@ -68,20 +82,33 @@ CELLS = (
     Cell("jax", ("jax==0.5.3", "optax==0.2.4"), "3.11"),
     Cell("jax", ("jax==0.6.2", "optax==0.2.6"), "3.12"),
     Cell("jax", ("jax==0.7.1", "optax==0.2.8"), "3.11"),
-    Cell("jax", ("jax==0.10.2", "optax==0.2.8"), "3.11", extras="conformance,ecosystem"),
-    Cell("jax", ("jax==0.12.0.1", "optax==0.2.8"), "3.13", extras="conformance,ecosystem"),
+    Cell(
+        "jax", ("jax==0.10.2", "optax==0.2.8"), "3.11", extras="conformance,ecosystem"
+    ),
+    Cell(
+        "jax", ("jax==0.12.0.1", "optax==0.2.8"), "3.13", extras="conformance,ecosystem"
+    ),
     Cell("mindspore", ("mindspore==2.7.0",), "3.11"),
     Cell("mindspore", ("mindspore==2.9.0",), "3.12"),
     Cell("mindspore", ("mindspore==2.10.0",), "3.11"),
     Cell("mindspore", ("mindspore==2.10.0",), "3.12"),
     Cell("resolver", ("levanter>=1.2.dev0", "gradaccum[jax]"), "3.12"),
     Cell("resolver", ("verl", "torch==2.11.0", "gradaccum[torch]"), "3.12"),
-    Cell("resolver", ("transformers", "accelerate", "lightning", "gradaccum[torch]"), "3.12"),
+    Cell(
+        "resolver",
+        ("transformers", "accelerate", "lightning", "gradaccum[torch]"),
+        "3.12",
+    ),
     Cell("resolver", ("axolotl", "gradaccum[torch]"), "3.12"),
     Cell("resolver", ("flax", "gradaccum[jax]"), "3.12"),
 )
-"""What the table shows: both ends of each range, and between them what other packages pin."""
-NEWEST = (Cell("torch", ("torch",)), Cell("jax", ("jax",), extras="conformance,ecosystem"))
+"""What the table shows: both ends of each range, and between them what other packages
+pin.
+"""
+NEWEST = (
+    Cell("torch", ("torch",)),
+    Cell("jax", ("jax",), extras="conformance,ecosystem"),
+)
 PYTHONS = ("3.14", "3.13", "3.12", "3.11")
 
 
@@ -103,7 +130,8 @@ class Result:
 
 
 def interpreter(version: str) -> str:
-    """The path of ``pythonVERSION``, on the path or beside this Python; of the newest one of `PYTHONS` if `version` is empty.
+    """The path of ``pythonVERSION``, on the path or beside this Python; of the newest
+    one of `PYTHONS` if `version` is empty.
 
     Raises:
         FileNotFoundError: this machine has none.
@@ -112,23 +140,49 @@ def interpreter(version: str) -> str:
         found = shutil.which(f"python{wanted}")
         candidates = [found] if found else []
         # Installers such as pyenv and uv put one Python beside another.
-        candidates += [str(path) for path in sorted(Path(sys.base_prefix).parent.glob(f"*{wanted}*/bin/python{wanted}"))]
-        for candidate in candidates:  # pyenv's own command stands on the path, and fails for a version that is not chosen
-            if subprocess.run([candidate, "-V"], capture_output=True, check=False).returncode == 0:
+        candidates += [
+            str(path)
+            for path in sorted(
+                Path(sys.base_prefix).parent.glob(f"*{wanted}*/bin/python{wanted}")
+            )
+        ]
+        # pyenv's own command stands on the path, and fails for a version that is not
+        # chosen
+        for candidate in candidates:
+            if (
+                subprocess.run(
+                    [candidate, "-V"], capture_output=True, check=False
+                ).returncode
+                == 0
+            ):
                 return candidate
-    raise FileNotFoundError(f"python{version or PYTHONS}: not on this machine. Install it, or name another cell with --cell.")
+    raise FileNotFoundError(
+        f"python{version or PYTHONS}: not on this machine. Install it, or name another"
+        " cell with --cell."
+    )
 
 
 def python_in(environment: Path, version: str) -> Path:
     """The Python of `environment`, which is made if it is not there."""
     python = environment / "bin" / "python"
     if not python.exists():
-        subprocess.run([interpreter(version), "-m", "venv", str(environment)], check=True)
+        subprocess.run(
+            [interpreter(version), "-m", "venv", str(environment)], check=True
+        )
     return python
 
 
-def measure(cell: Cell, environment: Path, console: Console, *, installs_only: bool, suite_only: bool = False) -> Result:
-    """Run the steps of `cell` in `environment`, which is made if it is not there; with `suite_only` without the framework's own tests."""
+def measure(
+    cell: Cell,
+    environment: Path,
+    console: Console,
+    *,
+    installs_only: bool,
+    suite_only: bool = False,
+) -> Result:
+    """Run the steps of `cell` in `environment`, which is made if it is not there; with
+    `suite_only` without the framework's own tests.
+    """
     started, result = time.monotonic(), Result(cell.name, day=date.today().isoformat())
     python = python_in(environment, cell.python)
     with tempfile.TemporaryDirectory() as folder:
@@ -140,11 +194,17 @@ def measure(cell: Cell, environment: Path, console: Console, *, installs_only: b
             passed, output = run(command, Path(folder))
             line = output[-1].strip(" =") if output else ""
             result.steps[name] = (passed, line)
-            console.print("\n".join(output[-1 if passed else -300 :]), markup=False, highlight=False)
+            console.print(
+                "\n".join(output[-1 if passed else -300 :]),
+                markup=False,
+                highlight=False,
+            )
             if name == "install" and (installs_only or not passed):
                 break
             if name == "import":
-                result.python, result.versions = line.split(" ", 1) if passed else ("", "")
+                result.python, result.versions = (
+                    line.split(" ", 1) if passed else ("", "")
+                )
             if name == "resolver" and passed:
                 result.python, result.versions = cell.python, _named(cell, output)
                 result.steps[name] = (passed, f"{len(output)} packages fit")
@@ -154,22 +214,65 @@ def measure(cell: Cell, environment: Path, console: Console, *, installs_only: b
 
 def _steps(cell: Cell, python: Path, folder: Path) -> dict[str, list[str]]:
     pip = [str(python), "-m", "pip", "install", "-q"]
-    if cell.framework == "resolver":  # uv reads metadata, where pip would load each candidate's wheel
+    # uv reads metadata, where pip would load each candidate's wheel
+    if cell.framework == "resolver":
         asked = folder / "asked.txt"
-        asked.write_text("\n".join(re.sub(r"(gradaccum\[.*\])", rf"\1 @ {ROOT.as_uri()}", package) for package in cell.packages))
-        compile_ = [str(python.with_name("uv")), "pip", "compile", "-q", "--no-header", "--no-annotate", "--python-version", cell.python]
+        asked.write_text(
+            "\n".join(
+                re.sub(r"(gradaccum\[.*\])", rf"\1 @ {ROOT.as_uri()}", package)
+                for package in cell.packages
+            )
+        )
+        compile_ = [
+            str(python.with_name("uv")),
+            "pip",
+            "compile",
+            "-q",
+            "--no-header",
+            "--no-annotate",
+            "--python-version",
+            cell.python,
+        ]
         return {"install": [*pip, "uv"], "resolver": [*compile_, str(asked)]}
     program = folder / "front_page.py"
     program.write_text(front_page(cell.framework), encoding="utf-8")
-    pytest = [str(python), "-m", "pytest", "-q", "-n", "2", "--dist", "loadgroup", "--backend", cell.framework]
+    pytest = [
+        str(python),
+        "-m",
+        "pytest",
+        "-q",
+        "-n",
+        "2",
+        "--dist",
+        "loadgroup",
+        "--backend",
+        cell.framework,
+    ]
     pytest += ["--require-backend", cell.framework]
-    shown = "import sys, importlib.metadata as m; print('%d.%d.%d' % sys.version_info[:3], *(f'{n} {m.version(n)}' for n in NAMES))"
-    names = {"torch": ["torch", "numpy"], "jax": ["jax", "optax", "numpy"], "mindspore": ["mindspore", "numpy"]}[cell.framework]
+    shown = (
+        "import sys, importlib.metadata as m; print('%d.%d.%d' % sys.version_info[:3],"
+        " *(f'{n} {m.version(n)}' for n in NAMES))"
+    )
+    names = {
+        "torch": ["torch", "numpy"],
+        "jax": ["jax", "optax", "numpy"],
+        "mindspore": ["mindspore", "numpy"],
+    }[cell.framework]
     return {
         "install": [*pip, *cell.packages, f"-e{ROOT}[{cell.framework},{cell.extras}]"],
-        "import": [str(python), "-c", f"import gradaccum_{cell.framework}; NAMES = {names}; {shown}"],
+        "import": [
+            str(python),
+            "-c",
+            f"import gradaccum_{cell.framework}; NAMES = {names}; {shown}",
+        ],
         "front page": [str(python), str(program)],
-        "bits": [str(python), "-m", "gradaccum_conformance.bits", "--backend", cell.framework],
+        "bits": [
+            str(python),
+            "-m",
+            "gradaccum_conformance.bits",
+            "--backend",
+            cell.framework,
+        ],
         "suite": [*pytest, str(ROOT / "conformance_tests/gradaccum_conformance")],
         "own tests": [*pytest, str(ROOT / "conformance_tests/framework_tests")],
     }
@@ -177,8 +280,15 @@ def _steps(cell: Cell, python: Path, folder: Path) -> dict[str, list[str]]:
 
 def _named(cell: Cell, resolved: list[str]) -> str:
     """What a resolver took of frameworks and of the packages that `cell` asks for."""
-    names = {"torch", "jax", "optax", *(re.split(r"[\[=<>]", package)[0] for package in cell.packages)} - {"gradaccum"}
-    return " ".join(line.replace("==", " ") for line in resolved if line.split("==")[0] in names)
+    names = {
+        "torch",
+        "jax",
+        "optax",
+        *(re.split(r"[\[=<>]", package)[0] for package in cell.packages),
+    } - {"gradaccum"}
+    return " ".join(
+        line.replace("==", " ") for line in resolved if line.split("==")[0] in names
+    )
 
 
 def front_page(framework: str) -> str:
@@ -190,31 +300,58 @@ def front_page(framework: str) -> str:
 def run(command: list[str], folder: Path) -> tuple[bool, list[str]]:
     """True if it passed, and the lines that it printed."""
     place = ROOT if "pytest" in command else folder
-    with subprocess.Popen(command, cwd=place, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True) as running:
+    with subprocess.Popen(
+        command,
+        cwd=place,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as running:
         try:
             out, errors = running.communicate(timeout=LIMIT)
         except subprocess.TimeoutExpired:
             os.killpg(running.pid, signal.SIGKILL)
             return False, [f"not done after {LIMIT} s"]
-    return running.returncode == 0, (out if running.returncode == 0 else out + errors).strip().splitlines()
+    return (
+        running.returncode == 0,
+        (out if running.returncode == 0 else out + errors).strip().splitlines(),
+    )
 
 
 def table(results: list[Result]) -> str:
-    """The results as a table in Markdown, with the date of each and the machine that it was made on."""
+    """The results as a table in Markdown, with the date of each and the machine that it
+    was made on.
+    """
     steps = ("import", "front page", "bits", "suite", "own tests", "resolver")
-    rows = [f"| cell | Python and versions | {' | '.join(steps)} | day |", "|---" * (len(steps) + 3) + "|"]
+    rows = [
+        f"| cell | Python and versions | {' | '.join(steps)} | day |",
+        "|---" * (len(steps) + 3) + "|",
+    ]
     for result in results:
         cells = [_told(result, step) for step in steps]
-        installs = f"{result.python} {result.versions}".strip() or _told(result, "install")
-        rows.append(f"| {result.name} | {installs} | {' | '.join(cells)} | {result.day} |")
-    return "\n".join([*rows, "", f"Made on {platform.machine()}, {platform.system()}, on CPUs only."])
+        installs = f"{result.python} {result.versions}".strip() or _told(
+            result, "install"
+        )
+        rows.append(
+            f"| {result.name} | {installs} | {' | '.join(cells)} | {result.day} |"
+        )
+    return "\n".join(
+        [*rows, "", f"Made on {platform.machine()}, {platform.system()}, on CPUs only."]
+    )
 
 
 def _told(result: Result, step: str) -> str:
     if step not in result.steps:
         return ""
     passed, line = result.steps[step]
-    counts = ", ".join(re.findall(r"\d+ (?:passed|failed|skipped|xfailed|errors?)|^not held|^the same|^\d+ packages fit", line))
+    counts = ", ".join(
+        re.findall(
+            r"\d+ (?:passed|failed|skipped|xfailed|errors?)|^not held|^the same|^\d+"
+            r" packages fit",
+            line,
+        )
+    )
     return counts or ("yes" if passed else f"**no**: {line}")
 
 
@@ -223,18 +360,47 @@ def _read(file: Path) -> Result:
 
 
 def main(
-    cell: Annotated[list[str], typer.Option(help="The name of a cell; repeat the option for several. Default: those of the table.")] = [],  # noqa: B006
-    out: Annotated[Path, typer.Option(help="Folder for the results; cells that have one there are skipped.")] = Path("versions-results"),
-    environments: Annotated[Path | None, typer.Option(help="Folder of environments, by cell, to use and to keep.")] = None,
-    install_only: Annotated[bool, typer.Option("--install-only", help="Make the environments, and nothing else.")] = False,
-    suite_only: Annotated[bool, typer.Option("--suite-only", help="Leave out the framework's own tests.")] = False,
-    write: Annotated[bool, typer.Option("--write", help="Put the table into the page of versions.")] = False,
+    cell: Annotated[
+        list[str],
+        typer.Option(
+            help=(
+                "The name of a cell; repeat the option for several. Default: those of"
+                " the table."
+            )
+        ),
+    ] = [],  # noqa: B006
+    out: Annotated[
+        Path,
+        typer.Option(
+            help="Folder for the results; cells that have one there are skipped."
+        ),
+    ] = Path("versions-results"),
+    environments: Annotated[
+        Path | None,
+        typer.Option(help="Folder of environments, by cell, to use and to keep."),
+    ] = None,
+    install_only: Annotated[
+        bool,
+        typer.Option("--install-only", help="Make the environments, and nothing else."),
+    ] = False,
+    suite_only: Annotated[
+        bool, typer.Option("--suite-only", help="Leave out the framework's own tests.")
+    ] = False,
+    write: Annotated[
+        bool, typer.Option("--write", help="Put the table into the page of versions.")
+    ] = False,
 ) -> None:
     """Measure the supported versions, each in an environment of its own."""
-    console, out, known = Console(), out.absolute(), {each.name: each for each in (*CELLS, *NEWEST)}
+    console, out, known = (
+        Console(),
+        out.absolute(),
+        {each.name: each for each in (*CELLS, *NEWEST)},
+    )
     out.mkdir(parents=True, exist_ok=True)
     if unknown := set(cell) - known.keys():
-        raise typer.BadParameter(f"expected some of {', '.join(known)}; got {', '.join(sorted(unknown))}")
+        raise typer.BadParameter(
+            f"expected some of {', '.join(known)}; got {', '.join(sorted(unknown))}"
+        )
     results = list[Result]()
     for each in [known[name] for name in cell] or CELLS:
         file = out / f"{each.name}.json"
@@ -243,13 +409,24 @@ def main(
             continue
         with tempfile.TemporaryDirectory(prefix="gradaccum-") as folder:
             place = (environments or Path(folder)) / each.name
-            results.append(measure(each, place, console, installs_only=install_only, suite_only=suite_only))
+            results.append(
+                measure(
+                    each,
+                    place,
+                    console,
+                    installs_only=install_only,
+                    suite_only=suite_only,
+                )
+            )
         if not install_only:
             file.write_text(json.dumps(asdict(results[-1]), indent=1), encoding="utf-8")
     if write:
         done = [file for each in CELLS if (file := out / f"{each.name}.json").exists()]
         before, _, rest = PAGE.read_text(encoding="utf-8").partition(START)
-        PAGE.write_text(f"{before}{START}\n{table([_read(file) for file in done])}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+        PAGE.write_text(
+            f"{before}{START}\n{table([_read(file) for file in done])}\n{END}{rest.partition(END)[2]}",
+            encoding="utf-8",
+        )
     raise typer.Exit(0 if all(result.passed for result in results) else 1)
 
 

@@ -1,7 +1,8 @@
-"""Gradient accumulation that means the same thing, exactly, in PyTorch, JAX/optax and MindSpore.
+"""Gradient accumulation that means the same thing, exactly, in PyTorch, JAX/optax and
+MindSpore.
 
-Most users need `wrap` only. Authors of a backend find the state machine in `gradaccum.kit`. Importing this package imports the standard
-library only.
+Most users need `wrap` only. Authors of a backend find the state machine in
+`gradaccum.kit`. Importing this package imports the standard library only.
 """
 
 from gradaccum.errors import (
@@ -17,7 +18,12 @@ from gradaccum.errors import (
 )
 from gradaccum.linearity import LinearityReport
 from gradaccum.options import DynamicLossScale, LossScale, StaticLossScale, until_weight
-from gradaccum.registry import available_backends, load_backend, registered_backends, wrap
+from gradaccum.registry import (
+    available_backends,
+    load_backend,
+    registered_backends,
+    wrap,
+)
 from gradaccum.splitting import AutoMicroBatchSize
 from gradaccum.state import StepResult
 from gradaccum.statistics import effective_batch_size, scaled_learning_rate
@@ -27,8 +33,38 @@ from gradaccum.window_loop import Window, Windows, updates_in, windows
 
 __version__ = "0.1.0"
 
-__all__ = ["ArgumentTypeError", "ArgumentValueError", "AutoMicroBatchSize", "BackendNotFoundError", "Cause", "CheckpointError"]
-__all__ += ["DynamicLossScale", "GradAccumError", "GradAccumWarning", "GradientError", "LinearityReport", "LossScale"]
-__all__ += ["MissingPackageError", "StaticLossScale", "StepResult", "UsageError", "VerificationReport", "Watch", "Window", "Windows"]
-__all__ += ["available_backends", "effective_batch_size", "load_backend", "registered_backends", "scaled_learning_rate", "until_weight"]
+__all__ = [
+    "ArgumentTypeError",
+    "ArgumentValueError",
+    "AutoMicroBatchSize",
+    "BackendNotFoundError",
+    "Cause",
+    "CheckpointError",
+]
+__all__ += [
+    "DynamicLossScale",
+    "GradAccumError",
+    "GradAccumWarning",
+    "GradientError",
+    "LinearityReport",
+    "LossScale",
+]
+__all__ += [
+    "MissingPackageError",
+    "StaticLossScale",
+    "StepResult",
+    "UsageError",
+    "VerificationReport",
+    "Watch",
+    "Window",
+    "Windows",
+]
+__all__ += [
+    "available_backends",
+    "effective_batch_size",
+    "load_backend",
+    "registered_backends",
+    "scaled_learning_rate",
+    "until_weight",
+]
 __all__ += ["updates_in", "verify", "windows", "wrap"]

@@ -1,4 +1,6 @@
-"""The ``gradaccum`` command: ``doctor`` runs anywhere, the other commands live in the conformance package."""
+"""The ``gradaccum`` command: ``doctor`` runs anywhere, the other commands live in the
+conformance package.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,15 @@ def main() -> None:
             return
         if arguments[0] not in ("demo", "conformance"):
             sys.exit(f"gradaccum: no command {arguments[0]!r}. {HELP}")
-        brought = ", ".join(need.package for need in doctor.requirements_of("gradaccum") if need.extra == "conformance")
-        sys.exit(f"gradaccum: {arguments[0]} needs {error.name!r}. Run: pip install 'gradaccum[conformance]', which brings {brought}")
+        brought = ", ".join(
+            need.package
+            for need in doctor.requirements_of("gradaccum")
+            if need.extra == "conformance"
+        )
+        sys.exit(
+            f"gradaccum: {arguments[0]} needs {error.name!r}. Run: pip install"
+            f" 'gradaccum[conformance]', which brings {brought}"
+        )
     cli.main()
 
 

@@ -1,4 +1,6 @@
-"""The errors that a user can meet: each names the argument, the expected value, the given value and the fix."""
+"""The errors that a user can meet: each names the argument, the expected value, the
+given value and the fix.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ class MissingPackageError(GradAccumError, ImportError):
 
 
 class GradAccumWarning(UserWarning):
-    """A loop that is right as it stands, and most likely not what its author means. Each cause is said once per wrapped optimizer."""
+    """A loop that is right as it stands, and most likely not what its author means.
+    Each cause is said once per wrapped optimizer.
+    """
 
 
 class BackendNotFoundError(GradAccumError, ImportError):
@@ -48,7 +52,15 @@ class BackendNotFoundError(GradAccumError, ImportError):
 E = TypeVar("E", bound=GradAccumError)
 
 
-def explain(kind: type[E], argument: str, *, expected: str, fix: str, got: object = None, found: str | None = None) -> E:
+def explain(
+    kind: type[E],
+    argument: str,
+    *,
+    expected: str,
+    fix: str,
+    got: object = None,
+    found: str | None = None,
+) -> E:
     """Return an error in the common shape: ``argument: expected ...; got .... fix``.
 
     Args:
@@ -81,24 +93,48 @@ def imported(argument: str, *modules: str, install: str, otherwise: str) -> Any:
             return import_module(module)
         except ModuleNotFoundError as error:
             missing.append(error)
-    expected, fix = " or ".join(map(repr, modules)), f"Run: pip install {install}; or {otherwise}."
-    raise explain(MissingPackageError, argument, expected=expected, found="none installed", fix=fix) from missing[-1]
+    expected, fix = (
+        " or ".join(map(repr, modules)),
+        f"Run: pip install {install}; or {otherwise}.",
+    )
+    raise explain(
+        MissingPackageError,
+        argument,
+        expected=expected,
+        found="none installed",
+        fix=fix,
+    ) from missing[-1]
 
 
 # Checks of plain arguments. A bool is no number here, and NaN is no value.
 
 
-def require_int(argument: str, value: object, *, at_least: int, fix: str | None = None) -> int:
-    """Raise unless `value` is an int >= `at_least`. Integer scalars of a framework count; bools and traced values do not."""
-    expected, fix = f"an int >= {at_least}", fix or f"Write for example {argument}={max(at_least, 4)}."
+def require_int(
+    argument: str, value: object, *, at_least: int, fix: str | None = None
+) -> int:
+    """Raise unless `value` is an int >= `at_least`. Integer scalars of a framework
+    count; bools and traced values do not.
+    """
+    expected, fix = (
+        f"an int >= {at_least}",
+        fix or f"Write for example {argument}={max(at_least, 4)}.",
+    )
     try:
-        number = None if isinstance(value, bool) else operator.index(cast(SupportsIndex, value))
+        number = (
+            None
+            if isinstance(value, bool)
+            else operator.index(cast(SupportsIndex, value))
+        )
     except TypeError:
         number = None
     if number is None:
-        raise explain(ArgumentTypeError, argument, expected=expected, got=value, fix=fix)
+        raise explain(
+            ArgumentTypeError, argument, expected=expected, got=value, fix=fix
+        )
     if number < at_least:
-        raise explain(ArgumentValueError, argument, expected=expected, got=value, fix=fix)
+        raise explain(
+            ArgumentValueError, argument, expected=expected, got=value, fix=fix
+        )
     return int(number)
 
 
@@ -112,21 +148,38 @@ def require_number(
     allow_infinity: bool = False,
     fix: str | None = None,
 ) -> float:
-    """Raise unless `value` lies in (above, below), or in [above, below) with `or_equal`; return it as a float."""
+    """Raise unless `value` lies in (above, below), or in [above, below) with
+    `or_equal`; return it as a float.
+    """
     bound = ">=" if or_equal else ">"
     limit = "" if below == math.inf else f" and < {below:g}"
     expected = f"a {'' if allow_infinity else 'finite '}number {bound} {above:g}{limit}"
-    fix = fix or f"Write for example {argument}={above + 1 if below == math.inf else (above + below) / 2:g}."
+    example = above + 1 if below == math.inf else (above + below) / 2
+    fix = fix or f"Write for example {argument}={example:g}."
     try:
-        number = None if isinstance(value, (bool, str)) else float(cast(SupportsFloat, value))
-    except (TypeError, ValueError, RuntimeError):  # An array of several numbers (torch has all three), or a value that is being traced.
+        number = (
+            None
+            if isinstance(value, (bool, str))
+            else float(cast(SupportsFloat, value))
+        )
+    except (
+        TypeError,
+        ValueError,
+        RuntimeError,
+        # An array of several numbers (torch has all three), or a value that is being
+        # traced.
+    ):
         number = None
     if number is None:
-        raise explain(ArgumentTypeError, argument, expected=expected, got=value, fix=fix)
+        raise explain(
+            ArgumentTypeError, argument, expected=expected, got=value, fix=fix
+        )
     large_enough = number >= above if or_equal else number > above
     small_enough = number < below or (allow_infinity and number == math.inf)
     if not (large_enough and small_enough):
-        raise explain(ArgumentValueError, argument, expected=expected, got=value, fix=fix)
+        raise explain(
+            ArgumentValueError, argument, expected=expected, got=value, fix=fix
+        )
     return number
 
 
@@ -134,7 +187,13 @@ def require_bool(argument: str, value: object) -> bool:
     """Raise unless `value` is True or False (`ArgumentTypeError`); return it."""
     if isinstance(value, bool):
         return value
-    raise explain(ArgumentTypeError, argument, expected="True or False", got=value, fix=f"Write {argument}=True.")
+    raise explain(
+        ArgumentTypeError,
+        argument,
+        expected="True or False",
+        got=value,
+        fix=f"Write {argument}=True.",
+    )
 
 
 def require_choice(argument: str, value: object, choices: Collection[str]) -> str:
@@ -143,9 +202,17 @@ def require_choice(argument: str, value: object, choices: Collection[str]) -> st
         return value
     kind = ArgumentValueError if isinstance(value, str) else ArgumentTypeError
     names = ", ".join(repr(choice) for choice in choices)
-    raise explain(kind, argument, expected=f"one of {names}", got=value, fix=f"Write {argument}={next(iter(choices))!r}.")
+    raise explain(
+        kind,
+        argument,
+        expected=f"one of {names}",
+        got=value,
+        fix=f"Write {argument}={next(iter(choices))!r}.",
+    )
 
 
 def require_weight(weight: object) -> float:
-    """Raise unless a micro-batch's weight is a finite number >= 0; return it as a float."""
+    """Raise unless a micro-batch's weight is a finite number >= 0; return it as a
+    float.
+    """
     return require_number("weight", weight, above=0, or_equal=True)

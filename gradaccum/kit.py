@@ -1,20 +1,33 @@
-"""The parts of a backend. `gradaccum` itself has what users need, the error classes included.
+"""The parts of a backend. `gradaccum` itself has what users need, the error classes
+included.
 
-- `accumulate`, `usable`, `contribution`, `ends`, `with_denominator`, `decide`, `close`, `discard`: transitions of the `State`;
-- `add_loss`, `window_loss`, `is_first`, `first_seen`, `window_seen`, `noise_scale`: a window's loss and noise;
+- `accumulate`, `usable`, `contribution`, `ends`, `with_denominator`, `decide`, `close`,
+  `discard`: transitions of the `State`;
+- `add_loss`, `window_loss`, `is_first`, `first_seen`, `window_seen`, `noise_scale`: a
+  window's loss and noise;
 - `terms_of`, `resumed`, `redistributed`: saving and resuming an open window;
 - `epoch`, `Sizes`: a pass over a loader;
-- `make_division`, `divided`, `leaves_of`, `share`: cutting a large batch and merging its outputs;
-- `explain`, ``require_...`` and ``..._error``: one wording for each mistake in every backend;
-- `Listeners`: callbacks for closed windows, no call while its ``added`` is empty; `described`, `status`: the state in one line;
+- `make_division`, `divided`, `leaves_of`, `share`: cutting a large batch and merging
+  its outputs;
+- `explain`, ``require_...`` and ``..._error``: one wording for each mistake in every
+  backend;
+- `Listeners`: callbacks for closed windows, no call while its ``added`` is empty;
+  `described`, `status`: the state in one line;
 - `comparable`, `linearity_report`: the check that a loss is linear in its scale;
 - `examine`, `Subject`, `Conditions`, `Run`: the experiments of `gradaccum.verify`;
-- `Backend`, `GatingBackend`, `VerifyingBackend`, `DeviceBackend`, `ScalerDriver`: a backend's protocols;
+- `Backend`, `GatingBackend`, `VerifyingBackend`, `DeviceBackend`, `ScalerDriver`: a
+  backend's protocols;
 - `Steps`, `WrapOptions`, `wrap_with`: a backend's own typed ``wrap``.
 """
 
 from gradaccum.errors import explain, require_bool, require_choice, require_weight
-from gradaccum.linearity import ROUNDINGS, SCALES, comparable, linearity_report, relative_error
+from gradaccum.linearity import (
+    ROUNDINGS,
+    SCALES,
+    comparable,
+    linearity_report,
+    relative_error,
+)
 from gradaccum.nests import (
     ITEMS,
     KINDS,
@@ -66,7 +79,14 @@ from gradaccum.refusals import (
     update_due_error,
     wrapped_twice_error,
 )
-from gradaccum.registry import Backend, DeviceBackend, GatingBackend, Steps, WrapOptions, wrap_with
+from gradaccum.registry import (
+    Backend,
+    DeviceBackend,
+    GatingBackend,
+    Steps,
+    WrapOptions,
+    wrap_with,
+)
 from gradaccum.saving import (
     FORMAT,
     Terms,
@@ -98,7 +118,16 @@ from gradaccum.splitting import (
     too_small_error,
     unknown_limit_error,
 )
-from gradaccum.state import FIELD_DTYPES, Scalar, State, at_rest, has_exact_inverse, initial_state, largest_number, round_to_float32
+from gradaccum.state import (
+    FIELD_DTYPES,
+    Scalar,
+    State,
+    at_rest,
+    has_exact_inverse,
+    initial_state,
+    largest_number,
+    round_to_float32,
+)
 from gradaccum.statistics import (
     Noise,
     add_loss,
@@ -148,30 +177,175 @@ from gradaccum.watching.watch import Handle, Listener, Listeners
 from gradaccum.window_loop import Sizes, epoch
 
 # The state machine: the transitions of the `State`.
-__all__ = ["FIELD_DTYPES", "Decision", "Fields", "Scalar", "State", "Where", "accumulate", "at_rest", "close", "contribution", "decide"]
-__all__ += ["discard", "divisor", "ends", "has_exact_inverse", "initial_state", "joined", "largest_number", "measures", "select"]
+__all__ = [
+    "FIELD_DTYPES",
+    "Decision",
+    "Fields",
+    "Scalar",
+    "State",
+    "Where",
+    "accumulate",
+    "at_rest",
+    "close",
+    "contribution",
+    "decide",
+]
+__all__ += [
+    "discard",
+    "divisor",
+    "ends",
+    "has_exact_inverse",
+    "initial_state",
+    "joined",
+    "largest_number",
+    "measures",
+    "select",
+]
 __all__ += ["round_to_float32", "steps_at", "usable", "with_denominator"]
 # A window's loss and noise; callbacks for closed windows; a pass over a loader.
-__all__ += ["Handle", "Listener", "Listeners", "Noise", "Sizes", "add_loss", "epoch", "first_seen", "forget_window", "is_first"]
-__all__ += ["joined_noise", "no_noise", "noise_scale", "noise_shares", "window_loss", "window_seen"]
+__all__ += [
+    "Handle",
+    "Listener",
+    "Listeners",
+    "Noise",
+    "Sizes",
+    "add_loss",
+    "epoch",
+    "first_seen",
+    "forget_window",
+    "is_first",
+]
+__all__ += [
+    "joined_noise",
+    "no_noise",
+    "noise_scale",
+    "noise_shares",
+    "window_loss",
+    "window_seen",
+]
 # Saving and resuming an open window; the state in one line.
-__all__ += ["FORMAT", "Terms", "code_of", "decode_terms", "described", "encode_terms", "redistributed", "require_format", "resumed"]
+__all__ += [
+    "FORMAT",
+    "Terms",
+    "code_of",
+    "decode_terms",
+    "described",
+    "encode_terms",
+    "redistributed",
+    "require_format",
+    "resumed",
+]
 __all__ += ["status", "terms_of"]
 # A large batch: cutting it, and merging its outputs.
-__all__ += ["ITEMS", "KINDS", "Cut", "Division", "Leaf", "MergingOps", "Nest", "aux_shape_error", "children_of", "concatenate_error"]
-__all__ += ["cuts", "divided", "finished", "free_frames", "is_column", "item_weights_error", "kinds_of", "leaves_of", "make_division"]
-__all__ += ["mapped", "mark_lists", "merged", "packed", "require_item_weights", "require_items", "require_kind", "require_one_size"]
-__all__ += ["scalar_loss_error", "segment_cuts", "share", "spread", "too_small_error", "unknown_limit_error", "with_leaves"]
+__all__ += [
+    "ITEMS",
+    "KINDS",
+    "Cut",
+    "Division",
+    "Leaf",
+    "MergingOps",
+    "Nest",
+    "aux_shape_error",
+    "children_of",
+    "concatenate_error",
+]
+__all__ += [
+    "cuts",
+    "divided",
+    "finished",
+    "free_frames",
+    "is_column",
+    "item_weights_error",
+    "kinds_of",
+    "leaves_of",
+    "make_division",
+]
+__all__ += [
+    "mapped",
+    "mark_lists",
+    "merged",
+    "packed",
+    "require_item_weights",
+    "require_items",
+    "require_kind",
+    "require_one_size",
+]
+__all__ += [
+    "scalar_loss_error",
+    "segment_cuts",
+    "share",
+    "spread",
+    "too_small_error",
+    "unknown_limit_error",
+    "with_leaves",
+]
 # Options, and a backend's protocols and typed ``wrap``.
-__all__ += ["Backend", "DeviceBackend", "GatingBackend", "Options", "ScaleRule", "ScalerDriver", "Schedule", "Steps", "UntilWeight"]
-__all__ += ["WrapOptions", "given_weight", "is_known", "make_options", "require_denominator", "require_denominator_allowed"]
+__all__ += [
+    "Backend",
+    "DeviceBackend",
+    "GatingBackend",
+    "Options",
+    "ScaleRule",
+    "ScalerDriver",
+    "Schedule",
+    "Steps",
+    "UntilWeight",
+]
+__all__ += [
+    "WrapOptions",
+    "given_weight",
+    "is_known",
+    "make_options",
+    "require_denominator",
+    "require_denominator_allowed",
+]
 __all__ += ["require_reduction", "require_steps", "wrap_with"]
 # One wording for each mistake in every backend.
-__all__ += ["RATE_MOVED", "accumulate_dtype_error", "explain", "half_made_error", "missing_worker_error", "moving_weight_error"]
-__all__ += ["optimizer_error", "rate_bits", "require_bool", "require_choice", "require_classes", "require_loss_options"]
+__all__ += [
+    "RATE_MOVED",
+    "accumulate_dtype_error",
+    "explain",
+    "half_made_error",
+    "missing_worker_error",
+    "moving_weight_error",
+]
+__all__ += [
+    "optimizer_error",
+    "rate_bits",
+    "require_bool",
+    "require_choice",
+    "require_classes",
+    "require_loss_options",
+]
 __all__ += ["require_same_rates"]
-__all__ += ["require_shard_sizes", "require_weight", "shared_until_weight_error", "torn_window_error", "update_due_error"]
+__all__ += [
+    "require_shard_sizes",
+    "require_weight",
+    "shared_until_weight_error",
+    "torn_window_error",
+    "update_due_error",
+]
 __all__ += ["wrapped_twice_error"]
-# The check that a loss is linear in its scale, and the experiments of `gradaccum.verify`.
-__all__ += ["ROUNDINGS", "ROUNDING_LIMIT", "SCALES", "Column", "Conditions", "HostRandom", "Layer", "Precision", "Run", "Subject"]
-__all__ += ["VerifyingBackend", "as_loss", "comparable", "examine", "item_axis", "linearity_report", "relative_error"]
+# The check that a loss is linear in its scale, and the experiments of
+# `gradaccum.verify`.
+__all__ += [
+    "ROUNDINGS",
+    "ROUNDING_LIMIT",
+    "SCALES",
+    "Column",
+    "Conditions",
+    "HostRandom",
+    "Layer",
+    "Precision",
+    "Run",
+    "Subject",
+]
+__all__ += [
+    "VerifyingBackend",
+    "as_loss",
+    "comparable",
+    "examine",
+    "item_axis",
+    "linearity_report",
+    "relative_error",
+]

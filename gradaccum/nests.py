@@ -1,11 +1,13 @@
 """Nests of arrays: the containers that a batch comes in.
 
-A nest is a tuple, list, mapping or dataclass of nests, or a leaf. A list or tuple of plain values (texts, numbers) is one leaf with one
-value per item. JAX has trees of its own.
+A nest is a tuple, list, mapping or dataclass of nests, or a leaf. A list or tuple of
+plain values (texts, numbers) is one leaf with one value per item. JAX has trees of its
+own.
 
-Any other list or tuple is a container whose elements each hold a part of all items. A list of items (one dict per image) looks the same, so
-`require_one_size` refuses an ambiguous list until the user's ``axes`` say what it is. Only a tuple of arrays of one length other than the
-tuple's own, ``(x, y)``, needs no ``axes``.
+Any other list or tuple is a container whose elements each hold a part of all items. A
+list of items (one dict per image) looks the same, so `require_one_size` refuses an
+ambiguous list until the user's ``axes`` say what it is. Only a tuple of arrays of one
+length other than the tuple's own, ``(x, y)``, needs no ``axes``.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ class Leaf(NamedTuple):
 
 
 def leaves_of(nest: Nest, path: str = "") -> list[Leaf]:
-    """Return the leaves of `nest` in order, each with its path, which begins with `path`."""
+    """Return the leaves of `nest` in order, each with its path, which begins with
+    `path`.
+    """
     inside = children_of(nest)
     if inside is None:
         return [Leaf(path, nest)]
@@ -51,25 +55,38 @@ def leaves_of(nest: Nest, path: str = "") -> list[Leaf]:
 
 
 def children_of(nest: Nest) -> list[tuple[str, Nest]] | None:
-    """Return the children of a container, each with its step of a path; None for a leaf."""
+    """Return the children of a container, each with its step of a path; None for a
+    leaf.
+    """
     if _is_dataclass(nest):
-        return [(f".{field.name}", getattr(nest, field.name)) for field in dataclasses.fields(nest)]  # type: ignore[arg-type]
+        return [
+            (f".{field.name}", getattr(nest, field.name))
+            for field in dataclasses.fields(nest)  # type: ignore[arg-type]
+        ]
     if isinstance(nest, Mapping):
         return [(f"[{key!r}]", value) for key, value in nest.items()]
     if isinstance(nest, tuple) and hasattr(nest, "_fields"):
-        return [(f".{name}", value) for name, value in zip(nest._fields, nest, strict=True)]
+        return [
+            (f".{name}", value) for name, value in zip(nest._fields, nest, strict=True)
+        ]
     if isinstance(nest, list | tuple) and not is_column(nest):
         return _elements(nest)
     return None
 
 
 def is_column(nest: Nest) -> bool:
-    """True if `nest` is one leaf with an element per item: `Items`, or a list or tuple of plain values."""
-    return isinstance(nest, Items) or (_is_list(nest) and bool(nest) and all(isinstance(v, PLAIN) for v in nest))  # type: ignore[attr-defined]
+    """True if `nest` is one leaf with an element per item: `Items`, or a list or tuple
+    of plain values.
+    """
+    return isinstance(nest, Items) or (
+        _is_list(nest) and bool(nest) and all(isinstance(v, PLAIN) for v in nest)  # type: ignore[attr-defined]
+    )
 
 
 def with_leaves(nest: Nest, leaves: Iterator[object]) -> Nest:
-    """Return a nest like `nest` with the next `leaves` in place of its own; containers keep their types."""
+    """Return a nest like `nest` with the next `leaves` in place of its own; containers
+    keep their types.
+    """
     inside = children_of(nest)
     if inside is None:
         return next(leaves)
@@ -85,7 +102,8 @@ def spread(prefix: Nest, nest: Nest, argument: str) -> list[object]:
     """Return one value of `prefix` for each leaf of `nest`.
 
     Args:
-        prefix: one value for all, or a nest whose leaves stand for everything below their place: ``{"ids": 0, "flags": None}``.
+        prefix: one value for all, or a nest whose leaves stand for everything below
+            their place: ``{"ids": 0, "flags": None}``.
         nest: what the values are for.
         argument: the name of `prefix`, for the error.
 
@@ -98,7 +116,11 @@ def spread(prefix: Nest, nest: Nest, argument: str) -> list[object]:
     below = children_of(nest)
     if below is None or [step for step, _ in given] != [step for step, _ in below]:
         raise _prefix_error(argument, prefix, nest)
-    return [v for (step, part), (_, child) in zip(given, below, strict=True) for v in spread(part, child, argument + step)]
+    return [
+        v
+        for (step, part), (_, child) in zip(given, below, strict=True)
+        for v in spread(part, child, argument + step)
+    ]
 
 
 def mark_lists(batch: N, axes: Nest) -> tuple[N, list[tuple[str, int, str]]]:
@@ -109,25 +131,46 @@ def mark_lists(batch: N, axes: Nest) -> tuple[N, list[tuple[str, int, str]]]:
         axes: a prefix of it that `spread` accepts.
 
     Returns:
-        `batch` with `Items` for each list that `axes` call `ITEMS`; and path, length and brackets of each ambiguous list, for
-        `require_one_size`.
+        `batch` with `Items` for each list that `axes` call `ITEMS`; and path, length
+        and brackets of each ambiguous list, for `require_one_size`.
     """
-    given, inside, found = dict(_inside(axes) or ()), children_of(batch) or [], list[tuple[str, int, str]]()
-    parts = [_marked(child, given.get(step, axes), f"batch{step}", found) for step, child in inside]
+    given, inside, found = (
+        dict(_inside(axes) or ()),
+        children_of(batch) or [],
+        list[tuple[str, int, str]](),
+    )
+    parts = [
+        _marked(child, given.get(step, axes), f"batch{step}", found)
+        for step, child in inside
+    ]
     return _unless_same(batch, inside, parts), found
 
 
-def _marked(nest: Nest, axes: Nest, path: str, found: list[tuple[str, int, str]]) -> Nest:
+def _marked(
+    nest: Nest, axes: Nest, path: str, found: list[tuple[str, int, str]]
+) -> Nest:
     inside = children_of(nest)
     if inside is None or axes is None:
         return nest
     if _is_list(nest) and isinstance(axes, str) and axes == ITEMS:
         return Items(child for _, child in inside)
     within = _inside(axes)
-    if within is None and _is_list(nest) and not isinstance(axes, str) and _are_of_one_kind(inside):
+    if (
+        within is None
+        and _is_list(nest)
+        and not isinstance(axes, str)
+        and _are_of_one_kind(inside)
+    ):
         found.append((path, len(inside), "()" if isinstance(nest, tuple) else "[]"))
     given = dict(within or ())
-    return _unless_same(nest, inside, [_marked(child, given.get(step, axes), path + step, found) for step, child in inside])
+    return _unless_same(
+        nest,
+        inside,
+        [
+            _marked(child, given.get(step, axes), path + step, found)
+            for step, child in inside
+        ],
+    )
 
 
 def _unless_same(nest: N, inside: list[tuple[str, Nest]], parts: list[Nest]) -> N:
@@ -138,7 +181,19 @@ def _unless_same(nest: N, inside: list[tuple[str, Nest]], parts: list[Nest]) -> 
 def _are_of_one_kind(elements: list[tuple[str, Nest]]) -> bool:
     """True if all elements except None have one type, dtype and rank."""
     values = [value for _, value in elements if value is not None]
-    return len({(type(value), str(getattr(value, "dtype", None)), getattr(value, "ndim", None)) for value in values}) == 1
+    return (
+        len(
+            {
+                (
+                    type(value),
+                    str(getattr(value, "dtype", None)),
+                    getattr(value, "ndim", None),
+                )
+                for value in values
+            }
+        )
+        == 1
+    )
 
 
 def _is_list(nest: Nest) -> bool:
@@ -150,13 +205,24 @@ def _elements(nest: list[Nest] | tuple[Nest, ...]) -> list[tuple[str, Nest]]:
 
 
 def _inside(prefix: Nest) -> list[tuple[str, Nest]] | None:
-    """Return the children of a prefix; unlike in a nest, its lists of plain values are containers."""
+    """Return the children of a prefix; unlike in a nest, its lists of plain values are
+    containers.
+    """
     return _elements(prefix) if _is_list(prefix) else children_of(prefix)  # type: ignore[arg-type]
 
 
 def _prefix_error(argument: str, prefix: Nest, nest: Nest) -> GradAccumError:
-    fix = "Give one value for all, or a nest whose keys and lengths are those of the nest that it is for."
-    return explain(ArgumentValueError, argument, expected=f"a prefix of a nest like {_outline(nest)}", got=prefix, fix=fix)
+    fix = (
+        "Give one value for all, or a nest whose keys and lengths are those of the nest"
+        " that it is for."
+    )
+    return explain(
+        ArgumentValueError,
+        argument,
+        expected=f"a prefix of a nest like {_outline(nest)}",
+        got=prefix,
+        fix=fix,
+    )
 
 
 def _outline(nest: Nest) -> str:
@@ -171,7 +237,9 @@ def _is_dataclass(nest: Nest) -> bool:
 
 
 def _rebuilt(nest: Nest, children: list[Nest]) -> Nest:
-    """Copy a container with other children, where possible without its constructor, which may check lengths or derive values."""
+    """Copy a container with other children, where possible without its constructor,
+    which may check lengths or derive values.
+    """
     if _is_dataclass(nest):
         made = copy.copy(nest)
         for field, child in zip(dataclasses.fields(nest), children, strict=True):  # type: ignore[arg-type]
@@ -193,14 +261,18 @@ def _rebuilt_mapping(nest: Mapping[object, Nest], content: dict[object, Nest]) -
     return made
 
 
-# How the other outputs of a loss function (aux) become those of the large batch: by a kind that the user declares per leaf.
+# How the other outputs of a loss function (aux) become those of the large batch: by a
+# kind that the user declares per leaf.
 #
-# The arithmetic stands here once; a backend passes in its `maximum`, its `minimum` and `widened`, the dtype in which it sums.
+# The arithmetic stands here once; a backend passes in its `maximum`, its `minimum` and
+# `widened`, the dtype in which it sums.
 
 
 KINDS = ("sum", "mean", "weighted_mean", "max", "min", "concatenate")
-"""sum: over micro-batches. mean: over items. weighted_mean: by the micro-batch's weight. max, min: element by element. concatenate: along
-the leading axis, in the order of the items."""
+"""sum: over micro-batches. mean: over items. weighted_mean: by the micro-batch's
+weight. max, min: element by element. concatenate: along the leading axis, in the order
+of the items.
+"""
 
 A = TypeVar("A", bound=Any)
 
@@ -215,11 +287,14 @@ class MergingOps(Protocol):
         """Return the smaller value of each element; NaN where either is NaN."""
 
     def widened(self, value: Any) -> Any:
-        """Cast `value` to the dtype of its sum: float32 for half precision, the default integer for bools, else its own."""
+        """Cast `value` to the dtype of its sum: float32 for half precision, the default
+        integer for bools, else its own.
+        """
 
 
 def kinds_of(declared: Nest, aux: Nest) -> list[str]:
-    """Return the kind of each leaf of `aux`, from one kind for all or a prefix nest of kinds.
+    """Return the kind of each leaf of `aux`, from one kind for all or a prefix nest of
+    kinds.
 
     Raises:
         ArgumentValueError: a kind is unknown, or the declaration has another structure.
@@ -233,13 +308,21 @@ def kinds_of(declared: Nest, aux: Nest) -> list[str]:
 def require_kind(kind: object) -> None:
     """Raise unless `kind` is one of `KINDS` (`ArgumentValueError`)."""
     if kind not in KINDS:
-        raise explain(ArgumentValueError, "aux", expected=f"one of {', '.join(KINDS)}", got=kind, fix="Write aux='mean', say.")
+        raise explain(
+            ArgumentValueError,
+            "aux",
+            expected=f"one of {', '.join(KINDS)}",
+            got=kind,
+            fix="Write aux='mean', say.",
+        )
 
 
 def share(kind: str, value: A, items: Any, weight: Any, ops: MergingOps) -> A:
-    """Return one micro-batch's contribution: for a mean, `value` times its number of items or its `weight`.
+    """Return one micro-batch's contribution: for a mean, `value` times its number of
+    items or its `weight`.
 
-    Of "sum" and the means it has the dtype that ``ops.widened`` makes: wide enough for the sums.
+    Of "sum" and the means it has the dtype that ``ops.widened`` makes: wide enough for
+    the sums.
     """
     if kind in ("max", "min", "concatenate"):
         return value
@@ -249,7 +332,9 @@ def share(kind: str, value: A, items: Any, weight: Any, ops: MergingOps) -> A:
 
 
 def merged(kind: str, so_far: A, given: A, ops: MergingOps) -> A:
-    """Return `so_far` with one more `share`, element by element. The backend itself concatenates what is of that kind."""
+    """Return `so_far` with one more `share`, element by element. The backend itself
+    concatenates what is of that kind.
+    """
     if kind == "max":
         return ops.maximum(so_far, given)  # type: ignore[no-any-return]
     if kind == "min":
@@ -258,7 +343,9 @@ def merged(kind: str, so_far: A, given: A, ops: MergingOps) -> A:
 
 
 def finished(kind: str, so_far: A, items: Any, weight: Any) -> A:
-    """Return the value of the large batch from the merged shares; `items` and `weight` are the totals, by which the means divide."""
+    """Return the value of the large batch from the merged shares; `items` and `weight`
+    are the totals, by which the means divide.
+    """
     if kind == "mean":
         return so_far / items  # type: ignore[no-any-return]
     if kind == "weighted_mean":
@@ -268,5 +355,14 @@ def finished(kind: str, so_far: A, items: Any, weight: Any) -> A:
 
 def concatenate_error(path: str, found: str) -> GradAccumError:
     """Return the error for a leaf without a leading axis that is to be concatenated."""
-    fix = "Return an array with one row per item, or declare sum, mean, max or min for this leaf."
-    return explain(ArgumentValueError, path or "aux", expected="an array with a leading axis to concatenate", found=found, fix=fix)
+    fix = (
+        "Return an array with one row per item, or declare sum, mean, max or min for"
+        " this leaf."
+    )
+    return explain(
+        ArgumentValueError,
+        path or "aux",
+        expected="an array with a leading axis to concatenate",
+        found=found,
+        fix=fix,
+    )

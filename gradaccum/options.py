@@ -1,4 +1,6 @@
-"""The options of an accumulation, checked once for every backend: window length, loss scale and the rest."""
+"""The options of an accumulation, checked once for every backend: window length, loss
+scale and the rest.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,19 @@ from numbers import Real
 from typing import Any, Literal, NamedTuple, Protocol, cast, runtime_checkable
 
 from gradaccum import errors
-from gradaccum.errors import ArgumentTypeError, ArgumentValueError, explain, require_bool, require_choice, require_int, require_number
+from gradaccum.errors import (
+    ArgumentTypeError,
+    ArgumentValueError,
+    explain,
+    require_bool,
+    require_choice,
+    require_int,
+    require_number,
+)
 from gradaccum.state import Scalar
 
-# How long a window is: so many micro-batches, or until a weight is reached; a constant, pairs, a function, or the caller's decision.
+# How long a window is: so many micro-batches, or until a weight is reached; a constant,
+# pairs, a function, or the caller's decision.
 
 
 Sizes = int | tuple[tuple[int, int], ...] | Callable[[Scalar], Scalar]
@@ -47,7 +58,8 @@ class _Argument(NamedTuple):
 
 _STEPS = _Argument(
     "steps",
-    "an int >= 1, pairs (first optimizer_step, steps), a callable of optimizer_step, until_weight(...), or None",
+    "an int >= 1, pairs (first optimizer_step, steps), a callable of optimizer_step,"
+    " until_weight(...), or None",
     "Write for example steps=4.",
     "Write steps=[(0, 4), (1000, 8)].",
 )
@@ -60,13 +72,16 @@ _WEIGHT = _Argument(
 
 
 def until_weight(weight: object) -> UntilWeight:
-    """Make windows end by weight: ``steps=until_weight(524_288)`` ends a window when it holds that many items or tokens.
+    """Make windows end by weight: ``steps=until_weight(524_288)`` ends a window when it
+    holds that many items or tokens.
 
-    A window may exceed the number by less than its last micro-batch; the gradient is divided by the weight that the window holds. That
-    weight is a float32 (float64 beside float64 sums), which beyond 2^24 counts in steps of 2, 4, ...
+    A window may exceed the number by less than its last micro-batch; the gradient is
+    divided by the weight that the window holds. That weight is a float32 (float64
+    beside float64 sums), which beyond 2^24 counts in steps of 2, 4, ...
 
     Args:
-        weight: an int >= 1 and < 2^31; or pairs ``(first optimizer_step, weight)`` or a callable of the optimizer step.
+        weight: an int >= 1 and < 2^31; or pairs ``(first optimizer_step, weight)`` or a
+            callable of the optimizer step.
 
     Raises:
         ArgumentTypeError, ArgumentValueError: `weight` is none of these.
@@ -80,31 +95,50 @@ def until_weight(weight: object) -> UntilWeight:
 
 def is_known(schedule: Schedule) -> bool:
     """True if the sizes are known without calling a function."""
-    return not callable(schedule.weight if isinstance(schedule, UntilWeight) else schedule)
+    return not callable(
+        schedule.weight if isinstance(schedule, UntilWeight) else schedule
+    )
 
 
 def make_schedule(steps: object) -> Schedule:
-    """Raise unless the user's ``steps=`` has one of the five forms; return the schedule."""
-    return steps if steps is None or isinstance(steps, UntilWeight) else _make_sizes(steps, _STEPS)
+    """Raise unless the user's ``steps=`` has one of the five forms; return the
+    schedule.
+    """
+    return (
+        steps
+        if steps is None or isinstance(steps, UntilWeight)
+        else _make_sizes(steps, _STEPS)
+    )
 
 
-def require_steps(size: object, optimizer_step: int, schedule: Schedule) -> int | UntilWeight:
-    """Raise unless a callable returned an int >= 1 and < 2^31, or an `UntilWeight` of one.
+def require_steps(
+    size: object, optimizer_step: int, schedule: Schedule
+) -> int | UntilWeight:
+    """Raise unless a callable returned an int >= 1 and < 2^31, or an `UntilWeight` of
+    one.
 
-    A backend calls this when it wraps, for step 0, and for each window outside compiled code. Compiled code cannot raise: there each window
-    of a size below 1 is an overflow.
+    A backend calls this when it wraps, for step 0, and for each window outside compiled
+    code. Compiled code cannot raise: there each window of a size below 1 is an
+    overflow.
 
     Args:
         size: as `gradaccum.kit.steps_at` returns it.
         optimizer_step: updates before the window.
-        schedule: the schedule that was asked. Only an `UntilWeight` schedule may return an `UntilWeight`.
+        schedule: the schedule that was asked. Only an `UntilWeight` schedule may return
+            an `UntilWeight`.
     """
     if isinstance(schedule, UntilWeight):
-        argument, fix = f"until_weight(...)({optimizer_step})", "Return the weight of that window, in whole items."
+        argument, fix = (
+            f"until_weight(...)({optimizer_step})",
+            "Return the weight of that window, in whole items.",
+        )
         return UntilWeight(_require_size(argument, cast(UntilWeight, size).weight, fix))
     fix = "Return the number of micro-batches of that window."
     if isinstance(size, UntilWeight):
-        fix = "Return the weight alone, and write steps=until_weight(...) of the callable."
+        fix = (
+            "Return the weight alone, and write steps=until_weight(...) of the"
+            " callable."
+        )
     return _require_size(f"steps({optimizer_step})", size, fix)
 
 
@@ -112,42 +146,81 @@ def _make_sizes(sizes: object, argument: _Argument) -> Sizes:
     """Check a number, pairs or a callable."""
     if callable(sizes):
         return cast(Callable[[Scalar], Scalar], sizes)
-    # A framework's scalar, such as jnp.int32(4), can be iterated over by its type, but not by its value.
-    if isinstance(sizes, Iterable) and not isinstance(sizes, (str, bytes)) and getattr(sizes, "shape", None) != ():
+    # A framework's scalar, such as jnp.int32(4), can be iterated over by its type, but
+    # not by its value.
+    if (
+        isinstance(sizes, Iterable)
+        and not isinstance(sizes, (str, bytes))
+        and getattr(sizes, "shape", None) != ()
+    ):
         return _make_pairs(sizes, argument)
     if isinstance(sizes, bool) or not hasattr(sizes, "__index__"):
-        raise explain(ArgumentTypeError, argument.name, expected=argument.expected, got=sizes, fix=argument.fix)
+        raise explain(
+            ArgumentTypeError,
+            argument.name,
+            expected=argument.expected,
+            got=sizes,
+            fix=argument.fix,
+        )
     return _require_size(argument.name, sizes, argument.fix)
 
 
 def _require_size(argument: str, size: object, fix: str) -> int:
     number = require_int(argument, size, at_least=1, fix=fix)
     if number > _LARGEST:
-        fix = "Count in larger units: give each micro-batch's weight in thousands of tokens, for example."
-        raise explain(ArgumentValueError, argument, expected=f"an int <= {_LARGEST}", got=size, fix=fix)
+        fix = (
+            "Count in larger units: give each micro-batch's weight in thousands of"
+            " tokens, for example."
+        )
+        raise explain(
+            ArgumentValueError,
+            argument,
+            expected=f"an int <= {_LARGEST}",
+            got=size,
+            fix=fix,
+        )
     return number
 
 
-def _make_pairs(sizes: Iterable[object], argument: _Argument) -> tuple[tuple[int, int], ...]:
+def _make_pairs(
+    sizes: Iterable[object], argument: _Argument
+) -> tuple[tuple[int, int], ...]:
     name, fix, pairs = argument.name, argument.fix_pairs, []
     for pair in sizes:
         if not isinstance(pair, Iterable) or len(values := tuple(pair)) != 2:
-            raise explain(ArgumentTypeError, name, expected=argument.expected, got=pair, fix=fix)
-        first = require_int(f"{name} (first optimizer_step)", values[0], at_least=0, fix=fix)
+            raise explain(
+                ArgumentTypeError, name, expected=argument.expected, got=pair, fix=fix
+            )
+        first = require_int(
+            f"{name} (first optimizer_step)", values[0], at_least=0, fix=fix
+        )
         by_weight = isinstance(values[1], UntilWeight)
-        pairs.append((first, _require_size(name, values[1], _WEIGHT.fix_pairs if by_weight else fix)))
+        pairs.append(
+            (
+                first,
+                _require_size(name, values[1], _WEIGHT.fix_pairs if by_weight else fix),
+            )
+        )
     starts = [first for first, _ in pairs]
     if not starts or starts[0] != 0 or any(a >= b for a, b in pairwise(starts)):
-        raise explain(ArgumentValueError, name, expected="pairs that begin at optimizer_step 0 and go up", got=pairs, fix=fix)
+        raise explain(
+            ArgumentValueError,
+            name,
+            expected="pairs that begin at optimizer_step 0 and go up",
+            got=pairs,
+            fix=fix,
+        )
     return tuple(pairs)
 
 
-# Loss scaling: how the scale starts and by which rule it moves. Defaults are `torch.amp.GradScaler`'s; the floor of 1 is
-# `jmp.DynamicLossScale`'s.
+# Loss scaling: how the scale starts and by which rule it moves. Defaults are
+# `torch.amp.GradScaler`'s; the floor of 1 is `jmp.DynamicLossScale`'s.
 
 
 class ScaleRule(NamedTuple):
-    """The constants by which a loss scale moves. A static scale has both factors 1 and an interval of 1."""
+    """The constants by which a loss scale moves. A static scale has both factors 1 and
+    an interval of 1.
+    """
 
     init_scale: float = 1.0
     growth_factor: float = 1.0
@@ -179,7 +252,8 @@ class StaticLossScale:
 
 @dataclass(frozen=True)
 class DynamicLossScale:
-    """A loss scale that backs off after an overflow and grows after clean windows. It moves only between windows.
+    """A loss scale that backs off after an overflow and grows after clean windows. It
+    moves only between windows.
 
     Args:
         init_scale: the first scale, > 0.
@@ -187,7 +261,8 @@ class DynamicLossScale:
         backoff_factor: multiplies the scale after a window with an overflow, in (0, 1).
         growth_interval: clean windows between two growths, an int >= 1.
         min_scale: the floor, > 0 and at most `init_scale`.
-        max_scale: the ceiling, at least `init_scale`. With inf the scale stays within float32's range.
+        max_scale: the ceiling, at least `init_scale`. With inf the scale stays within
+            float32's range.
 
     Raises:
         ArgumentTypeError, ArgumentValueError: an argument is not as above.
@@ -208,12 +283,23 @@ class DynamicLossScale:
         require_number("min_scale", self.min_scale, above=0)
         require_number("max_scale", self.max_scale, above=0, allow_infinity=True)
         if not self.min_scale <= self.init_scale <= self.max_scale:
-            expected = f"a number between min_scale={self.min_scale} and max_scale={self.max_scale}"
+            expected = (
+                f"a number between min_scale={self.min_scale} and"
+                f" max_scale={self.max_scale}"
+            )
             fix = "Move the limit or the initial scale."
-            raise explain(ArgumentValueError, "init_scale", expected=expected, got=self.init_scale, fix=fix)
+            raise explain(
+                ArgumentValueError,
+                "init_scale",
+                expected=expected,
+                got=self.init_scale,
+                fix=fix,
+            )
 
     def rule(self) -> ScaleRule:
-        floats: dict[str, Any] = {name: float(value) for name, value in vars(self).items()}
+        floats: dict[str, Any] = {
+            name: float(value) for name, value in vars(self).items()
+        }
         return ScaleRule(**floats | {"growth_interval": self.growth_interval})
 
 
@@ -223,37 +309,56 @@ LossScale = StaticLossScale | DynamicLossScale
 
 @runtime_checkable
 class ScalerDriver(Protocol):
-    """A backend that accepts its framework's loss scaler as ``loss_scale=`` and drives it once per window."""
+    """A backend that accepts its framework's loss scaler as ``loss_scale=`` and drives
+    it once per window.
+    """
 
     scaler_kind: str
     """The scaler's type with an article, for messages: ``"a torch.amp.GradScaler"``."""
 
     def scaler_rule(self, scaler: object) -> ScaleRule | None:
-        """Return the rule by which `scaler` moves now; None if `scaler` is another kind of object."""
+        """Return the rule by which `scaler` moves now; None if `scaler` is another kind
+        of object.
+        """
         ...
 
 
-def scale_rule(loss_scale: object, driver: ScalerDriver | None = None) -> tuple[ScaleRule, Any]:
-    """Return the rule of the user's ``loss_scale=``, and the framework's own scaler if it is one, else None.
+def scale_rule(
+    loss_scale: object, driver: ScalerDriver | None = None
+) -> tuple[ScaleRule, Any]:
+    """Return the rule of the user's ``loss_scale=``, and the framework's own scaler if
+    it is one, else None.
 
     Raises:
-        ArgumentTypeError, ArgumentValueError: it is neither None, a finite number > 0, a rule nor a scaler that `driver` takes.
+        ArgumentTypeError, ArgumentValueError: it is neither None, a finite number > 0,
+            a rule nor a scaler that `driver` takes.
     """
     if loss_scale is None:
         return ScaleRule(), None
     if isinstance(loss_scale, (StaticLossScale, DynamicLossScale)):
         return loss_scale.rule(), None
     if isinstance(loss_scale, Real) and not isinstance(loss_scale, bool):
-        return ScaleRule(init_scale=require_number("loss_scale", loss_scale, above=0)), None
+        return (
+            ScaleRule(init_scale=require_number("loss_scale", loss_scale, above=0)),
+            None,
+        )
     rule = None if driver is None else driver.scaler_rule(loss_scale)
     if rule is None:
-        raise _loss_scale_error(loss_scale, "" if driver is None else f" or {driver.scaler_kind}")
+        raise _loss_scale_error(
+            loss_scale, "" if driver is None else f" or {driver.scaler_kind}"
+        )
     return rule, loss_scale
 
 
 def _loss_scale_error(got: object, or_own: str) -> ArgumentTypeError:
-    expected = f"None, a number > 0, gradaccum.StaticLossScale, gradaccum.DynamicLossScale{or_own}"
-    fix = "Write loss_scale=gradaccum.DynamicLossScale(), with the factors and the interval of a scaler that it replaces."
+    expected = (
+        "None, a number > 0, gradaccum.StaticLossScale,"
+        f" gradaccum.DynamicLossScale{or_own}"
+    )
+    fix = (
+        "Write loss_scale=gradaccum.DynamicLossScale(), with the factors and the"
+        " interval of a scaler that it replaces."
+    )
     return explain(ArgumentTypeError, "loss_scale", expected=expected, got=got, fix=fix)
 
 
@@ -263,11 +368,15 @@ OnOverflow = Literal["skip_window", "drop_micro_batch", "ignore"]
 REDUCTIONS = ("mean", "sum", "item_mean")
 ON_OVERFLOW = ("skip_window", "drop_micro_batch", "ignore")
 DECAY = 0.99
-"""The default of the noise scale's running means: half of them is from the last 69 windows."""
+"""The default of the noise scale's running means: half of them is from the last 69
+windows.
+"""
 
 
 class Options(NamedTuple):
-    """The checked options of `gradaccum.wrap`. They are constants of the program, so the transitions may branch on them."""
+    """The checked options of `gradaccum.wrap`. They are constants of the program, so
+    the transitions may branch on them.
+    """
 
     steps: Schedule
     """Micro-batches per window; None: the caller closes every window."""
@@ -275,12 +384,15 @@ class Options(NamedTuple):
     clip_norm: float | None
     skip_norm: float | None
     accumulate_dtype: Any
-    """The framework's dtype or its name; None: float32 for half-precision gradients, else the gradient's own."""
+    """The framework's dtype or its name; None: float32 for half-precision gradients,
+    else the gradient's own.
+    """
     scale_rule: ScaleRule
     on_overflow: OnOverflow
     master_weights: bool = False
     scaler: Any = None
-    """The framework's loss scaler, if given as the loss scale: the backend drives it."""
+    """The framework's loss scaler, if given as the loss scale: the backend drives it.
+    """
     noise_decay: float | None = None
     """The decay of the noise scale's running means; None: it is not measured."""
     separate_sums: bool = False
@@ -300,20 +412,38 @@ def make_options(
     noise_scale: bool | float = False,
     driver: ScalerDriver | None = None,
 ) -> Options:
-    """Check the options of `gradaccum.wrap`; `driver` is the backend if it drives loss scalers of its framework."""
+    """Check the options of `gradaccum.wrap`; `driver` is the backend if it drives loss
+    scalers of its framework.
+    """
     rule, scaler = scale_rule(loss_scale, driver)
-    if on_overflow == "ignore" and rule.backoff_factor != 1:  # A disabled torch.amp.GradScaler passes: its scale is 1.
+    # A disabled torch.amp.GradScaler passes: its scale is 1.
+    if on_overflow == "ignore" and rule.backoff_factor != 1:
         fix = "Give a number, or leave on_overflow out."
-        expected = 'one that does not move, as on_overflow="ignore" looks for no overflow that it could back off from'
-        raise explain(ArgumentValueError, "loss_scale", expected=expected, got=loss_scale, fix=fix)
+        expected = (
+            'one that does not move, as on_overflow="ignore" looks for no overflow that'
+            " it could back off from"
+        )
+        raise explain(
+            ArgumentValueError, "loss_scale", expected=expected, got=loss_scale, fix=fix
+        )
     return Options(
         steps=make_schedule(steps),
         reduction=require_reduction(reduction),
-        clip_norm=None if clip_norm is None else require_number("clip_norm", clip_norm, above=0),
-        skip_norm=None if skip_norm is None else require_number("skip_norm", skip_norm, above=0),
+        clip_norm=(
+            None
+            if clip_norm is None
+            else require_number("clip_norm", clip_norm, above=0)
+        ),
+        skip_norm=(
+            None
+            if skip_norm is None
+            else require_number("skip_norm", skip_norm, above=0)
+        ),
         accumulate_dtype=accumulate_dtype,
         scale_rule=rule,
-        on_overflow=cast(OnOverflow, require_choice("on_overflow", on_overflow, ON_OVERFLOW)),
+        on_overflow=cast(
+            OnOverflow, require_choice("on_overflow", on_overflow, ON_OVERFLOW)
+        ),
         master_weights=require_bool("master_weights", master_weights),
         scaler=scaler,
         noise_decay=_noise_decay(noise_scale),
@@ -321,7 +451,9 @@ def make_options(
 
 
 def require_reduction(reduction: object) -> Reduction:
-    """Raise unless `reduction` is "mean", "sum" or "item_mean" (`ArgumentTypeError`, `ArgumentValueError`); return it."""
+    """Raise unless `reduction` is "mean", "sum" or "item_mean" (`ArgumentTypeError`,
+    `ArgumentValueError`); return it.
+    """
     return cast(Reduction, require_choice("reduction", reduction, REDUCTIONS))
 
 
@@ -329,28 +461,60 @@ def given_weight(weight: Scalar | None, reduction: Reduction) -> Scalar:
     """Return the weight of a micro-batch, 1 where None was given.
 
     Raises:
-        ArgumentTypeError: None was given with ``reduction="item_mean"``, which divides by the weights.
+        ArgumentTypeError: None was given with ``reduction="item_mean"``, which divides
+            by the weights.
     """
     if weight is None and reduction == "item_mean":
-        expected = 'the number of items (tokens) in the micro-batch, by which reduction="item_mean" divides'
-        fix = 'Pass weight=n with each micro-batch. If the loss is a mean already, leave reduction="item_mean" out.'
-        raise explain(ArgumentTypeError, "weight", expected=expected, got=weight, fix=fix)
+        expected = (
+            "the number of items (tokens) in the micro-batch, by which"
+            ' reduction="item_mean" divides'
+        )
+        fix = (
+            "Pass weight=n with each micro-batch. If the loss is a mean already, leave"
+            ' reduction="item_mean" out.'
+        )
+        raise explain(
+            ArgumentTypeError, "weight", expected=expected, got=weight, fix=fix
+        )
     return 1.0 if weight is None else weight
 
 
 def require_denominator_allowed(options: Options) -> None:
-    """Raise unless ``flush(denominator=...)`` can mean something: the caller closes every window, without a noise scale."""
+    """Raise unless ``flush(denominator=...)`` can mean something: the caller closes
+    every window, without a noise scale.
+    """
     argument, expected = "denominator", "to be left out beside"
     if options.steps is not None:
-        found, fix = f"one beside steps={options.steps!r}", "Write steps=None, and call flush(denominator=n) where a window ends."
-        raise explain(ArgumentValueError, argument, expected=f"{expected} steps, which closes windows by itself", found=found, fix=fix)
+        found, fix = (
+            f"one beside steps={options.steps!r}",
+            "Write steps=None, and call flush(denominator=n) where a window ends.",
+        )
+        raise explain(
+            ArgumentValueError,
+            argument,
+            expected=f"{expected} steps, which closes windows by itself",
+            found=found,
+            fix=fix,
+        )
     if options.noise_decay is not None:
-        fix = "Pass each micro-batch's number of items as its weight, or leave noise_scale out."
-        raise explain(ArgumentValueError, argument, expected=f"{expected} noise_scale", found="both of them", fix=fix)
+        fix = (
+            "Pass each micro-batch's number of items as its weight, or leave"
+            " noise_scale out."
+        )
+        raise explain(
+            ArgumentValueError,
+            argument,
+            expected=f"{expected} noise_scale",
+            found="both of them",
+            fix=fix,
+        )
 
 
-def require_denominator(denominator: object, options: Options, *, several: bool = False) -> float:
-    """Raise unless ``flush(denominator=...)`` is allowed and has a finite number > 0; return the number as a float.
+def require_denominator(
+    denominator: object, options: Options, *, several: bool = False
+) -> float:
+    """Raise unless ``flush(denominator=...)`` is allowed and has a finite number > 0;
+    return the number as a float.
 
     `several`: workers share the window, each of which has a `denominator` of its own.
     """
@@ -358,7 +522,13 @@ def require_denominator(denominator: object, options: Options, *, several: bool 
     if several:
         expected = "to be left out where several workers share the window"
         fix = "Give each micro-batch its weight: all are added up."
-        raise explain(errors.UsageError, "denominator", expected=expected, got=denominator, fix=fix)
+        raise explain(
+            errors.UsageError,
+            "denominator",
+            expected=expected,
+            got=denominator,
+            fix=fix,
+        )
     return require_number("denominator", denominator, above=0)
 
 

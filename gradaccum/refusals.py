@@ -7,130 +7,294 @@ import zlib
 from collections.abc import Sequence
 from functools import lru_cache
 
-from gradaccum.errors import ArgumentTypeError, ArgumentValueError, GradAccumError, UsageError, explain, require_choice
+from gradaccum.errors import (
+    ArgumentTypeError,
+    ArgumentValueError,
+    GradAccumError,
+    UsageError,
+    explain,
+    require_choice,
+)
 from gradaccum.state import State
 
 
 def optimizer_error(expected: str, got: object, fix: str) -> GradAccumError:
-    """Return the error for an object that is no optimizer of the framework; `expected` and `fix` name the framework's own."""
-    return explain(ArgumentTypeError, "optimizer", expected=expected, found=f"an object of type {type(got).__name__}", fix=fix)
+    """Return the error for an object that is no optimizer of the framework; `expected`
+    and `fix` name the framework's own.
+    """
+    return explain(
+        ArgumentTypeError,
+        "optimizer",
+        expected=expected,
+        found=f"an object of type {type(got).__name__}",
+        fix=fix,
+    )
 
 
 def wrapped_twice_error(got: object) -> GradAccumError:
     """Return the error for an optimizer that is wrapped already."""
-    fix = "Wrap it once: steps multiply, so that one wrap with their product does the same."
+    fix = (
+        "Wrap it once: steps multiply, so that one wrap with their product does the"
+        " same."
+    )
     found = f"a wrapped one: {type(got).__name__}"
-    return explain(ArgumentTypeError, "optimizer", expected="one that is not wrapped", found=found, fix=fix)
+    return explain(
+        ArgumentTypeError,
+        "optimizer",
+        expected="one that is not wrapped",
+        found=found,
+        fix=fix,
+    )
 
 
 def accumulate_dtype_error(got: object) -> GradAccumError:
     """Return the error for an ``accumulate_dtype`` that is no floating dtype."""
     kind = ArgumentValueError if isinstance(got, str) else ArgumentTypeError
-    expected, fix = "a floating dtype of the framework or its name", "Write accumulate_dtype='float32'."
+    expected, fix = (
+        "a floating dtype of the framework or its name",
+        "Write accumulate_dtype='float32'.",
+    )
     return explain(kind, "accumulate_dtype", expected=expected, got=got, fix=fix)
 
 
 def half_made_error() -> UsageError:
-    """Return the error for going on after an exception in the middle of an update or of an addition."""
-    found = "an exception in the last one, which may have written a part of the parameters, of the optimizer's state or of the sum"
-    fix = "Load the last checkpoint. To go on from what is there, which holds a part of the update, call discard()."
-    return explain(UsageError, "optimizer", expected="an update that was made or was not", found=found, fix=fix)
+    """Return the error for going on after an exception in the middle of an update or of
+    an addition.
+    """
+    found = (
+        "an exception in the last one, which may have written a part of the parameters,"
+        " of the optimizer's state or of the sum"
+    )
+    fix = (
+        "Load the last checkpoint. To go on from what is there, which holds a part of"
+        " the update, call discard()."
+    )
+    return explain(
+        UsageError,
+        "optimizer",
+        expected="an update that was made or was not",
+        found=found,
+        fix=fix,
+    )
 
 
 def missing_worker_error(state: State, rank: int, more_time: str = "") -> UsageError:
-    """Return the error for a failed reduction at a window's end; `more_time` says how to wait for slow workers."""
+    """Return the error for a failed reduction at a window's end; `more_time` says how
+    to wait for slow workers.
+    """
     expected = "every worker to end its window too, by a micro-batch or by flush()"
-    found = f"a reduction that failed or timed out, with {state.micro_step} micro-batches of update {state.optimizer_step + 1} here"
-    fix = "Call flush() on every worker when its data end: it takes part in the windows of the others until they flush too."
+    found = (
+        f"a reduction that failed or timed out, with {state.micro_step} micro-batches"
+        f" of update {state.optimizer_step + 1} here"
+    )
+    fix = (
+        "Call flush() on every worker when its data end: it takes part in the windows"
+        " of the others until they flush too."
+    )
     fix = f"{fix} {more_time}".rstrip()
-    return explain(UsageError, f"the end of a window on rank {rank}", expected=expected, found=found, fix=fix)
+    return explain(
+        UsageError,
+        f"the end of a window on rank {rank}",
+        expected=expected,
+        found=found,
+        fix=fix,
+    )
 
 
 def update_due_error(call: str) -> UsageError:
-    """Return the error for a `call` that needs this worker's own sum after all sums were added up and the update raised."""
-    fix = "Call flush() on every worker to make the update that is due, or discard() on every worker."
+    """Return the error for a `call` that needs this worker's own sum after all sums
+    were added up and the update raised.
+    """
+    fix = (
+        "Call flush() on every worker to make the update that is due, or discard() on"
+        " every worker."
+    )
     found = "a window that is added up over all workers, whose update raised"
-    return explain(UsageError, call, expected="to be called before the window's end", found=found, fix=fix)
+    return explain(
+        UsageError,
+        call,
+        expected="to be called before the window's end",
+        found=found,
+        fix=fix,
+    )
 
 
 def torn_window_error(call: str) -> UsageError:
-    """Return the error for a `call` on a window whose reduction over the workers failed halfway."""
+    """Return the error for a `call` on a window whose reduction over the workers failed
+    halfway.
+    """
     fix = "Load the last checkpoint on every worker, or call discard()."
-    return explain(UsageError, call, expected="a whole sum", found="one whose reduction over the workers failed", fix=fix)
+    return explain(
+        UsageError,
+        call,
+        expected="a whole sum",
+        found="one whose reduction over the workers failed",
+        fix=fix,
+    )
 
 
 def shared_until_weight_error(steps: object) -> UsageError:
-    """Return the error for windows that end by weight where each worker sees only its own weight."""
-    expected = "a number of micro-batches, or None, where several workers share the window, so that they end it together"
-    fix = "Write steps=None, take windows from gradaccum.windows(loader, until_weight(...), reduce=...), and call flush() after each."
+    """Return the error for windows that end by weight where each worker sees only its
+    own weight.
+    """
+    expected = (
+        "a number of micro-batches, or None, where several workers share the window, so"
+        " that they end it together"
+    )
+    fix = (
+        "Write steps=None, take windows from gradaccum.windows(loader,"
+        " until_weight(...), reduce=...), and call flush() after each."
+    )
     return explain(UsageError, "steps", expected=expected, got=steps, fix=fix)
 
 
 def moving_weight_error(fix: str) -> ArgumentValueError:
-    """Return the error for a callable weight that depends on the parameters: the large batch's gradient has no such term."""
-    expected = "a weight that stays as it is where its arguments and parameters move, as its derivative is left out"
-    return explain(ArgumentValueError, "weight", expected=expected, found="one with a derivative", fix=fix)
+    """Return the error for a callable weight that depends on the parameters: the large
+    batch's gradient has no such term.
+    """
+    expected = (
+        "a weight that stays as it is where its arguments and parameters move, as its"
+        " derivative is left out"
+    )
+    return explain(
+        ArgumentValueError,
+        "weight",
+        expected=expected,
+        found="one with a derivative",
+        fix=fix,
+    )
 
 
 RATE_MOVED = (
-    "gradaccum: a learning rate moved inside a window; most likely a scheduler steps with each micro-batch. Build it on the wrapped "
-    "optimizer and write scheduler = gradaccum.wrap(scheduler), which moves once per update; opt.updates_in(loader) is its length."
+    "gradaccum: a learning rate moved inside a window; most likely a scheduler steps"
+    " with each micro-batch. Build it on the wrapped optimizer and write scheduler ="
+    " gradaccum.wrap(scheduler), which moves once per update; opt.updates_in(loader) is"
+    " its length."
 )
 """The `GradAccumWarning` of a scheduler that is not wrapped."""
 
 
 @lru_cache(maxsize=8)
 def rate_bits(*rates: float) -> bytes:
-    """Fingerprint an optimizer's learning rates as 32 numbers, each 0 or 1, whose sum over the workers is exact."""
-    mark = zlib.crc32(struct.pack(f"<{len(rates)}d", *(rate + 0.0 for rate in rates)))  # Not -0.0, which is the same key.
+    """Fingerprint an optimizer's learning rates as 32 numbers, each 0 or 1, whose sum
+    over the workers is exact.
+    """
+    # Not -0.0, which is the same key.
+    mark = zlib.crc32(struct.pack(f"<{len(rates)}d", *(rate + 0.0 for rate in rates)))
     return bytes(mark >> bit & 1 for bit in range(32))
 
 
-def require_same_rates(rates: Sequence[float], added: Sequence[float], workers: int, rank: int) -> None:
+def require_same_rates(
+    rates: Sequence[float], added: Sequence[float], workers: int, rank: int
+) -> None:
     """Raise unless all workers have the same learning rates.
 
-    `rates` are those of each group on this worker, of rank `rank`; `added` is the sum of all workers' `rate_bits`.
+    `rates` are those of each group on this worker, of rank `rank`; `added` is the sum
+    of all workers' `rate_bits`.
 
     Raises:
         UsageError: two workers have different rates; every worker raises it.
     """
     if not {0, workers}.issuperset(added):
-        fix = "Let a listener move the schedule: one flush() may close several windows, and a listener hears of each as it closes."
+        fix = (
+            "Let a listener move the schedule: one flush() may close several windows,"
+            " and a listener hears of each as it closes."
+        )
         found = f"{list(rates)} here and other ones on another worker"
-        raise explain(UsageError, f"learning rates on rank {rank}", expected="the same on every worker", found=found, fix=fix)
+        raise explain(
+            UsageError,
+            f"learning rates on rank {rank}",
+            expected="the same on every worker",
+            found=found,
+            fix=fix,
+        )
 
 
-# Checks for a softmax cross-entropy with its classes on several workers, shared by all backends.
+# Checks for a softmax cross-entropy with its classes on several workers, shared by all
+# backends.
 
 
 LOSS_REDUCTIONS = ("mean", "sum", "none")
 
 
-def require_loss_options(ignore_index: object, label_smoothing: object, reduction: object) -> None:
-    """Raise unless `ignore_index` is an int, `label_smoothing` in [0, 1] and `reduction` "mean", "sum" or "none"."""
+def require_loss_options(
+    ignore_index: object, label_smoothing: object, reduction: object
+) -> None:
+    """Raise unless `ignore_index` is an int, `label_smoothing` in [0, 1] and
+    `reduction` "mean", "sum" or "none".
+    """
     if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
-        raise explain(ArgumentTypeError, "ignore_index", expected="an int", got=ignore_index, fix="Write ignore_index=-100.")
-    is_number = isinstance(label_smoothing, (int, float)) and not isinstance(label_smoothing, bool)
-    if not (is_number and isinstance(label_smoothing, (int, float)) and 0 <= label_smoothing <= 1):
+        raise explain(
+            ArgumentTypeError,
+            "ignore_index",
+            expected="an int",
+            got=ignore_index,
+            fix="Write ignore_index=-100.",
+        )
+    is_number = isinstance(label_smoothing, (int, float)) and not isinstance(
+        label_smoothing, bool
+    )
+    if not (
+        is_number
+        and isinstance(label_smoothing, (int, float))
+        and 0 <= label_smoothing <= 1
+    ):
         kind = ArgumentValueError if is_number else ArgumentTypeError
-        raise explain(kind, "label_smoothing", expected="a number in [0, 1]", got=label_smoothing, fix="Write label_smoothing=0.1.")
+        raise explain(
+            kind,
+            "label_smoothing",
+            expected="a number in [0, 1]",
+            got=label_smoothing,
+            fix="Write label_smoothing=0.1.",
+        )
     require_choice("reduction", reduction, LOSS_REDUCTIONS)
 
 
-def require_shard_sizes(shard_sizes: object, own: int, rank: int, workers: int) -> tuple[int, ...]:
-    """Raise unless `shard_sizes` has one entry >= 0 per worker and the entry of `rank` is `own`; return it as a tuple."""
-    fix = f"Pass how many classes each of the {workers} workers holds, by rank, or None."
-    if not isinstance(shard_sizes, Sequence) or any(isinstance(size, bool) or not isinstance(size, int) for size in shard_sizes):
-        raise explain(ArgumentTypeError, "shard_sizes", expected="a sequence of ints", got=shard_sizes, fix=fix)
+def require_shard_sizes(
+    shard_sizes: object, own: int, rank: int, workers: int
+) -> tuple[int, ...]:
+    """Raise unless `shard_sizes` has one entry >= 0 per worker and the entry of `rank`
+    is `own`; return it as a tuple.
+    """
+    fix = (
+        f"Pass how many classes each of the {workers} workers holds, by rank, or None."
+    )
+    if not isinstance(shard_sizes, Sequence) or any(
+        isinstance(size, bool) or not isinstance(size, int) for size in shard_sizes
+    ):
+        raise explain(
+            ArgumentTypeError,
+            "shard_sizes",
+            expected="a sequence of ints",
+            got=shard_sizes,
+            fix=fix,
+        )
     if len(shard_sizes) != workers or min(shard_sizes) < 0 or shard_sizes[rank] != own:
-        expected = f"{workers} numbers of classes, of which that of rank {rank} is {own}, the last dimension of logits_shard"
-        raise explain(ArgumentValueError, "shard_sizes", expected=expected, got=shard_sizes, fix=fix)
+        expected = (
+            f"{workers} numbers of classes, of which that of rank {rank} is {own}, the"
+            " last dimension of logits_shard"
+        )
+        raise explain(
+            ArgumentValueError,
+            "shard_sizes",
+            expected=expected,
+            got=shard_sizes,
+            fix=fix,
+        )
     return tuple(shard_sizes)
 
 
 def require_classes(classes: int) -> int:
-    """Raise unless all workers together have at least one class (`ArgumentValueError`); return their number."""
+    """Raise unless all workers together have at least one class (`ArgumentValueError`);
+    return their number.
+    """
     if classes:
         return classes
     fix = "Only some of the workers may be without classes."
-    raise explain(ArgumentValueError, "logits_shard", expected="one class at least on some worker", found="no class on any", fix=fix)
+    raise explain(
+        ArgumentValueError,
+        "logits_shard",
+        expected="one class at least on some worker",
+        found="no class on any",
+        fix=fix,
+    )

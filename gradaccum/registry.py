@@ -1,9 +1,11 @@
-"""`gradaccum.wrap`, and the entry points by which it finds a backend without importing any framework.
+"""`gradaccum.wrap`, and the entry points by which it finds a backend without importing
+any framework.
 
 There are two groups of entry points. A name has one owner in each:
 
 - ``gradaccum.backends``: the backend's name, pointing at its `Backend` object;
-- ``gradaccum.types``: the top-level package of the optimizers that it wraps (``optax`` for ``jax``), pointing at the same object.
+- ``gradaccum.types``: the top-level package of the optimizers that it wraps (``optax``
+  for ``jax``), pointing at the same object.
 """
 
 from __future__ import annotations
@@ -14,12 +16,35 @@ from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from inspect import Parameter, isroutine, signature
-from typing import TYPE_CHECKING, Any, Protocol, TypedDict, Unpack, cast, overload, runtime_checkable
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Protocol,
+    TypedDict,
+    Unpack,
+    cast,
+    overload,
+    runtime_checkable,
+)
 
-from gradaccum.errors import ArgumentTypeError, BackendNotFoundError, GradAccumError, explain
-from gradaccum.options import OnOverflow, Options, Reduction, ScalerDriver, UntilWeight, make_options
+from gradaccum.errors import (
+    ArgumentTypeError,
+    BackendNotFoundError,
+    GradAccumError,
+    explain,
+)
+from gradaccum.options import (
+    OnOverflow,
+    Options,
+    Reduction,
+    ScalerDriver,
+    UntilWeight,
+    make_options,
+)
 
-if TYPE_CHECKING:  # For the overloads of `wrap`: a type checker knows a framework's wrapped optimizer, and a run imports no framework.
+# For the overloads of `wrap`: a type checker knows a framework's wrapped optimizer, and
+# a run imports no framework.
+if TYPE_CHECKING:
     from gradaccum_jax.backend import JaxOptions, Wrapped
     from gradaccum_mindspore import AccumulatingOptimizer as MindSporeOptimizer
     from gradaccum_mindspore.backend import MindSporeOptions
@@ -31,31 +56,41 @@ TYPES = "gradaccum.types"
 
 
 class Backend(Protocol):
-    """An adapter, as the core sees it. The keyword-only arguments of its `wrap` are its own options."""
+    """An adapter, as the core sees it. The keyword-only arguments of its `wrap` are its
+    own options.
+    """
 
     name: str
 
     def wrap(self, optimizer: Any, options: Options) -> Any:
-        """Wrap `optimizer`, or raise `ArgumentTypeError` if it is no optimizer or already wrapped."""
+        """Wrap `optimizer`, or raise `ArgumentTypeError` if it is no optimizer or
+        already wrapped.
+        """
         ...
 
 
 @runtime_checkable
 class GatingBackend(Protocol):
-    """A backend whose framework has learning-rate schedulers that step beside the optimizer."""
+    """A backend whose framework has learning-rate schedulers that step beside the
+    optimizer.
+    """
 
     def is_scheduler(self, candidate: object) -> bool:
         """True if `candidate` is a scheduler, whatever its optimizer."""
         ...
 
     def gate(self, scheduler: Any) -> Any:
-        """Make `scheduler` move only when an update was applied, or raise `ArgumentTypeError` if its optimizer is not wrapped."""
+        """Make `scheduler` move only when an update was applied, or raise
+        `ArgumentTypeError` if its optimizer is not wrapped.
+        """
         ...
 
 
 @runtime_checkable
 class DeviceBackend(Protocol):
-    """A backend that names the devices which its framework sees, for ``gradaccum doctor``."""
+    """A backend that names the devices which its framework sees, for
+    ``gradaccum doctor``.
+    """
 
     def devices(self) -> Iterable[str]:
         """Return one text per device; the processor's contains ``cpu``."""
@@ -73,7 +108,8 @@ def owners(group: str) -> Mapping[str, EntryPoint]:
         other = found.setdefault(entry.name, entry)
         if other.value != entry.value:
             raise GradAccumError(
-                f"entry point {entry.name!r} of group {group!r} has two owners: {other.value} and {entry.value}. Uninstall one of them."
+                f"entry point {entry.name!r} of group {group!r} has two owners:"
+                f" {other.value} and {entry.value}. Uninstall one of them."
             )
     return found
 
@@ -86,12 +122,16 @@ def load(group: str, name: str) -> Any:
     """
     entries = owners(group)
     if name not in entries:
-        raise BackendNotFoundError(f"backend: expected one of {sorted(entries)}; got {name!r}. Check the spelling, or install it.")
+        raise BackendNotFoundError(
+            f"backend: expected one of {sorted(entries)}; got {name!r}. Check the"
+            " spelling, or install it."
+        )
     try:
         return entries[name].load()
     except ModuleNotFoundError as error:
         raise BackendNotFoundError(
-            f"backend {name!r} needs the package {error.name!r}, which is not installed. Run: pip install 'gradaccum[{name}]'"
+            f"backend {name!r} needs the package {error.name!r}, which is not"
+            f" installed. Run: pip install 'gradaccum[{name}]'"
         ) from error
 
 
@@ -105,24 +145,33 @@ def load_backend(name: str) -> Backend:
 
 
 def registered_backends() -> tuple[str, ...]:
-    """Return the names of all backends, sorted, whether or not their frameworks are installed."""
+    """Return the names of all backends, sorted, whether or not their frameworks are
+    installed.
+    """
     return tuple(sorted(owners(BACKENDS)))
 
 
 def available_backends() -> tuple[str, ...]:
-    """Return the names of the backends whose framework is installed, sorted, without importing any."""
+    """Return the names of the backends whose framework is installed, sorted, without
+    importing any.
+    """
     types = owners(TYPES)
     return tuple(
         sorted(
             name
             for name, entry in owners(BACKENDS).items()
-            if all(find_spec(package) for package, owner in types.items() if owner.value == entry.value)
+            if all(
+                find_spec(package)
+                for package, owner in types.items()
+                if owner.value == entry.value
+            )
         )
     )
 
 
 def backend_of(optimizer: object) -> Backend:
-    """Find the backend whose package defines the type of `optimizer`, a base of it, or of the optimizer that it holds (timm's schedulers).
+    """Find the backend whose package defines the type of `optimizer`, a base of it, or
+    of the optimizer that it holds (timm's schedulers).
 
     Raises:
         ArgumentTypeError: there is none.
@@ -137,19 +186,32 @@ def backend_of(optimizer: object) -> Backend:
 
 
 def _not_an_optimizer(given: object) -> ArgumentTypeError:
-    expected = f"an optimizer of {', '.join(map(_describe, registered_backends())) or 'a backend, but none is registered'}"
-    found, fix = f"an object of type {type(given).__name__}", "Build the framework's own optimizer and pass it."
+    backends = ", ".join(map(_describe, registered_backends()))
+    expected = f"an optimizer of {backends or 'a backend, but none is registered'}"
+    found, fix = (
+        f"an object of type {type(given).__name__}",
+        "Build the framework's own optimizer and pass it.",
+    )
     if isinstance(given, type) or isroutine(given):
-        found = f"the {'class' if isinstance(given, type) else 'function'} {given.__name__}"
+        found = (
+            f"the {'class' if isinstance(given, type) else 'function'} {given.__name__}"
+        )
         fix = f"Call it: gradaccum.wrap({given.__name__}(...), steps=4)."
     elif isinstance(given, list | tuple):
-        found, fix = f"a {type(given).__name__} of {len(given)}", "Wrap each optimizer by itself."
-    return explain(ArgumentTypeError, "optimizer", expected=expected, found=found, fix=fix)
+        found, fix = (
+            f"a {type(given).__name__} of {len(given)}",
+            "Wrap each optimizer by itself.",
+        )
+    return explain(
+        ArgumentTypeError, "optimizer", expected=expected, found=found, fix=fix
+    )
 
 
 @cache
 def _entry_of(bases: tuple[type, ...]) -> EntryPoint:
-    """Find the backend whose package defines one of `bases`; cached, since reading entry points takes milliseconds."""
+    """Find the backend whose package defines one of `bases`; cached, since reading
+    entry points takes milliseconds.
+    """
     types = owners(TYPES)
     for base in bases:
         package = base.__module__.partition(".")[0]
@@ -159,7 +221,11 @@ def _entry_of(bases: tuple[type, ...]) -> EntryPoint:
 
 
 def _describe(name: str) -> str:
-    return name if name in available_backends() else f"{name} (missing: pip install 'gradaccum[{name}]')"
+    return (
+        name
+        if name in available_backends()
+        else f"{name} (missing: pip install 'gradaccum[{name}]')"
+    )
 
 
 # `gradaccum.wrap`: one call for every framework.
@@ -167,11 +233,21 @@ def _describe(name: str) -> str:
 
 _NOT_GIVEN: Any = object()
 ELSEWHERE = {
-    "steps": ("accumulate_grad_batches", "accumulation_steps", "every_k_schedule", "gradient_accumulation_steps"),
+    "steps": (
+        "accumulate_grad_batches",
+        "accumulation_steps",
+        "every_k_schedule",
+        "gradient_accumulation_steps",
+    ),
     "clip_norm": ("gradient_clip_val", "max_grad_norm", "max_norm"),
 }
-"""The names that Lightning, Transformers, optax and torch have for options of `wrap`."""
-_DEFAULTS = {name: parameter.default for name, parameter in signature(make_options).parameters.items() if name not in ("steps", "driver")}
+"""The names that Lightning, Transformers, optax and torch have for options of `wrap`.
+"""
+_DEFAULTS = {
+    name: parameter.default
+    for name, parameter in signature(make_options).parameters.items()
+    if name not in ("steps", "driver")
+}
 
 
 Steps = int | Sequence[tuple[int, int]] | Callable[[Any], Any] | UntilWeight | None
@@ -179,7 +255,9 @@ Steps = int | Sequence[tuple[int, int]] | Callable[[Any], Any] | UntilWeight | N
 
 
 class WrapOptions(TypedDict, total=False):
-    """The options of `wrap` that every backend has. A backend's own options inherit from it."""
+    """The options of `wrap` that every backend has. A backend's own options inherit
+    from it.
+    """
 
     reduction: Reduction
     clip_norm: float | None
@@ -213,13 +291,20 @@ class _Scheduler(Protocol):
     def step(self) -> Any: ...
 
 
-# MindSpore first: its cells have any attribute that a type checker asks for, torch's protocol included.
+# MindSpore first: its cells have any attribute that a type checker asks for, torch's
+# protocol included.
 @overload
-def wrap(optimizer: _MindSporeOptimizer, steps: Steps, **options: Unpack[MindSporeOptions]) -> MindSporeOptimizer: ...
+def wrap(
+    optimizer: _MindSporeOptimizer, steps: Steps, **options: Unpack[MindSporeOptions]
+) -> MindSporeOptimizer: ...
 @overload
-def wrap(optimizer: _TorchOptimizer, steps: Steps, **options: Unpack[TorchOptions]) -> TorchOptimizer: ...
+def wrap(
+    optimizer: _TorchOptimizer, steps: Steps, **options: Unpack[TorchOptions]
+) -> TorchOptimizer: ...
 @overload
-def wrap(optimizer: _OptaxTransformation, steps: Steps, **options: Unpack[JaxOptions]) -> Wrapped: ...
+def wrap(
+    optimizer: _OptaxTransformation, steps: Steps, **options: Unpack[JaxOptions]
+) -> Wrapped: ...
 @overload
 def wrap(optimizer: _Scheduler) -> Any: ...
 
@@ -238,35 +323,49 @@ def wrap(
     noise_scale: bool | float = False,
     **backend_options: object,
 ) -> Any:
-    """Make an optimizer run once per window of micro-batches, with the gradient of the window as one large batch.
+    """Make an optimizer run once per window of micro-batches, with the gradient of the
+    window as one large batch.
 
     Args:
-        optimizer: a `torch.optim.Optimizer`, an `optax.GradientTransformation`, a `mindspore.nn.Optimizer` or an optimizer of any
-            installed backend. Or a learning-rate scheduler built on a wrapped optimizer, alone: it moves only when an update was applied.
-        steps: micro-batches per window: an int >= 1; a callable of the optimizer step; pairs ``(first optimizer_step, steps)``;
-            ``gradaccum.until_weight(n)``: the window ends when its weight reaches n; None: the caller closes every window with ``flush``.
-        reduction: ``"mean"``: sum(w_i g_i) / sum(w_i), g_i the gradient of a mean loss and w_i its number of items (default 1);
-            ``"sum"``: sum(g_i); ``"item_mean"``: sum(g_i) / sum(w_i), g_i the gradient of a summed loss.
+        optimizer: a `torch.optim.Optimizer`, an `optax.GradientTransformation`, a
+            `mindspore.nn.Optimizer` or an optimizer of any installed backend. Or a
+            learning-rate scheduler built on a wrapped optimizer, alone: it moves only
+            when an update was applied.
+        steps: micro-batches per window: an int >= 1; a callable of the optimizer step;
+            pairs ``(first optimizer_step, steps)``; ``gradaccum.until_weight(n)``: the
+            window ends when its weight reaches n; None: the caller closes every window
+            with ``flush``.
+        reduction: ``"mean"``: sum(w_i g_i) / sum(w_i), g_i the gradient of a mean loss
+            and w_i its number of items (default 1); ``"sum"``: sum(g_i);
+            ``"item_mean"``: sum(g_i) / sum(w_i), g_i the gradient of a summed loss.
         clip_norm: clip the window's gradient to this global 2-norm, once, at its end.
         skip_norm: make no update if the window's gradient has a larger global 2-norm.
-        accumulate_dtype: dtype of the sum; by default float32 for float16 and bfloat16 gradients, else the gradient's own.
-        loss_scale: factor of the loss before differentiation: a number, `StaticLossScale`, `DynamicLossScale`, or the framework's
-            scaler (`torch.amp.GradScaler`, `mindspore.amp.DynamicLossScaler`), which then moves once per window.
-        on_overflow: ``"skip_window"``: a non-finite gradient makes the window end without an update; ``"drop_micro_batch"``: such a
-            micro-batch adds nothing; ``"ignore"``: it is applied as the bare optimizer would, and no norm is measured unless another
-            option needs it. Refused beside a loss scale that moves.
-        master_weights: keep float32 masters of float16 and bfloat16 parameters: the inner optimizer works on the masters, the model holds
-            the rounded copy.
-        noise_scale: measure the gradient noise scale, ``result.noise_scale``, by one norm more per window. A number in [0, 1) is the decay
-            of its running means, True is 0.99.
+        accumulate_dtype: dtype of the sum; by default float32 for float16 and bfloat16
+            gradients, else the gradient's own.
+        loss_scale: factor of the loss before differentiation: a number,
+            `StaticLossScale`, `DynamicLossScale`, or the framework's scaler
+            (`torch.amp.GradScaler`, `mindspore.amp.DynamicLossScaler`), which then
+            moves once per window.
+        on_overflow: ``"skip_window"``: a non-finite gradient makes the window end
+            without an update; ``"drop_micro_batch"``: such a micro-batch adds nothing;
+            ``"ignore"``: it is applied as the bare optimizer would, and no norm is
+            measured unless another option needs it. Refused beside a loss scale that
+            moves.
+        master_weights: keep float32 masters of float16 and bfloat16 parameters: the
+            inner optimizer works on the masters, the model holds the rounded copy.
+        noise_scale: measure the gradient noise scale, ``result.noise_scale``, by one
+            norm more per window. A number in [0, 1) is the decay of its running means,
+            True is 0.99.
         backend_options: options of one framework.
 
     Returns:
-        An optimizer of the same framework; in JAX an `optax.GradientTransformationExtraArgs`.
+        An optimizer of the same framework; in JAX an
+        `optax.GradientTransformationExtraArgs`.
 
     Raises:
-        ArgumentTypeError: `optimizer` belongs to no installed backend, or is already wrapped; an option has the wrong type, is unknown,
-            or stands beside a scheduler.
+        ArgumentTypeError: `optimizer` belongs to no installed backend, or is already
+            wrapped; an option has the wrong type, is unknown, or stands beside a
+            scheduler.
         ArgumentValueError: an option has a value that makes no sense.
     """
     shared: dict[str, Any] = {
@@ -279,37 +378,74 @@ def wrap(
         "master_weights": master_weights,
         "noise_scale": noise_scale,
     }
-    return wrap_with(backend_of(optimizer), optimizer, steps, **shared, **backend_options)
+    return wrap_with(
+        backend_of(optimizer), optimizer, steps, **shared, **backend_options
+    )
 
 
-def wrap_with(backend: Backend, optimizer: Any, steps: object = _NOT_GIVEN, **options: Any) -> Any:
+def wrap_with(
+    backend: Backend, optimizer: Any, steps: object = _NOT_GIVEN, **options: Any
+) -> Any:
     """Wrap `optimizer` by this `backend`; otherwise as `wrap`."""
     if isinstance(backend, GatingBackend) and backend.is_scheduler(optimizer):
-        given = {name: value for name, value in options.items() if value is not _DEFAULTS.get(name, _NOT_GIVEN)}
+        given = {
+            name: value
+            for name, value in options.items()
+            if value is not _DEFAULTS.get(name, _NOT_GIVEN)
+        }
         _require_nothing_beside_a_scheduler({"steps": steps, **given})
         return backend.gate(optimizer)
     shared = {name: options.pop(name) for name in _DEFAULTS if name in options}
     _require_own_options(backend, options)
     if steps is _NOT_GIVEN:
         fix = "Write gradaccum.wrap(optimizer, steps=4)."
-        raise explain(ArgumentTypeError, "steps", expected="the number of micro-batches per window", found="nothing at all", fix=fix)
+        raise explain(
+            ArgumentTypeError,
+            "steps",
+            expected="the number of micro-batches per window",
+            found="nothing at all",
+            fix=fix,
+        )
     driver = backend if isinstance(backend, ScalerDriver) else None
-    return backend.wrap(optimizer, make_options(steps, **shared, driver=driver), **options)
+    return backend.wrap(
+        optimizer, make_options(steps, **shared, driver=driver), **options
+    )
 
 
 def _require_nothing_beside_a_scheduler(given: Mapping[str, object]) -> None:
     for name, value in given.items():
         if value is not _NOT_GIVEN:
-            expected, fix = "no option beside a scheduler, which follows its optimizer", "Write gradaccum.wrap(scheduler)."
-            raise explain(ArgumentTypeError, name, expected=expected, got=value, fix=fix)
+            expected, fix = (
+                "no option beside a scheduler, which follows its optimizer",
+                "Write gradaccum.wrap(scheduler).",
+            )
+            raise explain(
+                ArgumentTypeError, name, expected=expected, got=value, fix=fix
+            )
 
 
 def _require_own_options(backend: Backend, given: Mapping[str, object]) -> None:
     """Raise unless each option is a keyword-only argument of the backend's ``wrap``."""
-    own = sorted(name for name, p in signature(backend.wrap).parameters.items() if p.kind is Parameter.KEYWORD_ONLY)
+    own = sorted(
+        name
+        for name, p in signature(backend.wrap).parameters.items()
+        if p.kind is Parameter.KEYWORD_ONLY
+    )
     known = ("steps", *_DEFAULTS, *own)
     for name, value in given.items():
         if name not in own:
-            near = [ours for ours, theirs in ELSEWHERE.items() if name in theirs] or get_close_matches(name, known, 1)
-            fix = f"Did you mean {near[0]}={value!r}?" if near else f"The options are {', '.join(known)}."
-            raise explain(ArgumentTypeError, name, expected=f"an option of gradaccum.wrap for {backend.name}", got=value, fix=fix)
+            near = [
+                ours for ours, theirs in ELSEWHERE.items() if name in theirs
+            ] or get_close_matches(name, known, 1)
+            fix = (
+                f"Did you mean {near[0]}={value!r}?"
+                if near
+                else f"The options are {', '.join(known)}."
+            )
+            raise explain(
+                ArgumentTypeError,
+                name,
+                expected=f"an option of gradaccum.wrap for {backend.name}",
+                got=value,
+                fix=fix,
+            )

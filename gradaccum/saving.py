@@ -1,7 +1,7 @@
 """The terms of an open window, saved beside its state and checked when it resumes.
 
-A partial sum has a meaning only under the options that made it, so an open window resumes under the same terms or is refused. Between two
-windows every option may change.
+A partial sum has a meaning only under the options that made it, so an open window
+resumes under the same terms or is refused. Between two windows every option may change.
 """
 
 from __future__ import annotations
@@ -10,13 +10,24 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple, SupportsInt, cast
 
 from gradaccum.errors import ArgumentValueError, CheckpointError, explain
-from gradaccum.options import ON_OVERFLOW, REDUCTIONS, Options, ScaleRule, Schedule, UntilWeight, make_options, require_steps
+from gradaccum.options import (
+    ON_OVERFLOW,
+    REDUCTIONS,
+    Options,
+    ScaleRule,
+    Schedule,
+    UntilWeight,
+    make_options,
+    require_steps,
+)
 from gradaccum.state import Scalar, State, round_to_float32
 from gradaccum.transitions import select, steps_at
 
 SCALES_IN_USE = ("unused", "static", "dynamic")
 FORMAT = 1
-"""The format of a window in a checkpoint. A release that drops an entry, or changes its meaning, counts it up."""
+"""The format of a window in a checkpoint. A release that drops an entry, or changes its
+meaning, counts it up.
+"""
 
 
 class Terms(NamedTuple):
@@ -27,31 +38,66 @@ class Terms(NamedTuple):
     scale: str
     """``"unused"``, ``"static"`` or ``"dynamic"``: how the loss scale moves."""
     steps: int | UntilWeight | None
-    """Micro-batches in the window when it is full, or its weight; None: the caller closes it."""
+    """Micro-batches in the window when it is full, or its weight; None: the caller
+    closes it.
+    """
 
 
 def terms_of(options: Options, optimizer_step: Scalar) -> Terms:
-    """Return the terms of the window that follows update number `optimizer_step`, an int or an integer scalar."""
+    """Return the terms of the window that follows update number `optimizer_step`, an
+    int or an integer scalar.
+    """
     step = int(optimizer_step)
-    steps = None if options.steps is None else require_steps(steps_at(options.steps, step, select), step, options.steps)
-    return Terms(options.reduction, options.on_overflow, _scale_in_use(options.scale_rule), steps)
+    steps = (
+        None
+        if options.steps is None
+        else require_steps(steps_at(options.steps, step, select), step, options.steps)
+    )
+    return Terms(
+        options.reduction, options.on_overflow, _scale_in_use(options.scale_rule), steps
+    )
 
 
 def require_format(found: object) -> None:
-    """Raise unless `found` is `FORMAT`, which this release reads (`CheckpointError`)."""
+    """Raise unless `found` is `FORMAT`, which this release reads
+    (`CheckpointError`).
+    """
     if found != FORMAT:
-        fix = "Load it with the gradaccum that saved it, or save it again with this one."
-        raise explain(CheckpointError, "format", expected=f"a window's state in format {FORMAT}", found=f"format {found}", fix=fix)
+        fix = (
+            "Load it with the gradaccum that saved it, or save it again with this one."
+        )
+        raise explain(
+            CheckpointError,
+            "format",
+            expected=f"a window's state in format {FORMAT}",
+            found=f"format {found}",
+            fix=fix,
+        )
 
 
 def encode_terms(terms: Terms) -> tuple[int, int, int, int, int]:
-    """Return `FORMAT` and `terms` as integers, for a checkpoint of arrays; ``steps=None`` is 0, a window's weight is negative."""
-    names = ((REDUCTIONS, terms.reduction), (ON_OVERFLOW, terms.on_overflow), (SCALES_IN_USE, terms.scale))
-    return cast(tuple[int, int, int, int, int], (FORMAT, *(choices.index(name) for choices, name in names), code_of(terms.steps)))
+    """Return `FORMAT` and `terms` as integers, for a checkpoint of arrays;
+    ``steps=None`` is 0, a window's weight is negative.
+    """
+    names = (
+        (REDUCTIONS, terms.reduction),
+        (ON_OVERFLOW, terms.on_overflow),
+        (SCALES_IN_USE, terms.scale),
+    )
+    return cast(
+        tuple[int, int, int, int, int],
+        (
+            FORMAT,
+            *(choices.index(name) for choices, name in names),
+            code_of(terms.steps),
+        ),
+    )
 
 
 def code_of(size: Scalar) -> Scalar:
-    """Return the code of a window's size, as in `encode_terms`: 0 for None, negative for a weight."""
+    """Return the code of a window's size, as in `encode_terms`: 0 for None, negative
+    for a weight.
+    """
     if isinstance(size, UntilWeight):
         return -cast(Scalar, size.weight)
     return 0 if size is None else size
@@ -67,19 +113,28 @@ def decode_terms(codes: Iterable[SupportsInt]) -> Terms:
         made_in, reduction, on_overflow, scale, steps = (int(code) for code in codes)
         if made_in == FORMAT and min(reduction, on_overflow, scale) >= 0:
             size = UntilWeight(-steps) if steps < 0 else steps or None
-            return Terms(REDUCTIONS[reduction], ON_OVERFLOW[on_overflow], SCALES_IN_USE[scale], size)
+            return Terms(
+                REDUCTIONS[reduction],
+                ON_OVERFLOW[on_overflow],
+                SCALES_IN_USE[scale],
+                size,
+            )
     except (TypeError, ValueError, IndexError):
         made_in = FORMAT
     require_format(made_in)
-    expected, fix = "the codes of format, reduction, on_overflow, loss scale and steps", "Load a state that this library saved."
+    expected, fix = (
+        "the codes of format, reduction, on_overflow, loss scale and steps",
+        "Load a state that this library saved.",
+    )
     raise explain(CheckpointError, "terms", expected=expected, got=codes, fix=fix)
 
 
 def resumed(fields: State, saved: Terms, options: Options) -> State:
     """Return the state with which a saved run resumes under `options`.
 
-    An open window resumes as it is; a full one, whose update was interrupted, counts as open. If no window is open, the saved loss scale
-    and growth tracker are kept only when both runs use a dynamic scale.
+    An open window resumes as it is; a full one, whose update was interrupted, counts as
+    open. If no window is open, the saved loss scale and growth tracker are kept only
+    when both runs use a dynamic scale.
 
     Args:
         fields: the saved state, in Python numbers.
@@ -90,18 +145,24 @@ def resumed(fields: State, saved: Terms, options: Options) -> State:
         CheckpointError: a window is open and one of its terms differs; names the term.
     """
     if fields.micro_step:
-        _require_same_window(fields, saved, terms_of(options, fields.optimizer_step), options.scale_rule)
+        _require_same_window(
+            fields, saved, terms_of(options, fields.optimizer_step), options.scale_rule
+        )
         return fields
     if saved.scale == _scale_in_use(options.scale_rule) == "dynamic":
         return fields
-    return fields._replace(loss_scale=round_to_float32(options.scale_rule.init_scale), growth_tracker=0)
+    return fields._replace(
+        loss_scale=round_to_float32(options.scale_rule.init_scale), growth_tracker=0
+    )
 
 
 def redistributed(states: Sequence[State], workers: int) -> list[State]:
-    """Return the states of `workers` workers that resume an open window, whatever the number that saved it.
+    """Return the states of `workers` workers that resume an open window, whatever the
+    number that saved it.
 
-    The first worker takes the sum of all sums, their weight and overflow flag; the others hold nothing. All count the micro-batches of the
-    worker that had most, so that their windows end together.
+    The first worker takes the sum of all sums, their weight and overflow flag; the
+    others hold nothing. All count the micro-batches of the worker that had most, so
+    that their windows end together.
 
     Args:
         states: one per worker that saved, in Python numbers.
@@ -112,15 +173,35 @@ def redistributed(states: Sequence[State], workers: int) -> list[State]:
         CheckpointError: the states are not of one moment; names the field.
     """
     if not states or workers < 1:
-        found, fix = f"{len(states)} and {workers}", "Pass what every worker saved, and the number of workers that load it."
-        raise explain(ArgumentValueError, "states, workers", expected="at least one of each", found=found, fix=fix)
+        found, fix = (
+            f"{len(states)} and {workers}",
+            "Pass what every worker saved, and the number of workers that load it.",
+        )
+        raise explain(
+            ArgumentValueError,
+            "states, workers",
+            expected="at least one of each",
+            found=found,
+            fix=fix,
+        )
     for name in ("optimizer_step", "skipped_windows", "loss_scale", "growth_tracker"):
         values = [getattr(state, name) for state in states]
         if any(value != values[0] for value in values):
             fix = "Load what the workers saved between the same two updates."
-            raise explain(CheckpointError, name, expected="one value on every worker", got=values, fix=fix)
-    nothing = states[0]._replace(micro_step=max(state.micro_step for state in states), weight=0.0, overflow=False)
-    everything = nothing._replace(weight=sum(state.weight for state in states), overflow=any(state.overflow for state in states))
+            raise explain(
+                CheckpointError,
+                name,
+                expected="one value on every worker",
+                got=values,
+                fix=fix,
+            )
+    nothing = states[0]._replace(
+        micro_step=max(state.micro_step for state in states), weight=0.0, overflow=False
+    )
+    everything = nothing._replace(
+        weight=sum(state.weight for state in states),
+        overflow=any(state.overflow for state in states),
+    )
     return [everything, *[nothing] * (workers - 1)]
 
 
@@ -130,21 +211,46 @@ def _scale_in_use(rule: ScaleRule) -> str:
     return "static" if rule.growth_factor == rule.backoff_factor == 1 else "dynamic"
 
 
-def _require_same_window(fields: State, saved: Terms, own: Terms, rule: ScaleRule) -> None:
+def _require_same_window(
+    fields: State, saved: Terms, own: Terms, rule: ScaleRule
+) -> None:
     for name in ("reduction", "on_overflow", "steps"):
         if getattr(saved, name) != getattr(own, name):
-            raise _another_window(name, f"{name}={getattr(own, name)!r}", f"{name}={getattr(saved, name)!r}")
+            raise _another_window(
+                name,
+                f"{name}={getattr(own, name)!r}",
+                f"{name}={getattr(saved, name)!r}",
+            )
     init_scale = round_to_float32(rule.init_scale)
-    if saved.scale != own.scale or (own.scale != "dynamic" and fields.loss_scale != init_scale):
-        expected = f"a {own.scale} loss scale{'' if own.scale == 'dynamic' else f' of {init_scale:g}'}"
-        raise _another_window("loss_scale", expected, f"a {saved.scale} loss scale of {fields.loss_scale:g}")
-    if fields.micro_step < 0 or (isinstance(own.steps, int) and fields.micro_step > own.steps):
-        raise _another_window("micro_step", f"at most {own.steps} micro-batches", f"{fields.micro_step}")
+    if saved.scale != own.scale or (
+        own.scale != "dynamic" and fields.loss_scale != init_scale
+    ):
+        expected = (
+            f"a {own.scale} loss"
+            f" scale{'' if own.scale == 'dynamic' else f' of {init_scale:g}'}"
+        )
+        raise _another_window(
+            "loss_scale",
+            expected,
+            f"a {saved.scale} loss scale of {fields.loss_scale:g}",
+        )
+    if fields.micro_step < 0 or (
+        isinstance(own.steps, int) and fields.micro_step > own.steps
+    ):
+        raise _another_window(
+            "micro_step", f"at most {own.steps} micro-batches", f"{fields.micro_step}"
+        )
 
 
 def _another_window(argument: str, expected: str, found: str) -> CheckpointError:
-    expected, found = f"an open window under {expected}", f"one that was saved under {found}"
-    fix = "Wrap with the options it was saved with, or save between two windows, where the options may change."
+    expected, found = (
+        f"an open window under {expected}",
+        f"one that was saved under {found}",
+    )
+    fix = (
+        "Wrap with the options it was saved with, or save between two windows, where"
+        " the options may change."
+    )
     return explain(CheckpointError, argument, expected=expected, found=found, fix=fix)
 
 
@@ -158,30 +264,54 @@ _TOLD_OTHERWISE = ("steps", "scale_rule", "scaler")
 
 
 def status(state: State, steps: Schedule) -> str:
-    """Return the progress in words: ``micro-batch 2 of 4, update 17, 1 skipped, scale 65536``.
+    """Return the progress in words:
+    ``micro-batch 2 of 4, update 17, 1 skipped, scale 65536``.
 
     If windows end by weight: ``micro-batch 2, weight 96 of 128, update 17``.
 
     Args:
         state: in Python numbers.
-        steps: the size of the open or next window; None: not known, or the caller closes it.
+        steps: the size of the open or next window; None: not known, or the caller
+            closes it.
     """
     by_weight = isinstance(steps, UntilWeight)
-    said = [f"micro-batch {state.micro_step}" + ("" if steps is None or by_weight else f" of {steps}")]
-    said += [f"weight {state.weight:.10g} of {steps.weight}"] if isinstance(steps, UntilWeight) else []
+    said = [
+        f"micro-batch {state.micro_step}"
+        + ("" if steps is None or by_weight else f" of {steps}")
+    ]
+    said += (
+        [f"weight {state.weight:.10g} of {steps.weight}"]
+        if isinstance(steps, UntilWeight)
+        else []
+    )
     said += [f"update {state.optimizer_step}"]
     said += [f"{state.skipped_windows} skipped"] if state.skipped_windows else []
     said += [f"scale {state.loss_scale:.10g}"] if state.loss_scale != 1 else []
     return ", ".join(said)
 
 
-def described(wrapper: str, inner: str, options: Options, state: State, steps: Schedule) -> str:
-    """Return one line for ``repr``: ``AccumulatingOptimizer(SGD, steps=4, clip_norm=1.0 | micro-batch 2 of 4, update 17)``.
+def described(
+    wrapper: str, inner: str, options: Options, state: State, steps: Schedule
+) -> str:
+    """Return one line for ``repr``: ``AccumulatingOptimizer(SGD, steps=4, clip_norm=1.0
+    | micro-batch 2 of 4, update 17)``.
 
-    Shows the options that are not at their defaults. `wrapper` and `inner` are the names of the classes; the rest is as for `status`.
+    Shows the options that are not at their defaults. `wrapper` and `inner` are the
+    names of the classes; the rest is as for `status`.
     """
-    names = [name for name in Options._fields if name not in _TOLD_OTHERWISE and getattr(options, name) != getattr(_DEFAULTS, name)]
-    given = [f"steps={_in_a_word(options.steps)}", *(f"{_AS_WRITTEN.get(name, name)}={getattr(options, name)!r}" for name in names)]
+    names = [
+        name
+        for name in Options._fields
+        if name not in _TOLD_OTHERWISE
+        and getattr(options, name) != getattr(_DEFAULTS, name)
+    ]
+    given = [
+        f"steps={_in_a_word(options.steps)}",
+        *(
+            f"{_AS_WRITTEN.get(name, name)}={getattr(options, name)!r}"
+            for name in names
+        ),
+    ]
     given += [f"loss_scale={scale}"] if (scale := _scale(options)) else []
     return f"{wrapper}({', '.join((inner, *given))} | {status(state, steps)})"
 
@@ -190,11 +320,19 @@ def _in_a_word(steps: object) -> str:
     """Return `steps` as the user may have written it; a function by its name."""
     if isinstance(steps, UntilWeight):
         return f"until_weight({_in_a_word(steps.weight)})"
-    return getattr(steps, "__name__", type(steps).__name__) if callable(steps) else repr(steps)
+    return (
+        getattr(steps, "__name__", type(steps).__name__)
+        if callable(steps)
+        else repr(steps)
+    )
 
 
 def _scale(options: Options) -> str:
     """Name the rule of the loss scale; "" without one."""
     if options.scaler is not None:
         return type(options.scaler).__name__
-    return "" if options.scale_rule == ScaleRule() else terms_of(options._replace(steps=None), 0).scale
+    return (
+        ""
+        if options.scale_rule == ScaleRule()
+        else terms_of(options._replace(steps=None), 0).scale
+    )

@@ -1,4 +1,6 @@
-"""The cuts of a large batch into micro-batches of consecutive items, in plain numbers: all frameworks cut and refuse the same."""
+"""The cuts of a large batch into micro-batches of consecutive items, in plain numbers:
+all frameworks cut and refuse the same.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,18 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple, SupportsFloat
 
-from gradaccum.errors import ArgumentValueError, GradAccumError, UsageError, explain, require_int, require_number
+from gradaccum.errors import (
+    ArgumentValueError,
+    GradAccumError,
+    UsageError,
+    explain,
+    require_int,
+    require_number,
+)
 
-# The largest micro-batch that fits, found once and remembered. The backend knows when memory runs out. The first try is the whole batch, or
-# what fitted last time; after a failure the size is halved, rounded up, and 1 is the last.
+# The largest micro-batch that fits, found once and remembered. The backend knows when
+# memory runs out. The first try is the whole batch, or what fitted last time; after a
+# failure the size is halved, rounded up, and 1 is the last.
 
 
 _BYTES = "Write bytes: memory_limit=2 * 1024**3 is 2 GiB."
@@ -21,18 +31,23 @@ _BYTES = "Write bytes: memory_limit=2 * 1024**3 is 2 GiB."
 class AutoMicroBatchSize:
     """Finds the largest micro-batch that fits, and remembers it.
 
-    ``micro_batch_size="auto"`` uses an instance shared by the process. An instance of your own has its own sizes and may have a limit.
+    ``micro_batch_size="auto"`` uses an instance shared by the process. An instance of
+    your own has its own sizes and may have a limit.
 
     Args:
-        memory_limit: JAX alone: the most bytes that the call may use; None asks the device. A CPU has no limit to ask for.
-            MindSpore has no automatic size.
+        memory_limit: JAX alone: the most bytes that the call may use; None asks the
+            device. A CPU has no limit to ask for. MindSpore has no automatic size.
 
     Raises:
         ArgumentTypeError, ArgumentValueError: `memory_limit` is no int >= 1.
     """
 
     def __init__(self, memory_limit: int | None = None) -> None:
-        self.memory_limit = None if memory_limit is None else require_int("memory_limit", memory_limit, at_least=1, fix=_BYTES)
+        self.memory_limit = (
+            None
+            if memory_limit is None
+            else require_int("memory_limit", memory_limit, at_least=1, fix=_BYTES)
+        )
         self._choices: dict[Hashable, int] = {}
         self._last: int | None = None
 
@@ -47,7 +62,9 @@ class AutoMicroBatchSize:
         return MappingProxyType(self._choices)
 
     def start(self, key: Hashable, items: int) -> int:
-        """Return the size to try first: the size that fitted `key` before, or all `items`."""
+        """Return the size to try first: the size that fitted `key` before, or all
+        `items`.
+        """
         return min(self._choices.get(key, items), items)
 
     def after_failure(self, size: int) -> int:
@@ -70,7 +87,9 @@ class AutoMicroBatchSize:
         self._last = None
 
     def __repr__(self) -> str:
-        return f"AutoMicroBatchSize(memory_limit={self.memory_limit}, size={self._last})"
+        return (
+            f"AutoMicroBatchSize(memory_limit={self.memory_limit}, size={self._last})"
+        )
 
 
 SHARED = AutoMicroBatchSize()
@@ -79,18 +98,29 @@ SHARED = AutoMicroBatchSize()
 
 def require_micro_batch_size(value: object) -> int | AutoMicroBatchSize:
     """Raise unless `value` is an int >= 1, "auto" or an `AutoMicroBatchSize`."""
-    expected, fix = 'an int >= 1 or "auto"', 'Write micro_batch_size=8 or micro_batch_size="auto".'
+    expected, fix = (
+        'an int >= 1 or "auto"',
+        'Write micro_batch_size=8 or micro_batch_size="auto".',
+    )
     if isinstance(value, AutoMicroBatchSize):
         return value
     if isinstance(value, str) and value == "auto":
         return SHARED
     if isinstance(value, str):
-        raise explain(ArgumentValueError, "micro_batch_size", expected=expected, got=value, fix=fix)
+        raise explain(
+            ArgumentValueError,
+            "micro_batch_size",
+            expected=expected,
+            got=value,
+            fix=fix,
+        )
     return require_int("micro_batch_size", value, at_least=1, fix=fix)
 
 
 def free_frames(error: BaseException) -> None:
-    """Clear the frames of `error` and of its causes, whose tracebacks keep the failed attempt's arrays in memory."""
+    """Clear the frames of `error` and of its causes, whose tracebacks keep the failed
+    attempt's arrays in memory.
+    """
     seen: set[int] = set()
     waiting: list[BaseException | None] = [error]
     while waiting:
@@ -102,9 +132,20 @@ def free_frames(error: BaseException) -> None:
 
 
 def unknown_limit_error(device: str) -> GradAccumError:
-    """Return the error for an automatic size on a `device` that states no memory limit."""
-    fix = "Write micro_batch_size=AutoMicroBatchSize(memory_limit=2 * 1024**3), the bytes that the call may use, or a number of items."
-    return explain(ArgumentValueError, "micro_batch_size", expected="a device with a known limit", found=f"auto on {device}", fix=fix)
+    """Return the error for an automatic size on a `device` that states no memory
+    limit.
+    """
+    fix = (
+        "Write micro_batch_size=AutoMicroBatchSize(memory_limit=2 * 1024**3), the bytes"
+        " that the call may use, or a number of items."
+    )
+    return explain(
+        ArgumentValueError,
+        "micro_batch_size",
+        expected="a device with a known limit",
+        found=f"auto on {device}",
+        fix=fix,
+    )
 
 
 def too_small_error(limit: int | None) -> UsageError:
@@ -112,7 +153,13 @@ def too_small_error(limit: int | None) -> UsageError:
     known = "" if limit is None else f" into {limit} bytes"
     fix = "Recompute activations (recompute), shorten the item, or use a smaller model."
     found = f"one that does not fit{known}"
-    return explain(UsageError, "micro_batch_size", expected="a micro-batch of one item to fit", found=found, fix=fix)
+    return explain(
+        UsageError,
+        "micro_batch_size",
+        expected="a micro-batch of one item to fit",
+        found=found,
+        fix=fix,
+    )
 
 
 BY_ITEM = "write 'items', or split= a function"
@@ -130,7 +177,9 @@ class Cut(NamedTuple):
 
 
 class Division(NamedTuple):
-    """The way to divide a batch: at most one of the three is set; none where the user's own `split` decides."""
+    """The way to divide a batch: at most one of the three is set; none where the user's
+    own `split` decides.
+    """
 
     steps: int | None
     """At most so many micro-batches, of ceil(items / steps) items."""
@@ -141,7 +190,11 @@ class Division(NamedTuple):
 
 
 def make_division(
-    steps: object = None, micro_batch_size: object = None, micro_batch_weight: object = None, *, own_split: bool = False
+    steps: object = None,
+    micro_batch_size: object = None,
+    micro_batch_weight: object = None,
+    *,
+    own_split: bool = False,
 ) -> Division:
     """Check how the user asks to divide the batch.
 
@@ -152,16 +205,33 @@ def make_division(
         own_split: the user passes a `split` function, alone or beside `steps`.
 
     Raises:
-        ArgumentTypeError, ArgumentValueError: none or several are given, or one is not as above.
+        ArgumentTypeError, ArgumentValueError: none or several are given, or one is not
+            as above.
     """
-    given = {"steps": steps, "micro_batch_size": micro_batch_size, "micro_batch_weight": micro_batch_weight}
+    given = {
+        "steps": steps,
+        "micro_batch_size": micro_batch_size,
+        "micro_batch_weight": micro_batch_weight,
+    }
     names = [name for name, value in given.items() if value is not None]
-    if len(names) > 1 or (not names and not own_split) or (own_split and names not in ([], ["steps"])):
+    if (
+        len(names) > 1
+        or (not names and not own_split)
+        or (own_split and names not in ([], ["steps"]))
+    ):
         raise _choice_error(names, own_split)
     return Division(
         None if steps is None else require_int("steps", steps, at_least=1),
-        None if micro_batch_size is None else require_micro_batch_size(micro_batch_size),
-        None if micro_batch_weight is None else require_number("micro_batch_weight", micro_batch_weight, above=0),
+        (
+            None
+            if micro_batch_size is None
+            else require_micro_batch_size(micro_batch_size)
+        ),
+        (
+            None
+            if micro_batch_weight is None
+            else require_number("micro_batch_weight", micro_batch_weight, above=0)
+        ),
     )
 
 
@@ -172,11 +242,14 @@ def cuts(items: int, size: int) -> tuple[Cut, ...]:
         >>> cuts(7, 3)
         (Cut(start=0, stop=3), Cut(start=3, stop=6), Cut(start=6, stop=7))
     """
-    return tuple(Cut(start, min(start + size, items)) for start in range(0, items, size))
+    return tuple(
+        Cut(start, min(start + size, items)) for start in range(0, items, size)
+    )
 
 
 def size_for(items: int, steps: int) -> int:
-    """Return ceil(items / steps), the smallest size with at most `steps` micro-batches: nine items in four steps are three of three.
+    """Return ceil(items / steps), the smallest size with at most `steps` micro-batches:
+    nine items in four steps are three of three.
 
     Raises:
         ArgumentValueError: there is no item.
@@ -193,7 +266,8 @@ def packed(weights: Sequence[float], budget: float) -> tuple[Cut, ...]:
         budget: the most that a micro-batch may hold.
 
     Raises:
-        ArgumentValueError: one item alone is heavier than the budget, or there is no item.
+        ArgumentValueError: one item alone is heavier than the budget, or there is no
+            item.
 
     Examples:
         >>> packed([3, 1, 2, 4], 4)
@@ -211,11 +285,15 @@ def packed(weights: Sequence[float], budget: float) -> tuple[Cut, ...]:
     return (*made, Cut(start, len(weights)))
 
 
-def divided(division: Division, items: int, weights: Sequence[float] | None) -> tuple[Cut, ...]:
-    """Return the cuts of `items` by a `division`, whose automatic size is an int by now.
+def divided(
+    division: Division, items: int, weights: Sequence[float] | None
+) -> tuple[Cut, ...]:
+    """Return the cuts of `items` by a `division`, whose automatic size is an int by
+    now.
 
     Raises:
-        ArgumentValueError: the batch is empty, or is to be packed without each item's `weights`.
+        ArgumentValueError: the batch is empty, or is to be packed without each item's
+            `weights`.
     """
     require_items(items)
     if division.micro_batch_weight is not None:
@@ -226,7 +304,11 @@ def divided(division: Division, items: int, weights: Sequence[float] | None) -> 
     return cuts(items, division.micro_batch_size)
 
 
-def require_one_size(sizes: Iterable[tuple[str, int]], lists: Sequence[tuple[str, int, str]] = (), by_item: str = BY_ITEM) -> int:
+def require_one_size(
+    sizes: Iterable[tuple[str, int]],
+    lists: Sequence[tuple[str, int, str]] = (),
+    by_item: str = BY_ITEM,
+) -> int:
     """Raise unless all leaves have the same number of items; return that number.
 
     Args:
@@ -235,36 +317,71 @@ def require_one_size(sizes: Iterable[tuple[str, int]], lists: Sequence[tuple[str
         by_item: what the user writes where the elements of a list are the items.
 
     Raises:
-        ArgumentValueError: no leaf is split, a leaf has another length than the first, or a list may be as long as the batch.
+        ArgumentValueError: no leaf is split, a leaf has another length than the first,
+            or a list may be as long as the batch.
     """
     known = list(sizes)
-    # Beside a list, or an array, that is as long, a record may be one of items: eight images of three channels, and their eight targets.
-    alike = _elsewhere(known, lists) | {each[1] for each in lists if not _is_record(*each, known)}
+    # Beside a list, or an array, that is as long, a record may be one of items: eight
+    # images of three channels, and their eight targets.
+    alike = _elsewhere(known, lists) | {
+        each[1] for each in lists if not _is_record(*each, known)
+    }
     lists = [each for each in lists if each[1] in alike or not _is_record(*each, known)]
     elsewhere = _elsewhere(known, lists)
     for path, length, brackets in lists:
         if not elsewhere or length in elsewhere:
             raise _doubtful_list_error(path, length, brackets, by_item)
     if not known:
-        fix = "Give at least one array with a batch axis, or split= a function of your own."
-        raise explain(ArgumentValueError, "batch", expected="an array to split", found="none: every leaf is given whole", fix=fix)
+        fix = (
+            "Give at least one array with a batch axis, or split= a function of your"
+            " own."
+        )
+        raise explain(
+            ArgumentValueError,
+            "batch",
+            expected="an array to split",
+            found="none: every leaf is given whole",
+            fix=fix,
+        )
     (first, items), *others = known
     for path, size in others:
         if size != items:
-            fix = "Write axes=None for a leaf that every micro-batch is given whole, its axis for another one, or split= a function."
+            fix = (
+                "Write axes=None for a leaf that every micro-batch is given whole, its"
+                " axis for another one, or split= a function."
+            )
             if any(path.startswith(f"{place}[") for place, *_ in lists):
-                fix = f"If the elements of the list around it are the items, {by_item}. {fix}"
-            raise explain(ArgumentValueError, path, expected=f"{items} items, as {first} has", found=f"{size}", fix=fix)
+                fix = (
+                    f"If the elements of the list around it are the items, {by_item}."
+                    f" {fix}"
+                )
+            raise explain(
+                ArgumentValueError,
+                path,
+                expected=f"{items} items, as {first} has",
+                found=f"{size}",
+                fix=fix,
+            )
     return items
 
 
-def _elsewhere(known: Sequence[tuple[str, int]], lists: Sequence[tuple[str, int, str]]) -> set[int]:
+def _elsewhere(
+    known: Sequence[tuple[str, int]], lists: Sequence[tuple[str, int, str]]
+) -> set[int]:
     """Return the lengths of leaves that stand in none of `lists`."""
-    return {size for path, size in known if not any(path.startswith(f"{place}[") for place, *_ in lists)}
+    return {
+        size
+        for path, size in known
+        if not any(path.startswith(f"{place}[") for place, *_ in lists)
+    }
 
 
-def _is_record(place: str, length: int, brackets: str, known: Sequence[tuple[str, int]]) -> bool:
-    """True if a tuple holds arrays of one length that is not its own, as ``(x, y)`` does."""
+def _is_record(
+    place: str, length: int, brackets: str, known: Sequence[tuple[str, int]]
+) -> bool:
+    """True if a tuple holds arrays of one length that is not its own, as ``(x, y)``
+    does.
+    """
     own = {f"{place}[{index}]" for index in range(length)}
     sizes = [size for path, size in known if path in own]
     return brackets == "()" and len(sizes) == length and len({*sizes, length}) == 2
@@ -274,11 +391,19 @@ def require_items(items: int) -> None:
     """Raise unless the batch has an item (`ArgumentValueError`)."""
     if items == 0:
         fix = "Skip a batch that holds nothing: it has no gradient and no mean."
-        raise explain(ArgumentValueError, "batch", expected="at least one item", found="0 items", fix=fix)
+        raise explain(
+            ArgumentValueError,
+            "batch",
+            expected="at least one item",
+            found="0 items",
+            fix=fix,
+        )
 
 
 def require_item_weights(weights: Iterable[SupportsFloat], items: int) -> list[float]:
-    """Raise unless there is one finite number >= 0 for each of `items`; return them as floats."""
+    """Raise unless there is one finite number >= 0 for each of `items`; return them as
+    floats.
+    """
     try:
         numbers = [float(weight) for weight in weights]
     except (TypeError, ValueError):
@@ -293,72 +418,160 @@ def require_item_weights(weights: Iterable[SupportsFloat], items: int) -> list[f
 
 def item_weights_error(expected: int, found: str) -> GradAccumError:
     """Return the error for weights that are not one finite number >= 0 per item."""
-    fix = "Give one number per item, or a callable of the micro-batch that returns its weight."
-    return explain(ArgumentValueError, "weight", expected=f"{expected} finite numbers >= 0, one per item", found=found, fix=fix)
+    fix = (
+        "Give one number per item, or a callable of the micro-batch that returns its"
+        " weight."
+    )
+    return explain(
+        ArgumentValueError,
+        "weight",
+        expected=f"{expected} finite numbers >= 0, one per item",
+        found=found,
+        fix=fix,
+    )
 
 
 def scalar_loss_error(found: str) -> GradAccumError:
     """Return the error for a loss that is no scalar; `found` describes it in words."""
-    fix = "Reduce it in the loss: loss.mean() goes with reduction='mean', loss.sum() with 'sum' or 'item_mean'."
-    return explain(ArgumentValueError, "loss_fn", expected="a function that returns a scalar loss", found=found, fix=fix)
+    fix = (
+        "Reduce it in the loss: loss.mean() goes with reduction='mean', loss.sum() with"
+        " 'sum' or 'item_mean'."
+    )
+    return explain(
+        ArgumentValueError,
+        "loss_fn",
+        expected="a function that returns a scalar loss",
+        found=found,
+        fix=fix,
+    )
 
 
 def aux_shape_error(found: str, *, declared: bool) -> GradAccumError:
-    """Return the error for an aux that is returned and not declared, or declared and not returned."""
-    expected = "a function that returns (loss, aux)" if declared else "a function that returns a scalar loss"
-    fix = "Declare how it merges, as aux='mean', or return the loss alone." if not declared else "Return both, or leave aux out."
-    return explain(ArgumentValueError, "loss_fn", expected=expected, found=found, fix=fix)
+    """Return the error for an aux that is returned and not declared, or declared and
+    not returned.
+    """
+    expected = (
+        "a function that returns (loss, aux)"
+        if declared
+        else "a function that returns a scalar loss"
+    )
+    fix = (
+        "Declare how it merges, as aux='mean', or return the loss alone."
+        if not declared
+        else "Return both, or leave aux out."
+    )
+    return explain(
+        ArgumentValueError, "loss_fn", expected=expected, found=found, fix=fix
+    )
 
 
 def _require_known(weights: Sequence[float] | None) -> Sequence[float]:
     if weights is None:
         fix = "Write weight= an array with one number per item, as weight=lengths."
-        raise explain(ArgumentValueError, "weight", expected="per-item weights beside micro_batch_weight", found="none", fix=fix)
+        raise explain(
+            ArgumentValueError,
+            "weight",
+            expected="per-item weights beside micro_batch_weight",
+            found="none",
+            fix=fix,
+        )
     return weights
 
 
-def _doubtful_list_error(path: str, length: int, brackets: str, by_item: str) -> GradAccumError:
-    each = brackets[0] + ", ".join(["0"] * min(length, 2) + ["..."] * (length > 2)) + brackets[1]
-    whole = f"if each element holds all items write {each} for it in axes=, or None if it is given whole"
+def _doubtful_list_error(
+    path: str, length: int, brackets: str, by_item: str
+) -> GradAccumError:
+    each = (
+        brackets[0]
+        + ", ".join(["0"] * min(length, 2) + ["..."] * (length > 2))
+        + brackets[1]
+    )
+    whole = (
+        f"if each element holds all items write {each} for it in axes=, or None if it"
+        " is given whole"
+    )
     found = f"{length} elements of one kind, which may be the items"
     fix = f"Tell what they are: {whole}; if its elements are the items, {by_item}."
-    return explain(ArgumentValueError, path, expected="a list that axes= speak of", found=found, fix=fix)
+    return explain(
+        ArgumentValueError,
+        path,
+        expected="a list that axes= speak of",
+        found=found,
+        fix=fix,
+    )
 
 
 def _choice_error(names: Sequence[str], own_split: bool) -> GradAccumError:
-    expected = "split alone or with steps" if own_split else "one of steps, micro_batch_size and micro_batch_weight"
+    expected = (
+        "split alone or with steps"
+        if own_split
+        else "one of steps, micro_batch_size and micro_batch_weight"
+    )
     found = " and ".join(names) or "none"
-    fix = "Write steps=4, or micro_batch_size=8, or micro_batch_size='auto'." if not own_split else "Leave out the others."
+    fix = (
+        "Write steps=4, or micro_batch_size=8, or micro_batch_size='auto'."
+        if not own_split
+        else "Leave out the others."
+    )
     return explain(ArgumentValueError, "steps", expected=expected, found=found, fix=fix)
 
 
 def _heavy_item_error(place: int, weight: float, budget: float) -> GradAccumError:
     expected = f"no item heavier than micro_batch_weight={budget:g}"
     fix = "Raise micro_batch_weight, or shorten the item: an item is never cut."
-    return explain(ArgumentValueError, "weight", expected=expected, found=f"{weight:g} for item {place}", fix=fix)
+    return explain(
+        ArgumentValueError,
+        "weight",
+        expected=expected,
+        found=f"{weight:g} for item {place}",
+        fix=fix,
+    )
 
 
-# Where a chain of layers is cut for recomputation. With s segments of n layers, a step keeps the inputs of the segments and, at any one
-# time, the activations of n / s layers. s + n / s is least at s = sqrt(n): Chen et al., "Training Deep Nets with Sublinear Memory Cost".
+# Where a chain of layers is cut for recomputation. With s segments of n layers, a step
+# keeps the inputs of the segments and, at any one time, the activations of n / s
+# layers. s + n / s is least at s = sqrt(n): Chen et al., "Training Deep Nets with
+# Sublinear Memory Cost".
 
 
 def segment_cuts(depth: int, segments: object = None) -> list[Cut]:
-    """Return the layers of each segment, in order; the first segments have one layer more if `depth` does not divide.
+    """Return the layers of each segment, in order; the first segments have one layer
+    more if `depth` does not divide.
 
     Args:
         depth: the number of layers.
         segments: an int from 1 to `depth`; None takes sqrt(depth), rounded.
 
     Raises:
-        ArgumentTypeError, ArgumentValueError: there is no layer, or `segments` is not as above.
+        ArgumentTypeError, ArgumentValueError: there is no layer, or `segments` is not
+            as above.
     """
     if depth < 1:
         fix = "Pass the layers in the order in which they run."
-        raise explain(ArgumentValueError, "recompute", expected="at least one layer", found="an empty chain", fix=fix)
-    number = max(1, round(math.sqrt(depth))) if segments is None else require_int("segments", segments, at_least=1)
+        raise explain(
+            ArgumentValueError,
+            "recompute",
+            expected="at least one layer",
+            found="an empty chain",
+            fix=fix,
+        )
+    number = (
+        max(1, round(math.sqrt(depth)))
+        if segments is None
+        else require_int("segments", segments, at_least=1)
+    )
     if number > depth:
-        fix = f"Write segments={max(1, round(math.sqrt(depth)))}, about the square root of the depth, or leave it out."
-        raise explain(ArgumentValueError, "segments", expected=f"at most {depth}, the number of layers", got=number, fix=fix)
+        fix = (
+            f"Write segments={max(1, round(math.sqrt(depth)))}, about the square root"
+            " of the depth, or leave it out."
+        )
+        raise explain(
+            ArgumentValueError,
+            "segments",
+            expected=f"at most {depth}, the number of layers",
+            got=number,
+            fix=fix,
+        )
     short, longer = divmod(depth, number)
     starts = [index * short + min(index, longer) for index in range(number + 1)]
     return [Cut(start, stop) for start, stop in itertools.pairwise(starts)]

@@ -1,7 +1,9 @@
-"""The state of an accumulation: seven scalars with the same names in every backend and every checkpoint.
+"""The state of an accumulation: seven scalars with the same names in every backend and
+every checkpoint.
 
-A state is immutable. A backend decides where its scalars live (Python numbers, `jax.Array`, MindSpore `Parameter`);
-only the transitions in `gradaccum.transitions` compute a new one.
+A state is immutable. A backend decides where its scalars live (Python numbers,
+`jax.Array`, MindSpore `Parameter`); only the transitions in `gradaccum.transitions`
+compute a new one.
 """
 
 from __future__ import annotations
@@ -12,7 +14,9 @@ import sys
 from typing import Any, NamedTuple
 
 Scalar = Any
-"""A Python number, or a scalar of the framework, shape ``()``: traced, compiled or on a device."""
+"""A Python number, or a scalar of the framework, shape ``()``: traced, compiled or on a
+device.
+"""
 
 FIELD_DTYPES = {
     "micro_step": "int32",
@@ -23,7 +27,9 @@ FIELD_DTYPES = {
     "loss_scale": "float32",
     "growth_tracker": "int32",
 }
-"""The dtype of each field at rest. `weight` is float64 where the accumulators are float64."""
+"""The dtype of each field at rest. `weight` is float64 where the accumulators are
+float64.
+"""
 
 
 class State(NamedTuple):
@@ -36,10 +42,13 @@ class State(NamedTuple):
     skipped_windows: Scalar
     """int32: windows closed without an update."""
     weight: Scalar
-    """float32 (float64 with float64 accumulators): sum of the weights in the open window."""
+    """float32 (float64 with float64 accumulators): sum of the weights in the open
+    window.
+    """
     overflow: Scalar
-    """bool: some micro-batch of the open window is known to have had a non-finite gradient; under ``"skip_window"`` only the norm at the
-    window's end finds it."""
+    """bool: some micro-batch of the open window is known to have had a non-finite
+    gradient; under ``"skip_window"`` only the norm at the window's end finds it.
+    """
     loss_scale: Scalar
     """float32: the factor of the loss before differentiation; 1 when unused."""
     growth_tracker: Scalar
@@ -54,47 +63,76 @@ def initial_state(loss_scale: float = 1.0) -> State:
 def round_to_float32(value: float) -> float:
     """Round `value` to the nearest float32, as a Python float.
 
-    One float64 operation on float32 operands, then this, is the float32 operation bit for bit (S. Figueroa, "When is double rounding
-    innocuous?", 1995).
+    One float64 operation on float32 operands, then this, is the float32 operation bit
+    for bit (S. Figueroa, "When is double rounding innocuous?", 1995).
     """
     return ctypes.c_float(value).value
 
 
 def largest_number(*, float64_weight: bool) -> float:
-    """Return the largest finite number of the dtype in which a window's sums are divided; see `gradaccum.decide`."""
+    """Return the largest finite number of the dtype in which a window's sums are
+    divided; see `gradaccum.decide`.
+    """
     return sys.float_info.max if float64_weight else 3.4028234663852886e38
 
 
 def has_exact_inverse(number: float) -> bool:
-    """True if multiplying by the inverse gives the bits of dividing: both are normal float32 powers of two."""
+    """True if multiplying by the inverse gives the bits of dividing: both are normal
+    float32 powers of two.
+    """
     return math.frexp(number)[0] == 0.5 and 2.0**-126 <= number <= 2.0**126
 
 
 def at_rest(state: tuple[Scalar, ...], *, float64_weight: bool = False) -> State:
-    """Return a state of Python numbers with each float rounded to the dtype of its field.
+    """Return a state of Python numbers with each float rounded to the dtype of its
+    field.
 
     A total weight beyond that dtype is inf, and spoils its window.
     """
-    micro_step, optimizer_step, skipped_windows, weight, overflow, loss_scale, growth_tracker = state
+    (
+        micro_step,
+        optimizer_step,
+        skipped_windows,
+        weight,
+        overflow,
+        loss_scale,
+        growth_tracker,
+    ) = state
     weight = weight if float64_weight else round_to_float32(weight)
-    return State(micro_step, optimizer_step, skipped_windows, weight, overflow, round_to_float32(loss_scale), growth_tracker)
+    return State(
+        micro_step,
+        optimizer_step,
+        skipped_windows,
+        weight,
+        overflow,
+        round_to_float32(loss_scale),
+        growth_tracker,
+    )
 
 
-# The outcome of the last call, in scalars. The flush of an empty window did nothing: neither applied, nor skipped, nor an overflow.
+# The outcome of the last call, in scalars. The flush of an empty window did nothing:
+# neither applied, nor skipped, nor an overflow.
 
 
 class StepResult(NamedTuple):
-    """The result of the last micro-batch, flush or discard, in Python numbers, or in the framework's scalars inside compiled code."""
+    """The result of the last micro-batch, flush or discard, in Python numbers, or in
+    the framework's scalars inside compiled code.
+    """
 
     applied: Scalar
     """bool: it closed a window with an update."""
     skipped: Scalar
-    """bool: it closed a window without one (overflow, norm above `skip_norm`, or no weight)."""
+    """bool: it closed a window without one (overflow, norm above `skip_norm`, or no
+    weight).
+    """
     overflow: Scalar
-    """bool: it closed a window that held a non-finite gradient, or its own gradient was dropped as such."""
+    """bool: it closed a window that held a non-finite gradient, or its own gradient was
+    dropped as such.
+    """
     grad_norm: Scalar
-    """float: global 2-norm of the last closed window's true gradient, before clipping; inf if it overflowed; 0 before any;
-    NaN if nothing asked for it."""
+    """float: global 2-norm of the last closed window's true gradient, before clipping;
+    inf if it overflowed; 0 before any; NaN if nothing asked for it.
+    """
     loss_scale: Scalar
     """float: the scale for the next micro-batch's loss."""
     micro_step: Scalar
@@ -102,10 +140,14 @@ class StepResult(NamedTuple):
     optimizer_step: Scalar
     """int: updates applied since the start."""
     loss: Scalar = math.nan
-    """float: the last closed window's loss as one large batch, by its reduction, unscaled; NaN unless all of its losses were told."""
+    """float: the last closed window's loss as one large batch, by its reduction,
+    unscaled; NaN unless all of its losses were told.
+    """
     noise_scale: Scalar = math.nan
-    """float: the gradient noise scale in items; inf where the gradient cannot be told from noise; NaN before any window of several
-    micro-batches whose norms are between 1e-15 and 1e15, and where it is not measured."""
+    """float: the gradient noise scale in items; inf where the gradient cannot be told
+    from noise; NaN before any window of several micro-batches whose norms are between
+    1e-15 and 1e15, and where it is not measured.
+    """
 
     @property
     def closed(self) -> Scalar:

@@ -1,12 +1,18 @@
-"""The state machine: how a micro-batch, the end of a window and a discard change the state.
+"""The state machine: how a micro-batch, the end of a window and a discard change the
+state.
 
-Everything here is arithmetic, comparison, ``&``, ``|`` and the backend's `Where`; no Python ``if`` looks at a value of the state. So the
-same source runs on Python numbers (torch), is traced by JAX and compiled by MindSpore. Hence ``x == False`` in place of ``not x``, and
-constants derived from a field, ``0 * micro_step``: MindSpore's compiler must not turn a field into a Python number. A state is a plain
-tuple, since MindSpore cannot compile a named tuple. ``if`` on one of the checked ``options`` is fine: they are constants of the program.
+Everything here is arithmetic, comparison, ``&``, ``|`` and the backend's `Where`; no
+Python ``if`` looks at a value of the state. So the same source runs on Python numbers
+(torch), is traced by JAX and compiled by MindSpore. Hence ``x == False`` in place of
+``not x``, and constants derived from a field, ``0 * micro_step``: MindSpore's compiler
+must not turn a field into a Python number. A state is a plain tuple, since MindSpore
+cannot compile a named tuple. ``if`` on one of the checked ``options`` is fine: they are
+constants of the program.
 
-A backend calls, in this order: for each micro-batch ``usable``, ``contribution``, ``accumulate`` and ``ends``; at the window's end
-``joined``, if several workers share it, ``decide`` with the norm it measured, and ``close``. ``discard`` forgets an open window.
+A backend calls, in this order: for each micro-batch ``usable``, ``contribution``,
+``accumulate`` and ``ends``; at the window's end ``joined``, if several workers share
+it, ``decide`` with the norm it measured, and ``close``. ``discard`` forgets an open
+window.
 """
 
 from __future__ import annotations
@@ -35,16 +41,22 @@ class Where(Protocol):
 
 
 class Decision(NamedTuple):
-    """The decision at a window's end: ``Decision(*decide(...))``. Every field is a scalar."""
+    """The decision at a window's end: ``Decision(*decide(...))``. Every field is a
+    scalar.
+    """
 
     apply: Scalar
     """bool: run the inner optimizer, once."""
     overflow: Scalar
     """bool: the window, or a dropped micro-batch, held a non-finite gradient."""
     divisor: Scalar
-    """float: accumulator / divisor is the gradient for the inner optimizer: loss scale, denominator and clipping in one."""
+    """float: accumulator / divisor is the gradient for the inner optimizer: loss scale,
+    denominator and clipping in one.
+    """
     grad_norm: Scalar
-    """float: global 2-norm of the window's true gradient, before clipping; inf when it is not finite."""
+    """float: global 2-norm of the window's true gradient, before clipping; inf when it
+    is not finite.
+    """
 
 
 def select(condition: Scalar, a: Scalar, b: Scalar) -> Scalar:
@@ -55,11 +67,22 @@ def select(condition: Scalar, a: Scalar, b: Scalar) -> Scalar:
 def accumulate(state: Fields, weight: Scalar, finite: Scalar, where: Where) -> Fields:
     """Count one micro-batch.
 
-    - `weight`: a scalar >= 0. Another one, which only compiled code lets through, counts as a non-finite gradient.
-    - `finite`: bool, False if its gradient is known to hold an inf or NaN; its weight is then left out.
+    - `weight`: a scalar >= 0. Another one, which only compiled code lets through,
+      counts as a non-finite gradient.
+    - `finite`: bool, False if its gradient is known to hold an inf or NaN; its weight
+      is then left out.
     """
-    micro_step, optimizer_step, skipped_windows, total, overflow, loss_scale, growth_tracker = state
-    # A weight of 0 is added as well: the total changes with the weight there too, and the user may differentiate by it.
+    (
+        micro_step,
+        optimizer_step,
+        skipped_windows,
+        total,
+        overflow,
+        loss_scale,
+        growth_tracker,
+    ) = state
+    # A weight of 0 is added as well: the total changes with the weight there too, and
+    # the user may differentiate by it.
     harmless = usable(state, weight, finite) | (weight == 0)
     return (
         micro_step + 1,
@@ -75,21 +98,26 @@ def accumulate(state: Fields, weight: Scalar, finite: Scalar, where: Where) -> F
 def usable(state: Fields, weight: Scalar, finite: Scalar) -> Scalar:
     """True if the micro-batch adds its gradient to the sum and its weight to the total.
 
-    A micro-batch of weight 0 adds nothing, whatever its gradient. Nor does a weight that is negative, not finite, or makes the total
-    infinite; then `accumulate` raises the overflow flag. The arguments are `accumulate`'s.
+    A micro-batch of weight 0 adds nothing, whatever its gradient. Nor does a weight
+    that is negative, not finite, or makes the total infinite; then `accumulate` raises
+    the overflow flag. The arguments are `accumulate`'s.
     """
     return finite & (weight > 0) & (state[3] + weight < INFINITY)
 
 
 def contribution(weight: Scalar, options: Options) -> Scalar:
-    """Return the factor of a micro-batch's gradient as it is added: w_i for ``"mean"``, else 1."""
+    """Return the factor of a micro-batch's gradient as it is added: w_i for ``"mean"``,
+    else 1.
+    """
     return weight if options.reduction == "mean" else 0 * weight + 1
 
 
 def steps_at(schedule: Schedule, optimizer_step: Scalar, where: Where) -> Scalar:
-    """Return the size of the window that follows update number `optimizer_step`; None if the caller closes it.
+    """Return the size of the window that follows update number `optimizer_step`; None
+    if the caller closes it.
 
-    - `schedule`: `Options.steps`. `gradaccum.kit.require_steps` checks what a callable returned.
+    - `schedule`: `Options.steps`. `gradaccum.kit.require_steps` checks what a callable
+      returned.
     - `optimizer_step`: int scalar.
     """
     if isinstance(schedule, UntilWeight):
@@ -105,7 +133,8 @@ def steps_at(schedule: Schedule, optimizer_step: Scalar, where: Where) -> Scalar
 
 
 def ends(state: Fields, steps: Schedule | Scalar, where: Where) -> Scalar:
-    """True if the window ends with the last micro-batch; never where the caller closes it.
+    """True if the window ends with the last micro-batch; never where the caller closes
+    it.
 
     - `state`: the state after the micro-batch.
     - `steps`: the size of this window, or the schedule for `steps_at`.
@@ -117,48 +146,96 @@ def ends(state: Fields, steps: Schedule | Scalar, where: Where) -> Scalar:
 
 
 def joined(state: Fields, weight: Scalar, overflow: Scalar) -> Fields:
-    """Return one worker's state with the `weight` and `overflow` flag of all workers that share the window."""
-    micro_step, optimizer_step, skipped_windows, _, _, loss_scale, growth_tracker = state
-    return micro_step, optimizer_step, skipped_windows, weight, overflow, loss_scale, growth_tracker
+    """Return one worker's state with the `weight` and `overflow` flag of all workers
+    that share the window.
+    """
+    micro_step, optimizer_step, skipped_windows, _, _, loss_scale, growth_tracker = (
+        state
+    )
+    return (
+        micro_step,
+        optimizer_step,
+        skipped_windows,
+        weight,
+        overflow,
+        loss_scale,
+        growth_tracker,
+    )
 
 
 def divisor(state: Fields, options: Options, where: Where) -> Scalar:
-    """Return the divisor of the window's sum before clipping: loss scale times denominator.
+    """Return the divisor of the window's sum before clipping: loss scale times
+    denominator.
 
-    The denominator is 1 for ``"sum"`` and for a window of weight 0, else the window's weight.
+    The denominator is 1 for ``"sum"`` and for a window of weight 0, else the window's
+    weight.
     """
     weight, loss_scale = state[3], state[5]
     one = 0 * weight + 1
-    return loss_scale * (one if options.reduction == "sum" else where(weight > 0, weight, one))
+    return loss_scale * (
+        one if options.reduction == "sum" else where(weight > 0, weight, one)
+    )
 
 
-def with_denominator(state: Fields, denominator: Scalar, options: Options, where: Where) -> tuple[Fields, Options]:
-    """Return the state and the options under which the ending window's sum is divided by `denominator` in place of its weight.
+def with_denominator(
+    state: Fields, denominator: Scalar, options: Options, where: Where
+) -> tuple[Fields, Options]:
+    """Return the state and the options under which the ending window's sum is divided
+    by `denominator` in place of its weight.
 
-    `divisor`, `decide` and `gradaccum.kit.window_loss` take them; a window of weight 0 stays one.
+    `divisor`, `decide` and `gradaccum.kit.window_loss` take them; a window of weight 0
+    stays one.
 
     - `state`: after its last micro-batch, of all workers.
     - `denominator`: a finite scalar > 0; with any other one `decide` makes no update.
     """
-    micro_step, optimizer_step, skipped_windows, weight, overflow, loss_scale, growth_tracker = state
+    (
+        micro_step,
+        optimizer_step,
+        skipped_windows,
+        weight,
+        overflow,
+        loss_scale,
+        growth_tracker,
+    ) = state
     weight = where(weight > 0, denominator + 0 * weight, weight)
-    divides = options._replace(reduction="item_mean") if options.reduction == "sum" else options
-    return (micro_step, optimizer_step, skipped_windows, weight, overflow, loss_scale, growth_tracker), divides
+    divides = (
+        options._replace(reduction="item_mean")
+        if options.reduction == "sum"
+        else options
+    )
+    return (
+        micro_step,
+        optimizer_step,
+        skipped_windows,
+        weight,
+        overflow,
+        loss_scale,
+        growth_tracker,
+    ), divides
 
 
 def decide(
-    state: Fields, norm: Scalar, finite: Scalar, options: Options, where: Where, largest: float = FLOAT32_MAX
+    state: Fields,
+    norm: Scalar,
+    finite: Scalar,
+    options: Options,
+    where: Where,
+    largest: float = FLOAT32_MAX,
 ) -> tuple[Scalar, Scalar, Scalar, Scalar]:
     """Decide on the window that ends here: the fields of a `Decision`.
 
-    A divisor outside the sums' dtype would silently make the gradient 0 or inf: such a window is an overflow. With
-    ``on_overflow="ignore"`` a sum that is not finite is applied as it is, unclipped.
+    A divisor outside the sums' dtype would silently make the gradient 0 or inf: such a
+    window is an overflow. With ``on_overflow="ignore"`` a sum that is not finite is
+    applied as it is, unclipped.
 
     - `state`: after the window's last micro-batch.
-    - `norm`: global 2-norm of the accumulator (scaled, not yet divided); NaN if not measured.
-    - `finite`: bool, every element of the accumulator is finite; True if not measured. `norm` does not tell: squares of large finite
-      gradients may overflow.
-    - `largest`: the largest number of the dtype in which sums are divided; float64's where `weight` is float64.
+    - `norm`: global 2-norm of the accumulator (scaled, not yet divided); NaN if not
+      measured.
+    - `finite`: bool, every element of the accumulator is finite; True if not measured.
+      `norm` does not tell: squares of large finite gradients may overflow.
+    - `largest`: the largest number of the dtype in which sums are divided; float64's
+      where `weight` is float64.
     """
     weight, overflow = state[3], state[4]
     one = 0 * weight + 1
@@ -186,41 +263,96 @@ def decide(
 
 
 def measures(options: Options) -> bool:
-    """True if the end of a window needs the norm of its sum: to clip, to skip, to find an overflow, or for the noise scale."""
-    asked = options.clip_norm is not None or options.skip_norm is not None or options.noise_decay is not None
+    """True if the end of a window needs the norm of its sum: to clip, to skip, to find
+    an overflow, or for the noise scale.
+    """
+    asked = (
+        options.clip_norm is not None
+        or options.skip_norm is not None
+        or options.noise_decay is not None
+    )
     return asked or options.on_overflow != "ignore"
 
 
-def close(state: Fields, apply: Scalar, overflow: Scalar, options: Options, where: Where) -> Fields:
-    """Return the state after the window: counters moved, the window empty, the loss scale adjusted.
+def close(
+    state: Fields, apply: Scalar, overflow: Scalar, options: Options, where: Where
+) -> Fields:
+    """Return the state after the window: counters moved, the window empty, the loss
+    scale adjusted.
 
     - `state`: the state that was decided on.
     - `apply`: the decision's.
     - `overflow`: the decision's.
     """
-    micro_step, optimizer_step, skipped_windows, weight, _, loss_scale, growth_tracker = state
+    (
+        micro_step,
+        optimizer_step,
+        skipped_windows,
+        weight,
+        _,
+        loss_scale,
+        growth_tracker,
+    ) = state
     applied = where(apply, 0 * micro_step + 1, 0 * micro_step)
     clean = (overflow == False) & (weight > 0)  # noqa: E712
-    loss_scale, growth_tracker = _adjust_scale(loss_scale, growth_tracker, overflow, clean, options.scale_rule, where)
-    return discard((micro_step, optimizer_step + applied, skipped_windows + 1 - applied, weight, overflow, loss_scale, growth_tracker))
+    loss_scale, growth_tracker = _adjust_scale(
+        loss_scale, growth_tracker, overflow, clean, options.scale_rule, where
+    )
+    return discard(
+        (
+            micro_step,
+            optimizer_step + applied,
+            skipped_windows + 1 - applied,
+            weight,
+            overflow,
+            loss_scale,
+            growth_tracker,
+        )
+    )
 
 
 def discard(state: Fields) -> Fields:
-    """Return the state without the open window: no update, nothing counted, the loss scale untouched."""
-    micro_step, optimizer_step, skipped_windows, _, _, loss_scale, growth_tracker = state
-    # Not 0 * weight: a weight that several workers added up may be infinite, and 0 times it NaN for ever.
-    return 0 * micro_step, optimizer_step, skipped_windows, 0 * loss_scale, micro_step < 0, loss_scale, growth_tracker
+    """Return the state without the open window: no update, nothing counted, the loss
+    scale untouched.
+    """
+    micro_step, optimizer_step, skipped_windows, _, _, loss_scale, growth_tracker = (
+        state
+    )
+    # Not 0 * weight: a weight that several workers added up may be infinite, and 0
+    # times it NaN for ever.
+    return (
+        0 * micro_step,
+        optimizer_step,
+        skipped_windows,
+        0 * loss_scale,
+        micro_step < 0,
+        loss_scale,
+        growth_tracker,
+    )
 
 
-def _adjust_scale(scale: Scalar, tracker: Scalar, overflow: Scalar, clean: Scalar, rule: ScaleRule, where: Where) -> tuple[Scalar, Scalar]:
-    """Back off after an overflow, grow after `growth_interval` clean windows; a window of weight 0 is neither.
+def _adjust_scale(
+    scale: Scalar,
+    tracker: Scalar,
+    overflow: Scalar,
+    clean: Scalar,
+    rule: ScaleRule,
+    where: Where,
+) -> tuple[Scalar, Scalar]:
+    """Back off after an overflow, grow after `growth_interval` clean windows; a window
+    of weight 0 is neither.
 
     The rule is `torch.amp.GradScaler`'s, with a floor and a ceiling.
     """
     backed_off = scale * rule.backoff_factor
-    backed_off = where(backed_off > rule.min_scale, backed_off, rule.min_scale + 0 * scale)
+    backed_off = where(
+        backed_off > rule.min_scale, backed_off, rule.min_scale + 0 * scale
+    )
     grown = scale * rule.growth_factor
     grown = where(grown < rule.max_scale, grown, rule.max_scale + 0 * scale)
     grown = where(grown <= FLOAT32_MAX, grown, scale)
     due = clean & (tracker + 1 >= rule.growth_interval)
-    return (where(overflow, backed_off, where(due, grown, scale)), where(overflow | due, 0 * tracker, where(clean, tracker + 1, tracker)))
+    return (
+        where(overflow, backed_off, where(due, grown, scale)),
+        where(overflow | due, 0 * tracker, where(clean, tracker + 1, tracker)),
+    )

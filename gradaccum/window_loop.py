@@ -1,7 +1,9 @@
-"""Passes over a loader: the updates in one, the flush at its end, and windows with totals that are known before the first forward pass.
+"""Passes over a loader: the updates in one, the flush at its end, and windows with
+totals that are known before the first forward pass.
 
-A loss with one denominator needs no totals: pass each micro-batch's weight. Of a loss of several terms divide each term by the window's
-total of it, and sum the window with ``reduction="sum"``.
+A loss with one denominator needs no totals: pass each micro-batch's weight. Of a loss
+of several terms divide each term by the window's total of it, and sum the window with
+``reduction="sum"``.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from gradaccum.nests import leaves_of
 from gradaccum.options import Schedule, UntilWeight, make_schedule, require_steps
 from gradaccum.transitions import select, steps_at
 
-# What is counted of micro-batches before any of them is run: the functions that count, their values, and the sum over several workers.
+# What is counted of micro-batches before any of them is run: the functions that count,
+# their values, and the sum over several workers.
 
 
 M = TypeVar("M")
@@ -42,18 +45,31 @@ _ROUNDING = 1e-5
 
 
 class Counts(Generic[M]):
-    """The checked functions of ``count=`` and ``weight=``, and their values of a micro-batch.
+    """The checked functions of ``count=`` and ``weight=``, and their values of a
+    micro-batch.
 
-    Values are a list: 1 for the micro-batch itself, then each count, then the weight if it is a function of its own.
+    Values are a list: 1 for the micro-batch itself, then each count, then the weight if
+    it is a function of its own.
 
     Raises:
         ArgumentTypeError, ArgumentValueError: an argument is not as `windows` asks.
     """
 
-    def __init__(self, count: Mapping[str, Count[M]] | None, weight: str | Count[M] | None) -> None:
+    def __init__(
+        self, count: Mapping[str, Count[M]] | None, weight: str | Count[M] | None
+    ) -> None:
         if not isinstance(count, Mapping | None):
-            raise explain(ArgumentTypeError, "count", expected="a mapping of names to functions of a micro-batch", got=count, fix=_EXAMPLE)
-        self._functions = {_named(name): _callable(_named(name), function) for name, function in (count or {}).items()}
+            raise explain(
+                ArgumentTypeError,
+                "count",
+                expected="a mapping of names to functions of a micro-batch",
+                got=count,
+                fix=_EXAMPLE,
+            )
+        self._functions = {
+            _named(name): _callable(_named(name), function)
+            for name, function in (count or {}).items()
+        }
         self._names = tuple(count or {})
         self._weight = self._place_of(weight)
 
@@ -76,15 +92,23 @@ class Counts(Generic[M]):
 
         Raises:
             ArgumentTypeError, ArgumentValueError: a count is no finite number >= 0.
-            Exception: what a function raises, with its name and the micro-batch's `place` as a note.
+            Exception: what a function raises, with its name and the micro-batch's
+                `place` as a note.
         """
         values = [1.0]
         for name, function in self._functions.items():
             try:
                 fix = "Return how many of them the micro-batch has."
-                values.append(require_number(name, function(micro_batch), above=0, or_equal=True, fix=fix))
+                values.append(
+                    require_number(
+                        name, function(micro_batch), above=0, or_equal=True, fix=fix
+                    )
+                )
             except Exception as error:
-                error.add_note(f"{name} was asked about {place}. The micro-batch is kept: the next call asks about it again.")
+                error.add_note(
+                    f"{name} was asked about {place}. The micro-batch is kept: the next"
+                    " call asks about it again."
+                )
                 raise
         return values
 
@@ -101,7 +125,8 @@ def summed(reduce: Reduce, values: list[float]) -> list[float]:
 
     Raises:
         ArgumentTypeError: `reduce` returned no numbers.
-        ArgumentValueError: it returned another number of them, or less than this worker's own.
+        ArgumentValueError: it returned another number of them, or less than this
+            worker's own.
     """
     fix = "Return the sums over all workers, in the same order, as floats."
     given = reduce(list(values))
@@ -109,52 +134,90 @@ def summed(reduce: Reduce, values: list[float]) -> list[float]:
         result = [float(value) for value in given]
     except (TypeError, ValueError):
         expected = f"a function that returns {len(values)} numbers"
-        raise explain(ArgumentTypeError, "reduce", expected=expected, got=given, fix=fix) from None
-    below = any(not all_of_them >= own * (1 - _ROUNDING) for own, all_of_them in zip(values, result, strict=False))
+        raise explain(
+            ArgumentTypeError, "reduce", expected=expected, got=given, fix=fix
+        ) from None
+    below = any(
+        not all_of_them >= own * (1 - _ROUNDING)
+        for own, all_of_them in zip(values, result, strict=False)
+    )
     if len(result) != len(values) or below or max(result) == float("inf"):
-        expected = f"a function that returns {len(values)} finite numbers, none below this worker's own {values}"
-        raise explain(ArgumentValueError, "reduce", expected=expected, got=result, fix=fix)
+        expected = (
+            f"a function that returns {len(values)} finite numbers, none below this"
+            f" worker's own {values}"
+        )
+        raise explain(
+            ArgumentValueError, "reduce", expected=expected, got=result, fix=fix
+        )
     return result
 
 
 def _named(name: object) -> str:
     if not isinstance(name, str):
-        raise explain(ArgumentTypeError, "count", expected="names as keys", got=name, fix=_EXAMPLE)
+        raise explain(
+            ArgumentTypeError, "count", expected="names as keys", got=name, fix=_EXAMPLE
+        )
     return f'count["{name}"]'
 
 
 def _callable(name: str, function: Count[M]) -> Count[M]:
     if not callable(function):
-        raise explain(ArgumentTypeError, name, expected="a function of a micro-batch", got=function, fix=_EXAMPLE)
+        raise explain(
+            ArgumentTypeError,
+            name,
+            expected="a function of a micro-batch",
+            got=function,
+            fix=_EXAMPLE,
+        )
     return function
 
 
-def _weight_error(kind: type[GradAccumError], names: tuple[str, ...], got: object) -> GradAccumError:
+def _weight_error(
+    kind: type[GradAccumError], names: tuple[str, ...], got: object
+) -> GradAccumError:
     names_of = ", ".join(map(repr, names)) or "there is none"
-    fix = 'Write weight="tokens" with count={"tokens": ...}, or weight=lambda batch: ...'
-    return explain(kind, "weight", expected=f"the name of a count ({names_of}) or a function of a micro-batch", got=got, fix=fix)
+    fix = (
+        'Write weight="tokens" with count={"tokens": ...}, or weight=lambda batch: ...'
+    )
+    return explain(
+        kind,
+        "weight",
+        expected=f"the name of a count ({names_of}) or a function of a micro-batch",
+        got=got,
+        fix=fix,
+    )
 
 
 # One pass over a loader: how many updates it makes, and the flush at its end.
 
 
 _UNEQUAL = (
-    "gradaccum: micro-batches of {} and {} items count the same, since none has a weight. If the loss is a mean over the items, pass their "
-    "number as weight=, with each. If they are to count the same, pass weight=1."
+    "gradaccum: micro-batches of {} and {} items count the same, since none has a"
+    " weight. If the loss is a mean over the items, pass their number as weight=, with"
+    " each. If they are to count the same, pass weight=1."
 )
 
 
-def updates_in(micro_batches: Sized | int, steps: object, *, epochs: int = 1, optimizer_step: int = 0) -> int:
-    """Return the number of updates in `epochs` passes over a loader, each of which ends with a flush: the length of a scheduler.
+def updates_in(
+    micro_batches: Sized | int,
+    steps: object,
+    *,
+    epochs: int = 1,
+    optimizer_step: int = 0,
+) -> int:
+    """Return the number of updates in `epochs` passes over a loader, each of which ends
+    with a flush: the length of a scheduler.
 
     Args:
-        micro_batches: the loader, which has a length, or its number of micro-batches, an int >= 0.
+        micro_batches: the loader, which has a length, or its number of micro-batches,
+            an int >= 0.
         steps: as for `gradaccum.wrap`: an int, pairs or a callable.
         epochs: passes over the loader, an int >= 0.
         optimizer_step: the updates made before them, for a schedule of steps.
 
     Raises:
-        ArgumentTypeError: `micro_batches` has no length; or windows end by weight or by the caller.
+        ArgumentTypeError: `micro_batches` has no length; or windows end by weight or by
+            the caller.
         ArgumentValueError: an argument is out of its range.
 
     Examples:
@@ -163,11 +226,19 @@ def updates_in(micro_batches: Sized | int, steps: object, *, epochs: int = 1, op
     """
     schedule = make_schedule(steps)
     if schedule is None or isinstance(schedule, UntilWeight):
-        expected, fix = "a number of micro-batches per window", "Count the windows of gradaccum.windows(loader, ...) instead."
+        expected, fix = (
+            "a number of micro-batches per window",
+            "Count the windows of gradaccum.windows(loader, ...) instead.",
+        )
         raise explain(ArgumentTypeError, "steps", expected=expected, got=steps, fix=fix)
     if isinstance(micro_batches, Sized):
         micro_batches = len(micro_batches)
-    length = require_int("micro_batches", micro_batches, at_least=0, fix="Pass the loader's number of micro-batches, for example 100.")
+    length = require_int(
+        "micro_batches",
+        micro_batches,
+        at_least=0,
+        fix="Pass the loader's number of micro-batches, for example 100.",
+    )
     first = updates = require_int("optimizer_step", optimizer_step, at_least=0)
     for _ in range(require_int("epochs", epochs, at_least=0)):
         left = length
@@ -178,23 +249,33 @@ def updates_in(micro_batches: Sized | int, steps: object, *, epochs: int = 1, op
 
 
 class Sizes:
-    """The numbers of items of the micro-batches that were counted without a weight; once they differ, a `GradAccumWarning` says so."""
+    """The numbers of items of the micro-batches that were counted without a weight;
+    once they differ, a `GradAccumWarning` says so.
+    """
 
     def __init__(self, reduction: str) -> None:
         self.weighed = True
-        """bool: the last micro-batch that was counted had a weight, or was seen already."""
+        """bool: the last micro-batch that was counted had a weight, or was seen
+        already.
+        """
         self._looks, self._first = reduction == "mean", 0
 
     def see(self, micro_batch: object) -> None:
-        """Take in the last micro-batch, whose first array has its items along the first axis."""
+        """Take in the last micro-batch, whose first array has its items along the first
+        axis.
+        """
         if self.weighed or not self._looks:
             return
         self.weighed = True
-        shapes: Iterator[tuple[int, ...]] = (getattr(leaf.value, "shape", ()) for leaf in leaves_of(micro_batch))
+        shapes: Iterator[tuple[int, ...]] = (
+            getattr(leaf.value, "shape", ()) for leaf in leaves_of(micro_batch)
+        )
         items = next((int(shape[0]) for shape in shapes if len(shape)), 0)
         if items and self._first not in (0, items):
             self._looks = False
-            warnings.warn(_UNEQUAL.format(self._first, items), GradAccumWarning, stacklevel=3)
+            warnings.warn(
+                _UNEQUAL.format(self._first, items), GradAccumWarning, stacklevel=3
+            )
         self._first = self._first or items
 
 
@@ -206,7 +287,8 @@ def epoch(
     progress: bool = False,
     see: Callable[[M], object] | None = None,
 ) -> Iterator[M]:
-    """Return an iterator over the micro-batches of a loader, which flushes when the loader ends.
+    """Return an iterator over the micro-batches of a loader, which flushes when the
+    loader ends.
 
     A loop that is left early (``break``, an error) leaves its window open.
 
@@ -223,10 +305,18 @@ def epoch(
     """
     _require_iterable(loader)
     require_bool("carry", carry)
-    return _epoch(_with_progress(loader) if require_bool("progress", progress) else loader, None if carry else flush, see)
+    return _epoch(
+        _with_progress(loader) if require_bool("progress", progress) else loader,
+        None if carry else flush,
+        see,
+    )
 
 
-def _epoch(loader: Iterable[M], flush: Callable[[], object] | None, see: Callable[[M], object] | None) -> Iterator[M]:
+def _epoch(
+    loader: Iterable[M],
+    flush: Callable[[], object] | None,
+    see: Callable[[M], object] | None,
+) -> Iterator[M]:
     for micro_batch in loader:
         yield micro_batch
         if see is not None:
@@ -236,22 +326,42 @@ def _epoch(loader: Iterable[M], flush: Callable[[], object] | None, see: Callabl
 
 
 def _with_progress(loader: Iterable[M]) -> Iterable[M]:
-    track = imported("progress", "rich.progress", install="rich", otherwise="leave progress out").track
-    return cast(Iterable[M], track(loader, "micro-batches", total=len(loader) if isinstance(loader, Sized) else None))
+    track = imported(
+        "progress", "rich.progress", install="rich", otherwise="leave progress out"
+    ).track
+    return cast(
+        Iterable[M],
+        track(
+            loader,
+            "micro-batches",
+            total=len(loader) if isinstance(loader, Sized) else None,
+        ),
+    )
 
 
 def _require_iterable(loader: object) -> None:
     if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
-        raise explain(ArgumentTypeError, "loader", expected="an iterable over micro-batches", got=loader, fix="Pass the loader itself.")
+        raise explain(
+            ArgumentTypeError,
+            "loader",
+            expected="an iterable over micro-batches",
+            got=loader,
+            fix="Pass the loader itself.",
+        )
 
 
-# A window whose micro-batches are all read before the first is run, and the pass over a loader that reads them.
+# A window whose micro-batches are all read before the first is run, and the pass over a
+# loader that reads them.
 
 
 class Window(Generic[M]):
-    """The micro-batches of one window, iterable until the next window begins; its `number`, `len` and `totals` stay."""
+    """The micro-batches of one window, iterable until the next window begins; its
+    `number`, `len` and `totals` stay.
+    """
 
-    def __init__(self, number: int, micro_batches: list[M], totals: Mapping[str, float]) -> None:
+    def __init__(
+        self, number: int, micro_batches: list[M], totals: Mapping[str, float]
+    ) -> None:
         self.number = number
         """int: windows before it."""
         self.totals: Mapping[str, float] = MappingProxyType(dict(totals))
@@ -272,7 +382,10 @@ class Window(Generic[M]):
         return (self._at(index) for index in range(self._length))
 
     def __repr__(self) -> str:
-        return f"Window(number={self.number}, micro_batches={self._length}, totals={dict(self.totals)})"
+        return (
+            f"Window(number={self.number}, micro_batches={self._length},"
+            f" totals={dict(self.totals)})"
+        )
 
     def forget(self) -> None:
         """Release the micro-batches, when the next window begins."""
@@ -280,16 +393,39 @@ class Window(Generic[M]):
 
     def _at(self, index: int) -> M:
         if self._micro_batches is None:
-            expected, fix = "to be iterated over before the next window is asked for", "Use a window in the body of its loop."
-            raise explain(UsageError, f"window {self.number}", expected=expected, found="one whose micro-batches are gone", fix=fix)
+            expected, fix = (
+                "to be iterated over before the next window is asked for",
+                "Use a window in the body of its loop.",
+            )
+            raise explain(
+                UsageError,
+                f"window {self.number}",
+                expected=expected,
+                found="one whose micro-batches are gone",
+                fix=fix,
+            )
         return self._micro_batches[index]
 
 
 class Windows(Generic[M]):
-    """The iterable that `gradaccum.windows` returns: each ``for`` reads the loader from its beginning, and numbers windows on."""
+    """The iterable that `gradaccum.windows` returns: each ``for`` reads the loader from
+    its beginning, and numbers windows on.
+    """
 
-    def __init__(self, loader: Iterable[M], schedule: Schedule, counts: Counts[M], reduce: Reduce | None, start: int) -> None:
-        self.loader, self.schedule, self.counts, self.reduce = loader, schedule, counts, reduce
+    def __init__(
+        self,
+        loader: Iterable[M],
+        schedule: Schedule,
+        counts: Counts[M],
+        reduce: Reduce | None,
+        start: int,
+    ) -> None:
+        self.loader, self.schedule, self.counts, self.reduce = (
+            loader,
+            schedule,
+            counts,
+            reduce,
+        )
         self.next_number = start
         """int: the number of the window that is given next."""
 
@@ -298,7 +434,9 @@ class Windows(Generic[M]):
 
 
 class _Reader(Iterator[Window[M]]):
-    """One pass over the loader. What was read survives an error of the loader, of a count or of the reduction."""
+    """One pass over the loader. What was read survives an error of the loader, of a
+    count or of the reduction.
+    """
 
     def __init__(self, windows: Windows[M], loader: Iterator[M]) -> None:
         self._windows, self._loader, self._counts = windows, loader, windows.counts
@@ -309,7 +447,9 @@ class _Reader(Iterator[Window[M]]):
         """The micro-batch that was read last, until it is counted."""
         self._micro_batches: list[M] = []
         self._values = self._counts.zeros()
-        """The values of the window that is being read; of all workers, if they agree on its end after each micro-batch."""
+        """The values of the window that is being read; of all workers, if they agree on
+        its end after each micro-batch.
+        """
         self._exhausted = self._over = False
         """This worker's loader has ended; every worker's has."""
 
@@ -328,12 +468,16 @@ class _Reader(Iterator[Window[M]]):
     def _read(self) -> None:
         if self._size is None:
             self._size = _size(self._windows.schedule, self._windows.next_number)
-        while not (self._is_full() or (self._over if self._agrees else self._exhausted)):
+        while not (
+            self._is_full() or (self._over if self._agrees else self._exhausted)
+        ):
             self._read_one()
 
     @property
     def _agrees(self) -> bool:
-        """True if all workers reduce after each micro-batch: none of them alone knows the window's weight."""
+        """True if all workers reduce after each micro-batch: none of them alone knows
+        the window's weight.
+        """
         return self._windows.reduce is not None and isinstance(self._size, UntilWeight)
 
     def _is_full(self) -> bool:
@@ -342,12 +486,16 @@ class _Reader(Iterator[Window[M]]):
         return self._size is not None and len(self._micro_batches) >= self._size
 
     def _read_one(self) -> None:
-        """Read and count a micro-batch, if there is one; where the workers agree on the end, everyone's."""
+        """Read and count a micro-batch, if there is one; where the workers agree on the
+        end, everyone's.
+        """
         values = self._next_values()
         if self._agrees and self._windows.reduce is not None:
             values = summed(self._windows.reduce, values)
             self._over = values[0] == 0
-        self._values = [total + value for total, value in zip(self._values, values, strict=True)]
+        self._values = [
+            total + value for total, value in zip(self._values, values, strict=True)
+        ]
         self._micro_batches += self._uncounted
         self._uncounted = []
 
@@ -359,16 +507,25 @@ class _Reader(Iterator[Window[M]]):
                 self._exhausted = True
         if not self._uncounted:
             return self._counts.zeros()
-        place = f"micro-batch {len(self._micro_batches)} of window {self._windows.next_number}"
+        place = (
+            f"micro-batch {len(self._micro_batches)} of window"
+            f" {self._windows.next_number}"
+        )
         return self._counts.of(self._uncounted[0], place)
 
     def _totals(self) -> list[float]:
         """Return the values of the read window over all workers."""
         reduce = self._windows.reduce
-        return self._values if reduce is None or self._agrees else summed(reduce, self._values)
+        return (
+            self._values
+            if reduce is None or self._agrees
+            else summed(reduce, self._values)
+        )
 
     def _give(self, totals: list[float]) -> Window[M]:
-        self._current = Window(self._windows.next_number, self._micro_batches, self._counts.totals(totals))
+        self._current = Window(
+            self._windows.next_number, self._micro_batches, self._counts.totals(totals)
+        )
         self._size, self._micro_batches, self._values = None, [], self._counts.zeros()
         self._windows.next_number += 1
         return self._current
@@ -387,27 +544,33 @@ def windows(
     *,
     start: int = 0,
 ) -> Windows[M]:
-    """Read the micro-batches of a loader window by window, with totals that are known before the first forward pass.
+    """Read the micro-batches of a loader window by window, with totals that are known
+    before the first forward pass.
 
-    ``for window in windows(loader, 4, count={"tokens": f})``: `window` is iterable over its micro-batches, has `len` and
-    ``window.totals["tokens"]``. Wrap the optimizer with ``steps=None``, and ``flush`` after each window. One window at a time is held in
-    memory.
+    ``for window in windows(loader, 4, count={"tokens": f})``: `window` is iterable over
+    its micro-batches, has `len` and ``window.totals["tokens"]``. Wrap the optimizer
+    with ``steps=None``, and ``flush`` after each window. One window at a time is held
+    in memory.
 
     Args:
-        loader: yields the micro-batches, of any type. A window is read before it is used: a loader that fills one buffer again and again
-            must yield copies.
-        steps: micro-batches per window: an int >= 1, pairs ``(first number, steps)`` or a callable of the window's number, 0, 1, ...;
-            or ``until_weight(n)``: a window ends with the micro-batch by which its weight reaches n.
-        count: functions of a micro-batch by name; each returns a finite number >= 0, or a framework's scalar. The loop waits for a
-            scalar on a device.
+        loader: yields the micro-batches, of any type. A window is read before it is
+            used: a loader that fills one buffer again and again must yield copies.
+        steps: micro-batches per window: an int >= 1, pairs ``(first number, steps)`` or
+            a callable of the window's number, 0, 1, ...; or ``until_weight(n)``: a
+            window ends with the micro-batch by which its weight reaches n.
+        count: functions of a micro-batch by name; each returns a finite number >= 0, or
+            a framework's scalar. The loop waits for a scalar on a device.
         weight: with ``until_weight``: the name of a count, or a function as in `count`.
-        reduce: with several workers: a function that returns a list of floats summed over all of them, best in float64, called once per
-            window, and once more at the end; with ``until_weight`` once per micro-batch. Totals and weight are then those of all
-            workers. Every worker must iterate through every window: if its loader ends early, through windows of `len` 0.
+        reduce: with several workers: a function that returns a list of floats summed
+            over all of them, best in float64, called once per window, and once more at
+            the end; with ``until_weight`` once per micro-batch. Totals and weight are
+            then those of all workers. Every worker must iterate through every window:
+            if its loader ends early, through windows of `len` 0.
         start: the number of the first window, for a schedule that resumes.
 
     Raises:
-        ArgumentTypeError, ArgumentValueError: an argument is not as above, at once or, for what functions return, when it is read.
+        ArgumentTypeError, ArgumentValueError: an argument is not as above, at once or,
+            for what functions return, when it is read.
 
     Examples:
         >>> lengths = [[5, 3], [2], [7, 1, 4], [6]]  # of the sequences of four micro-batches
@@ -419,13 +582,34 @@ def windows(
     _require_iterable(loader)
     schedule = make_schedule(steps)
     if schedule is None:
-        expected, fix = "the size of a window", "Write for example steps=4, or steps=gradaccum.until_weight(4096) with weight=."
+        expected, fix = (
+            "the size of a window",
+            (
+                "Write for example steps=4, or steps=gradaccum.until_weight(4096) with"
+                " weight=."
+            ),
+        )
         raise explain(ArgumentTypeError, "steps", expected=expected, got=steps, fix=fix)
     _require_fitting(schedule, weight)
     if reduce is not None and not callable(reduce):
-        fix = "Write for torch: def reduce(values): all_reduce a float64 tensor of them, and return its tolist()."
-        raise explain(ArgumentTypeError, "reduce", expected="a function of a list of floats", got=reduce, fix=fix)
-    return Windows(loader, schedule, Counts(count, weight), reduce, require_int("start", start, at_least=0))
+        fix = (
+            "Write for torch: def reduce(values): all_reduce a float64 tensor of them,"
+            " and return its tolist()."
+        )
+        raise explain(
+            ArgumentTypeError,
+            "reduce",
+            expected="a function of a list of floats",
+            got=reduce,
+            fix=fix,
+        )
+    return Windows(
+        loader,
+        schedule,
+        Counts(count, weight),
+        reduce,
+        require_int("start", start, at_least=0),
+    )
 
 
 def _require_fitting(schedule: Schedule, weight: object) -> None:
@@ -434,7 +618,15 @@ def _require_fitting(schedule: Schedule, weight: object) -> None:
     if ends_by_weight == (weight is not None):
         return
     if ends_by_weight:
-        expected, fix = "the name of a count or a function of a micro-batch", 'Write weight="tokens" with count={"tokens": ...}.'
-        raise explain(ArgumentTypeError, "weight", expected=expected, got=weight, fix=fix)
-    expected, fix = "None where windows end by their number of micro-batches", "Leave it out, or write steps=gradaccum.until_weight(4096)."
+        expected, fix = (
+            "the name of a count or a function of a micro-batch",
+            'Write weight="tokens" with count={"tokens": ...}.',
+        )
+        raise explain(
+            ArgumentTypeError, "weight", expected=expected, got=weight, fix=fix
+        )
+    expected, fix = (
+        "None where windows end by their number of micro-batches",
+        "Leave it out, or write steps=gradaccum.until_weight(4096).",
+    )
     raise explain(ArgumentValueError, "weight", expected=expected, got=weight, fix=fix)

@@ -1,4 +1,5 @@
-"""Gradient accumulation for JAX and optax, behind `gradaccum.wrap` of an `optax.GradientTransformation`.
+"""Gradient accumulation for JAX and optax, behind `gradaccum.wrap` of an
+`optax.GradientTransformation`.
 
 tx = gradaccum.wrap(optax.adamw(1e-3), steps=4)
 state = tx.init(params)
@@ -22,6 +23,30 @@ from gradaccum_jax.workers.cross_entropy import sharded_cross_entropy
 from gradaccum_jax.workers.data_parallel import data_parallel
 from gradaccum_jax.workers.layout import redistributed
 
-__all__ = ["AccumulationState", "MultiSteps", "apply_updates", "check_state", "coupled_value_and_grad", "data_parallel", "describe"]
-__all__ += ["discard", "epoch", "flush", "layered_value_and_update", "recompute", "redistributed", "result", "scale_loss"]
-__all__ += ["sharded_cross_entropy", "value_and_grad", "value_and_update", "verify", "verify_loss_scaling", "wrap"]
+__all__ = [
+    "AccumulationState",
+    "MultiSteps",
+    "apply_updates",
+    "check_state",
+    "coupled_value_and_grad",
+    "data_parallel",
+    "describe",
+]
+__all__ += [
+    "discard",
+    "epoch",
+    "flush",
+    "layered_value_and_update",
+    "recompute",
+    "redistributed",
+    "result",
+    "scale_loss",
+]
+__all__ += [
+    "sharded_cross_entropy",
+    "value_and_grad",
+    "value_and_update",
+    "verify",
+    "verify_loss_scaling",
+    "wrap",
+]

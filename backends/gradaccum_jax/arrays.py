@@ -1,6 +1,7 @@
 """Arrays and trees: names for arguments, leaves, dtypes and the axes of a batch.
 
-Most names are `Any` to a type checker: JAX passes arrays and tracers to the same function.
+Most names are `Any` to a type checker: JAX passes arrays and tracers to the same
+function.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from gradaccum import ArgumentTypeError, ArgumentValueError
 from gradaccum.kit import explain
 
 Array = Any
-"""A `jax.Array`, concrete or traced, or what JAX takes for one: a NumPy array, a Python number."""
+"""A `jax.Array`, concrete or traced, or what JAX takes for one: a NumPy array, a Python
+number.
+"""
 
 DType = Any
 """A dtype, or what `jnp.dtype` makes into one."""
@@ -34,13 +37,17 @@ Updates = Any
 """The tree of updates, or of their shapes and dtypes."""
 
 InnerState = Any
-"""The tree that the inner optimizer keeps; the pair (its own state, masters) under `parameters.on_masters` and `without_masters`."""
+"""The tree that the inner optimizer keeps; the pair (its own state, masters) under
+`parameters.on_masters` and `without_masters`.
+"""
 
 Leaves = list[Array]
 """The leaves of a tree, in JAX's order."""
 
 Gradients = list[Array]
-"""A micro-batch's gradients in the order of the accumulator's leaves, None for a parameter that took no part: see `checks.align`."""
+"""A micro-batch's gradients in the order of the accumulator's leaves, None for a
+parameter that took no part: see `checks.align`.
+"""
 
 BY_ITEM = "stack them into arrays, or write split= a function"
 """What to do where the elements of a list are the items: XLA cuts arrays alone."""
@@ -54,20 +61,29 @@ typeof: Any = jax.typeof
 """`jax.typeof`, whose annotations a type checker does not take."""
 
 
-# Trees that other libraries and users build: flax nnx's variables, None in place of a leaf, two leaves under one path.
+# Trees that other libraries and users build: flax nnx's variables, None in place of a
+# leaf, two leaves under one path.
 
 
 def plain(tree: Tree) -> Tree:
-    """Replace each flax nnx variable by its array, as `flax.nnx.pure` does, without flax."""
-    return jax.tree.map(lambda node: node[...] if is_variable(node) else node, tree, is_leaf=is_variable)
+    """Replace each flax nnx variable by its array, as `flax.nnx.pure` does, without
+    flax.
+    """
+    return jax.tree.map(
+        lambda node: node[...] if is_variable(node) else node, tree, is_leaf=is_variable
+    )
 
 
 is_none = functools.partial(operator.is_, None)
-"""True of None: ``is_leaf=is_none`` keeps the place of a leaf that is not there. No Python function, as JAX asks it of every node."""
+"""True of None: ``is_leaf=is_none`` keeps the place of a leaf that is not there. No
+Python function, as JAX asks it of every node.
+"""
 
 
 def unique(names: Iterable[str]) -> list[str]:
-    """Return `names` with a prime at each repeated one: a pytree node may name several children alike."""
+    """Return `names` with a prime at each repeated one: a pytree node may name several
+    children alike.
+    """
     seen: dict[str, None] = {}
     for name in names:
         while name in seen:
@@ -80,7 +96,8 @@ def is_variable(node: object) -> bool:
     return hasattr(type(node), "raw_value")
 
 
-# The dtypes that meet at the end of a window: those of parameters, gradients, sums, and of the inner optimizer's gradients.
+# The dtypes that meet at the end of a window: those of parameters, gradients, sums, and
+# of the inner optimizer's gradients.
 
 
 class Handed(NamedTuple):
@@ -93,35 +110,60 @@ class Handed(NamedTuple):
 
 
 def handed(accumulator: Tree, params: Params, gradients: Gradients | None) -> Handed:
-    """Return the wider dtype of parameter and gradient: a caller who widened a gradient gets the update of plain optax.
+    """Return the wider dtype of parameter and gradient: a caller who widened a gradient
+    gets the update of plain optax.
 
-    An unknown gradient, as in a flush, may have had either dtype: the optimizer then gets the sum unrounded.
+    An unknown gradient, as in a flush, may have had either dtype: the optimizer then
+    gets the sum unrounded.
     """
     sums = jax.tree.leaves(accumulator)
-    pairs = list(zip(_leaves_like(params, accumulator), gradients or [None] * len(sums), strict=True))
-    given = [_wider_of(p, leaf if g is None else g) if takes_part(leaf) else leaf.dtype for leaf, (p, g) in zip(sums, pairs, strict=True)]
-    like = [own if g is not None or p is None else jnp.result_type(p) for own, (p, g) in zip(given, pairs, strict=True)]
+    pairs = list(
+        zip(
+            _leaves_like(params, accumulator),
+            gradients or [None] * len(sums),
+            strict=True,
+        )
+    )
+    given = [
+        _wider_of(p, leaf if g is None else g) if takes_part(leaf) else leaf.dtype
+        for leaf, (p, g) in zip(sums, pairs, strict=True)
+    ]
+    like = [
+        own if g is not None or p is None else jnp.result_type(p)
+        for own, (p, g) in zip(given, pairs, strict=True)
+    ]
     return Handed(given, like)
 
 
 def takes_part(leaf: Array) -> bool:
-    """True if `leaf` has a real or complex floating dtype. Other parameters have no gradient and stay as they are."""
+    """True if `leaf` has a real or complex floating dtype. Other parameters have no
+    gradient and stay as they are.
+    """
     return bool(jnp.issubdtype(jnp.result_type(leaf), jnp.inexact))
 
 
 def moving_of(tree: Tree) -> tuple[Leaves, Callable[..., Tree]]:
-    """Return the leaves that take part, and ``put(leaves)``, which puts others there, and ``still(leaf)`` for the rest."""
+    """Return the leaves that take part, and ``put(leaves)``, which puts others there,
+    and ``still(leaf)`` for the rest.
+    """
     held, structure = jax.tree.flatten(tree)
 
-    def put(leaves: Iterable[Array], still: Callable[[Array], Any] = lambda leaf: leaf) -> Tree:
+    def put(
+        leaves: Iterable[Array], still: Callable[[Array], Any] = lambda leaf: leaf
+    ) -> Tree:
         given = iter(leaves)
-        return jax.tree.unflatten(structure, [next(given) if takes_part(leaf) else still(leaf) for leaf in held])
+        return jax.tree.unflatten(
+            structure,
+            [next(given) if takes_part(leaf) else still(leaf) for leaf in held],
+        )
 
     return [leaf for leaf in held if takes_part(leaf)], put
 
 
 def is_key(leaf: Array) -> bool:
-    return hasattr(leaf, "dtype") and bool(jnp.issubdtype(leaf.dtype, jax.dtypes.extended))
+    return hasattr(leaf, "dtype") and bool(
+        jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
+    )
 
 
 def wider(a: DType, b: DType) -> DType:
@@ -131,12 +173,16 @@ def wider(a: DType, b: DType) -> DType:
 
 
 def cast_like(tree: Tree, like: Tree) -> Tree:
-    """Cast `tree` to the dtypes of `like`, never weakly typed; a None in it becomes the leaf of `like`."""
+    """Cast `tree` to the dtypes of `like`, never weakly typed; a None in it becomes the
+    leaf of `like`.
+    """
     return jax.tree.map(_cast, tree, like, is_leaf=is_none)
 
 
 def strong(tree: Tree) -> Tree:
-    """Return `tree` without weakly typed arrays: a scan's carry must not change type."""
+    """Return `tree` without weakly typed arrays: a scan's carry must not change
+    type.
+    """
     return cast_like(tree, tree)
 
 
@@ -144,18 +190,35 @@ def _cast(leaf: Array, like: Array) -> Array:
     if leaf is None:
         return like
     dtype = jnp.result_type(like)
-    return leaf if jnp.issubdtype(dtype, jax.dtypes.extended) else lax.convert_element_type(leaf, dtype)  # random keys stay
+    # random keys stay
+    return (
+        leaf
+        if jnp.issubdtype(dtype, jax.dtypes.extended)
+        else lax.convert_element_type(leaf, dtype)
+    )
 
 
 def _wider_of(parameter: Array, other: Array) -> DType:
-    return jnp.result_type(other) if parameter is None else wider(jnp.result_type(parameter), jnp.result_type(other))
+    return (
+        jnp.result_type(other)
+        if parameter is None
+        else wider(jnp.result_type(parameter), jnp.result_type(other))
+    )
 
 
 def _leaves_like(params: Params, accumulator: Tree) -> Leaves:
-    """Return the leaves of `params` in the accumulator's places; None each if the structures differ."""
+    """Return the leaves of `params` in the accumulator's places; None each if the
+    structures differ.
+    """
     held = jax.tree.leaves(accumulator, is_leaf=is_none)
-    structures: list[Any] = [jax.tree.structure(tree, is_leaf=is_none) for tree in (params, accumulator)]
-    known = jax.tree.leaves(params, is_leaf=is_none) if structures[0] == structures[1] else [None] * len(held)
+    structures: list[Any] = [
+        jax.tree.structure(tree, is_leaf=is_none) for tree in (params, accumulator)
+    ]
+    known = (
+        jax.tree.leaves(params, is_leaf=is_none)
+        if structures[0] == structures[1]
+        else [None] * len(held)
+    )
     return [p for p, leaf in zip(known, held, strict=True) if leaf is not None]
 
 
@@ -172,25 +235,47 @@ KEY = "key"
 """In place of an axis: the leaf is a random key, folded by the micro-batch's number."""
 Axis = int | str | None
 """A batch axis >= 0, None for what every micro-batch is given whole, or `KEY`."""
-_FIX = "Write an axis for arrays with items, None for what every micro-batch is given whole, or 'key' for a random key."
+_FIX = (
+    "Write an axis for arrays with items, None for what every micro-batch is given"
+    " whole, or 'key' for a random key."
+)
 
 
 def spread_over(prefix: Tree, tree: Tree, argument: str) -> list[Any]:
-    """Return one value of `prefix` for each leaf of `tree`, as `gradaccum.kit.spread`."""
-    prefix = tuple(prefix) if type(prefix) is list and isinstance(tree, tuple) else prefix
+    """Return one value of `prefix` for each leaf of `tree`, as
+    `gradaccum.kit.spread`.
+    """
+    prefix = (
+        tuple(prefix) if type(prefix) is list and isinstance(tree, tuple) else prefix
+    )
     found: list[Any] = []
     try:
-        jax.tree.map(lambda value, below: found.extend([value] * len(jax.tree.leaves(below))), prefix, tree, is_leaf=is_none)
+        jax.tree.map(
+            lambda value, below: found.extend([value] * len(jax.tree.leaves(below))),
+            prefix,
+            tree,
+            is_leaf=is_none,
+        )
     except ValueError as error:
-        fix = "Give one value for all, or a tree whose keys and lengths are those of the tree that it is for."
+        fix = (
+            "Give one value for all, or a tree whose keys and lengths are those of the"
+            " tree that it is for."
+        )
         expected = f"a prefix of {jax.tree.structure(tree)}"
-        raise explain(ArgumentValueError, argument, expected=expected, got=prefix, fix=fix) from error
+        raise explain(
+            ArgumentValueError, argument, expected=expected, got=prefix, fix=fix
+        ) from error
     return found
 
 
 def is_constant(leaf: object) -> bool:
-    """True if a leaf is a constant of the program: no array, and no float, which may change from call to call."""
-    return not (isinstance(leaf, jax.Array | np.ndarray | np.generic | float | complex) or hasattr(leaf, "__jax_array__"))
+    """True if a leaf is a constant of the program: no array, and no float, which may
+    change from call to call.
+    """
+    return not (
+        isinstance(leaf, jax.Array | np.ndarray | np.generic | float | complex)
+        or hasattr(leaf, "__jax_array__")
+    )
 
 
 def axis_of(path: str, leaf: Array, axis: Any) -> Axis:
@@ -199,18 +284,52 @@ def axis_of(path: str, leaf: Array, axis: Any) -> Axis:
     if axis == KEY or (np.shape(leaf) == () and not is_constant(leaf) and is_key(leaf)):
         return _require_key(path, leaf)
     if isinstance(axis, bool) or not isinstance(axis, int):
-        raise explain(ArgumentTypeError, "axes", expected="an int, None or 'key' for each leaf", got=axis, fix=_FIX)
+        raise explain(
+            ArgumentTypeError,
+            "axes",
+            expected="an int, None or 'key' for each leaf",
+            got=axis,
+            fix=_FIX,
+        )
     rank = 0 if is_constant(leaf) else np.ndim(leaf)
     if not -rank <= axis < rank:
-        found = f"a {type(leaf).__name__}" if is_constant(leaf) else f"one of shape {np.shape(leaf)}"
-        fix = "Write axes=None for this leaf if every micro-batch is given it whole; make a list with one number per item an array."
-        raise explain(ArgumentValueError, path, expected=f"an array with an axis {axis} of items", found=found, fix=fix)
+        found = (
+            f"a {type(leaf).__name__}"
+            if is_constant(leaf)
+            else f"one of shape {np.shape(leaf)}"
+        )
+        fix = (
+            "Write axes=None for this leaf if every micro-batch is given it whole; make"
+            " a list with one number per item an array."
+        )
+        raise explain(
+            ArgumentValueError,
+            path,
+            expected=f"an array with an axis {axis} of items",
+            found=found,
+            fix=fix,
+        )
     return axis % rank
 
 
 def _require_key(path: str, leaf: Array) -> str:
-    """Raise unless `leaf` is a typed scalar key, or the two 32-bit words of an old one."""
-    if not is_constant(leaf) and (is_key(leaf) if np.shape(leaf) == () else jnp.result_type(leaf) == jnp.uint32 and np.ndim(leaf) == 1):
+    """Raise unless `leaf` is a typed scalar key, or the two 32-bit words of an old
+    one.
+    """
+    if not is_constant(leaf) and (
+        is_key(leaf)
+        if np.shape(leaf) == ()
+        else jnp.result_type(leaf) == jnp.uint32 and np.ndim(leaf) == 1
+    ):
         return KEY
-    fix = "Write axes='key' for jax.random.key(seed) alone; keys of single items have an axis."
-    raise explain(ArgumentTypeError, path, expected="one random key", found=f"a {type(leaf).__name__} of shape {np.shape(leaf)}", fix=fix)
+    fix = (
+        "Write axes='key' for jax.random.key(seed) alone; keys of single items have an"
+        " axis."
+    )
+    raise explain(
+        ArgumentTypeError,
+        path,
+        expected="one random key",
+        found=f"a {type(leaf).__name__} of shape {np.shape(leaf)}",
+        fix=fix,
+    )

@@ -1,4 +1,6 @@
-"""The backend object, which the core finds by name and `gradaccum.wrap` by the optimizer's type."""
+"""The backend object, which the core finds by name and `gradaccum.wrap` by the
+optimizer's type.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,14 @@ import jax
 import optax
 
 from gradaccum import LossScale, VerificationReport
-from gradaccum.kit import Options, Steps, UntilWeight, WrapOptions, shared_until_weight_error, wrap_with
+from gradaccum.kit import (
+    Options,
+    Steps,
+    UntilWeight,
+    WrapOptions,
+    shared_until_weight_error,
+    wrap_with,
+)
 from gradaccum_jax.checks import require_dtype
 from gradaccum_jax.optimizer import Accumulation, require_transformation
 from gradaccum_jax.parameters import on_masters, without_masters
@@ -30,55 +39,87 @@ class JaxBackend:
 
     def devices(self) -> tuple[str, ...]:
         """Return the devices of JAX's default platform; this starts the platform."""
-        return tuple(f"{device.platform}:{device.id} ({device.device_kind})" for device in jax.devices())
+        return tuple(
+            f"{device.platform}:{device.id} ({device.device_kind})"
+            for device in jax.devices()
+        )
 
     def verifies(self, model: object) -> bool:
         return check.verifies(model)
 
-    def verify(self, model: object, loss_fn: Callable[..., Any], batch: object, steps: int, **options: Any) -> VerificationReport:
+    def verify(
+        self,
+        model: object,
+        loss_fn: Callable[..., Any],
+        batch: object,
+        steps: int,
+        **options: Any,
+    ) -> VerificationReport:
         return check.verify(model, loss_fn, batch, steps, **options)
 
     def wrap(
-        self, optimizer: object, options: Options, *, axis_name: object = None, shard_axes: object = None, mesh: Any = None
+        self,
+        optimizer: object,
+        options: Options,
+        *,
+        axis_name: object = None,
+        shard_axes: object = None,
+        mesh: Any = None,
     ) -> optax.GradientTransformationExtraArgs:
         """Wrap an `optax.GradientTransformation`; see `gradaccum.wrap`.
 
         Args:
             optimizer: an `optax.GradientTransformation`.
             options: the checked options.
-            axis_name: the mesh axis, or several in a tuple, whose devices share the window as one large batch. For use in `jax.shard_map`,
-                most simply by `gradaccum_jax.data_parallel`. The devices make the same calls, and reduce once, at the window's end; a
-                device without an item passes weight 0.
-            shard_axes: the mesh axis, or several in a tuple, along which parameters are sharded inside `jax.shard_map`: the norm is that of
-                all shards, and all devices decide alike. ``()`` if each device has a model of its own. Leave it out under `jax.jit` alone.
-            mesh: the `jax.sharding.Mesh` of `axis_name`, for ``tx.init(params)`` outside of `gradaccum_jax.data_parallel`. Without it
-                `init` takes the mesh that is set around it.
+            axis_name: the mesh axis, or several in a tuple, whose devices share the
+                window as one large batch. For use in `jax.shard_map`, most simply by
+                `gradaccum_jax.data_parallel`. The devices make the same calls, and
+                reduce once, at the window's end; a device without an item passes weight
+                0.
+            shard_axes: the mesh axis, or several in a tuple, along which parameters are
+                sharded inside `jax.shard_map`: the norm is that of all shards, and all
+                devices decide alike. ``()`` if each device has a model of its own.
+                Leave it out under `jax.jit` alone.
+            mesh: the `jax.sharding.Mesh` of `axis_name`, for ``tx.init(params)``
+                outside of `gradaccum_jax.data_parallel`. Without it `init` takes the
+                mesh that is set around it.
 
         Raises:
-            ArgumentTypeError: `optimizer` is no such transformation or is wrapped already, or `axis_name` or `shard_axes` is no name,
-                `mesh` no mesh.
-            ArgumentValueError: a callable in ``steps`` returns no int >= 1 for step 0, or a size is more than int32 can hold.
-            UsageError: ``steps=until_weight(...)`` with an `axis_name`: each device would end its window by its own weight.
+            ArgumentTypeError: `optimizer` is no such transformation or is wrapped
+                already, or `axis_name` or `shard_axes` is no name, `mesh` no mesh.
+            ArgumentValueError: a callable in ``steps`` returns no int >= 1 for step 0,
+                or a size is more than int32 can hold.
+            UsageError: ``steps=until_weight(...)`` with an `axis_name`: each device
+                would end its window by its own weight.
         """
         transformation = require_transformation(optimizer)
         probe(options.steps)
         names = require_names(axis_name)
         if names and isinstance(options.steps, UntilWeight):
             raise shared_until_weight_error(options.steps)
-        checked = options._replace(accumulate_dtype=require_dtype(options.accumulate_dtype))
+        checked = options._replace(
+            accumulate_dtype=require_dtype(options.accumulate_dtype)
+        )
         inner = optax.with_extra_args_support(transformation)
         held = on_masters(inner) if checked.master_weights else without_masters(inner)
-        wrapped = Accumulation(held, checked, names, require_shard_axes(shard_axes), takes(transformation))
+        wrapped = Accumulation(
+            held, checked, names, require_shard_axes(shard_axes), takes(transformation)
+        )
         if mesh is not None:
             require_devices(mesh, names, axis_name)
-        return optax.GradientTransformationExtraArgs(start_on(wrapped.init, mesh, names) if names else wrapped.init, wrapped.update)
+        return optax.GradientTransformationExtraArgs(
+            start_on(wrapped.init, mesh, names) if names else wrapped.init,
+            wrapped.update,
+        )
 
 
 backend = JaxBackend()
 
 
 class JaxOptions(WrapOptions, total=False):
-    """The options of `wrap`: those of `gradaccum.wrap`, and those of `JaxBackend.wrap`."""
+    """The options of `wrap`: those of `gradaccum.wrap`, and those of
+    `JaxBackend.wrap`.
+    """
 
     loss_scale: float | LossScale | None
     axis_name: Axes
@@ -86,6 +127,8 @@ class JaxOptions(WrapOptions, total=False):
     mesh: jax.sharding.Mesh | None
 
 
-def wrap(optimizer: optax.GradientTransformation, steps: Steps, **options: Unpack[JaxOptions]) -> Wrapped:
+def wrap(
+    optimizer: optax.GradientTransformation, steps: Steps, **options: Unpack[JaxOptions]
+) -> Wrapped:
     """Wrap an optax transformation: `gradaccum.wrap`, typed."""
     return cast(Wrapped, wrap_with(backend, optimizer, steps, **options))

@@ -1,11 +1,13 @@
 """Functions that run once or not at all, as the device decides.
 
-`jax.vmap` turns a `lax.cond` with a batched predicate into both branches and a select: the inner optimizer at full price in every
-micro-batch. So `once` is a `lax.cond` with its own rule under `jax.vmap`:
+`jax.vmap` turns a `lax.cond` with a batched predicate into both branches and a select:
+the inner optimizer at full price in every micro-batch. So `once` is a `lax.cond` with
+its own rule under `jax.vmap`:
 
-- If all members of the batch want the function, it runs on the whole batch; if some do, on each of them alone.
-- If XLA partitions the batch over devices, devices would wait for one another: each call computes every member and selects, as
-  `optax.MultiSteps` does.
+- If all members of the batch want the function, it runs on the whole batch; if some do,
+  on each of them alone.
+- If XLA partitions the batch over devices, devices would wait for one another: each
+  call computes every member and selects, as `optax.MultiSteps` does.
 
 The derivative is that of a select between the function's result and its argument.
 """
@@ -28,28 +30,48 @@ from gradaccum.kit import Scalar
 from gradaccum_jax.arrays import Array, Axes, DType, Leaves, Tree
 from gradaccum_jax.sharding import partitioned, traced_with_axes, vary
 
-# Call the jitted form of a function where its arguments can be traced, else the function itself.
+# Call the jitted form of a function where its arguments can be traced, else the
+# function itself.
 #
-# Called op by op from Python, the loop and the conditional of a step would compile anew in every micro-batch. The jitted form compiles them
-# once. Under `jax.jit` it is inlined and costs nothing.
+# Called op by op from Python, the loop and the conditional of a step would compile anew
+# in every micro-batch. The jitted form compiles them once. Under `jax.jit` it is
+# inlined and costs nothing.
 
 
 _TRACEABLE = (jax.Array, np.ndarray, np.generic, float)
 
 
-def call_jitted(jitted: Callable[..., Any], plain: Callable[..., Any], *arguments: Tree) -> Any:
-    """Call ``jitted(*arguments)``, or ``plain(*arguments)`` if a leaf is a function, a flag or another static value."""
-    traceable = all(map(isinstance, jax.tree.leaves(arguments), itertools.repeat(_TRACEABLE)))
-    with jax.numpy_dtype_promotion("standard"):  # Sums are wider than gradients by design; a user's "strict" would refuse to mix them.
+def call_jitted(
+    jitted: Callable[..., Any], plain: Callable[..., Any], *arguments: Tree
+) -> Any:
+    """Call ``jitted(*arguments)``, or ``plain(*arguments)`` if a leaf is a function, a
+    flag or another static value.
+    """
+    traceable = all(
+        map(isinstance, jax.tree.leaves(arguments), itertools.repeat(_TRACEABLE))
+    )
+    with jax.numpy_dtype_promotion(
+        "standard"
+        # Sums are wider than gradients by design; a user's "strict" would refuse to mix
+        # them.
+    ):
         return jitted(*arguments) if traceable else plain(*arguments)
 
 
 def traced_once(function: Callable[..., Any], like: Tree) -> Callable[..., Any]:
-    """Make `function` one equation of the traced program, however often it is called with arguments of the same types.
+    """Make `function` one equation of the traced program, however often it is called
+    with arguments of the same types.
 
-    Else JAX evaluates each equation of a loop body several times on its way to the compiler.
+    Else JAX evaluates each equation of a loop body several times on its way to the
+    compiler.
     """
-    return jax.jit(function) if any(map(isinstance, jax.tree.leaves(like), itertools.repeat(jax.core.Tracer))) else function
+    return (
+        jax.jit(function)
+        if any(
+            map(isinstance, jax.tree.leaves(like), itertools.repeat(jax.core.Tracer))
+        )
+        else function
+    )
 
 
 T = TypeVar("T")
@@ -60,7 +82,9 @@ Traced = Any
 Run = Callable[[Leaves, Leaves], Leaves]
 """``run(constants, leaves)``: new leaves, of the same shapes and dtypes."""
 Batched = list[int | None]
-"""For each constant of a batch of members: 0 if each member has its own, None if all share one."""
+"""For each constant of a batch of members: 0 if each member has its own, None if all
+share one.
+"""
 
 
 def once(predicate: Scalar, function: Callable[[T], T], operand: T) -> T:
@@ -70,18 +94,33 @@ def once(predicate: Scalar, function: Callable[[T], T], operand: T) -> T:
     def flat(*leaves: Array) -> Leaves:
         return jax.tree.leaves(function(jax.tree.unflatten(structure, leaves)))
 
-    closed, leaves, axes = traced_with_axes(predicate, traced_once(flat, predicate), leaves)
-    run, constants = _runner(closed.jaxpr, axes), [jnp.asarray(constant) for constant in closed.consts]
-    decided = _conditional if closed.effects and _happens_in_order(closed) else _batchable
-    return cast(T, jax.tree.unflatten(structure, decided(run, predicate, constants, leaves)))
+    closed, leaves, axes = traced_with_axes(
+        predicate, traced_once(flat, predicate), leaves
+    )
+    run, constants = (
+        _runner(closed.jaxpr, axes),
+        [jnp.asarray(constant) for constant in closed.consts],
+    )
+    decided = (
+        _conditional if closed.effects and _happens_in_order(closed) else _batchable
+    )
+    return cast(
+        T, jax.tree.unflatten(structure, decided(run, predicate, constants, leaves))
+    )
 
 
 def named_axes(closed: Traced) -> Axes:
-    return frozenset(effect.name for effect in closed.effects if type(effect).__name__ == "NamedAxisEffect")
+    return frozenset(
+        effect.name
+        for effect in closed.effects
+        if type(effect).__name__ == "NamedAxisEffect"
+    )
 
 
 def programs_in(equation: Equation) -> list[Any]:
-    """Return the programs in an equation's parameters, each a `jax.extend.core.Jaxpr`."""
+    """Return the programs in an equation's parameters, each a
+    `jax.extend.core.Jaxpr`.
+    """
     held = jax.tree.leaves(list(equation.params.values()), is_leaf=_is_program)
     return [getattr(value, "jaxpr", value) for value in held if _is_program(value)]
 
@@ -91,22 +130,38 @@ def _is_program(value: object) -> bool:
 
 
 def _runner(jaxpr: Any, axes: list[Axes]) -> Run:
-    """Return the traced function, without any array or tracer: the rules outlive the trace that makes them."""
-    # A program of JAX 0.12 holds its constants' values, which may be tracers. So the constants become arguments.
-    program = core.ClosedJaxpr(jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars]), [])
+    """Return the traced function, without any array or tracer: the rules outlive the
+    trace that makes them.
+    """
+    # A program of JAX 0.12 holds its constants' values, which may be tracers. So the
+    # constants become arguments.
+    program = core.ClosedJaxpr(
+        jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars]), []
+    )
 
     def run(constants: Leaves, leaves: Leaves) -> Leaves:
         made = core.jaxpr_as_fun(program)(*constants, *leaves)
-        return [vary(leaf, own) for leaf, own in zip(made, axes, strict=True)] if axes else made
+        return (
+            [vary(leaf, own) for leaf, own in zip(made, axes, strict=True)]
+            if axes
+            else made
+        )
 
     return run
 
 
-def _conditional(run: Run, predicate: Scalar, constants: Leaves, leaves: Leaves) -> Leaves:
-    return cast(Leaves, lax.cond(predicate, run, lambda _, leaves: list(leaves), constants, leaves))
+def _conditional(
+    run: Run, predicate: Scalar, constants: Leaves, leaves: Leaves
+) -> Leaves:
+    return cast(
+        Leaves,
+        lax.cond(predicate, run, lambda _, leaves: list(leaves), constants, leaves),
+    )
 
 
-def _batchable(run: Run, predicate: Scalar, constants: Leaves, leaves: Leaves) -> Leaves:
+def _batchable(
+    run: Run, predicate: Scalar, constants: Leaves, leaves: Leaves
+) -> Leaves:
     dtypes = jax.tree.map(operator.attrgetter("dtype"), (predicate, constants, leaves))
 
     @custom_vmap
@@ -114,10 +169,21 @@ def _batchable(run: Run, predicate: Scalar, constants: Leaves, leaves: Leaves) -
         return _conditional(run, predicate, constants, leaves)
 
     @decided.def_vmap
-    def _(size: int, batched: Any, predicate: Array, constants: Leaves, leaves: Leaves) -> tuple[Leaves, list[bool]]:
-        predicate, constants, leaves = jax.tree.map(_typed, (predicate, constants, leaves), dtypes)
-        several, axes, spread = batched[0], [0 if one else None for one in batched[1]], batched[2]
-        leaves = [leaf if own else jnp.broadcast_to(leaf, (size, *leaf.shape)) for leaf, own in zip(leaves, spread, strict=True)]
+    def _(
+        size: int, batched: Any, predicate: Array, constants: Leaves, leaves: Leaves
+    ) -> tuple[Leaves, list[bool]]:
+        predicate, constants, leaves = jax.tree.map(
+            _typed, (predicate, constants, leaves), dtypes
+        )
+        several, axes, spread = (
+            batched[0],
+            [0 if one else None for one in batched[1]],
+            batched[2],
+        )
+        leaves = [
+            leaf if own else jnp.broadcast_to(leaf, (size, *leaf.shape))
+            for leaf, own in zip(leaves, spread, strict=True)
+        ]
         if several:
             leaves = _members(run, predicate, axes, constants, leaves)
         else:
@@ -129,12 +195,20 @@ def _batchable(run: Run, predicate: Scalar, constants: Leaves, leaves: Leaves) -
 
 def _with_derivative(decided: Callable[..., Leaves], run: Run) -> Callable[..., Leaves]:
     def by_select(predicate: Scalar, constants: Leaves, leaves: Leaves) -> Leaves:
-        # Where the predicate is False, run's derivative may be inf. The select keeps 0 x inf out of the derivative of the old values.
-        shielded = jax.tree.map(lambda leaf: jnp.where(predicate, leaf, lax.stop_gradient(leaf)), (constants, leaves))
-        return [jnp.where(predicate, made, leaf) for made, leaf in zip(run(*shielded), leaves, strict=True)]
+        # Where the predicate is False, run's derivative may be inf. The select keeps 0
+        # x inf out of the derivative of the old values.
+        shielded = jax.tree.map(
+            lambda leaf: jnp.where(predicate, leaf, lax.stop_gradient(leaf)),
+            (constants, leaves),
+        )
+        return [
+            jnp.where(predicate, made, leaf)
+            for made, leaf in zip(run(*shielded), leaves, strict=True)
+        ]
 
     def rule(primals: Any, tangents: Any) -> tuple[Leaves, Leaves]:
-        # The derivative of the conditional itself would be cheaper, but has no reverse mode once jax.vmap batches its predicate.
+        # The derivative of the conditional itself would be cheaper, but has no reverse
+        # mode once jax.vmap batches its predicate.
         return _conditional(run, *primals), jax.jvp(by_select, primals, tangents)[1]
 
     differentiable = jax.custom_jvp(decided)
@@ -142,28 +216,45 @@ def _with_derivative(decided: Callable[..., Leaves], run: Run) -> Callable[..., 
     return differentiable
 
 
-def _members(run: Run, wanted: Array, axes: Batched, constants: Leaves, leaves: Leaves) -> Leaves:
+def _members(
+    run: Run, wanted: Array, axes: Batched, constants: Leaves, leaves: Leaves
+) -> Leaves:
     whole = jax.vmap(run, (axes, 0))
 
     def masked(wanted: Array, constants: Leaves, leaves: Leaves) -> Leaves:
         made = whole(constants, leaves)
-        return [jnp.where(wanted.reshape(-1, *[1] * (leaf.ndim - 1)), new, leaf) for new, leaf in zip(made, leaves, strict=True)]
+        return [
+            jnp.where(wanted.reshape(-1, *[1] * (leaf.ndim - 1)), new, leaf)
+            for new, leaf in zip(made, leaves, strict=True)
+        ]
 
     def looped(wanted: Array, constants: Leaves, leaves: Leaves) -> Leaves:
         leaves = _batchable(whole, jnp.all(wanted), constants, leaves)
         return _one_by_one(run, wanted & ~jnp.all(wanted), axes, constants, leaves)
 
-    return cast(Leaves, lax.cond(partitioned(), masked, looped, wanted, constants, leaves))
+    return cast(
+        Leaves, lax.cond(partitioned(), masked, looped, wanted, constants, leaves)
+    )
 
 
-def _one_by_one(run: Run, wanted: Array, axes: Batched, constants: Leaves, leaves: Leaves) -> Leaves:
+def _one_by_one(
+    run: Run, wanted: Array, axes: Batched, constants: Leaves, leaves: Leaves
+) -> Leaves:
     def all_members(given: Leaves, leaves: Leaves) -> Leaves:
         *constants, wanted = given
 
         def member(index: Scalar, leaves: Leaves) -> Leaves:
-            own = [constant if axis is None else _take(constant, index) for constant, axis in zip(constants, axes, strict=True)]
-            made = _batchable(run, wanted[index], own, [_take(leaf, index) for leaf in leaves])
-            return [lax.dynamic_update_index_in_dim(leaf, new, index, 0) for leaf, new in zip(leaves, made, strict=True)]
+            own = [
+                constant if axis is None else _take(constant, index)
+                for constant, axis in zip(constants, axes, strict=True)
+            ]
+            made = _batchable(
+                run, wanted[index], own, [_take(leaf, index) for leaf in leaves]
+            )
+            return [
+                lax.dynamic_update_index_in_dim(leaf, new, index, 0)
+                for leaf, new in zip(leaves, made, strict=True)
+            ]
 
         return cast(Leaves, lax.fori_loop(0, wanted.shape[0], member, leaves))
 
@@ -171,7 +262,9 @@ def _one_by_one(run: Run, wanted: Array, axes: Batched, constants: Leaves, leave
 
 
 def _happens_in_order(closed: Traced) -> bool:
-    """True if the function has effects that happen in order, which JAX refuses in any rule but its own."""
+    """True if the function has effects that happen in order, which JAX refuses in any
+    rule but its own.
+    """
     return any("Ordered" in type(effect).__name__ for effect in closed.effects)
 
 

@@ -1,4 +1,6 @@
-"""A drop-in replacement for `optax.MultiSteps`, for code written for it; new code gets more from `gradaccum.wrap`."""
+"""A drop-in replacement for `optax.MultiSteps`, for code written for it; new code gets
+more from `gradaccum.wrap`.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,31 @@ import jax.numpy as jnp
 import optax
 
 from gradaccum import ArgumentTypeError
-from gradaccum.kit import Fields, Scalar, UntilWeight, accumulate, close, ends, explain, make_options, usable
+from gradaccum.kit import (
+    Fields,
+    Scalar,
+    UntilWeight,
+    accumulate,
+    close,
+    ends,
+    explain,
+    make_options,
+    usable,
+)
 from gradaccum_jax import sums
-from gradaccum_jax.arrays import Array, DType, Extra, Gradients, Params, Tree, Updates, cast_like, handed, strong, takes_part
+from gradaccum_jax.arrays import (
+    Array,
+    DType,
+    Extra,
+    Gradients,
+    Params,
+    Tree,
+    Updates,
+    cast_like,
+    handed,
+    strong,
+    takes_part,
+)
 from gradaccum_jax.checks import align, require_dtype, require_plain
 from gradaccum_jax.control_flow import call_jitted
 from gradaccum_jax.optimizer import require_transformation
@@ -29,25 +53,33 @@ SkipFunction = Callable[[Updates, Scalar, Params], tuple[Scalar, Tree]]
 class MultiSteps:
     """Drop-in replacement for `optax.MultiSteps`, with its state type, that fixes:
 
-    - work thrown away: the inner optimizer runs once per window, not in every mini-step;
-    - lasting NaN: an inf or NaN neither stays in the sum nor reaches the parameters through an update of ``0 * NaN`` in mid-window;
-    - lost precision: `accumulator_dtype` is by default float32 for half precision and the parameter's own otherwise, not float32 for all;
+    - work thrown away: the inner optimizer runs once per window, not in every
+      mini-step;
+    - lasting NaN: an inf or NaN neither stays in the sum nor reaches the parameters
+      through an update of ``0 * NaN`` in mid-window;
+    - lost precision: `accumulator_dtype` is by default float32 for half precision and
+      the parameter's own otherwise, not float32 for all;
     - None: a gradient that is None counts as zero;
-    - lost arguments: `gradient_transformation` keeps extra arguments, which optax's drops inside an `optax.chain`;
-    - schedules: NumPy's ints and pairs ``(first gradient_step, steps)`` are taken, and a size below 1 is refused;
+    - lost arguments: `gradient_transformation` keeps extra arguments, which optax's
+      drops inside an `optax.chain`;
+    - schedules: NumPy's ints and pairs ``(first gradient_step, steps)`` are taken, and
+      a size below 1 is refused;
     - compilation: a loop outside `jax.jit` compiles once.
 
-    `acc_grads` holds the running mean (the sum without `use_grad_mean`); a rejected mini-step changes nothing but `skip_state`; without a
-    `should_skip_update_fn` a gradient that is not finite reaches the inner optimizer; extra arguments such as `value` are those of the
-    window's last mini-step.
+    `acc_grads` holds the running mean (the sum without `use_grad_mean`); a rejected
+    mini-step changes nothing but `skip_state`; without a `should_skip_update_fn` a
+    gradient that is not finite reaches the inner optimizer; extra arguments such as
+    `value` are those of the window's last mini-step.
 
     Args:
         opt: the wrapped optimizer.
-        every_k_schedule: mini-steps per update: an int >= 1, or a function of `gradient_step` that returns one. Its value is not known
-            under `jax.jit`: there a window of less than one mini-step never ends, as in optax.
+        every_k_schedule: mini-steps per update: an int >= 1, or a function of
+            `gradient_step` that returns one. Its value is not known under `jax.jit`:
+            there a window of less than one mini-step never ends, as in optax.
         use_grad_mean: mean over the mini-steps; False: sum.
-        should_skip_update_fn: ``f(updates, gradient_step, params) -> (skip, skip_state)``, such as `optax.skip_not_finite`; `skip` is
-            a bool scalar.
+        should_skip_update_fn:
+            ``f(updates, gradient_step, params) -> (skip, skip_state)``, such as
+            `optax.skip_not_finite`; `skip` is a bool scalar.
         accumulator_dtype: dtype of `acc_grads`.
 
     Raises:
@@ -64,8 +96,17 @@ class MultiSteps:
     ) -> None:
         require_transformation(opt)
         if every_k_schedule is None or isinstance(every_k_schedule, UntilWeight):
-            fix = "Write for example every_k_schedule=4. Windows by weight are gradaccum.wrap's."
-            raise explain(ArgumentTypeError, "every_k_schedule", expected="an int >= 1 or a function", got=every_k_schedule, fix=fix)
+            fix = (
+                "Write for example every_k_schedule=4. Windows by weight are"
+                " gradaccum.wrap's."
+            )
+            raise explain(
+                ArgumentTypeError,
+                "every_k_schedule",
+                expected="an int >= 1 or a function",
+                got=every_k_schedule,
+                fix=fix,
+            )
         self._opt = optax.with_extra_args_support(opt)
         self._options = make_options(every_k_schedule, reduction="sum")
         probe(self._options.steps)
@@ -98,20 +139,36 @@ class MultiSteps:
         )
 
     def update(
-        self, updates: Tree, state: optax.MultiStepsState, params: Params = None, **extra_args: Any
+        self,
+        updates: Tree,
+        state: optax.MultiStepsState,
+        params: Params = None,
+        **extra_args: Any,
     ) -> tuple[Updates, optax.MultiStepsState]:
-        """Take one mini-step; return the inner optimizer's updates at the end of a window, zeros before it.
+        """Take one mini-step; return the inner optimizer's updates at the end of a
+        window, zeros before it.
 
         Raises:
-            GradientError: `updates` has another structure, shape or dtype than `acc_grads`.
+            GradientError: `updates` has another structure, shape or dtype than
+                `acc_grads`.
             UsageError: the inner optimizer reduces over devices.
-            ArgumentTypeError: `should_skip_update_fn` returned something else than a bool scalar.
-            ArgumentTypeError, ArgumentValueError: a function `every_k_schedule` returned no int >= 1, outside `jax.jit`.
+            ArgumentTypeError: `should_skip_update_fn` returned something else than a
+                bool scalar.
+            ArgumentTypeError, ArgumentValueError: a function `every_k_schedule`
+                returned no int >= 1, outside `jax.jit`.
         """
         check_known(self._options.steps, state.gradient_step)
-        aligned = align(updates, state.acc_grads, any_float=self._accumulator_dtype is not None)
+        aligned = align(
+            updates, state.acc_grads, any_float=self._accumulator_dtype is not None
+        )
         stepped: tuple[Updates, optax.MultiStepsState] = call_jitted(
-            self._jitted_update, self._update, aligned, updates, state, params, extra_args
+            self._jitted_update,
+            self._update,
+            aligned,
+            updates,
+            state,
+            params,
+            extra_args,
         )
         return stepped
 
@@ -128,7 +185,12 @@ class MultiSteps:
         return jax.jit(self._update)
 
     def _update(
-        self, gradients: Gradients, updates: Tree, state: optax.MultiStepsState, params: Params, extra: Extra
+        self,
+        gradients: Gradients,
+        updates: Tree,
+        state: optax.MultiStepsState,
+        params: Params,
+        extra: Extra,
     ) -> tuple[Updates, optax.MultiStepsState]:
         dtypes = handed(state.acc_grads, None, gradients)
         update = Update(self._opt.update, dtypes, params, extra)
@@ -137,21 +199,52 @@ class MultiSteps:
         accepted = ~_require_bool(skip)
         fields = accumulate(_fields(state), jnp.ones(()), accepted, jnp.where)
         steps = size_at(self._options.steps, state.gradient_step)
-        full = ends(fields, steps, jnp.where) & (steps >= 1) if callable(self._options.steps) else ends(fields, steps, jnp.where)
+        full = (
+            ends(fields, steps, jnp.where) & (steps >= 1)
+            if callable(self._options.steps)
+            else ends(fields, steps, jnp.where)
+        )
         total = self._add(state, gradients, accepted)
         last = full & accepted
         before = (jnp.asarray(state.mini_step), jnp.asarray(state.gradient_step))
 
-        taken = [jnp.where(accepted, new, old) for new, old in zip(fields[:2], before, strict=True)]
+        taken = [
+            jnp.where(accepted, new, old)
+            for new, old in zip(fields[:2], before, strict=True)
+        ]
         closed = close(fields, jnp.asarray(True), False, self._options, jnp.where)[:2]
-        after = sums.together(all_like([jnp.where(last, new, old) for new, old in zip(closed, taken, strict=True)], before))
-        made, total, inner_state = update.run(total, state.inner_opt_state, 1, traced, last)
-        return made, optax.MultiStepsState(*after, inner_state, sums.emptied(total, last), cast_like(skip_state, state.skip_state))
+        after = sums.together(
+            all_like(
+                [
+                    jnp.where(last, new, old)
+                    for new, old in zip(closed, taken, strict=True)
+                ],
+                before,
+            )
+        )
+        made, total, inner_state = update.run(
+            total, state.inner_opt_state, 1, traced, last
+        )
+        return made, optax.MultiStepsState(
+            *after,
+            inner_state,
+            sums.emptied(total, last),
+            cast_like(skip_state, state.skip_state),
+        )
 
-    def _add(self, state: optax.MultiStepsState, gradients: Gradients, accepted: Scalar) -> Tree:
-        """Return the sum, or the running mean: mean + (gradient - mean) / (number of mini-steps)."""
+    def _add(
+        self, state: optax.MultiStepsState, gradients: Gradients, accepted: Scalar
+    ) -> Tree:
+        """Return the sum, or the running mean: mean + (gradient - mean) / (number of
+        mini-steps).
+        """
         if not self._use_grad_mean:  # never True while XLA compiles: see `window.add`
-            return sums.add(state.acc_grads, gradients, None, usable(_fields(state), jnp.ones(()), accepted))
+            return sums.add(
+                state.acc_grads,
+                gradients,
+                None,
+                usable(_fields(state), jnp.ones(()), accepted),
+            )
 
         def share(mean: Array, gradient: Array) -> Array:
             if not takes_part(mean):
@@ -159,7 +252,10 @@ class MultiSteps:
             offset = (0 if gradient is None else gradient) - mean
             return offset / (state.mini_step + 1).astype(offset.dtype)
 
-        shares = [share(*pair) for pair in zip(jax.tree.leaves(state.acc_grads), gradients, strict=True)]
+        shares = [
+            share(*pair)
+            for pair in zip(jax.tree.leaves(state.acc_grads), gradients, strict=True)
+        ]
         return sums.add(state.acc_grads, shares, None, accepted)
 
 
@@ -170,13 +266,32 @@ def _never(*_: Tree) -> tuple[Scalar, Tree]:
 def _require_bool(skip: Scalar) -> Scalar:
     skip = jnp.asarray(skip)
     if skip.shape != () or skip.dtype != jnp.bool_:
-        found, fix = f"one of dtype {skip.dtype} and shape {skip.shape}", "Reduce it with jnp.any."
-        raise explain(ArgumentTypeError, "should_skip_update_fn", expected="a bool scalar as first result", found=found, fix=fix)
+        found, fix = (
+            f"one of dtype {skip.dtype} and shape {skip.shape}",
+            "Reduce it with jnp.any.",
+        )
+        raise explain(
+            ArgumentTypeError,
+            "should_skip_update_fn",
+            expected="a bool scalar as first result",
+            found=found,
+            fix=fix,
+        )
     return skip
 
 
 def _fields(state: optax.MultiStepsState) -> Fields:
-    """Return the state machine's fields: no weights, no loss scale, and nothing is ever an overflow."""
+    """Return the state machine's fields: no weights, no loss scale, and nothing is ever
+    an overflow.
+    """
     zero = jnp.zeros((), jnp.int32)
     count = jnp.asarray(state.mini_step)
-    return count, jnp.asarray(state.gradient_step), zero, count.astype(jnp.float32), zero > 0, jnp.ones(()), zero
+    return (
+        count,
+        jnp.asarray(state.gradient_step),
+        zero,
+        count.astype(jnp.float32),
+        zero > 0,
+        jnp.ones(()),
+        zero,
+    )

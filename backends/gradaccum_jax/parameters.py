@@ -1,7 +1,8 @@
-"""float32 masters of half-precision parameters (Micikevicius et al., "Mixed Precision Training", 2018, section 3.1).
+"""float32 masters of half-precision parameters (Micikevicius et al., "Mixed Precision
+Training", 2018, section 3.1).
 
-The inner optimizer updates the masters. The update of a half-precision parameter is the float32 distance from the model's value to the
-rounded master.
+The inner optimizer updates the masters. The update of a half-precision parameter is the
+float32 distance from the model's value to the rounded master.
 """
 
 from __future__ import annotations
@@ -13,7 +14,18 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from gradaccum_jax.arrays import Array, DType, InnerState, Leaves, Params, Tree, Updates, is_half, is_none, plain
+from gradaccum_jax.arrays import (
+    Array,
+    DType,
+    InnerState,
+    Leaves,
+    Params,
+    Tree,
+    Updates,
+    is_half,
+    is_none,
+    plain,
+)
 from gradaccum_jax.window.state import the_state
 
 SMALLEST_NORMAL_FLOAT16 = 2.0**-14
@@ -22,25 +34,43 @@ FLOAT16_SUBNORMALS = 2.0**24
 
 
 def masters_of(params: Params) -> Tree:
-    """Return `params` with a float32 copy of each half-precision leaf, and None for every other leaf."""
-    return jax.tree.map(lambda leaf: jnp.asarray(leaf).astype(jnp.float32) if is_half(leaf) else None, params)
+    """Return `params` with a float32 copy of each half-precision leaf, and None for
+    every other leaf.
+    """
+    return jax.tree.map(
+        lambda leaf: jnp.asarray(leaf).astype(jnp.float32) if is_half(leaf) else None,
+        params,
+    )
 
 
 def in_place_of(params: Params, masters: Tree) -> Params:
     """Return `params` with each half-precision leaf replaced by its master."""
     held = iter(jax.tree.leaves(masters))
     leaves, structure = jax.tree.flatten(params)
-    return jax.tree.unflatten(structure, leaves if masters is None else [next(held) if is_half(leaf) else leaf for leaf in leaves])
+    return jax.tree.unflatten(
+        structure,
+        (
+            leaves
+            if masters is None
+            else [next(held) if is_half(leaf) else leaf for leaf in leaves]
+        ),
+    )
 
 
-def on_masters(inner: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
-    """Return `inner` on masters in place of half-precision parameters, with the state (inner's own, masters)."""
+def on_masters(
+    inner: optax.GradientTransformationExtraArgs,
+) -> optax.GradientTransformationExtraArgs:
+    """Return `inner` on masters in place of half-precision parameters, with the state
+    (inner's own, masters).
+    """
 
     def init(params: Params) -> InnerState:
         masters = masters_of(params)
         return inner.init(in_place_of(params, masters)), masters
 
-    def update(gradients: Tree, state: InnerState, params: Params = None, **extra: Any) -> tuple[Updates, InnerState]:
+    def update(
+        gradients: Tree, state: InnerState, params: Params = None, **extra: Any
+    ) -> tuple[Updates, InnerState]:
         held = in_place_of(params, state[1])
         updates, inner_state = inner.update(gradients, state[0], held, **extra)
         moved, out = [], []
@@ -50,59 +80,83 @@ def on_masters(inner: optax.GradientTransformationExtraArgs) -> optax.GradientTr
                 u = distance(p, moved[-1])
             out.append(u)
         structure = jax.tree.structure(updates, is_leaf=is_none)
-        return jax.tree.unflatten(structure, out), (inner_state, jax.tree.unflatten(jax.tree.structure(state[1]), moved))
+        return jax.tree.unflatten(structure, out), (
+            inner_state,
+            jax.tree.unflatten(jax.tree.structure(state[1]), moved),
+        )
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def without_masters(inner: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
+def without_masters(
+    inner: optax.GradientTransformationExtraArgs,
+) -> optax.GradientTransformationExtraArgs:
     """Return `inner` with the state (inner's own, None)."""
 
-    def update(gradients: Tree, state: InnerState, params: Params = None, **extra: Any) -> tuple[Updates, InnerState]:
+    def update(
+        gradients: Tree, state: InnerState, params: Params = None, **extra: Any
+    ) -> tuple[Updates, InnerState]:
         updates, inner_state = inner.update(gradients, state[0], params, **extra)
         return updates, (inner_state, None)
 
-    return optax.GradientTransformationExtraArgs(lambda params: (inner.init(params), None), update)
+    return optax.GradientTransformationExtraArgs(
+        lambda params: (inner.init(params), None), update
+    )
 
 
 def distance(p: Array, master: Array) -> Array:
-    """Return the float32 u for which ``(p + u).astype(p.dtype)``, as `optax.apply_updates` computes it, is the rounded `master`.
+    """Return the float32 u for which ``(p + u).astype(p.dtype)``, as
+    `optax.apply_updates` computes it, is the rounded `master`.
 
-    Let q be the rounded master, t the bits of the half-precision significand (11 or 8), u = fl(q - p). Where p/2 <= q <= 2p, u is exact
-    (Sterbenz, "Floating-Point Computation", 1974). Elsewhere two float32 roundings leave p + u off by at most 2^-24 (|q - p| + |q|), up to
-    a factor of 1 + 2^-24, and numbers within 2^-(t+1) |q| of q round to it. So the result is q bit for bit while |p| <= (2^(23 - t) - 4)
-    |q|: 4092 |q| in float16, 32764 |q| in bfloat16; and where q is 0, or |q - p| <= 1 in float16, as such a multiple of 2^-24 is a float32.
+    Let q be the rounded master, t the bits of the half-precision significand (11 or 8),
+    u = fl(q - p). Where p/2 <= q <= 2p, u is exact (Sterbenz, "Floating-Point
+    Computation", 1974). Elsewhere two float32 roundings leave p + u off by at most
+    2^-24 (|q - p| + |q|), up to a factor of 1 + 2^-24, and numbers within 2^-(t+1) |q|
+    of q round to it. So the result is q bit for bit while |p| <= (2^(23 - t) - 4)
+    |q|: 4092 |q| in float16, 32764 |q| in bfloat16; and where q is 0, or
+    |q - p| <= 1 in float16, as such a multiple of 2^-24 is a float32.
 
-    All this holds unless q - p is beyond float32 or, in bfloat16, below 2^-126, which XLA flushes to 0. A parameter that shrinks by more in
-    one update, but not to 0, is off by at most 2^-23 |p|, and right again after the next update. `apply_updates` has no such limits.
+    All this holds unless q - p is beyond float32 or, in bfloat16, below 2^-126, which
+    XLA flushes to 0. A parameter that shrinks by more in one update, but not to 0, is
+    off by at most 2^-23 |p|, and right again after the next update. `apply_updates` has
+    no such limits.
     """
     held = jnp.asarray(p).astype(jnp.float32)
     target = rounded(master, jnp.result_type(p))
-    u = jnp.where(target == 0, master, target) - held  # a tiny master rounds to a zero of its own sign
+    # a tiny master rounds to a zero of its own sign
+    u = jnp.where(target == 0, master, target) - held
     return jnp.where(u == 0, 0 * target, u)  # -0.0 - -0.0 is 0.0, and -0.0 + 0.0 too
 
 
 def rounded(master: Array, dtype: DType) -> Array:
-    """Round `master`, float32, to the nearest number of the half-precision `dtype`, as float32.
+    """Round `master`, float32, to the nearest number of the half-precision `dtype`, as
+    float32.
 
     XLA may leave out a conversion there and back (its ``xla_allow_excess_precision``).
     """
     if dtype == jnp.bfloat16:
         return lax.reduce_precision(master, exponent_bits=8, mantissa_bits=7)
-    normal = lax.reduce_precision(master, exponent_bits=5, mantissa_bits=10)  # makes subnormals 0
-    subnormal = lax.round(master * FLOAT16_SUBNORMALS, lax.RoundingMethod.TO_NEAREST_EVEN) / FLOAT16_SUBNORMALS
+    # makes subnormals 0
+    normal = lax.reduce_precision(master, exponent_bits=5, mantissa_bits=10)
+    subnormal = (
+        lax.round(master * FLOAT16_SUBNORMALS, lax.RoundingMethod.TO_NEAREST_EVEN)
+        / FLOAT16_SUBNORMALS
+    )
     return jnp.where(jnp.abs(master) < SMALLEST_NORMAL_FLOAT16, subnormal, normal)
 
 
 def apply_updates(params: Params, updates: Updates, state: Tree) -> Params:
-    """Run `optax.apply_updates`, but set half-precision parameters to their rounded masters, whatever their values were.
+    """Run `optax.apply_updates`, but set half-precision parameters to their rounded
+    masters, whatever their values were.
 
-    The two differ only for a parameter that shrinks by more than three orders of magnitude in one update, or is inf or NaN.
+    The two differ only for a parameter that shrinks by more than three orders of
+    magnitude in one update, or is inf or NaN.
 
     Args:
         params: the parameters, also in flax nnx's variables.
         updates: from `update` or `flush`.
-        state: from the same call, or a tree that holds exactly one wrapped optimizer's state for these parameters.
+        state: from the same call, or a tree that holds exactly one wrapped optimizer's
+            state for these parameters.
 
     Returns:
         The new parameters, in the dtypes of `params`.

@@ -1,7 +1,9 @@
-"""Types that say how devices differ: JAX's private names, and the differences between its versions.
+"""Types that say how devices differ: JAX's private names, and the differences between
+its versions.
 
-`jax.shard_map` keeps in a value's type the mesh axes along which the value differs from device to device. A loop or a conditional must
-return the types of its arguments. So axes that a flag would gain are added before.
+`jax.shard_map` keeps in a value's type the mesh axes along which the value differs from
+device to device. A loop or a conditional must return the types of its arguments. So
+axes that a flag would gain are added before.
 """
 
 from __future__ import annotations
@@ -30,18 +32,30 @@ else:
     from jax.experimental.shard_map import shard_map as _older
 
     shard_map = partial(_older, check_rep=False)
-"""`jax.shard_map`. JAX before 0.6.1 has an older one, whose check of replication has no rule for much that gradaccum calls."""
+"""`jax.shard_map`. JAX before 0.6.1 has an older one, whose check of replication has no
+rule for much that gradaccum calls.
+"""
 
 
-reshard: Any = getattr(jax.sharding, "reshard", None) or import_module("jax.experimental.shard").reshard
-"""`jax.sharding.reshard`, which JAX 0.5 and 0.6 have in `jax.experimental.shard` alone."""
+reshard: Any = (
+    getattr(jax.sharding, "reshard", None)
+    or import_module("jax.experimental.shard").reshard
+)
+"""`jax.sharding.reshard`, which JAX 0.5 and 0.6 have in `jax.experimental.shard` alone.
+"""
 
-x64: Any = jax.enable_x64 if hasattr(jax, "enable_x64") else import_module("jax.experimental").enable_x64
+x64: Any = (
+    jax.enable_x64
+    if hasattr(jax, "enable_x64")
+    else import_module("jax.experimental").enable_x64
+)
 """`jax.enable_x64`, which JAX before 0.8 has in `jax.experimental` alone."""
 
 
 def axes_of(value: Array) -> Axes:
-    """Return the manual axes along which an array, or an abstract value, varies; none outside of `jax.shard_map`."""
+    """Return the manual axes along which an array, or an abstract value, varies; none
+    outside of `jax.shard_map`.
+    """
     if not isinstance(value, (jax.Array, jax.core.AbstractValue)):
         return frozenset()
     kind = value if isinstance(value, jax.core.AbstractValue) else typeof(value)
@@ -62,17 +76,31 @@ def vary(value: Array, axes: Axes) -> Array:
     if not missing:
         return value
     library: Any = lax  # JAX 0.10 has the first name, 0.7 the second
-    return library.pcast(value, missing, to="varying") if hasattr(library, "pcast") else library.pvary(value, missing)
+    return (
+        library.pcast(value, missing, to="varying")
+        if hasattr(library, "pcast")
+        else library.pvary(value, missing)
+    )
 
 
 def vary_like(params: Params, state: T, shared: Axes = frozenset()) -> T:
-    """Mark the arrays of `state`, except the `shared` ones, as varying along every axis of the parameters."""
-    axes = frozenset[str]().union(*(axes_of(leaf) for leaf in jax.tree.leaves(params))) - shared
-    return cast(T, jax.tree.map(lambda leaf: vary(leaf, axes), state)) if axes else state
+    """Mark the arrays of `state`, except the `shared` ones, as varying along every axis
+    of the parameters.
+    """
+    axes = (
+        frozenset[str]().union(*(axes_of(leaf) for leaf in jax.tree.leaves(params)))
+        - shared
+    )
+    return (
+        cast(T, jax.tree.map(lambda leaf: vary(leaf, axes), state)) if axes else state
+    )
 
 
-def traced_with_axes(predicate: Scalar, function: Callable[..., Leaves], leaves: Leaves) -> tuple[Any, Leaves, list[Axes]]:
-    """Trace `function`, and give `leaves` all axes that its results may have where `predicate` decides whether it runs.
+def traced_with_axes(
+    predicate: Scalar, function: Callable[..., Leaves], leaves: Leaves
+) -> tuple[Any, Leaves, list[Axes]]:
+    """Trace `function`, and give `leaves` all axes that its results may have where
+    `predicate` decides whether it runs.
 
     The axes themselves come last, one for each leaf; none outside of `jax.shard_map`.
     """
@@ -80,7 +108,10 @@ def traced_with_axes(predicate: Scalar, function: Callable[..., Leaves], leaves:
         closed = jax.make_jaxpr(function)(*leaves)
         if not manual_axes():
             return closed, leaves, []
-        wanted = [axes_of(leaf) | axes_of(made) | axes_of(predicate) for leaf, made in zip(leaves, closed.out_avals, strict=True)]
+        wanted = [
+            axes_of(leaf) | axes_of(made) | axes_of(predicate)
+            for leaf, made in zip(leaves, closed.out_avals, strict=True)
+        ]
         if wanted == [axes_of(leaf) for leaf in leaves]:
             return closed, leaves, wanted
         leaves = [vary(leaf, axes) for leaf, axes in zip(leaves, wanted, strict=True)]
@@ -99,13 +130,17 @@ def shards_of(leaf: Array, shard_axes: ShardAxes) -> tuple[str, ...]:
 
 
 def everywhere(flag: Scalar, shard_axes: ShardAxes) -> Scalar:
-    """True if `flag` holds on every device that has a part of the model: a bool scalar."""
+    """True if `flag` holds on every device that has a part of the model: a bool
+    scalar.
+    """
     axes = shards_of(flag, shard_axes)
     return every(flag, frozenset(axes)) if axes else flag
 
 
 KNOWS_AXES = hasattr(jax, "shard_map")
-"""JAX 0.5 and 0.6.0 have `jax.experimental.shard_map` only, whose types do not say what differs."""
+"""JAX 0.5 and 0.6.0 have `jax.experimental.shard_map` only, whose types do not say what
+differs.
+"""
 
 
 def explicitly_sharded(leaf: Array) -> bool:
@@ -113,17 +148,21 @@ def explicitly_sharded(leaf: Array) -> bool:
     return any(axis is not None for axis in typeof(leaf).sharding.spec)
 
 
-# Programs that XLA partitions over several devices. JAX knows them only when it lowers them.
+# Programs that XLA partitions over several devices. JAX knows them only when it lowers
+# them.
 #
-# `jax.jit` traces a function without knowing how its arguments are sharded, and XLA partitions the program afterwards. Inside
-# `jax.shard_map` and `jax.pmap` each device has a program of its own, and nothing is partitioned.
+# `jax.jit` traces a function without knowing how its arguments are sharded, and XLA
+# partitions the program afterwards. Inside `jax.shard_map` and `jax.pmap` each device
+# has a program of its own, and nothing is partitioned.
 
 
 _partitioned: Any = core.Primitive("partitioned")
 
 
 def partitioned() -> Scalar:
-    """Return a bool scalar that is a constant of the lowered program: a conditional on it costs nothing at run time."""
+    """Return a bool scalar that is a constant of the lowered program: a conditional on
+    it costs nothing at run time.
+    """
     return _partitioned.bind()
 
 
@@ -137,7 +176,14 @@ def _is_partitioned(axes: object) -> bool:
     if isinstance(axes, mlir.ShardingContext):
         return bool(axes.num_devices > 1)
     if isinstance(axes, mlir.SPMDAxisContext):
-        return bool(math.prod(size for name, size in axes.mesh.shape.items() if name not in axes.manual_axes) > 1)
+        return bool(
+            math.prod(
+                size
+                for name, size in axes.mesh.shape.items()
+                if name not in axes.manual_axes
+            )
+            > 1
+        )
     return False
 
 
@@ -148,32 +194,54 @@ mlir.register_lowering(_partitioned, _lowered)
 
 # Types of an explicit mesh that say that devices' parts are not added up yet.
 #
-# On such a mesh the gradient of a parameter typed ``reduced={"data"}`` is typed ``unreduced={"data"}``. Each device along "data" then holds
-# a part, and the value is the sum of the parts (JAX's documentation, "Autodiff and sharding"). The norm and the inner optimizer need the
-# value, and JAX 0.7 adds up parts wrongly in a loop. So gradients and parameters of such types are refused.
+# On such a mesh the gradient of a parameter typed ``reduced={"data"}`` is typed
+# ``unreduced={"data"}``. Each device along "data" then holds a part, and the value is
+# the sum of the parts (JAX's documentation, "Autodiff and sharding"). The norm and the
+# inner optimizer need the value, and JAX 0.7 adds up parts wrongly in a loop. So
+# gradients and parameters of such types are refused.
 
 
-ADD_UP = "Add up the parts first, jax.reshard(grads, PartitionSpec()), or write gradaccum_jax.data_parallel(step, mesh, axis_name)."
+ADD_UP = (
+    "Add up the parts first, jax.reshard(grads, PartitionSpec()), or write"
+    " gradaccum_jax.data_parallel(step, mesh, axis_name)."
+)
 
 
 def axes_in_parts(leaf: Array) -> Axes:
-    """Return the axes of an explicit mesh that an array's type names as unreduced or reduced."""
-    spec = getattr(typeof(leaf).sharding, "spec", None) if hasattr(leaf, "dtype") else None
-    return frozenset(getattr(spec, "unreduced", None) or ()) | frozenset(getattr(spec, "reduced", None) or ())
+    """Return the axes of an explicit mesh that an array's type names as unreduced or
+    reduced.
+    """
+    spec = (
+        getattr(typeof(leaf).sharding, "spec", None) if hasattr(leaf, "dtype") else None
+    )
+    return frozenset(getattr(spec, "unreduced", None) or ()) | frozenset(
+        getattr(spec, "reduced", None) or ()
+    )
 
 
-def require_ordinary(params: Params, name_of: Callable[[Any], str] = lambda path: f"params{jax.tree_util.keystr(path)}") -> None:
+def require_ordinary(
+    params: Params,
+    name_of: Callable[[Any], str] = lambda path: f"params{jax.tree_util.keystr(path)}",
+) -> None:
     for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
         if axes := axes_in_parts(leaf):
             found = f"one typed reduced or unreduced over {sorted(axes)}"
-            raise explain(ArgumentTypeError, name_of(path), expected="a parameter of an ordinary type", found=found, fix=ADD_UP)
+            raise explain(
+                ArgumentTypeError,
+                name_of(path),
+                expected="a parameter of an ordinary type",
+                found=found,
+                fix=ADD_UP,
+            )
 
 
 # A value that is the same on all devices although its type says that it may differ.
 #
-# At a window's end the reduced sum takes the place of each device's own sum, in the same buffer. The loop that does it has one type for
-# both: that of values which vary. The numbers that are made of the reduced sum are the same on all devices, and only this package knows.
-# Without a word for that, the updates would need a second buffer of the model's size, or another collective.
+# At a window's end the reduced sum takes the place of each device's own sum, in the
+# same buffer. The loop that does it has one type for both: that of values which vary.
+# The numbers that are made of the reduced sum are the same on all devices, and only
+# this package knows. Without a word for that, the updates would need a second buffer of
+# the model's size, or another collective.
 #
 # JAX has no such word. Here it is: a primitive that changes the type and nothing else.
 
@@ -181,21 +249,33 @@ def require_ordinary(params: Params, name_of: Callable[[Any], str] = lambda path
 _replicated: Any = core.Primitive("replicated")
 
 
-def replicated(tree: T, axes: tuple[str, ...], *, known: bool = True, asked: str = "") -> T:
+def replicated(
+    tree: T, axes: tuple[str, ...], *, known: bool = True, asked: str = ""
+) -> T:
     """Mark `tree` as not varying along `axes`, which the caller knows."""
 
     def cast_type(leaf: Array) -> Array:
         varying = tuple(sorted(axes_of(leaf) & frozenset(axes)))
-        asks = asked and isinstance(leaf, jax.Array)  # of a type that does not vary, too: it may have come from a branch
-        return _replicated.bind(leaf, axes=varying, known=known, asked=asked) if varying or asks else leaf
+        # of a type that does not vary, too: it may have come from a branch
+        asks = asked and isinstance(leaf, jax.Array)
+        return (
+            _replicated.bind(leaf, axes=varying, known=known, asked=asked)
+            if varying or asks
+            else leaf
+        )
 
     return cast(T, jax.tree.map(cast_type, tree)) if axes else tree
 
 
 def _type(operand: Any, *, axes: tuple[str, ...], **_: Any) -> Any:
-    if hasattr(operand, "vma"):  # JAX 0.7; the type of JAX 0.10 knows more ways than one to differ
+    # JAX 0.7; the type of JAX 0.10 knows more ways than one to differ
+    if hasattr(operand, "vma"):
         return operand.update(vma=operand.vma - frozenset(axes))
-    return operand.update(manual_axis_type=operand.mat.update(varying=operand.mat.varying - frozenset(axes)))
+    return operand.update(
+        manual_axis_type=operand.mat.update(
+            varying=operand.mat.varying - frozenset(axes)
+        )
+    )
 
 
 def _batched(operands: Any, dimensions: Any, **params: Any) -> Any:

@@ -1,7 +1,9 @@
-"""The inner optimizer's call at the end of a window: made once or not at all, with no second buffer of the parameters' size.
+"""The inner optimizer's call at the end of a window: made once or not at all, with no
+second buffer of the parameters' size.
 
-If the inner optimizer runs, its updates take the accumulator's place, where the next window's first micro-batch overwrites them. The
-parameters are closed over, not carried. So XLA works in place, and a micro-batch in mid-window costs the addition and a select.
+If the inner optimizer runs, its updates take the accumulator's place, where the next
+window's first micro-batch overwrites them. The parameters are closed over, not carried.
+So XLA works in place, and a micro-batch in mid-window costs the addition and a select.
 """
 
 from __future__ import annotations
@@ -17,7 +19,19 @@ import optax
 
 from gradaccum import ArgumentTypeError, UsageError
 from gradaccum.kit import Scalar, explain
-from gradaccum_jax.arrays import Array, Axes, Extra, Handed, InnerState, Params, Tree, Updates, cast_like, takes_part, wider
+from gradaccum_jax.arrays import (
+    Array,
+    Axes,
+    Extra,
+    Handed,
+    InnerState,
+    Params,
+    Tree,
+    Updates,
+    cast_like,
+    takes_part,
+    wider,
+)
 from gradaccum_jax.control_flow import named_axes, once, traced_once
 from gradaccum_jax.sharding import ShardAxes, replicated
 from gradaccum_jax.sums import divide, emptied, fills, pick, to
@@ -32,14 +46,18 @@ class Traced(NamedTuple):
 
     updates: Updates
     call: Call
-    """The optimizer as `Update.run` calls it, ``call(gradients, state)``: for arguments of the same types it is not traced again."""
+    """The optimizer as `Update.run` calls it, ``call(gradients, state)``: for arguments
+    of the same types it is not traced again.
+    """
 
 
 class Update(NamedTuple):
     """A call of the inner optimizer that the end of a window may make."""
 
     optimizer: Callable[..., tuple[Any, Any]]
-    """``optimizer(gradients, state, params, **extra)``: the inner transformation's ``update``."""
+    """``optimizer(gradients, state, params, **extra)``: the inner transformation's
+    ``update``.
+    """
     dtypes: Handed
     params: Params
     extra: Extra
@@ -48,15 +66,22 @@ class Update(NamedTuple):
     shard_axes: ShardAxes = None
 
     def told(self, loss: Scalar) -> Update:
-        """Return the same call with the window's loss as the ``value`` that optax's optimizers read."""
+        """Return the same call with the window's loss as the ``value`` that optax's
+        optimizers read.
+        """
         return self._replace(extra={**self.extra, "value": loss})
 
     def traced(self, accumulator: Tree, held: InnerState, divisor: Scalar) -> Traced:
-        """Trace the call; nothing of it enters the program. A call that takes no ``value``, such as SAM's, is made without."""
+        """Trace the call; nothing of it enters the program. A call that takes no
+        ``value``, such as SAM's, is made without.
+        """
         try:
             return self._traced(accumulator, held, divisor)
         except TypeError as error:
-            if "value" not in self.extra or "unexpected keyword argument 'value'" not in str(error):
+            if (
+                "value" not in self.extra
+                or "unexpected keyword argument 'value'" not in str(error)
+            ):
                 raise
         rest = {name: given for name, given in self.extra.items() if name != "value"}
         return self._replace(extra=rest)._traced(accumulator, held, divisor)
@@ -66,19 +91,34 @@ class Update(NamedTuple):
 
         def whole(accumulator: Tree, held: InnerState) -> tuple[Updates, InnerState]:
             leaves, structure = jax.tree.flatten(self._gradients(accumulator, divisor))
-            gradients = [to(leaf, dtype) for leaf, dtype in zip(leaves, self.dtypes.like, strict=True)]
-            made: tuple[Updates, InnerState] = call(jax.tree.unflatten(structure, gradients), held)
+            gradients = [
+                to(leaf, dtype)
+                for leaf, dtype in zip(leaves, self.dtypes.like, strict=True)
+            ]
+            made: tuple[Updates, InnerState] = call(
+                jax.tree.unflatten(structure, gradients), held
+            )
             return made
 
-        program, (updates, _) = jax.make_jaxpr(whole, return_shape=True)(accumulator, held)
+        program, (updates, _) = jax.make_jaxpr(whole, return_shape=True)(
+            accumulator, held
+        )
         require_no_reduction(named_axes(program), self.shard_axes)
         return Traced(_still(updates, accumulator), call)
 
-    def run(self, accumulator: Tree, held: InnerState, divisor: Scalar, traced: Traced, apply: Scalar) -> tuple[Updates, Tree, InnerState]:
+    def run(
+        self,
+        accumulator: Tree,
+        held: InnerState,
+        divisor: Scalar,
+        traced: Traced,
+        apply: Scalar,
+    ) -> tuple[Updates, Tree, InnerState]:
         """Run the inner optimizer if `apply` holds.
 
         Returns:
-            The updates twice and the new state; otherwise zeros, the accumulator and the state.
+            The updates twice and the new state; otherwise zeros, the accumulator and
+            the state.
         """
         buffer = jax.tree.map(_wide_enough, accumulator, traced.updates)
 
@@ -88,13 +128,21 @@ class Update(NamedTuple):
             return cast_like(_still(made, accumulator), buffer), cast_like(after, held)
 
         buffer, after = once(apply, call, (buffer, held))
-        return self._updates_where(apply, buffer, traced.updates), cast_like(buffer, accumulator), after
+        return (
+            self._updates_where(apply, buffer, traced.updates),
+            cast_like(buffer, accumulator),
+            after,
+        )
 
-    def keep(self, accumulator: Tree, updates: Updates, never: Scalar) -> tuple[Updates, Tree]:
-        """Return the updates, all zeros, and the accumulator of a micro-batch that can end no window.
+    def keep(
+        self, accumulator: Tree, updates: Updates, never: Scalar
+    ) -> tuple[Updates, Tree]:
+        """Return the updates, all zeros, and the accumulator of a micro-batch that can
+        end no window.
 
-        Constant zeros would cost a copy of the parameters: nothing tells XLA that the gradient, which reads the old parameters, comes
-        first. After a loop over all sums, even one that never runs, the gradient has come, and the select is free.
+        Constant zeros would cost a copy of the parameters: nothing tells XLA that the
+        gradient, which reads the old parameters, comes first. After a loop over all
+        sums, even one that never runs, the gradient has come, and the select is free.
         """
         accumulator = once(never, lambda held: emptied(held, never), accumulator)
         return self._updates_where(never, accumulator, updates), accumulator
@@ -103,15 +151,26 @@ class Update(NamedTuple):
         made = self.optimizer(gradients, held, self.params, **self.extra)
         if not self.axes:
             return made
-        return same("what the inner optimizer made", made, self.axes, "Let the optimizer close over nothing that is a device's own.")
+        return same(
+            "what the inner optimizer made",
+            made,
+            self.axes,
+            "Let the optimizer close over nothing that is a device's own.",
+        )
 
     def _gradients(self, accumulator: Tree, divisor: Scalar) -> Tree:
         return replicated(divide(accumulator, divisor, self.dtypes.given), self.axes)
 
     def _updates_where(self, apply: Scalar, buffer: Tree, updates: Updates) -> Updates:
-        """Return the updates in `buffer` if `apply` holds, in the dtypes of `updates`; otherwise zeros."""
+        """Return the updates in `buffer` if `apply` holds, in the dtypes of `updates`;
+        otherwise zeros.
+        """
         nothing = fills(_nothing)
-        made = jax.tree.map(lambda leaf, update: to(pick(apply, leaf, nothing(leaf)), update.dtype), buffer, updates)
+        made = jax.tree.map(
+            lambda leaf, update: to(pick(apply, leaf, nothing(leaf)), update.dtype),
+            buffer,
+            updates,
+        )
         return replicated(made, self.axes)
 
 
@@ -120,23 +179,31 @@ def _wide_enough(held: Array, update: Array) -> Array:
 
 
 def _still(updates: Updates, accumulator: Tree) -> Updates:
-    """Replace the update of each parameter that takes no part by the sum, an exact 0 in its dtype."""
-    return jax.tree.map(lambda held, update: update if takes_part(held) else held, accumulator, updates)
+    """Replace the update of each parameter that takes no part by the sum, an exact 0 in
+    its dtype.
+    """
+    return jax.tree.map(
+        lambda held, update: update if takes_part(held) else held, accumulator, updates
+    )
 
 
 def _nothing(leaf: Array) -> complex:
-    """Return -0.0, the one zero that leaves every parameter bit for bit as it is: -0.0 + 0.0 is 0.0, but x + -0.0 is x."""
+    """Return -0.0, the one zero that leaves every parameter bit for bit as it is: -0.0
+    + 0.0 is 0.0, but x + -0.0 is x.
+    """
     if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
         return complex(-0.0, -0.0)
     return -0.0 if jnp.issubdtype(leaf.dtype, jnp.floating) else 0
 
 
-# Extra arguments of the inner optimizer that describe one batch: optax has `grad` and `value_fn` for line searches, `grad_fn` for SAM, and
-# `obj_fn` for Sophia.
+# Extra arguments of the inner optimizer that describe one batch: optax has `grad` and
+# `value_fn` for line searches, `grad_fn` for SAM, and `obj_fn` for Sophia.
 #
-# The inner optimizer runs at the window's end, where a streaming loop has those of the last micro-batch only. Training would continue with
-# a function that does not belong to the gradient. So the caller closes the window and passes those of the whole window. `value` is another
-# matter: losses add up, and the inner optimizer gets the window's (see `statistics`).
+# The inner optimizer runs at the window's end, where a streaming loop has those of the
+# last micro-batch only. Training would continue with a function that does not belong to
+# the gradient. So the caller closes the window and passes those of the whole window.
+# `value` is another matter: losses add up, and the inner optimizer gets the window's
+# (see `statistics`).
 
 
 OF_A_BATCH = ("grad", "value_fn", "grad_fn", "obj_fn")
@@ -164,36 +231,70 @@ def takes(inner: optax.GradientTransformation) -> Takes:
         declared = signature(inner.update).parameters.values()
     except (TypeError, ValueError):
         return ANY
-    return Takes(frozenset(p.name for p in declared), any(p.kind is Parameter.VAR_KEYWORD for p in declared))
+    return Takes(
+        frozenset(p.name for p in declared),
+        any(p.kind is Parameter.VAR_KEYWORD for p in declared),
+    )
 
 
 def require_taken(extra: Extra, taken: Takes) -> None:
-    """Raise unless the inner optimizer takes each extra argument, and none that it does not declare is one of `OWN` misspelt."""
+    """Raise unless the inner optimizer takes each extra argument, and none that it does
+    not declare is one of `OWN` misspelt.
+    """
     for name in extra.keys() - taken.names - {"value", *OF_A_BATCH}:
         near = get_close_matches(name, OWN, 1, 0.75 if taken.any else 0.6)
         if near or not taken.any:
-            fix = f"Did you mean {near[0]}=?" if near else "Leave it out, or give it to an inner optimizer that declares it."
-            fix = "weight= and last= belong to tx.update, denominator= to gradaccum_jax.flush." if name in OWN else fix
-            expected, found = "an argument of this call, or one that the inner optimizer declares", "neither"
-            raise explain(ArgumentTypeError, name, expected=expected, found=found, fix=fix)
+            fix = (
+                f"Did you mean {near[0]}=?"
+                if near
+                else "Leave it out, or give it to an inner optimizer that declares it."
+            )
+            fix = (
+                "weight= and last= belong to tx.update, denominator= to"
+                " gradaccum_jax.flush."
+                if name in OWN
+                else fix
+            )
+            expected, found = (
+                "an argument of this call, or one that the inner optimizer declares",
+                "neither",
+            )
+            raise explain(
+                ArgumentTypeError, name, expected=expected, found=found, fix=fix
+            )
 
 
 def require_none_of_a_batch(extra: Extra) -> None:
     for name in OF_A_BATCH:
         if extra.get(name) is not None:
-            expected, found = "nothing in a window of several micro-batches", "that of one micro-batch"
+            expected, found = (
+                "nothing in a window of several micro-batches",
+                "that of one micro-batch",
+            )
             fix = (
-                "Wrap with steps=None, where tx.update only notes its type, and close the window yourself with what belongs to all of it: "
-                f"gradaccum_jax.flush(tx, state, params, {name}=...)."
+                "Wrap with steps=None, where tx.update only notes its type, and close"
+                " the window yourself with what belongs to all of it:"
+                f" gradaccum_jax.flush(tx, state, params, {name}=...)."
             )
             raise explain(UsageError, name, expected=expected, found=found, fix=fix)
 
 
 def require_no_reduction(axes: Axes, shard_axes: ShardAxes) -> None:
-    """Raise unless the inner optimizer reduces over no mesh axes but those that shard parameters.
+    """Raise unless the inner optimizer reduces over no mesh axes but those that shard
+    parameters.
 
-    Each device decides by its own gradient. If one skipped the optimizer, the others would wait for it for ever.
+    Each device decides by its own gradient. If one skipped the optimizer, the others
+    would wait for it for ever.
     """
     if found := sorted(axes - frozenset(shard_axes or ())):
-        fix = "Reduce the gradients before tx.update, jax.lax.pmean(grads, axis), or wrap with axis_name=, which reduces once per window."
-        raise explain(UsageError, "optimizer", expected="one that does not reduce", found=f"one that reduces over {found}", fix=fix)
+        fix = (
+            "Reduce the gradients before tx.update, jax.lax.pmean(grads, axis), or wrap"
+            " with axis_name=, which reduces once per window."
+        )
+        raise explain(
+            UsageError,
+            "optimizer",
+            expected="one that does not reduce",
+            found=f"one that reduces over {found}",
+            fix=fix,
+        )

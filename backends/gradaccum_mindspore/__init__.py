@@ -1,4 +1,6 @@
-"""Gradient accumulation for MindSpore; `gradaccum.wrap` of a MindSpore optimizer comes here."""
+"""Gradient accumulation for MindSpore; `gradaccum.wrap` of a MindSpore optimizer comes
+here.
+"""
 
 from gradaccum_mindspore.backend import backend, wrap
 from gradaccum_mindspore.large_batch.coupled import coupled_value_and_grad
@@ -13,6 +15,26 @@ from gradaccum_mindspore.verification import verify, verify_loss_scaling
 from gradaccum_mindspore.workers.cross_entropy import GatherItems, sharded_cross_entropy
 from gradaccum_mindspore.workers.layout import redistributed
 
-__all__ = ["AccumulatingOptimizer", "FlushAtEpochEnd", "GatherItems", "TrainOneStepCell", "WatchWindows", "backend"]
-__all__ += ["coupled_value_and_grad", "layered_backward", "load_checkpoint_into", "recompute", "redistributed", "sharded_cross_entropy"]
-__all__ += ["value_and_grad", "value_and_update", "verify", "verify_loss_scaling", "wrap"]
+__all__ = [
+    "AccumulatingOptimizer",
+    "FlushAtEpochEnd",
+    "GatherItems",
+    "TrainOneStepCell",
+    "WatchWindows",
+    "backend",
+]
+__all__ += [
+    "coupled_value_and_grad",
+    "layered_backward",
+    "load_checkpoint_into",
+    "recompute",
+    "redistributed",
+    "sharded_cross_entropy",
+]
+__all__ += [
+    "value_and_grad",
+    "value_and_update",
+    "verify",
+    "verify_loss_scaling",
+    "wrap",
+]

@@ -9,10 +9,27 @@ import mindspore
 from mindspore import nn
 from mindspore.experimental import optim
 
-from gradaccum import ArgumentTypeError, ArgumentValueError, LossScale, VerificationReport
-from gradaccum.kit import Options, ScaleRule, Steps, WrapOptions, explain, optimizer_error, wrap_with, wrapped_twice_error
+from gradaccum import (
+    ArgumentTypeError,
+    ArgumentValueError,
+    LossScale,
+    VerificationReport,
+)
+from gradaccum.kit import (
+    Options,
+    ScaleRule,
+    Steps,
+    WrapOptions,
+    explain,
+    optimizer_error,
+    wrap_with,
+    wrapped_twice_error,
+)
 from gradaccum_mindspore import grad_scaler
-from gradaccum_mindspore.optimizer import AccumulatingExperimentalOptimizer, AccumulatingOptimizer
+from gradaccum_mindspore.optimizer import (
+    AccumulatingExperimentalOptimizer,
+    AccumulatingOptimizer,
+)
 from gradaccum_mindspore.scheduler import SCHEDULERS, GatedScheduler
 from gradaccum_mindspore.verification.check import verify
 from gradaccum_mindspore.workers.group import shares_windows
@@ -25,7 +42,9 @@ class MindSporeBackend:
     scaler_kind = grad_scaler.scaler_kind
 
     def scaler_rule(self, scaler: object) -> ScaleRule | None:
-        """Return the rule of a `mindspore.amp.DynamicLossScaler`; None for another object."""
+        """Return the rule of a `mindspore.amp.DynamicLossScaler`; None for another
+        object.
+        """
         return grad_scaler.scaler_rule(scaler)
 
     def is_scheduler(self, candidate: object) -> bool:
@@ -35,17 +54,36 @@ class MindSporeBackend:
         return GatedScheduler(scheduler)
 
     def devices(self) -> tuple[str, ...]:
-        found = [(kind, mindspore.hal.device_count(kind)) for kind in ("GPU", "Ascend") if mindspore.hal.is_available(kind)]
-        return ("CPU", *(f"{kind}:{index}" for kind, count in found for index in range(count)))
+        found = [
+            (kind, mindspore.hal.device_count(kind))
+            for kind in ("GPU", "Ascend")
+            if mindspore.hal.is_available(kind)
+        ]
+        return (
+            "CPU",
+            *(f"{kind}:{index}" for kind, count in found for index in range(count)),
+        )
 
     def verifies(self, model: object) -> bool:
         return isinstance(model, nn.Cell)
 
-    def verify(self, model: nn.Cell, loss_fn: Callable[..., Any], batch: Any, steps: int = 4, **options: Any) -> VerificationReport:
+    def verify(
+        self,
+        model: nn.Cell,
+        loss_fn: Callable[..., Any],
+        batch: Any,
+        steps: int = 4,
+        **options: Any,
+    ) -> VerificationReport:
         return verify(model, loss_fn, batch, steps, **options)
 
     def wrap(
-        self, optimizer: object, options: Options, *, name: str = "gradaccum", data_parallel: bool | None = None
+        self,
+        optimizer: object,
+        options: Options,
+        *,
+        name: str = "gradaccum",
+        data_parallel: bool | None = None,
     ) -> AccumulatingOptimizer:
         """Wrap `optimizer`.
 
@@ -53,42 +91,72 @@ class MindSporeBackend:
             optimizer: the optimizer to run once per window.
             options: the checked options.
             name: becomes part of the names of the Parameters that hold the state.
-            data_parallel: True: a window is that of all workers, and its sum is reduced once, at its end. This call, the end of a window
-                and ``flush`` are then collective. A Parameter that you marked as ``layerwise_parallel`` is each worker's own: its sum is
-                not reduced. The others are marked so now, because MindSpore's own reducer leaves them alone then. False: this worker's
-                windows are its own. None: there must be no other worker.
+            data_parallel: True: a window is that of all workers, and its sum is reduced
+                once, at its end. This call, the end of a window and ``flush`` are then
+                collective. A Parameter that you marked as ``layerwise_parallel`` is
+                each worker's own: its sum is not reduced. The others are marked so now,
+                because MindSpore's own reducer leaves them alone then. False: this
+                worker's windows are its own. None: there must be no other worker.
 
         Raises:
-            ArgumentTypeError: `optimizer` is no MindSpore optimizer, or is wrapped already.
-            ArgumentValueError: `name` is empty, or a parameter of the model has a name of the state's; `optimizer` divides by a loss scale
-                of its own beside ``loss_scale=``; another wrapped optimizer drives the scaler given as ``loss_scale=``; with
-                ``data_parallel=True`` other workers have other options or other parameters; beside ``layerwise_parallel`` Parameters the
-                reduction is "mean", ``on_overflow="drop_micro_batch"`` or ``noise_scale=`` is given, or no other Parameter is left.
-            UsageError: there are several workers, and `data_parallel` was not given; or it is True, and they are not initialised.
+            ArgumentTypeError: `optimizer` is no MindSpore optimizer, or is wrapped
+                already.
+            ArgumentValueError: `name` is empty, or a parameter of the model has a name
+                of the state's; `optimizer` divides by a loss scale of its own beside
+                ``loss_scale=``; another wrapped optimizer drives the scaler given as
+                ``loss_scale=``; with ``data_parallel=True`` other workers have other
+                options or other parameters; beside ``layerwise_parallel`` Parameters
+                the reduction is "mean", ``on_overflow="drop_micro_batch"`` or
+                ``noise_scale=`` is given, or no other Parameter is left.
+            UsageError: there are several workers, and `data_parallel` was not given; or
+                it is True, and they are not initialised.
         """
         if isinstance(optimizer, AccumulatingOptimizer):
             raise wrapped_twice_error(optimizer)
         if not isinstance(optimizer, (nn.Optimizer, optim.Optimizer)):
-            fix = "Write for example gradaccum.wrap(nn.Adam(net.trainable_params()), steps=4)."
-            raise optimizer_error("a mindspore.nn or mindspore.experimental optimizer", optimizer, fix)
+            fix = (
+                "Write for example gradaccum.wrap(nn.Adam(net.trainable_params()),"
+                " steps=4)."
+            )
+            raise optimizer_error(
+                "a mindspore.nn or mindspore.experimental optimizer", optimizer, fix
+            )
         if not isinstance(name, str) or not name:
             kind = ArgumentValueError if isinstance(name, str) else ArgumentTypeError
-            raise explain(kind, "name", expected="a text that is not empty", got=name, fix="Write name='generator'.")
-        wrapper = AccumulatingOptimizer if isinstance(optimizer, nn.Optimizer) else AccumulatingExperimentalOptimizer
-        return wrapper(optimizer, options, name, data_parallel=shares_windows(data_parallel))
+            raise explain(
+                kind,
+                "name",
+                expected="a text that is not empty",
+                got=name,
+                fix="Write name='generator'.",
+            )
+        wrapper = (
+            AccumulatingOptimizer
+            if isinstance(optimizer, nn.Optimizer)
+            else AccumulatingExperimentalOptimizer
+        )
+        return wrapper(
+            optimizer, options, name, data_parallel=shares_windows(data_parallel)
+        )
 
 
 backend = MindSporeBackend()
 
 
 class MindSporeOptions(WrapOptions, total=False):
-    """The options of `wrap`: those of `gradaccum.wrap`, and those of `MindSporeBackend.wrap`."""
+    """The options of `wrap`: those of `gradaccum.wrap`, and those of
+    `MindSporeBackend.wrap`.
+    """
 
     loss_scale: float | LossScale | mindspore.amp.LossScaler | None
     name: str
     data_parallel: bool | None
 
 
-def wrap(optimizer: nn.Optimizer | optim.Optimizer, steps: Steps, **options: Unpack[MindSporeOptions]) -> AccumulatingOptimizer:
+def wrap(
+    optimizer: nn.Optimizer | optim.Optimizer,
+    steps: Steps,
+    **options: Unpack[MindSporeOptions],
+) -> AccumulatingOptimizer:
     """Wrap a MindSpore optimizer: `gradaccum.wrap`, typed."""
     return cast(AccumulatingOptimizer, wrap_with(backend, optimizer, steps, **options))

@@ -1,6 +1,8 @@
-"""Checks of arguments: gradients, weights, losses, parameters. Each raises before anything is changed.
+"""Checks of arguments: gradients, weights, losses, parameters. Each raises before
+anything is changed.
 
-Structure, shape and dtype are constants of a compiled program, which checks them while compiling.
+Structure, shape and dtype are constants of a compiled program, which checks them while
+compiling.
 """
 
 from __future__ import annotations
@@ -28,46 +30,84 @@ Spec = tuple[str, Shape, DType]
 Specs = tuple[Spec, ...]
 
 
-LOSS_FIX = "Write optimizer(gradients, weight, loss) with the loss that was differentiated, not scaled."
+LOSS_FIX = (
+    "Write optimizer(gradients, weight, loss) with the loss that was differentiated,"
+    " not scaled."
+)
 
 
-def gradients_by_position(gradients: Gradients | NamedGradients, specs: Specs, now: Callable[[], tuple[str, ...]]) -> Gradients:
-    """Return the gradients in the parameters' order, checked. A dict has the names in `specs`, or those that `now` returns."""
+def gradients_by_position(
+    gradients: Gradients | NamedGradients,
+    specs: Specs,
+    now: Callable[[], tuple[str, ...]],
+) -> Gradients:
+    """Return the gradients in the parameters' order, checked. A dict has the names in
+    `specs`, or those that `now` returns.
+    """
     if isinstance(gradients, Mapping):
-        gradients = [gradients[name] for name in names_of(tuple(gradients), specs, now())]
+        gradients = [
+            gradients[name] for name in names_of(tuple(gradients), specs, now())
+        ]
     if not isinstance(gradients, Sequence) or len(gradients) != len(specs):
-        found = f"a tuple of {len(gradients)}" if isinstance(gradients, Sequence) else f"an object of type {type(gradients).__name__}"
-        raise _structure_error(found, f"{len(specs)} gradients in the order of the optimizer's parameters")
+        found = (
+            f"a tuple of {len(gradients)}"
+            if isinstance(gradients, Sequence)
+            else f"an object of type {type(gradients).__name__}"
+        )
+        raise _structure_error(
+            found, f"{len(specs)} gradients in the order of the optimizer's parameters"
+        )
     for gradient, spec in zip(gradients, specs, strict=True):
         check_gradient(gradient, spec)
     return tuple(gradients)
 
 
-def names_of(keys: tuple[str, ...], specs: Specs, now: tuple[str, ...]) -> tuple[str, ...]:
+def names_of(
+    keys: tuple[str, ...], specs: Specs, now: tuple[str, ...]
+) -> tuple[str, ...]:
     for names in (now, tuple(name for name, _, _ in specs)):
         if set(keys) == set(names):
             return names
-    raise _structure_error(f"a dict with the keys {sorted(map(str, keys))}", f"the keys {list(now)}")
+    raise _structure_error(
+        f"a dict with the keys {sorted(map(str, keys))}", f"the keys {list(now)}"
+    )
 
 
 def without_none(gradients: Gradients, specs: Specs) -> Gradients:
-    """Replace None by zeros: the compiler takes a tuple that holds a None for a constant."""
+    """Replace None by zeros: the compiler takes a tuple that holds a None for a
+    constant.
+    """
     pairs = zip(gradients, specs, strict=True)
-    return tuple(Tensor(np.zeros(shape), dtype) if gradient is None else gradient for gradient, (_, shape, dtype) in pairs)
+    return tuple(
+        Tensor(np.zeros(shape), dtype) if gradient is None else gradient
+        for gradient, (_, shape, dtype) in pairs
+    )
 
 
 def check_gradient(gradient: object, spec: Spec) -> None:
-    """Raise `GradientError` unless `gradient` is None or a Tensor of the parameter's shape and dtype."""
+    """Raise `GradientError` unless `gradient` is None or a Tensor of the parameter's
+    shape and dtype.
+    """
     if gradient is None:
         return
     name, shape, dtype = spec
     if not isinstance(gradient, Tensor):
-        raise _gradient_error(name, "a dense Tensor or None", f"an object of type {type(gradient).__name__}")
-    check_shape_and_dtype(name, tuple(gradient.shape), str(gradient.dtype), shape, str(dtype))
+        raise _gradient_error(
+            name,
+            "a dense Tensor or None",
+            f"an object of type {type(gradient).__name__}",
+        )
+    check_shape_and_dtype(
+        name, tuple(gradient.shape), str(gradient.dtype), shape, str(dtype)
+    )
 
 
-def check_shape_and_dtype(name: str, shape: Shape, dtype: str, expected_shape: Shape, expected_dtype: str) -> None:
-    """Raise `GradientError` unless both agree; half precision also takes a float32 gradient."""
+def check_shape_and_dtype(
+    name: str, shape: Shape, dtype: str, expected_shape: Shape, expected_dtype: str
+) -> None:
+    """Raise `GradientError` unless both agree; half precision also takes a float32
+    gradient.
+    """
     if shape != expected_shape:
         raise _gradient_error(name, f"shape {expected_shape}", f"shape {shape}")
     half = expected_dtype in ("Float16", "BFloat16")
@@ -84,7 +124,9 @@ def weight_as_number(weight: Number) -> float:
 
 def item_weights(weights: Any, items: int) -> list[float]:
     given = weights.asnumpy() if isinstance(weights, Tensor) else weights
-    return require_item_weights(given.tolist() if isinstance(given, np.ndarray) else given, items)
+    return require_item_weights(
+        given.tolist() if isinstance(given, np.ndarray) else given, items
+    )
 
 
 def loss_as_number(loss: object) -> float:
@@ -93,7 +135,13 @@ def loss_as_number(loss: object) -> float:
         require_one_number("loss", loss.shape)
         return float(loss.astype(ms.float64).asnumpy().item())
     if isinstance(loss, (bool, str)) or not hasattr(loss, "__float__"):
-        raise explain(ArgumentTypeError, "loss", expected="a number or a Tensor of one element", got=loss, fix=LOSS_FIX)
+        raise explain(
+            ArgumentTypeError,
+            "loss",
+            expected="a number or a Tensor of one element",
+            got=loss,
+            fix=LOSS_FIX,
+        )
     require_one_number("loss", getattr(loss, "shape", ()))
     return float(loss.item() if isinstance(loss, np.ndarray) else loss)
 
@@ -101,49 +149,102 @@ def loss_as_number(loss: object) -> float:
 def require_one_number(argument: str, shape: Shape) -> None:
     if prod(shape) != 1:
         fix = LOSS_FIX if argument == "loss" else "Write weight.sum()."
-        raise explain(ArgumentValueError, argument, expected="one number", found=f"shape {shape}", fix=fix)
+        raise explain(
+            ArgumentValueError,
+            argument,
+            expected="one number",
+            found=f"shape {shape}",
+            fix=fix,
+        )
 
 
 def _structure_error(found: str, expected: str) -> GradientError:
-    fix = "Differentiate by optimizer.parameters: mindspore.value_and_grad(fn, None, optimizer.parameters)."
+    fix = (
+        "Differentiate by optimizer.parameters: mindspore.value_and_grad(fn, None,"
+        " optimizer.parameters)."
+    )
     return explain(GradientError, "gradients", expected=expected, found=found, fix=fix)
 
 
 def _gradient_error(name: str, expected: str, found: str) -> GradientError:
-    fix = "Hand over the gradient as mindspore.value_and_grad returns it; let a hook or bprop keep shape and dtype."
-    return explain(GradientError, f"gradient of {name!r}", expected=expected, found=found, fix=fix)
+    fix = (
+        "Hand over the gradient as mindspore.value_and_grad returns it; let a hook or"
+        " bprop keep shape and dtype."
+    )
+    return explain(
+        GradientError, f"gradient of {name!r}", expected=expected, found=found, fix=fix
+    )
 
 
 def _sparse_error(name: str) -> GradientError:
-    fix = "Build the layer so that its gradient is dense: mindspore.nn.Embedding instead of EmbeddingLookup."
-    return explain(GradientError, f"gradient of {name!r}", expected="a dense Tensor or None", found="a sparse one: a RowTensor", fix=fix)
+    fix = (
+        "Build the layer so that its gradient is dense: mindspore.nn.Embedding instead"
+        " of EmbeddingLookup."
+    )
+    return explain(
+        GradientError,
+        f"gradient of {name!r}",
+        expected="a dense Tensor or None",
+        found="a sparse one: a RowTensor",
+        fix=fix,
+    )
 
 
-def require_told_apart(places: int, dtype: DType | None, no_weight: bool, no_loss: bool) -> bool:
-    """Raise unless weight and loss are given once each, and by name where a floating Tensor or array alone may be either.
+def require_told_apart(
+    places: int, dtype: DType | None, no_weight: bool, no_loss: bool
+) -> bool:
+    """Raise unless weight and loss are given once each, and by name where a floating
+    Tensor or array alone may be either.
 
     `places`: how many have no name; `dtype`: the first one's, if it has one.
     """
-    fix = "Write optimizer(gradients, weight=n), optimizer(gradients, loss=loss), or optimizer(gradients, n, loss)."
+    fix = (
+        "Write optimizer(gradients, weight=n), optimizer(gradients, loss=loss), or"
+        " optimizer(gradients, n, loss)."
+    )
     if places > 2 or (places > 0 and not no_weight) or (places > 1 and not no_loss):
-        raise explain(ArgumentTypeError, "weight", expected="weight and loss, each once", found=f"{places} of them without a name", fix=fix)
+        raise explain(
+            ArgumentTypeError,
+            "weight",
+            expected="weight and loss, each once",
+            found=f"{places} of them without a name",
+            fix=fix,
+        )
     if places == 1 and no_loss and "float" in str(dtype).lower():
-        expected = "to be named where a floating Tensor stands alone, because it may be the loss"
-        raise explain(ArgumentTypeError, "weight", expected=expected, found=f"one of {dtype}", fix=fix)
+        expected = (
+            "to be named where a floating Tensor stands alone, because it may be the"
+            " loss"
+        )
+        raise explain(
+            ArgumentTypeError,
+            "weight",
+            expected=expected,
+            found=f"one of {dtype}",
+            fix=fix,
+        )
     return True
 
 
-compiled_told_apart: Callable[[int, DType | None, bool, bool], bool] = constexpr(require_told_apart)
+compiled_told_apart: Callable[[int, DType | None, bool, bool], bool] = constexpr(
+    require_told_apart
+)
 
 
 @constexpr  # type: ignore[untyped-decorator]
 def check_compiled_structure(count: int, specs: Specs) -> None:
     if count != len(specs):
-        raise _structure_error(f"a tuple of {count}", f"{len(specs)} gradients in the order of the optimizer's parameters")
+        raise _structure_error(
+            f"a tuple of {count}",
+            f"{len(specs)} gradients in the order of the optimizer's parameters",
+        )
 
 
-def compiled_names_of(specs: Specs, now: Callable[[], tuple[str, ...]]) -> Callable[[tuple[str, ...]], tuple[str, ...]]:
-    """Return `names_of` as a function of the keys alone: the compiler cannot read a Parameter's name."""
+def compiled_names_of(
+    specs: Specs, now: Callable[[], tuple[str, ...]]
+) -> Callable[[tuple[str, ...]], tuple[str, ...]]:
+    """Return `names_of` as a function of the keys alone: the compiler cannot read a
+    Parameter's name.
+    """
 
     @constexpr(reuse_result=False)  # type: ignore[untyped-decorator]
     def names(keys: tuple[str, ...]) -> tuple[str, ...]:
@@ -170,12 +271,19 @@ check_compiled_shape: Callable[[str, Shape], None] = constexpr(require_one_numbe
 
 
 @constexpr  # type: ignore[untyped-decorator]
-def check_compiled_gradients(shapes: tuple[Shape | None, ...], dtypes: tuple[DType | None, ...], specs: Specs) -> bool:
-    for shape, dtype, (name, expected_shape, expected_dtype) in zip(shapes, dtypes, specs, strict=True):
-        if shape is None or isinstance(shape, Tensor):  # of a RowTensor, in MindSpore 2.7 and later
+def check_compiled_gradients(
+    shapes: tuple[Shape | None, ...], dtypes: tuple[DType | None, ...], specs: Specs
+) -> bool:
+    for shape, dtype, (name, expected_shape, expected_dtype) in zip(
+        shapes, dtypes, specs, strict=True
+    ):
+        # of a RowTensor, in MindSpore 2.7 and later
+        if shape is None or isinstance(shape, Tensor):
             raise _sparse_error(name)
         if dtype is not None:
-            check_shape_and_dtype(name, tuple(shape), str(dtype), expected_shape, str(expected_dtype))
+            check_shape_and_dtype(
+                name, tuple(shape), str(dtype), expected_shape, str(expected_dtype)
+            )
     return True
 
 
@@ -184,11 +292,17 @@ def check_compiled_gradients(shapes: tuple[Shape | None, ...], dtypes: tuple[DTy
 
 @constexpr  # type: ignore[untyped-decorator]
 def refuse_compiled_layers(found: str) -> None:
-    expected = "a call from Python in PyNative mode: compiled code copies weights that layers read in turn, on a CPU rounded to float32"
-    fix = (
-        "Leave mindspore.jit out, write set_context(mode=mindspore.PYNATIVE_MODE), and compile layers: net.construct = mindspore.jit(...)."
+    expected = (
+        "a call from Python in PyNative mode: compiled code copies weights that layers"
+        " read in turn, on a CPU rounded to float32"
     )
-    raise explain(UsageError, "layered_backward", expected=expected, found=found, fix=fix)
+    fix = (
+        "Leave mindspore.jit out, write set_context(mode=mindspore.PYNATIVE_MODE), and"
+        " compile layers: net.construct = mindspore.jit(...)."
+    )
+    raise explain(
+        UsageError, "layered_backward", expected=expected, found=found, fix=fix
+    )
 
 
 def layers_in_compiled_code(*args: Any, **kwargs: Any) -> None:
@@ -197,18 +311,56 @@ def layers_in_compiled_code(*args: Any, **kwargs: Any) -> None:
 
 def require_layers(layers: object) -> list[Callable[..., Any]]:
     fix = "Write layers=net, a SequentialCell, or layers=[prelude, *net.blocks, head]."
-    if not isinstance(layers, nn.SequentialCell | nn.CellList | list | tuple) or not len(layers):
-        raise explain(ArgumentTypeError, "layers", expected="a SequentialCell or a list of Cells, not empty", got=layers, fix=fix)
-    if isinstance(layers, nn.SequentialCell) and type(layers).construct is not nn.SequentialCell.construct:
-        raise explain(ArgumentTypeError, "layers", expected="layers that run in turn", found="a construct of its own", fix=fix)
+    if not isinstance(
+        layers, nn.SequentialCell | nn.CellList | list | tuple
+    ) or not len(layers):
+        raise explain(
+            ArgumentTypeError,
+            "layers",
+            expected="a SequentialCell or a list of Cells, not empty",
+            got=layers,
+            fix=fix,
+        )
+    if (
+        isinstance(layers, nn.SequentialCell)
+        and type(layers).construct is not nn.SequentialCell.construct
+    ):
+        raise explain(
+            ArgumentTypeError,
+            "layers",
+            expected="layers that run in turn",
+            found="a construct of its own",
+            fix=fix,
+        )
     return list(layers)
 
 
 def require_held(parameters: Sequence[Parameter], found: Any) -> None:
-    """Raise unless each parameter of the optimizers is in a layer, or in the loss, and in one optimizer."""
+    """Raise unless each parameter of the optimizers is in a layer, or in the loss, and
+    in one optimizer.
+    """
     if lost := [each.name for each in parameters if id(each) not in found]:
-        fix = "Pass the Cell that holds it as a layer, or a function that names that Cell; leave frozen parameters out of the optimizer."
+        fix = (
+            "Pass the Cell that holds it as a layer, or a function that names that"
+            " Cell; leave frozen parameters out of the optimizer."
+        )
         expected = "each parameter of the optimizers, with requires_grad"
-        raise explain(ArgumentValueError, "layers", expected=expected, found=f"none with {lost}", fix=fix)
-    if twice := [each.name for at, each in enumerate(parameters) if any(each is other for other in parameters[:at])]:
-        raise explain(ArgumentValueError, "optimizer", expected="each parameter once", found=f"{twice} in two", fix="Leave it in one.")
+        raise explain(
+            ArgumentValueError,
+            "layers",
+            expected=expected,
+            found=f"none with {lost}",
+            fix=fix,
+        )
+    if twice := [
+        each.name
+        for at, each in enumerate(parameters)
+        if any(each is other for other in parameters[:at])
+    ]:
+        raise explain(
+            ArgumentValueError,
+            "optimizer",
+            expected="each parameter once",
+            found=f"{twice} in two",
+            fix="Leave it in one.",
+        )

@@ -1,11 +1,15 @@
-"""The loss scale: a `mindspore.amp.DynamicLossScaler` that the wrapped optimizer drives, and who has read the scale.
+"""The loss scale: a `mindspore.amp.DynamicLossScaler` that the wrapped optimizer
+drives, and who has read the scale.
 
-The window's end divides gradients by the loss scale, so the user must have multiplied the loss by it, which stock cells such as
-`mindspore.nn.TrainOneStepCell` cannot. So `note_read` stands where somebody reads the scale, and `require_read` where a gradient comes in.
-Both run as Python while MindSpore compiles a program, and at each call in PyNative.
+The window's end divides gradients by the loss scale, so the user must have multiplied
+the loss by it, which stock cells such as `mindspore.nn.TrainOneStepCell` cannot. So
+`note_read` stands where somebody reads the scale, and `require_read` where a gradient
+comes in. Both run as Python while MindSpore compiles a program, and at each call in
+PyNative.
 
-On a driven scaler `adjust` raises, and so does `unscale` of gradients: the window's end does both. `drive` replaces the methods on the
-object, where compiled code finds them too.
+On a driven scaler `adjust` raises, and so does `unscale` of gradients: the window's end
+does both. `drive` replaces the methods on the object, where compiled code finds them
+too.
 """
 
 from __future__ import annotations
@@ -46,32 +50,59 @@ def require_read(key: int) -> bool:
         "gradients",
         expected="gradients of the loss times the loss scale",
         found="a micro-batch before anyone asked for the loss scale",
-        fix="Train with gradaccum_mindspore.TrainOneStepCell(network, optimizer), which mindspore.train.Model takes as its network; or "
-        "return optimizer.scale(loss) from the function that is differentiated; or pass optimizer.loss_scale as sens "
-        "(reading optimizer.result does not count).",
+        fix=(
+            "Train with gradaccum_mindspore.TrainOneStepCell(network, optimizer), which"
+            " mindspore.train.Model takes as its network; or return"
+            " optimizer.scale(loss) from the function that is differentiated; or pass"
+            " optimizer.loss_scale as sens (reading optimizer.result does not count)."
+        ),
     )
 
 
 scaler_kind = "a mindspore.amp.DynamicLossScaler"
-"""As `gradaccum.kit.make_options` names what it takes: it asks this module as its driver of scalers."""
+"""As `gradaccum.kit.make_options` names what it takes: it asks this module as its
+driver of scalers.
+"""
 
 
 def scaler_rule(scaler: object) -> ScaleRule | None:
-    """Return the rule of a `mindspore.amp.DynamicLossScaler`, with a floor of 1; None for another object."""
+    """Return the rule of a `mindspore.amp.DynamicLossScaler`, with a floor of 1; None
+    for another object.
+    """
     if not isinstance(scaler, DynamicLossScaler):
         return None
     factor = float(scaler.scale_factor)
-    return ScaleRule(float(scaler.scale_value), factor, 1 / factor, int(scaler.scale_window), min_scale=1.0)
+    return ScaleRule(
+        float(scaler.scale_value),
+        factor,
+        1 / factor,
+        int(scaler.scale_window),
+        min_scale=1.0,
+    )
 
 
 def drive(scaler: DynamicLossScaler, key: int) -> None:
     if hasattr(scaler, "driven_by"):
-        expected = "a scaler that no other wrapped optimizer drives, because each moves it at the end of its own windows"
-        fix = "Give each optimizer a scaler of its own, or loss_scale=gradaccum.DynamicLossScale()."
-        raise explain(ArgumentValueError, "loss_scale", expected=expected, found="one that is driven already", fix=fix)
+        expected = (
+            "a scaler that no other wrapped optimizer drives, because each moves it at"
+            " the end of its own windows"
+        )
+        fix = (
+            "Give each optimizer a scaler of its own, or"
+            " loss_scale=gradaccum.DynamicLossScale()."
+        )
+        raise explain(
+            ArgumentValueError,
+            "loss_scale",
+            expected=expected,
+            found="one that is driven already",
+            fix=fix,
+        )
     scaler.driven_by = key
     scaler.bare_scale, scaler.bare_unscale = scaler.scale, scaler.unscale
-    scaler.scale, scaler.unscale, scaler.adjust = (MethodType(method, scaler) for method in (_scale, _unscale, _adjust))
+    scaler.scale, scaler.unscale, scaler.adjust = (
+        MethodType(method, scaler) for method in (_scale, _unscale, _adjust)
+    )
 
 
 def _scale(self: DynamicLossScaler, inputs: Tensor) -> Tensor:
@@ -93,5 +124,10 @@ def _adjust(self: DynamicLossScaler, grads_finite: Tensor) -> bool:
 @constexpr  # type: ignore[untyped-decorator]
 def _leave_out(call: str) -> None:
     expected = "to be left out, because the wrapped optimizer does it once per window"
-    fix = "Hand optimizer(gradients) the gradients of scaler.scale(loss) as they are, in every micro-batch, finite or not."
-    raise explain(UsageError, f"scaler.{call}", expected=expected, found="a call", fix=fix)
+    fix = (
+        "Hand optimizer(gradients) the gradients of scaler.scale(loss) as they are, in"
+        " every micro-batch, finite or not."
+    )
+    raise explain(
+        UsageError, f"scaler.{call}", expected=expected, found="a call", fix=fix
+    )

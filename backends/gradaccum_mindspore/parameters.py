@@ -1,8 +1,10 @@
-"""The float32 master weights of half-precision parameters: the inner optimizer works on them, and the model holds the rounded copies.
+"""The float32 master weights of half-precision parameters: the inner optimizer works on
+them, and the model holds the rounded copies.
 
-A MindSpore optimizer clones its moments from the model's Parameters when it is built. So `turn_to_masters` changes it in place: it replaces
-each half-precision Parameter by its master wherever the optimizer and its cells keep it, and makes their own half-precision state float32
-under its old name, at its rounded value.
+A MindSpore optimizer clones its moments from the model's Parameters when it is built.
+So `turn_to_masters` changes it in place: it replaces each half-precision Parameter by
+its master wherever the optimizer and its cells keep it, and makes their own
+half-precision state float32 under its old name, at its rounded value.
 """
 
 from __future__ import annotations
@@ -32,14 +34,19 @@ class Masters(nn.Cell):  # type: ignore[misc]
         self.suffix = suffix
         halves = [parameter for parameter in parameters if parameter.dtype in HALF]
         self.halves = ParameterTuple(halves)
-        self.masters = ParameterTuple([_master(parameter, suffix) for parameter in halves])
+        self.masters = ParameterTuple(
+            [_master(parameter, suffix) for parameter in halves]
+        )
 
     def construct(self) -> tuple[bool, ...]:
         return each(_round, self.halves, self.masters)
 
 
 def turn_to_masters(inner: Optimizer, masters: Masters) -> None:
-    replacements = {id(half): master for half, master in zip(masters.halves, masters.masters, strict=True)}
+    replacements = {
+        id(half): master
+        for half, master in zip(masters.halves, masters.masters, strict=True)
+    }
     for _, cell in list(nn.Cell.cells_and_names(inner)):
         for attribute, value in list(vars(cell).items()):
             if _holds(value, replacements):
@@ -55,7 +62,9 @@ def _round(half: Parameter, master: Parameter) -> bool:
 
 
 def _master(parameter: Parameter, suffix: str) -> Parameter:
-    return Parameter(parameter.astype(ms.float32), name=parameter.name + suffix, requires_grad=False)
+    return Parameter(
+        parameter.astype(ms.float32), name=parameter.name + suffix, requires_grad=False
+    )
 
 
 def _holds(value: object, replacements: Replacements) -> bool:
@@ -67,13 +76,18 @@ def _holds(value: object, replacements: Replacements) -> bool:
 
 
 def _replaced(value: Any, replacements: Replacements) -> Any:
-    """Copy a container with masters for parameters; one without parameters stays the same object."""
+    """Copy a container with masters for parameters; one without parameters stays the
+    same object.
+    """
     if not _holds(value, replacements):
         return value
     if isinstance(value, MutableMapping):
         changed = copy(value)
         changed.clear()
-        changed.update((_key(key, part, replacements), _replaced(part, replacements)) for key, part in value.items())
+        changed.update(
+            (_key(key, part, replacements), _replaced(part, replacements))
+            for key, part in value.items()
+        )
         return changed
     if isinstance(value, (list, tuple)):
         return type(value)([_replaced(part, replacements) for part in value])
@@ -81,5 +95,11 @@ def _replaced(value: Any, replacements: Replacements) -> Any:
 
 
 def _key(key: object, part: Any, replacements: Replacements) -> object:
-    """Return the key of `part` in a Cell's dict: a Parameter of a tuple has its name there, any other the attribute's."""
-    return replacements[id(part)].name if id(part) in replacements and key == part.name else key
+    """Return the key of `part` in a Cell's dict: a Parameter of a tuple has its name
+    there, any other the attribute's.
+    """
+    return (
+        replacements[id(part)].name
+        if id(part) in replacements and key == part.name
+        else key
+    )

@@ -1,8 +1,11 @@
-"""Private names of MindSpore: its mode, its captures of Python, the phase of a Cell, the operators that it has recorded.
+"""Private names of MindSpore: its mode, its captures of Python, the phase of a Cell,
+the operators that it has recorded.
 
-``jit(capture_mode="bytecode")`` fails on some of the functions here; `skip_in_bytecode` makes MindSpore skip them.
-``jit(capture_mode="trace")`` repeats the operators of the first call: no later call would decide whether a window ends. MindSpore keeps
-recording operators after a function raised inside `mindspore.value_and_grad`, unless a Cell raised; `forget_recorded` ends that.
+``jit(capture_mode="bytecode")`` fails on some of the functions here; `skip_in_bytecode`
+makes MindSpore skip them. ``jit(capture_mode="trace")`` repeats the operators of the
+first call: no later call would decide whether a window ends. MindSpore keeps recording
+operators after a function raised inside `mindspore.value_and_grad`, unless a Cell
+raised; `forget_recorded` ends that.
 """
 
 from __future__ import annotations
@@ -46,7 +49,9 @@ def forgotten_on_error() -> Iterator[None]:
 
 
 _mode = getattr(ms.context, "_get_mode", partial(ms.get_context, "mode"))
-"""What `mindspore.nn.Cell` itself asks; `mindspore.get_context` takes as long as ten operators."""
+"""What `mindspore.nn.Cell` itself asks; `mindspore.get_context` takes as long as ten
+operators.
+"""
 
 
 def is_graph_mode() -> bool:
@@ -54,18 +59,27 @@ def is_graph_mode() -> bool:
 
 
 def decides_on_host() -> bool:
-    """True if Python chooses the program of a micro-batch: it reads a counter, which is no wait on a CPU alone."""
-    return is_graph_mode() and _on_cpu() and ms.get_auto_parallel_context("parallel_mode") == "stand_alone"
+    """True if Python chooses the program of a micro-batch: it reads a counter, which is
+    no wait on a CPU alone.
+    """
+    return (
+        is_graph_mode()
+        and _on_cpu()
+        and ms.get_auto_parallel_context("parallel_mode") == "stand_alone"
+    )
 
 
 @cache
 def _on_cpu() -> bool:
-    # A program follows at once, and from then on MindSpore lets nobody change the device.
+    # A program follows at once, and from then on MindSpore lets nobody change the
+    # device.
     return bool(ms.get_context("device_target") == "CPU")
 
 
 class OwnPhase(nn.Cell):  # type: ignore[misc]
-    """A Cell that does not tell the cells below it which program was called; MindSpore's setter does, for the time of ten operators."""
+    """A Cell that does not tell the cells below it which program was called;
+    MindSpore's setter does, for the time of ten operators.
+    """
 
     @property
     def compile_phase(self) -> str | None:
@@ -78,7 +92,9 @@ class OwnPhase(nn.Cell):  # type: ignore[misc]
 
 
 SEEDS: Any = import_module("mindspore.common.seed")
-"""``_GLOBAL_SEED``, ``_KERNEL_SEED`` (a counter for each random operator), ``_get_graph_seed``."""
+"""``_GLOBAL_SEED``, ``_KERNEL_SEED`` (a counter for each random operator),
+``_get_graph_seed``.
+"""
 COMPILED_AS: Any = resources.convert_object_map
 """By function, the one that the compiler reads in its place."""
 
@@ -89,18 +105,33 @@ def set_counters(counters: Mapping[Any, int]) -> None:
 
 
 def skip_in_bytecode() -> None:
-    pi_jit_set_context(skip_files=tuple(str(Path(file).parent) for file in (__file__, gradaccum.__file__)))
+    pi_jit_set_context(
+        skip_files=tuple(
+            str(Path(file).parent) for file in (__file__, gradaccum.__file__)
+        )
+    )
 
 
 def refuse_trace() -> None:
     if jit_trace._using_trace:
         _stop_tracing()
-        expected = "'ast' or 'bytecode' around a wrapped optimizer, because a trace repeats the operators of the first micro-batch"
-        raise explain(UsageError, "capture_mode", expected=expected, found="trace", fix="Write @mindspore.jit.")
+        expected = (
+            "'ast' or 'bytecode' around a wrapped optimizer, because a trace repeats"
+            " the operators of the first micro-batch"
+        )
+        raise explain(
+            UsageError,
+            "capture_mode",
+            expected=expected,
+            found="trace",
+            fix="Write @mindspore.jit.",
+        )
 
 
 def _stop_tracing() -> None:
-    """Stop recording. MindSpore goes on if a recorded function raises, and then the next operator crashes."""
+    """Stop recording. MindSpore goes on if a recorded function raises, and then the
+    next operator crashes.
+    """
     phase = jit_trace._trace_jit_context.phase
     jit_trace._jit_trace_end(Tensor(0.0))
     jit_trace._trace_compile_cache.discard(phase)

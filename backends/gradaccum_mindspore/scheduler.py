@@ -1,6 +1,8 @@
-"""Gates a scheduler of `mindspore.experimental.optim.lr_scheduler`: ``scheduler.step()`` after each micro-batch moves it once per update.
+"""Gates a scheduler of `mindspore.experimental.optim.lr_scheduler`:
+``scheduler.step()`` after each micro-batch moves it once per update.
 
-Where one ``flush()`` closes several windows of several workers, the optimizer moves the scheduler between these.
+Where one ``flush()`` closes several windows of several workers, the optimizer moves the
+scheduler between these.
 """
 
 from __future__ import annotations
@@ -8,7 +10,11 @@ from __future__ import annotations
 from inspect import Parameter, signature
 from typing import Any
 
-from mindspore.experimental.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, SequentialLR
+from mindspore.experimental.optim.lr_scheduler import (
+    LRScheduler,
+    ReduceLROnPlateau,
+    SequentialLR,
+)
 
 from gradaccum import ArgumentTypeError
 from gradaccum.kit import explain
@@ -19,7 +25,8 @@ _ANY = Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD
 
 
 class GatedScheduler:
-    """A scheduler that moves only when an update was applied since its last step. Call it from Python, not in compiled code.
+    """A scheduler that moves only when an update was applied since its last step. Call
+    it from Python, not in compiled code.
 
     Args:
         scheduler: one of `SCHEDULERS`, built on a wrapped optimizer.
@@ -30,9 +37,20 @@ class GatedScheduler:
 
     def __init__(self, scheduler: Any) -> None:
         if not isinstance(scheduler.optimizer, AccumulatingOptimizer):
-            found = f"a {type(scheduler).__name__} on {type(scheduler.optimizer).__name__}"
-            fix = "Wrap the optimizer first: opt = gradaccum.wrap(optimizer, steps=4); scheduler = StepLR(opt, 10)."
-            raise explain(ArgumentTypeError, "scheduler", expected="a scheduler built on a wrapped optimizer", found=found, fix=fix)
+            found = (
+                f"a {type(scheduler).__name__} on {type(scheduler.optimizer).__name__}"
+            )
+            fix = (
+                "Wrap the optimizer first: opt = gradaccum.wrap(optimizer, steps=4);"
+                " scheduler = StepLR(opt, 10)."
+            )
+            raise explain(
+                ArgumentTypeError,
+                "scheduler",
+                expected="a scheduler built on a wrapped optimizer",
+                found=found,
+                fix=fix,
+            )
         self._scheduler, self._storage = scheduler, scheduler.optimizer.storage
         self._stepped_at: int = self._storage.optimizer_step.item()
         self._storage.listening.schedulers.add(self)
@@ -45,8 +63,13 @@ class GatedScheduler:
             self._scheduler.step(*args, **kwargs)
 
     def follow(self) -> None:
-        """Move as `step` does, unless ``scheduler.step`` needs an argument, such as a loss, which the caller alone has."""
-        if all(each.default is not each.empty or each.kind in _ANY for each in signature(self._scheduler.step).parameters.values()):
+        """Move as `step` does, unless ``scheduler.step`` needs an argument, such as a
+        loss, which the caller alone has.
+        """
+        if all(
+            each.default is not each.empty or each.kind in _ANY
+            for each in signature(self._scheduler.step).parameters.values()
+        ):
             self.step()
 
     def loaded(self) -> None:

@@ -1,19 +1,25 @@
-"""The sums of a window and their arithmetic: add, check, divide, clear, and the global 2-norm.
+"""The sums of a window and their arithmetic: add, check, divide, clear, and the global
+2-norm.
 
-Functions with ``compiled_`` in their name run where the state is a Tensor (`mindspore.jit`, graph mode). `scaled`, `parts`, `all_finite`,
-`divided`, `clear` and `measure` run in PyNative. There an operator takes tenths of a millisecond, since MindSpore hands it to another
-thread; NumPy, which reads a CPU tensor's memory without a copy, takes microseconds. Another device, and bfloat16, have MindSpore's
-operators.
+Functions with ``compiled_`` in their name run where the state is a Tensor
+(`mindspore.jit`, graph mode). `scaled`, `parts`, `all_finite`, `divided`, `clear` and
+`measure` run in PyNative. There an operator takes tenths of a millisecond, since
+MindSpore hands it to another thread; NumPy, which reads a CPU tensor's memory without a
+copy, takes microseconds. Another device, and bfloat16, have MindSpore's operators.
 
-Only `write` and `add_into` write. In PyNative ``Tensor.add_`` and its like leave a Parameter as it was, and a compiled function does not
-see ``set_data``. A sum is zero while no window is open: the window's end writes zeros, so a micro-batch is one addition. `compiled_clear`
-computes them: ``zeros_like`` would be a constant of the graph, of the model's size.
+Only `write` and `add_into` write. In PyNative ``Tensor.add_`` and its like leave a
+Parameter as it was, and a compiled function does not see ``set_data``. A sum is zero
+while no window is open: the window's end writes zeros, so a micro-batch is one
+addition. `compiled_clear` computes them: ``zeros_like`` would be a constant of the
+graph, of the model's size.
 
-Arithmetic on a half-precision sum runs in float32, and the result is rounded as it is written: MindSpore has few bfloat16 operators on a
-CPU, and float16 does not hold a factor such as 2^16.
+Arithmetic on a half-precision sum runs in float32, and the result is rounded as it is
+written: MindSpore has few bfloat16 operators on a CPU, and float16 does not hold a
+factor such as 2^16.
 
-One pass over the sums squares and adds. If squares overflow or vanish, a second pass divides by the largest magnitude first. For hundreds
-of sums the norm was half of the time to compile a step, so `Packed` joins the small sums.
+One pass over the sums squares and adds. If squares overflow or vanish, a second pass
+divides by the largest magnitude first. For hundreds of sums the norm was half of the
+time to compile a step, so `Packed` joins the small sums.
 """
 
 from __future__ import annotations
@@ -43,17 +49,26 @@ Number: TypeAlias = float | Tensor
 Sums = Sequence[Parameter]
 """One sum per parameter of the model, in their order."""
 Gradients = Sequence[Tensor | None]
-"""One gradient per parameter, in their order; None for a parameter that took no part."""
+"""One gradient per parameter, in their order; None for a parameter that took no part.
+"""
 
 
 HALF = (ms.float16, ms.bfloat16)
-FLOATS = {"float16": ms.float16, "bfloat16": ms.bfloat16, "float32": ms.float32, "float64": ms.float64}
+FLOATS = {
+    "float16": ms.float16,
+    "bfloat16": ms.bfloat16,
+    "float32": ms.float32,
+    "float64": ms.float64,
+}
 
 each: Callable[..., tuple[Any, ...]] = ops.HyperMap()
-"""``each(function, trees...)``: a tuple of `function`'s results for the leaves side by side. A loop with an ``if`` took minutes to compile
-for 200 parameters."""
+"""``each(function, trees...)``: a tuple of `function`'s results for the leaves side by
+side. A loop with an ``if`` took minutes to compile for 200 parameters.
+"""
 cast: Callable[[Tensor, DType], Tensor] = ops.Cast()
-"""``cast(tensor, dtype)``: the tensor itself if it has the dtype. One operator, where ``Tensor.astype`` is four graphs."""
+"""``cast(tensor, dtype)``: the tensor itself if it has the dtype. One operator, where
+``Tensor.astype`` is four graphs.
+"""
 
 
 def hidden_parameter(value: Tensor, name: str) -> Parameter:
@@ -69,7 +84,11 @@ def where(condition: Tensor, a: Number, b: Number) -> Tensor:
 def sum_dtype(own: DType, asked: object) -> DType:
     if asked is None:
         return ms.float32 if own in HALF else own
-    name = asked if isinstance(asked, str) else getattr(asked, "__name__", None) or str(asked)
+    name = (
+        asked
+        if isinstance(asked, str)
+        else getattr(asked, "__name__", None) or str(asked)
+    )
     for key, dtype in FLOATS.items():
         if asked is dtype or asked == dtype or name == key:
             return dtype
@@ -82,7 +101,8 @@ def working_dtype(dtype: DType) -> DType:
 
 def write(parameter: Parameter, value: Tensor) -> None:
     """Assign a tensor of the parameter's dtype, in PyNative and in compiled code."""
-    # Assign has no bfloat16 kernel on a CPU. Not Tensor.copy_, whose effect the compiler can overlook.
+    # Assign has no bfloat16 kernel on a CPU. Not Tensor.copy_, whose effect the
+    # compiler can overlook.
     if parameter.dtype == ms.bfloat16:
         inplace_copy(parameter, value)
     else:
@@ -93,15 +113,28 @@ def add_into(total: Parameter, part: Tensor) -> None:
     if total.dtype == working_dtype(total.dtype):
         ops.assign_add(total, part)
     else:
-        # `addn` does not broadcast what a compiled bprop returned in another shape, as + would.
-        write(total, cast(ops.addn((cast(total, ms.float32), cast(part, ms.float32))), total.dtype))
+        # `addn` does not broadcast what a compiled bprop returned in another shape, as
+        # + would.
+        write(
+            total,
+            cast(
+                ops.addn((cast(total, ms.float32), cast(part, ms.float32))), total.dtype
+            ),
+        )
 
 
-def compiled_add(sums: Sums, gradients: Gradients, factor: Tensor | None, adds: Tensor | None) -> tuple[bool, ...]:
+def compiled_add(
+    sums: Sums, gradients: Gradients, factor: Tensor | None, adds: Tensor | None
+) -> tuple[bool, ...]:
     return each(ops.partial(_add, factor, adds), sums, gradients)
 
 
-def _add(factor: Tensor | None, adds: Tensor | None, total: Parameter, gradient: Tensor | None) -> bool:
+def _add(
+    factor: Tensor | None,
+    adds: Tensor | None,
+    total: Parameter,
+    gradient: Tensor | None,
+) -> bool:
     if gradient is None:
         return True
     part = cast(cast(gradient, total.dtype), working_dtype(total.dtype))
@@ -114,20 +147,26 @@ def _add(factor: Tensor | None, adds: Tensor | None, total: Parameter, gradient:
 
 
 def compiled_scaled(gradient: Tensor, factor: Tensor, dtype: DType) -> Tensor:
-    """Return ``factor * gradient`` rounded to `dtype`, in its working dtype; `factor` is a scalar."""
+    """Return ``factor * gradient`` rounded to `dtype`, in its working dtype; `factor`
+    is a scalar.
+    """
     work = working_dtype(dtype)
     return cast(cast(cast(gradient, work) * cast(factor, work), dtype), work)
 
 
 def compiled_finite(sums: Sums, gradients: Gradients, factor: Tensor) -> Tensor:
-    """True if everything that `compiled_add` would add is finite, a bool Tensor of shape ()."""
+    """True if everything that `compiled_add` would add is finite, a bool Tensor of
+    shape ().
+    """
     return ops.stack(each(ops.partial(_finite, factor), sums, gradients)).min() > 0
 
 
 def _finite(factor: Tensor, total: Parameter, gradient: Tensor | None) -> Tensor:
     if gradient is None:
         return ops.ones_like(factor)
-    return cast(ops.isfinite(compiled_scaled(gradient, factor, total.dtype)).all(), factor.dtype)
+    return cast(
+        ops.isfinite(compiled_scaled(gradient, factor, total.dtype)).all(), factor.dtype
+    )
 
 
 def compiled_clear(sums: Sums, zero: Tensor) -> tuple[bool, ...]:
@@ -136,12 +175,20 @@ def compiled_clear(sums: Sums, zero: Tensor) -> tuple[bool, ...]:
 
 
 def _clear(zero: Tensor, total: Parameter) -> bool:
-    write(total, cast(ops.broadcast_to(cast(zero, working_dtype(total.dtype)), total.shape), total.dtype))
+    write(
+        total,
+        cast(
+            ops.broadcast_to(cast(zero, working_dtype(total.dtype)), total.shape),
+            total.dtype,
+        ),
+    )
     return True
 
 
 def divide(sums: Sums, divisor: Tensor, dtypes: Sequence[DType]) -> tuple[Tensor, ...]:
-    """Return ``sum / divisor``, each in the dtype of `dtypes` for the inner optimizer; `divisor` is a scalar."""
+    """Return ``sum / divisor``, each in the dtype of `dtypes` for the inner optimizer;
+    `divisor` is a scalar.
+    """
     return each(ops.partial(_divide, divisor), sums, dtypes)
 
 
@@ -161,8 +208,12 @@ def _multiply(factor: Tensor, total: Parameter, dtype: DType) -> Tensor:
 
 
 def narrows(own: DType, handed: DType) -> bool:
-    """True if a finite sum of dtype `own` can be an inf in the dtype `handed`; for the compiler to follow too."""
-    loses_range: bool = handed == ms.float16 or (own == ms.float64 and handed != ms.float64)
+    """True if a finite sum of dtype `own` can be an inf in the dtype `handed`; for the
+    compiler to follow too.
+    """
+    loses_range: bool = handed == ms.float16 or (
+        own == ms.float64 and handed != ms.float64
+    )
     return loses_range
 
 
@@ -194,7 +245,9 @@ ARRAYS: dict[DType, np.dtype[np.floating[Any]]] = {
 
 
 def array_of(tensor: Tensor) -> Array | None:
-    """Return the memory of `tensor` if NumPy can work on it; waits until it is computed."""
+    """Return the memory of `tensor` if NumPy can work on it; waits until it is
+    computed.
+    """
     if tensor.dtype in ARRAYS and tensor.device == "CPU":
         array: Array = tensor.asnumpy()
         return array
@@ -211,8 +264,12 @@ def scaled(gradient: Tensor, factor: float, dtype: DType) -> Tensor:
     return _cast(ops.mul(_cast(gradient, work), Tensor(factor, work)), dtype)
 
 
-def parts(sums: Sums, gradients: Gradients, factor: float) -> Iterator[tuple[Parameter, Tensor]]:
-    """Yield each sum and the ``factor * gradient`` to add to it, computed one at a time; None adds nothing."""
+def parts(
+    sums: Sums, gradients: Gradients, factor: float
+) -> Iterator[tuple[Parameter, Tensor]]:
+    """Yield each sum and the ``factor * gradient`` to add to it, computed one at a
+    time; None adds nothing.
+    """
     for total, gradient in zip(sums, gradients, strict=True):
         if gradient is not None:
             yield total, scaled(gradient, factor, total.dtype)
@@ -220,13 +277,22 @@ def parts(sums: Sums, gradients: Gradients, factor: float) -> Iterator[tuple[Par
 
 def all_finite(tensor: Tensor) -> bool:
     array = array_of(tensor)
-    return bool(ops.isfinite(tensor).all().asnumpy() if array is None else np.isfinite(array).all())
+    return bool(
+        ops.isfinite(tensor).all().asnumpy()
+        if array is None
+        else np.isfinite(array).all()
+    )
 
 
-def divided(sums: Sums, divisor: float, dtypes: Sequence[DType], float_dtype: DType) -> tuple[Tensor, ...]:
+def divided(
+    sums: Sums, divisor: float, dtypes: Sequence[DType], float_dtype: DType
+) -> tuple[Tensor, ...]:
     """Return the quotients as `divide` does; `divisor` is rounded to `float_dtype`."""
     rounded = ARRAYS[float_dtype].type(divisor)
-    return tuple(_quotient(total, rounded, dtype) for total, dtype in zip(sums, dtypes, strict=True))
+    return tuple(
+        _quotient(total, rounded, dtype)
+        for total, dtype in zip(sums, dtypes, strict=True)
+    )
 
 
 def spoil(sums: Sums) -> None:
@@ -257,9 +323,13 @@ def _tensor(values: Array, dtype: DType) -> Tensor:
 
 
 ROW = 4096
-"""Elements to sum in one go at most: MindSpore's sum over all axes takes seven times as long as over the last one."""
+"""Elements to sum in one go at most: MindSpore's sum over all axes takes seven times as
+long as over the last one.
+"""
 SMALLEST = {ms.float32: 2.0**-80, ms.float64: 2.0**-918}
-"""Below this sum of squares, the squares that vanished may count: the smallest normal number over the square of the rounding."""
+"""Below this sum of squares, the squares that vanished may count: the smallest normal
+number over the square of the rounding.
+"""
 
 
 def measure(sums: Sums, dtype: DType) -> tuple[float, bool]:
@@ -276,12 +346,24 @@ def _squares(tensor: Tensor, dtype: DType) -> float:
     if array is None:
         return float(sum_of_squares((tensor,), dtype).asnumpy())
     flat = array.reshape(-1).astype(ARRAYS[dtype], copy=False)
-    rows, rest = flat[: flat.size // ROW * ROW].reshape(-1, ROW), flat[flat.size // ROW * ROW :]
-    return float((np.matmul(rows[:, None, :], rows[:, :, None]).sum(dtype=np.float64) if len(rows) else 0.0) + np.dot(rest, rest))
+    rows, rest = (
+        flat[: flat.size // ROW * ROW].reshape(-1, ROW),
+        flat[flat.size // ROW * ROW :],
+    )
+    return float(
+        (
+            np.matmul(rows[:, None, :], rows[:, :, None]).sum(dtype=np.float64)
+            if len(rows)
+            else 0.0
+        )
+        + np.dot(rest, rest)
+    )
 
 
 def compiled_measure(sums: Sums, dtype: DType) -> tuple[Tensor, Tensor]:
-    """Global 2-norm, in `dtype`, and whether it is known to be right, bool, shape (). If it is not, ask `robust_measure`."""
+    """Global 2-norm, in `dtype`, and whether it is known to be right, bool, shape ().
+    If it is not, ask `robust_measure`.
+    """
     squares = sum_of_squares(sums, dtype)
     return ops.sqrt(squares), (squares > smallest_of(dtype)) & ops.isfinite(squares)
 
@@ -298,7 +380,9 @@ def largest_of(dtype: DType) -> Tensor:
 
 
 def sum_of_squares(sums: Sums, dtype: DType) -> Tensor:
-    """Sum of the squares of all elements, in `dtype`, shape (): over rows first, then over the rows' sums."""
+    """Sum of the squares of all elements, in `dtype`, shape (): over rows first, then
+    over the rows' sums.
+    """
     return ops.addn(each(ops.partial(_square, dtype), sums))
 
 
@@ -317,7 +401,9 @@ def _summed(squares: Tensor) -> Tensor:
 
 @constexpr  # type: ignore[untyped-decorator]
 def needs_rows(shape: Shape) -> bool:
-    """True if a large tensor must be reshaped, which is a copy, because its last axis is no row."""
+    """True if a large tensor must be reshaped, which is a copy, because its last axis
+    is no row.
+    """
     return prod(shape) > ROW and (len(shape) < 2 or not ROW // 128 <= shape[-1] <= ROW)
 
 
@@ -327,7 +413,8 @@ def row_length(size: int) -> int:
 
 
 def robust_measure(sums: Sums, dtype: DType) -> tuple[Tensor, Tensor]:
-    """Global 2-norm and whether every element is finite, in `dtype` and bool, shape (), for elements whose squares overflow or vanish.
+    """Global 2-norm and whether every element is finite, in `dtype` and bool, shape (),
+    for elements whose squares overflow or vanish.
 
     A norm beyond the range of `dtype` is its largest number.
     """
@@ -349,7 +436,9 @@ def _square_over(divisor: Tensor, tensor: Tensor) -> Tensor:
 
 
 def norm_over(sums: Sums, divisor: Tensor) -> Tensor:
-    """Global 2-norm of `sums`, measured on the quotients by `divisor`: right where that brings the elements into range."""
+    """Global 2-norm of `sums`, measured on the quotients by `divisor`: right where that
+    brings the elements into range.
+    """
     return divisor * ops.sqrt(ops.addn(each(ops.partial(_square_over, divisor), sums)))
 
 
@@ -363,7 +452,9 @@ concat: Callable[[tuple[Tensor, ...]], Tensor] = ops.Concat()
 
 
 def smallest(sums: Iterable[Parameter]) -> tuple[Parameter, ...]:
-    small = sorted((total for total in sums if total.size <= SMALL), key=lambda total: total.size)
+    small = sorted(
+        (total for total in sums if total.size <= SMALL), key=lambda total: total.size
+    )
     ends = accumulate(total.size for total in small)
     return tuple(total for total, end in zip(small, ends, strict=True) if end <= JOINED)
 
@@ -382,7 +473,9 @@ class Packed(nn.Cell):  # type: ignore[misc]
         joined = {id(total) for total in small} if self.joins else set()
         # A Cell would list them as its own.
         object.__setattr__(self, "small", small)
-        object.__setattr__(self, "others", tuple(total for total in sums if id(total) not in joined))
+        object.__setattr__(
+            self, "others", tuple(total for total in sums if id(total) not in joined)
+        )
         elements = sum(total.size for total in small)
         self.in_rows = elements > ROW
         gap = -elements % ROW if self.in_rows else 0

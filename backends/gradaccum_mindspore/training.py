@@ -1,10 +1,13 @@
 """Training steps: the training cell, and callbacks for `mindspore.train.Model.train`.
 
-`mindspore.nn.TrainOneStepCell` can neither scale the loss by a scale that moves nor weigh a micro-batch; `TrainOneStepCell` here does both.
+`mindspore.nn.TrainOneStepCell` can neither scale the loss by a scale that moves nor
+weigh a micro-batch; `TrainOneStepCell` here does both.
 
-On a CPU in graph mode Python chooses among the cell's compiled programs: one for a micro-batch, `HostWindow`'s for the end of a window. The
-program of the end gets the few numbers that it writes, has no branch, and writes everything: an interruption finds the window open or
-closed. All micro-batches have one program: two would draw their dropout's random numbers from the start of the same sequence.
+On a CPU in graph mode Python chooses among the cell's compiled programs: one for a
+micro-batch, `HostWindow`'s for the end of a window. The program of the end gets the few
+numbers that it writes, has no branch, and writes everything: an interruption finds the
+window open or closed. All micro-batches have one program: two would draw their
+dropout's random numbers from the start of the same sequence.
 """
 
 from __future__ import annotations
@@ -20,7 +23,18 @@ from mindspore.ops import constexpr
 from mindspore.train import Callback, ModelCheckpoint, RunContext
 
 from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
-from gradaccum.kit import Decision, Fields, Handle, Listener, Listeners, State, close, explain, has_exact_inverse, select
+from gradaccum.kit import (
+    Decision,
+    Fields,
+    Handle,
+    Listener,
+    Listeners,
+    State,
+    close,
+    explain,
+    has_exact_inverse,
+    select,
+)
 from gradaccum_mindspore.checks import Weight
 from gradaccum_mindspore.optimizer import AccumulatingOptimizer, wrapped
 from gradaccum_mindspore.private import OwnPhase, decides_on_host
@@ -39,19 +53,27 @@ class Program(OwnPhase):
         super().__init__(auto_prefix=False)
 
     def _check_construct_args(self, *inputs: object) -> None:
-        """Check nothing: the compiler checks once, where MindSpore inspects a signature at each call."""
+        """Check nothing: the compiler checks once, where MindSpore inspects a signature
+        at each call.
+        """
 
 
 class Applied(Program):
-    """The end of a window that was decided on. An input that it does not use would make it half as fast."""
+    """The end of a window that was decided on. An input that it does not use would make
+    it half as fast.
+    """
 
-    def __init__(self, window: CompiledWindow, update: Update, multiplies: bool) -> None:
+    def __init__(
+        self, window: CompiledWindow, update: Update, multiplies: bool
+    ) -> None:
         super().__init__()
         self.window, self.update, self.multiplies = window, update, multiplies
         self.lowers_flag = window.options.on_overflow == "drop_micro_batch"
         """Only then is a window applied whose overflow flag is up."""
 
-    def construct(self, divisor: Tensor, event: Tensor, loss: Tensor, *more: Tensor) -> bool:
+    def construct(
+        self, divisor: Tensor, event: Tensor, loss: Tensor, *more: Tensor
+    ) -> bool:
         window, store = self.window, self.window.storage
         if self.multiplies:
             self.update(multiply(store.sums, divisor, store.handed))
@@ -64,7 +86,9 @@ class Applied(Program):
         if self.lowers_flag:
             ops.assign(store.overflow, window.false)
         window.write_event(event)
-        store.knowledge.compiled_write(loss, more[0] if store.knowledge.has_noise else None)
+        store.knowledge.compiled_write(
+            loss, more[0] if store.knowledge.has_noise else None
+        )
         if window.scale_moves:
             ops.assign(store.loss_scale, more[-2])
             ops.assign(store.growth_tracker, more[-1])
@@ -77,23 +101,42 @@ class HostWindow(PyNativeWindow):
     def __init__(self, window: CompiledWindow, update: Update) -> None:
         super().__init__(window.storage, window.storage.options)
         self.scale_moves = window.scale_moves
-        self.applied = {multiplies: Applied(window, update, multiplies) for multiplies in (False, True)}
+        self.applied = {
+            multiplies: Applied(window, update, multiplies)
+            for multiplies in (False, True)
+        }
 
-    def carry_out(self, state: State, decision: Decision, known: Known, update: Update) -> None:
-        """Make the update and close the window in one program; a window that is skipped needs none."""
+    def carry_out(
+        self, state: State, decision: Decision, known: Known, update: Update
+    ) -> None:
+        """Make the update and close the window in one program; a window that is skipped
+        needs none.
+        """
         if not decision.apply:
             super().carry_out(state, decision, known, update)
             return
         multiplies, factor = self.factor(decision.divisor)
-        values = [(True, False, decision.overflow, decision.grad_norm), known.loss, *([] if known.noise is None else [known.noise])]
-        moved = self.moved(close(state, True, decision.overflow, self.options, select)) if self.scale_moves else ()
-        self.applied[multiplies](factor, *(tensor(each, self.storage.float_dtype) for each in values), *moved)
+        values = [
+            (True, False, decision.overflow, decision.grad_norm),
+            known.loss,
+            *([] if known.noise is None else [known.noise]),
+        ]
+        moved = (
+            self.moved(close(state, True, decision.overflow, self.options, select))
+            if self.scale_moves
+            else ()
+        )
+        self.applied[multiplies](
+            factor, *(tensor(each, self.storage.float_dtype) for each in values), *moved
+        )
 
     def factor(self, divisor: float) -> tuple[bool, Tensor]:
         """Return the factor to multiply by, or the divisor, and a bool: to multiply."""
         divides = divisor / self.storage.inner_scale
         multiplies = has_exact_inverse(divides)
-        return multiplies, number(1 / divides if multiplies else divides, self.storage.float_dtype)
+        return multiplies, number(
+            1 / divides if multiplies else divides, self.storage.float_dtype
+        )
 
     def moved(self, after: Fields) -> tuple[Tensor, Tensor]:
         *_, loss_scale, tracker = after
@@ -119,19 +162,27 @@ class MicroBatch(Program):
         return self.cell.added(*inputs)
 
     def follow(self) -> None:
-        """Train or not as the cell does; `set_train` would also change cells that the user froze."""
+        """Train or not as the cell does; `set_train` would also change cells that the
+        user froze.
+        """
         self._phase = self.cell._phase
         self.add_flags(training=self.cell.training)
 
 
 class HostTraining:
-    """Calls the programs of one training cell. Several workers end their window in PyNative."""
+    """Calls the programs of one training cell. Several workers end their window in
+    PyNative.
+    """
 
     def __init__(self, cell: nn.Cell, steps: int) -> None:
         self.cell, self.steps = cell, steps
         self.storage, self.update = cell.optimizer.storage, cell.optimizer.update
         self.workers = cell.optimizer.compiled_window.workers
-        self.window = cell.optimizer.pynative_window if self.workers else HostWindow(cell.optimizer.compiled_window, self.update)
+        self.window = (
+            cell.optimizer.pynative_window
+            if self.workers
+            else HostWindow(cell.optimizer.compiled_window, self.update)
+        )
         self.micro_batch = MicroBatch(cell)
 
     def __call__(self, *inputs: object) -> Any:
@@ -164,57 +215,92 @@ def items(*inputs: Tensor) -> Weight:
 @constexpr  # type: ignore[untyped-decorator]
 def refuse_input(found: str) -> None:
     """Raise `ArgumentTypeError`: the first input has no items to count."""
-    expected = "a function of the network's inputs, because the first of them has no axis of items"
+    expected = (
+        "a function of the network's inputs, because the first of them has no axis of"
+        " items"
+    )
     raise explain(
-        ArgumentTypeError, "weight", expected=expected, found=found, fix="Write TrainOneStepCell(network, optimizer, weight=count)."
+        ArgumentTypeError,
+        "weight",
+        expected=expected,
+        found=found,
+        fix="Write TrainOneStepCell(network, optimizer, weight=count).",
     )
 
 
 @constexpr  # type: ignore[untyped-decorator]
 def refuse_losses(shape: tuple[int, ...]) -> None:
-    """Raise `ArgumentValueError`: the network returns several losses, of which MindSpore differentiates the sum."""
+    """Raise `ArgumentValueError`: the network returns several losses, of which
+    MindSpore differentiates the sum.
+    """
     expected = 'one loss, because reduction="mean" takes a mean of each micro-batch'
     found = f"losses of shape {shape}, whose sum is differentiated"
-    fix = 'Let the network return their mean, as nn.MSELoss() does; or wrap with reduction="sum" or "item_mean".'
-    raise explain(ArgumentValueError, "network", expected=expected, found=found, fix=fix)
+    fix = (
+        "Let the network return their mean, as nn.MSELoss() does; or wrap with"
+        ' reduction="sum" or "item_mean".'
+    )
+    raise explain(
+        ArgumentValueError, "network", expected=expected, found=found, fix=fix
+    )
 
 
 class TrainOneStepCell(nn.TrainOneStepCell):  # type: ignore[misc]
-    """One micro-batch: the loss, its gradient and the wrapped optimizer's call. The last micro-batch of a window makes the update.
+    """One micro-batch: the loss, its gradient and the wrapped optimizer's call. The
+    last micro-batch of a window makes the update.
 
-    In PyNative, in `mindspore.jit`, in graph mode, and as the network of `mindspore.train.Model`:
-    ``Model(TrainOneStepCell(nn.WithLossCell(net, loss_fn), optimizer))``. A checkpoint of this cell holds a normalization's statistics too.
-    Without ``data_parallel=True``, in MindSpore's data parallel mode, it takes the mean of the workers' gradients in each micro-batch, and
-    all must have equally many items.
+    In PyNative, in `mindspore.jit`, in graph mode, and as the network of
+    `mindspore.train.Model`: ``Model(TrainOneStepCell(nn.WithLossCell(net, loss_fn),
+    optimizer))``. A checkpoint of this cell holds a normalization's statistics too.
+    Without ``data_parallel=True``, in MindSpore's data parallel mode, it takes the mean
+    of the workers' gradients in each micro-batch, and all must have equally many items.
 
     Args:
         network: a Cell that returns the loss, not scaled.
         optimizer: the wrapped optimizer; its loss scale, if any, is applied here.
-        weight: a function of the network's inputs that returns how many items the micro-batch has, a number or a Tensor of one element; the
-            length of the first input's first axis unless given. None: every micro-batch weighs 1, which saves a pass over the gradients.
+        weight: a function of the network's inputs that returns how many items the
+            micro-batch has, a number or a Tensor of one element; the length of the
+            first input's first axis unless given. None: every micro-batch weighs 1,
+            which saves a pass over the gradients.
 
     Returns:
         When called: the loss of the micro-batch, not scaled.
 
     Raises:
-        ArgumentTypeError: `optimizer` is not wrapped, `weight` is no function; on a call, the first input has no axis of items.
-        ArgumentValueError: on a call, the network returned several losses, and the optimizer's reduction is "mean".
+        ArgumentTypeError: `optimizer` is not wrapped, `weight` is no function; on a
+            call, the first input has no axis of items.
+        ArgumentValueError: on a call, the network returned several losses, and the
+            optimizer's reduction is "mean".
     """
 
-    def __init__(self, network: nn.Cell, optimizer: AccumulatingOptimizer, weight: WeightFunction | None = items) -> None:
+    def __init__(
+        self,
+        network: nn.Cell,
+        optimizer: AccumulatingOptimizer,
+        weight: WeightFunction | None = items,
+    ) -> None:
         wrapped(optimizer)
         if weight is not None and not callable(weight):
             expected = "a function of the network's inputs, or None"
-            raise explain(ArgumentTypeError, "weight", expected=expected, got=weight, fix="Leave it out.")
+            raise explain(
+                ArgumentTypeError,
+                "weight",
+                expected=expected,
+                got=weight,
+                fix="Leave it out.",
+            )
         super().__init__(network, optimizer)
         if optimizer.compiled_window.workers is not None:
             self.grad_reducer = nn.Identity()
-        # Not `weight`: a Cell that holds parameters in a tuple has an attribute of each one's name.
+        # Not `weight`: a Cell that holds parameters in a tuple has an attribute of each
+        # one's name.
         self.weight_of_micro_batch = weight
         self.takes_means = optimizer.options.reduction == "mean"
-        self.backward = ms.value_and_grad(self.forward, None, self.weights, has_aux=True)
+        self.backward = ms.value_and_grad(
+            self.forward, None, self.weights, has_aux=True
+        )
         steps, host = optimizer.options.steps, None
-        own = type(self).construct is TrainOneStepCell.construct  # A subclass's construct is the user's, and runs as it stands.
+        # A subclass's construct is the user's, and runs as it stands.
+        own = type(self).construct is TrainOneStepCell.construct
         if own and isinstance(steps, int):
             host = HostTraining(self, steps)
         object.__setattr__(self, "host", host)
@@ -226,7 +312,9 @@ class TrainOneStepCell(nn.TrainOneStepCell):  # type: ignore[misc]
 
     def __call__(self, *inputs: object, **named: object) -> Any:
         on_host = not named and self.host is not None and decides_on_host()
-        return self.optimizer.storage.listening.after(1, self.host if on_host else super().__call__, *inputs, **named)
+        return self.optimizer.storage.listening.after(
+            1, self.host if on_host else super().__call__, *inputs, **named
+        )
 
     def construct(self, *inputs: object) -> Tensor:
         loss, gradients, weight = self.differentiated(*inputs)
@@ -237,9 +325,14 @@ class TrainOneStepCell(nn.TrainOneStepCell):  # type: ignore[misc]
     def added(self, *inputs: object) -> Tensor:
         """Run a micro-batch after which nothing ends here."""
         loss, gradients, weight = self.differentiated(*inputs)
-        return ops.depend(loss, self.optimizer.take(gradients, weight, loss if loss.size == 1 else None))
+        return ops.depend(
+            loss,
+            self.optimizer.take(gradients, weight, loss if loss.size == 1 else None),
+        )
 
-    def differentiated(self, *inputs: object) -> tuple[Tensor, tuple[Tensor, ...], Weight]:
+    def differentiated(
+        self, *inputs: object
+    ) -> tuple[Tensor, tuple[Tensor, ...], Weight]:
         """Return the loss, the gradients of the scaled loss, and the weight."""
         weight = None
         if self.weight_of_micro_batch is not None:
@@ -251,10 +344,12 @@ class TrainOneStepCell(nn.TrainOneStepCell):  # type: ignore[misc]
 
 
 class FlushAtEpochEnd(Callback):  # type: ignore[misc]
-    """Close the open window in the last step of each epoch, so that no window reaches from one epoch into the next.
+    """Close the open window in the last step of each epoch, so that no window reaches
+    from one epoch into the next.
 
-    Put this callback before callbacks that save checkpoints: they save at the end of a step, where this one flushes.
-    `mindspore.train.Model.fit` validates after it. Where the data goes through a sink, not on a CPU, an epoch is ``sink_size`` steps.
+    Put this callback before callbacks that save checkpoints: they save at the end of a
+    step, where this one flushes. `mindspore.train.Model.fit` validates after it. Where
+    the data goes through a sink, not on a CPU, an epoch is ``sink_size`` steps.
 
     Args:
         optimizer: the wrapped optimizer.
@@ -267,18 +362,40 @@ class FlushAtEpochEnd(Callback):  # type: ignore[misc]
         super().__init__()
         self.optimizer = wrapped(optimizer)
         self.steps: int | None = None
-        """Of an epoch whose data goes through no sink; ``batch_num`` is the ``sink_size`` there too, if one was given."""
+        """Of an epoch whose data goes through no sink; ``batch_num`` is the
+        ``sink_size`` there too, if one was given.
+        """
         self.flushed = False
-        """In this epoch. Workers that share windows each flush once in an epoch, whatever they hold."""
+        """In this epoch. Workers that share windows each flush once in an epoch,
+        whatever they hold.
+        """
 
     def on_train_begin(self, run_context: RunContext) -> None:
-        """Raise `UsageError` if a `mindspore.train.ModelCheckpoint` stands before this callback."""
+        """Raise `UsageError` if a `mindspore.train.ModelCheckpoint` stands before this
+        callback.
+        """
         run = run_context.original_args()
-        self.steps = None if run.get("dataset_sink_mode") else run.train_dataset.get_dataset_size()
+        self.steps = (
+            None
+            if run.get("dataset_sink_mode")
+            else run.train_dataset.get_dataset_size()
+        )
         callbacks = run.list_callback
-        if any(isinstance(callback, ModelCheckpoint) for callback in callbacks[: callbacks.index(self)]):
-            expected, found = "FlushAtEpochEnd before ModelCheckpoint, which saves as the step ends", "the other order"
-            raise explain(UsageError, "callbacks", expected=expected, found=found, fix="Write callbacks=[FlushAtEpochEnd(optimizer), ...].")
+        if any(
+            isinstance(callback, ModelCheckpoint)
+            for callback in callbacks[: callbacks.index(self)]
+        ):
+            expected, found = (
+                "FlushAtEpochEnd before ModelCheckpoint, which saves as the step ends",
+                "the other order",
+            )
+            raise explain(
+                UsageError,
+                "callbacks",
+                expected=expected,
+                found=found,
+                fix="Write callbacks=[FlushAtEpochEnd(optimizer), ...].",
+            )
 
     def on_train_epoch_begin(self, run_context: RunContext) -> None:
         self.flushed = False
@@ -297,11 +414,14 @@ class FlushAtEpochEnd(Callback):  # type: ignore[misc]
 
 
 class WatchWindows(Callback):  # type: ignore[misc]
-    """Call `listeners` with a `gradaccum.watching.ClosedWindow` after each step that closed a window.
+    """Call `listeners` with a `gradaccum.watching.ClosedWindow` after each step that
+    closed a window.
 
-    While `Model.train` runs they are listeners of the optimizer. The callback looks for a closed window after each step, and waits for the
-    device. Put it before `FlushAtEpochEnd`. ``weight`` is NaN where compiled code closes the window; so is ``loss``, unless all losses are
-    passed to the optimizer, as by `gradaccum_mindspore.TrainOneStepCell`.
+    While `Model.train` runs they are listeners of the optimizer. The callback looks for
+    a closed window after each step, and waits for the device. Put it before
+    `FlushAtEpochEnd`. ``weight`` is NaN where compiled code closes the window; so is
+    ``loss``, unless all losses are passed to the optimizer, as by
+    `gradaccum_mindspore.TrainOneStepCell`.
 
     Args:
         optimizer: the wrapped optimizer.
@@ -325,10 +445,21 @@ class WatchWindows(Callback):  # type: ignore[misc]
             UsageError: the data goes through a sink.
         """
         if run_context.original_args().get("dataset_sink_mode"):
-            found, fix = "steps of a sink, which Python does not see", "Write model.train(..., dataset_sink_mode=False)."
-            raise explain(UsageError, "dataset_sink_mode", expected="False beside WatchWindows", found=found, fix=fix)
+            found, fix = (
+                "steps of a sink, which Python does not see",
+                "Write model.train(..., dataset_sink_mode=False).",
+            )
+            raise explain(
+                UsageError,
+                "dataset_sink_mode",
+                expected="False beside WatchWindows",
+                found=found,
+                fix=fix,
+            )
         self.on_train_end(run_context)  # where the last training raised
-        self.handles = [self.optimizer.add_listener(listener) for listener in self.listeners]
+        self.handles = [
+            self.optimizer.add_listener(listener) for listener in self.listeners
+        ]
 
     def on_train_step_end(self, run_context: RunContext) -> None:
         self.optimizer.storage.listening.tell(micro_batches=1)

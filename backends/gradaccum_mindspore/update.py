@@ -1,11 +1,14 @@
-"""The inner optimizer's call, which is the update's alone; the rounding of masters after it; and its own loss scale.
+"""The inner optimizer's call, which is the update's alone; the rounding of masters
+after it; and its own loss scale.
 
-While a wrapper lives, a call of its inner optimizer is refused: both Python and MindSpore's compiler look up ``construct`` on the object,
-and find one there that raises. `Update` calls the class's own. A function that was compiled before the optimizer was wrapped is not
-compiled again, and calls the inner optimizer unnoticed.
+While a wrapper lives, a call of its inner optimizer is refused: both Python and
+MindSpore's compiler look up ``construct`` on the object, and find one there that
+raises. `Update` calls the class's own. A function that was compiled before the
+optimizer was wrapped is not compiled again, and calls the inner optimizer unnoticed.
 
-`mindspore.nn.SGD(..., loss_scale=1024.0)` divides each gradient by 1024; `mindspore.amp.FixedLossScaleManager` or ``sens=`` multiplies the
-loss. So that counts as the loss scale here. The inner optimizer gets the window's gradient times that scale.
+`mindspore.nn.SGD(..., loss_scale=1024.0)` divides each gradient by 1024;
+`mindspore.amp.FixedLossScaleManager` or ``sens=`` multiplies the loss. So that counts
+as the loss scale here. The inner optimizer gets the window's gradient times that scale.
 """
 
 from __future__ import annotations
@@ -37,9 +40,17 @@ def with_inner_scale(options: Options, inner: Optimizer) -> Options:
     if scale == 1:
         return options
     if options.scale_rule != ScaleRule():
-        expected, found = f"None, because the optimizer divides by its own loss_scale={scale:g}", f"{options.scale_rule.init_scale:g}"
-        fix = "Leave loss_scale out of the optimizer: gradaccum.wrap(nn.SGD(parameters, 0.1), steps=4, loss_scale=1024.0)."
-        raise explain(ArgumentValueError, "loss_scale", expected=expected, found=found, fix=fix)
+        expected, found = (
+            f"None, because the optimizer divides by its own loss_scale={scale:g}",
+            f"{options.scale_rule.init_scale:g}",
+        )
+        fix = (
+            "Leave loss_scale out of the optimizer: gradaccum.wrap(nn.SGD(parameters,"
+            " 0.1), steps=4, loss_scale=1024.0)."
+        )
+        raise explain(
+            ArgumentValueError, "loss_scale", expected=expected, found=found, fix=fix
+        )
     return options._replace(scale_rule=ScaleRule(init_scale=scale))
 
 
@@ -52,9 +63,17 @@ def require_unwrapped(inner: Optimizer) -> None:
     if is_guarded(inner):
         gc.collect()  # Cells are in cycles.
     if is_guarded(inner):
-        expected, found = "one that no living wrapper has", f"{type(inner).__name__}, which an earlier gradaccum.wrap has wrapped"
-        fix = "Use the optimizer that gradaccum.wrap returned first, or delete it (del opt) before you wrap again."
-        raise explain(ArgumentTypeError, "optimizer", expected=expected, found=found, fix=fix)
+        expected, found = (
+            "one that no living wrapper has",
+            f"{type(inner).__name__}, which an earlier gradaccum.wrap has wrapped",
+        )
+        fix = (
+            "Use the optimizer that gradaccum.wrap returned first, or delete it (del"
+            " opt) before you wrap again."
+        )
+        raise explain(
+            ArgumentTypeError, "optimizer", expected=expected, found=found, fix=fix
+        )
 
 
 def is_guarded(inner: Optimizer) -> bool:
@@ -69,13 +88,23 @@ def _guarded(self: Optimizer, *gradients: Any, **named: Any) -> bool:
 
 @constexpr  # type: ignore[untyped-decorator]
 def refuse_call(name: str) -> None:
-    expected, found = "a call of the wrapped optimizer, which alone knows when a window ends", f"one of the inner {name}"
-    fix = f"Write optimizer = gradaccum.wrap(nn.{name}(...), ...), so that one name is left, and call that."
-    raise explain(UsageError, "optimizer(gradients)", expected=expected, found=found, fix=fix)
+    expected, found = (
+        "a call of the wrapped optimizer, which alone knows when a window ends",
+        f"one of the inner {name}",
+    )
+    fix = (
+        f"Write optimizer = gradaccum.wrap(nn.{name}(...), ...), so that one name is"
+        " left, and call that."
+    )
+    raise explain(
+        UsageError, "optimizer(gradients)", expected=expected, found=found, fix=fix
+    )
 
 
 class Update(nn.Cell):  # type: ignore[misc]
-    """Calls the inner optimizer once and, if there are masters, rounds them into the model."""
+    """Calls the inner optimizer once and, if there are masters, rounds them into the
+    model.
+    """
 
     def __init__(self, inner: Optimizer, masters: Masters) -> None:
         super().__init__(auto_prefix=False)
@@ -85,12 +114,18 @@ class Update(nn.Cell):  # type: ignore[misc]
         self.inner_construct = inner.construct
         self.own, self.guard = vars(inner), MethodType(_guarded, inner)
         self.own["construct"] = self.guard
-        inner.compile_cache.clear()  # In graph mode Python would call what was compiled before.
+        # In graph mode Python would call what was compiled before.
+        inner.compile_cache.clear()
         finalize(self, self.own.pop, "construct", None)
-        self.in_place = any(f"{kind.__module__}.{kind.__name__}" in IN_PLACE for kind in type(inner).__mro__)
+        self.in_place = any(
+            f"{kind.__module__}.{kind.__name__}" in IN_PLACE
+            for kind in type(inner).__mro__
+        )
 
     def __call__(self, gradients: Gradients) -> bool:
-        del self.own["construct"]  # MindSpore compiles most constructs, also in PyNative, and looks them up by this name.
+        # MindSpore compiles most constructs, also in PyNative, and looks them up by
+        # this name.
+        del self.own["construct"]
         try:
             if is_graph_mode():
                 return bool(super().__call__(gradients))
@@ -102,9 +137,22 @@ class Update(nn.Cell):  # type: ignore[misc]
     def require_in_place(self) -> None:
         if self.in_place and not adds_in_place(ms.get_context("device_target")):
             name = f"mint.optim.{type(self.inner).__name__}"
-            expected = "one that moves parameters in PyNative; on this device Parameter.add_ does nothing there"
-            fix = "Compile the step by @mindspore.jit and flush by mindspore.jit(optimizer.flush.construct)(), or take one of mindspore.nn."
-            raise explain(UsageError, "optimizer", expected=expected, found=f"{name}, which adds in place", fix=fix)
+            expected = (
+                "one that moves parameters in PyNative; on this device Parameter.add_"
+                " does nothing there"
+            )
+            fix = (
+                "Compile the step by @mindspore.jit and flush by"
+                " mindspore.jit(optimizer.flush.construct)(), or take one of"
+                " mindspore.nn."
+            )
+            raise explain(
+                UsageError,
+                "optimizer",
+                expected=expected,
+                found=f"{name}, which adds in place",
+                fix=fix,
+            )
 
     def construct(self, gradients: Gradients) -> bool:
         self.inner_construct(gradients)
@@ -118,7 +166,9 @@ class Update(nn.Cell):  # type: ignore[misc]
 
 @cache
 def adds_in_place(device: str) -> bool:
-    """True if ``Parameter.add_`` adds in PyNative; on a CPU MindSpore 2.10 returns the sum alone."""
+    """True if ``Parameter.add_`` adds in PyNative; on a CPU MindSpore 2.10 returns the
+    sum alone.
+    """
     tried = Parameter(Tensor([0.0], ms.float32), name="tried")
     tried.add_(Tensor([1.0], ms.float32))
     return bool(tried.asnumpy()[0] == 1.0)

@@ -1,4 +1,6 @@
-"""The PyTorch adapter of gradaccum. ``gradaccum.wrap(optimizer, steps=4)`` finds it without an import of this package."""
+"""The PyTorch adapter of gradaccum. ``gradaccum.wrap(optimizer, steps=4)`` finds it
+without an import of this package.
+"""
 
 from gradaccum_torch.backend import TorchBackend, backend, wrap
 from gradaccum_torch.large_batch.backward import backward
@@ -11,5 +13,20 @@ from gradaccum_torch.scheduler import GatedScheduler
 from gradaccum_torch.verification import verify, verify_loss_scaling
 from gradaccum_torch.workers import sharded_cross_entropy
 
-__all__ = ["AccumulatingOptimizer", "GatedScheduler", "TorchBackend", "backend", "backward", "coupled_backward", "layered_backward"]
-__all__ += ["recompute", "redistributed", "sharded_cross_entropy", "verify", "verify_loss_scaling", "wrap"]
+__all__ = [
+    "AccumulatingOptimizer",
+    "GatedScheduler",
+    "TorchBackend",
+    "backend",
+    "backward",
+    "coupled_backward",
+    "layered_backward",
+]
+__all__ += [
+    "recompute",
+    "redistributed",
+    "sharded_cross_entropy",
+    "verify",
+    "verify_loss_scaling",
+    "wrap",
+]

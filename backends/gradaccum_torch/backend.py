@@ -1,4 +1,6 @@
-"""The core's entry point into torch: recognise optimizers and schedulers, and wrap them."""
+"""The core's entry point into torch: recognise optimizers and schedulers, and wrap
+them.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,21 @@ from typing import Any, Literal, Unpack, cast
 import torch
 
 from gradaccum import LossScale, VerificationReport
-from gradaccum.kit import Options, ScaleRule, Steps, WrapOptions, optimizer_error, require_bool, wrap_with, wrapped_twice_error
-from gradaccum_torch.checks import require_accumulate_dtype, require_layouts, require_update_in_step
+from gradaccum.kit import (
+    Options,
+    ScaleRule,
+    Steps,
+    WrapOptions,
+    optimizer_error,
+    require_bool,
+    wrap_with,
+    wrapped_twice_error,
+)
+from gradaccum_torch.checks import (
+    require_accumulate_dtype,
+    require_layouts,
+    require_update_in_step,
+)
 from gradaccum_torch.grad_scaler import scaler_rule
 from gradaccum_torch.optimizer import AccumulatingOptimizer
 from gradaccum_torch.private import fsdp, names
@@ -35,10 +50,18 @@ class TorchBackend:
         kind = str(torch.accelerator.current_accelerator())
         named = getattr(torch, kind, None)
         name = getattr(named, "get_device_name", lambda index: kind)
-        return ("cpu", *(f"{kind}:{index} ({name(index)})" for index in range(torch.accelerator.device_count())))
+        return (
+            "cpu",
+            *(
+                f"{kind}:{index} ({name(index)})"
+                for index in range(torch.accelerator.device_count())
+            ),
+        )
 
     def lacking(self) -> dict[str, str]:
-        """Return the private names that the installed torch lacks, with what each costs the user."""
+        """Return the private names that the installed torch lacks, with what each costs
+        the user.
+        """
         return names.lacking({**names.LOST, **fsdp.lost_in_fsdp()})
 
     def wrap(
@@ -58,43 +81,65 @@ class TorchBackend:
         Args:
             optimizer: the optimizer.
             options: the checked options.
-            separate_sums: whether ``step`` moves the micro-batch from ``.grad`` into a buffer. Between two steps ``.grad`` is then the
-                user's, to clear, assign, reduce or clip. Costs one pass and one buffer per parameter.
-            module: what several workers train together: a `torch.nn.parallel.DistributedDataParallel`, whose sum is reduced once, at the
-                window's end, or a module under `torch.distributed.fsdp.fully_shard`. A window is then that of all workers. This call, the
-                end of a window and ``flush`` are collective.
-            gradient_sync: when FSDP2 reduces. ``"micro_batch"``: in each micro-batch; the sum is sharded. ``"window"``: once per window;
-                each worker keeps a sum of the whole model, as after ``set_requires_gradient_sync(False)``. ``"all_reduce_per_window"``:
-                on a mesh of two dimensions, reduce-scatter in each micro-batch and all-reduce once per window, as after
+            separate_sums: whether ``step`` moves the micro-batch from ``.grad`` into a
+                buffer. Between two steps ``.grad`` is then the user's, to clear,
+                assign, reduce or clip. Costs one pass and one buffer per parameter.
+            module: what several workers train together: a
+                `torch.nn.parallel.DistributedDataParallel`, whose sum is reduced once,
+                at the window's end, or a module under
+                `torch.distributed.fsdp.fully_shard`. A window is then that of all
+                workers. This call, the end of a window and ``flush`` are collective.
+            gradient_sync: when FSDP2 reduces. ``"micro_batch"``: in each micro-batch;
+                the sum is sharded. ``"window"``: once per window; each worker keeps a
+                sum of the whole model, as after ``set_requires_gradient_sync(False)``.
+                ``"all_reduce_per_window"``: on a mesh of two dimensions, reduce-scatter
+                in each micro-batch and all-reduce once per window, as after
                 ``set_requires_all_reduce(False)``.
-            process_group: the `torch.distributed.ProcessGroup` of workers that train equal copies of one model without a parallel module.
-                The window's sum is reduced as with ``module=``, and an optimizer that averages by itself averages equal gradients.
-            norm_group: the `torch.distributed.ProcessGroup` of the stages of a pipeline, each with an optimizer of its own. The norm, the
-                clip and the decision on overflow are those of all stages. The end of a window is collective: a stage that ends one alone
-                waits for the group's timeout, and raises.
-            tied: with `norm_group`, a mapping from the process group of the stages that hold copies of parameters to these parameters, in
-                one order on each stage. Their sums are added up at the window's end.
+            process_group: the `torch.distributed.ProcessGroup` of workers that train
+                equal copies of one model without a parallel module. The window's sum is
+                reduced as with ``module=``, and an optimizer that averages by itself
+                averages equal gradients.
+            norm_group: the `torch.distributed.ProcessGroup` of the stages of a
+                pipeline, each with an optimizer of its own. The norm, the clip and the
+                decision on overflow are those of all stages. The end of a window is
+                collective: a stage that ends one alone waits for the group's timeout,
+                and raises.
+            tied: with `norm_group`, a mapping from the process group of the stages that
+                hold copies of parameters to these parameters, in one order on each
+                stage. Their sums are added up at the window's end.
 
         Raises:
-            ArgumentTypeError: `optimizer` is none, is wrapped already, or updates within the backward pass; `module` is no such module.
-            ArgumentValueError: `module` has other parameters, or not all; other workers gave other options; FSDP2 cannot wait with these.
-            UsageError: `module` has a communication hook; or `optimizer` reduces over workers itself, and neither `module` nor
-                `process_group` names them.
+            ArgumentTypeError: `optimizer` is none, is wrapped already, or updates
+                within the backward pass; `module` is no such module.
+            ArgumentValueError: `module` has other parameters, or not all; other workers
+                gave other options; FSDP2 cannot wait with these.
+            UsageError: `module` has a communication hook; or `optimizer` reduces over
+                workers itself, and neither `module` nor `process_group` names them.
         """
         if isinstance(optimizer, AccumulatingOptimizer):
             raise wrapped_twice_error(optimizer)
         if not isinstance(optimizer, torch.optim.Optimizer):
-            fix = "Write for example gradaccum.wrap(torch.optim.AdamW(model.parameters()), steps=4)."
+            fix = (
+                "Write for example"
+                " gradaccum.wrap(torch.optim.AdamW(model.parameters()), steps=4)."
+            )
             raise optimizer_error("a torch.optim.Optimizer", optimizer, fix)
         separate = require_bool("separate_sums", separate_sums)
-        checked = options._replace(accumulate_dtype=require_accumulate_dtype(options.accumulate_dtype), separate_sums=separate)
+        checked = options._replace(
+            accumulate_dtype=require_accumulate_dtype(options.accumulate_dtype),
+            separate_sums=separate,
+        )
         require_layouts(optimizer)
         require_update_in_step(optimizer)
-        workers = workers_of(optimizer, module, checked, gradient_sync, process_group, norm_group, tied)
+        workers = workers_of(
+            optimizer, module, checked, gradient_sync, process_group, norm_group, tied
+        )
         return AccumulatingOptimizer(optimizer, checked, workers)
 
     def is_scheduler(self, candidate: object) -> bool:
-        """True if `candidate` is a learning-rate scheduler, torch's or another library's, gated or not."""
+        """True if `candidate` is a learning-rate scheduler, torch's or another
+        library's, gated or not.
+        """
         return is_scheduler(candidate)
 
     def gate(self, scheduler: object) -> GatedScheduler:
@@ -111,7 +156,12 @@ class TorchBackend:
         return isinstance(model, torch.nn.Module)
 
     def verify(
-        self, model: torch.nn.Module, loss_fn: Callable[..., torch.Tensor], batch: Any, steps: int = 4, **options: Any
+        self,
+        model: torch.nn.Module,
+        loss_fn: Callable[..., torch.Tensor],
+        batch: Any,
+        steps: int = 4,
+        **options: Any,
     ) -> VerificationReport:
         return verify(model, loss_fn, batch, steps, **options)
 
@@ -120,7 +170,9 @@ backend = TorchBackend()
 
 
 class TorchOptions(WrapOptions, total=False):
-    """The options of `wrap`: those of `gradaccum.wrap`, and those of `TorchBackend.wrap`."""
+    """The options of `wrap`: those of `gradaccum.wrap`, and those of
+    `TorchBackend.wrap`.
+    """
 
     loss_scale: float | LossScale | torch.amp.GradScaler | None
     separate_sums: bool
@@ -131,6 +183,8 @@ class TorchOptions(WrapOptions, total=False):
     tied: Mapping[torch.distributed.ProcessGroup, Sequence[torch.Tensor]] | None
 
 
-def wrap(optimizer: torch.optim.Optimizer, steps: Steps, **options: Unpack[TorchOptions]) -> AccumulatingOptimizer:
+def wrap(
+    optimizer: torch.optim.Optimizer, steps: Steps, **options: Unpack[TorchOptions]
+) -> AccumulatingOptimizer:
     """Wrap a torch optimizer: `gradaccum.wrap`, typed."""
     return cast(AccumulatingOptimizer, wrap_with(backend, optimizer, steps, **options))

@@ -1,11 +1,14 @@
-"""A user's own `torch.amp.GradScaler`, driven once per window; and the factor of a loss.
+"""A user's own `torch.amp.GradScaler`, driven once per window; and the factor of a
+loss.
 
-The window's scale is the scaler's when the first micro-batch ends. If something else moved the scale inside the window, its end raises.
+The window's scale is the scaler's when the first micro-batch ends. If something else
+moved the scale inside the window, its end raises.
 
-In the loop ``opt.backward(loss); opt.step()`` closing the window writes the scale and growth tracker that one ``scaler.update()`` would. In
-``scaler.scale(loss).backward(); scaler.step(opt); scaler.update()``, ``scaler.step`` finds a probe in place of gradients and calls
-``opt.step``. Inside a window the wrapper subtracts the 1 that ``update`` will add to the tracker; at the end it sets the scaler's overflow
-flag.
+In the loop ``opt.backward(loss); opt.step()`` closing the window writes the scale and
+growth tracker that one ``scaler.update()`` would. In ``scaler.scale(loss).backward();
+scaler.step(opt); scaler.update()``, ``scaler.step`` finds a probe in place of gradients
+and calls ``opt.step``. Inside a window the wrapper subtracts the 1 that ``update`` will
+add to the tracker; at the end it sets the scaler's overflow flag.
 """
 
 from __future__ import annotations
@@ -25,10 +28,16 @@ from gradaccum_torch.private import names
 from gradaccum_torch.private.names import LocalVariables
 
 SMALLEST = 2.0**-125
-"""`GradScaler` has no floor. Below this power of two a window could no longer be divided, and the scale could never grow again."""
+"""`GradScaler` has no floor. Below this power of two a window could no longer be
+divided, and the scale could never grow again.
+"""
 
-_SET_BACK: WeakKeyDictionary[torch.amp.GradScaler, tuple[Mapping[int, Any], Tensor]] = WeakKeyDictionary()
-"""By scaler whose tracker was set back: its pending update, which its ``update`` replaces by another, and its true scale and tracker."""
+_SET_BACK: WeakKeyDictionary[torch.amp.GradScaler, tuple[Mapping[int, Any], Tensor]] = (
+    WeakKeyDictionary()
+)
+"""By scaler whose tracker was set back: its pending update, which its ``update``
+replaces by another, and its true scale and tracker.
+"""
 
 
 class Ended(NamedTuple):
@@ -47,9 +56,13 @@ class ScalerLink:
         scaler.scale(torch.zeros((), device=device))
         start = self._now().clone()
         self._start = start, start[0] != start[0]
-        """Scale and growth tracker as the window began, and whether the scale has moved since."""
+        """Scale and growth tracker as the window began, and whether the scale has moved
+        since.
+        """
         self._ended: list[Ended] | None = None
-        """The window that has ended in the step under way, if ``scaler.step`` asked for it, after which ``scaler.update`` is called."""
+        """The window that has ended in the step under way, if ``scaler.step`` asked for
+        it, after which ``scaler.update`` is called.
+        """
         self._probe = torch.zeros((), device=device)
         self._probe.grad = torch.zeros((), device=device)
 
@@ -70,7 +83,9 @@ class ScalerLink:
     def count(self, *, first: bool) -> None:
         """Count a micro-batch; the scale must be the one at the first."""
         now, (start, moved) = self._now(), self._start
-        self._start = (now, now[0] != now[0]) if first else (start, moved | (now[0] != start[0]))
+        self._start = (
+            (now, now[0] != now[0]) if first else (start, moved | (now[0] != start[0]))
+        )
 
     def notes(self) -> tuple[Tensor, ...]:
         """Return the tensors, shape ``()``, whose values `used` needs on the host."""
@@ -84,18 +99,23 @@ class ScalerLink:
         return fields._replace(loss_scale=scale, growth_tracker=int(tracker))
 
     def current(self, fields: State) -> State:
-        """Return the state to save: within a window with the window's scale, else with the scaler's."""
+        """Return the state to save: within a window with the window's scale, else with
+        the scaler's.
+        """
         if fields.micro_step:
             scale, tracker = self._start[0].tolist()
         elif names.pending_update(self._scaler):
-            return fields  # scaler.update() is still to come, and will give the scaler these values.
+            # scaler.update() is still to come, and will give the scaler these values.
+            return fields
         else:
             scale, tracker = self._now().tolist()
         return fields._replace(loss_scale=scale, growth_tracker=int(tracker))
 
     def write(self, fields: State) -> None:
         _SET_BACK.pop(self._scaler, None)
-        self._scaler.load_state_dict(names.scaler_state(self._scaler, fields.loss_scale, fields.growth_tracker))
+        self._scaler.load_state_dict(
+            names.scaler_state(self._scaler, fields.loss_scale, fields.growth_tracker)
+        )
         self.count(first=True)
 
     def window_ended(self, ended: Ended) -> None:
@@ -106,12 +126,15 @@ class ScalerLink:
 
     @contextmanager
     def stepping(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """Let ``scaler.step`` run the step of `optimizer`. ``scaler.update`` then moves the scale only if a window ended."""
+        """Let ``scaler.step`` run the step of `optimizer`. ``scaler.update`` then moves
+        the scale only if a window ended.
+        """
         self._ended = ended = list[Ended]()
         try:
             yield
         except BaseException:
-            # scaler.step would delete them after this, but does not get there, and the next step may be the user's own.
+            # scaler.step would delete them after this, but does not get there, and the
+            # next step may be the user's own.
             del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
             for each in ended:
                 self.write(each.after)
@@ -124,32 +147,42 @@ class ScalerLink:
             self._settle(optimizer, each)
 
     def groups_for(self, caller: LocalVariables) -> list[Group]:
-        """Return the groups for ``scaler.step``: a probe in place of the gradients, so that its check finds no overflow."""
+        """Return the groups for ``scaler.step``: a probe in place of the gradients, so
+        that its check finds no overflow.
+        """
         if caller.get("self") is not self._scaler or not caller.get("allow_fp16"):
             raise foreign_scaler_error()
         return [{"params": [self._probe]}]
 
     def _hold(self) -> None:
-        """Make the following ``scaler.update()`` restore the scale and tracker that the window began with."""
+        """Make the following ``scaler.update()`` restore the scale and tracker that the
+        window began with.
+        """
         start, _ = self._start
         names.tracker_of(self._scaler).copy_(start[1] - 1)
         self._note_set_back(start)
 
     def _settle(self, optimizer: torch.optim.Optimizer, ended: Ended) -> None:
-        """Make the following ``scaler.update()`` end in the scale and tracker of the state after the window.
+        """Make the following ``scaler.update()`` end in the scale and tracker of the
+        state after the window.
 
-        ``update`` itself moves the scale, so that the user can compare it before and after. If the scale stays, ``update`` only counts.
+        ``update`` itself moves the scale, so that the user can compare it before and
+        after. If the scale stays, ``update`` only counts.
         """
         if ended.after.loss_scale == ended.scale:
             start, _ = self._start
-            self.write(ended.after._replace(growth_tracker=ended.after.growth_tracker - 1))
+            self.write(
+                ended.after._replace(growth_tracker=ended.after.growth_tracker - 1)
+            )
             self._note_set_back(start)
         else:
             for found in names.found_inf_of(self._scaler, optimizer):
                 found.fill_(float(ended.overflow))
 
     def _note_set_back(self, true: Tensor) -> None:
-        """Note the tracker for another wrapped optimizer that asks before ``scaler.update()``."""
+        """Note the tracker for another wrapped optimizer that asks before
+        ``scaler.update()``.
+        """
         _SET_BACK[self._scaler] = names.pending_update(self._scaler), true
 
     def _now(self) -> Tensor:
@@ -161,7 +194,9 @@ class ScalerLink:
 
 
 def scaler_rule(scaler: object) -> ScaleRule | None:
-    """Return the rule of a `torch.amp.GradScaler`, without floor or ceiling; None for another object."""
+    """Return the rule of a `torch.amp.GradScaler`, without floor or ceiling; None for
+    another object.
+    """
     if not isinstance(scaler, torch.amp.GradScaler):
         return None
     if not scaler.is_enabled():
@@ -175,7 +210,11 @@ def link_scaler(options: Options, device: torch.device) -> ScalerLink | None:
     if scaler is None or not scaler.is_enabled():
         return None
     for name in names.SCALER:
-        names.require_name(name, "loss_scale", "Write loss_scale=gradaccum.DynamicLossScale() in place of the scaler.")
+        names.require_name(
+            name,
+            "loss_scale",
+            "Write loss_scale=gradaccum.DynamicLossScale() in place of the scaler.",
+        )
     return ScalerLink(scaler, device)
 
 
@@ -184,16 +223,39 @@ def _wide(tensor: Tensor) -> torch.dtype:
 
 
 def _moved_error() -> UsageError:
-    found = "a scale that moved inside it, such as by scaler.update(new_scale) or another optimizer's overflow"
-    fix = "Change it between two windows, and give each optimizer a scaler of its own. The window cannot be mended: call opt.discard()."
-    return explain(UsageError, "scaler", expected="one scale for all micro-batches of a window", found=found, fix=fix)
+    found = (
+        "a scale that moved inside it, such as by scaler.update(new_scale) or another"
+        " optimizer's overflow"
+    )
+    fix = (
+        "Change it between two windows, and give each optimizer a scaler of its own."
+        " The window cannot be mended: call opt.discard()."
+    )
+    return explain(
+        UsageError,
+        "scaler",
+        expected="one scale for all micro-batches of a window",
+        found=found,
+        fix=fix,
+    )
 
 
 def foreign_scaler_error() -> UsageError:
-    expected = "the scaler that gradaccum.wrap was given, which moves only between windows"
-    fix = "Write gradaccum.wrap(optimizer, ..., loss_scale=scaler); in place of scaler.unscale_(opt) and clip_grad_norm_ clip_norm=."
+    expected = (
+        "the scaler that gradaccum.wrap was given, which moves only between windows"
+    )
+    fix = (
+        "Write gradaccum.wrap(optimizer, ..., loss_scale=scaler); in place of"
+        " scaler.unscale_(opt) and clip_grad_norm_ clip_norm=."
+    )
     found = "a torch.amp.GradScaler that would unscale at every micro-batch"
-    return explain(UsageError, "scaler.step, scaler.unscale_", expected=expected, found=found, fix=fix)
+    return explain(
+        UsageError,
+        "scaler.step, scaler.unscale_",
+        expected=expected,
+        found=found,
+        fix=fix,
+    )
 
 
 # The factor of a loss before it is differentiated: its weight times the loss scale.
@@ -204,13 +266,24 @@ def factor(weight: float, fields: State, options: Options) -> float:
     return product
 
 
-def scaled(loss: Tensor, weight: float, fields: State, options: Options, scaler: ScalerLink | None) -> Tensor:
-    """Return `loss`, of any shape, times its `factor`; a `torch.amp.GradScaler` scales it on the device."""
+def scaled(
+    loss: Tensor,
+    weight: float,
+    fields: State,
+    options: Options,
+    scaler: ScalerLink | None,
+) -> Tensor:
+    """Return `loss`, of any shape, times its `factor`; a `torch.amp.GradScaler` scales
+    it on the device.
+    """
     own, rule = float(contribution(weight, options)), options.scale_rule
     if own == 1 and scaler is None and fields.loss_scale == 1:
         return loss
-    _require_in_range(loss, own * (rule.init_scale if rule.backoff_factor == 1 else rule.min_scale))
-    with torch.enable_grad():  # backward() works inside torch.no_grad(), and so must this.
+    _require_in_range(
+        loss, own * (rule.init_scale if rule.backoff_factor == 1 else rule.min_scale)
+    )
+    # backward() works inside torch.no_grad(), and so must this.
+    with torch.enable_grad():
         if scaler is not None:
             loss = scaler.scale(loss)
         else:
@@ -219,9 +292,16 @@ def scaled(loss: Tensor, weight: float, fields: State, options: Options, scaler:
 
 
 def _require_in_range(loss: Tensor, factor: float) -> None:
-    """Raise unless the loss's dtype can hold `factor`, to which autograd casts the incoming gradient."""
+    """Raise unless the loss's dtype can hold `factor`, to which autograd casts the
+    incoming gradient.
+    """
     if loss.dtype is torch.float16 and factor > torch.finfo(torch.float16).max:
-        expected = f"a dtype that holds weight x loss scale, which is at least {factor:g} here"
-        found = "a float16 loss, in which that is inf, so that every gradient would overflow"
+        expected = (
+            f"a dtype that holds weight x loss scale, which is at least {factor:g} here"
+        )
+        found = (
+            "a float16 loss, in which that is inf, so that every gradient would"
+            " overflow"
+        )
         fix = "Compute the loss in float32: loss_fn(output.float(), target)."
         raise explain(UsageError, "loss", expected=expected, found=found, fix=fix)

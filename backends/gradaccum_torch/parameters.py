@@ -1,14 +1,23 @@
-"""The model's parameters and the tensors that the inner optimizer works on: the same ones, or float32 masters of half-precision parameters.
+"""The model's parameters and the tensors that the inner optimizer works on: the same
+ones, or float32 masters of half-precision parameters.
 
-The inner optimizer's groups hold masters only while its ``step`` runs; after each update the model gets the rounded copy. The next update
-takes over, element by element, what something else wrote into a parameter: values are compared, as torch does not count writes through
-``parameter.data``.
+The inner optimizer's groups hold masters only while its ``step`` runs; after each
+update the model gets the rounded copy. The next update takes over, element by element,
+what something else wrote into a parameter: values are compared, as torch does not count
+writes through ``parameter.data``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import (
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from operator import itemgetter
@@ -20,14 +29,25 @@ from torch import Tensor
 
 from gradaccum import ArgumentValueError
 from gradaccum.kit import explain
-from gradaccum_torch.private.names import foreach_copy_, foreach_norm, foreach_sub_, local
+from gradaccum_torch.private.names import (
+    foreach_copy_,
+    foreach_norm,
+    foreach_sub_,
+    local,
+)
 from gradaccum_torch.sums.arithmetic import HALF
 
 Group = dict[str, Any]
-"""A parameter group of a `torch.optim.Optimizer`: its ``"params"``, a list of tensors, and its options."""
+"""A parameter group of a `torch.optim.Optimizer`: its ``"params"``, a list of tensors,
+and its options.
+"""
 
-_MASTERS: WeakKeyDictionary[torch.optim.Optimizer, dict[Tensor, Tensor]] = WeakKeyDictionary()
-"""The masters by the model's parameter, of each inner optimizer that has some: it may be wrapped again."""
+_MASTERS: WeakKeyDictionary[torch.optim.Optimizer, dict[Tensor, Tensor]] = (
+    WeakKeyDictionary()
+)
+"""The masters by the model's parameter, of each inner optimizer that has some: it may
+be wrapped again.
+"""
 
 _NO_SWAP = nullcontext()
 _PARAMS = itemgetter("params")
@@ -36,7 +56,12 @@ _PARAMS = itemgetter("params")
 class Parameters:
     """The parameters of a wrapped optimizer, by group and by position."""
 
-    def __init__(self, inner: torch.optim.Optimizer, master_weights: bool, masters: Mapping[int, Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        master_weights: bool,
+        masters: Mapping[int, Tensor] | None = None,
+    ) -> None:
         self._inner, self._wanted = inner, master_weights
         if _MASTERS.get(inner) and not master_weights:
             raise _has_masters_error()
@@ -50,32 +75,55 @@ class Parameters:
         self.groups_changed()
 
     def groups(self) -> list[Group]:
-        return [{**group, "params": [self._models.get(own, own) for own in group["params"]]} for group in self._inner.param_groups]
+        return [
+            {**group, "params": [self._models.get(own, own) for own in group["params"]]}
+            for group in self._inner.param_groups
+        ]
 
     def positions(self) -> list[Tensor]:
         own = list(chain.from_iterable(map(_PARAMS, self._inner.param_groups)))
-        return [self._models.get(tensor, tensor) for tensor in own] if self._models else own
+        return (
+            [self._models.get(tensor, tensor) for tensor in own]
+            if self._models
+            else own
+        )
 
     def unique(self) -> list[Tensor]:
         seen = self.positions()
         # By id(): the same identity as hash(tensor), ten times faster.
-        return seen if len(set(map(id, seen))) == len(seen) else list({id(each): each for each in seen}.values())
+        return (
+            seen
+            if len(set(map(id, seen))) == len(seen)
+            else list({id(each): each for each in seen}.values())
+        )
 
     def device(self) -> torch.device:
-        return next((parameter.device for parameter in self.positions()), torch.device("cpu"))
+        return next(
+            (parameter.device for parameter in self.positions()), torch.device("cpu")
+        )
 
     def worked_on(self, parameter: Tensor) -> Tensor:
         """Return the parameter's master, or the parameter itself."""
         return self.masters.get(parameter, parameter)
 
     def masters_by_position(self) -> dict[int, Tensor]:
-        return {index: self.masters[parameter] for index, parameter in enumerate(self.positions()) if parameter in self.masters}
+        return {
+            index: self.masters[parameter]
+            for index, parameter in enumerate(self.positions())
+            if parameter in self.masters
+        }
 
     def masters_in_place(self) -> AbstractContextManager[None]:
-        return self._swapped() if self.masters and not self._are_in_place() else _NO_SWAP
+        return (
+            self._swapped() if self.masters and not self._are_in_place() else _NO_SWAP
+        )
 
     def _are_in_place(self) -> bool:
-        return any(own in self._models for group in self._inner.param_groups for own in group["params"])
+        return any(
+            own in self._models
+            for group in self._inner.param_groups
+            for own in group["params"]
+        )
 
     @contextmanager
     def _swapped(self) -> Iterator[None]:
@@ -89,15 +137,21 @@ class Parameters:
     def round(self) -> None:
         if self.masters:
             # torch copies many sharded tensors at a time by their parts only.
-            foreach_copy_(list(map(local, self.masters)), list(map(local, self.masters.values())))
+            foreach_copy_(
+                list(map(local, self.masters)), list(map(local, self.masters.values()))
+            )
 
     def strayed(self) -> tuple[Tensor, ...]:
-        """Return whether the model differs from the rounded masters: a bool, shape ``()``; nothing without masters."""
+        """Return whether the model differs from the rounded masters: a bool, shape
+        ``()``; nothing without masters.
+        """
         found = apart(list(self.masters.items())) if self.masters else None
         return () if found is None else (found,)
 
     def may_have_strayed(self) -> bool:
-        """True if the model may differ from the rounded masters; on an accelerator always, without a wait."""
+        """True if the model may differ from the rounded masters; on an accelerator
+        always, without a wait.
+        """
         if not self.masters:
             return False
         return any(self.strayed()) if self.device().type == "cpu" else True
@@ -105,11 +159,15 @@ class Parameters:
     @torch.no_grad()
     def take_over(self) -> None:
         for parameter, master in self.masters.items():
-            master.copy_(torch.where(master.to(parameter.dtype) == parameter, master, parameter))
+            master.copy_(
+                torch.where(master.to(parameter.dtype) == parameter, master, parameter)
+            )
 
     @contextmanager
     def published(self) -> Iterator[None]:
-        """Let a method of the inner optimizer work on the masters inside the block, then round them."""
+        """Let a method of the inner optimizer work on the masters inside the block,
+        then round them.
+        """
         # In the midst of an update the masters are ahead of the model.
         if not self._are_in_place() and any(self.strayed()):
             self.take_over()
@@ -117,20 +175,28 @@ class Parameters:
             with self.masters_in_place():
                 yield
         finally:
-            # Autograd refuses a graph that has saved a parameter which was written since, even if the value stayed.
+            # Autograd refuses a graph that has saved a parameter which was written
+            # since, even if the value stayed.
             if any(self.strayed()):
                 self.round()
 
     @torch.no_grad()
     def load(self, masters: Mapping[int, Tensor]) -> None:
-        """Load the masters by position; the model's values still win where they differ."""
+        """Load the masters by position; the model's values still win where they
+        differ.
+        """
         for index, parameter in enumerate(self.positions()):
             if index in masters:
                 self.masters[parameter].copy_(masters[index])
 
     def zero_grad(self, set_to_none: bool) -> None:
-        if set_to_none and getattr(self._inner.zero_grad, "__func__", None) is torch.optim.Optimizer.zero_grad:
-            # torch's own takes longer over gradients that the window's end has freed than over others.
+        if (
+            set_to_none
+            and getattr(self._inner.zero_grad, "__func__", None)
+            is torch.optim.Optimizer.zero_grad
+        ):
+            # torch's own takes longer over gradients that the window's end has freed
+            # than over others.
             return self.free_gradients()
         self._inner.zero_grad(set_to_none)
         if not set_to_none:
@@ -149,7 +215,11 @@ class Parameters:
             self.masters.update(every)
 
     def free_gradients(self) -> None:
-        for tensor in (*self.positions(), *self.masters.values()) if self.masters else self.positions():
+        for tensor in (
+            (*self.positions(), *self.masters.values())
+            if self.masters
+            else self.positions()
+        ):
             tensor.grad = None
 
     def note_gradients(self, parameters: Iterable[Tensor]) -> None:
@@ -160,16 +230,30 @@ class Parameters:
         known = set(map(id, self.positions()))
         for parameter in self.had_gradients:
             if parameter.grad is None and id(parameter) in known:
-                parameter.grad = torch.zeros_like(parameter, dtype=getattr(parameter, "grad_dtype", None))
+                parameter.grad = torch.zeros_like(
+                    parameter, dtype=getattr(parameter, "grad_dtype", None)
+                )
 
     def groups_changed(self) -> None:
-        """Make missing masters, and forget those of parameters that were replaced or cast."""
-        half = [parameter for parameter in self.positions() if parameter.dtype in HALF] if self._wanted else []
+        """Make missing masters, and forget those of parameters that were replaced or
+        cast.
+        """
+        half = (
+            [parameter for parameter in self.positions() if parameter.dtype in HALF]
+            if self._wanted
+            else []
+        )
         for parameter in set(self.masters).difference(half):
             del self._models[self.masters.pop(parameter)]
         for parameter in half:
             if parameter not in self.masters:
-                self._pair(parameter, torch.nn.Parameter(parameter.detach().float(), requires_grad=parameter.requires_grad))
+                self._pair(
+                    parameter,
+                    torch.nn.Parameter(
+                        parameter.detach().float(),
+                        requires_grad=parameter.requires_grad,
+                    ),
+                )
                 self._widen_state(parameter)
 
     def _pair(self, parameter: Tensor, master: Tensor) -> None:
@@ -187,12 +271,21 @@ class Parameters:
     def _widen_state(self, parameter: Tensor) -> None:
         if parameter in self._inner.state:
             state = self._inner.state[parameter]
-            half = {name: value for name, value in state.items() if isinstance(value, Tensor) and value.dtype in HALF}
-            self._inner.state[parameter] = {**state, **{name: value.float() for name, value in half.items()}}
+            half = {
+                name: value
+                for name, value in state.items()
+                if isinstance(value, Tensor) and value.dtype in HALF
+            }
+            self._inner.state[parameter] = {
+                **state,
+                **{name: value.float() for name, value in half.items()},
+            }
 
 
 def through(action: Callable[[], None]) -> None:
-    """Run `action`, which can be run twice; raise an interrupt only when it has run whole."""
+    """Run `action`, which can be run twice; raise an interrupt only when it has run
+    whole.
+    """
     try:
         action()
     except BaseException:
@@ -201,33 +294,54 @@ def through(action: Callable[[], None]) -> None:
 
 
 def _has_masters_error() -> ArgumentValueError:
-    fix = "Write master_weights=True, or wrap a new optimizer over the model's parameters."
-    return explain(ArgumentValueError, "master_weights", expected="True for an optimizer that has masters already", got=False, fix=fix)
+    fix = (
+        "Write master_weights=True, or wrap a new optimizer over the model's"
+        " parameters."
+    )
+    return explain(
+        ArgumentValueError,
+        "master_weights",
+        expected="True for an optimizer that has masters already",
+        got=False,
+        fix=fix,
+    )
 
 
-# Comparison of half-precision tensors with the rounded values of float32 ones, in one pass over both.
+# Comparison of half-precision tensors with the rounded values of float32 ones, in one
+# pass over both.
 #
-# A CPU compares the bits: it has no vector instruction that compares half-precision numbers, so that would take twice the time. On an
-# accelerator the launch of a kernel takes the time: there one call subtracts many tensors, no more than keep the rounded copies small.
+# A CPU compares the bits: it has no vector instruction that compares half-precision
+# numbers, so that would take twice the time. On an accelerator the launch of a kernel
+# takes the time: there one call subtracts many tensors, no more than keep the rounded
+# copies small.
 
 
 CHUNK = 2**25
 """Elements that are rounded at a time."""
 
 Pair = tuple[Tensor, Tensor]
-"""A half-precision tensor and the float32 tensor that it should be the rounded copy of."""
+"""A half-precision tensor and the float32 tensor that it should be the rounded copy of.
+"""
 
 
 @torch.no_grad()
 def apart(pairs: Sequence[Pair]) -> Tensor | None:
-    """Return whether a tensor differs from its rounded master or both are not finite: a bool, shape ``()``; None without elements."""
-    parts = [(half, wide) for half, wide in ((local(half), local(wide)) for half, wide in pairs) if half.numel()]
+    """Return whether a tensor differs from its rounded master or both are not finite: a
+    bool, shape ``()``; None without elements.
+    """
+    parts = [
+        (half, wide)
+        for half, wide in ((local(half), local(wide)) for half, wide in pairs)
+        if half.numel()
+    ]
     if not parts:
         return None
     if all(half.is_cpu for half, _ in parts):
         found = [bits_apart(half, wide) for half, wide in parts]
     else:
-        found = [difference for chunk in _chunks(parts) for difference in differences(chunk)]
+        found = [
+            difference for chunk in _chunks(parts) for difference in differences(chunk)
+        ]
     return torch.stack([each.to(found[0].device) for each in found]).any()
 
 
@@ -239,7 +353,9 @@ def bits_apart(half: Tensor, wide: Tensor) -> Tensor:
 
 
 def differences(pairs: Sequence[Pair]) -> Sequence[Tensor]:
-    """Return the largest difference within each pair, shape ``()``: not 0, or NaN, where a number differs."""
+    """Return the largest difference within each pair, shape ``()``: not 0, or NaN,
+    where a number differs.
+    """
     rounded = [torch.empty_like(half) for half, _ in pairs]
     foreach_copy_(rounded, [wide for _, wide in pairs])
     foreach_sub_(rounded, [half for half, _ in pairs])

@@ -1,6 +1,8 @@
-"""The statistics of a window besides its gradient: its loss and the numbers of the noise scale.
+"""The statistics of a window besides its gradient: its loss and the numbers of the
+noise scale.
 
-A loss on an accelerator is read with the norm at the window's end, or with ``on_overflow="ignore"`` when somebody asks for the result.
+A loss on an accelerator is read with the norm at the window's end, or with
+``on_overflow="ignore"`` when somebody asks for the result.
 """
 
 from __future__ import annotations
@@ -34,9 +36,15 @@ NOTHING_KNOWN = Known()
 
 
 def as_told(loss: object) -> Told:
-    """Return `loss`, a scalar tensor or a number, as it is kept; NaN for anything else."""
+    """Return `loss`, a scalar tensor or a number, as it is kept; NaN for anything
+    else.
+    """
     if not isinstance(loss, Tensor):
-        return float(loss) if isinstance(loss, int | float) and not isinstance(loss, bool) else math.nan
+        return (
+            float(loss)
+            if isinstance(loss, int | float) and not isinstance(loss, bool)
+            else math.nan
+        )
     if loss.numel() != 1 or loss.is_complex():
         return math.nan
     loss = loss.detach()
@@ -72,7 +80,11 @@ class _Counted(NamedTuple):
         return self._replace(total=total, unread=())
 
     def all_read(self, options: kit.Options) -> _Counted:
-        return self.read([loss.item() for loss, _ in self.unread], options) if self.unread else self
+        return (
+            self.read([loss.item() for loss, _ in self.unread], options)
+            if self.unread
+            else self
+        )
 
 
 _UNKNOWN = _Counted(math.nan)
@@ -88,7 +100,9 @@ class Statistics:
         """The loss of the last closed window, or what it is made of."""
         self._open = _Counted()
 
-    def counted(self, before: kit.State, weight: float, finite: bool, losses: Sequence[Told]) -> None:
+    def counted(
+        self, before: kit.State, weight: float, finite: bool, losses: Sequence[Told]
+    ) -> None:
         total, micro_batches, joined, unread, firsts = self._open
         if total != total:
             return  # NaN, and nothing makes it a number again.
@@ -99,11 +113,15 @@ class Statistics:
                 if isinstance(loss, Tensor):
                     unread = (*unread, (loss, weight))
                 else:
-                    total = kit.add_loss(total, loss, weight, True, self._options, kit.select)
+                    total = kit.add_loss(
+                        total, loss, weight, True, self._options, kit.select
+                    )
         self._open = _Counted(total, micro_batches + 1, joined, unread, firsts)
 
     def is_first(self, fields: kit.State) -> bool:
-        """True if the norm is wanted now, as the sum holds the first micro-batch alone."""
+        """True if the norm is wanted now, as the sum holds the first micro-batch
+        alone.
+        """
         return bool(kit.is_first(self._noise, fields))
 
     def first_seen(self, fields: kit.State, norm: float) -> None:
@@ -123,24 +141,50 @@ class Statistics:
         self._open = self._open.read(values, self._options)
 
     def numbers(self, micro_step: int) -> list[float]:
-        """Return the numbers to sum over all workers, for `join`; waits for the device where losses are unread."""
-        return [self._total(micro_step), *(kit.noise_shares(self._noise, kit.select) if self.measures_noise else ())]
+        """Return the numbers to sum over all workers, for `join`; waits for the device
+        where losses are unread.
+        """
+        return [
+            self._total(micro_step),
+            *(kit.noise_shares(self._noise, kit.select) if self.measures_noise else ()),
+        ]
 
     def join(self, numbers: Sequence[float]) -> None:
-        """Take the `numbers` summed over all workers; again after an update that raised."""
+        """Take the `numbers` summed over all workers; again after an update that
+        raised.
+        """
         if self._open.joined:
             return
         loss, *first = numbers
         weight, squares, firsts = first or (0.0, 0.0, 1)
         if first:
-            self._noise = kit.Noise(*kit.joined_noise(self._noise, weight, squares, kit.select))
+            self._noise = kit.Noise(
+                *kit.joined_noise(self._noise, weight, squares, kit.select)
+            )
         self._open = _Counted(loss, joined=True, firsts=int(firsts))
 
-    def window_ended(self, ended: kit.Fields, options: kit.Options, grad_norm: float) -> None:
-        """End the window that was `ended`; the `options` say by what its losses are divided."""
+    def window_ended(
+        self, ended: kit.Fields, options: kit.Options, grad_norm: float
+    ) -> None:
+        """End the window that was `ended`; the `options` say by what its losses are
+        divided.
+        """
         if self.measures_noise:
-            self._noise = kit.Noise(*kit.window_seen(self._noise, ended, grad_norm, self._options, kit.select, self._open.firsts))
-        self._closed = (self._open if self._open.are_all(int(ended[0])) else _UNKNOWN), ended, options
+            self._noise = kit.Noise(
+                *kit.window_seen(
+                    self._noise,
+                    ended,
+                    grad_norm,
+                    self._options,
+                    kit.select,
+                    self._open.firsts,
+                )
+            )
+        self._closed = (
+            (self._open if self._open.are_all(int(ended[0])) else _UNKNOWN),
+            ended,
+            options,
+        )
         self._open = _Counted()
 
     def discard(self) -> None:
@@ -149,20 +193,34 @@ class Statistics:
 
     @property
     def loss(self) -> float:
-        """The last closed window's loss; NaN if one of its losses is unknown. May wait for the device."""
+        """The last closed window's loss; NaN if one of its losses is unknown. May wait
+        for the device.
+        """
         if isinstance(self._closed, tuple):
             counted, ended, options = self._closed
-            self._closed = _one_nan(window_loss(counted.all_read(self._options).total, ended, options, kit.select))
+            self._closed = _one_nan(
+                window_loss(
+                    counted.all_read(self._options).total, ended, options, kit.select
+                )
+            )
         return self._closed
 
     @property
     def noise_scale(self) -> float:
         """The noise scale in items; NaN where it is not measured."""
-        return _one_nan(kit.noise_scale(self._noise, kit.select)) if self.measures_noise else math.nan
+        return (
+            _one_nan(kit.noise_scale(self._noise, kit.select))
+            if self.measures_noise
+            else math.nan
+        )
 
     def saved(self, micro_step: int) -> Known:
         """Return the statistics for a checkpoint; may wait for the device."""
-        return Known(self._total(micro_step), self.loss, self._noise if self.measures_noise else None)
+        return Known(
+            self._total(micro_step),
+            self.loss,
+            self._noise if self.measures_noise else None,
+        )
 
     def restore(self, known: Known, micro_step: int) -> None:
         self._closed = _one_nan(known.window_loss)

@@ -1,1 +1,3 @@
-"""The contestants: ours, what people use today, code by hand, and the work that none of them can do without."""
+"""The contestants: ours, what people use today, code by hand, and the work that none of
+them can do without.
+"""

@@ -46,7 +46,9 @@ def loss(params: Any, x: Any, y: Any) -> Any:
     w1, b1, w2, b2 = params
     logits = jnp.tanh(x @ w1 + b1) @ w2 + b2
     counts = y != IGNORED
-    each = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.where(counts, y, 0))
+    each = optax.softmax_cross_entropy_with_integer_labels(
+        logits, jnp.where(counts, y, 0)
+    )
     return jnp.sum(jnp.where(counts, each, 0)) / counts.sum()
 
 
@@ -58,8 +60,12 @@ class Training:
         self.state = tx.init(self.params)
 
         @jax.jit
-        def step(params: Any, state: Any, x: Any, y: Any, **extra: Any) -> tuple[Any, Any]:
-            updates, state = tx.update(jax.grad(loss)(params, x, y), state, params, **extra)
+        def step(
+            params: Any, state: Any, x: Any, y: Any, **extra: Any
+        ) -> tuple[Any, Any]:
+            updates, state = tx.update(
+                jax.grad(loss)(params, x, y), state, params, **extra
+            )
             return optax.apply_updates(params, updates), state
 
         self._step = step
@@ -79,7 +85,12 @@ def large(batches: list[Batch], first: Arrays) -> Arrays:
     training = Training(clipped(), first)
     for _, begin in itertools.product(range(EPOCHS), range(0, len(batches), STEPS)):
         window = batches[begin : begin + STEPS]
-        training.step((np.concatenate([x for x, _ in window]), np.concatenate([y for _, y in window])))
+        training.step(
+            (
+                np.concatenate([x for x, _ in window]),
+                np.concatenate([y for _, y in window]),
+            )
+        )
     return training.end()
 
 

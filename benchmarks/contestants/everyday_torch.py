@@ -31,13 +31,18 @@ def loops() -> dict[str, Loop]:
         "gradaccum, `epoch`, no weights": unweighted,
         "gradaccum, `epoch` and weights": careful,
     }
-    guides: dict[str, Loop] = {"Accelerate, `accumulate`": accelerate, "Accelerate, its guide's loop for token counts": accelerate_counts}
+    guides: dict[str, Loop] = {
+        "Accelerate, `accumulate`": accelerate,
+        "Accelerate, its guide's loop for token counts": accelerate_counts,
+    }
     return found | (guides if find_spec("accelerate") else {})
 
 
 def start(first: Arrays) -> tuple[nn.Module, torch.optim.Optimizer]:
     (inputs, hidden), (_, classes) = first[0].shape, first[2].shape
-    model = nn.Sequential(nn.Linear(inputs, hidden), nn.Tanh(), nn.Linear(hidden, classes)).double()
+    model = nn.Sequential(
+        nn.Linear(inputs, hidden), nn.Tanh(), nn.Linear(hidden, classes)
+    ).double()
     for parameter, value in zip(model.parameters(), first, strict=True):
         parameter.data = torch.tensor(value.T).contiguous()
     return model, torch.optim.AdamW(model.parameters(), lr=RATE)
@@ -71,7 +76,9 @@ def large(batches: list[Batch], first: Arrays) -> Arrays:
     schedule = falling(optimizer)
     for _, begin in itertools.product(range(EPOCHS), range(0, len(batches), STEPS)):
         window = tensors(batches)[begin : begin + STEPS]
-        cross_entropy(model(torch.cat([x for x, _ in window])), torch.cat([y for _, y in window])).backward()  # type: ignore[no-untyped-call]
+        cross_entropy(
+            model(torch.cat([x for x, _ in window])), torch.cat([y for _, y in window])
+        ).backward()  # type: ignore[no-untyped-call]
         update(model, optimizer, schedule)
     return end(model)
 
@@ -145,7 +152,9 @@ def careful(batches: list[Batch], first: Arrays) -> Arrays:
 def by_epoch(batches: list[Batch], first: Arrays, weight: Any) -> Arrays:
     model, inner = start(first)
     optimizer = gradaccum.wrap(inner, steps=STEPS, clip_norm=CLIP)
-    schedule = gradaccum.wrap(falling(optimizer, optimizer.updates_in(batches, epochs=EPOCHS)))
+    schedule = gradaccum.wrap(
+        falling(optimizer, optimizer.updates_in(batches, epochs=EPOCHS))
+    )
     for _ in range(EPOCHS):
         for x, y in optimizer.epoch(tensors(batches)):
             optimizer.backward(cross_entropy(model(x), y), weight=weight(y))
@@ -155,20 +164,28 @@ def by_epoch(batches: list[Batch], first: Arrays, weight: Any) -> Arrays:
     return end(model)
 
 
-def prepared(batches: list[Batch], first: Arrays, **options: Any) -> tuple[Any, Training, Any]:
+def prepared(
+    batches: list[Batch], first: Arrays, **options: Any
+) -> tuple[Any, Training, Any]:
     """Accelerate's accelerator, training and loader."""
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True, **options)
     model, optimizer = start(first)
     loader = torch.utils.data.DataLoader(tensors(batches), batch_size=None)  # type: ignore[arg-type, var-annotated]
-    model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, falling(optimizer))
+    model, optimizer, loader, schedule = accelerator.prepare(
+        model, optimizer, loader, falling(optimizer)
+    )
     return accelerator, (model, optimizer, schedule), loader
 
 
 def accelerate(batches: list[Batch], first: Arrays) -> Arrays:
-    """https://huggingface.co/docs/accelerate/usage_guides/gradient_accumulation, its first loop, with a clipped norm."""
-    accelerator, (model, optimizer, schedule), loader = prepared(batches, first, gradient_accumulation_steps=STEPS)
+    """https://huggingface.co/docs/accelerate/usage_guides/gradient_accumulation, its
+    first loop, with a clipped norm.
+    """
+    accelerator, (model, optimizer, schedule), loader = prepared(
+        batches, first, gradient_accumulation_steps=STEPS
+    )
     for _ in range(EPOCHS):
         for x, y in loader:
             with accelerator.accumulate(model):
@@ -182,7 +199,9 @@ def accelerate(batches: list[Batch], first: Arrays) -> Arrays:
 
 
 def accelerate_counts(batches: list[Batch], first: Arrays) -> Arrays:
-    """The same page's loop for windows of different numbers of items: it reads a window ahead and divides sums by its count."""
+    """The same page's loop for windows of different numbers of items: it reads a window
+    ahead and divides sums by its count.
+    """
     accelerator, (model, optimizer, schedule), loader = prepared(batches, first)
     for _ in range(EPOCHS):
         batch = iter(loader)
@@ -190,7 +209,9 @@ def accelerate_counts(batches: list[Batch], first: Arrays) -> Arrays:
             window = list(itertools.islice(batch, STEPS))
             count = sum(items(y) for _, y in window)
             for x, y in window:
-                accelerator.backward(cross_entropy(model(x), y, reduction="sum") / count)
+                accelerator.backward(
+                    cross_entropy(model(x), y, reduction="sum") / count
+                )
             accelerator.clip_grad_norm_(model.parameters(), CLIP)
             optimizer.step()
             schedule.step()

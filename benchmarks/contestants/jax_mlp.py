@@ -1,4 +1,6 @@
-"""The model that JAX's streaming questions train, and a window of it in one compiled step per micro-batch."""
+"""The model that JAX's streaming questions train, and a window of it in one compiled
+step per micro-batch.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +16,23 @@ import gradaccum_jax
 STEPS = 8
 """Micro-batches in a window."""
 ITEMS = 8
-"""Items in a micro-batch: few, so that what is done to the gradients shows beside what makes them."""
+"""Items in a micro-batch: few, so that what is done to the gradients shows beside what
+makes them.
+"""
 MATRICES = 4
 
 Gradient = Callable[[Any, Any, Any], Any]
-"""``gradient(params, x, state)``: of the parameters, by the optimizer's state where the loss is scaled."""
+"""``gradient(params, x, state)``: of the parameters, by the optimizer's state where the
+loss is scaled.
+"""
 Window = Callable[[], Any]
 """Trains on one window, waits and returns the parameters."""
 
 
 class Compiled(NamedTuple):
-    """A step ``(params, state, x) -> (params, state)`` with its first arguments; donated."""
+    """A step ``(params, state, x) -> (params, state)`` with its first arguments;
+    donated.
+    """
 
     step: Any
     params: Any
@@ -32,9 +40,14 @@ class Compiled(NamedTuple):
 
 
 def make_params(width: int, members: int = 0) -> list[Any]:
-    """`MATRICES` of shape (width, width), always the same; (members, width, width) for an ensemble."""
+    """`MATRICES` of shape (width, width), always the same; (members, width, width) for
+    an ensemble.
+    """
     shape = (members, width, width) if members else (width, width)
-    return [jax.random.normal(key, shape) / width**0.5 for key in jax.random.split(jax.random.key(0), MATRICES)]
+    return [
+        jax.random.normal(key, shape) / width**0.5
+        for key in jax.random.split(jax.random.key(0), MATRICES)
+    ]
 
 
 def batches(width: int) -> list[Any]:
@@ -60,19 +73,33 @@ def gradient(params: Any, x: Any, state: Any = None) -> Any:
 
 def scaled_gradient(params: Any, x: Any, state: Any) -> Any:
     """Of the loss times the scale in `state`."""
-    return jax.grad(lambda params: gradaccum_jax.scale_loss(loss(params, x), state))(params)
+    return jax.grad(lambda params: gradaccum_jax.scale_loss(loss(params, x), state))(
+        params
+    )
 
 
-def compile_step(tx: Any, params: Any, x: Any, gradient_of: Gradient = gradient, members: int = 0) -> Compiled:
-    """The step that a user writes for `tx`, a transformation, compiled; for an ensemble vmapped as a whole over its `members`."""
+def compile_step(
+    tx: Any, params: Any, x: Any, gradient_of: Gradient = gradient, members: int = 0
+) -> Compiled:
+    """The step that a user writes for `tx`, a transformation, compiled; for an ensemble
+    vmapped as a whole over its `members`.
+    """
 
     def step(params: Any, state: Any, x: Any) -> tuple[Any, Any]:
         updates, state = tx.update(gradient_of(params, x, state), state, params)
         return optax.apply_updates(params, updates), state
 
-    init, whole = (jax.vmap(tx.init), jax.vmap(step, (0, 0, None))) if members else (tx.init, step)
+    init, whole = (
+        (jax.vmap(tx.init), jax.vmap(step, (0, 0, None)))
+        if members
+        else (tx.init, step)
+    )
     state = init(params)
-    return Compiled(jax.jit(whole, donate_argnums=(0, 1)).lower(params, state, x).compile(), params, state)
+    return Compiled(
+        jax.jit(whole, donate_argnums=(0, 1)).lower(params, state, x).compile(),
+        params,
+        state,
+    )
 
 
 def window(compiled: Compiled, xs: list[Any]) -> Window:

@@ -1,4 +1,6 @@
-"""JAX loops by hand, in one program for the whole window, by optax's `microbatch`, and in Keras."""
+"""JAX loops by hand, in one program for the whole window, by optax's `microbatch`, and
+in Keras.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +12,27 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from benchmarks.contestants.jax_mlp import ITEMS, STEPS, Compiled, Window, adamw, batches, compile_step, gradient, make_params, wait, window
+from benchmarks.contestants.jax_mlp import (
+    ITEMS,
+    STEPS,
+    Compiled,
+    Window,
+    adamw,
+    batches,
+    compile_step,
+    gradient,
+    make_params,
+    wait,
+    window,
+)
 
 
 def floor(width: int, members: int = 0) -> Window:
-    """The work that must be done: the gradients, each waited for and forgotten, and one update with the last of them.
+    """The work that must be done: the gradients, each waited for and forgotten, and one
+    update with the last of them.
 
-    They do not wait for one another, as those of a sum do; without waiting for each they would be computed side by side.
+    They do not wait for one another, as those of a sum do; without waiting for each
+    they would be computed side by side.
     """
     take, apply = jax.jit(_gradient_of(members)), _update(1)
     xs, carried = batches(width), _start(width, members)
@@ -31,10 +47,15 @@ def floor(width: int, members: int = 0) -> Window:
 
 
 def by_hand(width: int, members: int = 0) -> Window:
-    """Three jitted functions: the first gradient, a gradient added in place, the update. Python counts."""
+    """Three jitted functions: the first gradient, a gradient added in place, the
+    update. Python counts.
+    """
     take = _gradient_of(members)
     first, apply = jax.jit(take), _update(STEPS)
-    add = jax.jit(lambda total, params, x: jax.tree.map(jnp.add, total, take(params, x)), donate_argnums=0)
+    add = jax.jit(
+        lambda total, params, x: jax.tree.map(jnp.add, total, take(params, x)),
+        donate_argnums=0,
+    )
     xs, carried = batches(width), _start(width, members)
 
     def run() -> Any:
@@ -48,7 +69,9 @@ def by_hand(width: int, members: int = 0) -> Window:
 
 
 def scanned(width: int) -> Window:
-    """The whole window in one program: a scan over its micro-batches, then the update. It must be there as a whole, and of one length."""
+    """The whole window in one program: a scan over its micro-batches, then the update.
+    It must be there as a whole, and of one length.
+    """
 
     def mean(params: Any, xs: Any, state: Any) -> Any:
         def add(total: Any, x: Any) -> tuple[Any, None]:
@@ -62,21 +85,32 @@ def scanned(width: int) -> Window:
 
 
 def microbatched(width: int) -> Window:
-    """`optax.microbatch` of the gradient over the large batch, then the update; one program too."""
-    mean = optax.microbatch(gradient, argnums=1, microbatch_size=ITEMS, accumulator=optax.microbatching.AccumulationType.MEAN)
+    """`optax.microbatch` of the gradient over the large batch, then the update; one
+    program too.
+    """
+    mean = optax.microbatch(
+        gradient,
+        argnums=1,
+        microbatch_size=ITEMS,
+        accumulator=optax.microbatching.AccumulationType.MEAN,
+    )
     x = jnp.concatenate(batches(width))
     return window(compile_step(adamw(), make_params(width), x, mean), [x])
 
 
 def keras_step(width: int) -> Compiled:
-    """Keras's AdamW with ``gradient_accumulation_steps``, by `stateless_apply` in a jitted step.
+    """Keras's AdamW with ``gradient_accumulation_steps``, by `stateless_apply` in a
+    jitted step.
 
-    Its defaults are those of a layer of their own: epsilon and weight decay are set to optax's.
+    Its defaults are those of a layer of their own: epsilon and weight decay are set to
+    optax's.
     """
     os.environ["KERAS_BACKEND"] = "jax"  # read when keras is imported
     import keras
 
-    optimizer = keras.optimizers.AdamW(1e-4, weight_decay=1e-4, epsilon=1e-8, gradient_accumulation_steps=STEPS)
+    optimizer = keras.optimizers.AdamW(
+        1e-4, weight_decay=1e-4, epsilon=1e-8, gradient_accumulation_steps=STEPS
+    )
     params = make_params(width)
     optimizer.build([keras.Variable(leaf) for leaf in params])
 
@@ -85,7 +119,13 @@ def keras_step(width: int) -> Compiled:
         return moved, state
 
     state = [jnp.array(variable.value) for variable in optimizer.variables]
-    return Compiled(jax.jit(step, donate_argnums=(0, 1)).lower(params, state, batches(width)[0]).compile(), params, state)
+    return Compiled(
+        jax.jit(step, donate_argnums=(0, 1))
+        .lower(params, state, batches(width)[0])
+        .compile(),
+        params,
+        state,
+    )
 
 
 def _gradient_of(members: int) -> Callable[[Any, Any], Any]:
@@ -101,7 +141,9 @@ def _update(divisor: int) -> Any:
     tx = adamw()
 
     def update(params: Any, state: Any, total: Any) -> tuple[Any, Any]:
-        updates, state = tx.update(jax.tree.map(lambda leaf: leaf / divisor, total), state, params)
+        updates, state = tx.update(
+            jax.tree.map(lambda leaf: leaf / divisor, total), state, params
+        )
         return optax.apply_updates(params, updates), state
 
     return jax.jit(update, donate_argnums=(0, 1))

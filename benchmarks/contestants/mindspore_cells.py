@@ -1,8 +1,10 @@
-"""Training steps of MindSpore that give the loss back, each written from what people run today; Python decides when a window ends.
+"""Training steps of MindSpore that give the loss back, each written from what people
+run today; Python decides when a window ends.
 
-The older tutorial cuts the step in three Cells: forward, backward and addition; update; clear. It divides the loss by the number of
-micro-batches and checks nothing. `checked_cells` is the same loop made right by hand: a mean of the gradients, their norm, and no update
-with a NaN.
+The older tutorial cuts the step in three Cells: forward, backward and addition; update;
+clear. It divides the loss by the number of micro-batches and checks nothing.
+`checked_cells` is the same loop made right by hand: a mean of the gradients, their
+norm, and no update with a NaN.
 """
 
 from __future__ import annotations
@@ -15,7 +17,15 @@ import mindspore as ms
 from mindspore import ParameterTuple, nn, ops
 
 import gradaccum
-from benchmarks.contestants.mindspore_peers import STEPS, Add, Clear, Net, Update, adam, buffers
+from benchmarks.contestants.mindspore_peers import (
+    STEPS,
+    Add,
+    Clear,
+    Net,
+    Update,
+    adam,
+    buffers,
+)
 from gradaccum_mindspore import TrainOneStepCell
 
 Contestant = tuple[Callable[[], object], dict[str, float]]
@@ -27,7 +37,9 @@ class Trained(nn.Cell):  # type: ignore[misc]
     def __init__(self, net: Net, take: Any) -> None:
         super().__init__(auto_prefix=False)
         self.net, self.take = net, take
-        self.backward = ms.value_and_grad(net, None, ParameterTuple(net.trainable_params()))
+        self.backward = ms.value_and_grad(
+            net, None, ParameterTuple(net.trainable_params())
+        )
 
     def construct(self, x: Any) -> Any:
         loss, gradients = self.backward(x)
@@ -58,7 +70,9 @@ class MeanUpdate(Update):
 
 
 class CheckedAccumulator(nn.Cell):  # type: ignore[misc]
-    """The tutorials' accumulator made right by hand, in one graph: a mean, its norm, and no update with a NaN."""
+    """The tutorials' accumulator made right by hand, in one graph: a mean, its norm,
+    and no update with a NaN.
+    """
 
     def __init__(self, optimizer: Any) -> None:
         super().__init__(auto_prefix=False)
@@ -90,7 +104,10 @@ def mean(tensor: Any) -> Any:
 
 def sums_of(optimizer: Any) -> tuple[Any, Any]:
     """A sum and a zero for each parameter."""
-    sums, zeros = (optimizer.parameters.clone(prefix=prefix, init="zeros") for prefix in ("sum", "zero"))
+    sums, zeros = (
+        optimizer.parameters.clone(prefix=prefix, init="zeros")
+        for prefix in ("sum", "zero")
+    )
     return sums, zeros
 
 
@@ -105,7 +122,9 @@ def three_cells(width: int, x: Any) -> Contestant:
         update()
         clear()
 
-    return window_of(Trained(net, Add(sums)), net, x, end), buffers(update, clear, net=net)
+    return window_of(Trained(net, Add(sums)), net, x, end), buffers(
+        update, clear, net=net
+    )
 
 
 def checked_cells(width: int, x: Any) -> Contestant:
@@ -120,24 +139,41 @@ def checked_cells(width: int, x: Any) -> Contestant:
             update()
         clear()
 
-    return window_of(Trained(net, Add(sums)), net, x, end), buffers(update, clear, net=net)
+    return window_of(Trained(net, Add(sums)), net, x, end), buffers(
+        update, clear, net=net
+    )
 
 
 def in_one_graph(accumulation: Callable[[Any], Any], net: Net, x: Any) -> Contestant:
-    """`accumulation` of an Adam takes the gradients inside the one Cell that Python calls."""
+    """`accumulation` of an Adam takes the gradients inside the one Cell that Python
+    calls.
+    """
     take = accumulation(adam(net))
     return window_of(Trained(net, take), net, x), buffers(take, net=net)
 
 
-def training_cell(width: int, x: Any, *, weighs: bool = False, **options: Any) -> Contestant:
-    """`gradaccum_mindspore.TrainOneStepCell`; `weighs`: by items, as it does unless told that each micro-batch weighs 1."""
+def training_cell(
+    width: int, x: Any, *, weighs: bool = False, **options: Any
+) -> Contestant:
+    """`gradaccum_mindspore.TrainOneStepCell`; `weighs`: by items, as it does unless
+    told that each micro-batch weighs 1.
+    """
     net = Net(width)
     optimizer = gradaccum.wrap(adam(net), steps=STEPS, **options)
-    cell = TrainOneStepCell(net, optimizer) if weighs else TrainOneStepCell(net, optimizer, None)
+    cell = (
+        TrainOneStepCell(net, optimizer)
+        if weighs
+        else TrainOneStepCell(net, optimizer, None)
+    )
     return window_of(cell, net, x), buffers(optimizer, net=net)
 
 
-def window_of(step: Callable[[Any], object], net: Net, x: Any, end: Callable[[], None] | None = None) -> Callable[[], object]:
+def window_of(
+    step: Callable[[Any], object],
+    net: Net,
+    x: Any,
+    end: Callable[[], None] | None = None,
+) -> Callable[[], object]:
     """`STEPS` micro-batches, then `end`, then a wait for the parameters."""
     weight = net.trainable_params()[0]
 

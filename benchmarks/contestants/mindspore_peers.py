@@ -1,8 +1,10 @@
-"""MindSpore's usual ways to accumulate gradients, each written from its public description.
+"""MindSpore's usual ways to accumulate gradients, each written from its public
+description.
 
-All of them are Cells that take the gradients of one micro-batch, as gradaccum's wrapped optimizer is, but for the three cells, which Python
-calls in turn. The tutorials divide the loss by the number of micro-batches where gradaccum divides the sum, and measure no norm: a scalar
-operation for them, two passes over the gradients for gradaccum.
+All of them are Cells that take the gradients of one micro-batch, as gradaccum's wrapped
+optimizer is, but for the three cells, which Python calls in turn. The tutorials divide
+the loss by the number of micro-batches where gradaccum divides the sum, and measure no
+norm: a scalar operation for them, two passes over the gradients for gradaccum.
 """
 
 from __future__ import annotations
@@ -56,7 +58,9 @@ class TrainStep(Gradient):
 
 
 class TutorialAccumulator(nn.Cell):  # type: ignore[misc]
-    """As MindSpore's tutorial describes it: a sum and a zero for each parameter, a counter, and ``if counter % steps == 0``."""
+    """As MindSpore's tutorial describes it: a sum and a zero for each parameter, a
+    counter, and ``if counter % steps == 0``.
+    """
 
     def __init__(self, optimizer: Any, steps: int = STEPS) -> None:
         super().__init__(auto_prefix=False)
@@ -77,7 +81,9 @@ class TutorialAccumulator(nn.Cell):  # type: ignore[misc]
 
 
 class Add(nn.Cell):  # type: ignore[misc]
-    """The first of the three cells takes the gradients; `Update` and `Clear` are the others."""
+    """The first of the three cells takes the gradients; `Update` and `Clear` are the
+    others.
+    """
 
     def __init__(self, sums: Any) -> None:
         super().__init__(auto_prefix=False)
@@ -108,7 +114,9 @@ class Clear(nn.Cell):  # type: ignore[misc]
 
 
 class Boost(nn.Cell):  # type: ignore[misc]
-    """`mindspore.boost.GradientAccumulation`: takes the loss along with the gradients, divides each of them and clears by constants."""
+    """`mindspore.boost.GradientAccumulation`: takes the loss along with the gradients,
+    divides each of them and clears by constants.
+    """
 
     def __init__(self, optimizer: Any) -> None:
         super().__init__(auto_prefix=False)
@@ -126,10 +134,14 @@ def adam(net: Net) -> Any:
 
 def batch(items: int, width: int) -> Any:
     """A micro-batch, the same for all."""
-    return ops.sin(ms.numpy.arange(items * width, dtype=ms.float32)).reshape(items, width)
+    return ops.sin(ms.numpy.arange(items * width, dtype=ms.float32)).reshape(
+        items, width
+    )
 
 
-def window_of(step: Callable[[Any], object], net: Net, x: Any, *after: Callable[[], object]) -> Callable[[], object]:
+def window_of(
+    step: Callable[[Any], object], net: Net, x: Any, *after: Callable[[], object]
+) -> Callable[[], object]:
     """`STEPS` micro-batches, then `after`, then a wait for the parameters."""
     weight = net.trainable_params()[0]
 
@@ -144,10 +156,16 @@ def window_of(step: Callable[[Any], object], net: Net, x: Any, *after: Callable[
 
 
 def buffers(*holders: Any, net: Net) -> dict[str, float]:
-    """Parameters of the model's size beside the model and Adam's two moments, in units of the model's size."""
+    """Parameters of the model's size beside the model and Adam's two moments, in units
+    of the model's size.
+    """
     size = sum(p.size for p in net.trainable_params())
     own = {id(p) for p in net.trainable_params()}
-    total = sum(p.size for p in {id(p): p for cell in holders for p in cell.get_parameters()}.values() if id(p) not in own)
+    total = sum(
+        p.size
+        for p in {id(p): p for cell in holders for p in cell.get_parameters()}.values()
+        if id(p) not in own
+    )
     return {"buffers of the model's size": round(total / size - 2, 2)}
 
 

@@ -1,4 +1,6 @@
-"""The quality question's JAX runs: one jitted step each, compiled for each size of a batch."""
+"""The quality question's JAX runs: one jitted step each, compiled for each size of a
+batch.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,15 @@ import optax
 
 import gradaccum
 import gradaccum_jax
-from benchmarks.contestants.digits import LEARNING_RATE, MOMENTUM, STEPS, Batch, Parameters, Window, whole
+from benchmarks.contestants.digits import (
+    LEARNING_RATE,
+    MOMENTUM,
+    STEPS,
+    Batch,
+    Parameters,
+    Window,
+    whole,
+)
 from benchmarks.contestants.runs import GRADACCUM, LARGE, Run
 
 
@@ -28,7 +38,9 @@ def loss(params: Any, x: Any, y: Any) -> Any:
 
 
 class Transformed:
-    """Parameters and the state of a transformation `tx`, which is given one batch at a time."""
+    """Parameters and the state of a transformation `tx`, which is given one batch at a
+    time.
+    """
 
     tx: Any = optax.sgd(LEARNING_RATE, MOMENTUM)
 
@@ -37,7 +49,9 @@ class Transformed:
         self.state = self.tx.init(self.params)
 
     def take(self, batch: Batch, **extra: Any) -> None:
-        self.params, self.state = _steps(self.tx)(self.params, self.state, *batch, **extra)
+        self.params, self.state = _steps(self.tx)(
+            self.params, self.state, *batch, **extra
+        )
 
     def parameters(self) -> Parameters:
         return [np.asarray(value) for value in self.params]
@@ -52,7 +66,9 @@ class LargeBatch(Transformed):
 
 
 class Gradaccum(Transformed):
-    """Each micro-batch with its number of items as its weight, and a flush at the epoch's end."""
+    """Each micro-batch with its number of items as its weight, and a flush at the
+    epoch's end.
+    """
 
     tx = gradaccum.wrap(Transformed.tx, steps=STEPS)
 
@@ -65,7 +81,9 @@ class Gradaccum(Transformed):
 
 
 class MultiSteps(Transformed):
-    """It knows no weights and no short window: what an epoch leaves over begins the next one's first window."""
+    """It knows no weights and no short window: what an epoch leaves over begins the
+    next one's first window.
+    """
 
     tx = optax.MultiSteps(Transformed.tx, STEPS)
 

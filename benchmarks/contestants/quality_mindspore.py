@@ -1,4 +1,6 @@
-"""The quality question's MindSpore runs: one jitted step each, compiled once for each size of a batch and used again for every seed."""
+"""The quality question's MindSpore runs: one jitted step each, compiled once for each
+size of a batch and used again for every seed.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +13,29 @@ import numpy as np
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 
 import gradaccum
-from benchmarks.contestants.digits import LEARNING_RATE, MOMENTUM, STEPS, Batch, Parameters, Window, first_parameters, whole
+from benchmarks.contestants.digits import (
+    LEARNING_RATE,
+    MOMENTUM,
+    STEPS,
+    Batch,
+    Parameters,
+    Window,
+    first_parameters,
+    whole,
+)
 from benchmarks.contestants.mindspore_peers import TutorialAccumulator
 from benchmarks.contestants.runs import GRADACCUM, LARGE, Run
 
 
 def runs() -> dict[str, Callable[[Parameters], Run]]:
-    """By contestant; each is given the first parameters, and is over when its maker is given the next ones."""
-    makers = {LARGE: LargeBatch, GRADACCUM: Gradaccum, "the tutorials' accumulator": Tutorial}
+    """By contestant; each is given the first parameters, and is over when its maker is
+    given the next ones.
+    """
+    makers = {
+        LARGE: LargeBatch,
+        GRADACCUM: Gradaccum,
+        "the tutorials' accumulator": Tutorial,
+    }
     return {name: partial(_begin, make()) for name, make in makers.items()}
 
 
@@ -28,12 +45,17 @@ class Network(nn.Cell):  # type: ignore[misc]
     def __init__(self, share: int) -> None:
         super().__init__()
         self.w1, self.b1, self.w2, self.b2 = (
-            Parameter(Tensor(value), name=name) for name, value in zip(("w1", "b1", "w2", "b2"), first_parameters(0), strict=True)
+            Parameter(Tensor(value), name=name)
+            for name, value in zip(
+                ("w1", "b1", "w2", "b2"), first_parameters(0), strict=True
+            )
         )
         self.share = share
 
     def construct(self, x: Any, y: Any) -> Any:
-        logits = ops.matmul(ops.relu(ops.matmul(x, self.w1) + self.b1), self.w2) + self.b2
+        logits = (
+            ops.matmul(ops.relu(ops.matmul(x, self.w1) + self.b1), self.w2) + self.b2
+        )
         return ops.cross_entropy(logits, y) / self.share
 
 
@@ -43,7 +65,9 @@ class Step(nn.Cell):  # type: ignore[misc]
     def __init__(self, network: Network, take: Any, *, weighted: bool) -> None:
         super().__init__(auto_prefix=False)
         self.take, self.weighted = take, weighted
-        self.gradient = ms.value_and_grad(network, None, ParameterTuple(network.trainable_params()))
+        self.gradient = ms.value_and_grad(
+            network, None, ParameterTuple(network.trainable_params())
+        )
 
     def construct(self, x: Any, y: Any, weight: Any) -> Any:
         _, gradients = self.gradient(x, y)
@@ -61,8 +85,12 @@ class LargeBatch:
     def __init__(self) -> None:
         network = Network(self.share)
         self.weights = network.trainable_params()
-        self.optimizer = self.accumulating(nn.Momentum(self.weights, LEARNING_RATE, MOMENTUM))
-        self.step = ms.jit(Step(network, self.optimizer, weighted=self.weighted).construct)
+        self.optimizer = self.accumulating(
+            nn.Momentum(self.weights, LEARNING_RATE, MOMENTUM)
+        )
+        self.step = ms.jit(
+            Step(network, self.optimizer, weighted=self.weighted).construct
+        )
         self.start = {p: p.asnumpy().copy() for p in self.optimizer.get_parameters()}
 
     def accumulating(self, optimizer: Any) -> Any:
@@ -70,7 +98,9 @@ class LargeBatch:
 
     def begin(self, first: Parameters) -> None:
         """Everything as it was made, and these parameters."""
-        for parameter, value in (self.start | dict(zip(self.weights, first, strict=True))).items():
+        for parameter, value in (
+            self.start | dict(zip(self.weights, first, strict=True))
+        ).items():
             ops.assign(parameter, Tensor(value))
 
     def epoch(self, windows: Iterable[Window]) -> None:
@@ -86,7 +116,9 @@ class LargeBatch:
 
 
 class Gradaccum(LargeBatch):
-    """Each micro-batch with its number of items as its weight, and a flush at the epoch's end."""
+    """Each micro-batch with its number of items as its weight, and a flush at the
+    epoch's end.
+    """
 
     weighted = True
 
@@ -101,7 +133,9 @@ class Gradaccum(LargeBatch):
 
 
 class Tutorial(LargeBatch):
-    """It knows no weights and no short window: what an epoch leaves over begins the next one's first window."""
+    """It knows no weights and no short window: what an epoch leaves over begins the
+    next one's first window.
+    """
 
     share = STEPS
 

@@ -10,13 +10,25 @@ import torch
 from torch import Tensor, nn
 
 import gradaccum
-from benchmarks.contestants.digits import LEARNING_RATE, MOMENTUM, STEPS, Batch, Parameters, Window, whole
+from benchmarks.contestants.digits import (
+    LEARNING_RATE,
+    MOMENTUM,
+    STEPS,
+    Batch,
+    Parameters,
+    Window,
+    whole,
+)
 from benchmarks.contestants.runs import GRADACCUM, LARGE, Run
 
 
 def runs() -> dict[str, Callable[[Parameters], Run]]:
     """By contestant; each is given the first parameters."""
-    found: dict[str, Callable[[Parameters], Run]] = {LARGE: LargeBatch, GRADACCUM: Gradaccum, "hand-written loop": HandWritten}
+    found: dict[str, Callable[[Parameters], Run]] = {
+        LARGE: LargeBatch,
+        GRADACCUM: Gradaccum,
+        "hand-written loop": HandWritten,
+    }
     return found | ({"Accelerate": Accelerate} if find_spec("accelerate") else {})
 
 
@@ -25,10 +37,14 @@ class LargeBatch:
 
     def __init__(self, first: Parameters) -> None:
         (inputs, hidden), (_, classes) = first[0].shape, first[2].shape
-        self.model = nn.Sequential(nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, classes))
+        self.model = nn.Sequential(
+            nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, classes)
+        )
         for parameter, value in zip(self.model.parameters(), first, strict=True):
             parameter.data = torch.tensor(value.T).contiguous()
-        self.optimizer: Any = torch.optim.SGD(self.model.parameters(), LEARNING_RATE, momentum=MOMENTUM)
+        self.optimizer: Any = torch.optim.SGD(
+            self.model.parameters(), LEARNING_RATE, momentum=MOMENTUM
+        )
 
     def epoch(self, windows: Iterable[Window]) -> None:
         for window in windows:
@@ -40,14 +56,20 @@ class LargeBatch:
         self.optimizer.zero_grad()
 
     def parameters(self) -> Parameters:
-        return [parameter.detach().numpy().T.copy() for parameter in self.model.parameters()]
+        return [
+            parameter.detach().numpy().T.copy() for parameter in self.model.parameters()
+        ]
 
     def loss(self, batch: Batch) -> Tensor:
-        return nn.functional.cross_entropy(self.model(torch.from_numpy(batch[0])), torch.from_numpy(batch[1]))
+        return nn.functional.cross_entropy(
+            self.model(torch.from_numpy(batch[0])), torch.from_numpy(batch[1])
+        )
 
 
 class Gradaccum(LargeBatch):
-    """Each micro-batch with its number of items as its weight, and a flush at the epoch's end."""
+    """Each micro-batch with its number of items as its weight, and a flush at the
+    epoch's end.
+    """
 
     def __init__(self, first: Parameters) -> None:
         super().__init__(first)
@@ -65,7 +87,9 @@ class Gradaccum(LargeBatch):
 
 
 class HandWritten(LargeBatch):
-    """``loss / steps`` whatever the window holds, and every micro-batch as if it were as large as the others."""
+    """``loss / steps`` whatever the window holds, and every micro-batch as if it were
+    as large as the others.
+    """
 
     def window(self, window: Window) -> None:
         for batch in window:
@@ -75,20 +99,28 @@ class HandWritten(LargeBatch):
 
 
 class Accelerate(LargeBatch):
-    """``accelerator.accumulate`` over a prepared loader, at whose end it makes an update of what there is."""
+    """``accelerator.accumulate`` over a prepared loader, at whose end it makes an
+    update of what there is.
+    """
 
     def __init__(self, first: Parameters) -> None:
         from accelerate import Accelerator
 
         super().__init__(first)
         self.accelerator = Accelerator(gradient_accumulation_steps=STEPS, cpu=True)
-        self.model, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
+        self.model, self.optimizer = self.accelerator.prepare(
+            self.model, self.optimizer
+        )
 
     def epoch(self, windows: Iterable[Window]) -> None:
         batches = [batch for window in windows for batch in window]
         loader = torch.utils.data.DataLoader(batches, batch_size=None)  # type: ignore[arg-type, var-annotated]
         for x, y in self.accelerator.prepare_data_loader(loader):
             with self.accelerator.accumulate(self.model):
-                self.accelerator.backward(nn.functional.cross_entropy(self.model(torch.as_tensor(x)), torch.as_tensor(y)))
+                self.accelerator.backward(
+                    nn.functional.cross_entropy(
+                        self.model(torch.as_tensor(x)), torch.as_tensor(y)
+                    )
+                )
                 self.optimizer.step()
                 self.optimizer.zero_grad()

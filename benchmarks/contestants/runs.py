@@ -1,4 +1,6 @@
-"""The common parts of the frameworks in the questions about exactness: quality and everyday."""
+"""The common parts of the frameworks in the questions about exactness: quality and
+everyday.
+"""
 
 from __future__ import annotations
 

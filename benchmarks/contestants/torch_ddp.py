@@ -1,7 +1,8 @@
-"""The loops that people write around `DistributedDataParallel` to accumulate gradients, each as one window, and ours.
+"""The loops that people write around `DistributedDataParallel` to accumulate gradients,
+each as one window, and ours.
 
-Every recipe takes the parallel module, its optimizer, a function from the module to the loss of one micro-batch, and the number of
-micro-batches in a window.
+Every recipe takes the parallel module, its optimizer, a function from the module to the
+loss of one micro-batch, and the number of micro-batches in a window.
 """
 
 from __future__ import annotations
@@ -41,12 +42,21 @@ Recipe = Callable[[DistributedDataParallel, torch.optim.Optimizer, Loss, int], W
 
 
 def by_hand(clip_norm: float | None = None, every: bool = False) -> Recipe:
-    """What torch's documentation of ``no_sync`` shows; `every`: without it, so that each backward pass reduces."""
+    """What torch's documentation of ``no_sync`` shows; `every`: without it, so that
+    each backward pass reduces.
+    """
 
-    def recipe(parallel: DistributedDataParallel, optimizer: torch.optim.Optimizer, loss: Loss, steps: int) -> Window:
+    def recipe(
+        parallel: DistributedDataParallel,
+        optimizer: torch.optim.Optimizer,
+        loss: Loss,
+        steps: int,
+    ) -> Window:
         def window() -> None:
             for index in range(steps):
-                with nullcontext() if every or index == steps - 1 else parallel.no_sync():
+                with (
+                    nullcontext() if every or index == steps - 1 else parallel.no_sync()
+                ):
                     (loss(parallel) / steps).backward()  # type: ignore[no-untyped-call]
             if clip_norm is not None:
                 nn.utils.clip_grad_norm_(parallel.parameters(), clip_norm)
@@ -61,21 +71,35 @@ def by_hand(clip_norm: float | None = None, every: bool = False) -> Recipe:
 def promising(clip_norm: float | None = None) -> Recipe:
     """What gradaccum promises, and no more, by hand: the floor of its time.
 
-    The loop notices what else changes a ``.grad``, steps the optimizer, moves its rates or sets the module's flag, copies a gradient that
-    lies in others' memory, and counts and decides by the transitions of the core. Workers may hold different numbers of items, so weights,
-    losses and flags are added up exactly, in the one reduction after the last backward pass; all must have the same rates, and gradients
-    of the same parameters, dense and without a graph. A sum that is not finite makes no update, for which its norm is read; versions tell
-    how far an update came that raised.
+    The loop notices what else changes a ``.grad``, steps the optimizer, moves its rates
+    or sets the module's flag, copies a gradient that lies in others' memory, and counts
+    and decides by the transitions of the core. Workers may hold different numbers of
+    items, so weights, losses and flags are added up exactly, in the one reduction after
+    the last backward pass; all must have the same rates, and gradients of the same
+    parameters, dense and without a graph. A sum that is not finite makes no update, for
+    which its norm is read; versions tell how far an update came that raised.
     """
 
-    def recipe(parallel: DistributedDataParallel, optimizer: torch.optim.Optimizer, loss: Loss, steps: int) -> Window:
-        parameters, options = list(parallel.parameters()), make_options(steps, clip_norm=clip_norm)
-        sizes, watch, seen = list(map(Tensor.numel, parameters)), Watch(parameters), _seen(optimizer)
+    def recipe(
+        parallel: DistributedDataParallel,
+        optimizer: torch.optim.Optimizer,
+        loss: Loss,
+        steps: int,
+    ) -> Window:
+        parameters, options = (
+            list(parallel.parameters()),
+            make_options(steps, clip_norm=clip_norm),
+        )
+        sizes, watch, seen = (
+            list(map(Tensor.numel, parameters)),
+            Watch(parameters),
+            _seen(optimizer),
+        )
         workers, rank, noted = dist.get_world_size(), dist.get_rank(), _Noted()
         parallel.register_forward_pre_hook(_wait)
         optimizer.register_step_pre_hook(noted.require_stepping)
 
-        def window(fields: State = initial_state()) -> None:  # noqa: B008 - a state is immutable.
+        def window(fields: State = initial_state()) -> None:  # noqa: B008 - a state is immutable
             losses, rates = 0.0, [group["lr"] for group in optimizer.param_groups]
             for _ in range(steps):
                 value = loss(parallel)
@@ -83,23 +107,46 @@ def promising(clip_norm: float | None = None) -> Recipe:
                 watch.require_whole()
                 losses += value.item()
                 fields = at_rest(accumulate(fields, 1.0, True, select))
-            gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-            _require(_seen(optimizer) == seen and rates == [group["lr"] for group in optimizer.param_groups])
-            _require(not any(each.is_sparse or each.requires_grad for each in gradients))
+            gradients = [
+                parameter.grad for parameter in parameters if parameter.grad is not None
+            ]
+            _require(
+                _seen(optimizer) == seen
+                and rates == [group["lr"] for group in optimizer.param_groups]
+            )
+            _require(
+                not any(each.is_sparse or each.requires_grad for each in gradients)
+            )
             present = [parameter.grad is not None for parameter in parameters]
-            numbers = bytearray(encode(fields, False, present, [losses], rate_bits(*rates)))
-            packed = torch.cat([*(each.view(-1) for each in gradients), torch.frombuffer(numbers, dtype=torch.uint8).float()])
+            numbers = bytearray(
+                encode(fields, False, present, [losses], rate_bits(*rates))
+            )
+            packed = torch.cat(
+                [
+                    *(each.view(-1) for each in gradients),
+                    torch.frombuffer(numbers, dtype=torch.uint8).float(),
+                ]
+            )
             dist.all_reduce(packed, group=parallel.process_group)
-            total, added = packed[: -len(numbers)], decode(packed[-len(numbers) :], 1, 32)
+            total, added = (
+                packed[: -len(numbers)],
+                decode(packed[-len(numbers) :], 1, 32),
+            )
             require_same_rates(rates, added.flags, workers, rank)
             _require(present == [count > 0 for count in added.holders])
             norm = torch.linalg.vector_norm(total).item()
             ended = joined(fields, added.weight, added.overflow)
-            apply, overflow, divisor, _ = decide(ended, norm, math.isfinite(norm), options, select)
+            apply, overflow, divisor, _ = decide(
+                ended, norm, math.isfinite(norm), options, select
+            )
             if apply:
-                for parameter, part in zip(parameters, torch.split(total, sizes), strict=True):
+                for parameter, part in zip(
+                    parameters, torch.split(total, sizes), strict=True
+                ):
                     parameter.grad = part.view_as(parameter)
-                noted.versions = [each.grad._version for each in parameters if each.grad is not None]
+                noted.versions = [
+                    each.grad._version for each in parameters if each.grad is not None
+                ]
                 total.mul_(1 / divisor)
                 noted.stepping = True
                 optimizer.step()
@@ -122,7 +169,11 @@ class _Noted:
 
 def _seen(optimizer: torch.optim.Optimizer) -> list[object]:
     """What casting, freezing or replacing a parameter changes."""
-    return [(id(each), each.dtype, each.requires_grad) for group in optimizer.param_groups for each in group["params"]]
+    return [
+        (id(each), each.dtype, each.requires_grad)
+        for group in optimizer.param_groups
+        for each in group["params"]
+    ]
 
 
 def _require(holds: bool) -> None:
@@ -135,9 +186,16 @@ def _wait(module: nn.Module, *_: object) -> None:
 
 
 def wrapped(**options: Any) -> Recipe:
-    """`gradaccum.wrap` with ``module=`` and `options`, and a loop as without accumulation."""
+    """`gradaccum.wrap` with ``module=`` and `options`, and a loop as without
+    accumulation.
+    """
 
-    def recipe(parallel: DistributedDataParallel, inner: torch.optim.Optimizer, loss: Loss, steps: int) -> Window:
+    def recipe(
+        parallel: DistributedDataParallel,
+        inner: torch.optim.Optimizer,
+        loss: Loss,
+        steps: int,
+    ) -> Window:
         optimizer = gradaccum.wrap(inner, steps=steps, module=parallel, **options)
 
         def window() -> None:

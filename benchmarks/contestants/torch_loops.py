@@ -1,6 +1,8 @@
-"""The loops that torch users write or get today, each as one window of `STEPS` micro-batches, and ours.
+"""The loops that torch users write or get today, each as one window of `STEPS`
+micro-batches, and ours.
 
-Every recipe takes a model, its optimizer and a function from the model to the loss of one micro-batch.
+Every recipe takes a model, its optimizer and a function from the model to the loss of
+one micro-batch.
 """
 
 from __future__ import annotations
@@ -24,7 +26,12 @@ Window = Callable[[], object]
 Recipe = Callable[[nn.Module, torch.optim.Optimizer, Loss], Window]
 
 
-def hand_written(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss, clip_norm: float | None = None) -> Window:
+def hand_written(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss: Loss,
+    clip_norm: float | None = None,
+) -> Window:
     """What torch's own notes on gradient accumulation show."""
 
     def window() -> None:
@@ -39,7 +46,9 @@ def hand_written(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss,
     return window
 
 
-def wrapped(model: nn.Module, inner: torch.optim.Optimizer, loss: Loss, **options: Any) -> Window:
+def wrapped(
+    model: nn.Module, inner: torch.optim.Optimizer, loss: Loss, **options: Any
+) -> Window:
     """`gradaccum.wrap` with `options`, and a loop as without accumulation."""
     optimizer = gradaccum.wrap(inner, steps=STEPS, **options)
 
@@ -53,7 +62,12 @@ def wrapped(model: nn.Module, inner: torch.optim.Optimizer, loss: Loss, **option
     return window
 
 
-def accelerate(model: nn.Module, inner: torch.optim.Optimizer, loss: Loss, clip_norm: float | None = None) -> Window:
+def accelerate(
+    model: nn.Module,
+    inner: torch.optim.Optimizer,
+    loss: Loss,
+    clip_norm: float | None = None,
+) -> Window:
     """The loop of Accelerate's guide to gradient accumulation."""
     from accelerate import Accelerator
 
@@ -73,7 +87,12 @@ def accelerate(model: nn.Module, inner: torch.optim.Optimizer, loss: Loss, clip_
     return window
 
 
-def fabric(model: nn.Module, inner: torch.optim.Optimizer, loss: Loss, clip_norm: float | None = None) -> Window:
+def fabric(
+    model: nn.Module,
+    inner: torch.optim.Optimizer,
+    loss: Loss,
+    clip_norm: float | None = None,
+) -> Window:
     """The loop of Fabric's guide to gradient accumulation."""
     from lightning_fabric import Fabric
 

@@ -1,1 +1,3 @@
-"""One question per file: what is measured, beside which baseline, and what was found."""
+"""One question per file: what is measured, beside which baseline, and what was
+found.
+"""

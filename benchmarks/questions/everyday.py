@@ -1,8 +1,10 @@
-"""The loops that people have: how far each ends from the large batch, in float64, and what the user was told.
+"""The loops that people have: how far each ends from the large batch, in float64, and
+what the user was told.
 
-Two jobs, each of `EPOCHS` epochs of ten micro-batches of scikit-learn's digits in windows of four, with AdamW, a cosine schedule and a
-clipped norm: so an epoch's last window is open. In one job the last batch is short. In the other the micro-batches count different numbers
-of labels too, as language models count tokens. Nothing is timed.
+Two jobs, each of `EPOCHS` epochs of ten micro-batches of scikit-learn's digits in
+windows of four, with AdamW, a cosine schedule and a clipped norm: so an epoch's last
+window is open. In one job the last batch is short. In the other the micro-batches count
+different numbers of labels too, as language models count tokens. Nothing is timed.
 """
 
 from __future__ import annotations
@@ -21,7 +23,10 @@ import gradaccum
 from benchmarks.case import Distances
 from benchmarks.contestants.runs import LARGE
 
-FRAMEWORKS = {"torch": "benchmarks.contestants.everyday_torch", "JAX": "benchmarks.contestants.everyday_jax"}
+FRAMEWORKS = {
+    "torch": "benchmarks.contestants.everyday_torch",
+    "JAX": "benchmarks.contestants.everyday_jax",
+}
 ITEMS, LAST, BATCHES = 30, 20, 10
 IGNORED = -100
 """The label of an item that does not count."""
@@ -29,28 +34,47 @@ IGNORED = -100
 Batch = tuple[NDArray[np.float64], NDArray[np.int64]]
 Arrays = list[NDArray[np.float64]]
 Loop = Callable[[list[Batch], Arrays], Arrays]
-"""From the micro-batches of an epoch and the first parameters, the parameters after the last epoch."""
+"""From the micro-batches of an epoch and the first parameters, the parameters after the
+last epoch.
+"""
 
 
 def cases(quick: bool) -> Iterator[Distances]:
-    """Every loop of every framework that is installed; there is no size to make small."""
+    """Every loop of every framework that is installed; there is no size to make
+    small.
+    """
     for framework, module in FRAMEWORKS.items():
         if find_spec(framework.lower()):
             yield from distances(framework, import_module(module).loops())
 
 
 def distances(framework: str, loops: Mapping[str, Loop]) -> Iterator[Distances]:
-    """A row for each loop but the first, the large batch, from which the others' distances are measured."""
-    truths = {job: loops[LARGE](batches, first_parameters()) for job, batches in jobs().items()}
+    """A row for each loop but the first, the large batch, from which the others'
+    distances are measured.
+    """
+    truths = {
+        job: loops[LARGE](batches, first_parameters())
+        for job, batches in jobs().items()
+    }
     for name, loop in loops.items():
         if name != LARGE:
-            ends = {job: end_of(loop, batches, truths[job]) for job, batches in jobs().items()}
+            ends = {
+                job: end_of(loop, batches, truths[job])
+                for job, batches in jobs().items()
+            }
             told = ", ".join(dict.fromkeys(told for _, told in ends.values()))
-            yield Distances(framework, name, {job: distance for job, (distance, _) in ends.items()}, told)
+            yield Distances(
+                framework,
+                name,
+                {job: distance for job, (distance, _) in ends.items()},
+                told,
+            )
 
 
 def end_of(loop: Loop, batches: list[Batch], truth: Arrays) -> tuple[float | None, str]:
-    """The largest distance of any parameter, None if the loop was refused; and what the user was told."""
+    """The largest distance of any parameter, None if the loop was refused; and what the
+    user was told.
+    """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -58,7 +82,9 @@ def end_of(loop: Loop, batches: list[Batch], truth: Arrays) -> tuple[float | Non
         except gradaccum.GradAccumError:
             return None, "refused"
     distance = max(float(np.abs(a - b).max()) for a, b in zip(end, truth, strict=True))
-    return distance, "warned" if any(issubclass(each.category, UserWarning) for each in caught) else "silent"
+    return distance, "warned" if any(
+        issubclass(each.category, UserWarning) for each in caught
+    ) else "silent"
 
 
 def jobs() -> dict[str, list[Batch]]:
@@ -79,4 +105,7 @@ def jobs() -> dict[str, list[Batch]]:
 def first_parameters(hidden: int = 16) -> Arrays:
     """Weights and biases by turns: (64, hidden), (hidden,), (hidden, 10), (10,)."""
     random = np.random.default_rng(0)
-    return [random.standard_normal(shape) / 8 for shape in ((64, hidden), (hidden,), (hidden, 10), (10,))]
+    return [
+        random.standard_normal(shape) / 8
+        for shape in ((64, hidden), (hidden,), (hidden, 10), (10,))
+    ]

@@ -1,8 +1,11 @@
-"""JAX, AdamW: a window of an ensemble, its members trained by one step under `jax.vmap`.
+"""JAX, AdamW: a window of an ensemble, its members trained by one step under
+`jax.vmap`.
 
-Under vmap a `lax.cond` becomes both of its branches and a select, and so runs the inner optimizer in every micro-batch. Ours has a batching
-rule of its own: it updates all members at once where their windows end together, as they do here, and otherwise those that end, one by
-one. "updates per window" counts runs of the inner optimizer, one for all members being one. One copy is the gradient's own.
+Under vmap a `lax.cond` becomes both of its branches and a select, and so runs the inner
+optimizer in every micro-batch. Ours has a batching rule of its own: it updates all
+members at once where their windows end together, as they do here, and otherwise those
+that end, one by one. "updates per window" counts runs of the inner optimizer, one for
+all members being one. One copy is the gradient's own.
 """
 
 from __future__ import annotations
@@ -14,7 +17,15 @@ import optax
 import gradaccum
 import gradaccum_jax
 from benchmarks.case import Case
-from benchmarks.contestants.jax_mlp import STEPS, Window, adamw, batches, compile_step, make_params, window
+from benchmarks.contestants.jax_mlp import (
+    STEPS,
+    Window,
+    adamw,
+    batches,
+    compile_step,
+    make_params,
+    window,
+)
 from benchmarks.contestants.jax_peers import by_hand, floor
 from benchmarks.jax_counts import MakeOptimizer, counts
 from benchmarks.triad import one_core
@@ -42,6 +53,23 @@ def ensemble(name: str, width: int) -> Case:
     windows: dict[str, Window] = {}
     counted: dict[str, dict[str, float]] = {}
     for label, make in OPTIMIZERS.items():
-        step = compile_step(make(adamw()), make_params(width, MEMBERS), batches(width)[0], members=MEMBERS)
-        windows[label], counted[label] = window(step, batches(width)), counts(step, make, MEMBERS)
-    return Case(name, BASELINE, {**windows, "hand-written": by_hand(width, MEMBERS), FLOOR: floor(width, MEMBERS)}, counted)
+        step = compile_step(
+            make(adamw()),
+            make_params(width, MEMBERS),
+            batches(width)[0],
+            members=MEMBERS,
+        )
+        windows[label], counted[label] = (
+            window(step, batches(width)),
+            counts(step, make, MEMBERS),
+        )
+    return Case(
+        name,
+        BASELINE,
+        {
+            **windows,
+            "hand-written": by_hand(width, MEMBERS),
+            FLOOR: floor(width, MEMBERS),
+        },
+        counted,
+    )

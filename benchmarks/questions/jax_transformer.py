@@ -1,6 +1,8 @@
-"""JAX: a transformer of GPT-2-small shape in bfloat16 on a GPU, in tokens per second; on a CPU a tiny one, to see that it runs.
+"""JAX: a transformer of GPT-2-small shape in bfloat16 on a GPU, in tokens per second;
+on a CPU a tiny one, to see that it runs.
 
-Parameters are float32 and cast to bfloat16 for the forward pass, the usual mixed precision in JAX.
+Parameters are float32 and cast to bfloat16 for the forward pass, the usual mixed
+precision in JAX.
 """
 
 from __future__ import annotations
@@ -22,13 +24,24 @@ BASELINE = "optax.MultiSteps"
 def cases(quick: bool) -> Iterator[Case]:
     device = jax.devices()[0]
     shape = GPT2_SMALL if device.platform == "gpu" and not quick else TINY
-    ids = jax.random.randint(jax.random.key(1), (shape.sequences, shape.length), 0, shape.vocabulary)
-    transformations = {BASELINE: optax.MultiSteps(optax.adamw(1e-4), STEPS), "gradaccum": gradaccum.wrap(optax.adamw(1e-4), steps=STEPS)}
+    ids = jax.random.randint(
+        jax.random.key(1), (shape.sequences, shape.length), 0, shape.vocabulary
+    )
+    transformations = {
+        BASELINE: optax.MultiSteps(optax.adamw(1e-4), STEPS),
+        "gradaccum": gradaccum.wrap(optax.adamw(1e-4), steps=STEPS),
+    }
     windows, counts = dict[str, Callable[[], object]](), dict[str, dict[str, float]]()
     for name, tx in transformations.items():
         windows[name], counts[name] = _window(tx, shape, ids)
     name = f"{shape.layers} x {shape.width}, {shape.length} tokens x {shape.sequences}"
-    yield Case(name, BASELINE, windows, counts, rates=dict.fromkeys(windows, rates(shape, device.device_kind)))
+    yield Case(
+        name,
+        BASELINE,
+        windows,
+        counts,
+        rates=dict.fromkeys(windows, rates(shape, device.device_kind)),
+    )
 
 
 def _params(shape: Shape) -> Any:
@@ -38,8 +51,20 @@ def _params(shape: Shape) -> Any:
         return 0.02 * jax.random.normal(next(keys), (rows, columns))
 
     d = shape.width
-    blocks = [{"qkv": matrix(d, 3 * d), "out": matrix(d, d), "up": matrix(d, 4 * d), "down": matrix(4 * d, d)} for _ in range(shape.layers)]
-    return {"tokens": matrix(shape.vocabulary, d), "positions": matrix(shape.length, d), "blocks": blocks}
+    blocks = [
+        {
+            "qkv": matrix(d, 3 * d),
+            "out": matrix(d, d),
+            "up": matrix(d, 4 * d),
+            "down": matrix(4 * d, d),
+        }
+        for _ in range(shape.layers)
+    ]
+    return {
+        "tokens": matrix(shape.vocabulary, d),
+        "positions": matrix(shape.length, d),
+        "blocks": blocks,
+    }
 
 
 def _loss(params: Any, ids: Any, shape: Shape) -> Any:
@@ -53,15 +78,22 @@ def _loss(params: Any, ids: Any, shape: Shape) -> Any:
 
 
 def _attention(qkv: Any, shape: Shape) -> Any:
-    q, k, v = (part.reshape(*part.shape[:2], shape.heads, -1) for part in jnp.split(qkv, 3, axis=-1))
-    return jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(*qkv.shape[:2], shape.width)
+    q, k, v = (
+        part.reshape(*part.shape[:2], shape.heads, -1)
+        for part in jnp.split(qkv, 3, axis=-1)
+    )
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(
+        *qkv.shape[:2], shape.width
+    )
 
 
 def _normalized(x: Any) -> Any:
     return jax.nn.standardize(x.astype(jnp.float32)).astype(x.dtype)
 
 
-def _window(tx: Any, shape: Shape, ids: Any) -> tuple[Callable[[], object], dict[str, float]]:
+def _window(
+    tx: Any, shape: Shape, ids: Any
+) -> tuple[Callable[[], object], dict[str, float]]:
     def step(params: Any, state: Any, ids: Any) -> tuple[Any, Any]:
         updates, state = tx.update(jax.grad(_loss)(params, ids, shape), state, params)
         return optax.apply_updates(params, updates), state
@@ -75,4 +107,7 @@ def _window(tx: Any, shape: Shape, ids: Any) -> tuple[Callable[[], object], dict
             carried[:] = compiled(*carried, ids)
         return jax.block_until_ready(carried)  # type: ignore[no-untyped-call]
 
-    return window, {"temp GiB": memory.temp_size_in_bytes / 2**30, "argument GiB": memory.argument_size_in_bytes / 2**30}
+    return window, {
+        "temp GiB": memory.temp_size_in_bytes / 2**30,
+        "argument GiB": memory.argument_size_in_bytes / 2**30,
+    }

@@ -1,7 +1,9 @@
-"""JAX: time and memory by window length, at the same number of micro-batches; jitted and donated, one program for every micro-batch.
+"""JAX: time and memory by window length, at the same number of micro-batches; jitted
+and donated, one program for every micro-batch.
 
-Longer windows mean fewer updates, so the time falls and then stays: what is left is the micro-batch. Memory is what the optimizer's state
-holds beside the inner optimizer's, and what the program wants for itself while it runs.
+Longer windows mean fewer updates, so the time falls and then stays: what is left is the
+micro-batch. Memory is what the optimizer's state holds beside the inner optimizer's,
+and what the program wants for itself while it runs.
 """
 
 from __future__ import annotations
@@ -28,32 +30,63 @@ Counts = dict[str, float]
 
 def cases(quick: bool) -> Iterator[Case]:
     for steps in QUICK_WINDOWS[:1] if quick else WINDOWS:
-        yield make_case(f"windows of {steps}", steps, steps=steps, tensors=FEW, elements=SMALL, run=RUN)
+        yield make_case(
+            f"windows of {steps}",
+            steps,
+            steps=steps,
+            tensors=FEW,
+            elements=SMALL,
+            run=RUN,
+        )
 
 
-def make_case(name: str, x: float, *, steps: int, tensors: int, elements: int, run: int) -> Case:
-    """`run` micro-batches in windows of `steps`, a divisor of it, over a model of `elements` in equal `tensors`."""
-    wrapped = {BASELINE: optax.MultiSteps(_adamw(), steps), "gradaccum": gradaccum.wrap(_adamw(), steps=steps)}
-    made = {label: one_program(tx, model(tensors, elements)) for label, tx in wrapped.items()}
+def make_case(
+    name: str, x: float, *, steps: int, tensors: int, elements: int, run: int
+) -> Case:
+    """`run` micro-batches in windows of `steps`, a divisor of it, over a model of
+    `elements` in equal `tensors`.
+    """
+    wrapped = {
+        BASELINE: optax.MultiSteps(_adamw(), steps),
+        "gradaccum": gradaccum.wrap(_adamw(), steps=steps),
+    }
+    made = {
+        label: one_program(tx, model(tensors, elements))
+        for label, tx in wrapped.items()
+    }
     made[BY_HAND] = by_hand(model(tensors, elements), steps)
     contestants = {label: _bound(loop, run) for label, (loop, _) in made.items()}
     counts = {label: held for label, (_, held) in made.items()}
-    return Case(name, BASELINE, contestants, counts, x=x, rates={label: {"micro-batches/s": run} for label in made})
+    return Case(
+        name,
+        BASELINE,
+        contestants,
+        counts,
+        x=x,
+        rates={label: {"micro-batches/s": run} for label in made},
+    )
 
 
 def model(tensors: int, elements: int) -> list[Any]:
     """Arrays of one size."""
     keys = jax.random.split(jax.random.key(0), tensors)
-    return [jax.random.normal(key, (size,)) for key, size in zip(keys, sizes(tensors, elements), strict=True)]
+    return [
+        jax.random.normal(key, (size,))
+        for key, size in zip(keys, sizes(tensors, elements), strict=True)
+    ]
 
 
 def gradient(params: Any) -> Any:
     """Of half the sum of squares of all parameters."""
-    return jax.grad(lambda tree: sum(0.5 * jnp.vdot(leaf, leaf) for leaf in tree))(params)
+    return jax.grad(lambda tree: sum(0.5 * jnp.vdot(leaf, leaf) for leaf in tree))(
+        params
+    )
 
 
 def one_program(tx: Any, params: Any) -> tuple[Loop, Counts]:
-    """What `tx` does with gradients, compiled with what makes them; and its bytes and seconds."""
+    """What `tx` does with gradients, compiled with what makes them; and its bytes and
+    seconds.
+    """
 
     def step(params: Any, state: Any) -> tuple[Any, Any]:
         updates, state = tx.update(gradient(params), state, params)
@@ -72,19 +105,30 @@ def one_program(tx: Any, params: Any) -> tuple[Loop, Counts]:
             carried[:] = compiled(*carried)
         return jax.block_until_ready(carried)  # type: ignore[no-untyped-call]
 
-    return loop, {"bytes held": held, "temporary bytes": float(memory.temp_size_in_bytes), "s to compile": seconds}
+    return loop, {
+        "bytes held": held,
+        "temporary bytes": float(memory.temp_size_in_bytes),
+        "s to compile": seconds,
+    }
 
 
 def by_hand(params: Any, steps: int) -> tuple[Loop, Counts]:
-    """The first gradient starts the sum, the others are added to it, and Python counts."""
+    """The first gradient starts the sum, the others are added to it, and Python
+    counts.
+    """
     tx = _adamw()
 
     def update(params: Any, state: Any, total: Any) -> tuple[Any, Any]:
-        updates, state = tx.update(jax.tree.map(lambda leaf: leaf / steps, total), state, params)
+        updates, state = tx.update(
+            jax.tree.map(lambda leaf: leaf / steps, total), state, params
+        )
         return optax.apply_updates(params, updates), state
 
     start, apply = jax.jit(gradient), jax.jit(update, donate_argnums=(0, 1))
-    add = jax.jit(lambda total, params: jax.tree.map(jnp.add, total, gradient(params)), donate_argnums=0)
+    add = jax.jit(
+        lambda total, params: jax.tree.map(jnp.add, total, gradient(params)),
+        donate_argnums=0,
+    )
     carried, held = [params, tx.init(params)], size(params)
     total: Any = None
 

@@ -1,8 +1,10 @@
-"""MindSpore: how near the accumulation itself comes to the speed of memory, beside NumPy's triad, in GRAPH_MODE.
+"""MindSpore: how near the accumulation itself comes to the speed of memory, beside
+NumPy's triad, in GRAPH_MODE.
 
-Gradients are an input, so that nothing is left of a micro-batch but what is asked about: the wrapped optimizer, whose window does not end
-while it is measured, adds to the sums with MindSpore's own ``assign_add``, in place, and writes its few scalars. So that operator is its
-limit, whatever memory could give. Everything runs on one core.
+Gradients are an input, so that nothing is left of a micro-batch but what is asked
+about: the wrapped optimizer, whose window does not end while it is measured, adds to
+the sums with MindSpore's own ``assign_add``, in place, and writes its few scalars. So
+that operator is its limit, whatever memory could give. Everything runs on one core.
 """
 
 from __future__ import annotations
@@ -63,20 +65,44 @@ class MicroBatch(nn.Cell):  # type: ignore[misc]
 def cases(quick: bool) -> Iterator[Case]:
     triad.one_core()
     ms.set_context(mode=ms.GRAPH_MODE)
-    gradients = tuple(Tensor(np.full(triad.SHAPE, triad.GRADIENT, np.float32)) for _ in range(triad.TENSORS))
-    own = {OWN_TRIAD: _triad(), OWN_ADDITION: _run(Addition(_parameters("sum")), gradients)}
-    optimizer = gradaccum.wrap(nn.SGD(_parameters("weight"), learning_rate=0.1), steps=MANY)
+    gradients = tuple(
+        Tensor(np.full(triad.SHAPE, triad.GRADIENT, np.float32))
+        for _ in range(triad.TENSORS)
+    )
+    own = {
+        OWN_TRIAD: _triad(),
+        OWN_ADDITION: _run(Addition(_parameters("sum")), gradients),
+    }
+    optimizer = gradaccum.wrap(
+        nn.SGD(_parameters("weight"), learning_rate=0.1), steps=MANY
+    )
     contestants = own | {"gradaccum": _run(MicroBatch(optimizer), gradients)}
     moved = triad.YARDSTICKS | dict.fromkeys(contestants, triad.FLOAT32)
-    yield Case("float32 gradients and sums", triad.NAME, triad.yardsticks() | contestants, rates=triad.rates(moved))
+    yield Case(
+        "float32 gradients and sums",
+        triad.NAME,
+        triad.yardsticks() | contestants,
+        rates=triad.rates(moved),
+    )
 
 
 def _parameters(name: str) -> Any:
-    return ParameterTuple([Parameter(Tensor(np.ones(triad.SHAPE, np.float32)), name=f"{name}{i}") for i in range(triad.TENSORS)])
+    return ParameterTuple(
+        [
+            Parameter(Tensor(np.ones(triad.SHAPE, np.float32)), name=f"{name}{i}")
+            for i in range(triad.TENSORS)
+        ]
+    )
 
 
 def _triad() -> Callable[[], object]:
-    return _run(Triad(), *(Tensor(np.full((triad.ELEMENTS // 1024, 1024), value, np.float32)) for value in (1.0, 2.0)))
+    return _run(
+        Triad(),
+        *(
+            Tensor(np.full((triad.ELEMENTS // 1024, 1024), value, np.float32))
+            for value in (1.0, 2.0)
+        ),
+    )
 
 
 def _run(step: Any, *given: Any) -> Callable[[], object]:

@@ -1,6 +1,8 @@
-"""MindSpore, GRAPH_MODE, Adam: what a window costs beside what people use today, and how far it is from the floor.
+"""MindSpore, GRAPH_MODE, Adam: what a window costs beside what people use today, and
+how far it is from the floor.
 
-``benchmarks/README.md`` counts the passes over memory and, for small models, the operators.
+``benchmarks/README.md`` counts the passes over memory and, for small models, the
+operators.
 """
 
 from __future__ import annotations
@@ -47,13 +49,20 @@ def cases(quick: bool) -> Iterator[Case]:
         x = batch(items, width)
         contestants = {
             BASELINE: _taking(TutorialAccumulator, Net(width, STEPS), x),
-            "gradaccum": _taking(lambda optimizer: gradaccum.wrap(optimizer, steps=STEPS), Net(width), x),
+            "gradaccum": _taking(
+                lambda optimizer: gradaccum.wrap(optimizer, steps=STEPS), Net(width), x
+            ),
             "three cells": three_cells(Net(width, STEPS), x),
             "boost.GradientAccumulation": _taking(Boost, Net(width), x),
             FLOOR: floor(Net(width), x),
         }
         windows = {label: window for label, (window, _) in contestants.items()}
-        yield Case(name, BASELINE, windows, {label: counts for label, (_, counts) in contestants.items()})
+        yield Case(
+            name,
+            BASELINE,
+            windows,
+            {label: counts for label, (_, counts) in contestants.items()},
+        )
 
 
 def _taking(accumulation: Callable[[Any], Any], net: Net, x: Any) -> Contestant:
@@ -62,15 +71,24 @@ def _taking(accumulation: Callable[[Any], Any], net: Net, x: Any) -> Contestant:
 
 
 def three_cells(net: Net, x: Any) -> Contestant:
-    """Forward, backward and addition; update; clear: three Cells that Python calls in turn."""
+    """Forward, backward and addition; update; clear: three Cells that Python calls in
+    turn.
+    """
     optimizer = adam(net)
-    sums, zeros = (optimizer.parameters.clone(prefix=prefix, init="zeros") for prefix in ("sum", "zero"))
+    sums, zeros = (
+        optimizer.parameters.clone(prefix=prefix, init="zeros")
+        for prefix in ("sum", "zero")
+    )
     update, clear = Update(optimizer, sums), Clear(sums, zeros)
-    return window_of(TrainStep(net, Add(sums)), net, x, update, clear), buffers(update, clear, net=net)
+    return window_of(TrainStep(net, Add(sums)), net, x, update, clear), buffers(
+        update, clear, net=net
+    )
 
 
 def floor(net: Net, x: Any) -> Contestant:
-    """What must be done: `STEPS` gradients, each forgotten, and one update with the last."""
+    """What must be done: `STEPS` gradients, each forgotten, and one update with the
+    last.
+    """
     gradient, optimizer = Gradient(net), adam(net)
     last: list[Any] = []
 

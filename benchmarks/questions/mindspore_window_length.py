@@ -1,7 +1,10 @@
-"""MindSpore: time and memory by window length, at the same number of micro-batches, in GRAPH_MODE.
+"""MindSpore: time and memory by window length, at the same number of micro-batches, in
+GRAPH_MODE.
 
-Longer windows mean fewer updates, so the time falls and then stays: what is left is the micro-batch. Memory is counted in Parameters,
-because a zero-filled one takes no room before it is written. The first window compiles: what it takes more than the second is counted.
+Longer windows mean fewer updates, so the time falls and then stays: what is left is the
+micro-batch. Memory is counted in Parameters, because a zero-filled one takes no room
+before it is written. The first window compiles: what it takes more than the second is
+counted.
 """
 
 from __future__ import annotations
@@ -30,7 +33,8 @@ QUICK_WINDOWS = (16,)
 Cells = tuple[Any, Any]
 """A step, and the Cell that holds its state."""
 ZERO = Tensor(0.0, ms.float32)
-"""An input for the network, which needs none: its loss depends on its parameters alone."""
+"""An input for the network, which needs none: its loss depends on its parameters alone.
+"""
 
 
 class Model(nn.Cell):  # type: ignore[misc]
@@ -39,8 +43,16 @@ class Model(nn.Cell):  # type: ignore[misc]
     def __init__(self, tensors: int, elements: int) -> None:
         super().__init__()
         random = np.random.default_rng(0)
-        values = [random.standard_normal(size).astype(np.float32) for size in sizes(tensors, elements)]
-        self.leaves = ParameterTuple([Parameter(Tensor(value), name=f"leaf{index}") for index, value in enumerate(values)])
+        values = [
+            random.standard_normal(size).astype(np.float32)
+            for size in sizes(tensors, elements)
+        ]
+        self.leaves = ParameterTuple(
+            [
+                Parameter(Tensor(value), name=f"leaf{index}")
+                for index, value in enumerate(values)
+            ]
+        )
         self.map = ops.HyperMap()
 
     def construct(self, offset: Any) -> Any:
@@ -64,25 +76,61 @@ class Step(nn.Cell):  # type: ignore[misc]
 
 def cases(quick: bool) -> Iterator[Case]:
     for steps in QUICK_WINDOWS if quick else WINDOWS:
-        yield make_case(f"windows of {steps}", steps, steps=steps, tensors=FEW, elements=SMALL, run=RUN)
+        yield make_case(
+            f"windows of {steps}",
+            steps,
+            steps=steps,
+            tensors=FEW,
+            elements=SMALL,
+            run=RUN,
+        )
 
 
 def make_case(
-    name: str, x: float, *, steps: int, tensors: int, elements: int, run: int, more: Mapping[str, Callable[[Any, int], Cells]] | None = None
+    name: str,
+    x: float,
+    *,
+    steps: int,
+    tensors: int,
+    elements: int,
+    run: int,
+    more: Mapping[str, Callable[[Any, int], Cells]] | None = None,
 ) -> Case:
-    """`run` micro-batches in windows of `steps`, a divisor of it, over a model of `elements` in equal `tensors`.
+    """`run` micro-batches in windows of `steps`, a divisor of it, over a model of
+    `elements` in equal `tensors`.
 
-    `more` contestants: of a network and the window's length each gives its step, and who holds its state.
+    `more` contestants: of a network and the window's length each gives its step, and
+    who holds its state.
     """
     ms.set_context(mode=ms.GRAPH_MODE)
-    nets = {label: Model(tensors, elements) for label in (BASELINE, "gradaccum", *(more or {}))}
-    cells = {label: make(nets[label], steps) for label, make in {BASELINE: tutorial, "gradaccum": in_one_graph, **(more or {})}.items()}
+    nets = {
+        label: Model(tensors, elements)
+        for label in (BASELINE, "gradaccum", *(more or {}))
+    }
+    cells = {
+        label: make(nets[label], steps)
+        for label, make in {
+            BASELINE: tutorial,
+            "gradaccum": in_one_graph,
+            **(more or {}),
+        }.items()
+    }
     counts = {
-        label: {"bytes held": held_bytes(holder, nets[label]), "s to compile": _seconds(_loop(step, steps))}
+        label: {
+            "bytes held": held_bytes(holder, nets[label]),
+            "s to compile": _seconds(_loop(step, steps)),
+        }
         for label, (step, holder) in cells.items()
     }
     contestants = {label: _loop(step, run) for label, (step, _) in cells.items()}
-    return Case(name, BASELINE, contestants, counts, x=x, rates={label: {"micro-batches/s": run} for label in cells})
+    return Case(
+        name,
+        BASELINE,
+        contestants,
+        counts,
+        x=x,
+        rates={label: {"micro-batches/s": run} for label in cells},
+    )
 
 
 def tutorial(net: Any, steps: int) -> Cells:
@@ -104,10 +152,19 @@ def in_training_cell(net: Any, steps: int) -> Cells:
 
 
 def held_bytes(taker: Any, net: Any) -> float:
-    """Bytes of all Parameters but the model's and Adam's two moments of each; scalars not counted."""
+    """Bytes of all Parameters but the model's and Adam's two moments of each; scalars
+    not counted.
+    """
     own = {id(parameter) for parameter in net.trainable_params()}
-    found = {id(parameter): parameter.nbytes for parameter in taker.get_parameters() if parameter.size > 1}
-    return float(sum(found[key] for key in found.keys() - own) - 2 * sum(parameter.nbytes for parameter in net.trainable_params()))
+    found = {
+        id(parameter): parameter.nbytes
+        for parameter in taker.get_parameters()
+        if parameter.size > 1
+    }
+    return float(
+        sum(found[key] for key in found.keys() - own)
+        - 2 * sum(parameter.nbytes for parameter in net.trainable_params())
+    )
 
 
 def _sum_of_squares(leaf: Any) -> Any:

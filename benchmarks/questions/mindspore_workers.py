@@ -1,7 +1,9 @@
-"""MindSpore: a window over two workers, GRAPH_MODE, as it grows: its time, and what the workers send each other.
+"""MindSpore: a window over two workers, GRAPH_MODE, as it grows: its time, and what the
+workers send each other.
 
-The framework's own idiom reduces every micro-batch. gradaccum reduces a few numbers and the sums once per window, so what a window sends
-stays the same however many micro-batches it has.
+The framework's own idiom reduces every micro-batch. gradaccum reduces a few numbers and
+the sums once per window, so what a window sends stays the same however many
+micro-batches it has.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ QUICK_WINDOWS = (4,)
 def cases(quick: bool) -> Iterator[Case]:
     with workers() as connections:
         for steps in QUICK_WINDOWS if quick else WINDOWS:
-            counts = {label: ask(connections, (label, steps)) for label in (THEIRS, OURS)}
+            counts = {
+                label: ask(connections, (label, steps)) for label in (THEIRS, OURS)
+            }
             contestants = {label: window_of(connections, label) for label in counts}
             yield Case(f"windows of {steps}", THEIRS, contestants, counts, x=steps)
 
@@ -40,7 +44,9 @@ def window_of(connections: Sequence[Connection], label: str) -> Callable[[], obj
 
 
 def ask(connections: Sequence[Connection], message: Any) -> Any:
-    """Send `message` to all workers and wait for all; returns the first one's answer."""
+    """Send `message` to all workers and wait for all; returns the first one's
+    answer.
+    """
     for connection in connections:
         connection.send(message)
     first, *_ = [connection.recv() for connection in connections]
@@ -49,25 +55,56 @@ def ask(connections: Sequence[Connection], message: Any) -> Any:
 
 @contextmanager
 def workers() -> Iterator[list[Connection]]:
-    """The connections to the processes that msrun started, by rank; none of them outlives it."""
+    """The connections to the processes that msrun started, by rank; none of them
+    outlives it.
+    """
     with Listener(("127.0.0.1", 0)) as listener, tempfile.TemporaryDirectory() as logs:
         host, port = listener.address
-        command = [sys.executable, "-m", "mindspore.parallel.cluster.run", f"--worker_num={WORKERS}", f"--local_worker_num={WORKERS}"]
-        command += ["--join=True", f"--master_port={_free_port()}", f"--log_dir={logs}", mindspore_workers.__file__, host, str(port)]
+        command = [
+            sys.executable,
+            "-m",
+            "mindspore.parallel.cluster.run",
+            f"--worker_num={WORKERS}",
+            f"--local_worker_num={WORKERS}",
+        ]
+        command += [
+            "--join=True",
+            f"--master_port={_free_port()}",
+            f"--log_dir={logs}",
+            mindspore_workers.__file__,
+            host,
+            str(port),
+        ]
         path = {
-            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
-            "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")])),
+            "PATH": os.pathsep.join(
+                [str(Path(sys.executable).parent), os.environ["PATH"]]
+            ),
+            "PYTHONPATH": os.pathsep.join(
+                filter(
+                    None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]
+                )
+            ),
         }
-        running = subprocess.Popen(command, env=os.environ | path, stdout=subprocess.DEVNULL, start_new_session=True)
+        running = subprocess.Popen(
+            command,
+            env=os.environ | path,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+        )
         try:
-            ranked = {connection.recv(): connection for connection in [listener.accept() for _ in range(WORKERS)]}
+            ranked = {
+                connection.recv(): connection
+                for connection in [listener.accept() for _ in range(WORKERS)]
+            }
             yield [ranked[rank] for rank in sorted(ranked)]
             for connection in ranked.values():
                 connection.send(None)
             running.wait(timeout=60)
         finally:
             if running.poll() is None:
-                running.send_signal(signal.SIGINT)  # Then msrun ends the workers, each of which is in a process group of its own.
+                # Then msrun ends the workers, each of which is in a process group of
+                # its own.
+                running.send_signal(signal.SIGINT)
                 running.wait(timeout=60)
 
 

@@ -1,9 +1,13 @@
-"""torch: how near the accumulation itself comes to the speed of memory, beside NumPy's triad; on one core.
+"""torch: how near the accumulation itself comes to the speed of memory, beside NumPy's
+triad; on one core.
 
-The backward pass of `Known` hands over gradients that are there already, so nothing is left of a micro-batch but what is asked about.
-float32 gradients are added by autograd, in place, into ``.grad``; gradaccum adds calls to that and no pass. bfloat16 gradients are
-added into float32 sums as autograd produces them. A CPU has no kernel for that in torch, which copies each gradient to float32 first:
-so do all who add here, `OWN_MIXED` too, and 8 bytes per element more are moved than are counted, through a cache as long as a tensor fits.
+The backward pass of `Known` hands over gradients that are there already, so nothing is
+left of a micro-batch but what is asked about. float32 gradients are added by autograd,
+in place, into ``.grad``; gradaccum adds calls to that and no pass. bfloat16 gradients
+are added into float32 sums as autograd produces them. A CPU has no kernel for that in
+torch, which copies each gradient to float32 first: so do all who add here, `OWN_MIXED`
+too, and 8 bytes per element more are moved than are counted, through a cache as long as
+a tensor fits.
 """
 
 from __future__ import annotations
@@ -25,7 +29,9 @@ MIXED = triad.moved(4, 2, 4)
 
 
 class Known(torch.autograd.Function):
-    """A loss of 0 whose gradients are the tensors given, as new objects over the same memory."""
+    """A loss of 0 whose gradients are the tensors given, as new objects over the same
+    memory.
+    """
 
     @staticmethod
     def forward(ctx: Any, gradients: Sequence[Tensor], *parameters: Tensor) -> Tensor:
@@ -46,15 +52,33 @@ def cases(quick: bool) -> Iterator[Case]:
 
 
 def _float32() -> Case:
-    contestants = {OWN_TRIAD: _own_triad(), HAND_WRITTEN: _into_grad(torch.float32), "gradaccum": _gradaccum(torch.float32)}
+    contestants = {
+        OWN_TRIAD: _own_triad(),
+        HAND_WRITTEN: _into_grad(torch.float32),
+        "gradaccum": _gradaccum(torch.float32),
+    }
     moved = triad.YARDSTICKS | dict.fromkeys(contestants, triad.FLOAT32)
-    return Case("float32 gradients and sums", triad.NAME, triad.yardsticks() | contestants, rates=triad.rates(moved))
+    return Case(
+        "float32 gradients and sums",
+        triad.NAME,
+        triad.yardsticks() | contestants,
+        rates=triad.rates(moved),
+    )
 
 
 def _bfloat16() -> Case:
-    contestants = {OWN_MIXED: _own_mixed(), HAND_WRITTEN: _into_buffers(), "gradaccum": _gradaccum(torch.bfloat16)}
+    contestants = {
+        OWN_MIXED: _own_mixed(),
+        HAND_WRITTEN: _into_buffers(),
+        "gradaccum": _gradaccum(torch.bfloat16),
+    }
     moved = triad.YARDSTICKS | dict.fromkeys(contestants, MIXED)
-    return Case("bfloat16 gradients, float32 sums", triad.NAME, triad.yardsticks() | contestants, rates=triad.rates(moved))
+    return Case(
+        "bfloat16 gradients, float32 sums",
+        triad.NAME,
+        triad.yardsticks() | contestants,
+        rates=triad.rates(moved),
+    )
 
 
 def _tensors(value: float, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -62,8 +86,13 @@ def _tensors(value: float, dtype: torch.dtype = torch.float32) -> list[Tensor]:
 
 
 def _parameters(dtype: torch.dtype) -> list[Tensor]:
-    """Their values are read by nobody: one number each, expanded, so that they take no memory of their own."""
-    return [torch.zeros((), dtype=dtype).expand(triad.SHAPE).detach().requires_grad_() for _ in range(triad.TENSORS)]
+    """Their values are read by nobody: one number each, expanded, so that they take no
+    memory of their own.
+    """
+    return [
+        torch.zeros((), dtype=dtype).expand(triad.SHAPE).detach().requires_grad_()
+        for _ in range(triad.TENSORS)
+    ]
 
 
 def _loss(gradients: Sequence[Tensor], parameters: Sequence[Tensor]) -> Tensor:
@@ -77,7 +106,9 @@ def _own_triad() -> Callable[[], object]:
 
 def _own_mixed() -> Callable[[], object]:
     sums, gradients = _tensors(0.0), _tensors(triad.GRADIENT, torch.bfloat16)
-    return lambda: [total.add_(gradient) for total, gradient in zip(sums, gradients, strict=True)]
+    return lambda: [
+        total.add_(gradient) for total, gradient in zip(sums, gradients, strict=True)
+    ]
 
 
 def _into_grad(dtype: torch.dtype) -> Callable[[], object]:
@@ -88,7 +119,11 @@ def _into_grad(dtype: torch.dtype) -> Callable[[], object]:
 
 
 def _into_buffers() -> Callable[[], object]:
-    parameters, gradients, sums = _parameters(torch.bfloat16), _tensors(triad.GRADIENT, torch.bfloat16), _tensors(0.0)
+    parameters, gradients, sums = (
+        _parameters(torch.bfloat16),
+        _tensors(triad.GRADIENT, torch.bfloat16),
+        _tensors(0.0),
+    )
 
     def micro_batch() -> None:
         _loss(gradients, parameters).backward()  # type: ignore[no-untyped-call]
@@ -110,6 +145,7 @@ def _gradaccum(dtype: torch.dtype) -> Callable[[], object]:
         optimizer.step()
         optimizer.zero_grad()
 
-    # What arrives first becomes the sum itself, so it must be a tensor that is not added again.
+    # What arrives first becomes the sum itself, so it must be a tensor that is not
+    # added again.
     micro_batch(first)
     return micro_batch

@@ -1,7 +1,9 @@
-"""torch: memory and time of one gradient of a BERT-like encoder: the large batch, accumulated, with recomputation, and both.
+"""torch: memory and time of one gradient of a BERT-like encoder: the large batch,
+accumulated, with recomputation, and both.
 
-Memory is what the process grows by, in a process for each (`benchmarks.peak`); it has the gradients and what the matrix products need
-beside the activations. The curves have a point for each size of batch. Under a limit, a way ends at its last point below.
+Memory is what the process grows by, in a process for each (`benchmarks.peak`); it has
+the gradients and what the matrix products need beside the activations. The curves have
+a point for each size of batch. Under a limit, a way ends at its last point below.
 """
 
 from __future__ import annotations
@@ -13,7 +15,14 @@ from torch import Tensor, nn
 
 import gradaccum_torch
 from benchmarks.case import Case, Curve
-from benchmarks.contestants.bert import ACCUMULATE, BERT_BASE, BOTH, MICRO_BATCH, RECOMPUTE, Encoder
+from benchmarks.contestants.bert import (
+    ACCUMULATE,
+    BERT_BASE,
+    BOTH,
+    MICRO_BATCH,
+    RECOMPUTE,
+    Encoder,
+)
 from benchmarks.memory_time import answers
 from benchmarks.peak import peak_bytes
 
@@ -54,11 +63,22 @@ def gradient(way: str, items: int, shape: Encoder) -> Callable[[], object]:
 
 
 def _recomputed(blocks: nn.Sequential) -> nn.Module:
-    """In segments of a sixth. The last one keeps its activations, which the backward pass needs first: to free them saves nothing."""
+    """In segments of a sixth. The last one keeps its activations, which the backward
+    pass needs first: to free them saves nothing.
+    """
     size = max(1, len(blocks) // 6)
     segments = len(blocks) // size - 1
-    return nn.Sequential(gradaccum_torch.recompute(blocks[:-size], segments=segments), blocks[-size:])
+    return nn.Sequential(
+        gradaccum_torch.recompute(blocks[:-size], segments=segments), blocks[-size:]
+    )
 
 
 def _block(shape: Encoder) -> nn.Module:
-    return nn.TransformerEncoderLayer(shape.width, shape.heads, 4 * shape.width, dropout=0.1, activation="gelu", batch_first=True)
+    return nn.TransformerEncoderLayer(
+        shape.width,
+        shape.heads,
+        4 * shape.width,
+        dropout=0.1,
+        activation="gelu",
+        batch_first=True,
+    )

@@ -1,9 +1,12 @@
-"""torch, bfloat16 gradients: what summing them in float32 costs beside autograd's own sum in bfloat16, and beside a buffer kept by hand.
+"""torch, bfloat16 gradients: what summing them in float32 costs beside autograd's own
+sum in bfloat16, and beside a buffer kept by hand.
 
-Counted are the bytes of gradients and sums that live at once, at the worst moment of a backward pass, and how far the gradient that the
-optimizer gets is from the float64 sum of the same micro-batches. Autograd's sum is the smallest and the least right; a full float32
-buffer beside full gradients is the largest; gradients that leave ``.grad`` one by one need the buffer and one parameter's gradient.
-``benchmarks/README.md`` says why no bar of 1.00 holds here.
+Counted are the bytes of gradients and sums that live at once, at the worst moment of a
+backward pass, and how far the gradient that the optimizer gets is from the float64 sum
+of the same micro-batches. Autograd's sum is the smallest and the least right; a full
+float32 buffer beside full gradients is the largest; gradients that leave ``.grad`` one
+by one need the buffer and one parameter's gradient. ``benchmarks/README.md`` says why
+no bar of 1.00 holds here.
 """
 
 from __future__ import annotations
@@ -39,17 +42,33 @@ def cases(quick: bool) -> Iterator[Case]:
     for name, width in list(SIZES.items())[: 1 if quick else None]:
         torch.manual_seed(0)
         xs = list(torch.randn(STEPS, ITEMS, width, dtype=torch.bfloat16))
-        recipes = {BASELINE: _in_grad, "hand-written loop, float32 buffers": _in_buffers, "gradaccum": _wrapped}
+        recipes = {
+            BASELINE: _in_grad,
+            "hand-written loop, float32 buffers": _in_buffers,
+            "gradaccum": _wrapped,
+        }
         models = {label: _model(width) for label in recipes}
-        contestants = {label: recipe(models[label], xs) for label, recipe in recipes.items()}
+        contestants = {
+            label: recipe(models[label], xs) for label, recipe in recipes.items()
+        }
         true = _true_gradient(_model(width), xs)
-        counts = {label: _counts(models[label], contestant, true) for label, contestant in contestants.items()}
-        yield Case(name, BASELINE, {label: contestant.window for label, contestant in contestants.items()}, counts)
+        counts = {
+            label: _counts(models[label], contestant, true)
+            for label, contestant in contestants.items()
+        }
+        yield Case(
+            name,
+            BASELINE,
+            {label: contestant.window for label, contestant in contestants.items()},
+            counts,
+        )
 
 
 def _model(width: int) -> nn.Module:
     torch.manual_seed(1)
-    return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(LAYERS))).to(torch.bfloat16)
+    return nn.Sequential(
+        *(nn.Linear(width, width, bias=False) for _ in range(LAYERS))
+    ).to(torch.bfloat16)
 
 
 def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
@@ -74,7 +93,9 @@ def _in_grad(model: nn.Module, xs: list[Tensor]) -> Contestant:
 
 def _in_buffers(model: nn.Module, xs: list[Tensor]) -> Contestant:
     optimizer, parameters = _optimizer(model), list(model.parameters())
-    sums = [torch.zeros_like(parameter, dtype=torch.float32) for parameter in parameters]
+    sums = [
+        torch.zeros_like(parameter, dtype=torch.float32) for parameter in parameters
+    ]
 
     def window() -> None:
         for x in xs:
@@ -108,7 +129,9 @@ def _true_gradient(model: nn.Module, xs: list[Tensor]) -> Tensor:
     """The float64 mean of the micro-batches' bfloat16 gradients."""
     parameters = list(model.parameters())
     gradients = [torch.autograd.grad(_loss(model, x), parameters) for x in xs]
-    return torch.stack([torch.cat([g.double().flatten() for g in each]) for each in gradients]).mean(0)
+    return torch.stack(
+        [torch.cat([g.double().flatten() for g in each]) for each in gradients]
+    ).mean(0)
 
 
 def _counts(model: nn.Module, contestant: Contestant, true: Tensor) -> dict[str, float]:
@@ -116,20 +139,43 @@ def _counts(model: nn.Module, contestant: Contestant, true: Tensor) -> dict[str,
 
     def note(*_: object) -> None:
         nonlocal peak
-        peak = max(peak, _bytes([*contestant.sums(), *(parameter.grad for parameter in parameters)]))
+        peak = max(
+            peak,
+            _bytes([*contestant.sums(), *(parameter.grad for parameter in parameters)]),
+        )
 
     def take(*_: object) -> None:
-        got.append(torch.cat([parameter.grad.double().flatten() for parameter in parameters if parameter.grad is not None]))
+        got.append(
+            torch.cat(
+                [
+                    parameter.grad.double().flatten()
+                    for parameter in parameters
+                    if parameter.grad is not None
+                ]
+            )
+        )
 
-    handles = [parameter.register_post_accumulate_grad_hook(note) for parameter in parameters]  # type: ignore[no-untyped-call]
+    handles = [
+        parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
+        for parameter in parameters
+    ]
     handles.append(contestant.optimizer.register_step_pre_hook(take))
     contestant.window()
     for handle in handles:
         handle.remove()
     size = sum(parameter.numel() for parameter in parameters)
-    return {"peak bytes per parameter": peak / size, "relative error": float((got[0] - true).norm() / true.norm())}
+    return {
+        "peak bytes per parameter": peak / size,
+        "relative error": float((got[0] - true).norm() / true.norm()),
+    }
 
 
 def _bytes(tensors: Iterable[Tensor | None]) -> int:
     """Each storage once."""
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t is not None}.values())
+    return sum(
+        {
+            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+            for t in tensors
+            if t is not None
+        }.values()
+    )

@@ -1,7 +1,9 @@
-"""torch, float32: the gradient of a large batch from 8 micro-batches, beside the loop that people write by hand, and beside one pass.
+"""torch, float32: the gradient of a large batch from 8 micro-batches, beside the loop
+that people write by hand, and beside one pass.
 
-The last micro-batch is as large as the others, so that both loops may weigh them alike; gradaccum weighs each by its items and looks for
-the parameters that took part. One pass of the large batch has the activations of all items at once.
+The last micro-batch is as large as the others, so that both loops may weigh them alike;
+gradaccum weighs each by its items and looks for the parameters that took part. One pass
+of the large batch has the activations of all items at once.
 """
 
 from __future__ import annotations
@@ -27,13 +29,27 @@ def cases(quick: bool) -> Iterator[Case]:
         x = torch.randn(STEPS * ITEMS, width, device=DEVICE)
         nets = {way: model(width) for way in WAYS}
         windows = {way: make(nets[way], x) for way, make in WAYS.items()}
-        saved = {way: saved_bytes(window, [x, *nets[way].parameters()]) for way, window in windows.items()}
-        yield Case(name, BASELINE, windows, {way: {"saved MiB": size / 2**20} for way, size in saved.items()})
+        saved = {
+            way: saved_bytes(window, [x, *nets[way].parameters()])
+            for way, window in windows.items()
+        }
+        yield Case(
+            name,
+            BASELINE,
+            windows,
+            {way: {"saved MiB": size / 2**20} for way, size in saved.items()},
+        )
 
 
 def model(width: int) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(*(layer for _ in range(LAYERS) for layer in (nn.Linear(width, width), nn.Tanh()))).to(DEVICE)
+    return nn.Sequential(
+        *(
+            layer
+            for _ in range(LAYERS)
+            for layer in (nn.Linear(width, width), nn.Tanh())
+        )
+    ).to(DEVICE)
 
 
 def loss(net: nn.Module, x: Tensor) -> Tensor:
@@ -56,7 +72,9 @@ def by_hand(net: nn.Module, x: Tensor) -> Window:
 def ours(net: nn.Module, x: Tensor) -> Window:
     def window() -> object:
         net.zero_grad()
-        return gradaccum_torch.backward(lambda part: loss(net, part), x, micro_batch_size=ITEMS)
+        return gradaccum_torch.backward(
+            lambda part: loss(net, part), x, micro_batch_size=ITEMS
+        )
 
     return window
 

@@ -1,6 +1,8 @@
-"""torch: the time of ``step()`` and ``zero_grad()`` alone, inside a window, with gradients in place, against the number of parameters.
+"""torch: the time of ``step()`` and ``zero_grad()`` alone, inside a window, with
+gradients in place, against the number of parameters.
 
-The backward pass is what a loop without accumulation has too and is left out; nothing of what is left may depend on the model's size.
+The backward pass is what a loop without accumulation has too and is left out; nothing
+of what is left may depend on the model's size.
 """
 
 from __future__ import annotations
@@ -20,8 +22,12 @@ CALLS = 100
 
 def cases(quick: bool) -> Iterator[Case]:
     for count in COUNTS[: 2 if quick else None]:
-        contestants = {BASELINE: _gradaccum(count)} | ({"Accelerate": _accelerate(count)} if find_spec("accelerate") else {})
-        yield Case(f"{CALLS} micro-batches, {count} parameters", BASELINE, contestants, x=count)
+        contestants = {BASELINE: _gradaccum(count)} | (
+            {"Accelerate": _accelerate(count)} if find_spec("accelerate") else {}
+        )
+        yield Case(
+            f"{CALLS} micro-batches, {count} parameters", BASELINE, contestants, x=count
+        )
 
 
 def _filled(count: int) -> torch.optim.Optimizer:

@@ -1,8 +1,9 @@
 """torch: time and memory by window length, at the same number of micro-batches.
 
-Longer windows mean fewer updates, so the time falls and then stays: what is left is the micro-batch. Memory is what torch's allocator has
-handed out since the window began and has not got back after its last but one micro-batch: the sum, one gradient of the model, however
-long the window is.
+Longer windows mean fewer updates, so the time falls and then stays: what is left is the
+micro-batch. Memory is what torch's allocator has handed out since the window began and
+has not got back after its last but one micro-batch: the sum, one gradient of the model,
+however long the window is.
 """
 
 from __future__ import annotations
@@ -26,14 +27,37 @@ Loop = Callable[[int], None]
 
 def cases(quick: bool) -> Iterator[Case]:
     for steps in QUICK_WINDOWS if quick else WINDOWS:
-        held = {label: {"bytes held": held_bytes(make(model(FEW, SMALL), steps), steps)} for label, make in LOOPS.items()}
-        yield make_case(f"windows of {steps}", steps, steps=steps, tensors=FEW, elements=SMALL, run=RUN)._replace(counts=held)
+        held = {
+            label: {"bytes held": held_bytes(make(model(FEW, SMALL), steps), steps)}
+            for label, make in LOOPS.items()
+        }
+        yield make_case(
+            f"windows of {steps}",
+            steps,
+            steps=steps,
+            tensors=FEW,
+            elements=SMALL,
+            run=RUN,
+        )._replace(counts=held)
 
 
-def make_case(name: str, x: float, *, steps: int, tensors: int, elements: int, run: int) -> Case:
-    """`run` micro-batches in windows of `steps`, a divisor of it, over a model of `elements` in equal `tensors`."""
-    contestants = {label: _bound(make(model(tensors, elements), steps), run) for label, make in LOOPS.items()}
-    return Case(name, BASELINE, contestants, x=x, rates={label: {"micro-batches/s": run} for label in contestants})
+def make_case(
+    name: str, x: float, *, steps: int, tensors: int, elements: int, run: int
+) -> Case:
+    """`run` micro-batches in windows of `steps`, a divisor of it, over a model of
+    `elements` in equal `tensors`.
+    """
+    contestants = {
+        label: _bound(make(model(tensors, elements), steps), run)
+        for label, make in LOOPS.items()
+    }
+    return Case(
+        name,
+        BASELINE,
+        contestants,
+        x=x,
+        rates={label: {"micro-batches/s": run} for label in contestants},
+    )
 
 
 def model(tensors: int, elements: int) -> list[Tensor]:
@@ -43,9 +67,11 @@ def model(tensors: int, elements: int) -> list[Tensor]:
 
 
 class HalfSquare(torch.autograd.Function):
-    """Half the sum of squares of all parameters, whose gradient is the parameters themselves.
+    """Half the sum of squares of all parameters, whose gradient is the parameters
+    themselves.
 
-    One operation for the whole model, so that its tensors cost little but their sums. The loss's value is not computed.
+    One operation for the whole model, so that its tensors cost little but their sums.
+    The loss's value is not computed.
     """
 
     @staticmethod
@@ -94,7 +120,9 @@ LOOPS = {BASELINE: hand_written, "gradaccum": with_gradaccum}
 
 
 def held_bytes(loop: Loop, steps: int) -> float:
-    """Bytes allocated and not freed by the micro-batches of a window but the last; the loop ends at the end of a window."""
+    """Bytes allocated and not freed by the micro-batches of a window but the last; the
+    loop ends at the end of a window.
+    """
     loop(steps)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         loop(steps - 1)

@@ -1,11 +1,13 @@
-"""torch: what a window of two workers costs beside the loops that people write around `DistributedDataParallel`.
+"""torch: what a window of two workers costs beside the loops that people write around
+`DistributedDataParallel`.
 
-The loop by hand reduces gradients while the last backward pass still runs. gradaccum reduces after it, with the weights and overflow flags
-of workers that may hold different numbers of micro-batches, and measures the norm of the reduced sum. A loop that clips measures it too.
-The same promises by hand, without any class, are the floor of that.
+The loop by hand reduces gradients while the last backward pass still runs. gradaccum
+reduces after it, with the weights and overflow flags of workers that may hold different
+numbers of micro-batches, and measures the norm of the reduced sum. A loop that clips
+measures it too. The same promises by hand, without any class, are the floor of that.
 
-Two processes on a busy machine wait for each other. So each case is also one worker alone, in seconds of its processor, in a group in which
-the other one brings the same.
+Two processes on a busy machine wait for each other. So each case is also one worker
+alone, in seconds of its processor, in a group in which the other one brings the same.
 """
 
 from __future__ import annotations
@@ -37,10 +39,19 @@ class Setting(NamedTuple):
 
     @property
     def name(self) -> str:
-        return f"{self.size}, windows of {self.steps}{', clipped' if self.clip_norm else ''}"
+        return (
+            f"{self.size}, windows of"
+            f" {self.steps}{', clipped' if self.clip_norm else ''}"
+        )
 
 
-QUICK = (Setting("66 k", 1), Setting("66 k", 1, CLIP), Setting("66 k"), Setting("66 k", 16), Setting("1 M"))
+QUICK = (
+    Setting("66 k", 1),
+    Setting("66 k", 1, CLIP),
+    Setting("66 k"),
+    Setting("66 k", 16),
+    Setting("1 M"),
+)
 MORE = (
     Setting("66 k", clip_norm=CLIP),
     Setting("1 M", clip_norm=CLIP),
@@ -54,7 +65,13 @@ MORE = (
 def cases(quick: bool) -> Iterator[Case]:
     with mirror(WORKERS):
         for case in built(QUICK if quick else QUICK + MORE):
-            yield Case(f"{case.name}, CPU of one", BASELINE, case.windows, counts=case.counts, clock=time.process_time)
+            yield Case(
+                f"{case.name}, CPU of one",
+                BASELINE,
+                case.windows,
+                counts=case.counts,
+                clock=time.process_time,
+            )
     with second_worker(paired, quick) as tell:
         for case in in_step(paired(quick), tell):
             yield Case(case.name, BASELINE, case.windows, counts=case.counts)
@@ -70,7 +87,14 @@ def built(settings: Sequence[Setting]) -> Iterator[Built]:
     for setting in settings:
         found = recipes(setting.clip_norm)
         windows = {label: _window(recipe, setting) for label, recipe in found.items()}
-        yield Built(setting.name, windows, {label: _counted(label, recipe, setting) for label, recipe in found.items()})
+        yield Built(
+            setting.name,
+            windows,
+            {
+                label: _counted(label, recipe, setting)
+                for label, recipe in found.items()
+            },
+        )
 
 
 def _window(recipe: Recipe, setting: Setting, own: bool = False) -> Window:
@@ -82,7 +106,9 @@ def _window(recipe: Recipe, setting: Setting, own: bool = False) -> Window:
     x, parallel = torch.randn(ITEMS, width), DistributedDataParallel(model)
     if own:
         visible(parallel)
-    return recipe(parallel, inner, lambda model: model(x).square().mean(), setting.steps)
+    return recipe(
+        parallel, inner, lambda model: model(x).square().mean(), setting.steps
+    )
 
 
 def _counted(label: str, recipe: Recipe, setting: Setting) -> Mapping[str, float]:

@@ -1,7 +1,10 @@
-"""``python -m benchmarks.scoreboard [ROW ...]``: other packages' own gradient accumulation beside their own large batch.
+"""``python -m benchmarks.scoreboard [ROW ...]``: other packages' own gradient
+accumulation beside their own large batch.
 
-Makes one environment after another, measures its rows in it and removes it. The results stay in ``results.json``; the page's table is made
-of them. Fails if a row is not as `benchmarks.scoreboard.rows` has it: then the package has changed, and its cause is to be looked at.
+Makes one environment after another, measures its rows in it and removes it. The results
+stay in ``results.json``; the page's table is made of them. Fails if a row is not as
+`benchmarks.scoreboard.rows` has it: then the package has changed, and its cause is to
+be looked at.
 """
 
 from __future__ import annotations
@@ -17,14 +20,25 @@ from urllib.request import urlretrieve
 import typer
 from rich.console import Console
 
-from benchmarks.scoreboard.rows import BY_UV, CAUSES, ENVIRONMENTS, PYTHONS, ROWS, SCRIPTS, SOURCES, Row
+from benchmarks.scoreboard.rows import (
+    BY_UV,
+    CAUSES,
+    ENVIRONMENTS,
+    PYTHONS,
+    ROWS,
+    SCRIPTS,
+    SOURCES,
+    Row,
+)
 from conformance_tests.matrix import ROOT, python_in, run
 
 RESULTS = Path(__file__).parent / "results.json"
 PAGE = ROOT / "benchmarks" / "SCOREBOARD.md"
 START, END = "<!-- table: scoreboard -->", "<!-- end of table -->"
 ROUNDING = 1e-6
-"""A relative distance that is rounding: of float64 some 1e-16, of a loop that computes in float32 some 1e-7."""
+"""A relative distance that is rounding: of float64 some 1e-16, of a loop that computes
+in float32 some 1e-7.
+"""
 Result = dict[str, Any]
 
 
@@ -34,8 +48,12 @@ def right(result: Result) -> bool:
 
 
 def as_recorded(row: Row, result: Result) -> bool:
-    """True if the row's verdict is the recorded one, and the harness is seen to be right on equal items."""
-    return right(result) == (not row.cause) and bool(result["equal"]["distance"] <= ROUNDING)
+    """True if the row's verdict is the recorded one, and the harness is seen to be
+    right on equal items.
+    """
+    return right(result) == (not row.cause) and bool(
+        result["equal"]["distance"] <= ROUNDING
+    )
 
 
 def measured(row: Row, python: Path) -> Result:
@@ -47,11 +65,22 @@ def measured(row: Row, python: Path) -> Result:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "result.json"
         module, function = row.place.split(".")
-        command = [str(python), "-m", "benchmarks.scoreboard.measuring", module, function, str(file), row.package]
+        command = [
+            str(python),
+            "-m",
+            "benchmarks.scoreboard.measuring",
+            module,
+            function,
+            str(file),
+            row.package,
+        ]
         passed, output = run(command, ROOT)
         if not passed:
             raise RuntimeError("\n".join([f"{row.place} failed:", *output[-30:]]))
-        return {**json.loads(file.read_text(encoding="utf-8")), "day": date.today().isoformat()}
+        return {
+            **json.loads(file.read_text(encoding="utf-8")),
+            "day": date.today().isoformat(),
+        }
 
 
 def environment(name: str, folder: Path) -> Path:
@@ -65,8 +94,19 @@ def environment(name: str, folder: Path) -> Path:
     if not python.exists():
         python = python_in(folder, PYTHONS.get(name, "3.11"))
         pip = [str(python), "-m", "pip", "install", "-q"]
-        uv = [str(folder / "bin" / "uv"), "pip", "install", "-q", "--python", str(python)]
-        for command in [[*pip, "uv"], [*uv, *ENVIRONMENTS[name]]] if name in BY_UV else [[*pip, *ENVIRONMENTS[name]]]:
+        uv = [
+            str(folder / "bin" / "uv"),
+            "pip",
+            "install",
+            "-q",
+            "--python",
+            str(python),
+        ]
+        for command in (
+            [[*pip, "uv"], [*uv, *ENVIRONMENTS[name]]]
+            if name in BY_UV
+            else [[*pip, *ENVIRONMENTS[name]]]
+        ):
             passed, output = run([*command, f"-e{ROOT}", "numpy"], folder)
             if not passed:
                 raise RuntimeError("\n".join(output[-30:]))
@@ -77,16 +117,26 @@ def environment(name: str, folder: Path) -> Path:
 
 def table(results: dict[str, Result]) -> str:
     """The rows in Markdown, and what their causes mean."""
-    lines = ["|package|what it trains|gradient|cause|reported|`verify`|", "|---" * 6 + "|"]
+    lines = [
+        "|package|what it trains|gradient|cause|reported|`verify`|",
+        "|---" * 6 + "|",
+    ]
     for row in ROWS:
         found = results[row.place]
         version = f"{row.package} {found['versions'][row.package]}"
         if row.package in SOURCES:
             repository, commit = SOURCES[row.package]
-            version += f" ([{commit[:7]}](https://github.com/{repository}/tree/{commit}))"
+            version += (
+                f" ([{commit[:7]}](https://github.com/{repository}/tree/{commit}))"
+            )
         cause = f"{row.cause}{', documented' if row.documented else ''}"
-        reported = ", ".join(f"[#{each.split('#')[1]}](https://github.com/{each.replace('#', '/issues/')})" for each in row.reported)
-        lines.append(f"|{version}|{row.trains}|{verdict(found)}|{cause}|{reported}|{found['verify']}|")
+        reported = ", ".join(
+            f"[#{each.split('#')[1]}](https://github.com/{each.replace('#', '/issues/')})"
+            for each in row.reported
+        )
+        lines.append(
+            f"|{version}|{row.trains}|{verdict(found)}|{cause}|{reported}|{found['verify']}|"
+        )
     days = sorted(result["day"] for result in results.values())
     lines += [
         "",
@@ -98,32 +148,53 @@ def table(results: dict[str, Result]) -> str:
 
 
 def verdict(result: Result) -> str:
-    """How far off a row is, in words; its length too where it is nothing but too long or too short."""
+    """How far off a row is, in words; its length too where it is nothing but too long
+    or too short.
+    """
     found = result["unequal"]
     if right(result):
         return "the same"
     if abs(found["distance"] - abs(found["length"] - 1)) < ROUNDING:
         return f"{found['length']:.3g} times"
-    return f"{found['distance']:.0%} off ({found['worst'].removeprefix('net.')} {found['worst_distance']:.0%})"
+    return (
+        f"{found['distance']:.0%} off ({found['worst'].removeprefix('net.')}"
+        f" {found['worst_distance']:.0%})"
+    )
 
 
 def write_page(results: dict[str, Result]) -> None:
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(START)
-    PAGE.write_text(f"{before}{START}\n{table(results)}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+    PAGE.write_text(
+        f"{before}{START}\n{table(results)}\n{END}{rest.partition(END)[2]}",
+        encoding="utf-8",
+    )
 
 
 def main(
-    row: Annotated[list[str] | None, typer.Argument(help="Rows to measure, such as trl_rows.sft. Default: all.")] = None,
-    environments: Annotated[Path | None, typer.Option(help="Folder of environments, by name, to use and to keep.")] = None,
-    record: Annotated[bool, typer.Option("--record", help="Write results.json and the page.")] = False,
+    row: Annotated[
+        list[str] | None,
+        typer.Argument(help="Rows to measure, such as trl_rows.sft. Default: all."),
+    ] = None,
+    environments: Annotated[
+        Path | None,
+        typer.Option(help="Folder of environments, by name, to use and to keep."),
+    ] = None,
+    record: Annotated[
+        bool, typer.Option("--record", help="Write results.json and the page.")
+    ] = False,
 ) -> None:
     """Measure the scoreboard."""
     console, known = Console(), {each.place: each for each in ROWS}
     if unknown := set(row or ()) - known.keys():
-        raise typer.BadParameter(f"expected some of {', '.join(known)}; got {', '.join(sorted(unknown))}")
+        raise typer.BadParameter(
+            f"expected some of {', '.join(known)}; got {', '.join(sorted(unknown))}"
+        )
     results: dict[str, Result] = json.loads(RESULTS.read_text(encoding="utf-8"))
     changed = list[str]()
-    asked = sorted((known[name] for name in row or known), key=lambda each: list(ENVIRONMENTS).index(each.environment))
+    asked = sorted(
+        (known[name] for name in row or known),
+        key=lambda each: list(ENVIRONMENTS).index(each.environment),
+    )
     for name, rows in groupby(asked, key=lambda each: each.environment):
         with tempfile.TemporaryDirectory(prefix="gradaccum-") as folder:
             python = environment(name, (environments or Path(folder)) / name)
@@ -131,14 +202,22 @@ def main(
                 found = measured(each, python)
                 changed += [] if as_recorded(each, found) else [each.place]
                 results[each.place] = found
-                console.print(f"{each.place}: {verdict(found)}; on equal items {found['equal']['distance']:.1e}; {found['verify']}")
+                console.print(
+                    f"{each.place}: {verdict(found)}; on equal items"
+                    f" {found['equal']['distance']:.1e}; {found['verify']}"
+                )
         if record:
             kept = {place: results[place] for place in known if place in results}
-            RESULTS.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+            RESULTS.write_text(
+                json.dumps(kept, indent=1, sort_keys=True) + "\n", encoding="utf-8"
+            )
     if record:
         write_page(results)
     if changed:
-        console.print(f"Not as benchmarks/scoreboard/rows.py has it: {', '.join(changed)}", style="bold red")
+        console.print(
+            f"Not as benchmarks/scoreboard/rows.py has it: {', '.join(changed)}",
+            style="bold red",
+        )
     raise typer.Exit(bool(changed))
 
 

@@ -10,18 +10,31 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from benchmarks.scoreboard.measuring import Gradients
-from benchmarks.scoreboard.torch_models import FULL, MICRO, SHORT_BATCH, SHORT_WINDOW, STEPS, moved, sgd
+from benchmarks.scoreboard.torch_models import (
+    FULL,
+    MICRO,
+    SHORT_BATCH,
+    SHORT_WINDOW,
+    STEPS,
+    moved,
+    sgd,
+)
 from conformance_tests.integration_tests.regression import Items, Regressor
 
 
 def trained(count: int, micro: bool, loop: Any) -> Gradients:
-    accelerator, net = Accelerator(cpu=True, gradient_accumulation_steps=STEPS if micro else 1), Regressor()
+    accelerator, net = (
+        Accelerator(cpu=True, gradient_accumulation_steps=STEPS if micro else 1),
+        Regressor(),
+    )
     loader = DataLoader(Items(count), batch_size=MICRO if micro else count)
     model, optimizer, loader = accelerator.prepare(net, sgd(net), loader)
     return moved(net, partial(loop, accelerator, model, optimizer, loader))
 
 
-def accumulate(accelerator: Accelerator, model: nn.Module, optimizer: Any, loader: Any) -> None:
+def accumulate(
+    accelerator: Accelerator, model: nn.Module, optimizer: Any, loader: Any
+) -> None:
     for batch in loader:
         with accelerator.accumulate(model):
             accelerator.backward(model(**batch)["loss"])
@@ -29,8 +42,12 @@ def accumulate(accelerator: Accelerator, model: nn.Module, optimizer: Any, loade
             optimizer.zero_grad()
 
 
-def by_count(accelerator: Accelerator, model: nn.Module, optimizer: Any, loader: Any) -> None:
-    """The guide's loop for samples of variable size: a sum, divided by what the whole window counts."""
+def by_count(
+    accelerator: Accelerator, model: nn.Module, optimizer: Any, loader: Any
+) -> None:
+    """The guide's loop for samples of variable size: a sum, divided by what the whole
+    window counts.
+    """
     batches = list(loader)
     count = sum(len(batch["labels"]) for batch in batches)
     for batch in batches:

@@ -9,10 +9,23 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from benchmarks.scoreboard.measuring import Gradients
-from benchmarks.scoreboard.torch_models import FULL, MICRO, SHORT_BATCH, SHORT_WINDOW, STEPS, moved, sgd
+from benchmarks.scoreboard.torch_models import (
+    FULL,
+    MICRO,
+    SHORT_BATCH,
+    SHORT_WINDOW,
+    STEPS,
+    moved,
+    sgd,
+)
 from conformance_tests.integration_tests.regression import Items, Regressor, loss_of
 
-QUIET: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+QUIET: dict[str, Any] = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
 
 
 class Module(pl.LightningModule):  # type: ignore[misc]
@@ -28,8 +41,16 @@ class Module(pl.LightningModule):  # type: ignore[misc]
 
 
 def trained(count: int, micro: bool) -> Gradients:
-    module, loader = Module(), DataLoader(Items(count), batch_size=MICRO if micro else count)
-    trainer = pl.Trainer(max_epochs=1, accelerator="cpu", accumulate_grad_batches=STEPS if micro else 1, **QUIET)
+    module, loader = (
+        Module(),
+        DataLoader(Items(count), batch_size=MICRO if micro else count),
+    )
+    trainer = pl.Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        accumulate_grad_batches=STEPS if micro else 1,
+        **QUIET,
+    )
     return moved(module, lambda: trainer.fit(module, loader))
 
 

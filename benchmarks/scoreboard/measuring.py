@@ -1,9 +1,13 @@
-"""One row of the scoreboard, measured in the environment of its package: ``python -m benchmarks.scoreboard.measuring MODULE FUNCTION``.
+"""One row of the scoreboard, measured in the environment of its package: ``python -m
+benchmarks.scoreboard.measuring MODULE FUNCTION``.
 
-A row is a function ``row(micro, even)`` that trains a tiny model for one update with a package's own loop and SGD of a known rate, and
-returns the gradient of each parameter, read from how far it moved. With `micro` the package accumulates micro-batches; otherwise it takes
-all items as one batch. The items are unequal: ragged, or the last micro-batch is short, or the last window is. With `even` they are
-equal, or another thing that is known to add up takes the place of the loss; these must agree, or the row tells nothing.
+A row is a function ``row(micro, even)`` that trains a tiny model for one update with a
+package's own loop and SGD of a known rate, and returns the gradient of each parameter,
+read from how far it moved. With `micro` the package accumulates micro-batches;
+otherwise it takes all items as one batch. The items are unequal: ragged, or the last
+micro-batch is short, or the last window is. With `even` they are equal, or another
+thing that is known to add up takes the place of the loss; these must agree, or the row
+tells nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +28,9 @@ import gradaccum
 
 Gradients = Mapping[str, NDArray[np.float64]]
 SMALL = 1e-3
-"""A parameter whose gradient is less than this share of the whole is measured by the share."""
+"""A parameter whose gradient is less than this share of the whole is measured by the
+share.
+"""
 
 
 class Row(Protocol):
@@ -32,17 +38,28 @@ class Row(Protocol):
 
 
 def compared(row: Row, *, even: bool) -> dict[str, Any]:
-    """How far the accumulated gradient is from the large batch's, and how long it is along it."""
+    """How far the accumulated gradient is from the large batch's, and how long it is
+    along it.
+    """
     large, small = row(micro=False, even=even), row(micro=True, even=even)
     assert large.keys() == small.keys(), "two models"
     whole = norm(large.values())
     assert np.isfinite(whole), "not finite"
     assert whole > 0, "the large batch did not move the parameters"
-    off = {name: norm([small[name] - large[name]]) / max(norm([large[name]]), SMALL * whole) for name in large}
+    off = {
+        name: norm([small[name] - large[name]])
+        / max(norm([large[name]]), SMALL * whole)
+        for name in large
+    }
     along = sum(float((small[name] * large[name]).sum()) for name in large) / whole**2
     worst = max(off, key=lambda name: off[name])
     distance = norm(small[name] - large[name] for name in large) / whole
-    return {"distance": distance, "length": along, "worst": worst, "worst_distance": off[worst]}
+    return {
+        "distance": distance,
+        "length": along,
+        "worst": worst,
+        "worst_distance": off[worst],
+    }
 
 
 def norm(arrays: Any) -> float:
@@ -50,21 +67,33 @@ def norm(arrays: Any) -> float:
 
 
 def told(verify: Callable[[], gradaccum.VerificationReport] | None) -> str:
-    """What `gradaccum.verify` says of the loss by itself; "" where the row has none that it could look at."""
-    return "" if verify is None else ", ".join(dict.fromkeys(cause.kind for cause in verify().causes)) or "right"
+    """What `gradaccum.verify` says of the loss by itself; "" where the row has none
+    that it could look at.
+    """
+    return (
+        ""
+        if verify is None
+        else ", ".join(dict.fromkeys(cause.kind for cause in verify().causes))
+        or "right"
+    )
 
 
 def main(module: str, function: str, result: str, *packages: str) -> None:
     if find_spec("torchvision") is not None:
-        import_module("conformance_tests.integration_tests.torchvision_ops")  # a CPU build of torch has none of its operators
+        # a CPU build of torch has none of its operators
+        import_module("conformance_tests.integration_tests.torchvision_ops")
     rows = import_module(f"benchmarks.scoreboard.{module}")
     row = getattr(rows, function)
     found = {"unequal": compared(row, even=False), "equal": compared(row, even=True)}
     loss = told(getattr(rows, "VERIFIED", {}).get(function))
     versions = {name: metadata.version(name) for name in packages}
-    Path(result).write_text(json.dumps({**found, "verify": loss, "versions": versions}), encoding="utf-8")
+    Path(result).write_text(
+        json.dumps({**found, "verify": loss, "versions": versions}), encoding="utf-8"
+    )
 
 
 if __name__ == "__main__":
-    os.environ.update(HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES="", TOKENIZERS_PARALLELISM="false")
+    os.environ.update(
+        HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES="", TOKENIZERS_PARALLELISM="false"
+    )
     main(*sys.argv[1:])

@@ -1,4 +1,6 @@
-"""The rows of MindSpore: mindcv's `TrainStep`, and the accumulator of MindSpore's tutorial, written from its description."""
+"""The rows of MindSpore: mindcv's `TrainStep`, and the accumulator of MindSpore's
+tutorial, written from its description.
+"""
 
 from __future__ import annotations
 
@@ -20,24 +22,39 @@ RANDOM = np.random.default_rng(1)
 X = RANDOM.standard_normal((FULL, 5)).astype(np.float32)
 Y = (2 * np.sin(X.sum(1, keepdims=True))).astype(np.float32)
 NAMES = ("0.weight", "0.bias", "2.weight", "2.bias")
-WEIGHTS = [(RANDOM.standard_normal(shape) / 2).astype(np.float32) for shape in ((4, 5), (4,), (1, 4), (1,))]
+WEIGHTS = [
+    (RANDOM.standard_normal(shape) / 2).astype(np.float32)
+    for shape in ((4, 5), (4,), (1, 4), (1,))
+]
 
 
 def trained(count: int, micro: bool, make: Callable[[Any, Any, int], Any]) -> Gradients:
     net = nn.SequentialCell(nn.Dense(5, 4), nn.Tanh(), nn.Dense(4, 1))
     for parameter, value in zip(net.trainable_params(), WEIGHTS, strict=True):
         parameter.set_data(Tensor(value))
-    step = make(nn.WithLossCell(net, nn.MSELoss()), nn.SGD(net.trainable_params(), 1.0), STEPS if micro else 1)
+    step = make(
+        nn.WithLossCell(net, nn.MSELoss()),
+        nn.SGD(net.trainable_params(), 1.0),
+        STEPS if micro else 1,
+    )
     size = MICRO if micro else count
     for start in range(0, count, size):
-        step(Tensor(X[start : min(start + size, count)]), Tensor(Y[start : min(start + size, count)]))
+        step(
+            Tensor(X[start : min(start + size, count)]),
+            Tensor(Y[start : min(start + size, count)]),
+        )
     found = zip(NAMES, net.trainable_params(), WEIGHTS, strict=True)
-    return {name: value.astype(np.float64) - parameter.asnumpy() for name, parameter, value in found}
+    return {
+        name: value.astype(np.float64) - parameter.asnumpy()
+        for name, parameter, value in found
+    }
 
 
 def tutorial(loss: Any, optimizer: Any, steps: int) -> Any:
     take = TutorialAccumulator(optimizer, steps)
-    gradient = ms.value_and_grad(lambda x, y: loss(x, y) / steps, None, optimizer.parameters)
+    gradient = ms.value_and_grad(
+        lambda x, y: loss(x, y) / steps, None, optimizer.parameters
+    )
     return lambda x, y: take(gradient(x, y)[1])
 
 
@@ -45,7 +62,13 @@ def mindcv(loss: Any, optimizer: Any, steps: int, **options: Any) -> Any:
     from mindcv.utils.train_step import TrainStep
 
     ms.set_context(mode=ms.GRAPH_MODE)
-    return TrainStep(loss, optimizer, Tensor(1.0, ms.float32), gradient_accumulation_steps=steps, **options)
+    return TrainStep(
+        loss,
+        optimizer,
+        Tensor(1.0, ms.float32),
+        gradient_accumulation_steps=steps,
+        **options,
+    )
 
 
 def mindcv_short_batch(*, micro: bool, even: bool) -> Gradients:

@@ -1,4 +1,6 @@
-"""The rows of optax: `optax.MultiSteps` and `optax.microbatch`, on token means and on sums of tokens."""
+"""The rows of optax: `optax.MultiSteps` and `optax.microbatch`, on token means and on
+sums of tokens.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,10 @@ jax.config.update("jax_enable_x64", True)  # type: ignore[no-untyped-call]
 ITEMS, TOKENS, PART = 8, 6, 2
 RANDOM = np.random.default_rng(1)
 PARAMS = {"kernel": RANDOM.standard_normal((5, 3)), "bias": RANDOM.standard_normal(3)}
-X, LABELS = RANDOM.standard_normal((ITEMS, TOKENS, 5)), RANDOM.integers(0, 3, (ITEMS, TOKENS))
+X, LABELS = (
+    RANDOM.standard_normal((ITEMS, TOKENS, 5)),
+    RANDOM.integers(0, 3, (ITEMS, TOKENS)),
+)
 
 
 def kept(even: bool) -> Any:
@@ -26,7 +31,9 @@ def kept(even: bool) -> Any:
 
 def total(params: Any, x: Any, labels: Any, mask: Any) -> Any:
     logits = x @ params["kernel"] + params["bias"]
-    return (optax.softmax_cross_entropy_with_integer_labels(logits, labels) * mask).sum()
+    return (
+        optax.softmax_cross_entropy_with_integer_labels(logits, labels) * mask
+    ).sum()
 
 
 def mean(params: Any, x: Any, labels: Any, mask: Any) -> Any:
@@ -34,7 +41,10 @@ def mean(params: Any, x: Any, labels: Any, mask: Any) -> Any:
 
 
 def multisteps(batches: list[Any], steps: int) -> Gradients:
-    tx, params = optax.MultiSteps(optax.sgd(1.0), steps), jax.tree.map(jnp.asarray, PARAMS)
+    tx, params = (
+        optax.MultiSteps(optax.sgd(1.0), steps),
+        jax.tree.map(jnp.asarray, PARAMS),
+    )
     state = tx.init(params)
     for batch in batches:
         updates, state = tx.update(jax.grad(mean)(params, *batch), state, params)
@@ -44,29 +54,51 @@ def multisteps(batches: list[Any], steps: int) -> Gradients:
 
 def parts(batch: tuple[Any, ...], micro: bool) -> list[Any]:
     size = PART if micro else ITEMS
-    return [tuple(each[start : start + size] for each in batch) for start in range(0, len(batch[0]), size)]
+    return [
+        tuple(each[start : start + size] for each in batch)
+        for start in range(0, len(batch[0]), size)
+    ]
 
 
 def multisteps_ragged(*, micro: bool, even: bool) -> Gradients:
-    return multisteps(parts((X, LABELS, kept(even)), micro), ITEMS // PART if micro else 1)
+    return multisteps(
+        parts((X, LABELS, kept(even)), micro), ITEMS // PART if micro else 1
+    )
 
 
 def multisteps_short_window(*, micro: bool, even: bool) -> Gradients:
     count = ITEMS if even else ITEMS - PART
-    return multisteps(parts((X[:count], LABELS[:count], kept(True)[:count]), micro), ITEMS // PART if micro else 1)
+    return multisteps(
+        parts((X[:count], LABELS[:count], kept(True)[:count]), micro),
+        ITEMS // PART if micro else 1,
+    )
 
 
 def microbatch(function: Any, micro: bool, even: bool, kind: str) -> Any:
     if micro:
-        function = optax.microbatch(function, (1, 2, 3), PART, optax.microbatching.AccumulationType[kind])
-    return function(jax.tree.map(jnp.asarray, PARAMS), jnp.asarray(X), jnp.asarray(LABELS), kept(even))
+        function = optax.microbatch(
+            function, (1, 2, 3), PART, optax.microbatching.AccumulationType[kind]
+        )
+    return function(
+        jax.tree.map(jnp.asarray, PARAMS),
+        jnp.asarray(X),
+        jnp.asarray(LABELS),
+        kept(even),
+    )
 
 
 def microbatch_mean(*, micro: bool, even: bool) -> Gradients:
-    return {name: np.asarray(each) for name, each in microbatch(jax.grad(mean), micro, even, "MEAN").items()}
+    return {
+        name: np.asarray(each)
+        for name, each in microbatch(jax.grad(mean), micro, even, "MEAN").items()
+    }
 
 
 def microbatch_sum(*, micro: bool, even: bool) -> Gradients:
-    """The gradient of the sum over tokens and their number, both summed; then one is divided by the other."""
-    both = microbatch(lambda *each: (jax.grad(total)(*each), each[-1].sum()), micro, even, "SUM")
+    """The gradient of the sum over tokens and their number, both summed; then one is
+    divided by the other.
+    """
+    both = microbatch(
+        lambda *each: (jax.grad(total)(*each), each[-1].sum()), micro, even, "SUM"
+    )
     return {name: np.asarray(each / both[1]) for name, each in both[0].items()}

@@ -1,4 +1,6 @@
-"""The rows of the scoreboard as data: what is trained, in which environment, and why it is not the large batch where it is not."""
+"""The rows of the scoreboard as data: what is trained, in which environment, and why it
+is not the large batch where it is not.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +8,39 @@ from typing import NamedTuple
 
 TORCH = "torch==2.13.0"
 SOURCES = {
-    "timm": ("huggingface/pytorch-image-models", "aa4b5850c1543fa488abf260f18390eda46cf85d"),
+    "timm": (
+        "huggingface/pytorch-image-models",
+        "aa4b5850c1543fa488abf260f18390eda46cf85d",
+    ),
     "maxtext": ("AI-Hypercomputer/maxtext", "e591f30cbbf217ed67ef71263ec0538239f9c3b8"),
 }
 """By package, the repository and the commit that what no wheel has is taken from."""
 MAXTEXT = (
     "maxtext @ https://github.com/{}/archive/{}.tar.gz".format(*SOURCES["maxtext"]),
-    *("jax", "flax", "optax", "absl-py", "aqtp", "chex", "drjax", "grain", "jinja2", "jaxtyping", "ml-collections", "omegaconf"),
-    *("orbax-checkpoint", "pathwaysutils", "pillow", "pydantic", "qwix", "sentencepiece", "sympy", "tensorboardx"),
+    *(
+        "jax",
+        "flax",
+        "optax",
+        "absl-py",
+        "aqtp",
+        "chex",
+        "drjax",
+        "grain",
+        "jinja2",
+        "jaxtyping",
+        "ml-collections",
+        "omegaconf",
+    ),
+    *(
+        "orbax-checkpoint",
+        "pathwaysutils",
+        "pillow",
+        "pydantic",
+        "qwix",
+        "sentencepiece",
+        "sympy",
+        "tensorboardx",
+    ),
     *("tokamax", "transformers"),
 )
 """With what its training imports: the package itself names no dependency."""
@@ -31,26 +58,48 @@ ENVIRONMENTS = {
     "maxtext": MAXTEXT,
 }
 """What is installed, of a package without a version the newest release."""
-SCRIPTS = {"timm": "https://raw.githubusercontent.com/{}/{}/train.py".format(*SOURCES["timm"])}
+SCRIPTS = {
+    "timm": "https://raw.githubusercontent.com/{}/{}/train.py".format(*SOURCES["timm"])
+}
 """By environment, a file that is put into it."""
 PYTHONS = {"maxtext": "3.12"}
 """By environment, its Python; 3.11 otherwise."""
 BY_UV = ("levanter", "maxtext")
-"""The environments whose packages pip takes too long to choose. uv would bring torch's wheels for GPUs into the others."""
+"""The environments whose packages pip takes too long to choose. uv would bring torch's
+wheels for GPUs into the others.
+"""
 
-MEANS, WINDOW, CARRIED, UNDIVIDED = "mean of means", "short window", "carried over", "not divided"
-COUPLED, REPEATED, COUNTED, CLIPPED = "coupled", "repeated term", "other count", "clipped early"
+MEANS, WINDOW, CARRIED, UNDIVIDED = (
+    "mean of means",
+    "short window",
+    "carried over",
+    "not divided",
+)
+COUPLED, REPEATED, COUNTED, CLIPPED = (
+    "coupled",
+    "repeated term",
+    "other count",
+    "clipped early",
+)
 EARLY, WEAKENED = "early update", "weakened term"
 CAUSES = {
     MEANS: "micro-batches weigh the same, however many items they have",
-    WINDOW: "the epoch's last window, of fewer micro-batches, is divided by the full number",
+    WINDOW: (
+        "the epoch's last window, of fewer micro-batches, is divided by the full number"
+    ),
     CARRIED: "the next epoch completes it",
-    UNDIVIDED: "the loop leaves the window's division to the loss, which divides by its micro-batch",
+    UNDIVIDED: (
+        "the loop leaves the window's division to the loss, which divides by its"
+        " micro-batch"
+    ),
     COUPLED: "pairs meet only their micro-batch's negatives",
     REPEATED: "the scale's gradient is added once per micro-batch",
     COUNTED: "each item's first label is counted, which nothing predicts",
     CLIPPED: "micro-batches are clipped, not their sum",
-    EARLY: "the epoch's last window, of three micro-batches, is applied after two and again after three (compared here)",
+    EARLY: (
+        "the epoch's last window, of three micro-batches, is applied after two and"
+        " again after three (compared here)"
+    ),
     WEAKENED: "a second loss, a mean already, is divided by the number of tokens too",
 }
 
@@ -71,52 +120,257 @@ class Row(NamedTuple):
     """The package's own pages say so."""
 
 
-TRANSFORMERS, TRL, SENTENCE = "huggingface/transformers", "huggingface/trl", "huggingface/sentence-transformers"
+TRANSFORMERS, TRL, SENTENCE = (
+    "huggingface/transformers",
+    "huggingface/trl",
+    "huggingface/sentence-transformers",
+)
 ROWS = (
-    Row("transformers", "causal LM, ragged tokens", "transformers_rows.causal_lm", "huggingface"),
-    Row("transformers", "label smoothing, ragged tokens", "transformers_rows.smoothed_lm", "huggingface"),
-    Row("transformers", "BERT classifier", "transformers_rows.classification", "huggingface", UNDIVIDED, (f"{TRANSFORMERS}#47688",)),
-    Row("transformers", "T5", "transformers_rows.seq2seq", "huggingface", UNDIVIDED, (f"{TRANSFORMERS}#47688",)),
-    Row("transformers", "own mean loss, short batch", "transformers_rows.own_mean", "huggingface", MEANS, (f"{TRANSFORMERS}#37766",)),
+    Row(
+        "transformers",
+        "causal LM, ragged tokens",
+        "transformers_rows.causal_lm",
+        "huggingface",
+    ),
+    Row(
+        "transformers",
+        "label smoothing, ragged tokens",
+        "transformers_rows.smoothed_lm",
+        "huggingface",
+    ),
+    Row(
+        "transformers",
+        "BERT classifier",
+        "transformers_rows.classification",
+        "huggingface",
+        UNDIVIDED,
+        (f"{TRANSFORMERS}#47688",),
+    ),
+    Row(
+        "transformers",
+        "T5",
+        "transformers_rows.seq2seq",
+        "huggingface",
+        UNDIVIDED,
+        (f"{TRANSFORMERS}#47688",),
+    ),
+    Row(
+        "transformers",
+        "own mean loss, short batch",
+        "transformers_rows.own_mean",
+        "huggingface",
+        MEANS,
+        (f"{TRANSFORMERS}#37766",),
+    ),
     Row("trl", "SFT, ragged tokens", "trl_rows.sft", "huggingface"),
     Row("trl", "GRPO, ragged completions", "trl_rows.grpo", "huggingface"),
-    Row("trl", "GRPO, `bnpo`", "trl_rows.grpo_bnpo", "huggingface", MEANS, (f"{TRL}#3021",), documented=True),
+    Row(
+        "trl",
+        "GRPO, `bnpo`",
+        "trl_rows.grpo_bnpo",
+        "huggingface",
+        MEANS,
+        (f"{TRL}#3021",),
+        documented=True,
+    ),
     Row("trl", "DPO, short batch", "trl_rows.dpo", "huggingface", MEANS),
     Row("trl", "reward, short batch", "trl_rows.reward", "huggingface", MEANS),
-    Row("sentence-transformers", "MNRL", "sentence_rows.ranking", "huggingface", COUPLED, (f"{SENTENCE}#2916",), documented=True),
-    Row("sentence-transformers", "cached MNRL", "sentence_rows.cached_ranking", "huggingface"),
-    Row("accelerate", "`accumulate()`, short batch", "accelerate_rows.short_batch", "huggingface", MEANS),
-    Row("accelerate", "`accumulate()`, short window", "accelerate_rows.short_window", "huggingface", WINDOW),
-    Row("accelerate", "guide's counting loop, short batch", "accelerate_rows.counted", "huggingface"),
+    Row(
+        "sentence-transformers",
+        "MNRL",
+        "sentence_rows.ranking",
+        "huggingface",
+        COUPLED,
+        (f"{SENTENCE}#2916",),
+        documented=True,
+    ),
+    Row(
+        "sentence-transformers",
+        "cached MNRL",
+        "sentence_rows.cached_ranking",
+        "huggingface",
+    ),
+    Row(
+        "accelerate",
+        "`accumulate()`, short batch",
+        "accelerate_rows.short_batch",
+        "huggingface",
+        MEANS,
+    ),
+    Row(
+        "accelerate",
+        "`accumulate()`, short window",
+        "accelerate_rows.short_window",
+        "huggingface",
+        WINDOW,
+    ),
+    Row(
+        "accelerate",
+        "guide's counting loop, short batch",
+        "accelerate_rows.counted",
+        "huggingface",
+    ),
     Row("lightning", "short batch", "lightning_rows.short_batch", "lightning", MEANS),
-    Row("lightning", "short window", "lightning_rows.short_window", "lightning", WINDOW, ("Lightning-AI/pytorch-lightning#19987",)),
-    Row("open_clip_torch", "`--accum-freq`", "open_clip_rows.accum_freq", "lightning", REPEATED, ("mlfoundations/open_clip#957",)),
-    Row("torchtune", "recipe with prompts, ragged tokens", "torchtune_rows.with_prompt", "torchtune"),
-    Row("torchtune", "recipe without prompts, ragged tokens", "torchtune_rows.without_prompt", "torchtune", COUNTED),
+    Row(
+        "lightning",
+        "short window",
+        "lightning_rows.short_window",
+        "lightning",
+        WINDOW,
+        ("Lightning-AI/pytorch-lightning#19987",),
+    ),
+    Row(
+        "open_clip_torch",
+        "`--accum-freq`",
+        "open_clip_rows.accum_freq",
+        "lightning",
+        REPEATED,
+        ("mlfoundations/open_clip#957",),
+    ),
+    Row(
+        "torchtune",
+        "recipe with prompts, ragged tokens",
+        "torchtune_rows.with_prompt",
+        "torchtune",
+    ),
+    Row(
+        "torchtune",
+        "recipe without prompts, ragged tokens",
+        "torchtune_rows.without_prompt",
+        "torchtune",
+        COUNTED,
+    ),
     Row("ms-swift", "SFT, ragged tokens", "swift_rows.sft", "swift"),
-    Row("ms-swift", "SFT, label smoothing", "swift_rows.smoothed_sft", "swift", UNDIVIDED),
+    Row(
+        "ms-swift",
+        "SFT, label smoothing",
+        "swift_rows.smoothed_sft",
+        "swift",
+        UNDIVIDED,
+    ),
     Row("ms-swift", "DPO, short batch", "swift_rows.dpo_short_batch", "swift", MEANS),
-    Row("ms-swift", "DPO, short window", "swift_rows.dpo_short_window", "swift", WINDOW),
+    Row(
+        "ms-swift", "DPO, short window", "swift_rows.dpo_short_window", "swift", WINDOW
+    ),
     Row("verl", "SFT, ragged tokens", "verl_rows.sft", "verl"),
     Row("verl", "PPO, ragged responses", "verl_rows.token_mean", "verl"),
     Row("verl", "PPO, `seq-mean-token-mean`", "verl_rows.sequence_mean", "verl"),
-    Row("verl", "GMPO", "verl_rows.geometric_mean", "verl", UNDIVIDED, ("verl-project/verl#7913",)),
+    Row(
+        "verl",
+        "GMPO",
+        "verl_rows.geometric_mean",
+        "verl",
+        UNDIVIDED,
+        ("verl-project/verl#7913",),
+    ),
     Row("timm", "`train.py`, window of two", "timm_rows.window_of_two", "timm"),
-    Row("timm", "`train.py`, window of three", "timm_rows.window_of_three", "timm", EARLY),
-    Row("keras", "short batch", "keras_rows.short_batch", "keras", MEANS, ("keras-team/keras#20241",)),
+    Row(
+        "timm",
+        "`train.py`, window of three",
+        "timm_rows.window_of_three",
+        "timm",
+        EARLY,
+    ),
+    Row(
+        "keras",
+        "short batch",
+        "keras_rows.short_batch",
+        "keras",
+        MEANS,
+        ("keras-team/keras#20241",),
+    ),
     Row("keras", "short window", "keras_rows.short_window", "keras", CARRIED),
-    Row("optax", "`MultiSteps`, ragged tokens", "optax_rows.multisteps_ragged", "jax", MEANS),
-    Row("optax", "`MultiSteps`, short window", "optax_rows.multisteps_short_window", "jax", CARRIED),
-    Row("optax", "`microbatch` of means, ragged tokens", "optax_rows.microbatch_mean", "jax", MEANS),
-    Row("optax", "`microbatch` of sums, ragged tokens", "optax_rows.microbatch_sum", "jax"),
-    Row("levanter", "`microbatched`, ragged mask", "levanter_rows.masked", "levanter", MEANS, ("marin-community/levanter#842",)),
+    Row(
+        "optax",
+        "`MultiSteps`, ragged tokens",
+        "optax_rows.multisteps_ragged",
+        "jax",
+        MEANS,
+    ),
+    Row(
+        "optax",
+        "`MultiSteps`, short window",
+        "optax_rows.multisteps_short_window",
+        "jax",
+        CARRIED,
+    ),
+    Row(
+        "optax",
+        "`microbatch` of means, ragged tokens",
+        "optax_rows.microbatch_mean",
+        "jax",
+        MEANS,
+    ),
+    Row(
+        "optax",
+        "`microbatch` of sums, ragged tokens",
+        "optax_rows.microbatch_sum",
+        "jax",
+    ),
+    Row(
+        "levanter",
+        "`microbatched`, ragged mask",
+        "levanter_rows.masked",
+        "levanter",
+        MEANS,
+        ("marin-community/levanter#842",),
+    ),
     Row("maxtext", "causal LM, ragged tokens", "maxtext_rows.causal_lm", "maxtext"),
-    Row("maxtext", "mixture of experts, balanced", "maxtext_rows.experts", "maxtext", WEAKENED),
-    Row("maxtext", "multi-token prediction", "maxtext_rows.token_after_next", "maxtext", WEAKENED, ("AI-Hypercomputer/maxtext#3311",)),
-    Row("flax", "cookbook's `MultiSteps`, ragged tokens", "flax_rows.cookbook", "jax", MEANS),
-    Row("mindcv", "`TrainStep`, short batch", "mindspore_rows.mindcv_short_batch", "mindspore", MEANS),
-    Row("mindcv", "`TrainStep`, short window", "mindspore_rows.mindcv_short_window", "mindspore", CARRIED),
-    Row("mindcv", "`TrainStep`, `clip_grad`", "mindspore_rows.mindcv_clipped", "mindspore", CLIPPED),
-    Row("mindspore", "tutorial, short batch", "mindspore_rows.tutorial_short_batch", "mindspore", MEANS),
-    Row("mindspore", "tutorial, short window", "mindspore_rows.tutorial_short_window", "mindspore", CARRIED),
+    Row(
+        "maxtext",
+        "mixture of experts, balanced",
+        "maxtext_rows.experts",
+        "maxtext",
+        WEAKENED,
+    ),
+    Row(
+        "maxtext",
+        "multi-token prediction",
+        "maxtext_rows.token_after_next",
+        "maxtext",
+        WEAKENED,
+        ("AI-Hypercomputer/maxtext#3311",),
+    ),
+    Row(
+        "flax",
+        "cookbook's `MultiSteps`, ragged tokens",
+        "flax_rows.cookbook",
+        "jax",
+        MEANS,
+    ),
+    Row(
+        "mindcv",
+        "`TrainStep`, short batch",
+        "mindspore_rows.mindcv_short_batch",
+        "mindspore",
+        MEANS,
+    ),
+    Row(
+        "mindcv",
+        "`TrainStep`, short window",
+        "mindspore_rows.mindcv_short_window",
+        "mindspore",
+        CARRIED,
+    ),
+    Row(
+        "mindcv",
+        "`TrainStep`, `clip_grad`",
+        "mindspore_rows.mindcv_clipped",
+        "mindspore",
+        CLIPPED,
+    ),
+    Row(
+        "mindspore",
+        "tutorial, short batch",
+        "mindspore_rows.tutorial_short_batch",
+        "mindspore",
+        MEANS,
+    ),
+    Row(
+        "mindspore",
+        "tutorial, short window",
+        "mindspore_rows.tutorial_short_window",
+        "mindspore",
+        CARRIED,
+    ),
 )

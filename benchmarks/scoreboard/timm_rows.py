@@ -1,4 +1,6 @@
-"""The rows of timm: ``train_one_epoch`` of its training script, which is in the repository and not in the wheel."""
+"""The rows of timm: ``train_one_epoch`` of its training script, which is in the
+repository and not in the wheel.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +20,27 @@ from benchmarks.scoreboard.torch_models import FULL, MICRO, STEPS, sgd
 
 
 def script() -> Any:
-    spec: Any = importlib.util.spec_from_file_location("timm_train", Path(sys.prefix) / "train.py")
+    spec: Any = importlib.util.spec_from_file_location(
+        "timm_train", Path(sys.prefix) / "train.py"
+    )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
 def trained(count: int, micro: bool) -> Gradients:
-    """The gradient of the last update of an epoch of two windows, the second short. The script's own loader drops a short batch."""
+    """The gradient of the last update of an epoch of two windows, the second short. The
+    script's own loader drops a short batch.
+    """
     torch.manual_seed(0)
-    model = VisionTransformer(img_size=8, patch_size=4, num_classes=3, embed_dim=8, depth=1, num_heads=2).double()
-    images, labels, size = torch.randn(count, 3, 8, 8, dtype=torch.float64), torch.arange(count) % 3, MICRO if micro else FULL
+    model = VisionTransformer(
+        img_size=8, patch_size=4, num_classes=3, embed_dim=8, depth=1, num_heads=2
+    ).double()
+    images, labels, size = (
+        torch.randn(count, 3, 8, 8, dtype=torch.float64),
+        torch.arange(count) % 3,
+        MICRO if micro else FULL,
+    )
     plain: dict[str, Any] = {
         "mixup_off_epoch": 0,
         "distributed": False,
@@ -36,13 +48,31 @@ def trained(count: int, micro: bool) -> Gradients:
         "channels_last": False,
         "synchronize_step": False,
     }
-    plain |= {"clip_grad": None, "log_interval": 100, "rank": 0, "world_size": 1, "save_images": False, "recovery_interval": 0}
+    plain |= {
+        "clip_grad": None,
+        "log_interval": 100,
+        "rank": 0,
+        "world_size": 1,
+        "save_images": False,
+        "recovery_interval": 0,
+    }
     arguments = SimpleNamespace(grad_accum_steps=STEPS if micro else 1, **plain)
-    run: dict[str, Any] = {"task": ClassificationTask(model, nn.CrossEntropyLoss()), "device": torch.device("cpu")}
-    loader = list(zip(torch.split(images, size), torch.split(labels, size), strict=True))
+    run: dict[str, Any] = {
+        "task": ClassificationTask(model, nn.CrossEntropyLoss()),
+        "device": torch.device("cpu"),
+    }
+    loader = list(
+        zip(torch.split(images, size), torch.split(labels, size), strict=True)
+    )
     optimizer, found = sgd(model, 0.0), dict[str, Any]()
-    optimizer.register_step_pre_hook(lambda *_: found.update((name, each.grad.numpy().copy()) for name, each in model.named_parameters()))
-    script().train_one_epoch(0, model, loader, optimizer, arguments, model_dtype=torch.float64, **run)
+    optimizer.register_step_pre_hook(
+        lambda *_: found.update(
+            (name, each.grad.numpy().copy()) for name, each in model.named_parameters()
+        )
+    )
+    script().train_one_epoch(
+        0, model, loader, optimizer, arguments, model_dtype=torch.float64, **run
+    )
     return found
 
 

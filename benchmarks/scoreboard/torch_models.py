@@ -1,4 +1,6 @@
-"""The sizes of windows that the rows of PyTorch's packages share, and a gradient read from how far SGD moved each parameter."""
+"""The sizes of windows that the rows of PyTorch's packages share, and a gradient read
+from how far SGD moved each parameter.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,21 @@ from torch import nn
 MICRO, STEPS = 2, 4
 """Items of a micro-batch, micro-batches of a window."""
 SHORT_BATCH, SHORT_WINDOW, FULL = 7, 6, 8
-"""Items of an epoch: micro-batches of 2, 2, 2 and 1; of 2, 2 and 2 in a window of four; four of 2."""
+"""Items of an epoch: micro-batches of 2, 2, 2 and 1; of 2, 2 and 2 in a window of four;
+four of 2.
+"""
 
 
-def moved(model: nn.Module, train: Callable[[], object], rate: float = 1.0) -> dict[str, NDArray[np.float64]]:
+def moved(
+    model: nn.Module, train: Callable[[], object], rate: float = 1.0
+) -> dict[str, NDArray[np.float64]]:
     """By parameter, how far `train` moved it, by the rate."""
     before = {name: each.detach().clone() for name, each in model.named_parameters()}
     train()
-    return {name: ((before[name] - each.detach().cpu()).double() / rate).numpy() for name, each in model.named_parameters()}
+    return {
+        name: ((before[name] - each.detach().cpu()).double() / rate).numpy()
+        for name, each in model.named_parameters()
+    }
 
 
 def sgd(model: nn.Module, rate: float = 1.0) -> torch.optim.SGD:

@@ -22,7 +22,14 @@ from transformers import (
 
 import gradaccum
 from benchmarks.scoreboard.measuring import Gradients
-from benchmarks.scoreboard.torch_models import FULL, MICRO, SHORT_BATCH, STEPS, moved, sgd
+from benchmarks.scoreboard.torch_models import (
+    FULL,
+    MICRO,
+    SHORT_BATCH,
+    STEPS,
+    moved,
+    sgd,
+)
 from conformance_tests.integration_tests.regression import Items, Regressor
 
 VOCABULARY, LENGTH = 12, 6
@@ -30,33 +37,63 @@ WORDS = ("<pad>", "<eos>", *"abcdefghij")
 TINY_BERT: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 8}
 TINY_BERT |= {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
 TINY_BERT |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-QUIET: dict[str, Any] = {"report_to": "none", "disable_tqdm": True, "use_cpu": True, "save_strategy": "no"}
-ONE_UPDATE: dict[str, Any] = {"num_train_epochs": 1, "max_grad_norm": 0.0, "lr_scheduler_type": "constant", **QUIET}
+QUIET: dict[str, Any] = {
+    "report_to": "none",
+    "disable_tqdm": True,
+    "use_cpu": True,
+    "save_strategy": "no",
+}
+ONE_UPDATE: dict[str, Any] = {
+    "num_train_epochs": 1,
+    "max_grad_norm": 0.0,
+    "lr_scheduler_type": "constant",
+    **QUIET,
+}
 
 
 def sizes(micro: bool) -> dict[str, int]:
-    return {"per_device_train_batch_size": MICRO if micro else FULL, "gradient_accumulation_steps": STEPS if micro else 1}
+    return {
+        "per_device_train_batch_size": MICRO if micro else FULL,
+        "gradient_accumulation_steps": STEPS if micro else 1,
+    }
 
 
 def tokenizer(padding_side: str = "right") -> PreTrainedTokenizerFast:
-    made = Tokenizer(models.WordLevel({word: place for place, word in enumerate(WORDS)}, unk_token="<pad>"))
+    made = Tokenizer(
+        models.WordLevel(
+            {word: place for place, word in enumerate(WORDS)}, unk_token="<pad>"
+        )
+    )
     made.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", padding_side=padding_side)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        padding_side=padding_side,
+    )
 
 
 def words(item: int, length: int) -> str:
-    return " ".join(WORDS[2 + (3 * item + place * place) % 10] for place in range(length))
+    return " ".join(
+        WORDS[2 + (3 * item + place * place) % 10] for place in range(length)
+    )
 
 
 def trained(model: nn.Module, items: Any, micro: bool, **options: Any) -> Gradients:
-    arguments = TrainingArguments(tempfile.mkdtemp(), **sizes(micro), **ONE_UPDATE, **options)
+    arguments = TrainingArguments(
+        tempfile.mkdtemp(), **sizes(micro), **ONE_UPDATE, **options
+    )
     optimizer = sgd(model)
-    trainer = Trainer(model, arguments, train_dataset=items, optimizers=(optimizer, None))
+    trainer = Trainer(
+        model, arguments, train_dataset=items, optimizers=(optimizer, None)
+    )
     return moved(model, trainer.train)
 
 
 def sequences(even: bool) -> list[dict[str, torch.Tensor]]:
-    ids = torch.randint(0, VOCABULARY, (FULL, LENGTH), generator=torch.Generator().manual_seed(2))
+    ids = torch.randint(
+        0, VOCABULARY, (FULL, LENGTH), generator=torch.Generator().manual_seed(2)
+    )
     labels = ids.clone()
     for index in range(FULL):
         labels[index, LENGTH if even else 2 + index % 5 :] = -100
@@ -65,8 +102,23 @@ def sequences(even: bool) -> list[dict[str, torch.Tensor]]:
 
 def gpt2() -> Any:
     torch.manual_seed(0)
-    tiny = {"vocab_size": VOCABULARY, "n_positions": LENGTH, "n_embd": 8, "n_layer": 1, "n_head": 2}
-    return GPT2LMHeadModel(GPT2Config(**tiny, bos_token_id=0, eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)).double()
+    tiny = {
+        "vocab_size": VOCABULARY,
+        "n_positions": LENGTH,
+        "n_embd": 8,
+        "n_layer": 1,
+        "n_head": 2,
+    }
+    return GPT2LMHeadModel(
+        GPT2Config(
+            **tiny,
+            bos_token_id=0,
+            eos_token_id=0,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+        )
+    ).double()
 
 
 def causal_lm(*, micro: bool, even: bool) -> Gradients:
@@ -88,19 +140,34 @@ def bert() -> Any:
 
 def t5() -> Any:
     torch.manual_seed(0)
-    tiny = {"vocab_size": VOCABULARY, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2, "dropout_rate": 0.0}
-    return T5ForConditionalGeneration(T5Config(**tiny, decoder_start_token_id=0, pad_token_id=0)).double()
+    tiny = {
+        "vocab_size": VOCABULARY,
+        "d_model": 8,
+        "d_kv": 4,
+        "d_ff": 8,
+        "num_layers": 1,
+        "num_heads": 2,
+        "dropout_rate": 0.0,
+    }
+    return T5ForConditionalGeneration(
+        T5Config(**tiny, decoder_start_token_id=0, pad_token_id=0)
+    ).double()
 
 
 def untold(model: Any, even: bool) -> Any:
-    """With `even`, the Trainer is told that the model's loss takes no number of items: the way to mend it from outside."""
+    """With `even`, the Trainer is told that the model's loss takes no number of items:
+    the way to mend it from outside.
+    """
     if even:
         model.accepts_loss_kwargs = False
     return model
 
 
 def classification(*, micro: bool, even: bool) -> Gradients:
-    items = [{"input_ids": each["input_ids"], "labels": torch.tensor(i % 3)} for i, each in enumerate(sequences(True))]
+    items = [
+        {"input_ids": each["input_ids"], "labels": torch.tensor(i % 3)}
+        for i, each in enumerate(sequences(True))
+    ]
     return trained(untold(bert(), even), items, micro)
 
 
@@ -117,8 +184,18 @@ def stacked(name: str, even: bool) -> torch.Tensor:
 
 
 VERIFIED = {
-    "causal_lm": lambda: gradaccum.verify(gpt2(), loss_of, (stacked("input_ids", False), stacked("labels", False))),
-    "classification": lambda: gradaccum.verify(bert(), loss_of, (stacked("input_ids", True), torch.arange(FULL) % 3)),
-    "seq2seq": lambda: gradaccum.verify(t5(), loss_of, (stacked("input_ids", True), stacked("labels", True))),
-    "own_mean": lambda: gradaccum.verify(Regressor(), lambda model, x, y: model(x, y)["loss"], (Items(FULL).x, Items(FULL).labels)),
+    "causal_lm": lambda: gradaccum.verify(
+        gpt2(), loss_of, (stacked("input_ids", False), stacked("labels", False))
+    ),
+    "classification": lambda: gradaccum.verify(
+        bert(), loss_of, (stacked("input_ids", True), torch.arange(FULL) % 3)
+    ),
+    "seq2seq": lambda: gradaccum.verify(
+        t5(), loss_of, (stacked("input_ids", True), stacked("labels", True))
+    ),
+    "own_mean": lambda: gradaccum.verify(
+        Regressor(),
+        lambda model, x, y: model(x, y)["loss"],
+        (Items(FULL).x, Items(FULL).labels),
+    ),
 }

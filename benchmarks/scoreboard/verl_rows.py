@@ -1,4 +1,6 @@
-"""The rows of verl: `forward_backward_batch` of its FSDP engine, unwrapped and on a CPU, with its losses of SFT and of the actor."""
+"""The rows of verl: `forward_backward_batch` of its FSDP engine, unwrapped and on a
+CPU, with its losses of SFT and of the actor.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,17 @@ from benchmarks.scoreboard.measuring import Gradients
 from benchmarks.scoreboard.torch_models import FULL, MICRO
 
 PROMPT, RESPONSE, VOCABULARY = 3, 6, 12
-TINY: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
-TINY |= {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 32}
+TINY: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+}
+TINY |= {
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+}
 
 
 class Cpu(PlatformCUDA):  # type: ignore[misc]
@@ -36,15 +47,26 @@ class Cpu(PlatformCUDA):  # type: ignore[misc]
 
 
 set_platform(Cpu())
-torch.distributed.init_process_group("gloo", init_method=f"file://{tempfile.mkdtemp()}/store", rank=0, world_size=1)
+torch.distributed.init_process_group(
+    "gloo", init_method=f"file://{tempfile.mkdtemp()}/store", rank=0, world_size=1
+)
 
 
 def engine() -> Any:
     """The engine, without what it loads and shards."""
     torch.manual_seed(0)
     made = FSDPEngineWithLMHead.__new__(FSDPEngineWithLMHead)
-    made.module, made._autocast_dtype, made.engine_config = Qwen2ForCausalLM(Qwen2Config(**TINY)).double(), torch.float32, SimpleNamespace()
-    made.ulysses_sequence_parallel_size, made.ulysses_device_mesh, made.use_ulysses_sp, made.pad_to_length = 1, None, False, False
+    made.module, made._autocast_dtype, made.engine_config = (
+        Qwen2ForCausalLM(Qwen2Config(**TINY)).double(),
+        torch.float32,
+        SimpleNamespace(),
+    )
+    (
+        made.ulysses_sequence_parallel_size,
+        made.ulysses_device_mesh,
+        made.use_ulysses_sp,
+        made.pad_to_length,
+    ) = 1, None, False, False
     made.engine_config.entropy_checkpointing = False
     return made
 
@@ -54,14 +76,36 @@ def responses(micro: bool, even: bool) -> TensorDict:
     ids = torch.randint(0, VOCABULARY, (FULL, PROMPT + RESPONSE), generator=random)
     lengths = torch.full((FULL,), RESPONSE) if even else 2 + torch.arange(FULL) % 5
     kept = (torch.arange(RESPONSE) < lengths[:, None]).long()
-    items = {"input_ids": ids, "prompts": ids[:, :PROMPT], "responses": ids[:, PROMPT:], "response_mask": kept}
-    items |= {"attention_mask": torch.cat([torch.ones(FULL, PROMPT, dtype=torch.long), kept], 1)}
+    items = {
+        "input_ids": ids,
+        "prompts": ids[:, :PROMPT],
+        "responses": ids[:, PROMPT:],
+        "response_mask": kept,
+    }
+    items |= {
+        "attention_mask": torch.cat(
+            [torch.ones(FULL, PROMPT, dtype=torch.long), kept], 1
+        )
+    }
     items |= {"position_ids": torch.arange(PROMPT + RESPONSE).repeat(FULL, 1)}
-    items |= {"old_log_probs": -2 - torch.rand(FULL, RESPONSE, generator=random, dtype=torch.float64)}
-    items |= {"advantages": torch.randn(FULL, 1, generator=random, dtype=torch.float64).repeat(1, RESPONSE)}
+    items |= {
+        "old_log_probs": -2
+        - torch.rand(FULL, RESPONSE, generator=random, dtype=torch.float64)
+    }
+    items |= {
+        "advantages": torch.randn(
+            FULL, 1, generator=random, dtype=torch.float64
+        ).repeat(1, RESPONSE)
+    }
     data = left_right_2_no_padding(TensorDict(items, batch_size=FULL))
-    sizes = {"micro_batch_size_per_gpu": MICRO if micro else FULL, "global_batch_size": FULL, "temperature": 1.0}
-    tensordict_utils.assign_non_tensor(data, use_remove_padding=False, use_dynamic_bsz=False, **sizes)
+    sizes = {
+        "micro_batch_size_per_gpu": MICRO if micro else FULL,
+        "global_batch_size": FULL,
+        "temperature": 1.0,
+    }
+    tensordict_utils.assign_non_tensor(
+        data, use_remove_padding=False, use_dynamic_bsz=False, **sizes
+    )
     return data
 
 
@@ -73,14 +117,25 @@ def gradient(loss: Any, data: TensorDict) -> Gradients:
 
 def sft(*, micro: bool, even: bool) -> Gradients:
     data = responses(micro, even)
-    labels = [torch.cat([torch.zeros(PROMPT, dtype=torch.long), kept[kept > 0]]) for kept in data["response_mask"]]
+    labels = [
+        torch.cat([torch.zeros(PROMPT, dtype=torch.long), kept[kept > 0]])
+        for kept in data["response_mask"]
+    ]
     data["loss_mask"] = torch.nested.as_nested_tensor(labels, layout=torch.jagged)
     return gradient(partial(sft_loss, None), data)
 
 
-def actor(micro: bool, even: bool, mean: str = "token-mean", policy: str = "vanilla") -> Gradients:
-    sizes: dict[str, Any] = {"strategy": "fsdp", "rollout_n": 1, "ppo_micro_batch_size_per_gpu": MICRO}
-    config = FSDPActorConfig(loss_agg_mode=mean, policy_loss=PolicyLossConfig(loss_mode=policy), **sizes)
+def actor(
+    micro: bool, even: bool, mean: str = "token-mean", policy: str = "vanilla"
+) -> Gradients:
+    sizes: dict[str, Any] = {
+        "strategy": "fsdp",
+        "rollout_n": 1,
+        "ppo_micro_batch_size_per_gpu": MICRO,
+    }
+    config = FSDPActorConfig(
+        loss_agg_mode=mean, policy_loss=PolicyLossConfig(loss_mode=policy), **sizes
+    )
     return gradient(partial(ppo_loss, config), responses(micro, even))
 
 

@@ -1,4 +1,6 @@
-"""A subject of `gradaccum.verify` in pure Python, and losses whose gradients are written by hand."""
+"""A subject of `gradaccum.verify` in pure Python, and losses whose gradients are
+written by hand.
+"""
 
 from __future__ import annotations
 
@@ -37,13 +39,16 @@ class World:
     scale: float
     state: list[float]
     whole: bool
-    """Whether the micro-batch is the large batch: only for what must not depend on it."""
+    """Whether the micro-batch is the large batch: only for what must not depend on it.
+    """
     number: float
     """A random number of the window."""
 
 
 Slopes = Callable[[Sequence[float], Sequence[float], World], Mapping[str, float]]
-"""(values of the items, their counts, the world) -> the loss's slope in two directions of each parameter."""
+"""(values of the items, their counts, the world) -> the loss's slope in two directions
+of each parameter.
+"""
 
 
 @dataclass
@@ -61,19 +66,45 @@ class PlainSubject:
     names: Sequence[str] = ("w", "v")
     windows: list[Conditions] = field(default_factory=list)
 
-    def window(self, parts: Sequence[Sequence[int]], conditions: Conditions) -> list[Run]:
+    def window(
+        self, parts: Sequence[Sequence[int]], conditions: Conditions
+    ) -> list[Run]:
         self.windows.append(conditions)
         state, runs = [0.0], []
         for part in parts:
             state = state if conditions.carry_state else [0.0]
             before = list(state)
             own = random.Random(conditions.perturbation)
-            move = [1.0 if conditions.perturbation is None else 1 + own.choice((-EPSILON, EPSILON)) for _ in range(self.items + 1)]
-            world = World(1.5 * move[-1], conditions.training, conditions.scale, state, len(part) == self.items, 0.1 * conditions.seed)
-            found = self.slopes([X[item] * move[item] for item in part], [COUNTS[item] for item in part], world)
-            gradients = {name: Vector((slope, 2 * slope)) for name, slope in found.items()}
-            weight = float(len(part)) if self.weights is None else sum(self.weights[item] for item in part)
-            runs.append(Run(0.0, gradients, weight, ("counter",) if state != before else ()))
+            move = [
+                1.0
+                if conditions.perturbation is None
+                else 1 + own.choice((-EPSILON, EPSILON))
+                for _ in range(self.items + 1)
+            ]
+            world = World(
+                1.5 * move[-1],
+                conditions.training,
+                conditions.scale,
+                state,
+                len(part) == self.items,
+                0.1 * conditions.seed,
+            )
+            found = self.slopes(
+                [X[item] * move[item] for item in part],
+                [COUNTS[item] for item in part],
+                world,
+            )
+            gradients = {
+                name: Vector((slope, 2 * slope)) for name, slope in found.items()
+            }
+            weight = (
+                float(len(part))
+                if self.weights is None
+                else sum(self.weights[item] for item in part)
+            )
+            runs.append(
+                Run(0.0, gradients, weight, ("counter",) if state != before else ())
+            )
         return runs
 
     def dot(self, a: Vector, b: Vector) -> float:
@@ -102,127 +133,218 @@ def mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values)
 
 
-def sound(x: Sequence[float], counts: Sequence[float], world: World) -> dict[str, float]:
+def sound(
+    x: Sequence[float], counts: Sequence[float], world: World
+) -> dict[str, float]:
     """The mean of (w x)^2 / 2, and of w x."""
     return {"w": mean([world.w * value**2 for value in x]), "v": mean(x)}
 
 
-def summed(x: Sequence[float], counts: Sequence[float], world: World) -> dict[str, float]:
+def summed(
+    x: Sequence[float], counts: Sequence[float], world: World
+) -> dict[str, float]:
     return {name: slope * len(x) for name, slope in sound(x, counts, world).items()}
 
 
-def by_count(x: Sequence[float], counts: Sequence[float], world: World) -> dict[str, float]:
+def by_count(
+    x: Sequence[float], counts: Sequence[float], world: World
+) -> dict[str, float]:
     """A mean over tokens: item i has counts[i] of them."""
     tokens = math.fsum(counts)
     pairs = list(zip(x, counts, strict=True))
-    return {"w": math.fsum(world.w * v**2 * n for v, n in pairs) / tokens, "v": math.fsum(v * n for v, n in pairs) / tokens}
+    return {
+        "w": math.fsum(world.w * v**2 * n for v, n in pairs) / tokens,
+        "v": math.fsum(v * n for v, n in pairs) / tokens,
+    }
 
 
-def repeated(x: Sequence[float], counts: Sequence[float], world: World) -> dict[str, float]:
+def repeated(
+    x: Sequence[float], counts: Sequence[float], world: World
+) -> dict[str, float]:
     """A sum over items, and a penalty in v that every micro-batch adds."""
     found = summed(x, counts, world)
     return {**found, "v": found["v"] + 0.3}
 
 
-def part_summed(x: Sequence[float], counts: Sequence[float], world: World) -> dict[str, float]:
+def part_summed(
+    x: Sequence[float], counts: Sequence[float], world: World
+) -> dict[str, float]:
     found = sound(x, counts, world)
     return {**found, "v": found["v"] + math.fsum(value**2 for value in x)}
 
 
-def coupled(x: Sequence[float], counts: Sequence[float], world: World) -> dict[str, float]:
+def coupled(
+    x: Sequence[float], counts: Sequence[float], world: World
+) -> dict[str, float]:
     """The slope of a variance over the batch."""
     centre = mean(x)
-    return {"w": mean([world.w * (value - centre) ** 2 for value in x]), "v": mean([value * max(x) for value in x])}
+    return {
+        "w": mean([world.w * (value - centre) ** 2 for value in x]),
+        "v": mean([value * max(x) for value in x]),
+    }
 
 
-def weakly_coupled(x: Sequence[float], counts: Sequence[float], world: World) -> dict[str, float]:
-    """A mean, and a coupling so small that weights, which are measured in its gradients, fit; they are equal to nine digits."""
+def weakly_coupled(
+    x: Sequence[float], counts: Sequence[float], world: World
+) -> dict[str, float]:
+    """A mean, and a coupling so small that weights, which are measured in its
+    gradients, fit; they are equal to nine digits.
+    """
     return {"v": mean(x) + 1e-9 * mean(x) * mean([value**2 for value in x])}
 
 
-def barely_coupled(x: Sequence[float], counts: Sequence[float], world: World) -> dict[str, float]:
-    """A mean, and a coupling of some ten roundings: with more micro-batches it seems to grow as a sum does, within what rounding does."""
-    return {name: slope + 1.8e-14 * mean(x) ** 2 for name, slope in sound(x, counts, world).items()}
+def barely_coupled(
+    x: Sequence[float], counts: Sequence[float], world: World
+) -> dict[str, float]:
+    """A mean, and a coupling of some ten roundings: with more micro-batches it seems to
+    grow as a sum does, within what rounding does.
+    """
+    return {
+        name: slope + 1.8e-14 * mean(x) ** 2
+        for name, slope in sound(x, counts, world).items()
+    }
 
 
-def by_two_counts(x: Sequence[float], counts: Sequence[float], world: World) -> dict[str, float]:
+def by_two_counts(
+    x: Sequence[float], counts: Sequence[float], world: World
+) -> dict[str, float]:
     """A mean over items and a mean over tokens."""
-    items, tokens = sound(x, counts, world), by_count([value**3 for value in x], counts, world)
+    items, tokens = (
+        sound(x, counts, world),
+        by_count([value**3 for value in x], counts, world),
+    )
     return {name: items[name] + tokens[name] for name in items}
 
 
-def by_later_counts(x: Sequence[float], counts: Sequence[float], world: World) -> dict[str, float]:
+def by_later_counts(
+    x: Sequence[float], counts: Sequence[float], world: World
+) -> dict[str, float]:
     """A mean over tokens, in which the first one of an item does not count."""
     return by_count(x, [count - 1 for count in counts], world)
 
 
-def rarely_coupled(x: Sequence[float], counts: Sequence[float], world: World) -> dict[str, float]:
-    """A sum beside a mean, and a coupling of the first item with the third, which stand side by side where items are dealt in turn."""
+def rarely_coupled(
+    x: Sequence[float], counts: Sequence[float], world: World
+) -> dict[str, float]:
+    """A sum beside a mean, and a coupling of the first item with the third, which stand
+    side by side where items are dealt in turn.
+    """
     found = part_summed(x, counts, world)
     return {**found, "v": found["v"] + (len(x) > 1 and abs(x[1] - X[2]) < 1e-9)}
 
 
-def by_three_counts(x: Sequence[float], counts: Sequence[float], world: World) -> dict[str, float]:
+def by_three_counts(
+    x: Sequence[float], counts: Sequence[float], world: World
+) -> dict[str, float]:
     """A third mean over the squares of the tokens."""
-    two, third = by_two_counts(x, counts, world), by_count([value**2 for value in x], [n * n for n in counts], world)
+    two, third = (
+        by_two_counts(x, counts, world),
+        by_count([value**2 for value in x], [n * n for n in counts], world),
+    )
     return {name: two[name] + third[name] for name in two}
 
 
-def hardly_maximal(x: Sequence[float], counts: Sequence[float], world: World) -> dict[str, float]:
+def hardly_maximal(
+    x: Sequence[float], counts: Sequence[float], world: World
+) -> dict[str, float]:
     """Its gradients have norms below 1."""
     return {name: slope / 100 for name, slope in maximal(x, counts, world).items()}
 
 
-def coupled_in_order(x: Sequence[float], counts: Sequence[float], world: World) -> dict[str, float]:
-    """A sum beside a mean, and a coupling of the first item with the second in micro-batches."""
+def coupled_in_order(
+    x: Sequence[float], counts: Sequence[float], world: World
+) -> dict[str, float]:
+    """A sum beside a mean, and a coupling of the first item with the second in
+    micro-batches.
+    """
     found = part_summed(x, counts, world)
-    return {**found, "v": found["v"] + (1 < len(x) < len(X) and math.dist(x[:2], X[:2]) < 1e-9)}
+    return {
+        **found,
+        "v": found["v"] + (1 < len(x) < len(X) and math.dist(x[:2], X[:2]) < 1e-9),
+    }
 
 
-def by_place(x: Sequence[float], counts: Sequence[float], world: World) -> dict[str, float]:
-    """Each item times a number of a table that is read by its place in the micro-batch."""
-    return {name: mean([value * (1.0 + 0.3 * place**2) for place, value in enumerate(x)]) for name in ("w", "v")}
+def by_place(
+    x: Sequence[float], counts: Sequence[float], world: World
+) -> dict[str, float]:
+    """Each item times a number of a table that is read by its place in the
+    micro-batch.
+    """
+    return {
+        name: mean([value * (1.0 + 0.3 * place**2) for place, value in enumerate(x)])
+        for name in ("w", "v")
+    }
 
 
-def maximal(x: Sequence[float], counts: Sequence[float], world: World) -> dict[str, float]:
-    """The hardest item of the batch alone: measured by leaving one out, it has all the weight."""
+def maximal(
+    x: Sequence[float], counts: Sequence[float], world: World
+) -> dict[str, float]:
+    """The hardest item of the batch alone: measured by leaving one out, it has all the
+    weight.
+    """
     return {"w": world.w * max(x) ** 2, "v": max(x)}
 
 
-def two_hardest(x: Sequence[float], counts: Sequence[float], world: World) -> dict[str, float]:
+def two_hardest(
+    x: Sequence[float], counts: Sequence[float], world: World
+) -> dict[str, float]:
     return {"v": mean(sorted(x)[-2:])}
 
 
-def over_positives(x: Sequence[float], counts: Sequence[float], world: World) -> dict[str, float]:
-    """A mean over the items with a count above 3, of which a micro-batch may have none."""
+def over_positives(
+    x: Sequence[float], counts: Sequence[float], world: World
+) -> dict[str, float]:
+    """A mean over the items with a count above 3, of which a micro-batch may have
+    none.
+    """
     chosen = [value for value, count in zip(x, counts, strict=True) if count > 3]
-    return {"v": mean(chosen) if chosen else math.nan, "w": mean(chosen) if chosen else math.inf}
+    return {
+        "v": mean(chosen) if chosen else math.nan,
+        "w": mean(chosen) if chosen else math.inf,
+    }
 
 
-def deviating(x: Sequence[float], counts: Sequence[float], world: World) -> dict[str, float]:
+def deviating(
+    x: Sequence[float], counts: Sequence[float], world: World
+) -> dict[str, float]:
     """Divided by a distance to the next item that some micro-batches have not."""
-    return {"w": mean(x) / (max(x) - min(x)) if max(x) > 1.4 else math.nan, "v": mean(x)}
+    return {
+        "w": mean(x) / (max(x) - min(x)) if max(x) > 1.4 else math.nan,
+        "v": mean(x),
+    }
 
 
-def in_training(x: Sequence[float], counts: Sequence[float], world: World) -> dict[str, float]:
+def in_training(
+    x: Sequence[float], counts: Sequence[float], world: World
+) -> dict[str, float]:
     return coupled(x, counts, world) if world.training else sound(x, counts, world)
 
 
-def remembering(x: Sequence[float], counts: Sequence[float], world: World) -> dict[str, float]:
+def remembering(
+    x: Sequence[float], counts: Sequence[float], world: World
+) -> dict[str, float]:
     world.state[0] += 1.0
-    return {name: slope * world.state[0] for name, slope in sound(x, counts, world).items()}
+    return {
+        name: slope * world.state[0] for name, slope in sound(x, counts, world).items()
+    }
 
 
-def branching(x: Sequence[float], counts: Sequence[float], world: World) -> dict[str, float]:
+def branching(
+    x: Sequence[float], counts: Sequence[float], world: World
+) -> dict[str, float]:
     return {"w" if x[0] > 0.6 else "v": mean(x)}
 
 
-def ignoring_scale(x: Sequence[float], counts: Sequence[float], world: World) -> dict[str, float]:
+def ignoring_scale(
+    x: Sequence[float], counts: Sequence[float], world: World
+) -> dict[str, float]:
     found = sound(x, counts, world)
     return {**found, "v": found["v"] / world.scale}
 
 
-def drawing(x: Sequence[float], counts: Sequence[float], world: World) -> dict[str, float]:
+def drawing(
+    x: Sequence[float], counts: Sequence[float], world: World
+) -> dict[str, float]:
     """Random numbers that depend on the micro-batch, in training."""
     noise = (world.number + len(x) * 0.01 if world.training else 0.0) + 1
     return {name: slope * noise for name, slope in sound(x, counts, world).items()}

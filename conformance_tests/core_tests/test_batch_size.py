@@ -7,7 +7,12 @@ from typing import Any
 
 import pytest
 
-from gradaccum import ArgumentTypeError, ArgumentValueError, effective_batch_size, scaled_learning_rate
+from gradaccum import (
+    ArgumentTypeError,
+    ArgumentValueError,
+    effective_batch_size,
+    scaled_learning_rate,
+)
 
 
 def test_items_in_one_update() -> None:
@@ -22,7 +27,9 @@ def test_linear_rule_of_the_paper() -> None:
 
 
 def test_square_root_rule() -> None:
-    assert scaled_learning_rate(1e-3, 1024, reference=512, rule="sqrt") == 1e-3 * math.sqrt(2)
+    assert scaled_learning_rate(
+        1e-3, 1024, reference=512, rule="sqrt"
+    ) == 1e-3 * math.sqrt(2)
 
 
 @pytest.mark.parametrize(
@@ -33,8 +40,16 @@ def test_square_root_rule() -> None:
         (lambda: effective_batch_size(8, 4, True), ArgumentTypeError, "world_size"),
         (lambda: scaled_learning_rate(0.0, 512), ArgumentValueError, "base"),
         (lambda: scaled_learning_rate(0.1, 0), ArgumentValueError, "effective"),
-        (lambda: scaled_learning_rate(0.1, 512, reference=0), ArgumentValueError, "reference"),
-        (lambda: scaled_learning_rate(0.1, 512, rule="cubic"), ArgumentValueError, "rule"),
+        (
+            lambda: scaled_learning_rate(0.1, 512, reference=0),
+            ArgumentValueError,
+            "reference",
+        ),
+        (
+            lambda: scaled_learning_rate(0.1, 512, rule="cubic"),
+            ArgumentValueError,
+            "rule",
+        ),
     ],
 )
 def test_bad_arguments(call: Any, kind: type[Exception], name: str) -> None:

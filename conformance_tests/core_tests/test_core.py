@@ -1,4 +1,6 @@
-"""The core's own checks: errors in one shape, options checked once, transitions that never mix a bad value in."""
+"""The core's own checks: errors in one shape, options checked once, transitions that
+never mix a bad value in.
+"""
 
 from __future__ import annotations
 
@@ -14,29 +16,53 @@ from hypothesis import strategies as st
 
 import gradaccum
 from gradaccum import CheckpointError, DynamicLossScale, kit
-from gradaccum.refusals import require_classes, require_loss_options, require_shard_sizes
+from gradaccum.refusals import (
+    require_classes,
+    require_loss_options,
+    require_shard_sizes,
+)
 
 FLOAT32, FLOAT64 = 3.4028234663852886e38, sys.float_info.max
 
 
 def test_explain_names_everything() -> None:
-    error = kit.explain(gradaccum.ArgumentValueError, "steps", expected="an int >= 1", got=0, fix="Write steps=4.")
+    error = kit.explain(
+        gradaccum.ArgumentValueError,
+        "steps",
+        expected="an int >= 1",
+        got=0,
+        fix="Write steps=4.",
+    )
     assert str(error) == "steps: expected an int >= 1; got 0 (int). Write steps=4."
 
 
-@pytest.mark.parametrize("make", [kit.make_options, gradaccum.until_weight, lambda size: kit.require_steps(size, 0, lambda step: size)])
+@pytest.mark.parametrize(
+    "make",
+    [
+        kit.make_options,
+        gradaccum.until_weight,
+        lambda size: kit.require_steps(size, 0, lambda step: size),
+    ],
+)
 def test_sizes_fit_into_int32(make: Any) -> None:
     """Compiled code would wrap them around, and a checkpoint could not hold them."""
     make(2**31 - 1)
-    with pytest.raises(gradaccum.ArgumentValueError, match="expected an int <= 2147483647; got 2147483648"):
+    with pytest.raises(
+        gradaccum.ArgumentValueError,
+        match="expected an int <= 2147483647; got 2147483648",
+    ):
         make(2**31)
 
 
 def test_weights_of_pairs_and_callables_fit_into_int32() -> None:
-    with pytest.raises(gradaccum.ArgumentValueError, match="expected an int <= 2147483647"):
+    with pytest.raises(
+        gradaccum.ArgumentValueError, match="expected an int <= 2147483647"
+    ):
         gradaccum.until_weight([(0, 8), (9, 2**31)])
     schedule = gradaccum.until_weight(lambda step: 2**31)
-    with pytest.raises(gradaccum.ArgumentValueError, match="expected an int <= 2147483647"):
+    with pytest.raises(
+        gradaccum.ArgumentValueError, match="expected an int <= 2147483647"
+    ):
         kit.require_steps(kit.steps_at(schedule, 0, kit.select), 0, schedule)
 
 
@@ -67,22 +93,50 @@ def test_bad_loss_scales_raise(arguments) -> None:
 
 def test_defaults_are_those_of_torch_s_scaler() -> None:
     """`torch.amp.GradScaler`'s, which has no floor below 1 and no ceiling."""
-    assert dataclasses.astuple(DynamicLossScale()) == (2.0**16, 2.0, 0.5, 2000, 1.0, math.inf)
-    assert DynamicLossScale(0.5, 1.5, 0.25, 1, 0.25, 0.75).rule() == kit.ScaleRule(0.5, 1.5, 0.25, 1, 0.25, 0.75)
+    assert dataclasses.astuple(DynamicLossScale()) == (
+        2.0**16,
+        2.0,
+        0.5,
+        2000,
+        1.0,
+        math.inf,
+    )
+    assert DynamicLossScale(0.5, 1.5, 0.25, 1, 0.25, 0.75).rule() == kit.ScaleRule(
+        0.5, 1.5, 0.25, 1, 0.25, 0.75
+    )
 
 
 def test_defaults_of_the_options() -> None:
     scale = (1.0, 1.0, 1.0, 1, 0.0, math.inf)
-    assert tuple(kit.make_options(4)) == (4, "mean", None, None, None, scale, "skip_window", False, None, None, False)
+    assert tuple(kit.make_options(4)) == (
+        4,
+        "mean",
+        None,
+        None,
+        None,
+        scale,
+        "skip_window",
+        False,
+        None,
+        None,
+        False,
+    )
 
 
 @pytest.mark.parametrize("steps", ["four", True, 2.5])
 def test_wrong_steps_are_told_of_every_kind(steps: Any) -> None:
-    with pytest.raises(gradaccum.ArgumentTypeError, match=r"^steps: expected an int >= 1, .*pairs.*; got"):
+    with pytest.raises(
+        gradaccum.ArgumentTypeError,
+        match=r"^steps: expected an int >= 1, .*pairs.*; got",
+    ):
         kit.make_options(steps)
 
 
-@pytest.mark.parametrize("scale", [8, 8.0, np.float32(8), np.float64(8), np.int32(8)], ids=lambda scale: type(scale).__name__)
+@pytest.mark.parametrize(
+    "scale",
+    [8, 8.0, np.float32(8), np.float64(8), np.int32(8)],
+    ids=lambda scale: type(scale).__name__,
+)
 def test_constant_loss_scale_is_any_real_number(scale: Any) -> None:
     assert kit.make_options(4, loss_scale=scale).scale_rule.init_scale == 8.0
 
@@ -96,7 +150,9 @@ def test_bad_weight_spoils_one_window(weight: float) -> None:
     assert state.weight == 0.0
     decision = kit.Decision(*kit.decide(state, 1.0, True, options, kit.select))
     assert not decision.apply
-    closed = kit.State(*kit.close(state, decision.apply, decision.overflow, options, kit.select))
+    closed = kit.State(
+        *kit.close(state, decision.apply, decision.overflow, options, kit.select)
+    )
     assert closed == kit.State(0, 0, 1, 0.0, False, 1.0, 0)
 
 
@@ -107,44 +163,73 @@ def test_at_rest_rounds_to_float32() -> None:
 
 
 def test_exact_inverses_are_powers_of_two_of_float32() -> None:
-    found = [kit.has_exact_inverse(number) for number in (1.0, 2.0**-126, 2.0**126, 2.0**-127, 2.0**127, 3.0, 0.75)]
+    found = [
+        kit.has_exact_inverse(number)
+        for number in (1.0, 2.0**-126, 2.0**126, 2.0**-127, 2.0**127, 3.0, 0.75)
+    ]
     assert found == [True, True, True, False, False, False, False]
 
 
 def test_joined_state_has_the_weight_and_the_overflow_of_all_workers() -> None:
-    assert kit.joined(kit.State(1, 2, 3, 4.0, False, 5.0, 6), 7.0, True) == (1, 2, 3, 7.0, True, 5.0, 6)
+    assert kit.joined(kit.State(1, 2, 3, 4.0, False, 5.0, 6), 7.0, True) == (
+        1,
+        2,
+        3,
+        7.0,
+        True,
+        5.0,
+        6,
+    )
 
 
 def test_total_beyond_float32_ends_with_its_window() -> None:
     full = kit.at_rest(kit.initial_state()._replace(weight=6e38))
     assert full.weight == math.inf
-    assert not kit.Decision(*kit.decide(full, 1.0, True, kit.make_options(4), kit.select)).apply
-    for ended in (kit.discard(full), kit.close(full, False, True, kit.make_options(4), kit.select)):
+    assert not kit.Decision(
+        *kit.decide(full, 1.0, True, kit.make_options(4), kit.select)
+    ).apply
+    for ended in (
+        kit.discard(full),
+        kit.close(full, False, True, kit.make_options(4), kit.select),
+    ):
         assert kit.State(*ended).weight == 0, "compiled code has no at_rest"
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "item_mean"])
 def test_denominator_takes_the_place_of_the_weight(reduction: str) -> None:
     options = kit.make_options(None, reduction=reduction, clip_norm=1.0)
-    state, divides = kit.with_denominator(kit.State(2, 5, 4, 3.0, False, 8.0, 6), 16.0, options, kit.select)
+    state, divides = kit.with_denominator(
+        kit.State(2, 5, 4, 3.0, False, 8.0, 6), 16.0, options, kit.select
+    )
     assert state == (2, 5, 4, 16.0, False, 8.0, 6)
     decision = kit.Decision(*kit.decide(state, 64.0, True, divides, kit.select))
     assert (decision.grad_norm, decision.divisor) == (0.5, 128.0)
     assert kit.window_loss(32.0, state, divides, kit.select) == 2.0
-    empty, _ = kit.with_denominator(kit.State(2, 0, 0, 0.0, False, 8.0, 0), 16.0, options, kit.select)
-    assert not kit.Decision(*kit.decide(empty, 0.0, True, divides, kit.select)).apply, "a window of weight 0 stays one"
+    empty, _ = kit.with_denominator(
+        kit.State(2, 0, 0, 0.0, False, 8.0, 0), 16.0, options, kit.select
+    )
+    assert not kit.Decision(*kit.decide(empty, 0.0, True, divides, kit.select)).apply, (
+        "a window of weight 0 stays one"
+    )
 
 
 @pytest.mark.parametrize("denominator", [0.0, -1.0, math.nan, math.inf])
 def test_bad_denominator_in_compiled_code_makes_no_update(denominator: float) -> None:
-    state, divides = kit.with_denominator(kit.State(2, 0, 0, 3.0, False, 1.0, 0), denominator, kit.make_options(None), kit.select)
+    state, divides = kit.with_denominator(
+        kit.State(2, 0, 0, 3.0, False, 1.0, 0),
+        denominator,
+        kit.make_options(None),
+        kit.select,
+    )
     assert not kit.Decision(*kit.decide(state, 64.0, True, divides, kit.select)).apply
 
 
 def test_item_mean_asks_for_the_weight() -> None:
     assert kit.given_weight(None, "mean") == kit.given_weight(None, "sum") == 1
     assert kit.given_weight(0, "item_mean") == 0
-    with pytest.raises(gradaccum.ArgumentTypeError, match="weight: expected the number of items"):
+    with pytest.raises(
+        gradaccum.ArgumentTypeError, match="weight: expected the number of items"
+    ):
         kit.given_weight(None, "item_mean")
 
 
@@ -155,43 +240,91 @@ def test_item_mean_asks_for_the_weight() -> None:
         ({"steps": None, "noise_scale": True}, "noise_scale; got both of them. Pass"),
     ],
 )
-def test_denominator_is_for_windows_that_the_caller_closes(options: Any, got: str) -> None:
+def test_denominator_is_for_windows_that_the_caller_closes(
+    options: Any, got: str
+) -> None:
     kit.require_denominator_allowed(kit.make_options(None))
-    with pytest.raises(gradaccum.ArgumentValueError, match=f"denominator: expected to be left out beside {got}"):
+    with pytest.raises(
+        gradaccum.ArgumentValueError,
+        match=f"denominator: expected to be left out beside {got}",
+    ):
         kit.require_denominator_allowed(kit.make_options(**options))
-    with pytest.raises(gradaccum.UsageError, match="denominator: expected to be left out where several workers"):
+    with pytest.raises(
+        gradaccum.UsageError,
+        match="denominator: expected to be left out where several workers",
+    ):
         kit.require_denominator(3.0, kit.make_options(None), several=True)
 
 
 def test_clipping_divisor_beyond_float32_overflows() -> None:
     """Division by it would turn the clipped gradient into 0."""
     options = kit.make_options(1, clip_norm=1e-30)
-    decision = kit.Decision(*kit.decide(kit.State(1, 0, 0, 1.0, False, 1.0, 0), 1e30, True, options, kit.select))
+    decision = kit.Decision(
+        *kit.decide(
+            kit.State(1, 0, 0, 1.0, False, 1.0, 0), 1e30, True, options, kit.select
+        )
+    )
     assert (decision.apply, decision.overflow) == (False, True)
-    assert kit.Decision(*kit.decide(kit.State(1, 0, 0, 1.0, False, 1.0, 0), 1e30, True, options, kit.select, sys.float_info.max)).apply
+    assert kit.Decision(
+        *kit.decide(
+            kit.State(1, 0, 0, 1.0, False, 1.0, 0),
+            1e30,
+            True,
+            options,
+            kit.select,
+            sys.float_info.max,
+        )
+    ).apply
 
 
-@pytest.mark.parametrize(("scale", "largest"), [(2.0**-126, FLOAT32), (FLOAT32, FLOAT32), (2.0**-1022, FLOAT64), (FLOAT64, FLOAT64)])
+@pytest.mark.parametrize(
+    ("scale", "largest"),
+    [
+        (2.0**-126, FLOAT32),
+        (FLOAT32, FLOAT32),
+        (2.0**-1022, FLOAT64),
+        (FLOAT64, FLOAT64),
+    ],
+)
 def test_divisors_at_the_limits_are_usable(scale: float, largest: float) -> None:
-    for divisor, applies in ((scale, True), (scale * (0.5 if scale < 1 else 2.0), False)):
+    for divisor, applies in (
+        (scale, True),
+        (scale * (0.5 if scale < 1 else 2.0), False),
+    ):
         state = kit.State(1, 0, 0, 1.0, False, divisor, 0)
-        assert kit.Decision(*kit.decide(state, divisor, True, kit.make_options(1), kit.select, largest)).apply is applies
+        assert (
+            kit.Decision(
+                *kit.decide(
+                    state, divisor, True, kit.make_options(1), kit.select, largest
+                )
+            ).apply
+            is applies
+        )
 
 
-@pytest.mark.parametrize("steps", [4, None, [(0, 2), (3, 5)], lambda step: step + 1, gradaccum.until_weight(7)])
+@pytest.mark.parametrize(
+    "steps",
+    [4, None, [(0, 2), (3, 5)], lambda step: step + 1, gradaccum.until_weight(7)],
+)
 @pytest.mark.parametrize("loss_scale", [None, 8.0, DynamicLossScale()])
 def test_terms_survive_their_codes(steps: Any, loss_scale: Any) -> None:
-    terms = kit.terms_of(kit.make_options(steps, reduction="sum", loss_scale=loss_scale), 3)
+    terms = kit.terms_of(
+        kit.make_options(steps, reduction="sum", loss_scale=loss_scale), 3
+    )
     assert kit.decode_terms(kit.encode_terms(terms)) == terms
     for codes in ((1, 9, 0, 0, 0), (1, 0, 0, -1, 0), (1, 0), "none"):
         with pytest.raises(CheckpointError, match="terms"):
             kit.decode_terms(codes)
-    with pytest.raises(CheckpointError, match=f"format {kit.FORMAT}; got format {kit.FORMAT + 1}"):
+    with pytest.raises(
+        CheckpointError, match=f"format {kit.FORMAT}; got format {kit.FORMAT + 1}"
+    ):
         kit.decode_terms((kit.FORMAT + 1, *kit.encode_terms(terms)[1:]))
 
 
 def test_full_window_is_open() -> None:
-    """An interrupt between the last micro-batch and its update leaves a full window. It can be saved and resumed."""
+    """An interrupt between the last micro-batch and its update leaves a full window. It
+    can be saved and resumed.
+    """
     options = kit.make_options(4)
     full = kit.State(4, 0, 0, 4.0, False, 1.0, 0)
     assert kit.resumed(full, kit.terms_of(options, 0), options) == full
@@ -200,18 +333,37 @@ def test_full_window_is_open() -> None:
 
 
 def test_norm_beyond_float32_is_no_overflow() -> None:
-    decision = kit.Decision(*kit.decide(kit.State(1, 0, 0, 1.0, False, 1.0, 0), math.inf, True, kit.make_options(1), kit.select))
+    decision = kit.Decision(
+        *kit.decide(
+            kit.State(1, 0, 0, 1.0, False, 1.0, 0),
+            math.inf,
+            True,
+            kit.make_options(1),
+            kit.select,
+        )
+    )
     assert decision.apply
     assert not decision.overflow
 
 
 def test_window_goes_on_with_other_workers() -> None:
-    """One worker, or more than before, hold the weight and the flag once between them, and end their windows together."""
-    one, other = kit.State(2, 5, 1, 3.0, False, 8.0, 4), kit.State(1, 5, 1, 4.0, True, 8.0, 4)
+    """One worker, or more than before, hold the weight and the flag once between them,
+    and end their windows together.
+    """
+    one, other = (
+        kit.State(2, 5, 1, 3.0, False, 8.0, 4),
+        kit.State(1, 5, 1, 4.0, True, 8.0, 4),
+    )
     for workers in (1, 2, 4):
         states = kit.redistributed([one, other], workers)
-        assert (len(states), sum(state.weight for state in states), sum(state.overflow for state in states)) == (workers, 7.0, 1)
-        assert {state._replace(weight=0.0, overflow=False) for state in states} == {kit.State(2, 5, 1, 0.0, False, 8.0, 4)}
+        assert (
+            len(states),
+            sum(state.weight for state in states),
+            sum(state.overflow for state in states),
+        ) == (workers, 7.0, 1)
+        assert {state._replace(weight=0.0, overflow=False) for state in states} == {
+            kit.State(2, 5, 1, 0.0, False, 8.0, 4)
+        }
 
 
 def test_states_of_two_moments_are_no_window() -> None:
@@ -225,18 +377,37 @@ def test_states_of_two_moments_are_no_window() -> None:
 
 
 def test_other_learning_rates_on_one_worker_are_named() -> None:
-    """Whatever the number of workers, and where one alone differs: by a little, in one group, or in the groups' order."""
+    """Whatever the number of workers, and where one alone differs: by a little, in one
+    group, or in the groups' order.
+    """
     for workers in (1, 2, 5000):
         bits = kit.rate_bits(0.1, 1e-9)
         kit.require_same_rates([0.1, 1e-9], [workers * bit for bit in bits], workers, 0)
     for other in ([0.1, 1e-9 + 1e-24], [1e-9, 0.1], [0.1], [0.1, math.nan]):
-        added = np.sum([[*kit.rate_bits(*rates)] for rates in [[0.1, 1e-9]] * 4999 + [other]], axis=0, dtype=np.float32)
-        with pytest.raises(gradaccum.UsageError, match=r"learning rates on rank 3: expected the same .*; got \[0.1, 1e-09\] here"):
+        added = np.sum(
+            [[*kit.rate_bits(*rates)] for rates in [[0.1, 1e-9]] * 4999 + [other]],
+            axis=0,
+            dtype=np.float32,
+        )
+        with pytest.raises(
+            gradaccum.UsageError,
+            match=(
+                r"learning rates on rank 3: expected the same .*; got \[0.1, 1e-09\]"
+                r" here"
+            ),
+        ):
             kit.require_same_rates([0.1, 1e-9], added.tolist(), 5000, 3)
 
 
 @pytest.mark.parametrize(
-    ("sizes", "error"), [("23", TypeError), ((2.0, 3), TypeError), ((2, 3, 0), ValueError), ((2, -3), ValueError), ((3, 2), ValueError)]
+    ("sizes", "error"),
+    [
+        ("23", TypeError),
+        ((2.0, 3), TypeError),
+        ((2, 3, 0), ValueError),
+        ((2, -3), ValueError),
+        ((3, 2), ValueError),
+    ],
 )
 def test_bad_shard_sizes_raise(sizes: Any, error: type[Exception]) -> None:
     """Two workers; the second one has three classes."""
@@ -251,32 +422,96 @@ class Numbers:
     maximum, minimum, widened = max, min, float
 
 
-@pytest.mark.parametrize(("kind", "merged"), [("mean", 2.5), ("weighted_mean", 1.75), ("sum", 5.0), ("max", 4), ("min", 1)])
+@pytest.mark.parametrize(
+    ("kind", "merged"),
+    [("mean", 2.5), ("weighted_mean", 1.75), ("sum", 5.0), ("max", 4), ("min", 1)],
+)
 def test_aux_of_two_micro_batches(kind: str, merged: float) -> None:
-    """The first has one item of weight 3 and returned 1, the second one item of weight 1 and returned 4."""
-    first, second = (kit.share(kind, value, 1, weight, Numbers) for value, weight in ((1, 3.0), (4, 1.0)))
-    assert kit.finished(kind, kit.merged(kind, first, second, Numbers), 2, 4.0) == merged
+    """The first has one item of weight 3 and returned 1, the second one item of weight
+    1 and returned 4.
+    """
+    first, second = (
+        kit.share(kind, value, 1, weight, Numbers)
+        for value, weight in ((1, 3.0), (4, 1.0))
+    )
+    assert (
+        kit.finished(kind, kit.merged(kind, first, second, Numbers), 2, 4.0) == merged
+    )
 
 
 @pytest.mark.parametrize(
     ("call", "kind", "words"),
     [
-        (lambda: require_loss_options(True, 0.0, "mean"), gradaccum.ArgumentTypeError, "ignore_index: expected an int"),
-        (lambda: require_loss_options(1.5, 0.0, "mean"), gradaccum.ArgumentTypeError, "ignore_index: expected an int"),
-        (lambda: require_loss_options(-100, True, "mean"), gradaccum.ArgumentTypeError, "label_smoothing: expected a number in"),
-        (lambda: require_loss_options(-100, "0.1", "mean"), gradaccum.ArgumentTypeError, "label_smoothing: expected a number in"),
-        (lambda: require_loss_options(-100, 1.5, "mean"), gradaccum.ArgumentValueError, "label_smoothing: expected a number in"),
-        (lambda: require_loss_options(-100, -0.5, "mean"), gradaccum.ArgumentValueError, "label_smoothing: expected a number in"),
-        (lambda: require_loss_options(-100, 0.1, "median"), gradaccum.ArgumentValueError, "reduction: expected one of"),
-        (lambda: require_shard_sizes(3, 3, 0, 2), gradaccum.ArgumentTypeError, "shard_sizes: expected a sequence of ints"),
-        (lambda: require_shard_sizes([3, True], 3, 0, 2), gradaccum.ArgumentTypeError, "shard_sizes: expected a sequence of ints"),
-        (lambda: require_shard_sizes([3], 3, 0, 2), gradaccum.ArgumentValueError, "shard_sizes: expected 2 numbers of classes"),
-        (lambda: require_shard_sizes([3, -1], 3, 0, 2), gradaccum.ArgumentValueError, "shard_sizes: expected 2 numbers of classes"),
-        (lambda: require_shard_sizes([3, 4], 3, 1, 2), gradaccum.ArgumentValueError, "rank 1 is 3"),
-        (lambda: require_classes(0), gradaccum.ArgumentValueError, "logits_shard: expected one class at least"),
+        (
+            lambda: require_loss_options(True, 0.0, "mean"),
+            gradaccum.ArgumentTypeError,
+            "ignore_index: expected an int",
+        ),
+        (
+            lambda: require_loss_options(1.5, 0.0, "mean"),
+            gradaccum.ArgumentTypeError,
+            "ignore_index: expected an int",
+        ),
+        (
+            lambda: require_loss_options(-100, True, "mean"),
+            gradaccum.ArgumentTypeError,
+            "label_smoothing: expected a number in",
+        ),
+        (
+            lambda: require_loss_options(-100, "0.1", "mean"),
+            gradaccum.ArgumentTypeError,
+            "label_smoothing: expected a number in",
+        ),
+        (
+            lambda: require_loss_options(-100, 1.5, "mean"),
+            gradaccum.ArgumentValueError,
+            "label_smoothing: expected a number in",
+        ),
+        (
+            lambda: require_loss_options(-100, -0.5, "mean"),
+            gradaccum.ArgumentValueError,
+            "label_smoothing: expected a number in",
+        ),
+        (
+            lambda: require_loss_options(-100, 0.1, "median"),
+            gradaccum.ArgumentValueError,
+            "reduction: expected one of",
+        ),
+        (
+            lambda: require_shard_sizes(3, 3, 0, 2),
+            gradaccum.ArgumentTypeError,
+            "shard_sizes: expected a sequence of ints",
+        ),
+        (
+            lambda: require_shard_sizes([3, True], 3, 0, 2),
+            gradaccum.ArgumentTypeError,
+            "shard_sizes: expected a sequence of ints",
+        ),
+        (
+            lambda: require_shard_sizes([3], 3, 0, 2),
+            gradaccum.ArgumentValueError,
+            "shard_sizes: expected 2 numbers of classes",
+        ),
+        (
+            lambda: require_shard_sizes([3, -1], 3, 0, 2),
+            gradaccum.ArgumentValueError,
+            "shard_sizes: expected 2 numbers of classes",
+        ),
+        (
+            lambda: require_shard_sizes([3, 4], 3, 1, 2),
+            gradaccum.ArgumentValueError,
+            "rank 1 is 3",
+        ),
+        (
+            lambda: require_classes(0),
+            gradaccum.ArgumentValueError,
+            "logits_shard: expected one class at least",
+        ),
     ],
 )
-def test_class_sharded_losses_are_refused(call: Any, kind: type[Exception], words: str) -> None:
+def test_class_sharded_losses_are_refused(
+    call: Any, kind: type[Exception], words: str
+) -> None:
     with pytest.raises(kind, match=words):
         call()
 

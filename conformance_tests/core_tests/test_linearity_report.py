@@ -12,19 +12,32 @@ from gradaccum.kit import SCALES, comparable, linearity_report
 EPSILON = 2.0**-23
 
 
-def report(*gradients: dict[str, float], culprits: tuple[str, ...] = ()) -> LinearityReport:
-    return linearity_report(({name: np.float64(g) for name, g in tree.items()} for tree in gradients), culprits, EPSILON, abs)
+def report(
+    *gradients: dict[str, float], culprits: tuple[str, ...] = ()
+) -> LinearityReport:
+    return linearity_report(
+        ({name: np.float64(g) for name, g in tree.items()} for tree in gradients),
+        culprits,
+        EPSILON,
+        abs,
+    )
 
 
 def test_the_worst_over_the_scales() -> None:
-    found = report({"a": 1.0, "b": 1.0}, {"a": 1.0, "b": 1 + 2.0**-24}, {"a": 1 - 2.0**-23, "b": 1.0})
+    found = report(
+        {"a": 1.0, "b": 1.0},
+        {"a": 1.0, "b": 1 + 2.0**-24},
+        {"a": 1 - 2.0**-23, "b": 1.0},
+    )
     assert found.linear
     assert found.errors == {"a": 2.0**-23, "b": 2.0**-24}
     assert "scale with the loss" in str(found)
 
 
 def test_above_the_tolerance() -> None:
-    found = report({"a": 1.0, "b": 0.0}, {"a": 1.5, "b": 0.0}, culprits=("Clip", "Clip"))
+    found = report(
+        {"a": 1.0, "b": 0.0}, {"a": 1.5, "b": 0.0}, culprits=("Clip", "Clip")
+    )
     assert not found.linear
     assert found.culprits == ("Clip",)
     assert "a (0.5)" in str(found)
@@ -32,7 +45,12 @@ def test_above_the_tolerance() -> None:
 
 
 def test_nan_is_no_agreement() -> None:
-    for trees in ([{"a": math.nan}], [{"a": 1.0}, {"a": math.nan}], [{"a": math.nan}, {"a": 1.0}], [{"a": 0.0}, {"a": 1.0}]):
+    for trees in (
+        [{"a": math.nan}],
+        [{"a": 1.0}, {"a": math.nan}],
+        [{"a": math.nan}, {"a": 1.0}],
+        [{"a": 0.0}, {"a": 1.0}],
+    ):
         assert report(*trees).errors == {"a": math.inf}
         assert not report(*trees).linear
 
@@ -43,7 +61,12 @@ def test_a_culprit_alone_is_enough() -> None:
 
 def test_float16_compares_the_largest_finite_scales() -> None:
     scales = range(17)
-    assert list(comparable(scales, lambda scale: scale < 10, float16=True)) == [6, 7, 8, 9]
+    assert list(comparable(scales, lambda scale: scale < 10, float16=True)) == [
+        6,
+        7,
+        8,
+        9,
+    ]
     assert list(comparable(scales, lambda scale: False, float16=True)) == [0]
     assert list(comparable(scales, lambda scale: False, float16=False)) == list(scales)
 

@@ -1,4 +1,6 @@
-"""The partitions that `verify` compares, the axis on which it finds the items, and the floor of a unit."""
+"""The partitions that `verify` compares, the axis on which it finds the items, and the
+floor of a unit.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ def test_partitions_of_seven_and_nine_items() -> None:
         ((0, 1, 2, 3), (4, 5, 6)),
         ((6, 5, 4, 3, 2, 1, 0),),
     ]
-    assert partitions(range(9), 3)[3].parts == ((0, 1, 2, 3, 4, 5), (6, 7, 8)), "one of them as long as two"
+    assert partitions(range(9), 3)[3].parts == ((0, 1, 2, 3, 4, 5), (6, 7, 8)), (
+        "one of them as long as two"
+    )
 
 
 @pytest.mark.parametrize(
@@ -37,31 +41,51 @@ def test_partitions_of_seven_and_nine_items() -> None:
         ((8,), (), None),
     ],
 )
-def test_axis_of_the_items(large: tuple[int, ...], small: tuple[int, ...], axis: int | None) -> None:
+def test_axis_of_the_items(
+    large: tuple[int, ...], small: tuple[int, ...], axis: int | None
+) -> None:
     assert item_axis(large, small, 8, 2) == axis
 
 
 @pytest.mark.parametrize(("reduction", "factor"), [("mean", 0.5), ("sum", 1.0)])
 @pytest.mark.parametrize(("terms", "additions"), [(1, 1), (2, 1), (16, 4)])
-def test_floor_of_a_unit(reduction: str, factor: float, terms: int, additions: int) -> None:
-    """Each of two gradients (3, 6) is rounded once, and its sum as often as it is added up in pairs, in float32 at the coarsest."""
+def test_floor_of_a_unit(
+    reduction: str, factor: float, terms: int, additions: int
+) -> None:
+    """Each of two gradients (3, 6) is rounded once, and its sum as often as it is added
+    up in pairs, in float32 at the coarsest.
+    """
 
     class Coarse(PlainSubject):
         def precision(self, name: str) -> Precision:
             return Precision(2.0**-8, 1e-3, 4, terms)
 
-    bench = Bench(Coarse(lambda x, n, world: {"w": 3.0}, names=["w"]), 2, Way(reduction))
-    floor = (2.0**-8 + additions * 2.0**-23) * 2 * factor * math.hypot(3, 6) + 2 * 1e-3 * 2
+    bench = Bench(
+        Coarse(lambda x, n, world: {"w": 3.0}, names=["w"]), 2, Way(reduction)
+    )
+    floor = (2.0**-8 + additions * 2.0**-23) * 2 * factor * math.hypot(
+        3, 6
+    ) + 2 * 1e-3 * 2
     assert bench.floor(Conditions()) == {"w": pytest.approx(floor, rel=1e-12)}
 
 
 def test_unit_is_what_roundings_of_the_inputs_make_of_a_gradient() -> None:
     """The next numbers beside 1.5 times a rounding are two steps away."""
-    bench = Bench(PlainSubject(lambda x, n, world: {"w": 1 + 1e6 * (world.w - 1.5)}, names=["w"]), 2, Way("mean"))
-    assert bench.units(Conditions()) == {"w": pytest.approx(2e6 * 2.0**-52 * math.hypot(1, 2), rel=1e-3)}
+    bench = Bench(
+        PlainSubject(lambda x, n, world: {"w": 1 + 1e6 * (world.w - 1.5)}, names=["w"]),
+        2,
+        Way("mean"),
+    )
+    assert bench.units(Conditions()) == {
+        "w": pytest.approx(2e6 * 2.0**-52 * math.hypot(1, 2), rel=1e-3)
+    }
 
 
 def test_basis_of_columns() -> None:
-    """A column of zeros, as a count has that is 0 for the items in question, and one that others span have no direction of their own."""
-    assert _basis([[0.0, 0.0, 0.0], [3.0, 4.0, 0.0], [6.0, 8.0, 0.0]]) == [[0.6, 0.8, 0.0]]
+    """A column of zeros, as a count has that is 0 for the items in question, and one
+    that others span have no direction of their own.
+    """
+    assert _basis([[0.0, 0.0, 0.0], [3.0, 4.0, 0.0], [6.0, 8.0, 0.0]]) == [
+        [0.6, 0.8, 0.0]
+    ]
     assert len(_basis([[3.0, 4.0, 1e-6]], [[0.6, 0.8, 0.0]])) == 2

@@ -1,4 +1,6 @@
-"""The cuts of a large batch, the nests that it comes in, and the merging of other outputs."""
+"""The cuts of a large batch, the nests that it comes in, and the merging of other
+outputs.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradaccum import ArgumentTypeError, ArgumentValueError, AutoMicroBatchSize, UsageError, kit, splitting
+from gradaccum import (
+    ArgumentTypeError,
+    ArgumentValueError,
+    AutoMicroBatchSize,
+    UsageError,
+    kit,
+    splitting,
+)
 
 
 class Pair(NamedTuple):
@@ -31,7 +40,9 @@ class Sample:
     derived: Any = dataclasses.field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        assert len(self.x) == len(self.y), "a check that no micro-batch of one leaf could pass"
+        assert len(self.x) == len(self.y), (
+            "a check that no micro-batch of one leaf could pass"
+        )
 
 
 def test_examples_in_docstrings() -> None:
@@ -43,16 +54,23 @@ def test_examples_in_docstrings() -> None:
 @given(items=st.integers(1, 300), steps=st.integers(1, 40))
 def test_each_item_once_in_order(items: int, steps: int) -> None:
     made = kit.divided(kit.make_division(steps), items, None)
-    assert [item for cut in made for item in range(cut.start, cut.stop)] == list(range(items))
+    assert [item for cut in made for item in range(cut.start, cut.stop)] == list(
+        range(items)
+    )
     assert len(made) <= steps
     assert max(cut.items for cut in made) == -(-items // steps)
     assert len({cut.items for cut in made[:-1]}) <= 1
 
 
-@given(weights=st.lists(st.integers(0, 9), min_size=1, max_size=40), budget=st.integers(9, 30))
+@given(
+    weights=st.lists(st.integers(0, 9), min_size=1, max_size=40),
+    budget=st.integers(9, 30),
+)
 def test_packed_up_to_the_budget(weights: list[int], budget: int) -> None:
     made = kit.packed(weights, budget)
-    assert [item for cut in made for item in range(cut.start, cut.stop)] == list(range(len(weights)))
+    assert [item for cut in made for item in range(cut.start, cut.stop)] == list(
+        range(len(weights))
+    )
     totals = [sum(weights[cut.start : cut.stop]) for cut in made]
     assert max(totals) <= budget
     for total, cut in zip(totals[:-1], made[1:], strict=True):
@@ -62,11 +80,19 @@ def test_packed_up_to_the_budget(weights: list[int], budget: int) -> None:
 @given(depth=st.integers(1, 60), segments=st.none() | st.integers(1, 60))
 def test_segments_hold_each_layer_once(depth: int, segments: int | None) -> None:
     if segments is not None and segments > depth:
-        with pytest.raises(ArgumentValueError, match=f"^segments: expected at most {depth}, the number of layers; got {segments}"):
+        with pytest.raises(
+            ArgumentValueError,
+            match=(
+                f"^segments: expected at most {depth}, the number of layers; got"
+                f" {segments}"
+            ),
+        ):
             kit.segment_cuts(depth, segments)
         return
     made = kit.segment_cuts(depth, segments)
-    assert [layer for cut in made for layer in range(cut.start, cut.stop)] == list(range(depth))
+    assert [layer for cut in made for layer in range(cut.start, cut.stop)] == list(
+        range(depth)
+    )
     assert len(made) == (segments or round(depth**0.5))
     lengths = [cut.items for cut in made]
     assert lengths == sorted(lengths, reverse=True)
@@ -74,7 +100,11 @@ def test_segments_hold_each_layer_once(depth: int, segments: int | None) -> None
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"), [((0,), "recompute: expected at least one layer"), ((4, 0), "segments: expected an int >= 1")]
+    ("arguments", "words"),
+    [
+        ((0,), "recompute: expected at least one layer"),
+        ((4, 0), "segments: expected an int >= 1"),
+    ],
 )
 def test_segments_that_cannot_be_cut(arguments: tuple[int, ...], words: str) -> None:
     with pytest.raises(ArgumentValueError, match=f"^{words}"):
@@ -82,17 +112,27 @@ def test_segments_that_cannot_be_cut(arguments: tuple[int, ...], words: str) -> 
 
 
 @pytest.mark.parametrize(
-    "cut", [lambda: splitting.size_for(0, 4), lambda: kit.packed([], 4), lambda: kit.divided(kit.make_division(4), 0, None)]
+    "cut",
+    [
+        lambda: splitting.size_for(0, 4),
+        lambda: kit.packed([], 4),
+        lambda: kit.divided(kit.make_division(4), 0, None),
+    ],
 )
 def test_empty_batch_is_refused(cut: Any) -> None:
-    with pytest.raises(ArgumentValueError, match=r"^batch: expected at least one item; got 0 items"):
+    with pytest.raises(
+        ArgumentValueError, match=r"^batch: expected at least one item; got 0 items"
+    ):
         cut()
 
 
 NESTS: list[tuple[Any, list[str]]] = [
     (1.0, [""]),
     ((1, np.zeros(1)), ["[0]", "[1]"]),
-    ({"a": np.ones(1), "b": [np.ones(1), {"c": 2}]}, ["['a']", "['b'][0]", "['b'][1]['c']"]),
+    (
+        {"a": np.ones(1), "b": [np.ones(1), {"c": 2}]},
+        ["['a']", "['b'][0]", "['b'][1]['c']"],
+    ),
     (Pair(np.ones(1), ["x", "y"]), [".left", ".right"]),
     (Sample(np.ones(1), np.ones(1)), [".x", ".y", ".derived"]),
     (collections.OrderedDict(z=np.ones(1), a=np.ones(1)), ["['z']", "['a']"]),
@@ -102,20 +142,28 @@ NESTS: list[tuple[Any, list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("nest", "paths"), NESTS, ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize(
+    ("nest", "paths"), NESTS, ids=lambda value: type(value).__name__
+)
 def test_nest_and_its_paths(nest: Any, paths: list[str]) -> None:
     leaves = kit.leaves_of(nest)
     assert [leaf.path for leaf in leaves] == paths
     marked = kit.mapped(lambda leaf: (leaf, "seen"), nest)
     assert type(marked) is type(nest) or paths == [""]
-    assert [leaf.value for leaf in kit.leaves_of(nest)] == [leaf.value for leaf in leaves], "the user's own nest has changed"
+    assert [leaf.value for leaf in kit.leaves_of(nest)] == [
+        leaf.value for leaf in leaves
+    ], "the user's own nest has changed"
     if paths != [""]:
         seen = [child for _, child in kit.children_of(marked) or []]
         assert len(seen) == len(kit.children_of(nest) or [])
 
 
 def test_changed_leaves_stand_in_their_places() -> None:
-    nest = {"a": np.ones(1), "b": Pair(np.ones(2), (np.ones(3),)), "c": Sample(np.ones(4), np.ones(4))}
+    nest = {
+        "a": np.ones(1),
+        "b": Pair(np.ones(2), (np.ones(3),)),
+        "c": Sample(np.ones(4), np.ones(4)),
+    }
     sizes = kit.mapped(lambda leaf: None if leaf is None else leaf.size, nest)  # type: ignore[attr-defined]
     assert isinstance(sizes, dict)
     assert sizes["a"] == 1
@@ -128,7 +176,12 @@ def test_prefix_reaches_every_leaf_below() -> None:
     assert kit.spread(0, nest, "axes") == [0, 0, 0, 0]
     assert kit.spread((1, {"ids": 0, "grid": None}), nest, "axes") == [1, 0, None, None]
     assert kit.spread([1, {"ids": 0, "grid": (2, 3)}], nest, "axes") == [1, 0, 2, 3]
-    with pytest.raises(ArgumentValueError, match=r"axes\[1\]: expected a prefix of a nest like dict\(\['ids'\], \['grid'\]\)"):
+    with pytest.raises(
+        ArgumentValueError,
+        match=(
+            r"axes\[1\]: expected a prefix of a nest like dict\(\['ids'\], \['grid'\]\)"
+        ),
+    ):
         kit.spread((1, {"ids": 0}), nest, "axes")
 
 
@@ -138,7 +191,11 @@ LISTS: dict[str, tuple[Any, Any, list[tuple[str, int, str]]]] = {
     "sizes": (((3, 5), (7, 2)), 0, [("batch[1]", 2, "()")]),
     "some are None": ([ROWS, None, ROWS], 0, [("batch[1]", 3, "[]")]),
     "below a dict": ({"meta": [{"w": 0.5}]}, 0, [("batch[1]['meta']", 1, "[]")]),
-    "lists in a list": ([[ROWS, ROWS, ROWS], [ROWS, ROWS, ROWS]], (0, [0, 0]), [("batch[1][0]", 3, "[]"), ("batch[1][1]", 3, "[]")]),
+    "lists in a list": (
+        [[ROWS, ROWS, ROWS], [ROWS, ROWS, ROWS]],
+        (0, [0, 0]),
+        [("batch[1][0]", 3, "[]"), ("batch[1][1]", 3, "[]")],
+    ),
     "whole": ([{"w": 0.5}, {"w": 1.0}], (0, None), []),
     "an axis for each": ([ROWS, ROWS], (0, [0, 1]), []),
     "other dtypes": ([ROWS, ROWS.astype(int)], 0, []),
@@ -162,38 +219,79 @@ def test_list_of_items_is_one_leaf() -> None:
     (x, marked), found = kit.mark_lists(batch, (0, {"meta": kit.ITEMS, "other": [0]}))
     assert found == []
     assert [leaf.path for leaf in kit.leaves_of(marked)] == ["['meta']", "['other'][0]"]
-    assert (x is ROWS, kit.is_column(marked["meta"]), type(marked["meta"][:1])) == (True, True, list)  # type: ignore[index]
-    assert kit.spread((0, {"meta": kit.ITEMS, "other": [0]}), (x, marked), "axes") == [0, kit.ITEMS, 0]
+    assert (x is ROWS, kit.is_column(marked["meta"]), type(marked["meta"][:1])) == (
+        True,
+        True,
+        list,
+    )  # type: ignore[index]
+    assert kit.spread((0, {"meta": kit.ITEMS, "other": [0]}), (x, marked), "axes") == [
+        0,
+        kit.ITEMS,
+        0,
+    ]
     assert type(batch[1]["meta"]) is tuple, "the user's own nest has changed"  # type: ignore[index]
 
 
 def test_list_as_long_as_the_batch_is_refused() -> None:
     sizes = [("batch[0]", 8), ("batch[1][0]", 8), ("batch[1][1]", 8)]
     assert kit.require_one_size(sizes, [("batch[1]", 2, "[]")]) == 8
-    with pytest.raises(ArgumentValueError, match=r"batch\[1\]: expected a list that axes= .* got 8 .* write \[0, 0, ...\] .*'items'"):
+    with pytest.raises(
+        ArgumentValueError,
+        match=(
+            r"batch\[1\]: expected a list that axes= .* got 8 .* write \[0, 0, ...\]"
+            r" .*'items'"
+        ),
+    ):
         kit.require_one_size(sizes, [("batch[1]", 8, "[]")])
-    with pytest.raises(ArgumentValueError, match=r"batch\[1\]\[0\]: expected 8 items.* got 3. If the elements of the list around it"):
+    with pytest.raises(
+        ArgumentValueError,
+        match=(
+            r"batch\[1\]\[0\]: expected 8 items.* got 3. If the elements of the list"
+            r" around it"
+        ),
+    ):
         kit.require_one_size([*sizes[:1], ("batch[1][0]", 3)], [("batch[1]", 2, "[]")])
-    with pytest.raises(ArgumentValueError, match=r"write \[0, 0\] .* split= a function"):
-        kit.require_one_size(sizes[1:], [("batch[1]", 2, "[]")])  # Nothing else says how long the batch is.
+    with pytest.raises(
+        ArgumentValueError, match=r"write \[0, 0\] .* split= a function"
+    ):
+        # Nothing else says how long the batch is.
+        kit.require_one_size(sizes[1:], [("batch[1]", 2, "[]")])
 
 
 def test_tuple_of_arrays_of_one_length_is_a_batch() -> None:
-    assert kit.require_one_size([("batch[0]", 8), ("batch[1]", 8)], [("batch", 2, "()")]) == 8
+    assert (
+        kit.require_one_size([("batch[0]", 8), ("batch[1]", 8)], [("batch", 2, "()")])
+        == 8
+    )
     images = [(f"batch[0][{item}]", 3) for item in range(8)]
-    with pytest.raises(ArgumentValueError, match=r"batch\[0\]: expected a list that axes= .* got 8"):
-        kit.require_one_size(images, [("batch[0]", 8, "()"), ("batch[1]", 8, "()")])  # Eight images of three channels, and their targets.
-    with pytest.raises(ArgumentValueError, match=r"batch\[0\]: expected a list that axes= .* got 8"):
+    with pytest.raises(
+        ArgumentValueError, match=r"batch\[0\]: expected a list that axes= .* got 8"
+    ):
+        # Eight images of three channels, and their targets.
+        kit.require_one_size(images, [("batch[0]", 8, "()"), ("batch[1]", 8, "()")])
+    with pytest.raises(
+        ArgumentValueError, match=r"batch\[0\]: expected a list that axes= .* got 8"
+    ):
         kit.require_one_size([*images, ("batch[1]", 8)], [("batch[0]", 8, "()")])
     views = [(f"batch[{place}][{view}]", 8) for place in range(2) for view in range(2)]
-    assert kit.require_one_size(views, [("batch[0]", 2, "()"), ("batch[1]", 2, "()")]) == 8
-    for sizes in ([("batch[0]", 2), ("batch[1]", 2)], [("batch[0]", 8), ("batch[1]", 7)], [("batch[0]['a']", 8), ("batch[1]['a']", 8)]):
-        with pytest.raises(ArgumentValueError, match=r"write \(0, 0\) .* split= a function"):
+    assert (
+        kit.require_one_size(views, [("batch[0]", 2, "()"), ("batch[1]", 2, "()")]) == 8
+    )
+    for sizes in (
+        [("batch[0]", 2), ("batch[1]", 2)],
+        [("batch[0]", 8), ("batch[1]", 7)],
+        [("batch[0]['a']", 8), ("batch[1]['a']", 8)],
+    ):
+        with pytest.raises(
+            ArgumentValueError, match=r"write \(0, 0\) .* split= a function"
+        ):
             kit.require_one_size(sizes, [("batch", 2, "()")])
 
 
 def test_frames_of_a_failed_attempt_are_freed() -> None:
-    """Those of the error, of what it was raised from and of what it was raised beside; a circle of causes ends."""
+    """Those of the error, of what it was raised from and of what it was raised beside;
+    a circle of causes ends.
+    """
 
     class Array:
         """What an attempt holds."""
@@ -218,7 +316,11 @@ def test_frames_of_a_failed_attempt_are_freed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("declared", "words"), [(True, r"\(loss, aux\); got 1. Return both"), (False, "a scalar loss; got 1. Declare how it merges")]
+    ("declared", "words"),
+    [
+        (True, r"\(loss, aux\); got 1. Return both"),
+        (False, "a scalar loss; got 1. Declare how it merges"),
+    ],
 )
 def test_words_of_an_aux_error(declared: bool, words: str) -> None:
     assert re.search(words, str(splitting.aux_shape_error("1", declared=declared)))
@@ -233,8 +335,13 @@ def test_words_of_an_aux_error(declared: bool, words: str) -> None:
         (("a",), 1, "values that are no numbers"),
     ],
 )
-def test_item_weights_are_refused(weights: tuple[Any, ...], items: int, got: str) -> None:
-    with pytest.raises(ArgumentValueError, match=f"^weight: expected {items} finite numbers >= 0, one per item; got {got}"):
+def test_item_weights_are_refused(
+    weights: tuple[Any, ...], items: int, got: str
+) -> None:
+    with pytest.raises(
+        ArgumentValueError,
+        match=f"^weight: expected {items} finite numbers >= 0, one per item; got {got}",
+    ):
         splitting.require_item_weights(weights, items)
     assert splitting.require_item_weights((0, 2), 2) == [0.0, 2.0]
 
@@ -245,16 +352,29 @@ def test_automatic_size_halves_and_remembers() -> None:
     while tried[-1] > 1:
         tried.append(sizes.after_failure(tried[-1]))
     assert tried == [13, 7, 4, 2, 1]
-    with pytest.raises(UsageError, match="micro-batch of one item to fit; got one that does not fit into 100 bytes"):
+    with pytest.raises(
+        UsageError,
+        match=(
+            "micro-batch of one item to fit; got one that does not fit into 100 bytes"
+        ),
+    ):
         sizes.after_failure(1)
     sizes.remember("step", 4)
-    assert (sizes.size, sizes.start("step", 13), sizes.start("step", 3), sizes.start("other", 13)) == (4, 4, 3, 13)
+    assert (
+        sizes.size,
+        sizes.start("step", 13),
+        sizes.start("step", 3),
+        sizes.start("other", 13),
+    ) == (4, 4, 3, 13)
     assert dict(sizes.choices) == {"step": 4}
     sizes.forget()
     assert (sizes.size, sizes.start("step", 13)) == (None, 13)
 
 
-@pytest.mark.parametrize(("limit", "kind"), [(0, ArgumentValueError), ("2 GiB", ArgumentTypeError), (1.5, ArgumentTypeError)])
+@pytest.mark.parametrize(
+    ("limit", "kind"),
+    [(0, ArgumentValueError), ("2 GiB", ArgumentTypeError), (1.5, ArgumentTypeError)],
+)
 def test_memory_limit_in_bytes(limit: Any, kind: type[Exception]) -> None:
     with pytest.raises(kind, match="memory_limit: expected an int >= 1"):
         AutoMicroBatchSize(memory_limit=limit)

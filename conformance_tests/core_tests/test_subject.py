@@ -1,4 +1,6 @@
-"""A loss function as `verify` calls it, what it refers to, and the random generators of Python and NumPy."""
+"""A loss function as `verify` calls it, what it refers to, and the random generators of
+Python and NumPy.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,9 @@ frameworks.__module__ = "torch.nn.functional"
         (closing_over_its_model, (1, 2), (("out", 1), 2)),
     ],
 )
-def test_convention_of_a_loss(loss_fn: Callable[..., Any], batch: tuple[Any, ...], value: Any) -> None:
+def test_convention_of_a_loss(
+    loss_fn: Callable[..., Any], batch: tuple[Any, ...], value: Any
+) -> None:
     loss, arguments = as_loss(loss_fn, MODEL, batch, lambda value: value is MODEL)
     assert loss(MODEL, *arguments) == value
 
@@ -82,13 +86,28 @@ def test_convention_of_a_loss(loss_fn: Callable[..., Any], batch: tuple[Any, ...
     [
         (3, True, r"expected a function loss_fn\(model, \*batch\); got 3"),
         (lambda x: x, True, "3 arguments; got one that does not take 3 arguments"),
-        (lambda a, b, c, d: a, True, "3 arguments; got one that does not take 3 arguments"),
-        (lambda x, y: x, False, r"loss_fn\(params, \*batch\), 3 arguments; got a criterion, which takes 2 arguments"),
+        (
+            lambda a, b, c, d: a,
+            True,
+            "3 arguments; got one that does not take 3 arguments",
+        ),
+        (
+            lambda x, y: x,
+            False,
+            (
+                r"loss_fn\(params, \*batch\), 3 arguments; got a criterion, which takes"
+                r" 2 arguments"
+            ),
+        ),
     ],
 )
-def test_loss_of_no_convention_is_refused(loss_fn: Any, callable_model: bool, words: str) -> None:
+def test_loss_of_no_convention_is_refused(
+    loss_fn: Any, callable_model: bool, words: str
+) -> None:
     with pytest.raises(ArgumentTypeError, match=f"^loss_fn: .*{words}"):
-        as_loss(loss_fn, MODEL, (1, 2), (lambda value: False) if callable_model else None)
+        as_loss(
+            loss_fn, MODEL, (1, 2), (lambda value: False) if callable_model else None
+        )
 
 
 def test_what_a_loss_reaches() -> None:
@@ -98,11 +117,27 @@ def test_what_a_loss_reaches() -> None:
         return (lambda: MODEL)(), closed
 
     found = dict(reached(functools.partial(loss, 7, scale=[8])))
-    assert {"func", "argument", "scale", "MODEL", "closed", "default", "inner"} <= found.keys()
-    assert (found["MODEL"], found["closed"], found["default"], found["argument"], found["scale"]) == (MODEL, closed, box, 7, [8])
+    assert {
+        "func",
+        "argument",
+        "scale",
+        "MODEL",
+        "closed",
+        "default",
+        "inner",
+    } <= found.keys()
+    assert (
+        found["MODEL"],
+        found["closed"],
+        found["default"],
+        found["argument"],
+        found["scale"],
+    ) == (MODEL, closed, box, 7, [8])
     assert dict(reached({"key": box})).keys() == {"loss_fn", "key", "inner"}
     assert {name for name, _ in reached(Criterion().forward)} >= {"self", "func"}
-    assert not {name for name, _ in reached(Criterion, types)} - {"loss_fn"}, "a class and a module are not walked through"
+    assert not {name for name, _ in reached(Criterion, types)} - {"loss_fn"}, (
+        "a class and a module are not walked through"
+    )
     chain: Any = {"end": 0}
     for depth in range(DEPTH):
         chain = {str(depth): chain}
@@ -129,10 +164,23 @@ def test_random_numbers_of_the_host(draw: Callable[[], float]) -> None:
         host.begin(*[seed] * bool(seed))
         return [draw() for _ in range(count)], host.states()
 
-    (first, one), (again, same), (two, more), (other, moved) = numbers(0), numbers(0), numbers(0, 2), numbers(3)
+    (first, one), (again, same), (two, more), (other, moved) = (
+        numbers(0),
+        numbers(0),
+        numbers(0, 2),
+        numbers(3),
+    )
     assert (first, one) == (again, same)
-    assert two[0] == first[0] == users != other[0] == numbers(3)[0][0] != numbers(4)[0][0]
+    assert (
+        two[0] == first[0] == users != other[0] == numbers(3)[0][0] != numbers(4)[0][0]
+    )
     assert (host.per_item(one, same), len(host.per_item(more, one))) == ([], 1)
-    assert len(host.seeded(one, moved)) == len(host.states()) - len(host.per_item(one, moved))
-    assert all(words.endswith("a number for each item") for words in host.per_item(more, one))
-    assert all(words.endswith("which the loss seeds") for words in host.seeded(one, same))
+    assert len(host.seeded(one, moved)) == len(host.states()) - len(
+        host.per_item(one, moved)
+    )
+    assert all(
+        words.endswith("a number for each item") for words in host.per_item(more, one)
+    )
+    assert all(
+        words.endswith("which the loss seeds") for words in host.seeded(one, same)
+    )

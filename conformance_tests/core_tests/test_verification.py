@@ -1,4 +1,6 @@
-"""The core of `gradaccum.verify` on a subject in pure Python, whose gradients are written by hand: each kind of cause by its definition."""
+"""The core of `gradaccum.verify` on a subject in pure Python, whose gradients are
+written by hand: each kind of cause by its definition.
+"""
 
 from __future__ import annotations
 
@@ -61,16 +63,30 @@ def kinds(report: gradaccum.VerificationReport) -> list[str]:
     return [cause.kind for cause in report.causes]
 
 
-TOKENS = Column("batch[1]", [[1.0] * int(n) + [0.0] * (5 - int(n)) for n in COUNTS], integers=True, sequence=True)
+TOKENS = Column(
+    "batch[1]",
+    [[1.0] * int(n) + [0.0] * (5 - int(n)) for n in COUNTS],
+    integers=True,
+    sequence=True,
+)
 
 
 def padded(integers: bool) -> Column:
-    return Column("batch[1]", [[1.0] * int(n) + [7.0] * (6 - int(n)) for n in COUNTS], integers, sequence=True)
+    return Column(
+        "batch[1]",
+        [[1.0] * int(n) + [7.0] * (6 - int(n)) for n in COUNTS],
+        integers,
+        sequence=True,
+    )
 
 
 SQUARES = Column("batch[2]", [[n * n] for n in COUNTS], integers=False, sequence=False)
-CLASS = Column("batch[1]", [[float(n > 2)] for n in COUNTS], integers=True, sequence=False)
-POSITIVE = Column("batch[1]", [[float(n > 3)] for n in COUNTS], integers=True, sequence=False)
+CLASS = Column(
+    "batch[1]", [[float(n > 2)] for n in COUNTS], integers=True, sequence=False
+)
+POSITIVE = Column(
+    "batch[1]", [[float(n > 3)] for n in COUNTS], integers=True, sequence=False
+)
 COMMAND = "(Add|Choose|Divide|Keep|Make|Mend|Multiply|Read|Seed|Split|Update|Use|Verify|Write) "
 NORM, GHOST = Layer("norm", "BatchNorm", False), Layer("", "Model", True)
 
@@ -84,51 +100,158 @@ NORM, GHOST = Layer("norm", "BatchNorm", False), Layer("", "Model", True)
         (PlainSubject(sound, weights=COUNTS), "mean", ["wrong_reduction"], "the loss"),
         (PlainSubject(by_count, [TOKENS]), "mean", ["unequal_counts"], "batch[1] != 0"),
         (PlainSubject(by_count, [TOKENS]), "sum", ["unequal_counts"], "batch[1] != 0"),
-        (PlainSubject(by_later_counts, [TOKENS]), "mean", ["unequal_counts"], "batch[1][:, 1:] != 0"),
-        (PlainSubject(by_count, [padded(True)]), "mean", ["unequal_counts"], "batch[1] != 7"),
-        (PlainSubject(by_count, [padded(False)]), "mean", ["unequal_counts"], "the denominator of the loss"),
-        (PlainSubject(by_count), "mean", ["unequal_counts"], "the denominator of the loss"),
-        (PlainSubject(by_two_counts, [TOKENS]), "mean", ["several_counts"], "the number of items; batch[1] != 0"),
-        (PlainSubject(by_two_counts, [TOKENS], weights=COUNTS), "mean", ["several_counts"], "the number of items; batch[1] != 0"),
-        (PlainSubject(by_two_counts, [TOKENS], items=4), "mean", ["several_counts"], "the number of items; batch[1] != 0"),
-        (PlainSubject(by_three_counts, [TOKENS, SQUARES]), "mean", ["several_counts"], "the number of items; batch[1] != 0; the sum of"),
+        (
+            PlainSubject(by_later_counts, [TOKENS]),
+            "mean",
+            ["unequal_counts"],
+            "batch[1][:, 1:] != 0",
+        ),
+        (
+            PlainSubject(by_count, [padded(True)]),
+            "mean",
+            ["unequal_counts"],
+            "batch[1] != 7",
+        ),
+        (
+            PlainSubject(by_count, [padded(False)]),
+            "mean",
+            ["unequal_counts"],
+            "the denominator of the loss",
+        ),
+        (
+            PlainSubject(by_count),
+            "mean",
+            ["unequal_counts"],
+            "the denominator of the loss",
+        ),
+        (
+            PlainSubject(by_two_counts, [TOKENS]),
+            "mean",
+            ["several_counts"],
+            "the number of items; batch[1] != 0",
+        ),
+        (
+            PlainSubject(by_two_counts, [TOKENS], weights=COUNTS),
+            "mean",
+            ["several_counts"],
+            "the number of items; batch[1] != 0",
+        ),
+        (
+            PlainSubject(by_two_counts, [TOKENS], items=4),
+            "mean",
+            ["several_counts"],
+            "the number of items; batch[1] != 0",
+        ),
+        (
+            PlainSubject(by_three_counts, [TOKENS, SQUARES]),
+            "mean",
+            ["several_counts"],
+            "the number of items; batch[1] != 0; the sum of",
+        ),
         (PlainSubject(by_two_counts), "mean", ["coupled_loss"], "the loss"),
         (PlainSubject(barely_coupled), "mean", ["coupled_loss"], "the loss"),
-        (PlainSubject(weakly_coupled, names=["v"]), "mean", ["coupled_loss"], "the loss"),
+        (
+            PlainSubject(weakly_coupled, names=["v"]),
+            "mean",
+            ["coupled_loss"],
+            "the loss",
+        ),
         (PlainSubject(by_place), "mean", ["shared_randomness"], "the loss"),
-        (PlainSubject(by_place, fixed=["line 3"]), "mean", ["shared_randomness"], "line 3"),
+        (
+            PlainSubject(by_place, fixed=["line 3"]),
+            "mean",
+            ["shared_randomness"],
+            "line 3",
+        ),
         (PlainSubject(maximal), "mean", ["coupled_loss"], "the loss"),
         (PlainSubject(hardly_maximal), "mean", ["coupled_loss"], "the loss"),
         (PlainSubject(two_hardest, names=["v"]), "mean", ["coupled_loss"], "the loss"),
-        (PlainSubject(over_positives, [POSITIVE]), "mean", ["unequal_counts"], "batch[1] != 0"),
-        (PlainSubject(over_positives), "mean", ["unequal_counts"], "the denominator of the loss"),
+        (
+            PlainSubject(over_positives, [POSITIVE]),
+            "mean",
+            ["unequal_counts"],
+            "batch[1] != 0",
+        ),
+        (
+            PlainSubject(over_positives),
+            "mean",
+            ["unequal_counts"],
+            "the denominator of the loss",
+        ),
         (PlainSubject(deviating), "mean", ["not_finite"], "w"),
         (PlainSubject(repeated), "sum", ["repeated_term"], "v"),
         (PlainSubject(part_summed), "mean", ["summed_term"], "v"),
         (PlainSubject(rarely_coupled), "mean", ["coupled_loss"], "the loss"),
         (PlainSubject(coupled_in_order), "mean", ["coupled_loss"], "the loss"),
-        (PlainSubject(in_training, layers=[NORM]), "mean", ["batch_statistics"], "norm"),
-        (PlainSubject(coupled, layers=[GHOST]), "mean", ["batch_statistics"], "the model"),
-        (PlainSubject(coupled, layers=[NORM]), "mean", ["batch_statistics", "coupled_loss"], "norm"),
+        (
+            PlainSubject(in_training, layers=[NORM]),
+            "mean",
+            ["batch_statistics"],
+            "norm",
+        ),
+        (
+            PlainSubject(coupled, layers=[GHOST]),
+            "mean",
+            ["batch_statistics"],
+            "the model",
+        ),
+        (
+            PlainSubject(coupled, layers=[NORM]),
+            "mean",
+            ["batch_statistics", "coupled_loss"],
+            "norm",
+        ),
         (PlainSubject(remembering), "mean", ["state"], "counter"),
         (PlainSubject(branching), "mean", ["missing_gradients"], "w"),
         (PlainSubject(branching, layers=[GHOST]), "mean", ["missing_gradients"], "w"),
-        (PlainSubject(ignoring_scale), "mean", ["custom_backward"], "a custom backward"),
+        (
+            PlainSubject(ignoring_scale),
+            "mean",
+            ["custom_backward"],
+            "a custom backward",
+        ),
         (PlainSubject(sound, culprits=["Rule"]), "mean", ["custom_backward"], "Rule"),
-        (PlainSubject(sound, fixed=["line 3"]), "mean", ["shared_randomness"], "line 3"),
-        (PlainSubject(drawing, unreplayed=["line 4"]), "mean", ["randomness"], "line 4"),
-        (PlainSubject(coupled, unreplayed=["line 4"]), "mean", ["coupled_loss"], "the loss"),
-        (PlainSubject(lambda x, n, world: {"w": math.nan, "v": 1.0}), "mean", ["not_finite"], "w"),
+        (
+            PlainSubject(sound, fixed=["line 3"]),
+            "mean",
+            ["shared_randomness"],
+            "line 3",
+        ),
+        (
+            PlainSubject(drawing, unreplayed=["line 4"]),
+            "mean",
+            ["randomness"],
+            "line 4",
+        ),
+        (
+            PlainSubject(coupled, unreplayed=["line 4"]),
+            "mean",
+            ["coupled_loss"],
+            "the loss",
+        ),
+        (
+            PlainSubject(lambda x, n, world: {"w": math.nan, "v": 1.0}),
+            "mean",
+            ["not_finite"],
+            "w",
+        ),
     ],
-    ids=lambda value: value.slopes.__name__ if isinstance(value, PlainSubject) else None,
+    ids=lambda value: (
+        value.slopes.__name__ if isinstance(value, PlainSubject) else None
+    ),
 )
-def test_cause_by_its_definition(subject: PlainSubject, reduction: str, expected: list[str], where: str) -> None:
+def test_cause_by_its_definition(
+    subject: PlainSubject, reduction: str, expected: list[str], where: str
+) -> None:
     report = examine(subject, 4, reduction)
     assert not report.equivalent
     assert kinds(report) == expected
     assert report.causes[0].where.startswith(where)
     for cause in report.causes:
-        assert [bool(re.match(COMMAND, text)) for text in (cause.where, cause.explanation, cause.fix)] == [False, False, True]
+        assert [
+            bool(re.match(COMMAND, text))
+            for text in (cause.where, cause.explanation, cause.fix)
+        ] == [False, False, True]
 
 
 @pytest.mark.parametrize(
@@ -153,16 +276,27 @@ def test_sound_losses_pass(subject: PlainSubject, reduction: str, steps: int) ->
 
 def test_hidden_state_is_found() -> None:
     calls = iter(range(10**6))
-    report = examine(PlainSubject(lambda x, n, world: {"w": mean(x) + next(calls), "v": 1.0}), 4)
+    report = examine(
+        PlainSubject(lambda x, n, world: {"w": mean(x) + next(calls), "v": 1.0}), 4
+    )
     assert kinds(report) == ["hidden_state"]
 
 
-@pytest.mark.parametrize(("off", "passes"), [(ROUNDING_LIMIT / 4, True), (ROUNDING_LIMIT * 8, False)])
+@pytest.mark.parametrize(
+    ("off", "passes"), [(ROUNDING_LIMIT / 4, True), (ROUNDING_LIMIT * 8, False)]
+)
 def test_error_is_counted_in_units(off: float, passes: bool) -> None:
     """A micro-batch that is wrong by few roundings passes; by many it does not."""
 
-    def slopes(x: Sequence[float], counts: Sequence[float], world: World) -> dict[str, float]:
-        return {"w": world.w * (1.0 if world.whole else 1 + off * EPSILON * (1 + math.log2(len(X))))}
+    def slopes(
+        x: Sequence[float], counts: Sequence[float], world: World
+    ) -> dict[str, float]:
+        return {
+            "w": (
+                world.w
+                * (1.0 if world.whole else 1 + off * EPSILON * (1 + math.log2(len(X))))
+            )
+        }
 
     assert examine(PlainSubject(slopes, names=["w"]), 4).equivalent is passes
 
@@ -170,7 +304,9 @@ def test_error_is_counted_in_units(off: float, passes: bool) -> None:
 def test_missing_where_it_is_right_is_a_note() -> None:
     """A part of the items that only some micro-batches have."""
 
-    def slopes(x: Sequence[float], counts: Sequence[float], world: World) -> dict[str, float]:
+    def slopes(
+        x: Sequence[float], counts: Sequence[float], world: World
+    ) -> dict[str, float]:
         large = [value for value in x if value > 1]
         return {"v": mean(x), **({"w": math.fsum(large) / len(x)} if large else {})}
 
@@ -182,16 +318,23 @@ def test_missing_where_it_is_right_is_a_note() -> None:
 
 
 def test_empty_micro_batch_is_told() -> None:
-    """A mean over nothing is no state: the count is named, and which micro-batches have none."""
+    """A mean over nothing is no state: the count is named, and which micro-batches have
+    none.
+    """
     (cause,) = examine(PlainSubject(over_positives, [POSITIVE]), 4).causes
-    assert "2 of 4 micro-batches (4 micro-batches in order) is not finite" in cause.explanation
+    assert (
+        "2 of 4 micro-batches (4 micro-batches in order) is not finite"
+        in cause.explanation
+    )
     (cause,) = examine(PlainSubject(deviating), 4).causes
     assert "1 of 4 micro-batches" in cause.explanation
     assert "max(count, 1)" in cause.fix
 
 
 def test_weights_follow_a_label() -> None:
-    def slopes(x: Sequence[float], counts: Sequence[float], world: World) -> dict[str, float]:
+    def slopes(
+        x: Sequence[float], counts: Sequence[float], world: World
+    ) -> dict[str, float]:
         return by_count(x, [7.0 if n > 2 else 2.0 for n in counts], world)
 
     (cause,) = examine(PlainSubject(slopes, [CLASS]), 4).causes
@@ -201,15 +344,38 @@ def test_weights_follow_a_label() -> None:
     (measured,) = examine(PlainSubject(slopes), 4).causes
     assert measured.explanation.count(", ") == len(X) + 1, "all are shown"
     assert "..." not in measured.explanation
-    assert max(map(len, re.findall(r"\d+\.\d+", measured.explanation))) == 5, "0.468 and 1.64: three digits"
+    assert max(map(len, re.findall(r"\d+\.\d+", measured.explanation))) == 5, (
+        "0.468 and 1.64: three digits"
+    )
 
 
-@pytest.mark.parametrize("heavy", [3, 4], ids=["no weight for a label", "a label of one item"])
+@pytest.mark.parametrize(
+    "heavy", [3, 4], ids=["no weight for a label", "a label of one item"]
+)
 def test_weights_follow_any_label(heavy: int) -> None:
-    def slopes(x: Sequence[float], counts: Sequence[float], world: World) -> dict[str, float]:
-        return over_positives(x, counts, world) if heavy == 3 else by_count(x, [7.0 if n > heavy else 2.0 for n in counts], world)
+    def slopes(
+        x: Sequence[float], counts: Sequence[float], world: World
+    ) -> dict[str, float]:
+        return (
+            over_positives(x, counts, world)
+            if heavy == 3
+            else by_count(x, [7.0 if n > heavy else 2.0 for n in counts], world)
+        )
 
-    (cause,) = examine(PlainSubject(slopes, [Column("batch[1]", [[1.0 + (n > heavy)] for n in COUNTS], True, sequence=False)]), 4).causes
+    (cause,) = examine(
+        PlainSubject(
+            slopes,
+            [
+                Column(
+                    "batch[1]",
+                    [[1.0 + (n > heavy)] for n in COUNTS],
+                    True,
+                    sequence=False,
+                )
+            ],
+        ),
+        4,
+    ).causes
     assert cause.where == "a weight by batch[1]"
 
 
@@ -221,14 +387,20 @@ def test_words_of_a_cause() -> None:
         (PlainSubject(sound), "sum", "Write reduction='mean' and no weight=."),
     ):
         assert examine(subject, 4, reduction).causes[0].fix == fix
-    assert "1.001, 0.999" in unequal_weights([1.001, 0.999], None, []).explanation, "those of 1000 and 1003 tokens are told apart"
+    assert "1.001, 0.999" in unequal_weights([1.001, 0.999], None, []).explanation, (
+        "those of 1000 and 1003 tokens are told apart"
+    )
 
 
 def test_conditions_are_changed_one_at_a_time() -> None:
-    """A sound loss is never run in evaluation mode, with its state put back or with other random numbers."""
+    """A sound loss is never run in evaluation mode, with its state put back or with
+    other random numbers.
+    """
     subject = PlainSubject(sound)
     examine(subject, 4)
-    assert {(c.training, c.carry_state, c.seed, c.replay) for c in subject.windows} == {(True, True, 0, True)}
+    assert {(c.training, c.carry_state, c.seed, c.replay) for c in subject.windows} == {
+        (True, True, 0, True)
+    }
     assert {c.scale for c in subject.windows} == {1.0, *experiments.FACTORS}
     assert len(subject.windows) < 60
 
@@ -240,13 +412,21 @@ def test_partitions_hold_each_item_once(items: int, steps: int) -> None:
         return
     made = partitions(range(items), steps)
     for partition in made:
-        assert sorted(item for part in partition.parts for item in part) == list(range(items))
+        assert sorted(item for part in partition.parts for item in part) == list(
+            range(items)
+        )
         assert all(partition.parts)
-        assert min(map(len, partition.parts)) > 1 or min(map(len, made[0].parts)) == 1 or items == 3, "a single item nobody asked for"
+        assert (
+            min(map(len, partition.parts)) > 1
+            or min(map(len, made[0].parts)) == 1
+            or items == 3
+        ), "a single item nobody asked for"
     assert len({partition.parts for partition in made}) == len(made)
     assert partition.parts == (tuple(reversed(range(items))),)
     assert len(made[0].parts) <= steps
-    assert [item for part in made[0].parts for item in part] == list(range(items)), "the first is the one that training makes"
+    assert [item for part in made[0].parts for item in part] == list(range(items)), (
+        "the first is the one that training makes"
+    )
 
 
 def test_each_kind_has_its_section_and_its_test() -> None:
@@ -265,19 +445,28 @@ def test_each_kind_has_its_section_and_its_test() -> None:
         ((4, "median"), ArgumentValueError, "reduction: expected one of"),
     ],
 )
-def test_wrong_arguments_are_refused(arguments: tuple[Any, ...], kind: type[Exception], words: str) -> None:
+def test_wrong_arguments_are_refused(
+    arguments: tuple[Any, ...], kind: type[Exception], words: str
+) -> None:
     with pytest.raises(kind, match=words):
         examine(PlainSubject(sound), *arguments)
 
 
 @pytest.mark.parametrize("model", [3, "model", [1.0, 2.0], {"w": None}, []])
 def test_object_of_no_framework_is_refused(model: object) -> None:
-    with pytest.raises(ArgumentTypeError, match=r"model_or_params: expected a torch\.nn\.Module"):
+    with pytest.raises(
+        ArgumentTypeError, match=r"model_or_params: expected a torch\.nn\.Module"
+    ):
         gradaccum.verify(model, lambda model: model, ())
 
 
 def test_report_counts_what_cannot_be_written() -> None:
-    report = examine(PlainSubject(lambda x, n, world: {"w": mean(x) if len(x) > 2 else math.inf, "v": 1.0}), 4)
+    report = examine(
+        PlainSubject(
+            lambda x, n, world: {"w": mean(x) if len(x) > 2 else math.inf, "v": 1.0}
+        ),
+        4,
+    )
     assert report.errors["w"] == math.inf
     assert '"w": "inf"' in report.to_json()
     assert "w not finite" in str(report)
@@ -288,10 +477,19 @@ def test_table_of_a_report() -> None:
     console = Console(width=300, file=io.StringIO())
     console.print(found.table())
     printed = " ".join(console.file.getvalue().split())  # type: ignore[attr-defined]
-    for words in ("WRONG for this loss: repeated_term.", "repeated_term (v): The gradient", "What to do: Add", "moved, in units"):
+    for words in (
+        "WRONG for this loss: repeated_term.",
+        "repeated_term (v): The gradient",
+        "What to do: Add",
+        "moved, in units",
+    ):
         assert words in printed
     assert re.search(rf"w .* {found.units['w']:.2g} ", printed)
-    assert [column.header for column in found.table().columns] == ["parameter", "moved, in units", "unit"]
+    assert [column.header for column in found.table().columns] == [
+        "parameter",
+        "moved, in units",
+        "unit",
+    ]
     assert str(found).endswith("More about each cause: gradaccum/VERIFY.md.")
     assert [row.style for row in found.table().rows] == ["", "bold red"]
 
@@ -309,11 +507,20 @@ class Here:
         ([1.0, {"w": "text"}], []),
     ],
 )
-def test_likeliest_framework_is_asked_first(monkeypatch: pytest.MonkeyPatch, model: object, asked: list[str]) -> None:
+def test_likeliest_framework_is_asked_first(
+    monkeypatch: pytest.MonkeyPatch, model: object, asked: list[str]
+) -> None:
     """The model's own or its first leaf's, then those that are imported."""
-    tops = {"a": "no_such_package", "b": "fractions", "c": "json", "d": Here.__module__.partition(".")[0]}
+    tops = {
+        "a": "no_such_package",
+        "b": "fractions",
+        "c": "json",
+        "d": Here.__module__.partition(".")[0],
+    }
     entries = {reports.BACKENDS: {name: SimpleNamespace(value=name) for name in tops}}
-    entries[reports.TYPES] = {top: SimpleNamespace(value=name) for name, top in tops.items()}
+    entries[reports.TYPES] = {
+        top: SimpleNamespace(value=name) for name, top in tops.items()
+    }
     monkeypatch.setattr(reports, "owners", entries.__getitem__)
     monkeypatch.setattr(reports, "available_backends", lambda: sorted(tops))
     monkeypatch.delitem(sys.modules, tops["b"])

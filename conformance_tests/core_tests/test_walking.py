@@ -1,4 +1,6 @@
-"""The walk over states finds a fault that lies deeper than any short sequence of events."""
+"""The walk over states finds a fault that lies deeper than any short sequence of
+events.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,16 @@ OPTIONS = VARIANTS["skip window"]
 
 
 class WithoutCeiling(NumpyHarness):
-    """The loss scale of its sessions grows beyond `max_scale`, which it reaches after some ten events."""
+    """The loss scale of its sessions grows beyond `max_scale`, which it reaches after
+    some ten events.
+    """
 
     def start(self, setup: Setup) -> NumpySession:
         session = super().start(setup)
         options = session.accumulation.options
-        session.accumulation.options = options._replace(scale_rule=options.scale_rule._replace(max_scale=math.inf))
+        session.accumulation.options = options._replace(
+            scale_rule=options.scale_rule._replace(max_scale=math.inf)
+        )
         return session
 
 
@@ -47,5 +53,7 @@ def test_states_are_walked_once_and_from_each_all_events() -> None:
             self.at = snapshots
 
     ring = Ring()
-    assert walk(ring, ("on", "stay"), lambda: ring.at) == {depth: depth for depth in range(7)}
+    assert walk(ring, ("on", "stay"), lambda: ring.at) == {
+        depth: depth for depth in range(7)
+    }
     assert ring.done == 14

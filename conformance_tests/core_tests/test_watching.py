@@ -1,4 +1,6 @@
-"""Listeners of closed windows, without a framework: who hears what, when, and what the ready-made ones write."""
+"""Listeners of closed windows, without a framework: who hears what, when, and what the
+ready-made ones write.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,20 @@ from typing import Any
 import pytest
 
 import gradaccum
-from gradaccum import ArgumentTypeError, MissingPackageError, StepResult, UsageError, Watch
+from gradaccum import (
+    ArgumentTypeError,
+    MissingPackageError,
+    StepResult,
+    UsageError,
+    Watch,
+)
 from gradaccum.kit import Listeners, State, described, make_options, status
 from gradaccum.watching import ClosedWindow, JsonLines, RichProgress, TensorBoard
 
 WINDOW = ClosedWindow(17, True, False, False, 0.5, 1024.0, 32.0, 4, 0.25, 1.5, 96.0)
-OVERFLOW = WINDOW._replace(applied=False, skipped=True, overflow=True, grad_norm=math.inf, loss=math.nan)
+OVERFLOW = WINDOW._replace(
+    applied=False, skipped=True, overflow=True, grad_norm=math.inf, loss=math.nan
+)
 
 
 def mid(micro_step: int, *, overflow: bool = False, step: int = 0) -> StepResult:
@@ -32,7 +42,9 @@ def end(step: int = 1, *, applied: bool = True, overflow: bool = False) -> StepR
     return StepResult(applied, not applied, overflow, 2.0, 1.0, 0, step)
 
 
-def watched(*events: tuple[StepResult, dict[str, float]], **options: Any) -> list[ClosedWindow]:
+def watched(
+    *events: tuple[StepResult, dict[str, float]], **options: Any
+) -> list[ClosedWindow]:
     heard: list[ClosedWindow] = []
     watch = Watch(heard.append, **options)
     for result, told in events:
@@ -41,24 +53,48 @@ def watched(*events: tuple[StepResult, dict[str, float]], **options: Any) -> lis
 
 
 def test_only_closed_windows_are_heard() -> None:
-    heard = watched((mid(1), {}), (mid(2), {}), (end(1), {}), (mid(1, step=1), {}), (end(1, applied=False), {}))
-    assert [(w.optimizer_step, w.applied, w.skipped, w.grad_norm) for w in heard] == [(1, True, False, 2.0), (1, False, True, 2.0)]
-    assert all(math.isnan(w.weight) and math.isnan(w.micro_batches) and math.isnan(w.loss) for w in heard)
+    heard = watched(
+        (mid(1), {}),
+        (mid(2), {}),
+        (end(1), {}),
+        (mid(1, step=1), {}),
+        (end(1, applied=False), {}),
+    )
+    assert [(w.optimizer_step, w.applied, w.skipped, w.grad_norm) for w in heard] == [
+        (1, True, False, 2.0),
+        (1, False, True, 2.0),
+    ]
+    assert all(
+        math.isnan(w.weight) and math.isnan(w.micro_batches) and math.isnan(w.loss)
+        for w in heard
+    )
     assert all(w.seconds > 0 for w in heard)
 
 
 def test_seconds_since_the_last_end(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter((10.0, 12.0, 15.0))
-    monkeypatch.setattr("gradaccum.watching.watch.time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr(
+        "gradaccum.watching.watch.time",
+        SimpleNamespace(perf_counter=lambda: next(clock)),
+    )
     listeners = Listeners()
     listeners.add(print)
     assert [listeners.note(end()).seconds for _ in range(2)] == [2.0, 3.0]
 
 
-@pytest.mark.parametrize(("reduction", "loss"), [("mean", (1 * 3 + 2 * 3 + 4 * 2) / 8), ("sum", 7.0), ("item_mean", 7 / 8)])
+@pytest.mark.parametrize(
+    ("reduction", "loss"),
+    [("mean", (1 * 3 + 2 * 3 + 4 * 2) / 8), ("sum", 7.0), ("item_mean", 7 / 8)],
+)
 def test_told_losses_make_the_large_batch_loss(reduction: str, loss: float) -> None:
-    told = [{"loss": 1.0, "weight": 3}, {"loss": 2.0, "weight": 3}, {"loss": 4.0, "weight": 2}]
-    (window,) = watched(*zip([mid(1), mid(2), end()], told, strict=True), reduction=reduction)
+    told = [
+        {"loss": 1.0, "weight": 3},
+        {"loss": 2.0, "weight": 3},
+        {"loss": 4.0, "weight": 2},
+    ]
+    (window,) = watched(
+        *zip([mid(1), mid(2), end()], told, strict=True), reduction=reduction
+    )
     assert (window.weight, window.micro_batches, window.loss) == (8, 3, loss)
 
 
@@ -68,17 +104,33 @@ def test_flush_counts_no_micro_batch() -> None:
     assert (window.micro_batches, window.weight, window.loss) == (2, 2, 3)
 
 
-def test_flush_of_an_empty_window_is_heard_once() -> None:
-    """The window's result is there still. A micro-batch that is told makes another window, be its result the same."""
+def test_flush_of_an_empty_window_is_not_heard() -> None:
+    """Two windows with equal results are two."""
     skipped = end(1, applied=False)._replace(grad_norm=math.nan)
+    nothing = end()._replace(applied=False)
     told = {"loss": 3.0}
-    heard = watched((mid(1), told), (end(), told), (end(), {}), (end(), {}), (skipped, told), (skipped, {}), (skipped, told), (mid(1), {}))
-    assert [(w.applied, w.micro_batches) for w in heard] == [(True, 2), (False, 1), (False, 1)]
+    heard = watched(
+        (mid(1), told),
+        (end(), told),
+        (nothing, {}),
+        (nothing, {}),
+        (skipped, told),
+        (nothing, {}),
+        (skipped, told),
+        (mid(1), {}),
+    )
+    assert [(w.applied, w.micro_batches) for w in heard] == [
+        (True, 2),
+        (False, 1),
+        (False, 1),
+    ]
 
 
 def test_discard_forgets() -> None:
     told = {"loss": 3.0}
-    (window,) = watched((mid(1), {"loss": 99.0}), (mid(0), {}), (mid(1), told), (end(), told))
+    (window,) = watched(
+        (mid(1), {"loss": 99.0}), (mid(0), {}), (mid(1), told), (end(), told)
+    )
     assert (window.micro_batches, window.loss) == (2, 3)
 
 
@@ -112,7 +164,10 @@ def test_overflow_has_a_count_only() -> None:
 
 
 def test_watch_refuses() -> None:
-    with pytest.raises(ArgumentTypeError, match=r"result: expected a StepResult; got a tuple. Write watch\(opt.result\)"):
+    with pytest.raises(
+        ArgumentTypeError,
+        match=r"result: expected a StepResult; got a tuple. Write watch\(opt.result\)",
+    ):
         Watch()((1, 2))  # type: ignore[arg-type]
     with pytest.raises(ArgumentTypeError, match="host callback"):
         Watch()(mid(1)._replace(micro_step=[1, 2]))
@@ -125,7 +180,10 @@ def test_watch_refuses() -> None:
 
 
 def test_loss_of_weight_zero_is_left_out() -> None:
-    heard = watched((mid(1), {"loss": math.nan, "weight": 0.0}), (end(), {"loss": 5.0, "weight": 2.0}))
+    heard = watched(
+        (mid(1), {"loss": math.nan, "weight": 0.0}),
+        (end(), {"loss": 5.0, "weight": 2.0}),
+    )
     assert [window.loss for window in heard[-1:]] == [5.0]
 
 
@@ -133,7 +191,10 @@ def test_loss_of_the_result_needs_no_telling() -> None:
     """The optimizer was told it. What the loop tells stands in its place."""
     known = end()._replace(loss=3.0, noise_scale=96.0)
     heard = watched((mid(1), {}), (known, {}), (known, {"loss": 4.0}))
-    assert [(window.loss, window.noise_scale) for window in heard] == [(3.0, 96.0), (4.0, 96.0)]
+    assert [(window.loss, window.noise_scale) for window in heard] == [
+        (3.0, 96.0),
+        (4.0, 96.0),
+    ]
 
 
 def test_every_listener_hears_though_one_raises() -> None:
@@ -156,7 +217,9 @@ def test_every_listener_hears_though_one_raises() -> None:
 
 
 def test_windows_of_one_call_are_told_between() -> None:
-    """What a listener raises waits for the end of the call: the call may have another worker's windows to close."""
+    """What a listener raises waits for the end of the call: the call may have another
+    worker's windows to close.
+    """
     listeners, heard = Listeners(), []
 
     def close() -> None:
@@ -164,7 +227,9 @@ def test_windows_of_one_call_are_told_between() -> None:
             for number in (1, 2):
                 listeners.note(end(number))
                 listeners.tell()
-                assert [window.optimizer_step for window in heard] == [*range(1, number + 1)]
+                assert [window.optimizer_step for window in heard] == [
+                    *range(1, number + 1)
+                ]
 
     def fail(window: ClosedWindow) -> None:
         raise ValueError(f"full disk {window.optimizer_step}")
@@ -215,7 +280,11 @@ def test_json_lines_are_json_and_append(tmp_path: Path) -> None:
         again(WINDOW)
     overflow, _, window = path.read_text().splitlines()
     assert json.loads(window) == WINDOW._asdict()
-    assert json.loads(overflow, parse_constant=pytest.fail) == {**OVERFLOW._asdict(), "grad_norm": None, "loss": None}
+    assert json.loads(overflow, parse_constant=pytest.fail) == {
+        **OVERFLOW._asdict(),
+        "grad_norm": None,
+        "loss": None,
+    }
 
 
 def test_json_lines_leave_a_given_file_open() -> None:
@@ -247,7 +316,9 @@ def test_tensorboard_gets_what_is_known() -> None:
         "skipped": 1.0,
         "noise_scale": 96.0,
     }
-    assert writer.points == [(f"a/{name}", value, 17) for name, value in expected.items()]
+    assert writer.points == [
+        (f"a/{name}", value, 17) for name, value in expected.items()
+    ]
     TensorBoard(writer)(WINDOW)
     assert ("gradaccum/loss", 1.5, 17) in writer.points
     with pytest.raises(ArgumentTypeError, match="add_scalar"):
@@ -255,7 +326,9 @@ def test_tensorboard_gets_what_is_known() -> None:
 
 
 def test_rich_progress_stands_at_the_update() -> None:
-    console = pytest.importorskip("rich.console", reason="needs rich").Console(file=io.StringIO(), force_terminal=True, width=120)
+    console = pytest.importorskip("rich.console", reason="needs rich").Console(
+        file=io.StringIO(), force_terminal=True, width=120
+    )
     progress = RichProgress(20, console=console)
     with pytest.raises(UsageError, match="with RichProgress"):
         progress(WINDOW)
@@ -270,7 +343,11 @@ def test_rich_progress_stands_at_the_update() -> None:
         RichProgress(0)
 
 
-@pytest.mark.parametrize("make", [lambda: RichProgress(3), lambda: TensorBoard("runs")], ids=["rich", "tensorboard"])
+@pytest.mark.parametrize(
+    "make",
+    [lambda: RichProgress(3), lambda: TensorBoard("runs")],
+    ids=["rich", "tensorboard"],
+)
 def test_missing_package_is_named(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> None:
         raise ModuleNotFoundError(name)
@@ -281,8 +358,13 @@ def test_missing_package_is_named(make: Any, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_watching_imports_the_standard_library_only() -> None:
-    code = "import sys, gradaccum.watching; print(sorted({'rich', 'tensorboard', 'tensorboardX', 'torch', 'numpy'} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    code = (
+        "import sys, gradaccum.watching; print(sorted({'rich', 'tensorboard',"
+        " 'tensorboardX', 'torch', 'numpy'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == "[]"
 
 
@@ -291,13 +373,20 @@ def test_status_is_one_line() -> None:
     state = State(2, 17, 1, 2.0, False, 65536.0, 3)
     said = "micro-batch 2 of 4, update 17, 1 skipped, scale 65536"
     assert status(state, 4) == said
-    assert described("AccumulatingOptimizer", "SGD", options, state, 4) == (
-        f"AccumulatingOptimizer(SGD, steps=4, clip_norm=1.0, loss_scale=dynamic | {said})"
+    assert (
+        described("AccumulatingOptimizer", "SGD", options, state, 4)
+        == "AccumulatingOptimizer(SGD, steps=4, clip_norm=1.0, loss_scale=dynamic |"
+        f" {said})"
     )
     assert status(State(0, 0, 0, 0.0, False, 1.0, 0), None) == "micro-batch 0, update 0"
-    assert status(State(2, 3, 0, 96.0, False, 1.0, 0), gradaccum.until_weight(128)) == "micro-batch 2, weight 96 of 128, update 3"
+    assert (
+        status(State(2, 3, 0, 96.0, False, 1.0, 0), gradaccum.until_weight(128))
+        == "micro-batch 2, weight 96 of 128, update 3"
+    )
     by_weight = make_options(gradaccum.until_weight(128), noise_scale=0.5)
-    assert described("A", "B", by_weight, state, None).startswith("A(B, steps=until_weight(128), noise_scale=0.5 | micro-batch")
+    assert described("A", "B", by_weight, state, None).startswith(
+        "A(B, steps=until_weight(128), noise_scale=0.5 | micro-batch"
+    )
 
 
 def test_status_names_a_schedule() -> None:
@@ -305,4 +394,7 @@ def test_status_names_a_schedule() -> None:
         return step + 1
 
     state = State(0, 3, 0, 0.0, False, 1.0, 0)
-    assert described("A", "B", make_options(growing), state, 4) == "A(B, steps=growing | micro-batch 0 of 4, update 3)"
+    assert (
+        described("A", "B", make_options(growing), state, 4)
+        == "A(B, steps=growing | micro-batch 0 of 4, update 3)"
+    )

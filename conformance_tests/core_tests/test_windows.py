@@ -1,4 +1,6 @@
-"""Windows taken from one or several loaders: cut where they should be, totals right, nothing read too early, kept too long or lost."""
+"""Windows taken from one or several loaders: cut where they should be, totals right,
+nothing read too early, kept too long or lost.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gradaccum
-from gradaccum import ArgumentTypeError, ArgumentValueError, MissingPackageError, UsageError, until_weight, updates_in, window_loop, windows
+from gradaccum import (
+    ArgumentTypeError,
+    ArgumentValueError,
+    MissingPackageError,
+    UsageError,
+    until_weight,
+    updates_in,
+    window_loop,
+    windows,
+)
 from gradaccum.kit import Sizes, epoch
 
 COUNT = {"tokens": sum, "sequences": len}
@@ -32,7 +43,9 @@ class Item:
 
 
 class Loader:
-    """Counts what was read of it, watches whether it still lives, and fails where it is told to."""
+    """Counts what was read of it, watches whether it still lives, and fails where it is
+    told to.
+    """
 
     def __init__(self, sizes: list[int], fails_at: int | None = None) -> None:
         self.sizes, self.fails_at = sizes, fails_at
@@ -67,8 +80,14 @@ def test_example_in_docstring() -> None:
 
 
 def test_short_last_window_has_its_own_totals() -> None:
-    made = [(window.number, list(window), dict(window.totals)) for window in windows([[5, 3], [2], [7, 1, 4]], 2, COUNT)]
-    assert made == [(0, [[5, 3], [2]], {"tokens": 10.0, "sequences": 3.0}), (1, [[7, 1, 4]], {"tokens": 12.0, "sequences": 3.0})]
+    made = [
+        (window.number, list(window), dict(window.totals))
+        for window in windows([[5, 3], [2], [7, 1, 4]], 2, COUNT)
+    ]
+    assert made == [
+        (0, [[5, 3], [2]], {"tokens": 10.0, "sequences": 3.0}),
+        (1, [[7, 1, 4]], {"tokens": 12.0, "sequences": 3.0}),
+    ]
 
 
 @given(sizes=st.lists(st.integers(0, 9), max_size=30), steps=st.integers(1, 7))
@@ -79,16 +98,33 @@ def test_each_micro_batch_once_in_order(sizes: list[int], steps: int) -> None:
 
 
 @given(sizes=st.lists(st.integers(0, 9), max_size=30), limit=st.integers(1, 20))
-def test_windows_end_where_those_of_an_optimizer_do(sizes: list[int], limit: int) -> None:
+def test_windows_end_where_those_of_an_optimizer_do(
+    sizes: list[int], limit: int
+) -> None:
     from gradaccum import kit
 
-    schedule, state, open_window, expected = until_weight(limit), kit.initial_state(), 0, []
+    schedule, state, open_window, expected = (
+        until_weight(limit),
+        kit.initial_state(),
+        0,
+        [],
+    )
     for size in sizes:
-        state, open_window = kit.State(*kit.accumulate(state, size, True, kit.select)), open_window + 1
+        state, open_window = (
+            kit.State(*kit.accumulate(state, size, True, kit.select)),
+            open_window + 1,
+        )
         if kit.ends(state, schedule, kit.select):
-            state, open_window, _ = kit.State(*kit.discard(state)), 0, expected.append(open_window)
+            state, open_window, _ = (
+                kit.State(*kit.discard(state)),
+                0,
+                expected.append(open_window),
+            )
     expected += [open_window] * (open_window > 0)
-    assert lengths(windows(sizes, schedule, {"tokens": float}, weight="tokens")) == expected
+    assert (
+        lengths(windows(sizes, schedule, {"tokens": float}, weight="tokens"))
+        == expected
+    )
     assert lengths(windows(sizes, schedule, weight=float)) == expected
 
 
@@ -98,11 +134,20 @@ def test_schedules_follow_the_number_over_epochs() -> None:
     assert lengths(pairs) == [3, 3], "a second epoch goes on"
     assert lengths(windows(range(6), lambda number: number + 1)) == [1, 2, 3]
     assert lengths(windows(range(6), [(0, 1), (2, 3)], start=2)) == [3, 3]
-    assert lengths(windows(range(6), until_weight([(0, 1), (1, 4)]), weight=lambda _: 2)) == [1, 2, 2, 1]
+    assert lengths(
+        windows(range(6), until_weight([(0, 1), (1, 4)]), weight=lambda _: 2)
+    ) == [1, 2, 2, 1]
 
 
 def test_weight_is_any_of_the_counts() -> None:
-    assert lengths(windows([[5], [1, 1, 1], [9]], until_weight(8), {"sequences": len, "tokens": sum}, weight="tokens")) == [2, 1]
+    assert lengths(
+        windows(
+            [[5], [1, 1, 1], [9]],
+            until_weight(8),
+            {"sequences": len, "tokens": sum},
+            weight="tokens",
+        )
+    ) == [2, 1]
 
 
 def test_totals_are_not_those_of_the_function_weight() -> None:
@@ -115,7 +160,9 @@ def test_reads_one_window_and_no_more() -> None:
     read = []
     for window in windows(loader, 3):
         read.append(loader.position)
-        assert loader.alive() == list(range(loader.position - len(window), loader.position)), "only the current window's are held"
+        assert loader.alive() == list(
+            range(loader.position - len(window), loader.position)
+        ), "only the current window's are held"
     assert read == [3, 6, 7]
     assert loader.alive() == []
 
@@ -136,7 +183,9 @@ def test_window_can_be_run_through_again_while_it_is_the_current_one() -> None:
     next(half_way)
     second = next(made)
     for late in (half_way, iter(first)):
-        with pytest.raises(UsageError, match="window 0: expected to be iterated over before the next"):
+        with pytest.raises(
+            UsageError, match="window 0: expected to be iterated over before the next"
+        ):
             next(late)
     assert (len(first), first.number, list(second)) == (2, 0, [3])
     with pytest.raises(StopIteration):
@@ -147,7 +196,11 @@ def test_window_can_be_run_through_again_while_it_is_the_current_one() -> None:
 
 
 def test_error_of_the_loader_loses_nothing() -> None:
-    made = iter(windows(Loader([1, 2, 3, 4, 5], fails_at=3), 2, {"tokens": lambda item: item.tokens}))
+    made = iter(
+        windows(
+            Loader([1, 2, 3, 4, 5], fails_at=3), 2, {"tokens": lambda item: item.tokens}
+        )
+    )
     assert next(made).totals["tokens"] == 3
     with pytest.raises(OSError, match="gone for a moment"):
         next(made)
@@ -167,7 +220,10 @@ def test_error_of_a_count_names_it_and_loses_nothing() -> None:
     next(made)
     with pytest.raises(KeyError) as raised:
         next(made)
-    assert 'count["tokens"] was asked about micro-batch 1 of window 1' in raised.value.__notes__[0]
+    assert (
+        'count["tokens"] was asked about micro-batch 1 of window 1'
+        in raised.value.__notes__[0]
+    )
     assert [(list(window), dict(window.totals)) for window in made] == [
         ([3, 4], {"items": 2.0, "tokens": 7.0}),
         ([5], {"items": 1.0, "tokens": 5.0}),
@@ -176,14 +232,23 @@ def test_error_of_a_count_names_it_and_loses_nothing() -> None:
 
 @pytest.mark.parametrize("value", [-1, math.nan, math.inf, True, "3", None, np.ones(2)])
 def test_bad_counts_raise(value: Any) -> None:
-    for arguments in ({"count": {"tokens": lambda _: value}}, {"steps": until_weight(3), "weight": lambda _: value}):
-        with pytest.raises(gradaccum.GradAccumError, match="finite number >= 0") as raised:
+    for arguments in (
+        {"count": {"tokens": lambda _: value}},
+        {"steps": until_weight(3), "weight": lambda _: value},
+    ):
+        with pytest.raises(
+            gradaccum.GradAccumError, match="finite number >= 0"
+        ) as raised:
             next(iter(windows([1], **{"steps": 1, **arguments})))
         assert "micro-batch 0 of window 0" in raised.value.__notes__[0]
 
 
 def test_scalars_of_a_framework_count() -> None:
-    (window,) = windows([1, 2], 2, {"tokens": lambda item: np.float32(item), "ones": lambda _: np.array(1)})
+    (window,) = windows(
+        [1, 2],
+        2,
+        {"tokens": lambda item: np.float32(item), "ones": lambda _: np.array(1)},
+    )
     assert dict(window.totals) == {"tokens": 3.0, "ones": 2.0}
     assert all(type(total) is float for total in window.totals.values())
 
@@ -198,30 +263,59 @@ def test_scalars_of_a_framework_count() -> None:
         ({"steps": [(1, 2)]}, ArgumentValueError, "begin at"),
         ({"count": ["tokens"]}, ArgumentTypeError, "count: expected a mapping"),
         ({"count": {3: len}}, ArgumentTypeError, "count: expected names"),
-        ({"count": {"tokens": 3}}, ArgumentTypeError, r'count\["tokens"\]: expected a function'),
-        ({"weight": "tokens"}, ArgumentValueError, "weight: expected None where windows end by their number"),
+        (
+            {"count": {"tokens": 3}},
+            ArgumentTypeError,
+            r'count\["tokens"\]: expected a function',
+        ),
+        (
+            {"weight": "tokens"},
+            ArgumentValueError,
+            "weight: expected None where windows end by their number",
+        ),
         ({"steps": until_weight(3)}, ArgumentTypeError, "weight: expected the name"),
-        ({"steps": until_weight(3), "weight": "tokens"}, ArgumentValueError, "there is none"),
-        ({"steps": until_weight(3), "weight": "token", "count": COUNT}, ArgumentValueError, "'tokens', 'sequences'"),
-        ({"steps": until_weight(3), "weight": 3}, ArgumentTypeError, "weight: expected the name"),
+        (
+            {"steps": until_weight(3), "weight": "tokens"},
+            ArgumentValueError,
+            "there is none",
+        ),
+        (
+            {"steps": until_weight(3), "weight": "token", "count": COUNT},
+            ArgumentValueError,
+            "'tokens', 'sequences'",
+        ),
+        (
+            {"steps": until_weight(3), "weight": 3},
+            ArgumentTypeError,
+            "weight: expected the name",
+        ),
         ({"reduce": "sum"}, ArgumentTypeError, "reduce: expected a function"),
         ({"start": -1}, ArgumentValueError, "start: expected an int >= 0"),
     ],
 )
-def test_bad_arguments_raise_at_the_call(arguments: dict[str, Any], error: type[Exception], says: str) -> None:
+def test_bad_arguments_raise_at_the_call(
+    arguments: dict[str, Any], error: type[Exception], says: str
+) -> None:
     with pytest.raises(error, match=says):
         windows(**{"loader": [1], "steps": 2, **arguments})
 
 
 @pytest.mark.parametrize("size", [0, 2.5, None])
 def test_bad_sizes_of_a_callable_raise(size: Any) -> None:
-    for arguments in ({"steps": lambda _: size}, {"steps": until_weight(lambda _: size), "weight": float}):
+    for arguments in (
+        {"steps": lambda _: size},
+        {"steps": until_weight(lambda _: size), "weight": float},
+    ):
         with pytest.raises(gradaccum.GradAccumError, match="an int >= 1"):
             next(iter(windows([1], **arguments)))
 
 
 def test_empty_loader() -> None:
-    assert lengths(windows([], 2)) == lengths(windows([], until_weight(2), weight=float)) == []
+    assert (
+        lengths(windows([], 2))
+        == lengths(windows([], until_weight(2), weight=float))
+        == []
+    )
 
 
 GROWING = [(0, 1), (3, 4)]
@@ -239,17 +333,29 @@ GROWING = [(0, 1), (3, 4)]
         (6, lambda n: n + 1, 2, 0, 5),
     ],
 )
-def test_updates_are_counted_with_the_short_windows(length: int, steps: Any, epochs: int, first: int, updates: int) -> None:
+def test_updates_are_counted_with_the_short_windows(
+    length: int, steps: Any, epochs: int, first: int, updates: int
+) -> None:
     for micro_batches in (length, [None] * length):
-        assert updates_in(micro_batches, steps, epochs=epochs, optimizer_step=first) == updates
+        assert (
+            updates_in(micro_batches, steps, epochs=epochs, optimizer_step=first)
+            == updates
+        )
 
 
 @pytest.mark.parametrize(
     ("micro_batches", "steps", "argument"),
-    [(iter([1]), 4, "micro_batches"), (-1, 4, "micro_batches"), (10, None, "steps"), (10, until_weight(4), "steps")],
+    [
+        (iter([1]), 4, "micro_batches"),
+        (-1, 4, "micro_batches"),
+        (10, None, "steps"),
+        (10, until_weight(4), "steps"),
+    ],
     ids=["iterator", "negative", "the caller closes", "by weight"],
 )
-def test_unknown_numbers_of_updates_raise(micro_batches: Any, steps: Any, argument: str) -> None:
+def test_unknown_numbers_of_updates_raise(
+    micro_batches: Any, steps: Any, argument: str
+) -> None:
     with pytest.raises(gradaccum.GradAccumError, match=f"{argument}: expected"):
         updates_in(micro_batches, steps)
 
@@ -259,7 +365,12 @@ def test_epoch_flushes_when_the_loader_ends(progress: bool) -> None:
     flushed: list[int] = []
     seen = []
     looked_at: list[int] = []
-    for item in epoch([1, 2, 3], lambda: flushed.append(len(seen)), progress=progress, see=looked_at.append):
+    for item in epoch(
+        [1, 2, 3],
+        lambda: flushed.append(len(seen)),
+        progress=progress,
+        see=looked_at.append,
+    ):
         assert looked_at == seen, "after the loop's body"
         seen.append(item)
         assert not flushed
@@ -279,7 +390,9 @@ def test_epoch_leaves_the_window_open_where_it_is_asked_to_or_is_left_early() ->
         list(broken)
 
 
-def test_bad_arguments_of_an_epoch_raise_at_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_arguments_of_an_epoch_raise_at_the_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with pytest.raises(ArgumentTypeError, match="loader: expected an iterable"):
         epoch(3, print)  # type: ignore[arg-type]
     with pytest.raises(ArgumentTypeError, match="carry: "):
@@ -290,7 +403,10 @@ def test_bad_arguments_of_an_epoch_raise_at_the_call(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr("gradaccum.errors.import_module", missing)
     epoch([], print)
-    with pytest.raises(MissingPackageError, match=r"progress: .* Run: pip install rich; or leave progress out"):
+    with pytest.raises(
+        MissingPackageError,
+        match=r"progress: .* Run: pip install rich; or leave progress out",
+    ):
         epoch([], print, progress=True)
 
 
@@ -307,44 +423,84 @@ def test_bad_arguments_of_an_epoch_raise_at_the_call(monkeypatch: pytest.MonkeyP
 def test_unequal_micro_batches_without_a_weight_are_said_once(
     reduction: str, counted: list[int | None], said: list[tuple[int, int]]
 ) -> None:
-    """None: a micro-batch with a weight, whose items do not matter; 0: one without an array. Each is seen twice."""
+    """None: a micro-batch with a weight, whose items do not matter; 0: one without an
+    array. Each is seen twice.
+    """
     sizes = Sizes(reduction)
     sizes.see((np.zeros(9),))
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         for items in counted:
             sizes.weighed = items is None
-            sizes.see((5, "text", np.zeros(()), *([np.zeros((3 if items is None else items, 7))] if items != 0 else [])))
+            sizes.see(
+                (
+                    5,
+                    "text",
+                    np.zeros(()),
+                    *(
+                        [np.zeros((3 if items is None else items, 7))]
+                        if items != 0
+                        else []
+                    ),
+                )
+            )
             sizes.see((np.zeros((8, 7)),))
-    assert [tuple(map(int, re.findall(r"\b\d+\b", str(warning.message))))[:2] for warning in heard] == said
+    assert [
+        tuple(map(int, re.findall(r"\b\d+\b", str(warning.message))))[:2]
+        for warning in heard
+    ] == said
     assert all(warning.category is gradaccum.GradAccumWarning for warning in heard)
 
 
-# Several workers' loaders: their windows end together, and each knows the totals of all.
+# Several workers' loaders: their windows end together, and each knows the totals of
+# all.
 
 
 def test_end_is_the_end() -> None:
     """No reduction after the one that found it: no other worker would come."""
     sent = []
     for arguments in ({"steps": 2}, {"steps": until_weight(2), "weight": float}):
-        made = iter(windows([1], reduce=lambda values: sent.append(values) or values, **arguments))
+        made = iter(
+            windows(
+                [1], reduce=lambda values: sent.append(values) or values, **arguments
+            )
+        )
         assert len(list(made)) == 1
         reductions = len(sent)
         assert list(made) == []
         assert len(sent) == reductions
 
 
-@pytest.mark.parametrize("answer", [None, [9.0], [9.0, 2.0, 1.0], [math.nan, 1.0], [math.inf, 1.0], [0.5, 1.0], ["a", "b"]])
+@pytest.mark.parametrize(
+    "answer",
+    [
+        None,
+        [9.0],
+        [9.0, 2.0, 1.0],
+        [math.nan, 1.0],
+        [math.inf, 1.0],
+        [0.5, 1.0],
+        ["a", "b"],
+    ],
+)
 def test_bad_reductions_raise_and_lose_nothing(answer: Any) -> None:
     answers = iter([answer])
-    made = iter(windows([4, 5], 2, {"tokens": float}, reduce=lambda values: next(answers, values)))
-    with pytest.raises(gradaccum.GradAccumError, match="reduce: expected a function that returns 2"):
+    made = iter(
+        windows(
+            [4, 5], 2, {"tokens": float}, reduce=lambda values: next(answers, values)
+        )
+    )
+    with pytest.raises(
+        gradaccum.GradAccumError, match="reduce: expected a function that returns 2"
+    ):
         next(made)
     assert next(made).totals["tokens"] == 9
 
 
 class Crew:
-    """Workers as threads whose reductions meet. One that comes alone fails soon, and so does a reduction of unequal lists."""
+    """Workers as threads whose reductions meet. One that comes alone fails soon, and so
+    does a reduction of unequal lists.
+    """
 
     def __init__(self, workers: int) -> None:
         self.workers, self.reductions = workers, 0
@@ -362,15 +518,25 @@ class Crew:
 
         return reduce
 
-    def run(self, loaders: list[list[int]], steps: Any, **arguments: Any) -> list[list[tuple[list[int], float]]]:
+    def run(
+        self, loaders: list[list[int]], steps: Any, **arguments: Any
+    ) -> list[list[tuple[list[int], float]]]:
         """The windows of each worker: its own micro-batches, and the total of all."""
         made: list[list[tuple[list[int], float]]] = [[] for _ in loaders]
 
         def work(rank: int) -> None:
-            own = windows(loaders[rank], steps, {"tokens": float}, reduce=self.reduce(rank), **arguments)
+            own = windows(
+                loaders[rank],
+                steps,
+                {"tokens": float},
+                reduce=self.reduce(rank),
+                **arguments,
+            )
             made[rank] = [(list(window), window.totals["tokens"]) for window in own]
 
-        threads = [threading.Thread(target=work, args=(rank,)) for rank in range(self.workers)]
+        threads = [
+            threading.Thread(target=work, args=(rank,)) for rank in range(self.workers)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -382,23 +548,43 @@ class Crew:
 def test_worker_whose_loader_ends_first_takes_part() -> None:
     crew = Crew(3)
     made = crew.run([[1, 2, 3, 4, 5], [6], []], 2)
-    assert made == [[([1, 2], 9.0), ([3, 4], 7.0), ([5], 5.0)], [([6], 9.0), ([], 7.0), ([], 5.0)], [([], 9.0), ([], 7.0), ([], 5.0)]]
-    assert crew.reductions == 4, "one per window, and one that finds that all have ended"
+    assert made == [
+        [([1, 2], 9.0), ([3, 4], 7.0), ([5], 5.0)],
+        [([6], 9.0), ([], 7.0), ([], 5.0)],
+        [([], 9.0), ([], 7.0), ([], 5.0)],
+    ]
+    assert crew.reductions == 4, (
+        "one per window, and one that finds that all have ended"
+    )
 
 
 def test_workers_agree_on_a_window_that_ends_by_its_weight() -> None:
     crew = Crew(2)
     made = crew.run([[1, 2, 3, 4], [3, 3]], until_weight(5), weight="tokens")
     assert made == [[([1, 2], 9.0), ([3, 4], 7.0)], [([3, 3], 9.0), ([], 7.0)]]
-    assert crew.reductions == 5, "one per micro-batch, and one that finds that all have ended"
+    assert crew.reductions == 5, (
+        "one per micro-batch, and one that finds that all have ended"
+    )
 
 
 @settings(max_examples=40, deadline=None)
-@given(loaders=st.lists(st.lists(st.integers(0, 5), max_size=7), min_size=2, max_size=3), by_weight=st.booleans(), size=st.integers(1, 8))
-def test_any_share_of_the_data(loaders: list[list[int]], by_weight: bool, size: int) -> None:
-    arguments = {"steps": until_weight(size), "weight": "tokens"} if by_weight else {"steps": size}
+@given(
+    loaders=st.lists(st.lists(st.integers(0, 5), max_size=7), min_size=2, max_size=3),
+    by_weight=st.booleans(),
+    size=st.integers(1, 8),
+)
+def test_any_share_of_the_data(
+    loaders: list[list[int]], by_weight: bool, size: int
+) -> None:
+    arguments = (
+        {"steps": until_weight(size), "weight": "tokens"}
+        if by_weight
+        else {"steps": size}
+    )
     made = Crew(len(loaders)).run(loaders, **arguments)
-    assert [list(chain.from_iterable(own for own, _ in each)) for each in made] == loaders
+    assert [
+        list(chain.from_iterable(own for own, _ in each)) for each in made
+    ] == loaders
     totals = [[total for _, total in each] for each in made]
     assert all(each == totals[0] for each in totals)
     assert sum(totals[0]) == sum(map(sum, loaders))

@@ -1,4 +1,6 @@
-"""A script of `test_jax_everyday` on four devices: a training script calls `init` where it has its parameters, and passes `last` on."""
+"""A script of `test_jax_everyday` on four devices: a training script calls `init` where
+it has its parameters, and passes `last` on.
+"""
 
 from __future__ import annotations
 
@@ -30,14 +32,18 @@ def loss_fn(params: Any, x: Any) -> Any:
 
 
 def wrapped(**options: Any) -> Any:
-    return gradaccum.wrap(optax.adam(0.1), steps=4, clip_norm=0.5, axis_name="data", **options)
+    return gradaccum.wrap(
+        optax.adam(0.1), steps=4, clip_norm=0.5, axis_name="data", **options
+    )
 
 
 def train(tx: Any, params: Any, state: Any, mesh: Any = MESH) -> Any:
     """Six micro-batches: a window of four, and one that the loader's end closes."""
 
     def step(params: Any, state: Any, x: Any, last: Any) -> Any:
-        updates, state = tx.update(jax.grad(loss_fn)(params, x), state, params, weight=len(x), last=last)
+        updates, state = tx.update(
+            jax.grad(loss_fn)(params, x), state, params, weight=len(x), last=last
+        )
         return optax.apply_updates(params, updates), state
 
     over = gradaccum_jax.data_parallel(step, mesh, "data")
@@ -53,7 +59,9 @@ def wanted() -> Any:
     large = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(0.1))
     params, state = START, large.init(START)
     for window in (X[:4], X[4:]):
-        updates, state = large.update(jax.grad(loss_fn)(params, window.reshape(-1, 3)), state, params)
+        updates, state = large.update(
+            jax.grad(loss_fn)(params, window.reshape(-1, 3)), state, params
+        )
         params = optax.apply_updates(params, updates)
     return params
 
@@ -63,31 +71,51 @@ def assert_close(made: Any) -> None:
 
 
 def told() -> None:
-    """Flax's `TrainState.create` calls `init`; so does a script under `jax.eval_shape` or `jax.jit`."""
+    """Flax's `TrainState.create` calls `init`; so does a script under `jax.eval_shape`
+    or `jax.jit`.
+    """
     tx = wrapped(mesh=MESH)
     inside = gradaccum_jax.data_parallel(tx.init, MESH, "data")(START)
     created = TrainState.create(apply_fn=None, params=START, tx=tx)
     shapes = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), inside)
-    for state in (created.opt_state, jax.jit(tx.init)(START), jax.eval_shape(tx.init, START)):
+    for state in (
+        created.opt_state,
+        jax.jit(tx.init)(START),
+        jax.eval_shape(tx.init, START),
+    ):
         assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), state) == shapes
-    assert created.opt_state.weight.sharding.is_equivalent_to(NamedSharding(MESH, PartitionSpec("data")), 1)
+    assert created.opt_state.weight.sharding.is_equivalent_to(
+        NamedSharding(MESH, PartitionSpec("data")), 1
+    )
     jax.tree.map(np.testing.assert_array_equal, created.opt_state, inside)
     assert_close(train(tx, created.params, created.opt_state))
 
 
 def set_around() -> None:
     tx = wrapped()
-    for kind in (AxisType.Auto, AxisType.Explicit)[: 1 + (jax.__version_info__ >= (0, 7))]:  # JAX 0.6 fails in its own matmul.
+    # JAX 0.6 fails in its own matmul.
+    for kind in (AxisType.Auto, AxisType.Explicit)[
+        : 1 + (jax.__version_info__ >= (0, 7))
+    ]:
         mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,))
         with on_mesh(mesh):
             assert_close(train(tx, START, tx.init(START), mesh))
 
 
 def unknown() -> None:
-    """Without a mesh, or in that of other axes, it is refused, and the error says what to write."""
-    with refused(gradaccum.UsageError, "axis_name: expected an axis of the jax.shard_map around it", "mesh=mesh"):
+    """Without a mesh, or in that of other axes, it is refused, and the error says what
+    to write.
+    """
+    with refused(
+        gradaccum.UsageError,
+        "axis_name: expected an axis of the jax.shard_map around it",
+        "mesh=mesh",
+    ):
         wrapped().init(START)
-    with on_mesh(jax.make_mesh((4,), ("model",))), refused(gradaccum.UsageError, "axis_name", "mesh=mesh"):
+    with (
+        on_mesh(jax.make_mesh((4,), ("model",))),
+        refused(gradaccum.UsageError, "axis_name", "mesh=mesh"),
+    ):
         wrapped().init(START)
     with refused(gradaccum.ArgumentTypeError, "mesh: expected a jax.sharding.Mesh"):
         wrapped(mesh=4)
@@ -102,10 +130,16 @@ def a_flag_of_each_device() -> None:
     tx = wrapped(mesh=MESH)
 
     def step(params: Any, state: Any, x: Any, last: Any) -> Any:
-        return params, tx.update(jax.grad(loss_fn)(params, x), state, params, last=last[0])[1]
+        return params, tx.update(
+            jax.grad(loss_fn)(params, x), state, params, last=last[0]
+        )[1]
 
-    with refused(gradaccum.UsageError, "last: expected a value that is the same on all devices"):
-        gradaccum_jax.data_parallel(step, MESH, "data")(START, tx.init(START), X[0], np.ones(4, bool))
+    with refused(
+        gradaccum.UsageError, "last: expected a value that is the same on all devices"
+    ):
+        gradaccum_jax.data_parallel(step, MESH, "data")(
+            START, tx.init(START), X[0], np.ones(4, bool)
+        )
 
 
 if __name__ == "__main__":

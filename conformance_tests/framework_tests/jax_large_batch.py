@@ -1,4 +1,6 @@
-"""The model that the tests of the large batch share, in float64, and the large batch's own loss and gradient."""
+"""The model that the tests of the large batch share, in float64, and the large batch's
+own loss and gradient.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,11 @@ def numbers(*shape: int, seed: int = 0) -> np.ndarray[Any, Any]:
 
 
 def model() -> dict[str, Any]:
-    return {"w": jnp.asarray(numbers(3, 4)), "b": jnp.asarray(numbers(4)), "v": jnp.asarray(numbers(4, seed=1))}
+    return {
+        "w": jnp.asarray(numbers(3, 4)),
+        "b": jnp.asarray(numbers(4)),
+        "v": jnp.asarray(numbers(4, seed=1)),
+    }
 
 
 def data(items: int = ITEMS) -> tuple[Any, Any]:
@@ -58,6 +64,8 @@ def close(made: Any, wanted: Any, tolerance: float = 1e-13) -> None:
         a, b = np.asarray(a), np.asarray(b)
         assert a.shape == b.shape
         assert a.dtype == b.dtype
-        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * max(np.abs(b).max(initial=0), 1e-300))
+        np.testing.assert_allclose(
+            a, b, rtol=0, atol=tolerance * max(np.abs(b).max(initial=0), 1e-300)
+        )
 
     jax.tree.map(check, made, wanted)

@@ -1,8 +1,10 @@
-"""A program on four devices: a large batch that is spread over them is cut by each and reduced once per call.
+"""A program on four devices: a large batch that is spread over them is cut by each and
+reduced once per call.
 
     python jax_large_batch_devices.py
 
-The tests run it in a process of its own, since JAX fixes the number of devices when it starts.
+The tests run it in a process of its own, since JAX fixes the number of devices when it
+starts.
 """
 
 from __future__ import annotations
@@ -23,7 +25,14 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import gradaccum
 import gradaccum_jax
-from conformance_tests.framework_tests.jax_large_batch import close, data, errors, mean_loss, model, numbers
+from conformance_tests.framework_tests.jax_large_batch import (
+    close,
+    data,
+    errors,
+    mean_loss,
+    model,
+    numbers,
+)
 from conformance_tests.framework_tests.jax_versions import on_mesh, shard_map
 from conformance_tests.framework_tests.refusing import refused
 
@@ -32,7 +41,9 @@ ITEMS, DEVICES, TENSORS = 24, 4, 3
 WHOLE, SPREAD = PartitionSpec(), PartitionSpec("data")
 MESH = jax.make_mesh((DEVICES,), ("data",), axis_types=(AxisType.Auto,))
 ALL_IN_ONE = jax.__version_info__ >= (0, 10)
-"""XLA for the CPU makes one collective of many from JAX 0.10 on; before, one for each tensor and one for the loss."""
+"""XLA for the CPU makes one collective of many from JAX 0.10 on; before, one for each
+tensor and one for the loss.
+"""
 
 
 def spread(*arrays: Any) -> list[Any]:
@@ -40,24 +51,47 @@ def spread(*arrays: Any) -> list[Any]:
 
 
 def collectives(compiled: Any) -> list[str]:
-    return re.findall(r" (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)(?:-start)?\(", compiled.as_text())
+    return re.findall(
+        r" (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)(?:-start)?\(",
+        compiled.as_text(),
+    )
 
 
 def inside(function: Any, batch: int = 2, out_specs: Any = WHOLE) -> Any:
     """`function` of replicated parameters and a spread batch, on each device."""
-    return jax.jit(shard_map(function, mesh=MESH, in_specs=(WHOLE, *[SPREAD] * batch), out_specs=out_specs))
+    return jax.jit(
+        shard_map(
+            function,
+            mesh=MESH,
+            in_specs=(WHOLE, *[SPREAD] * batch),
+            out_specs=out_specs,
+        )
+    )
 
 
 def one_reduction_per_call() -> None:
     x, y = data(ITEMS)
     for steps in (1, 2, 6, 4):  # the last one is ragged
-        compiled = inside(gradaccum_jax.value_and_grad(mean_loss, steps=steps, axis_name="data")).lower(model(), *spread(x, y)).compile()
-        assert collectives(compiled) == ["all-reduce"] * (1 if ALL_IN_ONE else TENSORS + 1), collectives(compiled)
-        close(compiled(model(), *spread(x, y)), jax.value_and_grad(mean_loss)(model(), x, y))
+        compiled = (
+            inside(
+                gradaccum_jax.value_and_grad(mean_loss, steps=steps, axis_name="data")
+            )
+            .lower(model(), *spread(x, y))
+            .compile()
+        )
+        assert collectives(compiled) == ["all-reduce"] * (
+            1 if ALL_IN_ONE else TENSORS + 1
+        ), collectives(compiled)
+        close(
+            compiled(model(), *spread(x, y)),
+            jax.value_and_grad(mean_loss)(model(), x, y),
+        )
 
 
 def in_parts_of_a_program() -> None:
-    """Inside `jax.shard_map` without the axis: what `jax.value_and_grad` gives there."""
+    """Inside `jax.shard_map` without the axis: what `jax.value_and_grad` gives
+    there.
+    """
     x, y = data(ITEMS)
 
     def with_(value_and_grad: Any) -> Any:
@@ -69,7 +103,9 @@ def in_parts_of_a_program() -> None:
 
     mine = with_(gradaccum_jax.value_and_grad(mean_loss, steps=3))
     close(mine(model(), x, y), with_(jax.value_and_grad(mean_loss))(model(), x, y))
-    assert collectives(mine.lower(model(), x, y).compile()) == ["all-reduce"] * (1 if ALL_IN_ONE else TENSORS + 1)
+    assert collectives(mine.lower(model(), x, y).compile()) == ["all-reduce"] * (
+        1 if ALL_IN_ONE else TENSORS + 1
+    )
 
 
 def explicit_mesh() -> None:
@@ -78,9 +114,18 @@ def explicit_mesh() -> None:
     x, _ = data(ITEMS)
     with on_mesh(mesh):
         given = jax.device_put(x, NamedSharding(mesh, SPREAD))
-        whole = jax.device_put(np.ones((x.shape[1], 4), x.dtype), NamedSharding(mesh, WHOLE))
-        with refused(gradaccum.UsageError, "batch: expected rows that are whole on each device", "shard_map", "AxisType.Auto"):
-            gradaccum_jax.coupled_value_and_grad(lambda w, x: x @ w, lambda z: z.mean(), steps=2)(whole, given)
+        whole = jax.device_put(
+            np.ones((x.shape[1], 4), x.dtype), NamedSharding(mesh, WHOLE)
+        )
+        with refused(
+            gradaccum.UsageError,
+            "batch: expected rows that are whole on each device",
+            "shard_map",
+            "AxisType.Auto",
+        ):
+            gradaccum_jax.coupled_value_and_grad(
+                lambda w, x: x @ w, lambda z: z.mean(), steps=2
+            )(whole, given)
 
 
 def derivative_of_the_loss() -> None:
@@ -89,14 +134,29 @@ def derivative_of_the_loss() -> None:
     tokens = np.arange(ITEMS) + 1.0
 
     def loss(params: Any, x: Any, y: Any, tokens: Any) -> Any:
-        return jnp.sum(errors(params, x, y) * tokens) / jnp.sum(tokens), jnp.sum(errors(params, x, y))
+        return jnp.sum(errors(params, x, y) * tokens) / jnp.sum(tokens), jnp.sum(
+            errors(params, x, y)
+        )
 
-    options: Any = {"has_aux": True, "aux": "sum", "weight": lambda x, y, tokens: tokens.sum()}
-    call = inside(gradaccum_jax.value_and_grad(loss, steps=3, axis_name="data", **options), 3)
+    options: Any = {
+        "has_aux": True,
+        "aux": "sum",
+        "weight": lambda x, y, tokens: tokens.sum(),
+    }
+    call = inside(
+        gradaccum_jax.value_and_grad(loss, steps=3, axis_name="data", **options), 3
+    )
     for wrapped in (lambda f: f, jax.jit):
         for part in (0, 1):
-            made = jax.grad(wrapped(lambda params, part=part: call(params, x, y, tokens)[0][part]))(model())
-            close(made, jax.grad(lambda params, part=part: loss(params, x, y, tokens)[part])(model()))
+            made = jax.grad(
+                wrapped(lambda params, part=part: call(params, x, y, tokens)[0][part])
+            )(model())
+            close(
+                made,
+                jax.grad(lambda params, part=part: loss(params, x, y, tokens)[part])(
+                    model()
+                ),
+            )
 
 
 def wide_loss(w: Any, x: Any, y: Any) -> Any:
@@ -110,7 +170,9 @@ def wide_data() -> tuple[Any, Any, Any]:
 
 
 def without_an_axis() -> None:
-    """Parameters and batch are sharded, and the call is told no axis: XLA partitions it, or the user gathers the parameters."""
+    """Parameters and batch are sharded, and the call is told no axis: XLA partitions
+    it, or the user gathers the parameters.
+    """
     w, x, y = wide_data()
     wanted = jax.value_and_grad(wide_loss)(w, x, y)
     given = spread(w, x, y)
@@ -119,30 +181,72 @@ def without_an_axis() -> None:
     assert not alone[1].sharding.is_fully_replicated
 
     def gathering(w: Any, x: Any, y: Any) -> Any:
-        whole = lambda w, x, y: wide_loss(jax.lax.all_gather(w, "data", tiled=True), x, y)  # noqa: E731
+        whole = lambda w, x, y: wide_loss(  # noqa: E731
+            jax.lax.all_gather(w, "data", tiled=True), x, y
+        )
         value, gradient = gradaccum_jax.value_and_grad(whole, steps=3)(w, x, y)
         return jax.lax.pmean(value, "data"), gradient / DEVICES
 
-    close(jax.jit(shard_map(gathering, mesh=MESH, in_specs=SPREAD, out_specs=(WHOLE, SPREAD)))(*given), wanted)
+    close(
+        jax.jit(
+            shard_map(gathering, mesh=MESH, in_specs=SPREAD, out_specs=(WHOLE, SPREAD))
+        )(*given),
+        wanted,
+    )
 
 
 def weights_and_aux() -> None:
-    """Tokens differ between devices; extremes, sums and rows are those of all items, along another axis too."""
+    """Tokens differ between devices; extremes, sums and rows are those of all items,
+    along another axis too.
+    """
     x, y = data(ITEMS)
     tokens = np.arange(ITEMS) % 7
 
     def loss(params: Any, x: Any, y: Any, tokens: Any) -> Any:
         found = errors(params, x.T, y)
-        aux = {"max": y.max(), "mean": y.mean(), "sum": tokens.sum(), "rows": found, "weighted": jnp.sum(y * tokens) / tokens.sum()}
+        aux = {
+            "max": y.max(),
+            "mean": y.mean(),
+            "sum": tokens.sum(),
+            "rows": found,
+            "weighted": jnp.sum(y * tokens) / tokens.sum(),
+        }
         return jnp.sum(found * tokens) / jnp.sum(tokens), aux
 
-    kinds = {"max": "max", "mean": "mean", "sum": "sum", "rows": "concatenate", "weighted": "weighted_mean"}
+    kinds = {
+        "max": "max",
+        "mean": "mean",
+        "sum": "sum",
+        "rows": "concatenate",
+        "weighted": "weighted_mean",
+    }
     wanted = jax.value_and_grad(loss, has_aux=True)(model(), x.T, y, tokens)
     specs = (WHOLE, PartitionSpec(None, "data"), SPREAD, SPREAD)
-    out_specs = ((WHOLE, {name: SPREAD if kind == "concatenate" else WHOLE for name, kind in kinds.items()}), WHOLE)
-    options: Any = {"has_aux": True, "aux": kinds, "axes": (1, 0, 0), "weight": lambda x, y, tokens: tokens.sum()}
-    call = gradaccum_jax.value_and_grad(loss, micro_batch_size=4, axis_name="data", **options)
-    close(jax.jit(shard_map(call, mesh=MESH, in_specs=specs, out_specs=out_specs))(model(), x.T, y, tokens), wanted)
+    out_specs = (
+        (
+            WHOLE,
+            {
+                name: SPREAD if kind == "concatenate" else WHOLE
+                for name, kind in kinds.items()
+            },
+        ),
+        WHOLE,
+    )
+    options: Any = {
+        "has_aux": True,
+        "aux": kinds,
+        "axes": (1, 0, 0),
+        "weight": lambda x, y, tokens: tokens.sum(),
+    }
+    call = gradaccum_jax.value_and_grad(
+        loss, micro_batch_size=4, axis_name="data", **options
+    )
+    close(
+        jax.jit(shard_map(call, mesh=MESH, in_specs=specs, out_specs=out_specs))(
+            model(), x.T, y, tokens
+        ),
+        wanted,
+    )
 
 
 def keys_differ_between_devices() -> None:
@@ -150,15 +254,26 @@ def keys_differ_between_devices() -> None:
         return jnp.mean(params * x), jax.random.key_data(key)[None]
 
     key, x = jax.random.key(5), np.ones(16)
-    call = gradaccum_jax.value_and_grad(loss, has_aux=True, aux="concatenate", steps=2, axis_name="data")
-    lifted = shard_map(call, mesh=MESH, in_specs=(WHOLE, SPREAD, WHOLE), out_specs=((WHOLE, SPREAD), WHOLE))
+    call = gradaccum_jax.value_and_grad(
+        loss, has_aux=True, aux="concatenate", steps=2, axis_name="data"
+    )
+    lifted = shard_map(
+        call,
+        mesh=MESH,
+        in_specs=(WHOLE, SPREAD, WHOLE),
+        out_specs=((WHOLE, SPREAD), WHOLE),
+    )
     (_, drawn), _ = jax.jit(lifted)(jnp.ones(()), x, key)
-    wanted = [jax.random.key_data(jax.random.fold_in(key, i)) for i in range(2 * DEVICES)]
+    wanted = [
+        jax.random.key_data(jax.random.fold_in(key, i)) for i in range(2 * DEVICES)
+    ]
     np.testing.assert_array_equal(drawn, wanted)
 
 
 def shared_window() -> None:
-    """`value_and_update` in `data_parallel`: the devices share the window, and the update is that of one large batch."""
+    """`value_and_update` in `data_parallel`: the devices share the window, and the
+    update is that of one large batch.
+    """
     x, y = data(ITEMS)
     tx = gradaccum.wrap(optax.adam(0.1), steps=None, clip_norm=0.1, axis_name="data")
     call = gradaccum_jax.value_and_update(mean_loss, tx, steps=3)
@@ -168,16 +283,26 @@ def shared_window() -> None:
         return optax.apply_updates(params, updates), state, loss
 
     state = gradaccum_jax.data_parallel(tx.init, MESH, "data")(model())
-    params, state, loss = gradaccum_jax.data_parallel(step, MESH, "data")(model(), state, x, y)
+    params, state, loss = gradaccum_jax.data_parallel(step, MESH, "data")(
+        model(), state, x, y
+    )
     inner = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(0.1))
     wanted, gradient = jax.value_and_grad(mean_loss)(model(), x, y)
-    close(params, optax.apply_updates(model(), inner.update(gradient, inner.init(model()), model())[0]), 1e-12)
+    close(
+        params,
+        optax.apply_updates(
+            model(), inner.update(gradient, inner.init(model()), model())[0]
+        ),
+        1e-12,
+    )
     np.testing.assert_allclose(loss, wanted, rtol=1e-13)
     assert gradaccum_jax.result(state).applied
 
 
 def coupled() -> None:
-    """The outputs of all devices are gathered; the loss's own parameter is differentiated once, not once per device."""
+    """The outputs of all devices are gathered; the loss's own parameter is
+    differentiated once, not once per device.
+    """
     x = numbers(ITEMS, 3)
     params = {"w": jnp.asarray(numbers(3, 2)), "temperature": jnp.asarray(0.3)}
 
@@ -185,22 +310,47 @@ def coupled() -> None:
         return jnp.tanh(x @ params["w"])
 
     def loss(params: Any, z: Any) -> Any:
-        return -jnp.mean(jnp.diag(jax.nn.log_softmax(z @ z.T * jnp.exp(params["temperature"])))), z.std()
+        return (
+            -jnp.mean(
+                jnp.diag(jax.nn.log_softmax(z @ z.T * jnp.exp(params["temperature"])))
+            ),
+            z.std(),
+        )
 
-    call = gradaccum_jax.coupled_value_and_grad(outputs, loss, has_aux=True, steps=2, axis_name="data")
+    call = gradaccum_jax.coupled_value_and_grad(
+        outputs, loss, has_aux=True, steps=2, axis_name="data"
+    )
     made = inside(call, 1)(params, *spread(x))
-    close(made, jax.value_and_grad(lambda params: loss(params, outputs(params, x)), has_aux=True)(params))
+    close(
+        made,
+        jax.value_and_grad(
+            lambda params: loss(params, outputs(params, x)), has_aux=True
+        )(params),
+    )
 
 
 def refusals() -> None:
     x, y = data(ITEMS)
     with refused(gradaccum.UsageError, "axis_name"):
-        gradaccum_jax.value_and_grad(mean_loss, steps=2, axis_name="data")(model(), x, y)
+        gradaccum_jax.value_and_grad(mean_loss, steps=2, axis_name="data")(
+            model(), x, y
+        )
 
 
 if __name__ == "__main__":
-    checks = (one_reduction_per_call, in_parts_of_a_program, explicit_mesh, weights_and_aux, keys_differ_between_devices, shared_window)
+    checks = (
+        one_reduction_per_call,
+        in_parts_of_a_program,
+        explicit_mesh,
+        weights_and_aux,
+        keys_differ_between_devices,
+        shared_window,
+    )
     checks += (derivative_of_the_loss, coupled, refusals)
-    for check in (without_an_axis, *(checks if hasattr(jax, "shard_map") else ())):  # gradaccum refuses a mesh axis by name before
+    # gradaccum refuses a mesh axis by name before
+    for check in (
+        without_an_axis,
+        *(checks if hasattr(jax, "shard_map") else ()),
+    ):
         check()
         print(check.__name__, "holds")

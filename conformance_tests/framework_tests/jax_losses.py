@@ -1,6 +1,7 @@
 """Small losses in JAX for `verify`, with their data and parameters.
 
-A case is ``(loss_fn, params, batch, options)``; a planted one has the kind of the cause and a word of where it is, too.
+A case is ``(loss_fn, params, batch, options)``; a planted one has the kind of the cause
+and a word of where it is, too.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ X, Y = normal(ITEMS, WIDTH), normal(ITEMS)
 SEQUENCES = normal(ITEMS, TOKENS, WIDTH)
 LENGTHS = np.asarray([1, 6, 2, 5, 3, 4, 6, 1, 1, 5, 6, 2])
 MASK = jnp.asarray(np.arange(TOKENS) < LENGTHS[:, None])
-TOKEN_LABELS = jnp.asarray(np.where(MASK, RNG.integers(0, CLASSES, (ITEMS, TOKENS)), -100))
+TOKEN_LABELS = jnp.asarray(
+    np.where(MASK, RNG.integers(0, CLASSES, (ITEMS, TOKENS)), -100)
+)
 PARAMS = {"w": normal(WIDTH, CLASSES), "v": normal(CLASSES), "scale": jnp.asarray(0.5)}
 KEY = jax.random.key(3)
 

@@ -1,4 +1,6 @@
-"""Small losses in JAX, each with one published mistake planted; a case names the cause and a word of where it is."""
+"""Small losses in JAX, each with one published mistake planted; a case names the cause
+and a word of where it is.
+"""
 
 from __future__ import annotations
 
@@ -48,14 +50,38 @@ def expert_capacity(params: Any, x: Any, y: Any) -> Any:
 
 
 def generator_in_the_loss(params: Any, x: Any, y: Any) -> Any:
-    return plain(params, x + np.random.default_rng(0).standard_normal(x.shape).astype(np.float32), y)
+    return plain(
+        params,
+        x + np.random.default_rng(0).standard_normal(x.shape).astype(np.float32),
+        y,
+    )
 
 
 PLANTED = {
-    "normalised": Case(normalised, (X, Y), kind="batch_statistics", where="batch_norm at jax_mistaken_losses.py"),
-    "expert_capacity": Case(expert_capacity, (X, Y), kind="batch_statistics", where="expert_capacity"),
-    "key_in_the_loss": Case(key_in_the_loss, (X, Y), kind="shared_randomness", where="dropped at jax_losses.py"),
-    "shared_key": Case(key_of_the_batch, (X, Y, KEY), {"axes": (0, 0, None)}, kind="shared_randomness", where="dropped"),
-    "generator_in_the_loss": Case(generator_in_the_loss, (X, Y), kind="shared_randomness", where="the loss"),
+    "normalised": Case(
+        normalised,
+        (X, Y),
+        kind="batch_statistics",
+        where="batch_norm at jax_mistaken_losses.py",
+    ),
+    "expert_capacity": Case(
+        expert_capacity, (X, Y), kind="batch_statistics", where="expert_capacity"
+    ),
+    "key_in_the_loss": Case(
+        key_in_the_loss,
+        (X, Y),
+        kind="shared_randomness",
+        where="dropped at jax_losses.py",
+    ),
+    "shared_key": Case(
+        key_of_the_batch,
+        (X, Y, KEY),
+        {"axes": (0, 0, None)},
+        kind="shared_randomness",
+        where="dropped",
+    ),
+    "generator_in_the_loss": Case(
+        generator_in_the_loss, (X, Y), kind="shared_randomness", where="the loss"
+    ),
     "deaf": Case(with_deaf, (X, Y), kind="custom_backward", where="deaf"),
 }

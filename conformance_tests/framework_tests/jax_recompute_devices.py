@@ -1,6 +1,7 @@
 """A script of `test_jax_recompute`: recomputation over two devices.
 
-The test runs it in its own process: JAX fixes the number of devices when it starts, and a deadlock must not hang pytest.
+The test runs it in its own process: JAX fixes the number of devices when it starts, and
+a deadlock must not hang pytest.
 """
 
 from __future__ import annotations
@@ -22,13 +23,21 @@ from gradaccum_jax import recompute
 MESH = jax.make_mesh((2,), ("data",))
 SPREAD, WHOLE = PartitionSpec("data"), PartitionSpec()
 RNG = np.random.default_rng(0)
-WEIGHT = jax.device_put(jnp.asarray(RNG.normal(size=(4, 64)), jnp.float32), NamedSharding(MESH, WHOLE))
-X = jax.device_put(jnp.asarray(RNG.normal(size=(32, 4)), jnp.float32), NamedSharding(MESH, SPREAD))
+WEIGHT = jax.device_put(
+    jnp.asarray(RNG.normal(size=(4, 64)), jnp.float32), NamedSharding(MESH, WHOLE)
+)
+X = jax.device_put(
+    jnp.asarray(RNG.normal(size=(32, 4)), jnp.float32), NamedSharding(MESH, SPREAD)
+)
 
 
 def loss(weight: Any, x: Any) -> Any:
     hidden = jnp.tanh(x @ weight)
-    return jnp.mean(jnp.sum(jnp.sin(hidden[:, :, None] * hidden[:, None, :] * 1.5) ** 2, axis=(1, 2)))
+    return jnp.mean(
+        jnp.sum(
+            jnp.sin(hidden[:, :, None] * hidden[:, None, :] * 1.5) ** 2, axis=(1, 2)
+        )
+    )
 
 
 def test_recomputed_shards() -> None:
@@ -36,10 +45,16 @@ def test_recomputed_shards() -> None:
         return jax.lax.pmean(recompute(loss)(weight, x), "data")
 
     def spread(weight: Any) -> Any:
-        return shard_map(local, mesh=MESH, in_specs=(WHOLE, SPREAD), out_specs=WHOLE)(weight, X)
+        return shard_map(local, mesh=MESH, in_specs=(WHOLE, SPREAD), out_specs=WHOLE)(
+            weight, X
+        )
 
-    np.testing.assert_allclose(jax.jit(jax.grad(spread))(WEIGHT), expected(), rtol=1e-4, atol=1e-4)
-    np.testing.assert_allclose(jax.jit(jax.grad(recompute(loss)))(WEIGHT, X), expected(), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(
+        jax.jit(jax.grad(spread))(WEIGHT), expected(), rtol=1e-4, atol=1e-4
+    )
+    np.testing.assert_allclose(
+        jax.jit(jax.grad(recompute(loss)))(WEIGHT, X), expected(), rtol=1e-4, atol=1e-4
+    )
 
 
 @functools.cache

@@ -1,4 +1,5 @@
-"""Parameters sharded inside `jax.shard_map` on host devices: run by `test_jax_sharding`, ``python FILE CONTROL_FLOW``.
+"""Parameters sharded inside `jax.shard_map` on host devices: run by
+`test_jax_sharding`, ``python FILE CONTROL_FLOW``.
 
 A process of its own: the number of devices is fixed when JAX starts.
 """
@@ -29,8 +30,14 @@ SHAPES = {"copy": (3,), "rows": (4, 3), "half": (3, 2)}
 SIZES = (1.0, 1e-30, 1e25)
 """At the second size, squares vanish in float32; at the third they overflow."""
 rng = np.random.default_rng(0)
-START = {name: np.asarray(rng.normal(size=shape), np.float32) for name, shape in SHAPES.items()}
-MADE = {name: np.asarray(rng.normal(size=(6, *shape)), np.float32) for name, shape in SHAPES.items()}
+START = {
+    name: np.asarray(rng.normal(size=shape), np.float32)
+    for name, shape in SHAPES.items()
+}
+MADE = {
+    name: np.asarray(rng.normal(size=(6, *shape)), np.float32)
+    for name, shape in SHAPES.items()
+}
 BAD = {**MADE, "rows": MADE["rows"].copy()}
 BAD["rows"][1, 3, 0] = np.inf  # in the last device's part only
 Lifted = Callable[..., Any]
@@ -40,8 +47,12 @@ def start(dtype: Any = np.float32) -> Any:
     return {**START, "half": jnp.asarray(START["half"], dtype)}
 
 
-def lifted(function: Lifted, specs: Any, out: Any, mesh: Any = MODEL, **options: Any) -> Lifted:
-    made: Lifted = jax.jit(jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=out, **options))
+def lifted(
+    function: Lifted, specs: Any, out: Any, mesh: Any = MODEL, **options: Any
+) -> Lifted:
+    made: Lifted = jax.jit(
+        jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=out, **options)
+    )
     return made
 
 
@@ -51,20 +62,32 @@ def train(tx: Any, params: Any, gradients: Any) -> tuple[Any, Any]:
     def one(carry: Any, gradient: Any) -> Any:
         typed = jax.tree.map(lambda leaf, p: leaf.astype(p.dtype), gradient, params)
         updates, state = tx.update(typed, carry[1], carry[0])
-        return (optax.apply_updates(carry[0], updates), state), gradaccum_jax.result(state)
+        return (optax.apply_updates(carry[0], updates), state), gradaccum_jax.result(
+            state
+        )
 
     (params, _), results = jax.lax.scan(one, (params, tx.init(params)), gradients)
     return params, results
 
 
 def near(found: Any, wanted: Any, rtol: float = 1e-5) -> None:
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=rtol, atol=1e-7), found, wanted)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(
+            np.float32(a), np.float32(b), rtol=rtol, atol=1e-7
+        ),
+        found,
+        wanted,
+    )
 
 
 def check_like_one_device() -> None:
-    """Norm, clipping, skipping, dropping and masters are those of one device that has all parameters."""
+    """Norm, clipping, skipping, dropping and masters are those of one device that has
+    all parameters.
+    """
     apart = jax.tree.map(lambda spec: P(None, *spec), SPECS)
-    cases: list[tuple[dict[str, Any], Any, float]] = [({}, MADE, size) for size in SIZES]
+    cases: list[tuple[dict[str, Any], Any, float]] = [
+        ({}, MADE, size) for size in SIZES
+    ]
     cases += [
         ({}, BAD, 1),
         ({"on_overflow": "drop_micro_batch"}, BAD, 1),
@@ -77,32 +100,55 @@ def check_like_one_device() -> None:
         scaled = {name: leaf * np.float32(size) for name, leaf in gradients.items()}
         inner = optax.adam(0.1) if size == 1 else optax.sgd(0.1)
         params = start(jnp.bfloat16 if "master_weights" in given else np.float32)
-        whole, shared = (gradaccum.wrap(inner, **options, **own) for own in ({}, {"shard_axes": "model"}))
-        found = lifted(lambda *args, tx=shared: train(tx, *args), (SPECS, apart), (SPECS, P()))(params, scaled)
+        whole, shared = (
+            gradaccum.wrap(inner, **options, **own)
+            for own in ({}, {"shard_axes": "model"})
+        )
+        found = lifted(
+            lambda *args, tx=shared: train(tx, *args), (SPECS, apart), (SPECS, P())
+        )(params, scaled)
         wanted = jax.jit(lambda *args, tx=whole: train(tx, *args))(params, scaled)
-        near(found, wanted, 1e-4 if "noise_scale" in given else 1e-5)  # the noise is a difference of norms
+        # the noise is a difference of norms
+        near(found, wanted, 1e-4 if "noise_scale" in given else 1e-5)
         assert bool(found[1].overflow.any()) == (gradients is BAD)
         assert bool(found[1].applied.any())
 
 
 def check_with_workers() -> None:
-    """Shards along one axis of the mesh, and along the other devices with micro-batches of their own; also what a window knows."""
+    """Shards along one axis of the mesh, and along the other devices with micro-batches
+    of their own; also what a window knows.
+    """
     options: dict[str, Any] = {"steps": 2, "clip_norm": 0.5, "noise_scale": 0.5}
-    shared, whole = (gradaccum.wrap(optax.sgd(0.1), **options, axis_name="data", **own) for own in ({"shard_axes": "model"}, {}))
-    own = {name: np.asarray(rng.normal(size=(6, 2, *shape)), np.float32) for name, shape in SHAPES.items()}
+    shared, whole = (
+        gradaccum.wrap(optax.sgd(0.1), **options, axis_name="data", **own)
+        for own in ({"shard_axes": "model"}, {})
+    )
+    own = {
+        name: np.asarray(rng.normal(size=(6, 2, *shape)), np.float32)
+        for name, shape in SHAPES.items()
+    }
 
     def found_by(tx: Any, specs: Any, mesh: Any) -> Any:
         def local(params: Any, gradients: Any) -> Any:
-            params, results = train(tx, params, {name: leaf[:, 0] for name, leaf in gradients.items()})
+            params, results = train(
+                tx, params, {name: leaf[:, 0] for name, leaf in gradients.items()}
+            )
             return params, results.grad_norm, results.noise_scale
 
         apart = jax.tree.map(lambda spec: P(None, "data", *spec), specs)
         return lifted(local, (specs, apart), (specs, P(), P()), mesh)(start(), own)
 
-    found, without_shards = found_by(shared, SPECS, BOTH), found_by(whole, dict.fromkeys(SPECS, P()), DATA)
+    found, without_shards = (
+        found_by(shared, SPECS, BOTH),
+        found_by(whole, dict.fromkeys(SPECS, P()), DATA),
+    )
     near(found, without_shards, 1e-4)
     assert np.isfinite(found[2][1:]).all(), "the noise is compared with an estimate"
-    wanted = train(gradaccum.wrap(optax.sgd(0.1), steps=2, clip_norm=0.5), start(), {name: leaf.mean(1) for name, leaf in own.items()})
+    wanted = train(
+        gradaccum.wrap(optax.sgd(0.1), steps=2, clip_norm=0.5),
+        start(),
+        {name: leaf.mean(1) for name, leaf in own.items()},
+    )
     near(found[:2], (wanted[0], wanted[1].grad_norm))
 
 
@@ -113,9 +159,19 @@ def once(tx: Any, params: Any) -> Any:
 def check_untold() -> None:
     """Where nobody said whether arrays are shards, what would depend on it raises."""
     rows: Any = {"rows": P("model")}
-    cases: list[tuple[Any, dict[str, Any], bool]] = [(SPECS, {}, False), (SPECS, {"shard_axes": "model"}, True)]
-    cases += [(rows, {}, True), (rows, {"clip_norm": 1.0}, False), (rows, {"skip_norm": 1.0}, False)]
-    cases += [(rows, {"clip_norm": 1.0, "shard_axes": axes}, True) for axes in ((), "model", ("model",))]
+    cases: list[tuple[Any, dict[str, Any], bool]] = [
+        (SPECS, {}, False),
+        (SPECS, {"shard_axes": "model"}, True),
+    ]
+    cases += [
+        (rows, {}, True),
+        (rows, {"clip_norm": 1.0}, False),
+        (rows, {"skip_norm": 1.0}, False),
+    ]
+    cases += [
+        (rows, {"clip_norm": 1.0, "shard_axes": axes}, True)
+        for axes in ((), "model", ("model",))
+    ]
     for specs, given, allowed in cases:
         tx = gradaccum.wrap(optax.sgd(0.1), steps=2, **given)
         run = lifted(lambda params, tx=tx: once(tx, params), (specs,), specs)
@@ -123,17 +179,29 @@ def check_untold() -> None:
             run({name: START[name] for name in specs})
         else:
             with pytest.raises(
-                gradaccum.UsageError, match=r"^shard_axes: expected .*\['model'\].*shard_axes=\('model',\).*shard_axes=\(\)"
+                gradaccum.UsageError,
+                match=(
+                    r"^shard_axes: expected"
+                    r" .*\['model'\].*shard_axes=\('model',\).*shard_axes=\(\)"
+                ),
             ):
                 run({name: START[name] for name in specs})
 
 
 def check_refused() -> None:
     tx = gradaccum.wrap(optax.sgd(0.1), steps=2, shard_axes="model")
-    for run in (jax.jit(lambda p: once(tx, p)), lifted(lambda p: once(tx, p), P("model"), P("model"), check_vma=False)):
-        with pytest.raises(gradaccum.UsageError, match=r"^axis_name: expected an axis of"):
+    for run in (
+        jax.jit(lambda p: once(tx, p)),
+        lifted(lambda p: once(tx, p), P("model"), P("model"), check_vma=False),
+    ):
+        with pytest.raises(
+            gradaccum.UsageError, match=r"^axis_name: expected an axis of"
+        ):
             run(START["rows"])
-    with pytest.raises(gradaccum.ArgumentTypeError, match=r"^shard_axes: expected the name of a mesh axis"):
+    with pytest.raises(
+        gradaccum.ArgumentTypeError,
+        match=r"^shard_axes: expected the name of a mesh axis",
+    ):
         gradaccum.wrap(optax.sgd(0.1), steps=2, shard_axes=["model"])
 
 

@@ -9,14 +9,32 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .jax_losses import CLASSES, ITEMS, KEY, MASK, PARAMS, SEQUENCES, TOKEN_LABELS, WIDTH, Case, X, Y, dropped, hidden, plain, squares
+from .jax_losses import (
+    CLASSES,
+    ITEMS,
+    KEY,
+    MASK,
+    PARAMS,
+    SEQUENCES,
+    TOKEN_LABELS,
+    WIDTH,
+    Case,
+    X,
+    Y,
+    dropped,
+    hidden,
+    plain,
+    squares,
+)
 from .jax_mistaken_losses import key_of_the_batch
 
 
 def attention(params: Any, x: Any, mask: Any) -> Any:
     """With padding masked out, and a mean per sequence."""
     q, k = x @ params["w"], jnp.sin(x) @ params["w"]
-    weights = jax.nn.softmax(jnp.where(mask[:, None, :], q @ k.swapaxes(1, 2), -jnp.inf))
+    weights = jax.nn.softmax(
+        jnp.where(mask[:, None, :], q @ k.swapaxes(1, 2), -jnp.inf)
+    )
     each = ((weights @ k) @ params["v"]) ** 2
     return jnp.mean(jnp.sum(each * mask, 1) / mask.sum(1))
 
@@ -51,7 +69,9 @@ def rematerialised(params: Any, x: Any, y: Any, key: Any) -> Any:
 
 
 def per_item_vmap(params: Any, x: Any, y: Any) -> Any:
-    return jax.vmap(lambda one, target: squares(params, jax.nn.relu(one @ params["w"]), target))(x, y).mean()
+    return jax.vmap(
+        lambda one, target: squares(params, jax.nn.relu(one @ params["w"]), target)
+    )(x, y).mean()
 
 
 def frozen(params: Any, x: Any, y: Any) -> Any:
@@ -61,7 +81,9 @@ def frozen(params: Any, x: Any, y: Any) -> Any:
 
 def random_features(params: Any, x: Any, y: Any) -> Any:
     """One fixed projection for all items."""
-    return squares(params, jnp.cos(x @ jax.random.normal(jax.random.key(5), (WIDTH, CLASSES))), y).mean()
+    return squares(
+        params, jnp.cos(x @ jax.random.normal(jax.random.key(5), (WIDTH, CLASSES))), y
+    ).mean()
 
 
 def columns_first(params: Any, x: Any, y: Any, step: Any) -> Any:
@@ -83,12 +105,16 @@ def of(change: Callable[[jax.Array], jax.Array]) -> Any:
 HALF = of(lambda leaf: leaf.astype(jnp.bfloat16))
 
 SOUND = {
-    "bfloat16": Case(plain, (X.astype(jnp.bfloat16), Y.astype(jnp.bfloat16)), params=HALF),
+    "bfloat16": Case(
+        plain, (X.astype(jnp.bfloat16), Y.astype(jnp.bfloat16)), params=HALF
+    ),
     "attention": Case(attention, (SEQUENCES, MASK)),
     "tied": Case(tied, (TOKEN_LABELS,)),
     "recurrent": Case(recurrent, (SEQUENCES, Y)),
     "dropout": Case(key_of_the_batch, (X, Y, KEY)),
-    "raw_key": Case(key_of_the_batch, (X, Y, jax.random.PRNGKey(0)), {"axes": (0, 0, "key")}),
+    "raw_key": Case(
+        key_of_the_batch, (X, Y, jax.random.PRNGKey(0)), {"axes": (0, 0, "key")}
+    ),
     "keys_per_item": Case(keys_per_item, (X, Y, jax.random.split(KEY, ITEMS))),
     "split_inside": Case(split_inside, (X, Y, KEY)),
     "rematerialised": Case(rematerialised, (X, Y, KEY)),
@@ -96,6 +122,10 @@ SOUND = {
     "frozen": Case(frozen, (X, Y)),
     "random_features": Case(random_features, (X, Y)),
     "columns_first": Case(columns_first, (X.T, Y, 3), {"axes": (1, 0, None)}),
-    "listening": Case(lambda p, x, y: listening(hidden(p, x) @ p["v"] - y).mean(), (X, Y)),
-    "numpy_parameters": Case(plain, (np.asarray(X), np.asarray(Y)), params=of(np.asarray)),
+    "listening": Case(
+        lambda p, x, y: listening(hidden(p, x) @ p["v"] - y).mean(), (X, Y)
+    ),
+    "numpy_parameters": Case(
+        plain, (np.asarray(X), np.asarray(Y)), params=of(np.asarray)
+    ),
 }

@@ -10,21 +10,37 @@ import optax
 import pytest
 
 needs_shard_map = pytest.mark.skipif(
-    not hasattr(jax, "shard_map"), reason="this JAX has no jax.shard_map, and gradaccum refuses a mesh axis by name there"
+    not hasattr(jax, "shard_map"),
+    reason=(
+        "this JAX has no jax.shard_map, and gradaccum refuses a mesh axis by name there"
+    ),
 )
-needs_microbatch = pytest.mark.skipif(not hasattr(optax, "microbatch"), reason="this optax has no optax.microbatch to compare with")
+needs_microbatch = pytest.mark.skipif(
+    not hasattr(optax, "microbatch"),
+    reason="this optax has no optax.microbatch to compare with",
+)
 
 
 def shard_map(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """`jax.shard_map`, or the older one of JAX before 0.6.1 without its check, which has no rule for `custom_vmap`."""
+    """`jax.shard_map`, or the older one of JAX before 0.6.1 without its check, which
+    has no rule for `custom_vmap`.
+    """
     if hasattr(jax, "shard_map"):
         return jax.shard_map(function, **options)
     from jax.experimental.shard_map import shard_map as older
 
-    return older(function, check_rep=False, **{name: value for name, value in options.items() if name != "check_vma"})
+    return older(
+        function,
+        check_rep=False,
+        **{name: value for name, value in options.items() if name != "check_vma"},
+    )
 
 
 def on_mesh(mesh: Any) -> Any:
     """The context in which `mesh` is set."""
     library: Any = jax
-    return library.set_mesh(mesh) if hasattr(jax, "set_mesh") else library.sharding.use_mesh(mesh)
+    return (
+        library.set_mesh(mesh)
+        if hasattr(jax, "set_mesh")
+        else library.sharding.use_mesh(mesh)
+    )

@@ -1,4 +1,6 @@
-"""The pages on moving to gradaccum from another loop, as programs: each section's blocks run after the page's first block."""
+"""The pages on moving to gradaccum from another loop, as programs: each section's
+blocks run after the page's first block.
+"""
 
 from __future__ import annotations
 
@@ -38,9 +40,16 @@ class Program(NamedTuple):
 
 
 def programs_of(framework: str) -> list[Program]:
-    """The sections of the page of `framework` that have programs; each asserts its distance to the large batch."""
-    page = (BACKENDS / f"gradaccum_{framework}" / "MIGRATING.md").read_text(encoding="utf-8")
+    """The sections of the page of `framework` that have programs; each asserts its
+    distance to the large batch.
+    """
+    page = (BACKENDS / f"gradaccum_{framework}" / "MIGRATING.md").read_text(
+        encoding="utf-8"
+    )
     start, *sections = re.split(r"^## ", page, flags=re.MULTILINE)
     (first,) = _PYTHON.findall(start)
-    found = [Program(section.split("\n", 1)[0], first, tuple(_PYTHON.findall(section))) for section in sections]
+    found = [
+        Program(section.split("\n", 1)[0], first, tuple(_PYTHON.findall(section)))
+        for section in sections
+    ]
     return [program for program in found if program.blocks]

@@ -1,4 +1,6 @@
-"""Helpers of MindSpore's tests: its modes, a network of one layer with its data, and two bare parameters."""
+"""Helpers of MindSpore's tests: its modes, a network of one layer with its data, and
+two bare parameters.
+"""
 
 import mindspore as ms
 import numpy as np
@@ -14,17 +16,25 @@ WEIGHT, BIAS = RNG.randn(2, 4).astype(np.float32), RNG.randn(2).astype(np.float3
 
 def needs_mindspore(version, why):
     """A mark for tests of what older versions of MindSpore do not do."""
-    return pytest.mark.skipif(Version(ms.__version__) < Version(version), reason=f"needs MindSpore {version}: {why}")
+    return pytest.mark.skipif(
+        Version(ms.__version__) < Version(version),
+        reason=f"needs MindSpore {version}: {why}",
+    )
 
 
-HOOKS = needs_mindspore("2.9", "before it MindSpore calls no hooks for the tensors that it keeps")
-BFLOAT16 = needs_mindspore("2.9", "before it MindSpore has no bfloat16 kernel for a CPU")
+HOOKS = needs_mindspore(
+    "2.9", "before it MindSpore calls no hooks for the tensors that it keeps"
+)
+BFLOAT16 = needs_mindspore(
+    "2.9", "before it MindSpore has no bfloat16 kernel for a CPU"
+)
 
 
 @pytest.fixture(autouse=True)
 def pynative_after(tmp_path, monkeypatch):
     """For each test of a module that imports it."""
-    monkeypatch.chdir(tmp_path)  # a failed compilation writes a folder into the current one
+    # a failed compilation writes a folder into the current one
+    monkeypatch.chdir(tmp_path)
     yield
     set_mode("pynative")
 
@@ -41,7 +51,10 @@ def make_net():
 
 
 def two_parameters(dtype=ms.float32):
-    return [Parameter(Tensor(np.ones(shape), dtype), name=name) for name, shape in (("a", 3), ("b", 2))]
+    return [
+        Parameter(Tensor(np.ones(shape), dtype), name=name)
+        for name, shape in (("a", 3), ("b", 2))
+    ]
 
 
 def values(optimizer):

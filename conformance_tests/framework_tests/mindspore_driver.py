@@ -1,4 +1,6 @@
-"""A wrapped optimizer over one parameter, called with plain numbers in any of MindSpore's three modes."""
+"""A wrapped optimizer over one parameter, called with plain numbers in any of
+MindSpore's three modes.
+"""
 
 import mindspore as ms
 import numpy as np
@@ -9,10 +11,17 @@ from conformance_tests.framework_tests.mindspore_common import set_mode
 
 
 def driver(mode, steps, loss_scale=None, dtype=None, own=1.0, **options):
-    """A wrapped SGD with a loss scale of its `own`, a call that takes one gradient value and a weight, and the parameter, three ones."""
+    """A wrapped SGD with a loss scale of its `own`, a call that takes one gradient
+    value and a weight, and the parameter, three ones.
+    """
     set_mode(mode)
     parameter = Parameter(Tensor(np.ones(3), dtype or ms.float32), name="p")
-    optimizer = gradaccum.wrap(nn.SGD([parameter], 1.0, loss_scale=own), steps=steps, loss_scale=loss_scale, **options)
+    optimizer = gradaccum.wrap(
+        nn.SGD([parameter], 1.0, loss_scale=own),
+        steps=steps,
+        loss_scale=loss_scale,
+        **options,
+    )
     optimizer.scale(Tensor(1.0))  # the gradients below are those of a scaled loss
 
     @ms.jit
@@ -20,7 +29,14 @@ def driver(mode, steps, loss_scale=None, dtype=None, own=1.0, **options):
         return optimizer((gradient,), weight=weight)
 
     def call(value, weight=1.0):
-        gradient, amount = Tensor(np.array([0.0, value, 0.0]), parameter.dtype), Tensor(weight, ms.float32)
-        return jitted(gradient, amount) if mode == "jit" else optimizer((gradient,), weight=amount)
+        gradient, amount = (
+            Tensor(np.array([0.0, value, 0.0]), parameter.dtype),
+            Tensor(weight, ms.float32),
+        )
+        return (
+            jitted(gradient, amount)
+            if mode == "jit"
+            else optimizer((gradient,), weight=amount)
+        )
 
     return optimizer, call, parameter

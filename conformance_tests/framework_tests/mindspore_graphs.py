@@ -10,12 +10,16 @@ from tempfile import mkdtemp
 import mindspore as ms
 
 STAGES = ("graph_build", "type_inference")
-"""MindSpore saves the graphs after these alone. It reads them when it saves for the first time, so they are the same for all."""
+"""MindSpore saves the graphs after these alone. It reads them when it saves for the
+first time, so they are the same for all.
+"""
 
 
 @contextmanager
 def saved_graphs(stage: str) -> Iterator[list[str]]:
-    """The graphs after one of `STAGES`, of everything that is compiled meanwhile; they are there when the context ends."""
+    """The graphs after one of `STAGES`, of everything that is compiled meanwhile; they
+    are there when the context ends.
+    """
     folder, texts = Path(mkdtemp()), []
     os.environ["MS_DEV_DUMP_IR_PASSES"] = ",".join(STAGES)
     ms.set_context(save_graphs=2, save_graphs_path=str(folder))

@@ -1,4 +1,6 @@
-"""Helpers for MindSpore's large batches: a model in float64 with its data, and a call in each of the modes."""
+"""Helpers for MindSpore's large batches: a model in float64 with its data, and a call
+in each of the modes.
+"""
 
 import sys
 
@@ -10,7 +12,9 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from conformance_tests.framework_tests.mindspore_common import set_mode
 
 MODES = ("pynative", "jit", "graph", "cell")
-"""From Python in PyNative and in graph mode; and inside compiled code: in `mindspore.jit`, and in a Cell in graph mode."""
+"""From Python in PyNative and in graph mode; and inside compiled code: in
+`mindspore.jit`, and in a Cell in graph mode.
+"""
 FROM_PYTHON, COMPILED = ("pynative", "graph"), ("jit", "cell")
 ITEMS = 7
 RNG = np.random.RandomState(3)
@@ -71,7 +75,12 @@ def distance(found, expected):
     """The largest difference, relative to the largest number of each array."""
     pairs = list(zip(numbers(found), numbers(expected), strict=True))
     assert all(a.shape == b.shape for a, b in pairs)
-    return max(np.abs(a - b).max() / max(np.abs(b).max(), 1e-300) if b.any() else np.abs(a).max() for a, b in pairs)
+    return max(
+        np.abs(a - b).max() / max(np.abs(b).max(), 1e-300)
+        if b.any()
+        else np.abs(a).max()
+        for a, b in pairs
+    )
 
 
 def trained(net):
@@ -80,7 +89,9 @@ def trained(net):
 
 @pytest.fixture
 def seed(request):
-    """Sets MindSpore's global seed, or leaves none set, which only its module can do; for a test of a module that imports it."""
+    """Sets MindSpore's global seed, or leaves none set, which only its module can do;
+    for a test of a module that imports it.
+    """
     module = sys.modules["mindspore.common.seed"]
     before = module._GLOBAL_SEED
     module._GLOBAL_SEED = None

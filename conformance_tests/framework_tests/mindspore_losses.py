@@ -1,4 +1,6 @@
-"""Small models in MindSpore for `verify`: each with one published mistake planted, or sound."""
+"""Small models in MindSpore for `verify`: each with one published mistake planted, or
+sound.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ def normal(*shape: int) -> Tensor:
 X, Y = normal(ITEMS, WIDTH), normal(ITEMS, 1)
 SEQUENCES = normal(ITEMS, TOKENS, WIDTH)
 MASK = np.arange(TOKENS) < np.asarray([1, 5, 2, 4, 3, 5, 1, 2])[:, None]
-LABELS = Tensor(np.where(MASK, RNG.integers(0, CLASSES, MASK.shape), -100).astype(np.int32))
+LABELS = Tensor(
+    np.where(MASK, RNG.integers(0, CLASSES, MASK.shape), -100).astype(np.int32)
+)
 
 
 class Case(NamedTuple):
@@ -37,12 +41,24 @@ def filled(cell: nn.Cell) -> nn.Cell:
     """With the same weights in every process."""
     rng = np.random.default_rng(1)
     for parameter in cell.trainable_params():
-        ops.assign(parameter, Tensor(rng.normal(size=parameter.shape).astype(np.float32), parameter.dtype))
+        ops.assign(
+            parameter,
+            Tensor(
+                rng.normal(size=parameter.shape).astype(np.float32), parameter.dtype
+            ),
+        )
     return cell.set_train(True)
 
 
 def net(*between: nn.Cell, outputs: int = 1, dtype: Any = ms.float32) -> nn.Cell:
-    return filled(nn.SequentialCell(nn.Dense(WIDTH, CLASSES, dtype=dtype), *between, nn.Tanh(), nn.Dense(CLASSES, outputs, dtype=dtype)))
+    return filled(
+        nn.SequentialCell(
+            nn.Dense(WIDTH, CLASSES, dtype=dtype),
+            *between,
+            nn.Tanh(),
+            nn.Dense(CLASSES, outputs, dtype=dtype),
+        )
+    )
 
 
 def plain(model: nn.Cell, x: Tensor, y: Tensor) -> Tensor:
@@ -67,7 +83,9 @@ class Deaf(nn.Cell):
 
 
 class Baseline(nn.Cell):
-    """A running mean of what went through before is taken off, and kept as an attribute."""
+    """A running mean of what went through before is taken off, and kept as an
+    attribute.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +102,9 @@ class Moving(nn.Cell):
 
     def __init__(self) -> None:
         super().__init__()
-        self.moving = Parameter(Tensor(np.zeros(1, np.float32)), name="moving", requires_grad=False)
+        self.moving = Parameter(
+            Tensor(np.zeros(1, np.float32)), name="moving", requires_grad=False
+        )
 
     def construct(self, x: Tensor) -> Tensor:
         out = x - self.moving.value()
@@ -98,12 +118,30 @@ def seeding(model: nn.Cell, x: Tensor, y: Tensor) -> Tensor:
 
 
 PLANTED = {
-    "batch_norm": Case(lambda: net(nn.BatchNorm1d(CLASSES)), plain, (X, Y), kind="batch_statistics", where="1"),
-    "own_norm": Case(lambda: net(OwnNorm()), plain, (X, Y), kind="batch_statistics", where="1"),
-    "deaf": Case(lambda: net(Deaf()), plain, (X, Y), kind="custom_backward", where="Deaf"),
-    "baseline": Case(lambda: net(Baseline()), plain, (X, Y), kind="state", where="1.mean"),
+    "batch_norm": Case(
+        lambda: net(nn.BatchNorm1d(CLASSES)),
+        plain,
+        (X, Y),
+        kind="batch_statistics",
+        where="1",
+    ),
+    "own_norm": Case(
+        lambda: net(OwnNorm()), plain, (X, Y), kind="batch_statistics", where="1"
+    ),
+    "deaf": Case(
+        lambda: net(Deaf()), plain, (X, Y), kind="custom_backward", where="Deaf"
+    ),
+    "baseline": Case(
+        lambda: net(Baseline()), plain, (X, Y), kind="state", where="1.mean"
+    ),
     "moving": Case(lambda: net(Moving()), plain, (X, Y), kind="state", where="moving"),
-    "seeding": Case(lambda: net(nn.Dropout(p=0.5)), seeding, (X, Y), kind="shared_randomness", where="set_seed"),
+    "seeding": Case(
+        lambda: net(nn.Dropout(p=0.5)),
+        seeding,
+        (X, Y),
+        kind="shared_randomness",
+        where="set_seed",
+    ),
 }
 
 
@@ -115,7 +153,10 @@ class Attention(nn.Cell):
         self.q, self.k = nn.Dense(WIDTH, CLASSES), nn.Dense(WIDTH, CLASSES)
 
     def construct(self, x: Tensor, mask: Tensor) -> Tensor:
-        logits = ops.matmul(self.q(x), self.k(x).swapaxes(1, 2)) + (mask[:, None, :] - 1) * 1e4
+        logits = (
+            ops.matmul(self.q(x), self.k(x).swapaxes(1, 2))
+            + (mask[:, None, :] - 1) * 1e4
+        )
         return ops.matmul(ops.softmax(logits, -1), self.k(x))
 
 
@@ -137,15 +178,33 @@ SOUND = {
     "plain": Case(net, plain, (X, Y)),
     "dropout": Case(lambda: net(nn.Dropout(p=0.5), nn.Dropout(p=0.2)), plain, (X, Y)),
     "layer_norm": Case(lambda: net(nn.LayerNorm((CLASSES,))), plain, (X, Y)),
-    "attention": Case(lambda: filled(Attention()), sequence_mean, (SEQUENCES, Tensor(MASK.astype(np.float32)))),
+    "attention": Case(
+        lambda: filled(Attention()),
+        sequence_mean,
+        (SEQUENCES, Tensor(MASK.astype(np.float32))),
+    ),
     "embedding": Case(
-        lambda: filled(nn.SequentialCell(nn.Embedding(CLASSES, WIDTH), nn.Dense(WIDTH, 1))),
+        lambda: filled(
+            nn.SequentialCell(nn.Embedding(CLASSES, WIDTH), nn.Dense(WIDTH, 1))
+        ),
         embedded,
-        ({"ids": LABELS, "target": Y, "names": [f"item {place}" for place in range(ITEMS)]},),
+        (
+            {
+                "ids": LABELS,
+                "target": Y,
+                "names": [f"item {place}" for place in range(ITEMS)],
+            },
+        ),
     ),
     "criterion": Case(net, nn.MSELoss(), (X, Y)),
     "functional_criterion": Case(net, ops.mse_loss, [X, Y]),
-    "closing_over": Case(lambda: CLOSED_OVER, lambda x, y: plain(CLOSED_OVER, x, y), (X, Y)),
-    "with_loss_cell": Case(lambda: CLOSED_OVER, nn.WithLossCell(CLOSED_OVER, nn.MSELoss()), (X, Y)),
-    "frozen_statistics": Case(lambda: net(nn.BatchNorm1d(CLASSES)).set_train(False), plain, (X, Y)),
+    "closing_over": Case(
+        lambda: CLOSED_OVER, lambda x, y: plain(CLOSED_OVER, x, y), (X, Y)
+    ),
+    "with_loss_cell": Case(
+        lambda: CLOSED_OVER, nn.WithLossCell(CLOSED_OVER, nn.MSELoss()), (X, Y)
+    ),
+    "frozen_statistics": Case(
+        lambda: net(nn.BatchNorm1d(CLASSES)).set_train(False), plain, (X, Y)
+    ),
 }

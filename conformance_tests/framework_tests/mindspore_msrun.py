@@ -13,16 +13,42 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def run_workers(script: Path, folder: Path, *arguments: str, seconds: int, for_one_reduction: int = 120, workers: int = 2) -> int | None:
-    """Run `script` in `folder`, where the workers' logs are then; returns msrun's exit status, None if the time was up.
+def run_workers(
+    script: Path,
+    folder: Path,
+    *arguments: str,
+    seconds: int,
+    for_one_reduction: int = 120,
+    workers: int = 2,
+) -> int | None:
+    """Run `script` in `folder`, where the workers' logs are then; returns msrun's exit
+    status, None if the time was up.
 
-    A worker waits while another one compiles, on a busy machine for longer than MindSpore's 30 seconds for one reduction.
+    A worker waits while another one compiles, on a busy machine for longer than
+    MindSpore's 30 seconds for one reduction.
     """
-    command = [sys.executable, "-m", "mindspore.parallel.cluster.run", f"--worker_num={workers}", f"--local_worker_num={workers}"]
-    command += ["--join=True", f"--master_port={free_port()}", f"--log_dir={folder}", str(script), *arguments]
+    command = [
+        sys.executable,
+        "-m",
+        "mindspore.parallel.cluster.run",
+        f"--worker_num={workers}",
+        f"--local_worker_num={workers}",
+    ]
+    command += [
+        "--join=True",
+        f"--master_port={free_port()}",
+        f"--log_dir={folder}",
+        str(script),
+        *arguments,
+    ]
     with (folder / "msrun.log").open("w") as log:
         running = subprocess.Popen(
-            command, cwd=folder, env=environment(for_one_reduction), stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            cwd=folder,
+            env=environment(for_one_reduction),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
         try:
             return running.wait(timeout=seconds)
@@ -37,24 +63,52 @@ def environment(for_one_reduction: int) -> dict[str, str]:
         **os.environ,
         "MS_CPU_COMM_OP_TIMEOUT": str(for_one_reduction),
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+        "PYTHONPATH": os.pathsep.join(
+            filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
+        ),
     }
 
 
-def run_by_hand(script: Path, folder: Path, *arguments: str, seconds: int, for_one_reduction: int, workers: int) -> list[int]:
-    """Run `script` as workers that no msrun ends when one of them is lost; returns their exit statuses, by rank."""
-    group = {"MS_WORKER_NUM": str(workers), "MS_SCHED_HOST": "127.0.0.1", "MS_SCHED_PORT": str(free_port())}
+def run_by_hand(
+    script: Path,
+    folder: Path,
+    *arguments: str,
+    seconds: int,
+    for_one_reduction: int,
+    workers: int,
+) -> list[int]:
+    """Run `script` as workers that no msrun ends when one of them is lost; returns
+    their exit statuses, by rank.
+    """
+    group = {
+        "MS_WORKER_NUM": str(workers),
+        "MS_SCHED_HOST": "127.0.0.1",
+        "MS_SCHED_PORT": str(free_port()),
+    }
     roles = [("MS_SCHED", "0"), *(("MS_WORKER", str(rank)) for rank in range(workers))]
     running = []
     try:
         for role, rank in roles:
             own = {"MS_ROLE": role, "MS_NODE_ID": rank, "RANK_ID": rank}
-            with (folder / f"{role.removeprefix('MS_').lower()}_{rank}.log").open("w") as log:
+            with (folder / f"{role.removeprefix('MS_').lower()}_{rank}.log").open(
+                "w"
+            ) as log:
                 command = [sys.executable, str(script), *arguments]
                 given = {**environment(for_one_reduction), **group, **own}
-                running.append(subprocess.Popen(command, cwd=folder, env=given, stdout=log, stderr=subprocess.STDOUT))
+                running.append(
+                    subprocess.Popen(
+                        command,
+                        cwd=folder,
+                        env=given,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                    )
+                )
         begin = time.monotonic()
-        return [worker.wait(timeout=max(1.0, begin + seconds - time.monotonic())) for worker in running[1:]]
+        return [
+            worker.wait(timeout=max(1.0, begin + seconds - time.monotonic()))
+            for worker in running[1:]
+        ]
     finally:
         for process in running:
             process.kill()
@@ -62,7 +116,9 @@ def run_by_hand(script: Path, folder: Path, *arguments: str, seconds: int, for_o
 
 
 def end(msrun: subprocess.Popen[bytes]) -> None:
-    """Each worker is in a process group of its own: msrun ends them when it is interrupted."""
+    """Each worker is in a process group of its own: msrun ends them when it is
+    interrupted.
+    """
     if msrun.poll() is None:
         msrun.send_signal(signal.SIGINT)
         try:

@@ -1,6 +1,8 @@
-"""The peak of a process's memory while MindSpore differentiates a chain of layers, with and without recomputation, in megabytes.
+"""The peak of a process's memory while MindSpore differentiates a chain of layers, with
+and without recomputation, in megabytes.
 
-``python mindspore_peak.py MODE HOW``: MindSpore counts no memory on a CPU, so the process's own resident set is read, once per process.
+``python mindspore_peak.py MODE HOW``: MindSpore counts no memory on a CPU, so the
+process's own resident set is read, once per process.
 """
 
 import re
@@ -36,7 +38,9 @@ class Net(nn.Cell):
 
 def status(field: str) -> int:
     """A field of this process's memory in kilobytes."""
-    return int(re.search(rf"{field}:\s+(\d+)", Path("/proc/self/status").read_text())[1])
+    return int(
+        re.search(rf"{field}:\s+(\d+)", Path("/proc/self/status").read_text())[1]
+    )
 
 
 def main(mode: str, how: str) -> None:

@@ -1,4 +1,6 @@
-"""A network with everything that a second run could disturb, the ways to recompute it, and its gradients in each mode."""
+"""A network with everything that a second run could disturb, the ways to recompute it,
+and its gradients in each mode.
+"""
 
 import mindspore as ms
 import numpy as np
@@ -12,7 +14,9 @@ X = Tensor(RNG.randn(6, 4).astype(np.float32))
 
 
 class Block(nn.Cell):
-    """Two dropouts of different kinds, batch normalization, a counter and a running mean."""
+    """Two dropouts of different kinds, batch normalization, a counter and a running
+    mean.
+    """
 
     def __init__(self):
         super().__init__()
@@ -29,7 +33,9 @@ class Block(nn.Cell):
 
 
 class Unread(Block):
-    """Without an assignment: compiled code under `to_float` reads from before it, with recomputation or without."""
+    """Without an assignment: compiled code under `to_float` reads from before it, with
+    recomputation or without.
+    """
 
     def construct(self, x):
         y = self.norm(self.dropout(ops.tanh(self.dense(x))))
@@ -63,7 +69,13 @@ def make(cell=Net, seed=3):
     ms.set_seed(seed)
     net = cell()
     for p in net.trainable_params():
-        ops.assign(p, Tensor(np.random.RandomState(len(p.name)).randn(*p.shape).astype(np.float32) * 0.5))
+        ops.assign(
+            p,
+            Tensor(
+                np.random.RandomState(len(p.name)).randn(*p.shape).astype(np.float32)
+                * 0.5
+            ),
+        )
     return net.set_train()
 
 
@@ -78,4 +90,6 @@ def gradients(net, weights, mode, times=2):
 
 
 def equal(first, second):
-    return len(first) == len(second) and all(a.tobytes() == b.tobytes() for a, b in zip(first, second, strict=True))
+    return len(first) == len(second) and all(
+        a.tobytes() == b.tobytes() for a, b in zip(first, second, strict=True)
+    )

@@ -1,4 +1,6 @@
-"""Two towers with a temperature, seven pairs of data, and a loss that couples the items of a batch."""
+"""Two towers with a temperature, seven pairs of data, and a loss that couples the items
+of a batch.
+"""
 
 import mindspore as ms
 import numpy as np
@@ -14,21 +16,32 @@ class Towers(nn.Cell):
 
     def __init__(self, dtype=ms.float64):
         super().__init__()
-        self.left, self.right = Parameter(Tensor(LEFT, dtype), name="left"), Parameter(Tensor(RIGHT, dtype), name="right")
+        self.left, self.right = (
+            Parameter(Tensor(LEFT, dtype), name="left"),
+            Parameter(Tensor(RIGHT, dtype), name="right"),
+        )
         self.temperature = Parameter(Tensor(0.7, dtype), name="temperature")
 
     def construct(self, images, texts):
-        return {"images": ops.tanh(ops.matmul(images, self.left.T)), "texts": ops.tanh(ops.matmul(texts, self.right.T))}
+        return {
+            "images": ops.tanh(ops.matmul(images, self.left.T)),
+            "texts": ops.tanh(ops.matmul(texts, self.right.T)),
+        }
 
 
 def info_nce(net):
-    """CLIP's loss: each image's own text among all texts, and the other way round, at a learned temperature."""
+    """CLIP's loss: each image's own text among all texts, and the other way round, at a
+    learned temperature.
+    """
 
     def loss(outputs):
         a, b = outputs["images"], outputs["texts"]
         logits = ops.matmul(a, b.T) * ops.exp(net.temperature)
         own = (a * b).sum(1) * ops.exp(net.temperature)
-        by_image, by_text = ops.log(ops.exp(logits).sum(1)), ops.log(ops.exp(logits).sum(0))
+        by_image, by_text = (
+            ops.log(ops.exp(logits).sum(1)),
+            ops.log(ops.exp(logits).sum(0)),
+        )
         return ((by_image - own) + (by_text - own)).mean()
 
     return loss

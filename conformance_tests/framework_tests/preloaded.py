@@ -1,7 +1,9 @@
-"""Run programs one after the other, each in a process of its own that has imported a framework already.
+"""Run programs one after the other, each in a process of its own that has imported a
+framework already.
 
-Importing a framework takes longer than most programs of a page. So one process imports it, and each program runs in a fork of that one:
-nothing that a program sets is there for the next.
+Importing a framework takes longer than most programs of a page. So one process imports
+it, and each program runs in a fork of that one: nothing that a program sets is there
+for the next.
 """
 
 from __future__ import annotations
@@ -35,7 +37,11 @@ class Preloaded:
         path = os.pathsep.join(entry for entry in sys.path if entry)
         # Without a buffer: what stands in one does not show that there is more to read.
         self.server = subprocess.Popen(
-            command, bufsize=0, env={**os.environ, "PYTHONPATH": path, **environment}, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            command,
+            bufsize=0,
+            env={**os.environ, "PYTHONPATH": path, **environment},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
         )
 
     def __enter__(self) -> Preloaded:
@@ -45,9 +51,11 @@ class Preloaded:
         self.server.communicate(timeout=SECONDS)
 
     def run(self, file: Path, seconds: float | None = None) -> tuple[int, str]:
-        """Run a program in the folder that it lies in: its exit status, and what it said. No process outlives the call.
+        """Run a program in the folder that it lies in: its exit status, and what it
+        said. No process outlives the call.
 
-        It has `seconds`, `SECONDS` unless given; so long may the server take until it starts the program.
+        It has `seconds`, `SECONDS` unless given; so long may the server take until it
+        starts the program.
         """
         assert self.server.stdin is not None
         self.server.stdin.write(f"{file}\n".encode())
@@ -64,7 +72,9 @@ class Preloaded:
         assert self.server.stdout is not None
         seconds = SECONDS if seconds is None else seconds
         if not select.select([self.server.stdout], [], [], seconds)[0]:
-            raise TimeoutError(f"a program was still running after {seconds:.10g} seconds")
+            raise TimeoutError(
+                f"a program was still running after {seconds:.10g} seconds"
+            )
         answer: int = json.loads(self.server.stdout.readline())
         return answer
 
@@ -88,7 +98,10 @@ def _next_program() -> Path | None:
 def _run(file: Path) -> Any:
     os.setsid()
     os.chdir(file.parent)
-    with _output_of(file).open("w", encoding="utf-8") as said, open(os.devnull, encoding="utf-8") as nothing:
+    with (
+        _output_of(file).open("w", encoding="utf-8") as said,
+        open(os.devnull, encoding="utf-8") as nothing,
+    ):
         os.dup2(nothing.fileno(), 0)
         os.dup2(said.fileno(), 1)
         os.dup2(said.fileno(), 2)

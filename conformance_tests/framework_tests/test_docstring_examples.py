@@ -10,7 +10,11 @@ import pytest
 
 BACKENDS = Path(__file__).parents[2] / "backends"
 WITH_EXAMPLES = sorted(
-    path.relative_to(BACKENDS).with_suffix("").as_posix().replace("/", ".").removesuffix(".__init__")
+    path.relative_to(BACKENDS)
+    .with_suffix("")
+    .as_posix()
+    .replace("/", ".")
+    .removesuffix(".__init__")
     for path in BACKENDS.rglob("*.py")
     if ">>> " in path.read_text(encoding="utf-8")
 )
@@ -26,4 +30,8 @@ def test_examples(module: str) -> None:
 
 
 def test_adapters_have_examples() -> None:
-    assert {module.partition(".")[0] for module in WITH_EXAMPLES} == {"gradaccum_torch", "gradaccum_jax", "gradaccum_mindspore"}
+    assert {module.partition(".")[0] for module in WITH_EXAMPLES} == {
+        "gradaccum_torch",
+        "gradaccum_jax",
+        "gradaccum_mindspore",
+    }

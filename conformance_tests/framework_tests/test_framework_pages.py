@@ -63,22 +63,35 @@ def page_of(framework: str, page: str = "README.md") -> str:
 
 def program_of(framework: str, page: str = "README.md") -> str:
     pytest.importorskip(framework, reason=f"{framework} is not installed")
-    (program,) = re.findall(r"^```python\n(.*?)^```", page_of(framework, page), flags=re.MULTILINE | re.DOTALL)
+    (program,) = re.findall(
+        r"^```python\n(.*?)^```",
+        page_of(framework, page),
+        flags=re.MULTILINE | re.DOTALL,
+    )
     return program
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_program_of_the_page(framework: str) -> None:
-    exec(compile(program_of(framework), f"{framework}'s page", "exec"), {"__name__": "__main__"})
+    exec(
+        compile(program_of(framework), f"{framework}'s page", "exec"),
+        {"__name__": "__main__"},
+    )
 
 
 @pytest.mark.parametrize("page", ["README.md", "README.zh.md"])
 def test_program_from_a_file(page: str, tmp_path: Path) -> None:
-    """MindSpore's compiler reads the source of what it compiles from a file. It prints no warning."""
-    assert "[WARNING]" not in run_recipe(Recipe("MindSpore", program_of("mindspore", page)), tmp_path, GLOG_v="2")
+    """MindSpore's compiler reads the source of what it compiles from a file. It prints
+    no warning.
+    """
+    assert "[WARNING]" not in run_recipe(
+        Recipe("MindSpore", program_of("mindspore", page)), tmp_path, GLOG_v="2"
+    )
 
 
 def test_compiled_code_warns_of_nothing(tmp_path: Path) -> None:
-    """MindSpore warns of each value that code with side effects leaves unused, and names the code."""
+    """MindSpore warns of each value that code with side effects leaves unused, and
+    names the code.
+    """
     pytest.importorskip("mindspore", reason="mindspore is not installed")
     assert ELIMINATED not in run_recipe(Recipe("jit", JITTED), tmp_path, GLOG_v="2")

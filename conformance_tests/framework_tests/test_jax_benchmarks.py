@@ -1,4 +1,6 @@
-"""The streaming questions of the benchmarks: all contestants end with the same parameters, and the counters are right."""
+"""The streaming questions of the benchmarks: all contestants end with the same
+parameters, and the counters are right.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ WIDTH, WINDOWS = 16, 3
 
 
 def trained(case: Case) -> dict[str, Any]:
-    """Return the parameters of each contestant but the floor, which uses the last gradient of a window alone."""
+    """Return the parameters of each contestant but the floor, which uses the last
+    gradient of a window alone.
+    """
     ends = {}
     for name, run in case.contestants.items():
         if not name.startswith("floor"):
@@ -43,9 +47,17 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("case", "members"),
     [
-        pytest.param(lambda: jax_streaming.streaming("small", WIDTH, whole=True), 0, marks=needs_microbatch),
+        pytest.param(
+            lambda: jax_streaming.streaming("small", WIDTH, whole=True),
+            0,
+            marks=needs_microbatch,
+        ),
         (lambda: jax_streaming.clipping("small", WIDTH), 0),
-        pytest.param(lambda: jax_ensemble.ensemble("small", WIDTH), jax_ensemble.MEMBERS, marks=pytest.mark.deep),
+        pytest.param(
+            lambda: jax_ensemble.ensemble("small", WIDTH),
+            jax_ensemble.MEMBERS,
+            marks=pytest.mark.deep,
+        ),
     ],
     ids=["streaming", "clipping", "ensemble"],
 )
@@ -62,18 +74,32 @@ def test_all_contestants_agree(case: Any, members: int) -> None:
 def test_clipping_case_clips() -> None:
     tx = gradaccum.wrap(optax.sgd(1.0), steps=1)
     gradients = jax_streaming.gradient(make_params(256), jax_streaming.batches(256)[0])
-    assert tx.update(gradients, tx.init(gradients))[1].last_grad_norm > jax_streaming.CLIP_NORM
+    assert (
+        tx.update(gradients, tx.init(gradients))[1].last_grad_norm
+        > jax_streaming.CLIP_NORM
+    )
 
 
 def test_updates_per_window_are_counted() -> None:
     for members in (0, 2):
-        assert updates_per_window(lambda inner: gradaccum.wrap(inner, steps=STEPS), members) == 1
-        assert updates_per_window(lambda inner: optax.MultiSteps(inner, STEPS), members) == STEPS
+        assert (
+            updates_per_window(
+                lambda inner: gradaccum.wrap(inner, steps=STEPS), members
+            )
+            == 1
+        )
+        assert (
+            updates_per_window(lambda inner: optax.MultiSteps(inner, STEPS), members)
+            == STEPS
+        )
         assert updates_per_window(lambda inner: inner, members) == STEPS
 
 
 def test_copies_are_counted_by_shape() -> None:
-    text = "%a = f32[2,3]{1,0} copy(%b)\n%c = f32[] copy(%d)\n%e = f32[3,2]{1,0} copy(%f)\n%copy.1 = f32[2,3]{1,0} fusion(%copy.2)"
+    text = (
+        "%a = f32[2,3]{1,0} copy(%b)\n%c = f32[] copy(%d)\n%e = f32[3,2]{1,0}"
+        " copy(%f)\n%copy.1 = f32[2,3]{1,0} fusion(%copy.2)"
+    )
     assert copies(text, {(2, 3)}) == 1
     assert copies(text, {(2, 3), (3, 2)}) == 2
 
@@ -81,7 +107,9 @@ def test_copies_are_counted_by_shape() -> None:
 @needs_microbatch
 def test_splitting_contestants_agree() -> None:
     params, x = make_params(WIDTH), jnp.concatenate(batches(WIDTH))
-    losses, gradients = zip(*(jax.jit(way)(params, x) for way in jax_split.ways().values()), strict=True)
+    losses, gradients = zip(
+        *(jax.jit(way)(params, x) for way in jax_split.ways().values()), strict=True
+    )
     np.testing.assert_allclose(losses, losses[0], rtol=1e-6)
     for own in gradients:
         for a, b in zip(own, gradients[0], strict=True):
@@ -94,6 +122,8 @@ def test_memory_contestants_agree() -> None:
     params, x = jax_memory.inputs(4, TINY)
     found = {way: jax_memory.compiled(way, 4, TINY)(params, x)[1] for way in WAYS}
     for way in WAYS:
-        for a, b in zip(jax.tree.leaves(found[way]), jax.tree.leaves(found[LARGE]), strict=True):
+        for a, b in zip(
+            jax.tree.leaves(found[way]), jax.tree.leaves(found[LARGE]), strict=True
+        ):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
     assert jax_memory.peak_of("recompute", 4, TINY) < jax_memory.peak_of(LARGE, 4, TINY)

@@ -1,4 +1,6 @@
-"""The careless loop: no everyday mistake is silent, the last window of a loader ends in the step, and the state is right from the start."""
+"""The careless loop: no everyday mistake is silent, the last window of a loader ends in
+the step, and the state is right from the start.
+"""
 
 from __future__ import annotations
 
@@ -29,14 +31,18 @@ def loss_fn(params: Any, x: Any) -> Any:
 
 def step_of(tx: Any) -> Callable[..., Any]:
     def step(params: Any, state: Any, x: Any, last: Any = None) -> Any:
-        updates, state = tx.update(jax.grad(loss_fn)(params, x), state, params, weight=len(x), last=last)
+        updates, state = tx.update(
+            jax.grad(loss_fn)(params, x), state, params, weight=len(x), last=last
+        )
         return optax.apply_updates(params, updates), state
 
     return step
 
 
 def flushed(tx: Any, batches: Any) -> Any:
-    """Return parameters and state after a loop that flushes at its end, in a program of its own."""
+    """Return parameters and state after a loop that flushes at its end, in a program of
+    its own.
+    """
     step, params, state = jax.jit(step_of(tx)), PARAMS, tx.init(PARAMS)
     for x in batches:
         params, state = step(params, state, x)
@@ -45,12 +51,20 @@ def flushed(tx: Any, batches: Any) -> Any:
 
 
 def assert_same(a: Any, b: Any) -> None:
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-7), a, b)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-7), a, b
+    )
 
 
-@pytest.mark.parametrize("steps", [4, [(0, 3), (1, 4)], gradaccum.until_weight(16)], ids=["int", "pairs", "weight"])
+@pytest.mark.parametrize(
+    "steps",
+    [4, [(0, 3), (1, 4)], gradaccum.until_weight(16)],
+    ids=["int", "pairs", "weight"],
+)
 def test_the_last_window_of_a_loader_ends_in_the_step(steps: Any) -> None:
-    """Ten micro-batches: one program, no flush, and the parameters of the loop that flushes. The next pass begins a window of its own."""
+    """Ten micro-batches: one program, no flush, and the parameters of the loop that
+    flushes. The next pass begins a window of its own.
+    """
     tx = gradaccum.wrap(optax.adam(0.1), steps=steps)
     step, params, state = jax.jit(step_of(tx)), PARAMS, tx.init(PARAMS)
     for x, last in gradaccum_jax.epoch(iter(X)):
@@ -66,17 +80,25 @@ def test_the_last_window_of_a_loader_ends_in_the_step(steps: Any) -> None:
 
 
 def test_windows_that_only_last_ends() -> None:
-    """With ``steps=None`` the flag takes the place of a flush: outside of jit, in a scan, and in an ensemble whose members end apart."""
+    """With ``steps=None`` the flag takes the place of a flush: outside of jit, in a
+    scan, and in an ensemble whose members end apart.
+    """
     tx = gradaccum.wrap(optax.sgd(0.5, momentum=0.9), steps=None, clip_norm=0.3)
     ends = np.isin(np.arange(10), (2, 3, 9))
     wanted, held = PARAMS, tx.init(PARAMS)
     for window in (X[:3], X[3:4], X[4:]):
         large = gradaccum.wrap(optax.sgd(0.5, momentum=0.9), steps=1, clip_norm=0.3)
-        updates, held = large.update(jax.grad(loss_fn)(wanted, window.reshape(-1, 3)), held, wanted)
+        updates, held = large.update(
+            jax.grad(loss_fn)(wanted, window.reshape(-1, 3)), held, wanted
+        )
         wanted = optax.apply_updates(wanted, updates)
 
     def trained(x: Any, ends: Any) -> Any:
-        return jax.lax.scan(lambda carry, given: (step_of(tx)(*carry, *given), None), (PARAMS, tx.init(PARAMS)), (x, ends))[0]
+        return jax.lax.scan(
+            lambda carry, given: (step_of(tx)(*carry, *given), None),
+            (PARAMS, tx.init(PARAMS)),
+            (x, ends),
+        )[0]
 
     assert_same(jax.jit(trained)(X, ends)[0], wanted)
     params, state = PARAMS, tx.init(PARAMS)
@@ -95,7 +117,9 @@ def test_flag_that_is_not_given_costs_nothing() -> None:
     state = tx.init(PARAMS)
 
     def equations(**given: Any) -> int:
-        return str(jax.make_jaxpr(lambda s: tx.update(PARAMS, s, PARAMS, **given))(state)).count("\n")
+        return str(
+            jax.make_jaxpr(lambda s: tx.update(PARAMS, s, PARAMS, **given))(state)
+        ).count("\n")
 
     assert equations() < equations(last=True) <= equations() + 3
 
@@ -123,8 +147,13 @@ def test_flag_that_is_none_is_refused(last: Any) -> None:
 
 def test_arguments_of_the_last_micro_batch_alone_are_refused() -> None:
     tx = gradaccum.wrap(optax.lbfgs(), steps=None)
-    with pytest.raises(gradaccum.UsageError, match="value_fn: expected nothing in a window of several micro-batches"):
-        tx.update(PARAMS, tx.init(PARAMS), PARAMS, value_fn=lambda params: 0.0, last=True)
+    with pytest.raises(
+        gradaccum.UsageError,
+        match="value_fn: expected nothing in a window of several micro-batches",
+    ):
+        tx.update(
+            PARAMS, tx.init(PARAMS), PARAMS, value_fn=lambda params: 0.0, last=True
+        )
 
 
 def greedy(gradients: Any, state: Any, params: Any = None, *, widht: Any = 1.0) -> Any:
@@ -134,8 +163,16 @@ def greedy(gradients: Any, state: Any, params: Any = None, *, widht: Any = 1.0) 
 INNER = {
     "open": (optax.adam(0.1), "wieght", r"Did you mean weight=\?"),
     "close to another": (optax.adam(0.1), "vlaue", r"Did you mean value=\?"),
-    "closed": (optax.GradientTransformation(lambda p: (), lambda g, s, p=None: (g, s)), "momentum", "Leave it out"),
-    "declaring": (optax.GradientTransformationExtraArgs(lambda p: (), greedy), "width", "Leave it out"),
+    "closed": (
+        optax.GradientTransformation(lambda p: (), lambda g, s, p=None: (g, s)),
+        "momentum",
+        "Leave it out",
+    ),
+    "declaring": (
+        optax.GradientTransformationExtraArgs(lambda p: (), greedy),
+        "width",
+        "Leave it out",
+    ),
 }
 
 
@@ -145,37 +182,69 @@ def test_argument_that_nobody_takes_is_refused(case: str) -> None:
     inner, name, fix = INNER[case]
     tx = gradaccum.wrap(inner, steps=2)
     _, state = tx.update(PARAMS, tx.init(PARAMS), PARAMS)
-    with pytest.raises(REFUSED, match=f"^{name}: expected an argument of this call.*{fix}"):
+    with pytest.raises(
+        REFUSED, match=f"^{name}: expected an argument of this call.*{fix}"
+    ):
         tx.update(PARAMS, state, PARAMS, **{name: 3.0})
     assert tx.update(PARAMS, state, PARAMS, weight=3.0)[1].optimizer_step == 1
 
 
 def test_argument_that_the_inner_optimizer_takes_is_passed_on() -> None:
-    """A declared name, however close to one of gradaccum's; any other where the inner optimizer takes all; optax's own everywhere."""
-    tx = gradaccum.wrap(optax.GradientTransformationExtraArgs(lambda params: (), greedy), steps=1)
-    assert tx.update(PARAMS, tx.init(PARAMS), PARAMS, widht=2.0)[0].tolist() == [-2.0] * 3
-    for inner, more in ((optax.sgd(1.0), {"temperature": 1.0}), (optax.scale(-1.0), {})):
+    """A declared name, however close to one of gradaccum's; any other where the inner
+    optimizer takes all; optax's own everywhere.
+    """
+    tx = gradaccum.wrap(
+        optax.GradientTransformationExtraArgs(lambda params: (), greedy), steps=1
+    )
+    assert (
+        tx.update(PARAMS, tx.init(PARAMS), PARAMS, widht=2.0)[0].tolist() == [-2.0] * 3
+    )
+    for inner, more in (
+        (optax.sgd(1.0), {"temperature": 1.0}),
+        (optax.scale(-1.0), {}),
+    ):
         tx = gradaccum.wrap(inner, steps=1)
-        assert tx.update(PARAMS, tx.init(PARAMS), PARAMS, grad=PARAMS, **more)[1].optimizer_step == 1
+        assert (
+            tx.update(PARAMS, tx.init(PARAMS), PARAMS, grad=PARAMS, **more)[
+                1
+            ].optimizer_step
+            == 1
+        )
 
 
 def test_weight_of_a_flush_is_refused() -> None:
     tx = gradaccum.wrap(optax.sgd(0.1), steps=None)
     _, state = tx.update(PARAMS, tx.init(PARAMS), PARAMS)
-    with pytest.raises(REFUSED, match=r"weight: expected.*denominator= to gradaccum_jax\.flush"):
+    with pytest.raises(
+        REFUSED, match=r"weight: expected.*denominator= to gradaccum_jax\.flush"
+    ):
         gradaccum_jax.flush(tx, state, PARAMS, weight=3.0)
 
 
 def test_denominator_under_jit() -> None:
-    """A traced one: the sum divided by it, once; one that is no number > 0 makes no update."""
+    """A traced one: the sum divided by it, once; one that is no number > 0 makes no
+    update.
+    """
     tx = gradaccum.wrap(optax.sgd(1.0), steps=None, reduction="sum", loss_scale=8.0)
     state = tx.init(PARAMS)
     for factor in (1.0, 2.0):
-        _, state = tx.update(jax.tree.map(lambda p, factor=factor: 8 * factor * p, PARAMS), state, PARAMS, value=jnp.asarray(factor))
-    flush = jax.jit(lambda state, denominator: gradaccum_jax.flush(tx, state, PARAMS, denominator=denominator))
+        _, state = tx.update(
+            jax.tree.map(lambda p, factor=factor: 8 * factor * p, PARAMS),
+            state,
+            PARAMS,
+            value=jnp.asarray(factor),
+        )
+    flush = jax.jit(
+        lambda state, denominator: gradaccum_jax.flush(
+            tx, state, PARAMS, denominator=denominator
+        )
+    )
     updates, ended = flush(state, 4)
     assert updates.tolist() == [-0.75] * 3
-    assert (gradaccum_jax.result(ended).loss, gradaccum_jax.result(ended).optimizer_step) == (0.75, 1)
+    assert (
+        gradaccum_jax.result(ended).loss,
+        gradaccum_jax.result(ended).optimizer_step,
+    ) == (0.75, 1)
     for wrong in (0.0, np.nan):
         updates, ended = flush(state, wrong)
         assert not updates.any()
@@ -186,8 +255,16 @@ def test_denominator_under_jit() -> None:
 
 @needs_shard_map
 def test_four_devices() -> None:
-    """`init` outside of `data_parallel`, in a process of its own: the mesh is told, or set around the call."""
+    """`init` outside of `data_parallel`, in a process of its own: the mesh is told, or
+    set around the call.
+    """
     pytest.importorskip("flax", reason="flax is not installed")
     script = Path(__file__).with_name("jax_everyday_devices.py")
-    ran = subprocess.run([sys.executable, "-W", "error", script], capture_output=True, text=True, check=False, timeout=300)
+    ran = subprocess.run(
+        [sys.executable, "-W", "error", script],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
     assert ran.returncode == 0, ran.stderr[-3000:]

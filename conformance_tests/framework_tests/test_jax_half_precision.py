@@ -1,4 +1,6 @@
-"""Half-precision parameters: float32 gradients reach the inner optimizer in float32, and a sum beyond float16's range is an overflow."""
+"""Half-precision parameters: float32 gradients reach the inner optimizer in float32,
+and a sum beyond float16's range is an overflow.
+"""
 
 from __future__ import annotations
 
@@ -39,12 +41,19 @@ def test_inner_optimizer_gets_wider_dtype(case: str, accumulate_dtype: Any) -> N
 
 @pytest.mark.parametrize("steps", [None, 4])
 def test_flush_passes_the_unrounded_sum(steps: Any) -> None:
-    """`flush` cannot know the gradients' dtype. It gives updates the dtype of the parameters, so with float32 ones it rounds nothing."""
+    """`flush` cannot know the gradients' dtype. It gives updates the dtype of the
+    parameters, so with float32 ones it rounds nothing.
+    """
     params, gradient = jnp.ones(2, jnp.bfloat16), jnp.full(2, 1.00390625, jnp.float32)
     tx = gradaccum.wrap(optax.sgd(1.0), steps=steps)
     _, state = tx.update(gradient, tx.init(params), params)
     assert gradaccum_jax.flush(tx, state, params)[0].dtype == jnp.bfloat16
-    np.testing.assert_array_equal(gradaccum_jax.flush(tx, state, optax.tree_utils.tree_cast(params, jnp.float32))[0], -gradient)
+    np.testing.assert_array_equal(
+        gradaccum_jax.flush(tx, state, optax.tree_utils.tree_cast(params, jnp.float32))[
+            0
+        ],
+        -gradient,
+    )
 
 
 def test_flush_makes_tiny_gradient_no_nan() -> None:
@@ -55,7 +64,9 @@ def test_flush_makes_tiny_gradient_no_nan() -> None:
 
 
 def test_absent_last_gradient_rounds_nothing() -> None:
-    """The last micro-batch has no gradient of the parameter. The sum still reaches the inner optimizer in float32."""
+    """The last micro-batch has no gradient of the parameter. The sum still reaches the
+    inner optimizer in float32.
+    """
     params, tx = jnp.ones(2, jnp.float16), gradaccum.wrap(optax.adam(0.05), steps=2)
     _, state = tx.update(jnp.full(2, 2e-8, jnp.float32), tx.init(params), params)
     updates, _ = tx.update(None, state, params)
@@ -69,7 +80,11 @@ def test_range_check_is_for_float16_alone() -> None:
         return str(jax.make_jaxpr(tx.update)(params, tx.init(params), params))
 
     assert "65520" in program(jnp.float16)
-    for other in (program(jnp.float32), program(jnp.bfloat16), program(jnp.float16, master_weights=True)):
+    for other in (
+        program(jnp.float32),
+        program(jnp.bfloat16),
+        program(jnp.float16, master_weights=True),
+    ):
         assert "65520" not in other
 
 
@@ -78,8 +93,15 @@ PARAMS = {"w": jnp.ones((4, 4)), "half": jnp.ones(3, jnp.float16)}
 
 def conditionals(jaxpr: Any) -> int:
     """The loops and conditionals of a program, with those inside of them."""
-    inner = [getattr(value, "jaxpr", value) for eqn in jaxpr.eqns for value in jax.tree.leaves(list(eqn.params.values())) if _holds(value)]
-    return sum(eqn.primitive.name in ("while", "cond") for eqn in jaxpr.eqns) + sum(map(conditionals, inner))
+    inner = [
+        getattr(value, "jaxpr", value)
+        for eqn in jaxpr.eqns
+        for value in jax.tree.leaves(list(eqn.params.values()))
+        if _holds(value)
+    ]
+    return sum(eqn.primitive.name in ("while", "cond") for eqn in jaxpr.eqns) + sum(
+        map(conditionals, inner)
+    )
 
 
 def _holds(value: Any) -> bool:
@@ -87,16 +109,35 @@ def _holds(value: Any) -> bool:
 
 
 def program(**options: Any) -> Any:
-    tx = gradaccum.wrap(optax.sgd(0.1), **{"steps": 3, "on_overflow": "ignore", **options})
-    return jax.make_jaxpr(lambda grads, state: tx.update(grads, state, PARAMS, weight=2.0))(PARAMS, tx.init(PARAMS)).jaxpr
+    tx = gradaccum.wrap(
+        optax.sgd(0.1), **{"steps": 3, "on_overflow": "ignore", **options}
+    )
+    return jax.make_jaxpr(
+        lambda grads, state: tx.update(grads, state, PARAMS, weight=2.0)
+    )(PARAMS, tx.init(PARAMS)).jaxpr
 
 
-@pytest.mark.parametrize("options", [{}, {"steps": gradaccum.until_weight(8)}, {"loss_scale": 8.0}, {"master_weights": True}])
-def test_nothing_is_measured(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
-    """The conditionals are the end of the window, of numbers alone, and the inner optimizer's run."""
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"steps": gradaccum.until_weight(8)},
+        {"loss_scale": 8.0},
+        {"master_weights": True},
+    ],
+)
+def test_nothing_is_measured(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """The conditionals are the end of the window, of numbers alone, and the inner
+    optimizer's run.
+    """
     unasked = program(**options)
     assert conditionals(unasked) == 2
-    assert ("float64" in str(unasked), "float64" in str(program(**options, clip_norm=1.0))) == (False, True)
+    assert (
+        "float64" in str(unasked),
+        "float64" in str(program(**options, clip_norm=1.0)),
+    ) == (False, True)
     monkeypatch.setattr(window, "measure", None)
     monkeypatch.setattr(window.sums, "fits", None)
     program(**options)

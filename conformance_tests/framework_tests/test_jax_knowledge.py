@@ -1,4 +1,6 @@
-"""A window's statistics in JAX: its loss, also for inner optimizers that read it; its noise; old checkpoints; refusals."""
+"""A window's statistics in JAX: its loss, also for inner optimizers that read it; its
+noise; old checkpoints; refusals.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +21,22 @@ from gradaccum_jax.statistics import measure
 
 PARAMS = {"w": jnp.asarray([1.0, -2.0, 0.5])}
 RNG = np.random.default_rng(3)
-ROWS = [(jnp.asarray(RNG.normal(size=3), jnp.float32), float(n), float(RNG.uniform(1, 2))) for n in (3, 1, 4, 1, 5, 2)]
+ROWS = [
+    (jnp.asarray(RNG.normal(size=3), jnp.float32), float(n), float(RNG.uniform(1, 2)))
+    for n in (3, 1, 4, 1, 5, 2)
+]
 """Gradient, weight and loss of each micro-batch: two windows of three."""
 
 
 def noting() -> Any:
     """Plain SGD whose state is the last ``value``."""
 
-    def update(updates: Any, state: Any, params: Any = None, *, value: Any, **_: Any) -> Any:
-        return jax.tree.map(lambda u: -0.1 * u, updates), jnp.asarray(value, jnp.float32)
+    def update(
+        updates: Any, state: Any, params: Any = None, *, value: Any, **_: Any
+    ) -> Any:
+        return jax.tree.map(lambda u: -0.1 * u, updates), jnp.asarray(
+            value, jnp.float32
+        )
 
     return optax.GradientTransformationExtraArgs(lambda params: jnp.zeros(()), update)
 
@@ -41,7 +50,9 @@ def after(tx: Any, rows: Any) -> Any:
 
 
 def mean_of(rows: Any) -> float:
-    return sum(weight * loss for _, weight, loss in rows) / sum(weight for _, weight, _ in rows)
+    return sum(weight * loss for _, weight, loss in rows) / sum(
+        weight for _, weight, _ in rows
+    )
 
 
 @pytest.mark.parametrize("steps", [None, 5])
@@ -51,7 +62,10 @@ def test_flush_gives_the_windows_loss(steps: int | None) -> None:
     closed = gradaccum_jax.flush(tx, state, PARAMS)[1]
     assert float(closed.inner_state) == pytest.approx(mean_of(ROWS[:3]), rel=1e-6)
     own = gradaccum_jax.flush(tx, state, PARAMS, value=7.0)[1]
-    assert (float(own.inner_state), float(own.last_loss)) == (7.0, float(closed.last_loss))
+    assert (float(own.inner_state), float(own.last_loss)) == (
+        7.0,
+        float(closed.last_loss),
+    )
 
 
 def test_loss_that_is_read_and_was_not_told() -> None:
@@ -60,14 +74,18 @@ def test_loss_that_is_read_and_was_not_told() -> None:
         reading.update(PARAMS, reading.init(PARAMS), PARAMS)
 
 
-@pytest.mark.parametrize("value", [jnp.ones(2), "1", 1j, True, jax.random.key(0)], ids=str)
+@pytest.mark.parametrize(
+    "value", [jnp.ones(2), "1", 1j, True, jax.random.key(0)], ids=str
+)
 def test_what_is_no_loss_is_refused(value: Any) -> None:
     tx = gradaccum.wrap(optax.sgd(0.1), steps=2)
     with refused(gradaccum.ArgumentTypeError, "value", "a real scalar"):
         tx.update(PARAMS, tx.init(PARAMS), PARAMS, value=value)
 
 
-def test_only_the_first_micro_batch_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_first_micro_batch_is_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     runs: list[int] = []
 
     def counting(*args: Any) -> Any:
@@ -84,49 +102,88 @@ def test_only_the_first_micro_batch_is_measured(monkeypatch: pytest.MonkeyPatch)
         assert len(runs) == count
 
 
-@pytest.mark.parametrize(("steps", "policy"), [(None, "skip_window"), (3, "skip_window"), (3, "ignore")])
+@pytest.mark.parametrize(
+    ("steps", "policy"), [(None, "skip_window"), (3, "skip_window"), (3, "ignore")]
+)
 def test_noise_copies_no_sum(steps: int | None, policy: str) -> None:
-    """The norm is taken before the window's end writes over the sum, so that the sum needs no second buffer."""
+    """The norm is taken before the window's end writes over the sum, so that the sum
+    needs no second buffer.
+    """
     params = [jnp.ones((96, 96)) for _ in range(3)]
 
     def step(params: Any, state: Any, x: Any) -> Any:
-        grads = jax.grad(lambda params: jnp.sum(jnp.tanh(x @ params[0] @ params[1] @ params[2])))(params)
+        grads = jax.grad(
+            lambda params: jnp.sum(jnp.tanh(x @ params[0] @ params[1] @ params[2]))
+        )(params)
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    tx = gradaccum.wrap(optax.adam(0.1), steps=steps, noise_scale=True, on_overflow=policy)
-    program = jax.jit(step, donate_argnums=(0, 1)).lower(params, tx.init(params), jnp.ones((2, 96))).compile()
+    tx = gradaccum.wrap(
+        optax.adam(0.1), steps=steps, noise_scale=True, on_overflow=policy
+    )
+    program = (
+        jax.jit(step, donate_argnums=(0, 1))
+        .lower(params, tx.init(params), jnp.ones((2, 96)))
+        .compile()
+    )
     assert copies(program.as_text(), {(96, 96)}) == 0
 
 
 def test_noise_is_no_part_of_a_derivative() -> None:
     tx = gradaccum.wrap(optax.sgd(1.0), steps=2, noise_scale=True)
-    square, slope = jax.value_and_grad(lambda g: tx.update({"w": g}, tx.init(PARAMS))[1].noise.first_square)(PARAMS["w"])
+    square, slope = jax.value_and_grad(
+        lambda g: tx.update({"w": g}, tx.init(PARAMS))[1].noise.first_square
+    )(PARAMS["w"])
     assert square == pytest.approx(5.25)
     np.testing.assert_array_equal(slope, np.zeros(3))
 
 
 def test_state_of_another_choice_about_noise_is_refused() -> None:
     """`check_state` makes it fit, unless a part is missing."""
-    off, on = (gradaccum.wrap(optax.sgd(0.1), steps=3, noise_scale=value) for value in (False, 0.5))
+    off, on = (
+        gradaccum.wrap(optax.sgd(0.1), steps=3, noise_scale=value)
+        for value in (False, 0.5)
+    )
     state = after(on, ROWS[:4])
     torn = {**state._asdict(), "noise": {"trace": state.noise.trace}}
     with refused(gradaccum.CheckpointError, "state.noise"):
         gradaccum_jax.check_state(on, torn, PARAMS)
     for tx, other in ((off, state), (on, after(off, ROWS[:4]))):
-        for call in (lambda tx=tx, s=other: tx.update(PARAMS, s), lambda tx=tx, s=other: gradaccum_jax.discard(tx, s)):
+        for call in (
+            lambda tx=tx, s=other: tx.update(PARAMS, s),
+            lambda tx=tx, s=other: gradaccum_jax.discard(tx, s),
+        ):
             with refused(gradaccum.ArgumentTypeError, "state.noise", "check_state"):
                 call()
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "item_mean"])
 def test_noise_of_one_call_is_in_items(reduction: Any) -> None:
-    """Whatever the loss adds up to: 4 micro-batches of 16, and as many streamed with their number of items."""
-    data, params = jnp.asarray(np.random.default_rng(0).normal(0.2, 1, size=(20, 64, 9)), jnp.float32), jnp.zeros(9)
-    loss_fn = (lambda p, x: (x @ p).mean()) if reduction == "mean" else (lambda p, x: (x @ p).sum())
-    called = gradaccum.wrap(optax.sgd(0.0), steps=None, reduction=reduction, noise_scale=True)
-    streamed = gradaccum.wrap(optax.sgd(0.0), steps=4, reduction=reduction, noise_scale=True)
-    call, update, gradient = jax.jit(gradaccum_jax.value_and_update(loss_fn, called, steps=4)), jax.jit(streamed.update), jax.grad(loss_fn)
+    """Whatever the loss adds up to: 4 micro-batches of 16, and as many streamed with
+    their number of items.
+    """
+    data, params = (
+        jnp.asarray(
+            np.random.default_rng(0).normal(0.2, 1, size=(20, 64, 9)), jnp.float32
+        ),
+        jnp.zeros(9),
+    )
+    loss_fn = (
+        (lambda p, x: (x @ p).mean())
+        if reduction == "mean"
+        else (lambda p, x: (x @ p).sum())
+    )
+    called = gradaccum.wrap(
+        optax.sgd(0.0), steps=None, reduction=reduction, noise_scale=True
+    )
+    streamed = gradaccum.wrap(
+        optax.sgd(0.0), steps=4, reduction=reduction, noise_scale=True
+    )
+    call, update, gradient = (
+        jax.jit(gradaccum_jax.value_and_update(loss_fn, called, steps=4)),
+        jax.jit(streamed.update),
+        jax.grad(loss_fn),
+    )
     state, other = called.init(params), streamed.init(params)
     for batch in data:
         state = call(params, state, batch)[2]
@@ -134,16 +191,25 @@ def test_noise_of_one_call_is_in_items(reduction: Any) -> None:
             other = update(gradient(params, part), other, params, weight=16)[1]
     noise = float(gradaccum_jax.result(state).noise_scale)
     assert 0 < noise < float("inf")
-    np.testing.assert_allclose(noise, gradaccum_jax.result(other).noise_scale, rtol=1e-4)
+    np.testing.assert_allclose(
+        noise, gradaccum_jax.result(other).noise_scale, rtol=1e-4
+    )
 
 
 def strict(steps: Any) -> Any:
     """An optimizer whose update takes ``scale`` and nothing else."""
 
-    def update(updates: Any, state: Any, params: Any = None, *, scale: Any = 1.0) -> Any:
+    def update(
+        updates: Any, state: Any, params: Any = None, *, scale: Any = 1.0
+    ) -> Any:
         return jax.tree.map(lambda u: -scale * u, updates), state
 
-    return gradaccum.wrap(optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update), steps=steps)
+    return gradaccum.wrap(
+        optax.GradientTransformationExtraArgs(
+            lambda params: optax.EmptyState(), update
+        ),
+        steps=steps,
+    )
 
 
 @pytest.mark.parametrize("value", [None, 3.0], ids=["untold", "told"])
@@ -154,23 +220,43 @@ def test_optimizer_that_takes_no_value_is_called_without(value: Any, jit: bool) 
 
     told, wanted = {} if value is None else {"value": value}, -2 * PARAMS["w"]
     tx = strict(1)
-    updates, state = wrap(lambda s: tx.update(PARAMS, s, PARAMS, scale=2.0, **told))(tx.init(PARAMS))
+    updates, state = wrap(lambda s: tx.update(PARAMS, s, PARAMS, scale=2.0, **told))(
+        tx.init(PARAMS)
+    )
     np.testing.assert_array_equal(updates["w"], wanted)
-    np.testing.assert_equal(float(gradaccum_jax.result(state).loss), np.nan if value is None else value)
+    np.testing.assert_equal(
+        float(gradaccum_jax.result(state).loss), np.nan if value is None else value
+    )
     whole = strict(None)
-    _, state = wrap(lambda s: whole.update(PARAMS, s, PARAMS, **told))(whole.init(PARAMS))
-    updates, state = wrap(lambda s: gradaccum_jax.flush(whole, s, PARAMS, scale=2.0))(state)
+    _, state = wrap(lambda s: whole.update(PARAMS, s, PARAMS, **told))(
+        whole.init(PARAMS)
+    )
+    updates, state = wrap(lambda s: gradaccum_jax.flush(whole, s, PARAMS, scale=2.0))(
+        state
+    )
     np.testing.assert_array_equal(updates["w"], wanted)
-    np.testing.assert_equal(float(gradaccum_jax.result(state).loss), np.nan if value is None else value)
+    np.testing.assert_equal(
+        float(gradaccum_jax.result(state).loss), np.nan if value is None else value
+    )
 
 
 @pytest.mark.parametrize("opaque", [False, True])
 def test_window_of_sam_is_flushed(opaque: bool) -> None:
     def sam() -> Any:
-        return optax.contrib.sam(optax.sgd(0.1), optax.chain(optax.contrib.normalize(), optax.sgd(0.05)), opaque_mode=opaque)
+        return optax.contrib.sam(
+            optax.sgd(0.1),
+            optax.chain(optax.contrib.normalize(), optax.sgd(0.05)),
+            opaque_mode=opaque,
+        )
 
-    extra: dict[str, Any] = {"grad_fn": lambda params, _: jax.tree.map(lambda p: p**3, params)} if opaque else {}
+    extra: dict[str, Any] = (
+        {"grad_fn": lambda params, _: jax.tree.map(lambda p: p**3, params)}
+        if opaque
+        else {}
+    )
     tx, bare = gradaccum.wrap(sam(), steps=None), sam()
     wanted, _ = bare.update(PARAMS, bare.init(PARAMS), PARAMS, **extra)
-    updates, _ = gradaccum_jax.flush(tx, tx.update(PARAMS, tx.init(PARAMS), PARAMS, **extra)[1], PARAMS, **extra)
+    updates, _ = gradaccum_jax.flush(
+        tx, tx.update(PARAMS, tx.init(PARAMS), PARAMS, **extra)[1], PARAMS, **extra
+    )
     np.testing.assert_allclose(updates["w"], wanted["w"], rtol=1e-6)

@@ -1,4 +1,6 @@
-"""The program of a large batch: its scratch, its loops, how often it is compiled, and its collectives on several devices."""
+"""The program of a large batch: its scratch, its loops, how often it is compiled, and
+its collectives on several devices.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,17 @@ import gradaccum
 import gradaccum_jax
 
 WIDTH, SIZE = 512, 8
-PARAMS = {name: jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32) for name in ("a", "b")}
+PARAMS = {
+    name: jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32) for name in ("a", "b")
+}
 OWN = 2 * WIDTH * WIDTH * 4
-UNTUNED = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-"""Skip LLVM's optimizations: they come after XLA's, whose program and buffers are all that is counted here."""
+UNTUNED = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+}
+"""Skip LLVM's optimizations: they come after XLA's, whose program and buffers are all
+that is counted here.
+"""
 
 
 def loss(params: Any, x: Any) -> Any:
@@ -35,19 +44,32 @@ def scratch(made: Any) -> int:
 
 
 def test_scratch_is_that_of_one_micro_batch() -> None:
-    """From 1 to 256 micro-batches of 8: activations of one, and at most the gradients of one beside the sum, which is the result."""
+    """From 1 to 256 micro-batches of 8: activations of one, and at most the gradients
+    of one beside the sum, which is the result.
+    """
     sizes = {count: scratch(compiled(count * SIZE)) for count in (1, 4, 32, 256)}
     activations = 4 * SIZE * WIDTH * 4
     assert sizes[256] - sizes[4] <= 8 * 256
     assert sizes[256] <= sizes[1] + OWN + activations
-    assert scratch(compiled(256 * SIZE, jax.value_and_grad(loss))) > 8 * activations + sizes[1]  # What the large batch would want.
+    # What the large batch would want.
+    assert (
+        scratch(compiled(256 * SIZE, jax.value_and_grad(loss)))
+        > 8 * activations + sizes[1]
+    )
 
 
 def test_one_body_for_each_size() -> None:
-    """The matrix products of one micro-batch, however many there are; twice as many with a smaller last one."""
+    """The matrix products of one micro-batch, however many there are; twice as many
+    with a smaller last one.
+    """
 
     def products(items: int) -> int:
-        return len(re.findall(r" (?:dot|custom-call)\(.*(?:dot|matmul)|= \S+ dot\(", compiled(items).as_text()))
+        return len(
+            re.findall(
+                r" (?:dot|custom-call)\(.*(?:dot|matmul)|= \S+ dot\(",
+                compiled(items).as_text(),
+            )
+        )
 
     once = products(4 * SIZE)
     assert once > 0
@@ -56,9 +78,16 @@ def test_one_body_for_each_size() -> None:
 
 
 def test_batch_is_not_copied() -> None:
-    """Nor is a sum; only the zeros that two equal ones start from are, once, before the loop."""
+    """Nor is a sum; only the zeros that two equal ones start from are, once, before the
+    loop.
+    """
     text = compiled(40 * SIZE).as_text()
-    assert re.findall(rf"f32\[{40 * SIZE},{WIDTH}\]\S* (?:copy|transpose|reshape|gather)\(", text) == []
+    assert (
+        re.findall(
+            rf"f32\[{40 * SIZE},{WIDTH}\]\S* (?:copy|transpose|reshape|gather)\(", text
+        )
+        == []
+    )
     assert len(re.findall(rf"= f32\[{WIDTH},{WIDTH}\]\S* copy\(", text)) <= 1
 
 
@@ -82,7 +111,9 @@ def test_repeated_calls_compile_once() -> None:
 
 
 def test_window_works_in_place() -> None:
-    """Parameters and state are donated: one sum, no second one, and every buffer taken over."""
+    """Parameters and state are donated: one sum, no second one, and every buffer taken
+    over.
+    """
     tx = gradaccum.wrap(optax.adam(1e-3), steps=None)
     call = gradaccum_jax.value_and_update(loss, tx, micro_batch_size=SIZE)
 
@@ -92,7 +123,9 @@ def test_window_works_in_place() -> None:
 
     def made(count: int) -> Any:
         given = jax.ShapeDtypeStruct((count * SIZE, WIDTH), jnp.float32)
-        lowered = jax.jit(step, donate_argnums=(0, 1)).lower(PARAMS, jax.eval_shape(tx.init, PARAMS), given)
+        lowered = jax.jit(step, donate_argnums=(0, 1)).lower(
+            PARAMS, jax.eval_shape(tx.init, PARAMS), given
+        )
         return lowered.compile(compiler_options=UNTUNED)
 
     few, many = made(4), made(64)
@@ -102,10 +135,15 @@ def test_window_works_in_place() -> None:
 
 
 def test_loop_counts_no_weight_that_is_known() -> None:
-    """One number goes round beside the sums, the loss; a second one where the user weighs."""
+    """One number goes round beside the sums, the loss; a second one where the user
+    weighs.
+    """
 
     def numbers(**options: Any) -> int:
-        text = compiled(4 * SIZE, gradaccum_jax.value_and_grad(loss, micro_batch_size=SIZE, **options)).as_text()
+        text = compiled(
+            4 * SIZE,
+            gradaccum_jax.value_and_grad(loss, micro_batch_size=SIZE, **options),
+        ).as_text()
         (carried,) = re.findall(r"= \((.*)\) while\(", text)
         return len(re.findall(r"f32\[\]", carried))
 

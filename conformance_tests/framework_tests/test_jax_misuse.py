@@ -1,4 +1,6 @@
-"""Calls that would give a silently wrong result: each is refused at once, by an error of its class."""
+"""Calls that would give a silently wrong result: each is refused at once, by an error
+of its class.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,14 @@ def wrap(inner: Any, **options: Any) -> Any:
     ("grads", "message"),
     [
         ({"a": jnp.ones(2)}, r"grads\['b'\]\['c'\]: expected a gradient"),
-        ({"a": jnp.ones(3), "b": GRADS["b"]}, r"grads\['a'\]: .*shape \(2,\); got one of shape \(3,\)"),
-        ({"a": jnp.ones(2, jnp.complex64), "b": GRADS["b"]}, r"grads\['a'\]: .*complex64"),
+        (
+            {"a": jnp.ones(3), "b": GRADS["b"]},
+            r"grads\['a'\]: .*shape \(2,\); got one of shape \(3,\)",
+        ),
+        (
+            {"a": jnp.ones(2, jnp.complex64), "b": GRADS["b"]},
+            r"grads\['a'\]: .*complex64",
+        ),
         ({"a": "text", "b": GRADS["b"]}, r"grads\['a'\]"),
     ],
     ids=["missing", "shape", "complex", "text"],
@@ -47,23 +55,75 @@ def test_traced_weights_must_be_real_scalars() -> None:
     ("make", "error"),
     [
         (lambda: wrap(wrap(optax.sgd(1.0))), gradaccum.ArgumentTypeError),
-        (lambda: wrap(optax.chain(wrap(optax.sgd(1.0)))).init(PARAMS), gradaccum.ArgumentTypeError),
-        (lambda: wrap(optax.MultiSteps(optax.sgd(1.0), 2)), gradaccum.ArgumentTypeError),
-        (lambda: wrap(gradaccum_jax.MultiSteps(optax.sgd(1.0), 2)), gradaccum.ArgumentTypeError),
-        (lambda: wrap(gradaccum_jax.MultiSteps(optax.sgd(1.0), 2).gradient_transformation()), gradaccum.ArgumentTypeError),
-        (lambda: wrap(optax.MultiSteps(optax.sgd(1.0), 2).gradient_transformation()), gradaccum.ArgumentTypeError),
         (
-            lambda: wrap(optax.chain(gradaccum_jax.MultiSteps(optax.sgd(1.0), 2).gradient_transformation())).init(PARAMS),
+            lambda: wrap(optax.chain(wrap(optax.sgd(1.0)))).init(PARAMS),
             gradaccum.ArgumentTypeError,
         ),
-        (lambda: gradaccum_jax.MultiSteps(optax.chain(wrap(optax.sgd(1.0))), 2).init(PARAMS), gradaccum.ArgumentTypeError),
-        (lambda: jax.jit(lambda steps: gradaccum.wrap(optax.sgd(1.0), steps).init(PARAMS))(4), gradaccum.ArgumentTypeError),
-        (lambda: jax.jit(lambda norm: wrap(optax.sgd(1.0), clip_norm=norm).init(PARAMS))(1.0), gradaccum.ArgumentTypeError),
+        (
+            lambda: wrap(optax.MultiSteps(optax.sgd(1.0), 2)),
+            gradaccum.ArgumentTypeError,
+        ),
+        (
+            lambda: wrap(gradaccum_jax.MultiSteps(optax.sgd(1.0), 2)),
+            gradaccum.ArgumentTypeError,
+        ),
+        (
+            lambda: wrap(
+                gradaccum_jax.MultiSteps(optax.sgd(1.0), 2).gradient_transformation()
+            ),
+            gradaccum.ArgumentTypeError,
+        ),
+        (
+            lambda: wrap(optax.MultiSteps(optax.sgd(1.0), 2).gradient_transformation()),
+            gradaccum.ArgumentTypeError,
+        ),
+        (
+            lambda: wrap(
+                optax.chain(
+                    gradaccum_jax.MultiSteps(
+                        optax.sgd(1.0), 2
+                    ).gradient_transformation()
+                )
+            ).init(PARAMS),
+            gradaccum.ArgumentTypeError,
+        ),
+        (
+            lambda: gradaccum_jax.MultiSteps(optax.chain(wrap(optax.sgd(1.0))), 2).init(
+                PARAMS
+            ),
+            gradaccum.ArgumentTypeError,
+        ),
+        (
+            lambda: jax.jit(
+                lambda steps: gradaccum.wrap(optax.sgd(1.0), steps).init(PARAMS)
+            )(4),
+            gradaccum.ArgumentTypeError,
+        ),
+        (
+            lambda: jax.jit(
+                lambda norm: wrap(optax.sgd(1.0), clip_norm=norm).init(PARAMS)
+            )(1.0),
+            gradaccum.ArgumentTypeError,
+        ),
         (lambda: gradaccum.wrap(optax.sgd(1.0)), gradaccum.ArgumentTypeError),
-        (lambda: wrap(optax.sgd(1.0), accumulate_dtype="float64").init(PARAMS), gradaccum.ArgumentValueError),
-        (lambda: wrap(optax.sgd(1.0)).update(GRADS, optax.sgd(1.0).init(PARAMS)), gradaccum.ArgumentTypeError),
-        (lambda: gradaccum_jax.flush(optax.sgd(1.0), wrap(optax.sgd(1.0)).init(PARAMS)), gradaccum.ArgumentTypeError),
-        (lambda: gradaccum_jax.discard(wrap(optax.sgd(1.0)), ()), gradaccum.ArgumentTypeError),
+        (
+            lambda: wrap(optax.sgd(1.0), accumulate_dtype="float64").init(PARAMS),
+            gradaccum.ArgumentValueError,
+        ),
+        (
+            lambda: wrap(optax.sgd(1.0)).update(GRADS, optax.sgd(1.0).init(PARAMS)),
+            gradaccum.ArgumentTypeError,
+        ),
+        (
+            lambda: gradaccum_jax.flush(
+                optax.sgd(1.0), wrap(optax.sgd(1.0)).init(PARAMS)
+            ),
+            gradaccum.ArgumentTypeError,
+        ),
+        (
+            lambda: gradaccum_jax.discard(wrap(optax.sgd(1.0)), ()),
+            gradaccum.ArgumentTypeError,
+        ),
         (lambda: gradaccum_jax.result(()), gradaccum.ArgumentTypeError),
     ],
 )
@@ -72,12 +132,20 @@ def test_misuse_is_refused(make: Any, error: type[Exception]) -> None:
         make()
 
 
-def test_a_mesh_axis_is_refused_by_a_jax_whose_types_do_not_know_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mesh_axis_is_refused_by_a_jax_whose_types_do_not_know_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("gradaccum_jax.workers.group.KNOWS_AXES", False)
     for call in (
         lambda: gradaccum.wrap(optax.sgd(0.1), steps=2, axis_name="data"),
-        lambda: gradaccum_jax.value_and_grad(lambda p, x: p * x, steps=2, axis_name="data"),
-        lambda: gradaccum_jax.data_parallel(lambda p: p, jax.make_mesh((1,), ("data",)), "data"),
+        lambda: gradaccum_jax.value_and_grad(
+            lambda p, x: p * x, steps=2, axis_name="data"
+        ),
+        lambda: gradaccum_jax.data_parallel(
+            lambda p: p, jax.make_mesh((1,), ("data",)), "data"
+        ),
     ):
-        with pytest.raises(gradaccum.UsageError, match=f"jax.shard_map.*{jax.__version__}"):
+        with pytest.raises(
+            gradaccum.UsageError, match=f"jax.shard_map.*{jax.__version__}"
+        ):
             call()

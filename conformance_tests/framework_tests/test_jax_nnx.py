@@ -1,4 +1,6 @@
-"""flax nnx keeps each array of the optimizer's state in a variable. Every function of the state takes such variables too."""
+"""flax nnx keeps each array of the optimizer's state in a variable. Every function of
+the state takes such variables too.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,15 @@ pure_of = getattr(nnx, "as_pure", nnx.pure)
 
 def begun(**options: Any) -> tuple[Any, Any]:
     """Return a model and its optimizer, one micro-batch into a window."""
-    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0), param_dtype=options.pop("dtype", jnp.float32))
-    optimizer = nnx.Optimizer(model, gradaccum.wrap(optax.adam(0.5), steps=3, **options), wrt=nnx.Param)
-    optimizer.update(model, nnx.grad(lambda model: jnp.sum(model(jnp.asarray([[1.0, 3.0]]))))(model))
+    model = nnx.Linear(
+        2, 1, rngs=nnx.Rngs(0), param_dtype=options.pop("dtype", jnp.float32)
+    )
+    optimizer = nnx.Optimizer(
+        model, gradaccum.wrap(optax.adam(0.5), steps=3, **options), wrt=nnx.Param
+    )
+    optimizer.update(
+        model, nnx.grad(lambda model: jnp.sum(model(jnp.asarray([[1.0, 3.0]]))))(model)
+    )
     return model, optimizer
 
 
@@ -37,7 +45,10 @@ def test_flush_takes_variables(master_weights: bool) -> None:
     nnx.update(optimizer.opt_state, nnx.state(found[1]))
     assert gradaccum_jax.result(optimizer.opt_state).optimizer_step == 1
     if master_weights:
-        assert_same_bits(gradaccum_jax.apply_updates(params, found[0], optimizer.opt_state), optax.apply_updates(pure, found[0]))
+        assert_same_bits(
+            gradaccum_jax.apply_updates(params, found[0], optimizer.opt_state),
+            optax.apply_updates(pure, found[0]),
+        )
 
 
 def test_discard_takes_variables() -> None:
@@ -48,8 +59,12 @@ def test_discard_takes_variables() -> None:
 
 def test_check_state_takes_variables() -> None:
     model, optimizer = begun()
-    state = gradaccum_jax.check_state(optimizer.tx, optimizer.opt_state, nnx.state(model, nnx.Param))
+    state = gradaccum_jax.check_state(
+        optimizer.tx, optimizer.opt_state, nnx.state(model, nnx.Param)
+    )
     assert_same_bits(state, pure_of(optimizer.opt_state))
     other = gradaccum.wrap(optax.adam(0.5), steps=2)
     with pytest.raises(gradaccum.CheckpointError, match=r"^steps"):
-        gradaccum_jax.check_state(other, optimizer.opt_state, nnx.state(model, nnx.Param))
+        gradaccum_jax.check_state(
+            other, optimizer.opt_state, nnx.state(model, nnx.Param)
+        )

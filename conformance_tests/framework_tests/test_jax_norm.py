@@ -1,4 +1,6 @@
-"""The norm at the end of a window: it is as exact as its dtype allows, and finite if and only if every element is."""
+"""The norm at the end of a window: it is as exact as its dtype allows, and finite if
+and only if every element is.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,19 @@ import pytest
 from gradaccum_jax.sums import _add, measure, sum_of
 
 LARGEST = float(np.finfo(np.float32).max)
-SHAPES = [(), (1,), (7,), (1000,), (3, 5), (32, 48), (50257,), (3, 3, 16, 8), (2, 1031), (4, 131101), (1024, 1024)]
+SHAPES = [
+    (),
+    (1,),
+    (7,),
+    (1000,),
+    (3, 5),
+    (32, 48),
+    (50257,),
+    (3, 3, 16, 8),
+    (2, 1031),
+    (4, 131101),
+    (1024, 1024),
+]
 """Sizes with and without a power of two as a factor. 131101 is prime."""
 
 
@@ -28,18 +42,30 @@ def measured(tree: Any) -> tuple[float, bool]:
 @pytest.mark.parametrize("kind", ["equal", "random"])
 def test_norm_is_exact_enough(shape: tuple[int, ...], kind: str) -> None:
     """Equal elements are the worst case: all rounding errors have one sign."""
-    values = np.full(shape, 0.1) if kind == "equal" else np.random.default_rng(0).normal(0.3, 1.0, shape)
+    values = (
+        np.full(shape, 0.1)
+        if kind == "equal"
+        else np.random.default_rng(0).normal(0.3, 1.0, shape)
+    )
     held = np.asarray(values, np.float32)
-    assert measured([held])[0] == pytest.approx(np.linalg.norm(held.astype(np.float64)), rel=1e-5)
+    assert measured([held])[0] == pytest.approx(
+        np.linalg.norm(held.astype(np.float64)), rel=1e-5
+    )
 
 
 def test_norm_of_any_magnitude() -> None:
     """Of large arrays beside a small one."""
     for size in (1e-30, 1e-20, 1.5e-19, 1e-13, 1.0, 1e15, 1e25, 1e36):
-        values = np.random.default_rng(1).uniform(0.5, 1.0, (200, 100)).astype(np.float32) * np.float32(size)
+        values = np.random.default_rng(1).uniform(0.5, 1.0, (200, 100)).astype(
+            np.float32
+        ) * np.float32(size)
         small = np.full((5, 3), size * 10, np.float32)
         norm, finite = measured([values, small, values, jnp.zeros((0, 4))])
-        expected = np.sqrt(sum(np.sum(leaf.astype(np.float64) ** 2) for leaf in (values, small, values)))
+        expected = np.sqrt(
+            sum(
+                np.sum(leaf.astype(np.float64) ** 2) for leaf in (values, small, values)
+            )
+        )
         assert (norm, finite) == (pytest.approx(expected, rel=1e-6, abs=0), True)
 
 
@@ -58,20 +84,26 @@ def test_norm_finds_any_nonfinite_element(value: float, beside: float) -> None:
 
 
 def test_norm_that_tells_nothing_has_no_derivative() -> None:
-    derivative = jax.jit(jax.grad(lambda held: measure([held], jnp.float32(1), jnp.float32(1))[0]))
+    derivative = jax.jit(
+        jax.grad(lambda held: measure([held], jnp.float32(1), jnp.float32(1))[0])
+    )
     for value in (0.0, np.inf, np.nan):
         assert derivative(jnp.array([value, 0.0])).tolist() == [0.0, 0.0]
 
 
 def test_compensated_sums_are_added() -> None:
-    """On a CPU XLA adds one element after the other; elsewhere both sides hold what an addition has lost."""
+    """On a CPU XLA adds one element after the other; elsewhere both sides hold what an
+    addition has lost.
+    """
     for pair in (((1.0, 0.25), (2.0**60, 0.5)), ((2.0**60, 0.5), (1.0, 0.25))):
         assert _add(*pair) == (2.0**60, 1.75)
     assert jax.jit(sum_of)(jnp.float32([2.0**24, *[1.0] * 6])) == 2.0**24 + 6
 
 
 def test_small_arrays_alone_are_measured_in_float64() -> None:
-    """XLA before JAX 0.10 would write out the squares of a large one. Ten of a type are added up before their one sum."""
+    """XLA before JAX 0.10 would write out the squares of a large one. Ten of a type are
+    added up before their one sum.
+    """
     trace = jax.make_jaxpr(lambda tree: measure(tree, jnp.float32(1), jnp.float32(1)))
     small, large = (str(trace([jnp.ones(size)] * 20)) for size in (2**14, 2**14 + 1))
     assert small.count("f64[] = reduce_sum") == 2
@@ -82,11 +114,17 @@ def test_small_arrays_alone_are_measured_in_float64() -> None:
 def test_norm_of_many_arrays(size: float) -> None:
     """None is measured twice, none is left out."""
     random = np.random.default_rng(2)
-    tree = [random.uniform(0.5, 1.0, shape).astype(np.float32) * np.float32(size) for shape in [(3,), (7, 11), (), *[(2**14,)] * 17]]
+    tree = [
+        random.uniform(0.5, 1.0, shape).astype(np.float32) * np.float32(size)
+        for shape in [(3,), (7, 11), (), *[(2**14,)] * 17]
+    ]
     expected = np.sqrt(sum(np.sum(leaf.astype(np.float64) ** 2) for leaf in tree))
     norm, finite = measured(tree)
     assert finite
     assert norm == pytest.approx(expected, rel=1e-6, abs=0)
     for index in (0, 2, len(tree) - 1):
-        spoiled = [np.full_like(leaf, np.nan) if place == index else leaf for place, leaf in enumerate(tree)]
+        spoiled = [
+            np.full_like(leaf, np.nan) if place == index else leaf
+            for place, leaf in enumerate(tree)
+        ]
         assert measured(spoiled) == (np.inf, False)

@@ -1,4 +1,6 @@
-"""The program that XLA gets: control flow runs the inner optimizer once per window, and the state keeps its types."""
+"""The program that XLA gets: control flow runs the inner optimizer once per window, and
+the state keeps its types.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ def test_step_outside_jit_compiles_once() -> None:
         traces.append(1)
         return gradients, state
 
-    tx = gradaccum.wrap(optax.GradientTransformation(lambda params: optax.EmptyState(), update), steps=2)
+    tx = gradaccum.wrap(
+        optax.GradientTransformation(lambda params: optax.EmptyState(), update), steps=2
+    )
     params = jnp.ones(3)
     _, state = tx.update(params, tx.init(params), params)
     after_first = len(traces)
@@ -30,11 +34,20 @@ def test_step_outside_jit_compiles_once() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"on_overflow": "drop_micro_batch", "loss_scale": 8}, {"steps": [(0, 2), (1, 3)]}, {"noise_scale": True}]
+    "options",
+    [
+        {},
+        {"on_overflow": "drop_micro_batch", "loss_scale": 8},
+        {"steps": [(0, 2), (1, 3)]},
+        {"noise_scale": True},
+    ],
 )
 @pytest.mark.parametrize("weight", [None, 2.0])
 def test_state_types_hold_still(options: dict[str, Any], weight: float | None) -> None:
-    tx = gradaccum.wrap(optax.inject_hyperparams(optax.adamw)(learning_rate=0.1), **{"steps": 2, **options})
+    tx = gradaccum.wrap(
+        optax.inject_hyperparams(optax.adamw)(learning_rate=0.1),
+        **{"steps": 2, **options},
+    )
     params = {"w": jnp.ones((2, 3)), "half": jnp.ones(2, jnp.bfloat16), "scalar": 1.0}
     start = tx.init(params)
     kinds = jax.tree.map(jax.typeof, start)
@@ -49,31 +62,55 @@ def test_state_types_hold_still(options: dict[str, Any], weight: float | None) -
         assert jax.tree.map(jax.typeof, step()) == kinds
 
 
-UNTUNED = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-"""Skip LLVM's optimizations: XLA's optimized program is the same to the letter, and compiled in a fifth of the time."""
+UNTUNED = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+}
+"""Skip LLVM's optimizations: XLA's optimized program is the same to the letter, and
+compiled in a fifth of the time.
+"""
 
 
 def lines(tx: Any, tensors: int) -> int:
     """Count the lines of the optimized program of a step of three members."""
-    params = {f"w{index}": jax.ShapeDtypeStruct((3, 32), jnp.float32) for index in range(tensors)}
+    params = {
+        f"w{index}": jax.ShapeDtypeStruct((3, 32), jnp.float32)
+        for index in range(tensors)
+    }
 
     def step(params: Any, state: Any) -> Any:
         updates, state = tx.update(params, state, params)
         return optax.apply_updates(params, updates), state
 
     state = jax.eval_shape(jax.vmap(tx.init), params)
-    return len(jax.jit(jax.vmap(step)).lower(params, state).compile(compiler_options=UNTUNED).as_text().splitlines())
+    return len(
+        jax.jit(jax.vmap(step))
+        .lower(params, state)
+        .compile(compiler_options=UNTUNED)
+        .as_text()
+        .splitlines()
+    )
 
 
 def test_numbers_of_a_micro_batch_share_a_kernel() -> None:
-    """Beside large tensors, which XLA of JAX 0.7 cuts up for its threads, one kernel more before the window's end costs time."""
+    """Beside large tensors, which XLA of JAX 0.7 cuts up for its threads, one kernel
+    more before the window's end costs time.
+    """
     tx = gradaccum.wrap(optax.sgd(0.1), steps=2, on_overflow="ignore")
-    small, large = (str(jax.make_jaxpr(tx.update)(w, tx.init(w), w)).count(" = together ") for w in (jnp.ones(2**14), jnp.ones(2**14 + 1)))
+    small, large = (
+        str(jax.make_jaxpr(tx.update)(w, tx.init(w), w)).count(" = together ")
+        for w in (jnp.ones(2**14), jnp.ones(2**14 + 1))
+    )
     assert (small, large) == (2, 1)
 
 
 @pytest.mark.parametrize(
-    "options", [{"clip_norm": 1.0}, pytest.param({"on_overflow": "drop_micro_batch"}, marks=pytest.mark.deep)], ids=str
+    "options",
+    [
+        {"clip_norm": 1.0},
+        pytest.param({"on_overflow": "drop_micro_batch"}, marks=pytest.mark.deep),
+    ],
+    ids=str,
 )
 def test_ensemble_lines_per_tensor(options: dict[str, Any]) -> None:
     tx = gradaccum.wrap(optax.sgd(0.1), steps=4, **options)

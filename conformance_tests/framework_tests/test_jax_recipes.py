@@ -1,4 +1,6 @@
-"""Every Python block of the JAX recipes runs as its own program and asserts its result."""
+"""Every Python block of the JAX recipes runs as its own program and asserts its
+result.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +10,18 @@ import jax
 import pytest
 
 import gradaccum_jax
-from conformance_tests.framework_tests.recipes import Recipe, cases, recipes_of, run_recipe
+from conformance_tests.framework_tests.recipes import (
+    Recipe,
+    cases,
+    recipes_of,
+    run_recipe,
+)
 
-RECIPES = [recipe for recipe in recipes_of(gradaccum_jax) if "JAX 0.10" not in recipe.title or jax.__version_info__ >= (0, 10)]
+RECIPES = [
+    recipe
+    for recipe in recipes_of(gradaccum_jax)
+    if "JAX 0.10" not in recipe.title or jax.__version_info__ >= (0, 10)
+]
 
 
 @pytest.mark.parametrize("recipe", cases(RECIPES))

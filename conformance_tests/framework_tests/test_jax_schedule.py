@@ -1,4 +1,6 @@
-"""A callable ``steps``: concrete values are checked, traced ones by their dtype, and a window of size 0 never goes unnoticed."""
+"""A callable ``steps``: concrete values are checked, traced ones by their dtype, and a
+window of size 0 never goes unnoticed.
+"""
 
 from __future__ import annotations
 
@@ -14,29 +16,46 @@ import pytest
 import gradaccum
 import gradaccum_jax
 
-MAKERS: dict[str, Callable[..., Any]] = {"wrap": gradaccum.wrap, "multisteps": gradaccum_jax.MultiSteps}
+MAKERS: dict[str, Callable[..., Any]] = {
+    "wrap": gradaccum.wrap,
+    "multisteps": gradaccum_jax.MultiSteps,
+}
 PARAMS = jnp.ones(2)
 by_name = pytest.mark.parametrize("name", MAKERS)
 
 
-@pytest.mark.parametrize("value", [0, jnp.asarray(0), jnp.asarray(2.5), np.float32(2)], ids=repr)
+@pytest.mark.parametrize(
+    "value", [0, jnp.asarray(0), jnp.asarray(2.5), np.float32(2)], ids=repr
+)
 @by_name
 def test_invalid_first_size_is_refused(name: str, value: Any) -> None:
-    with pytest.raises(gradaccum.GradAccumError, match=r"^steps\(0\): expected an int >= 1"):
+    with pytest.raises(
+        gradaccum.GradAccumError, match=r"^steps\(0\): expected an int >= 1"
+    ):
         MAKERS[name](optax.sgd(1.0), lambda step: value)
 
 
 @by_name
 def test_invalid_first_size_under_jit(name: str) -> None:
     with pytest.raises(gradaccum.ArgumentValueError, match=r"^steps\(0\)"):
-        jax.jit(lambda: MAKERS[name](optax.sgd(1.0), lambda step: 0 * step).init(PARAMS))()
+        jax.jit(
+            lambda: MAKERS[name](optax.sgd(1.0), lambda step: 0 * step).init(PARAMS)
+        )()
 
 
 @by_name
 def test_traced_size_must_be_an_integer(name: str) -> None:
-    """The size is right for step 0, where it is concrete. For later steps only its dtype is known."""
-    tx = MAKERS[name](optax.sgd(1.0), lambda step: 2.0 * step if isinstance(step, jax.core.Tracer) else 2)
-    with pytest.raises(gradaccum.ArgumentTypeError, match=r"^steps\(optimizer_step\): .*float32 and shape.*astype"):
+    """The size is right for step 0, where it is concrete. For later steps only its
+    dtype is known.
+    """
+    tx = MAKERS[name](
+        optax.sgd(1.0),
+        lambda step: 2.0 * step if isinstance(step, jax.core.Tracer) else 2,
+    )
+    with pytest.raises(
+        gradaccum.ArgumentTypeError,
+        match=r"^steps\(optimizer_step\): .*float32 and shape.*astype",
+    ):
         jax.jit(tx.update)(PARAMS, tx.init(PARAMS), PARAMS)
 
 
@@ -45,7 +64,10 @@ def test_invalid_later_size_is_refused(name: str) -> None:
     tx = MAKERS[name](optax.sgd(1.0), lambda step: 1 - step)
     updates, state = tx.update(PARAMS, tx.init(PARAMS), PARAMS)
     np.testing.assert_array_equal(updates, -PARAMS)
-    with pytest.raises(gradaccum.ArgumentValueError, match=r"^steps\(1\): expected an int >= 1; got Array\(0,"):
+    with pytest.raises(
+        gradaccum.ArgumentValueError,
+        match=r"^steps\(1\): expected an int >= 1; got Array\(0,",
+    ):
         tx.update(PARAMS, state, PARAMS)
 
 

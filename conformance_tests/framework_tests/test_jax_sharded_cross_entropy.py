@@ -26,13 +26,26 @@ LOGITS, LABELS = jnp.zeros((2, 3)), jnp.asarray([0, 1])
         ("axis_name", (LOGITS, LABELS), {"axis_name": None}),
     ],
 )
-def test_bad_input(name: str, arguments: tuple[Any, Any], options: dict[str, Any]) -> None:
-    with pytest.raises((gradaccum.ArgumentTypeError, gradaccum.ArgumentValueError), match=rf"^{name}: expected"):
+def test_bad_input(
+    name: str, arguments: tuple[Any, Any], options: dict[str, Any]
+) -> None:
+    with pytest.raises(
+        (gradaccum.ArgumentTypeError, gradaccum.ArgumentValueError),
+        match=rf"^{name}: expected",
+    ):
         sharded_cross_entropy(*arguments, **{"axis_name": "model"} | options)
 
 
 @needs_shard_map
-@pytest.mark.parametrize("lift", [lambda f: f, jax.jit, lambda f: jax.vmap(f, axis_name="model")], ids=["eager", "jit", "vmap"])
+@pytest.mark.parametrize(
+    "lift",
+    [lambda f: f, jax.jit, lambda f: jax.vmap(f, axis_name="model")],
+    ids=["eager", "jit", "vmap"],
+)
 def test_outside_of_shard_map(lift: Any) -> None:
     with pytest.raises(gradaccum.UsageError, match=r"^axis_name: expected an axis of"):
-        lift(lambda x: sharded_cross_entropy(x, jnp.zeros(x.shape[:-1], int), axis_name="model"))(jnp.zeros((2, 2, 3)))
+        lift(
+            lambda x: sharded_cross_entropy(
+                x, jnp.zeros(x.shape[:-1], int), axis_name="model"
+            )
+        )(jnp.zeros((2, 2, 3)))

@@ -1,4 +1,6 @@
-"""Programs on four devices, each in its own process: varying types, meshes, ensembles, and no needless collective."""
+"""Programs on four devices, each in its own process: varying types, meshes, ensembles,
+and no needless collective.
+"""
 
 from __future__ import annotations
 
@@ -102,40 +104,79 @@ for tx in OPTIMIZERS:
 
 def run_on_four_devices(program: str) -> None:
     script = textwrap.dedent(START) + program
-    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
-    ran = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False, timeout=600)
+    environment = {
+        **os.environ,
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+        "JAX_PLATFORMS": "cpu",
+    }
+    ran = subprocess.run(
+        [sys.executable, "-c", script],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+    )
     assert ran.returncode == 0, ran.stderr[-3000:]
 
 
 def test_shard_map_checks_varying_gradients() -> None:
-    """``check_vma=True``, the default, accepts a model on each device, an ensemble on each, and gradients reduced before the update."""
+    """``check_vma=True``, the default, accepts a model on each device, an ensemble on
+    each, and gradients reduced before the update.
+    """
     run_on_four_devices(VARYING)
 
 
 def test_columns_are_not_gathered() -> None:
-    """Parameters are sharded by columns. An Auto mesh gathers nothing; an Explicit mesh traces and keeps its types."""
+    """Parameters are sharded by columns. An Auto mesh gathers nothing; an Explicit mesh
+    traces and keeps its types.
+    """
     run_on_four_devices(COLUMNS)
 
 
 def test_sharded_ensemble_needs_no_collective() -> None:
-    """Members lie on several devices. They get one device's values, also where windows end apart, in scratch like `optax.MultiSteps`'."""
+    """Members lie on several devices. They get one device's values, also where windows
+    end apart, in scratch like `optax.MultiSteps`'.
+    """
     run_on_four_devices(ENSEMBLE)
 
 
 SCRIPTS = {
-    "jax_shards": "parameters are sharded inside ``shard_map``: what a window decides is what one device with all of them would",
-    "jax_explicit_mesh gradients": "typed ``unreduced``, they are refused by name, with the way out",
+    "jax_shards": (
+        "parameters are sharded inside ``shard_map``: what a window decides is what one"
+        " device with all of them would"
+    ),
+    "jax_explicit_mesh gradients": (
+        "typed ``unreduced``, they are refused by name, with the way out"
+    ),
     "jax_explicit_mesh parameters": "",
     "jax_explicit_mesh added_up": "",
-    "jax_large_batch_devices": "one reduction per call and tensor; weights, keys, aux, windows and coupled losses of all items",
+    "jax_large_batch_devices": (
+        "one reduction per call and tensor; weights, keys, aux, windows and coupled"
+        " losses of all items"
+    ),
     "jax_recompute_devices": "on two devices",
 }
 
 
-@pytest.mark.parametrize("program", [pytest.param(name, marks=needs_shard_map if "devices" not in name else ()) for name in SCRIPTS])
+@pytest.mark.parametrize(
+    "program",
+    [
+        pytest.param(name, marks=needs_shard_map if "devices" not in name else ())
+        for name in SCRIPTS
+    ],
+)
 def test_script(program: str) -> None:
     """A deadlock would last for ever; a program takes some seconds."""
     name, *check = program.split()
-    command = [sys.executable, "-W", "error", Path(__file__).with_name(f"{name}.py"), *check]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
+    command = [
+        sys.executable,
+        "-W",
+        "error",
+        Path(__file__).with_name(f"{name}.py"),
+        *check,
+    ]
+    ran = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=600
+    )
     assert ran.returncode == 0, ran.stderr[-4000:]

@@ -1,4 +1,6 @@
-"""`verify` names the mistake planted in each loss, and passes the sound ones. Nothing of the user's is changed."""
+"""`verify` names the mistake planted in each loss, and passes the sound ones. Nothing
+of the user's is changed.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,22 @@ from .jax_mistaken_losses import PLANTED
 from .jax_sound_losses import SOUND
 
 DEAR = ("expert_capacity",)
-DEAR_SOUND = ("keys_per_item", "tied", "split_inside", "recurrent", "per_item_vmap", "columns_first")
+DEAR_SOUND = (
+    "keys_per_item",
+    "tied",
+    "split_inside",
+    "recurrent",
+    "per_item_vmap",
+    "columns_first",
+)
 """Each has a sister with the same cause in the default run."""
 
 
 @pytest.fixture
 def compiled_quickly() -> Iterator[None]:
-    """Without most of XLA's passes: what a mistake does to a gradient is larger than what they do."""
+    """Without most of XLA's passes: what a mistake does to a gradient is larger than
+    what they do.
+    """
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
@@ -36,7 +47,13 @@ def verified(case: Case) -> gradaccum.VerificationReport:
 
 
 @pytest.mark.usefixtures("compiled_quickly")
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.deep) if name in DEAR else name for name in PLANTED])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.deep) if name in DEAR else name
+        for name in PLANTED
+    ],
+)
 def test_mistake_is_named(name: str) -> None:
     report = verified(PLANTED[name])
     assert not report.equivalent
@@ -46,7 +63,13 @@ def test_mistake_is_named(name: str) -> None:
     assert {other.kind for other in report.causes[1:]} <= {"randomness"}, str(report)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.deep) if name in DEAR_SOUND else name for name in SOUND])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.deep) if name in DEAR_SOUND else name
+        for name in SOUND
+    ],
+)
 def test_sound_loss_passes(name: str) -> None:
     report = verified(SOUND[name])
     assert report.equivalent, str(report)
@@ -63,21 +86,31 @@ def test_flax_layers_are_named() -> None:
         @linen.compact
         def __call__(self, x: Any) -> Any:
             x = linen.Dense(CLASSES)(x)
-            x = linen.BatchNorm(use_running_average=False)(x) if self.normalised else linen.LayerNorm()(x)
+            x = (
+                linen.BatchNorm(use_running_average=False)(x)
+                if self.normalised
+                else linen.LayerNorm()(x)
+            )
             return linen.Dense(CLASSES)(linen.Dropout(0.5, deterministic=False)(x))
 
     for normalised in (True, False):
         net = Net(normalised)
         variables = net.init({"params": KEY, "dropout": KEY}, X)
 
-        def loss_fn(params: Any, x: Any, y: Any, key: Any, net: Any = net, rest: Any = variables) -> Any:
+        def loss_fn(
+            params: Any, x: Any, y: Any, key: Any, net: Any = net, rest: Any = variables
+        ) -> Any:
             variables = {**rest, "params": params}
-            output, _ = net.apply(variables, x, rngs={"dropout": key}, mutable=["batch_stats"])
+            output, _ = net.apply(
+                variables, x, rngs={"dropout": key}, mutable=["batch_stats"]
+            )
             return squares(PARAMS, output, y).mean()
 
         report = verify(variables["params"], loss_fn, (X, Y, KEY))
         assert report.equivalent is not normalised, str(report)
-        assert [(cause.kind, cause.where) for cause in report.causes] == ([("batch_statistics", "Net/BatchNorm_0")] if normalised else [])
+        assert [(cause.kind, cause.where) for cause in report.causes] == (
+            [("batch_statistics", "Net/BatchNorm_0")] if normalised else []
+        )
 
 
 def test_draw_in_a_loop_is_told() -> None:
@@ -95,7 +128,11 @@ def test_draw_in_a_loop_is_told() -> None:
 
 
 def test_one_tree_is_the_only_argument() -> None:
-    assert verify(PARAMS, lambda params, both: plain(params, both["x"], both["y"]), {"x": X, "y": Y}).equivalent
+    assert verify(
+        PARAMS,
+        lambda params, both: plain(params, both["x"], both["y"]),
+        {"x": X, "y": Y},
+    ).equivalent
 
 
 def test_a_list_of_a_loader_is_taken_apart() -> None:
@@ -111,8 +148,16 @@ def test_numpy_arrays_of_the_user_stay() -> None:
 
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "loss that is no function": ({"loss_fn": 3}, TypeError, "loss_fn"),
-    "criterion of outputs": ({"loss_fn": lambda out, y: ((out - y) ** 2).mean()}, TypeError, r"Write verify\(params, lambda params, x, y"),
-    "criterion of optax": ({"loss_fn": optax.softmax_cross_entropy_with_integer_labels}, TypeError, "got a criterion"),
+    "criterion of outputs": (
+        {"loss_fn": lambda out, y: ((out - y) ** 2).mean()},
+        TypeError,
+        r"Write verify\(params, lambda params, x, y",
+    ),
+    "criterion of optax": (
+        {"loss_fn": optax.softmax_cross_entropy_with_integer_labels},
+        TypeError,
+        "got a criterion",
+    ),
     "no floating parameter": ({"params": {"n": jnp.asarray(1)}}, TypeError, "params"),
 }
 

@@ -1,4 +1,6 @@
-"""Windows that four devices share, in a process of their own: each against one device that has all micro-batches; what is refused."""
+"""Windows that four devices share, in a process of their own: each against one device
+that has all micro-batches; what is refused.
+"""
 
 from __future__ import annotations
 
@@ -36,32 +38,71 @@ pytestmark = [pytest.mark.xdist_group("jax_workers"), needs_shard_map]
 
 
 @pytest.fixture(scope="module")
-def report(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def report(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, str]:
     """What the process said of each check that was chosen."""
-    items = [item for item in request.session.items if isinstance(item, pytest.Function) and item.path == request.path]
-    chosen = [item.callspec.params["name"] for item in items if item.originalname == "test_four_devices"]
+    items = [
+        item
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.path == request.path
+    ]
+    chosen = [
+        item.callspec.params["name"]
+        for item in items
+        if item.originalname == "test_four_devices"
+    ]
     return run_checks(4, chosen, tmp_path_factory.mktemp("workers"))
 
 
 def run_checks(devices: int, chosen: list[str], folder: Path) -> dict[str, str]:
     file = folder / "report.json"
-    command = [sys.executable, "-m", "conformance_tests.framework_tests.jax_workers", str(file), str(devices), *chosen]
+    command = [
+        sys.executable,
+        "-m",
+        "conformance_tests.framework_tests.jax_workers",
+        str(file),
+        str(devices),
+        *chosen,
+    ]
     try:
-        ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS, check=False)
+        ran = subprocess.run(
+            command,
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+            check=False,
+        )
         said = f"the process ended with code {ran.returncode}: {ran.stderr[-3000:]}"
     except subprocess.TimeoutExpired as late:
         said = f"the process hung: {str(late.stderr)[-3000:]}"
-    made: dict[str, str] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    made: dict[str, str] = (
+        json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    )
     return {name: made.get(name, said) for name in chosen}
 
 
-@pytest.mark.parametrize("name", [name if name in NEWEST_ALONE else pytest.param(name, marks=pytest.mark.every_mode) for name in CHECKS])
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        if name in NEWEST_ALONE
+        else pytest.param(name, marks=pytest.mark.every_mode)
+        for name in CHECKS
+    ],
+)
 def test_four_devices(report: dict[str, str], name: str) -> None:
     assert report[name] == "passed", report[name]
 
 
 def test_sixty_four_devices(tmp_path: Path) -> None:
-    """What each sends is what each of four sends, and the window is that of one device with all micro-batches."""
+    """What each sends is what each of four sends, and the window is that of one device
+    with all micro-batches.
+    """
     names = ["one_reduction_per_window", "scan", "layered_shards"]
-    report = run_checks(64, names if jax.__version_info__ >= (0, 7) else names[:2], tmp_path)  # XLA gathered once more in JAX 0.6.
+    # XLA gathered once more in JAX 0.6.
+    report = run_checks(
+        64, names if jax.__version_info__ >= (0, 7) else names[:2], tmp_path
+    )
     assert set(report.values()) == {"passed"}, report

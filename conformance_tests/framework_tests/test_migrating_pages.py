@@ -1,4 +1,6 @@
-"""The pages on moving to gradaccum from another loop: what they say of the loop before and of the loop after holds."""
+"""The pages on moving to gradaccum from another loop: what they say of the loop before
+and of the loop after holds.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +12,25 @@ import pytest
 from conformance_tests.framework_tests.migrating import Program, programs_of
 from conformance_tests.framework_tests.recipes import Recipe, run_recipe
 
-IN_PROCESS = [(framework, program) for framework in ("torch", "jax") for program in programs_of(framework) if not program.of_neighbour]
+IN_PROCESS = [
+    (framework, program)
+    for framework in ("torch", "jax")
+    for program in programs_of(framework)
+    if not program.of_neighbour
+]
 FROM_FILES = programs_of("mindspore")
 
 
-@pytest.mark.parametrize(("framework", "program"), IN_PROCESS, ids=lambda value: value.title if isinstance(value, Program) else value)
+@pytest.mark.parametrize(
+    ("framework", "program"),
+    IN_PROCESS,
+    ids=lambda value: value.title if isinstance(value, Program) else value,
+)
 def test_program_of_the_page(framework: str, program: Program) -> None:
     pytest.importorskip(framework, reason=f"{framework} is not installed")
-    if program.title == "optax.microbatch" and not hasattr(pytest.importorskip("optax"), "microbatch"):
+    if program.title == "optax.microbatch" and not hasattr(
+        pytest.importorskip("optax"), "microbatch"
+    ):
         pytest.skip("this optax has no optax.microbatch to move from")
     program.run_here()
 
@@ -32,7 +45,11 @@ def test_program_from_a_file(program: Program, tmp_path: Path) -> None:
 @pytest.mark.parametrize("framework", ["torch", "jax", "mindspore"])
 def test_each_loop_after_is_compared(framework: str) -> None:
     for program in programs_of(framework):
-        assert re.search(r"^assert distance_to_large_batch\(.*\) < 1e-(6|12)$", program.blocks[1], flags=re.MULTILINE), program.title
+        assert re.search(
+            r"^assert distance_to_large_batch\(.*\) < 1e-(6|12)$",
+            program.blocks[1],
+            flags=re.MULTILINE,
+        ), program.title
 
 
 def test_wrong_loop_is_seen() -> None:
@@ -40,4 +57,6 @@ def test_wrong_loop_is_seen() -> None:
     pytest.importorskip("torch", reason="torch is not installed")
     plain = programs_of("torch")[0]
     with pytest.raises(AssertionError):
-        plain._replace(blocks=(plain.blocks[0].replace("> 1e-2", "< 1e-12"),)).run_here()
+        plain._replace(
+            blocks=(plain.blocks[0].replace("> 1e-2", "< 1e-12"),)
+        ).run_here()

@@ -1,4 +1,6 @@
-"""Each call of the wrapped MindSpore optimizer, in every mode: micro-batches, flush, discard, wrong arguments."""
+"""Each call of the wrapped MindSpore optimizer, in every mode: micro-batches, flush,
+discard, wrong arguments.
+"""
 
 import mindspore as ms
 import numpy as np
@@ -6,17 +8,28 @@ import pytest
 from mindspore import Parameter, Tensor, nn, ops
 
 import gradaccum
-from conformance_tests.framework_tests.mindspore_common import MODES, pynative_after, set_mode, two_parameters, values  # noqa: F401
+from conformance_tests.framework_tests.mindspore_common import (
+    MODES,
+    pynative_after,  # noqa: F401
+    set_mode,
+    two_parameters,
+    values,
+)
 from gradaccum_mindspore import load_checkpoint_into
 
 
 def ones(a=1.0, b=1.0):
-    return (None if a is None else Tensor(np.full(3, a, np.float32)), None if b is None else Tensor(np.full(2, b, np.float32)))
+    return (
+        None if a is None else Tensor(np.full(3, a, np.float32)),
+        None if b is None else Tensor(np.full(2, b, np.float32)),
+    )
 
 
 @pytest.fixture(scope="module", params=MODES)
 def compiled(request):
-    """One wrapped SGD for each mode, so that each kind of call is compiled once; its call; and the state it starts from."""
+    """One wrapped SGD for each mode, so that each kind of call is compiled once; its
+    call; and the state it starts from.
+    """
     set_mode(request.param)
     optimizer = gradaccum.wrap(nn.SGD(two_parameters(), 1.0), steps=2)
 
@@ -29,15 +42,26 @@ def compiled(request):
         return optimizer(gradients)
 
     def call(gradients, weight=None):
-        return whole(gradients) if isinstance(gradients, dict) else one_by_one(weight, *gradients)
+        return (
+            whole(gradients)
+            if isinstance(gradients, dict)
+            else one_by_one(weight, *gradients)
+        )
 
     start = {p.name: Tensor(p.asnumpy()) for p in optimizer.get_parameters()}
-    return request.param, optimizer, call if request.param == "jit" else optimizer, start
+    return (
+        request.param,
+        optimizer,
+        call if request.param == "jit" else optimizer,
+        start,
+    )
 
 
 @pytest.fixture
 def wrapped(compiled):
-    """A wrapped SGD with learning rate 1 over parameters of ones, called in one mode with `call(gradients, weight)`."""
+    """A wrapped SGD with learning rate 1 over parameters of ones, called in one mode
+    with `call(gradients, weight)`.
+    """
     mode, optimizer, call, start = compiled
     set_mode(mode)
     load_checkpoint_into(optimizer, start)
@@ -49,7 +73,12 @@ def test_wrong_gradients_raise_and_lose_nothing(wrapped, case):
     optimizer, call = wrapped
     call(ones(2.0, 4.0))
     a, b = ones()
-    bad = {"count": (a,), "shape": (b, a), "dtype": (a, b.astype(ms.int32)), "names": {"a": a, "c": b}}[case]
+    bad = {
+        "count": (a,),
+        "shape": (b, a),
+        "dtype": (a, b.astype(ms.int32)),
+        "names": {"a": a, "c": b},
+    }[case]
     with pytest.raises(gradaccum.GradientError, match="expected"):
         call(bad)
     assert optimizer.result.micro_step == 1
@@ -123,7 +152,8 @@ def test_two_optimizers_need_two_names():
     first, second = two_parameters()
     one = gradaccum.wrap(nn.SGD([first], 1.0), steps=1, name="one")
     other = nn.SGD([second], 1.0)
-    other.update_parameters_name("other.")  # its global_step and learning_rate are Parameters too
+    # its global_step and learning_rate are Parameters too
+    other.update_parameters_name("other.")
     two = gradaccum.wrap(other, steps=2, name="two")
 
     @ms.jit
@@ -139,9 +169,13 @@ def test_two_optimizers_need_two_names():
 
 @pytest.mark.parametrize("on_overflow", ["skip_window", "drop_micro_batch"])
 def test_length_of_a_dynamic_axis(on_overflow):
-    """It is no constant while MindSpore compiles: windows of 4 and 3 items, and of 2 and 5."""
+    """It is no constant while MindSpore compiles: windows of 4 and 3 items, and of 2
+    and 5.
+    """
     net = nn.Dense(4, 2, weight_init="ones", has_bias=False)
-    optimizer = gradaccum.wrap(nn.SGD(net.trainable_params(), 0.1), steps=2, on_overflow=on_overflow)
+    optimizer = gradaccum.wrap(
+        nn.SGD(net.trainable_params(), 0.1), steps=2, on_overflow=on_overflow
+    )
 
     def forward(x):
         return net(x).mean()
@@ -157,11 +191,16 @@ def test_length_of_a_dynamic_axis(on_overflow):
     for value, items in enumerate((4, 3, 2, 5), 1):
         step(Tensor(np.full((items, 4), value, np.float32)))
     moved = 0.1 * 0.5 * ((4 * 1 + 3 * 2) / 7 + (2 * 3 + 5 * 4) / 7)
-    np.testing.assert_allclose(net.weight.asnumpy(), np.full((2, 4), 1 - moved), rtol=1e-6)
+    np.testing.assert_allclose(
+        net.weight.asnumpy(), np.full((2, 4), 1 - moved), rtol=1e-6
+    )
     assert optimizer.result.optimizer_step == 2
 
 
-@pytest.mark.parametrize(("reduction", "moved", "loss"), [("mean", 1.0, 2.5), ("sum", 2.0, 4.0), ("item_mean", 0.5, 1.0)])
+@pytest.mark.parametrize(
+    ("reduction", "moved", "loss"),
+    [("mean", 1.0, 2.5), ("sum", 2.0, 4.0), ("item_mean", 0.5, 1.0)],
+)
 def test_float64_weight_beside_a_told_loss(reduction, moved, loss):
     parameter = Parameter(Tensor([1.0, 2.0], ms.float32), name="p")
     optimizer = gradaccum.wrap(nn.SGD([parameter], 1.0), steps=2, reduction=reduction)
@@ -172,7 +211,11 @@ def test_float64_weight_beside_a_told_loss(reduction, moved, loss):
         return gradient
 
     for number in (3.0, 1.0):
-        step(Tensor([1.0, 1.0], ms.float32), Tensor(number, ms.float64), Tensor(number, ms.float32))
+        step(
+            Tensor([1.0, 1.0], ms.float32),
+            Tensor(number, ms.float64),
+            Tensor(number, ms.float32),
+        )
     np.testing.assert_allclose(parameter.asnumpy(), [1 - moved, 2 - moved], rtol=1e-6)
     assert optimizer.result.loss == loss
 
@@ -184,9 +227,15 @@ class Descent(nn.Optimizer):
         return ops.assign_sub(self.parameters[0], gradients[0])
 
 
-@pytest.mark.parametrize(("limit", "weights"), [(0.1, (1, 1)), (None, (0.1, 0.3))], ids=["clip_norm", "weights"])
+@pytest.mark.parametrize(
+    ("limit", "weights"),
+    [(0.1, (1, 1)), (None, (0.1, 0.3))],
+    ids=["clip_norm", "weights"],
+)
 def test_constants_beside_float64_sums_are_float64(limit, weights):
-    """MindSpore rounds a Python number to float32 in compiled code: an error of 1e-8."""
+    """MindSpore rounds a Python number to float32 in compiled code: an error of
+    1e-8.
+    """
     parameter = Parameter(Tensor([0.0, 0.0], ms.float64), name="p")
     optimizer = gradaccum.wrap(Descent(1.0, [parameter]), steps=2, clip_norm=limit)
 
@@ -200,5 +249,9 @@ def test_constants_beside_float64_sums_are_float64(limit, weights):
     step(*(Tensor(gradient) for gradient in gradients))
     mean = np.average(gradients, axis=0, weights=weights)
     norm = np.linalg.norm(mean)
-    np.testing.assert_allclose(parameter.asnumpy(), -mean * (1 if limit is None else limit / norm), rtol=1e-14)
-    np.testing.assert_allclose([optimizer.result.grad_norm, optimizer.result.loss], [norm, 0.1], rtol=1e-14)
+    np.testing.assert_allclose(
+        parameter.asnumpy(), -mean * (1 if limit is None else limit / norm), rtol=1e-14
+    )
+    np.testing.assert_allclose(
+        [optimizer.result.grad_norm, optimizer.result.loss], [norm, 0.1], rtol=1e-14
+    )

@@ -1,4 +1,6 @@
-"""Saving and loading in the middle of a window: a resumed run equals the uninterrupted one, and a wrong checkpoint changes nothing."""
+"""Saving and loading in the middle of a window: a resumed run equals the uninterrupted
+one, and a wrong checkpoint changes nothing.
+"""
 
 import subprocess
 import sys
@@ -9,7 +11,13 @@ import pytest
 from mindspore import Parameter, Tensor, nn, ops
 
 import gradaccum
-from conformance_tests.framework_tests.mindspore_common import X, Y, make_net, pynative_after, two_parameters  # noqa: F401
+from conformance_tests.framework_tests.mindspore_common import (
+    X,
+    Y,
+    make_net,
+    pynative_after,  # noqa: F401
+    two_parameters,
+)
 from gradaccum_mindspore import load_checkpoint_into
 from gradaccum_mindspore.window.compiled import CompiledWindow
 from gradaccum_mindspore.window.state import OWN, Storage
@@ -33,13 +41,25 @@ def everything(step):
 def test_instances_have_the_same_names():
     names = [sorted(cell().parameters_dict()) for _ in range(2)]
     assert names[0] == names[1]
-    assert {"weight.gradaccum.grad_sum", "gradaccum.micro_step", "gradaccum.loss_scale"} <= set(names[0])
+    assert {
+        "weight.gradaccum.grad_sum",
+        "gradaccum.micro_step",
+        "gradaccum.loss_scale",
+    } <= set(names[0])
 
 
 def test_storage_of_one_worker_of_two():
     """Its own sums are told apart, and nothing of it is trained."""
-    storage = Storage(two_parameters(), gradaccum.wrap(nn.SGD(two_parameters(), 1.0), steps=2).options, "mine", place=(1, 2), sharded=(1,))
-    assert [[total.name for total in sums] for sums in (storage.whole, storage.shards)] == [["a.mine.grad_sum"], ["b.mine.grad_sum"]]
+    storage = Storage(
+        two_parameters(),
+        gradaccum.wrap(nn.SGD(two_parameters(), 1.0), steps=2).options,
+        "mine",
+        place=(1, 2),
+        sharded=(1,),
+    )
+    assert [
+        [total.name for total in sums] for sums in (storage.whole, storage.shards)
+    ] == [["a.mine.grad_sum"], ["b.mine.grad_sum"]]
     assert storage.shared.tolist() == [OWN, 1, 2]
     assert not [entry.name for entry in storage.get_parameters() if entry.requires_grad]
     assert CompiledWindow(storage, storage.options).sharded
@@ -64,12 +84,26 @@ def spoil(entries, fault):
         entries["gradaccum.micro_step"] = Tensor(5, ms.int32)
 
 
-@pytest.mark.parametrize("fault", ["missing field", "missing sum", "shape", "dtype", "another parameter", "terms", "format", "window"])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "missing field",
+        "missing sum",
+        "shape",
+        "dtype",
+        "another parameter",
+        "terms",
+        "format",
+        "window",
+    ],
+)
 def test_unfit_checkpoint_is_refused_whole(fault):
     source, target = cell(), cell()
     go_on(source, 0, 3)
     go_on(target, 3, 5)
-    entries = {name: Tensor(p.asnumpy()) for name, p in source.parameters_dict().items()}
+    entries = {
+        name: Tensor(p.asnumpy()) for name, p in source.parameters_dict().items()
+    }
     spoil(entries, fault)
     before = everything(target)
     with pytest.raises(gradaccum.CheckpointError, match="expected"):
@@ -89,23 +123,27 @@ def test_another_process_resumes_by_name(tmp_path):
     """The second process builds its objects in another order."""
     script = tmp_path / "resume.py"
     script.write_text(
-        "import sys, numpy as np, mindspore as ms, gradaccum\n"
-        "from mindspore import nn, Tensor\n"
-        "from gradaccum_mindspore import load_checkpoint_into\n"
-        "unrelated = gradaccum.wrap(nn.SGD(nn.Dense(2, 2).trainable_params(), 0.1), steps=2)\n"
-        "net = nn.Dense(4, 2)\n"
-        "optimizer = gradaccum.wrap(nn.Adam(net.trainable_params(), 0.1), steps=4)\n"
-        "load_checkpoint_into(optimizer, ms.load_checkpoint(sys.argv[1]))\n"
-        "print(*optimizer.result[5:7])\n"
+        "import sys, numpy as np, mindspore as ms, gradaccum\nfrom mindspore import nn,"
+        " Tensor\nfrom gradaccum_mindspore import load_checkpoint_into\nunrelated ="
+        " gradaccum.wrap(nn.SGD(nn.Dense(2, 2).trainable_params(), 0.1), steps=2)\nnet"
+        " = nn.Dense(4, 2)\noptimizer = gradaccum.wrap(nn.Adam(net.trainable_params(),"
+        " 0.1), steps=4)\nload_checkpoint_into(optimizer,"
+        " ms.load_checkpoint(sys.argv[1]))\nprint(*optimizer.result[5:7])\n"
     )
     step = cell()
     go_on(step, 0, 6)
     ms.save_checkpoint(step, str(tmp_path / "step.ckpt"))
-    ran = subprocess.run([sys.executable, str(script), str(tmp_path / "step.ckpt")], capture_output=True, text=True, check=False)
+    ran = subprocess.run(
+        [sys.executable, str(script), str(tmp_path / "step.ckpt")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert ran.stdout.split() == ["2", "1"], ran.stderr[-2000:]
 
 
-# Names in a checkpoint: the state's Parameters share none with a layer, and no name stands twice.
+# Names in a checkpoint: the state's Parameters share none with a layer, and no name
+# stands twice.
 
 
 class Model(nn.Cell):
@@ -122,8 +160,12 @@ class Model(nn.Cell):
 
 def trained(weight, steps):
     net = Model(np.full((2, 4), weight, np.float32))
-    optimizer = gradaccum.wrap(nn.Adam(net.trainable_params(), 0.1), steps=2, name="generator")
-    backward = ms.value_and_grad(lambda x: ops.square(net(x)).mean(), None, optimizer.parameters)
+    optimizer = gradaccum.wrap(
+        nn.Adam(net.trainable_params(), 0.1), steps=2, name="generator"
+    )
+    backward = ms.value_and_grad(
+        lambda x: ops.square(net(x)).mean(), None, optimizer.parameters
+    )
     for _ in range(steps):
         optimizer(backward(Tensor(np.ones((3, 4), np.float32)))[1])
     return net, optimizer
@@ -138,11 +180,16 @@ def test_layer_may_have_the_optimizers_name(tmp_path):
     assert saved["generator.gradaccum.weight"].asnumpy() == 1.0
     other, resumed = trained(5.0, 0)
     load_checkpoint_into(resumed, saved)
-    np.testing.assert_array_equal(other.generator.weight.asnumpy(), net.generator.weight.asnumpy())
+    np.testing.assert_array_equal(
+        other.generator.weight.asnumpy(), net.generator.weight.asnumpy()
+    )
     assert resumed.result.micro_step == 1
 
 
-@pytest.mark.parametrize(("parameter", "name"), [("gradaccum.weight", "gradaccum"), ("g.gradaccum.bias", "g")])
+@pytest.mark.parametrize(
+    ("parameter", "name"),
+    [("gradaccum.weight", "gradaccum"), ("g.gradaccum.bias", "g")],
+)
 def test_taken_parameter_name_is_refused(parameter, name):
     inner = nn.SGD([Parameter(Tensor(np.ones(3, np.float32)), name=parameter)], 0.1)
     with pytest.raises(gradaccum.ArgumentValueError, match=rf"name: .*{parameter}"):

@@ -13,9 +13,15 @@ from mindspore.experimental import optim
 
 import gradaccum
 import gradaccum_mindspore
-from conformance_tests.framework_tests.mindspore_common import pynative_after, set_mode  # noqa: F401
+from conformance_tests.framework_tests.mindspore_common import (
+    pynative_after,  # noqa: F401
+    set_mode,
+)
 
-INNER = {"nn": lambda p: nn.SGD([p], 1.0), "experimental": lambda p: optim.SGD([p], 1.0)}
+INNER = {
+    "nn": lambda p: nn.SGD([p], 1.0),
+    "experimental": lambda p: optim.SGD([p], 1.0),
+}
 
 
 def parameter():
@@ -40,11 +46,19 @@ class Step(nn.Cell):
 
 
 def runs_but(mistakes, call, opt, p):
-    """The wrapped optimizer makes its update, and each mistake is refused before and after it."""
+    """The wrapped optimizer makes its update, and each mistake is refused before and
+    after it.
+    """
     for number, held in ((1.0, (10.0, 1)), (3.0, (8.0, 0))):
         call(gradient(number))
         for mistake in mistakes:
-            with pytest.raises(gradaccum.UsageError, match=r"optimizer\(gradients\): expected a call of the wrapped optimizer.*SGD"):
+            with pytest.raises(
+                gradaccum.UsageError,
+                match=(
+                    r"optimizer\(gradients\): expected a call of the wrapped"
+                    r" optimizer.*SGD"
+                ),
+            ):
                 mistake(gradient(1.0))
         assert (value(p), opt.result.micro_step) == held
 
@@ -52,7 +66,9 @@ def runs_but(mistakes, call, opt, p):
 @pytest.mark.parametrize("mode", ["pynative", "jit"])
 @pytest.mark.parametrize("kind", INNER)
 def test_inner_optimizer_is_not_called(kind, mode):
-    """The loop goes on calling the optimizer that it wrapped: it would accumulate nothing."""
+    """The loop goes on calling the optimizer that it wrapped: it would accumulate
+    nothing.
+    """
     p = parameter()
     inner = INNER[kind](p)
     opt = gradaccum.wrap(inner, steps=2)
@@ -82,7 +98,10 @@ def test_inner_optimizer_is_free_again():
     p = parameter()
     inner = nn.SGD([p], 1.0)
     opt = gradaccum.wrap(inner, steps=2)
-    with pytest.raises(gradaccum.ArgumentTypeError, match="optimizer: expected one that no living wrapper has"):
+    with pytest.raises(
+        gradaccum.ArgumentTypeError,
+        match="optimizer: expected one that no living wrapper has",
+    ):
         gradaccum.wrap(inner, steps=4)
     del opt
     again = gradaccum.wrap(inner, steps=1)
@@ -96,20 +115,30 @@ def test_inner_optimizer_is_free_again():
 
 @pytest.mark.parametrize("way", ["Python", "weights", "compiled"])
 def test_unequal_sizes_without_weights_are_said_once(way):
-    """Each counts the same: not the large batch, and nothing else would tell. Compiled code may have weights that Python does not see."""
+    """Each counts the same: not the large batch, and nothing else would tell. Compiled
+    code may have weights that Python does not see.
+    """
     opt = gradaccum_mindspore.wrap(nn.SGD([parameter()], 1.0), steps=4)
 
     @ms.jit
     def compiled(gradients):
         return opt(gradients)
 
-    step = {"Python": opt, "weights": partial(opt, weight=1.0), "compiled": compiled}[way]
+    step = {"Python": opt, "weights": partial(opt, weight=1.0), "compiled": compiled}[
+        way
+    ]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", gradaccum.GradAccumWarning)
         for _ in range(2):
-            for (rows,) in opt.epoch([(Tensor(np.ones((size, 2), np.float32)),) for size in (3, 3, 2)]):
+            for (rows,) in opt.epoch(
+                [(Tensor(np.ones((size, 2), np.float32)),) for size in (3, 3, 2)]
+            ):
                 step((rows.mean(0),))
-    told = [str(each.message) for each in caught if each.category is gradaccum.GradAccumWarning]
+    told = [
+        str(each.message)
+        for each in caught
+        if each.category is gradaccum.GradAccumWarning
+    ]
     assert ["3 and 2 items" in each for each in told] == [True] * (way == "Python")
 
 
@@ -146,7 +175,10 @@ def test_denominator_from_python_alone():
     def flush(n):
         return opt.flush(denominator=n)
 
-    with pytest.raises(gradaccum.UsageError, match=r"flush\(\): expected a call from Python with a denominator"):
+    with pytest.raises(
+        gradaccum.UsageError,
+        match=r"flush\(\): expected a call from Python with a denominator",
+    ):
         flush(Tensor(6.0, ms.float32))
     assert opt.flush(denominator=Tensor(6.0, ms.float32))
     assert value(p) == 9.0
@@ -154,7 +186,9 @@ def test_denominator_from_python_alone():
 
 @pytest.mark.parametrize("mode", ["pynative", "graph", "jit"])
 def test_loss_in_the_weight_s_place(mode):
-    """A floating Tensor or array alone may be either; a number, an integer Tensor, or both in their order, may not."""
+    """A floating Tensor or array alone may be either; a number, an integer Tensor, or
+    both in their order, may not.
+    """
     set_mode("graph" if mode == "graph" else "pynative")
     opt = gradaccum_mindspore.wrap(nn.SGD([parameter()], 1.0), steps=None)
 
@@ -176,8 +210,14 @@ def test_loss_in_the_weight_s_place(mode):
     def take(call, number):
         (ms.jit(call) if mode == "jit" else call)(*gradient(1.0), number)
 
-    for call, words in ((by_place, "to be named"), (loss_of_it, "to be named"), (twice, "weight and loss, each once")):
-        with pytest.raises(gradaccum.ArgumentTypeError, match=f"weight: expected {words}"):
+    for call, words in (
+        (by_place, "to be named"),
+        (loss_of_it, "to be named"),
+        (twice, "weight and loss, each once"),
+    ):
+        with pytest.raises(
+            gradaccum.ArgumentTypeError, match=f"weight: expected {words}"
+        ):
             take(call, Tensor(2.5, ms.float32))
     with pytest.raises(gradaccum.ArgumentTypeError, match="to be named"):
         opt(gradient(1.0), np.float32(2.5))

@@ -1,4 +1,6 @@
-"""The training cell in graph mode on a CPU, where Python chooses the programs: the same as PyNative, whatever happens in a window."""
+"""The training cell in graph mode on a CPU, where Python chooses the programs: the same
+as PyNative, whatever happens in a window.
+"""
 
 from collections import Counter
 
@@ -8,7 +10,13 @@ import pytest
 from mindspore import Tensor, nn
 
 import gradaccum
-from conformance_tests.framework_tests.mindspore_common import X, Y, make_net, pynative_after, set_mode  # noqa: F401
+from conformance_tests.framework_tests.mindspore_common import (
+    X,
+    Y,
+    make_net,
+    pynative_after,  # noqa: F401
+    set_mode,
+)
 from conformance_tests.framework_tests.mindspore_graphs import saved_graphs
 from conformance_tests.framework_tests.test_mindspore_counts import operators
 from gradaccum_mindspore import TrainOneStepCell, load_checkpoint_into, training
@@ -18,7 +26,10 @@ OPTIONS = {
     "checked": {},
     "ignore": {"on_overflow": "ignore"},
     "ignore, scale": {"on_overflow": "ignore", "loss_scale": 96.0},
-    "drop": {"on_overflow": "drop_micro_batch", "loss_scale": gradaccum.DynamicLossScale(2.0**7, growth_interval=2)},
+    "drop": {
+        "on_overflow": "drop_micro_batch",
+        "loss_scale": gradaccum.DynamicLossScale(2.0**7, growth_interval=2),
+    },
     "clip, noise": {"clip_norm": 0.1, "noise_scale": True},
     "sum": {"reduction": "sum", "on_overflow": "ignore"},
     "item mean, clip": {"reduction": "item_mean", "skip_norm": 1e6},
@@ -36,7 +47,9 @@ def stops(*args):
 def make_cell(mode, weight="items", **options):
     set_mode(mode)
     net = make_net()
-    optimizer = gradaccum.wrap(nn.Momentum(net.trainable_params(), 0.01, 0.9), steps=3, **options)
+    optimizer = gradaccum.wrap(
+        nn.Momentum(net.trainable_params(), 0.01, 0.9), steps=3, **options
+    )
     more = {} if weight == "items" else {"weight": weight}
     return TrainOneStepCell(nn.WithLossCell(net, nn.MSELoss()), optimizer, **more)
 
@@ -49,7 +62,13 @@ def take(cell, *sizes, bad=None):
 
 
 def gradient(cell):
-    cell.optimizer(tuple(Tensor(np.full(p.shape, 0.5, np.float32)) for p in cell.optimizer.parameters), 2.0, 1.5)
+    cell.optimizer(
+        tuple(
+            Tensor(np.full(p.shape, 0.5, np.float32)) for p in cell.optimizer.parameters
+        ),
+        2.0,
+        1.5,
+    )
 
 
 EVENTS = {
@@ -66,11 +85,15 @@ EVENTS = {
 }
 
 COMPILED = ("that others began", "that others ended", "flushed")
-"""They compile a program that decides for itself, which takes seconds: without options only."""
+"""They compile a program that decides for itself, which takes seconds: without options
+only.
+"""
 
 
 def story(mode, weight, **options):
-    """The result and the parameters after each event; an overflow that is ignored would end it."""
+    """The result and the parameters after each event; an overflow that is ignored would
+    end it.
+    """
     cell = make_cell(mode, weight, **options)
     ignoring = options.get("on_overflow") == "ignore"
     for name, happen in EVENTS.items():
@@ -80,23 +103,43 @@ def story(mode, weight, **options):
         storage = cell.optimizer.storage
         assert not any(total.asnumpy().any() for total in storage.sums), name
         assert not storage.overflow.item()
-        yield name, np.concatenate([tuple(cell.optimizer.result), *(p.asnumpy().reshape(-1) for p in cell.optimizer.parameters)])
+        yield (
+            name,
+            np.concatenate(
+                [
+                    tuple(cell.optimizer.result),
+                    *(p.asnumpy().reshape(-1) for p in cell.optimizer.parameters),
+                ]
+            ),
+        )
 
 
 SHORT = [("checked", "items"), ("ignore", None), ("drop", "items")]
-DEEP = [(options, weight) for options in OPTIONS for weight in ("items", None) if (options, weight) not in SHORT]
+DEEP = [
+    (options, weight)
+    for options in OPTIONS
+    for weight in ("items", None)
+    if (options, weight) not in SHORT
+]
 
 
-@pytest.mark.parametrize(("options", "weight"), [*SHORT, *(pytest.param(*each, marks=pytest.mark.deep) for each in DEEP)])
+@pytest.mark.parametrize(
+    ("options", "weight"),
+    [*SHORT, *(pytest.param(*each, marks=pytest.mark.deep) for each in DEEP)],
+)
 def test_host_decides_as_pynative_does(options, weight):
     set_mode("pynative")
     expected = dict(story("pynative", weight, **OPTIONS[options]))
     for name, got in story("graph", weight, **OPTIONS[options]):
-        np.testing.assert_allclose(got, expected[name], rtol=2e-5, atol=1e-6, err_msg=name)
+        np.testing.assert_allclose(
+            got, expected[name], rtol=2e-5, atol=1e-6, err_msg=name
+        )
 
 
 def test_weights_that_are_computed():
-    """Nothing is known before the micro-batch; one of weight 0 is no part of the window, and none is no update."""
+    """Nothing is known before the micro-batch; one of weight 0 is no part of the
+    window, and none is no update.
+    """
 
     def weight(x, y):
         return (x[:, 0] > 0).sum()
@@ -111,14 +154,27 @@ def test_weights_that_are_computed():
             for _ in range(3):
                 cell(Tensor(-np.abs(X[:3])), Tensor(Y[:3]))
             assert cell.optimizer.result.skipped
-            results.append(np.concatenate([tuple(cell.optimizer.result), cell.optimizer.parameters[0].asnumpy().reshape(-1)]))
+            results.append(
+                np.concatenate(
+                    [
+                        tuple(cell.optimizer.result),
+                        cell.optimizer.parameters[0].asnumpy().reshape(-1),
+                    ]
+                )
+            )
         np.testing.assert_allclose(results[1], results[0], rtol=1e-5, atol=1e-6)
 
 
 def test_loss_that_one_micro_batch_did_not_tell_is_unknown():
-    """The cell tells each loss of its own; the optimizer, called by itself, was told none."""
+    """The cell tells each loss of its own; the optimizer, called by itself, was told
+    none.
+    """
     cell = make_cell("graph", None, on_overflow="ignore")
-    cell.optimizer(tuple(Tensor(np.full(p.shape, 0.5, np.float32)) for p in cell.optimizer.parameters))
+    cell.optimizer(
+        tuple(
+            Tensor(np.full(p.shape, 0.5, np.float32)) for p in cell.optimizer.parameters
+        )
+    )
     take(cell, 3, 3)
     assert cell.optimizer.result.applied
     assert np.isnan(cell.optimizer.result.loss)
@@ -127,7 +183,9 @@ def test_loss_that_one_micro_batch_did_not_tell_is_unknown():
 
 
 def test_interrupted_end_leaves_the_window_open(monkeypatch):
-    """After the last micro-batch and before its update: the update is due, and a further micro-batch is refused."""
+    """After the last micro-batch and before its update: the update is due, and a
+    further micro-batch is refused.
+    """
     cell, other = make_cell("graph"), make_cell("graph")
     take(cell, 3, 4)
     with monkeypatch.context() as patch:
@@ -139,20 +197,32 @@ def test_interrupted_end_leaves_the_window_open(monkeypatch):
     cell.optimizer.flush()
     take(other, 3, 4)
     take(other, 5)
-    for one, two in zip(cell.optimizer.get_parameters(), other.optimizer.get_parameters(), strict=True):
-        np.testing.assert_allclose(one.asnumpy(), two.asnumpy(), rtol=1e-6, err_msg=one.name)
+    for one, two in zip(
+        cell.optimizer.get_parameters(), other.optimizer.get_parameters(), strict=True
+    ):
+        np.testing.assert_allclose(
+            one.asnumpy(), two.asnumpy(), rtol=1e-6, err_msg=one.name
+        )
 
 
 @pytest.mark.parametrize("options", ["checked", "ignore"])
 def test_resumed_in_mid_window_to_the_bit(options):
-    cell, resumed = make_cell("graph", **OPTIONS[options]), make_cell("graph", **OPTIONS[options])
+    cell, resumed = (
+        make_cell("graph", **OPTIONS[options]),
+        make_cell("graph", **OPTIONS[options]),
+    )
     take(resumed, 3, 3, 3)
     take(cell, 3, 3, 3, 3, 5)
-    saved = {p.name: Tensor(p.asnumpy().copy(), p.dtype) for p in cell.optimizer.get_parameters()}
+    saved = {
+        p.name: Tensor(p.asnumpy().copy(), p.dtype)
+        for p in cell.optimizer.get_parameters()
+    }
     take(cell, 4)
     load_checkpoint_into(resumed.optimizer, saved)
     take(resumed, 4)
-    for one, two in zip(cell.optimizer.get_parameters(), resumed.optimizer.get_parameters(), strict=True):
+    for one, two in zip(
+        cell.optimizer.get_parameters(), resumed.optimizer.get_parameters(), strict=True
+    ):
         np.testing.assert_array_equal(one.asnumpy(), two.asnumpy())
 
 
@@ -164,31 +234,58 @@ def test_programs_have_no_branch_and_no_zeros():
             take(cell, 4, 4, 4)
             assert cell.optimizer.result.applied
     counted = [operators(text) for text in texts]
-    assert sorted((counts["ApplyMomentum"], counts["AssignAdd"]) for counts in counted) == [(0, 5), (0, 5), (2, 2), (2, 2)]
-    assert all(counts["Switch"] == counts["Partial"] == counts["Select"] == 0 for counts in counted)
-    assert Counter("Tensor(shape=[2, 4]" in text for text in texts) == {False: 4}, "constant zeros for clearing are a second buffer"
+    assert sorted(
+        (counts["ApplyMomentum"], counts["AssignAdd"]) for counts in counted
+    ) == [(0, 5), (0, 5), (2, 2), (2, 2)]
+    assert all(
+        counts["Switch"] == counts["Partial"] == counts["Select"] == 0
+        for counts in counted
+    )
+    assert Counter("Tensor(shape=[2, 4]" in text for text in texts) == {False: 4}, (
+        "constant zeros for clearing are a second buffer"
+    )
 
 
 @pytest.mark.parametrize("options", ["checked", "ignore"])
 def test_micro_batches_draw_different_masks(options):
-    """Where the last micro-batch of a window is a program of its own, its dropout begins the same sequence anew."""
+    """Where the last micro-batch of a window is a program of its own, its dropout
+    begins the same sequence anew.
+    """
     ms.set_seed(1)
     set_mode("graph")
     net = nn.SequentialCell(make_net(), nn.Dropout(p=0.5))
-    optimizer = gradaccum.wrap(nn.SGD(net.trainable_params(), 0.0), steps=2, **OPTIONS[options])
+    optimizer = gradaccum.wrap(
+        nn.SGD(net.trainable_params(), 0.0), steps=2, **OPTIONS[options]
+    )
     cell = TrainOneStepCell(nn.WithLossCell(net, nn.MSELoss()), optimizer).set_train()
     losses = [cell(Tensor(X), Tensor(Y)).asnumpy().item() for _ in range(6)]
-    assert len(set(losses)) == 6, "a mask of half the elements is drawn anew for each micro-batch"
+    assert len(set(losses)) == 6, (
+        "a mask of half the elements is drawn anew for each micro-batch"
+    )
 
 
 def test_power_of_two_divides_to_the_last_bit():
-    """Where a window is divided by a power of two, multiplying by its reciprocal is the quotient; elsewhere it divides."""
+    """Where a window is divided by a power of two, multiplying by its reciprocal is the
+    quotient; elsewhere it divides.
+    """
     window = make_cell("graph").host.window
-    for divisor, multiplies in ((4.0, True), (2.0**-60, True), (3.0, False), (2.0**126, True), (2.0**127, False), (1.5, False)):
+    for divisor, multiplies in (
+        (4.0, True),
+        (2.0**-60, True),
+        (3.0, False),
+        (2.0**126, True),
+        (2.0**127, False),
+        (1.5, False),
+    ):
         got, factor = window.factor(divisor)
-        assert (got, factor.item()) == (multiplies, 1 / divisor if multiplies else divisor)
+        assert (got, factor.item()) == (
+            multiplies,
+            1 / divisor if multiplies else divisor,
+        )
 
 
 def test_squares_of_two_tensors_may_overflow_together():
-    norm, finite = measure(tuple(Tensor(np.full(1, 1.2e154)) for _ in range(2)), ms.float64)
+    norm, finite = measure(
+        tuple(Tensor(np.full(1, 1.2e154)) for _ in range(2)), ms.float64
+    )
     assert (norm, finite) == (pytest.approx(1.2e154 * 2**0.5), True)

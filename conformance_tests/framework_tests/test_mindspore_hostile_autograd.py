@@ -1,6 +1,8 @@
-"""Backward passes that are not plain: hooks that replace, drop or delay a gradient, a bprop that hands over strange tensors.
+"""Backward passes that are not plain: hooks that replace, drop or delay a gradient, a
+bprop that hands over strange tensors.
 
-Each window makes the update that the bare optimizer makes for the large batch, or is refused.
+Each window makes the update that the bare optimizer makes for the large batch, or is
+refused.
 """
 
 import mindspore as ms
@@ -9,13 +11,20 @@ import pytest
 from mindspore import Parameter, Tensor, nn, ops
 
 import gradaccum
-from conformance_tests.framework_tests.mindspore_common import needs_mindspore, pynative_after  # noqa: F401
+from conformance_tests.framework_tests.mindspore_common import (
+    needs_mindspore,
+    pynative_after,  # noqa: F401
+)
 from gradaccum import GradientError
 
 FACTORS = (1.0, 2.0, 5.0)
 """The micro-batches, and their weights. All sums of them are float16 numbers."""
 LARGE = sum(factor**2 for factor in FACTORS) / sum(FACTORS)
-OPTIONS = {"plain": {}, "dropping": {"on_overflow": "drop_micro_batch"}, "float64": {"accumulate_dtype": "float64"}}
+OPTIONS = {
+    "plain": {},
+    "dropping": {"on_overflow": "drop_micro_batch"},
+    "float64": {"accumulate_dtype": "float64"},
+}
 HALF = {"accumulate_dtype": "float16"}
 
 
@@ -41,7 +50,9 @@ def every_other(parameter, value):
 
 
 def zeros(parameter, value):
-    return expanded(parameter, value) if parameter.ndim > 1 else ops.zeros_like(parameter)
+    return (
+        expanded(parameter, value) if parameter.ndim > 1 else ops.zeros_like(parameter)
+    )
 
 
 def none(parameter, value):
@@ -57,7 +68,9 @@ def one_row(parameter, value):
 
 
 class Handed(nn.Cell):
-    """A factor times all elements of three parameters; `make` makes their gradients, one for the last two."""
+    """A factor times all elements of three parameters; `make` makes their gradients,
+    one for the last two.
+    """
 
     def __init__(self, make):
         super().__init__()
@@ -75,7 +88,9 @@ class Loss(nn.Cell):
     def __init__(self, make):
         super().__init__()
         self.handed = Handed(make)
-        self.matrix, self.vector, self.other = (Parameter(Tensor(np.full(s, 0.5, np.float32))) for s in ((2, 3), (3,), (3,)))
+        self.matrix, self.vector, self.other = (
+            Parameter(Tensor(np.full(s, 0.5, np.float32))) for s in ((2, 3), (3,), (3,))
+        )
 
     def construct(self, factor):
         return self.handed(self.matrix, self.vector, self.other, factor)
@@ -84,7 +99,11 @@ class Loss(nn.Cell):
 def updated(net, inputs, options=None, *, weighted=False, compiled=False):
     """The parameters after one window; without options, of the bare optimizer."""
     inner = nn.SGD(net.trainable_params(), 1.0)
-    optimizer = inner if options is None else gradaccum.wrap(inner, steps=len(inputs), **options)
+    optimizer = (
+        inner
+        if options is None
+        else gradaccum.wrap(inner, steps=len(inputs), **options)
+    )
     value_and_grad = ms.value_and_grad(net, None, optimizer.parameters)
 
     def micro_batch(x):
@@ -112,18 +131,32 @@ MAKES = (float16, float64, expanded, transposed, every_other, zeros, none, itsel
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("make", MAKES)
 def test_bprop_is_the_large_batch(make, options):
-    check(updated(Loss(make), FACTORS, options, weighted=True), updated(Loss(make), [LARGE]))
+    check(
+        updated(Loss(make), FACTORS, options, weighted=True),
+        updated(Loss(make), [LARGE]),
+    )
 
 
-@needs_mindspore("2.8", "before it the compiler refuses a bprop that returns another dtype")
+@needs_mindspore(
+    "2.8", "before it the compiler refuses a bprop that returns another dtype"
+)
 @pytest.mark.parametrize("make", [float16, float64, every_other, itself])
 def test_bprop_in_compiled_code(make):
-    check(updated(Loss(make), FACTORS, HALF, weighted=True, compiled=True), updated(Loss(make), [LARGE]))
+    check(
+        updated(Loss(make), FACTORS, HALF, weighted=True, compiled=True),
+        updated(Loss(make), [LARGE]),
+    )
 
 
-@pytest.mark.parametrize(("options", "compiled"), [({}, False), ({}, True), (HALF, True)], ids=["pynative", "jit", "half sums"])
+@pytest.mark.parametrize(
+    ("options", "compiled"),
+    [({}, False), ({}, True), (HALF, True)],
+    ids=["pynative", "jit", "half sums"],
+)
 def test_gradient_of_another_shape_is_not_broadcast(options, compiled):
-    """MindSpore refuses it: PyNative the bprop, the compiler what adds it, which must not broadcast."""
+    """MindSpore refuses it: PyNative the bprop, the compiler what adds it, which must
+    not broadcast.
+    """
     net = Loss(one_row)
     with pytest.raises((RuntimeError, ValueError), match="shape"):
         updated(net, FACTORS, options, compiled=compiled)
@@ -139,14 +172,19 @@ class Net(nn.Cell):
 
     def __init__(self):
         super().__init__()
-        self.first, self.second = nn.Dense(3, 3, "ones", "ones"), nn.Dense(3, 2, "ones", "ones")
+        self.first, self.second = (
+            nn.Dense(3, 3, "ones", "ones"),
+            nn.Dense(3, 2, "ones", "ones"),
+        )
 
     def construct(self, x):
         return ops.square(self.second(self.first(x))).mean()
 
 
 def delayed():
-    """Return a hook that holds each gradient back until the last micro-batch, as a compressor does."""
+    """Return a hook that holds each gradient back until the last micro-batch, as a
+    compressor does.
+    """
     held = []
 
     def hook(gradient):
@@ -203,7 +241,9 @@ def test_hook_of_a_cell(hook, compiled):
 
 @pytest.mark.filterwarnings("ignore:vjp_fn has been called multiple times")
 def test_further_backward_passes_are_micro_batches():
-    """Each counts: a gradient that is added twice, and four times the gradient, are twice the gradient in a window of three."""
+    """Each counts: a gradient that is added twice, and four times the gradient, are
+    twice the gradient in a window of three.
+    """
     net = Net()
     optimizer = gradaccum.wrap(nn.SGD(net.trainable_params(), 1.0), steps=3)
     loss, pull = ms.vjp(net, Tensor(X[0], ms.float32), weights=optimizer.parameters)

@@ -1,4 +1,6 @@
-"""A call that raises in PyNative leaves the state from before or after the call, never a mix."""
+"""A call that raises in PyNative leaves the state from before or after the call, never
+a mix.
+"""
 
 import mindspore as ms
 import numpy as np
@@ -23,7 +25,9 @@ def counted(optimizer):
 
 
 class StopsAt:
-    """Calls `function`; at call number `call` it raises `Stop`, before or after the work."""
+    """Calls `function`; at call number `call` it raises `Stop`, before or after the
+    work.
+    """
 
     def __init__(self, function, call, *, after=False):
         self.function, self.call, self.after, self.calls = function, call, after, 0
@@ -44,10 +48,16 @@ def raises(run):
 
 
 def test_missed_update_is_made_by_flush(monkeypatch):
-    """Until then a further micro-batch is refused: it may be the one that raised, and would count twice."""
+    """Until then a further micro-batch is refused: it may be the one that raised, and
+    would count twice.
+    """
     optimizer = gradaccum.wrap(nn.SGD(two_parameters(), 1.0), steps=2)
     optimizer(gradients(2.0))
-    monkeypatch.setattr(optimizer.pynative_window, "gradients", StopsAt(optimizer.pynative_window.gradients, 1))
+    monkeypatch.setattr(
+        optimizer.pynative_window,
+        "gradients",
+        StopsAt(optimizer.pynative_window.gradients, 1),
+    )
     raises(lambda: optimizer(gradients(4.0)))
     assert (values(optimizer), counted(optimizer)) == ([1.0, 1.0], (2, 0))
     with pytest.raises(gradaccum.UsageError, match="flush"):
@@ -80,14 +90,20 @@ def test_first_micro_batch_can_be_retried(monkeypatch):
 
 @pytest.mark.parametrize("policy", ["skip_window", "drop_micro_batch"])
 def test_half_added_micro_batch_skips_the_window(policy, monkeypatch, tmp_path):
-    """The sums can be neither used nor restored, so the window counts as an overflow, also after a resume."""
-    optimizer = gradaccum.wrap(nn.SGD(two_parameters(), 1.0), steps=2, on_overflow=policy)
+    """The sums can be neither used nor restored, so the window counts as an overflow,
+    also after a resume.
+    """
+    optimizer = gradaccum.wrap(
+        nn.SGD(two_parameters(), 1.0), steps=2, on_overflow=policy
+    )
     optimizer(gradients(2.0))
     monkeypatch.setattr(sums, "add_into", StopsAt(sums.add_into, 2))
     raises(lambda: optimizer(gradients(4.0)))
     assert counted(optimizer) == (1, 0)
     ms.save_checkpoint(optimizer, str(tmp_path / "interrupted.ckpt"))
-    load_checkpoint_into(optimizer, ms.load_checkpoint(str(tmp_path / "interrupted.ckpt")))
+    load_checkpoint_into(
+        optimizer, ms.load_checkpoint(str(tmp_path / "interrupted.ckpt"))
+    )
     assert optimizer(gradients(4.0))
     assert optimizer.result[:3] == (False, True, True)
     assert values(optimizer) == [1.0, 1.0]
@@ -113,7 +129,9 @@ def test_interrupted_state_is_saved_and_loaded(monkeypatch, tmp_path):
     ms.save_checkpoint(optimizer, str(tmp_path / "interrupted.ckpt"))
     monkeypatch.undo()
     resumed = gradaccum.wrap(nn.SGD(two_parameters(), 1.0), steps=1)
-    load_checkpoint_into(resumed, ms.load_checkpoint(str(tmp_path / "interrupted.ckpt")))
+    load_checkpoint_into(
+        resumed, ms.load_checkpoint(str(tmp_path / "interrupted.ckpt"))
+    )
     assert resumed.flush()
     assert (values(resumed), counted(resumed)) == ([-3.0, -3.0], (0, 1))
 
@@ -125,7 +143,9 @@ REFUSED = "expected an update that was made or was not"
 
 
 class Loop(nn.Optimizer):
-    """A user's optimizer; an interrupt arrives when it has written `writes` parameters."""
+    """A user's optimizer; an interrupt arrives when it has written `writes`
+    parameters.
+    """
 
     writes: int | None = None
 
@@ -133,7 +153,9 @@ class Loop(nn.Optimizer):
         super().__init__(1.0, parameters)
 
     def construct(self, of_all_sizes):
-        for place, (parameter, gradient) in enumerate(zip(self.parameters, of_all_sizes, strict=True)):
+        for place, (parameter, gradient) in enumerate(
+            zip(self.parameters, of_all_sizes, strict=True)
+        ):
             if place == self.writes:
                 raise Stop
             ops.assign_add(parameter, -gradient)
@@ -145,7 +167,12 @@ class Loop(nn.Optimizer):
 def interrupted(writes):
     """A window of 1 and 3, whose update was interrupted."""
     ms.set_context(mode=ms.PYNATIVE_MODE)
-    inner = Loop([Parameter(Tensor(np.ones(size, np.float32)), name=f"p{size}") for size in SIZES])
+    inner = Loop(
+        [
+            Parameter(Tensor(np.ones(size, np.float32)), name=f"p{size}")
+            for size in SIZES
+        ]
+    )
     optimizer = gradaccum.wrap(inner, steps=2)
     optimizer(of_all_sizes(1.0))
     inner.writes = writes
@@ -168,20 +195,34 @@ def test_half_made_update_is_refused(writes):
     """No parameter moves a second time, and the window does not count as applied."""
     optimizer = interrupted(writes)
     left = [-1.0] * writes + [1.0] * (6 - writes)
-    for call in (optimizer.flush, lambda: optimizer(of_all_sizes(1.0)), optimizer.flush):
+    for call in (
+        optimizer.flush,
+        lambda: optimizer(of_all_sizes(1.0)),
+        optimizer.flush,
+    ):
         with pytest.raises(gradaccum.UsageError, match=REFUSED):
             call()
-    assert (firsts(optimizer), optimizer.result.optimizer_step, optimizer.result.applied) == (left, 0, False)
+    assert (
+        firsts(optimizer),
+        optimizer.result.optimizer_step,
+        optimizer.result.applied,
+    ) == (left, 0, False)
     optimizer.discard()
     for value in (1.0, 3.0):
         optimizer(of_all_sizes(value))
-    assert (firsts(optimizer), optimizer.result.optimizer_step) == ([value - 2.0 for value in left], 1)
+    assert (firsts(optimizer), optimizer.result.optimizer_step) == (
+        [value - 2.0 for value in left],
+        1,
+    )
 
 
 def test_loaded_checkpoint_goes_on():
     optimizer = interrupted(0)
     optimizer.discard()
-    saved = {p.name: Parameter(Tensor(p.asnumpy().copy(), p.dtype), name=p.name) for p in optimizer.get_parameters()}
+    saved = {
+        p.name: Parameter(Tensor(p.asnumpy().copy(), p.dtype), name=p.name)
+        for p in optimizer.get_parameters()
+    }
     optimizer = interrupted(2)
     load_checkpoint_into(optimizer, saved)
     for value in (1.0, 3.0):

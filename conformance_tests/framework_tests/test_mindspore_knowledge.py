@@ -1,4 +1,6 @@
-"""A window's statistics beyond the shared suite: losses that are missing or bad, interruptions, old checkpoints."""
+"""A window's statistics beyond the shared suite: losses that are missing or bad,
+interruptions, old checkpoints.
+"""
 
 import math
 
@@ -8,7 +10,14 @@ import pytest
 from mindspore import Parameter, Tensor, nn
 
 import gradaccum
-from conformance_tests.framework_tests.mindspore_common import MODES, X, Y, make_net, pynative_after, set_mode  # noqa: F401
+from conformance_tests.framework_tests.mindspore_common import (
+    MODES,
+    X,  # noqa: F401
+    Y,  # noqa: F401
+    make_net,  # noqa: F401
+    pynative_after,  # noqa: F401
+    set_mode,
+)
 from gradaccum_mindspore import sums
 from gradaccum_mindspore.statistics import Knowledge
 from gradaccum_mindspore.window.pynative import PyNativeWindow
@@ -23,9 +32,13 @@ def stops(*args):
 
 
 def driver(mode, **options):
-    """A wrapped SGD of one parameter, and a call with a gradient, and a weight and a loss or neither."""
+    """A wrapped SGD of one parameter, and a call with a gradient, and a weight and a
+    loss or neither.
+    """
     set_mode(mode)
-    optimizer = gradaccum.wrap(nn.SGD([Parameter(Tensor(np.ones(2, np.float32)), name="p")], 1.0), **options)
+    optimizer = gradaccum.wrap(
+        nn.SGD([Parameter(Tensor(np.ones(2, np.float32)), name="p")], 1.0), **options
+    )
 
     @ms.jit
     def told(gradient, weight, loss):
@@ -38,8 +51,16 @@ def driver(mode, **options):
     def call(value, loss=None, weight=1.0):
         gradient = Tensor(np.array([value, 0.0], np.float32))
         if mode != "jit":
-            return optimizer((gradient,)) if loss is None else optimizer((gradient,), weight, loss)
-        return untold(gradient) if loss is None else told(gradient, *(Tensor(each, ms.float32) for each in (weight, loss)))
+            return (
+                optimizer((gradient,))
+                if loss is None
+                else optimizer((gradient,), weight, loss)
+            )
+        return (
+            untold(gradient)
+            if loss is None
+            else told(gradient, *(Tensor(each, ms.float32) for each in (weight, loss)))
+        )
 
     return optimizer, call
 
@@ -47,7 +68,11 @@ def driver(mode, **options):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     ("loss", "error"),
-    [(Tensor([1.0, 2.0]), gradaccum.ArgumentValueError), (np.ones(2), gradaccum.ArgumentValueError), ("1", gradaccum.ArgumentTypeError)],
+    [
+        (Tensor([1.0, 2.0]), gradaccum.ArgumentValueError),
+        (np.ones(2), gradaccum.ArgumentValueError),
+        ("1", gradaccum.ArgumentTypeError),
+    ],
     ids=("vector", "array", "text"),
 )
 def test_bad_loss_is_refused(mode, loss, error):
@@ -58,7 +83,11 @@ def test_bad_loss_is_refused(mode, loss, error):
         return optimizer((gradient,), None, loss)
 
     with pytest.raises(error, match="loss"):
-        (step if mode == "jit" else lambda gradient: optimizer((gradient,), None, loss))(Tensor(np.ones(2, np.float32)))
+        (
+            step
+            if mode == "jit"
+            else lambda gradient: optimizer((gradient,), None, loss)
+        )(Tensor(np.ones(2, np.float32)))
     assert optimizer.result.micro_step == 0
 
 
@@ -79,7 +108,9 @@ def test_interrupted_micro_batch_leaves_no_loss(method, monkeypatch):
 
 
 def test_interrupted_end_keeps_the_loss(monkeypatch):
-    """Ctrl-C before the update: the window is open, and its loss is known after `flush`."""
+    """Ctrl-C before the update: the window is open, and its loss is known after
+    `flush`.
+    """
     optimizer, call = driver("pynative", steps=2, noise_scale=0.5)
     call(1.0, 2)
     with monkeypatch.context() as patch:
@@ -109,16 +140,22 @@ def test_ignored_overflow_measures_nothing(monkeypatch):
 
 
 def test_ignored_overflow_makes_no_unsound_update():
-    """A negative weight, which only compiled code lets through, and a size below 1, which compiled code cannot refuse."""
+    """A negative weight, which only compiled code lets through, and a size below 1,
+    which compiled code cannot refuse.
+    """
     optimizer, call = driver("jit", steps=2, on_overflow="ignore", reduction="sum")
     assert [bool(call(1.0)) for _ in range(4)] == [False, True] * 2
     assert (optimizer.result.applied, optimizer.result.optimizer_step) == (True, 2)
-    np.testing.assert_equal((optimizer.result.grad_norm, optimizer.result.loss), (math.nan, math.nan))
+    np.testing.assert_equal(
+        (optimizer.result.grad_norm, optimizer.result.loss), (math.nan, math.nan)
+    )
     call(1.0, 1.0, -1.0)
     call(1.0, 1.0, 2.0)
     assert (optimizer.result.skipped, optimizer.result.overflow) == (True, True)
     for steps in (shrinking, gradaccum.until_weight(shrinking)):
-        optimizer, call = driver("jit", steps=steps, on_overflow="ignore", reduction="sum")
+        optimizer, call = driver(
+            "jit", steps=steps, on_overflow="ignore", reduction="sum"
+        )
         call(1.0)
         assert optimizer.result.applied
         call(1.0)
@@ -131,15 +168,23 @@ def shrinking(optimizer_step):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_norm_of_the_smallest_and_largest_numbers(mode):
-    """Below the smallest normal number, and where the norm itself leaves float32's range."""
+    """Below the smallest normal number, and where the norm itself leaves float32's
+    range.
+    """
     optimizer, _ = driver(mode, steps=1, reduction="sum")
 
     @ms.jit
     def jitted(gradient):
         return optimizer((gradient,))
 
-    for value, expected in ((1e-40, math.sqrt(2) * 1e-40), (1.1e-22, math.sqrt(2) * 1.1e-22), (3e38, np.finfo(np.float32).max)):
-        (jitted if mode == "jit" else lambda gradient: optimizer((gradient,)))(Tensor(np.full(2, value, np.float32)))
+    for value, expected in (
+        (1e-40, math.sqrt(2) * 1e-40),
+        (1.1e-22, math.sqrt(2) * 1.1e-22),
+        (3e38, np.finfo(np.float32).max),
+    ):
+        (jitted if mode == "jit" else lambda gradient: optimizer((gradient,)))(
+            Tensor(np.full(2, value, np.float32))
+        )
         assert optimizer.result.applied
         assert optimizer.result.grad_norm == pytest.approx(expected, rel=1e-4)
 
@@ -147,7 +192,10 @@ def test_norm_of_the_smallest_and_largest_numbers(mode):
 def test_window_by_weight_says_so():
     optimizer, call = driver("pynative", steps=gradaccum.until_weight([(0, 8), (1, 4)]))
     call(1.0, 1.0, 3.0)
-    assert "steps=until_weight(((0, 8), (1, 4))) | micro-batch 1, weight 3 of 8" in repr(optimizer)
+    assert (
+        "steps=until_weight(((0, 8), (1, 4))) | micro-batch 1, weight 3 of 8"
+        in repr(optimizer)
+    )
     call(1.0, 1.0, 6.0)
     assert "micro-batch 0, weight 0 of 4" in repr(optimizer)
 

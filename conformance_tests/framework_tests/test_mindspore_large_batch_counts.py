@@ -1,4 +1,6 @@
-"""The cost of a large batch in one call: compiled bodies, and buffers of the model's size."""
+"""The cost of a large batch in one call: compiled bodies, and buffers of the model's
+size.
+"""
 
 import gc
 import re
@@ -25,7 +27,9 @@ def compiled(items):
         return ops.tanh(ops.matmul(x, weight)).mean()
 
     with saved_graphs("graph_build") as texts:
-        call = in_mode("cell", value_and_grad(forward, None, weight, micro_batch_size=2))
+        call = in_mode(
+            "cell", value_and_grad(forward, None, weight, micro_batch_size=2)
+        )
         _, gradient = call(Tensor(np.ones((items, SHAPE[0])), ms.float32))
         set_mode("pynative")
     assert gradient.shape == SHAPE
@@ -34,7 +38,11 @@ def compiled(items):
 
 
 def operators(texts):
-    return Counter(name for text in texts for name in re.findall(r"= (?:PrimFunc_)?([A-Z]\w*)\(", text))
+    return Counter(
+        name
+        for text in texts
+        for name in re.findall(r"= (?:PrimFunc_)?([A-Z]\w*)\(", text)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +51,9 @@ def graphs():
 
 
 def test_one_body_for_any_number(graphs):
-    """One forward and one backward product, however many micro-batches; a smaller last one is compiled a second time."""
+    """One forward and one backward product, however many micro-batches; a smaller last
+    one is compiled a second time.
+    """
     few, many, ragged = (operators(graphs[items])["MatMul"] for items in (8, 64, 65))
     assert few == many == 2
     assert ragged == 4
@@ -51,7 +61,12 @@ def test_one_body_for_any_number(graphs):
 
 def test_zeros_are_no_constants(graphs):
     shape = "[" + ", ".join(map(str, SHAPE)) + "]"
-    assert not [1 for texts in graphs.values() for text in texts if f"Tensor(shape={shape}" in text]
+    assert not [
+        1
+        for texts in graphs.values()
+        for text in texts
+        if f"Tensor(shape={shape}" in text
+    ]
 
 
 def test_no_python_in_the_loop(graphs):
@@ -65,16 +80,21 @@ def tensors():
 def test_buffers_do_not_grow():
     """Between two micro-batches one sum lives beside the parameter, and no gradient."""
     weight, seen = Parameter(Tensor(np.ones(SHAPE) / 37, ms.float32), name="w"), []
-    others = tensors()  # Other tests left them; the shape of one whose operator failed never comes.
+    # Other tests left them; the shape of one whose operator failed never comes.
+    others = tensors()
     known = set(map(id, others))
 
     def count(*batch):
         gc.collect()
-        seen.append(sum(each.shape == SHAPE for each in tensors() if id(each) not in known))
+        seen.append(
+            sum(each.shape == SHAPE for each in tensors() if id(each) not in known)
+        )
         return 1.0
 
     def forward(x):
         return ops.tanh(ops.matmul(x, weight)).mean()
 
-    value_and_grad(forward, None, weight, micro_batch_size=1, weight=count)(Tensor(np.ones((6, SHAPE[0])), ms.float32))
+    value_and_grad(forward, None, weight, micro_batch_size=1, weight=count)(
+        Tensor(np.ones((6, SHAPE[0])), ms.float32)
+    )
     assert seen == [0, 1, 1, 1, 1, 1], "the sum"

@@ -1,6 +1,8 @@
-"""Compiled windows keep no host memory: the bytes that `malloc` holds are counted over some hundred windows.
+"""Compiled windows keep no host memory: the bytes that `malloc` holds are counted over
+some hundred windows.
 
-MindSpore's runtime never frees a value that one conditional branch hands to another if the branch runs again after an odd number of calls.
+MindSpore's runtime never frees a value that one conditional branch hands to another if
+the branch runs again after an odd number of calls.
 """
 
 import ctypes
@@ -19,7 +21,18 @@ LEAK = 100
 """Bytes per window; one leaked tensor takes 1200."""
 
 
-FIELDS = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
+FIELDS = (
+    "arena",
+    "ordblks",
+    "smblks",
+    "hblks",
+    "hblkhd",
+    "usmblks",
+    "fsmblks",
+    "uordblks",
+    "fordblks",
+    "keepcost",
+)
 
 
 class Malloc(ctypes.Structure):
@@ -75,14 +88,24 @@ def wrapped(parameters):
 
 def with_everything(parameters):
     scale = gradaccum.DynamicLossScale(8.0, growth_interval=3)
-    options = {"on_overflow": "drop_micro_batch", "loss_scale": scale, "clip_norm": 1.0, "skip_norm": 1e9, "noise_scale": True}
+    options = {
+        "on_overflow": "drop_micro_batch",
+        "loss_scale": scale,
+        "clip_norm": 1.0,
+        "skip_norm": 1e9,
+        "noise_scale": True,
+    }
     optimizer = gradaccum.wrap(nn.Momentum(parameters, 1e-6, 0.9), steps=2, **options)
     optimizer.scale(Tensor(1.0))  # the gradients below are those of a scaled loss
     return TellingStep(optimizer)
 
 
 def that_measures_nothing(parameters):
-    return Step(gradaccum.wrap(nn.Momentum(parameters, 1e-6, 0.9), steps=2, on_overflow="ignore"))
+    return Step(
+        gradaccum.wrap(
+            nn.Momentum(parameters, 1e-6, 0.9), steps=2, on_overflow="ignore"
+        )
+    )
 
 
 def two(optimizer_step):
@@ -90,17 +113,32 @@ def two(optimizer_step):
 
 
 def of_sizes_from_a_function(parameters):
-    return Step(gradaccum.wrap(nn.Momentum(parameters, 1e-6, 0.9), steps=two, on_overflow="drop_micro_batch"))
+    return Step(
+        gradaccum.wrap(
+            nn.Momentum(parameters, 1e-6, 0.9),
+            steps=two,
+            on_overflow="drop_micro_batch",
+        )
+    )
 
 
 def with_a_scale_of_its_own(parameters):
-    return Step(gradaccum.wrap(nn.Momentum(parameters, 1e-6, 0.9, loss_scale=8.0), steps=[(0, 2), (1000, 2)], clip_norm=1.0))
+    return Step(
+        gradaccum.wrap(
+            nn.Momentum(parameters, 1e-6, 0.9, loss_scale=8.0),
+            steps=[(0, 2), (1000, 2)],
+            clip_norm=1.0,
+        )
+    )
 
 
 def kept_per_window(cell, mode):
     set_mode(mode)
     step = cell if mode == "graph" else ms.jit(cell.construct)
-    finite, infinite = ([Tensor(np.full((4, 4), value, np.float32)) for _ in range(2)] for value in (1.0, np.inf))
+    finite, infinite = (
+        [Tensor(np.full((4, 4), value, np.float32)) for _ in range(2)]
+        for value in (1.0, np.inf)
+    )
     for window in range(-20, WINDOWS):
         if window == 0:
             before = held()
@@ -113,7 +151,13 @@ def two_parameters():
     return [Parameter(Tensor(np.ones((4, 4), np.float32)), name=name) for name in "ab"]
 
 
-MAKERS = (wrapped, with_everything, that_measures_nothing, of_sizes_from_a_function, with_a_scale_of_its_own)
+MAKERS = (
+    wrapped,
+    with_everything,
+    that_measures_nothing,
+    of_sizes_from_a_function,
+    with_a_scale_of_its_own,
+)
 
 
 @pytest.mark.parametrize("mode", ["jit", "graph"])
@@ -123,5 +167,7 @@ def test_window_keeps_no_memory(make, mode):
 
 
 def test_leak_is_seen():
-    """If this test fails, MindSpore's runtime no longer leaks, and `gradaccum_mindspore.window.compiled.Notes` can go."""
+    """If this test fails, MindSpore's runtime no longer leaks, and
+    `gradaccum_mindspore.window.compiled.Notes` can go.
+    """
     assert kept_per_window(Keeping(two_parameters()), "jit") > LEAK

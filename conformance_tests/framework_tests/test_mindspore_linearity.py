@@ -1,4 +1,6 @@
-"""`gradaccum_mindspore.verify_loss_scaling` names each custom backward that ignores its incoming gradient, and no other."""
+"""`gradaccum_mindspore.verify_loss_scaling` names each custom backward that ignores its
+incoming gradient, and no other.
+"""
 
 import os
 
@@ -32,7 +34,9 @@ class IgnoringCell(nn.Cell):
 
 
 class PartlyIgnoringCell(nn.Cell):
-    """Two outputs and a plain number as argument. The second input's gradient ignores the incoming one."""
+    """Two outputs and a plain number as argument. The second input's gradient ignores
+    the incoming one.
+    """
 
     def construct(self, x, y, factor):
         return x * factor, x + y
@@ -83,10 +87,17 @@ BLAMED = {
 class Net(nn.Cell):
     def __init__(self, part):
         super().__init__()
-        self.dense, self.norm, self.drop, self.part = nn.Dense(3, 4), nn.BatchNorm1d(4), nn.Dropout(p=0.5), part
+        self.dense, self.norm, self.drop, self.part = (
+            nn.Dense(3, 4),
+            nn.BatchNorm1d(4),
+            nn.Dropout(p=0.5),
+            part,
+        )
 
     def construct(self, x):
-        return ops.square(self.part(self.drop(self.norm(ops.tanh(self.dense(x)))) + 1)).mean()
+        return ops.square(
+            self.part(self.drop(self.norm(ops.tanh(self.dense(x)))) + 1)
+        ).mean()
 
 
 def make_net(kind):
@@ -96,7 +107,11 @@ def make_net(kind):
 
 
 def everything(net):
-    return {p.name: p.asnumpy().tobytes() for p in net.get_parameters()}, ms.get_rng_state().asnumpy().tobytes(), net.drop.training
+    return (
+        {p.name: p.asnumpy().tobytes() for p in net.get_parameters()},
+        ms.get_rng_state().asnumpy().tobytes(),
+        net.drop.training,
+    )
 
 
 @pytest.mark.parametrize("kind", BLAMED)
@@ -107,8 +122,12 @@ def test_culprits_are_named(kind):
     assert report.culprits == BLAMED[kind][1], str(report)
     assert report.linear == (not report.culprits)
     assert set(report.errors) == {p.name for p in net.trainable_params()}
-    assert everything(net) == before, "parameters, statistics, random state or training mode changed"
-    assert type(net.part).__call__ is nn.Cell.__call__ or not isinstance(net.part, nn.Cell)
+    assert everything(net) == before, (
+        "parameters, statistics, random state or training mode changed"
+    )
+    assert type(net.part).__call__ is nn.Cell.__call__ or not isinstance(
+        net.part, nn.Cell
+    )
     assert "MS_JIT" not in os.environ
 
 
@@ -117,43 +136,70 @@ def test_culprits_are_named(kind):
 def test_culprits_in_compiled_functions_are_named(kind, how):
     net = make_net(kind)
     set_mode(how)
-    report = verify_loss_scaling(ms.jit(net.construct) if how == "jit" else net, ms.ParameterTuple(net.trainable_params()), X)
+    report = verify_loss_scaling(
+        ms.jit(net.construct) if how == "jit" else net,
+        ms.ParameterTuple(net.trainable_params()),
+        X,
+    )
     assert report.culprits == BLAMED[kind][1]
-    assert ms.get_context("mode") == (ms.GRAPH_MODE if how == "graph" else ms.PYNATIVE_MODE)
+    assert ms.get_context("mode") == (
+        ms.GRAPH_MODE if how == "graph" else ms.PYNATIVE_MODE
+    )
 
 
 def test_errors_alone_show_a_hook():
     """A hook is no custom backward: the report has an error and no culprit."""
     weight = Parameter(Tensor(np.ones(3), ms.float32), name="weight")
     linear = verify_loss_scaling(lambda x: (weight * x).sum(), weight, X)
-    assert (linear.linear, linear.errors) == (True, {"weight": 0.0}), "powers of two are exact"
+    assert (linear.linear, linear.errors) == (True, {"weight": 0.0}), (
+        "powers of two are exact"
+    )
 
     class Hooked(nn.Cell):
         def construct(self, x):
             return x * 1.0
 
     hooked = Hooked()
-    hooked.register_backward_hook(lambda cell, grad_input, grad_output: (ops.sign(grad_output[0]),))
+    hooked.register_backward_hook(
+        lambda cell, grad_input, grad_output: (ops.sign(grad_output[0]),)
+    )
     report = verify_loss_scaling(lambda x: hooked(weight * x).sum(), weight, X)
     assert (report.linear, report.culprits) == (False, ())
     assert report.errors["weight"] > 0.9
 
 
-OTHERS = {"float16": (ms.float16, 2.0**-12), "large float16": (ms.float16, 2.0**4), "float64": (ms.float64, 2.0**-12)}
+OTHERS = {
+    "float16": (ms.float16, 2.0**-12),
+    "large float16": (ms.float16, 2.0**4),
+    "float64": (ms.float64, 2.0**-12),
+}
 
 
 @pytest.mark.parametrize("other", OTHERS)
 @pytest.mark.parametrize(("part", "linear"), [(Doubling, True), (IgnoringCell, False)])
 def test_culprits_in_other_dtypes_are_named(other, part, linear):
-    """float16 gradients vanish at small scales and overflow at large ones, as do their squares: the check blames the loss for neither."""
+    """float16 gradients vanish at small scales and overflow at large ones, as do their
+    squares: the check blames the loss for neither.
+    """
     dtype, factor = OTHERS[other]
-    weight, cell, factor = Parameter(Tensor(np.linspace(0.5, 1.0, 3), dtype), name="weight"), part(), Tensor(factor, dtype)
-    report = verify_loss_scaling(lambda x: ops.square(cell(weight * x * factor)).sum(), weight, X.astype(dtype))
-    assert (report.linear, report.culprits) == (linear, () if linear else ("IgnoringCell",)), str(report)
+    weight, cell, factor = (
+        Parameter(Tensor(np.linspace(0.5, 1.0, 3), dtype), name="weight"),
+        part(),
+        Tensor(factor, dtype),
+    )
+    report = verify_loss_scaling(
+        lambda x: ops.square(cell(weight * x * factor)).sum(), weight, X.astype(dtype)
+    )
+    assert (report.linear, report.culprits) == (
+        linear,
+        () if linear else ("IgnoringCell",),
+    ), str(report)
 
 
 class RoughCell(nn.Cell):
-    """At every other power of two the gradient is off by 2^-7, a unit in bfloat16's last place."""
+    """At every other power of two the gradient is off by 2^-7, a unit in bfloat16's
+    last place.
+    """
 
     def construct(self, x):
         return x * 2
@@ -172,26 +218,49 @@ class RoughCell(nn.Cell):
     ],
 )
 def test_culprits_in_bfloat16_are_named(part, dtype, linear):
-    weight, cell = Parameter(Tensor(np.linspace(0.5, 1.0, 3), dtype), name="weight"), part()
-    x = Tensor(np.ones(3), dtype)  # cast before the product: MindSpore 2.7 multiplies no bfloat16 on a CPU
-    report = verify_loss_scaling(lambda x: cell(weight.astype(ms.float32) * x.astype(ms.float32)).mean(), weight, x)
-    assert (report.linear, report.culprits) == (linear, () if linear else (part.__name__,)), str(report)
+    weight, cell = (
+        Parameter(Tensor(np.linspace(0.5, 1.0, 3), dtype), name="weight"),
+        part(),
+    )
+    # cast before the product: MindSpore 2.7 multiplies no bfloat16 on a CPU
+    x = Tensor(np.ones(3), dtype)
+    report = verify_loss_scaling(
+        lambda x: cell(weight.astype(ms.float32) * x.astype(ms.float32)).mean(),
+        weight,
+        x,
+    )
+    assert (report.linear, report.culprits) == (
+        linear,
+        () if linear else (part.__name__,),
+    ), str(report)
     assert (report.errors["weight"] > 0) == (part is not Doubling), str(report)
 
 
 @pytest.mark.parametrize(("part", "linear"), [(Doubling, True), (IgnoringCell, False)])
 def test_culprits_in_mixed_precision_are_named(part, linear):
-    net = nn.SequentialCell(nn.Dense(3, 4).to_float(ms.float16), part().to_float(ms.float16))
-    report = verify_loss_scaling(lambda x: ops.square(net(x).astype(ms.float32)).mean(), net.trainable_params(), X)
+    net = nn.SequentialCell(
+        nn.Dense(3, 4).to_float(ms.float16), part().to_float(ms.float16)
+    )
+    report = verify_loss_scaling(
+        lambda x: ops.square(net(x).astype(ms.float32)).mean(),
+        net.trainable_params(),
+        X,
+    )
     assert report.linear == linear
     assert report.culprits == (() if linear else ("IgnoringCell",))
 
 
 def test_wrong_losses_are_refused():
-    """A loss is one floating scalar, the same each time. After a refusal MindSpore's own methods are back in place."""
+    """A loss is one floating scalar, the same each time. After a refusal MindSpore's
+    own methods are back in place.
+    """
     weight = Parameter(Tensor(np.ones(3), ms.float32), name="weight")
     call = nn.Cell.__call__
-    for wrong in (lambda x: weight * x, lambda x: ((weight * x).sum(), x), lambda x: x.astype(ms.int32).sum()):
+    for wrong in (
+        lambda x: weight * x,
+        lambda x: ((weight * x).sum(), x),
+        lambda x: x.astype(ms.int32).sum(),
+    ):
         with pytest.raises(gradaccum.ArgumentValueError, match="fn"):
             verify_loss_scaling(wrong, weight, X)
     with pytest.raises(gradaccum.ArgumentValueError, match="same loss each time"):

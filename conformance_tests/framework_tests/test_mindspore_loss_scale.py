@@ -1,10 +1,15 @@
-"""The loss scale moves as `mindspore.amp.DynamicLossScaler` does, event by event, also where the user gives one.
+"""The loss scale moves as `mindspore.amp.DynamicLossScaler` does, event by event, also
+where the user gives one.
 
-Our scale and tracker are its ``scale_value`` and ``counter``, stepped once per window. We differ by design, outside the comparison:
+Our scale and tracker are its ``scale_value`` and ``counter``, stepped once per window.
+We differ by design, outside the comparison:
 
-- the user can set a floor and a ceiling; MindSpore's floor is 1, and both stop at float32's range;
-- a window of weight 0 is neither clean nor an overflow, so scale and tracker stay; MindSpore's caller has to choose;
-- the backoff multiplies by ``1 / scale_factor``, MindSpore divides: equal for powers of two, an ulp apart for others.
+- the user can set a floor and a ceiling; MindSpore's floor is 1, and both stop at
+  float32's range;
+- a window of weight 0 is neither clean nor an overflow, so scale and tracker stay;
+  MindSpore's caller has to choose;
+- the backoff multiplies by ``1 / scale_factor``, MindSpore divides: equal for powers of
+  two, an ulp apart for others.
 """
 
 import mindspore as ms
@@ -16,7 +21,14 @@ from mindspore.dataset import NumpySlicesDataset
 from mindspore.train import Model
 
 import gradaccum
-from conformance_tests.framework_tests.mindspore_common import MODES, WEIGHT, X, Y, pynative_after, set_mode  # noqa: F401
+from conformance_tests.framework_tests.mindspore_common import (
+    MODES,
+    WEIGHT,
+    X,
+    Y,
+    pynative_after,  # noqa: F401
+    set_mode,
+)
 from conformance_tests.framework_tests.mindspore_driver import driver
 from gradaccum.kit import State, close, make_options
 from gradaccum_conformance.deep import deep_but
@@ -26,27 +38,50 @@ PATTERNS, WINDOWS = 400, 40
 
 
 CONSTANTS = [
-    (factor, interval, init) for factor in (2, 4, 16) for interval, init in ((1, 1.0), (2, 2.0**126), (3, 2.0**10), (7, 2.0**16), (40, 8.0))
+    (factor, interval, init)
+    for factor in (2, 4, 16)
+    for interval, init in (
+        (1, 1.0),
+        (2, 2.0**126),
+        (3, 2.0**10),
+        (7, 2.0**16),
+        (40, 8.0),
+    )
 ]
 
 
 def theirs_for_many(scale, factor, interval):
-    """MindSpore's scaler, unchanged, on a vector: its arithmetic is elementwise, so each element is a run of its own."""
+    """MindSpore's scaler, unchanged, on a vector: its arithmetic is elementwise, so
+    each element is a run of its own.
+    """
     scaler = amp.DynamicLossScaler(scale, factor, interval)
-    scaler.scale_value = Parameter(Tensor(np.full(PATTERNS, scale, np.float32)), name="scale_value")
+    scaler.scale_value = Parameter(
+        Tensor(np.full(PATTERNS, scale, np.float32)), name="scale_value"
+    )
     scaler.counter = Parameter(Tensor(np.zeros(PATTERNS, np.int32)), name="counter")
     return scaler
 
 
 def ours_for_many(scale):
     zeros = np.zeros(PATTERNS, np.int32)
-    return State(zeros + 1, zeros, zeros, zeros + np.float32(1), zeros > 0, np.full(PATTERNS, scale, np.float32), zeros)
+    return State(
+        zeros + 1,
+        zeros,
+        zeros,
+        zeros + np.float32(1),
+        zeros > 0,
+        np.full(PATTERNS, scale, np.float32),
+        zeros,
+    )
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_result_does_not_count_as_asking(mode, monkeypatch, tmp_path):
-    """A loop that prints ``result`` has not scaled its loss: its gradients are refused. ``loss_scale`` counts."""
-    monkeypatch.chdir(tmp_path)  # a failed compilation writes a folder into the current one
+    """A loop that prints ``result`` has not scaled its loss: its gradients are refused.
+    ``loss_scale`` counts.
+    """
+    # a failed compilation writes a folder into the current one
+    monkeypatch.chdir(tmp_path)
     set_mode(mode)
     parameter = Parameter(Tensor(np.ones(3, np.float32)), name="p")
     optimizer = gradaccum.wrap(nn.SGD([parameter], 1.0), steps=1, loss_scale=8.0)
@@ -68,7 +103,9 @@ def test_result_does_not_count_as_asking(mode, monkeypatch, tmp_path):
 def test_trace_equals_mindspores_on_random_overflows(factor, interval, init):
     rng = np.random.default_rng([factor, interval])
     scaler, ours = theirs_for_many(init, factor, interval), ours_for_many(init)
-    options = make_options(1, loss_scale=amp.DynamicLossScaler(init, factor, interval), driver=backend)
+    options = make_options(
+        1, loss_scale=amp.DynamicLossScaler(init, factor, interval), driver=backend
+    )
     seen = set()
     for chance in rng.choice([0.05, 0.3, 0.8], WINDOWS):
         overflow = rng.random(PATTERNS) < chance
@@ -85,18 +122,26 @@ def test_trace_equals_mindspores_on_random_overflows(factor, interval, init):
 
 def test_other_factors_differ_by_ulps():
     scaler, ours = theirs_for_many(1000.0, 3, 2), ours_for_many(1000.0)
-    options = make_options(1, loss_scale=amp.DynamicLossScaler(1000.0, 3, 2), driver=backend)
+    options = make_options(
+        1, loss_scale=amp.DynamicLossScaler(1000.0, 3, 2), driver=backend
+    )
     rng = np.random.default_rng(3)
     for _ in range(WINDOWS):
         overflow = rng.random(PATTERNS) < 0.5
         scaler.adjust(Tensor(~overflow))
-        ours = State(*close(ours, ~overflow, overflow, options, np.where))._replace(micro_step=ours.micro_step, weight=ours.weight)
-        np.testing.assert_array_almost_equal_nulp(ours.loss_scale, scaler.scale_value.asnumpy(), WINDOWS)
+        ours = State(*close(ours, ~overflow, overflow, options, np.where))._replace(
+            micro_step=ours.micro_step, weight=ours.weight
+        )
+        np.testing.assert_array_almost_equal_nulp(
+            ours.loss_scale, scaler.scale_value.asnumpy(), WINDOWS
+        )
         np.testing.assert_array_equal(ours.growth_tracker, scaler.counter.asnumpy())
 
 
 def test_used_scaler_keeps_its_counter():
-    """The state's scale and tracker are the scaler's own Parameters, so that it moves with them."""
+    """The state's scale and tracker are the scaler's own Parameters, so that it moves
+    with them.
+    """
     scaler = amp.DynamicLossScaler(4.0, 2, 3)
     scaler.adjust(Tensor(True))
     scaler.adjust(Tensor(True))
@@ -107,7 +152,10 @@ def test_used_scaler_keeps_its_counter():
     call(1.0)
     assert optimizer.result.loss_scale == 8.0
     found = {p.name: p.requires_grad for p in optimizer.get_parameters()}
-    assert (found["gradaccum.loss_scale"], found["gradaccum.growth_tracker"]) == (False, False)
+    assert (found["gradaccum.loss_scale"], found["gradaccum.growth_tracker"]) == (
+        False,
+        False,
+    )
 
 
 SCALE = 1024.0
@@ -118,10 +166,18 @@ def trained(mode, scale, **options):
     set_mode(mode)
     net = nn.Dense(4, 2, has_bias=False)
     ops.assign(net.weight, Tensor(WEIGHT))
-    optimizer = gradaccum.wrap(nn.SGD(net.trainable_params(), 0.1, loss_scale=scale), steps=4, **options)
+    optimizer = gradaccum.wrap(
+        nn.SGD(net.trainable_params(), 0.1, loss_scale=scale), steps=4, **options
+    )
     data = NumpySlicesDataset((X, Y), ["x", "y"], shuffle=False).batch(3)
-    manager = {"loss_scale_manager": FixedLossScaleManager(scale, False)} if scale != 1 else {}
-    Model(net, nn.MSELoss(), optimizer, **manager).train(1, data, dataset_sink_mode=False)
+    manager = (
+        {"loss_scale_manager": FixedLossScaleManager(scale, False)}
+        if scale != 1
+        else {}
+    )
+    Model(net, nn.MSELoss(), optimizer, **manager).train(
+        1, data, dataset_sink_mode=False
+    )
     return net.weight.asnumpy(), optimizer
 
 
@@ -131,19 +187,29 @@ OPTIONS = ({}, {"clip_norm": 0.5}, {"skip_norm": 100.0}, {"skip_norm": 1e-3})
 @pytest.mark.parametrize("mode", ["pynative", "graph"])
 @pytest.mark.parametrize("options", deep_but(({"clip_norm": 0.5},), OPTIONS), ids=repr)
 def test_fixed_manager_changes_no_result(mode, options):
-    """`FixedLossScaleManager` and the optimizer's ``loss_scale`` train, clip and skip as no scale does."""
+    """`FixedLossScaleManager` and the optimizer's ``loss_scale`` train, clip and skip
+    as no scale does.
+    """
     expected, plain = trained("pynative", 1.0, **options)  # the truth for both modes
     got, scaled = trained(mode, SCALE, **options)
     np.testing.assert_allclose(got, expected, rtol=0, atol=1e-6)
-    assert scaled.result.optimizer_step == plain.result.optimizer_step == (0 if options.get("skip_norm") == 1e-3 else 2)
+    assert (
+        scaled.result.optimizer_step
+        == plain.result.optimizer_step
+        == (0 if options.get("skip_norm") == 1e-3 else 2)
+    )
     assert scaled.result.grad_norm == pytest.approx(plain.result.grad_norm, rel=1e-5)
     assert (scaled.result.loss_scale, float(scaled.loss_scale)) == (SCALE, SCALE)
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("options", [{}, {"master_weights": True}], ids=["float16", "masters"])
+@pytest.mark.parametrize(
+    "options", [{}, {"master_weights": True}], ids=["float16", "masters"]
+)
 def test_half_precision_has_the_true_norm(mode, options):
-    optimizer, call, parameter = driver(mode, 2, dtype=ms.float16, own=SCALE, clip_norm=1.0, **options)
+    optimizer, call, parameter = driver(
+        mode, 2, dtype=ms.float16, own=SCALE, clip_norm=1.0, **options
+    )
     call(SCALE * 2.0)
     call(SCALE * 6.0)
     assert (optimizer.result.grad_norm, optimizer.result.applied) == (4.0, True)
@@ -152,18 +218,31 @@ def test_half_precision_has_the_true_norm(mode, options):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_scaled_sum_beyond_float16_overflows(mode):
-    """The inner optimizer divides in float16, so the gradient times the scale must be finite in float16."""
-    optimizer, call, parameter = driver(mode, 2, dtype=ms.float16, own=SCALE, reduction="sum")
+    """The inner optimizer divides in float16, so the gradient times the scale must be
+    finite in float16.
+    """
+    optimizer, call, parameter = driver(
+        mode, 2, dtype=ms.float16, own=SCALE, reduction="sum"
+    )
     call(60000.0)
     call(60000.0)
     assert (optimizer.result.applied, optimizer.result.overflow) == (False, True)
     assert parameter.asnumpy().tolist() == [1.0, 1.0, 1.0]
 
 
-@pytest.mark.parametrize("scale", [SCALE, 8.0, gradaccum.DynamicLossScale()], ids=["the same", "another", "dynamic"])
+@pytest.mark.parametrize(
+    "scale",
+    [SCALE, 8.0, gradaccum.DynamicLossScale()],
+    ids=["the same", "another", "dynamic"],
+)
 def test_two_loss_scales_are_refused(scale):
-    inner = nn.SGD([Parameter(Tensor(np.ones(3, np.float32)), name="p")], 1.0, loss_scale=SCALE)
-    with pytest.raises(gradaccum.ArgumentValueError, match=r"loss_scale.*1024.*Leave loss_scale out of the optimizer"):
+    inner = nn.SGD(
+        [Parameter(Tensor(np.ones(3, np.float32)), name="p")], 1.0, loss_scale=SCALE
+    )
+    with pytest.raises(
+        gradaccum.ArgumentValueError,
+        match=r"loss_scale.*1024.*Leave loss_scale out of the optimizer",
+    ):
         gradaccum.wrap(inner, steps=2, loss_scale=scale)
 
 
@@ -172,11 +251,15 @@ ROWS = np.random.RandomState(0).randn(8, 3).astype(np.float32)
 
 def wrapped(scaler, name="p"):
     parameter = Parameter(Tensor(np.ones(3, np.float32)), name=name)
-    return gradaccum.wrap(nn.SGD([parameter], 0.125), steps=2, loss_scale=scaler), parameter
+    return gradaccum.wrap(
+        nn.SGD([parameter], 0.125), steps=2, loss_scale=scaler
+    ), parameter
 
 
 class Loop(nn.Cell):
-    """MindSpore's own loop, without its calls of `unscale` and `adjust`, or with the one that `left_in` names."""
+    """MindSpore's own loop, without its calls of `unscale` and `adjust`, or with the
+    one that `left_in` names.
+    """
 
     def __init__(self, scaler, left_in=""):
         super().__init__(auto_prefix=False)
@@ -205,11 +288,19 @@ def stepping(mode, cell):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_scaled_loop_equals_the_large_batch(mode):
-    """The loop neither unscales the gradients nor adjusts the scaler; the optimizer does both."""
+    """The loop neither unscales the gradients nor adjusts the scaler; the optimizer
+    does both.
+    """
     cell = Loop(amp.DynamicLossScaler(8.0, 2, 1))
     step = stepping(mode, cell)
-    losses = [step(Tensor(ROWS[first : first + 2])).asnumpy().item() for first in (0, 2)]
-    np.testing.assert_allclose(cell.parameter.asnumpy(), 1 - 0.125 * 2 * np.square(ROWS[:4]).mean(0) / 3, rtol=1e-5)
+    losses = [
+        step(Tensor(ROWS[first : first + 2])).asnumpy().item() for first in (0, 2)
+    ]
+    np.testing.assert_allclose(
+        cell.parameter.asnumpy(),
+        1 - 0.125 * 2 * np.square(ROWS[:4]).mean(0) / 3,
+        rtol=1e-5,
+    )
     assert losses[0] == pytest.approx(float(np.square(ROWS[:2]).mean()), rel=1e-5)
     assert float(cell.optimizer.loss_scale) == float(cell.scaler.scale_value) == 16.0
 
@@ -225,12 +316,16 @@ def test_unscale_or_adjust_raises(mode, left_in):
 
 
 def test_scaler_for_two_optimizers_is_refused():
-    """Each optimizer would move the scaler inside the other's windows, and two Parameters would have one name."""
+    """Each optimizer would move the scaler inside the other's windows, and two
+    Parameters would have one name.
+    """
     scaler = amp.DynamicLossScaler(8.0, 2, 1)
     first, _ = wrapped(scaler)
     names = scaler.scale_value.name, scaler.counter.name
     inner = nn.SGD([Parameter(Tensor(np.ones(3, np.float32)), name="q")], 0.125)
-    with pytest.raises(gradaccum.ArgumentValueError, match=r"loss_scale.*drives.*of its own"):
+    with pytest.raises(
+        gradaccum.ArgumentValueError, match=r"loss_scale.*drives.*of its own"
+    ):
         gradaccum.wrap(inner, steps=2, loss_scale=scaler, name="other")
     assert (scaler.scale_value.name, scaler.counter.name) == names
     assert first.loss_scale is scaler.scale_value

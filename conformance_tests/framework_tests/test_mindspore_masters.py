@@ -1,4 +1,6 @@
-"""float32 masters under MindSpore's own optimizers, which update them as they update float32 parameters, bit for bit."""
+"""float32 masters under MindSpore's own optimizers, which update them as they update
+float32 parameters, bit for bit.
+"""
 
 from functools import cache
 
@@ -9,14 +11,24 @@ from mindspore import Parameter, Tensor, nn, ops
 from mindspore.experimental import optim
 
 import gradaccum
-from conformance_tests.framework_tests.mindspore_common import MODES, pynative_after, set_mode  # noqa: F401
+from conformance_tests.framework_tests.mindspore_common import (
+    MODES,
+    pynative_after,  # noqa: F401
+    set_mode,
+)
 from gradaccum_conformance.deep import deep_but
 from gradaccum_mindspore import load_checkpoint_into
 
 HALF = {"float16": ms.float16, "bfloat16": ms.bfloat16}
 RNG = np.random.default_rng(0)
-START = {"weight": RNG.integers(-64, 64, (3, 2)) / 64, "bias": RNG.integers(-64, 64, 2) / 64}
-GRADIENTS = [[RNG.integers(-64, 64, array.shape) / 64 for array in START.values()] for _ in range(6)]
+START = {
+    "weight": RNG.integers(-64, 64, (3, 2)) / 64,
+    "bias": RNG.integers(-64, 64, 2) / 64,
+}
+GRADIENTS = [
+    [RNG.integers(-64, 64, array.shape) / 64 for array in START.values()]
+    for _ in range(6)
+]
 MASTER = ".gradaccum.master"
 
 
@@ -26,11 +38,23 @@ def make_parameters(dtype):
 
 def grouped(parameters):
     weight, bias = parameters
-    return nn.Momentum([{"params": [weight], "lr": 0.05, "weight_decay": 0.1}, {"params": [bias]}, {"order_params": parameters}], 0.1, 0.9)
+    return nn.Momentum(
+        [
+            {"params": [weight], "lr": 0.05, "weight_decay": 0.1},
+            {"params": [bias]},
+            {"order_params": parameters},
+        ],
+        0.1,
+        0.9,
+    )
 
 
 def experimental_groups(parameters):
-    return optim.SGD([{"params": parameters[:1], "lr": 0.05}, {"params": parameters[1:]}], 0.1, momentum=0.9)
+    return optim.SGD(
+        [{"params": parameters[:1], "lr": 0.05}, {"params": parameters[1:]}],
+        0.1,
+        momentum=0.9,
+    )
 
 
 OPTIMIZERS = {
@@ -39,20 +63,31 @@ OPTIMIZERS = {
     "Momentum": lambda parameters: nn.Momentum(parameters, 0.1, 0.9),
     "grouped Momentum": grouped,
     "Adam": lambda parameters: nn.Adam(parameters, 0.1),
-    "AdamWeightDecay": lambda parameters: nn.AdamWeightDecay(parameters, 0.1, weight_decay=0.1),
+    "AdamWeightDecay": lambda parameters: nn.AdamWeightDecay(
+        parameters, 0.1, weight_decay=0.1
+    ),
     "RMSProp": lambda parameters: nn.RMSProp(parameters, 0.01, centered=True),
-    "Adagrad": lambda parameters: nn.Adagrad(parameters, accum=0.125, learning_rate=0.1),
+    "Adagrad": lambda parameters: nn.Adagrad(
+        parameters, accum=0.125, learning_rate=0.1
+    ),
     "AdaFactor": lambda parameters: nn.AdaFactor(parameters),
     "experimental groups": experimental_groups,
     "experimental Adam": lambda parameters: optim.Adam(parameters, 0.1),
     "experimental AdamW": lambda parameters: optim.AdamW(parameters, 0.1),
 }
 COMPILED = ("SGD", "grouped Momentum", "Adam", "experimental Adam")
-CASES = [(kind, mode) for mode in MODES for kind in OPTIMIZERS if mode == "pynative" or kind in COMPILED]
+CASES = [
+    (kind, mode)
+    for mode in MODES
+    for kind in OPTIMIZERS
+    if mode == "pynative" or kind in COMPILED
+]
 
 
 def run(kind, dtype, mode, gradients=GRADIENTS, **options):
-    """Trains three windows of two; returns the parameters, the wrapped optimizer and the inner one."""
+    """Trains three windows of two; returns the parameters, the wrapped optimizer and
+    the inner one.
+    """
     set_mode(mode)
     parameters = make_parameters(dtype)
     inner = OPTIMIZERS[kind](parameters)
@@ -78,7 +113,9 @@ def masters_of(optimizer):
 
 @cache
 def float32_run(kind):
-    """`run` with float32 parameters, in PyNative, the truth for every mode and half dtype."""
+    """`run` with float32 parameters, in PyNative, the truth for every mode and half
+    dtype.
+    """
     return run(kind, ms.float32, "pynative")
 
 
@@ -93,30 +130,58 @@ def test_masters_equal_float32_parameters(kind, mode, half):
         if mode == "pynative":
             np.testing.assert_array_equal(master.asnumpy(), truth.asnumpy())
         np.testing.assert_allclose(master.asnumpy(), truth.asnumpy(), rtol=0, atol=3e-7)
-        np.testing.assert_array_equal(numpy_of(parameter), numpy_of(master.astype(HALF[half])))
-        assert np.abs(numpy_of(parameter) - START[parameter.name]).max() > 1e-3, "the comparison would pass without an update"
+        np.testing.assert_array_equal(
+            numpy_of(parameter), numpy_of(master.astype(HALF[half]))
+        )
+        assert np.abs(numpy_of(parameter) - START[parameter.name]).max() > 1e-3, (
+            "the comparison would pass without an update"
+        )
     assert optimizer.result.optimizer_step == 3
     names = [p.name.removesuffix(MASTER) for p in inner.get_parameters()]
-    assert sorted(names) == sorted(p.name for p in plain.get_parameters()), "masters changed the names of the state"
+    assert sorted(names) == sorted(p.name for p in plain.get_parameters()), (
+        "masters changed the names of the state"
+    )
     assert not [p.name for p in inner.get_parameters() if p.dtype in HALF.values()]
 
 
 def test_masters_are_the_only_copy():
-    """Adam holds the model, its masters, two moments and the sum; all but the model in float32."""
+    """Adam holds the model, its masters, two moments and the sum; all but the model in
+    float32.
+    """
     _, optimizer, _ = run("Adam", ms.float16, "pynative", master_weights=True)
-    full_size = [str(p.dtype) for p in optimizer.get_parameters() if p.shape == START["weight"].shape]
+    full_size = [
+        str(p.dtype)
+        for p in optimizer.get_parameters()
+        if p.shape == START["weight"].shape
+    ]
     assert sorted(full_size) == ["Float16"] + 4 * ["Float32"]
     _, without, _ = run("Adam", ms.float16, "pynative")
-    full_size = [str(p.dtype) for p in without.get_parameters() if p.shape == START["weight"].shape]
+    full_size = [
+        str(p.dtype)
+        for p in without.get_parameters()
+        if p.shape == START["weight"].shape
+    ]
     assert sorted(full_size) == 3 * ["Float16"] + ["Float32"]
 
 
 def test_only_half_parameters_have_masters():
-    half, full = Parameter(Tensor(np.ones(2), ms.float16), name="half"), Parameter(Tensor(np.ones(2), ms.float32), name="full")
+    half, full = (
+        Parameter(Tensor(np.ones(2), ms.float16), name="half"),
+        Parameter(Tensor(np.ones(2), ms.float32), name="full"),
+    )
     optimizer = gradaccum.wrap(nn.SGD([half, full], 1.0), steps=1, master_weights=True)
-    optimizer((Tensor(np.full(2, 2.0**-13), ms.float16), Tensor(np.full(2, 2.0**-13), ms.float32)))
+    optimizer(
+        (
+            Tensor(np.full(2, 2.0**-13), ms.float16),
+            Tensor(np.full(2, 2.0**-13), ms.float32),
+        )
+    )
     assert [p.name for p in masters_of(optimizer)] == ["half" + MASTER]
-    assert [masters_of(optimizer)[0].asnumpy()[0], full.asnumpy()[0], half.asnumpy()[0]] == [1 - 2.0**-13, 1 - 2.0**-13, 1.0]
+    assert [
+        masters_of(optimizer)[0].asnumpy()[0],
+        full.asnumpy()[0],
+        half.asnumpy()[0],
+    ] == [1 - 2.0**-13, 1 - 2.0**-13, 1.0]
 
 
 def test_used_optimizer_gets_masters():
@@ -125,7 +190,10 @@ def test_used_optimizer_gets_masters():
     inner(tuple(Tensor(np.zeros(p.shape), ms.float16) for p in parameters))
     optimizer = gradaccum.wrap(inner, steps=1, master_weights=True)
     optimizer(tuple(Tensor(np.full(p.shape, 2.0**-13), ms.float16) for p in parameters))
-    np.testing.assert_array_equal(masters_of(optimizer)[0].asnumpy(), (START["weight"] - 2.0**-13).astype(np.float32))
+    np.testing.assert_array_equal(
+        masters_of(optimizer)[0].asnumpy(),
+        (START["weight"] - 2.0**-13).astype(np.float32),
+    )
 
 
 class Squares(nn.Cell):
@@ -139,10 +207,14 @@ class Squares(nn.Cell):
 
 @pytest.mark.parametrize("mode", ["pynative", "graph"])
 def test_train_cell_differentiates_the_model(mode):
-    """`nn.TrainOneStepCell` differentiates by the model's parameters, not by their masters."""
+    """`nn.TrainOneStepCell` differentiates by the model's parameters, not by their
+    masters.
+    """
     set_mode(mode)
     net = Squares()
-    optimizer = gradaccum.wrap(nn.SGD(net.trainable_params(), 0.5), steps=2, master_weights=True)
+    optimizer = gradaccum.wrap(
+        nn.SGD(net.trainable_params(), 0.5), steps=2, master_weights=True
+    )
     step = nn.TrainOneStepCell(net, optimizer)
     assert [p.name for p in step.weights] == ["weight"]
     for _ in range(4):
@@ -150,14 +222,20 @@ def test_train_cell_differentiates_the_model(mode):
     expected = (1 - np.float32(np.float16(2 / 6)) / 2) * np.ones((3, 2), np.float32)
     assert optimizer.result.optimizer_step == 2
     assert np.abs(net.weight.asnumpy() - 1).min() > 0.3
-    assert (net.weight.asnumpy() < expected).all(), "the second window's gradient is taken at the rounded model"
+    assert (net.weight.asnumpy() < expected).all(), (
+        "the second window's gradient is taken at the rounded model"
+    )
 
 
 def test_masters_are_no_model():
     """A wrapper without masters refuses them where each of its own entries fits."""
-    _, source, _ = run("Adam", ms.float16, "pynative", GRADIENTS[:3], master_weights=True)
+    _, source, _ = run(
+        "Adam", ms.float16, "pynative", GRADIENTS[:3], master_weights=True
+    )
     _, target, _ = run("Adam", ms.float16, "pynative", GRADIENTS[:1])
     entries = {p.name: p for p in source.get_parameters()}
-    own = {p.name: entries.get(p.name, p).astype(p.dtype) for p in target.get_parameters()}
+    own = {
+        p.name: entries.get(p.name, p).astype(p.dtype) for p in target.get_parameters()
+    }
     with pytest.raises(gradaccum.CheckpointError, match="masters"):
         load_checkpoint_into(target, {**entries, **own})

@@ -1,4 +1,6 @@
-"""Wrong calls raise and name the fix. Calls that only look wrong give the exact result."""
+"""Wrong calls raise and name the fix. Calls that only look wrong give the exact
+result.
+"""
 
 import subprocess
 import sys
@@ -10,22 +12,34 @@ from mindspore import Tensor, nn
 from mindspore.experimental import optim
 
 import gradaccum
-from conformance_tests.framework_tests.mindspore_common import pynative_after, set_mode, two_parameters, values  # noqa: F401
+from conformance_tests.framework_tests.mindspore_common import (
+    pynative_after,  # noqa: F401
+    set_mode,
+    two_parameters,
+    values,
+)
 from gradaccum_mindspore import FlushAtEpochEnd, load_checkpoint_into
 
 
 def ones(a=1.0, b=1.0):
-    return Tensor(np.full(3, a, np.float32)), None if b is None else Tensor(np.full(2, b, np.float32))
+    return Tensor(np.full(3, a, np.float32)), (
+        None if b is None else Tensor(np.full(2, b, np.float32))
+    )
 
 
 def wrapped(steps=2):
     return gradaccum.wrap(nn.SGD(two_parameters(), 1.0), steps=steps)
 
 
-@pytest.mark.skipif(sys.version_info >= (3, 12), reason="MindSpore captures bytecode up to Python 3.11")
+@pytest.mark.skipif(
+    sys.version_info >= (3, 12), reason="MindSpore captures bytecode up to Python 3.11"
+)
 def test_bytecode_capture_runs_as_pynative():
     if sys.gettrace():
-        pytest.skip("MindSpore captures no bytecode while Python traces, as the record of the mutants' tests does")
+        pytest.skip(
+            "MindSpore captures no bytecode while Python traces, as the record of the"
+            " mutants' tests does"
+        )
     optimizer = wrapped()
 
     @ms.jit(capture_mode="bytecode")
@@ -64,9 +78,16 @@ print(parameter.asnumpy()[0])
 
 
 def test_tracing_is_refused(tmp_path):
-    """A trace would repeat its first micro-batch's work and never update. MindSpore crashes if the refusal leaves it tracing."""
+    """A trace would repeat its first micro-batch's work and never update. MindSpore
+    crashes if the refusal leaves it tracing.
+    """
     (tmp_path / "trace.py").write_text(TRACE)
-    ran = subprocess.run([sys.executable, str(tmp_path / "trace.py")], capture_output=True, text=True, check=False)
+    ran = subprocess.run(
+        [sys.executable, str(tmp_path / "trace.py")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert ran.stdout.split() == ["refused"] * 6 + ["-1.0"], ran.stderr[-2000:]
 
 
@@ -106,7 +127,11 @@ def test_weight_of_one_element_is_taken(mode):
 
     for value, weight in ((1.0, 3.0), (5.0, 1.0)):
         tensor = Tensor([[weight]], ms.float32)
-        closed = jitted(tensor, *ones(value, value)) if mode == "jit" else optimizer(ones(value, value), weight=tensor)
+        closed = (
+            jitted(tensor, *ones(value, value))
+            if mode == "jit"
+            else optimizer(ones(value, value), weight=tensor)
+        )
     assert closed
     assert values(optimizer) == [-1.0, -1.0]
 
@@ -147,7 +172,9 @@ def test_sparse_gradient_is_refused():
 
 
 def test_none_gradient_compiles_once():
-    """MindSpore takes a tuple that holds a None for a constant, and would compile anew for each."""
+    """MindSpore takes a tuple that holds a None for a constant, and would compile anew
+    for each.
+    """
     ms.set_context(mode=ms.GRAPH_MODE)
     optimizer = wrapped()
     for value in (1.0, 2.0, 3.0, 4.0):
@@ -157,7 +184,9 @@ def test_none_gradient_compiles_once():
 
 
 class Inside(nn.Cell):
-    """A training cell; auto_prefix, MindSpore's default, makes it rename the parameters."""
+    """A training cell; auto_prefix, MindSpore's default, makes it rename the
+    parameters.
+    """
 
     def __init__(self, net, optimizer):
         super().__init__()
@@ -166,7 +195,9 @@ class Inside(nn.Cell):
 
 @pytest.mark.parametrize("mode", ["pynative", "jit", "graph"])
 def test_dict_takes_old_and_new_names(mode):
-    """A training cell renames the parameters; a dict of gradients may use either names."""
+    """A training cell renames the parameters; a dict of gradients may use either
+    names.
+    """
     set_mode(mode)
     net = nn.Dense(3, 2)
     optimizer = gradaccum.wrap(nn.SGD(net.trainable_params(), 1.0), steps=4)
@@ -202,7 +233,11 @@ class Pair(nn.Cell):
 def test_two_wrapped_optimizers_load_their_checkpoint(tmp_path):
     pair, other = Pair(), Pair()
     for optimizer in (pair.first, pair.second):
-        optimizer(tuple(Tensor(np.full(p.shape, 2.0, np.float32)) for p in optimizer.parameters))
+        optimizer(
+            tuple(
+                Tensor(np.full(p.shape, 2.0, np.float32)) for p in optimizer.parameters
+            )
+        )
     ms.save_checkpoint(pair, str(tmp_path / "pair.ckpt"))
     load_checkpoint_into(other, ms.load_checkpoint(str(tmp_path / "pair.ckpt")))
     assert other.first.result.micro_step == other.second.result.micro_step == 1
@@ -223,7 +258,9 @@ def test_steps_may_be_a_tensor():
 
 def test_wrong_argument_types_are_refused():
     optimizer = wrapped()
-    with pytest.raises(gradaccum.ArgumentTypeError, match=r"mindspore\.load_checkpoint\("):
+    with pytest.raises(
+        gradaccum.ArgumentTypeError, match=r"mindspore\.load_checkpoint\("
+    ):
         load_checkpoint_into(optimizer, "run.ckpt")
     with pytest.raises(gradaccum.ArgumentTypeError, match="cell"):
         load_checkpoint_into({}, optimizer)

@@ -1,4 +1,6 @@
-"""MindSpore's compiled norm, which measures many small sums as one: right whatever their number, sizes and elements."""
+"""MindSpore's compiled norm, which measures many small sums as one: right whatever
+their number, sizes and elements.
+"""
 
 import math
 import sys
@@ -11,7 +13,15 @@ from mindspore import Parameter, Tensor, nn, ops
 import gradaccum
 from conformance_tests.framework_tests.mindspore_common import set_mode
 from gradaccum_mindspore import sums
-from gradaccum_mindspore.sums import ROW, SMALL, Packed, compiled_measure, measure, norm_over, robust_measure
+from gradaccum_mindspore.sums import (
+    ROW,
+    SMALL,
+    Packed,
+    compiled_measure,
+    measure,
+    norm_over,
+    robust_measure,
+)
 
 SHAPES = {
     "one": [(3,)],
@@ -43,26 +53,49 @@ def values_of(shapes, dtype):
 
 
 def true_norm(arrays):
-    return math.sqrt(math.fsum(float(x) ** 2 for array in arrays for x in array.ravel()))
+    return math.sqrt(
+        math.fsum(float(x) ** 2 for array in arrays for x in array.ravel())
+    )
 
 
-@pytest.mark.parametrize("dtypes", [("float32",), ("float16", "float32"), ("float32", "float64")], ids="-".join)
+@pytest.mark.parametrize(
+    "dtypes",
+    [("float32",), ("float16", "float32"), ("float32", "float64")],
+    ids="-".join,
+)
 @pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
 def test_norms_are_accurate(shapes, dtypes):
-    arrays = [array.astype(dtypes[place % len(dtypes)]) for place, array in enumerate(values_of(shapes, "float64"))]
-    sums = [Parameter(Tensor(array), name=f"sum{place}") for place, array in enumerate(arrays)]
-    plain, right, robust, finite, over = Measures(sums, ms.float64 if "float64" in dtypes else ms.float32)()
+    arrays = [
+        array.astype(dtypes[place % len(dtypes)])
+        for place, array in enumerate(values_of(shapes, "float64"))
+    ]
+    sums = [
+        Parameter(Tensor(array), name=f"sum{place}")
+        for place, array in enumerate(arrays)
+    ]
+    plain, right, robust, finite, over = Measures(
+        sums, ms.float64 if "float64" in dtypes else ms.float32
+    )()
     assert right
     assert finite
     for norm in (plain, robust, over):
         assert norm.asnumpy().item() == pytest.approx(true_norm(arrays), rel=3e-7)
 
 
-@pytest.mark.parametrize("shapes", [SHAPES["a prime number"], SHAPES["beside large ones"]], ids=["joined", "beside large ones"])
+@pytest.mark.parametrize(
+    "shapes",
+    [SHAPES["a prime number"], SHAPES["beside large ones"]],
+    ids=["joined", "beside large ones"],
+)
 def test_each_sum_is_seen_in_graph_mode(shapes):
-    """One program, and one element of each sum in turn: bad, huge, or the only one that is not 0."""
+    """One program, and one element of each sum in turn: bad, huge, or the only one that
+    is not 0.
+    """
     arrays = values_of(shapes, "float32")
-    sums = [Parameter(Tensor(array), name=f"sum{place}") for place, array in enumerate(arrays)]
+    sums = [
+        Parameter(Tensor(array), name=f"sum{place}")
+        for place, array in enumerate(arrays)
+    ]
     set_mode("graph")
     measures = Measures(sums, ms.float32)
     for total, array in zip(sums, arrays, strict=True):
@@ -70,7 +103,9 @@ def test_each_sum_is_seen_in_graph_mode(shapes):
             changed = array.copy() if element != 1e-30 else np.zeros_like(array)
             changed.flat[-1] = element
             for other, own in zip(sums, arrays, strict=True):
-                ops.assign(other, Tensor(np.zeros_like(own) if element == 1e-30 else own))
+                ops.assign(
+                    other, Tensor(np.zeros_like(own) if element == 1e-30 else own)
+                )
             ops.assign(total, Tensor(changed))
             _, right, robust, finite, _ = measures()
             assert not right, "the plain squares overflow or vanish"
@@ -81,7 +116,10 @@ def test_each_sum_is_seen_in_graph_mode(shapes):
 
 
 def test_large_sums_are_not_copied():
-    sums = [Parameter(Tensor(np.ones(size, np.float32)), name=f"sum{size}") for size in (2, 3, SMALL, SMALL + 1)]
+    sums = [
+        Parameter(Tensor(np.ones(size, np.float32)), name=f"sum{size}")
+        for size in (2, 3, SMALL, SMALL + 1)
+    ]
     joined, large = Packed(sums, ms.float32)()
     assert large is sums[-1]
     assert joined.shape == (SMALL // ROW + 1, ROW), "the rest of the last row is zeros"
@@ -89,17 +127,35 @@ def test_large_sums_are_not_copied():
 
 
 def test_large_sums_have_rows():
-    """Those whose last axis is no row are copied: MindSpore's sum over all axes takes seven times as long."""
-    shapes = {(ROW,): False, (ROW + 1,): True, (130, 130): False, (2 * ROW, 2): True, (2, 2 * ROW): True, (ROW, 32): False}
+    """Those whose last axis is no row are copied: MindSpore's sum over all axes takes
+    seven times as long.
+    """
+    shapes = {
+        (ROW,): False,
+        (ROW + 1,): True,
+        (130, 130): False,
+        (2 * ROW, 2): True,
+        (2, 2 * ROW): True,
+        (ROW, 32): False,
+    }
     assert {shape: sums.needs_rows(shape) for shape in shapes} == shapes
-    assert [sums.row_length(size) for size in (2 * ROW, 2 * 4099, 13_000)] == [ROW, 2, 3250]
+    assert [sums.row_length(size) for size in (2 * ROW, 2 * 4099, 13_000)] == [
+        ROW,
+        2,
+        3250,
+    ]
 
 
 def test_joined_sums_have_a_limit(monkeypatch):
     monkeypatch.setattr(sums, "JOINED", 12)
-    totals = [Parameter(Tensor(np.full(size, place, np.float32)), name=f"sum{place}") for place, size in enumerate((9, 4, 8, 3))]
+    totals = [
+        Parameter(Tensor(np.full(size, place, np.float32)), name=f"sum{place}")
+        for place, size in enumerate((9, 4, 8, 3))
+    ]
     joined, *others = Packed(totals, ms.float32)()
-    assert joined.asnumpy().tolist() == [3.0] * 3 + [1.0] * 4, "the smallest that are together within the limit"
+    assert joined.asnumpy().tolist() == [3.0] * 3 + [1.0] * 4, (
+        "the smallest that are together within the limit"
+    )
     assert others == [totals[0], totals[2]]
 
 
@@ -117,7 +173,9 @@ WORK = {"float16": "float32", "float32": "float32", "float64": "float64"}
 
 @pytest.fixture(params=["NumPy", "operators"])
 def way(request, monkeypatch):
-    """Runs the test by NumPy, as on a CPU, and by MindSpore's operators, as on other devices."""
+    """Runs the test by NumPy, as on a CPU, and by MindSpore's operators, as on other
+    devices.
+    """
     if request.param == "operators":
         monkeypatch.setattr(sums, "array_of", lambda tensor: None)
 
@@ -134,7 +192,9 @@ def tensors(dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_norm_is_accurate(way, dtype):
     norm, finite = measure(tensors(dtype), getattr(ms, WORK[dtype]))
-    true = math.sqrt(math.fsum(float(x) ** 2 for array in arrays(dtype) for x in array.ravel()))
+    true = math.sqrt(
+        math.fsum(float(x) ** 2 for array in arrays(dtype) for x in array.ravel())
+    )
     assert finite
     assert norm == pytest.approx(true, rel=1e-12 if dtype == "float64" else 3e-7)
 
@@ -161,11 +221,15 @@ def test_norm_survives_overflowing_squares(way):
 def test_division_is_rounded_once(way, total, handed, divisor):
     """In the sum's dtype, or in float32 for a float16 sum."""
     float_dtype = ms.float64 if total == "float64" else ms.float32
-    found = sums.divided(tensors(total), divisor, [getattr(ms, handed)] * len(SUM_SHAPES), float_dtype)
+    found = sums.divided(
+        tensors(total), divisor, [getattr(ms, handed)] * len(SUM_SHAPES), float_dtype
+    )
     work = np.dtype(WORK[total])
     for tensor, array in zip(found, arrays(total), strict=True):
         assert tensor.dtype == getattr(ms, handed)
-        np.testing.assert_array_equal(tensor.asnumpy(), (array.astype(work) / work.type(divisor)).astype(handed))
+        np.testing.assert_array_equal(
+            tensor.asnumpy(), (array.astype(work) / work.type(divisor)).astype(handed)
+        )
 
 
 @pytest.mark.parametrize("own", DTYPES)
@@ -176,27 +240,37 @@ def test_scaling_rounds_to_the_sums_dtype(way, own, total, factor):
     for tensor, array in zip(tensors(own), arrays(own), strict=True):
         found = sums.scaled(tensor, factor, getattr(ms, total))
         assert found.dtype == getattr(ms, total)
-        np.testing.assert_array_equal(found.asnumpy(), (array.astype(work) * work.type(factor)).astype(total))
+        np.testing.assert_array_equal(
+            found.asnumpy(), (array.astype(work) * work.type(factor)).astype(total)
+        )
 
 
 def test_bfloat16_is_left_to_operators():
     half = Tensor(np.array([1.0, 3.0], np.float32)).astype(ms.bfloat16)
     assert sums.array_of(half) is None
-    (found,) = sums.divided([Tensor(np.array([2.0], np.float32))], 4.0, [ms.bfloat16], ms.float32)
+    (found,) = sums.divided(
+        [Tensor(np.array([2.0], np.float32))], 4.0, [ms.bfloat16], ms.float32
+    )
     assert found.dtype == ms.bfloat16
     assert found.astype(ms.float32).asnumpy() == [0.5]
-    np.testing.assert_array_equal(sums.scaled(half, 0.5, ms.float32).asnumpy(), [0.5, 1.5])
+    np.testing.assert_array_equal(
+        sums.scaled(half, 0.5, ms.float32).asnumpy(), [0.5, 1.5]
+    )
 
 
 class Nothing(nn.Optimizer):
-    """An optimizer that changes no parameter, so that only the window's own work is counted."""
+    """An optimizer that changes no parameter, so that only the window's own work is
+    counted.
+    """
 
     def construct(self, gradients):
         return True
 
 
 def handed_over(run):
-    """The names of the operators that `run` hands to another thread, and the result of `run`."""
+    """The names of the operators that `run` hands to another thread, and the result of
+    `run`.
+    """
     names = []
 
     def note(frame, event, called):
@@ -219,12 +293,19 @@ def test_queued_operators_are_seen():
 
 @pytest.mark.parametrize("weight", [None, 3])
 def test_window_queues_no_operator(weight):
-    """MindSpore hands most operators to another thread, and waiting for it takes tenths of a millisecond."""
-    parameters = [Parameter(Tensor(array), name=f"p{i}") for i, array in enumerate(arrays("float32"))]
+    """MindSpore hands most operators to another thread, and waiting for it takes tenths
+    of a millisecond.
+    """
+    parameters = [
+        Parameter(Tensor(array), name=f"p{i}")
+        for i, array in enumerate(arrays("float32"))
+    ]
     optimizer = gradaccum.wrap(Nothing(0.1, parameters), steps=2)
     gradients = tuple(tensors("float32"))
     optimizer(gradients, weight)
     optimizer(gradients, weight)
-    handed, closed = handed_over(lambda: [optimizer(gradients, weight) for _ in range(2)])
+    handed, closed = handed_over(
+        lambda: [optimizer(gradients, weight) for _ in range(2)]
+    )
     assert closed == [False, True]
     assert not handed

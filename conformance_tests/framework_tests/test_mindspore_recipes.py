@@ -1,4 +1,6 @@
-"""Every Python block of the MindSpore recipes runs as a program of its own; each asserts its own result."""
+"""Every Python block of the MindSpore recipes runs as a program of its own; each
+asserts its own result.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,7 +10,12 @@ import pytest
 import gradaccum_mindspore
 from conformance_tests.framework_tests.mindspore_common import HOOKS
 from conformance_tests.framework_tests.preloaded import Preloaded
-from conformance_tests.framework_tests.recipes import Recipe, cases, recipes_of, run_preloaded
+from conformance_tests.framework_tests.recipes import (
+    Recipe,
+    cases,
+    recipes_of,
+    run_preloaded,
+)
 
 RECIPES = recipes_of(gradaccum_mindspore)
 pytestmark = pytest.mark.xdist_group("mindspore recipes")
@@ -21,7 +28,12 @@ def framework() -> Iterator[Preloaded]:
 
 
 CASES = [
-    pytest.param(*case.values, id=case.id, marks=[*case.marks, *[HOOKS] * ("recompute(" in case.values[0].code)]) for case in cases(RECIPES)
+    pytest.param(
+        *case.values,
+        id=case.id,
+        marks=[*case.marks, *[HOOKS] * ("recompute(" in case.values[0].code)],
+    )
+    for case in cases(RECIPES)
 ]
 
 

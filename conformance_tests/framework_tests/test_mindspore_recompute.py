@@ -1,4 +1,6 @@
-"""MindSpore: recomputation gives the same gradient to the bit, repeats dropout, and moves statistics once."""
+"""MindSpore: recomputation gives the same gradient to the bit, repeats dropout, and
+moves statistics once.
+"""
 
 import copy
 import subprocess
@@ -11,8 +13,24 @@ import pytest
 from mindspore import Parameter, Tensor, nn, ops
 
 import gradaccum
-from conformance_tests.framework_tests.mindspore_common import HOOKS, MODES, pynative_after, set_mode  # noqa: F401
-from conformance_tests.framework_tests.mindspore_recompute_cells import HOW, Block, Net, Unread, X, each, equal, gradients, make, sequence
+from conformance_tests.framework_tests.mindspore_common import (
+    HOOKS,
+    MODES,
+    pynative_after,  # noqa: F401
+    set_mode,
+)
+from conformance_tests.framework_tests.mindspore_recompute_cells import (
+    HOW,
+    Block,
+    Net,
+    Unread,
+    X,
+    each,
+    equal,
+    gradients,
+    make,
+    sequence,
+)
 from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
 from gradaccum_mindspore.recomputation.module import recompute
 
@@ -37,17 +55,23 @@ def test_same_bits(mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_half_precision(mode):
-    """MindSpore's own recomputation rounds a float32 statistic to half precision, and reads buffers that have moved on: off by 30 %."""
+    """MindSpore's own recomputation rounds a float32 statistic to half precision, and
+    reads buffers that have moved on: off by 30 %.
+    """
 
     def network():
-        return make(lambda: Net(block=Block if mode == "pynative" else Unread)).to_float(ms.float16)
+        return make(
+            lambda: Net(block=Block if mode == "pynative" else Unread)
+        ).to_float(ms.float16)
 
     plain = network()
     expected = gradients(plain, plain.trainable_params(), mode)
     buffers = [p.asnumpy() for p in plain.get_parameters()]
     for how in HOW:
         net = network()
-        assert equal(gradients(HOW[how](net), net.trainable_params(), mode), expected), how
+        assert equal(
+            gradients(HOW[how](net), net.trainable_params(), mode), expected
+        ), how
         assert equal([p.asnumpy() for p in net.get_parameters()], buffers), how
 
 
@@ -62,7 +86,9 @@ def test_mixed_precision():
 
 
 def test_several_calls_of_one_segment():
-    """Each call replays its own draws: two micro-batches before one backward pass, and a call that is never differentiated."""
+    """Each call replays its own draws: two micro-batches before one backward pass, and
+    a call that is never differentiated.
+    """
     nets = make(), sequence(make())
 
     def gradient(net):
@@ -78,7 +104,9 @@ def test_several_calls_of_one_segment():
 
 
 def test_an_error_changes_nothing():
-    """A forward pass that raises: the buffers stay, and the next call is as if there had been none."""
+    """A forward pass that raises: the buffers stay, and the next call is as if there
+    had been none.
+    """
     net = make(Failing)
     recompute(net)
     with pytest.raises(KeyError, match="on purpose"):
@@ -102,15 +130,21 @@ class Failing(nn.Cell):
         return self.dense(x).sum()
 
 
-@pytest.mark.parametrize("mode", ["pynative", pytest.param("graph", marks=pytest.mark.deep)])
+@pytest.mark.parametrize(
+    "mode", ["pynative", pytest.param("graph", marks=pytest.mark.deep)]
+)
 def test_wrapped_optimizer(mode):
-    """A window of two micro-batches under a loss scale ends with the same parameters."""
+    """A window of two micro-batches under a loss scale ends with the same
+    parameters.
+    """
 
     def trained(recomputed):
         set_mode("pynative")
         net = recomputed(make())
         set_mode(mode)
-        opt = gradaccum.wrap(nn.SGD(net.trainable_params(), 0.1), steps=2, loss_scale=8.0)
+        opt = gradaccum.wrap(
+            nn.SGD(net.trainable_params(), 0.1), steps=2, loss_scale=8.0
+        )
 
         def loss(x):
             return opt.scale(net(x))
@@ -124,7 +158,8 @@ def test_wrapped_optimizer(mode):
     assert equal(trained(lambda net: net), trained(sequence))
 
 
-# Refusals of recomputation: at the call, or before a second run that would differ from the first.
+# Refusals of recomputation: at the call, or before a second run that would differ from
+# the first.
 
 
 class Channels(nn.Cell):
@@ -138,11 +173,16 @@ class Channels(nn.Cell):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_what_cannot_be_drawn_again(mode):
-    """PyNative mode refuses it by name and leaves the random state; compiled code never draws twice."""
+    """PyNative mode refuses it by name and leaves the random state; compiled code never
+    draws twice.
+    """
     net = recompute(make(Channels))
     if mode != "pynative":
         plain = make(Channels)
-        assert equal(gradients(net, net.trainable_params(), mode), gradients(plain, plain.trainable_params(), mode))
+        assert equal(
+            gradients(net, net.trainable_params(), mode),
+            gradients(plain, plain.trainable_params(), mode),
+        )
         return
 
     def several():
@@ -157,7 +197,9 @@ def test_what_cannot_be_drawn_again(mode):
 
 
 def test_unseeded_functions():
-    """Without `set_seed` MindSpore's functions draw from nowhere: refused. With it they are drawn again."""
+    """Without `set_seed` MindSpore's functions draw from nowhere: refused. With it they
+    are drawn again.
+    """
     net = recompute(make(lambda: Drawing()))
     seeds = sys.modules["mindspore.common.seed"]
     ms.grad(net, None, net.trainable_params())(X)
@@ -181,15 +223,47 @@ class Drawing(nn.Cell):
 REFUSED = {
     "a function": (lambda: recompute(ops.tanh), ArgumentTypeError, "cell"),
     "a class": (lambda: recompute(nn.Dense), ArgumentTypeError, "cell"),
-    "too many segments": (lambda: recompute(Net(2).blocks, segments=3), ArgumentValueError, "segments: expected at most 2"),
-    "no segments": (lambda: recompute(Net(2).blocks, segments=0), ArgumentValueError, "segments"),
-    "half a segment": (lambda: recompute(Net(2).blocks, segments=1.5), ArgumentTypeError, "segments"),
-    "segments of no sequence": (lambda: recompute(Net(2), segments=2), ArgumentTypeError, "SequentialCell"),
-    "a list of cells": (lambda: recompute(nn.CellList([nn.Dense(2, 2)])), ArgumentTypeError, "CellList"),
+    "too many segments": (
+        lambda: recompute(Net(2).blocks, segments=3),
+        ArgumentValueError,
+        "segments: expected at most 2",
+    ),
+    "no segments": (
+        lambda: recompute(Net(2).blocks, segments=0),
+        ArgumentValueError,
+        "segments",
+    ),
+    "half a segment": (
+        lambda: recompute(Net(2).blocks, segments=1.5),
+        ArgumentTypeError,
+        "segments",
+    ),
+    "segments of no sequence": (
+        lambda: recompute(Net(2), segments=2),
+        ArgumentTypeError,
+        "SequentialCell",
+    ),
+    "a list of cells": (
+        lambda: recompute(nn.CellList([nn.Dense(2, 2)])),
+        ArgumentTypeError,
+        "CellList",
+    ),
     "twice": (lambda: recompute(recompute(Net(2))), UsageError, "recomputed"),
-    "segments twice": (lambda: recompute(recompute(Net(2).blocks)), UsageError, "recomputed"),
-    "the whole after a part": (lambda: recompute(each(Net(3))), UsageError, "recomputed"),
-    "a function of batch_norm": (lambda: recompute(Functional()), UsageError, "batch_norm"),
+    "segments twice": (
+        lambda: recompute(recompute(Net(2).blocks)),
+        UsageError,
+        "recomputed",
+    ),
+    "the whole after a part": (
+        lambda: recompute(each(Net(3))),
+        UsageError,
+        "recomputed",
+    ),
+    "a function of batch_norm": (
+        lambda: recompute(Functional()),
+        UsageError,
+        "batch_norm",
+    ),
 }
 
 
@@ -205,7 +279,8 @@ def test_refused(name):
         call()
 
 
-# A recomputed Cell in segments, nested, copied or given nests: it runs twice for a gradient alone, and needs less memory.
+# A recomputed Cell in segments, nested, copied or given nests: it runs twice for a
+# gradient alone, and needs less memory.
 
 
 RUNS = []
@@ -235,7 +310,10 @@ class Counting(nn.Cell):
 def test_runs_twice_for_a_gradient_alone():
     net = make(Chain)
     recompute(net.layers)
-    for forward, runs in ((lambda: net(X), 9), (lambda: ms.value_and_grad(net, None, net.trainable_params())(X), 18)):
+    for forward, runs in (
+        (lambda: net(X), 9),
+        (lambda: ms.value_and_grad(net, None, net.trainable_params())(X), 18),
+    ):
         RUNS.clear()
         forward()
         assert len(RUNS) == runs
@@ -245,7 +323,10 @@ def test_runs_twice_for_a_gradient_alone():
     assert len(RUNS) == 9
 
 
-@pytest.mark.parametrize(("depth", "segments", "expected"), [(9, None, [3, 3, 3]), (5, None, [3, 2]), (7, 2, [4, 3]), (1, None, [1])])
+@pytest.mark.parametrize(
+    ("depth", "segments", "expected"),
+    [(9, None, [3, 3, 3]), (5, None, [3, 2]), (7, 2, [4, 3]), (1, None, [1])],
+)
 def test_segments(depth, segments, expected):
     layers = nn.SequentialCell(*[nn.Dense(4, 4) for _ in range(depth)])
     assert recompute(layers, segments=segments) is layers
@@ -263,7 +344,9 @@ class Nested(nn.Cell):
 
 
 def test_nests_and_keywords():
-    """A Tensor in a nest or under a keyword gets its gradient; MindSpore's default way drops it without a word."""
+    """A Tensor in a nest or under a keyword gets its gradient; MindSpore's default way
+    drops it without a word.
+    """
 
     def gradient(cell):
         def loss(x):
@@ -278,16 +361,24 @@ def test_nests_and_keywords():
 
 @pytest.mark.parametrize("mode", MODES)
 def test_copy(mode):
-    """A copy recomputes itself, with its own Parameters, and its statistics move once as well."""
+    """A copy recomputes itself, with its own Parameters, and its statistics move once
+    as well.
+    """
     plain, net = make(), sequence(make())
-    twin, expected = copy.deepcopy(net), gradients(plain, plain.trainable_params(), mode)
+    twin, expected = (
+        copy.deepcopy(net),
+        gradients(plain, plain.trainable_params(), mode),
+    )
     before = [p.asnumpy().copy() for p in net.get_parameters()]
     names = ("dense", "out", "norm")
     for p, other in zip(twin.get_parameters(), plain.get_parameters(), strict=True):
         assert p.shape == other.shape, names
     found = gradients(twin, twin.trainable_params(), mode)
     assert equal([p.asnumpy() for p in net.get_parameters()], before)
-    assert equal([p.asnumpy() for p in twin.get_parameters()], [p.asnumpy() for p in plain.get_parameters()])
+    assert equal(
+        [p.asnumpy() for p in twin.get_parameters()],
+        [p.asnumpy() for p in plain.get_parameters()],
+    )
     assert mode != "pynative" or equal(found, expected)
 
 
@@ -297,12 +388,19 @@ PEAK = Path(__file__).with_name("mindspore_peak.py")
 @pytest.mark.deep
 @pytest.mark.parametrize("mode", MODES)
 def test_memory(mode):
-    """Peak memory of one gradient over what is held before it, each in its own process."""
+    """Peak memory of one gradient over what is held before it, each in its own
+    process.
+    """
     plain, recomputed = (int(peak(mode, how)) for how in ("plain", "recomputed"))
     assert recomputed < 0.7 * plain, (plain, recomputed)
 
 
 def peak(mode, how):
-    done = subprocess.run([sys.executable, str(PEAK), mode, how], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, str(PEAK), mode, how],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout.split()[-1]

@@ -1,4 +1,6 @@
-"""A function given as ``steps``: its result is checked at the wrap, at each PyNative call, and at compilation. Schedulers beside it."""
+"""A function given as ``steps``: its result is checked at the wrap, at each PyNative
+call, and at compilation. Schedulers beside it.
+"""
 
 import warnings
 
@@ -10,14 +12,22 @@ from mindspore.experimental import optim
 from mindspore.experimental.optim import lr_scheduler
 
 import gradaccum
-from conformance_tests.framework_tests.mindspore_common import MODES, pynative_after, set_mode  # noqa: F401
+from conformance_tests.framework_tests.mindspore_common import (
+    MODES,
+    pynative_after,  # noqa: F401
+    set_mode,
+)
 from conformance_tests.framework_tests.mindspore_driver import driver
 from gradaccum import kit
 from gradaccum_mindspore import load_checkpoint_into
 
 
 def of_tensors_alone(optimizer_step):
-    return ops.where(optimizer_step < 1, ops.full_like(optimizer_step, 2), ops.full_like(optimizer_step, 3))
+    return ops.where(
+        optimizer_step < 1,
+        ops.full_like(optimizer_step, 2),
+        ops.full_like(optimizer_step, 3),
+    )
 
 
 def with_an_if(optimizer_step):
@@ -48,25 +58,35 @@ def from_a_table(optimizer_step):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("steps", [with_an_if, of_tensors_alone])
 def test_schedule_of_a_function(mode, steps):
-    """In compiled code an ``if`` gives a number that is no constant; operators take no Python number."""
+    """In compiled code an ``if`` gives a number that is no constant; operators take no
+    Python number.
+    """
     optimizer, call, _ = driver(mode, steps)
     assert [bool(call(1.0)) for _ in range(5)] == [False, True, False, False, True]
     assert optimizer.result.optimizer_step == 2
-    assert tuple(optimizer.storage.terms.tolist()) == tuple(kit.encode_terms(optimizer.storage.terms_after(1))), "of the last window"
+    assert tuple(optimizer.storage.terms.tolist()) == tuple(
+        kit.encode_terms(optimizer.storage.terms_after(1))
+    ), "of the last window"
 
 
 @pytest.mark.parametrize("mode", ["jit", "graph"])
-@pytest.mark.parametrize("steps", [half_a_tensor, half_a_constant, gradaccum.until_weight(half_a_constant)])
+@pytest.mark.parametrize(
+    "steps", [half_a_tensor, half_a_constant, gradaccum.until_weight(half_a_constant)]
+)
 def test_compiled_schedule_returns_an_integer(mode, steps):
     """Any other result raises at compilation."""
     optimizer, call, _ = driver(mode, steps)
-    with pytest.raises(gradaccum.ArgumentTypeError, match=r"(steps|until_weight).*an int >= 1"):
+    with pytest.raises(
+        gradaccum.ArgumentTypeError, match=r"(steps|until_weight).*an int >= 1"
+    ):
         call(1.0)
     assert optimizer.result.micro_step == 0
 
 
 def test_schedule_may_end_with_run():
-    """Neither the last update nor a load after it asks the function for a further window."""
+    """Neither the last update nor a load after it asks the function for a further
+    window.
+    """
     optimizer, call, _ = driver("pynative", from_a_table)
     assert [bool(call(1.0)) for _ in range(5)] == [False, True, False, False, True]
     entries = {p.name: Tensor(p.asnumpy()) for p in optimizer.get_parameters()}
@@ -76,7 +96,10 @@ def test_schedule_may_end_with_run():
 
 
 def experimental(**options):
-    return gradaccum.wrap(optim.SGD([Parameter(Tensor([1.0], ms.float32), name="p")], 0.1), **{"steps": 4, **options})
+    return gradaccum.wrap(
+        optim.SGD([Parameter(Tensor([1.0], ms.float32), name="p")], 0.1),
+        **{"steps": 4, **options},
+    )
 
 
 def rate(optimizer):
@@ -85,7 +108,9 @@ def rate(optimizer):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_experimental_scheduler_moves_per_update(mode):
-    """Three updates and a skipped window: the rate is halved three times. A flush of an empty window moves nothing."""
+    """Three updates and a skipped window: the rate is halved three times. A flush of an
+    empty window moves nothing.
+    """
     set_mode(mode)
     optimizer = experimental(skip_norm=1e3)
     scheduler = gradaccum.wrap(lr_scheduler.StepLR(optimizer, 1, 0.5))
@@ -104,26 +129,37 @@ def test_experimental_scheduler_moves_per_update(mode):
         optimizer.flush()
         scheduler.step()
         rates.append(rate(optimizer))
-    np.testing.assert_allclose(rates, [0.1] * 3 + [0.05] * 4 + [0.025] * 6 + [0.0125] * 2, rtol=1e-6)
+    np.testing.assert_allclose(
+        rates, [0.1] * 3 + [0.05] * 4 + [0.025] * 6 + [0.0125] * 2, rtol=1e-6
+    )
     assert scheduler.get_last_lr() == [rates[-1]]
     assert "GatedScheduler(<" in repr(scheduler)
 
 
 @pytest.mark.parametrize("move", ["in mid-window", "later", "between windows", "gated"])
 def test_ungated_scheduler_is_said_once(move):
-    """A learning rate that moves inside one of the first two windows: once, at the micro-batch after it."""
+    """A learning rate that moves inside one of the first two windows: once, at the
+    micro-batch after it.
+    """
     set_mode("pynative")
     optimizer = experimental()
     scheduler = lr_scheduler.StepLR(optimizer, 1, 0.5)
     scheduler = gradaccum.wrap(scheduler) if move == "gated" else scheduler
-    moves = {"in mid-window": range(1, 9), "later": (6,), "between windows": (4, 8), "gated": range(1, 9)}
+    moves = {
+        "in mid-window": range(1, 9),
+        "later": (6,),
+        "between windows": (4, 8),
+        "gated": range(1, 9),
+    }
     said = {"in mid-window": [2], "later": [7]}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         heard = []
         for number in range(1, 13):
             optimizer((Tensor([1.0], ms.float32),))
-            told = [each for each in caught if each.category is gradaccum.GradAccumWarning]
+            told = [
+                each for each in caught if each.category is gradaccum.GradAccumWarning
+            ]
             heard += [number] * (len(told) - len(heard))
             if number in moves.get(move, ()):
                 scheduler.step()
@@ -133,7 +169,9 @@ def test_ungated_scheduler_is_said_once(move):
 def test_gated_plateau_takes_its_metric():
     set_mode("pynative")
     optimizer = experimental(steps=2)
-    scheduler = gradaccum.wrap(lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5))
+    scheduler = gradaccum.wrap(
+        lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+    )
     for _ in range(8):
         optimizer((Tensor([1.0], ms.float32),))
         scheduler.step(Tensor(1.0, ms.float32))
@@ -141,13 +179,17 @@ def test_gated_plateau_takes_its_metric():
 
 
 def test_gate_takes_no_checkpoint_for_an_update():
-    """In a new process the gate is made before the checkpoint is loaded, which has updates of its own."""
+    """In a new process the gate is made before the checkpoint is loaded, which has
+    updates of its own.
+    """
     set_mode("pynative")
     saved, loaded = experimental(steps=1), experimental(steps=1)
     scheduler = gradaccum.wrap(lr_scheduler.StepLR(loaded, 1, 0.5))
     for _ in range(3):
         saved((Tensor([1.0], ms.float32),))
-    load_checkpoint_into(loaded, {p.name: Tensor(p.asnumpy(), p.dtype) for p in saved.get_parameters()})
+    load_checkpoint_into(
+        loaded, {p.name: Tensor(p.asnumpy(), p.dtype) for p in saved.get_parameters()}
+    )
     scheduler.step()
     assert rate(loaded) == pytest.approx(0.1)
     loaded((Tensor([1.0], ms.float32),))
@@ -155,10 +197,15 @@ def test_gate_takes_no_checkpoint_for_an_update():
     assert rate(loaded) == pytest.approx(0.05)
 
 
-@pytest.mark.parametrize("kind", [lambda opt: lr_scheduler.StepLR(opt, 2), lr_scheduler.ReduceLROnPlateau])
+@pytest.mark.parametrize(
+    "kind", [lambda opt: lr_scheduler.StepLR(opt, 2), lr_scheduler.ReduceLROnPlateau]
+)
 def test_scheduler_of_a_bare_optimizer_is_refused(kind):
     scheduler = kind(optim.SGD([Parameter(Tensor([1.0], ms.float32), name="p")], 0.1))
-    with pytest.raises(gradaccum.ArgumentTypeError, match=rf"built on a wrapped optimizer; got a {type(scheduler).__name__} on SGD"):
+    with pytest.raises(
+        gradaccum.ArgumentTypeError,
+        match=rf"built on a wrapped optimizer; got a {type(scheduler).__name__} on SGD",
+    ):
         gradaccum.wrap(scheduler)
     with pytest.raises(gradaccum.ArgumentTypeError, match="scheduler"):
         gradaccum.wrap(scheduler, steps=4)

@@ -1,4 +1,6 @@
-"""`verify` names the mistake planted in each model, and passes the sound ones. Nothing of the user's is changed."""
+"""`verify` names the mistake planted in each model, and passes the sound ones. Nothing
+of the user's is changed.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,19 @@ from .mindspore_losses import ITEMS, PLANTED, SOUND, Case, Moving, X, Y, net, pl
 
 
 def verified(case: Case) -> gradaccum.VerificationReport:
-    return verify(case.model(), case.loss_fn, case.batch, **{"steps": 4, **case.options})
+    return verify(
+        case.model(), case.loss_fn, case.batch, **{"steps": 4, **case.options}
+    )
 
 
 def some(models: Iterable[str], usual: Iterable[str]) -> list[Any]:
-    """The names of all `models`; those that are not `usual` are deep: each takes some hundred windows of single operators."""
-    return [name if name in usual else pytest.param(name, marks=pytest.mark.deep) for name in models]
+    """The names of all `models`; those that are not `usual` are deep: each takes some
+    hundred windows of single operators.
+    """
+    return [
+        name if name in usual else pytest.param(name, marks=pytest.mark.deep)
+        for name in models
+    ]
 
 
 @pytest.mark.parametrize("name", some(PLANTED, ("batch_norm", "seeding")))
@@ -38,7 +47,9 @@ def test_mistake_is_named(name: str) -> None:
     assert PLANTED[name].where in cause.where, str(report)
 
 
-@pytest.mark.parametrize("name", some(SOUND, ("dropout", "layer_norm", "criterion", "closing_over")))
+@pytest.mark.parametrize(
+    "name", some(SOUND, ("dropout", "layer_norm", "criterion", "closing_over"))
+)
 def test_sound_model_passes(name: str) -> None:
     report = verified(SOUND[name])
     assert report.equivalent, str(report)
@@ -77,7 +88,9 @@ def test_random_operator_is_told() -> None:
     def loss_fn(model: Any, x: Any, y: Any) -> Any:
         return plain(model, ops.dropout(x, 0.5, True), y)
 
-    assert [cause.kind for cause in verify(net(), loss_fn, (X, Y)).causes] == ["randomness"]
+    assert [cause.kind for cause in verify(net(), loss_fn, (X, Y)).causes] == [
+        "randomness"
+    ]
 
 
 class Boom(Exception):
@@ -89,16 +102,36 @@ def state_of(model: Any) -> list[Any]:
     parameters = [parameter.asnumpy().tobytes() for parameter in model.get_parameters()]
     modes = [cell.training for _, cell in model.cells_and_names()]
     attributes = [getattr(cell, "mean", None) for _, cell in model.cells_and_names()]
-    operators = [id(cell.dropout) for _, cell in model.cells_and_names() if isinstance(cell, nn.Dropout)]
-    randomness = (ms.get_seed(), dict(seeds._KERNEL_SEED), random.getstate(), repr(np.random.get_state()))
-    return [parameters, modes, attributes, operators, randomness, ms.get_context("mode")]
+    operators = [
+        id(cell.dropout)
+        for _, cell in model.cells_and_names()
+        if isinstance(cell, nn.Dropout)
+    ]
+    randomness = (
+        ms.get_seed(),
+        dict(seeds._KERNEL_SEED),
+        random.getstate(),
+        repr(np.random.get_state()),
+    )
+    return [
+        parameters,
+        modes,
+        attributes,
+        operators,
+        randomness,
+        ms.get_context("mode"),
+    ]
 
 
 @pytest.mark.parametrize("mode", [ms.PYNATIVE_MODE, ms.GRAPH_MODE])
 @pytest.mark.parametrize("raises", [False, True])
 def test_nothing_of_the_users_changes(raises: bool, mode: int) -> None:
-    """Parameters, statistics, attributes, modes, dropouts, random states and the context, also if the loss raises in the middle."""
-    model = net(nn.BatchNorm1d(3), Moving(), nn.Dropout(p=0.5), PLANTED["baseline"].model()[1])
+    """Parameters, statistics, attributes, modes, dropouts, random states and the
+    context, also if the loss raises in the middle.
+    """
+    model = net(
+        nn.BatchNorm1d(3), Moving(), nn.Dropout(p=0.5), PLANTED["baseline"].model()[1]
+    )
     model[3].set_train(False)
 
     def loss_fn(model: Any, x: Any, y: Any) -> Any:
@@ -123,7 +156,11 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "loss that is no function": ({"loss_fn": 3}, TypeError, "loss_fn"),
     "model that is no Cell": ({"model": [1.0]}, TypeError, "model"),
     "model without parameters": ({"model": nn.Tanh()}, TypeError, "model"),
-    "loss of another number of arguments": ({"loss_fn": lambda a: a}, TypeError, "does not take 3 arguments"),
+    "loss of another number of arguments": (
+        {"loss_fn": lambda a: a},
+        TypeError,
+        "does not take 3 arguments",
+    ),
 }
 
 
@@ -137,7 +174,9 @@ def test_bad_input_raises(name: str) -> None:
 
 
 def test_error_leaves_nothing_recorded() -> None:
-    """After it a gradient of layer norm would be taken for a second derivative, which MindSpore has not."""
+    """After it a gradient of layer norm would be taken for a second derivative, which
+    MindSpore has not.
+    """
     case = SOUND["plain"]
 
     def raising(model: Any, x: Any, y: Any) -> Any:
@@ -148,5 +187,7 @@ def test_error_leaves_nothing_recorded() -> None:
         verify(case.model(), raising, case.batch)
     layer = ms.nn.LayerNorm((4,))
     x = ms.Tensor([[1.0, 2.0, 4.0, 8.0]], ms.float32)
-    _, gradients = ms.value_and_grad(lambda x: (layer(x) ** 3).sum(), None, layer.trainable_params())(x)
+    _, gradients = ms.value_and_grad(
+        lambda x: (layer(x) ** 3).sum(), None, layer.trainable_params()
+    )(x)
     assert all(np.isfinite(each.asnumpy()).all() for each in gradients)

@@ -1,4 +1,6 @@
-"""Two processes under msrun: windows over both of them, and a loss whose classes they share."""
+"""Two processes under msrun: windows over both of them, and a loss whose classes they
+share.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,11 @@ from pathlib import Path
 import pytest
 
 from conformance_tests.framework_tests import mindspore_workers
-from conformance_tests.framework_tests.mindspore_msrun import environment, run_by_hand, run_workers
+from conformance_tests.framework_tests.mindspore_msrun import (
+    environment,
+    run_by_hand,
+    run_workers,
+)
 from conformance_tests.framework_tests.mindspore_workers.common import WORLD
 
 pytestmark = pytest.mark.xdist_group("mindspore_workers")
@@ -33,30 +39,50 @@ def read(report: Path) -> dict[str, str]:
 @pytest.mark.parametrize("name", mindspore_workers.CHECKS)
 def test_two_workers(name: str, reports: list[dict[str, str]]) -> None:
     for rank, report in enumerate(reports):
-        assert report.get(name, "not run: a check before it failed, or took too long") == "passed", f"rank {rank}:\n{report.get(name)}"
+        assert (
+            report.get(name, "not run: a check before it failed, or took too long")
+            == "passed"
+        ), f"rank {rank}:\n{report.get(name)}"
 
 
 def said(folder: Path) -> str:
-    return "\n".join(log.read_text() for log in sorted(folder.glob("worker_*.log")))[-3000:]
+    return "\n".join(log.read_text() for log in sorted(folder.glob("worker_*.log")))[
+        -3000:
+    ]
 
 
 @pytest.mark.deep
 def test_four_workers_send_what_the_law_says(tmp_path: Path) -> None:
-    assert run_workers(FOLDER / "law.py", tmp_path, seconds=200, workers=4) == 0, said(tmp_path)
+    assert run_workers(FOLDER / "law.py", tmp_path, seconds=200, workers=4) == 0, said(
+        tmp_path
+    )
 
 
 @pytest.mark.deep
 @pytest.mark.parametrize("when", ["in_mid_window", "in_the_reduction"])
 def test_survivors_keep_what_they_hold(when: str, tmp_path: Path) -> None:
-    """Three workers lose one in mid-window; a job of one resumes with the survivors' files, and a job of two with its file."""
+    """Three workers lose one in mid-window; a job of one resumes with the survivors'
+    files, and a job of two with its file.
+    """
     script = FOLDER / "lost.py"
-    statuses = run_by_hand(script, tmp_path, when, seconds=120, for_one_reduction=5, workers=3)
+    statuses = run_by_hand(
+        script, tmp_path, when, seconds=120, for_one_reduction=5, workers=3
+    )
     assert statuses == [0, 0, -signal.SIGKILL], said(tmp_path)
-    subprocess.run([sys.executable, script, "alone"], cwd=tmp_path, env=environment(30), check=True, timeout=120)
+    subprocess.run(
+        [sys.executable, script, "alone"],
+        cwd=tmp_path,
+        env=environment(30),
+        check=True,
+        timeout=120,
+    )
     assert run_workers(script, tmp_path, "two", seconds=150) == 0, said(tmp_path)
 
 
 @pytest.mark.deep
 def test_missing_worker_ends_in_an_error(tmp_path: Path) -> None:
     """After the engine's own timeout."""
-    assert run_workers(FOLDER / "missing.py", tmp_path, seconds=150, for_one_reduction=10) == 0, said(tmp_path)
+    assert (
+        run_workers(FOLDER / "missing.py", tmp_path, seconds=150, for_one_reduction=10)
+        == 0
+    ), said(tmp_path)

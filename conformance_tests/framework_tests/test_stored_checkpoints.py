@@ -1,6 +1,8 @@
-"""A checkpoint in mid-window that lies in the repository, of each framework: every later release and every supported version resumes it.
+"""A checkpoint in mid-window that lies in the repository, of each framework: every
+later release and every supported version resumes it.
 
-``python -m conformance_tests.framework_tests.test_stored_checkpoints`` writes those of a new `gradaccum.kit.FORMAT`.
+``python -m conformance_tests.framework_tests.test_stored_checkpoints`` writes those of
+a new `gradaccum.kit.FORMAT`.
 """
 
 from __future__ import annotations
@@ -25,7 +27,15 @@ SAVED_AFTER = 6
 
 def begin(backend: Harness) -> Session:
     scale = gradaccum.DynamicLossScale(init_scale=64.0, growth_interval=1)
-    return start(backend, MLP, Optimizer("momentum"), steps=4, clip_norm=0.5, loss_scale=scale, noise_scale=0.9)
+    return start(
+        backend,
+        MLP,
+        Optimizer("momentum"),
+        steps=4,
+        clip_norm=0.5,
+        loss_scale=scale,
+        noise_scale=0.9,
+    )
 
 
 def go_on(session: Session, first: int, last: int) -> None:
@@ -46,7 +56,8 @@ def test_stored_checkpoint_is_resumed(name: str) -> None:
     go_on(resumed, SAVED_AFTER, 9)
     assert resumed.state() == whole.state()
     assert resumed.state().optimizer_step == 2
-    # Another version of the framework may round each of a window's operations in another way.
+    # Another version of the framework may round each of a window's operations in
+    # another way.
     assert worst(resumed.parameters(), whole.parameters()) <= gamma(32, "float32")
 
 

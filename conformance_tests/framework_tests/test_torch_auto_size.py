@@ -1,4 +1,6 @@
-"""Automatic sizes of micro-batches: a window that ran out of memory starts over with half, as if it had never begun."""
+"""Automatic sizes of micro-batches: a window that ran out of memory starts over with
+half, as if it had never begun.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ X = torch.linspace(-1, 2, 64, dtype=torch.float64).reshape(8, 8).sin()
 
 @pytest.fixture(autouse=True, scope="module")
 def _small_heap() -> Iterator[None]:
-    """A retry collects garbage. The objects of torch itself, a million, need not be looked at each time."""
+    """A retry collects garbage. The objects of torch itself, a million, need not be
+    looked at each time.
+    """
     gc.collect()
     gc.freeze()
     yield
@@ -65,7 +69,11 @@ class Trouble:
         error: makes what is raised.
     """
 
-    def __init__(self, *points: tuple[int, str], error: Callable[[], BaseException] = torch.OutOfMemoryError) -> None:
+    def __init__(
+        self,
+        *points: tuple[int, str],
+        error: Callable[[], BaseException] = torch.OutOfMemoryError,
+    ) -> None:
         self.points, self.error, self.calls = set(points), error, 0
         self.point = 0
 
@@ -81,13 +89,18 @@ class Trouble:
 
 def make(dtype: torch.dtype = torch.float32) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Tanh(), nn.Linear(8, 2)).to(dtype)
+    return nn.Sequential(
+        nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Tanh(), nn.Linear(8, 2)
+    ).to(dtype)
 
 
 def loss_of(model: nn.Module, trouble: Trouble) -> Callable[[Tensor], Tensor]:
     def loss_fn(x: Tensor) -> Tensor:
         noise = random.random() + np.random.random()
-        return noise * trouble.into(model(x.to(model[0].weight.dtype))).float().square().mean()
+        return (
+            noise
+            * trouble.into(model(x.to(model[0].weight.dtype))).float().square().mean()
+        )
 
     return loss_fn
 
@@ -97,19 +110,28 @@ PLACES: dict[str, tuple[torch.dtype, dict[str, Any] | None]] = {
     "half precision": (torch.bfloat16, None),
     "in .grad": (torch.float32, {}),
     "moving sums": (torch.bfloat16, {"loss_scale": 256.0}),
-    "kept apart": (torch.float32, {"on_overflow": "drop_micro_batch", "clip_norm": 0.1}),
+    "kept apart": (
+        torch.float32,
+        {"on_overflow": "drop_micro_batch", "clip_norm": 0.1},
+    ),
 }
 
 
 class Run:
-    """A model, in the place where its gradients are summed, and one call of `backward`."""
+    """A model, in the place where its gradients are summed, and one call of
+    `backward`.
+    """
 
-    def __init__(self, place: str, *points: tuple[int, str], held: bool = False, **trouble: Any) -> None:
+    def __init__(
+        self, place: str, *points: tuple[int, str], held: bool = False, **trouble: Any
+    ) -> None:
         dtype, options = PLACES[place]
         self.model, self.trouble = make(dtype), Trouble(*points, **trouble)
         self.opt: Any = None
         if options is not None:
-            self.opt = gradaccum.wrap(torch.optim.SGD(self.model.parameters(), lr=0.5), steps=None, **options)
+            self.opt = gradaccum.wrap(
+                torch.optim.SGD(self.model.parameters(), lr=0.5), steps=None, **options
+            )
         for parameter in self.model.parameters() if held else ():
             parameter.grad = torch.full_like(parameter, 0.3)
         torch.manual_seed(1)
@@ -117,19 +139,45 @@ class Run:
         np.random.seed(1)
 
     def call(self, size: Any) -> Tensor:
-        loss: Tensor = backward(loss_of(self.model, self.trouble), X, micro_batch_size=size, optimizer=self.opt)
+        loss: Tensor = backward(
+            loss_of(self.model, self.trouble),
+            X,
+            micro_batch_size=size,
+            optimizer=self.opt,
+        )
         return loss
 
     def state(self) -> list[Any]:
-        tensors = [*self.model.parameters(), *self.model.buffers(), *(p.grad for p in self.model.parameters())]
-        counted = None if self.opt is None else (self.opt.result.optimizer_step, self.opt.result.micro_step, self.opt.result.loss_scale)
+        tensors = [
+            *self.model.parameters(),
+            *self.model.buffers(),
+            *(p.grad for p in self.model.parameters()),
+        ]
+        counted = (
+            None
+            if self.opt is None
+            else (
+                self.opt.result.optimizer_step,
+                self.opt.result.micro_step,
+                self.opt.result.loss_scale,
+            )
+        )
         copies = [None if each is None else each.detach().clone() for each in tensors]
-        return [*copies, torch.get_rng_state(), torch.tensor(np.random.get_state()[1].astype(int)), random.getstate(), counted]
+        return [
+            *copies,
+            torch.get_rng_state(),
+            torch.tensor(np.random.get_state()[1].astype(int)),
+            random.getstate(),
+            counted,
+        ]
 
 
 def same(got: list[Any], expected: list[Any]) -> bool:
     pairs = zip(got, expected, strict=True)
-    return all(torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b for a, b in pairs)
+    return all(
+        torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b
+        for a, b in pairs
+    )
 
 
 def assert_as_with(size: int, run: Run, place: str, held: bool, got: Tensor) -> None:
@@ -141,11 +189,24 @@ def assert_as_with(size: int, run: Run, place: str, held: bool, got: Tensor) -> 
 POINTS = [(call, which) for call in (1, 2) for which in ("forward", "backward")]
 
 
-@pytest.mark.parametrize(("place", "held"), [*((place, False) for place in PLACES), ("no optimizer", True), ("half precision", True)])
+@pytest.mark.parametrize(
+    ("place", "held"),
+    [
+        *((place, False) for place in PLACES),
+        ("no optimizer", True),
+        ("half precision", True),
+    ],
+)
 @pytest.mark.parametrize("point", POINTS, ids=str)
 def test_as_without_failure(place: str, point: tuple[int, str], held: bool) -> None:
-    """The whole batch fails, then a half of it at every point, and then quarters fit: all bits are theirs. With gradients `held` before."""
-    run, sizes, x = Run(place, (0, "backward"), point, held=held), AutoMicroBatchSize(), X.clone()
+    """The whole batch fails, then a half of it at every point, and then quarters fit:
+    all bits are theirs. With gradients `held` before.
+    """
+    run, sizes, x = (
+        Run(place, (0, "backward"), point, held=held),
+        AutoMicroBatchSize(),
+        X.clone(),
+    )
     got = run.call(sizes)
     assert sizes.size == 2
     assert run.trouble.calls == point[0] + 1 + 4
@@ -162,11 +223,18 @@ def test_choice_is_remembered() -> None:
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("error", [Failure, KeyboardInterrupt, lambda: RuntimeError("of another kind")])
+@pytest.mark.parametrize(
+    "error", [Failure, KeyboardInterrupt, lambda: RuntimeError("of another kind")]
+)
 @pytest.mark.parametrize("which", ["forward", "backward"])
 def test_other_errors_pass(place: str, error: Any, which: str) -> None:
-    """Unchanged, with everything as it was; no size is remembered, and the next call is as the first."""
-    run, sizes = Run(place, (0, "forward"), (2, which), error=error), AutoMicroBatchSize()
+    """Unchanged, with everything as it was; no size is remembered, and the next call is
+    as the first.
+    """
+    run, sizes = (
+        Run(place, (0, "forward"), (2, which), error=error),
+        AutoMicroBatchSize(),
+    )
     run.trouble.calls = 1
     sizes.remember(key_of(loss_of(run.model, run.trouble), [X]), 4)
     before = run.state()
@@ -181,10 +249,15 @@ def test_other_errors_pass(place: str, error: Any, which: str) -> None:
 
 @pytest.mark.parametrize("place", PLACES)
 def test_one_item_does_not_fit(place: str) -> None:
-    run, sizes = Run(place, *((call, "backward") for call in range(99))), AutoMicroBatchSize()
+    run, sizes = (
+        Run(place, *((call, "backward") for call in range(99))),
+        AutoMicroBatchSize(),
+    )
     run.model.eval()  # Batch norm wants more than one item.
     before = run.state()
-    with pytest.raises(UsageError, match="micro_batch_size: expected a micro-batch of one item to fit") as raised:
+    with pytest.raises(
+        UsageError, match="micro_batch_size: expected a micro-batch of one item to fit"
+    ) as raised:
         run.call(sizes)
     assert isinstance(raised.value.__cause__, torch.OutOfMemoryError)
     assert same(run.state(), before)
@@ -222,7 +295,9 @@ def test_allocator_of_the_cpu() -> None:
     model, sizes = make(), AutoMicroBatchSize()
 
     def loss_fn(x: Tensor) -> Tensor:
-        return model(x.float()).square().mean() + (torch.empty(2**45).sum() if len(x) > 2 else 0)
+        return model(x.float()).square().mean() + (
+            torch.empty(2**45).sum() if len(x) > 2 else 0
+        )
 
     backward(loss_fn, X, micro_batch_size=sizes)
     assert sizes.size == 2
@@ -234,8 +309,17 @@ def test_coupled_loss() -> None:
     def gradients(size: Any, *points: tuple[int, str]) -> list[Any]:
         model, trouble = make(), Trouble(*points)
         torch.manual_seed(1)
-        coupled_backward(lambda x: trouble.into(model(x.float())), lambda out: torch.logsumexp(out, 0).sum(), X, micro_batch_size=size)
-        return [*(p.grad for p in model.parameters()), *model.buffers(), torch.get_rng_state()]
+        coupled_backward(
+            lambda x: trouble.into(model(x.float())),
+            lambda out: torch.logsumexp(out, 0).sum(),
+            X,
+            micro_batch_size=size,
+        )
+        return [
+            *(p.grad for p in model.parameters()),
+            *model.buffers(),
+            torch.get_rng_state(),
+        ]
 
     expected = gradients(4)
     for point in ((0, "forward"), (1, "backward")):
@@ -246,7 +330,9 @@ def test_coupled_loss() -> None:
 
 @pytest.mark.parametrize("coupled", [False, True])
 def test_a_batch_that_was_written_into_is_not_written_into_twice(coupled: bool) -> None:
-    """A second attempt would write once more, so it is refused; where the first one fits, the write is the user's."""
+    """A second attempt would write once more, so it is refused; where the first one
+    fits, the write is the user's.
+    """
     x, model = X.clone(), make()
     before = [value.clone() for value in model.state_dict().values()]
 
@@ -258,10 +344,18 @@ def test_a_batch_that_was_written_into_is_not_written_into_twice(coupled: bool) 
 
     def call(sizes: AutoMicroBatchSize) -> Any:
         if coupled:
-            return coupled_backward(fn, lambda out: torch.logsumexp(out, 0).sum(), x, micro_batch_size=sizes)
+            return coupled_backward(
+                fn, lambda out: torch.logsumexp(out, 0).sum(), x, micro_batch_size=sizes
+            )
         return backward(fn, x, micro_batch_size=sizes)
 
-    with pytest.raises(UsageError, match=r"micro_batch_size: expected a function that leaves its batch as it is.*give a number of items"):
+    with pytest.raises(
+        UsageError,
+        match=(
+            r"micro_batch_size: expected a function that leaves its batch as it"
+            r" is.*give a number of items"
+        ),
+    ):
         call(sizes := AutoMicroBatchSize())
     assert all(p.grad is None for p in model.parameters())
     assert same(list(model.state_dict().values()), before)
@@ -274,8 +368,20 @@ def test_a_batch_that_was_written_into_is_not_written_into_twice(coupled: bool) 
     ("error", "memory"),
     [
         (torch.OutOfMemoryError("CUDA out of memory."), True),
-        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"), True),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (
+            RuntimeError(
+                "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"
+                " to allocate 8 bytes"
+            ),
+            True,
+        ),
+        (
+            RuntimeError(
+                "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"
+                " `cublasCreate(handle)`"
+            ),
+            True,
+        ),
         (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
         (MemoryError(), False),
         (ValueError("DefaultCPUAllocator: can't allocate memory"), False),
@@ -285,16 +391,27 @@ def test_errors_of_memory(error: Exception, memory: bool) -> None:
     assert is_out_of_memory(copy.copy(error)) == memory
 
 
-@pytest.mark.parametrize("size", ["auto", AutoMicroBatchSize(), AutoMicroBatchSize(memory_limit=2**40)], ids=str)
+@pytest.mark.parametrize(
+    "size",
+    ["auto", AutoMicroBatchSize(), AutoMicroBatchSize(memory_limit=2**40)],
+    ids=str,
+)
 def test_unknown_limit_is_refused(size: Any) -> None:
     """A CPU has none to ask for, and a device its own."""
-    with pytest.raises(ArgumentValueError, match=r"micro_batch_size: .*On a CPU write a number of items"):
+    with pytest.raises(
+        ArgumentValueError,
+        match=r"micro_batch_size: .*On a CPU write a number of items",
+    ):
         backward(lambda x: make()(x).sum(), X.float(), micro_batch_size=size)
 
 
 def test_keys_tell_functions_and_shapes() -> None:
     trouble = Trouble()
     first, second = loss_of(make(), trouble), (lambda x: x.sum())
-    assert key_of(first, [X]) == key_of(loss_of(make(), trouble), [X[:3]]) != key_of(second, [X])
+    assert (
+        key_of(first, [X])
+        == key_of(loss_of(make(), trouble), [X[:3]])
+        != key_of(second, [X])
+    )
     assert key_of(first, [X]) == key_of(first, [X[:, :5]]) != key_of(first, [X[:, :4]])
     assert key_of(first, [X]) != key_of(first, [X.float()])

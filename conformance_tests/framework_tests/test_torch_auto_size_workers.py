@@ -9,7 +9,10 @@ if not (torch.distributed.is_available() and torch.distributed.is_gloo_available
     pytest.skip("this torch was built without gloo", allow_module_level=True)
 
 from conformance_tests.framework_tests.torch_auto_size import CHECKS
-from conformance_tests.framework_tests.torch_workers.jobs import reports_of, require_passed
+from conformance_tests.framework_tests.torch_workers.jobs import (
+    reports_of,
+    require_passed,
+)
 
 pytestmark = pytest.mark.xdist_group("torch_auto_size_workers")
 
@@ -17,7 +20,10 @@ pytestmark = pytest.mark.xdist_group("torch_auto_size_workers")
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     """One run for all tests."""
-    return reports_of("conformance_tests.framework_tests.torch_auto_size", tmp_path_factory.mktemp("auto_size"))
+    return reports_of(
+        "conformance_tests.framework_tests.torch_auto_size",
+        tmp_path_factory.mktemp("auto_size"),
+    )
 
 
 @pytest.mark.parametrize("name", CHECKS)

@@ -1,4 +1,6 @@
-"""The torch questions about the large batch: all contestants give the same gradient, so that their times can be compared."""
+"""The torch questions about the large batch: all contestants give the same gradient, so
+that their times can be compared.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,13 @@ def test_splitting_contestants_agree() -> None:
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.filterwarnings("ignore:A saved_tensors_hooks context:FutureWarning")  # how bytes are counted
+@pytest.mark.filterwarnings(
+    "ignore:A saved_tensors_hooks context:FutureWarning"
+)  # how bytes are counted
 def test_memory_contestants_run() -> None:
-    """Dropout draws other numbers in each, so no gradients are compared. Each way keeps less than the large batch."""
+    """Dropout draws other numbers in each, so no gradients are compared. Each way keeps
+    less than the large batch.
+    """
     kept = {way: saved_bytes(torch_memory.gradient(way, 4, TINY)) for way in WAYS}
     assert all(kept[way] < 0.7 * kept[LARGE] for way in WAYS if way != LARGE), kept
 
@@ -36,14 +42,27 @@ def test_layered_contestants_agree() -> None:
     for way in torch_layered.ways(1):
         run, optimizers = torch_layered.window(way, 4, 16, 1)
         run()
-        own = [tensor for optimizer in optimizers for tensor in torch_layered.held_by(optimizer)]
+        own = [
+            tensor
+            for optimizer in optimizers
+            for tensor in torch_layered.held_by(optimizer)
+        ]
         of_gradients[way] = live_bytes(run, own)[1]
-        trained[way] = [p.detach() for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+        trained[way] = [
+            p.detach()
+            for optimizer in optimizers
+            for group in optimizer.param_groups
+            for p in group["params"]
+        ]
     for own in trained.values():
         torch.testing.assert_close(own, trained[torch_layered.BASELINE])
     layer = 4 * (16 * 16 + 16)
     assert of_gradients[torch_layered.BASELINE] == 4 * layer
-    assert of_gradients[torch_layered.KEPT] == of_gradients[torch_layered.RECOMPUTED] == layer
+    assert (
+        of_gradients[torch_layered.KEPT]
+        == of_gradients[torch_layered.RECOMPUTED]
+        == layer
+    )
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -51,7 +70,11 @@ def test_loops_make_the_same_updates(fused: bool) -> None:
     x, trained = torch.randn(4, 16), list[list[torch.Tensor]]()
     for recipe in (hand_written, least, least_separate, wrapped):
         net = torch_split.model(16)
-        window = recipe(net, torch.optim.SGD(net.parameters(), lr=0.1, fused=fused), lambda net: torch_split.loss(net, x))
+        window = recipe(
+            net,
+            torch.optim.SGD(net.parameters(), lr=0.1, fused=fused),
+            lambda net: torch_split.loss(net, x),
+        )
         for _ in range(2):
             window()
         trained.append([p.detach() for p in net.parameters()])

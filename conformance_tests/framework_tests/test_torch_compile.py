@@ -1,4 +1,6 @@
-"""A whole training step under `torch.compile`, backward pass and ``opt.step()`` included, trains as it does in eager mode."""
+"""A whole training step under `torch.compile`, backward pass and ``opt.step()``
+included, trains as it does in eager mode.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,18 @@ from torch import nn
 import gradaccum
 from conformance_tests.framework_tests.torch_model import make_model
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::UserWarning", "ignore::DeprecationWarning"
+)
 
 
-def make(dtype: torch.dtype, options: dict) -> tuple[nn.Module, Any, Callable[[torch.Tensor], torch.Tensor]]:
+def make(
+    dtype: torch.dtype, options: dict
+) -> tuple[nn.Module, Any, Callable[[torch.Tensor], torch.Tensor]]:
     model = make_model().to(dtype)
-    opt: Any = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.5), steps=2, **options)
+    opt: Any = gradaccum.wrap(
+        torch.optim.SGD(model.parameters(), lr=0.5), steps=2, **options
+    )
 
     def train(x: torch.Tensor) -> torch.Tensor:
         loss = model(x).float().square().mean()
@@ -29,10 +37,16 @@ def make(dtype: torch.dtype, options: dict) -> tuple[nn.Module, Any, Callable[[t
     return model, opt, train
 
 
-@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.deep), torch.bfloat16])
-@pytest.mark.parametrize("options", [pytest.param({}, marks=pytest.mark.deep), {"clip_norm": 0.01}], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, marks=pytest.mark.deep), torch.bfloat16]
+)
+@pytest.mark.parametrize(
+    "options", [pytest.param({}, marks=pytest.mark.deep), {"clip_norm": 0.01}], ids=str
+)
 @pytest.mark.parametrize("what", ["the step", "the backward pass"])
-def test_compiled_training_equals_eager(dtype: torch.dtype, options: dict, what: str) -> None:
+def test_compiled_training_equals_eager(
+    dtype: torch.dtype, options: dict, what: str
+) -> None:
     """The batches change in size, so Dynamo makes their shapes symbolic."""
     torch._dynamo.reset()
     model, opt, train = make(dtype, options)
@@ -68,7 +82,9 @@ def test_clip_in_compiled_step_is_refused() -> None:
 def test_compiled_step_with_separate_sums() -> None:
     """The last window is flushed."""
     torch._dynamo.reset()
-    (model, opt, train), (reference, other, plain) = (make(torch.float32, {"separate_sums": True}) for _ in range(2))
+    (model, opt, train), (reference, other, plain) = (
+        make(torch.float32, {"separate_sums": True}) for _ in range(2)
+    )
     for step in (torch.compile(train, backend="aot_eager"), plain):
         for index in range(3):
             step(torch.full((2, 3), 0.1 + index))

@@ -1,4 +1,6 @@
-"""The cost of a window, counted: operations, passes over the gradients, updates. The benchmarks measure times."""
+"""The cost of a window, counted: operations, passes over the gradients, updates. The
+benchmarks measure times.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +19,25 @@ from gradaccum_torch.sums.arithmetic import SMALL, divide, measure
 
 STEPS = 4
 SIZE = 64
-"""The side of the square weights and the length of the biases. A norm is taken of each of so few small tensors."""
+"""The side of the square weights and the length of the biases. A norm is taken of each
+of so few small tensors.
+"""
 CALLS = 19
-"""Python calls of a step() and a zero_grad() inside a window. Each takes a microsecond, since the backward pass has filled the caches."""
+"""Python calls of a step() and a zero_grad() inside a window. Each takes a microsecond,
+since the backward pass has filled the caches.
+"""
 
 CALLS_AT_BEGIN = 25
-"""The same where a window begins: the step looks up the size and checks that the parameters are still the planned ones."""
+"""The same where a window begins: the step looks up the size and checks that the
+parameters are still the planned ones.
+"""
 
 
 def setting(**options: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer, Any]:
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(SIZE, SIZE), torch.nn.Linear(SIZE, SIZE))
+    model = torch.nn.Sequential(
+        torch.nn.Linear(SIZE, SIZE), torch.nn.Linear(SIZE, SIZE)
+    )
     fused = options.pop("fused", False)
     inner = torch.optim.AdamW(model.parameters(), foreach=not fused, fused=fused)
     return model, inner, gradaccum.wrap(inner, steps=STEPS, **options)
@@ -36,7 +46,11 @@ def setting(**options: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer, Any
 def python_calls(run: Callable[[], None]) -> list[str]:
     """The Python functions that `run` calls, without `run` itself."""
     called: list[str] = []
-    sys.setprofile(lambda frame, event, _: called.append(frame.f_code.co_name) if event == "call" else None)
+    sys.setprofile(
+        lambda frame, event, _: (
+            called.append(frame.f_code.co_name) if event == "call" else None
+        )
+    )
     try:
         run()
     finally:
@@ -57,7 +71,9 @@ def window(model: torch.nn.Module, opt: Any) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"clip_norm": 1.0}, {"fused": True}], ids=str)
 def test_steps_inside_windows_run_no_operation(options: dict[str, Any]) -> None:
-    """Inside a window step() and zero_grad() allocate nothing and read no gradient. Only the first window compares values."""
+    """Inside a window step() and zero_grad() allocate nothing and read no gradient.
+    Only the first window compares values.
+    """
     model, _, opt = setting(**options)
     window(model, opt)
     for _ in range(STEPS - 1):
@@ -70,7 +86,9 @@ def test_steps_inside_windows_run_no_operation(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_window_end_makes_two_passes(fused: bool) -> None:
-    """One pass takes the norm, the other one divides. A fused kernel divides by itself, so that only the first is left."""
+    """One pass takes the norm, the other one divides. A fused kernel divides by itself,
+    so that only the first is left.
+    """
     model, inner, opt = setting(fused=fused)
     for _ in range(2 * STEPS - 1):
         backward(model)
@@ -87,17 +105,30 @@ def test_window_end_makes_two_passes(fused: bool) -> None:
     assert extra["_foreach_norm"] == 1
     # The divisor is a power of two, by whose inverse a CPU multiplies in half the time.
     assert (extra["_foreach_div_"], extra["_foreach_mul_"]) == (0, 0 if fused else 1)
-    small = {"stack", "linalg_vector_norm", "_local_scalar_dense", "lift_fresh", "full", "cat", "view"}
-    assert set(extra) <= {"_foreach_norm", "_foreach_mul_"} | small, "no other pass over the gradients"
+    small = {
+        "stack",
+        "linalg_vector_norm",
+        "_local_scalar_dense",
+        "lift_fresh",
+        "full",
+        "cat",
+        "view",
+    }
+    assert set(extra) <= {"_foreach_norm", "_foreach_mul_"} | small, (
+        "no other pass over the gradients"
+    )
     assert sum(extra.values()) <= 5, extra
-    # One wait for the device. The fused optimizer also rounds its divisor, which is on the host.
+    # One wait for the device. The fused optimizer also rounds its divisor, which is on
+    # the host.
     assert extra["_local_scalar_dense"] <= (2 if fused else 1)
 
 
 @pytest.mark.parametrize("layers", [1, 30])
 @pytest.mark.parametrize("options", [{}, {"clip_norm": 1.0}], ids=str)
 def test_python_calls_stay_few(layers: int, options: dict[str, Any]) -> None:
-    """A step() and a zero_grad() inside a window make as few calls for 60 parameters as for two."""
+    """A step() and a zero_grad() inside a window make as few calls for 60 parameters as
+    for two.
+    """
     model = torch.nn.Sequential(*(torch.nn.Linear(SIZE, SIZE) for _ in range(layers)))
     opt = gradaccum.wrap(torch.optim.AdamW(model.parameters()), steps=STEPS, **options)
 
@@ -113,7 +144,9 @@ def test_python_calls_stay_few(layers: int, options: dict[str, Any]) -> None:
 
 
 def test_small_tensors_share_one_norm() -> None:
-    """On a CPU, each small tensor would otherwise cost a call for its norm and a new tensor for its divisor."""
+    """On a CPU, each small tensor would otherwise cost a call for its norm and a new
+    tensor for its divisor.
+    """
     parameters = [torch.nn.Parameter(torch.ones(3)) for _ in range(50)]
     opt = gradaccum.wrap(torch.optim.SGD(parameters, foreach=True), steps=None)
     for _ in range(3):
@@ -126,16 +159,26 @@ def test_small_tensors_share_one_norm() -> None:
     with Operations() as ops:
         opt.flush()
     assert (ops.counts["linalg_vector_norm"], ops.counts["_foreach_norm"]) == (1, 0)
-    assert {overload for name, overload in ops.overloads if name == "_foreach_div_"} == {"Tensor"}
+    assert {
+        overload for name, overload in ops.overloads if name == "_foreach_div_"
+    } == {"Tensor"}
     assert opt.result.grad_norm == pytest.approx(150**0.5)
     sizes = 3, 3, 3, 3, SMALL, SMALL + 1
-    assert measure(list(map(torch.ones, sizes))).norm == pytest.approx(sum(sizes) ** 0.5), "each once"
+    assert measure(list(map(torch.ones, sizes))).norm == pytest.approx(
+        sum(sizes) ** 0.5
+    ), "each once"
 
 
 @pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("options", [{}, {"on_overflow": "ignore"}, {"clip_norm": 1e-3}], ids=str)
-def test_a_closed_window_holds_no_gradient(options: dict[str, Any], fused: bool) -> None:
-    """Otherwise the memory of the gradients would be there twice while the next window is added up."""
+@pytest.mark.parametrize(
+    "options", [{}, {"on_overflow": "ignore"}, {"clip_norm": 1e-3}], ids=str
+)
+def test_a_closed_window_holds_no_gradient(
+    options: dict[str, Any], fused: bool
+) -> None:
+    """Otherwise the memory of the gradients would be there twice while the next window
+    is added up.
+    """
     model, _, opt = setting(fused=fused, **options)
     for _ in range(STEPS):
         backward(model)
@@ -146,20 +189,32 @@ def test_a_closed_window_holds_no_gradient(options: dict[str, Any], fused: bool)
     assert not any(gradient() is not None for gradient in gradients)
 
 
-@pytest.mark.parametrize("divisor", [2.0**-126, 0.5, 8.0, 2.0**126, 2.0**127, 2.0**-127, 3.0, 7e-3], ids=str)
+@pytest.mark.parametrize(
+    "divisor", [2.0**-126, 0.5, 8.0, 2.0**126, 2.0**127, 2.0**-127, 3.0, 7e-3], ids=str
+)
 def test_division_has_the_bits_of_a_division(divisor: float) -> None:
     """Also where it multiplies by the inverse, and where numbers become subnormal."""
     tiny = torch.finfo(torch.float32).tiny
-    values = torch.cat([torch.randn(1000), torch.randn(1000) * tiny, torch.tensor([0.0, -0.0, math.inf, math.nan, 3.4e38])])
+    values = torch.cat(
+        [
+            torch.randn(1000),
+            torch.randn(1000) * tiny,
+            torch.tensor([0.0, -0.0, math.inf, math.nan, 3.4e38]),
+        ]
+    )
     expected = values / torch.tensor(divisor)
     divide([values], divisor)
     assert torch.equal(values.view(torch.int32), expected.view(torch.int32))
 
 
 def test_gradients_are_the_only_sums() -> None:
-    """float32 sums live in ``.grad``. The wrapper and its window hold no other tensor of a parameter's size."""
+    """float32 sums live in ``.grad``. The wrapper and its window hold no other tensor
+    of a parameter's size.
+    """
     model, _, opt = setting()
     backward(model)
     opt.step()
     sums = opt._window.strategy.sums()
-    assert [total.data_ptr() for total in sums] == [p.grad.data_ptr() for p in model.parameters()]
+    assert [total.data_ptr() for total in sums] == [
+        p.grad.data_ptr() for p in model.parameters()
+    ]

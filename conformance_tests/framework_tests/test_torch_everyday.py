@@ -1,4 +1,6 @@
-"""The everyday mistakes of a torch loop are refused by name, or said once, and loops that look alike stay as they are."""
+"""The everyday mistakes of a torch loop are refused by name, or said once, and loops
+that look alike stay as they are.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,18 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LinearLR, StepLR
 
 import gradaccum
-from conformance_tests.framework_tests.torch_model import CAUSES, PLACES, X, by_place, clip, loss_of, make, make_model, rows_of, zero
+from conformance_tests.framework_tests.torch_model import (
+    CAUSES,
+    PLACES,
+    X,
+    by_place,
+    clip,
+    loss_of,
+    make,
+    make_model,
+    rows_of,
+    zero,
+)
 from gradaccum_torch.window.watch import Place, _place_of_pass
 
 
@@ -34,10 +47,16 @@ Said = Callable[[], list[str]]
 
 @pytest.fixture
 def said() -> Iterator[Said]:
-    """A function that returns what gradaccum has warned of in the test, none of it from a line of its own."""
+    """A function that returns what gradaccum has warned of in the test, none of it from
+    a line of its own.
+    """
 
     def texts() -> list[str]:
-        own = [each for each in caught if issubclass(each.category, gradaccum.GradAccumWarning)]
+        own = [
+            each
+            for each in caught
+            if issubclass(each.category, gradaccum.GradAccumWarning)
+        ]
         assert not any("gradaccum_torch" in Path(each.filename).parts for each in own)
         return [str(each.message) for each in own]
 
@@ -58,8 +77,15 @@ def test_inner_step_is_refused(fused: bool) -> None:
     train(model, opt, 3)
     before = [p.detach().clone() for p in model.parameters()]
     scheduler = StepLR(inner, 1)
-    for call in (inner.step, lambda: inner.step(lambda: 1.0), lambda: torch.amp.GradScaler("cpu", enabled=False).step(inner)):
-        with pytest.raises(gradaccum.UsageError, match=r"AdamW\.step\(\)\. Write optimizer = gradaccum\.wrap\(AdamW"):
+    for call in (
+        inner.step,
+        lambda: inner.step(lambda: 1.0),
+        lambda: torch.amp.GradScaler("cpu", enabled=False).step(inner),
+    ):
+        with pytest.raises(
+            gradaccum.UsageError,
+            match=r"AdamW\.step\(\)\. Write optimizer = gradaccum\.wrap\(AdamW",
+        ):
             call()
     assert all(map(torch.equal, model.parameters(), before))
     train(model, opt, 1)
@@ -68,7 +94,9 @@ def test_inner_step_is_refused(fused: bool) -> None:
 
 
 def test_inner_optimizer_is_free_again() -> None:
-    """Without its wrapper, or as a copy; a copy of the wrapper has an inner optimizer of its own."""
+    """Without its wrapper, or as a copy; a copy of the wrapper has an inner optimizer
+    of its own.
+    """
     _, opt = make()
     inner = opt.optimizer
     for other in (copy.deepcopy(inner), pickle.loads(pickle.dumps(inner))):
@@ -116,7 +144,9 @@ def test_second_wrapper_is_refused() -> None:
     """Until the first one is gone, even if a caught error still refers to it."""
     model, opt = make()
     inner = opt.optimizer
-    with pytest.raises(gradaccum.ArgumentTypeError, match=r"optimizer: .* living wrapper .* SGD"):
+    with pytest.raises(
+        gradaccum.ArgumentTypeError, match=r"optimizer: .* living wrapper .* SGD"
+    ):
         gradaccum.wrap(inner, steps=2)
     train(model, opt, 4)
     assert opt.result.applied
@@ -137,7 +167,9 @@ def test_second_wrapper_is_refused() -> None:
 @by_place
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("micro_batches", [0, 1, 4, 5])
-def test_step_without_backward_is_refused(place: str, set_to_none: bool, micro_batches: int) -> None:
+def test_step_without_backward_is_refused(
+    place: str, set_to_none: bool, micro_batches: int
+) -> None:
     model, opt = make(place)
     for index in range(micro_batches):
         loss_of(model, rows_of(index % 4)).backward()
@@ -145,7 +177,9 @@ def test_step_without_backward_is_refused(place: str, set_to_none: bool, micro_b
         opt.zero_grad(set_to_none)
     opt.zero_grad(set_to_none)
     before = opt.result
-    with pytest.raises(gradaccum.UsageError, match=r"step\(\): expected a backward pass"):
+    with pytest.raises(
+        gradaccum.UsageError, match=r"step\(\): expected a backward pass"
+    ):
         opt.step()
     assert opt.result == before
     train(model, opt, 1)
@@ -156,11 +190,15 @@ def test_scaled_step_without_backward_is_refused() -> None:
     model, opt = make()
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     del opt
-    opt = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.5), steps=4, loss_scale=scaler)
+    opt = gradaccum.wrap(
+        torch.optim.SGD(model.parameters(), lr=0.5), steps=4, loss_scale=scaler
+    )
     scaler.scale(loss_of(model)).backward()
     scaler.step(opt)
     scaler.update()
-    with pytest.raises(gradaccum.UsageError, match=r"step\(\): expected a backward pass"):
+    with pytest.raises(
+        gradaccum.UsageError, match=r"step\(\): expected a backward pass"
+    ):
         scaler.step(opt)
     assert opt.result.micro_step == 1
 
@@ -187,10 +225,14 @@ WAYS = [by_weight, by_weigh, by_loss_of_others, by_unfrozen]
 
 @by_place
 @pytest.mark.parametrize("way", WAYS)
-def test_what_stands_for_a_backward_pass(place: str, way: Callable[[nn.Module, Any], None]) -> None:
+def test_what_stands_for_a_backward_pass(
+    place: str, way: Callable[[nn.Module, Any], None]
+) -> None:
     model = make_model()
     model[0].weight.requires_grad_(way is not by_unfrozen)
-    opt = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.5), steps=4, **PLACES[place])
+    opt = gradaccum.wrap(
+        torch.optim.SGD(model.parameters(), lr=0.5), steps=4, **PLACES[place]
+    )
     for _ in range(4):
         way(model, opt)
         opt.step()
@@ -213,18 +255,24 @@ def test_closure_without_a_loss_is_left_out() -> None:
 
 @pytest.mark.parametrize("how", ["assigned", "written", "of zeros"])
 def test_gradients_of_ones_own_count(how: str) -> None:
-    """With separate sums they may be assigned or written into the same memory; with one step they may be assigned."""
+    """With separate sums they may be assigned or written into the same memory; with one
+    step they may be assigned.
+    """
     for options in ({"separate_sums": True}, {"steps": 1}):
         model, opt = make(**options)
         for index in range(5):
-            gradients = torch.autograd.grad(loss_of(model, rows_of(index % 4)), list(model.parameters()))
+            gradients = torch.autograd.grad(
+                loss_of(model, rows_of(index % 4)), list(model.parameters())
+            )
             if how == "written":
                 opt.zero_grad(set_to_none=False)
             for p, gradient in zip(model.parameters(), gradients, strict=True):
                 if how == "written" and p.grad is not None:
                     p.grad.data.copy_(gradient)
                 else:
-                    p.grad = torch.zeros_like(gradient) if how == "of zeros" else gradient
+                    p.grad = (
+                        torch.zeros_like(gradient) if how == "of zeros" else gradient
+                    )
             opt.step()
         assert opt.result.optimizer_step == (5 if options == {"steps": 1} else 1)
 
@@ -232,7 +280,10 @@ def test_gradients_of_ones_own_count(how: str) -> None:
 def test_pass_through_another_wrapper_stands_for_one() -> None:
     """One optimizer for each expert: a micro-batch may reach one of them only."""
     experts = [nn.Linear(3, 1) for _ in range(2)]
-    opts = [gradaccum.wrap(torch.optim.SGD(expert.parameters(), lr=0.5), steps=4) for expert in experts]
+    opts = [
+        gradaccum.wrap(torch.optim.SGD(expert.parameters(), lr=0.5), steps=4)
+        for expert in experts
+    ]
     for index in range(4):
         experts[index % 2](X).sum().backward()
         for opt in opts:
@@ -243,7 +294,12 @@ def test_pass_through_another_wrapper_stands_for_one() -> None:
             opt.step()
 
 
-def careless(model: nn.Module, opt: Any, micro_batches: int, backward: Callable[[Tensor], None] = Tensor.backward) -> None:
+def careless(
+    model: nn.Module,
+    opt: Any,
+    micro_batches: int,
+    backward: Callable[[Tensor], None] = Tensor.backward,
+) -> None:
     for i in range(micro_batches):
         loss = loss_of(model, rows_of(i % 4)) / 4
         backward(loss)
@@ -295,8 +351,12 @@ def test_leftovers_are_said_once(place: str, own: bool, said: Said) -> None:
     assert "`loss / 4`" in text
 
 
-@pytest.mark.parametrize(("loop", "accum"), [(careless_while, 3), (careless_functions, 2)])
-def test_leftovers_of_other_loops_are_said(loop: Callable[[nn.Module, Any, int], None], accum: int, said: Said) -> None:
+@pytest.mark.parametrize(
+    ("loop", "accum"), [(careless_while, 3), (careless_functions, 2)]
+)
+def test_leftovers_of_other_loops_are_said(
+    loop: Callable[[nn.Module, Any, int], None], accum: int, said: Said
+) -> None:
     """As many passes as a window has steps, or another number."""
     model, opt = make()
     loop(model, opt, 24)
@@ -331,9 +391,15 @@ def retained(model: nn.Module, opt: Any) -> None:
 
 
 @by_place
-@pytest.mark.parametrize("passes", [real_and_fake, losses_in_turn, losses_at_once, with_generator, retained])
-def test_several_losses_of_a_micro_batch_say_nothing(place: str, passes: Callable[[nn.Module, Any], None], said: Said) -> None:
-    """Two passes from two places of the program, or from a loop of their own, as those of `torch.distributed.pipelining`."""
+@pytest.mark.parametrize(
+    "passes", [real_and_fake, losses_in_turn, losses_at_once, with_generator, retained]
+)
+def test_several_losses_of_a_micro_batch_say_nothing(
+    place: str, passes: Callable[[nn.Module, Any], None], said: Said
+) -> None:
+    """Two passes from two places of the program, or from a loop of their own, as those
+    of `torch.distributed.pipelining`.
+    """
     model, opt = make(place, steps=2)
     for _ in range(8):
         if passes is with_generator and opt.result.micro_step:
@@ -355,7 +421,9 @@ def test_pass_whose_gradients_are_dropped_is_no_leftover(said: Said) -> None:
 
 
 def test_pass_of_an_accelerator_has_the_users_place() -> None:
-    """Torch runs it in a thread of its own, in which no function of the user's is running."""
+    """Torch runs it in a thread of its own, in which no function of the user's is
+    running.
+    """
     x, places = torch.ones(2, requires_grad=True), list[Place]()
 
     def look(gradient: Tensor) -> None:
@@ -364,7 +432,8 @@ def test_pass_of_an_accelerator_has_the_users_place() -> None:
         def begin() -> None:
             found.put(_place_of_pass())
 
-        _thread.start_new_thread(lambda: begin(), ())  # Nothing but the hook and what it calls.
+        # Nothing but the hook and what it calls.
+        _thread.start_new_thread(lambda: begin(), ())
         places.append(found.get(timeout=10))
 
     x.register_hook(look)
@@ -372,7 +441,11 @@ def test_pass_of_an_accelerator_has_the_users_place() -> None:
         x.sum().backward()
     x.sum().backward()
     assert places[0] == places[1] != places[2]
-    assert places[0][-2][0] is places[2][-2][0] is test_pass_of_an_accelerator_has_the_users_place.__code__
+    assert (
+        places[0][-2][0]
+        is places[2][-2][0]
+        is test_pass_of_an_accelerator_has_the_users_place.__code__
+    )
 
 
 @pytest.mark.parametrize("options", [{"steps": 1}, {"steps": None}], ids=str)
@@ -385,7 +458,10 @@ def test_other_windows_have_no_leftovers(options: dict[str, Any], said: Said) ->
 # Schedulers and epochs.
 
 
-RATES: dict[str, Callable[[], Any]] = {"float": lambda: 0.5, "tensor": lambda: torch.tensor(0.5)}
+RATES: dict[str, Callable[[], Any]] = {
+    "float": lambda: 0.5,
+    "tensor": lambda: torch.tensor(0.5),
+}
 
 
 @pytest.mark.parametrize("rate", RATES)
@@ -393,9 +469,15 @@ RATES: dict[str, Callable[[], Any]] = {"float": lambda: 0.5, "tensor": lambda: t
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 def test_ungated_scheduler_is_said_once(rate: str, on: str, said: Said) -> None:
     model = make_model()
-    inner = torch.optim.AdamW(model.parameters(), lr=RATES[rate](), foreach=False, capturable=False)
+    inner = torch.optim.AdamW(
+        model.parameters(), lr=RATES[rate](), foreach=False, capturable=False
+    )
     opt = gradaccum.wrap(inner, steps=2)
-    scheduler: Any = None if on == "by hand" else StepLR(opt if on == "wrapper" else inner, step_size=1, gamma=0.9)
+    scheduler: Any = (
+        None
+        if on == "by hand"
+        else StepLR(opt if on == "wrapper" else inner, step_size=1, gamma=0.9)
+    )
 
     def move() -> None:
         opt.param_groups[0]["lr"] = opt.param_groups[0]["lr"] * 0.9
@@ -408,7 +490,9 @@ def test_ungated_scheduler_is_said_once(rate: str, on: str, said: Said) -> None:
 
 
 def test_rates_that_move_between_windows_say_nothing(said: Said) -> None:
-    """A gated scheduler, one that is called late, once per epoch after a flush, a new group, and a loaded state."""
+    """A gated scheduler, one that is called late, once per epoch after a flush, a new
+    group, and a loaded state.
+    """
     model, opt = make(steps=2)
     scheduler = gradaccum.wrap(LinearLR(opt, total_iters=100))
     saved = copy.deepcopy(opt.state_dict())
@@ -440,19 +524,32 @@ def test_epoch_flushes_at_its_end() -> None:
     for _ in opt.epoch(range(6), carry=True):
         train(model, opt, 1)
     assert (opt.result.micro_step, opt.result.optimizer_step) == (2, 4)
-    with pytest.raises(gradaccum.ArgumentTypeError, match="progress: expected True or False"):
+    with pytest.raises(
+        gradaccum.ArgumentTypeError, match="progress: expected True or False"
+    ):
         opt.epoch([], progress=1)
 
 
 def test_unequal_sizes_without_weights_are_said_once(said: Said) -> None:
-    """Each counts the same: not the large batch, and nothing else would tell. A second pass says nothing, nor do sums or weights."""
+    """Each counts the same: not the large batch, and nothing else would tell. A second
+    pass says nothing, nor do sums or weights.
+    """
     model = nn.Linear(2, 1)
     for options, weight in (({}, 1), ({"reduction": "sum"}, None), ({}, None)):
         assert not said()
-        opt = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.1), steps=4, **options)
+        opt = gradaccum.wrap(
+            torch.optim.SGD(model.parameters(), lr=0.1), steps=4, **options
+        )
         for _ in range(2):
-            for batch in opt.epoch([{"x": torch.ones(size, 2), "y": torch.ones(size, 1)} for size in (3, 3, 2)]):
-                opt.backward(nn.functional.mse_loss(model(batch["x"]), batch["y"]), weight=weight)
+            for batch in opt.epoch(
+                [
+                    {"x": torch.ones(size, 2), "y": torch.ones(size, 1)}
+                    for size in (3, 3, 2)
+                ]
+            ):
+                opt.backward(
+                    nn.functional.mse_loss(model(batch["x"]), batch["y"]), weight=weight
+                )
                 opt.step()
         del opt
     (text,) = said()
@@ -474,12 +571,20 @@ def test_updates_are_counted_from_here() -> None:
 # The likeliest cause of a changed gradient.
 
 
-FIXES = {"clip_norm=", r"opt\.zero_grad\(\)", r"torch\.autograd\.backward\(", "parameters of its own", "module="}
+FIXES = {
+    "clip_norm=",
+    r"opt\.zero_grad\(\)",
+    r"torch\.autograd\.backward\(",
+    "parameters of its own",
+    "module=",
+}
 
 
 @pytest.mark.parametrize("change", CAUSES)
 @pytest.mark.parametrize("then", ["nothing", "a backward pass"])
-def test_change_of_grad_names_its_likeliest_cause(change: Callable[..., None], then: str) -> None:
+def test_change_of_grad_names_its_likeliest_cause(
+    change: Callable[..., None], then: str
+) -> None:
     """After zeros that autograd has added to, nobody can tell a clear from a clip."""
     model, opt = make()
     train(model, opt, 1)

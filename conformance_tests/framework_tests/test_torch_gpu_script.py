@@ -1,4 +1,6 @@
-"""The GPU checks also run on a CPU, with small sizes. Without a GPU the script says so."""
+"""The GPU checks also run on a CPU, with small sizes. Without a GPU the script says
+so.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,15 @@ ROOT = Path(__file__).parents[2]
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "benchmarks.questions.gpu_mixed_precision", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.questions.gpu_mixed_precision",
+        *arguments,
+    ]
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=False
+    )
 
 
 def test_checks_pass_on_a_cpu() -> None:

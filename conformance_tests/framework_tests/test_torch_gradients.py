@@ -1,4 +1,6 @@
-"""Gradients of every kind: half precision, sparse, missing, huge, not finite; and where their sum lives."""
+"""Gradients of every kind: half precision, sparse, missing, huge, not finite; and where
+their sum lives.
+"""
 
 from __future__ import annotations
 
@@ -17,26 +19,44 @@ from gradaccum_torch.sums import arithmetic
 from gradaccum_torch.sums.arithmetic import measure
 
 
-def one_parameter(value: torch.Tensor, **options: object) -> tuple[nn.Parameter, AccumulatingOptimizer]:
+def one_parameter(
+    value: torch.Tensor, **options: object
+) -> tuple[nn.Parameter, AccumulatingOptimizer]:
     parameter = nn.Parameter(value)
-    return parameter, gradaccum.wrap(torch.optim.SGD([parameter], lr=1.0), **{"steps": 2, **options})
+    return parameter, gradaccum.wrap(
+        torch.optim.SGD([parameter], lr=1.0), **{"steps": 2, **options}
+    )
 
 
 def test_mixed_dtypes_in_one_optimizer() -> None:
     """Each is divided, here by no number of float32, in its own dtype."""
-    half, full, double = (nn.Parameter(torch.zeros(2, dtype=dtype)) for dtype in (torch.bfloat16, torch.float32, torch.float64))
-    opt = gradaccum.wrap(torch.optim.SGD([half, full, double], lr=1.0), steps=2, clip_norm=1.0)
+    half, full, double = (
+        nn.Parameter(torch.zeros(2, dtype=dtype))
+        for dtype in (torch.bfloat16, torch.float32, torch.float64)
+    )
+    opt = gradaccum.wrap(
+        torch.optim.SGD([half, full, double], lr=1.0), steps=2, clip_norm=1.0
+    )
     for _ in range(2):
         ((half * 3).sum().float() + (full * 4).sum() + (double * 5).sum()).backward()
         opt.step()
     assert opt.result.grad_norm == pytest.approx(10)
-    torch.testing.assert_close(double.detach(), torch.full_like(double, -5 / opt.result.grad_norm), rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        double.detach(),
+        torch.full_like(double, -5 / opt.result.grad_norm),
+        rtol=1e-12,
+        atol=0,
+    )
     torch.testing.assert_close(full.detach(), torch.full((2,), -4 / 10))
-    torch.testing.assert_close(half.detach().float(), torch.full((2,), -3 / 10), rtol=1e-2, atol=0)
+    torch.testing.assert_close(
+        half.detach().float(), torch.full((2,), -3 / 10), rtol=1e-2, atol=0
+    )
 
 
 def test_scalars_of_two_devices_stand_on_the_first() -> None:
-    assert arithmetic.side_by_side([torch.ones((), device="meta"), torch.ones(())]).is_meta
+    assert arithmetic.side_by_side(
+        [torch.ones((), device="meta"), torch.ones(())]
+    ).is_meta
 
 
 def test_unfrozen_half_parameter_is_summed() -> None:
@@ -50,16 +70,29 @@ def test_unfrozen_half_parameter_is_summed() -> None:
     assert torch.equal(half.detach(), torch.full((2,), -2.0, dtype=torch.bfloat16))
 
 
-SPARSE = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "sparse_adam": torch.optim.SparseAdam}
+SPARSE = {
+    "sgd": torch.optim.SGD,
+    "adagrad": torch.optim.Adagrad,
+    "sparse_adam": torch.optim.SparseAdam,
+}
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 @pytest.mark.parametrize("name", SPARSE)
 @pytest.mark.parametrize(
-    "options", [{}, {"accumulate_dtype": torch.float64}, {"on_overflow": "drop_micro_batch"}, {"separate_sums": True}], ids=str
+    "options",
+    [
+        {},
+        {"accumulate_dtype": torch.float64},
+        {"on_overflow": "drop_micro_batch"},
+        {"separate_sums": True},
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("clip_norm", [None, 0.5])
-def test_sparse_gradients_equal_the_large_batch(name: str, options: dict, clip_norm: float | None) -> None:
+def test_sparse_gradients_equal_the_large_batch(
+    name: str, options: dict, clip_norm: float | None
+) -> None:
     words = [torch.tensor([1, 1, 2]), torch.tensor([2, 3, 1])]
     rows = torch.arange(1.0, 7.0).reshape(2, 3, 1)
 
@@ -68,15 +101,24 @@ def test_sparse_gradients_equal_the_large_batch(name: str, options: dict, clip_n
         return nn.Embedding(5, 2, sparse=True)
 
     model, reference = make(), make()
-    opt = gradaccum.wrap(SPARSE[name](model.parameters(), lr=0.1), steps=2, clip_norm=clip_norm, **options)
+    opt = gradaccum.wrap(
+        SPARSE[name](model.parameters(), lr=0.1),
+        steps=2,
+        clip_norm=clip_norm,
+        **options,
+    )
     for index in range(2):
         opt.backward((model(words[index]) * rows[index]).sum())
         opt.step()
     bare = SPARSE[name](reference.parameters(), lr=0.1)
-    (sum((reference(words[index]) * rows[index]).sum() for index in range(2)) / 2).backward()
+    (
+        sum((reference(words[index]) * rows[index]).sum() for index in range(2)) / 2
+    ).backward()
     gradient = reference.weight.grad.coalesce()
     norm = float(gradient.values().norm())
-    reference.weight.grad = gradient if clip_norm is None else gradient * (clip_norm / norm)
+    reference.weight.grad = (
+        gradient if clip_norm is None else gradient * (clip_norm / norm)
+    )
     bare.step()
     assert opt.result.grad_norm == pytest.approx(norm)
     torch.testing.assert_close(model.weight.detach(), reference.weight.detach())
@@ -86,23 +128,42 @@ def test_dense_gradient_after_a_sparse_one() -> None:
     for options in ({}, {"accumulate_dtype": torch.float64}):
         model = nn.Embedding(4, 2, sparse=True)
         before = model.weight.detach().clone()
-        opt = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=1.0), steps=2, **options)
+        opt = gradaccum.wrap(
+            torch.optim.SGD(model.parameters(), lr=1.0), steps=2, **options
+        )
         model(torch.tensor([1, 1])).sum().backward()
         opt.step()
         model.weight.sum().backward()
         opt.step()
-        torch.testing.assert_close(before - model.weight.detach(), torch.tensor([[0.5, 0.5], [1.5, 1.5], [0.5, 0.5], [0.5, 0.5]]))
+        torch.testing.assert_close(
+            before - model.weight.detach(),
+            torch.tensor([[0.5, 0.5], [1.5, 1.5], [0.5, 0.5], [0.5, 0.5]]),
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_huge_squares_are_no_overflow(dtype: torch.dtype) -> None:
-    """The squares of these gradients overflow. The gradients and their norm are finite."""
+    """The squares of these gradients overflow. The gradients and their norm are
+    finite.
+    """
     large = float(torch.finfo(dtype).max) / 4
-    norm, finite, *_ = measure([torch.full((4,), large, dtype=dtype), torch.zeros(3, dtype=dtype), torch.zeros(0, dtype=dtype)])
+    norm, finite, *_ = measure(
+        [
+            torch.full((4,), large, dtype=dtype),
+            torch.zeros(3, dtype=dtype),
+            torch.zeros(0, dtype=dtype),
+        ]
+    )
     assert finite
     assert norm == pytest.approx(2 * large)
-    assert measure([torch.full((4,), large, dtype=dtype), torch.tensor([math.nan], dtype=dtype)])[:3] == (math.inf, False, [])
-    assert measure([torch.tensor([-math.inf], dtype=dtype)])[:3] == (math.inf, False, [])
+    assert measure(
+        [torch.full((4,), large, dtype=dtype), torch.tensor([math.nan], dtype=dtype)]
+    )[:3] == (math.inf, False, [])
+    assert measure([torch.tensor([-math.inf], dtype=dtype)])[:3] == (
+        math.inf,
+        False,
+        [],
+    )
     assert measure([])[:3] == (0.0, True, [])
 
 
@@ -112,13 +173,21 @@ def test_complex_parameters_are_trained() -> None:
         (parameter * (3 + 4j)).real.sum().backward()
         opt.step()
     assert opt.result.grad_norm == pytest.approx(math.sqrt(50))
-    torch.testing.assert_close(parameter.detach(), torch.full((2,), -3 + 4j, dtype=torch.complex64))
+    torch.testing.assert_close(
+        parameter.detach(), torch.full((2,), -3 + 4j, dtype=torch.complex64)
+    )
 
 
 def test_older_wrapper_is_refused() -> None:
-    """Only one wrapper can take a gradient. The newest does, and an older one raises at its next step."""
-    parameters = [nn.Parameter(torch.zeros(size, dtype=torch.bfloat16)) for size in (1, 2, 3)]
-    older, later = (gradaccum.wrap(torch.optim.SGD(parameters, lr=1.0), steps=1) for _ in range(2))
+    """Only one wrapper can take a gradient. The newest does, and an older one raises at
+    its next step.
+    """
+    parameters = [
+        nn.Parameter(torch.zeros(size, dtype=torch.bfloat16)) for size in (1, 2, 3)
+    ]
+    older, later = (
+        gradaccum.wrap(torch.optim.SGD(parameters, lr=1.0), steps=1) for _ in range(2)
+    )
     sum((p * 2).sum() for p in parameters).backward()
     with pytest.raises(gradaccum.UsageError, match="wrapped again"):
         older.step()
@@ -142,20 +211,34 @@ def pattern(size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 @pytest.mark.parametrize("sizes", [(3,), (5, 7, 1, 2, 9, 4), (5000, 3)], ids=str)
 def test_every_magnitude(scale: float, sizes: tuple[int, ...]) -> None:
     tensors = [(pattern(size).double() * scale).float() for size in sizes]
-    assert measure(tensors).norm == near(scale * math.sqrt(sum(size // 2 for size in sizes)), 1e-6)
+    assert measure(tensors).norm == near(
+        scale * math.sqrt(sum(size // 2 for size in sizes)), 1e-6
+    )
 
 
 @pytest.mark.parametrize("scale", [2.0**-24, 2.0**-20, 2.0**-14, 1.0, 2.0**15])
 def test_float16(scale: float) -> None:
-    """A norm of its own dtype, which is how torch gives it, has few bits where it is small."""
-    tensors = [(pattern(7).double() * scale).half(), (pattern(5).double() * scale).half()]
+    """A norm of its own dtype, which is how torch gives it, has few bits where it is
+    small.
+    """
+    tensors = [
+        (pattern(7).double() * scale).half(),
+        (pattern(5).double() * scale).half(),
+    ]
     assert measure(tensors).norm == near(scale * math.sqrt(5), 2e-3)
 
 
 def test_sparse_and_complex() -> None:
-    sparse = torch.sparse_coo_tensor(torch.tensor([[0, 2]]), torch.tensor([3.0, 4.0]) * 2.0**-100, (5,), check_invariants=True)
+    sparse = torch.sparse_coo_tensor(
+        torch.tensor([[0, 2]]),
+        torch.tensor([3.0, 4.0]) * 2.0**-100,
+        (5,),
+        check_invariants=True,
+    )
     assert measure([sparse]).norm == near(5 * 2.0**-100)
-    assert measure([torch.tensor([3 + 4j], dtype=torch.complex64) * 2.0**-100]).norm == near(5 * 2.0**-100)
+    assert measure(
+        [torch.tensor([3 + 4j], dtype=torch.complex64) * 2.0**-100]
+    ).norm == near(5 * 2.0**-100)
 
 
 def test_ordinary_sums_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +258,9 @@ class Sizes(TorchDispatchMode):
         super().__init__()
         self.added: list[int] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func is torch.ops.aten.add_.Tensor:
             self.added.append(args[0].numel())
         return func(*args, **(kwargs or {}))
@@ -183,8 +268,12 @@ class Sizes(TorchDispatchMode):
 
 @by_dtype
 @pytest.mark.parametrize("layout", ["whole", "last block short", "transposed"])
-def test_large_gradient_is_added_in_blocks(dtype: torch.dtype, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the same last bit. A CPU first copies the gradient into the sum's dtype, and the copy of a block stays in the cache."""
+def test_large_gradient_is_added_in_blocks(
+    dtype: torch.dtype, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the same last bit. A CPU first copies the gradient into the sum's dtype, and
+    the copy of a block stays in the cache.
+    """
     monkeypatch.setattr(arithmetic, "BLOCK", 64)
     block = 64 * torch.get_num_threads()
     held, gradient = torch.randn(4 * block, 2), torch.randn(4 * block, 2).to(dtype)

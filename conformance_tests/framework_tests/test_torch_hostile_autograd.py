@@ -1,6 +1,8 @@
-"""Backward passes that are not plain: hooks that replace, drop or delay a gradient, custom functions that hand over strange tensors.
+"""Backward passes that are not plain: hooks that replace, drop or delay a gradient,
+custom functions that hand over strange tensors.
 
-Each makes the large batch's gradient as bare torch makes it, or an error says which change was seen.
+Each makes the large batch's gradient as bare torch makes it, or an error says which
+change was seen.
 """
 
 from __future__ import annotations
@@ -29,47 +31,78 @@ Scenario = Callable[[nn.Module, Tensor, Tensor], None]
 
 
 class Handed(Function):
-    """A sum of all elements times a factor, whose gradient is one tensor for all parameters, made by `make`."""
+    """A sum of all elements times a factor, whose gradient is one tensor for all
+    parameters, made by `make`.
+    """
 
     @staticmethod
-    def forward(ctx: Any, make: Callable[[Tensor, Tensor], Tensor], factor: Tensor, *parameters: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        make: Callable[[Tensor, Tensor], Tensor],
+        factor: Tensor,
+        *parameters: Tensor,
+    ) -> Tensor:
         ctx.make, ctx.factor, ctx.parameters = make, factor, parameters
         return factor * torch.stack([parameter.sum() for parameter in parameters]).sum()
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, None, *(ctx.make(parameter, ctx.factor * upstream[0]) for parameter in ctx.parameters))
+        return (
+            None,
+            None,
+            *(
+                ctx.make(parameter, ctx.factor * upstream[0])
+                for parameter in ctx.parameters
+            ),
+        )
 
 
 STATIC: dict[tuple[torch.dtype, torch.Size], Tensor] = {}
 
 
 def static(parameter: Tensor, value: Tensor) -> Tensor:
-    memory = STATIC.setdefault((parameter.dtype, parameter.shape), torch.empty_like(parameter))
+    memory = STATIC.setdefault(
+        (parameter.dtype, parameter.shape), torch.empty_like(parameter)
+    )
     return memory.copy_(value.expand_as(parameter))
 
 
 HANDED: dict[str, Callable[[Tensor, Tensor], Tensor | None]] = {
     "expanded": lambda parameter, value: value.expand_as(parameter),
     "static": static,
-    "transposed": lambda parameter, value: value.expand_as(parameter.t()).contiguous().t(),
+    "transposed": lambda parameter, value: (
+        value.expand_as(parameter.t()).contiguous().t()
+    ),
     "sparse": lambda parameter, value: value.expand_as(parameter).to_sparse(),
-    "every other": lambda parameter, value: torch.stack([value.expand_as(parameter), value.expand_as(parameter)], -1)[..., 0],
-    "none": lambda parameter, value: None if parameter.dim() == 1 else value.expand_as(parameter),
+    "every other": lambda parameter, value: torch.stack(
+        [value.expand_as(parameter), value.expand_as(parameter)], -1
+    )[..., 0],
+    "none": lambda parameter, value: (
+        None if parameter.dim() == 1 else value.expand_as(parameter)
+    ),
 }
 
 
-def run(options: dict[str, Any] | None, scenario: Scenario, dtype: torch.dtype) -> list[Tensor]:
-    """The update of one window; without options, that of bare torch, whose micro-batches are added by hand."""
+def run(
+    options: dict[str, Any] | None, scenario: Scenario, dtype: torch.dtype
+) -> list[Tensor]:
+    """The update of one window; without options, that of bare torch, whose
+    micro-batches are added by hand.
+    """
     model = make_model(dtype)
     before = [each.detach().clone() for each in model.parameters()]
     inner = torch.optim.SGD(model.parameters(), lr=1.0)
-    opt = inner if options is None else gradaccum.wrap(inner, steps=len(PARTS), **options)
+    opt = (
+        inner if options is None else gradaccum.wrap(inner, steps=len(PARTS), **options)
+    )
     total: list[Any] = [0.0 for _ in before]
     for x, y in PARTS:
         scenario(model, x.to(dtype), y.to(dtype))
         if options is None:
-            total = [a if p.grad is None else a + p.grad.to_dense() / len(PARTS) for a, p in zip(total, model.parameters(), strict=True)]
+            total = [
+                a if p.grad is None else a + p.grad.to_dense() / len(PARTS)
+                for a, p in zip(total, model.parameters(), strict=True)
+            ]
         else:
             opt.step()
         opt.zero_grad()
@@ -80,16 +113,25 @@ def run(options: dict[str, Any] | None, scenario: Scenario, dtype: torch.dtype) 
 
 def handed(make: Callable[[Tensor, Tensor], Tensor | None]) -> Scenario:
     def scenario(model: nn.Module, x: Tensor, y: Tensor) -> None:
-        (Handed.apply(make, y.sum(), *model.parameters()) + 0 * mse(model, x, y)).backward()  # type: ignore[no-untyped-call]
+        (
+            Handed.apply(make, y.sum(), *model.parameters()) + 0 * mse(model, x, y)
+        ).backward()  # type: ignore[no-untyped-call]
 
     return scenario
 
 
 def hooked(hook: Callable[[Any], Any], *, after: bool) -> Scenario:
-    """A pass with a hook on each parameter, `after` autograd has added to ``.grad`` or before."""
+    """A pass with a hook on each parameter, `after` autograd has added to ``.grad`` or
+    before.
+    """
 
     def scenario(model: nn.Module, x: Tensor, y: Tensor) -> None:
-        handles = [each.register_post_accumulate_grad_hook(hook) if after else each.register_hook(hook) for each in model.parameters()]
+        handles = [
+            each.register_post_accumulate_grad_hook(hook)
+            if after
+            else each.register_hook(hook)
+            for each in model.parameters()
+        ]
         mse(model, x, y).backward()
         for handle in handles:
             handle.remove()
@@ -104,7 +146,9 @@ def twice(model: nn.Module, x: Tensor, y: Tensor) -> None:
 
 
 def delayed(model: nn.Module, x: Tensor, y: Tensor) -> None:
-    """A hook takes the gradients away, and the loop gives them back after the pass, as a compressor does."""
+    """A hook takes the gradients away, and the loop gives them back after the pass, as
+    a compressor does.
+    """
     taken: dict[Tensor, Any] = {}
 
     def take(parameter: Tensor) -> None:
@@ -128,14 +172,19 @@ ONE = torch.ones(20, dtype=torch.float64)
 SCENARIOS = {
     **{name: handed(make) for name, make in HANDED.items()},
     "replaced": hooked(lambda gradient: 3 * gradient, after=False),
-    "one for all": hooked(lambda gradient: ONE[: gradient.numel()].to(gradient.dtype).view_as(gradient), after=False),
+    "one for all": hooked(
+        lambda gradient: ONE[: gradient.numel()].to(gradient.dtype).view_as(gradient),
+        after=False,
+    ),
     "twice": twice,
     "delayed": delayed,
     "written after": hooked(write, after=True),
     "dropped after": hooked(drop, after=True),
 }
 REFUSED = {"written after", "dropped after"}
-"""The changes of what autograd has added, which is right only where ``.grad`` is the user's."""
+"""The changes of what autograd has added, which is right only where ``.grad`` is the
+user's.
+"""
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
@@ -147,5 +196,12 @@ def test_update_is_bare_torch_s(scenario: str, mode: str) -> None:
             run(MODES[mode], SCENARIOS[scenario], dtype)
         return
     wanted = run(None, SCENARIOS[scenario], dtype)
-    for mine, theirs in zip(run(MODES[mode], SCENARIOS[scenario], dtype), wanted, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=100 * torch.finfo(dtype).eps * (1 + float(theirs.abs().max())))
+    for mine, theirs in zip(
+        run(MODES[mode], SCENARIOS[scenario], dtype), wanted, strict=True
+    ):
+        torch.testing.assert_close(
+            mine,
+            theirs,
+            rtol=0,
+            atol=100 * torch.finfo(dtype).eps * (1 + float(theirs.abs().max())),
+        )

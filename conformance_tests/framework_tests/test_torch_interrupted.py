@@ -1,4 +1,6 @@
-"""A call that raises leaves the state before the call or the state after it. Otherwise the next calls are refused."""
+"""A call that raises leaves the state before the call or the state after it. Otherwise
+the next calls are refused.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,10 @@ PLACES: dict[str, tuple[torch.dtype, dict]] = {
     "half precision": (torch.bfloat16, {}),
     "in float64": (torch.float32, {"accumulate_dtype": "float64"}),
     "masters": (torch.bfloat16, {"master_weights": True}),
-    "masters, half sums": (torch.bfloat16, {"master_weights": True, "accumulate_dtype": "bfloat16"}),
+    "masters, half sums": (
+        torch.bfloat16,
+        {"master_weights": True, "accumulate_dtype": "bfloat16"},
+    ),
     "kept apart": (torch.float32, {"on_overflow": "drop_micro_batch"}),
 }
 by_place = pytest.mark.parametrize("place", PLACES)
@@ -32,7 +37,10 @@ class Failure(Exception):
 def make(place: str, **more: Any) -> tuple[nn.Module, Any]:
     dtype, options = PLACES[place]
     model = make_model().to(dtype)
-    return model, gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9), **{"steps": 3, **options, **more})
+    return model, gradaccum.wrap(
+        torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9),
+        **{"steps": 3, **options, **more},
+    )
 
 
 def loss(model: nn.Module, index: int) -> torch.Tensor:
@@ -41,7 +49,9 @@ def loss(model: nn.Module, index: int) -> torch.Tensor:
         return loss_of(model, rows_of(index))
 
 
-def micro_batches(model: nn.Module, opt: Any, number: int = 3, *, first: int = 0) -> None:
+def micro_batches(
+    model: nn.Module, opt: Any, number: int = 3, *, first: int = 0
+) -> None:
     for index in range(first, number):
         opt.backward(loss(model, index))
         opt.step()
@@ -51,7 +61,9 @@ def failing(*_: object) -> None:
     raise Failure
 
 
-def assert_as_uninterrupted(place: str, model: nn.Module, opt: Any, windows: int = 1) -> None:
+def assert_as_uninterrupted(
+    place: str, model: nn.Module, opt: Any, windows: int = 1
+) -> None:
     other, reference = make(place)
     for _ in range(windows):
         micro_batches(other, reference)
@@ -76,7 +88,9 @@ def test_raising_post_hook_keeps_the_update(place: str) -> None:
 
 @by_place
 def test_raising_pre_hook_leaves_window_open(place: str) -> None:
-    """The update is made by the next flush, here and in a wrapper that has loaded the state."""
+    """The update is made by the next flush, here and in a wrapper that has loaded the
+    state.
+    """
     model, opt = make(place)
     handle = opt.register_step_pre_hook(failing)
     with pytest.raises(Failure):
@@ -92,9 +106,13 @@ def test_raising_pre_hook_leaves_window_open(place: str) -> None:
         assert_as_uninterrupted(place, each, own)
 
 
-@pytest.mark.parametrize("place", ["half precision", "in float64", "masters, half sums"])
+@pytest.mark.parametrize(
+    "place", ["half precision", "in float64", "masters, half sums"]
+)
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_out_of_memory_while_narrowing(place: str, when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_while_narrowing(
+    place: str, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Memory runs out before the third sum is divided and cast, or right after."""
     model, opt = make(place)
     micro_batches(model, opt, 2)
@@ -120,9 +138,13 @@ def test_out_of_memory_while_narrowing(place: str, when: str, monkeypatch: pytes
 
 
 def test_window_clipped_before_raising_is_refused() -> None:
-    """One pre-hook clips, the next one raises. The window's own gradient is lost, so the window is refused."""
+    """One pre-hook clips, the next one raises. The window's own gradient is lost, so
+    the window is refused.
+    """
     model, opt = make("in .grad")
-    opt.register_step_pre_hook(lambda *_: nn.utils.clip_grad_value_(model.parameters(), 1e-3))
+    opt.register_step_pre_hook(
+        lambda *_: nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+    )
     handle = opt.register_step_pre_hook(failing)
     with pytest.raises(Failure):
         micro_batches(model, opt)
@@ -138,7 +160,9 @@ def test_window_clipped_before_raising_is_refused() -> None:
 @pytest.mark.parametrize("when", ["pre", "post"])
 @pytest.mark.parametrize("fused", [False, True])
 def test_inner_step_that_raised_is_refused(place: str, when: str, fused: bool) -> None:
-    """Nobody looks how far it came: the next calls are refused until `discard` or a load."""
+    """Nobody looks how far it came: the next calls are refused until `discard` or a
+    load.
+    """
     model, opt = make(place)
     opt.optimizer.param_groups[0]["fused"] = fused
     state, weights = copy.deepcopy(opt.state_dict()), copy.deepcopy(model.state_dict())
@@ -146,7 +170,12 @@ def test_inner_step_that_raised_is_refused(place: str, when: str, fused: bool) -
     for way_out in (opt.discard, lambda: opt.load_state_dict(state)):
         with pytest.raises(Failure):
             micro_batches(model, opt)
-        for call in (opt.step, opt.flush, opt.state_dict, lambda: opt.backward(loss(model, 0))):
+        for call in (
+            opt.step,
+            opt.flush,
+            opt.state_dict,
+            lambda: opt.backward(loss(model, 0)),
+        ):
             with pytest.raises(gradaccum.UsageError, match="checkpoint"):
                 call()
         assert opt.result.optimizer_step == 0
@@ -160,8 +189,12 @@ def test_inner_step_that_raised_is_refused(place: str, when: str, fused: bool) -
 @by_place
 @pytest.mark.parametrize("by", ["opt.backward", "loss.backward"])
 @pytest.mark.parametrize("micro_batch", [0, 1])
-def test_half_made_backward_can_be_repeated(place: str, by: str, micro_batch: int) -> None:
-    """`opt.backward` or `zero_grad` takes the part that arrived out of the sum. If it cannot, calls are refused until `discard`."""
+def test_half_made_backward_can_be_repeated(
+    place: str, by: str, micro_batch: int
+) -> None:
+    """`opt.backward` or `zero_grad` takes the part that arrived out of the sum. If it
+    cannot, calls are refused until `discard`.
+    """
     model, opt = make(place)
     micro_batches(model, opt, micro_batch)
 
@@ -177,7 +210,11 @@ def test_half_made_backward_can_be_repeated(place: str, by: str, micro_batch: in
     handle.remove()
     apart = micro_batch == 0 or place == "kept apart"
     if by == "loss.backward" or not apart:
-        calls = (opt.step, opt.flush) if place == "kept apart" else (opt.step, opt.flush, opt.state_dict)
+        calls = (
+            (opt.step, opt.flush)
+            if place == "kept apart"
+            else (opt.step, opt.flush, opt.state_dict)
+        )
         for call in calls:
             with pytest.raises(gradaccum.UsageError, match=r"opt\.discard\(\)"):
                 call()
@@ -226,7 +263,9 @@ def test_early_raise_in_backward_changes_nothing() -> None:
 def test_raising_post_hook_moves_the_scaler(steps: int) -> None:
     model = make_model()
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
-    opt: Any = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.5), steps=steps, loss_scale=scaler)
+    opt: Any = gradaccum.wrap(
+        torch.optim.SGD(model.parameters(), lr=0.5), steps=steps, loss_scale=scaler
+    )
     opt.register_step_post_hook(failing)
     for index in range(steps):
         scaler.scale(loss(model, index)).backward()

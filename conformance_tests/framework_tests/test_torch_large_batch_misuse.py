@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 import gradaccum
 from conformance_tests.framework_tests.torch_large_batch import X as WIDE_X
-from conformance_tests.framework_tests.torch_large_batch import make_model as make_wide_model
+from conformance_tests.framework_tests.torch_large_batch import (
+    make_model as make_wide_model,
+)
 from conformance_tests.framework_tests.torch_model import X, Y, make_model
 from gradaccum_torch.large_batch import backward, coupled_backward
 
@@ -31,41 +33,91 @@ def loss_fn(x: Tensor, y: Tensor) -> Tensor:
 BAD: dict[str, tuple[str, Callable[[], Any]]] = {
     "moving_weight": (
         r"weight: expected a weight that stays.*weight\.detach\(\)",
-        lambda: backward(loss_fn, X, Y, steps=2, weight=lambda x, y: MODEL(x).exp().sum()),
+        lambda: backward(
+            loss_fn, X, Y, steps=2, weight=lambda x, y: MODEL(x).exp().sum()
+        ),
     ),
     "jagged": (
-        r"batch\[0\]: expected a dense tensor to split; got a nested one of layout torch.jagged",
-        lambda: backward(loss_fn, torch.nested.nested_tensor([X[:2], X[:3]], layout=torch.jagged), steps=2),
+        (
+            r"batch\[0\]: expected a dense tensor to split; got a nested one of layout"
+            r" torch.jagged"
+        ),
+        lambda: backward(
+            loss_fn,
+            torch.nested.nested_tensor([X[:2], X[:3]], layout=torch.jagged),
+            steps=2,
+        ),
     ),
-    "sparse": (r"batch\[0\]: .*got a sparse one of layout torch.sparse_coo", lambda: backward(loss_fn, X.to_sparse(), Y, steps=2)),
-    "items_of_array": (r"batch\[1\]: expected a list of items", lambda: backward(loss_fn, X, Y, steps=2, axes=(0, "items"))),
+    "sparse": (
+        r"batch\[0\]: .*got a sparse one of layout torch.sparse_coo",
+        lambda: backward(loss_fn, X.to_sparse(), Y, steps=2),
+    ),
+    "items_of_array": (
+        r"batch\[1\]: expected a list of items",
+        lambda: backward(loss_fn, X, Y, steps=2, axes=(0, "items")),
+    ),
     "items_short": (
         r"batch\[2\]: expected 8 items, as batch\[0\] has; got 7",
-        lambda: backward(loss_fn, X, Y, [{"w": 1.0}] * 7, steps=2, axes=(0, 0, "items")),
+        lambda: backward(
+            loss_fn, X, Y, [{"w": 1.0}] * 7, steps=2, axes=(0, 0, "items")
+        ),
     ),
-    "graph": (r"batch\[0\]: expected a tensor without a graph", lambda: backward(loss_fn, MODEL[0](X), Y, steps=2)),
+    "graph": (
+        r"batch\[0\]: expected a tensor without a graph",
+        lambda: backward(loss_fn, MODEL[0](X), Y, steps=2),
+    ),
     "int_loss": ("torch.int64", lambda: backward(lambda x, y: y.sum(), X, Y, steps=2)),
-    "float_loss": ("got a float", lambda: backward(lambda x, y: loss_fn(x, y).item(), X, Y, steps=2)),
-    "no_graph": ("got one without a graph", lambda: backward(lambda x, y: loss_fn(x, y).detach(), X, Y, steps=2)),
+    "float_loss": (
+        "got a float",
+        lambda: backward(lambda x, y: loss_fn(x, y).item(), X, Y, steps=2),
+    ),
+    "no_graph": (
+        "got one without a graph",
+        lambda: backward(lambda x, y: loss_fn(x, y).detach(), X, Y, steps=2),
+    ),
     "not_callable": ("loss_fn: expected a function", lambda: backward(X, Y, steps=2)),
     "bare_optimizer": (
         "optimizer: expected a wrapped",
-        lambda: backward(loss_fn, X, Y, steps=2, optimizer=torch.optim.SGD(MODEL.parameters())),
+        lambda: backward(
+            loss_fn, X, Y, steps=2, optimizer=torch.optim.SGD(MODEL.parameters())
+        ),
     ),
-    "coupled_outputs": ("outputs_fn: expected a function", lambda: coupled_backward(MODEL(X), X, X, steps=2)),
-    "coupled_list": ("outputs: expected a tensor", lambda: coupled_backward(lambda x: len(x), torch.mean, X, steps=2)),
-    "coupled_detached": ("got one without a graph", lambda: coupled_backward(MODEL, lambda o: o.detach().mean(), X, steps=2)),
-    "coupled_weight": ("to pack by", lambda: coupled_backward(MODEL, torch.mean, X, steps=2, weight=[1] * 8)),
+    "coupled_outputs": (
+        "outputs_fn: expected a function",
+        lambda: coupled_backward(MODEL(X), X, X, steps=2),
+    ),
+    "coupled_list": (
+        "outputs: expected a tensor",
+        lambda: coupled_backward(lambda x: len(x), torch.mean, X, steps=2),
+    ),
+    "coupled_detached": (
+        "got one without a graph",
+        lambda: coupled_backward(MODEL, lambda o: o.detach().mean(), X, steps=2),
+    ),
+    "coupled_weight": (
+        "to pack by",
+        lambda: coupled_backward(MODEL, torch.mean, X, steps=2, weight=[1] * 8),
+    ),
     "coupled_structure": (
         "outputs_fn: expected the outputs",
-        lambda: coupled_backward(lambda x: {str(len(x)): MODEL(x)}, torch.mean, X, micro_batch_size=3),
+        lambda: coupled_backward(
+            lambda x: {str(len(x)): MODEL(x)}, torch.mean, X, micro_batch_size=3
+        ),
     ),
 }
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+@pytest.mark.filterwarnings(
+    "ignore:The PyTorch API of nested tensors is in prototype stage"
+)
 def test_nested_tensor_of_the_old_layout() -> None:
-    with pytest.raises(ERROR, match=r"batch\[0\]: expected a dense tensor to split; got a nested one of layout torch.strided"):
+    with pytest.raises(
+        ERROR,
+        match=(
+            r"batch\[0\]: expected a dense tensor to split; got a nested one of layout"
+            r" torch.strided"
+        ),
+    ):
         backward(loss_fn, torch.nested.nested_tensor([X[:2], X[:3]]), steps=2)
 
 
@@ -94,7 +146,10 @@ def test_own_backward_is_refused(precision: Any, retain: bool, place: int) -> No
             loss.backward(retain_graph=retain)
         return loss
 
-    with pytest.raises(gradaccum.UsageError, match="loss_fn: expected a function that computes the loss"):
+    with pytest.raises(
+        gradaccum.UsageError,
+        match="loss_fn: expected a function that computes the loss",
+    ):
         backward(own, X, Y, steps=4)
     assert all(p.grad is None for p in model.parameters())
 
@@ -134,25 +189,45 @@ def test_other_outputs_in_second_pass_are_refused() -> None:
         calls.append(1)
         return model(x) * (1 + 0.01 * len(calls))
 
-    with pytest.raises(gradaccum.UsageError, match="outputs_fn: expected the same outputs in both passes"):
+    with pytest.raises(
+        gradaccum.UsageError,
+        match="outputs_fn: expected the same outputs in both passes",
+    ):
         coupled_backward(outputs_fn, lambda o: o.std(), X, steps=2)
     assert all(p.grad is None for p in model.parameters())
     rows = iter([4, 4, 4, 3])
     with pytest.raises(gradaccum.UsageError, match="shape"):
-        coupled_backward(lambda x: model(x[: next(rows)]), lambda o: o.std(), X, steps=2)
+        coupled_backward(
+            lambda x: model(x[: next(rows)]), lambda o: o.std(), X, steps=2
+        )
 
 
 def test_wrapped_parameters_need_their_optimizer() -> None:
     """Those of another wrapped optimizer too, unless the loss does not reach them."""
     model, other = make_model(), make_model()
-    opts = [gradaccum.wrap(torch.optim.SGD(m.parameters(), lr=0.1), steps=None) for m in (model, other)]
+    opts = [
+        gradaccum.wrap(torch.optim.SGD(m.parameters(), lr=0.1), steps=None)
+        for m in (model, other)
+    ]
     with pytest.raises(gradaccum.UsageError, match="optimizer=opt"):
         backward(lambda x, y: cross_entropy(model(x), y), X, Y, steps=2)
     with pytest.raises(gradaccum.UsageError, match="requires_grad_"):
-        backward(lambda x, y: cross_entropy(model(x) + other(x), y), X, Y, steps=2, optimizer=opts[0])
+        backward(
+            lambda x, y: cross_entropy(model(x) + other(x), y),
+            X,
+            Y,
+            steps=2,
+            optimizer=opts[0],
+        )
     assert all(p.grad is None for p in (*model.parameters(), *other.parameters()))
     assert [opt.result.micro_step for opt in opts] == [0, 0]
-    backward(lambda x, y: cross_entropy(model(x), y) + 0 * len(list(other.parameters())), X, Y, steps=2, optimizer=opts[0])
+    backward(
+        lambda x, y: cross_entropy(model(x), y) + 0 * len(list(other.parameters())),
+        X,
+        Y,
+        steps=2,
+        optimizer=opts[0],
+    )
     assert opts[0].result.applied
     half_model = make_model().bfloat16()
     opt = gradaccum.wrap(torch.optim.SGD(half_model.parameters(), lr=0.1), steps=None)
@@ -162,7 +237,9 @@ def test_wrapped_parameters_need_their_optimizer() -> None:
 
 
 def test_workers_module_needs_an_optimizer(tmp_path: Any) -> None:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
     try:
         parallel = nn.parallel.DistributedDataParallel(make_model())
         with pytest.raises(gradaccum.UsageError, match="module=module"):
@@ -186,23 +263,45 @@ def assert_refused(model: nn.Module, call: Callable[[], Any], own: str) -> None:
 @pytest.mark.parametrize("wrapped", [False, True])
 @pytest.mark.parametrize("temperature", [False, True])
 def test_coupled_loss_that_runs_backward(wrapped: bool, temperature: bool) -> None:
-    """It would leave a gradient in the outputs, and in a parameter of its own, beside the call's."""
+    """It would leave a gradient in the outputs, and in a parameter of its own, beside
+    the call's.
+    """
     model, t = make_wide_model(), nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
-    options = {"optimizer": gradaccum.wrap(torch.optim.SGD([*model.parameters(), t], lr=0.1), steps=None)} if wrapped else {}
+    options = (
+        {
+            "optimizer": gradaccum.wrap(
+                torch.optim.SGD([*model.parameters(), t], lr=0.1), steps=None
+            )
+        }
+        if wrapped
+        else {}
+    )
 
     def loss_fn(outputs: Tensor) -> Tensor:
         loss = variance(outputs) * (t if temperature else 1.0)
         loss.backward(retain_graph=True)
         return loss
 
-    assert_refused(model, lambda: coupled_backward(model, loss_fn, WIDE_X, steps=3, **options), "backward")
+    assert_refused(
+        model,
+        lambda: coupled_backward(model, loss_fn, WIDE_X, steps=3, **options),
+        "backward",
+    )
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_outputs_that_run_backward(wrapped: bool) -> None:
     """The second pass has a graph, so there it is possible."""
     model = make_wide_model()
-    options = {"optimizer": gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.1), steps=None)} if wrapped else {}
+    options = (
+        {
+            "optimizer": gradaccum.wrap(
+                torch.optim.SGD(model.parameters(), lr=0.1), steps=None
+            )
+        }
+        if wrapped
+        else {}
+    )
 
     def outputs_fn(x: Tensor) -> Tensor:
         z = model(x)
@@ -210,11 +309,17 @@ def test_outputs_that_run_backward(wrapped: bool) -> None:
             z.sum().backward(retain_graph=True)
         return z
 
-    assert_refused(model, lambda: coupled_backward(outputs_fn, variance, WIDE_X, steps=3, **options), "backward")
+    assert_refused(
+        model,
+        lambda: coupled_backward(outputs_fn, variance, WIDE_X, steps=3, **options),
+        "backward",
+    )
 
 
 def test_backward_into_another_module_beside_a_window() -> None:
-    """A critic that the window does not sum over gets the large batch's gradient beside it."""
+    """A critic that the window does not sum over gets the large batch's gradient beside
+    it.
+    """
     model, critic = make_wide_model(), nn.Linear(3, 1, dtype=torch.float64)
     opt = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.1), steps=None)
 
@@ -223,7 +328,9 @@ def test_backward_into_another_module_beside_a_window() -> None:
         loss.backward(retain_graph=True, inputs=list(critic.parameters()))
         return loss
 
-    assert_refused(critic, lambda: backward(loss_fn, WIDE_X, steps=2, optimizer=opt), "backward")
+    assert_refused(
+        critic, lambda: backward(loss_fn, WIDE_X, steps=2, optimizer=opt), "backward"
+    )
     assert opt.result.micro_step == 0
 
 
@@ -241,11 +348,15 @@ class Drifting(nn.Module):
 
 
 def test_replaced_buffer_in_both_passes() -> None:
-    """Micro-batch i finds the buffer as in one pass over the micro-batches, and the buffer ends as after that pass."""
+    """Micro-batch i finds the buffer as in one pass over the micro-batches, and the
+    buffer ends as after that pass.
+    """
     torch.manual_seed(0)
     model = Drifting()
     factors = torch.arange(1.0, 6, dtype=torch.float64).repeat_interleave(2)[:, None]
-    expected = torch.autograd.grad(variance(model.inner(WIDE_X) * factors), list(model.inner.parameters()))
+    expected = torch.autograd.grad(
+        variance(model.inner(WIDE_X) * factors), list(model.inner.parameters())
+    )
     coupled_backward(model, variance, WIDE_X, steps=5)
     for p, q in zip(model.inner.parameters(), expected, strict=True):
         torch.testing.assert_close(p.grad, q, rtol=1e-13, atol=1e-13)
@@ -271,7 +382,9 @@ def test_error_puts_the_replaced_buffer_back() -> None:
 def test_half_gradients_are_left_to_autograd_after_the_call() -> None:
     """Nothing of the call takes what a later plain backward pass delivers."""
     weight = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
-    backward(lambda x: (x * weight).sum(), torch.ones(4, 2, dtype=torch.bfloat16), steps=2)
+    backward(
+        lambda x: (x * weight).sum(), torch.ones(4, 2, dtype=torch.bfloat16), steps=2
+    )
     weight.grad = None
     (weight * 3).sum().backward()
     assert torch.equal(weight.grad, torch.full_like(weight, 3.0))

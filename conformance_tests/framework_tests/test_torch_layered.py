@@ -1,4 +1,6 @@
-"""The layered window: the same bits as micro-batch after micro-batch, and one layer's gradients alive at a time."""
+"""The layered window: the same bits as micro-batch after micro-batch, and one layer's
+gradients alive at a time.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +17,25 @@ import gradaccum
 from gradaccum_torch import backward, layered_backward
 
 cross_entropy, mse = nn.functional.cross_entropy, nn.functional.mse_loss
-X, Y = torch.randn(11, 6, generator=torch.Generator().manual_seed(0)), torch.arange(11) % 3
+X, Y = (
+    torch.randn(11, 6, generator=torch.Generator().manual_seed(0)),
+    torch.arange(11) % 3,
+)
 STEPS = 4
 """Of three items each, and a ragged last one of two."""
 
 
 def block(width: int = 8) -> nn.Module:
-    return nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.3))
+    return nn.Sequential(
+        nn.Linear(width, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.3)
+    )
 
 
 def make_layers(dtype: torch.dtype = torch.float32, blocks: int = 4) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), *(block() for _ in range(blocks)), nn.Linear(8, 3)).to(dtype)
+    return nn.Sequential(
+        nn.Linear(6, 8), *(block() for _ in range(blocks)), nn.Linear(8, 3)
+    ).to(dtype)
 
 
 def same(one: nn.Module, other: nn.Module) -> bool:
@@ -54,23 +63,32 @@ OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
     "clip": lambda: {"clip_norm": 0.05},
     "skip": lambda: {"skip_norm": 1e-6},
     "dynamic": lambda: {"loss_scale": gradaccum.DynamicLossScale(growth_interval=1)},
-    "scaler": lambda: {"loss_scale": torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=1)},
+    "scaler": lambda: {
+        "loss_scale": torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=1)
+    },
 }
 
 
 @by_place
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradient_has_the_same_bits(place: dict[str, Any], dtype: torch.dtype) -> None:
-    """Beside what was in .grad; dropout draws the same numbers, a batch norm sees each micro-batch once."""
+    """Beside what was in .grad; dropout draws the same numbers, a batch norm sees each
+    micro-batch once.
+    """
     usual, layered = make_layers(dtype), make_layers(dtype)
     for model in (usual, layered):
         torch.manual_seed(1)
         for p in model.parameters():
             p.grad = torch.ones_like(p)
         if model is usual:
-            loss = backward(lambda x, y: cross_entropy(usual(x), y), X.to(dtype), Y, steps=STEPS)
+            loss = backward(
+                lambda x, y: cross_entropy(usual(x), y), X.to(dtype), Y, steps=STEPS
+            )
             drawn = torch.get_rng_state()
-    assert torch.equal(loss, layered_backward(layered, cross_entropy, X.to(dtype), Y, steps=STEPS, **place))
+    assert torch.equal(
+        loss,
+        layered_backward(layered, cross_entropy, X.to(dtype), Y, steps=STEPS, **place),
+    )
     assert torch.equal(drawn, torch.get_rng_state())
     assert all(map(torch.equal, gradients(usual), gradients(layered)))
     assert same(usual, layered)
@@ -79,16 +97,42 @@ def test_gradient_has_the_same_bits(place: dict[str, Any], dtype: torch.dtype) -
 @by_place
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("half", [False, True])
-def test_updates_have_the_same_bits(place: dict[str, Any], options: Callable[[], dict[str, Any]], half: bool) -> None:
-    """By the wrapper's own rules, with master weights where the model is in half precision."""
+def test_updates_have_the_same_bits(
+    place: dict[str, Any], options: Callable[[], dict[str, Any]], half: bool
+) -> None:
+    """By the wrapper's own rules, with master weights where the model is in half
+    precision.
+    """
     dtype = torch.bfloat16 if half else torch.float32
     usual, layered = make_layers(dtype), make_layers(dtype)
-    opts = [gradaccum.wrap(torch.optim.AdamW(m.parameters(), lr=0.1), None, master_weights=half, **options()) for m in (usual, layered)]
+    opts = [
+        gradaccum.wrap(
+            torch.optim.AdamW(m.parameters(), lr=0.1),
+            None,
+            master_weights=half,
+            **options(),
+        )
+        for m in (usual, layered)
+    ]
     for window in range(3):
         torch.manual_seed(window)
-        backward(lambda x, y: cross_entropy(usual(x), y), X.to(dtype), Y, steps=STEPS, optimizer=opts[0])
+        backward(
+            lambda x, y: cross_entropy(usual(x), y),
+            X.to(dtype),
+            Y,
+            steps=STEPS,
+            optimizer=opts[0],
+        )
         torch.manual_seed(window)
-        layered_backward(layered, cross_entropy, X.to(dtype), Y, steps=STEPS, optimizer=opts[1], **place)
+        layered_backward(
+            layered,
+            cross_entropy,
+            X.to(dtype),
+            Y,
+            steps=STEPS,
+            optimizer=opts[1],
+            **place,
+        )
         assert repr(opts[0].result) == repr(opts[1].result)
     assert same(usual, layered)
     assert not gradients(layered)
@@ -98,14 +142,20 @@ def test_updates_have_the_same_bits(place: dict[str, Any], options: Callable[[],
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "item_mean"])
 def test_equals_the_large_batch(reduction: str) -> None:
-    """In float64, with a parameter in three layers, a frozen layer, and activations that are nests."""
+    """In float64, with a parameter in three layers, a frozen layer, and activations
+    that are nests.
+    """
     x, y, weights = X.double(), X.double().square(), torch.arange(11.0)
 
     class Tied(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             torch.manual_seed(0)
-            self.first, self.middle, self.frozen = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6).requires_grad_(False)
+            self.first, self.middle, self.frozen = (
+                nn.Linear(6, 6),
+                nn.Linear(6, 6),
+                nn.Linear(6, 6).requires_grad_(False),
+            )
 
         def layers(self) -> list[Callable[[Any], Any]]:
             return [
@@ -120,19 +170,36 @@ def test_equals_the_large_batch(reduction: str) -> None:
     def loss_fn(outputs: Tensor, targets: tuple[Tensor, Tensor]) -> Tensor:
         """Weighted by item; each micro-batch's own mean or sum."""
         errors = (outputs - targets[0]).square().mean(1) * targets[1]
-        return errors.sum() / targets[1].sum().clamp(min=1) if reduction == "mean" else errors.sum()
+        return (
+            errors.sum() / targets[1].sum().clamp(min=1)
+            if reduction == "mean"
+            else errors.sum()
+        )
 
     def weight(_: Tensor, targets: tuple[Tensor, Tensor]) -> Tensor:
         return targets[1].sum()
 
     model, large = Tied().double(), Tied().double()
     for optimizer in (None, torch.optim.SGD(model.parameters(), lr=1.0)):
-        opt = optimizer and gradaccum.wrap(optimizer, None, reduction=reduction, on_overflow="ignore")
-        loss = layered_backward(model.layers(), loss_fn, x, (y, weights), steps=5, weight=weight, reduction=reduction, optimizer=opt)
+        opt = optimizer and gradaccum.wrap(
+            optimizer, None, reduction=reduction, on_overflow="ignore"
+        )
+        loss = layered_backward(
+            model.layers(),
+            loss_fn,
+            x,
+            (y, weights),
+            steps=5,
+            weight=weight,
+            reduction=reduction,
+            optimizer=opt,
+        )
         h = x
         for layer in large.layers():
             h = layer(h)
-        expected = loss_fn(h, (y, weights)) / (weights.sum() if reduction == "item_mean" else 1)
+        expected = loss_fn(h, (y, weights)) / (
+            weights.sum() if reduction == "item_mean" else 1
+        )
         torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=0)
         expected.backward()
         for p, q in zip(model.parameters(), large.parameters(), strict=True):
@@ -148,9 +215,18 @@ def test_equals_the_large_batch(reduction: str) -> None:
 
 
 def test_one_layer_of_gradients_is_alive() -> None:
-    """Counted as each gradient arrives: in .grad of all parameters, and in the sums of a half-precision model."""
-    layers = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)) for _ in range(8)))
-    opt = gradaccum.wrap(torch.optim.AdamW(layers.parameters()), steps=None, on_overflow="ignore")
+    """Counted as each gradient arrives: in .grad of all parameters, and in the sums of
+    a half-precision model.
+    """
+    layers = nn.Sequential(
+        *(
+            nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
+            for _ in range(8)
+        )
+    )
+    opt = gradaccum.wrap(
+        torch.optim.AdamW(layers.parameters()), steps=None, on_overflow="ignore"
+    )
     alive: list[int] = []
 
     def note(_: Tensor) -> None:
@@ -158,7 +234,9 @@ def test_one_layer_of_gradients_is_alive() -> None:
 
     for parameter in layers.parameters():
         parameter.register_post_accumulate_grad_hook(note)
-    layered_backward(layers, mse, torch.randn(8, 16), torch.randn(8, 16), steps=4, optimizer=opt)
+    layered_backward(
+        layers, mse, torch.randn(8, 16), torch.randn(8, 16), steps=4, optimizer=opt
+    )
     one = sum(p.nbytes for p in layers[0].parameters())
     assert len(alive) == 4 * 32
     assert max(alive) <= 1.1 * one
@@ -169,26 +247,53 @@ def test_shared_parameter_waits_for_its_first_layer() -> None:
     embedding, head = nn.Embedding(5, 4), nn.Linear(4, 5, bias=False)
     head.weight = embedding.weight
     steps: list[set[int]] = []
-    optimizer = torch.optim.SGD([*embedding.parameters(), *(middle := nn.Linear(4, 4)).parameters()], lr=0.1)
+    optimizer = torch.optim.SGD(
+        [*embedding.parameters(), *(middle := nn.Linear(4, 4)).parameters()], lr=0.1
+    )
 
     def note(inner: torch.optim.Optimizer, *_: object) -> None:
-        steps.append({id(p) for group in inner.param_groups for p in group["params"] if p.grad is not None})
+        steps.append(
+            {
+                id(p)
+                for group in inner.param_groups
+                for p in group["params"]
+                if p.grad is not None
+            }
+        )
 
     optimizer.register_step_pre_hook(note)
     opt = gradaccum.wrap(optimizer, steps=None, on_overflow="ignore")
-    layered_backward([embedding, middle, head], cross_entropy, torch.arange(5), torch.arange(5), steps=2, optimizer=opt)
-    assert steps == [set(), {id(p) for p in middle.parameters()}, {id(embedding.weight)}]
+    layered_backward(
+        [embedding, middle, head],
+        cross_entropy,
+        torch.arange(5),
+        torch.arange(5),
+        steps=2,
+        optimizer=opt,
+    )
+    assert steps == [
+        set(),
+        {id(p) for p in middle.parameters()},
+        {id(embedding.weight)},
+    ]
 
 
 def test_aux_and_losses_of_layers() -> None:
-    """An activation may be a loss that a layer adds; the loss function's other outputs merge."""
+    """An activation may be a loss that a layer adds; the loss function's other outputs
+    merge.
+    """
     layer = nn.Linear(6, 3)
 
     def routed(x: Tensor) -> tuple[Tensor, Tensor]:
         return layer(x), layer.weight.square().sum()
 
-    def loss_fn(outputs: tuple[Tensor, Tensor], y: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        return cross_entropy(outputs[0], y) + outputs[1], {"logits": outputs[0], "right": (outputs[0].argmax(1) == y).sum()}
+    def loss_fn(
+        outputs: tuple[Tensor, Tensor], y: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        return cross_entropy(outputs[0], y) + outputs[1], {
+            "logits": outputs[0],
+            "right": (outputs[0].argmax(1) == y).sum(),
+        }
 
     kinds = {"logits": "concatenate", "right": "sum"}
     loss, aux = layered_backward([routed], loss_fn, X, Y, steps=STEPS, aux=kinds)
@@ -213,7 +318,12 @@ def test_buffers_that_two_layers_or_the_loss_share(place: dict[str, Any]) -> Non
         if is_layered:
             layered_backward(model, loss_fn, X, Y, steps=STEPS, **place)
         else:
-            backward(lambda x, y, model=model, loss_fn=loss_fn: loss_fn(model(x), y), X, Y, steps=STEPS)
+            backward(
+                lambda x, y, model=model, loss_fn=loss_fn: loss_fn(model(x), y),
+                X,
+                Y,
+                steps=STEPS,
+            )
         models.append(model)
     assert same(*models)
     assert all(map(torch.equal, *map(gradients, models)))
@@ -226,7 +336,14 @@ def test_autocast(place: dict[str, Any]) -> None:
         torch.manual_seed(1)
         backward(lambda x, y: cross_entropy(usual(x).float(), y), X, Y, steps=STEPS)
         torch.manual_seed(1)
-        layered_backward(layered, lambda o, y: cross_entropy(o.float(), y), X, Y, steps=STEPS, **place)
+        layered_backward(
+            layered,
+            lambda o, y: cross_entropy(o.float(), y),
+            X,
+            Y,
+            steps=STEPS,
+            **place,
+        )
     assert all(map(torch.equal, gradients(usual), gradients(layered)))
     assert same(usual, layered)
 
@@ -260,7 +377,9 @@ class Failing(nn.Module):
 def test_error_before_the_first_update_leaves_everything() -> None:
     layers = nn.Sequential(nn.Linear(6, 8), Failing(2), block(), nn.Linear(8, 3))
     before, state = copy.deepcopy(layers.state_dict()), torch.get_rng_state()
-    opt = gradaccum.wrap(torch.optim.SGD(layers.parameters(), lr=0.1), steps=None, on_overflow="ignore")
+    opt = gradaccum.wrap(
+        torch.optim.SGD(layers.parameters(), lr=0.1), steps=None, on_overflow="ignore"
+    )
     with pytest.raises(RuntimeError, match="no memory") as error:
         layered_backward(layers, cross_entropy, X, Y, steps=STEPS, optimizer=opt)
     assert not getattr(error.value, "__notes__", [])
@@ -271,13 +390,19 @@ def test_error_before_the_first_update_leaves_everything() -> None:
 
 
 def test_error_after_an_update_names_the_layers_and_asks_for_a_load() -> None:
-    layers = nn.Sequential(nn.Linear(6, 8), Failing(STEPS + 1), nn.Linear(8, 8), nn.Linear(8, 3))
-    opt = gradaccum.wrap(torch.optim.SGD(layers.parameters(), lr=0.1), steps=None, on_overflow="ignore")
+    layers = nn.Sequential(
+        nn.Linear(6, 8), Failing(STEPS + 1), nn.Linear(8, 8), nn.Linear(8, 3)
+    )
+    opt = gradaccum.wrap(
+        torch.optim.SGD(layers.parameters(), lr=0.1), steps=None, on_overflow="ignore"
+    )
     saved, model = copy.deepcopy(opt.state_dict()), copy.deepcopy(layers.state_dict())
     with pytest.raises(RuntimeError, match="no memory") as error:
         layered_backward(layers, cross_entropy, X, Y, steps=STEPS, optimizer=opt)
     assert "the updates of layers[3], layers[2] were made" in error.value.__notes__[0]
-    assert [torch.equal(model[name], value) for name, value in layers.state_dict().items()] == [True] * 3 + [False] * 4
+    assert [
+        torch.equal(model[name], value) for name, value in layers.state_dict().items()
+    ] == [True] * 3 + [False] * 4
     assert not gradients(layers)
     for _ in range(2):  # A refusal does not forget it.
         with pytest.raises(gradaccum.UsageError, match="Load the last checkpoint"):
@@ -311,16 +436,31 @@ class MovingAll(torch.optim.SGD):
 
     def step(self, closure: Any = None) -> None:
         for parameter in self.param_groups[0]["params"]:
-            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            parameter.grad = (
+                torch.zeros_like(parameter)
+                if parameter.grad is None
+                else parameter.grad
+            )
         super().step(closure)
 
 
 @pytest.mark.parametrize(
-    ("kind", "moved"), [(Counting, r"\['k'\]"), (CountingOnDevice, r"\['k'\]"), (MovingAll, r"\['parameters without a gradient'\]")]
+    ("kind", "moved"),
+    [
+        (Counting, r"\['k'\]"),
+        (CountingOnDevice, r"\['k'\]"),
+        (MovingAll, r"\['parameters without a gradient'\]"),
+    ],
 )
-def test_optimizer_whose_step_is_not_by_parameter(kind: type[torch.optim.SGD], moved: str) -> None:
+def test_optimizer_whose_step_is_not_by_parameter(
+    kind: type[torch.optim.SGD], moved: str
+) -> None:
     layers = make_layers()
-    opt = gradaccum.wrap(kind(layers.parameters(), lr=0.1, momentum=0.9), steps=None, on_overflow="ignore")
+    opt = gradaccum.wrap(
+        kind(layers.parameters(), lr=0.1, momentum=0.9),
+        steps=None,
+        on_overflow="ignore",
+    )
     opt.param_groups[0]["of_no_use"] = math.nan
     with pytest.raises(gradaccum.UsageError, match=f"one that moves {moved}"):
         layered_backward(layers, cross_entropy, X, Y, steps=STEPS, optimizer=opt)
@@ -336,11 +476,17 @@ def test_step_hooks(name: str) -> None:
     seen: list[int] = []
     for options in ({"on_overflow": "ignore"}, {}):
         layers = make_layers()
-        opt = gradaccum.wrap(torch.optim.SGD(layers.parameters(), lr=0.1), None, **options)
-        getattr(opt, name)(lambda *_, layers=layers: seen.append(len(gradients(layers))))
+        opt = gradaccum.wrap(
+            torch.optim.SGD(layers.parameters(), lr=0.1), None, **options
+        )
+        getattr(opt, name)(
+            lambda *_, layers=layers: seen.append(len(gradients(layers)))
+        )
         if options:
             with pytest.raises(gradaccum.UsageError, match="one with a step hook"):
-                layered_backward(layers, cross_entropy, X, Y, steps=STEPS, optimizer=opt)
+                layered_backward(
+                    layers, cross_entropy, X, Y, steps=STEPS, optimizer=opt
+                )
         else:
             layered_backward(layers, cross_entropy, X, Y, steps=STEPS, optimizer=opt)
     assert seen == [len([*make_layers().parameters()])]
@@ -348,7 +494,9 @@ def test_step_hooks(name: str) -> None:
 
 def test_error_of_a_listener_names_no_layer() -> None:
     layers = make_layers()
-    opt = gradaccum.wrap(torch.optim.SGD(layers.parameters(), lr=0.1), None, on_overflow="ignore")
+    opt = gradaccum.wrap(
+        torch.optim.SGD(layers.parameters(), lr=0.1), None, on_overflow="ignore"
+    )
 
     def listener(_: gradaccum.StepResult) -> None:
         raise ValueError("full")
@@ -361,20 +509,56 @@ def test_error_of_a_listener_names_no_layer() -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "no_layers": (lambda: layered_backward([], mse, X, X, steps=2), "layers: expected at least one layer"),
-    "a_module": (lambda: layered_backward(nn.Linear(6, 6), mse, X, X, steps=2), "expected an nn.Sequential or a list of callables"),
-    "a_string": (lambda: layered_backward([nn.Linear(6, 6), "relu"], mse, X, X, steps=2), "layers: expected a function"),
-    "no_graph": (torch.inference_mode()(lambda: layered_backward([nn.Linear(6, 6)] * 2, mse, X, X, steps=2)), "outside of torch.no_grad"),
-    "borders": (lambda: layered_backward([nn.Linear(6, 6)], mse, X, X, steps=2, borders="disk"), "borders: expected one of"),
-    "both": (lambda: layered_backward([nn.Linear(6, 6)], mse, X, X, steps=2, borders="host", within="keep"), "hold the borders"),
+    "no_layers": (
+        lambda: layered_backward([], mse, X, X, steps=2),
+        "layers: expected at least one layer",
+    ),
+    "a_module": (
+        lambda: layered_backward(nn.Linear(6, 6), mse, X, X, steps=2),
+        "expected an nn.Sequential or a list of callables",
+    ),
+    "a_string": (
+        lambda: layered_backward([nn.Linear(6, 6), "relu"], mse, X, X, steps=2),
+        "layers: expected a function",
+    ),
+    "no_graph": (
+        torch.inference_mode()(
+            lambda: layered_backward([nn.Linear(6, 6)] * 2, mse, X, X, steps=2)
+        ),
+        "outside of torch.no_grad",
+    ),
+    "borders": (
+        lambda: layered_backward([nn.Linear(6, 6)], mse, X, X, steps=2, borders="disk"),
+        "borders: expected one of",
+    ),
+    "both": (
+        lambda: layered_backward(
+            [nn.Linear(6, 6)], mse, X, X, steps=2, borders="host", within="keep"
+        ),
+        "hold the borders",
+    ),
     "reduction": (
         lambda: layered_backward(
-            [nn.ReLU()], mse, X, X, optimizer=gradaccum.wrap(torch.optim.SGD([X], lr=1), None), reduction="max", steps=2
+            [nn.ReLU()],
+            mse,
+            X,
+            X,
+            optimizer=gradaccum.wrap(torch.optim.SGD([X], lr=1), None),
+            reduction="max",
+            steps=2,
         ),
         "reduction: expected one of",
     ),
-    "auto": (lambda: layered_backward([nn.Linear(6, 6)], mse, X, X, micro_batch_size="auto"), "expected a number of items"),
-    "in_place": (lambda: layered_backward([nn.Linear(6, 6), nn.ReLU(inplace=True)], mse, X, X, steps=2), r"layers\[1\]: .* wrote into"),
+    "auto": (
+        lambda: layered_backward([nn.Linear(6, 6)], mse, X, X, micro_batch_size="auto"),
+        "expected a number of items",
+    ),
+    "in_place": (
+        lambda: layered_backward(
+            [nn.Linear(6, 6), nn.ReLU(inplace=True)], mse, X, X, steps=2
+        ),
+        r"layers\[1\]: .* wrote into",
+    ),
 }
 
 
@@ -384,10 +568,22 @@ def test_refused(call: Callable[[], Any], message: str) -> None:
         call()
 
 
-@pytest.mark.parametrize("options", [{"on_overflow": "drop_micro_batch"}, {"separate_sums": True}, {"noise_scale": True}, {"steps": 2}])
-def test_optimizer_that_looks_at_micro_batches_is_refused(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"on_overflow": "drop_micro_batch"},
+        {"separate_sums": True},
+        {"noise_scale": True},
+        {"steps": 2},
+    ],
+)
+def test_optimizer_that_looks_at_micro_batches_is_refused(
+    options: dict[str, Any],
+) -> None:
     layers = make_layers()
-    opt = gradaccum.wrap(torch.optim.SGD(layers.parameters(), lr=0.1), **{"steps": None, **options})
+    opt = gradaccum.wrap(
+        torch.optim.SGD(layers.parameters(), lr=0.1), **{"steps": None, **options}
+    )
     with pytest.raises(gradaccum.GradAccumError, match=r"optimizer: expected"):
         layered_backward(layers, cross_entropy, X, Y, steps=STEPS, optimizer=opt)
 
@@ -419,8 +615,13 @@ WRITTEN: dict[str, tuple[list[Any], Callable[[Any, Any], Tensor]]] = {
 
 @pytest.mark.parametrize("place", [{}, {"borders": "host"}], ids=["within", "host"])
 @pytest.mark.parametrize(("layers", "loss_fn"), WRITTEN.values(), ids=WRITTEN)
-def test_border_that_something_writes_into_is_refused(layers: list[Any], loss_fn: Any, place: dict[str, Any]) -> None:
-    with pytest.raises(gradaccum.UsageError, match=r"layers\[1\]: expected an input that stays as it is"):
+def test_border_that_something_writes_into_is_refused(
+    layers: list[Any], loss_fn: Any, place: dict[str, Any]
+) -> None:
+    with pytest.raises(
+        gradaccum.UsageError,
+        match=r"layers\[1\]: expected an input that stays as it is",
+    ):
         layered_backward(layers, loss_fn, X, Y, steps=STEPS, **place)
 
 
@@ -432,19 +633,38 @@ def test_layer_may_write_into_what_is_kept() -> None:
     assert all(map(torch.equal, gradients(layers), gradients(other)))
 
 
-@pytest.mark.parametrize("options", [None, {"on_overflow": "ignore", "loss_scale": 8.0}, {"clip_norm": 0.1}])
+@pytest.mark.parametrize(
+    "options", [None, {"on_overflow": "ignore", "loss_scale": 8.0}, {"clip_norm": 0.1}]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_inputs_get_their_gradient(options: dict[str, Any] | None, dtype: torch.dtype) -> None:
+def test_inputs_get_their_gradient(
+    options: dict[str, Any] | None, dtype: torch.dtype
+) -> None:
     """Beside what was in .grad, and freed of the window's weight and scale."""
     given: list[Tensor] = []
     for is_layered in (False, True):
-        layers, x = make_layers(dtype, 1).eval(), X.to(dtype, copy=True).requires_grad_()
+        layers, x = (
+            make_layers(dtype, 1).eval(),
+            X.to(dtype, copy=True).requires_grad_(),
+        )
         x.grad = torch.ones_like(x)
-        opt = None if options is None else gradaccum.wrap(torch.optim.SGD(layers.parameters(), lr=0.1), None, **options)
+        opt = (
+            None
+            if options is None
+            else gradaccum.wrap(
+                torch.optim.SGD(layers.parameters(), lr=0.1), None, **options
+            )
+        )
         if is_layered:
             layered_backward(layers, cross_entropy, x, Y, steps=STEPS, optimizer=opt)
         else:
-            backward(lambda x, y, layers=layers: cross_entropy(layers(x), y), x, Y, steps=STEPS, optimizer=opt)
+            backward(
+                lambda x, y, layers=layers: cross_entropy(layers(x), y),
+                x,
+                Y,
+                steps=STEPS,
+                optimizer=opt,
+            )
         given.append(x.grad)
     assert torch.equal(*given)
     assert not torch.equal(given[0], torch.ones_like(given[0]))

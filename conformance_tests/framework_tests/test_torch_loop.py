@@ -21,20 +21,26 @@ from .torch_separate import make_model as make_separate_model
 @pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.parametrize("order", ["zero_grad_first", "zero_grad_last", "no_zero_grad"])
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_usual_loop_equals_large_batch(name: str, order: str, set_to_none: bool) -> None:
+def test_usual_loop_equals_large_batch(
+    name: str, order: str, set_to_none: bool
+) -> None:
     model = make_model()
     opt = gradaccum.wrap(MAKERS[name](model.parameters()), steps=4)
     start = [p.detach().clone() for p in model.parameters()]
     for index in range(4):
         if order == "zero_grad_first":
             opt.zero_grad(set_to_none=set_to_none)
-        assert all(torch.equal(p, q) for p, q in zip(model.parameters(), start, strict=True))
+        assert all(
+            torch.equal(p, q) for p, q in zip(model.parameters(), start, strict=True)
+        )
         loss_of(model, rows_of(index)).backward()
         opt.step()
         if order == "zero_grad_last":
             opt.zero_grad(set_to_none=set_to_none)
     assert opt.result.applied
-    for p, expected in zip(model.parameters(), large_batch_step(MAKERS[name]), strict=True):
+    for p, expected in zip(
+        model.parameters(), large_batch_step(MAKERS[name]), strict=True
+    ):
         torch.testing.assert_close(p.detach(), expected, rtol=1e-5, atol=1e-5)
         if order == "zero_grad_last" and not set_to_none:
             assert torch.equal(p.grad, torch.zeros_like(p))
@@ -88,9 +94,15 @@ def test_hooks_fire_once_per_update() -> None:
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     opt = gradaccum.wrap(inner, steps=2)
     seen: list[str] = []
-    opt.register_step_pre_hook(lambda o, a, k: seen.append("pre" if o is opt else "wrong"))
-    opt.register_step_post_hook(lambda o, a, k: seen.append("post" if o is opt else "wrong"))
-    inner.register_step_pre_hook(lambda o, a, k: seen.append("inner pre" if o is inner else "wrong"))
+    opt.register_step_pre_hook(
+        lambda o, a, k: seen.append("pre" if o is opt else "wrong")
+    )
+    opt.register_step_post_hook(
+        lambda o, a, k: seen.append("post" if o is opt else "wrong")
+    )
+    inner.register_step_pre_hook(
+        lambda o, a, k: seen.append("inner pre" if o is inner else "wrong")
+    )
     for index in range(4):
         loss_of(model, rows_of(index)).backward()
         opt.step()
@@ -98,7 +110,9 @@ def test_hooks_fire_once_per_update() -> None:
 
 
 def test_pre_hook_may_return_arguments() -> None:
-    """The inner step and the post-hooks get these arguments. Torch refuses any other value."""
+    """The inner step and the post-hooks get these arguments. Torch refuses any other
+    value.
+    """
     model, seen = make_model(), []
 
     class Noting(torch.optim.SGD):
@@ -106,7 +120,9 @@ def test_pre_hook_may_return_arguments() -> None:
             seen.append(kwargs)
 
     opt = gradaccum.wrap(Noting(model.parameters(), lr=0.5), steps=1)
-    handle = opt.register_step_pre_hook(lambda o, args, kwargs: (args, {**kwargs, "extra": 1}))
+    handle = opt.register_step_pre_hook(
+        lambda o, args, kwargs: (args, {**kwargs, "extra": 1})
+    )
     opt.register_step_post_hook(lambda o, args, kwargs: seen.append(kwargs))
     loss_of(model).backward()
     opt.step()
@@ -122,12 +138,16 @@ def test_pre_hook_may_return_arguments() -> None:
 def test_pre_hook_may_change_the_gradient() -> None:
     model = make_model()
     opt = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.1), steps=2)
-    opt.register_step_pre_hook(lambda o, a, k: nn.utils.clip_grad_value_(model.parameters(), 0.0))
+    opt.register_step_pre_hook(
+        lambda o, a, k: nn.utils.clip_grad_value_(model.parameters(), 0.0)
+    )
     before = [p.detach().clone() for p in model.parameters()]
     for index in range(2):
         loss_of(model, rows_of(index)).backward()
         opt.step()
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    assert all(
+        torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True)
+    )
 
 
 def test_group_added_in_mid_window_counts() -> None:
@@ -154,13 +174,18 @@ def test_layers_freeze_and_unfreeze_between_windows() -> None:
     before = [p.detach().clone() for p in model[0].parameters()]
     for index in range(4):
         if index == 2:
-            assert all(torch.equal(p, q) for p, q in zip(model[0].parameters(), before, strict=True))
+            assert all(
+                torch.equal(p, q)
+                for p, q in zip(model[0].parameters(), before, strict=True)
+            )
             model[0].requires_grad_(True)
             model[2].requires_grad_(False)
         loss_of(model, rows_of(index)).backward()
         opt.step()
     assert opt.result.applied
-    assert not any(torch.equal(p, q) for p, q in zip(model[0].parameters(), before, strict=True))
+    assert not any(
+        torch.equal(p, q) for p, q in zip(model[0].parameters(), before, strict=True)
+    )
 
 
 def test_two_losses_in_one_micro_batch() -> None:
@@ -194,7 +219,9 @@ def test_closure_runs_once_per_micro_batch() -> None:
     with torch.no_grad():
         losses = [opt.step(closure_of(x, y)) for x, y in PARTS]
     assert calls == [2, 2, 2, 2]
-    assert float(sum(losses).detach() / 4) == pytest.approx(float(mse(make_separate_model(), X, Y).detach()))
+    assert float(sum(losses).detach() / 4) == pytest.approx(
+        float(mse(make_separate_model(), X, Y).detach())
+    )
     assert_same(model, large())
 
 
@@ -225,15 +252,24 @@ def test_optimizer_that_turns_out_to_need_one_says_what_to_write() -> None:
     assert opt.result.micro_step == 2, "the window stays"
 
 
-@pytest.mark.parametrize("options", [{"steps": 1}, {"steps": 4, "separate_sums": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"steps": 1}, {"steps": 4, "separate_sums": True}], ids=str
+)
 def test_optimizer_that_needs_a_closure_is_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(gradaccum.ArgumentTypeError, match=r"optimizer: .*LBFGS, whose step evaluates the model again"):
+    with pytest.raises(
+        gradaccum.ArgumentTypeError,
+        match=r"optimizer: .*LBFGS, whose step evaluates the model again",
+    ):
         gradaccum.wrap(torch.optim.LBFGS(make_separate_model().parameters()), **options)
 
 
-def setting(steps: Any, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[torch.nn.Parameter, Any]:
+def setting(
+    steps: Any, dtype: torch.dtype = torch.float32, **options: Any
+) -> tuple[torch.nn.Parameter, Any]:
     parameter = torch.nn.Parameter(torch.tensor([1.0, -1.0], dtype=dtype))
-    return parameter, gradaccum.wrap(torch.optim.SGD([parameter], lr=0.5), steps=steps, **options)
+    return parameter, gradaccum.wrap(
+        torch.optim.SGD([parameter], lr=0.5), steps=steps, **options
+    )
 
 
 def feed(parameter: torch.nn.Parameter, opt: Any, *weights: float) -> list[int]:
@@ -247,9 +283,20 @@ def feed(parameter: torch.nn.Parameter, opt: Any, *weights: float) -> list[int]:
     return updates
 
 
-@pytest.mark.parametrize("options", [{}, {"separate_sums": True}, {"dtype": torch.bfloat16}, {"on_overflow": "drop_micro_batch"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"separate_sums": True},
+        {"dtype": torch.bfloat16},
+        {"on_overflow": "drop_micro_batch"},
+    ],
+    ids=str,
+)
 def test_ends(options: dict[str, Any]) -> None:
-    """A window of one micro-batch, where the weight is reached at once, is not taken for one that is known to have one."""
+    """A window of one micro-batch, where the weight is reached at once, is not taken
+    for one that is known to have one.
+    """
     parameter, opt = setting(gradaccum.until_weight(1), **options)
     assert feed(parameter, opt, 1, 0, 0.5, 0.5, 7) == [1, 1, 1, 2, 3]
 
@@ -266,7 +313,11 @@ def test_bad_answers_are_refused_at_step(given: object) -> None:
 def test_repr() -> None:
     parameter, opt = setting(gradaccum.until_weight(128))
     feed(parameter, opt, 64, 32)
-    assert repr(opt) == "AccumulatingOptimizer(SGD, steps=until_weight(128) | micro-batch 2, weight 96 of 128, update 0)"
+    assert (
+        repr(opt)
+        == "AccumulatingOptimizer(SGD, steps=until_weight(128) | micro-batch 2, weight"
+        " 96 of 128, update 0)"
+    )
 
 
 def test_clipping_by_hand_is_refused() -> None:

@@ -1,7 +1,9 @@
-"""`torch.amp.GradScaler` around and inside a wrapped optimizer: a window moves scale and growth tracker as a bare step does.
+"""`torch.amp.GradScaler` around and inside a wrapped optimizer: a window moves scale
+and growth tracker as a bare step does.
 
-Differences by design, each with a test: a window of weight 0 is neither clean nor an overflow; the scale stays above 0, where a bare
-scaler underflows to 0 and never returns; and our own `DynamicLossScale` has a floor of 1.
+Differences by design, each with a test: a window of weight 0 is neither clean nor an
+overflow; the scale stays above 0, where a bare scaler underflows to 0 and never
+returns; and our own `DynamicLossScale` has a floor of 1.
 """
 
 from __future__ import annotations
@@ -41,13 +43,21 @@ def state_of(scaler: torch.amp.GradScaler) -> tuple[float, int]:
 
 
 class Loop:
-    """A wrapped optimizer with a scaler and one parameter. `micro_batch` takes the gradient that the parameter gets."""
+    """A wrapped optimizer with a scaler and one parameter. `micro_batch` takes the
+    gradient that the parameter gets.
+    """
 
-    def __init__(self, kind: str, *, steps: Any = 3, fused: bool = False, **rule: Any) -> None:
+    def __init__(
+        self, kind: str, *, steps: Any = 3, fused: bool = False, **rule: Any
+    ) -> None:
         self.kind = kind
         self.scaler = torch.amp.GradScaler("cpu", **rule)
         self.parameter = torch.zeros(2, requires_grad=True)
-        inner = torch.optim.AdamW([self.parameter], lr=0.5, fused=True) if fused else torch.optim.SGD([self.parameter], lr=1.0)
+        inner = (
+            torch.optim.AdamW([self.parameter], lr=0.5, fused=True)
+            if fused
+            else torch.optim.SGD([self.parameter], lr=1.0)
+        )
         self.opt: Any = gradaccum.wrap(inner, steps=steps, loss_scale=self.scaler)
 
     def micro_batch(self, gradient: float, weight: float | None = None) -> None:
@@ -98,17 +108,25 @@ def test_window_is_one_scaler_step(kind: str) -> None:
             before = state_of(loop.scaler)
             for index in range(3):
                 loop.micro_batch(math.inf if overflow and index == window % 3 else 1.0)
-                assert index == 2 or state_of(loop.scaler) == before, "a scaler moved inside a window"
+                assert index == 2 or state_of(loop.scaler) == before, (
+                    "a scaler moved inside a window"
+                )
             assert state_of(loop.scaler) == alone.event(overflow), (rule, overflows)
             state = loop.opt.state_dict()["gradaccum"]
-            assert (state["loss_scale"], state["growth_tracker"]) == state_of(loop.scaler)
+            assert (state["loss_scale"], state["growth_tracker"]) == state_of(
+                loop.scaler
+            )
 
 
 def test_scale_drop_tells_of_overflow() -> None:
-    """Loops compare `get_scale()` before and after `update()` to see that a step was skipped."""
+    """Loops compare `get_scale()` before and after `update()` to see that a step was
+    skipped.
+    """
     loop = Loop("by hand", steps=2, init_scale=4.0)
     for index, expected in enumerate([4.0, 2.0]):
-        loop.scaler.scale((loop.parameter * (math.nan if index else 1.0)).sum()).backward()
+        loop.scaler.scale(
+            (loop.parameter * (math.nan if index else 1.0)).sum()
+        ).backward()
         loop.scaler.step(loop.opt)
         assert loop.scaler.get_scale() == 4.0
         loop.scaler.update()
@@ -132,7 +150,8 @@ def test_scale_changes_only_between_windows(kind: str) -> None:
         loop.micro_batch(1.0)
     assert loop.parameter.tolist() == [-4.0, -4.0]
     loop.opt.discard()
-    if kind != "scaler.step":  # With scaler.step the scaler still waits for its update().
+    # With scaler.step the scaler still waits for its update().
+    if kind != "scaler.step":
         for _ in range(2):
             loop.micro_batch(1.0)
         assert loop.parameter.tolist() == [-5.0, -5.0]
@@ -140,7 +159,10 @@ def test_scale_changes_only_between_windows(kind: str) -> None:
 
 def test_another_optimizers_overflow_is_an_error() -> None:
     """The scaler is shared, and would back off inside the window."""
-    loop, other = Loop("scaler.step", steps=3, init_scale=4.0), torch.zeros(1, requires_grad=True)
+    loop, other = (
+        Loop("scaler.step", steps=3, init_scale=4.0),
+        torch.zeros(1, requires_grad=True),
+    )
     bare = torch.optim.SGD([other], lr=1.0)
     for gradient in (math.inf, 1.0):
         loop.scaler.scale(loop.parameter.sum() + (other * gradient).sum()).backward()
@@ -157,10 +179,15 @@ def test_two_wrappers_share_a_scaler(steps: int) -> None:
     """Their windows close together."""
     a, b = (torch.zeros(1, requires_grad=True) for _ in range(2))
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
-    first, second = (gradaccum.wrap(torch.optim.SGD([p], lr=1.0), steps=steps, loss_scale=scaler) for p in (a, b))
+    first, second = (
+        gradaccum.wrap(torch.optim.SGD([p], lr=1.0), steps=steps, loss_scale=scaler)
+        for p in (a, b)
+    )
     scales = []
     for index in range(4 * steps):
-        scaler.scale((a + b * (math.inf if index == 2 * steps - 1 else 1.0)).sum()).backward()
+        scaler.scale(
+            (a + b * (math.inf if index == 2 * steps - 1 else 1.0)).sum()
+        ).backward()
         for opt in (first, second):
             scaler.step(opt)
         scaler.update()
@@ -174,7 +201,10 @@ def test_shared_scaler_ignores_empty_window() -> None:
     """One wrapper's window has weight 0. The other one's clean window still counts."""
     a, b = (torch.zeros(1, requires_grad=True) for _ in range(2))
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    first, second = (gradaccum.wrap(torch.optim.SGD([p], lr=1.0), steps=1, loss_scale=scaler) for p in (a, b))
+    first, second = (
+        gradaccum.wrap(torch.optim.SGD([p], lr=1.0), steps=1, loss_scale=scaler)
+        for p in (a, b)
+    )
     for expected in (1, 2):
         first.backward(a.sum(), weight=0)
         second.backward(b.sum())
@@ -240,13 +270,19 @@ def test_changed_factors_count_at_next_close() -> None:
     assert loop.scaler.get_scale() == 8.0
 
 
-@pytest.mark.parametrize("options", [{}, {"on_overflow": "ignore"}, {"loss_scale": None}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"on_overflow": "ignore"}, {"loss_scale": None}], ids=str
+)
 @pytest.mark.parametrize("kind", ["scaler.step", "opt.backward", "plain"])
 def test_disabled_scaler_has_scale_one(kind: str, options: dict[str, Any]) -> None:
     """Whether the optimizer was given it or not."""
     parameter = torch.zeros(2, requires_grad=True)
     scaler = torch.amp.GradScaler("cpu", enabled=False)
-    opt: Any = gradaccum.wrap(torch.optim.SGD([parameter], lr=1.0), steps=2, **{"loss_scale": scaler, **options})
+    opt: Any = gradaccum.wrap(
+        torch.optim.SGD([parameter], lr=1.0),
+        steps=2,
+        **{"loss_scale": scaler, **options},
+    )
     for gradient in (1.0, 3.0):
         loss: Tensor = (parameter * gradient).sum()
         if kind == "opt.backward":
@@ -262,9 +298,14 @@ def test_disabled_scaler_has_scale_one(kind: str, options: dict[str, Any]) -> No
 @by_kind
 @pytest.mark.parametrize("stop", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("with_scaler", [False, True])
-def test_scaler_resumes_with_the_wrapper(kind: str, stop: int, with_scaler: bool) -> None:
+def test_scaler_resumes_with_the_wrapper(
+    kind: str, stop: int, with_scaler: bool
+) -> None:
     gradients = [1.0, 2.0, math.inf, 3.0, 0.5, 1.5, 2.5, 4.0]
-    loops = [Loop(kind, steps=2, init_scale=64.0, growth_interval=2, fused=True) for _ in range(3)]
+    loops = [
+        Loop(kind, steps=2, init_scale=64.0, growth_interval=2, fused=True)
+        for _ in range(3)
+    ]
     whole, first, resumed = loops
     for gradient in gradients[:stop]:
         whole.micro_batch(gradient)
@@ -297,7 +338,9 @@ def test_save_between_step_and_update() -> None:
 def test_loaded_scaler_rules_next_window() -> None:
     """The wrapper's state saves the loaded scale, too."""
     loop = Loop("opt.backward", steps=2, init_scale=4.0)
-    loop.scaler.load_state_dict({**loop.scaler.state_dict(), "scale": 128.0, "_growth_tracker": 7})
+    loop.scaler.load_state_dict(
+        {**loop.scaler.state_dict(), "scale": 128.0, "_growth_tracker": 7}
+    )
     assert loop.opt.state_dict()["gradaccum"]["loss_scale"] == 128.0
     for _ in range(2):
         loop.micro_batch(2.0)

@@ -1,4 +1,6 @@
-"""float32 masters in torch: the inner optimizer updates them, they cost one copy, and a write into the model overrides them."""
+"""float32 masters in torch: the inner optimizer updates them, they cost one copy, and a
+write into the model overrides them.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,12 @@ HALF = [torch.float16, torch.bfloat16]
 
 INNER = {
     "sgd": lambda ps: torch.optim.SGD(ps, lr=STEP),
-    "adamw_fused": lambda ps: torch.optim.AdamW(ps, lr=STEP, weight_decay=0.0, fused=True),
-    "adamw_foreach": lambda ps: torch.optim.AdamW(ps, lr=STEP, weight_decay=0.0, foreach=True),
+    "adamw_fused": lambda ps: torch.optim.AdamW(
+        ps, lr=STEP, weight_decay=0.0, fused=True
+    ),
+    "adamw_foreach": lambda ps: torch.optim.AdamW(
+        ps, lr=STEP, weight_decay=0.0, foreach=True
+    ),
 }
 
 
@@ -32,46 +38,72 @@ by_inner = pytest.mark.parametrize("inner", INNER)
 by_dtype = pytest.mark.parametrize("dtype", HALF, ids=str)
 
 
-def make(dtype: torch.dtype, inner: str = "sgd", **options: Any) -> tuple[nn.Module, Any]:
+def make(
+    dtype: torch.dtype, inner: str = "sgd", **options: Any
+) -> tuple[nn.Module, Any]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 4)).to(dtype)
-    return model, gradaccum.wrap(INNER[inner](model.parameters()), **{"steps": 2, "master_weights": True, **options})
+    return model, gradaccum.wrap(
+        INNER[inner](model.parameters()),
+        **{"steps": 2, "master_weights": True, **options},
+    )
 
 
 def train(model: nn.Module, opt: Any, micro_batches: int, seed: int = 0) -> None:
     generator = torch.Generator().manual_seed(seed)
     dtype = next(model.parameters()).dtype
     for _ in range(micro_batches):
-        loss = model(torch.randn(4, 8, generator=generator).to(dtype)).float().square().mean()
+        loss = (
+            model(torch.randn(4, 8, generator=generator).to(dtype))
+            .float()
+            .square()
+            .mean()
+        )
         opt.scale(loss).backward()
         opt.step()
         opt.zero_grad()
 
 
 def masters_of(opt: Any) -> list[Tensor]:
-    """The tensors that the inner optimizer updates: a master, or the parameter itself if it has none."""
-    return [opt.master_weights.get(index, own) for index, own in enumerate(opt._parameters.positions())]
+    """The tensors that the inner optimizer updates: a master, or the parameter itself
+    if it has none.
+    """
+    return [
+        opt.master_weights.get(index, own)
+        for index, own in enumerate(opt._parameters.positions())
+    ]
 
 
 @by_dtype
 @by_inner
 def test_update_equals_float32_optimizer(dtype: torch.dtype, inner: str) -> None:
-    """A float32 optimizer with the same gradients makes the same masters, bit for bit."""
+    """A float32 optimizer with the same gradients makes the same masters, bit for
+    bit.
+    """
     model, opt = make(dtype, inner)
     twins = [p.detach().float().requires_grad_() for p in model.parameters()]
     bare = INNER[inner](twins)
     seen: list[list[Tensor]] = []
-    opt.register_step_pre_hook(lambda *_: seen.append([master.grad.clone() for master in masters_of(opt)]))
+    opt.register_step_pre_hook(
+        lambda *_: seen.append([master.grad.clone() for master in masters_of(opt)])
+    )
     train(model, opt, 12)
     assert len(seen) == 6
     for gradients in seen:
         for twin, gradient in zip(twins, gradients, strict=True):
             twin.grad = gradient
         bare.step()
-    for parameter, master, twin in zip(model.parameters(), masters_of(opt), twins, strict=True):
+    for parameter, master, twin in zip(
+        model.parameters(), masters_of(opt), twins, strict=True
+    ):
         assert torch.equal(master, twin)
         assert torch.equal(parameter, twin.to(dtype))
-    assert {value.dtype for state in opt.state.values() for value in state.values() if isinstance(value, Tensor)} <= {torch.float32}
+    assert {
+        value.dtype
+        for state in opt.state.values()
+        for value in state.values()
+        if isinstance(value, Tensor)
+    } <= {torch.float32}
 
 
 def test_post_hook_sees_the_rounded_model() -> None:
@@ -79,7 +111,12 @@ def test_post_hook_sees_the_rounded_model() -> None:
     checked = []
 
     def hook(*_: object) -> None:
-        checked.append(all(torch.equal(p, m.to(p.dtype)) for p, m in zip(model.parameters(), masters_of(opt), strict=True)))
+        checked.append(
+            all(
+                torch.equal(p, m.to(p.dtype))
+                for p, m in zip(model.parameters(), masters_of(opt), strict=True)
+            )
+        )
 
     opt.register_step_post_hook(hook)
     train(model, opt, 4)
@@ -87,7 +124,9 @@ def test_post_hook_sees_the_rounded_model() -> None:
 
 
 def test_sum_is_the_masters_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A half-precision parameter has one master, whose gradient is the sum itself and no copy."""
+    """A half-precision parameter has one master, whose gradient is the sum itself and
+    no copy.
+    """
     model, opt = make(torch.float16)
     strategy = opt._window.strategy
     given: list[tuple[set[int], set[int], bool]] = []
@@ -95,7 +134,9 @@ def test_sum_is_the_masters_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     def before(*_: object) -> None:
         held = {total.data_ptr() for total in strategy.sums()}
         handed = {master.grad.data_ptr() for master in masters_of(opt)}
-        given.append((held, handed, any(p.grad is not None for p in model.parameters())))
+        given.append(
+            (held, handed, any(p.grad is not None for p in model.parameters()))
+        )
 
     opt.register_step_pre_hook(before)
     train(model, opt, 4)
@@ -103,16 +144,28 @@ def test_sum_is_the_masters_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
         assert held == handed
         assert not model_has_gradients
     assert [master.dtype for master in masters_of(opt)] == [torch.float32] * 3
-    assert [master.numel() for master in masters_of(opt)] == [p.numel() for p in model.parameters()]
-    assert all(tensor.grad is None for tensor in (*model.parameters(), *masters_of(opt)))
+    assert [master.numel() for master in masters_of(opt)] == [
+        p.numel() for p in model.parameters()
+    ]
+    assert all(
+        tensor.grad is None for tensor in (*model.parameters(), *masters_of(opt))
+    )
 
 
 @by_dtype
 @pytest.mark.parametrize(
-    "options", [{"accumulate_dtype": "parameter"}, {"on_overflow": "drop_micro_batch"}, {"accumulate_dtype": "float64"}]
+    "options",
+    [
+        {"accumulate_dtype": "parameter"},
+        {"on_overflow": "drop_micro_batch"},
+        {"accumulate_dtype": "float64"},
+    ],
 )
 def test_place_of_the_sum_changes_nothing(dtype: torch.dtype, options: dict) -> None:
-    options = {name: str(dtype).removeprefix("torch.") if value == "parameter" else value for name, value in options.items()}
+    options = {
+        name: str(dtype).removeprefix("torch.") if value == "parameter" else value
+        for name, value in options.items()
+    }
     model, opt = make(dtype, loss_scale=8.0, **options)
     plain, reference = make(dtype)
     train(model, opt, 4)
@@ -151,7 +204,10 @@ def test_added_group_has_masters_too() -> None:
 
 
 def test_rewrapped_optimizer_keeps_its_masters() -> None:
-    (model, opt), (other, reference) = make(torch.float16, "adamw_fused"), make(torch.float16, "adamw_fused")
+    (model, opt), (other, reference) = (
+        make(torch.float16, "adamw_fused"),
+        make(torch.float16, "adamw_fused"),
+    )
     train(model, opt, 2)
     train(other, reference, 2)
     inner = opt.optimizer
@@ -161,7 +217,11 @@ def test_rewrapped_optimizer_keeps_its_masters() -> None:
     again = gradaccum.wrap(inner, steps=2, master_weights=True)
     train(model, again, 2, seed=1)
     train(other, reference, 2, seed=1)
-    for a, b in zip((*model.parameters(), *masters_of(again)), (*other.parameters(), *masters_of(reference)), strict=True):
+    for a, b in zip(
+        (*model.parameters(), *masters_of(again)),
+        (*other.parameters(), *masters_of(reference)),
+        strict=True,
+    ):
         assert torch.equal(a, b)
 
 
@@ -177,17 +237,24 @@ def test_zero_grad_clears_model_gradients(dtype: torch.dtype) -> None:
 def make_pair(lr: float = STEP, **options: Any) -> tuple[nn.Module, Any]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)).to(torch.bfloat16)
-    return model, gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=lr), **{"steps": 2, "master_weights": True, **options})
+    return model, gradaccum.wrap(
+        torch.optim.SGD(model.parameters(), lr=lr),
+        **{"steps": 2, "master_weights": True, **options},
+    )
 
 
 def train_pair(model: nn.Module, opt: Any, micro_batches: int = 2) -> None:
     for _ in range(micro_batches):
-        opt.backward(model(torch.ones(2, 8, dtype=torch.bfloat16)).float().square().mean())
+        opt.backward(
+            model(torch.ones(2, 8, dtype=torch.bfloat16)).float().square().mean()
+        )
         opt.step()
 
 
 def through_vector(parameters: list[nn.Parameter]) -> None:
-    nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(parameters) * 0.5, parameters)
+    nn.utils.vector_to_parameters(
+        nn.utils.parameters_to_vector(parameters) * 0.5, parameters
+    )
 
 
 def through_data(parameters: list[nn.Parameter]) -> None:
@@ -197,17 +264,29 @@ def through_data(parameters: list[nn.Parameter]) -> None:
 
 def through_numpy_like_view(parameters: list[nn.Parameter]) -> None:
     for parameter in parameters:
-        parameter.detach().view(torch.int16).copy_((parameter.detach() * 0.5).view(torch.int16))
+        parameter.detach().view(torch.int16).copy_(
+            (parameter.detach() * 0.5).view(torch.int16)
+        )
 
 
-@pytest.mark.parametrize("write", [through_vector, through_data, through_numpy_like_view])
+@pytest.mark.parametrize(
+    "write", [through_vector, through_data, through_numpy_like_view]
+)
 @pytest.mark.parametrize("reach", ["model", "groups"])
-def test_write_through_data_reaches_the_masters(write: Callable[[list[nn.Parameter]], None], reach: str) -> None:
-    """The tensor's version does not count such a write. The groups show the model's parameters."""
+def test_write_through_data_reaches_the_masters(
+    write: Callable[[list[nn.Parameter]], None], reach: str
+) -> None:
+    """The tensor's version does not count such a write. The groups show the model's
+    parameters.
+    """
     model, opt = make_pair(lr=0.0)
     train_pair(model, opt)
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    write(list(model.parameters()) if reach == "model" else [p for group in opt.param_groups for p in group["params"]])
+    write(
+        list(model.parameters())
+        if reach == "model"
+        else [p for group in opt.param_groups for p in group["params"]]
+    )
     train_pair(model, opt)
     for parameter, old in zip(model.parameters(), before, strict=True):
         assert torch.equal(parameter, old * 0.5)
@@ -215,7 +294,9 @@ def test_write_through_data_reaches_the_masters(write: Callable[[list[nn.Paramet
 
 def test_one_written_element_keeps_other_masters() -> None:
     parameter = torch.ones(3, dtype=torch.bfloat16, requires_grad=True)
-    opt: Any = gradaccum.wrap(torch.optim.SGD([parameter], lr=STEP), steps=1, master_weights=True)
+    opt: Any = gradaccum.wrap(
+        torch.optim.SGD([parameter], lr=STEP), steps=1, master_weights=True
+    )
     for index in range(3):
         if index == 1:
             parameter.data.clamp_(max=2.0)
@@ -225,12 +306,24 @@ def test_one_written_element_keeps_other_masters() -> None:
     assert opt.master_weights[0].tolist() == [3 - 2 * STEP, 1 - 3 * STEP, 1 - 3 * STEP]
 
 
-@pytest.mark.parametrize("options", [{"accumulate_dtype": "bfloat16"}, {"on_overflow": "drop_micro_batch", "clip_norm": 1.0}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"accumulate_dtype": "bfloat16"},
+        {"on_overflow": "drop_micro_batch", "clip_norm": 1.0},
+    ],
+    ids=str,
+)
 def test_clipping_over_the_groups_is_noticed(options: dict[str, Any]) -> None:
     """The groups hold the parameters whose ``.grad`` autograd fills."""
     model, opt = make_pair(**options)
     opt.backward(model(torch.ones(2, 8, dtype=torch.bfloat16)).float().square().sum())
-    assert nn.utils.clip_grad_norm_([p for group in opt.param_groups for p in group["params"]], 1e-3) > 1e-3
+    assert (
+        nn.utils.clip_grad_norm_(
+            [p for group in opt.param_groups for p in group["params"]], 1e-3
+        )
+        > 1e-3
+    )
     with pytest.raises(gradaccum.UsageError, match="clip_norm="):
         opt.step()
 
@@ -242,15 +335,29 @@ def test_masters_show_only_in_a_step() -> None:
     seen: list[Any] = []
     opt.register_step_pre_hook(lambda *_: seen.extend(opt.param_groups[0]["params"]))
     train_pair(model, opt)
-    assert [id(own) for own in seen] == [id(master) for master in opt.master_weights.values()]
-    assert all(own is parameter for own, parameter in zip(opt.param_groups[0]["params"], model.parameters(), strict=True))
-    assert {id(own) for own in opt.state} == {id(parameter) for parameter in model.parameters()}
-    assert all(entries["momentum_buffer"].dtype == torch.float32 for entries in opt.state.values())
+    assert [id(own) for own in seen] == [
+        id(master) for master in opt.master_weights.values()
+    ]
+    assert all(
+        own is parameter
+        for own, parameter in zip(
+            opt.param_groups[0]["params"], model.parameters(), strict=True
+        )
+    )
+    assert {id(own) for own in opt.state} == {
+        id(parameter) for parameter in model.parameters()
+    }
+    assert all(
+        entries["momentum_buffer"].dtype == torch.float32
+        for entries in opt.state.values()
+    )
     assert opt.optimizer.state_dict()["state"].keys() == {0, 1, 2, 3}
 
 
 class Averaging(torch.optim.SGD):
-    """Switches between its weights and their average, as schedulefree's optimizers do, through ``.data`` or not."""
+    """Switches between its weights and their average, as schedulefree's optimizers do,
+    through ``.data`` or not.
+    """
 
     through_data = False
 
@@ -268,22 +375,39 @@ class Averaging(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("through_data", [False, True])
-def test_switched_weights_reach_the_model(through_data: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_switched_weights_reach_the_model(
+    through_data: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Averaging, "through_data", through_data)
     model = make_pair()[0]
-    opt: Any = gradaccum.wrap(Averaging(model.parameters(), lr=STEP), steps=2, master_weights=True)
+    opt: Any = gradaccum.wrap(
+        Averaging(model.parameters(), lr=STEP), steps=2, master_weights=True
+    )
     train_pair(model, opt, 3)
-    weights, masters = ([t.detach().clone() for t in ts] for ts in (model.parameters(), opt.master_weights.values()))
+    weights, masters = (
+        [t.detach().clone() for t in ts]
+        for ts in (model.parameters(), opt.master_weights.values())
+    )
     opt.eval()
-    assert all(torch.equal(p, w * 0.5) for p, w in zip(model.parameters(), weights, strict=True))
+    assert all(
+        torch.equal(p, w * 0.5)
+        for p, w in zip(model.parameters(), weights, strict=True)
+    )
     opt.train()
-    assert all(torch.equal(p, w) for p, w in zip(model.parameters(), weights, strict=True))
-    assert all(torch.equal(p, w) for p, w in zip(opt.master_weights.values(), masters, strict=True)), "no bit of the masters is lost"
+    assert all(
+        torch.equal(p, w) for p, w in zip(model.parameters(), weights, strict=True)
+    )
+    assert all(
+        torch.equal(p, w)
+        for p, w in zip(opt.master_weights.values(), masters, strict=True)
+    ), "no bit of the masters is lost"
     assert opt.result.micro_step == 1
 
 
 def test_idle_method_writes_nothing() -> None:
-    """Autograd would refuse the backward pass of a graph whose parameters were overwritten."""
+    """Autograd would refuse the backward pass of a graph whose parameters were
+    overwritten.
+    """
     model, opt = make_pair()
     loss = model(torch.ones(2, 8, dtype=torch.bfloat16)).float().sum()
     opt.optimizer.prefetch = lambda: None
@@ -309,18 +433,28 @@ def test_replaced_parameter_has_a_new_master() -> None:
 
 
 def test_method_in_inner_hook_undoes_nothing() -> None:
-    """During the inner post-hook the masters are ahead of the model. The model gets them after it."""
+    """During the inner post-hook the masters are ahead of the model. The model gets
+    them after it.
+    """
     (model, opt), (other, reference) = make_pair(), make_pair()
     opt.optimizer.nothing = lambda: None
     opt.optimizer.register_step_post_hook(lambda *_: opt.nothing())
     for m, o in ((model, opt), (other, reference)):
         train_pair(m, o, 8)
-    assert all(torch.equal(opt.master_weights[index], master) for index, master in reference.master_weights.items())
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
+    assert all(
+        torch.equal(opt.master_weights[index], master)
+        for index, master in reference.master_weights.items()
+    )
+    assert all(
+        torch.equal(p, q)
+        for p, q in zip(model.parameters(), other.parameters(), strict=True)
+    )
 
 
 def test_model_cast_to_float32_trains_on() -> None:
-    """Model and masters then have the same dtype, and the comparison of the two must write neither."""
+    """Model and masters then have the same dtype, and the comparison of the two must
+    write neither.
+    """
     model, opt = make_pair(accumulate_dtype="float32")
     train_pair(model, opt)
     masters = [master.clone() for master in opt.master_weights.values()]
@@ -332,13 +466,26 @@ def test_model_cast_to_float32_trains_on() -> None:
         assert torch.equal(parameter, master.to(torch.bfloat16).float())
 
 
-@pytest.mark.parametrize("compare", [lambda *pair: parameters.bits_apart(*pair), lambda *pair: parameters.differences([pair])[0]])
+@pytest.mark.parametrize(
+    "compare",
+    [
+        lambda *pair: parameters.bits_apart(*pair),
+        lambda *pair: parameters.differences([pair])[0],
+    ],
+)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_smallest_change_is_seen(compare: Any, dtype: torch.dtype) -> None:
-    """Both ways of comparing, the CPU's and the accelerator's, see it at any size of the element, down to the smallest number."""
+    """Both ways of comparing, the CPU's and the accelerator's, see it at any size of
+    the element, down to the smallest number.
+    """
     limits = torch.finfo(dtype)
     wide = torch.cat(
-        [torch.logspace(math.log2(limits.tiny), math.log2(limits.max) - 1, 300, base=2.0), torch.tensor([0.0, limits.smallest_normal])]
+        [
+            torch.logspace(
+                math.log2(limits.tiny), math.log2(limits.max) - 1, 300, base=2.0
+            ),
+            torch.tensor([0.0, limits.smallest_normal]),
+        ]
     )
     half = wide.to(dtype)
     assert not compare(half, wide)
@@ -352,8 +499,17 @@ def test_smallest_change_is_seen(compare: Any, dtype: torch.dtype) -> None:
 
 def test_tensors_are_compared_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parameters, "CHUNK", 4)
-    pairs = [(torch.ones(size, dtype=torch.float16), torch.ones(size)) for size in (1, 5, 2, 3, 1)]
+    pairs = [
+        (torch.ones(size, dtype=torch.float16), torch.ones(size))
+        for size in (1, 5, 2, 3, 1)
+    ]
     chunks = list(parameters._chunks(pairs))
-    assert [[half.numel() for half, _ in chunk] for chunk in chunks] == [[1, 5], [2, 3], [1]]
+    assert [[half.numel() for half, _ in chunk] for chunk in chunks] == [
+        [1, 5],
+        [2, 3],
+        [1],
+    ]
     assert parameters.apart([]) is None
-    assert parameters.apart([(torch.ones(0, dtype=torch.float16), torch.ones(0))]) is None
+    assert (
+        parameters.apart([(torch.ones(0, dtype=torch.float16), torch.ones(0))]) is None
+    )

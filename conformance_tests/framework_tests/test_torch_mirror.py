@@ -1,7 +1,9 @@
-"""Every way to train on several workers, at 2, 8, 64 and 1024 of them, in one process: a group whose ranks bring what this one brings.
+"""Every way to train on several workers, at 2, 8, 64 and 1024 of them, in one process:
+a group whose ranks bring what this one brings.
 
-The large batch is that of all workers: their items are equal, and so are their shards, as the parameters repeat. What a window sends is
-counted too: collectives and bytes as a function of the parameters, the workers and the micro-batches.
+The large batch is that of all workers: their items are equal, and so are their shards,
+as the parameters repeat. What a window sends is counted too: collectives and bytes as a
+function of the parameters, the workers and the micro-batches.
 """
 
 from __future__ import annotations
@@ -16,14 +18,20 @@ import torch
 from packaging.version import Version
 
 if not torch.distributed.is_available():
-    pytest.skip("this torch was built without torch.distributed", allow_module_level=True)
+    pytest.skip(
+        "this torch was built without torch.distributed", allow_module_level=True
+    )
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.nn.parallel import DistributedDataParallel
 
@@ -62,7 +70,9 @@ def repeating(model: nn.Module, workers: int) -> nn.Module:
         values = torch.randn(block, generator=generator, dtype=torch.float64) * (
             block[1] / parameter.shape[1] if parameter.ndim == 2 else 1
         )
-        parameter.data = values.repeat([size // part for size, part in zip(parameter.shape, block, strict=True)])
+        parameter.data = values.repeat(
+            [size // part for size, part in zip(parameter.shape, block, strict=True)]
+        )
     return model
 
 
@@ -79,7 +89,9 @@ class Job(NamedTuple):
 
 
 def two_layers(workers: int) -> nn.Module:
-    return repeating(nn.Sequential(nn.Linear(3, 2 * workers), nn.Tanh(), Scale(2 * workers)), workers)
+    return repeating(
+        nn.Sequential(nn.Linear(3, 2 * workers), nn.Tanh(), Scale(2 * workers)), workers
+    )
 
 
 def squares(model: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
@@ -100,7 +112,9 @@ def copies(workers: int) -> Job:
 def fsdp(workers: int, sync: str, mesh: tuple[int, ...] = ()) -> Job:
     model = two_layers(workers)
     shape = mesh or (workers,)
-    device_mesh = init_device_mesh("cpu", shape, mesh_dim_names=("copies", "shards")[-len(shape) :])
+    device_mesh = init_device_mesh(
+        "cpu", shape, mesh_dim_names=("copies", "shards")[-len(shape) :]
+    )
     for each in (model[0], model[2], model):
         fully_shard(each, mesh=device_mesh)
     return Job(model, squares(model), workers, {"module": model, "gradient_sync": sync})
@@ -108,26 +122,37 @@ def fsdp(workers: int, sync: str, mesh: tuple[int, ...] = ()) -> Job:
 
 def hsdp(workers: int, sync: str) -> Job:
     job = fsdp(workers, sync, (2, workers // 2))
-    if workers > 2:  # Torch divides twice by a factor beside shards of one worker, which is refused.
+    # Torch divides twice by a factor beside shards of one worker, which is refused.
+    if workers > 2:
         job.model[0].set_gradient_divide_factor(3.0)
     return job
 
 
 def two_linear(workers: int) -> nn.Module:
-    return repeating(nn.Sequential(nn.Linear(3, 2 * workers), nn.Tanh(), nn.Linear(2 * workers, 2), nn.Tanh()), workers)
+    return repeating(
+        nn.Sequential(
+            nn.Linear(3, 2 * workers), nn.Tanh(), nn.Linear(2 * workers, 2), nn.Tanh()
+        ),
+        workers,
+    )
 
 
 TENSOR = {"0": ColwiseParallel(), "2": RowwiseParallel()}
 
 
 def tensor_parallel(workers: int) -> Job:
-    model = parallelize_module(two_linear(workers), init_device_mesh("cpu", (workers,)), TENSOR)
+    model = parallelize_module(
+        two_linear(workers), init_device_mesh("cpu", (workers,)), TENSOR
+    )
     return Job(model, squares(model), 1, {})
 
 
 def tensor_parallel_in_fsdp(workers: int) -> Job:
     mesh = init_device_mesh("cpu", (2, workers // 2), mesh_dim_names=("data", "tensor"))
-    model = fully_shard(parallelize_module(two_linear(workers), mesh["tensor"], TENSOR), mesh=mesh["data"])
+    model = fully_shard(
+        parallelize_module(two_linear(workers), mesh["tensor"], TENSOR),
+        mesh=mesh["data"],
+    )
     return Job(model, squares(model), 2, {"module": model})
 
 
@@ -145,7 +170,9 @@ class Attention(nn.Module):
     def whole(self, part: Tensor) -> Tensor:
         if self.mesh is None:
             return part
-        return DTensor.from_local(part, self.mesh, [Shard(1)]).full_tensor(grad_placements=[Partial()])
+        return DTensor.from_local(part, self.mesh, [Shard(1)]).full_tensor(
+            grad_placements=[Partial()]
+        )
 
 
 def attention(workers: int) -> nn.Module:
@@ -160,15 +187,22 @@ def context_parallel(workers: int) -> Job:
 
 
 class Classes(nn.Module):
-    """A backbone, and a head whose loss asks for all classes alike: a label's own class would be on one worker alone."""
+    """A backbone, and a head whose loss asks for all classes alike: a label's own class
+    would be on one worker alone.
+    """
 
     def __init__(self, workers: int) -> None:
         super().__init__()
-        self.backbone, self.head = nn.Linear(3, 4), nn.Parameter(torch.empty(3 * workers, 4))
+        self.backbone, self.head = (
+            nn.Linear(3, 4),
+            nn.Parameter(torch.empty(3 * workers, 4)),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         labels = torch.full([len(x)], len(self.head) - 1)
-        return cross_entropy(self.backbone(x) @ self.head.T, labels, reduction="sum", label_smoothing=1.0)
+        return cross_entropy(
+            self.backbone(x) @ self.head.T, labels, reduction="sum", label_smoothing=1.0
+        )
 
 
 def classes(workers: int) -> nn.Module:
@@ -181,9 +215,16 @@ def class_sharded_head(workers: int) -> Job:
     model.head = nn.Parameter(distribute_tensor(model.head.data, mesh, [Shard(0)]))
 
     def loss(x: Tensor) -> Tensor:
-        features = DTensor.from_local(module(x), mesh, [Shard(0)]).full_tensor(grad_placements=[Partial()])
+        features = DTensor.from_local(module(x), mesh, [Shard(0)]).full_tensor(
+            grad_placements=[Partial()]
+        )
         labels = torch.full([len(features)], len(model.head) - 1)
-        return sharded_cross_entropy(features @ model.head.to_local().T, labels, reduction="sum", label_smoothing=1.0)
+        return sharded_cross_entropy(
+            features @ model.head.to_local().T,
+            labels,
+            reduction="sum",
+            label_smoothing=1.0,
+        )
 
     groups = [{"params": list(model.backbone.parameters())}, {"params": [model.head]}]
     return Job(model, loss, workers, {"module": module}, groups)
@@ -196,7 +237,10 @@ PROGRAMS: dict[str, tuple[Callable[[int], Job], Callable[[int], nn.Module]]] = {
     "FSDP2, window": (lambda workers: fsdp(workers, "window"), two_layers),
     "HSDP, micro_batch": (lambda workers: hsdp(workers, "micro_batch"), two_layers),
     "HSDP, window": (lambda workers: hsdp(workers, "window"), two_layers),
-    "HSDP, all_reduce_per_window": (lambda workers: hsdp(workers, "all_reduce_per_window"), two_layers),
+    "HSDP, all_reduce_per_window": (
+        lambda workers: hsdp(workers, "all_reduce_per_window"),
+        two_layers,
+    ),
     "tensor parallel": (tensor_parallel, two_linear),
     "tensor parallel in FSDP2": (tensor_parallel_in_fsdp, two_linear),
     "context parallel": (context_parallel, attention),
@@ -213,9 +257,17 @@ def test_the_mirror_gives_what_equal_workers_would() -> None:
         (lambda out: dist.all_reduce(out, dist.ReduceOp.MAX), two, [1, 2]),
         (lambda out: dist.all_reduce(out, dist.ReduceOp.AVG), two, [1, 2]),
         (lambda out: dist.broadcast(out, 0), two, [1, 2]),
-        (lambda out: dist.all_gather(list(out.split(1)), three), torch.empty(2), [5, 5]),
+        (
+            lambda out: dist.all_gather(list(out.split(1)), three),
+            torch.empty(2),
+            [5, 5],
+        ),
         (lambda out: dist.reduce_scatter(out, list(two.split(1))), torch.empty(1), [4]),
-        (lambda out: dist.scatter(out, [three, 2 * three], src=1), torch.empty(1), [10]),
+        (
+            lambda out: dist.scatter(out, [three, 2 * three], src=1),
+            torch.empty(1),
+            [10],
+        ),
         (lambda out: all_gather_into(out, three), torch.empty(2), [5, 5]),
         (lambda out: reduce_scatter_into(out, two), torch.empty(1), [4]),
     ):
@@ -230,28 +282,42 @@ def test_the_mirror_gives_what_equal_workers_would() -> None:
     assert everyone == [{"weight": 3}] * 3
 
 
-all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather_into = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)
 """The newer name, since torch 2.13 warns of the older."""
-reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+reduce_scatter_into = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
 
 
 def require_runs(program: str) -> None:
     if "SDP" in program and not RUNS_ON_CPU:
         pytest.skip(REASON)
-    if "all_reduce_per_window" in program and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+    if "all_reduce_per_window" in program and not hasattr(
+        FSDPModule, "set_reduce_scatter_unused_params"
+    ):
         pytest.skip("torch before 2.13 cannot wait with the copies' reduction alone")
 
 
 @pytest.mark.parametrize("workers", WORKERS)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_every_way_is_exact(program: str, workers: int) -> None:
-    """Two full windows and a short one, of unequal micro-batches; the norm, which a scale would change, is compared too."""
+    """Two full windows and a short one, of unequal micro-batches; the norm, which a
+    scale would change, is compared too.
+    """
     require_runs(program)
     prepare, build = PROGRAMS[program]
     for reduction in REDUCTIONS.get(program, ("mean", "sum", "item_mean")):
         with mirror(workers):
             job = prepare(workers)
-            opt = gradaccum.wrap(sgd(job.groups or job.model.parameters()), steps=STEPS, clip_norm=CLIP, reduction=reduction, **job.options)
+            opt = gradaccum.wrap(
+                sgd(job.groups or job.model.parameters()),
+                steps=STEPS,
+                clip_norm=CLIP,
+                reduction=reduction,
+                **job.options,
+            )
             norms = []
             for first, last in WINDOWS:
                 train(job, opt, ITEMS[first:last], reduction)
@@ -264,7 +330,9 @@ def test_every_way_is_exact(program: str, workers: int) -> None:
             torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-12)
 
 
-ITEMS = torch.randn(20, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64).split((4, 2, 3, 4, 1, 3, 3))
+ITEMS = torch.randn(
+    20, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+).split((4, 2, 3, 4, 1, 3, 3))
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
@@ -273,23 +341,39 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 def train(job: Job, opt: Any, micro_batches: Any, reduction: str = "mean") -> None:
     for x in micro_batches:
-        opt.backward(job.loss(x) / (1 if reduction == "item_mean" else len(x)), weight=len(x))
+        opt.backward(
+            job.loss(x) / (1 if reduction == "item_mean" else len(x)), weight=len(x)
+        )
         opt.step()
         opt.zero_grad()
     opt.flush()
 
 
 def whole(parameter: Tensor) -> Tensor:
-    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
+    return (
+        parameter.full_tensor()
+        if isinstance(parameter, DTensor)
+        else parameter.detach()
+    )
 
 
-def large_batches(model: nn.Module, times: int, reduction: str) -> tuple[nn.Module, list[float]]:
+def large_batches(
+    model: nn.Module, times: int, reduction: str
+) -> tuple[nn.Module, list[float]]:
     """The bare optimizer with the items of all workers."""
-    optimizer, loss, norms = sgd(model.parameters()), model if isinstance(model, Classes) else squares(model), []
+    optimizer, loss, norms = (
+        sgd(model.parameters()),
+        model if isinstance(model, Classes) else squares(model),
+        [],
+    )
     for first, last in WINDOWS:
         window = ITEMS[first:last]
-        summed = sum(times * loss(x) / (len(x) if reduction == "sum" else 1) for x in window)
-        (summed if reduction == "sum" else summed / (times * sum(map(len, window)))).backward()
+        summed = sum(
+            times * loss(x) / (len(x) if reduction == "sum" else 1) for x in window
+        )
+        (
+            summed if reduction == "sum" else summed / (times * sum(map(len, window)))
+        ).backward()
         gradients = [parameter.grad for parameter in model.parameters()]
         norms.append(float(nn.utils.get_total_norm(gradients)))
         for gradient in gradients:
@@ -305,7 +389,9 @@ def test_workers_with_shards_cannot_regroup() -> None:
     with mirror(8):
         job = fsdp(8, "window")
         opt = gradaccum.wrap(sgd(job.model.parameters()), steps=2, **job.options)
-        with pytest.raises(gradaccum.UsageError, match=r"(?s)regroup\(\).*a whole copy.*checkpoint"):
+        with pytest.raises(
+            gradaccum.UsageError, match=r"(?s)regroup\(\).*a whole copy.*checkpoint"
+        ):
             opt.regroup(dist.group.WORLD)
 
 
@@ -324,7 +410,9 @@ LAWS = {
 @pytest.mark.parametrize("workers", WORKERS[1:])
 @pytest.mark.parametrize("program", LAWS)
 def test_a_window_sends_what_the_law_says(program: str, workers: int) -> None:
-    """In whatever number of micro-batches: gradients, and a few numbers. What gathers parameters and items is the engine's own."""
+    """In whatever number of micro-batches: gradients, and a few numbers. What gathers
+    parameters and items is the engine's own.
+    """
     require_runs(program)
     if "SDP" in program and Version(torch.__version__) < Version("2.10"):
         pytest.skip("torch before 2.10 sends fewer numbers for the norm of shards")
@@ -332,33 +420,51 @@ def test_a_window_sends_what_the_law_says(program: str, workers: int) -> None:
     for steps in (1, 4):
         with mirror(workers) as calls:
             job = PROGRAMS[program][0](workers)
-            opt = gradaccum.wrap(sgd(job.model.parameters()), steps=steps, **job.options)
+            opt = gradaccum.wrap(
+                sgd(job.model.parameters()), steps=steps, **job.options
+            )
             for _ in range(2):  # The first window has to find out which sums there are.
                 calls.clear()
                 for _ in range(steps):
                     opt.backward(job.loss(ITEMS[0]))
                     opt.step()
                     opt.zero_grad()
-            found = {kind: counted(calls, *kind) for kind in {(call.name, call.workers) for call in calls} if kind[0] in REDUCES}
-        parameters = [whole(parameter) for parameter in PROGRAMS[program][1](workers).parameters()]
+            found = {
+                kind: counted(calls, *kind)
+                for kind in {(call.name, call.workers) for call in calls}
+                if kind[0] in REDUCES
+            }
+        parameters = [
+            whole(parameter) for parameter in PROGRAMS[program][1](workers).parameters()
+        ]
         size = sum(parameter.nbytes for parameter in parameters)
-        window = Window(size, workers, steps, len(parameters), element=8, copies=copies, units=2)
+        window = Window(
+            size, workers, steps, len(parameters), element=8, copies=copies, units=2
+        )
         assert found == WAYS[way].law(window)
 
 
-@pytest.mark.parametrize(("tensors", "elements", "collectives"), [(30, 2**19, 3), (2, 2**20, 3), (1, 1, 1)])
-def test_large_models_send_more_messages(tensors: int, elements: int, collectives: int) -> None:
+@pytest.mark.parametrize(
+    ("tensors", "elements", "collectives"), [(30, 2**19, 3), (2, 2**20, 3), (1, 1, 1)]
+)
+def test_large_models_send_more_messages(
+    tensors: int, elements: int, collectives: int
+) -> None:
     """Tensors of 2 MiB in buckets of 25, larger ones alone."""
     with mirror(64) as calls:
         parameters = [nn.Parameter(torch.zeros(elements)) for _ in range(tensors)]
-        opt = gradaccum.wrap(torch.optim.SGD(parameters, lr=0.1), steps=1, process_group=dist.group.WORLD)
+        opt = gradaccum.wrap(
+            torch.optim.SGD(parameters, lr=0.1), steps=1, process_group=dist.group.WORLD
+        )
         for _ in range(2):
             calls.clear()
             opt.backward(sum(parameter.sum() for parameter in parameters))
             opt.step()
             opt.zero_grad()
         found = {("allreduce", 64): counted(calls, "allreduce", 64)}
-    law = WAYS["DistributedDataParallel"].law(Window(4 * tensors * elements, 64, 1, tensors))
+    law = WAYS["DistributedDataParallel"].law(
+        Window(4 * tensors * elements, 64, 1, tensors)
+    )
     assert found == law
     assert law["allreduce", 64].collectives == collectives
 
@@ -380,15 +486,32 @@ SMALL, LARGE = nn.Parameter(torch.zeros(2**19)), nn.Parameter(torch.zeros(2**21)
     ids=["small", "large", "strided", "in place", "one worker"],
 )
 def test_the_end_of_a_window_copies_the_sums_at_most_once(
-    workers: int, model: list[Tensor], apart: bool, beyond: int, monkeypatch: pytest.MonkeyPatch
+    workers: int,
+    model: list[Tensor],
+    apart: bool,
+    beyond: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Beyond the sums it takes as many bytes while they are reduced; more than a gibibyte is reduced in place, by two buckets at a time."""
-    monkeypatch.setattr("gradaccum_torch.workers.group.APART_BYTES", 2**30 if apart else 0)
+    """Beyond the sums it takes as many bytes while they are reduced; more than a
+    gibibyte is reduced in place, by two buckets at a time.
+    """
+    monkeypatch.setattr(
+        "gradaccum_torch.workers.group.APART_BYTES", 2**30 if apart else 0
+    )
     with mirror(workers):
         parameters = [nn.Parameter(each.detach().clone()) for each in model]
-        opt = gradaccum.wrap(torch.optim.SGD(parameters, lr=0.1, foreach=False), steps=1, process_group=dist.group.WORLD)
+        opt = gradaccum.wrap(
+            torch.optim.SGD(parameters, lr=0.1, foreach=False),
+            steps=1,
+            process_group=dist.group.WORLD,
+        )
         for step in range(2):
-            opt.backward(sum((parameter * parameter.detach().add(step + 1)).sum() for parameter in parameters))
+            opt.backward(
+                sum(
+                    (parameter * parameter.detach().add(step + 1)).sum()
+                    for parameter in parameters
+                )
+            )
             with Peak() as end:
                 opt.step()
             opt.zero_grad()
@@ -399,28 +522,66 @@ def test_the_end_of_a_window_copies_the_sums_at_most_once(
 
 
 def test_a_sharded_sum_by_itself() -> None:
-    """Its largest magnitude is every worker's, with no part here too, and its norm over two meshes; its version shows no division."""
+    """Its largest magnitude is every worker's, with no part here too, and its norm over
+    two meshes; its version shows no division.
+    """
     with mirror(2) as calls:
         mesh = init_device_mesh("cpu", (2,))
-        one, other = (distribute_tensor(torch.tensor([-4.0, 3.0]), mesh, [Shard(0)]) for _ in range(2))
+        one, other = (
+            distribute_tensor(torch.tensor([-4.0, 3.0]), mesh, [Shard(0)])
+            for _ in range(2)
+        )
         calls.clear()
         assert largest([one]) == 4
         assert [call.name for call in calls] == ["allreduce"]
-        assert largest([DTensor.from_local(torch.empty(0), mesh, [Shard(0)], shape=torch.Size([1]), stride=(1,))]) == 0
-        elsewhere = distribute_tensor(torch.tensor([-4.0, 3.0]), init_device_mesh("cpu", (1, 2)), [Shard(0), Shard(0)])
+        assert (
+            largest(
+                [
+                    DTensor.from_local(
+                        torch.empty(0),
+                        mesh,
+                        [Shard(0)],
+                        shape=torch.Size([1]),
+                        stride=(1,),
+                    )
+                ]
+            )
+            == 0
+        )
+        elsewhere = distribute_tensor(
+            torch.tensor([-4.0, 3.0]),
+            init_device_mesh("cpu", (1, 2)),
+            [Shard(0), Shard(0)],
+        )
         assert measure([one, elsewhere]).norm == pytest.approx(8)
         undivided = Undivided([], [], [], [one])
-        assert [undivided.is_divided(each, version(each)) for each in (one, other)] == [True, False]
+        assert [undivided.is_divided(each, version(each)) for each in (one, other)] == [
+            True,
+            False,
+        ]
 
 
-def test_a_tied_sum_that_waits_for_its_update_takes_no_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another stage is lost where all agree on the norm: the sum is that of all stages by then."""
+def test_a_tied_sum_that_waits_for_its_update_takes_no_micro_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another stage is lost where all agree on the norm: the sum is that of all stages
+    by then.
+    """
     with mirror(2):
         parameter = nn.Parameter(torch.ones(2).double())
-        stages = {"norm_group": dist.group.WORLD, "tied": {dist.group.WORLD: [parameter]}}
-        opt = gradaccum.wrap(torch.optim.SGD([parameter], lr=1.0), steps=1, clip_norm=CLIP, **stages)
+        stages = {
+            "norm_group": dist.group.WORLD,
+            "tied": {dist.group.WORLD: [parameter]},
+        }
+        opt = gradaccum.wrap(
+            torch.optim.SGD([parameter], lr=1.0), steps=1, clip_norm=CLIP, **stages
+        )
         with monkeypatch.context() as lost:
-            lost.setattr(dist, "all_gather", Mock(side_effect=RuntimeError("Connection closed by peer")))
+            lost.setattr(
+                dist,
+                "all_gather",
+                Mock(side_effect=RuntimeError("Connection closed by peer")),
+            )
             opt.backward(parameter.sum())
             with pytest.raises(RuntimeError, match="worker"):
                 opt.step()
@@ -436,7 +597,12 @@ def test_a_failed_update_gets_the_undivided_sums_again() -> None:
         with mirror(2):
             model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).double()
             repeating(model, 1)
-            opt = gradaccum.wrap(sgd(model.parameters()), steps=1, process_group=dist.group.WORLD, clip_norm=CLIP)
+            opt = gradaccum.wrap(
+                sgd(model.parameters()),
+                steps=1,
+                process_group=dist.group.WORLD,
+                clip_norm=CLIP,
+            )
             for x in ITEMS[:3]:
                 handle = opt.register_step_pre_hook(lambda *_: 1 / 0) if fails else None
                 opt.backward(squares(model)(x), weight=len(x))
@@ -453,11 +619,22 @@ def test_a_failed_update_gets_the_undivided_sums_again() -> None:
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
-def test_gradients_that_the_user_replaces_after_a_failed_update_are_the_window_s() -> None:
+def test_gradients_that_the_user_replaces_after_a_failed_update_are_the_window_s() -> (
+    None
+):
     with mirror(2):
         parameter = nn.Parameter(torch.ones(5).double())
-        opt = gradaccum.wrap(torch.optim.SGD([parameter], lr=1.0), steps=1, reduction="sum", process_group=dist.group.WORLD)
-        for norm in (2 * math.sqrt(5), 1.0):  # The second window's sums are parts of one tensor.
+        opt = gradaccum.wrap(
+            torch.optim.SGD([parameter], lr=1.0),
+            steps=1,
+            reduction="sum",
+            process_group=dist.group.WORLD,
+        )
+        # The second window's sums are parts of one tensor.
+        for norm in (
+            2 * math.sqrt(5),
+            1.0,
+        ):
             handle = opt.register_step_pre_hook(lambda *_: 1 / 0)
             opt.backward(parameter.sum())
             with pytest.raises(ZeroDivisionError):
@@ -474,5 +651,7 @@ REDUCES = ("allreduce", "reduce_scatter")
 
 
 def counted(calls: list[Call], name: str, workers: int) -> Sent:
-    sizes = [call.bytes for call in calls if (call.name, call.workers) == (name, workers)]
+    sizes = [
+        call.bytes for call in calls if (call.name, call.workers) == (name, workers)
+    ]
     return Sent(len(sizes), sum(sizes))

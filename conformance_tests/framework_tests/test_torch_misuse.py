@@ -1,4 +1,6 @@
-"""The wrapped optimizer refuses misuse with an error that names it, and nothing accumulated is lost."""
+"""The wrapped optimizer refuses misuse with an error that names it, and nothing
+accumulated is lost.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,11 @@ import gradaccum
 from conformance_tests.framework_tests.torch_model import loss_of, make_model, rows_of
 
 
-@pytest.mark.parametrize(("weight", "tell"), [(3, {"weight": 3}), (1, {}), (3, None)], ids=["named", "left out", "before a loss"])
+@pytest.mark.parametrize(
+    ("weight", "tell"),
+    [(3, {"weight": 3}), (1, {}), (3, None)],
+    ids=["named", "left out", "before a loss"],
+)
 def test_second_weight_is_refused(weight: int, tell: dict[str, int] | None) -> None:
     """A micro-batch has one weight, however many losses it has."""
     model = make_model()
@@ -26,7 +32,10 @@ def test_second_weight_is_refused(weight: int, tell: dict[str, int] | None) -> N
     for call in (lambda: opt.backward(loss_of(model), weight=4), lambda: opt.weigh(4)):
         with pytest.raises(gradaccum.UsageError, match=f"weight: expected {weight}"):
             call()
-    assert all(p.grad is g or torch.equal(p.grad, g) for p, g in zip(model.parameters(), held, strict=True))
+    assert all(
+        p.grad is g or torch.equal(p.grad, g)
+        for p, g in zip(model.parameters(), held, strict=True)
+    )
     opt.step()
     assert opt.result.micro_step == 1
 
@@ -34,15 +43,21 @@ def test_second_weight_is_refused(weight: int, tell: dict[str, int] | None) -> N
 def test_unscaled_backward_is_refused() -> None:
     """Under a loss scale, `loss.backward()` alone does not scale the loss."""
     model = make_model()
-    opt = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.5), steps=4, loss_scale=1024.0)
+    opt = gradaccum.wrap(
+        torch.optim.SGD(model.parameters(), lr=0.5), steps=4, loss_scale=1024.0
+    )
     loss_of(model).backward()
-    with pytest.raises(gradaccum.UsageError, match="multiplied by the loss scale and the weight"):
+    with pytest.raises(
+        gradaccum.UsageError, match="multiplied by the loss scale and the weight"
+    ):
         opt.step()
     assert opt.result.micro_step == 0
     opt.discard()
     opt.backward(loss_of(model))
     loss_of(model).backward()
-    with pytest.raises(gradaccum.UsageError, match="multiplied by the loss scale and the weight"):
+    with pytest.raises(
+        gradaccum.UsageError, match="multiplied by the loss scale and the weight"
+    ):
         opt.step()
 
 
@@ -55,17 +70,27 @@ def test_wrong_objects_are_refused() -> None:
     with pytest.raises(gradaccum.ArgumentTypeError, match="loss"):
         opt.backward(3.0)
     with pytest.raises(gradaccum.ArgumentTypeError, match="accumulate_dtype"):
-        gradaccum.wrap(torch.optim.SGD(make_model().parameters(), lr=0.5), steps=2, accumulate_dtype=torch.int64)
+        gradaccum.wrap(
+            torch.optim.SGD(make_model().parameters(), lr=0.5),
+            steps=2,
+            accumulate_dtype=torch.int64,
+        )
 
 
-SCALES = {"none": {}, "static": {"loss_scale": 8.0}, "scaler": {"loss_scale": torch.amp.GradScaler("cpu", init_scale=8.0)}}
+SCALES = {
+    "none": {},
+    "static": {"loss_scale": 8.0},
+    "scaler": {"loss_scale": torch.amp.GradScaler("cpu", init_scale=8.0)},
+}
 
 
 @pytest.mark.parametrize("options", SCALES.values(), ids=SCALES)
 def test_backward_works_under_no_grad(options: dict) -> None:
     models = make_model(), make_model()
     for model, around in zip(models, (torch.no_grad, torch.enable_grad), strict=True):
-        opt = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.5), steps=1, **options)
+        opt = gradaccum.wrap(
+            torch.optim.SGD(model.parameters(), lr=0.5), steps=1, **options
+        )
         loss = loss_of(model)
         with around():
             opt.backward(loss, weight=3)
@@ -75,12 +100,21 @@ def test_backward_works_under_no_grad(options: dict) -> None:
             opt.scale(loss).backward()
         opt.step()
         assert opt.result.optimizer_step == 2
-    assert all(torch.equal(p, q) for p, q in zip(*(model.parameters() for model in models), strict=True))
+    assert all(
+        torch.equal(p, q)
+        for p, q in zip(*(model.parameters() for model in models), strict=True)
+    )
 
 
-@pytest.mark.parametrize("options", [{}, {"loss_scale": gradaccum.DynamicLossScale()}, {"master_weights": True}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"loss_scale": gradaccum.DynamicLossScale()}, {"master_weights": True}],
+    ids=str,
+)
 def test_weight_beyond_float16_is_refused(options: dict) -> None:
-    """Autograd passes the weight on in the dtype of the loss. float16 makes it inf, float32 does not."""
+    """Autograd passes the weight on in the dtype of the loss. float16 makes it inf,
+    float32 does not.
+    """
     parameter = torch.ones(2, dtype=torch.float16, requires_grad=True)
     opt = gradaccum.wrap(torch.optim.SGD([parameter], lr=0.5), steps=1, **options)
     with pytest.raises(gradaccum.UsageError, match=r"output\.float\(\)"):
@@ -93,11 +127,19 @@ def test_weight_beyond_float16_is_refused(options: dict) -> None:
     assert opt.result.micro_step == 0
 
 
-@pytest.mark.parametrize("scale", [gradaccum.DynamicLossScale, lambda: torch.amp.GradScaler("cpu")], ids=["dynamic", "scaler"])
+@pytest.mark.parametrize(
+    "scale",
+    [gradaccum.DynamicLossScale, lambda: torch.amp.GradScaler("cpu")],
+    ids=["dynamic", "scaler"],
+)
 def test_scale_beyond_float16_backs_off(scale: Callable[[], object]) -> None:
-    """The default of 2^16 is just beyond float16. It costs one window and is not refused."""
+    """The default of 2^16 is just beyond float16. It costs one window and is not
+    refused.
+    """
     parameter = torch.ones(2, dtype=torch.float16, requires_grad=True)
-    opt = gradaccum.wrap(torch.optim.SGD([parameter], lr=0.5), steps=1, loss_scale=scale())
+    opt = gradaccum.wrap(
+        torch.optim.SGD([parameter], lr=0.5), steps=1, loss_scale=scale()
+    )
     for _ in range(2):
         opt.backward(parameter.mean())
         opt.step()
@@ -105,7 +147,9 @@ def test_scale_beyond_float16_backs_off(scale: Callable[[], object]) -> None:
 
 
 def test_messages_name_a_way_out() -> None:
-    """One message is for a backward pass that is no micro-batch, the other one for gradients that the user sets."""
+    """One message is for a backward pass that is no micro-batch, the other one for
+    gradients that the user sets.
+    """
     model = make_model()
     opt = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.5), steps=2)
     loss_of(model).backward()
@@ -116,23 +160,34 @@ def test_messages_name_a_way_out() -> None:
     opt.discard()
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
-    with pytest.raises(gradaccum.UsageError, match=r"torch\.autograd\.backward\(parameters, gradients\)"):
+    with pytest.raises(
+        gradaccum.UsageError,
+        match=r"torch\.autograd\.backward\(parameters, gradients\)",
+    ):
         opt.step()
 
 
 def two_optimizers(**options: object) -> tuple[nn.Module, Any, Any]:
     model = make_model()
     own, other = list(model.parameters())[:1], list(model.parameters())[1:]
-    return model, *(gradaccum.wrap(torch.optim.SGD(part, lr=0.1), steps=2, **options) for part in (own, other))
+    return model, *(
+        gradaccum.wrap(torch.optim.SGD(part, lr=0.1), steps=2, **options)
+        for part in (own, other)
+    )
 
 
 @pytest.mark.parametrize("multiplied", ["weight", "loss scale"])
-def test_gradients_that_another_optimizer_multiplied_are_refused(multiplied: str) -> None:
+def test_gradients_that_another_optimizer_multiplied_are_refused(
+    multiplied: str,
+) -> None:
     options = {} if multiplied == "weight" else {"loss_scale": 8.0}
     model, one, other = two_optimizers(**options)
     one.backward(loss_of(model), weight=3 if multiplied == "weight" else 1)
     one.step()
-    with pytest.raises(gradaccum.UsageError, match="another wrapped" if multiplied == "weight" else "loss"):
+    with pytest.raises(
+        gradaccum.UsageError,
+        match="another wrapped" if multiplied == "weight" else "loss",
+    ):
         other.step()
     other.zero_grad()
     other.backward(loss_of(model))
@@ -153,11 +208,17 @@ def test_one_loss_of_two_optimizers_without_a_weight() -> None:
 
 
 @pytest.mark.parametrize("set_to_none", [False, True])
-def test_what_another_optimizer_left_can_be_cleared_by_the_model(set_to_none: bool) -> None:
-    """As in the usual loop of a GAN, where ``netD.zero_grad()`` comes before the discriminator's own backward pass."""
+def test_what_another_optimizer_left_can_be_cleared_by_the_model(
+    set_to_none: bool,
+) -> None:
+    """As in the usual loop of a GAN, where ``netD.zero_grad()`` comes before the
+    discriminator's own backward pass.
+    """
     model = make_model()
     own, other = list(model.parameters())[:1], list(model.parameters())[1:]
-    one, two = (gradaccum.wrap(torch.optim.SGD(part, lr=0.1), steps=1) for part in (own, other))
+    one, two = (
+        gradaccum.wrap(torch.optim.SGD(part, lr=0.1), steps=1) for part in (own, other)
+    )
     expected = torch.autograd.grad(loss_of(model), other)
     one.backward(loss_of(model), weight=3)
     model.zero_grad(set_to_none=set_to_none)
@@ -169,11 +230,18 @@ def test_what_another_optimizer_left_can_be_cleared_by_the_model(set_to_none: bo
 
 
 class SAM(torch.optim.SGD):
-    """Two updates a batch: up the gradient, and down with the gradient found there (Foret et al., 2021), as published code has it."""
+    """Two updates a batch: up the gradient, and down with the gradient found there
+    (Foret et al., 2021), as published code has it.
+    """
 
     @torch.no_grad()
     def first_step(self, zero_grad: bool = False) -> None:
-        held = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        held = [
+            p
+            for group in self.param_groups
+            for p in group["params"]
+            if p.grad is not None
+        ]
         norm = torch.stack([p.grad.norm() for p in held]).norm()
         for p in held:
             self.state[p]["old"] = p.data.clone()
@@ -196,32 +264,53 @@ class SAM(torch.optim.SGD):
 
 def make(**options: Any) -> tuple[nn.Module, Any]:
     model = make_model()
-    return model, gradaccum.wrap(SAM(model.parameters(), lr=0.5), **{"steps": 2, **options})
+    return model, gradaccum.wrap(
+        SAM(model.parameters(), lr=0.5), **{"steps": 2, **options}
+    )
 
 
-@pytest.mark.parametrize("options", [{}, {"steps": 1}, {"on_overflow": "drop_micro_batch"}, {"accumulate_dtype": "float64"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"steps": 1},
+        {"on_overflow": "drop_micro_batch"},
+        {"accumulate_dtype": "float64"},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("method", ["first_step", "forget"])
-def test_method_touching_the_sum_is_refused(options: dict[str, Any], method: str) -> None:
+def test_method_touching_the_sum_is_refused(
+    options: dict[str, Any], method: str
+) -> None:
     model, opt = make(**options)
     before = [p.detach().clone() for p in model.parameters()]
     loss_of(model, rows_of(0)).backward()
     with pytest.raises(gradaccum.UsageError, match=method):
         getattr(opt, method)()
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    assert all(
+        torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True)
+    )
     opt.step()
-    assert opt.result.micro_step == opt.optimizer.describe() - opt.result.applied, "nothing of the micro-batch was lost"
+    assert opt.result.micro_step == opt.optimizer.describe() - opt.result.applied, (
+        "nothing of the micro-batch was lost"
+    )
     if opt.result.micro_step:
         with pytest.raises(gradaccum.UsageError, match=method):
             getattr(opt, method)()
 
 
 def test_method_with_its_own_backward_is_refused() -> None:
-    """Between two windows the method begins a micro-batch and then reads its gradient."""
+    """Between two windows the method begins a micro-batch and then reads its
+    gradient.
+    """
     model, opt = make()
     before = [p.detach().clone() for p in model.parameters()]
     with pytest.raises(gradaccum.UsageError, match="with_gradients_of"):
         opt.with_gradients_of(loss_of(model))
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    assert all(
+        torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True)
+    )
 
 
 def test_harmless_method_passes() -> None:

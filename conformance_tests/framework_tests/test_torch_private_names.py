@@ -1,4 +1,6 @@
-"""A torch without a private name trains as before, more slowly, or refuses by name what needs it; one name has no fallback."""
+"""A torch without a private name trains as before, more slowly, or refuses by name what
+needs it; one name has no fallback.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,17 @@ from gradaccum_torch.private import names as private
 
 
 def require_promised(names: list[str]) -> None:
-    command = [sys.executable, "-m", "conformance_tests.framework_tests.torch_renamed", *names]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
-    assert done.stdout.endswith("as promised\n"), done.stderr  # gloo may have printed before it
+    command = [
+        sys.executable,
+        "-m",
+        "conformance_tests.framework_tests.torch_renamed",
+        *names,
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=200
+    )
+    # gloo may have printed before it
+    assert done.stdout.endswith("as promised\n"), done.stderr
 
 
 def test_every_name_has_a_scenario() -> None:
@@ -26,7 +36,11 @@ def test_every_name_has_a_scenario() -> None:
     assert sorted(name for names in TOGETHER for name in names) == sorted(SCENARIOS)
 
 
-@pytest.mark.parametrize("names", deep_but(TOGETHER[::2], TOGETHER), ids=["arithmetic", "compiled", "parallel"])
+@pytest.mark.parametrize(
+    "names",
+    deep_but(TOGETHER[::2], TOGETHER),
+    ids=["arithmetic", "compiled", "parallel"],
+)
 def test_torch_without_many(names: list[str]) -> None:
     require_promised(names)
 
@@ -38,9 +52,16 @@ def test_torch_without(name: str) -> None:
 
 
 def test_name_without_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = importlib.util.spec_from_file_location("gradaccum_torch.again", private.__file__)
+    spec = importlib.util.spec_from_file_location(
+        "gradaccum_torch.again", private.__file__
+    )
     assert spec is not None
     assert spec.loader is not None
     monkeypatch.setattr(torch.Tensor, "_version", Hidden(torch._C.TensorBase._version))
-    with pytest.raises(ImportError, match=r"gradaccum_torch needs torch\.Tensor\._version, a private name that torch"):
+    with pytest.raises(
+        ImportError,
+        match=(
+            r"gradaccum_torch needs torch\.Tensor\._version, a private name that torch"
+        ),
+    ):
         spec.loader.exec_module(importlib.util.module_from_spec(spec))

@@ -1,4 +1,6 @@
-"""Every Python block of the torch recipes runs as a program of its own; each asserts its own result."""
+"""Every Python block of the torch recipes runs as a program of its own; each asserts
+its own result.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,14 @@ import pytest
 
 import gradaccum_torch
 from conformance_tests.framework_tests.preloaded import Preloaded
-from conformance_tests.framework_tests.recipes import PORT, Recipe, cases, recipes_of, run_preloaded, run_recipe
+from conformance_tests.framework_tests.recipes import (
+    PORT,
+    Recipe,
+    cases,
+    recipes_of,
+    run_preloaded,
+    run_recipe,
+)
 
 RECIPES = recipes_of(gradaccum_torch)
 WRONG = Recipe("wrong", 'assert 1 == 2, "not the large batch\'s"')
@@ -53,9 +62,16 @@ def test_wrong_recipe_fails(tmp_path: Path, framework: Preloaded) -> None:
 
 def test_program_that_hangs_is_ended(tmp_path: Path, framework: Preloaded) -> None:
     endless = tmp_path / "endless.py"
-    endless.write_text("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(100)", encoding="utf-8")
+    endless.write_text(
+        "import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(100)",
+        encoding="utf-8",
+    )
     with pytest.raises(TimeoutError, match="still running after 1 seconds"):
         framework.run(endless, 1)
     process = int(endless.with_suffix(".said").read_text(encoding="utf-8"))
-    run_preloaded(Recipe("next", f"import os\nassert os.getpid() != {process}"), tmp_path, framework)
+    run_preloaded(
+        Recipe("next", f"import os\nassert os.getpid() != {process}"),
+        tmp_path,
+        framework,
+    )
     assert not Path(f"/proc/{process}").exists()

@@ -15,7 +15,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gradaccum
-from conformance_tests.framework_tests.torch_recompute import WAYS, Average, data, kept_bytes, make, recomputed, same, state, trained
+from conformance_tests.framework_tests.torch_recompute import (
+    WAYS,
+    Average,
+    data,
+    kept_bytes,
+    make,
+    recomputed,
+    same,
+    state,
+    trained,
+)
 from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
 from gradaccum_torch.large_batch import backward, coupled_backward
 from gradaccum_torch.recomputation import function, recompute
@@ -31,11 +41,17 @@ def test_same_bits(way: str, kind: str) -> None:
         got, expected = trained(model), trained(make(dtype))
     assert same(got, expected)
     assert model[0].weight.grad is not None
-    assert [each.num_batches_tracked.item() for each in model if isinstance(each, nn.BatchNorm1d)] == [1, 1]
+    assert [
+        each.num_batches_tracked.item()
+        for each in model
+        if isinstance(each, nn.BatchNorm1d)
+    ] == [1, 1]
 
 
 def test_dropout_is_drawn_anew_without_rng_state() -> None:
-    assert not same(trained(recompute(make(), preserve_rng_state=False)), trained(make()))
+    assert not same(
+        trained(recompute(make(), preserve_rng_state=False)), trained(make())
+    )
 
 
 def of_hidden(model: nn.Sequential) -> Callable[[Tensor], Tensor]:
@@ -61,8 +77,12 @@ FUNCTIONS: dict[str, Callable[[nn.Sequential], Callable[[Tensor], Tensor]]] = {
     "method of a class": of_method,
     "bound method": lambda model: recompute(model.forward),
     "closure": lambda model: recompute(lambda x: model(x)),
-    "partial": lambda model: recompute(functools.partial(lambda layers, x: layers(x), model)),
-    "argument": lambda model: functools.partial(recompute(lambda x, model: model(x)), model=model),
+    "partial": lambda model: recompute(
+        functools.partial(lambda layers, x: layers(x), model)
+    ),
+    "argument": lambda model: functools.partial(
+        recompute(lambda x, model: model(x)), model=model
+    ),
     "hidden": of_hidden,
 }
 
@@ -78,15 +98,27 @@ def test_function_of_statistics() -> None:
     got, expected = nn.BatchNorm1d(8), nn.BatchNorm1d(8)
 
     def normalised(norm: nn.BatchNorm1d, x: Tensor) -> Tensor:
-        return F.batch_norm(x, norm.running_mean, norm.running_var, norm.weight, norm.bias, training=True)
+        return F.batch_norm(
+            x,
+            norm.running_mean,
+            norm.running_var,
+            norm.weight,
+            norm.bias,
+            training=True,
+        )
 
-    assert same(trained(got, recompute(lambda x: normalised(got, x))), trained(expected, functools.partial(normalised, expected)))
+    assert same(
+        trained(got, recompute(lambda x: normalised(got, x))),
+        trained(expected, functools.partial(normalised, expected)),
+    )
 
 
 by_change = pytest.mark.parametrize("inplace", [True, False])
 
 
-def both_orders(call: Callable[[Tensor], Tensor], model: nn.Module, size: int) -> list[Tensor]:
+def both_orders(
+    call: Callable[[Tensor], Tensor], model: nn.Module, size: int
+) -> list[Tensor]:
     """Two forward passes before the backward passes, one of which comes twice."""
     x = torch.linspace(0, 1, 2 * size).reshape(2, size).requires_grad_()
     first, second = call(x).sum(), call(2 * x).sum()
@@ -100,14 +132,18 @@ def both_orders(call: Callable[[Tensor], Tensor], model: nn.Module, size: int) -
 @pytest.mark.parametrize("size", [4, function.SMALL + 1])
 def test_each_replay_finds_its_own_average(size: int, inplace: bool) -> None:
     got, expected = Average(size, inplace), Average(size, inplace)
-    assert same(both_orders(recompute(got), got, size), both_orders(expected, expected, size))
+    assert same(
+        both_orders(recompute(got), got, size), both_orders(expected, expected, size)
+    )
 
 
 @by_change
 @pytest.mark.parametrize("shared", ["module", "buffer"])
 @pytest.mark.parametrize("way", ["known", "hidden"])
 def test_average_used_twice(inplace: bool, shared: str, way: str) -> None:
-    """By one module that is called twice, or by two modules; found beforehand, or as they are called."""
+    """By one module that is called twice, or by two modules; found beforehand, or as
+    they are called.
+    """
 
     def pair() -> nn.Sequential:
         average = Average(4, inplace)
@@ -171,7 +207,8 @@ def test_mode_is_that_of_the_forward() -> None:
     assert same(both(recompute(make())), both(make()))
 
 
-# Refusals of recomputation: at the call, or before a second run that would differ from the first.
+# Refusals of recomputation: at the call, or before a second run that would differ from
+# the first.
 
 
 def test_changed_parameter_is_refused() -> None:
@@ -182,7 +219,11 @@ def test_changed_parameter_is_refused() -> None:
         model[0].bias.add_(1)
     with pytest.raises(UsageError, match="'bias' of Linear"):
         loss.backward()
-    assert [each.num_batches_tracked.item() for each in model if isinstance(each, nn.BatchNorm1d)] == [1, 1]
+    assert [
+        each.num_batches_tracked.item()
+        for each in model
+        if isinstance(each, nn.BatchNorm1d)
+    ] == [1, 1]
 
 
 def test_changed_arguments_are_refused() -> None:
@@ -190,7 +231,11 @@ def test_changed_arguments_are_refused() -> None:
         recompute(nn.ReLU(inplace=True))(2 * data().requires_grad_())
     for call in (lambda f, x, y: f(x, y=y), lambda f, x, y: f(x, [y])):
         y = data()
-        loss = call(recompute(lambda x, y: (x * (y[0] if isinstance(y, list) else y)).sum()), data().requires_grad_(), y)
+        loss = call(
+            recompute(lambda x, y: (x * (y[0] if isinstance(y, list) else y)).sum()),
+            data().requires_grad_(),
+            y,
+        )
         y.add_(1)
         with pytest.raises(RuntimeError, match="inplace operation"):
             loss.backward()
@@ -199,30 +244,98 @@ def test_changed_arguments_are_refused() -> None:
 def test_lent_parameters_are_refused() -> None:
     """`torch.func.functional_call` lends them for the forward pass alone."""
     model = recompute(make())
-    lent = {name: (2 * p.detach()).requires_grad_() for name, p in model.named_parameters()}
+    lent = {
+        name: (2 * p.detach()).requires_grad_() for name, p in model.named_parameters()
+    }
     loss = torch.func.functional_call(model, lent, data()).sum()
-    with pytest.raises(UsageError, match="'weight' of Linear, which was written into or replaced"):
+    with pytest.raises(
+        UsageError, match="'weight' of Linear, which was written into or replaced"
+    ):
         loss.backward()
 
 
 REFUSED: dict[str, tuple[type[Exception], str, Callable[[nn.Sequential], Any]]] = {
     "no function": (ArgumentTypeError, "function: ", lambda _: recompute(3)),
-    "too many": (ArgumentValueError, "segments: expected at most 12", lambda model: recompute(model, segments=13)),
-    "none": (ArgumentValueError, "segments: ", lambda model: recompute(model, segments=0)),
-    "no layers": (ArgumentValueError, "recompute: .*empty chain", lambda _: recompute(nn.Sequential())),
-    "bool": (ArgumentTypeError, "segments: ", lambda model: recompute(model, segments=True)),
-    "no sequence": (ArgumentTypeError, "segments: .*submodules=", lambda model: recompute(model[0], segments=1)),
-    "of a function": (ArgumentValueError, "segments, submodules: ", lambda _: recompute(len, segments=2)),
-    "both": (ArgumentValueError, "segments, submodules: ", lambda model: recompute(model, segments=2, submodules=["0"])),
-    "unknown": (ArgumentValueError, r"submodules\[1\]: .*got 'head'", lambda model: recompute(model, submodules=["0", "head"])),
-    "foreign": (ArgumentValueError, r"submodules\[0\]: expected a submodule", lambda model: recompute(model, submodules=[nn.Linear(1, 1)])),
-    "no module": (ArgumentValueError, r"submodules\[1\]: ", lambda model: recompute(model, submodules=["0", 1])),
-    "a name": (ArgumentValueError, r"submodules\[0\]: .*got 'layers'", lambda model: recompute(model, submodules="layers")),
-    "empty": (ArgumentValueError, "submodules: ", lambda model: recompute(model, submodules=[])),
-    "container": (ArgumentTypeError, "function: .*container", lambda model: recompute(nn.ModuleList(model))),
-    "twice": (UsageError, "recomputed yet", lambda model: recompute(recompute(copy.deepcopy(model)))),
-    "function twice": (UsageError, "recomputed yet", lambda _: recompute(recompute(abs))),
-    "parallel": (ArgumentTypeError, "DistributedDataParallel", lambda _: recompute(object.__new__(Parallel))),
+    "too many": (
+        ArgumentValueError,
+        "segments: expected at most 12",
+        lambda model: recompute(model, segments=13),
+    ),
+    "none": (
+        ArgumentValueError,
+        "segments: ",
+        lambda model: recompute(model, segments=0),
+    ),
+    "no layers": (
+        ArgumentValueError,
+        "recompute: .*empty chain",
+        lambda _: recompute(nn.Sequential()),
+    ),
+    "bool": (
+        ArgumentTypeError,
+        "segments: ",
+        lambda model: recompute(model, segments=True),
+    ),
+    "no sequence": (
+        ArgumentTypeError,
+        "segments: .*submodules=",
+        lambda model: recompute(model[0], segments=1),
+    ),
+    "of a function": (
+        ArgumentValueError,
+        "segments, submodules: ",
+        lambda _: recompute(len, segments=2),
+    ),
+    "both": (
+        ArgumentValueError,
+        "segments, submodules: ",
+        lambda model: recompute(model, segments=2, submodules=["0"]),
+    ),
+    "unknown": (
+        ArgumentValueError,
+        r"submodules\[1\]: .*got 'head'",
+        lambda model: recompute(model, submodules=["0", "head"]),
+    ),
+    "foreign": (
+        ArgumentValueError,
+        r"submodules\[0\]: expected a submodule",
+        lambda model: recompute(model, submodules=[nn.Linear(1, 1)]),
+    ),
+    "no module": (
+        ArgumentValueError,
+        r"submodules\[1\]: ",
+        lambda model: recompute(model, submodules=["0", 1]),
+    ),
+    "a name": (
+        ArgumentValueError,
+        r"submodules\[0\]: .*got 'layers'",
+        lambda model: recompute(model, submodules="layers"),
+    ),
+    "empty": (
+        ArgumentValueError,
+        "submodules: ",
+        lambda model: recompute(model, submodules=[]),
+    ),
+    "container": (
+        ArgumentTypeError,
+        "function: .*container",
+        lambda model: recompute(nn.ModuleList(model)),
+    ),
+    "twice": (
+        UsageError,
+        "recomputed yet",
+        lambda model: recompute(recompute(copy.deepcopy(model))),
+    ),
+    "function twice": (
+        UsageError,
+        "recomputed yet",
+        lambda _: recompute(recompute(abs)),
+    ),
+    "parallel": (
+        ArgumentTypeError,
+        "DistributedDataParallel",
+        lambda _: recompute(object.__new__(Parallel)),
+    ),
 }
 
 
@@ -243,7 +356,8 @@ def test_refused(what: str) -> None:
     assert same(trained(model), trained(make()))
 
 
-# A recomputed module keeps less, and is otherwise what it was: copied, hooked, compiled, nested, under a wrapped optimizer.
+# A recomputed module keeps less, and is otherwise what it was: copied, hooked,
+# compiled, nested, under a wrapped optimizer.
 
 
 def test_nested_parts() -> None:
@@ -257,23 +371,37 @@ def test_micro_batches_of_a_wrapped_optimizer() -> None:
     """Float32 sums of bfloat16 gradients under a loss scale, in windows of three."""
 
     def parameters(model: nn.Module) -> list[Tensor]:
-        opt = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.1), steps=3, loss_scale=1024.0, clip_norm=1.0)
+        opt = gradaccum.wrap(
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            steps=3,
+            loss_scale=1024.0,
+            clip_norm=1.0,
+        )
         torch.manual_seed(1)
         for index in range(6):
-            opt.backward(model(data(torch.bfloat16) + index).float().square().mean(), weight=index + 1)
+            opt.backward(
+                model(data(torch.bfloat16) + index).float().square().mean(),
+                weight=index + 1,
+            )
             opt.step()
             opt.zero_grad()
         assert opt.result.optimizer_step == 2
         return [p.detach() for p in model.parameters()] + list(model.buffers())
 
-    assert same(parameters(recompute(make(torch.bfloat16))), parameters(make(torch.bfloat16)))
+    assert same(
+        parameters(recompute(make(torch.bfloat16))), parameters(make(torch.bfloat16))
+    )
 
 
 def test_memory_falls() -> None:
-    """Sixteen times (linear, GELU): the inputs of 6 parts in place of 32 activations."""
+    """Sixteen times (linear, GELU): the inputs of 6 parts in place of 32
+    activations.
+    """
 
     def deep() -> nn.Sequential:
-        return nn.Sequential(*[layer for _ in range(16) for layer in (nn.Linear(8, 8), nn.GELU())])
+        return nn.Sequential(
+            *[layer for _ in range(16) for layer in (nn.Linear(8, 8), nn.GELU())]
+        )
 
     one = 64 * 8 * 4
     assert kept_bytes(deep()) == 32 * one
@@ -293,9 +421,13 @@ def test_no_cost_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(got, expected(data()))
 
 
-@pytest.mark.parametrize("how", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+@pytest.mark.parametrize(
+    "how", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))]
+)
 @pytest.mark.parametrize("way", ["default", "by name"])
-def test_copies_recompute_themselves(how: Callable[[nn.Module], nn.Module], way: str) -> None:
+def test_copies_recompute_themselves(
+    how: Callable[[nn.Module], nn.Module], way: str
+) -> None:
     model = recomputed(way, make())
     twin, before = how(model), state(model)
     assert same(trained(twin), trained(make()))
@@ -306,7 +438,9 @@ def test_copies_recompute_themselves(how: Callable[[nn.Module], nn.Module], way:
 def test_own_forward_of_an_instance_is_kept() -> None:
     model, other = make(), make()
     for each in (model[0], other[0]):
-        each.forward = functools.partial(nn.Bilinear(8, 8, 8).requires_grad_(False).forward, torch.ones(5, 8))
+        each.forward = functools.partial(
+            nn.Bilinear(8, 8, 8).requires_grad_(False).forward, torch.ones(5, 8)
+        )
         torch.manual_seed(0)
         each.forward.func.__self__.reset_parameters()
     assert same(trained(recompute(model, submodules=["0"])), trained(other))
@@ -319,7 +453,9 @@ def test_module_stays_as_it_was() -> None:
     assert list(map(type, model)) == list(map(type, other))
     model.load_state_dict(other.state_dict())
     assert inspect.signature(model[0].forward) == inspect.signature(other[0].forward)
-    assert inspect.signature(recompute(copy.deepcopy)) == inspect.signature(copy.deepcopy)
+    assert inspect.signature(recompute(copy.deepcopy)) == inspect.signature(
+        copy.deepcopy
+    )
 
 
 def test_hooks() -> None:
@@ -338,7 +474,9 @@ def test_large_batch_in_one_call(coupled: bool) -> None:
         torch.manual_seed(1)
         x = torch.cat([data(), -data()])
         if coupled:
-            loss = coupled_backward(model, lambda out: torch.logsumexp(out, 0).sum(), x, steps=3)
+            loss = coupled_backward(
+                model, lambda out: torch.logsumexp(out, 0).sum(), x, steps=3
+            )
         else:
             loss = backward(lambda x: model(x).square().mean(), x, steps=3)
         return [loss, *state(model)]
@@ -349,7 +487,9 @@ def test_large_batch_in_one_call(coupled: bool) -> None:
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize("fullgraph", [False, True])
 def test_compiled(fullgraph: bool) -> None:
-    """Buffers move once; where the compiler would move them twice, the parts run outside of the graph, or one graph is refused."""
+    """Buffers move once; where the compiler would move them twice, the parts run
+    outside of the graph, or one graph is refused.
+    """
     torch._dynamo.reset()
     model, expected = make(), make()
     model[4] = expected[4] = nn.Identity()
@@ -367,7 +507,11 @@ def test_compiled_function() -> None:
     if function.MOVES_TWICE:
         pytest.skip("before torch 2.11 a recomputed part is no part of the graph")
     torch._dynamo.reset()
-    model, expected = (nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh()) for _ in range(2))
+    model, expected = (
+        nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh()) for _ in range(2)
+    )
     expected.load_state_dict(model.state_dict())
-    compiled = torch.compile(recompute(lambda x: model(x)), backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(
+        recompute(lambda x: model(x)), backend="aot_eager", fullgraph=True
+    )
     assert same(trained(model, compiled)[:-1], trained(expected)[:-1])

@@ -1,4 +1,6 @@
-"""Recomputed models under the wrappers of several workers, here of one: the wrapper exchanges parameters while a replay runs."""
+"""Recomputed models under the wrappers of several workers, here of one: the wrapper
+exchanges parameters while a replay runs.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ from gradaccum_torch.recomputation import recompute
 
 @pytest.fixture(autouse=True)
 def alone(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
+    )
     yield
     dist.destroy_process_group()
 
@@ -38,7 +42,9 @@ def trained(model: Any) -> list[Tensor]:
     torch.manual_seed(1)
     for index in range(2):
         model(data() + index).square().sum().backward()
-    gradients = [getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for p in model.parameters()]
+    gradients = [
+        getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for p in model.parameters()
+    ]
     return [*gradients, *model.buffers(), torch.get_rng_state()]
 
 
@@ -46,11 +52,16 @@ def trained(model: Any) -> list[Tensor]:
 def test_data_parallel(options: dict[str, Any]) -> None:
     model = blocks()
     recompute(model, submodules=model)
-    assert same(trained(nn.parallel.DistributedDataParallel(model, **options)), trained(blocks()))
+    assert same(
+        trained(nn.parallel.DistributedDataParallel(model, **options)),
+        trained(blocks()),
+    )
 
 
 @NEEDS_FSDP2_ON_CPU
-@pytest.mark.parametrize("where", ["around segments", "around parts", "inside of parts"])
+@pytest.mark.parametrize(
+    "where", ["around segments", "around parts", "inside of parts"]
+)
 def test_fully_sharded(where: str) -> None:
     model, mesh = blocks(), init_device_mesh("cpu", (1,))
     if where == "around segments":

@@ -15,7 +15,10 @@ from gradaccum_torch import GatedScheduler
 
 
 def make(steps: int | None = 2) -> Any:
-    return gradaccum.wrap(torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1.0, momentum=0.9), steps=steps)
+    return gradaccum.wrap(
+        torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1.0, momentum=0.9),
+        steps=steps,
+    )
 
 
 def feed(opt: Any, value: float = 1.0) -> None:
@@ -31,13 +34,22 @@ KINDS = {
     "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.1, 1.0, step_size_up=3),
     "Cosine": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
     "SequentialLR": lambda o: lr_scheduler.SequentialLR(
-        o, [lr_scheduler.ConstantLR(o, 0.5, total_iters=2), lr_scheduler.ExponentialLR(o, 0.9)], milestones=[2]
+        o,
+        [
+            lr_scheduler.ConstantLR(o, 0.5, total_iters=2),
+            lr_scheduler.ExponentialLR(o, 0.9),
+        ],
+        milestones=[2],
     ),
-    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler([lr_scheduler.ConstantLR(o, 0.5), lr_scheduler.ExponentialLR(o, 0.9)]),
+    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.ConstantLR(o, 0.5), lr_scheduler.ExponentialLR(o, 0.9)]
+    ),
 }
 
 
-@pytest.mark.filterwarnings("ignore:The epoch parameter:UserWarning")  # SequentialLR itself passes one, before torch 2.8.
+@pytest.mark.filterwarnings(
+    "ignore:The epoch parameter:UserWarning"
+)  # SequentialLR itself passes one, before torch 2.8.
 @pytest.mark.parametrize("kind", KINDS)
 def test_gated_scheduler_moves_once_per_update(kind: str) -> None:
     bare = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1.0, momentum=0.9)
@@ -55,7 +67,11 @@ def test_gated_scheduler_moves_once_per_update(kind: str) -> None:
         bare.step()
         expected_scheduler.step()
     assert gated.get_last_lr() == expected_scheduler.get_last_lr()
-    assert gated.last_epoch == expected_scheduler.last_epoch if kind != "ChainedScheduler" else True
+    assert (
+        gated.last_epoch == expected_scheduler.last_epoch
+        if kind != "ChainedScheduler"
+        else True
+    )
 
 
 def test_gated_plateau_reads_metrics_at_updates() -> None:
@@ -95,9 +111,13 @@ def test_rare_call_moves_once() -> None:
 
 
 def test_gate_takes_the_state_of_another() -> None:
-    """Of one that has moved already, with its optimizer's, and of a bare scheduler, which has not."""
+    """Of one that has moved already, with its optimizer's, and of a bare scheduler,
+    which has not.
+    """
     opt, other = make(steps=1), make(steps=1)
-    gated, resumed = (gradaccum.wrap(lr_scheduler.StepLR(each, 1, gamma=0.5)) for each in (opt, other))
+    gated, resumed = (
+        gradaccum.wrap(lr_scheduler.StepLR(each, 1, gamma=0.5)) for each in (opt, other)
+    )
     feed(opt)
     gated.step()
     other.load_state_dict(copy.deepcopy(opt.state_dict()))
@@ -121,7 +141,9 @@ def test_attributes_reach_the_scheduler() -> None:
 
 
 def test_ungated_scheduler_does_not_warn() -> None:
-    """Torch warns where a scheduler's step seems to come before the optimizer's. No warning may come in windows of one."""
+    """Torch warns where a scheduler's step seems to come before the optimizer's. No
+    warning may come in windows of one.
+    """
     opt = make(steps=1)
     scheduler = lr_scheduler.StepLR(opt, 1, gamma=0.5)
     for _ in range(3):
@@ -140,7 +162,10 @@ def test_second_gate_and_steps_are_refused() -> None:
         gradaccum.wrap(lr_scheduler.StepLR(opt, 1), steps=2)
 
 
-@pytest.mark.parametrize(("name", "value"), [("clip_norm", 1.0), ("reduction", "nonsense"), ("no_such_option", 1)])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("clip_norm", 1.0), ("reduction", "nonsense"), ("no_such_option", 1)],
+)
 def test_options_beside_a_scheduler_are_refused(name: str, value: object) -> None:
     opt = make()
     with pytest.raises(gradaccum.ArgumentTypeError, match=name):
@@ -188,7 +213,9 @@ def test_own_scheduler_moves_once_per_update() -> None:
 
 
 def test_timm_scheduler_gets_applied_updates() -> None:
-    """Before the first update it is not called: timm's value at update 0 need not be the rate that the bare loop begins with."""
+    """Before the first update it is not called: timm's value at update 0 need not be
+    the rate that the bare loop begins with.
+    """
     opt = make()
     gated = gradaccum.wrap(Positioned(opt))
     gated.step(0)
@@ -205,9 +232,15 @@ def test_timm_scheduler_gets_applied_updates() -> None:
 
 
 def test_scheduler_follows_without_its_loop() -> None:
-    """As between two windows that one flush closes; what needs an argument of the loop is left to the loop."""
+    """As between two windows that one flush closes; what needs an argument of the loop
+    is left to the loop.
+    """
     opt = make()
-    kinds: list[Any] = [Halving(opt), Positioned(opt), lr_scheduler.ReduceLROnPlateau(opt)]
+    kinds: list[Any] = [
+        Halving(opt),
+        Positioned(opt),
+        lr_scheduler.ReduceLROnPlateau(opt),
+    ]
     gates = [gradaccum.wrap(kind) for kind in kinds]
     feed(opt)
     feed(opt)
@@ -218,7 +251,11 @@ def test_scheduler_follows_without_its_loop() -> None:
     assert gates[1].told == [("update", 1, None)] * 2
 
 
-@pytest.mark.parametrize("kind", [lambda optimizer: lr_scheduler.StepLR(optimizer, 1), Halving], ids=["torch's", "own"])
+@pytest.mark.parametrize(
+    "kind",
+    [lambda optimizer: lr_scheduler.StepLR(optimizer, 1), Halving],
+    ids=["torch's", "own"],
+)
 def test_scheduler_on_bare_optimizer_is_refused(kind: Callable[[Any], Any]) -> None:
     bare = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1.0)
     with pytest.raises(gradaccum.ArgumentTypeError, match="Wrap the optimizer first"):
@@ -239,18 +276,28 @@ def test_holder_of_optimizer_is_no_scheduler() -> None:
 
 
 SEQUENCES: dict[str, Callable[[Any], Any]] = {
-    "first": lambda o: [gradaccum.wrap(lr_scheduler.ConstantLR(o, 0.5)), lr_scheduler.ExponentialLR(o, 0.9)],
-    "second": lambda o: [lr_scheduler.ConstantLR(o, 0.5), gradaccum.wrap(lr_scheduler.ExponentialLR(o, 0.9))],
+    "first": lambda o: [
+        gradaccum.wrap(lr_scheduler.ConstantLR(o, 0.5)),
+        lr_scheduler.ExponentialLR(o, 0.9),
+    ],
+    "second": lambda o: [
+        lr_scheduler.ConstantLR(o, 0.5),
+        gradaccum.wrap(lr_scheduler.ExponentialLR(o, 0.9)),
+    ],
     "nested": lambda o: [
         lr_scheduler.ConstantLR(o, 0.5),
-        gradaccum.wrap(lr_scheduler.ChainedScheduler([lr_scheduler.ExponentialLR(o, 0.9)])),
+        gradaccum.wrap(
+            lr_scheduler.ChainedScheduler([lr_scheduler.ExponentialLR(o, 0.9)])
+        ),
     ],
 }
 
 
 @pytest.mark.parametrize("children", SEQUENCES)
 def test_sequence_of_gated_schedulers_is_refused(children: str) -> None:
-    """SequentialLR would repeat their first steps and count its milestones in micro-batches."""
+    """SequentialLR would repeat their first steps and count its milestones in
+    micro-batches.
+    """
     opt = make()
     with pytest.raises(gradaccum.UsageError, match=r"gradaccum\.wrap\(SequentialLR"):
         lr_scheduler.SequentialLR(opt, SEQUENCES[children](opt), milestones=[2])
@@ -258,7 +305,12 @@ def test_sequence_of_gated_schedulers_is_refused(children: str) -> None:
 
 def test_chain_of_gated_schedulers_works() -> None:
     opt = make()
-    chain = lr_scheduler.ChainedScheduler([gradaccum.wrap(lr_scheduler.ExponentialLR(opt, factor)) for factor in (0.5, 0.25)])
+    chain = lr_scheduler.ChainedScheduler(
+        [
+            gradaccum.wrap(lr_scheduler.ExponentialLR(opt, factor))
+            for factor in (0.5, 0.25)
+        ]
+    )
     for _ in range(4):
         feed(opt)
         chain.step()
@@ -286,9 +338,13 @@ def test_loaded_optimizer_does_not_move_gate(older: bool) -> None:
 
 @pytest.mark.parametrize("gate_first", [True, False])
 def test_pending_scheduler_step_survives_saving(gate_first: bool) -> None:
-    """The states are saved after the update and before the scheduler's step, and loaded in either order."""
+    """The states are saved after the update and before the scheduler's step, and loaded
+    in either order.
+    """
     opt, new = make(steps=1), make(steps=1)
-    gated, fresh = (gradaccum.wrap(lr_scheduler.StepLR(o, 1, gamma=0.5)) for o in (opt, new))
+    gated, fresh = (
+        gradaccum.wrap(lr_scheduler.StepLR(o, 1, gamma=0.5)) for o in (opt, new)
+    )
     feed(opt)
     pairs = [(fresh, gated.state_dict()), (new, opt.state_dict())]
     for target, state in pairs if gate_first else pairs[::-1]:

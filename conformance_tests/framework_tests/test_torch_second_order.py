@@ -1,4 +1,6 @@
-"""Optimizers that differentiate ``.grad`` again get the Hessian of the window's loss, not of the scaled sum."""
+"""Optimizers that differentiate ``.grad`` again get the Hessian of the window's loss,
+not of the scaled sum.
+"""
 
 from __future__ import annotations
 
@@ -20,18 +22,31 @@ class Newton(torch.optim.Optimizer):
         super().__init__(parameters, {})
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        own = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        own = [
+            p
+            for group in self.param_groups
+            for p in group["params"]
+            if p.grad is not None
+        ]
         self.gradients = [p.grad.detach().clone() for p in own]
         curved = [p for p in own if p.grad.requires_grad]
-        self.hessians = list(torch.autograd.grad([p.grad for p in curved], curved, [torch.ones_like(p) for p in curved]))
+        self.hessians = list(
+            torch.autograd.grad(
+                [p.grad for p in curved], curved, [torch.ones_like(p) for p in curved]
+            )
+        )
         with torch.no_grad():
             for p in own:
                 p.add_(0.125)
 
 
-def run(steps: int, rows: torch.Tensor, wrapped: bool, **options: Any) -> tuple[Newton, torch.Tensor]:
+def run(
+    steps: int, rows: torch.Tensor, wrapped: bool, **options: Any
+) -> tuple[Newton, torch.Tensor]:
     """The gradient of the first parameter has a graph, that of the second has none."""
-    parameter, linear = (nn.Parameter(torch.tensor([1.0, 2.0], dtype=torch.float64)) for _ in range(2))
+    parameter, linear = (
+        nn.Parameter(torch.tensor([1.0, 2.0], dtype=torch.float64)) for _ in range(2)
+    )
     inner = Newton([parameter, linear])
     opt: Any = gradaccum.wrap(inner, steps=steps, **options) if wrapped else inner
     for _ in range(2):
@@ -52,8 +67,16 @@ def run(steps: int, rows: torch.Tensor, wrapped: bool, **options: Any) -> tuple[
 @pytest.mark.parametrize("steps", [1, 4])
 def test_hessian_equals_large_batch(steps: int, options: dict) -> None:
     rows = torch.arange(16, dtype=torch.float64).reshape(8, 2) / 4
-    (mine, at), (bare, expected) = run(steps, rows, True, **options), run(1, rows, False, **options)
-    torch.testing.assert_close(mine.gradients, bare.gradients, rtol=1e-5 if "clip_norm" in options else 1e-12, atol=0)
+    (mine, at), (bare, expected) = (
+        run(steps, rows, True, **options),
+        run(1, rows, False, **options),
+    )
+    torch.testing.assert_close(
+        mine.gradients,
+        bare.gradients,
+        rtol=1e-5 if "clip_norm" in options else 1e-12,
+        atol=0,
+    )
     torch.testing.assert_close(mine.hessians, bare.hessians, rtol=1e-12, atol=0)
     assert torch.equal(at, expected)
 

@@ -1,4 +1,6 @@
-"""``separate_sums=True``: between two steps ``.grad`` is the user's. Loops that the default refuses equal the large batch."""
+"""``separate_sums=True``: between two steps ``.grad`` is the user's. Loops that the
+default refuses equal the large batch.
+"""
 
 from __future__ import annotations
 
@@ -21,21 +23,39 @@ from conformance_tests.framework_tests.refusing import refused
 from gradaccum import UsageError
 from gradaccum_torch.optimizer import AccumulatingOptimizer
 
-from .torch_separate import PARTS, X, Y, assert_same, before_clear, closed_over, large, logged_norm, make_model, mse, wrapped
+from .torch_separate import (
+    PARTS,
+    X,
+    Y,
+    assert_same,
+    before_clear,
+    closed_over,
+    large,
+    logged_norm,
+    make_model,
+    mse,
+    wrapped,
+)
 
 
-def after_clear(model: nn.Module, opt: AccumulatingOptimizer, x: Tensor, y: Tensor) -> None:
+def after_clear(
+    model: nn.Module, opt: AccumulatingOptimizer, x: Tensor, y: Tensor
+) -> None:
     mse(model, x, y).backward()
     opt.step()
     model.zero_grad(set_to_none=False)
 
 
-def no_clear(model: nn.Module, opt: AccumulatingOptimizer, x: Tensor, y: Tensor) -> None:
+def no_clear(
+    model: nn.Module, opt: AccumulatingOptimizer, x: Tensor, y: Tensor
+) -> None:
     mse(model, x, y).backward()
     opt.step()
 
 
-def assigned(model: nn.Module, opt: AccumulatingOptimizer, x: Tensor, y: Tensor) -> None:
+def assigned(
+    model: nn.Module, opt: AccumulatingOptimizer, x: Tensor, y: Tensor
+) -> None:
     """The loop goes on to use the tensors that it assigned."""
     gradients = torch.autograd.grad(mse(model, x, y), list(model.parameters()))
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
@@ -45,17 +65,23 @@ def assigned(model: nn.Module, opt: AccumulatingOptimizer, x: Tensor, y: Tensor)
         gradient.fill_(float("nan"))
 
 
-def functional(model: nn.Module, opt: AccumulatingOptimizer, x: Tensor, y: Tensor) -> None:
+def functional(
+    model: nn.Module, opt: AccumulatingOptimizer, x: Tensor, y: Tensor
+) -> None:
     def loss(parameters: dict[str, Tensor]) -> Tensor:
         return (torch.func.functional_call(model, parameters, x) - y).square().mean()
 
     named = dict(model.named_parameters())
-    for name, gradient in torch.func.grad(loss)({name: each.detach() for name, each in named.items()}).items():
+    for name, gradient in torch.func.grad(loss)(
+        {name: each.detach() for name, each in named.items()}
+    ).items():
         named[name].grad = gradient
     opt.step()
 
 
-def flat_views(model: nn.Module, opt: AccumulatingOptimizer, x: Tensor, y: Tensor) -> None:
+def flat_views(
+    model: nn.Module, opt: AccumulatingOptimizer, x: Tensor, y: Tensor
+) -> None:
     """Every ``.grad`` is a part of one buffer that the loop keeps, as reducers do."""
     gradients = torch.autograd.grad(mse(model, x, y), list(model.parameters()))
     buffer = torch.cat([gradient.flatten() for gradient in gradients])
@@ -66,15 +92,21 @@ def flat_views(model: nn.Module, opt: AccumulatingOptimizer, x: Tensor, y: Tenso
     buffer.zero_()
 
 
-def polluted(model: nn.Module, opt: AccumulatingOptimizer, x: Tensor, y: Tensor) -> None:
-    """As a discriminator, through which the generator's loss goes after its own step."""
+def polluted(
+    model: nn.Module, opt: AccumulatingOptimizer, x: Tensor, y: Tensor
+) -> None:
+    """As a discriminator, through which the generator's loss goes after its own
+    step.
+    """
     opt.zero_grad()
     mse(model, x, y).backward()
     opt.step()
     (1e3 * model(x).sum()).backward()
 
 
-def tried_again(model: nn.Module, opt: AccumulatingOptimizer, x: Tensor, y: Tensor) -> None:
+def tried_again(
+    model: nn.Module, opt: AccumulatingOptimizer, x: Tensor, y: Tensor
+) -> None:
     """A backward pass that raises is tried again, as after running out of memory."""
     model.zero_grad()
     (handle,) = [model[0].weight.register_hook(_raising)]
@@ -90,12 +122,27 @@ def _raising(gradient: Tensor) -> None:
     raise ZeroDivisionError
 
 
-LOOPS = [before_clear, after_clear, no_clear, logged_norm, assigned, functional, flat_views, polluted, tried_again, closed_over]
+LOOPS = [
+    before_clear,
+    after_clear,
+    no_clear,
+    logged_norm,
+    assigned,
+    functional,
+    flat_views,
+    polluted,
+    tried_again,
+    closed_over,
+]
 
 
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
-@pytest.mark.parametrize("options", [{}, {"on_overflow": "drop_micro_batch"}], ids=["plain", "dropping"])
-def test_loop_equals_large_batch(loop: Callable[..., None], options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options", [{}, {"on_overflow": "drop_micro_batch"}], ids=["plain", "dropping"]
+)
+def test_loop_equals_large_batch(
+    loop: Callable[..., None], options: dict[str, Any]
+) -> None:
     model = make_model()
     opt = wrapped(model, **options)
     for _ in range(3):
@@ -105,7 +152,11 @@ def test_loop_equals_large_batch(loop: Callable[..., None], options: dict[str, A
     assert opt.result.optimizer_step == 3
 
 
-@pytest.mark.parametrize("loop", [before_clear, logged_norm, assigned, functional, flat_views], ids=lambda loop: loop.__name__)
+@pytest.mark.parametrize(
+    "loop",
+    [before_clear, logged_norm, assigned, functional, flat_views],
+    ids=lambda loop: loop.__name__,
+)
 def test_default_refuses_by_name(loop: Callable[..., None]) -> None:
     """What it cannot do right it refuses, and the error names the way out."""
 
@@ -120,7 +171,9 @@ def test_default_refuses_by_name(loop: Callable[..., None]) -> None:
 
 
 def test_clip_per_micro_batch() -> None:
-    """Each micro-batch is clipped by the user, the mean of the clipped ones by nobody."""
+    """Each micro-batch is clipped by the user, the mean of the clipped ones by
+    nobody.
+    """
     model, shadow = make_model(), make_model()
     opt = wrapped(model)
     bare = torch.optim.SGD(shadow.parameters(), lr=0.1, momentum=0.9)
@@ -132,7 +185,10 @@ def test_clip_per_micro_batch() -> None:
         shadow.zero_grad()
         mse(shadow, x, y).backward()
         clip_grad_norm_(shadow.parameters(), 0.1)
-        total = [a + each.grad / 4 for a, each in zip(total, shadow.parameters(), strict=True)]
+        total = [
+            a + each.grad / 4
+            for a, each in zip(total, shadow.parameters(), strict=True)
+        ]
     for each, gradient in zip(shadow.parameters(), total, strict=True):
         each.grad = gradient
     bare.step()
@@ -144,8 +200,12 @@ def test_not_a_bool() -> None:
         wrapped(make_model(), separate_sums=1)
 
 
-def with_next_under_way(model: nn.Module, opt: AccumulatingOptimizer) -> list[Tensor | None]:
-    """Fill a window, begin the next micro-batch, and return what it left in ``.grad``."""
+def with_next_under_way(
+    model: nn.Module, opt: AccumulatingOptimizer
+) -> list[Tensor | None]:
+    """Fill a window, begin the next micro-batch, and return what it left in
+    ``.grad``.
+    """
     for x, y in PARTS:
         mse(model, x, y).backward()
         opt.step()
@@ -154,12 +214,19 @@ def with_next_under_way(model: nn.Module, opt: AccumulatingOptimizer) -> list[Te
 
 
 def holds(model: nn.Module, gradients: list[Tensor | None]) -> bool:
-    return all(each.grad is gradient for each, gradient in zip(model.parameters(), gradients, strict=True))
+    return all(
+        each.grad is gradient
+        for each, gradient in zip(model.parameters(), gradients, strict=True)
+    )
 
 
-@pytest.mark.parametrize("options", [{}, {"skip_norm": 1e-9}], ids=["applied", "skipped"])
+@pytest.mark.parametrize(
+    "options", [{}, {"skip_norm": 1e-9}], ids=["applied", "skipped"]
+)
 def test_flush_leaves_what_is_in_grad(options: dict[str, Any]) -> None:
-    """Between backward and step it is the next window's; the inner optimizer does not see it."""
+    """Between backward and step it is the next window's; the inner optimizer does not
+    see it.
+    """
     model = make_model()
     opt = wrapped(model, steps=None, **options)
     held = with_next_under_way(model, opt)
@@ -173,9 +240,13 @@ def test_flush_leaves_what_is_in_grad(options: dict[str, Any]) -> None:
 
 
 def test_parameter_outside_the_window_stays() -> None:
-    """What the user has put into its ``.grad`` is no part of the window, and no update is made of it."""
+    """What the user has put into its ``.grad`` is no part of the window, and no update
+    is made of it.
+    """
     used, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
-    opt = gradaccum.wrap(torch.optim.SGD([used, other], 0.1), steps=None, separate_sums=True)
+    opt = gradaccum.wrap(
+        torch.optim.SGD([used, other], 0.1), steps=None, separate_sums=True
+    )
     used.sum().backward()
     opt.step()
     other.grad = torch.full((2,), 5.0)
@@ -188,7 +259,12 @@ def test_parameter_outside_the_window_stays() -> None:
 def test_dropped_gradient_leaves_grad_empty() -> None:
     """The loop need not clear it: the next micro-batch is added to nothing."""
     parameter = nn.Parameter(torch.ones(2))
-    opt = gradaccum.wrap(torch.optim.SGD([parameter], 1.0), steps=2, separate_sums=True, on_overflow="drop_micro_batch")
+    opt = gradaccum.wrap(
+        torch.optim.SGD([parameter], 1.0),
+        steps=2,
+        separate_sums=True,
+        on_overflow="drop_micro_batch",
+    )
     for factor in (float("nan"), 2.0):
         (parameter * factor).sum().backward()
         opt.step()
@@ -260,7 +336,9 @@ def test_checkpoint_in_mid_window(saved_separate: bool) -> None:
 def test_gradient_that_somebody_holds_stays_as_it_is() -> None:
     """Also the first one of the second window, whose sum could begin with it."""
     parameter, held = torch.zeros(2, 2, requires_grad=True), list[Any]()
-    opt = gradaccum.wrap(torch.optim.SGD([parameter], lr=1.0), steps=2, separate_sums=True)
+    opt = gradaccum.wrap(
+        torch.optim.SGD([parameter], lr=1.0), steps=2, separate_sums=True
+    )
     for index in range(6):
         (parameter * (index + 1.0)).sum().backward()
         held.append(parameter.grad)
@@ -283,26 +361,41 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) // 2)
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="other systems keep their memory otherwise")
-@pytest.mark.parametrize("options", ["separate_sums=True", 'on_overflow="drop_micro_batch"'])
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="other systems keep their memory otherwise"
+)
+@pytest.mark.parametrize(
+    "options", ["separate_sums=True", 'on_overflow="drop_micro_batch"']
+)
 def test_gradients_of_a_window_share_their_memory(options: str) -> None:
-    """Of 32 micro-batches; with sums below the gradients, which would return theirs to the system, it takes some 25,000 page faults.
+    """Of 32 micro-batches; with sums below the gradients, which would return theirs to
+    the system, it takes some 25,000 page faults.
 
     The system puts each process elsewhere, so that one of some runs takes as many.
     """
     command = [sys.executable, "-c", FAULTS.format(options=options)]
-    runs = [subprocess.run(command, check=True, capture_output=True, text=True, timeout=120) for _ in range(3)]
+    runs = [
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+        for _ in range(3)
+    ]
     assert statistics.median(int(run.stdout) for run in runs) < 12_000
 
 
 @pytest.mark.parametrize("lost", [4, 5, 6, 7])
 @pytest.mark.parametrize("usual", [1, 6])
 def test_micro_batch_that_is_dropped_from_a_usual_window(usual: int, lost: int) -> None:
-    """In the second window, of one tensor or of many small ones; also its first micro-batch."""
+    """In the second window, of one tensor or of many small ones; also its first
+    micro-batch.
+    """
     parameters = [torch.zeros(2, requires_grad=True) for _ in range(usual)]
-    opt = gradaccum.wrap(torch.optim.SGD(parameters, lr=1.0), steps=4, on_overflow="drop_micro_batch")
+    opt = gradaccum.wrap(
+        torch.optim.SGD(parameters, lr=1.0), steps=4, on_overflow="drop_micro_batch"
+    )
     for index in range(8):
-        (torch.cat(parameters).sum() * (math.inf if index == lost else 1.0 + (index > 3) * index)).backward()
+        (
+            torch.cat(parameters).sum()
+            * (math.inf if index == lost else 1.0 + (index > 3) * index)
+        ).backward()
         opt.step()
     expected = -1.0 - sum(1.0 + index for index in range(4, 8) if index != lost) / 3
     assert all(torch.allclose(each, torch.full((2,), expected)) for each in parameters)
@@ -312,10 +405,14 @@ def test_micro_batch_that_is_dropped_from_a_usual_window(usual: int, lost: int) 
     assert (opt.result.skipped, opt.result.grad_norm) == (True, 0.0)
 
 
-@pytest.mark.parametrize("options", [{"separate_sums": True}, {"on_overflow": "drop_micro_batch"}])
+@pytest.mark.parametrize(
+    "options", [{"separate_sums": True}, {"on_overflow": "drop_micro_batch"}]
+)
 @pytest.mark.parametrize("usual", [1, 6])
 @pytest.mark.parametrize("both", [True, False])
-def test_micro_batch_that_brings_other_gradients_than_those_before(both: bool, usual: int, options: dict[str, Any]) -> None:
+def test_micro_batch_that_brings_other_gradients_than_those_before(
+    both: bool, usual: int, options: dict[str, Any]
+) -> None:
     """In the second window, where nothing was unusual in the first."""
     *first, second = (torch.zeros(2, requires_grad=True) for _ in range(usual + 1))
     opt = gradaccum.wrap(torch.optim.SGD([*first, second], lr=1.0), steps=4, **options)
@@ -323,7 +420,9 @@ def test_micro_batch_that_brings_other_gradients_than_those_before(both: bool, u
         losses = first if index != 5 else [*first, 4 * second] if both else [4 * second]
         torch.cat(losses).sum().backward()
         opt.step()
-    assert all(torch.equal(each, torch.full((2,), -2.0 if both else -1.75)) for each in first)
+    assert all(
+        torch.equal(each, torch.full((2,), -2.0 if both else -1.75)) for each in first
+    )
     assert torch.equal(second, torch.full((2,), -1.0))
 
 
@@ -336,21 +435,33 @@ def test_one_buffer_more() -> None:
     assert len(opt.state_dict()["gradaccum"]["sums"]) == 6
 
 
-def two_over(model: nn.Module, **options: Any) -> tuple[AccumulatingOptimizer, AccumulatingOptimizer]:
+def two_over(
+    model: nn.Module, **options: Any
+) -> tuple[AccumulatingOptimizer, AccumulatingOptimizer]:
     """The second one has the last layer alone."""
     shared = torch.optim.SGD(list(model.parameters())[2:], lr=0.1, momentum=0.9)
-    return wrapped(model, **options), gradaccum.wrap(shared, steps=4, separate_sums=True, **options)
+    return wrapped(model, **options), gradaccum.wrap(
+        shared, steps=4, separate_sums=True, **options
+    )
 
 
 @pytest.mark.parametrize("on_overflow", ["skip_window", "drop_micro_batch"])
-def test_gradient_that_another_optimizer_took_is_missed_with_an_error(on_overflow: str) -> None:
+def test_gradient_that_another_optimizer_took_is_missed_with_an_error(
+    on_overflow: str,
+) -> None:
     """Bare optimizers would both see it. What each has summed stays."""
     model = make_model()
     first, second = two_over(model, on_overflow=on_overflow)
     for x, y in PARTS:
         mse(model, x, y).backward()
         first.step()
-        with pytest.raises(UsageError, match=r"separate_sums: expected a backward pass since the step\(\) of another wrapped optimizer"):
+        with pytest.raises(
+            UsageError,
+            match=(
+                r"separate_sums: expected a backward pass since the step\(\) of another"
+                r" wrapped optimizer"
+            ),
+        ):
             second.step()
     assert_same(model, large())
     assert (first.result.optimizer_step, second.result.micro_step) == (1, 0)
@@ -363,7 +474,10 @@ def test_optimizers_of_one_parameter_may_take_turns() -> None:
     model, other = make_model(), make_model()
     first, second = two_over(model)
     bare = torch.optim.SGD(list(other.parameters())[2:], lr=0.1, momentum=0.9)
-    for x, y in PARTS:  # The second one idles, though autograd delivers to its parameters.
+    for (
+        x,
+        y,
+    ) in PARTS:  # The second one idles, though autograd delivers to its parameters.
         mse(model, x, y).backward()
         first.step()
     for x, y in PARTS:
@@ -382,13 +496,17 @@ def test_discard_forgets_what_another_optimizer_took() -> None:
     mse(model, *PARTS[0]).backward()
     first.step()
     second.discard()
-    second.step()  # A step without a gradient, as after zero_grad(): the user has said that nothing is missed.
+    # A step without a gradient, as after zero_grad(): the user has said that nothing is
+    # missed.
+    second.step()
     assert second.result.micro_step == 1
 
 
 @pytest.mark.parametrize("clears", ["nothing", "optimizer", "model"])
 def test_part_of_a_pass_that_raised(clears: str) -> None:
-    """Out of memory, in a loop that goes on with the next micro-batch: autograd adds that to what had arrived."""
+    """Out of memory, in a loop that goes on with the next micro-batch: autograd adds
+    that to what had arrived.
+    """
     model = make_model()
     opt = wrapped(model)
 
@@ -411,7 +529,9 @@ def test_part_of_a_pass_that_raised(clears: str) -> None:
     assert_same(model, large())
 
 
-def test_no_memory_for_a_copy_leaves_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_memory_for_a_copy_leaves_the_window(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Nothing was added yet: the same step again takes the micro-batch."""
     model = make_model()
     opt = wrapped(model)
@@ -428,12 +548,20 @@ def test_no_memory_for_a_copy_leaves_the_window(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("steps", [1, 2])
 def test_noise_of_opacus_belongs_to_windows_of_one(steps: int) -> None:
-    """Opacus leaves ``summed_grad`` on each parameter; its own tests need it installed."""
+    """Opacus leaves ``summed_grad`` on each parameter; its own tests need it
+    installed.
+    """
     model = make_model()
     for parameter in model.parameters():
         parameter.summed_grad = torch.zeros_like(parameter)
-    opt = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=1.0), steps=steps, separate_sums=True)
+    opt = gradaccum.wrap(
+        torch.optim.SGD(model.parameters(), lr=1.0), steps=steps, separate_sums=True
+    )
     mse(model, X, Y).backward()
-    with nullcontext() if steps == 1 else pytest.raises(UsageError, match="BatchMemoryManager"):
+    with (
+        nullcontext()
+        if steps == 1
+        else pytest.raises(UsageError, match="BatchMemoryManager")
+    ):
         opt.step()
     assert opt.result.applied is (steps == 1)

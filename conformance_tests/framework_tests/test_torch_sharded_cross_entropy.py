@@ -1,4 +1,6 @@
-"""`gradaccum_torch.sharded_cross_entropy`: its peak of memory, and what it refuses in one process."""
+"""`gradaccum_torch.sharded_cross_entropy`: its peak of memory, and what it refuses in
+one process.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,9 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch.distributed.fsdp", reason="needs a torch with distributed support")
+pytest.importorskip(
+    "torch.distributed.fsdp", reason="needs a torch with distributed support"
+)
 
 import torch
 import torch.distributed as dist
@@ -16,7 +20,9 @@ import gradaccum
 from conformance_tests.framework_tests.torch_operations import Peak
 from gradaccum_torch import sharded_cross_entropy
 
-pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch was built without gloo")
+pytestmark = pytest.mark.skipif(
+    not dist.is_gloo_available(), reason="this torch was built without gloo"
+)
 
 MEBI = 2**20
 
@@ -30,8 +36,12 @@ def one_worker() -> Iterator[None]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_a_million_classes_cost_one_gradient(one_worker: None, dtype: Any, smoothing: float) -> None:
-    """Forward a sixteenth of the shard; backward the gradient and twice that, in float32: two temporaries may live for a moment."""
+def test_a_million_classes_cost_one_gradient(
+    one_worker: None, dtype: Any, smoothing: float
+) -> None:
+    """Forward a sixteenth of the shard; backward the gradient and twice that, in
+    float32: two temporaries may live for a moment.
+    """
     shard = torch.zeros(16, 10**6, dtype=dtype, requires_grad=True)
     labels = torch.arange(16) * 60000
     size, block = shard.numel() * shard.itemsize, shard.numel() * 4 // 16
@@ -65,8 +75,13 @@ LOGITS, LABELS = torch.zeros(2, 3), torch.tensor([0, 1])
         ("labels", (LOGITS, LABELS.to("meta")), {}),
     ],
 )
-def test_bad_input(one_worker: None, name: str, arguments: tuple[Any, Any], options: dict[str, Any]) -> None:
-    with pytest.raises((gradaccum.ArgumentTypeError, gradaccum.ArgumentValueError), match=rf"^{name}: expected"):
+def test_bad_input(
+    one_worker: None, name: str, arguments: tuple[Any, Any], options: dict[str, Any]
+) -> None:
+    with pytest.raises(
+        (gradaccum.ArgumentTypeError, gradaccum.ArgumentValueError),
+        match=rf"^{name}: expected",
+    ):
         sharded_cross_entropy(*arguments, **options)
 
 

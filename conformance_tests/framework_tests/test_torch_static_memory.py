@@ -1,4 +1,6 @@
-"""Memory that the next micro-batch writes over, as the replay of a CUDA graph does: gradients, outputs, losses and buffers as aux."""
+"""Memory that the next micro-batch writes over, as the replay of a CUDA graph does:
+gradients, outputs, losses and buffers as aux.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,13 @@ from gradaccum_torch.private.names import keep_own
 STEPS = 4
 X = torch.randn(8, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 Y = torch.arange(8) % 4
-OPTIONS = ({}, {"clip_norm": 1e9}, {"on_overflow": "ignore"}, {"on_overflow": "drop_micro_batch"}, {"separate_sums": True})
+OPTIONS = (
+    {},
+    {"clip_norm": 1e9},
+    {"on_overflow": "ignore"},
+    {"on_overflow": "drop_micro_batch"},
+    {"separate_sums": True},
+)
 MEMORIES: dict[str, Callable[[Tensor], Tensor]] = {
     "held by others": Tensor.detach,
     "of another library": lambda memory: torch.from_numpy(memory.numpy()),
@@ -33,7 +41,13 @@ class Static(torch.autograd.Function):
     """`x`, and its gradient, in the same memory each time."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, out: Tensor | None, gradient: Tensor, handed: Callable[[Tensor], Tensor]) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        out: Tensor | None,
+        gradient: Tensor,
+        handed: Callable[[Tensor], Tensor],
+    ) -> Tensor:
         ctx.gradient, ctx.handed = gradient, handed
         return x.view_as(x) if out is None else out.data.copy_(x).detach()
 
@@ -44,28 +58,49 @@ class Static(torch.autograd.Function):
 
 
 class Net(nn.Module):
-    """Two layers; `handed`: how their gradients, and the losses, come out of memory that stays; None: as usual."""
+    """Two layers; `handed`: how their gradients, and the losses, come out of memory
+    that stays; None: as usual.
+    """
 
-    def __init__(self, dtype: torch.dtype, handed: Callable[[Tensor], Tensor] | None) -> None:
+    def __init__(
+        self, dtype: torch.dtype, handed: Callable[[Tensor], Tensor] | None
+    ) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.first, self.last, self.handed = nn.Linear(6, 8), nn.Linear(8, 4), handed
         self.to(dtype)
-        self.memory = {name: torch.zeros_like(p, requires_grad=False) for name, p in self.named_parameters()}
-        self.out, self.total = torch.zeros(8 // STEPS, 4, dtype=dtype), torch.zeros((), dtype=dtype)
+        self.memory = {
+            name: torch.zeros_like(p, requires_grad=False)
+            for name, p in self.named_parameters()
+        }
+        self.out, self.total = (
+            torch.zeros(8 // STEPS, 4, dtype=dtype),
+            torch.zeros((), dtype=dtype),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         w = dict(self.named_parameters())
         if self.handed is not None:
-            w = {name: Static.apply(p, None, self.memory[name], self.handed) for name, p in w.items()}
-        out = functional.linear(x.to(w["first.weight"].dtype), w["first.weight"], w["first.bias"]).tanh()
-        return self.static(functional.linear(out, w["last.weight"], w["last.bias"]), self.out)
+            w = {
+                name: Static.apply(p, None, self.memory[name], self.handed)
+                for name, p in w.items()
+            }
+        out = functional.linear(
+            x.to(w["first.weight"].dtype), w["first.weight"], w["first.bias"]
+        ).tanh()
+        return self.static(
+            functional.linear(out, w["last.weight"], w["last.bias"]), self.out
+        )
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         return self.static(functional.cross_entropy(self(x), y), self.total)
 
     def static(self, x: Tensor, memory: Tensor) -> Tensor:
-        return x if self.handed is None or x.shape != memory.shape else Static.apply(x, memory, torch.zeros_like(memory), Tensor.detach)
+        return (
+            x
+            if self.handed is None or x.shape != memory.shape
+            else Static.apply(x, memory, torch.zeros_like(memory), Tensor.detach)
+        )
 
 
 def streaming(model: Net, opt: Any) -> Tensor | None:
@@ -98,13 +133,24 @@ def coupled(model: Net, opt: Any) -> Tensor:
 
 
 def moved(
-    run: Callable[..., Tensor | None], dtype: torch.dtype, handed: Any, options: dict[str, Any] | None
+    run: Callable[..., Tensor | None],
+    dtype: torch.dtype,
+    handed: Any,
+    options: dict[str, Any] | None,
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """How far two updates moved the parameters, and their losses; `options`: those of the wrapper, None without one."""
+    """How far two updates moved the parameters, and their losses; `options`: those of
+    the wrapper, None without one.
+    """
     model = Net(dtype, handed)
     inner = torch.optim.SGD(model.parameters(), lr=1.0)
     before = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
-    opt = None if options is None else gradaccum.wrap(inner, steps=None if run in (at_once, coupled) else STEPS, **options)
+    opt = (
+        None
+        if options is None
+        else gradaccum.wrap(
+            inner, steps=None if run in (at_once, coupled) else STEPS, **options
+        )
+    )
     losses = []
     for _ in range(2):
         losses.append(run(model, opt))
@@ -116,26 +162,42 @@ def moved(
     return before - nn.utils.parameters_to_vector(model.parameters()).detach(), losses
 
 
-CASES = [(run, options) for run in (streaming, weighted, at_once, coupled) for options in OPTIONS]
-CASES.remove((coupled, {"on_overflow": "drop_micro_batch"}))  # There is no micro-batch to drop.
+CASES = [
+    (run, options)
+    for run in (streaming, weighted, at_once, coupled)
+    for options in OPTIONS
+]
+# There is no micro-batch to drop.
+CASES.remove((coupled, {"on_overflow": "drop_micro_batch"}))
 
 
 def named(value: Any) -> str:
-    """Return the same name in every process of a test run, where a function's own text tells its address."""
+    """Return the same name in every process of a test run, where a function's own text
+    tells its address.
+    """
     return getattr(value, "__name__", None) or str(value)
 
 
 @pytest.mark.parametrize("memory", MEMORIES)
 @pytest.mark.parametrize(("run", "options"), CASES, ids=named)
-def test_window(run: Callable[..., Tensor | None], options: dict[str, Any], memory: str) -> None:
+def test_window(
+    run: Callable[..., Tensor | None], options: dict[str, Any], memory: str
+) -> None:
     check(run, torch.float64, MEMORIES[memory], options)
 
 
 @pytest.mark.parametrize("memory", MEMORIES)
 def test_second_pass_that_no_micro_batch_of_the_first_window_had(memory: str) -> None:
-    """Its gradients were not looked at, and may be overwritten; from then on they are."""
+    """Its gradients were not looked at, and may be overwritten; from then on they
+    are.
+    """
     models = [Net(torch.float64, handed) for handed in (MEMORIES[memory], None)]
-    opts = [gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=1.0), steps=STEPS, separate_sums=True) for model in models]
+    opts = [
+        gradaccum.wrap(
+            torch.optim.SGD(model.parameters(), lr=1.0), steps=STEPS, separate_sums=True
+        )
+        for model in models
+    ]
     chunks = list(zip(X.chunk(STEPS), Y.chunk(STEPS), strict=True))
     for model, opt in zip(models, opts, strict=True):
         for passes in (1,) * STEPS + (2,) * STEPS:
@@ -155,8 +217,12 @@ def test_second_pass_that_no_micro_batch_of_the_first_window_had(memory: str) ->
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("run", [streaming, weighted, at_once])
-def test_window_in_other_dtypes(run: Callable[..., Tensor | None], dtype: torch.dtype) -> None:
-    """The half-precision sum is in float32, and small gradients stay in ``.grad`` until ``step``."""
+def test_window_in_other_dtypes(
+    run: Callable[..., Tensor | None], dtype: torch.dtype
+) -> None:
+    """The half-precision sum is in float32, and small gradients stay in ``.grad`` until
+    ``step``.
+    """
     check(run, dtype, Tensor.detach, {})
 
 
@@ -165,9 +231,17 @@ def test_in_grad(run: Callable[..., Tensor | None]) -> None:
     check(run, torch.float64, Tensor.detach, None)
 
 
-def check(run: Callable[..., Tensor | None], dtype: torch.dtype, handed: Any, options: dict[str, Any] | None) -> None:
+def check(
+    run: Callable[..., Tensor | None],
+    dtype: torch.dtype,
+    handed: Any,
+    options: dict[str, Any] | None,
+) -> None:
     """The very bits that ordinary gradients give."""
-    (got, losses), (expected, told) = moved(run, dtype, handed, options), moved(run, dtype, None, options)
+    (got, losses), (expected, told) = (
+        moved(run, dtype, handed, options),
+        moved(run, dtype, None, options),
+    )
     assert expected.abs().max() > 0.01
     assert torch.equal(got, expected)
     assert losses == told
@@ -188,14 +262,29 @@ def test_aux_is_copied() -> None:
 
 def test_loss_scaling_of_static_memory() -> None:
     model = Net(torch.float64, Tensor.detach)
-    report = verify_loss_scaling(lambda: functional.cross_entropy(model(X), Y), model.named_parameters())
+    report = verify_loss_scaling(
+        lambda: functional.cross_entropy(model(X), Y), model.named_parameters()
+    )
     assert (report.linear, report.culprits) == (True, ())
 
 
-@pytest.mark.skipif(not has_torch("2.8"), reason="torch before 2.8 counts one or two users more of each storage: gradaccum copies")
+@pytest.mark.skipif(
+    not has_torch("2.8"),
+    reason=(
+        "torch before 2.8 counts one or two users more of each storage: gradaccum"
+        " copies"
+    ),
+)
 def test_ordinary_gradients_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor where the backward pass returns one tensor for two parameters, which autograd copies itself."""
-    model, shift = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(72, 4)), nn.Parameter(torch.zeros(4))
+    """Nor where the backward pass returns one tensor for two parameters, which autograd
+    copies itself.
+    """
+    model, shift = (
+        nn.Sequential(
+            nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(72, 4)
+        ),
+        nn.Parameter(torch.zeros(4)),
+    )
     opt = gradaccum.wrap(torch.optim.SGD([*model.parameters(), shift]), steps=STEPS)
     monkeypatch.setattr(Tensor, "clone", None)
     for _ in range(2 * STEPS):
@@ -204,19 +293,26 @@ def test_ordinary_gradients_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> N
     assert opt.result.applied
 
 
-def test_gradients_on_a_device_whose_graphs_torch_replays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What torch.compile warms up or records looks like ordinary memory. So all is copied once its graphs are in use."""
+def test_gradients_on_a_device_whose_graphs_torch_replays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What torch.compile warms up or records looks like ordinary memory. So all is
+    copied once its graphs are in use.
+    """
 
     class Leaf:
         class grad(nn.Parameter):
             is_cuda = True
 
-    monkeypatch.delitem(sys.modules, "torch._inductor.cudagraph_trees", raising=False)  # Another test may have compiled.
+    # Another test may have compiled.
+    monkeypatch.delitem(sys.modules, "torch._inductor.cudagraph_trees", raising=False)
     leaf = Leaf()
     leaf.grad = gradient = Leaf.grad(torch.ones(2), requires_grad=False)
     keep_own(leaf)
     assert leaf.grad is gradient
-    monkeypatch.setitem(sys.modules, "torch._inductor.cudagraph_trees", ModuleType("trees"))
+    monkeypatch.setitem(
+        sys.modules, "torch._inductor.cudagraph_trees", ModuleType("trees")
+    )
     keep_own(leaf)
     assert leaf.grad is not gradient
     assert torch.equal(leaf.grad, gradient)

@@ -1,4 +1,6 @@
-"""The wrapper catches a change to ``.grad`` at the next ``step``, and never takes autograd's own writes for one."""
+"""The wrapper catches a change to ``.grad`` at the next ``step``, and never takes
+autograd's own writes for one.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from conformance_tests.framework_tests.torch_model import CAUSES, clear, clip, z
 
 
 class Branches(nn.Module):
-    """Two branches, of which a micro-batch uses one. The left one has the smallest parameters."""
+    """Two branches, of which a micro-batch uses one. The left one has the smallest
+    parameters.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,23 +33,36 @@ X = torch.arange(6, dtype=torch.float32).reshape(2, 3)
 
 def make(**options: object) -> tuple[Branches, gradaccum.kit.Backend]:
     model = Branches()
-    return model, gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.01), **{"steps": 2, **options})
+    return model, gradaccum.wrap(
+        torch.optim.SGD(model.parameters(), lr=0.01), **{"steps": 2, **options}
+    )
 
 
-BUFFERS: list[dict] = [{}, {"accumulate_dtype": "float64"}, {"on_overflow": "drop_micro_batch"}]
+BUFFERS: list[dict] = [
+    {},
+    {"accumulate_dtype": "float64"},
+    {"on_overflow": "drop_micro_batch"},
+]
 
 
 @pytest.mark.parametrize("tamper", CAUSES)
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("counted", [1, 2])
-def test_change_after_step_is_caught(tamper: Callable[[nn.Module], None], side: str, counted: int) -> None:
+def test_change_after_step_is_caught(
+    tamper: Callable[[nn.Module], None], side: str, counted: int
+) -> None:
     model, opt = make(steps=3)
     for _ in range(counted):
         model(X, side).backward()
         opt.step()
     tamper(model)
-    # The gradient of a single micro-batch is the window's: the user may clip it, or take another one, before the flush.
-    for call in (opt.flush, opt.state_dict) if counted > 1 or tamper in (clear, zero) else (opt.state_dict,):
+    # The gradient of a single micro-batch is the window's: the user may clip it, or
+    # take another one, before the flush.
+    for call in (
+        (opt.flush, opt.state_dict)
+        if counted > 1 or tamper in (clear, zero)
+        else (opt.state_dict,)
+    ):
         with pytest.raises(gradaccum.UsageError, match=r"opt\.discard\(\)"):
             call()
     model(X, side).backward()
@@ -53,8 +70,13 @@ def test_change_after_step_is_caught(tamper: Callable[[nn.Module], None], side: 
         opt.step()
 
 
-@pytest.mark.parametrize(("options", "micro_batches"), [({"steps": 1}, 1), ({"steps": 2, "reduction": "sum"}, 2)])
-def test_clipping_the_true_gradient_is_allowed(options: dict, micro_batches: int) -> None:
+@pytest.mark.parametrize(
+    ("options", "micro_batches"),
+    [({"steps": 1}, 1), ({"steps": 2, "reduction": "sum"}, 2)],
+)
+def test_clipping_the_true_gradient_is_allowed(
+    options: dict, micro_batches: int
+) -> None:
     model, opt = make(**options)
     before = [p.detach().clone() for p in model.parameters()]
     for index in range(micro_batches):
@@ -64,14 +86,23 @@ def test_clipping_the_true_gradient_is_allowed(options: dict, micro_batches: int
         opt.step()
     assert opt.result.applied
     assert opt.result.grad_norm == pytest.approx(0.5, rel=1e-4)
-    assert not any(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    assert not any(
+        torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True)
+    )
 
 
 @pytest.mark.parametrize(
-    "options", [{"steps": 1, "loss_scale": 2.0}, {"steps": 2, "reduction": "sum", "accumulate_dtype": "float64"}, {"steps": 2}]
+    "options",
+    [
+        {"steps": 1, "loss_scale": 2.0},
+        {"steps": 2, "reduction": "sum", "accumulate_dtype": "float64"},
+        {"steps": 2},
+    ],
 )
 def test_clipping_another_gradient_is_refused(options: dict) -> None:
-    """``.grad`` holds a scaled gradient, a part of the sum, or a sum that is not divided yet."""
+    """``.grad`` holds a scaled gradient, a part of the sum, or a sum that is not
+    divided yet.
+    """
     model, opt = make(**options)
     for _ in range(options["steps"] - 1):
         opt.backward(model(X, "left"))
@@ -83,7 +114,9 @@ def test_clipping_another_gradient_is_refused(options: dict) -> None:
 
 
 def test_late_zero_grad_is_refused() -> None:
-    """After the backward pass the micro-batch is in the sum, and zero_grad cannot take it out again."""
+    """After the backward pass the micro-batch is in the sum, and zero_grad cannot take
+    it out again.
+    """
     model, opt = make(steps=3)
     model(X, "left").backward()
     opt.step()
@@ -97,9 +130,13 @@ def test_late_zero_grad_is_refused() -> None:
     assert opt.result.micro_step == 2
 
 
-@pytest.mark.parametrize(("options", "at"), [*((options, 0) for options in BUFFERS), (BUFFERS[2], 1)])
+@pytest.mark.parametrize(
+    ("options", "at"), [*((options, 0) for options in BUFFERS), (BUFFERS[2], 1)]
+)
 def test_zero_grad_drops_a_micro_batch(options: dict, at: int) -> None:
-    """The first, which alone is in ``.grad``; a later one where it stays apart from the sum until its step."""
+    """The first, which alone is in ``.grad``; a later one where it stays apart from the
+    sum until its step.
+    """
     (model, opt), (reference, other) = make(**options), make(**options)
     for m, o in ((model, opt), (reference, other)):
         for index in range(2):
@@ -115,7 +152,14 @@ def test_zero_grad_drops_a_micro_batch(options: dict, at: int) -> None:
 @pytest.mark.parametrize("options", BUFFERS)
 def test_autograd_makes_no_change(options: dict) -> None:
     model, opt = make(steps=None, **options)
-    for sides in (["left"], ["right"], ["left", "right"], ["right", "right"], [], ["left", "left", "left"]):
+    for sides in (
+        ["left"],
+        ["right"],
+        ["left", "right"],
+        ["right", "right"],
+        [],
+        ["left", "left", "left"],
+    ):
         opt.weigh(1.0)
         for side in sides:
             model(X, side).backward()
@@ -142,13 +186,19 @@ def test_create_graph_is_no_change(options: dict, power: int) -> None:
 
 
 @pytest.mark.parametrize("join", [torch.cat, torch.stack])
-def test_gradients_sharing_memory_are_no_change(join: Callable[[list[Tensor]], Tensor]) -> None:
-    """Joined parameters get parts of one tensor as their gradients. Each takes a copy: additions count as versions of all parts."""
+def test_gradients_sharing_memory_are_no_change(
+    join: Callable[[list[Tensor]], Tensor],
+) -> None:
+    """Joined parameters get parts of one tensor as their gradients. Each takes a copy:
+    additions count as versions of all parts.
+    """
     q, v = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
     opt = gradaccum.wrap(torch.optim.SGD([q, v], lr=0.5), steps=3)
     for _ in range(6):
         (join([q, v]).square().sum() / 2).backward()
-        assert q.grad.untyped_storage().data_ptr() != v.grad.untyped_storage().data_ptr()
+        assert (
+            q.grad.untyped_storage().data_ptr() != v.grad.untyped_storage().data_ptr()
+        )
         opt.step()
         opt.zero_grad()
     assert torch.equal(q, torch.full((3,), 0.25))
@@ -160,16 +210,23 @@ def test_gradients_before_wrapping_count() -> None:
     model = Branches()
     inner = torch.optim.SGD(model.parameters(), lr=0.01)
     model(X, "left").backward()
-    before, gradient = model.left.weight.detach().clone(), model.left.weight.grad.clone()
+    before, gradient = (
+        model.left.weight.detach().clone(),
+        model.left.weight.grad.clone(),
+    )
     opt = gradaccum.wrap(inner, steps=1)
     opt.step()
     torch.testing.assert_close(model.left.weight.detach(), before - 0.01 * gradient)
 
 
-@pytest.mark.parametrize("inner", [torch.optim.SGD, lambda ps: torch.optim.AdamW(ps, fused=True)])
+@pytest.mark.parametrize(
+    "inner", [torch.optim.SGD, lambda ps: torch.optim.AdamW(ps, fused=True)]
+)
 @pytest.mark.parametrize("call", ["step", "unscale_"])
 @pytest.mark.parametrize("options", BUFFERS)
-def test_foreign_grad_scaler_touches_no_gradient(inner: Callable[..., object], call: str, options: dict) -> None:
+def test_foreign_grad_scaler_touches_no_gradient(
+    inner: Callable[..., object], call: str, options: dict
+) -> None:
     """A scaler that `wrap` was not given is refused before it changes a gradient."""
     model = Branches()
     opt = gradaccum.wrap(inner(model.parameters()), steps=2, **options)
@@ -180,5 +237,8 @@ def test_foreign_grad_scaler_touches_no_gradient(inner: Callable[..., object], c
     held = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
     with pytest.raises(gradaccum.UsageError, match=r"loss_scale=scaler"):
         getattr(scaler, call)(opt)
-    assert all(p.grad is g or torch.equal(p.grad, g) for p, g in zip(model.parameters(), held, strict=True))
+    assert all(
+        p.grad is g or torch.equal(p.grad, g)
+        for p, g in zip(model.parameters(), held, strict=True)
+    )
     assert opt.result.micro_step == 1

@@ -1,9 +1,11 @@
-"""Windows of several workers under interleavings that a seed chooses, with and without a worker that is lost.
+"""Windows of several workers under interleavings that a seed chooses, with and without
+a worker that is lost.
 
 A failure names its seed: `require_alike` or `require_said` of that seed replays it.
 
-All workers make the updates of the large batches, and alike: parameters, learning rates, listeners. If a worker is lost, each other one has
-made the updates before, whole, and says so, or makes one more.
+All workers make the updates of the large batches, and alike: parameters, learning
+rates, listeners. If a worker is lost, each other one has made the updates before,
+whole, and says so, or makes one more.
 """
 
 from __future__ import annotations
@@ -66,11 +68,19 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.second, self.frozen = nn.Linear(3, 2), nn.Linear(3, 2), nn.Linear(3, 2).requires_grad_(False)
+        self.first, self.second, self.frozen = (
+            nn.Linear(3, 2),
+            nn.Linear(3, 2),
+            nn.Linear(3, 2).requires_grad_(False),
+        )
         self.double()
 
     def forward(self, x: Tensor, second: bool) -> Tensor:
-        return (self.first(x) + (self.second(x) if second else 0) + self.frozen(x)).square().mean()
+        return (
+            (self.first(x) + (self.second(x) if second else 0) + self.frozen(x))
+            .square()
+            .mean()
+        )
 
 
 def job_of(seed: int) -> Job:
@@ -80,25 +90,38 @@ def job_of(seed: int) -> Job:
     for _ in range(chosen.choice((2, 2, 3, 4))):
         sizes = [chosen.randint(1, 4) for _ in range(chosen.randint(0, 6))]
         micro_batches = [
-            MicroBatch(torch.randn(size, 3, dtype=torch.float64, generator=items), *(chosen.random() < often for often in (0.3, 0.9, 0.2)))
+            MicroBatch(
+                torch.randn(size, 3, dtype=torch.float64, generator=items),
+                *(chosen.random() < often for often in (0.3, 0.9, 0.2)),
+            )
             for size in sizes
         ]
         if micro_batches and chosen.random() < 0.15:
             chosen.choice(micro_batches).x[0, 0] = math.inf
         shares.append(micro_batches)
     engine = chosen.choice(("process_group", "module"))
-    return Job(chosen.randint(1, 3), engine, chosen.choice(("mean", "item_mean")), chosen.choice((None, 0.1)), shares)
+    return Job(
+        chosen.randint(1, 3),
+        engine,
+        chosen.choice(("mean", "item_mean")),
+        chosen.choice((None, 0.1)),
+        shares,
+    )
 
 
 def learn(model: nn.Module, opt: Any, job: Job, micro_batch: MicroBatch) -> None:
     x, second, counts, _ = micro_batch
     loss = model(x, second) * (1 if counts else math.nan)
-    opt.backward(loss * len(x) if job.reduction == "item_mean" else loss, weight=len(x) * counts)
+    opt.backward(
+        loss * len(x) if job.reduction == "item_mean" else loss, weight=len(x) * counts
+    )
     opt.step()
     opt.zero_grad()
 
 
-def train(model: nn.Module, opt: Any, job: Job, micro_batches: Sequence[MicroBatch]) -> Report:
+def train(
+    model: nn.Module, opt: Any, job: Job, micro_batches: Sequence[MicroBatch]
+) -> Report:
     windows: list[Any] = []
     opt.add_listener(windows.append)
     scheduler = gradaccum.wrap(torch.optim.lr_scheduler.ExponentialLR(opt, 0.9))
@@ -118,7 +141,11 @@ def train(model: nn.Module, opt: Any, job: Job, micro_batches: Sequence[MicroBat
         opt.discard()
         opt.state_dict()
     return Report(
-        [each.detach().clone() for each in model.parameters()], opt.result.optimizer_step, len(windows), opt.param_groups[0]["lr"], said
+        [each.detach().clone() for each in model.parameters()],
+        opt.result.optimizer_step,
+        len(windows),
+        opt.param_groups[0]["lr"],
+        said,
     )
 
 
@@ -128,22 +155,37 @@ def as_worker(job: Job, rank: int, group: dist.ProcessGroup) -> Report:
     if job.engine == "module":
         model = DistributedDataParallel(model, find_unused_parameters=True)
     workers = {job.engine: {"module": model, "process_group": group}[job.engine]}
-    opt = gradaccum.wrap(inner, job.steps, reduction=job.reduction, clip_norm=job.clip_norm, **workers)
+    opt = gradaccum.wrap(
+        inner, job.steps, reduction=job.reduction, clip_norm=job.clip_norm, **workers
+    )
     Group.turns.count(rank)
     return train(model, opt, job, job.shares[rank])
 
 
 def large_batches(job: Job) -> list[Report]:
-    """Return what one worker has after each number of windows of all micro-batches, from none to all."""
+    """Return what one worker has after each number of windows of all micro-batches,
+    from none to all.
+    """
     model = Model()
-    opt = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), None, reduction=job.reduction, clip_norm=job.clip_norm)
+    opt = gradaccum.wrap(
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+        None,
+        reduction=job.reduction,
+        clip_norm=job.clip_norm,
+    )
     windows: list[Any] = []
     opt.add_listener(windows.append)
     scheduler = gradaccum.wrap(torch.optim.lr_scheduler.ExponentialLR(opt, 0.9))
 
     def report() -> Report:
         state = [each.detach().clone() for each in model.parameters()]
-        return Report(state, opt.result.optimizer_step, len(windows), opt.param_groups[0]["lr"], False)
+        return Report(
+            state,
+            opt.result.optimizer_step,
+            len(windows),
+            opt.param_groups[0]["lr"],
+            False,
+        )
 
     found = [report()]
     for start in range(0, max(map(len, job.shares)), job.steps):
@@ -157,19 +199,30 @@ def large_batches(job: Job) -> list[Report]:
 
 
 def require_equal(mine: Report, large: Report) -> None:
-    assert (mine.updates, mine.windows, mine.rate) == (large.updates, large.windows, large.rate)
+    assert (mine.updates, mine.windows, mine.rate) == (
+        large.updates,
+        large.windows,
+        large.rate,
+    )
     for a, b in zip(mine.parameters, large.parameters, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
 def seeds() -> list[Any]:
     return [
-        pytest.param(range(start, start + FEW), id=f"{start}-", marks=[pytest.mark.deep] * (start > 0)) for start in range(0, MANY, FEW)
+        pytest.param(
+            range(start, start + FEW),
+            id=f"{start}-",
+            marks=[pytest.mark.deep] * (start > 0),
+        )
+        for start in range(0, MANY, FEW)
     ]
 
 
 def as_workers(job: Job, seed: int, lost: tuple[int, int] | None = None) -> list[Any]:
-    return run(len(job.shares), seed, lambda rank, group: as_worker(job, rank, group), lost)
+    return run(
+        len(job.shares), seed, lambda rank, group: as_worker(job, rank, group), lost
+    )
 
 
 def require_alike(seed: int) -> None:
@@ -189,7 +242,9 @@ def require_said(seed: int) -> None:
     for mine in survivors:
         assert isinstance(mine, Report), repr(mine)
         require_equal(mine, after[mine.windows])
-        assert mine.lost or mine.windows == max(after) or len(survivors) == len(everyone)
+        assert (
+            mine.lost or mine.windows == max(after) or len(survivors) == len(everyone)
+        )
     windows = [each.windows for each in survivors]
     assert max(windows) - min(windows) <= 1
 
@@ -209,7 +264,13 @@ def as_survivor(job: Job, rank: int, group: dist.ProcessGroup) -> Log:
     """Train as a worker that goes on in a group of those that are left."""
     model, micro_batches = Model(), job.shares[rank]
     inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    opt = gradaccum.wrap(inner, job.steps, reduction=job.reduction, clip_norm=job.clip_norm, process_group=group)
+    opt = gradaccum.wrap(
+        inner,
+        job.steps,
+        reduction=job.reduction,
+        clip_norm=job.clip_norm,
+        process_group=group,
+    )
     windows: list[list[int]] = [[]]
     opt.add_listener(lambda window: windows.append([]))
     next_one = 0
@@ -242,19 +303,31 @@ def as_survivor(job: Job, rank: int, group: dist.ProcessGroup) -> Log:
 
 
 def require_regrouped(seed: int) -> None:
-    """The windows before hold all workers' micro-batches, the one in which a worker is lost and those behind it the others'."""
+    """The windows before hold all workers' micro-batches, the one in which a worker is
+    lost and those behind it the others'.
+    """
     job, chosen = job_of(seed), random.Random(~seed)
     lost = chosen.randrange(len(job.shares)), chosen.randint(1, 16)
-    everyone = run(len(job.shares), seed, lambda rank, group: as_survivor(job, rank, group), lost)
-    survivors = {rank: each for rank, each in enumerate(everyone) if not isinstance(each, Lost)}
-    assert all(isinstance(each, Log) for each in everyone if not isinstance(each, Lost)), everyone
+    everyone = run(
+        len(job.shares), seed, lambda rank, group: as_survivor(job, rank, group), lost
+    )
+    survivors = {
+        rank: each for rank, each in enumerate(everyone) if not isinstance(each, Lost)
+    }
+    assert all(
+        isinstance(each, Log) for each in everyone if not isinstance(each, Lost)
+    ), everyone
     assert len({len(each.windows) for each in survivors.values()}) == 1
     model, closed = Model(), max(each.closed for each in survivors.values())
     inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     opt = gradaccum.wrap(inner, None, reduction=job.reduction, clip_norm=job.clip_norm)
     for window in range(len(next(iter(survivors.values())).windows)):
         for rank, share in enumerate(job.shares):
-            own = range(window * job.steps, (window + 1) * job.steps) if window < closed else ()
+            own = (
+                range(window * job.steps, (window + 1) * job.steps)
+                if window < closed
+                else ()
+            )
             for index in survivors[rank].windows[window] if rank in survivors else own:
                 if index < len(share):
                     learn(model, opt, job, share[index])

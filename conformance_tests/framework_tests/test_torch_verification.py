@@ -1,4 +1,6 @@
-"""`gradaccum_torch.verify` names planted mistakes, passes sound models, and leaves everything of the user's as it was."""
+"""`gradaccum_torch.verify` names planted mistakes, passes sound models, and leaves
+everything of the user's as it was.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,13 @@ from gradaccum_torch.verification.subject import TorchSubject
 
 from .torch_cases import Case, classes, cross_entropy, inputs, net, one_thread  # noqa: F401
 from .torch_mistaken_layers import MISTAKEN_LAYERS
-from .torch_mistaken_losses import MISTAKEN_LOSSES, OUTSIDE, info_nce, noise_of_a_global_generator, numpy_noise
+from .torch_mistaken_losses import (
+    MISTAKEN_LOSSES,
+    OUTSIDE,
+    info_nce,
+    noise_of_a_global_generator,
+    numpy_noise,
+)
 from .torch_sound_layers import SOUND_LAYERS, dropout
 from .torch_sound_losses import SOUND_LOSSES, linear_float32
 
@@ -44,7 +52,9 @@ def test_mistake_is_named(make: Callable[[], Case]) -> None:
     assert not report.equivalent
     assert tuple(cause.kind for cause in report.causes) == kinds
     assert report.causes[0].where.startswith(where)
-    assert ("gradaccum.windows" in report.causes[0].fix) == (kinds[0] in ("several_counts", "coupled_loss"))
+    assert ("gradaccum.windows" in report.causes[0].fix) == (
+        kinds[0] in ("several_counts", "coupled_loss")
+    )
 
 
 @pytest.mark.parametrize("make", SOUND, ids=lambda make: make.__name__)
@@ -61,17 +71,31 @@ def test_token_mean_in_any_dtype(dtype: torch.dtype) -> None:
         return F.cross_entropy(model(x), y)
 
     labels = torch.tensor([0, -100, -100, -100, 1, 2, 1, -100])
-    report = gradaccum_torch.verify(net().to(dtype), loss, (inputs(5).to(dtype), labels))
-    assert [(cause.kind, cause.where) for cause in report.causes] == [("unequal_counts", "batch[1] != -100")]
+    report = gradaccum_torch.verify(
+        net().to(dtype), loss, (inputs(5).to(dtype), labels)
+    )
+    assert [(cause.kind, cause.where) for cause in report.causes] == [
+        ("unequal_counts", "batch[1] != -100")
+    ]
 
 
 @pytest.mark.parametrize("carry_state", [True, False])
 def test_parameters_are_perturbed(carry_state: bool) -> None:
     """In float64 too, and where state is put back before each micro-batch."""
     model = net().double()
-    subject = TorchSubject(model, lambda model, y: model[0].weight.square().sum(), Batch((classes(),), 0), len)
-    runs = subject.window([[0, 1]] * 2, Conditions(carry_state=carry_state, perturbation=1))
-    moved = [(run.gradients["0.weight"] / model[0].weight.detach() / 2 - 1).abs().max() for run in runs]
+    subject = TorchSubject(
+        model,
+        lambda model, y: model[0].weight.square().sum(),
+        Batch((classes(),), 0),
+        len,
+    )
+    runs = subject.window(
+        [[0, 1]] * 2, Conditions(carry_state=carry_state, perturbation=1)
+    )
+    moved = [
+        (run.gradients["0.weight"] / model[0].weight.detach() / 2 - 1).abs().max()
+        for run in runs
+    ]
     assert all(1e-16 < each < 5e-16 for each in moved), moved
 
 
@@ -80,19 +104,35 @@ def test_advised_weight_is_right() -> None:
     labels = torch.tensor([0, -100, 2, -100, 1, 2, 1, 0])
     wrong = gradaccum.verify(net(), cross_entropy, (inputs(5), labels))
     code = wrong.causes[0].fix.partition("weight=")[2].removesuffix(".")
-    assert gradaccum.verify(net(), cross_entropy, (inputs(5), labels), weight=eval(code)).equivalent
+    assert gradaccum.verify(
+        net(), cross_entropy, (inputs(5), labels), weight=eval(code)
+    ).equivalent
 
 
 def test_two_mistakes_are_both_named() -> None:
     labels = torch.tensor([0, -100, 2, -100, 1, 2, 1, 0])
-    report = gradaccum.verify(net(nn.BatchNorm1d(4)), cross_entropy, (inputs(5), labels))
-    assert [cause.kind for cause in report.causes] == ["batch_statistics", "unequal_counts"]
-    report = gradaccum.verify(net(nn.BatchNorm1d(4)), lambda m, x: torch.cdist(m(x), m(x) + 1).mean(), (inputs(5),))
-    assert [cause.kind for cause in report.causes] == ["batch_statistics", "coupled_loss"]
+    report = gradaccum.verify(
+        net(nn.BatchNorm1d(4)), cross_entropy, (inputs(5), labels)
+    )
+    assert [cause.kind for cause in report.causes] == [
+        "batch_statistics",
+        "unequal_counts",
+    ]
+    report = gradaccum.verify(
+        net(nn.BatchNorm1d(4)),
+        lambda m, x: torch.cdist(m(x), m(x) + 1).mean(),
+        (inputs(5),),
+    )
+    assert [cause.kind for cause in report.causes] == [
+        "batch_statistics",
+        "coupled_loss",
+    ]
 
 
 def test_mixup_is_reported() -> None:
-    """A permutation of the batch has no numbers of an item, and evaluation mode draws it too."""
+    """A permutation of the batch has no numbers of an item, and evaluation mode draws
+    it too.
+    """
 
     def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(model(x + x[torch.randperm(len(x))]), y)
@@ -103,7 +143,9 @@ def test_mixup_is_reported() -> None:
 
 
 def test_numbers_that_do_not_come_out() -> None:
-    """RReLU draws and computes at once: in evaluation mode, where it draws nothing, the other mistake is found."""
+    """RReLU draws and computes at once: in evaluation mode, where it draws nothing, the
+    other mistake is found.
+    """
     labels = torch.tensor([0, -100, 2, -100, 1, 2, 1, 0])
     report = gradaccum.verify(net(nn.RReLU()), cross_entropy, (inputs(5), labels))
     assert [cause.kind for cause in report.causes] == ["randomness", "unequal_counts"]
@@ -112,7 +154,9 @@ def test_numbers_that_do_not_come_out() -> None:
 
 def test_noise_that_cannot_be_compared_is_no_wrong_loss() -> None:
     report = verified(numpy_noise())
-    assert str(report).startswith("Accumulation cannot be compared for this loss: randomness.")
+    assert str(report).startswith(
+        "Accumulation cannot be compared for this loss: randomness."
+    )
 
 
 def test_nearly_equal_weights_are_told() -> None:
@@ -128,7 +172,9 @@ def test_nearly_equal_weights_are_told() -> None:
 
 
 def test_fused_dropout_is_replayed() -> None:
-    """The operation that a GPU uses: its mask and its output are both those of the items."""
+    """The operation that a GPU uses: its mask and its output are both those of the
+    items.
+    """
 
     def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(model(torch.native_dropout(x, 0.5, True)[0]), y)
@@ -140,7 +186,9 @@ def test_reentrant_checkpoint_is_refused() -> None:
     """Its parameters would seem to be unused, and a mistake in them to be none."""
 
     def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(checkpoint(model, x.requires_grad_(), use_reentrant=True), y)
+        return F.cross_entropy(
+            checkpoint(model, x.requires_grad_(), use_reentrant=True), y
+        )
 
     with pytest.raises(gradaccum.UsageError, match="use_reentrant=False"):
         gradaccum.verify(net(nn.BatchNorm1d(4)), loss, (inputs(5), classes()))
@@ -148,7 +196,9 @@ def test_reentrant_checkpoint_is_refused() -> None:
 
 def test_unused_parameters_are_noted() -> None:
     model = nn.ModuleDict({"used": net(), "unused": nn.Linear(1, 1)})
-    report = gradaccum.verify(model, lambda m, x, y: cross_entropy(m["used"], x, y), (inputs(5), classes()))
+    report = gradaccum.verify(
+        model, lambda m, x, y: cross_entropy(m["used"], x, y), (inputs(5), classes())
+    )
     assert report.notes == ("unused.weight, unused.bias: the loss does not reach it.",)
 
 
@@ -159,13 +209,19 @@ def test_custom_backward_of_clipping_hook() -> None:
         return out.square().mean()
 
     report = gradaccum.verify(net(), loss, (inputs(5),))
-    assert [(cause.kind, cause.where) for cause in report.causes] == [("custom_backward", "a custom backward or gradient hook")]
+    assert [(cause.kind, cause.where) for cause in report.causes] == [
+        ("custom_backward", "a custom backward or gradient hook")
+    ]
 
 
 def test_parameters_of_the_loss_count() -> None:
     """A module that the loss function closes over."""
     centres = nn.Embedding(3, 3)
-    report = gradaccum.verify(net(), lambda m, x, y: (m(x) - centres(y)).square().mean() + centres.weight.sum(), (inputs(5), classes()))
+    report = gradaccum.verify(
+        net(),
+        lambda m, x, y: (m(x) - centres(y)).square().mean() + centres.weight.sum(),
+        (inputs(5), classes()),
+    )
     assert "centres.weight" in report.errors
     assert report.equivalent
 
@@ -179,12 +235,16 @@ def test_generators_of_numpy_stay() -> None:
 def test_works_without_gradients_outside() -> None:
     with torch.no_grad():
         said = str(verified(linear_float32()))
-    assert said.startswith("Accumulation is right for this loss: 4 parameters, 6 partitions")
+    assert said.startswith(
+        "Accumulation is right for this loss: 4 parameters, 6 partitions"
+    )
 
 
 def test_compiled_model_runs_as_written() -> None:
     case = linear_float32()
-    assert gradaccum.verify(torch.compile(case.model, backend="eager"), case.loss_fn, case.batch).equivalent
+    assert gradaccum.verify(
+        torch.compile(case.model, backend="eager"), case.loss_fn, case.batch
+    ).equivalent
 
 
 @pytest.mark.parametrize("items", [2, 3, 5, 7])
@@ -192,36 +252,70 @@ def test_batches_of_any_size(items: int) -> None:
     for make, right in ((dropout, True), (info_nce, False)):
         case = make()
         small = tuple(tensor[:items] for tensor in case.batch)
-        assert gradaccum.verify(case.model, case.loss_fn, small, steps=2).equivalent is right
+        assert (
+            gradaccum.verify(case.model, case.loss_fn, small, steps=2).equivalent
+            is right
+        )
 
 
 @pytest.mark.parametrize(
     ("change", "kind", "words"),
     [
-        ({"model_or_params": [1.0]}, gradaccum.ArgumentTypeError, r"model_or_params: expected a torch\.nn\.Module"),
+        (
+            {"model_or_params": [1.0]},
+            gradaccum.ArgumentTypeError,
+            r"model_or_params: expected a torch\.nn\.Module",
+        ),
         ({"loss_fn": 3}, gradaccum.ArgumentTypeError, "loss_fn: expected a function"),
-        ({"loss_fn": lambda a: a}, gradaccum.ArgumentTypeError, r"does not take 3 arguments\. Write verify\(model, lambda model, x, y"),
-        ({"loss_fn": lambda m, x, y: 3.0}, gradaccum.ArgumentTypeError, "loss_fn: expected a function that returns a scalar"),
-        ({"loss_fn": lambda m, x, y: m(x).mean().detach()}, gradaccum.ArgumentValueError, "one without a graph"),
+        (
+            {"loss_fn": lambda a: a},
+            gradaccum.ArgumentTypeError,
+            r"does not take 3 arguments\. Write verify\(model, lambda model, x, y",
+        ),
+        (
+            {"loss_fn": lambda m, x, y: 3.0},
+            gradaccum.ArgumentTypeError,
+            "loss_fn: expected a function that returns a scalar",
+        ),
+        (
+            {"loss_fn": lambda m, x, y: m(x).mean().detach()},
+            gradaccum.ArgumentValueError,
+            "one without a graph",
+        ),
         ({"model_or_params": nn.LazyLinear(3)}, gradaccum.ArgumentValueError, "lazy"),
     ],
 )
-def test_wrong_arguments_are_refused(change: dict[str, Any], kind: type[Exception], words: str) -> None:
-    arguments = {"model_or_params": net(), "loss_fn": cross_entropy, "batch": (inputs(5), classes()), **change}
+def test_wrong_arguments_are_refused(
+    change: dict[str, Any], kind: type[Exception], words: str
+) -> None:
+    arguments = {
+        "model_or_params": net(),
+        "loss_fn": cross_entropy,
+        "batch": (inputs(5), classes()),
+        **change,
+    }
     with pytest.raises(kind, match=words):
         gradaccum.verify(**arguments)
 
 
-# `gradaccum_torch.verify` leaves everything of the user's as it was, wherever the loss raises.
+# `gradaccum_torch.verify` leaves everything of the user's as it was, wherever the loss
+# raises.
 
 
 class Everything(nn.Module):
-    """State of every kind: buffers, attributes, a list, a generator, a mode of its own, hooks, dropout."""
+    """State of every kind: buffers, attributes, a list, a generator, a mode of its own,
+    hooks, dropout.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.inner = net(nn.BatchNorm1d(4), nn.Dropout(0.5))
-        self.calls, self.seen, self.notes, self.generator = 0, [], {}, torch.Generator().manual_seed(3)
+        self.calls, self.seen, self.notes, self.generator = (
+            0,
+            [],
+            {},
+            torch.Generator().manual_seed(3),
+        )
         self.register_buffer("mean", torch.zeros(3))
         self.average = nn.Parameter(torch.zeros(3), requires_grad=False)
         self.inner[2].eval()
@@ -242,27 +336,63 @@ class Everything(nn.Module):
         return out
 
 
-def everything(model: Everything, outside: dict[str, Any], batch: tuple[Tensor, ...]) -> tuple[list[Any], list[Any]]:
+def everything(
+    model: Everything, outside: dict[str, Any], batch: tuple[Tensor, ...]
+) -> tuple[list[Any], list[Any]]:
     """(objects whose identity must stay, values)."""
-    same: list[Any] = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters()), model.seen, model.notes, model.mean]
-    values: list[Any] = [tensor.detach().clone() for tensor in (*model.parameters(), *model.buffers(), *batch)]
+    same: list[Any] = [
+        *model.parameters(),
+        *model.buffers(),
+        *(p.grad for p in model.parameters()),
+        model.seen,
+        model.notes,
+        model.mean,
+    ]
+    values: list[Any] = [
+        tensor.detach().clone()
+        for tensor in (*model.parameters(), *model.buffers(), *batch)
+    ]
     values += [p.grad if p.grad is None else p.grad.clone() for p in model.parameters()]
-    values += [model.calls, list(model.seen), dict(model.notes), model.generator.get_state(), torch.get_rng_state()]
-    values += [random.getstate(), np.random.get_state()[1].copy(), [module.training for module in model.modules()], copy.deepcopy(outside)]
-    values += [[list(module._forward_hooks), list(module._forward_pre_hooks)] for module in model.modules()]
+    values += [
+        model.calls,
+        list(model.seen),
+        dict(model.notes),
+        model.generator.get_state(),
+        torch.get_rng_state(),
+    ]
+    values += [
+        random.getstate(),
+        np.random.get_state()[1].copy(),
+        [module.training for module in model.modules()],
+        copy.deepcopy(outside),
+    ]
+    values += [
+        [list(module._forward_hooks), list(module._forward_pre_hooks)]
+        for module in model.modules()
+    ]
     values += [parameter._version for parameter in model.inner.parameters()]
     return same, values
 
 
-def unchanged(before: tuple[list[Any], list[Any]], after: tuple[list[Any], list[Any]]) -> None:
+def unchanged(
+    before: tuple[list[Any], list[Any]], after: tuple[list[Any], list[Any]]
+) -> None:
     assert all(a is b for a, b in zip(before[0], after[0], strict=True))
     for a, b in zip(before[1], after[1], strict=True):
-        assert torch.equal(a, b) if isinstance(a, Tensor) else np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b
+        assert (
+            torch.equal(a, b)
+            if isinstance(a, Tensor)
+            else np.array_equal(a, b)
+            if isinstance(a, np.ndarray)
+            else a == b
+        )
 
 
 @pytest.mark.parametrize("raises_at", [None, 1, 2, 5, 20, 60, 90])
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_nothing_of_the_users_changes(raises_at: int | None, error: type[BaseException]) -> None:
+def test_nothing_of_the_users_changes(
+    raises_at: int | None, error: type[BaseException]
+) -> None:
     torch.manual_seed(1)
     model, outside = Everything(), {"baseline": 0.0, "list": []}
     batch = (inputs(5), classes())
@@ -277,7 +407,8 @@ def test_nothing_of_the_users_changes(raises_at: int | None, error: type[BaseExc
             raise error("in the middle")
         return found
 
-    counter = np.zeros(1, dtype=int)  # An array's numbers are out of reach, so that it can count.
+    # An array's numbers are out of reach, so that it can count.
+    counter = np.zeros(1, dtype=int)
     before = everything(model, outside, batch)
     if raises_at is None:
         assert not gradaccum.verify(model, loss, batch).equivalent
@@ -296,7 +427,9 @@ def test_tensor_that_is_given_whole_is_a_copy() -> None:
         whole.add_(1.0)
         return cross_entropy(model, x, y)
 
-    assert gradaccum.verify(net(), loss, (inputs(5), classes(), table), axes=(0, 0, None)).equivalent
+    assert gradaccum.verify(
+        net(), loss, (inputs(5), classes(), table), axes=(0, 0, None)
+    ).equivalent
     assert not table.any()
 
 
@@ -304,18 +437,31 @@ def test_list_of_items() -> None:
     """One dict per item, as in training."""
     meta = [{"w": torch.ones(1), "sizes": [2, 3]} for _ in range(8)]
 
-    def loss(model: nn.Module, x: Tensor, y: Tensor, meta: list[dict[str, Tensor]]) -> Tensor:
-        return torch.cat([each["w"] for each in meta]).sum() * cross_entropy(model, x, y) / len(y)
+    def loss(
+        model: nn.Module, x: Tensor, y: Tensor, meta: list[dict[str, Tensor]]
+    ) -> Tensor:
+        return (
+            torch.cat([each["w"] for each in meta]).sum()
+            * cross_entropy(model, x, y)
+            / len(y)
+        )
 
-    assert gradaccum.verify(net(), loss, (inputs(5), classes(), meta), axes=(0, 0, "items")).equivalent
-    with pytest.raises(gradaccum.ArgumentValueError, match=r"batch\[2\]: expected a list that axes= speak of"):
+    assert gradaccum.verify(
+        net(), loss, (inputs(5), classes(), meta), axes=(0, 0, "items")
+    ).equivalent
+    with pytest.raises(
+        gradaccum.ArgumentValueError,
+        match=r"batch\[2\]: expected a list that axes= speak of",
+    ):
         gradaccum.verify(net(), loss, (inputs(5), classes(), meta))
 
 
 @pytest.mark.parametrize("retain", [True, False])
 @pytest.mark.parametrize("detach", [True, False])
 def test_loss_that_calls_backward_is_refused(retain: bool, detach: bool) -> None:
-    """A whole training step in place of the loss: ``.grad`` stays what it was, object and numbers."""
+    """A whole training step in place of the loss: ``.grad`` stays what it was, object
+    and numbers.
+    """
     model, batch = net(), (inputs(5), classes())
     model[0].weight.grad = gradient = torch.ones_like(model[0].weight)
 
@@ -324,7 +470,9 @@ def test_loss_that_calls_backward_is_refused(retain: bool, detach: bool) -> None
         loss.backward(retain_graph=retain)
         return loss.detach() if detach else loss
 
-    with pytest.raises(gradaccum.UsageError, match=r"calls backward\(\).*Leave backward\(\) out"):
+    with pytest.raises(
+        gradaccum.UsageError, match=r"calls backward\(\).*Leave backward\(\) out"
+    ):
         gradaccum.verify(model, training_step, batch)
     assert model[0].weight.grad is gradient
     assert torch.equal(gradient, torch.ones_like(gradient))
@@ -332,7 +480,9 @@ def test_loss_that_calls_backward_is_refused(retain: bool, detach: bool) -> None
 
 
 def test_open_window_is_left_alone() -> None:
-    """A wrapped optimizer watches ``.grad`` and its parameters: it must not see anything."""
+    """A wrapped optimizer watches ``.grad`` and its parameters: it must not see
+    anything.
+    """
     model, (x, y) = net(), (inputs(5), classes())
     opt = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.1), steps=2)
     opt.backward(cross_entropy(model, x[:4], y[:4]))
@@ -344,7 +494,8 @@ def test_open_window_is_left_alone() -> None:
     assert opt.result.applied
 
 
-# PyTorch's page on `gradaccum.verify`: each of its programs runs, and each kind of cause has one that meets it.
+# PyTorch's page on `gradaccum.verify`: each of its programs runs, and each kind of
+# cause has one that meets it.
 
 
 PAGE = (Path(gradaccum_torch.__file__).parent / "VERIFY.md").read_text(encoding="utf-8")
@@ -356,7 +507,10 @@ _, *SECTIONS = re.split(r"^## ", PAGE, flags=re.MULTILINE)
 @pytest.mark.parametrize("number", range(len(PROGRAMS)))
 def test_program_of_the_page(number: int) -> None:
     assert "assert " in PROGRAMS[number]
-    exec(compile(PROGRAMS[number], f"VERIFY.md, program {number}", "exec"), {"__name__": "__main__"})
+    exec(
+        compile(PROGRAMS[number], f"VERIFY.md, program {number}", "exec"),
+        {"__name__": "__main__"},
+    )
 
 
 def test_each_kind_has_its_program() -> None:
@@ -365,4 +519,8 @@ def test_each_kind_has_its_program() -> None:
     for kind, section in zip(KINDS, SECTIONS, strict=True):
         (program,) = PROGRAM.findall(section)
         assert f'"{kind}"' in program
-        assert re.search(r"^assert gradaccum\.verify\(.*\.equivalent", program, flags=re.MULTILINE | re.DOTALL)
+        assert re.search(
+            r"^assert gradaccum\.verify\(.*\.equivalent",
+            program,
+            flags=re.MULTILINE | re.DOTALL,
+        )

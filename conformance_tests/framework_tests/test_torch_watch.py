@@ -1,4 +1,6 @@
-"""The wrapper watches every ``.grad``: changes that it notices, calls that change nothing, and windows in which ``.grad`` may change."""
+"""The wrapper watches every ``.grad``: changes that it notices, calls that change
+nothing, and windows in which ``.grad`` may change.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +29,18 @@ by_place = pytest.mark.parametrize("place", PLACES)
 
 
 class Branches(nn.Module):
-    """A body, a head, and a bias that no loss uses. This bias is the smallest parameter."""
+    """A body, a head, and a bias that no loss uses. This bias is the smallest
+    parameter.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.body, self.head, self.unused = nn.Linear(3, 6), nn.Linear(6, 4), nn.Parameter(torch.zeros(1))
+        self.body, self.head, self.unused = (
+            nn.Linear(3, 6),
+            nn.Linear(6, 4),
+            nn.Parameter(torch.zeros(1)),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(torch.tanh(self.body(x))).float().square().mean()
@@ -41,7 +49,9 @@ class Branches(nn.Module):
 def make(place: str, **options: Any) -> tuple[Branches, Any]:
     dtype, own = PLACES[place]
     model = Branches().to(dtype)
-    return model, gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.5), **{"steps": 3, **own, **options})
+    return model, gradaccum.wrap(
+        torch.optim.SGD(model.parameters(), lr=0.5), **{"steps": 3, **own, **options}
+    )
 
 
 def loss_of(model: nn.Module, factor: float = 1.0) -> torch.Tensor:
@@ -58,17 +68,27 @@ def windows(model: nn.Module, opt: Any, number: int) -> None:
 def test_gradients_of_a_256th_of_the_memory_stay() -> None:
     """In them a write is noticed; the others are moved as they arrive."""
     parameters = [nn.Parameter(torch.ones(size)) for size in (1, 1, 510)]
-    opt = gradaccum.wrap(torch.optim.SGD(parameters, lr=1.0), steps=2, accumulate_dtype="float64")
+    opt = gradaccum.wrap(
+        torch.optim.SGD(parameters, lr=1.0), steps=2, accumulate_dtype="float64"
+    )
     opt.backward(torch.stack([parameter.sum() for parameter in parameters]).sum())
-    assert [parameter.grad is not None for parameter in parameters] == [True, True, False]
+    assert [parameter.grad is not None for parameter in parameters] == [
+        True,
+        True,
+        False,
+    ]
 
 
 @by_place
 @pytest.mark.parametrize("after", [0, 2])
 @pytest.mark.parametrize("micro_batch", [0, 2])
 @pytest.mark.parametrize("change", [clip, assign])
-def test_clip_is_seen_without_the_smallest(place: str, after: int, micro_batch: int, change: Callable[[nn.Module], None]) -> None:
-    """The smallest parameter has no gradient. What was accumulated stays until `discard`."""
+def test_clip_is_seen_without_the_smallest(
+    place: str, after: int, micro_batch: int, change: Callable[[nn.Module], None]
+) -> None:
+    """The smallest parameter has no gradient. What was accumulated stays until
+    `discard`.
+    """
     model, opt = make(place)
     windows(model, opt, after)
     for _ in range(micro_batch):
@@ -99,8 +119,13 @@ def test_clip_of_one_part_is_seen(place: str, part: str, after: int) -> None:
 
 @by_place
 def test_steps_1_leaves_grad_alone(place: str) -> None:
-    """The gradient is the user's, as in the bare loop: clipping and clearing do what they say."""
-    for change, most in ((lambda m: nn.utils.clip_grad_norm_(m.parameters(), 2.0**-10), 2.0**-10), (nn.Module.zero_grad, 0.0)):
+    """The gradient is the user's, as in the bare loop: clipping and clearing do what
+    they say.
+    """
+    for change, most in (
+        (lambda m: nn.utils.clip_grad_norm_(m.parameters(), 2.0**-10), 2.0**-10),
+        (nn.Module.zero_grad, 0.0),
+    ):
         model, opt = make(place, steps=1)
         before = [p.detach().clone() for p in model.parameters()]
         for _ in range(2):
@@ -108,7 +133,12 @@ def test_steps_1_leaves_grad_alone(place: str) -> None:
             change(model)
             opt.step()
             opt.zero_grad()
-        moved = math.hypot(*((p.detach() - q).float().norm().item() for p, q in zip(model.parameters(), before, strict=True)))
+        moved = math.hypot(
+            *(
+                (p.detach() - q).float().norm().item()
+                for p, q in zip(model.parameters(), before, strict=True)
+            )
+        )
         assert moved <= 1.1 * most
 
 
@@ -133,7 +163,9 @@ def test_scheduled_steps_1_leaves_grad_alone(place: str) -> None:
 @pytest.mark.parametrize("place", ["in .grad", "kept apart"])
 @pytest.mark.parametrize("bad", [False, True])
 def test_logging_the_norm_passes(place: str, bad: bool) -> None:
-    """``clip_grad_norm_(parameters, inf)`` writes the same values. An infinite gradient becomes NaN, an overflow as well."""
+    """``clip_grad_norm_(parameters, inf)`` writes the same values. An infinite gradient
+    becomes NaN, an overflow as well.
+    """
     (model, opt), (other, plain) = make(place), make(place)
     for index in range(12):
         factor = math.inf if bad and index == 4 else 1.0
@@ -186,8 +218,12 @@ def of_new_data(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("place", ["in .grad", "kept apart"])
 @pytest.mark.parametrize("change", [through_data, through_numpy, of_new_data])
-def test_uncounted_write_is_seen_at_first(place: str, change: Callable[[nn.Module], None]) -> None:
-    """A tensor's version does not count these writes. The first window compares values."""
+def test_uncounted_write_is_seen_at_first(
+    place: str, change: Callable[[nn.Module], None]
+) -> None:
+    """A tensor's version does not count these writes. The first window compares
+    values.
+    """
     model, opt = make(place)
     loss_of(model).backward()
     opt.step()
@@ -198,8 +234,18 @@ def test_uncounted_write_is_seen_at_first(place: str, change: Callable[[nn.Modul
 
 
 @pytest.mark.parametrize("factor", [1e-25, 1.0, 1e30])
-@pytest.mark.parametrize("change", [through_data, lambda model: [p.grad.mul_(0.5) for p in model.parameters() if p.grad is not None]])
-def test_change_of_tiny_and_huge_gradients_is_seen(change: Callable[[nn.Module], object], factor: float) -> None:
+@pytest.mark.parametrize(
+    "change",
+    [
+        through_data,
+        lambda model: [
+            p.grad.mul_(0.5) for p in model.parameters() if p.grad is not None
+        ],
+    ],
+)
+def test_change_of_tiny_and_huge_gradients_is_seen(
+    change: Callable[[nn.Module], object], factor: float
+) -> None:
     """Their squares vanish and overflow in float32, and their norms so tell nothing."""
     model, opt = make("in .grad")
     loss_of(model, factor).backward()
@@ -212,7 +258,11 @@ def test_change_of_tiny_and_huge_gradients_is_seen(change: Callable[[nn.Module],
 def test_new_branch_is_watched(place: str) -> None:
     dtype, options = PLACES[place]
     layers = [nn.Linear(3, 1).to(dtype) for _ in range(9)]
-    opt: Any = gradaccum.wrap(torch.optim.SGD([p for layer in layers for p in layer.parameters()], lr=0.01), steps=3, **options)
+    opt: Any = gradaccum.wrap(
+        torch.optim.SGD([p for layer in layers for p in layer.parameters()], lr=0.01),
+        steps=3,
+        **options,
+    )
     for _ in range(3):
         layers[0](X.to(dtype)).sum().backward()
         opt.step()
@@ -223,16 +273,23 @@ def test_new_branch_is_watched(place: str) -> None:
 
 
 def test_checkpointed_layers_are_no_change() -> None:
-    """Reentrant checkpointing nests backward passes. A shared layer gets two gradients in one of them."""
+    """Reentrant checkpointing nests backward passes. A shared layer gets two gradients
+    in one of them.
+    """
     model, reference = make_model(), make_model()
-    opt, other = (gradaccum.wrap(torch.optim.SGD(m.parameters(), lr=0.5), steps=2) for m in (model, reference))
+    opt, other = (
+        gradaccum.wrap(torch.optim.SGD(m.parameters(), lr=0.5), steps=2)
+        for m in (model, reference)
+    )
     for _ in range(4):
         x = X.clone().requires_grad_(True)
         hidden = torch.utils.checkpoint.checkpoint(model[0], x, use_reentrant=True)
         shared = torch.utils.checkpoint.checkpoint(model[0], x * 2, use_reentrant=True)
         model[2](torch.tanh(hidden + shared)).square().mean().backward()
         opt.step()
-        reference[2](torch.tanh(reference[0](X) + reference[0](X * 2))).square().mean().backward()
+        reference[2](
+            torch.tanh(reference[0](X) + reference[0](X * 2))
+        ).square().mean().backward()
         other.step()
     assert opt.result.applied
     for p, q in zip(model.parameters(), reference.parameters(), strict=True):
@@ -240,7 +297,9 @@ def test_checkpointed_layers_are_no_change() -> None:
 
 
 def test_replaced_gradient_is_caught_beside_a_write_to_the_old_one() -> None:
-    """The old tensor was written into once, as by an addition of autograd, which added to the copy. Their versions are equal."""
+    """The old tensor was written into once, as by an addition of autograd, which added
+    to the copy. Their versions are equal.
+    """
     weight = nn.Parameter(torch.ones(3))
     opt = gradaccum.wrap(torch.optim.SGD([weight]), steps=2)
     weight.sum().backward()
@@ -254,7 +313,8 @@ def test_replaced_gradient_is_caught_beside_a_write_to_the_old_one() -> None:
         opt.step()
 
 
-# The table: every history of a micro-batch, against what a plain list of its gradients says.
+# The table: every history of a micro-batch, against what a plain list of its gradients
+# says.
 
 SCALE = 8.0
 MOVES = (
@@ -273,7 +333,9 @@ MOVES = (
 
 
 def moved(known: MicroBatch, move: str) -> MicroBatch:
-    """What the wrapper does with `known` as `move` happens; a refused call leaves it as it is."""
+    """What the wrapper does with `known` as `move` happens; a refused call leaves it as
+    it is.
+    """
 
     def delivered(event: Event, raises: bool = False) -> MicroBatch:
         after = known if known.under_way else seen(known, event)
@@ -288,20 +350,32 @@ def moved(known: MicroBatch, move: str) -> MicroBatch:
             return known
         if known.under_way:
             return known
-        return (delivered(Event.OWN_PASS) if weight else known).told(weight, Given.TO_BACKWARD, *[1.0] * (weight > 0))
+        return (delivered(Event.OWN_PASS) if weight else known).told(
+            weight, Given.TO_BACKWARD, *[1.0] * (weight > 0)
+        )
     if what in ("scaled", "weigh"):
         try:
-            return known.told(1.0, Given.SCALED, 1.0) if what == "scaled" else known.told(3.0, Given.NOT, weighed=True)
+            return (
+                known.told(1.0, Given.SCALED, 1.0)
+                if what == "scaled"
+                else known.told(3.0, Given.NOT, weighed=True)
+            )
         except gradaccum.UsageError:
             return known
     if what in ("changed", "taken"):
         return seen(known, Event.CHANGED if what == "changed" else Event.TAKEN)
-    event = {"backward": Event.OWN_PASS, "plain": Event.PLAIN_PASS, "multiplied": Event.MULTIPLIED_PASS}[what]
+    event = {
+        "backward": Event.OWN_PASS,
+        "plain": Event.PLAIN_PASS,
+        "multiplied": Event.MULTIPLIED_PASS,
+    }[what]
     return delivered(event, raises="raises" in number)
 
 
 class Ledger:
-    """Each gradient that arrived since the last micro-batch, by its factor; None is a factor that nobody here knows."""
+    """Each gradient that arrived since the last micro-batch, by its factor; None is a
+    factor that nobody here knows.
+    """
 
     def __init__(self) -> None:
         self.factors: list[float | None] = []
@@ -334,10 +408,15 @@ class Ledger:
                 self.factors.append(weight * scale)
 
     def is_right(self, scale: float) -> bool:
-        """The sum of what arrived is that of losses times one weight and the loss scale, and nothing is missing."""
+        """The sum of what arrived is that of losses times one weight and the loss
+        scale, and nothing is missing.
+        """
         weight = self.weights[0] if self.weights else 1.0
         # After opt.scale a plain pass is that of the scaled loss.
-        known = [weight * scale if self.scaled and factor == 1 else factor for factor in self.factors]
+        known = [
+            weight * scale if self.scaled and factor == 1 else factor
+            for factor in self.factors
+        ]
         whole = all(factor == weight * scale for factor in known) and not self.raised
         return whole and (self.given or scale == 1)
 
@@ -345,7 +424,9 @@ class Ledger:
 @pytest.mark.parametrize("scale", [1.0, SCALE])
 def test_every_history_is_counted_right_or_refused(scale: float) -> None:
     states = set()
-    for history in itertools.chain.from_iterable(itertools.product(MOVES, repeat=length) for length in range(6)):
+    for history in itertools.chain.from_iterable(
+        itertools.product(MOVES, repeat=length) for length in range(6)
+    ):
         known, ledger = NOTHING_SEEN, Ledger()
         for move in history:
             known = moved(known, move)
@@ -358,6 +439,10 @@ def test_every_history_is_counted_right_or_refused(scale: float) -> None:
             refused = True
         assert refused == (ledger.changed or not ledger.is_right(scale)), history
         assert len(known.losses) == ledger.losses, history
-        assert refused or known.is_plain == (ledger.others and ledger.given and not ledger.scaled), "then a loss is missing"
+        assert refused or known.is_plain == (
+            ledger.others and ledger.given and not ledger.scaled
+        ), "then a loss is missing"
     for known, move in itertools.product(states, MOVES):
-        assert moved(known, move)._replace(losses=()) in states, "a longer history meets no other state"
+        assert moved(known, move)._replace(losses=()) in states, (
+            "a longer history meets no other state"
+        )

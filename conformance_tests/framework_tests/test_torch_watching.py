@@ -36,7 +36,9 @@ def micro_batch(weight: Any, opt: Any, rows: Any) -> None:
 
 
 def test_a_raising_listener_under_a_scaler() -> None:
-    """The window of ``scaler.step`` is closed, the scale has moved, and the loop can go on."""
+    """The window of ``scaler.step`` is closed, the scale has moved, and the loop can go
+    on.
+    """
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=1)
     weight, opt, heard = made(steps=1, loss_scale=scaler)
 
@@ -68,7 +70,9 @@ def test_a_listener_that_comes_in_mid_window() -> None:
     micro_batch(own, other, X[3:])
     (window,) = late
     assert (window.micro_batches, window.weight) == (2, 6)
-    assert window.loss == pytest.approx(loss_of(weight, X).item(), rel=1e-14), "the window has heard it before"
+    assert window.loss == pytest.approx(loss_of(weight, X).item(), rel=1e-14), (
+        "the window has heard it before"
+    )
 
 
 def test_copies_and_states_have_no_listeners() -> None:
@@ -84,7 +88,11 @@ def test_copies_and_states_have_no_listeners() -> None:
 
 def test_repr_is_one_line() -> None:
     weight, opt, _ = made(clip_norm=1.0, loss_scale=gradaccum.DynamicLossScale())
-    assert repr(opt) == "AccumulatingOptimizer(SGD, steps=2, clip_norm=1.0, loss_scale=dynamic | micro-batch 0 of 2, update 0, scale 65536)"
+    assert (
+        repr(opt)
+        == "AccumulatingOptimizer(SGD, steps=2, clip_norm=1.0, loss_scale=dynamic |"
+        " micro-batch 0 of 2, update 0, scale 65536)"
+    )
     micro_batch(weight, opt, X * math.inf)
     micro_batch(weight, opt, X)
     micro_batch(weight, opt, X)

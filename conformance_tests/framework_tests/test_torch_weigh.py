@@ -1,4 +1,6 @@
-"""The weight of a micro-batch in torch: asked for, given without a backward pass of its own, or replaced as the window is closed."""
+"""The weight of a micro-batch in torch: asked for, given without a backward pass of its
+own, or replaced as the window is closed.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +9,33 @@ import torch
 from torch import Tensor, nn
 
 import gradaccum
-from conformance_tests.framework_tests.torch_model import MAKERS, PLACES, X, Y, by_place, large_batch_step, loss_of, make, make_model
+from conformance_tests.framework_tests.torch_model import (
+    MAKERS,
+    PLACES,
+    X,
+    Y,
+    by_place,
+    large_batch_step,
+    loss_of,
+    make,
+    make_model,
+)
 
 
 def test_item_mean_asks_for_a_weight_of_every_loop() -> None:
     model, opt = make(reduction="item_mean")
-    for call in (lambda: opt.backward(loss_of(model)), lambda: opt.scale(loss_of(model))):
-        with pytest.raises(gradaccum.ArgumentTypeError, match="weight: expected the number of items"):
+    for call in (
+        lambda: opt.backward(loss_of(model)),
+        lambda: opt.scale(loss_of(model)),
+    ):
+        with pytest.raises(
+            gradaccum.ArgumentTypeError, match="weight: expected the number of items"
+        ):
             call()
     loss_of(model).backward()
-    with pytest.raises(gradaccum.ArgumentTypeError, match="weight: expected the number of items"):
+    with pytest.raises(
+        gradaccum.ArgumentTypeError, match="weight: expected the number of items"
+    ):
         opt.step()
     opt.weigh(2)
     opt.step()
@@ -33,14 +52,23 @@ CUTS = [slice(0, 3), slice(3, 4), slice(4, 8)]
 @by_place
 @pytest.mark.parametrize("before", [False, True])
 @pytest.mark.parametrize("loop", ["plain", "scale", "scaler"])
-def test_one_backward_pass_feeds_two_optimizers(place: str, before: bool, loop: str) -> None:
+def test_one_backward_pass_feeds_two_optimizers(
+    place: str, before: bool, loop: str
+) -> None:
     """Each divides by the items that it was given, and clips by itself."""
     models = [make_model(), make_model()]
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    scale = {"plain": {}, "scale": {"loss_scale": 8.0}, "scaler": {"loss_scale": scaler}}[loop]
+    scale = {
+        "plain": {},
+        "scale": {"loss_scale": 8.0},
+        "scaler": {"loss_scale": scaler},
+    }[loop]
     options = {"steps": 3, "reduction": "item_mean", **PLACES[place], **scale}
     limits = None, 0.01
-    opts = [gradaccum.wrap(torch.optim.SGD(m.parameters(), lr=0.5), clip_norm=c, **options) for m, c in zip(models, limits, strict=True)]
+    opts = [
+        gradaccum.wrap(torch.optim.SGD(m.parameters(), lr=0.5), clip_norm=c, **options)
+        for m, c in zip(models, limits, strict=True)
+    ]
     for rows in CUTS:
         counts = rows.stop - rows.start, 10 * (rows.stop - rows.start)
         loss = sum(summed(model, rows) for model in models)
@@ -61,7 +89,9 @@ def test_one_backward_pass_feeds_two_optimizers(place: str, before: bool, loop: 
     for model, opt, factor in zip(models, opts, (1.0, 0.1), strict=True):
         reference = make_model()
         (loss_of(reference) * factor).backward()
-        norm = nn.utils.clip_grad_norm_(reference.parameters(), 0.01 if factor != 1 else 1e9)
+        norm = nn.utils.clip_grad_norm_(
+            reference.parameters(), 0.01 if factor != 1 else 1e9
+        )
         torch.optim.SGD(reference.parameters(), lr=0.5).step()
         assert opt.result.grad_norm == pytest.approx(float(norm), rel=1e-5)
         for p, q in zip(model.parameters(), reference.parameters(), strict=True):
@@ -69,18 +99,24 @@ def test_one_backward_pass_feeds_two_optimizers(place: str, before: bool, loop: 
 
 
 def test_weigh_is_the_weight_of_a_loss_too() -> None:
-    """It survives `zero_grad`, which comes before the backward pass, and multiplies the loss of ``opt.backward``."""
+    """It survives `zero_grad`, which comes before the backward pass, and multiplies the
+    loss of ``opt.backward``.
+    """
     model, opt = make(steps=3)
     for rows in CUTS:
         opt.weigh(rows.stop - rows.start)
         opt.zero_grad()
         opt.backward(loss_of(model, rows))
         opt.step()
-    torch.testing.assert_close(list(model.parameters()), large_batch_step(MAKERS["sgd"]))
+    torch.testing.assert_close(
+        list(model.parameters()), large_batch_step(MAKERS["sgd"])
+    )
 
 
 def test_weigh_beside_a_plain_mean_is_refused() -> None:
-    """A plain backward pass does not multiply the loss by its weight, as the mean over items needs."""
+    """A plain backward pass does not multiply the loss by its weight, as the mean over
+    items needs.
+    """
     model, opt = make()
     loss_of(model).backward()
     opt.weigh(3)
@@ -92,7 +128,9 @@ def test_weigh_beside_a_plain_mean_is_refused() -> None:
 
 
 def test_update_that_raised_keeps_the_weight_beside_a_denominator() -> None:
-    """The next flush divides by what the window holds, unless it is given a denominator of its own."""
+    """The next flush divides by what the window holds, unless it is given a denominator
+    of its own.
+    """
     model, opt = make(steps=None, reduction="item_mean")
     opt.backward(summed(model, slice(0, 8)), weight=8)
     opt.step()
@@ -102,4 +140,6 @@ def test_update_that_raised_keeps_the_weight_beside_a_denominator() -> None:
     handle.remove()
     assert opt.state_dict()["gradaccum"]["weight"] == 8
     opt.flush()
-    torch.testing.assert_close(list(model.parameters()), large_batch_step(MAKERS["sgd"]))
+    torch.testing.assert_close(
+        list(model.parameters()), large_batch_step(MAKERS["sgd"])
+    )

@@ -1,4 +1,6 @@
-"""The loss of a window, from whatever tells it, through errors and interrupts; NaN where a part of it is not known."""
+"""The loss of a window, from whatever tells it, through errors and interrupts; NaN
+where a part of it is not known.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def made(bias: bool = False, **options: Any) -> tuple[torch.nn.Linear, Any]:
     model = torch.nn.Linear(2, 1, bias=bias, dtype=torch.float64)
     with torch.no_grad():
         model.weight.copy_(torch.tensor([[1.0, -0.5]]))
-    return model, gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.1), **{"steps": 2, **options})
+    return model, gradaccum.wrap(
+        torch.optim.SGD(model.parameters(), lr=0.1), **{"steps": 2, **options}
+    )
 
 
 def loss_of(model: torch.nn.Module, rows: Tensor = X) -> Tensor:
@@ -63,7 +67,9 @@ def test_plain_backward_tells_nothing() -> None:
     assert opt.result.loss == before, "the next window knows its own"
 
 
-@pytest.mark.parametrize("way", ["scale", "two losses", "closure", "closure and backward", "number"])
+@pytest.mark.parametrize(
+    "way", ["scale", "two losses", "closure", "closure and backward", "number"]
+)
 def test_each_way_to_tell(way: str) -> None:
     model, opt = made(loss_scale=4.0 if way == "scale" else None)
     expected = near(model)
@@ -115,7 +121,9 @@ def test_what_is_dropped_is_not_in_it() -> None:
 
 
 def test_errors_on_the_way() -> None:
-    """A backward pass that raises tells nothing, and an update that raises and is made later tells its window's loss once."""
+    """A backward pass that raises tells nothing, and an update that raises and is made
+    later tells its window's loss once.
+    """
     model, opt = made()
     expected = near(model)
     feed(model, opt, X[:3])
@@ -138,7 +146,9 @@ def test_errors_on_the_way() -> None:
 
 
 def test_interrupt_that_loses_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The micro-batch is counted, and its loss is not: the window's is not known, rather than too small."""
+    """The micro-batch is counted, and its loss is not: the window's is not known,
+    rather than too small.
+    """
     model, opt = made(steps=3)
     feed(model, opt, X[:2])
 
@@ -160,9 +170,13 @@ def test_interrupt_that_loses_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_large_batch_in_one_call() -> None:
     model, opt = made(steps=None)
-    loss = gradaccum_torch.backward(lambda rows: loss_of(model, rows), X, steps=4, optimizer=opt)
+    loss = gradaccum_torch.backward(
+        lambda rows: loss_of(model, rows), X, steps=4, optimizer=opt
+    )
     assert opt.result.loss == pytest.approx(loss.item(), rel=1e-13)
-    covariance = gradaccum_torch.coupled_backward(model, lambda z: (z - z.mean(0)).square().sum(), X, steps=3, optimizer=opt)
+    covariance = gradaccum_torch.coupled_backward(
+        model, lambda z: (z - z.mean(0)).square().sum(), X, steps=3, optimizer=opt
+    )
     assert opt.result.loss == pytest.approx(covariance.item(), rel=1e-13)
 
 
@@ -205,9 +219,17 @@ def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(window_module, "as_told", lambda loss: loss.detach().clone())
 
 
-@pytest.mark.parametrize("options", [{}, {"on_overflow": "ignore"}, {"reduction": "sum"}, {"reduction": "item_mean"}], ids=str)
-def test_losses_that_stay_on_their_device(on_device: None, options: dict[str, Any]) -> None:
-    """They are read in the one transfer at the window's end; without one, when the result is asked for."""
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"on_overflow": "ignore"}, {"reduction": "sum"}, {"reduction": "item_mean"}],
+    ids=str,
+)
+def test_losses_that_stay_on_their_device(
+    on_device: None, options: dict[str, Any]
+) -> None:
+    """They are read in the one transfer at the window's end; without one, when the
+    result is asked for.
+    """
     (model, opt), (other, plain) = made(**options), made(**options)
     feed(model, opt, X[:2], X[2:], X[:4])
     with pytest.MonkeyPatch.context() as patched:
@@ -222,7 +244,9 @@ def test_losses_that_stay_on_their_device(on_device: None, options: dict[str, An
     assert not opt._window._statistics.unread
     with Operations() as reads:
         loss, again = opt.result.loss, opt.result.loss
-    assert reads.names.count(READ) == (1 if options.get("on_overflow") else 0), "the copy has read the other one"
+    assert reads.names.count(READ) == (1 if options.get("on_overflow") else 0), (
+        "the copy has read the other one"
+    )
     assert loss == again == pytest.approx(plain.result.loss, rel=1e-14)
     feed(*resumed, X[4:])
     assert resumed[1].result.loss == loss, "the copy has the losses of before"
@@ -279,10 +303,13 @@ def test_copy_in_the_midst_of_a_micro_batch() -> None:
     assert resumed.result.loss == near(model)
 
 
-# The noise scale, wherever the sum lives: measuring changes nothing else, and what spoils a window makes that window tell nothing.
+# The noise scale, wherever the sum lives: measuring changes nothing else, and what
+# spoils a window makes that window tell nothing.
 
 
-NOISY = 10 + 2 * torch.randn(6, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+NOISY = 10 + 2 * torch.randn(
+    6, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+)
 
 
 def measured(**options: Any) -> tuple[torch.nn.Linear, Any]:
@@ -293,7 +320,9 @@ def measured(**options: Any) -> tuple[torch.nn.Linear, Any]:
 
 
 def test_clearing_to_zeros_is_as_without_it() -> None:
-    """A window that began with a part of the parameters was measured and discarded: the zeros are those of the last closed one."""
+    """A window that began with a part of the parameters was measured and discarded: the
+    zeros are those of the last closed one.
+    """
     model, opt = measured()
     opt.backward(model.bias.sum())
     opt.step()
@@ -303,17 +332,25 @@ def test_clearing_to_zeros_is_as_without_it() -> None:
 
 
 @pytest.mark.parametrize("noise_scale", [False, True])
-def test_off_measures_once_per_window(noise_scale: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_off_measures_once_per_window(
+    noise_scale: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, opt = measured(noise_scale=noise_scale)
     seen: list[int] = []
     original = sums.norms_in_few_calls
-    monkeypatch.setattr(sums, "norms_in_few_calls", lambda *args: seen.append(1) or original(*args))
+    monkeypatch.setattr(
+        sums, "norms_in_few_calls", lambda *args: seen.append(1) or original(*args)
+    )
     feed(model, opt, *NOISY.split(2))
     assert len(seen) == 1 + noise_scale
     assert ("noise" in opt.state_dict()["gradaccum"]) == noise_scale
 
 
-@pytest.mark.parametrize("make", [partial(made, noise_scale=0.5), measured], ids=["at once", "after a window"])
+@pytest.mark.parametrize(
+    "make",
+    [partial(made, noise_scale=0.5), measured],
+    ids=["at once", "after a window"],
+)
 def test_clipping_by_hand_is_still_noticed(make: Any) -> None:
     model, opt = make()
     before = opt.result.noise_scale
@@ -327,7 +364,9 @@ def test_clipping_by_hand_is_still_noticed(make: Any) -> None:
 
 @pytest.mark.parametrize("change", ["group", "frozen", "nothing"])
 def test_other_parameters_in_mid_window(change: str) -> None:
-    """The norms before and after are of different gradients, so that this window tells nothing; the next one does."""
+    """The norms before and after are of different gradients, so that this window tells
+    nothing; the next one does.
+    """
     model, opt = measured()
     before = opt.result.noise_scale
     feed(model, opt, NOISY[:1])

@@ -1,4 +1,6 @@
-"""A window that two workers saved goes on with one, two or four. Here no process is started: the state dicts say it all."""
+"""A window that two workers saved goes on with one, two or four. Here no process is
+started: the state dicts say it all.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +12,26 @@ import pytest
 import torch
 
 import gradaccum
-from conformance_tests.framework_tests.torch_workers.common import alone, build, learn, micro_batches, require_equal, sgd
+from conformance_tests.framework_tests.torch_workers.common import (
+    alone,
+    build,
+    learn,
+    micro_batches,
+    require_equal,
+    sgd,
+)
 from gradaccum_torch import redistributed
 
 HALF = {"dtype": torch.bfloat16, "master_weights": True}
 ROOT = Path(__file__).parents[2]
 
 
-def saved(rank: int, dtype: torch.dtype = torch.float64, count: int = 2, **options: Any) -> Any:
-    """What worker number `rank` saves in mid-window, after an update that all workers have made alike."""
+def saved(
+    rank: int, dtype: torch.dtype = torch.float64, count: int = 2, **options: Any
+) -> Any:
+    """What worker number `rank` saves in mid-window, after an update that all workers
+    have made alike.
+    """
     model = build(dtype)
     opt = gradaccum.wrap(sgd(model), **{"steps": 4} | options)
     for batch in micro_batches(0, dtype)[:4]:
@@ -41,32 +54,60 @@ def loaded(state: Any, dtype: torch.dtype = torch.float64, **options: Any) -> An
 
 def open_window(opt: Any) -> Any:
     entry = opt.state_dict()["gradaccum"]
-    return entry["weight"], {index: total.clone() for index, total in entry["sums"].items()}
+    return entry["weight"], {
+        index: total.clone() for index, total in entry["sums"].items()
+    }
 
 
 @pytest.mark.parametrize("workers", [1, 2, 4])
-@pytest.mark.parametrize("options", [{}, {"reduction": "sum"}, {"loss_scale": gradaccum.DynamicLossScale(1024.0)}, HALF], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"reduction": "sum"},
+        {"loss_scale": gradaccum.DynamicLossScale(1024.0)},
+        HALF,
+    ],
+    ids=str,
+)
 def test_sum_and_weight_stay(workers: int, options: Any) -> None:
-    """All sums of those that go on, and of those that saved, make the same; the first has everything."""
+    """All sums of those that go on, and of those that saved, make the same; the first
+    has everything.
+    """
     states = [saved(rank, **options) for rank in range(2)]
     entries = [state["gradaccum"] for _, state in states]
     new = redistributed([state for _, state in states], workers)
-    assert [state["gradaccum"]["worker"] for state in new] == [[rank, workers] for rank in range(workers)]
+    assert [state["gradaccum"]["worker"] for state in new] == [
+        [rank, workers] for rank in range(workers)
+    ]
     for state in new:
         state["gradaccum"]["worker"] = [0, 1]  # Each is loaded here by a process alone.
-    held = [open_window(loaded((states[0][0], copy.deepcopy(state)), **options)[1]) for state in new]
-    assert [weight for weight, _ in held] == [sum(entry["weight"] for entry in entries)] + [0.0] * (workers - 1)
-    assert [sorted(sums) for _, sums in held] == [list(range(6))] + [[]] * (workers - 1), "the second worker alone has the rare branch"
+    held = [
+        open_window(loaded((states[0][0], copy.deepcopy(state)), **options)[1])
+        for state in new
+    ]
+    assert [weight for weight, _ in held] == [
+        sum(entry["weight"] for entry in entries)
+    ] + [0.0] * (workers - 1)
+    assert [sorted(sums) for _, sums in held] == [list(range(6))] + [[]] * (
+        workers - 1
+    ), "the second worker alone has the rare branch"
     for index, total in held[0][1].items():
         parts = [entry["sums"][index] for entry in entries if index in entry["sums"]]
         assert total.dtype is parts[0].dtype
         torch.testing.assert_close(total, sum(parts), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("options", [{}, {"clip_norm": 0.05}, {"on_overflow": "drop_micro_batch"}, HALF], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"clip_norm": 0.05}, {"on_overflow": "drop_micro_batch"}, HALF],
+    ids=str,
+)
 def test_window_ends_as_the_large_batch_on_one_worker(options: Any) -> None:
     states = [saved(rank, **options) for rank in range(2)]
-    model, opt = loaded((states[0][0], redistributed([state for _, state in states], 1)[0]), **options)
+    model, opt = loaded(
+        (states[0][0], redistributed([state for _, state in states], 1)[0]), **options
+    )
     dtype = options.get("dtype", torch.float64)
     rest = micro_batches(0, dtype)[2:4]
     for batch in rest:
@@ -75,17 +116,28 @@ def test_window_ends_as_the_large_batch_on_one_worker(options: Any) -> None:
     both = [*micro_batches(0, dtype)[:2], *micro_batches(1, dtype)[:2]]
     reference, other = alone([micro_batches(0, dtype)[:4], [*both, *rest]], **options)
     require_equal(model, reference, off=0 if dtype is torch.bfloat16 else 1e-13)
-    assert opt.result.grad_norm == pytest.approx(other.result.grad_norm, rel=1e-6 if dtype is torch.bfloat16 else 1e-12)
-    assert opt.result.loss == pytest.approx(other.result.loss, rel=1e-6 if dtype is torch.bfloat16 else 1e-12)
+    assert opt.result.grad_norm == pytest.approx(
+        other.result.grad_norm, rel=1e-6 if dtype is torch.bfloat16 else 1e-12
+    )
+    assert opt.result.loss == pytest.approx(
+        other.result.loss, rel=1e-6 if dtype is torch.bfloat16 else 1e-12
+    )
 
 
 @pytest.mark.parametrize("counts", [(2, 2), (2, 0)])
 def test_noise_scale_goes_on(counts: tuple[int, int]) -> None:
-    """The means go on; of a window that others began, the next micro-batch counts as the first, with all that the sum holds."""
-    states = [saved(rank, count=count, noise_scale=0.5) for rank, count in enumerate(counts)]
+    """The means go on; of a window that others began, the next micro-batch counts as
+    the first, with all that the sum holds.
+    """
+    states = [
+        saved(rank, count=count, noise_scale=0.5) for rank, count in enumerate(counts)
+    ]
     shared = redistributed([state for _, state in states], 2)[1]["gradaccum"]
     assert (shared["loss"], shared["noise"][:2]) == (0.0, [0.0, 0.0])
-    model, opt = loaded((states[0][0], redistributed([state for _, state in states], 1)[0]), noise_scale=0.5)
+    model, opt = loaded(
+        (states[0][0], redistributed([state for _, state in states], 1)[0]),
+        noise_scale=0.5,
+    )
     *means, third, fourth = shared["noise"][2:], *micro_batches(0)[2:4]
     learn(model, opt, third)
     learn(model, opt, fourth)
@@ -94,7 +146,9 @@ def test_noise_scale_goes_on(counts: tuple[int, int]) -> None:
     # McCandlish et al. (2018), appendix A.1.
     trace = (squares[0] - squares[1]) / (1 / items[0] - 1 / items[1])
     square = (items[1] * squares[1] - items[0] * squares[0]) / (items[1] - items[0])
-    trace, square = ((old + new) / 2 for old, new in zip(means[0], (trace, square), strict=True))
+    trace, square = (
+        (old + new) / 2 for old, new in zip(means[0], (trace, square), strict=True)
+    )
     assert square > 0
     assert opt.result.noise_scale == pytest.approx(max(trace, 0.0) / square, rel=1e-9)
 
@@ -106,14 +160,27 @@ def items_and_square(window: list[Any]) -> tuple[int, float]:
 
 
 def test_grad_scaler_goes_on() -> None:
-    """Its scale and tracker in mid-window are the window's, also in a scaler that is new."""
-    states = [saved(rank, loss_scale=torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)) for rank in range(2)]
+    """Its scale and tracker in mid-window are the window's, also in a scaler that is
+    new.
+    """
+    states = [
+        saved(
+            rank,
+            loss_scale=torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2),
+        )
+        for rank in range(2)
+    ]
     scaler = torch.amp.GradScaler("cpu", init_scale=512.0, growth_interval=2)
-    model, opt = loaded((states[0][0], redistributed([state for _, state in states], 1)[0]), loss_scale=scaler)
+    model, opt = loaded(
+        (states[0][0], redistributed([state for _, state in states], 1)[0]),
+        loss_scale=scaler,
+    )
     assert scaler.get_scale() == 8.0
     for batch in micro_batches(0)[2:4]:
         learn(model, opt, batch)
-    assert (opt.result.applied, scaler.get_scale()) == (True, 16.0), "the second clean window"
+    assert (opt.result.applied, scaler.get_scale()) == (True, 16.0), (
+        "the second clean window"
+    )
 
 
 def test_worker_without_a_window_takes_part() -> None:
@@ -126,10 +193,16 @@ def test_worker_without_a_window_takes_part() -> None:
 
 
 def test_overflow_of_one_worker_is_kept() -> None:
-    options: Any = {"on_overflow": "drop_micro_batch", "loss_scale": gradaccum.DynamicLossScale(64.0)}
+    options: Any = {
+        "on_overflow": "drop_micro_batch",
+        "loss_scale": gradaccum.DynamicLossScale(64.0),
+    }
     states = [saved(rank, **options)[1] for rank in range(2)]
     states[1]["gradaccum"]["overflow"] = True
-    assert [state["gradaccum"]["overflow"] for state in redistributed(states, 2)] == [True, False]
+    assert [state["gradaccum"]["overflow"] for state in redistributed(states, 2)] == [
+        True,
+        False,
+    ]
 
 
 def test_given_state_dicts_stay() -> None:
@@ -170,17 +243,26 @@ def test_other_runs_are_refused(name: str) -> None:
 
 
 def test_part_of_a_window_is_not_the_window() -> None:
-    """Every worker saves its own sum: the first one's alone, or twice, would pass for that of all."""
+    """Every worker saves its own sum: the first one's alone, or twice, would pass for
+    that of all.
+    """
     states = [saved(rank)[1] for rank in range(2)]
-    with pytest.raises(gradaccum.CheckpointError, match=r"^worker: .* rank 0 of 1; got that of rank 1 of 2"):
+    with pytest.raises(
+        gradaccum.CheckpointError,
+        match=r"^worker: .* rank 0 of 1; got that of rank 1 of 2",
+    ):
         loaded(saved(1))
     for given in (states[:1], states[:1] * 2):
-        with pytest.raises(gradaccum.CheckpointError, match=r"^state_dicts: .* ranks \[0"):
+        with pytest.raises(
+            gradaccum.CheckpointError, match=r"^state_dicts: .* ranks \[0"
+        ):
             redistributed(given, 1)
     whole = redistributed(states, 1)
     assert redistributed(whole, 2)[1]["gradaccum"]["worker"] == [1, 2]
     between = saved(0, count=0)
-    assert loaded(between)[1].result.optimizer_step == 1, "between two windows any worker's state will do"
+    assert loaded(between)[1].result.optimizer_step == 1, (
+        "between two windows any worker's state will do"
+    )
 
 
 def test_bad_arguments_are_refused() -> None:

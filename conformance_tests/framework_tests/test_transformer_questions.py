@@ -1,4 +1,6 @@
-"""The benchmark questions for a GPU: their count of operations per window is right, and a tiny model runs without a GPU."""
+"""The benchmark questions for a GPU: their count of operations per window is right, and
+a tiny model runs without a GPU.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,14 @@ from benchmarks.run_question import _timed
 
 
 def test_window_operations() -> None:
-    """By hand: 6 x (12 x 2 x 32^2 + 128 x 32) + 12 x 2 x 32 x 16 for each of 8 x 2 x 16 tokens."""
+    """By hand: 6 x (12 x 2 x 32^2 + 128 x 32) + 12 x 2 x 32 x 16 for each of 8 x 2 x 16
+    tokens.
+    """
     assert TINY.window_flops == 184320 * 256
     per_token = GPT2_SMALL.window_flops / GPT2_SMALL.tokens
-    assert per_token == pytest.approx(6 * 124e6 + 12 * 12 * 768 * 1024, rel=0.01), "124 million weights, as published"
+    assert per_token == pytest.approx(6 * 124e6 + 12 * 12 * 768 * 1024, rel=0.01), (
+        "124 million weights, as published"
+    )
 
 
 def test_utilization_needs_a_known_peak() -> None:
@@ -24,10 +30,15 @@ def test_utilization_needs_a_known_peak() -> None:
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize(("question", "framework"), [("torch_transformer", "torch"), ("jax_transformer", "optax")])
+@pytest.mark.parametrize(
+    ("question", "framework"),
+    [("torch_transformer", "torch"), ("jax_transformer", "optax")],
+)
 def test_questions_run_tiny(question: str, framework: str) -> None:
     pytest.importorskip(framework, reason=f"needs {framework}")
     for case in import_module(f"benchmarks.questions.{question}").cases(quick=True):
         record = _timed(case, Plan(rounds=1))
-        assert {"gradaccum", case.baseline} <= {row["contestant"] for row in record["rows"]}
+        assert {"gradaccum", case.baseline} <= {
+            row["contestant"] for row in record["rows"]
+        }
         assert all(row["counts"]["tokens/s"] > 0 for row in record["rows"])

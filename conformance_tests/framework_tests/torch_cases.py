@@ -49,7 +49,9 @@ def mask() -> Tensor:
 
 def net(*layers: nn.Module) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(WIDTH, 4), *(layers or (nn.Tanh(),)), nn.Linear(4, CLASSES))
+    return nn.Sequential(
+        nn.Linear(WIDTH, 4), *(layers or (nn.Tanh(),)), nn.Linear(4, CLASSES)
+    )
 
 
 def cross_entropy(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:

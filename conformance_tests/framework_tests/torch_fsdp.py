@@ -13,7 +13,9 @@ NEEDS_FSDP2_ON_CPU = pytest.mark.skipif(not RUNS_ON_CPU, reason=REASON)
 
 
 def imitate_streams() -> None:
-    """Give the CPU's streams the two methods, which do nothing: FSDP2 then runs as it does on a GPU."""
+    """Give the CPU's streams the two methods, which do nothing: FSDP2 then runs as it
+    does on a GPU.
+    """
     if IMITATES_STREAMS:
         torch.cpu.Stream.record_event = lambda self: torch.cpu.Event()  # type: ignore[method-assign, assignment, return-value]
         torch.cpu.Stream.wait_event = lambda self, event: None  # type: ignore[method-assign, assignment]

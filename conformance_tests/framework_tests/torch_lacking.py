@@ -1,4 +1,5 @@
-"""Scenarios under a torch that lacks a private name: `SCENARIOS` has a function for each name of `LOST`, which raises if it fails.
+"""Scenarios under a torch that lacks a private name: `SCENARIOS` has a function for
+each name of `LOST`, which raises if it fails.
 
 The module is imported after the names are taken away.
 """
@@ -40,7 +41,9 @@ def learn(model: Any, opt: Any, x: Any) -> None:
     opt.zero_grad()
 
 
-def reference(make: Callable[[Any], Any], windows: int = 2, clip: float | None = None) -> Any:
+def reference(
+    make: Callable[[Any], Any], windows: int = 2, clip: float | None = None
+) -> Any:
     """A model that a bare optimizer has trained for windows of two micro-batches."""
     plain = model_of()
     bare = make(plain.parameters())
@@ -66,7 +69,9 @@ def sgd(parameters: Any) -> Any:
 
 
 def trains(windows: int = 2, **options: Any) -> Any:
-    """A model that a wrapped optimizer has trained as a bare one would; its optimizer."""
+    """A model that a wrapped optimizer has trained as a bare one would; its
+    optimizer.
+    """
     model = model_of()
     opt: Any = gradaccum.wrap(sgd(model.parameters()), steps=2, **options)
     for x in batches_of()[: 2 * windows]:
@@ -81,12 +86,23 @@ def sums_beside_grad() -> None:
 
 
 def arithmetic() -> None:
-    """A few windows: clipped or not, scaled past an overflow, saved in the middle, against torch's own arithmetic."""
+    """A few windows: clipped or not, scaled past an overflow, saved in the middle,
+    against torch's own arithmetic.
+    """
     batches = batches_of()
-    for options in ({}, {"loss_scale": gradaccum.DynamicLossScale(2.0**4)}, {"separate_sums": True}):
+    for options in (
+        {},
+        {"loss_scale": gradaccum.DynamicLossScale(2.0**4)},
+        {"separate_sums": True},
+    ):
         for inner, clip in ((adam, 0.5), (adam, None), (sgd, 0.01), (sgd, None)):
             model, twin = model_of(), model_of(1)
-            opt, other = (gradaccum.wrap(inner(each.parameters()), steps=2, clip_norm=clip, **options) for each in (model, twin))
+            opt, other = (
+                gradaccum.wrap(
+                    inner(each.parameters()), steps=2, clip_norm=clip, **options
+                )
+                for each in (model, twin)
+            )
             for x in batches[:3]:
                 learn(model, opt, x)
             twin.load_state_dict(model.state_dict())
@@ -106,20 +122,46 @@ SUITE = TESTS.parent / "gradaccum_conformance" / "suite"
 
 
 def passes(file: Path, *chosen: str) -> Callable[[], None]:
-    """Return a scenario: the tests of a file, as in any torch, or those that `chosen` selects."""
+    """Return a scenario: the tests of a file, as in any torch, or those that `chosen`
+    selects.
+    """
 
     def run() -> None:
         with redirect_stdout(sys.stderr):
-            assert pytest.main(["-q", "-x", "-p", "no:cacheprovider", "--backend", "torch", str(file), *chosen]) == 0
+            assert (
+                pytest.main(
+                    [
+                        "-q",
+                        "-x",
+                        "-p",
+                        "no:cacheprovider",
+                        "--backend",
+                        "torch",
+                        str(file),
+                        *chosen,
+                    ]
+                )
+                == 0
+            )
 
     return run
 
 
-masters = passes(TESTS / "test_torch_masters.py", "-k", "smallest_change or equals_float32_optimizer and sgd")
+masters = passes(
+    TESTS / "test_torch_masters.py",
+    "-k",
+    "smallest_change or equals_float32_optimizer and sgd",
+)
 memory_that_stays = passes(SUITE / "test_gradient_memory.py")
-buffers_are_put_back = passes(TESTS / "test_torch_large_batch_misuse.py", "-k", "replaced_buffer")
-compiled_module = passes(TESTS / "test_torch_coupled.py", "-k", "compiled_functions", "-W", "ignore")
-compiled_step = passes(TESTS / "test_torch_compile.py", "-k", "compiled_training and step")
+buffers_are_put_back = passes(
+    TESTS / "test_torch_large_batch_misuse.py", "-k", "replaced_buffer"
+)
+compiled_module = passes(
+    TESTS / "test_torch_coupled.py", "-k", "compiled_functions", "-W", "ignore"
+)
+compiled_step = passes(
+    TESTS / "test_torch_compile.py", "-k", "compiled_training and step"
+)
 
 
 def pass_that_raised() -> None:
@@ -156,7 +198,9 @@ def scaler_step_is_refused() -> None:
 
 
 def scaler_unscales() -> None:
-    """The loop with a scaler is right; a method of a subclass that reads the groups is refused."""
+    """The loop with a scaler is right; a method of a subclass that reads the groups is
+    refused.
+    """
     from conformance_tests.framework_tests.test_torch_loss_scale import Loop, state_of
 
     class Looking(torch.amp.GradScaler):
@@ -180,8 +224,17 @@ def scaler_unscales() -> None:
 
 
 def scaler_is_refused() -> None:
-    with refused(UsageError, "loss_scale", "which lacks it", "loss_scale=gradaccum.DynamicLossScale()"):
-        gradaccum.wrap(sgd(model_of().parameters()), steps=2, loss_scale=torch.amp.GradScaler("cpu"))
+    with refused(
+        UsageError,
+        "loss_scale",
+        "which lacks it",
+        "loss_scale=gradaccum.DynamicLossScale()",
+    ):
+        gradaccum.wrap(
+            sgd(model_of().parameters()),
+            steps=2,
+            loss_scale=torch.amp.GradScaler("cpu"),
+        )
     trains(loss_scale=gradaccum.DynamicLossScale())
 
 
@@ -209,7 +262,11 @@ def sparse_is_refused() -> None:
         table = torch.nn.Embedding(4, 2, sparse=sparse)
         before = table.weight.detach().clone()
         opt: Any = gradaccum.wrap(sgd(table.parameters()), steps=2)
-        with refused(UsageError, "torch.Tensor._values", "sparse=False") if sparse else nullcontext():
+        with (
+            refused(UsageError, "torch.Tensor._values", "sparse=False")
+            if sparse
+            else nullcontext()
+        ):
             for index in range(2):
                 opt.backward(table(torch.tensor([index])).sum())
                 opt.step()
@@ -219,25 +276,42 @@ def sparse_is_refused() -> None:
 
 def verify_is_refused() -> None:
     with refused(UsageError, "verify", "which lacks it"):
-        gradaccum.verify(model_of(), lambda model, x: model(x).square().mean(), batches_of()[0])
+        gradaccum.verify(
+            model_of(), lambda model, x: model(x).square().mean(), batches_of()[0]
+        )
 
 
 def verifies_coarsely() -> None:
-    assert gradaccum.verify(model_of(), lambda model, x: model(x).square().mean(), batches_of()[0]).equivalent
-    assert not gradaccum.verify(model_of(), lambda model, x: model(x).square().sum(), batches_of()[0]).equivalent
-    report = gradaccum.verify(model_of(), lambda model, x: model(x).square().mean() * (1 + 1e-5 * x[0, 0]), batches_of()[0])
+    assert gradaccum.verify(
+        model_of(), lambda model, x: model(x).square().mean(), batches_of()[0]
+    ).equivalent
+    assert not gradaccum.verify(
+        model_of(), lambda model, x: model(x).square().sum(), batches_of()[0]
+    ).equivalent
+    report = gradaccum.verify(
+        model_of(),
+        lambda model, x: model(x).square().mean() * (1 + 1e-5 * x[0, 0]),
+        batches_of()[0],
+    )
     assert report.equivalent, "finer than a bfloat16"
 
 
 def model_states_are_refused() -> None:
-    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+    from torch.distributed.checkpoint.state_dict import (
+        get_optimizer_state_dict,
+        set_optimizer_state_dict,
+    )
 
     model, opt = trains()
-    with refused(UsageError, "torch.distributed.checkpoint.state_dict", "opt.state_dict()"):
+    with refused(
+        UsageError, "torch.distributed.checkpoint.state_dict", "opt.state_dict()"
+    ):
         get_optimizer_state_dict(model, opt)
     if exists("torch.distributed.checkpoint.state_dict:_init_optim_state"):
         return  # Then nothing of the other name is needed to load.
-    with refused(UsageError, "torch.distributed.checkpoint.state_dict", "opt.state_dict()"):
+    with refused(
+        UsageError, "torch.distributed.checkpoint.state_dict", "opt.state_dict()"
+    ):
         set_optimizer_state_dict(model, opt, {"state": {}, "param_groups": []})
 
 
@@ -255,17 +329,23 @@ def compiled_autograd() -> None:
 
 @cache
 def _join_group() -> None:
-    """Make this process a process group. It is never destroyed: gloo may wait for ever for modules that live."""
+    """Make this process a process group. It is never destroyed: gloo may wait for ever
+    for modules that live.
+    """
     import torch.distributed as dist
 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1
+    )
 
 
 def _parallel(**options: Any) -> tuple[Any, Any]:
-    """A model with a buffer under DistributedDataParallel, trained for two windows; its optimizer."""
+    """A model with a buffer under DistributedDataParallel, trained for two windows; its
+    optimizer.
+    """
     from torch.nn.parallel import DistributedDataParallel
 
     _join_group()
@@ -305,7 +385,9 @@ def buffers_are_sent() -> None:
         parallel, _ = _parallel()
     finally:
         dist.broadcast = broadcast
-    assert len(sent) == 1, "as the module is wrapped; a group of one worker ends its windows alone"
+    assert len(sent) == 1, (
+        "as the module is wrapped; a group of one worker ends its windows alone"
+    )
     assert all(each is parallel.module.noted for each in sent)
 
 
@@ -353,8 +435,12 @@ SCENARIOS: dict[str, Callable[[], object]] = {
     "torch.optim.lr_scheduler:LRScheduler._opt_called": scheduler_moves,
     "torch:_C._functions.AccumulateGrad._input_metadata": verifies_coarsely,
     "torch:Tensor._values": sparse_is_refused,
-    "torch.distributed.checkpoint.state_dict:_get_optim_state_dict": model_states_are_refused,
-    "torch.distributed.checkpoint.state_dict:_init_optim_state": model_states_are_refused,
+    "torch.distributed.checkpoint.state_dict:_get_optim_state_dict": (
+        model_states_are_refused
+    ),
+    "torch.distributed.checkpoint.state_dict:_init_optim_state": (
+        model_states_are_refused
+    ),
     "torch.nn.parallel:DistributedDataParallel._comm_hooks": module_is_refused,
     "torch.amp:GradScaler._unscale_grads_": scaler_unscales,
     "torch.utils._python_dispatch:TorchDispatchMode": verify_is_refused,
@@ -367,15 +453,22 @@ SCENARIOS: dict[str, Callable[[], object]] = {
     "torch.amp:GradScaler._found_inf_per_device": scaler_is_refused,
     "torch.nn:Module._parameters": recomputation_raises,
     "torch.nn:Module._buffers": buffers_are_put_back,
-    "torch.nn.parallel:DistributedDataParallel._static_graph_delay_allreduce_enqueued": static_graph_is_refused,
+    "torch.nn.parallel:DistributedDataParallel._static_graph_delay_allreduce_enqueued": (
+        static_graph_is_refused
+    ),
     "torch.nn.parallel:DistributedDataParallel._sync_buffers": buffers_are_sent,
     "torch.distributed.algorithms.join:Joinable._join_config": join_is_refused,
     "torch.distributed.fsdp._common_utils:FSDP_FLATTENED": flattened_is_refused,
-    "torch.distributed.tensor.parallel.ddp:_reconstruct_dtensor._st_info": parts_are_refused,
-    "torch:_foreach_add_": sums_beside_grad,  # Last: a fused optimizer needs it itself, and the last group has none.
+    "torch.distributed.tensor.parallel.ddp:_reconstruct_dtensor._st_info": (
+        parts_are_refused
+    ),
+    # Last: a fused optimizer needs it itself, and the last group has none.
+    "torch:_foreach_add_": sums_beside_grad,
 }
 """By private name, in the order in which they run."""
 
 _NAMES = list(SCENARIOS)
 TOGETHER = (_NAMES[:18], _NAMES[18:23], _NAMES[23:])
-"""Names that one process can lack: none is refused where another one's scenario goes on."""
+"""Names that one process can lack: none is refused where another one's scenario goes
+on.
+"""

@@ -1,4 +1,6 @@
-"""Helpers for torch's large batches: a model in float64 with its data, and one backward pass of the large batch."""
+"""Helpers for torch's large batches: a model in float64 with its data, and one backward
+pass of the large batch.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 ITEMS = 10
-X = torch.randn(ITEMS, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+X = torch.randn(
+    ITEMS, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+)
 Y = torch.arange(ITEMS) % 3
 cross_entropy = nn.functional.cross_entropy
 
@@ -19,12 +23,16 @@ def make_model(dtype: torch.dtype = torch.float64) -> nn.Module:
 
 
 def truth(model: nn.Module, loss: Callable[[], Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """The loss and the gradients of one backward pass of the large batch, in the model's dtype."""
+    """The loss and the gradients of one backward pass of the large batch, in the
+    model's dtype.
+    """
     value = loss()
     return value.detach(), list(torch.autograd.grad(value, list(model.parameters())))
 
 
-def assert_close(model: nn.Module, expected: list[Tensor], bound: float = 1e-13) -> None:
+def assert_close(
+    model: nn.Module, expected: list[Tensor], bound: float = 1e-13
+) -> None:
     for p, q in zip(model.parameters(), expected, strict=True):
         assert p.grad is not None
         assert float((p.grad - q).abs().max()) <= bound * float(q.abs().max())

@@ -1,4 +1,6 @@
-"""Layered windows of two processes: ``python -m conformance_tests.framework_tests.torch_layers RANK FOLDER``."""
+"""Layered windows of two processes: ``python -m
+conformance_tests.framework_tests.torch_layers RANK FOLDER``.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,11 @@ ITEMS, STEPS, LAYERS = (5, 7), 3, 4
 """The items of each worker; the micro-batches of each; the layers of the model."""
 CHECKS: dict[str, Check] = {}
 PLACES: list[dict[str, Any]] = [{}, {"within": "keep"}, {"borders": "recompute"}]
-OPTIONS: list[dict[str, Any]] = [{"on_overflow": "ignore"}, {"clip_norm": 0.1}, {"on_overflow": "ignore", "reduction": "sum"}]
+OPTIONS: list[dict[str, Any]] = [
+    {"on_overflow": "ignore"},
+    {"clip_norm": 0.1},
+    {"on_overflow": "ignore", "reduction": "sum"},
+]
 
 
 def check(function: Check) -> Check:
@@ -57,7 +63,9 @@ def loss_for(options: dict[str, Any]) -> Callable[[Tensor, Tensor], Tensor]:
 
 def data() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
-    return torch.randn(sum(ITEMS), 5, generator=generator).double(), torch.randn(sum(ITEMS), 5, generator=generator).double()
+    return torch.randn(sum(ITEMS), 5, generator=generator).double(), torch.randn(
+        sum(ITEMS), 5, generator=generator
+    ).double()
 
 
 def own(rank: int) -> tuple[Tensor, Tensor]:
@@ -69,14 +77,23 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.1)
 
 
-def require_same_as_alone(model: nn.Module, options: dict[str, Any], windows: int) -> None:
+def require_same_as_alone(
+    model: nn.Module, options: dict[str, Any], windows: int
+) -> None:
     """Raise unless the model is that of one process with all items."""
     alone = build()
     opt = gradaccum.wrap(adamw(alone), None, **options)
     for _ in range(windows):
-        backward(lambda x, y: loss_for(options)(alone(x), y), *data(), steps=2, optimizer=opt)
+        backward(
+            lambda x, y: loss_for(options)(alone(x), y), *data(), steps=2, optimizer=opt
+        )
     for p, q in zip(model.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(p.full_tensor() if hasattr(p, "full_tensor") else p.detach(), q.detach(), rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(
+            p.full_tensor() if hasattr(p, "full_tensor") else p.detach(),
+            q.detach(),
+            rtol=1e-10,
+            atol=1e-12,
+        )
 
 
 @check
@@ -85,13 +102,21 @@ def data_parallel(rank: int) -> None:
     for options in OPTIONS:
         for grouped in (False, True):
             model = build()
-            workers: dict[str, Any] = {"process_group": dist.group.WORLD} if grouped else {"module": DistributedDataParallel(model)}
+            workers: dict[str, Any] = (
+                {"process_group": dist.group.WORLD}
+                if grouped
+                else {"module": DistributedDataParallel(model)}
+            )
             opt = gradaccum.wrap(adamw(model), None, **workers, **options)
             for _ in range(3):
                 with counted() as calls:
-                    layered_backward(model, loss_for(options), *own(rank), steps=STEPS, optimizer=opt)
+                    layered_backward(
+                        model, loss_for(options), *own(rank), steps=STEPS, optimizer=opt
+                    )
             # From the second window on it is known which sums ride with the numbers.
-            assert Counter(name for name, *_ in calls) == {"all_reduce": LAYERS if options.get("on_overflow") else 1}, calls
+            assert Counter(name for name, *_ in calls) == {
+                "all_reduce": LAYERS if options.get("on_overflow") else 1
+            }, calls
             require_same_as_alone(model, options, 3)
             assert opt.result.optimizer_step == 3
 
@@ -105,17 +130,29 @@ def shard(model: nn.Sequential, *, whole: bool) -> nn.Sequential:
 
 @check
 def sharded(rank: int) -> None:
-    """Each layer is gathered once forwards and once backwards, and reduced once, whatever the number of micro-batches."""
+    """Each layer is gathered once forwards and once backwards, and reduced once,
+    whatever the number of micro-batches.
+    """
     for options in OPTIONS:
         for place in PLACES:
             model = shard(build(), whole=True)
             opt = gradaccum.wrap(adamw(model), None, module=model, **options)
             for steps in (1, 2, STEPS):
                 with counted() as calls:
-                    layered_backward(model, loss_for(options), *own(rank), steps=steps, optimizer=opt, **place)
+                    layered_backward(
+                        model,
+                        loss_for(options),
+                        *own(rank),
+                        steps=steps,
+                        optimizer=opt,
+                        **place,
+                    )
                 names = Counter(name for name, *_ in calls)
-                # Recomputed borders take another pass through all but the last layer of a segment: 0 and 1, and 3.
-                assert names["all_gather_single"] == 2 * LAYERS + (3 if "borders" in place else 0), names
+                # Recomputed borders take another pass through all but the last layer of
+                # a segment: 0 and 1, and 3.
+                assert names["all_gather_single"] == 2 * LAYERS + (
+                    3 if "borders" in place else 0
+                ), names
                 assert names["reduce_scatter_single"] == LAYERS, names
             require_same_as_alone(model, options, 3)
             assert all(p.grad is None for p in model.parameters())
@@ -124,7 +161,9 @@ def sharded(rank: int) -> None:
 
 @check
 def sharded_whole_model_in_two_layers(rank: int) -> None:
-    """A unit whose parameters are in the first layer and in the last is reduced in the first; its gradient waits."""
+    """A unit whose parameters are in the first layer and in the last is reduced in the
+    first; its gradient waits.
+    """
     model = build()
     mesh = init_device_mesh("cpu", (2,))
     for layer in model[1:3]:
@@ -142,39 +181,74 @@ def sharded_whole_model_in_two_layers(rank: int) -> None:
 
 @check
 def half_precision(rank: int) -> None:
-    """FSDP2 adds up float32 gradients of bfloat16 passes: the same bits as in its own way to wait."""
+    """FSDP2 adds up float32 gradients of bfloat16 passes: the same bits as in its own
+    way to wait.
+    """
     models = [build().float() for _ in range(2)]
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+    )
     for model in models:
         for layer in (*model[:LAYERS], model):
             fully_shard(layer, mesh=init_device_mesh("cpu", (2,)), mp_policy=policy)
     usual, layered = models
     x, y = (each.float() for each in own(rank))
-    waiting = gradaccum.wrap(adamw(usual), None, module=usual, on_overflow="ignore", gradient_sync="window")
+    waiting = gradaccum.wrap(
+        adamw(usual), None, module=usual, on_overflow="ignore", gradient_sync="window"
+    )
     opt = gradaccum.wrap(adamw(layered), None, module=layered, on_overflow="ignore")
     for _ in range(3):
-        backward(lambda x, y: mean(usual(x).float(), y), x, y, steps=STEPS, optimizer=waiting)
-        layered_backward(layered, lambda o, y: mean(o.float(), y), x, y, steps=STEPS, optimizer=opt)
+        backward(
+            lambda x, y: mean(usual(x).float(), y), x, y, steps=STEPS, optimizer=waiting
+        )
+        layered_backward(
+            layered, lambda o, y: mean(o.float(), y), x, y, steps=STEPS, optimizer=opt
+        )
     for p, q in zip(layered.parameters(), usual.parameters(), strict=True):
         assert torch.equal(p.full_tensor(), q.full_tensor())
 
 
 @check
 def weight_0_on_one_worker(rank: int) -> None:
-    """A worker whose items all have weight 0 gathers and reduces as the other does, and adds nothing, not even NaN."""
+    """A worker whose items all have weight 0 gathers and reduces as the other does, and
+    adds nothing, not even NaN.
+    """
     x, y = own(rank)
     (first, _), (targets, _) = (each.split(ITEMS) for each in data())
     for sharded_model in (False, True):
         model = build()
-        module = shard(model, whole=True) if sharded_model else DistributedDataParallel(model)
+        module = (
+            shard(model, whole=True)
+            if sharded_model
+            else DistributedDataParallel(model)
+        )
         opt = gradaccum.wrap(adamw(model), None, module=module, on_overflow="ignore")
         items = x * float("nan") if rank else x
-        layered_backward(model, mean, items, y, steps=STEPS, weight=[float(not rank)] * len(x), optimizer=opt)
+        layered_backward(
+            model,
+            mean,
+            items,
+            y,
+            steps=STEPS,
+            weight=[float(not rank)] * len(x),
+            optimizer=opt,
+        )
         alone = build()
         other = gradaccum.wrap(adamw(alone), None)
-        backward(lambda x, y, alone=alone: mean(alone(x), y), first, targets, steps=2, optimizer=other)
+        backward(
+            lambda x, y, alone=alone: mean(alone(x), y),
+            first,
+            targets,
+            steps=2,
+            optimizer=other,
+        )
         for p, q in zip(model.parameters(), alone.parameters(), strict=True):
-            torch.testing.assert_close(p.full_tensor() if sharded_model else p.detach(), q.detach(), rtol=1e-10, atol=1e-12)
+            torch.testing.assert_close(
+                p.full_tensor() if sharded_model else p.detach(),
+                q.detach(),
+                rtol=1e-10,
+                atol=1e-12,
+            )
 
 
 @check
@@ -195,11 +269,18 @@ def layers_without_gradients(rank: int) -> None:
 
 @check
 def refused_options(rank: int) -> None:
-    for name, options in {"gradient_sync": {"gradient_sync": "window"}, "norm_group": {"norm_group": dist.group.WORLD}}.items():
+    for name, options in {
+        "gradient_sync": {"gradient_sync": "window"},
+        "norm_group": {"norm_group": dist.group.WORLD},
+    }.items():
         model = shard(build(), whole=True) if name == "gradient_sync" else build()
         module = {"module": model} if name == "gradient_sync" else {}
-        opt = gradaccum.wrap(adamw(model), None, on_overflow="ignore", **module, **options)
-        with refused(gradaccum.UsageError, f"one with {name}=", "gradaccum_torch.backward"):
+        opt = gradaccum.wrap(
+            adamw(model), None, on_overflow="ignore", **module, **options
+        )
+        with refused(
+            gradaccum.UsageError, f"one with {name}=", "gradaccum_torch.backward"
+        ):
             layered_backward(model, mean, *own(rank), steps=STEPS, optimizer=opt)
 
 
@@ -208,7 +289,14 @@ def private_names_that_torch_lacks(rank: int) -> None:
     for name in fsdp._STAYS:
         model = shard(build(), whole=True)
         opt = gradaccum.wrap(adamw(model), None, module=model, on_overflow="ignore")
-        with without(name), refused(gradaccum.UsageError, name.rpartition(":")[2], "gradaccum_torch.backward"):
+        with (
+            without(name),
+            refused(
+                gradaccum.UsageError,
+                name.rpartition(":")[2],
+                "gradaccum_torch.backward",
+            ),
+        ):
             layered_backward(model, mean, *own(rank), steps=STEPS, optimizer=opt)
         layered_backward(model, mean, *own(rank), steps=STEPS, optimizer=opt)
         require_same_as_alone(model, {}, 1)
@@ -236,9 +324,17 @@ def error_on_both_workers(rank: int) -> None:
 
 
 def runs(name: str) -> bool:
-    """True if this torch can: on a CPU it has FSDP2 late, and averages of float32 later."""
-    return name == "data_parallel" or (RUNS_ON_CPU and not (GLOO_SUMS and name == "half_precision"))
+    """True if this torch can: on a CPU it has FSDP2 late, and averages of float32
+    later.
+    """
+    return name == "data_parallel" or (
+        RUNS_ON_CPU and not (GLOO_SUMS and name == "half_precision")
+    )
 
 
 if __name__ == "__main__":
-    run_checks({name: CHECKS[name] for name in CHECKS if runs(name)}, int(sys.argv[1]), Path(sys.argv[2]))
+    run_checks(
+        {name: CHECKS[name] for name in CHECKS if runs(name)},
+        int(sys.argv[1]),
+        Path(sys.argv[2]),
+    )

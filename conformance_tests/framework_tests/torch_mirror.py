@@ -1,10 +1,13 @@
-"""A process group in one process, in which every rank brings what this one brings: 1024 workers without 1023 processes.
+"""A process group in one process, in which every rank brings what this one brings: 1024
+workers without 1023 processes.
 
-A sum is this rank's tensor times the number of ranks, a gathered list is as many copies, and what is scattered is this rank's part. So a
-program of W workers runs whole, and is exact where the workers' items and shards are equal. The group moves real values, where torch's
-``fake`` group moves none, and counts what it would send.
+A sum is this rank's tensor times the number of ranks, a gathered list is as many
+copies, and what is scattered is this rank's part. So a program of W workers runs whole,
+and is exact where the workers' items and shards are equal. The group moves real values,
+where torch's ``fake`` group moves none, and counts what it would send.
 
-What differs from rank to rank cannot be mirrored: unequal items, a label that only one worker's classes hold, a tensor whose shards differ.
+What differs from rank to rank cannot be mirrored: unequal items, a label that only one
+worker's classes hold, a tensor whose shards differ.
 
     with mirror(1024) as calls:
         model = DistributedDataParallel(...)
@@ -70,7 +73,9 @@ def registered(kind: type[GroupInPython], backend: str) -> str:
         return kind(common.group_rank, common.group_size, common.group_id)
 
     if backend not in dist.Backend.backend_list:
-        dist.Backend.register_backend(backend, create, extended_api=True, devices=["cpu", "cuda"])
+        dist.Backend.register_backend(
+            backend, create, extended_api=True, devices=["cpu", "cuda"]
+        )
     return backend
 
 
@@ -101,20 +106,35 @@ class Mirror(GroupInPython):
         output.detach().view(self._size, -1).copy_(tensor.clone().view(1, -1))
         return self._done("allgather", [tensor])
 
-    def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        return [self._allgather_base(*each) for each in zip(outputs, inputs, strict=True)][-1]
+    def allgather_into_tensor_coalesced(
+        self, outputs: Any, inputs: Any, opts: Any = None
+    ) -> Any:
+        return [
+            self._allgather_base(*each) for each in zip(outputs, inputs, strict=True)
+        ][-1]
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         for output, parts in zip(outputs, inputs, strict=True):
             output.detach().copy_(self._reduced(parts[self._rank], opts))
-        return self._done("reduce_scatter", [part for parts in inputs for part in parts])
+        return self._done(
+            "reduce_scatter", [part for parts in inputs for part in parts]
+        )
 
-    def _reduce_scatter_base(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Any:
-        output.detach().copy_(self._reduced(tensor.reshape(self._size, *output.shape)[self._rank], opts))
+    def _reduce_scatter_base(
+        self, output: Tensor, tensor: Tensor, opts: Any = None
+    ) -> Any:
+        output.detach().copy_(
+            self._reduced(tensor.reshape(self._size, *output.shape)[self._rank], opts)
+        )
         return self._done("reduce_scatter", [tensor])
 
-    def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        return [self._reduce_scatter_base(*each, opts) for each in zip(outputs, inputs, strict=True)][-1]
+    def reduce_scatter_tensor_coalesced(
+        self, outputs: Any, inputs: Any, opts: Any = None
+    ) -> Any:
+        return [
+            self._reduce_scatter_base(*each, opts)
+            for each in zip(outputs, inputs, strict=True)
+        ][-1]
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         for output, parts in zip(outputs, inputs, strict=True):
@@ -125,15 +145,25 @@ class Mirror(GroupInPython):
         return self._done("barrier", [])
 
     allreduce_coalesced = allreduce
-    all_gather_single, all_gather_single_coalesced = _allgather_base, allgather_into_tensor_coalesced
-    reduce_scatter_single, reduce_scatter_single_coalesced = _reduce_scatter_base, reduce_scatter_tensor_coalesced
+    all_gather_single, all_gather_single_coalesced = (
+        _allgather_base,
+        allgather_into_tensor_coalesced,
+    )
+    reduce_scatter_single, reduce_scatter_single_coalesced = (
+        _reduce_scatter_base,
+        reduce_scatter_tensor_coalesced,
+    )
 
     def _reduced(self, tensor: Tensor, opts: Any) -> Tensor:
         op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
         if op == dist.ReduceOp.SUM:
             return tensor * self._size
-        # A product, or a maximum of bits, of equal tensors is another thing, and no window asks for it.
-        assert any(op == same for same in (dist.ReduceOp.AVG, dist.ReduceOp.MIN, dist.ReduceOp.MAX)), op
+        # A product, or a maximum of bits, of equal tensors is another thing, and no
+        # window asks for it.
+        assert any(
+            op == same
+            for same in (dist.ReduceOp.AVG, dist.ReduceOp.MIN, dist.ReduceOp.MAX)
+        ), op
         return tensor
 
     def _done(self, name: str, brought: Sequence[Tensor]) -> Any:
@@ -143,8 +173,15 @@ class Mirror(GroupInPython):
 
 @contextmanager
 def mirror(workers: int, rank: int = 0) -> Iterator[list[Call]]:
-    """Run the block as `rank` of `workers`; the list fills with the block's collectives."""
-    dist.init_process_group(registered(Mirror, BACKEND), store=dist.HashStore(), rank=rank, world_size=workers)
+    """Run the block as `rank` of `workers`; the list fills with the block's
+    collectives.
+    """
+    dist.init_process_group(
+        registered(Mirror, BACKEND),
+        store=dist.HashStore(),
+        rank=rank,
+        world_size=workers,
+    )
     CALLS.clear()
     try:
         yield CALLS

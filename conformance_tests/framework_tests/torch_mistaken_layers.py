@@ -1,4 +1,6 @@
-"""Small models, each with one published mistake in a layer, its random numbers or its state, and what `verify` has to say about it."""
+"""Small models, each with one published mistake in a layer, its random numbers or its
+state, and what `verify` has to say about it.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from conformance_tests.framework_tests.torch_cases import CLASSES, TOKENS, WIDTH, Case, classes, cross_entropy, inputs, net
+from conformance_tests.framework_tests.torch_cases import (
+    CLASSES,
+    TOKENS,
+    WIDTH,
+    Case,
+    classes,
+    cross_entropy,
+    inputs,
+    net,
+)
 
 
 class GhostNorm(nn.Module):
@@ -16,7 +27,10 @@ class GhostNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         pairs = x.unflatten(0, (-1, 2))
-        return ((pairs - pairs.mean(1, keepdim=True)) / (pairs.var(1, keepdim=True) + 0.1).sqrt()).flatten(0, 1)
+        return (
+            (pairs - pairs.mean(1, keepdim=True))
+            / (pairs.var(1, keepdim=True) + 0.1).sqrt()
+        ).flatten(0, 1)
 
 
 def ghost_norm() -> Case:
@@ -50,7 +64,9 @@ class RunningCentre(nn.Module):
 
 
 def running_statistics() -> Case:
-    return Case(net(RunningCentre(), nn.Tanh()), cross_entropy, (inputs(WIDTH), classes()))
+    return Case(
+        net(RunningCentre(), nn.Tanh()), cross_entropy, (inputs(WIDTH), classes())
+    )
 
 
 def reward_baseline() -> Case:
@@ -67,13 +83,18 @@ def reward_baseline() -> Case:
 
 
 def frozen_attention_axis() -> Case:
-    """`nn.MultiheadAttention` takes the second axis for the batch unless told: the items attend to each other."""
+    """`nn.MultiheadAttention` takes the second axis for the batch unless told: the
+    items attend to each other.
+    """
 
     class Attends(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             torch.manual_seed(0)
-            self.attention, self.head = nn.MultiheadAttention(4, 2), nn.Linear(4, CLASSES)
+            self.attention, self.head = (
+                nn.MultiheadAttention(4, 2),
+                nn.Linear(4, CLASSES),
+            )
 
         def forward(self, x: Tensor) -> Tensor:
             return self.head(self.attention(x, x, x, need_weights=False)[0].mean(1))
@@ -88,4 +109,6 @@ MISTAKEN_LAYERS: dict[Callable[[], Case], tuple[tuple[str, ...], str]] = {
     reward_baseline: (("state",), "baseline"),
     frozen_attention_axis: (("batch_statistics",), "attention"),
 }
-"""By case: the kinds of its causes, in order, and the beginning of the first one's place."""
+"""By case: the kinds of its causes, in order, and the beginning of the first one's
+place.
+"""

@@ -1,4 +1,6 @@
-"""Small models, each with one published mistake in what the loss does with the items, and what `verify` has to say about it."""
+"""Small models, each with one published mistake in what the loss does with the items,
+and what `verify` has to say about it.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +12,29 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from conformance_tests.framework_tests.torch_cases import ITEMS, TOKENS, WIDTH, Case, classes, inputs, mask, net
+from conformance_tests.framework_tests.torch_cases import (
+    ITEMS,
+    TOKENS,
+    WIDTH,
+    Case,
+    classes,
+    inputs,
+    mask,
+    net,
+)
 
 
 def ignored_labels() -> Case:
-    """`ignore_index` in the labels of a causal model: the loss reads them shifted by one."""
+    """`ignore_index` in the labels of a causal model: the loss reads them shifted by
+    one.
+    """
 
     def loss(model: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(model(x)[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
     labels = torch.where(mask() == 1, classes()[:, None], -100)
-    labels[:, 0] = torch.tensor([0, -100, 1, 2, -100, 0, 1, -100])  # The count of all labels is another one.
+    # The count of all labels is another one.
+    labels[:, 0] = torch.tensor([0, -100, 1, 2, -100, 0, 1, -100])
     return Case(net(), loss, (inputs(TOKENS, WIDTH), labels))
 
 
@@ -34,7 +48,9 @@ class Towers(nn.Module):
         self.logit_scale = nn.Parameter(torch.tensor(1.0))
 
     def features(self, image: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
-        return F.normalize(self.image(image), dim=-1), F.normalize(self.text(text), dim=-1)
+        return F.normalize(self.image(image), dim=-1), F.normalize(
+            self.text(text), dim=-1
+        )
 
     def contrast(self, image: Tensor, text: Tensor) -> Tensor:
         logits = self.logit_scale.exp() * image @ text.T
@@ -43,15 +59,27 @@ class Towers(nn.Module):
 
 
 def open_clip_temperature() -> Case:
-    """OpenCLIP's accumulation: features of the whole batch are cached, each micro-batch writes its own into them with gradients."""
+    """OpenCLIP's accumulation: features of the whole batch are cached, each micro-batch
+    writes its own into them with gradients.
+    """
     model = Towers()
     image, text = inputs(WIDTH), inputs(WIDTH).flip(0)
     with torch.no_grad():
         cached = model.features(image, text)
 
-    def loss(model: Towers, image: Tensor, text: Tensor, places: Tensor, cached_image: Tensor, cached_text: Tensor) -> Tensor:
+    def loss(
+        model: Towers,
+        image: Tensor,
+        text: Tensor,
+        places: Tensor,
+        cached_image: Tensor,
+        cached_text: Tensor,
+    ) -> Tensor:
         own_image, own_text = model.features(image, text)
-        return model.contrast(cached_image.index_copy(0, places, own_image), cached_text.index_copy(0, places, own_text))
+        return model.contrast(
+            cached_image.index_copy(0, places, own_image),
+            cached_text.index_copy(0, places, own_text),
+        )
 
     options = {"axes": (0, 0, 0, None, None), "reduction": "sum"}
     return Case(model, loss, (image, text, torch.arange(ITEMS), *cached), options)
@@ -59,60 +87,99 @@ def open_clip_temperature() -> Case:
 
 def info_nce() -> Case:
     """Negatives come from the micro-batch."""
-    return Case(Towers(), lambda model, a, b: model.contrast(*model.features(a, b)), (inputs(WIDTH), inputs(WIDTH).flip(0)))
+    return Case(
+        Towers(),
+        lambda model, a, b: model.contrast(*model.features(a, b)),
+        (inputs(WIDTH), inputs(WIDTH).flip(0)),
+    )
 
 
 def grpo_token_denominator() -> Case:
-    """GRPO with one denominator for all tokens (DAPO): the mean over the tokens of the micro-batch, here as floats in a dict."""
+    """GRPO with one denominator for all tokens (DAPO): the mean over the tokens of the
+    micro-batch, here as floats in a dict.
+    """
 
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         chosen = F.log_softmax(model(batch["states"]), -1)[..., 0]
         weighed = chosen * batch["advantages"][:, None] * batch["completion_mask"]
         return -weighed.sum() / batch["completion_mask"].sum()
 
-    batch = {"states": inputs(TOKENS, WIDTH), "advantages": inputs(), "completion_mask": mask().float()}
+    batch = {
+        "states": inputs(TOKENS, WIDTH),
+        "advantages": inputs(),
+        "completion_mask": mask().float(),
+    }
     return Case(net(), loss, (batch,))
 
 
 def class_weights() -> Case:
-    """`cross_entropy(weight=)` divides by the sum of the weights of the classes that came."""
+    """`cross_entropy(weight=)` divides by the sum of the weights of the classes that
+    came.
+    """
     weights = torch.tensor([1.0, 2.0, 5.0])
-    return Case(net(), lambda model, x, y: F.cross_entropy(model(x), y, weight=weights), (inputs(WIDTH), classes()))
+    return Case(
+        net(),
+        lambda model, x, y: F.cross_entropy(model(x), y, weight=weights),
+        (inputs(WIDTH), classes()),
+    )
 
 
 def two_heads() -> Case:
-    """A mean over tokens, one over sequences, and parameters that each have one of them: each has a right weight, and not the same."""
+    """A mean over tokens, one over sequences, and parameters that each have one of
+    them: each has a right weight, and not the same.
+    """
 
     def loss(model: nn.ModuleDict, x: Tensor, kept: Tensor) -> Tensor:
-        return (model["tokens"](x)[..., 0].square() * kept).sum() / kept.sum() + model["sequence"](x[:, 0]).square().mean()
+        return (model["tokens"](x)[..., 0].square() * kept).sum() / kept.sum() + model[
+            "sequence"
+        ](x[:, 0]).square().mean()
 
-    return Case(nn.ModuleDict({"tokens": net(), "sequence": net()}), loss, (inputs(TOKENS, WIDTH), mask()))
+    return Case(
+        nn.ModuleDict({"tokens": net(), "sequence": net()}),
+        loss,
+        (inputs(TOKENS, WIDTH), mask()),
+    )
 
 
 def positives_and_negatives() -> Case:
-    """A balanced loss: a mean over the positives of the batch, and one over the negatives."""
+    """A balanced loss: a mean over the positives of the batch, and one over the
+    negatives.
+    """
 
     def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         scores, positive = model(x)[:, 0], y.float()
         hit = (F.softplus(-scores) * positive).sum() / positive.sum().clamp(min=1)
-        return hit + (F.softplus(scores) * (1 - positive)).sum() / (1 - positive).sum().clamp(min=1)
+        return hit + (F.softplus(scores) * (1 - positive)).sum() / (
+            1 - positive
+        ).sum().clamp(min=1)
 
     return Case(net(), loss, (inputs(WIDTH), torch.tensor([0, 1, 0, 1, 1, 0, 0, 0])))
 
 
 def tokens_and_coupling() -> Case:
-    """A mean over tokens with its weight, beside a small coupling: two counts fit it a little better than one."""
+    """A mean over tokens with its weight, beside a small coupling: two counts fit it a
+    little better than one.
+    """
 
     def loss(model: nn.Module, x: Tensor, kept: Tensor) -> Tensor:
         out = model(x)
-        return (out[..., 0].square() * kept).sum() / kept.sum() + 1e-3 * out.mean().square()
+        return (
+            out[..., 0].square() * kept
+        ).sum() / kept.sum() + 1e-3 * out.mean().square()
 
-    return Case(net(), loss, (inputs(TOKENS, WIDTH), mask()), {"weight": lambda x, kept: kept.sum()})
+    return Case(
+        net(),
+        loss,
+        (inputs(TOKENS, WIDTH), mask()),
+        {"weight": lambda x, kept: kept.sum()},
+    )
 
 
 def numpy_noise() -> Case:
     def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(model(x + torch.from_numpy(np.random.randn(*x.shape)).float()), y)
+        return F.cross_entropy(
+            model(x + torch.from_numpy(np.random.randn(*x.shape)).float()), y
+        )
 
     return Case(net(), loss, (inputs(WIDTH), classes()))
 
@@ -121,7 +188,10 @@ def python_noise() -> Case:
     """A number for each item, drawn one by one."""
 
     def loss(model: nn.Module, x: Tensor) -> Tensor:
-        return (model(x).square().mean(1) * torch.tensor([random.gauss(1.0, 0.5) for _ in x])).mean()
+        return (
+            model(x).square().mean(1)
+            * torch.tensor([random.gauss(1.0, 0.5) for _ in x])
+        ).mean()
 
     return Case(net(), loss, (inputs(WIDTH),))
 
@@ -131,7 +201,9 @@ OUTSIDE = np.random.default_rng(3)
 
 def noise_of_a_global_generator() -> Case:
     def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(model(x + torch.from_numpy(OUTSIDE.standard_normal(x.shape)).float()), y)
+        return F.cross_entropy(
+            model(x + torch.from_numpy(OUTSIDE.standard_normal(x.shape)).float()), y
+        )
 
     return Case(net(), loss, (inputs(WIDTH), classes()))
 
@@ -144,13 +216,21 @@ class Noisy(nn.Module):
         self.inner, self.rng = net(), np.random.RandomState(0)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x + torch.from_numpy(self.rng.normal(size=x.shape)).float() if self.training else x)
+        return self.inner(
+            x + torch.from_numpy(self.rng.normal(size=x.shape)).float()
+            if self.training
+            else x
+        )
 
 
 def noisy_module_and_counts() -> Case:
     """In evaluation mode, without the noise, the other mistake is found."""
     labels = torch.tensor([0, -100, 2, -100, 1, 2, 1, 0])
-    return Case(Noisy(), lambda model, x, y: F.cross_entropy(model(x), y), (inputs(WIDTH), labels))
+    return Case(
+        Noisy(),
+        lambda model, x, y: F.cross_entropy(model(x), y),
+        (inputs(WIDTH), labels),
+    )
 
 
 def generator_made_in_the_loss() -> Case:
@@ -173,7 +253,12 @@ MISTAKEN_LOSSES: dict[Callable[[], Case], tuple[tuple[str, ...], str]] = {
     numpy_noise: (("randomness",), "numpy.random, a number for each item"),
     python_noise: (("randomness",), "random, a number for each item"),
     noise_of_a_global_generator: (("randomness",), "OUTSIDE, a number for each item"),
-    noisy_module_and_counts: (("randomness", "unequal_counts"), "rng, a number for each item"),
+    noisy_module_and_counts: (
+        ("randomness", "unequal_counts"),
+        "rng, a number for each item",
+    ),
     generator_made_in_the_loss: (("shared_randomness",), "the loss"),
 }
-"""By case: the kinds of its causes, in order, and the beginning of the first one's place."""
+"""By case: the kinds of its causes, in order, and the beginning of the first one's
+place.
+"""

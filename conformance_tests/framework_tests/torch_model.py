@@ -1,4 +1,6 @@
-"""A model small enough to compare parameter by parameter, its eight rows of data, and what one large batch makes of it."""
+"""A model small enough to compare parameter by parameter, its eight rows of data, and
+what one large batch makes of it.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,10 @@ by_place = pytest.mark.parametrize("place", PLACES)
 def make(place: str = "in .grad", **options: Any) -> tuple[nn.Module, Any]:
     """The model, and its optimizer, wrapped with its sum in one of `PLACES`."""
     model = make_model()
-    return model, gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.5), **{"steps": 4, **PLACES[place], **options})
+    return model, gradaccum.wrap(
+        torch.optim.SGD(model.parameters(), lr=0.5),
+        **{"steps": 4, **PLACES[place], **options},
+    )
 
 
 # What a user may do to ``.grad``.
@@ -80,5 +85,10 @@ def assign(model: nn.Module) -> None:
         p.grad = torch.ones_like(p)
 
 
-CAUSES = {clip: "clip_norm=", clear: r"opt\.zero_grad\(\)", zero: r"opt\.zero_grad\(\)", assign: r"torch\.autograd\.backward\("}
+CAUSES = {
+    clip: "clip_norm=",
+    clear: r"opt\.zero_grad\(\)",
+    zero: r"opt\.zero_grad\(\)",
+    assign: r"torch\.autograd\.backward\(",
+}
 """Each with what the refusal of it names."""

@@ -1,4 +1,6 @@
-"""The operations of torch that a program runs, and the memory of the tensors that they make."""
+"""The operations of torch that a program runs, and the memory of the tensors that they
+make.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ class Operations(TorchDispatchMode):
         """How often each ran, by name."""
         return Counter(self.names)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         name = func.overloadpacket.__name__
         self.names.append(name)
         self.overloads.add((name, func._overloadname))
@@ -41,11 +45,20 @@ class Peak(TorchDispatchMode):
         self.live = self.peak = 0
         self._known: set[int] = set()
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {each.untyped_storage()._cdata for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        given = {
+            each.untyped_storage()._cdata
+            for each in tree_leaves((args, kwargs))
+            if isinstance(each, Tensor)
+        }
         made = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(made):
-            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in given | self._known:
+            if (
+                isinstance(tensor, Tensor)
+                and tensor.untyped_storage()._cdata not in given | self._known
+            ):
                 self._add(tensor.untyped_storage())
         return made
 

@@ -1,4 +1,6 @@
-"""A model with everything that a second run could disturb, and the ways to recompute it."""
+"""A model with everything that a second run could disturb, and the ways to recompute
+it.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from gradaccum_torch.recomputation import recompute
 
 
 class Average(nn.Module):
-    """Normalises by an average that its forward pass reads, and then moves: in place, or to another tensor."""
+    """Normalises by an average that its forward pass reads, and then moves: in place,
+    or to another tensor.
+    """
 
     def __init__(self, width: int = 8, inplace: bool = True) -> None:
         super().__init__()
@@ -35,8 +39,19 @@ class Noise(nn.Module):
 
 def make(dtype: torch.dtype = torch.float32) -> nn.Sequential:
     torch.manual_seed(0)
-    layers = [nn.Linear(8, 8), nn.Dropout(), nn.BatchNorm1d(8), nn.Tanh(), Average(), nn.Linear(8, 8), Noise(), nn.BatchNorm1d(8)]
-    return nn.Sequential(*layers, nn.Dropout(0.3), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 2)).to(dtype)
+    layers = [
+        nn.Linear(8, 8),
+        nn.Dropout(),
+        nn.BatchNorm1d(8),
+        nn.Tanh(),
+        Average(),
+        nn.Linear(8, 8),
+        Noise(),
+        nn.BatchNorm1d(8),
+    ]
+    return nn.Sequential(
+        *layers, nn.Dropout(0.3), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 2)
+    ).to(dtype)
 
 
 def data(dtype: torch.dtype = torch.float32) -> Tensor:
@@ -49,9 +64,15 @@ def state(model: nn.Module) -> list[Tensor]:
     return [*gradients, *model.buffers(), torch.get_rng_state()]
 
 
-def trained(model: nn.Module, call: Callable[[Tensor], Tensor] | None = None, x: Tensor | None = None) -> list[Tensor]:
+def trained(
+    model: nn.Module,
+    call: Callable[[Tensor], Tensor] | None = None,
+    x: Tensor | None = None,
+) -> list[Tensor]:
     torch.manual_seed(1)
-    (call or model)(data(next(model.parameters()).dtype) if x is None else x).float().square().sum().backward()
+    (call or model)(
+        data(next(model.parameters()).dtype) if x is None else x
+    ).float().square().sum().backward()
     return state(model)
 
 
@@ -86,4 +107,8 @@ def kept_bytes(model: nn.Module) -> int:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         model(torch.ones(64, 8))
-    return sum(tensor.untyped_storage().nbytes() for address, tensor in kept.items() if address not in own)
+    return sum(
+        tensor.untyped_storage().nbytes()
+        for address, tensor in kept.items()
+        if address not in own
+    )

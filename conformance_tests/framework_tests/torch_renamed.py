@@ -1,7 +1,10 @@
-"""Runs under a torch that lacks private names: ``python -m conformance_tests.framework_tests.torch_renamed NAME ...``.
+"""Runs under a torch that lacks private names: ``python -m
+conformance_tests.framework_tests.torch_renamed NAME ...``.
 
-A name of torch's Python is taken away as torch would do it, by renaming: in the sources of torch's own modules before they are imported.
-A function of torch's C is deleted, or hidden from the library alone where torch goes on to use it, as an attribute of a type in C is.
+A name of torch's Python is taken away as torch would do it, by renaming: in the sources
+of torch's own modules before they are imported. A function of torch's C is deleted, or
+hidden from the library alone where torch goes on to use it, as an attribute of a type
+in C is.
 """
 
 from __future__ import annotations
@@ -31,7 +34,10 @@ class Hidden:
 
 
 def _hide() -> None:
-    if sys._getframe(2).f_globals["__name__"].partition(".")[0] in ("gradaccum_torch", "pkgutil"):
+    if sys._getframe(2).f_globals["__name__"].partition(".")[0] in (
+        "gradaccum_torch",
+        "pkgutil",
+    ):
         raise AttributeError
 
 
@@ -48,12 +54,21 @@ def _hide_in(module: ModuleType, name: str) -> None:
 
 
 def rename(attributes: set[str]) -> None:
-    """Give `attributes` other names in all of torch's Python that is imported from here on."""
-    word, plain = re.compile(rf"(?<!algorithms\.)\b({'|'.join(attributes)})\b"), importlib.machinery.SourceFileLoader.get_code
+    """Give `attributes` other names in all of torch's Python that is imported from here
+    on.
+    """
+    word, plain = (
+        re.compile(rf"(?<!algorithms\.)\b({'|'.join(attributes)})\b"),
+        importlib.machinery.SourceFileLoader.get_code,
+    )
 
     def get_code(self: Any, fullname: str) -> CodeType | None:
-        if fullname.partition(".")[0] == "torch" and word.search(source := self.get_data(self.path).decode()):
-            return compile(word.sub(r"\1_renamed", source), self.path, "exec", dont_inherit=True)
+        if fullname.partition(".")[0] == "torch" and word.search(
+            source := self.get_data(self.path).decode()
+        ):
+            return compile(
+                word.sub(r"\1_renamed", source), self.path, "exec", dont_inherit=True
+            )
         return plain(self, fullname)
 
     importlib.machinery.SourceFileLoader.get_code = get_code  # type: ignore[method-assign]
@@ -61,7 +76,11 @@ def rename(attributes: set[str]) -> None:
 
 def take_away(names: list[str]) -> None:
     """Import torch without `names`."""
-    in_c = {name for name in names if name.startswith(_OF_C) or name.endswith(("._input_metadata", ":eval_frame"))}
+    in_c = {
+        name
+        for name in names
+        if name.startswith(_OF_C) or name.endswith(("._input_metadata", ":eval_frame"))
+    }
     attributes = {re.split("[.:]", name)[-1] for name in set(names) - in_c - _HIDDEN}
     if attributes:
         rename({_OTHERWISE.get(each, each) for each in attributes})
@@ -70,7 +89,11 @@ def take_away(names: list[str]) -> None:
     if in_c:
         import torch._dynamo  # It needs such names itself.
     for name in names:
-        owner, attribute = (torch._C, name.rpartition(".")[2]) if name.startswith("torch:_C") else (torch, name.rpartition(":")[2])
+        owner, attribute = (
+            (torch._C, name.rpartition(".")[2])
+            if name.startswith("torch:_C")
+            else (torch, name.rpartition(":")[2])
+        )
         if name.endswith("._input_metadata"):
             del torch._C._functions.AccumulateGrad
         elif name.endswith(":eval_frame"):
@@ -80,7 +103,17 @@ def take_away(names: list[str]) -> None:
         elif name in _HIDDEN:
             path, _, attribute = name.partition(":")[2].rpartition(".")
             kind = getattr(torch, path)
-            setattr(kind, attribute, Hidden(next(vars(each)[attribute] for each in kind.__mro__ if attribute in vars(each))))
+            setattr(
+                kind,
+                attribute,
+                Hidden(
+                    next(
+                        vars(each)[attribute]
+                        for each in kind.__mro__
+                        if attribute in vars(each)
+                    )
+                ),
+            )
 
 
 def main(names: list[str]) -> None:
@@ -89,7 +122,9 @@ def main(names: list[str]) -> None:
 
     plain = private.exists
     # Torch's own methods go on to name what is hidden.
-    private.exists = lambda name: not (name in _HIDDEN and name in names) and plain(name)
+    private.exists = lambda name: (
+        not (name in _HIDDEN and name in names) and plain(name)
+    )
     from conformance_tests.framework_tests.torch_lacking import SCENARIOS
 
     for scenario in dict.fromkeys(SCENARIOS[name] for name in names):

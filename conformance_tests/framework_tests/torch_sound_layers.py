@@ -1,4 +1,6 @@
-"""Layers, random numbers and state for which accumulation is right: nothing in them may be taken for a mistake."""
+"""Layers, random numbers and state for which accumulation is right: nothing in them may
+be taken for a mistake.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +12,30 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from conformance_tests.framework_tests.torch_cases import CLASSES, ITEMS, TOKENS, WIDTH, Case, classes, cross_entropy, inputs, mask, net
+from conformance_tests.framework_tests.torch_cases import (
+    CLASSES,
+    ITEMS,
+    TOKENS,
+    WIDTH,
+    Case,
+    classes,
+    cross_entropy,
+    inputs,
+    mask,
+    net,
+)
 
 
 def group_norm() -> Case:
     """A bias in front of a normalisation has no gradient but rounding."""
     torch.manual_seed(0)
-    layers = [nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(16, CLASSES)]
+    layers = [
+        nn.Conv2d(2, 4, 3),
+        nn.GroupNorm(2, 4),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(16, CLASSES),
+    ]
     return Case(nn.Sequential(*layers), cross_entropy, (inputs(2, 4, 4), classes()))
 
 
@@ -28,7 +47,11 @@ def frozen_batch_norm() -> Case:
 
 
 def dropout() -> Case:
-    return Case(net(nn.Dropout(0.5), nn.ReLU(), nn.Dropout(0.2)), cross_entropy, (inputs(WIDTH), classes()))
+    return Case(
+        net(nn.Dropout(0.5), nn.ReLU(), nn.Dropout(0.2)),
+        cross_entropy,
+        (inputs(WIDTH), classes()),
+    )
 
 
 def dropout_after_tokens_were_flattened() -> Case:
@@ -53,13 +76,21 @@ def recomputed_dropout() -> Case:
 
 
 def layers_dropped_at_random() -> Case:
-    """A layer is left out or not for all items at once, by torch's random numbers and by Python's."""
+    """A layer is left out or not for all items at once, by torch's random numbers and
+    by Python's.
+    """
 
     class Drops(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            return x * (2 if random.random() < 0.5 else 1) * (3 if torch.rand(()).item() < 0.5 else 1)
+            return (
+                x
+                * (2 if random.random() < 0.5 else 1)
+                * (3 if torch.rand(()).item() < 0.5 else 1)
+            )
 
-    return Case(net(*(Drops() for _ in range(8))), cross_entropy, (inputs(WIDTH), classes()))
+    return Case(
+        net(*(Drops() for _ in range(8))), cross_entropy, (inputs(WIDTH), classes())
+    )
 
 
 def noise_from_own_generator() -> Case:
@@ -94,16 +125,24 @@ class Attends(nn.Module):
 
 def attention_with_padding() -> Case:
     torch.manual_seed(2)
-    return Case(Attends(), cross_entropy, (torch.randint(1, 10, (ITEMS, TOKENS)) * mask(), classes()))
+    return Case(
+        Attends(),
+        cross_entropy,
+        (torch.randint(1, 10, (ITEMS, TOKENS)) * mask(), classes()),
+    )
 
 
 def bias_of_keys() -> Case:
-    """Its gradient is zero but for rounding, in float64, of a batch without a floating-point number."""
+    """Its gradient is zero but for rounding, in float64, of a batch without a
+    floating-point number.
+    """
 
     class Keyed(Attends):
         def forward(self, ids: Tensor) -> Tensor:
             words = self.words(ids)
-            keys = nn.functional.linear(words, self.layer.self_attn.out_proj.weight, self.bias)
+            keys = nn.functional.linear(
+                words, self.layer.self_attn.out_proj.weight, self.bias
+            )
             return self.head((torch.softmax(words @ keys.mT, -1) @ words).sum(1))
 
     model = Keyed().double()
@@ -116,7 +155,10 @@ def tied_weights() -> Case:
         def __init__(self) -> None:
             super().__init__()
             torch.manual_seed(0)
-            self.words, self.head = nn.Embedding(CLASSES, 4), nn.Linear(4, CLASSES, bias=False)
+            self.words, self.head = (
+                nn.Embedding(CLASSES, 4),
+                nn.Linear(4, CLASSES, bias=False),
+            )
             self.head.weight = self.words.weight
 
         def forward(self, ids: Tensor) -> Tensor:
@@ -127,7 +169,11 @@ def tied_weights() -> Case:
 
 def sparse_embedding() -> Case:
     torch.manual_seed(0)
-    return Case(nn.Embedding(CLASSES, CLASSES, sparse=True), cross_entropy, (classes(), classes().flip(0)))
+    return Case(
+        nn.Embedding(CLASSES, CLASSES, sparse=True),
+        cross_entropy,
+        (classes(), classes().flip(0)),
+    )
 
 
 def recurrent() -> Case:
@@ -137,12 +183,20 @@ def recurrent() -> Case:
         def __init__(self) -> None:
             super().__init__()
             torch.manual_seed(0)
-            self.cells, self.head = nn.LSTM(WIDTH, 4, num_layers=2, dropout=0.3), nn.Linear(4, CLASSES)
+            self.cells, self.head = (
+                nn.LSTM(WIDTH, 4, num_layers=2, dropout=0.3),
+                nn.Linear(4, CLASSES),
+            )
 
         def forward(self, x: Tensor) -> Tensor:
             return self.head(self.cells(x)[0][-1])
 
-    return Case(Recurs(), cross_entropy, (inputs(TOKENS, WIDTH).transpose(0, 1), classes()), {"axes": (1, 0)})
+    return Case(
+        Recurs(),
+        cross_entropy,
+        (inputs(TOKENS, WIDTH).transpose(0, 1), classes()),
+        {"axes": (1, 0)},
+    )
 
 
 def classes_that_only_some_have() -> Case:
@@ -158,17 +212,25 @@ def classes_that_only_some_have() -> Case:
             out = torch.zeros(len(x), CLASSES)
             for number, head in enumerate(self.heads):
                 if (kind == number).any():
-                    out = out.index_add(0, (kind == number).nonzero()[:, 0], head(x[kind == number]))
+                    out = out.index_add(
+                        0, (kind == number).nonzero()[:, 0], head(x[kind == number])
+                    )
             return out
 
     def loss(model: nn.Module, x: Tensor, kind: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(model(x, kind), y)
 
-    return Case(Heads(), loss, (inputs(WIDTH), torch.tensor([0, 0, 1, 1, 0, 1, 0, 0]), classes()))
+    return Case(
+        Heads(),
+        loss,
+        (inputs(WIDTH), torch.tensor([0, 0, 1, 1, 0, 1, 0, 0]), classes()),
+    )
 
 
 def counts_its_calls() -> Case:
-    """State that changes and is not read, and one that is read for nothing but a log."""
+    """State that changes and is not read, and one that is read for nothing but a
+    log.
+    """
 
     class Counts(nn.Module):
         def __init__(self) -> None:

@@ -1,4 +1,6 @@
-"""Losses, dtypes and batches for which accumulation is right: nothing in them may be taken for a mistake."""
+"""Losses, dtypes and batches for which accumulation is right: nothing in them may be
+taken for a mistake.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from conformance_tests.framework_tests.torch_cases import ITEMS, WIDTH, Case, classes, cross_entropy, inputs, net
+from conformance_tests.framework_tests.torch_cases import (
+    ITEMS,
+    WIDTH,
+    Case,
+    classes,
+    cross_entropy,
+    inputs,
+    net,
+)
 
 
 def linear_float32() -> Case:
@@ -34,12 +44,18 @@ def autocast() -> Case:
 
 
 def unused_and_constant_parameters() -> Case:
-    """One that the loss never reaches, one whose gradient is zero everywhere, one that is frozen."""
+    """One that the loss never reaches, one whose gradient is zero everywhere, one that
+    is frozen.
+    """
 
     class Partly(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.inner, self.unused, self.zero = net(), nn.Linear(2, 2), nn.Parameter(torch.ones(3))
+            self.inner, self.unused, self.zero = (
+                net(),
+                nn.Linear(2, 2),
+                nn.Parameter(torch.ones(3)),
+            )
             self.inner[0].bias.requires_grad_(False)
 
         def forward(self, x: Tensor) -> Tensor:
@@ -49,7 +65,9 @@ def unused_and_constant_parameters() -> Case:
 
 
 def kinks() -> Case:
-    """Whole numbers: every activation lies in a kink of the ReLU, or cancels to it exactly."""
+    """Whole numbers: every activation lies in a kink of the ReLU, or cancels to it
+    exactly.
+    """
     model = net(nn.ReLU())
     with torch.no_grad():
         for parameter in model.parameters():
@@ -62,40 +80,64 @@ def cancelling_kinks() -> Case:
 
     class Cancels(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            return F.relu(x - x.mean(1, keepdim=True)) + F.relu(x.sum(1, keepdim=True) - 4 * x.mean(1, keepdim=True))
+            return F.relu(x - x.mean(1, keepdim=True)) + F.relu(
+                x.sum(1, keepdim=True) - 4 * x.mean(1, keepdim=True)
+            )
 
     return Case(net(Cancels()), cross_entropy, (inputs(WIDTH), classes()))
 
 
 def huge() -> Case:
-    return Case(net(), lambda model, x, y: cross_entropy(model, x, y) * 1e30, (inputs(WIDTH), classes()))
+    return Case(
+        net(),
+        lambda model, x, y: cross_entropy(model, x, y) * 1e30,
+        (inputs(WIDTH), classes()),
+    )
 
 
 def nested_batch() -> Case:
     """Dicts, lists of texts, a flag, and an array that every micro-batch gets whole."""
 
-    def loss(model: nn.Module, batch: dict[str, Any], scale: Tensor, flag: bool) -> Tensor:
+    def loss(
+        model: nn.Module, batch: dict[str, Any], scale: Tensor, flag: bool
+    ) -> Tensor:
         assert flag
         assert len(batch["names"]) == len(batch["x"]), "texts are split with the items"
         return F.cross_entropy(model(batch["x"]) * scale, batch["y"])
 
     names = [f"item {number}" for number in range(ITEMS)]
     batch = {"x": inputs(WIDTH), "y": classes(), "names": names}
-    return Case(net(), loss, (batch, torch.tensor([1.0, 2.0, 3.0]), True), {"axes": (0, None, None)})
+    return Case(
+        net(),
+        loss,
+        (batch, torch.tensor([1.0, 2.0, 3.0]), True),
+        {"axes": (0, None, None)},
+    )
 
 
 def drawn_once_per_micro_batch() -> Case:
     """Numbers of NumPy and Python that do not belong to items."""
 
     def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(model(x) * np.random.beta(1.0, 1.0) + torch.from_numpy(np.random.randn(3)).float(), y) * random.random()
+        return (
+            F.cross_entropy(
+                model(x) * np.random.beta(1.0, 1.0)
+                + torch.from_numpy(np.random.randn(3)).float(),
+                y,
+            )
+            * random.random()
+        )
 
     return Case(net(), loss, (inputs(WIDTH), classes()))
 
 
 def functional_criterion() -> Case:
     """With options of its own; its other arguments have defaults."""
-    return Case(net(), functools.partial(F.cross_entropy, label_smoothing=0.1), (inputs(WIDTH), classes()))
+    return Case(
+        net(),
+        functools.partial(F.cross_entropy, label_smoothing=0.1),
+        (inputs(WIDTH), classes()),
+    )
 
 
 def criterion_of_the_users() -> Case:
@@ -113,7 +155,9 @@ def criterion_and_a_list() -> Case:
 
 def loss_that_closes_over_its_model() -> Case:
     model = net()
-    return Case(model, lambda x, y: F.cross_entropy(model(x), y), (inputs(WIDTH), classes()))
+    return Case(
+        model, lambda x, y: F.cross_entropy(model(x), y), (inputs(WIDTH), classes())
+    )
 
 
 def method_of_a_trainer() -> Case:

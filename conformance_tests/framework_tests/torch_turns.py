@@ -1,8 +1,10 @@
-"""Workers as threads of one process that take turns: a seed chooses who runs next, and who is lost where.
+"""Workers as threads of one process that take turns: a seed chooses who runs next, and
+who is lost where.
 
-One thread runs at a time. It hands its turn on before and after each collective, so that a seed is one interleaving and replays it. Where
-nobody can run, the workers wait for each other: `Deadlock`. A lost worker may be lost within a collective, which then has a result on some
-of the others and fails on the rest, as gloo's.
+One thread runs at a time. It hands its turn on before and after each collective, so
+that a seed is one interleaving and replays it. Where nobody can run, the workers wait
+for each other: `Deadlock`. A lost worker may be lost within a collective, which then
+has a result on some of the others and fails on the rest, as gloo's.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ class Deadlock(Exception):
 class Turns:
     """The turns of some workers: who runs, who waits for what, and who is lost."""
 
-    def __init__(self, workers: int, seed: int, lost: tuple[int, int] | None = None) -> None:
+    def __init__(
+        self, workers: int, seed: int, lost: tuple[int, int] | None = None
+    ) -> None:
         self.random, self.workers = random.Random(seed), workers
         self.gone: set[int] = set()
         """The workers that are lost, or have come to their end."""
@@ -104,15 +108,25 @@ class Group(GroupInPython):
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
         (tensor,) = tensors
         op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
-        reduce = {dist.ReduceOp.SUM: torch.sum, dist.ReduceOp.MAX: torch.amax, dist.ReduceOp.MIN: torch.amin, dist.ReduceOp.AVG: torch.mean}
+        reduce = {
+            dist.ReduceOp.SUM: torch.sum,
+            dist.ReduceOp.MAX: torch.amax,
+            dist.ReduceOp.MIN: torch.amin,
+            dist.ReduceOp.AVG: torch.mean,
+        }
         (kind,) = (each for same, each in reduce.items() if op == same)
-        everyone = self._met(f"allreduce of {tuple(tensor.shape)} {tensor.dtype}", tensor.detach().clone())
+        everyone = self._met(
+            f"allreduce of {tuple(tensor.shape)} {tensor.dtype}",
+            tensor.detach().clone(),
+        )
         tensor.detach().copy_(kind(torch.stack(everyone), 0))
         return self.done(tensors)
 
     def broadcast(self, tensors: Any, opts: Any = None) -> Any:
         (tensor,) = tensors
-        tensor.detach().copy_(self._met("broadcast", tensor.detach().clone())[opts.rootRank])
+        tensor.detach().copy_(
+            self._met("broadcast", tensor.detach().clone())[opts.rootRank]
+        )
         return self.done(tensors)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
@@ -122,13 +136,19 @@ class Group(GroupInPython):
         return self.done(inputs)
 
     def _allgather_base(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Any:
-        output.detach().copy_(torch.stack(self._met("allgather", tensor.detach().clone())).reshape(output.shape))
+        output.detach().copy_(
+            torch.stack(self._met("allgather", tensor.detach().clone())).reshape(
+                output.shape
+            )
+        )
         return self.done([output])
 
     all_gather_single = _allgather_base
 
     def _met(self, name: str, brought: Tensor) -> list[Any]:
-        """Return what all workers bring to this one's next collective, in the order of their ranks."""
+        """Return what all workers bring to this one's next collective, in the order of
+        their ranks.
+        """
         turns, members = self.turns, self._members or tuple(range(self._size))
         own, key = members[self._rank], (members, self._number)
         self._number += 1
@@ -137,60 +157,100 @@ class Group(GroupInPython):
             raise Lost
         met[own] = name, brought
         if turns.point(own):
-            # What this worker has sent may have reached some of the others, and not the rest.
-            turns.failing[key] = {rank for rank in members if turns.random.random() < 0.5}
+            # What this worker has sent may have reached some of the others, and not the
+            # rest.
+            turns.failing[key] = {
+                rank for rank in members if turns.random.random() < 0.5
+            }
             raise Lost
 
         def missing() -> set[int]:
             return turns.gone if self._members else turns.gone | turns.left
 
-        turns.wait(own, lambda: met.keys() >= set(members) or bool(missing() & set(members) - met.keys()))
+        turns.wait(
+            own,
+            lambda: (
+                met.keys() >= set(members)
+                or bool(missing() & set(members) - met.keys())
+            ),
+        )
         if len(met) < self._size or own in turns.failing.get(key, ()):
             raise RuntimeError("Connection closed by peer")
-        assert len({each for each, _ in met.values()}) == 1, f"the workers meet at different collectives: {met}"
+        assert len({each for each, _ in met.values()}) == 1, (
+            f"the workers meet at different collectives: {met}"
+        )
         return [met[rank][1] for rank in members]
 
     @classmethod
     def is_left(cls, rank: int) -> bool:
-        """Wait for all workers to be done, lost, or out of the group; True if one has left it."""
+        """Wait for all workers to be done, lost, or out of the group; True if one has
+        left it.
+        """
         turns = cls.turns
         turns.done.add(rank)
-        turns.wait(rank, lambda: turns.done | turns.left | turns.gone == set(range(turns.workers)))
+        turns.wait(
+            rank,
+            lambda: turns.done | turns.left | turns.gone == set(range(turns.workers)),
+        )
         return bool(turns.left)
 
     @classmethod
     def of_those_left(cls, rank: int) -> dist.ProcessGroup | None:
-        """Wait for all workers that are not lost; return a group of them, None for one alone. A run has one such group."""
+        """Wait for all workers that are not lost; return a group of them, None for one
+        alone. A run has one such group.
+        """
         turns = cls.turns
         turns.left.add(rank)
         turns.wait(rank, lambda: turns.left | turns.gone == set(range(turns.workers)))
         members = tuple(sorted(turns.left))
-        group: Any = dist.new_group(list(members), backend=BACKEND, use_local_synchronization=True) if members[1:] else None
+        group: Any = (
+            dist.new_group(
+                list(members), backend=BACKEND, use_local_synchronization=True
+            )
+            if members[1:]
+            else None
+        )
         if group is not None:
             group._members = members
         return group  # type: ignore[no-any-return]
 
 
-def run(workers: int, seed: int, program: Callable[[int, dist.ProcessGroup], Any], lost: tuple[int, int] | None = None) -> list[Any]:
-    """Run `program` as each of `workers`, which take turns by `seed`; return what each returns or raises.
+def run(
+    workers: int,
+    seed: int,
+    program: Callable[[int, dist.ProcessGroup], Any],
+    lost: tuple[int, int] | None = None,
+) -> list[Any]:
+    """Run `program` as each of `workers`, which take turns by `seed`; return what each
+    returns or raises.
 
     Args:
         workers: their number.
         seed: of the turns; a run with it replays.
         program: called with the rank and the process group of all.
-        lost: a worker and the number of the point where it is lost, two in each collective since its `count`; None: nobody is.
+        lost: a worker and the number of the point where it is lost, two in each
+            collective since its `count`; None: nobody is.
     """
-    from torch.testing._internal.distributed import multi_threaded_pg as threaded  # Each thread has process groups of its own.
+    # Each thread has process groups of its own.
+    from torch.testing._internal.distributed import (
+        multi_threaded_pg as threaded,
+    )
 
     if not hasattr(threaded.ThreadLocalWorld, "comms"):
-        threaded.ThreadLocalWorld.comms = []  # torch 2.11 looks for them where a group ends, and forgot them here.
+        # torch 2.11 looks for them where a group ends, and forgot them here.
+        threaded.ThreadLocalWorld.comms = []
     turns = Group.turns = Turns(workers, seed, lost)
     found: list[Any] = [None] * workers
 
     def one(rank: int) -> None:
         turns.run(rank)
         try:
-            dist.init_process_group(registered(Group, BACKEND), store=dist.HashStore(), rank=rank, world_size=workers)
+            dist.init_process_group(
+                registered(Group, BACKEND),
+                store=dist.HashStore(),
+                rank=rank,
+                world_size=workers,
+            )
             assert dist.group.WORLD is not None
             found[rank] = program(rank, dist.group.WORLD)
         except BaseException as error:
@@ -203,7 +263,10 @@ def run(workers: int, seed: int, program: Callable[[int, dist.ProcessGroup], Any
     threaded._install_threaded_pg()
     _set_thread_isolation_mode(True)
     try:
-        threads = [threading.Thread(target=one, args=(rank,), daemon=True) for rank in range(workers)]
+        threads = [
+            threading.Thread(target=one, args=(rank,), daemon=True)
+            for rank in range(workers)
+        ]
         for thread in threads:
             thread.start()
         turns.begin()
@@ -212,5 +275,7 @@ def run(workers: int, seed: int, program: Callable[[int, dist.ProcessGroup], Any
     finally:
         _set_thread_isolation_mode(False)
         threaded._uninstall_threaded_pg()
-    assert not any(thread.is_alive() for thread in threads), "a worker did not come to its end"
+    assert not any(thread.is_alive() for thread in threads), (
+        "a worker did not come to its end"
+    )
     return found

@@ -1,6 +1,8 @@
-"""The conformance suite: it proves that N micro-batches give the large batch's gradient, in every backend.
+"""The conformance suite: it proves that N micro-batches give the large batch's
+gradient, in every backend.
 
-Run it with ``python -m gradaccum_conformance --backend NAME``. A backend takes part by registering a `Harness`.
+Run it with ``python -m gradaccum_conformance --backend NAME``. A backend takes part by
+registering a `Harness`.
 """
 
 from gradaccum_conformance.couplings import COUPLINGS, TEMPERATURE, Coupling, mirrored
@@ -51,8 +53,59 @@ from gradaccum_conformance.specs import (
     make_weights,
 )
 
-__all__ = ["ATTENTION", "COUPLINGS", "LENET", "LINEAR", "MLP", "MODELS", "TEMPERATURE", "Array", "Arrays", "Attention", "AvgPool", "Batch"]
-__all__ += ["Captured", "Conv", "Coupling", "Dense", "Dtype", "Fault", "Flatten", "GradientTree", "Harness", "LargeBatchCall"]
-__all__ += ["LargeBatchHarness", "Layer", "Loss", "MeanOverLength", "Model", "Optimizer", "Option", "Outcome", "Returns", "Session"]
-__all__ += ["Setup", "ShardedLossCall", "ShardedLossHarness", "Snapshot", "Tanh", "VerifyCall", "VerifyingHarness", "View"]
-__all__ += ["WorkersHarness", "WrapOptions", "make_batch", "make_weights", "mirrored", "outputs_of"]
+__all__ = [
+    "ATTENTION",
+    "COUPLINGS",
+    "LENET",
+    "LINEAR",
+    "MLP",
+    "MODELS",
+    "TEMPERATURE",
+    "Array",
+    "Arrays",
+    "Attention",
+    "AvgPool",
+    "Batch",
+]
+__all__ += [
+    "Captured",
+    "Conv",
+    "Coupling",
+    "Dense",
+    "Dtype",
+    "Fault",
+    "Flatten",
+    "GradientTree",
+    "Harness",
+    "LargeBatchCall",
+]
+__all__ += [
+    "LargeBatchHarness",
+    "Layer",
+    "Loss",
+    "MeanOverLength",
+    "Model",
+    "Optimizer",
+    "Option",
+    "Outcome",
+    "Returns",
+    "Session",
+]
+__all__ += [
+    "Setup",
+    "ShardedLossCall",
+    "ShardedLossHarness",
+    "Snapshot",
+    "Tanh",
+    "VerifyCall",
+    "VerifyingHarness",
+    "View",
+]
+__all__ += [
+    "WorkersHarness",
+    "WrapOptions",
+    "make_batch",
+    "make_weights",
+    "mirrored",
+    "outputs_of",
+]

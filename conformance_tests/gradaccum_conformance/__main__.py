@@ -1,4 +1,6 @@
-"""``python -m gradaccum_conformance --backend NAME [--xfails-file FILE] [--results FILE] [--deep] [pytest's own options]``."""
+"""``python -m gradaccum_conformance --backend NAME [--xfails-file FILE] [--results
+FILE] [--deep] [pytest's own options]``.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,18 @@ SUITE = Path(__file__).parent / "suite"
 
 def main() -> int:
     """Run the suite in this process; the exit code is pytest's."""
-    options = ["-p", "gradaccum_conformance.plugin", "--strict-markers", "-o", "xfail_strict=true", "-o", "addopts="]
-    return int(pytest.main([str(SUITE), *options, "--import-mode=importlib", *sys.argv[1:]]))
+    options = [
+        "-p",
+        "gradaccum_conformance.plugin",
+        "--strict-markers",
+        "-o",
+        "xfail_strict=true",
+        "-o",
+        "addopts=",
+    ]
+    return int(
+        pytest.main([str(SUITE), *options, "--import-mode=importlib", *sys.argv[1:]])
+    )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,11 @@
-"""The bits of seeded runs, held in a file, so that a change inside of every tolerance is seen too.
+"""The bits of seeded runs, held in a file, so that a change inside of every tolerance
+is seen too.
 
-``python -m gradaccum_conformance.bits`` tells whether they are what they were, ``--write`` writes down what they are now. Other versions of
-a framework and other processors round in another order, so bits are held for an environment: the versions, the kind of machine, and a
-probe, the framework's own gradient of a micro-batch without gradaccum. Where the probe has other bits, nothing can be said of ours.
+``python -m gradaccum_conformance.bits`` tells whether they are what they were,
+``--write`` writes down what they are now. Other versions of a framework and other
+processors round in another order, so bits are held for an environment: the versions,
+the kind of machine, and a probe, the framework's own gradient of a micro-batch without
+gradaccum. Where the probe has other bits, nothing can be said of ours.
 """
 
 from __future__ import annotations
@@ -21,19 +24,38 @@ from gradaccum_conformance.demo.batches import LARGE_BATCH, MICRO_BATCH, cut
 from gradaccum_conformance.harness import Harness, Option, Setup
 from gradaccum_conformance.loading import load_harness
 from gradaccum_conformance.scenarios import micro_loss
-from gradaccum_conformance.specs import Arrays, Batch, Dense, Flatten, Model, Optimizer, Tanh, make_weights
+from gradaccum_conformance.specs import (
+    Arrays,
+    Batch,
+    Dense,
+    Flatten,
+    Model,
+    Optimizer,
+    Tanh,
+    make_weights,
+)
 
 FILE = Path(__file__).parent / "bits.txt"
-HEADER = "# ENVIRONMENT | RUN | HASHES, one after each window. Written by: python -m gradaccum_conformance.bits --write\n"
+HEADER = (
+    "# ENVIRONMENT | RUN | HASHES, one after each window. Written by: python -m"
+    " gradaccum_conformance.bits --write\n"
+)
 MODEL = Model("digits", (1, 8, 8), (Flatten(), Dense(64, 16), Tanh(), Dense(16, 10)))
 OPTIMIZER = Optimizer("momentum", learning_rate=0.2)
 ITEMS = 4 * LARGE_BATCH + 2 * MICRO_BATCH
-"""Four whole windows and a short one. All micro-batches have one shape, as each shape is compiled anew."""
+"""Four whole windows and a short one. All micro-batches have one shape, as each shape
+is compiled anew.
+"""
 WEIGHTS = (16, 5, 11)
 """In turn."""
 RUNS: dict[str, dict[str, Option]] = {
     "weighted means": {"steps": 4},
-    "sums, scaled and clipped": {"steps": 4, "reduction": "item_mean", "loss_scale": DynamicLossScale(64.0), "clip_norm": 0.5},
+    "sums, scaled and clipped": {
+        "steps": 4,
+        "reduction": "item_mean",
+        "loss_scale": DynamicLossScale(64.0),
+        "clip_norm": 0.5,
+    },
 }
 Held = dict[tuple[str, str], list[str]]
 """The hashes by environment and run."""
@@ -41,7 +63,10 @@ Held = dict[tuple[str, str], list[str]]
 
 def micro_batches() -> list[Batch]:
     """Of the digits' training items, those that come first."""
-    from gradaccum_conformance.demo.data import load  # scikit-learn takes a second, in each process that collects the suite.
+    # scikit-learn takes a second, in each process that collects the suite.
+    from gradaccum_conformance.demo.data import (
+        load,
+    )
 
     return list(cut(load().train.rows(0, ITEMS), MICRO_BATCH))
 
@@ -49,10 +74,14 @@ def micro_batches() -> list[Batch]:
 def bits_of(harness: Harness, run: str) -> list[str]:
     """A hash of the parameters after each window."""
     options = RUNS[run]
-    session = harness.start(Setup(MODEL, make_weights(MODEL), OPTIMIZER, options=options))
+    session = harness.start(
+        Setup(MODEL, make_weights(MODEL), OPTIMIZER, options=options)
+    )
     hashes = []
     for piece, weight in zip(micro_batches(), itertools.cycle(WEIGHTS), strict=False):
-        session.micro_batch(piece, weight=weight, loss=micro_loss(str(options.get("reduction", "mean"))))
+        session.micro_batch(
+            piece, weight=weight, loss=micro_loss(str(options.get("reduction", "mean")))
+        )
         if session.state().micro_step == 0:
             hashes.append(hash_of(session.parameters()))
     session.flush()
@@ -61,14 +90,28 @@ def bits_of(harness: Harness, run: str) -> list[str]:
 
 def environment(harness: Harness) -> str:
     """What the bits depend on besides gradaccum, on one line."""
-    probe = hash_of(harness.gradient(MODEL, make_weights(MODEL), micro_batches()[0], dtype="float32"))
+    probe = hash_of(
+        harness.gradient(
+            MODEL, make_weights(MODEL), micro_batches()[0], dtype="float32"
+        )
+    )
     return f"{versions(harness.name)}; probe {probe}"
 
 
 def versions(backend: str) -> str:
-    """The backend, the versions of its framework and the kind of machine, on one line."""
-    asked = {extra: {one.package for one in requirements_of("gradaccum") if one.extra == extra} for extra in (backend, "conformance")}
-    installed = [f"{package} {installed_version(package)}" for package in sorted(asked[backend] - asked["conformance"]) or ["numpy"]]
+    """The backend, the versions of its framework and the kind of machine, on one
+    line.
+    """
+    asked = {
+        extra: {
+            one.package for one in requirements_of("gradaccum") if one.extra == extra
+        }
+        for extra in (backend, "conformance")
+    }
+    installed = [
+        f"{package} {installed_version(package)}"
+        for package in sorted(asked[backend] - asked["conformance"]) or ["numpy"]
+    ]
     return f"{backend}: {', '.join(installed)}; {platform.machine()}"
 
 
@@ -76,17 +119,30 @@ def hash_of(arrays: Arrays) -> str:
     """Twelve hexadecimal digits, by name and bit for bit."""
     digest = hashlib.sha256()
     for name in sorted(arrays):
-        digest.update(f"{name} {arrays[name].dtype} {arrays[name].shape}".encode() + arrays[name].tobytes())
+        digest.update(
+            f"{name} {arrays[name].dtype} {arrays[name].shape}".encode()
+            + arrays[name].tobytes()
+        )
     return digest.hexdigest()[:12]
 
 
 def read(file: Path = FILE) -> Held:
-    lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")]
-    return {(place, run): hashes.split() for place, run, hashes in (line.split(" | ") for line in lines)}
+    lines = [
+        line
+        for line in file.read_text(encoding="utf-8").splitlines()
+        if line and not line.startswith("#")
+    ]
+    return {
+        (place, run): hashes.split()
+        for place, run, hashes in (line.split(" | ") for line in lines)
+    }
 
 
 def write(held: Held, file: Path = FILE) -> None:
-    lines = [f"{place} | {run} | {' '.join(hashes)}\n" for (place, run), hashes in sorted(held.items())]
+    lines = [
+        f"{place} | {run} | {' '.join(hashes)}\n"
+        for (place, run), hashes in sorted(held.items())
+    ]
     file.write_text("".join([HEADER, *lines]), encoding="utf-8")
 
 
@@ -101,13 +157,29 @@ def found(names: Iterable[str]) -> Iterator[tuple[tuple[str, str], list[str]]]:
 
 def main() -> int:
     """Compare, or write; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m gradaccum_conformance.bits", description=__doc__)
-    parser.add_argument("--backend", action="append", help="this backend (repeatable); default: all that are installed")
-    parser.add_argument("--write", action="store_true", help="hold the bits of this environment from now on")
+    parser = argparse.ArgumentParser(
+        prog="python -m gradaccum_conformance.bits", description=__doc__
+    )
+    parser.add_argument(
+        "--backend",
+        action="append",
+        help="this backend (repeatable); default: all that are installed",
+    )
+    parser.add_argument(
+        "--write",
+        action="store_true",
+        help="hold the bits of this environment from now on",
+    )
     given = parser.parse_args()
     held, changed = read(), 0
     for key, hashes in found(given.backend or available_backends()):
-        state = "not held" if key not in held else "the same" if held[key] == hashes else "CHANGED"
+        state = (
+            "not held"
+            if key not in held
+            else "the same"
+            if held[key] == hashes
+            else "CHANGED"
+        )
         changed += state == "CHANGED"
         print(f"{state}: {' | '.join(key)}")
         held[key] = hashes

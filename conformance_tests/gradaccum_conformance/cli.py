@@ -1,4 +1,6 @@
-"""``gradaccum`` on the command line. Exit codes: 0, everything passed; 1, something failed; 2, an argument is wrong."""
+"""``gradaccum`` on the command line. Exit codes: 0, everything passed; 1, something
+failed; 2, an argument is wrong.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +24,21 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,  # rich's help shows a flag as `--deep <bool>`
-    help="Gradient accumulation, shown and proven. `gradaccum --version` prints the version.",
+    help=(
+        "Gradient accumulation, shown and proven. `gradaccum --version` prints the"
+        " version."
+    ),
 )
 
 Backends = Annotated[
     list[str],
     typer.Option(
-        "--backend", metavar="NAME", help="Run this backend only; repeat the option for several. Default: every installed backend."
+        "--backend",
+        metavar="NAME",
+        help=(
+            "Run this backend only; repeat the option for several. Default: every"
+            " installed backend."
+        ),
     ),
 ]
 
@@ -36,7 +46,12 @@ Backends = Annotated[
 @app.command()
 def demo(
     backend: Backends = [],  # noqa: B006
-    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder for the loss curves and the results.")] = Path("gradaccum-demo"),
+    out: Annotated[
+        Path,
+        typer.Option(
+            metavar="FOLDER", help="Folder for the loss curves and the results."
+        ),
+    ] = Path("gradaccum-demo"),
 ) -> None:
     """Train on digits in every installed framework.
 
@@ -48,8 +63,16 @@ def demo(
 @app.command()
 def conformance(
     backend: Backends = [],  # noqa: B006
-    report: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder for the report.")] = Path("gradaccum-conformance"),
-    deep: Annotated[bool, typer.Option("--deep", help="Test every combination and longer sequences; takes tens of minutes.")] = False,
+    report: Annotated[
+        Path, typer.Option(metavar="FOLDER", help="Folder for the report.")
+    ] = Path("gradaccum-conformance"),
+    deep: Annotated[
+        bool,
+        typer.Option(
+            "--deep",
+            help="Test every combination and longer sequences; takes tens of minutes.",
+        ),
+    ] = False,
 ) -> None:
     """Test that accumulated gradients equal the large batch's.
 
@@ -61,11 +84,20 @@ def conformance(
 @app.command()
 def doctor(
     backend: Backends = [],  # noqa: B006
-    limit: Annotated[float, typer.Option(metavar="SECONDS", help="Seconds for the import of one backend.")] = LIMIT,
+    limit: Annotated[
+        float,
+        typer.Option(metavar="SECONDS", help="Seconds for the import of one backend."),
+    ] = LIMIT,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Name what is wrong with this environment, and what mends it. Also runs where no other command does."""
-    arguments = [*(f"--backend={name}" for name in backend), f"--limit={limit}", *(["--json"] if as_json else [])]
+    """Name what is wrong with this environment, and what mends it. Also runs where no
+    other command does.
+    """
+    arguments = [
+        *(f"--backend={name}" for name in backend),
+        f"--limit={limit}",
+        *(["--json"] if as_json else []),
+    ]
     raise typer.Exit(run_doctor(arguments))
 
 

@@ -1,6 +1,8 @@
-"""Losses that couple the items of a batch, with their gradients by hand: the truth for calls that split such a batch.
+"""Losses that couple the items of a batch, with their gradients by hand: the truth for
+calls that split such a batch.
 
-Each is a function of the outputs of all items, so the mean over micro-batches is another loss. `left` and `right` have one row per item.
+Each is a function of the outputs of all items, so the mean over micro-batches is
+another loss. `left` and `right` have one row per item.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ def mirrored(x: Array) -> Array:
 def contrast(left: Array, right: Array, temperature: float) -> Coupled:
     """InfoNCE (van den Oord et al. 2018) with a learned temperature, as CLIP has it.
 
-    The mean over rows of the cross-entropy of ``exp(temperature) * left @ right.T`` with the diagonal as labels.
+    The mean over rows of the cross-entropy of ``exp(temperature) * left @ right.T``
+    with the diagonal as labels.
     """
     items, scale = len(left), np.exp(temperature)
     scores = scale * left @ right.T
@@ -44,13 +47,17 @@ def contrast(left: Array, right: Array, temperature: float) -> Coupled:
     p = np.exp(shifted) / np.exp(shifted).sum(1, keepdims=True)
     loss = float(np.mean(np.log(np.exp(shifted).sum(1)) - np.diag(shifted)))
     ds = (p - np.eye(items)) / items
-    return Coupled(loss, scale * ds @ right, scale * ds.T @ left, float((ds * scores).sum()))
+    return Coupled(
+        loss, scale * ds @ right, scale * ds.T @ left, float((ds * scores).sum())
+    )
 
 
 def covariance(left: Array, right: Array, temperature: float) -> Coupled:
-    """The covariance term of VICReg (Bardes et al. 2022) of `left`, times ``exp(temperature)``; `right` does not count.
+    """The covariance term of VICReg (Bardes et al. 2022) of `left`, times
+    ``exp(temperature)``; `right` does not count.
 
-    The sum of the squared entries off the diagonal of the covariance matrix, divided by the number of columns.
+    The sum of the squared entries off the diagonal of the covariance matrix, divided by
+    the number of columns.
     """
     items, columns = left.shape
     centred = left - left.mean(0)
@@ -62,10 +69,11 @@ def covariance(left: Array, right: Array, temperature: float) -> Coupled:
 
 
 def balance(left: Array, right: Array, temperature: float) -> Coupled:
-    """The load balance of a mixture of experts (Fedus et al. 2021, equation 4) over the batch, times ``exp(temperature)``.
+    """The load balance of a mixture of experts (Fedus et al. 2021, equation 4) over the
+    batch, times ``exp(temperature)``.
 
-    ``experts * sum(fraction of items whose largest entry is there * mean probability there)``; `right` does not count, and the
-    fraction has no gradient.
+    ``experts * sum(fraction of items whose largest entry is there * mean probability
+    there)``; `right` does not count, and the fraction has no gradient.
     """
     items, experts = left.shape
     e = np.exp(left - left.max(1, keepdims=True))
@@ -74,7 +82,13 @@ def balance(left: Array, right: Array, temperature: float) -> Coupled:
     factor = np.exp(temperature) * experts
     loss = float(factor * (fraction * p.mean(0)).sum())
     dp = np.broadcast_to(factor * fraction / items, p.shape)
-    return Coupled(loss, p * (dp - (dp * p).sum(1, keepdims=True)), np.zeros_like(right), loss)
+    return Coupled(
+        loss, p * (dp - (dp * p).sum(1, keepdims=True)), np.zeros_like(right), loss
+    )
 
 
-COUPLINGS: dict[Coupling, Callable[[Array, Array, float], Coupled]] = {"contrast": contrast, "covariance": covariance, "balance": balance}
+COUPLINGS: dict[Coupling, Callable[[Array, Array, float], Coupled]] = {
+    "contrast": contrast,
+    "covariance": covariance,
+    "balance": balance,
+}

@@ -9,5 +9,10 @@ import pytest
 
 
 def deep_but(kept: Container[Any], values: Iterable[Any]) -> list[Any]:
-    """`values` for ``parametrize``: those in `kept` always run, the others with ``--deep``."""
-    return [value if value in kept else pytest.param(value, marks=pytest.mark.deep) for value in values]
+    """`values` for ``parametrize``: those in `kept` always run, the others with
+    ``--deep``.
+    """
+    return [
+        value if value in kept else pytest.param(value, marks=pytest.mark.deep)
+        for value in values
+    ]

@@ -1,8 +1,10 @@
-"""The harness of a backend: it builds a model from a spec, trains it, and shows its state to the suite.
+"""The harness of a backend: it builds a model from a spec, trains it, and shows its
+state to the suite.
 
-A backend's package has one subclass of `Harness`, registered under the backend's name in the entry-point group
-``gradaccum.harnesses``. Everything that goes in or comes out is NumPy. "Second door" means: read the framework's own objects
-(parameters, checkpoint entries, state trees), never the API under test.
+A backend's package has one subclass of `Harness`, registered under the backend's name
+in the entry-point group ``gradaccum.harnesses``. Everything that goes in or comes out
+is NumPy. "Second door" means: read the framework's own objects (parameters, checkpoint
+entries, state trees), never the API under test.
 """
 
 from __future__ import annotations
@@ -22,12 +24,16 @@ from gradaccum_conformance.specs import Array, Arrays, Batch, Model, Optimizer
 
 Loss = Literal["mean", "sum"]
 Dtype = Literal["float32", "float64", "float16", "bfloat16"]
-"""Dtype of the model's parameters. NumPy has no bfloat16: such arrays go in and come out as float32."""
+"""Dtype of the model's parameters. NumPy has no bfloat16: such arrays go in and come
+out as float32.
+"""
 Fault = Literal["structure", "shape", "dtype"]
 GradientTree = Mapping[str, Array | None]
 """Gradients by parameter name. None: the parameter took no part in this micro-batch."""
 Option = Any
-"""The value of one argument of `gradaccum.wrap`: a right one, or in some tests a wrong one."""
+"""The value of one argument of `gradaccum.wrap`: a right one, or in some tests a wrong
+one.
+"""
 WrapOptions = Mapping[str, Option]
 """Arguments of `gradaccum.wrap` by name, ``steps`` among them."""
 Snapshot = Any
@@ -59,7 +65,9 @@ class View(NamedTuple):
     def of(self, memory: Array) -> Array:
         """The part of `memory`, without a copy."""
         strides = tuple(stride * memory.itemsize for stride in self.strides)
-        return np.lib.stride_tricks.as_strided(memory[self.offset :], self.shape, strides)
+        return np.lib.stride_tricks.as_strided(
+            memory[self.offset :], self.shape, strides
+        )
 
 
 class Captured(NamedTuple):
@@ -75,21 +83,28 @@ class Session(ABC):
     """One model under one optimizer, wrapped or (for the large batch) bare."""
 
     @abstractmethod
-    def micro_batch(self, batch: Batch, *, weight: float | None = None, loss: Loss = "mean") -> float:
-        """Forward, backward and the optimizer's call, as a user of the framework writes them; returns the (unscaled) loss.
+    def micro_batch(
+        self, batch: Batch, *, weight: float | None = None, loss: Loss = "mean"
+    ) -> float:
+        """Forward, backward and the optimizer's call, as a user of the framework writes
+        them; returns the (unscaled) loss.
 
-        `loss` is the mean or the sum over the items. If the wrapper has a loss scale, it is applied as users apply it. The wrapper is told
-        the loss, as users tell it.
+        `loss` is the mean or the sum over the items. If the wrapper has a loss scale,
+        it is applied as users apply it. The wrapper is told the loss, as users tell it.
         """
 
     @abstractmethod
     def gradients(self, tree: GradientTree, *, weight: float | None = None) -> None:
-        """One micro-batch whose gradient is exactly `tree` times the loss scale; values may be inf or NaN."""
+        """One micro-batch whose gradient is exactly `tree` times the loss scale; values
+        may be inf or NaN.
+        """
 
     def gradients_in(self, memory: Array, views: Mapping[str, View]) -> None:
-        """One micro-batch whose gradients are parts of one `memory`, of the parameters' dtype, which is written over afterwards.
+        """One micro-batch whose gradients are parts of one `memory`, of the parameters'
+        dtype, which is written over afterwards.
 
-        A framework with memory of its own that can be written over takes the same one each time, as autograd hands it over.
+        A framework with memory of its own that can be written over takes the same one
+        each time, as autograd hands it over.
         """
         parts = memory.copy()
         self.gradients({name: view.of(parts) for name, view in views.items()})
@@ -103,15 +118,21 @@ class Session(ABC):
         """Forget the open window."""
 
     def listen(self, listener: Listener) -> bool:
-        """Have the wrapped optimizer tell `listener` of each window that closes; False if it has no listeners."""
+        """Have the wrapped optimizer tell `listener` of each window that closes; False
+        if it has no listeners.
+        """
         return False
 
     def on_update(self, function: Callable[[], object]) -> bool:
-        """Have the wrapped optimizer call `function` after each update; False if it calls nothing."""
+        """Have the wrapped optimizer call `function` after each update; False if it
+        calls nothing.
+        """
         return False
 
-    def idle(self) -> None:  # noqa: B027  # most backends do nothing
-        """No micro-batch on this worker while others have one: nothing to do, unless all workers run one program."""
+    def idle(self) -> None:  # most backends do nothing  # noqa: B027 - most backends do nothing
+        """No micro-batch on this worker while others have one: nothing to do, unless
+        all workers run one program.
+        """
 
     @abstractmethod
     def result(self) -> StepResult:
@@ -123,7 +144,9 @@ class Session(ABC):
 
     @abstractmethod
     def accumulator(self) -> Arrays:
-        """Second door: the sum as the backend stores it now, undivided, by parameter name; zeros where it stores none."""
+        """Second door: the sum as the backend stores it now, undivided, by parameter
+        name; zeros where it stores none.
+        """
 
     @abstractmethod
     def parameters(self) -> Arrays:
@@ -131,15 +154,21 @@ class Session(ABC):
 
     @abstractmethod
     def masters(self) -> Arrays:
-        """Second door: the float32 master weights, by parameter name; only for sessions with ``master_weights=True``."""
+        """Second door: the float32 master weights, by parameter name; only for sessions
+        with ``master_weights=True``.
+        """
 
     @abstractmethod
     def optimizer_state(self) -> Arrays:
-        """Second door: every array of the inner optimizer's state, by any stable name."""
+        """Second door: every array of the inner optimizer's state, by any stable
+        name.
+        """
 
     @abstractmethod
     def captured(self) -> Captured:
-        """Second door: the calls of the ``capture`` optimizer; only for sessions that have one."""
+        """Second door: the calls of the ``capture`` optimizer; only for sessions that
+        have one.
+        """
 
     @abstractmethod
     def predict(self, x: Array) -> Array:
@@ -147,11 +176,15 @@ class Session(ABC):
 
     @abstractmethod
     def snapshot(self) -> Snapshot:
-        """A copy of model and optimizer in memory, taken through the framework's own state functions."""
+        """A copy of model and optimizer in memory, taken through the framework's own
+        state functions.
+        """
 
     @abstractmethod
     def restore(self, snapshot: Snapshot) -> None:
-        """Go back to a snapshot of this session or of one built alike. The snapshot can be used again."""
+        """Go back to a snapshot of this session or of one built alike. The snapshot can
+        be used again.
+        """
 
     @abstractmethod
     def save(self, directory: Path) -> None:
@@ -168,33 +201,53 @@ class Harness(ABC):
     name: ClassVar[str]
     """The backend's name: that of its entry points."""
     modes: ClassVar[tuple[str, ...]] = ("eager",)
-    """Ways to run a training step (``"eager"``, ``"jit"``, ``"graph"``); the first is the default."""
+    """Ways to run a training step (``"eager"``, ``"jit"``, ``"graph"``); the first is
+    the default.
+    """
     deep_modes: ClassVar[tuple[str, ...]] = ()
     """The `modes` that only ``--deep`` runs."""
     brief_modes: ClassVar[tuple[str, ...]] = ()
-    """The `modes` that without ``--deep`` run only the tests marked ``every_mode``: one that compiles what another mode compiles too."""
+    """The `modes` that without ``--deep`` run only the tests marked ``every_mode``: one
+    that compiles what another mode compiles too.
+    """
     gradient_faults: ClassVar[tuple[Fault, ...]] = ("structure", "shape", "dtype")
-    """The mistakes in a gradient tree that reach gradaccum: the framework itself does not refuse them first."""
+    """The mistakes in a gradient tree that reach gradaccum: the framework itself does
+    not refuse them first.
+    """
 
     @abstractmethod
     def start(self, setup: Setup) -> Session:
         """A session over a fresh model."""
 
     @abstractmethod
-    def gradient(self, model: Model, weights: Arrays, batch: Batch, *, dtype: Dtype, loss: Loss = "mean") -> Arrays:
+    def gradient(
+        self,
+        model: Model,
+        weights: Arrays,
+        batch: Batch,
+        *,
+        dtype: Dtype,
+        loss: Loss = "mean",
+    ) -> Arrays:
         """The framework's own gradient of the whole batch, without gradaccum."""
 
     @abstractmethod
     def not_an_optimizer(self) -> object:
-        """An object of the framework's package that is no optimizer, such as a model."""
+        """An object of the framework's package that is no optimizer, such as a
+        model.
+        """
 
     @abstractmethod
     def bad_gradients(self, session: Session, fault: Fault) -> None:
-        """Hand `session` a gradient tree with one of `gradient_faults`, past the harness's own conversions; must raise."""
+        """Hand `session` a gradient tree with one of `gradient_faults`, past the
+        harness's own conversions; must raise.
+        """
 
 
 Returns = Callable[[Any, Any], Any]
-"""What a loss function returns, of its loss and the logits (items, classes), which have NumPy's methods."""
+"""What a loss function returns, of its loss and the logits (items, classes), which have
+NumPy's methods.
+"""
 
 
 class LargeBatchCall(NamedTuple):
@@ -208,25 +261,43 @@ class LargeBatchCall(NamedTuple):
     loss: Loss = "mean"
     """What the loss function returns of a micro-batch."""
     options: Mapping[str, Option] = MappingProxyType({})
-    """The call's own: ``steps``, ``micro_batch_size``, ``micro_batch_weight``, ``reduction``, ``weight`` (a NumPy array, one per item, or a
-    function of a micro-batch's two arrays), ``split`` (a function of the batch's two), ``axes`` and ``aux``, a kind of merging by the name
-    of an output.
+    """The call's own: ``steps``, ``micro_batch_size``, ``micro_batch_weight``,
+    ``reduction``, ``weight`` (a NumPy array, one per item, or a function of a
+    micro-batch's two arrays), ``split`` (a function of the batch's two), ``axes`` and
+    ``aux``, a kind of merging by the name of an output.
 
-    With ``aux`` the loss function returns those of these outputs that are named, all of the logits (items, classes) of its micro-batch:
-    ``sum``, ``mean``, ``max`` and ``min`` over the items, ``weighted_mean``, the same as ``mean``, and ``concatenate``, the logits.
+    With ``aux`` the loss function returns those of these outputs that are named, all of
+    the logits (items, classes) of its micro-batch: ``sum``, ``mean``, ``max`` and
+    ``min`` over the items, ``weighted_mean``, the same as ``mean``, and
+    ``concatenate``, the logits.
     """
     extra: Any = None
-    """If given, a nest of NumPy arrays and plain values, the batch's third argument. The loss function takes it and does not read it."""
+    """If given, a nest of NumPy arrays and plain values, the batch's third argument.
+    The loss function takes it and does not read it.
+    """
     returns: Returns | None = None
-    """If given, what the loss function returns in place of the loss; a coupled one's logits are ``left``. ``aux`` may then be one kind."""
+    """If given, what the loss function returns in place of the loss; a coupled one's
+    logits are ``left``. ``aux`` may then be one kind.
+    """
     outputs: Callable[[Any], Any] | None = None
     """If given, what a coupled call's outputs are, of what they would be."""
 
 
 def outputs_of(logits: Any, declared: Mapping[str, str] | None) -> dict[str, Any]:
-    """The outputs that `LargeBatchCall.options` speaks of, by name, of an array with NumPy's methods."""
-    made = {"sum": logits.sum, "mean": logits.mean, "weighted_mean": logits.mean, "max": logits.max, "min": logits.min}
-    return {name: logits if name == "concatenate" else made[name](0) for name in declared or {}}
+    """The outputs that `LargeBatchCall.options` speaks of, by name, of an array with
+    NumPy's methods.
+    """
+    made = {
+        "sum": logits.sum,
+        "mean": logits.mean,
+        "weighted_mean": logits.mean,
+        "max": logits.max,
+        "min": logits.min,
+    }
+    return {
+        name: logits if name == "concatenate" else made[name](0)
+        for name in declared or {}
+    }
 
 
 class Outcome(NamedTuple):
@@ -248,24 +319,38 @@ class LargeBatchHarness(Harness):
 
     @abstractmethod
     def value_and_grad(self, call: LargeBatchCall, batch: Batch) -> Outcome:
-        """The backend's splitting call; `batch` reaches it as a nest of two arrays, ``(x, y)``."""
-
-    @abstractmethod
-    def update(
-        self, session: Session, batch: Batch, *, loss: Loss = "mean", options: Mapping[str, Option], returns: Returns | None = None
-    ) -> float:
-        """A whole window of `session`'s wrapped optimizer in one call; returns the (unscaled) loss.
-
-        `returns` is as that of `LargeBatchCall`. `session` was started with ``steps=None`` in one of the `large_batch_modes`.
+        """The backend's splitting call; `batch` reaches it as a nest of two arrays,
+        ``(x, y)``.
         """
 
     @abstractmethod
-    def coupled(self, call: LargeBatchCall, coupling: Coupling, batch: Batch) -> Outcome:
-        """The backend's call for losses that couple the items of a batch; its options are ``steps`` and the like.
+    def update(
+        self,
+        session: Session,
+        batch: Batch,
+        *,
+        loss: Loss = "mean",
+        options: Mapping[str, Option],
+        returns: Returns | None = None,
+    ) -> float:
+        """A whole window of `session`'s wrapped optimizer in one call; returns the
+        (unscaled) loss.
 
-        The outputs of a micro-batch are a dict: ``left``, the model's of ``x``, and ``right``, the model's of `mirrored` ``x``. The loss
-        of all outputs is that of `coupling`, with its parameter ``temperature``, a scalar that begins at `TEMPERATURE`. The gradient has
-        an entry of that name.
+        `returns` is as that of `LargeBatchCall`. `session` was started with
+        ``steps=None`` in one of the `large_batch_modes`.
+        """
+
+    @abstractmethod
+    def coupled(
+        self, call: LargeBatchCall, coupling: Coupling, batch: Batch
+    ) -> Outcome:
+        """The backend's call for losses that couple the items of a batch; its options
+        are ``steps`` and the like.
+
+        The outputs of a micro-batch are a dict: ``left``, the model's of ``x``, and
+        ``right``, the model's of `mirrored` ``x``. The loss of all outputs is that of
+        `coupling`, with its parameter ``temperature``, a scalar that begins at
+        `TEMPERATURE`. The gradient has an entry of that name.
         """
 
 
@@ -273,8 +358,9 @@ class VerifyCall(NamedTuple):
     """A call of `gradaccum.verify`."""
 
     loss: Callable[..., Any]
-    """What the loss function returns, of the model's outputs (items, classes), its parameters by name, and the arrays of the batch. All of
-    them have NumPy's methods."""
+    """What the loss function returns, of the model's outputs (items, classes), its
+    parameters by name, and the arrays of the batch. All of them have NumPy's methods.
+    """
     batch: tuple[Array, ...]
     """The model takes the first array."""
     options: Mapping[str, Option] = MappingProxyType({})
@@ -286,7 +372,9 @@ class VerifyingHarness(Harness):
     """A backend that `gradaccum.verify` has a check for."""
 
     @abstractmethod
-    def verify(self, model: Model, weights: Arrays, call: VerifyCall) -> VerificationReport:
+    def verify(
+        self, model: Model, weights: Arrays, call: VerifyCall
+    ) -> VerificationReport:
         """The report of `gradaccum.verify`."""
 
 
@@ -300,22 +388,29 @@ class WorkersHarness(Harness):
     def join(self, rank: int, workers: int, folder: Path, port: int) -> None:
         """Make this process, in which nothing has run yet, worker number `rank`.
 
-        The workers meet in the empty `folder` that they share, or at the free `port` of this machine: as the engine wants it.
+        The workers meet in the empty `folder` that they share, or at the free `port` of
+        this machine: as the engine wants it.
         """
 
     @abstractmethod
     def start_shared(self, setup: Setup) -> Session:
-        """In a process that joined: as `start`, wrapped, but a window is that of all workers.
+        """In a process that joined: as `start`, wrapped, but a window is that of all
+        workers.
 
-        Every worker makes the same calls in the same order, this one and those of the session; `idle` stands for a micro-batch.
+        Every worker makes the same calls in the same order, this one and those of the
+        session; `idle` stands for a micro-batch.
         """
 
 
 class ShardedLossCall(NamedTuple):
-    """A cross-entropy whose classes are shared out over workers, as one of them calls it."""
+    """A cross-entropy whose classes are shared out over workers, as one of them calls
+    it.
+    """
 
     logits: Array
-    """This worker's, shape (*batch, own classes); the first worker has the first classes."""
+    """This worker's, shape (*batch, own classes); the first worker has the first
+    classes.
+    """
     labels: Array
     """Shape (*batch), numbered over all classes."""
     upstream: Array
@@ -333,8 +428,12 @@ class ShardedLossHarness(WorkersHarness):
     """A backend with a cross-entropy of logits that are sharded by class."""
 
     uneven_shards: ClassVar[bool] = True
-    """False: all workers hold equally many classes, the last of which may be padding. Then sizes are even but for the last workers'."""
+    """False: all workers hold equally many classes, the last of which may be padding.
+    Then sizes are even but for the last workers'.
+    """
 
     @abstractmethod
     def sharded_cross_entropy(self, call: ShardedLossCall) -> tuple[Array, Array]:
-        """The loss and its gradient by the worker's own logits; every worker of those that joined makes the call."""
+        """The loss and its gradient by the worker's own logits; every worker of those
+        that joined makes the call.
+        """

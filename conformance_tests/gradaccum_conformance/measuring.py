@@ -22,4 +22,6 @@ class Errors:
     def check(self, label: str, measured: float, bound: float) -> None:
         """Record the error, and fail if it is above its bound or not a number."""
         self.entries.append(Measured(label, float(measured), float(bound)))
-        assert measured <= bound, f"{label}: error {measured:.3g} above its bound {bound:.3g}"
+        assert measured <= bound, (
+            f"{label}: error {measured:.3g} above its bound {bound:.3g}"
+        )

@@ -1,4 +1,6 @@
-"""``--no-skips``: a skipped test fails the run, for machines on which every framework is installed."""
+"""``--no-skips``: a skipped test fails the run, for machines on which every framework
+is installed.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,9 @@ import pytest
 
 
 class NoSkips:
-    """Collects skipped tests and skipped modules. Declared gaps (xfail) are not skips."""
+    """Collects skipped tests and skipped modules. Declared gaps (xfail) are not
+    skips.
+    """
 
     def __init__(self) -> None:
         self.skipped: list[str] = []
@@ -23,7 +27,11 @@ class NoSkips:
         if self.skipped and exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
-    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+    def pytest_terminal_summary(
+        self, terminalreporter: pytest.TerminalReporter
+    ) -> None:
         if self.skipped:
             terminalreporter.section("--no-skips")
-            terminalreporter.write_line(f"{len(self.skipped)} skipped: {', '.join(sorted(set(self.skipped)))}")
+            terminalreporter.write_line(
+                f"{len(self.skipped)} skipped: {', '.join(sorted(set(self.skipped)))}"
+            )

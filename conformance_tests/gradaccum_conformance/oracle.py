@@ -1,7 +1,8 @@
 """The truth: loss and gradient of a model in float64 NumPy, differentiated by hand.
 
-Each layer is a pair of functions: forward returns the output and a function that maps the output's gradient to the input's
-gradient and the parameters' gradients. The softmax cross-entropy's gradient is (softmax - one-hot): Bridle, 1990.
+Each layer is a pair of functions: forward returns the output and a function that maps
+the output's gradient to the input's gradient and the parameters' gradients. The softmax
+cross-entropy's gradient is (softmax - one-hot): Bridle, 1990.
 """
 
 from __future__ import annotations
@@ -14,20 +15,41 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from gradaccum_conformance.couplings import COUPLINGS, TEMPERATURE, Coupling, mirrored
 from gradaccum_conformance.harness import Loss
-from gradaccum_conformance.specs import Array, Arrays, Attention, AvgPool, Batch, Conv, Dense, Flatten, Layer, MeanOverLength, Model, Tanh
+from gradaccum_conformance.specs import (
+    Array,
+    Arrays,
+    Attention,
+    AvgPool,
+    Batch,
+    Conv,
+    Dense,
+    Flatten,
+    Layer,
+    MeanOverLength,
+    Model,
+    Tanh,
+)
 
 Backward = Callable[[Array], tuple[Array, Arrays]]
 
 
-def loss_and_gradient(model: Model, weights: Arrays, batch: Batch, *, loss: Loss = "mean") -> tuple[float, Arrays]:
-    """The loss of the batch, mean or sum over its items, and its gradient by parameter name."""
+def loss_and_gradient(
+    model: Model, weights: Arrays, batch: Batch, *, loss: Loss = "mean"
+) -> tuple[float, Arrays]:
+    """The loss of the batch, mean or sum over its items, and its gradient by parameter
+    name.
+    """
     logits, backward = outputs_and_backward(model, weights, batch.x)
     value, gradient = _cross_entropy(logits, batch.y, loss)
     return value, backward(gradient)
 
 
-def outputs_and_backward(model: Model, weights: Arrays, x: Array) -> tuple[Array, Callable[[Array], Arrays]]:
-    """The model's output, and the function that maps its gradient to the parameters'."""
+def outputs_and_backward(
+    model: Model, weights: Arrays, x: Array
+) -> tuple[Array, Callable[[Array], Arrays]]:
+    """The model's output, and the function that maps its gradient to the
+    parameters'.
+    """
     backwards = []
     for index, layer in enumerate(model.layers):
         x, backward = forward(layer, _own(weights, index), x)
@@ -43,8 +65,12 @@ def outputs_and_backward(model: Model, weights: Arrays, x: Array) -> tuple[Array
     return x, parameters_gradient
 
 
-def coupled_loss_and_gradient(model: Model, weights: Arrays, coupling: Coupling, batch: Batch) -> tuple[float, Arrays]:
-    """The coupled loss of the whole batch and its gradient, that of ``temperature`` among it."""
+def coupled_loss_and_gradient(
+    model: Model, weights: Arrays, coupling: Coupling, batch: Batch
+) -> tuple[float, Arrays]:
+    """The coupled loss of the whole batch and its gradient, that of ``temperature``
+    among it.
+    """
     left, from_left = outputs_and_backward(model, weights, batch.x)
     right, from_right = outputs_and_backward(model, weights, mirrored(batch.x))
     coupled = COUPLINGS[coupling](left, right, TEMPERATURE)
@@ -53,10 +79,20 @@ def coupled_loss_and_gradient(model: Model, weights: Arrays, coupling: Coupling,
     return coupled.loss, gradient | {"temperature": np.asarray(coupled.temperature)}
 
 
-def item_losses(logits: Array, labels: Array, *, label_smoothing: float = 0.0, ignore_index: int = -100) -> tuple[Array, Array]:
-    """The cross-entropy of each item and its gradient by that item's logits, shape (*batch, classes); 0 for ignored items."""
+def item_losses(
+    logits: Array,
+    labels: Array,
+    *,
+    label_smoothing: float = 0.0,
+    ignore_index: int = -100,
+) -> tuple[Array, Array]:
+    """The cross-entropy of each item and its gradient by that item's logits, shape
+    (*batch, classes); 0 for ignored items.
+    """
     kept, classes = labels != ignore_index, logits.shape[-1]
-    target = (1 - label_smoothing) * np.eye(classes)[np.where(kept, labels, 0)] + label_smoothing / classes
+    target = (1 - label_smoothing) * np.eye(classes)[
+        np.where(kept, labels, 0)
+    ] + label_smoothing / classes
     p = _softmax(logits)
     with np.errstate(divide="ignore", invalid="ignore"):
         losses = -np.where(target > 0, target * np.log(p), 0).sum(-1)
@@ -96,9 +132,14 @@ def _(layer: Conv, w: Arrays, x: Array) -> tuple[Array, Backward]:
         flipped = w["weight"][:, :, ::-1, ::-1]
         windows: Array = sliding_window_view(padded, size, axis=(2, 3))  # type: ignore[call-overload]
         dx = np.einsum("bohwij,ocij->bchw", windows, flipped)
-        return dx, {"weight": np.einsum("bohw,bchwij->ocij", dy, patches), "bias": dy.sum((0, 2, 3))}
+        return dx, {
+            "weight": np.einsum("bohw,bchwij->ocij", dy, patches),
+            "bias": dy.sum((0, 2, 3)),
+        }
 
-    return np.einsum("bchwij,ocij->bohw", patches, w["weight"]) + w["bias"][:, None, None], backward
+    return np.einsum("bchwij,ocij->bohw", patches, w["weight"]) + w["bias"][
+        :, None, None
+    ], backward
 
 
 @forward.register
@@ -117,7 +158,12 @@ def _(layer: Attention, w: Arrays, x: Array) -> tuple[Array, Backward]:
         ds = p * (dp - (dp * p).sum(-1, keepdims=True)) / np.sqrt(layer.size)
         dq, dk = ds @ k, ds.swapaxes(1, 2) @ q
         dx = dy + dq @ w["query"] + dk @ w["key"] + dv @ w["value"]
-        inputs = {"query": (dq, x), "key": (dk, x), "value": (dv, x), "output": (dy, mixed)}
+        inputs = {
+            "query": (dq, x),
+            "key": (dk, x),
+            "value": (dv, x),
+            "output": (dy, mixed),
+        }
         return dx, {name: weight_gradient(*pair) for name, pair in inputs.items()}
 
     return x + mixed @ w["output"].T, backward
@@ -136,10 +182,14 @@ def _(layer: AvgPool, w: Arrays, x: Array) -> tuple[Array, Backward]:
 
     def backward(dy: Array) -> tuple[Array, Arrays]:
         dx = np.zeros_like(x)
-        dx[:, :, : rows * size, : columns * size] = dy.repeat(size, 2).repeat(size, 3) / size**2
+        dx[:, :, : rows * size, : columns * size] = (
+            dy.repeat(size, 2).repeat(size, 3) / size**2
+        )
         return dx, {}
 
-    squares = x[:, :, : rows * size, : columns * size].reshape(b, c, rows, size, columns, size)
+    squares = x[:, :, : rows * size, : columns * size].reshape(
+        b, c, rows, size, columns, size
+    )
     return squares.mean((3, 5)), backward
 
 
@@ -156,7 +206,11 @@ def _(layer: MeanOverLength, w: Arrays, x: Array) -> tuple[Array, Backward]:
 
 def _own(weights: Arrays, index: int) -> Arrays:
     prefix = f"{index}."
-    return {name.removeprefix(prefix): array for name, array in weights.items() if name.startswith(prefix)}
+    return {
+        name.removeprefix(prefix): array
+        for name, array in weights.items()
+        if name.startswith(prefix)
+    }
 
 
 def _softmax(x: Array) -> Array:
@@ -172,4 +226,8 @@ def _cross_entropy(logits: Array, labels: Array, loss: Loss) -> tuple[float, Arr
     losses = np.log(np.exp(shifted).sum(-1)) - shifted[rows, labels]
     gradient = p.copy()
     gradient[rows, labels] -= 1
-    return (float(losses.sum()), gradient) if loss == "sum" else (float(losses.mean()), gradient / len(labels))
+    return (
+        (float(losses.sum()), gradient)
+        if loss == "sum"
+        else (float(losses.mean()), gradient / len(labels))
+    )

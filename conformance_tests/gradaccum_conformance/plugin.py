@@ -1,6 +1,8 @@
-"""The suite's pytest plugin: which backends run, declared gaps, and a record of every result and measured error.
+"""The suite's pytest plugin: which backends run, declared gaps, and a record of every
+result and measured error.
 
-Loaded with ``-p gradaccum_conformance.plugin``, never by an entry point: it must not appear in other people's test runs.
+Loaded with ``-p gradaccum_conformance.plugin``, never by an entry point: it must not
+appear in other people's test runs.
 """
 
 from __future__ import annotations
@@ -30,19 +32,47 @@ CHOSEN = pytest.StashKey[list[str]]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("gradaccum conformance")
-    group.addoption("--backend", action="append", default=[], help="run this backend (repeatable); default: all that are installed")
-    group.addoption("--require-backend", action="append", default=[], help="fail unless this backend runs (repeatable)")
-    group.addoption("--no-skips", action="store_true", help="fail if any test was skipped")
-    group.addoption("--xfails-file", help="declared gaps, one per line: PATTERN  # reason; a line that matches nothing fails the run")
+    group.addoption(
+        "--backend",
+        action="append",
+        default=[],
+        help="run this backend (repeatable); default: all that are installed",
+    )
+    group.addoption(
+        "--require-backend",
+        action="append",
+        default=[],
+        help="fail unless this backend runs (repeatable)",
+    )
+    group.addoption(
+        "--no-skips", action="store_true", help="fail if any test was skipped"
+    )
+    group.addoption(
+        "--xfails-file",
+        help=(
+            "declared gaps, one per line: PATTERN  # reason; a line that matches"
+            " nothing fails the run"
+        ),
+    )
     group.addoption("--results", help="write results to this file as JSON lines")
-    group.addoption("--deep", action="store_true", help="test every combination and longer sequences; takes tens of minutes")
+    group.addoption(
+        "--deep",
+        action="store_true",
+        help="test every combination and longer sequences; takes tens of minutes",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "deep: only with --deep")
-    config.addinivalue_line("markers", "xdist_group(name): tests of one backend share a worker process")
-    config.addinivalue_line("markers", "every_mode: also in a backend's brief modes, without --deep")
-    config.addinivalue_line("markers", "no_such_backend: no chosen backend does what the test is about")
+    config.addinivalue_line(
+        "markers", "xdist_group(name): tests of one backend share a worker process"
+    )
+    config.addinivalue_line(
+        "markers", "every_mode: also in a backend's brief modes, without --deep"
+    )
+    config.addinivalue_line(
+        "markers", "no_such_backend: no chosen backend does what the test is about"
+    )
     config.pluginmanager.register(Results(config), "gradaccum-results")
     config.pluginmanager.register(workers, "gradaccum-workers")
     if config.getoption("--no-skips"):
@@ -50,9 +80,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def chosen_backends(config: pytest.Config) -> list[str]:
-    """The backends to run: the requested ones, else every one whose framework is installed.
+    """The backends to run: the requested ones, else every one whose framework is
+    installed.
 
-    Found once for a session: to read entry points means to read the metadata of every installed package.
+    Found once for a session: to read entry points means to read the metadata of every
+    installed package.
     """
     if CHOSEN not in config.stash:
         config.stash[CHOSEN] = _choose(config)
@@ -63,7 +95,9 @@ def _choose(config: pytest.Config) -> list[str]:
     chosen: list[str] = config.getoption("--backend") or list(available_backends())
     missing = set(config.getoption("--require-backend")) - set(available_backends())
     if missing:
-        raise pytest.UsageError(f"required, but not installed: {', '.join(sorted(missing))}")
+        raise pytest.UsageError(
+            f"required, but not installed: {', '.join(sorted(missing))}"
+        )
     return chosen
 
 
@@ -74,30 +108,58 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "crews" in metafunc.fixturenames:
         workers.parametrize_crews(metafunc, harnesses)
     elif kind := _kind_of(metafunc):
-        _parametrize_able(metafunc, [harness for harness in harnesses if isinstance(harness, kind)])
+        _parametrize_able(
+            metafunc, [harness for harness in harnesses if isinstance(harness, kind)]
+        )
     elif "mode" in metafunc.fixturenames:
         cases = [(harness, mode) for harness in harnesses for mode in harness.modes]
-        parameters = [_parameter(harness, mode, brief=_is_brief(metafunc)) for harness, mode in cases]
+        parameters = [
+            _parameter(harness, mode, brief=_is_brief(metafunc))
+            for harness, mode in cases
+        ]
         metafunc.parametrize(("backend", "mode"), parameters, scope="session")
     else:
-        metafunc.parametrize("backend", [_parameter(harness) for harness in harnesses], scope="session")
+        metafunc.parametrize(
+            "backend", [_parameter(harness) for harness in harnesses], scope="session"
+        )
 
 
 def _kind_of(metafunc: pytest.Metafunc) -> type[Any] | None:
-    """What a backend must be able to do for a test, which says so by the type of its backend."""
+    """What a backend must be able to do for a test, which says so by the type of its
+    backend.
+    """
     asked = metafunc.function.__annotations__.get("backend")
-    return next((kind for kind in (LargeBatchHarness, VerifyingHarness) if asked in (kind, kind.__name__)), None)
+    return next(
+        (
+            kind
+            for kind in (LargeBatchHarness, VerifyingHarness)
+            if asked in (kind, kind.__name__)
+        ),
+        None,
+    )
 
 
 def _parametrize_able(metafunc: pytest.Metafunc, able: Sequence[Any]) -> None:
-    """A case for each of these backends, and for each of its modes if the test asks for ``large_batch_mode``."""
+    """A case for each of these backends, and for each of its modes if the test asks for
+    ``large_batch_mode``.
+    """
     if "large_batch_mode" in metafunc.fixturenames:
-        cases = [_parameter(harness, mode, brief=_is_brief(metafunc)) for harness in able for mode in harness.large_batch_modes]
+        cases = [
+            _parameter(harness, mode, brief=_is_brief(metafunc))
+            for harness in able
+            for mode in harness.large_batch_modes
+        ]
         none = pytest.param(None, "", marks=pytest.mark.no_such_backend)
-        metafunc.parametrize(("backend", "large_batch_mode"), cases or [none], scope="session")
+        metafunc.parametrize(
+            ("backend", "large_batch_mode"), cases or [none], scope="session"
+        )
     else:
         none = pytest.param(None, marks=pytest.mark.no_such_backend)
-        metafunc.parametrize("backend", [_parameter(harness) for harness in able] or [none], scope="session")
+        metafunc.parametrize(
+            "backend",
+            [_parameter(harness) for harness in able] or [none],
+            scope="session",
+        )
 
 
 def _is_brief(metafunc: pytest.Metafunc) -> bool:
@@ -107,14 +169,22 @@ def _is_brief(metafunc: pytest.Metafunc) -> bool:
 
 def _parameter(harness: Harness, *mode: str, brief: bool = False) -> Any:
     left_out = {*harness.deep_modes, *(harness.brief_modes if brief else ())}
-    marks = [pytest.mark.xdist_group(harness.name)] + [pytest.mark.deep for one in mode if one in left_out]
+    marks = [pytest.mark.xdist_group(harness.name)] + [
+        pytest.mark.deep for one in mode if one in left_out
+    ]
     return pytest.param(harness, *mode, id="-".join((harness.name, *mode)), marks=marks)
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    items[:] = [item for item in items if not item.get_closest_marker("no_such_backend")]
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    items[:] = [
+        item for item in items if not item.get_closest_marker("no_such_backend")
+    ]
     # A gap may be in a deep test.
-    Xfails.read(config.getoption("--xfails-file"), chosen_backends(config)).mark(items, whole=not config.getoption("-k"))
+    Xfails.read(config.getoption("--xfails-file"), chosen_backends(config)).mark(
+        items, whole=not config.getoption("-k")
+    )
     if not config.getoption("--deep"):
         deep = [item for item in items if item.get_closest_marker("deep")]
         config.hook.pytest_deselected(items=deep)
@@ -129,23 +199,31 @@ def deep(request: pytest.FixtureRequest) -> bool:
 
 @pytest.fixture
 def errors() -> Errors:
-    """Records measured errors and their bounds. The first error above its bound fails the test."""
+    """Records measured errors and their bounds. The first error above its bound fails
+    the test.
+    """
     return Errors()
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """Attach the measured errors before pytest makes the test's report. A fixture's teardown would come too late."""
+    """Attach the measured errors before pytest makes the test's report. A fixture's
+    teardown would come too late.
+    """
     try:
         yield
     finally:
         recorder = getattr(item, "funcargs", {}).get("errors")
         if isinstance(recorder, Errors):
-            item.user_properties.append((ERRORS, [entry._asdict() for entry in recorder.entries]))
+            item.user_properties.append(
+                (ERRORS, [entry._asdict() for entry in recorder.entries])
+            )
 
 
 class Results:
-    """Writes the JSON lines of ``--results``: what was collected, every test's outcome, and the end."""
+    """Writes the JSON lines of ``--results``: what was collected, every test's outcome,
+    and the end.
+    """
 
     def __init__(self, config: pytest.Config) -> None:
         path = config.getoption("--results")
@@ -160,10 +238,16 @@ class Results:
                 print(json.dumps({"kind": kind, **fields}), file=file)
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        self.write("collected", backend=",".join(chosen_backends(session.config)), tests=len(session.items))
+        self.write(
+            "collected",
+            backend=",".join(chosen_backends(session.config)),
+            tests=len(session.items),
+        )
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if self.path and (report.when == "call" or (report.when == "setup" and not report.passed)):
+        if self.path and (
+            report.when == "call" or (report.when == "setup" and not report.passed)
+        ):
             module, _, test = report.nodeid.partition("::")
             self.write(
                 "test",
@@ -195,4 +279,8 @@ def _reason(report: pytest.TestReport) -> str:
         return str(report.wasxfail)
     if isinstance(report.longrepr, tuple):
         return str(report.longrepr[2])
-    return report.longreprtext.strip().splitlines()[-1] if report.failed and report.longreprtext else ""
+    return (
+        report.longreprtext.strip().splitlines()[-1]
+        if report.failed and report.longreprtext
+        else ""
+    )

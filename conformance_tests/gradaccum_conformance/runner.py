@@ -1,7 +1,8 @@
-"""Runs one process per backend and reads each one's results file, line by line, while it grows.
+"""Runs one process per backend and reads each one's results file, line by line, while
+it grows.
 
-Frameworks disturb each other in one process (thread pools, memory, signal handlers). And a crash of one must leave the results of the
-others whole.
+Frameworks disturb each other in one process (thread pools, memory, signal handlers).
+And a crash of one must leave the results of the others whole.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ OnRecord = Callable[[str, Record], None]
 POLL_SECONDS = 0.1
 LOG_LINES = 15
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-"""The user's own setting goes first. The models are tiny: threads that wait for each other cost several times what they bring."""
+"""The user's own setting goes first. The models are tiny: threads that wait for each
+other cost several times what they bring.
+"""
 
 
 class Job(NamedTuple):
@@ -32,7 +35,9 @@ class Job(NamedTuple):
     backend: str
     command: tuple[str, ...]
     results: Path
-    """The JSON-lines file that the command writes. Its printed output goes to a file beside it, with the suffix ``.log``."""
+    """The JSON-lines file that the command writes. Its printed output goes to a file
+    beside it, with the suffix ``.log``.
+    """
 
     @property
     def log(self) -> Path:
@@ -49,15 +54,21 @@ class Ended(NamedTuple):
     """The last lines of its printed output, to show after a failure."""
 
 
-def run_jobs(jobs: Sequence[Job], on_record: OnRecord, *, at_once: int = 1) -> list[Ended]:
-    """Run every job, at most `at_once` at a time, and return the outcomes in the order of `jobs`.
+def run_jobs(
+    jobs: Sequence[Job], on_record: OnRecord, *, at_once: int = 1
+) -> list[Ended]:
+    """Run every job, at most `at_once` at a time, and return the outcomes in the order
+    of `jobs`.
 
     An interrupt ends the running processes too.
     """
     waiting, running, ended = list(jobs), list[_Running](), dict[str, Ended]()
     try:
         while waiting or running:
-            running += [_Running(waiting.pop(0)) for _ in range(min(at_once - len(running), len(waiting)))]
+            running += [
+                _Running(waiting.pop(0))
+                for _ in range(min(at_once - len(running), len(waiting)))
+            ]
             for process in tuple(running):
                 if process.follow(on_record):
                     ended[process.job.backend] = process.end()
@@ -80,11 +91,17 @@ class _Running:
         job.results.write_bytes(b"")
         with job.log.open("wb") as log:
             self._process = subprocess.Popen(
-                job.command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env={**ONE_THREAD, **os.environ}
+                job.command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**ONE_THREAD, **os.environ},
             )
 
     def follow(self, on_record: OnRecord) -> bool:
-        """Pass on the records written since the last call. True once the process has ended and its last record is passed on."""
+        """Pass on the records written since the last call. True once the process has
+        ended and its last record is passed on.
+        """
         over = self._process.poll() is not None
         for record in self._new_records():
             self.records.append(record)
@@ -93,7 +110,12 @@ class _Running:
 
     def end(self) -> Ended:
         lines = self.job.log.read_text(encoding="utf-8", errors="replace").splitlines()
-        return Ended(self.job.backend, self._process.wait(), tuple(self.records), "\n".join(lines[-LOG_LINES:]))
+        return Ended(
+            self.job.backend,
+            self._process.wait(),
+            tuple(self.records),
+            "\n".join(lines[-LOG_LINES:]),
+        )
 
     def stop(self) -> None:
         self._process.terminate()
@@ -113,4 +135,8 @@ def _parse(line: bytes) -> Record:
         record = json.loads(line)
     except ValueError:
         record = None
-    return record if isinstance(record, dict) and "kind" in record else {"kind": "unreadable", "line": line.decode(errors="replace")}
+    return (
+        record
+        if isinstance(record, dict) and "kind" in record
+        else {"kind": "unreadable", "line": line.decode(errors="replace")}
+    )

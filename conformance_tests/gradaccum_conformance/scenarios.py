@@ -1,4 +1,6 @@
-"""The steps that most tests share: cut a batch, run a window, find the truth and its bound."""
+"""The steps that most tests share: cut a batch, run a window, find the truth and its
+bound.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,23 @@ import pytest
 
 from gradaccum import CheckpointError, StepResult
 from gradaccum_conformance import oracle
-from gradaccum_conformance.bounds import FLOAT64_RELATIVE, additions_in_gradient, gamma, worst
+from gradaccum_conformance.bounds import (
+    FLOAT64_RELATIVE,
+    additions_in_gradient,
+    gamma,
+    worst,
+)
 from gradaccum_conformance.harness import Dtype, Harness, Loss, Option, Session, Setup
 from gradaccum_conformance.measuring import Errors
-from gradaccum_conformance.specs import LINEAR, Arrays, Batch, Model, Optimizer, make_batch, make_weights
+from gradaccum_conformance.specs import (
+    LINEAR,
+    Arrays,
+    Batch,
+    Model,
+    Optimizer,
+    make_batch,
+    make_weights,
+)
 
 CAPTURE = Optimizer("capture")
 REDUCTIONS = ("mean", "sum", "item_mean")
@@ -23,12 +38,16 @@ REDUCTIONS = ("mean", "sum", "item_mean")
 def cut(batch: Batch, sizes: Iterable[int]) -> list[Batch]:
     """The batch in consecutive pieces of these sizes, all of it used."""
     edges = list(accumulate(sizes, initial=0))
-    assert edges[-1] == batch.items, f"sizes sum to {edges[-1]}, the batch has {batch.items} items"
+    assert edges[-1] == batch.items, (
+        f"sizes sum to {edges[-1]}, the batch has {batch.items} items"
+    )
     return [batch.rows(a, b) for a, b in pairwise(edges)]
 
 
 def micro_loss(reduction: str) -> Loss:
-    """The micro-batches' loss that makes this reduction give the large batch's gradient."""
+    """The micro-batches' loss that makes this reduction give the large batch's
+    gradient.
+    """
     return "mean" if reduction == "mean" else "sum"
 
 
@@ -46,8 +65,19 @@ def start(
     mode: str | None = None,
     **options: Option,
 ) -> Session:
-    """A session on the model's standard weights, wrapped with these options; without ``steps``, the caller closes each window."""
-    return backend.start(Setup(model, make_weights(model), optimizer, dtype, mode, {"steps": None, **options}))
+    """A session on the model's standard weights, wrapped with these options; without
+    ``steps``, the caller closes each window.
+    """
+    return backend.start(
+        Setup(
+            model,
+            make_weights(model),
+            optimizer,
+            dtype,
+            mode,
+            {"steps": None, **options},
+        )
+    )
 
 
 def feed(session: Session, pieces: Sequence[Batch], reduction: str = "mean") -> None:
@@ -67,28 +97,45 @@ def check_gradient(
     dtype: Dtype = "float32",
     reduction: str = "mean",
 ) -> None:
-    """The captured gradient against the float64 truth: in float32 up to twice the framework's own error, or the derived bound."""
+    """The captured gradient against the float64 truth: in float32 up to twice the
+    framework's own error, or the derived bound.
+    """
     weights, loss = make_weights(model), large_loss(reduction)
     gradient = session.captured().gradient
     assert gradient is not None, "the inner optimizer never ran"
     _, truth = oracle.loss_and_gradient(model, weights, batch, loss=loss)
     limit = FLOAT64_RELATIVE
     if dtype == "float32":
-        own = worst(backend.gradient(model, weights, batch, dtype=dtype, loss=loss), truth)
-        limit = max(2 * own, gamma(additions_in_gradient(model, batch.items, micro_batches), dtype))
+        own = worst(
+            backend.gradient(model, weights, batch, dtype=dtype, loss=loss), truth
+        )
+        limit = max(
+            2 * own,
+            gamma(additions_in_gradient(model, batch.items, micro_batches), dtype),
+        )
     errors.check(f"gradient, {dtype}", worst(gradient, truth), limit)
 
 
 def random_tree(model: Model, seed: int, scale: float = 1.0) -> Arrays:
-    """Normal gradients for every parameter, float64 values that float32 holds exactly."""
+    """Normal gradients for every parameter, float64 values that float32 holds
+    exactly.
+    """
     rng = np.random.default_rng(seed)
     shapes = model.parameter_shapes()
-    return {name: (scale * rng.standard_normal(shape)).astype(np.float32).astype(np.float64) for name, shape in shapes.items()}
+    return {
+        name: (scale * rng.standard_normal(shape)).astype(np.float32).astype(np.float64)
+        for name, shape in shapes.items()
+    }
 
 
 def coarse(model: Model, seed: int, step: float) -> Arrays:
-    """Gradients in few bits (multiples of `step`), so that every sum of them, weighted and scaled, is exact in float32."""
-    return {name: step * np.round(4 * array) for name, array in random_tree(model, seed).items()}
+    """Gradients in few bits (multiples of `step`), so that every sum of them, weighted
+    and scaled, is exact in float32.
+    """
+    return {
+        name: step * np.round(4 * array)
+        for name, array in random_tree(model, seed).items()
+    }
 
 
 def poisoned(tree: Arrays, value: float) -> Arrays:
@@ -100,19 +147,32 @@ def poisoned(tree: Arrays, value: float) -> Arrays:
 
 def global_norm(tree: Arrays) -> float:
     """2-norm of all elements."""
-    return float(np.sqrt(sum(float((array.astype(np.float64) ** 2).sum()) for array in tree.values())))
+    return float(
+        np.sqrt(
+            sum(float((array.astype(np.float64) ** 2).sum()) for array in tree.values())
+        )
+    )
 
 
 def mean_of(trees: Sequence[Arrays], weights: Sequence[float] | None = None) -> Arrays:
     """Weighted mean, float64."""
     factors = list(weights) if weights is not None else [1.0] * len(trees)
     total = sum(factors)
-    return {name: np.sum([f * tree[name] for f, tree in zip(factors, trees, strict=True)], axis=0) / total for name in trees[0]}
+    return {
+        name: np.sum(
+            [f * tree[name] for f, tree in zip(factors, trees, strict=True)], axis=0
+        )
+        / total
+        for name in trees[0]
+    }
 
 
 def same(a: Arrays, b: Arrays) -> bool:
     """Bit for bit, names included."""
-    return set(a) == set(b) and all(a[name].dtype == b[name].dtype and a[name].tobytes() == b[name].tobytes() for name in a)
+    return set(a) == set(b) and all(
+        a[name].dtype == b[name].dtype and a[name].tobytes() == b[name].tobytes()
+        for name in a
+    )
 
 
 def same_result(a: StepResult, b: StepResult) -> bool:
@@ -120,13 +180,24 @@ def same_result(a: StepResult, b: StepResult) -> bool:
     return all(x == y or (x != x and y != y) for x, y in zip(a, b, strict=True))
 
 
-def refuses_to_load(session: Session, directory: Path, words: str | None = None) -> None:
+def refuses_to_load(
+    session: Session, directory: Path, words: str | None = None
+) -> None:
     """Loading raises, in these words, and changes nothing."""
-    before = session.state(), session.parameters(), session.optimizer_state(), session.accumulator()
+    before = (
+        session.state(),
+        session.parameters(),
+        session.optimizer_state(),
+        session.accumulator(),
+    )
     with pytest.raises(CheckpointError, match=words):
         session.load(directory)
     assert session.state() == before[0]
-    for now, then in zip((session.parameters(), session.optimizer_state(), session.accumulator()), before[1:], strict=True):
+    for now, then in zip(
+        (session.parameters(), session.optimizer_state(), session.accumulator()),
+        before[1:],
+        strict=True,
+    ):
         assert same(now, then)
 
 

@@ -1,4 +1,6 @@
-"""Chooses the backends that a command runs: the requested ones, or every installed one. It imports none of them."""
+"""Chooses the backends that a command runs: the requested ones, or every installed one.
+It imports none of them.
+"""
 
 from __future__ import annotations
 
@@ -24,18 +26,28 @@ class Selection(NamedTuple):
         return not self.chosen or (self.asked and bool(self.missing))
 
 
-def select_backends(asked: Sequence[str], *, leave_out: Collection[str] = ()) -> Selection:
-    """The requested backends, in that order. If none is requested: every known one except `leave_out`.
+def select_backends(
+    asked: Sequence[str], *, leave_out: Collection[str] = ()
+) -> Selection:
+    """The requested backends, in that order. If none is requested: every known one
+    except `leave_out`.
 
     Raises:
         BackendNotFoundError: a name that no backend has.
     """
     known, available = registered_backends(), available_backends()
     if unknown := [name for name in asked if name not in known]:
-        raise BackendNotFoundError(f"--backend: expected one of {', '.join(known)}; got {', '.join(unknown)}. Check the spelling.")
-    names = tuple(dict.fromkeys(asked)) or tuple(name for name in known if name not in leave_out)
+        raise BackendNotFoundError(
+            f"--backend: expected one of {', '.join(known)}; got {', '.join(unknown)}."
+            " Check the spelling."
+        )
+    names = tuple(dict.fromkeys(asked)) or tuple(
+        name for name in known if name not in leave_out
+    )
     chosen = tuple(name for name in names if name in available)
-    return Selection(chosen, tuple(name for name in names if name not in available), bool(asked))
+    return Selection(
+        chosen, tuple(name for name in names if name not in available), bool(asked)
+    )
 
 
 def install_command(backend: str) -> str:

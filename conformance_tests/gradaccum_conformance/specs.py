@@ -1,7 +1,9 @@
-"""Models, batches and optimizers as plain data, so that every backend builds the same ones.
+"""Models, batches and optimizers as plain data, so that every backend builds the same
+ones.
 
-A model is a tuple of layers applied in turn to ``x``; its loss is the softmax cross-entropy of the last layer's output. Parameters
-are NumPy arrays by name: ``"{index of the layer}.{parameter}"``. Every array is row-major with the batch first.
+A model is a tuple of layers applied in turn to ``x``; its loss is the softmax
+cross-entropy of the last layer's output. Parameters are NumPy arrays by name:
+``"{index of the layer}.{parameter}"``. Every array is row-major with the batch first.
 """
 
 from __future__ import annotations
@@ -26,26 +28,34 @@ class Dense(NamedTuple):
 
 
 class Conv(NamedTuple):
-    """Cross-correlation, stride 1, no padding, on (batch, c_in, height, width); weight (c_out, c_in, size, size), bias (c_out,)."""
+    """Cross-correlation, stride 1, no padding, on (batch, c_in, height, width); weight
+    (c_out, c_in, size, size), bias (c_out,).
+    """
 
     c_in: int
     c_out: int
     size: int
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {"weight": (self.c_out, self.c_in, self.size, self.size), "bias": (self.c_out,)}
+        return {
+            "weight": (self.c_out, self.c_in, self.size, self.size),
+            "bias": (self.c_out,),
+        }
 
 
 class Attention(NamedTuple):
     """Single-head self-attention with a residual, on (batch, length, size).
 
-    ``x + softmax(q k^T / sqrt(size)) v @ output.T`` with ``q = x @ query.T``, and k and v alike; four weights (size, size), no bias.
+    ``x + softmax(q k^T / sqrt(size)) v @ output.T`` with ``q = x @ query.T``, and k and
+    v alike; four weights (size, size), no bias.
     """
 
     size: int
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        return dict.fromkeys(("query", "key", "value", "output"), (self.size, self.size))
+        return dict.fromkeys(
+            ("query", "key", "value", "output"), (self.size, self.size)
+        )
 
 
 class Tanh(NamedTuple):
@@ -56,7 +66,9 @@ class Tanh(NamedTuple):
 
 
 class AvgPool(NamedTuple):
-    """Mean of each `size` x `size` square, stride `size`, no padding (rows and columns left over are dropped)."""
+    """Mean of each `size` x `size` square, stride `size`, no padding (rows and columns
+    left over are dropped).
+    """
 
     size: int
 
@@ -90,11 +102,17 @@ class Model(NamedTuple):
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes by parameter name, in the order every backend must keep."""
-        return {f"{index}.{name}": shape for index, layer in enumerate(self.layers) for name, shape in layer.shapes().items()}
+        return {
+            f"{index}.{name}": shape
+            for index, layer in enumerate(self.layers)
+            for name, shape in layer.shapes().items()
+        }
 
 
 class Batch(NamedTuple):
-    """Inputs, shape (batch, *input_shape), float64, and labels, shape (batch,), int64."""
+    """Inputs, shape (batch, *input_shape), float64, and labels, shape (batch,),
+    int64.
+    """
 
     x: Array
     y: NDArray[np.int64]
@@ -109,28 +127,50 @@ class Batch(NamedTuple):
 
 
 class Optimizer(NamedTuple):
-    """An inner optimizer. ``capture`` is plain SGD that also stores its number of calls and its last gradient."""
+    """An inner optimizer. ``capture`` is plain SGD that also stores its number of calls
+    and its last gradient.
+    """
 
     kind: Literal["capture", "sgd", "momentum", "adam", "adamw"]
     learning_rate: float = 0.125
-    """``momentum`` has coefficient 0.9, ``adamw`` weight decay 0.01; else 0. Adam's betas are (0.9, 0.999), its epsilon 1e-8."""
+    """``momentum`` has coefficient 0.9, ``adamw`` weight decay 0.01; else 0. Adam's
+    betas are (0.9, 0.999), its epsilon 1e-8.
+    """
 
 
 LINEAR = Model("linear", (6,), (Dense(6, 4),))
 MLP = Model("mlp", (6,), (Dense(6, 8), Tanh(), Dense(8, 4)))
-LENET = Model("lenet", (1, 8, 8), (Conv(1, 6, 3), Tanh(), AvgPool(2), Flatten(), Dense(54, 64), Tanh(), Dense(64, 10)))
-ATTENTION = Model("attention", (5, 6), (Dense(6, 8), Attention(8), MeanOverLength(), Dense(8, 4)))
+LENET = Model(
+    "lenet",
+    (1, 8, 8),
+    (
+        Conv(1, 6, 3),
+        Tanh(),
+        AvgPool(2),
+        Flatten(),
+        Dense(54, 64),
+        Tanh(),
+        Dense(64, 10),
+    ),
+)
+ATTENTION = Model(
+    "attention", (5, 6), (Dense(6, 8), Attention(8), MeanOverLength(), Dense(8, 4))
+)
 MODELS = (LINEAR, MLP, LENET, ATTENTION)
 
 
 def make_weights(model: Model, seed: int = 0) -> Arrays:
-    """Initial weights, float64 values that float32 holds exactly: uniform in +-1/sqrt(fan_in), the rule of LeCun et al. 1998."""
+    """Initial weights, float64 values that float32 holds exactly: uniform in
+    +-1/sqrt(fan_in), the rule of LeCun et al. 1998.
+    """
     rng = np.random.default_rng(seed)
     weights: Arrays = {}
     for name, shape in model.parameter_shapes().items():
         fan_in = int(np.prod(shape[1:])) if len(shape) > 1 else int(shape[0])
         bound = 1 / np.sqrt(fan_in)
-        weights[name] = rng.uniform(-bound, bound, shape).astype(np.float32).astype(np.float64)
+        weights[name] = (
+            rng.uniform(-bound, bound, shape).astype(np.float32).astype(np.float64)
+        )
     return weights
 
 
@@ -139,5 +179,9 @@ def make_batch(model: Model, items: int, seed: int = 0) -> Batch:
     rng = np.random.default_rng(seed)
     last = model.layers[-1]
     assert isinstance(last, Dense)
-    x = rng.standard_normal((items, *model.input_shape)).astype(np.float32).astype(np.float64)
+    x = (
+        rng.standard_normal((items, *model.input_shape))
+        .astype(np.float32)
+        .astype(np.float64)
+    )
     return Batch(x, rng.integers(0, last.n_out, items))

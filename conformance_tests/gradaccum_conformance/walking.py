@@ -1,6 +1,8 @@
-"""A walk over states: every event from every state that can be reached, however deep it lies.
+"""A walk over states: every event from every state that can be reached, however deep it
+lies.
 
-Sequences up to a length visit the shallow states again and again, and the deep ones never.
+Sequences up to a length visit the shallow states again and again, and the deep ones
+never.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ class Walker(Protocol):
     def restore(self, snapshots: Any) -> None: ...
 
 
-def walk(walker: Walker, events: Iterable[str], state: Callable[[], Hashable]) -> dict[Hashable, int]:
+def walk(
+    walker: Walker, events: Iterable[str], state: Callable[[], Hashable]
+) -> dict[Hashable, int]:
     """Breadth first: each event once from each state.
 
     Returns:
@@ -45,15 +49,36 @@ def walk(walker: Walker, events: Iterable[str], state: Callable[[], Hashable]) -
 
 
 def state_of(truth: Session, options: dict[str, Option]) -> Hashable:
-    """What the reference will do next depends on nothing else, so there are finitely many of these.
+    """What the reference will do next depends on nothing else, so there are finitely
+    many of these.
 
-    Updates are told apart up to the last change of the schedule, skipped windows and parameters not at all. The micro-batches of a window
-    that ends by its weight are told apart up to one: those of weight 0 are without end.
+    Updates are told apart up to the last change of the schedule, skipped windows and
+    parameters not at all. The micro-batches of a window that ends by its weight are
+    told apart up to one: those of weight 0 are without end.
     """
     steps, fields, total = options["steps"], truth.state(), truth.accumulator()
     finite = all(np.isfinite(array).all() for array in total.values())
-    norm = float(np.sqrt(sum(float(np.square(array.astype(np.float64)).sum()) for array in total.values()))) if finite else None
+    norm = (
+        float(
+            np.sqrt(
+                sum(
+                    float(np.square(array.astype(np.float64)).sum())
+                    for array in total.values()
+                )
+            )
+        )
+        if finite
+        else None
+    )
     last_change = steps[-1][0] if isinstance(steps, list) else 0
-    micro_step = min(fields.micro_step, 1) if isinstance(steps, UntilWeight) else fields.micro_step
-    known = fields._replace(micro_step=micro_step, optimizer_step=min(fields.optimizer_step, last_change), skipped_windows=0)
+    micro_step = (
+        min(fields.micro_step, 1)
+        if isinstance(steps, UntilWeight)
+        else fields.micro_step
+    )
+    known = fields._replace(
+        micro_step=micro_step,
+        optimizer_step=min(fields.optimizer_step, last_change),
+        skipped_windows=0,
+    )
     return (*known, None if norm is None else round(norm, 3))

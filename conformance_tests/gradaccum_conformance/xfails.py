@@ -1,7 +1,10 @@
-"""Declared gaps: tests that a backend is known to fail, each with a reason. They are strict.
+"""Declared gaps: tests that a backend is known to fail, each with a reason. They are
+strict.
 
-A file has one line per gap, ``PATTERN  # reason``, where PATTERN is a shell pattern over ``module::test[parameters]``. A declared
-test that passes fails the run, and so does a line that matches no test. A gap of some versions is ``PATTERN  # mindspore<2.9: reason``.
+A file has one line per gap, ``PATTERN  # reason``, where PATTERN is a shell pattern
+over ``module::test[parameters]``. A declared test that passes fails the run, and so
+does a line that matches no test. A gap of some versions is
+``PATTERN  # mindspore<2.9: reason``.
 """
 
 from __future__ import annotations
@@ -34,25 +37,48 @@ class Xfails(NamedTuple):
 
     @classmethod
     def read(cls, file: str | None, backends: Sequence[str]) -> Xfails:
-        """The gaps in `file`, or in the files that ship with the suite for these backends."""
-        files = [Path(file)] if file else [path for name in backends if (path := shipped(name))]
+        """The gaps in `file`, or in the files that ship with the suite for these
+        backends.
+        """
+        files = (
+            [Path(file)]
+            if file
+            else [path for name in backends if (path := shipped(name))]
+        )
         return cls(tuple(gap for path in files for gap in _parse(path)))
 
     def mark(self, items: Sequence[pytest.Item], *, whole: bool) -> None:
-        """Mark the matching tests. With `whole`, a line that matches no test of a collected module is an error."""
+        """Mark the matching tests. With `whole`, a line that matches no test of a
+        collected module is an error.
+        """
         for gap in self.gaps:
-            matching = [item for item in items if fnmatchcase(_name(item), _literal(gap.pattern))]
+            matching = [
+                item
+                for item in items
+                if fnmatchcase(_name(item), _literal(gap.pattern))
+            ]
             for item in matching:
                 item.add_marker(pytest.mark.xfail(reason=gap.reason, strict=True))
             module = gap.pattern.partition("::")[0]
-            if whole and not matching and any(_name(item).startswith(f"{module}::") for item in items):
-                raise pytest.UsageError(f"{gap.source}: stale line, matches no test: {gap.pattern}")
+            if (
+                whole
+                and not matching
+                and any(_name(item).startswith(f"{module}::") for item in items)
+            ):
+                raise pytest.UsageError(
+                    f"{gap.source}: stale line, matches no test: {gap.pattern}"
+                )
 
 
 def shipped(backend: str) -> Path | None:
-    """The file of declared gaps for one of this project's backends: inside the installed package, or beside it in a checkout."""
+    """The file of declared gaps for one of this project's backends: inside the
+    installed package, or beside it in a checkout.
+    """
     here = Path(__file__).parent
-    candidates = (here / "xfails" / f"{backend}.txt", here.parent / "xfails" / f"{backend}.txt")
+    candidates = (
+        here / "xfails" / f"{backend}.txt",
+        here.parent / "xfails" / f"{backend}.txt",
+    )
     return next((path for path in candidates if path.is_file()), None)
 
 

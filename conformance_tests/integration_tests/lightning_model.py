@@ -1,4 +1,6 @@
-"""A Lightning module under a wrapped optimizer, its trainer, and the bare optimizer's run of the large batches."""
+"""A Lightning module under a wrapped optimizer, its trainer, and the bare optimizer's
+run of the large batches.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,20 @@ Y = X.sum(dim=1, keepdim=True).sin()
 """13 micro-batches of two rows: three windows of four, and one of one."""
 
 WARNINGS = (
-    "ignore:`isinstance.treespec, LeafSpec.` is deprecated, use `isinstance.treespec, TreeSpec. and treespec.is_leaf..` instead",
+    (
+        "ignore:`isinstance.treespec, LeafSpec.` is deprecated, use"
+        " `isinstance.treespec, TreeSpec. and treespec.is_leaf..` instead"
+    ),
     "ignore:The '.*_dataloader' does not have many workers which may be a bottleneck.",
     "ignore:`lightning_utilities.core.rank_zero",
-    "ignore:Be aware that when using `ckpt_path`, callbacks used to create the checkpoint need to be provided",
-    "ignore:Using ModelCheckpoint with manual optimization and every_n_train_steps, but no pre-optimization state was saved.",
+    (
+        "ignore:Be aware that when using `ckpt_path`, callbacks used to create the"
+        " checkpoint need to be provided"
+    ),
+    (
+        "ignore:Using ModelCheckpoint with manual optimization and every_n_train_steps,"
+        " but no pre-optimization state was saved."
+    ),
 )
 """Lightning's own."""
 
@@ -46,7 +57,9 @@ def loss_of(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 class Automatic(pl.LightningModule):
-    """Lightning runs the optimizer; `options` are those of `gradaccum.wrap`, None: the optimizer stays bare."""
+    """Lightning runs the optimizer; `options` are those of `gradaccum.wrap`, None: the
+    optimizer stays bare.
+    """
 
     def __init__(self, options: dict[str, Any] | None, gate: bool = False) -> None:
         super().__init__()
@@ -57,12 +70,19 @@ class Automatic(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         inner = inner_of(self.net)
-        opt = inner if self.options is None else gradaccum.wrap(inner, **{"steps": STEPS, **self.options})
+        opt = (
+            inner
+            if self.options is None
+            else gradaccum.wrap(inner, **{"steps": STEPS, **self.options})
+        )
         if not self.gate:
             return opt
         scheduler = halved(opt)
         gated = scheduler if self.options is None else gradaccum.wrap(scheduler)
-        return {"optimizer": opt, "lr_scheduler": {"scheduler": gated, "interval": "step"}}
+        return {
+            "optimizer": opt,
+            "lr_scheduler": {"scheduler": gated, "interval": "step"},
+        }
 
 
 class Manual(Automatic):
@@ -79,23 +99,45 @@ class Manual(Automatic):
             self.lr_schedulers().step()
 
 
-def loader(rows: int = 26, size: int = ROWS, dtype: torch.dtype = torch.float64) -> DataLoader[Any]:
-    return DataLoader(TensorDataset(X[:rows].to(dtype), Y[:rows].to(dtype)), batch_size=size)
+def loader(
+    rows: int = 26, size: int = ROWS, dtype: torch.dtype = torch.float64
+) -> DataLoader[Any]:
+    return DataLoader(
+        TensorDataset(X[:rows].to(dtype), Y[:rows].to(dtype)), batch_size=size
+    )
 
 
 def trainer(*callbacks: pl.Callback, **options: Any) -> pl.Trainer:
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+    quiet = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+    }
     callbacks = callbacks or (AccumulationCallback(),)
-    return pl.Trainer(accelerator="cpu", callbacks=list(callbacks), **{"max_epochs": 2, **quiet, **options})
+    return pl.Trainer(
+        accelerator="cpu",
+        callbacks=list(callbacks),
+        **{"max_epochs": 2, **quiet, **options},
+    )
 
 
-def windows(rows: int = 26, size: int = STEPS * ROWS) -> Iterator[tuple[Tensor, Tensor]]:
+def windows(
+    rows: int = 26, size: int = STEPS * ROWS
+) -> Iterator[tuple[Tensor, Tensor]]:
     for start in range(0, rows, size):
         yield X[start : min(start + size, rows)], Y[start : min(start + size, rows)]
 
 
-def large(epochs: int = 2, gate: bool = False, rows: int = 26, change: Callable[[nn.Module], object] = lambda net: None) -> nn.Module:
-    """The bare optimizer's run: one step per window, the epoch's last one of what is left; `change` comes before each step."""
+def large(
+    epochs: int = 2,
+    gate: bool = False,
+    rows: int = 26,
+    change: Callable[[nn.Module], object] = lambda net: None,
+) -> nn.Module:
+    """The bare optimizer's run: one step per window, the epoch's last one of what is
+    left; `change` comes before each step.
+    """
     net = make_net()
     opt = inner_of(net)
     scheduler = halved(opt)
@@ -111,6 +153,13 @@ def large(epochs: int = 2, gate: bool = False, rows: int = 26, change: Callable[
 
 
 def furthest(mine: nn.Module, wanted: nn.Module) -> float:
-    """The largest difference of two models' parameters, relative to the largest parameter."""
-    pairs = [(p.detach(), q.detach()) for p, q in zip(mine.parameters(), wanted.parameters(), strict=True)]
-    return max(float((p - q).abs().max()) for p, q in pairs) / max(float(q.abs().max()) for _, q in pairs)
+    """The largest difference of two models' parameters, relative to the largest
+    parameter.
+    """
+    pairs = [
+        (p.detach(), q.detach())
+        for p, q in zip(mine.parameters(), wanted.parameters(), strict=True)
+    ]
+    return max(float((p - q).abs().max()) for p, q in pairs) / max(
+        float(q.abs().max()) for _, q in pairs
+    )

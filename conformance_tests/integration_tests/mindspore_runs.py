@@ -1,4 +1,6 @@
-"""A linear regression trained by any optimizer of MindSpore: bare on the large batches, and wrapped on their micro-batches."""
+"""A linear regression trained by any optimizer of MindSpore: bare on the large batches,
+and wrapped on their micro-batches.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def values(net: nn.Cell) -> Any:
     return np.concatenate([net.weight.asnumpy().ravel(), net.bias.asnumpy()])
 
 
-def stepping(net: nn.Cell, optimizer: Any, jit: bool = False) -> Callable[[Tensor, Tensor], Tensor]:
+def stepping(
+    net: nn.Cell, optimizer: Any, jit: bool = False
+) -> Callable[[Tensor, Tensor], Tensor]:
     """A training step."""
 
     def forward(x: Tensor, y: Tensor) -> Tensor:
@@ -74,7 +78,11 @@ def accumulated(make: Make, jit: bool = False, **options: Any) -> Any:
 
 
 def assert_equals_large_batches(make: Make) -> None:
-    """Within 1e-6 of the bare optimizer on the large batches, which moves the parameters."""
+    """Within 1e-6 of the bare optimizer on the large batches, which moves the
+    parameters.
+    """
     wanted = large(make)
-    assert np.abs(wanted - START).max() > 1e-5, "the comparison would pass without an update"
+    assert np.abs(wanted - START).max() > 1e-5, (
+        "the comparison would pass without an update"
+    )
     np.testing.assert_allclose(accumulated(make), wanted, rtol=1e-6, atol=1e-6)

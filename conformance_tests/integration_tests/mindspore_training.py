@@ -1,4 +1,6 @@
-"""`mindspore.train.Model` on the regression of `mindspore_runs`, bare on the large batches or wrapped on their micro-batches."""
+"""`mindspore.train.Model` on the regression of `mindspore_runs`, bare on the large
+batches or wrapped on their micro-batches.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,15 @@ from mindspore.dataset import NumpySlicesDataset
 from mindspore.train import Model
 
 import gradaccum
-from conformance_tests.integration_tests.mindspore_runs import PART, START, STEPS, X, Y, make_net, values
+from conformance_tests.integration_tests.mindspore_runs import (
+    PART,
+    START,
+    STEPS,
+    X,
+    Y,
+    make_net,
+    values,
+)
 from gradaccum_mindspore import TrainOneStepCell
 
 WHOLE = 12
@@ -23,7 +33,9 @@ WHOLE = 12
 
 def data(size: int, first: int = 0, end: int = WHOLE) -> NumpySlicesDataset:
     """Batches of these rows, in order; the last may be short."""
-    return NumpySlicesDataset((X[first:end], Y[first:end]), ["x", "y"], shuffle=False).batch(size)
+    return NumpySlicesDataset(
+        (X[first:end], Y[first:end]), ["x", "y"], shuffle=False
+    ).batch(size)
 
 
 def momentum(net: nn.Cell, rate: Any = 0.01) -> nn.Momentum:
@@ -35,32 +47,51 @@ class Run:
     """A model to train, and what it is made of.
 
     Args:
-        wrapped: on micro-batches, by a wrapped optimizer; else on the large batches, by the bare one.
+        wrapped: on micro-batches, by a wrapped optimizer; else on the large batches, by
+            the bare one.
         make: the inner optimizer.
-        cell: train by `gradaccum_mindspore.TrainOneStepCell` where wrapped, which weighs a micro-batch by its items.
+        cell: train by `gradaccum_mindspore.TrainOneStepCell` where wrapped, which
+            weighs a micro-batch by its items.
         options: of `mindspore.train.Model`.
     """
 
     def __init__(
-        self, wrapped: bool, make: Callable[[nn.Cell], Any] = momentum, cell: bool = False, net: nn.Cell | None = None, **options: Any
+        self,
+        wrapped: bool,
+        make: Callable[[nn.Cell], Any] = momentum,
+        cell: bool = False,
+        net: nn.Cell | None = None,
+        **options: Any,
     ) -> None:
         self.net = make_net() if net is None else net
         inner = make(self.net)
         self.opt = gradaccum.wrap(inner, steps=STEPS) if wrapped else inner
         self.size = PART if wrapped else PART * STEPS
         if cell and wrapped:
-            self.model = Model(TrainOneStepCell(nn.WithLossCell(self.net, nn.MSELoss()), self.opt), **options)
+            self.model = Model(
+                TrainOneStepCell(nn.WithLossCell(self.net, nn.MSELoss()), self.opt),
+                **options,
+            )
         else:
             self.model = Model(self.net, nn.MSELoss(), self.opt, **options)
 
-    def train(self, epochs: int = 1, callbacks: Any = (), end: int = WHOLE, **options: Any) -> Any:
+    def train(
+        self, epochs: int = 1, callbacks: Any = (), end: int = WHOLE, **options: Any
+    ) -> Any:
         """Train on the first `end` rows; returns the parameters."""
-        self.model.train(epochs, data(self.size, end=end), callbacks=list(callbacks), **{"dataset_sink_mode": False, **options})
+        self.model.train(
+            epochs,
+            data(self.size, end=end),
+            callbacks=list(callbacks),
+            **{"dataset_sink_mode": False, **options},
+        )
         return values(self.net)
 
 
 def by_hand(epochs: int, *windows: tuple[int, int]) -> Any:
-    """The parameters after the bare optimizer's updates with these rows, in each epoch."""
+    """The parameters after the bare optimizer's updates with these rows, in each
+    epoch.
+    """
     net = make_net()
     step = nn.TrainOneStepCell(nn.WithLossCell(net, nn.MSELoss()), momentum(net))
     for first, end in windows * epochs:
@@ -76,7 +107,10 @@ def same(got: Any, wanted: Any, within: float = 1e-6) -> None:
 
 def everything(model: Model) -> dict[str, Any]:
     """All Parameters of its training network."""
-    return {name: p.asnumpy().tolist() for name, p in model.train_network.parameters_dict().items()}
+    return {
+        name: p.asnumpy().tolist()
+        for name, p in model.train_network.parameters_dict().items()
+    }
 
 
 def set_mode(graph: bool) -> None:

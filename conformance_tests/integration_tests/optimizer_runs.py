@@ -1,4 +1,6 @@
-"""A small model trained by any optimizer: bare on the large batches, and wrapped on their micro-batches."""
+"""A small model trained by any optimizer: bare on the large batches, and wrapped on
+their micro-batches.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from torch import Tensor, nn
 import gradaccum
 
 ROWS, WINDOW, PART = 20, 8, 2
-X = torch.randn(ROWS, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+X = torch.randn(
+    ROWS, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+)
 Y = X.sum(dim=1, keepdim=True).sin()
 """Two windows of four micro-batches and one of two, per epoch."""
 
@@ -26,7 +30,9 @@ class Loop(NamedTuple):
     """What an optimizer asks of the loop."""
 
     graph: bool = False
-    """It differentiates ``.grad``: ``backward(create_graph=True)``. A copy would lose the graph, so ``separate_sums`` refuses it."""
+    """It differentiates ``.grad``: ``backward(create_graph=True)``. A copy would lose
+    the graph, so ``separate_sums`` refuses it.
+    """
     bias: bool = True
     """False: it takes matrices only."""
     dtype: torch.dtype = torch.float64
@@ -34,7 +40,9 @@ class Loop(NamedTuple):
 
     def model(self) -> nn.Module:
         torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(5, 4, bias=self.bias), nn.Tanh(), nn.Linear(4, 1, bias=self.bias)).to(self.dtype)
+        return nn.Sequential(
+            nn.Linear(5, 4, bias=self.bias), nn.Tanh(), nn.Linear(4, 1, bias=self.bias)
+        ).to(self.dtype)
 
     def loss(self, model: nn.Module, start: int, size: int) -> Tensor:
         rows = slice(start, min(start + size, ROWS))
@@ -42,7 +50,9 @@ class Loop(NamedTuple):
 
 
 def draw_again() -> None:
-    """Some optimizers draw random directions, some draw the updates at which they renew what they keep."""
+    """Some optimizers draw random directions, some draw the updates at which they renew
+    what they keep.
+    """
     torch.manual_seed(3)
     random.seed(3)
     np.random.seed(3)
@@ -77,17 +87,30 @@ def accumulated(make: Make, loop: Loop = Loop(), **options: Any) -> nn.Module:  
 
 
 def furthest(mine: nn.Module, wanted: nn.Module) -> float:
-    """The largest difference of two models' parameters, relative to the largest element of each parameter."""
-    pairs = [(p.detach(), q.detach()) for p, q in zip(mine.parameters(), wanted.parameters(), strict=True)]
+    """The largest difference of two models' parameters, relative to the largest element
+    of each parameter.
+    """
+    pairs = [
+        (p.detach(), q.detach())
+        for p, q in zip(mine.parameters(), wanted.parameters(), strict=True)
+    ]
     return max(float((p - q).abs().max() / q.abs().max()) for p, q in pairs)
 
 
-def assert_equals_large_batches(make: Make, loop: Loop = Loop(), bound: float = 1e-11) -> None:  # noqa: B008
-    """The same parameters, with the sum in ``.grad`` and apart from it; and they moved."""
+def assert_equals_large_batches(
+    make: Make,
+    loop: Loop = Loop(),  # noqa: B008
+    bound: float = 1e-11,
+) -> None:
+    """The same parameters, with the sum in ``.grad`` and apart from it; and they
+    moved.
+    """
     wanted = large(make, loop)
     assert furthest(wanted, loop.model()) > 1e-6, "the bare optimizer trains nothing"
     for options in SUMS[:1] if loop.graph else SUMS:
         assert furthest(accumulated(make, loop, **options), wanted) < bound, options
     if loop.graph:
-        with pytest.raises(gradaccum.UsageError, match=r"separate_sums: .*leave separate_sums=True out"):
+        with pytest.raises(
+            gradaccum.UsageError, match=r"separate_sums: .*leave separate_sums=True out"
+        ):
             accumulated(make, loop, separate_sums=True)

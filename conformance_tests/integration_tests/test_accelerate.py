@@ -1,4 +1,6 @@
-"""A wrapped optimizer that Accelerate prepares, in Accelerate's own loop, beside the large batch."""
+"""A wrapped optimizer that Accelerate prepares, in Accelerate's own loop, beside the
+large batch.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,17 @@ from torch.utils.data import DataLoader
 
 import gradaccum
 from conformance_tests.framework_tests.refusing import refused
-from conformance_tests.integration_tests.regression import Items, Regressor, distance, loss_of
-from conformance_tests.meta_tests.test_benchmarks import require_as_measured, rows_measured, rows_of_page
+from conformance_tests.integration_tests.regression import (
+    Items,
+    Regressor,
+    distance,
+    loss_of,
+)
+from conformance_tests.meta_tests.test_benchmarks import (
+    require_as_measured,
+    rows_measured,
+    rows_of_page,
+)
 from gradaccum import UsageError
 from gradaccum_torch.optimizer import AccumulatingOptimizer
 
@@ -61,8 +72,13 @@ def prepared(
     accelerator.scaler = scaler
     inner = torch.optim.AdamW(model.parameters(), lr=0.1)
     opt = gradaccum.wrap(inner, **{"steps": STEPS, "clip_norm": 1.0, **(wrap or {})})
-    scheduler, loader = gradaccum.wrap(falling(opt)), DataLoader(Items(count, dtype), batch_size=MICRO)
-    return Prepared(accelerator, *accelerator.prepare(model, opt, loader, scheduler), opt)
+    scheduler, loader = (
+        gradaccum.wrap(falling(opt)),
+        DataLoader(Items(count, dtype), batch_size=MICRO),
+    )
+    return Prepared(
+        accelerator, *accelerator.prepare(model, opt, loader, scheduler), opt
+    )
 
 
 def falling(opt: torch.optim.Optimizer) -> LambdaLR:
@@ -80,7 +96,9 @@ def epoch(run: Prepared) -> None:
     run.scheduler.step()
 
 
-def large(count: int = 20, epochs: int = 2, size: int = MICRO * STEPS, clip_norm: float = 1.0) -> nn.Module:
+def large(
+    count: int = 20, epochs: int = 2, size: int = MICRO * STEPS, clip_norm: float = 1.0
+) -> nn.Module:
     model = Regressor()
     opt = torch.optim.AdamW(model.parameters(), lr=0.1)
     scheduler = falling(opt)
@@ -88,7 +106,11 @@ def large(count: int = 20, epochs: int = 2, size: int = MICRO * STEPS, clip_norm
         for batch in DataLoader(Items(count), batch_size=size):
             opt.zero_grad()
             loss_of(model, batch).backward()
-            norm = float(torch.nn.utils.get_total_norm([each.grad for each in model.parameters() if each.grad is not None]))
+            norm = float(
+                torch.nn.utils.get_total_norm(
+                    [each.grad for each in model.parameters() if each.grad is not None]
+                )
+            )
             for each in model.parameters():
                 assert each.grad is not None
                 each.grad /= max(1.0, norm / clip_norm)
@@ -121,7 +143,9 @@ def test_weights_equal_large_batch() -> None:
 
 
 def test_scaler_equals_large_batch() -> None:
-    """Accelerate hands the wrapper to the scaler that it made for fp16, in each micro-batch."""
+    """Accelerate hands the wrapper to the scaler that it made for fp16, in each
+    micro-batch.
+    """
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     run = prepared(scaler=scaler, wrap={"loss_scale": scaler})
     for _ in range(2):
@@ -174,7 +198,9 @@ def test_clipping_a_partial_sum_is_refused() -> None:
 
 
 def test_clipping_under_separate_sums_is_per_micro_batch() -> None:
-    """It is what the loop says, and not the window's: the mean of gradients of norm 0.1 at most."""
+    """It is what the loop says, and not the window's: the mean of gradients of norm 0.1
+    at most.
+    """
     run = prepared(8, wrap={"separate_sums": True})
     for batch in run.loader:
         run.accelerator.backward(loss_of(run.model, batch))
@@ -185,7 +211,9 @@ def test_clipping_under_separate_sums_is_per_micro_batch() -> None:
 
 
 def test_accumulate_nests() -> None:
-    """``accumulate`` makes one micro-batch of two, and a window is four of those: sixteen items. A warning says so."""
+    """``accumulate`` makes one micro-batch of two, and a window is four of those:
+    sixteen items. A warning says so.
+    """
     run = prepared(32, gradient_accumulation_steps=2)
 
     def train() -> None:
@@ -193,7 +221,10 @@ def test_accumulate_nests() -> None:
             with run.accelerator.accumulate(run.model):
                 micro_batch(run, batch)
 
-    with pytest.warns(gradaccum.GradAccumWarning, match=r"2 backward passes.*gradient_accumulation_steps"):
+    with pytest.warns(
+        gradaccum.GradAccumWarning,
+        match=r"2 backward passes.*gradient_accumulation_steps",
+    ):
         train()
     assert run.opt.result.optimizer_step == 2
     assert distance(run.model, large(32, epochs=1, size=16)) < 1e-12
@@ -202,24 +233,41 @@ def test_accumulate_nests() -> None:
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_equals_own_accumulation_bit_for_bit(precision: str) -> None:
-    """Full windows: Accelerate divides each loss by the 4 that the window divides by at its end."""
-    run = prepared(16, wrap={"clip_norm": None}, dtype=torch.float32, mixed_precision=precision)
+    """Full windows: Accelerate divides each loss by the 4 that the window divides by at
+    its end.
+    """
+    run = prepared(
+        16, wrap={"clip_norm": None}, dtype=torch.float32, mixed_precision=precision
+    )
     epoch(run)
     own = own_accumulation(16, torch.float32)
     assert distance(run.model, own) == 0
-    assert (distance(own, large(16, epochs=1, clip_norm=float("inf"))) < 1e-6) == (precision == "no")
+    assert (distance(own, large(16, epochs=1, clip_norm=float("inf"))) < 1e-6) == (
+        precision == "no"
+    )
 
 
 def test_own_accumulation_of_a_short_window_is_no_large_batch() -> None:
     """Accelerate divides it by ``steps``."""
-    assert distance(own_accumulation(20, torch.float64), large(20, epochs=1, clip_norm=float("inf"))) > 1e-3
+    assert (
+        distance(
+            own_accumulation(20, torch.float64),
+            large(20, epochs=1, clip_norm=float("inf")),
+        )
+        > 1e-3
+    )
 
 
 def own_accumulation(count: int, dtype: torch.dtype) -> nn.Module:
     """An epoch by Accelerate alone."""
-    accelerator, model = Accelerator(cpu=True, gradient_accumulation_steps=STEPS), Regressor(dtype)
+    accelerator, model = (
+        Accelerator(cpu=True, gradient_accumulation_steps=STEPS),
+        Regressor(dtype),
+    )
     inner = torch.optim.AdamW(model.parameters(), lr=0.1)
-    own, opt, loader, scheduler = accelerator.prepare(model, inner, DataLoader(Items(count, dtype), batch_size=MICRO), falling(inner))
+    own, opt, loader, scheduler = accelerator.prepare(
+        model, inner, DataLoader(Items(count, dtype), batch_size=MICRO), falling(inner)
+    )
     for batch in loader:
         with accelerator.accumulate(own):
             accelerator.backward(loss_of(own, batch))
@@ -233,4 +281,6 @@ def test_everyday_loops_end_as_the_page_says() -> None:
     """The benchmarks' page has Accelerate's loops by its guide beside ours."""
     measured = rows_measured("torch")
     assert any("Accelerate" in row.loop for row in measured)
-    require_as_measured([row for row in rows_of_page() if row.framework == "torch"], measured)
+    require_as_measured(
+        [row for row in rows_of_page() if row.framework == "torch"], measured
+    )

@@ -1,4 +1,6 @@
-"""Every Python block of the page on JAX's neighbours runs as its own program, on four devices, and asserts its result."""
+"""Every Python block of the page on JAX's neighbours runs as its own program, on four
+devices, and asserts its result.
+"""
 
 from __future__ import annotations
 

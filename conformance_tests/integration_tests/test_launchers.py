@@ -1,4 +1,6 @@
-"""The launchers of Fabric, Lightning and Accelerate, each with two workers: their windows are the large batch's."""
+"""The launchers of Fabric, Lightning and Accelerate, each with two workers: their
+windows are the large batch's.
+"""
 
 from __future__ import annotations
 
@@ -97,9 +99,17 @@ model = Regressor()
 trainer.fit(model, loader)
 require_large(model, trainer.optimizers[0], *items.split(16))
 """
-JOBS = {"Fabric": UNEQUAL + FABRIC, "Lightning": LIGHTNING, "Accelerate": UNEQUAL + ACCELERATE}
+JOBS = {
+    "Fabric": UNEQUAL + FABRIC,
+    "Lightning": LIGHTNING,
+    "Accelerate": UNEQUAL + ACCELERATE,
+}
 
 
 @pytest.mark.parametrize("name", JOBS)
 def test_two_workers(name: str, tmp_path: Path) -> None:
-    run_recipe(Recipe(name, COMMON + JOBS[name], "python train.py"), tmp_path, OMP_NUM_THREADS="1")
+    run_recipe(
+        Recipe(name, COMMON + JOBS[name], "python train.py"),
+        tmp_path,
+        OMP_NUM_THREADS="1",
+    )

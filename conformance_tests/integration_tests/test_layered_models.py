@@ -1,4 +1,6 @@
-"""Models of transformers and torchvision as lists of layers: the large batch's gradient, and the usual window's bits."""
+"""Models of transformers and torchvision as lists of layers: the large batch's
+gradient, and the usual window's bits.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,15 @@ def gradients(model: nn.Module) -> list[Tensor]:
 
 def require_equal_gradients(model: nn.Module, other: nn.Module) -> None:
     for own, expected in zip(gradients(model), gradients(other), strict=True):
-        torch.testing.assert_close(own, expected, rtol=1e-12, atol=1e-12 * float(expected.abs().max()))
+        torch.testing.assert_close(
+            own, expected, rtol=1e-12, atol=1e-12 * float(expected.abs().max())
+        )
 
 
 def llama_layers(model: Any) -> list[Any]:
-    def embed(embedding: nn.Module, rotary: nn.Module, ids: Tensor) -> tuple[Tensor, Any]:
+    def embed(
+        embedding: nn.Module, rotary: nn.Module, ids: Tensor
+    ) -> tuple[Tensor, Any]:
         hidden = embedding(ids)
         return hidden, rotary(hidden, torch.arange(ids.shape[1])[None])
 
@@ -44,14 +50,26 @@ def llama_layers(model: Any) -> list[Any]:
 
     inner = model.model
     blocks = [partial(block, layer) for layer in inner.layers]
-    return [partial(embed, inner.embed_tokens, inner.rotary_emb), *blocks, partial(head, inner.norm, model.lm_head)]
+    return [
+        partial(embed, inner.embed_tokens, inner.rotary_emb),
+        *blocks,
+        partial(head, inner.norm, model.lm_head),
+    ]
 
 
 def tiny_llama(tied: bool) -> Any:
     transformers = pytest.importorskip("transformers", reason="needs transformers")
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=50, tie_word_embeddings=tied, **sizes)).double()
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(vocab_size=50, tie_word_embeddings=tied, **sizes)
+    ).double()
 
 
 def token_loss(logits: Tensor, ids: Tensor) -> Tensor:
@@ -61,7 +79,9 @@ def token_loss(logits: Tensor, ids: Tensor) -> Tensor:
 @pytest.mark.parametrize("place", PLACES, ids=str)
 @pytest.mark.parametrize("tied", [False, True])
 def test_llama(place: dict[str, Any], tied: bool) -> None:
-    """Where embedding and head are one tensor, its additions have another order than in the usual window."""
+    """Where embedding and head are one tensor, its additions have another order than in
+    the usual window.
+    """
     ids = torch.randint(0, 50, (7, 9), generator=torch.Generator().manual_seed(1))
     model = tiny_llama(tied)
     usual, large = copy.deepcopy(model), copy.deepcopy(model)
@@ -78,14 +98,33 @@ def test_llama_is_updated_layer_by_layer() -> None:
     ids = torch.randint(0, 50, (7, 9), generator=torch.Generator().manual_seed(1))
     model = tiny_llama(False)
     usual = copy.deepcopy(model)
-    opt, other = (gradaccum.wrap(torch.optim.AdamW(m.parameters(), lr=0.01), None, on_overflow="ignore") for m in (model, usual))
+    opt, other = (
+        gradaccum.wrap(
+            torch.optim.AdamW(m.parameters(), lr=0.01), None, on_overflow="ignore"
+        )
+        for m in (model, usual)
+    )
     alive: list[int] = []
     for p in model.parameters():
-        p.register_post_accumulate_grad_hook(lambda _: alive.append(sum(gradient.nbytes for gradient in gradients(model))))
+        p.register_post_accumulate_grad_hook(
+            lambda _: alive.append(
+                sum(gradient.nbytes for gradient in gradients(model))
+            )
+        )
     for _ in range(3):
-        layered_backward(llama_layers(model), token_loss, ids, ids, steps=3, optimizer=opt)
-        backward(lambda x, y: token_loss(usual(input_ids=x).logits, y), ids, ids, steps=3, optimizer=other)
-    assert all(map(torch.equal, model.state_dict().values(), usual.state_dict().values()))
+        layered_backward(
+            llama_layers(model), token_loss, ids, ids, steps=3, optimizer=opt
+        )
+        backward(
+            lambda x, y: token_loss(usual(input_ids=x).logits, y),
+            ids,
+            ids,
+            steps=3,
+            optimizer=other,
+        )
+    assert all(
+        map(torch.equal, model.state_dict().values(), usual.state_dict().values())
+    )
     assert max(alive) <= 1.1 * sum(p.nbytes for p in model.model.layers[0].parameters())
 
 
@@ -97,7 +136,9 @@ def resnet_layers(model: Any) -> list[nn.Module]:
 
 @pytest.mark.parametrize("place", PLACES, ids=str)
 def test_resnet(place: dict[str, Any]) -> None:
-    """In training each micro-batch has its own statistics, so there the usual window's bits are what to compare with."""
+    """In training each micro-batch has its own statistics, so there the usual window's
+    bits are what to compare with.
+    """
     models = pytest.importorskip("torchvision.models", reason="needs torchvision")
     torch.manual_seed(0)
     model = models.resnet18(num_classes=5).double()
@@ -106,7 +147,9 @@ def test_resnet(place: dict[str, Any]) -> None:
     layered_backward(resnet_layers(model), cross_entropy, x, y, steps=3, **place)
     backward(lambda x, y: cross_entropy(usual(x), y), x, y, steps=3)
     assert all(map(torch.equal, gradients(model), gradients(usual)))
-    assert all(map(torch.equal, model.state_dict().values(), usual.state_dict().values()))
+    assert all(
+        map(torch.equal, model.state_dict().values(), usual.state_dict().values())
+    )
     model.zero_grad()
     model.load_state_dict(large.state_dict())
     layered_backward(resnet_layers(model.eval()), cross_entropy, x, y, steps=3, **place)

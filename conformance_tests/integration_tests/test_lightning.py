@@ -1,4 +1,6 @@
-"""Lightning's ``Trainer`` over a wrapped optimizer trains as the bare optimizer does on the large batches."""
+"""Lightning's ``Trainer`` over a wrapped optimizer trains as the bare optimizer does on
+the large batches.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,13 @@ pytest.importorskip("lightning", reason="needs Lightning")
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, GradientAccumulationScheduler, ModelCheckpoint, WeightAveraging
+from lightning.pytorch.callbacks import (
+    Callback,
+    EMAWeightAveraging,
+    GradientAccumulationScheduler,
+    ModelCheckpoint,
+    WeightAveraging,
+)
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
@@ -47,47 +55,70 @@ SUMS = [{}, {"separate_sums": True}]
 @pytest.mark.parametrize("options", SUMS, ids=str)
 @pytest.mark.parametrize("gate", [False, True])
 @pytest.mark.parametrize("module", [Automatic, Manual])
-def test_training_equals_large_batches(module: type[Automatic], gate: bool, options: dict[str, Any]) -> None:
+def test_training_equals_large_batches(
+    module: type[Automatic], gate: bool, options: dict[str, Any]
+) -> None:
     model, run = module(options, gate), trainer()
     run.fit(model, loader())
     assert furthest(model.net, large(gate=gate)) < 1e-12
     opt = run.optimizers[0]
-    assert (opt.result.optimizer_step, opt.result.micro_step, run.global_step) == (8, 0, 26)
+    assert (opt.result.optimizer_step, opt.result.micro_step, run.global_step) == (
+        8,
+        0,
+        26,
+    )
 
 
 def test_gate_moves_with_the_update_that_closes_an_epoch() -> None:
-    model, run = Automatic({"steps": lambda updates: 4 if updates < 4 else 1}, gate=True), trainer(max_epochs=1)
+    model, run = (
+        Automatic({"steps": lambda updates: 4 if updates < 4 else 1}, gate=True),
+        trainer(max_epochs=1),
+    )
     run.fit(model, loader())
     assert run.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.1 * 0.8**4)
 
 
 @pytest.mark.parametrize("options", SUMS, ids=str)
 def test_full_windows_equal_lightnings_own(options: dict[str, Any]) -> None:
-    """Lightning divides each loss by four, which is exact: the same bits. It divides a short window by four as well, which is not right."""
+    """Lightning divides each loss by four, which is exact: the same bits. It divides a
+    short window by four as well, which is not right.
+    """
     for rows, same in ((24, True), (26, False)):
         model, own = Automatic(options), Automatic(None)
         trainer().fit(model, loader(rows))
         trainer(pl.Callback(), accumulate_grad_batches=STEPS).fit(own, loader(rows))
-        assert all(map(torch.equal, model.net.parameters(), own.net.parameters())) == same
+        assert (
+            all(map(torch.equal, model.net.parameters(), own.net.parameters())) == same
+        )
         assert (furthest(own.net, large(rows=rows)) < 1e-12) == same
 
 
 def test_bf16_mixed_equals_lightnings_own() -> None:
     model, own = Automatic({}), Automatic(None)
-    for module, callback, steps in ((model, AccumulationCallback(), 1), (own, pl.Callback(), STEPS)):
+    for module, callback, steps in (
+        (model, AccumulationCallback(), 1),
+        (own, pl.Callback(), STEPS),
+    ):
         module.net.float()
-        trainer(callback, precision="bf16-mixed", accumulate_grad_batches=steps).fit(module, loader(24, dtype=torch.float32))
+        trainer(callback, precision="bf16-mixed", accumulate_grad_batches=steps).fit(
+            module, loader(24, dtype=torch.float32)
+        )
     assert all(map(torch.equal, model.net.parameters(), own.net.parameters()))
 
 
 def test_scaler_of_float16_is_the_windows() -> None:
-    """``16-mixed`` with the scaler that `gradaccum.wrap` was given: the scale moves once per window."""
+    """``16-mixed`` with the scaler that `gradaccum.wrap` was given: the scale moves
+    once per window.
+    """
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     model = Automatic({"loss_scale": scaler})
     model.net.float()
     run = trainer(plugins=[MixedPrecision("16-mixed", "cpu", scaler)], max_epochs=1)
     run.fit(model, loader(24, dtype=torch.float32))
-    assert (run.optimizers[0].result.optimizer_step, scaler.state_dict()["_growth_tracker"]) == (3, 3)
+    assert (
+        run.optimizers[0].result.optimizer_step,
+        scaler.state_dict()["_growth_tracker"],
+    ) == (3, 3)
     assert furthest(model.net.double(), large(1, rows=24)) < 2**-8
 
 
@@ -98,7 +129,12 @@ class Validating(Automatic):
         self.seen: list[tuple[int, Tensor]] = []
 
     def validation_step(self, batch: Sequence[Tensor], batch_idx: int) -> None:
-        self.seen.append((self.trainer.optimizers[0].result.optimizer_step, loss_of(self.net, *batch)))
+        self.seen.append(
+            (
+                self.trainer.optimizers[0].result.optimizer_step,
+                loss_of(self.net, *batch),
+            )
+        )
 
 
 def test_epoch_is_closed_before_its_validation() -> None:
@@ -106,11 +142,15 @@ def test_epoch_is_closed_before_its_validation() -> None:
     trainer(num_sanity_val_steps=0).fit(model, loader(), loader(size=26))
     assert [updates for updates, _ in model.seen] == [4, 8]
     for epochs, (_, loss) in enumerate(model.seen, 1):
-        torch.testing.assert_close(loss, loss_of(large(epochs), X, Y), rtol=1e-12, atol=0)
+        torch.testing.assert_close(
+            loss, loss_of(large(epochs), X, Y), rtol=1e-12, atol=0
+        )
 
 
 def test_validation_in_mid_window() -> None:
-    """Lightning clears the model's gradients before it validates: refused where the sum is in ``.grad``."""
+    """Lightning clears the model's gradients before it validates: refused where the sum
+    is in ``.grad``.
+    """
     options: dict[str, Any] = {"val_check_interval": 3, "num_sanity_val_steps": 0}
     with pytest.raises(gradaccum.UsageError, match="separate_sums=True"):
         trainer(**options).fit(Validating({}), loader(), loader())
@@ -120,7 +160,9 @@ def test_validation_in_mid_window() -> None:
     assert furthest(model.net, large()) < 1e-12
 
 
-@pytest.mark.parametrize("ends", [{"limit_train_batches": 7}, {"max_steps": 7}], ids=str)
+@pytest.mark.parametrize(
+    "ends", [{"limit_train_batches": 7}, {"max_steps": 7}], ids=str
+)
 def test_last_window_is_closed_where_training_stops(ends: dict[str, int]) -> None:
     model = Automatic({})
     trainer(max_epochs=1, **{"max_steps": -1, **ends}).fit(model, loader())
@@ -128,9 +170,13 @@ def test_last_window_is_closed_where_training_stops(ends: dict[str, int]) -> Non
 
 
 class Overriding(Automatic):
-    """Warms the learning rate up, as Lightning's documentation shows; a hook of the module around the step."""
+    """Warms the learning rate up, as Lightning's documentation shows; a hook of the
+    module around the step.
+    """
 
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
+    ) -> None:
         optimizer.step(closure=optimizer_closure)
         for group in optimizer.param_groups:
             group["lr"] = 0.1 / (1 + optimizer.result.optimizer_step)
@@ -174,7 +220,10 @@ class Skipping(Automatic):
         return None if batch_idx == 1 else loss_of(self.net, *batch)
 
 
-@pytest.mark.filterwarnings("ignore:`training_step` returned `None`. If this was on purpose, ignore this warning...")
+@pytest.mark.filterwarnings(
+    "ignore:`training_step` returned `None`. If this was on purpose, ignore this"
+    " warning..."
+)
 @pytest.mark.parametrize("options", SUMS, ids=str)
 def test_batch_without_loss_weighs_nothing(options: dict[str, Any]) -> None:
     model, net = Skipping(options), make_net()
@@ -187,11 +236,15 @@ def test_batch_without_loss_weighs_nothing(options: dict[str, Any]) -> None:
 class Averaging(EMAWeightAveraging):
     """Averages once per update."""
 
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def setup(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str
+    ) -> None:
         super().setup(trainer, pl_module, stage)
         self.trainer = trainer
 
-    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+    def should_update(
+        self, step_idx: int | None = None, epoch_idx: int | None = None
+    ) -> bool:
         return step_idx is not None and self.trainer.optimizers[0].result.applied
 
 
@@ -199,7 +252,9 @@ def test_moving_average_once_per_update() -> None:
     model, net = Automatic({}), make_net()
     trainer(AccumulationCallback(), Averaging(decay=0.5)).fit(model, loader())
     opt = inner_of(net)
-    averaged = torch.optim.swa_utils.AveragedModel(net, avg_fn=torch.optim.swa_utils.get_ema_avg_fn(0.5))
+    averaged = torch.optim.swa_utils.AveragedModel(
+        net, avg_fn=torch.optim.swa_utils.get_ema_avg_fn(0.5)
+    )
     for _ in range(2):
         for x, y in windows():
             opt.zero_grad()
@@ -210,7 +265,9 @@ def test_moving_average_once_per_update() -> None:
 
 
 class Adversarial(pl.LightningModule):
-    """Two optimizers in manual optimization, each with the other's parameters toggled off."""
+    """Two optimizers in manual optimization, each with the other's parameters toggled
+    off.
+    """
 
     automatic_optimization = False
 
@@ -222,7 +279,13 @@ class Adversarial(pl.LightningModule):
         x, y = batch
         one, two = self.optimizers()
         for opt, loss in (
-            (one, lambda: loss_of(self.second[0], self.first(x).expand(-1, 5), y) + loss_of(self.first, x, y)),
+            (
+                one,
+                lambda: (
+                    loss_of(self.second[0], self.first(x).expand(-1, 5), y)
+                    + loss_of(self.first, x, y)
+                ),
+            ),
             (two, lambda: loss_of(self.second, self.first(x).expand(-1, 5), y)),
         ):
             with opt.toggle_model():
@@ -231,13 +294,22 @@ class Adversarial(pl.LightningModule):
                 opt.zero_grad()
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
-        made = [torch.optim.SGD(net.parameters(), lr=0.01) for net in (self.first, self.second)]
-        return made if self.options is None else [gradaccum.wrap(each, steps=STEPS, **self.options) for each in made]
+        made = [
+            torch.optim.SGD(net.parameters(), lr=0.01)
+            for net in (self.first, self.second)
+        ]
+        return (
+            made
+            if self.options is None
+            else [gradaccum.wrap(each, steps=STEPS, **self.options) for each in made]
+        )
 
 
 @pytest.mark.parametrize("options", SUMS, ids=str)
 def test_two_optimizers_in_manual_optimization(options: dict[str, Any]) -> None:
-    """One window: the first network's is the large batch's. The second one's loss sees the first's update in the last micro-batch only."""
+    """One window: the first network's is the large batch's. The second one's loss sees
+    the first's update in the last micro-batch only.
+    """
     model, bare = Adversarial(options), Adversarial(None)
     trainer(max_epochs=1).fit(model, loader(8))
     trainer(pl.Callback(), max_epochs=1).fit(bare, loader(8, size=8))
@@ -246,7 +318,9 @@ def test_two_optimizers_in_manual_optimization(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("module", [Automatic, Manual])
 def test_proxy_loads_a_state(module: type[Automatic]) -> None:
-    """``self.optimizers()`` is a proxy whose methods are the optimizer's: what it loads, the optimizer and its gate know of."""
+    """``self.optimizers()`` is a proxy whose methods are the optimizer's: what it
+    loads, the optimizer and its gate know of.
+    """
     model, run = module({}, gate=True), trainer(max_epochs=1)
     run.fit(model, loader(24))
     proxy, opt = model.optimizers(), run.optimizers[0]
@@ -255,14 +329,17 @@ def test_proxy_loads_a_state(module: type[Automatic]) -> None:
     assert opt._loads == [3]
 
 
-# Refusals of what Lightning's ``Trainer`` does per micro-batch, each by name, and with what to write instead.
+# Refusals of what Lightning's ``Trainer`` does per micro-batch, each by name, and with
+# what to write instead.
 
 
 CLIP = 0.05
 
 
 class Scheduling(Automatic):
-    """A scheduler per step that is not gated, or gated and asked for at every other micro-batch."""
+    """A scheduler per step that is not gated, or gated and asked for at every other
+    micro-batch.
+    """
 
     config: dict[str, Any] = {}  # noqa: RUF012
 
@@ -270,7 +347,15 @@ class Scheduling(Automatic):
         opt = super().configure_optimizers()
         wanted = dict(self.config)
         scheduler = halved(opt)
-        return [opt], [{"scheduler": gradaccum.wrap(scheduler) if wanted.pop("gated") else scheduler, "interval": "step", **wanted}]
+        return [opt], [
+            {
+                "scheduler": (
+                    gradaccum.wrap(scheduler) if wanted.pop("gated") else scheduler
+                ),
+                "interval": "step",
+                **wanted,
+            }
+        ]
 
 
 class Ungated(Scheduling):
@@ -281,21 +366,58 @@ class EveryOther(Scheduling):
     config = {"gated": True, "frequency": 2}  # noqa: RUF012
 
 
-REFUSED: dict[str, tuple[Callable[[], pl.LightningModule], list[pl.Callback], dict[str, Any], str]] = {
-    "clip by norm": (lambda: Automatic({}), [], {"gradient_clip_val": CLIP}, r"^gradient_clip_val: .*clip_norm=0\.05"),
+REFUSED: dict[
+    str, tuple[Callable[[], pl.LightningModule], list[pl.Callback], dict[str, Any], str]
+] = {
+    "clip by norm": (
+        lambda: Automatic({}),
+        [],
+        {"gradient_clip_val": CLIP},
+        r"^gradient_clip_val: .*clip_norm=0\.05",
+    ),
     "clip by value": (
         lambda: Automatic({}),
         [],
         {"gradient_clip_val": CLIP, "gradient_clip_algorithm": "value"},
         r"^gradient_clip_val: .*register_step_pre_hook",
     ),
-    "two accumulations": (lambda: Automatic({}), [], {"accumulate_grad_batches": 2}, r"^accumulate_grad_batches: .*steps=2"),
-    "a later one": (lambda: Automatic({}), [GradientAccumulationScheduler({1: 2})], {}, r"^accumulate_grad_batches: .*steps=2"),
-    "bare scheduler": (lambda: Ungated({}), [], {}, r"^lr_scheduler: .*gradaccum\.wrap\(scheduler\)"),
+    "two accumulations": (
+        lambda: Automatic({}),
+        [],
+        {"accumulate_grad_batches": 2},
+        r"^accumulate_grad_batches: .*steps=2",
+    ),
+    "a later one": (
+        lambda: Automatic({}),
+        [GradientAccumulationScheduler({1: 2})],
+        {},
+        r"^accumulate_grad_batches: .*steps=2",
+    ),
+    "bare scheduler": (
+        lambda: Ungated({}),
+        [],
+        {},
+        r"^lr_scheduler: .*gradaccum\.wrap\(scheduler\)",
+    ),
     "every other": (lambda: EveryOther({}), [], {}, "^lr_scheduler: .*frequency 2"),
-    "moving average": (lambda: Automatic({}), [EMAWeightAveraging(decay=0.5)], {}, r"^callbacks: .*result\.applied"),
-    "average": (lambda: Automatic({}), [WeightAveraging()], {}, r"^callbacks: .*result\.applied"),
-    "no wrapper": (lambda: Automatic(None), [], {}, r"^configure_optimizers: .*gradaccum\.wrap\(optimizer, steps=4\)"),
+    "moving average": (
+        lambda: Automatic({}),
+        [EMAWeightAveraging(decay=0.5)],
+        {},
+        r"^callbacks: .*result\.applied",
+    ),
+    "average": (
+        lambda: Automatic({}),
+        [WeightAveraging()],
+        {},
+        r"^callbacks: .*result\.applied",
+    ),
+    "no wrapper": (
+        lambda: Automatic(None),
+        [],
+        {},
+        r"^configure_optimizers: .*gradaccum\.wrap\(optimizer, steps=4\)",
+    ),
 }
 
 
@@ -306,14 +428,21 @@ def test_refused_by_name(name: str, options: dict[str, Any]) -> None:
     model = make()
     model.options = None if model.options is None else options
     with pytest.raises(gradaccum.UsageError, match=words):
-        trainer(AccumulationCallback(), *callbacks, **trainer_options).fit(model, loader(8))
+        trainer(AccumulationCallback(), *callbacks, **trainer_options).fit(
+            model, loader(8)
+        )
 
 
 @pytest.mark.parametrize("options", [{}, {"separate_sums": True}], ids=str)
 def test_clip_norm_in_place_of_gradient_clip_val(options: dict[str, Any]) -> None:
     model = Automatic({"clip_norm": CLIP, **options})
     trainer().fit(model, loader())
-    assert furthest(model.net, large(change=lambda net: clip_grad_norm_(net.parameters(), CLIP))) < 1e-6, "1e-6 stands in torch's clip"
+    assert (
+        furthest(
+            model.net, large(change=lambda net: clip_grad_norm_(net.parameters(), CLIP))
+        )
+        < 1e-6
+    ), "1e-6 stands in torch's clip"
     assert furthest(model.net, large()) > 1e-3
 
 
@@ -322,7 +451,9 @@ class ClippingByValue(Automatic):
 
     def configure_optimizers(self) -> Any:
         opt = super().configure_optimizers()
-        opt.register_step_pre_hook(lambda *_: clip_grad_value_(self.net.parameters(), CLIP))
+        opt.register_step_pre_hook(
+            lambda *_: clip_grad_value_(self.net.parameters(), CLIP)
+        )
         return opt
 
 
@@ -330,7 +461,13 @@ class ClippingByValue(Automatic):
 def test_hook_in_place_of_clipping_by_value(options: dict[str, Any]) -> None:
     model = ClippingByValue(options)
     trainer().fit(model, loader())
-    assert furthest(model.net, large(change=lambda net: clip_grad_value_(net.parameters(), CLIP))) < 1e-12
+    assert (
+        furthest(
+            model.net,
+            large(change=lambda net: clip_grad_value_(net.parameters(), CLIP)),
+        )
+        < 1e-12
+    )
     assert furthest(model.net, large()) > 1e-3
 
 
@@ -349,15 +486,20 @@ def test_lightnings_own_scaler_is_refused() -> None:
 
 
 def test_clipping_is_lightnings_refusal_in_manual_optimization() -> None:
-    with pytest.raises(pl.utilities.exceptions.MisconfigurationException, match="gradient_clip_val"):
+    with pytest.raises(
+        pl.utilities.exceptions.MisconfigurationException, match="gradient_clip_val"
+    ):
         trainer(gradient_clip_val=CLIP).fit(Manual({}), loader())
 
 
-# Lightning's checkpoints of an open window: a resumed run has the bits of the run that was not interrupted.
+# Lightning's checkpoints of an open window: a resumed run has the bits of the run that
+# was not interrupted.
 
 
 class Resumable:
-    """A loader that Lightning can set on where it stopped, as those of torchdata can."""
+    """A loader that Lightning can set on where it stopped, as those of torchdata
+    can.
+    """
 
     def __init__(self) -> None:
         self._position = 0
@@ -380,15 +522,27 @@ class Resumable:
 
 
 def saving(folder: Path) -> ModelCheckpoint:
-    return ModelCheckpoint(dirpath=folder, filename="{step}", every_n_train_steps=3, save_top_k=-1, save_on_train_epoch_end=False)
+    return ModelCheckpoint(
+        dirpath=folder,
+        filename="{step}",
+        every_n_train_steps=3,
+        save_top_k=-1,
+        save_on_train_epoch_end=False,
+    )
 
 
 @pytest.mark.parametrize("gate", [False, True])
-@pytest.mark.parametrize("options", [{}, {"separate_sums": True, "clip_norm": 0.1}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"separate_sums": True, "clip_norm": 0.1}], ids=str
+)
 @pytest.mark.parametrize("module", [Automatic, Manual])
-def test_resumed_in_mid_window(module: type[Automatic], options: dict[str, Any], gate: bool, tmp_path: Path) -> None:
+def test_resumed_in_mid_window(
+    module: type[Automatic], options: dict[str, Any], gate: bool, tmp_path: Path
+) -> None:
     whole = module(options, gate)
-    trainer(AccumulationCallback(), saving(tmp_path), enable_checkpointing=True).fit(whole, Resumable())
+    trainer(AccumulationCallback(), saving(tmp_path), enable_checkpointing=True).fit(
+        whole, Resumable()
+    )
     for step, micro_step in ((3, 3), (6, 2), (9, 1), (15, 2)):
         path = tmp_path / f"step={step}.ckpt"
         (saved,) = torch.load(path, weights_only=True)["optimizer_states"]
@@ -402,16 +556,34 @@ def test_resumed_in_mid_window(module: type[Automatic], options: dict[str, Any],
 
 
 def test_resumed_under_other_steps_is_refused(tmp_path: Path) -> None:
-    trainer(AccumulationCallback(), saving(tmp_path), enable_checkpointing=True, max_epochs=1).fit(Automatic({}), Resumable())
+    trainer(
+        AccumulationCallback(),
+        saving(tmp_path),
+        enable_checkpointing=True,
+        max_epochs=1,
+    ).fit(Automatic({}), Resumable())
     with pytest.raises(gradaccum.CheckpointError, match="steps"):
-        trainer().fit(Automatic({"steps": 5}), Resumable(), ckpt_path=tmp_path / "step=3.ckpt")
+        trainer().fit(
+            Automatic({"steps": 5}), Resumable(), ckpt_path=tmp_path / "step=3.ckpt"
+        )
 
 
 def test_resumed_without_the_callback_is_refused(tmp_path: Path) -> None:
-    """Lightning clears the gradients of the model when it has loaded the optimizer. Sums of their own are not there."""
+    """Lightning clears the gradients of the model when it has loaded the optimizer.
+    Sums of their own are not there.
+    """
     for options in ({}, {"separate_sums": True}):
         folder = tmp_path / str(len(options))
-        trainer(AccumulationCallback(), saving(folder), enable_checkpointing=True, max_epochs=1).fit(Automatic(options), Resumable())
+        trainer(
+            AccumulationCallback(),
+            saving(folder),
+            enable_checkpointing=True,
+            max_epochs=1,
+        ).fit(Automatic(options), Resumable())
         model, run = Automatic(options), trainer(Callback(), max_epochs=1)
-        with nullcontext() if options else pytest.raises(gradaccum.UsageError, match="separate_sums=True"):
+        with (
+            nullcontext()
+            if options
+            else pytest.raises(gradaccum.UsageError, match="separate_sums=True")
+        ):
             run.fit(model, Resumable(), ckpt_path=folder / "step=3.ckpt")

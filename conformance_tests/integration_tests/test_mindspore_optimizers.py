@@ -1,6 +1,8 @@
-"""Every optimizer of MindSpore that runs on a CPU: as on the large batches. Those that do not run there fail bare as they do wrapped.
+"""Every optimizer of MindSpore that runs on a CPU: as on the large batches. Those that
+do not run there fail bare as they do wrapped.
 
-A class that no table below knows fails the test with its name, and so does a class that runs from some version on.
+A class that no table below knows fails the test with its name, and so does a class that
+runs from some version on.
 """
 
 from __future__ import annotations
@@ -35,7 +37,11 @@ from conformance_tests.integration_tests.mindspore_runs import (  # noqa: E402
 )
 from gradaccum_conformance.deep import deep_but  # noqa: E402
 
-PLACES: dict[str, ModuleType] = {"nn": nn, "mint": mint_optim, "experimental": experimental}
+PLACES: dict[str, ModuleType] = {
+    "nn": nn,
+    "mint": mint_optim,
+    "experimental": experimental,
+}
 BASES = (nn.Optimizer, experimental.Optimizer)
 
 
@@ -65,30 +71,59 @@ BROKEN = {
 UNMOVED = ("mint.SGD", "mint.Adam")
 """In PyNative on a CPU the bare optimizer moves no parameter and raises nothing."""
 INTERNAL = {"SpeedAdamW", "ThorAscend", "ThorGpu"}
-"""No public module has them: the kernel of the first is Ascend's; `nn.thor` makes the others, of layers that it has for GPU and Ascend."""
+"""No public module has them: the kernel of the first is Ascend's; `nn.thor` makes the
+others, of layers that it has for GPU and Ascend.
+"""
 AROUND = ("nn.LARS", "nn.OptTFTWrapper")
 """They take an optimizer, and no parameters."""
-MORE: dict[str, dict[str, Any]] = {"nn.Momentum": {"momentum": 0.9}, "nn.AdaFactor": {"learning_rate": None}}
+MORE: dict[str, dict[str, Any]] = {
+    "nn.Momentum": {"momentum": 0.9},
+    "nn.AdaFactor": {"learning_rate": None},
+}
 RUN = [name for name in FOUND if name not in BROKEN and name not in UNMOVED]
 
 VARIANTS: dict[str, Make] = {
-    "nn.SGD, Nesterov": lambda net: nn.SGD(net.trainable_params(), 0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
-    "nn.Adam, AMSGrad": lambda net: nn.Adam(net.trainable_params(), 0.1, use_amsgrad=True),
-    "nn.Adam, lazy": lambda net: nn.Adam(net.trainable_params(), 0.1, use_lazy=True),
-    "nn.RMSProp, centered": lambda net: nn.RMSProp(net.trainable_params(), 0.01, centered=True),
-    "nn.Momentum, centralized": lambda net: nn.Momentum([{"params": net.trainable_params(), "grad_centralization": True}], 0.1, 0.9),
-    "nn.SGD, a rate for each update": lambda net: nn.SGD(net.trainable_params(), [0.5, 0.125, 0.25]),
-    "nn.Momentum, groups": lambda net: nn.Momentum(
-        [{"params": [net.weight], "lr": 0.05, "weight_decay": 0.1}, {"params": [net.bias]}], 0.1, 0.9
+    "nn.SGD, Nesterov": lambda net: nn.SGD(
+        net.trainable_params(), 0.1, momentum=0.9, nesterov=True, weight_decay=0.1
     ),
-    "experimental.Adam, AMSGrad": lambda net: experimental.Adam(net.trainable_params(), 0.1, amsgrad=True, maximize=True),
+    "nn.Adam, AMSGrad": lambda net: nn.Adam(
+        net.trainable_params(), 0.1, use_amsgrad=True
+    ),
+    "nn.Adam, lazy": lambda net: nn.Adam(net.trainable_params(), 0.1, use_lazy=True),
+    "nn.RMSProp, centered": lambda net: nn.RMSProp(
+        net.trainable_params(), 0.01, centered=True
+    ),
+    "nn.Momentum, centralized": lambda net: nn.Momentum(
+        [{"params": net.trainable_params(), "grad_centralization": True}], 0.1, 0.9
+    ),
+    "nn.SGD, a rate for each update": lambda net: nn.SGD(
+        net.trainable_params(), [0.5, 0.125, 0.25]
+    ),
+    "nn.Momentum, groups": lambda net: nn.Momentum(
+        [
+            {"params": [net.weight], "lr": 0.05, "weight_decay": 0.1},
+            {"params": [net.bias]},
+        ],
+        0.1,
+        0.9,
+    ),
+    "experimental.Adam, AMSGrad": lambda net: experimental.Adam(
+        net.trainable_params(), 0.1, amsgrad=True, maximize=True
+    ),
     "experimental.SGD, groups": lambda net: experimental.SGD(
-        [{"params": [net.weight], "lr": 0.05}, {"params": [net.bias]}], 0.1, momentum=0.9
+        [{"params": [net.weight], "lr": 0.05}, {"params": [net.bias]}],
+        0.1,
+        momentum=0.9,
     ),
 }
 
 
-COMPILED = ("nn.SGD, a rate for each update", "nn.Momentum, groups", "experimental.SGD, groups", "experimental.Adam")
+COMPILED = (
+    "nn.SGD, a rate for each update",
+    "nn.Momentum, groups",
+    "experimental.SGD, groups",
+    "experimental.Adam",
+)
 
 
 def maker(name: str) -> Make:
@@ -102,10 +137,18 @@ def maker(name: str) -> Make:
 
 
 def test_lists_are_mindspores() -> None:
-    """A class that MindSpore hides is in `INTERNAL`; every other one is tested below by its name."""
-    known = {getattr(PLACES[place], name) for place, name in (each.split(".") for each in FOUND)}
+    """A class that MindSpore hides is in `INTERNAL`; every other one is tested below by
+    its name.
+    """
+    known = {
+        getattr(PLACES[place], name)
+        for place, name in (each.split(".") for each in FOUND)
+    }
     hidden = {
-        kind.__name__ for base in BASES for kind in subclasses(base) if kind.__module__.startswith("mindspore.") and kind not in known
+        kind.__name__
+        for base in BASES
+        for kind in subclasses(base)
+        if kind.__module__.startswith("mindspore.") and kind not in known
     }
     assert hidden - {kind.__name__ for kind in BASES} == INTERNAL
     assert set(BROKEN) | set(UNMOVED) <= set(FOUND)
@@ -132,7 +175,9 @@ def test_broken_on_cpu_bare_too(name: str, run: Any) -> None:
 
 @pytest.mark.parametrize("name", UNMOVED)
 def test_unmoved_parameters_are_refused(name: str) -> None:
-    """The bare optimizer leaves them where they are, without a word; the wrapped one says so, and keeps the window."""
+    """The bare optimizer leaves them where they are, without a word; the wrapped one
+    says so, and keeps the window.
+    """
     np.testing.assert_array_equal(large(maker(name)), START)
     net = make_net()
     opt = gradaccum.wrap(maker(name)(net), steps=2)
@@ -144,12 +189,18 @@ def test_unmoved_parameters_are_refused(name: str) -> None:
     np.testing.assert_array_equal(values(net), START)
 
 
-@pytest.mark.parametrize("name", deep_but(("mint.SGD", *COMPILED[:1]), (*UNMOVED, *COMPILED)))
+@pytest.mark.parametrize(
+    "name", deep_but(("mint.SGD", *COMPILED[:1]), (*UNMOVED, *COMPILED))
+)
 def test_compiled_equals_large_batches(name: str) -> None:
-    """The truth is in PyNative, where each shape of a batch compiles nothing; of mint's, the experimental optimizer of the same formula."""
+    """The truth is in PyNative, where each shape of a batch compiles nothing; of
+    mint's, the experimental optimizer of the same formula.
+    """
     make = VARIANTS.get(name) or maker(name)
     wanted = large(VARIANTS.get(name) or maker(name.replace("mint", "experimental")))
-    np.testing.assert_allclose(accumulated(make, jit=True), wanted, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(
+        accumulated(make, jit=True), wanted, rtol=1e-6, atol=1e-6
+    )
 
 
 def test_thor_needs_its_own_layers() -> None:

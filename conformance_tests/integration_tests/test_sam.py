@@ -1,4 +1,6 @@
-"""Sharpness-aware minimization of pytorch_optimizer: two updates a batch, each of them a window of its own."""
+"""Sharpness-aware minimization of pytorch_optimizer: two updates a batch, each of them
+a window of its own.
+"""
 
 from __future__ import annotations
 
@@ -19,19 +21,33 @@ library = pytest.importorskip("pytorch_optimizer", reason="needs pytorch_optimiz
 
 LOOP = Loop()
 MAKERS: dict[str, Callable[[nn.Module], Any]] = {
-    "SAM": lambda model: library.SAM(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9, rho=0.1),
-    "adaptive SAM": lambda model: library.SAM(model.parameters(), torch.optim.AdamW, lr=0.1, rho=0.5, adaptive=True),
-    "WSAM": lambda model: library.WSAM(model, model.parameters(), torch.optim.SGD, lr=0.1, rho=0.1),
-    "FriendlySAM": lambda model: library.FriendlySAM(model.parameters(), torch.optim.SGD, lr=0.1, rho=0.1),
-    "LookSAM": lambda model: library.LookSAM(model.parameters(), torch.optim.SGD, lr=0.1, rho=0.1, k=2),
+    "SAM": lambda model: library.SAM(
+        model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9, rho=0.1
+    ),
+    "adaptive SAM": lambda model: library.SAM(
+        model.parameters(), torch.optim.AdamW, lr=0.1, rho=0.5, adaptive=True
+    ),
+    "WSAM": lambda model: library.WSAM(
+        model, model.parameters(), torch.optim.SGD, lr=0.1, rho=0.1
+    ),
+    "FriendlySAM": lambda model: library.FriendlySAM(
+        model.parameters(), torch.optim.SGD, lr=0.1, rho=0.1
+    ),
+    "LookSAM": lambda model: library.LookSAM(
+        model.parameters(), torch.optim.SGD, lr=0.1, rho=0.1, k=2
+    ),
 }
 
 
 class Update(torch.optim.Optimizer):
     """One of the two updates, as the ``step`` of an optimizer that can be wrapped."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, method: Callable[[], object]) -> None:
-        super().__init__([{"params": group["params"]} for group in optimizer.param_groups], {})
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, method: Callable[[], object]
+    ) -> None:
+        super().__init__(
+            [{"params": group["params"]} for group in optimizer.param_groups], {}
+        )
         self.method = method
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -60,11 +76,16 @@ def large(name: str, batches: int = 3) -> nn.Module:
 
 @pytest.mark.parametrize("options", SUMS, ids=str)
 @pytest.mark.parametrize("name", MAKERS)
-def test_window_for_each_update_equals_large_batches(name: str, options: dict[str, Any]) -> None:
+def test_window_for_each_update_equals_large_batches(
+    name: str, options: dict[str, Any]
+) -> None:
     """As RECIPES.md has it, An optimizer with two updates."""
     model = LOOP.model()
     sam = MAKERS[name](model)
-    up, down = (gradaccum.wrap(Update(sam, method), steps=4, **options) for method in (sam.first_step, sam.second_step))
+    up, down = (
+        gradaccum.wrap(Update(sam, method), steps=4, **options)
+        for method in (sam.first_step, sam.second_step)
+    )
     for _ in range(3):
         for opt in (up, down):
             for start in range(0, 8, 2):
@@ -78,8 +99,12 @@ def test_window_for_each_update_equals_large_batches(name: str, options: dict[st
 
 @pytest.mark.parametrize("options", SUMS, ids=str)
 @pytest.mark.parametrize("method", ["first_step", "second_step"])
-def test_methods_on_the_wrapper_are_refused(method: str, options: dict[str, Any]) -> None:
-    """In the window and before it: ``second_step`` would make an update of one micro-batch, and nobody would count it."""
+def test_methods_on_the_wrapper_are_refused(
+    method: str, options: dict[str, Any]
+) -> None:
+    """In the window and before it: ``second_step`` would make an update of one
+    micro-batch, and nobody would count it.
+    """
     model, before = LOOP.model(), LOOP.model()
     opt = gradaccum.wrap(MAKERS["SAM"](model), steps=2, **options)
     for counted in range(2):
@@ -87,14 +112,19 @@ def test_methods_on_the_wrapper_are_refused(method: str, options: dict[str, Any]
         if counted:  # In an open window, after its first micro-batch.
             opt.step()
             closure_of(model)()
-        with pytest.raises(gradaccum.UsageError, match=rf"{method}\(\): .*An optimizer with two updates"):
+        with pytest.raises(
+            gradaccum.UsageError,
+            match=rf"{method}\(\): .*An optimizer with two updates",
+        ):
             getattr(opt, method)()
         assert furthest(model, before) == 0
         opt.discard()
 
 
 def test_closure_is_its_own_error() -> None:
-    """pytorch_optimizer says that it wants a closure; a note says that the closure was run once, and what to write."""
+    """pytorch_optimizer says that it wants a closure; a note says that the closure was
+    run once, and what to write.
+    """
     model, before = LOOP.model(), LOOP.model()
     opt = gradaccum.wrap(MAKERS["SAM"](model), steps=2)
     opt.step(closure_of(model))

@@ -1,4 +1,6 @@
-"""schedulefree: its optimizers, their two modes of weights, and the wrapper that it has for other optimizers."""
+"""schedulefree: its optimizers, their two modes of weights, and the wrapper that it has
+for other optimizers.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,15 @@ import torch
 from torch import nn
 
 import gradaccum
-from conformance_tests.integration_tests.optimizer_runs import PART, SUMS, WINDOW, Loop, Make, assert_equals_large_batches, furthest
+from conformance_tests.integration_tests.optimizer_runs import (
+    PART,
+    SUMS,
+    WINDOW,
+    Loop,
+    Make,
+    assert_equals_large_batches,
+    furthest,
+)
 
 schedulefree = pytest.importorskip("schedulefree", reason="needs schedulefree")
 
@@ -28,13 +38,27 @@ def in_training(optimizer: Any) -> Any:
 
 
 MAKERS: dict[str, Make] = {
-    "AdamWScheduleFree": lambda model: schedulefree.AdamWScheduleFree(model.parameters(), lr=0.01, warmup_steps=2),
-    "AdamWScheduleFreeReference": lambda model: schedulefree.AdamWScheduleFreeReference(model.parameters(), lr=0.01),
-    "AdamWScheduleFreePaper": lambda model: schedulefree.AdamWScheduleFreePaper(model.parameters(), lr=0.01),
-    "RAdamScheduleFree": lambda model: schedulefree.RAdamScheduleFree(model.parameters(), lr=0.01),
-    "SGDScheduleFree": lambda model: schedulefree.SGDScheduleFree(model.parameters(), lr=0.1, foreach=True),
-    "SGDScheduleFreeReference": lambda model: schedulefree.SGDScheduleFreeReference(model.parameters(), lr=0.1),
-    "ScheduleFreeWrapper": lambda model: ScheduleFree(torch.optim.SGD(model.parameters(), lr=0.1), momentum=0.9),
+    "AdamWScheduleFree": lambda model: schedulefree.AdamWScheduleFree(
+        model.parameters(), lr=0.01, warmup_steps=2
+    ),
+    "AdamWScheduleFreeReference": lambda model: schedulefree.AdamWScheduleFreeReference(
+        model.parameters(), lr=0.01
+    ),
+    "AdamWScheduleFreePaper": lambda model: schedulefree.AdamWScheduleFreePaper(
+        model.parameters(), lr=0.01
+    ),
+    "RAdamScheduleFree": lambda model: schedulefree.RAdamScheduleFree(
+        model.parameters(), lr=0.01
+    ),
+    "SGDScheduleFree": lambda model: schedulefree.SGDScheduleFree(
+        model.parameters(), lr=0.1, foreach=True
+    ),
+    "SGDScheduleFreeReference": lambda model: schedulefree.SGDScheduleFreeReference(
+        model.parameters(), lr=0.1
+    ),
+    "ScheduleFreeWrapper": lambda model: ScheduleFree(
+        torch.optim.SGD(model.parameters(), lr=0.1), momentum=0.9
+    ),
 }
 
 
@@ -46,7 +70,9 @@ def test_training_equals_large_batches(name: str) -> None:
 @pytest.mark.parametrize("options", SUMS, ids=str)
 @pytest.mark.parametrize("name", MAKERS)
 def test_validation_in_mid_window(name: str, options: dict[str, Any]) -> None:
-    """``opt.eval()`` puts the averaged weights into the model, ``opt.train()`` takes them out: the open window's sum stays."""
+    """``opt.eval()`` puts the averaged weights into the model, ``opt.train()`` takes
+    them out: the open window's sum stays.
+    """
     loop = Loop()
 
     def run(wrapped: bool) -> tuple[nn.Module, list[float]]:
@@ -56,7 +82,8 @@ def test_validation_in_mid_window(name: str, options: dict[str, Any]) -> None:
         opt.train()
         size = PART if wrapped else WINDOW
         for start in range(0, 16, size):
-            if start % WINDOW == size % WINDOW:  # Once per window: in its midst, or before it.
+            # Once per window: in its midst, or before it.
+            if start % WINDOW == size % WINDOW:
                 opt.eval()
                 seen.append(float(loop.loss(model, 0, 20).detach()))
                 opt.train()
@@ -73,7 +100,9 @@ def test_validation_in_mid_window(name: str, options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("options", SUMS, ids=str)
 @pytest.mark.parametrize("name", MAKERS)
-def test_resumed_in_mid_window(name: str, options: dict[str, Any], tmp_path: Path) -> None:
+def test_resumed_in_mid_window(
+    name: str, options: dict[str, Any], tmp_path: Path
+) -> None:
     loop = Loop()
 
     def micro_batches(model: nn.Module, opt: Any, starts: range) -> None:
@@ -84,7 +113,9 @@ def test_resumed_in_mid_window(name: str, options: dict[str, Any], tmp_path: Pat
 
     def make() -> tuple[nn.Module, Any]:
         model = loop.model()
-        return model, in_training(gradaccum.wrap(MAKERS[name](model), steps=WINDOW // PART, **options))
+        return model, in_training(
+            gradaccum.wrap(MAKERS[name](model), steps=WINDOW // PART, **options)
+        )
 
     whole, opt = make()
     micro_batches(whole, opt, range(0, 12, PART))
@@ -107,14 +138,27 @@ def test_step_in_eval_mode_is_schedulefrees_error() -> None:
 
 
 @pytest.mark.parametrize("options", SUMS, ids=str)
-@pytest.mark.parametrize("kind", ["AdamWScheduleFreeClosure", "RAdamScheduleFreeClosure", "SGDScheduleFreeClosure"])
+@pytest.mark.parametrize(
+    "kind",
+    ["AdamWScheduleFreeClosure", "RAdamScheduleFreeClosure", "SGDScheduleFreeClosure"],
+)
 def test_closure_variant_is_refused(kind: str, options: dict[str, Any]) -> None:
     """It moves the weights before the closure and back after it."""
-    with pytest.raises(gradaccum.ArgumentTypeError, match=rf"optimizer: .*{kind}, whose step evaluates"):
-        gradaccum.wrap(getattr(schedulefree, kind)(Loop().model().parameters(), lr=0.01), steps=1, **options)
+    with pytest.raises(
+        gradaccum.ArgumentTypeError, match=rf"optimizer: .*{kind}, whose step evaluates"
+    ):
+        gradaccum.wrap(
+            getattr(schedulefree, kind)(Loop().model().parameters(), lr=0.01),
+            steps=1,
+            **options,
+        )
 
 
 def test_its_wrapper_is_refused_as_it_is() -> None:
-    opt = schedulefree.ScheduleFreeWrapper(torch.optim.SGD(Loop().model().parameters(), lr=0.1))
-    with pytest.raises(gradaccum.ArgumentTypeError, match=r"optimizer: .*ScheduleFreeWrapper"):
+    opt = schedulefree.ScheduleFreeWrapper(
+        torch.optim.SGD(Loop().model().parameters(), lr=0.1)
+    )
+    with pytest.raises(
+        gradaccum.ArgumentTypeError, match=r"optimizer: .*ScheduleFreeWrapper"
+    ):
         gradaccum.wrap(opt, steps=4)

@@ -1,4 +1,6 @@
-"""Rows of the scoreboard in this environment: what its page says of these packages is still so."""
+"""Rows of the scoreboard in this environment: what its page says of these packages is
+still so.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,12 @@ from benchmarks.scoreboard.__main__ import as_recorded, verdict
 from benchmarks.scoreboard.measuring import compared
 from benchmarks.scoreboard.rows import ROWS
 
-PLACES = ("transformers_rows.causal_lm", "transformers_rows.classification", "accelerate_rows.short_window", "lightning_rows.short_batch")
+PLACES = (
+    "transformers_rows.causal_lm",
+    "transformers_rows.classification",
+    "accelerate_rows.short_window",
+    "lightning_rows.short_batch",
+)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -1,4 +1,6 @@
-"""The ready-made listener for TensorBoard with TensorBoard's own writer, read back by TensorBoard's own reader."""
+"""The ready-made listener for TensorBoard with TensorBoard's own writer, read back by
+TensorBoard's own reader.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,11 @@ def run(listener: Any) -> list[ClosedWindow]:
     """Six windows, of which the fifth is skipped."""
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 1)
-    opt = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.1), steps=2, loss_scale=gradaccum.DynamicLossScale(2.0**10))
+    opt = gradaccum.wrap(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        steps=2,
+        loss_scale=gradaccum.DynamicLossScale(2.0**10),
+    )
     heard: list[ClosedWindow] = []
     for each in (heard.append, listener):
         opt.add_listener(each)
@@ -55,7 +61,14 @@ def test_curves_are_the_windows(kind: str, tmp_path: Path) -> None:
         assert points(tmp_path, "still_open") == [(1, 1.0)]
     assert [window.skipped for window in heard] == [False] * 4 + [True, False]
     for name in ("grad_norm", "loss_scale", "weight", "micro_batches", "skipped"):
-        expected = [(window.optimizer_step, torch.tensor(float(getattr(window, name))).item()) for window in heard]
+        expected = [
+            (window.optimizer_step, torch.tensor(float(getattr(window, name))).item())
+            for window in heard
+        ]
         assert points(tmp_path, name) == expected, name
-    losses = [(window.optimizer_step, pytest.approx(window.loss, rel=1e-6)) for window in heard if not window.skipped]
+    losses = [
+        (window.optimizer_step, pytest.approx(window.loss, rel=1e-6))
+        for window in heard
+        if not window.skipped
+    ]
     assert points(tmp_path, "loss") == losses, "a window without a loss has no point"

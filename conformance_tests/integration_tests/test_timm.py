@@ -1,4 +1,6 @@
-"""timm's optimizers and schedulers: as on the large batches, with the schedule counted in updates."""
+"""timm's optimizers and schedulers: as on the large batches, with the schedule counted
+in updates.
+"""
 
 from __future__ import annotations
 
@@ -17,31 +19,62 @@ import torch
 from torch import nn
 
 import gradaccum
-from conformance_tests.integration_tests.optimizer_runs import PART, ROWS, SUMS, WINDOW, Loop, assert_equals_large_batches, furthest
+from conformance_tests.integration_tests.optimizer_runs import (
+    PART,
+    ROWS,
+    SUMS,
+    WINDOW,
+    Loop,
+    assert_equals_large_batches,
+    furthest,
+)
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True will create a reference cycle:UserWarning"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad=True to a scalar:UserWarning"),
+    pytest.mark.filterwarnings(
+        "ignore:Using backward.. with create_graph=True will create a reference"
+        " cycle:UserWarning"
+    ),
+    pytest.mark.filterwarnings(
+        "ignore:`torch.jit.script` is deprecated:DeprecationWarning"
+    ),
+    pytest.mark.filterwarnings(
+        "ignore:Converting a tensor with requires_grad=True to a scalar:UserWarning"
+    ),
 ]
 
-NEED_A_GPU = [name for name in timm.optim.list_optimizers() if name.startswith(("bnb", "fused"))]
+NEED_A_GPU = [
+    name for name in timm.optim.list_optimizers() if name.startswith(("bnb", "fused"))
+]
 """bitsandbytes' and APEX's: timm refuses to make them without CUDA."""
 NAMES = [name for name in timm.optim.list_optimizers() if name not in NEED_A_GPU]
 LOOPS = {"adahessian": Loop(graph=True)}
 
 
-@pytest.mark.parametrize("name", [*NAMES, *(f"lookahead_{name}" for name in ("adamw", "lamb", "lion", "muon", "radam", "sgd"))])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *NAMES,
+        *(
+            f"lookahead_{name}"
+            for name in ("adamw", "lamb", "lion", "muon", "radam", "sgd")
+        ),
+    ],
+)
 def test_optimizer_equals_large_batches(name: str) -> None:
     def make(model: nn.Module) -> torch.optim.Optimizer:
-        return timm.optim.create_optimizer_v2(model, opt=name, lr=0.01, weight_decay=0.05)
+        return timm.optim.create_optimizer_v2(
+            model, opt=name, lr=0.01, weight_decay=0.05
+        )
 
-    with torch.compiler.set_stance("force_eager"):  # Kron compiles its small products, which takes a minute.
+    # Kron compiles its small products, which takes a minute.
+    with torch.compiler.set_stance("force_eager"):
         assert_equals_large_batches(make, LOOPS.get(name, Loop()))
 
 
 def test_layer_decay_and_no_decay_groups() -> None:
-    """Groups of rates and decays of their own; a `clip_norm` beside them is over all of them."""
+    """Groups of rates and decays of their own; a `clip_norm` beside them is over all of
+    them.
+    """
 
     def make(model: nn.Module) -> torch.optim.Optimizer:
         groups = timm.optim.param_groups_weight_decay(model, 0.05)
@@ -51,7 +84,12 @@ def test_layer_decay_and_no_decay_groups() -> None:
 
 
 SCHEDULERS: dict[str, dict[str, Any]] = {
-    "CosineLRScheduler": {"t_initial": 10, "lr_min": 1e-3, "warmup_t": 2, "warmup_lr_init": 1e-3},
+    "CosineLRScheduler": {
+        "t_initial": 10,
+        "lr_min": 1e-3,
+        "warmup_t": 2,
+        "warmup_lr_init": 1e-3,
+    },
     "StepLRScheduler": {"decay_t": 2, "decay_rate": 0.5},
     "MultiStepLRScheduler": {"decay_t": [2, 4], "decay_rate": 0.5},
     "PolyLRScheduler": {"t_initial": 10, "lr_min": 1e-3},
@@ -62,13 +100,17 @@ SCHEDULERS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("options", SUMS, ids=str)
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_schedule_per_update(name: str, options: dict[str, Any]) -> None:
-    """The training script of timm counts the calls of ``step``; the gate hands on the number of updates, whatever the loop has counted."""
+    """The training script of timm counts the calls of ``step``; the gate hands on the
+    number of updates, whatever the loop has counted.
+    """
     kind, loop = getattr(timm.scheduler, name), Loop()
 
     def run(wrapped: bool) -> tuple[nn.Module, list[float]]:
         model, rates = loop.model(), []
         bare = torch.optim.SGD(model.parameters(), lr=0.1)
-        opt: Any = gradaccum.wrap(bare, steps=WINDOW // PART, **options) if wrapped else bare
+        opt: Any = (
+            gradaccum.wrap(bare, steps=WINDOW // PART, **options) if wrapped else bare
+        )
         scheduler = kind(opt, t_in_epochs=False, **SCHEDULERS[name])
         schedule = gradaccum.wrap(scheduler) if wrapped else scheduler
         calls = 0
@@ -101,14 +143,19 @@ def test_model_ema_per_update(options: dict[str, Any]) -> None:
     def run(wrapped: bool) -> nn.Module:
         model = loop.model()
         bare = torch.optim.SGD(model.parameters(), lr=0.1)
-        opt: Any = gradaccum.wrap(bare, steps=WINDOW // PART, **options) if wrapped else bare
+        opt: Any = (
+            gradaccum.wrap(bare, steps=WINDOW // PART, **options) if wrapped else bare
+        )
         ema = timm.utils.ModelEmaV3(model, decay=0.5)
         for start in range(0, 16, PART if wrapped else WINDOW):
             opt.zero_grad()
             loop.loss(model, start, PART if wrapped else WINDOW).backward()
             opt.step()
             if not wrapped or opt.result.applied:
-                ema.update(model, step=opt.result.optimizer_step if wrapped else start // WINDOW + 1)
+                ema.update(
+                    model,
+                    step=opt.result.optimizer_step if wrapped else start // WINDOW + 1,
+                )
         return ema.module
 
     assert furthest(run(True), run(False)) < 1e-12
@@ -116,7 +163,9 @@ def test_model_ema_per_update(options: dict[str, Any]) -> None:
 
 
 def test_adaptive_clipping_of_a_part_is_refused() -> None:
-    """The loop of timm clips what is in ``.grad``, and that is a sum that still grows."""
+    """The loop of timm clips what is in ``.grad``, and that is a sum that still
+    grows.
+    """
     loop = Loop()
     model = loop.model()
     opt = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.1), steps=4)

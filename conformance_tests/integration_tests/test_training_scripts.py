@@ -1,4 +1,6 @@
-"""The loops of nanoGPT and torchtitan: as they stand they are refused, and less some lines they equal the large batch."""
+"""The loops of nanoGPT and torchtitan: as they stand they are refused, and less some
+lines they equal the large batch.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,12 @@ from torch.utils.data import DataLoader
 
 import gradaccum
 from conformance_tests.framework_tests.refusing import refused
-from conformance_tests.integration_tests.regression import Items, Regressor, distance, loss_of
+from conformance_tests.integration_tests.regression import (
+    Items,
+    Regressor,
+    distance,
+    loss_of,
+)
 from gradaccum import UsageError
 
 MICRO, STEPS, WINDOWS, CLIP = 2, 4, 3, 1.0
@@ -70,8 +77,12 @@ def nanogpt(model: nn.Module, optimizer: Any, scaler: torch.amp.GradScaler) -> N
         optimizer.zero_grad(set_to_none=True)
 
 
-def nanogpt_carried_over(model: nn.Module, optimizer: Any, scaler: torch.amp.GradScaler) -> None:
-    """The division and the clipping are the wrapper's; the four last lines stand in the inner loop."""
+def nanogpt_carried_over(
+    model: nn.Module, optimizer: Any, scaler: torch.amp.GradScaler
+) -> None:
+    """The division and the clipping are the wrapper's; the four last lines stand in the
+    inner loop.
+    """
     batches, gradient_accumulation_steps = data(), STEPS
     for iter_num in range(WINDOWS):
         lr = rate(iter_num)
@@ -87,14 +98,22 @@ def nanogpt_carried_over(model: nn.Module, optimizer: Any, scaler: torch.amp.Gra
 
 def scalers() -> list[torch.amp.GradScaler]:
     """The second is nanoGPT's for bfloat16."""
-    return [torch.amp.GradScaler("cpu", init_scale=2.0**10), torch.amp.GradScaler("cpu", enabled=False)]
+    return [
+        torch.amp.GradScaler("cpu", init_scale=2.0**10),
+        torch.amp.GradScaler("cpu", enabled=False),
+    ]
 
 
 @pytest.mark.parametrize("scaler", scalers(), ids=["enabled", "disabled"])
 def test_nanogpt_carried_over_equals_large_batch(scaler: torch.amp.GradScaler) -> None:
     model = Regressor()
     given = scaler if scaler.is_enabled() else None
-    optimizer = gradaccum.wrap(torch.optim.AdamW(model.parameters()), steps=STEPS, clip_norm=CLIP, loss_scale=given)
+    optimizer = gradaccum.wrap(
+        torch.optim.AdamW(model.parameters()),
+        steps=STEPS,
+        clip_norm=CLIP,
+        loss_scale=given,
+    )
     nanogpt_carried_over(model, optimizer, scaler)
     assert distance(model, large()) < 1e-12
     assert optimizer.result.optimizer_step == WINDOWS
@@ -102,21 +121,36 @@ def test_nanogpt_carried_over_equals_large_batch(scaler: torch.amp.GradScaler) -
 
 @pytest.mark.parametrize("scaler", scalers(), ids=["enabled", "disabled"])
 def test_nanogpt_as_it_stands_is_refused(scaler: torch.amp.GradScaler) -> None:
-    """It accumulates by itself: a second window around its own would hold sixteen micro-batches."""
+    """It accumulates by itself: a second window around its own would hold sixteen
+    micro-batches.
+    """
     model = Regressor()
     given = scaler if scaler.is_enabled() else None
-    optimizer = gradaccum.wrap(torch.optim.AdamW(model.parameters()), steps=STEPS, clip_norm=CLIP, loss_scale=given)
+    optimizer = gradaccum.wrap(
+        torch.optim.AdamW(model.parameters()),
+        steps=STEPS,
+        clip_norm=CLIP,
+        loss_scale=given,
+    )
     with refused(UsageError, "clip_norm="):
         nanogpt(model, optimizer, scaler)
     assert distance(model, Regressor()) == 0
 
 
 class OptimizersContainer(torch.optim.Optimizer):
-    """torchtitan's: an optimizer for each part of a model, behind the interface of one."""
+    """torchtitan's: an optimizer for each part of a model, behind the interface of
+    one.
+    """
 
     def __init__(self, model_parts: list[nn.Module], **optimizer_kwargs: Any) -> None:
-        self.optimizers = [torch.optim.AdamW(part.parameters(), **optimizer_kwargs) for part in model_parts]
-        super().__init__([each for part in model_parts for each in part.parameters()], optimizer_kwargs)
+        self.optimizers = [
+            torch.optim.AdamW(part.parameters(), **optimizer_kwargs)
+            for part in model_parts
+        ]
+        super().__init__(
+            [each for part in model_parts for each in part.parameters()],
+            optimizer_kwargs,
+        )
 
     def __iter__(self) -> Iterator[torch.optim.Optimizer]:
         return iter(self.optimizers)
@@ -130,7 +164,10 @@ class OptimizersContainer(torch.optim.Optimizer):
             optimizer.zero_grad(*args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
-        return {str(index): optimizer.state_dict() for index, optimizer in enumerate(self.optimizers)}
+        return {
+            str(index): optimizer.state_dict()
+            for index, optimizer in enumerate(self.optimizers)
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         for index, optimizer in enumerate(self.optimizers):
@@ -138,15 +175,22 @@ class OptimizersContainer(torch.optim.Optimizer):
 
 
 class Titan:
-    """A trainer of a model in two parts, as torchtitan's; `wrap` are the options of `gradaccum.wrap`."""
+    """A trainer of a model in two parts, as torchtitan's; `wrap` are the options of
+    `gradaccum.wrap`.
+    """
 
     def __init__(self, **wrap: Any) -> None:
         self.model = Regressor()
         self.model_parts: list[nn.Module] = [self.model.layers[0], self.model.layers[2]]
         container = OptimizersContainer(self.model_parts, lr=0.1)
-        self.lr_schedulers = [LambdaLR(optimizer, lambda update: rate(update) / 0.1) for optimizer in container]
+        self.lr_schedulers = [
+            LambdaLR(optimizer, lambda update: rate(update) / 0.1)
+            for optimizer in container
+        ]
         self.optimizers: Any = gradaccum.wrap(container, **wrap)
-        self.parameters = [each for part in self.model_parts for each in part.parameters()]
+        self.parameters = [
+            each for part in self.model_parts for each in part.parameters()
+        ]
 
     def step_as_it_stands(self, batches: Iterator[dict[str, Tensor]]) -> None:
         self.optimizers.zero_grad()
@@ -158,7 +202,9 @@ class Titan:
             scheduler.step()
 
     def micro_batch(self, batch: dict[str, Tensor]) -> None:
-        """Less the division and the clipping; the schedulers, which are the parts' own, follow the window's result."""
+        """Less the division and the clipping; the schedulers, which are the parts' own,
+        follow the window's result.
+        """
         self.optimizers.zero_grad()
         loss_of(self.model, batch).backward()
         self.optimizers.step()
@@ -177,12 +223,19 @@ def test_torchtitan_carried_over_equals_large_batch() -> None:
 
 
 def test_torchtitan_resumes_in_mid_window() -> None:
-    whole, resumed = Titan(steps=STEPS, clip_norm=CLIP), Titan(steps=STEPS, clip_norm=CLIP)
+    whole, resumed = (
+        Titan(steps=STEPS, clip_norm=CLIP),
+        Titan(steps=STEPS, clip_norm=CLIP),
+    )
     for index, batch in enumerate(data()):
         if index == 6:
             resumed.model.load_state_dict(whole.model.state_dict())
-            resumed.optimizers.load_state_dict(copy.deepcopy(whole.optimizers.state_dict()))
-            for mine, theirs in zip(resumed.lr_schedulers, whole.lr_schedulers, strict=True):
+            resumed.optimizers.load_state_dict(
+                copy.deepcopy(whole.optimizers.state_dict())
+            )
+            for mine, theirs in zip(
+                resumed.lr_schedulers, whole.lr_schedulers, strict=True
+            ):
                 mine.load_state_dict(theirs.state_dict())
         whole.micro_batch(batch)
         if index >= 6:
@@ -198,12 +251,19 @@ def test_torchtitan_as_it_stands_is_refused() -> None:
 
 
 def test_wrapped_parts_clip_each_by_itself() -> None:
-    """A container of wrapped optimizers has a norm for each: the large batch without clipping, and another one with it."""
+    """A container of wrapped optimizers has a norm for each: the large batch without
+    clipping, and another one with it.
+    """
 
     def train(**options: Any) -> nn.Module:
         model = Regressor()
         parts = [model.layers[0], model.layers[2]]
-        optimizers = [gradaccum.wrap(torch.optim.SGD(part.parameters(), lr=0.1), steps=STEPS, **options) for part in parts]
+        optimizers = [
+            gradaccum.wrap(
+                torch.optim.SGD(part.parameters(), lr=0.1), steps=STEPS, **options
+            )
+            for part in parts
+        ]
         for batch in data():
             loss_of(model, batch).backward()
             for optimizer in optimizers:

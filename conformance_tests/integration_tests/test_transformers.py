@@ -1,4 +1,6 @@
-"""The Trainer of transformers: its windows, its losses by tokens, two processes, and what is refused as training begins."""
+"""The Trainer of transformers: its windows, its losses by tokens, two processes, and
+what is refused as training begins.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,13 @@ import torch
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from transformers import GPT2Config, GPT2LMHeadModel, IntervalStrategy, Trainer, TrainerCallback
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    IntervalStrategy,
+    Trainer,
+    TrainerCallback,
+)
 from transformers.optimization import GreedyLR
 
 import gradaccum
@@ -25,52 +33,123 @@ from conformance_tests.framework_tests.migrating import programs_of
 from conformance_tests.framework_tests.recipes import Recipe, run_recipe
 from conformance_tests.framework_tests.refusing import refused
 from conformance_tests.integration_tests.regression import Items, Regressor, distance
-from conformance_tests.integration_tests.transformers_runs import COUNT, EPOCHS, MICRO, STEPS, bare, large, logged, trained, wrapped
+from conformance_tests.integration_tests.transformers_runs import (
+    COUNT,
+    EPOCHS,
+    MICRO,
+    STEPS,
+    bare,
+    large,
+    logged,
+    trained,
+    wrapped,
+)
 from gradaccum import ArgumentTypeError, UsageError
-from gradaccum_torch.integrations.transformers import AccumulationCallback, require_trainer
+from gradaccum_torch.integrations.transformers import (
+    AccumulationCallback,
+    require_trainer,
+)
 
 
 def test_default_arguments_equal_large_batch(tmp_path: Path) -> None:
-    """The default clips to 1.0. torch adds 1e-6 to the norm as it does, and the window does not."""
+    """The default clips to 1.0. torch adds 1e-6 to the norm as it does, and the window
+    does not.
+    """
     mine, other = trained(wrapped(tmp_path)), trained(large(tmp_path))
     assert max(logged(other, "grad_norm")) > 1
     assert distance(mine.model, other.model) < 1e-6
-    assert logged(mine, "grad_norm", STEPS) == pytest.approx(logged(other, "grad_norm"), rel=1e-6)
-    assert logged(mine, "learning_rate", STEPS) == pytest.approx(logged(other, "learning_rate"), rel=1e-12)
+    assert logged(mine, "grad_norm", STEPS) == pytest.approx(
+        logged(other, "grad_norm"), rel=1e-6
+    )
+    assert logged(mine, "learning_rate", STEPS) == pytest.approx(
+        logged(other, "learning_rate"), rel=1e-12
+    )
 
 
 def test_without_clipping_equals_large_batch(tmp_path: Path) -> None:
     mine = trained(wrapped(tmp_path, wrap={"clip_norm": None}, max_grad_norm=0.0))
-    assert distance(mine.model, trained(large(tmp_path, max_grad_norm=0.0)).model) < 1e-12
+    assert (
+        distance(mine.model, trained(large(tmp_path, max_grad_norm=0.0)).model) < 1e-12
+    )
 
 
 def test_loss_scale_is_the_windows(tmp_path: Path) -> None:
-    """The Trainer differentiates the loss times the scale of the wrapper, a power of two."""
-    scaled = trained(wrapped(tmp_path, wrap={"loss_scale": gradaccum.DynamicLossScale(init_scale=2.0**10)}))
+    """The Trainer differentiates the loss times the scale of the wrapper, a power of
+    two.
+    """
+    scaled = trained(
+        wrapped(
+            tmp_path,
+            wrap={"loss_scale": gradaccum.DynamicLossScale(init_scale=2.0**10)},
+        )
+    )
     assert scaled.optimizer.optimizer.result.loss_scale == 2.0**10
     assert distance(scaled.model, trained(wrapped(tmp_path)).model) == 0
 
 
-@pytest.mark.parametrize("count", [COUNT, COUNT - 1], ids=["short window", "short micro-batch"])
-def test_float32_equals_own_accumulation_bit_for_bit(tmp_path: Path, count: int) -> None:
-    """The Trainer divides each loss by the 4 or 2 that the window divides by at its end: powers of two."""
+@pytest.mark.parametrize(
+    "count", [COUNT, COUNT - 1], ids=["short window", "short micro-batch"]
+)
+def test_float32_equals_own_accumulation_bit_for_bit(
+    tmp_path: Path, count: int
+) -> None:
+    """The Trainer divides each loss by the 4 or 2 that the window divides by at its
+    end: powers of two.
+    """
     data, options = Items(count, torch.float32), {"max_grad_norm": 0.0}
-    own = trained(bare(tmp_path, Regressor(torch.float32), data, gradient_accumulation_steps=STEPS, **options))
-    mine = trained(wrapped(tmp_path, Regressor(torch.float32), data, {"clip_norm": None}, **options))
+    own = trained(
+        bare(
+            tmp_path,
+            Regressor(torch.float32),
+            data,
+            gradient_accumulation_steps=STEPS,
+            **options,
+        )
+    )
+    mine = trained(
+        wrapped(
+            tmp_path, Regressor(torch.float32), data, {"clip_norm": None}, **options
+        )
+    )
     assert distance(mine.model, own.model) == 0
-    assert logged(mine, "grad_norm", STEPS) == pytest.approx(logged(own, "grad_norm"), rel=1e-6)
+    assert logged(mine, "grad_norm", STEPS) == pytest.approx(
+        logged(own, "grad_norm"), rel=1e-6
+    )
 
 
 def test_bfloat16_equals_own_accumulation(tmp_path: Path) -> None:
     data, options = Items(COUNT, torch.float32), {"bf16": True}
-    own = trained(bare(tmp_path, Regressor(torch.float32), data, gradient_accumulation_steps=STEPS, **options))
+    own = trained(
+        bare(
+            tmp_path,
+            Regressor(torch.float32),
+            data,
+            gradient_accumulation_steps=STEPS,
+            **options,
+        )
+    )
     mine = trained(wrapped(tmp_path, Regressor(torch.float32), data, **options))
     assert distance(mine.model, own.model) < 1e-5
-    assert distance(mine.model, trained(bare(tmp_path, Regressor(torch.float32), data, gradient_accumulation_steps=STEPS)).model) > 1e-5
+    assert (
+        distance(
+            mine.model,
+            trained(
+                bare(
+                    tmp_path,
+                    Regressor(torch.float32),
+                    data,
+                    gradient_accumulation_steps=STEPS,
+                )
+            ).model,
+        )
+        > 1e-5
+    )
 
 
 def test_update_count_and_arguments(tmp_path: Path) -> None:
-    """The Trainer counts micro-batches as steps; what it was told and its methods are as they were."""
+    """The Trainer counts micro-batches as steps; what it was told and its methods are
+    as they were.
+    """
     trainer = trained(wrapped(tmp_path))
     assert trainer.state.global_step == 20
     assert trainer.optimizer.optimizer.result.optimizer_step == 6
@@ -80,7 +159,9 @@ def test_update_count_and_arguments(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("steps", [6, 10], ids=["mid-window", "end of epoch"])
-def test_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path: Path, steps: int) -> None:
+def test_resumed_run_is_bitwise_the_uninterrupted_one(
+    tmp_path: Path, steps: int
+) -> None:
     options = {"save_strategy": "steps", "save_steps": steps}
     whole = trained(wrapped(tmp_path, **options))
     resumed = wrapped(tmp_path / "resumed", **options)
@@ -98,7 +179,9 @@ class Bare(Trainer):
 
 
 def test_unannounced_end_of_epoch(tmp_path: Path) -> None:
-    """A checkpoint of the last micro-batch holds the open window; the resumed run ends it before the next epoch."""
+    """A checkpoint of the last micro-batch holds the open window; the resumed run ends
+    it before the next epoch.
+    """
 
     def make(folder: Path) -> Trainer:
         trainer = wrapped(folder, save_strategy="steps", save_steps=10)
@@ -106,7 +189,12 @@ def test_unannounced_end_of_epoch(tmp_path: Path) -> None:
         return trainer
 
     whole, resumed = trained(make(tmp_path)), make(tmp_path / "resumed")
-    assert torch.load(tmp_path / "checkpoint-10" / "optimizer.pt")["gradaccum"]["micro_step"] == 2
+    assert (
+        torch.load(tmp_path / "checkpoint-10" / "optimizer.pt")["gradaccum"][
+            "micro_step"
+        ]
+        == 2
+    )
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-10"))
     assert whole.optimizer.optimizer.result.optimizer_step == 6
     assert distance(resumed.model, whole.model) == 0
@@ -114,9 +202,15 @@ def test_unannounced_end_of_epoch(tmp_path: Path) -> None:
 
 def test_max_steps_closes_last_window(tmp_path: Path) -> None:
     """The last checkpoint is the model that is handed back."""
-    trainer = trained(wrapped(tmp_path, max_steps=6, save_strategy="steps", save_steps=100))
+    trainer = trained(
+        wrapped(tmp_path, max_steps=6, save_strategy="steps", save_steps=100)
+    )
     saved = torch.load(tmp_path / "checkpoint-6" / "optimizer.pt")
-    assert saved["gradaccum"]["optimizer_step"] == trainer.optimizer.optimizer.result.optimizer_step == 2
+    assert (
+        saved["gradaccum"]["optimizer_step"]
+        == trainer.optimizer.optimizer.result.optimizer_step
+        == 2
+    )
     assert trainer.lr_scheduler.get_last_lr() == [0.1 / 3]
 
 
@@ -129,7 +223,10 @@ class Stream(torch.utils.data.IterableDataset[dict[str, torch.Tensor]]):
 
 def test_stream_of_data_equals_large_batch(tmp_path: Path) -> None:
     """The loader alone knows where an epoch ends."""
-    mine, other = wrapped(tmp_path, data=Stream(), max_steps=20), large(tmp_path, data=Stream(), max_steps=6)
+    mine, other = (
+        wrapped(tmp_path, data=Stream(), max_steps=20),
+        large(tmp_path, data=Stream(), max_steps=6),
+    )
     assert distance(trained(mine).model, trained(other).model) < 1e-6
     assert mine.optimizer.optimizer.result.optimizer_step == 6
 
@@ -165,9 +262,16 @@ def test_broken_off_epoch_closes_its_window(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [ReduceLROnPlateau, GreedyLR])
-def test_scheduler_of_a_metric(tmp_path: Path, kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The Trainer moves it at an evaluation, and nothing else does, where an epoch is broken off either."""
-    trainer, metrics = wrapped(tmp_path, metric_for_best_model="loss", wrap={"steps": 5}), []
+def test_scheduler_of_a_metric(
+    tmp_path: Path, kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The Trainer moves it at an evaluation, and nothing else does, where an epoch is
+    broken off either.
+    """
+    trainer, metrics = (
+        wrapped(tmp_path, metric_for_best_model="loss", wrap={"steps": 5}),
+        [],
+    )
     trainer.args.eval_strategy, trainer.eval_dataset = IntervalStrategy.EPOCH, Items(4)
     trainer.lr_scheduler = kind(trainer.optimizer)
     monkeypatch.setattr(trainer.lr_scheduler, "step", metrics.append)
@@ -177,7 +281,9 @@ def test_scheduler_of_a_metric(tmp_path: Path, kind: Any, monkeypatch: pytest.Mo
 
 
 def test_program_of_the_page_on_moving() -> None:
-    """Before and after; after, a callback flushes before the validation that cuts a window."""
+    """Before and after; after, a callback flushes before the validation that cuts a
+    window.
+    """
     (program,) = [each for each in programs_of("torch") if each.of_neighbour]
     program.run_here()
     unflushed = program.blocks[1].replace("            optimizer.flush()\n", "")
@@ -197,7 +303,13 @@ def test_program_of_the_page_on_moving() -> None:
         (UsageError, "separate_sums=True", {"separate_sums": False}, {}),
     ],
 )
-def test_refused_by_name(tmp_path: Path, kind: type[Exception], word: str, wrap: dict[str, Any], options: dict[str, Any]) -> None:
+def test_refused_by_name(
+    tmp_path: Path,
+    kind: type[Exception],
+    word: str,
+    wrap: dict[str, Any],
+    options: dict[str, Any],
+) -> None:
     trainer = wrapped(tmp_path, wrap=wrap, **options)
     with refused(kind, word):
         trainer.train()
@@ -226,18 +338,27 @@ def test_loss_scaler_is_refused(tmp_path: Path) -> None:
         trainer.train()
 
 
-def test_other_engines_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_engines_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """DeepSpeed keeps gradients to itself."""
     trainer = wrapped(tmp_path)
-    monkeypatch.setattr(trainer.accelerator.state, "distributed_type", DistributedType.DEEPSPEED)
+    monkeypatch.setattr(
+        trainer.accelerator.state, "distributed_type", DistributedType.DEEPSPEED
+    )
     with refused(UsageError, "DEEPSPEED", "accumulation of that engine"):
         require_trainer(trainer)
 
 
-def test_weights_of_one_worker_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_of_one_worker_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each worker would divide by another sum of weights."""
     trainer = wrapped(tmp_path)
-    trainer.model_accepts_loss_kwargs, trainer.args.average_tokens_across_devices = True, False
+    trainer.model_accepts_loss_kwargs, trainer.args.average_tokens_across_devices = (
+        True,
+        False,
+    )
     require_trainer(trainer)
     monkeypatch.setattr(type(trainer.args), "world_size", 2)
     with refused(UsageError, "average_tokens_across_devices"):
@@ -245,8 +366,12 @@ def test_weights_of_one_worker_are_refused(tmp_path: Path, monkeypatch: pytest.M
 
 
 class OwnStep(Trainer):
-    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        loss: Tensor = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+    def training_step(
+        self, model: Any, inputs: Any, num_items_in_batch: Any = None
+    ) -> Tensor:
+        loss: Tensor = self.compute_loss(
+            model, inputs, num_items_in_batch=num_items_in_batch
+        )
         loss.backward()
         return loss.detach()
 
@@ -255,13 +380,21 @@ class OwnClipping(Trainer):
     """As the Trainer does where gradients are on several meshes."""
 
     def _clip_grad_norm(self, model: Any) -> Tensor:
-        return torch.nn.utils.clip_grad_norm_(model.parameters(), self.args.max_grad_norm)
+        return torch.nn.utils.clip_grad_norm_(
+            model.parameters(), self.args.max_grad_norm
+        )
 
 
 @pytest.mark.parametrize(
-    ("kind", "missing"), [(OwnStep, "did without accelerator.backward"), (OwnClipping, "did without accelerator.clip")]
+    ("kind", "missing"),
+    [
+        (OwnStep, "did without accelerator.backward"),
+        (OwnClipping, "did without accelerator.clip"),
+    ],
 )
-def test_step_that_goes_another_way_is_refused(tmp_path: Path, kind: type[Trainer], missing: str) -> None:
+def test_step_that_goes_another_way_is_refused(
+    tmp_path: Path, kind: type[Trainer], missing: str
+) -> None:
     """Weight and loss scale would be lost, or each micro-batch clipped."""
     trainer = wrapped(tmp_path)
     trainer.__class__ = kind
@@ -277,11 +410,15 @@ VOCABULARY, LENGTH = 11, 6
 
 
 class Tokens(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """Sequences of unequal length; what is beyond is no label. In the first `empty` there is none at all."""
+    """Sequences of unequal length; what is beyond is no label. In the first `empty`
+    there is none at all.
+    """
 
     def __init__(self, empty: int = 0) -> None:
         self.empty = empty
-        self.ids = torch.randint(0, VOCABULARY, (COUNT, LENGTH), generator=torch.Generator().manual_seed(2))
+        self.ids = torch.randint(
+            0, VOCABULARY, (COUNT, LENGTH), generator=torch.Generator().manual_seed(2)
+        )
 
     def __len__(self) -> int:
         return COUNT
@@ -294,9 +431,17 @@ class Tokens(torch.utils.data.Dataset[dict[str, Tensor]]):
 
 def gpt2() -> GPT2LMHeadModel:
     torch.manual_seed(0)
-    sizes = {"vocab_size": VOCABULARY, "n_positions": LENGTH, "n_embd": 8, "n_layer": 1, "n_head": 2}
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "n_positions": LENGTH,
+        "n_embd": 8,
+        "n_layer": 1,
+        "n_head": 2,
+    }
     ends = {"bos_token_id": 0, "eos_token_id": 0}
-    return GPT2LMHeadModel(GPT2Config(**sizes, **ends, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
+    return GPT2LMHeadModel(
+        GPT2Config(**sizes, **ends, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    )
 
 
 @pytest.fixture
@@ -309,7 +454,10 @@ def sgd(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("sgd")
 def test_token_means_equal_large_batch(tmp_path: Path) -> None:
     """The Trainer divides by the tokens of a micro-batch, which then weighs as many."""
-    mine, other = trained(wrapped(tmp_path, gpt2(), Tokens())), trained(large(tmp_path, model=gpt2(), data=Tokens()))
+    mine, other = (
+        trained(wrapped(tmp_path, gpt2(), Tokens())),
+        trained(large(tmp_path, model=gpt2(), data=Tokens())),
+    )
     own = trained(bare(tmp_path, gpt2(), Tokens(), gradient_accumulation_steps=STEPS))
     assert distance(own.model, other.model) < 1e-6
     assert distance(mine.model, other.model) < 1e-6
@@ -317,9 +465,19 @@ def test_token_means_equal_large_batch(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("sgd")
 def test_micro_batches_without_a_token(tmp_path: Path) -> None:
-    """At least five of ten, whose loss is 0 / 0. They weigh nothing, and there is no backward pass."""
+    """At least five of ten, whose loss is 0 / 0. They weigh nothing, and there is no
+    backward pass.
+    """
     trainer = trained(wrapped(tmp_path, gpt2(), Tokens(15)))
-    assert distance(trainer.model, trained(bare(tmp_path, gpt2(), Tokens(15), gradient_accumulation_steps=STEPS)).model) < 1e-6
+    assert (
+        distance(
+            trainer.model,
+            trained(
+                bare(tmp_path, gpt2(), Tokens(15), gradient_accumulation_steps=STEPS)
+            ).model,
+        )
+        < 1e-6
+    )
 
 
 class Untold(Trainer):
@@ -334,15 +492,25 @@ class MeanOfBatch(Trainer):
 
     loss_is_scaled_for_ga = False
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Tensor:
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: Any,
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Tensor:
         loss: Tensor = model(**inputs).loss
         return loss
 
 
 @pytest.mark.usefixtures("sgd")
 @pytest.mark.parametrize("kind", [Untold, MeanOfBatch])
-def test_means_of_unequal_counts_are_the_trainers_own(tmp_path: Path, kind: type[Trainer]) -> None:
-    """A loss that is not told the number of items is a mean for the Trainer too, whatever it holds."""
+def test_means_of_unequal_counts_are_the_trainers_own(
+    tmp_path: Path, kind: type[Trainer]
+) -> None:
+    """A loss that is not told the number of items is a mean for the Trainer too,
+    whatever it holds.
+    """
 
     def once(make: Any, **options: Any) -> Trainer:
         trainer = make(tmp_path, gpt2(), Tokens(), **options)
@@ -351,26 +519,44 @@ def test_means_of_unequal_counts_are_the_trainers_own(tmp_path: Path, kind: type
 
     mine, own = once(wrapped), once(bare, gradient_accumulation_steps=STEPS)
     assert distance(mine.model, own.model) < 1e-6
-    assert distance(mine.model, trained(large(tmp_path, model=gpt2(), data=Tokens())).model) > 1e-4
+    assert (
+        distance(
+            mine.model, trained(large(tmp_path, model=gpt2(), data=Tokens())).model
+        )
+        > 1e-4
+    )
 
 
 @pytest.mark.usefixtures("sgd")
-@pytest.mark.parametrize("options", [{}, {"label_smoothing_factor": 0.1}], ids=["function", "smoothed"])
-def test_losses_of_the_user_and_of_the_trainer(tmp_path: Path, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options", [{}, {"label_smoothing_factor": 0.1}], ids=["function", "smoothed"]
+)
+def test_losses_of_the_user_and_of_the_trainer(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
     def mean(outputs: Any, labels: Tensor, num_items_in_batch: Tensor) -> Tensor:
         logits = outputs["logits"][:, :-1].reshape(-1, VOCABULARY)
-        return nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum") / num_items_in_batch
+        return (
+            nn.functional.cross_entropy(
+                logits, labels[:, 1:].flatten(), reduction="sum"
+            )
+            / num_items_in_batch
+        )
 
     def once(trainer: Trainer) -> nn.Module:
         if not options:
             trainer.compute_loss_func = mean
         return trained(trainer).model
 
-    mine, other = once(wrapped(tmp_path, gpt2(), Tokens(), **options)), once(large(tmp_path, model=gpt2(), data=Tokens(), **options))
+    mine, other = (
+        once(wrapped(tmp_path, gpt2(), Tokens(), **options)),
+        once(large(tmp_path, model=gpt2(), data=Tokens(), **options)),
+    )
     assert distance(mine, other) < 1e-6
 
 
-# Two processes, with losses over unequally many tokens, beside the Trainer's own accumulation.
+# Two processes, with losses over unequally many tokens, beside the Trainer's own
+# accumulation.
 
 
 PROGRAM = """

@@ -1,7 +1,10 @@
-"""Lets torchvision be imported beside a torch of another build, as in a venv with the CPU build of torch and PyPI's torchvision.
+"""Lets torchvision be imported beside a torch of another build, as in a venv with the
+CPU build of torch and PyPI's torchvision.
 
-Lightning (through torchmetrics) and timm import torchvision. Its compiled operators do not load there, and its Python code then fails as it
-names two of them. No test here calls an operator of torchvision, so declarations without a kernel are enough: importing this makes them.
+Lightning (through torchmetrics) and timm import torchvision. Its compiled operators do
+not load there, and its Python code then fails as it names two of them. No test here
+calls an operator of torchvision, so declarations without a kernel are enough: importing
+this makes them.
 """
 
 from __future__ import annotations
@@ -14,7 +17,9 @@ NAMES = ("nms", "qnms")
 
 
 def declare() -> torch.library.Library | None:
-    """Declare the operators that torchvision names as it is imported, unless it is whole or missing."""
+    """Declare the operators that torchvision names as it is imported, unless it is
+    whole or missing.
+    """
     if importlib.util.find_spec("torchvision") is None:
         return None
     try:
@@ -22,7 +27,9 @@ def declare() -> torch.library.Library | None:
     except RuntimeError:
         library = torch.library.Library("torchvision", "FRAGMENT")
         for name in NAMES:
-            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+            library.define(
+                f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+            )
         return library
     return None
 

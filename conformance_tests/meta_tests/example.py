@@ -1,4 +1,6 @@
-"""Runs the suite on the example backend as a third party would: by entry points, in a process of its own."""
+"""Runs the suite on the example backend as a third party would: by entry points, in a
+process of its own.
+"""
 
 from __future__ import annotations
 
@@ -19,23 +21,41 @@ plain = {harness}
 
 
 def install(site: Path, harness: str = "plain_harness:harness") -> None:
-    """Write what an installer would: a distribution's metadata with its entry points."""
+    """Write what an installer would: a distribution's metadata with its entry
+    points.
+    """
     metadata = site / "plain-1.0.dist-info"
     metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: plain\nVersion: 1.0\n", encoding="utf-8")
-    (metadata / "entry_points.txt").write_text(ENTRY_POINTS.format(harness=harness), encoding="utf-8")
+    (metadata / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: plain\nVersion: 1.0\n", encoding="utf-8"
+    )
+    (metadata / "entry_points.txt").write_text(
+        ENTRY_POINTS.format(harness=harness), encoding="utf-8"
+    )
 
 
 def python_path(*folders: Path) -> str:
     """PYTHONPATH with `folders` before what is on it already."""
-    return os.pathsep.join([*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return os.pathsep.join(
+        [*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
 
 
-def run_suite(site: Path, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """``python -m gradaccum_conformance --backend plain`` with the example on the path."""
+def run_suite(
+    site: Path, *options: str, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """``python -m gradaccum_conformance --backend plain`` with the example on the
+    path.
+    """
     command = [sys.executable, "-m", "gradaccum_conformance", *_arguments(options)]
-    variables = {**os.environ, "PYTHONPATH": python_path(*_folders(site)), **environment}
-    return subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+    variables = {
+        **os.environ,
+        "PYTHONPATH": python_path(*_folders(site)),
+        **environment,
+    }
+    return subprocess.run(
+        command, env=variables, capture_output=True, text=True, check=False
+    )
 
 
 def program_of(site: Path, *options: str, **environment: str) -> str:
@@ -52,7 +72,11 @@ sys.exit(main())
 
 
 def _arguments(options: tuple[str, ...]) -> list[str]:
-    gaps = [] if "--xfails-file" in options else ["--xfails-file", str(EXAMPLE / "xfails.txt")]
+    gaps = (
+        []
+        if "--xfails-file" in options
+        else ["--xfails-file", str(EXAMPLE / "xfails.txt")]
+    )
     return ["--backend", "plain", "-q", "-p", "no:cacheprovider", *options, *gaps]
 
 

@@ -1,4 +1,6 @@
-"""A worker that fails as it is told. It holds a lock for as long as it lives: ``python failing_worker.py BACKEND DESCRIPTOR``."""
+"""A worker that fails as it is told. It holds a lock for as long as it lives:
+``python failing_worker.py BACKEND DESCRIPTOR``.
+"""
 
 from __future__ import annotations
 

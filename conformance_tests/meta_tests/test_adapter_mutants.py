@@ -1,4 +1,6 @@
-"""Each fault that is planted in an adapter is caught by its test; with ``--deep``, as all of them take minutes."""
+"""Each fault that is planted in an adapter is caught by its test; with ``--deep``, as
+all of them take minutes.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,11 @@ from gradaccum import available_backends
 from .adapter_mutants import ADAPTERS, Mutant
 from .adapter_mutants.planting import places, planted, program_of
 
-PAIRS = [pytest.param(adapter, mutant, id=f"{adapter}-{mutant.name}") for adapter, mutants in ADAPTERS.items() for mutant in mutants]
+PAIRS = [
+    pytest.param(adapter, mutant, id=f"{adapter}-{mutant.name}")
+    for adapter, mutants in ADAPTERS.items()
+    for mutant in mutants
+]
 LEAST = 14
 """Mutants of each adapter."""
 
@@ -26,7 +32,10 @@ def test_each_adapter_has_its_mutants() -> None:
 
 @pytest.mark.parametrize(("adapter", "mutant"), PAIRS)
 def test_mutant_can_be_planted(adapter: str, mutant: Mutant) -> None:
-    assert len(places(adapter, mutant)) == 1, "the text must stand once in the adapter: adapt the mutant to the code as it is now"
+    assert len(places(adapter, mutant)) == 1, (
+        "the text must stand once in the adapter: adapt the mutant to the code as it"
+        " is now"
+    )
     ast.parse(planted(adapter, mutant)[1])
 
 
@@ -41,7 +50,9 @@ def imported() -> Iterator[dict[str, Preloaded]]:
 
 @pytest.mark.deep
 @pytest.mark.parametrize(("adapter", "mutant"), PAIRS)
-def test_mutant_is_caught(adapter: str, mutant: Mutant, tmp_path: Path, imported: dict[str, Preloaded]) -> None:
+def test_mutant_is_caught(
+    adapter: str, mutant: Mutant, tmp_path: Path, imported: dict[str, Preloaded]
+) -> None:
     if adapter not in available_backends():
         pytest.skip(f"{adapter} is not installed")
     if adapter not in imported:

@@ -1,4 +1,6 @@
-"""The bandwidth questions: the triad is right, only bytes that must move are counted, and every contestant really adds."""
+"""The bandwidth questions: the triad is right, only bytes that must move are counted,
+and every contestant really adds.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,11 @@ def require_whole(case: Case) -> None:
 
 
 def test_triad_is_right_in_blocks() -> None:
-    a, b, c = np.empty(24, np.float32), np.arange(24, dtype=np.float32), np.full(24, 3, np.float32)
+    a, b, c = (
+        np.empty(24, np.float32),
+        np.arange(24, dtype=np.float32),
+        np.full(24, 3, np.float32),
+    )
     triad.triad(a, b, c)
     np.testing.assert_array_equal(a, b + np.float32(triad.SCALE) * c)
 
@@ -57,15 +63,19 @@ def test_torch_contestants_add(monkeypatch: pytest.MonkeyPatch) -> None:
     require_whole(torch_bandwidth._float32())
     require_whole(torch_bandwidth._bfloat16())
     wrapped, wrap = [], gradaccum.wrap
-    monkeypatch.setattr(gradaccum, "wrap", lambda *args, **options: wrapped.append(wrap(*args, **options)) or wrapped[-1])
+    monkeypatch.setattr(
+        gradaccum,
+        "wrap",
+        lambda *args, **options: wrapped.append(wrap(*args, **options)) or wrapped[-1],
+    )
     for dtype in (torch.float32, torch.bfloat16):
         micro_batch = torch_bandwidth._gradaccum(dtype)
         for _ in range(RUNS):
             micro_batch()
         sums = wrapped[-1]._window.strategy.sums()
-        assert [(total.dtype, float(total.min()), float(total.max())) for total in sums] == [
-            (torch.float32, RUNS * triad.GRADIENT, RUNS * triad.GRADIENT)
-        ] * TENSORS
+        assert [
+            (total.dtype, float(total.min()), float(total.max())) for total in sums
+        ] == [(torch.float32, RUNS * triad.GRADIENT, RUNS * triad.GRADIENT)] * TENSORS
 
 
 def test_jax_contestants_add() -> None:
@@ -76,15 +86,21 @@ def test_jax_contestants_add() -> None:
     from benchmarks.questions import jax_bandwidth
 
     steps = {
-        "whole": jax_bandwidth._whole_step(gradaccum.wrap(optax.sgd(0.1), steps=jax_bandwidth.MANY), jnp.bfloat16),
-        "alone": jax_bandwidth._sum_alone(gradaccum.wrap(optax.sgd(0.1), steps=None), jnp.float32),
+        "whole": jax_bandwidth._whole_step(
+            gradaccum.wrap(optax.sgd(0.1), steps=jax_bandwidth.MANY), jnp.bfloat16
+        ),
+        "alone": jax_bandwidth._sum_alone(
+            gradaccum.wrap(optax.sgd(0.1), steps=None), jnp.float32
+        ),
     }
     for run in steps.values():
         for _ in range(RUNS - 1):
             run()
         state = run()[-1]
         assert int(state.micro_step) == RUNS
-        assert [float(total.max()) for total in state.accumulator] == [RUNS * triad.GRADIENT] * TENSORS
+        assert [float(total.max()) for total in state.accumulator] == [
+            RUNS * triad.GRADIENT
+        ] * TENSORS
 
 
 def test_questions_stay_on_one_core() -> None:

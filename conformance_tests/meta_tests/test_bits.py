@@ -1,4 +1,6 @@
-"""A change far inside of every tolerance changes the bits that are held, and bits that nobody holds are not made up."""
+"""A change far inside of every tolerance changes the bits that are held, and bits that
+nobody holds are not made up.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,13 @@ def test_one_unit_in_the_last_place_is_seen(file: Path) -> None:
     check(harness)
     factors = [1.0] * 5 + [1 + 2.0**-23] + [1.0] * 20
     altered = bits.bits_of(Altered(iter(factors)), RUN)
-    assert [one == other for one, other in zip(held, altered, strict=True)] == [True, False, False, False, False]
+    assert [one == other for one, other in zip(held, altered, strict=True)] == [
+        True,
+        False,
+        False,
+        False,
+        False,
+    ]
     with pytest.raises(AssertionError, match="other bits than before"):
         check(Altered(iter(factors)))
 
@@ -67,20 +75,37 @@ def test_unknown_environment_compares_a_run_with_itself(file: Path) -> None:
 
 
 def test_written_bits_are_read_again(tmp_path: Path) -> None:
-    held = {("numpy: numpy 1; probe 0", "a"): ["0f", "1e"], ("jax: jax 2; probe 1", "a"): ["22"]}
+    held = {
+        ("numpy: numpy 1; probe 0", "a"): ["0f", "1e"],
+        ("jax: jax 2; probe 1", "a"): ["22"],
+    }
     bits.write(held, tmp_path / "bits.txt")
     assert bits.read(tmp_path / "bits.txt") == held
-    assert {run for _, run in bits.read()} == set(bits.RUNS), "of each run, and of none that is gone"
+    assert {run for _, run in bits.read()} == set(bits.RUNS), (
+        "of each run, and of none that is gone"
+    )
 
 
 @pytest.mark.parametrize("write", [False, True])
-def test_command_tells_what_changed(file: Path, write: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_tells_what_changed(
+    file: Path,
+    write: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     place = bits.environment(harness)
     bits.write({(place, RUN): ["another"]}, file)
     monkeypatch.setattr(bits, "read", lambda given=file, read=bits.read: read(given))
-    monkeypatch.setattr(bits, "write", lambda held, given=file, write=bits.write: write(held, given))
-    monkeypatch.setattr("sys.argv", ["bits", "--backend", "numpy", *["--write"] * write])
+    monkeypatch.setattr(
+        bits, "write", lambda held, given=file, write=bits.write: write(held, given)
+    )
+    monkeypatch.setattr(
+        "sys.argv", ["bits", "--backend", "numpy", *["--write"] * write]
+    )
     assert bits.main() == (0 if write else 1)
     said = capsys.readouterr().out
-    assert (f"CHANGED: {place} | {RUN}" in said, said.count("not held")) == (True, len(bits.RUNS) - 1)
+    assert (f"CHANGED: {place} | {RUN}" in said, said.count("not held")) == (
+        True,
+        len(bits.RUNS) - 1,
+    )
     assert (bits.read()[place, RUN] == ["another"]) is not write

@@ -1,4 +1,6 @@
-"""The command line: the backends it runs, those it names as missing, and its exit code."""
+"""The command line: the backends it runs, those it names as missing, and its exit
+code.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,16 @@ from gradaccum_conformance.runner import Ended, Job
 
 SUITE_RECORDS = (
     {"kind": "collected", "backend": "b", "tests": 1},
-    {"kind": "test", "backend": "b", "property": "weights", "test": "t", "outcome": "passed", "reason": "", "errors": [], "seconds": 0.1},
+    {
+        "kind": "test",
+        "backend": "b",
+        "property": "weights",
+        "test": "t",
+        "outcome": "passed",
+        "reason": "",
+        "errors": [],
+        "seconds": 0.1,
+    },
     {"kind": "finished", "exit_status": 0},
 )
 
@@ -31,7 +42,9 @@ SUITE_RECORDS = (
 @pytest.fixture(autouse=True)
 def known_backends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three backends are known, jax is not installed."""
-    monkeypatch.setattr(selection, "registered_backends", lambda: ("jax", "numpy", "torch"))
+    monkeypatch.setattr(
+        selection, "registered_backends", lambda: ("jax", "numpy", "torch")
+    )
     monkeypatch.setattr(selection, "available_backends", lambda: ("numpy", "torch"))
 
 
@@ -44,19 +57,30 @@ def without_packages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def invoke(*arguments: str) -> tuple[int, str]:
-    result = CliRunner().invoke(cli.app, arguments, env={"COLUMNS": "200", "NO_COLOR": "1"})
+    result = CliRunner().invoke(
+        cli.app, arguments, env={"COLUMNS": "200", "NO_COLOR": "1"}
+    )
     if result.exception and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result.exit_code, result.output
 
 
-def run_as(monkeypatch: pytest.MonkeyPatch, module: Any, records: Sequence[dict[str, Any]], exit_code: int = 0) -> list[Job]:
-    """Let every job end at once with these records. Returns a list that fills with the jobs."""
+def run_as(
+    monkeypatch: pytest.MonkeyPatch,
+    module: Any,
+    records: Sequence[dict[str, Any]],
+    exit_code: int = 0,
+) -> list[Job]:
+    """Let every job end at once with these records. Returns a list that fills with the
+    jobs.
+    """
     ran: list[Job] = []
 
     def run(jobs: Sequence[Job], console: Any, *, total: str, each: str) -> list[Ended]:
         ran.extend(jobs)
-        return [Ended(job.backend, exit_code, tuple(records), "last words") for job in jobs]
+        return [
+            Ended(job.backend, exit_code, tuple(records), "last words") for job in jobs
+        ]
 
     monkeypatch.setattr(module, "run_with_progress", run)
     return ran
@@ -72,10 +96,18 @@ def test_help_names_every_command() -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [("--version", f"gradaccum {gradaccum.__version__}"), ("--help", "gradaccum[conformance]"), ("", "gradaccum[conformance]")],
+    [
+        ("--version", f"gradaccum {gradaccum.__version__}"),
+        ("--help", "gradaccum[conformance]"),
+        ("", "gradaccum[conformance]"),
+    ],
 )
 def test_version_and_help_need_no_package(
-    without_packages: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: str, words: str
+    without_packages: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: str,
+    words: str,
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["gradaccum", *arguments.split()])
     command_line.main()
@@ -85,7 +117,13 @@ def test_version_and_help_need_no_package(
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        ("demo", r"demo needs 'typer'.*gradaccum\[conformance\].*jinja2, matplotlib.*pytest.*typer$"),
+        (
+            "demo",
+            (
+                r"demo needs 'typer'.*gradaccum\[conformance\].*jinja2,"
+                r" matplotlib.*pytest.*typer$"
+            ),
+        ),
         ("dmeo", r"no command 'dmeo'\. Usage: gradaccum(.|\n)*conformance "),
     ],
 )
@@ -99,13 +137,17 @@ def test_without_packages_a_command_says_what_it_needs(
 
 def test_doctor_gets_its_options() -> None:
     """It also runs without the packages of this command line."""
-    exit_code, output = invoke("doctor", "--backend", "numpy", "--limit", "60", "--json")
+    exit_code, output = invoke(
+        "doctor", "--backend", "numpy", "--limit", "60", "--json"
+    )
     found = json.loads(output)
     assert [one["backend"] for one in found["probes"]] == ["numpy"]
     assert exit_code == (0 if found["healthy"] else 1)
 
 
-@pytest.mark.parametrize(("name", "option"), [("demo", "--out"), ("conformance", "--report")])
+@pytest.mark.parametrize(
+    ("name", "option"), [("demo", "--out"), ("conformance", "--report")]
+)
 def test_folder_that_cannot_be_written(name: str, option: str, tmp_path: Path) -> None:
     """It is one line, before anything runs."""
     (tmp_path / "file").touch()
@@ -118,13 +160,19 @@ def test_folder_that_cannot_be_written(name: str, option: str, tmp_path: Path) -
 
 def test_flags_take_no_value() -> None:
     for name in ("demo", "conformance", "doctor"):
-        flags = [line.split("  ")[1] for line in invoke(name, "--help")[1].splitlines() if line.startswith("  --")]
+        flags = [
+            line.split("  ")[1]
+            for line in invoke(name, "--help")[1].splitlines()
+            if line.startswith("  --")
+        ]
         assert {"--help", "--backend NAME"} <= set(flags), flags
         assert not [flag for flag in flags if "<" in flag]
 
 
 @pytest.mark.parametrize("name", ["demo", "conformance"])
-def test_unknown_backend_is_wrong_argument(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_backend_is_wrong_argument(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     exit_code, output = invoke(name, "--backend", "tensorflow")
     assert exit_code == 2
@@ -133,7 +181,9 @@ def test_unknown_backend_is_wrong_argument(name: str, tmp_path: Path, monkeypatc
     assert not list(tmp_path.iterdir())
 
 
-def test_conformance_runs_every_installed_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_conformance_runs_every_installed_backend(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It names the others, each with the command that installs it."""
     ran = run_as(monkeypatch, report_command, SUITE_RECORDS)
     exit_code, output = invoke("conformance", "--report", str(tmp_path))
@@ -141,34 +191,70 @@ def test_conformance_runs_every_installed_backend(tmp_path: Path, monkeypatch: p
     assert [job.backend for job in ran] == ["numpy", "torch"]
     assert "jax is not installed. Run: pip install 'gradaccum[jax]'" in output
     assert "weights" in output
-    assert "conformance: passed" in (tmp_path / "report.html").read_text(encoding="utf-8")
-    assert json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))["passed"] is True
+    assert "conformance: passed" in (tmp_path / "report.html").read_text(
+        encoding="utf-8"
+    )
+    assert (
+        json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))["passed"]
+        is True
+    )
 
 
-def test_conformance_runs_suite_as_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_conformance_runs_suite_as_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ran = run_as(monkeypatch, report_command, SUITE_RECORDS)
     invoke("conformance", "--backend", "torch", "--report", str(tmp_path))
     invoke("conformance", "--backend", "torch", "--report", str(tmp_path), "--deep")
-    expected = (sys.executable, "-m", "gradaccum_conformance", "--backend", "torch", "--results", str(tmp_path / "raw" / "torch.jsonl"))
+    expected = (
+        sys.executable,
+        "-m",
+        "gradaccum_conformance",
+        "--backend",
+        "torch",
+        "--results",
+        str(tmp_path / "raw" / "torch.jsonl"),
+    )
     assert [job.command for job in ran] == [expected, (*expected, "--deep")]
 
 
-def test_conformance_fails_without_requested_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_conformance_fails_without_requested_backend(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ran = run_as(monkeypatch, report_command, SUITE_RECORDS)
-    exit_code, output = invoke("conformance", "--backend", "jax", "--backend", "torch", "--report", str(tmp_path))
+    exit_code, output = invoke(
+        "conformance",
+        "--backend",
+        "jax",
+        "--backend",
+        "torch",
+        "--report",
+        str(tmp_path),
+    )
     assert exit_code == 1
     assert [job.backend for job in ran] == ["torch"]
     assert "pip install 'gradaccum[jax]'" in output
 
 
-def test_conformance_fails_after_any_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_conformance_fails_after_any_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Here a failed test; what else is one is in the tests of the report."""
-    run_as(monkeypatch, report_command, (SUITE_RECORDS[0], {**SUITE_RECORDS[1], "outcome": "failed"}, SUITE_RECORDS[2]), 1)
+    run_as(
+        monkeypatch,
+        report_command,
+        (SUITE_RECORDS[0], {**SUITE_RECORDS[1], "outcome": "failed"}, SUITE_RECORDS[2]),
+        1,
+    )
     assert invoke("conformance", "--report", str(tmp_path))[0] == 1
-    assert "conformance: failed" in (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "conformance: failed" in (tmp_path / "report.html").read_text(
+        encoding="utf-8"
+    )
 
 
-def test_demo_runs_reference_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_demo_runs_reference_on_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ran = run_as(monkeypatch, demo_command, ({"kind": "finished"},))
     exit_code, output = invoke("demo", "--out", str(tmp_path))
     assert exit_code == 1, "no run came of it"
@@ -178,9 +264,14 @@ def test_demo_runs_reference_on_request(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_terminated_command_ends_its_processes(tmp_path: Path) -> None:
-    """A stand-in for a backend's process writes its process id and waits. The test then sends SIGTERM to the command."""
+    """A stand-in for a backend's process writes its process id and waits. The test then
+    sends SIGTERM to the command.
+    """
     results = tmp_path / "b.jsonl"
-    child = f'import os, time; print(\'{{"kind": "pid", "pid": %d}}\' % os.getpid(), file=open({str(results)!r}, \'a\'), flush=True)'
+    child = (
+        'import os, time; print(\'{"kind": "pid", "pid": %d}\' % os.getpid(),'
+        f" file=open({str(results)!r}, 'a'), flush=True)"
+    )
     command = (sys.executable, "-c", f"{child}; time.sleep(600)")
     script = f"""
 from pathlib import Path
@@ -189,7 +280,9 @@ jobs = [runner.Job("b", {command!r}, Path({str(results)!r}))]
 cli.app = lambda: runner.run_jobs(jobs, lambda backend, record: print(record["pid"], flush=True))
 cli.main()
 """
-    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout
         pid = int(process.stdout.readline())
         process.terminate()
@@ -201,7 +294,11 @@ cli.main()
 def test_selection_keeps_the_requested_order() -> None:
     """It drops repeats."""
     chosen = selection.select_backends(["torch", "numpy", "torch"])
-    assert (chosen.chosen, chosen.missing, chosen.failed) == (("torch", "numpy"), (), False)
+    assert (chosen.chosen, chosen.missing, chosen.failed) == (
+        ("torch", "numpy"),
+        (),
+        False,
+    )
     with pytest.raises(BackendNotFoundError, match="expected one of jax, numpy, torch"):
         selection.select_backends(["torch", "mxnet"])
 

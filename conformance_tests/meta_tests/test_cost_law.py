@@ -1,4 +1,6 @@
-"""The cost law's command, its formulas and its table on the page; `test_torch_mirror.py` counts what windows send."""
+"""The cost law's command, its formulas and its table on the page;
+`test_torch_mirror.py` counts what windows send.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ SMALL = Window(12 * 1024, 1024, 4, tensors=6, units=2)
 
 
 def test_the_page_has_what_the_command_prints(tmp_path: Path) -> None:
-    said = CliRunner().invoke(app, ["--plot", str(tmp_path / "law.png")], env={"COLUMNS": "88"})
+    said = CliRunner().invoke(
+        app, ["--plot", str(tmp_path / "law.png")], env={"COLUMNS": "88"}
+    )
     assert said.exit_code == 0, said.output
     printed = "\n".join(line.rstrip() for line in said.stdout.splitlines())
     assert f"```text\n{printed}\n```" in PAGE.read_text(encoding="utf-8")
@@ -31,15 +35,28 @@ def test_formulas_say_what_the_law_says(name: str, window: Window) -> None:
     way, copies = WAYS[name], 2 if name.startswith("HSDP") else 1
     sent = way.law(window._replace(copies=copies)).values()
     large = window.gradients > BUCKET
-    letters = {"S": window.gradients, "N": window.steps, "W": window.workers, "n": window.tensors, "U": window.units, "R": copies}
+    letters = {
+        "S": window.gradients,
+        "N": window.steps,
+        "W": window.workers,
+        "n": window.tensors,
+        "U": window.units,
+        "R": copies,
+    }
     letters |= {"L": window.tensors * large, "B": int(not large)}
     assert sum(each.collectives for each in sent) == eval(way.collectives, letters)
     assert sum(each.bytes for each in sent) == eval(way.bytes, letters)
 
 
 def test_eight_billion_parameters_save_nine_seconds() -> None:
-    """By hand: 2 * 63/64 * 32 GB at 50 GB/s are 1.26 s, in each of eight micro-batches; and 301 times 12 latencies of 5 us."""
-    once, each = (seconds(WAYS[name].law(BILLIONS), NETWORKS["400 Gb/s"]) for name in (ONCE, EACH))
+    """By hand: 2 * 63/64 * 32 GB at 50 GB/s are 1.26 s, in each of eight micro-batches;
+    and 301 times 12 latencies of 5 us.
+    """
+    once, each = (
+        seconds(WAYS[name].law(BILLIONS), NETWORKS["400 Gb/s"]) for name in (ONCE, EACH)
+    )
     assert math.isclose(once, 1.26 + 301 * 12 * 5e-6, rel_tol=1e-4)
     assert each - once == pytest.approx(8.8, abs=0.05)
-    assert seconds(WAYS[ONCE].law(BILLIONS._replace(workers=1)), NETWORKS["400 Gb/s"]) == 0
+    assert (
+        seconds(WAYS[ONCE].law(BILLIONS._replace(workers=1)), NETWORKS["400 Gb/s"]) == 0
+    )

@@ -1,4 +1,6 @@
-"""The demo: its batches are the same for every run, its exact runs are exact, and it names every fault."""
+"""The demo: its batches are the same for every run, its exact runs are exact, and it
+names every fault.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,33 @@ import pytest
 from rich.console import Console
 
 from gradaccum_conformance.demo import command, recipes
-from gradaccum_conformance.demo.batches import LARGE_BATCH, MICRO_BATCH, Digits, cut, large_batches, split
+from gradaccum_conformance.demo.batches import (
+    LARGE_BATCH,
+    MICRO_BATCH,
+    Digits,
+    cut,
+    large_batches,
+    split,
+)
 from gradaccum_conformance.demo.curves import ALLOWED_DIFFERENCE, curves_of, problem_of
 from gradaccum_conformance.demo.data import load
 from gradaccum_conformance.demo.plot import make_figure, write_plot
-from gradaccum_conformance.demo.recipes import EQUAL, LARGE, NAIVE, RECIPES, STEPS, UNEQUAL
+from gradaccum_conformance.demo.recipes import (
+    EQUAL,
+    LARGE,
+    NAIVE,
+    RECIPES,
+    STEPS,
+    UNEQUAL,
+)
 from gradaccum_conformance.demo.table import make_table
-from gradaccum_conformance.demo.training import Measured, accuracy, cross_entropy, largest_difference, train
+from gradaccum_conformance.demo.training import (
+    Measured,
+    accuracy,
+    cross_entropy,
+    largest_difference,
+    train,
+)
 from gradaccum_conformance.loading import load_harness
 from gradaccum_conformance.runner import Ended, Job
 from gradaccum_conformance.specs import LENET, Batch
@@ -58,12 +80,16 @@ def test_epoch_holds_each_item_once(digits: Digits) -> None:
     assert [part.items for part in cut(batches[-1], MICRO_BATCH)] == [16, 12]
     assert [part.items for part in split(batches[-1], STEPS)] == [7, 7, 7, 7]
     together = np.concatenate([batch.x for batch in batches])
-    assert sorted(image.tobytes() for image in together) == sorted(image.tobytes() for image in digits.train.x)
+    assert sorted(image.tobytes() for image in together) == sorted(
+        image.tobytes() for image in digits.train.x
+    )
 
 
 def test_batches_depend_on_epoch_only(digits: Digits) -> None:
     """Every run gets the same batches; every epoch has its own order."""
-    first, again, second = (next(large_batches(digits.train, epoch)) for epoch in (1, 1, 2))
+    first, again, second = (
+        next(large_batches(digits.train, epoch)) for epoch in (1, 1, 2)
+    )
     assert np.array_equal(first.x, again.x)
     assert np.array_equal(first.y, again.y)
     assert not np.array_equal(first.x, second.x)
@@ -75,16 +101,27 @@ def test_split_refuses_uneven_parts() -> None:
 
 
 def test_cross_entropy_and_accuracy() -> None:
-    logits, labels = np.array([[0.0, 0.0], [1000.0, 0.0], [0.0, 1000.0]]), np.array([0, 0, 0])
+    logits, labels = (
+        np.array([[0.0, 0.0], [1000.0, 0.0], [0.0, 1000.0]]),
+        np.array([0, 0, 0]),
+    )
     assert cross_entropy(logits, labels) == pytest.approx((np.log(2) + 0 + 1000) / 3)
     assert accuracy(logits, labels) == 2 / 3
 
 
 def test_largest_difference_finds_one_element() -> None:
     """A NaN makes it NaN."""
-    a, b = {"x": np.zeros((2, 2)), "y": np.zeros(3)}, {"x": np.zeros((2, 2)), "y": np.array([0, -0.5, 0.25])}
+    a, b = (
+        {"x": np.zeros((2, 2)), "y": np.zeros(3)},
+        {"x": np.zeros((2, 2)), "y": np.array([0, -0.5, 0.25])},
+    )
     assert largest_difference(a, b) == 0.5
-    assert np.isnan(largest_difference({"x": np.zeros(1), "y": np.array([0, np.nan])}, {"x": np.zeros(1), "y": np.zeros(2)}))
+    assert np.isnan(
+        largest_difference(
+            {"x": np.zeros(1), "y": np.array([0, np.nan])},
+            {"x": np.zeros(1), "y": np.zeros(2)},
+        )
+    )
 
 
 def test_exact_runs_differ_by_rounding(few: Digits) -> None:
@@ -95,16 +132,22 @@ def test_exact_runs_differ_by_rounding(few: Digits) -> None:
     assert 0 < ends[EQUAL.name].difference < ALLOWED_DIFFERENCE / 10
     assert 0 < ends[UNEQUAL.name].difference < ALLOWED_DIFFERENCE / 10
     assert ends[NAIVE.name].difference > 10 * ALLOWED_DIFFERENCE
-    assert all(end.loss < 2.3 for end in ends.values()), "better than guessing one of ten"
+    assert all(end.loss < 2.3 for end in ends.values()), (
+        "better than guessing one of ten"
+    )
 
 
 class Tail:
-    """A harness and a session in one. Every mean gradient is 1; `given` is the tree that the session got."""
+    """A harness and a session in one. Every mean gradient is 1; `given` is the tree
+    that the session got.
+    """
 
     def parameters(self) -> dict[str, Any]:
         return {}
 
-    def gradient(self, model: Any, weights: Any, batch: Batch, *, dtype: str) -> dict[str, Any]:
+    def gradient(
+        self, model: Any, weights: Any, batch: Batch, *, dtype: str
+    ) -> dict[str, Any]:
         return {"x": np.ones(2)}
 
     def gradients(self, tree: dict[str, Any]) -> None:
@@ -114,16 +157,31 @@ class Tail:
 def test_naive_loop_halves_the_tail(digits: Digits) -> None:
     tail = Tail()
     recipes.divided_by_steps(tail, tail, [digits.train.rows(0, 28)])  # type: ignore[arg-type]
-    assert tail.given["x"].tolist() == [0.5, 0.5], "two micro-batches of mean gradient 1, divided by 4"
+    assert tail.given["x"].tolist() == [
+        0.5,
+        0.5,
+    ], "two micro-batches of mean gradient 1, divided by 4"
 
 
 def records(backend: str = "torch", **changed: Any) -> tuple[dict[str, Any], ...]:
     epochs = [
-        {"kind": "epoch", "backend": backend, "run": recipe.name, "epoch": epoch, "loss": 1 / epoch, "accuracy": 0.97, "difference": 1e-6}
+        {
+            "kind": "epoch",
+            "backend": backend,
+            "run": recipe.name,
+            "epoch": epoch,
+            "loss": 1 / epoch,
+            "accuracy": 0.97,
+            "difference": 1e-6,
+        }
         for recipe in RECIPES
         for epoch in (1, 2)
     ]
-    return ({"kind": "started", "epochs": 8}, *({**epoch, **changed} for epoch in epochs), {"kind": "finished"})
+    return (
+        {"kind": "started", "epochs": 8},
+        *({**epoch, **changed} for epoch in epochs),
+        {"kind": "finished"},
+    )
 
 
 @pytest.mark.parametrize(
@@ -136,23 +194,41 @@ def records(backend: str = "torch", **changed: Any) -> tuple[dict[str, Any], ...
         (0.97, float("nan"), ["differs by more than 0.0001"]),
     ],
 )
-def test_curves_name_their_faults(accuracy: float, difference: float, faults: list[str]) -> None:
-    curves = curves_of([Ended("torch", 0, records(accuracy=accuracy, difference=difference), "")])
+def test_curves_name_their_faults(
+    accuracy: float, difference: float, faults: list[str]
+) -> None:
+    curves = curves_of(
+        [Ended("torch", 0, records(accuracy=accuracy, difference=difference), "")]
+    )
     assert [curve.recipe for curve in curves] == list(RECIPES)
     assert [curve.faults for curve in curves] == [faults, faults, faults, []]
 
 
 def test_incomplete_process_is_a_problem() -> None:
     assert problem_of(Ended("torch", 0, records(), "")) is None
-    assert problem_of(Ended("torch", 1, records(), "")) == "its process ended with exit code 1"
-    assert problem_of(Ended("torch", 0, records()[:-1], "")) == "its process ended after 8 of 8 epochs"
-    assert problem_of(Ended("torch", 0, records()[:3], "")) == "its process ended after 2 of 8 epochs"
-    assert problem_of(Ended("torch", 0, ({"kind": "finished"},), "")) == "its process ended after 0 of 0 epochs"
+    assert (
+        problem_of(Ended("torch", 1, records(), ""))
+        == "its process ended with exit code 1"
+    )
+    assert (
+        problem_of(Ended("torch", 0, records()[:-1], ""))
+        == "its process ended after 8 of 8 epochs"
+    )
+    assert (
+        problem_of(Ended("torch", 0, records()[:3], ""))
+        == "its process ended after 2 of 8 epochs"
+    )
+    assert (
+        problem_of(Ended("torch", 0, ({"kind": "finished"},), ""))
+        == "its process ended after 0 of 0 epochs"
+    )
 
 
 def test_table_shows_every_fault() -> None:
     console = Console(file=io.StringIO(), width=120)
-    console.print(make_table(curves_of([Ended("torch", 0, records(difference=0.5), "")])))
+    console.print(
+        make_table(curves_of([Ended("torch", 0, records(difference=0.5), "")]))
+    )
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert sum("5.0e-01" in line for line in lines) == len(RECIPES)
     assert any(LARGE.name in line and "no: differs" in line for line in lines)
@@ -164,17 +240,32 @@ def test_plot_draws_every_curve(tmp_path: Path) -> None:
     curves = curves_of([Ended(name, 0, records(name), "") for name in ("torch", "jax")])
     figure = make_figure(curves)
     losses, differences = figure.axes
-    assert (len(losses.lines), len(differences.lines)) == (2 * len(RECIPES), 2 * (len(RECIPES) - 1))
-    assert all(axes.get_xlabel() == "epoch" and axes.get_ylabel() and axes.get_title() for axes in figure.axes)
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == [recipe.name for recipe in RECIPES]
+    assert (len(losses.lines), len(differences.lines)) == (
+        2 * len(RECIPES),
+        2 * (len(RECIPES) - 1),
+    )
+    assert all(
+        axes.get_xlabel() == "epoch" and axes.get_ylabel() and axes.get_title()
+        for axes in figure.axes
+    )
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == [
+        recipe.name for recipe in RECIPES
+    ]
     write_plot(tmp_path / "new" / "curves.png", curves)
     assert (tmp_path / "new" / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
 def fake_job(records: tuple[dict[str, Any], ...], exit_code: int = 0) -> Any:
     text = "".join(json.dumps(record) + "\n" for record in records)
-    script = f"import sys; open(sys.argv[1], 'w').write({text!r}); print('last words'); sys.exit({exit_code})"
-    return lambda backend, out: Job(backend, (sys.executable, "-c", script, str(out / f"{backend}.jsonl")), out / f"{backend}.jsonl")
+    script = (
+        f"import sys; open(sys.argv[1], 'w').write({text!r}); print('last words');"
+        f" sys.exit({exit_code})"
+    )
+    return lambda backend, out: Job(
+        backend,
+        (sys.executable, "-c", script, str(out / f"{backend}.jsonl")),
+        out / f"{backend}.jsonl",
+    )
 
 
 @pytest.mark.parametrize(
@@ -187,9 +278,17 @@ def fake_job(records: tuple[dict[str, Any], ...], exit_code: int = 0) -> Any:
         ((), 1, False),
     ],
 )
-def test_demo_passes_with_every_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: Any, exit_code: int, passes: bool) -> None:
+def test_demo_passes_with_every_run(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    written: Any,
+    exit_code: int,
+    passes: bool,
+) -> None:
     """And fails with any run that failed."""
-    monkeypatch.setattr(command, "_job", fake_job(written, max(exit_code, 0) or (7 if exit_code else 0)))
+    monkeypatch.setattr(
+        command, "_job", fake_job(written, max(exit_code, 0) or (7 if exit_code else 0))
+    )
     console = Console(file=io.StringIO(), width=100)
     assert command.run_demo(console, ["numpy"], tmp_path) is passes
     assert ("last words" in console.file.getvalue()) is bool(exit_code)  # type: ignore[attr-defined]
@@ -202,9 +301,26 @@ def test_demo_passes_with_every_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_process_writes_every_epoch(tmp_path: Path) -> None:
     results = tmp_path / "numpy.jsonl"
-    module = ("-m", "gradaccum_conformance.demo", "--backend", "numpy", "--epochs", "1", "--results", str(results))
+    module = (
+        "-m",
+        "gradaccum_conformance.demo",
+        "--backend",
+        "numpy",
+        "--epochs",
+        "1",
+        "--results",
+        str(results),
+    )
     subprocess.run([sys.executable, *module], check=True, timeout=300)
-    written = [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
-    assert [record["kind"] for record in written] == ["started", *["epoch"] * len(RECIPES), "finished"]
+    written = [
+        json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()
+    ]
+    assert [record["kind"] for record in written] == [
+        "started",
+        *["epoch"] * len(RECIPES),
+        "finished",
+    ]
     assert written[0]["epochs"] == len(RECIPES)
-    assert [record["run"] for record in written[1:-1]] == [recipe.name for recipe in recipes.RECIPES]
+    assert [record["run"] for record in written[1:-1]] == [
+        recipe.name for recipe in recipes.RECIPES
+    ]

@@ -1,4 +1,6 @@
-"""A third party's backend, found by its entry points, passes the suite; its declared gaps are held strictly."""
+"""A third party's backend, found by its entry points, passes the suite; its declared
+gaps are held strictly.
+"""
 
 from __future__ import annotations
 
@@ -23,16 +25,25 @@ def test_example_passes_the_suite(site) -> None:
 @pytest.mark.parametrize(
     ("line", "options", "words"),
     [
-        ("test_windows::test_steps_one*  # declared, but it works", ("-k", "steps_one"), "XPASS(strict)"),
+        (
+            "test_windows::test_steps_one*  # declared, but it works",
+            ("-k", "steps_one"),
+            "XPASS(strict)",
+        ),
         ("test_windows::test_gone  # was removed long ago", (), "stale line"),
         ("test_windows::*", (), "without a reason"),
     ],
     ids=["passing gap", "stale line", "no reason"],
 )
-def test_bad_declaration_fails_the_run(site, light: Preloaded, line: str, options: tuple[str, ...], words: str) -> None:
+def test_bad_declaration_fails_the_run(
+    site, light: Preloaded, line: str, options: tuple[str, ...], words: str
+) -> None:
     (site / "gaps.txt").write_text(f"{line}\n", encoding="utf-8")
     program = site / "declared.py"
-    program.write_text(program_of(site, "--xfails-file", str(site / "gaps.txt"), *options), encoding="utf-8")
+    program.write_text(
+        program_of(site, "--xfails-file", str(site / "gaps.txt"), *options),
+        encoding="utf-8",
+    )
     status, said = light.run(program)
     assert status != 0
     assert words in said

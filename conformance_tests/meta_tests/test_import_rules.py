@@ -1,5 +1,5 @@
-"""The import rules: the core imports nothing but the standard library, an adapter the core's public names and its own framework,
-the suite no adapter and no framework.
+"""The import rules: the core imports nothing but the standard library, an adapter the
+core's public names and its own framework, the suite no adapter and no framework.
 """
 
 from __future__ import annotations
@@ -17,7 +17,11 @@ import gradaccum
 import gradaccum.kit
 
 ROOT = Path(__file__).parents[2]
-ADAPTERS = {"gradaccum_torch": {"torch"}, "gradaccum_jax": {"jax", "optax"}, "gradaccum_mindspore": {"mindspore"}}
+ADAPTERS = {
+    "gradaccum_torch": {"torch"},
+    "gradaccum_jax": {"jax", "optax"},
+    "gradaccum_mindspore": {"mindspore"},
+}
 DOORS = {"gradaccum": gradaccum, "gradaccum.kit": gradaccum.kit}
 FRAMEWORKS = set().union(*ADAPTERS.values())
 
@@ -39,11 +43,15 @@ def imports_of(file: Path) -> Iterator[tuple[Path, str, set[str]]]:
 
 
 def test_the_core_imports_the_standard_library_only() -> None:
-    """The overloads of `wrap` name the adapters' types to a type checker; `test_importing_the_core_imports_nothing_else` runs it."""
+    """The overloads of `wrap` name the adapters' types to a type checker;
+    `test_importing_the_core_imports_nothing_else` runs it.
+    """
     for file, module, _ in imports(ROOT / "gradaccum"):
         top = module.partition(".")[0]
         typed = file.name == "registry.py" and top in ADAPTERS
-        assert typed or top == "gradaccum" or top in sys.stdlib_module_names, f"{file} imports {module}"
+        assert typed or top == "gradaccum" or top in sys.stdlib_module_names, (
+            f"{file} imports {module}"
+        )
 
 
 @pytest.mark.parametrize("adapter", ADAPTERS)
@@ -56,50 +64,115 @@ def test_an_adapter_imports_the_core_and_its_own_framework(adapter: str) -> None
             allowed |= {"gradaccum_conformance", "flax"}
         if file.parent.name == "integrations":
             allowed.add(file.stem.partition("_")[0])
-        assert top in allowed or top in sys.stdlib_module_names, f"{file} imports {module}"
+        assert top in allowed or top in sys.stdlib_module_names, (
+            f"{file} imports {module}"
+        )
         if module in DOORS:
             private = names - set(DOORS[module].__all__) - {"kit"}
             assert not private, f"{file} imports private names of the core: {private}"
-        assert module in DOORS or not module.startswith("gradaccum."), f"{file} imports {module}; the doors are {list(DOORS)}"
+        assert module in DOORS or not module.startswith("gradaccum."), (
+            f"{file} imports {module}; the doors are {list(DOORS)}"
+        )
 
 
-@pytest.mark.parametrize("wing", ["harness", "integrations", "linearity", "verification"])
+@pytest.mark.parametrize(
+    "wing", ["harness", "integrations", "linearity", "verification"]
+)
 @pytest.mark.parametrize("adapter", ADAPTERS)
 def test_accumulation_imports_no_wing(adapter: str, wing: str) -> None:
-    """The package's own doors offer the checks, and `verify` asks the one about scaling; nothing else knows of them."""
+    """The package's own doors offer the checks, and `verify` asks the one about
+    scaling; nothing else knows of them.
+    """
     for file, module, _ in imports(ROOT / "backends" / adapter):
         place = file.relative_to(ROOT / "backends" / adapter).as_posix()
-        door = place in {"linearity": ["__init__.py"], "verification": ["__init__.py", "backend.py"]}.get(wing, [])
+        door = place in {
+            "linearity": ["__init__.py"],
+            "verification": ["__init__.py", "backend.py"],
+        }.get(wing, [])
         asks = wing == "linearity" and file.parent.name == "verification"
         if file.parent.name != wing and not door and not asks:
-            assert not module.startswith(f"{adapter}.{wing}"), f"{file} imports {module}"
+            assert not module.startswith(f"{adapter}.{wing}"), (
+                f"{file} imports {module}"
+            )
 
 
 WINDOW = {
-    "gradaccum_torch": ("checks", "parameters", "private", "saving", "statistics", "sums", "update", "window"),
-    "gradaccum_jax": ("checks", "parameters", "saving", "statistics", "sums", "update", "window"),
-    "gradaccum_mindspore": (*("checks", "grad_scaler", "parameters", "private", "saving", "statistics", "sums", "update", "window"),),
+    "gradaccum_torch": (
+        "checks",
+        "parameters",
+        "private",
+        "saving",
+        "statistics",
+        "sums",
+        "update",
+        "window",
+    ),
+    "gradaccum_jax": (
+        "checks",
+        "parameters",
+        "saving",
+        "statistics",
+        "sums",
+        "update",
+        "window",
+    ),
+    "gradaccum_mindspore": (
+        *(
+            "checks",
+            "grad_scaler",
+            "parameters",
+            "private",
+            "saving",
+            "statistics",
+            "sums",
+            "update",
+            "window",
+        ),
+    ),
 }
 
 
 @pytest.mark.parametrize(
-    ("adapter", "face"), [("gradaccum_torch", "workers.interface"), ("gradaccum_jax", "workers.group"), ("gradaccum_mindspore", None)]
+    ("adapter", "face"),
+    [
+        ("gradaccum_torch", "workers.interface"),
+        ("gradaccum_jax", "workers.group"),
+        ("gradaccum_mindspore", None),
+    ],
 )
 def test_the_window_knows_no_wing(adapter: str, face: str | None) -> None:
-    """Of the wings' files it imports one face alone, that of the workers that share a window; MindSpore's window imports none."""
+    """Of the wings' files it imports one face alone, that of the workers that share a
+    window; MindSpore's window imports none.
+    """
     folder = ROOT / "backends" / adapter
-    wings = {path.parent.name for path in folder.glob("*/__init__.py")} - set(WINDOW[adapter])
-    rooms = [each for room in WINDOW[adapter] for each in (*folder.glob(f"{room}.py"), *folder.glob(f"{room}/*.py"))]
+    wings = {path.parent.name for path in folder.glob("*/__init__.py")} - set(
+        WINDOW[adapter]
+    )
+    rooms = [
+        each
+        for room in WINDOW[adapter]
+        for each in (*folder.glob(f"{room}.py"), *folder.glob(f"{room}/*.py"))
+    ]
     assert len(rooms) >= len(WINDOW[adapter])
     for path in rooms:
         for file, module, names in imports_of(path):
-            for _, wing, *rest in (full.split(".") for full in (f"{module}.{name}" for name in names) if full.startswith(f"{adapter}.")):
-                assert wing not in wings or f"{wing}.{rest[0]}" == face, f"{file} imports {module}"
+            for _, wing, *rest in (
+                full.split(".")
+                for full in (f"{module}.{name}" for name in names)
+                if full.startswith(f"{adapter}.")
+            ):
+                assert wing not in wings or f"{wing}.{rest[0]}" == face, (
+                    f"{file} imports {module}"
+                )
 
 
 def test_the_suite_imports_no_adapter_and_no_framework() -> None:
-    for file, module, _ in imports(ROOT / "conformance_tests" / "gradaccum_conformance"):
-        assert module.partition(".")[0] not in FRAMEWORKS | set(ADAPTERS), f"{file} imports {module}"
+    for file, module, _ in imports(
+        ROOT / "conformance_tests" / "gradaccum_conformance"
+    ):
+        assert module.partition(".")[0] not in FRAMEWORKS | set(ADAPTERS), (
+            f"{file} imports {module}"
+        )
 
 
 PAGES = sorted((ROOT / "gradaccum").rglob("*.md"))
@@ -107,30 +180,43 @@ PAGES = sorted((ROOT / "gradaccum").rglob("*.md"))
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_no_page_of_the_core_has_code_of_a_framework(page: Path) -> None:
-    """What holds in every framework is told in words; programs stand in the pages of the adapters."""
+    """What holds in every framework is told in words; programs stand in the pages of
+    the adapters.
+    """
     text = page.read_text(encoding="utf-8")
     imported = set(re.findall(r"^\s*(?:import|from)\s+(\w+)", text, flags=re.MULTILINE))
     assert not imported & (FRAMEWORKS | set(ADAPTERS))
-    programs = re.findall(r"^ *```python\n(.*?)^ *```", text, flags=re.MULTILINE | re.DOTALL)
+    programs = re.findall(
+        r"^ *```python\n(.*?)^ *```", text, flags=re.MULTILINE | re.DOTALL
+    )
     named = {word for program in programs for word in re.findall(r"\w+", program)}
     assert not named & (FRAMEWORKS | set(ADAPTERS))
 
 
 def test_importing_the_core_imports_nothing_else() -> None:
     heavy = FRAMEWORKS | set(ADAPTERS) | {"numpy", "gradaccum_conformance"}
-    code = f"import sys, gradaccum; gradaccum.available_backends(); print(sorted({heavy!r} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    code = (
+        f"import sys, gradaccum; gradaccum.available_backends(); print(sorted({heavy!r}"
+        " & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("package", ["gradaccum", *(f"backends/{adapter}" for adapter in ADAPTERS)])
+@pytest.mark.parametrize(
+    "package", ["gradaccum", *(f"backends/{adapter}" for adapter in ADAPTERS)]
+)
 def test_no_circle_among_modules(package: str) -> None:
     """Imports for the type checker included: what needs each other is one thing."""
     folder = ROOT / package
     files = {module_of(file, folder): file for file in folder.rglob("*.py")}
     needs = {name: set(imported_by(file, files)) for name, file in files.items()}
     while free := {name for name, needed in needs.items() if not needed}:
-        needs = {name: needed - free for name, needed in needs.items() if name not in free}
+        needs = {
+            name: needed - free for name, needed in needs.items() if name not in free
+        }
     assert not needs, f"these import each other: {needs}"
 
 
@@ -146,12 +232,18 @@ def imported_by(file: Path, modules: Collection[str]) -> Iterator[str]:
         yield from inner or {module} & set(modules)
 
 
-@pytest.mark.parametrize("package", ["gradaccum", *(f"backends/{adapter}" for adapter in ADAPTERS)])
+@pytest.mark.parametrize(
+    "package", ["gradaccum", *(f"backends/{adapter}" for adapter in ADAPTERS)]
+)
 def test_no_file_only_forwards(package: str) -> None:
     """Only doors offer names of other files: a package's ``__init__`` and the kit."""
     for file in (ROOT / package).rglob("*.py"):
         if file.name in ("__init__.py", "kit.py"):
             continue
         body = ast.parse(file.read_text(encoding="utf-8")).body
-        own = [node for node in body if not isinstance(node, (ast.Import, ast.ImportFrom, ast.Expr))]
+        own = [
+            node
+            for node in body
+            if not isinstance(node, (ast.Import, ast.ImportFrom, ast.Expr))
+        ]
         assert own, f"{file} has nothing of its own"

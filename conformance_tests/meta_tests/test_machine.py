@@ -10,7 +10,9 @@ import pytest
 from benchmarks.machine import machine
 
 
-def test_machine_without_gpu_names_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_machine_without_gpu_names_none(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """It names the versions of the packages."""
     monkeypatch.setenv("PATH", str(tmp_path))
     found = machine()
@@ -18,7 +20,9 @@ def test_machine_without_gpu_names_none(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert "gpu" not in found
 
 
-def test_machine_names_every_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_machine_names_every_gpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     tool = tmp_path / "nvidia-smi"
     tool.write_text('#!/bin/sh\necho "One, 5.1"\necho "Two, 5.1"\n', encoding="utf-8")
     tool.chmod(0o755)

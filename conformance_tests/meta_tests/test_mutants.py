@@ -1,4 +1,6 @@
-"""Each planted fault must be caught by the suite: a check that cannot fail is a defect."""
+"""Each planted fault must be caught by the suite: a check that cannot fail is a
+defect.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,19 @@ from .example import install, program_of
 from .mutants import MUTANTS, SELECTED
 
 EACH = 8
-"""How many of the mutants wait for ``--deep`` beside the one that does not: each runs the suite until it fails."""
+"""How many of the mutants wait for ``--deep`` beside the one that does not: each runs
+the suite until it fails.
+"""
 
 
 @pytest.mark.parametrize("name", deep_but(list(MUTANTS)[::EACH], MUTANTS))
 def test_mutant_is_caught(name: str, tmp_path: Path, light: Preloaded) -> None:
     install(tmp_path, harness="mutants.planted:harness")
     program = tmp_path / "planted.py"
-    program.write_text(program_of(tmp_path, "-x", *SELECTED.get(name, ()), MUTANT=name), encoding="utf-8")
+    program.write_text(
+        program_of(tmp_path, "-x", *SELECTED.get(name, ()), MUTANT=name),
+        encoding="utf-8",
+    )
     status, said = light.run(program)
     assert status == 1, f"the suite did not notice {name}:\n{said[-3000:]}"
     assert " failed" in said

@@ -1,4 +1,6 @@
-"""All frameworks in one process, imported in any order: each wraps its own optimizer and takes a dtype by name."""
+"""All frameworks in one process, imported in any order: each wraps its own optimizer
+and takes a dtype by name.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,10 @@ from gradaccum_conformance.deep import deep_but
 OPTIMIZERS = {
     "torch": "torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)",
     "optax": "optax.sgd(0.1)",
-    "mindspore": "mindspore.nn.SGD([mindspore.Parameter(mindspore.Tensor([1.0, 1.0]), name='w')])",
+    "mindspore": (
+        "mindspore.nn.SGD([mindspore.Parameter(mindspore.Tensor([1.0, 1.0]),"
+        " name='w')])"
+    ),
 }
 
 
@@ -26,7 +31,16 @@ def test_frameworks_import_in_any_order(order: tuple[str, ...]) -> None:
         pytest.importorskip(package, reason=f"{package} is not installed")
     lines = ["import gradaccum", *(f"import {package}" for package in order)]
     for dtype in ("float32", "bfloat16"):
-        lines += [f"print(type(gradaccum.wrap({OPTIMIZERS[package]}, steps=4, accumulate_dtype={dtype!r})))" for package in order]
-    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=False)
+        lines += [
+            f"print(type(gradaccum.wrap({OPTIMIZERS[package]}, steps=4,"
+            f" accumulate_dtype={dtype!r})))"
+            for package in order
+        ]
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     assert len(done.stdout.splitlines()) == 2 * len(order)

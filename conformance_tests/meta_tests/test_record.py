@@ -1,4 +1,6 @@
-"""The record is what the code is: public names and refusals everywhere, counts where the versions are those that they were taken with."""
+"""The record is what the code is: public names and refusals everywhere, counts where
+the versions are those that they were taken with.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,10 @@ from conformance_tests.record.facts import changes, file_of, read, write
 from gradaccum import available_backends
 
 BACKENDS = [name for name in available_backends() if name != "numpy"]
-ADVICE = "Look at each line. If all are meant, write them: python -m conformance_tests.record --write"
+ADVICE = (
+    "Look at each line. If all are meant, write them: python -m"
+    " conformance_tests.record --write"
+)
 LOSING = """
 def check(value):
     expected, fix = f"at least {value}", "Write 3."
@@ -34,23 +39,46 @@ def test_refusals_are_those_of_the_record() -> None:
     assert list(changes(read(file_of("refusals")), refusals.found())) == [], ADVICE
 
 
-@pytest.mark.parametrize("package", [*names.PACKAGES, *(f"gradaccum_{name}" for name in BACKENDS)])
+@pytest.mark.parametrize(
+    "package", [*names.PACKAGES, *(f"gradaccum_{name}" for name in BACKENDS)]
+)
 def test_public_names_have_docstrings(package: str) -> None:
     module = import_module(package)
     values = {name: getattr(module, name) for name in module.__all__}
-    assert [name for name, value in values.items() if (inspect.isclass(value) or inspect.isroutine(value)) and not value.__doc__] == []
+    assert [
+        name
+        for name, value in values.items()
+        if (inspect.isclass(value) or inspect.isroutine(value)) and not value.__doc__
+    ] == []
 
 
-@pytest.mark.parametrize("framework", [name for name in BACKENDS if counts.environment(name) in read(file_of("counts"))])
+@pytest.mark.parametrize(
+    "framework",
+    [name for name in BACKENDS if counts.environment(name) in read(file_of("counts"))],
+)
 def test_counts_are_those_of_the_record(framework: str) -> None:
     """In a process of its own, whose caches are empty."""
-    command = [sys.executable, "-m", "conformance_tests.record", "--part", "counts", "--backend", framework]
-    done = subprocess.run(command, cwd=counts.ROOT, capture_output=True, text=True, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "conformance_tests.record",
+        "--part",
+        "counts",
+        "--backend",
+        framework,
+    ]
+    done = subprocess.run(
+        command, cwd=counts.ROOT, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, f"{done.stdout}{done.stderr[-3000:]}\n{ADVICE}"
 
 
 def test_refusals_are_read() -> None:
-    expected = ["UsageError | steps: expected at least {}", "TypeError | no number", "other_error"]
+    expected = [
+        "UsageError | steps: expected at least {}",
+        "TypeError | no number",
+        "other_error",
+    ]
     assert sorted(refusals.refusals(LOSING)) == sorted(expected)
 
 
@@ -58,4 +86,7 @@ def test_a_lost_fact_is_a_removed_line(tmp_path: Path) -> None:
     file = tmp_path / "facts.txt"
     write({"torch": ["b", "a | c"], "jax 1": ["d"]}, file)
     assert read(file) == {"jax 1": ["d"], "torch": ["a | c", "b"]}
-    assert list(changes(read(file), {"torch": ["b", "e"], "jax 2": ["f"]})) == ["- torch | a | c", "+ torch | e"]
+    assert list(changes(read(file), {"torch": ["b", "e"], "jax 2": ["f"]})) == [
+        "- torch | a | c",
+        "+ torch | e",
+    ]

@@ -1,4 +1,6 @@
-"""Backends are found by name or by type. Each name has one owner, and only the requested backend is imported."""
+"""Backends are found by name or by type. Each name has one owner, and only the
+requested backend is imported.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,16 @@ def test_two_owners_of_one_name_raise(tmp_path) -> None:
     install(tmp_path)
     other = tmp_path / "rival-1.0.dist-info"
     other.mkdir()
-    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: rival\nVersion: 1.0\n", encoding="utf-8")
-    (other / "entry_points.txt").write_text("[gradaccum.backends]\nplain = rival:backend\n", encoding="utf-8")
-    code = "import gradaccum\ntry:\n    gradaccum.load_backend('plain')\nexcept gradaccum.GradAccumError as error:\n    print(error)"
+    (other / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: rival\nVersion: 1.0\n", encoding="utf-8"
+    )
+    (other / "entry_points.txt").write_text(
+        "[gradaccum.backends]\nplain = rival:backend\n", encoding="utf-8"
+    )
+    code = (
+        "import gradaccum\ntry:\n    gradaccum.load_backend('plain')\nexcept"
+        " gradaccum.GradAccumError as error:\n    print(error)"
+    )
     output = python(code, tmp_path)
     assert "two owners" in output
     assert "rival:backend" in output
@@ -43,13 +52,25 @@ print(sorted({"torch", "jax", "mindspore", "gradaccum_torch", "gradaccum_jax", "
 
 def python(code: str, site) -> str:
     environment = {**os.environ, "PYTHONPATH": python_path(site, EXAMPLE)}
-    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True).stdout
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
 
 
-# A missing framework is normal: the error shows the pip command, and everything else works.
+# A missing framework is normal: the error shows the pip command, and everything else
+# works.
 
 
-FRAMEWORKS = {"torch": "torch", "jax": "optax", "mindspore": "mindspore", "numpy": "numpy"}
+FRAMEWORKS = {
+    "torch": "torch",
+    "jax": "optax",
+    "mindspore": "mindspore",
+    "numpy": "numpy",
+}
 
 
 LACKING = """
@@ -68,9 +89,18 @@ for call in (lambda: gradaccum.load_backend(name), lambda: gradaccum.wrap(object
 
 
 @pytest.mark.parametrize(("name", "package"), FRAMEWORKS.items())
-def test_missing_framework_is_named_with_its_install_command(name: str, package: str) -> None:
-    """It stays registered; loading it, and an object of no framework, say how to install it."""
-    done = subprocess.run([sys.executable, "-c", LACKING, name, package], capture_output=True, text=True, check=False)
+def test_missing_framework_is_named_with_its_install_command(
+    name: str, package: str
+) -> None:
+    """It stays registered; loading it, and an object of no framework, say how to
+    install it.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", LACKING, name, package],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     loaded, wrapped = done.stdout.splitlines()
     assert loaded.startswith("BackendNotFoundError")

@@ -1,4 +1,6 @@
-"""The adapters' floor plan: one concept has one name, of a file or of a folder, in every adapter that has the concept."""
+"""The adapters' floor plan: one concept has one name, of a file or of a folder, in
+every adapter that has the concept.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,10 @@ ALL = {TORCH, JAX, MINDSPORE}
 ROOMS = {
     "backend": ("what the core finds by name", ALL),
     "checks": ("what is refused, at the call that is wrong", ALL),
-    "grad_scaler": ("the framework's loss scaler, driven once per window", {TORCH, MINDSPORE}),
+    "grad_scaler": (
+        "the framework's loss scaler, driven once per window",
+        {TORCH, MINDSPORE},
+    ),
     "optimizer": ("the wrapped optimizer", ALL),
     "parameters": ("the parameters' float32 master weights", ALL),
     "private": ("the framework's private names", {TORCH, MINDSPORE}),
@@ -21,18 +26,33 @@ ROOMS = {
     "sums": ("the sum of a window and its arithmetic", ALL),
     "update": ("the inner optimizer's call", ALL),
     "window": ("the open window: add, close, discard", ALL),
-    "harness/couplings": ("losses that couple the items of a batch, for the suite", ALL),
-    "harness/large_batch": ("the calls that take the large batch, as the suite makes them", ALL),
+    "harness/couplings": (
+        "losses that couple the items of a batch, for the suite",
+        ALL,
+    ),
+    "harness/large_batch": (
+        "the calls that take the large batch, as the suite makes them",
+        ALL,
+    ),
     "harness/session": ("a model under an optimizer, as the suite drives it", ALL),
     "harness/workers": ("the engine's workers, as the suite drives them", ALL),
     "layered": ("a window that runs layer by layer", ALL),
     "large_batch/auto": ("the largest micro-batch that fits", {TORCH, JAX}),
     "large_batch/batch": ("the large batch and its micro-batches", ALL),
-    "large_batch/coupled": ("losses that couple the items of a batch, in two passes", ALL),
+    "large_batch/coupled": (
+        "losses that couple the items of a batch, in two passes",
+        ALL,
+    ),
     "large_batch/gradients": ("the sum of gradients over one call", ALL),
-    "large_batch/replay": ("random numbers and statistics of the first pass, in the second", {TORCH, MINDSPORE}),
+    "large_batch/replay": (
+        "random numbers and statistics of the first pass, in the second",
+        {TORCH, MINDSPORE},
+    ),
     "large_batch/value_and_grad": ("the split call", {JAX, MINDSPORE}),
-    "large_batch/value_and_update": ("a whole window of a wrapped optimizer in one call", {MINDSPORE}),
+    "large_batch/value_and_update": (
+        "a whole window of a wrapped optimizer in one call",
+        {MINDSPORE},
+    ),
     "recomputation/function": ("the public call: what is recomputed, and how", ALL),
     "recomputation/module": ("recomputing the parts of a module", {TORCH, MINDSPORE}),
     "verification/batch": ("the batch of a verification and its items", ALL),
@@ -41,33 +61,60 @@ ROOMS = {
     "verification/draws": ("random numbers, given to the same items again", ALL),
     "verification/layers": ("layers that mix the items of a batch", ALL),
     "verification/subject": ("a model and its loss, run in parts", ALL),
-    "window/window": ("one window, from its first micro-batch to its end", {TORCH, JAX}),
+    "window/window": (
+        "one window, from its first micro-batch to its end",
+        {TORCH, JAX},
+    ),
     "window/state": ("where the seven fields live", {JAX, MINDSPORE}),
     "workers/group": ("the end of a window over all workers", ALL),
     "workers/cross_entropy": ("softmax cross-entropy of logits sharded by class", ALL),
-    "workers/layout": ("an open window for another number of workers", {JAX, MINDSPORE}),
+    "workers/layout": (
+        "an open window for another number of workers",
+        {JAX, MINDSPORE},
+    ),
 }
 
 
 def rooms_of(adapter: str) -> set[str]:
     folder = BACKENDS / f"gradaccum_{adapter}"
-    files = {path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.py") if path.name != "__init__.py"}
-    return files | {name for name in ROOMS if any(file.startswith(f"{name}/") for file in files)}
+    files = {
+        path.relative_to(folder).with_suffix("").as_posix()
+        for path in folder.rglob("*.py")
+        if path.name != "__init__.py"
+    }
+    return files | {
+        name for name in ROOMS if any(file.startswith(f"{name}/") for file in files)
+    }
 
 
 def test_each_concept_has_its_file() -> None:
     for name, (concept, adapters) in ROOMS.items():
-        assert {adapter for adapter in ALL if name in rooms_of(adapter)} == adapters, f"{name}: {concept}"
+        assert {adapter for adapter in ALL if name in rooms_of(adapter)} == adapters, (
+            f"{name}: {concept}"
+        )
 
 
 def test_no_shared_name_without_a_concept() -> None:
     """A name that two adapters have by accident would mean two things."""
-    shared = {name for a in ALL for b in ALL - {a} for name in rooms_of(a) & rooms_of(b)}
+    shared = {
+        name for a in ALL for b in ALL - {a} for name in rooms_of(a) & rooms_of(b)
+    }
     assert shared <= set(ROOMS)
 
 
 TOPICS = {
-    **dict.fromkeys(("checkpoint", "counts", "half_precision", "linearity", "loss_scale", "masters", "misuse"), ALL),
+    **dict.fromkeys(
+        (
+            "checkpoint",
+            "counts",
+            "half_precision",
+            "linearity",
+            "loss_scale",
+            "masters",
+            "misuse",
+        ),
+        ALL,
+    ),
     **dict.fromkeys(("everyday", "recipes"), ALL),
     "auto_size": {TORCH, JAX},
     **dict.fromkeys(("coupled", "large_batch", "recompute", "verification"), ALL),
@@ -85,11 +132,22 @@ TOPICS = {
     "watching": ALL,
     "workers": ALL,
 }
-"""The topics that two or three frameworks are tested for by themselves, each in files of one stem."""
+"""The topics that two or three frameworks are tested for by themselves, each in files
+of one stem.
+"""
 
 
 def test_each_topic_has_its_file_of_tests() -> None:
     folder = Path(__file__).parents[1] / "framework_tests"
-    stems = {adapter: {path.stem.removeprefix(f"test_{adapter}_") for path in folder.glob(f"test_{adapter}_*.py")} for adapter in ALL}
+    stems = {
+        adapter: {
+            path.stem.removeprefix(f"test_{adapter}_")
+            for path in folder.glob(f"test_{adapter}_*.py")
+        }
+        for adapter in ALL
+    }
     shared = {topic for a in ALL for b in ALL - {a} for topic in stems[a] & stems[b]}
-    assert {topic: {adapter for adapter in ALL if topic in stems[adapter]} for topic in shared} == TOPICS
+    assert {
+        topic: {adapter for adapter in ALL if topic in stems[adapter]}
+        for topic in shared
+    } == TOPICS

@@ -1,4 +1,6 @@
-"""The scoreboard's page shows what was measured, and each verdict is the one that the rows have a cause for."""
+"""The scoreboard's page shows what was measured, and each verdict is the one that the
+rows have a cause for.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,15 @@ import pytest
 
 from benchmarks.scoreboard.__main__ import PAGE, RESULTS, as_recorded, table, verdict
 from benchmarks.scoreboard.measuring import Gradients, compared
-from benchmarks.scoreboard.rows import CAUSES, ENVIRONMENTS, PYTHONS, ROWS, SCRIPTS, SOURCES, Row
+from benchmarks.scoreboard.rows import (
+    CAUSES,
+    ENVIRONMENTS,
+    PYTHONS,
+    ROWS,
+    SCRIPTS,
+    SOURCES,
+    Row,
+)
 
 MEASURED = json.loads(RESULTS.read_text(encoding="utf-8"))
 
@@ -35,12 +45,22 @@ def test_rows_are_functions_with_known_environments_and_causes() -> None:
     for row in ROWS:
         module, name = row.place.split(".")
         tree = ast.parse((RESULTS.parent / f"{module}.py").read_text(encoding="utf-8"))
-        assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+        assert name in {
+            node.name for node in tree.body if isinstance(node, ast.FunctionDef)
+        }
         assert row.environment in ENVIRONMENTS
     assert {row.cause for row in ROWS} - {""} == CAUSES.keys()
-    assert {row.environment for row in ROWS} == ENVIRONMENTS.keys() >= PYTHONS.keys() | SCRIPTS.keys()
+    assert (
+        {row.environment for row in ROWS}
+        == ENVIRONMENTS.keys()
+        >= PYTHONS.keys() | SCRIPTS.keys()
+    )
     for package, (repository, commit) in SOURCES.items():
-        taken = [text for text in (*ENVIRONMENTS[package], SCRIPTS.get(package, "")) if f"{repository}/" in text]
+        taken = [
+            text
+            for text in (*ENVIRONMENTS[package], SCRIPTS.get(package, ""))
+            if f"{repository}/" in text
+        ]
         assert taken
         assert all(f"/{commit}" in text for text in taken)
 
@@ -50,17 +70,32 @@ def test_distance_of_two_gradients() -> None:
     large = {"weight": np.array([3.0, 4.0]), "bias": np.array([1e-9])}
 
     def row(*, micro: bool, even: bool) -> Gradients:
-        return {name: each * (0.5 if micro else 1) + (0 if even else 1e-3 * micro) for name, each in large.items()}
+        return {
+            name: each * (0.5 if micro else 1) + (0 if even else 1e-3 * micro)
+            for name, each in large.items()
+        }
 
     found = compared(row, even=True)
-    assert (found["distance"], found["length"], found["worst"], found["worst_distance"]) == pytest.approx((0.5, 0.5, "weight", 0.5))
+    assert (
+        found["distance"],
+        found["length"],
+        found["worst"],
+        found["worst_distance"],
+    ) == pytest.approx((0.5, 0.5, "weight", 0.5))
     assert compared(row, even=False)["worst"] == "weight"
     with pytest.raises(AssertionError, match="did not move"):
         compared(lambda **_: {"weight": np.zeros(2)}, even=True)
 
 
 def test_verdicts_in_words() -> None:
-    found = {"distance": 0.25, "length": 0.75, "worst": "net.weight", "worst_distance": 0.5}
+    found = {
+        "distance": 0.25,
+        "length": 0.75,
+        "worst": "net.weight",
+        "worst_distance": 0.5,
+    }
     assert verdict({"unequal": found}) == "0.75 times"
     assert verdict({"unequal": {**found, "length": 0.9}}) == "25% off (weight 50%)"
-    assert verdict({"unequal": {**found, "distance": 1e-8, "length": 1.0}}) == "the same"
+    assert (
+        verdict({"unequal": {**found, "distance": 1e-8, "length": 1.0}}) == "the same"
+    )

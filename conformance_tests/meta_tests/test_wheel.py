@@ -1,4 +1,6 @@
-"""The wheel holds every package whole, with types, declared gaps and entry points, and nothing else."""
+"""The wheel holds every package whole, with types, declared gaps and entry points, and
+nothing else.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,16 @@ PACKAGES = {
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> zipfile.ZipFile:
-    pytest.importorskip("hatchling", reason="hatchling builds the wheel and is not installed")
+    pytest.importorskip(
+        "hatchling", reason="hatchling builds the wheel and is not installed"
+    )
     out = tmp_path_factory.mktemp("wheel")
-    subprocess.run([sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(out)], cwd=ROOT, check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(out)],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+    )
     return zipfile.ZipFile(next(out.glob("*.whl")))
 
 
@@ -33,7 +42,9 @@ def test_wheel_holds_every_package_file(wheel) -> None:
     names = set(wheel.namelist())
     for package, folder in PACKAGES.items():
         files = {
-            f"{package}/{file.relative_to(folder)}" for file in folder.rglob("*") if file.is_file() and "__pycache__" not in file.parts
+            f"{package}/{file.relative_to(folder)}"
+            for file in folder.rglob("*")
+            if file.is_file() and "__pycache__" not in file.parts
         }
         assert files <= names, f"missing from the wheel: {sorted(files - names)}"
         assert f"{package}/py.typed" in names
@@ -42,12 +53,16 @@ def test_wheel_holds_every_package_file(wheel) -> None:
 def test_wheel_holds_nothing_else(wheel) -> None:
     tops = {name.partition("/")[0] for name in wheel.namelist()}
     assert {top for top in tops if not top.endswith(".dist-info")} == set(PACKAGES)
-    assert not [name for name in wheel.namelist() if "mutant" in name or "planted" in name]
+    assert not [
+        name for name in wheel.namelist() if "mutant" in name or "planted" in name
+    ]
 
 
 def test_front_page_of_the_package_leads_to_the_repository() -> None:
     """Once there is one: pictures as they are, other files as pages."""
-    pytest.importorskip("hatchling", reason="hatchling builds the wheel and is not installed")
+    pytest.importorskip(
+        "hatchling", reason="hatchling builds the wheel and is not installed"
+    )
     spec = importlib.util.spec_from_file_location("package", ROOT / ".docs/package.py")
     assert spec is not None
     assert spec.loader is not None
@@ -56,7 +71,10 @@ def test_front_page_of_the_package_leads_to_the_repository() -> None:
     page = (ROOT / "README.md").read_text(encoding="utf-8")
     assert package.absolute(page, "") == page
     links = re.findall(
-        r"(!?)\[(?:[^\[\]]|\[[^\]]*\])*\]\(([^)#]+)", re.sub(r"^```.*?^```", "", package.absolute(page, "https://h/p"), flags=re.M | re.S)
+        r"(!?)\[(?:[^\[\]]|\[[^\]]*\])*\]\(([^)#]+)",
+        re.sub(
+            r"^```.*?^```", "", package.absolute(page, "https://h/p"), flags=re.M | re.S
+        ),
     )
     assert ("!", "https://h/p/raw/HEAD/gradaccum/figures/window.svg") in links
     assert ("", "https://h/p/blob/HEAD/gradaccum/CONCEPTS.md") in links
@@ -66,7 +84,10 @@ def test_front_page_of_the_package_leads_to_the_repository() -> None:
 
 
 def test_wheel_holds_the_declared_gaps(wheel) -> None:
-    gaps = {f"gradaccum_conformance/xfails/{file.name}" for file in (ROOT / "conformance_tests/xfails").glob("*.txt")}
+    gaps = {
+        f"gradaccum_conformance/xfails/{file.name}"
+        for file in (ROOT / "conformance_tests/xfails").glob("*.txt")
+    }
     assert gaps
     assert gaps <= set(wheel.namelist())
 
@@ -74,5 +95,10 @@ def test_wheel_holds_the_declared_gaps(wheel) -> None:
 def test_wheel_has_the_entry_points(wheel) -> None:
     name = next(name for name in wheel.namelist() if name.endswith("entry_points.txt"))
     text = wheel.read(name).decode()
-    for group in ("gradaccum.backends", "gradaccum.types", "gradaccum.harnesses", "console_scripts"):
+    for group in (
+        "gradaccum.backends",
+        "gradaccum.types",
+        "gradaccum.harnesses",
+        "console_scripts",
+    ):
         assert f"[{group}]" in text

@@ -1,4 +1,6 @@
-"""Workers that fail are named by rank, and none outlives its test: neither after a failure nor when the test process is killed."""
+"""Workers that fail are named by rank, and none outlives its test: neither after a
+failure nor when the test process is killed.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from gradaccum_conformance.specs import LINEAR, Optimizer, make_weights
 from gradaccum_conformance.workers import Pool, Pools, Raised, WorkerError
 from gradaccum_conformance.workers.messages import Request
 
-SETUP = Setup(LINEAR, make_weights(LINEAR), Optimizer("capture"), options={"steps": None})
+SETUP = Setup(
+    LINEAR, make_weights(LINEAR), Optimizer("capture"), options={"steps": None}
+)
 COMMAND = (sys.executable, str(Path(__file__).with_name("failing_worker.py")))
 SCRIPT = f"""
 from gradaccum_conformance.workers import Pool
@@ -78,7 +82,9 @@ def test_worker_that_hangs_is_named(pool: Pool) -> None:
 
 
 def test_others_are_not_waited_for(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once one has failed, the others have a short time: they may wait for it in a collective."""
+    """Once one has failed, the others have a short time: they may wait for it in a
+    collective.
+    """
     monkeypatch.setattr("gradaccum_conformance.workers.pool.GRACE_SECONDS", 0.3)
     before = time.monotonic()
     assert sorted(fail(pool, "hang", "give_up", "die").failures) == [0, 1, 2]
@@ -88,21 +94,27 @@ def test_others_are_not_waited_for(pool: Pool, monkeypatch: pytest.MonkeyPatch) 
 def test_event_may_fail_on_every_worker(pool: Pool) -> None:
     """A test of an error asks for it, and the workers go on."""
     answers = pool.exchange([Request("give_up")] * 3)
-    assert [answer.kind for answer in answers if isinstance(answer, Raised)] == ["ValueError"] * 3
+    assert [answer.kind for answer in answers if isinstance(answer, Raised)] == [
+        "ValueError"
+    ] * 3
     assert pool.ask([Request("work")] * 3) == ["done"] * 3
 
 
 def test_interrupted_event_ends_the_pool(pool: Pool) -> None:
     """Its answers would be taken for those of the next one."""
     with pytest.raises(TypeError, match="pickle"):
-        pool.ask([Request("work"), Request("work", (threading.Lock(),)), Request("work")])
+        pool.ask(
+            [Request("work"), Request("work", (threading.Lock(),)), Request("work")]
+        )
     assert pool.closed
 
 
 def test_killed_test_leaves_no_worker(tmp_path: Path) -> None:
     """Its workers are in the middle of an event then."""
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    process = subprocess.Popen([sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, env=environment)
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, env=environment
+    )
     try:
         assert process.stdout is not None
         assert process.stdout.readline() == b"joined\n"
@@ -128,18 +140,24 @@ def is_free(lock: Path) -> bool:
 
 
 def test_real_workers_that_fail_are_replaced() -> None:
-    """One refuses its weight; one waits in vain for another's end of the window. The next test has new workers."""
+    """One refuses its weight; one waits in vain for another's end of the window. The
+    next test has new workers.
+    """
     tree = random_tree(LINEAR, 0)
     with Pools() as pools:
         crew = pools.crew(pools.pool("numpy", 2), SETUP)
-        with pytest.raises(WorkerError, match="rank 1 raised ArgumentValueError: weight: expected"):
+        with pytest.raises(
+            WorkerError, match="rank 1 raised ArgumentValueError: weight: expected"
+        ):
             crew.gradients([tree, tree], [1.0, -1.0])
         pool = pools.pool("numpy", 2)
         crew = pools.crew(pool, SETUP)
         crew.gradients([tree, tree])
         pool.limit = 1.0
         flush, idle = (Request("call", (0, method)) for method in ("flush", "idle"))
-        with pytest.raises(WorkerError, match="rank 0 gave no answer in time") as caught:
+        with pytest.raises(
+            WorkerError, match="rank 0 gave no answer in time"
+        ) as caught:
             pool.ask([flush, idle])
         assert "in gather" in str(caught.value)
 
@@ -148,7 +166,9 @@ def test_workers_that_do_not_start_are_tried_twice() -> None:
     with Pools() as pools:
         errors = []
         for _ in range(3):
-            with pytest.raises(WorkerError, match="rank 0 raised BackendNotFoundError") as caught:
+            with pytest.raises(
+                WorkerError, match="rank 0 raised BackendNotFoundError"
+            ) as caught:
                 pools.pool("no-such-backend", 2)
             errors.append(caught.value)
     assert errors[0] is not errors[1]

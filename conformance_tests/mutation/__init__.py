@@ -1,1 +1,3 @@
-"""Mutants made by machine: small changes of a package's code, and the share of them that its tests notice."""
+"""Mutants made by machine: small changes of a package's code, and the share of them
+that its tests notice.
+"""

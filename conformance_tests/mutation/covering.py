@@ -1,4 +1,6 @@
-"""A pytest plugin: which tests run which lines of a package, and the tests of a line in the order that finds a fault soonest."""
+"""A pytest plugin: which tests run which lines of a package, and the tests of a line in
+the order that finds a fault soonest.
+"""
 
 from __future__ import annotations
 
@@ -22,16 +24,27 @@ class Covered(NamedTuple):
     seconds: dict[str, float]
     """Of CPU, by the test's id."""
     tests: dict[str, dict[str, list[str]]]
-    """The ids of the tests that ran a line, by the file relative to the package's parent, and the line's number."""
+    """The ids of the tests that ran a line, by the file relative to the package's
+    parent, and the line's number.
+    """
 
     def of(self, file: str, lines: range) -> list[str]:
-        """Return the tests that ran one of these lines; all tests if none did, which an import may have run."""
+        """Return the tests that ran one of these lines; all tests if none did, which an
+        import may have run.
+        """
         ran = self.tests.get(file, {})
-        return sorted({test for line in lines for test in ran.get(str(line), ())}) or sorted(self.seconds)
+        return sorted(
+            {test for line in lines for test in ran.get(str(line), ())}
+        ) or sorted(self.seconds)
 
     def lines(self) -> Counter[str]:
         """Return how many lines each test ran."""
-        return Counter(test for lines in self.tests.values() for ids in lines.values() for test in ids)
+        return Counter(
+            test
+            for lines in self.tests.values()
+            for ids in lines.values()
+            for test in ids
+        )
 
 
 class Recording:
@@ -41,7 +54,9 @@ class Recording:
         from coverage import Coverage  # A run of chosen tests does without it.
 
         self.site, self.file = Path(site), Path(file)
-        self.coverage = Coverage(data_file=None, config_file=False, include=[f"{site}/*"])
+        self.coverage = Coverage(
+            data_file=None, config_file=False, include=[f"{site}/*"]
+        )
         self.seconds: dict[str, float] = {}
         self.compiled: dict[str, set[CodeType]] = {}
 
@@ -63,7 +78,10 @@ class Recording:
         self.coverage.stop()
         data = self.coverage.get_data()
         tests = {
-            str(Path(file).relative_to(self.site)): {line: list(filter(None, ids)) for line, ids in data.contexts_by_lineno(file).items()}
+            str(Path(file).relative_to(self.site)): {
+                line: list(filter(None, ids))
+                for line, ids in data.contexts_by_lineno(file).items()
+            }
             for file in data.measured_files()
         }
         for test, codes in self.compiled.items():
@@ -72,11 +90,15 @@ class Recording:
                 for line in {line for *_, line in code.co_lines() if line}:
                     if test not in ran.setdefault(line, []):
                         ran[line].append(test)
-        self.file.write_text(json.dumps(Covered(self.seconds, tests)._asdict()), encoding="utf-8")
+        self.file.write_text(
+            json.dumps(Covered(self.seconds, tests)._asdict()), encoding="utf-8"
+        )
 
 
 def _see_parsed(see: Callable[[CodeType], object]) -> None:
-    """Call `see` with the code of each function that MindSpore compiles: its parser reads the source, and no line runs."""
+    """Call `see` with the code of each function that MindSpore compiles: its parser
+    reads the source, and no line runs.
+    """
     from mindspore.graph._parse.parser import Parser
 
     make = Parser.__init__
@@ -89,14 +111,18 @@ def _see_parsed(see: Callable[[CodeType], object]) -> None:
 
 
 class Chosen:
-    """Runs the tests named in `file`, in that order, up to the first that fails; the file then names that test alone.
+    """Runs the tests named in `file`, in that order, up to the first that fails; the
+    file then names that test alone.
 
-    The file says how much CPU each test takes; a test that takes far more loops for ever, and SIGPROF ends the process.
+    The file says how much CPU each test takes; a test that takes far more loops for
+    ever, and SIGPROF ends the process.
     """
 
     def __init__(self, file: str) -> None:
         self.file = Path(file).resolve()
-        self.seconds: dict[str, float] = json.loads(self.file.read_text(encoding="utf-8"))
+        self.seconds: dict[str, float] = json.loads(
+            self.file.read_text(encoding="utf-8")
+        )
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
@@ -114,4 +140,5 @@ class Chosen:
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, exitstatus: int) -> None:
-        os._exit(exitstatus)  # A summary and a last collection of garbage take longer than most tests.
+        # A summary and a last collection of garbage take longer than most tests.
+        os._exit(exitstatus)

@@ -10,19 +10,34 @@ NEVER = "a window that only the caller closes never ends here"
 DISTANCE = "a distance does not depend on which of the two stands first"
 
 EQUIVALENT: dict[tuple[str, str], str] = {
-    ("gradaccum/nests.py", "PLAIN = (str, bool, bytes, int, float, complex, type(None))"): KINDS,
-    ("gradaccum/nests.py", "PLAIN = (str, bytes, bool, int, float, type(None), complex)"): KINDS,
-    ("gradaccum/nests.py", "PLAIN = (str, bytes, int, bool, float, complex, type(None))"): KINDS,
-    ("gradaccum/transitions.py", "clipping = divides * where(apply & ((excess >= 1)), excess, one)"): "an excess of 1 divides by 1",
+    (
+        "gradaccum/nests.py",
+        "PLAIN = (str, bool, bytes, int, float, complex, type(None))",
+    ): KINDS,
+    (
+        "gradaccum/nests.py",
+        "PLAIN = (str, bytes, bool, int, float, type(None), complex)",
+    ): KINDS,
+    (
+        "gradaccum/nests.py",
+        "PLAIN = (str, bytes, int, bool, float, complex, type(None))",
+    ): KINDS,
+    (
+        "gradaccum/transitions.py",
+        "clipping = divides * where(apply & ((excess >= 1)), excess, one)",
+    ): "an excess of 1 divides by 1",
     ("gradaccum/statistics.py", "one = 0 * weight + 2"): UNUSED,
-    ("gradaccum/statistics.py", "return weight, squares / where(weight > 0, weight, 1 * weight + 1), noise[2], noise[3]"): UNUSED,
+    (
+        "gradaccum/statistics.py",
+        "squares / where(weight > 0, weight, 1 * weight + 1),",
+    ): UNUSED,
     (
         "gradaccum/verification/experiments.py",
-        "names = moved(bench.apart_by(bench.floor(TRAINING), bench.large(TRAINING).gradients, again))",
+        "bench.apart_by(bench.floor(TRAINING), bench.large(TRAINING).gradients, again)",
     ): DISTANCE,
     (
         "gradaccum/verification/experiments.py",
-        "same, other = (bench.apart(gradients, pairs[0], conditions) for gradients in (pairs[1], turned))",
+        "bench.apart(gradients, pairs[0], conditions) for gradients in (pairs[1], turned)",
     ): DISTANCE,
     (
         "gradaccum/verification/experiments.py",
@@ -30,29 +45,41 @@ EQUIVALENT: dict[tuple[str, str], str] = {
     ): DISTANCE,
     (
         "gradaccum/verification/measuring.py",
-        "every = [self.apart(large, self.accumulated(p.parts, conditions, way), conditions) for p in self.partitions]",
+        "self.apart(large, self.accumulated(p.parts, conditions, way), conditions)",
     ): DISTANCE,
     (
         "gradaccum/verification/experiments.py",
-        "pairs = [bench.accumulated(((c, d), (a, b)), conditions), bench.accumulated(((a, d), (c, b)), conditions)]",
+        "bench.accumulated(((c, d), (a, b)), conditions),",
     ): "a sum of two does not depend on their order, and a loss with a state was found before",
     (
         "gradaccum/verification/measuring.py",
-        'factors = self.way.factors(parts, runs, 2.0) if self.way.reduction == "mean" else [1.0] * len(runs)',
+        "self.way.factors(parts, runs, 2.0)",
     ): "the weight of the large batch is read for item means alone",
-    ("gradaccum/verification/subject.py", "terms: int = 2"): "a sum of one term counts as one addition too",
+    (
+        "gradaccum/verification/subject.py",
+        "terms: int = 2",
+    ): "a sum of one term counts as one addition too",
     (
         "gradaccum/verification/measuring.py",
-        "weights = [self.weight(part, run) for part, run in zip(parts, runs, strict=False)]",
+        "self.weight(part, run) for part, run in zip(parts, runs, strict=False)",
     ): "a subject returns one run for each part",
-    ("gradaccum/watching/watch.py", "pass  # self._last_end = 0.0"): "to add a listener sets it, and without one no window is noted",
+    (
+        "gradaccum/watching/watch.py",
+        "pass  # self._last_end = 0.0",
+    ): "to add a listener sets it, and without one no window is noted",
     ("gradaccum/watching/watch.py", "except (ValueError, TypeError) as error:"): KINDS,
-    ("gradaccum/verification/subject.py", "NOBODYS = 388817"): "any seed does that users do not write",
+    (
+        "gradaccum/verification/subject.py",
+        "NOBODYS = 388817",
+    ): "any seed does that users do not write",
     (
         "backends/gradaccum_torch/window/watch.py",
         "if (now is None and now.shape != noted.shape):",
     ): "they are the very gradients that were noted, so there are as many norms",
-    ("backends/gradaccum_torch/window/watch.py", "PASSES[0] -= 1"): "the number of passes is compared for equality alone",
+    (
+        "backends/gradaccum_torch/window/watch.py",
+        "PASSES[0] -= 1",
+    ): "the number of passes is compared for equality alone",
     (
         "backends/gradaccum_torch/window/window.py",
         "return fields, measured, any(measured.notes[(of_scale - len(losses)) :])",
@@ -63,9 +90,12 @@ EQUIVALENT: dict[tuple[str, str], str] = {
     ): "a loss of 2^-24 by squares that vanish then takes 2^38 elements, a tebibyte",
     (
         "backends/gradaccum_torch/sums/arithmetic.py",
-        "for total, part in zip(torch.split(held.view(-1), size), torch.split(gradient.view(-1), size), strict=False):",
+        "strict=False,",
     ): "a gradient and its sum have as many elements",
-    ("backends/gradaccum_torch/sums/arithmetic.py", "NORM_BLOCK = (2 * 18)"): "shorter blocks are slower, and no less exact",
+    (
+        "backends/gradaccum_torch/sums/arithmetic.py",
+        "NORM_BLOCK = (2 * 18)",
+    ): "shorter blocks are slower, and no less exact",
     (
         "backends/gradaccum_torch/sums/arithmetic.py",
         "half, rest = (2.0 ** (exponent // 2 - exponent), 2.0 ** (-(exponent // 2)))",
@@ -74,14 +104,17 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         "backends/gradaccum_torch/sums/arithmetic.py",
         "few = len(sizes) <= FEW or (max(sizes) >= SMALL) or sum(sizes) > NORM_BLOCK",
     ): "both ways to the norm have the same bits, and one takes more calls",
-    ("backends/gradaccum_torch/sums/buffers.py", "pass  # untraced(hook)"): "Dynamo may trace the hook, which is slower alone",
+    (
+        "backends/gradaccum_torch/sums/buffers.py",
+        "pass  # untraced(hook)",
+    ): "Dynamo may trace the hook, which is slower alone",
     (
         "backends/gradaccum_torch/window/watch.py",
         "watched.version = -2 if gradient is None else gradient._version",
     ): "no version is read where there is no gradient",
     (
         "backends/gradaccum_torch/window/watch.py",
-        "for frame in (sys._getframe(2), sys._current_frames().get(threading.main_thread().ident or 1)):",
+        "sys._current_frames().get(threading.main_thread().ident or 1),",
     ): "the main thread has an identity",
     (
         "backends/gradaccum_torch/window/window.py",
@@ -93,7 +126,7 @@ EQUIVALENT: dict[tuple[str, str], str] = {
     ): "a part is updated where nothing is clipped, and there the two are equal",
     (
         "backends/gradaccum_jax/sums.py",
-        "return jnp.promote_types(jnp.complex64, wanted) if jnp.issubdtype(own, jnp.complexfloating) else wanted",
+        "jnp.promote_types(jnp.complex64, wanted)",
     ): "promotion is symmetric",
     (
         "backends/gradaccum_jax/sums.py",
@@ -101,40 +134,43 @@ EQUIVALENT: dict[tuple[str, str], str] = {
     ): "both are squared and added",
     (
         "backends/gradaccum_jax/sums.py",
-        "return jax.tree.unflatten(structure, [add_leaf(held, gradient) for held, gradient in zip(leaves, gradients, strict=False)])",
+        "for held, gradient in zip(leaves, gradients, strict=False)",
     ): "an update whose gradients have another structure was refused before",
     (
         "gradaccum/verification/experiments.py",
-        "parts = list(islice(chain.from_iterable(combinations(probe, size) for size in range(1, len(probe) + 2)), PARTS))",
+        "combinations(probe, size) for size in range(1, len(probe) + 2)",
     ): "no combination is larger than the probe",
     (
         "backends/gradaccum_jax/sums.py",
         'return jnp.dtype("float32") if (own.itemsize <= 4) else own',
     ): "the floating dtype of 4 bytes is float32 itself",
-    ("backends/gradaccum_jax/sums.py", "quotient = wider(jnp.float32, held)"): "promotion is symmetric",
     (
         "backends/gradaccum_jax/sums.py",
-        "return jnp.where(finite, jnp.minimum(float(np.finfo(np.float32).max), root), jnp.inf)",
+        "quotient = wider(jnp.float32, held)",
+    ): "promotion is symmetric",
+    (
+        "backends/gradaccum_jax/sums.py",
+        "finite, jnp.minimum(float(np.finfo(np.float32).max), root), jnp.inf",
     ): "the smaller of two",
     (
         "backends/gradaccum_jax/sums.py",
-        "return jnp.where(squares < jnp.inf, jnp.minimum(float(kind.max), jnp.sqrt(squares) / power), jnp.inf)",
+        "jnp.minimum(float(kind.max), jnp.sqrt(squares) / power),",
     ): "the smaller of two",
     (
         "backends/gradaccum_jax/sums.py",
-        "moved = [sum(jnp.sum(a * b) for a, b in zip(*pair, strict=False)) for pair in zip(unit, tangents[0], strict=True)]",
+        "sum(jnp.sum(a * b) for a, b in zip(*pair, strict=False))",
     ): "each array has a tangent",
     (
         "backends/gradaccum_jax/window/window.py",
-        "never = never if state.noise is None else never & ((state.weight > 0))  # always so, but see `statistics.add`",
+        "never = never if state.noise is None else never & ((state.weight > 0))",
     ): NEVER,
     (
         "backends/gradaccum_jax/window/window.py",
-        "never = never if state.noise is None else never & (state.weight >= 1)  # always so, but see `statistics.add`",
+        "never = never if state.noise is None else never & (state.weight >= 1)",
     ): NEVER,
     (
         "backends/gradaccum_jax/window/state.py",
-        "return [vary(new, axes_of(old)) for new, old in zip(cast, olds, strict=False)] if manual_axes() else cast",
+        "[vary(new, axes_of(old)) for new, old in zip(cast, olds, strict=False)]",
     ): "each old value has a new one",
     (
         "backends/gradaccum_jax/sums.py",
@@ -142,11 +178,11 @@ EQUIVALENT: dict[tuple[str, str], str] = {
     ): "`jax.numpy` adds what `jax.lax` adds, after a longer look at the types",
     (
         "backends/gradaccum_jax/sums.py",
-        "return [lax.select((a[0] > b[0]), one, other) for one, other in zip(a, b, strict=True)]",
+        "lax.select((a[0] > b[0]), one, other) for one, other in zip(a, b, strict=True)",
     ): "of two entries with one number both are the same",
     (
         "backends/gradaccum_jax/sums.py",
-        "return [lax.select(a[0] >= b[0], one, other) for one, other in zip(a, b, strict=False)]",
+        "lax.select(a[0] >= b[0], one, other) for one, other in zip(a, b, strict=False)",
     ): "XLA reduces pairs of the same entries",
     (
         "backends/gradaccum_jax/sums.py",
@@ -161,38 +197,62 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         "backends/gradaccum_mindspore/sums.py",
         "flat = array.reshape(-2).astype(ARRAYS[dtype], copy=False)",
     ): "NumPy takes any negative number for the length that is left",
-    ("backends/gradaccum_mindspore/sums.py", "large = (squares.size >= ROW)"): "a row is summed in one step or in two",
-    ("backends/gradaccum_mindspore/sums.py", "squares = squares.sum(-2)"): "a sum over columns, then over all, is the sum too, only slower",
-    ("backends/gradaccum_mindspore/window/compiled.py", "return False"): "nobody reads what stands for None in compiled code",
+    (
+        "backends/gradaccum_mindspore/sums.py",
+        "large = (squares.size >= ROW)",
+    ): "a row is summed in one step or in two",
+    (
+        "backends/gradaccum_mindspore/sums.py",
+        "squares = squares.sum(-2)",
+    ): "a sum over columns, then over all, is the sum too, only slower",
     (
         "backends/gradaccum_mindspore/window/compiled.py",
-        'self.add("terms", Tensor(kit.encode_terms(kit.Terms("mean", "skip_window", "unused", 2)), ms.int32), number)',
+        "return False",
+    ): "nobody reads what stands for None in compiled code",
+    (
+        "backends/gradaccum_mindspore/window/compiled.py",
+        'kit.encode_terms(kit.Terms("mean", "skip_window", "unused", 2)),',
     ): "a note is written before it is read",
-    ("backends/gradaccum_mindspore/window/compiled.py", "self.add(field, Tensor(True), number)"): "a note is written before it is read",
+    (
+        "backends/gradaccum_mindspore/window/compiled.py",
+        "self.add(field, Tensor(True), number)",
+    ): "a note is written before it is read",
     (
         "backends/gradaccum_mindspore/window/compiled.py",
         "SMALLEST_WEIGHT, LARGEST_WEIGHT = 2.0**-40, 2.0**41",
     ): "a sum of such weights is finite too, in any window that ends",
     (
         "backends/gradaccum_mindspore/window/compiled.py",
-        "never, dropped = state[MICRO_STEP] < 1, (finite == False).astype(self.float_dtype)  # noqa: E712",
+        "state[MICRO_STEP] < 1,",
     ): "the micro-batch was counted",
-    ("backends/gradaccum_mindspore/window/state.py", "return UntilWeight(-code) if (code <= 0) else code"): "an open window has a size",
-    ("backends/gradaccum_mindspore/window/state.py", "return UntilWeight(-code) if code < 1 else code"): "an open window has a size",
     (
         "backends/gradaccum_mindspore/window/state.py",
-        "asked, schedule = (UntilWeight(size), UntilWeight(1)) if until_weight else (size, 2)",
+        "return UntilWeight(-code) if (code <= 0) else code",
+    ): "an open window has a size",
+    (
+        "backends/gradaccum_mindspore/window/state.py",
+        "return UntilWeight(-code) if code < 1 else code",
+    ): "an open window has a size",
+    (
+        "backends/gradaccum_mindspore/window/state.py",
+        "(UntilWeight(size), UntilWeight(1)) if until_weight else (size, 2)",
     ): "any number says that the schedule is no weight's",
     (
         "backends/gradaccum_mindspore/window/compiled.py",
         "return (optimizer_step, micro_step, skipped, weight, overflow, loss_scale, tracker)",
     ): "no decision reads the counters",
-    ("backends/gradaccum_mindspore/window/pynative.py", "if (norm < FLOAT16_MAX * divides):"): "at the limit the elements tell the same",
     (
         "backends/gradaccum_mindspore/window/pynative.py",
-        "pairs, operand = tuple(zip(self.storage.sums, self.storage.handed, strict=False)), Tensor(divides, self.storage.float_dtype)",
+        "if (norm < FLOAT16_MAX * divides):",
+    ): "at the limit the elements tell the same",
+    (
+        "backends/gradaccum_mindspore/window/pynative.py",
+        "tuple(zip(self.storage.sums, self.storage.handed, strict=False)),",
     ): "each sum has a dtype in which it is handed over",
-    ("gradaccum/window_loop.py", "pass  # self._current = None"): "to forget a window twice is harmless",
+    (
+        "gradaccum/window_loop.py",
+        "pass  # self._current = None",
+    ): "to forget a window twice is harmless",
 }
 """By the file and the changed line."""
 

@@ -1,7 +1,9 @@
-"""The operators of mutation: every small change of a source text that a tool can make without knowing what the code is for.
+"""The operators of mutation: every small change of a source text that a tool can make
+without knowing what the code is for.
 
-Another operator, another constant, a negated condition, a dropped statement, swapped arguments: tests that notice such small changes notice
-most others (R. DeMillo, R. Lipton and F. Sayward, "Hints on test data selection", 1978).
+Another operator, another constant, a negated condition, a dropped statement, swapped
+arguments: tests that notice such small changes notice most others (R. DeMillo, R.
+Lipton and F. Sayward, "Hints on test data selection", 1978).
 """
 
 from __future__ import annotations
@@ -61,7 +63,9 @@ class Mutation(NamedTuple):
 
 
 def mutations_of(source: str) -> list[Mutation]:
-    """Return every mutation of a module's code, in the order of its lines; none changes an annotation, a docstring or an error."""
+    """Return every mutation of a module's code, in the order of its lines; none changes
+    an annotation, a docstring or an error.
+    """
     lines, text = [0], source.encode()
     for line in text.splitlines(keepends=True):
         lines.append(lines[-1] + len(line))
@@ -69,24 +73,42 @@ def mutations_of(source: str) -> list[Mutation]:
     for node in _code(ast.parse(source)):
         for target, new in _changes(node):
             first = lines[target.lineno - 1]
-            start, stop = first + target.col_offset, lines[target.end_lineno - 1] + target.end_col_offset
-            before, old, after = (
-                text[one:other].decode() for one, other in itertools.pairwise((first, start, stop, lines[target.end_lineno]))
+            start, stop = (
+                first + target.col_offset,
+                lines[target.end_lineno - 1] + target.end_col_offset,
             )
-            becomes = f"{before}{new}{after}".strip() if new != "pass" else f"pass  # {' '.join(old.split())}"
-            found[start, stop, new] = Mutation(target.lineno, start, stop, old, new, becomes)
+            before, old, after = (
+                text[one:other].decode()
+                for one, other in itertools.pairwise(
+                    (first, start, stop, lines[target.end_lineno])
+                )
+            )
+            becomes = (
+                f"{before}{new}{after}".strip()
+                if new != "pass"
+                else f"pass  # {' '.join(old.split())}"
+            )
+            found[start, stop, new] = Mutation(
+                target.lineno, start, stop, old, new, becomes
+            )
     return sorted(found.values())
 
 
 def _code(tree: ast.AST) -> Iterator[ast.AST]:
-    """Walk through what runs: no annotation, no docstring, nothing that only a type checker reads, no type."""
+    """Walk through what runs: no annotation, no docstring, nothing that only a type
+    checker reads, no type.
+    """
     if isinstance(tree, ast.Subscript) and isinstance(tree.slice, ast.Tuple):
         return
     for name, value in ast.iter_fields(tree):
         if name in ("annotation", "returns", "type_params", "decorator_list"):
             continue
         for child in value if isinstance(value, list) else [value]:
-            if isinstance(child, ast.AST) and not isinstance(child, SILENT) and not _is_for_types(child):
+            if (
+                isinstance(child, ast.AST)
+                and not isinstance(child, SILENT)
+                and not _is_for_types(child)
+            ):
                 yield child
                 yield from _code(child)
 
@@ -104,29 +126,63 @@ def _is_for_types(node: ast.AST) -> bool:
 def _changes(node: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
     """The changes of one node: what is replaced, and its new text."""
     if isinstance(node, ast.Compare) and len(node.ops) == 1:
-        yield node, _with(node, lambda copy: copy.ops.__setitem__(0, OPERATORS[type(copy.ops[0])]()))
-    elif isinstance(node, (ast.BinOp, ast.BoolOp, ast.AugAssign)) and type(node.op) in OPERATORS and not _is_text(node):
-        yield node, _with(node, lambda copy: setattr(copy, "op", OPERATORS[type(copy.op)]()))
+        yield (
+            node,
+            _with(
+                node,
+                lambda copy: copy.ops.__setitem__(0, OPERATORS[type(copy.ops[0])]()),
+            ),
+        )
+    elif (
+        isinstance(node, (ast.BinOp, ast.BoolOp, ast.AugAssign))
+        and type(node.op) in OPERATORS
+        and not _is_text(node)
+    ):
+        yield (
+            node,
+            _with(node, lambda copy: setattr(copy, "op", OPERATORS[type(copy.op)]())),
+        )
     elif isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.Not, ast.USub)):
         yield node, f"({ast.unparse(node.operand)})"
     elif isinstance(node, ast.Constant):
         if isinstance(node.value, bool):
             yield node, str(not node.value)
         elif isinstance(node.value, (int, float)):
-            yield node, repr(node.value + 1 if isinstance(node.value, int) or not node.value else node.value * 2)
+            yield (
+                node,
+                repr(
+                    node.value + 1
+                    if isinstance(node.value, int) or not node.value
+                    else node.value * 2
+                ),
+            )
     elif isinstance(node, (ast.If, ast.IfExp, ast.While)):
         yield node.test, f"(not ({ast.unparse(node.test)}))"
-    if isinstance(node, ast.Expr) or (isinstance(node, (ast.Assign, ast.AugAssign)) and _is_stored(node)):
+    if isinstance(node, ast.Expr) or (
+        isinstance(node, (ast.Assign, ast.AugAssign)) and _is_stored(node)
+    ):
         yield node, "pass"
-    if isinstance(node, ast.Call) and ast.unparse(node.func) not in ("max", "min", "math.hypot"):
+    if isinstance(node, ast.Call) and ast.unparse(node.func) not in (
+        "max",
+        "min",
+        "math.hypot",
+    ):
         yield from _swapped(node, node.args)
-    elif isinstance(node, ast.Tuple) and isinstance(node.ctx, ast.Load) and not all(isinstance(entry, ast.Constant) for entry in node.elts):
+    elif (
+        isinstance(node, ast.Tuple)
+        and isinstance(node.ctx, ast.Load)
+        and not all(isinstance(entry, ast.Constant) for entry in node.elts)
+    ):
         yield from _swapped(node, node.elts)
 
 
 def _swapped(node: ast.expr, entries: list[ast.expr]) -> Iterator[tuple[ast.expr, str]]:
     for place, (first, second) in enumerate(itertools.pairwise(entries)):
-        if isinstance(first, ast.Starred) or isinstance(second, ast.Starred) or ast.dump(first) == ast.dump(second):
+        if (
+            isinstance(first, ast.Starred)
+            or isinstance(second, ast.Starred)
+            or ast.dump(first) == ast.dump(second)
+        ):
             continue
 
         def swap(copy: ast.AST, place: int = place) -> None:
@@ -137,15 +193,26 @@ def _swapped(node: ast.expr, entries: list[ast.expr]) -> Iterator[tuple[ast.expr
 
 
 def _is_stored(node: ast.Assign | ast.AugAssign) -> bool:
-    """True if dropping the statement leaves every name bound: it stores into an object."""
+    """True if dropping the statement leaves every name bound: it stores into an
+    object.
+    """
     targets = node.targets if isinstance(node, ast.Assign) else [node.target]
     return all(isinstance(target, (ast.Attribute, ast.Subscript)) for target in targets)
 
 
 def _is_text(node: ast.AST) -> bool:
     """True if the node puts texts together."""
-    sides = (node.left, node.right) if isinstance(node, ast.BinOp) else (node.value,) if isinstance(node, ast.AugAssign) else ()
-    return any(isinstance(side, ast.JoinedStr) or isinstance(getattr(side, "value", None), str) for side in sides)
+    sides = (
+        (node.left, node.right)
+        if isinstance(node, ast.BinOp)
+        else (node.value,)
+        if isinstance(node, ast.AugAssign)
+        else ()
+    )
+    return any(
+        isinstance(side, ast.JoinedStr) or isinstance(getattr(side, "value", None), str)
+        for side in sides
+    )
 
 
 def _with(node: ast.AST, change: Callable[[ast.AST], object]) -> str:
@@ -153,4 +220,8 @@ def _with(node: ast.AST, change: Callable[[ast.AST], object]) -> str:
     copy = copy.value if isinstance(copy, ast.Expr) else copy
     change(copy)
     text = ast.unparse(copy)
-    return f"({text})" if isinstance(node, ast.expr) and not isinstance(node, (ast.Call, ast.Tuple)) else text
+    return (
+        f"({text})"
+        if isinstance(node, ast.expr) and not isinstance(node, (ast.Call, ast.Tuple))
+        else text
+    )

@@ -1,4 +1,6 @@
-"""The packages whose mutants are counted: their files, and the tests that must notice."""
+"""The packages whose mutants are counted: their files, and the tests that must
+notice.
+"""
 
 from __future__ import annotations
 
@@ -16,21 +18,44 @@ class Package(NamedTuple):
     parts: tuple[str, ...]
     """Its files and rooms that are mutated, relative to `folder`."""
     tests: tuple[str, ...]
-    """Tests below ``conformance_tests``, the quickest first: pytest stops at the first failure."""
+    """Tests below ``conformance_tests``, the quickest first: pytest stops at the first
+    failure.
+    """
     backend: str
     """The suite runs on this one."""
     imported: tuple[str, ...]
-    """Modules that the tests' process has imported already; none of them imports the package."""
+    """Modules that the tests' process has imported already; none of them imports the
+    package.
+    """
 
     def environment(self, folder: Path) -> dict[str, str]:
         """The environment of the tests; what they compile is kept in `folder`."""
-        cache = {"JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-        python = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(folder / "bytecode")}
-        return {"GLOG_v": "4", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1", **cache, **python}
+        cache = {
+            "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        }
+        python = {
+            "PYTHONDONTWRITEBYTECODE": "",
+            "PYTHONPYCACHEPREFIX": str(folder / "bytecode"),
+        }
+        return {
+            "GLOG_v": "4",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+            **cache,
+            **python,
+        }
 
     def files(self) -> list[Path]:
         found = [self.folder / part for part in self.parts]
-        return [file for part in found for file in (sorted((ROOT / part).rglob("*.py")) if not part.suffix else [ROOT / part])]
+        return [
+            file
+            for part in found
+            for file in (
+                sorted((ROOT / part).rglob("*.py"))
+                if not part.suffix
+                else [ROOT / part]
+            )
+        ]
 
 
 CORE = Package(
@@ -55,18 +80,40 @@ CORE = Package(
 
 BESIDE = ("coupled", "large_batch", "one_call", "verify", "workers")
 """Of the suite: what is not about the window."""
-TOPICS = ("counts", "everyday", "misuse", "masters", "half_precision", "loss_scale", "checkpoint")
+TOPICS = (
+    "counts",
+    "everyday",
+    "misuse",
+    "masters",
+    "half_precision",
+    "loss_scale",
+    "checkpoint",
+)
 """Of the tests that one framework alone has: those of the window, in every adapter."""
 
 
 def _adapter(name: str, parts: tuple[str, ...], topics: tuple[str, ...]) -> Package:
-    """The window of an adapter, and the suite's tests and the adapter's own of it, in one process."""
-    suite = sorted((ROOT / "conformance_tests/gradaccum_conformance/suite").glob("test_*.py"))
-    about_windows = [f"gradaccum_conformance/suite/{file.name}" for file in suite if not file.name[5:].startswith(BESIDE)]
+    """The window of an adapter, and the suite's tests and the adapter's own of it, in
+    one process.
+    """
+    suite = sorted(
+        (ROOT / "conformance_tests/gradaccum_conformance/suite").glob("test_*.py")
+    )
+    about_windows = [
+        f"gradaccum_conformance/suite/{file.name}"
+        for file in suite
+        if not file.name[5:].startswith(BESIDE)
+    ]
     return Package(
         Path("backends") / f"gradaccum_{name}",
         parts,
-        (*about_windows, *(f"framework_tests/test_{name}_{topic}.py" for topic in (*TOPICS, *topics))),
+        (
+            *about_windows,
+            *(
+                f"framework_tests/test_{name}_{topic}.py"
+                for topic in (*TOPICS, *topics)
+            ),
+        ),
         name,
         ("pytest", name, "hypothesis.strategies"),
     )
@@ -76,13 +123,36 @@ TORCH = _adapter(
     "torch",
     ("window", "sums"),
     (
-        *("loop", "watch", "tampering", "hostile_autograd", "second_order", "separate_sums", "changed_parameters", "fused", "gradients"),
-        *("window_loss", "weigh", "scheduler", "watching", "static_memory", "interrupted", "mirror", "turns"),
+        *(
+            "loop",
+            "watch",
+            "tampering",
+            "hostile_autograd",
+            "second_order",
+            "separate_sums",
+            "changed_parameters",
+            "fused",
+            "gradients",
+        ),
+        *(
+            "window_loss",
+            "weigh",
+            "scheduler",
+            "watching",
+            "static_memory",
+            "interrupted",
+            "mirror",
+            "turns",
+        ),
     ),
 )
 TORCH = TORCH._replace(
-    # The window's end in parts is of one test there; the others take longer than all of the window's.
-    tests=(*TORCH.tests, "framework_tests/test_torch_layered.py::test_equals_the_large_batch"),
+    # The window's end in parts is of one test there; the others take longer than all of
+    # the window's.
+    tests=(
+        *TORCH.tests,
+        "framework_tests/test_torch_layered.py::test_equals_the_large_batch",
+    ),
     # The first optimizer imports the compiler.
     imported=("pytest", "torch._dynamo", "hypothesis.strategies"),
 )
@@ -90,13 +160,33 @@ JAX = _adapter(
     "jax",
     ("window", "sums.py"),
     (
-        *("loop", "knowledge", "leaves", "norm", "program", "modes", "schedule", "sharding", "ensemble", "derivatives", "multisteps"),
+        *(
+            "loop",
+            "knowledge",
+            "leaves",
+            "norm",
+            "program",
+            "modes",
+            "schedule",
+            "sharding",
+            "ensemble",
+            "derivatives",
+            "multisteps",
+        ),
         "watching",
     ),
 )
 MINDSPORE = _adapter(
     "mindspore",
     ("window", "sums.py"),
-    ("calls", "knowledge", "packed", "schedule", "training_cell", "host_training", "interrupted"),
+    (
+        "calls",
+        "knowledge",
+        "packed",
+        "schedule",
+        "training_cell",
+        "host_training",
+        "interrupted",
+    ),
 )
 PACKAGES = {"core": CORE, "torch": TORCH, "jax": JAX, "mindspore": MINDSPORE}

@@ -1,4 +1,6 @@
-"""Properties as claims about terms, each proved if its negation has no solution within a bound on time."""
+"""Properties as claims about terms, each proved if its negation has no solution within
+a bound on time.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ class Claim(NamedTuple):
 
 
 Property = Callable[[Any], Iterator[Claim]]
-"""Of a module of transitions, the claims that make the property up, one per combination of options."""
+"""Of a module of transitions, the claims that make the property up, one per combination
+of options.
+"""
 PROPERTIES: dict[str, Property] = {}
 
 
@@ -38,7 +42,8 @@ def holds(claims: Property) -> Property:
 
 
 def refutation(claims: Iterable[Claim]) -> str | None:
-    """The first claim that does not hold, with values for which it does not; None if all are proved.
+    """The first claim that does not hold, with values for which it does not; None if
+    all are proved.
 
     Raises:
         TimeoutError: one was neither proved nor refuted in time.
@@ -51,15 +56,29 @@ def refutation(claims: Iterable[Claim]) -> str | None:
         asked.add(question)
         answer = solver.check()
         if answer == z3.unknown:
-            raise TimeoutError(f"{claim.name}: neither proved nor refuted after {SECONDS} s: {solver.reason_unknown()}")
+            raise TimeoutError(
+                f"{claim.name}: neither proved nor refuted after {SECONDS} s:"
+                f" {solver.reason_unknown()}"
+            )
         if answer == z3.sat:
             return f"{claim.name}: {solver.model()}"
     return None
 
 
 def _solver(claim: Claim) -> Any:
-    """Bits for a solver of propositions; the solver of polynomials where there are reals."""
-    bits = z3.Then("simplify", "propagate-values", "fpa2bv", "simplify", "propagate-values", "solve-eqs", "bit-blast", "sat")
+    """Bits for a solver of propositions; the solver of polynomials where there are
+    reals.
+    """
+    bits = z3.Then(
+        "simplify",
+        "propagate-values",
+        "fpa2bv",
+        "simplify",
+        "propagate-values",
+        "solve-eqs",
+        "bit-blast",
+        "sat",
+    )
     solver = z3.SolverFor("QF_NRA") if claim.name.startswith("real") else bits.solver()
     solver.set("timeout", 1000 * SECONDS)
     solver.add(*claim.assumed, z3.Not(claim.claimed))
@@ -80,14 +99,21 @@ def is_normal(term: Any) -> Any:
 
 
 def any_state(rule: ScaleRule | None = None) -> tuple[State, list[Any]]:
-    """A state of variables, and what is known of it: counters >= 0, a finite weight >= 0, a scale within the rule's limits."""
+    """A state of variables, and what is known of it: counters >= 0, a finite weight >=
+    0, a scale within the rule's limits.
+    """
     ints = {name: z3.Const(name, INT32) for name in COUNTERS}
     weight, scale = z3.FP("weight", FLOAT32), z3.FP("loss_scale", FLOAT32)
     known = [z3.And(term >= 0, term <= MOST) for term in ints.values()]
     known += [is_finite(weight), weight >= number(0.0), is_normal(scale)]
     if rule is not None:
         known += [ints["growth_tracker"] < rule.growth_interval, within(scale, rule)]
-    fields = {**ints, "weight": weight, "loss_scale": scale, "overflow": z3.Bool("overflow")}
+    fields = {
+        **ints,
+        "weight": weight,
+        "loss_scale": scale,
+        "overflow": z3.Bool("overflow"),
+    }
     return State(**{name: make(term) for name, term in fields.items()}), known
 
 
@@ -105,4 +131,8 @@ def same(one: Term, other: Term) -> Any:
 
 
 def is_empty(state: State) -> Any:
-    return z3.And(state.micro_step.term == 0, z3.fpEQ(state.weight.term, number(0.0)), z3.Not(state.overflow.term))
+    return z3.And(
+        state.micro_step.term == 0,
+        z3.fpEQ(state.weight.term, number(0.0)),
+        z3.Not(state.overflow.term),
+    )

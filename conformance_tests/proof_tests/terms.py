@@ -1,9 +1,11 @@
 """Scalars that build terms of Z3, so that the transitions run on every state at once.
 
-A transition is arithmetic, comparison, ``&``, ``|`` and one passed-in ``where``. Python's own operators on these scalars give terms: an int
-is an int32 and a float an IEEE 754 float32, every operation rounded to nearest, ties to even, as compiled code has them. A Python
-number beside such a scalar becomes a term of the scalar's kind. `Real` is a float32 as numerical analysis sees it: a real number that
-each operation multiplies by 1 + e, where e is any number up to the unit roundoff.
+A transition is arithmetic, comparison, ``&``, ``|`` and one passed-in ``where``.
+Python's own operators on these scalars give terms: an int is an int32 and a float an
+IEEE 754 float32, every operation rounded to nearest, ties to even, as compiled code has
+them. A Python number beside such a scalar becomes a term of the scalar's kind. `Real`
+is a float32 as numerical analysis sees it: a real number that each operation multiplies
+by 1 + e, where e is any number up to the unit roundoff.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ class Term:
     def _of(self, other: Any) -> Any:
         """`other` as a term of this scalar's kind."""
         if isinstance(other, Term):
-            assert other.term.sort() == self.term.sort(), f"{self.term.sort()} beside {other.term.sort()}"
+            assert other.term.sort() == self.term.sort(), (
+                f"{self.term.sort()} beside {other.term.sort()}"
+            )
             return other.term
         return literal(other, self.term.sort())
 
@@ -86,7 +90,9 @@ class Float(Number):
 
     def __mul__(self, other: Any) -> Term:
         exact = z3.fpMul(ROUNDING, self.term, self._of(other))
-        return make(product(self.term, other.term) if isinstance(other, Term) else exact)
+        return make(
+            product(self.term, other.term) if isinstance(other, Term) else exact
+        )
 
     def __truediv__(self, other: Any) -> Term:
         return make(quotient(self.term, self._of(other)))
@@ -96,13 +102,18 @@ class Float(Number):
 
 class Real(Number):
     def __add__(self, other: Any) -> Term:
-        return make(self.term + self._of(other))  # Not rounded: the transitions that ask only add to 0.
+        # Not rounded: the transitions that ask only add to 0.
+        return make(self.term + self._of(other))
 
     def __mul__(self, other: Any) -> Term:
         return rounded(self.term * self._of(other))
 
     def __rmul__(self, other: Any) -> Term:
-        return make(self.term * self._of(other)) if other == 0 else rounded(self.term * self._of(other))
+        return (
+            make(self.term * self._of(other))
+            if other == 0
+            else rounded(self.term * self._of(other))
+        )
 
     def __truediv__(self, other: Any) -> Term:
         return rounded(self.term / self._of(other))
@@ -122,10 +133,17 @@ class Record:
         self.errors: list[Any] = []
 
     def facts(self) -> list[Any]:
-        """Equal operands have equal results, `product_is_known`, and no rounding error is above the unit roundoff."""
+        """Equal operands have equal results, `product_is_known`, and no rounding error
+        is above the unit roundoff.
+        """
         pairs = [*combinations(self.products, 2), *combinations(self.quotients, 2)]
-        equal = [z3.Implies(z3.And(a == c, b == d), q == r) for (a, b, q), (c, d, r) in pairs]
-        small = [z3.And(error >= -UNIT_ROUNDOFF, error <= UNIT_ROUNDOFF) for error in self.errors]
+        equal = [
+            z3.Implies(z3.And(a == c, b == d), q == r) for (a, b, q), (c, d, r) in pairs
+        ]
+        small = [
+            z3.And(error >= -UNIT_ROUNDOFF, error <= UNIT_ROUNDOFF)
+            for error in self.errors
+        ]
         return [*equal, *small, *(product_is_known(*one) for one in self.products)]
 
 
@@ -134,9 +152,11 @@ RECORD = Record()
 
 
 def product(a: Any, b: Any) -> Any:
-    """`a` times `b` in float32, neither of them a constant: any number of which `Record.facts` are true.
+    """`a` times `b` in float32, neither of them a constant: any number of which
+    `Record.facts` are true.
 
-    What holds for every such number holds for the right one. Bit by bit the solver would take minutes.
+    What holds for every such number holds for the right one. Bit by bit the solver
+    would take minutes.
     """
     result = z3.FreshConst(FLOAT32, "product")
     RECORD.products.append((a, b, result))
@@ -151,10 +171,15 @@ def quotient(a: Any, b: Any) -> Any:
 
 
 def product_is_known(a: Any, b: Any, result: Any) -> Any:
-    """A finite positive number times one that is at least 1 is not below it, and times 1 it is itself."""
+    """A finite positive number times one that is at least 1 is not below it, and times
+    1 it is itself.
+    """
     positive = z3.And(a > z3.FPVal(0.0, FLOAT32), z3.Not(z3.fpIsInf(a)))
     one = z3.FPVal(1.0, FLOAT32)
-    return z3.And(z3.Implies(z3.And(positive, b >= one), result >= a), z3.Implies(b == one, result == a))
+    return z3.And(
+        z3.Implies(z3.And(positive, b >= one), result >= a),
+        z3.Implies(b == one, result == a),
+    )
 
 
 def rounded(exact: Any) -> Term:
@@ -172,7 +197,9 @@ def make(term: Any) -> Term:
 
 
 def literal(value: Any, sort: Any) -> Any:
-    """A Python number as a term. A bool stays one, and a float is never taken for an int."""
+    """A Python number as a term. A bool stays one, and a float is never taken for an
+    int.
+    """
     if sort == z3.BoolSort():
         assert isinstance(value, bool), value
         return z3.BoolVal(value)
@@ -180,11 +207,17 @@ def literal(value: Any, sort: Any) -> Any:
         assert type(value) is int, value
         return z3.BitVecVal(value, 32)
     if sort == z3.RealSort():  # No claim about real numbers reads an infinity.
-        return z3.FreshConst(sort, "infinity") if value == math.inf else z3.Q(*float(value).as_integer_ratio())
+        return (
+            z3.FreshConst(sort, "infinity")
+            if value == math.inf
+            else z3.Q(*float(value).as_integer_ratio())
+        )
     return z3.FPVal(value, sort)
 
 
 def where(condition: Term, a: Any, b: Any) -> Term:
-    """The `gradaccum.kit.Where` of these scalars. One branch at least is a scalar, as compiled code wants it."""
+    """The `gradaccum.kit.Where` of these scalars. One branch at least is a scalar, as
+    compiled code wants it.
+    """
     known = a if isinstance(a, Term) else b
     return make(z3.If(condition.term, known._of(a), known._of(b)))

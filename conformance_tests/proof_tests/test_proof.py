@@ -1,7 +1,9 @@
-"""The transitions are right for every state and every event: Z3 proves it of their source as it is, and refutes it of each faulty copy.
+"""The transitions are right for every state and every event: Z3 proves it of their
+source as it is, and refutes it of each faulty copy.
 
-The scalars are float32 and int32 terms, so nothing is sampled. Python's own numbers, which the torch backend uses, are float64 that is
-rounded to float32 at rest; the lockstep tests compare them with the others.
+The scalars are float32 and int32 terms, so nothing is sampled. Python's own numbers,
+which the torch backend uses, are float64 that is rounded to float32 at rest; the
+lockstep tests compare them with the others.
 """
 
 from __future__ import annotations
@@ -10,10 +12,20 @@ import pytest
 
 z3 = pytest.importorskip("z3", reason="needs the extra `proof`")
 
-from conformance_tests.proof_tests import decisions, windows  # noqa: E402, F401  # They register their properties.
+# They register their properties.
+from conformance_tests.proof_tests import (  # noqa: E402
+    decisions,  # noqa: F401
+    windows,  # noqa: F401
+)
 from conformance_tests.proof_tests.claims import PROPERTIES, Claim, refutation  # noqa: E402
 from conformance_tests.proof_tests.faults import FAULTS, faulty  # noqa: E402
-from conformance_tests.proof_tests.terms import FLOAT32, Bool, make, product_is_known, where  # noqa: E402
+from conformance_tests.proof_tests.terms import (  # noqa: E402
+    FLOAT32,
+    Bool,
+    make,
+    product_is_known,
+    where,
+)
 from gradaccum import transitions  # noqa: E402
 
 
@@ -33,7 +45,9 @@ def test_fault_is_refuted(name: str) -> None:
 def test_what_is_assumed_is_possible(name: str) -> None:
     """Anything follows from what cannot be."""
     for claim in PROPERTIES[name](transitions):
-        impossible = refutation([Claim(claim.name, claim.assumed, z3.BoolVal(False))]) is None
+        impossible = (
+            refutation([Claim(claim.name, claim.assumed, z3.BoolVal(False))]) is None
+        )
         assert not impossible, claim.name
 
 
@@ -45,10 +59,17 @@ def test_scalars_refuse_to_be_looked_at() -> None:
 def test_scalars_compute_as_numbers_do() -> None:
     """With constants each operation gives what NumPy gives in float32."""
     numpy = pytest.importorskip("numpy", reason="numpy is not installed")
-    values = [numpy.float32(value) for value in (0.0, -1.5, 0.1, 3e38, 1e-45, numpy.inf, numpy.nan)]
+    values = [
+        numpy.float32(value)
+        for value in (0.0, -1.5, 0.1, 3e38, 1e-45, numpy.inf, numpy.nan)
+    ]
 
     def is_(term: object, value: object) -> bool:
-        wanted = z3.FPVal(float(value), FLOAT32) if isinstance(value, numpy.float32) else z3.BoolVal(bool(value))
+        wanted = (
+            z3.FPVal(float(value), FLOAT32)
+            if isinstance(value, numpy.float32)
+            else z3.BoolVal(bool(value))
+        )
         return bool(z3.is_true(z3.simplify(term.term == wanted)))
 
     for a in values:
@@ -58,9 +79,28 @@ def test_scalars_compute_as_numbers_do() -> None:
                 other = make(z3.FPVal(float(b), FLOAT32))
                 assert is_(one + other, a + b)
                 assert is_(float(b) * one, a * b)
-                assert all(is_(mine, its) for mine, its in ((one < other, a < b), (one <= other, a <= b), (one == other, a == b)))
-                assert all(is_(mine, its) for mine, its in ((one > other, a > b), (one >= float(b), a >= b)))
+                assert all(
+                    is_(mine, its)
+                    for mine, its in (
+                        (one < other, a < b),
+                        (one <= other, a <= b),
+                        (one == other, a == b),
+                    )
+                )
+                assert all(
+                    is_(mine, its)
+                    for mine, its in ((one > other, a > b), (one >= float(b), a >= b))
+                )
                 assert is_(where(one < other, one, other), a if a < b else b)
-                assert z3.is_true(z3.simplify(product_is_known(one.term, other.term, z3.FPVal(float(a * b), FLOAT32))))
+                assert z3.is_true(
+                    z3.simplify(
+                        product_is_known(
+                            one.term, other.term, z3.FPVal(float(a * b), FLOAT32)
+                        )
+                    )
+                )
     yes, no = (Bool(z3.BoolVal(value)) for value in (True, False))
-    assert [is_(each, value) for each, value in ((yes & no, False), (yes | no, True), (no == False, True))] == [True] * 3  # noqa: E712
+    assert [
+        is_(each, value)
+        for each, value in ((yes & no, False), (yes | no, True), (no == False, True))  # noqa: E712
+    ] == [True] * 3

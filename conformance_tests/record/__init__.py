@@ -1,5 +1,8 @@
-"""The record: facts about the production code, held as data, so that a change that loses one is seen as a line of a diff.
+"""The record: facts about the production code, held as data, so that a change that
+loses one is seen as a line of a diff.
 
-`names` are the public ones with their signatures, `refusals` the errors that are raised, `counts` what a window costs in each framework.
-Each part has a file beside its module, with one fact in a line: ``SECTION | FACT``. A section is a package or, of counts, an environment.
+`names` are the public ones with their signatures, `refusals` the errors that are
+raised, `counts` what a window costs in each framework. Each part has a file beside its
+module, with one fact in a line: ``SECTION | FACT``. A section is a package or, of
+counts, an environment.
 """

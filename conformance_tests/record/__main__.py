@@ -1,6 +1,8 @@
-"""``python -m conformance_tests.record`` tells what differs from the record, ``--write`` writes the record anew.
+"""``python -m conformance_tests.record`` tells what differs from the record,
+``--write`` writes the record anew.
 
-The golden bits, which the suite holds, are compared too. A part of another environment stays as it is.
+The golden bits, which the suite holds, are compared too. A part of another environment
+stays as it is.
 """
 
 from __future__ import annotations
@@ -36,15 +38,30 @@ def found(part: str, backends: list[str]) -> tuple[Path, Facts]:
 
 
 def main(
-    part: Annotated[list[str], typer.Option(help="A part; repeat the option for several. Default: all.")] = [],  # noqa: B006
-    backend: Annotated[list[str], typer.Option(help="A backend; repeat the option for several. Default: all that are installed.")] = [],  # noqa: B006
-    rewrite: Annotated[bool, typer.Option("--write", help="Write the record anew.")] = False,
+    part: Annotated[
+        list[str],
+        typer.Option(help="A part; repeat the option for several. Default: all."),
+    ] = [],  # noqa: B006
+    backend: Annotated[
+        list[str],
+        typer.Option(
+            help=(
+                "A backend; repeat the option for several. Default: all that are"
+                " installed."
+            )
+        ),
+    ] = [],  # noqa: B006
+    rewrite: Annotated[
+        bool, typer.Option("--write", help="Write the record anew.")
+    ] = False,
 ) -> None:
     """Compare the record with the code, or write it anew."""
     os.environ.setdefault("GLOG_v", "4")
     backends = backend or [name for name in available_backends() if name != "numpy"]
     if unknown := set(part) - set(PARTS):
-        raise typer.BadParameter(f"expected some of {', '.join(PARTS)}; got {', '.join(sorted(unknown))}")
+        raise typer.BadParameter(
+            f"expected some of {', '.join(PARTS)}; got {', '.join(sorted(unknown))}"
+        )
     differs = False
     for each in part or PARTS:
         file, facts = found(each, backends)

@@ -1,6 +1,8 @@
-"""The cost of a window, counted: operators, waits for a device, collectives, equations, bytes, and Python calls of gradaccum's own.
+"""The cost of a window, counted: operators, waits for a device, collectives, equations,
+bytes, and Python calls of gradaccum's own.
 
-Each framework counts in its own way, with an optimizer that clips. Other versions count differently, so counts are held for an environment.
+Each framework counts in its own way, with an optimizer that clips. Other versions count
+differently, so counts are held for an environment.
 """
 
 from __future__ import annotations
@@ -25,11 +27,17 @@ Counted = Iterator[tuple[str, int]]
 
 
 def environment(backend: str) -> str:
-    return f"{versions(backend)}; Python {sys.version_info.major}.{sys.version_info.minor}"
+    return (
+        f"{versions(backend)}; Python {sys.version_info.major}.{sys.version_info.minor}"
+    )
 
 
 def found(backends: Iterable[str]) -> Facts:
-    return {environment(name): [f"{what}: {count}" for what, count in COUNTS[name]()] for name in backends if name in COUNTS}
+    return {
+        environment(name): [f"{what}: {count}" for what, count in COUNTS[name]()]
+        for name in backends
+        if name in COUNTS
+    }
 
 
 def calls(what: str, run: Callable[[], object]) -> Counted:
@@ -49,7 +57,10 @@ def calls(what: str, run: Callable[[], object]) -> Counted:
     finally:
         sys.setprofile(None)
     yield f"{what}, Python calls", len(called)
-    yield f"{what}, Python calls from another file", sum(code.co_filename != caller for code, caller in called)
+    yield (
+        f"{what}, Python calls from another file",
+        sum(code.co_filename != caller for code, caller in called),
+    )
     yield f"{what}, Python files", len({code.co_filename for code, _ in called})
     yield f"{what}, Python functions", len({code for code, _ in called})
 
@@ -62,14 +73,21 @@ def torch_counts() -> Counted:
         "sums in buffers": (torch.bfloat16, {}),
         "masters": (torch.bfloat16, {"master_weights": True}),
         "dropping": (torch.float32, {"on_overflow": "drop_micro_batch"}),
-        "dynamic scale": (torch.float32, {"loss_scale": gradaccum.DynamicLossScale(8.0)}),
+        "dynamic scale": (
+            torch.float32,
+            {"loss_scale": gradaccum.DynamicLossScale(8.0)},
+        ),
         "fused": (torch.float32, {}),
     }
     for kind, (dtype, options) in kinds.items():
         torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(SIDE, SIDE), torch.nn.Linear(SIDE, SIDE)).to(dtype)
+        model = torch.nn.Sequential(
+            torch.nn.Linear(SIDE, SIDE), torch.nn.Linear(SIDE, SIDE)
+        ).to(dtype)
         inner = (
-            torch.optim.AdamW(model.parameters(), fused=True) if kind == "fused" else torch.optim.SGD(model.parameters(), 0.1, foreach=True)
+            torch.optim.AdamW(model.parameters(), fused=True)
+            if kind == "fused"
+            else torch.optim.SGD(model.parameters(), 0.1, foreach=True)
         )
         opt = gradaccum.wrap(inner, steps=STEPS, clip_norm=1.0, **options)
         for index in range(3 * STEPS):
@@ -106,7 +124,11 @@ def _torch_collectives() -> int:
 
     with mirror(2) as collectives:
         model = torch.nn.Linear(SIDE, SIDE)
-        opt = gradaccum.wrap(torch.optim.SGD(model.parameters(), 0.1), steps=STEPS, process_group=dist.group.WORLD)
+        opt = gradaccum.wrap(
+            torch.optim.SGD(model.parameters(), 0.1),
+            steps=STEPS,
+            process_group=dist.group.WORLD,
+        )
         collectives.clear()
         for _ in range(STEPS):
             opt.backward(model(torch.ones(2, SIDE)).square().mean())
@@ -136,17 +158,32 @@ def _jax_update(kind: str, options: dict[str, Any]) -> Counted:
     dtype = jnp.bfloat16 if "master_weights" in options else jnp.float32
     params = {"w": jnp.ones((SIDE, SIDE), dtype), "b": jnp.ones(SIDE, dtype)}
     tx = gradaccum.wrap(optax.adamw(1e-3), steps=STEPS, **options)
-    program, state = jax.jit(functools.partial(tx.update, weight=3.0), donate_argnums=1), tx.init(params)
+    program, state = (
+        jax.jit(functools.partial(tx.update, weight=3.0), donate_argnums=1),
+        tx.init(params),
+    )
     jax.clear_caches()
     traced: list[Any] = []
-    yield from calls(f"{kind}, traced", lambda: traced.append(program.trace(params, state, params)))
+    yield from calls(
+        f"{kind}, traced", lambda: traced.append(program.trace(params, state, params))
+    )
     yield f"{kind}, equations", _equations(traced[0].jaxpr.jaxpr)
-    yield f"{kind}, bytes of scratch", traced[0].lower().compile().memory_analysis().temp_size_in_bytes
+    yield (
+        f"{kind}, bytes of scratch",
+        traced[0].lower().compile().memory_analysis().temp_size_in_bytes,
+    )
 
 
 def _equations(jaxpr: Any, named: str = "") -> int:
-    """The equations of a program and of the programs in it; with `named`, those of primitives whose name matches."""
-    inner = [getattr(each, "jaxpr", each) for eqn in jaxpr.eqns for value in eqn.params.values() for each in _listed(value)]
+    """The equations of a program and of the programs in it; with `named`, those of
+    primitives whose name matches.
+    """
+    inner = [
+        getattr(each, "jaxpr", each)
+        for eqn in jaxpr.eqns
+        for value in eqn.params.values()
+        for each in _listed(value)
+    ]
     own = sum(re.match(named, eqn.primitive.name) is not None for eqn in jaxpr.eqns)
     return own + sum(_equations(each, named) for each in inner if hasattr(each, "eqns"))
 
@@ -168,12 +205,17 @@ def _jax_collectives() -> int:
     state = gradaccum_jax.data_parallel(tx.init, mesh, "data")(params)
 
     def step(params: Any, state: Any, x: Any) -> Any:
-        gradient = jax.grad(lambda params: jnp.mean((x @ params["w"] + params["b"]) ** 2))(params)
+        gradient = jax.grad(
+            lambda params: jnp.mean((x @ params["w"] + params["b"]) ** 2)
+        )(params)
         updates, state = tx.update(gradient, state, params)
         return optax.apply_updates(params, updates), state
 
     step = gradaccum_jax.data_parallel(step, mesh, "data")
-    return _equations(jax.make_jaxpr(step)(params, state, jnp.ones((2, SIDE))).jaxpr, "psum|all_gather|reduce_scatter|pmin|pmax")
+    return _equations(
+        jax.make_jaxpr(step)(params, state, jnp.ones((2, SIDE))).jaxpr,
+        "psum|all_gather|reduce_scatter|pmin|pmax",
+    )
 
 
 def mindspore_counts() -> Counted:
@@ -182,15 +224,25 @@ def mindspore_counts() -> Counted:
 
     from conformance_tests.framework_tests.mindspore_graphs import saved_graphs
 
-    kinds: dict[str, dict[str, Any]] = {"plain": {}, "clipping": {"clip_norm": 1.0}, "dropping": {"on_overflow": "drop_micro_batch"}}
+    kinds: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "clipping": {"clip_norm": 1.0},
+        "dropping": {"on_overflow": "drop_micro_batch"},
+    }
     for kind, options in kinds.items():
-        parameters = [Parameter(ops.ones(shape, ms.float32), name=f"p{index}") for index, shape in enumerate([(SIDE, SIDE), (SIDE,)])]
+        parameters = [
+            Parameter(ops.ones(shape, ms.float32), name=f"p{index}")
+            for index, shape in enumerate([(SIDE, SIDE), (SIDE,)])
+        ]
         gradients = tuple(ops.ones_like(parameter) for parameter in parameters)
         opt = gradaccum.wrap(nn.Adam(parameters, 1e-3), steps=STEPS, **options)
         for index in range(2 * STEPS):
             where = {STEPS + 1: "micro-batch", 2 * STEPS - 1: "window end"}.get(index)
             if where:
-                yield from calls(f"{kind}, PyNative, {where}", lambda opt=opt, gradients=gradients: opt(gradients, 3.0))
+                yield from calls(
+                    f"{kind}, PyNative, {where}",
+                    lambda opt=opt, gradients=gradients: opt(gradients, 3.0),
+                )
             else:
                 opt(gradients, 3.0)
     opt = gradaccum.wrap(nn.Adam(parameters, 1e-3), steps=STEPS)
@@ -201,10 +253,18 @@ def mindspore_counts() -> Counted:
 
     with saved_graphs("graph_build") as texts:
         step(*gradients)
-    operators = Counter(name for text in texts for name in re.findall(r"= (?:PrimFunc_)?([A-Z]\w*)\(", text))
+    operators = Counter(
+        name
+        for text in texts
+        for name in re.findall(r"= (?:PrimFunc_)?([A-Z]\w*)\(", text)
+    )
     yield "jit, graphs", len(texts)
     for name in ("Assign", "AssignAdd", "TensorMove", "Select", "Div", "Mul", "Square"):
         yield f"jit, {name}", operators[name]
 
 
-COUNTS: dict[str, Callable[[], Counted]] = {"torch": torch_counts, "jax": jax_counts, "mindspore": mindspore_counts}
+COUNTS: dict[str, Callable[[], Counted]] = {
+    "torch": torch_counts,
+    "jax": jax_counts,
+    "mindspore": mindspore_counts,
+}

@@ -27,18 +27,33 @@ def read(file: Path) -> Facts:
 
 def write(facts: Facts, file: Path) -> None:
     """Write the file anew, below its comment."""
-    before = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.exists() else [HEADER]
+    before = (
+        file.read_text(encoding="utf-8").splitlines(keepends=True)
+        if file.exists()
+        else [HEADER]
+    )
     comment = [line for line in before if line.startswith("#")]
-    file.write_text("".join([*comment, *(f"{line}\n" for line in lines(facts))]), encoding="utf-8")
+    file.write_text(
+        "".join([*comment, *(f"{line}\n" for line in lines(facts))]), encoding="utf-8"
+    )
 
 
 def lines(facts: Facts) -> list[str]:
-    return [f"{section} | {fact}" for section in sorted(facts) for fact in sorted(facts[section])]
+    return [
+        f"{section} | {fact}"
+        for section in sorted(facts)
+        for fact in sorted(facts[section])
+    ]
 
 
 def changes(held: Facts, found: Facts) -> Iterator[str]:
-    """The lines that differ, in the sections of `found` that are held; the facts of other sections cannot be compared here."""
-    before, after = (lines({section: facts[section] for section in found.keys() & held.keys()}) for facts in (held, found))
+    """The lines that differ, in the sections of `found` that are held; the facts of
+    other sections cannot be compared here.
+    """
+    before, after = (
+        lines({section: facts[section] for section in found.keys() & held.keys()})
+        for facts in (held, found)
+    )
     for line in difflib.ndiff(before, after):
         if line[0] in "-+":
             yield line

@@ -2,8 +2,33 @@
 
 from gradaccum.verification.examining import examine
 from gradaccum.verification.measuring import ROUNDING_LIMIT, item_axis
-from gradaccum.verification.report import Cause, VerificationReport, VerifyingBackend, verify
-from gradaccum.verification.subject import Column, Conditions, HostRandom, Layer, Precision, Run, Subject, as_loss
+from gradaccum.verification.report import (
+    Cause,
+    VerificationReport,
+    VerifyingBackend,
+    verify,
+)
+from gradaccum.verification.subject import (
+    Column,
+    Conditions,
+    HostRandom,
+    Layer,
+    Precision,
+    Run,
+    Subject,
+    as_loss,
+)
 
-__all__ = ["ROUNDING_LIMIT", "Cause", "Column", "Conditions", "HostRandom", "Layer", "Precision", "Run", "Subject", "VerificationReport"]
+__all__ = [
+    "ROUNDING_LIMIT",
+    "Cause",
+    "Column",
+    "Conditions",
+    "HostRandom",
+    "Layer",
+    "Precision",
+    "Run",
+    "Subject",
+    "VerificationReport",
+]
 __all__ += ["VerifyingBackend", "as_loss", "examine", "item_axis", "verify"]

@@ -1,4 +1,6 @@
-"""The order of the experiments: a cause that would disturb a later experiment is looked for, and removed, first."""
+"""The order of the experiments: a cause that would disturb a later experiment is looked
+for, and removed, first.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +16,35 @@ from gradaccum.verification.report import Cause, VerificationReport
 from gradaccum.verification.subject import Conditions, Subject
 
 
-def examine(subject: Subject, steps: object, reduction: object = "mean") -> VerificationReport:
-    """Compare the partitions of the subject's batch, and look for the cause where the gradient moves.
+def examine(
+    subject: Subject, steps: object, reduction: object = "mean"
+) -> VerificationReport:
+    """Compare the partitions of the subject's batch, and look for the cause where the
+    gradient moves.
 
     Runs the batch some thirty times if all is right, some two hundred times if not.
 
     Raises:
-        ArgumentTypeError, ArgumentValueError: `steps` is no int from 2 to the number of items, the batch has no item, or `reduction`, by
-            which accumulation will add up, is unknown.
+        ArgumentTypeError, ArgumentValueError: `steps` is no int from 2 to the number of
+            items, the batch has no item, or `reduction`, by which accumulation will add
+            up, is unknown.
     """
-    number = require_int("steps", steps, at_least=2, fix="Write steps=2 or more: one micro-batch is the large batch.")
+    number = require_int(
+        "steps",
+        steps,
+        at_least=2,
+        fix="Write steps=2 or more: one micro-batch is the large batch.",
+    )
     require_items(subject.items)
     if number > subject.items:
         fix = f"Write steps={subject.items} or less, or bring a larger batch."
-        raise explain(ArgumentValueError, "steps", expected=f"at most the {subject.items} items of the batch", got=number, fix=fix)
+        raise explain(
+            ArgumentValueError,
+            "steps",
+            expected=f"at most the {subject.items} items of the batch",
+            got=number,
+            fix=fix,
+        )
     bench = Bench(subject, number, Way(require_reduction(reduction)))
     return _Examination(bench).report()
 
@@ -43,7 +60,12 @@ class _Examination:
         self._notes: list[str] = []
 
     def report(self) -> VerificationReport:
-        for ask in (experiments.finite, experiments.repeatable, experiments.linear, experiments.fresh_numbers):
+        for ask in (
+            experiments.finite,
+            experiments.repeatable,
+            experiments.linear,
+            experiments.fresh_numbers,
+        ):
             if self._conditions is not None:
                 self._take(ask(self._bench))
         measured = self._bench.errors(experiments.TRAINING)
@@ -75,11 +97,25 @@ class _Examination:
         if not moved(self._errors):
             self._note_missing(missing)
             return
-        if not missing and experiments.by_place(self._bench, self._conditions, moved(self._errors)):
-            self._causes += [] if any(cause.kind == "shared_randomness" for cause in self._causes) else [causes.numbers_by_place()]
+        if not missing and experiments.by_place(
+            self._bench, self._conditions, moved(self._errors)
+        ):
+            self._causes += (
+                []
+                if any(cause.kind == "shared_randomness" for cause in self._causes)
+                else [causes.numbers_by_place()]
+            )
             return
         self._take(
-            experiments.separate(self._bench, self._conditions, {name: missing[name] for name in moved(self._errors) if name in missing})
+            experiments.separate(
+                self._bench,
+                self._conditions,
+                {
+                    name: missing[name]
+                    for name in moved(self._errors)
+                    if name in missing
+                },
+            )
         )
         self._measure()
         if self._conditions is not None and moved(self._errors):
@@ -89,8 +125,14 @@ class _Examination:
         if self._conditions is not None and self._conditions != experiments.TRAINING:
             self._errors = self._bench.errors(self._conditions)
 
-    def _find_in_the_loss(self, conditions: Conditions, names: tuple[str, ...], missing: Mapping[str, str]) -> None:
-        infinite = experiments.infinite_parts(self._bench, conditions) if any(map(math.isinf, self._errors.values())) else {}
+    def _find_in_the_loss(
+        self, conditions: Conditions, names: tuple[str, ...], missing: Mapping[str, str]
+    ) -> None:
+        infinite = (
+            experiments.infinite_parts(self._bench, conditions)
+            if any(map(math.isinf, self._errors.values()))
+            else {}
+        )
         times = next(iter(infinite.values()), "")
         weighted, off = experiments.right_weights(self._bench, conditions, times)
         if weighted is not None:
@@ -103,8 +145,16 @@ class _Examination:
         self._causes += [counted] if counted is not None else []
         left = tuple(name for name in names if name not in explained)
         absent = [name for name in left if name in missing]
-        fitted = [name for name in self._bench.subject.names if name not in explained and name not in infinite]
-        several = experiments.several_counts(self._bench, conditions, fitted) if left else None
+        fitted = [
+            name
+            for name in self._bench.subject.names
+            if name not in explained and name not in infinite
+        ]
+        several = (
+            experiments.several_counts(self._bench, conditions, fitted)
+            if left
+            else None
+        )
         if several is not None:
             self._causes.append(several)
         elif absent:
@@ -113,11 +163,20 @@ class _Examination:
             self._causes.append(causes.coupled_loss(left, off))
 
     def _note_missing(self, missing: Mapping[str, str]) -> None:
-        """Note parameters that lack a gradient in some micro-batches without harm, and those that have none at all."""
+        """Note parameters that lack a gradient in some micro-batches without harm, and
+        those that have none at all.
+        """
         reached = self._bench.large(experiments.TRAINING).gradients
-        unused = [name for name in self._bench.subject.names if name not in reached and name not in missing]
+        unused = [
+            name
+            for name in self._bench.subject.names
+            if name not in reached and name not in missing
+        ]
         if unused:
             self._notes.append(f"{causes.listed(unused)}: the loss does not reach it.")
         if missing and not self._causes:
             where = next(iter(missing.values()))
-            self._notes.append(f"{causes.listed(list(missing))}: no gradient in {where}; it counts as zero, which is right here.")
+            self._notes.append(
+                f"{causes.listed(list(missing))}: no gradient in {where}; it counts as"
+                " zero, which is right here."
+            )

@@ -1,6 +1,8 @@
-"""Experiments that change one condition at a time: the loss's scale, the random numbers, the state carried over, the mode.
+"""Experiments that change one condition at a time: the loss's scale, the random
+numbers, the state carried over, the mode.
 
-Each returns a `Finding`: the causes, and the conditions for the next experiment, without these causes.
+Each returns a `Finding`: the causes, and the conditions for the next experiment,
+without these causes.
 """
 
 from __future__ import annotations
@@ -17,7 +19,14 @@ from typing import NamedTuple
 from gradaccum.options import Reduction
 from gradaccum.verification import causes
 from gradaccum.verification.causes import Count, counts, labels
-from gradaccum.verification.measuring import ROUNDING_LIMIT, Bench, Gradients, Way, cut, moved
+from gradaccum.verification.measuring import (
+    ROUNDING_LIMIT,
+    Bench,
+    Gradients,
+    Way,
+    cut,
+    moved,
+)
 from gradaccum.verification.report import Cause
 from gradaccum.verification.subject import Column, Conditions, Gradient, Items, Layer
 
@@ -37,26 +46,46 @@ class Finding(NamedTuple):
 def finite(bench: Bench) -> Finding:
     """Test that the large batch's own gradient is finite."""
     gradients = bench.large(TRAINING).gradients
-    bad = [name for name, gradient in gradients.items() if not math.isfinite(bench.norm(gradient))]
+    bad = [
+        name
+        for name, gradient in gradients.items()
+        if not math.isfinite(bench.norm(gradient))
+    ]
     return Finding((causes.not_finite(bad),), None) if bad else Finding()
 
 
 def repeatable(bench: Bench) -> Finding:
     """Test that the same batch gives the same gradient twice, to within the floor."""
     again = bench.subject.window([bench.items], TRAINING)[0].gradients
-    names = moved(bench.apart_by(bench.floor(TRAINING), again, bench.large(TRAINING).gradients))
+    names = moved(
+        bench.apart_by(bench.floor(TRAINING), again, bench.large(TRAINING).gradients)
+    )
     return Finding((causes.hidden_state(names),), None) if names else Finding()
 
 
 def linear(bench: Bench) -> Finding:
-    """Test that the gradient scales with the loss. Scales that overflow are left out."""
-    large, found = bench.large(TRAINING).gradients, dict.fromkeys(bench.subject.names, 0.0)
+    """Test that the gradient scales with the loss. Scales that overflow are left
+    out.
+    """
+    large, found = (
+        bench.large(TRAINING).gradients,
+        dict.fromkeys(bench.subject.names, 0.0),
+    )
     for factor in FACTORS:
-        scaled = bench.subject.window([bench.items], replace(TRAINING, scale=factor))[0].gradients
+        scaled = bench.subject.window([bench.items], replace(TRAINING, scale=factor))[
+            0
+        ].gradients
         if all(math.isfinite(bench.norm(gradient)) for gradient in scaled.values()):
-            found = {name: max(found[name], error) for name, error in bench.apart(scaled, large, TRAINING).items()}
+            found = {
+                name: max(found[name], error)
+                for name, error in bench.apart(scaled, large, TRAINING).items()
+            }
     names, culprits = moved(found), tuple(bench.subject.custom_rules())
-    return Finding((causes.custom_backward(names, culprits),), None) if names or culprits else Finding()
+    return (
+        Finding((causes.custom_backward(names, culprits),), None)
+        if names or culprits
+        else Finding()
+    )
 
 
 def fresh_numbers(bench: Bench) -> Finding:
@@ -66,7 +95,9 @@ def fresh_numbers(bench: Bench) -> Finding:
 
 
 def replayed(bench: Bench, conditions: Conditions) -> Finding:
-    """Test that random numbers can be replayed for the same items; if not, compare in evaluation mode."""
+    """Test that random numbers can be replayed for the same items; if not, compare in
+    evaluation mode.
+    """
     places = bench.subject.unreplayed_draws()
     if not places:
         return Finding((), conditions)
@@ -74,16 +105,23 @@ def replayed(bench: Bench, conditions: Conditions) -> Finding:
     if not names:
         return Finding((), conditions)
     evaluation = replace(conditions, training=False)
-    return Finding((causes.randomness(places, names),), None if _follow_the_seed(bench, evaluation) else evaluation)
+    return Finding(
+        (causes.randomness(places, names),),
+        None if _follow_the_seed(bench, evaluation) else evaluation,
+    )
 
 
 def _follow_the_seed(bench: Bench, conditions: Conditions) -> tuple[str, ...]:
-    other = bench.subject.window([bench.items], replace(conditions, seed=1))[0].gradients
+    other = bench.subject.window([bench.items], replace(conditions, seed=1))[
+        0
+    ].gradients
     return moved(bench.apart(other, bench.large(conditions).gradients, conditions))
 
 
 def stateless(bench: Bench, conditions: Conditions) -> Finding:
-    """Test that one micro-batch leaves nothing behind that changes the next one's gradient."""
+    """Test that one micro-batch leaves nothing behind that changes the next one's
+    gradient.
+    """
     alone = replace(conditions, carry_state=False)
     changed: dict[str, None] = {}
     found: dict[str, float] = {}
@@ -91,37 +129,69 @@ def stateless(bench: Bench, conditions: Conditions) -> Finding:
         runs = bench.subject.window(partition.parts, conditions)
         carried = bench.total(partition.parts, runs, conditions, bench.way)
         put_back = bench.accumulated(partition.parts, alone)
-        apart = bench.apart(*_without_same_infinities(bench, carried, put_back), conditions)
-        found = {name: max(found.get(name, 0.0), error) for name, error in apart.items()}
+        apart = bench.apart(
+            *_without_same_infinities(bench, carried, put_back), conditions
+        )
+        found = {
+            name: max(found.get(name, 0.0), error) for name, error in apart.items()
+        }
         changed |= dict.fromkeys(name for run in runs for name in run.changed)
     names = moved(found)
-    return Finding((causes.state(tuple(changed), names),), alone) if names else Finding((), conditions)
+    return (
+        Finding((causes.state(tuple(changed), names),), alone)
+        if names
+        else Finding((), conditions)
+    )
 
 
-def _without_same_infinities(bench: Bench, a: Gradients, b: Gradients) -> tuple[Gradients, Gradients]:
-    both = {name for name in a.keys() & b.keys() if not any(math.isfinite(bench.norm(sums[name])) for sums in (a, b))}
-    left_a, left_b = ({name: gradient for name, gradient in sums.items() if name not in both} for sums in (a, b))
+def _without_same_infinities(
+    bench: Bench, a: Gradients, b: Gradients
+) -> tuple[Gradients, Gradients]:
+    both = {
+        name
+        for name in a.keys() & b.keys()
+        if not any(math.isfinite(bench.norm(sums[name])) for sums in (a, b))
+    }
+    left_a, left_b = (
+        {name: gradient for name, gradient in sums.items() if name not in both}
+        for sums in (a, b)
+    )
     return left_a, left_b
 
 
 def infinite_parts(bench: Bench, conditions: Conditions) -> dict[str, str]:
-    """Return the parameters whose gradient is not finite in some micro-batches, and which, in words."""
+    """Return the parameters whose gradient is not finite in some micro-batches, and
+    which, in words.
+    """
     found: dict[str, str] = {}
     for partition in bench.partitions:
         runs = bench.subject.window(partition.parts, conditions)
         for name in bench.subject.names:
-            bad = sum(name in run.gradients and not math.isfinite(bench.norm(run.gradients[name])) for run in runs)
+            bad = sum(
+                name in run.gradients
+                and not math.isfinite(bench.norm(run.gradients[name]))
+                for run in runs
+            )
             if bad:
-                found.setdefault(name, f"{bad} of {len(runs)} micro-batches ({partition.words})")
+                found.setdefault(
+                    name, f"{bad} of {len(runs)} micro-batches ({partition.words})"
+                )
     return found
 
 
-def separate(bench: Bench, conditions: Conditions, missing: Mapping[str, str]) -> Finding:
-    """Test that no layer's output for an item depends on the other items, except through a choice of branch, which is another cause.
+def separate(
+    bench: Bench, conditions: Conditions, missing: Mapping[str, str]
+) -> Finding:
+    """Test that no layer's output for an item depends on the other items, except
+    through a choice of branch, which is another cause.
 
     `missing` are the parameters without a gradient in some micro-batches.
     """
-    layers = [layer for layer in _mixing(bench, conditions) if not any(_holds(layer, name) for name in missing)]
+    layers = [
+        layer
+        for layer in _mixing(bench, conditions)
+        if not any(_holds(layer, name) for name in missing)
+    ]
     if not layers:
         return Finding((), conditions)
     if any(layer.in_evaluation for layer in layers) or not conditions.training:
@@ -132,7 +202,9 @@ def separate(bench: Bench, conditions: Conditions, missing: Mapping[str, str]) -
 
 
 def missing_gradients(bench: Bench, conditions: Conditions) -> dict[str, str]:
-    """Return the parameters that have a gradient in only some micro-batches, or only in the large batch, and where, in words."""
+    """Return the parameters that have a gradient in only some micro-batches, or only in
+    the large batch, and where, in words.
+    """
     found: dict[str, str] = {}
     whole = bench.large(conditions).gradients
     for partition in bench.partitions:
@@ -140,7 +212,9 @@ def missing_gradients(bench: Bench, conditions: Conditions) -> dict[str, str]:
         for name in bench.subject.names:
             absent = sum(name not in run.gradients for run in runs)
             if 0 < absent < len(runs) or (absent == len(runs)) == (name in whole):
-                found.setdefault(name, f"{absent} of {len(runs)} micro-batches ({partition.words})")
+                found.setdefault(
+                    name, f"{absent} of {len(runs)} micro-batches ({partition.words})"
+                )
     return found
 
 
@@ -149,25 +223,36 @@ def _holds(layer: Layer, parameter: str) -> bool:
 
 
 def _mixing(bench: Bench, conditions: Conditions) -> list[Layer]:
-    return [layer for layer in bench.subject.mixing_layers() if conditions.training or layer.in_evaluation]
+    return [
+        layer
+        for layer in bench.subject.mixing_layers()
+        if conditions.training or layer.in_evaluation
+    ]
 
 
 # Does the loss add terms that micro-batches divide otherwise than the large batch does?
 #
-# Is there a part of the gradient that grows or shrinks with the number of micro-batches?
+# Is there a part of the gradient that grows or shrinks with the number of
+# micro-batches?
 #
-# Let the gradient be a part A that accumulates and a part B that does not. Under "sum" a term that each micro-batch adds in full gives
-# A + N B: its error (N - 1) B triples from two micro-batches to four. Under "mean" a term that is a sum gives A + B / N: its error
-# (1/N - 1) B grows by a half. Both errors stay the same when the items are dealt otherwise. A coupled loss does neither.
+# Let the gradient be a part A that accumulates and a part B that does not. Under "sum"
+# a term that each micro-batch adds in full gives A + N B: its error (N - 1) B triples
+# from two micro-batches to four. Under "mean" a term that is a sum gives A + B / N: its
+# error (1/N - 1) B grows by a half. Both errors stay the same when the items are dealt
+# otherwise. A coupled loss does neither.
 #
-# Are there terms that divide by different counts? Then the gradient of a micro-batch M is a sum, over counts c, of A_c(M) / c(M), where A_c
-# adds up over items. For given counts that is linear in the unknown A_c of each item, and there are more micro-batches of few items than
-# unknowns: the gradients of a coupled loss do not fit. Numbers are fitted in place of gradients: their products with a few directions.
+# Are there terms that divide by different counts? Then the gradient of a micro-batch M
+# is a sum, over counts c, of A_c(M) / c(M), where A_c adds up over items. For given
+# counts that is linear in the unknown A_c of each item, and there are more
+# micro-batches of few items than unknowns: the gradients of a coupled loss do not fit.
+# Numbers are fitted in place of gradients: their products with a few directions.
 
 
 TWO, FOUR = 2, 4
 FITTED_ITEMS, PARTS = 6, 41
-"""Items whose gradients are fitted, and micro-batches of few of them: of six each alone, each pair, each three."""
+"""Items whose gradients are fitted, and micro-batches of few of them: of six each
+alone, each pair, each three.
+"""
 SPARE = 4
 """How many more gradients than unknowns there must be."""
 TWO_ARE_BETTER = 16.0
@@ -179,98 +264,194 @@ Errors = Mapping[int, list[dict[str, Gradient]]]
 """By the number of micro-batches: items in order, and dealt in turn."""
 
 
-def counted_terms(bench: Bench, conditions: Conditions, names: tuple[str, ...]) -> tuple[Cause | None, tuple[str, ...]]:
-    """Return the cause, and which of `names`, the parameters that moved, it explains."""
+def counted_terms(
+    bench: Bench, conditions: Conditions, names: tuple[str, ...]
+) -> tuple[Cause | None, tuple[str, ...]]:
+    """Return the cause, and which of `names`, the parameters that moved, it
+    explains.
+    """
     usable = len(bench.items) // FOUR * FOUR
     if not usable:
         return None, ()
     small = Bench(bench.subject, FOUR, Way(bench.way.reduction), bench.items[:usable])
-    errors = {steps: [_error(small, steps, dealt, conditions) for dealt in (False, True)] for steps in (TWO, FOUR)}
+    errors = {
+        steps: [_error(small, steps, dealt, conditions) for dealt in (False, True)]
+        for steps in (TWO, FOUR)
+    }
     growth = 1.5 if bench.way.reduction == "mean" else 3.0
     units = small.units(conditions)
-    explained = tuple(name for name in names if _is_counted(small, name, errors, growth, units[name]))
+    explained = tuple(
+        name for name in names if _is_counted(small, name, errors, growth, units[name])
+    )
     if not explained:
         return None, ()
     made = causes.summed_term if bench.way.reduction == "mean" else causes.repeated_term
     return made(explained), explained
 
 
-def _error(bench: Bench, steps: int, dealt: bool, conditions: Conditions) -> dict[str, Gradient]:
+def _error(
+    bench: Bench, steps: int, dealt: bool, conditions: Conditions
+) -> dict[str, Gradient]:
     items = bench.items
-    parts = tuple(items[start::steps] for start in range(steps)) if dealt else cut(items, len(items) // steps)
-    return _difference(bench.accumulated(parts, conditions), bench.large(conditions).gradients)
+    parts = (
+        tuple(items[start::steps] for start in range(steps))
+        if dealt
+        else cut(items, len(items) // steps)
+    )
+    return _difference(
+        bench.accumulated(parts, conditions), bench.large(conditions).gradients
+    )
 
 
-def _is_counted(bench: Bench, name: str, errors: Errors, growth: float, unit: float) -> bool:
+def _is_counted(
+    bench: Bench, name: str, errors: Errors, growth: float, unit: float
+) -> bool:
     if any(name not in error for pair in errors.values() for error in pair):
         return False
     two, two_dealt = (error[name] for error in errors[TWO])
     four, four_dealt = (error[name] for error in errors[FOUR])
-    room = 2 * growth * ROUNDING_LIMIT * unit  # Each of the two errors may be off by ROUNDING_LIMIT units, and one is multiplied.
+    # Each of the two errors may be off by ROUNDING_LIMIT units, and one is multiplied.
+    room = 2 * growth * ROUNDING_LIMIT * unit
     off = (two - two_dealt, four - four_dealt, four - two * growth)
-    return bench.norm(four) > room and all(bench.norm(gradient) <= min(room, bench.norm(four) / FOUR) for gradient in off)
+    return bench.norm(four) > room and all(
+        bench.norm(gradient) <= min(room, bench.norm(four) / FOUR) for gradient in off
+    )
 
 
 def _difference(a: Gradients, b: Gradients) -> dict[str, Gradient]:
     names = [*a, *(name for name in b if name not in a)]
-    return {name: a[name] - b[name] if name in a and name in b else a[name] * 1.0 if name in a else b[name] * -1.0 for name in names}
+    return {
+        name: (
+            a[name] - b[name]
+            if name in a and name in b
+            else a[name] * 1.0
+            if name in a
+            else b[name] * -1.0
+        )
+        for name in names
+    }
 
 
-def several_counts(bench: Bench, conditions: Conditions, names: Sequence[str]) -> Cause | None:
-    """Return the cause if `names` fit a sum of terms that divide by two or three counts and by no single count."""
+def several_counts(
+    bench: Bench, conditions: Conditions, names: Sequence[str]
+) -> Cause | None:
+    """Return the cause if `names` fit a sum of terms that divide by two or three counts
+    and by no single count.
+    """
     items = Count("the number of items", "", (1.0,) * bench.subject.items)
     found = [items, *counts(bench.subject.columns())[:CANDIDATES]]
-    several = {tuple(count.values[item] for count in found): item for item in reversed(bench.items)}.values()
+    several = {
+        tuple(count.values[item] for count in found): item
+        for item in reversed(bench.items)
+    }.values()
     probe = tuple(dict.fromkeys([*several, *bench.items]))[:FITTED_ITEMS]
-    parts = list(islice(chain.from_iterable(combinations(probe, size) for size in range(1, len(probe) + 1)), PARTS))
+    parts = list(
+        islice(
+            chain.from_iterable(
+                combinations(probe, size) for size in range(1, len(probe) + 1)
+            ),
+            PARTS,
+        )
+    )
     try:
-        with warnings.catch_warnings(action="ignore"):  # A deviation over one item is no news here.
+        # A deviation over one item is no news here.
+        with warnings.catch_warnings(action="ignore"):
             products, room = _products(bench, parts, conditions, names)
     except Exception:  # The user's loss may refuse a single item.
         return None
-    finite = [place for place in range(len(parts)) if all(math.isfinite(row[place]) for row in products)]
-    rows, series = [parts[place] for place in finite], [[row[place] for place in finite] for row in products]
+    finite = [
+        place
+        for place in range(len(parts))
+        if all(math.isfinite(row[place]) for row in products)
+    ]
+    rows, series = (
+        [parts[place] for place in finite],
+        [[row[place] for place in finite] for row in products],
+    )
     room = [limit or 1.0 for limit in room]
 
     def off(basis: Sequence[list[float]]) -> float:
-        """Return how far the gradients miss the span of `basis`, in units of rounding; inf if rounding hardly explains it."""
-        return max(map(partial(_off_basis, basis), series, room)) if len(basis) + SPARE <= len(rows) else math.inf
+        """Return how far the gradients miss the span of `basis`, in units of rounding;
+        inf if rounding hardly explains it.
+        """
+        return (
+            max(map(partial(_off_basis, basis), series, room))
+            if len(basis) + SPARE <= len(rows)
+            else math.inf
+        )
 
     columns = [list(_terms(rows, probe, count)) for count in found]
     single = [_basis(each, _basis([[1.0] * len(rows)])) for each in columns]
     alone = min(map(off, single))
-    for one, other in combinations(range(len(found)), 2) if 1 < alone < math.inf else ():
+    for one, other in (
+        combinations(range(len(found)), 2) if 1 < alone < math.inf else ()
+    ):
         both = _basis(columns[other], single[one])
-        for chosen, basis in (((one, other), both), ((0, one, other), _basis(columns[0], both))):
+        for chosen, basis in (
+            ((one, other), both),
+            ((0, one, other), _basis(columns[0], both)),
+        ):
             if off(basis) <= min(1.0, alone / TWO_ARE_BETTER):
-                return causes.several_counts(names, [found[place].where for place in chosen])
+                return causes.several_counts(
+                    names, [found[place].where for place in chosen]
+                )
     return None
 
 
-def _products(bench: Bench, parts: Sequence[Items], conditions: Conditions, names: Sequence[str]) -> tuple[list[list[float]], list[float]]:
-    """Return the gradient of each of `parts` times a few directions, in units, and how far rounding alone may move each product."""
+def _products(
+    bench: Bench, parts: Sequence[Items], conditions: Conditions, names: Sequence[str]
+) -> tuple[list[list[float]], list[float]]:
+    """Return the gradient of each of `parts` times a few directions, in units, and how
+    far rounding alone may move each product.
+    """
     units = {name: bench.units(conditions)[name] or 1.0 for name in names}
-    alone = [bench.subject.window([part], conditions)[0].gradients for part in parts[:2]]
-    finite = [each for each in alone if all(math.isfinite(bench.norm(gradient)) for gradient in each.values())]
+    alone = [
+        bench.subject.window([part], conditions)[0].gradients for part in parts[:2]
+    ]
+    finite = [
+        each
+        for each in alone
+        if all(math.isfinite(bench.norm(gradient)) for gradient in each.values())
+    ]
     directions = [bench.large(conditions).gradients, *finite]
     made: list[list[float]] = [[] for _ in directions]
     for part in parts:
         gradients = bench.subject.window([part], conditions)[0].gradients
         for row, direction in zip(made, directions, strict=True):
             both = [name for name in names if name in gradients and name in direction]
-            row.append(math.fsum(bench.subject.dot(gradients[name], direction[name]) / units[name] ** 2 for name in both))
-    sizes = [math.fsum(bench.norm(direction[name]) / units[name] for name in names if name in direction) for direction in directions]
+            row.append(
+                math.fsum(
+                    bench.subject.dot(gradients[name], direction[name])
+                    / units[name] ** 2
+                    for name in both
+                )
+            )
+    sizes = [
+        math.fsum(
+            bench.norm(direction[name]) / units[name]
+            for name in names
+            if name in direction
+        )
+        for direction in directions
+    ]
     return made, [ROUNDING_LIMIT * size for size in sizes]
 
 
 def _terms(parts: Sequence[Items], probe: Items, count: Count) -> Iterator[list[float]]:
-    """Yield the factors of each item's unknown in each of `parts`; a count of 0 has no term."""
+    """Yield the factors of each item's unknown in each of `parts`; a count of 0 has no
+    term.
+    """
     totals = [math.fsum(count.values[item] for item in part) for part in parts]
     for item in probe:
-        yield [1 / total if item in part and total else 0.0 for part, total in zip(parts, totals, strict=True)]
+        yield [
+            1 / total if item in part and total else 0.0
+            for part, total in zip(parts, totals, strict=True)
+        ]
 
 
-def _basis(columns: Sequence[list[float]], begun: Sequence[list[float]] = ()) -> list[list[float]]:
+def _basis(
+    columns: Sequence[list[float]], begun: Sequence[list[float]] = ()
+) -> list[list[float]]:
     """Return orthonormal vectors that span both, by Gram and Schmidt, twice."""
     made = list(begun)
     for column in columns:
@@ -294,29 +475,46 @@ def _off_basis(basis: Sequence[list[float]], row: list[float], room: float) -> f
 
 
 def by_place(bench: Bench, conditions: Conditions, names: Sequence[str]) -> bool:
-    """True if an item's gradient depends on its place in the micro-batch and on no other item: two pairs may swap second items."""
+    """True if an item's gradient depends on its place in the micro-batch and on no
+    other item: two pairs may swap second items.
+    """
     if len(bench.items) < FOUR:
         return False
     a, b, c, d = bench.items[:FOUR]
-    pairs = [bench.accumulated(((a, b), (c, d)), conditions), bench.accumulated(((a, d), (c, b)), conditions)]
+    pairs = [
+        bench.accumulated(((a, b), (c, d)), conditions),
+        bench.accumulated(((a, d), (c, b)), conditions),
+    ]
     turned = bench.accumulated(((b, a), (c, d)), conditions)
-    same, other = (bench.apart(pairs[0], gradients, conditions) for gradients in (pairs[1], turned))
-    return all(same[name] <= ROUNDING_LIMIT for name in names) and any(other[name] > ROUNDING_LIMIT for name in names)
+    same, other = (
+        bench.apart(pairs[0], gradients, conditions) for gradients in (pairs[1], turned)
+    )
+    return all(same[name] <= ROUNDING_LIMIT for name in names) and any(
+        other[name] > ROUNDING_LIMIT for name in names
+    )
 
 
-# Is there a reduction, a count of the batch or a weight per item by which the micro-batches add up to the large batch?
+# Is there a reduction, a count of the batch or a weight per item by which the
+# micro-batches add up to the large batch?
 #
-# A mean whose denominator differs between micro-batches is made right by weights, a coupled loss by none. So where no count that stands in
-# the batch does it, the weights are measured: each item against the rest, by least squares over the gradients of all parameters.
+# A mean whose denominator differs between micro-batches is made right by weights, a
+# coupled loss by none. So where no count that stands in the batch does it, the weights
+# are measured: each item against the rest, by least squares over the gradients of all
+# parameters.
 
 
 PROBE = 16
 """Items whose weights are measured, of a batch that has more: two runs each."""
 BETTER, MUCH_BETTER = 4.0, 1000.0
-"""How many times better than equal ones measured weights must be to explain anything, and how many if they are nearly equal. Weights of a
-weighted mean are 50 times better in bfloat16 and 1e5 times in float32, those of a coupled loss 1.3 times, or more if it has one number."""
+"""How many times better than equal ones measured weights must be to explain anything,
+and how many if they are nearly equal. Weights of a weighted mean are 50 times better in
+bfloat16 and 1e5 times in float32, those of a coupled loss 1.3 times, or more if it has
+one number.
+"""
 EQUAL, SAME = 1e-5, 1e-2
-"""Relative difference up to which measured weights are equal; and nearly so, or one weight with one label in the report."""
+"""Relative difference up to which measured weights are equal; and nearly so, or one
+weight with one label in the report.
+"""
 
 
 class Measured(NamedTuple):
@@ -329,15 +527,24 @@ class Measured(NamedTuple):
     """The same with equal weights, or with the user's, whichever do better."""
 
     def explain(self) -> bool:
-        """True if the micro-batches add up with these weights, each off by up to a unit, and not with equal ones."""
+        """True if the micro-batches add up with these weights, each off by up to a
+        unit, and not with equal ones.
+        """
         weights = self.values.values()
         spread = (max(weights) - min(weights)) / max(weights)
         better = BETTER if spread > SAME else MUCH_BETTER
-        return spread > EQUAL and self.error <= ROUNDING_LIMIT * len(weights) and self.error * better <= self.equal
+        return (
+            spread > EQUAL
+            and self.error <= ROUNDING_LIMIT * len(weights)
+            and self.error * better <= self.equal
+        )
 
 
-def right_weights(bench: Bench, conditions: Conditions, infinite: str = "") -> tuple[Cause | None, float | None]:
-    """Return the cause if another reduction or other weights make it right, and the best weights' error in units, where measured.
+def right_weights(
+    bench: Bench, conditions: Conditions, infinite: str = ""
+) -> tuple[Cause | None, float | None]:
+    """Return the cause if another reduction or other weights make it right, and the
+    best weights' error in units, where measured.
 
     `infinite` says which micro-batches have a non-finite gradient; "" if none has.
     """
@@ -345,9 +552,11 @@ def right_weights(bench: Bench, conditions: Conditions, infinite: str = "") -> t
     if found is not None:
         return found, None
     try:
-        with warnings.catch_warnings(action="ignore"):  # A deviation over one item is no news here.
+        # A deviation over one item is no news here.
+        with warnings.catch_warnings(action="ignore"):
             measured = _measured(bench, conditions)
-    except Exception:  # The user's loss may refuse a single item; the user's own partitions did run.
+    except Exception:
+        # The user's loss may refuse a single item; the user's own partitions did run.
         return None, None
     if measured is None or not measured.explain():
         return None, None if measured is None else measured.error
@@ -355,54 +564,93 @@ def right_weights(bench: Bench, conditions: Conditions, infinite: str = "") -> t
 
 
 def _other_reduction(bench: Bench, conditions: Conditions) -> Cause | None:
-    reductions: tuple[Reduction, ...] = ("mean",) if bench.way.reduction == "sum" else ("sum", "mean")
+    reductions: tuple[Reduction, ...] = (
+        ("mean",) if bench.way.reduction == "sum" else ("sum", "mean")
+    )
     ways = [Way(reduction, [1.0] * bench.subject.items) for reduction in reductions]
     right = bench.right(conditions, ways)
-    return causes.wrong_reduction(bench.way.reduction, right[0].reduction) if right else None
+    return (
+        causes.wrong_reduction(bench.way.reduction, right[0].reduction)
+        if right
+        else None
+    )
 
 
 def _count(bench: Bench, conditions: Conditions, infinite: str) -> Cause | None:
-    tried = [(count, Way("mean", count.values)) for count in counts(bench.subject.columns())]
+    tried = [
+        (count, Way("mean", count.values)) for count in counts(bench.subject.columns())
+    ]
     right = bench.right(conditions, [way for _, way in tried])
-    return next((causes.unequal_count(count, infinite) for count, way in tried if way in right), None)
+    return next(
+        (causes.unequal_count(count, infinite) for count, way in tried if way in right),
+        None,
+    )
 
 
 def _measured(bench: Bench, conditions: Conditions) -> Measured | None:
     """Measure each item's weight; None where the best numbers are no weights."""
-    probe = Bench(bench.subject, min(4, len(bench.items)), bench.way, bench.items[:PROBE])
+    probe = Bench(
+        bench.subject, min(4, len(bench.items)), bench.way, bench.items[:PROBE]
+    )
     values = {item: _share(probe, item, conditions) for item in probe.items}
-    if not all(value >= -SAME for value in values.values()) or not sum(values.values()) > 0:
+    if (
+        not all(value >= -SAME for value in values.values())
+        or not sum(values.values()) > 0
+    ):
         return None
-    way = Way("mean", [max(values.get(item, 0.0), 0.0) for item in range(bench.subject.items)])
-    equal = min(_worst_error(probe, other, conditions) for other in (probe.way, Way("mean", [1.0] * bench.subject.items)))
-    off = max(_worst_error(some, way, conditions) for some in (probe, _without(probe, max(values, key=values.__getitem__))))
+    way = Way(
+        "mean", [max(values.get(item, 0.0), 0.0) for item in range(bench.subject.items)]
+    )
+    equal = min(
+        _worst_error(probe, other, conditions)
+        for other in (probe.way, Way("mean", [1.0] * bench.subject.items))
+    )
+    off = max(
+        _worst_error(some, way, conditions)
+        for some in (probe, _without(probe, max(values, key=values.__getitem__)))
+    )
     return Measured(values, off, equal)
 
 
 def _without(probe: Bench, item: int) -> Bench:
-    """Return the rest of a probe. A weighted mean keeps its weights there; a maximum picks another item."""
+    """Return the rest of a probe. A weighted mean keeps its weights there; a maximum
+    picks another item.
+    """
     rest = [other for other in probe.items if other != item]
     return Bench(probe.subject, min(probe.steps, len(rest)), probe.way, rest)
 
 
 def _worst_error(bench: Bench, way: Way, conditions: Conditions) -> float:
-    """Return the worst parameter's error in units; 0 where nothing has a weight and the gradient is zero or not finite."""
+    """Return the worst parameter's error in units; 0 where nothing has a weight and the
+    gradient is zero or not finite.
+    """
     large = bench.large(conditions).gradients
-    if not way.weight(bench.items, bench.large(conditions)) and not any(0 < bench.norm(gradient) < math.inf for gradient in large.values()):
+    if not way.weight(bench.items, bench.large(conditions)) and not any(
+        0 < bench.norm(gradient) < math.inf for gradient in large.values()
+    ):
         return 0.0
     return max(bench.errors(conditions, way).values())
 
 
 def _share(probe: Bench, item: int, conditions: Conditions) -> float:
-    """Return the a that brings a x gradient(item) + (1 - a) x gradient(rest) closest to the large batch's gradient."""
+    """Return the a that brings a x gradient(item) + (1 - a) x gradient(rest) closest to
+    the large batch's gradient.
+    """
     rest = [other for other in probe.items if other != item]
-    (alone,), (others,) = (probe.subject.window([part], conditions) for part in ((item,), rest))
-    if not all(math.isfinite(probe.norm(gradient)) for gradient in alone.gradients.values()):
+    (alone,), (others,) = (
+        probe.subject.window([part], conditions) for part in ((item,), rest)
+    )
+    if not all(
+        math.isfinite(probe.norm(gradient)) for gradient in alone.gradients.values()
+    ):
         return 0.0  # A mean over nothing: the item has no weight, or the fit will tell.
     large, units = probe.large(conditions).gradients, probe.units(conditions)
     above = below = 0.0
     for name in large.keys() & alone.gradients.keys() & others.gradients.keys():
-        toward, off = alone.gradients[name] - others.gradients[name], large[name] - others.gradients[name]
+        toward, off = (
+            alone.gradients[name] - others.gradients[name],
+            large[name] - others.gradients[name],
+        )
         scale = units[name] or 1.0
         above += probe.subject.dot(toward, off) / scale**2
         below += probe.subject.dot(toward, toward) / scale**2
@@ -419,10 +667,21 @@ def _described(bench: Bench, values: Mapping[int, float]) -> Cause:
     return causes.unequal_weights(list(weights.values()), None, [])
 
 
-def _by_label(column: Column, weights: Mapping[int, float]) -> Sequence[tuple[float, float]] | None:
-    """Return one weight per label if items of a label weigh the same and labels repeat; else None."""
+def _by_label(
+    column: Column, weights: Mapping[int, float]
+) -> Sequence[tuple[float, float]] | None:
+    """Return one weight per label if items of a label weigh the same and labels repeat;
+    else None.
+    """
     groups: dict[float, list[float]] = {}
     for item, weight in weights.items():
         groups.setdefault(column.rows[item][0], []).append(weight)
-    same = all(max(group) - min(group) <= SAME * max(map(abs, group)) for group in groups.values())
-    return [(label, group[0]) for label, group in groups.items()] if same and len(groups) < len(weights) else None
+    same = all(
+        max(group) - min(group) <= SAME * max(map(abs, group))
+        for group in groups.values()
+    )
+    return (
+        [(label, group[0]) for label, group in groups.items()]
+        if same and len(groups) < len(weights)
+        else None
+    )

@@ -1,8 +1,11 @@
-"""The distance of a gradient from one partition of a batch to another, in units of rounding.
+"""The distance of a gradient from one partition of a batch to another, in units of
+rounding.
 
-A parameter's unit is the largest change of its gradient when all floating-point inputs and parameters are perturbed by one rounding,
-several times, for the large batch and for the first partition. Its floor: each micro-batch's gradient is rounded once, and its sum is off
-by at most log2(terms) roundings (pairwise summation: Higham, "Accuracy and Stability of Numerical Algorithms", section 4.2).
+A parameter's unit is the largest change of its gradient when all floating-point inputs
+and parameters are perturbed by one rounding, several times, for the large batch and for
+the first partition. Its floor: each micro-batch's gradient is rounded once, and its sum
+is off by at most log2(terms) roundings (pairwise summation: Higham, "Accuracy and
+Stability of Numerical Algorithms", section 4.2).
 """
 
 from __future__ import annotations
@@ -26,37 +29,57 @@ class Partition(NamedTuple):
 
 
 def partitions(items: Sequence[int], steps: int) -> list[Partition]:
-    """Return the partitions to compare with the large batch; the first, of `steps` micro-batches, is training's.
+    """Return the partitions to compare with the large batch; the first, of `steps`
+    micro-batches, is training's.
 
-    No micro-batch has one item unless `steps` asks for it: a batch norm refuses a single item.
+    No micro-batch has one item unless `steps` asks for it: a batch norm refuses a
+    single item.
     """
     size = size_for(len(items), steps)
     steps = -(-len(items) // size)
     long = 2 * size if len(items) >= 3 * size else size
     made = [
         Partition(f"{steps} micro-batches in order", cut(items, size)),
-        Partition(f"{steps} micro-batches, items dealt in turn", tuple(tuple(items[start::steps]) for start in range(steps))),
+        Partition(
+            f"{steps} micro-batches, items dealt in turn",
+            tuple(tuple(items[start::steps]) for start in range(steps)),
+        ),
         Partition(f"{steps} micro-batches, the last one first", cut(items, size)[::-1]),
-        Partition("micro-batches of unequal size", (tuple(items[:long]), *cut(items[long:], size))),
+        Partition(
+            "micro-batches of unequal size",
+            (tuple(items[:long]), *cut(items[long:], size)),
+        ),
         Partition("two halves", cut(items, -(-len(items) // 2))),
         Partition("the large batch, items in reverse order", (tuple(items[::-1]),)),
     ]
-    return [partition for place, partition in enumerate(made) if partition.parts not in [other.parts for other in made[:place]]]
+    return [
+        partition
+        for place, partition in enumerate(made)
+        if partition.parts not in [other.parts for other in made[:place]]
+    ]
 
 
 def cut(items: Sequence[int], size: int) -> tuple[tuple[int, ...], ...]:
     """Cut `items` into micro-batches of `size`; the last one may be smaller."""
-    return tuple(tuple(items[start : start + size]) for start in range(0, len(items), size))
+    return tuple(
+        tuple(items[start : start + size]) for start in range(0, len(items), size)
+    )
 
 
-def item_axis(large: Sequence[int], small: Sequence[int], items: int, part: int) -> int | None:
-    """Return the axis with one row, or equally many, per item; None if there is none, or several.
+def item_axis(
+    large: Sequence[int], small: Sequence[int], items: int, part: int
+) -> int | None:
+    """Return the axis with one row, or equally many, per item; None if there is none,
+    or several.
 
-    The shapes in the `large` batch of `items` and in a `small` one of `part` items show it.
+    The shapes in the `large` batch of `items` and in a `small` one of `part` items show
+    it.
     """
     if len(large) != len(small):
         return None
-    differing = [axis for axis, (a, b) in enumerate(zip(large, small, strict=True)) if a != b]
+    differing = [
+        axis for axis, (a, b) in enumerate(zip(large, small, strict=True)) if a != b
+    ]
     if len(differing) != 1:
         return None
     a, b = large[differing[0]], small[differing[0]]
@@ -66,7 +89,9 @@ def item_axis(large: Sequence[int], small: Sequence[int], items: int, part: int)
 PERTURBATIONS = 4
 """Of the large batch and of the first partition each."""
 ROUNDING_LIMIT = 4.0
-"""Units that are still rounding: the worst may be twice the worst of the perturbations. Thirty sound models came to 2 at most."""
+"""Units that are still rounding: the worst may be twice the worst of the perturbations.
+Thirty sound models came to 2 at most.
+"""
 SUM_ROUNDOFF = 2.0**-23
 """float32's: the coarsest dtype in which sums are kept."""
 
@@ -82,23 +107,41 @@ class Way(NamedTuple):
     """A weight per item; None: the weight that the subject gives."""
 
     def weight(self, part: Items, run: Run) -> float:
-        return run.weight if self.values is None else math.fsum(self.values[item] for item in part)
+        return (
+            run.weight
+            if self.values is None
+            else math.fsum(self.values[item] for item in part)
+        )
 
-    def factors(self, parts: Sequence[Items], runs: Sequence[Run], whole: float) -> list[float]:
-        """Return each micro-batch's factor, such that the sum is the gradient of the large batch of weight `whole`."""
+    def factors(
+        self, parts: Sequence[Items], runs: Sequence[Run], whole: float
+    ) -> list[float]:
+        """Return each micro-batch's factor, such that the sum is the gradient of the
+        large batch of weight `whole`.
+        """
         if self.reduction == "sum":
             return [1.0] * len(runs)
-        weights = [self.weight(part, run) for part, run in zip(parts, runs, strict=True)]
+        weights = [
+            self.weight(part, run) for part, run in zip(parts, runs, strict=True)
+        ]
         total = math.fsum(weights)
         if total == 0:
             return [0.0] * len(runs)
-        return [whole / total] * len(runs) if self.reduction == "item_mean" else [weight / total for weight in weights]
+        return (
+            [whole / total] * len(runs)
+            if self.reduction == "item_mean"
+            else [weight / total for weight in weights]
+        )
 
 
 class Bench:
-    """One batch of a subject under comparison: `steps` micro-batches of the first partition, added up by `way`."""
+    """One batch of a subject under comparison: `steps` micro-batches of the first
+    partition, added up by `way`.
+    """
 
-    def __init__(self, subject: Subject, steps: int, way: Way, items: Items | None = None) -> None:
+    def __init__(
+        self, subject: Subject, steps: int, way: Way, items: Items | None = None
+    ) -> None:
         self.subject, self.steps, self.way = subject, steps, way
         self.items = tuple(range(subject.items) if items is None else items)
         self.partitions = partitions(self.items, steps)
@@ -110,11 +153,25 @@ class Bench:
             self._large[conditions] = self.subject.window([self.items], conditions)[0]
         return self._large[conditions]
 
-    def accumulated(self, parts: Sequence[Items], conditions: Conditions, way: Way | None = None) -> dict[str, Gradient]:
-        return self.total(parts, self.subject.window(parts, conditions), conditions, way or self.way)
+    def accumulated(
+        self, parts: Sequence[Items], conditions: Conditions, way: Way | None = None
+    ) -> dict[str, Gradient]:
+        return self.total(
+            parts, self.subject.window(parts, conditions), conditions, way or self.way
+        )
 
-    def total(self, parts: Sequence[Items], runs: Sequence[Run], conditions: Conditions, way: Way) -> dict[str, Gradient]:
-        whole = way.weight(self.items, self.large(replace(conditions, perturbation=None))) if way.reduction == "item_mean" else 1.0
+    def total(
+        self,
+        parts: Sequence[Items],
+        runs: Sequence[Run],
+        conditions: Conditions,
+        way: Way,
+    ) -> dict[str, Gradient]:
+        whole = (
+            way.weight(self.items, self.large(replace(conditions, perturbation=None)))
+            if way.reduction == "item_mean"
+            else 1.0
+        )
         return combined(runs, way.factors(parts, runs, whole))
 
     def units(self, conditions: Conditions) -> dict[str, float]:
@@ -122,26 +179,53 @@ class Bench:
             self._units[conditions] = self._measured_units(conditions)
         return self._units[conditions]
 
-    def apart(self, a: Gradients, b: Gradients, conditions: Conditions) -> dict[str, float]:
-        """Return by parameter how far two gradients are apart, in units; inf where one is not finite."""
+    def apart(
+        self, a: Gradients, b: Gradients, conditions: Conditions
+    ) -> dict[str, float]:
+        """Return by parameter how far two gradients are apart, in units; inf where one
+        is not finite.
+        """
         return self.apart_by(self.units(conditions), a, b)
 
-    def apart_by(self, units: Mapping[str, float], a: Gradients, b: Gradients) -> dict[str, float]:
-        return {name: _in_units(self._distance(name, a, b), unit) for name, unit in units.items()}
+    def apart_by(
+        self, units: Mapping[str, float], a: Gradients, b: Gradients
+    ) -> dict[str, float]:
+        return {
+            name: _in_units(self._distance(name, a, b), unit)
+            for name, unit in units.items()
+        }
 
-    def errors(self, conditions: Conditions, way: Way | None = None) -> dict[str, float]:
-        """Return by parameter the worst partition's distance from the large batch, in units."""
+    def errors(
+        self, conditions: Conditions, way: Way | None = None
+    ) -> dict[str, float]:
+        """Return by parameter the worst partition's distance from the large batch, in
+        units.
+        """
         large = self.large(conditions).gradients
-        every = [self.apart(self.accumulated(p.parts, conditions, way), large, conditions) for p in self.partitions]
-        return {name: max(errors[name] for errors in every) for name in self.subject.names}
+        every = [
+            self.apart(self.accumulated(p.parts, conditions, way), large, conditions)
+            for p in self.partitions
+        ]
+        return {
+            name: max(errors[name] for errors in every) for name in self.subject.names
+        }
 
     def right(self, conditions: Conditions, ways: Sequence[Way]) -> list[Way]:
-        """Return those of `ways` by which every partition adds up to the large batch; runs each partition once."""
+        """Return those of `ways` by which every partition adds up to the large batch;
+        runs each partition once.
+        """
         large, left = self.large(conditions).gradients, list(ways)
         for partition in self.partitions:
             runs = self.subject.window(partition.parts, conditions) if left else []
-            totals = [(way, self.total(partition.parts, runs, conditions, way)) for way in left]
-            left = [way for way, total in totals if not moved(self.apart(total, large, conditions))]
+            totals = [
+                (way, self.total(partition.parts, runs, conditions, way))
+                for way in left
+            ]
+            left = [
+                way
+                for way, total in totals
+                if not moved(self.apart(total, large, conditions))
+            ]
         return left
 
     def norm(self, gradient: Gradient) -> float:
@@ -152,37 +236,67 @@ class Bench:
     def _distance(self, name: str, a: Gradients, b: Gradients) -> float:
         if name in a and name in b:
             return self.norm(a[name] - b[name])
-        return self.norm(a[name]) if name in a else self.norm(b[name]) if name in b else 0.0
+        return (
+            self.norm(a[name])
+            if name in a
+            else self.norm(b[name])
+            if name in b
+            else 0.0
+        )
 
     def _measured_units(self, conditions: Conditions) -> dict[str, float]:
         found = self.floor(conditions)
         for parts in ((self.items,), self.partitions[0].parts):
             base = self.accumulated(parts, conditions)
             for number in range(PERTURBATIONS):
-                moved = self.accumulated(parts, replace(conditions, perturbation=number))
+                moved = self.accumulated(
+                    parts, replace(conditions, perturbation=number)
+                )
                 for name in found:
                     distance = self._distance(name, moved, base)
-                    found[name] = max(found[name], distance if math.isfinite(distance) else 0.0)
+                    found[name] = max(
+                        found[name], distance if math.isfinite(distance) else 0.0
+                    )
         return found
 
     def floor(self, conditions: Conditions) -> dict[str, float]:
         """Return each unit's floor: the error of storing and adding up a gradient."""
         parts = self.partitions[0].parts
         runs = self.subject.window(parts, conditions)
-        factors = self.way.factors(parts, runs, 1.0) if self.way.reduction == "mean" else [1.0] * len(runs)
-        return {name: self._floor_of(name, runs, factors) for name in self.subject.names}
+        factors = (
+            self.way.factors(parts, runs, 1.0)
+            if self.way.reduction == "mean"
+            else [1.0] * len(runs)
+        )
+        return {
+            name: self._floor_of(name, runs, factors) for name in self.subject.names
+        }
 
-    def _floor_of(self, name: str, runs: Sequence[Run], factors: Sequence[float]) -> float:
-        """Bound the error relative to the micro-batches' gradients, and by the smallest number of the dtype."""
+    def _floor_of(
+        self, name: str, runs: Sequence[Run], factors: Sequence[float]
+    ) -> float:
+        """Bound the error relative to the micro-batches' gradients, and by the smallest
+        number of the dtype.
+        """
         exact = self.subject.precision(name)
-        pairs = [(factor, run.gradients[name]) for factor, run in zip(factors, runs, strict=True) if factor and name in run.gradients]
+        pairs = [
+            (factor, run.gradients[name])
+            for factor, run in zip(factors, runs, strict=True)
+            if factor and name in run.gradients
+        ]
         sizes = [factor * self.norm(gradient) for factor, gradient in pairs]
-        relative = exact.roundoff + math.log2(max(exact.terms, 2)) * min(exact.roundoff, SUM_ROUNDOFF)
-        return relative * math.fsum(size for size in sizes if math.isfinite(size)) + len(runs) * exact.smallest * math.sqrt(exact.elements)
+        relative = exact.roundoff + math.log2(max(exact.terms, 2)) * min(
+            exact.roundoff, SUM_ROUNDOFF
+        )
+        return relative * math.fsum(
+            size for size in sizes if math.isfinite(size)
+        ) + len(runs) * exact.smallest * math.sqrt(exact.elements)
 
 
 def combined(runs: Sequence[Run], factors: Sequence[float]) -> dict[str, Gradient]:
-    """Return the sum of factor x gradient; a factor of 0 leaves its micro-batch out, even a NaN."""
+    """Return the sum of factor x gradient; a factor of 0 leaves its micro-batch out,
+    even a NaN.
+    """
     made: dict[str, Gradient] = {}
     for run, factor in zip(runs, factors, strict=True):
         for name, gradient in run.gradients.items() if factor else ():

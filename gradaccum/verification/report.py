@@ -32,7 +32,10 @@ class Cause:
     """What to write instead."""
 
     def __str__(self) -> str:
-        return f"{self.kind} ({self.where}): {self.explanation}\n    What to do: {self.fix}"
+        return (
+            f"{self.kind} ({self.where}): {self.explanation}\n    What to do:"
+            f" {self.fix}"
+        )
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,9 @@ class VerificationReport:
     causes: tuple[Cause, ...]
     """Why not, in the order in which they were found; empty if `equivalent`."""
     errors: Mapping[str, float]
-    """By parameter: how far the gradient moved under the worst partition, in units; inf if it was not finite."""
+    """By parameter: how far the gradient moved under the worst partition, in units; inf
+    if it was not finite.
+    """
     units: Mapping[str, float]
     """By parameter: by how much rounding alone moves the gradient, in the 2-norm."""
     limit: float
@@ -57,46 +62,78 @@ class VerificationReport:
     @property
     def moved(self) -> tuple[str, ...]:
         """Names of the parameters whose gradient moved by more than rounding."""
-        return tuple(name for name, error in self.errors.items() if not error <= self.limit)
+        return tuple(
+            name for name, error in self.errors.items() if not error <= self.limit
+        )
 
     def __str__(self) -> str:
-        lines = [self._verdict(), *(f"  {cause}" for cause in self.causes), *(f"  note: {note}" for note in self.notes)]
+        lines = [
+            self._verdict(),
+            *(f"  {cause}" for cause in self.causes),
+            *(f"  note: {note}" for note in self.notes),
+        ]
         if self.moved:
             worst = sorted(self.moved, key=lambda name: -self.errors[name])
-            shown = ", ".join(f"{name} {_short(self.errors[name])}" for name in worst[:5])
+            shown = ", ".join(
+                f"{name} {_short(self.errors[name])}" for name in worst[:5]
+            )
             more = f" and {len(worst) - 5} more" if len(worst) > 5 else ""
-            lines.append(f"  Parameters that moved, in units of rounding (up to {self.limit:g} is rounding alone): {shown}{more}")
+            lines.append(
+                f"  Parameters that moved, in units of rounding (up to {self.limit:g}"
+                f" is rounding alone): {shown}{more}"
+            )
         if self.causes:
             lines.append(f"  More about each cause: {PAGE}.")
         return "\n".join(lines)
 
     def to_json(self) -> str:
-        """Return the report as a JSON text; a number that JSON cannot hold is the text "inf"."""
+        """Return the report as a JSON text; a number that JSON cannot hold is the text
+        "inf".
+        """
         content = asdict(self)
         for field in ("errors", "units"):
-            content[field] = {name: value if math.isfinite(value) else "inf" for name, value in content[field].items()}
+            content[field] = {
+                name: value if math.isfinite(value) else "inf"
+                for name, value in content[field].items()
+            }
         return json.dumps({**content, "moved": list(self.moved)}, indent=2)
 
     def table(self) -> Any:
-        """Return the report as a `rich.table.Table`: a line per parameter, the causes below.
+        """Return the report as a `rich.table.Table`: a line per parameter, the causes
+        below.
 
         Raises:
             MissingPackageError: rich is not installed.
         """
-        rich = imported("report.table()", "rich.table", install="rich", otherwise="print the report itself")
+        rich = imported(
+            "report.table()",
+            "rich.table",
+            install="rich",
+            otherwise="print the report itself",
+        )
         text, table = import_module("rich.text").Text, rich.Table
         # As texts, not as strings: rich would read "batch[mask]" as markup.
-        made = table(title=text(self._verdict()), caption=text("\n".join(map(str, self.causes))))
+        made = table(
+            title=text(self._verdict()), caption=text("\n".join(map(str, self.causes)))
+        )
         made.add_column("parameter", overflow="fold")
         for heading in ("moved, in units", "unit"):
             made.add_column(heading, justify="right")
         for name, error in self.errors.items():
-            made.add_row(text(name), _short(error), f"{self.units[name]:.2g}", style="" if error <= self.limit else "bold red")
+            made.add_row(
+                text(name),
+                _short(error),
+                f"{self.units[name]:.2g}",
+                style="" if error <= self.limit else "bold red",
+            )
         return made
 
     def _verdict(self) -> str:
         if self.equivalent:
-            return f"Accumulation is right for this loss: {len(self.errors)} parameters, {len(self.partitions)} partitions compared."
+            return (
+                f"Accumulation is right for this loss: {len(self.errors)} parameters,"
+                f" {len(self.partitions)} partitions compared."
+            )
         found = ", ".join(dict.fromkeys(cause.kind for cause in self.causes))
         if found == "randomness":
             return "Accumulation cannot be compared for this loss: randomness."
@@ -118,52 +155,94 @@ class VerifyingBackend(Protocol):
         """True if `model` is of this framework: a module, or a nest of its arrays."""
         ...
 
-    def verify(self, model: Any, loss_fn: Callable[..., Any], batch: Any, steps: int, **options: Any) -> VerificationReport:
+    def verify(
+        self,
+        model: Any,
+        loss_fn: Callable[..., Any],
+        batch: Any,
+        steps: int,
+        **options: Any,
+    ) -> VerificationReport:
         """Run `gradaccum.verify`."""
         ...
 
 
-def verify(model_or_params: Any, loss_fn: Callable[..., Any], batch: Any, steps: int = 4, **options: Any) -> VerificationReport:
+def verify(
+    model_or_params: Any,
+    loss_fn: Callable[..., Any],
+    batch: Any,
+    steps: int = 4,
+    **options: Any,
+) -> VerificationReport:
     """Check whether gradient accumulation is right for a loss, and if not, why.
 
-    Computes the gradient of one batch under many partitions and orders. Where it moves by more than rounding, experiments look for the
-    cause. Nothing of the user's changes.
+    Computes the gradient of one batch under many partitions and orders. Where it moves
+    by more than rounding, experiments look for the cause. Nothing of the user's
+    changes.
 
     Args:
-        model_or_params: a `torch.nn.Module`, a `mindspore.nn.Cell`, or a nest of JAX arrays.
-        loss_fn: ``loss_fn(model_or_params, *batch)``, a scalar. With a module or a Cell also the usual criterion, ``criterion(output,
-            *targets)``, or a function that closes over its model, ``loss_fn(*batch)``.
-        batch: a tuple of nests of arrays, with the batch axis first; real items with their padding, at least `steps`.
+        model_or_params: a `torch.nn.Module`, a `mindspore.nn.Cell`, or a nest of JAX
+            arrays.
+        loss_fn: ``loss_fn(model_or_params, *batch)``, a scalar. With a module or a Cell
+            also the usual criterion, ``criterion(output, *targets)``, or a function
+            that closes over its model, ``loss_fn(*batch)``.
+        batch: a tuple of nests of arrays, with the batch axis first; real items with
+            their padding, at least `steps`.
         steps: micro-batches that the batch is divided into, at least 2.
-        options: ``reduction``, ``weight`` and ``axes``, as accumulation will have them, and options of one framework.
+        options: ``reduction``, ``weight`` and ``axes``, as accumulation will have them,
+            and options of one framework.
 
     Returns:
         The report: ``print(report)``, ``report.equivalent``, ``report.causes``.
 
     Raises:
-        ArgumentTypeError: `model_or_params` is of no installed framework; another argument has the wrong type.
+        ArgumentTypeError: `model_or_params` is of no installed framework; another
+            argument has the wrong type.
         ArgumentValueError: an argument has a value that makes no sense.
     """
     for name in _likeliest_first(model_or_params):
         try:
             backend = load_backend(name)
-        except BackendNotFoundError:  # Its framework is here, something else that it needs is not.
+        except BackendNotFoundError:
+            # Its framework is here, something else that it needs is not.
             continue
         if isinstance(backend, VerifyingBackend) and backend.verifies(model_or_params):
             return backend.verify(model_or_params, loss_fn, batch, steps, **options)
-    expected = "a torch.nn.Module, a mindspore.nn.Cell or a nest of JAX arrays, of a framework that is installed"
+    expected = (
+        "a torch.nn.Module, a mindspore.nn.Cell or a nest of JAX arrays, of a framework"
+        " that is installed"
+    )
     found = f"an object of type {type(model_or_params).__name__}"
     fix = f"Frameworks installed here: {', '.join(available_backends()) or 'none'}."
-    raise explain(ArgumentTypeError, "model_or_params", expected=expected, found=found, fix=fix)
+    raise explain(
+        ArgumentTypeError, "model_or_params", expected=expected, found=found, fix=fix
+    )
 
 
 def _likeliest_first(model: object) -> Iterator[str]:
-    """Yield the installed backends: of the model's or first leaf's type, then those already imported, then the rest."""
+    """Yield the installed backends: of the model's or first leaf's type, then those
+    already imported, then the rest.
+    """
     packages, named = owners(TYPES), owners(BACKENDS)
     first = leaves_of(model)[:1]
-    bases = [base for thing in (model, *(leaf.value for leaf in first)) for base in type(thing).__mro__]
-    own = {packages[top].value for top in (base.__module__.partition(".")[0] for base in bases) if top in packages}
+    bases = [
+        base
+        for thing in (model, *(leaf.value for leaf in first))
+        for base in type(thing).__mro__
+    ]
+    own = {
+        packages[top].value
+        for top in (base.__module__.partition(".")[0] for base in bases)
+        if top in packages
+    }
     imported = {entry.value for top, entry in packages.items() if top in sys.modules}
     if all(type(leaf.value).__module__ == "builtins" for leaf in leaves_of(model)):
         return  # Numbers and texts: not worth importing every framework.
-    yield from sorted(available_backends(), key=lambda name: (named[name].value not in own, named[name].value not in imported, name))
+    yield from sorted(
+        available_backends(),
+        key=lambda name: (
+            named[name].value not in own,
+            named[name].value not in imported,
+            name,
+        ),
+    )

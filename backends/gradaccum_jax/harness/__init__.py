@@ -1,4 +1,6 @@
-"""The conformance suite's harness: models from neutral specs, sessions over them, and access to their results."""
+"""The conformance suite's harness: models from neutral specs, sessions over them, and
+access to their results.
+"""
 
 from gradaccum_jax.harness.large_batch import harness
 

@@ -1,4 +1,6 @@
-"""The suite's losses that couple the items of a batch, in JAX functions; `gradaccum_conformance.couplings` defines them."""
+"""The suite's losses that couple the items of a batch, in JAX functions;
+`gradaccum_conformance.couplings` defines them.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ Loss = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 def contrast(left: jax.Array, right: jax.Array, temperature: jax.Array) -> jax.Array:
     scores = jnp.exp(temperature) * left @ right.T
-    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(scores, jnp.arange(len(left))))
+    return jnp.mean(
+        optax.softmax_cross_entropy_with_integer_labels(scores, jnp.arange(len(left)))
+    )
 
 
 def covariance(left: jax.Array, right: jax.Array, temperature: jax.Array) -> jax.Array:
@@ -29,7 +33,15 @@ def covariance(left: jax.Array, right: jax.Array, temperature: jax.Array) -> jax
 def balance(left: jax.Array, right: jax.Array, temperature: jax.Array) -> jax.Array:
     experts = left.shape[1]
     fraction = jax.nn.one_hot(left.argmax(1), experts, dtype=left.dtype).mean(0)
-    return jnp.exp(temperature) * experts * jnp.sum(fraction * jax.nn.softmax(left, axis=1).mean(0))
+    return (
+        jnp.exp(temperature)
+        * experts
+        * jnp.sum(fraction * jax.nn.softmax(left, axis=1).mean(0))
+    )
 
 
-COUPLINGS: dict[Coupling, Loss] = {"contrast": contrast, "covariance": covariance, "balance": balance}
+COUPLINGS: dict[Coupling, Loss] = {
+    "contrast": contrast,
+    "covariance": covariance,
+    "balance": balance,
+}

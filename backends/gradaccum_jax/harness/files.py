@@ -1,4 +1,6 @@
-"""A session's trees in a NumPy archive, each leaf under its path, which every JAX reads without a further package."""
+"""A session's trees in a NumPy archive, each leaf under its path, which every JAX reads
+without a further package.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ def write(file: Path, tree: dict[str, Any]) -> None:
 
 
 def read(file: Path) -> dict[str, dict[str, Any]]:
-    """Return the leaves by the first name of their path, then by the rest, as a library restores plain dicts."""
+    """Return the leaves by the first name of their path, then by the rest, as a library
+    restores plain dicts.
+    """
     trees: dict[str, dict[str, Any]] = {}
     with np.load(file) as archive:
         for path, array in archive.items():

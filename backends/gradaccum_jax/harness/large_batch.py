@@ -49,58 +49,113 @@ class JaxLargeBatch(JaxWorkers, VerifyingHarness, LargeBatchHarness):
             loss = total_loss(call.model, params, x, y, call.loss)
             if call.returns is not None:
                 return call.returns(loss, forward(call.model, params, x))
-            return (loss, outputs_of(forward(call.model, params, x), declared)) if declared else loss
+            return (
+                (loss, outputs_of(forward(call.model, params, x), declared))
+                if declared
+                else loss
+            )
 
         with x64(call.dtype == "float64"):
-            take = _in_mode(value_and_grad(loss_fn, has_aux=bool(declared), **call.options), call.mode)
-            value, gradient = take(_params(call), *_arrays(batch, call.dtype), *_extra(call))
+            take = _in_mode(
+                value_and_grad(loss_fn, has_aux=bool(declared), **call.options),
+                call.mode,
+            )
+            value, gradient = take(
+                _params(call), *_arrays(batch, call.dtype), *_extra(call)
+            )
             loss, aux = value if declared else (value, {})
             return Outcome(float(loss), to_numpy(gradient), to_numpy(aux))
 
     def update(
-        self, session: Session, batch: Batch, *, loss: Loss = "mean", options: Mapping[str, Option], returns: Returns | None = None
+        self,
+        session: Session,
+        batch: Batch,
+        *,
+        loss: Loss = "mean",
+        options: Mapping[str, Option],
+        returns: Returns | None = None,
     ) -> float:
         assert isinstance(session, JaxSession)
         with x64(session.wide):
             take = _whole_window(session.program, loss, tuple(options.items()), returns)
-            value, updates, state = take(session.params, session.opt_state, *_arrays(batch, str(session.dtype)))
-            session.params, session.opt_state = optax.apply_updates(session.params, updates), state
+            value, updates, state = take(
+                session.params, session.opt_state, *_arrays(batch, str(session.dtype))
+            )
+            session.params, session.opt_state = (
+                optax.apply_updates(session.params, updates),
+                state,
+            )
             return float(value)
 
-    def verify(self, model: Model, weights: Arrays, call: VerifyCall) -> gradaccum.VerificationReport:
+    def verify(
+        self, model: Model, weights: Arrays, call: VerifyCall
+    ) -> gradaccum.VerificationReport:
         def loss_fn(params: Any, *batch: Any) -> Any:
             return call.loss(forward(model, params, batch[0]), params, *batch)
 
         with x64(call.dtype == "float64"):
             dtype = getattr(jnp, call.dtype)
-            params = {name: jnp.asarray(value, dtype) for name, value in weights.items()}
-            batch = tuple(jnp.asarray(each, dtype if each.dtype.kind == "f" else None) for each in call.batch)
+            params = {
+                name: jnp.asarray(value, dtype) for name, value in weights.items()
+            }
+            batch = tuple(
+                jnp.asarray(each, dtype if each.dtype.kind == "f" else None)
+                for each in call.batch
+            )
             return gradaccum.verify(params, loss_fn, batch, **call.options)
 
-    def coupled(self, call: LargeBatchCall, coupling: Coupling, batch: Batch) -> Outcome:
+    def coupled(
+        self, call: LargeBatchCall, coupling: Coupling, batch: Batch
+    ) -> Outcome:
         def outputs_fn(params: Any, left: Any, right: Any, *_: Any) -> Any:
-            made = {"left": forward(call.model, params, left), "right": forward(call.model, params, right)}
-            return made if call.outputs is None else {name: call.outputs(value) for name, value in made.items()}
+            made = {
+                "left": forward(call.model, params, left),
+                "right": forward(call.model, params, right),
+            }
+            return (
+                made
+                if call.outputs is None
+                else {name: call.outputs(value) for name, value in made.items()}
+            )
 
         def loss_fn(params: Any, outputs: Any) -> Any:
-            loss = COUPLINGS[coupling](outputs["left"], outputs["right"], params["temperature"])
+            loss = COUPLINGS[coupling](
+                outputs["left"], outputs["right"], params["temperature"]
+            )
             return loss if call.returns is None else call.returns(loss, outputs["left"])
 
         with x64(call.dtype == "float64"):
             dtype = getattr(jnp, call.dtype)
             params = {**_params(call), "temperature": jnp.asarray(TEMPERATURE, dtype)}
-            take = _in_mode(coupled_value_and_grad(outputs_fn, loss_fn, **call.options), call.mode)
-            loss, gradient = take(params, *(jnp.asarray(x, dtype) for x in (batch.x, mirrored(batch.x))), *_extra(call))
+            take = _in_mode(
+                coupled_value_and_grad(outputs_fn, loss_fn, **call.options), call.mode
+            )
+            loss, gradient = take(
+                params,
+                *(jnp.asarray(x, dtype) for x in (batch.x, mirrored(batch.x))),
+                *_extra(call),
+            )
             return Outcome(float(loss), to_numpy(gradient), {})
 
 
 @cache
-def _whole_window(program: Program, loss: Loss, options: tuple[tuple[str, Option], ...], returns: Returns | None) -> Callable[..., Any]:
+def _whole_window(
+    program: Program,
+    loss: Loss,
+    options: tuple[tuple[str, Option], ...],
+    returns: Returns | None,
+) -> Callable[..., Any]:
     def loss_fn(params: Any, x: Any, y: Any) -> Any:
         value = total_loss(program.model, params, x, y, loss)
-        return value if returns is None else returns(value, forward(program.model, params, x))
+        return (
+            value
+            if returns is None
+            else returns(value, forward(program.model, params, x))
+        )
 
-    return _in_mode(value_and_update(loss_fn, program.tx, **dict(options)), program.mode)
+    return _in_mode(
+        value_and_update(loss_fn, program.tx, **dict(options)), program.mode
+    )
 
 
 def _in_mode(function: Callable[..., Any], mode: str | None) -> Callable[..., Any]:
@@ -108,7 +163,10 @@ def _in_mode(function: Callable[..., Any], mode: str | None) -> Callable[..., An
 
 
 def _params(call: LargeBatchCall) -> dict[str, Any]:
-    return {name: jnp.asarray(call.weights[name], getattr(jnp, call.dtype)) for name in call.model.parameter_shapes()}
+    return {
+        name: jnp.asarray(call.weights[name], getattr(jnp, call.dtype))
+        for name in call.model.parameter_shapes()
+    }
 
 
 def _extra(call: LargeBatchCall) -> list[Any]:

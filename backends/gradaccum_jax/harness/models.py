@@ -11,12 +11,16 @@ import optax
 
 def forward(model: Any, params: dict[str, Any], x: Any) -> Any:
     for index, layer in enumerate(model.layers):
-        x = _apply(layer, {name: params[f"{index}.{name}"] for name in layer.shapes()}, x)
+        x = _apply(
+            layer, {name: params[f"{index}.{name}"] for name in layer.shapes()}, x
+        )
     return x
 
 
 def total_loss(model: Any, params: dict[str, Any], x: Any, y: Any, loss: str) -> Any:
-    losses = optax.softmax_cross_entropy_with_integer_labels(forward(model, params, x), y)
+    losses = optax.softmax_cross_entropy_with_integer_labels(
+        forward(model, params, x), y
+    )
     return jnp.mean(losses) if loss == "mean" else jnp.sum(losses)
 
 
@@ -26,7 +30,12 @@ def _apply(layer: Any, own: dict[str, Any], x: Any) -> Any:
             return x @ own["weight"].T + own["bias"]
         case "Conv":
             kernels = ("NCHW", "OIHW", "NCHW")
-            return jax.lax.conv_general_dilated(x, own["weight"], (1, 1), "VALID", dimension_numbers=kernels) + own["bias"][:, None, None]
+            return (
+                jax.lax.conv_general_dilated(
+                    x, own["weight"], (1, 1), "VALID", dimension_numbers=kernels
+                )
+                + own["bias"][:, None, None]
+            )
         case "Attention":
             return _attend(own, x)
         case "Tanh":
@@ -49,5 +58,7 @@ def _attend(own: dict[str, Any], x: Any) -> Any:
 def _pool(x: Any, size: int) -> Any:
     batch, channels, height, width = x.shape
     rows, columns = height // size, width // size
-    squares = x[:, :, : rows * size, : columns * size].reshape(batch, channels, rows, size, columns, size)
+    squares = x[:, :, : rows * size, : columns * size].reshape(
+        batch, channels, rows, size, columns, size
+    )
     return squares.mean(axis=(3, 5))

@@ -1,4 +1,6 @@
-"""The functions of a session of the conformance suite, compiled once per model, optimizer, options, dtype and mode, and shared."""
+"""The functions of a session of the conformance suite, compiled once per model,
+optimizer, options, dtype and mode, and shared.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +28,16 @@ class CaptureState(NamedTuple):
 
 def capture(learning_rate: float) -> optax.GradientTransformation:
     def init(params: Any) -> CaptureState:
-        return CaptureState(jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, params))
+        return CaptureState(
+            jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, params)
+        )
 
-    def update(gradients: Any, state: CaptureState, params: Any = None) -> tuple[Any, CaptureState]:
-        return jax.tree.map(lambda g: -learning_rate * g, gradients), CaptureState(state.calls + 1, gradients)
+    def update(
+        gradients: Any, state: CaptureState, params: Any = None
+    ) -> tuple[Any, CaptureState]:
+        return jax.tree.map(lambda g: -learning_rate * g, gradients), CaptureState(
+            state.calls + 1, gradients
+        )
 
     return optax.GradientTransformation(init, update)
 
@@ -63,21 +71,29 @@ def needs_x64(dtype: str, options: Mapping[str, Any] | None) -> bool:
 
 
 class Program:
-    """The functions of one kind of session: pure, from (params, state) to (params, state)."""
+    """The functions of one kind of session: pure, from (params, state) to (params,
+    state).
+    """
 
-    def __init__(self, model: Any, optimizer: Any, options: Mapping[str, Any] | None, mode: str) -> None:
+    def __init__(
+        self, model: Any, optimizer: Any, options: Mapping[str, Any] | None, mode: str
+    ) -> None:
         inner = inner_optimizer(optimizer)
         self.model, self.mode, self.wrapped = model, mode, options is not None
         self.tx: Any = inner if options is None else gradaccum.wrap(inner, **options)
 
     @cached_property
     def train(self) -> Callable[..., Any]:
-        """The function ``train(params, state, x, y, weight, loss)`` of one micro-batch; returns (params, state, unscaled loss)."""
+        """The function ``train(params, state, x, y, weight, loss)`` of one micro-batch;
+        returns (params, state, unscaled loss).
+        """
         return self._in_mode(self.train_plainly, static=("loss",))
 
     @cached_property
     def apply(self) -> Callable[..., Any]:
-        """The function ``apply(params, state, gradients, weight)`` of given gradients, unscaled; returns (params, state)."""
+        """The function ``apply(params, state, gradients, weight)`` of given gradients,
+        unscaled; returns (params, state).
+        """
         return self._in_mode(self.apply_plainly)
 
     @cached_property
@@ -92,7 +108,9 @@ class Program:
     def predict(self) -> Callable[..., Any]:
         return jax.jit(lambda params, x: forward(self.model, params, x))
 
-    def train_plainly(self, params: Any, state: Any, x: Any, y: Any, weight: Any, loss: str) -> Any:
+    def train_plainly(
+        self, params: Any, state: Any, x: Any, y: Any, weight: Any, loss: str
+    ) -> Any:
         def objective(params: Any) -> tuple[Any, Any]:
             value = total_loss(self.model, params, x, y, loss)
             return (scale_loss(value, state) if self.wrapped else value), value
@@ -100,12 +118,21 @@ class Program:
         gradients, value = jax.grad(objective, has_aux=True)(params)
         return *self.step(params, state, gradients, weight, value), value
 
-    def apply_plainly(self, params: Any, state: Any, gradients: Any, weight: Any) -> Any:
-        """Run `apply` without compiling. The gradient of a scaled loss has the parameter's dtype, whatever the loss has."""
-        scaled = jax.tree.map(lambda g: scale_loss(g, state).astype(g.dtype) if self.wrapped else g, gradients)
+    def apply_plainly(
+        self, params: Any, state: Any, gradients: Any, weight: Any
+    ) -> Any:
+        """Run `apply` without compiling. The gradient of a scaled loss has the
+        parameter's dtype, whatever the loss has.
+        """
+        scaled = jax.tree.map(
+            lambda g: scale_loss(g, state).astype(g.dtype) if self.wrapped else g,
+            gradients,
+        )
         return self.step(params, state, scaled, weight)
 
-    def step(self, params: Any, state: Any, gradients: Any, weight: Any, value: Any = None) -> Any:
+    def step(
+        self, params: Any, state: Any, gradients: Any, weight: Any, value: Any = None
+    ) -> Any:
         extra = {"weight": weight, "value": value} if self.wrapped else {}
         updates, state = self.tx.update(gradients, state, params, **extra)
         return optax.apply_updates(params, updates), state
@@ -114,21 +141,33 @@ class Program:
         updates, state = flush(self.tx, state, params, denominator=denominator)
         return optax.apply_updates(params, updates), state
 
-    def _in_mode(self, function: Callable[..., Any], static: tuple[str, ...] = ()) -> Callable[..., Any]:
+    def _in_mode(
+        self, function: Callable[..., Any], static: tuple[str, ...] = ()
+    ) -> Callable[..., Any]:
         if self.mode == "eager":
             return function
-        return jax.jit(function if self.mode == "jit" else _as_scan(function), static_argnames=static)
+        return jax.jit(
+            function if self.mode == "jit" else _as_scan(function),
+            static_argnames=static,
+        )
 
 
 def _as_scan(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `function` as the body of a scan over one micro-batch, whose carry must keep every type."""
+    """Wrap `function` as the body of a scan over one micro-batch, whose carry must keep
+    every type.
+    """
 
     def run(params: Any, state: Any, *inputs: Any, **static: Any) -> Any:
         def body(carry: Any, row: Any) -> Any:
             params, state, *rest = function(*carry, *row, **static)
             return (params, state), rest
 
-        (params, state), rest = jax.lax.scan(body, (params, state), jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], inputs), length=1)
+        (params, state), rest = jax.lax.scan(
+            body,
+            (params, state),
+            jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], inputs),
+            length=1,
+        )
         return params, state, *(leaf[0] for leaf in rest)
 
     return run
@@ -137,8 +176,14 @@ def _as_scan(function: Callable[..., Any]) -> Callable[..., Any]:
 _PROGRAMS: dict[Any, Program] = {}
 
 
-def program(model: Any, optimizer: Any, options: Mapping[str, Any] | None, dtype: str, mode: str) -> Program:
-    frozen = None if options is None else tuple((name, _frozen(value)) for name, value in sorted(options.items()))
+def program(
+    model: Any, optimizer: Any, options: Mapping[str, Any] | None, dtype: str, mode: str
+) -> Program:
+    frozen = (
+        None
+        if options is None
+        else tuple((name, _frozen(value)) for name, value in sorted(options.items()))
+    )
     key = (model, optimizer, frozen, dtype, mode)
     if not _hashable(key):
         return Program(model, optimizer, options, mode)
@@ -156,4 +201,8 @@ def _hashable(key: Any) -> bool:
 
 
 def _frozen(value: Any) -> Any:
-    return tuple(map(_frozen, value)) if isinstance(value, (list, tuple)) else (type(value), value)
+    return (
+        tuple(map(_frozen, value))
+        if isinstance(value, (list, tuple))
+        else (type(value), value)
+    )

@@ -12,7 +12,16 @@ import numpy as np
 
 from gradaccum import StepResult
 from gradaccum.kit import FIELD_DTYPES, State
-from gradaccum_conformance import Captured, Dtype, Fault, Harness, Loss, Model, Session, Setup
+from gradaccum_conformance import (
+    Captured,
+    Dtype,
+    Fault,
+    Harness,
+    Loss,
+    Model,
+    Session,
+    Setup,
+)
 from gradaccum_conformance.harness import GradientTree
 from gradaccum_conformance.specs import Array, Arrays, Batch
 from gradaccum_jax.harness.files import read, write
@@ -26,7 +35,9 @@ FILE = "checkpoint.npz"
 
 
 class Checkpoint(NamedTuple):
-    """A session's two trees. Their arrays are immutable, so a snapshot needs no copy."""
+    """A session's two trees. Their arrays are immutable, so a snapshot needs no
+    copy.
+    """
 
     params: Any
     opt_state: Any
@@ -35,54 +46,97 @@ class Checkpoint(NamedTuple):
 class JaxSession(Session):
     """A `Program` and its two trees."""
 
-    def __init__(self, model: Model, weights: Arrays, program: Program, dtype: Dtype, wide: bool) -> None:
-        self.model, self.program, self.dtype, self.wide = model, program, jnp.dtype(getattr(jnp, dtype)), wide
+    def __init__(
+        self, model: Model, weights: Arrays, program: Program, dtype: Dtype, wide: bool
+    ) -> None:
+        self.model, self.program, self.dtype, self.wide = (
+            model,
+            program,
+            jnp.dtype(getattr(jnp, dtype)),
+            wide,
+        )
         with x64(wide):
-            self.params = {name: jnp.asarray(weights[name], self.dtype) for name in model.parameter_shapes()}
+            self.params = {
+                name: jnp.asarray(weights[name], self.dtype)
+                for name in model.parameter_shapes()
+            }
             self.opt_state = program.tx.init(self.params)
 
-    def micro_batch(self, batch: Batch, *, weight: float | None = None, loss: Loss = "mean") -> float:
+    def micro_batch(
+        self, batch: Batch, *, weight: float | None = None, loss: Loss = "mean"
+    ) -> float:
         with x64(self.wide):
             x, y = jnp.asarray(batch.x, self.dtype), jnp.asarray(batch.y, jnp.int32)
             train = self.program.train if _valid(weight) else self.program.train_plainly
-            self.params, self.opt_state, value = train(self.params, self.opt_state, x, y, weight, loss=loss)
+            self.params, self.opt_state, value = train(
+                self.params, self.opt_state, x, y, weight, loss=loss
+            )
             return float(value)
 
     def gradients(self, tree: GradientTree, *, weight: float | None = None) -> None:
         with x64(self.wide):
-            given = {name: None if (leaf := tree.get(name)) is None else jnp.asarray(leaf, self.dtype) for name in self.params}
+            given = {
+                name: None
+                if (leaf := tree.get(name)) is None
+                else jnp.asarray(leaf, self.dtype)
+                for name in self.params
+            }
             apply = self.program.apply if _valid(weight) else self.program.apply_plainly
-            self.params, self.opt_state = apply(self.params, self.opt_state, given, weight)
+            self.params, self.opt_state = apply(
+                self.params, self.opt_state, given, weight
+            )
 
     def flush(self, denominator: Any = None) -> None:
         with x64(self.wide):
-            flush = self.program.flush if denominator != 0 and _valid(denominator) else self.program.flush_plainly
-            self.params, self.opt_state = flush(self.params, self.opt_state, denominator)
+            flush = (
+                self.program.flush
+                if denominator != 0 and _valid(denominator)
+                else self.program.flush_plainly
+            )
+            self.params, self.opt_state = flush(
+                self.params, self.opt_state, denominator
+            )
 
     def discard(self) -> None:
         with x64(self.wide):
-            self.params, self.opt_state = self.program.discard(self.params, self.opt_state)
+            self.params, self.opt_state = self.program.discard(
+                self.params, self.opt_state
+            )
 
     def result(self) -> StepResult:
         with x64(self.wide):
             return StepResult(*(scalar.item() for scalar in result(self.opt_state)))
 
     def state(self) -> State:
-        return State(*(np.asarray(getattr(self.opt_state, name)).item() for name in FIELD_DTYPES))
+        return State(
+            *(np.asarray(getattr(self.opt_state, name)).item() for name in FIELD_DTYPES)
+        )
 
     def accumulator(self) -> Arrays:
         return to_numpy(sums_of(self.opt_state))
 
     def parameters(self) -> Arrays:
-        return to_numpy({name: self.params[name] for name in self.model.parameter_shapes()})
+        return to_numpy(
+            {name: self.params[name] for name in self.model.parameter_shapes()}
+        )
 
     def masters(self) -> Arrays:
         own = self.opt_state.masters
-        return to_numpy({name: p if own[name] is None else own[name] for name, p in self.params.items()})
+        return to_numpy(
+            {
+                name: p if own[name] is None else own[name]
+                for name, p in self.params.items()
+            }
+        )
 
     def optimizer_state(self) -> Arrays:
         inner = self.opt_state.inner_state if self.program.wrapped else self.opt_state
-        return to_numpy({jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(inner)[0]})
+        return to_numpy(
+            {
+                jax.tree_util.keystr(path): leaf
+                for path, leaf in jax.tree_util.tree_flatten_with_path(inner)[0]
+            }
+        )
 
     def captured(self) -> Captured:
         inner = self.opt_state.inner_state if self.program.wrapped else self.opt_state
@@ -91,7 +145,9 @@ class JaxSession(Session):
 
     def predict(self, x: Array) -> Array:
         with x64(self.wide):
-            return to_numpy({"y": self.program.predict(self.params, jnp.asarray(x, self.dtype))})["y"]
+            return to_numpy(
+                {"y": self.program.predict(self.params, jnp.asarray(x, self.dtype))}
+            )["y"]
 
     def snapshot(self) -> Checkpoint:
         return Checkpoint(self.params, self.opt_state)
@@ -110,7 +166,11 @@ class JaxSession(Session):
 
     def _adopt(self, params: Any, opt_state: Any) -> None:
         wrapped, tx = self.program.wrapped, self.program.tx
-        checked = check_state(tx, opt_state, self.params) if wrapped else rebuild(opt_state, self.opt_state)
+        checked = (
+            check_state(tx, opt_state, self.params)
+            if wrapped
+            else rebuild(opt_state, self.opt_state)
+        )
         self.params, self.opt_state = rebuild(params, self.params), checked
 
 
@@ -124,13 +184,39 @@ class JaxHarness(Harness):
     """Under ``jit`` the same source runs compiled, and it takes half the time."""
 
     def start(self, setup: Setup) -> JaxSession:
-        kept = program(setup.model, setup.optimizer, setup.options, setup.dtype, setup.mode or self.modes[0])
-        return JaxSession(setup.model, setup.weights, kept, setup.dtype, needs_x64(setup.dtype, setup.options))
+        kept = program(
+            setup.model,
+            setup.optimizer,
+            setup.options,
+            setup.dtype,
+            setup.mode or self.modes[0],
+        )
+        return JaxSession(
+            setup.model,
+            setup.weights,
+            kept,
+            setup.dtype,
+            needs_x64(setup.dtype, setup.options),
+        )
 
-    def gradient(self, model: Model, weights: Arrays, batch: Batch, *, dtype: Dtype, loss: Loss = "mean") -> Arrays:
+    def gradient(
+        self,
+        model: Model,
+        weights: Arrays,
+        batch: Batch,
+        *,
+        dtype: Dtype,
+        loss: Loss = "mean",
+    ) -> Arrays:
         with x64(dtype == "float64"):
-            params = {name: jnp.asarray(weights[name], getattr(jnp, dtype)) for name in model.parameter_shapes()}
-            x, y = jnp.asarray(batch.x, getattr(jnp, dtype)), jnp.asarray(batch.y, jnp.int32)
+            params = {
+                name: jnp.asarray(weights[name], getattr(jnp, dtype))
+                for name in model.parameter_shapes()
+            }
+            x, y = (
+                jnp.asarray(batch.x, getattr(jnp, dtype)),
+                jnp.asarray(batch.y, jnp.int32),
+            )
             return to_numpy(_gradient(params, x, y, model=model, loss=loss))
 
     def not_an_optimizer(self) -> Any:
@@ -154,17 +240,29 @@ class JaxHarness(Harness):
 
 
 def sums_of(state: AccumulationState) -> Any:
-    """Return the open window's sums; zeros between two windows, when the accumulator is unused."""
+    """Return the open window's sums; zeros between two windows, when the accumulator is
+    unused.
+    """
     return state.accumulator if int(state.micro_step) else clear(state.accumulator)
 
 
-_gradient = jax.jit(jax.grad(lambda params, x, y, *, model, loss: total_loss(model, params, x, y, loss)), static_argnames=("model", "loss"))
+_gradient = jax.jit(
+    jax.grad(
+        lambda params, x, y, *, model, loss: total_loss(model, params, x, y, loss)
+    ),
+    static_argnames=("model", "loss"),
+)
 
 
 def to_numpy(tree: Mapping[str, Any]) -> Arrays:
-    return {name: np.array(leaf, np.float32 if leaf.dtype == jnp.bfloat16 else None) for name, leaf in tree.items()}
+    return {
+        name: np.array(leaf, np.float32 if leaf.dtype == jnp.bfloat16 else None)
+        for name, leaf in tree.items()
+    }
 
 
 def _valid(weight: Any) -> bool:
     """True if compiled code takes this weight; the API itself must refuse any other."""
-    return weight is None or (type(weight) in (int, float) and 0 <= weight < float("inf"))
+    return weight is None or (
+        type(weight) in (int, float) and 0 <= weight < float("inf")
+    )

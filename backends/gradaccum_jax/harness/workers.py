@@ -1,7 +1,8 @@
-"""Several workers for the conformance suite: one process each, joined by `jax.distributed`, all running one program.
+"""Several workers for the conformance suite: one process each, joined by
+`jax.distributed`, all running one program.
 
-That program has one shape: forward and backward of a batch padded to a fixed length, plus a given gradient. A worker without a batch or
-micro-batch pads all of it.
+That program has one shape: forward and backward of a batch padded to a fixed length,
+plus a given gradient. A worker without a batch or micro-batch pads all of it.
 """
 
 from __future__ import annotations
@@ -18,14 +19,30 @@ import optax
 
 from gradaccum import StepResult
 from gradaccum.kit import FIELD_DTYPES, State
-from gradaccum_conformance import Array, Captured, Dtype, Loss, Model, Optimizer, Setup, ShardedLossCall, ShardedLossHarness
+from gradaccum_conformance import (
+    Array,
+    Captured,
+    Dtype,
+    Loss,
+    Model,
+    Optimizer,
+    Setup,
+    ShardedLossCall,
+    ShardedLossHarness,
+)
 from gradaccum_conformance.harness import GradientTree
 from gradaccum_conformance.specs import Arrays, Batch
 from gradaccum_jax import data_parallel, sharded_cross_entropy
 from gradaccum_jax.harness.files import read, write
 from gradaccum_jax.harness.models import forward
 from gradaccum_jax.harness.program import Program, needs_x64, x64
-from gradaccum_jax.harness.session import FILE, JaxHarness, JaxSession, sums_of, to_numpy
+from gradaccum_jax.harness.session import (
+    FILE,
+    JaxHarness,
+    JaxSession,
+    sums_of,
+    to_numpy,
+)
 from gradaccum_jax.optimizer import discard
 from gradaccum_jax.saving import check_state
 from gradaccum_jax.window.state import result, scale_loss
@@ -39,15 +56,21 @@ SECONDS = 60
 
 
 class SharedProgram(Program):
-    """A `Program` whose functions run on one device of each process, with the arguments of all."""
+    """A `Program` whose functions run on one device of each process, with the arguments
+    of all.
+    """
 
-    def __init__(self, model: Model, optimizer: Optimizer, options: Mapping[str, Any], mode: str) -> None:
+    def __init__(
+        self, model: Model, optimizer: Optimizer, options: Mapping[str, Any], mode: str
+    ) -> None:
         super().__init__(model, optimizer, {**options, "axis_name": AXIS}, mode)
         self.mesh = _mesh()
 
     @cached_property
     def event(self) -> Any:
-        """The function ``event(params, state, x, y, shares, gradients, weight, tells)``, one row per worker; returns the losses too."""
+        """The function ``event(params, state, x, y, shares, gradients, weight,
+        tells)``, one row per worker; returns the losses too.
+        """
         return self.over(self._event)
 
     @cached_property
@@ -65,13 +88,19 @@ class SharedProgram(Program):
         x, y, shares, given, weight, tells = jax.tree.map(lambda row: row[0], rows)
 
         def objective(params: Any) -> tuple[Any, Any]:
-            losses = optax.softmax_cross_entropy_with_integer_labels(forward(self.model, params, x), y)
+            losses = optax.softmax_cross_entropy_with_integer_labels(
+                forward(self.model, params, x), y
+            )
             value = jnp.sum(shares * losses)
             return scale_loss(value, state), value
 
         own, value = jax.grad(objective, has_aux=True)(params)
-        gradients = jax.tree.map(lambda g, more: g + scale_loss(more, state).astype(g.dtype), own, given)
-        return *self.step(params, state, gradients, weight, jnp.where(tells, value, jnp.nan)), value
+        gradients = jax.tree.map(
+            lambda g, more: g + scale_loss(more, state).astype(g.dtype), own, given
+        )
+        return *self.step(
+            params, state, gradients, weight, jnp.where(tells, value, jnp.nan)
+        ), value
 
 
 class SharedSession(JaxSession):
@@ -79,14 +108,35 @@ class SharedSession(JaxSession):
 
     program: SharedProgram
 
-    def __init__(self, model: Model, weights: Arrays, program: SharedProgram, dtype: Dtype, wide: bool) -> None:
-        self.model, self.program, self.dtype, self.wide = model, program, jnp.dtype(getattr(jnp, dtype)), wide
+    def __init__(
+        self,
+        model: Model,
+        weights: Arrays,
+        program: SharedProgram,
+        dtype: Dtype,
+        wide: bool,
+    ) -> None:
+        self.model, self.program, self.dtype, self.wide = (
+            model,
+            program,
+            jnp.dtype(getattr(jnp, dtype)),
+            wide,
+        )
         with x64(wide):
-            self.params = self._whole({name: jnp.asarray(weights[name], self.dtype) for name in model.parameter_shapes()})
+            self.params = self._whole(
+                {
+                    name: jnp.asarray(weights[name], self.dtype)
+                    for name in model.parameter_shapes()
+                }
+            )
             self.opt_state = program.over(program.tx.init)(self.params)
 
-    def micro_batch(self, batch: Batch, *, weight: float | None = None, loss: Loss = "mean") -> float:
-        return self._event(batch, 1.0 / batch.items if loss == "mean" else 1.0, {}, weight)
+    def micro_batch(
+        self, batch: Batch, *, weight: float | None = None, loss: Loss = "mean"
+    ) -> float:
+        return self._event(
+            batch, 1.0 / batch.items if loss == "mean" else 1.0, {}, weight
+        )
 
     def gradients(self, tree: GradientTree, *, weight: float | None = None) -> None:
         self._event(None, 0.0, tree, weight)
@@ -99,7 +149,9 @@ class SharedSession(JaxSession):
             flush = (
                 self.program.flush
                 if denominator is None
-                else self.program.over(partial(self.program.flush_plainly, denominator=denominator))
+                else self.program.over(
+                    partial(self.program.flush_plainly, denominator=denominator)
+                )
             )
             self.params, self.opt_state = flush(self.params, self.opt_state)
 
@@ -107,17 +159,29 @@ class SharedSession(JaxSession):
         return StepResult(*(scalar.item() for scalar in result(_local(self.opt_state))))
 
     def state(self) -> State:
-        return State(*(np.asarray(_local(getattr(self.opt_state, name))).item() for name in FIELD_DTYPES))
+        return State(
+            *(
+                np.asarray(_local(getattr(self.opt_state, name))).item()
+                for name in FIELD_DTYPES
+            )
+        )
 
     def accumulator(self) -> Arrays:
-        return to_numpy(jax.tree.map(lambda leaf: leaf[0], sums_of(_local(self.opt_state))))
+        return to_numpy(
+            jax.tree.map(lambda leaf: leaf[0], sums_of(_local(self.opt_state)))
+        )
 
     def parameters(self) -> Arrays:
         return to_numpy(_local(self.params))
 
     def optimizer_state(self) -> Arrays:
         inner = _local(self.opt_state.inner_state)
-        return to_numpy({jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(inner)[0]})
+        return to_numpy(
+            {
+                jax.tree_util.keystr(path): leaf
+                for path, leaf in jax.tree_util.tree_flatten_with_path(inner)[0]
+            }
+        )
 
     def captured(self) -> Captured:
         inner = _local(self.opt_state.inner_state)
@@ -131,24 +195,54 @@ class SharedSession(JaxSession):
         with x64(self.wide):
             saved = read(directory / FILE)
             own = check_state(self.program.tx, saved["opt_state"], self.params)
-            self.opt_state = mapped(own, own=self._row, shared=self._whole, other=self._whole)
-            self.params = self._whole({name: saved["params"][name] for name in self.params})
+            self.opt_state = mapped(
+                own, own=self._row, shared=self._whole, other=self._whole
+            )
+            self.params = self._whole(
+                {name: saved["params"][name] for name in self.params}
+            )
 
     def _adopt(self, params: Any, opt_state: Any) -> None:
         self.params, self.opt_state = params, opt_state
 
-    def _event(self, batch: Batch | None, share: float, tree: GradientTree, weight: float | None) -> float:
+    def _event(
+        self,
+        batch: Batch | None,
+        share: float,
+        tree: GradientTree,
+        weight: float | None,
+    ) -> float:
         items = 0 if batch is None else batch.items
-        assert items <= LONGEST, f"{items} items are more than the {LONGEST} of a padded batch"
-        x, y = np.zeros((1, LONGEST, *self.model.input_shape), np.float32), np.zeros((1, LONGEST), np.int32)
+        assert items <= LONGEST, (
+            f"{items} items are more than the {LONGEST} of a padded batch"
+        )
+        x, y = (
+            np.zeros((1, LONGEST, *self.model.input_shape), np.float32),
+            np.zeros((1, LONGEST), np.int32),
+        )
         shares = np.zeros((1, LONGEST), np.float32)
         if batch is not None:
             x[0, :items], y[0, :items], shares[0, :items] = batch.x, batch.y, share
-        given = {name: _gradient_of(tree, name, p.shape)[None].astype(self.dtype) for name, p in self.params.items()}
+        given = {
+            name: _gradient_of(tree, name, p.shape)[None].astype(self.dtype)
+            for name, p in self.params.items()
+        }
         with x64(self.wide):
-            weights, tells = np.asarray([1.0 if weight is None else weight], np.float32), np.asarray([batch is not None])
-            rows = (x.astype(self.dtype), y, shares.astype(self.dtype), given, weights, tells)
-            self.params, self.opt_state, losses = self.program.event(self.params, self.opt_state, *self._row(rows))
+            weights, tells = (
+                np.asarray([1.0 if weight is None else weight], np.float32),
+                np.asarray([batch is not None]),
+            )
+            rows = (
+                x.astype(self.dtype),
+                y,
+                shares.astype(self.dtype),
+                given,
+                weights,
+                tells,
+            )
+            self.params, self.opt_state, losses = self.program.event(
+                self.params, self.opt_state, *self._row(rows)
+            )
             return float(_local(losses)[0])
 
     def _row(self, tree: Any) -> Any:
@@ -172,11 +266,21 @@ class JaxWorkers(JaxHarness, ShardedLossHarness):
         config: Any = jax.config
         config.update("jax_platforms", "cpu")
         config.update("jax_cpu_collectives_implementation", "gloo")
-        jax.distributed.initialize(f"127.0.0.1:{port}", workers, rank, initialization_timeout=SECONDS)
+        jax.distributed.initialize(
+            f"127.0.0.1:{port}", workers, rank, initialization_timeout=SECONDS
+        )
 
     def start_shared(self, setup: Setup) -> SharedSession:
-        program = SharedProgram(setup.model, setup.optimizer, setup.options or {}, setup.mode or "jit")
-        return SharedSession(setup.model, setup.weights, program, setup.dtype, needs_x64(setup.dtype, setup.options))
+        program = SharedProgram(
+            setup.model, setup.optimizer, setup.options or {}, setup.mode or "jit"
+        )
+        return SharedSession(
+            setup.model,
+            setup.weights,
+            program,
+            setup.dtype,
+            needs_x64(setup.dtype, setup.options),
+        )
 
     def sharded_cross_entropy(self, call: ShardedLossCall) -> tuple[Array, Array]:
         spec: Any = jax.sharding.PartitionSpec
@@ -185,18 +289,38 @@ class JaxWorkers(JaxHarness, ShardedLossHarness):
         both = [jax.sharding.NamedSharding(_mesh(), each) for each in (spec(), sharded)]
 
         def loss_of(logits: Any, labels: Any) -> Any:
-            return sharded_cross_entropy(logits, labels, axis_name=AXIS, num_classes=sum(call.sizes), **call.options)
+            return sharded_cross_entropy(
+                logits,
+                labels,
+                axis_name=AXIS,
+                num_classes=sum(call.sizes),
+                **call.options,
+            )
 
         @partial(jax.jit, out_shardings=tuple(both))
         def run(logits: Any, labels: Any, upstream: Any) -> Any:
-            mapped: Any = jax.shard_map(loss_of, mesh=_mesh(), in_specs=(sharded, spec()), out_specs=spec())
+            mapped: Any = jax.shard_map(
+                loss_of, mesh=_mesh(), in_specs=(sharded, spec()), out_specs=spec()
+            )
             loss, pull_back = jax.vjp(lambda logits: mapped(logits, labels), logits)
-            return loss, pull_back(jnp.broadcast_to(upstream.astype(loss.dtype), loss.shape))[0]
+            return loss, pull_back(
+                jnp.broadcast_to(upstream.astype(loss.dtype), loss.shape)
+            )[0]
 
         with x64(call.dtype == "float64"):
-            logits = np.pad(call.logits, padding, constant_values=50.0).astype(getattr(jnp, call.dtype))
-            arrays = (_global(logits, both[1]), *(_global(np.asarray(each), both[0]) for each in (call.labels, call.upstream)))
-            made = to_numpy(_local(dict(zip(("loss", "gradient"), run(*arrays), strict=True))))
+            logits = np.pad(call.logits, padding, constant_values=50.0).astype(
+                getattr(jnp, call.dtype)
+            )
+            arrays = (
+                _global(logits, both[1]),
+                *(
+                    _global(np.asarray(each), both[0])
+                    for each in (call.labels, call.upstream)
+                ),
+            )
+            made = to_numpy(
+                _local(dict(zip(("loss", "gradient"), run(*arrays), strict=True)))
+            )
         width = call.logits.shape[-1]
         assert not made["gradient"][..., width:].any(), "padding has a gradient"
         return made["loss"], made["gradient"][..., :width]
@@ -215,7 +339,9 @@ def _global(array: Any, sharding: Any) -> Any:
 
 
 def _gradient_of(tree: GradientTree, name: str, shape: tuple[int, ...]) -> Any:
-    """Return zeros for a parameter that takes no part: the program of all workers has a gradient for each."""
+    """Return zeros for a parameter that takes no part: the program of all workers has a
+    gradient for each.
+    """
     gradient = tree.get(name)
     return np.zeros(shape, np.float32) if gradient is None else gradient
 

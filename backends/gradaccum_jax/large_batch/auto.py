@@ -1,7 +1,8 @@
 """The largest micro-batch that fits, decided before anything runs.
 
-XLA knows the memory of a compiled program: the whole batch is compiled, then half of it, and so on, until a program is within the limit. If
-the device runs out all the same, the size is halved again. Several processes decide alike by the user's limit.
+XLA knows the memory of a compiled program: the whole batch is compiled, then half of
+it, and so on, until a program is within the limit. If the device runs out all the same,
+the size is halved again. Several processes decide alike by the user's limit.
 """
 
 from __future__ import annotations
@@ -27,29 +28,47 @@ _NUMBERS: Iterator[int] = itertools.count()
 class Fitting:
     """The programs of one call, compiled for the sizes that were tried."""
 
-    def __init__(self, jitted: Any, splitting: Splitting, sizes: AutoMicroBatchSize) -> None:
+    def __init__(
+        self, jitted: Any, splitting: Splitting, sizes: AutoMicroBatchSize
+    ) -> None:
         self._jitted, self._splitting, self._sizes = jitted, splitting, sizes
-        self._number = next(_NUMBERS)  # An address would come again: the process's own sizes outlive this call.
+        # An address would come again: the process's own sizes outlive this call.
+        self._number = next(_NUMBERS)
         self._programs: dict[Hashable, Callable[..., Any]] = {}
 
     def __call__(self, given: Tree, batch: tuple[Tree, ...]) -> Any:
         _require_concrete(given, batch)
         items = max(1, make_batch(batch, self._splitting.axes).items)
-        limit = self._sizes.memory_limit if self._sizes.memory_limit is not None else _free_bytes((given, batch))
-        key = (self._number, jax.tree.structure((given, batch)), *map(_type_of, jax.tree.leaves((given, batch))))
+        limit = (
+            self._sizes.memory_limit
+            if self._sizes.memory_limit is not None
+            else _free_bytes((given, batch))
+        )
+        key = (
+            self._number,
+            jax.tree.structure((given, batch)),
+            *map(_type_of, jax.tree.leaves((given, batch))),
+        )
         size, failure = self._sizes.start(key, items), None
         while True:
-            made, failure = self._attempt((key, size), given, self._source(batch, size), limit)
+            made, failure = self._attempt(
+                (key, size), given, self._source(batch, size), limit
+            )
             if failure is None:
                 self._sizes.remember(key, size)
                 return made
             try:
                 size = self._sizes.after_failure(size)
-            except Exception as error:  # no size is left; JAX's own error, if there was one, is the cause
+            # no size is left; JAX's own error, if there was one, is the cause
+            except Exception as error:
                 raise error from (failure if isinstance(failure, Exception) else None)
 
-    def _attempt(self, name: Hashable, given: Tree, source: Source, limit: int) -> tuple[Any, Exception | str | None]:
-        """Return the result and None, or None and why it did not fit, without the error's frames, which hold arrays."""
+    def _attempt(
+        self, name: Hashable, given: Tree, source: Source, limit: int
+    ) -> tuple[Any, Exception | str | None]:
+        """Return the result and None, or None and why it did not fit, without the
+        error's frames, which hold arrays.
+        """
         try:
             known = self._programs.get(name)
             if known is not None:
@@ -58,7 +77,8 @@ class Fitting:
             need = _bytes_of(compiled, (given, source))
             if need > limit:
                 return None, f"{need} bytes"
-            made = _awaited(compiled(given, source))  # A device may tell that memory ran out only at the end.
+            # A device may tell that memory ran out only at the end.
+            made = _awaited(compiled(given, source))
         except jax.errors.JaxRuntimeError as error:
             if not _is_out_of_memory(error):
                 raise
@@ -68,7 +88,9 @@ class Fitting:
         return made, None
 
     def _source(self, batch: tuple[Tree, ...], size: int) -> Source:
-        return self._splitting.source(batch, self._splitting.division._replace(micro_batch_size=size))
+        return self._splitting.source(
+            batch, self._splitting.division._replace(micro_batch_size=size)
+        )
 
     def _compiled(self, given: Tree, source: Source) -> Any:
         with jax.numpy_dtype_promotion("standard"):
@@ -81,35 +103,62 @@ def _awaited(made: Any) -> Any:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """True if the error is GPU's or TPU's RESOURCE_EXHAUSTED, or XLA:CPU's INTERNAL with "Out of memory allocating ... bytes"."""
-    return str(error).startswith("RESOURCE_EXHAUSTED") or "out of memory" in str(error).lower()
+    """True if the error is GPU's or TPU's RESOURCE_EXHAUSTED, or XLA:CPU's INTERNAL
+    with "Out of memory allocating ... bytes".
+    """
+    return (
+        str(error).startswith("RESOURCE_EXHAUSTED")
+        or "out of memory" in str(error).lower()
+    )
 
 
 def fitting(jitted: Any, splitting: Splitting) -> Fitting | None:
     """Return the `Fitting` of a call with an automatic size; None for any other."""
     sizes = splitting.division.micro_batch_size
-    return Fitting(jitted, splitting, sizes) if isinstance(sizes, AutoMicroBatchSize) else None
+    return (
+        Fitting(jitted, splitting, sizes)
+        if isinstance(sizes, AutoMicroBatchSize)
+        else None
+    )
 
 
 def _bytes_of(compiled: Any, arguments: Tree) -> int:
-    """Return the bytes that a run needs beside arguments on the device already, on the device that needs most."""
+    """Return the bytes that a run needs beside arguments on the device already, on the
+    device that needs most.
+    """
     stats = compiled.memory_analysis()
-    moved = sum(np.asarray(leaf).nbytes for leaf in jax.tree.leaves(arguments) if not isinstance(leaf, jax.Array))
+    moved = sum(
+        np.asarray(leaf).nbytes
+        for leaf in jax.tree.leaves(arguments)
+        if not isinstance(leaf, jax.Array)
+    )
     return (
-        int(stats.temp_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes + stats.generated_code_size_in_bytes) + moved
+        int(
+            stats.temp_size_in_bytes
+            + stats.output_size_in_bytes
+            - stats.alias_size_in_bytes
+            + stats.generated_code_size_in_bytes
+        )
+        + moved
     )
 
 
 def _free_bytes(arguments: Tree) -> int:
     if jax.process_count() > 1:
-        raise unknown_limit_error(f"{jax.process_count()} processes, each with free memory of its own")
+        raise unknown_limit_error(
+            f"{jax.process_count()} processes, each with free memory of its own"
+        )
     return min(_free_of(device) for device in _devices_of(arguments))
 
 
 def _devices_of(arguments: Tree) -> set[Any]:
     """Return the devices that hold the arrays, or the first device."""
-    arrays = [leaf for leaf in jax.tree.leaves(arguments) if isinstance(leaf, jax.Array)]
-    return {device for leaf in arrays for device in leaf.devices()} or {jax.devices()[0]}
+    arrays = [
+        leaf for leaf in jax.tree.leaves(arguments) if isinstance(leaf, jax.Array)
+    ]
+    return {device for leaf in arrays for device in leaf.devices()} or {
+        jax.devices()[0]
+    }
 
 
 def _free_of(device: Any) -> int:
@@ -127,16 +176,38 @@ def _type_of(leaf: Array) -> Hashable:
 
 
 def _require_concrete(given: Tree, batch: Tree) -> None:
-    """Raise unless all values are data: a surrounding program's memory is known only when that program is compiled."""
-    traced = [leaf for leaf in jax.tree.leaves((given, batch)) if isinstance(leaf, jax.core.Tracer)]
-    others = [leaf for leaf in jax.tree.leaves(given) if not isinstance(leaf, jax.Array | np.ndarray | np.generic | float | int)]
+    """Raise unless all values are data: a surrounding program's memory is known only
+    when that program is compiled.
+    """
+    traced = [
+        leaf
+        for leaf in jax.tree.leaves((given, batch))
+        if isinstance(leaf, jax.core.Tracer)
+    ]
+    others = [
+        leaf
+        for leaf in jax.tree.leaves(given)
+        if not isinstance(leaf, jax.Array | np.ndarray | np.generic | float | int)
+    ]
     if traced or others:
-        fix = "Call it outside of jax.jit, as it compiles itself, with arrays; or write a number of items."
-        found = f"a traced one: {traced[0]}" if traced else f"a {type(others[0]).__name__}"
-        raise explain(ArgumentTypeError, "micro_batch_size", expected="concrete arrays beside an automatic size", found=found, fix=fix)
+        fix = (
+            "Call it outside of jax.jit, as it compiles itself, with arrays; or write a"
+            " number of items."
+        )
+        found = (
+            f"a traced one: {traced[0]}" if traced else f"a {type(others[0]).__name__}"
+        )
+        raise explain(
+            ArgumentTypeError,
+            "micro_batch_size",
+            expected="concrete arrays beside an automatic size",
+            found=found,
+            fix=fix,
+        )
 
 
-# The call that takes a large batch: it compiles itself for the sizes of micro-batch that are asked for, and runs.
+# The call that takes a large batch: it compiles itself for the sizes of micro-batch
+# that are asked for, and runs.
 
 
 class Call(ABC):

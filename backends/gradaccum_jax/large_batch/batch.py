@@ -1,7 +1,9 @@
-"""A large batch, cut into micro-batches: axes, the user's own parts, weights, and groups of one shape.
+"""A large batch, cut into micro-batches: axes, the user's own parts, weights, and
+groups of one shape.
 
-Arrays are data of the compiled program; axes, cuts and plain values such as flags are constants: one program for each shape of batch. Users
-add classes to JAX's trees, so `jax.tree` walks the nests and `jax.tree_util.keystr` spells the paths.
+Arrays are data of the compiled program; axes, cuts and plain values such as flags are
+constants: one program for each shape of batch. Users add classes to JAX's trees, so
+`jax.tree` walks the nests and `jax.tree_util.keystr` spells the paths.
 """
 
 from __future__ import annotations
@@ -18,9 +20,26 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from gradaccum import ArgumentTypeError, ArgumentValueError, GradAccumError, UsageError, kit
+from gradaccum import (
+    ArgumentTypeError,
+    ArgumentValueError,
+    GradAccumError,
+    UsageError,
+    kit,
+)
 from gradaccum.kit import Cut, Division, Scalar, explain
-from gradaccum_jax.arrays import BY_ITEM, KEY, Array, Axis, DType, Tree, axis_of, is_constant, spread_over, typeof
+from gradaccum_jax.arrays import (
+    BY_ITEM,
+    KEY,
+    Array,
+    Axis,
+    DType,
+    Tree,
+    axis_of,
+    is_constant,
+    spread_over,
+    typeof,
+)
 from gradaccum_jax.checks import as_weight
 
 PLAIN = (str, bytes, bool, int, float, complex)
@@ -43,13 +62,16 @@ class Batch:
     axes: tuple[Axis, ...]
     """One for each of `leaves`."""
     constants: tuple[tuple[int, type, Any], ...]
-    """Values that are no arrays, such as flags, each with its place among all leaves and its type: a compiled program is found again by
-    them, and 1 equals True."""
+    """Values that are no arrays, such as flags, each with its place among all leaves
+    and its type: a compiled program is found again by them, and 1 equals True.
+    """
     structure: Any
     """The tree that arrays and constants are the leaves of."""
     cuts: tuple[Cut, ...] = ()
     lists: tuple[tuple[str, int, str], ...] = ()
-    """Path, length and brackets of each list that may be one of items; see `gradaccum.kit.mark_lists`."""
+    """Path, length and brackets of each list that may be one of items; see
+    `gradaccum.kit.mark_lists`.
+    """
 
     def arguments(self, leaves: Sequence[Array]) -> tuple[Tree, ...]:
         held = list(leaves)
@@ -59,11 +81,18 @@ class Batch:
         return arguments
 
     def taken(self, start: Scalar, size: int, index: Scalar) -> list[Array]:
-        return [take(leaf, axis, start, size, index) for leaf, axis in zip(self.leaves, self.axes, strict=True)]
+        return [
+            take(leaf, axis, start, size, index)
+            for leaf, axis in zip(self.leaves, self.axes, strict=True)
+        ]
 
     def sizes(self) -> list[tuple[str, int]]:
         held = zip(self._paths(), self.leaves, self.axes, strict=True)
-        return [(path, np.shape(leaf)[axis]) for path, leaf, axis in held if isinstance(axis, int)]
+        return [
+            (path, np.shape(leaf)[axis])
+            for path, leaf, axis in held
+            if isinstance(axis, int)
+        ]
 
     @property
     def items(self) -> int:
@@ -72,18 +101,40 @@ class Batch:
     def _paths(self) -> list[str]:
         held = jax.tree_util.tree_flatten_with_path(self.arguments(self.leaves))[0]
         constant = {place for place, *_ in self.constants}
-        return [f"batch{jax.tree_util.keystr(path)}" for place, (path, _) in enumerate(held) if place not in constant]
+        return [
+            f"batch{jax.tree_util.keystr(path)}"
+            for place, (path, _) in enumerate(held)
+            if place not in constant
+        ]
 
 
 def make_batch(arguments: tuple[Tree, ...], axes: Tree) -> Batch:
     held, structure = jax.tree_util.tree_flatten_with_path(arguments)
     _require_dense(arguments, spread_over(axes, arguments, "axes"))
     spread = _whole_where_plain(arguments, spread_over(axes, arguments, "axes"))
-    checked = [axis_of(f"batch{jax.tree_util.keystr(path)}", leaf, axis) for (path, leaf), axis in zip(held, spread, strict=True)]
-    constants = tuple((place, type(leaf), leaf) for place, (_, leaf) in enumerate(held) if is_constant(leaf))
-    arrays = [(leaf, axis) for (_, leaf), axis in zip(held, checked, strict=True) if not is_constant(leaf)]
+    checked = [
+        axis_of(f"batch{jax.tree_util.keystr(path)}", leaf, axis)
+        for (path, leaf), axis in zip(held, spread, strict=True)
+    ]
+    constants = tuple(
+        (place, type(leaf), leaf)
+        for place, (_, leaf) in enumerate(held)
+        if is_constant(leaf)
+    )
+    arrays = [
+        (leaf, axis)
+        for (_, leaf), axis in zip(held, checked, strict=True)
+        if not is_constant(leaf)
+    ]
     lists = tuple(kit.mark_lists(arguments, axes)[1])
-    return Batch([leaf for leaf, _ in arrays], None, tuple(axis for _, axis in arrays), constants, structure, lists=lists)
+    return Batch(
+        [leaf for leaf, _ in arrays],
+        None,
+        tuple(axis for _, axis in arrays),
+        constants,
+        structure,
+        lists=lists,
+    )
 
 
 def is_cut(axis: Axis) -> bool:
@@ -91,18 +142,33 @@ def is_cut(axis: Axis) -> bool:
 
 
 def take(leaf: Array, axis: Axis, start: Scalar, size: int, index: Scalar) -> Array:
-    """Return the part of `leaf` for micro-batch number `index`: `size` items from `start` on. A key is folded by each number of a tuple."""
+    """Return the part of `leaf` for micro-batch number `index`: `size` items from
+    `start` on. A key is folded by each number of a tuple.
+    """
     if axis == KEY:
-        return functools.reduce(jax.random.fold_in, index if isinstance(index, tuple) else (index,), leaf)
-    return leaf if axis is None else lax.dynamic_slice_in_dim(jnp.asarray(leaf), start, size, int(axis))
+        return functools.reduce(
+            jax.random.fold_in, index if isinstance(index, tuple) else (index,), leaf
+        )
+    return (
+        leaf
+        if axis is None
+        else lax.dynamic_slice_in_dim(jnp.asarray(leaf), start, size, int(axis))
+    )
 
 
 def _whole_where_plain(arguments: tuple[Tree, ...], axes: list[Any]) -> list[Any]:
-    """Return `axes` with None for plain values, except in a list, where a whole value would broadcast against a micro-batch of one."""
-    nodes = jax.tree.leaves(arguments, is_leaf=lambda node: node is not arguments and kit.is_column(node))
+    """Return `axes` with None for plain values, except in a list, where a whole value
+    would broadcast against a micro-batch of one.
+    """
+    nodes = jax.tree.leaves(
+        arguments, is_leaf=lambda node: node is not arguments and kit.is_column(node)
+    )
     alone = [not kit.is_column(node) for node in nodes for _ in jax.tree.leaves(node)]
     held = zip(jax.tree.leaves(arguments), axes, alone, strict=True)
-    return [None if by_itself and _is_plain(leaf) and axis != KEY else axis for leaf, axis, by_itself in held]
+    return [
+        None if by_itself and _is_plain(leaf) and axis != KEY else axis
+        for leaf, axis, by_itself in held
+    ]
 
 
 def _require_dense(arguments: tuple[Tree, ...], axes: list[Any]) -> None:
@@ -111,12 +177,23 @@ def _require_dense(arguments: tuple[Tree, ...], axes: list[Any]) -> None:
     if module is None:
         return
     given = iter(axes)
-    for path, node in jax.tree_util.tree_flatten_with_path(arguments, is_leaf=lambda node: isinstance(node, module.JAXSparse))[0]:
+    for path, node in jax.tree_util.tree_flatten_with_path(
+        arguments, is_leaf=lambda node: isinstance(node, module.JAXSparse)
+    )[0]:
         split = [isinstance(next(given), int) for _ in jax.tree.leaves(node)]
         if any(split) and isinstance(node, module.JAXSparse):
-            fix = "Write split= a function that cuts it, or .todense(); axes=None where every micro-batch is given it whole."
+            fix = (
+                "Write split= a function that cuts it, or .todense(); axes=None where"
+                " every micro-batch is given it whole."
+            )
             found = f"a {type(node).__name__}"
-            raise explain(ArgumentValueError, f"batch{jax.tree_util.keystr(path)}", expected="a dense array to split", found=found, fix=fix)
+            raise explain(
+                ArgumentValueError,
+                f"batch{jax.tree_util.keystr(path)}",
+                expected="a dense array to split",
+                found=found,
+                fix=fix,
+            )
 
 
 def _is_plain(leaf: object) -> bool:
@@ -125,13 +202,17 @@ def _is_plain(leaf: object) -> bool:
 
 # Micro-batches of one shape are one loop of the compiled program.
 #
-# XLA compiles a loop's body once, however often it runs. So micro-batches are grouped by size, wherever in the batch they stand: equal cuts
-# make one loop, and a smaller last one is a second body. Sums do not ask for the order; `in_order` puts rows back into that of the batch.
+# XLA compiles a loop's body once, however often it runs. So micro-batches are grouped
+# by size, wherever in the batch they stand: equal cuts make one loop, and a smaller
+# last one is a second body. Sums do not ask for the order; `in_order` puts rows back
+# into that of the batch.
 #
-# A tail is such a second body, and is not padded with masked items: a loss is a scalar, so nobody can take padded items out of its mean,
-# nor out of what it computes across items. Padding also costs the time of a whole micro-batch in every call. The second body costs
-# compilation only: 9.0 s of CPU in place of 5.4 s for an encoder of four layers, 0.8 s in place of 0.5 s for an MLP. Scratch rose by at
-# most 3 %. Users who want one body pad the batch, and give the padding no weight inside of the loss.
+# A tail is such a second body, and is not padded with masked items: a loss is a scalar,
+# so nobody can take padded items out of its mean, nor out of what it computes across
+# items. Padding also costs the time of a whole micro-batch in every call. The second
+# body costs compilation only: 9.0 s of CPU in place of 5.4 s for an encoder of four
+# layers, 0.8 s in place of 0.5 s for an MLP. Scratch rose by at most 3 %. Users who
+# want one body pad the batch, and give the padding no weight inside of the loss.
 
 
 C = TypeVar("C")
@@ -171,8 +252,12 @@ def groups_of(batch: Batch) -> list[Group]:
     return [_group(batch, size, tuple(numbers)) for size, numbers in sizes.items()]
 
 
-def over(groups: list[Group], body: Body[C], carry: C, first: Scalar = 0) -> tuple[C, list[list[Array]]]:
-    """Run `body` over all micro-batches; return the last carry, and each group's rows, stacked along a new leading axis."""
+def over(
+    groups: list[Group], body: Body[C], carry: C, first: Scalar = 0
+) -> tuple[C, list[list[Array]]]:
+    """Run `body` over all micro-batches; return the last carry, and each group's rows,
+    stacked along a new leading axis.
+    """
     rows = []
     for group in groups:
         carry, made = _over_group(group, body, carry, first)
@@ -181,14 +266,21 @@ def over(groups: list[Group], body: Body[C], carry: C, first: Scalar = 0) -> tup
 
 
 def beside(groups: list[Group], number: Scalar, *rows: list[Any]) -> list[Group]:
-    """Return `groups` whose micro-batches get their own of `rows` before their arguments; a random key is folded by `number` too."""
+    """Return `groups` whose micro-batches get their own of `rows` before their
+    arguments; a random key is folded by `number` too.
+    """
 
-    def first(take: Callable[[Tree, Scalar], MicroBatch], place: Tree, index: Scalar) -> MicroBatch:
+    def first(
+        take: Callable[[Tree, Scalar], MicroBatch], place: Tree, index: Scalar
+    ) -> MicroBatch:
         each = take(place[0], index if number is None else (index, number))
         return each._replace(arguments=(*place[1:], *each.arguments))
 
     held = zip(groups, *rows, strict=True)
-    return [Group(each.numbers, (each.places, *own), functools.partial(first, each.take)) for each, *own in held]
+    return [
+        Group(each.numbers, (each.places, *own), functools.partial(first, each.take))
+        for each, *own in held
+    ]
 
 
 def in_order(groups: list[Group], rows: list[list[Array]]) -> list[Array]:
@@ -200,13 +292,19 @@ def _group(batch: Batch, size: int, numbers: tuple[int, ...]) -> Group:
     weights = batch.item_weights
 
     def take(start: Scalar, index: Scalar) -> MicroBatch:
-        own = None if weights is None else lax.dynamic_slice_in_dim(weights, start, size)
-        return MicroBatch(batch.arguments(batch.taken(start, size, index)), size, own, index)
+        own = (
+            None if weights is None else lax.dynamic_slice_in_dim(weights, start, size)
+        )
+        return MicroBatch(
+            batch.arguments(batch.taken(start, size, index)), size, own, index
+        )
 
     return Group(numbers, starts, take)
 
 
-def _over_group(group: Group, body: Body[C], carry: C, first: Scalar) -> tuple[C, list[Array]]:
+def _over_group(
+    group: Group, body: Body[C], carry: C, first: Scalar
+) -> tuple[C, list[Array]]:
     indices = first + jnp.asarray(group.numbers, jnp.int32)
 
     def step(carry: C, given: tuple[Scalar, Tree]) -> tuple[C, list[Array]]:
@@ -214,35 +312,63 @@ def _over_group(group: Group, body: Body[C], carry: C, first: Scalar) -> tuple[C
 
     if len(group.numbers) > 1:
         return lax.scan(step, carry, (indices, group.places))
-    carry, rows = step(carry, jax.tree.map(lambda leaf: leaf[0], (indices, group.places)))
+    carry, rows = step(
+        carry, jax.tree.map(lambda leaf: leaf[0], (indices, group.places))
+    )
     return carry, jax.tree.map(lambda row: row[None], rows)
 
 
 def _joined(groups: list[Group], stacked: list[Array]) -> Array:
-    flat = jnp.concatenate([_flat(rows) for rows in stacked]) if len(stacked) > 1 else _flat(stacked[0])
-    numbers = np.concatenate([np.repeat(group.numbers, rows.shape[1]) for group, rows in zip(groups, stacked, strict=True)])
+    flat = (
+        jnp.concatenate([_flat(rows) for rows in stacked])
+        if len(stacked) > 1
+        else _flat(stacked[0])
+    )
+    numbers = np.concatenate(
+        [
+            np.repeat(group.numbers, rows.shape[1])
+            for group, rows in zip(groups, stacked, strict=True)
+        ]
+    )
     order = np.argsort(numbers, kind="stable")
     return flat if bool(np.all(order == np.arange(len(order)))) else flat[order]
 
 
 def _flat(rows: Array) -> Array:
     if typeof(rows).sharding.spec[1:2] not in ((), (None,)):
-        fix = "Call it in a jax.shard_map with axis_name=, or make the mesh with AxisType.Auto, whose rows XLA puts together."
-        raise explain(UsageError, "batch", expected="rows that are whole on each device", found=f"rows of type {typeof(rows)}", fix=fix)
+        fix = (
+            "Call it in a jax.shard_map with axis_name=, or make the mesh with"
+            " AxisType.Auto, whose rows XLA puts together."
+        )
+        raise explain(
+            UsageError,
+            "batch",
+            expected="rows that are whole on each device",
+            found=f"rows of type {typeof(rows)}",
+            fix=fix,
+        )
     return rows.reshape(-1, *rows.shape[2:])
 
 
-# The weight of a micro-batch: its number of items, the sum of per-item weights, or what the user's function says of it.
+# The weight of a micro-batch: its number of items, the sum of per-item weights, or what
+# the user's function says of it.
 #
-# Nobody can look at a traced weight. If such a one is negative or not finite, it becomes NaN, and so do loss and gradient: a mistake shows.
+# Nobody can look at a traced weight. If such a one is negative or not finite, it
+# becomes NaN, and so do loss and gradient: a mistake shows.
 
 
 Weight = Callable[..., Any] | Array | None
-"""A function of the micro-batch's arguments, an array of one number per item, or None: one for each item."""
+"""A function of the micro-batch's arguments, an array of one number per item, or None:
+one for each item.
+"""
 
 
-def weight_of(micro_batch: MicroBatch, weight: Weight, unit: int | None, dtype: DType) -> Scalar:
-    """Return the weight of a micro-batch: a Python number if the program knows it, else a scalar of `dtype`."""
+def weight_of(
+    micro_batch: MicroBatch, weight: Weight, unit: int | None, dtype: DType
+) -> Scalar:
+    """Return the weight of a micro-batch: a Python number if the program knows it, else
+    a scalar of `dtype`.
+    """
     if callable(weight):
         return _loud(as_weight(weight(*micro_batch.arguments), dtype))
     if micro_batch.item_weights is not None:
@@ -252,20 +378,43 @@ def weight_of(micro_batch: MicroBatch, weight: Weight, unit: int | None, dtype: 
 
 def known_items(items: int | None) -> int:
     if items is None:
-        expected = "weight= a function of the micro-batch, as its number of items is not known"
-        fix = "Write weight=lambda *micro_batch: ..., the number of items that its mean is taken over; or reduction='sum'."
-        raise explain(ArgumentValueError, "weight", expected=expected, found="none beside split=", fix=fix)
+        expected = (
+            "weight= a function of the micro-batch, as its number of items is not known"
+        )
+        fix = (
+            "Write weight=lambda *micro_batch: ..., the number of items that its mean"
+            " is taken over; or reduction='sum'."
+        )
+        raise explain(
+            ArgumentValueError,
+            "weight",
+            expected=expected,
+            found="none beside split=",
+            fix=fix,
+        )
     return items
 
 
 def as_item_weights(weight: Array, items: int) -> Array:
-    """Return per-item weights as an array of shape (items,), checked as far as their values are known."""
+    """Return per-item weights as an array of shape (items,), checked as far as their
+    values are known.
+    """
     array = weight if isinstance(weight, jax.Array) else np.asarray(weight)
     if array.shape != (items,):
         raise kit.item_weights_error(items, f"shape {array.shape}")
-    if array.dtype != bool and not jnp.issubdtype(array.dtype, jnp.integer) and not jnp.issubdtype(array.dtype, jnp.floating):
+    if (
+        array.dtype != bool
+        and not jnp.issubdtype(array.dtype, jnp.integer)
+        and not jnp.issubdtype(array.dtype, jnp.floating)
+    ):
         fix = "Give one real number per item, or a callable of the micro-batch."
-        raise explain(ArgumentTypeError, "weight", expected="real numbers", found=f"dtype {array.dtype}", fix=fix)
+        raise explain(
+            ArgumentTypeError,
+            "weight",
+            expected="real numbers",
+            found=f"dtype {array.dtype}",
+            fix=fix,
+        )
     if not isinstance(array, jax.core.Tracer):
         kit.require_item_weights(np.asarray(array).tolist(), items)
     return array
@@ -281,16 +430,26 @@ def concrete(item_weights: Array) -> list[float] | None:
 
 
 def traced_weights_error() -> GradAccumError:
-    fix = "Call it outside of jax.jit (it compiles by itself), or give weight= a NumPy array that the program has as a constant."
+    fix = (
+        "Call it outside of jax.jit (it compiles by itself), or give weight= a NumPy"
+        " array that the program has as a constant."
+    )
     expected = "per-item weights known while tracing"
-    return explain(ArgumentTypeError, "micro_batch_weight", expected=expected, found="traced ones", fix=fix)
+    return explain(
+        ArgumentTypeError,
+        "micro_batch_weight",
+        expected=expected,
+        found="traced ones",
+        fix=fix,
+    )
 
 
 def _loud(weight: Scalar) -> Scalar:
     return jnp.where((weight >= 0) & jnp.isfinite(weight), weight, jnp.nan)
 
 
-# The user's options on a batch, and the micro-batches that come of them: by axes and cuts, or by a function of the user's own.
+# The user's options on a batch, and the micro-batches that come of them: by axes and
+# cuts, or by a function of the user's own.
 
 
 Parts = list[Batch]
@@ -308,18 +467,37 @@ class Splitting:
     weight: Weight
     split: Callable[..., Iterable[Any]] | None
 
-    def source(self, arguments: tuple[Tree, ...], division: Division | None = None) -> Source:
+    def source(
+        self, arguments: tuple[Tree, ...], division: Division | None = None
+    ) -> Source:
         division = self.division if division is None else division
         if self.split is not None:
             return self._own_parts(arguments, division)
         batch = make_batch(arguments, self.axes)
         items = batch.items
-        weights = None if self.weight is None or callable(self.weight) else as_item_weights(self.weight, items)
-        known = concrete(self._item_weights(batch, items, weights)) if division.micro_batch_weight is not None else None
-        return Batch(batch.leaves, weights, batch.axes, batch.constants, batch.structure, kit.divided(division, items, known))
+        weights = (
+            None
+            if self.weight is None or callable(self.weight)
+            else as_item_weights(self.weight, items)
+        )
+        known = (
+            concrete(self._item_weights(batch, items, weights))
+            if division.micro_batch_weight is not None
+            else None
+        )
+        return Batch(
+            batch.leaves,
+            weights,
+            batch.axes,
+            batch.constants,
+            batch.structure,
+            kit.divided(division, items, known),
+        )
 
     def _item_weights(self, batch: Batch, items: int, weights: Any) -> Any:
-        """Return per-item weights to pack by: the user's array, or the user's function called on every item."""
+        """Return per-item weights to pack by: the user's array, or the user's function
+        called on every item.
+        """
         if not callable(self.weight):
             return weights
         if any(isinstance(leaf, jax.core.Tracer) for leaf in batch.leaves):
@@ -331,7 +509,11 @@ class Splitting:
         weigh: Any = self.weight
 
         def each(batch: Batch) -> Array:
-            return jax.vmap(lambda item: jnp.asarray(weigh(*batch.arguments(batch.taken(item, 1, item)))))(jnp.arange(batch.items))
+            return jax.vmap(
+                lambda item: jnp.asarray(
+                    weigh(*batch.arguments(batch.taken(item, 1, item)))
+                )
+            )(jnp.arange(batch.items))
 
         return jax.jit(each)
 
@@ -339,21 +521,57 @@ class Splitting:
         assert self.split is not None
         if self.weight is not None and not callable(self.weight):
             fix = "Write weight= a function of the micro-batch."
-            raise explain(ArgumentTypeError, "weight", expected="a function beside split=", found="an array", fix=fix)
-        made = self.split(*arguments) if division.steps is None else self.split(*arguments, steps=division.steps)
+            raise explain(
+                ArgumentTypeError,
+                "weight",
+                expected="a function beside split=",
+                found="an array",
+                fix=fix,
+            )
+        made = (
+            self.split(*arguments)
+            if division.steps is None
+            else self.split(*arguments, steps=division.steps)
+        )
         parts = [part if type(part) is tuple else (part,) for part in made]
         kit.require_items(len(parts))
         if division.steps is not None and len(parts) > division.steps:
             fix = "Let split return no more of them, or leave steps out."
-            raise explain(ArgumentValueError, "split", expected=f"at most steps={division.steps} micro-batches", got=len(parts), fix=fix)
+            raise explain(
+                ArgumentValueError,
+                "split",
+                expected=f"at most steps={division.steps} micro-batches",
+                got=len(parts),
+                fix=fix,
+            )
         return [_part(part, self.axes) for part in parts]
 
 
-def make_splitting(steps: Any, micro_batch_size: Any, micro_batch_weight: Any, axes: Tree, weight: Weight, split: Any) -> Splitting:
+def make_splitting(
+    steps: Any,
+    micro_batch_size: Any,
+    micro_batch_weight: Any,
+    axes: Tree,
+    weight: Weight,
+    split: Any,
+) -> Splitting:
     if split is not None and not callable(split):
         fix = "Write split=lambda *batch: [micro_batch, ...]."
-        raise explain(ArgumentTypeError, "split", expected="a function of the batch", got=split, fix=fix)
-    return Splitting(kit.make_division(steps, micro_batch_size, micro_batch_weight, own_split=split is not None), axes, weight, split)
+        raise explain(
+            ArgumentTypeError,
+            "split",
+            expected="a function of the batch",
+            got=split,
+            fix=fix,
+        )
+    return Splitting(
+        kit.make_division(
+            steps, micro_batch_size, micro_batch_weight, own_split=split is not None
+        ),
+        axes,
+        weight,
+        split,
+    )
 
 
 def groups_in(source: Source) -> list[Group]:
@@ -368,19 +586,29 @@ def items_in(source: Source) -> int | None:
 
 
 def largest_in(source: Source) -> int | None:
-    known = [cut.items for cut in source.cuts] if isinstance(source, Batch) else [_items(part) for part in source]
+    known = (
+        [cut.items for cut in source.cuts]
+        if isinstance(source, Batch)
+        else [_items(part) for part in source]
+    )
     return None if None in known else max(items for items in known if items is not None)
 
 
 def _part(arguments: tuple[Tree, ...], axes: Tree) -> Batch:
-    """Return a user's micro-batch; leaves without items need no ``axes=None``, since nothing is cut any more."""
+    """Return a user's micro-batch; leaves without items need no ``axes=None``, since
+    nothing is cut any more.
+    """
     if axes == 0:
         axes = jax.tree.map(lambda leaf: 0 if np.ndim(leaf) else None, arguments)
     return make_batch(arguments, axes)
 
 
 def _items(part: Batch) -> int | None:
-    sizes = {np.shape(leaf)[axis] for leaf, axis in zip(part.leaves, part.axes, strict=True) if isinstance(axis, int)}
+    sizes = {
+        np.shape(leaf)[axis]
+        for leaf, axis in zip(part.leaves, part.axes, strict=True)
+        if isinstance(axis, int)
+    }
     return sizes.pop() if len(sizes) == 1 else None
 
 
@@ -388,16 +616,28 @@ def _groups_of_parts(parts: Parts) -> list[Group]:
     kinds: dict[Any, list[int]] = {}
     for number, part in enumerate(parts):
         shapes = tuple((np.shape(leaf), jnp.result_type(leaf)) for leaf in part.leaves)
-        kinds.setdefault((part.structure, part.constants, part.axes, shapes), []).append(number)
+        kinds.setdefault(
+            (part.structure, part.constants, part.axes, shapes), []
+        ).append(number)
     return [_stacked(parts, tuple(numbers)) for numbers in kinds.values()]
 
 
 def _stacked(parts: Parts, numbers: tuple[int, ...]) -> Group:
     first = parts[numbers[0]]
-    places = jax.tree.map(lambda *leaves: jnp.stack(leaves), *[parts[number].leaves for number in numbers])
+    places = jax.tree.map(
+        lambda *leaves: jnp.stack(leaves), *[parts[number].leaves for number in numbers]
+    )
 
     def take(leaves: Tree, index: Scalar) -> MicroBatch:
-        held = Batch(leaves, None, tuple(None if is_cut(axis) else axis for axis in first.axes), first.constants, first.structure)
-        return MicroBatch(held.arguments(held.taken(0, 0, index)), _items(first), None, index)
+        held = Batch(
+            leaves,
+            None,
+            tuple(None if is_cut(axis) else axis for axis in first.axes),
+            first.constants,
+            first.structure,
+        )
+        return MicroBatch(
+            held.arguments(held.taken(0, 0, index)), _items(first), None, index
+        )
 
     return Group(numbers, places, take)

@@ -1,4 +1,6 @@
-"""The gradient of one micro-batch, and the sum over a large batch, with the reductions of `gradaccum.wrap`."""
+"""The gradient of one micro-batch, and the sum over a large batch, with the reductions
+of `gradaccum.wrap`.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,27 @@ from jax import lax
 from gradaccum import ArgumentTypeError, ArgumentValueError, kit
 from gradaccum.kit import Options, Scalar, explain
 from gradaccum_jax import sums
-from gradaccum_jax.arrays import Array, Axes, DType, Tree, is_variable, moving_of, spread_over, takes_part
+from gradaccum_jax.arrays import (
+    Array,
+    Axes,
+    DType,
+    Tree,
+    is_variable,
+    moving_of,
+    spread_over,
+    takes_part,
+)
 from gradaccum_jax.checks import require_arrays
 from gradaccum_jax.large_batch import batch as batches
-from gradaccum_jax.large_batch.batch import Group, MicroBatch, Source, Weight, in_order, over, weight_of
+from gradaccum_jax.large_batch.batch import (
+    Group,
+    MicroBatch,
+    Source,
+    Weight,
+    in_order,
+    over,
+    weight_of,
+)
 from gradaccum_jax.sharding import axes_of, require_ordinary, vary
 
 
@@ -33,14 +52,31 @@ class Differentiation:
     """Whether integers among them are let through; they have no gradient."""
     single: bool
     """Whether the user named one place, and no tuple of them."""
-    fix_for_int: str = "Write allow_int=True, and it has a float0 as its gradient; or hand it over with the batch, with axes=None."
+    fix_for_int: str = (
+        "Write allow_int=True, and it has a float0 as its gradient; or hand it over"
+        " with the batch, with axes=None."
+    )
     """What the error for an integer advises."""
 
-    def parted(self, arguments: tuple[Tree, ...]) -> tuple[tuple[Tree, ...], tuple[Tree, ...]]:
+    def parted(
+        self, arguments: tuple[Tree, ...]
+    ) -> tuple[tuple[Tree, ...], tuple[Tree, ...]]:
         """Return the arguments to differentiate by, and all others, in their order."""
         if max(self.places) >= len(arguments):
-            found, fix = f"{len(arguments)} arguments", "Call it as the loss function, with the batch in place of a micro-batch."
-            raise explain(ArgumentValueError, "argnums", expected=f"an argument number {max(self.places)}", found=found, fix=fix)
+            found, fix = (
+                f"{len(arguments)} arguments",
+                (
+                    "Call it as the loss function, with the batch in place of a"
+                    " micro-batch."
+                ),
+            )
+            raise explain(
+                ArgumentValueError,
+                "argnums",
+                expected=f"an argument number {max(self.places)}",
+                found=found,
+                fix=fix,
+            )
         by = tuple(arguments[place] for place in self.places)
         self.check(by)
         require_ordinary(by, self._name)
@@ -48,16 +84,27 @@ class Differentiation:
 
     def joined(self, by: tuple[Tree, ...], batch: tuple[Tree, ...]) -> list[Tree]:
         held, rest = dict(zip(self.places, by, strict=True)), iter(batch)
-        return [held[place] if place in held else next(rest) for place in range(len(by) + len(batch))]
+        return [
+            held[place] if place in held else next(rest)
+            for place in range(len(by) + len(batch))
+        ]
 
-    def value(self, by: tuple[Tree, ...], batch: tuple[Tree, ...]) -> tuple[Scalar, Tree]:
-        """Return a micro-batch's loss, a floating scalar, and its aux, None without one."""
+    def value(
+        self, by: tuple[Tree, ...], batch: tuple[Tree, ...]
+    ) -> tuple[Scalar, Tree]:
+        """Return a micro-batch's loss, a floating scalar, and its aux, None without
+        one.
+        """
         made = self.loss_fn(*self.joined(by, batch))
         loss, aux = _parted(made) if self.has_aux else (made, None)
         return _scalar(loss), aux
 
-    def value_and_gradients(self, by: tuple[Tree, ...], batch: tuple[Tree, ...], scale: Scalar = None) -> tuple[Scalar, Tree, list[Array]]:
-        """Return loss, aux, and the gradient of loss times `scale` by each leaf that takes part, in the order of `by`."""
+    def value_and_gradients(
+        self, by: tuple[Tree, ...], batch: tuple[Tree, ...], scale: Scalar = None
+    ) -> tuple[Scalar, Tree, list[Array]]:
+        """Return loss, aux, and the gradient of loss times `scale` by each leaf that
+        takes part, in the order of `by`.
+        """
         moving, put = moving_of(by)
 
         def value(moving: list[Array]) -> tuple[Scalar, tuple[Scalar, Tree]]:
@@ -68,7 +115,9 @@ class Differentiation:
         return loss, aux, gradients
 
     def check(self, by: tuple[Tree, ...]) -> None:
-        """Raise unless the arguments to differentiate by are arrays that have gradients; integers as the user allows."""
+        """Raise unless the arguments to differentiate by are arrays that have
+        gradients; integers as the user allows.
+        """
         for place, tree in zip(self.places, by, strict=True):
             require_arrays(tree, f"argument {place}")
         for path, leaf in jax.tree_util.tree_flatten_with_path(by)[0]:
@@ -78,19 +127,35 @@ class Differentiation:
             if not self.allow_int:
                 found = str(jnp.result_type(leaf))
                 raise explain(
-                    ArgumentTypeError, self._name(path), expected="a float to differentiate by", found=found, fix=self.fix_for_int
+                    ArgumentTypeError,
+                    self._name(path),
+                    expected="a float to differentiate by",
+                    found=found,
+                    fix=self.fix_for_int,
                 )
 
     def _require_no_stream(self, by: tuple[Tree, ...]) -> None:
-        """Raise unless no module has a random stream: every micro-batch would draw the same mask."""
-        for path, node in jax.tree_util.tree_flatten_with_path(by, is_leaf=is_variable)[0]:
+        """Raise unless no module has a random stream: every micro-batch would draw the
+        same mask.
+        """
+        for path, node in jax.tree_util.tree_flatten_with_path(by, is_leaf=is_variable)[
+            0
+        ]:
             if "RngState" in {base.__name__ for base in type(node).__mro__}:
                 fix = (
-                    "Write graph, params, rest = nnx.split(model, nnx.Param, ...), and in the loss function of params "
-                    "model = nnx.merge(graph, params, rest, copy=True); nnx.reseed(model, default=key) with a key of the batch."
+                    "Write graph, params, rest = nnx.split(model, nnx.Param, ...), and"
+                    " in the loss function of params model = nnx.merge(graph, params,"
+                    " rest, copy=True); nnx.reseed(model, default=key) with a key of"
+                    " the batch."
                 )
                 found = "a random stream of a flax nnx module"
-                raise explain(ArgumentTypeError, self._name(path), expected="parameters alone", found=found, fix=fix)
+                raise explain(
+                    ArgumentTypeError,
+                    self._name(path),
+                    expected="parameters alone",
+                    found=found,
+                    fix=fix,
+                )
 
     def _name(self, path: Any) -> str:
         return f"argument {self.places[path[0].idx]}{jax.tree_util.keystr(path[1:])}"
@@ -101,31 +166,64 @@ def start(by: tuple[Tree, ...], accumulate_dtype: DType) -> list[Array]:
     return made
 
 
-def add(held: list[Array], gradients: list[Array], weight: Scalar, options: Options) -> list[Array]:
-    """Add one micro-batch's gradients to `held`. With weight 0 it adds exactly nothing, even of a NaN."""
+def add(
+    held: list[Array], gradients: list[Array], weight: Scalar, options: Options
+) -> list[Array]:
+    """Add one micro-batch's gradients to `held`. With weight 0 it adds exactly nothing,
+    even of a NaN.
+    """
     known = isinstance(weight, int | float)
-    factor = kit.contribution(weight, options) if options.reduction == "mean" and not (known and weight == 1) else None
-    given = jnp.asarray(factor, sums.weight_dtype(held)) if factor is not None and known else factor
-    made: list[Array] = sums.add(held, gradients, given, True if known else weight != 0, jnp.asarray(True))
+    factor = (
+        kit.contribution(weight, options)
+        if options.reduction == "mean" and not (known and weight == 1)
+        else None
+    )
+    given = (
+        jnp.asarray(factor, sums.weight_dtype(held))
+        if factor is not None and known
+        else factor
+    )
+    made: list[Array] = sums.add(
+        held, gradients, given, True if known else weight != 0, jnp.asarray(True)
+    )
     return made
 
 
-def finish(held: list[Array], weight: Scalar, by: tuple[Tree, ...], options: Options, axis_names: tuple[str, ...] = ()) -> tuple[Tree, ...]:
-    """Return the gradient of the large batch in the dtypes of `by`: float0 for integers, as in `jax.grad`.
+def finish(
+    held: list[Array],
+    weight: Scalar,
+    by: tuple[Tree, ...],
+    options: Options,
+    axis_names: tuple[str, ...] = (),
+) -> tuple[Tree, ...]:
+    """Return the gradient of the large batch in the dtypes of `by`: float0 for
+    integers, as in `jax.grad`.
 
-    Each sum is reduced over `axis_names`, and over the axes along which the sum differs and its parameter does not.
+    Each sum is reduced over `axis_names`, and over the axes along which the sum differs
+    and its parameter does not.
     """
     divides = denominator(weight, options)
     moving, put = moving_of(by)
-    made = [_quotient(_reduced(total, axis_names), divides, leaf) for total, leaf in zip(held, moving, strict=True)]
-    found: tuple[Tree, ...] = put(made, lambda leaf: np.zeros(np.shape(leaf), jax.dtypes.float0))
+    made = [
+        _quotient(_reduced(total, axis_names), divides, leaf)
+        for total, leaf in zip(held, moving, strict=True)
+    ]
+    found: tuple[Tree, ...] = put(
+        made, lambda leaf: np.zeros(np.shape(leaf), jax.dtypes.float0)
+    )
     return found
 
 
 def denominator(weight: Scalar, options: Options) -> Scalar:
-    """Return the divisor of the sums: 1 for "sum", else the weight, or 1 for weight 0."""
+    """Return the divisor of the sums: 1 for "sum", else the weight, or 1 for weight
+    0.
+    """
     nothing = 0 * weight
-    return kit.divisor((nothing, nothing, nothing, weight, nothing != 0, nothing + 1, nothing), options, jnp.where)
+    return kit.divisor(
+        (nothing, nothing, nothing, weight, nothing != 0, nothing + 1, nothing),
+        options,
+        jnp.where,
+    )
 
 
 def _reduced(total: Array, axes: tuple[str, ...]) -> Array:
@@ -135,29 +233,43 @@ def _reduced(total: Array, axes: tuple[str, ...]) -> Array:
 
 def _quotient(total: Array, divides: Scalar, leaf: Array) -> Array:
     quotient = total / divides
-    return _reduced(quotient, tuple(sorted(axes_of(quotient) - axes_of(leaf)))).astype(jnp.result_type(leaf))
+    return _reduced(quotient, tuple(sorted(axes_of(quotient) - axes_of(leaf)))).astype(
+        jnp.result_type(leaf)
+    )
 
 
 def _parted(made: Any) -> tuple[Scalar, Tree]:
     if not isinstance(made, tuple) or len(made) != 2:
-        raise kit.aux_shape_error(f"one that returns a {type(made).__name__}", declared=True)
+        raise kit.aux_shape_error(
+            f"one that returns a {type(made).__name__}", declared=True
+        )
     return made
 
 
 def _scalar(loss: Any) -> Scalar:
     if isinstance(loss, tuple | list | dict):
-        raise kit.aux_shape_error(f"one that returns a {type(loss).__name__}", declared=False)
-    if loss is None or np.shape(loss) != () or not (hasattr(loss, "dtype") or isinstance(loss, float)):
-        raise kit.scalar_loss_error("nothing" if loss is None else f"one of shape {np.shape(loss)}")
+        raise kit.aux_shape_error(
+            f"one that returns a {type(loss).__name__}", declared=False
+        )
+    if (
+        loss is None
+        or np.shape(loss) != ()
+        or not (hasattr(loss, "dtype") or isinstance(loss, float))
+    ):
+        raise kit.scalar_loss_error(
+            "nothing" if loss is None else f"one of shape {np.shape(loss)}"
+        )
     if not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
         raise kit.scalar_loss_error(f"one of dtype {jnp.result_type(loss)}")
     return jnp.asarray(loss)
 
 
-# The other outputs of a loss function (aux) over all micro-batches: merged in the loop's carry, or stacked as rows.
+# The other outputs of a loss function (aux) over all micro-batches: merged in the
+# loop's carry, or stacked as rows.
 #
-# The arithmetic is `gradaccum.nests`'s. What JAX adds: a loop's carry has one type from the start, so a maximum starts from the neutral
-# element, and a micro-batch of weight 0 is left out of a weighted mean by select, because 0 x NaN is NaN.
+# The arithmetic is `gradaccum.nests`'s. What JAX adds: a loop's carry has one type from
+# the start, so a maximum starts from the neutral element, and a micro-batch of weight 0
+# is left out of a weighted mean by select, because 0 x NaN is NaN.
 
 
 ROWS = "concatenate"
@@ -189,30 +301,64 @@ class Merging(NamedTuple):
     structure: Any
 
     def start(self) -> list[Array]:
-        """Return the merged leaves before the first micro-batch, without those that are rows."""
-        return [_neutral(kind, leaf) for kind, leaf in zip(self.kinds, self.like, strict=True) if kind != ROWS]
+        """Return the merged leaves before the first micro-batch, without those that are
+        rows.
+        """
+        return [
+            _neutral(kind, leaf)
+            for kind, leaf in zip(self.kinds, self.like, strict=True)
+            if kind != ROWS
+        ]
 
-    def add(self, held: list[Array], aux: Tree, items: Scalar, weight: Scalar) -> tuple[list[Array], list[Array]]:
+    def add(
+        self, held: list[Array], aux: Tree, items: Scalar, weight: Scalar
+    ) -> tuple[list[Array], list[Array]]:
         """Merge one micro-batch; return the merged leaves, and its rows."""
         leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(aux)]
-        given = [(kind, leaf) for kind, leaf in zip(self.kinds, leaves, strict=True) if kind != ROWS]
-        added = [kit.merged(kind, old, _share(kind, leaf, items, weight), OPS) for old, (kind, leaf) in zip(held, given, strict=True)]
-        return added, [leaf for kind, leaf in zip(self.kinds, leaves, strict=True) if kind == ROWS]
+        given = [
+            (kind, leaf)
+            for kind, leaf in zip(self.kinds, leaves, strict=True)
+            if kind != ROWS
+        ]
+        added = [
+            kit.merged(kind, old, _share(kind, leaf, items, weight), OPS)
+            for old, (kind, leaf) in zip(held, given, strict=True)
+        ]
+        return added, [
+            leaf for kind, leaf in zip(self.kinds, leaves, strict=True) if kind == ROWS
+        ]
 
     def over_devices(self, held: list[Array], axes: tuple[str, ...]) -> list[Array]:
-        """Reduce maxima and minima over all devices; sums are reduced with the gradients."""
+        """Reduce maxima and minima over all devices; sums are reduced with the
+        gradients.
+        """
         reduce: dict[str, Any] = {"max": lax.pmax, "min": lax.pmin}
         kinds = [kind for kind in self.kinds if kind != ROWS]
-        return [reduce[kind](leaf, axes) if kind in reduce else leaf for kind, leaf in zip(kinds, held, strict=True)]
+        return [
+            reduce[kind](leaf, axes) if kind in reduce else leaf
+            for kind, leaf in zip(kinds, held, strict=True)
+        ]
 
     def is_sum(self) -> list[bool]:
         return [kind not in EXTREMES for kind in self.kinds if kind != ROWS]
 
-    def finish(self, held: list[Array], rows: list[Array], items: Scalar, weight: Scalar) -> Tree:
-        """Return the aux of the large batch, floats in the dtypes of the loss function's."""
+    def finish(
+        self, held: list[Array], rows: list[Array], items: Scalar, weight: Scalar
+    ) -> Tree:
+        """Return the aux of the large batch, floats in the dtypes of the loss
+        function's.
+        """
         merged_leaves, row_leaves = iter(held), iter(rows)
         made = [
-            next(row_leaves) if kind == ROWS else _as_given(kit.finished(kind, next(merged_leaves), items, weight), kind, leaf.dtype)
+            (
+                next(row_leaves)
+                if kind == ROWS
+                else _as_given(
+                    kit.finished(kind, next(merged_leaves), items, weight),
+                    kind,
+                    leaf.dtype,
+                )
+            )
             for kind, leaf in zip(self.kinds, self.like, strict=True)
         ]
         return jax.tree.unflatten(self.structure, made)
@@ -223,7 +369,10 @@ class Merging(NamedTuple):
 
 
 def make_merging(declared: Tree, aux: Tree) -> Merging:
-    kinds, held = spread_over(declared, aux, "aux"), jax.tree_util.tree_flatten_with_path(aux)
+    kinds, held = (
+        spread_over(declared, aux, "aux"),
+        jax.tree_util.tree_flatten_with_path(aux),
+    )
     for kind, (path, leaf) in zip(kinds, held[0], strict=True):
         kit.require_kind(kind)
         _require_mergeable(kind, f"aux{jax.tree_util.keystr(path)}", leaf)
@@ -231,13 +380,30 @@ def make_merging(declared: Tree, aux: Tree) -> Merging:
 
 
 def as_declared(aux: Tree, *, has_aux: bool) -> Tree:
-    """Check how aux merges, as far as possible without one; "sum" without a declaration."""
+    """Check how aux merges, as far as possible without one; "sum" without a
+    declaration.
+    """
     if has_aux and aux is None:
-        fix = "Write aux='mean', or a kind for each leaf: aux={'correct': 'sum', 'logits': 'concatenate'}."
-        raise explain(ArgumentValueError, "aux", expected="how aux merges, as has_aux=True", got=aux, fix=fix)
+        fix = (
+            "Write aux='mean', or a kind for each leaf: aux={'correct': 'sum',"
+            " 'logits': 'concatenate'}."
+        )
+        raise explain(
+            ArgumentValueError,
+            "aux",
+            expected="how aux merges, as has_aux=True",
+            got=aux,
+            fix=fix,
+        )
     if aux is not None and not has_aux:
         fix = "Write has_aux=True beside it."
-        raise explain(ArgumentValueError, "has_aux", expected="True, as aux says how it merges", got=has_aux, fix=fix)
+        raise explain(
+            ArgumentValueError,
+            "has_aux",
+            expected="True, as aux says how it merges",
+            got=has_aux,
+            fix=fix,
+        )
     check_declared(aux)
     return "sum" if aux is None else aux
 
@@ -252,19 +418,31 @@ def _require_mergeable(kind: str, path: str, leaf: Array) -> None:
         raise kit.concatenate_error(path, "a scalar")
     if kind != ROWS and jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
         fix = "Declare 'concatenate' for this leaf, or leave it out of aux."
-        raise explain(ArgumentValueError, path, expected=f"numbers to merge by {kind!r}", found=f"dtype {leaf.dtype}", fix=fix)
+        raise explain(
+            ArgumentValueError,
+            path,
+            expected=f"numbers to merge by {kind!r}",
+            found=f"dtype {leaf.dtype}",
+            fix=fix,
+        )
 
 
 def _share(kind: str, leaf: Array, items: Scalar, weight: Scalar) -> Array:
     if kind not in MEANS:
         return kit.share(kind, leaf, items, weight, OPS)
     by = items if kind == "mean" else weight
-    given = kit.share(kind, leaf if takes_part(leaf) else leaf.astype(_float()), items, weight, OPS)
-    return jnp.where(by == 0, jnp.zeros_like(given), given).astype(_mean_dtype(leaf.dtype))
+    given = kit.share(
+        kind, leaf if takes_part(leaf) else leaf.astype(_float()), items, weight, OPS
+    )
+    return jnp.where(by == 0, jnp.zeros_like(given), given).astype(
+        _mean_dtype(leaf.dtype)
+    )
 
 
 def _neutral(kind: str, like: Any) -> Array:
-    """Return the start of a merge: 0, or the number that every other is above or below."""
+    """Return the start of a merge: 0, or the number that every other is above or
+    below.
+    """
     if kind in MEANS:
         return jnp.zeros(like.shape, _mean_dtype(like.dtype))
     if kind == "sum":
@@ -283,7 +461,11 @@ def _extreme(kind: str, dtype: DType) -> Any:
 def _sum_dtype(dtype: DType) -> DType:
     if jnp.issubdtype(dtype, jnp.bool_):
         return jax.dtypes.canonicalize_dtype(jnp.int64)
-    return jnp.dtype("float32") if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4 else dtype
+    return (
+        jnp.dtype("float32")
+        if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+        else dtype
+    )
 
 
 def _mean_dtype(dtype: DType) -> DType:
@@ -295,10 +477,15 @@ def _float() -> DType:
 
 
 def _as_given(leaf: Array, kind: str, dtype: DType) -> Array:
-    return leaf.astype(dtype) if jnp.issubdtype(dtype, jnp.inexact) and kind not in EXTREMES else leaf
+    return (
+        leaf.astype(dtype)
+        if jnp.issubdtype(dtype, jnp.inexact) and kind not in EXTREMES
+        else leaf
+    )
 
 
-# One program over all micro-batches of a large batch: the loss, the weight and the aux are added up here, the gradients by the caller.
+# One program over all micro-batches of a large batch: the loss, the weight and the aux
+# are added up here, the gradients by the caller.
 
 
 G = TypeVar("G")
@@ -314,9 +501,13 @@ class Question(NamedTuple):
     options: Options
     axis_names: tuple[str, ...] = ()
     inputs: int = 0
-    """How many of a micro-batch's arguments, from the first on, are differentiated by too."""
+    """How many of a micro-batch's arguments, from the first on, are differentiated by
+    too.
+    """
 
-    def parted(self, by: tuple[Tree, ...], micro_batch: MicroBatch) -> tuple[tuple[Tree, ...], tuple[Tree, ...]]:
+    def parted(
+        self, by: tuple[Tree, ...], micro_batch: MicroBatch
+    ) -> tuple[tuple[Tree, ...], tuple[Tree, ...]]:
         given = micro_batch.arguments
         return (*by, *given[: self.inputs]), given[self.inputs :]
 
@@ -326,15 +517,22 @@ class Gathering(NamedTuple, Generic[G]):
 
     start: G
     add: Callable[[G, list[Array], Scalar, Scalar], Any]
-    """``add(held, gradients, weight, loss)``; a Python number as the weight where the program knows it."""
+    """``add(held, gradients, weight, loss)``; a Python number as the weight where the
+    program knows it.
+    """
     relative: bool
-    """Whether weights may be counted in units of the largest micro-batch, so that most of them are 1 and cost nothing."""
+    """Whether weights may be counted in units of the largest micro-batch, so that most
+    of them are 1 and cost nothing.
+    """
     axes: Axes = frozenset()
-    """The manual mesh axes along which each device has gradients of its own, to be reduced later."""
+    """The manual mesh axes along which each device has gradients of its own, to be
+    reduced later.
+    """
     scale: Scalar = None
     """What the loss is multiplied by before differentiation."""
     rows: bool = False
-    """Whether `add` returns arrays beside the sum, which are kept of each micro-batch."""
+    """Whether `add` returns arrays beside the sum, which are kept of each micro-batch.
+    """
 
 
 class Made(NamedTuple, Generic[G]):
@@ -364,16 +562,36 @@ class Carry(NamedTuple, Generic[G]):
     own: Own
 
 
-def run(question: Question, by: tuple[Tree, ...], source: Source, gathering: Gathering[G], groups: list[Group] | None = None) -> Made[G]:
-    groups, axes = groups or batches.groups_in(source), axes_in(by, source, question.axis_names)
+def run(
+    question: Question,
+    by: tuple[Tree, ...],
+    source: Source,
+    gathering: Gathering[G],
+    groups: list[Group] | None = None,
+) -> Made[G]:
+    groups, axes = (
+        groups or batches.groups_in(source),
+        axes_in(by, source, question.axis_names),
+    )
     first, by = first_number(groups, question.axis_names), copies(by, gathering.axes)
-    sample = groups[0].take(jax.tree.map(lambda leaf: leaf[0], groups[0].places), jnp.int32(0))
-    like, aux = jax.eval_shape(lambda by: question.differentiation.value(*question.parted(by, sample)), by)
+    sample = groups[0].take(
+        jax.tree.map(lambda leaf: leaf[0], groups[0].places), jnp.int32(0)
+    )
+    like, aux = jax.eval_shape(
+        lambda by: question.differentiation.value(*question.parted(by, sample)), by
+    )
     merging = make_merging(question.aux, aux)
-    counting = _Counting(question, merging, _unit(question, merging, source, relative=gathering.relative), weight_dtype(by, like))
+    counting = _Counting(
+        question,
+        merging,
+        _unit(question, merging, source, relative=gathering.relative),
+        weight_dtype(by, like),
+    )
 
     def body(carry: Carry[G], micro_batch: MicroBatch) -> tuple[Carry[G], list[Array]]:
-        loss, aux, gradients = question.differentiation.value_and_gradients(*question.parted(by, micro_batch), gathering.scale)
+        loss, aux, gradients = question.differentiation.value_and_gradients(
+            *question.parted(by, micro_batch), gathering.scale
+        )
         weight = counting.weight(micro_batch)
         own, rows = counting.add(carry.own, loss, aux, micro_batch, weight)
         made = gathering.add(carry.held, gradients, weight, loss)
@@ -381,14 +599,22 @@ def run(question: Question, by: tuple[Tree, ...], source: Source, gathering: Gat
         return Carry(held, copies(own, axes)), [*rows, *further]
 
     nothing = jnp.zeros((), counting.dtype)
-    start = Carry(gathering.start, copies(Own(nothing, jnp.zeros((), sums.sum_dtype(like, None)), merging.start()), axes))
+    start = Carry(
+        gathering.start,
+        copies(
+            Own(nothing, jnp.zeros((), sums.sum_dtype(like, None)), merging.start()),
+            axes,
+        ),
+    )
     (held, own), rows = over(groups, body, start, first)
     own = counting.known(_over_devices(own, merging, question.axis_names), source)
     items = _all_items(source, question.axis_names) if merging.counts_items else None
     loss = (own.loss / denominator(own.weight, question.options)).astype(like.dtype)
     by_weight = jnp.where(own.weight == 0, 1, own.weight)
     merged = merging.kinds.count(ROWS)
-    aux = merging.finish(own.aux, in_order(groups, [row[:merged] for row in rows]), items, by_weight)
+    aux = merging.finish(
+        own.aux, in_order(groups, [row[:merged] for row in rows]), items, by_weight
+    )
     return Made(held, own.weight, loss, aux, [row[merged:] for row in rows])
 
 
@@ -402,40 +628,77 @@ class _Counting(NamedTuple):
         return weight_of(micro_batch, self.question.weight, self.unit, self.dtype)
 
     def known(self, own: Own, source: Source) -> Own:
-        """Sum `own` over all devices; without the user's weights the weight is a constant, and XLA counts nothing in the loop."""
+        """Sum `own` over all devices; without the user's weights the weight is a
+        constant, and XLA counts nothing in the loop.
+        """
         if self.question.weight is not None or self.unit is None:
             return own
-        return own._replace(weight=jnp.asarray(_all_items(source, self.question.axis_names) / self.unit, self.dtype))
+        return own._replace(
+            weight=jnp.asarray(
+                _all_items(source, self.question.axis_names) / self.unit, self.dtype
+            )
+        )
 
-    def add(self, held: Own, loss: Scalar, aux: Tree, micro_batch: MicroBatch, weight: Scalar) -> tuple[Own, list[Array]]:
+    def add(
+        self,
+        held: Own,
+        loss: Scalar,
+        aux: Tree,
+        micro_batch: MicroBatch,
+        weight: Scalar,
+    ) -> tuple[Own, list[Array]]:
         """Add loss, weight and aux; with weight 0 nothing is added, even of a NaN."""
-        items = batches.known_items(micro_batch.items) if self.merging.counts_items else None
+        items = (
+            batches.known_items(micro_batch.items)
+            if self.merging.counts_items
+            else None
+        )
         merged, rows = self.merging.add(held.aux, aux, items, weight)
         dtype = held.loss.dtype
         own, always = jnp.asarray(weight, dtype), jnp.asarray(True)
-        total = kit.add_loss(held.loss, loss.astype(dtype), own, own != 0, self.question.options, sums.passing(always))
+        total = kit.add_loss(
+            held.loss,
+            loss.astype(dtype),
+            own,
+            own != 0,
+            self.question.options,
+            sums.passing(always),
+        )
         return Own((held.weight + weight).astype(self.dtype), total, merged), rows
 
 
 def weight_dtype(by: tuple[Tree, ...], loss: Array) -> DType:
     """Return float64 if a parameter or the loss is float64, else float32."""
-    wide = any(jnp.result_type(leaf) in ("float64", "complex128") for leaf in (*jax.tree.leaves(by), loss))
+    wide = any(
+        jnp.result_type(leaf) in ("float64", "complex128")
+        for leaf in (*jax.tree.leaves(by), loss)
+    )
     return jnp.dtype("float64" if wide else "float32")
 
 
 def axes_in(by: Tree, source: Source, axis_names: tuple[str, ...]) -> Axes:
-    """Return the manual mesh axes along which anything here may differ from device to device."""
-    return frozenset(axis_names).union(*(axes_of(leaf) for leaf in jax.tree.leaves((by, source))))
+    """Return the manual mesh axes along which anything here may differ from device to
+    device.
+    """
+    return frozenset(axis_names).union(
+        *(axes_of(leaf) for leaf in jax.tree.leaves((by, source)))
+    )
 
 
 def copies(tree: G, axes: Axes) -> G:
-    """Mark `tree` as varying along `axes`, or `jax.grad` would reduce over the devices in every micro-batch."""
+    """Mark `tree` as varying along `axes`, or `jax.grad` would reduce over the devices
+    in every micro-batch.
+    """
     made: G = jax.tree.map(lambda leaf: vary(leaf, axes), tree) if axes else tree
     return made
 
 
-def _unit(question: Question, merging: Merging, source: Source, *, relative: bool) -> int | None:
-    counts_items = "weighted_mean" in merging.kinds or question.options.noise_decay is not None
+def _unit(
+    question: Question, merging: Merging, source: Source, *, relative: bool
+) -> int | None:
+    counts_items = (
+        "weighted_mean" in merging.kinds or question.options.noise_decay is not None
+    )
     if question.options.reduction == "sum" and not counts_items:
         return None
     return (
@@ -451,18 +714,30 @@ def first_number(groups: list[Group], axis_names: tuple[str, ...]) -> Scalar:
 
 
 def _all_items(source: Source, axis_names: tuple[str, ...]) -> int:
-    return batches.known_items(batches.items_in(source)) * (lax.axis_size(axis_names) if axis_names else 1)
+    return batches.known_items(batches.items_in(source)) * (
+        lax.axis_size(axis_names) if axis_names else 1
+    )
 
 
 def _over_devices(own: Own, merging: Merging, axis_names: tuple[str, ...]) -> Own:
-    """Reduce weight, loss and merged aux over all devices; the caller reduces the gradients."""
+    """Reduce weight, loss and merged aux over all devices; the caller reduces the
+    gradients.
+    """
     if not axis_names:
         return own
-    summed = [leaf for leaf, is_sum in zip(own.aux, merging.is_sum(), strict=True) if is_sum]
+    summed = [
+        leaf for leaf, is_sum in zip(own.aux, merging.is_sum(), strict=True) if is_sum
+    ]
     library: Any = lax
-    # One by one: JAX 0.7 does not transpose a psum of several arrays where only some have a derivative.
-    weight, loss, *made = (library.psum(leaf, axis_names) for leaf in (own.weight, own.loss, *summed))
+    # One by one: JAX 0.7 does not transpose a psum of several arrays where only some
+    # have a derivative.
+    weight, loss, *made = (
+        library.psum(leaf, axis_names) for leaf in (own.weight, own.loss, *summed)
+    )
     given = iter(made)
     extremes = merging.over_devices(own.aux, axis_names)
-    aux = [next(given) if is_sum else leaf for leaf, is_sum in zip(extremes, merging.is_sum(), strict=True)]
+    aux = [
+        next(given) if is_sum else leaf
+        for leaf, is_sum in zip(extremes, merging.is_sum(), strict=True)
+    ]
     return own._replace(weight=weight, loss=loss, aux=aux)

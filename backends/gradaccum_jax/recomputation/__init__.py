@@ -1,1 +1,3 @@
-"""Gradient checkpointing: a function keeps its inputs only, and computes its activations again when the gradient needs them."""
+"""Gradient checkpointing: a function keeps its inputs only, and computes its
+activations again when the gradient needs them.
+"""

@@ -29,26 +29,41 @@ def verify(
 ) -> VerificationReport:
     """Check whether gradient accumulation is right for a loss, and if not, why.
 
-    JAX traces `loss_fn` once per size of a micro-batch; nothing is changed. Not for use under `jax.jit`: it looks at values.
+    JAX traces `loss_fn` once per size of a micro-batch; nothing is changed. Not for use
+    under `jax.jit`: it looks at values.
 
     Args:
         params: the tree that the loss is differentiated by.
-        loss_fn: ``loss_fn(params, *batch)`` returns a floating scalar. A criterion of outputs is refused: parameters cannot be called.
-        batch: a tuple of the loss's other arguments, trees of arrays with the items along axis 0: a few real items, at least `steps`.
-            One tree alone is the only argument. Random keys belong in it too: each item gets the numbers of the large batch.
+        loss_fn: ``loss_fn(params, *batch)`` returns a floating scalar. A criterion of
+            outputs is refused: parameters cannot be called.
+        batch: a tuple of the loss's other arguments, trees of arrays with the items
+            along axis 0: a few real items, at least `steps`. One tree alone is the only
+            argument. Random keys belong in it too: each item gets the numbers of the
+            large batch.
         steps: micro-batches that the batch is divided into, at least 2.
         reduction: how accumulation will add up: "mean", "sum" or "item_mean".
-        weight: as accumulation will have it: a callable ``weight(*micro_batch)``, or an array with one number per item.
-        axes: a prefix of the tree of `batch`: the axis of items, None for what is passed whole, ``"key"`` for a random key.
+        weight: as accumulation will have it: a callable ``weight(*micro_batch)``, or an
+            array with one number per item.
+        axes: a prefix of the tree of `batch`: the axis of items, None for what is
+            passed whole, ``"key"`` for a random key.
 
     Raises:
-        ArgumentTypeError: `params` has no floating array, or another argument has the wrong type.
-        ArgumentValueError: the loss is no scalar, leaves have unequal numbers of items, or an argument has a value that makes no sense.
+        ArgumentTypeError: `params` has no floating array, or another argument has the
+            wrong type.
+        ArgumentValueError: the loss is no scalar, leaves have unequal numbers of items,
+            or an argument has a value that makes no sense.
     """
-    loss, arguments = as_loss(loss_fn, params, batch if isinstance(batch, tuple) else (batch,), None)
+    loss, arguments = as_loss(
+        loss_fn, params, batch if isinstance(batch, tuple) else (batch,), None
+    )
     parameters, checked = make_parameters(params), make_batch(arguments, axes)
-    with np.errstate(all="ignore"):  # Gradients that are not finite are told in the report.
-        return examine(JaxSubject(loss, parameters, checked, _make_weight(weight, checked)), steps, reduction)
+    # Gradients that are not finite are told in the report.
+    with np.errstate(all="ignore"):
+        return examine(
+            JaxSubject(loss, parameters, checked, _make_weight(weight, checked)),
+            steps,
+            reduction,
+        )
 
 
 def verifies(model: object) -> bool:

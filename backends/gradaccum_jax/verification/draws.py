@@ -1,7 +1,8 @@
-"""The random numbers of a traced loss: those that follow the keys of the batch, replayed item by item.
+"""The random numbers of a traced loss: those that follow the keys of the batch,
+replayed item by item.
 
-To compare accumulation with the large batch, the equations that draw run for the large batch, and each micro-batch gets the rows of its
-items.
+To compare accumulation with the large batch, the equations that draw run for the large
+batch, and each micro-batch gets the rows of its items.
 """
 
 from __future__ import annotations
@@ -32,12 +33,17 @@ class Draw(NamedTuple):
     by_items: bool
     """Whether it follows values of the items."""
     within: bool
-    """Whether it stands in a loop, a branch or a custom derivative, where it cannot be replaced."""
+    """Whether it stands in a loop, a branch or a custom derivative, where it cannot be
+    replaced.
+    """
 
 
 def draws_of(program: Program, keys: Set[int], items: Set[int]) -> list[Draw]:
     jaxpr = program.closed.jaxpr
-    marks = {variable: (place in keys, place in items) for place, variable in enumerate(jaxpr.invars)}
+    marks = {
+        variable: (place in keys, place in items)
+        for place, variable in enumerate(jaxpr.invars)
+    }
     return list(_walk(jaxpr, marks, Around(), within=False))
 
 
@@ -46,26 +52,44 @@ Mark = tuple[bool, bool]
 NEITHER: Mark = (False, False)
 
 
-def _walk(jaxpr: Any, marks: dict[Any, Mark], around: Around, *, within: bool) -> Iterator[Draw]:
-    """Add a mark to `marks` for each value. Inside of loops every value counts as following the loop's arguments."""
+def _walk(
+    jaxpr: Any, marks: dict[Any, Mark], around: Around, *, within: bool
+) -> Iterator[Draw]:
+    """Add a mark to `marks` for each value. Inside of loops every value counts as
+    following the loop's arguments.
+    """
     for eqn in jaxpr.eqns:
-        given = [NEITHER if isinstance(v, core.Literal) else marks.get(v, NEITHER) for v in eqn.invars]
+        given = [
+            NEITHER if isinstance(v, core.Literal) else marks.get(v, NEITHER)
+            for v in eqn.invars
+        ]
         every = (any(key for key, _ in given), any(item for _, item in given))
         called = inner(eqn)
         if called is not None:
             below = dict(zip(called[0].invars, given, strict=True))
             yield from _walk(called[0], below, around.within(eqn), within=within)
-            made = [NEITHER if isinstance(v, core.Literal) else below.get(v, NEITHER) for v in called[0].outvars]
+            made = [
+                NEITHER if isinstance(v, core.Literal) else below.get(v, NEITHER)
+                for v in called[0].outvars
+            ]
         else:
             yield from _draws_at(eqn, every, around.within(eqn), within)
             made = [every] * len(eqn.outvars)
         marks.update(zip(eqn.outvars, made, strict=True))
 
 
-def _draws_at(eqn: Equation, mark: Mark, around: Around, within: bool) -> Iterator[Draw]:
+def _draws_at(
+    eqn: Equation, mark: Mark, around: Around, within: bool
+) -> Iterator[Draw]:
     if eqn.primitive.name in DRAWING:
         shape = tuple(eqn.outvars[0].aval.shape)
-        yield Draw(Step(eqn, around).place, shape, eqn.primitive.name == "random_bits", *mark, within)
+        yield Draw(
+            Step(eqn, around).place,
+            shape,
+            eqn.primitive.name == "random_bits",
+            *mark,
+            within,
+        )
     for jaxpr in programs_in(eqn):
         yield from _walk(jaxpr, dict.fromkeys(jaxpr.invars, mark), around, within=True)
 
@@ -79,7 +103,9 @@ def rows(value: Array, axis: int, items: int, part: Sequence[int]) -> Array:
 
 
 class Replay:
-    """A run of a program with given random numbers, or one that records the drawn ones."""
+    """A run of a program with given random numbers, or one that records the drawn
+    ones.
+    """
 
     def __init__(self, given: dict[int, Array] | None = None) -> None:
         self.drawn: list[Array] = []
@@ -96,16 +122,21 @@ class Replay:
 
 # A loss as the program that JAX traced, run equation by equation.
 #
-# The check has to stand between the equations of a loss that it did not write: to give the items of a micro-batch the random numbers that
-# they met in the large batch, and to see where an item's value begins to depend on the other items. Calls of jitted and rematerialised
-# functions are run as part of the program. Loops, branches and functions with derivatives of their own are run as one equation each.
+# The check has to stand between the equations of a loss that it did not write: to give
+# the items of a micro-batch the random numbers that they met in the large batch, and to
+# see where an item's value begins to depend on the other items. Calls of jitted and
+# rematerialised functions are run as part of the program. Loops, branches and functions
+# with derivatives of their own are run as one equation each.
 
 
 Hook = Callable[["Step", list[Array]], list[Array]]
 """Runs one equation on the values of its inputs."""
 
 CALLS = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2")
-LIBRARIES = tuple(f"{os.sep}{name}{os.sep}" for name in ("jax", "jaxlib", "flax", "optax", "haiku", "equinox"))
+LIBRARIES = tuple(
+    f"{os.sep}{name}{os.sep}"
+    for name in ("jax", "jaxlib", "flax", "optax", "haiku", "equinox")
+)
 """Folders whose frames are not the user's."""
 
 
@@ -113,14 +144,22 @@ class Around(NamedTuple):
     """The surroundings of an equation."""
 
     stack: str = ""
-    """The modules, as the library names them: ``Net/BatchNorm_0``; empty without any."""
+    """The modules, as the library names them: ``Net/BatchNorm_0``; empty without any.
+    """
     frame: str = ""
-    """The user's function and line that called the innermost call; newer JAX keeps no frame of the user's inside of its own functions."""
+    """The user's function and line that called the innermost call; newer JAX keeps no
+    frame of the user's inside of its own functions.
+    """
 
     def within(self, eqn: Equation) -> Around:
-        """Return the surroundings of the equations inside of the call `eqn`; for another equation its own."""
+        """Return the surroundings of the equations inside of the call `eqn`; for
+        another equation its own.
+        """
         own = str(eqn.source_info.name_stack)
-        return Around("/".join(part for part in (self.stack, own) if part), _frame(eqn) or self.frame)
+        return Around(
+            "/".join(part for part in (self.stack, own) if part),
+            _frame(eqn) or self.frame,
+        )
 
 
 class Step(NamedTuple):
@@ -142,11 +181,19 @@ class Program:
         self.closed = closed
 
     def run(self, arguments: Sequence[Array], hook: Hook | None = None) -> list[Array]:
-        return _run(self.closed.jaxpr, self.closed.consts, arguments, hook or (lambda step, values: bind(step.eqn, values)), Around())
+        return _run(
+            self.closed.jaxpr,
+            self.closed.consts,
+            arguments,
+            hook or (lambda step, values: bind(step.eqn, values)),
+            Around(),
+        )
 
 
 def bind(eqn: Equation, values: Sequence[Array]) -> list[Array]:
-    """Return the results of one equation. Older JAX passes functions as arguments, newer JAX as parameters."""
+    """Return the results of one equation. Older JAX passes functions as arguments,
+    newer JAX as parameters.
+    """
     found = eqn.primitive.get_bind_params(eqn.params)
     functions, parameters = found if isinstance(found, tuple) else ((), found)
     results = eqn.primitive.bind(*functions, *values, **parameters)
@@ -157,25 +204,51 @@ def inner(eqn: Equation) -> tuple[Any, Sequence[Array]] | None:
     """Return the jaxpr and the constants of a call; None for another equation."""
     if eqn.primitive.name not in CALLS:
         return None
-    found = next(value for value in eqn.params.values() if isinstance(value, (core.Jaxpr, core.ClosedJaxpr)))
-    return (found.jaxpr, found.consts) if isinstance(found, core.ClosedJaxpr) else (found, ())
+    found = next(
+        value
+        for value in eqn.params.values()
+        if isinstance(value, (core.Jaxpr, core.ClosedJaxpr))
+    )
+    return (
+        (found.jaxpr, found.consts)
+        if isinstance(found, core.ClosedJaxpr)
+        else (found, ())
+    )
 
 
-def _run(jaxpr: Any, consts: Sequence[Array], arguments: Sequence[Array], hook: Hook, around: Around) -> list[Array]:
-    values: dict[Any, Array] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *arguments), strict=True))
+def _run(
+    jaxpr: Any,
+    consts: Sequence[Array],
+    arguments: Sequence[Array],
+    hook: Hook,
+    around: Around,
+) -> list[Array]:
+    values: dict[Any, Array] = dict(
+        zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *arguments), strict=True)
+    )
 
     def read(variable: Any) -> Array:
         return variable.val if isinstance(variable, core.Literal) else values[variable]
 
     for eqn in jaxpr.eqns:
-        given, within, called = [read(variable) for variable in eqn.invars], around.within(eqn), inner(eqn)
-        made = hook(Step(eqn, within), given) if called is None else _run(*called, given, hook, within)
+        given, within, called = (
+            [read(variable) for variable in eqn.invars],
+            around.within(eqn),
+            inner(eqn),
+        )
+        made = (
+            hook(Step(eqn, within), given)
+            if called is None
+            else _run(*called, given, hook, within)
+        )
         values.update(zip(eqn.outvars, made, strict=True))
     return [read(variable) for variable in jaxpr.outvars]
 
 
 def _frame(eqn: Equation) -> str:
-    """Return the user's innermost function when the equation was traced; "" if the traceback holds none."""
+    """Return the user's innermost function when the equation was traced; "" if the
+    traceback holds none.
+    """
     trace = getattr(eqn.source_info, "traceback", None)
     for frame in trace.frames if trace is not None else ():
         if not any(library in frame.file_name for library in LIBRARIES):

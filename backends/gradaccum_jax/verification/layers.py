@@ -1,7 +1,10 @@
-"""Layers of a loss whose output for one item depends on the other items: batch normalisation by whatever name.
+"""Layers of a loss whose output for one item depends on the other items: batch
+normalisation by whatever name.
 
-The loss's program runs on the large batch and on its first half. If an item's value changes after an equation whose inputs did not, the
-items are mixed: by a layer, if parameters then work on the mixed values item by item, otherwise by a coupled loss, which the core finds.
+The loss's program runs on the large batch and on its first half. If an item's value
+changes after an equation whose inputs did not, the items are mixed: by a layer, if
+parameters then work on the mixed values item by item, otherwise by a coupled loss,
+which the core finds.
 """
 
 from __future__ import annotations
@@ -35,12 +38,16 @@ class Trail:
         program, arguments, draws = given
         self.values: list[Any] = list(arguments)
         self.ran: list[Ran] = []
-        self._places: dict[int, int] = {id(value): place for place, value in enumerate(self.values)}
+        self._places: dict[int, int] = {
+            id(value): place for place, value in enumerate(self.values)
+        }
         self._replay = Replay(draws)
         program.run(arguments, self._hook)
 
     def _hook(self, step: Step, inputs: list[Array]) -> list[Array]:
-        before = [self._places[id(value)] for value in inputs if id(value) in self._places]
+        before = [
+            self._places[id(value)] for value in inputs if id(value) in self._places
+        ]
         made = self._replay(step, inputs)
         after = list(range(len(self.values), len(self.values) + len(made)))
         self.values += made  # Kept, so that an id stays that of one value.
@@ -50,40 +57,75 @@ class Trail:
 
 
 def mixing_layers(
-    large: Given, moved: Given, small: Given, parameters: Iterable[int], items: int, part: Sequence[int], roundoff: float
+    large: Given,
+    moved: Given,
+    small: Given,
+    parameters: Iterable[int],
+    items: int,
+    part: Sequence[int],
+    roundoff: float,
 ) -> list[Layer]:
-    """Return the layers in the order in which they run; none if the two programs have different equations."""
+    """Return the layers in the order in which they run; none if the two programs have
+    different equations.
+    """
     trails = Trail(large), Trail(moved), Trail(small)
-    if len({len(trail.values) for trail in trails}) != 1 or len({len(trail.ran) for trail in trails}) != 1:
+    if (
+        len({len(trail.values) for trail in trails}) != 1
+        or len({len(trail.ran) for trail in trails}) != 1
+    ):
         return []
-    axes = [item_axis(np.shape(a), np.shape(b), items, len(part)) for a, b in zip(trails[0].values, trails[2].values, strict=True)]
+    axes = [
+        item_axis(np.shape(a), np.shape(b), items, len(part))
+        for a, b in zip(trails[0].values, trails[2].values, strict=True)
+    ]
     values = zip(*(trail.values for trail in trails), strict=True)
-    differs = [axis is not None and _differs(each, axis, items, part, roundoff) for axis, each in zip(axes, values, strict=True)]
+    differs = [
+        axis is not None and _differs(each, axis, items, part, roundoff)
+        for axis, each in zip(axes, values, strict=True)
+    ]
     mixing = [ran for ran in trails[0].ran if _mixes(ran, axes, differs)]
     return _layers(trails[0], mixing, axes, set(parameters))
 
 
 def _mixes(ran: Ran, axes: Sequence[int | None], differs: Sequence[bool]) -> bool:
-    return any(differs[place] for place in ran.outputs) and not any(differs[place] for place in ran.inputs if axes[place] is not None)
+    return any(differs[place] for place in ran.outputs) and not any(
+        differs[place] for place in ran.inputs if axes[place] is not None
+    )
 
 
-def _differs(values: Sequence[Array], axis: int, items: int, part: Sequence[int], roundoff: float) -> bool:
+def _differs(
+    values: Sequence[Array], axis: int, items: int, part: Sequence[int], roundoff: float
+) -> bool:
     large, moved, small = values
     if is_key(large):
         return False
-    a, b, c = (np.asarray(value).astype(complex) for value in (rows(large, axis, items, part), rows(moved, axis, items, part), small))
+    a, b, c = (
+        np.asarray(value).astype(complex)
+        for value in (
+            rows(large, axis, items, part),
+            rows(moved, axis, items, part),
+            small,
+        )
+    )
     largest = float(np.max(np.abs(a), initial=0.0))
     unit = max(float(np.max(np.abs(b - a), initial=0.0)), roundoff * largest)
     return not float(np.max(np.abs(c - a), initial=0.0)) <= ROUNDING_LIMIT * unit
 
 
-def _layers(trail: Trail, mixing: Sequence[Ran], axes: Sequence[int | None], parameters: set[int]) -> list[Layer]:
+def _layers(
+    trail: Trail,
+    mixing: Sequence[Ran],
+    axes: Sequence[int | None],
+    parameters: set[int],
+) -> list[Layer]:
     """Return the equations that mix items and whose outcome parameters work on."""
     alone = _by_parameters(trail, parameters)
     found: dict[str, Layer] = {}
     for ran in mixing:
         if _meets_parameters(trail, ran, axes, alone):
-            found.setdefault(ran.step.place, Layer(ran.step.place, _kind(ran.step.place), True))
+            found.setdefault(
+                ran.step.place, Layer(ran.step.place, _kind(ran.step.place), True)
+            )
     return list(found.values())
 
 
@@ -99,7 +141,9 @@ def _by_parameters(trail: Trail, parameters: set[int]) -> set[int]:
     return alone
 
 
-def _meets_parameters(trail: Trail, mixing: Ran, axes: Sequence[int | None], alone: set[int]) -> bool:
+def _meets_parameters(
+    trail: Trail, mixing: Ran, axes: Sequence[int | None], alone: set[int]
+) -> bool:
     reached = set(mixing.outputs)
     for ran in trail.ran:
         if any(place in reached and axes[place] is not None for place in ran.inputs):
@@ -110,5 +154,9 @@ def _meets_parameters(trail: Trail, mixing: Ran, axes: Sequence[int | None], alo
 
 
 def _kind(place: str) -> str:
-    """Return the module's class for ``Net/BatchNorm_0``, the function for ``norm at model.py:3``."""
-    return place.partition(" at ")[0].rpartition("/")[2].rstrip("0123456789").rstrip("_")
+    """Return the module's class for ``Net/BatchNorm_0``, the function for
+    ``norm at model.py:3``.
+    """
+    return (
+        place.partition(" at ")[0].rpartition("/")[2].rstrip("0123456789").rstrip("_")
+    )

@@ -1,7 +1,8 @@
 """The state of an accumulation as a pytree, and the results that users read from it.
 
-It is flat, with the same field names in every backend, which `optax.tree_utils.tree_get` finds. It holds arrays only, so no field can be
-lost in a flatten.
+It is flat, with the same field names in every backend, which
+`optax.tree_utils.tree_get` finds. It holds arrays only, so no field can be lost in a
+flatten.
 """
 
 from __future__ import annotations
@@ -32,16 +33,21 @@ class AccumulationState(NamedTuple):
     skipped_windows: Scalar
     """int32: windows closed without an update."""
     weight: Scalar
-    """float32, float64 with float64 accumulators: sum of the weights in the open window."""
+    """float32, float64 with float64 accumulators: sum of the weights in the open
+    window.
+    """
     overflow: Scalar
-    """bool: some micro-batch of the open window is known to have had a non-finite gradient."""
+    """bool: some micro-batch of the open window is known to have had a non-finite
+    gradient.
+    """
     loss_scale: Scalar
     """float32: the factor of the loss before differentiation."""
     growth_tracker: Scalar
     """int32: clean windows since the loss scale last changed."""
     accumulator: Tree
-    """The open window's sum, scaled and undivided, in the tree of the parameters. Between two windows it holds what the last update left
-    there."""
+    """The open window's sum, scaled and undivided, in the tree of the parameters.
+    Between two windows it holds what the last update left there.
+    """
     inner_state: InnerState
     """The wrapped optimizer's own state; with master weights that of the masters."""
     last_applied: Scalar
@@ -49,50 +55,95 @@ class AccumulationState(NamedTuple):
     last_skipped: Scalar
     """bool: the last event closed a window without one."""
     last_overflow: Scalar
-    """bool: the last event closed a window that had overflowed, or dropped its micro-batch."""
+    """bool: the last event closed a window that had overflowed, or dropped its
+    micro-batch.
+    """
     last_grad_norm: Scalar
-    """dtype of `weight`: global 2-norm of the last closed window's gradient before clipping; inf if it overflowed; 0 before any;
-    `UNKNOWN` if nothing asked for it."""
+    """dtype of `weight`: global 2-norm of the last closed window's gradient before
+    clipping; inf if it overflowed; 0 before any; `UNKNOWN` if nothing asked for it.
+    """
     masters: Tree = None
-    """With ``master_weights=True`` the tree of the parameters: float32 masters of the half-precision ones, None for the others."""
+    """With ``master_weights=True`` the tree of the parameters: float32 masters of the
+    half-precision ones, None for the others.
+    """
     terms: Array = None
-    """int32, shape (5,): format, reduction, on_overflow, kind of loss scale and steps of the open window: `gradaccum.kit.encode_terms`."""
+    """int32, shape (5,): format, reduction, on_overflow, kind of loss scale and steps
+    of the open window: `gradaccum.kit.encode_terms`.
+    """
     loss: Scalar = None
-    """dtype of `weight`: the open window's losses, added up as `gradaccum.kit.add_loss` does; `UNKNOWN` if one was not told."""
+    """dtype of `weight`: the open window's losses, added up as `gradaccum.kit.add_loss`
+    does; `UNKNOWN` if one was not told.
+    """
     last_loss: Scalar = None
-    """dtype of `weight`: the last closed window's loss, unscaled; `UNKNOWN` before any, and where it was not told."""
+    """dtype of `weight`: the last closed window's loss, unscaled; `UNKNOWN` before any,
+    and where it was not told.
+    """
     noise: Noise | None = None
-    """With ``noise_scale=`` a `gradaccum.kit.Noise` of scalars of the dtype of `weight`; else None."""
+    """With ``noise_scale=`` a `gradaccum.kit.Noise` of scalars of the dtype of
+    `weight`; else None.
+    """
 
 
 def fresh(start: State, weight_dtype: DType, **trees: Tree) -> AccumulationState:
-    """Return the state before the first micro-batch. Every scalar has its own array: no buffer may be donated twice."""
-    dtypes = (jnp.int32, jnp.int32, jnp.int32, weight_dtype, jnp.bool_, jnp.float32, jnp.int32)
-    fields: dict[str, Any] = {name: jnp.asarray(value, dtype) for (name, value), dtype in zip(start._asdict().items(), dtypes, strict=True)}
-    event: dict[str, Any] = {name: jnp.asarray(False) for name in ("last_applied", "last_skipped", "last_overflow")}
-    return AccumulationState(**fields, **event, last_grad_norm=jnp.zeros((), weight_dtype), **trees)
+    """Return the state before the first micro-batch. Every scalar has its own array: no
+    buffer may be donated twice.
+    """
+    dtypes = (
+        jnp.int32,
+        jnp.int32,
+        jnp.int32,
+        weight_dtype,
+        jnp.bool_,
+        jnp.float32,
+        jnp.int32,
+    )
+    fields: dict[str, Any] = {
+        name: jnp.asarray(value, dtype)
+        for (name, value), dtype in zip(start._asdict().items(), dtypes, strict=True)
+    }
+    event: dict[str, Any] = {
+        name: jnp.asarray(False)
+        for name in ("last_applied", "last_skipped", "last_overflow")
+    }
+    return AccumulationState(
+        **fields, **event, last_grad_norm=jnp.zeros((), weight_dtype), **trees
+    )
 
 
 def first_terms(options: Options) -> Array:
     """Return the terms before a callable ``steps`` was called."""
     steps = options.steps
-    return current_terms(options, kit.steps_at(steps, 0, kit.select) if kit.is_known(steps) else None)
+    return current_terms(
+        options, kit.steps_at(steps, 0, kit.select) if kit.is_known(steps) else None
+    )
 
 
 def current_terms(options: Options, steps: Scalar) -> Array:
     """Return the codes of the open window's terms, which each micro-batch writes."""
     codes = kit.encode_terms(kit.terms_of(options._replace(steps=None), 0))
     known = jnp.asarray(codes, jnp.int32)
-    return known if steps is None else jnp.where(np.arange(len(codes)) == STEPS, jnp.asarray(kit.code_of(steps), jnp.int32), known)
+    return (
+        known
+        if steps is None
+        else jnp.where(
+            np.arange(len(codes)) == STEPS,
+            jnp.asarray(kit.code_of(steps), jnp.int32),
+            known,
+        )
+    )
 
 
 def event_of(state: AccumulationState) -> tuple[Scalar, Scalar, Scalar]:
     return state.last_applied, state.last_skipped, state.last_overflow
 
 
-def with_event(state: AccumulationState, applied: Scalar, skipped: Scalar, overflow: Scalar) -> AccumulationState:
+def with_event(
+    state: AccumulationState, applied: Scalar, skipped: Scalar, overflow: Scalar
+) -> AccumulationState:
     flags = all_like((applied, skipped, overflow), event_of(state))
-    return state._replace(last_applied=flags[0], last_skipped=flags[1], last_overflow=flags[2])
+    return state._replace(
+        last_applied=flags[0], last_skipped=flags[1], last_overflow=flags[2]
+    )
 
 
 def fields_of(state: AccumulationState) -> Fields:
@@ -100,7 +151,9 @@ def fields_of(state: AccumulationState) -> Fields:
 
 
 def with_fields(state: AccumulationState, fields: Fields) -> AccumulationState:
-    """Return `state` with new `fields`, each in its old type, which a scan's carry must keep."""
+    """Return `state` with new `fields`, each in its old type, which a scan's carry must
+    keep.
+    """
     return AccumulationState._make((*all_like(fields, fields_of(state)), *state[7:]))
 
 
@@ -110,12 +163,21 @@ def like(new: Scalar, old: Scalar) -> Array:
 
 def all_like(news: Sequence[Scalar], olds: Sequence[Scalar]) -> list[Array]:
     """Cast each of `news` to the dtype and the mesh axes of its old value."""
-    cast = [jnp.asarray(new, jnp.result_type(old)) for new, old in zip(news, olds, strict=True)]
-    return [vary(new, axes_of(old)) for new, old in zip(cast, olds, strict=True)] if manual_axes() else cast
+    cast = [
+        jnp.asarray(new, jnp.result_type(old))
+        for new, old in zip(news, olds, strict=True)
+    ]
+    return (
+        [vary(new, axes_of(old)) for new, old in zip(cast, olds, strict=True)]
+        if manual_axes()
+        else cast
+    )
 
 
 def find_states(tree: Tree) -> list[AccumulationState]:
-    leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, AccumulationState))
+    leaves = jax.tree.leaves(
+        tree, is_leaf=lambda node: isinstance(node, AccumulationState)
+    )
     return [leaf for leaf in leaves if isinstance(leaf, AccumulationState)]
 
 
@@ -136,11 +198,13 @@ def result(state: Tree) -> StepResult:
     """Return the result of the last update, flush or discard.
 
     Args:
-        state: the state of a wrapped optimizer, or a tree that holds exactly one, such as the state of an `optax.chain`.
+        state: the state of a wrapped optimizer, or a tree that holds exactly one, such
+            as the state of an `optax.chain`.
 
     Returns:
-        A `StepResult` of `jax.Array` scalars, shape ``()``: bools; `grad_norm`, `loss` and `noise_scale` float32 (float64 with float64
-        accumulators); `loss_scale` float32; counters int32.
+        A `StepResult` of `jax.Array` scalars, shape ``()``: bools; `grad_norm`, `loss`
+        and `noise_scale` float32 (float64 with float64 accumulators); `loss_scale`
+        float32; counters int32.
 
     Raises:
         ArgumentTypeError: `state` holds no such state, or several.
@@ -160,30 +224,45 @@ def result(state: Tree) -> StepResult:
 
 
 def describe(state: Tree) -> str:
-    """Return the state in one line: ``micro-batch 2 of 4, update 17, 1 skipped, scale 65536``.
+    """Return the state in one line:
+    ``micro-batch 2 of 4, update 17, 1 skipped, scale 65536``.
 
-    The size is that of the last micro-batch's window. This waits for the device; call it outside of compiled code.
+    The size is that of the last micro-batch's window. This waits for the device; call
+    it outside of compiled code.
 
     Args:
         state: as in `result`.
 
     Raises:
-        ArgumentTypeError: `state` holds no accumulation's state, or several; or it is traced, or of several models side by side.
+        ArgumentTypeError: `state` holds no accumulation's state, or several; or it is
+            traced, or of several models side by side.
     """
     found = the_state(state)
     if isinstance(found.micro_step, jax.core.Tracer) or jnp.ndim(found.micro_step):
         fix = (
-            "Call it after the compiled step, with one model's state; inside, write jax.debug.callback(watch, gradaccum_jax.result(state))."
+            "Call it after the compiled step, with one model's state; inside, write"
+            " jax.debug.callback(watch, gradaccum_jax.result(state))."
         )
-        raise explain(ArgumentTypeError, "state", expected="a state of scalars with values", found="a traced or stacked one", fix=fix)
+        raise explain(
+            ArgumentTypeError,
+            "state",
+            expected="a state of scalars with values",
+            found="a traced or stacked one",
+            fix=fix,
+        )
     code = int(found.terms[STEPS])
-    fields = State(*(jnp.sum(field).item() for field in fields_of(found)))  # each device that shares a window has a weight of its own
+    # each device that shares a window has a weight of its own
+    fields = State(*(jnp.sum(field).item() for field in fields_of(found)))
     return kit.status(fields, UntilWeight(-code) if code < 0 else code or None)
 
 
 def _noise_scale(state: AccumulationState) -> Array:
     with jax.debug_nans(False):  # unknown is no accident
-        return jnp.full_like(state.last_loss, jnp.nan) if state.noise is None else kit.noise_scale(state.noise, jnp.where)
+        return (
+            jnp.full_like(state.last_loss, jnp.nan)
+            if state.noise is None
+            else kit.noise_scale(state.noise, jnp.where)
+        )
 
 
 def _on_any_device(state: AccumulationState) -> Array:
@@ -205,10 +284,12 @@ def scale_loss(loss: Scalar, state: Tree) -> Scalar:
     return loss * jnp.asarray(the_state(state).loss_scale)
 
 
-# Numbers that nobody knows, as the state stores them: the loss of a window that was given none, the norm of a window that nobody measured.
+# Numbers that nobody knows, as the state stores them: the loss of a window that was
+# given none, the norm of a window that nobody measured.
 #
-# They are NaN wherever anything is computed. But ``jax_debug_nans`` stops at each NaN that leaves a jitted function, and a state leaves one
-# in every micro-batch. So the state stores the lowest float32 in a NaN's place, which is no sum of losses.
+# They are NaN wherever anything is computed. But ``jax_debug_nans`` stops at each NaN
+# that leaves a jitted function, and a state leaves one in every micro-batch. So the
+# state stores the lowest float32 in a NaN's place, which is no sum of losses.
 
 
 UNKNOWN = float(jnp.finfo(jnp.float32).min)

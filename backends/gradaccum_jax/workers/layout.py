@@ -1,4 +1,5 @@
-"""A window's state outside of `jax.shard_map`: each device's own fields have a leading axis, one entry for each device.
+"""A window's state outside of `jax.shard_map`: each device's own fields have a leading
+axis, one entry for each device.
 
 So any checkpoint holds the buffers of all devices.
 """
@@ -12,12 +13,20 @@ from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
 from gradaccum.kit import Noise, State, explain
 from gradaccum.kit import redistributed as redistributed_fields
 from gradaccum_jax.arrays import Array, Tree, is_key
-from gradaccum_jax.window.state import AccumulationState, as_read, as_stored, fields_of, find_states
+from gradaccum_jax.window.state import (
+    AccumulationState,
+    as_read,
+    as_stored,
+    fields_of,
+    find_states,
+)
 from gradaccum_jax.workers.group import OWN, is_state
 
 
 def devices_of(state: AccumulationState) -> int | None:
-    """Return how many devices share the window of a state from outside of `jax.shard_map`; None if the state is one device's."""
+    """Return how many devices share the window of a state from outside of
+    `jax.shard_map`; None if the state is one device's.
+    """
     axes = jnp.ndim(state.weight) - jnp.ndim(state.micro_step)
     return int(jnp.shape(state.weight)[0]) if axes else None
 
@@ -26,20 +35,33 @@ def require_layout(tree: Tree, devices: int) -> None:
     for state in find_states(tree):
         if (held := devices_of(state)) != devices:
             expected = f"that of a window that {devices} devices share"
-            found = "the state of a window that no devices share" if held is None else f"one that {held} devices share"
-            fresh = "Make it by tx.init(params), of a tx wrapped with axis_name= and mesh=."
-            fix = fresh if held is None else f"Write state = gradaccum_jax.redistributed(state, {devices})."
+            found = (
+                "the state of a window that no devices share"
+                if held is None
+                else f"one that {held} devices share"
+            )
+            fresh = (
+                "Make it by tx.init(params), of a tx wrapped with axis_name= and mesh=."
+            )
+            fix = (
+                fresh
+                if held is None
+                else f"Write state = gradaccum_jax.redistributed(state, {devices})."
+            )
             raise explain(UsageError, "state", expected=expected, found=found, fix=fix)
 
 
 def redistributed(state: Tree, workers: int) -> Tree:
-    """Return `state` for another number of devices, for example of a checkpoint: an open window resumes with all that it holds.
+    """Return `state` for another number of devices, for example of a checkpoint: an
+    open window resumes with all that it holds.
 
-    The first device gets the sum of the sums and all of the weight, the others nothing. With as many devices as before nothing changes. Not
-    for use under `jit`: it looks at values.
+    The first device gets the sum of the sums and all of the weight, the others nothing.
+    With as many devices as before nothing changes. Not for use under `jit`: it looks at
+    values.
 
     Args:
-        state: the state of a wrapped optimizer with ``axis_name``, or a tree that holds one, as `data_parallel` returned it.
+        state: the state of a wrapped optimizer with ``axis_name``, or a tree that holds
+            one, as `data_parallel` returned it.
         workers: the number of devices that share the window from now on, >= 1.
 
     Raises:
@@ -47,14 +69,39 @@ def redistributed(state: Tree, workers: int) -> Tree:
         ArgumentValueError: `workers` is below 1.
     """
     if isinstance(workers, bool) or not isinstance(workers, int):
-        raise explain(ArgumentTypeError, "workers", expected="an int >= 1", got=workers, fix="Write workers=mesh.shape['data'].")
+        raise explain(
+            ArgumentTypeError,
+            "workers",
+            expected="an int >= 1",
+            got=workers,
+            fix="Write workers=mesh.shape['data'].",
+        )
     if workers < 1:
-        raise explain(ArgumentValueError, "workers", expected="an int >= 1", got=workers, fix="Write workers=mesh.shape['data'].")
+        raise explain(
+            ArgumentValueError,
+            "workers",
+            expected="an int >= 1",
+            got=workers,
+            fix="Write workers=mesh.shape['data'].",
+        )
     states = find_states(state)
     if not states or any(devices_of(held) is None for held in states):
-        found, fix = f"a {type(state).__name__} without one", "Pass what a step under gradaccum_jax.data_parallel returned."
-        raise explain(ArgumentTypeError, "state", expected="the state of a window that devices share", found=found, fix=fix)
-    return jax.tree.map(lambda part: _spread(part, workers) if is_state(part) else part, state, is_leaf=is_state)
+        found, fix = (
+            f"a {type(state).__name__} without one",
+            "Pass what a step under gradaccum_jax.data_parallel returned.",
+        )
+        raise explain(
+            ArgumentTypeError,
+            "state",
+            expected="the state of a window that devices share",
+            found=found,
+            fix=fix,
+        )
+    return jax.tree.map(
+        lambda part: _spread(part, workers) if is_state(part) else part,
+        state,
+        is_leaf=is_state,
+    )
 
 
 def _spread(state: AccumulationState, workers: int) -> AccumulationState:
@@ -62,12 +109,24 @@ def _spread(state: AccumulationState, workers: int) -> AccumulationState:
     if devices == workers:
         return state
     # From the host, so that what is saved on one mesh can go to another.
-    held = jax.tree.map(lambda leaf: leaf if is_key(leaf) else jnp.asarray(jax.device_get(leaf)), state)
+    held = jax.tree.map(
+        lambda leaf: leaf if is_key(leaf) else jnp.asarray(jax.device_get(leaf)), state
+    )
     named = list(zip(State._fields, fields_of(held), strict=True))
-    after = redistributed_fields([State(*(f[rank] if name in OWN else f for name, f in named)) for rank in range(devices)], workers)
+    after = redistributed_fields(
+        [
+            State(*(f[rank] if name in OWN else f for name, f in named))
+            for rank in range(devices)
+        ],
+        workers,
+    )
 
     def added(leaf: Array) -> Array:
-        return jnp.zeros((workers, *leaf.shape[1:]), leaf.dtype).at[0].set(leaf.sum(0, dtype=leaf.dtype))
+        return (
+            jnp.zeros((workers, *leaf.shape[1:]), leaf.dtype)
+            .at[0]
+            .set(leaf.sum(0, dtype=leaf.dtype))
+        )
 
     spread: AccumulationState = held._replace(
         weight=jnp.asarray([fields.weight for fields in after], held.weight.dtype),
@@ -81,5 +140,12 @@ def _spread(state: AccumulationState, workers: int) -> AccumulationState:
 
 
 def _without_first(noise: Noise, workers: int) -> Noise:
-    """Forget the first micro-batches: a device's next one counts as first, with all that its sum holds, which serves as well."""
-    return noise._replace(**{name: jnp.zeros((workers,), noise.trace.dtype) for name in ("first_weight", "first_square")})
+    """Forget the first micro-batches: a device's next one counts as first, with all
+    that its sum holds, which serves as well.
+    """
+    return noise._replace(
+        **{
+            name: jnp.zeros((workers,), noise.trace.dtype)
+            for name in ("first_weight", "first_square")
+        }
+    )

@@ -1,4 +1,6 @@
-"""The conformance suite's harness: models from neutral specs, sessions over them, and access to their state."""
+"""The conformance suite's harness: models from neutral specs, sessions over them, and
+access to their state.
+"""
 
 from gradaccum_mindspore.harness.large_batch import harness
 

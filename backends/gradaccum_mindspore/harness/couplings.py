@@ -1,4 +1,6 @@
-"""The suite's losses that couple the items of a batch; `gradaccum_conformance.couplings` has their definitions."""
+"""The suite's losses that couple the items of a batch;
+`gradaccum_conformance.couplings` has their definitions.
+"""
 
 from __future__ import annotations
 
@@ -49,4 +51,8 @@ def _number(value: int, like: Any) -> Any:
     return ops.full((), value, dtype=like.dtype)
 
 
-COUPLINGS: dict[Coupling, Loss] = {"contrast": contrast, "covariance": covariance, "balance": balance}
+COUPLINGS: dict[Coupling, Loss] = {
+    "contrast": contrast,
+    "covariance": covariance,
+    "balance": balance,
+}

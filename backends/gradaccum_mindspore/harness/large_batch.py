@@ -30,7 +30,11 @@ from gradaccum_conformance import (
     mirrored,
 )
 from gradaccum_mindspore.harness.couplings import COUPLINGS
-from gradaccum_mindspore.harness.session import MindSporeHarness, MindSporeSession, context_mode
+from gradaccum_mindspore.harness.session import (
+    MindSporeHarness,
+    MindSporeSession,
+    context_mode,
+)
 from gradaccum_mindspore.harness.trainer import build_network, ms_dtype, plain
 from gradaccum_mindspore.harness.workers import MindSporeWorkers
 from gradaccum_mindspore.large_batch.coupled import coupled_value_and_grad
@@ -40,16 +44,26 @@ from gradaccum_mindspore.sums import write
 
 
 class Network(nn.Cell):  # type: ignore[misc]
-    """The model of a call, with its loss and its outputs as functions of a micro-batch."""
+    """The model of a call, with its loss and its outputs as functions of a
+    micro-batch.
+    """
 
     def __init__(self, call: LargeBatchCall) -> None:
         super().__init__(auto_prefix=False)
         self.dtype, shapes = ms_dtype(call.dtype), call.model.parameter_shapes()
-        self.named = {name: Parameter(Tensor(np.zeros(shape), self.dtype), name=name) for name, shape in shapes.items()}
+        self.named = {
+            name: Parameter(Tensor(np.zeros(shape), self.dtype), name=name)
+            for name, shape in shapes.items()
+        }
         self.weights = ms.ParameterTuple(self.named.values())
-        self.temperature = Parameter(Tensor(TEMPERATURE, self.dtype), name="temperature")
+        self.temperature = Parameter(
+            Tensor(TEMPERATURE, self.dtype), name="temperature"
+        )
         self.network = build_network(call.model, self.named, self.dtype)
-        self.mean, self.declared = call.loss == "mean", tuple(call.options.get("aux") or ())
+        self.mean, self.declared = (
+            call.loss == "mean",
+            tuple(call.options.get("aux") or ()),
+        )
         self.returns, self.changed = call.returns, call.outputs
 
     def loss(self, x: Any, labels: Any, extra: Any = None) -> Any:
@@ -97,19 +111,43 @@ class MindSporeLargeBatch(MindSporeWorkers, VerifyingHarness, LargeBatchHarness)
     def value_and_grad(self, call: LargeBatchCall, batch: Batch) -> Outcome:
         network, declared = Network(call), call.options.get("aux")
         network.begin(call)
-        options = {**_options(call.options), "aux": tuple(declared.values())} if isinstance(declared, Mapping) else _options(call.options)
+        options = (
+            {**_options(call.options), "aux": tuple(declared.values())}
+            if isinstance(declared, Mapping)
+            else _options(call.options)
+        )
         with context_mode(call.mode or self.modes[0]):
             if declared:
-                take = value_and_grad(_from_python(network.loss, call.mode), None, network.weights, True, **options)
+                take = value_and_grad(
+                    _from_python(network.loss, call.mode),
+                    None,
+                    network.weights,
+                    True,
+                    **options,
+                )
             else:
-                take = _in_mode(value_and_grad(network.loss, None, network.weights, **options), call.mode)
+                take = _in_mode(
+                    value_and_grad(network.loss, None, network.weights, **options),
+                    call.mode,
+                )
             value, gradients = take(*_tensors(call, batch), *_extra(call))
             loss, *aux = value if declared else (value,)
-            merged = {name: plain(each) for name, each in zip(declared or {}, _flat(aux), strict=True)}
-            return Outcome(float(loss.asnumpy()), _by_name(network.weights, gradients), merged)
+            merged = {
+                name: plain(each)
+                for name, each in zip(declared or {}, _flat(aux), strict=True)
+            }
+            return Outcome(
+                float(loss.asnumpy()), _by_name(network.weights, gradients), merged
+            )
 
     def update(
-        self, session: Session, batch: Batch, *, loss: Loss = "mean", options: Mapping[str, Option], returns: Returns | None = None
+        self,
+        session: Session,
+        batch: Batch,
+        *,
+        loss: Loss = "mean",
+        options: Mapping[str, Option],
+        returns: Returns | None = None,
     ) -> float:
         assert isinstance(session, MindSporeSession)
         trainer, mean = session.trainer, loss == "mean"
@@ -123,25 +161,48 @@ class MindSporeLargeBatch(MindSporeWorkers, VerifyingHarness, LargeBatchHarness)
             return value
 
         with context_mode(trainer.mode):
-            take = _in_mode(value_and_update(loss_fn, session.optimizer, **_options(options)), trainer.mode)
+            take = _in_mode(
+                value_and_update(loss_fn, session.optimizer, **_options(options)),
+                trainer.mode,
+            )
             classes = int(trainer.parameters[-1].shape[0])
-            return float(take(Tensor(batch.x, trainer.dtype), Tensor(np.eye(classes)[batch.y], trainer.dtype)).asnumpy())
+            return float(
+                take(
+                    Tensor(batch.x, trainer.dtype),
+                    Tensor(np.eye(classes)[batch.y], trainer.dtype),
+                ).asnumpy()
+            )
 
-    def verify(self, model: Model, weights: Arrays, call: VerifyCall) -> gradaccum.VerificationReport:
+    def verify(
+        self, model: Model, weights: Arrays, call: VerifyCall
+    ) -> gradaccum.VerificationReport:
         dtype = ms_dtype(call.dtype)
-        named = {name: Parameter(Tensor(value, dtype), name=name) for name, value in weights.items()}
+        named = {
+            name: Parameter(Tensor(value, dtype), name=name)
+            for name, value in weights.items()
+        }
 
         def loss_fn(network: Any, *batch: Any) -> Any:
             return call.loss(network(batch[0]), named, *batch)
 
-        batch = tuple(Tensor(each, dtype if each.dtype.kind == "f" else None) for each in call.batch)
+        batch = tuple(
+            Tensor(each, dtype if each.dtype.kind == "f" else None)
+            for each in call.batch
+        )
         with context_mode("pynative"):
-            return gradaccum.verify(build_network(model, named, dtype), loss_fn, batch, **call.options)
+            return gradaccum.verify(
+                build_network(model, named, dtype), loss_fn, batch, **call.options
+            )
 
-    def coupled(self, call: LargeBatchCall, coupling: Coupling, batch: Batch) -> Outcome:
+    def coupled(
+        self, call: LargeBatchCall, coupling: Coupling, batch: Batch
+    ) -> Outcome:
         network = Network(call)
         network.begin(call)
-        loss_of, weights = COUPLINGS[coupling], ms.ParameterTuple([*network.weights, network.temperature])
+        loss_of, weights = (
+            COUPLINGS[coupling],
+            ms.ParameterTuple([*network.weights, network.temperature]),
+        )
 
         def loss_fn(outputs: Any) -> Any:
             loss = loss_of(outputs[0], outputs[1], network.temperature)
@@ -151,8 +212,13 @@ class MindSporeLargeBatch(MindSporeWorkers, VerifyingHarness, LargeBatchHarness)
 
         with context_mode(call.mode or self.modes[0]):
             outputs_fn = _from_python(network.outputs, call.mode)
-            take = coupled_value_and_grad(outputs_fn, loss_fn, weights, **_options(call.options))
-            loss, gradients = take(*(Tensor(x, network.dtype) for x in (batch.x, mirrored(batch.x))), *_extra(call))
+            take = coupled_value_and_grad(
+                outputs_fn, loss_fn, weights, **_options(call.options)
+            )
+            loss, gradients = take(
+                *(Tensor(x, network.dtype) for x in (batch.x, mirrored(batch.x))),
+                *_extra(call),
+            )
             return Outcome(float(loss.asnumpy()), _by_name(weights, gradients), {})
 
 
@@ -185,7 +251,9 @@ def _tensors(call: LargeBatchCall, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def _extra(call: LargeBatchCall) -> list[Any]:
-    tensors = mapped(lambda leaf: Tensor(leaf) if hasattr(leaf, "dtype") else leaf, call.extra)
+    tensors = mapped(
+        lambda leaf: Tensor(leaf) if hasattr(leaf, "dtype") else leaf, call.extra
+    )
     return [] if call.extra is None else [tensors]
 
 
@@ -194,7 +262,9 @@ def _options(options: Mapping[str, Option]) -> dict[str, Option]:
 
 
 def _by_name(weights: Any, gradients: Any) -> dict[str, Array]:
-    return {p.name: plain(gradient) for p, gradient in zip(weights, gradients, strict=True)}
+    return {
+        p.name: plain(gradient) for p, gradient in zip(weights, gradients, strict=True)
+    }
 
 
 def _flat(aux: Any) -> list[Any]:

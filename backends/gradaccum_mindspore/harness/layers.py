@@ -1,7 +1,7 @@
 """The conformance suite's layers in MindSpore operators, for float32 and float64 alike.
 
-MindSpore has no float64 convolution on a CPU, so there it is slices and a matrix product. Constants are Tensors, because a Python number
-is rounded to float32.
+MindSpore has no float64 convolution on a CPU, so there it is slices and a matrix
+product. Constants are Tensors, because a Python number is rounded to float32.
 """
 
 from __future__ import annotations
@@ -46,9 +46,21 @@ class Convolution(nn.Cell):  # type: ignore[misc]
         for row in range(self.size):
             for column in range(self.size):
                 pieces.append(x[:, :, row : row + height, column : column + width])
-        columns = self.stack(pieces).reshape((batch, -1, height * width)).transpose((0, 2, 1))
-        out = self.product(columns.reshape((batch * height * width, -1)), self.weight.reshape((self.channels, -1))) + self.bias
-        return out.reshape((batch, height * width, self.channels)).transpose((0, 2, 1)).reshape((batch, -1, height, width))
+        columns = (
+            self.stack(pieces).reshape((batch, -1, height * width)).transpose((0, 2, 1))
+        )
+        out = (
+            self.product(
+                columns.reshape((batch * height * width, -1)),
+                self.weight.reshape((self.channels, -1)),
+            )
+            + self.bias
+        )
+        return (
+            out.reshape((batch, height * width, self.channels))
+            .transpose((0, 2, 1))
+            .reshape((batch, -1, height, width))
+        )
 
 
 class SelfAttention(nn.Cell):  # type: ignore[misc]
@@ -69,7 +81,9 @@ class SelfAttention(nn.Cell):  # type: ignore[misc]
         k = self.product(flat, self.key).reshape(shape)
         v = self.product(flat, self.value).reshape(shape)
         mixed = self.mix(self.softmax(self.scores(q, k) / self.root), v)
-        return x + self.product(mixed.reshape((-1, shape[-1])), self.output).reshape(shape)
+        return x + self.product(mixed.reshape((-1, shape[-1])), self.output).reshape(
+            shape
+        )
 
 
 class Tanh(nn.Cell):  # type: ignore[misc]
@@ -95,7 +109,9 @@ class SquareMean(nn.Cell):  # type: ignore[misc]
         batch, channels, height, width = x.shape
         size = self.size
         rows, columns = height // size, width // size
-        squares = x[:, :, : rows * size, : columns * size].reshape((batch, channels, rows, size, columns, size))
+        squares = x[:, :, : rows * size, : columns * size].reshape(
+            (batch, channels, rows, size, columns, size)
+        )
         return squares.sum((3, 5)) / self.count
 
 
@@ -114,7 +130,9 @@ class LengthMean(nn.Cell):  # type: ignore[misc]
 
 
 class Network(nn.Cell):  # type: ignore[misc]
-    """Layers in turn, and softmax cross-entropy against one-hot labels, summed over the items."""
+    """Layers in turn, and softmax cross-entropy against one-hot labels, summed over the
+    items.
+    """
 
     def __init__(self, layers: Sequence[Any]) -> None:
         super().__init__(auto_prefix=False)
@@ -130,7 +148,9 @@ class Network(nn.Cell):  # type: ignore[misc]
     def loss(self, x: Any, labels: Any) -> Any:
         logits = self.construct(x)
         shifted = logits - ops.stop_gradient(self.largest(logits, -1))
-        return self.sum(self.log(self.sum(self.exp(shifted), -1))) - self.sum(labels * shifted)
+        return self.sum(self.log(self.sum(self.exp(shifted), -1))) - self.sum(
+            labels * shifted
+        )
 
 
 class Capture(nn.Optimizer):  # type: ignore[misc]
@@ -138,7 +158,10 @@ class Capture(nn.Optimizer):  # type: ignore[misc]
 
     def __init__(self, parameters: Sequence[Any], learning_rate: float) -> None:
         super().__init__(learning_rate, parameters)
-        self.rate = Tensor(learning_rate, ms.float64 if parameters[0].dtype == ms.float64 else ms.float32)
+        self.rate = Tensor(
+            learning_rate,
+            ms.float64 if parameters[0].dtype == ms.float64 else ms.float32,
+        )
         self.calls = Parameter(Tensor(0), name="capture.calls", requires_grad=False)
         self.seen = self.parameters.clone(prefix="seen", init="zeros")
 
@@ -146,7 +169,9 @@ class Capture(nn.Optimizer):  # type: ignore[misc]
         for parameter, seen, gradient in zip(self.parameters, self.seen, gradients):  # noqa: B905
             write(seen, gradient)
             work = working_dtype(parameter.dtype)
-            moved = parameter.astype(work) - self.rate.astype(work) * gradient.astype(work)
+            moved = parameter.astype(work) - self.rate.astype(work) * gradient.astype(
+                work
+            )
             write(parameter, moved.astype(parameter.dtype))
         ops.assign_add(self.calls, Tensor(1))
         return True

@@ -1,6 +1,7 @@
 """The harness of the MindSpore adapter: PyNative, a jitted step and graph mode.
 
-Compiling a step takes about a second, so a compiled trainer goes back to a pool, and the next session of the same shape borrows it.
+Compiling a step takes about a second, so a compiled trainer goes back to a pool, and
+the next session of the same shape borrows it.
 """
 
 from __future__ import annotations
@@ -18,14 +19,27 @@ from mindspore import Tensor, nn
 
 from gradaccum import StepResult
 from gradaccum.kit import FIELD_DTYPES, Listener, State, require_weight
-from gradaccum_conformance.harness import Captured, Dtype, Fault, GradientTree, Harness, Loss, Option, Session, Setup, View
+from gradaccum_conformance.harness import (
+    Captured,
+    Dtype,
+    Fault,
+    GradientTree,
+    Harness,
+    Loss,
+    Option,
+    Session,
+    Setup,
+    View,
+)
 from gradaccum_conformance.specs import Array, Arrays, Batch, Model, Optimizer
 from gradaccum_mindspore.harness.trainer import MASTER, Trainer, plain
 from gradaccum_mindspore.saving import load_checkpoint_into
 
 FILE = "session.ckpt"
 REPORTS = TemporaryDirectory()
-"""The current folder while something may be compiled: a failed compilation writes a report there."""
+"""The current folder while something may be compiled: a failed compilation writes a
+report there.
+"""
 
 
 @contextmanager
@@ -50,18 +64,27 @@ class MindSporeSession(Session):
         self.optimizer = trainer.optimizer
         self._handed: dict[View, Tensor] = {}
 
-    def micro_batch(self, batch: Batch, *, weight: float | None = None, loss: Loss = "mean") -> float:
+    def micro_batch(
+        self, batch: Batch, *, weight: float | None = None, loss: Loss = "mean"
+    ) -> float:
         dtype = self.trainer.dtype
         labels = np.eye(self._outputs())[batch.y]
         divisor = batch.items if loss == "mean" else 1
         with context_mode(self.trainer.mode):
-            inputs = (Tensor(batch.x, dtype), Tensor(labels, dtype), Tensor(divisor, dtype))
+            inputs = (
+                Tensor(batch.x, dtype),
+                Tensor(labels, dtype),
+                Tensor(divisor, dtype),
+            )
             return float(self.trainer.step(*inputs, self._weight(weight)).asnumpy())
 
     def gradients(self, tree: GradientTree, *, weight: float | None = None) -> None:
         scale = self.optimizer.loss_scale.item() if self.trainer.wrapped else 1.0
         with context_mode(self.trainer.mode):
-            gradients = tuple(self._gradient(tree.get(p.name), p, scale) for p in self.trainer.parameters)
+            gradients = tuple(
+                self._gradient(tree.get(p.name), p, scale)
+                for p in self.trainer.parameters
+            )
             if self.trainer.wrapped:
                 self.trainer.apply(gradients, weight=self._weight(weight))
             else:
@@ -72,7 +95,9 @@ class MindSporeSession(Session):
             for view in views.values():
                 new = Tensor(np.ascontiguousarray(view.of(memory)), self.trainer.dtype)
                 self._handed.setdefault(view, new).assign_value(new)
-            self.trainer.apply(tuple(self._handed[views[p.name]] for p in self.trainer.parameters))
+            self.trainer.apply(
+                tuple(self._handed[views[p.name]] for p in self.trainer.parameters)
+            )
 
     def listen(self, listener: Listener) -> bool:
         self.optimizer.add_listener(listener)
@@ -92,35 +117,57 @@ class MindSporeSession(Session):
 
     def state(self) -> State:
         entries = self.trainer.entries()
-        return State(*(entries[f"gradaccum.{field}"].asnumpy().item() for field in FIELD_DTYPES))
+        return State(
+            *(entries[f"gradaccum.{field}"].asnumpy().item() for field in FIELD_DTYPES)
+        )
 
     def accumulator(self) -> Arrays:
         entries = self.trainer.entries()
-        return {p.name: plain(entries[f"{p.name}.gradaccum.grad_sum"]) for p in self.trainer.parameters}
+        return {
+            p.name: plain(entries[f"{p.name}.gradaccum.grad_sum"])
+            for p in self.trainer.parameters
+        }
 
     def parameters(self) -> Arrays:
         return {p.name: plain(p) for p in self.trainer.parameters}
 
     def masters(self) -> Arrays:
         entries = self.trainer.entries()
-        return {p.name: plain(entries.get(p.name + MASTER, p)) for p in self.trainer.parameters}
+        return {
+            p.name: plain(entries.get(p.name + MASTER, p))
+            for p in self.trainer.parameters
+        }
 
     def optimizer_state(self) -> Arrays:
         own = {p.name for p in self.trainer.parameters}
-        return {p.name: plain(p) for p in self.trainer.inner.get_parameters() if p.name.removesuffix(MASTER) not in own}
+        return {
+            p.name: plain(p)
+            for p in self.trainer.inner.get_parameters()
+            if p.name.removesuffix(MASTER) not in own
+        }
 
     def captured(self) -> Captured:
         state = self.optimizer_state()
         calls = int(state["capture.calls"])
-        return Captured(calls, {p.name: state[f"seen.{p.name}"] for p in self.trainer.parameters} if calls else None)
+        return Captured(
+            calls,
+            {p.name: state[f"seen.{p.name}"] for p in self.trainer.parameters}
+            if calls
+            else None,
+        )
 
     def predict(self, x: Array) -> Array:
         with context_mode("pynative"):
-            output: Array = self.trainer.network(Tensor(x, self.trainer.dtype)).asnumpy()
+            output: Array = self.trainer.network(
+                Tensor(x, self.trainer.dtype)
+            ).asnumpy()
             return output
 
     def snapshot(self) -> Any:
-        return {name: Tensor(p.asnumpy().copy(), p.dtype) for name, p in self.trainer.entries().items()}
+        return {
+            name: Tensor(p.asnumpy().copy(), p.dtype)
+            for name, p in self.trainer.entries().items()
+        }
 
     def restore(self, snapshot: Any) -> None:
         load_checkpoint_into(self.optimizer, snapshot)
@@ -135,10 +182,15 @@ class MindSporeSession(Session):
         return int(self.trainer.parameters[-1].shape[0])
 
     def _weight(self, weight: float | None) -> Any:
-        """Return a Tensor for compiled code, checked before, so that another weight is no other program."""
+        """Return a Tensor for compiled code, checked before, so that another weight is
+        no other program.
+        """
         if weight is None or self.trainer.mode == "pynative":
             return weight
-        return Tensor(require_weight(weight), ms.float64 if self.trainer.dtype == ms.float64 else ms.float32)
+        return Tensor(
+            require_weight(weight),
+            ms.float64 if self.trainer.dtype == ms.float64 else ms.float32,
+        )
 
     def _gradient(self, gradient: Array | None, parameter: Any, scale: float) -> Any:
         if gradient is None:
@@ -159,20 +211,41 @@ class MindSporeHarness(Harness):
         self.pool: dict[Any, list[Trainer]] = {}
 
     def start(self, setup: Setup) -> MindSporeSession:
-        # Many small operators: handing each to another thread and waiting costs more than running it, and most on a busy machine.
+        # Many small operators: handing each to another thread and waiting costs more
+        # than running it, and most on a busy machine.
         ms.set_context(pynative_synchronize=True)
         mode = setup.mode or self.modes[0]
-        key = (setup.model, setup.optimizer, setup.dtype, mode, repr(sorted((setup.options or {"": None}).items())))
+        key = (
+            setup.model,
+            setup.optimizer,
+            setup.dtype,
+            mode,
+            repr(sorted((setup.options or {"": None}).items())),
+        )
         with context_mode(mode):
             free = self.pool.setdefault(key, [])
-            trainer = free.pop() if free else Trainer(setup.model, setup.optimizer, setup.dtype, mode, setup.options)
+            trainer = (
+                free.pop()
+                if free
+                else Trainer(
+                    setup.model, setup.optimizer, setup.dtype, mode, setup.options
+                )
+            )
             trainer.reset(setup.weights)
         session = MindSporeSession(trainer)
         if mode != "pynative":
             weakref.finalize(session, free.append, trainer)
         return session
 
-    def gradient(self, model: Model, weights: Arrays, batch: Batch, *, dtype: Dtype, loss: Loss = "mean") -> Arrays:
+    def gradient(
+        self,
+        model: Model,
+        weights: Arrays,
+        batch: Batch,
+        *,
+        dtype: Dtype,
+        loss: Loss = "mean",
+    ) -> Arrays:
         session = self.start(Setup(model, weights, Optimizer("capture"), dtype))
         session.micro_batch(batch, loss=loss)
         gradient = session.captured().gradient
@@ -186,6 +259,10 @@ class MindSporeHarness(Harness):
         assert isinstance(session, MindSporeSession)
         good = [Tensor(np.zeros(p.shape), p.dtype) for p in session.trainer.parameters]
         first, rest = good[0], good[1:]
-        wrong = {"structure": rest, "shape": [first[:1], *rest], "dtype": [first.astype(ms.int32), *rest]}
+        wrong = {
+            "structure": rest,
+            "shape": [first[:1], *rest],
+            "dtype": [first.astype(ms.int32), *rest],
+        }
         with context_mode(session.trainer.mode):
             session.trainer.apply(tuple(wrong[fault]))

@@ -12,7 +12,18 @@ from mindspore.experimental import optim
 
 import gradaccum
 from gradaccum_conformance.harness import Dtype
-from gradaccum_conformance.specs import Array, Arrays, AvgPool, Conv, Dense, Flatten, Layer, MeanOverLength, Model, Optimizer
+from gradaccum_conformance.specs import (
+    Array,
+    Arrays,
+    AvgPool,
+    Conv,
+    Dense,
+    Flatten,
+    Layer,
+    MeanOverLength,
+    Model,
+    Optimizer,
+)
 from gradaccum_conformance.specs import Attention as AttentionSpec
 from gradaccum_mindspore.harness import layers
 from gradaccum_mindspore.sums import write
@@ -27,7 +38,9 @@ class Step(nn.Cell):  # type: ignore[misc]
         super().__init__(auto_prefix=False)
         self.network, self.optimizer = trainer.network, trainer.optimizer
         self.wrapped = trainer.wrapped
-        self.backward = ms.value_and_grad(self.forward, None, trainer.parameters, has_aux=True)
+        self.backward = ms.value_and_grad(
+            self.forward, None, trainer.parameters, has_aux=True
+        )
 
     def forward(self, x: Any, labels: Any, divisor: Any) -> Any:
         loss = self.network.loss(x, labels) / divisor
@@ -47,13 +60,29 @@ class Step(nn.Cell):  # type: ignore[misc]
 class Trainer:
     """A model, its optimizer and the step over both."""
 
-    def __init__(self, model: Model, optimizer: Optimizer, dtype: Dtype, mode: str, options: Mapping[str, Any] | None) -> None:
+    def __init__(
+        self,
+        model: Model,
+        optimizer: Optimizer,
+        dtype: Dtype,
+        mode: str,
+        options: Mapping[str, Any] | None,
+    ) -> None:
         self.dtype, self.mode, self.wrapped = ms_dtype(dtype), mode, options is not None
         shapes = model.parameter_shapes()
-        self.parameters = ms.ParameterTuple([Parameter(Tensor(np.zeros(s), self.dtype), name=name) for name, s in shapes.items()])
-        self.network = build_network(model, dict(zip(shapes, self.parameters, strict=True)), self.dtype)
+        self.parameters = ms.ParameterTuple(
+            [
+                Parameter(Tensor(np.zeros(s), self.dtype), name=name)
+                for name, s in shapes.items()
+            ]
+        )
+        self.network = build_network(
+            model, dict(zip(shapes, self.parameters, strict=True)), self.dtype
+        )
         self.inner = build_optimizer(optimizer, list(self.parameters))
-        self.optimizer = self.inner if options is None else gradaccum.wrap(self.inner, **options)
+        self.optimizer = (
+            self.inner if options is None else gradaccum.wrap(self.inner, **options)
+        )
         cell = Step(self)
         self.step = ms.jit(cell.construct) if mode == "jit" else cell
         self.apply = self._jitted_apply() if mode == "jit" else self.optimizer
@@ -68,7 +97,8 @@ class Trainer:
                 return optimizer(gradients, weight=weight)
             return optimizer(gradients)
 
-        # One by one, because a tuple is a constant of the compiled function: other values would compile it anew.
+        # One by one, because a tuple is a constant of the compiled function: other
+        # values would compile it anew.
         return lambda gradients, weight=None: apply(weight, *gradients)
 
     def entries(self) -> dict[str, Any]:
@@ -83,7 +113,9 @@ class Trainer:
             write(p, Tensor(self.start_of(name, weights), p.dtype))
 
     def start_of(self, name: str, weights: Arrays) -> Array:
-        """Return the first value of a Parameter; a master's is the model's rounded weight."""
+        """Return the first value of a Parameter; a master's is the model's rounded
+        weight.
+        """
         own = name.removesuffix(MASTER)
         if own != name and own in weights:
             return plain(Tensor(weights[own], self.dtype))
@@ -101,10 +133,16 @@ def plain(tensor: Any) -> Array:
     return array
 
 
-def build_network(model: Model, parameters: Mapping[str, Any], dtype: Any) -> layers.Network:
+def build_network(
+    model: Model, parameters: Mapping[str, Any], dtype: Any
+) -> layers.Network:
     cells = []
     for index, layer in enumerate(model.layers):
-        cells.append(build_layer(layer, [parameters[f"{index}.{name}"] for name in layer.shapes()], dtype))
+        cells.append(
+            build_layer(
+                layer, [parameters[f"{index}.{name}"] for name in layer.shapes()], dtype
+            )
+        )
     return layers.Network(cells)
 
 
@@ -127,7 +165,9 @@ def build_layer(layer: Layer, parameters: list[Any], dtype: Any) -> Any:
 
 
 def build_optimizer(spec: Optimizer, parameters: list[Any]) -> Any:
-    """Return the optimizer of a spec; AdamW is the experimental one, so that both families are driven."""
+    """Return the optimizer of a spec; AdamW is the experimental one, so that both
+    families are driven.
+    """
     rate = spec.learning_rate
     match spec.kind:
         case "capture":

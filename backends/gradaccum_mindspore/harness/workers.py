@@ -1,4 +1,6 @@
-"""The processes of the suite's workers: as msrun starts them, but one by one, each by the call that the suite makes in it."""
+"""The processes of the suite's workers: as msrun starts them, but one by one, each by
+the call that the suite makes in it.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,18 @@ from mindspore.communication import init
 
 from gradaccum_conformance import Array, Setup, ShardedLossCall, ShardedLossHarness
 from gradaccum_mindspore import sharded_cross_entropy
-from gradaccum_mindspore.harness.session import MindSporeHarness, MindSporeSession, context_mode
+from gradaccum_mindspore.harness.session import (
+    MindSporeHarness,
+    MindSporeSession,
+    context_mode,
+)
 from gradaccum_mindspore.harness.trainer import ms_dtype, plain
 
 HOST = "127.0.0.1"
 SECONDS = "120"
-"""For one reduction. A worker waits while another one compiles, on a busy machine for longer than MindSpore's 30."""
+"""For one reduction. A worker waits while another one compiles, on a busy machine for
+longer than MindSpore's 30.
+"""
 SCHEDULER = """
 import os, sys, threading
 threading.Thread(target=lambda: (sys.stdin.buffer.read(), os._exit(0)), daemon=True).start()
@@ -40,16 +48,29 @@ class MindSporeWorkers(MindSporeHarness, ShardedLossHarness):
     worker_modes = MindSporeHarness.modes
 
     def join(self, rank: int, workers: int, folder: Path, port: int) -> None:
-        meeting = {"MS_WORKER_NUM": str(workers), "MS_SCHED_HOST": HOST, "MS_SCHED_PORT": str(port), "MS_CPU_COMM_OP_TIMEOUT": SECONDS}
+        meeting = {
+            "MS_WORKER_NUM": str(workers),
+            "MS_SCHED_HOST": HOST,
+            "MS_SCHED_PORT": str(port),
+            "MS_CPU_COMM_OP_TIMEOUT": SECONDS,
+        }
         if rank == 0:
             environment = {**os.environ, **meeting, "MS_ROLE": "MS_SCHED"}
-            _held.append(subprocess.Popen([sys.executable, "-c", SCHEDULER], stdin=subprocess.PIPE, env=environment))
+            _held.append(
+                subprocess.Popen(
+                    [sys.executable, "-c", SCHEDULER],
+                    stdin=subprocess.PIPE,
+                    env=environment,
+                )
+            )
         os.environ.update(meeting, MS_ROLE="MS_WORKER", MS_NODE_ID=str(rank))
         ms.set_context(device_target="CPU")
         init()
 
     def start_shared(self, setup: Setup) -> MindSporeSession:
-        return self.start(setup._replace(options={**(setup.options or {}), "data_parallel": True}))
+        return self.start(
+            setup._replace(options={**(setup.options or {}), "data_parallel": True})
+        )
 
     def sharded_cross_entropy(self, call: ShardedLossCall) -> tuple[Array, Array]:
         _kept.append(losses := ShardedLosses(call))
@@ -57,7 +78,9 @@ class MindSporeWorkers(MindSporeHarness, ShardedLossHarness):
         wide = ms.float64 if call.dtype == "float64" else ms.float32
         with context_mode(call.mode):
             compiled = ms.jit(losses.construct) if call.mode == "jit" else losses
-            function = (lambda *inputs: compiled(*inputs)) if call.mode == "jit" else losses
+            function = (
+                (lambda *inputs: compiled(*inputs)) if call.mode == "jit" else losses
+            )
             take = ms.value_and_grad(function, 0, None, has_aux=True)
             (_, loss), gradient = take(logits, labels, Tensor(call.upstream, wide))
             return plain(loss), plain(gradient)
@@ -69,10 +92,18 @@ class ShardedLosses(nn.Cell):  # type: ignore[misc]
     def __init__(self, call: ShardedLossCall) -> None:
         super().__init__(auto_prefix=False)
         self.sizes, self.reduction = call.sizes, call.options.get("reduction", "mean")
-        self.ignored, self.smoothing = call.options.get("ignore_index", -100), call.options.get("label_smoothing", 0.0)
+        self.ignored, self.smoothing = (
+            call.options.get("ignore_index", -100),
+            call.options.get("label_smoothing", 0.0),
+        )
 
     def construct(self, logits: Any, labels: Any, upstream: Any) -> Any:
         loss = sharded_cross_entropy(
-            logits, labels, shard_sizes=self.sizes, reduction=self.reduction, label_smoothing=self.smoothing, ignore_index=self.ignored
+            logits,
+            labels,
+            shard_sizes=self.sizes,
+            reduction=self.reduction,
+            label_smoothing=self.smoothing,
+            ignore_index=self.ignored,
         )
         return (loss * upstream).sum(), loss

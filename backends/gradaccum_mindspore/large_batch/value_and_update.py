@@ -1,4 +1,6 @@
-"""A whole window of a wrapped optimizer in one call: each micro-batch of the large batch goes through the optimizer, and it updates."""
+"""A whole window of a wrapped optimizer in one call: each micro-batch of the large
+batch goes through the optimizer, and it updates.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,22 @@ from mindspore.ops import constexpr
 
 from gradaccum import ArgumentValueError, UsageError
 from gradaccum.kit import Nest, aux_shape_error, explain
-from gradaccum_mindspore.large_batch.batch import Batch, SplitOptions, require_function, split_options, with_constant_weight
+from gradaccum_mindspore.large_batch.batch import (
+    Batch,
+    SplitOptions,
+    require_function,
+    split_options,
+    with_constant_weight,
+)
 from gradaccum_mindspore.large_batch.compiled import CompiledLoop
-from gradaccum_mindspore.large_batch.gradients import Function, MergedOutputs, differentiated, divisor_of, loss_kind, weighed
+from gradaccum_mindspore.large_batch.gradients import (
+    Function,
+    MergedOutputs,
+    differentiated,
+    divisor_of,
+    loss_kind,
+    weighed,
+)
 from gradaccum_mindspore.large_batch.replay import Replay
 from gradaccum_mindspore.optimizer import AccumulatingOptimizer, wrapped
 from gradaccum_mindspore.private import refuse_trace
@@ -23,11 +38,23 @@ from gradaccum_mindspore.sums import where
 class LargeBatchUpdate(nn.Cell):  # type: ignore[misc]
     """The function that `value_and_update` returns."""
 
-    def __init__(self, fn: Function, optimizer: AccumulatingOptimizer, has_aux: bool, options: SplitOptions) -> None:
+    def __init__(
+        self,
+        fn: Function,
+        optimizer: AccumulatingOptimizer,
+        has_aux: bool,
+        options: SplitOptions,
+    ) -> None:
         super().__init__(auto_prefix=False)
-        self.optimizer, self.options = optimizer, with_constant_weight(options, (), optimizer.parameters)
-        backward = ms.value_and_grad(scaled(fn, optimizer, has_aux), None, optimizer.parameters, True)
-        object.__setattr__(self, "user_function", fn)  # A Cell would list its parameters as its own.
+        self.optimizer, self.options = (
+            optimizer,
+            with_constant_weight(options, (), optimizer.parameters),
+        )
+        backward = ms.value_and_grad(
+            scaled(fn, optimizer, has_aux), None, optimizer.parameters, True
+        )
+        # A Cell would list its parameters as its own.
+        object.__setattr__(self, "user_function", fn)
         object.__setattr__(self, "backward", backward)
         self.loop = CompiledUpdateLoop(fn, backward, optimizer, options)
 
@@ -51,9 +78,13 @@ class LargeBatchUpdate(nn.Cell):  # type: ignore[misc]
         options = self.options
         outputs = MergedOutputs(options.aux, loss_kind(options.reduction.reduction))
         items, weight = 0, 0.0
-        for place, (part, amount) in enumerate(weighed(self.user_function, batch, options)):
+        for place, (part, amount) in enumerate(
+            weighed(self.user_function, batch, options)
+        ):
             replay.begin(place)
-            value, gradients = differentiated(self.backward, part.arguments, options.aux is not None, scaled=True)
+            value, gradients = differentiated(
+                self.backward, part.arguments, options.aux is not None, scaled=True
+            )
             self.optimizer(gradients, amount, loss_in(value, options.aux is not None))
             outputs.add(value, part.items, amount)
             del value, gradients  # They would live beside the next ones.
@@ -62,9 +93,17 @@ class LargeBatchUpdate(nn.Cell):  # type: ignore[misc]
 
 
 class CompiledUpdateLoop(CompiledLoop):
-    """The same in compiled code: the optimizer adds each micro-batch's gradients in the loop."""
+    """The same in compiled code: the optimizer adds each micro-batch's gradients in the
+    loop.
+    """
 
-    def __init__(self, fn: Function, backward: Function, optimizer: AccumulatingOptimizer, options: SplitOptions) -> None:
+    def __init__(
+        self,
+        fn: Function,
+        backward: Function,
+        optimizer: AccumulatingOptimizer,
+        options: SplitOptions,
+    ) -> None:
         super().__init__(fn, backward, optimizer.parameters, False, options)
         self.optimizer = optimizer
         sizes = [parameter.size for parameter in optimizer.parameters]
@@ -76,18 +115,29 @@ class CompiledUpdateLoop(CompiledLoop):
         return self.loss_of(value), (gradients, value)
 
     def start(self, zero: Tensor) -> Tensor:
-        """Return the first sum of losses: NaN if someone else opened a window, because compiled code cannot raise."""
+        """Return the first sum of losses: NaN if someone else opened a window, because
+        compiled code cannot raise.
+        """
         return where(self.optimizer.storage.micro_step > 0, self.nan * 1, zero)
 
     def zeros(self, zero: Tensor) -> Any:
-        """Return no sums; NaN if someone else opened a window, which makes an overflow, so that no update is made."""
+        """Return no sums; NaN if someone else opened a window, which makes an overflow,
+        so that no update is made.
+        """
         return self.start(zero)
 
-    def collected(self, sums: Any, gradients: Any, amount: Tensor, factor: Tensor) -> Any:
+    def collected(
+        self, sums: Any, gradients: Any, amount: Tensor, factor: Tensor
+    ) -> Any:
         k = self.smallest
         gradients, loss = gradients
         spoiled = gradients[k] + sums.astype(gradients[k].dtype)
-        return ops.depend(sums, self.optimizer((*gradients[:k], spoiled, *gradients[k + 1 :]), amount, loss))
+        return ops.depend(
+            sums,
+            self.optimizer(
+                (*gradients[:k], spoiled, *gradients[k + 1 :]), amount, loss
+            ),
+        )
 
     def finished(self, loss: Tensor, sums: Any, divides: Tensor) -> Any:
         return ops.depend(loss, self.optimizer.flush())
@@ -106,37 +156,46 @@ def value_and_update(
     split: Callable[..., Any] | None = None,
     aux: Nest = None,
 ) -> LargeBatchUpdate:
-    """Return a function of a large batch that makes one update of a wrapped optimizer and returns the large batch's loss.
+    """Return a function of a large batch that makes one update of a wrapped optimizer
+    and returns the large batch's loss.
 
-    The micro-batches are one window of `optimizer`: all its options hold, `fn` is scaled by its loss scale, and ``optimizer.result``
-    tells what the window did. In PyNative, inside `mindspore.jit` and in graph mode.
+    The micro-batches are one window of `optimizer`: all its options hold, `fn` is
+    scaled by its loss scale, and ``optimizer.result`` tells what the window did. In
+    PyNative, inside `mindspore.jit` and in graph mode.
 
     Args:
-        fn: a function or Cell of the batch that returns a scalar loss, not scaled; with `has_aux` a tuple of it and other outputs.
-        optimizer: what `gradaccum.wrap` returned with ``steps=None``; its ``reduction`` holds.
+        fn: a function or Cell of the batch that returns a scalar loss, not scaled; with
+            `has_aux` a tuple of it and other outputs.
+        optimizer: what `gradaccum.wrap` returned with ``steps=None``; its ``reduction``
+            holds.
         has_aux: `fn` returns other outputs too, declared by `aux`.
         steps: as for `value_and_grad`, with the options that follow.
         micro_batch_size: items of a micro-batch.
         micro_batch_weight: the weight up to which items are packed.
-        weight: a callable of the micro-batch, or one number per item; the number of items unless given.
+        weight: a callable of the micro-batch, or one number per item; the number of
+            items unless given.
         axes: the axis of the items, for each leaf.
         split: a function of the batch that yields micro-batches.
         aux: how the other outputs merge.
 
     Returns:
-        A Cell to call with the batch. It returns the loss, or the tuple of it and the merged outputs, of all micro-batches: a dropped
-        one's too. If it raises before the update was made, the optimizer and the statistics of `fn`'s Cells are as before.
+        A Cell to call with the batch. It returns the loss, or the tuple of it and the
+        merged outputs, of all micro-batches: a dropped one's too. If it raises before
+        the update was made, the optimizer and the statistics of `fn`'s Cells are as
+        before.
 
     Raises:
-        ArgumentTypeError, ArgumentValueError: as for `value_and_grad`; or `optimizer` is not wrapped with ``steps=None``.
-        UsageError: on a call from Python, `optimizer` has an open window. Compiled code cannot raise: there the loss is NaN then, and the
-            window is an overflow.
+        ArgumentTypeError, ArgumentValueError: as for `value_and_grad`; or `optimizer`
+            is not wrapped with ``steps=None``.
+        UsageError: on a call from Python, `optimizer` has an open window. Compiled code
+            cannot raise: there the loss is NaN then, and the window is an overflow.
 
     Examples:
         >>> import gradaccum
         >>> from mindspore import Tensor, nn
         >>> net = nn.Dense(2, 1, weight_init="ones", has_bias=False)
-        >>> optimizer = gradaccum.wrap(nn.SGD(net.trainable_params(), 0.5), steps=None, clip_norm=1.0)
+        >>> inner = nn.SGD(net.trainable_params(), 0.5)
+        >>> optimizer = gradaccum.wrap(inner, steps=None, clip_norm=1.0)
         >>> train_step = value_and_update(lambda x: net(x).mean(), optimizer, steps=2)
         >>> float(train_step(Tensor([[0.0, 4.0], [6.0, 4.0]]))), optimizer.result.grad_norm
         (7.0, 5.0)
@@ -145,8 +204,15 @@ def value_and_update(
     """
     require_function("fn", fn)
     require_open_steps(optimizer)
-    division = {"steps": steps, "micro_batch_size": micro_batch_size, "micro_batch_weight": micro_batch_weight, "split": split}
-    options = split_options(has_aux, optimizer.options, **division, weight=weight, axes=axes, aux=aux)
+    division = {
+        "steps": steps,
+        "micro_batch_size": micro_batch_size,
+        "micro_batch_weight": micro_batch_weight,
+        "split": split,
+    }
+    options = split_options(
+        has_aux, optimizer.options, **division, weight=weight, axes=axes, aux=aux
+    )
     return LargeBatchUpdate(fn, optimizer, has_aux, options)
 
 
@@ -155,7 +221,10 @@ def loss_in(value: Any, has_aux: bool) -> Tensor:
 
 
 def windows_of(optimizer: AccumulatingOptimizer) -> int:
-    return int(optimizer.storage.optimizer_step.item() + optimizer.storage.skipped_windows.item())
+    return int(
+        optimizer.storage.optimizer_step.item()
+        + optimizer.storage.skipped_windows.item()
+    )
 
 
 def scaled(fn: Function, optimizer: AccumulatingOptimizer, has_aux: bool) -> Function:
@@ -163,7 +232,10 @@ def scaled(fn: Function, optimizer: AccumulatingOptimizer, has_aux: bool) -> Fun
         value = fn(*arguments)
         check_outputs(isinstance(value, (tuple, list)), has_aux)
         # Flat: in graph mode MindSpore returns no dict in a tuple in a tuple.
-        return (optimizer.scale(loss_in(value, has_aux)), *(value if has_aux else (value,)))
+        return (
+            optimizer.scale(loss_in(value, has_aux)),
+            *(value if has_aux else (value,)),
+        )
 
     return of_batch
 
@@ -172,24 +244,42 @@ def scaled(fn: Function, optimizer: AccumulatingOptimizer, has_aux: bool) -> Fun
 def check_outputs(several: bool, has_aux: bool) -> None:
     """Refuse undeclared other outputs, and missing ones; while compiling too."""
     if several != has_aux:
-        raise aux_shape_error("several outputs" if several else "the loss alone", declared=has_aux)
+        raise aux_shape_error(
+            "several outputs" if several else "the loss alone", declared=has_aux
+        )
 
 
 def require_open_steps(optimizer: object) -> None:
     steps = wrapped(optimizer).options.steps
     if steps is not None:
-        expected = "an optimizer wrapped with steps=None, because the call closes the window"
+        expected = (
+            "an optimizer wrapped with steps=None, because the call closes the window"
+        )
         fix = "Write gradaccum.wrap(optimizer, steps=None)."
-        raise explain(ArgumentValueError, "optimizer", expected=expected, found=f"steps={steps!r}", fix=fix)
+        raise explain(
+            ArgumentValueError,
+            "optimizer",
+            expected=expected,
+            found=f"steps={steps!r}",
+            fix=fix,
+        )
 
 
 def undoing(optimizer: AccumulatingOptimizer) -> Callable[..., bool]:
-    """Return a function that discards the window to come, or returns True if that was closed; raise if one is open now."""
+    """Return a function that discards the window to come, or returns True if that was
+    closed; raise if one is open now.
+    """
     held = optimizer.storage.micro_step.item()
     if held > 0:
         found = f"a window that holds {held} micro-batches"
         fix = "Write optimizer.flush() or optimizer.discard() before it."
-        raise explain(UsageError, "optimizer", expected="no open window, because the call is a window", found=found, fix=fix)
+        raise explain(
+            UsageError,
+            "optimizer",
+            expected="no open window, because the call is a window",
+            found=found,
+            fix=fix,
+        )
     event, closed = optimizer.storage.last_event.value().copy(), windows_of(optimizer)
 
     def undo(*_: object) -> bool:

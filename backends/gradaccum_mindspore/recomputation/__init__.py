@@ -1,1 +1,3 @@
-"""Recomputation, also called gradient checkpointing: activations are freed, and computed again for the backward pass."""
+"""Recomputation, also called gradient checkpointing: activations are freed, and
+computed again for the backward pass.
+"""

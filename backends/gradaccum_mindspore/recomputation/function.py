@@ -1,16 +1,24 @@
-"""Segments whose activations are recomputed: a segment runs without keeping them, and once more when its gradient is asked for.
+"""Segments whose activations are recomputed: a segment runs without keeping them, and
+once more when its gradient is asked for.
 
-`mindspore.recompute` frees and repeats: with ``use_reentrant=False``, as the other way drops the gradients of Tensors in a tuple, and with
-``early_stop=False``, as stopping early in a Cell tears MindSpore's stack of calls. `Call` does what MindSpore does not in PyNative mode:
+`mindspore.recompute` frees and repeats: with ``use_reentrant=False``, as the other way
+drops the gradients of Tensors in a tuple, and with ``early_stop=False``, as stopping
+early in a Cell tears MindSpore's stack of calls. `Call` does what MindSpore does not in
+PyNative mode:
 
-- The second run draws what the first run drew. The default generator and the counters in `mindspore.common.seed` can be set; the kernel of
-  `mindspore.ops.Dropout` keeps its state to itself, so `Tape` records its masks, a byte per element on a CPU. Any other kernel with a state
-  of its own draws anew, and the outputs, which are compared, show it.
-- What the forward pass changes moves once: running statistics, counters, any Parameter without a gradient.
-- The second run casts as the first did. MindSpore replays `mindspore.amp.auto_mixed_precision`, but not `to_float`, and would hand a
-  float32 statistic to the backward pass in half precision.
+- The second run draws what the first run drew. The default generator and the counters
+  in `mindspore.common.seed` can be set; the kernel of `mindspore.ops.Dropout` keeps its
+  state to itself, so `Tape` records its masks, a byte per element on a CPU. Any other
+  kernel with a state of its own draws anew, and the outputs, which are compared, show
+  it.
+- What the forward pass changes moves once: running statistics, counters, any Parameter
+  without a gradient.
+- The second run casts as the first did. MindSpore replays
+  `mindspore.amp.auto_mixed_precision`, but not `to_float`, and would hand a float32
+  statistic to the backward pass in half precision.
 
-MindSpore's compiler never repeats an operator that draws or an assignment; `keep_statistics` says what it has to be told.
+MindSpore's compiler never repeats an operator that draws or an assignment;
+`keep_statistics` says what it has to be told.
 """
 
 from __future__ import annotations
@@ -37,10 +45,16 @@ _engine: Any = sys.modules[ms.recompute.__module__]
 
 
 def current() -> Any:
-    """Return the current cast of inputs, found by running an operator: MindSpore does not say."""
+    """Return the current cast of inputs, found by running an operator: MindSpore does
+    not say.
+    """
     if (wide := _seen(ms.float32)) in _KINDS:
         return _KINDS[wide]
-    return MixedPrecisionType.FP32 if _seen(ms.float16) == ms.float32 else MixedPrecisionType.NOTSET
+    return (
+        MixedPrecisionType.FP32
+        if _seen(ms.float16) == ms.float32
+        else MixedPrecisionType.NOTSET
+    )
 
 
 def _seen(dtype: DType) -> DType:
@@ -109,7 +123,9 @@ class Seeds:
 
 
 class Tape:
-    """The draws of one call of a segment: the seeds when it began, and the masks of its dropouts in their order."""
+    """The draws of one call of a segment: the seeds when it began, and the masks of its
+    dropouts in their order.
+    """
 
     def __init__(self) -> None:
         self._seeds = Seeds.now()
@@ -123,7 +139,9 @@ class Tape:
 
     @contextmanager
     def replaying(self) -> Iterator[None]:
-        """Replay the segment's draws in the block; later draws stay as they would have been."""
+        """Replay the segment's draws in the block; later draws stay as they would have
+        been.
+        """
         before, self._next = Seeds.now(), 0
         self._seeds.put_back()
         try:
@@ -149,7 +167,9 @@ def _narrowed(mask: Tensor) -> Tensor:
 
 @contextmanager
 def _running(tape: Tape) -> Iterator[None]:
-    """Make dropouts ask this tape first: their class is changed meanwhile, as MindSpore has no hook."""
+    """Make dropouts ask this tape first: their class is changed meanwhile, as MindSpore
+    has no hook.
+    """
     token = _tapes.set((*_tapes.get(), tape))
     before, ops.Dropout.__call__ = ops.Dropout.__call__, _dropped
     try:
@@ -160,7 +180,9 @@ def _running(tape: Tape) -> Iterator[None]:
 
 
 def _dropped(dropout: ops.Dropout, x: Tensor) -> Any:
-    """Return the dropout's output, bit for bit, from its mask: dropout's gradient is that same product."""
+    """Return the dropout's output, bit for bit, from its mask: dropout's gradient is
+    that same product.
+    """
     if not _tapes.get():  # another thread's
         return _drop(dropout, x)
     mask = _mask(_tapes.get(), lambda: _drop(dropout, detached(x))[1])
@@ -169,19 +191,25 @@ def _dropped(dropout: ops.Dropout, x: Tensor) -> Any:
 
 
 def _mask(tapes: tuple[Tape, ...], draw: Callable[[], Tensor]) -> Tensor:
-    """Return the mask of the innermost tape that replays; those inside of it record it."""
+    """Return the mask of the innermost tape that replays; those inside of it record
+    it.
+    """
     if not tapes:
         return draw()
     return tapes[-1].mask(lambda: _mask(tapes[:-1], draw))
 
 
 WRITERS = ("BatchNorm", "SyncBatchNorm", "BatchNormExt", "InstanceNorm")
-"""The operators that write into an argument of theirs, and that MindSpore's compiler repeats all the same."""
+"""The operators that write into an argument of theirs, and that MindSpore's compiler
+repeats all the same.
+"""
 
 
 def buffers_of(cell: nn.Cell) -> list[Tensor]:
     """Return untrained Parameters and registered buffers."""
-    found = {id(p): p for p in cell.get_parameters() if not p.requires_grad} | {id(buffer): buffer for buffer in cell.buffers()}
+    found = {id(p): p for p in cell.get_parameters() if not p.requires_grad} | {
+        id(buffer): buffer for buffer in cell.buffers()
+    }
     return list(found.values())
 
 
@@ -193,7 +221,11 @@ class Values:
 
     def forget_unchanged(self) -> None:
         """Keep the values of what has changed since."""
-        self._pairs = [(buffer, value) for buffer, value in self._pairs if not same_bits(buffer.asnumpy(), value)]
+        self._pairs = [
+            (buffer, value)
+            for buffer, value in self._pairs
+            if not same_bits(buffer.asnumpy(), value)
+        ]
 
     def put_back(self) -> None:
         """Assign them. A compiled function does not see `set_data`."""
@@ -213,11 +245,17 @@ class Values:
 
 def same_bits(first: Array, second: Array) -> bool:
     """True if two arrays are equal bit for bit."""
-    return first.shape == second.shape and first.dtype == second.dtype and first.tobytes() == second.tobytes()
+    return (
+        first.shape == second.shape
+        and first.dtype == second.dtype
+        and first.tobytes() == second.tobytes()
+    )
 
 
 def keep_statistics(cell: nn.Cell) -> None:
-    """Let compiled code keep what batch normalization returns, in place of running it again and moving its statistics twice."""
+    """Let compiled code keep what batch normalization returns, in place of running it
+    again and moving its statistics twice.
+    """
     for _, inner in cell.cells_and_names():
         for value in vars(inner).values():
             if isinstance(value, ops.Primitive) and value.name in WRITERS:
@@ -225,7 +263,9 @@ def keep_statistics(cell: nn.Cell) -> None:
 
 
 def _keep(operator: ops.Primitive) -> ops.Primitive:
-    """Keep the attribute: MindSpore's copy of an operator is made of its arguments alone."""
+    """Keep the attribute: MindSpore's copy of an operator is made of its arguments
+    alone.
+    """
     operator.add_prim_attr("recompute", False)
     operator.__deepcopy__ = lambda memo: _keep(type(operator)(**operator.init_attrs))
     return operator
@@ -245,7 +285,11 @@ class Segment:
     """A Cell whose activations are recomputed."""
 
     def __init__(self, cell: nn.Cell) -> None:
-        self.cell, self.function, self.name = cell, cell.construct, f"recompute({type(cell).__name__})"
+        self.cell, self.function, self.name = (
+            cell,
+            cell.construct,
+            f"recompute({type(cell).__name__})",
+        )
 
     def buffers(self) -> list[Tensor]:
         return buffers_of(self.cell)
@@ -254,7 +298,13 @@ class Segment:
         if not (pynative_executor.grad_flag() and pynative_executor.enable_grad()):
             return self.function(*args, **kwargs)
         call = Call(self)
-        return ms.recompute(lambda *given: call(*given, **kwargs), *args, use_reentrant=False, early_stop=False, save_rng_state=False)
+        return ms.recompute(
+            lambda *given: call(*given, **kwargs),
+            *args,
+            use_reentrant=False,
+            early_stop=False,
+            save_rng_state=False,
+        )
 
 
 class Call:
@@ -265,10 +315,18 @@ class Call:
         self._outputs: list[Tensor] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._record(*args, **kwargs) if self._outputs is None else self._replay(*args, **kwargs)
+        return (
+            self._record(*args, **kwargs)
+            if self._outputs is None
+            else self._replay(*args, **kwargs)
+        )
 
     def _record(self, *args: Any, **kwargs: Any) -> Any:
-        self._casting, self._tape, self._values = current(), Tape(), Values(self._segment.buffers())
+        self._casting, self._tape, self._values = (
+            current(),
+            Tape(),
+            Values(self._segment.buffers()),
+        )
         try:
             with self._tape.recording():
                 outputs = self._segment.function(*args, **kwargs)
@@ -280,27 +338,50 @@ class Call:
         return outputs
 
     def _replay(self, *args: Any, **kwargs: Any) -> Any:
-        with cast(self._casting), kept_whole(), self._tape.replaying(), self._values.again():
+        with (
+            cast(self._casting),
+            kept_whole(),
+            self._tape.replaying(),
+            self._values.again(),
+        ):
             outputs = self._segment.function(*args, **kwargs)
         self._require_same(tensors_of(outputs))
         return outputs
 
     def _require_same(self, outputs: list[Tensor]) -> None:
-        """Raise unless the second run returned the same: its gradient would belong to other activations."""
+        """Raise unless the second run returned the same: its gradient would belong to
+        other activations.
+        """
         first = self._outputs or []
-        if len(first) != len(outputs) or not all(same_bits(a.asnumpy(), b.asnumpy()) for a, b in zip(first, outputs, strict=True)):
+        if len(first) != len(outputs) or not all(
+            same_bits(a.asnumpy(), b.asnumpy())
+            for a, b in zip(first, outputs, strict=True)
+        ):
             raise explain(
                 UsageError,
                 self._segment.name,
                 expected="a second run that returns the same bits as the first",
-                found="other values: it draws numbers that MindSpore cannot draw again in PyNative mode, or depends on what it changes",
-                fix="Use nn.Dropout rather than Dropout1d, Dropout2d or Dropout3d, call mindspore.set_seed before the likes of ops.rand, "
-                "or compile the training step with mindspore.jit, which repeats no operator that draws.",
+                found=(
+                    "other values: it draws numbers that MindSpore cannot draw again in"
+                    " PyNative mode, or depends on what it changes"
+                ),
+                fix=(
+                    "Use nn.Dropout rather than Dropout1d, Dropout2d or Dropout3d, call"
+                    " mindspore.set_seed before the likes of ops.rand, or compile the"
+                    " training step with mindspore.jit, which repeats no operator that"
+                    " draws."
+                ),
             )
 
 
 def tensors_of(nest: object) -> list[Tensor]:
     if isinstance(nest, Tensor):
         return [nest]
-    inner = nest.values() if isinstance(nest, Mapping) else nest if isinstance(nest, tuple | list) else ()
+    inner = (
+        nest.values()
+        if isinstance(nest, Mapping)
+        else nest
+        if isinstance(nest, tuple | list)
+        else ()
+    )
     return [tensor for value in inner for tensor in tensors_of(value)]

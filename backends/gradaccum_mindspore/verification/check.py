@@ -1,4 +1,6 @@
-"""`gradaccum_mindspore.verify`: whether accumulation is right for a loss in MindSpore, and if not, why."""
+"""`gradaccum_mindspore.verify`: whether accumulation is right for a loss in MindSpore,
+and if not, why.
+"""
 
 from __future__ import annotations
 
@@ -26,39 +28,65 @@ def verify(
     weight: object = None,
     axes: Nest = 0,
 ) -> VerificationReport:
-    """Tell whether gradient accumulation is right for a loss, and if not, why: see `gradaccum.verify`.
+    """Tell whether gradient accumulation is right for a loss, and if not, why: see
+    `gradaccum.verify`.
 
-    It runs in PyNative mode, in the mode of training that the model is in; functions under ``ms.jit`` run compiled. `mindspore.nn.Dropout`
-    gives each item the same numbers in every micro-batch. At the end everything is restored. Not for two threads at once.
+    It runs in PyNative mode, in the mode of training that the model is in; functions
+    under ``ms.jit`` run compiled. `mindspore.nn.Dropout` gives each item the same
+    numbers in every micro-batch. At the end everything is restored. Not for two threads
+    at once.
 
     Args:
         model: the Cell; its trainable parameters are differentiated by.
-        loss_fn: ``loss_fn(model, *batch)`` returns a floating Tensor of one element. The usual criterion, ``criterion(output, *targets)``,
-            is called with ``model(batch[0])`` and the rest of the batch; a function that closes over its model, ``loss_fn(*batch)``, with
-            the batch.
-        batch: a tuple of nests of Tensors and NumPy arrays with the items along axis 0, the loss's arguments after the model: a few real
-            items, at least `steps`. One nest alone is the only argument; a plain value is given whole.
+        loss_fn: ``loss_fn(model, *batch)`` returns a floating Tensor of one element.
+            The usual criterion, ``criterion(output, *targets)``, is called with
+            ``model(batch[0])`` and the rest of the batch; a function that closes over
+            its model, ``loss_fn(*batch)``, with the batch.
+        batch: a tuple of nests of Tensors and NumPy arrays with the items along axis 0,
+            the loss's arguments after the model: a few real items, at least `steps`.
+            One nest alone is the only argument; a plain value is given whole.
         steps: micro-batches that the batch is divided into, at least 2.
         reduction: how accumulation will add up: "mean", "sum" or "item_mean".
-        weight: as accumulation will have it: a callable ``weight(*micro_batch)``, or an array with one number per item.
-        axes: a prefix nest of `batch`: the axis of items of each leaf, or None for what is given whole.
+        weight: as accumulation will have it: a callable ``weight(*micro_batch)``, or an
+            array with one number per item.
+        axes: a prefix nest of `batch`: the axis of items of each leaf, or None for what
+            is given whole.
 
     Raises:
-        ArgumentTypeError: `model` is no Cell with trainable parameters, or another argument has the wrong type.
-        ArgumentValueError: the loss is no scalar, leaves have unequal numbers of items, or an argument has a value that makes no sense.
+        ArgumentTypeError: `model` is no Cell with trainable parameters, or another
+            argument has the wrong type.
+        ArgumentValueError: the loss is no scalar, leaves have unequal numbers of items,
+            or an argument has a value that makes no sense.
     """
     if not isinstance(model, nn.Cell) or not model.trainable_params():
         found = f"an object of type {type(model).__name__}"
         fix = "Write verify(net, loss_fn, batch)."
-        raise explain(ArgumentTypeError, "model", expected="a mindspore.nn.Cell with trainable parameters", found=found, fix=fix)
+        raise explain(
+            ArgumentTypeError,
+            "model",
+            expected="a mindspore.nn.Cell with trainable parameters",
+            found=found,
+            fix=fix,
+        )
     own = {id(parameter) for parameter in model.trainable_params()}
     arguments = batch if isinstance(batch, tuple) else (batch,)
     loss, arguments = as_loss(
-        loss_fn, model, arguments, lambda value: isinstance(value, nn.Cell) and any(id(each) in own for each in value.trainable_params())
+        loss_fn,
+        model,
+        arguments,
+        lambda value: (
+            isinstance(value, nn.Cell)
+            and any(id(each) in own for each in value.trainable_params())
+        ),
     )
     divided = Batch(arguments, axes)
-    with np.errstate(all="ignore"):  # Gradients that are not finite are told in the report.
-        return examine(MindSporeSubject(model, loss, divided, _make_weight(weight, divided)), steps, reduction)
+    # Gradients that are not finite are told in the report.
+    with np.errstate(all="ignore"):
+        return examine(
+            MindSporeSubject(model, loss, divided, _make_weight(weight, divided)),
+            steps,
+            reduction,
+        )
 
 
 def _make_weight(weight: Any, batch: Batch) -> Weight | None:
@@ -72,4 +100,6 @@ def _make_weight(weight: Any, batch: Batch) -> Weight | None:
 
 def _number(weight: Any) -> float:
     plain = weight if isinstance(weight, int | float) else wide(weight)
-    return require_weight(plain.item() if isinstance(plain, np.ndarray) and plain.ndim == 0 else plain)
+    return require_weight(
+        plain.item() if isinstance(plain, np.ndarray) and plain.ndim == 0 else plain
+    )

@@ -1,11 +1,14 @@
-"""Custom backwards that do not carry the gradient that they are handed, so that their loss cannot be scaled.
+"""Custom backwards that do not carry the gradient that they are handed, so that their
+loss cannot be scaled.
 
-The gradients of the whole at several scales say whether something is wrong. Then each custom backward that was met runs alone:
-`mindspore.nn.Cell.bprop` and the framework's autograd functions.
+The gradients of the whole at several scales say whether something is wrong. Then each
+custom backward that was met runs alone: `mindspore.nn.Cell.bprop` and the framework's
+autograd functions.
 
-MindSpore keeps no list of the functions that ran. So `watched` replaces, for the time of a check, `mindspore.nn.Cell._call_custom_bprop`
-and each autograd function's ``forward``. Meanwhile everything runs as Python, because a compiled function calls neither. At the end
-`watched` restores everything that a forward pass may change.
+MindSpore keeps no list of the functions that ran. So `watched` replaces, for the time
+of a check, `mindspore.nn.Cell._call_custom_bprop` and each autograd function's
+``forward``. Meanwhile everything runs as Python, because a compiled function calls
+neither. At the end `watched` restores everything that a forward pass may change.
 """
 
 from __future__ import annotations
@@ -22,10 +25,22 @@ from mindspore.common import _Function
 from numpy.typing import NDArray
 
 from gradaccum import ArgumentValueError, LinearityReport
-from gradaccum.kit import ROUNDINGS, SCALES, comparable, explain, linearity_report, relative_error
+from gradaccum.kit import (
+    ROUNDINGS,
+    SCALES,
+    comparable,
+    explain,
+    linearity_report,
+    relative_error,
+)
 from gradaccum_mindspore.private import forgotten_on_error
 from gradaccum_mindspore.sums import DType, write
-from gradaccum_mindspore.verification.batch import LIMITS, is_float, require_scalar, wide
+from gradaccum_mindspore.verification.batch import (
+    LIMITS,
+    is_float,
+    require_scalar,
+    wide,
+)
 
 Output: TypeAlias = "Tensor | tuple[Output, ...]"
 
@@ -44,8 +59,14 @@ def is_linear(custom: Custom, tolerance: float) -> bool:
     gradient = ops.GradOperation(get_all=True, sens_param=True)(_of_tensors(custom))
     rng = np.random.default_rng(0)
     upstream = _like(custom.output, rng)
-    once, twice = ([wide(each) for each in gradient(*tensors, _times(upstream, factor))] for factor in (1.0, 2.0))
-    return all(relative_error(b / 2, a, _norm) <= tolerance for a, b in zip(once, twice, strict=True))
+    once, twice = (
+        [wide(each) for each in gradient(*tensors, _times(upstream, factor))]
+        for factor in (1.0, 2.0)
+    )
+    return all(
+        relative_error(b / 2, a, _norm) <= tolerance
+        for a, b in zip(once, twice, strict=True)
+    )
 
 
 def _is_tensor(value: object) -> bool:
@@ -57,7 +78,9 @@ def _of_tensors(custom: Custom) -> Callable[..., Any]:
 
     def function(*tensors: Tensor) -> Output:
         given = iter(tensors)
-        return custom.call(*[next(given) if _is_tensor(value) else value for value in custom.arguments])
+        return custom.call(
+            *[next(given) if _is_tensor(value) else value for value in custom.arguments]
+        )
 
     return function
 
@@ -79,7 +102,9 @@ DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 
 
 class Met:
-    """The custom backwards and dtypes met while a function ran, and the values that it may have changed."""
+    """The custom backwards and dtypes met while a function ran, and the values that it
+    may have changed.
+    """
 
     def __init__(self) -> None:
         self.dtypes: set[DType] = set()
@@ -100,7 +125,9 @@ class Met:
         if isinstance(cell, DROPOUTS) and cell.training:
             self._dropouts.append(cell.set_train(False))
         if cell.mixed_precision_type is not None:
-            self.dtypes.add(ms.bfloat16 if "BF16" in str(cell.mixed_precision_type) else ms.float16)
+            self.dtypes.add(
+                ms.bfloat16 if "BF16" in str(cell.mixed_precision_type) else ms.float16
+            )
         for parameter in cell.get_parameters(expand=False):
             if not parameter.requires_grad and id(parameter) not in self._buffers:
                 self._buffers[id(parameter)] = parameter, parameter.asnumpy().copy()
@@ -125,10 +152,20 @@ def watched() -> Iterator[Met]:
         stack.callback(met.restore)
         stack.enter_context(_compiled_as_python())
         ms.set_context(mode=ms.PYNATIVE_MODE)
-        stack.enter_context(_instead(nn.Cell, "__call__", _keeping(met, nn.Cell.__call__)))
-        stack.enter_context(_instead(nn.Cell, "_call_custom_bprop", _noting(met, nn.Cell._call_custom_bprop)))
+        stack.enter_context(
+            _instead(nn.Cell, "__call__", _keeping(met, nn.Cell.__call__))
+        )
+        stack.enter_context(
+            _instead(
+                nn.Cell, "_call_custom_bprop", _noting(met, nn.Cell._call_custom_bprop)
+            )
+        )
         for kind in _subclasses(_Function):
-            stack.enter_context(_instead(kind, "forward", staticmethod(_forwarding(met, kind, kind.forward))))
+            stack.enter_context(
+                _instead(
+                    kind, "forward", staticmethod(_forwarding(met, kind, kind.forward))
+                )
+            )
         yield met
 
 
@@ -138,7 +175,9 @@ def _compiled_as_python() -> Iterator[None]:
     try:
         yield
     finally:
-        os.environ.update(MS_JIT=before) if before is not None else os.environ.pop("MS_JIT")
+        os.environ.update(MS_JIT=before) if before is not None else os.environ.pop(
+            "MS_JIT"
+        )
 
 
 @contextmanager
@@ -153,7 +192,11 @@ def _instead(owner: type, name: str, value: object) -> Iterator[None]:
 
 
 def _subclasses(kind: type[_Function]) -> set[type[_Function]]:
-    return {below for child in kind.__subclasses__() for below in (child, *_subclasses(child))}
+    return {
+        below
+        for child in kind.__subclasses__()
+        for below in (child, *_subclasses(child))
+    }
 
 
 def _keeping(met: Met, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -167,19 +210,33 @@ def _keeping(met: Met, call: Callable[..., Any]) -> Callable[..., Any]:
 def _noting(met: Met, call: Callable[..., Any]) -> Callable[..., Any]:
     def noted(cell: nn.Cell, *args: object, **kwargs: object) -> Any:
         output = call(cell, *args, **kwargs)
-        met.note(type(cell).__name__, cell, Custom(lambda *values: cell(*values, **kwargs), args, output))
+        met.note(
+            type(cell).__name__,
+            cell,
+            Custom(lambda *values: cell(*values, **kwargs), args, output),
+        )
         return output
 
     return noted
 
 
-def _forwarding(met: Met, kind: type[_Function], forward: Callable[..., Any]) -> Callable[..., Any]:
-    with_context = getattr(_Function, "setup_context", None) in (None, getattr(kind, "setup_context", None))  # new in MindSpore 2.10
+def _forwarding(
+    met: Met, kind: type[_Function], forward: Callable[..., Any]
+) -> Callable[..., Any]:
+    # new in MindSpore 2.10
+    with_context = getattr(_Function, "setup_context", None) in (
+        None,
+        getattr(kind, "setup_context", None),
+    )
 
     def noted(*args: object, **kwargs: object) -> Any:
         output = forward(*args, **kwargs)
         given = args[1:] if with_context else args
-        met.note(kind.__name__, kind, Custom(lambda *values: kind.apply(*values, **kwargs), given, output))
+        met.note(
+            kind.__name__,
+            kind,
+            Custom(lambda *values: kind.apply(*values, **kwargs), given, output),
+        )
         return output
 
     return noted
@@ -188,50 +245,87 @@ def _forwarding(met: Met, kind: type[_Function], forward: Callable[..., Any]) ->
 Gradients = Mapping[str, NDArray[np.float64]]
 
 
-def verify_loss_scaling(fn: Callable[..., Tensor], weights: Parameter | Sequence[Parameter], *inputs: object) -> LinearityReport:
+def verify_loss_scaling(
+    fn: Callable[..., Tensor], weights: Parameter | Sequence[Parameter], *inputs: object
+) -> LinearityReport:
     """Check that grad(s x loss) = s x grad(loss) for s in 2^0 ... 2^16.
 
-    Powers of two multiply a float exactly, so the two are equal but for numbers that leave a dtype's range. Where float16 is met (in
-    weights, inputs, the loss or a cell set to it), only the four largest scales with finite gradients are compared. The tolerance is
-    sixteen units in the last place of the coarsest dtype met.
+    Powers of two multiply a float exactly, so the two are equal but for numbers that
+    leave a dtype's range. Where float16 is met (in weights, inputs, the loss or a cell
+    set to it), only the four largest scales with finite gradients are compared. The
+    tolerance is sixteen units in the last place of the coarsest dtype met.
 
-    It runs in PyNative mode, compiled functions as Python, and switches dropout layers off. Every scale starts from the same Parameters and
-    random state, which are restored at the end. Not for two threads at once.
+    It runs in PyNative mode, compiled functions as Python, and switches dropout layers
+    off. Every scale starts from the same Parameters and random state, which are
+    restored at the end. Not for two threads at once.
 
     Args:
-        fn: a function, compiled or not, or a Cell; ``fn(*inputs)`` returns the loss, a floating Tensor of one element, not scaled.
-        weights: the Parameters to differentiate by, as for `mindspore.value_and_grad`: a Parameter, or a list or tuple of them.
+        fn: a function, compiled or not, or a Cell; ``fn(*inputs)`` returns the loss, a
+            floating Tensor of one element, not scaled.
+        weights: the Parameters to differentiate by, as for `mindspore.value_and_grad`:
+            a Parameter, or a list or tuple of them.
         inputs: the arguments of `fn`.
 
     Returns:
-        A `gradaccum.LinearityReport`: errors by the Parameter's name, culprits by the name of the class.
+        A `gradaccum.LinearityReport`: errors by the Parameter's name, culprits by the
+            name of the class.
 
     Raises:
-        ArgumentValueError: `fn` does not return such a loss, or not the same one each time.
+        ArgumentValueError: `fn` does not return such a loss, or not the same one each
+            time.
     """
     parameters = [weights] if isinstance(weights, Parameter) else list(weights)
     with watched() as met:
         loss = require_scalar(fn(*inputs))
         met.rewind()
         if not np.array_equal(loss.asnumpy(), fn(*inputs).asnumpy(), equal_nan=True):
-            fix, expected = "Switch its random parts off: net.set_train(False).", "a function that returns the same loss each time"
-            raise explain(ArgumentValueError, "fn", expected=expected, found="two different losses", fix=fix)
+            fix, expected = (
+                "Switch its random parts off: net.set_train(False).",
+                "a function that returns the same loss each time",
+            )
+            raise explain(
+                ArgumentValueError,
+                "fn",
+                expected=expected,
+                found="two different losses",
+                fix=fix,
+            )
         gradients = list(_unscaled_gradients(fn, parameters, inputs, loss.dtype, met))
-        met.dtypes.update(value.dtype for value in (*parameters, *inputs, loss) if _is_tensor(value))
+        met.dtypes.update(
+            value.dtype for value in (*parameters, *inputs, loss) if _is_tensor(value)
+        )
         epsilon = max(LIMITS[dtype][0] for dtype in met.dtypes)
-        culprits = [name for name, custom in met.customs() if not is_linear(custom, ROUNDINGS * epsilon)]
-    return linearity_report(comparable(gradients, _is_finite, float16=ms.float16 in met.dtypes), culprits, epsilon, _norm)
+        culprits = [
+            name
+            for name, custom in met.customs()
+            if not is_linear(custom, ROUNDINGS * epsilon)
+        ]
+    return linearity_report(
+        comparable(gradients, _is_finite, float16=ms.float16 in met.dtypes),
+        culprits,
+        epsilon,
+        _norm,
+    )
 
 
 def _unscaled_gradients(
-    fn: Callable[..., Tensor], parameters: Sequence[Parameter], inputs: Sequence[object], dtype: DType, met: Met
+    fn: Callable[..., Tensor],
+    parameters: Sequence[Parameter],
+    inputs: Sequence[object],
+    dtype: DType,
+    met: Met,
 ) -> Iterator[Gradients]:
     for scale in SCALES:
         factor = Tensor(scale, dtype)
         met.rewind()
         with forgotten_on_error():
-            _, gradients = ms.value_and_grad(lambda *values, s=factor: fn(*values) * s, None, list(parameters))(*inputs)
-        yield {each.name: wide(gradient) / scale for each, gradient in zip(parameters, gradients, strict=True)}
+            _, gradients = ms.value_and_grad(
+                lambda *values, s=factor: fn(*values) * s, None, list(parameters)
+            )(*inputs)
+        yield {
+            each.name: wide(gradient) / scale
+            for each, gradient in zip(parameters, gradients, strict=True)
+        }
 
 
 def _norm(gradient: NDArray[np.float64]) -> float:

@@ -1,7 +1,9 @@
-"""The Cells that mix the items of a batch. Each is run again by itself: on the large batch's inputs, and on the rows of half of the items.
+"""The Cells that mix the items of a batch. Each is run again by itself: on the large
+batch's inputs, and on the rows of half of the items.
 
-A Cell is named if the half's outputs are not those rows of all outputs, by more than rounding moves them, and no Cell inside of it is. A
-Cell whose output has no axis of items, or that fails when it is run alone, is not compared.
+A Cell is named if the half's outputs are not those rows of all outputs, by more than
+rounding moves them, and no Cell inside of it is. A Cell whose output has no axis of
+items, or that fails when it is run alone, is not compared.
 """
 
 from __future__ import annotations
@@ -34,7 +36,10 @@ class Calls:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        handles = [cell.register_forward_hook(self._hook(name)) for name, cell in self._cells.items()]
+        handles = [
+            cell.register_forward_hook(self._hook(name))
+            for name, cell in self._cells.items()
+        ]
         try:
             yield
         finally:
@@ -51,25 +56,47 @@ class Calls:
         return [call.output for call in self.of.values()]
 
 
-def mixing_layers(large: Calls, small: Calls, items: int, part: Sequence[int], roundoff: float) -> dict[str, str]:
-    mixing = [name for name, call in large.of.items() if name in small.of and _mixes(call, small.of[name], items, part, roundoff)]
-    return {name: type(large.of[name].cell).__name__ for name in mixing if not any(_within(other, name) for other in mixing)}
+def mixing_layers(
+    large: Calls, small: Calls, items: int, part: Sequence[int], roundoff: float
+) -> dict[str, str]:
+    mixing = [
+        name
+        for name, call in large.of.items()
+        if name in small.of and _mixes(call, small.of[name], items, part, roundoff)
+    ]
+    return {
+        name: type(large.of[name].cell).__name__
+        for name in mixing
+        if not any(_within(other, name) for other in mixing)
+    }
 
 
 def _within(inner: str, outer: str) -> bool:
     return inner != outer and (not outer or inner.startswith(f"{outer}."))
 
 
-def _mixes(call: Call, small: Call, items: int, part: Sequence[int], roundoff: float) -> bool:
+def _mixes(
+    call: Call, small: Call, items: int, part: Sequence[int], roundoff: float
+) -> bool:
     axis = _axis(call.output, small.output, items, part)
     if axis is None:
         return False
-    axes = [_axis(value, other, items, part) for value, other in zip(call.inputs, small.inputs, strict=True)]
-    half = [value if at is None else rows(value, at, items, part) for value, at in zip(call.inputs, axes, strict=True)]
+    axes = [
+        _axis(value, other, items, part)
+        for value, other in zip(call.inputs, small.inputs, strict=True)
+    ]
+    half = [
+        value if at is None else rows(value, at, items, part)
+        for value, at in zip(call.inputs, axes, strict=True)
+    ]
     rng = np.random.default_rng(0)
-    moved = [perturbed(value, roundoff, rng, integers_too=True) for value in call.inputs]
+    moved = [
+        perturbed(value, roundoff, rng, integers_too=True) for value in call.inputs
+    ]
     try:
-        whole, near, alone = (wide(call.cell(*inputs)) for inputs in (call.inputs, moved, half))
+        whole, near, alone = (
+            wide(call.cell(*inputs)) for inputs in (call.inputs, moved, half)
+        )
     except Exception:  # The user's Cell may need what only the whole model gives it.
         return False
     before, after = rows(whole, axis, items, part), rows(near, axis, items, part)

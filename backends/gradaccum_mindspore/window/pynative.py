@@ -1,6 +1,8 @@
-"""The open window in PyNative, where the core's transitions move the state as Python numbers.
+"""The open window in PyNative, where the core's transitions move the state as Python
+numbers.
 
-There an operator costs more than reading a scalar, so a Python ``if`` leaves out every operator that it can.
+There an operator costs more than reading a scalar, so a Python ``if`` leaves out every
+operator that it can.
 """
 
 from __future__ import annotations
@@ -22,26 +24,42 @@ FLOAT16_MAX = 65504.0
 
 
 class PyNativeWindow:
-    """One window as Python numbers, over a `Storage`; `CompiledWindow` has the same methods."""
+    """One window as Python numbers, over a `Storage`; `CompiledWindow` has the same
+    methods.
+    """
 
     def __init__(self, storage: Storage, options: Options) -> None:
         self.storage = storage
         self.options = options
 
     def require_whole(self) -> None:
-        """Raise unless the last update ended in the inner optimizer, or something was loaded since."""
+        """Raise unless the last update ended in the inner optimizer, or something was
+        loaded since.
+        """
         if self.storage.half_made:
             raise kit.half_made_error()
 
-    def add(self, gradients: Gradients, weight: float, size: Schedule, loss: float | None = None) -> State:
-        """Take in one micro-batch of checked gradients, and its `loss` if one is passed; return the state after it, written.
+    def add(
+        self,
+        gradients: Gradients,
+        weight: float,
+        size: Schedule,
+        loss: float | None = None,
+    ) -> State:
+        """Take in one micro-batch of checked gradients, and its `loss` if one is
+        passed; return the state after it, written.
 
-        If this raises, the state is the old one; if only some sums hold the gradient, the window is spoilt, and its end skips it.
+        If this raises, the state is the old one; if only some sums hold the gradient,
+        the window is spoilt, and its end skips it.
         """
         state = self.storage.pull()
         require_room(state, size)
         factor = kit.contribution(weight, self.options)
-        finite = weight == 0 or self.options.on_overflow != "drop_micro_batch" or self.finite(gradients, factor)
+        finite = (
+            weight == 0
+            or self.options.on_overflow != "drop_micro_batch"
+            or self.finite(gradients, factor)
+        )
         adds = bool(kit.usable(state, weight, finite))
         added = gradients if adds else (None,) * len(gradients)
         knowledge, begun = self.storage.knowledge, False
@@ -51,7 +69,9 @@ class PyNativeWindow:
                 begun = True
                 sums.add_into(total, part)
             begun = True
-            after = self.storage.push(kit.accumulate(state, weight, finite, kit.select), state)
+            after = self.storage.push(
+                kit.accumulate(state, weight, finite, kit.select), state
+            )
             if not finite:
                 self.storage.push_event(False, False, True, micro_step=after.micro_step)
             if loss is not None:
@@ -66,7 +86,9 @@ class PyNativeWindow:
         return after
 
     def take_back(self, state: State, known: Known | None) -> None:
-        """Put back the state and what was known before a micro-batch of which some sums may hold a part."""
+        """Put back the state and what was known before a micro-batch of which some sums
+        may hold a part.
+        """
         if known is not None:
             self.storage.knowledge.push(known)
         (sums.spoil if state.micro_step else sums.clear)(self.storage.sums)
@@ -74,7 +96,10 @@ class PyNativeWindow:
 
     def finite(self, gradients: Gradients, factor: float) -> bool:
         parts = zip(self.storage.sums, gradients, strict=True)
-        return all(g is None or sums.all_finite(sums.scaled(g, factor, s.dtype)) for s, g in parts)
+        return all(
+            g is None or sums.all_finite(sums.scaled(g, factor, s.dtype))
+            for s, g in parts
+        )
 
     def size(self) -> Schedule:
         """Return the open window's size, or its weight; None: the caller closes it."""
@@ -84,25 +109,44 @@ class PyNativeWindow:
         self.storage.push_size(kit.code_of(size))
         return size
 
-    def close(self, state: State, update: Update, denominator: float | None = None) -> None:
-        """End the window: make the `update` with its gradients, divided by `denominator` if one is given, or not at all.
+    def close(
+        self, state: State, update: Update, denominator: float | None = None
+    ) -> None:
+        """End the window: make the `update` with its gradients, divided by
+        `denominator` if one is given, or not at all.
 
-        If this raises before the inner optimizer is called, the window is open as before, and ``flush`` makes its update. If the inner
-        optimizer raises, each further call raises until ``discard``, or until a checkpoint is loaded.
+        If this raises before the inner optimizer is called, the window is open as
+        before, and ``flush`` makes its update. If the inner optimizer raises, each
+        further call raises until ``discard``, or until a checkpoint is loaded.
         """
         ending, options = state, self.options
         if denominator is not None:
-            fields, options = kit.with_denominator(state, denominator, options, kit.select)
-            ending = kit.at_rest(State(*fields), float64_weight=self.storage.float_dtype == ms.float64)
+            fields, options = kit.with_denominator(
+                state, denominator, options, kit.select
+            )
+            ending = kit.at_rest(
+                State(*fields), float64_weight=self.storage.float_dtype == ms.float64
+            )
         decision = self.decision(ending, options)
-        self.carry_out(state, decision, self.storage.knowledge.after(state, decision.grad_norm, ending, options), update)
+        self.carry_out(
+            state,
+            decision,
+            self.storage.knowledge.after(state, decision.grad_norm, ending, options),
+            update,
+        )
         self.storage.listening.window_ended(state)
 
     def decision(self, ending: State, options: Options) -> Decision:
-        norm, finite = self.measure(ending, options) if kit.measures(options) else (math.nan, True)
-        return Decision(*kit.decide(ending, norm, finite, options, kit.select, self.storage.largest))
+        norm, finite = (
+            self.measure(ending, options) if kit.measures(options) else (math.nan, True)
+        )
+        return Decision(
+            *kit.decide(ending, norm, finite, options, kit.select, self.storage.largest)
+        )
 
-    def carry_out(self, state: State, decision: Decision, known: Known, update: Update) -> None:
+    def carry_out(
+        self, state: State, decision: Decision, known: Known, update: Update
+    ) -> None:
         """Make the update, if that was decided, and end the window."""
         if decision.apply:
             update.require_in_place()
@@ -121,20 +165,35 @@ class PyNativeWindow:
         return norm, finite and self.fits(ending, options, norm)
 
     def fits(self, ending: State, options: Options, norm: float) -> bool:
-        """True if the divided sums, not yet clipped, are finite in the inner optimizer's dtypes; `norm` is the sums'."""
+        """True if the divided sums, not yet clipped, are finite in the inner
+        optimizer's dtypes; `norm` is the sums'.
+        """
         divides = kit.divisor(ending, options, kit.select) / self.storage.inner_scale
         # No element exceeds the norm, so the elements themselves are seldom looked at.
         if norm <= FLOAT16_MAX * divides:
             return True
-        pairs, operand = tuple(zip(self.storage.sums, self.storage.handed, strict=True)), Tensor(divides, self.storage.float_dtype)
-        return all(sums.fits(pairs[i][0], operand, pairs[i][1]).asnumpy().item() for i in self.storage.narrowed)
+        pairs, operand = (
+            tuple(zip(self.storage.sums, self.storage.handed, strict=True)),
+            Tensor(divides, self.storage.float_dtype),
+        )
+        return all(
+            sums.fits(pairs[i][0], operand, pairs[i][1]).asnumpy().item()
+            for i in self.storage.narrowed
+        )
 
     def finish(self, state: State, decision: Decision, known: Known) -> None:
         """Clear the sums and write what follows; a second call does the same."""
         self.clear()
         self.storage.knowledge.push(known)
-        self.storage.push(kit.close(state, decision.apply, decision.overflow, self.options, kit.select), state)
-        self.storage.push_event(decision.apply, not decision.apply, decision.overflow, decision.grad_norm)
+        self.storage.push(
+            kit.close(
+                state, decision.apply, decision.overflow, self.options, kit.select
+            ),
+            state,
+        )
+        self.storage.push_event(
+            decision.apply, not decision.apply, decision.overflow, decision.grad_norm
+        )
 
     def flush(self, update: Update, denominator: float | None = None) -> bool:
         """Close the open window; returns whether there was one."""
@@ -163,7 +222,12 @@ class PyNativeWindow:
         sums.clear(self.storage.sums)
 
     def gradients(self, divides: float) -> tuple[Tensor, ...]:
-        return sums.divided(self.storage.sums, divides / self.storage.inner_scale, self.storage.handed, self.storage.float_dtype)
+        return sums.divided(
+            self.storage.sums,
+            divides / self.storage.inner_scale,
+            self.storage.handed,
+            self.storage.float_dtype,
+        )
 
 
 def require_room(state: State, size: Schedule) -> None:
@@ -171,6 +235,9 @@ def require_room(state: State, size: Schedule) -> None:
         full = f"of {size} that holds {state.micro_step}"
         if isinstance(size, UntilWeight):
             full = f"of weight {size.weight} that holds {state.weight:.10g}"
-        expected, found = "flush() or discard() first, because the window's update raised", f"a micro-batch more for a window {full}"
+        expected, found = (
+            "flush() or discard() first, because the window's update raised",
+            f"a micro-batch more for a window {full}",
+        )
         fix = "Write optimizer.flush() to make the update that is due."
         raise explain(UsageError, "gradients", expected=expected, found=found, fix=fix)

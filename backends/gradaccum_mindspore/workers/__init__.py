@@ -1,4 +1,5 @@
 """Several workers: one window over all of them, and a loss whose classes they share.
 
-Each worker adds up its own micro-batches, and the end of a window adds up the workers, once.
+Each worker adds up its own micro-batches, and the end of a window adds up the workers,
+once.
 """

@@ -1,18 +1,24 @@
-"""The window of several workers: what they agree on before, the end that they make together, and what they send each other.
+"""The window of several workers: what they agree on before, the end that they make
+together, and what they send each other.
 
-Workers that share windows must start with equal options and equal parameters: they exchange gradients alone. A parameter that the user
-marked as ``layerwise_parallel`` is each worker's own: its sum is not sent. After the sums, each worker sends the norm of its own ones, an
-inf if they are not finite, so that all have one norm and one decision.
+Workers that share windows must start with equal options and equal parameters: they
+exchange gradients alone. A parameter that the user marked as ``layerwise_parallel`` is
+each worker's own: its sum is not sent. After the sums, each worker sends the norm of
+its own ones, an inf if they are not finite, so that all have one norm and one decision.
 
-The end adds up a few numbers, then the sums, once. A worker that runs out of data calls ``flush`` from Python, and takes part in the
-windows of the others, with nothing, until they flush too. The others may end theirs in compiled code meanwhile, which may round norms
-otherwise than NumPy: if the numbers say so, all run the rest of the end as compiled code. Each worker's learning rates have places of their
-own among the numbers. Compiled code that finds different ones cannot raise: all workers skip the window as an overflow, and Python raises
-afterwards.
+The end adds up a few numbers, then the sums, once. A worker that runs out of data calls
+``flush`` from Python, and takes part in the windows of the others, with nothing, until
+they flush too. The others may end theirs in compiled code meanwhile, which may round
+norms otherwise than NumPy: if the numbers say so, all run the rest of the end as
+compiled code. Each worker's learning rates have places of their own among the numbers.
+Compiled code that finds different ones cannot raise: all workers skip the window as an
+overflow, and Python raises afterwards.
 
-Small sums travel packed together, a large one alone. One message leaves when the one before has arrived: the CPU's kernels match messages
-by order. These kernels add up float32 and float16 only, and gather float64 rounded to float32. So half-precision sums travel as float32,
-and a float64 number as a sum of three of float32, which is exact; a number beyond float32's range arrives as an inf.
+Small sums travel packed together, a large one alone. One message leaves when the one
+before has arrived: the CPU's kernels match messages by order. These kernels add up
+float32 and float16 only, and gather float64 rounded to float32. So half-precision sums
+travel as float32, and a float64 number as a sum of three of float32, which is exact; a
+number beyond float32's range arrives as an inf.
 """
 
 from __future__ import annotations
@@ -34,7 +40,18 @@ from mindspore.ops import Primitive, constexpr
 from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError, kit
 from gradaccum.kit import Options, Schedule, State, explain
 from gradaccum_mindspore.parameters import Optimizer
-from gradaccum_mindspore.sums import ARRAYS, Array, Gradients, Sums, array_of, each, hidden_parameter, measure, working_dtype, write
+from gradaccum_mindspore.sums import (
+    ARRAYS,
+    Array,
+    Gradients,
+    Sums,
+    array_of,
+    each,
+    hidden_parameter,
+    measure,
+    working_dtype,
+    write,
+)
 from gradaccum_mindspore.update import Update
 from gradaccum_mindspore.window.compiled import NUMBERS, CompiledWindow
 from gradaccum_mindspore.window.pynative import PyNativeWindow
@@ -49,7 +66,9 @@ class NoAnswerError(Exception):
 
 
 def added_up(mine: Array) -> Array:
-    """Return the sum over the workers of a vector of float32 or float64, in NumPy; `compiled_added_up` sends the same."""
+    """Return the sum over the workers of a vector of float32 or float64, in NumPy;
+    `compiled_added_up` sends the same.
+    """
     if mine.dtype == np.float32:
         return _answer(ALL_REDUCE, mine)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -83,13 +102,20 @@ def compiled_added_up(mine: Tensor, workers: int) -> Tensor:
 def gather_texts(text: str) -> list[str]:
     codes = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
     lengths = _answer(ALL_GATHER, np.array([len(codes)], np.int32))
-    rows = _answer(ALL_GATHER, np.pad(codes, (0, int(lengths.max()) - len(codes)))).reshape(len(lengths), -1)
-    return [bytes(row[:length].astype(np.uint8)).decode() for row, length in zip(rows, lengths, strict=True)]
+    rows = _answer(
+        ALL_GATHER, np.pad(codes, (0, int(lengths.max()) - len(codes)))
+    ).reshape(len(lengths), -1)
+    return [
+        bytes(row[:length].astype(np.uint8)).decode()
+        for row, length in zip(rows, lengths, strict=True)
+    ]
 
 
 def _answer(operator: type[Primitive], values: Array) -> Array:
     try:
-        array: Array = operator()(Tensor.from_numpy(np.ascontiguousarray(values))).asnumpy()
+        array: Array = operator()(
+            Tensor.from_numpy(np.ascontiguousarray(values))
+        ).asnumpy()
     except RuntimeError as error:
         raise NoAnswerError from error
     return array
@@ -97,7 +123,8 @@ def _answer(operator: type[Primitive], values: Array) -> Array:
 
 INIT = "Call mindspore.communication.init() first, in a program that msrun started."
 OWN_MODES = ("stand_alone", "data_parallel")
-"""The parallel modes in which MindSpore's compiler does not reduce gradients by itself."""
+"""The parallel modes in which MindSpore's compiler does not reduce gradients by itself.
+"""
 
 
 def shares_windows(data_parallel: object) -> bool:
@@ -107,19 +134,38 @@ def shares_windows(data_parallel: object) -> bool:
         if mode == "data_parallel" or _workers_here() > 1:
             expected = "True or False where there are several workers"
             fix = (
-                "Write gradaccum.wrap(optimizer, steps=4, data_parallel=True) for windows over all workers; False if this worker's "
-                "gradients need no other's, or are reduced before they come in."
+                "Write gradaccum.wrap(optimizer, steps=4, data_parallel=True) for"
+                " windows over all workers; False if this worker's gradients need no"
+                " other's, or are reduced before they come in."
             )
-            raise explain(UsageError, "data_parallel", expected=expected, got=None, fix=fix)
+            raise explain(
+                UsageError, "data_parallel", expected=expected, got=None, fix=fix
+            )
         return False
     if not isinstance(data_parallel, bool):
         raise explain(
-            ArgumentTypeError, "data_parallel", expected="True, False or None", got=data_parallel, fix="Write data_parallel=True."
+            ArgumentTypeError,
+            "data_parallel",
+            expected="True, False or None",
+            got=data_parallel,
+            fix="Write data_parallel=True.",
         )
     if data_parallel and not GlobalComm.INITED:
-        raise explain(UsageError, "data_parallel", expected="communication that is initialised", found="none in this process", fix=INIT)
+        raise explain(
+            UsageError,
+            "data_parallel",
+            expected="communication that is initialised",
+            found="none in this process",
+            fix=INIT,
+        )
     if data_parallel and mode not in OWN_MODES:
-        expected, fix = f"False in the parallel mode {mode}", "MindSpore reduces the gradients in every micro-batch there: leave it False."
+        expected, fix = (
+            f"False in the parallel mode {mode}",
+            (
+                "MindSpore reduces the gradients in every micro-batch there: leave it"
+                " False."
+            ),
+        )
         raise explain(UsageError, "data_parallel", expected=expected, got=True, fix=fix)
     return data_parallel
 
@@ -129,34 +175,67 @@ def place() -> tuple[int, int]:
 
 
 def is_sharded(parameter: Parameter) -> bool:
-    """True if the user marked the Parameter as ``layerwise_parallel``: each worker's own."""
-    return bool(parameter.layerwise_parallel) and not getattr(parameter, "shares_windows", False)
+    """True if the user marked the Parameter as ``layerwise_parallel``: each worker's
+    own.
+    """
+    return bool(parameter.layerwise_parallel) and not getattr(
+        parameter, "shares_windows", False
+    )
 
 
-def share(parameters: Sequence[Parameter], options: Options, name: str) -> tuple[int, ...]:
-    """Let this worker share the windows of an optimizer of `parameters`; return the sharded ones' positions. Collective, in one order.
+def share(
+    parameters: Sequence[Parameter], options: Options, name: str
+) -> tuple[int, ...]:
+    """Let this worker share the windows of an optimizer of `parameters`; return the
+    sharded ones' positions. Collective, in one order.
 
-    The parameters are marked as ``layerwise_parallel``, which MindSpore's own reducer leaves alone.
+    The parameters are marked as ``layerwise_parallel``, which MindSpore's own reducer
+    leaves alone.
 
     Raises:
         ArgumentValueError: on every worker: a worker's differ.
     """
     # Two workers' functions and scalers are different objects.
     steps = "a function" if callable(options.steps) else options.steps
-    mine = dict(options._asdict(), steps=steps, scaler=type(options.scaler).__name__, accumulate_dtype=str(options.accumulate_dtype))
-    sharded = tuple(position for position, parameter in enumerate(parameters) if is_sharded(parameter))
-    text = json.dumps([str(dict(mine, name=name)), *map(_spec, parameters), *map(_values, parameters)])
+    mine = dict(
+        options._asdict(),
+        steps=steps,
+        scaler=type(options.scaler).__name__,
+        accumulate_dtype=str(options.accumulate_dtype),
+    )
+    sharded = tuple(
+        position
+        for position, parameter in enumerate(parameters)
+        if is_sharded(parameter)
+    )
+    text = json.dumps(
+        [str(dict(mine, name=name)), *map(_spec, parameters), *map(_values, parameters)]
+    )
     try:
         texts = gather_texts(text)
     except NoAnswerError as error:
-        expected, found = "every worker to wrap its optimizer too", "an exchange that failed or timed out"
+        expected, found = (
+            "every worker to wrap its optimizer too",
+            "an exchange that failed or timed out",
+        )
         fix = "Wrap on every worker, in the same order."
-        raise explain(UsageError, "gradaccum.wrap", expected=expected, found=found, fix=fix) from error
+        raise explain(
+            UsageError, "gradaccum.wrap", expected=expected, found=found, fix=fix
+        ) from error
     everyone = [json.loads(text) for text in texts]
-    _require_equal([each[:1] for each in everyone], "options", "Give every worker the same options.")
+    _require_equal(
+        [each[:1] for each in everyone],
+        "options",
+        "Give every worker the same options.",
+    )
     fix = "Build the same model with the same optimizer on every worker."
-    _require_equal([each[1 : len(each) // 2 + 1] for each in everyone], "parameters", fix)
-    fix = "Call mindspore.set_seed(1) before the model is built, or load one checkpoint on every worker."
+    _require_equal(
+        [each[1 : len(each) // 2 + 1] for each in everyone], "parameters", fix
+    )
+    fix = (
+        "Call mindspore.set_seed(1) before the model is built, or load one checkpoint"
+        " on every worker."
+    )
     _require_equal([each[len(each) // 2 + 1 :] for each in everyone], "parameters", fix)
     if sharded:
         _require_shardable(options, whole=len(parameters) - len(sharded))
@@ -167,17 +246,46 @@ def share(parameters: Sequence[Parameter], options: Options, name: str) -> tuple
 
 
 def _require_shardable(options: Options, whole: int) -> None:
-    """Raise unless windows can have sharded parameters, whose loss is one of the items of all workers."""
-    beside, fix = "beside parameters marked as layerwise_parallel", 'Sum the loss, and write reduction="item_mean".'
+    """Raise unless windows can have sharded parameters, whose loss is one of the items
+    of all workers.
+    """
+    beside, fix = (
+        "beside parameters marked as layerwise_parallel",
+        'Sum the loss, and write reduction="item_mean".',
+    )
     if options.reduction == "mean":
-        raise explain(ArgumentValueError, "reduction", expected=f'"item_mean" or "sum" {beside}', got="mean", fix=fix)
-    for argument, wrong in (("on_overflow", options.on_overflow == "drop_micro_batch"), ("noise_scale", options.noise_decay is not None)):
+        raise explain(
+            ArgumentValueError,
+            "reduction",
+            expected=f'"item_mean" or "sum" {beside}',
+            got="mean",
+            fix=fix,
+        )
+    for argument, wrong in (
+        ("on_overflow", options.on_overflow == "drop_micro_batch"),
+        ("noise_scale", options.noise_decay is not None),
+    ):
         if wrong:
             fix = "Leave it out: one worker alone sees what a shard's gradient holds."
-            raise explain(ArgumentValueError, argument, expected=f"the default {beside}", found="another", fix=fix)
+            raise explain(
+                ArgumentValueError,
+                argument,
+                expected=f"the default {beside}",
+                found="another",
+                fix=fix,
+            )
     if not whole:
-        fix = "Write data_parallel=False, where no worker shares a parameter with another."
-        raise explain(ArgumentValueError, "data_parallel", expected=f"a parameter of all workers {beside}", found="none", fix=fix)
+        fix = (
+            "Write data_parallel=False, where no worker shares a parameter with"
+            " another."
+        )
+        raise explain(
+            ArgumentValueError,
+            "data_parallel",
+            expected=f"a parameter of all workers {beside}",
+            found="none",
+            fix=fix,
+        )
 
 
 def part(parameters: Sequence[Parameter]) -> None:
@@ -190,13 +298,29 @@ def part(parameters: Sequence[Parameter]) -> None:
 def _require_equal(everyone: Sequence[Sequence[str]], argument: str, fix: str) -> None:
     for rank, other in enumerate(everyone):
         if other != everyone[0]:
-            first = next((pair for pair in zip(everyone[0], other, strict=False) if pair[0] != pair[1]), (len(everyone[0]), len(other)))
-            expected, found = f"the same on every worker: {first[0]}", f"{first[1]} on rank {rank}"
-            raise explain(ArgumentValueError, argument, expected=expected, found=found, fix=fix)
+            first = next(
+                (
+                    pair
+                    for pair in zip(everyone[0], other, strict=False)
+                    if pair[0] != pair[1]
+                ),
+                (len(everyone[0]), len(other)),
+            )
+            expected, found = (
+                f"the same on every worker: {first[0]}",
+                f"{first[1]} on rank {rank}",
+            )
+            raise explain(
+                ArgumentValueError, argument, expected=expected, found=found, fix=fix
+            )
 
 
 def _spec(parameter: Parameter) -> str:
-    shape = "sharded, as layerwise_parallel says" if is_sharded(parameter) else f"of shape {tuple(parameter.shape)}"
+    shape = (
+        "sharded, as layerwise_parallel says"
+        if is_sharded(parameter)
+        else f"of shape {tuple(parameter.shape)}"
+    )
     return f"{parameter.name!r}, {parameter.dtype} {shape}"
 
 
@@ -204,15 +328,24 @@ def _values(parameter: Parameter) -> str:
     if is_sharded(parameter):
         return ""
     wide = parameter.astype(ms.float32) if parameter.dtype == ms.bfloat16 else parameter
-    return f"{parameter.name!r} with the checksum {zlib.crc32(wide.asnumpy().tobytes()):08x}"
+    return (
+        f"{parameter.name!r} with the checksum"
+        f" {zlib.crc32(wide.asnumpy().tobytes()):08x}"
+    )
 
 
 def _workers_here() -> int:
-    return int(get_group_size()) if GlobalComm.INITED else int(os.environ.get("MS_WORKER_NUM", "1"))
+    return (
+        int(get_group_size())
+        if GlobalComm.INITED
+        else int(os.environ.get("MS_WORKER_NUM", "1"))
+    )
 
 
 BUCKET_ELEMENTS = 25 * 2**18
-"""25 MiB of float32, the size of the buckets of `torch.nn.parallel.DistributedDataParallel`."""
+"""25 MiB of float32, the size of the buckets of
+`torch.nn.parallel.DistributedDataParallel`.
+"""
 LARGE_ELEMENTS = 2**18
 
 
@@ -221,11 +354,14 @@ class Bucket(nn.Cell):  # type: ignore[misc]
 
     def __init__(self, sums: Sequence[Parameter], workers: int) -> None:
         super().__init__(auto_prefix=False)
-        object.__setattr__(self, "sums", tuple(sums))  # A Cell would list them as its own.
+        # A Cell would list them as its own.
+        object.__setattr__(self, "sums", tuple(sums))
         self.workers = workers
         sizes = [prod(total.shape) for total in sums]
         self.starts = tuple(sum(sizes[:index]) for index in range(len(sizes)))
-        self.ends = tuple(start + size for start, size in zip(self.starts, sizes, strict=True))
+        self.ends = tuple(
+            start + size for start, size in zip(self.starts, sizes, strict=True)
+        )
 
     def total(self) -> Array:
         arrays = [_array(each_sum).reshape(-1) for each_sum in self.sums]
@@ -233,7 +369,12 @@ class Bucket(nn.Cell):  # type: ignore[misc]
 
     def unpack(self, total: Array) -> None:
         for each_sum, start, end in zip(self.sums, self.starts, self.ends, strict=True):
-            write(each_sum, Tensor.from_numpy(total[start:end].reshape(each_sum.shape)).astype(each_sum.dtype))
+            write(
+                each_sum,
+                Tensor.from_numpy(total[start:end].reshape(each_sum.shape)).astype(
+                    each_sum.dtype
+                ),
+            )
 
     def construct(self, after: Tensor) -> Tensor:
         """Return the vector of totals, once `after` is computed."""
@@ -264,7 +405,11 @@ def buckets(sums: Sums, workers: int) -> list[Bucket]:
 
 def _array(total: Parameter) -> Array:
     array = array_of(total)
-    wide: Array = total.astype(ms.float32).asnumpy() if array is None else array.astype(ARRAYS[working_dtype(total.dtype)], copy=False)
+    wide: Array = (
+        total.astype(ms.float32).asnumpy()
+        if array is None
+        else array.astype(ARRAYS[working_dtype(total.dtype)], copy=False)
+    )
     return wide
 
 
@@ -304,38 +449,80 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
         self.rank, self.workers = storage.place
         object.__setattr__(self, "inner", inner)  # A Cell would list it as its own.
         object.__setattr__(self, "rates", tuple(rates_of(inner)))
-        self.own_places = Tensor(np.eye(self.workers)[self.rank][:, None], storage.float_dtype)
-        self.buckets = nn.CellList(buckets(storage.whole, self.workers), auto_prefix=False)
+        self.own_places = Tensor(
+            np.eye(self.workers)[self.rank][:, None], storage.float_dtype
+        )
+        self.buckets = nn.CellList(
+            buckets(storage.whole, self.workers), auto_prefix=False
+        )
         self.tellers = self.workers if storage.sharded else 1
-        """Workers that tell one and the same loss: that of all items, where some parameters are sharded."""
+        """Workers that tell one and the same loss: that of all items, where some
+        parameters are sharded.
+        """
         self.norms: list[float] | None = None
-        """Each worker's norm of its sharded sums, in the window that was joined last."""
+        """Each worker's norm of its sharded sums, in the window that was joined last.
+        """
         self.float_dtype = storage.float_dtype
-        self.own, self.torn = (Tensor([held, *storage.place], ms.int32) for held in (OWN, TORN))
+        self.own, self.torn = (
+            Tensor([held, *storage.place], ms.int32) for held in (OWN, TORN)
+        )
         self.last: Joined | None = None
         # A Cell would list it as its own, and a constant would be no branch.
-        object.__setattr__(self, "always", hidden_parameter(Tensor(True), f"gradaccum.note{next(NUMBERS)}.always"))
-        object.__setattr__(self, "drifted", hidden_parameter(Tensor(False), f"gradaccum.note{next(NUMBERS)}.drifted"))
+        object.__setattr__(
+            self,
+            "always",
+            hidden_parameter(Tensor(True), f"gradaccum.note{next(NUMBERS)}.always"),
+        )
+        object.__setattr__(
+            self,
+            "drifted",
+            hidden_parameter(Tensor(False), f"gradaccum.note{next(NUMBERS)}.drifted"),
+        )
         """Compiled code found different learning rates."""
-        self.zero, self.one = (Tensor(number, self.float_dtype) for number in (0.0, 1.0))
+        self.zero, self.one = (
+            Tensor(number, self.float_dtype) for number in (0.0, 1.0)
+        )
         self.infinite = Tensor(float("inf"), self.float_dtype)
         self.mine = Tensor(np.arange(self.workers) == self.rank)
         self.true, self.false = Tensor(True), Tensor(False)
 
     def join(self, state: State, flushing: bool) -> Joined:
-        """Add up the window of all workers, from Python; collective. One whose update raised is not added again."""
+        """Add up the window of all workers, from Python; collective. One whose update
+        raised is not added again.
+        """
         if self.storage.held() == OF_ALL:
-            return Joined(state, True, True, False) if self.last is None else self.last._replace(state=state)
+            return (
+                Joined(state, True, True, False)
+                if self.last is None
+                else self.last._replace(state=state)
+            )
         self.require_own_sum("flush()")
         try:
             loss, *others = self.storage.knowledge.shares(state)
-            numbers = [state.weight, state.overflow, state.micro_step, flushing, 0.0, loss / self.tellers, *others]
-            rates = np.array([float(rate) for rate in rates_of(self.inner)], ARRAYS[self.float_dtype])
+            numbers = [
+                state.weight,
+                state.overflow,
+                state.micro_step,
+                flushing,
+                0.0,
+                loss / self.tellers,
+                *others,
+            ]
+            rates = np.array(
+                [float(rate) for rate in rates_of(self.inner)], ARRAYS[self.float_dtype]
+            )
             placed = np.zeros((self.workers, len(rates)), rates.dtype)
             placed[self.rank] = rates
-            added = added_up(np.concatenate((np.array(numbers, rates.dtype), placed.reshape(-1)))).tolist()
-            weight, overflows, micro_batches, flushes, compiled, *shares = added[: len(numbers)]
-            alike = sum(row == rates.tolist() for row in np.reshape(added[len(numbers) :], placed.shape).tolist())
+            added = added_up(
+                np.concatenate((np.array(numbers, rates.dtype), placed.reshape(-1)))
+            ).tolist()
+            weight, overflows, micro_batches, flushes, compiled, *shares = added[
+                : len(numbers)
+            ]
+            alike = sum(
+                row == rates.tolist()
+                for row in np.reshape(added[len(numbers) :], placed.shape).tolist()
+            )
             if micro_batches and not compiled:
                 kit.require_same_rates(rates.tolist(), [alike], self.workers, self.rank)
             elif micro_batches and alike < self.workers:
@@ -343,23 +530,31 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
                 weight, overflows = math.inf, 1.0
             for bucket in self.buckets if micro_batches else ():
                 total = bucket.total()
-                self.storage.hold(TORN)  # If the first one fails, all sums are this worker's still.
+                # If the first one fails, all sums are this worker's still.
+                self.storage.hold(TORN)
                 bucket.unpack(total)
         except NoAnswerError as error:
             raise kit.missing_worker_error(state, self.rank, _MORE_TIME) from error
-        whole = kit.at_rest(State(*kit.joined(state, weight, overflows > 0)), float64_weight=self.float_dtype == ms.float64)
+        whole = kit.at_rest(
+            State(*kit.joined(state, weight, overflows > 0)),
+            float64_weight=self.float_dtype == ms.float64,
+        )
         if micro_batches:
             self.storage.push(whole, state)
             self.storage.knowledge.push_joined(whole, shares)
             self.storage.hold(OF_ALL)
         self.norms = None
-        self.last = Joined(whole, micro_batches > 0, flushes == self.workers, compiled > 0)
+        self.last = Joined(
+            whole, micro_batches > 0, flushes == self.workers, compiled > 0
+        )
         return self.last
 
     def compiled_join(self) -> bool:
-        """Make the sums, the weight and the flag those of all workers, in compiled code.
+        """Make the sums, the weight and the flag those of all workers, in compiled
+        code.
 
-        In a branch of its own: where one graph reads a Parameter again after a write, MindSpore copies it, float64 rounded to float32.
+        In a branch of its own: where one graph reads a Parameter again after a write,
+        MindSpore copies it, float64 rounded to float32.
         """
         if self.always:
             self.add_up()
@@ -368,21 +563,36 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
     def add_up(self) -> bool:
         """Run the branch of `compiled_join`.
 
-        A failure in it leaves the sum marked as torn. Compiled code cannot raise: a window that is not this worker's own, or of a size
-        below 1, gets an infinite weight, and all workers skip it.
+        A failure in it leaves the sum marked as torn. Compiled code cannot raise: a
+        window that is not this worker's own, or of a size below 1, gets an infinite
+        weight, and all workers skip it.
         """
         store = self.storage
         sound = (store.shared.value()[0] == OWN) & (store.terms.value()[STEPS] >= 1)
         weight = ops.where(sound, store.weight.value(), self.infinite)
-        flags = ((store.overflow & self.true) | (sound == False), store.micro_step.value(), self.zero, self.one)  # noqa: E712
+        flags = (
+            (store.overflow & self.true) | (sound == False),  # noqa: E712
+            store.micro_step.value(),
+            self.zero,
+            self.one,
+        )
         shares = store.knowledge.compiled_shares(store.weight.value())
         if self.tellers > 1:
             shares = (shares[0] / self.tellers, *shares[1:])
-        mine, drifted = ops.stack((weight, *[flag.astype(self.float_dtype) for flag in flags], *shares)), self.false
+        mine, drifted = (
+            ops.stack(
+                (weight, *[flag.astype(self.float_dtype) for flag in flags], *shares)
+            ),
+            self.false,
+        )
         if self.rates:
             rates = ops.stack([rate.astype(self.float_dtype) for rate in self.rates])
-            numbers = compiled_added_up(ops.concat((mine, (self.own_places * rates).reshape(-1))), self.workers)
-            drifted = (numbers[mine.shape[0] :].reshape((self.workers, -1)) != rates).any()
+            numbers = compiled_added_up(
+                ops.concat((mine, (self.own_places * rates).reshape(-1))), self.workers
+            )
+            drifted = (
+                numbers[mine.shape[0] :].reshape((self.workers, -1)) != rates
+            ).any()
             ops.assign(self.drifted, drifted | self.drifted)
         else:
             numbers = compiled_added_up(mine, self.workers)
@@ -396,7 +606,9 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
         return True
 
     def norm_of_all(self, whole: float, own: float, state: State) -> float:
-        """Return the norm over all workers: `whole` is equal on all, `own` is of this one's sharded sums. Collective, once in a window."""
+        """Return the norm over all workers: `whole` is equal on all, `own` is of this
+        one's sharded sums. Collective, once in a window.
+        """
         if self.norms is None:
             placed = np.zeros(self.workers, ARRAYS[self.float_dtype])
             placed[self.rank] = own
@@ -407,8 +619,12 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
         return math.hypot(whole, *self.norms)
 
     def compiled_norm_of_all(self, whole: Tensor, own: Tensor) -> Tensor:
-        """Return `norm_of_all` in compiled code, after everything that `whole` needs: all workers exchange in one order."""
-        norms = compiled_added_up(ops.depend(ops.where(self.mine, own, self.zero), whole), self.workers)
+        """Return `norm_of_all` in compiled code, after everything that `whole` needs:
+        all workers exchange in one order.
+        """
+        norms = compiled_added_up(
+            ops.depend(ops.where(self.mine, own, self.zero), whole), self.workers
+        )
         norms = ops.concat((norms, whole.reshape(1)))
         largest = norms.max()
         divisor = ops.where((largest > 0) & ops.isfinite(largest), largest, self.one)
@@ -418,10 +634,17 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
         return ops.assign(self.storage.shared, self.own)
 
     def require_same_rates(self) -> None:
-        """Raise unless compiled code found equal learning rates; once, as it has skipped windows for that."""
+        """Raise unless compiled code found equal learning rates; once, as it has
+        skipped windows for that.
+        """
         if self.drifted.item():
             ops.assign(self.drifted, self.false)
-            kit.require_same_rates([float(rate) for rate in rates_of(self.inner)], [0.5], self.workers, self.rank)
+            kit.require_same_rates(
+                [float(rate) for rate in rates_of(self.inner)],
+                [0.5],
+                self.workers,
+                self.rank,
+            )
 
     def require_own_sum(self, call: str) -> None:
         held = self.storage.held()
@@ -432,12 +655,23 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
 
 
 def rates_of(inner: Optimizer) -> list[Any]:
-    """Return the learning rate of each group; none if a schedule of the optimizer's own moves them by its updates."""
+    """Return the learning rate of each group; none if a schedule of the optimizer's own
+    moves them by its updates.
+    """
     if hasattr(inner, "lrs"):
         groups = zip(inner.param_groups, inner.lrs, strict=True)
-        return [group["lr"] if isinstance(group["lr"], float) else rate for group, rate in groups]
+        return [
+            group["lr"] if isinstance(group["lr"], float) else rate
+            for group, rate in groups
+        ]
     held = getattr(inner, "learning_rate", None)
-    return [held] if isinstance(held, Parameter) else list(held) if isinstance(held, ParameterTuple) else []
+    return (
+        [held]
+        if isinstance(held, Parameter)
+        else list(held)
+        if isinstance(held, ParameterTuple)
+        else []
+    )
 
 
 class CompiledEnd(nn.Cell):  # type: ignore[misc]
@@ -454,18 +688,32 @@ class CompiledEnd(nn.Cell):  # type: ignore[misc]
 class SharedWindow(PyNativeWindow):
     """As `PyNativeWindow`; the end of a window and `flush` are collective."""
 
-    def __init__(self, storage: Storage, options: Options, compiled_window: CompiledWindow, workers: WorkerGroup) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        options: Options,
+        compiled_window: CompiledWindow,
+        workers: WorkerGroup,
+    ) -> None:
         super().__init__(storage, options)
         self.compiled_window, self.workers = compiled_window, workers
         self.flushing = False
         """A `flush` has begun and not ended, be it because an update raised in it."""
         self.compiled_end: Callable[[], bool] | None = None
 
-    def add(self, gradients: Gradients, weight: float, size: Schedule, loss: float | None = None) -> State:
+    def add(
+        self,
+        gradients: Gradients,
+        weight: float,
+        size: Schedule,
+        loss: float | None = None,
+    ) -> State:
         self.workers.require_own_sum("gradients")
         return super().add(gradients, weight, size, loss)
 
-    def close(self, state: State, update: Update, denominator: float | None = None) -> None:
+    def close(
+        self, state: State, update: Update, denominator: float | None = None
+    ) -> None:
         self.flushing = False
         self.end(state, update)
 
@@ -481,22 +729,33 @@ class SharedWindow(PyNativeWindow):
     def compiled(self, update: Update) -> Callable[[], bool]:
         if self.compiled_end is None:
             cell = CompiledEnd(self.compiled_window, update)
-            self.compiled_end = cell if ms.get_context("mode") == ms.GRAPH_MODE else ms.jit(cell.construct)
+            self.compiled_end = (
+                cell
+                if ms.get_context("mode") == ms.GRAPH_MODE
+                else ms.jit(cell.construct)
+            )
         return self.compiled_end
 
     def measure(self, ending: State, options: Options) -> tuple[float, bool]:
-        """Return the norm over all workers, and whether all sums are finite on all of them; collective if some are sharded."""
+        """Return the norm over all workers, and whether all sums are finite on all of
+        them; collective if some are sharded.
+        """
         if not self.storage.sharded:
             return super().measure(ending, options)
-        (whole, finite), (own, sound) = (measure(each, self.storage.float_dtype) for each in (self.storage.whole, self.storage.shards))
+        (whole, finite), (own, sound) = (
+            measure(each, self.storage.float_dtype)
+            for each in (self.storage.whole, self.storage.shards)
+        )
         sound = sound and self.fits(ending, options, math.hypot(whole, own))
         norm = self.workers.norm_of_all(whole, own if sound else math.inf, ending)
         return norm, finite and math.isfinite(norm)
 
     def flush(self, update: Update, denominator: float | None = None) -> bool:
-        """End windows until all workers flush; returns whether one of them held a micro-batch.
+        """End windows until all workers flush; returns whether one of them held a
+        micro-batch.
 
-        If the update of a window that all workers ended raised, this makes it, and takes part in no other window.
+        If the update of a window that all workers ended raised, this makes it, and
+        takes part in no other window.
         """
         if self.storage.held() == OF_ALL:
             joined = self.end(self.storage.pull(), update)
@@ -520,8 +779,17 @@ class SharedWindow(PyNativeWindow):
 
 @constexpr  # type: ignore[untyped-decorator]
 def refuse_compiled_flush() -> None:
-    """Raise `UsageError`: compiled code cannot wait until all workers flush, and takes no denominator."""
-    expected = "a call from Python with a denominator, or where workers share their windows, as it ends windows until all have called it"
+    """Raise `UsageError`: compiled code cannot wait until all workers flush, and takes
+    no denominator.
+    """
+    expected = (
+        "a call from Python with a denominator, or where workers share their windows,"
+        " as it ends windows until all have called it"
+    )
     raise explain(
-        UsageError, "flush()", expected=expected, found="one in compiled code", fix="Call optimizer.flush() after the compiled step."
+        UsageError,
+        "flush()",
+        expected=expected,
+        found="one in compiled code",
+        fix="Call optimizer.flush() after the compiled step.",
     )

@@ -1,4 +1,6 @@
-"""The suite's losses that couple the items of a batch, in torch functions; `gradaccum_conformance.couplings` defines them."""
+"""The suite's losses that couple the items of a batch, in torch functions;
+`gradaccum_conformance.couplings` defines them.
+"""
 
 from __future__ import annotations
 
@@ -32,4 +34,8 @@ def balance(left: Tensor, right: Tensor, temperature: Tensor) -> Tensor:
     return temperature.exp() * experts * (fraction * left.softmax(1).mean(0)).sum()
 
 
-COUPLINGS: dict[Coupling, Loss] = {"contrast": contrast, "covariance": covariance, "balance": balance}
+COUPLINGS: dict[Coupling, Loss] = {
+    "contrast": contrast,
+    "covariance": covariance,
+    "balance": balance,
+}

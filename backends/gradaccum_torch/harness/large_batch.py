@@ -40,7 +40,10 @@ class TorchLargeBatch(TorchWorkers, VerifyingHarness, LargeBatchHarness):
     large_batch_modes: ClassVar[tuple[str, ...]] = ("eager",)
 
     def value_and_grad(self, call: LargeBatchCall, batch: Batch) -> Outcome:
-        module, declared = SpecModel(call.model, call.weights, call.dtype), call.options.get("aux")
+        module, declared = (
+            SpecModel(call.model, call.weights, call.dtype),
+            call.options.get("aux"),
+        )
 
         def loss_fn(x: Tensor, y: Tensor, *_: Any) -> Any:
             logits = module(x)
@@ -49,12 +52,24 @@ class TorchLargeBatch(TorchWorkers, VerifyingHarness, LargeBatchHarness):
                 return call.returns(loss, logits)
             return (loss, _aux(logits, declared)) if declared else loss
 
-        done = backward(loss_fn, *_tensors(batch, module), *_extra(call), **_options(call.options))
+        done = backward(
+            loss_fn, *_tensors(batch, module), *_extra(call), **_options(call.options)
+        )
         loss, aux = done if declared else (done, {})
-        return Outcome(float(loss), _gradients(module), {name: to_numpy(value) for name, value in aux.items()})
+        return Outcome(
+            float(loss),
+            _gradients(module),
+            {name: to_numpy(value) for name, value in aux.items()},
+        )
 
     def update(
-        self, session: Session, batch: Batch, *, loss: Loss = "mean", options: Mapping[str, Option], returns: Returns | None = None
+        self,
+        session: Session,
+        batch: Batch,
+        *,
+        loss: Loss = "mean",
+        options: Mapping[str, Option],
+        returns: Returns | None = None,
     ) -> float:
         assert isinstance(session, TorchSession)
         model = session.model
@@ -65,33 +80,59 @@ class TorchLargeBatch(TorchWorkers, VerifyingHarness, LargeBatchHarness):
             made: Tensor = value if returns is None else returns(value, logits)
             return made
 
-        return float(backward(loss_fn, *_tensors(batch, model), optimizer=session.optimizer, **_options(options)))
+        return float(
+            backward(
+                loss_fn,
+                *_tensors(batch, model),
+                optimizer=session.optimizer,
+                **_options(options),
+            )
+        )
 
-    def verify(self, model: Model, weights: Arrays, call: VerifyCall) -> gradaccum.VerificationReport:
+    def verify(
+        self, model: Model, weights: Arrays, call: VerifyCall
+    ) -> gradaccum.VerificationReport:
         module = SpecModel(model, weights, call.dtype)
 
         def loss_fn(module: SpecModel, *batch: Tensor) -> Any:
             return call.loss(module(batch[0]), module.named, *batch)
 
-        batch = tuple(torch.tensor(each, dtype=module.dtype if each.dtype.kind == "f" else None) for each in call.batch)
+        batch = tuple(
+            torch.tensor(each, dtype=module.dtype if each.dtype.kind == "f" else None)
+            for each in call.batch
+        )
         return gradaccum.verify(module, loss_fn, batch, **call.options)
 
-    def coupled(self, call: LargeBatchCall, coupling: Coupling, batch: Batch) -> Outcome:
+    def coupled(
+        self, call: LargeBatchCall, coupling: Coupling, batch: Batch
+    ) -> Outcome:
         module = SpecModel(call.model, call.weights, call.dtype)
         temperature = torch.tensor(TEMPERATURE, dtype=module.dtype, requires_grad=True)
-        views = [torch.tensor(x, dtype=module.dtype) for x in (batch.x, mirrored(batch.x))]
+        views = [
+            torch.tensor(x, dtype=module.dtype) for x in (batch.x, mirrored(batch.x))
+        ]
 
         def outputs_fn(left: Tensor, right: Tensor, *_: Any) -> dict[str, Tensor]:
             made = {"left": module(left), "right": module(right)}
-            return made if call.outputs is None else {name: call.outputs(value) for name, value in made.items()}
+            return (
+                made
+                if call.outputs is None
+                else {name: call.outputs(value) for name, value in made.items()}
+            )
 
         def loss_fn(outputs: dict[str, Tensor]) -> Any:
             loss = COUPLINGS[coupling](outputs["left"], outputs["right"], temperature)
             return loss if call.returns is None else call.returns(loss, outputs["left"])
 
-        loss = coupled_backward(outputs_fn, loss_fn, *views, *_extra(call), **_options(call.options))
+        loss = coupled_backward(
+            outputs_fn, loss_fn, *views, *_extra(call), **_options(call.options)
+        )
         assert temperature.grad is not None
-        return Outcome(float(loss), {**_gradients(module), "temperature": to_numpy(temperature.grad)}, {})
+        return Outcome(
+            float(loss),
+            {**_gradients(module), "temperature": to_numpy(temperature.grad)},
+            {},
+        )
 
 
 def _tensors(batch: Batch, module: SpecModel) -> tuple[Tensor, Tensor]:
@@ -99,16 +140,24 @@ def _tensors(batch: Batch, module: SpecModel) -> tuple[Tensor, Tensor]:
 
 
 def _extra(call: LargeBatchCall) -> list[Any]:
-    tensors = mapped(lambda leaf: torch.tensor(leaf) if hasattr(leaf, "dtype") else leaf, call.extra)
+    tensors = mapped(
+        lambda leaf: torch.tensor(leaf) if hasattr(leaf, "dtype") else leaf, call.extra
+    )
     return [] if call.extra is None else [tensors]
 
 
 def _options(options: Mapping[str, Option]) -> dict[str, Option]:
-    return {name: torch.tensor(value) if name == "weight" and not callable(value) else value for name, value in options.items()}
+    return {
+        name: torch.tensor(value) if name == "weight" and not callable(value) else value
+        for name, value in options.items()
+    }
 
 
 def _gradients(module: SpecModel) -> Arrays:
-    return {name: to_numpy(torch.zeros_like(p) if p.grad is None else p.grad) for name, p in module.named.items()}
+    return {
+        name: to_numpy(torch.zeros_like(p) if p.grad is None else p.grad)
+        for name, p in module.named.items()
+    }
 
 
 def _aux(logits: Tensor, declared: Mapping[str, str]) -> dict[str, Tensor]:

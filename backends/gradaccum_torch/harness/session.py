@@ -1,4 +1,6 @@
-"""Models as torch functions over named parameters, and training loops as users write them, for the conformance suite."""
+"""Models as torch functions over named parameters, and training loops as users write
+them, for the conformance suite.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,39 @@ from torch.nn import functional
 import gradaccum
 from gradaccum import StepResult
 from gradaccum.kit import Listener, State
-from gradaccum_conformance import Array, Arrays, Batch, Captured, Dtype, Fault, GradientTree, Loss, Model, Optimizer, Session, Setup, View
+from gradaccum_conformance import (
+    Array,
+    Arrays,
+    Batch,
+    Captured,
+    Dtype,
+    Fault,
+    GradientTree,
+    Loss,
+    Model,
+    Optimizer,
+    Session,
+    Setup,
+    View,
+)
 from gradaccum_conformance import Harness as BaseHarness
-from gradaccum_conformance.specs import Attention, AvgPool, Conv, Dense, Flatten, Layer, MeanOverLength, Tanh
+from gradaccum_conformance.specs import (
+    Attention,
+    AvgPool,
+    Conv,
+    Dense,
+    Flatten,
+    Layer,
+    MeanOverLength,
+    Tanh,
+)
 
-_DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "float64": torch.float64, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_DTYPES: dict[str, torch.dtype] = {
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
 
 
 class CaptureSGD(torch.optim.SGD):
@@ -31,7 +61,11 @@ class CaptureSGD(torch.optim.SGD):
             for parameter in group["params"]:
                 state = self.state[parameter]
                 state["calls"] = state.get("calls", 0) + 1
-                state["gradient"] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach().clone()
+                state["gradient"] = (
+                    torch.zeros_like(parameter)
+                    if parameter.grad is None
+                    else parameter.grad.detach().clone()
+                )
         loss: float | None = super().step(closure)
         return loss
 
@@ -44,15 +78,26 @@ class SpecModel(torch.nn.Module):
         self.spec, self.dtype = model, _DTYPES[dtype]
         self.named: dict[str, torch.nn.Parameter] = {}
         for name in model.parameter_shapes():
-            self.named[name] = torch.nn.Parameter(torch.tensor(weights[name], dtype=self.dtype))
+            self.named[name] = torch.nn.Parameter(
+                torch.tensor(weights[name], dtype=self.dtype)
+            )
             self.register_parameter(name.replace(".", "_"), self.named[name])
 
     def forward(self, x: Tensor) -> Tensor:
         for index, layer in enumerate(self.spec.layers):
-            x = _apply(layer, {name: self.named[f"{index}.{name}"] for name in layer.shapes()}, x)
+            x = _apply(
+                layer,
+                {name: self.named[f"{index}.{name}"] for name in layer.shapes()},
+                x,
+            )
         return x
 
-    def loss(self, batch: Batch, loss: Loss, forward: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+    def loss(
+        self,
+        batch: Batch,
+        loss: Loss,
+        forward: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor:
         x, y = torch.tensor(batch.x, dtype=self.dtype), torch.tensor(batch.y)
         return functional.cross_entropy((forward or self)(x), y, reduction=loss)
 
@@ -64,8 +109,12 @@ def _apply(layer: Layer, p: Mapping[str, Tensor], x: Tensor) -> Tensor:
         case Conv():
             return functional.conv2d(x, p["weight"], p["bias"])
         case Attention(size):
-            query, key, value = (functional.linear(x, p[name]) for name in ("query", "key", "value"))
-            mixed = torch.softmax(query @ key.transpose(-1, -2) / size**0.5, dim=-1) @ value
+            query, key, value = (
+                functional.linear(x, p[name]) for name in ("query", "key", "value")
+            )
+            mixed = (
+                torch.softmax(query @ key.transpose(-1, -2) / size**0.5, dim=-1) @ value
+            )
             return x + functional.linear(mixed, p["output"])
         case Tanh():
             return torch.tanh(x)
@@ -95,30 +144,57 @@ def make_optimizer(model: SpecModel, spec: Optimizer) -> torch.optim.Optimizer:
 def to_numpy(tensor: Tensor) -> Array:
     """Convert to NumPy; bfloat16, which NumPy lacks, becomes float32."""
     tensor = tensor.detach().cpu()
-    return np.array((tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy())
+    return np.array(
+        (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
+    )
 
 
 class _HandedOver(torch.autograd.Function):
-    """A zero whose gradients share one memory that each backward pass overwrites, as the replay of a CUDA graph does."""
+    """A zero whose gradients share one memory that each backward pass overwrites, as
+    the replay of a CUDA graph does.
+    """
 
     @staticmethod
-    def forward(ctx: Any, memory: Tensor, values: Tensor, views: Sequence[View], *parameters: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        memory: Tensor,
+        values: Tensor,
+        views: Sequence[View],
+        *parameters: Tensor,
+    ) -> Tensor:
         ctx.memory, ctx.values, ctx.views = memory, values, views
         return memory.new_zeros(())
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         ctx.memory.copy_(ctx.values * upstream[0])
-        return (None, None, None, *(ctx.memory.detach().as_strided(view.shape, view.strides, view.offset) for view in ctx.views))
+        return (
+            None,
+            None,
+            None,
+            *(
+                ctx.memory.detach().as_strided(view.shape, view.strides, view.offset)
+                for view in ctx.views
+            ),
+        )
 
 
 class TorchSession(Session):
     """A model and its optimizer, trained by the loop of torch's tutorials."""
 
     def __init__(
-        self, model: SpecModel, inner: torch.optim.Optimizer, optimizer: Any, forward: Callable[[Tensor], Tensor] | None = None
+        self,
+        model: SpecModel,
+        inner: torch.optim.Optimizer,
+        optimizer: Any,
+        forward: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        self.model, self.inner, self.optimizer, self.forward = model, inner, optimizer, forward
+        self.model, self.inner, self.optimizer, self.forward = (
+            model,
+            inner,
+            optimizer,
+            forward,
+        )
         self._memory: Tensor | None = None
         self.plain = False
 
@@ -126,18 +202,27 @@ class TorchSession(Session):
     def wrapped(self) -> bool:
         return self.optimizer is not self.inner
 
-    def micro_batch(self, batch: Batch, *, weight: float | None = None, loss: Loss = "mean") -> float:
+    def micro_batch(
+        self, batch: Batch, *, weight: float | None = None, loss: Loss = "mean"
+    ) -> float:
         value = self.model.loss(batch, loss, self.forward)
         self._train(value, weight)
         return float(value.detach())
 
     def gradients(self, tree: GradientTree, *, weight: float | None = None) -> None:
-        # A sum of products has exactly the other factor as its gradient, inf and NaN included; rounded to half precision at the end.
+        # A sum of products has exactly the other factor as its gradient, inf and NaN
+        # included; rounded to half precision at the end.
         dtype = torch.float64 if self.model.dtype == torch.float64 else torch.float32
         value = torch.zeros((), dtype=dtype, requires_grad=True)
         for name, gradient in tree.items():
             if gradient is not None:
-                value = value + (self.model.named[name].to(dtype) * torch.tensor(gradient, dtype=dtype)).sum()
+                value = (
+                    value
+                    + (
+                        self.model.named[name].to(dtype)
+                        * torch.tensor(gradient, dtype=dtype)
+                    ).sum()
+                )
         self._train(value, weight, plainly=self.plain)
 
     def gradients_in(self, memory: Array, views: Mapping[str, View]) -> None:
@@ -145,10 +230,14 @@ class TorchSession(Session):
         if self._memory is None:
             self._memory = torch.empty_like(values)
         own = [self.model.named[name] for name in views]
-        self._train(_HandedOver.apply(self._memory, values, list(views.values()), *own), None)  # type: ignore[no-untyped-call]
+        views_of = list(views.values())
+        loss = _HandedOver.apply(self._memory, values, views_of, *own)  # type: ignore[no-untyped-call]
+        self._train(loss, None)
 
     def _train(self, loss: Tensor, weight: float | None, plainly: bool = False) -> None:
-        """Make a micro-batch; `plainly`, one without a weight is a ``loss.backward()`` alone, which does not tell its loss."""
+        """Make a micro-batch; `plainly`, one without a weight is a ``loss.backward()``
+        alone, which does not tell its loss.
+        """
         if not self.wrapped or (weight is None and plainly):
             loss.backward()  # type: ignore[no-untyped-call]
         elif weight is None:
@@ -179,31 +268,49 @@ class TorchSession(Session):
     def accumulator(self) -> Arrays:
         sums = self.optimizer.state_dict()["gradaccum"]["sums"]
         named = enumerate(self.model.named.items())
-        return {name: to_numpy(sums.get(index, torch.zeros_like(parameter))) for index, (name, parameter) in named}
+        return {
+            name: to_numpy(sums.get(index, torch.zeros_like(parameter)))
+            for index, (name, parameter) in named
+        }
 
     def parameters(self) -> Arrays:
-        return {name: to_numpy(parameter) for name, parameter in self.model.named.items()}
+        return {
+            name: to_numpy(parameter) for name, parameter in self.model.named.items()
+        }
 
     def masters(self) -> Arrays:
         return {name: to_numpy(own) for name, own in self._worked_on().items()}
 
     def _worked_on(self) -> dict[str, Tensor]:
         masters = self.optimizer.master_weights if self.wrapped else {}
-        return {name: masters.get(index, parameter) for index, (name, parameter) in enumerate(self.model.named.items())}
+        return {
+            name: masters.get(index, parameter)
+            for index, (name, parameter) in enumerate(self.model.named.items())
+        }
 
     def optimizer_state(self) -> Arrays:
         state = self.inner.state_dict()["state"]
         return {
-            f"{index}.{name}": to_numpy(value) if isinstance(value, Tensor) else np.asarray(value)
+            f"{index}.{name}": to_numpy(value)
+            if isinstance(value, Tensor)
+            else np.asarray(value)
             for index, entries in state.items()
             for name, value in entries.items()
             if value is not None
         }
 
     def captured(self) -> Captured:
-        entries = {name: self.inner.state.get(own, {}) for name, own in self.model.named.items()}
+        entries = {
+            name: self.inner.state.get(own, {})
+            for name, own in self.model.named.items()
+        }
         calls = max(entry.get("calls", 0) for entry in entries.values())
-        return Captured(calls, {name: to_numpy(entry["gradient"]) for name, entry in entries.items()} if calls else None)
+        return Captured(
+            calls,
+            {name: to_numpy(entry["gradient"]) for name, entry in entries.items()}
+            if calls
+            else None,
+        )
 
     def predict(self, x: Array) -> Array:
         with torch.no_grad():
@@ -221,17 +328,23 @@ class TorchSession(Session):
         torch.save(self.optimizer.state_dict(), directory / "optimizer.pt")
 
     def load(self, directory: Path) -> None:
-        model, optimizer = (torch.load(directory / name, weights_only=True) for name in ("model.pt", "optimizer.pt"))
+        model, optimizer = (
+            torch.load(directory / name, weights_only=True)
+            for name in ("model.pt", "optimizer.pt")
+        )
         self._load(model, optimizer)
 
     def _load(self, model: Any, optimizer: Any) -> None:
-        # The optimizer first: it is the one that refuses another model's state with nothing changed.
+        # The optimizer first: it is the one that refuses another model's state with
+        # nothing changed.
         self.optimizer.load_state_dict(optimizer)
         self.model.load_state_dict(model)
 
 
 class TorchHarness(BaseHarness):
-    """The builder of torch sessions. Autograd refuses gradients of another shape or dtype itself, so no faults get through."""
+    """The builder of torch sessions. Autograd refuses gradients of another shape or
+    dtype itself, so no faults get through.
+    """
 
     name: ClassVar[str] = "torch"
     modes: ClassVar[tuple[str, ...]] = ("eager", "separate")
@@ -243,15 +356,35 @@ class TorchHarness(BaseHarness):
         inner = make_optimizer(module, setup.optimizer)
         if setup.options is None:
             return TorchSession(module, inner, inner)
-        own: dict[str, Any] = {"separate_sums": True} if setup.mode == "separate" else {}
-        session = TorchSession(module, inner, gradaccum.wrap(inner, **own, **setup.options))
-        session.plain = setup.options.get("loss_scale") is None and setup.options.get("reduction") != "item_mean"
+        own: dict[str, Any] = (
+            {"separate_sums": True} if setup.mode == "separate" else {}
+        )
+        session = TorchSession(
+            module, inner, gradaccum.wrap(inner, **own, **setup.options)
+        )
+        session.plain = (
+            setup.options.get("loss_scale") is None
+            and setup.options.get("reduction") != "item_mean"
+        )
         return session
 
-    def gradient(self, model: Model, weights: Arrays, batch: Batch, *, dtype: Dtype, loss: Loss = "mean") -> Arrays:
+    def gradient(
+        self,
+        model: Model,
+        weights: Arrays,
+        batch: Batch,
+        *,
+        dtype: Dtype,
+        loss: Loss = "mean",
+    ) -> Arrays:
         module = SpecModel(model, weights, dtype)
-        gradients = torch.autograd.grad(module.loss(batch, loss), list(module.named.values()))
-        return {name: to_numpy(gradient) for name, gradient in zip(module.named, gradients, strict=True)}
+        gradients = torch.autograd.grad(
+            module.loss(batch, loss), list(module.named.values())
+        )
+        return {
+            name: to_numpy(gradient)
+            for name, gradient in zip(module.named, gradients, strict=True)
+        }
 
     def not_an_optimizer(self) -> Any:
         return torch.nn.Linear(2, 2)

@@ -1,1 +1,3 @@
-"""Callbacks for trainers of other packages. Each file is named after the package that it imports; nothing else imports it."""
+"""Callbacks for trainers of other packages. Each file is named after the package that
+it imports; nothing else imports it.
+"""

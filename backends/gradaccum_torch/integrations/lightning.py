@@ -1,7 +1,8 @@
-"""A callback for Lightning's ``Trainer`` that closes an epoch's windows and refuses what Lightning does to each micro-batch.
+"""A callback for Lightning's ``Trainer`` that closes an epoch's windows and refuses
+what Lightning does to each micro-batch.
 
-Lightning clips, moves a scheduler and an average after each micro-batch, and ends an epoch in mid-window. With ``separate_sums=True`` only
-this callback refuses it.
+Lightning clips, moves a scheduler and an average after each micro-batch, and ends an
+epoch in mid-window. With ``separate_sums=True`` only this callback refuses it.
 """
 
 from __future__ import annotations
@@ -25,52 +26,97 @@ Output = Any
 
 
 class AccumulationCallback(Callback):  # type: ignore[misc]
-    """Closes the open window with an epoch's last batch, before the validation and the checkpoint that follow it.
+    """Closes the open window with an epoch's last batch, before the validation and the
+    checkpoint that follow it.
 
-    Put it first among the callbacks. It also gives weight 0 to a batch whose ``training_step`` returns None, moves gated schedulers of
-    ``"interval": "step"`` after its update, and lets a run resume in mid-window where the sum is in ``.grad``.
+    Put it first among the callbacks. It also gives weight 0 to a batch whose
+    ``training_step`` returns None, moves gated schedulers of ``"interval": "step"``
+    after its update, and lets a run resume in mid-window where the sum is in ``.grad``.
 
     Raises:
-        UsageError: as training begins, or at the batch that changes it, the ``Trainer`` would clip, divide, average or schedule per
-            micro-batch; or no optimizer is wrapped.
+        UsageError: as training begins, or at the batch that changes it, the ``Trainer``
+            would clip, divide, average or schedule per micro-batch; or no optimizer is
+            wrapped.
     """
 
     def __init__(self) -> None:
         self._delivered = False
         self._saved: list[StateDict] = []
 
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Keep the optimizers' states until training starts: Lightning loads them, then clears the model's gradients."""
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Keep the optimizers' states until training starts: Lightning loads them, then
+        clears the model's gradients.
+        """
         self._saved[:] = checkpoint.get("optimizer_states", ())
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse what would make every window wrong; restore the sum of a resumed window."""
+        """Refuse what would make every window wrong; restore the sum of a resumed
+        window.
+        """
         saved = list(self._saved)
         self._saved.clear()
         for optimizer, state in zip(trainer.optimizers, saved, strict=False):
-            if isinstance(optimizer, AccumulatingOptimizer) and optimizer.result.micro_step:
+            if (
+                isinstance(optimizer, AccumulatingOptimizer)
+                and optimizer.result.micro_step
+            ):
                 optimizer.load_state_dict(state)
         if not _wrapped(trainer):
-            fix = "Return gradaccum.wrap(optimizer, steps=4) from it, or leave AccumulationCallback out."
-            raise explain(UsageError, "configure_optimizers", expected="a wrapped optimizer", found=_names(trainer.optimizers), fix=fix)
+            fix = (
+                "Return gradaccum.wrap(optimizer, steps=4) from it, or leave"
+                " AccumulationCallback out."
+            )
+            raise explain(
+                UsageError,
+                "configure_optimizers",
+                expected="a wrapped optimizer",
+                found=_names(trainer.optimizers),
+                fix=fix,
+            )
         _require_no_clipping(trainer)
         if pl_module.automatic_optimization:
             _require_gates(trainer)
         _require_no_average_per_micro_batch(trainer)
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Output, batch_idx: int) -> None:
-        """Refuse a second accumulation, which a ``GradientAccumulationScheduler`` may enable between epochs."""
+    def on_train_batch_start(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        batch: Output,
+        batch_idx: int,
+    ) -> None:
+        """Refuse a second accumulation, which a ``GradientAccumulationScheduler`` may
+        enable between epochs.
+        """
         self._delivered = False
         _require_no_second_accumulation(trainer)
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._delivered = True
 
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer) -> None:
-        if pl_module.automatic_optimization and not self._delivered and isinstance(optimizer, AccumulatingOptimizer):
+    def on_before_optimizer_step(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        optimizer: torch.optim.Optimizer,
+    ) -> None:
+        if (
+            pl_module.automatic_optimization
+            and not self._delivered
+            and isinstance(optimizer, AccumulatingOptimizer)
+        ):
             optimizer.backward(torch.zeros(()), weight=0)
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Output, batch: Output, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Output,
+        batch: Output,
+        batch_idx: int,
+    ) -> None:
         if trainer.is_last_batch or batch_idx + 1 == trainer.num_training_batches:
             _flush(trainer, pl_module)
 
@@ -79,7 +125,11 @@ class AccumulationCallback(Callback):  # type: ignore[misc]
 
 
 def _wrapped(trainer: Trainer) -> list[AccumulatingOptimizer]:
-    return [optimizer for optimizer in trainer.optimizers if isinstance(optimizer, AccumulatingOptimizer)]
+    return [
+        optimizer
+        for optimizer in trainer.optimizers
+        if isinstance(optimizer, AccumulatingOptimizer)
+    ]
 
 
 def _names(optimizers: list[torch.optim.Optimizer]) -> str:
@@ -87,7 +137,9 @@ def _names(optimizers: list[torch.optim.Optimizer]) -> str:
 
 
 def _flush(trainer: Trainer, module: LightningModule) -> None:
-    open_ones = [optimizer for optimizer in _wrapped(trainer) if optimizer.result.micro_step]
+    open_ones = [
+        optimizer for optimizer in _wrapped(trainer) if optimizer.result.micro_step
+    ]
     for optimizer in open_ones:
         optimizer.flush()
     if open_ones and module.automatic_optimization:
@@ -99,32 +151,73 @@ def _flush(trainer: Trainer, module: LightningModule) -> None:
 def _require_no_clipping(trainer: Trainer) -> None:
     if value := trainer.gradient_clip_val:
         by_norm = trainer.gradient_clip_algorithm in (None, "norm")
-        fix = f"gradaccum.wrap(optimizer, ..., clip_norm={value})" if by_norm else "optimizer.register_step_pre_hook(...)"
-        expected = "None, as the Trainer clips each micro-batch and not the gradient of the window"
+        fix = (
+            f"gradaccum.wrap(optimizer, ..., clip_norm={value})"
+            if by_norm
+            else "optimizer.register_step_pre_hook(...)"
+        )
+        expected = (
+            "None, as the Trainer clips each micro-batch and not the gradient of the"
+            " window"
+        )
         fix = f"Leave it out of the Trainer and write {fix} in configure_optimizers."
-        raise explain(UsageError, "gradient_clip_val", expected=expected, got=value, fix=fix)
+        raise explain(
+            UsageError, "gradient_clip_val", expected=expected, got=value, fix=fix
+        )
 
 
 def _require_no_second_accumulation(trainer: Trainer) -> None:
     if (batches := trainer.accumulate_grad_batches) != 1:
-        fix = f"Leave it out of the Trainer and write gradaccum.wrap(optimizer, steps={batches}); steps takes a schedule as well."
-        raise explain(UsageError, "accumulate_grad_batches", expected="1, as the wrapped optimizer accumulates", got=batches, fix=fix)
+        fix = (
+            "Leave it out of the Trainer and write gradaccum.wrap(optimizer,"
+            f" steps={batches}); steps takes a schedule as well."
+        )
+        raise explain(
+            UsageError,
+            "accumulate_grad_batches",
+            expected="1, as the wrapped optimizer accumulates",
+            got=batches,
+            fix=fix,
+        )
 
 
 def _require_gates(trainer: Trainer) -> None:
     for config in trainer.lr_scheduler_configs:
         gated = isinstance(config.scheduler, GatedScheduler) and config.frequency == 1
         if config.interval == "step" and not gated:
-            expected = 'a gated scheduler with "frequency": 1 where "interval" is "step", since Lightning steps it per micro-batch'
-            found = f"{type(config.scheduler).__name__} with frequency {config.frequency}"
-            fix = 'Write {"scheduler": gradaccum.wrap(scheduler), "interval": "step"}, which moves once per update.'
-            raise explain(UsageError, "lr_scheduler", expected=expected, found=found, fix=fix)
+            expected = (
+                'a gated scheduler with "frequency": 1 where "interval" is "step",'
+                " since Lightning steps it per micro-batch"
+            )
+            found = (
+                f"{type(config.scheduler).__name__} with frequency {config.frequency}"
+            )
+            fix = (
+                'Write {"scheduler": gradaccum.wrap(scheduler), "interval": "step"},'
+                " which moves once per update."
+            )
+            raise explain(
+                UsageError, "lr_scheduler", expected=expected, found=found, fix=fix
+            )
 
 
 def _require_no_average_per_micro_batch(trainer: Trainer) -> None:
     for callback in trainer.callbacks:
-        # Lightning's own rules count micro-batches; a rule of the user's may ask ``result.applied``.
+        # Lightning's own rules count micro-batches; a rule of the user's may ask
+        # ``result.applied``.
         if getattr(type(callback), "should_update", None) in _LIGHTNINGS_RULES:
-            found = f"{type(callback).__name__}, whose should_update says yes after each micro-batch"
-            fix = "Override should_update(self, step_idx=None, epoch_idx=None) to return optimizer.result.applied."
-            raise explain(UsageError, "callbacks", expected="a WeightAveraging that averages once per update", found=found, fix=fix)
+            found = (
+                f"{type(callback).__name__}, whose should_update says yes after each"
+                " micro-batch"
+            )
+            fix = (
+                "Override should_update(self, step_idx=None, epoch_idx=None) to return"
+                " optimizer.result.applied."
+            )
+            raise explain(
+                UsageError,
+                "callbacks",
+                expected="a WeightAveraging that averages once per update",
+                found=found,
+                fix=fix,
+            )

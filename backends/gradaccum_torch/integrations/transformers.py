@@ -1,6 +1,8 @@
-"""A callback for the `transformers.Trainer` that makes each of the Trainer's accumulated batches a window.
+"""A callback for the `transformers.Trainer` that makes each of the Trainer's
+accumulated batches a window.
 
-While the Trainer trains, `AccumulationCallback` replaces its ``get_batch_samples`` and two methods of its accelerator.
+While the Trainer trains, `AccumulationCallback` replaces its ``get_batch_samples`` and
+two methods of its accelerator.
 """
 
 from __future__ import annotations
@@ -25,73 +27,116 @@ Argument = Any
 
 
 class AccumulationCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
-    """Makes a window right under the `transformers.Trainer`: ``trainer.add_callback(AccumulationCallback(trainer))``.
+    """Makes a window right under the `transformers.Trainer`:
+    ``trainer.add_callback(AccumulationCallback(trainer))``.
 
-    - Clipping: ``max_grad_norm``, 1.0 by default, must be the window's ``clip_norm``; a micro-batch is not clipped.
+    - Clipping: ``max_grad_norm``, 1.0 by default, must be the window's ``clip_norm``; a
+      micro-batch is not clipped.
     - ``grad_norm`` in the logs is that of the last closed window, 0 before any.
-    - Weights: where the Trainer counts items (tokens with a label), they are the micro-batch's weight. This waits for the device.
-    - The last window of an epoch, and of the run, is closed with what it holds; the scheduler moves with it.
+    - Weights: where the Trainer counts items (tokens with a label), they are the
+      micro-batch's weight. This waits for the device.
+    - The last window of an epoch, and of the run, is closed with what it holds; the
+      scheduler moves with it.
     - A run that does not resume begins with an empty window.
 
     Args:
-        trainer: the `transformers.Trainer`, given ``optimizers=(opt, scheduler)``: an optimizer wrapped with ``separate_sums=True`` and a
-            gated scheduler.
+        trainer: the `transformers.Trainer`, given ``optimizers=(opt, scheduler)``: an
+            optimizer wrapped with ``separate_sums=True`` and a gated scheduler.
 
     Raises:
-        ArgumentTypeError: as ``trainer.train()`` begins; its optimizer is not wrapped, or its scheduler not gated.
-        UsageError: then; its arguments contradict the window's, or the gradients are not the optimizer's to handle.
+        ArgumentTypeError: as ``trainer.train()`` begins; its optimizer is not wrapped,
+            or its scheduler not gated.
+        UsageError: then; its arguments contradict the window's, or the gradients are
+            not the optimizer's to handle.
     """
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._replaced = ExitStack()
         self._norm = torch.zeros(())
-        """What the Trainer logs. It asks before the optimizer's step, and reads after that."""
+        """What the Trainer logs. It asks before the optimizer's step, and reads after
+        that.
+        """
         self._weight: float | None = None
         self._asked: set[str] = set()
         """The replacements that were called in the step under way."""
 
-    def on_train_begin(self, args: Argument, state: Argument, control: Argument, **kwargs: Argument) -> None:
+    def on_train_begin(
+        self, args: Argument, state: Argument, control: Argument, **kwargs: Argument
+    ) -> None:
         require_trainer(self._trainer)
         self._replaced.close()  # An earlier run may have ended with an exception.
         self._weight, opt = None, unwrapped(self._trainer.optimizer)
         if state.global_step == 0:
             opt.discard()
-        accelerator, counted = self._trainer.accelerator, self._trainer.get_batch_samples
+        accelerator, counted = (
+            self._trainer.accelerator,
+            self._trainer.get_batch_samples,
+        )
         self._replace(accelerator, "backward", self._backward)
         self._replace(accelerator, "clip_grad_norm_", self._window_norm)
-        self._replace(self._trainer, "get_batch_samples", partial(self._batch_samples, counted))
+        self._replace(
+            self._trainer, "get_batch_samples", partial(self._batch_samples, counted)
+        )
 
-    def on_epoch_begin(self, args: Argument, state: Argument, control: Argument, **kwargs: Argument) -> None:
+    def on_epoch_begin(
+        self, args: Argument, state: Argument, control: Argument, **kwargs: Argument
+    ) -> None:
         """Close a window that was saved open at the end of an epoch."""
         if float(state.epoch or 0).is_integer():
             self._flush()
 
-    def on_pre_optimizer_step(self, args: Argument, state: Argument, control: Argument, **kwargs: Argument) -> None:
+    def on_pre_optimizer_step(
+        self, args: Argument, state: Argument, control: Argument, **kwargs: Argument
+    ) -> None:
         """Require that the Trainer called the replacements.
 
         Raises:
-            UsageError: a subclass differentiates by itself, or the Trainer clips by itself, as it does with gradients on several meshes.
+            UsageError: a subclass differentiates by itself, or the Trainer clips by
+                itself, as it does with gradients on several meshes.
         """
-        needed = {"accelerator.backward"} | ({"accelerator.clip_grad_norm_"} if args.max_grad_norm > 0 else set())
+        needed = {"accelerator.backward"} | (
+            {"accelerator.clip_grad_norm_"} if args.max_grad_norm > 0 else set()
+        )
         missing = sorted(needed - self._asked)
         self._asked.clear()
         if missing:
-            expected, found = f"a step that calls {', '.join(sorted(needed))}", f"one that did without {', '.join(missing)}"
-            fix = "Leave training_step and clipping to the Trainer, or accumulate with gradient_accumulation_steps= and a bare optimizer."
-            raise explain(UsageError, "trainer", expected=expected, found=found, fix=fix)
+            expected, found = (
+                f"a step that calls {', '.join(sorted(needed))}",
+                f"one that did without {', '.join(missing)}",
+            )
+            fix = (
+                "Leave training_step and clipping to the Trainer, or accumulate with"
+                " gradient_accumulation_steps= and a bare optimizer."
+            )
+            raise explain(
+                UsageError, "trainer", expected=expected, found=found, fix=fix
+            )
 
-    def on_optimizer_step(self, args: Argument, state: Argument, control: Argument, **kwargs: Argument) -> None:
-        """Close the window at the last micro-batch of an epoch or run, before the scheduler moves and a checkpoint is saved."""
-        if self._trainer.accelerator.gradient_state.end_of_dataloader or state.global_step + 1 >= state.max_steps:
+    def on_optimizer_step(
+        self, args: Argument, state: Argument, control: Argument, **kwargs: Argument
+    ) -> None:
+        """Close the window at the last micro-batch of an epoch or run, before the
+        scheduler moves and a checkpoint is saved.
+        """
+        if (
+            self._trainer.accelerator.gradient_state.end_of_dataloader
+            or state.global_step + 1 >= state.max_steps
+        ):
             self._opt.flush()
         self._norm.fill_(self._opt.result.grad_norm)
 
-    def on_epoch_end(self, args: Argument, state: Argument, control: Argument, **kwargs: Argument) -> None:
-        """Close the window of an epoch that broke off, or whose last batch the loader did not announce."""
+    def on_epoch_end(
+        self, args: Argument, state: Argument, control: Argument, **kwargs: Argument
+    ) -> None:
+        """Close the window of an epoch that broke off, or whose last batch the loader
+        did not announce.
+        """
         self._flush()
 
-    def on_train_end(self, args: Argument, state: Argument, control: Argument, **kwargs: Argument) -> None:
+    def on_train_end(
+        self, args: Argument, state: Argument, control: Argument, **kwargs: Argument
+    ) -> None:
         self._replaced.close()
 
     @property
@@ -108,15 +153,22 @@ class AccumulationCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
         self._asked.add("accelerator.backward")
         self._opt.backward(loss, self._weight, **kwargs)
 
-    def _window_norm(self, parameters: Argument, max_norm: float, norm_type: float = 2) -> Tensor:
+    def _window_norm(
+        self, parameters: Argument, max_norm: float, norm_type: float = 2
+    ) -> Tensor:
         """Clip nothing; return the norm of the window that the next step may close."""
         self._asked.add("accelerator.clip_grad_norm_")
         return self._norm
 
-    def _batch_samples(self, counted: Argument, *args: Argument, **kwargs: Argument) -> tuple[Any, Any]:
+    def _batch_samples(
+        self, counted: Argument, *args: Argument, **kwargs: Argument
+    ) -> tuple[Any, Any]:
         """Note the number of items in the mean of the micro-batch."""
         samples, items = counted(*args, **kwargs)
-        means = items is None or getattr(self._trainer, "loss_is_scaled_for_ga", None) is False
+        means = (
+            items is None
+            or getattr(self._trainer, "loss_is_scaled_for_ga", None) is False
+        )
         self._weight = None if means else float(torch.as_tensor(items).flatten()[0])
         return samples, items
 
@@ -128,20 +180,29 @@ class AccumulationCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
         setattr(owner, name, method)
 
 
-# Refusals of a `transformers.Trainer` under which a window of a wrapped optimizer would be wrong.
+# Refusals of a `transformers.Trainer` under which a window of a wrapped optimizer would
+# be wrong.
 
 
 _AT_EVALUATION = {"ReduceLROnPlateau", "GreedyLR"}
-"""Schedulers that the Trainer moves by a metric, at an evaluation: no gate is needed."""
+"""Schedulers that the Trainer moves by a metric, at an evaluation: no gate is needed.
+"""
 _OWN_ENGINES = {"DEEPSPEED", "MEGATRON_LM", "XLA"}
-"""Ways to train in which gradients are not in ``.grad`` when the optimizer's step is called."""
+"""Ways to train in which gradients are not in ``.grad`` when the optimizer's step is
+called.
+"""
 
 
 def require_trainer(trainer: Trainer) -> None:
     opt = unwrapped(trainer.optimizer)
     if not opt._options.separate_sums:
         found = "without it, and the Trainer clears .grad after each micro-batch"
-        raise _error("separate_sums", "gradaccum.wrap(..., separate_sums=True)", found, "Write separate_sums=True.")
+        raise _error(
+            "separate_sums",
+            "gradaccum.wrap(..., separate_sums=True)",
+            found,
+            "Write separate_sums=True.",
+        )
     _require_no_second_accumulation(trainer)
     _require_one_weight(trainer)
     _require_same_clipping(trainer.args.max_grad_norm, opt._options.clip_norm)
@@ -149,50 +210,104 @@ def require_trainer(trainer: Trainer) -> None:
 
 
 def unwrapped(optimizer: Any) -> AccumulatingOptimizer:
-    """Return the wrapped optimizer, out of Accelerate's if necessary; raise if it is not wrapped."""
+    """Return the wrapped optimizer, out of Accelerate's if necessary; raise if it is
+    not wrapped.
+    """
     found = optimizer
     while not isinstance(found, AccumulatingOptimizer):
         if not hasattr(found, "optimizer"):
-            fix = "Write Trainer(..., optimizers=(opt, gradaccum.wrap(scheduler))) with opt = gradaccum.wrap(optimizer, steps=4, ...)."
+            fix = (
+                "Write Trainer(..., optimizers=(opt, gradaccum.wrap(scheduler))) with"
+                " opt = gradaccum.wrap(optimizer, steps=4, ...)."
+            )
             found = f"an optimizer of the class {type(found).__name__}"
-            raise explain(ArgumentTypeError, "optimizers", expected="a wrapped optimizer", found=found, fix=fix)
+            raise explain(
+                ArgumentTypeError,
+                "optimizers",
+                expected="a wrapped optimizer",
+                found=found,
+                fix=fix,
+            )
         found = found.optimizer
     return found
 
 
 def _require_no_second_accumulation(trainer: Trainer) -> None:
-    steps, engine = trainer.args.gradient_accumulation_steps, trainer.accelerator.distributed_type.name
+    steps, engine = (
+        trainer.args.gradient_accumulation_steps,
+        trainer.accelerator.distributed_type.name,
+    )
     if steps > 1:
-        fix = "Leave gradient_accumulation_steps out; steps= of gradaccum.wrap says how long a window is."
-        raise _error("gradient_accumulation_steps", "1 beside a wrapped optimizer", f"{steps}, which would accumulate twice", fix)
+        fix = (
+            "Leave gradient_accumulation_steps out; steps= of gradaccum.wrap says how"
+            " long a window is."
+        )
+        raise _error(
+            "gradient_accumulation_steps",
+            "1 beside a wrapped optimizer",
+            f"{steps}, which would accumulate twice",
+            fix,
+        )
     if trainer.accelerator.scaler is not None:
         fix = "Write bf16=True."
-        raise _error("fp16", "no loss scaler beside a wrapped optimizer", "one that skips and unscales each micro-batch", fix)
+        raise _error(
+            "fp16",
+            "no loss scaler beside a wrapped optimizer",
+            "one that skips and unscales each micro-batch",
+            fix,
+        )
     if engine in _OWN_ENGINES:
         fix = "Use the accumulation of that engine, with a bare optimizer."
-        raise _error("trainer", "gradients that are in .grad", f"a Trainer on {engine}", fix)
+        raise _error(
+            "trainer", "gradients that are in .grad", f"a Trainer on {engine}", fix
+        )
 
 
 def _require_one_weight(trainer: Trainer) -> None:
     counts = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
-    if counts and trainer.args.world_size > 1 and not trainer.args.average_tokens_across_devices:
-        expected, found = "True where losses are means over tokens", "False, under which a micro-batch weighs another number on each worker"
+    if (
+        counts
+        and trainer.args.world_size > 1
+        and not trainer.args.average_tokens_across_devices
+    ):
+        expected, found = (
+            "True where losses are means over tokens",
+            "False, under which a micro-batch weighs another number on each worker",
+        )
         raise _error("average_tokens_across_devices", expected, found, "Leave it out.")
 
 
 def _require_same_clipping(max_grad_norm: float, clip_norm: float | None) -> None:
     if max_grad_norm > 0 and clip_norm != max_grad_norm:
-        fix = f"Write gradaccum.wrap(..., clip_norm={max_grad_norm}), or TrainingArguments(max_grad_norm={clip_norm or 0})."
-        expected = f"clip_norm={max_grad_norm}, as max_grad_norm of TrainingArguments, whose default is 1.0"
+        fix = (
+            f"Write gradaccum.wrap(..., clip_norm={max_grad_norm}), or"
+            f" TrainingArguments(max_grad_norm={clip_norm or 0})."
+        )
+        expected = (
+            f"clip_norm={max_grad_norm}, as max_grad_norm of TrainingArguments, whose"
+            " default is 1.0"
+        )
         raise _error("clip_norm", expected, f"clip_norm={clip_norm}", fix)
 
 
 def _require_gate(scheduler: Any) -> None:
     kinds = {kind.__name__ for kind in type(scheduler).__mro__}
     if not isinstance(scheduler, GatedScheduler) and not kinds & _AT_EVALUATION:
-        found = f"a scheduler of the class {type(scheduler).__name__}, which the Trainer moves at each micro-batch"
-        fix = "Write optimizers=(opt, gradaccum.wrap(get_scheduler(name, opt, num_training_steps=updates)))."
-        raise explain(ArgumentTypeError, "optimizers", expected="a gated scheduler, which moves once per update", found=found, fix=fix)
+        found = (
+            f"a scheduler of the class {type(scheduler).__name__}, which the Trainer"
+            " moves at each micro-batch"
+        )
+        fix = (
+            "Write optimizers=(opt, gradaccum.wrap(get_scheduler(name, opt,"
+            " num_training_steps=updates)))."
+        )
+        raise explain(
+            ArgumentTypeError,
+            "optimizers",
+            expected="a gated scheduler, which moves once per update",
+            found=found,
+            fix=fix,
+        )
 
 
 def _error(argument: str, expected: str, found: str, fix: str) -> UsageError:

@@ -1,7 +1,9 @@
-"""The growing gradient of the large batch, in the ``.grad`` of every leaf that the loss reaches.
+"""The growing gradient of the large batch, in the ``.grad`` of every leaf that the loss
+reaches.
 
-Autograd adds micro-batch to micro-batch there. What was there before is kept aside, and added at the end or restored after an error.
-Half-precision gradients move into float32 sums as autograd produces them.
+Autograd adds micro-batch to micro-batch there. What was there before is kept aside, and
+added at the end or restored after an error. Half-precision gradients move into float32
+sums as autograd produces them.
 """
 
 from __future__ import annotations
@@ -19,8 +21,21 @@ from gradaccum_torch.large_batch.batch import Shares
 from gradaccum_torch.large_batch.replay import Before, Reached, trained_by
 from gradaccum_torch.optimizer import AccumulatingOptimizer
 from gradaccum_torch.parameters import through
-from gradaccum_torch.private.names import Node, is_leaf_node, keep_own, untraced, version
-from gradaccum_torch.sums.arithmetic import HALF, add, divide, gradient_dtype, narrowed, sum_dtype
+from gradaccum_torch.private.names import (
+    Node,
+    is_leaf_node,
+    keep_own,
+    untraced,
+    version,
+)
+from gradaccum_torch.sums.arithmetic import (
+    HALF,
+    add,
+    divide,
+    gradient_dtype,
+    narrowed,
+    sum_dtype,
+)
 from gradaccum_torch.update import step_post_hooks, step_pre_hooks
 from gradaccum_torch.window.watch import Hooks, is_watched
 
@@ -35,16 +50,22 @@ class Gradients:
 
     def __init__(self, others: Iterable[int] = ()) -> None:
         self._known = set(others)
-        """The ids of leaves that need not be looked at again; `_before` keeps its leaves alive."""
+        """The ids of leaves that need not be looked at again; `_before` keeps its
+        leaves alive.
+        """
         self._nodes: set[Node] = set()
-        """The nodes of leaves that were reached, which autograd makes anew if nobody holds them."""
+        """The nodes of leaves that were reached, which autograd makes anew if nobody
+        holds them.
+        """
         self._before: dict[Tensor, Tensor | None] = {}
         """What was in ``.grad`` of each leaf."""
         self._wide: dict[Tensor, Tensor] = {}
         """The sums that have another dtype than their gradient."""
         self._left: list[Tensor] = []
         self._first: list[Tensor] = []
-        """The leaves whose first gradient has not come yet: autograd takes over its memory, whoever's it is."""
+        """The leaves whose first gradient has not come yet: autograd takes over its
+        memory, whoever's it is.
+        """
         self._hooks = Hooks()
         self._noted: list[Mark | None] = []
         """What the last `backward` left in each leaf."""
@@ -97,12 +118,16 @@ class Gradients:
         return bool(self._before)
 
     def backward(self, tensors: Sequence[Tensor], seeds: Sequence[Tensor]) -> None:
-        """Add the gradient of the sum of ``tensor * seed``, of one shape and dtype, to leaves that were reached."""
+        """Add the gradient of the sum of ``tensor * seed``, of one shape and dtype, to
+        leaves that were reached.
+        """
         torch.autograd.backward(tuple(tensors), tuple(seeds))
         self.note()
 
     def note(self) -> None:
-        """Take ``.grad`` as the result so far, and copy memory that is not the leaf's own."""
+        """Take ``.grad`` as the result so far, and copy memory that is not the leaf's
+        own.
+        """
         for leaf in self._first:
             keep_own(leaf)
         self._first = [leaf for leaf in self._first if leaf.grad is None]
@@ -113,16 +138,23 @@ class Gradients:
             raise touched_error()
 
     def deliver(self, divisor: float) -> None:
-        """Divide the sums, and add them to what was in ``.grad``; a leaf that no micro-batch used keeps what it had.
+        """Divide the sums, and add them to what was in ``.grad``; a leaf that no
+        micro-batch used keeps what it had.
 
-        What may lack memory comes first, and an interrupt waits until the last addition is made.
+        What may lack memory comes first, and an interrupt waits until the last addition
+        is made.
         """
         with torch.no_grad():
             self._finish(divisor)
-            pairs = [(leaf, before, version(before)) for leaf, before in self._before.items() if before is not None]
+            pairs = [
+                (leaf, before, version(before))
+                for leaf, before in self._before.items()
+                if before is not None
+            ]
             try:
                 through(partial(_give_back, pairs))
-            finally:  # An interrupt comes when all is delivered, and nothing is left to put back.
+            # An interrupt comes when all is delivered, and nothing is left to put back.
+            finally:
                 self._before.clear()
                 self._forget()
                 self.delivered = True
@@ -132,7 +164,9 @@ class Gradients:
         return nullcontext()
 
     def part(self, number: int, belongs: Callable[[Tensor], bool]) -> None:
-        """Update the parameters that `belongs` is true of, if there is an update to be made: here there is none."""
+        """Update the parameters that `belongs` is true of, if there is an update to be
+        made: here there is none.
+        """
 
     def flush(self) -> None:
         """Make the update, if there is one to be made: here there is none."""
@@ -150,7 +184,9 @@ class Gradients:
             self._wide[leaf] = leaf.grad  # Frees the wide one before the next is cast.
         for leaf, before in self._before.items():
             if before is not None and before.is_sparse and leaf.grad is not None:
-                leaf.grad = before + leaf.grad if leaf.grad.is_sparse else leaf.grad + before
+                leaf.grad = (
+                    before + leaf.grad if leaf.grad.is_sparse else leaf.grad + before
+                )
                 self._before[leaf] = None
 
     def _forget(self) -> None:
@@ -169,18 +205,30 @@ class Gradients:
 
 
 def _give_back(pairs: Sequence[tuple[Tensor, Tensor, int]]) -> None:
-    """Add each gradient to the earlier one of that version; a second run resumes the first."""
+    """Add each gradient to the earlier one of that version; a second run resumes the
+    first.
+    """
     for leaf, before, noted in pairs:
-        if leaf.grad is not None and leaf.grad is not before and version(before) == noted:
+        if (
+            leaf.grad is not None
+            and leaf.grad is not before
+            and version(before) == noted
+        ):
             add(before, leaf.grad)
         leaf.grad = before
 
 
 def leaves_of_graph(tensors: Iterable[Tensor], passed: set[Node]) -> list[Tensor]:
-    """Return the leaves that a backward pass through `tensors` reaches, except through `passed` nodes; add new ones to these."""
+    """Return the leaves that a backward pass through `tensors` reaches, except through
+    `passed` nodes; add new ones to these.
+    """
     given = list(tensors)
-    leaves = [tensor for tensor in given if tensor.grad_fn is None and tensor.requires_grad]
-    waiting: list[Node] = [tensor.grad_fn for tensor in given if tensor.grad_fn is not None]
+    leaves = [
+        tensor for tensor in given if tensor.grad_fn is None and tensor.requires_grad
+    ]
+    waiting: list[Node] = [
+        tensor.grad_fn for tensor in given if tensor.grad_fn is not None
+    ]
     seen = passed.copy()
     for waited in waiting:  # It grows meanwhile.
         for node, _ in waited.next_functions:
@@ -198,40 +246,66 @@ def _move(wide: dict[Tensor, Tensor], leaf: Tensor) -> None:
     gradient = leaf.grad
     if gradient is not None:
         held = wide.get(leaf)
-        wide[leaf] = gradient.detach().to(sum_dtype(leaf, None)) if held is None else add(held, gradient)
+        wide[leaf] = (
+            gradient.detach().to(sum_dtype(leaf, None))
+            if held is None
+            else add(held, gradient)
+        )
         leaf.grad = None
 
 
 def _wrapped_error(leaf: Tensor) -> UsageError:
-    fix = "Write optimizer=opt, wrapped with steps=None; of another optimizer's parameters, call requires_grad_(False) for this call."
+    fix = (
+        "Write optimizer=opt, wrapped with steps=None; of another optimizer's"
+        " parameters, call requires_grad_(False) for this call."
+    )
     found = f"one of shape {tuple(leaf.shape)} that a wrapped optimizer collects"
-    return explain(UsageError, "optimizer", expected="parameters whose gradients nobody else collects", found=found, fix=fix)
+    return explain(
+        UsageError,
+        "optimizer",
+        expected="parameters whose gradients nobody else collects",
+        found=found,
+        fix=fix,
+    )
 
 
 def touched_error() -> UsageError:
     fix = "Return the loss, and leave backward() and zero_grad() to the caller."
     found = "one that changes .grad itself, as backward() or zero_grad() does"
-    return explain(UsageError, "loss_fn", expected="a function that computes the loss", found=found, fix=fix)
+    return explain(
+        UsageError,
+        "loss_fn",
+        expected="a function that computes the loss",
+        found=found,
+        fix=fix,
+    )
 
 
 untraced(_move)
 
 
-# The window of a wrapped optimizer as the destination of a call's gradients, alike for both kinds of loss.
+# The window of a wrapped optimizer as the destination of a call's gradients, alike for
+# both kinds of loss.
 #
-# In a window the loss scale, the sums, the overflow policy, clipping and workers are the wrapper's. Leaves that are not its own, as those
-# of a critic that a generator's loss goes through, get the large batch's gradient beside the window, freed of scale and weight.
+# In a window the loss scale, the sums, the overflow policy, clipping and workers are
+# the wrapper's. Leaves that are not its own, as those of a critic that a generator's
+# loss goes through, get the large batch's gradient beside the window, freed of scale
+# and weight.
 
 
 class InWindow:
-    """The next window of a wrapped optimizer, which the call closes; it has the face of `Gradients`."""
+    """The next window of a wrapped optimizer, which the call closes; it has the face of
+    `Gradients`.
+    """
 
     delivered = False
     """Before the window is flushed an error makes it forgotten."""
 
     @property
     def by_parts(self) -> bool:
-        """True if some parameters can be updated before the sum of the others is there."""
+        """True if some parameters can be updated before the sum of the others is
+        there.
+        """
         return not measures(self._window.options)
 
     def __init__(self, optimizer: AccumulatingOptimizer) -> None:
@@ -280,7 +354,8 @@ class InWindow:
         self._others.deliver(divisor * self._window.scale() if self._others else 1.0)
 
 
-# The losses of the micro-batches, one after the other, on their way to ``.grad`` or into a window.
+# The losses of the micro-batches, one after the other, on their way to ``.grad`` or
+# into a window.
 
 
 class LossesInGrad(Gradients):
@@ -290,14 +365,19 @@ class LossesInGrad(Gradients):
         super().__init__()
         self._shares = shares
         self._unit: float | None = None
-        """The divisor that the incoming gradients have already; what is left of it divides the sum at the end."""
+        """The divisor that the incoming gradients have already; what is left of it
+        divides the sum at the end.
+        """
 
     def add(self, loss: Tensor, weight: float, contribution: float) -> None:
         if contribution:
             self.reach(loss)
             if self._unit is None:
                 self._unit = self._unit_for(loss)
-            self.backward([loss], [torch.full_like(loss, contribution / self._unit, requires_grad=False)])
+            self.backward(
+                [loss],
+                [torch.full_like(loss, contribution / self._unit, requires_grad=False)],
+            )
 
     def close(self) -> None:
         self.deliver(1.0 if self._unit is None else self._shares.divisor / self._unit)
@@ -305,9 +385,12 @@ class LossesInGrad(Gradients):
     def _unit_for(self, loss: Tensor) -> float:
         """Return the whole divisor, so that no pass over the sums is needed.
 
-        Half-precision gradients begin with 1 for the largest micro-batch, against underflow, and are divided as the wide sums are cast.
+        Half-precision gradients begin with 1 for the largest micro-batch, against
+        underflow, and are divided as the wide sums are cast.
         """
-        if loss.dtype in HALF or any(gradient_dtype(leaf) in HALF for leaf in self._before):
+        if loss.dtype in HALF or any(
+            gradient_dtype(leaf) in HALF for leaf in self._before
+        ):
             return max(self._shares.contributions)
         return self._shares.divisor
 
@@ -334,8 +417,12 @@ Collector = LossesInGrad | LossesInWindow
 
 
 @contextmanager
-def delivering(destination: Gradients | InWindow, reached: Reached, devices: Iterable[torch.device]) -> Iterator[Before]:
-    """Make the update after the block; if something raises, restore gradients, random states and buffers."""
+def delivering(
+    destination: Gradients | InWindow, reached: Reached, devices: Iterable[torch.device]
+) -> Iterator[Before]:
+    """Make the update after the block; if something raises, restore gradients, random
+    states and buffers.
+    """
     before = Before(reached, devices)
     try:
         with destination.kept():
@@ -348,36 +435,79 @@ def delivering(destination: Gradients | InWindow, reached: Reached, devices: Ite
     destination.flush()
 
 
-def require_optimizer(optimizer: object, reduction: str | None) -> AccumulatingOptimizer:
+def require_optimizer(
+    optimizer: object, reduction: str | None
+) -> AccumulatingOptimizer:
     if not isinstance(optimizer, AccumulatingOptimizer):
         fix = "Write optimizer=gradaccum.wrap(optimizer, steps=None)."
-        raise explain(ArgumentTypeError, "optimizer", expected="a wrapped optimizer", found=f"a {type(optimizer).__name__}", fix=fix)
+        raise explain(
+            ArgumentTypeError,
+            "optimizer",
+            expected="a wrapped optimizer",
+            found=f"a {type(optimizer).__name__}",
+            fix=fix,
+        )
     own = optimizer.whole_window().options
     if own.steps is not None:
-        fix = "Write gradaccum.wrap(optimizer, steps=None): this call makes the micro-batches and closes the window."
-        raise explain(ArgumentValueError, "optimizer", expected="one that was wrapped with steps=None", found=f"steps={own.steps}", fix=fix)
+        fix = (
+            "Write gradaccum.wrap(optimizer, steps=None): this call makes the"
+            " micro-batches and closes the window."
+        )
+        raise explain(
+            ArgumentValueError,
+            "optimizer",
+            expected="one that was wrapped with steps=None",
+            found=f"steps={own.steps}",
+            fix=fix,
+        )
     if reduction not in (None, own.reduction):
         make_options(None, reduction=reduction)  # Refuses an unknown one as such.
         fix = f"Leave reduction out, or write reduction={own.reduction!r} here as well."
         expected = f"{own.reduction!r}, that of the wrapped optimizer"
-        raise explain(ArgumentValueError, "reduction", expected=expected, got=reduction, fix=fix)
+        raise explain(
+            ArgumentValueError, "reduction", expected=expected, got=reduction, fix=fix
+        )
     return optimizer
 
 
-def require_coupled_optimizer(optimizer: object, reduction: str | None = None) -> AccumulatingOptimizer:
+def require_coupled_optimizer(
+    optimizer: object, reduction: str | None = None
+) -> AccumulatingOptimizer:
     wrapped = require_optimizer(optimizer, reduction)
     if wrapped.whole_window().options.on_overflow == "drop_micro_batch":
         fix = 'Write on_overflow="skip_window".'
         found = 'on_overflow="drop_micro_batch"'
-        raise explain(UsageError, "optimizer", expected="one that keeps or skips a coupled loss whole", found=found, fix=fix)
+        raise explain(
+            UsageError,
+            "optimizer",
+            expected="one that keeps or skips a coupled loss whole",
+            found=found,
+            fix=fix,
+        )
     return wrapped
 
 
 def require_layered_optimizer(optimizer: object, reduction: str | None) -> None:
-    """Raise unless `optimizer` can take a window whose micro-batches are complete together, and its layers one after the other."""
+    """Raise unless `optimizer` can take a window whose micro-batches are complete
+    together, and its layers one after the other.
+    """
     wrapped = require_coupled_optimizer(optimizer, reduction)
     window = wrapped.whole_window()
-    hooked = (step_pre_hooks(wrapped) or step_post_hooks(wrapped)) and not measures(window.options)
-    for name in (*window.bound_to_micro_batches(), *(["a step hook"] if hooked else [])):
-        found, fix = f"one with {name}", f"Leave {name} out, or call gradaccum_torch.backward."
-        raise explain(UsageError, "optimizer", expected="one that takes all micro-batches of a layer at once", found=found, fix=fix)
+    hooked = (step_pre_hooks(wrapped) or step_post_hooks(wrapped)) and not measures(
+        window.options
+    )
+    for name in (
+        *window.bound_to_micro_batches(),
+        *(["a step hook"] if hooked else []),
+    ):
+        found, fix = (
+            f"one with {name}",
+            f"Leave {name} out, or call gradaccum_torch.backward.",
+        )
+        raise explain(
+            UsageError,
+            "optimizer",
+            expected="one that takes all micro-batches of a layer at once",
+            found=found,
+            fix=fix,
+        )

@@ -1,6 +1,8 @@
-"""Random states and module buffers, noted before a forward pass and restored after an error.
+"""Random states and module buffers, noted before a forward pass and restored after an
+error.
 
-The modules of a loss function are found in its cells, globals, defaults, ``self`` and partial arguments; others as they are called.
+The modules of a loss function are found in its cells, globals, defaults, ``self`` and
+partial arguments; others as they are called.
 """
 
 from __future__ import annotations
@@ -21,8 +23,21 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from gradaccum_torch.private.names import buffers_of
 
 _DEPTH = 6
-"""How many objects deep the look goes: a closure over a trainer over a list of models is three."""
-_ATOMS = (Tensor, str, bytes, int, float, complex, type(None), torch.device, torch.dtype, torch.optim.Optimizer)
+"""How many objects deep the look goes: a closure over a trainer over a list of models
+is three.
+"""
+_ATOMS = (
+    Tensor,
+    str,
+    bytes,
+    int,
+    float,
+    complex,
+    type(None),
+    torch.device,
+    torch.dtype,
+    torch.optim.Optimizer,
+)
 
 
 class Reached(NamedTuple):
@@ -63,7 +78,9 @@ def _inside(each: Any) -> Iterator[object]:
         yield from each.values()
     elif isinstance(each, list | tuple | set | frozenset):
         yield from each
-    elif not isinstance(each, type | types.ModuleType) and not type(each).__module__.startswith(("torch.", "numpy")):
+    elif not isinstance(each, type | types.ModuleType) and not type(
+        each
+    ).__module__.startswith(("torch.", "numpy")):
         yield from getattr(each, "__dict__", {}).values()
         yield vars(type(each)).get("__call__")
 
@@ -76,11 +93,19 @@ def _of_function(function: types.FunctionType) -> Iterator[object]:
             yield cell.cell_contents
         except ValueError:  # A name that is not bound yet.
             continue
-    yield from (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values(), getattr(function, "__wrapped__", None))
+    yield from (
+        *(function.__defaults__ or ()),
+        *(function.__kwdefaults__ or {}).values(),
+        getattr(function, "__wrapped__", None),
+    )
     for name in _names(function.__code__):
         value = function.__globals__.get(name)
         if isinstance(value, types.ModuleType):
-            yield from (vars(value).get(other) for other in _names(function.__code__) if isinstance(vars(value).get(other), nn.Module))
+            yield from (
+                vars(value).get(other)
+                for other in _names(function.__code__)
+                if isinstance(vars(value).get(other), nn.Module)
+            )
         else:
             yield value
 
@@ -93,24 +118,44 @@ def _names(code: types.CodeType) -> Iterator[str]:
 
 
 class RandomState:
-    """The random states of Python, of NumPy if loaded, of torch on the CPU and on `devices`, and of `generators`."""
+    """The random states of Python, of NumPy if loaded, of torch on the CPU and on
+    `devices`, and of `generators`.
+    """
 
-    def __init__(self, devices: Iterable[torch.device] = (), generators: Iterable[torch.Generator] = ()) -> None:
-        self._devices = [device for device in devices if device.type not in ("cpu", "meta")]
+    def __init__(
+        self,
+        devices: Iterable[torch.device] = (),
+        generators: Iterable[torch.Generator] = (),
+    ) -> None:
+        self._devices = [
+            device for device in devices if device.type not in ("cpu", "meta")
+        ]
         self._python, self._cpu = random.getstate(), torch.get_rng_state()
-        self._numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
-        self._generators = [(generator, generator.get_state()) for generator in generators]
-        self._others = [torch.get_device_module(device).get_rng_state(device) for device in self._devices]
+        self._numpy = (
+            sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
+        )
+        self._generators = [
+            (generator, generator.get_state()) for generator in generators
+        ]
+        self._others = [
+            torch.get_device_module(device).get_rng_state(device)
+            for device in self._devices
+        ]
 
     def moved(self) -> bool:
         """True if something has drawn numbers since."""
         return self._values() != self.again()._values()
 
     def again(self) -> RandomState:
-        return RandomState(self._devices, [generator for generator, _ in self._generators])
+        return RandomState(
+            self._devices, [generator for generator, _ in self._generators]
+        )
 
     def _values(self) -> list[object]:
-        numbers = [each.tobytes() if hasattr(each, "tobytes") else each for each in self._numpy or ()]
+        numbers = [
+            each.tobytes() if hasattr(each, "tobytes") else each
+            for each in self._numpy or ()
+        ]
         tensors = self._cpu, *self._others, *(state for _, state in self._generators)
         return [self._python, numbers, *(each.numpy().tobytes() for each in tensors)]
 
@@ -126,7 +171,9 @@ class RandomState:
 
 
 class Buffers:
-    """The buffers of `modules` as they are now: which tensors, and copies of their values."""
+    """The buffers of `modules` as they are now: which tensors, and copies of their
+    values.
+    """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._noted: list[tuple[nn.Module, str, Tensor | None]] = []
@@ -136,15 +183,20 @@ class Buffers:
 
     def note(self, module: nn.Module) -> None:
         new = [(module, name, tensor) for name, tensor in buffers_of(module).items()]
-        self._copies.extend(None if tensor is None else tensor.detach().clone() for _, _, tensor in new)
+        self._copies.extend(
+            None if tensor is None else tensor.detach().clone() for _, _, tensor in new
+        )
         self._noted.extend(new)
 
     def put_back(self) -> None:
-        for (module, name, tensor), copied in zip(self._noted, self._copies, strict=True):
+        for (module, name, tensor), copied in zip(
+            self._noted, self._copies, strict=True
+        ):
             if getattr(module, name, None) is not tensor:
                 setattr(module, name, tensor)
             if tensor is not None and copied is not None:
-                # A batch norm's kernel moves its statistics without counting a write, so versions cannot tell; nor is one counted here.
+                # A batch norm's kernel moves its statistics without counting a write,
+                # so versions cannot tell; nor is one counted here.
                 tensor.data.copy_(copied)
 
 
@@ -152,15 +204,21 @@ class Before:
     """The random states and buffers before a call."""
 
     def __init__(self, reached: Reached, devices: Iterable[torch.device]) -> None:
-        own = (each.device for module in reached.modules for each in module.parameters(recurse=False))
+        own = (
+            each.device
+            for module in reached.modules
+            for each in module.parameters(recurse=False)
+        )
         self._reached, self._devices = reached, {*devices, *own}
         self._random, self._buffers = self.random_state(), Buffers(reached.modules)
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Note each module that is called in the block and was not reached, as it is before that call.
+        """Note each module that is called in the block and was not reached, as it is
+        before that call.
 
-        Not beside a module of `torch.compile`, which warns of every global hook; nor inside compiled code.
+        Not beside a module of `torch.compile`, which warns of every global hook; nor
+        inside compiled code.
         """
         if any(hasattr(module, "_orig_mod") for module in self._reached.modules):
             yield
@@ -168,7 +226,11 @@ class Before:
         thread, known = threading.get_ident(), set(map(id, self._reached.modules))
 
         def note(called: nn.Module, _: object) -> None:
-            if torch.compiler.is_compiling() or id(called) in known or threading.get_ident() != thread:
+            if (
+                torch.compiler.is_compiling()
+                or id(called) in known
+                or threading.get_ident() != thread
+            ):
                 return
             for module in called.modules():
                 if id(module) not in known:
@@ -194,5 +256,10 @@ class Before:
 
 
 def trained_by(reached: Reached) -> list[Tensor]:
-    held = {id(each): each for module in reached.modules for each in module.parameters(recurse=False) if each.requires_grad}
+    held = {
+        id(each): each
+        for module in reached.modules
+        for each in module.parameters(recurse=False)
+        if each.requires_grad
+    }
     return list(held.values())

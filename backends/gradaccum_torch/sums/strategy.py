@@ -1,4 +1,5 @@
-"""The place of a window's sum: the interface that `Window` and `Update` use, and the sum in ``.grad``, which autograd adds into anyway.
+"""The place of a window's sum: the interface that `Window` and `Update` use, and the
+sum in ``.grad``, which autograd adds into anyway.
 
 The window's `Plan` chooses between it and `gradaccum_torch.sums.buffers`.
 """
@@ -15,18 +16,45 @@ import torch
 from torch import Tensor
 
 from gradaccum import UsageError
-from gradaccum_torch.checks import Change, Size, changed_gradients_error, interrupted_error, unfinished_error
+from gradaccum_torch.checks import (
+    Change,
+    Size,
+    changed_gradients_error,
+    interrupted_error,
+    unfinished_error,
+)
 from gradaccum_torch.parameters import Parameters
 from gradaccum_torch.private.names import is_sharded, module_averaging, version
-from gradaccum_torch.sums.arithmetic import GRAD, IS_SPARSE, NORM_BLOCK, REQUIRES_GRAD, added_up, divide, measure, multiply, narrowed
-from gradaccum_torch.window.watch import NOTHING_SEEN, OWN_PASSES, Allowed, Event, GradWatch, Hook, Hooks, can_be_hooked, seen
+from gradaccum_torch.sums.arithmetic import (
+    GRAD,
+    IS_SPARSE,
+    NORM_BLOCK,
+    REQUIRES_GRAD,
+    added_up,
+    divide,
+    measure,
+    multiply,
+    narrowed,
+)
+from gradaccum_torch.window.watch import (
+    NOTHING_SEEN,
+    OWN_PASSES,
+    Allowed,
+    Event,
+    GradWatch,
+    Hook,
+    Hooks,
+    can_be_hooked,
+    seen,
+)
 
 
 class Undivided(NamedTuple):
     """A window's sum before it is divided, in place where that can be."""
 
     parameters: list[Tensor]
-    """Those that have a sum. Not the sums themselves: each may be freed as it is cast."""
+    """Those that have a sum. Not the sums themselves: each may be freed as it is cast.
+    """
     versions: list[int]
     graphs: list[Tensor]
     """The sums, if some have a graph: these are divided in it, out of place."""
@@ -34,7 +62,9 @@ class Undivided(NamedTuple):
     """What has been divided in place: a `DTensor` does not count what torch writes."""
 
     def is_divided(self, total: Tensor, before: int) -> bool:
-        return version(total) != before or (is_sharded(total) and any(total is each for each in self.divided))
+        return version(total) != before or (
+            is_sharded(total) and any(total is each for each in self.divided)
+        )
 
 
 class Strategy(ABC):
@@ -45,9 +75,19 @@ class Strategy(ABC):
     expects = False
     """It wants to know how long the next window is, by `expect`."""
 
-    def __init__(self, parameters: Parameters, accumulate_dtype: torch.dtype | None, drops: bool = False) -> None:
-        # Nothing here refers to the wrapper: in a cycle with it, the hooks of a dropped wrapper would run until it is collected.
-        self._parameters, self._accumulate_dtype, self._drops = parameters, accumulate_dtype, drops
+    def __init__(
+        self,
+        parameters: Parameters,
+        accumulate_dtype: torch.dtype | None,
+        drops: bool = False,
+    ) -> None:
+        # Nothing here refers to the wrapper: in a cycle with it, the hooks of a dropped
+        # wrapper would run until it is collected.
+        self._parameters, self._accumulate_dtype, self._drops = (
+            parameters,
+            accumulate_dtype,
+            drops,
+        )
         self._hooks = Hooks(watching=True)
         self.watch = GradWatch()
         self.groups_changed()
@@ -59,7 +99,11 @@ class Strategy(ABC):
     def groups_changed(self) -> None:
         """React to parameters that were added, replaced, frozen or unfrozen."""
         self.pack()
-        trainable = {id(parameter): parameter for parameter in self._parameters.unique() if can_be_hooked(parameter)}
+        trainable = {
+            id(parameter): parameter
+            for parameter in self._parameters.unique()
+            if can_be_hooked(parameter)
+        }
         self._hooks.keep(trainable)
         self.watch.watch(trainable.values())
         for parameter in trainable.values():
@@ -67,18 +111,33 @@ class Strategy(ABC):
                 self._hooks.add(parameter, self._hook_for(parameter))
 
     def pack(self, packed: Tensor | None = None) -> None:  # noqa: B027
-        """Note that the sums are parts of `packed`, which saves calls; None: no longer."""
+        """Note that the sums are parts of `packed`, which saves calls; None: no
+        longer.
+        """
 
     def _hook_for(self, parameter: Tensor) -> Hook:
         return self.watch.of(parameter).arrive
 
-    def backward(self, loss: Tensor, arguments: Mapping[str, Any], *, first: bool, multiplied: bool) -> None:
-        """Run ``loss.backward(**arguments)``. If it raises, remove what arrived, if it is apart from the sum.
+    def backward(
+        self,
+        loss: Tensor,
+        arguments: Mapping[str, Any],
+        *,
+        first: bool,
+        multiplied: bool,
+    ) -> None:
+        """Run ``loss.backward(**arguments)``. If it raises, remove what arrived, if it
+        is apart from the sum.
 
-        `first`: the micro-batch is its window's first; `multiplied`: the loss is the user's times a factor.
+        `first`: the micro-batch is its window's first; `multiplied`: the loss is the
+        user's times a factor.
         """
         watch, before = self.watch, self.watch.known
-        undoable = (first or self.keeps_micro_batch_apart) and not before.arrived and not watch.holds
+        undoable = (
+            (first or self.keeps_micro_batch_apart)
+            and not before.arrived
+            and not watch.holds
+        )
         own = watch, multiplied
         OWN_PASSES.append(own)
         try:
@@ -93,17 +152,25 @@ class Strategy(ABC):
             OWN_PASSES.remove(own)
 
     def zero_grad(self, set_to_none: bool, *, first: bool) -> None:
-        """Clear ``.grad``, and the micro-batch under way with it, unless it is a part of the sum; then raise."""
+        """Clear ``.grad``, and the micro-batch under way with it, unless it is a part
+        of the sum; then raise.
+        """
         if first or self.keeps_micro_batch_apart:
             self._parameters.zero_grad(set_to_none)
-            if not set_to_none or self.watch.known is not NOTHING_SEEN or self.watch.holds:
+            if (
+                not set_to_none
+                or self.watch.known is not NOTHING_SEEN
+                or self.watch.holds
+            ):
                 self.forget_micro_batch()
         elif self.watch.known.arrived:
             raise unfinished_error("zero_grad()")
 
     @property
     def begun(self) -> bool:
-        """True if autograd has delivered a part of a micro-batch that is not counted yet."""
+        """True if autograd has delivered a part of a micro-batch that is not counted
+        yet.
+        """
         return self.watch.known.arrived > 0
 
     def require_whole(self) -> None:
@@ -120,7 +187,9 @@ class Strategy(ABC):
             raise self.changed_error()
 
     def changed_error(self) -> UsageError:
-        """Return the error for a changed ``.grad``, with its likeliest cause; may wait for the device."""
+        """Return the error for a changed ``.grad``, with its likeliest cause; may wait
+        for the device.
+        """
         parameters = self._parameters.unique()
         if self._hooks.shared():
             return changed_gradients_error(Change.SHARED)
@@ -128,17 +197,25 @@ class Strategy(ABC):
         if averaging is not None and averaging.require_backward_grad_sync:
             return changed_gradients_error(Change.REDUCED)
         change = self.watch.found_change()
-        pipelined = change is Change.WRITTEN and "torch.distributed.pipelining" in sys.modules
+        pipelined = (
+            change is Change.WRITTEN and "torch.distributed.pipelining" in sys.modules
+        )
         return changed_gradients_error(Change.PIPELINED if pipelined else change)
 
     def require_true_gradient(self, *, first: bool, flushing: bool) -> None:
-        """Raise unless a changed ``.grad`` was the whole gradient of the window, which the user may change, but not clear before a flush.
+        """Raise unless a changed ``.grad`` was the whole gradient of the window, which
+        the user may change, but not clear before a flush.
 
-        `first`: the last micro-batch is the first of its window; `flushing`: none is under way.
+        `first`: the last micro-batch is the first of its window; `flushing`: none is
+        under way.
         """
         self.pack()
         cleared = flushing and self.watch.found_change() is Change.CLEARED
-        if cleared or not self._is_all_in_grad(first, flushing) or (self.watch.known.changed and not first):
+        if (
+            cleared
+            or not self._is_all_in_grad(first, flushing)
+            or (self.watch.known.changed and not first)
+        ):
             raise self.changed_error()
 
     @abstractmethod
@@ -147,22 +224,32 @@ class Strategy(ABC):
 
     @abstractmethod
     def take(self, size: Size, begin: Callable[[], None]) -> bool:
-        """Add the micro-batch in ``.grad`` to the sum of a window of this `size`; return False if it was dropped.
+        """Add the micro-batch in ``.grad`` to the sum of a window of this `size`;
+        return False if it was dropped.
 
-        It calls `begin` before it writes anything. The caller counts the micro-batch, and takes it off the watch.
+        It calls `begin` before it writes anything. The caller counts the micro-batch,
+        and takes it off the watch.
         """
 
     @abstractmethod
     def settle(self) -> list[Tensor]:
-        """Note which parameters have a gradient at the window's end, and return the sum as tensors, each element once."""
+        """Note which parameters have a gradient at the window's end, and return the sum
+        as tensors, each element once.
+        """
 
     def norm_so_far(self) -> float:
-        """Return the global 2-norm of the open window's sum, inf if it is not finite; change nothing."""
-        sums = {id(total): added_up(total) for total in self.sums() if total is not None}
+        """Return the global 2-norm of the open window's sum, inf if it is not finite;
+        change nothing.
+        """
+        sums = {
+            id(total): added_up(total) for total in self.sums() if total is not None
+        }
         return measure(list(sums.values())).norm
 
     def fits(self, norm: float, divisor: float) -> bool:
-        """True if the sum, of that norm, divided by `divisor` is finite in the inner optimizer's dtype."""
+        """True if the sum, of that norm, divided by `divisor` is finite in the inner
+        optimizer's dtype.
+        """
         return True
 
     def hands_over_whole(self) -> bool:
@@ -175,15 +262,21 @@ class Strategy(ABC):
 
     @abstractmethod
     def hand_over(self, undivided: Undivided, divisor: float, unclipped: float) -> None:
-        """Put the sum divided by `divisor` (`unclipped` without clipping) into ``.grad`` for the inner optimizer."""
+        """Put the sum divided by `divisor` (`unclipped` without clipping) into
+        ``.grad`` for the inner optimizer.
+        """
 
     @abstractmethod
     def take_back(self, undivided: Undivided, divisor: float, spoiled: bool) -> None:
-        """Undo `hand_over`, which may have raised anywhere; `spoiled`: something wrote into what was handed over."""
+        """Undo `hand_over`, which may have raised anywhere; `spoiled`: something wrote
+        into what was handed over.
+        """
 
     @abstractmethod
     def sums(self) -> list[Tensor | None]:
-        """Return the sum by position, None where nothing is held; the tensors themselves."""
+        """Return the sum by position, None where nothing is held; the tensors
+        themselves.
+        """
 
     @abstractmethod
     def load(self, sums: Sequence[Tensor | None]) -> None:
@@ -196,15 +289,24 @@ class Strategy(ABC):
         return sums
 
     def pickled(self) -> dict[str, Any]:
-        """Return the state with the gradients: torch pickles a parameter without its ``.grad``."""
-        gradients = [None if parameter.grad is None else parameter.grad.detach() for parameter in self._parameters.positions()]
+        """Return the state with the gradients: torch pickles a parameter without its
+        ``.grad``.
+        """
+        gradients = [
+            None if parameter.grad is None else parameter.grad.detach()
+            for parameter in self._parameters.positions()
+        ]
         return {
             "gradients": gradients,
-            "known": self.watch.known._replace(changed=None if self.watch.intact() else self.watch.found_change()),
+            "known": self.watch.known._replace(
+                changed=None if self.watch.intact() else self.watch.found_change()
+            ),
         }
 
     def unpickle(self, pickled: Mapping[str, Any]) -> None:
-        for parameter, gradient in zip(self._parameters.positions(), pickled["gradients"], strict=True):
+        for parameter, gradient in zip(
+            self._parameters.positions(), pickled["gradients"], strict=True
+        ):
             parameter.grad = gradient
         self.watch.reset(pickled["known"])
 
@@ -223,7 +325,8 @@ class Strategy(ABC):
         self.watch.reset()
 
 
-# The sum of a window in ``.grad`` itself, which autograd adds into anyway: no second buffer, nothing to do per micro-batch.
+# The sum of a window in ``.grad`` itself, which autograd adds into anyway: no second
+# buffer, nothing to do per micro-batch.
 #
 # It is the default wherever the sum has the gradient's own dtype.
 
@@ -241,10 +344,18 @@ class GradStrategy(Strategy):
         return True
 
     def settle(self) -> list[Tensor]:
-        parameters = [parameter for parameter in self._parameters.unique() if parameter.grad is not None]
+        parameters = [
+            parameter
+            for parameter in self._parameters.unique()
+            if parameter.grad is not None
+        ]
         self._parameters.note_gradients(parameters)
         if self._packed is not None:
-            return [self._packed] if self._packed.numel() <= NORM_BLOCK else list(torch.split(self._packed, NORM_BLOCK))
+            return (
+                [self._packed]
+                if self._packed.numel() <= NORM_BLOCK
+                else list(torch.split(self._packed, NORM_BLOCK))
+            )
         gradients: list[Tensor] = list(map(GRAD, parameters))
         if set(map(type, gradients)) <= {Tensor} and not any(map(IS_SPARSE, gradients)):
             return gradients
@@ -252,7 +363,8 @@ class GradStrategy(Strategy):
         if any(map(is_not, whole, gradients)):
             for parameter, total in zip(parameters, whole, strict=True):
                 parameter.grad = total
-            # The replaced .grad must not look like tampering if the inner optimizer raises and flush() is called again.
+            # The replaced .grad must not look like tampering if the inner optimizer
+            # raises and flush() is called again.
             self.watch.reset()
         return whole
 
@@ -267,25 +379,49 @@ class GradStrategy(Strategy):
         if divisor == 1 and not masters:
             return
         parameters, graphs = undivided.parameters, undivided.graphs
-        divided = [parameter for parameter in parameters if not self._is_narrowed(parameter)] if masters else parameters
+        divided = (
+            [parameter for parameter in parameters if not self._is_narrowed(parameter)]
+            if masters
+            else parameters
+        )
         gradients: list[Tensor] = list(map(GRAD, divided))
         if graphs:
             self._divide_graphs(divided, unclipped)
             gradients = list(map(GRAD, divided))
-        packed = [self._packed] if self._packed is not None and not masters else []  # The version of one part is that of all.
-        divide(packed or ([gradient for gradient in gradients if not gradient.requires_grad] if graphs else gradients), divisor)
+        # The version of one part is that of all.
+        packed = [self._packed] if self._packed is not None and not masters else []
+        divide(
+            packed
+            or (
+                [gradient for gradient in gradients if not gradient.requires_grad]
+                if graphs
+                else gradients
+            ),
+            divisor,
+        )
         if graphs:
-            divide([gradient for gradient in gradients if gradient.requires_grad], divisor / unclipped)
+            divide(
+                [gradient for gradient in gradients if gradient.requires_grad],
+                divisor / unclipped,
+            )
         undivided.divided.extend(gradients)
         if masters:
             self._give_masters(parameters, divisor)
 
     def take_back(self, undivided: Undivided, divisor: float, spoiled: bool) -> None:
-        for parameter, before in zip(undivided.parameters, undivided.versions, strict=True):
+        for parameter, before in zip(
+            undivided.parameters, undivided.versions, strict=True
+        ):
             gradient = parameter.grad
-            if gradient is not None and not gradient.requires_grad and undivided.is_divided(gradient, before):
+            if (
+                gradient is not None
+                and not gradient.requires_grad
+                and undivided.is_divided(gradient, before)
+            ):
                 multiply([gradient], divisor)
-        for parameter, graph in zip(undivided.parameters, undivided.graphs, strict=False):
+        for parameter, graph in zip(
+            undivided.parameters, undivided.graphs, strict=False
+        ):
             if graph.requires_grad:
                 parameter.grad = graph
         for parameter in self._parameters.unique():
@@ -296,7 +432,10 @@ class GradStrategy(Strategy):
 
     def sums(self) -> list[Tensor | None]:
         gradients = map(GRAD, self._parameters.positions())
-        return [each.detach() if each is not None and each.requires_grad else each for each in gradients]
+        return [
+            each.detach() if each is not None and each.requires_grad else each
+            for each in gradients
+        ]
 
     def load(self, sums: Sequence[Tensor | None]) -> None:
         self.pack()
@@ -308,7 +447,9 @@ class GradStrategy(Strategy):
         return True
 
     def _divide_graphs(self, parameters: Sequence[Tensor], divisor: float) -> None:
-        """Divide what will be differentiated again (``create_graph=True``) in its graph."""
+        """Divide what will be differentiated again (``create_graph=True``) in its
+        graph.
+        """
         with torch.enable_grad():
             for parameter in parameters:
                 if parameter.grad is not None and parameter.grad.requires_grad:
@@ -319,9 +460,19 @@ class GradStrategy(Strategy):
             master, gradient = self._parameters.worked_on(parameter), parameter.grad
             if master is not parameter and gradient is not None:
                 gradient = gradient.detach()
-                master.grad = narrowed(gradient, divisor, master.dtype) if self._is_narrowed(parameter) else gradient
+                master.grad = (
+                    narrowed(gradient, divisor, master.dtype)
+                    if self._is_narrowed(parameter)
+                    else gradient
+                )
 
     def _is_narrowed(self, parameter: Tensor) -> bool:
-        """True if the inner optimizer has a master of another dtype than the sum's in its place."""
+        """True if the inner optimizer has a master of another dtype than the sum's in
+        its place.
+        """
         master = self._parameters.worked_on(parameter)
-        return master is not parameter and parameter.grad is not None and parameter.grad.dtype != master.dtype
+        return (
+            master is not parameter
+            and parameter.grad is not None
+            and parameter.grad.dtype != master.dtype
+        )

@@ -24,51 +24,97 @@ def verify(
     weight: Any = None,
     axes: Nest = 0,
 ) -> VerificationReport:
-    """Check whether gradient accumulation is right for a loss, and if not, why; see `gradaccum.verify`.
+    """Check whether gradient accumulation is right for a loss, and if not, why; see
+    `gradaccum.verify`.
 
-    The model runs in the mode that it is in. Gradients come from `torch.autograd.grad`, without ``.grad`` and its hooks; hooks on tensors
-    and modules run. Random numbers are replayed for each item. Memory: a copy of the model's parameters and state, and ``steps + 3``
-    gradients in float64.
+    The model runs in the mode that it is in. Gradients come from `torch.autograd.grad`,
+    without ``.grad`` and its hooks; hooks on tensors and modules run. Random numbers
+    are replayed for each item. Memory: a copy of the model's parameters and state, and
+    ``steps + 3`` gradients in float64.
 
     Args:
-        model: the model; parameters of other modules that `loss_fn` closes over count too.
-        loss_fn: ``loss_fn(model, *batch)``, a scalar tensor. The usual criterion, ``criterion(output, *targets)``, is called with
-            ``model(batch[0])`` and the rest of the batch; a function that closes over its model, ``loss_fn(*batch)``, with the batch.
-        batch: a tuple of nests of tensors, NumPy arrays and lists with one value per item; one nest alone is the only argument. A plain
-            value is passed whole.
+        model: the model; parameters of other modules that `loss_fn` closes over count
+            too.
+        loss_fn: ``loss_fn(model, *batch)``, a scalar tensor. The usual criterion,
+            ``criterion(output, *targets)``, is called with ``model(batch[0])`` and the
+            rest of the batch; a function that closes over its model,
+            ``loss_fn(*batch)``, with the batch.
+        batch: a tuple of nests of tensors, NumPy arrays and lists with one value per
+            item; one nest alone is the only argument. A plain value is passed whole.
         steps: micro-batches, from 2 to the number of items.
         reduction: as in `gradaccum.wrap`.
-        weight: a callable ``weight(*micro_batch)`` or one number per item. Default: the number of items.
-        axes: a prefix nest of `batch`: the batch axis of each leaf; None for what is passed whole.
+        weight: a callable ``weight(*micro_batch)`` or one number per item. Default: the
+            number of items.
+        axes: a prefix nest of `batch`: the batch axis of each leaf; None for what is
+            passed whole.
 
     Raises:
-        ArgumentTypeError: `model` is no module, or one that other processes share; `loss_fn` returns no tensor, or does not take the batch;
-            `axes` has another type.
-        ArgumentValueError: the loss is no scalar or has no graph; a leaf has no such axis, or another number of items; `steps` does not
-            suit the batch.
-        UsageError: the loss goes through a reentrant checkpoint, which works with ``backward()`` alone; or the installed torch cannot show
-            the random draws.
+        ArgumentTypeError: `model` is no module, or one that other processes share;
+            `loss_fn` returns no tensor, or does not take the batch; `axes` has another
+            type.
+        ArgumentValueError: the loss is no scalar or has no graph; a leaf has no such
+            axis, or another number of items; `steps` does not suit the batch.
+        UsageError: the loss goes through a reentrant checkpoint, which works with
+            ``backward()`` alone; or the installed torch cannot show the random draws.
     """
-    require_name(DISPATCH, "verify", "Compare the gradient of a batch with the sum of those of its parts.")
+    require_name(
+        DISPATCH,
+        "verify",
+        "Compare the gradient of a batch with the sum of those of its parts.",
+    )
     _require_model(model)
     own = set(model.parameters())
     arguments = batch if type(batch) is tuple else (batch,)
     loss, arguments = as_loss(
-        loss_fn, model, arguments, lambda value: isinstance(value, nn.Module) and not own.isdisjoint(value.parameters())
+        loss_fn,
+        model,
+        arguments,
+        lambda value: (
+            isinstance(value, nn.Module) and not own.isdisjoint(value.parameters())
+        ),
     )
     divided = Batch(arguments, axes)
-    return examine(TorchSubject(model, loss, divided, weight_of(weight, divided)), steps, reduction)
+    return examine(
+        TorchSubject(model, loss, divided, weight_of(weight, divided)), steps, reduction
+    )
 
 
 def _require_model(model: object) -> None:
     if not isinstance(model, nn.Module):
         found = f"an object of type {type(model).__name__}"
-        raise explain(ArgumentTypeError, "model", expected="a torch.nn.Module", found=found, fix="Write verify(model, loss_fn, batch).")
-    if isinstance(model, nn.parallel.DistributedDataParallel) or any(map(is_sharded, model.parameters())):
-        fix = "Verify the bare module in one process: ddp.module, or the model before fully_shard."
+        raise explain(
+            ArgumentTypeError,
+            "model",
+            expected="a torch.nn.Module",
+            found=found,
+            fix="Write verify(model, loss_fn, batch).",
+        )
+    if isinstance(model, nn.parallel.DistributedDataParallel) or any(
+        map(is_sharded, model.parameters())
+    ):
+        fix = (
+            "Verify the bare module in one process: ddp.module, or the model before"
+            " fully_shard."
+        )
         found = f"a {type(model).__name__} over several processes"
-        raise explain(ArgumentTypeError, "model", expected="a module of one process", found=found, fix=fix)
-    lazy = [name for name, parameter in model.named_parameters() if nn.parameter.is_lazy(parameter)]
+        raise explain(
+            ArgumentTypeError,
+            "model",
+            expected="a module of one process",
+            found=found,
+            fix=fix,
+        )
+    lazy = [
+        name
+        for name, parameter in model.named_parameters()
+        if nn.parameter.is_lazy(parameter)
+    ]
     if lazy:
         fix = "Run the model once before."
-        raise explain(ArgumentValueError, "model", expected="parameters with numbers", found=f"{lazy[0]}, which is lazy", fix=fix)
+        raise explain(
+            ArgumentValueError,
+            "model",
+            expected="parameters with numbers",
+            found=f"{lazy[0]}, which is lazy",
+            fix=fix,
+        )

@@ -1,7 +1,10 @@
-"""`verify_loss_scaling`: a check that a loss carries its incoming gradient through all of its parts, so that it can be scaled.
+"""`verify_loss_scaling`: a check that a loss carries its incoming gradient through all
+of its parts, so that it can be scaled.
 
-It compares the gradients of s x loss with s x those of the loss, for s from 2^0 to 2^16, and finds each `torch.autograd.Function` that does
-not return s times as much. With float16 in the graph it compares the largest scale with finite gradients with the next three below it.
+It compares the gradients of s x loss with s x those of the loss, for s from 2^0 to
+2^16, and finds each `torch.autograd.Function` that does not return s times as much.
+With float16 in the graph it compares the largest scale with finite gradients with the
+next three below it.
 """
 
 from __future__ import annotations
@@ -13,35 +16,59 @@ import torch
 from torch import Tensor
 
 from gradaccum import ArgumentTypeError, LinearityReport
-from gradaccum.kit import ROUNDINGS, SCALES, comparable, explain, linearity_report, relative_error
+from gradaccum.kit import (
+    ROUNDINGS,
+    SCALES,
+    comparable,
+    explain,
+    linearity_report,
+    relative_error,
+)
 from gradaccum_torch.checks import require_loss
 from gradaccum_torch.private.names import Node, input_dtypes
 
 
 def verify_loss_scaling(
-    loss_fn: Callable[[], Tensor], parameters: Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Mapping[str, Tensor]
+    loss_fn: Callable[[], Tensor],
+    parameters: Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Mapping[str, Tensor],
 ) -> LinearityReport:
-    """Check that grad(s x loss) = s x grad(loss), and name the custom functions that are to blame.
+    """Check that grad(s x loss) = s x grad(loss), and name the custom functions that
+    are to blame.
 
-    Parameters, ``.grad`` and the random state are as before. The loss is computed once, and moves a batch norm's buffers once.
+    Parameters, ``.grad`` and the random state are as before. The loss is computed once,
+    and moves a batch norm's buffers once.
 
     Args:
         loss_fn: computes the loss, a scalar tensor, shape ``()``.
-        parameters: those to differentiate by, any shapes and floating-point dtypes: ``model.parameters()`` or ``model.named_parameters()``.
+        parameters: those to differentiate by, any shapes and floating-point dtypes:
+            ``model.parameters()`` or ``model.named_parameters()``.
 
     Raises:
-        ArgumentTypeError: `loss_fn` returns no tensor, or `parameters` holds something else.
+        ArgumentTypeError: `loss_fn` returns no tensor, or `parameters` holds something
+            else.
     """
     named = _named(parameters)
-    devices = sorted({parameter.device.index or 0 for parameter in named.values() if parameter.device.type == "cuda"})
+    devices = sorted(
+        {
+            parameter.device.index or 0
+            for parameter in named.values()
+            if parameter.device.type == "cuda"
+        }
+    )
     with torch.random.fork_rng(devices=devices), torch.enable_grad():
         loss = require_loss(loss_fn())
-    trainable = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
+    trainable = {
+        name: parameter for name, parameter in named.items() if parameter.requires_grad
+    }
     if not loss.requires_grad or not trainable:
         return linearity_report([], [], 0.0, _norm)
     culprits: list[str] = []
     with _Passes(loss, trainable) as passes:
-        compared = comparable(map(passes.run, SCALES), _Pass.is_finite, float16=torch.float16 in passes.dtypes)
+        compared = comparable(
+            map(passes.run, SCALES),
+            _Pass.is_finite,
+            float16=torch.float16 in passes.dtypes,
+        )
         epsilon = max(torch.finfo(dtype).eps for dtype in passes.dtypes)
         return linearity_report(_unscaled(compared, culprits), culprits, epsilon, _norm)
 
@@ -53,10 +80,15 @@ class _Pass(NamedTuple):
     """What each custom function was handed and what it gave, by its node."""
 
     def is_finite(self) -> bool:
-        return all(bool(torch.isfinite(gradient).all()) for gradient in self.gradients.values())
+        return all(
+            bool(torch.isfinite(gradient).all()) for gradient in self.gradients.values()
+        )
 
     def unscaled(self) -> dict[str, Tensor]:
-        return {name: _wide(gradient) / self.scale for name, gradient in self.gradients.items()}
+        return {
+            name: _wide(gradient) / self.scale
+            for name, gradient in self.gradients.items()
+        }
 
     def culprits(self, other: _Pass) -> list[str]:
         factor = other.scale / self.scale
@@ -67,12 +99,19 @@ class _Pass(NamedTuple):
         ]
 
     def _scales(self, node: Any, other: _Pass, factor: float) -> bool:
-        (received, given), (received_after, given_after) = self.calls[node], other.calls[node]
+        (received, given), (received_after, given_after) = (
+            self.calls[node],
+            other.calls[node],
+        )
         # If what it was handed does not scale, something else is to blame.
-        return not _all_scaled(received, received_after, factor) or _all_scaled(given, given_after, factor)
+        return not _all_scaled(received, received_after, factor) or _all_scaled(
+            given, given_after, factor
+        )
 
 
-def _unscaled(passes: Iterator[_Pass], culprits: list[str]) -> Iterator[dict[str, Tensor]]:
+def _unscaled(
+    passes: Iterator[_Pass], culprits: list[str]
+) -> Iterator[dict[str, Tensor]]:
     reference = next(passes)
     yield reference.unscaled()
     for other in passes:
@@ -81,7 +120,9 @@ def _unscaled(passes: Iterator[_Pass], culprits: list[str]) -> Iterator[dict[str
 
 
 class _Passes:
-    """The backward passes through one loss's graph, with hooks on its custom functions."""
+    """The backward passes through one loss's graph, with hooks on its custom
+    functions.
+    """
 
     def __init__(self, loss: Tensor, parameters: Mapping[str, Tensor]) -> None:
         self._loss, self._parameters = loss, parameters
@@ -89,11 +130,15 @@ class _Passes:
         self._calls: dict[Any, tuple[Any, ...]] = {}
         self._hooks: list[Any] = []
         self.dtypes = set().union(*map(input_dtypes, self._nodes))
-        """The dtypes of everything that is differentiated: parameters, and the copies that autocast made of them."""
+        """The dtypes of everything that is differentiated: parameters, and the copies
+        that autocast made of them.
+        """
 
     def __enter__(self) -> _Passes:
         self._hooks.extend(
-            node.register_hook(self._note(node)) for node in self._nodes if isinstance(node, torch.autograd.function.BackwardCFunction)
+            node.register_hook(self._note(node))
+            for node in self._nodes
+            if isinstance(node, torch.autograd.function.BackwardCFunction)
         )
         return self
 
@@ -105,25 +150,50 @@ class _Passes:
         self._calls.clear()
         upstream = torch.full_like(self._loss, scale)
         tensors = list(self._parameters.values())
-        found = torch.autograd.grad(self._loss, tensors, upstream, retain_graph=True, allow_unused=True)
+        found = torch.autograd.grad(
+            self._loss, tensors, upstream, retain_graph=True, allow_unused=True
+        )
         pairs = zip(self._parameters, found, strict=True)
-        return _Pass(scale, {name: _dense(gradient) for name, gradient in pairs if gradient is not None}, dict(self._calls))
+        return _Pass(
+            scale,
+            {
+                name: _dense(gradient)
+                for name, gradient in pairs
+                if gradient is not None
+            },
+            dict(self._calls),
+        )
 
     def _note(self, node: Any) -> Callable[[Any, Any], None]:
         def hook(given: Any, received: Any) -> None:
-            # Copies: the next pass may write into the same memory, as the replay of a CUDA graph does.
-            self._calls[node] = tuple([None if each is None else each.clone() for each in tensors] for tensors in (received, given))
+            # Copies: the next pass may write into the same memory, as the replay of a
+            # CUDA graph does.
+            self._calls[node] = tuple(
+                [None if each is None else each.clone() for each in tensors]
+                for tensors in (received, given)
+            )
 
         return hook
 
 
 def _named(parameters: Any) -> dict[str, Tensor]:
-    entries = list(parameters.items() if isinstance(parameters, Mapping) else parameters)
-    pairs = [entry if isinstance(entry, tuple) and len(entry) == 2 else (str(index), entry) for index, entry in enumerate(entries)]
+    entries = list(
+        parameters.items() if isinstance(parameters, Mapping) else parameters
+    )
+    pairs = [
+        entry if isinstance(entry, tuple) and len(entry) == 2 else (str(index), entry)
+        for index, entry in enumerate(entries)
+    ]
     for _, value in pairs:
         if not isinstance(value, Tensor):
             fix = "Write verify_loss_scaling(loss_fn, model.named_parameters())."
-            raise explain(ArgumentTypeError, "parameters", expected="torch tensors", got=value, fix=fix)
+            raise explain(
+                ArgumentTypeError,
+                "parameters",
+                expected="torch tensors",
+                got=value,
+                fix=fix,
+            )
     return dict(pairs)
 
 
@@ -131,7 +201,11 @@ def graph_of(loss: Tensor) -> list[Node]:
     waiting: list[Node] = [] if loss.grad_fn is None else [loss.grad_fn]
     nodes = dict.fromkeys(waiting)
     for node in waiting:  # It grows meanwhile.
-        new = dict.fromkeys(following for following, _ in node.next_functions if following is not None and following not in nodes)
+        new = dict.fromkeys(
+            following
+            for following, _ in node.next_functions
+            if following is not None and following not in nodes
+        )
         nodes |= new
         waiting += new
     return list(nodes)
@@ -150,5 +224,13 @@ def _norm(gradient: Tensor) -> float:
 
 
 def _all_scaled(before: Iterable[Any], after: Iterable[Any], factor: float) -> bool:
-    pairs = [(_dense(a), _dense(b)) for a, b in zip(before, after, strict=True) if a is not None and b is not None]
-    return all(relative_error(_wide(b) / factor, _wide(a), _norm) <= ROUNDINGS * torch.finfo(a.dtype).eps for a, b in pairs)
+    pairs = [
+        (_dense(a), _dense(b))
+        for a, b in zip(before, after, strict=True)
+        if a is not None and b is not None
+    ]
+    return all(
+        relative_error(_wide(b) / factor, _wide(a), _norm)
+        <= ROUNDINGS * torch.finfo(a.dtype).eps
+        for a, b in pairs
+    )

@@ -1,4 +1,6 @@
-"""A torch model, its loss and one batch, run under conditions; everything of the user's is restored."""
+"""A torch model, its loss and one batch, run under conditions; everything of the user's
+is restored.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,17 @@ from torch import Tensor, nn
 from torch.utils import data
 
 from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
-from gradaccum.kit import Column, Conditions, HostRandom, Layer, Precision, Run, explain, require_weight, scalar_loss_error
+from gradaccum.kit import (
+    Column,
+    Conditions,
+    HostRandom,
+    Layer,
+    Precision,
+    Run,
+    explain,
+    require_weight,
+    scalar_loss_error,
+)
 from gradaccum_torch.large_batch.replay import RandomState
 from gradaccum_torch.private.names import input_dtypes
 from gradaccum_torch.verification.batch import Batch, perturbed
@@ -25,26 +37,52 @@ from gradaccum_torch.verification.draws import Draw, Drawing, Recording, repeate
 from gradaccum_torch.verification.layers import Calls, mixing_layers
 
 REPETITIONS = 6
-"""Runs in a row that are compared for fixed random numbers: eight fair bits are the same in all of them once in 2^40 times."""
+"""Runs in a row that are compared for fixed random numbers: eight fair bits are the
+same in all of them once in 2^40 times.
+"""
 
 
 class TorchSubject:
     """The `gradaccum.kit.Subject` of torch."""
 
-    def __init__(self, model: nn.Module, loss_fn: Callable[..., Any], batch: Batch, weight: Callable[[Sequence[int]], float]) -> None:
-        self._model, self._loss_fn, self._batch, self._weight = model, loss_fn, batch, weight
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: Callable[..., Any],
+        batch: Batch,
+        weight: Callable[[Sequence[int]], float],
+    ) -> None:
+        self._model, self._loss_fn, self._batch, self._weight = (
+            model,
+            loss_fn,
+            batch,
+            weight,
+        )
         devices = torch.cuda.device_count() if torch.cuda.is_initialized() else 0  # type: ignore[no-untyped-call]
-        self._random, self._kept = RandomState([torch.device("cuda", index) for index in range(devices)]), Kept(model, loss_fn)
+        self._random, self._kept = (
+            RandomState([torch.device("cuda", index) for index in range(devices)]),
+            Kept(model, loss_fn),
+        )
         self._host = HostRandom(loss_fn, *model.modules())
-        self._modules = {_joined(path, name): inner for path, outer in self._kept.modules.items() for name, inner in outer.named_modules()}
+        self._modules = {
+            _joined(path, name): inner
+            for path, outer in self._kept.modules.items()
+            for name, inner in outer.named_modules()
+        }
         self._parameters = _parameters(self._kept.modules)
-        self._every = dict.fromkeys(parameter for outer in self._kept.modules.values() for parameter in outer.parameters())
+        self._every = dict.fromkeys(
+            parameter
+            for outer in self._kept.modules.values()
+            for parameter in outer.parameters()
+        )
         self._generators: dict[torch.Generator, Tensor] = {}
         self._recordings: dict[tuple[int, bool], Recording] = {}
         self.items: int = batch.items
         self.names: Sequence[str] = list(self._parameters)
 
-    def window(self, parts: Sequence[Sequence[int]], conditions: Conditions) -> list[Run]:
+    def window(
+        self, parts: Sequence[Sequence[int]], conditions: Conditions
+    ) -> list[Run]:
         recording = self._recording(conditions) if conditions.replay else None
         with self._isolated(conditions):
             return [self._run(part, conditions, recording) for part in parts]
@@ -54,7 +92,12 @@ class TorchSubject:
 
     def precision(self, name: str) -> Precision:
         limits = torch.finfo(self._parameters[name].dtype)
-        return Precision(self._roundoff, limits.smallest_normal * limits.eps, self._parameters[name].numel(), self._batch.terms)
+        return Precision(
+            self._roundoff,
+            limits.smallest_normal * limits.eps,
+            self._parameters[name].numel(),
+            self._batch.terms,
+        )
 
     def columns(self) -> Sequence[Column]:
         return self._batch.columns()
@@ -66,11 +109,15 @@ class TorchSubject:
             with self._isolated(Conditions()), calls.watching(part=part):
                 self._loss(self._batch.part(items))
         isolated = lambda: self._isolated(Conditions(), gradients=False)  # noqa: E731
-        return mixing_layers(self._modules, calls, self.items, fewer, self._roundoff, isolated)
+        return mixing_layers(
+            self._modules, calls, self.items, fewer, self._roundoff, isolated
+        )
 
     def fixed_draws(self) -> Sequence[str]:
         every = range(self.items)
-        hosts = self._host.seeded(self._host_after(every, 0), self._host_after(every, 1))
+        hosts = self._host.seeded(
+            self._host_after(every, 0), self._host_after(every, 1)
+        )
         if not self._draws(every, Conditions())[0]:
             return hosts
         runs: list[Sequence[Draw]] = []
@@ -89,27 +136,50 @@ class TorchSubject:
 
     def unreplayed_draws(self) -> Sequence[str]:
         fewer = range(-(-self.items // 2))
-        hosts = self._host.per_item(self._host_after(range(self.items), 0), self._host_after(fewer, 0))
+        hosts = self._host.per_item(
+            self._host_after(range(self.items), 0), self._host_after(fewer, 0)
+        )
         return (*self._recording(Conditions()).unreplayed, *hosts)
 
     def custom_rules(self) -> Sequence[str]:
         with self._isolated(Conditions()):
             arguments = self._batch.part(range(self.items))
-            return verify_loss_scaling(lambda: self._loss(arguments), self._parameters).culprits
+            return verify_loss_scaling(
+                lambda: self._loss(arguments), self._parameters
+            ).culprits
 
-    def _run(self, part: Sequence[int], conditions: Conditions, recording: Recording | None) -> Run:
+    def _run(
+        self, part: Sequence[int], conditions: Conditions, recording: Recording | None
+    ) -> Run:
         if not conditions.carry_state:
             self._kept.put_back()
             self._prepare(conditions)
         if conditions.replay:
             self._host.begin(conditions.seed)
-        arguments = self._batch.part(part, self._roundoff if conditions.perturbation is not None else 0.0, conditions.perturbation)
+        arguments = self._batch.part(
+            part,
+            self._roundoff if conditions.perturbation is not None else 0.0,
+            conditions.perturbation,
+        )
         with recording.replayed(part) if recording is not None else nullcontext():
             loss = self._loss(arguments)
-            found = torch.autograd.grad(loss * conditions.scale, list(self._parameters.values()), allow_unused=True)
+            found = torch.autograd.grad(
+                loss * conditions.scale,
+                list(self._parameters.values()),
+                allow_unused=True,
+            )
         pairs = zip(self._parameters, found, strict=True)
-        gradients = {name: _wide(gradient) / conditions.scale for name, gradient in pairs if gradient is not None}
-        return Run(float(loss.detach()), gradients, self._weight(part), self._kept.changed() if conditions.perturbation is None else ())
+        gradients = {
+            name: _wide(gradient) / conditions.scale
+            for name, gradient in pairs
+            if gradient is not None
+        }
+        return Run(
+            float(loss.detach()),
+            gradients,
+            self._weight(part),
+            self._kept.changed() if conditions.perturbation is None else (),
+        )
 
     def _loss(self, arguments: Sequence[Any]) -> Tensor:
         with torch.enable_grad():
@@ -118,35 +188,59 @@ class TorchSubject:
         return _require_loss(loss)
 
     def _require_no_backward(self) -> None:
-        """Raise unless every ``.grad`` is None: otherwise the loss function called ``backward()``."""
+        """Raise unless every ``.grad`` is None: otherwise the loss function called
+        ``backward()``.
+        """
         if any(parameter.grad is not None for parameter in self._every):
-            fix = "Leave backward() out of loss_fn, and return the loss: verify differentiates it."
-            raise explain(UsageError, "loss_fn", expected="a function that returns its loss", found="one that calls backward()", fix=fix)
+            fix = (
+                "Leave backward() out of loss_fn, and return the loss: verify"
+                " differentiates it."
+            )
+            raise explain(
+                UsageError,
+                "loss_fn",
+                expected="a function that returns its loss",
+                found="one that calls backward()",
+                fix=fix,
+            )
 
     def _recording(self, conditions: Conditions) -> Recording:
         key = (conditions.seed, conditions.training)
         if key not in self._recordings:
-            plain, fewer = Conditions(seed=conditions.seed, training=conditions.training), -(-self.items // 2)
+            plain, fewer = (
+                Conditions(seed=conditions.seed, training=conditions.training),
+                -(-self.items // 2),
+            )
             whole, _ = self._draws(range(self.items), plain)
             part = self._draws(range(fewer), plain)[0] if whole else []
             self._recordings[key] = Recording(whole, part, self.items, fewer)
         return self._recordings[key]
 
-    def _draws(self, items: Sequence[int], conditions: Conditions) -> tuple[list[Draw], float]:
+    def _draws(
+        self, items: Sequence[int], conditions: Conditions
+    ) -> tuple[list[Draw], float]:
         drawing = Drawing()
         with self._isolated(conditions), drawing:
             loss = self._loss(self._batch.part(items))
         self._generators.update({**drawing.generators, **self._generators})
-        return drawing.draws, max((torch.finfo(dtype).eps for dtype in _differentiated(loss)), default=0.0)
+        return drawing.draws, max(
+            (torch.finfo(dtype).eps for dtype in _differentiated(loss)), default=0.0
+        )
 
     @functools.cached_property
     def _roundoff(self) -> float:
-        """One rounding of the coarsest floating dtype that is differentiated, autocast's copies included."""
+        """One rounding of the coarsest floating dtype that is differentiated,
+        autocast's copies included.
+        """
         return self._draws(range(self.items), Conditions())[1]
 
     @contextmanager
-    def _isolated(self, conditions: Conditions, *, gradients: bool = True) -> Iterator[None]:
-        """Restore the user's state at start and end; in between parameters are perturbed, without ``.grad``."""
+    def _isolated(
+        self, conditions: Conditions, *, gradients: bool = True
+    ) -> Iterator[None]:
+        """Restore the user's state at start and end; in between parameters are
+        perturbed, without ``.grad``.
+        """
         with ExitStack() as ending:
             ending.callback(self._put_back)
             ending.enter_context(_without_grad(self._every))
@@ -171,9 +265,13 @@ class TorchSubject:
         if not conditions.training:
             for module in self._kept.modules.values():
                 module.eval()
-        for place, parameter in enumerate(self._parameters.values() if conditions.perturbation is not None else ()):
+        for place, parameter in enumerate(
+            self._parameters.values() if conditions.perturbation is not None else ()
+        ):
             number = (conditions.perturbation or 0) + 97 * place
-            parameter.data.copy_(perturbed(parameter.data, self._roundoff, number, integers=True))
+            parameter.data.copy_(
+                perturbed(parameter.data, self._roundoff, number, integers=True)
+            )
 
 
 def _parameters(modules: dict[str, nn.Module]) -> dict[str, Tensor]:
@@ -189,12 +287,22 @@ def _differentiated(loss: Tensor) -> set[torch.dtype]:
     """Return the floating dtypes in the graph of `loss`.
 
     Raises:
-        UsageError: it holds a reentrant checkpoint, which hides its parameters from `torch.autograd.grad`.
+        UsageError: it holds a reentrant checkpoint, which hides its parameters from
+            `torch.autograd.grad`.
     """
     nodes = graph_of(loss)
     if any(node.name() == "CheckpointFunctionBackward" for node in nodes):
-        fix = "Write torch.utils.checkpoint.checkpoint(..., use_reentrant=False); it has the same gradient."
-        raise explain(UsageError, "loss_fn", expected="a graph that holds its parameters", found="a reentrant checkpoint", fix=fix)
+        fix = (
+            "Write torch.utils.checkpoint.checkpoint(..., use_reentrant=False); it has"
+            " the same gradient."
+        )
+        raise explain(
+            UsageError,
+            "loss_fn",
+            expected="a graph that holds its parameters",
+            found="a reentrant checkpoint",
+            fix=fix,
+        )
     found = {loss.dtype}.union(*map(input_dtypes, nodes))
     return {dtype for dtype in found if dtype.is_floating_point}
 
@@ -213,19 +321,36 @@ def _without_grad(parameters: dict[nn.Parameter, None]) -> Iterator[None]:
 
 def _uncompiled() -> Any:
     """Run compiled modules as they are written, so that operations can be seen."""
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+    return (
+        torch.compiler.set_stance("force_eager")
+        if "torch._dynamo" in sys.modules
+        else nullcontext()
+    )
 
 
 def _require_loss(loss: object) -> Tensor:
     if not isinstance(loss, Tensor):
         raise explain(
-            ArgumentTypeError, "loss_fn", expected="a function that returns a scalar tensor", got=loss, fix="Return the loss alone."
+            ArgumentTypeError,
+            "loss_fn",
+            expected="a function that returns a scalar tensor",
+            got=loss,
+            fix="Return the loss alone.",
         )
     if loss.shape != ():
         raise scalar_loss_error(f"a tensor of shape {tuple(loss.shape)}")
     if not loss.requires_grad:
-        fix = "Compute it from the model that loss_fn is given, without .detach(), .item() or torch.no_grad()."
-        raise explain(ArgumentValueError, "loss_fn", expected="a loss that depends on parameters", found="one without a graph", fix=fix)
+        fix = (
+            "Compute it from the model that loss_fn is given, without .detach(),"
+            " .item() or torch.no_grad()."
+        )
+        raise explain(
+            ArgumentValueError,
+            "loss_fn",
+            expected="a loss that depends on parameters",
+            found="one without a graph",
+            fix=fix,
+        )
     return loss
 
 
@@ -234,35 +359,67 @@ def weight_of(weight: Any, batch: Batch) -> Callable[[Sequence[int]], float]:
         return lambda items: float(len(items))
     if callable(weight):
         return lambda items: require_weight(weight(*batch.part(items)))
-    per_item = [require_weight(value) for value in (weight.tolist() if hasattr(weight, "tolist") else weight)]
+    per_item = [
+        require_weight(value)
+        for value in (weight.tolist() if hasattr(weight, "tolist") else weight)
+    ]
     if len(per_item) != batch.items:
         fix = "Give one number per item, or a callable of the micro-batch."
-        raise explain(ArgumentValueError, "weight", expected=f"{batch.items} numbers", found=f"{len(per_item)}", fix=fix)
+        raise explain(
+            ArgumentValueError,
+            "weight",
+            expected=f"{batch.items} numbers",
+            found=f"{len(per_item)}",
+            fix=fix,
+        )
     return lambda items: sum(per_item[item] for item in items)
 
 
 def _wide(gradient: Tensor) -> Tensor:
     dense = gradient.to_dense() if gradient.is_sparse else gradient
-    return dense.to(torch.float64) if not dense.is_complex() else torch.view_as_real(dense.to(torch.complex128))
+    return (
+        dense.to(torch.float64)
+        if not dense.is_complex()
+        else torch.view_as_real(dense.to(torch.complex128))
+    )
 
 
-# The contents of the user's objects, noted before a run and put back after it: buffers, attributes, modes, hooks, random generators.
+# The contents of the user's objects, noted before a run and put back after it: buffers,
+# attributes, modes, hooks, random generators.
 #
-# The walk begins at the model and at what the loss function closes over. It notes each container's entries and each tensor's numbers, and
-# puts back the same objects with the same numbers: who holds a buffer elsewhere sees it unchanged. A value that changes nowhere on that way
-# (a file, a global variable) is out of reach; `repeatable` of the core notices if the loss depends on it.
+# The walk begins at the model and at what the loss function closes over. It notes each
+# container's entries and each tensor's numbers, and puts back the same objects with the
+# same numbers: who holds a buffer elsewhere sees it unchanged. A value that changes
+# nowhere on that way (a file, a global variable) is out of reach; `repeatable` of the
+# core notices if the loss depends on it.
 
 
 DEPTH = 3
-"""How many containers and objects deep the walk goes from a module or the loss function: a trainer must not drag in all that it has."""
-LEFT_ALONE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, torch.optim.Optimizer, data.Dataset, data.DataLoader)
-"""Types of values into which the walk does not go: no forward pass changes them, and a copy of their tensors would be large."""
+"""How many containers and objects deep the walk goes from a module or the loss
+function: a trainer must not drag in all that it has.
+"""
+LEFT_ALONE = (
+    type,
+    types.ModuleType,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    torch.optim.Optimizer,
+    data.Dataset,
+    data.DataLoader,
+)
+"""Types of values into which the walk does not go: no forward pass changes them, and a
+copy of their tensors would be large.
+"""
 
 
 class Note:
-    """One object as it was: a tensor, a dict, a list, a variable or a random generator's state."""
+    """One object as it was: a tensor, a dict, a list, a variable or a random
+    generator's state.
+    """
 
-    def __init__(self, path: str | None, read: Callable[[], Any], write: Callable[[Any], object]) -> None:
+    def __init__(
+        self, path: str | None, read: Callable[[], Any], write: Callable[[Any], object]
+    ) -> None:
         self._path, self._read, self._write = path, read, write
         before = read()
         self._before = before.clone() if isinstance(before, Tensor) else before
@@ -272,7 +429,11 @@ class Note:
         before, now = self._before, self._read()
         if self._path is not None and isinstance(before, dict):
             keys = [*before, *(key for key in now if key not in before)]
-            yield from (_joined(self._path, str(key)) for key in keys if not _same(before.get(key, self), now.get(key, self)))
+            yield from (
+                _joined(self._path, str(key))
+                for key in keys
+                if not _same(before.get(key, self), now.get(key, self))
+            )
         elif self._path is not None and not _alike(before, now, _same):
             yield self._path
 
@@ -282,12 +443,21 @@ class Note:
 
 
 def _note_of(path: str, value: Any) -> Note | None:
-    if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta:
-        return Note(path, value.detach, value.data.copy_)  # By .data: the versions of parameters, which others watch, stay.
+    if (
+        isinstance(value, Tensor)
+        and value.layout is torch.strided
+        and not value.is_meta
+    ):
+        # By .data: the versions of parameters, which others watch, stay.
+        return Note(path, value.detach, value.data.copy_)
     if isinstance(value, torch.Generator):
         return Note(None, value.get_state, value.set_state)
     if isinstance(value, types.CellType):
-        return Note(path, lambda: [value.cell_contents], lambda before: setattr(value, "cell_contents", before[0]))
+        return Note(
+            path,
+            lambda: [value.cell_contents],
+            lambda before: setattr(value, "cell_contents", before[0]),
+        )
     if isinstance(value, list | deque | dict):
         kind = dict if isinstance(value, dict) else list
         return Note(path, lambda: kind(value), functools.partial(_refill, value))
@@ -302,7 +472,10 @@ def _refill(container: Any, before: Any) -> None:
 def _alike(before: Any, now: Any, same: Callable[[Any, Any], bool]) -> bool:
     if isinstance(before, Tensor):
         return before.shape == now.shape and bool(torch.equal(before, now))
-    a, b = ([*each, *each.values()] if isinstance(each, dict) else each for each in (before, now))
+    a, b = (
+        [*each, *each.values()] if isinstance(each, dict) else each
+        for each in (before, now)
+    )
     return len(a) == len(b) and all(map(same, a, b))
 
 
@@ -320,7 +493,8 @@ class Kept:
 
     def changed(self) -> tuple[str, ...]:
         names = dict.fromkeys(name for note in self._notes for name in note.changed())
-        return tuple(name for name in names if name.rpartition(".")[2] != "training")  # The mode is a condition, not state.
+        # The mode is a condition, not state.
+        return tuple(name for name in names if name.rpartition(".")[2] != "training")
 
     def put_back(self) -> None:
         with torch.no_grad():
@@ -341,14 +515,22 @@ class Kept:
             self._walk_all(path, value.items(), depth)
         elif isinstance(value, list | deque | tuple):
             self._walk_all(path, enumerate(value), depth)
-        elif not isinstance(value, Tensor | torch.Generator) and isinstance(getattr(value, "__dict__", None), dict):
+        elif not isinstance(value, Tensor | torch.Generator) and isinstance(
+            getattr(value, "__dict__", None), dict
+        ):
             self._walk(path, vars(value), depth)
 
     def _walk_module(self, path: str, module: nn.Module) -> None:
-        if not any(module is inner for outer in self.modules.values() for inner in outer.modules()):
+        if not any(
+            module is inner
+            for outer in self.modules.values()
+            for inner in outer.modules()
+        ):
             self.modules[path] = module
         for name, value in [("", vars(module)), *vars(module).items()]:
-            if isinstance(value, dict) and (name == "" or name in ("_parameters", "_buffers", "_modules")):
+            if isinstance(value, dict) and (
+                name == "" or name in ("_parameters", "_buffers", "_modules")
+            ):
                 self._seen[id(value)] = value
                 self._notes.extend(filter(None, [_note_of(path, value)]))
                 if name:
@@ -356,13 +538,17 @@ class Kept:
             else:
                 self._walk(_joined(path, name), value, DEPTH)
 
-    def _walk_all(self, path: str, pairs: Iterable[tuple[object, Any]], depth: int) -> None:
+    def _walk_all(
+        self, path: str, pairs: Iterable[tuple[object, Any]], depth: int
+    ) -> None:
         for key, value in list(pairs):
             self._walk(_joined(path, str(key)), value, depth - 1)
 
 
 def _closed_over(loss_fn: Any, seen: set[int]) -> Iterator[tuple[str, object]]:
-    """Yield what a callable refers to besides its arguments; its variables as their cells."""
+    """Yield what a callable refers to besides its arguments; its variables as their
+    cells.
+    """
     if id(loss_fn) in seen:
         return
     seen.add(id(loss_fn))
@@ -374,10 +560,16 @@ def _closed_over(loss_fn: Any, seen: set[int]) -> Iterator[tuple[str, object]]:
         yield "loss_fn", loss_fn.__self__
     elif isinstance(loss_fn, types.FunctionType):
         yield from (("loss_fn", vars(loss_fn)), ("loss_fn", loss_fn.__defaults__))
-        for name, cell in zip(loss_fn.__code__.co_freevars, loss_fn.__closure__ or (), strict=True):
-            if cell != types.CellType():  # An empty one is that of a variable without a value yet.
+        for name, cell in zip(
+            loss_fn.__code__.co_freevars, loss_fn.__closure__ or (), strict=True
+        ):
+            # An empty one is that of a variable without a value yet.
+            if cell != types.CellType():
                 yield name, cell
-                if isinstance(cell.cell_contents, types.FunctionType | types.MethodType | functools.partial):
+                if isinstance(
+                    cell.cell_contents,
+                    types.FunctionType | types.MethodType | functools.partial,
+                ):
                     yield from _closed_over(cell.cell_contents, seen)
     else:
         yield "loss_fn", loss_fn
@@ -388,4 +580,8 @@ def _joined(path: str, name: str) -> str:
 
 
 def _same(a: object, b: object) -> bool:
-    return a is b or (type(a) is type(b) and isinstance(a, bool | int | float | str | bytes) and a == b)
+    return a is b or (
+        type(a) is type(b)
+        and isinstance(a, bool | int | float | str | bytes)
+        and a == b
+    )

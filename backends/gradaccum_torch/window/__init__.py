@@ -1,1 +1,3 @@
-"""The open window: add, close, flush, discard; and the watch over ``.grad`` while it is open."""
+"""The open window: add, close, flush, discard; and the watch over ``.grad`` while it is
+open.
+"""

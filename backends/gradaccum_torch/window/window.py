@@ -1,4 +1,6 @@
-"""The open window of micro-batches: added to, closed, forgotten, saved, resumed. The transitions of the core move it."""
+"""The open window of micro-batches: added to, closed, forgotten, saved, resumed. The
+transitions of the core move it.
+"""
 
 from __future__ import annotations
 
@@ -20,22 +22,47 @@ from gradaccum_torch.grad_scaler import Ended, ScalerLink, factor, scaled
 from gradaccum_torch.parameters import Parameters, through
 from gradaccum_torch.saving import Saved, own_copy
 from gradaccum_torch.statistics import Known, Statistics, Told, as_told
-from gradaccum_torch.sums.arithmetic import DTYPE, REQUIRES_GRAD, UNMEASURED, Measured, measure, sum_dtype
-from gradaccum_torch.sums.buffers import BufferStrategy, MovingStrategy, SeparateStrategy
+from gradaccum_torch.sums.arithmetic import (
+    DTYPE,
+    REQUIRES_GRAD,
+    UNMEASURED,
+    Measured,
+    measure,
+    sum_dtype,
+)
+from gradaccum_torch.sums.buffers import (
+    BufferStrategy,
+    MovingStrategy,
+    SeparateStrategy,
+)
 from gradaccum_torch.sums.strategy import GradStrategy, Strategy
 from gradaccum_torch.update import Loss, Progress, Rates, Update
-from gradaccum_torch.window.watch import NOTHING_SEEN, PASSES, Allowed, Event, Given, MicroBatch, Place, place_of, share_loop
+from gradaccum_torch.window.watch import (
+    NOTHING_SEEN,
+    PASSES,
+    Allowed,
+    Event,
+    Given,
+    MicroBatch,
+    Place,
+    place_of,
+    share_loop,
+)
 from gradaccum_torch.workers.interface import Stages, Workers
 
 _LEFTOVERS = (
-    "gradaccum: each step() came after {passes} backward passes of its loop, which count as one micro-batch. Most likely two lines of the "
-    "old loop are left: `if (i + 1) % {passes} == 0:` around step(), and `loss / {passes}`. Delete both, so that step() follows each "
-    "backward pass. Or a trainer accumulates too: leave its gradient_accumulation_steps at 1."
+    "gradaccum: each step() came after {passes} backward passes of its loop, which"
+    " count as one micro-batch. Most likely two lines of the old loop are left: `if (i"
+    " + 1) % {passes} == 0:` around step(), and `loss / {passes}`. Delete both, so that"
+    " step() follows each backward pass. Or a trainer accumulates too: leave its"
+    " gradient_accumulation_steps at 1."
 )
 
 
 class Last(NamedTuple):
-    """The outcome of the last ``step``, ``flush`` or ``discard``, and the norm of the last window that closed."""
+    """The outcome of the last ``step``, ``flush`` or ``discard``, and the norm of the
+    last window that closed.
+    """
 
     applied: bool
     skipped: bool
@@ -81,12 +108,24 @@ class Verdict(NamedTuple):
 class Window:
     """The open window: everything between two updates.
 
-    The state is in Python numbers: a micro-batch costs a few comparisons, and no wait for the device.
+    The state is in Python numbers: a micro-batch costs a few comparisons, and no wait
+    for the device.
     """
 
-    def __init__(self, parameters: Parameters, options: Options, update: Update, scaler: ScalerLink | None, workers: Workers) -> None:
+    def __init__(
+        self,
+        parameters: Parameters,
+        options: Options,
+        update: Update,
+        scaler: ScalerLink | None,
+        workers: Workers,
+    ) -> None:
         self._parameters, self._options, self.update = parameters, options, update
-        self._scaler, self.workers, self._scale_in_use = scaler, workers, options.scale_rule != kit.ScaleRule()
+        self._scaler, self.workers, self._scale_in_use = (
+            scaler,
+            workers,
+            options.scale_rule != kit.ScaleRule(),
+        )
         self.listeners = kit.Listeners()
         self.schedulers: WeakSet[Follower] = WeakSet()
         """Those that follow the updates."""
@@ -97,7 +136,10 @@ class Window:
         self.strategy = self._plan.strategy()
         self._begun, self._passes = Begun(None, None), PASSES[0]
         self.sizes = kit.Sizes(options.reduction)
-        self._fields = kit.at_rest(kit.initial_state(options.scale_rule.init_scale), float64_weight=self._plan.float64_weight)
+        self._fields = kit.at_rest(
+            kit.initial_state(options.scale_rule.init_scale),
+            float64_weight=self._plan.float64_weight,
+        )
         self._last = _NOTHING_CLOSED
         self._expect()
 
@@ -128,7 +170,9 @@ class Window:
     def _known(self) -> MicroBatch:
         return self.strategy.watch.known
 
-    def _tell(self, weight: float, given: Given, *losses: Told, weighed: bool = False) -> None:
+    def _tell(
+        self, weight: float, given: Given, *losses: Told, weighed: bool = False
+    ) -> None:
         watch = self.strategy.watch
         watch.known = watch.known.told(weight, given, *losses, weighed=weighed)
 
@@ -139,12 +183,25 @@ class Window:
         if weight is not None:
             return weight
         known = self._known
-        return known.weight if known.weighed else float(kit.given_weight(None, self._options.reduction))
+        return (
+            known.weight
+            if known.weighed
+            else float(kit.given_weight(None, self._options.reduction))
+        )
 
-    def backward(self, loss: Tensor, given: float | None, arguments: Mapping[str, Any]) -> None:
-        """Differentiate `loss`, shape ``()``, times weight and loss scale; with weight 0 only if other workers wait."""
-        watch, losses, weight = self.strategy.watch, tuple[Told, ...](), self._weight(given)
-        watch.known.told(weight, Given.TO_BACKWARD)  # Refuses another weight before the pass.
+    def backward(
+        self, loss: Tensor, given: float | None, arguments: Mapping[str, Any]
+    ) -> None:
+        """Differentiate `loss`, shape ``()``, times weight and loss scale; with weight
+        0 only if other workers wait.
+        """
+        watch, losses, weight = (
+            self.strategy.watch,
+            tuple[Told, ...](),
+            self._weight(given),
+        )
+        # Refuses another weight before the pass.
+        watch.known.told(weight, Given.TO_BACKWARD)
         if weight:
             self._differentiate(loss, weight, arguments)
             gradient = arguments.get("gradient")
@@ -154,7 +211,9 @@ class Window:
                 self._differentiate(checks.require_graph(loss), weight, arguments)
         elif self.workers.group is not None:
             checks.require_no_collective(loss)
-        watch.known = watch.known.told(weight, Given.TO_BACKWARD, *losses, weighed=given is not None)
+        watch.known = watch.known.told(
+            weight, Given.TO_BACKWARD, *losses, weighed=given is not None
+        )
 
     def begin_weightless(self) -> None:
         """Prepare for a loss, scaled already, that adds no weight."""
@@ -169,14 +228,20 @@ class Window:
         self._tell(self._known.weight, Given.SCALED)
 
     def evaluate(self, closure: Callable[[], Loss]) -> Loss:
-        """Run `closure`, and count its loss unless it was passed already, or a gradient had arrived before."""
+        """Run `closure`, and count its loss unless it was passed already, or a gradient
+        had arrived before.
+        """
         arrived = self._known.arrived
-        with torch.enable_grad():  # The user may have switched gradients off around step().
+        # The user may have switched gradients off around step().
+        with torch.enable_grad():
             loss = closure()
         if not self._known.given:
             if loss is None and not self._known.arrived and not self._holds_users():
-                self._tell(0.0, Given.TO_BACKWARD, weighed=True)  # A trainer's way to leave a micro-batch out.
-            self.strategy.watch.known = self._known._replace(losses=() if arrived else (as_told(loss),))
+                # A trainer's way to leave a micro-batch out.
+                self._tell(0.0, Given.TO_BACKWARD, weighed=True)
+            self.strategy.watch.known = self._known._replace(
+                losses=() if arrived else (as_told(loss),)
+            )
         return loss
 
     def zero_grad(self, set_to_none: bool) -> None:
@@ -186,29 +251,54 @@ class Window:
         self._statistics.groups_changed()
         self._parameters.groups_changed()
         self.forget_rates()
-        self._plan, old = Plan(self._parameters, self._options, self.workers), self.strategy
+        self._plan, old = (
+            Plan(self._parameters, self._options, self.workers),
+            self.strategy,
+        )
         self.strategy = self._plan.carried_over(old)
         if self.strategy is not old:
             self._expect()
 
     def add(self) -> bool:
-        """End the micro-batch: check it, add it, count it. Return whether the window is full."""
+        """End the micro-batch: check it, add it, count it. Return whether the window is
+        full.
+        """
         fields, watch = self._fields, self.strategy.watch
         if first := fields.micro_step == 0:
-            self._begun = Begun(window_size(self._options, fields.optimizer_step), self.update.rates(), self._begun.warned)
-            if self._begun.size != 1 and self.strategy.expects:  # A callable may have said 1 when the last window ended.
+            self._begun = Begun(
+                window_size(self._options, fields.optimizer_step),
+                self.update.rates(),
+                self._begun.warned,
+            )
+            # A callable may have said 1 when the last window ended.
+            if self._begun.size != 1 and self.strategy.expects:
                 self.strategy.expect(self._begun.size)
         known = watch.known
         weight = known.weight
-        if self.update.progress is not Progress.NOT_BEGUN or known.under_way or self.workers.held != "own":
+        if (
+            self.update.progress is not Progress.NOT_BEGUN
+            or known.under_way
+            or self.workers.held != "own"
+        ):
             self._require_whole("step()")
         if not known.weighed and self._options.reduction == "item_mean":
             kit.given_weight(None, "item_mean")
-        if self._scale_in_use or known.given or known.weighed or known.arrived == Event.MULTIPLIED_PASS:
+        if (
+            self._scale_in_use
+            or known.given
+            or known.weighed
+            or known.arrived == Event.MULTIPLIED_PASS
+        ):
             watched = watch.allowed is not Allowed.ALL
-            known.require_scaled(factor(weight, fields, self._options), scales=self._scale_in_use, watched=watched)
+            known.require_scaled(
+                factor(weight, fields, self._options),
+                scales=self._scale_in_use,
+                watched=watched,
+            )
         if not watch.intact():
-            self._require_true_gradient(State(*kit.accumulate(fields, weight, True, kit.select)))
+            self._require_true_gradient(
+                State(*kit.accumulate(fields, weight, True, kit.select))
+            )
         elif not known.arrived:
             self._require_backward(known)
         if watch.places is not None:
@@ -218,11 +308,21 @@ class Window:
         if first and not self._plan.holds():
             self.groups_changed()
         self.sizes.weighed = known.weighed
-        losses = () if known.losses and known.arrived >= Event.PLAIN_PASS and known.is_plain else known.losses
-        finite, self._passes = self.strategy.take(self._begun.size, self.update.leave_half_made), PASSES[0]
+        losses = (
+            ()
+            if known.losses and known.arrived >= Event.PLAIN_PASS and known.is_plain
+            else known.losses
+        )
+        finite, self._passes = (
+            self.strategy.take(self._begun.size, self.update.leave_half_made),
+            PASSES[0],
+        )
         if self._scaler is not None:
             self._scaler.count(first=first)
-        self._fields = kit.at_rest(kit.accumulate(fields, weight, finite, kit.select), float64_weight=self._plan.float64_weight)
+        self._fields = kit.at_rest(
+            kit.accumulate(fields, weight, finite, kit.select),
+            float64_weight=self._plan.float64_weight,
+        )
         watch.known = NOTHING_SEEN
         if self.update.progress is not Progress.NOT_BEGUN:
             self.update.forget()
@@ -230,11 +330,15 @@ class Window:
             self._last = Last(False, False, not finite, self._last.grad_norm)
         self._statistics.counted(fields, weight, finite, losses)
         if self._statistics.measures_noise and self._statistics.is_first(self._fields):
-            self._statistics.first_seen(self.fields_to_save(), self.strategy.norm_so_far())
+            self._statistics.first_seen(
+                self.fields_to_save(), self.strategy.norm_so_far()
+            )
         return bool(kit.ends(self._fields, self._begun.size, kit.select))
 
     def close(self, denominator: float | None = None) -> None:
-        """End a window of at least one micro-batch, whose sum is divided by its weight or `denominator`."""
+        """End a window of at least one micro-batch, whose sum is divided by its weight
+        or `denominator`.
+        """
         if not self._plan.holds_dtypes():
             raise checks.cast_in_window_error()
         if self.workers.several:
@@ -248,7 +352,9 @@ class Window:
         self._fields, decision, *_ = verdict = self._verdict(self._fields, denominator)
         try:
             if decision.apply:
-                self.update.make(self.strategy, decision.divisor, verdict.unclipped, verdict.strayed)
+                self.update.make(
+                    self.strategy, decision.divisor, verdict.unclipped, verdict.strayed
+                )
             else:
                 self.update.leave_half_made()
         finally:
@@ -257,21 +363,36 @@ class Window:
                 self.update.forget()
 
     def close_part(self, number: int, belongs: Callable[[Tensor], bool]) -> None:
-        """Make the update of the parameters that `belongs` is true of; the window stays open for the others.
+        """Make the update of the parameters that `belongs` is true of; the window stays
+        open for the others.
 
-        Where the decision needs no norm, it is the same for each part. All workers give a part the same `number`.
+        Where the decision needs no norm, it is the same for each part. All workers give
+        a part the same `number`.
         """
-        fields, positions, sums = self._fields, self._parameters.positions(), self.strategy.release()
+        fields, positions, sums = (
+            self._fields,
+            self._parameters.positions(),
+            self.strategy.release(),
+        )
         now = [belongs(each) for each in positions]
-        self.strategy.load([total if due else None for total, due in zip(sums, now, strict=True)])
+        self.strategy.load(
+            [total if due else None for total, due in zip(sums, now, strict=True)]
+        )
         later = [None if due else total for total, due in zip(sums, now, strict=True)]
         del sums
         if self.workers.several:
             self._join(number)
-        with self._parameters.only(each for each, due in zip(positions, now, strict=True) if due):
+        with self._parameters.only(
+            each for each, due in zip(positions, now, strict=True) if due
+        ):
             verdict = self._verdict(self._fields, None)
             if verdict.decision.apply:
-                self.update.make(self.strategy, verdict.decision.divisor, verdict.unclipped, verdict.strayed)
+                self.update.make(
+                    self.strategy,
+                    verdict.decision.divisor,
+                    verdict.unclipped,
+                    verdict.strayed,
+                )
             self.strategy.clear()
         self.update.forget()
         self.workers.part_ended()
@@ -287,13 +408,19 @@ class Window:
 
     def flush(self, denominator: float | None = None) -> None:
         if denominator is not None:
-            kit.require_denominator(denominator, self._options, several=self.workers.several)
+            kit.require_denominator(
+                denominator, self._options, several=self.workers.several
+            )
         self._require_whole()
         if self._known.given or (self._fields.micro_step and self.strategy.begun):
             raise checks.unfinished_error("flush()")
         if self._fields.micro_step and not self.strategy.watch.intact():
             self._require_true_gradient(self._fields, flushing=True)
-        self.workers.flush(partial(self.close, denominator), self._between_windows, is_open=self._fields.micro_step > 0)
+        self.workers.flush(
+            partial(self.close, denominator),
+            self._between_windows,
+            is_open=self._fields.micro_step > 0,
+        )
 
     def discard(self) -> None:
         self.strategy.clear()
@@ -303,11 +430,18 @@ class Window:
         self._statistics.discard()
 
     def regroup(self, workers: Workers) -> None:
-        self.workers, self._plan = workers, Plan(self._parameters, self._options, workers)
+        self.workers, self._plan = (
+            workers,
+            Plan(self._parameters, self._options, workers),
+        )
 
     def between_windows(self) -> Saved:
         saved = self.save()
-        return saved._replace(fields=State(*kit.discard(saved.fields)), sums={}, known=saved.known._replace(loss=0.0))
+        return saved._replace(
+            fields=State(*kit.discard(saved.fields)),
+            sums={},
+            known=saved.known._replace(loss=0.0),
+        )
 
     def save(self) -> Saved:
         """Return the window, with the tensors themselves; may wait for the device."""
@@ -315,36 +449,74 @@ class Window:
         if self._fields.micro_step:
             self.strategy.require_counted("state_dict()")
         fields = self.fields_to_save()
-        # Between two windows the schedule, which may have come to its end, is not asked.
-        terms = kit.terms_of(self._options._replace(steps=self._begun.size if fields.micro_step else None), fields.optimizer_step)
-        held = {index: total for index, total in enumerate(self.strategy.sums() if fields.micro_step else ()) if total is not None}
+        # Between two windows the schedule, which may have come to its end, is not
+        # asked.
+        terms = kit.terms_of(
+            self._options._replace(
+                steps=self._begun.size if fields.micro_step else None
+            ),
+            fields.optimizer_step,
+        )
+        held = {
+            index: total
+            for index, total in enumerate(
+                self.strategy.sums() if fields.micro_step else ()
+            )
+            if total is not None
+        }
         known = self._statistics.saved(fields.micro_step)
-        return Saved(fields, terms, self._last.grad_norm, held, self._parameters.masters_by_position(), self.workers.place, known)
+        return Saved(
+            fields,
+            terms,
+            self._last.grad_norm,
+            held,
+            self._parameters.masters_by_position(),
+            self.workers.place,
+            known,
+        )
 
     def resumed(self, saved: Saved) -> State:
-        """Return the state to resume with; refuse an open window of other options or another worker."""
-        if self._scaler is not None and not saved.fields.micro_step and (saved.terms is None or saved.terms.scale != "dynamic"):
-            return self._scaler.current(saved.fields)  # The scaler is the user's, and may have been loaded from a file of its own.
+        """Return the state to resume with; refuse an open window of other options or
+        another worker.
+        """
+        if (
+            self._scaler is not None
+            and not saved.fields.micro_step
+            and (saved.terms is None or saved.terms.scale != "dynamic")
+        ):
+            # The scaler is the user's, and may have been loaded from a file of its own.
+            return self._scaler.current(saved.fields)
         return saved.resumed(self._options, self.workers.place)
 
     def restore(self, saved: Saved) -> None:
         """Resume with `saved`, whose fields `resumed` returned."""
         self.strategy.clear()
-        self.strategy.load([own_copy(saved.sums.get(index), each) for index, each in enumerate(self._parameters.positions())])
+        self.strategy.load(
+            [
+                own_copy(saved.sums.get(index), each)
+                for index, each in enumerate(self._parameters.positions())
+            ]
+        )
         self._parameters.load(saved.masters)
         self._start_with(saved.fields, saved.grad_norm, saved.known)
 
     def pickled(self) -> dict[str, Any]:
         """Return the state for `unpickle`, in mid-micro-batch too."""
         state = {"fields": self.fields_to_save(), "grad_norm": self._last.grad_norm}
-        return {**state, "strategy": self.strategy.pickled(), "known": self._statistics.saved(self._fields.micro_step)}
+        return {
+            **state,
+            "strategy": self.strategy.pickled(),
+            "known": self._statistics.saved(self._fields.micro_step),
+        }
 
     def unpickle(self, pickled: Mapping[str, Any]) -> None:
         self._start_with(pickled["fields"], pickled["grad_norm"], pickled["known"])
         self.strategy.unpickle(pickled["strategy"])
 
     def fields_to_save(self) -> State:
-        return self._fields if self._scaler is None else self._scaler.current(self._fields)
+        return (
+            self._fields if self._scaler is None else self._scaler.current(self._fields)
+        )
 
     def forget_rates(self) -> None:
         self._begun = self._begun._replace(rates=None)
@@ -355,20 +527,32 @@ class Window:
             warnings.warn(kit.RATE_MOVED, GradAccumWarning, stacklevel=4)
 
     def _look_for_leftovers(self, places: list[list[Place]], step: Place) -> None:
-        """Warn if the first two micro-batches had equally many backward passes, all from one place in the loop that makes the `step`.
+        """Warn if the first two micro-batches had equally many backward passes, all
+        from one place in the loop that makes the `step`.
 
         Several losses of one micro-batch have several places, or a loop of their own.
         """
         first, *second = places
-        suspect = len(places[-1]) > 1 and len(set(places[-1])) == 1 and self._begun.size not in (1, None)
+        suspect = (
+            len(places[-1]) > 1
+            and len(set(places[-1])) == 1
+            and self._begun.size not in (1, None)
+        )
         if suspect and not second:
             return places.append([])
         self.strategy.watch.ask_no_more()
         if suspect and second == [first] and share_loop(first[0], step):
-            warnings.warn(_LEFTOVERS.format(passes=len(first)), GradAccumWarning, stacklevel=4)
+            warnings.warn(
+                _LEFTOVERS.format(passes=len(first)), GradAccumWarning, stacklevel=4
+            )
 
     def _require_backward(self, known: MicroBatch) -> None:
-        if known.given is Given.TO_BACKWARD or known.weighed or PASSES[0] != self._passes or self._holds_users():
+        if (
+            known.given is Given.TO_BACKWARD
+            or known.weighed
+            or PASSES[0] != self._passes
+            or self._holds_users()
+        ):
             return
         raise checks.no_backward_error()
 
@@ -377,22 +561,37 @@ class Window:
         return self.strategy.watch.holds_users(self._parameters.unique(), apart=apart)
 
     def _between_windows(self) -> None:
-        """Repeat between two windows of one call what the user's loop does on the other workers."""
+        """Repeat between two windows of one call what the user's loop does on the other
+        workers.
+        """
         self.listeners.tell()
         for scheduler in self.schedulers:
             scheduler.follow()
 
-    def _differentiate(self, loss: Tensor, weight: float, arguments: Mapping[str, Any]) -> None:
+    def _differentiate(
+        self, loss: Tensor, weight: float, arguments: Mapping[str, Any]
+    ) -> None:
         self._require_whole()
         factored = scaled(loss, weight, self._fields, self._options, self._scaler)
-        self.strategy.backward(factored, arguments, first=self._fields.micro_step == 0, multiplied=factored is not loss)
+        self.strategy.backward(
+            factored,
+            arguments,
+            first=self._fields.micro_step == 0,
+            multiplied=factored is not loss,
+        )
 
     def _join(self, part: int | None = None) -> None:
         fields = self._fields
         if self._scaler is not None and fields.micro_step == 0:
             self._scaler.count(first=True)
         own = self.strategy.sums()
-        joined = self.workers.join(fields, own, self._plan.zeros, self._statistics.numbers(fields.micro_step), part)
+        joined = self.workers.join(
+            fields,
+            own,
+            self._plan.zeros,
+            self._statistics.numbers(fields.micro_step),
+            part,
+        )
         self._statistics.join(joined.numbers)
         if joined.sums is not own:
             self.strategy.load(joined.sums)
@@ -417,19 +616,32 @@ class Window:
         if self._statistics.measures_noise and not self._plan.holds():
             self._statistics.groups_changed()
         fields, measured, strayed = self._measured(fields)
-        # Clipping comes after this: a sum that leaves the range before it is an overflow, as it would be in a large batch.
+        # Clipping comes after this: a sum that leaves the range before it is an
+        # overflow, as it would be in a large batch.
         divided, options = cast(Fields, fields), self._options
         if denominator is not None:
-            divided, options = kit.with_denominator(fields, denominator, options, kit.select)
+            divided, options = kit.with_denominator(
+                fields, denominator, options, kit.select
+            )
         unclipped = kit.divisor(divided, options, kit.select)
-        norm, finite = measured.norm, measured.finite and (not self._measures or self.strategy.fits(measured.norm, unclipped))
+        norm, finite = (
+            measured.norm,
+            measured.finite
+            and (not self._measures or self.strategy.fits(measured.norm, unclipped)),
+        )
         if self.workers.stages is not None and self._measures:
-            norm, finite = self.workers.stages.agreed(fields, self.strategy.sums(), norm, finite)
-        decision = kit.Decision(*kit.decide(divided, norm, finite, options, kit.select, self._plan.largest))
+            norm, finite = self.workers.stages.agreed(
+                fields, self.strategy.sums(), norm, finite
+            )
+        decision = kit.Decision(
+            *kit.decide(divided, norm, finite, options, kit.select, self._plan.largest)
+        )
         return Verdict(fields, decision, unclipped, strayed, (divided, options))
 
     def _measured(self, fields: State) -> tuple[State, Measured, bool]:
-        """Return the state, the norm, and whether the model may differ from the masters, with at most one wait."""
+        """Return the state, the norm, and whether the model may differ from the
+        masters, with at most one wait.
+        """
         sums = self.strategy.settle()
         if not self._measures:
             return fields, UNMEASURED, self._parameters.may_have_strayed()
@@ -444,29 +656,51 @@ class Window:
         return fields, measured, any(measured.notes[of_scale + len(losses) :])
 
     def _require_true_gradient(self, after: State, flushing: bool = False) -> None:
-        if kit.divisor(after, self._options, kit.select) != 1 or not (flushing or kit.ends(after, self._begun.size, kit.select)):
+        if kit.divisor(after, self._options, kit.select) != 1 or not (
+            flushing or kit.ends(after, self._begun.size, kit.select)
+        ):
             raise self.strategy.changed_error()
-        self.strategy.require_true_gradient(first=after.micro_step == 1, flushing=flushing)
+        self.strategy.require_true_gradient(
+            first=after.micro_step == 1, flushing=flushing
+        )
 
     def _finish(self, verdict: Verdict) -> None:
         ended, decision = self._fields, verdict.decision
         self._statistics.window_ended(*verdict.divided, decision.grad_norm)
         # A `torch.amp.GradScaler` moves the loss scale by its own rule.
-        options = self._options if self._scaler is None else self._options._replace(scale_rule=self._scaler.rule)
+        options = (
+            self._options
+            if self._scaler is None
+            else self._options._replace(scale_rule=self._scaler.rule)
+        )
         after = close(ended, decision.apply, decision.overflow, options, kit.select)
         self._fields = kit.at_rest(after, float64_weight=self._plan.float64_weight)
-        self._last = Last(decision.apply, not decision.apply, decision.overflow, decision.grad_norm)
+        self._last = Last(
+            decision.apply, not decision.apply, decision.overflow, decision.grad_norm
+        )
         through(self.strategy.window_ended)
         self._workers_ended()
         if self.strategy.expects:
             self._expect()
         if self._scaler is not None:
-            self._scaler.window_ended(Ended(self._fields, ended.loss_scale, decision.overflow))
+            self._scaler.window_ended(
+                Ended(self._fields, ended.loss_scale, decision.overflow)
+            )
         if self.listeners.added:
-            self.listeners.note(self.result, weight=ended.weight, micro_batches=ended.micro_step)
+            self.listeners.note(
+                self.result, weight=ended.weight, micro_batches=ended.micro_step
+            )
 
     def _start_with(self, fields: State, grad_norm: float, known: Known) -> None:
-        self._begun = Begun(window_size(self._options, fields.optimizer_step) if fields.micro_step else None, None, self._begun.warned)
+        self._begun = Begun(
+            (
+                window_size(self._options, fields.optimizer_step)
+                if fields.micro_step
+                else None
+            ),
+            None,
+            self._begun.warned,
+        )
         self.update.forget()
         self._statistics.restore(known, fields.micro_step)
         self._workers_ended()
@@ -477,16 +711,23 @@ class Window:
 
     def _expect(self) -> None:
         if self.strategy.expects:
-            self.strategy.expect(known_window_size(self._options, self._fields.optimizer_step))
+            self.strategy.expect(
+                known_window_size(self._options, self._fields.optimizer_step)
+            )
 
     def _set(self, fields: Fields, grad_norm: float) -> None:
-        self._fields, self._last = self._at_rest(fields), _NOTHING_CLOSED._replace(grad_norm=grad_norm)
+        self._fields, self._last = (
+            self._at_rest(fields),
+            _NOTHING_CLOSED._replace(grad_norm=grad_norm),
+        )
 
     def _at_rest(self, fields: Fields) -> State:
         return kit.at_rest(fields, float64_weight=self._plan.float64_weight)
 
     def _require_whole(self, call: str | None = None) -> None:
-        """Raise unless pass and update were made as a whole, and before `call` the sum is this worker's own."""
+        """Raise unless pass and update were made as a whole, and before `call` the sum
+        is this worker's own.
+        """
         self.update.require_whole()
         self.strategy.require_whole()
         if call is not None:
@@ -498,33 +739,59 @@ class Window:
 class Plan:
     """The choice of the place of a window's sum."""
 
-    def __init__(self, parameters: Parameters, options: Options, workers: Workers) -> None:
-        self._parameters, self._accumulate_dtype, self._workers = parameters, options.accumulate_dtype, workers
+    def __init__(
+        self, parameters: Parameters, options: Options, workers: Workers
+    ) -> None:
+        self._parameters, self._accumulate_dtype, self._workers = (
+            parameters,
+            options.accumulate_dtype,
+            workers,
+        )
         seen = parameters.positions()
-        self._ids, self._dtypes, self._trained = list(map(id, seen)), list(map(DTYPE, seen)), list(map(REQUIRES_GRAD, seen))
-        self.sum_dtypes = [sum_dtype(parameter, options.accumulate_dtype) for parameter in seen]
+        self._ids, self._dtypes, self._trained = (
+            list(map(id, seen)),
+            list(map(DTYPE, seen)),
+            list(map(REQUIRES_GRAD, seen)),
+        )
+        self.sum_dtypes = [
+            sum_dtype(parameter, options.accumulate_dtype) for parameter in seen
+        ]
         """The dtype of each parameter's sum."""
         self.float64_weight = torch.float64 in self.sum_dtypes
         self.largest = kit.largest_number(float64_weight=self.float64_weight)
         """The largest finite number of the dtype in which the sums are divided."""
-        self._kind, self._drops = _kind(self._dtypes, self.sum_dtypes, options), options.on_overflow == "drop_micro_batch"
+        self._kind, self._drops = (
+            _kind(self._dtypes, self.sum_dtypes, options),
+            options.on_overflow == "drop_micro_batch",
+        )
         if workers.strategy is not None and self._kind is not GradStrategy:
             fix = "Wrap the optimizer after the cast."
-            expected, found = "parameters in the dtype of their sums beside gradient_sync=", "parameters that were cast"
-            raise kit.explain(UsageError, "model.to(dtype)", expected=expected, found=found, fix=fix)
+            expected, found = (
+                "parameters in the dtype of their sums beside gradient_sync=",
+                "parameters that were cast",
+            )
+            raise kit.explain(
+                UsageError, "model.to(dtype)", expected=expected, found=found, fix=fix
+            )
 
     def holds(self) -> bool:
-        """True if nothing has changed since: casting, freezing and replacing call nothing here."""
+        """True if nothing has changed since: casting, freezing and replacing call
+        nothing here.
+        """
         seen = self._parameters.positions()
         return (
-            list(map(id, seen)) == self._ids and list(map(DTYPE, seen)) == self._dtypes and list(map(REQUIRES_GRAD, seen)) == self._trained
+            list(map(id, seen)) == self._ids
+            and list(map(DTYPE, seen)) == self._dtypes
+            and list(map(REQUIRES_GRAD, seen)) == self._trained
         )
 
     def holds_dtypes(self) -> bool:
         return list(map(DTYPE, self._parameters.positions())) == self._dtypes
 
     def zeros(self, position: int) -> Tensor:
-        return torch.zeros_like(self._parameters.positions()[position], dtype=self.sum_dtypes[position])
+        return torch.zeros_like(
+            self._parameters.positions()[position], dtype=self.sum_dtypes[position]
+        )
 
     def strategy(self) -> Strategy:
         if self._workers.strategy is not None:
@@ -537,12 +804,19 @@ class Plan:
             return old
         known = old.watch.known
         sums, new = old.release(), self.strategy()
-        new.load([None if total is None else total.to(dtype) for total, dtype in zip(sums, self.sum_dtypes, strict=True)])
+        new.load(
+            [
+                None if total is None else total.to(dtype)
+                for total, dtype in zip(sums, self.sum_dtypes, strict=True)
+            ]
+        )
         new.watch.reset(known)
         return new
 
 
-def _kind(dtypes: Sequence[torch.dtype], sum_dtypes: Sequence[torch.dtype], options: Options) -> type[Strategy]:
+def _kind(
+    dtypes: Sequence[torch.dtype], sum_dtypes: Sequence[torch.dtype], options: Options
+) -> type[Strategy]:
     """Return the strategy: ``.grad`` unless the sum must be apart."""
     if options.separate_sums:
         return SeparateStrategy

@@ -1,7 +1,9 @@
-"""FSDP2 with deferred reduction: it keeps the gradients of a window, and reduces them when the window ends.
+"""FSDP2 with deferred reduction: it keeps the gradients of a window, and reduces them
+when the window ends.
 
-Nobody knows which backward pass is the last, so FSDP2 always waits, and reduces without one. Workers first tell each other which parameters
-have a gradient, and the others add zeros.
+Nobody knows which backward pass is the last, so FSDP2 always waits, and reduces without
+one. Workers first tell each other which parameters have a gradient, and the others add
+zeros.
 """
 
 from __future__ import annotations
@@ -23,17 +25,30 @@ from gradaccum import ArgumentValueError, UsageError
 from gradaccum.kit import Options, explain, torn_window_error
 from gradaccum_torch.checks import Change, Size, changed_gradients_error
 from gradaccum_torch.parameters import Parameters
-from gradaccum_torch.private.fsdp import Private, Sync, Unit, begin, drop, reduce, units_holding, unreduced
+from gradaccum_torch.private.fsdp import (
+    Private,
+    Sync,
+    Unit,
+    begin,
+    drop,
+    reduce,
+    units_holding,
+    unreduced,
+)
 from gradaccum_torch.private.names import keep_own, local, mesh_of, untraced, version
 from gradaccum_torch.sums.arithmetic import sum_dtype
 from gradaccum_torch.sums.strategy import GradStrategy, Undivided
 from gradaccum_torch.window.watch import GradWatch
 
 GradientSync = Literal["micro_batch", "window", "all_reduce_per_window"]
-"""When FSDP2 reduces: all of it in each micro-batch, all of it once per window, or only the all-reduce once per window."""
+"""When FSDP2 reduces: all of it in each micro-batch, all of it once per window, or only
+the all-reduce once per window.
+"""
 
 _FOUND: WeakKeyDictionary[Private, list[Sync]] = WeakKeyDictionary()
-"""What a unit did when it was first told to wait, once for each that told it: the last one to let go restores it."""
+"""What a unit did when it was first told to wait, once for each that told it: the last
+one to let go restores it.
+"""
 
 
 class _Notes:
@@ -43,7 +58,8 @@ class _Notes:
         self.watch = GradWatch()
         self.reached: set[int] = set()
         self.arrived: set[int] = set()
-        """Those of `reached` that have a gradient, and not the zeros of a weight of 0."""
+        """Those of `reached` that have a gradient, and not the zeros of a weight of 0.
+        """
         self.weightless = False
 
     def note(self, number: int, whole: Tensor) -> None:
@@ -59,16 +75,22 @@ class _Notes:
 class Deferred:
     """Units of FSDP2 that wait, for as long as this object lives."""
 
-    def __init__(self, units: Sequence[Unit], mesh: DeviceMesh, sync: GradientSync) -> None:
+    def __init__(
+        self, units: Sequence[Unit], mesh: DeviceMesh, sync: GradientSync
+    ) -> None:
         self._units, self._mesh, self._waits_for_all = units, mesh, sync == "window"
         self._notes = _Notes()
         self._kept: list[tuple[Unit, list[Tensor], list[int]]] | None = []
-        """What FSDP2 held when the last micro-batch was counted; None: a reduction failed, and nobody knows what it holds."""
+        """What FSDP2 held when the last micro-batch was counted; None: a reduction
+        failed, and nobody knows what it holds.
+        """
         self._handles: dict[int, RemovableHandle] = {}
         forward_handles = self._look_after_forward()
         for unit in units:
             _FOUND.setdefault(unit.group, []).append(unit.sync)
-        self._ending = weakref.finalize(self, _let_go, units, forward_handles, self._handles)
+        self._ending = weakref.finalize(
+            self, _let_go, units, forward_handles, self._handles
+        )
         self._ending.atexit = False
         self._wait()
 
@@ -83,7 +105,8 @@ class Deferred:
         """Count the micro-batch as a part of the sum.
 
         Raises:
-            UsageError: FSDP2 no longer has an earlier part, something changed the part in ``.grad``, or the reduction failed.
+            UsageError: FSDP2 no longer has an earlier part, something changed the part
+                in ``.grad``, or the reduction failed.
         """
         self.require_whole()
         self._require_kept()
@@ -95,7 +118,12 @@ class Deferred:
     @contextmanager
     def weightless(self) -> Iterator[None]:
         """Make backward passes inside the block deliver zeros, and no new gradient."""
-        without = [each for unit in self._units for each in unit.trainable() if not unreduced(each)]
+        without = [
+            each
+            for unit in self._units
+            for each in unit.trainable()
+            if not unreduced(each)
+        ]
         self._notes.weightless = True
         try:
             yield
@@ -129,10 +157,16 @@ class Deferred:
                 if some and not own:
                     unit.fill(each)
             return self._reduce_all(unused=False)
-        empty = [each.sharded_param for (_, each), some in zip(trainable, anywhere, strict=True) if not some]
+        empty = [
+            each.sharded_param
+            for (_, each), some in zip(trainable, anywhere, strict=True)
+            if not some
+        ]
         empty = [parameter for parameter in empty if parameter.grad is None]
         self._reduce_all(unused=True)
-        for parameter in empty:  # FSDP2 has filled it with zeros, which momentum and weight decay would take for a gradient.
+        # FSDP2 has filled it with zeros, which momentum and weight decay would take for
+        # a gradient.
+        for parameter in empty:
             parameter.grad = None
 
     def drop(self) -> None:
@@ -166,19 +200,24 @@ class Deferred:
         for unit in self._units:
             if self._waits_for_all:
                 unit.sync = Sync(False, False, _FOUND[unit.group][0].unused)
-            else:  # FSDP2 adds reduced gradients up side by side, and so needs the same ones in each micro-batch.
+            # FSDP2 adds reduced gradients up side by side, and so needs the same ones
+            # in each micro-batch.
+            else:
                 unit.sync = Sync(True, False, True)
 
     def _here(self, unit: Unit) -> list[bool]:
         trainable = list(unit.trainable())
-        # A backward pass that went around the hooks: rather zeros for a gradient than a gradient lost.
+        # A backward pass that went around the hooks: rather zeros for a gradient than a
+        # gradient lost.
         around = unit.held() and self._notes.reached.isdisjoint(map(id, trainable))
         return [around or id(each) in self._notes.arrived for each in trainable]
 
     def _anywhere(self, here: Sequence[bool]) -> list[bool]:
         numbers = torch.tensor(here, dtype=torch.int32, device=self._mesh.device_type)
         for dimension in range(self._mesh.ndim):
-            dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self._mesh.get_group(dimension))
+            dist.all_reduce(
+                numbers, dist.ReduceOp.MAX, group=self._mesh.get_group(dimension)
+            )
         return [bool(some) for some in numbers.tolist()]
 
     def _look_after_forward(self) -> list[RemovableHandle]:
@@ -190,16 +229,26 @@ class Deferred:
                 living._hook(unit)
 
         untraced(look)
-        return [handle for unit in self._units for handle in unit.after_forward(partial(look, unit))]
+        return [
+            handle
+            for unit in self._units
+            for handle in unit.after_forward(partial(look, unit))
+        ]
 
     def _hook(self, unit: Unit) -> None:
         for each, whole in unit.whole_parameters():
             if id(each) not in self._handles:
-                hook = whole.register_post_accumulate_grad_hook(partial(self._notes.note, id(each)))  # type: ignore[no-untyped-call]
+                hook = whole.register_post_accumulate_grad_hook(
+                    partial(self._notes.note, id(each))
+                )  # type: ignore[no-untyped-call]
                 self._handles[id(each)] = cast(RemovableHandle, hook)
 
 
-def _let_go(units: Sequence[Unit], forward_handles: Sequence[RemovableHandle], handles: dict[int, RemovableHandle]) -> None:
+def _let_go(
+    units: Sequence[Unit],
+    forward_handles: Sequence[RemovableHandle],
+    handles: dict[int, RemovableHandle],
+) -> None:
     for handle in (*forward_handles, *handles.values()):
         handle.remove()
     for unit in units:
@@ -212,31 +261,57 @@ def _let_go(units: Sequence[Unit], forward_handles: Sequence[RemovableHandle], h
 
 def _versions(unit: Unit) -> list[int]:
     gradients = [parameter.grad for parameter in unit.parameters]
-    return [-1 if gradient is None else version(local(gradient)) for gradient in gradients]
+    return [
+        -1 if gradient is None else version(local(gradient)) for gradient in gradients
+    ]
 
 
 def _lost_error() -> UsageError:
-    expected, found = "a call between two windows, or after opt.discard()", "an open window whose sum FSDP2 has dropped"
+    expected, found = (
+        "a call between two windows, or after opt.discard()",
+        "an open window whose sum FSDP2 has dropped",
+    )
     fix = "Call opt.discard() on every worker."
-    return explain(UsageError, "fsdp_model.reset_iter_state()", expected=expected, found=found, fix=fix)
+    return explain(
+        UsageError,
+        "fsdp_model.reset_iter_state()",
+        expected=expected,
+        found=found,
+        fix=fix,
+    )
 
 
 def _alone_error(rank: int) -> UsageError:
     expected = "every worker to come to it too, by step(), flush() or state_dict()"
-    found, fix = "one that failed or timed out", "Give every worker as many micro-batches, and save on every worker."
-    return explain(UsageError, f"the reduction of a window on rank {rank}", expected=expected, found=found, fix=fix)
+    found, fix = (
+        "one that failed or timed out",
+        "Give every worker as many micro-batches, and save on every worker.",
+    )
+    return explain(
+        UsageError,
+        f"the reduction of a window on rank {rank}",
+        expected=expected,
+        found=found,
+        fix=fix,
+    )
 
 
 untraced(_Notes.note)
 
 
-# The sum of a window in FSDP2's hands, until something asks for it: then it is reduced, sharded, in ``.grad``.
+# The sum of a window in FSDP2's hands, until something asks for it: then it is reduced,
+# sharded, in ``.grad``.
 
 
 class DeferredStrategy(GradStrategy):
     """The sum is what FSDP2 keeps, and, after a checkpoint, ``.grad``."""
 
-    def __init__(self, parameters: Parameters, accumulate_dtype: torch.dtype | None, deferred: Deferred) -> None:
+    def __init__(
+        self,
+        parameters: Parameters,
+        accumulate_dtype: torch.dtype | None,
+        deferred: Deferred,
+    ) -> None:
         self._deferred = deferred
         super().__init__(parameters, accumulate_dtype)
         deferred.tell(self.watch)
@@ -277,21 +352,55 @@ class DeferredStrategy(GradStrategy):
         self._deferred.drop()
 
 
-# FSDP2 in a window that runs layer by layer: a layer's passes are one after the other, so that it is gathered once for all of them.
+# FSDP2 in a window that runs layer by layer: a layer's passes are one after the other,
+# so that it is gathered once for all of them.
 
 
 class LayerShards:
-    """The units of FSDP2 of a list of layers; none reduces by itself inside the ``with`` block."""
+    """The units of FSDP2 of a list of layers; none reduces by itself inside the
+    ``with`` block.
+    """
 
     def __init__(self, layers: Sequence[Sequence[nn.Module]]) -> None:
-        within = [{id(each) for module in modules for each in module.parameters(recurse=False)} for modules in layers]
-        units = units_holding([each for modules in layers for module in modules for each in module.parameters(recurse=False)])
-        self._units = [[unit for unit in units if not ids.isdisjoint(map(id, unit.parameters))] for ids in within]
-        places = [(unit, min(index for index, own in enumerate(self._units) if unit in own)) for unit in units]
-        self.first = {id(each): index for unit, index in places for each in unit.parameters}
-        """The first layer that has a parameter's unit, by the parameter's id: there the unit is reduced."""
-        trained = [(unit, first) for unit, first in places if any(each.requires_grad for each in unit.parameters)]
-        self._reduced = [[unit for unit, first in trained if first == index] for index in range(len(layers))]
+        within = [
+            {
+                id(each)
+                for module in modules
+                for each in module.parameters(recurse=False)
+            }
+            for modules in layers
+        ]
+        units = units_holding(
+            [
+                each
+                for modules in layers
+                for module in modules
+                for each in module.parameters(recurse=False)
+            ]
+        )
+        self._units = [
+            [unit for unit in units if not ids.isdisjoint(map(id, unit.parameters))]
+            for ids in within
+        ]
+        places = [
+            (unit, min(index for index, own in enumerate(self._units) if unit in own))
+            for unit in units
+        ]
+        self.first = {
+            id(each): index for unit, index in places for each in unit.parameters
+        }
+        """The first layer that has a parameter's unit, by the parameter's id: there the
+        unit is reduced.
+        """
+        trained = [
+            (unit, first)
+            for unit, first in places
+            if any(each.requires_grad for each in unit.parameters)
+        ]
+        self._reduced = [
+            [unit for unit, first in trained if first == index]
+            for index in range(len(layers))
+        ]
         self._deferred: dict[int, Deferred] = {}
 
     def __bool__(self) -> bool:
@@ -301,7 +410,9 @@ class LayerShards:
         begin([unit for units in self._units for unit in units])
         for index, units in enumerate(self._reduced):
             if units:
-                self._deferred[index] = Deferred(units, mesh_of(units[0].parameters[0]), "window")
+                self._deferred[index] = Deferred(
+                    units, mesh_of(units[0].parameters[0]), "window"
+                )
 
     def __exit__(self, *_: object) -> None:
         for deferred in self._deferred.values():
@@ -320,25 +431,57 @@ class LayerShards:
             self._deferred[index].reduce()
 
 
-# Refusals where FSDP2 cannot keep a window's gradients, as ``gradient_sync=`` asks for, without a change of what they add up to.
+# Refusals where FSDP2 cannot keep a window's gradients, as ``gradient_sync=`` asks for,
+# without a change of what they add up to.
 
 
-def require_deferrable(units: Sequence[Unit], parameters: Sequence[Tensor], options: Options, sync: GradientSync, module: object) -> None:
+def require_deferrable(
+    units: Sequence[Unit],
+    parameters: Sequence[Tensor],
+    options: Options,
+    sync: GradientSync,
+    module: object,
+) -> None:
     """Raise unless FSDP2 can reduce the sum of micro-batches in place of each."""
     if module is None or not units:
-        raise _error(sync, "to stand beside a module= of fully_shard", "none", "Write module=fsdp_model, or leave gradient_sync= out.")
+        raise _error(
+            sync,
+            "to stand beside a module= of fully_shard",
+            "none",
+            "Write module=fsdp_model, or leave gradient_sync= out.",
+        )
     if options.on_overflow == "drop_micro_batch":
         found = 'on_overflow="drop_micro_batch", which looks at each reduced gradient'
-        raise _error(sync, "no look at a single micro-batch", found, 'Leave one of them out: gradient_sync="micro_batch" reduces each.')
+        raise _error(
+            sync,
+            "no look at a single micro-batch",
+            found,
+            'Leave one of them out: gradient_sync="micro_batch" reduces each.',
+        )
     if options.separate_sums:
         fix = 'Leave one of them out: gradient_sync="micro_batch" leaves .grad to you.'
-        raise _error(sync, "to keep the sum", "separate_sums=True, which takes each micro-batch out of .grad", fix)
+        raise _error(
+            sync,
+            "to keep the sum",
+            "separate_sums=True, which takes each micro-batch out of .grad",
+            fix,
+        )
     if sync == "all_reduce_per_window" and not any(unit.copies > 1 for unit in units):
         found = "a mesh without a dimension of copies, on which nothing is all-reduced"
-        raise _error(sync, "a mesh of two dimensions (HSDP)", found, 'Write gradient_sync="micro_batch", which reduce-scatters each.')
+        raise _error(
+            sync,
+            "a mesh of two dimensions (HSDP)",
+            found,
+            'Write gradient_sync="micro_batch", which reduce-scatters each.',
+        )
     if sync == "all_reduce_per_window" and not all(unit.fills_unused for unit in units):
         fix = 'Write gradient_sync="window", or install a newer torch.'
-        raise _error(sync, "a torch that has FSDPModule.set_reduce_scatter_unused_params", f"torch {torch.__version__}", fix)
+        raise _error(
+            sync,
+            "a torch that has FSDPModule.set_reduce_scatter_unused_params",
+            f"torch {torch.__version__}",
+            fix,
+        )
     for unit in units:
         unit.require_waiting()
         _require_dtype(unit, options, sync)
@@ -350,21 +493,49 @@ def _require_dtype(unit: Unit, options: Options, sync: GradientSync) -> None:
         wanted = sum_dtype(parameter, options.accumulate_dtype)
         if not unit.sum_dtype == wanted == parameter.dtype:
             found = (
-                f"a parameter in {parameter.dtype} whose gradients FSDP2 adds up in {unit.sum_dtype}, and that are to be added in {wanted}"
+                f"a parameter in {parameter.dtype} whose gradients FSDP2 adds up in"
+                f" {unit.sum_dtype}, and that are to be added in {wanted}"
             )
-            policy = f"mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype={wanted})"
-            fix = f'Keep the parameters in {wanted} and give fully_shard {policy}, or write gradient_sync="micro_batch".'
-            raise _error(sync, "one dtype for parameters, FSDP2's sums and accumulate_dtype", found, fix)
+            policy = (
+                "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16,"
+                f" reduce_dtype={wanted})"
+            )
+            fix = (
+                f"Keep the parameters in {wanted} and give fully_shard {policy}, or"
+                ' write gradient_sync="micro_batch".'
+            )
+            raise _error(
+                sync,
+                "one dtype for parameters, FSDP2's sums and accumulate_dtype",
+                found,
+                fix,
+            )
 
 
-def _require_whole_unit(unit: Unit, parameters: Sequence[Tensor], sync: GradientSync) -> None:
+def _require_whole_unit(
+    unit: Unit, parameters: Sequence[Tensor], sync: GradientSync
+) -> None:
     own = set(map(id, parameters))
     others = sum(id(each) not in own for each in unit.parameters if each.requires_grad)
     if others:
-        found = f"{others} parameters of another optimizer, which FSDP2 reduces together with these"
-        fix = 'Call fully_shard on the part of each optimizer, or write gradient_sync="micro_batch".'
+        found = (
+            f"{others} parameters of another optimizer, which FSDP2 reduces together"
+            " with these"
+        )
+        fix = (
+            "Call fully_shard on the part of each optimizer, or write"
+            ' gradient_sync="micro_batch".'
+        )
         raise _error(sync, "a part of the model with one optimizer", found, fix)
 
 
-def _error(sync: GradientSync, expected: str, found: str, fix: str) -> ArgumentValueError:
-    return explain(ArgumentValueError, f'gradient_sync="{sync}"', expected=expected, found=found, fix=fix)
+def _error(
+    sync: GradientSync, expected: str, found: str, fix: str
+) -> ArgumentValueError:
+    return explain(
+        ArgumentValueError,
+        f'gradient_sync="{sync}"',
+        expected=expected,
+        found=found,
+        fix=fix,
+    )

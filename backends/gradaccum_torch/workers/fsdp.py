@@ -1,7 +1,9 @@
-"""Workers that hold parts of the same parameters (FSDP2, tensor parallel). The engine reduces the gradients; the weight is reduced here.
+"""Workers that hold parts of the same parameters (FSDP2, tensor parallel). The engine
+reduces the gradients; the weight is reduced here.
 
-FSDP2 averages gradients over its workers, so the weight is averaged too; after another divisor the sum is multiplied once, at the window's
-end. Workers of tensor parallelism see the same items.
+FSDP2 averages gradients over its workers, so the weight is averaged too; after another
+divisor the sum is multiplied once, at the window's end. Workers of tensor parallelism
+see the same items.
 """
 
 from __future__ import annotations
@@ -17,7 +19,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from gradaccum import ArgumentValueError, UsageError
-from gradaccum.kit import State, explain, joined, missing_worker_error, rate_bits, require_same_rates
+from gradaccum.kit import (
+    State,
+    explain,
+    joined,
+    missing_worker_error,
+    rate_bits,
+    require_same_rates,
+)
 from gradaccum_torch.private.fsdp import Unit, units_holding
 from gradaccum_torch.sums.arithmetic import multiply
 from gradaccum_torch.window.watch import delivering_zeros
@@ -31,24 +40,54 @@ class ShardGroup(Workers):
 
     several = True
 
-    def __init__(self, mesh: DeviceMesh, shards: Shards, undivided: bool, deferred: Deferred | None = None) -> None:
-        self._mesh, self._shards, self._undivided, self._deferred = mesh, shards, undivided, deferred
-        self.strategy = None if deferred is None else partial(DeferredStrategy, deferred=deferred)
-        self.place = int((mesh.mesh.flatten() == dist.get_rank()).int().argmax()), mesh.size()
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        shards: Shards,
+        undivided: bool,
+        deferred: Deferred | None = None,
+    ) -> None:
+        self._mesh, self._shards, self._undivided, self._deferred = (
+            mesh,
+            shards,
+            undivided,
+            deferred,
+        )
+        self.strategy = (
+            None if deferred is None else partial(DeferredStrategy, deferred=deferred)
+        )
+        self.place = (
+            int((mesh.mesh.flatten() == dist.get_rank()).int().argmax()),
+            mesh.size(),
+        )
 
-    def join(self, fields: State, sums: Sums, zeros: Callable[[int], Tensor], numbers: Sequence[float], part: int | None = None) -> Joined:
+    def join(
+        self,
+        fields: State,
+        sums: Sums,
+        zeros: Callable[[int], Tensor],
+        numbers: Sequence[float],
+        part: int | None = None,
+    ) -> Joined:
         if self.held != "own":
             return Joined(fields, sums, numbers)
         if part is None:
             self._shards.require_reduced()
-        factors = [divisor / (1 if self._undivided else self._shards.workers) for divisor in self._shards.divisors()]
+        factors = [
+            divisor / (1 if self._undivided else self._shards.workers)
+            for divisor in self._shards.divisors()
+        ]
         weight, overflow, averages = self._added_up(fields, numbers)
         if any(factor != 1 for factor in factors):
             self.hold("of all")
         for total, factor in zip(sums, factors, strict=True):
             multiply([] if total is None else [total], factor)
-        # After an update that raised, this may come again. The average of averages changes nothing.
-        whole = [average * (self._shards.workers if self._undivided else 1) for average in averages]
+        # After an update that raised, this may come again. The average of averages
+        # changes nothing.
+        whole = [
+            average * (self._shards.workers if self._undivided else 1)
+            for average in averages
+        ]
         return Joined(joined(fields, weight, overflow), list(sums), whole)
 
     def taking_part(self) -> AbstractContextManager[None] | None:
@@ -56,7 +95,10 @@ class ShardGroup(Workers):
 
     @contextmanager
     def _delivering_zeros(self) -> Iterator[None]:
-        with self._shards.delivering_zeros(), nullcontext() if self._deferred is None else self._deferred.weightless():
+        with (
+            self._shards.delivering_zeros(),
+            nullcontext() if self._deferred is None else self._deferred.weightless(),
+        ):
             yield
 
     def window_ended(self) -> None:
@@ -72,18 +114,49 @@ class ShardGroup(Workers):
 
     def require_own_sum(self, call: str) -> None:
         if self.held != "own":
-            fix = "Call opt.flush() on every worker to make the update that is due, or opt.discard() on every worker."
-            found = "a window that is multiplied by the workers already, whose update raised"
-            raise explain(UsageError, call, expected="to be called before the window's end", found=found, fix=fix)
+            fix = (
+                "Call opt.flush() on every worker to make the update that is due, or"
+                " opt.discard() on every worker."
+            )
+            found = (
+                "a window that is multiplied by the workers already, whose update"
+                " raised"
+            )
+            raise explain(
+                UsageError,
+                call,
+                expected="to be called before the window's end",
+                found=found,
+                fix=fix,
+            )
 
     def require_no_copy(self) -> None:
         if self._shards.workers > 1:
             fix = "Save opt.state_dict(), and wrap anew where it is loaded."
-            raise explain(UsageError, "copy, pickle", expected="an optimizer whose model can be copied", found="one under FSDP2", fix=fix)
+            raise explain(
+                UsageError,
+                "copy, pickle",
+                expected="an optimizer whose model can be copied",
+                found="one under FSDP2",
+                fix=fix,
+            )
 
-    def _added_up(self, fields: State, others: Sequence[float]) -> tuple[float, bool, list[float]]:
-        rates, rank, size = learning_rates(self._shards.optimizer), dist.get_rank(), self._mesh.size()
-        own = [fields.weight, fields.overflow, fields.micro_step, fields.micro_step**2, *rate_bits(*rates), *others]
+    def _added_up(
+        self, fields: State, others: Sequence[float]
+    ) -> tuple[float, bool, list[float]]:
+        rates, rank, size = (
+            learning_rates(self._shards.optimizer),
+            dist.get_rank(),
+            self._mesh.size(),
+        )
+        own = [
+            fields.weight,
+            fields.overflow,
+            fields.micro_step,
+            fields.micro_step**2,
+            *rate_bits(*rates),
+            *others,
+        ]
         numbers = torch.tensor(own, dtype=torch.float64, device=self._mesh.device_type)
         try:
             for dimension in range(self._mesh.ndim):
@@ -99,16 +172,31 @@ class ShardGroup(Workers):
 
 
 def _unequal_error(fields: State, rank: int) -> UsageError:
-    expected, fix = "as many micro-batches on every worker that shares parameters", "Call opt.discard() on every worker."
-    found = f"{fields.micro_step} here, and another number on another worker, as after opt.discard() on one of them"
-    return explain(UsageError, f"the end of a window on rank {rank}", expected=expected, found=found, fix=fix)
+    expected, fix = (
+        "as many micro-batches on every worker that shares parameters",
+        "Call opt.discard() on every worker.",
+    )
+    found = (
+        f"{fields.micro_step} here, and another number on another worker, as after"
+        " opt.discard() on one of them"
+    )
+    return explain(
+        UsageError,
+        f"the end of a window on rank {rank}",
+        expected=expected,
+        found=found,
+        fix=fix,
+    )
 
 
-# The units of FSDP2 that have an optimizer's parameters: the divisor of each gradient, and what FSDP2 has not reduced.
+# The units of FSDP2 that have an optimizer's parameters: the divisor of each gradient,
+# and what FSDP2 has not reduced.
 
 
 class Shards:
-    """The units of FSDP2 that have an optimizer's parameters; none under tensor parallelism alone."""
+    """The units of FSDP2 that have an optimizer's parameters; none under tensor
+    parallelism alone.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer, units: Sequence[Unit]) -> None:
         self.optimizer = optimizer
@@ -119,50 +207,93 @@ class Shards:
         """Each unit, and its factor as the window began."""
 
     def add(self, parameters: Sequence[Tensor], waiting: bool) -> None:
-        """Take in the units of new `parameters`; `waiting`: FSDP2 waits with the earlier units, but not with the new ones.
+        """Take in the units of new `parameters`; `waiting`: FSDP2 waits with the
+        earlier units, but not with the new ones.
 
         Raises:
-            ArgumentValueError: FSDP2 does not have them all, or a new unit does not wait.
+            ArgumentValueError: FSDP2 does not have them all, or a new unit does not
+                wait.
         """
         own = [*self._positions(), *parameters]
         units = units_holding(own)
         self._require_all(own, units)
         if waiting and len(units) > len(self._noted):
-            fix = "Give the optimizer all parameters before gradaccum.wrap, frozen ones too."
+            fix = (
+                "Give the optimizer all parameters before gradaccum.wrap, frozen ones"
+                " too."
+            )
             found = "parameters of a part of the model that reduces each micro-batch"
-            raise explain(ArgumentValueError, "param_group", expected="parameters that gradient_sync= waits for", found=found, fix=fix)
+            raise explain(
+                ArgumentValueError,
+                "param_group",
+                expected="parameters that gradient_sync= waits for",
+                found=found,
+                fix=fix,
+            )
         self._noted = [(unit, unit.divide_factor) for unit in units]
         self.require_averages()
 
     def require_averages(self) -> None:
         if any(unit.is_summed_by_gloo for unit in self._units):
-            found = f"torch {torch.__version__}, in which gloo adds up what FSDP2 averages"
-            raise explain(UsageError, "optimizer", expected="torch 2.11 or newer for FSDP2 on a CPU", found=found, fix="Install it.")
+            found = (
+                f"torch {torch.__version__}, in which gloo adds up what FSDP2 averages"
+            )
+            raise explain(
+                UsageError,
+                "optimizer",
+                expected="torch 2.11 or newer for FSDP2 on a CPU",
+                found=found,
+                fix="Install it.",
+            )
 
     def note(self) -> None:
         self._noted = [(unit, unit.divide_factor) for unit in self._units]
 
     def divisors(self) -> list[float]:
-        """Return FSDP2's divisor of each parameter's sum by position; 1 where it has no part.
+        """Return FSDP2's divisor of each parameter's sum by position; 1 where it has no
+        part.
 
         Raises:
             UsageError: it was changed in the open window, or cannot be known.
         """
         if any(factor != unit.divide_factor for unit, factor in self._noted):
             raise _changed_error()
-        known = {id(parameter): _divisor(unit) for unit in self._units for parameter in unit.parameters}
+        known = {
+            id(parameter): _divisor(unit)
+            for unit in self._units
+            for parameter in unit.parameters
+        }
         return [known.get(id(parameter), 1.0) for parameter in self._positions()]
 
     def require_reduced(self) -> None:
         if any(unit.held() for unit in self._units):
-            fix = 'Leave the call out, and write gradaccum.wrap(optimizer, ..., module=fsdp_model, gradient_sync="window") to reduce once '
-            fix += "per window. The window cannot be closed: call opt.discard() on every worker."
-            expected, found = "gradients that are reduced when the window ends", "gradients that FSDP2 was told not to reduce"
-            raise explain(UsageError, "set_requires_gradient_sync, set_requires_all_reduce", expected=expected, found=found, fix=fix)
+            fix = (
+                "Leave the call out, and write gradaccum.wrap(optimizer, ...,"
+                ' module=fsdp_model, gradient_sync="window") to reduce once '
+            )
+            fix += (
+                "per window. The window cannot be closed: call opt.discard() on every"
+                " worker."
+            )
+            expected, found = (
+                "gradients that are reduced when the window ends",
+                "gradients that FSDP2 was told not to reduce",
+            )
+            raise explain(
+                UsageError,
+                "set_requires_gradient_sync, set_requires_all_reduce",
+                expected=expected,
+                found=found,
+                fix=fix,
+            )
 
     def delivering_zeros(self) -> AbstractContextManager[None]:
-        """Make a backward pass gather and reduce as on the other workers, and add nothing."""
-        return delivering_zeros(whole for unit in self._units for _, whole in unit.whole_parameters())
+        """Make a backward pass gather and reduce as on the other workers, and add
+        nothing.
+        """
+        return delivering_zeros(
+            whole for unit in self._units for _, whole in unit.whole_parameters()
+        )
 
     def drop(self) -> None:
         for unit in self._units:
@@ -173,33 +304,76 @@ class Shards:
         return [unit for unit, _ in self._noted]
 
     def _positions(self) -> list[Tensor]:
-        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        return [
+            parameter
+            for group in self.optimizer.param_groups
+            for parameter in group["params"]
+        ]
 
     def _require_all(self, parameters: Sequence[Tensor], units: Sequence[Unit]) -> None:
         if self.workers == 1:
             return
         own = {id(parameter) for unit in units for parameter in unit.parameters}
-        others = sum(parameter.requires_grad and id(parameter) not in own for parameter in parameters)
+        others = sum(
+            parameter.requires_grad and id(parameter) not in own
+            for parameter in parameters
+        )
         if others:
-            found = f"{others} trainable parameters beside it, whose gradients nobody reduces"
-            fix = "Call fully_shard(model) on the whole model too, or freeze them, or give them an optimizer of their own."
-            raise explain(ArgumentValueError, "optimizer", expected="parameters that fully_shard has", found=found, fix=fix)
+            found = (
+                f"{others} trainable parameters beside it, whose gradients nobody"
+                " reduces"
+            )
+            fix = (
+                "Call fully_shard(model) on the whole model too, or freeze them, or"
+                " give them an optimizer of their own."
+            )
+            raise explain(
+                ArgumentValueError,
+                "optimizer",
+                expected="parameters that fully_shard has",
+                found=found,
+                fix=fix,
+            )
 
 
 def _divisor(unit: Unit) -> float:
     if unit.reduces_by_hook:
         fix = "Leave set_all_reduce_hook out, and use a mesh of two dimensions."
-        raise explain(UsageError, "set_all_reduce_hook", expected="no hook that reduces gradients", found="one", fix=fix)
+        raise explain(
+            UsageError,
+            "set_all_reduce_hook",
+            expected="no hook that reduces gradients",
+            found="one",
+            fix=fix,
+        )
     factor = unit.divide_factor
     if factor is None:
         return float(unit.shards * unit.copies)
-    if unit.shards == 1:  # Where FSDP2 only sums, it is a division of its own, which that mesh has twice.
-        found = "one beside a shard dimension of size 1, where torch divides by it twice"
+    # Where FSDP2 only sums, it is a division of its own, which that mesh has twice.
+    if unit.shards == 1:
+        found = (
+            "one beside a shard dimension of size 1, where torch divides by it twice"
+        )
         fix = "Leave set_gradient_divide_factor out."
-        raise explain(UsageError, "set_gradient_divide_factor", expected="no factor on this mesh", found=found, fix=fix)
+        raise explain(
+            UsageError,
+            "set_gradient_divide_factor",
+            expected="no factor on this mesh",
+            found=found,
+            fix=fix,
+        )
     return float(factor)
 
 
 def _changed_error() -> UsageError:
-    found, fix = "another factor than when the window began", "Call opt.discard() on every worker: windows after it have the new factor."
-    return explain(UsageError, "set_gradient_divide_factor", expected="a call before gradaccum.wrap", found=found, fix=fix)
+    found, fix = (
+        "another factor than when the window began",
+        "Call opt.discard() on every worker: windows after it have the new factor.",
+    )
+    return explain(
+        UsageError,
+        "set_gradient_divide_factor",
+        expected="a call before gradaccum.wrap",
+        found=found,
+        fix=fix,
+    )

@@ -1,13 +1,16 @@
-"""The end of a window over all workers: its numbers and small sums in one reduction, its large sums in one each.
+"""The end of a window over all workers: its numbers and small sums in one reduction,
+its large sums in one each.
 
-The numbers tell each worker which sums exist anywhere, and a worker without a sum adds zeros. The small sums that travel with the numbers
-are guessed to be those of the last window, and sent once more after a wrong guess, so that a resumed run has the same bits.
+The numbers tell each worker which sums exist anywhere, and a worker without a sum adds
+zeros. The small sums that travel with the numbers are guessed to be those of the last
+window, and sent once more after a wrong guess, so that a resumed run has the same bits.
 
-A parameter that is sharded over the same workers has the gradient of all items on each. Its sum is left as it is, and its norm is that of
-all shards.
+A parameter that is sharded over the same workers has the gradient of all items on each.
+Its sum is left as it is, and its norm is that of all shards.
 
-No backward pass is known to be the last, so the reduction begins after it. A worker that runs out of data calls ``flush``, and takes part
-in the windows of the others until they flush too.
+No backward pass is known to be the last, so the reduction begins after it. A worker
+that runs out of data calls ``flush``, and takes part in the windows of the others until
+they flush too.
 """
 
 from __future__ import annotations
@@ -30,40 +33,77 @@ from gradaccum_torch.private import names
 from gradaccum_torch.private.fsdp import units_holding
 from gradaccum_torch.sums.arithmetic import DTYPE, IS_SPARSE
 from gradaccum_torch.window.watch import delivering_zeros
-from gradaccum_torch.workers.interface import Held, Joined, Sums, Workers, learning_rates, require_no_join
+from gradaccum_torch.workers.interface import (
+    Held,
+    Joined,
+    Sums,
+    Workers,
+    learning_rates,
+    require_no_join,
+)
 
 _CLOSE = 1e-3
-"""The relative difference of norms up to which gradients may be copies: kernels round."""
+"""The relative difference of norms up to which gradients may be copies: kernels round.
+"""
 _DISCARD = "The window cannot be closed: call opt.discard() on every worker."
-_REGROUP = "If a worker is lost, call opt.regroup(process_group) with those that are left, and then opt.flush()."
+_REGROUP = (
+    "If a worker is lost, call opt.regroup(process_group) with those that are left, and"
+    " then opt.flush()."
+)
 
 
 @final
 class WorkerGroup(Workers):
     """The workers of one process group."""
 
-    def __init__(self, group: dist.ProcessGroup, optimizer: torch.optim.Optimizer, module: DistributedDataParallel | None = None) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        optimizer: torch.optim.Optimizer,
+        module: DistributedDataParallel | None = None,
+    ) -> None:
         self.group: dist.ProcessGroup = group
         self._optimizer, self._module = optimizer, module
         self._flushing = self._all_flush = False
-        self.several, self._device = True, next(each.device for group in optimizer.param_groups for each in group["params"])
-        self.place = self._rank, self._workers = dist.get_rank(group), dist.get_world_size(group)
+        self.several, self._device = (
+            True,
+            next(
+                each.device
+                for group in optimizer.param_groups
+                for each in group["params"]
+            ),
+        )
+        self.place = self._rank, self._workers = (
+            dist.get_rank(group),
+            dist.get_world_size(group),
+        )
         self._rode: dict[int | None, tuple[list[int], tuple[list[bool], int]]] = {}
-        """By part, the positions of the sums that rode with the numbers in the last window; which sums there were, and how many elements
-        rode. They are the same on all workers, as each end is collective."""
+        """By part, the positions of the sums that rode with the numbers in the last
+        window; which sums there were, and how many elements rode. They are the same on
+        all workers, as each end is collective.
+        """
 
     @property
     def joined(self) -> bool:
         return self.held == "of all"
 
     def join(
-        self, fields: kit.State, sums: Sums, zeros: Callable[[int], Tensor], numbers: Sequence[float], part: int | None = None
+        self,
+        fields: kit.State,
+        sums: Sums,
+        zeros: Callable[[int], Tensor],
+        numbers: Sequence[float],
+        part: int | None = None,
     ) -> Joined:
         if self.joined:
             return Joined(fields, sums, numbers)
         if self._module is not None:
             require_no_join(self._module)
-        if any(each.grad is not None and each.grad.requires_grad for group in self._optimizer.param_groups for each in group["params"]):
+        if any(
+            each.grad is not None and each.grad.requires_grad
+            for group in self._optimizer.param_groups
+            for each in group["params"]
+        ):
             self.require_no_graph()
         self.require_own_sum("the end of a window")
         if self._workers == 1:
@@ -80,9 +120,16 @@ class WorkerGroup(Workers):
             raise kit.missing_worker_error(fields, self._rank, _REGROUP) from error
         self._all_flush = added.flushes == self._workers
         self.hold("of all" if added.is_open else "own")
-        return Joined(kit.joined(fields, added.weight, added.overflow), whole, added.others, packed)
+        return Joined(
+            kit.joined(fields, added.weight, added.overflow),
+            whole,
+            added.others,
+            packed,
+        )
 
-    def flush(self, close: Callable[[], None], between: Callable[[], None], is_open: bool) -> None:
+    def flush(
+        self, close: Callable[[], None], between: Callable[[], None], is_open: bool
+    ) -> None:
         self._flushing = True
         try:
             close()
@@ -98,19 +145,37 @@ class WorkerGroup(Workers):
         if self.held == "torn":
             raise kit.torn_window_error(call)
         if self.held == "kept" and call != "state_dict()":
-            expected, found = "a whole group of workers", "one whose reduction failed; this worker's part of the window is whole"
-            raise kit.explain(UsageError, call, expected=expected, found=found, fix=f"{_REGROUP} Or call opt.discard() on every worker.")
+            expected, found = (
+                "a whole group of workers",
+                "one whose reduction failed; this worker's part of the window is whole",
+            )
+            raise kit.explain(
+                UsageError,
+                call,
+                expected=expected,
+                found=found,
+                fix=f"{_REGROUP} Or call opt.discard() on every worker.",
+            )
 
     def require_parameters(self, parameters: Sequence[Tensor]) -> None:
-        whole, sharded = ([each for each in parameters if names.is_sharded(each) is split] for split in (False, True))
+        whole, sharded = (
+            [each for each in parameters if names.is_sharded(each) is split]
+            for split in (False, True)
+        )
         if self._module is not None:
             require_parameters(self._module, list(self._module.parameters()), whole)
             require_none_ignored(self._module, whole)
         require_same_workers(self.group, sharded)
 
     def taking_part(self) -> AbstractContextManager[None] | None:
-        own = [each for group in self._optimizer.param_groups for each in group["params"]]
-        return None if self._module is not None or names.module_averaging(own) is None else delivering_zeros(own)
+        own = [
+            each for group in self._optimizer.param_groups for each in group["params"]
+        ]
+        return (
+            None
+            if self._module is not None or names.module_averaging(own) is None
+            else delivering_zeros(own)
+        )
 
     def leave(self) -> Held:
         if self.joined:
@@ -118,7 +183,9 @@ class WorkerGroup(Workers):
         return self.held if self.stages is None else super().leave()
 
     @torch.no_grad()
-    def catch_up(self, closed: int, has_own: bool, state: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
+    def catch_up(
+        self, closed: int, has_own: bool, state: Callable[[], dict[str, Any]]
+    ) -> dict[str, Any] | None:
         """Send, or take over, what the base class says and the parameters.
 
         A worker whose reduction failed is a part of the window that others closed.
@@ -129,27 +196,50 @@ class WorkerGroup(Workers):
         most, first = max(counts), counts.index(max(counts))
         if min(counts) == most:
             return None
-        if (self._module is not None and first) or any(own and count < most for count, own in everyone):
+        if (self._module is not None and first) or any(
+            own and count < most for count, own in everyone
+        ):
             raise _behind_error(counts, self._module is not None)
-        source, sent = dist.get_global_rank(self.group, first), [state() if first == self._rank else {}]
+        source, sent = (
+            dist.get_global_rank(self.group, first),
+            [state() if first == self._rank else {}],
+        )
         dist.broadcast_object_list(sent, source, group=self.group)
-        for parameter in (each for group in self._optimizer.param_groups for each in group["params"]):
+        for parameter in (
+            each for group in self._optimizer.param_groups for each in group["params"]
+        ):
             dist.broadcast(parameter, source, group=self.group)
         return sent[0] if closed < most else None
 
     def _added_up(
-        self, fields: kit.State, sums: Sums, zeros: Callable[[int], Tensor], others: Sequence[float], part: int | None
+        self,
+        fields: kit.State,
+        sums: Sums,
+        zeros: Callable[[int], Tensor],
+        others: Sequence[float],
+        part: int | None,
     ) -> tuple[Numbers, Sums, Tensor | None]:
         rates = learning_rates(self._optimizer)
         sparse = any(map(IS_SPARSE, [total for total in sums if total is not None]))
-        whole: list[Tensor | None] = [None] * len(sums) if sparse else [*sums]  # The flag makes each worker raise.
-        present, flags = list(map(is_not, whole, repeat(None))), (sparse, not is_exact(fields.weight), *kit.rate_bits(*rates))
+        # The flag makes each worker raise.
+        whole: list[Tensor | None] = [None] * len(sums) if sparse else [*sums]
+        present, flags = (
+            list(map(is_not, whole, repeat(None))),
+            (sparse, not is_exact(fields.weight), *kit.rate_bits(*rates)),
+        )
         sent = bytearray(encode(fields, self._flushing, present, others, flags))
-        own, (rode_before, before) = torch.frombuffer(sent, dtype=torch.uint8), self._rode.get(part, ([], ([], 0)))
+        own, (rode_before, before) = (
+            torch.frombuffer(sent, dtype=torch.uint8),
+            self._rode.get(part, ([], ([], 0))),
+        )
         guess = [index for index in rode_before if index < len(sums)]
         while True:
-            riding = [zeros(index) if (total := whole[index]) is None else total for index in guess]
-            # The numbers last, as kernels are slower on a sum whose memory begins at an odd place.
+            riding = [
+                zeros(index) if (total := whole[index]) is None else total
+                for index in guess
+            ]
+            # The numbers last, as kernels are slower on a sum whose memory begins at an
+            # odd place.
             own = own.to(self._device, riding[0].dtype if riding else torch.float32)
             bucket = _reduction([*riding, own], self.group, apart=True).wait()
             *rode, added = names.unflattened(bucket.packed, bucket.tensors)
@@ -159,9 +249,14 @@ class WorkerGroup(Workers):
             if numbers.flags[1]:
                 raise _small_error(fields.weight)
             if numbers.is_open:
-                kit.require_same_rates(rates, numbers.flags[2:], self._workers, self._rank)
+                kit.require_same_rates(
+                    rates, numbers.flags[2:], self._workers, self._rank
+                )
             if (there := list(map(bool, numbers.holders))) != present:
-                whole = [zeros(at) if each is None and held else each for at, (each, held) in enumerate(zip(whole, there, strict=True))]
+                whole = [
+                    zeros(at) if each is None and held else each
+                    for at, (each, held) in enumerate(zip(whole, there, strict=True))
+                ]
             now = there, bucket.packed.numel()
             if now == before and len(set(map(DTYPE, riding))) == 1:
                 break
@@ -171,8 +266,18 @@ class WorkerGroup(Workers):
             guess = found
         left, rode_at = dict[int, Tensor](), set(guess)
         if not (all_rode := len(guess) == sum(there)):
-            self._require_equal_copies([total for total, count in zip(whole, numbers.holders, strict=True) if count == self._workers])
-            left = {at: each for at, each in enumerate(whole) if at not in rode_at and each is not None and not names.is_sharded(each)}
+            self._require_equal_copies(
+                [
+                    total
+                    for total, count in zip(whole, numbers.holders, strict=True)
+                    if count == self._workers
+                ]
+            )
+            left = {
+                at: each
+                for at, each in enumerate(whole)
+                if at not in rode_at and each is not None and not names.is_sharded(each)
+            }
         if not (apart := sum(total.nbytes for total in left.values()) <= APART_BYTES):
             self.hold("torn")
         reduced = all_reduce(list(left.values()), self.group, apart) if left else list
@@ -182,55 +287,121 @@ class WorkerGroup(Workers):
             rode = in_layout_of(riding, rode)
         for index, total in zip((*guess, *left), (*rode, *reduced()), strict=True):
             whole[index] = total
-        return numbers, whole, None if strided or not all_rode else bucket.packed[: -len(sent)]
+        return (
+            numbers,
+            whole,
+            None if strided or not all_rode else bucket.packed[: -len(sent)],
+        )
 
     def _require_equal_copies(self, sums: Sums) -> None:
-        """Raise, on every worker, unless the copies of each shard have gradients of one norm; collective."""
+        """Raise, on every worker, unless the copies of each shard have gradients of one
+        norm; collective.
+        """
         norms: dict[dist.ProcessGroup, list[Tensor]] = {}
         for total in sums:
             for axis, placement in enumerate(getattr(total, "placements", ())):
-                if total is not None and placement.is_replicate() and names.mesh_of(total).size(axis) > 1:
-                    norms.setdefault(names.mesh_of(total).get_group(axis), []).append(torch.linalg.vector_norm(names.local(total)).double())
+                if (
+                    total is not None
+                    and placement.is_replicate()
+                    and names.mesh_of(total).size(axis) > 1
+                ):
+                    norms.setdefault(names.mesh_of(total).get_group(axis), []).append(
+                        torch.linalg.vector_norm(names.local(total)).double()
+                    )
         if not norms:
             return
         apart = []
         for group, own in norms.items():
-            dist.all_reduce(most := torch.stack([*own, *(-norm for norm in own)]), dist.ReduceOp.MAX, group=group)
-            apart.append((most[: len(own)] + most[len(own) :] > _CLOSE * most[: len(own)]).any().double())
+            dist.all_reduce(
+                most := torch.stack([*own, *(-norm for norm in own)]),
+                dist.ReduceOp.MAX,
+                group=group,
+            )
+            apart.append(
+                (most[: len(own)] + most[len(own) :] > _CLOSE * most[: len(own)])
+                .any()
+                .double()
+            )
         dist.all_reduce(worst := torch.stack(apart).sum(), group=self.group)
         if worst:
-            expected, found = "equal gradients on the workers that hold copies of a shard", "norms that differ"
-            fix = "Write weight.to_local(grad_placements=[Partial(), ...]), which adds up gradients of different items. "
-            raise kit.explain(UsageError, "grad_placements", expected=expected, found=found, fix=f"{fix}{_DISCARD}")
+            expected, found = (
+                "equal gradients on the workers that hold copies of a shard",
+                "norms that differ",
+            )
+            fix = (
+                "Write weight.to_local(grad_placements=[Partial(), ...]), which adds up"
+                " gradients of different items. "
+            )
+            raise kit.explain(
+                UsageError,
+                "grad_placements",
+                expected=expected,
+                found=found,
+                fix=f"{fix}{_DISCARD}",
+            )
 
 
 def _behind_error(closed: Sequence[int], has_module: bool) -> UsageError:
-    expected = "workers that have closed as many windows, or were lost at the end of the next one, or are new and have no open window"
+    expected = (
+        "workers that have closed as many windows, or were lost at the end of the next"
+        " one, or are new and have no open window"
+    )
     if has_module:
-        expected += "; and beside a module a first worker that is ahead, as DistributedDataParallel sends its parameters"
-    fix = "Call opt.discard() on the worker that is behind. With a process group in the place of the module any worker may be first."
-    return kit.explain(UsageError, "regroup()", expected=expected, found=f"windows closed, by rank: {list(closed)}", fix=fix)
+        expected += (
+            "; and beside a module a first worker that is ahead, as"
+            " DistributedDataParallel sends its parameters"
+        )
+    fix = (
+        "Call opt.discard() on the worker that is behind. With a process group in the"
+        " place of the module any worker may be first."
+    )
+    return kit.explain(
+        UsageError,
+        "regroup()",
+        expected=expected,
+        found=f"windows closed, by rank: {list(closed)}",
+        fix=fix,
+    )
 
 
 def _sparse_error() -> UsageError:
     fix = "Build the layer with dense gradients: torch.nn.Embedding(..., sparse=False)."
     found = "a sparse one on some worker"
-    return kit.explain(UsageError, ".grad", expected="dense gradients beside module= and process_group=", found=found, fix=fix)
+    return kit.explain(
+        UsageError,
+        ".grad",
+        expected="dense gradients beside module= and process_group=",
+        found=found,
+        fix=fix,
+    )
 
 
 def _small_error(own: float) -> UsageError:
-    found, fix = f"a smaller one on some worker; {own:g} here", "Count items as 1 each, or multiply all weights by one power of two."
-    return kit.explain(UsageError, "weight", expected="0, or a weight of a window from 2**-132 on", found=found, fix=f"{fix} {_DISCARD}")
+    found, fix = (
+        f"a smaller one on some worker; {own:g} here",
+        "Count items as 1 each, or multiply all weights by one power of two.",
+    )
+    return kit.explain(
+        UsageError,
+        "weight",
+        expected="0, or a weight of a window from 2**-132 on",
+        found=found,
+        fix=f"{fix} {_DISCARD}",
+    )
 
 
-# The module that several workers train together: checked, and its own reduction left out.
+# The module that several workers train together: checked, and its own reduction left
+# out.
 #
-# `torch.nn.parallel.DistributedDataParallel` averages gradients in every backward pass unless it is told to wait. Here the window's sum is
-# reduced instead, so it waits for good. It still sends the model when it is built. Its buffers are sent at the end of a window, where all
-# workers meet.
+# `torch.nn.parallel.DistributedDataParallel` averages gradients in every backward pass
+# unless it is told to wait. Here the window's sum is reduced instead, so it waits for
+# good. It still sends the model when it is built. Its buffers are sent at the end of a
+# window, where all workers meet.
 
 
-def group_of(module: object, optimizer: torch.optim.Optimizer, options: kit.Options) -> WorkerGroup:
+def group_of(
+    module: object, optimizer: torch.optim.Optimizer, options: kit.Options
+) -> WorkerGroup:
     parallel = _require_parallel(module)
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
     workers = WorkerGroup(parallel.process_group, optimizer, parallel)
@@ -243,162 +414,325 @@ def group_of(module: object, optimizer: torch.optim.Optimizer, options: kit.Opti
     return workers
 
 
-def group_alone(group: object, optimizer: torch.optim.Optimizer, options: kit.Options) -> WorkerGroup:
-    """Return the workers of a process group that train copies without a module; collective."""
+def group_alone(
+    group: object, optimizer: torch.optim.Optimizer, options: kit.Options
+) -> WorkerGroup:
+    """Return the workers of a process group that train copies without a module;
+    collective.
+    """
     require_group(group, "process_group")
     assert isinstance(group, dist.ProcessGroup)
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
     workers = WorkerGroup(group, optimizer)
     workers.require_parameters(parameters)
-    require_same_options(options, group, parameters=f"{len(parameters)} of {sum(map(Tensor.numel, parameters))} elements")
+    require_same_options(
+        options,
+        group,
+        parameters=(
+            f"{len(parameters)} of {sum(map(Tensor.numel, parameters))} elements"
+        ),
+    )
     return workers
 
 
 def comm_hook_error() -> UsageError:
     fix = "Leave register_comm_hook out: the window's sum is reduced by all_reduce."
     found = "a registered hook, which would never be called"
-    return kit.explain(UsageError, "module", expected="a module without a communication hook", found=found, fix=fix)
+    return kit.explain(
+        UsageError,
+        "module",
+        expected="a module without a communication hook",
+        found=found,
+        fix=fix,
+    )
 
 
 def _require_parallel(module: object) -> DistributedDataParallel:
     # Fabric's module holds the parallel one.
-    held = [each for each in module.modules() if isinstance(each, DistributedDataParallel)] if isinstance(module, torch.nn.Module) else []
-    if len(held) == 1 and isinstance(module, torch.nn.Module) and len([*module.parameters()]) == len([*held[0].parameters()]):
+    held = (
+        [each for each in module.modules() if isinstance(each, DistributedDataParallel)]
+        if isinstance(module, torch.nn.Module)
+        else []
+    )
+    if (
+        len(held) == 1
+        and isinstance(module, torch.nn.Module)
+        and len([*module.parameters()]) == len([*held[0].parameters()])
+    ):
         module = held[0]
     if not isinstance(module, DistributedDataParallel):
         found = f"an object of type {type(module).__name__}"
-        raise kit.explain(ArgumentTypeError, "module", expected="a DistributedDataParallel or fully_shard module", found=found, fix=FIX)
+        raise kit.explain(
+            ArgumentTypeError,
+            "module",
+            expected="a DistributedDataParallel or fully_shard module",
+            found=found,
+            fix=FIX,
+        )
     if any(map(names.is_sharded, names.reduced_by(module))):
         fix = "Leave module= out: their gradients are reduced in each backward pass."
-        raise kit.explain(ArgumentTypeError, "module", expected="a module whose parameters are whole", found="sharded parameters", fix=fix)
+        raise kit.explain(
+            ArgumentTypeError,
+            "module",
+            expected="a module whose parameters are whole",
+            found="sharded parameters",
+            fix=fix,
+        )
     if names.were_sharded(module.parameters()):
-        found = "parts of tensor-parallel parameters, of which norm and overflow would be this part's own"
-        fix = "Give the model fully_shard on a mesh of two dimensions in the place of DistributedDataParallel."
-        raise kit.explain(ArgumentValueError, "module", expected="a module whose parameters are whole", found=found, fix=fix)
+        found = (
+            "parts of tensor-parallel parameters, of which norm and overflow would be"
+            " this part's own"
+        )
+        fix = (
+            "Give the model fully_shard on a mesh of two dimensions in the place of"
+            " DistributedDataParallel."
+        )
+        raise kit.explain(
+            ArgumentValueError,
+            "module",
+            expected="a module whose parameters are whole",
+            found=found,
+            fix=fix,
+        )
     return module
 
 
-def require_same_options(options: kit.Options, *groups: dist.ProcessGroup, **others: str) -> None:
-    """Raise unless all workers gave the same options; collective, and on every worker."""
+def require_same_options(
+    options: kit.Options, *groups: dist.ProcessGroup, **others: str
+) -> None:
+    """Raise unless all workers gave the same options; collective, and on every
+    worker.
+    """
     # Two workers' functions and scalers are different objects.
     steps = options.steps if kit.is_known(options.steps) else "a function"
-    everyone = [(dist.get_rank(), str(dict(options._asdict(), steps=steps, scaler=type(options.scaler), **others)))]
+    everyone = [
+        (
+            dist.get_rank(),
+            str(
+                dict(
+                    options._asdict(),
+                    steps=steps,
+                    scaler=type(options.scaler),
+                    **others,
+                )
+            ),
+        )
+    ]
     for group in groups:
         gathered: list[list[tuple[int, str]]] = [[]] * dist.get_world_size(group)
         dist.all_gather_object(gathered, everyone, group=group)
         everyone = sorted(chain(*gathered))
     for rank, other in everyone:
         if other != everyone[0][1]:
-            expected, found = f"the same options on every worker: {everyone[0][1]}", f"{other} on rank {rank}"
-            raise kit.explain(ArgumentValueError, "options", expected=expected, found=found, fix="Give every worker the same options.")
+            expected, found = (
+                f"the same options on every worker: {everyone[0][1]}",
+                f"{other} on rank {rank}",
+            )
+            raise kit.explain(
+                ArgumentValueError,
+                "options",
+                expected=expected,
+                found=found,
+                fix="Give every worker the same options.",
+            )
 
 
 def require_group(group: Any, argument: str = "group") -> tuple[int, int]:
-    """Raise unless this process is in the process group `group`; return its rank and the number of processes."""
+    """Raise unless this process is in the process group `group`; return its rank and
+    the number of processes.
+    """
     if not dist.is_available() or not dist.is_initialized():
-        fix = "Call torch.distributed.init_process_group() first; leave the call or the argument out where there is one process."
-        raise kit.explain(UsageError, argument, expected="an initialised torch.distributed", found="none in this process", fix=fix)
+        fix = (
+            "Call torch.distributed.init_process_group() first; leave the call or the"
+            " argument out where there is one process."
+        )
+        raise kit.explain(
+            UsageError,
+            argument,
+            expected="an initialised torch.distributed",
+            found="none in this process",
+            fix=fix,
+        )
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         fix = "Call it only on the processes that hold classes."
-        raise kit.explain(UsageError, argument, expected="a group that this process is in", found="a group of other processes", fix=fix)
+        raise kit.explain(
+            UsageError,
+            argument,
+            expected="a group that this process is in",
+            found="a group of other processes",
+            fix=fix,
+        )
     if group is not None and not isinstance(group, dist.ProcessGroup):
         fix = "Pass what torch.distributed.new_group or mesh.get_group() returned."
-        raise kit.explain(ArgumentTypeError, argument, expected="a torch.distributed.ProcessGroup or None", got=group, fix=fix)
+        raise kit.explain(
+            ArgumentTypeError,
+            argument,
+            expected="a torch.distributed.ProcessGroup or None",
+            got=group,
+            fix=fix,
+        )
     return dist.get_rank(group), dist.get_world_size(group)
 
 
-# Checks of what several workers give: parameters, process groups, and the arguments of a call that they make together.
+# Checks of what several workers give: parameters, process groups, and the arguments of
+# a call that they make together.
 #
-# A check of one worker's own arguments raises on that worker; the others wait for it until the engine's timeout. Labels may differ between
-# workers, so the check of labels is part of the communication and raises on all of them.
+# A check of one worker's own arguments raises on that worker; the others wait for it
+# until the engine's timeout. Labels may differ between workers, so the check of labels
+# is part of the communication and raises on all of them.
 
 
-FIX = "Write gradaccum.wrap(optimizer, steps=4, module=DistributedDataParallel(model)), or module=fully_shard(model)."
+FIX = (
+    "Write gradaccum.wrap(optimizer, steps=4, module=DistributedDataParallel(model)),"
+    " or module=fully_shard(model)."
+)
 
 
-def require_parameters(module: torch.nn.Module, own: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
+def require_parameters(
+    module: torch.nn.Module, own: Sequence[Tensor], parameters: Sequence[Tensor]
+) -> None:
     known = set(map(id, own))
     strangers = sum(id(parameter) not in known for parameter in parameters)
     if strangers:
-        expected, found = "the module whose parameters the optimizer has", f"a {type(module).__name__} without {strangers} of them"
-        raise kit.explain(ArgumentValueError, "module", expected=expected, found=found, fix=FIX)
+        expected, found = (
+            "the module whose parameters the optimizer has",
+            f"a {type(module).__name__} without {strangers} of them",
+        )
+        raise kit.explain(
+            ArgumentValueError, "module", expected=expected, found=found, fix=FIX
+        )
 
 
-def require_none_ignored(module: DistributedDataParallel, parameters: Sequence[Tensor]) -> None:
+def require_none_ignored(
+    module: DistributedDataParallel, parameters: Sequence[Tensor]
+) -> None:
     reduced = set(map(id, names.reduced_by(module)))
     ignored = sum(id(parameter) not in reduced for parameter in parameters)
     if ignored:
-        expected, found = "a module that reduces the optimizer's parameters", f"one that was told to ignore {ignored} of them"
-        fix = "Give them an optimizer of their own, or make each a part of a DTensor: DTensor.from_local(expert, mesh, [Shard(0)])."
-        raise kit.explain(ArgumentValueError, "module", expected=expected, found=found, fix=fix)
+        expected, found = (
+            "a module that reduces the optimizer's parameters",
+            f"one that was told to ignore {ignored} of them",
+        )
+        fix = (
+            "Give them an optimizer of their own, or make each a part of a DTensor:"
+            " DTensor.from_local(expert, mesh, [Shard(0)])."
+        )
+        raise kit.explain(
+            ArgumentValueError, "module", expected=expected, found=found, fix=fix
+        )
 
 
 def require_same_workers(group: dist.ProcessGroup, sharded: Sequence[Tensor]) -> None:
     """Raise unless each of `sharded` is split over exactly the workers of `group`."""
     if units_holding(sharded):
-        fix = "Give the parameters of fully_shard an optimizer of their own, or put all under fully_shard."
+        fix = (
+            "Give the parameters of fully_shard an optimizer of their own, or put all"
+            " under fully_shard."
+        )
         found = "parameters of fully_shard, which averages their gradients by itself"
-        raise kit.explain(ArgumentValueError, "module", expected="sharded parameters with their whole gradients", found=found, fix=fix)
+        raise kit.explain(
+            ArgumentValueError,
+            "module",
+            expected="sharded parameters with their whole gradients",
+            found=found,
+            fix=fix,
+        )
     workers = sorted(dist.get_process_group_ranks(group))
     for parameter in sharded:
         ranks = sorted(names.mesh_of(parameter).mesh.flatten().tolist())
         if ranks != workers:
-            expected, found = f"sharded parameters over the ranks {workers} of the module", f"one over the ranks {ranks}"
-            raise kit.explain(ArgumentValueError, "module", expected=expected, found=found, fix="Give it an optimizer of its own.")
+            expected, found = (
+                f"sharded parameters over the ranks {workers} of the module",
+                f"one over the ranks {ranks}",
+            )
+            raise kit.explain(
+                ArgumentValueError,
+                "module",
+                expected=expected,
+                found=found,
+                fix="Give it an optimizer of its own.",
+            )
 
 
 # One sum over all workers for many tensors.
 #
-# Large tensors are reduced one by one. Small ones travel together in buckets, which have the size of those of
-# `torch.nn.parallel.DistributedDataParallel` (``bucket_cap_mb``). The first bucket takes numbers with it, because a collective of their own
-# takes longer than all else that the end of a small model's window does.
+# Large tensors are reduced one by one. Small ones travel together in buckets, which
+# have the size of those of `torch.nn.parallel.DistributedDataParallel`
+# (``bucket_cap_mb``). The first bucket takes numbers with it, because a collective of
+# their own takes longer than all else that the end of a small model's window does.
 #
-# A worker may be lost meanwhile. So up to `APART_BYTES` copies are reduced, and take the place of the sums when all have arrived; a larger
-# model has no second copy of its gradients: large tensors are reduced in place, and while one bucket is on its way the next is packed.
+# A worker may be lost meanwhile. So up to `APART_BYTES` copies are reduced, and take
+# the place of the sums when all have arrived; a larger model has no second copy of its
+# gradients: large tensors are reduced in place, and while one bucket is on its way the
+# next is packed.
 
 
 BUCKET_BYTES = 25 * 2**20
 LARGE_BYTES = 4 * 2**20
-"""From here on a collective of its own costs less than packing and unpacking (measured with gloo, two processes)."""
+"""From here on a collective of its own costs less than packing and unpacking (measured
+with gloo, two processes).
+"""
 APART_BYTES = 2**30
-"""Up to here sums are reduced from copies, so that a failed reduction leaves each worker its own. Activations, which took more, are gone by
-then."""
+"""Up to here sums are reduced from copies, so that a failed reduction leaves each
+worker its own. Activations, which took more, are gone by then.
+"""
 IN_FLIGHT = 2
-"""Buckets packed at a time, beyond `APART_BYTES`: they take at most this much memory beside the tensors."""
+"""Buckets packed at a time, beyond `APART_BYTES`: they take at most this much memory
+beside the tensors.
+"""
 _EXACT = (torch.float32, torch.float64)
 
 
 def riders(sums: Sums, device: torch.device) -> list[int]:
-    """Return the positions of the small sums in the first bucket, of one dtype that holds counts exactly."""
+    """Return the positions of the small sums in the first bucket, of one dtype that
+    holds counts exactly.
+    """
     found: list[int] = []
     size, dtype = 0, None
     for index, total in enumerate(sums):
-        if total is None or (nbytes := total.nbytes) >= LARGE_BYTES or total.device != device:
+        if (
+            total is None
+            or (nbytes := total.nbytes) >= LARGE_BYTES
+            or total.device != device
+        ):
             continue
-        if (total.dtype is dtype or (dtype is None and total.dtype in _EXACT)) and (type(total) is Tensor or not names.is_sharded(total)):
+        if (total.dtype is dtype or (dtype is None and total.dtype in _EXACT)) and (
+            type(total) is Tensor or not names.is_sharded(total)
+        ):
             dtype, size = total.dtype, size + nbytes
             if size <= BUCKET_BYTES:
                 found.append(index)
     return found
 
 
-def all_reduce(tensors: Sequence[Tensor], group: dist.ProcessGroup, apart: bool) -> Callable[[], list[Tensor]]:
-    """Add up each tensor over the workers of `group`, and return a function that returns the sums.
+def all_reduce(
+    tensors: Sequence[Tensor], group: dist.ProcessGroup, apart: bool
+) -> Callable[[], list[Tensor]]:
+    """Add up each tensor over the workers of `group`, and return a function that
+    returns the sums.
 
-    All have the same shapes and dtypes in one order. Until that call they keep their values if `apart`.
+    All have the same shapes and dtypes in one order. Until that call they keep their
+    values if `apart`.
     """
     flying: deque[_Reduction] = deque()
     ended: list[_Reduction] = []
     # By the size alone, which is the same on every worker, as a layout may not be.
     small = [tensor for tensor in tensors if tensor.nbytes < LARGE_BYTES]
-    for bucket in (*([tensor] for tensor in tensors if tensor.nbytes >= LARGE_BYTES), *buckets(small)):
+    for bucket in (
+        *([tensor] for tensor in tensors if tensor.nbytes >= LARGE_BYTES),
+        *buckets(small),
+    ):
         if len(flying) == IN_FLIGHT and not apart:
             ended.append(flying.popleft().wait())
         flying.append(_reduction(bucket, group, apart))
     ended += [reduction.wait() for reduction in flying]
 
     def sums() -> list[Tensor]:
-        found = {id(tensor): total for each in ended for tensor, total in zip(each.tensors, each.sums(), strict=True)}
+        found = {
+            id(tensor): total
+            for each in ended
+            for tensor, total in zip(each.tensors, each.sums(), strict=True)
+        }
         return [found[id(tensor)] for tensor in tensors]
 
     return sums
@@ -408,7 +742,11 @@ def buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     bucket: list[Tensor] = []
     size = 0
     for tensor in tensors:
-        fits = bucket and size + tensor.nbytes <= BUCKET_BYTES and (tensor.dtype, tensor.device) == (bucket[0].dtype, bucket[0].device)
+        fits = (
+            bucket
+            and size + tensor.nbytes <= BUCKET_BYTES
+            and (tensor.dtype, tensor.device) == (bucket[0].dtype, bucket[0].device)
+        )
         if bucket and not fits:
             yield bucket
             bucket, size = [], 0
@@ -439,30 +777,50 @@ class _Reduction(NamedTuple):
         return in_layout_of(self.tensors, parts, apart=self.apart)
 
 
-def in_layout_of(tensors: Sequence[Tensor], parts: Sequence[Tensor], apart: bool = True) -> list[Tensor]:
-    """Return `parts`, each of a strided tensor copied into that tensor, to keep the layout; all of them unless `apart`."""
-    return [part if apart and each.is_contiguous() else each.copy_(part) for part, each in zip(parts, tensors, strict=True)]
+def in_layout_of(
+    tensors: Sequence[Tensor], parts: Sequence[Tensor], apart: bool = True
+) -> list[Tensor]:
+    """Return `parts`, each of a strided tensor copied into that tensor, to keep the
+    layout; all of them unless `apart`.
+    """
+    return [
+        part if apart and each.is_contiguous() else each.copy_(part)
+        for part, each in zip(parts, tensors, strict=True)
+    ]
 
 
-def _reduction(tensors: Sequence[Tensor], group: dist.ProcessGroup, apart: bool) -> _Reduction:
+def _reduction(
+    tensors: Sequence[Tensor], group: dist.ProcessGroup, apart: bool
+) -> _Reduction:
     if len(tensors) > 1:
         packed = names.flattened(tensors)
     else:
-        packed = tensors[0].clone(memory_format=torch.contiguous_format) if apart else tensors[0].contiguous()
-    return _Reduction(tensors, packed, dist.all_reduce(packed, group=group, async_op=True), apart)
+        packed = (
+            tensors[0].clone(memory_format=torch.contiguous_format)
+            if apart
+            else tensors[0].contiguous()
+        )
+    return _Reduction(
+        tensors, packed, dist.all_reduce(packed, group=group, async_op=True), apart
+    )
 
 
-# The few numbers that a window's end adds up beside the sums, as elements that ride in the first bucket of sums.
+# The few numbers that a window's end adds up beside the sums, as elements that ride in
+# the first bucket of sums.
 #
-# Each is a count, or an integer whose bytes are elements of their own. So all additions are exact in float32, in any order, for up to
-# 65,793 workers, and a bucket of either dtype brings the same numbers to every worker. How many elements there are does not depend on
-# the number of workers.
+# Each is a count, or an integer whose bytes are elements of their own. So all additions
+# are exact in float32, in any order, for up to 65,793 workers, and a bucket of either
+# dtype brings the same numbers to every worker. How many elements there are does not
+# depend on the number of workers.
 
 
 _BELOW = 184
-"""Bits behind the point: a float32 has no smaller ones, nor a float64 from 2^-132 on."""
+"""Bits behind the point: a float32 has no smaller ones, nor a float64 from 2^-132 on.
+"""
 _LARGEST = 2.0**135
-"""From here on a number is taken for inf, as every float32 is below. Added to each number, it makes all of them positive."""
+"""From here on a number is taken for inf, as every float32 is below. Added to each
+number, it makes all of them positive.
+"""
 _PLACES = [2.0 ** (place - _BELOW) for place in range(0, 136 + _BELOW, 8)]
 """What an element of a number counts, the lowest byte first."""
 
@@ -484,24 +842,68 @@ class Numbers(NamedTuple):
     """The number of workers for which each of the flags that were given is true."""
 
 
-def encode(fields: kit.State, flushing: bool, present: Iterable[bool], others: Sequence[float] = (), flags: Iterable[int] = ()) -> bytes:
-    """Return one worker's numbers as bytes to add up: integers, what cannot be one, how many workers there are, and the rest."""
+def encode(
+    fields: kit.State,
+    flushing: bool,
+    present: Iterable[bool],
+    others: Sequence[float] = (),
+    flags: Iterable[int] = (),
+) -> bytes:
+    """Return one worker's numbers as bytes to add up: integers, what cannot be one, how
+    many workers there are, and the rest.
+    """
     numbers = fields.weight, *others
-    marks = [mark for each in numbers for mark in (each != each, each >= _LARGEST, each <= -_LARGEST)]
-    return b"".join((*map(_integer, numbers), bytes((*marks, 1, fields.overflow, fields.micro_step > 0, flushing, *flags, *present))))
+    marks = [
+        mark
+        for each in numbers
+        for mark in (each != each, each >= _LARGEST, each <= -_LARGEST)
+    ]
+    return b"".join(
+        (
+            *map(_integer, numbers),
+            bytes(
+                (
+                    *marks,
+                    1,
+                    fields.overflow,
+                    fields.micro_step > 0,
+                    flushing,
+                    *flags,
+                    *present,
+                )
+            ),
+        )
+    )
 
 
 def decode(added: Tensor, others: int = 0, flags: int = 0) -> Numbers:
-    """Return the numbers of all workers from their added elements, shape ``(elements,)``; waits for the device."""
+    """Return the numbers of all workers from their added elements, shape
+    ``(elements,)``; waits for the device.
+    """
     count, size, elements = 1 + others, len(_PLACES), added.tolist()
     marks = elements[count * size :]
     workers, overflows, micro_batches, flushes, *rest = marks[3 * count :]
-    sums = [_number(elements[at * size : (at + 1) * size], workers, *marks[3 * at : 3 * at + 3]) for at in range(count)]
-    return Numbers(sums[0], overflows > 0, micro_batches > 0, flushes, rest[flags:], sums[1:], rest[:flags])
+    sums = [
+        _number(
+            elements[at * size : (at + 1) * size], workers, *marks[3 * at : 3 * at + 3]
+        )
+        for at in range(count)
+    ]
+    return Numbers(
+        sums[0],
+        overflows > 0,
+        micro_batches > 0,
+        flushes,
+        rest[flags:],
+        sums[1:],
+        rest[:flags],
+    )
 
 
 def is_exact(weight: float) -> bool:
-    """True if the workers can add `weight` up: a float64 may have bits that are too small."""
+    """True if the workers can add `weight` up: a float64 may have bits that are too
+    small.
+    """
     return weight >= 1 or math.ldexp(weight, _BELOW).is_integer()
 
 
@@ -510,8 +912,20 @@ def _integer(number: float) -> bytes:
     return (whole + (1 << 135 + _BELOW)).to_bytes(len(_PLACES), "little")
 
 
-def _number(elements: Sequence[float], workers: float, nans: float, above: float, below: float) -> float:
-    """Return the sum, rounded once, of numbers whose integers have these added bytes, and of which so many are NaN, inf and -inf."""
+def _number(
+    elements: Sequence[float], workers: float, nans: float, above: float, below: float
+) -> float:
+    """Return the sum, rounded once, of numbers whose integers have these added bytes,
+    and of which so many are NaN, inf and -inf.
+    """
     if nans or (above and below):
         return math.nan
-    return math.inf if above else -math.inf if below else math.fsum((-_LARGEST * workers, *map(mul, elements, _PLACES)))
+    return (
+        math.inf
+        if above
+        else (
+            -math.inf
+            if below
+            else math.fsum((-_LARGEST * workers, *map(mul, elements, _PLACES)))
+        )
+    )

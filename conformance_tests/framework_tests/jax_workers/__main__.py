@@ -1,4 +1,6 @@
-"""Checks on devices that the CPU stands for: ``python -m conformance_tests.framework_tests.jax_workers FILE DEVICES NAME...``."""
+"""Checks on devices that the CPU stands for: ``python -m
+conformance_tests.framework_tests.jax_workers FILE DEVICES NAME...``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Refusals while JAX traces: nothing has run, and what was accumulated is still there."""
+"""Refusals while JAX traces: nothing has run, and what was accumulated is still
+there.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def loss_fn(w: Any, x: Any) -> Any:
 
 def inside(function: Any, *args: Any, specs: Any = SPECS, **options: Any) -> Any:
     """`function` in a `jax.shard_map` of the user's own."""
-    return jax.jit(jax.shard_map(function, mesh=MESH, in_specs=specs, out_specs=P(), **options))(*(args or (W, X)))
+    return jax.jit(
+        jax.shard_map(function, mesh=MESH, in_specs=specs, out_specs=P(), **options)
+    )(*(args or (W, X)))
 
 
 def step_of(tx: Any) -> Any:
@@ -40,13 +44,19 @@ def step_of(tx: Any) -> Any:
 
 
 def reduced_gradients() -> None:
-    """In a `jax.shard_map` of the user's own: by JAX for replicated parameters, and by the user. Copies of the parameters are right."""
+    """In a `jax.shard_map` of the user's own: by JAX for replicated parameters, and by
+    the user. Copies of the parameters are right.
+    """
 
     def by_jax(w: Any, x: Any) -> Any:
         return TX.update(jax.grad(loss_fn)(w, x), TX.init(w), w)[0]
 
     def by_hand(w: Any, x: Any) -> Any:
-        return TX.update(jax.lax.pmean(jax.grad(loss_fn)(vary(w, frozenset(["data"])), x), "data"), TX.init(w), w)[0]
+        return TX.update(
+            jax.lax.pmean(jax.grad(loss_fn)(vary(w, frozenset(["data"])), x), "data"),
+            TX.init(w),
+            w,
+        )[0]
 
     def own(w: Any, x: Any) -> Any:
         state, copy = TX.init(w), vary(w, frozenset(["data"]))
@@ -55,7 +65,12 @@ def reduced_gradients() -> None:
         return updates
 
     for function in (by_jax, by_hand):
-        with refused(gradaccum.UsageError, "grads: expected", "reduced over ['data']", "data_parallel"):
+        with refused(
+            gradaccum.UsageError,
+            "grads: expected",
+            "reduced over ['data']",
+            "data_parallel",
+        ):
             inside(function)
     np.testing.assert_array_equal(inside(own), np.full(3, -3.5))
 
@@ -78,15 +93,29 @@ def outside() -> None:
         lambda: gradaccum_jax.flush(TX, state, W),
         lambda: gradaccum_jax.discard(TX, state),
     ):
-        with refused(gradaccum.UsageError, "axis_name: expected an axis of the jax.shard_map around it", fix):
+        with refused(
+            gradaccum.UsageError,
+            "axis_name: expected an axis of the jax.shard_map around it",
+            fix,
+        ):
             call()
     with refused(gradaccum.UsageError, "axis_name", "'model'"):
         over(gradaccum.wrap(optax.sgd(1.0), steps=2, axis_name="model").init)(W)
 
 
 def bad_names() -> None:
-    for name, kind in ((3, "Type"), (["data"], "Type"), ((), "Value"), ("", "Value"), (("data", "data"), "Value"), (("data", 1), "Type")):
-        with refused(getattr(gradaccum, f"Argument{kind}Error"), "axis_name: expected the name of a mesh axis"):
+    for name, kind in (
+        (3, "Type"),
+        (["data"], "Type"),
+        ((), "Value"),
+        ("", "Value"),
+        (("data", "data"), "Value"),
+        (("data", 1), "Type"),
+    ):
+        with refused(
+            getattr(gradaccum, f"Argument{kind}Error"),
+            "axis_name: expected the name of a mesh axis",
+        ):
             gradaccum.wrap(optax.sgd(1.0), steps=2, axis_name=name)
 
 
@@ -106,7 +135,12 @@ def bad_batches() -> None:
     """A batch that four devices cannot divide; the state can be used again."""
     step, state = over(step_of(TX)), over(TX.init)(W)
     for batch in (X[:7], X[0]):
-        with refused(gradaccum.ArgumentValueError, "batch[0]: expected", "4 devices", str(batch.shape)):
+        with refused(
+            gradaccum.ArgumentValueError,
+            "batch[0]: expected",
+            "4 devices",
+            str(batch.shape),
+        ):
             step(W, state, batch)
     step(W, step(W, state, X)[1], X)
 
@@ -120,12 +154,18 @@ def other_results() -> None:
         lambda w, state, x: {"params": w, "state": state},
         lambda w, state, x: (w[:2], state),
     ):
-        with refused(gradaccum.UsageError, "what step returned: expected a tuple (params, state, *rest)"):
+        with refused(
+            gradaccum.UsageError,
+            "what step returned: expected a tuple (params, state, *rest)",
+        ):
             over(step)(W, state, X)
     with refused(gradaccum.UsageError, "what step(params) returned"):
         over(lambda w: w)(W)
     for bare in (optax.sgd(0.1), optax.adam(0.1)):
-        with refused(gradaccum.UsageError, "state: expected the arguments (params, state, *batch)"):
+        with refused(
+            gradaccum.UsageError,
+            "state: expected the arguments (params, state, *batch)",
+        ):
             over(step_of(bare))(W, bare.init(W), X)
 
 
@@ -134,48 +174,84 @@ def window_of_one_device() -> None:
     alone = gradaccum.wrap(optax.sgd(1.0), steps=2)
     with refused(gradaccum.UsageError, "state", "axis_name='data'"):
         over(alone.init)(W)
-    with refused(gradaccum.UsageError, "state", "no devices share", "tx.init(params), of a tx wrapped with axis_name= and mesh="):
+    with refused(
+        gradaccum.UsageError,
+        "state",
+        "no devices share",
+        "tx.init(params), of a tx wrapped with axis_name= and mesh=",
+    ):
         over(step_of(TX))(W, alone.init(W), X)
     with refused(gradaccum.UsageError, "state", "axis_name='data'"):
         over(step_of(alone))(W, over(TX.init)(W), X)
     half = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",))
-    with refused(gradaccum.UsageError, "state", "2 devices share", "gradaccum_jax.redistributed(state, 2)"):
+    with refused(
+        gradaccum.UsageError,
+        "state",
+        "2 devices share",
+        "gradaccum_jax.redistributed(state, 2)",
+    ):
         over(step_of(TX), half)(W, jax.device_get(over(TX.init)(W)), X)
 
 
 def differing_parameters() -> None:
-    """Parameters of which each device has a part, or its own; and what the inner optimizer reads, of which each device has its own."""
-    with refused(gradaccum.UsageError, "params: expected a value that is the same on all devices"):
-        inside(lambda w, x: TX.init(w).loss_scale, jnp.ones(4), X, specs=(P("data"), P("data")))
+    """Parameters of which each device has a part, or its own; and what the inner
+    optimizer reads, of which each device has its own.
+    """
+    with refused(
+        gradaccum.UsageError, "params: expected a value that is the same on all devices"
+    ):
+        inside(
+            lambda w, x: TX.init(w).loss_scale,
+            jnp.ones(4),
+            X,
+            specs=(P("data"), P("data")),
+        )
 
     def with_value(w: Any, state: Any, x: Any) -> Any:
         updates, state = TX.update(jax.grad(loss_fn)(w, x), state, w, hint=x.mean())
         return w + updates, state
 
-    with refused(gradaccum.UsageError, "['hint']: expected a value that is the same on all devices", "pmean"):
+    with refused(
+        gradaccum.UsageError,
+        "['hint']: expected a value that is the same on all devices",
+        "pmean",
+    ):
         over(with_value)(W, over(TX.init)(W), X)
 
 
 def parameters_of_each_device() -> None:
-    """In `data_parallel` types cannot tell: parameters, an extra argument or the inner optimizer made of a device's own batch."""
+    """In `data_parallel` types cannot tell: parameters, an extra argument or the inner
+    optimizer made of a device's own batch.
+    """
     own, calm = lambda w, x: w + x.mean(), lambda w, x: 1.0 * w
-    hinted = optax.GradientTransformationExtraArgs(optax.init_empty_state, lambda u, s, p=None, *, hint=1.0, **_: (u * hint, s))
+    hinted = optax.GradientTransformationExtraArgs(
+        optax.init_empty_state, lambda u, s, p=None, *, hint=1.0, **_: (u * hint, s)
+    )
 
     def updating(seen: Any, hint: Any = None, rate: Any = None) -> Any:
         def step(w: Any, state: Any, x: Any) -> Any:
-            tx = gradaccum.wrap(optax.sgd(rate(w, x)) if rate else hinted, steps=1, axis_name="data")
+            tx = gradaccum.wrap(
+                optax.sgd(rate(w, x)) if rate else hinted, steps=1, axis_name="data"
+            )
             extra = {"hint": hint(w, x)} if hint else {}
-            updates, state = tx.update(jax.grad(loss_fn)(w, x), state, seen(w, x), **extra)
+            updates, state = tx.update(
+                jax.grad(loss_fn)(w, x), state, seen(w, x), **extra
+            )
             return w + updates, state
 
         return step
 
     def flushing(seen: Any) -> Any:
-        return lambda w, state, x: (w + (made := gradaccum_jax.flush(WHOLE, state, seen(w, x)))[0], made[1])
+        return lambda w, state, x: (
+            w + (made := gradaccum_jax.flush(WHOLE, state, seen(w, x)))[0],
+            made[1],
+        )
 
     def calling(seen: Any) -> Any:
         def step(w: Any, state: Any, x: Any) -> Any:
-            _, updates, state = gradaccum_jax.value_and_update(loss_fn, WHOLE, steps=2)(seen(w, x), state, x)
+            _, updates, state = gradaccum_jax.value_and_update(loss_fn, WHOLE, steps=2)(
+                seen(w, x), state, x
+            )
             return w + updates, state
 
         return step
@@ -185,7 +261,13 @@ def parameters_of_each_device() -> None:
     for made, tx, name in (
         (updating(own), first, "params: expected"),
         (updating(calm, own), first, "['hint']: expected"),
-        (updating(calm, lambda w, x: jax.lax.cond(x[0] > 2.5, lambda: 1.0, lambda: 2.0)), first, "['hint']: expected"),
+        (
+            updating(
+                calm, lambda w, x: jax.lax.cond(x[0] > 2.5, lambda: 1.0, lambda: 2.0)
+            ),
+            first,
+            "['hint']: expected",
+        ),
         (
             updating(calm, rate=lambda w, x: x.mean()),
             gradaccum.wrap(optax.sgd(1.0), steps=1, axis_name="data"),
@@ -194,27 +276,49 @@ def parameters_of_each_device() -> None:
         (flushing(own), WHOLE, "params: expected"),
         (calling(own), WHOLE, "params: expected"),
     ):
-        with refused(gradaccum.UsageError, name, "made of a device's own batch", "pmean"):
+        with refused(
+            gradaccum.UsageError, name, "made of a device's own batch", "pmean"
+        ):
             over(made)(W, over(tx.init)(W), X)
-    for made, tx in ((updating(calm, norm), first), (flushing(calm), WHOLE), (calling(calm), WHOLE)):
+    for made, tx in (
+        (updating(calm, norm), first),
+        (flushing(calm), WHOLE),
+        (calling(calm), WHOLE),
+    ):
         over(made)(W, over(tx.init)(W), X)
-    with refused(gradaccum.UsageError, "params: expected", "made of a device's own batch"):
-        over(lambda w: gradaccum.wrap(optax.adamw(1.0), steps=1, axis_name="data").init(w + jax.lax.axis_index("data")))(W)
+    with refused(
+        gradaccum.UsageError, "params: expected", "made of a device's own batch"
+    ):
+        over(
+            lambda w: gradaccum.wrap(optax.adamw(1.0), steps=1, axis_name="data").init(
+                w + jax.lax.axis_index("data")
+            )
+        )(W)
 
 
 def optimizer_of_each_device() -> None:
-    """In a `jax.shard_map` of the user's own: an inner optimizer that closes over a device's own value."""
+    """In a `jax.shard_map` of the user's own: an inner optimizer that closes over a
+    device's own value.
+    """
 
     def step(w: Any, x: Any) -> Any:
         tx = gradaccum.wrap(optax.sgd(x.mean()), steps=1, axis_name="data")
-        return tx.update(jax.grad(loss_fn)(vary(w, frozenset(["data"])), x), tx.init(w), w)[0]
+        return tx.update(
+            jax.grad(loss_fn)(vary(w, frozenset(["data"])), x), tx.init(w), w
+        )[0]
 
-    with refused(gradaccum.UsageError, "what the inner optimizer made", "may differ along ['data']"):
+    with refused(
+        gradaccum.UsageError,
+        "what the inner optimizer made",
+        "may differ along ['data']",
+    ):
         inside(step)
 
 
 def losses() -> None:
-    """Each device tells its own loss where they share a window; where they have one state, it is averaged as the gradients are."""
+    """Each device tells its own loss where they share a window; where they have one
+    state, it is averaged as the gradients are.
+    """
     alone = gradaccum.wrap(optax.sgd(1.0), steps=2)
 
     def step(tx: Any, average: bool, value: Any) -> Any:
@@ -225,33 +329,52 @@ def losses() -> None:
 
         return run
 
-    with refused(gradaccum.UsageError, "value: expected the loss of this device's own micro-batch", "pmean"):
+    with refused(
+        gradaccum.UsageError,
+        "value: expected the loss of this device's own micro-batch",
+        "pmean",
+    ):
         inside(step(TX, False, lambda x: jax.lax.pmean(x.mean(), "data")))
-    with refused(gradaccum.UsageError, "value: expected one loss on all devices that have one state", "pmean"):
+    with refused(
+        gradaccum.UsageError,
+        "value: expected one loss on all devices that have one state",
+        "pmean",
+    ):
         inside(step(alone, True, lambda x: x.mean()))
-    for tx, average, value in ((TX, False, lambda x: x.mean()), (alone, True, lambda x: jax.lax.pmean(x.mean(), "data"))):
+    for tx, average, value in (
+        (TX, False, lambda x: x.mean()),
+        (alone, True, lambda x: jax.lax.pmean(x.mean(), "data")),
+    ):
         np.testing.assert_array_equal(inside(step(tx, average, value)), np.zeros(3))
 
 
 def windows_by_weight() -> None:
     with refused(gradaccum.UsageError, "steps", "until_weight(8)", "flush()"):
-        gradaccum.wrap(optax.sgd(1.0), steps=gradaccum.until_weight(8), axis_name="data")
+        gradaccum.wrap(
+            optax.sgd(1.0), steps=gradaccum.until_weight(8), axis_name="data"
+        )
 
 
 def optimizer_that_reduces() -> None:
     """A device whose window is skipped would leave the others waiting."""
-    inner = optax.GradientTransformation(optax.init_empty_state, lambda u, s, p=None: (jax.lax.pmean(u, "data"), s))
+    inner = optax.GradientTransformation(
+        optax.init_empty_state, lambda u, s, p=None: (jax.lax.pmean(u, "data"), s)
+    )
     tx = gradaccum.wrap(inner, steps=2)
     with refused(gradaccum.UsageError, "optimizer", "reduces over ['data']"):
         inside(lambda w, x: tx.update(vary(w, frozenset(["data"])), tx.init(w), w)[0])
 
 
 def parameters_by_hand() -> None:
-    """Parameters that are changed by a device's own gradient, batch or place, and not by the reduced gradient, at any depth of the step."""
+    """Parameters that are changed by a device's own gradient, batch or place, and not
+    by the reduced gradient, at any depth of the step.
+    """
 
     def step(change: Any) -> Any:
         def run(tree: Any, state: Any, x: Any) -> Any:
-            grads = jax.grad(lambda tree: loss_fn(tree["w"], x) + 0 * tree["mean"])(tree)
+            grads = jax.grad(lambda tree: loss_fn(tree["w"], x) + 0 * tree["mean"])(
+                tree
+            )
             updates, state = TX.update(grads, state, tree)
             return change(optax.apply_updates(tree, updates), grads, x), state
 
@@ -263,24 +386,55 @@ def parameters_by_hand() -> None:
     tree = {"w": W, "mean": jnp.zeros(())}
     wrong = {
         "['mean']": lambda tree, grads, x: with_mean(tree, x.mean()),
-        "['w']": lambda tree, grads, x: {**tree, "w": jax.jit(lambda w, g: w - 0.1 * g)(tree["w"], grads["w"])},
-        "[0]['mean']": lambda tree, grads, x: with_mean(tree, jax.lax.scan(lambda m, row: (m + row, None), tree["mean"], x)[0]),
-        "mean": lambda tree, grads, x: with_mean(tree, jax.lax.axis_index("data").astype(float)),
-        "step returned, [0]": lambda tree, grads, x: with_mean(tree, jax.lax.cond(x[0] > 2, lambda m: m + 1, lambda m: m, tree["mean"])),
-        "what step": lambda tree, grads, x: with_mean(tree, jax.lax.while_loop(lambda m: m < x[0], lambda m: m + 1, tree["mean"])),
+        "['w']": lambda tree, grads, x: {
+            **tree,
+            "w": jax.jit(lambda w, g: w - 0.1 * g)(tree["w"], grads["w"]),
+        },
+        "[0]['mean']": lambda tree, grads, x: with_mean(
+            tree, jax.lax.scan(lambda m, row: (m + row, None), tree["mean"], x)[0]
+        ),
+        "mean": lambda tree, grads, x: with_mean(
+            tree, jax.lax.axis_index("data").astype(float)
+        ),
+        "step returned, [0]": lambda tree, grads, x: with_mean(
+            tree, jax.lax.cond(x[0] > 2, lambda m: m + 1, lambda m: m, tree["mean"])
+        ),
+        "what step": lambda tree, grads, x: with_mean(
+            tree, jax.lax.while_loop(lambda m: m < x[0], lambda m: m + 1, tree["mean"])
+        ),
     }
     for name, change in wrong.items():
-        with refused(gradaccum.UsageError, name, "made of a device's own batch", "pmean"):
+        with refused(
+            gradaccum.UsageError, name, "made of a device's own batch", "pmean"
+        ):
             over(step(change))(tree, over(TX.init)(tree), X)
-    right = over(step(lambda tree, grads, x: jax.jit(with_mean)(tree, jax.lax.pmean(x.mean(), "data"))))
+    right = over(
+        step(
+            lambda tree, grads, x: jax.jit(with_mean)(
+                tree, jax.lax.pmean(x.mean(), "data")
+            )
+        )
+    )
     after, state = right(tree, over(TX.init)(tree), X)
     assert right(after, state, X)[0]["mean"] == 0.9 * 3.5 + 3.5
-    within = over(jax.jit(jax.checkpoint(step(lambda tree, grads, x: jax.lax.cond(tree["mean"] > 9, with_mean, with_mean, tree, 1.0)))))
+    within = over(
+        jax.jit(
+            jax.checkpoint(
+                step(
+                    lambda tree, grads, x: jax.lax.cond(
+                        tree["mean"] > 9, with_mean, with_mean, tree, 1.0
+                    )
+                )
+            )
+        )
+    )
     assert within(tree, over(TX.init)(tree), X)[0]["mean"] == 1
 
 
 def beside_the_state() -> None:
-    """A number kept beside the state, such as PPO's KL coefficient: JAX types it as the same on all devices, whatever chose or made it."""
+    """A number kept beside the state, such as PPO's KL coefficient: JAX types it as the
+    same on all devices, whatever chose or made it.
+    """
     lax, own, data = jax.lax, jax.ShapeDtypeStruct((), X.dtype), frozenset(["data"])
     first = lambda x: np.asarray(x)[0]  # noqa: E731
 
@@ -291,12 +445,26 @@ def beside_the_state() -> None:
         return ref[...]
 
     wrong = {
-        "cond": lambda beta, x: lax.cond(x[0] > 2.5, lambda b: 2 * b, lambda b: b / 2, beta),
-        "switch": lambda beta, x: lax.switch(lax.axis_index("data"), [lambda b: b, lambda b: b + 1], beta),
-        "while": lambda beta, x: lax.while_loop(lambda b: b < x.sum(), lambda b: b + 1, beta),
-        "while it is False": lambda beta, x: beta + lax.while_loop(lambda done: ~done, lambda done: ~done, x[0] > 2.5),
-        "solve": lambda beta, x: lax.custom_linear_solve(lambda v: 2 * v, beta + x[0], lambda _, b: b / 2),
-        "in a scan": lambda beta, x: lax.scan(lambda b, row: (lax.cond(row > 2, lambda b: 2 * b, lambda b: b, b), None), beta, x)[0],
+        "cond": lambda beta, x: lax.cond(
+            x[0] > 2.5, lambda b: 2 * b, lambda b: b / 2, beta
+        ),
+        "switch": lambda beta, x: lax.switch(
+            lax.axis_index("data"), [lambda b: b, lambda b: b + 1], beta
+        ),
+        "while": lambda beta, x: lax.while_loop(
+            lambda b: b < x.sum(), lambda b: b + 1, beta
+        ),
+        "while it is False": lambda beta, x: (
+            beta + lax.while_loop(lambda done: ~done, lambda done: ~done, x[0] > 2.5)
+        ),
+        "solve": lambda beta, x: lax.custom_linear_solve(
+            lambda v: 2 * v, beta + x[0], lambda _, b: b / 2
+        ),
+        "in a scan": lambda beta, x: lax.scan(
+            lambda b, row: (lax.cond(row > 2, lambda b: 2 * b, lambda b: b, b), None),
+            beta,
+            x,
+        )[0],
         "pure_callback": lambda beta, x: jax.pure_callback(first, own, x),
         "io_callback": lambda beta, x: jax.experimental.io_callback(first, own, x),
         "ppermute": lambda beta, x: lax.ppermute(beta, "data", [(0, 1)]),
@@ -305,14 +473,27 @@ def beside_the_state() -> None:
     }
     wrong |= {"ref": in_a_ref} if hasattr(jax, "new_ref") else {}
     right = {
-        "psum": lambda beta, x: lax.cond(lax.psum(x[0], "data") > 9, lambda b: 2 * b, lambda b: b / 2, beta),
-        "pmax": lambda beta, x: lax.fori_loop(0, 2, lambda _, b: b + lax.pmax(x[1], "data"), beta),
+        "psum": lambda beta, x: lax.cond(
+            lax.psum(x[0], "data") > 9, lambda b: 2 * b, lambda b: b / 2, beta
+        ),
+        "pmax": lambda beta, x: lax.fori_loop(
+            0, 2, lambda _, b: b + lax.pmax(x[1], "data"), beta
+        ),
         "all_gather": lambda beta, x: lax.all_gather(x, "data").mean(),
         "scan": lambda beta, x: lax.scan(lambda b, row: (b * 2, b + row), beta, x)[0],
-        "while it is False": lambda beta, x: beta + lax.while_loop(lambda done: ~done, lambda done: ~done, lax.psum(x[0], "data") > 9),
-        "solve": lambda beta, x: lax.custom_linear_solve(lambda v: 2 * v, beta + lax.pmin(x[1], "data"), lambda _, b: b / 2),
+        "while it is False": lambda beta, x: (
+            beta
+            + lax.while_loop(
+                lambda done: ~done, lambda done: ~done, lax.psum(x[0], "data") > 9
+            )
+        ),
+        "solve": lambda beta, x: lax.custom_linear_solve(
+            lambda v: 2 * v, beta + lax.pmin(x[1], "data"), lambda _, b: b / 2
+        ),
         "named": lambda beta, x: checkpoint_name(beta, "data"),
-        "reduced in a scan": lambda beta, x: lax.scan(lambda b, _: (vary(lax.pmin(b, "data"), data), None), x[1], None, 2)[0],
+        "reduced in a scan": lambda beta, x: lax.scan(
+            lambda b, _: (vary(lax.pmin(b, "data"), data), None), x[1], None, 2
+        )[0],
     }
 
     def step(change: Any) -> Any:
@@ -324,29 +505,58 @@ def beside_the_state() -> None:
 
     state = (over(TX.init)(W), jnp.ones(()))
     for change in wrong.values():
-        with refused(gradaccum.UsageError, "what step returned, [1][1]: expected", "made of a device's own batch", "pmean"):
+        with refused(
+            gradaccum.UsageError,
+            "what step returned, [1][1]: expected",
+            "made of a device's own batch",
+            "pmean",
+        ):
             over(step(change))(W, state, X)
-    for (name, change), expected in zip(right.items(), (2.0, 15.0, 3.5, 4.0, 2.0, 1.0, 1.0, 1.0), strict=True):
+    for (name, change), expected in zip(
+        right.items(), (2.0, 15.0, 3.5, 4.0, 2.0, 1.0, 1.0, 1.0), strict=True
+    ):
         beta = over(step(change))(W, state, X)[1][1]
-        assert {float(np.asarray(shard.data)) for shard in beta.addressable_shards} == {expected}, name
+        assert {float(np.asarray(shard.data)) for shard in beta.addressable_shards} == {
+            expected
+        }, name
 
     def waiting(beta: Any, x: Any) -> Any:
         copy = lambda b: vary(b, data)  # noqa: E731
-        return lax.pmean(lax.cond(x[0] > 2.5, lambda b: copy(lax.pmean(b, "data")), lambda b: b, copy(beta)), "data")
+        return lax.pmean(
+            lax.cond(
+                x[0] > 2.5,
+                lambda b: copy(lax.pmean(b, "data")),
+                lambda b: b,
+                copy(beta),
+            ),
+            "data",
+        )
 
-    with refused(gradaccum.UsageError, "what step does: expected the same collectives", "over ['data']", "pmax"):
+    with refused(
+        gradaccum.UsageError,
+        "what step does: expected the same collectives",
+        "over ['data']",
+        "pmax",
+    ):
         over(step(waiting))(W, state, X)
 
 
 def differing_state() -> None:
-    """A window whose end would differ from device to device: its devices would wait for one another for ever."""
+    """A window whose end would differ from device to device: its devices would wait for
+    one another for ever.
+    """
 
     def step(w: Any, x: Any) -> Any:
         state = TX.init(w)
-        state = state._replace(micro_step=state.micro_step + (x[0] > 2).astype(jnp.int32))
+        state = state._replace(
+            micro_step=state.micro_step + (x[0] > 2).astype(jnp.int32)
+        )
         return TX.update(x[0] * vary(w, frozenset(["data"])), state, w)[0]
 
-    with refused(gradaccum.UsageError, "state['micro_step']: expected a value that is the same on all devices"):
+    with refused(
+        gradaccum.UsageError,
+        "state['micro_step']: expected a value that is the same on all devices",
+    ):
         inside(step)
 
 
@@ -354,6 +564,14 @@ def reducing_optimizer() -> None:
     def update(gradients: Any, state: Any, params: Any = None) -> Any:
         return jax.lax.psum(gradients, "data"), state
 
-    tx = gradaccum.wrap(optax.GradientTransformation(lambda params: optax.EmptyState(), update), steps=2, axis_name="data")
-    with refused(gradaccum.UsageError, "optimizer: expected one that does not reduce", "over ['data']"):
+    tx = gradaccum.wrap(
+        optax.GradientTransformation(lambda params: optax.EmptyState(), update),
+        steps=2,
+        axis_name="data",
+    )
+    with refused(
+        gradaccum.UsageError,
+        "optimizer: expected one that does not reduce",
+        "over ['data']",
+    ):
         over(step_of(tx))(W, over(tx.init)(W), X)

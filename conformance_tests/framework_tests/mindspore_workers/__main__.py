@@ -1,4 +1,6 @@
-"""One of the two processes: ``msrun --worker_num=2 --local_worker_num=2 mindspore_workers/__main__.py FOLDER``."""
+"""One of the two processes: ``msrun --worker_num=2 --local_worker_num=2
+mindspore_workers/__main__.py FOLDER``.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from conformance_tests.framework_tests.mindspore_workers import CHECKS
 
 def main(rank: int, folder: Path) -> int:
     if os.environ["MS_ROLE"] == "MS_SCHED":
-        init()  # msrun runs the script in a third process too, which waits here for the workers' end.
+        # msrun runs the script in a third process too, which waits here for the
+        # workers' end.
+        init()
         return 0
     report, seconds = {}, {}
     for name, run in CHECKS.items():
@@ -33,7 +37,9 @@ def main(rank: int, folder: Path) -> int:
         seconds[name] = round(time.perf_counter() - begin, 1)
         (folder / f"{rank}.json").write_text(json.dumps(report), encoding="utf-8")
         if report[name] != "passed":
-            return 1  # The workers may be at different calls now. msrun then ends the other one, which may wait for this one.
+            # The workers may be at different calls now. msrun then ends the other one,
+            # which may wait for this one.
+            return 1
     print(seconds)
     return 0
 

@@ -1,4 +1,6 @@
-"""The list of checks, each run in both processes at once; the first one before communication is initialised."""
+"""The list of checks, each run in both processes at once; the first one before
+communication is initialised.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +28,8 @@ def check(function: Check) -> Check:
 @check
 def communication_must_be_initialised(rank: int) -> None:
     with pytest.raises(gradaccum.UsageError, match=r"^group: .*communication\.init"):
-        sharded_cross_entropy(Tensor(np.zeros((2, 4)), ms.float32), Tensor([0, 1], ms.int32))
+        sharded_cross_entropy(
+            Tensor(np.zeros((2, 4)), ms.float32), Tensor([0, 1], ms.int32)
+        )
     init()
     assert (get_rank(), get_group_size()) == (rank, 2)

@@ -1,4 +1,6 @@
-"""The network, its data, one of two workers that share them, and the truth: every update by hand, in NumPy's float64."""
+"""The network, its data, one of two workers that share them, and the truth: every
+update by hand, in NumPy's float64.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from gradaccum_mindspore import TrainOneStepCell
 
 WORLD = 2
 COUNTS = (6, 3)
-"""Micro-batches on each worker: in windows of four a whole one, and a tail that only one worker has."""
+"""Micro-batches on each worker: in windows of four a whole one, and a tail that only
+one worker has.
+"""
 ROWS = 9
 """Of each micro-batch, some of them masked: one shape is compiled once."""
 STEPS = 4
@@ -31,14 +35,22 @@ def micro_batches(rank: int) -> list[Batch]:
     random = np.random.RandomState(1 + rank)
     batches = []
     for index in range(COUNTS[rank]):
-        x, y = random.randn(ROWS, 4).astype(np.float32), random.randn(ROWS, 2).astype(np.float32)
-        batches.append((x, y, (np.arange(ROWS) < 3 + rank + index).astype(np.float32)[:, None]))
+        x, y = (
+            random.randn(ROWS, 4).astype(np.float32),
+            random.randn(ROWS, 2).astype(np.float32),
+        )
+        batches.append(
+            (x, y, (np.arange(ROWS) < 3 + rank + index).astype(np.float32)[:, None])
+        )
     return batches
 
 
 def all_windows() -> list[list[Batch]]:
     workers = [micro_batches(rank) for rank in range(WORLD)]
-    return [[batch for worker in workers for batch in worker[first : first + STEPS]] for first in range(0, max(COUNTS), STEPS)]
+    return [
+        [batch for worker in workers for batch in worker[first : first + STEPS]]
+        for first in range(0, max(COUNTS), STEPS)
+    ]
 
 
 class Truth:
@@ -52,9 +64,15 @@ class Truth:
     def window(self, batches: Sequence[Batch], clip_norm: float = np.inf) -> None:
         weights = [mask.sum(dtype=np.float64) for _, _, mask in batches]
         trees = [self.gradient(batch) for batch in batches]
-        total = [sum(w * tree[i] for w, tree in zip(weights, trees, strict=True)) / sum(weights) for i in range(2)]
+        total = [
+            sum(w * tree[i] for w, tree in zip(weights, trees, strict=True))
+            / sum(weights)
+            for i in range(2)
+        ]
         self.norm = np.sqrt(sum(np.square(part).sum() for part in total))
-        for array, velocity, part in zip(self.arrays, self.velocities, total, strict=True):
+        for array, velocity, part in zip(
+            self.arrays, self.velocities, total, strict=True
+        ):
             velocity *= 0.9
             velocity += part * min(1.0, clip_norm / self.norm)
             array -= 0.1 * velocity
@@ -70,7 +88,10 @@ class Loss(nn.Cell):
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight, self.bias = Parameter(Tensor(WEIGHT), name="weight"), Parameter(Tensor(BIAS), name="bias")
+        self.weight, self.bias = (
+            Parameter(Tensor(WEIGHT), name="weight"),
+            Parameter(Tensor(BIAS), name="bias"),
+        )
 
     def construct(self, x: Any, y: Any, mask: Any) -> Any:
         off = ops.matmul(x, self.weight.T) + self.bias - y
@@ -95,11 +116,15 @@ class Worker:
         set_mode(mode)
         self.net = Loss()
         optimizer = inner(self.net.trainable_params(), 0.1, 0.9)
-        self.opt = gradaccum.wrap(optimizer, steps=steps, **{"data_parallel": True, **options})
+        self.opt = gradaccum.wrap(
+            optimizer, steps=steps, **{"data_parallel": True, **options}
+        )
         self.cell = TrainOneStepCell(self.net, self.opt, items)
         if not hosted:  # The window as one graph, as in a Cell of the user's.
             object.__setattr__(self.cell, "host", None)
-        self.step: Callable[..., Any] = ms.jit(self.cell.construct) if mode == "jit" else self.cell
+        self.step: Callable[..., Any] = (
+            ms.jit(self.cell.construct) if mode == "jit" else self.cell
+        )
 
     def learn(self, batch: Batch) -> None:
         self.step(*map(Tensor, batch))
@@ -112,7 +137,9 @@ class Worker:
 
 
 def require_truth(worker: Worker, truth: Truth) -> None:
-    for name, found, expected in zip(("weight", "bias"), numbers(worker), truth.arrays, strict=True):
+    for name, found, expected in zip(
+        ("weight", "bias"), numbers(worker), truth.arrays, strict=True
+    ):
         np.testing.assert_allclose(found, expected, rtol=0, atol=3e-6, err_msg=name)
     moved = np.abs(truth.arrays[0] - WEIGHT).max()
     assert moved > 1e-3, "the comparison would pass without an update"
@@ -121,7 +148,9 @@ def require_truth(worker: Worker, truth: Truth) -> None:
 def require_same_everywhere(value: Any) -> None:
     """Bit for bit: the workers compare the digests of what they hold."""
     set_mode("pynative")
-    digest = np.frombuffer(hashlib.sha256(repr(value).encode()).digest(), np.uint8).astype(np.int32)
+    digest = np.frombuffer(
+        hashlib.sha256(repr(value).encode()).digest(), np.uint8
+    ).astype(np.int32)
     rows = ops.AllGather()(Tensor(digest)).asnumpy().reshape(WORLD, -1)
     assert (rows == rows[0]).all(), value
 

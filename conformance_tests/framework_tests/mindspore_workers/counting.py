@@ -1,4 +1,6 @@
-"""Counts the collectives that Python calls, and those in the graphs that MindSpore compiles."""
+"""Counts the collectives that Python calls, and those in the graphs that MindSpore
+compiles.
+"""
 
 from __future__ import annotations
 
@@ -39,13 +41,19 @@ def compiled_graphs() -> Iterator[list[Graph]]:
     graphs: list[Graph] = []
     with saved_graphs("graph_build") as texts:
         yield graphs
-    graphs += [Counter(re.findall(r"= (?:PrimFunc_)?([A-Z]\w*)\(", text)) for text in texts]
+    graphs += [
+        Counter(re.findall(r"= (?:PrimFunc_)?([A-Z]\w*)\(", text)) for text in texts
+    ]
 
 
 def require_one_branch(graphs: list[Graph]) -> None:
-    """The collectives stand together in one graph, which neither differentiates nor updates: the branch that ends a window."""
+    """The collectives stand together in one graph, which neither differentiates nor
+    updates: the branch that ends a window.
+    """
     with_them = [graph for graph in graphs if any(graph[name] for name in COLLECTIVES)]
-    assert [[graph[name] for name in COLLECTIVES] for graph in with_them] == [[2, 0, 0, 0]]
+    assert [[graph[name] for name in COLLECTIVES] for graph in with_them] == [
+        [2, 0, 0, 0]
+    ]
     (entry,) = [graph for graph in graphs if graph["MatMul"] or graph["MatMulExt"]]
     assert entry not in with_them, "a micro-batch reduces nothing"
     assert [graph["ApplyMomentum"] for graph in graphs if graph["ApplyMomentum"]] == [2]

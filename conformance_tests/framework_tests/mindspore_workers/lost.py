@@ -1,8 +1,11 @@
-"""One of three workers is killed; the others save what they hold of the window, and jobs of one and of two resume with that.
+"""One of three workers is killed; the others save what they hold of the window, and
+jobs of one and of two resume with that.
 
-``lost.py in_mid_window`` or ``in_the_reduction``: three processes without an msrun, which would end the survivors within a second. They can
-form a group, but MindSpore ends them a minute later, as its scheduler gives the job up, unless MS_NODE_TIMEOUT is long. So they save.
-``lost.py alone`` and ``lost.py two`` resume in turn. The numbers are such that every sum is exact.
+``lost.py in_mid_window`` or ``in_the_reduction``: three processes without an msrun,
+which would end the survivors within a second. They can form a group, but MindSpore ends
+them a minute later, as its scheduler gives the job up, unless MS_NODE_TIMEOUT is long.
+So they save. ``lost.py alone`` and ``lost.py two`` resume in turn. The numbers are such
+that every sum is exact.
 """
 
 from __future__ import annotations
@@ -19,7 +22,11 @@ from mindspore.communication import create_group, get_rank, init
 
 import gradaccum
 from conformance_tests.framework_tests.refusing import refused
-from gradaccum_mindspore import AccumulatingOptimizer, load_checkpoint_into, redistributed
+from gradaccum_mindspore import (
+    AccumulatingOptimizer,
+    load_checkpoint_into,
+    redistributed,
+)
 from gradaccum_mindspore.workers.group import Bucket
 
 WORKERS, SIZES = 3, (3, 2**18)
@@ -27,16 +34,30 @@ WORKERS, SIZES = 3, (3, 2**18)
 
 
 def build(data_parallel: bool = True) -> AccumulatingOptimizer:
-    parameters = [Parameter(Tensor(np.full(size, 8.0), ms.float32), name=f"p{size}") for size in SIZES]
-    return gradaccum.wrap(nn.SGD(parameters, 1.0), steps=None, data_parallel=data_parallel)
+    parameters = [
+        Parameter(Tensor(np.full(size, 8.0), ms.float32), name=f"p{size}")
+        for size in SIZES
+    ]
+    return gradaccum.wrap(
+        nn.SGD(parameters, 1.0), steps=None, data_parallel=data_parallel
+    )
 
 
 def learn(optimizer: AccumulatingOptimizer, value: float, weight: int) -> None:
-    optimizer(tuple(Tensor(np.full(parameter.shape, value), ms.float32) for parameter in optimizer.parameters), weight)
+    optimizer(
+        tuple(
+            Tensor(np.full(parameter.shape, value), ms.float32)
+            for parameter in optimizer.parameters
+        ),
+        weight,
+    )
 
 
 def values(optimizer: AccumulatingOptimizer) -> list[float]:
-    assert all((parameter.asnumpy() == parameter.asnumpy()[0]).all() for parameter in optimizer.parameters)
+    assert all(
+        (parameter.asnumpy() == parameter.asnumpy()[0]).all()
+        for parameter in optimizer.parameters
+    )
     return [float(parameter.asnumpy()[0]) for parameter in optimizer.parameters]
 
 
@@ -45,7 +66,9 @@ def die(*_: object) -> None:
 
 
 def killed(rank: int, when: str) -> None:
-    """A window of weight 6 closes on all, with a mean of 1. In the next one the last worker dies."""
+    """A window of weight 6 closes on all, with a mean of 1. In the next one the last
+    worker dies.
+    """
     optimizer = build()
     learn(optimizer, 1.0, 1 + rank)
     optimizer.flush()
@@ -56,14 +79,23 @@ def killed(rank: int, when: str) -> None:
         if when == "in_mid_window":
             die()
     learn(optimizer, 4.0, 1 + rank)
-    with refused(gradaccum.UsageError, f"rank {rank}", "2 micro-batches", "MS_CPU_COMM_OP_TIMEOUT"):
+    with refused(
+        gradaccum.UsageError,
+        f"rank {rank}",
+        "2 micro-batches",
+        "MS_CPU_COMM_OP_TIMEOUT",
+    ):
         optimizer.flush()
     assert (optimizer.result.micro_step, values(optimizer)) == (2, [7.0, 7.0])
-    assert [float(total.asnumpy()[0]) for total in optimizer.storage.sums] == [1.0 + rank + 4.0 * (1 + rank)] * 2
+    assert [float(total.asnumpy()[0]) for total in optimizer.storage.sums] == [
+        1.0 + rank + 4.0 * (1 + rank)
+    ] * 2
     ms.save_checkpoint(optimizer, f"held-{rank}.new")
     Path(f"held-{rank}.new.ckpt").rename(f"held-{rank}.ckpt")
     create_group("survivors", list(range(WORKERS - 1)))
-    assert ops.AllReduce(group="survivors")(Tensor([1.0 + rank], ms.float32)).asnumpy().tolist() == [3.0]
+    assert ops.AllReduce(group="survivors")(
+        Tensor([1.0 + rank], ms.float32)
+    ).asnumpy().tolist() == [3.0]
 
 
 def alone() -> None:
@@ -80,7 +112,9 @@ def alone() -> None:
 
 def two(rank: int) -> None:
     optimizer = build()
-    load_checkpoint_into(optimizer, redistributed([ms.load_checkpoint("alone.ckpt")], 2)[rank])
+    load_checkpoint_into(
+        optimizer, redistributed([ms.load_checkpoint("alone.ckpt")], 2)[rank]
+    )
     learn(optimizer, 7.0, 1)
     optimizer.flush()
     assert optimizer.result.optimizer_step == 2

@@ -1,4 +1,6 @@
-"""A worker that never comes to a window's end: the other one's error names the rank and its window."""
+"""A worker that never comes to a window's end: the other one's error names the rank and
+its window.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,10 @@ from pathlib import Path
 from mindspore.communication import get_rank, init
 
 import gradaccum
-from conformance_tests.framework_tests.mindspore_workers.common import Worker, micro_batches
+from conformance_tests.framework_tests.mindspore_workers.common import (
+    Worker,
+    micro_batches,
+)
 from conformance_tests.framework_tests.refusing import refused
 
 RAISED = Path("raised")

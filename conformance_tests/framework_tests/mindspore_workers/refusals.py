@@ -1,4 +1,6 @@
-"""Refusals, saved windows that resume, and the collectives of cross-entropy over class shards."""
+"""Refusals, saved windows that resume, and the collectives of cross-entropy over class
+shards.
+"""
 
 from __future__ import annotations
 
@@ -24,16 +26,24 @@ from conformance_tests.framework_tests.mindspore_workers.common import (
 )
 from conformance_tests.framework_tests.mindspore_workers.counting import called
 from conformance_tests.framework_tests.refusing import refused
-from gradaccum_mindspore import load_checkpoint_into, redistributed, sharded_cross_entropy
+from gradaccum_mindspore import (
+    load_checkpoint_into,
+    redistributed,
+    sharded_cross_entropy,
+)
 
 
 def sgd(value: float = 1.0, shape: int = 3, name: str = "p") -> nn.Optimizer:
-    return nn.SGD([Parameter(Tensor(np.full(shape, value), ms.float32), name=name)], 1.0)
+    return nn.SGD(
+        [Parameter(Tensor(np.full(shape, value), ms.float32), name=name)], 1.0
+    )
 
 
 @check
 def several_workers_need_the_option(rank: int) -> None:
-    """With communication and in MindSpore's data-parallel mode, where each worker would update its own copy of the model."""
+    """With communication and in MindSpore's data-parallel mode, where each worker would
+    update its own copy of the model.
+    """
     with refused(gradaccum.UsageError, "data_parallel", "data_parallel=True"):
         gradaccum.wrap(sgd(), steps=2)
     ms.set_auto_parallel_context(parallel_mode="data_parallel")
@@ -60,7 +70,9 @@ def workers_that_differ_are_refused(rank: int) -> None:
 
 @check
 def denominator_of_one_worker_is_refused(rank: int) -> None:
-    """Each worker would divide the sum of all by its own, and the copies of the model would part."""
+    """Each worker would divide the sum of all by its own, and the copies of the model
+    would part.
+    """
     inner = sgd()
     opt = gradaccum.wrap(inner, steps=None, data_parallel=True)
     opt((Tensor(np.ones(3), ms.float32),))
@@ -80,7 +92,9 @@ def workers_may_stay_apart(rank: int) -> None:
 
 
 def fail_once(worker: Worker, batches: Sequence[Any]) -> None:
-    """Let the update of a window raise, before the inner optimizer is called: it takes no micro-batch more."""
+    """Let the update of a window raise, before the inner optimizer is called: it takes
+    no micro-batch more.
+    """
 
     def fails(divisor: float) -> None:
         raise ZeroDivisionError
@@ -172,7 +186,9 @@ LOGITS = 3 * np.random.default_rng(0).standard_normal((6, 8))
 @check
 def sharded_loss_gathers_once(rank: int) -> None:
     with called() as calls:
-        ms.value_and_grad(lambda x: sharded_cross_entropy(x, LABELS))(Tensor(LOGITS[:, 4 * rank :][:, :4], ms.float32))
+        ms.value_and_grad(lambda x: sharded_cross_entropy(x, LABELS))(
+            Tensor(LOGITS[:, 4 * rank :][:, :4], ms.float32)
+        )
     assert [name for name, _ in calls] == ["AllGather"], "forward and backward together"
 
 
@@ -180,7 +196,13 @@ def sharded_loss_gathers_once(rank: int) -> None:
 def sharded_loss_within_a_group(rank: int) -> None:
     create_group(f"alone {rank}", [rank])
     logits = Tensor(LOGITS, ms.float32)
-    alone = sharded_cross_entropy(logits, LABELS, group=f"alone {rank}", reduction="sum")
-    np.testing.assert_allclose(alone.asnumpy(), ops.cross_entropy(logits, LABELS, reduction="sum").asnumpy(), rtol=1e-5)
+    alone = sharded_cross_entropy(
+        logits, LABELS, group=f"alone {rank}", reduction="sum"
+    )
+    np.testing.assert_allclose(
+        alone.asnumpy(),
+        ops.cross_entropy(logits, LABELS, reduction="sum").asnumpy(),
+        rtol=1e-5,
+    )
     with pytest.raises(gradaccum.UsageError, match=r"^group: .*create_group"):
         sharded_cross_entropy(logits, LABELS, group="nobody")

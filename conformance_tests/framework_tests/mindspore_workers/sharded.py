@@ -1,4 +1,6 @@
-"""A data-parallel backbone under a head whose classes the workers share: mixed precision, a dynamic scale, one norm, one overflow flag."""
+"""A data-parallel backbone under a head whose classes the workers share: mixed
+precision, a dynamic scale, one norm, one overflow flag.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,19 @@ from mindspore import Parameter, Tensor, nn, ops
 import gradaccum
 from conformance_tests.framework_tests.mindspore_common import set_mode
 from conformance_tests.framework_tests.mindspore_workers.checks import check
-from conformance_tests.framework_tests.mindspore_workers.common import WORLD, require_same_everywhere
+from conformance_tests.framework_tests.mindspore_workers.common import (
+    WORLD,
+    require_same_everywhere,
+)
 from conformance_tests.framework_tests.mindspore_workers.refusals import files
 from conformance_tests.framework_tests.refusing import refused
-from gradaccum_mindspore import GatherItems, TrainOneStepCell, load_checkpoint_into, redistributed, sharded_cross_entropy
+from gradaccum_mindspore import (
+    GatherItems,
+    TrainOneStepCell,
+    load_checkpoint_into,
+    redistributed,
+    sharded_cross_entropy,
+)
 from gradaccum_mindspore.workers.group import added_up
 
 STEPS, OWN, CLASSES = 2, 3, (5, 3)
@@ -24,7 +35,10 @@ WINDOWS = 3
 RANDOM = np.random.RandomState(3)
 X = RANDOM.randn(WINDOWS * STEPS, WORLD * OWN, 4).astype(np.float32)
 Y = RANDOM.randint(0, sum(CLASSES), X.shape[:2]).astype(np.int32)
-BACKBONE, HEAD = RANDOM.randn(4, 4).astype(np.float16), RANDOM.randn(sum(CLASSES), 4).astype(np.float32)
+BACKBONE, HEAD = (
+    RANDOM.randn(4, 4).astype(np.float16),
+    RANDOM.randn(sum(CLASSES), 4).astype(np.float32),
+)
 RATE, CLIP = 0.25, 0.5
 
 
@@ -38,26 +52,45 @@ class Network(nn.Cell):
     def __init__(self, rank: int, dtype: Any = ms.float16) -> None:
         super().__init__()
         self.backbone = Parameter(Tensor(BACKBONE).astype(dtype), name="backbone")
-        self.head = Parameter(Tensor(HEAD[of_rank(rank)]), name="head", layerwise_parallel=True)
+        self.head = Parameter(
+            Tensor(HEAD[of_rank(rank)]), name="head", layerwise_parallel=True
+        )
         self.gather = GatherItems()
 
     def construct(self, x: Any, labels: Any) -> Any:
-        features = self.gather(ops.tanh(ops.matmul(x, self.backbone.astype(ms.float32).T)))
+        features = self.gather(
+            ops.tanh(ops.matmul(x, self.backbone.astype(ms.float32).T))
+        )
         logits = ops.matmul(features, self.head.T)
-        return sharded_cross_entropy(logits, self.gather(labels), shard_sizes=CLASSES, reduction="sum")
+        return sharded_cross_entropy(
+            logits, self.gather(labels), shard_sizes=CLASSES, reduction="sum"
+        )
 
 
 def optimizer_of(network: Network, **options: Any) -> Any:
     scale = gradaccum.DynamicLossScale(2.0**10, growth_interval=1)
-    given = {"steps": STEPS, "reduction": "item_mean", "loss_scale": scale, "master_weights": True, "clip_norm": CLIP, **options}
-    return gradaccum.wrap(nn.SGD(network.trainable_params(), RATE), data_parallel=True, **given)
+    given = {
+        "steps": STEPS,
+        "reduction": "item_mean",
+        "loss_scale": scale,
+        "master_weights": True,
+        "clip_norm": CLIP,
+        **options,
+    }
+    return gradaccum.wrap(
+        nn.SGD(network.trainable_params(), RATE), data_parallel=True, **given
+    )
 
 
 class Truth:
     """One process that has all items and classes, in float64."""
 
     def __init__(self, dtype: type) -> None:
-        self.dtype, self.backbone, self.head = dtype, BACKBONE.astype(np.float64), HEAD.astype(np.float64)
+        self.dtype, self.backbone, self.head = (
+            dtype,
+            BACKBONE.astype(np.float64),
+            HEAD.astype(np.float64),
+        )
 
     def window(self, x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
         """Make the update of the large batch; its loss and norm."""
@@ -77,7 +110,9 @@ class Truth:
 
 @check
 def sharded_head_makes_the_large_batch(rank: int) -> None:
-    """The second window has an inf in the gradient of one worker's classes: all skip it."""
+    """The second window has an inf in the gradient of one worker's classes: all skip
+    it.
+    """
     mine = slice(rank * OWN, (rank + 1) * OWN)
     for mode, dtype, off in (("pynative", "float32", 2e-5), ("graph", "float16", 1e-3)):
         set_mode(mode)
@@ -87,19 +122,44 @@ def sharded_head_makes_the_large_batch(rank: int) -> None:
         for window in range(WINDOWS):
             rows = slice(window * STEPS, (window + 1) * STEPS)
             if window == 1:
-                bad = Tensor(np.full(network.head.shape, np.inf if rank == 1 else 1.0, np.float32))
+                bad = Tensor(
+                    np.full(
+                        network.head.shape, np.inf if rank == 1 else 1.0, np.float32
+                    )
+                )
                 for _ in range(STEPS):
                     opt((ops.ones_like(network.backbone.value()), bad), OWN)
-                assert (opt.result.overflow, opt.result.applied, opt.result.loss_scale) == (True, False, 2.0**10), mode
+                assert (
+                    opt.result.overflow,
+                    opt.result.applied,
+                    opt.result.loss_scale,
+                ) == (True, False, 2.0**10), mode
                 continue
             for x, y in zip(X[rows], Y[rows], strict=True):
                 step(Tensor(x[mine]), Tensor(y[mine]))
             loss, norm = truth.window(X[rows].reshape(-1, 4), Y[rows].reshape(-1))
-            np.testing.assert_allclose([opt.result.loss, opt.result.grad_norm], [loss, norm], rtol=off, err_msg=mode)
-        backbone = opt.storage.masters.masters[0] if dtype == "float16" else network.backbone
-        np.testing.assert_allclose(backbone.asnumpy(), truth.backbone, rtol=0, atol=off, err_msg=mode)
-        np.testing.assert_allclose(network.head.asnumpy(), truth.head[of_rank(rank)], rtol=0, atol=off, err_msg=mode)
-        require_same_everywhere([opt.result.grad_norm, opt.result.loss, network.backbone.asnumpy().tolist()])
+            np.testing.assert_allclose(
+                [opt.result.loss, opt.result.grad_norm],
+                [loss, norm],
+                rtol=off,
+                err_msg=mode,
+            )
+        backbone = (
+            opt.storage.masters.masters[0] if dtype == "float16" else network.backbone
+        )
+        np.testing.assert_allclose(
+            backbone.asnumpy(), truth.backbone, rtol=0, atol=off, err_msg=mode
+        )
+        np.testing.assert_allclose(
+            network.head.asnumpy(),
+            truth.head[of_rank(rank)],
+            rtol=0,
+            atol=off,
+            err_msg=mode,
+        )
+        require_same_everywhere(
+            [opt.result.grad_norm, opt.result.loss, network.backbone.asnumpy().tolist()]
+        )
     assert np.abs(truth.head - HEAD).max() > 1e-2
 
 
@@ -110,20 +170,35 @@ def sharded_head_loads_its_own_file(rank: int) -> None:
     saved = {p.name: Tensor(p.asnumpy().copy(), p.dtype) for p in opt.get_parameters()}
     load_checkpoint_into(opt, saved)
     with pytest.raises(gradaccum.CheckpointError, match=f"of rank {1 - rank} of 2"):
-        load_checkpoint_into(opt, {**saved, "gradaccum.workers": Tensor([0, 1 - rank, WORLD], ms.int32)})
+        load_checkpoint_into(
+            opt, {**saved, "gradaccum.workers": Tensor([0, 1 - rank, WORLD], ms.int32)}
+        )
 
 
 @check
 def sharded_head_is_not_redistributed(rank: int) -> None:
-    """The values are of one moment: the error names the shards, not the moment alone. One worker's values show no shards: the load does."""
+    """The values are of one moment: the error names the shards, not the moment alone.
+    One worker's values show no shards: the load does.
+    """
     network = Network(rank)
     opt = optimizer_of(network)
     TrainOneStepCell(network, opt)(Tensor(X[0, :OWN]), Tensor(Y[0, :OWN]))
     states = files(rank, nn.CellList([network, opt], auto_prefix=False))
-    with refused(gradaccum.CheckpointError, "head", "(5, 4), (3, 4)", "layerwise_parallel", "its own file"):
+    with refused(
+        gradaccum.CheckpointError,
+        "head",
+        "(5, 4), (3, 4)",
+        "layerwise_parallel",
+        "its own file",
+    ):
         redistributed(states, 1)
     kept = [state if place == rank else None for place, state in enumerate(states)]
-    with refused(gradaccum.CheckpointError, "layerwise_parallel", "redistributed", "their own files"):
+    with refused(
+        gradaccum.CheckpointError,
+        "layerwise_parallel",
+        "redistributed",
+        "their own files",
+    ):
         load_checkpoint_into(opt, redistributed(kept, WORLD)[rank])
 
 
@@ -140,24 +215,45 @@ class Weighted(nn.Cell):
 
 @check
 def float64_items_are_gathered_exactly(rank: int) -> None:
-    """Numbers that float32 does not hold, and their gradient; the others' gradients come back added up. Beyond its range they are inf."""
+    """Numbers that float32 does not hold, and their gradient; the others' gradients
+    come back added up. Beyond its range they are inf.
+    """
     values = np.random.RandomState(5).randn(WORLD, 2, 3)
     weights = np.random.RandomState(6).randn(WORLD, 2 * WORLD, 3)
     for mode in ("pynative", "graph"):
         set_mode(mode)
         weighted = Weighted(weights[rank])
         total, gradient = ms.value_and_grad(weighted)(Tensor(values[rank]))
-        np.testing.assert_allclose(float(total.asnumpy()), (values.reshape(-1, 3) * weights[rank]).sum(), rtol=1e-14)
-        np.testing.assert_array_equal(gradient.asnumpy(), (weights[0] + weights[1])[2 * rank : 2 * rank + 2])
-        np.testing.assert_array_equal(weighted.gather(Tensor(values[rank])).asnumpy(), values.reshape(-1, 3))
+        np.testing.assert_allclose(
+            float(total.asnumpy()),
+            (values.reshape(-1, 3) * weights[rank]).sum(),
+            rtol=1e-14,
+        )
+        np.testing.assert_array_equal(
+            gradient.asnumpy(), (weights[0] + weights[1])[2 * rank : 2 * rank + 2]
+        )
+        np.testing.assert_array_equal(
+            weighted.gather(Tensor(values[rank])).asnumpy(), values.reshape(-1, 3)
+        )
         extremes = np.array([np.inf, -np.inf, np.nan, 1e300, 1e-300])
-        np.testing.assert_array_equal(weighted.gather(Tensor(extremes)).asnumpy(), [np.inf, -np.inf, np.nan, np.inf, 0.0] * WORLD)
-    np.testing.assert_array_equal(added_up(extremes[:4]), [np.inf, -np.inf, np.nan, np.inf])
+        np.testing.assert_array_equal(
+            weighted.gather(Tensor(extremes)).asnumpy(),
+            [np.inf, -np.inf, np.nan, np.inf, 0.0] * WORLD,
+        )
+    np.testing.assert_array_equal(
+        added_up(extremes[:4]), [np.inf, -np.inf, np.nan, np.inf]
+    )
     set_mode("pynative")
 
 
 @check
 def sharded_head_is_refused(rank: int) -> None:
-    for argument, value in (("reduction", "mean"), ("on_overflow", "drop_micro_batch"), ("noise_scale", True)):
-        with pytest.raises(gradaccum.ArgumentValueError, match=f"^{argument}: .*layerwise_parallel"):
+    for argument, value in (
+        ("reduction", "mean"),
+        ("on_overflow", "drop_micro_batch"),
+        ("noise_scale", True),
+    ):
+        with pytest.raises(
+            gradaccum.ArgumentValueError, match=f"^{argument}: .*layerwise_parallel"
+        ):
             optimizer_of(Network(rank), **{argument: value})

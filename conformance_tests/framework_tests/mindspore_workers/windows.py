@@ -1,4 +1,6 @@
-"""The window of two workers is the large batch of both, in every mode, with schedules and in `Model.train`."""
+"""The window of two workers is the large batch of both, in every mode, with schedules
+and in `Model.train`.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,15 @@ from mindspore.experimental.optim.lr_scheduler import StepLR
 from mindspore.train import Model
 
 import gradaccum
-from conformance_tests.framework_tests.mindspore_common import BIAS, MODES, WEIGHT, X, Y, make_net, set_mode
+from conformance_tests.framework_tests.mindspore_common import (
+    BIAS,
+    MODES,
+    WEIGHT,
+    X,
+    Y,
+    make_net,
+    set_mode,
+)
 from conformance_tests.framework_tests.mindspore_workers.checks import check
 from conformance_tests.framework_tests.mindspore_workers.common import (
     STEPS,
@@ -30,11 +40,21 @@ from conformance_tests.framework_tests.mindspore_workers.common import (
     require_same_everywhere,
     require_truth,
 )
-from conformance_tests.framework_tests.mindspore_workers.counting import Graph, called, compiled_graphs, require_one_branch
+from conformance_tests.framework_tests.mindspore_workers.counting import (
+    Graph,
+    called,
+    compiled_graphs,
+    require_one_branch,
+)
 from conformance_tests.framework_tests.mindspore_workers.law import require_the_law
 from conformance_tests.framework_tests.mindspore_workers.refusals import fail_once
 from conformance_tests.framework_tests.refusing import refused
-from gradaccum_mindspore import FlushAtEpochEnd, TrainOneStepCell, layered_backward, load_checkpoint_into
+from gradaccum_mindspore import (
+    FlushAtEpochEnd,
+    TrainOneStepCell,
+    layered_backward,
+    load_checkpoint_into,
+)
 
 
 @check
@@ -60,8 +80,14 @@ CLIP = 0.05
 
 @cache
 def compiled(mode: str) -> tuple[Worker, dict[str, Tensor], list[Graph]]:
-    """A worker, compiled once for each mode; the state it starts from; and its graphs."""
-    worker = Worker(mode, clip_norm=CLIP, loss_scale=gradaccum.DynamicLossScale(1024.0, growth_interval=2))
+    """A worker, compiled once for each mode; the state it starts from; and its
+    graphs.
+    """
+    worker = Worker(
+        mode,
+        clip_norm=CLIP,
+        loss_scale=gradaccum.DynamicLossScale(1024.0, growth_interval=2),
+    )
     start = {p.name: Tensor(p.asnumpy(), p.dtype) for p in worker.cell.get_parameters()}
     with compiled_graphs() as graphs:
         worker.learn(micro_batches(0)[0])
@@ -77,7 +103,9 @@ def restarted(mode: str) -> Worker:
 
 @check
 def every_mode_makes_the_large_batch(rank: int) -> None:
-    """The first window ends in compiled code on one worker, while the other flushes from Python."""
+    """The first window ends in compiled code on one worker, while the other flushes
+    from Python.
+    """
     truth, norms = Truth(), []
     for window in all_windows():
         truth.window(window, clip_norm=CLIP)
@@ -88,7 +116,11 @@ def every_mode_makes_the_large_batch(rank: int) -> None:
             worker.learn(batch)
             found += [worker.opt.result.grad_norm] if worker.opt.result.closed else []
         worker.opt.flush()
-        np.testing.assert_allclose([*found, worker.opt.result.grad_norm], norms if rank == 0 else norms[1:], rtol=1e-5)
+        np.testing.assert_allclose(
+            [*found, worker.opt.result.grad_norm],
+            norms if rank == 0 else norms[1:],
+            rtol=1e-5,
+        )
         require_truth(worker, truth)
         result = worker.opt.result
         assert (result.optimizer_step, result.loss_scale) == (2, 2048.0)
@@ -97,22 +129,32 @@ def every_mode_makes_the_large_batch(rank: int) -> None:
 
 @check
 def hosted_windows_make_the_large_batch(rank: int) -> None:
-    """Python ends the windows of compiled micro-batches, on both workers, or beside one whose window is one graph."""
+    """Python ends the windows of compiled micro-batches, on both workers, or beside one
+    whose window is one graph.
+    """
     truth = Truth()
     for window in all_windows():
         truth.window(window, clip_norm=CLIP)
     for hosted in (True, rank == 0, rank == 1):
-        options = {"clip_norm": CLIP, "loss_scale": gradaccum.DynamicLossScale(1024.0, growth_interval=2)}
+        options = {
+            "clip_norm": CLIP,
+            "loss_scale": gradaccum.DynamicLossScale(1024.0, growth_interval=2),
+        }
         with called() as calls:
             worker = Worker("graph", hosted=hosted, **options)
             for index, batch in enumerate(micro_batches(rank)):
                 calls.clear()
                 worker.learn(batch)
                 if hosted:
-                    assert bool(calls) == ((index + 1) % STEPS == 0), "nothing within a window"
+                    assert bool(calls) == ((index + 1) % STEPS == 0), (
+                        "nothing within a window"
+                    )
         worker.opt.flush()
         require_truth(worker, truth)
-        assert (worker.opt.result.optimizer_step, worker.opt.result.loss_scale) == (2, 2048.0)
+        assert (worker.opt.result.optimizer_step, worker.opt.result.loss_scale) == (
+            2,
+            2048.0,
+        )
         require_same_everywhere((numbers(worker), worker.opt.result))
 
 
@@ -132,7 +174,9 @@ def compiled_micro_batch_reduces_nothing(rank: int) -> None:
 
 @check
 def untold_loss_reaches_all(rank: int) -> None:
-    """One worker's last micro-batch tells no loss: the window has none on either. Its end is compiled."""
+    """One worker's last micro-batch tells no loss: the window has none on either. Its
+    end is compiled.
+    """
     worker = restarted("jit")
 
     def untold(*gradients: Tensor) -> bool:
@@ -144,14 +188,19 @@ def untold_loss_reaches_all(rank: int) -> None:
         ms.jit(untold)(Tensor(WEIGHT), Tensor(BIAS))
     else:
         worker.learn(micro_batches(0)[0])
-    assert (worker.opt.result.closed, math.isnan(worker.opt.result.loss)) == (True, True)
+    assert (worker.opt.result.closed, math.isnan(worker.opt.result.loss)) == (
+        True,
+        True,
+    )
     for batch in micro_batches(0)[:STEPS]:
         worker.learn(batch)
     assert not math.isnan(worker.opt.result.loss)
 
 
 PAIR = 2
-"""Of 6 and 3 micro-batches: one worker closes its three windows by itself, the other one so, and two in one `flush`."""
+"""Of 6 and 3 micro-batches: one worker closes its three windows by itself, the other
+one so, and two in one `flush`.
+"""
 Follow = Callable[[Any], Callable[[], object]]
 
 
@@ -159,16 +208,25 @@ class Average:
     """Of the parameters, over the updates."""
 
     def __init__(self, worker: Worker) -> None:
-        self.worker, self.value = worker, np.concatenate([np.ravel(each) for each in numbers(worker)])
+        self.worker, self.value = (
+            worker,
+            np.concatenate([np.ravel(each) for each in numbers(worker)]),
+        )
 
     def __call__(self, window: object = None) -> None:
-        self.value = 0.5 * self.value + 0.5 * np.concatenate([np.ravel(each) for each in numbers(self.worker)])
+        self.value = 0.5 * self.value + 0.5 * np.concatenate(
+            [np.ravel(each) for each in numbers(self.worker)]
+        )
 
 
 def reference() -> tuple[Worker, Average]:
     """One process with all micro-batches."""
     worker = Worker(steps=None, data_parallel=False, inner=optim.SGD)
-    average, schedule, workers = Average(worker), StepLR(worker.opt, 1, 0.5), [micro_batches(rank) for rank in range(WORLD)]
+    average, schedule, workers = (
+        Average(worker),
+        StepLR(worker.opt, 1, 0.5),
+        [micro_batches(rank) for rank in range(WORLD)],
+    )
     for first in range(0, 6, PAIR):
         worker.train([batch for own in workers for batch in own[first : first + PAIR]])
         schedule.step()
@@ -178,12 +236,17 @@ def reference() -> tuple[Worker, Average]:
 
 
 def trained(mode: str, rank: int, follow: Follow) -> tuple[Worker, Average]:
-    """The share of one worker; ``follow(opt)`` is called first and returns what the loop calls after each micro-batch and after `flush`."""
+    """The share of one worker; ``follow(opt)`` is called first and returns what the
+    loop calls after each micro-batch and after `flush`.
+    """
     worker = Worker(mode, steps=PAIR, inner=optim.SGD)
     average = Average(worker)
     worker.opt.add_listener(average)
     after = follow(worker.opt)
-    for call in (*(partial(worker.learn, batch) for batch in micro_batches(rank)), worker.opt.flush):
+    for call in (
+        *(partial(worker.learn, batch) for batch in micro_batches(rank)),
+        worker.opt.flush,
+    ):
         call()
         assert worker.opt.result.micro_step < PAIR
         after()
@@ -204,22 +267,43 @@ def schedules_and_averages_move_once_per_update(rank: int) -> None:
         return lambda: None
 
     expected, expected_average = reference()
-    for mode, follow in (("pynative", gated), ("pynative", listening), ("jit", gated), ("graph", listening)):
+    for mode, follow in (
+        ("pynative", gated),
+        ("pynative", listening),
+        ("jit", gated),
+        ("graph", listening),
+    ):
         worker, average = trained(mode, rank, follow)
         for found, truth in zip(numbers(worker), numbers(expected), strict=True):
             np.testing.assert_allclose(found, truth, rtol=0, atol=3e-6)
-        np.testing.assert_allclose(average.value, expected_average.value, rtol=0, atol=3e-6)
-        np.testing.assert_allclose(float(worker.opt.param_groups[0]["lr"]), 0.1 * 0.5**3, rtol=1e-6)
-        require_same_everywhere((numbers(worker), worker.opt.result, average.value.tolist()))
+        np.testing.assert_allclose(
+            average.value, expected_average.value, rtol=0, atol=3e-6
+        )
+        np.testing.assert_allclose(
+            float(worker.opt.param_groups[0]["lr"]), 0.1 * 0.5**3, rtol=1e-6
+        )
+        require_same_everywhere(
+            (numbers(worker), worker.opt.result, average.value.tolist())
+        )
 
 
 @check
 def schedules_that_drift_apart_are_refused(rank: int) -> None:
-    """A schedule that looks at ``result`` after `flush` sees the last window alone. All workers raise, before the update."""
+    """A schedule that looks at ``result`` after `flush` sees the last window alone. All
+    workers raise, before the update.
+    """
     worker = Worker(steps=PAIR, inner=optim.SGD)
     schedule = StepLR(worker.opt, 1, 0.5)
-    with refused(gradaccum.UsageError, f"learning rates on rank {rank}", "listener", "0.025" if rank == 0 else "0.05"):
-        for call in (*(partial(worker.learn, batch) for batch in micro_batches(rank)), worker.opt.flush):
+    with refused(
+        gradaccum.UsageError,
+        f"learning rates on rank {rank}",
+        "listener",
+        "0.025" if rank == 0 else "0.05",
+    ):
+        for call in (
+            *(partial(worker.learn, batch) for batch in micro_batches(rank)),
+            worker.opt.flush,
+        ):
             call()
             if worker.opt.result.applied:
                 schedule.step()
@@ -232,13 +316,17 @@ def schedules_that_drift_apart_are_refused(rank: int) -> None:
 
 @check
 def other_rates_in_compiled_code_skip_the_window(rank: int) -> None:
-    """It cannot raise. Python raises as soon as it is asked, on every worker: the one in compiled code and the one that flushes."""
+    """It cannot raise. Python raises as soon as it is asked, on every worker: the one
+    in compiled code and the one that flushes.
+    """
     for mode, inner in (("graph", optim.SGD), ("jit", nn.Momentum)):
         worker = Worker(mode, steps=PAIR, inner=inner)
         rate = worker.opt.lrs[0] if inner is optim.SGD else worker.opt.learning_rate
         batches, start = micro_batches(rank), numbers(worker)
         ops.assign(rate, rate.value() * (1 + rank))
-        with refused(gradaccum.UsageError, f"learning rates on rank {rank}", "listener"):
+        with refused(
+            gradaccum.UsageError, f"learning rates on rank {rank}", "listener"
+        ):
             if rank == 0:
                 for batch in batches[:PAIR]:
                     worker.learn(batch)
@@ -249,7 +337,11 @@ def other_rates_in_compiled_code_skip_the_window(rank: int) -> None:
         set_mode(mode if mode == "graph" else "pynative")
         if rank == 0:
             worker.opt.flush()
-        assert (worker.opt.result.optimizer_step, worker.opt.result.overflow, numbers(worker)) == (0, True, start)
+        assert (
+            worker.opt.result.optimizer_step,
+            worker.opt.result.overflow,
+            numbers(worker),
+        ) == (0, True, start)
         ops.assign(rate, rate.value() / (1 + rank))
         for batch in batches[:PAIR]:
             worker.learn(batch)
@@ -272,10 +364,14 @@ def data_parallel_mode(mode: str, **options: Any) -> Iterator[None]:
 
 
 def large_batches() -> list[np.ndarray]:
-    """The parameters after windows over both workers, of which each has every second row."""
+    """The parameters after windows over both workers, of which each has every second
+    row.
+    """
     truth, ones = Truth(), np.ones((EACH * PAIR * WORLD, 1))
     for first in range(0, len(X), len(ones)):
-        truth.window([(X[first : first + len(ones)], Y[first : first + len(ones)], ones)])
+        truth.window(
+            [(X[first : first + len(ones)], Y[first : first + len(ones)], ones)]
+        )
     return truth.arrays
 
 
@@ -285,11 +381,18 @@ class HalfSquare(nn.Cell):
 
 
 def optimizer_of(net: nn.Cell, **options: Any) -> Any:
-    return gradaccum.wrap(nn.Momentum(net.trainable_params(), 0.1, 0.9), steps=PAIR, data_parallel=True, **options)
+    return gradaccum.wrap(
+        nn.Momentum(net.trainable_params(), 0.1, 0.9),
+        steps=PAIR,
+        data_parallel=True,
+        **options,
+    )
 
 
 def require_large_batches(net: nn.Cell, opt: Any) -> None:
-    for found, expected, start in zip((net.weight, net.bias), large_batches(), (WEIGHT, BIAS), strict=True):
+    for found, expected, start in zip(
+        (net.weight, net.bias), large_batches(), (WEIGHT, BIAS), strict=True
+    ):
         assert np.abs(expected - start).max() > 1e-3
         np.testing.assert_allclose(found.asnumpy(), expected, rtol=0, atol=3e-6)
     assert opt.result.optimizer_step == len(X) // (EACH * PAIR * WORLD)
@@ -300,8 +403,15 @@ def require_large_batches(net: nn.Cell, opt: Any) -> None:
 def stock_cell_makes_the_large_batch(rank: int) -> None:
     """Its own reducer does not run."""
     x, y = X[rank::WORLD], Y[rank::WORLD]
-    for mode, gradients_mean in (("pynative", False), ("pynative", True), ("graph", False)):
-        with data_parallel_mode(mode, gradients_mean=gradients_mean), compiled_graphs() as graphs:
+    for mode, gradients_mean in (
+        ("pynative", False),
+        ("pynative", True),
+        ("graph", False),
+    ):
+        with (
+            data_parallel_mode(mode, gradients_mean=gradients_mean),
+            compiled_graphs() as graphs,
+        ):
             net = make_net()
             opt = optimizer_of(net)
             cell = nn.TrainOneStepCell(nn.WithLossCell(net, HalfSquare()), opt)
@@ -321,19 +431,31 @@ def model_train_makes_the_large_batch(rank: int) -> None:
             model = Model(net, HalfSquare(), opt)
             if own_cell:
                 model = Model(TrainOneStepCell(nn.WithLossCell(net, HalfSquare()), opt))
-            data = NumpySlicesDataset((X, Y), ["x", "y"], shuffle=False, num_shards=WORLD, shard_id=rank).batch(EACH)
+            data = NumpySlicesDataset(
+                (X, Y), ["x", "y"], shuffle=False, num_shards=WORLD, shard_id=rank
+            ).batch(EACH)
             model.train(1, data, dataset_sink_mode=False)
             require_large_batches(net, opt)
 
 
 @check
 def epochs_end_together(rank: int) -> None:
-    """With `FlushAtEpochEnd` a worker with fewer rows takes part in the windows of the other; its last micro-batch is short."""
+    """With `FlushAtEpochEnd` a worker with fewer rows takes part in the windows of the
+    other; its last micro-batch is short.
+    """
     shares = [(X[:14], Y[:14]), (X[14:], Y[14:])]
-    micro_batches = [[(x[first : first + EACH], y[first : first + EACH]) for first in range(0, len(x), EACH)] for x, y in shares]
+    micro_batches = [
+        [
+            (x[first : first + EACH], y[first : first + EACH])
+            for first in range(0, len(x), EACH)
+        ]
+        for x, y in shares
+    ]
     truth = Truth()
     for first in (0, PAIR, 2 * PAIR) * 2:
-        held = [batch for worker in micro_batches for batch in worker[first : first + PAIR]]
+        held = [
+            batch for worker in micro_batches for batch in worker[first : first + PAIR]
+        ]
         truth.window([(x, y, np.ones((len(x), 1))) for x, y in held])
     with data_parallel_mode("pynative"):
         net = make_net()
@@ -349,32 +471,69 @@ def epochs_end_together(rank: int) -> None:
 
 @check
 def layers_are_reduced_once(rank: int) -> None:
-    """Each once per window, after the sum of the weights; one worker has a micro-batch more. A wrapped optimizer reduces at its end."""
+    """Each once per window, after the sum of the weights; one worker has a micro-batch
+    more. A wrapped optimizer reduces at its end.
+    """
     set_mode("pynative")
     x, y = np.concatenate([X, X]), np.concatenate([Y, Y])
     mine = slice(0, 14) if rank == 0 else slice(14, 24)
 
     def build() -> nn.SequentialCell:
-        return nn.SequentialCell(make_net(), nn.Tanh(), nn.Dense(2, 2, weight_init="ones", bias_init="zeros"))
+        return nn.SequentialCell(
+            make_net(), nn.Tanh(), nn.Dense(2, 2, weight_init="ones", bias_init="zeros")
+        )
 
     def loss(outputs: Any, targets: Any) -> Any:
         return (outputs - targets).square().mean()
 
     net, other, large = build(), build(), build()
-    optimizers = [nn.Momentum(layer.trainable_params(), 0.1, 0.9) for layer in (net[0], net[2])]
-    opt = gradaccum.wrap(nn.Momentum(other.trainable_params(), 0.1, 0.9), steps=None, data_parallel=True)
+    optimizers = [
+        nn.Momentum(layer.trainable_params(), 0.1, 0.9) for layer in (net[0], net[2])
+    ]
+    opt = gradaccum.wrap(
+        nn.Momentum(other.trainable_params(), 0.1, 0.9), steps=None, data_parallel=True
+    )
     alone = nn.Momentum(large.trainable_params(), 0.1, 0.9)
     for _ in range(2):
         with called() as calls:
-            layered_backward(net, loss, Tensor(x[mine]), Tensor(y[mine]), micro_batch_size=4, optimizer=optimizers, data_parallel=True)
-        assert calls == [("AllGather", 3), ("AllReduce", 6), ("AllReduce", 10)], "the weights in float64, then layer by layer"
+            layered_backward(
+                net,
+                loss,
+                Tensor(x[mine]),
+                Tensor(y[mine]),
+                micro_batch_size=4,
+                optimizer=optimizers,
+                data_parallel=True,
+            )
+        assert calls == [("AllGather", 3), ("AllReduce", 6), ("AllReduce", 10)], (
+            "the weights in float64, then layer by layer"
+        )
         with called() as calls:
-            layered_backward(other, loss, Tensor(x[mine]), Tensor(y[mine]), micro_batch_size=4, optimizer=opt)
+            layered_backward(
+                other,
+                loss,
+                Tensor(x[mine]),
+                Tensor(y[mine]),
+                micro_batch_size=4,
+                optimizer=opt,
+            )
         assert calls == [("AllReduce", 6 + WORLD), ("AllReduce", 16)]
-        alone(ms.value_and_grad(lambda: loss(large(Tensor(x[:24])), Tensor(y[:24])), None, large.trainable_params())()[1])
+        alone(
+            ms.value_and_grad(
+                lambda: loss(large(Tensor(x[:24])), Tensor(y[:24])),
+                None,
+                large.trainable_params(),
+            )()[1]
+        )
     for copy in (net, other):
-        for found, expected in zip(copy.trainable_params(), large.trainable_params(), strict=True):
-            np.testing.assert_allclose(found.asnumpy(), expected.asnumpy(), rtol=0, atol=3e-6)
+        for found, expected in zip(
+            copy.trainable_params(), large.trainable_params(), strict=True
+        ):
+            np.testing.assert_allclose(
+                found.asnumpy(), expected.asnumpy(), rtol=0, atol=3e-6
+            )
         require_same_everywhere([p.asnumpy().tolist() for p in copy.trainable_params()])
     with refused(gradaccum.UsageError, "data_parallel", "True or False"):
-        layered_backward(net, loss, Tensor(x[mine]), Tensor(y[mine]), steps=2, optimizer=optimizers)
+        layered_backward(
+            net, loss, Tensor(x[mine]), Tensor(y[mine]), steps=2, optimizer=optimizers
+        )

@@ -1,11 +1,19 @@
-"""Run by two processes: models whose parameters are split over both, against one process that has all micro-batches."""
+"""Run by two processes: models whose parameters are split over both, against one
+process that has all micro-batches.
+"""
 
 from ..torch_fsdp import IMITATES_STREAMS
 from . import loop, refusals, sums, ways
 from .common import CHECKS
 
-_WAYS = {name for name, function in CHECKS.items() if function.__module__ == ways.__name__ and not name.startswith("half_precision")}
+_WAYS = {
+    name
+    for name, function in CHECKS.items()
+    if function.__module__ == ways.__name__ and not name.startswith("half_precision")
+}
 EARLY = _WAYS if IMITATES_STREAMS else set()
-"""The checks that run on imitated streams. The others count collectives by newer names, call newer methods, or have gloo average."""
+"""The checks that run on imitated streams. The others count collectives by newer names,
+call newer methods, or have gloo average.
+"""
 
 __all__ = ["CHECKS", "EARLY", "loop", "refusals", "sums", "ways"]

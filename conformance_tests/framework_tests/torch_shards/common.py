@@ -1,4 +1,6 @@
-"""The sharded model, its data, and the same model whole in one process that has all micro-batches."""
+"""The sharded model, its data, and the same model whole in one process that has all
+micro-batches.
+"""
 
 from __future__ import annotations
 
@@ -48,14 +50,21 @@ if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
 
 
 class Branches(nn.Module):
-    """A model with a branch that few micro-batches take; the last layer has five rows, which workers share unevenly."""
+    """A model with a branch that few micro-batches take; the last layer has five rows,
+    which workers share unevenly.
+    """
 
     calls: Tensor
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("calls", torch.zeros(()))
-        self.first, self.usual, self.rare, self.never = nn.Linear(4, 6), nn.Linear(6, 5), nn.Linear(6, 5), nn.Linear(6, 5)
+        self.first, self.usual, self.rare, self.never = (
+            nn.Linear(4, 6),
+            nn.Linear(6, 5),
+            nn.Linear(6, 5),
+            nn.Linear(6, 5),
+        )
 
     def forward(self, x: Tensor, rare: bool = False) -> Tensor:
         self.calls += 1
@@ -66,7 +75,9 @@ Batch = tuple[Tensor, bool]
 
 
 def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
-    return init_device_mesh("cpu", shape, mesh_dim_names=("copy", "shard")[-len(shape) :])
+    return init_device_mesh(
+        "cpu", shape, mesh_dim_names=("copy", "shard")[-len(shape) :]
+    )
 
 
 def build(dtype: torch.dtype = DTYPE) -> Branches:
@@ -84,18 +95,24 @@ def sharded(way: Way, dtype: torch.dtype = DTYPE, **options: Any) -> Branches:
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    """With weight decay and momentum, to which a gradient of zeros is not the same as none."""
+    """With weight decay and momentum, to which a gradient of zeros is not the same as
+    none.
+    """
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
 
 
 def wrap(model: nn.Module, way: Way, **options: Any) -> Any:
-    return gradaccum.wrap(sgd(model), **{"steps": 3, **options}, module=model, gradient_sync=way.sync)
+    return gradaccum.wrap(
+        sgd(model), **{"steps": 3, **options}, module=model, gradient_sync=way.sync
+    )
 
 
 def rows(rank: int, index: int, dtype: torch.dtype = DTYPE) -> Tensor:
     """Micro-batch `index` of a worker; each has another size."""
     generator = torch.Generator().manual_seed(100 * rank + index)
-    return torch.randn(2 + (3 * rank + index) % 4, 4, generator=generator, dtype=torch.float64).to(dtype)
+    return torch.randn(
+        2 + (3 * rank + index) % 4, 4, generator=generator, dtype=torch.float64
+    ).to(dtype)
 
 
 def batches(rank: int, count: int = 6, dtype: torch.dtype = DTYPE) -> list[Batch]:
@@ -105,19 +122,27 @@ def batches(rank: int, count: int = 6, dtype: torch.dtype = DTYPE) -> list[Batch
 
 def learn(model: nn.Module, opt: Any, batch: Batch, summed: bool = False) -> None:
     x, rare = batch
-    losses = model(x, rare).to(torch.promote_types(x.dtype, torch.float32)).square().mean(1)
+    losses = (
+        model(x, rare).to(torch.promote_types(x.dtype, torch.float32)).square().mean(1)
+    )
     opt.backward(losses.sum() if summed else losses.mean(), len(x))
     opt.step()
     opt.zero_grad()
 
 
-def train(model: nn.Module, opt: Any, rank: int, count: int = 6, **options: Any) -> None:
+def train(
+    model: nn.Module, opt: Any, rank: int, count: int = 6, **options: Any
+) -> None:
     for batch in batches(rank, count):
         learn(model, opt, batch, **options)
 
 
 def alone(
-    windows: list[list[Batch]], workers: int = 2, summed: bool = False, dtype: torch.dtype = DTYPE, **options: Any
+    windows: list[list[Batch]],
+    workers: int = 2,
+    summed: bool = False,
+    dtype: torch.dtype = DTYPE,
+    **options: Any,
 ) -> tuple[Branches, Any]:
     """One process with all micro-batches, each list a window."""
     model = build(dtype)
@@ -129,11 +154,16 @@ def alone(
     return model, opt
 
 
-def windows_of(sizes: tuple[int, ...] = (3, 3), workers: int = 2, dtype: torch.dtype = DTYPE) -> list[list[Batch]]:
+def windows_of(
+    sizes: tuple[int, ...] = (3, 3), workers: int = 2, dtype: torch.dtype = DTYPE
+) -> list[list[Batch]]:
     """The micro-batches of all workers, window by window."""
     everyone = [batches(rank, sum(sizes), dtype) for rank in range(workers)]
     starts = [sum(sizes[:index]) for index in range(len(sizes))]
-    return [[b for worker in everyone for b in worker[first : first + size]] for first, size in zip(starts, sizes, strict=True)]
+    return [
+        [b for worker in everyone for b in worker[first : first + size]]
+        for first, size in zip(starts, sizes, strict=True)
+    ]
 
 
 def whole(tensor: Any) -> Tensor:
@@ -146,14 +176,22 @@ def numbers(model: nn.Module) -> list[Tensor]:
 
 
 def require_equal(model: nn.Module, reference: nn.Module, off: float = 1e-13) -> None:
-    for p, q, name in zip(numbers(model), numbers(reference), dict(reference.named_parameters()), strict=True):
-        torch.testing.assert_close(p, q, rtol=off, atol=off, msg=lambda text, name=name: f"{name}: {text}")
+    for p, q, name in zip(
+        numbers(model),
+        numbers(reference),
+        dict(reference.named_parameters()),
+        strict=True,
+    ):
+        torch.testing.assert_close(
+            p, q, rtol=off, atol=off, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 def require_same_everywhere(value: Any) -> None:
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, value)
-    assert len(set(map(repr, everyone))) == 1, everyone  # NaN is no number, but has a name.
+    # NaN is no number, but has a name.
+    assert len(set(map(repr, everyone))) == 1, everyone
 
 
 NUMBERS = 8 * (4 + 32 + 1)
@@ -162,15 +200,25 @@ NUMBERS = 8 * (4 + 32 + 1)
 
 @contextmanager
 def counted() -> Iterator[list[tuple[str, int]]]:
-    """The collectives inside: the name of each and the bytes that it was handed; 0 for the numbers that a window's end adds up."""
+    """The collectives inside: the name of each and the bytes that it was handed; 0 for
+    the numbers that a window's end adds up.
+    """
     called: list[tuple[str, int]] = []
-    older = {"reduce_scatter_single": "reduce_scatter_tensor", "all_gather_single": "all_gather_into_tensor"}
-    names = {name: name if hasattr(dist, name) else older[name] for name in ("all_reduce", *older)}
+    older = {
+        "reduce_scatter_single": "reduce_scatter_tensor",
+        "all_gather_single": "all_gather_into_tensor",
+    }
+    names = {
+        name: name if hasattr(dist, name) else older[name]
+        for name in ("all_reduce", *older)
+    }
     originals = {name: getattr(dist, names[name]) for name in names}
 
     def counting(name: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
+            tensors = [
+                each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)
+            ]
             size = max(tensor.nbytes for tensor in tensors)
             called.append((name, 0 if size == NUMBERS else size))
             return originals[name](*args, **kwargs)

@@ -95,7 +95,9 @@ def discarded_window_leaves_nothing(rank: int) -> None:
 
 
 class Static(torch.autograd.Function):
-    """A weight whose gradient comes in the same memory each time, as from the replay of a CUDA graph."""
+    """A weight whose gradient comes in the same memory each time, as from the replay of
+    a CUDA graph.
+    """
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, memory: Tensor) -> Tensor:
@@ -112,8 +114,8 @@ class Static(torch.autograd.Function):
 def gradients_in_memory_of_others(rank: int) -> None:
     for _, model, opt in each_way():
         memory = torch.zeros(5, 6, dtype=DTYPE)
-        model.usual.forward = lambda x, layer=model.usual, memory=memory: functional.linear(
-            x, Static.apply(layer.weight, memory), layer.bias
+        model.usual.forward = lambda x, layer=model.usual, memory=memory: (
+            functional.linear(x, Static.apply(layer.weight, memory), layer.bias)
         )
         train(model, opt, rank)
         require_equal(model, alone(windows_of())[0])
@@ -134,15 +136,28 @@ def weight_of_zero_ends_a_window(rank: int) -> None:
 
 @check
 def weight_of_zero_on_one_worker(rank: int) -> None:
-    """Its backward pass is that of all workers, and adds nothing, no NaN either: in a window's first, last and only micro-batch."""
+    """Its backward pass is that of all workers, and adds nothing, no NaN either: in a
+    window's first, last and only micro-batch.
+    """
     for steps, empty in ((2, 0), (2, 1), (1, 0)):
         everyone = [batches(worker, steps) for worker in range(2)]
-        reference, _ = alone([[batch for index, batch in enumerate(everyone[0] + everyone[1]) if index != steps + empty]])
+        reference, _ = alone(
+            [
+                [
+                    batch
+                    for index, batch in enumerate(everyone[0] + everyone[1])
+                    if index != steps + empty
+                ]
+            ]
+        )
         for _, model, opt in each_way(steps=steps):
             for index, (x, rare) in enumerate(everyone[rank]):
                 out = model(x, rare)
                 off = rank == 1 and index == empty
-                opt.backward(out.sum() * math.nan if off else out.square().mean(1).mean(), weight=0 if off else len(x))
+                opt.backward(
+                    out.sum() * math.nan if off else out.square().mean(1).mean(),
+                    weight=0 if off else len(x),
+                )
                 opt.step()
                 opt.zero_grad()
             assert opt.result.applied
@@ -151,15 +166,30 @@ def weight_of_zero_on_one_worker(rank: int) -> None:
 
 @check
 def weight_of_zero_takes_a_branch(rank: int) -> None:
-    """A branch that only a micro-batch of weight 0 took has no gradient where FSDP2 waits, whoever else is in the window."""
+    """A branch that only a micro-batch of weight 0 took has no gradient where FSDP2
+    waits, whoever else is in the window.
+    """
     for everywhere, first in itertools.product((False, True), (False, True)):
-        for _, model, opt in ((way, *each) for way, *each in each_way(steps=3) if way.sync != "micro_batch"):
+        for _, model, opt in (
+            (way, *each)
+            for way, *each in each_way(steps=3)
+            if way.sync != "micro_batch"
+        ):
             for index, (x, _) in enumerate(batches(rank, 3)):
                 off = index == (0 if first else 2) and (everywhere or rank == 1)
-                opt.backward(model(x, off).square().mean(1).mean(), weight=0 if off else len(x))
+                opt.backward(
+                    model(x, off).square().mean(1).mean(), weight=0 if off else len(x)
+                )
                 opt.step()
-            own = [(batches(worker, 3), everywhere or worker == 1) for worker in range(2)]
-            left = [(x, False) for each, off in own for index, (x, _) in enumerate(each) if not off or index != (0 if first else 2)]
+            own = [
+                (batches(worker, 3), everywhere or worker == 1) for worker in range(2)
+            ]
+            left = [
+                (x, False)
+                for each, off in own
+                for index, (x, _) in enumerate(each)
+                if not off or index != (0 if first else 2)
+            ]
             require_equal(model, alone([left])[0])
 
 
@@ -206,7 +236,9 @@ def failed_update_is_made_once(rank: int) -> None:
     """Not "mean" alone: twice the sum over twice the weight would be the same."""
     for reduction in ("mean", "sum"):
         for _, model, opt in each_way(reduction=reduction):
-            hook = opt.register_step_pre_hook(lambda *_: (_ for _ in ()).throw(ZeroDivisionError))
+            hook = opt.register_step_pre_hook(
+                lambda *_: (_ for _ in ()).throw(ZeroDivisionError)
+            )
             with refused(ZeroDivisionError):
                 train(model, opt, rank, 3)
             hook.remove()
@@ -234,12 +266,17 @@ def found_settings_come_back(rank: int) -> None:
     del opt, again
     gc.collect()
     assert [unit.sync for unit in units_of(model)] == found
-    assert not any(module._forward_hooks and "look" in str(module._forward_hooks) for module in model.modules())
+    assert not any(
+        module._forward_hooks and "look" in str(module._forward_hooks)
+        for module in model.modules()
+    )
 
 
 @check
 def user_s_own_switches(rank: int) -> None:
-    """FSDP2's idiom of the last micro-batch: harmless beside `gradient_sync`, refused without it where a window would lose gradients."""
+    """FSDP2's idiom of the last micro-batch: harmless beside `gradient_sync`, refused
+    without it where a window would lose gradients.
+    """
     way = Way("window", (2,))
     model = sharded(way)
     opt = wrap(model, way)
@@ -255,7 +292,9 @@ def user_s_own_switches(rank: int) -> None:
     require_equal(model, alone(windows_of())[0])
     model.set_requires_gradient_sync(False)
     learn(model, plain, batches(rank)[0])
-    with refused(gradaccum.UsageError, "set_requires_gradient_sync", 'gradient_sync="window"'):
+    with refused(
+        gradaccum.UsageError, "set_requires_gradient_sync", 'gradient_sync="window"'
+    ):
         plain.flush()
     plain.discard()
     assert not any(unit.held() for unit in units_of(model))
@@ -277,7 +316,15 @@ def sum_that_fsdp_dropped_is_missed(rank: int) -> None:
     require_equal(model, alone(windows_of((3,)))[0])
 
 
-OPEN = [way for way in (Way("micro_batch", (2,)), Way("window", (2,)), Way("all_reduce_per_window", (2, 1))) if way in WAYS]
+OPEN = [
+    way
+    for way in (
+        Way("micro_batch", (2,)),
+        Way("window", (2,)),
+        Way("all_reduce_per_window", (2, 1)),
+    )
+    if way in WAYS
+]
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
@@ -296,19 +343,31 @@ def folder(rank: int) -> Iterator[str]:
 
 
 def save(model: nn.Module, opt: Any, path: str, **options: Any) -> None:
-    dcp.save(dict(zip(("model", "optimizer"), get_state_dict(model, opt), strict=True)), checkpoint_id=path, **options)
+    dcp.save(
+        dict(zip(("model", "optimizer"), get_state_dict(model, opt), strict=True)),
+        checkpoint_id=path,
+        **options,
+    )
 
 
 def load(model: nn.Module, opt: Any, path: str, **options: Any) -> None:
     state = dict(zip(("model", "optimizer"), get_state_dict(model, opt), strict=True))
     dcp.load(state, checkpoint_id=path, **options)
-    set_state_dict(model, opt, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    set_state_dict(
+        model, opt, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+    )
 
 
-def open_window(way: Way, rank: int, count: int = 5, **options: Any) -> tuple[nn.Module, Any]:
-    """A window of three, after two micro-batches of unequal sizes; the second window unless `count` is 2."""
+def open_window(
+    way: Way, rank: int, count: int = 5, **options: Any
+) -> tuple[nn.Module, Any]:
+    """A window of three, after two micro-batches of unequal sizes; the second window
+    unless `count` is 2.
+    """
     model = sharded(way)
-    opt = gradaccum.wrap(adam(model), steps=3, module=model, gradient_sync=way.sync, **options)
+    opt = gradaccum.wrap(
+        adam(model), steps=3, module=model, gradient_sync=way.sync, **options
+    )
     train(model, opt, rank, count)
     assert opt.result.micro_step == 2
     return model, opt
@@ -347,7 +406,13 @@ def other_workers_resume(rank: int) -> None:
     for way in OPEN:
         with folder(rank) as path:
             model = frozen(sharded(way))
-            opt = gradaccum.wrap(adam(model), steps=3, module=model, gradient_sync=way.sync, loss_scale=64.0)
+            opt = gradaccum.wrap(
+                adam(model),
+                steps=3,
+                module=model,
+                gradient_sync=way.sync,
+                loss_scale=64.0,
+            )
             train(model, opt, rank, 3)
             save(model, opt, path)
             single = frozen(build())
@@ -358,7 +423,13 @@ def other_workers_resume(rank: int) -> None:
                 learn(single, twin, batch)
             twin.flush()
             again = frozen(sharded(way))
-            other = gradaccum.wrap(adam(again), steps=3, module=again, gradient_sync=way.sync, loss_scale=64.0)
+            other = gradaccum.wrap(
+                adam(again),
+                steps=3,
+                module=again,
+                gradient_sync=way.sync,
+                loss_scale=64.0,
+            )
             load(again, other, path)
             for each, wrapped in ((model, opt), (again, other)):
                 for batch in batches(rank, 6)[3:]:
@@ -380,7 +451,9 @@ def each_worker_s_own_file(rank: int) -> None:
         other = copy.deepcopy(state)
         other["gradaccum"]["worker"] = [1 - rank, 2]
         again = sharded(way)
-        twin = gradaccum.wrap(adam(again), steps=3, module=again, gradient_sync=way.sync)
+        twin = gradaccum.wrap(
+            adam(again), steps=3, module=again, gradient_sync=way.sync
+        )
         again.load_state_dict(model_state)
         with refused(gradaccum.CheckpointError, f"rank {rank} of 2"):
             twin.load_state_dict(other)

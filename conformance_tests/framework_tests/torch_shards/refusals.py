@@ -13,7 +13,22 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 import gradaccum
 from conformance_tests.framework_tests.refusing import refused
 
-from .common import WAYS, Way, alone, batches, build, check, learn, mesh_of, require_equal, sgd, sharded, train, windows_of, wrap
+from .common import (
+    WAYS,
+    Way,
+    alone,
+    batches,
+    build,
+    check,
+    learn,
+    mesh_of,
+    require_equal,
+    sgd,
+    sharded,
+    train,
+    windows_of,
+    wrap,
+)
 
 WINDOW = Way("window", (2,))
 
@@ -21,7 +36,10 @@ WINDOW = Way("window", (2,))
 @check
 def wrong_arguments(rank: int) -> None:
     model, other = sharded(WINDOW), sharded(WINDOW)
-    for sync, kind in (("windows", gradaccum.ArgumentValueError), (True, gradaccum.ArgumentTypeError)):
+    for sync, kind in (
+        ("windows", gradaccum.ArgumentValueError),
+        (True, gradaccum.ArgumentTypeError),
+    ):
         with refused(kind, "gradient_sync", "micro_batch"):
             gradaccum.wrap(sgd(model), steps=2, module=model, gradient_sync=sync)
     with refused(gradaccum.ArgumentValueError, "gradient_sync", "module="):
@@ -35,12 +53,19 @@ def wrong_arguments(rank: int) -> None:
     with refused(gradaccum.ArgumentValueError, "options", "on rank 1"):
         gradaccum.wrap(sgd(model), steps=2 + rank, module=model)
     with refused(gradaccum.ArgumentValueError, "options", "on rank 1"):
-        gradaccum.wrap(sgd(model), steps=2, module=model, gradient_sync="window" if rank else "micro_batch")
+        gradaccum.wrap(
+            sgd(model),
+            steps=2,
+            module=model,
+            gradient_sync="window" if rank else "micro_batch",
+        )
 
 
 @check
 def windows_that_need_one_worker(rank: int) -> None:
-    """Each worker sees its own weight, and its first micro-batch's gradient is that of all workers already."""
+    """Each worker sees its own weight, and its first micro-batch's gradient is that of
+    all workers already.
+    """
     model = sharded(WINDOW)
     for steps in (gradaccum.until_weight(8), gradaccum.until_weight(lambda step: 8)):
         with refused(gradaccum.UsageError, "until_weight", "flush()"):
@@ -72,7 +97,9 @@ def sums_that_fsdp_would_round(rank: int) -> None:
 def parameters_that_nobody_reduces(rank: int) -> None:
     model = build()
     fully_shard(model.first, mesh=mesh_of((2,)))
-    with refused(gradaccum.ArgumentValueError, "6 trainable parameters", "fully_shard(model)"):
+    with refused(
+        gradaccum.ArgumentValueError, "6 trainable parameters", "fully_shard(model)"
+    ):
         gradaccum.wrap(sgd(model), steps=2)
     for layer in (model.usual, model.rare, model.never):
         layer.requires_grad_(False)
@@ -87,9 +114,13 @@ def parameters_that_nobody_reduces(rank: int) -> None:
 def parameters_that_fsdp1_has_flattened(rank: int) -> None:
     """Each worker would take the norm of its own part."""
     for original in (False, True):
-        model = FullyShardedDataParallel(build(), use_orig_params=original, device_id=torch.device("cpu"))
+        model = FullyShardedDataParallel(
+            build(), use_orig_params=original, device_id=torch.device("cpu")
+        )
         for options in ({}, {"separate_sums": True}):
-            with refused(gradaccum.ArgumentValueError, "optimizer", "FSDP1", "fully_shard"):
+            with refused(
+                gradaccum.ArgumentValueError, "optimizer", "FSDP1", "fully_shard"
+            ):
                 gradaccum.wrap(sgd(model), steps=2, **options)
 
 
@@ -97,7 +128,9 @@ def parameters_that_fsdp1_has_flattened(rank: int) -> None:
 def two_engines_in_one_optimizer(rank: int) -> None:
     shards, copies = sharded(WINDOW), nn.parallel.DistributedDataParallel(build())
     both = torch.optim.SGD([*shards.parameters(), *copies.parameters()], lr=0.1)
-    with refused(gradaccum.ArgumentValueError, "fully_shard", "an optimizer of their own"):
+    with refused(
+        gradaccum.ArgumentValueError, "fully_shard", "an optimizer of their own"
+    ):
         gradaccum.wrap(both, steps=2, module=copies)
 
 
@@ -151,7 +184,10 @@ def changed_gradients(rank: int) -> None:
                 parameter.grad.to_local().mul_(0.5)
 
     for way in (way for way in WAYS if way.sync != "micro_batch"):
-        for change, fix in ((nn.Module.zero_grad, "opt.zero_grad()"), (write, "clip_norm")):
+        for change, fix in (
+            (nn.Module.zero_grad, "opt.zero_grad()"),
+            (write, "clip_norm"),
+        ):
             model = sharded(way)
             opt = wrap(model, way)
             learn(model, opt, batches(rank)[0])
@@ -173,7 +209,11 @@ def other_learning_rates_on_one_worker(rank: int) -> None:
         for batch in batches(rank, 3):
             learn(model, opt, batch)
         opt.param_groups[0]["lr"] *= 1 + rank
-        with refused(gradaccum.UsageError, f"learning rates on rank {rank}", "the same on every worker"):
+        with refused(
+            gradaccum.UsageError,
+            f"learning rates on rank {rank}",
+            "the same on every worker",
+        ):
             opt.flush()
         opt.param_groups[0]["lr"] /= 1 + rank
         opt.flush()
@@ -182,14 +222,22 @@ def other_learning_rates_on_one_worker(rank: int) -> None:
 
 @check
 def parameters_of_another_unit(rank: int) -> None:
-    """They are divided as the others are; where FSDP2 waits, it was not told to wait for them."""
+    """They are divided as the others are; where FSDP2 waits, it was not told to wait
+    for them.
+    """
     for way in WAYS[:2]:
         model = sharded(way)
-        inner = torch.optim.SGD(model.first.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+        inner = torch.optim.SGD(
+            model.first.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1
+        )
         opt = gradaccum.wrap(inner, steps=None, module=model, gradient_sync=way.sync)
         with refused(gradaccum.ArgumentValueError, "fully_shard"):
             opt.add_param_group({"params": nn.Linear(2, 2).parameters()})
-        rest = [each for name, each in model.named_parameters() if not name.startswith("first")]
+        rest = [
+            each
+            for name, each in model.named_parameters()
+            if not name.startswith("first")
+        ]
         if way.sync == "window":
             with refused(gradaccum.ArgumentValueError, "param_group", "gradient_sync="):
                 opt.add_param_group({"params": rest})

@@ -1,4 +1,6 @@
-"""The sum over the workers and the collectives of a window; a sharded model against the whole one; the large batch in one call."""
+"""The sum over the workers and the collectives of a window; a sharded model against the
+whole one; the large batch in one call.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 import gradaccum
 from conformance_tests.framework_tests.refusing import refused
@@ -57,7 +63,9 @@ def every_divide_factor(rank: int) -> None:
 
 @check
 def windows_without_the_module(rank: int) -> None:
-    """FSDP2's units are found by the parameters; the loss is that of all workers, too."""
+    """FSDP2's units are found by the parameters; the loss is that of all workers,
+    too.
+    """
     for options in ({"reduction": "sum"}, {"clip_norm": 0.01}, {"loss_scale": 64.0}):
         model = sharded(WAYS[0])
         if "reduction" in options:
@@ -67,8 +75,13 @@ def windows_without_the_module(rank: int) -> None:
         train(model, opt, rank)
         reference, other = alone(windows_of(), **options)
         require_equal(model, reference)
-        assert math.isclose(opt.result.grad_norm, other.result.grad_norm, rel_tol=1e-12), (opt.result, other.result)
-        assert math.isclose(opt.result.loss, other.result.loss, rel_tol=1e-12), (opt.result, other.result)
+        assert math.isclose(
+            opt.result.grad_norm, other.result.grad_norm, rel_tol=1e-12
+        ), (opt.result, other.result)
+        assert math.isclose(opt.result.loss, other.result.loss, rel_tol=1e-12), (
+            opt.result,
+            other.result,
+        )
 
 
 @check
@@ -99,7 +112,9 @@ def factors_that_cannot_be_told(rank: int) -> None:
 
 @check
 def collectives_of_a_window(rank: int) -> None:
-    """Gradients travel in each micro-batch, or once per window, whatever its length; beside them one or two vectors of a few numbers."""
+    """Gradients travel in each micro-batch, or once per window, whatever its length;
+    beside them one or two vectors of a few numbers.
+    """
     for steps in (2, 5):
         for way in WAYS:
             model = sharded(way)
@@ -109,9 +124,15 @@ def collectives_of_a_window(rank: int) -> None:
                 train(model, opt, rank, steps)
             kind = "reduce_scatter_single" if way.shape[-1] == 2 else "all_reduce"
             units, per_window = 2, steps if way.sync == "micro_batch" else 1
-            assert sum(name == kind and size > SMALL for name, size in called) == units * per_window, (way, called)
+            assert (
+                sum(name == kind and size > SMALL for name, size in called)
+                == units * per_window
+            ), (way, called)
             small = sum(name == "all_reduce" and size <= SMALL for name, size in called)
-            assert small == len(way.shape) * (1 if way.sync == "micro_batch" else 2), (way, called)
+            assert small == len(way.shape) * (1 if way.sync == "micro_batch" else 2), (
+                way,
+                called,
+            )
 
 
 WORLD = 2
@@ -134,14 +155,31 @@ def build_whole() -> nn.Module:
 def shard(model: nn.Module, kind: str, mesh: DeviceMesh) -> nn.Module:
     if kind == "fsdp":
         return fully_shard(model, mesh=mesh)
-    return parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    return parallelize_module(
+        model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    )
 
 
-def compare(kind: str, dtype: torch.dtype, options: dict[str, Any], bad: bool, rank: int, mesh: DeviceMesh) -> None:
-    model, reference = shard(build_whole().to(dtype), kind, mesh), build_whole().to(dtype)
-    opt, other = (gradaccum.wrap(torch.optim.SGD(m.parameters(), lr=0.5), steps=2, **options) for m in (model, reference))
+def compare(
+    kind: str,
+    dtype: torch.dtype,
+    options: dict[str, Any],
+    bad: bool,
+    rank: int,
+    mesh: DeviceMesh,
+) -> None:
+    model, reference = (
+        shard(build_whole().to(dtype), kind, mesh),
+        build_whole().to(dtype),
+    )
+    opt, other = (
+        gradaccum.wrap(torch.optim.SGD(m.parameters(), lr=0.5), steps=2, **options)
+        for m in (model, reference)
+    )
     for index in range(4):
-        rows = X[8 * index : 8 * index + 8].to(dtype) * (math.inf if bad and index == 1 else 1)
+        rows = X[8 * index : 8 * index + 8].to(dtype) * (
+            math.inf if bad and index == 1 else 1
+        )
         part = rows.chunk(WORLD)[rank] if kind == "fsdp" else rows
         for m, o, x in ((model, opt, part), (reference, other, rows)):
             m(x).float().square().mean().backward()
@@ -149,8 +187,14 @@ def compare(kind: str, dtype: torch.dtype, options: dict[str, Any], bad: bool, r
             o.zero_grad()
     mine, expected = opt.result, other.result
     off = 2.0**-20 if dtype == torch.float32 else 2.0**-6
-    assert mine._replace(grad_norm=0) == expected._replace(grad_norm=0), (mine, expected)
-    assert math.isclose(mine.grad_norm, expected.grad_norm, rel_tol=off), (mine, expected)
+    assert mine._replace(grad_norm=0) == expected._replace(grad_norm=0), (
+        mine,
+        expected,
+    )
+    assert math.isclose(mine.grad_norm, expected.grad_norm, rel_tol=off), (
+        mine,
+        expected,
+    )
     for p, q in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(whole(p).detach(), q.detach(), rtol=off, atol=off)
 
@@ -168,12 +212,18 @@ def refuse(kind: str, rank: int, mesh: DeviceMesh) -> None:
 
 
 def train_together(dtype: torch.dtype, options: dict[str, Any], rank: int) -> None:
-    """DDP reduces ``.grad`` at the end of a backward pass. With ``steps=1`` it holds the whole window's gradient."""
+    """DDP reduces ``.grad`` at the end of a backward pass. With ``steps=1`` it holds
+    the whole window's gradient.
+    """
     model = build_whole().to(dtype)
     parallel = nn.parallel.DistributedDataParallel(model)
-    opt = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.5), steps=1, **options)
+    opt = gradaccum.wrap(
+        torch.optim.SGD(model.parameters(), lr=0.5), steps=1, **options
+    )
     for index in range(4):
-        parallel(X[8 * index : 8 * index + 8].to(dtype).chunk(WORLD)[rank]).float().square().mean().backward()
+        parallel(
+            X[8 * index : 8 * index + 8].to(dtype).chunk(WORLD)[rank]
+        ).float().square().mean().backward()
         opt.step()
         opt.zero_grad()
     mine = torch.cat([p.detach().flatten() for p in model.parameters()])
@@ -201,7 +251,14 @@ def sharded_data_parallel_trains_as_one(rank: int) -> None:
 def tensor_parallel_trains_as_one(rank: int) -> None:
     """`reduction="sum"` too: its workers see the same items."""
     each_kind(rank, "tensor parallel")
-    compare("tensor parallel", torch.float32, {"reduction": "sum"}, False, rank, init_device_mesh("cpu", (WORLD,)))
+    compare(
+        "tensor parallel",
+        torch.float32,
+        {"reduction": "sum"},
+        False,
+        rank,
+        init_device_mesh("cpu", (WORLD,)),
+    )
 
 
 @check
@@ -213,12 +270,24 @@ def replicas_train_together_in_windows_of_one(rank: int) -> None:
 
 
 STEPS = 3
-OPTIONS: list[dict[str, Any]] = [{}, {"clip_norm": 0.05}, {"loss_scale": 1024.0}, {"reduction": "sum"}]
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"clip_norm": 0.05},
+    {"loss_scale": 1024.0},
+    {"reduction": "sum"},
+]
 
 
 def batch_of(rank: int) -> Tensor:
-    """Of five or of eight items: the last micro-batch is smaller, and workers count by their items."""
-    return torch.randn(5 + 3 * rank, 4, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+    """Of five or of eight items: the last micro-batch is smaller, and workers count by
+    their items.
+    """
+    return torch.randn(
+        5 + 3 * rank,
+        4,
+        generator=torch.Generator().manual_seed(rank),
+        dtype=torch.float64,
+    )
 
 
 @check
@@ -227,14 +296,22 @@ def large_batch_in_one_call(rank: int) -> None:
         for options in OPTIONS:
             summed = options.get("reduction") == "sum"
             model, whole = sharded(way), build()
-            opt, other = wrap(model, way, **{**options, "steps": None}), gradaccum.wrap(sgd(whole), steps=None, **options)
+            opt, other = (
+                wrap(model, way, **{**options, "steps": None}),
+                gradaccum.wrap(sgd(whole), steps=None, **options),
+            )
 
             def loss(net: Any, x: Tensor, summed: bool = summed) -> Tensor:
                 each = net(x).square().mean(1)
                 return each.sum() if summed else each.mean()
 
             for _ in range(2):
-                backward(lambda x, model=model, loss=loss: loss(model, x), batch_of(rank), steps=STEPS, optimizer=opt)
+                backward(
+                    lambda x, model=model, loss=loss: loss(model, x),
+                    batch_of(rank),
+                    steps=STEPS,
+                    optimizer=opt,
+                )
                 x = torch.cat([batch_of(0), batch_of(1)])
                 other.backward(loss(whole, x), len(x))
                 other.step()
@@ -256,7 +333,9 @@ def sharded_model_needs_its_optimizer(rank: int) -> None:
 
 @check
 def an_error_leaves_a_sharded_model_as_it_was(rank: int) -> None:
-    """All workers fail in the second micro-batch; the next call is as if there had been none."""
+    """All workers fail in the second micro-batch; the next call is as if there had been
+    none.
+    """
     for way in WAYS:
         model, other = sharded(way), sharded(way)
         opts = [wrap(each, way, steps=None) for each in (model, other)]
@@ -271,5 +350,10 @@ def an_error_leaves_a_sharded_model_as_it_was(rank: int) -> None:
         with refused(KeyError, "mine"):
             backward(failing, batch_of(rank), steps=STEPS, optimizer=opts[0])
         for each, opt in zip((model, other), opts, strict=True):
-            backward(lambda x, each=each: each(x).square().mean(), batch_of(rank), steps=STEPS, optimizer=opt)
+            backward(
+                lambda x, each=each: each(x).square().mean(),
+                batch_of(rank),
+                steps=STEPS,
+                optimizer=opt,
+            )
         assert all(map(torch.equal, numbers(model), numbers(other)))

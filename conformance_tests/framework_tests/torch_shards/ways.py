@@ -1,4 +1,6 @@
-"""The three ways in which FSDP2 reduces a window, each the large batch of all workers; also of a torch that lacks a private name."""
+"""The three ways in which FSDP2 reduces a window, each the large batch of all workers;
+also of a torch that lacks a private name.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ OPTIONS: list[dict[str, Any]] = [
 
 @check
 def every_way_is_the_large_batch(rank: int) -> None:
-    """Items and branches differ between micro-batches, and one branch is never taken."""
+    """Items and branches differ between micro-batches, and one branch is never
+    taken.
+    """
     for options in OPTIONS:
         given = {name: value for name, value in options.items() if name != "summed"}
         summed = "summed" in options
@@ -61,17 +65,34 @@ def every_way_is_the_large_batch(rank: int) -> None:
             opt = wrap(model, way, **given)
             train(model, opt, rank, summed=summed)
             require_equal(model, reference)
-            assert math.isclose(opt.result.grad_norm, other.result.grad_norm, rel_tol=1e-12), (way, options)
-            assert math.isclose(opt.result.loss, other.result.loss, rel_tol=1e-12), (way, options, opt.result, other.result)
-            assert opt.result._replace(grad_norm=0, loss=0) == other.result._replace(grad_norm=0, loss=0)
+            assert math.isclose(
+                opt.result.grad_norm, other.result.grad_norm, rel_tol=1e-12
+            ), (way, options)
+            assert math.isclose(opt.result.loss, other.result.loss, rel_tol=1e-12), (
+                way,
+                options,
+                opt.result,
+                other.result,
+            )
+            assert opt.result._replace(grad_norm=0, loss=0) == other.result._replace(
+                grad_norm=0, loss=0
+            )
             require_same_everywhere(opt.result)
             assert all(parameter.grad is None for parameter in model.parameters())
 
 
 @check
 def branches_of_one_worker(rank: int) -> None:
-    """Where FSDP2 waits, workers may take different branches: the others add zeros, and a branch that nobody took has no gradient."""
-    everyone = [[(x, worker == 1 and index == 0) for index, (x, _) in enumerate(batches(worker, 3))] for worker in range(2)]
+    """Where FSDP2 waits, workers may take different branches: the others add zeros, and
+    a branch that nobody took has no gradient.
+    """
+    everyone = [
+        [
+            (x, worker == 1 and index == 0)
+            for index, (x, _) in enumerate(batches(worker, 3))
+        ]
+        for worker in range(2)
+    ]
     reference, _ = alone([everyone[0] + everyone[1]])
     for way in (way for way in WAYS if way.sync != "micro_batch"):
         model = sharded(way)
@@ -101,8 +122,12 @@ def overflow_on_one_worker_skips_on_all(rank: int) -> None:
 
 @check
 def half_precision_is_computed_and_not_summed(rank: int) -> None:
-    """FSDP2's idiom: float32 parameters, bfloat16 in the forward pass, gradients reduced in float32."""
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    """FSDP2's idiom: float32 parameters, bfloat16 in the forward pass, gradients
+    reduced in float32.
+    """
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+    )
     if GLOO_SUMS:
         with refused(gradaccum.UsageError, "torch 2.11"):
             wrap(sharded(WAYS[0], torch.float32), WAYS[0])
@@ -117,7 +142,11 @@ def half_precision_is_computed_and_not_summed(rank: int) -> None:
         require_equal(model, reference, off=2.0**-20)
         require_same_everywhere(opt.result)
     assert reference is not None
-    require_equal(reference, alone(windows_of(dtype=torch.float32), dtype=torch.float32, clip_norm=0.5)[0], off=2.0**-7)
+    require_equal(
+        reference,
+        alone(windows_of(dtype=torch.float32), dtype=torch.float32, clip_norm=0.5)[0],
+        off=2.0**-7,
+    )
 
 
 @check
@@ -134,13 +163,17 @@ def half_precision_parameters_are_summed_sharded(rank: int) -> None:
     assert sums[0].to_local().numel() < sums[0].numel()
     for batch in batches(rank, 6, torch.bfloat16)[2:]:
         learn(model, opt, batch)
-    reference, _ = alone(windows_of(dtype=torch.bfloat16), dtype=torch.bfloat16, master_weights=True)
+    reference, _ = alone(
+        windows_of(dtype=torch.bfloat16), dtype=torch.bfloat16, master_weights=True
+    )
     require_equal(model, reference, off=2.0**-6)
     require_same_everywhere(opt.result)
 
 
 class Hidden:
-    """An attribute of a class or of its instances that only the modules with the private names cannot see: torch goes on to use it."""
+    """An attribute of a class or of its instances that only the modules with the
+    private names cannot see: torch goes on to use it.
+    """
 
     def __init__(self, owner: type, attribute: str) -> None:
         self.value, self.attribute = vars(owner).get(attribute), attribute
@@ -150,7 +183,11 @@ class Hidden:
             raise AttributeError(self.attribute)
         if instance is not None and self.attribute in vars(instance):
             return vars(instance)[self.attribute]
-        return self.value.__get__(instance, owner) if hasattr(self.value, "__get__") else self.value
+        return (
+            self.value.__get__(instance, owner)
+            if hasattr(self.value, "__get__")
+            else self.value
+        )
 
     def __set__(self, instance: object, value: Any) -> None:
         vars(instance)[self.attribute] = value
@@ -175,24 +212,55 @@ def without(name: str) -> Iterator[None]:
             plain = vars(kind).get(attribute)
             setattr(kind, attribute, Hidden(kind, attribute))
             yield
-            setattr(kind, attribute, plain) if plain is not None else delattr(kind, attribute)
+            setattr(kind, attribute, plain) if plain is not None else delattr(
+                kind, attribute
+            )
     fsdp._require_names.cache_clear()
 
 
-FLAT, WINDOW, HYBRID = Way("micro_batch", (2,)), Way("window", (2,)), Way("micro_batch", (2, 1))
+FLAT, WINDOW, HYBRID = (
+    Way("micro_batch", (2,)),
+    Way("window", (2,)),
+    Way("micro_batch", (2, 1)),
+)
 Ways = tuple[list[Way], list[Way]]
-_NEEDED = ("_get_fsdp_state", "fsdp_params", "mesh_info", "mesh", "shard_mesh_dim", "sharded_param", "_unsharded_param")
-_PASS_END = ("_root_post_backward_final_callback", "_state_ctx", "all_states", "is_last_backward")
-_LAYERED = ("_lazy_init", "_states_to_backward_prefetch", "post_forward_mesh_info", "reshard_after_backward")
+_NEEDED = (
+    "_get_fsdp_state",
+    "fsdp_params",
+    "mesh_info",
+    "mesh",
+    "shard_mesh_dim",
+    "sharded_param",
+    "_unsharded_param",
+)
+_PASS_END = (
+    "_root_post_backward_final_callback",
+    "_state_ctx",
+    "all_states",
+    "is_last_backward",
+)
+_LAYERED = (
+    "_lazy_init",
+    "_states_to_backward_prefetch",
+    "post_forward_mesh_info",
+    "reshard_after_backward",
+)
 _SETTINGS = ("reduce_grads", "all_reduce_grads", "reduce_scatter_unused_params")
 REFUSES: dict[str, Ways] = {
-    **dict.fromkeys((*_NEEDED, "gradient_divide_factor", "_all_reduce_hook"), ([FLAT], [])),
+    **dict.fromkeys(
+        (*_NEEDED, "gradient_divide_factor", "_all_reduce_hook"), ([FLAT], [])
+    ),
     **dict.fromkeys(("post_backward", "mp_policy"), ([WINDOW], [FLAT])),
     "_partial_reduce_output": ([HYBRID], [WINDOW, FLAT]),
     **dict.fromkeys(_LAYERED, ([], [WINDOW])),
-    **dict.fromkeys((*_PASS_END, *_SETTINGS, "_module_state_mapping", "_fsdp_param_groups"), ([], [WINDOW])),
+    **dict.fromkeys(
+        (*_PASS_END, *_SETTINGS, "_module_state_mapping", "_fsdp_param_groups"),
+        ([], [WINDOW]),
+    ),
 }
-"""By private name: the ways that are refused where torch lacks the name, and those that train."""
+"""By private name: the ways that are refused where torch lacks the name, and those that
+train.
+"""
 OLDER: dict[str, Ways] = {"_fsdp_param_group": ([FLAT], [])}
 """In place of `_fsdp_param_groups` in an older torch."""
 SETTERS = {
@@ -205,9 +273,15 @@ SETTERS = {
 
 def refuses() -> dict[str, Ways]:
     """`REFUSES` in the installed torch."""
-    unset = {kept for kept, setter in SETTERS.items() if not hasattr(FSDPModule, setter)}
+    unset = {
+        kept for kept, setter in SETTERS.items() if not hasattr(FSDPModule, setter)
+    }
     if not hasattr(sharded(FLAT)._get_fsdp_state(), "_fsdp_param_groups"):
-        return {name: ways for name, ways in {**REFUSES, **OLDER}.items() if name not in unset | {"_fsdp_param_groups"}}
+        return {
+            name: ways
+            for name, ways in {**REFUSES, **OLDER}.items()
+            if name not in unset | {"_fsdp_param_groups"}
+        }
     return {name: ways for name, ways in REFUSES.items() if name not in unset}
 
 
@@ -231,38 +305,62 @@ def private_names_that_torch_lacks(rank: int) -> None:
                 gc.collect()
         if trained:
             default = fsdp.Sync(True, True, False)
-            assert all(unit.sync == default for unit in fsdp.units_of(model)), f"{name}: let go, and waits"
+            assert all(unit.sync == default for unit in fsdp.units_of(model)), (
+                f"{name}: let go, and waits"
+            )
 
 
 @check
 def pass_of_fsdp_ends_with_the_window(rank: int) -> None:
-    """FSDP2 lets go of its last unit's buffer at the end of each of three backward passes, and at that of the window."""
-    state, name = resolve_name("torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState"), "_root_post_backward_final_callback"
+    """FSDP2 lets go of its last unit's buffer at the end of each of three backward
+    passes, and at that of the window.
+    """
+    state, name = (
+        resolve_name("torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState"),
+        "_root_post_backward_final_callback",
+    )
     model = sharded(WINDOW)
     opt = wrap(model, WINDOW)
-    with mock.patch.object(state, name, autospec=True, side_effect=getattr(state, name)) as ended:
+    with mock.patch.object(
+        state, name, autospec=True, side_effect=getattr(state, name)
+    ) as ended:
         train(model, opt, rank, 3)
     assert ended.call_count == 4, ended.call_count
 
 
 @check
 def parameters_on_two_meshes(rank: int) -> None:
-    """One module then has two units; torch raises where only the name with one unit is left."""
+    """One module then has two units; torch raises where only the name with one unit is
+    left.
+    """
     common: Any = resolve_name("torch.distributed.fsdp._fully_shard._fsdp_common")
     if not hasattr(common, "ShardPlacementResult"):
         return  # An older torch has one mesh for each module.
 
     def two_units() -> Any:
         model = build()
-        other = common.ShardPlacementResult(None, common.HSDPMeshInfo(mesh_of((2, 1)), shard_mesh_dim=1, replicate_mesh_dim=0))
+        other = common.ShardPlacementResult(
+            None,
+            common.HSDPMeshInfo(
+                mesh_of((2, 1)), shard_mesh_dim=1, replicate_mesh_dim=0
+            ),
+        )
         own = set(map(id, model.first.parameters()))
-        fully_shard(model, mesh=mesh_of((2,)), shard_placement_fn=lambda parameter: other if id(parameter) in own else None)
+        fully_shard(
+            model,
+            mesh=mesh_of((2,)),
+            shard_placement_fn=lambda parameter: (
+                other if id(parameter) in own else None
+            ),
+        )
         return model
 
     for way in (FLAT, WINDOW):
         model = two_units()
         train(model, wrap(model, way), rank)
         require_equal(model, alone(windows_of())[0])
-    (groups,) = (name for name in fsdp.lost_in_fsdp() if name.endswith("._fsdp_param_groups"))
+    (groups,) = (
+        name for name in fsdp.lost_in_fsdp() if name.endswith("._fsdp_param_groups")
+    )
     with without(groups), refused(AssertionError, "1 param group"):
         wrap(two_units(), FLAT)

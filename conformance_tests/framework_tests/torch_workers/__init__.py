@@ -1,7 +1,17 @@
-"""Run by two processes: windows over both against one process that has all micro-batches. Each check has its own line in the report."""
+"""Run by two processes: windows over both against one process that has all
+micro-batches. Each check has its own line in the report.
+"""
 
 from . import engines, process_groups, refusals, sharded, windows
 from .common import WORLD
 from .jobs import CHECKS
 
-__all__ = ["CHECKS", "WORLD", "engines", "process_groups", "refusals", "sharded", "windows"]
+__all__ = [
+    "CHECKS",
+    "WORLD",
+    "engines",
+    "process_groups",
+    "refusals",
+    "sharded",
+    "windows",
+]

@@ -1,4 +1,6 @@
-"""One of the two processes: ``python -m conformance_tests.framework_tests.torch_workers RANK FOLDER``."""
+"""One of the two processes: ``python -m conformance_tests.framework_tests.torch_workers
+RANK FOLDER``.
+"""
 
 from __future__ import annotations
 

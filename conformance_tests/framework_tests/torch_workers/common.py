@@ -1,4 +1,6 @@
-"""The model, its data, one process that has all micro-batches, and one of two workers that share them."""
+"""The model, its data, one process that has all micro-batches, and one of two workers
+that share them.
+"""
 
 from __future__ import annotations
 
@@ -14,24 +16,36 @@ import gradaccum
 
 WORLD = 2
 COUNTS = (6, 3)
-"""Micro-batches on each worker: in windows of four a whole one, and a tail that only one worker has."""
+"""Micro-batches on each worker: in windows of four a whole one, and a tail that only
+one worker has.
+"""
 
 
 class Branches(nn.Module):
-    """A model with a branch that few micro-batches take, and a buffer, which `DistributedDataParallel` sends."""
+    """A model with a branch that few micro-batches take, and a buffer, which
+    `DistributedDataParallel` sends.
+    """
 
     calls: Tensor
 
     def __init__(self, recomputed: bool = False) -> None:
         super().__init__()
         self.register_buffer("calls", torch.zeros(()), persistent=False)
-        self.first, self.usual, self.rare = nn.Linear(4, 8), nn.Linear(8, 2), nn.Linear(8, 2)
+        self.first, self.usual, self.rare = (
+            nn.Linear(4, 8),
+            nn.Linear(8, 2),
+            nn.Linear(8, 2),
+        )
         self.recomputed = recomputed
 
     def forward(self, x: Tensor, rare: bool = False) -> Tensor:
         self.calls += 1
         head = self.rare if rare else self.usual
-        return checkpoint(self.both, x, head, use_reentrant=False) if self.recomputed else self.both(x, head)
+        return (
+            checkpoint(self.both, x, head, use_reentrant=False)
+            if self.recomputed
+            else self.both(x, head)
+        )
 
     def both(self, x: Tensor, head: nn.Module) -> Tensor:
         return head(torch.tanh(self.first(x)))
@@ -44,8 +58,14 @@ def micro_batches(rank: int, dtype: torch.dtype = torch.float64) -> list[Batch]:
     """Of unequal sizes; one of the second worker takes the rare branch."""
     generator = torch.Generator().manual_seed(rank)
     sizes = [3 + rank + index for index in range(COUNTS[rank])]
-    draw = [(torch.randn(n, 4, generator=generator), torch.randn(n, 2, generator=generator)) for n in sizes]
-    return [(x.to(dtype), y.to(dtype), rank == 1 and index == 1) for index, (x, y) in enumerate(draw)]
+    draw = [
+        (torch.randn(n, 4, generator=generator), torch.randn(n, 2, generator=generator))
+        for n in sizes
+    ]
+    return [
+        (x.to(dtype), y.to(dtype), rank == 1 and index == 1)
+        for index, (x, y) in enumerate(draw)
+    ]
 
 
 def build(dtype: torch.dtype = torch.float64, **options: Any) -> Branches:
@@ -65,7 +85,9 @@ def learn(model: nn.Module, opt: Any, batch: Batch) -> None:
     opt.zero_grad()
 
 
-def alone(windows: list[list[Batch]], dtype: torch.dtype = torch.float64, **options: Any) -> tuple[nn.Module, Any]:
+def alone(
+    windows: list[list[Batch]], dtype: torch.dtype = torch.float64, **options: Any
+) -> tuple[nn.Module, Any]:
     """One process with all micro-batches, each list a window."""
     model = build(dtype)
     opt = gradaccum.wrap(sgd(model), steps=None, **options)
@@ -76,17 +98,30 @@ def alone(windows: list[list[Batch]], dtype: torch.dtype = torch.float64, **opti
     return model, opt
 
 
-def all_windows(dtype: torch.dtype = torch.float64, steps: int = 4) -> list[list[Batch]]:
+def all_windows(
+    dtype: torch.dtype = torch.float64, steps: int = 4
+) -> list[list[Batch]]:
     workers = [micro_batches(rank, dtype) for rank in range(WORLD)]
-    return [[batch for worker in workers for batch in worker[first : first + steps]] for first in range(0, max(COUNTS), steps)]
+    return [
+        [batch for worker in workers for batch in worker[first : first + steps]]
+        for first in range(0, max(COUNTS), steps)
+    ]
 
 
 def together(
-    rank: int, dtype: torch.dtype = torch.float64, module: dict[str, Any] | None = None, model: nn.Module | None = None, **options: Any
+    rank: int,
+    dtype: torch.dtype = torch.float64,
+    module: dict[str, Any] | None = None,
+    model: nn.Module | None = None,
+    **options: Any,
 ) -> tuple[nn.Module, Any, nn.Module]:
-    """The share of one worker: the model, the optimizer and the parallel module, after its micro-batches and a flush."""
+    """The share of one worker: the model, the optimizer and the parallel module, after
+    its micro-batches and a flush.
+    """
     model = build(dtype) if model is None else model
-    parallel = DistributedDataParallel(model, **({"find_unused_parameters": True} if module is None else module))
+    parallel = DistributedDataParallel(
+        model, **({"find_unused_parameters": True} if module is None else module)
+    )
     opt = gradaccum.wrap(sgd(model), steps=4, module=parallel, **options)
     for batch in micro_batches(rank, dtype):
         learn(parallel, opt, batch)
@@ -95,14 +130,19 @@ def together(
 
 
 def require_equal(model: nn.Module, reference: nn.Module, off: float = 1e-13) -> None:
-    for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=off, atol=off, msg=lambda text, name=name: f"{name}: {text}")
+    for (name, p), q in zip(
+        model.named_parameters(), reference.parameters(), strict=True
+    ):
+        torch.testing.assert_close(
+            p, q, rtol=off, atol=off, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 def require_same_everywhere(value: Any) -> None:
     everyone: list[Any] = [None] * WORLD
     dist.all_gather_object(everyone, value)
-    assert repr(everyone[0]) == repr(everyone[1]), everyone  # NaN is no number, but has a name.
+    # NaN is no number, but has a name.
+    assert repr(everyone[0]) == repr(everyone[1]), everyone
 
 
 def numbers(model: nn.Module) -> list[list[float]]:

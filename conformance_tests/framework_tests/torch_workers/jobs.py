@@ -1,4 +1,6 @@
-"""A job of two processes: the list of its checks, the report of each process, and the start, which leaves none behind."""
+"""A job of two processes: the list of its checks, the report of each process, and the
+start, which leaves none behind.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +28,14 @@ def check(function: Check) -> Check:
 
 
 def run_checks(checks: Mapping[str, Check], rank: int, folder: Path) -> None:
-    """Run all of them as worker `rank`; the report goes to ``folder / f"{rank}.json"``."""
+    """Run all of them as worker `rank`; the report goes to
+    ``folder / f"{rank}.json"``.
+    """
     torch.set_num_threads(1)
     store, timeout = f"file://{folder / 'store'}", datetime.timedelta(seconds=60)
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=WORLD, timeout=timeout)
+    dist.init_process_group(
+        "gloo", init_method=store, rank=rank, world_size=WORLD, timeout=timeout
+    )
     report = {}
     for name, run in checks.items():
         try:
@@ -39,7 +45,9 @@ def run_checks(checks: Mapping[str, Check], rank: int, folder: Path) -> None:
             report[name] = traceback.format_exc()
         (folder / f"{rank}.json").write_text(json.dumps(report), encoding="utf-8")
         if report[name] != "passed":
-            break  # The workers may be at different calls now, and each further check would wait for the other.
+            # The workers may be at different calls now, and each further check would
+            # wait for the other.
+            break
 
 
 ROOT = Path(__file__).parents[3]
@@ -47,12 +55,19 @@ SECONDS = 500
 """A loaded machine took 240 for jobs of two workers that need 60."""
 
 
-def run_workers(module: str, *arguments: str, folder: Path, workers: int = WORLD) -> list[int]:
-    """Run ``python -m module ARGUMENTS RANK FOLDER`` once per worker; returns the exit codes, by rank."""
+def run_workers(
+    module: str, *arguments: str, folder: Path, workers: int = WORLD
+) -> list[int]:
+    """Run ``python -m module ARGUMENTS RANK FOLDER`` once per worker; returns the exit
+    codes, by rank.
+    """
     command = [sys.executable, "-m", module, *arguments]
     running: list[subprocess.Popen[bytes]] = []
     try:
-        running += [subprocess.Popen([*command, str(rank), str(folder)], cwd=ROOT) for rank in range(workers)]
+        running += [
+            subprocess.Popen([*command, str(rank), str(folder)], cwd=ROOT)
+            for rank in range(workers)
+        ]
         return [process.wait(timeout=SECONDS) for process in running]
     finally:
         for process in running:
@@ -63,9 +78,14 @@ def run_workers(module: str, *arguments: str, folder: Path, workers: int = WORLD
 def reports_of(module: str, folder: Path) -> list[dict[str, str]]:
     """Run a job of two workers; returns what each said of each check."""
     run_workers(module, folder=folder)
-    return [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(WORLD)]
+    return [
+        json.loads((folder / f"{rank}.json").read_text(encoding="utf-8"))
+        for rank in range(WORLD)
+    ]
 
 
 def require_passed(name: str, reports: Sequence[Mapping[str, str]]) -> None:
     for rank, report in enumerate(reports):
-        assert report.get(name, "not run: a check before it failed") == "passed", f"rank {rank}:\n{report.get(name)}"
+        assert report.get(name, "not run: a check before it failed") == "passed", (
+            f"rank {rank}:\n{report.get(name)}"
+        )

@@ -1,6 +1,8 @@
-"""One of three workers, the last of which is killed: ``python -m ...torch_workers.lost WHEN SIZE RANK FOLDER``.
+"""One of three workers, the last of which is killed:
+``python -m ...torch_workers.lost WHEN SIZE RANK FOLDER``.
 
-The others form a group of two, take the window over, and end with what one process has that was given the micro-batches which arrived.
+The others form a group of two, take the window over, and end with what one process has
+that was given the micro-batches which arrived.
 """
 
 from __future__ import annotations
@@ -33,13 +35,17 @@ SIZES = {"small": 8, "large": 700_000, "in_place": 700_000}
 
 def build(size: str) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2).eval(), nn.Linear(2, SIZES[size])).double()
+    return nn.Sequential(
+        nn.Linear(4, 2), nn.BatchNorm1d(2).eval(), nn.Linear(2, SIZES[size])
+    ).double()
 
 
 def item(rank: int, index: int) -> Tensor:
     """A micro-batch; their sizes differ."""
     generator = torch.Generator().manual_seed(100 * rank + index)
-    return torch.randn(2 + (rank + index) % 3, 4, generator=generator, dtype=torch.float64)
+    return torch.randn(
+        2 + (rank + index) % 3, 4, generator=generator, dtype=torch.float64
+    )
 
 
 def loss(model: nn.Module, x: Tensor) -> Tensor:
@@ -60,20 +66,31 @@ def learn(model: nn.Module, opt: Any, x: Tensor, scheduler: Any = None) -> None:
 
 def decaying(opt: Any) -> Any:
     """A scheduler that counts its moves, so that one too many or too few stays."""
-    return gradaccum.wrap(torch.optim.lr_scheduler.LambdaLR(opt, lambda moves: 0.5**moves))
+    return gradaccum.wrap(
+        torch.optim.lr_scheduler.LambdaLR(opt, lambda moves: 0.5**moves)
+    )
 
 
 def start(folder: Path, name: str, rank: int, workers: int) -> None:
-    # A survivor may wait for the other one, which has noticed and left the group of three.
+    # A survivor may wait for the other one, which has noticed and left the group of
+    # three.
     timeout = datetime.timedelta(seconds=10 if name == "three" else 120)
-    dist.init_process_group("gloo", init_method=f"file://{folder / name}", rank=rank, world_size=workers, timeout=timeout)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder / name}",
+        rank=rank,
+        world_size=workers,
+        timeout=timeout,
+    )
 
 
 def die(*_: object, **__: object) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def before(call: Callable[..., Any], times: int, then: Callable[..., Any] = die) -> Callable[..., Any]:
+def before(
+    call: Callable[..., Any], times: int, then: Callable[..., Any] = die
+) -> Callable[..., Any]:
     """Run `then` as `call` is called for the last of so many `times`."""
     left = [times]
 
@@ -119,10 +136,15 @@ def main(when: str, size: str, rank: int, folder: Path) -> None:
     opt = gradaccum.wrap(sgd(model), steps=STEPS, module=parallel, clip_norm=0.5)
     scheduler = decaying(opt)
     told = until_told(when, rank, parallel, opt, scheduler)
-    with refused(gradaccum.UsageError, "opt.regroup(process_group)" if size != "in_place" else "discard()"):
+    with refused(
+        gradaccum.UsageError,
+        "opt.regroup(process_group)" if size != "in_place" else "discard()",
+    ):
         opt.flush()
     if size != "in_place":
-        assert len(opt.state_dict()["gradaccum"]["sums"]) == 6, "what this worker holds is there"
+        assert len(opt.state_dict()["gradaccum"]["sums"]) == 6, (
+            "what this worker holds is there"
+        )
     dist.destroy_process_group()
     start(folder, "two", rank, 2)
     with warnings.catch_warnings(record=True) as said:
@@ -135,7 +157,9 @@ def main(when: str, size: str, rank: int, folder: Path) -> None:
     assert opt.param_groups[0]["lr"] == alone.param_groups[0]["lr"]
     require_equal(model, expected, 1e-12)
     dist.destroy_process_group()
-    (folder / f"{rank}.txt").write_text(f"told in micro-batch {told}, {opt.result}", encoding="utf-8")
+    (folder / f"{rank}.txt").write_text(
+        f"told in micro-batch {told}, {opt.result}", encoding="utf-8"
+    )
 
 
 def until_told(when: str, rank: int, model: nn.Module, opt: Any, scheduler: Any) -> int:
@@ -153,12 +177,18 @@ def until_told(when: str, rank: int, model: nn.Module, opt: Any, scheduler: Any)
 
 
 def taken_over(size: str, told: int, lost: bool) -> tuple[nn.Module, Any]:
-    """One process with the micro-batches of each window. A window that one survivor closed has those of all three."""
+    """One process with the micro-batches of each window. A window that one survivor
+    closed has those of all three.
+    """
     everyone: list[Any] = [None, None]
     dist.all_gather_object(everyone, (told // STEPS, lost))
     closed = max(window for window, _ in everyone)
     of_all = [(rank, window) for window in range(closed) for rank in range(WORKERS)]
-    left = [(rank, closed) for rank, (window, lost) in enumerate(everyone) if window == closed and not lost]
+    left = [
+        (rank, closed)
+        for rank, (window, lost) in enumerate(everyone)
+        if window == closed and not lost
+    ]
     model = build(size)
     alone = gradaccum.wrap(sgd(model), steps=None, clip_norm=0.5)
     scheduler = decaying(alone)

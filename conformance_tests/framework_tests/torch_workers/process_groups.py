@@ -1,4 +1,6 @@
-"""Copies of a model without a parallel module, and an optimizer that averages gradients in its own ``step``, as nanochat's."""
+"""Copies of a model without a parallel module, and an optimizer that averages gradients
+in its own ``step``, as nanochat's.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,15 @@ import gradaccum
 from conformance_tests.framework_tests.refusing import refused
 from gradaccum_torch import redistributed
 
-from .common import WORLD, all_windows, learn, micro_batches, numbers, require_equal, require_same_everywhere
+from .common import (
+    WORLD,
+    all_windows,
+    learn,
+    micro_batches,
+    numbers,
+    require_equal,
+    require_same_everywhere,
+)
 from .jobs import check
 
 
@@ -26,20 +36,29 @@ class Averaging(torch.optim.SGD):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    dist.all_reduce(parameter.grad, dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM)
+                    dist.all_reduce(
+                        parameter.grad,
+                        dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM,
+                    )
                     parameter.grad /= 1 if averages else WORLD
         return super().step(closure)
 
 
 class Rotating(nn.Module):
-    """A layer with a buffer, as of rotary embeddings, and a branch that few micro-batches take."""
+    """A layer with a buffer, as of rotary embeddings, and a branch that few
+    micro-batches take.
+    """
 
     inverse: Tensor
 
     def __init__(self) -> None:
         super().__init__()
         self.usual, self.rare = nn.Linear(4, 2).double(), nn.Linear(4, 2).double()
-        self.register_buffer("inverse", torch.arange(1.0, 5.0, dtype=torch.float64).reciprocal(), persistent=False)
+        self.register_buffer(
+            "inverse",
+            torch.arange(1.0, 5.0, dtype=torch.float64).reciprocal(),
+            persistent=False,
+        )
 
     def forward(self, x: Tensor, rare: bool = False) -> Tensor:
         return (self.rare if rare else self.usual)(x * self.inverse)
@@ -50,19 +69,35 @@ def built() -> nn.Module:
     return Rotating()
 
 
-def shared(kind: type[torch.optim.Optimizer] = Averaging, **options: Any) -> tuple[nn.Module, Any]:
+def shared(
+    kind: type[torch.optim.Optimizer] = Averaging, **options: Any
+) -> tuple[nn.Module, Any]:
     model = built()
-    return model, gradaccum.wrap(kind(model.parameters(), lr=0.1), steps=4, process_group=dist.group.WORLD, **options)  # type: ignore[call-arg]
+    return model, gradaccum.wrap(
+        kind(model.parameters(), lr=0.1),
+        steps=4,
+        process_group=dist.group.WORLD,
+        **options,
+    )  # type: ignore[call-arg]
 
 
 @check
 def reducing_optimizer_has_the_window_of_all(rank: int) -> None:
-    """Numbers of items, micro-batches and branches differ; the norm that clips is that of all."""
+    """Numbers of items, micro-batches and branches differ; the norm that clips is that
+    of all.
+    """
     for kind in (Averaging, torch.optim.SGD):
-        for options in ({}, {"clip_norm": 0.05}, {"reduction": "sum"}, {"accumulate_dtype": "float32"}):
+        for options in (
+            {},
+            {"clip_norm": 0.05},
+            {"reduction": "sum"},
+            {"accumulate_dtype": "float32"},
+        ):
             model, opt = shared(kind, **options)
             reference = built()
-            other = gradaccum.wrap(torch.optim.SGD(reference.parameters(), lr=0.1), steps=None, **options)
+            other = gradaccum.wrap(
+                torch.optim.SGD(reference.parameters(), lr=0.1), steps=None, **options
+            )
             for batch in micro_batches(rank):
                 learn(model, opt, batch)
             opt.flush()
@@ -70,8 +105,14 @@ def reducing_optimizer_has_the_window_of_all(rank: int) -> None:
                 for batch in window:
                     learn(reference, other, batch)
                 other.flush()
-            require_equal(model, reference, off=1e-5 if "accumulate_dtype" in options else 1e-13)
-            assert math.isclose(opt.result.grad_norm, other.result.grad_norm, rel_tol=1e-5 if "accumulate_dtype" in options else 1e-12)
+            require_equal(
+                model, reference, off=1e-5 if "accumulate_dtype" in options else 1e-13
+            )
+            assert math.isclose(
+                opt.result.grad_norm,
+                other.result.grad_norm,
+                rel_tol=1e-5 if "accumulate_dtype" in options else 1e-12,
+            )
             require_same_everywhere((numbers(model), opt.result))
 
 
@@ -81,22 +122,41 @@ def reducing_optimizer_without_its_workers_is_refused(rank: int) -> None:
     with refused(gradaccum.UsageError, "process_group", "Averaging", "module="):
         gradaccum.wrap(Averaging(model.parameters(), lr=0.1), steps=4)
     gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.1), steps=4)
-    for wrong, error in (("WORLD", gradaccum.ArgumentTypeError), (dist.GroupMember.NON_GROUP_MEMBER, gradaccum.UsageError)):
+    for wrong, error in (
+        ("WORLD", gradaccum.ArgumentTypeError),
+        (dist.GroupMember.NON_GROUP_MEMBER, gradaccum.UsageError),
+    ):
         with refused(error, "process_group"):
-            gradaccum.wrap(Averaging(model.parameters(), lr=0.1), steps=4, process_group=wrong)
+            gradaccum.wrap(
+                Averaging(model.parameters(), lr=0.1), steps=4, process_group=wrong
+            )
     parallel = nn.parallel.DistributedDataParallel(model)
     with refused(gradaccum.ArgumentValueError, "process_group", "module="):
-        gradaccum.wrap(Averaging(model.parameters(), lr=0.1), steps=4, module=parallel, process_group=dist.group.WORLD)
+        gradaccum.wrap(
+            Averaging(model.parameters(), lr=0.1),
+            steps=4,
+            module=parallel,
+            process_group=dist.group.WORLD,
+        )
     other = nn.Linear(4, 2 + rank)
     with refused(gradaccum.ArgumentValueError, "options", "on rank 1", "elements"):
-        gradaccum.wrap(Averaging(other.parameters(), lr=0.1), steps=4, process_group=dist.group.WORLD)
+        gradaccum.wrap(
+            Averaging(other.parameters(), lr=0.1),
+            steps=4,
+            process_group=dist.group.WORLD,
+        )
 
 
 @check
 def a_worker_leaves_and_one_joins(rank: int) -> None:
-    """The second trains alone, then shares its window; the first comes with another model, and with a window that is refused."""
+    """The second trains alone, then shares its window; the first comes with another
+    model, and with a window that is refused.
+    """
     model, reference = built(), built()
-    opt, other = (gradaccum.wrap(torch.optim.AdamW(each.parameters(), lr=0.1), steps=None) for each in (model, reference))
+    opt, other = (
+        gradaccum.wrap(torch.optim.AdamW(each.parameters(), lr=0.1), steps=None)
+        for each in (model, reference)
+    )
     batches = [batch for worker in range(WORLD) for batch in micro_batches(worker)]
     if rank == 1:
         learn(model, opt, batches[0])
@@ -115,7 +175,9 @@ def a_worker_leaves_and_one_joins(rank: int) -> None:
     opt.regroup(None)
     learn(model, opt, batches[3])
     state = opt.state_dict()
-    assert redistributed([state], 1)[0]["gradaccum"]["worker"] == [0, 1], "what it holds is a whole window now"
+    assert redistributed([state], 1)[0]["gradaccum"]["worker"] == [0, 1], (
+        "what it holds is a whole window now"
+    )
     opt.load_state_dict(state)
     opt.flush()
     with refused(gradaccum.ArgumentTypeError, "process_group"):
@@ -128,5 +190,7 @@ def a_worker_leaves_and_one_joins(rank: int) -> None:
         for batch in window:
             learn(reference, other, batch)
         other.flush()
-    assert opt.result._replace(grad_norm=0, loss=0) == other.result._replace(grad_norm=0, loss=0)
+    assert opt.result._replace(grad_norm=0, loss=0) == other.result._replace(
+        grad_norm=0, loss=0
+    )
     require_equal(model, reference)

@@ -15,7 +15,16 @@ from torch.nn.parallel import DistributedDataParallel
 import gradaccum
 from conformance_tests.framework_tests.refusing import refused
 
-from .common import WORLD, all_windows, alone, build, learn, micro_batches, require_equal, sgd
+from .common import (
+    WORLD,
+    all_windows,
+    alone,
+    build,
+    learn,
+    micro_batches,
+    require_equal,
+    sgd,
+)
 from .jobs import check
 
 
@@ -31,7 +40,9 @@ def plain_loop_without_the_module_names_it(rank: int) -> None:
 
 @check
 def denominator_of_one_worker_is_refused(rank: int) -> None:
-    """Each worker would divide the sum of all by its own, and the copies of the model would part."""
+    """Each worker would divide the sum of all by its own, and the copies of the model
+    would part.
+    """
     model = build()
     opt = gradaccum.wrap(sgd(model), steps=None, process_group=dist.group.WORLD)
     opt.backward(sum(p.sum() for p in model.parameters()))
@@ -65,7 +76,9 @@ def tensor_parallel_model_under_ddp_is_refused(rank: int) -> None:
     from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
 
     mesh = init_device_mesh("cpu", (1, WORLD), mesh_dim_names=("data", "tensor"))
-    model = parallelize_module(nn.Sequential(nn.Linear(4, 8)), mesh["tensor"], {"0": ColwiseParallel()})
+    model = parallelize_module(
+        nn.Sequential(nn.Linear(4, 8)), mesh["tensor"], {"0": ColwiseParallel()}
+    )
     _pre_dp_module_transform(model)  # type: ignore[no-untyped-call]
     parallel = DistributedDataParallel(model, process_group=mesh.get_group("data"))
     with refused(gradaccum.ArgumentValueError, "module", "tensor-parallel"):
@@ -89,11 +102,21 @@ def comm_hook_after_wrap_is_refused(rank: int) -> None:
 
 @check
 def foreign_parameters_are_not_added(rank: int) -> None:
-    """They would be added up over workers that may not have the same ones; those of the module may come later, under any name."""
+    """They would be added up over workers that may not have the same ones; those of the
+    module may come later, under any name.
+    """
     model, foreign = build(), nn.Linear(2, 2).double()
     parallel = DistributedDataParallel(model, find_unused_parameters=True)
-    opt = gradaccum.wrap(torch.optim.SGD(model.first.parameters(), lr=0.1, momentum=0.9), steps=4, module=parallel)
-    for given in (foreign.weight, iter(foreign.parameters()), list(foreign.named_parameters())):
+    opt = gradaccum.wrap(
+        torch.optim.SGD(model.first.parameters(), lr=0.1, momentum=0.9),
+        steps=4,
+        module=parallel,
+    )
+    for given in (
+        foreign.weight,
+        iter(foreign.parameters()),
+        list(foreign.named_parameters()),
+    ):
         with refused(gradaccum.ArgumentValueError, "module", "of them"):
             opt.add_param_group({"params": given})
     assert len(opt.param_groups) == 1
@@ -133,8 +156,14 @@ def second_derivatives_are_refused(rank: int) -> None:
 @check
 def sparse_gradients_are_refused(rank: int) -> None:
     """On the worker that has none too, which would wait; the dense sums stay whole."""
-    model = nn.ModuleDict({"sparse": nn.Embedding(4, 2, sparse=True), "dense": nn.Linear(2, 2)})
-    opt = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.1), steps=1, module=DistributedDataParallel(model))
+    model = nn.ModuleDict(
+        {"sparse": nn.Embedding(4, 2, sparse=True), "dense": nn.Linear(2, 2)}
+    )
+    opt = gradaccum.wrap(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        steps=1,
+        module=DistributedDataParallel(model),
+    )
     x = model["sparse"](torch.tensor([rank])) if rank else torch.ones(1, 2)
     opt.backward(model["dense"](x).sum())
     before = model["dense"].bias.grad.tolist()
@@ -148,8 +177,12 @@ def weight_with_bits_too_small_to_add_up_is_refused(rank: int) -> None:
     """On every worker, with what each has; a power of two of them is right."""
     model = build(torch.float64)
     opt = gradaccum.wrap(sgd(model), steps=1, process_group=dist.group.WORLD)
-    opt.backward(sum(p.sum() for p in model.parameters()), weight=1e-60 if rank else 1.0)
-    with refused(gradaccum.UsageError, "weight", "2**-132", "1e-60 here" if rank else "1 here"):
+    opt.backward(
+        sum(p.sum() for p in model.parameters()), weight=1e-60 if rank else 1.0
+    )
+    with refused(
+        gradaccum.UsageError, "weight", "2**-132", "1e-60 here" if rank else "1 here"
+    ):
         opt.step()
     opt.discard()
     opt.backward(sum(p.sum() for p in model.parameters()), weight=2.0**-180)
@@ -162,7 +195,9 @@ def missing_worker_ends_in_an_error(rank: int) -> None:
     """The last check: it leaves the process group unusable."""
     model = build()
     group = dist.new_group(timeout=datetime.timedelta(seconds=2))
-    parallel = DistributedDataParallel(model, find_unused_parameters=True, process_group=group)
+    parallel = DistributedDataParallel(
+        model, find_unused_parameters=True, process_group=group
+    )
     opt = gradaccum.wrap(sgd(model), steps=2, module=parallel)
     batches = micro_batches(rank)
     learn(parallel, opt, batches[0])
@@ -183,7 +218,12 @@ def window_of_another_worker_is_refused(rank: int) -> None:
     learn(parallel, opt, micro_batches(rank)[0])
     saved: list[Any] = [None] * WORLD
     dist.all_gather_object(saved, opt.state_dict())
-    with refused(gradaccum.CheckpointError, f"rank {rank} of 2", f"rank {1 - rank} of 2", "redistributed"):
+    with refused(
+        gradaccum.CheckpointError,
+        f"rank {rank} of 2",
+        f"rank {1 - rank} of 2",
+        "redistributed",
+    ):
         opt.load_state_dict(saved[1 - rank])
     opt.load_state_dict(saved[rank])
     opt.flush()
@@ -193,7 +233,11 @@ def window_of_another_worker_is_refused(rank: int) -> None:
 @check
 def distributed_checkpoint_keeps_closed_windows_only(rank: int) -> None:
     """It would save one copy of a sum that is another one on each worker."""
-    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict  # Its import takes a second.
+    # Its import takes a second.
+    from torch.distributed.checkpoint.state_dict import (
+        get_optimizer_state_dict,
+        set_optimizer_state_dict,
+    )
 
     model = build()
     parallel = DistributedDataParallel(model, find_unused_parameters=True)

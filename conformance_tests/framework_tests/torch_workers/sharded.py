@@ -1,4 +1,6 @@
-"""A head whose classes are sharded over the workers of a data-parallel backbone, in one optimizer; and its cross-entropy."""
+"""A head whose classes are sharded over the workers of a data-parallel backbone, in one
+optimizer; and its cross-entropy.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +29,18 @@ CLASSES, SIZE, ITEMS, STEPS = 7, 8, 6, 3
 
 def parts() -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
-    backbone = nn.Sequential(nn.Linear(4, SIZE), nn.BatchNorm1d(SIZE).eval(), nn.Tanh()).double()
+    backbone = nn.Sequential(
+        nn.Linear(4, SIZE), nn.BatchNorm1d(SIZE).eval(), nn.Tanh()
+    ).double()
     return backbone, torch.randn(CLASSES, SIZE, dtype=torch.float64)
 
 
 def items(micro_batch: int) -> tuple[Tensor, Tensor]:
     """Of all workers, one after the other."""
     generator = torch.Generator().manual_seed(micro_batch)
-    return torch.randn(ITEMS, 4, generator=generator).double(), torch.randint(0, CLASSES, (ITEMS,), generator=generator)
+    return torch.randn(ITEMS, 4, generator=generator).double(), torch.randint(
+        0, CLASSES, (ITEMS,), generator=generator
+    )
 
 
 def shared(**options: Any) -> tuple[Any, nn.Parameter, Any]:
@@ -44,17 +50,27 @@ def shared(**options: Any) -> tuple[Any, nn.Parameter, Any]:
     mesh = init_device_mesh("cpu", (WORLD,))
     weight = nn.Parameter(distribute_tensor(head, mesh, [Shard(0)]))
     parallel = DistributedDataParallel(backbone)
-    inner = torch.optim.AdamW([{"params": list(backbone.parameters())}, {"params": [weight]}], lr=0.1)
-    return parallel, weight, gradaccum.wrap(inner, reduction="item_mean", module=parallel, **options)
+    inner = torch.optim.AdamW(
+        [{"params": list(backbone.parameters())}, {"params": [weight]}], lr=0.1
+    )
+    return (
+        parallel,
+        weight,
+        gradaccum.wrap(inner, reduction="item_mean", module=parallel, **options),
+    )
 
 
-def learn(rank: int, parallel: Any, weight: Any, opt: Any, x: Tensor, y: Tensor) -> None:
+def learn(
+    rank: int, parallel: Any, weight: Any, opt: Any, x: Tensor, y: Tensor
+) -> None:
     from torch.distributed.tensor import DTensor, Partial, Shard
 
     own = slice(rank * ITEMS // WORLD, (rank + 1) * ITEMS // WORLD)
     features = DTensor.from_local(parallel(x[own]), weight.device_mesh, [Shard(0)])
     logits = features.full_tensor(grad_placements=[Partial()]) @ weight.to_local().T
-    opt.backward(sharded_cross_entropy(logits, y, reduction="sum"), weight=ITEMS // WORLD)
+    opt.backward(
+        sharded_cross_entropy(logits, y, reduction="sum"), weight=ITEMS // WORLD
+    )
     opt.step()
     opt.zero_grad()
 
@@ -64,9 +80,13 @@ def reference(clip_norm: float) -> tuple[nn.Module, Tensor, float]:
     backbone, head = parts()
     weight = nn.Parameter(head)
     optimizer = torch.optim.AdamW([*backbone.parameters(), weight], lr=0.1)
-    x, y = (torch.cat(tensors) for tensors in zip(*map(items, range(STEPS)), strict=True))
+    x, y = (
+        torch.cat(tensors) for tensors in zip(*map(items, range(STEPS)), strict=True)
+    )
     cross_entropy(backbone(x) @ weight.T, y).backward()  # type: ignore[no-untyped-call]
-    gradients = [each.grad for each in (*backbone.parameters(), weight) if each.grad is not None]
+    gradients = [
+        each.grad for each in (*backbone.parameters(), weight) if each.grad is not None
+    ]
     norm = float(nn.utils.get_total_norm(gradients))
     for gradient in gradients:  # torch's clipping adds 1e-6 to the norm.
         gradient.mul_(clip_norm / norm)
@@ -105,18 +125,23 @@ def overflow_in_one_shard_skips_on_all(rank: int) -> None:
 
 @check
 def shards_over_other_workers_are_refused(rank: int) -> None:
-    """The head would need a reduction of its own, over the workers that have the same shard."""
+    """The head would need a reduction of its own, over the workers that have the same
+    shard.
+    """
     from torch.distributed.tensor import Shard, distribute_tensor
 
     backbone, head = parts()
     mesh = init_device_mesh("cpu", (WORLD, 1), mesh_dim_names=("data", "classes"))
     weight = nn.Parameter(distribute_tensor(head, mesh["classes"], [Shard(0)]))
     inner = torch.optim.SGD([*backbone.parameters(), weight], lr=0.1)
-    with refused(gradaccum.ArgumentValueError, "module", "[0, 1]", f"[{dist.get_rank()}]"):
+    with refused(
+        gradaccum.ArgumentValueError, "module", "[0, 1]", f"[{dist.get_rank()}]"
+    ):
         gradaccum.wrap(inner, steps=2, module=DistributedDataParallel(backbone))
 
 
-# Cross-entropy over class shards: its collectives, a group of its own, loss scaling, and what torch alone refuses.
+# Cross-entropy over class shards: its collectives, a group of its own, loss scaling,
+# and what torch alone refuses.
 
 
 SIZES = (4, 3)
@@ -135,7 +160,9 @@ class Counted(TorchDispatchMode):
         super().__init__()
         self.names: list[str] = []
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if function.namespace == "c10d":
             self.names.append(function.__name__)
         return function(*args, **(kwargs or {}))
@@ -145,7 +172,9 @@ class Counted(TorchDispatchMode):
 def sharded_loss_reduces_twice(rank: int) -> None:
     for sizes, asked in ((SIZES, []), (None, ["allgather_.default"])):
         with Counted() as forward:
-            loss = sharded_cross_entropy(own(rank), LABELS, shard_sizes=sizes, label_smoothing=0.1)
+            loss = sharded_cross_entropy(
+                own(rank), LABELS, shard_sizes=sizes, label_smoothing=0.1
+            )
         with Counted() as backward:
             loss.backward()  # type: ignore[no-untyped-call]
         assert forward.names == [*asked, *["allreduce_.default"] * 2], forward.names
@@ -153,7 +182,9 @@ def sharded_loss_reduces_twice(rank: int) -> None:
 
 
 class IgnoresUpstream(_CrossEntropy):
-    """The mistake that is often made: right for a loss that is the last call, and wrong for a scaled one."""
+    """The mistake that is often made: right for a loss that is the last call, and wrong
+    for a scaled one.
+    """
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
@@ -163,10 +194,16 @@ class IgnoresUpstream(_CrossEntropy):
 @check
 def sharded_loss_is_linear(rank: int) -> None:
     weight, index = own(rank), LABELS - 4 * rank
-    report = verify_loss_scaling(lambda: sharded_cross_entropy(weight * 2, LABELS, label_smoothing=0.1), {"weight": weight})
+    report = verify_loss_scaling(
+        lambda: sharded_cross_entropy(weight * 2, LABELS, label_smoothing=0.1),
+        {"weight": weight},
+    )
     assert report == (True, {"weight": 0.0}, ()), report
     maximum, sums = torch.zeros(6), torch.ones(2, 6)
-    report = verify_loss_scaling(lambda: IgnoresUpstream.apply(weight * 2, index, maximum, sums, 0.0, 7).mean(), {"weight": weight})
+    report = verify_loss_scaling(
+        lambda: IgnoresUpstream.apply(weight * 2, index, maximum, sums, 0.0, 7).mean(),
+        {"weight": weight},
+    )
     assert (report.linear, report.culprits) == (False, ("IgnoresUpstream",)), report
 
 
@@ -175,7 +212,10 @@ def sharded_loss_within_a_group(rank: int) -> None:
     """Of two groups of one process, each has its own; the other one is refused."""
     groups = [dist.new_group([each]) for each in range(2)]
     shard, labels = torch.arange(6.0).reshape(2, 3), torch.tensor([rank, 2])
-    torch.testing.assert_close(sharded_cross_entropy(shard, labels, group=groups[rank]), cross_entropy(shard, labels))
+    torch.testing.assert_close(
+        sharded_cross_entropy(shard, labels, group=groups[rank]),
+        cross_entropy(shard, labels),
+    )
     with refused(gradaccum.UsageError, "other processes"):
         sharded_cross_entropy(shard, labels, group=groups[1 - rank])
 

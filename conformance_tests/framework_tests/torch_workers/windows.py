@@ -1,4 +1,6 @@
-"""The window of two workers is the large batch of both: its reductions and schedule, the large batch in one call."""
+"""The window of two workers is the large batch of both: its reductions and schedule,
+the large batch in one call.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,30 @@ from conformance_tests.framework_tests.refusing import refused
 from gradaccum_torch.large_batch import auto, backward, coupled_backward
 from gradaccum_torch.workers.group import all_reduce
 
-from .common import WORLD, Branches, all_windows, alone, build, learn, micro_batches, require_equal, require_same_everywhere, sgd, together
+from .common import (
+    WORLD,
+    Branches,
+    all_windows,
+    alone,
+    build,
+    learn,
+    micro_batches,
+    require_equal,
+    require_same_everywhere,
+    sgd,
+    together,
+)
 from .jobs import check
 
 
 @check
 def every_kind_of_module(rank: int) -> None:
     reference, _ = alone(all_windows())
-    for kind in ({"static_graph": True}, {"gradient_as_bucket_view": True}, {"bucket_cap_mb": 1e-6}):
+    for kind in (
+        {"static_graph": True},
+        {"gradient_as_bucket_view": True},
+        {"bucket_cap_mb": 1e-6},
+    ):
         require_equal(together(rank, module=kind)[0], reference)
     require_equal(together(rank, model=build(recomputed=True))[0], reference)
     compiled = build()
@@ -49,7 +67,9 @@ def discarded_window_is_one_worker_s_own(rank: int) -> None:
 
 @check
 def listeners_hear_the_window_of_all(rank: int) -> None:
-    """One raises on the worker that closes two of three windows in its flush: each window ends on both, and is heard."""
+    """One raises on the worker that closes two of three windows in its flush: each
+    window ends on both, and is heard.
+    """
     model, heard = build(), []
     parallel = DistributedDataParallel(model, find_unused_parameters=True)
     opt = gradaccum.wrap(sgd(model), steps=2, module=parallel)
@@ -57,13 +77,18 @@ def listeners_hear_the_window_of_all(rank: int) -> None:
     if rank == 1:
         opt.add_listener(lambda window: window.no_such_field)
     raised = 0
-    for call in (*(partial(learn, parallel, opt, batch) for batch in micro_batches(rank)), opt.flush):
+    for call in (
+        *(partial(learn, parallel, opt, batch) for batch in micro_batches(rank)),
+        opt.flush,
+    ):
         try:
             call()
         except AttributeError:
             raised += 1
     assert raised == (0 if rank == 0 else 2)
-    assert [window.weight for window in heard] == [sum(len(x) for x, _, _ in window) for window in all_windows(steps=2)]
+    assert [window.weight for window in heard] == [
+        sum(len(x) for x, _, _ in window) for window in all_windows(steps=2)
+    ]
     assert [window.micro_batches for window in heard] == [[2, 2, 2], [2, 1, 0]][rank]
     require_equal(model, alone(all_windows(steps=2))[0])
 
@@ -96,7 +121,9 @@ def counted() -> Iterator[list[int]]:
 
 @check
 def one_reduction_per_window(rank: int) -> None:
-    """Numbers and small sums together, whatever the number of micro-batches; once more where the guess which sums exist was wrong."""
+    """Numbers and small sums together, whatever the number of micro-batches; once more
+    where the guess which sums exist was wrong.
+    """
     with counted() as called:
         together(rank)
     size = sum(p.numel() for p in Branches().parameters())
@@ -104,7 +131,11 @@ def one_reduction_per_window(rank: int) -> None:
     numbers = 2 * (PARTS + 3) + 4 + COUNTED + 6  # The weight and the loss.
     assert called == [numbers, numbers + size, numbers + size, numbers + size - rare]
     model = build()
-    opt = gradaccum.wrap(sgd(model), steps=3, module=DistributedDataParallel(model, find_unused_parameters=True))
+    opt = gradaccum.wrap(
+        sgd(model),
+        steps=3,
+        module=DistributedDataParallel(model, find_unused_parameters=True),
+    )
     with counted() as called:
         for batch in micro_batches(rank)[:3] * 4:
             learn(model, opt, batch)
@@ -113,7 +144,9 @@ def one_reduction_per_window(rank: int) -> None:
 
 @check
 def numbers_ride_with_every_dtype(rank: int) -> None:
-    """A bucket of bfloat16 could not hold a count, so there the numbers travel alone."""
+    """A bucket of bfloat16 could not hold a count, so there the numbers travel
+    alone.
+    """
     expected, _ = alone(all_windows(torch.float32), torch.float32)
     size = sum(p.numel() for p in Branches().parameters())
     numbers = 2 * (PARTS + 3) + 4 + COUNTED + 6  # The weight and the loss.
@@ -127,9 +160,26 @@ def numbers_ride_with_every_dtype(rank: int) -> None:
 
 @check
 def sums_come_and_go(rank: int) -> None:
-    """A branch that the workers take in some windows only, one of them or both; then a window that is empty on both."""
-    taken = [(False, True), (False, False), (True, True), (False, False), (False, False), (True, False)]
-    windows = [[(x, y, rare) for (x, y, _), rare in zip((micro_batches(0)[0], micro_batches(1)[0]), both, strict=True)] for both in taken]
+    """A branch that the workers take in some windows only, one of them or both; then a
+    window that is empty on both.
+    """
+    taken = [
+        (False, True),
+        (False, False),
+        (True, True),
+        (False, False),
+        (False, False),
+        (True, False),
+    ]
+    windows = [
+        [
+            (x, y, rare)
+            for (x, y, _), rare in zip(
+                (micro_batches(0)[0], micro_batches(1)[0]), both, strict=True
+            )
+        ]
+        for both in taken
+    ]
     for options in ({}, {"clip_norm": 0.05}):
         model = build()
         parallel = DistributedDataParallel(model, find_unused_parameters=True)
@@ -142,7 +192,9 @@ def sums_come_and_go(rank: int) -> None:
 
 @check
 def model_is_cast_between_windows(rank: int) -> None:
-    """What rode in the last window has another dtype now, and rides again; a part that alone was cast, or is large now, travels alone."""
+    """What rode in the last window has another dtype now, and rides again; a part that
+    alone was cast, or is large now, travels alone.
+    """
     model, reference = build(torch.float32), build(torch.float32)
     parallel = DistributedDataParallel(model)
     opt = gradaccum.wrap(sgd(model), steps=1, module=parallel, reduction="item_mean")
@@ -151,15 +203,24 @@ def model_is_cast_between_windows(rank: int) -> None:
         model.to(dtype), reference.to(dtype)
         x = torch.ones(1, 4, dtype=dtype)
         with counted() as called:
-            opt.backward(parallel(x * (1 + rank)).sum() + 0 * model.rare(model.first(x)).sum(), weight=70001.0 + rank)
+            opt.backward(
+                parallel(x * (1 + rank)).sum() + 0 * model.rare(model.first(x)).sum(),
+                weight=70001.0 + rank,
+            )
             opt.step()
         for each in range(WORLD):
-            other.backward(reference(x * (1 + each)).sum() + 0 * reference.rare(reference.first(x)).sum(), weight=70001.0 + each)
+            other.backward(
+                reference(x * (1 + each)).sum()
+                + 0 * reference.rare(reference.first(x)).sum(),
+                weight=70001.0 + each,
+            )
             other.step()
     assert len(called) == 1
     require_equal(model, reference)
     pair = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))]
-    opt = gradaccum.wrap(torch.optim.SGD(pair, lr=1.0), steps=1, process_group=dist.group.WORLD)
+    opt = gradaccum.wrap(
+        torch.optim.SGD(pair, lr=1.0), steps=1, process_group=dist.group.WORLD
+    )
     for _ in range(3):
         sum(each.double().sum() for each in pair).backward()
         opt.step()
@@ -175,16 +236,37 @@ def model_is_cast_between_windows(rank: int) -> None:
 
 @check
 def large_and_strided_sums_are_reduced(rank: int) -> None:
-    """Above four mebibytes a tensor travels alone; a layout that is not contiguous, as of a convolution in channels_last, is packed."""
+    """Above four mebibytes a tensor travels alone; a layout that is not contiguous, as
+    of a convolution in channels_last, is packed.
+    """
     for apart in (False, True):
-        tensors = [torch.full((1100, 1000), 1.0 + rank), torch.full((1200, 1000), 2.0 + rank).t(), torch.full((3, 2), 3.0 + rank).t()]
+        tensors = [
+            torch.full((1100, 1000), 1.0 + rank),
+            torch.full((1200, 1000), 2.0 + rank).t(),
+            torch.full((3, 2), 3.0 + rank).t(),
+        ]
         with counted() as called:
-            added = all_reduce([tensors[0], tensors[1] if rank else tensors[1].contiguous(), tensors[2]], dist.group.WORLD, apart)
+            added = all_reduce(
+                [
+                    tensors[0],
+                    tensors[1] if rank else tensors[1].contiguous(),
+                    tensors[2],
+                ],
+                dist.group.WORLD,
+                apart,
+            )
         assert called == [1_100_000, 1_200_000, 6]
-        assert not apart or [float(tensor.min()) for tensor in tensors] == [1.0 + rank, 2.0 + rank, 3.0 + rank]
+        assert not apart or [float(tensor.min()) for tensor in tensors] == [
+            1.0 + rank,
+            2.0 + rank,
+            3.0 + rank,
+        ]
         found = added()
         assert [each.unique().tolist() for each in found] == [[3.0], [5.0], [7.0]]
-        assert [each.stride() for each in found] == [each.stride() for each in (tensors[0], tensors[1] if rank else found[1], tensors[2])]
+        assert [each.stride() for each in found] == [
+            each.stride()
+            for each in (tensors[0], tensors[1] if rank else found[1], tensors[2])
+        ]
         assert apart or found[0] is tensors[0]
 
 
@@ -193,8 +275,12 @@ def failed_update_is_not_reduced_twice(rank: int) -> None:
     model = build()
     parallel = DistributedDataParallel(model, find_unused_parameters=True)
     # Not "mean": twice the sum over twice the weight would be the same.
-    opt = gradaccum.wrap(sgd(model), steps=4, module=parallel, reduction="sum", noise_scale=0.5)
-    hook = opt.register_step_pre_hook(lambda *_: (_ for _ in ()).throw(ZeroDivisionError))
+    opt = gradaccum.wrap(
+        sgd(model), steps=4, module=parallel, reduction="sum", noise_scale=0.5
+    )
+    hook = opt.register_step_pre_hook(
+        lambda *_: (_ for _ in ()).throw(ZeroDivisionError)
+    )
     batches = micro_batches(rank)
     with refused(ZeroDivisionError):
         for batch in batches[:4]:
@@ -208,7 +294,9 @@ def failed_update_is_not_reduced_twice(rank: int) -> None:
     require_equal(model, alone(all_windows()[:1], reduction="sum")[0])
     again = build()
     parallel = DistributedDataParallel(again, find_unused_parameters=True)
-    unhurt = gradaccum.wrap(sgd(again), steps=4, module=parallel, reduction="sum", noise_scale=0.5)
+    unhurt = gradaccum.wrap(
+        sgd(again), steps=4, module=parallel, reduction="sum", noise_scale=0.5
+    )
     for batch in batches[:4]:
         learn(parallel, unhurt, batch)
     unhurt.flush()
@@ -228,7 +316,9 @@ def averaged(model: nn.Module) -> torch.optim.swa_utils.AveragedModel:
 
 
 def reference() -> tuple[nn.Module, nn.Module]:
-    """One process with all micro-batches: the model, and its average over the updates."""
+    """One process with all micro-batches: the model, and its average over the
+    updates.
+    """
     model = build()
     opt, average = gradaccum.wrap(sgd(model), steps=None), averaged(model)
     schedule = StepLR(opt, **HALVE)
@@ -243,15 +333,23 @@ def reference() -> tuple[nn.Module, nn.Module]:
 
 
 def trained(rank: int, follow: Any) -> tuple[nn.Module, nn.Module, Any]:
-    """The share of one worker; ``follow(opt)`` is called first and returns what the loop calls after each micro-batch and after `flush`."""
+    """The share of one worker; ``follow(opt)`` is called first and returns what the
+    loop calls after each micro-batch and after `flush`.
+    """
     model = build()
     parallel = DistributedDataParallel(model, find_unused_parameters=True)
     opt, average = gradaccum.wrap(sgd(model), steps=2, module=parallel), averaged(model)
     met = torch.ones(())
-    opt.add_listener(lambda window: dist.all_reduce(met))  # The listeners of a window meet, in whatever call it closes.
-    opt.add_listener(lambda window: average.update_parameters(model) if window.applied else None)
+    # The listeners of a window meet, in whatever call it closes.
+    opt.add_listener(lambda window: dist.all_reduce(met))
+    opt.add_listener(
+        lambda window: average.update_parameters(model) if window.applied else None
+    )
     after = follow(opt)
-    for call in (*(partial(learn, parallel, opt, batch) for batch in micro_batches(rank)), opt.flush):
+    for call in (
+        *(partial(learn, parallel, opt, batch) for batch in micro_batches(rank)),
+        opt.flush,
+    ):
         call()
         after()
     assert met == WORLD**3
@@ -260,7 +358,9 @@ def trained(rank: int, follow: Any) -> tuple[nn.Module, nn.Module, Any]:
 
 @check
 def schedules_and_averages_move_once_per_update(rank: int) -> None:
-    """One worker closes its three windows by ``step``; the other closes one so, and two in one ``flush``."""
+    """One worker closes its three windows by ``step``; the other closes one so, and two
+    in one ``flush``.
+    """
 
     def gated(opt: Any) -> Any:
         return gradaccum.wrap(StepLR(opt, **HALVE)).step
@@ -281,7 +381,9 @@ def schedules_and_averages_move_once_per_update(rank: int) -> None:
 
 @check
 def schedules_that_drift_apart_are_refused(rank: int) -> None:
-    """A schedule that looks at ``result`` after `flush` sees the last window alone. All workers raise, before the update."""
+    """A schedule that looks at ``result`` after `flush` sees the last window alone. All
+    workers raise, before the update.
+    """
 
     def by_hand(opt: Any) -> Any:
         schedule = StepLR(opt, **HALVE)
@@ -289,24 +391,34 @@ def schedules_that_drift_apart_are_refused(rank: int) -> None:
         return lambda: schedule.step() if opt.result.applied else None
 
     opts: list[Any] = []
-    with refused(gradaccum.UsageError, f"learning rates on rank {rank}", "listener", "0.025" if rank == 0 else "0.05"):
+    with refused(
+        gradaccum.UsageError,
+        f"learning rates on rank {rank}",
+        "listener",
+        "0.025" if rank == 0 else "0.05",
+    ):
         trained(rank, by_hand)
     assert opts[0].result.optimizer_step == 2
     for group in opts[0].param_groups:
         group["lr"] = 0.025
     opts[0].flush()
     assert opts[0].result.optimizer_step == 3, "the sums are as they were"
-    require_same_everywhere([group["params"][0].tolist() for group in opts[0].param_groups])
+    require_same_everywhere(
+        [group["params"][0].tolist() for group in opts[0].param_groups]
+    )
 
 
-# Each worker has a large batch of its own, of another size, in one call: the update is by the gradient of both, reduced once.
+# Each worker has a large batch of its own, of another size, in one call: the update is
+# by the gradient of both, reduced once.
 
 
 def batch_of(rank: int) -> tuple[Tensor, Tensor]:
     """Seven items on one worker and four on the other."""
     generator = torch.Generator().manual_seed(rank)
     items = 7 if rank == 0 else 4
-    return torch.randn(items, 4, generator=generator).double(), torch.randn(items, 2, generator=generator).double()
+    return torch.randn(items, 4, generator=generator).double(), torch.randn(
+        items, 2, generator=generator
+    ).double()
 
 
 def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -318,12 +430,24 @@ def large_batch_of_all_workers(rank: int) -> None:
     model, reference = build(), build()
     parallel = DistributedDataParallel(model, find_unused_parameters=True)
     opt, inner = gradaccum.wrap(sgd(model), steps=None, module=parallel), sgd(reference)
-    whole = [torch.cat(parts) for parts in zip(*map(batch_of, range(WORLD)), strict=True)]
+    whole = [
+        torch.cat(parts) for parts in zip(*map(batch_of, range(WORLD)), strict=True)
+    ]
     calls = []
-    ways = ({"micro_batch_size": 2}, {"micro_batch_size": 2}, {"steps": 6})  # More steps than the items of one worker.
+    # More steps than the items of one worker.
+    ways = (
+        {"micro_batch_size": 2},
+        {"micro_batch_size": 2},
+        {"steps": 6},
+    )
     for way in ways:
         with counted() as called:
-            backward(lambda x, y: loss_of(parallel, x, y), *batch_of(rank), **way, optimizer=opt)
+            backward(
+                lambda x, y: loss_of(parallel, x, y),
+                *batch_of(rank),
+                **way,
+                optimizer=opt,
+            )
         calls.append(len(called))
         inner.zero_grad()
         loss_of(reference, whole[0], whole[1]).backward()
@@ -342,10 +466,18 @@ def coupled_loss_on_each_worker(rank: int) -> None:
     calls = []
     for _ in range(3):
         with counted() as called:
-            coupled_backward(lambda x: parallel(x), lambda o: o.std(), batch_of(rank)[0], steps=3, optimizer=opt)
+            coupled_backward(
+                lambda x: parallel(x),
+                lambda o: o.std(),
+                batch_of(rank)[0],
+                steps=3,
+                optimizer=opt,
+            )
         calls.append(len(called))
         inner.zero_grad()
-        (sum(reference(batch_of(each)[0]).std() for each in range(WORLD)) / WORLD).backward()
+        (
+            sum(reference(batch_of(each)[0]).std() for each in range(WORLD)) / WORLD
+        ).backward()
         inner.step()
     assert calls[-1] == 1, calls
     require_equal(model, reference)
@@ -353,9 +485,12 @@ def coupled_loss_on_each_worker(rank: int) -> None:
 
 @check
 def empty_batch_leaves_no_other_waiting(rank: int) -> None:
-    """It adds nothing to the window of the others; in the third call nobody has an item."""
+    """It adds nothing to the window of the others; in the third call nobody has an
+    item.
+    """
     limited = gradaccum.AutoMicroBatchSize()
-    with mock.patch.object(auto, "require_device"):  # A CPU: the model says when memory runs out.
+    # A CPU: the model says when memory runs out.
+    with mock.patch.object(auto, "require_device"):
         for size in (2, limited):
             _update_by_holders(rank, size)
     assert 0 < limited.size < 4, limited
@@ -370,8 +505,12 @@ def _update_by_holders(rank: int, size: Any) -> None:
         x, y = batch_of(rank)
         if rank not in holders:
             x, y = x[:0], y[:0]
-        loss = backward(partial(loss_of, parallel), x, y, micro_batch_size=size, optimizer=opt)
-        coupled = coupled_backward(parallel, Tensor.std, x, micro_batch_size=size, optimizer=opt)
+        loss = backward(
+            partial(loss_of, parallel), x, y, micro_batch_size=size, optimizer=opt
+        )
+        coupled = coupled_backward(
+            parallel, Tensor.std, x, micro_batch_size=size, optimizer=opt
+        )
         assert rank in holders or (loss, coupled) == (0, 0)
         for each in holders:
             x, y = batch_of(each)

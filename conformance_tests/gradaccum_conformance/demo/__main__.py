@@ -1,4 +1,6 @@
-"""``python -m gradaccum_conformance.demo --backend NAME --results FILE``: one framework's runs, as JSON lines."""
+"""``python -m gradaccum_conformance.demo --backend NAME --results FILE``: one
+framework's runs, as JSON lines.
+"""
 
 from __future__ import annotations
 

@@ -14,14 +14,18 @@ MICRO_BATCH = 16
 
 
 class Digits(NamedTuple):
-    """Images, shape (items, 1, 8, 8), standardised by the mean and deviation of the training pixels, and labels 0 to 9."""
+    """Images, shape (items, 1, 8, 8), standardised by the mean and deviation of the
+    training pixels, and labels 0 to 9.
+    """
 
     train: Batch
     test: Batch
 
 
 def large_batches(train: Batch, epoch: int) -> Iterator[Batch]:
-    """`train` in an order drawn anew for each epoch, the same for every run, in large batches; the last has the items left over."""
+    """`train` in an order drawn anew for each epoch, the same for every run, in large
+    batches; the last has the items left over.
+    """
     order = np.random.default_rng(epoch).permutation(train.items)
     return cut(Batch(train.x[order], train.y[order]), LARGE_BATCH)
 
@@ -39,5 +43,8 @@ def split(batch: Batch, pieces: int) -> Iterator[Batch]:
     """
     size, left_over = divmod(batch.items, pieces)
     if left_over:
-        raise ValueError(f"batch: expected a multiple of {pieces} items; got {batch.items}. Use cut, and give each piece its weight.")
+        raise ValueError(
+            f"batch: expected a multiple of {pieces} items; got {batch.items}. Use cut,"
+            " and give each piece its weight."
+        )
     return cut(batch, size)

@@ -11,7 +11,9 @@ from gradaccum_conformance.runner import Ended, Record
 
 REQUIRED_ACCURACY = 0.96
 ALLOWED_DIFFERENCE = 1e-4
-"""Between rounding (float32 leaves about 1e-6 after these few hundred updates) and one window divided by the wrong number (about 1e-1)."""
+"""Between rounding (float32 leaves about 1e-6 after these few hundred updates) and one
+window divided by the wrong number (about 1e-1).
+"""
 
 
 class Curve(NamedTuple):
@@ -38,12 +40,23 @@ class Curve(NamedTuple):
 
     def as_json(self) -> dict[str, Any]:
         names = ("losses", "accuracies", "differences")
-        return {"backend": self.backend, "run": self.recipe.name, "faults": self.faults, **{name: getattr(self, name) for name in names}}
+        return {
+            "backend": self.backend,
+            "run": self.recipe.name,
+            "faults": self.faults,
+            **{name: getattr(self, name) for name in names},
+        }
 
 
 def curves_of(ended: Iterable[Ended]) -> list[Curve]:
-    """A curve for each run that got through at least one epoch, backend by backend, in the order of the recipes."""
-    curves = [_curve(process.backend, recipe, process.records) for process in ended for recipe in RECIPES]
+    """A curve for each run that got through at least one epoch, backend by backend, in
+    the order of the recipes.
+    """
+    curves = [
+        _curve(process.backend, recipe, process.records)
+        for process in ended
+        for recipe in RECIPES
+    ]
     return [curve for curve in curves if curve.losses]
 
 
@@ -52,12 +65,25 @@ def problem_of(ended: Ended) -> str | None:
     if ended.exit_code:
         return f"its process ended with exit code {ended.exit_code}"
     kinds = Counter(record["kind"] for record in ended.records)
-    planned = sum(int(record["epochs"]) for record in ended.records if record["kind"] == "started")
+    planned = sum(
+        int(record["epochs"]) for record in ended.records if record["kind"] == "started"
+    )
     done = kinds["finished"] and kinds["epoch"] == planned > 0
-    return None if done else f"its process ended after {kinds['epoch']} of {planned} epochs"
+    return (
+        None
+        if done
+        else f"its process ended after {kinds['epoch']} of {planned} epochs"
+    )
 
 
 def _curve(backend: str, recipe: Recipe, records: Iterable[Record]) -> Curve:
-    epochs = [record for record in records if record["kind"] == "epoch" and record["run"] == recipe.name]
-    values = ([epoch[field] for epoch in epochs] for field in ("loss", "accuracy", "difference"))
+    epochs = [
+        record
+        for record in records
+        if record["kind"] == "epoch" and record["run"] == recipe.name
+    ]
+    values = (
+        [epoch[field] for epoch in epochs]
+        for field in ("loss", "accuracy", "difference")
+    )
     return Curve(backend, recipe, *values)

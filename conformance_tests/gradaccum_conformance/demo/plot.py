@@ -1,6 +1,7 @@
 """The demo's picture: every run of every framework in one pair of axes.
 
-Colour and width tell the run: later lines are thinner, so that the earlier ones stay visible below. The marker tells the framework.
+Colour and width tell the run: later lines are thinner, so that the earlier ones stay
+visible below. The marker tells the framework.
 """
 
 from __future__ import annotations
@@ -37,45 +38,102 @@ def write_plot(path: Path, curves: Sequence[Curve]) -> None:
 
 
 def make_figure(curves: Sequence[Curve]) -> Figure:
-    """The loss after each epoch, and how far the parameters then were from the large-batch run's."""
+    """The loss after each epoch, and how far the parameters then were from the
+    large-batch run's.
+    """
     figure = Figure(figsize=INCHES, dpi=DOTS_PER_INCH, layout="constrained")
     losses, differences = figure.subplots(1, 2)
-    _draw(losses, curves, "losses", title="Training loss", label="mean cross-entropy (nats)")
+    _draw(
+        losses,
+        curves,
+        "losses",
+        title="Training loss",
+        label="mean cross-entropy (nats)",
+    )
     rest = [curve for curve in curves if curve.recipe is not LARGE]
-    _draw(differences, rest, "differences", title="Distance from the large-batch run", label="largest absolute difference of a parameter")
-    figure.suptitle(f"Handwritten digits: batches of {LARGE_BATCH} at once, and accumulated from micro-batches", fontsize=14)
+    _draw(
+        differences,
+        rest,
+        "differences",
+        title="Distance from the large-batch run",
+        label="largest absolute difference of a parameter",
+    )
+    figure.suptitle(
+        f"Handwritten digits: batches of {LARGE_BATCH} at once, and accumulated from"
+        " micro-batches",
+        fontsize=14,
+    )
     losses.legend(handles=_framework_handles(curves), title="framework", frameon=False)
-    figure.legend(handles=_run_handles(curves), loc="outside lower center", ncols=len(RECIPES), frameon=False)
+    figure.legend(
+        handles=_run_handles(curves),
+        loc="outside lower center",
+        ncols=len(RECIPES),
+        frameon=False,
+    )
     return figure
 
 
-def _draw(axes: Axes, curves: Sequence[Curve], field: str, *, title: str, label: str) -> None:
+def _draw(
+    axes: Axes, curves: Sequence[Curve], field: str, *, title: str, label: str
+) -> None:
     backends = _backends(curves)
     for recipe in RECIPES:
         for index, backend in enumerate(backends):
             for curve in curves:
                 if (curve.recipe, curve.backend) == (recipe, backend):
-                    _draw_curve(axes, getattr(curve, field), index, len(backends), STYLES[recipe.name])
+                    _draw_curve(
+                        axes,
+                        getattr(curve, field),
+                        index,
+                        len(backends),
+                        STYLES[recipe.name],
+                    )
     axes.set(title=title, xlabel="epoch", ylabel=label, yscale="log")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _draw_curve(axes: Axes, values: Sequence[float], index: int, backends: int, style: dict[str, Any]) -> None:
-    """Each framework has its markers at other epochs, so that no marker hides another."""
-    marker: dict[str, Any] = {"marker": MARKERS[index % len(MARKERS)], "markevery": (index, backends), "markeredgecolor": "white"}
-    axes.plot(range(1, len(values) + 1), values, markersize=MARKER_POINTS, **marker, **style)
+def _draw_curve(
+    axes: Axes,
+    values: Sequence[float],
+    index: int,
+    backends: int,
+    style: dict[str, Any],
+) -> None:
+    """Each framework has its markers at other epochs, so that no marker hides
+    another.
+    """
+    marker: dict[str, Any] = {
+        "marker": MARKERS[index % len(MARKERS)],
+        "markevery": (index, backends),
+        "markeredgecolor": "white",
+    }
+    axes.plot(
+        range(1, len(values) + 1), values, markersize=MARKER_POINTS, **marker, **style
+    )
 
 
 def _run_handles(curves: Sequence[Curve]) -> list[Line2D]:
-    runs = [recipe.name for recipe in RECIPES if any(curve.recipe is recipe for curve in curves)]
+    runs = [
+        recipe.name
+        for recipe in RECIPES
+        if any(curve.recipe is recipe for curve in curves)
+    ]
     return [Line2D([], [], label=run, **STYLES[run]) for run in runs]
 
 
 def _framework_handles(curves: Sequence[Curve]) -> list[Line2D]:
     return [
-        Line2D([], [], label=name, marker=MARKERS[index % len(MARKERS)], color="#555555", linestyle="none", markersize=MARKER_POINTS)
+        Line2D(
+            [],
+            [],
+            label=name,
+            marker=MARKERS[index % len(MARKERS)],
+            color="#555555",
+            linestyle="none",
+            markersize=MARKER_POINTS,
+        )
         for index, name in enumerate(_backends(curves))
     ]
 

@@ -1,6 +1,7 @@
 """The four ways to train: what each does with the large batches of one epoch.
 
-Every run makes one update for each large batch. All runs but the naive loop must make the same updates, up to rounding.
+Every run makes one update for each large batch. All runs but the naive loop must make
+the same updates, up to rounding.
 """
 
 from __future__ import annotations
@@ -27,31 +28,43 @@ class Recipe(NamedTuple):
     epoch: Epoch
 
 
-def with_large_batches(harness: Harness, session: Session, batches: Iterable[Batch]) -> None:
+def with_large_batches(
+    harness: Harness, session: Session, batches: Iterable[Batch]
+) -> None:
     """The truth: forward and backward over the whole batch at once."""
     for batch in batches:
         session.micro_batch(batch)
 
 
-def in_equal_parts(harness: Harness, session: Session, batches: Iterable[Batch]) -> None:
+def in_equal_parts(
+    harness: Harness, session: Session, batches: Iterable[Batch]
+) -> None:
     """Each batch in four equal micro-batches, the tail too."""
     for batch in batches:
         for part in split(batch, STEPS):
             session.micro_batch(part)
 
 
-def in_unequal_parts(harness: Harness, session: Session, batches: Iterable[Batch]) -> None:
-    """Micro-batches of one size as a loader yields them, so that the tail is 16 + 12: a short window, closed by flush."""
+def in_unequal_parts(
+    harness: Harness, session: Session, batches: Iterable[Batch]
+) -> None:
+    """Micro-batches of one size as a loader yields them, so that the tail is 16 + 12: a
+    short window, closed by flush.
+    """
     for batch in batches:
         for part in cut(batch, MICRO_BATCH):
             session.micro_batch(part, weight=part.items)
     session.flush()
 
 
-def divided_by_steps(harness: Harness, session: Session, batches: Iterable[Batch]) -> None:
-    """The naive loop: each of the same micro-batches counts 1/4, whatever their number and size.
+def divided_by_steps(
+    harness: Harness, session: Session, batches: Iterable[Batch]
+) -> None:
+    """The naive loop: each of the same micro-batches counts 1/4, whatever their number
+    and size.
 
-    Of four equal micro-batches that is the large batch's gradient, so only a tail is computed in parts.
+    Of four equal micro-batches that is the large batch's gradient, so only a tail is
+    computed in parts.
     """
     for batch in batches:
         if batch.items == LARGE_BATCH:
@@ -61,8 +74,14 @@ def divided_by_steps(harness: Harness, session: Session, batches: Iterable[Batch
 
 
 def _naive_gradient(harness: Harness, weights: Arrays, batch: Batch) -> Arrays:
-    parts = [harness.gradient(LENET, weights, part, dtype="float32") for part in cut(batch, MICRO_BATCH)]
-    return {name: sum((part[name] for part in parts[1:]), parts[0][name]) / STEPS for name in parts[0]}
+    parts = [
+        harness.gradient(LENET, weights, part, dtype="float32")
+        for part in cut(batch, MICRO_BATCH)
+    ]
+    return {
+        name: sum((part[name] for part in parts[1:]), parts[0][name]) / STEPS
+        for name in parts[0]
+    }
 
 
 LARGE = Recipe("large batch", False, True, with_large_batches)

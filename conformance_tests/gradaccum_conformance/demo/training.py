@@ -1,4 +1,6 @@
-"""Trains one framework in all four ways, and measures after each epoch the distance from the large-batch run."""
+"""Trains one framework in all four ways, and measures after each epoch the distance
+from the large-batch run.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ Labels = NDArray[np.int64]
 EPOCHS = 12
 OPTIMIZER = Optimizer("momentum", learning_rate=0.2)
 COMPILED = ("graph", "jit")
-"""Modes that are preferred, in this order, to a harness's default: thousands of steps repay the compilation."""
+"""Modes that are preferred, in this order, to a harness's default: thousands of steps
+repay the compilation.
+"""
 
 
 class Measured(NamedTuple):
@@ -32,11 +36,15 @@ class Measured(NamedTuple):
     accuracy: float
     """On the test items, in [0, 1]."""
     difference: float
-    """The largest absolute difference of any parameter to the large-batch run's after the same epoch."""
+    """The largest absolute difference of any parameter to the large-batch run's after
+    the same epoch.
+    """
 
 
 def train(harness: Harness, digits: Digits, epochs: int = EPOCHS) -> Iterator[Measured]:
-    """All four runs, one after another, from the same weights; one item for each epoch of each."""
+    """All four runs, one after another, from the same weights; one item for each epoch
+    of each.
+    """
     reference: list[Arrays] = []
     for recipe in RECIPES:
         session = _start(harness, recipe)
@@ -45,16 +53,28 @@ def train(harness: Harness, digits: Digits, epochs: int = EPOCHS) -> Iterator[Me
             parameters = session.parameters()
             if recipe is LARGE:
                 reference.append(parameters)
-            yield _measure(session, digits, recipe.name, epoch, largest_difference(parameters, reference[epoch - 1]))
+            yield _measure(
+                session,
+                digits,
+                recipe.name,
+                epoch,
+                largest_difference(parameters, reference[epoch - 1]),
+            )
 
 
 def largest_difference(a: Arrays, b: Arrays) -> float:
-    """The largest absolute difference between two sets of parameters of the same names; NaN if any value is."""
-    return float(np.max([np.max(np.abs(a[name].astype(np.float64) - b[name])) for name in b]))
+    """The largest absolute difference between two sets of parameters of the same names;
+    NaN if any value is.
+    """
+    return float(
+        np.max([np.max(np.abs(a[name].astype(np.float64) - b[name])) for name in b])
+    )
 
 
 def cross_entropy(logits: Array, labels: Labels) -> float:
-    """Mean softmax cross-entropy in float64; logits (items, classes), labels (items,)."""
+    """Mean softmax cross-entropy in float64; logits (items, classes), labels
+    (items,).
+    """
     shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
     log_sum = np.log(np.exp(shifted).sum(axis=1))
     return float(np.mean(log_sum - shifted[np.arange(len(labels)), labels]))
@@ -68,9 +88,19 @@ def accuracy(logits: Array, labels: Labels) -> float:
 def _start(harness: Harness, recipe: Recipe) -> Session:
     options = {"steps": STEPS} if recipe.wrapped else None
     mode = next((mode for mode in COMPILED if mode in harness.modes), harness.modes[0])
-    return harness.start(Setup(LENET, make_weights(LENET), OPTIMIZER, mode=mode, options=options))
+    return harness.start(
+        Setup(LENET, make_weights(LENET), OPTIMIZER, mode=mode, options=options)
+    )
 
 
-def _measure(session: Session, digits: Digits, run: str, epoch: int, difference: float) -> Measured:
+def _measure(
+    session: Session, digits: Digits, run: str, epoch: int, difference: float
+) -> Measured:
     loss = cross_entropy(session.predict(digits.train.x), digits.train.y)
-    return Measured(run, epoch, loss, accuracy(session.predict(digits.test.x), digits.test.y), difference)
+    return Measured(
+        run,
+        epoch,
+        loss,
+        accuracy(session.predict(digits.test.x), digits.test.y),
+        difference,
+    )

@@ -1,6 +1,7 @@
 """Gradient accumulation over a list of micro-batches, in plain Python ``if`` and NumPy.
 
-Scalars are rounded to float32 after each operation, as every backend's state holds them.
+Scalars are rounded to float32 after each operation, as every backend's state holds
+them.
 """
 
 from __future__ import annotations
@@ -12,7 +13,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gradaccum import StepResult
-from gradaccum.kit import Options, State, UntilWeight, given_weight, half_made_error, require_denominator, require_steps
+from gradaccum.kit import (
+    Options,
+    State,
+    UntilWeight,
+    given_weight,
+    half_made_error,
+    require_denominator,
+    require_steps,
+)
 from gradaccum_conformance.reference.noise import Noise
 from gradaccum_conformance.reference.optimizers import NumpyOptimizer
 from gradaccum_conformance.reference.workers import Workers
@@ -45,11 +54,19 @@ class ReferenceAccumulation:
         workers: those that share the window; None: this process is alone.
     """
 
-    def __init__(self, optimizer: NumpyOptimizer, options: Options, workers: Workers | None = None) -> None:
+    def __init__(
+        self,
+        optimizer: NumpyOptimizer,
+        options: Options,
+        workers: Workers | None = None,
+    ) -> None:
         self.optimizer, self.options, self.workers = optimizer, options, workers
         self.model = optimizer.parameters
         if options.master_weights:
-            optimizer.parameters = {name: p.astype(np.float32) if is_half(p) else p for name, p in self.model.items()}
+            optimizer.parameters = {
+                name: p.astype(np.float32) if is_half(p) else p
+                for name, p in self.model.items()
+            }
         self.window: list[MicroBatch] = []
         self.half_made = False
         """An exception ended the last update."""
@@ -59,36 +76,55 @@ class ReferenceAccumulation:
         self.noise = Noise(options.noise_decay)
         self._note()
 
-    def step(self, gradient: Mapping[str, Array | None], weight: float | None = None, loss: float = math.nan) -> None:
-        """Take one micro-batch's gradient, and its loss; None counts as zero. At the window's end, close it."""
+    def step(
+        self,
+        gradient: Mapping[str, Array | None],
+        weight: float | None = None,
+        loss: float = math.nan,
+    ) -> None:
+        """Take one micro-batch's gradient, and its loss; None counts as zero. At the
+        window's end, close it.
+        """
         self._require_whole()
         weight = given_weight(weight, self.options.reduction)
         micro_batch = self._micro_batch(gradient, weight, loss)
         size = self._size()  # A bad one is refused before the micro-batch counts.
         self.window.append(micro_batch)
         self._note(overflow=micro_batch.dropped)
-        held = self.weight() if isinstance(self.options.steps, UntilWeight) else len(self.window)
+        held = (
+            self.weight()
+            if isinstance(self.options.steps, UntilWeight)
+            else len(self.window)
+        )
         if size is not None and held >= size:
             self.flush()
 
     def flush(self, denominator: float | None = None) -> None:
-        """Close the window: one update, or none. With other workers it is that of all, and every one of them must come here.
+        """Close the window: one update, or none. With other workers it is that of all,
+        and every one of them must come here.
 
         The sum is divided by `denominator`, if one is given.
         """
         self._require_whole()
         if denominator is not None:
             denominator = require_denominator(denominator, self.options)
-        windows = [self.window] if self.workers is None else self.workers.gather(self.window)
+        windows = (
+            [self.window] if self.workers is None else self.workers.gather(self.window)
+        )
         self.window = [micro_batch for window in windows for micro_batch in window]
         if not self.window:
             return self._note()
         denominator = self._denominator() if denominator is None else denominator
         divisor = self._rounded(self.loss_scale * denominator)
         normal = self._limits().tiny <= divisor <= self._limits().max
-        gradient = {name: array / (divisor if normal else 1.0) for name, array in self.total().items()}
+        gradient = {
+            name: array / (divisor if normal else 1.0)
+            for name, array in self.total().items()
+        }
         handed_over = self._cast(gradient)
-        bad_total = not normal or not all(np.isfinite(array).all() for array in handed_over.values())
+        bad_total = not normal or not all(
+            np.isfinite(array).all() for array in handed_over.values()
+        )
         self.loss = self._loss(denominator)
         self.grad_norm = math.inf if bad_total else norm(gradient)
         self._look_at_noise(windows, divisor)
@@ -96,7 +132,11 @@ class ReferenceAccumulation:
             self.grad_norm, bad_total = math.nan if normal else math.inf, not normal
         applied = self._may_apply(bad_total, normal)
         limit = self.options.clip_norm or math.inf
-        if applied and not bad_total and divisor * self.grad_norm / limit > self._limits().max:
+        if (
+            applied
+            and not bad_total
+            and divisor * self.grad_norm / limit > self._limits().max
+        ):
             applied, bad_total = False, True
         overflow = bad_total or any(m.dropped for m in self.window)
         self.half_made = True
@@ -117,8 +157,14 @@ class ReferenceAccumulation:
         self._note()
 
     def resume(self, fields: State, options: Options) -> None:
-        """Go on under other options, with the loss scale and the growth tracker of `fields`."""
-        self.options, self.loss_scale, self.growth_tracker = options, fields.loss_scale, fields.growth_tracker
+        """Go on under other options, with the loss scale and the growth tracker of
+        `fields`.
+        """
+        self.options, self.loss_scale, self.growth_tracker = (
+            options,
+            fields.loss_scale,
+            fields.growth_tracker,
+        )
         self._note()
 
     def weight(self) -> float:
@@ -131,7 +177,9 @@ class ReferenceAccumulation:
 
     def total(self) -> Arrays:
         """The sum of the contributions, in the accumulators' dtype."""
-        total = {name: np.zeros(p.shape, self._dtype(p)) for name, p in self.model.items()}
+        total = {
+            name: np.zeros(p.shape, self._dtype(p)) for name, p in self.model.items()
+        }
         for micro_batch in self.window:
             for name, array in micro_batch.contribution.items():
                 total[name] += array
@@ -141,7 +189,9 @@ class ReferenceAccumulation:
         """The seven fields."""
         overflow = any(m.dropped for m in self.window)
         counters = (len(self.window), self.optimizer_step, self.skipped_windows)
-        return State(*counters, self.weight(), overflow, self.loss_scale, self.growth_tracker)
+        return State(
+            *counters, self.weight(), overflow, self.loss_scale, self.growth_tracker
+        )
 
     def _require_whole(self) -> None:
         if self.half_made:
@@ -149,45 +199,77 @@ class ReferenceAccumulation:
 
     def _loss(self, denominator: float) -> float:
         """That of the window as one large batch."""
-        losses = [m.loss * (m.weight if self.options.reduction == "mean" else 1.0) for m in self.window if m.counts]
+        losses = [
+            m.loss * (m.weight if self.options.reduction == "mean" else 1.0)
+            for m in self.window
+            if m.counts
+        ]
         return sum(losses) / denominator if losses else math.nan
 
-    def _look_at_noise(self, windows: Sequence[Sequence[MicroBatch]], divisor: float) -> None:
+    def _look_at_noise(
+        self, windows: Sequence[Sequence[MicroBatch]], divisor: float
+    ) -> None:
         """Show the window, which is that of several workers, to the noise scale."""
         if self.noise.decay is None or not math.isfinite(self.grad_norm):
             return
-        firsts = [counting[0] for window in windows if (counting := [m for m in window if m.counts])]
-        norms = [(first.weight, norm(first.contribution) / (self.loss_scale * first.weight)) for first in firsts]
+        firsts = [
+            counting[0]
+            for window in windows
+            if (counting := [m for m in window if m.counts])
+        ]
+        norms = [
+            (first.weight, norm(first.contribution) / (self.loss_scale * first.weight))
+            for first in firsts
+        ]
         items = self.weight()
-        self.noise.look(norms, (items, self.grad_norm * divisor / (self.loss_scale * (items or 1.0))))
+        self.noise.look(
+            norms,
+            (items, self.grad_norm * divisor / (self.loss_scale * (items or 1.0))),
+        )
 
     def _measures(self) -> bool:
         """Whether anything asks for the norm."""
-        asked = (self.options.clip_norm, self.options.skip_norm, self.options.noise_decay)
-        return self.options.on_overflow != "ignore" or any(each is not None for each in asked)
+        asked = (
+            self.options.clip_norm,
+            self.options.skip_norm,
+            self.options.noise_decay,
+        )
+        return self.options.on_overflow != "ignore" or any(
+            each is not None for each in asked
+        )
 
-    def _micro_batch(self, gradient: Mapping[str, Array | None], weight: float, loss: float) -> MicroBatch:
+    def _micro_batch(
+        self, gradient: Mapping[str, Array | None], weight: float, loss: float
+    ) -> MicroBatch:
         factor = weight if self.options.reduction == "mean" else 1.0
         contribution: Arrays = {}
         if weight > 0:
             for name, g in gradient.items():
                 if g is not None:
                     dtype = self._dtype(self.model[name])
-                    contribution[name] = (np.asarray(g, dtype) * dtype.type(factor)).astype(dtype)
+                    contribution[name] = (
+                        np.asarray(g, dtype) * dtype.type(factor)
+                    ).astype(dtype)
         finite = all(np.isfinite(array).all() for array in contribution.values())
         dropped = self.options.on_overflow == "drop_micro_batch" and not finite
-        return MicroBatch({} if dropped else contribution, self._rounded(weight), dropped, loss)
+        return MicroBatch(
+            {} if dropped else contribution, self._rounded(weight), dropped, loss
+        )
 
     def _rounded(self, value: float) -> float:
         return value if self._limits().dtype == np.float64 else float32(value)
 
     def _limits(self) -> Any:
-        """The largest and the smallest normal number of the dtype that weights and divisions have."""
+        """The largest and the smallest normal number of the dtype that weights and
+        divisions have.
+        """
         double = any(self._dtype(p) == np.float64 for p in self.model.values())
         return np.finfo(np.float64 if double else np.float32)
 
     def _dtype(self, p: Array) -> np.dtype[Any]:
-        return np.dtype(self.options.accumulate_dtype or (np.float32 if is_half(p) else p.dtype))
+        return np.dtype(
+            self.options.accumulate_dtype or (np.float32 if is_half(p) else p.dtype)
+        )
 
     def _denominator(self) -> float:
         return 1.0 if self.options.reduction == "sum" else self.weight() or 1.0
@@ -196,38 +278,73 @@ class ReferenceAccumulation:
         ignoring = self.options.on_overflow == "ignore" and normal
         if (bad_total and not ignoring) or self.weight() == 0:
             return False
-        return self.options.skip_norm is None or self.grad_norm <= self.options.skip_norm
+        return (
+            self.options.skip_norm is None or self.grad_norm <= self.options.skip_norm
+        )
 
     def _clipped(self, gradient: Arrays) -> Arrays:
         limit = self.options.clip_norm
-        factor = limit / self.grad_norm if limit is not None and limit < self.grad_norm < math.inf else 1.0
-        return {name: array * array.dtype.type(factor) for name, array in gradient.items()}
+        factor = (
+            limit / self.grad_norm
+            if limit is not None and limit < self.grad_norm < math.inf
+            else 1.0
+        )
+        return {
+            name: array * array.dtype.type(factor) for name, array in gradient.items()
+        }
 
     def _cast(self, gradient: Arrays) -> Arrays:
-        """In the dtype of the inner optimizer's parameters. A large sum may leave float16's range."""
+        """In the dtype of the inner optimizer's parameters. A large sum may leave
+        float16's range.
+        """
         with np.errstate(over="ignore"):
-            return {name: array.astype(self.optimizer.parameters[name].dtype) for name, array in gradient.items()}
+            return {
+                name: array.astype(self.optimizer.parameters[name].dtype)
+                for name, array in gradient.items()
+            }
 
     def _move_scale(self, overflow: bool, *, empty: bool) -> None:
         rule = self.options.scale_rule
         if overflow:
-            self.loss_scale = max(float32(self.loss_scale * rule.backoff_factor), float32(rule.min_scale))
+            self.loss_scale = max(
+                float32(self.loss_scale * rule.backoff_factor), float32(rule.min_scale)
+            )
             self.growth_tracker = 0
         elif not empty:
             self.growth_tracker += 1
             if self.growth_tracker >= rule.growth_interval:
-                grown = min(float32(self.loss_scale * rule.growth_factor), float32(rule.max_scale))
+                grown = min(
+                    float32(self.loss_scale * rule.growth_factor),
+                    float32(rule.max_scale),
+                )
                 self.loss_scale = grown if math.isfinite(grown) else self.loss_scale
                 self.growth_tracker = 0
 
     def _size(self) -> Any:
-        sizes = self.options.steps.weight if isinstance(self.options.steps, UntilWeight) else self.options.steps
+        sizes = (
+            self.options.steps.weight
+            if isinstance(self.options.steps, UntilWeight)
+            else self.options.steps
+        )
         if isinstance(sizes, tuple):
             return [size for first, size in sizes if first <= self.optimizer_step][-1]
-        return require_steps(sizes(self.optimizer_step), self.optimizer_step, sizes) if callable(sizes) else sizes
+        return (
+            require_steps(sizes(self.optimizer_step), self.optimizer_step, sizes)
+            if callable(sizes)
+            else sizes
+        )
 
-    def _note(self, *, applied: bool = False, skipped: bool = False, overflow: bool = False) -> None:
-        last = (self.grad_norm, self.loss_scale, len(self.window), self.optimizer_step, self.loss, self.noise.scale)
+    def _note(
+        self, *, applied: bool = False, skipped: bool = False, overflow: bool = False
+    ) -> None:
+        last = (
+            self.grad_norm,
+            self.loss_scale,
+            len(self.window),
+            self.optimizer_step,
+            self.loss,
+            self.noise.scale,
+        )
         self.result = StepResult(applied, skipped, overflow, *last)
 
 
@@ -243,8 +360,18 @@ def is_half(p: Array) -> bool:
 
 
 def norm(gradient: Arrays) -> float:
-    """Global 2-norm, in float64 of elements scaled by the largest, so that no square overflows."""
-    largest = max((float(np.abs(array).max()) for array in gradient.values() if array.size), default=0.0)
+    """Global 2-norm, in float64 of elements scaled by the largest, so that no square
+    overflows.
+    """
+    largest = max(
+        (float(np.abs(array).max()) for array in gradient.values() if array.size),
+        default=0.0,
+    )
     if largest == 0:
         return 0.0
-    return largest * math.sqrt(sum(float(np.square(np.asarray(array, np.float64) / largest).sum()) for array in gradient.values()))
+    return largest * math.sqrt(
+        sum(
+            float(np.square(np.asarray(array, np.float64) / largest).sum())
+            for array in gradient.values()
+        )
+    )

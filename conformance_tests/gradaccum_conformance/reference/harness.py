@@ -1,4 +1,6 @@
-"""The harness of the reference and of other NumPy backends. The oracle runs the models; plain attributes show the rest."""
+"""The harness of the reference and of other NumPy backends. The oracle runs the models;
+plain attributes show the rest.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,14 @@ import numpy as np
 
 import gradaccum
 from gradaccum import GradientError, StepResult
-from gradaccum.kit import State, explain, require_loss_options, require_weight, resumed, terms_of
+from gradaccum.kit import (
+    State,
+    explain,
+    require_loss_options,
+    require_weight,
+    resumed,
+    terms_of,
+)
 from gradaccum_conformance import oracle
 from gradaccum_conformance.couplings import COUPLINGS, TEMPERATURE, Coupling, mirrored
 from gradaccum_conformance.harness import (
@@ -47,21 +56,31 @@ from gradaccum_conformance.specs import Array, Arrays, Batch, Model, Optimizer
 
 
 class NumpySession(Session):
-    """A model's weights, an inner optimizer over them and, if wrapped, the accumulation around it."""
+    """A model's weights, an inner optimizer over them and, if wrapped, the accumulation
+    around it.
+    """
 
-    def __init__(self, model: Model, inner: NumpyOptimizer, options: WrapOptions | None) -> None:
+    def __init__(
+        self, model: Model, inner: NumpyOptimizer, options: WrapOptions | None
+    ) -> None:
         self.model, self.inner, self.weights = model, inner, inner.parameters
-        self.wrapped: ReferenceAccumulation | None = None if options is None else gradaccum.wrap(cast(Any, inner), **options)
+        self.wrapped: ReferenceAccumulation | None = (
+            None if options is None else gradaccum.wrap(cast(Any, inner), **options)
+        )
 
     @property
     def accumulation(self) -> ReferenceAccumulation:
         assert self.wrapped is not None, "this session is not wrapped"
         return self.wrapped
 
-    def micro_batch(self, batch: Batch, *, weight: float | None = None, loss: Loss = "mean") -> float:
+    def micro_batch(
+        self, batch: Batch, *, weight: float | None = None, loss: Loss = "mean"
+    ) -> float:
         x = batch.x.astype(next(iter(self.weights.values())).dtype)
         with np.errstate(invalid="ignore"):  # An item may hold inf.
-            value, gradient = oracle.loss_and_gradient(self.model, self.weights, Batch(x, batch.y), loss=loss)
+            value, gradient = oracle.loss_and_gradient(
+                self.model, self.weights, Batch(x, batch.y), loss=loss
+            )
         self._step(gradient, weight, value)
         return value
 
@@ -69,18 +88,29 @@ class NumpySession(Session):
         self._step(tree, weight, math.nan)
 
     def gradients_in(self, memory: Array, views: Mapping[str, View]) -> None:
-        self.accumulation.step({name: view.of(memory) for name, view in views.items()})  # Past the copies that `_step` makes.
+        # Past the copies that `_step` makes.
+        self.accumulation.step({name: view.of(memory) for name, view in views.items()})
 
     def _step(self, tree: GradientTree, weight: float | None, loss: float) -> None:
-        checked = {name: None if g is None else _checked(name, g, self.weights) for name, g in tree.items()}
+        checked = {
+            name: None if g is None else _checked(name, g, self.weights)
+            for name, g in tree.items()
+        }
         if self.wrapped is None:
             zeros = {name: np.zeros_like(p) for name, p in self.weights.items()}
-            self.inner.step(zeros | {name: g for name, g in checked.items() if g is not None})
+            self.inner.step(
+                zeros | {name: g for name, g in checked.items() if g is not None}
+            )
             return
         scale = self.wrapped.result.loss_scale
         with np.errstate(over="ignore", invalid="ignore"):
-            scaled = {name: None if g is None else g * g.dtype.type(scale) for name, g in checked.items()}
-        self.wrapped.step(scaled, None if weight is None else require_weight(weight), loss)
+            scaled = {
+                name: None if g is None else g * g.dtype.type(scale)
+                for name, g in checked.items()
+            }
+        self.wrapped.step(
+            scaled, None if weight is None else require_weight(weight), loss
+        )
 
     def flush(self, denominator: float | None = None) -> None:
         self.accumulation.flush(denominator)
@@ -108,7 +138,14 @@ class NumpySession(Session):
 
     def captured(self) -> Captured:
         calls = int(self.inner.state["calls"])
-        return Captured(calls, _plain({name: self.inner.state[f"{name}.gradient"] for name in self.weights}) if calls else None)
+        return Captured(
+            calls,
+            _plain(
+                {name: self.inner.state[f"{name}.gradient"] for name in self.weights}
+            )
+            if calls
+            else None,
+        )
 
     def predict(self, x: Array) -> Array:
         return oracle.predict(self.model, self.weights, x)
@@ -120,16 +157,24 @@ class NumpySession(Session):
         self.weights, self.inner, self.wrapped = copy.deepcopy(snapshot)
 
     def save(self, directory: Path) -> None:
-        (directory / "reference.pickle").write_bytes(pickle.dumps((self.weights, self.inner, self.wrapped)))
+        (directory / "reference.pickle").write_bytes(
+            pickle.dumps((self.weights, self.inner, self.wrapped))
+        )
 
     def load(self, directory: Path) -> None:
-        weights, inner, wrapped = pickle.loads((directory / "reference.pickle").read_bytes())
+        weights, inner, wrapped = pickle.loads(
+            (directory / "reference.pickle").read_bytes()
+        )
         _require_same_shapes(weights, self.weights)
         _require_same_shapes(inner.parameters, self.inner.parameters)  # The masters.
         state, options = wrapped.state(), self.accumulation.options
         if (wrapped.options.noise_decay is None) != (options.noise_decay is None):
-            wrapped.noise = self.accumulation.noise  # Nothing is known of what was not measured.
-        wrapped.resume(resumed(state, terms_of(wrapped.options, state.optimizer_step), options), options)
+            # Nothing is known of what was not measured.
+            wrapped.noise = self.accumulation.noise
+        wrapped.resume(
+            resumed(state, terms_of(wrapped.options, state.optimizer_step), options),
+            options,
+        )
         self.weights, self.inner, self.wrapped = weights, inner, wrapped
 
 
@@ -140,21 +185,36 @@ class NumpyHarness(ShardedLossHarness, LargeBatchHarness):
     worker_modes = ("eager",)
     large_batch_modes = ("eager",)
     large_batch: ClassVar[Any] = large_batch
-    """Where `value_and_grad` and `coupled_value_and_grad` are; another NumPy backend's harness has its own."""
+    """Where `value_and_grad` and `coupled_value_and_grad` are; another NumPy backend's
+    harness has its own.
+    """
     workers: Workers | None = None
 
     def start(self, setup: Setup) -> NumpySession:
-        parameters = {name: w.astype(_DTYPES[setup.dtype]) for name, w in setup.weights.items()}
-        return NumpySession(setup.model, self.make_inner(setup.optimizer, parameters), setup.options)
+        parameters = {
+            name: w.astype(_DTYPES[setup.dtype]) for name, w in setup.weights.items()
+        }
+        return NumpySession(
+            setup.model, self.make_inner(setup.optimizer, parameters), setup.options
+        )
 
     def join(self, rank: int, workers: int, folder: Path, port: int) -> None:
         self.workers = meet(rank, workers, folder)
 
     def start_shared(self, setup: Setup) -> NumpySession:
-        return self.start(setup._replace(options={**(setup.options or {}), "workers": self.workers}))
+        return self.start(
+            setup._replace(options={**(setup.options or {}), "workers": self.workers})
+        )
 
     def sharded_cross_entropy(self, call: ShardedLossCall) -> tuple[Array, Array]:
-        require_loss_options(**{"ignore_index": -100, "label_smoothing": 0.0, "reduction": "mean", **call.options})
+        require_loss_options(
+            **{
+                "ignore_index": -100,
+                "label_smoothing": 0.0,
+                "reduction": "mean",
+                **call.options,
+            }
+        )
         assert self.workers is not None, "this process joined no other"
         return sharded_cross_entropy(self.workers, call)
 
@@ -162,55 +222,118 @@ class NumpyHarness(ShardedLossHarness, LargeBatchHarness):
         """The inner optimizer; another NumPy backend's harness overrides this alone."""
         return make_optimizer(spec, parameters)
 
-    def gradient(self, model: Model, weights: Arrays, batch: Batch, *, dtype: Dtype, loss: Loss = "mean") -> Arrays:
+    def gradient(
+        self,
+        model: Model,
+        weights: Arrays,
+        batch: Batch,
+        *,
+        dtype: Dtype,
+        loss: Loss = "mean",
+    ) -> Arrays:
         typed = {name: w.astype(dtype) for name, w in weights.items()}
-        return oracle.loss_and_gradient(model, typed, Batch(batch.x.astype(dtype), batch.y), loss=loss)[1]
+        return oracle.loss_and_gradient(
+            model, typed, Batch(batch.x.astype(dtype), batch.y), loss=loss
+        )[1]
 
     def value_and_grad(self, call: LargeBatchCall, batch: Batch) -> Outcome:
-        weights = {name: w.astype(_DTYPES[call.dtype]) for name, w in call.weights.items()}
-        loss_fn = partial(loss_gradient_aux, call.model, weights, call.loss, call.options.get("aux"), call.returns)
-        return Outcome(*self.large_batch.value_and_grad(_of_two(loss_fn), _arguments(call, batch), **call.options))
+        weights = {
+            name: w.astype(_DTYPES[call.dtype]) for name, w in call.weights.items()
+        }
+        loss_fn = partial(
+            loss_gradient_aux,
+            call.model,
+            weights,
+            call.loss,
+            call.options.get("aux"),
+            call.returns,
+        )
+        return Outcome(
+            *self.large_batch.value_and_grad(
+                _of_two(loss_fn), _arguments(call, batch), **call.options
+            )
+        )
 
     def update(
-        self, session: Session, batch: Batch, *, loss: Loss = "mean", options: Mapping[str, Option], returns: Returns | None = None
+        self,
+        session: Session,
+        batch: Batch,
+        *,
+        loss: Loss = "mean",
+        options: Mapping[str, Option],
+        returns: Returns | None = None,
     ) -> float:
         assert isinstance(session, NumpySession)
         scale = session.accumulation.result.loss_scale
 
         def loss_fn(piece: Batch) -> tuple[float, Arrays, Any]:
-            value, gradient, aux = loss_gradient_aux(session.model, session.weights, loss, None, returns, piece)
+            value, gradient, aux = loss_gradient_aux(
+                session.model, session.weights, loss, None, returns, piece
+            )
             with np.errstate(over="ignore", invalid="ignore"):
-                return value, {name: g * g.dtype.type(scale) for name, g in gradient.items()}, aux
+                return (
+                    value,
+                    {name: g * g.dtype.type(scale) for name, g in gradient.items()},
+                    aux,
+                )
 
-        return float(self.large_batch.update(session.accumulation, loss_fn, batch, **options))
+        return float(
+            self.large_batch.update(session.accumulation, loss_fn, batch, **options)
+        )
 
-    def coupled(self, call: LargeBatchCall, coupling: Coupling, batch: Batch) -> Outcome:
-        weights = {name: w.astype(_DTYPES[call.dtype]) for name, w in call.weights.items()}
+    def coupled(
+        self, call: LargeBatchCall, coupling: Coupling, batch: Batch
+    ) -> Outcome:
+        weights = {
+            name: w.astype(_DTYPES[call.dtype]) for name, w in call.weights.items()
+        }
 
         def outputs_fn(piece: Batch) -> tuple[Arrays, Callable[[Arrays], Arrays]]:
             views = {"left": piece.x, "right": mirrored(piece.x)}
-            made = {name: oracle.outputs_and_backward(call.model, weights, x) for name, x in views.items()}
+            made = {
+                name: oracle.outputs_and_backward(call.model, weights, x)
+                for name, x in views.items()
+            }
 
             def backward(gradients: Arrays) -> Arrays:
                 own = [made[name][1](gradient) for name, gradient in gradients.items()]
-                return {name: np.sum([part[name] for part in own], axis=0) for name in weights}
+                return {
+                    name: np.sum([part[name] for part in own], axis=0)
+                    for name in weights
+                }
 
             change = call.outputs or np.asarray
-            return {name: change(outputs) for name, (outputs, _) in made.items()}, backward
+            return {
+                name: change(outputs) for name, (outputs, _) in made.items()
+            }, backward
 
         def loss_fn(outputs: Arrays) -> tuple[float, Arrays, Arrays]:
-            coupled = COUPLINGS[coupling](outputs["left"], outputs["right"], TEMPERATURE)
-            loss = coupled.loss if call.returns is None else call.returns(coupled.loss, outputs["left"])
-            return loss, {"left": coupled.left, "right": coupled.right}, {"temperature": np.asarray(coupled.temperature)}
+            coupled = COUPLINGS[coupling](
+                outputs["left"], outputs["right"], TEMPERATURE
+            )
+            loss = (
+                coupled.loss
+                if call.returns is None
+                else call.returns(coupled.loss, outputs["left"])
+            )
+            return (
+                loss,
+                {"left": coupled.left, "right": coupled.right},
+                {"temperature": np.asarray(coupled.temperature)},
+            )
 
-        loss, gradient = self.large_batch.coupled_value_and_grad(_of_two(outputs_fn), loss_fn, _arguments(call, batch), **call.options)
+        loss, gradient = self.large_batch.coupled_value_and_grad(
+            _of_two(outputs_fn), loss_fn, _arguments(call, batch), **call.options
+        )
         return Outcome(loss, gradient, {})
 
     def not_an_optimizer(self) -> object:
         return self
 
     def bad_gradients(self, session: Session, fault: Fault) -> None:
-        tree: dict[str, Array | None] = {name: np.zeros_like(p) for name, p in session.parameters().items()}
+        tree: dict[str, Array | None] = {
+            name: np.zeros_like(p) for name, p in session.parameters().items()
+        }
         name, p = next((name, g) for name, g in tree.items() if g is not None)
         wrong: dict[Fault, GradientTree] = {
             "structure": {**tree, "no such parameter": p},
@@ -220,7 +343,12 @@ class NumpyHarness(ShardedLossHarness, LargeBatchHarness):
         session.gradients(wrong[fault])
 
 
-_DTYPES: dict[Dtype, Any] = {"float32": np.float32, "float64": np.float64, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+_DTYPES: dict[Dtype, Any] = {
+    "float32": np.float32,
+    "float64": np.float64,
+    "float16": np.float16,
+    "bfloat16": ml_dtypes.bfloat16,
+}
 
 
 def _arguments(call: LargeBatchCall, batch: Batch) -> tuple[Any, ...]:
@@ -233,9 +361,16 @@ def _of_two(function: Callable[[Batch], Any]) -> Callable[[Any], Any]:
 
 
 def loss_gradient_aux(
-    model: Model, weights: Arrays, loss: Loss, declared: Mapping[str, str] | None, returns: Returns | None, piece: Batch
+    model: Model,
+    weights: Arrays,
+    loss: Loss,
+    declared: Mapping[str, str] | None,
+    returns: Returns | None,
+    piece: Batch,
 ) -> tuple[Any, Arrays, Any]:
-    """What a loss function of `piece` gives, and the outputs that `LargeBatchCall.options` speaks of, or None."""
+    """What a loss function of `piece` gives, and the outputs that
+    `LargeBatchCall.options` speaks of, or None.
+    """
     typed = Batch(piece.x.astype(next(iter(weights.values())).dtype), piece.y)
     with np.errstate(invalid="ignore"):
         value, gradient = oracle.loss_and_gradient(model, weights, typed, loss=loss)
@@ -248,21 +383,39 @@ def loss_gradient_aux(
 
 
 def _plain(arrays: Arrays) -> Arrays:
-    return {name: array.astype(np.float32) if array.dtype == ml_dtypes.bfloat16 else array.copy() for name, array in arrays.items()}
+    return {
+        name: array.astype(np.float32)
+        if array.dtype == ml_dtypes.bfloat16
+        else array.copy()
+        for name, array in arrays.items()
+    }
 
 
 def _checked(name: str, gradient: Array, parameters: Arrays) -> Array:
     p = parameters.get(name)
     given = np.asarray(gradient)
     if p is None or given.shape != p.shape or given.dtype.kind != "f":
-        expected = f"a floating array of shape {p.shape}" if p is not None else f"one of {list(parameters)}"
+        expected = (
+            f"a floating array of shape {p.shape}"
+            if p is not None
+            else f"one of {list(parameters)}"
+        )
         found = f"{given.dtype} of shape {given.shape}"
-        raise explain(GradientError, f"gradients[{name!r}]", expected=expected, found=found, fix="Pass the gradient of this parameter.")
+        raise explain(
+            GradientError,
+            f"gradients[{name!r}]",
+            expected=expected,
+            found=found,
+            fix="Pass the gradient of this parameter.",
+        )
     return given.astype(p.dtype)
 
 
 def _require_same_shapes(loaded: Arrays, own: Arrays) -> None:
-    theirs, ours = ({name: (p.shape, p.dtype.name) for name, p in tree.items()} for tree in (loaded, own))
+    theirs, ours = (
+        {name: (p.shape, p.dtype.name) for name, p in tree.items()}
+        for tree in (loaded, own)
+    )
     if theirs != ours:
         raise explain(
             gradaccum.CheckpointError,

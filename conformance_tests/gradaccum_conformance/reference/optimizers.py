@@ -1,6 +1,8 @@
-"""Inner optimizers in NumPy. Each changes its parameters in place and keeps its state in a dict of arrays.
+"""Inner optimizers in NumPy. Each changes its parameters in place and keeps its state
+in a dict of arrays.
 
-The state is made at the first update. So it fits the float32 masters that a wrapper may put in the parameters' place before.
+The state is made at the first update. So it fits the float32 masters that a wrapper may
+put in the parameters' place before.
 """
 
 from __future__ import annotations
@@ -26,8 +28,14 @@ class NumpyOptimizer(Protocol):
 class Sgd:
     """``p -= learning_rate * v`` with ``v = momentum * v + g``."""
 
-    def __init__(self, parameters: Arrays, learning_rate: float, momentum: float = 0.0) -> None:
-        self.parameters, self.learning_rate, self.momentum = parameters, learning_rate, momentum
+    def __init__(
+        self, parameters: Arrays, learning_rate: float, momentum: float = 0.0
+    ) -> None:
+        self.parameters, self.learning_rate, self.momentum = (
+            parameters,
+            learning_rate,
+            momentum,
+        )
         self.state: Arrays = {}
 
     def step(self, gradient: Arrays) -> None:
@@ -54,21 +62,39 @@ class Capture(Sgd):
 
 
 class Adam:
-    """Adam (Kingma & Ba, 2015), with decoupled weight decay if given (Loshchilov & Hutter, 2019)."""
+    """Adam (Kingma & Ba, 2015), with decoupled weight decay if given (Loshchilov &
+    Hutter, 2019).
+    """
 
-    def __init__(self, parameters: Arrays, learning_rate: float, weight_decay: float = 0.0) -> None:
-        self.parameters, self.learning_rate, self.weight_decay = parameters, learning_rate, weight_decay
+    def __init__(
+        self, parameters: Arrays, learning_rate: float, weight_decay: float = 0.0
+    ) -> None:
+        self.parameters, self.learning_rate, self.weight_decay = (
+            parameters,
+            learning_rate,
+            weight_decay,
+        )
         self.state: Arrays = {"step": np.zeros((), np.int32)}
 
     def step(self, gradient: Arrays) -> None:
         self.state["step"] += 1
         t = int(self.state["step"])
         for name, p in self.parameters.items():
-            g, m, v = gradient[name], *(self.state.setdefault(f"{name}.{moment}", np.zeros_like(p)) for moment in ("mean", "square"))
+            g, m, v = (
+                gradient[name],
+                *(
+                    self.state.setdefault(f"{name}.{moment}", np.zeros_like(p))
+                    for moment in ("mean", "square")
+                ),
+            )
             m[...] = 0.9 * m + 0.1 * g
             v[...] = 0.999 * v + 0.001 * g * g
             p *= 1 - self.learning_rate * self.weight_decay
-            p -= (self.learning_rate * (m / (1 - 0.9**t)) / (np.sqrt(v / (1 - 0.999**t)) + 1e-8)).astype(p.dtype)
+            p -= (
+                self.learning_rate
+                * (m / (1 - 0.9**t))
+                / (np.sqrt(v / (1 - 0.999**t)) + 1e-8)
+            ).astype(p.dtype)
 
 
 def make_optimizer(spec: Optimizer, parameters: Arrays) -> NumpyOptimizer:

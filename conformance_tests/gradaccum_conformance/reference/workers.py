@@ -1,7 +1,8 @@
 """Workers that share a window, one per process: each can ask for what all of them hold.
 
-They meet at a socket in a folder. The first one receives a value from each and sends the whole list to all, so that every worker computes
-the same from the same values in the same order.
+They meet at a socket in a folder. The first one receives a value from each and sends
+the whole list to all, so that every worker computes the same from the same values in
+the same order.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from gradaccum.kit import explain
 TIMEOUT_SECONDS = 60.0
 
 _links: list[Connection] = []
-"""Of this process: the first worker's to each other, another's to the first. They stay out of copies and files of a `Workers`."""
+"""Of this process: the first worker's to each other, another's to the first. They stay
+out of copies and files of a `Workers`.
+"""
 
 
 class Workers(NamedTuple):
@@ -73,5 +76,14 @@ def _receive(link: Connection, rank: int) -> Any:
         found = f"one that did not come within {TIMEOUT_SECONDS:g} seconds"
     except (EOFError, OSError):
         found = "one that is gone"
-    expected, fix = "every worker to end its window too", "Call flush() on every worker when its data end."
-    raise explain(UsageError, f"the end of a window on rank {rank}", expected=expected, found=found, fix=fix)
+    expected, fix = (
+        "every worker to end its window too",
+        "Call flush() on every worker when its data end.",
+    )
+    raise explain(
+        UsageError,
+        f"the end of a window on rank {rank}",
+        expected=expected,
+        found=found,
+        fix=fix,
+    )

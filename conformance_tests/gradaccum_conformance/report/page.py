@@ -17,8 +17,19 @@ TEMPLATE = "page.html"
 def render_page(run: Run) -> str:
     """The page as HTML. Everything that comes from a test is escaped."""
     loader = PackageLoader("gradaccum_conformance.report", "templates")
-    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters.update(title_of=title_of, install_command=install_command, versions=versions, skips=_skips)
+    environment = Environment(
+        loader=loader,
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(
+        title_of=title_of,
+        install_command=install_command,
+        versions=versions,
+        skips=_skips,
+    )
     return str(environment.get_template(TEMPLATE).render(run=run, gap=GAP))
 
 

@@ -1,6 +1,7 @@
 """One backend's recorded results, property by property.
 
-A property is a module of the suite. A missing result is a failure: a process that died, a test that left no record, a run without tests.
+A property is a module of the suite. A missing result is a failure: a process that died,
+a test that left no record, a run without tests.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ class Measurement(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """The share of the bound: 0 for an exact match, inf for NaN and for any error above a bound of 0."""
+        """The share of the bound: 0 for an exact match, inf for NaN and for any error
+        above a bound of 0.
+        """
         if self.measured == 0:
             return 0.0
         ratio = self.measured / self.bound if self.bound else math.inf
@@ -58,7 +61,9 @@ class Cell(NamedTuple):
 
     @property
     def status(self) -> str:
-        """``"failed"``, ``"passed"``, ``"gap"`` (passed but for declared gaps), ``"skipped"`` (all of it) or ``"none"`` (no test)."""
+        """``"failed"``, ``"passed"``, ``"gap"`` (passed but for declared gaps),
+        ``"skipped"`` (all of it) or ``"none"`` (no test).
+        """
         outcomes = {test.outcome for test in self.tests}
         if any(test.failed for test in self.tests):
             return "failed"
@@ -69,14 +74,29 @@ class Cell(NamedTuple):
     @property
     def counts(self) -> str:
         """How many of each outcome, in words."""
-        count = Counter("failed" if test.failed else test.outcome for test in self.tests)
-        words = {"failed": "failed", PASSED: "passed", GAP: "declared gaps" if count[GAP] > 1 else "declared gap", SKIPPED: "skipped"}
-        return ", ".join(f"{count[outcome]} {word}" for outcome, word in words.items() if count[outcome])
+        count = Counter(
+            "failed" if test.failed else test.outcome for test in self.tests
+        )
+        words = {
+            "failed": "failed",
+            PASSED: "passed",
+            GAP: "declared gaps" if count[GAP] > 1 else "declared gap",
+            SKIPPED: "skipped",
+        }
+        return ", ".join(
+            f"{count[outcome]} {word}"
+            for outcome, word in words.items()
+            if count[outcome]
+        )
 
     @property
     def worst(self) -> Measurement | None:
-        """The error nearest to its bound, or furthest above it. Declared gaps are left out."""
-        errors = [error for test in self.tests if test.outcome != GAP for error in test.errors]
+        """The error nearest to its bound, or furthest above it. Declared gaps are left
+        out.
+        """
+        errors = [
+            error for test in self.tests if test.outcome != GAP for error in test.errors
+        ]
         return max(errors, key=lambda error: error.ratio, default=None)
 
 
@@ -108,7 +128,9 @@ class BackendResults(NamedTuple):
 def results_of(ended: Ended) -> BackendResults:
     """The results of a process of the suite that has ended."""
     tests = tuple(_test(record) for record in ended.records if record["kind"] == "test")
-    return BackendResults(ended.backend, tests, tuple(_problems(ended, tests)), ended.log_tail)
+    return BackendResults(
+        ended.backend, tests, tuple(_problems(ended, tests)), ended.log_tail
+    )
 
 
 def properties_of(results: Iterable[BackendResults]) -> list[str]:
@@ -117,9 +139,19 @@ def properties_of(results: Iterable[BackendResults]) -> list[str]:
 
 
 def _test(record: Record) -> Result:
-    errors = tuple(Measurement(str(error["label"]), float(error["measured"]), float(error["bound"])) for error in record.get("errors", ()))
-    property_name, name, outcome, reason = (str(record.get(field, "")) for field in ("property", "test", "outcome", "reason"))
-    return Result(property_name, name, outcome, reason, errors, float(record.get("seconds", 0)))
+    errors = tuple(
+        Measurement(
+            str(error["label"]), float(error["measured"]), float(error["bound"])
+        )
+        for error in record.get("errors", ())
+    )
+    property_name, name, outcome, reason = (
+        str(record.get(field, ""))
+        for field in ("property", "test", "outcome", "reason")
+    )
+    return Result(
+        property_name, name, outcome, reason, errors, float(record.get("seconds", 0))
+    )
 
 
 def _problems(ended: Ended, tests: Sequence[Result]) -> Iterable[str]:
@@ -132,6 +164,10 @@ def _problems(ended: Ended, tests: Sequence[Result]) -> Iterable[str]:
         yield f"{unreadable} unreadable lines in its results"
     if not any(test.outcome != SKIPPED for test in tests):
         yield "it ran no test"
-    collected = sum(int(record["tests"]) for record in ended.records if record["kind"] == "collected")
+    collected = sum(
+        int(record["tests"])
+        for record in ended.records
+        if record["kind"] == "collected"
+    )
     if len(tests) != collected:
         yield f"{collected} tests were collected, {len(tests)} left a result"

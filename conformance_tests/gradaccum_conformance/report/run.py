@@ -9,7 +9,15 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from typing import Any, NamedTuple
 
 import gradaccum
-from gradaccum_conformance.report.results import GAP, SKIPPED, BackendResults, Cell, Measurement, Result, properties_of
+from gradaccum_conformance.report.results import (
+    GAP,
+    SKIPPED,
+    BackendResults,
+    Cell,
+    Measurement,
+    Result,
+    properties_of,
+)
 from gradaccum_conformance.selection import install_command
 
 
@@ -30,7 +38,10 @@ class Run(NamedTuple):
 
     @property
     def machine(self) -> str:
-        return f"gradaccum {gradaccum.__version__}, Python {platform.python_version()}, {platform.system()} {platform.machine()}"
+        return (
+            f"gradaccum {gradaccum.__version__}, Python {platform.python_version()},"
+            f" {platform.system()} {platform.machine()}"
+        )
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -38,7 +49,10 @@ class Run(NamedTuple):
             "machine": self.machine,
             "deep": self.deep,
             "passed": self.passed,
-            "backends": {results.backend: _backend_json(results, self.properties) for results in self.results},
+            "backends": {
+                results.backend: _backend_json(results, self.properties)
+                for results in self.results
+            },
             "missing": {name: install_command(name) for name in self.missing},
         }
 
@@ -49,8 +63,14 @@ def now() -> str:
 
 
 def versions(backend: str) -> dict[str, str]:
-    """The installed versions of the packages in gradaccum's extra of this name; empty if there is no such extra."""
-    asked = [line for line in requires("gradaccum") or () if re.search(rf"""extra == ['"]{re.escape(backend)}['"]""", line)]
+    """The installed versions of the packages in gradaccum's extra of this name; empty
+    if there is no such extra.
+    """
+    asked = [
+        line
+        for line in requires("gradaccum") or ()
+        if re.search(rf"""extra == ['"]{re.escape(backend)}['"]""", line)
+    ]
     names = [match[0] for line in asked if (match := re.match(r"[\w.-]+", line))]
     return {name: found for name in names if (found := _version(name))}
 
@@ -76,11 +96,19 @@ def _backend_json(results: BackendResults, properties: list[str]) -> dict[str, A
 
 def _cell_json(cell: Cell) -> dict[str, Any]:
     worst = None if cell.worst is None else _measurement_json(cell.worst)
-    return {"status": cell.status, "counts": cell.counts, "worst": worst, "seconds": sum(test.seconds for test in cell.tests)}
+    return {
+        "status": cell.status,
+        "counts": cell.counts,
+        "worst": worst,
+        "seconds": sum(test.seconds for test in cell.tests),
+    }
 
 
 def _test_json(test: Result) -> dict[str, Any]:
-    return {**test._asdict(), "errors": [_measurement_json(error) for error in test.errors]}
+    return {
+        **test._asdict(),
+        "errors": [_measurement_json(error) for error in test.errors],
+    }
 
 
 def _measurement_json(error: Measurement) -> dict[str, Any]:

@@ -12,7 +12,19 @@ from gradaccum_conformance.scenarios import random_tree, same, start
 from gradaccum_conformance.specs import LINEAR, Arrays
 
 BAD_OPTIONS: dict[str, list[Option]] = {
-    "steps": [0, -1, True, 2.5, "4", [], [(1, 2)], [(0, 2), (0, 3)], [(0, 0)], 2**31, [(0, 2**31)]],
+    "steps": [
+        0,
+        -1,
+        True,
+        2.5,
+        "4",
+        [],
+        [(1, 2)],
+        [(0, 2), (0, 3)],
+        [(0, 0)],
+        2**31,
+        [(0, 2**31)],
+    ],
     "reduction": ["average", None, 1],
     "clip_norm": [0, -1.0, math.nan, math.inf, "1", True],
     "skip_norm": [0, -1.0, math.nan, "1"],
@@ -24,9 +36,13 @@ BAD_OPTIONS: dict[str, list[Option]] = {
 CASES = [(name, value) for name, values in BAD_OPTIONS.items() for value in values]
 
 
-@pytest.mark.parametrize(("name", "value"), CASES, ids=[f"{name}={value!r}" for name, value in CASES])
+@pytest.mark.parametrize(
+    ("name", "value"), CASES, ids=[f"{name}={value!r}" for name, value in CASES]
+)
 def test_bad_option_raises(backend: Harness, name: str, value: Option) -> None:
-    """`wrap` raises; the error names the option, what was expected and what was given."""
+    """`wrap` raises; the error names the option, what was expected and what was
+    given.
+    """
     with pytest.raises(gradaccum.GradAccumError, match=name) as caught:
         start(backend, **{"steps": 4, name: value})
     assert "expected" in str(caught.value)
@@ -34,7 +50,9 @@ def test_bad_option_raises(backend: Harness, name: str, value: Option) -> None:
 
 
 class ForeignScaler:
-    """The scaler of a framework that no backend knows, by the methods of `torch.amp.GradScaler`."""
+    """The scaler of a framework that no backend knows, by the methods of
+    `torch.amp.GradScaler`.
+    """
 
     def get_scale(self) -> float:
         return 8.0
@@ -50,17 +68,51 @@ class ForeignScaler:
 
 
 SAME_ERRORS: dict[str, tuple[str, Option, type, str]] = {
-    "unknown option": ("no_such_option", 1, gradaccum.ArgumentTypeError, "The options are steps, reduction"),
-    "misspelt option": ("clip_nrom", 1.0, gradaccum.ArgumentTypeError, "Did you mean clip_norm=1.0?"),
-    "option of another library": ("gradient_accumulation_steps", 4, gradaccum.ArgumentTypeError, "Did you mean steps=4?"),
-    "dtype of a Python type": ("accumulate_dtype", int, gradaccum.ArgumentTypeError, "expected a floating dtype"),
-    "dtype by a wrong name": ("accumulate_dtype", "float31", gradaccum.ArgumentValueError, "expected a floating dtype"),
-    "foreign scaler": ("loss_scale", ForeignScaler(), gradaccum.ArgumentTypeError, "(ForeignScaler)"),
+    "unknown option": (
+        "no_such_option",
+        1,
+        gradaccum.ArgumentTypeError,
+        "The options are steps, reduction",
+    ),
+    "misspelt option": (
+        "clip_nrom",
+        1.0,
+        gradaccum.ArgumentTypeError,
+        "Did you mean clip_norm=1.0?",
+    ),
+    "option of another library": (
+        "gradient_accumulation_steps",
+        4,
+        gradaccum.ArgumentTypeError,
+        "Did you mean steps=4?",
+    ),
+    "dtype of a Python type": (
+        "accumulate_dtype",
+        int,
+        gradaccum.ArgumentTypeError,
+        "expected a floating dtype",
+    ),
+    "dtype by a wrong name": (
+        "accumulate_dtype",
+        "float31",
+        gradaccum.ArgumentValueError,
+        "expected a floating dtype",
+    ),
+    "foreign scaler": (
+        "loss_scale",
+        ForeignScaler(),
+        gradaccum.ArgumentTypeError,
+        "(ForeignScaler)",
+    ),
 }
 
 
-@pytest.mark.parametrize(("name", "value", "kind", "words"), SAME_ERRORS.values(), ids=SAME_ERRORS)
-def test_one_mistake_one_error(backend: Harness, name: str, value: Option, kind: type, words: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "value", "kind", "words"), SAME_ERRORS.values(), ids=SAME_ERRORS
+)
+def test_one_mistake_one_error(
+    backend: Harness, name: str, value: Option, kind: type, words: str
+) -> None:
     """The same class and the same words in every backend."""
     with pytest.raises(gradaccum.GradAccumError) as caught:
         start(backend, **{"steps": 4, name: value})
@@ -70,7 +122,9 @@ def test_one_mistake_one_error(backend: Harness, name: str, value: Option, kind:
 
 
 @pytest.mark.parametrize("weight", [-1.0, math.nan, math.inf, "1", True], ids=repr)
-def test_bad_weight_changes_nothing(backend: Harness, mode: str, weight: Option) -> None:
+def test_bad_weight_changes_nothing(
+    backend: Harness, mode: str, weight: Option
+) -> None:
     session = start(backend, steps=4, mode=mode)
     session.gradients(random_tree(LINEAR, 0))
     before = session.state(), session.accumulator(), session.parameters()
@@ -114,6 +168,8 @@ def make_optimizer() -> None:
     ],
     ids=["object", "class", "function", "list"],
 )
-def test_foreign_object_lists_backends(backend: Harness, given: Any, words: str) -> None:
+def test_foreign_object_lists_backends(
+    backend: Harness, given: Any, words: str
+) -> None:
     with pytest.raises(gradaccum.ArgumentTypeError, match=f"{backend.name}.*{words}"):
         gradaccum.wrap(given, steps=4)

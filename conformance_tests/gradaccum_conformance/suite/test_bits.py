@@ -1,4 +1,6 @@
-"""The bits of seeded runs are what they were, where they are held; everywhere, a run gives the same ones twice."""
+"""The bits of seeded runs are what they were, where they are held; everywhere, a run
+gives the same ones twice.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,14 @@ def places() -> dict[str, str]:
 
 @pytest.mark.parametrize("run", RUNS)
 def test_bits(backend: Harness, run: str, places: dict[str, str]) -> None:
-    """In an environment whose bits nobody has written down, a run is compared with itself alone."""
-    place = places.get(backend.name) or places.setdefault(backend.name, environment(backend))
+    """In an environment whose bits nobody has written down, a run is compared with
+    itself alone.
+    """
+    place = places.get(backend.name) or places.setdefault(
+        backend.name, environment(backend)
+    )
     expected = read().get((place, run)) or bits_of(backend, run)
     fix = "If the change is meant, write: python -m gradaccum_conformance.bits --write"
-    assert bits_of(backend, run) == expected, f"other bits than before, inside of the tolerance, in {place}. {fix}"
+    assert bits_of(backend, run) == expected, (
+        f"other bits than before, inside of the tolerance, in {place}. {fix}"
+    )

@@ -1,4 +1,6 @@
-"""A run that is saved and resumed anywhere in a window equals the uninterrupted run, bit for bit."""
+"""A run that is saved and resumed anywhere in a window equals the uninterrupted run,
+bit for bit.
+"""
 
 import math
 from pathlib import Path
@@ -7,13 +9,25 @@ import pytest
 
 import gradaccum
 from gradaccum_conformance.harness import Harness, Option, Session
-from gradaccum_conformance.scenarios import poisoned, random_tree, refuses_to_load, same, start
+from gradaccum_conformance.scenarios import (
+    poisoned,
+    random_tree,
+    refuses_to_load,
+    same,
+    start,
+)
 from gradaccum_conformance.specs import LINEAR, MLP, Optimizer
 
 OPTIONS: dict[str, dict[str, Option]] = {
     "plain": {},
-    "clipped and scaled": {"clip_norm": 0.5, "loss_scale": gradaccum.DynamicLossScale(init_scale=64.0, growth_interval=1)},
-    "dropping": {"on_overflow": "drop_micro_batch", "loss_scale": gradaccum.DynamicLossScale(init_scale=64.0)},
+    "clipped and scaled": {
+        "clip_norm": 0.5,
+        "loss_scale": gradaccum.DynamicLossScale(init_scale=64.0, growth_interval=1),
+    },
+    "dropping": {
+        "on_overflow": "drop_micro_batch",
+        "loss_scale": gradaccum.DynamicLossScale(init_scale=64.0),
+    },
     "schedule": {"steps": [(0, 4), (1, 2)]},
     "by weight": {"steps": gradaccum.until_weight(7)},
     "wide sums": {"accumulate_dtype": "float64"},
@@ -22,13 +36,17 @@ by_options = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 
 
 def begin(backend: Harness, mode: str | None = None, **options: Option) -> Session:
-    return start(backend, MLP, Optimizer("momentum"), **{"steps": 4, "mode": mode, **options})
+    return start(
+        backend, MLP, Optimizer("momentum"), **{"steps": 4, "mode": mode, **options}
+    )
 
 
 def go_on(session: Session, first: int, last: int) -> None:
     for step in range(first, last):
         tree = random_tree(MLP, step)
-        session.gradients(poisoned(tree, math.inf) if step == 1 else tree, weight=1.0 + step % 3)
+        session.gradients(
+            poisoned(tree, math.inf) if step == 1 else tree, weight=1.0 + step % 3
+        )
 
 
 def assert_equal(a: Session, b: Session) -> None:
@@ -40,7 +58,9 @@ def assert_equal(a: Session, b: Session) -> None:
 
 @by_options
 @pytest.mark.parametrize("stop", [1, 2, 3, 4, 6])
-def test_resumed_run_equals_uninterrupted_run(backend: Harness, tmp_path: Path, options: dict[str, Option], stop: int) -> None:
+def test_resumed_run_equals_uninterrupted_run(
+    backend: Harness, tmp_path: Path, options: dict[str, Option], stop: int
+) -> None:
     resume_at(backend, tmp_path, options, stop, backend.modes[0])
 
 
@@ -49,7 +69,9 @@ def test_resume_in_every_mode(backend: Harness, mode: str, tmp_path: Path) -> No
     resume_at(backend, tmp_path, {}, 6, mode)
 
 
-def resume_at(backend: Harness, tmp_path: Path, options: dict[str, Option], stop: int, mode: str) -> None:
+def resume_at(
+    backend: Harness, tmp_path: Path, options: dict[str, Option], stop: int, mode: str
+) -> None:
     whole, first, resumed = (begin(backend, mode, **options) for _ in range(3))
     go_on(whole, 0, stop)
     go_on(first, 0, stop)

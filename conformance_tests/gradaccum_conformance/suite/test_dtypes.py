@@ -19,25 +19,38 @@ def test_sum_has_the_gradients_dtype(backend: Harness, dtype: Dtype) -> None:
 
 
 def test_float64_stays_float64(backend: Harness, errors: Errors) -> None:
-    """Terms of size 1 and 2^-40: a float32 anywhere on the way would lose the small one."""
+    """Terms of size 1 and 2^-40: a float32 anywhere on the way would lose the small
+    one.
+    """
     session = start(backend, steps=2, dtype="float64")
     trees = [random_tree(LINEAR, 0), random_tree(LINEAR, 1, 2.0**-40)]
     for tree in trees:
         session.gradients(tree)
-    errors.check("gradient", worst(session.captured().gradient or {}, mean_of(trees)), FLOAT64_RELATIVE)
+    errors.check(
+        "gradient",
+        worst(session.captured().gradient or {}, mean_of(trees)),
+        FLOAT64_RELATIVE,
+    )
 
 
 def test_float64_sum_that_float32_cannot_hold_overflows(backend: Harness) -> None:
     session = start(backend, steps=2, accumulate_dtype="float64", reduction="sum")
     before = session.parameters()
     for _ in range(2):
-        session.gradients({name: np.full(shape, 3e38) for name, shape in LINEAR.parameter_shapes().items()})
+        session.gradients(
+            {
+                name: np.full(shape, 3e38)
+                for name, shape in LINEAR.parameter_shapes().items()
+            }
+        )
     assert (session.result().applied, session.result().overflow) == (False, True)
     assert same(session.parameters(), before)
 
 
 def test_float64_sum_of_float32_gradients(backend: Harness) -> None:
-    """1 + 2^-30 - 1: only a float64 accumulator still holds the small term at the end."""
+    """1 + 2^-30 - 1: only a float64 accumulator still holds the small term at the
+    end.
+    """
     session = start(backend, steps=3, accumulate_dtype="float64", reduction="sum")
     ones = {name: np.ones(shape) for name, shape in LINEAR.parameter_shapes().items()}
     for factor in (1.0, 2.0**-30, -1.0):

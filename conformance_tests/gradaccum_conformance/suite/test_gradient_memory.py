@@ -1,4 +1,6 @@
-"""Gradients come in memory that is not the sum's own: it is written over by the next micro-batch, and shared by parameters."""
+"""Gradients come in memory that is not the sum's own: it is written over by the next
+micro-batch, and shared by parameters.
+"""
 
 from collections.abc import Callable
 from itertools import accumulate
@@ -24,7 +26,9 @@ def rows(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def columns(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of an array that lies column after column, as the transposed one does."""
+    """The strides of an array that lies column after column, as the transposed one
+    does.
+    """
     return tuple(int(np.prod(shape[:axis])) for axis in range(len(shape)))
 
 
@@ -42,18 +46,33 @@ def test_memory_of_others(backend: Harness, errors: Errors, layout: str) -> None
     check(backend, errors, layout)
 
 
-@pytest.mark.parametrize("options", [{"on_overflow": "ignore"}, {"on_overflow": "drop_micro_batch"}, {"clip_norm": 1e9}], ids=str)
-def test_memory_of_others_under_options(backend: Harness, errors: Errors, options: dict[str, Option]) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"on_overflow": "ignore"},
+        {"on_overflow": "drop_micro_batch"},
+        {"clip_norm": 1e9},
+    ],
+    ids=str,
+)
+def test_memory_of_others_under_options(
+    backend: Harness, errors: Errors, options: dict[str, Option]
+) -> None:
     check(backend, errors, "side by side", **options)
 
 
-def test_memory_of_others_in_every_mode(backend: Harness, mode: str, errors: Errors) -> None:
+def test_memory_of_others_in_every_mode(
+    backend: Harness, mode: str, errors: Errors
+) -> None:
     check(backend, errors, "one for all", mode=mode)
 
 
 def check(backend: Harness, errors: Errors, layout: str, **options: Option) -> None:
     """Two windows, the second after one that has freed or cleared its sum."""
-    views = {name: LAYOUTS[layout](place, name, shape) for place, (name, shape) in enumerate(SHAPES.items())}
+    views = {
+        name: LAYOUTS[layout](place, name, shape)
+        for place, (name, shape) in enumerate(SHAPES.items())
+    }
     session = start(backend, MLP, steps=3, dtype="float64", **options)
     rng, memory = np.random.default_rng(0), np.zeros(SIZE)
     for window in range(1, 3):
@@ -65,4 +84,8 @@ def check(backend: Harness, errors: Errors, layout: str, **options: Option) -> N
         captured = session.captured()
         assert captured.calls == window
         assert captured.gradient is not None
-        errors.check(f"gradient, {layout}", worst(captured.gradient, mean_of(trees)), FLOAT64_RELATIVE)
+        errors.check(
+            f"gradient, {layout}",
+            worst(captured.gradient, mean_of(trees)),
+            FLOAT64_RELATIVE,
+        )

@@ -1,7 +1,10 @@
-"""The end of a window into which an exception comes, at each call that it makes: Ctrl-C, or an error of the framework.
+"""The end of a window into which an exception comes, at each call that it makes:
+Ctrl-C, or an error of the framework.
 
-Afterwards the window has closed, or it is as before the call, or the wrapper skips it as overflowed, or it refuses to go on. Nothing is in
-between, and the next window shows that. The test raises where a call of the backend, of the core or of the framework's optimizer begins.
+Afterwards the window has closed, or it is as before the call, or the wrapper skips it
+as overflowed, or it refuses to go on. Nothing is in between, and the next window shows
+that. The test raises where a call of the backend, of the core or of the framework's
+optimizer begins.
 """
 
 from __future__ import annotations
@@ -34,11 +37,13 @@ VARIANTS: dict[str, dict[str, Option]] = {
 }
 TREES = [coarse(LINEAR, seed, 2.0**-4) for seed in range(6)]
 LARGE = {name: 64 * array for name, array in TREES[2].items()}
-"""The first micro-batch of the window in question, where its norm is to be too large."""
+"""The first micro-batch of the window in question, where its norm is to be too large.
+"""
 COMPILED = ("jit", "scan")
 """The modes in which the framework runs no Python at a window's end."""
 POINTS = 60
-"""The calls, drawn by a seed, at which the quick run raises. ``--deep`` raises at each."""
+"""The calls, drawn by a seed, at which the quick run raises. ``--deep`` raises at each.
+"""
 
 
 class Interrupted(KeyboardInterrupt):
@@ -53,9 +58,16 @@ class Learned(NamedTuple):
     state: State | None = None
 
     def equals(self, other: Learned) -> bool:
-        """Whether all is the same, but for the number of skipped windows, and the state if one was not asked for."""
-        equal = same(self.parameters, other.parameters) and same(self.optimizer_state, other.optimizer_state)
-        states = [each.state and each.state._replace(skipped_windows=0) for each in (self, other)]
+        """Whether all is the same, but for the number of skipped windows, and the state
+        if one was not asked for.
+        """
+        equal = same(self.parameters, other.parameters) and same(
+            self.optimizer_state, other.optimizer_state
+        )
+        states = [
+            each.state and each.state._replace(skipped_windows=0)
+            for each in (self, other)
+        ]
         return equal and (None in states or states[0] == states[1])
 
 
@@ -74,13 +86,19 @@ def in_backward(frame: FrameType | None) -> bool:
 def raising_at(number: int, backend: Harness) -> Iterator[list[int]]:
     """Raise at that call of those made inside the block; yields how many were made."""
     packages = ("gradaccum", type(backend).__module__.partition(".")[0])
-    folders = tuple(str(Path(str(sys.modules[name].__file__)).parent) for name in packages)
+    folders = tuple(
+        str(Path(str(sys.modules[name].__file__)).parent) for name in packages
+    )
     made = [0]
 
     def look(frame: FrameType, event: str, _: Any) -> None:
         name = frame.f_code.co_filename
         ours = name.startswith(folders) and "harness" not in Path(name).parts
-        if event in ("call", "c_call") and (ours or "optim" in Path(name).parts) and not in_backward(frame):
+        if (
+            event in ("call", "c_call")
+            and (ours or "optim" in Path(name).parts)
+            and not in_backward(frame)
+        ):
             made[0] += 1
             if made[0] == number:
                 sys.setprofile(None)
@@ -100,22 +118,37 @@ def window(session: Session, first: int = 4) -> Learned:
 
 
 class Truth:
-    """A session in mid-window, and what it has after each way to go on that an exception may leave."""
+    """A session in mid-window, and what it has after each way to go on that an
+    exception may leave.
+    """
 
     def __init__(self, backend: Harness, mode: str, options: dict[str, Option]) -> None:
         self.session = start(
-            backend, LINEAR, ADAM, dtype="bfloat16" if "master_weights" in options else "float32", mode=mode, steps=2, **options
+            backend,
+            LINEAR,
+            ADAM,
+            dtype="bfloat16" if "master_weights" in options else "float32",
+            mode=mode,
+            steps=2,
+            **options,
         )
         window(self.session, 0)
         self.session.gradients(LARGE if "skip_norm" in options else TREES[2])
-        self.before, self.old, self.skipped = self.session.snapshot(), learned(self.session), self.session.state().skipped_windows
+        self.before, self.old, self.skipped = (
+            self.session.snapshot(),
+            learned(self.session),
+            self.session.state().skipped_windows,
+        )
         with raising_at(0, backend) as made:
             self.session.gradients(TREES[3])
         self.calls = made[0]
         closed = learned(self.session), window(self.session)
         self.session.restore(self.before)
         self.session.flush()
-        self.ways = {"closed": closed, "closed without the last": (learned(self.session), window(self.session))}
+        self.ways = {
+            "closed": closed,
+            "closed without the last": (learned(self.session), window(self.session)),
+        }
         self.session.restore(self.before)
         self.session.discard()
         self.discarded = window(self.session)
@@ -129,7 +162,9 @@ class Truth:
         try:
             session.flush()
         except gradaccum.GradAccumError:
-            if Learned(session.parameters(), session.optimizer_state()).equals(self.old):
+            if Learned(session.parameters(), session.optimizer_state()).equals(
+                self.old
+            ):
                 session.discard()
                 assert window(session).equals(self.discarded)
                 return "open, its micro-batch not counted"
@@ -137,10 +172,12 @@ class Truth:
                 session.gradients(TREES[4])
             return "refused"
         now = learned(session)
-        session.discard()  # A framework may hold the gradient of the micro-batch that was not counted.
+        # A framework may hold the gradient of the micro-batch that was not counted.
+        session.discard()
         if now.state is not None and now.state.skipped_windows > self.skipped:
             assert now._replace(state=None).equals(self.old)
-            assert window(session)._replace(state=None).equals(self.discarded)  # A framework may count an overflow, and lower its scale.
+            # A framework may count an overflow, and lower its scale.
+            assert window(session)._replace(state=None).equals(self.discarded)
             return "skipped"
         (way,) = (name for name, (truth, _) in self.ways.items() if now.equals(truth))
         assert window(session).equals(self.ways[way][1])
@@ -148,13 +185,27 @@ class Truth:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("options", deep_but([VARIANTS["plain"], VARIANTS["masters"]], VARIANTS.values()), ids=VARIANTS)
-@pytest.mark.parametrize("points", [POINTS, pytest.param(None, marks=pytest.mark.deep)], ids=["some calls", "each call"])
-def test_end_of_a_window(backend: Harness, options: dict[str, Option], points: int | None) -> None:
+@pytest.mark.parametrize(
+    "options",
+    deep_but([VARIANTS["plain"], VARIANTS["masters"]], VARIANTS.values()),
+    ids=VARIANTS,
+)
+@pytest.mark.parametrize(
+    "points",
+    [POINTS, pytest.param(None, marks=pytest.mark.deep)],
+    ids=["some calls", "each call"],
+)
+def test_end_of_a_window(
+    backend: Harness, options: dict[str, Option], points: int | None
+) -> None:
     for mode in set(backend.modes) - {*COMPILED, *backend.deep_modes}:
         truth = Truth(backend, mode, options)
         calls = range(1, truth.calls + 1)
-        drawn = calls if points is None else random.Random(5).sample(calls, min(points, len(calls)))
+        drawn = (
+            calls
+            if points is None
+            else random.Random(5).sample(calls, min(points, len(calls)))
+        )
         found = Counter(truth.outcome(backend, call) for call in drawn)
         print(f"{mode}: {len(drawn)} of {truth.calls} calls: {dict(found)}")
         assert found

@@ -37,34 +37,53 @@ ROUNDING = gamma(200, "float32")
 
 
 def true_loss(session: Session, batch: Batch, reduction: str) -> float:
-    return oracle.loss_and_gradient(MLP, session.parameters(), batch, loss=large_loss(reduction))[0]
+    return oracle.loss_and_gradient(
+        MLP, session.parameters(), batch, loss=large_loss(reduction)
+    )[0]
 
 
 @pytest.mark.parametrize("reduction", deep_but(("mean",), REDUCTIONS))
-def test_loss_is_the_large_batch_s(backend: Harness, mode: str, errors: Errors, reduction: str) -> None:
-    """Of a full window, of a short one, of the one after it, with a loss scale; it stays until the next window closes."""
-    session = start(backend, MLP, steps=3, reduction=reduction, loss_scale=8.0, mode=mode)
+def test_loss_is_the_large_batch_s(
+    backend: Harness, mode: str, errors: Errors, reduction: str
+) -> None:
+    """Of a full window, of a short one, of the one after it, with a loss scale; it
+    stays until the next window closes.
+    """
+    session = start(
+        backend, MLP, steps=3, reduction=reduction, loss_scale=8.0, mode=mode
+    )
     assert math.isnan(session.result().loss)
     truth = true_loss(session, BATCH, reduction)
     feed(session, cut(BATCH, SIZES), reduction)
     errors.check("loss", abs(session.result().loss - truth) / truth, ROUNDING)
     before = session.result().loss
-    session.gradients({name: np.zeros(shape) for name, shape in MLP.parameter_shapes().items()}, weight=0.0)
+    session.gradients(
+        {name: np.zeros(shape) for name, shape in MLP.parameter_shapes().items()},
+        weight=0.0,
+    )
     assert session.result().loss == before
     session.discard()
     short = BATCH.rows(0, 7)
     truth = true_loss(session, short, reduction)
     feed(session, cut(short, (5, 2)), reduction)
     session.flush()
-    errors.check("loss of a short window", abs(session.result().loss - truth) / truth, ROUNDING)
+    errors.check(
+        "loss of a short window", abs(session.result().loss - truth) / truth, ROUNDING
+    )
     truth = true_loss(session, BATCH, reduction)
     feed(session, cut(BATCH, SIZES), reduction)
-    errors.check("loss of the next window", abs(session.result().loss - truth) / truth, ROUNDING)
+    errors.check(
+        "loss of the next window", abs(session.result().loss - truth) / truth, ROUNDING
+    )
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_denominator_divides_the_loss_too(backend: Harness, mode: str, errors: Errors, reduction: str) -> None:
-    session = start(backend, MLP, steps=None, reduction=reduction, loss_scale=8.0, mode=mode)
+def test_denominator_divides_the_loss_too(
+    backend: Harness, mode: str, errors: Errors, reduction: str
+) -> None:
+    session = start(
+        backend, MLP, steps=None, reduction=reduction, loss_scale=8.0, mode=mode
+    )
     for number in (7.0, None):
         total = true_loss(session, BATCH, "sum")
         feed(session, cut(BATCH, SIZES), reduction)
@@ -73,7 +92,9 @@ def test_denominator_divides_the_loss_too(backend: Harness, mode: str, errors: E
         errors.check("loss", abs(session.result().loss - truth) / truth, ROUNDING)
 
 
-def test_loss_leaves_out_what_the_window_does(backend: Harness, mode: str, errors: Errors) -> None:
+def test_loss_leaves_out_what_the_window_does(
+    backend: Harness, mode: str, errors: Errors
+) -> None:
     """A dropped micro-batch, one of weight 0, and a discarded window."""
     bad = Batch(BATCH.x[:4].copy(), BATCH.y[:4])
     bad.x[0, 0] = math.inf
@@ -89,18 +110,27 @@ def test_loss_leaves_out_what_the_window_does(backend: Harness, mode: str, error
     errors.check("loss", abs(session.result().loss - truth) / truth, ROUNDING)
 
 
-def test_loss_misses_no_micro_batch_of_weight_zero(backend: Harness, mode: str, errors: Errors) -> None:
+def test_loss_misses_no_micro_batch_of_weight_zero(
+    backend: Harness, mode: str, errors: Errors
+) -> None:
     """Though that one is the last and does not tell its own."""
     session = start(backend, MLP, steps=2, mode=mode)
     truth = true_loss(session, BATCH.rows(0, 5), "mean")
     session.micro_batch(BATCH.rows(0, 5), weight=5)
-    session.gradients({name: np.zeros(shape) for name, shape in MLP.parameter_shapes().items()}, weight=0.0)
+    session.gradients(
+        {name: np.zeros(shape) for name, shape in MLP.parameter_shapes().items()},
+        weight=0.0,
+    )
     assert session.result().applied
     errors.check("loss", abs(session.result().loss - truth) / truth, ROUNDING)
 
 
-def test_window_with_a_missing_loss_has_none(backend: Harness, mode: str, errors: Errors) -> None:
-    """It may be the first or the last; the next window knows its own, after an infinite one too."""
+def test_window_with_a_missing_loss_has_none(
+    backend: Harness, mode: str, errors: Errors
+) -> None:
+    """It may be the first or the last; the next window knows its own, after an infinite
+    one too.
+    """
     session = start(backend, MLP, steps=2, on_overflow="ignore", mode=mode)
     zeros = {name: np.zeros(shape) for name, shape in MLP.parameter_shapes().items()}
     for told in ((True, False), (False, True)):
@@ -113,7 +143,9 @@ def test_window_with_a_missing_loss_has_none(backend: Harness, mode: str, errors
     errors.check("loss", abs(session.result().loss - truth) / truth, ROUNDING)
 
 
-def test_open_window_keeps_its_loss_when_saved(backend: Harness, tmp_path: Path) -> None:
+def test_open_window_keeps_its_loss_when_saved(
+    backend: Harness, tmp_path: Path
+) -> None:
     whole, resumed = (start(backend, MLP, steps=3, noise_scale=True) for _ in range(2))
     pieces = cut(BATCH, SIZES)
     feed(whole, pieces[:2])
@@ -127,11 +159,15 @@ def test_open_window_keeps_its_loss_when_saved(backend: Harness, tmp_path: Path)
 
 
 def eight(step: Any) -> int:
-    """Not a lambda: MindSpore reads the source of a function, and finds no lambda inside a call."""
+    """Not a lambda: MindSpore reads the source of a function, and finds no lambda
+    inside a call.
+    """
     return 8
 
 
-@pytest.mark.parametrize("weight", [8, [(0, 8)], eight], ids=["number", "pairs", "function"])
+@pytest.mark.parametrize(
+    "weight", [8, [(0, 8)], eight], ids=["number", "pairs", "function"]
+)
 def test_window_ends_by_weight(backend: Harness, mode: str, weight: Any) -> None:
     session = start(backend, steps=gradaccum.until_weight(weight), mode=mode)
     closed = []
@@ -143,7 +179,9 @@ def test_window_ends_by_weight(backend: Harness, mode: str, weight: Any) -> None
 
 
 def test_weight_of_a_window_follows_its_schedule(backend: Harness, mode: str) -> None:
-    """The first window ends at 2, the second at 5; without a weight each micro-batch weighs 1."""
+    """The first window ends at 2, the second at 5; without a weight each micro-batch
+    weighs 1.
+    """
     session = start(backend, steps=gradaccum.until_weight([(0, 2), (1, 5)]), mode=mode)
     ends = []
     for seed in range(8):
@@ -153,7 +191,12 @@ def test_weight_of_a_window_follows_its_schedule(backend: Harness, mode: str) ->
 
 
 def test_dropped_weight_does_not_fill_a_window(backend: Harness, mode: str) -> None:
-    session = start(backend, steps=gradaccum.until_weight(4), on_overflow="drop_micro_batch", mode=mode)
+    session = start(
+        backend,
+        steps=gradaccum.until_weight(4),
+        on_overflow="drop_micro_batch",
+        mode=mode,
+    )
     session.gradients(poisoned(random_tree(LINEAR, 0), math.nan), weight=4.0)
     session.gradients(random_tree(LINEAR, 1), weight=3.0)
     assert session.state().micro_step == 2
@@ -161,17 +204,28 @@ def test_dropped_weight_does_not_fill_a_window(backend: Harness, mode: str) -> N
     assert session.state().optimizer_step == 1
 
 
-def noisy(session: Session, windows: int, seed: int = 5, reduction: str = "mean") -> float:
-    """Windows of uneven micro-batches around one gradient; the noise scale that the session has seen at the end."""
+def noisy(
+    session: Session, windows: int, seed: int = 5, reduction: str = "mean"
+) -> float:
+    """Windows of uneven micro-batches around one gradient; the noise scale that the
+    session has seen at the end.
+    """
     rng = np.random.default_rng(seed)
     for _ in range(windows):
         for _ in range(3):
             items = int(rng.integers(2, 9))
             noise = random_tree(LINEAR, int(rng.integers(2**31)), 1 / math.sqrt(items))
             gradient = random_tree(LINEAR, 0)
-            tree = {name: (gradient[name] + noise[name]).astype(np.float32).astype(np.float64) for name in gradient}
+            tree = {
+                name: (gradient[name] + noise[name])
+                .astype(np.float32)
+                .astype(np.float64)
+                for name in gradient
+            }
             factor = 1 if reduction == "mean" else items
-            session.gradients({name: factor * array for name, array in tree.items()}, weight=items)
+            session.gradients(
+                {name: factor * array for name, array in tree.items()}, weight=items
+            )
     return float(session.result().noise_scale)
 
 
@@ -187,19 +241,44 @@ def noisy(session: Session, windows: int, seed: int = 5, reduction: str = "mean"
     ],
     ids=["plain", "sum", "drop", "ignore", "half precision", "masters"],
 )
-def test_noise_scale_is_the_reference_s(backend: Harness, mode: str, errors: Errors, options: dict[str, Option]) -> None:
-    """The reference makes it of the micro-batches themselves. Both differences of squares cancel, hence the wider bound."""
+def test_noise_scale_is_the_reference_s(
+    backend: Harness, mode: str, errors: Errors, options: dict[str, Option]
+) -> None:
+    """The reference makes it of the micro-batches themselves. Both differences of
+    squares cancel, hence the wider bound.
+    """
     reduction = options.get("reduction", "mean")
-    sessions = [start(each, steps=3, noise_scale=0.5, mode=m, **options) for each, m in ((backend, mode), (reference, None))]
+    sessions = [
+        start(each, steps=3, noise_scale=0.5, mode=m, **options)
+        for each, m in ((backend, mode), (reference, None))
+    ]
     assert all(math.isnan(session.result().noise_scale) for session in sessions)
     measured, truth = (noisy(session, 4, reduction=reduction) for session in sessions)
     assert truth > 0
-    errors.check("noise scale", abs(measured - truth) / truth, 2e-2 if "dtype" in options else 100 * ROUNDING)
+    errors.check(
+        "noise scale",
+        abs(measured - truth) / truth,
+        2e-2 if "dtype" in options else 100 * ROUNDING,
+    )
 
 
-@pytest.mark.parametrize("options", [{}, {"loss_scale": 8.0}, {"on_overflow": "drop_micro_batch"}, {"dtype": "bfloat16"}], ids=str)
-def test_measuring_noise_changes_nothing_else(backend: Harness, mode: str, options: dict[str, Option]) -> None:
-    measured, plain = (start(backend, steps=3, noise_scale=noise, mode=mode, **options) for noise in (True, False))
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"loss_scale": 8.0},
+        {"on_overflow": "drop_micro_batch"},
+        {"dtype": "bfloat16"},
+    ],
+    ids=str,
+)
+def test_measuring_noise_changes_nothing_else(
+    backend: Harness, mode: str, options: dict[str, Option]
+) -> None:
+    measured, plain = (
+        start(backend, steps=3, noise_scale=noise, mode=mode, **options)
+        for noise in (True, False)
+    )
     for session in (measured, plain):
         noisy(session, 2)
         session.gradients(random_tree(LINEAR, 1))
@@ -208,13 +287,20 @@ def test_measuring_noise_changes_nothing_else(backend: Harness, mode: str, optio
     assert same(measured.parameters(), plain.parameters())
     assert same(measured.optimizer_state(), plain.optimizer_state())
     assert measured.state() == plain.state()
-    assert same_result(measured.result()._replace(noise_scale=0.0), plain.result()._replace(noise_scale=0.0))
+    assert same_result(
+        measured.result()._replace(noise_scale=0.0),
+        plain.result()._replace(noise_scale=0.0),
+    )
 
 
-def test_noise_scale_under_a_large_loss_scale(backend: Harness, mode: str, errors: Errors) -> None:
+def test_noise_scale_under_a_large_loss_scale(
+    backend: Harness, mode: str, errors: Errors
+) -> None:
     """The squares of such gradients are beyond float32."""
     truth = noisy(start(reference, steps=3, noise_scale=0.5), 2)
-    seen = noisy(start(backend, steps=3, noise_scale=0.5, loss_scale=2.0**70, mode=mode), 2)
+    seen = noisy(
+        start(backend, steps=3, noise_scale=0.5, loss_scale=2.0**70, mode=mode), 2
+    )
     errors.check("noise scale", abs(seen - truth) / truth, 100 * ROUNDING)
 
 
@@ -230,12 +316,16 @@ def test_noise_scale_ignores_lost_windows(backend: Harness, mode: str) -> None:
     session.discard()
     session.gradients(random_tree(LINEAR, 0), weight=7.0)
     session.flush()
-    assert session.result().noise_scale == before, "a window of one micro-batch tells nothing"
+    assert session.result().noise_scale == before, (
+        "a window of one micro-batch tells nothing"
+    )
     session.gradients(random_tree(LINEAR, 0), weight=2.0)
     session.discard()
     other = start(backend, steps=3, noise_scale=0.5, mode=mode)
     noisy(other, 2)
-    assert noisy(session, 1, seed=6) == noisy(other, 1, seed=6), "a lost window left a trace"
+    assert noisy(session, 1, seed=6) == noisy(other, 1, seed=6), (
+        "a lost window left a trace"
+    )
 
 
 def test_noise_scale_is_off_unless_asked(backend: Harness) -> None:
@@ -244,9 +334,15 @@ def test_noise_scale_is_off_unless_asked(backend: Harness) -> None:
 
 
 @pytest.mark.parametrize("saved", [False, True], ids=["off then on", "on then off"])
-def test_noise_scale_may_be_switched_between_runs(backend: Harness, tmp_path: Path, saved: bool) -> None:
-    """In an open window too: what was not measured before it was saved is not known after it."""
-    first, then = (start(backend, steps=3, noise_scale=measured) for measured in (saved, not saved))
+def test_noise_scale_may_be_switched_between_runs(
+    backend: Harness, tmp_path: Path, saved: bool
+) -> None:
+    """In an open window too: what was not measured before it was saved is not known
+    after it.
+    """
+    first, then = (
+        start(backend, steps=3, noise_scale=measured) for measured in (saved, not saved)
+    )
     noisy(first, 1)
     first.gradients(random_tree(LINEAR, 1), weight=2.0)
     first.save(tmp_path)
@@ -258,7 +354,9 @@ def test_noise_scale_may_be_switched_between_runs(backend: Harness, tmp_path: Pa
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_tiny_norms_are_right(backend: Harness, mode: str, errors: Errors, reduction: str) -> None:
+def test_tiny_norms_are_right(
+    backend: Harness, mode: str, errors: Errors, reduction: str
+) -> None:
     """The squares of these gradients vanish in float32; they themselves do not."""
     scale = 2.0**-100
     session = start(backend, steps=2, reduction=reduction, mode=mode)
@@ -266,25 +364,42 @@ def test_tiny_norms_are_right(backend: Harness, mode: str, errors: Errors, reduc
     for tree in trees:
         session.gradients(tree, weight=1.0)
     factor = 2 if reduction == "sum" else 1
-    truth = factor * math.sqrt(sum(float((((trees[0][n] + trees[1][n]) / 2 / scale) ** 2).sum()) for n in trees[0]))
-    errors.check("norm", abs(session.result().grad_norm / scale - truth) / truth, ROUNDING)
+    truth = factor * math.sqrt(
+        sum(
+            float((((trees[0][n] + trees[1][n]) / 2 / scale) ** 2).sum())
+            for n in trees[0]
+        )
+    )
+    errors.check(
+        "norm", abs(session.result().grad_norm / scale - truth) / truth, ROUNDING
+    )
 
 
-def test_tiny_gradients_are_clipped(backend: Harness, mode: str, errors: Errors) -> None:
+def test_tiny_gradients_are_clipped(
+    backend: Harness, mode: str, errors: Errors
+) -> None:
     session = start(backend, steps=1, clip_norm=2.0**-104, mode=mode)
     tree = random_tree(LINEAR, 0, 2.0**-100)
     session.gradients(tree)
-    norm = math.sqrt(sum(float(((array * 2.0**100) ** 2).sum()) for array in tree.values()))
+    norm = math.sqrt(
+        sum(float(((array * 2.0**100) ** 2).sum()) for array in tree.values())
+    )
     expected = {name: array / norm * 2.0**-4 for name, array in tree.items()}
     gradient = session.captured().gradient or {}
     for name, array in expected.items():
         errors.check(name, float(np.abs(gradient[name] / array - 1).max()), ROUNDING)
 
 
-def test_mixed_magnitudes_have_a_right_norm(backend: Harness, mode: str, errors: Errors) -> None:
-    """One element is large enough for its square, and thousands that are not make up most of the norm."""
+def test_mixed_magnitudes_have_a_right_norm(
+    backend: Harness, mode: str, errors: Errors
+) -> None:
+    """One element is large enough for its square, and thousands that are not make up
+    most of the norm.
+    """
     session = start(backend, MLP, steps=1, mode=mode)
-    tree = {name: np.full(shape, 2.0**-72) for name, shape in MLP.parameter_shapes().items()}
+    tree = {
+        name: np.full(shape, 2.0**-72) for name, shape in MLP.parameter_shapes().items()
+    }
     session.gradients(tree)
     truth = 2.0**-72 * math.sqrt(sum(array.size for array in tree.values()))
     errors.check("norm", abs(session.result().grad_norm - truth) / truth, ROUNDING)

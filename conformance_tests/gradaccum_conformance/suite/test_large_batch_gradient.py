@@ -1,11 +1,20 @@
-"""N micro-batches give the large batch's gradient: every model, every N, every reduction, ragged pieces, every mode."""
+"""N micro-batches give the large batch's gradient: every model, every N, every
+reduction, ragged pieces, every mode.
+"""
 
 import pytest
 
 from gradaccum_conformance.deep import deep_but
 from gradaccum_conformance.harness import Dtype, Harness
 from gradaccum_conformance.measuring import Errors
-from gradaccum_conformance.scenarios import REDUCTIONS, check_gradient, cut, feed, standard_batch, start
+from gradaccum_conformance.scenarios import (
+    REDUCTIONS,
+    check_gradient,
+    cut,
+    feed,
+    standard_batch,
+    start,
+)
 from gradaccum_conformance.specs import MLP, MODELS, Model
 
 EVEN = {1: (12,), 2: (6, 6), 3: (4, 4, 4), 4: (3, 3, 3, 3), 8: (2, 2, 2, 2, 1, 1, 1, 1)}
@@ -15,26 +24,53 @@ by_dtype = pytest.mark.parametrize("dtype", ["float32", "float64"])
 
 
 def run(
-    backend: Harness, errors: Errors, model: Model, sizes: tuple[int, ...], dtype: Dtype, reduction: str = "mean", mode: str | None = None
+    backend: Harness,
+    errors: Errors,
+    model: Model,
+    sizes: tuple[int, ...],
+    dtype: Dtype,
+    reduction: str = "mean",
+    mode: str | None = None,
 ) -> None:
     batch = standard_batch(model)
-    session = start(backend, model, steps=len(sizes), reduction=reduction, dtype=dtype, mode=mode)
+    session = start(
+        backend, model, steps=len(sizes), reduction=reduction, dtype=dtype, mode=mode
+    )
     feed(session, cut(batch, sizes), reduction)
     assert session.captured().calls == 1
-    check_gradient(errors, backend, session, model, batch, micro_batches=len(sizes), dtype=dtype, reduction=reduction)
+    check_gradient(
+        errors,
+        backend,
+        session,
+        model,
+        batch,
+        micro_batches=len(sizes),
+        dtype=dtype,
+        reduction=reduction,
+    )
 
 
 @by_dtype
 @by_name
 @pytest.mark.parametrize("n", deep_but((4,), EVEN))
-def test_equal_micro_batches(backend: Harness, errors: Errors, model: Model, n: int, dtype: Dtype) -> None:
+def test_equal_micro_batches(
+    backend: Harness, errors: Errors, model: Model, n: int, dtype: Dtype
+) -> None:
     run(backend, errors, model, EVEN[n], dtype)
 
 
 @by_dtype
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("sizes", deep_but((RAGGED["one item"],), RAGGED.values()), ids=RAGGED)
-def test_ragged_micro_batches(backend: Harness, errors: Errors, sizes: tuple[int, ...], reduction: str, dtype: Dtype) -> None:
+@pytest.mark.parametrize(
+    "sizes", deep_but((RAGGED["one item"],), RAGGED.values()), ids=RAGGED
+)
+def test_ragged_micro_batches(
+    backend: Harness,
+    errors: Errors,
+    sizes: tuple[int, ...],
+    reduction: str,
+    dtype: Dtype,
+) -> None:
     run(backend, errors, MLP, sizes, dtype, reduction)
 
 
@@ -44,12 +80,19 @@ def test_ragged_micro_batches(backend: Harness, errors: Errors, sizes: tuple[int
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("sizes", RAGGED.values(), ids=RAGGED)
 def test_ragged_micro_batches_every_model(
-    backend: Harness, errors: Errors, model: Model, sizes: tuple[int, ...], reduction: str, dtype: Dtype
+    backend: Harness,
+    errors: Errors,
+    model: Model,
+    sizes: tuple[int, ...],
+    reduction: str,
+    dtype: Dtype,
 ) -> None:
     run(backend, errors, model, sizes, dtype, reduction)
 
 
 @pytest.mark.every_mode
 @pytest.mark.parametrize("reduction", deep_but(("item_mean",), REDUCTIONS))
-def test_ragged_micro_batches_every_mode(backend: Harness, mode: str, errors: Errors, reduction: str) -> None:
+def test_ragged_micro_batches_every_mode(
+    backend: Harness, mode: str, errors: Errors, reduction: str
+) -> None:
     run(backend, errors, MLP, (5, 5, 2), "float32", reduction, mode)

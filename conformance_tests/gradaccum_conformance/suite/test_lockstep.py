@@ -1,4 +1,5 @@
-"""Each backend runs beside the reference through every event in every state that can be reached, and through long random sequences.
+"""Each backend runs beside the reference through every event in every state that can be
+reached, and through long random sequences.
 
 After each event every field is equal, and every sum is equal exactly.
 """
@@ -25,14 +26,31 @@ from gradaccum_conformance.scenarios import CAPTURE, coarse, poisoned, start
 from gradaccum_conformance.specs import LINEAR
 from gradaccum_conformance.walking import state_of, walk
 
-DYNAMIC = gradaccum.DynamicLossScale(init_scale=4.0, growth_interval=2, min_scale=1.0, max_scale=16.0)
+DYNAMIC = gradaccum.DynamicLossScale(
+    init_scale=4.0, growth_interval=2, min_scale=1.0, max_scale=16.0
+)
 VARIANTS: dict[str, dict[str, Option]] = {
     "skip window": {"steps": 2, "loss_scale": DYNAMIC, "clip_norm": 2.0},
-    "drop micro-batch": {"steps": 2, "loss_scale": DYNAMIC, "on_overflow": "drop_micro_batch", "reduction": "item_mean"},
-    "schedule and skip norm": {"steps": [(0, 1), (1, 3)], "skip_norm": 4.0, "reduction": "sum"},
+    "drop micro-batch": {
+        "steps": 2,
+        "loss_scale": DYNAMIC,
+        "on_overflow": "drop_micro_batch",
+        "reduction": "item_mean",
+    },
+    "schedule and skip norm": {
+        "steps": [(0, 1), (1, 3)],
+        "skip_norm": 4.0,
+        "reduction": "sum",
+    },
 }
-STATES = {"skip window": (50, 11), "drop micro-batch": (50, 11), "schedule and skip norm": (15, 3)}
-"""How many states a variant has, and how many events away the deepest is. Changed options or events change them."""
+STATES = {
+    "skip window": (50, 11),
+    "drop micro-batch": (50, 11),
+    "schedule and skip norm": (15, 3),
+}
+"""How many states a variant has, and how many events away the deepest is. Changed
+options or events change them.
+"""
 
 GOOD, LARGE = coarse(LINEAR, 0, 2.0**-4), coarse(LINEAR, 1, 1.0)
 EVENTS = {
@@ -43,22 +61,31 @@ EVENTS = {
     "flush": lambda session, one: session.flush(),
     "discard": lambda session, one: session.discard(),
 }
-"""Functions of a session and of the weight that the default stands for: None where it may be left out."""
+"""Functions of a session and of the weight that the default stands for: None where it
+may be left out.
+"""
 LONGEST = 24
 ELEMENTS = sum(array.size for array in LARGE.values())
 LARGEST = max(float(np.abs(array).max()) for array in LARGE.values())
 NORM_ERROR = gamma(2 * ELEMENTS, "float32")
 """The bound of a norm: one square and one addition per element."""
 UPDATE_ERROR = CAPTURE.learning_rate * LARGEST * (NORM_ERROR + gamma(4, "float32"))
-"""The bound of an update: the errors of the clipping factor, the division and the learning rate. No gradient element is above `LARGEST`."""
+"""The bound of an update: the errors of the clipping factor, the division and the
+learning rate. No gradient element is above `LARGEST`.
+"""
 by_variant = pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
 
 
 class Pair:
     """A backend's session and the reference's, given the same events."""
 
-    def __init__(self, backend: Harness, options: dict[str, Option], mode: str | None = None) -> None:
-        self.sessions = start(backend, mode=mode, **options), start(reference, **options)
+    def __init__(
+        self, backend: Harness, options: dict[str, Option], mode: str | None = None
+    ) -> None:
+        self.sessions = (
+            start(backend, mode=mode, **options),
+            start(reference, **options),
+        )
         self.done: Counter[str] = Counter()
         self.one = 1.0 if options.get("reduction") == "item_mean" else None
 
@@ -79,17 +106,35 @@ class Pair:
 def compare(session: Session, truth: Session, history: str) -> None:
     assert session.state() == truth.state(), history
     ours, theirs = session.result(), truth.result()
-    measured = {"grad_norm": 0.0, "loss": 0.0, "noise_scale": 0.0}  # Rounded, or told to some backends only.
+    # Rounded, or told to some backends only.
+    measured = {
+        "grad_norm": 0.0,
+        "loss": 0.0,
+        "noise_scale": 0.0,
+    }
     assert ours._replace(**measured) == theirs._replace(**measured), history
-    assert ours.grad_norm == theirs.grad_norm or math.isclose(ours.grad_norm, theirs.grad_norm, rel_tol=NORM_ERROR), history
+    assert ours.grad_norm == theirs.grad_norm or math.isclose(
+        ours.grad_norm, theirs.grad_norm, rel_tol=NORM_ERROR
+    ), history
     assert session.captured().calls == truth.captured().calls, history
     for name, array in truth.accumulator().items():
-        np.testing.assert_array_equal(session.accumulator()[name], array, err_msg=f"sum of {name} after {history}", strict=True)
+        np.testing.assert_array_equal(
+            session.accumulator()[name],
+            array,
+            err_msg=f"sum of {name} after {history}",
+            strict=True,
+        )
     updates = truth.state().optimizer_step
     for name, array in truth.parameters().items():
         rounding = unit_roundoff("float32") * float(np.abs(array).max() + LARGEST)
         tolerance = updates * (UPDATE_ERROR + rounding)
-        np.testing.assert_allclose(session.parameters()[name], array, rtol=0, atol=tolerance, err_msg=f"{name} after {history}")
+        np.testing.assert_allclose(
+            session.parameters()[name],
+            array,
+            rtol=0,
+            atol=tolerance,
+            err_msg=f"{name} after {history}",
+        )
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -100,7 +145,11 @@ def test_every_event_in_every_state(backend: Harness, variant: str) -> None:
     assert sum(pair.done.values()) == len(EVENTS) * len(depths)
 
 
-RANDOM: dict[str, Any] = {"deadline": None, "database": None, "suppress_health_check": list(HealthCheck)}
+RANDOM: dict[str, Any] = {
+    "deadline": None,
+    "database": None,
+    "suppress_health_check": list(HealthCheck),
+}
 SEQUENCES = st.lists(st.sampled_from(list(EVENTS)), min_size=8, max_size=LONGEST)
 
 
@@ -126,12 +175,20 @@ def test_long_random_sequences(backend: Harness, options: dict[str, Option]) -> 
 
 @pytest.mark.deep
 @by_variant
-def test_fresh_random_sequences(backend: Harness, options: dict[str, Option], pytestconfig: pytest.Config) -> None:
-    """Other ones in each run; a sequence that fails is made as short as it can be. ``--hypothesis-seed`` repeats a run."""
+def test_fresh_random_sequences(
+    backend: Harness, options: dict[str, Option], pytestconfig: pytest.Config
+) -> None:
+    """Other ones in each run; a sequence that fails is made as short as it can be.
+    ``--hypothesis-seed`` repeats a run.
+    """
     pair = Pair(backend, options)
     fresh = pair.snapshot()
     given_seed = str(pytestconfig.getoption("--hypothesis-seed", None))
-    number = int(given_seed) if given_seed.isdigit() else random.SystemRandom().randrange(2**32)
+    number = (
+        int(given_seed)
+        if given_seed.isdigit()
+        else random.SystemRandom().randrange(2**32)
+    )
 
     @seed(number)
     @settings(max_examples=200, phases=[Phase.generate, Phase.shrink], **RANDOM)
@@ -143,13 +200,21 @@ def test_fresh_random_sequences(backend: Harness, options: dict[str, Option], py
     run()
 
 
-GROWING = gradaccum.DynamicLossScale(init_scale=4.0, growth_interval=5, min_scale=1.0, max_scale=2.0**16)
-LONG: dict[str, Option] = {"steps": [(0, 1), (3000, 2), (6000, 3)], "loss_scale": GROWING, "clip_norm": 2.0}
+GROWING = gradaccum.DynamicLossScale(
+    init_scale=4.0, growth_interval=5, min_scale=1.0, max_scale=2.0**16
+)
+LONG: dict[str, Option] = {
+    "steps": [(0, 1), (3000, 2), (6000, 3)],
+    "loss_scale": GROWING,
+    "clip_norm": 2.0,
+}
 
 
 @pytest.mark.deep
 def test_ten_thousand_updates(backend: Harness) -> None:
-    """The parameters drift within their bound, schedule and loss scale are the reference's, and memory stays what it was."""
+    """The parameters drift within their bound, schedule and loss scale are the
+    reference's, and memory stays what it was.
+    """
     pair, peaks, number = Pair(backend, LONG), list[int](), 0
     while (updates := pair.sessions[1].state().optimizer_step) < 10_000:
         for index in range(number, number := number + 111):
@@ -162,9 +227,30 @@ def test_ten_thousand_updates(backend: Harness) -> None:
 
 
 @pytest.mark.every_mode
-@pytest.mark.parametrize("options", deep_but((VARIANTS["drop micro-batch"],), VARIANTS.values()), ids=VARIANTS)
-def test_one_sequence_in_every_mode(backend: Harness, mode: str, options: dict[str, Option]) -> None:
+@pytest.mark.parametrize(
+    "options",
+    deep_but((VARIANTS["drop micro-batch"],), VARIANTS.values()),
+    ids=VARIANTS,
+)
+def test_one_sequence_in_every_mode(
+    backend: Harness, mode: str, options: dict[str, Option]
+) -> None:
     pair = Pair(backend, options, mode)
-    events = ("good", "bad", "heavy", "good", "flush", "empty", "heavy", "discard", "good", "good", "empty", "flush", "bad", "flush")
+    events = (
+        "good",
+        "bad",
+        "heavy",
+        "good",
+        "flush",
+        "empty",
+        "heavy",
+        "discard",
+        "good",
+        "good",
+        "empty",
+        "flush",
+        "bad",
+        "flush",
+    )
     for index, event in enumerate(events):
         pair.do(event, events[:index])

@@ -1,4 +1,6 @@
-"""The loss scale moves once per window, at its end, between floor and ceiling. It leaves no trace in the gradient."""
+"""The loss scale moves once per window, at its end, between floor and ceiling. It
+leaves no trace in the gradient.
+"""
 
 import math
 
@@ -13,9 +15,19 @@ GOOD = random_tree(LINEAR, 0)
 BAD = poisoned(GOOD, math.inf)
 
 
-def scales(backend: Harness, rule: Option, overflows: str, mode: str | None = None, **options: Option) -> list[float]:
-    """The scale after each micro-batch. An ``x`` in `overflows` stands for a gradient that is not finite."""
-    session = start(backend, **{"steps": 1, "loss_scale": rule, "mode": mode, **options})
+def scales(
+    backend: Harness,
+    rule: Option,
+    overflows: str,
+    mode: str | None = None,
+    **options: Option,
+) -> list[float]:
+    """The scale after each micro-batch. An ``x`` in `overflows` stands for a gradient
+    that is not finite.
+    """
+    session = start(
+        backend, **{"steps": 1, "loss_scale": rule, "mode": mode, **options}
+    )
     found = []
     for event in overflows:
         session.gradients(BAD if event == "x" else GOOD)
@@ -44,17 +56,45 @@ def test_scale_stays_within_float32(backend: Harness) -> None:
 
 
 def test_other_factors_move_the_scale(backend: Harness) -> None:
-    rule = gradaccum.DynamicLossScale(init_scale=2.0, growth_factor=4.0, backoff_factor=0.25, growth_interval=2, min_scale=0.5)
-    assert scales(backend, rule, "...x..xxx") == [2.0, 8.0, 8.0, 2.0, 2.0, 8.0, 2.0, 0.5, 0.5]
+    rule = gradaccum.DynamicLossScale(
+        init_scale=2.0,
+        growth_factor=4.0,
+        backoff_factor=0.25,
+        growth_interval=2,
+        min_scale=0.5,
+    )
+    assert scales(backend, rule, "...x..xxx") == [
+        2.0,
+        8.0,
+        8.0,
+        2.0,
+        2.0,
+        8.0,
+        2.0,
+        0.5,
+        0.5,
+    ]
 
 
 def test_overflow_restarts_the_count(backend: Harness) -> None:
     rule = gradaccum.DynamicLossScale(init_scale=4.0, growth_interval=3)
-    assert scales(backend, rule, "..x..x...") == [4.0, 4.0, 2.0, 2.0, 2.0, 1.0, 1.0, 1.0, 2.0]
+    assert scales(backend, rule, "..x..x...") == [
+        4.0,
+        4.0,
+        2.0,
+        2.0,
+        2.0,
+        1.0,
+        1.0,
+        1.0,
+        2.0,
+    ]
 
 
 @pytest.mark.parametrize("on_overflow", ["skip_window", "drop_micro_batch"])
-def test_scale_moves_once_per_window(backend: Harness, mode: str, on_overflow: str) -> None:
+def test_scale_moves_once_per_window(
+    backend: Harness, mode: str, on_overflow: str
+) -> None:
     """It moves at the window's end and nowhere else."""
     rule = gradaccum.DynamicLossScale(init_scale=2.0**10, growth_interval=2)
     found = scales(backend, rule, "xx......", mode, steps=2, on_overflow=on_overflow)
@@ -68,7 +108,9 @@ def test_static_scale_stays(backend: Harness) -> None:
 
 
 def test_weightless_windows_do_not_count(backend: Harness, mode: str) -> None:
-    """Only windows with a weight count towards `growth_interval`. Those without overflow by nothing."""
+    """Only windows with a weight count towards `growth_interval`. Those without
+    overflow by nothing.
+    """
     rule = gradaccum.DynamicLossScale(init_scale=4.0, growth_interval=2)
     session = start(backend, steps=1, loss_scale=rule, mode=mode)
     for tree, weight in ((GOOD, 1.0), (GOOD, 0.0), (BAD, 0.0), (GOOD, 1.0)):
@@ -77,8 +119,13 @@ def test_weightless_windows_do_not_count(backend: Harness, mode: str) -> None:
 
 
 def test_scale_leaves_no_trace(backend: Harness, mode: str) -> None:
-    """A power of two multiplies exactly. So the unscaled gradient is the same, bit for bit."""
-    scaled, plain = start(backend, steps=3, loss_scale=2.0**12, mode=mode), start(backend, steps=3, mode=mode)
+    """A power of two multiplies exactly. So the unscaled gradient is the same, bit for
+    bit.
+    """
+    scaled, plain = (
+        start(backend, steps=3, loss_scale=2.0**12, mode=mode),
+        start(backend, steps=3, mode=mode),
+    )
     for session in (scaled, plain):
         for seed in range(3):
             session.gradients(random_tree(LINEAR, seed))

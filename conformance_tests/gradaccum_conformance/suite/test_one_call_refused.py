@@ -1,4 +1,6 @@
-"""Bad input to a call that splits, and functions that return what they should not: a clear error that names what is wrong."""
+"""Bad input to a call that splits, and functions that return what they should not: a
+clear error that names what is wrong.
+"""
 
 from typing import Any
 
@@ -6,7 +8,12 @@ import numpy as np
 import pytest
 
 import gradaccum
-from gradaccum_conformance.harness import LargeBatchCall, LargeBatchHarness, Option, Returns
+from gradaccum_conformance.harness import (
+    LargeBatchCall,
+    LargeBatchHarness,
+    Option,
+    Returns,
+)
 from gradaccum_conformance.scenarios import same, same_result, standard_batch, start
 from gradaccum_conformance.specs import LINEAR, Batch, make_weights
 
@@ -15,18 +22,54 @@ ONE_WAY = "steps: expected one of steps, micro_batch_size and micro_batch_weight
 EACH = "weight: expected 12 finite numbers >= 0, one per item"
 BAD: dict[str, tuple[dict[str, Option], type, str]] = {
     "no way to split": ({}, VALUE, ONE_WAY + "none"),
-    "two ways": ({"steps": 2, "micro_batch_size": 3}, VALUE, ONE_WAY + "steps and micro_batch_size"),
+    "two ways": (
+        {"steps": 2, "micro_batch_size": 3},
+        VALUE,
+        ONE_WAY + "steps and micro_batch_size",
+    ),
     "no steps": ({"steps": 0}, VALUE, "steps: expected an int >= 1"),
     "half a step": ({"steps": 2.5}, TYPE, "steps: expected an int >= 1"),
     "a flag for steps": ({"steps": True}, TYPE, "steps: expected an int >= 1"),
-    "no item": ({"micro_batch_size": 0}, VALUE, "micro_batch_size: expected an int >= 1"),
-    "half an item": ({"micro_batch_size": 1.5}, TYPE, "micro_batch_size: expected an int >= 1"),
-    "budget by a name": ({"micro_batch_weight": "8k"}, TYPE, "micro_batch_weight: expected a finite number > 0"),
-    "size by a wrong name": ({"micro_batch_size": "large"}, VALUE, 'micro_batch_size: expected an int >= 1 or "auto"'),
-    "negative budget": ({"micro_batch_weight": -1, "weight": np.ones(12)}, VALUE, "micro_batch_weight: expected a finite number > 0"),
-    "budget without weights": ({"micro_batch_weight": 8}, VALUE, "weight: expected per-item weights beside micro_batch_weight"),
-    "unknown reduction": ({"steps": 2, "reduction": "average"}, VALUE, "reduction: expected one of"),
-    "unknown kind of output": ({"steps": 2, "aux": {"mean": "average"}}, VALUE, "aux: expected one of sum, mean"),
+    "no item": (
+        {"micro_batch_size": 0},
+        VALUE,
+        "micro_batch_size: expected an int >= 1",
+    ),
+    "half an item": (
+        {"micro_batch_size": 1.5},
+        TYPE,
+        "micro_batch_size: expected an int >= 1",
+    ),
+    "budget by a name": (
+        {"micro_batch_weight": "8k"},
+        TYPE,
+        "micro_batch_weight: expected a finite number > 0",
+    ),
+    "size by a wrong name": (
+        {"micro_batch_size": "large"},
+        VALUE,
+        'micro_batch_size: expected an int >= 1 or "auto"',
+    ),
+    "negative budget": (
+        {"micro_batch_weight": -1, "weight": np.ones(12)},
+        VALUE,
+        "micro_batch_weight: expected a finite number > 0",
+    ),
+    "budget without weights": (
+        {"micro_batch_weight": 8},
+        VALUE,
+        "weight: expected per-item weights beside micro_batch_weight",
+    ),
+    "unknown reduction": (
+        {"steps": 2, "reduction": "average"},
+        VALUE,
+        "reduction: expected one of",
+    ),
+    "unknown kind of output": (
+        {"steps": 2, "aux": {"mean": "average"}},
+        VALUE,
+        "aux: expected one of sum, mean",
+    ),
 }
 BAD_FOR_THE_BATCH: dict[str, tuple[dict[str, Option], str]] = {
     "too few weights": ({"weight": np.ones(11)}, EACH),
@@ -42,28 +85,60 @@ SCALAR = "loss_fn: expected a function that returns a scalar loss"
 BAD_LOSSES: dict[str, tuple[Returns, dict[str, Option], str]] = {
     "a loss per item": (lambda loss, logits: logits.sum(1), {}, SCALAR),
     "another output": (lambda loss, logits: (loss, logits.sum(0)), {}, SCALAR),
-    "the loss alone": (lambda loss, logits: loss, {"aux": "sum"}, r"loss_fn: expected a function that returns \(loss, aux\)"),
-    "a number for rows": (lambda loss, logits: (loss, logits.sum()), {"aux": "concatenate"}, ".*: expected an array with a leading axis"),
+    "the loss alone": (
+        lambda loss, logits: loss,
+        {"aux": "sum"},
+        r"loss_fn: expected a function that returns \(loss, aux\)",
+    ),
+    "a number for rows": (
+        lambda loss, logits: (loss, logits.sum()),
+        {"aux": "concatenate"},
+        ".*: expected an array with a leading axis",
+    ),
 }
-BAD_WEIGHTS: dict[str, Any] = {"negative": lambda x, y: -1.0, "not finite": lambda x, y: np.nan, "one per item": lambda x, y: x.sum(1)}
+BAD_WEIGHTS: dict[str, Any] = {
+    "negative": lambda x, y: -1.0,
+    "not finite": lambda x, y: np.nan,
+    "one per item": lambda x, y: x.sum(1),
+}
 BAD_SPLITS: dict[str, tuple[dict[str, Option], str]] = {
     "no function": ({"split": 3}, "split"),
     "no micro-batch": ({"split": lambda x, y: []}, "split|batch"),
-    "more than steps": ({"split": lambda x, y, steps: [(x, y)] * 3, "steps": 2}, "split"),
+    "more than steps": (
+        {"split": lambda x, y, steps: [(x, y)] * 3, "steps": 2},
+        "split",
+    ),
     "beside a size": ({"split": lambda x, y: [(x, y)], "micro_batch_size": 2}, "steps"),
-    "beside weights of items": ({"split": lambda x, y: [(x, y)], "weight": np.ones(12)}, "weight"),
-    "unknown number of items": ({"split": lambda x, y, other=ROWS: [(x, y, other)]}, "weight"),
+    "beside weights of items": (
+        {"split": lambda x, y: [(x, y)], "weight": np.ones(12)},
+        "weight",
+    ),
+    "unknown number of items": (
+        {"split": lambda x, y, other=ROWS: [(x, y, other)]},
+        "weight",
+    ),
 }
 PER_ITEM: dict[str, Any] = {
     "plain values": [{"angle": 0.5}, {"angle": 0.25}],
     "sizes": [(3, 5), (7, 2)],
-    "boxes": [{"boxes": ROWS, "labels": ROWS[:, 0]}, {"boxes": ROWS, "labels": ROWS[:, 0]}],
+    "boxes": [
+        {"boxes": ROWS, "labels": ROWS[:, 0]},
+        {"boxes": ROWS, "labels": ROWS[:, 0]},
+    ],
     "a tuple of arrays": (ROWS, ROWS),
 }
-"""Lists that may have an element for each item of a batch of two: so nobody knows whether to cut the list or what it holds."""
+"""Lists that may have an element for each item of a batch of two: so nobody knows
+whether to cut the list or what it holds.
+"""
 
 
-def refused(backend: LargeBatchHarness, call: LargeBatchCall, batch: Batch, kind: type, words: str) -> None:
+def refused(
+    backend: LargeBatchHarness,
+    call: LargeBatchCall,
+    batch: Batch,
+    kind: type,
+    words: str,
+) -> None:
     """By an error of this very class, whose message begins with these words."""
     with pytest.raises(gradaccum.GradAccumError) as caught:
         backend.value_and_grad(call, batch)
@@ -74,32 +149,59 @@ def refused(backend: LargeBatchHarness, call: LargeBatchCall, batch: Batch, kind
 @pytest.mark.parametrize("name", BAD)
 def test_bad_argument(backend: LargeBatchHarness, name: str) -> None:
     options, kind, words = BAD[name]
-    refused(backend, LargeBatchCall(LINEAR, make_weights(LINEAR), options=options), standard_batch(LINEAR), kind, words)
+    refused(
+        backend,
+        LargeBatchCall(LINEAR, make_weights(LINEAR), options=options),
+        standard_batch(LINEAR),
+        kind,
+        words,
+    )
 
 
 @pytest.mark.parametrize("name", BAD_FOR_THE_BATCH)
-def test_argument_that_does_not_fit_the_batch(backend: LargeBatchHarness, large_batch_mode: str, name: str) -> None:
+def test_argument_that_does_not_fit_the_batch(
+    backend: LargeBatchHarness, large_batch_mode: str, name: str
+) -> None:
     options, words = BAD_FOR_THE_BATCH[name]
-    call = LargeBatchCall(LINEAR, make_weights(LINEAR), mode=large_batch_mode, options={"steps": 2, **options})
-    refused(backend, call, standard_batch(LINEAR), TYPE if words.startswith("axes: expected an int") else VALUE, words)
+    call = LargeBatchCall(
+        LINEAR,
+        make_weights(LINEAR),
+        mode=large_batch_mode,
+        options={"steps": 2, **options},
+    )
+    refused(
+        backend,
+        call,
+        standard_batch(LINEAR),
+        TYPE if words.startswith("axes: expected an int") else VALUE,
+        words,
+    )
 
 
 @pytest.mark.parametrize("name", BAD_LOSSES)
-def test_loss_function_that_returns_something_else(backend: LargeBatchHarness, name: str) -> None:
+def test_loss_function_that_returns_something_else(
+    backend: LargeBatchHarness, name: str
+) -> None:
     returns, options, words = BAD_LOSSES[name]
-    call = LargeBatchCall(LINEAR, make_weights(LINEAR), options={"steps": 2, **options}, returns=returns)
+    call = LargeBatchCall(
+        LINEAR, make_weights(LINEAR), options={"steps": 2, **options}, returns=returns
+    )
     with pytest.raises(VALUE, match=f"^{words}"):
         backend.value_and_grad(call, standard_batch(LINEAR))
     session = start(backend, LINEAR)
     if not options:
         with pytest.raises(VALUE, match=f"^{words}"):
-            backend.update(session, standard_batch(LINEAR), options={"steps": 2}, returns=returns)
+            backend.update(
+                session, standard_batch(LINEAR), options={"steps": 2}, returns=returns
+            )
         assert session.state().micro_step == 0
 
 
 @pytest.mark.parametrize("name", BAD_WEIGHTS)
 def test_function_that_returns_no_weight(backend: LargeBatchHarness, name: str) -> None:
-    call = LargeBatchCall(LINEAR, make_weights(LINEAR), options={"steps": 2, "weight": BAD_WEIGHTS[name]})
+    call = LargeBatchCall(
+        LINEAR, make_weights(LINEAR), options={"steps": 2, "weight": BAD_WEIGHTS[name]}
+    )
     with pytest.raises(gradaccum.GradAccumError, match=r"^weight: "):
         backend.value_and_grad(call, standard_batch(LINEAR))
 
@@ -108,49 +210,99 @@ def test_function_that_returns_no_weight(backend: LargeBatchHarness, name: str) 
 def test_bad_split(backend: LargeBatchHarness, name: str) -> None:
     options, argument = BAD_SPLITS[name]
     with pytest.raises(gradaccum.GradAccumError, match=f"^({argument}): expected"):
-        backend.value_and_grad(LargeBatchCall(LINEAR, make_weights(LINEAR), options=options), standard_batch(LINEAR))
+        backend.value_and_grad(
+            LargeBatchCall(LINEAR, make_weights(LINEAR), options=options),
+            standard_batch(LINEAR),
+        )
 
 
-def test_coupled_functions_that_return_something_else(backend: LargeBatchHarness) -> None:
+def test_coupled_functions_that_return_something_else(
+    backend: LargeBatchHarness,
+) -> None:
     call = LargeBatchCall(LINEAR, make_weights(LINEAR), options={"steps": 2})
     with pytest.raises(VALUE, match="expected an array with a leading axis"):
-        backend.coupled(call._replace(outputs=lambda outputs: outputs.sum()), "contrast", standard_batch(LINEAR))
+        backend.coupled(
+            call._replace(outputs=lambda outputs: outputs.sum()),
+            "contrast",
+            standard_batch(LINEAR),
+        )
     with pytest.raises(VALUE, match=f"^{SCALAR}"):
-        backend.coupled(call._replace(returns=lambda loss, left: left.sum(1)), "contrast", standard_batch(LINEAR))
+        backend.coupled(
+            call._replace(returns=lambda loss, left: left.sum(1)),
+            "contrast",
+            standard_batch(LINEAR),
+        )
 
 
 def test_leaf_without_the_axis(backend: LargeBatchHarness) -> None:
-    call = LargeBatchCall(LINEAR, make_weights(LINEAR), options={"steps": 2}, extra=np.float32(0.5))
-    with pytest.raises(VALUE, match=r"^batch\[2\]: expected an array with (an )?axis 0"):
+    call = LargeBatchCall(
+        LINEAR, make_weights(LINEAR), options={"steps": 2}, extra=np.float32(0.5)
+    )
+    with pytest.raises(
+        VALUE, match=r"^batch\[2\]: expected an array with (an )?axis 0"
+    ):
         backend.value_and_grad(call, standard_batch(LINEAR))
-    with pytest.raises(VALUE, match=r"^batch(\[0\]|\.x): expected an array with (an )?axis 5"):
-        backend.value_and_grad(call._replace(extra=None, options={"steps": 2, "axes": 5}), standard_batch(LINEAR))
+    with pytest.raises(
+        VALUE, match=r"^batch(\[0\]|\.x): expected an array with (an )?axis 5"
+    ):
+        backend.value_and_grad(
+            call._replace(extra=None, options={"steps": 2, "axes": 5}),
+            standard_batch(LINEAR),
+        )
 
 
 def test_item_beyond_the_budget(backend: LargeBatchHarness) -> None:
     options = {"micro_batch_weight": 8, "weight": np.r_[np.ones(2), 9.0, np.ones(9)]}
-    with pytest.raises(VALUE, match=r"^weight: expected no item heavier than micro_batch_weight=8.* for item 2"):
-        backend.value_and_grad(LargeBatchCall(LINEAR, make_weights(LINEAR), options=options), standard_batch(LINEAR))
+    with pytest.raises(
+        VALUE,
+        match=(
+            r"^weight: expected no item heavier than micro_batch_weight=8.* for item 2"
+        ),
+    ):
+        backend.value_and_grad(
+            LargeBatchCall(LINEAR, make_weights(LINEAR), options=options),
+            standard_batch(LINEAR),
+        )
 
 
-def test_leaf_of_another_length(backend: LargeBatchHarness, large_batch_mode: str) -> None:
+def test_leaf_of_another_length(
+    backend: LargeBatchHarness, large_batch_mode: str
+) -> None:
     """The error names it: the second array of the batch."""
     x, y = standard_batch(LINEAR)
     with pytest.raises(VALUE, match=r"(\[1\]|y): expected 12 items.* got 11"):
-        backend.value_and_grad(LargeBatchCall(LINEAR, make_weights(LINEAR), mode=large_batch_mode, options={"steps": 2}), Batch(x, y[:11]))
+        backend.value_and_grad(
+            LargeBatchCall(
+                LINEAR,
+                make_weights(LINEAR),
+                mode=large_batch_mode,
+                options={"steps": 2},
+            ),
+            Batch(x, y[:11]),
+        )
 
 
 def test_empty_batch(backend: LargeBatchHarness) -> None:
     call = LargeBatchCall(LINEAR, make_weights(LINEAR), options={"micro_batch_size": 2})
-    refused(backend, call, standard_batch(LINEAR).rows(0, 0), VALUE, "batch: expected at least one item")
+    refused(
+        backend,
+        call,
+        standard_batch(LINEAR).rows(0, 0),
+        VALUE,
+        "batch: expected at least one item",
+    )
 
 
-def test_refused_window_leaves_the_optimizer_as_it_was(backend: LargeBatchHarness) -> None:
+def test_refused_window_leaves_the_optimizer_as_it_was(
+    backend: LargeBatchHarness,
+) -> None:
     session = start(backend, LINEAR)
     backend.update(session, standard_batch(LINEAR), options={"steps": 3})
     before, state = session.parameters(), session.state()
     with pytest.raises(VALUE, match="weight"):
-        backend.update(session, standard_batch(LINEAR), options={"micro_batch_weight": 8})
+        backend.update(
+            session, standard_batch(LINEAR), options={"micro_batch_weight": 8}
+        )
     assert session.state() == state
     assert same(session.parameters(), before)
 
@@ -164,7 +316,9 @@ def test_window_that_ends_by_itself(backend: LargeBatchHarness, steps: Option) -
 
 
 @pytest.mark.parametrize("kind", [ZeroDivisionError, KeyboardInterrupt])
-def test_error_of_the_loss_passes(backend: LargeBatchHarness, kind: type[BaseException]) -> None:
+def test_error_of_the_loss_passes(
+    backend: LargeBatchHarness, kind: type[BaseException]
+) -> None:
     """The optimizer is as it was, and the next call as the first."""
     trouble = [True]
 
@@ -173,7 +327,10 @@ def test_error_of_the_loss_passes(backend: LargeBatchHarness, kind: type[BaseExc
             raise kind("now")
         return loss
 
-    batch, (session, other) = standard_batch(LINEAR), (start(backend, LINEAR, loss_scale=8.0) for _ in range(2))
+    batch, (session, other) = (
+        standard_batch(LINEAR),
+        (start(backend, LINEAR, loss_scale=8.0) for _ in range(2)),
+    )
     call = LargeBatchCall(LINEAR, make_weights(LINEAR), options={"steps": 3})
     before = session.state(), session.result()
     with pytest.raises(kind, match="now"):
@@ -183,38 +340,58 @@ def test_error_of_the_loss_passes(backend: LargeBatchHarness, kind: type[BaseExc
     assert session.state() == before[0]
     assert same_result(session.result(), before[1])
     trouble.clear()
-    assert same(backend.value_and_grad(call._replace(returns=returns), batch).gradient, backend.value_and_grad(call, batch).gradient)
-    assert backend.update(session, batch, options={"steps": 3}, returns=returns) == backend.update(other, batch, options={"steps": 3})
+    assert same(
+        backend.value_and_grad(call._replace(returns=returns), batch).gradient,
+        backend.value_and_grad(call, batch).gradient,
+    )
+    assert backend.update(
+        session, batch, options={"steps": 3}, returns=returns
+    ) == backend.update(other, batch, options={"steps": 3})
     assert same(session.parameters(), other.parameters())
 
 
 @pytest.mark.parametrize("name", PER_ITEM)
 def test_list_as_long_as_the_batch(backend: LargeBatchHarness, name: str) -> None:
-    """Until `axes` tell what it is: else it would be given whole, or what it holds would be cut."""
+    """Until `axes` tell what it is: else it would be given whole, or what it holds
+    would be cut.
+    """
     doubtful(backend, PER_ITEM[name], None)
 
 
-def test_list_as_long_as_the_batch_in_every_mode(backend: LargeBatchHarness, large_batch_mode: str) -> None:
+def test_list_as_long_as_the_batch_in_every_mode(
+    backend: LargeBatchHarness, large_batch_mode: str
+) -> None:
     doubtful(backend, (ROWS, ROWS), large_batch_mode)
     batch = standard_batch(LINEAR).rows(0, 2)
-    call = LargeBatchCall(LINEAR, make_weights(LINEAR), mode=large_batch_mode, extra=(ROWS, ROWS))
-    backend.value_and_grad(call._replace(options={"steps": 2, "axes": (0, 0, (0, 0))}), batch)
+    call = LargeBatchCall(
+        LINEAR, make_weights(LINEAR), mode=large_batch_mode, extra=(ROWS, ROWS)
+    )
+    backend.value_and_grad(
+        call._replace(options={"steps": 2, "axes": (0, 0, (0, 0))}), batch
+    )
 
 
 def doubtful(backend: LargeBatchHarness, extra: Any, mode: str | None) -> None:
     """Refused until the caller says that it is given whole."""
     batch = standard_batch(LINEAR).rows(0, 2)
-    call = LargeBatchCall(LINEAR, make_weights(LINEAR), mode=mode, options={"steps": 2}, extra=extra)
+    call = LargeBatchCall(
+        LINEAR, make_weights(LINEAR), mode=mode, options={"steps": 2}, extra=extra
+    )
     with pytest.raises(VALUE, match=r"batch\[2\].*axes="):
         backend.value_and_grad(call, batch)
     with pytest.raises(VALUE, match=r"batch\[2\].*axes="):
         backend.coupled(call, "contrast", batch)
-    backend.value_and_grad(call._replace(options={"steps": 2, "axes": (0, 0, None)}), batch)
+    backend.value_and_grad(
+        call._replace(options={"steps": 2, "axes": (0, 0, None)}), batch
+    )
 
 
 def test_list_of_another_length(backend: LargeBatchHarness) -> None:
     """Each of its elements holds all items."""
     batch = standard_batch(LINEAR).rows(0, 2)
     call = LargeBatchCall(LINEAR, make_weights(LINEAR), options={"steps": 2})
-    bare, beside = (backend.value_and_grad(each, batch) for each in (call, call._replace(extra=[ROWS, ROWS, ROWS])))
+    bare, beside = (
+        backend.value_and_grad(each, batch)
+        for each in (call, call._replace(extra=[ROWS, ROWS, ROWS]))
+    )
     assert same(beside.gradient, bare.gradient)

@@ -1,4 +1,6 @@
-"""A whole window of a wrapped optimizer from one large batch: as if its micro-batches had come one by one."""
+"""A whole window of a wrapped optimizer from one large batch: as if its micro-batches
+had come one by one.
+"""
 
 import numpy as np
 import pytest
@@ -8,7 +10,17 @@ from gradaccum_conformance import oracle
 from gradaccum_conformance.bounds import unit_roundoff, worst
 from gradaccum_conformance.deep import deep_but
 from gradaccum_conformance.harness import Dtype, LargeBatchHarness, Option, Session
-from gradaccum_conformance.scenarios import REDUCTIONS, cut, feed, large_loss, micro_loss, same, same_result, standard_batch, start
+from gradaccum_conformance.scenarios import (
+    REDUCTIONS,
+    cut,
+    feed,
+    large_loss,
+    micro_loss,
+    same,
+    same_result,
+    standard_batch,
+    start,
+)
 from gradaccum_conformance.specs import LINEAR, Batch, Optimizer, make_weights
 
 SIZES = (5, 5, 2)
@@ -20,26 +32,52 @@ OPTIONS: dict[str, dict[str, Option]] = {
 }
 
 
-def pair(backend: LargeBatchHarness, *, dtype: Dtype = "float32", mode: str | None = None, **options: Option) -> tuple[Session, Session]:
-    """Two sessions alike: one for the micro-batches one by one, one for the large batch."""
-    one_by_one, whole = (start(backend, LINEAR, Optimizer("momentum"), dtype=dtype, mode=mode, **options) for _ in range(2))
+def pair(
+    backend: LargeBatchHarness,
+    *,
+    dtype: Dtype = "float32",
+    mode: str | None = None,
+    **options: Option,
+) -> tuple[Session, Session]:
+    """Two sessions alike: one for the micro-batches one by one, one for the large
+    batch.
+    """
+    one_by_one, whole = (
+        start(backend, LINEAR, Optimizer("momentum"), dtype=dtype, mode=mode, **options)
+        for _ in range(2)
+    )
     return one_by_one, whole
 
 
-def run(one_by_one: Session, whole: Session, backend: LargeBatchHarness, batch: Batch, reduction: str = "mean") -> float:
+def run(
+    one_by_one: Session,
+    whole: Session,
+    backend: LargeBatchHarness,
+    batch: Batch,
+    reduction: str = "mean",
+) -> float:
     feed(one_by_one, cut(batch, SIZES), reduction)
     one_by_one.flush()
-    return backend.update(whole, batch, loss=micro_loss(reduction), options={"micro_batch_size": 5})
+    return backend.update(
+        whole, batch, loss=micro_loss(reduction), options={"micro_batch_size": 5}
+    )
 
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options_hold_for_a_split_window(backend: LargeBatchHarness, name: str) -> None:
     one_by_one, whole = pair(backend, **OPTIONS[name])
     for seed in range(3):
-        run(one_by_one, whole, backend, standard_batch(LINEAR)._replace(x=standard_batch(LINEAR).x * (seed + 1)))
+        run(
+            one_by_one,
+            whole,
+            backend,
+            standard_batch(LINEAR)._replace(x=standard_batch(LINEAR).x * (seed + 1)),
+        )
         assert whole.state() == one_by_one.state()
         ours, theirs = whole.result(), one_by_one.result()
-        assert same_result(ours._replace(grad_norm=0, loss=0), theirs._replace(grad_norm=0, loss=0))
+        assert same_result(
+            ours._replace(grad_norm=0, loss=0), theirs._replace(grad_norm=0, loss=0)
+        )
         assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-5)
         assert ours.loss == pytest.approx(theirs.loss, rel=1e-5)
     assert worst(whole.parameters(), one_by_one.parameters()) < 1e-6
@@ -48,17 +86,23 @@ def test_options_hold_for_a_split_window(backend: LargeBatchHarness, name: str) 
 
 @pytest.mark.every_mode
 @pytest.mark.parametrize("reduction", deep_but(("item_mean",), REDUCTIONS))
-def test_every_mode(backend: LargeBatchHarness, large_batch_mode: str, reduction: str) -> None:
+def test_every_mode(
+    backend: LargeBatchHarness, large_batch_mode: str, reduction: str
+) -> None:
     batch = standard_batch(LINEAR)
     one_by_one, whole = pair(backend, mode=large_batch_mode, reduction=reduction)
     loss = run(one_by_one, whole, backend, batch, reduction)
-    truth, _ = oracle.loss_and_gradient(LINEAR, make_weights(LINEAR), batch, loss=large_loss(reduction))
+    truth, _ = oracle.loss_and_gradient(
+        LINEAR, make_weights(LINEAR), batch, loss=large_loss(reduction)
+    )
     assert loss == pytest.approx(truth, rel=1e-5)
     assert whole.result().applied
     assert worst(whole.parameters(), one_by_one.parameters()) < 1e-6
 
 
-def test_last_batch_of_fewer_items_than_steps(backend: LargeBatchHarness, large_batch_mode: str) -> None:
+def test_last_batch_of_fewer_items_than_steps(
+    backend: LargeBatchHarness, large_batch_mode: str
+) -> None:
     """The window closes with the micro-batches that there are."""
     batch = standard_batch(LINEAR).rows(0, 3)
     one_by_one, whole = pair(backend, mode=large_batch_mode)
@@ -70,7 +114,9 @@ def test_last_batch_of_fewer_items_than_steps(backend: LargeBatchHarness, large_
 
 
 def test_half_precision_is_summed_in_float32(backend: LargeBatchHarness) -> None:
-    """Micro-batches of one item: in half precision the later ones would be rounded away."""
+    """Micro-batches of one item: in half precision the later ones would be rounded
+    away.
+    """
     batch = standard_batch(LINEAR)
     for dtype in backend.half_dtypes:
         sessions = [start(backend, LINEAR, dtype=dtype) for _ in range(2)]
@@ -87,7 +133,9 @@ def test_one_bad_item(backend: LargeBatchHarness, policy: str) -> None:
     batch = standard_batch(LINEAR)
     x = batch.x.copy()
     x[6] = np.inf
-    one_by_one, whole = pair(backend, on_overflow=policy, loss_scale=DynamicLossScale(init_scale=8.0))
+    one_by_one, whole = pair(
+        backend, on_overflow=policy, loss_scale=DynamicLossScale(init_scale=8.0)
+    )
     run(one_by_one, whole, backend, Batch(x, batch.y))
     assert whole.state() == one_by_one.state()
     assert whole.state().loss_scale == 4
@@ -99,9 +147,19 @@ def test_one_bad_item(backend: LargeBatchHarness, policy: str) -> None:
 def test_batch_without_weight_makes_no_update(backend: LargeBatchHarness) -> None:
     session = start(backend, LINEAR)
     before = session.parameters()
-    assert backend.update(session, standard_batch(LINEAR), options={"steps": 3, "weight": (0.0,) * 12}) == 0
+    assert (
+        backend.update(
+            session, standard_batch(LINEAR), options={"steps": 3, "weight": (0.0,) * 12}
+        )
+        == 0
+    )
     result = session.result()
-    assert (result.applied, result.skipped, result.overflow, session.captured().calls) == (False, True, False, 0)
+    assert (
+        result.applied,
+        result.skipped,
+        result.overflow,
+        session.captured().calls,
+    ) == (False, True, False, 0)
     assert same(session.parameters(), before)
 
 
@@ -112,6 +170,10 @@ def test_nothing_is_left_for_the_next_window(backend: LargeBatchHarness) -> None
     other = start(backend, LINEAR)
     for _ in range(2):
         backend.update(other, standard_batch(LINEAR), options={"steps": 3})
-    assert (session.captured().calls, session.state().micro_step, session.state().optimizer_step) == (2, 0, 2)
+    assert (
+        session.captured().calls,
+        session.state().micro_step,
+        session.state().optimizer_step,
+    ) == (2, 0, 2)
     assert not any(total.any() for total in session.accumulator().values())
     assert same(session.parameters(), other.parameters())

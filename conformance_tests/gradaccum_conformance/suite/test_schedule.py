@@ -15,7 +15,9 @@ def growing(optimizer_step: Scalar) -> Scalar:
     return optimizer_step + 1
 
 
-def window_sizes(backend: Harness, steps: Option, micro_batches: int, mode: str) -> list[int]:
+def window_sizes(
+    backend: Harness, steps: Option, micro_batches: int, mode: str
+) -> list[int]:
     session = start(backend, steps=steps, mode=mode)
     ends = []
     for step in range(micro_batches):
@@ -29,7 +31,9 @@ def test_pairs_set_window_sizes(backend: Harness, mode: str) -> None:
     assert window_sizes(backend, PAIRS, 9, mode) == [1, 1, 3, 2, 2]
 
 
-@pytest.mark.parametrize("steps", [growing, gradaccum.until_weight(growing)], ids=["micro-batches", "weight"])
+@pytest.mark.parametrize(
+    "steps", [growing, gradaccum.until_weight(growing)], ids=["micro-batches", "weight"]
+)
 def test_callable_sets_window_sizes(backend: Harness, mode: str, steps: Option) -> None:
     assert window_sizes(backend, steps, 10, mode) == [1, 2, 3, 4]
 
@@ -38,29 +42,46 @@ def vanishing(optimizer_step: Scalar) -> Scalar:
     return 1 - optimizer_step
 
 
-@pytest.mark.parametrize("value", [0, -1, 2.5, True, None, "4", gradaccum.until_weight(4)], ids=repr)
+@pytest.mark.parametrize(
+    "value", [0, -1, 2.5, True, None, "4", gradaccum.until_weight(4)], ids=repr
+)
 def test_callable_without_size_raises(backend: Harness, value: Option) -> None:
     """At `wrap`, or at the first micro-batch."""
     with pytest.raises(gradaccum.GradAccumError, match="steps") as caught:
-        start(backend, steps=lambda optimizer_step: value).gradients(random_tree(LINEAR, 0))
+        start(backend, steps=lambda optimizer_step: value).gradients(
+            random_tree(LINEAR, 0)
+        )
     wrong_value = isinstance(value, int) and not isinstance(value, bool)
-    assert isinstance(caught.value, gradaccum.ArgumentValueError if wrong_value else gradaccum.ArgumentTypeError)
+    assert isinstance(
+        caught.value,
+        gradaccum.ArgumentValueError if wrong_value else gradaccum.ArgumentTypeError,
+    )
 
 
 @pytest.mark.parametrize("on_overflow", ["skip_window", "drop_micro_batch"])
-def test_later_zero_size_makes_no_update(backend: Harness, mode: str, on_overflow: str) -> None:
-    """Eager code raises, because it knows the value. Compiled code makes no update and reports an overflow, each time."""
+def test_later_zero_size_makes_no_update(
+    backend: Harness, mode: str, on_overflow: str
+) -> None:
+    """Eager code raises, because it knows the value. Compiled code makes no update and
+    reports an overflow, each time.
+    """
     session = start(backend, steps=vanishing, mode=mode, on_overflow=on_overflow)
     session.gradients(random_tree(LINEAR, 0))
     before = session.parameters()
     if mode in ("eager", "separate", "pynative"):
-        with pytest.raises(gradaccum.ArgumentValueError, match=r"^steps\(1\): expected an int >= 1"):
+        with pytest.raises(
+            gradaccum.ArgumentValueError, match=r"^steps\(1\): expected an int >= 1"
+        ):
             session.gradients(random_tree(LINEAR, 1))
         assert session.state().micro_step == 0
     else:
         for lost in (1, 2):
             session.gradients(random_tree(LINEAR, lost))
-            assert (session.result().applied, session.result().skipped, session.result().overflow) == (False, True, True)
+            assert (
+                session.result().applied,
+                session.result().skipped,
+                session.result().overflow,
+            ) == (False, True, True)
             assert session.state().skipped_windows == lost
     assert session.state().optimizer_step == 1
     assert same(session.parameters(), before)

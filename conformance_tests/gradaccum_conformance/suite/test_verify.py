@@ -1,4 +1,6 @@
-"""`gradaccum.verify` names the mistake that is planted in a loss, passes the sound ones, and leaves the user's random states alone."""
+"""`gradaccum.verify` names the mistake that is planted in a loss, passes the sound
+ones, and leaves the user's random states alone.
+"""
 
 import random
 from collections.abc import Callable
@@ -23,9 +25,15 @@ Loss = Callable[..., Any]
 
 
 def verify(
-    backend: VerifyingHarness, loss: Loss, *batch: Array, dtype: Dtype = "float32", **options: Option
+    backend: VerifyingHarness,
+    loss: Loss,
+    *batch: Array,
+    dtype: Dtype = "float32",
+    **options: Option,
 ) -> gradaccum.VerificationReport:
-    return backend.verify(MLP, make_weights(MLP), VerifyCall(loss, batch, {"steps": 4, **options}, dtype))
+    return backend.verify(
+        MLP, make_weights(MLP), VerifyCall(loss, batch, {"steps": 4, **options}, dtype)
+    )
 
 
 def each(out: Any) -> Any:
@@ -101,7 +109,9 @@ def infinite(out: Any, weights: Any, x: Any, y: Any) -> Any:
 
 def noisy(out: Any, weights: Any, x: Any, y: Any) -> Any:
     """Noise that NumPy draws for each item."""
-    return sum(each(out)[i] * float(noise) for i, noise in enumerate(np.random.randn(len(out)))) / len(out)
+    return sum(
+        each(out)[i] * float(noise) for i, noise in enumerate(np.random.randn(len(out)))
+    ) / len(out)
 
 
 def seeded(out: Any, weights: Any, x: Any, y: Any) -> Any:
@@ -111,7 +121,13 @@ def seeded(out: Any, weights: Any, x: Any, y: Any) -> Any:
 
 MISTAKES: dict[str, tuple[Loss, Array, dict[str, Option], str, str]] = {
     "token mean": (token_mean, MASK, {}, "unequal_counts", "batch[1]"),
-    "ignored labels": (ignored_labels, LABELS, {}, "unequal_counts", "batch[1] != -100"),
+    "ignored labels": (
+        ignored_labels,
+        LABELS,
+        {},
+        "unequal_counts",
+        "batch[1] != -100",
+    ),
     "over positives": (over_positives, POSITIVES, {}, "unequal_counts", "batch[1]"),
     "hardest": (hardest, Y, {}, "coupled_loss", ""),
     "pairs": (pairs, Y, {}, "coupled_loss", ""),
@@ -120,37 +136,87 @@ MISTAKES: dict[str, tuple[Loss, Array, dict[str, Option], str, str]] = {
     "standardised": (standardised, Y, {}, "coupled_loss", ""),
     "penalised": (penalised, Y, {"reduction": "sum"}, "repeated_term", "weight"),
     "with sum": (with_sum, Y, {}, "summed_term", "weight"),
-    "two counts": (two_counts, MASK, {}, "several_counts", "the number of items; batch[1]"),
+    "two counts": (
+        two_counts,
+        MASK,
+        {},
+        "several_counts",
+        "the number of items; batch[1]",
+    ),
     "sum under mean": (summed, Y, {}, "wrong_reduction", ""),
     "mean under sum": (plain, Y, {"reduction": "sum"}, "wrong_reduction", ""),
     "infinite": (infinite, Y, {}, "not_finite", ""),
     "noisy": (noisy, Y, {}, "randomness", "numpy.random"),
     "seeded": (seeded, Y, {}, "randomness", "numpy.random"),
 }
-"""The loss, the batch's second array, the options, the cause's kind and a part of its place."""
+"""The loss, the batch's second array, the options, the cause's kind and a part of its
+place.
+"""
 USUAL = ("token mean", "pairs", "seeded")
 SOUND: dict[str, tuple[Loss, Array, dict[str, Option]]] = {
     "plain": (plain, Y, {}),
     "parts that differ": (plain, Y, {"steps": 5}),
     "summed": (summed, Y, {"reduction": "sum"}),
-    "a function's weight": (ignored_labels, LABELS, {"weight": lambda x, labels: (labels != -100).sum()}),
+    "a function's weight": (
+        ignored_labels,
+        LABELS,
+        {"weight": lambda x, labels: (labels != -100).sum()},
+    ),
     "a weight for each item": (token_mean, MASK, {"weight": LENGTHS.tolist()}),
-    "micro-batches without labels": (over_positives, POSITIVES, {"weight": lambda x, positives: positives.sum()}),
-    "item mean": (token_sum, MASK, {"reduction": "item_mean", "weight": lambda x, mask: mask.sum()}),
+    "micro-batches without labels": (
+        over_positives,
+        POSITIVES,
+        {"weight": lambda x, positives: positives.sum()},
+    ),
+    "item mean": (
+        token_sum,
+        MASK,
+        {"reduction": "item_mean", "weight": lambda x, mask: mask.sum()},
+    ),
     "tiny": (lambda out, weights, x, y: plain(out, weights, x, y) * 1e-30, Y, {}),
 }
 BAD: dict[str, tuple[Loss, tuple[Array, ...], dict[str, Option], str]] = {
-    "no scalar": (lambda out, weights, x, y: out, (X, Y), {}, "loss_fn: expected a function that returns a scalar"),
-    "a pair": (lambda out, weights, x, y: (plain(out, weights, x, y), x), (X, Y), {}, "loss_fn: expected a function that returns a scalar"),
+    "no scalar": (
+        lambda out, weights, x, y: out,
+        (X, Y),
+        {},
+        "loss_fn: expected a function that returns a scalar",
+    ),
+    "a pair": (
+        lambda out, weights, x, y: (plain(out, weights, x, y), x),
+        (X, Y),
+        {},
+        "loss_fn: expected a function that returns a scalar",
+    ),
     "unequal arrays": (plain, (X, Y[:-1]), {}, r"batch\[1\]: expected 12 items"),
-    "another axis": (plain, (X, Y), {"axes": (1, 1)}, r"batch\[1\]: expected an array with an axis 1"),
+    "another axis": (
+        plain,
+        (X, Y),
+        {"axes": (1, 1)},
+        r"batch\[1\]: expected an array with an axis 1",
+    ),
     "axis by a name": (plain, (X, Y), {"axes": "first"}, "axes: expected an int"),
-    "axes of another nest": (plain, (X, Y), {"axes": (0, 0, 0)}, "axes: expected a prefix"),
-    "nothing to split": (plain, (X, Y), {"axes": None}, "batch: expected an array to split"),
+    "axes of another nest": (
+        plain,
+        (X, Y),
+        {"axes": (0, 0, 0)},
+        "axes: expected a prefix",
+    ),
+    "nothing to split": (
+        plain,
+        (X, Y),
+        {"axes": None},
+        "batch: expected an array to split",
+    ),
     "no item": (plain, (X[:0], Y[:0]), {}, "batch: expected at least one item"),
     "too few weights": (plain, (X, Y), {"weight": [1.0, 2.0]}, "weight: expected 12"),
     "negative weights": (plain, (X, Y), {"weight": [-1.0] * ITEMS}, "weight: expected"),
-    "a negative weight": (plain, (X, Y), {"weight": lambda x, y: -1.0}, "weight: expected"),
+    "a negative weight": (
+        plain,
+        (X, Y),
+        {"weight": lambda x, y: -1.0},
+        "weight: expected",
+    ),
     "weights of items": (plain, (X, Y), {"weight": lambda x, y: y}, "weight: expected"),
 }
 

@@ -1,4 +1,6 @@
-"""A listener of the optimizer, or of a `gradaccum.Watch` that is shown each result, hears of every window once, as of the large batch."""
+"""A listener of the optimizer, or of a `gradaccum.Watch` that is shown each result,
+hears of every window once, as of the large batch.
+"""
 
 import math
 
@@ -8,14 +10,24 @@ from gradaccum_conformance import oracle
 from gradaccum_conformance.bounds import gamma
 from gradaccum_conformance.harness import Harness, Option, Session
 from gradaccum_conformance.measuring import Errors
-from gradaccum_conformance.scenarios import cut, global_norm, same, standard_batch, start
+from gradaccum_conformance.scenarios import (
+    cut,
+    global_norm,
+    same,
+    standard_batch,
+    start,
+)
 from gradaccum_conformance.specs import MLP, Batch, make_weights
 
 
 def test_each_window_is_heard_once(backend: Harness, mode: str, errors: Errors) -> None:
     """A full one and a flushed one; neither a discarded one nor an empty flush."""
     heard: list[ClosedWindow] = []
-    session, watch, batch = start(backend, MLP, steps=2, mode=mode), gradaccum.Watch(heard.append), standard_batch(MLP)
+    session, watch, batch = (
+        start(backend, MLP, steps=2, mode=mode),
+        gradaccum.Watch(heard.append),
+        standard_batch(MLP),
+    )
     loss, gradient = oracle.loss_and_gradient(MLP, make_weights(MLP), batch)
 
     def learn(piece: Batch) -> None:
@@ -26,9 +38,18 @@ def test_each_window_is_heard_once(backend: Harness, mode: str, errors: Errors) 
         assert not heard
         learn(piece)
     (window,) = heard
-    assert (window.optimizer_step, window.applied, window.weight, window.micro_batches) == (1, True, 12, 2)
+    assert (
+        window.optimizer_step,
+        window.applied,
+        window.weight,
+        window.micro_batches,
+    ) == (1, True, 12, 2)
     errors.check("loss", abs(window.loss - loss) / loss, gamma(200, "float32"))
-    errors.check("norm", abs(window.grad_norm / global_norm(gradient) - 1), gamma(2000, "float32"))
+    errors.check(
+        "norm",
+        abs(window.grad_norm / global_norm(gradient) - 1),
+        gamma(2000, "float32"),
+    )
     for close in (session.discard, session.flush, session.flush):
         if len(heard) == 1:
             learn(batch)
@@ -39,7 +60,9 @@ def test_each_window_is_heard_once(backend: Harness, mode: str, errors: Errors) 
 
 
 class Heard:
-    """A session, what its listener heard, and what is done after each step where the optimizer itself has no listeners."""
+    """A session, what its listener heard, and what is done after each step where the
+    optimizer itself has no listeners.
+    """
 
     def __init__(self, backend: Harness, **options: Option) -> None:
         self.session: Session = start(backend, MLP, **{"steps": 2, **options})
@@ -73,18 +96,32 @@ def test_listener_hears_the_large_batch(backend: Harness, errors: Errors) -> Non
     assert not heard.windows
     heard.learn(last)
     (window,) = heard.windows
-    assert (window.optimizer_step, window.applied, window.weight, window.micro_batches) == (1, True, 12, 2)
+    assert (
+        window.optimizer_step,
+        window.applied,
+        window.weight,
+        window.micro_batches,
+    ) == (1, True, 12, 2)
     errors.check("loss", abs(window.loss - loss) / loss, gamma(200, "float32"))
-    errors.check("norm", abs(window.grad_norm / global_norm(gradient) - 1), gamma(2000, "float32"))
+    errors.check(
+        "norm",
+        abs(window.grad_norm / global_norm(gradient) - 1),
+        gamma(2000, "float32"),
+    )
     heard.learn(last)
     for _ in range(2):
         heard.close("flush")
-    assert [(each.micro_batches, each.weight) for each in heard.windows] == [(2, 12), (1, 5)]
+    assert [(each.micro_batches, each.weight) for each in heard.windows] == [
+        (2, 12),
+        (1, 5),
+    ]
     assert all(type(value) in (int, float, bool) for value in heard.windows[1])
 
 
 def test_listener_hears_what_is_lost(backend: Harness, errors: Errors) -> None:
-    """A window that is skipped, by its norm or by an overflow, and the part of one that was dropped."""
+    """A window that is skipped, by its norm or by an overflow, and the part of one that
+    was dropped.
+    """
     first, last = cut(standard_batch(MLP), (7, 5))
     skipped = Heard(backend, skip_norm=1e-9)
     scaled = Heard(backend, loss_scale=gradaccum.DynamicLossScale(init_scale=8.0))
@@ -92,8 +129,12 @@ def test_listener_hears_what_is_lost(backend: Harness, errors: Errors) -> None:
     for heard in (skipped, scaled, dropping):
         heard.learn(first if heard is skipped else bad(first))
         heard.learn(last)
-    assert [(w.applied, w.skipped, w.overflow, w.optimizer_step) for w in skipped.windows] == [(False, True, False, 0)]
-    assert [(w.skipped, w.overflow, w.grad_norm, w.loss_scale) for w in scaled.windows] == [(True, True, math.inf, 4.0)]
+    assert [
+        (w.applied, w.skipped, w.overflow, w.optimizer_step) for w in skipped.windows
+    ] == [(False, True, False, 0)]
+    assert [
+        (w.skipped, w.overflow, w.grad_norm, w.loss_scale) for w in scaled.windows
+    ] == [(True, True, math.inf, 4.0)]
     (window,) = dropping.windows
     loss = oracle.loss_and_gradient(MLP, make_weights(MLP), last)[0]
     assert (window.applied, window.overflow) == (True, True)
@@ -103,7 +144,9 @@ def test_listener_hears_what_is_lost(backend: Harness, errors: Errors) -> None:
 
 
 def test_listener_that_raises_loses_nothing(backend: Harness) -> None:
-    """The window is closed, the others have heard of it, and the next one is as if nothing had been."""
+    """The window is closed, the others have heard of it, and the next one is as if
+    nothing had been.
+    """
     heard, quiet = Heard(backend), Heard(backend)
     heard.own = heard.session.listen(lambda window: 1 // 0)
     first, last = cut(standard_batch(MLP), (7, 5))

@@ -1,4 +1,6 @@
-"""The statistics of a window of several workers: its loss and noise scale are those of all."""
+"""The statistics of a window of several workers: its loss and noise scale are those of
+all.
+"""
 
 import math
 
@@ -10,7 +12,13 @@ from gradaccum_conformance import oracle
 from gradaccum_conformance.bounds import gamma
 from gradaccum_conformance.measuring import Errors
 from gradaccum_conformance.reference.noise import Noise
-from gradaccum_conformance.scenarios import REDUCTIONS, global_norm, large_loss, micro_loss, random_tree
+from gradaccum_conformance.scenarios import (
+    REDUCTIONS,
+    global_norm,
+    large_loss,
+    micro_loss,
+    random_tree,
+)
 from gradaccum_conformance.specs import MLP, Batch, make_batch, make_weights
 from gradaccum_conformance.workers import Crews, WorkerError
 from gradaccum_conformance.workers.shares import Share, expected, feed, require_equal
@@ -19,7 +27,9 @@ ROUNDING = gamma(400, "float32")
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_loss_is_that_of_all_workers(crews: Crews, errors: Errors, reduction: str) -> None:
+def test_loss_is_that_of_all_workers(
+    crews: Crews, errors: Errors, reduction: str
+) -> None:
     """The first worker has a micro-batch more than the others."""
     crew = crews(reduction=reduction)
     own = [make_batch(MLP, 3 + rank, seed=10 + rank) for rank in range(crew.workers)]
@@ -28,23 +38,35 @@ def test_loss_is_that_of_all_workers(crews: Crews, errors: Errors, reduction: st
     absent = [None] * (crew.workers - 1)
     crew.micro_batch([more, *absent], [4, *absent], micro_loss(reduction))
     crew.flush()
-    everything = Batch(np.concatenate([b.x for b in (*own, more)]), np.concatenate([b.y for b in (*own, more)]))
-    truth = oracle.loss_and_gradient(MLP, make_weights(MLP), everything, loss=large_loss(reduction))[0]
+    everything = Batch(
+        np.concatenate([b.x for b in (*own, more)]),
+        np.concatenate([b.y for b in (*own, more)]),
+    )
+    truth = oracle.loss_and_gradient(
+        MLP, make_weights(MLP), everything, loss=large_loss(reduction)
+    )[0]
     errors.check("loss", abs(require_equal(crew).loss - truth) / truth, ROUNDING)
 
 
 def test_listeners_hear_the_window_of_all(crews: Crews, errors: Errors) -> None:
-    """Once on every worker. A worker knows the number of its own micro-batches; the last one has one more than the others."""
+    """Once on every worker. A worker knows the number of its own micro-batches; the
+    last one has one more than the others.
+    """
     crew = crews()
     listening = crew.listen()
     own = [make_batch(MLP, 3 + rank, seed=10 + rank) for rank in range(crew.workers)]
     crew.micro_batch(own, [batch.items for batch in own])
     assert not any(crew.heard())
     more = make_batch(MLP, 4, seed=9)
-    crew.micro_batch([None] * (crew.workers - 1) + [more], [None] * (crew.workers - 1) + [4])
+    crew.micro_batch(
+        [None] * (crew.workers - 1) + [more], [None] * (crew.workers - 1) + [4]
+    )
     for _ in range(2):
         crew.flush()
-    everything = Batch(np.concatenate([b.x for b in (*own, more)]), np.concatenate([b.y for b in (*own, more)]))
+    everything = Batch(
+        np.concatenate([b.x for b in (*own, more)]),
+        np.concatenate([b.y for b in (*own, more)]),
+    )
     truth, gradient = oracle.loss_and_gradient(MLP, make_weights(MLP), everything)
     heard = crew.heard()
     if not listening:
@@ -55,26 +77,49 @@ def test_listeners_hear_the_window_of_all(crews: Crews, errors: Errors) -> None:
         (window,) = windows
         assert (window.applied, window.optimizer_step) == (True, 1)
         errors.check("loss", abs(window.loss - truth) / truth, ROUNDING)
-        errors.check("norm", abs(window.grad_norm / global_norm(gradient) - 1), gamma(2000, "float32"))
+        errors.check(
+            "norm",
+            abs(window.grad_norm / global_norm(gradient) - 1),
+            gamma(2000, "float32"),
+        )
         if listening:
-            assert (window.weight, window.micro_batches) == (everything.items, 1 + (rank == crew.workers - 1))
+            assert (window.weight, window.micro_batches) == (
+                everything.items,
+                1 + (rank == crew.workers - 1),
+            )
 
 
 def test_noise_scale_is_that_of_all_workers(crews: Crews, errors: Errors) -> None:
     """Uneven first micro-batches, and in the second window a worker without any."""
     crew, truth = crews(noise_scale=0.5), Noise(0.5)
     for window in range(2):
-        counts = [2] * crew.workers if window == 0 else [3, *[1] * (crew.workers - 2), 0]
+        counts = (
+            [2] * crew.workers if window == 0 else [3, *[1] * (crew.workers - 2), 0]
+        )
         shares = [
-            [Share(random_tree(MLP, 100 * window + 10 * rank + i), 2.0 + rank + i) for i in range(n)] for rank, n in enumerate(counts)
+            [
+                Share(random_tree(MLP, 100 * window + 10 * rank + i), 2.0 + rank + i)
+                for i in range(n)
+            ]
+            for rank, n in enumerate(counts)
         ]
         feed(crew, shares)
         crew.flush()
         firsts = [(own[0].weight, global_norm(own[0].tree)) for own in shares if own]  # type: ignore[arg-type]
-        truth.look(firsts, (sum(share.weight for own in shares for share in own), global_norm(expected(shares, "mean"))))
+        truth.look(
+            firsts,
+            (
+                sum(share.weight for own in shares for share in own),
+                global_norm(expected(shares, "mean")),
+            ),
+        )
     assert truth.scale > 0
     if math.isfinite(truth.scale):
-        errors.check("noise scale", abs(require_equal(crew).noise_scale - truth.scale) / truth.scale, 100 * ROUNDING)
+        errors.check(
+            "noise scale",
+            abs(require_equal(crew).noise_scale - truth.scale) / truth.scale,
+            100 * ROUNDING,
+        )
     else:
         assert require_equal(crew).noise_scale == truth.scale
 
@@ -84,4 +129,6 @@ def test_window_by_weight_is_refused(crews: Crews) -> None:
     with pytest.raises(WorkerError, match="until_weight") as caught:
         crews(steps=gradaccum.until_weight(8))
     assert len(caught.value.failures) == crews.workers
-    assert all("flush()" in failure for failure in caught.value.failures.values()), caught.value
+    assert all("flush()" in failure for failure in caught.value.failures.values()), (
+        caught.value
+    )

@@ -1,6 +1,8 @@
-"""Several workers run beside one reference that has the micro-batches of all: after each random window everything is equal.
+"""Several workers run beside one reference that has the micro-batches of all: after
+each random window everything is equal.
 
-The workers get each event in a random order and after random delays, both from the seed.
+The workers get each event in a random order and after random delays, both from the
+seed.
 """
 
 import math
@@ -18,7 +20,10 @@ from gradaccum_conformance.workers import Crew, Crews
 from gradaccum_conformance.workers.options import DROPPING
 from gradaccum_conformance.workers.shares import Share, Shares, feed, require_equal
 
-VARIANTS: dict[str, dict[str, Option]] = {"skip window": {}, "drop micro-batch": DROPPING}
+VARIANTS: dict[str, dict[str, Option]] = {
+    "skip window": {},
+    "drop micro-batch": DROPPING,
+}
 GOOD, LARGE = coarse(MLP, 0, 2.0**-4), coarse(MLP, 1, 1.0)
 KINDS = {
     "good": (Share(GOOD), 8),
@@ -35,25 +40,41 @@ NORM_ERROR = gamma(2 * sum(array.size for array in LARGE.values()), "float32")
 def draw(chance: random.Random, workers: int) -> Shares:
     """From none to `MOST` micro-batches on each worker."""
     shares, odds = zip(*KINDS.values(), strict=True)
-    return [chance.choices(shares, odds, k=chance.randint(0, MOST)) for _ in range(workers)]
+    return [
+        chance.choices(shares, odds, k=chance.randint(0, MOST)) for _ in range(workers)
+    ]
 
 
 def compare(crew: Crew, truth: Session, seed: int, window: int) -> None:
     where = f"seed {seed}, window {window}"
     ours, theirs = require_equal(crew), truth.result()
     assert crew.states()[0] == truth.state(), where
-    measured = {"grad_norm": 0.0, "loss": 0.0}  # Rounded, or told to some backends only.
+    # Rounded, or told to some backends only.
+    measured = {
+        "grad_norm": 0.0,
+        "loss": 0.0,
+    }
     assert same_result(ours._replace(**measured), theirs._replace(**measured)), where
-    assert ours.grad_norm == theirs.grad_norm or math.isclose(ours.grad_norm, theirs.grad_norm, rel_tol=NORM_ERROR), where
+    assert ours.grad_norm == theirs.grad_norm or math.isclose(
+        ours.grad_norm, theirs.grad_norm, rel_tol=NORM_ERROR
+    ), where
     captured, expected = crew.captured()[0], truth.captured()
     assert captured.calls == expected.calls, where
     for name, array in (expected.gradient or {}).items():
         # The sums are exact, so that only their division is rounded.
-        np.testing.assert_allclose((captured.gradient or {})[name], array, rtol=gamma(3, "float32"), atol=0, err_msg=f"{name}, {where}")
+        np.testing.assert_allclose(
+            (captured.gradient or {})[name],
+            array,
+            rtol=gamma(3, "float32"),
+            atol=0,
+            err_msg=f"{name}, {where}",
+        )
 
 
 @pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
-def test_random_windows_beside_the_reference(crews: Crews, deep: bool, options: dict[str, Option]) -> None:
+def test_random_windows_beside_the_reference(
+    crews: Crews, deep: bool, options: dict[str, Option]
+) -> None:
     crew = crews(**options)
     fresh = crew.snapshot()
     for seed in range(DEEP_SEEDS if deep else SEEDS):

@@ -1,4 +1,6 @@
-"""One worker's process, started by `Pool`: ``python -m gradaccum_conformance.workers BACKEND DESCRIPTOR``."""
+"""One worker's process, started by `Pool`: ``python -m gradaccum_conformance.workers
+BACKEND DESCRIPTOR``.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from gradaccum_conformance.workers.worker import Worker, serve
 
 
 def main(backend: str, descriptor: int) -> None:
-    """Serve the test at the other end of an open socket. SIGUSR1 writes every thread's stack to the log."""
+    """Serve the test at the other end of an open socket. SIGUSR1 writes every thread's
+    stack to the log.
+    """
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
     serve(Worker(backend), Connection(descriptor))

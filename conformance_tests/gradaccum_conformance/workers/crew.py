@@ -16,7 +16,8 @@ from gradaccum_conformance.workers.pool import Pool
 
 
 class Crew:
-    """The workers' sessions. Lists are by rank; each method is one event on all workers.
+    """The workers' sessions. Lists are by rank; each method is one event on all
+    workers.
 
     Args:
         pool: the workers.
@@ -27,20 +28,44 @@ class Crew:
         self.pool, self._session = pool, session
         self.workers = pool.workers
 
-    def gradients(self, trees: Sequence[GradientTree | None], weights: Sequence[float | None] | None = None) -> None:
+    def gradients(
+        self,
+        trees: Sequence[GradientTree | None],
+        weights: Sequence[float | None] | None = None,
+    ) -> None:
         """One micro-batch with this gradient on each worker; None: it has none."""
         self._micro_batches("gradients", trees, weights)
 
-    def refusals(self, trees: Sequence[GradientTree], weights: Sequence[Any]) -> list[str]:
-        """As `gradients`, for micro-batches that every worker may refuse: the errors by rank, as ``"class: text"``, or none at all."""
-        answers = self.pool.exchange([self._request("gradients", tree, weight=weight) for tree, weight in zip(trees, weights, strict=True)])
-        errors = [f"{answer.kind}: {answer.message}" for answer in answers if isinstance(answer, Raised)]
+    def refusals(
+        self, trees: Sequence[GradientTree], weights: Sequence[Any]
+    ) -> list[str]:
+        """As `gradients`, for micro-batches that every worker may refuse: the errors by
+        rank, as ``"class: text"``, or none at all.
+        """
+        answers = self.pool.exchange(
+            [
+                self._request("gradients", tree, weight=weight)
+                for tree, weight in zip(trees, weights, strict=True)
+            ]
+        )
+        errors = [
+            f"{answer.kind}: {answer.message}"
+            for answer in answers
+            if isinstance(answer, Raised)
+        ]
         if errors and len(errors) < self.workers:
             self.pool.close()  # The others may wait for those that raised.
-            raise AssertionError(f"refused by {len(errors)} of {self.workers} workers: {answers}")
+            raise AssertionError(
+                f"refused by {len(errors)} of {self.workers} workers: {answers}"
+            )
         return errors
 
-    def micro_batch(self, batches: Sequence[Batch | None], weights: Sequence[float | None] | None = None, loss: Loss = "mean") -> None:
+    def micro_batch(
+        self,
+        batches: Sequence[Batch | None],
+        weights: Sequence[float | None] | None = None,
+        loss: Loss = "mean",
+    ) -> None:
         """Forward and backward of one micro-batch on each worker; None: it has none."""
         self._micro_batches("micro_batch", batches, weights, loss=loss)
 
@@ -77,16 +102,26 @@ class Crew:
         return cast(list[Arrays], self._all("accumulator"))
 
     def heard(self) -> list[list[ClosedWindow]]:
-        """The windows that each worker has heard of since the last call; see `listen`."""
-        return cast(list[list[ClosedWindow]], self.pool.ask([Request("heard")] * self.workers))
+        """The windows that each worker has heard of since the last call; see
+        `listen`.
+        """
+        return cast(
+            list[list[ClosedWindow]], self.pool.ask([Request("heard")] * self.workers)
+        )
 
     def listen(self) -> bool:
-        """Have each worker's optimizer tell of each window that closes; False if it has no listeners."""
-        return bool(self.pool.ask([Request("hear", (self._session,))] * self.workers)[0])
+        """Have each worker's optimizer tell of each window that closes; False if it has
+        no listeners.
+        """
+        return bool(
+            self.pool.ask([Request("hear", (self._session,))] * self.workers)[0]
+        )
 
     def snapshot(self) -> int:
         """The number of a copy of each worker's session; the copies stay there."""
-        return int(self.pool.ask([Request("snapshot", (self._session,))] * self.workers)[0])
+        return int(
+            self.pool.ask([Request("snapshot", (self._session,))] * self.workers)[0]
+        )
 
     def restore(self, snapshot: int) -> None:
         """Go back to a copy of this crew or of one built alike."""
@@ -106,12 +141,22 @@ class Crew:
     def _folders(self, directory: Path) -> list[Path]:
         return [directory / str(rank) for rank in range(self.workers)]
 
-    def _micro_batches(self, method: str, inputs: Sequence[Any], weights: Sequence[float | None] | None, **options: Any) -> None:
-        assert len(inputs) == self.workers, f"{len(inputs)} micro-batches for {self.workers} workers"
+    def _micro_batches(
+        self,
+        method: str,
+        inputs: Sequence[Any],
+        weights: Sequence[float | None] | None,
+        **options: Any,
+    ) -> None:
+        assert len(inputs) == self.workers, (
+            f"{len(inputs)} micro-batches for {self.workers} workers"
+        )
         weights = [None] * self.workers if weights is None else weights
         self.pool.ask(
             [
-                self._request("idle") if given is None else self._request(method, given, weight=weight, **options)
+                self._request("idle")
+                if given is None
+                else self._request(method, given, weight=weight, **options)
                 for given, weight in zip(inputs, weights, strict=True)
             ]
         )

@@ -1,13 +1,25 @@
-"""The few sets of options that the tests of workers share, because a backend compiles anew for each."""
+"""The few sets of options that the tests of workers share, because a backend compiles
+anew for each.
+"""
 
 from __future__ import annotations
 
 import gradaccum
 from gradaccum_conformance.harness import Option
 
-SCALE = gradaccum.DynamicLossScale(init_scale=4.0, growth_interval=2, min_scale=1.0, max_scale=16.0)
+SCALE = gradaccum.DynamicLossScale(
+    init_scale=4.0, growth_interval=2, min_scale=1.0, max_scale=16.0
+)
 CLIP, SKIP = 64.0, 128.0
 SUM: dict[str, Option] = {"reduction": "sum", "clip_norm": CLIP, "skip_norm": SKIP}
-DROPPING: dict[str, Option] = {"reduction": "item_mean", "on_overflow": "drop_micro_batch", "loss_scale": SCALE}
+DROPPING: dict[str, Option] = {
+    "reduction": "item_mean",
+    "on_overflow": "drop_micro_batch",
+    "loss_scale": SCALE,
+}
 FULL: dict[str, Option] = {"steps": 2, "loss_scale": SCALE}
-REDUCTIONS: dict[str, dict[str, Option]] = {"mean": {}, "sum": SUM, "item_mean": DROPPING}
+REDUCTIONS: dict[str, dict[str, Option]] = {
+    "mean": {},
+    "sum": SUM,
+    "item_mean": DROPPING,
+}

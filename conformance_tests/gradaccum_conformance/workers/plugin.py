@@ -1,6 +1,8 @@
-"""Tests over several workers: a test that asks for ``crews`` runs in each of a backend's `worker_modes`, with two workers; deep, with four.
+"""Tests over several workers: a test that asks for ``crews`` runs in each of a
+backend's `worker_modes`, with two workers; deep, with four.
 
-A backend without workers has no such case. Pytest would make a skipped one of it, and a machine that allows no skip would fail.
+A backend without workers has no such case. Pytest would make a skipped one of it, and a
+machine that allows no skip would fail.
 """
 
 from __future__ import annotations
@@ -21,25 +23,49 @@ DEEP_WORKERS = 4
 def parametrize_crews(metafunc: pytest.Metafunc, harnesses: Sequence[Harness]) -> None:
     """A case for each backend, mode and number of workers.
 
-    A test of a sharded loss says so by the type of its backend. It runs in one mode unless marked ``every_mode``; deep, in all.
+    A test of a sharded loss says so by the type of its backend. It runs in one mode
+    unless marked ``every_mode``; deep, in all.
     """
     sharded = metafunc.function.__annotations__.get("backend") is ShardedLossHarness
     brief = sharded and metafunc.definition.get_closest_marker("every_mode") is None
-    sharing = [harness for harness in harnesses if isinstance(harness, ShardedLossHarness if sharded else WorkersHarness)]
+    sharing = [
+        harness
+        for harness in harnesses
+        if isinstance(harness, ShardedLossHarness if sharded else WorkersHarness)
+    ]
     cases = [
-        _case(harness, mode, WORKERS, *[pytest.mark.deep] * (brief and mode != harness.worker_modes[0]))
+        _case(
+            harness,
+            mode,
+            WORKERS,
+            *[pytest.mark.deep] * (brief and mode != harness.worker_modes[0]),
+        )
         for harness in sharing
         for mode in harness.worker_modes
     ]
-    cases += [_case(harness, harness.worker_modes[0], DEEP_WORKERS, pytest.mark.deep) for harness in sharing]
-    metafunc.parametrize(ARGUMENTS, cases or [pytest.param(None, "", 0, marks=pytest.mark.no_such_backend)], scope="session")
+    cases += [
+        _case(harness, harness.worker_modes[0], DEEP_WORKERS, pytest.mark.deep)
+        for harness in sharing
+    ]
+    metafunc.parametrize(
+        ARGUMENTS,
+        cases or [pytest.param(None, "", 0, marks=pytest.mark.no_such_backend)],
+        scope="session",
+    )
 
 
 def _case(harness: WorkersHarness, mode: str, workers: int, *marks: Any) -> Any:
-    # Apart from the backend's other tests: these run in processes of their own, and the longest group decides how long all take.
+    # Apart from the backend's other tests: these run in processes of their own, and the
+    # longest group decides how long all take.
     left_out = mode in (*harness.deep_modes, *harness.brief_modes)
-    marks = (pytest.mark.xdist_group(f"{harness.name}_workers"), *marks, *([pytest.mark.deep] if left_out else []))
-    return pytest.param(harness, mode, workers, id=f"{harness.name}-{mode}-{workers}", marks=marks)
+    marks = (
+        pytest.mark.xdist_group(f"{harness.name}_workers"),
+        *marks,
+        *([pytest.mark.deep] if left_out else []),
+    )
+    return pytest.param(
+        harness, mode, workers, id=f"{harness.name}-{mode}-{workers}", marks=marks
+    )
 
 
 @pytest.fixture(scope="session")
@@ -50,6 +76,8 @@ def pools() -> Iterator[Pools]:
 
 
 @pytest.fixture
-def crews(pools: Pools, backend: WorkersHarness, worker_mode: str, workers: int) -> Crews:
+def crews(
+    pools: Pools, backend: WorkersHarness, worker_mode: str, workers: int
+) -> Crews:
     """Starts crews: sessions on several workers that share their windows."""
     return Crews(pools, backend, worker_mode, workers)

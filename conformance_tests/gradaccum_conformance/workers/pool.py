@@ -1,6 +1,8 @@
-"""The processes of several workers. Every event goes to all before the first answer is read, as it may be collective.
+"""The processes of several workers. Every event goes to all before the first answer is
+read, as it may be collective.
 
-A worker that raises, dies or does not answer in time is reported by its rank, and the pool ends: the others may wait for it for ever.
+A worker that raises, dies or does not answer in time is reported by its rank, and the
+pool ends: the others may wait for it for ever.
 """
 
 from __future__ import annotations
@@ -17,12 +19,20 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from gradaccum_conformance.workers.messages import Answer, Answered, Lost, Raised, Request
+from gradaccum_conformance.workers.messages import (
+    Answer,
+    Answered,
+    Lost,
+    Raised,
+    Request,
+)
 from gradaccum_conformance.workers.process import Process
 
 WORKER_COMMAND = (sys.executable, "-m", "gradaccum_conformance.workers")
 LIMIT_SECONDS = 120.0
-"""For one event. Frameworks compile in some, and each engine's own timeout should be shorter."""
+"""For one event. Frameworks compile in some, and each engine's own timeout should be
+shorter.
+"""
 GRACE_SECONDS = 3.0
 """For the other workers, once one has failed: their errors are shown too."""
 LONGEST_DELAY = 0.003
@@ -32,7 +42,17 @@ class WorkerError(Exception):
     """Some worker raised, died or did not answer; the text says which and how."""
 
     def __init__(self, event: str, failures: Mapping[int, str]) -> None:
-        super().__init__("\n".join([f"in {event}:", *(f"rank {rank} {failure}" for rank, failure in sorted(failures.items()))]))
+        super().__init__(
+            "\n".join(
+                [
+                    f"in {event}:",
+                    *(
+                        f"rank {rank} {failure}"
+                        for rank, failure in sorted(failures.items())
+                    ),
+                ]
+            )
+        )
         self.failures = dict(failures)
         """What happened, by rank; ranks that answered are left out."""
 
@@ -45,11 +65,18 @@ class Pool:
         workers: their number.
         seed: of the order in which the workers get an event, and of their delays.
         limit: seconds for one event on all workers.
-        command: the program of a worker; the backend's name and the number of an open socket are its arguments.
+        command: the program of a worker; the backend's name and the number of an open
+            socket are its arguments.
     """
 
     def __init__(
-        self, backend: str, workers: int, *, seed: int = 0, limit: float = LIMIT_SECONDS, command: Sequence[str] = WORKER_COMMAND
+        self,
+        backend: str,
+        workers: int,
+        *,
+        seed: int = 0,
+        limit: float = LIMIT_SECONDS,
+        command: Sequence[str] = WORKER_COMMAND,
     ) -> None:
         self.backend, self.workers, self.limit = backend, workers, limit
         self._random = random.Random(seed)
@@ -58,8 +85,16 @@ class Pool:
         meeting, port = self._folder / "meeting", _free_port()
         meeting.mkdir()
         try:
-            self._processes += (Process((*command, backend), self._folder / f"{rank}.log") for rank in range(workers))
-            self.ask([Request("join", (rank, workers, meeting, port)) for rank in range(workers)])
+            self._processes += (
+                Process((*command, backend), self._folder / f"{rank}.log")
+                for rank in range(workers)
+            )
+            self.ask(
+                [
+                    Request("join", (rank, workers, meeting, port))
+                    for rank in range(workers)
+                ]
+            )
         except BaseException:
             self.close()
             raise
@@ -76,24 +111,37 @@ class Pool:
         """What each worker answers to its request, by rank.
 
         Raises:
-            WorkerError: a worker raised, died, or did not answer in time. The pool is closed.
+            WorkerError: a worker raised, died, or did not answer in time. The pool is
+                closed.
         """
         answers = self.exchange(requests)
-        failures = {rank: failure for rank, answer in enumerate(answers) if (failure := _failure(answer))}
+        failures = {
+            rank: failure
+            for rank, answer in enumerate(answers)
+            if (failure := _failure(answer))
+        }
         if failures:
             self.close()
             raise WorkerError(_name(requests[0]), failures)
         return [answer.value for answer in answers if isinstance(answer, Answered)]
 
     def exchange(self, requests: Sequence[Request]) -> list[Answer]:
-        """What each worker answers, or how it failed, by rank. The pool goes on: for events that are to fail on every worker."""
+        """What each worker answers, or how it failed, by rank. The pool goes on: for
+        events that are to fail on every worker.
+        """
         try:
             for rank in self._random.sample(range(self.workers), self.workers):
-                delay = self._random.choice((0.0, self._random.uniform(0, LONGEST_DELAY)))
-                with contextlib.suppress(OSError):  # It is dead, which is seen where its answer is read.
-                    self._processes[rank].connection.send(requests[rank]._replace(delay=delay))
+                delay = self._random.choice(
+                    (0.0, self._random.uniform(0, LONGEST_DELAY))
+                )
+                # It is dead, which is seen where its answer is read.
+                with contextlib.suppress(OSError):
+                    self._processes[rank].connection.send(
+                        requests[rank]._replace(delay=delay)
+                    )
             return self._answers()
-        except BaseException:  # Answers that nobody read would be taken for those of the next event.
+        except BaseException:
+            # Answers that nobody read would be taken for those of the next event.
             self.close()
             raise
 
@@ -111,12 +159,22 @@ class Pool:
     def _answers(self) -> list[Answer]:
         waiting, answers = dict(enumerate(self._processes)), dict[int, Answer]()
         deadline = time.monotonic() + self.limit
-        while waiting and (ready := wait([p.connection for p in waiting.values()], max(0.0, deadline - time.monotonic()))):
-            for rank in [rank for rank, process in waiting.items() if process.connection in ready]:
+        while waiting and (
+            ready := wait(
+                [p.connection for p in waiting.values()],
+                max(0.0, deadline - time.monotonic()),
+            )
+        ):
+            for rank in [
+                rank for rank, process in waiting.items() if process.connection in ready
+            ]:
                 answers[rank] = waiting.pop(rank).receive()
                 if not isinstance(answers[rank], Answered):
                     deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
-        return [answers[rank] if rank in answers else process.stuck() for rank, process in enumerate(self._processes)]
+        return [
+            answers[rank] if rank in answers else process.stuck()
+            for rank, process in enumerate(self._processes)
+        ]
 
 
 def _failure(answer: Answer) -> str | None:

@@ -1,4 +1,6 @@
-"""Workers and their sessions from test to test: frameworks take seconds to start, and seconds to compile each new set of options."""
+"""Workers and their sessions from test to test: frameworks take seconds to start, and
+seconds to compile each new set of options.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ TRIALS = 2
 
 
 class Pools:
-    """A pool for each backend and number of workers, and in it a crew for each set of options."""
+    """A pool for each backend and number of workers, and in it a crew for each set of
+    options.
+    """
 
     def __init__(self) -> None:
         self._pools: dict[tuple[str, int], Pool] = {}
@@ -26,15 +30,22 @@ class Pools:
     def __enter__(self) -> Pools:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         for pool in self._pools.values():
             pool.close()
 
     def pool(self, backend: str, workers: int) -> Pool:
-        """The pool; a new one after a failure. Its order of events and its delays begin anew, so that a test does not depend on others.
+        """The pool; a new one after a failure. Its order of events and its delays begin
+        anew, so that a test does not depend on others.
 
         Raises:
-            WorkerError: the workers did not start. They are tried twice, for one test each, as each time may cost minutes.
+            WorkerError: the workers did not start. They are tried twice, for one test
+                each, as each time may cost minutes.
         """
         key = backend, workers
         if key not in self._pools or self._pools[key].closed:
@@ -54,7 +65,14 @@ class Pools:
 
     def crew(self, pool: Pool, setup: Setup) -> Crew:
         """The crew with this setup, as it was when it was new."""
-        key = pool, repr(setup._replace(weights={}, options=dict(sorted((setup.options or {}).items()))))
+        key = (
+            pool,
+            repr(
+                setup._replace(
+                    weights={}, options=dict(sorted((setup.options or {}).items()))
+                )
+            ),
+        )
         if key not in self._crews:
             crew = _start_crew(pool, setup)
             self._crews[key] = crew, crew.snapshot()
@@ -71,7 +89,9 @@ def _start_crew(pool: Pool, setup: Setup) -> Crew:
 
 
 class Crews(NamedTuple):
-    """The crews of one backend in one mode, for one test. They share one model too, so that as little as possible is compiled."""
+    """The crews of one backend in one mode, for one test. They share one model too, so
+    that as little as possible is compiled.
+    """
 
     pools: Pools
     backend: WorkersHarness
@@ -86,10 +106,22 @@ class Crews(NamedTuple):
     def __call__(
         self,
         model: Model = MLP,
-        optimizer: Optimizer = Optimizer("capture"),  # noqa: B008  # immutable
+        optimizer: Optimizer = Optimizer("capture"),  # noqa: B008 - it is immutable
         *,
         dtype: Dtype = "float32",
         **options: Option,
     ) -> Crew:
-        """The crew with these options of `gradaccum.wrap`, as new; without ``steps``, the caller closes each window."""
-        return self.pools.crew(self.pool, Setup(model, make_weights(model), optimizer, dtype, self.mode, {"steps": None, **options}))
+        """The crew with these options of `gradaccum.wrap`, as new; without ``steps``,
+        the caller closes each window.
+        """
+        return self.pools.crew(
+            self.pool,
+            Setup(
+                model,
+                make_weights(model),
+                optimizer,
+                dtype,
+                self.mode,
+                {"steps": None, **options},
+            ),
+        )

@@ -20,7 +20,8 @@ POLL_SECONDS = 0.05
 
 
 class Process:
-    """A command with a connection to it. It and all that it started end with `stop`, and by themselves if this process dies.
+    """A command with a connection to it. It and all that it started end with `stop`,
+    and by themselves if this process dies.
 
     Args:
         command: the program; the number of its open descriptor is added at the end.
@@ -31,7 +32,8 @@ class Process:
         self._log = log
         self.connection, theirs = Pipe()
         with theirs, log.open("wb") as file:
-            # A session of its own: Ctrl-C reaches the test only, which ends its workers, and `stop` reaches what a worker started.
+            # A session of its own: Ctrl-C reaches the test only, which ends its
+            # workers, and `stop` reaches what a worker started.
             self._process = subprocess.Popen(
                 [*command, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
@@ -59,11 +61,17 @@ class Process:
             code = self._process.wait(EXIT_SECONDS)
         except subprocess.TimeoutExpired:
             return "closed its connection but did not exit" + self._log_tail()
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        how = (
+            f"was killed by {signal.Signals(-code).name}"
+            if code < 0
+            else f"exited with code {code}"
+        )
         return how + self._log_tail()
 
     def stuck(self) -> Lost:
-        """The failure of one that does not answer, with the stacks of its threads, from its log."""
+        """The failure of one that does not answer, with the stacks of its threads, from
+        its log.
+        """
         written, deadline = self._log.stat().st_size, time.monotonic() + STACK_SECONDS
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGUSR1)
@@ -82,5 +90,7 @@ class Process:
             self._process.wait()
 
     def _log_tail(self) -> str:
-        lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()[-2 * LOG_LINES :]
+        lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()[
+            -2 * LOG_LINES :
+        ]
         return "".join(f"\n    | {line}" for line in lines)

@@ -1,4 +1,6 @@
-"""The micro-batches that each worker has in a window, and the gradient that they must give together."""
+"""The micro-batches that each worker has in a window, and the gradient that they must
+give together.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,14 @@ COUNTS = (3, 1, 0, 2)
 
 def unequal(workers: int, seed: int = 0) -> Shares:
     """Different numbers of micro-batches of different weights."""
-    draw = [[100 * seed + 10 * rank + index for index in range(COUNTS[rank])] for rank in range(workers)]
-    return [[Share(random_tree(MLP, number), 1.0 + number % 7) for number in own] for own in draw]
+    draw = [
+        [100 * seed + 10 * rank + index for index in range(COUNTS[rank])]
+        for rank in range(workers)
+    ]
+    return [
+        [Share(random_tree(MLP, number), 1.0 + number % 7) for number in own]
+        for own in draw
+    ]
 
 
 def on_first(workers: int, *own: Share) -> list[list[Share]]:
@@ -43,15 +51,27 @@ def on_first(workers: int, *own: Share) -> list[list[Share]]:
 
 
 def feed(crew: Crew, shares: Shares) -> None:
-    """Each worker's first micro-batch, then each one's second, and so on; a worker that has no more is idle."""
+    """Each worker's first micro-batch, then each one's second, and so on; a worker that
+    has no more is idle.
+    """
     for row in zip_longest(*shares):
-        crew.gradients([share and share.tree for share in row], [share and share.weight for share in row])
+        crew.gradients(
+            [share and share.tree for share in row],
+            [share and share.weight for share in row],
+        )
 
 
 def terms(shares: Shares, reduction: str) -> list[Arrays]:
-    """The terms of the sum over all workers: w g for ``"mean"``, else g. A missing gradient is zero."""
+    """The terms of the sum over all workers: w g for ``"mean"``, else g. A missing
+    gradient is zero.
+    """
     used = [share for worker in shares for share in worker if share.weight > 0]
-    like = {name: array for share in used for name, array in share.tree.items() if array is not None}
+    like = {
+        name: array
+        for share in used
+        for name, array in share.tree.items()
+        if array is not None
+    }
 
     def term(share: Share, name: str) -> Array:
         array = share.tree[name]
@@ -62,33 +82,76 @@ def terms(shares: Shares, reduction: str) -> list[Arrays]:
 
 
 def expected(shares: Shares, reduction: str) -> Arrays:
-    """The definition: sum(w g)/sum(w), sum(g), sum(g)/sum(w), over all workers, in float64."""
-    divisor = 1.0 if reduction == "sum" else sum(share.weight for worker in shares for share in worker)
+    """The definition: sum(w g)/sum(w), sum(g), sum(g)/sum(w), over all workers, in
+    float64.
+    """
+    divisor = (
+        1.0
+        if reduction == "sum"
+        else sum(share.weight for worker in shares for share in worker)
+    )
     added = terms(shares, reduction)
-    return {name: np.sum([term[name] for term in added], axis=0) / divisor for name in added[0]}
+    return {
+        name: np.sum([term[name] for term in added], axis=0) / divisor
+        for name in added[0]
+    }
 
 
-def check_update(errors: Errors, crew: Crew, shares: Shares, *, calls: int, reduction: str = "mean", dtype: Dtype = "float32") -> None:
-    """The window that ended made one update on every worker, by the gradient of all of them, which reports its norm."""
-    truth, bound = expected(shares, reduction), bound_of_sum(terms(shares, reduction), dtype)
+def check_update(
+    errors: Errors,
+    crew: Crew,
+    shares: Shares,
+    *,
+    calls: int,
+    reduction: str = "mean",
+    dtype: Dtype = "float32",
+) -> None:
+    """The window that ended made one update on every worker, by the gradient of all of
+    them, which reports its norm.
+    """
+    truth, bound = (
+        expected(shares, reduction),
+        bound_of_sum(terms(shares, reduction), dtype),
+    )
     captured, result = crew.captured()[0], require_equal(crew)
     assert captured.calls == calls
     errors.check(f"gradient, {reduction}", worst(captured.gradient or {}, truth), bound)
     size = global_norm(truth)
     elements = sum(array.size for array in truth.values())
-    errors.check(f"norm, {reduction}", abs(result.grad_norm - size) / size, bound + gamma(2 * elements, dtype))
-    assert (result.applied, result.skipped, result.micro_step, result.optimizer_step) == (True, False, 0, calls)
+    errors.check(
+        f"norm, {reduction}",
+        abs(result.grad_norm - size) / size,
+        bound + gamma(2 * elements, dtype),
+    )
+    assert (
+        result.applied,
+        result.skipped,
+        result.micro_step,
+        result.optimizer_step,
+    ) == (True, False, 0, calls)
 
 
 def require_equal(crew: Crew) -> StepResult:
-    """Between two windows every worker has the same of everything, bit for bit; returns the result."""
+    """Between two windows every worker has the same of everything, bit for bit; returns
+    the result.
+    """
     results, states, calls = crew.results(), crew.states(), crew.captured()
     for rank in range(1, crew.workers):
-        assert same_result(results[rank], results[0]), f"the result of rank {rank} is another"
+        assert same_result(results[rank], results[0]), (
+            f"the result of rank {rank} is another"
+        )
         assert states[rank] == states[0], f"the state of rank {rank} is another"
-        assert calls[rank].calls == calls[0].calls, f"the optimizer of rank {rank} ran another number of times"
+        assert calls[rank].calls == calls[0].calls, (
+            f"the optimizer of rank {rank} ran another number of times"
+        )
     gradients = [own.gradient or {} for own in calls]
-    for kind, arrays in (("gradient", gradients), ("parameters", crew.parameters()), ("optimizer's state", crew.optimizer_states())):
+    for kind, arrays in (
+        ("gradient", gradients),
+        ("parameters", crew.parameters()),
+        ("optimizer's state", crew.optimizer_states()),
+    ):
         for rank in range(1, crew.workers):
-            assert same(arrays[rank], arrays[0]), f"the {kind} of rank {rank} differ from those of rank 0"
+            assert same(arrays[rank], arrays[0]), (
+                f"the {kind} of rank {rank} differ from those of rank 0"
+            )
     return results[0]

@@ -12,7 +12,14 @@ from pathlib import Path
 from typing import Any, cast
 
 from gradaccum.watching import ClosedWindow
-from gradaccum_conformance.harness import Session, Setup, ShardedLossCall, ShardedLossHarness, Snapshot, WorkersHarness
+from gradaccum_conformance.harness import (
+    Session,
+    Setup,
+    ShardedLossCall,
+    ShardedLossHarness,
+    Snapshot,
+    WorkersHarness,
+)
 from gradaccum_conformance.loading import load_harness
 from gradaccum_conformance.specs import Array
 from gradaccum_conformance.workers.messages import Answered, Raised, Request
@@ -22,7 +29,9 @@ ENDED_BY_TEST = 3
 
 
 class Worker:
-    """The calls that a test makes. Sessions and snapshots have the same numbers on every worker, as all make the same calls."""
+    """The calls that a test makes. Sessions and snapshots have the same numbers on
+    every worker, as all make the same calls.
+    """
 
     def __init__(self, backend: str) -> None:
         self._backend = backend
@@ -46,7 +55,8 @@ class Worker:
 
     def hear(self, session: int) -> bool:
         """False if the optimizer of the session has no listeners."""
-        self._heard = []  # A listener of an earlier test may still be there, with a list of its own.
+        # A listener of an earlier test may still be there, with a list of its own.
+        self._heard = []
         return self._sessions[session].listen(self._heard.append)
 
     def heard(self) -> list[ClosedWindow]:
@@ -67,7 +77,9 @@ class Worker:
 
 
 def serve(worker: Any, connection: Connection) -> None:
-    """Answer requests, for ever. The process ends when the test closes the connection or is gone, also from inside a collective."""
+    """Answer requests, for ever. The process ends when the test closes the connection
+    or is gone, also from inside a collective.
+    """
     requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(connection, requests), daemon=True).start()
     while True:
@@ -85,6 +97,8 @@ def _receive(connection: Connection, requests: queue.SimpleQueue[Request]) -> No
 def _answer(worker: Any, request: Request) -> Answered | Raised:
     time.sleep(request.delay)
     try:
-        return Answered(getattr(worker, request.method)(*request.arguments, **request.options))
+        return Answered(
+            getattr(worker, request.method)(*request.arguments, **request.options)
+        )
     except Exception as error:
         return Raised(type(error).__name__, str(error), traceback.format_exc())

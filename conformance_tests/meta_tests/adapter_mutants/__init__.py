@@ -1,6 +1,8 @@
-"""Faults to plant in the adapters, as data: what stands in the sources, what stands there instead, and the test that must fail then.
+"""Faults to plant in the adapters, as data: what stands in the sources, what stands
+there instead, and the test that must fail then.
 
-A mutant names no file. Its text stands once in the sources of its adapter, so that a move of code costs nothing.
+A mutant names no file. Its text stands once in the sources of its adapter, so that a
+move of code costs nothing.
 """
 
 from __future__ import annotations
@@ -12,4 +14,8 @@ from .to_torch import MUTANTS as TORCH
 
 __all__ = ["ADAPTERS", "Mutant"]
 
-ADAPTERS: dict[str, tuple[Mutant, ...]] = {"torch": TORCH, "jax": JAX, "mindspore": MINDSPORE}
+ADAPTERS: dict[str, tuple[Mutant, ...]] = {
+    "torch": TORCH,
+    "jax": JAX,
+    "mindspore": MINDSPORE,
+}

@@ -1,4 +1,6 @@
-"""Plants a mutant in a copy of its adapter, which stands before the adapter itself on the path of a program that runs a test."""
+"""Plants a mutant in a copy of its adapter, which stands before the adapter itself on
+the path of a program that runs a test.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ class Mutant(NamedTuple):
     """Stands exactly once in the adapter's sources."""
     new: str
     test: str
-    """A file below ``conformance_tests``, with or without the name of a test; the cases are chosen by `only`."""
+    """A file below ``conformance_tests``, with or without the name of a test; the cases
+    are chosen by `only`.
+    """
     only: str = ""
     """What ``pytest -k`` takes."""
 
@@ -31,22 +35,40 @@ def folder_of(adapter: str) -> Path:
 
 
 def places(adapter: str, mutant: Mutant) -> list[Path]:
-    """The files that the text stands in, each as often as it stands there. The harness is no part of the adapter."""
-    sources = [file for file in sorted(folder_of(adapter).rglob("*.py")) if "harness" not in file.parts]
-    return [file for file in sources for _ in range(file.read_text(encoding="utf-8").count(mutant.old))]
+    """The files that the text stands in, each as often as it stands there. The harness
+    is no part of the adapter.
+    """
+    sources = [
+        file
+        for file in sorted(folder_of(adapter).rglob("*.py"))
+        if "harness" not in file.parts
+    ]
+    return [
+        file
+        for file in sources
+        for _ in range(file.read_text(encoding="utf-8").count(mutant.old))
+    ]
 
 
 def planted(adapter: str, mutant: Mutant) -> tuple[Path, str]:
-    """The file that the mutant changes, relative to the adapter, and its text with the fault in it."""
+    """The file that the mutant changes, relative to the adapter, and its text with the
+    fault in it.
+    """
     (file,) = places(adapter, mutant)
-    return file.relative_to(folder_of(adapter)), file.read_text(encoding="utf-8").replace(mutant.old, mutant.new)
+    return file.relative_to(folder_of(adapter)), file.read_text(
+        encoding="utf-8"
+    ).replace(mutant.old, mutant.new)
 
 
 def program_of(adapter: str, mutant: Mutant, site: Path) -> str:
-    """A program that runs the mutant's test on a copy of the adapter with the fault in it, which is made below `site`."""
+    """A program that runs the mutant's test on a copy of the adapter with the fault in
+    it, which is made below `site`.
+    """
     file, text = planted(adapter, mutant)
     copy = site / f"gradaccum_{adapter}"
-    shutil.copytree(folder_of(adapter), copy, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        folder_of(adapter), copy, ignore=shutil.ignore_patterns("__pycache__")
+    )
     (copy / file).write_text(text, encoding="utf-8")
     only = ("-k", mutant.only) if mutant.only else ()
     return pytest_program(site, [mutant.test], "--backend", adapter, *only)

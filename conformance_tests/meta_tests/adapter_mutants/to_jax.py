@@ -31,14 +31,20 @@ MUTANTS = (
     ),
     Mutant(
         "take_every_micro_batch_for_finite",
-        "    finite = everywhere(sums.all_finite(gradients), shard_axes) if dropping else jnp.asarray(True)\n",
+        (
+            "    finite = (\n"
+            "        everywhere(sums.all_finite(gradients), shard_axes)\n"
+            "        if dropping\n"
+            "        else jnp.asarray(True)\n"
+            "    )\n"
+        ),
         "    finite = jnp.asarray(True)\n",
         SUITE + "test_overflow.py::test_drop_in_every_mode",
     ),
     Mutant(
         "apply_in_mid_window",
-        "else None, jnp.asarray(False), nothing + 1, nothing)",
-        "else None, jnp.asarray(True), nothing + 1, nothing)",
+        "        jnp.asarray(False),\n",
+        "        jnp.asarray(True),\n",
         SUITE + "test_windows.py::test_nothing_moves_between_window_ends",
     ),
     Mutant(
@@ -61,14 +67,19 @@ MUTANTS = (
     ),
     Mutant(
         "leave_the_counter_at_discard",
-        "emptied = statistics.discard(with_fields(state, discard_fields(fields_of(state))))",
+        "emptied = statistics.discard(with_fields(state,"
+        " discard_fields(fields_of(state))))",
         "emptied = statistics.discard(state)",
         SUITE + "test_windows.py::test_discard_forgets_the_window",
     ),
     Mutant(
         "leave_the_sum_at_discard",
-        "with_event(emptied._replace(accumulator=sums.clear(state.accumulator)), False",
-        "with_event(emptied, False",
+        (
+            "    return with_event(\n"
+            "        emptied._replace(accumulator=sums.clear(state.accumulator)), False, False, False\n"
+            "    )\n"
+        ),
+        "    return with_event(emptied, False, False, False)\n",
         OWN + "test_jax_loop.py::test_discard_leaves_the_state_of_the_start",
     ),
     Mutant(
@@ -77,7 +88,12 @@ MUTANTS = (
         "jnp.square(leaf)",
         OWN + "test_jax_norm.py::test_norm_of_many_arrays",
     ),
-    Mutant("report_no_norm", "ended._replace(last_grad_norm=norm)", "ended", SUITE + "test_clipping.py::test_norm_is_reported"),
+    Mutant(
+        "report_no_norm",
+        "ended._replace(last_grad_norm=norm)",
+        "ended",
+        SUITE + "test_clipping.py::test_norm_is_reported",
+    ),
     Mutant(
         "hide_a_dropped_micro_batch",
         "event, tells = (False, False, dropped),",
@@ -92,15 +108,17 @@ MUTANTS = (
     ),
     Mutant(
         "close_an_empty_window",
-        "jnp.asarray(state.micro_step) > 0\n",
-        "jnp.asarray(state.micro_step) >= 0\n",
-        SUITE + "test_windows.py::test_flush_of_empty_window_leaves_the_last_event_alone",
+        "            jnp.asarray(state.micro_step) > 0,\n",
+        "            jnp.asarray(state.micro_step) >= 0,\n",
+        SUITE
+        + "test_windows.py::test_flush_of_empty_window_leaves_the_last_event_alone",
     ),
     Mutant(
         "forget_the_event_at_an_empty_flush",
-        '{"event": event_of(state), ',
-        '{"event": (False, False, False), ',
-        SUITE + "test_windows.py::test_flush_of_empty_window_leaves_the_last_event_alone",
+        '            "event": event_of(state),\n',
+        '            "event": (False, False, False),\n',
+        SUITE
+        + "test_windows.py::test_flush_of_empty_window_leaves_the_last_event_alone",
     ),
     Mutant(
         "forget_what_float16_holds",
@@ -147,13 +165,15 @@ MUTANTS = (
     Mutant(
         "divide_a_short_window_by_steps",
         "decide(fields, norm, finite, divides,",
-        "decide((*fields[:3], fields[3] * 0 + (options.steps or 1), *fields[4:]), norm, finite, divides,",
+        "decide((*fields[:3], fields[3] * 0 + (options.steps or 1), *fields[4:]), norm,"
+        " finite, divides,",
         SUITE + "test_windows.py::test_flush_divides_by_held_weight",
     ),
     Mutant(
         "clip_the_scaled_norm",
         "decide(fields, norm, finite, divides,",
-        "decide((*fields[:5], jnp.ones_like(fields[5]), *fields[6:]), norm, finite, divides,",
+        "decide((*fields[:5], jnp.ones_like(fields[5]), *fields[6:]), norm, finite,"
+        " divides,",
         SUITE + "test_loss_scale.py::test_scale_leaves_no_trace",
     ),
     Mutant(
@@ -177,8 +197,8 @@ MUTANTS = (
     ),
     Mutant(
         "leave_the_last_updates_in_the_sum",
-        "held = sums.emptied(state.accumulator, fields[0] == 0)",
-        "held = sums.emptied(state.accumulator, fields[0] < 0)",
+        "sums.emptied(state.accumulator, fields[0] == 0)",
+        "sums.emptied(state.accumulator, fields[0] < 0)",
         SUITE + "test_optimizers.py",
     ),
     Mutant(
@@ -201,13 +221,15 @@ MUTANTS = (
     ),
     Mutant(
         "resume_under_any_options",
-        "fields = resumed(saved, decode_terms(np.asarray(state.terms).tolist()), concrete)",
+        "fields = resumed(saved, decode_terms(np.asarray(state.terms).tolist()),"
+        " concrete)",
         "fields = saved",
         SUITE + "test_resuming.py::test_open_window_refuses_other_options",
     ),
     Mutant(
         "restore_any_shape",
-        "        if (wanted := _kind(leaf)) != (given := _kind(found[path])):\n            _refuse(path, wanted, given)\n",
+        "        if (wanted := _kind(leaf)) != (given := _kind(found[path])):\n        "
+        "    _refuse(path, wanted, given)\n",
         "",
         OWN + "test_jax_checkpoint.py::test_foreign_state_is_refused",
     ),
@@ -219,14 +241,18 @@ MUTANTS = (
     ),
     Mutant(
         "count_every_loss_as_one",
-        "kit.add_loss(as_read(state.loss), loss, weight, adds,",
-        "kit.add_loss(as_read(state.loss), loss, jnp.ones_like(weight), adds,",
+        "                weight,\n",
+        "                jnp.ones_like(weight),\n",
         SUITE + "test_knowledge.py::test_loss_is_the_large_batch_s",
     ),
     Mutant(
         "leave_the_loss_for_the_next_window",
-        "all_like((jnp.zeros_like(state.loss), as_stored(loss)),",
-        "all_like((state.loss, as_stored(loss)),",
+        (
+            "    held, last = all_like(\n"
+            "        (jnp.zeros_like(state.loss), as_stored(loss)), (state.loss, state.last_loss)\n"
+            "    )\n"
+        ),
+        "    held, last = all_like((state.loss, as_stored(loss)), (state.loss, state.last_loss))\n",
         SUITE + "test_knowledge.py::test_loss_is_the_large_batch_s",
     ),
     Mutant(
@@ -249,7 +275,11 @@ MUTANTS = (
     ),
     Mutant(
         "give_every_micro_batch_one_key",
-        "        return functools.reduce(jax.random.fold_in, index if isinstance(index, tuple) else (index,), leaf)\n",
+        (
+            "        return functools.reduce(\n"
+            "            jax.random.fold_in, index if isinstance(index, tuple) else (index,), leaf\n"
+            "        )\n"
+        ),
         "        return leaf\n",
         OWN + "test_jax_large_batch.py::test_every_micro_batch_has_its_own_key",
     ),
@@ -273,7 +303,8 @@ MUTANTS = (
     ),
     Mutant(
         "take_padding_for_a_class",
-        "    width = None if classes == own * devices else jnp.clip(classes - first, 0, own)\n",
+        "    width = None if classes == own * devices else jnp.clip(classes - first, 0,"
+        " own)\n",
         "    width = None\n",
         SUITE + "test_workers_classes.py::test_loss_is_that_of_all_classes",
     ),
@@ -306,7 +337,8 @@ MUTANTS = (
         "trust_every_optimizer_with_one_layer",
         "if len(stacked) == 1 and jax.jit(tried)(*trees):",
         "if len(stacked) == 1:",
-        OWN + "test_jax_layered.py::test_optimizers_that_look_at_several_layers_are_refused",
+        OWN
+        + "test_jax_layered.py::test_optimizers_that_look_at_several_layers_are_refused",
     ),
     Mutant(
         "read_the_layers_beside_what_is_written",

@@ -19,8 +19,8 @@ MUTANTS = (
     ),
     Mutant(
         "go_on_with_a_micro_batch_that_is_not_counted",
-        "begin: Callable[[], None]) -> None:\n        begin()\n",
-        "begin: Callable[[], None]) -> None:\n",
+        ("    ) -> None:\n        begin()\n"),
+        "    ) -> None:\n",
         SUITE + "test_interrupted.py::test_end_of_a_window",
     ),
     Mutant(
@@ -31,8 +31,8 @@ MUTANTS = (
     ),
     Mutant(
         "swap_divisor_and_unclipped",
-        "(self.strategy, decision.divisor, verdict.unclipped, verdict.strayed",
-        "(self.strategy, verdict.unclipped, decision.divisor, verdict.strayed",
+        "                    self.strategy, decision.divisor, verdict.unclipped, verdict.strayed\n",
+        "                    self.strategy, verdict.unclipped, decision.divisor, verdict.strayed\n",
         SUITE + "test_clipping.py::test_gradient_is_clipped_to_limit",
     ),
     Mutant(
@@ -43,8 +43,8 @@ MUTANTS = (
     ),
     Mutant(
         "count_each_weight_as_one",
-        "self._fields = kit.at_rest(kit.accumulate(fields, weight, finite, kit.select)",
-        "self._fields = kit.at_rest(kit.accumulate(fields, 1.0, finite, kit.select)",
+        "            kit.accumulate(fields, weight, finite, kit.select),\n",
+        "            kit.accumulate(fields, 1.0, finite, kit.select),\n",
         SUITE + "test_weights.py::test_gradient_follows_the_definition",
     ),
     Mutant(
@@ -55,14 +55,23 @@ MUTANTS = (
     ),
     Mutant(
         "take_every_sum_for_finite",
-        "norm, finite = measured.norm, measured.finite and (not",
-        "norm, finite = measured.norm, (not",
+        (
+            "            measured.finite\n"
+            "            and (not self._measures or self.strategy.fits(measured.norm, unclipped)),\n"
+        ),
+        "            (not self._measures or self.strategy.fits(measured.norm, unclipped)),\n",
         SUITE + "test_overflow.py::test_overflow_skips_this_window_only",
     ),
     Mutant(
         "forget_what_float16_holds",
-        "measured.finite and (not self._measures or self.strategy.fits(measured.norm, unclipped))",
-        "measured.finite",
+        (
+            "        norm, finite = (\n"
+            "            measured.norm,\n"
+            "            measured.finite\n"
+            "            and (not self._measures or self.strategy.fits(measured.norm, unclipped)),\n"
+            "        )\n"
+        ),
+        "        norm, finite = measured.norm, measured.finite\n",
         SUITE + "test_half_precision.py::test_sum_at_the_edge_of_float16",
     ),
     Mutant(
@@ -73,13 +82,15 @@ MUTANTS = (
     ),
     Mutant(
         "leave_the_sum_at_discard",
-        "        self.strategy.clear()\n        self.update.forget()\n        self._workers",
+        "        self.strategy.clear()\n        self.update.forget()\n       "
+        " self._workers",
         "        self.update.forget()\n        self._workers",
         SUITE + "test_windows.py::test_discard_forgets_the_window",
     ),
     Mutant(
         "leave_the_model_behind_its_masters",
-        "            if self._parameters.masters:\n                through(self._parameters.round)\n",
+        "            if self._parameters.masters:\n               "
+        " through(self._parameters.round)\n",
         "",
         SUITE + "test_master_weights.py::test_small_updates_add_up",
     ),
@@ -91,12 +102,15 @@ MUTANTS = (
     ),
     Mutant(
         "save_no_sum",
-        "for index, total in saved.sums.items()}",
-        "for index, total in ()}",
+        "            for index, total in saved.sums.items()\n",
+        "            for index, total in ()\n",
         SUITE + "test_checkpoint.py::test_resume_in_every_mode",
     ),
     Mutant(
-        "save_no_loss", '"loss": saved.known.loss', '"loss": 0.0', SUITE + "test_knowledge.py::test_open_window_keeps_its_loss_when_saved"
+        "save_no_loss",
+        '"loss": saved.known.loss',
+        '"loss": 0.0',
+        SUITE + "test_knowledge.py::test_open_window_keeps_its_loss_when_saved",
     ),
     Mutant(
         "move_the_scheduler_each_micro_batch",
@@ -112,7 +126,8 @@ MUTANTS = (
     ),
     Mutant(
         "forget_a_change_before_an_addition",
-        "            self.watch.known = seen(self.watch.known, Event.CHANGED, change)\n",
+        "            self.watch.known = seen(self.watch.known, Event.CHANGED,"
+        " change)\n",
         "            pass\n",
         OWN + "test_torch_tampering.py::test_change_after_step_is_caught",
     ),
@@ -136,7 +151,8 @@ MUTANTS = (
     ),
     Mutant(
         "leave_a_sum_divided_when_taken_back",
-        "            if divided:\n                arithmetic.multiply([held], divisor)\n",
+        "            if divided:\n                arithmetic.multiply([held],"
+        " divisor)\n",
         "",
         OWN + "test_torch_interrupted.py::test_raising_pre_hook_leaves_window_open",
     ),
@@ -154,13 +170,24 @@ MUTANTS = (
     ),
     Mutant(
         "forget_a_worker_s_overflow",
-        "bytes((*marks, 1, fields.overflow,",
-        "bytes((*marks, 1, False,",
+        (
+            "                (\n"
+            "                    *marks,\n"
+            "                    1,\n"
+            "                    fields.overflow,\n"
+            "                    fields.micro_step > 0,\n"
+            "                    flushing,\n"
+            "                    *flags,\n"
+            "                    *present,\n"
+            "                )\n"
+        ),
+        "                (*marks, 1, False, fields.micro_step > 0, flushing, *flags, *present)\n",
         SUITE + "test_workers_limits.py::test_one_worker_drops_a_micro_batch",
     ),
     Mutant(
         "reduce_small_sums_alone",
-        "        reduced = all_reduce(list(left.values()), self.group, apart) if left else list\n",
+        "        reduced = all_reduce(list(left.values()), self.group, apart) if left"
+        " else list\n",
         "        reduced = left.values\n",
         OWN + "test_torch_workers.py::test_two_workers",
     ),
@@ -168,7 +195,8 @@ MUTANTS = (
         "measure_gradients_that_the_user_has_replaced",
         "        self.pack()\n        cleared = flushing",
         "        cleared = flushing",
-        OWN + "test_torch_mirror.py::test_gradients_that_the_user_replaces_after_a_failed_update_are_the_window_s",
+        OWN
+        + "test_torch_mirror.py::test_gradients_that_the_user_replaces_after_a_failed_update_are_the_window_s",
     ),
     Mutant(
         "take_copies_of_an_expert_for_equal",
@@ -199,8 +227,8 @@ MUTANTS = (
     ),
     Mutant(
         "weigh_all_workers_as_one_item",
-        "    return Numbers(sums[0], overflows > 0,",
-        "    return Numbers(1.0, overflows > 0,",
+        "        sums[0],\n",
+        "        1.0,\n",
         SUITE + "test_workers.py::test_gradient_is_that_of_all_workers",
     ),
     Mutant(
@@ -218,7 +246,8 @@ MUTANTS = (
     Mutant(
         "leave_the_loss_scale",
         "after = close(ended, decision.apply, decision.overflow, options, kit.select)",
-        "after = State(*close(ended, decision.apply, decision.overflow, options, kit.select))._replace(loss_scale=ended.loss_scale)",
+        "after = State(*close(ended, decision.apply, decision.overflow, options,"
+        " kit.select))._replace(loss_scale=ended.loss_scale)",
         SUITE + "test_loss_scale.py::test_scale_stops_at_floor",
     ),
     Mutant(
@@ -229,20 +258,39 @@ MUTANTS = (
     ),
     Mutant(
         "leave_the_model_as_a_failed_call_left_it",
-        "        if not destination.delivered:\n            before.put_back()\n        raise\n",
+        "        if not destination.delivered:\n            before.put_back()\n       "
+        " raise\n",
         "        raise\n",
         OWN + "test_torch_large_batch_window.py::test_error_leaves_everything",
     ),
     Mutant(
         "divide_a_short_window_by_steps",
-        "kit.Decision(*kit.decide(divided, norm,",
-        "kit.Decision(*kit.decide(divided._replace(weight=float(self._options.steps or fields.weight)), norm,",
+        "            *kit.decide(divided, norm, finite, options, kit.select, self._plan.largest)\n",
+        (
+            "            *kit.decide(\n"
+            "                divided._replace(weight=float(self._options.steps or fields.weight)),\n"
+            "                norm,\n"
+            "                finite,\n"
+            "                options,\n"
+            "                kit.select,\n"
+            "                self._plan.largest,\n"
+            "            )\n"
+        ),
         SUITE + "test_windows.py::test_flush_in_every_mode",
     ),
     Mutant(
         "clip_the_scaled_norm",
-        "kit.Decision(*kit.decide(divided, norm,",
-        "kit.Decision(*kit.decide(divided._replace(loss_scale=1.0), norm,",
+        "            *kit.decide(divided, norm, finite, options, kit.select, self._plan.largest)\n",
+        (
+            "            *kit.decide(\n"
+            "                divided._replace(loss_scale=1.0),\n"
+            "                norm,\n"
+            "                finite,\n"
+            "                options,\n"
+            "                kit.select,\n"
+            "                self._plan.largest,\n"
+            "            )\n"
+        ),
         SUITE + "test_loss_scale.py::test_scale_leaves_no_trace",
     ),
     Mutant(
@@ -253,26 +301,42 @@ MUTANTS = (
     ),
     Mutant(
         "take_an_unscaled_loss",
-        "        if (scales and not self.given) or (self.is_plain",
-        "        if (self.is_plain",
+        (
+            "        if (scales and not self.given) or (\n"
+            "            self.is_plain and (factor != 1 or self.weight == 0)\n"
+            "        ):\n"
+        ),
+        "        if self.is_plain and (factor != 1 or self.weight == 0):\n",
         OWN + "test_torch_misuse.py::test_unscaled_backward_is_refused",
     ),
     Mutant(
         "clear_the_sum_in_mid_window",
-        "        if first or self.keeps_micro_batch_apart:\n            self._parameters.zero_grad",
+        "        if first or self.keeps_micro_batch_apart:\n           "
+        " self._parameters.zero_grad",
         "        if True:\n            self._parameters.zero_grad",
         OWN + "test_torch_loop.py::test_usual_loop_equals_large_batch",
     ),
     Mutant(
         "miss_writes_into_gradients",
-        "if gradient is not watched.gradient or (gradient is not None and gradient._version != watched.version):",
-        "if gradient is not watched.gradient:",
+        (
+            "            if gradient is not watched.gradient or (\n"
+            "                gradient is not None and gradient._version != watched.version\n"
+            "            ):\n"
+        ),
+        "            if gradient is not watched.gradient:\n",
         OWN + "test_torch_watch.py::test_clip_is_seen_without_the_smallest",
     ),
     Mutant(
         "divide_in_a_kernel_of_another_dtype",
-        "can_divide(self._inner, divisor) and strategy.hands_over_whole()",
-        "can_divide(self._inner, divisor)",
+        (
+            "            if (\n"
+            "                fused\n"
+            "                and can_divide(self._inner, divisor)\n"
+            "                and strategy.hands_over_whole()\n"
+            "                and not self._before\n"
+            "            ):\n"
+        ),
+        "            if fused and can_divide(self._inner, divisor) and not self._before:\n",
         OWN + "test_torch_fused.py::test_wider_sum_is_divided_before_it_is_narrowed",
     ),
     Mutant(
@@ -289,8 +353,12 @@ MUTANTS = (
     ),
     Mutant(
         "divide_first_beside_the_guard",
-        "any(type(hook) is not _Guard for hook in step_pre_hooks(inner).values())",
-        "bool(step_pre_hooks(inner))",
+        (
+            "    hooked = bool(all_step_pre_hooks) or any(\n"
+            "        type(hook) is not _Guard for hook in step_pre_hooks(inner).values()\n"
+            "    )\n"
+        ),
+        "    hooked = bool(all_step_pre_hooks) or bool(step_pre_hooks(inner))\n",
         OWN + "test_torch_fused.py",
     ),
     Mutant(
@@ -307,9 +375,17 @@ MUTANTS = (
     ),
     Mutant(
         "ask_for_a_pass_where_other_wrappers_saw_one",
-        "known.weighed or PASSES[0] != self._passes or",
-        "known.weighed or",
-        OWN + "test_torch_everyday.py::test_pass_through_another_wrapper_stands_for_one",
+        (
+            "        if (\n"
+            "            known.given is Given.TO_BACKWARD\n"
+            "            or known.weighed\n"
+            "            or PASSES[0] != self._passes\n"
+            "            or self._holds_users()\n"
+            "        ):\n"
+        ),
+        "        if known.given is Given.TO_BACKWARD or known.weighed or self._holds_users():\n",
+        OWN
+        + "test_torch_everyday.py::test_pass_through_another_wrapper_stands_for_one",
     ),
     Mutant(
         "take_a_cleared_gradient_for_the_users",
@@ -327,13 +403,15 @@ MUTANTS = (
         "take_every_micro_batch_for_weighed",
         "        self.sizes.weighed = known.weighed\n",
         "        self.sizes.weighed = True\n",
-        OWN + "test_torch_everyday.py::test_unequal_sizes_without_weights_are_said_once",
+        OWN
+        + "test_torch_everyday.py::test_unequal_sizes_without_weights_are_said_once",
     ),
     Mutant(
         "take_losses_in_a_loop_for_leftovers",
         "        if suspect and second == [first] and share_loop(first[0], step):\n",
         "        if suspect and second == [first]:\n",
-        OWN + "test_torch_everyday.py::test_several_losses_of_a_micro_batch_say_nothing",
+        OWN
+        + "test_torch_everyday.py::test_several_losses_of_a_micro_batch_say_nothing",
     ),
     Mutant(
         "let_item_mean_divide_by_ones",
@@ -343,14 +421,26 @@ MUTANTS = (
     ),
     Mutant(
         "remember_zeros_that_were_freed",
-        "self.watch.known is not NOTHING_SEEN or self.watch.holds:",
-        "self.watch.known is not NOTHING_SEEN:",
+        (
+            "            if (\n"
+            "                not set_to_none\n"
+            "                or self.watch.known is not NOTHING_SEEN\n"
+            "                or self.watch.holds\n"
+            "            ):\n"
+        ),
+        "            if not set_to_none or self.watch.known is not NOTHING_SEEN:\n",
         OWN + "test_torch_loop.py::test_zeros_that_were_freed_are_forgotten",
     ),
     Mutant(
         "take_all_new_gradients_for_ones_own",
-        "gradient is watched.gradient and not owns_memory(gradient):",
-        "gradient is watched.gradient and False:",
+        (
+            "            if (\n"
+            "                gradient is not None\n"
+            "                and gradient is watched.gradient\n"
+            "                and not owns_memory(gradient)\n"
+            "            ):\n"
+        ),
+        "            if gradient is not None and gradient is watched.gradient and False:\n",
         OWN + "test_torch_static_memory.py",
     ),
     Mutant(
@@ -367,15 +457,18 @@ MUTANTS = (
     ),
     Mutant(
         "let_the_rates_move",
-        "        if not first and self._begun.rates not in (None, self.update.rates()):\n",
+        "        if not first and self._begun.rates not in (None,"
+        " self.update.rates()):\n",
         "        if False:\n",
         OWN + "test_torch_everyday.py::test_ungated_scheduler_is_said_once",
     ),
     Mutant(
         "blame_a_gated_scheduler",
-        "        self._scheduler.step(*args, **kwargs)\n        self._scheduler.optimizer._window.forget_rates()\n",
+        "        self._scheduler.step(*args, **kwargs)\n       "
+        " self._scheduler.optimizer._window.forget_rates()\n",
         "        self._scheduler.step(*args, **kwargs)\n",
-        OWN + "test_torch_everyday.py::test_rates_that_move_between_windows_say_nothing",
+        OWN
+        + "test_torch_everyday.py::test_rates_that_move_between_windows_say_nothing",
     ),
     Mutant(
         "take_a_clear_for_a_clip",
@@ -387,12 +480,14 @@ MUTANTS = (
         "keep_a_denominator_after_an_error",
         "        return Verdict(fields, decision,",
         "        return Verdict(divided, decision,",
-        OWN + "test_torch_weigh.py::test_update_that_raised_keeps_the_weight_beside_a_denominator",
+        OWN
+        + "test_torch_weigh.py::test_update_that_raised_keeps_the_weight_beside_a_denominator",
     ),
     Mutant(
         "scale_no_sharded_loss",
         "        scale = upstream / sums[0]\n",
-        "        upstream = torch.ones_like(upstream)\n        scale = upstream / sums[0]\n",
+        "        upstream = torch.ones_like(upstream)\n        scale = upstream /"
+        " sums[0]\n",
         SUITE + "test_workers_classes.py::test_loss_is_that_of_all_classes",
     ),
     Mutant(
@@ -403,8 +498,8 @@ MUTANTS = (
     ),
     Mutant(
         "count_a_tied_parameter_on_every_stage",
-        "(a / largest) ** 2 - (b / largest) ** 2 for a, b",
-        "(a / largest) ** 2 + 0 * b for a, b",
+        "                    (a / largest) ** 2 - (b / largest) ** 2\n",
+        "                    (a / largest) ** 2 + 0 * b\n",
         OWN + "test_torch_workers.py::test_two_workers",
     ),
     Mutant(
@@ -422,41 +517,66 @@ MUTANTS = (
     ),
     Mutant(
         "move_buffers_as_a_layer_runs_again",
-        "if each.surroundings is None else each.surroundings.contexts()[1]",
-        "if each else nullcontext()",
+        (
+            "        with (\n"
+            "            nullcontext()\n"
+            "            if each.surroundings is None\n"
+            "            else each.surroundings.contexts()[1]\n"
+            "        ):\n"
+        ),
+        "        with nullcontext() if each else nullcontext():\n",
         OWN + "test_torch_layered.py::test_gradient_has_the_same_bits",
         "dtype0-within",
     ),
     Mutant(
         "update_a_shared_parameter_at_its_last_layer",
-        "self._first.get(id(parameter), 0) >= layer.index)",
-        "self._first.get(id(parameter), 0) >= 0)",
+        (
+            "                layer.index,\n"
+            "                lambda parameter: self._first.get(id(parameter), 0) >= layer.index,\n"
+        ),
+        "                layer.index, lambda parameter: self._first.get(id(parameter), 0) >= 0\n",
         OWN + "test_torch_layered.py::test_equals_the_large_batch",
     ),
     Mutant(
         "go_on_after_some_layers_were_updated",
         "        if self._parts:\n            self._window.update.leave_half_made()\n",
         "",
-        OWN + "test_torch_layered.py::test_error_after_an_update_names_the_layers_and_asks_for_a_load",
+        OWN
+        + "test_torch_layered.py::test_error_after_an_update_names_the_layers_and_asks_for_a_load",
     ),
     Mutant(
         "write_into_the_model_of_layers_to_come",
-        "with self._parameters.only(each for each, due in zip(positions, now, strict=True) if due):",
-        "with self._parameters.only(positions):",
+        (
+            "        with self._parameters.only(\n"
+            "            each for each, due in zip(positions, now, strict=True) if due\n"
+            "        ):\n"
+        ),
+        "        with self._parameters.only(positions):\n",
         OWN + "test_torch_layered.py::test_updates_have_the_same_bits",
         "True-ignore-kept",
     ),
     Mutant(
         "add_a_layers_small_gradients_in_half_precision",
-        "if self.watch.allowed is Allowed.ALL:  # Nothing",
-        "if False:  # Nothing",
+        (
+            "        if (\n"
+            "            self.watch.allowed is Allowed.ALL\n"
+            "            # Nothing need be noticed, and no `take` may come before the next\n"
+            "            # micro-batch arrives.\n"
+            "        ):\n"
+        ),
+        (
+            "        # Nothing need be noticed, and no `take` may come before the next micro-batch\n"
+            "        # arrives.\n"
+            "        if False:\n"
+        ),
         OWN + "test_torch_layered.py::test_updates_have_the_same_bits",
         "True-clip-within",
     ),
     Mutant(
         "free_a_layers_gradient_at_the_end",
         "        if self._collector.by_parts and layer.is_trained and layer.index:\n",
-        "        if self._collector.by_parts and layer.is_trained and layer.index > 99:\n",
+        "        if self._collector.by_parts and layer.is_trained and layer.index >"
+        " 99:\n",
         OWN + "test_torch_layered.py::test_one_layer_of_gradients_is_alive",
     ),
     Mutant(
@@ -468,8 +588,8 @@ MUTANTS = (
     ),
     Mutant(
         "reduce_a_shared_unit_at_each_layer",
-        "places = [(unit, min(index for index",
-        "places = [(unit, max(index for index",
+        "            (unit, min(index for index, own in enumerate(self._units) if unit in own))\n",
+        "            (unit, max(index for index, own in enumerate(self._units) if unit in own))\n",
         OWN + "test_torch_layered_workers.py::test_two_workers",
         "sharded_whole_model_in_two_layers",
     ),
@@ -477,24 +597,29 @@ MUTANTS = (
         "take_a_gradient_that_somebody_holds",
         "sums=list(map(Tensor.clone, gradients))",
         "sums=gradients",
-        OWN + "test_torch_separate_sums.py::test_gradient_that_somebody_holds_stays_as_it_is",
+        OWN
+        + "test_torch_separate_sums.py::test_gradient_that_somebody_holds_stays_as_it_is",
     ),
     Mutant(
         "measure_the_usual_gradients_alone",
         "return self._replace(sums=(), packed=None)",
         "return self._replace(sums=())",
-        OWN + "test_torch_separate_sums.py::test_micro_batch_that_brings_other_gradients_than_those_before",
+        OWN
+        + "test_torch_separate_sums.py::test_micro_batch_that_brings_other_gradients_than_those_before",
     ),
     Mutant(
         "overlook_a_late_second_pass",
-        "                if known.arrived:\n                    watch.expect_passes(parameter)\n",
+        "                if known.arrived:\n                   "
+        " watch.expect_passes(parameter)\n",
         "",
-        OWN + "test_torch_static_memory.py::test_second_pass_that_no_micro_batch_of_the_first_window_had",
+        OWN
+        + "test_torch_static_memory.py::test_second_pass_that_no_micro_batch_of_the_first_window_had",
     ),
     Mutant(
         "add_no_gradient_that_comes_later_in_the_window",
         " or any(each.grad is not None for each in self.others)",
         "",
-        OWN + "test_torch_separate_sums.py::test_micro_batch_that_brings_other_gradients_than_those_before",
+        OWN
+        + "test_torch_separate_sums.py::test_micro_batch_that_brings_other_gradients_than_those_before",
     ),
 )

@@ -93,7 +93,7 @@ class Accumulation:
             denominator = require_denominator(denominator, self.options)
         firsts = self._join() if self.workers else 1
         if self.machine.micro_step == 0:
-            return None
+            return self._note()
         machine, options = self.machine, self.options
         if denominator is not None:
             machine, options = with_denominator(machine, denominator, options, select)

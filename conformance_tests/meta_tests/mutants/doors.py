@@ -15,19 +15,37 @@ from .planting import Module, around, mutants, put
 mutants(
     save_without_the_sums=lambda m: put(
         m.Accumulation,
-        __getstate__=lambda self: {**self.__dict__, "sums": {name: np.zeros_like(total) for name, total in self.sums.items()}},
+        __getstate__=lambda self: {
+            **self.__dict__,
+            "sums": {name: np.zeros_like(total) for name, total in self.sums.items()},
+        },
     ),
-    load_without_checks=lambda m: put(harness, _require_same_shapes=lambda loaded, own: None),
+    load_without_checks=lambda m: put(
+        harness, _require_same_shapes=lambda loaded, own: None
+    ),
     resume_under_any_terms=lambda m: around(
-        harness, "resumed", lambda resumed, fields, *given: fields if fields.micro_step else resumed(fields, *given)
+        harness,
+        "resumed",
+        lambda resumed, fields, *given: (
+            fields if fields.micro_step else resumed(fields, *given)
+        ),
     ),
     resume_with_the_saved_scale=lambda m: around(
-        harness, "resumed", lambda resumed, fields, *given: resumed(fields, *given) if fields.micro_step else fields
+        harness,
+        "resumed",
+        lambda resumed, fields, *given: (
+            resumed(fields, *given) if fields.micro_step else fields
+        ),
     ),
-    take_any_size=lambda m: put(m, require_steps=lambda steps, optimizer_step, schedule: steps),
+    take_any_size=lambda m: put(
+        m, require_steps=lambda steps, optimizer_step, schedule: steps
+    ),
     take_any_weight=lambda m: put(harness, require_weight=float),
     take_any_gradient=lambda m: put(
-        harness, _checked=lambda name, g, parameters: np.resize(g, parameters[name].shape) if name in parameters else g
+        harness,
+        _checked=lambda name, g, parameters: (
+            np.resize(g, parameters[name].shape) if name in parameters else g
+        ),
     ),
 )
 
@@ -37,7 +55,9 @@ def save_without(field: str) -> None:
         def load(original: Any, self: Any, directory: Any) -> None:
             fresh = getattr(self.accumulation.machine, field)
             original(self, directory)
-            self.accumulation.machine = self.accumulation.machine._replace(**{field: fresh})
+            self.accumulation.machine = self.accumulation.machine._replace(
+                **{field: fresh}
+            )
 
         around(NumpySession, "load", load)
 

@@ -1,4 +1,6 @@
-"""Faults in the large batch in one call. Most are of hand-written loops that split a batch."""
+"""Faults in the large batch in one call. Most are of hand-written loops that split a
+batch.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,14 @@ Plant = Callable[[Module], None]
 
 
 def caught(test: str, **plants: Plant) -> None:
-    """Register faults in the example's `plain_large_batch`, and the tests of the suite that are to catch them."""
+    """Register faults in the example's `plain_large_batch`, and the tests of the suite
+    that are to catch them.
+    """
     for name, plant in plants.items():
         SELECTED[name] = ("-k", f"(test_one_call or test_coupled) and {test}")
-        mutants(**{name: lambda m, plant=plant: plant(import_module("plain_large_batch"))})
+        mutants(
+            **{name: lambda m, plant=plant: plant(import_module("plain_large_batch"))}
+        )
 
 
 def caught_by(test: str) -> Callable[[Plant], Plant]:
@@ -29,49 +35,90 @@ def caught_by(test: str) -> Callable[[Plant], Plant]:
 
 def change_parts(m: Module, change: Callable[[list[Any]], list[Any]]) -> None:
     """Let every call see other micro-batches."""
-    around(m, "micro_batches", lambda original, *arguments, **how: change(list(original(*arguments, **how))))
+    around(
+        m,
+        "micro_batches",
+        lambda original, *arguments, **how: change(list(original(*arguments, **how))),
+    )
 
 
 caught(
     "test_gradient_of_the_large_batch",
     # Each micro-batch counts alike, the last short one too.
-    mean_of_the_means=lambda m: change_parts(m, lambda parts: [(part, items, 1.0) for part, items, _ in parts]),
-    drop_the_short_last_micro_batch=lambda m: change_parts(m, lambda parts: [p for p in parts if p[1] == parts[0][1]]),
+    mean_of_the_means=lambda m: change_parts(
+        m, lambda parts: [(part, items, 1.0) for part, items, _ in parts]
+    ),
+    drop_the_short_last_micro_batch=lambda m: change_parts(
+        m, lambda parts: [p for p in parts if p[1] == parts[0][1]]
+    ),
     begin_each_micro_batch_an_item_early=lambda m: around(
-        m, "divided", lambda divided, *arguments: [cut._replace(start=max(cut.start - 1, 0)) for cut in divided(*arguments)]
+        m,
+        "divided",
+        lambda divided, *arguments: [
+            cut._replace(start=max(cut.start - 1, 0)) for cut in divided(*arguments)
+        ],
     ),
 )
-caught("test_list_as_long_as_the_batch", believe_a_list_to_hold_all_items=lambda m: put(m, mark_lists=lambda batch, axes: (batch, [])))
+caught(
+    "test_list_as_long_as_the_batch",
+    believe_a_list_to_hold_all_items=lambda m: put(
+        m, mark_lists=lambda batch, axes: (batch, [])
+    ),
+)
 caught(
     "test_weights_of_items",
-    count_items_in_place_of_weights=lambda m: change_parts(m, lambda parts: [(part, items, float(items)) for part, items, _ in parts]),
+    count_items_in_place_of_weights=lambda m: change_parts(
+        m, lambda parts: [(part, items, float(items)) for part, items, _ in parts]
+    ),
 )
 caught(
     "test_every_mode",
     # By the number of items, as a mean is.
     divide_a_sum_in_one_call=lambda m: around(
-        m, "make_options", lambda original, steps, reduction: original(steps, reduction="item_mean" if reduction == "sum" else reduction)
+        m,
+        "make_options",
+        lambda original, steps, reduction: original(
+            steps, reduction="item_mean" if reduction == "sum" else reduction
+        ),
     ),
 )
 caught(
     "test_outputs_merge",
     mean_output_of_equal_micro_batches=lambda m: around(
-        m.Outputs, "add", lambda add, self, given, items, weight: add(self, given, 1, weight)
+        m.Outputs,
+        "add",
+        lambda add, self, given, items, weight: add(self, given, 1, weight),
     ),
-    last_output_only=lambda m: put(m.Outputs, joined=lambda self, kind, so_far, more: more),
+    last_output_only=lambda m: put(
+        m.Outputs, joined=lambda self, kind, so_far, more: more
+    ),
 )
 caught(
     "test_largest_of_negative_outputs",
-    largest_from_zero=lambda m: put(m.Ops, maximum=lambda a, b: np.maximum(np.maximum(a, b), 0)),
+    largest_from_zero=lambda m: put(
+        m.Ops, maximum=lambda a, b: np.maximum(np.maximum(a, b), 0)
+    ),
 )
-caught("test_weight_by_a_function", ask_no_function_for_weights=lambda m: put(m, weight_of=lambda part, weight: float(len(part[0]))))
+caught(
+    "test_weight_by_a_function",
+    ask_no_function_for_weights=lambda m: put(
+        m, weight_of=lambda part, weight: float(len(part[0]))
+    ),
+)
 caught(
     "test_own_split",
     divide_what_the_user_has_divided=lambda m: around(
-        m, "own_parts", lambda own_parts, *given: [tuple(leaf[:1] for leaf in part) for part in own_parts(*given)]
+        m,
+        "own_parts",
+        lambda own_parts, *given: [
+            tuple(leaf[:1] for leaf in part) for part in own_parts(*given)
+        ],
     ),
 )
-caught("test_loss_function_that_returns_something_else", believe_every_loss=lambda m: put(m, checked=lambda returned, declared: returned))
+caught(
+    "test_loss_function_that_returns_something_else",
+    believe_every_loss=lambda m: put(m, checked=lambda returned, declared: returned),
+)
 
 
 @caught_by("test_last_batch_of_fewer_items_than_steps")
@@ -85,9 +132,13 @@ def refuse_more_steps_than_items(m: Module) -> None:
 
 
 def change_step(m: Module, change: Callable[..., Any]) -> None:
-    """Let `update` call an optimizer's step through `change(optimizer, step, gradient, weight, loss)`."""
+    """Let `update` call an optimizer's step through
+    `change(optimizer, step, gradient, weight, loss)`.
+    """
 
-    def update(original: Any, optimizer: Any, loss_fn: Any, batch: Any, **arguments: Any) -> Any:
+    def update(
+        original: Any, optimizer: Any, loss_fn: Any, batch: Any, **arguments: Any
+    ) -> Any:
         step = optimizer.step
         optimizer.step = lambda *given: change(optimizer, step, *given)
         try:
@@ -100,15 +151,24 @@ def change_step(m: Module, change: Callable[..., Any]) -> None:
 
 caught(
     "test_one_call_window",
-    close_the_window_at_each_micro_batch=lambda m: change_step(m, lambda optimizer, step, *given: (step(*given), optimizer.flush())),
-    forget_the_weights_of_a_window=lambda m: change_step(m, lambda optimizer, step, gradient, weight, loss: step(gradient, None, loss)),
+    close_the_window_at_each_micro_batch=lambda m: change_step(
+        m, lambda optimizer, step, *given: (step(*given), optimizer.flush())
+    ),
+    forget_the_weights_of_a_window=lambda m: change_step(
+        m, lambda optimizer, step, gradient, weight, loss: step(gradient, None, loss)
+    ),
 )
 
 
 @caught_by("test_weight_zero_adds_nothing")
 def multiply_by_a_weight_of_zero(m: Module) -> None:
     def add(original: Any, self: Any, loss: Any, gradient: Any, weight: float) -> None:
-        original(self, loss, {name: g * (1 if weight else 0) for name, g in gradient.items()}, weight or 1e-300)
+        original(
+            self,
+            loss,
+            {name: g * (1 if weight else 0) for name, g in gradient.items()},
+            weight or 1e-300,
+        )
 
     around(m.Total, "add", add)
 
@@ -116,7 +176,13 @@ def multiply_by_a_weight_of_zero(m: Module) -> None:
 @caught_by("test_error_of_the_loss_passes")
 def count_micro_batches_before_all_are_there(m: Module) -> None:
     def update(original: Any, optimizer: Any, *given: Any, **arguments: Any) -> Any:
-        optimizer.step({name: np.zeros_like(p) for name, p in optimizer.optimizer.parameters.items()}, 1.0)
+        optimizer.step(
+            {
+                name: np.zeros_like(p)
+                for name, p in optimizer.optimizer.parameters.items()
+            },
+            1.0,
+        )
         return original(optimizer, *given, **arguments)
 
     around(m, "update", update)
@@ -124,9 +190,13 @@ def count_micro_batches_before_all_are_there(m: Module) -> None:
 
 @caught_by("test_gradient_of_the_large_batch and contrast")
 def temperature_once_per_micro_batch(m: Module) -> None:
-    """As OpenCLIP's first accumulation had it: the loss's own parameter is differentiated in every backward pass."""
+    """As OpenCLIP's first accumulation had it: the loss's own parameter is
+    differentiated in every backward pass.
+    """
 
-    def changed(original: Any, outputs_fn: Any, loss_fn: Any, batch: Any, **how: Any) -> Any:
+    def changed(
+        original: Any, outputs_fn: Any, loss_fn: Any, batch: Any, **how: Any
+    ) -> Any:
         parts = len(list(m.micro_batches(batch, None, **how)))
         loss, gradient = original(outputs_fn, loss_fn, batch, **how)
         return loss, gradient | {"temperature": parts * gradient["temperature"]}
@@ -136,10 +206,14 @@ def temperature_once_per_micro_batch(m: Module) -> None:
 
 @caught_by("test_gradient_of_the_large_batch and covariance")
 def couple_within_micro_batches_only(m: Module) -> None:
-    def changed(original: Any, outputs_fn: Any, loss_fn: Any, batch: Any, **how: Any) -> Any:
+    def changed(
+        original: Any, outputs_fn: Any, loss_fn: Any, batch: Any, **how: Any
+    ) -> Any:
         parts = [part for part, *_ in m.micro_batches(batch, None, **how)]
         made = [original(outputs_fn, loss_fn, part, steps=1) for part in parts]
-        return np.mean([loss for loss, _ in made]), {n: np.mean([g[n] for _, g in made], axis=0) for n in made[0][1]}
+        return np.mean([loss for loss, _ in made]), {
+            n: np.mean([g[n] for _, g in made], axis=0) for n in made[0][1]
+        }
 
     around(m, "coupled_value_and_grad", changed)
 
@@ -148,11 +222,20 @@ def couple_within_micro_batches_only(m: Module) -> None:
 def gradient_of_the_first_micro_batch_for_all(m: Module) -> None:
     """The second pass forgets to move on."""
 
-    def changed(original: Any, outputs_fn: Any, loss_fn: Any, batch: Any, **how: Any) -> Any:
+    def changed(
+        original: Any, outputs_fn: Any, loss_fn: Any, batch: Any, **how: Any
+    ) -> Any:
         def shifted(outputs: Any) -> Any:
             loss, gradients, own = loss_fn(outputs)
             size = parts[0][1]
-            return loss, {n: np.concatenate([g[:size]] * len(parts))[: len(g)] for n, g in gradients.items()}, own
+            return (
+                loss,
+                {
+                    n: np.concatenate([g[:size]] * len(parts))[: len(g)]
+                    for n, g in gradients.items()
+                },
+                own,
+            )
 
         parts = list(m.micro_batches(batch, None, **how))
         return original(outputs_fn, shifted, batch, **how)

@@ -32,27 +32,45 @@ def put(owner: Any, **functions: Any) -> None:
 
 
 def around(owner: Any, name: str, changed: Callable[..., Any]) -> None:
-    """Replace a function by `changed`, which gets the original one first, and then the arguments."""
+    """Replace a function by `changed`, which gets the original one first, and then the
+    arguments.
+    """
     original = getattr(owner, name)
-    setattr(owner, name, lambda *arguments, **options: changed(original, *arguments, **options))
+    setattr(
+        owner,
+        name,
+        lambda *arguments, **options: changed(original, *arguments, **options),
+    )
 
 
-def change_state(m: Module, transition: str, **changes: Callable[[State, State], Any]) -> None:
-    """After `transition`, replace fields by functions of the state before and the state after."""
+def change_state(
+    m: Module, transition: str, **changes: Callable[[State, State], Any]
+) -> None:
+    """After `transition`, replace fields by functions of the state before and the state
+    after.
+    """
 
     def changed(original: Any, before: Any, *arguments: Any) -> Any:
         before, after = State(*before), State(*original(before, *arguments))
-        return after._replace(**{name: change(before, after) for name, change in changes.items()})
+        return after._replace(
+            **{name: change(before, after) for name, change in changes.items()}
+        )
 
     around(m, transition, changed)
 
 
 def change_decision(m: Module, change: Callable[..., dict[str, Any]]) -> None:
-    """Replace fields of every decision; `change(decision, state, norm, finite, options)` names them."""
+    """Replace fields of every decision;
+    `change(decision, state, norm, finite, options)` names them.
+    """
 
-    def changed(original: Any, state: Any, norm: Any, finite: Any, options: Any, *rest: Any) -> Any:
+    def changed(
+        original: Any, state: Any, norm: Any, finite: Any, options: Any, *rest: Any
+    ) -> Any:
         decision = m.Decision(*original(state, norm, finite, options, *rest))
-        return decision._replace(**change(decision, State(*state), norm, finite, options))
+        return decision._replace(
+            **change(decision, State(*state), norm, finite, options)
+        )
 
     around(m, "decide", changed)
 

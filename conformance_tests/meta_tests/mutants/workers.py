@@ -25,7 +25,9 @@ def caught_by(test: str) -> Callable[[Plant], Plant]:
 
 
 def watch(m: Module) -> None:
-    """Keep, in each accumulation, its sums as they were before its last micro-batch and after its first."""
+    """Keep, in each accumulation, its sums as they were before its last micro-batch and
+    after its first.
+    """
 
     def watched(step: Any, self: Any, *given: Any) -> None:
         self.before = self.total()
@@ -49,12 +51,20 @@ def change_join(m: Module, changed: Callable[[Any, Callable[[], None]], None]) -
 
 
 def change_joined(m: Module, change: Callable[..., dict[str, Any]]) -> None:
-    """Replace fields of the state of all workers; `change(own, weight, overflow)` names them."""
-    m.joined = lambda own, weight, overflow: own._replace(**{"weight": weight, "overflow": overflow, **change(own, weight, overflow)})
+    """Replace fields of the state of all workers; `change(own, weight, overflow)` names
+    them.
+    """
+    m.joined = lambda own, weight, overflow: own._replace(
+        **{"weight": weight, "overflow": overflow, **change(own, weight, overflow)}
+    )
 
 
 def last_term(self: Any) -> Sums:
-    return {name: total - self.before[name] for name, total in self.sums.items()} if self.before else self.sums
+    return (
+        {name: total - self.before[name] for name, total in self.sums.items()}
+        if self.before
+        else self.sums
+    )
 
 
 @caught_by("test_gradient_is_that_of_all_workers")
@@ -98,9 +108,16 @@ def average_the_workers(m: Module) -> None:
 
     def changed(self: Any, join: Callable[[], None]) -> None:
         own = self.machine.weight or 1.0
-        self.sums = {name: (total / own).astype(total.dtype) for name, total in self.sums.items()}
+        self.sums = {
+            name: (total / own).astype(total.dtype) for name, total in self.sums.items()
+        }
         join()
-        self.sums = {name: (total * self.machine.weight / self.workers.workers).astype(total.dtype) for name, total in self.sums.items()}
+        self.sums = {
+            name: (total * self.machine.weight / self.workers.workers).astype(
+                total.dtype
+            )
+            for name, total in self.sums.items()
+        }
 
     change_join(m, changed)
 
@@ -141,7 +158,9 @@ def reduce_into_the_last_window(m: Module) -> None:
     def changed(self: Any, join: Callable[[], None]) -> None:
         join()
         buffer = getattr(self, "buffer", {})
-        self.buffer = {name: total + buffer.get(name, 0) for name, total in self.sums.items()}
+        self.buffer = {
+            name: total + buffer.get(name, 0) for name, total in self.sums.items()
+        }
         self.sums = {name: total.copy() for name, total in self.buffer.items()}
 
     change_join(m, changed)
@@ -164,7 +183,9 @@ def update_the_first_worker_only(m: Module) -> None:
 
 @caught_by("test_worker_without_micro_batches")
 def leave_out_the_window_of_others(m: Module) -> None:
-    """A worker that has nothing in the window takes part in the exchange, and then forgets it."""
+    """A worker that has nothing in the window takes part in the exchange, and then
+    forgets it.
+    """
 
     def changed(self: Any, join: Callable[[], None]) -> None:
         had = self.machine.micro_step
@@ -179,7 +200,10 @@ def leave_out_the_window_of_others(m: Module) -> None:
 def reduce_in_half_precision(m: Module) -> None:
     def changed(self: Any, join: Callable[[], None]) -> None:
         if self.optimizer.parameters["0.weight"].dtype == ml_dtypes.bfloat16:
-            self.sums = {name: total.astype(ml_dtypes.bfloat16).astype(np.float32) for name, total in self.sums.items()}
+            self.sums = {
+                name: total.astype(ml_dtypes.bfloat16).astype(np.float32)
+                for name, total in self.sums.items()
+            }
         join()
 
     change_join(m, changed)

@@ -1,4 +1,6 @@
-"""A user's training script for JAX: a type checker names each line that ends in `# wrong`, and no other line."""
+"""A user's training script for JAX: a type checker names each line that ends in
+`# wrong`, and no other line.
+"""
 
 import jax.numpy as jnp
 import optax
@@ -7,11 +9,15 @@ import gradaccum
 import gradaccum_jax
 
 params = {"w": jnp.ones(3)}
-tx = gradaccum.wrap(optax.adamw(1e-3), steps=4, reduction="item_mean", clip_norm=1.0, axis_name="data")
+tx = gradaccum.wrap(
+    optax.adamw(1e-3), steps=4, reduction="item_mean", clip_norm=1.0, axis_name="data"
+)
 state = tx.init(params)
 updates, state = tx.update(params, state, params, weight=3)
 params = optax.apply_updates(params, updates)
-typed = gradaccum_jax.wrap(optax.sgd(0.1), steps=gradaccum.until_weight(4096), master_weights=True)
+typed = gradaccum_jax.wrap(
+    optax.sgd(0.1), steps=gradaccum.until_weight(4096), master_weights=True
+)
 typed.init(params)
 
 tx.initialise(params)  # wrong, but not to mypy

@@ -1,4 +1,6 @@
-"""A user's training script for MindSpore: a type checker names each line that ends in `# wrong`, and no other line."""
+"""A user's training script for MindSpore: a type checker names each line that ends in
+`# wrong`, and no other line.
+"""
 
 from mindspore import nn
 
@@ -8,9 +10,13 @@ import gradaccum_mindspore
 
 def train(model: nn.Cell) -> None:
     optimizer = nn.Momentum(model.get_parameters(), 0.1, 0.9)
-    opt: gradaccum_mindspore.AccumulatingOptimizer = gradaccum.wrap(optimizer, steps=4, clip_norm=1.0, data_parallel=True)
+    opt: gradaccum_mindspore.AccumulatingOptimizer = gradaccum.wrap(
+        optimizer, steps=4, clip_norm=1.0, data_parallel=True
+    )
     opt.flush()
-    gradaccum_mindspore.wrap(optimizer, steps=[(0, 4), (1000, 8)], reduction="item_mean", name="generator")
+    gradaccum_mindspore.wrap(
+        optimizer, steps=[(0, 4), (1000, 8)], reduction="item_mean", name="generator"
+    )
 
     gradaccum_mindspore.wrap(optimizer, steps="four")  # wrong
     gradaccum_mindspore.wrap(optimizer)  # wrong

@@ -1,4 +1,6 @@
-"""A user's training script for torch: a type checker names each line that ends in `# wrong`, and no other line."""
+"""A user's training script for torch: a type checker names each line that ends in
+`# wrong`, and no other line.
+"""
 
 import torch
 
@@ -8,7 +10,14 @@ import gradaccum_torch
 model = torch.nn.Linear(4, 2)
 optimizer = torch.optim.AdamW(model.parameters())
 
-opt = gradaccum.wrap(optimizer, steps=4, reduction="item_mean", clip_norm=1.0, loss_scale=gradaccum.DynamicLossScale(), separate_sums=True)
+opt = gradaccum.wrap(
+    optimizer,
+    steps=4,
+    reduction="item_mean",
+    clip_norm=1.0,
+    loss_scale=gradaccum.DynamicLossScale(),
+    separate_sums=True,
+)
 opt.backward(model(torch.ones(3, 4)).sum(), weight=3)
 opt.step()
 applied = opt.result.applied
@@ -18,7 +27,9 @@ scheduler.step()
 gradaccum.wrap(optimizer, steps=[(0, 4), (1000, 8)])
 gradaccum.wrap(optimizer, steps=gradaccum.until_weight(4096))
 gradaccum.wrap(optimizer, steps=lambda step: 4)
-typed = gradaccum_torch.wrap(optimizer, steps=None, loss_scale=torch.amp.GradScaler("cpu"), module=model)
+typed = gradaccum_torch.wrap(
+    optimizer, steps=None, loss_scale=torch.amp.GradScaler("cpu"), module=model
+)
 typed.discard()
 
 opt.backwrad(model(torch.ones(3, 4)).sum())  # wrong
