@@ -63,7 +63,6 @@ from gradaccum_jax.update import (
 from gradaccum_jax.window import window
 from gradaccum_jax.window.state import (
     AccumulationState,
-    event_of,
     fields_of,
     first_terms,
     fresh,
@@ -279,7 +278,7 @@ class Accumulation:
             jnp.asarray(state.micro_step) > 0,
         )
         told = {
-            "event": event_of(state),
+            "event": (False, False, False),
             "tells": extra.get("value") is None,
             "denominator": denominator,
         }
@@ -316,9 +315,9 @@ def flush(
 ) -> tuple[Updates, AccumulationState]:
     """Close the open window: make the update of the micro-batches that it holds.
 
-    An empty window changes nothing, its `result` neither. If `tx` stands inside an
-    `optax.chain`, wrap the whole chain instead; or flush its part and pass the updates
-    through the rest of the chain:
+    An empty window changes nothing: then `result` says neither applied nor skipped. If
+    `tx` stands inside an `optax.chain`, wrap the whole chain instead; or flush its part
+    and pass the updates through the rest of the chain:
 
         updates, states[i] = gradaccum_jax.flush(tx, states[i], params)
         updates, states[i + 1] = following.update(updates, states[i + 1], params)

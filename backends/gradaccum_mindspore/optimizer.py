@@ -10,7 +10,7 @@ there is one learning rate and one ``global_step``, which moves per update.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from functools import partial
 from typing import Any, TypeVar
 
@@ -446,6 +446,25 @@ class AccumulatingOptimizer(OwnPhase, nn.Optimizer):  # type: ignore[misc]
             ArgumentTypeError: `listener` cannot be called.
         """
         return self.storage.listening.add(listener)
+
+    def on_update(self, function: Callable[[], object]) -> Handle:
+        """Call `function`, without arguments, after each update that is made.
+
+        An average of the weights, a codebook, an own schedule: what moves once per
+        update belongs here, as a window may also close inside ``flush``. It is not
+        called for a skipped window. In a compiled step of your own it is called as a
+        listener is: by reading ``result``.
+
+        Args:
+            function: for example ``lambda: average.update(net)``.
+
+        Returns:
+            A handle, whose ``remove()`` takes the function off.
+
+        Raises:
+            ArgumentTypeError: `function` cannot be called.
+        """
+        return self.storage.listening.on_update(function)
 
     def __repr__(self) -> str:
         """Return the state in one line; waits for the device.

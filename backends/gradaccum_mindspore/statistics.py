@@ -326,6 +326,11 @@ class Listening:
             self.seen = self.storage.pull()
         return self.listeners.add(listener)
 
+    def on_update(self, function: Callable[[], object]) -> Handle:
+        if not self.listeners.added:
+            self.seen = self.storage.pull()
+        return self.listeners.on_update(function)
+
     def loaded(self) -> None:
         self.seen = self.storage.pull()
         for scheduler in self.schedulers:

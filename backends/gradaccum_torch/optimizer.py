@@ -136,6 +136,25 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         """
         return self._window.listeners.add(listener)
 
+    def on_update(self, function: Callable[[], object]) -> Handle:
+        """Call `function`, without arguments, after each update that is made.
+
+        An average of the weights, a codebook, an own schedule: what moves once per
+        update belongs here, as a window may also close inside ``flush``, and one
+        ``flush`` may close several where workers hold different numbers of
+        micro-batches. It is not called for a skipped window.
+
+        Args:
+            function: for example ``lambda: ema.update_parameters(model)``.
+
+        Returns:
+            A handle, whose ``remove()`` takes the function off.
+
+        Raises:
+            ArgumentTypeError: `function` cannot be called.
+        """
+        return self._window.listeners.on_update(function)
+
     def backward(
         self, loss: Tensor, weight: float | None = None, **kwargs: Argument
     ) -> None:

@@ -7,7 +7,7 @@ the next session of the same shape borrows it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import chdir, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -101,6 +101,10 @@ class MindSporeSession(Session):
 
     def listen(self, listener: Listener) -> bool:
         self.optimizer.add_listener(listener)
+        return True
+
+    def on_update(self, function: Callable[[], object]) -> bool:
+        self.optimizer.on_update(function)
         return True
 
     def flush(self, denominator: Option = None) -> None:

@@ -200,6 +200,8 @@ class PyNativeWindow:
         state = self.storage.pull()
         if state.micro_step > 0:
             self.close(state, update, denominator)
+        else:
+            self.storage.push_event(False, False, False)
         return bool(state.micro_step > 0)
 
     def discard(self) -> None:

@@ -251,6 +251,10 @@ class TorchSession(Session):
         self.optimizer.add_listener(listener)
         return True
 
+    def on_update(self, function: Callable[[], object]) -> bool:
+        self.optimizer.on_update(function)
+        return True
+
     def flush(self, denominator: Any = None) -> None:
         self.optimizer.flush(denominator=denominator)
 

@@ -416,6 +416,7 @@ class Window:
             raise checks.unfinished_error("flush()")
         if self._fields.micro_step and not self.strategy.watch.intact():
             self._require_true_gradient(self._fields, flushing=True)
+        self._last = _NOTHING_CLOSED._replace(grad_norm=self._last.grad_norm)
         self.workers.flush(
             partial(self.close, denominator),
             self._between_windows,

@@ -4,6 +4,8 @@ hears of every window once, as of the large batch.
 
 import math
 
+import pytest
+
 import gradaccum
 from gradaccum.watching import ClosedWindow
 from gradaccum_conformance import oracle
@@ -13,11 +15,12 @@ from gradaccum_conformance.measuring import Errors
 from gradaccum_conformance.scenarios import (
     cut,
     global_norm,
+    random_tree,
     same,
     standard_batch,
     start,
 )
-from gradaccum_conformance.specs import MLP, Batch, make_weights
+from gradaccum_conformance.specs import LINEAR, MLP, Batch, make_weights
 
 
 def test_each_window_is_heard_once(backend: Harness, mode: str, errors: Errors) -> None:
@@ -160,3 +163,44 @@ def test_listener_that_raises_loses_nothing(backend: Harness) -> None:
             assert not (heard.own and heard.session.result().closed)
     assert [window.optimizer_step for window in heard.windows] == [1, 2]
     assert same(heard.session.parameters(), quiet.session.parameters())
+
+
+def test_what_moves_per_update_moves_once(backend: Harness, mode: str) -> None:
+    """Full, flushed and skipped windows, a discarded one, and flushes of empty ones.
+    Where the optimizer calls nothing, the loop looks at the result after each call, and
+    once more after each flush.
+    """
+    session = start(backend, LINEAR, steps=2, mode=mode, skip_norm=1e6)
+    moved: list[int] = []
+
+    def move() -> None:
+        moved.append(session.state().optimizer_step)
+
+    hooked = session.on_update(move)
+
+    def look() -> None:
+        if not hooked and session.result().applied:
+            move()
+
+    small = random_tree(LINEAR, 0)
+    large = {name: array * 1e9 for name, array in small.items()}
+    for trees in ((small, small), (small, large), (small, small), (small,)):
+        for tree in trees:
+            session.gradients(tree)
+            look()
+        for _ in range(2):
+            session.flush()
+            session.result()  # In compiled code of the user's own this calls the hooks.
+            look()
+    session.gradients(small)
+    look()
+    session.discard()
+    look()
+    assert moved == [1, 2, 3]
+
+
+def test_hook_per_update_must_be_a_function(backend: Harness) -> None:
+    session = start(backend, LINEAR, steps=2)
+    if session.on_update(lambda: None):
+        with pytest.raises(gradaccum.ArgumentTypeError, match="function: expected"):
+            session.on_update("ema.update")  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ from gradaccum.kit import State
 from gradaccum_conformance.reference import harness
 from gradaccum_conformance.reference.harness import NumpySession
 
-from .planting import Module, around, mutants, put
+from .planting import Module, around, mutant, mutants, put
 
 mutants(
     save_without_the_sums=lambda m: put(
@@ -48,6 +48,17 @@ mutants(
         ),
     ),
 )
+
+
+@mutant
+def report_the_last_window_after_an_empty_flush(m: Module) -> None:
+    def flush(original: Any, self: Any, denominator: Any = None) -> None:
+        before = self.result
+        original(self, denominator)
+        if not self.result.closed:
+            self.result = before
+
+    around(m.Accumulation, "flush", flush)
 
 
 def save_without(field: str) -> None:

@@ -1,0 +1,543 @@
+"""Measure how much code there is, and in what style it is written.
+
+Lines are a poor measure of size: whoever makes lines longer has fewer of them. Tokens are what a
+reader reads, so size is counted in tokens. A formatter changes tokens per line and nothing else,
+so style is counted per statement.
+
+    python -m conformance_tests.measure_tokens              tokens by area, and style
+    python -m conformance_tests.measure_tokens FOLDER ...   the style of other packages
+    python -m conformance_tests.measure_tokens --worst 20   also the 20 densest functions
+    python -m conformance_tests.measure_tokens --check      exit with 1 if over a limit
+
+Run it in the root of a checkout. What is counted:
+
+token          what Python's tokenizer finds, without comments, docstrings, newlines and
+               indentation; an f-string is one token, whatever the version of Python
+code line      a line with at least one such token
+simple         a statement without a body: an assignment, a call, return, raise
+parallel       an assignment that gives several names a value each: ``a, b = x, y``
+nested         a comprehension in a comprehension or with two ``for``, or an ``if else``
+               expression in another one
+participle     a name that is a participle alone: ``found``, ``held``, ``joined``; not
+               ``padded_batch``
+pointing word  a name that only points: ``own``, ``whole``, ``others``, ``there``, ``each``
+refusals       ``raise``, what builds its message, and functions that only check or refuse
+attribute      a name that a class annotates in its body or sets on ``self``
+production     all files except those under ``harness``; tests of other packages are left out
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import re
+import sys
+import tokenize
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+PACKAGES = {
+    "core": Path("gradaccum"),
+    "torch": Path("backends/gradaccum_torch"),
+    "jax": Path("backends/gradaccum_jax"),
+    "mindspore": Path("backends/gradaccum_mindspore"),
+}
+NOT_PRODUCTION = "harness"
+NOT_SHIPPED = {"tests": Path("conformance_tests"), "benchmarks": Path("benchmarks")}
+MAX_TEST_TOKENS = 270_000
+"""The limit of ``--check`` for the tests, with the frameworks' harnesses."""
+TEST_FOLDERS = {"test", "tests", "testing", "test_utils"}
+
+MAX_COLUMNS = 100
+LONG_FUNCTION = 25
+SHORT_FUNCTION = 3
+LIMITS = {
+    "tokens": 120_000,
+    "tokens / line": 8.0,
+    f"lines > {MAX_COLUMNS} columns, %": 1.0,
+    "parallel assignments, %": 1.5,
+    "if-else expressions / 1000": 25.0,
+    "nested / 1000": 3.0,
+    "participle names / 1000": 12.0,
+    "pointing words / 1000": 6.0,
+    "refusals, %": 6.0,
+}
+"""The limits of ``--check``. Accelerate, Fabric, optax, einops, equinox, flax, narwhals, torchtune
+and opacus are under the last six, but for torchtune's expressions and narwhals' `other`."""
+
+SKIPPED = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENCODING,
+    tokenize.ENDMARKER,
+}
+FSTRING_START = getattr(tokenize, "FSTRING_START", None)  # Since Python 3.12.
+FSTRING_END = getattr(tokenize, "FSTRING_END", None)
+COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+SIMPLE = (
+    ast.Expr,
+    ast.Assign,
+    ast.AnnAssign,
+    ast.AugAssign,
+    ast.Return,
+    ast.Raise,
+    ast.Assert,
+    ast.Delete,
+)
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+IRREGULAR_PARTICIPLES = re.compile(
+    "begun|borne|bought|bound|built|caught|chosen|done|drawn|driven|fallen|felt|found|frozen"
+    "|given|grown|held|hidden|kept|known|left|lost|made|meant|met|rode|sent|shown|spoken|spoilt"
+    "|stood|taken|taught|told|torn|understood|woven|written"
+)
+REGULAR_PARTICIPLES = re.compile("[a-z]+ed")
+NO_PARTICIPLES = {"bed", "embed", "feed", "led", "need", "red", "seed", "shed", "speed"}
+POINTING_WORDS = re.compile(
+    "above|again|apart|below|each|elsewhere|every|few|here|it|one|other|others|own|rest|several"
+    "|there|those|whole"
+)
+MESSAGE_NAMES = {"expected", "fix", "found", "got", "message", "msg"}
+CHECKING_PREFIXES = ("require_", "check_", "refuse_", "validate_")
+
+
+@dataclass
+class Function:
+    """One function or method."""
+
+    place: str
+    """``path:line name``."""
+    tokens: int
+    lines: int
+
+
+@dataclass
+class Style:
+    """The counts of a group of files."""
+
+    tokens: int = 0
+    lines: int = 0
+    long_lines: int = 0
+    files: int = 0
+    statements: int = 0
+    simple: int = 0
+    simple_tokens: int = 0
+    refusal_tokens: int = 0
+    assignments: int = 0
+    parallel: int = 0
+    nested: int = 0
+    conditional: int = 0
+    walrus: int = 0
+    maps: int = 0
+    names: int = 0
+    participles: int = 0
+    pointing: int = 0
+    functions: list[Function] = field(default_factory=list)
+    class_attributes: list[int] = field(default_factory=list)
+
+    def figures(self) -> dict[str, float]:
+        """Return the figures by name, in the order in which they are printed."""
+        functions = len(self.functions)
+        long = sum(function.lines > LONG_FUNCTION for function in self.functions)
+        short = sum(function.lines < SHORT_FUNCTION for function in self.functions)
+        function_tokens = sum(function.tokens for function in self.functions)
+        classes = len(self.class_attributes)
+        return {
+            "tokens": self.tokens,
+            "code lines": self.lines,
+            "files": self.files,
+            "tokens / line": ratio(self.tokens, self.lines),
+            f"lines > {MAX_COLUMNS} columns, %": percent(self.long_lines, self.lines),
+            "tokens / simple statement": ratio(self.simple_tokens, self.simple),
+            "parallel assignments, %": percent(self.parallel, self.assignments),
+            "refusals, %": percent(self.refusal_tokens, self.tokens),
+            "statements": self.statements,
+            "if-else expressions / 1000": per_thousand(
+                self.conditional, self.statements
+            ),
+            "nested / 1000": per_thousand(self.nested, self.statements),
+            "walrus / 1000": per_thousand(self.walrus, self.statements),
+            "map( / 1000": per_thousand(self.maps, self.statements),
+            "names": self.names,
+            "participle names / 1000": per_thousand(self.participles, self.names),
+            "pointing words / 1000": per_thousand(self.pointing, self.names),
+            "functions": functions,
+            f"functions > {LONG_FUNCTION} lines, %": percent(long, functions),
+            f"functions < {SHORT_FUNCTION} lines, %": percent(short, functions),
+            "tokens / function": ratio(function_tokens, functions),
+            "classes": classes,
+            "attributes / class": ratio(sum(self.class_attributes), classes),
+            "most attributes": max(self.class_attributes, default=0),
+        }
+
+
+def ratio(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
+
+
+def percent(part: int, whole: int) -> float:
+    return 100 * ratio(part, whole)
+
+
+def per_thousand(part: int, whole: int) -> float:
+    return 1000 * ratio(part, whole)
+
+
+def code_tokens(source: str) -> list[tokenize.TokenInfo]:
+    """Return the tokens of `source` that count."""
+    counted = []
+    begins_statement = True
+    for token in join_fstrings(tokenize.generate_tokens(io.StringIO(source).readline)):
+        if token.type in SKIPPED:
+            begins_statement = begins_statement or token.type == tokenize.NEWLINE
+            continue
+        is_string = token.type == tokenize.STRING and '"""' in token.string[:4]
+        begins_statement = begins_statement and is_string
+        if not begins_statement:
+            counted.append(token)
+    return counted
+
+
+def join_fstrings(tokens: Iterator[tokenize.TokenInfo]) -> Iterator[tokenize.TokenInfo]:
+    """Make one token of the parts of an f-string, as Python before 3.12 does."""
+    depth = 0
+    for token in tokens:
+        if token.type == FSTRING_START:
+            if depth == 0:
+                start = token
+            depth += 1
+        elif token.type == FSTRING_END:
+            depth -= 1
+            if depth == 0:
+                yield start._replace(type=tokenize.STRING, end=token.end)
+        elif depth == 0:
+            yield token
+
+
+class FileMeasure:
+    """The measurement of one file."""
+
+    def __init__(self, path: Path, style: Style) -> None:
+        self.path = path
+        self.style = style
+        self.source = path.read_text(encoding="utf-8")
+        self.tokens = code_tokens(self.source)
+        self.starts = [token.start for token in self.tokens]
+        self.lines: set[int] = set()
+        for token in self.tokens:
+            self.lines.update(range(token.start[0], token.end[0] + 1))
+        self.refusals: set[int] = set()
+        """The indices of tokens in refusals, so that none counts twice."""
+
+    def run(self) -> None:
+        text = self.source.split("\n")
+        style = self.style
+        style.files += 1
+        style.tokens += len(self.tokens)
+        style.lines += len(self.lines)
+        style.long_lines += sum(
+            len(text[line - 1]) > MAX_COLUMNS for line in self.lines
+        )
+        for node in ast.walk(ast.parse(self.source)):
+            self.count_statement(node)
+            self.count_expression(node)
+            self.count_name(node)
+        style.refusal_tokens += len(self.refusals)
+
+    def count_statement(self, node: ast.AST) -> None:
+        style = self.style
+        if not isinstance(node, ast.stmt) or is_docstring(node):
+            return
+        style.statements += 1
+        if isinstance(node, SIMPLE):
+            style.simple += 1
+            style.simple_tokens += len(self.tokens_of(node))
+        if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
+            style.assignments += 1
+            style.parallel += is_parallel(node)
+        if isinstance(node, ast.ClassDef):
+            style.class_attributes.append(len(attributes_of(node)))
+        if isinstance(node, FUNCTIONS):
+            style.functions.append(self.function(node))
+        if is_refusal(node):
+            self.refusals.update(self.tokens_of(node))
+
+    def count_expression(self, node: ast.AST) -> None:
+        style = self.style
+        if isinstance(node, COMPREHENSIONS):
+            style.nested += len(node.generators) > 1 or has_inside(node, COMPREHENSIONS)
+        elif isinstance(node, ast.IfExp):
+            style.conditional += 1
+            style.nested += has_inside(node, (ast.IfExp,))
+        elif isinstance(node, ast.NamedExpr):
+            style.walrus += 1
+        elif isinstance(node, ast.Call):
+            style.maps += isinstance(node.func, ast.Name) and node.func.id == "map"
+
+    def count_name(self, node: ast.AST) -> None:
+        name = name_of(node)
+        if name is None:
+            return
+        name = name.strip("_").lower()
+        self.style.names += 1
+        self.style.participles += is_participle(name)
+        self.style.pointing += bool(POINTING_WORDS.fullmatch(name))
+
+    def function(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> Function:
+        body_lines: set[int] = set()
+        for statement in node.body:
+            if not is_docstring(statement):
+                last = statement.end_lineno or statement.lineno
+                body_lines.update(range(statement.lineno, last + 1))
+        return Function(
+            place=f"{self.path}:{node.lineno} {node.name}",
+            tokens=len(self.tokens_of(node)),
+            lines=len(body_lines & self.lines),
+        )
+
+    def tokens_of(self, node: ast.stmt) -> range:
+        """Return the indices of the statement's tokens."""
+        first = (node.lineno, node.col_offset)
+        last = (node.end_lineno or 0, node.end_col_offset or 0)
+        return range(bisect_left(self.starts, first), bisect_left(self.starts, last))
+
+
+def is_docstring(node: ast.stmt) -> bool:
+    return (
+        isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    )
+
+
+def is_parallel(node: ast.stmt) -> bool:
+    """True for ``a, b = x, y`` and ``a = b = x``, not for ``a, b = function()``."""
+    if not isinstance(node, ast.Assign):
+        return False
+    if len(node.targets) > 1:
+        return True
+    return isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple)
+
+
+def is_refusal(node: ast.stmt) -> bool:
+    if isinstance(node, ast.Raise):
+        return True
+    if isinstance(node, FUNCTIONS):
+        name = node.name.lstrip("_")
+        return name.startswith(CHECKING_PREFIXES) or name.endswith("_error")
+    if isinstance(node, ast.Assign):
+        targets: set[str] = set()
+        for target in node.targets:
+            targets.update(
+                name.id for name in ast.walk(target) if isinstance(name, ast.Name)
+            )
+        return bool(targets) and targets <= MESSAGE_NAMES
+    return False
+
+
+def is_participle(name: str) -> bool:
+    if IRREGULAR_PARTICIPLES.fullmatch(name):
+        return True
+    return bool(REGULAR_PARTICIPLES.fullmatch(name)) and name not in NO_PARTICIPLES
+
+
+def has_inside(node: ast.AST, kinds: tuple[type[ast.AST], ...]) -> bool:
+    return any(
+        isinstance(inner, kinds) for inner in ast.walk(node) if inner is not node
+    )
+
+
+def name_of(node: ast.AST) -> str | None:
+    """Return the identifier that a node brings in or uses."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.arg):
+        return node.arg
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    if isinstance(node, (*FUNCTIONS, ast.ClassDef)):
+        return node.name
+    return None
+
+
+def attributes_of(node: ast.ClassDef) -> set[str]:
+    names = {
+        statement.target.id
+        for statement in node.body
+        if isinstance(statement, ast.AnnAssign)
+        and isinstance(statement.target, ast.Name)
+    }
+    for inner in ast.walk(node):
+        match inner:
+            case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
+                names.add(name)
+    return names
+
+
+def python_files(folder: Path) -> Iterator[Path]:
+    for path in sorted(folder.rglob("*.py")):
+        parts = path.relative_to(folder).parts
+        is_test = path.name.startswith("test_") or path.stem.endswith("_test")
+        if TEST_FOLDERS.isdisjoint(parts) and not is_test:
+            yield path
+
+
+def measure(*folders: Path) -> Style:
+    """Return the style of the production files in `folders`."""
+    style = Style()
+    for folder in folders:
+        for path in python_files(folder):
+            if NOT_PRODUCTION not in path.relative_to(folder).parts:
+                FileMeasure(path, style).run()
+    return style
+
+
+def area_of(path: Path, package: Path) -> str:
+    """Return the folder or the file, directly in the package, that a file belongs to."""
+    return path.relative_to(package).parts[0].removesuffix(".py")
+
+
+def tokens_by_area() -> dict[str, Counter[str]]:
+    """Return the tokens by area, and in each area by package."""
+    areas: dict[str, Counter[str]] = {}
+    for name, package in PACKAGES.items():
+        for path in python_files(package):
+            tokens = len(code_tokens(path.read_text(encoding="utf-8")))
+            areas.setdefault(area_of(path, package), Counter())[name] += tokens
+    return areas
+
+
+def tokens_in(folder: Path) -> int:
+    """Return the tokens of all files in `folder`, tests included."""
+    files = folder.rglob("*.py")
+    return sum(len(code_tokens(path.read_text(encoding="utf-8"))) for path in files)
+
+
+def harness_tokens() -> int:
+    """Return the tokens of the harnesses that stand inside of packages."""
+    folders = [package / NOT_PRODUCTION for package in PACKAGES.values()]
+    return sum(tokens_in(folder) for folder in folders if folder.is_dir())
+
+
+def print_not_shipped() -> None:
+    rows = [[name, f"{tokens_in(folder):,}"] for name, folder in NOT_SHIPPED.items()]
+    rows.append(["harnesses inside packages", f"{harness_tokens():,}"])
+    print_table(["not production", "tokens"], rows)
+
+
+def print_table(header: list[str], rows: list[list[str]]) -> None:
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    for row in (header, *rows):
+        cells = [row[0].ljust(widths[0])]
+        cells += [
+            cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)
+        ]
+        print("  ".join(cells).rstrip())
+
+
+def print_areas() -> None:
+    areas = tokens_by_area()
+    by_size = sorted(areas.items(), key=lambda item: -item[1].total())
+    rows = []
+    total: Counter[str] = Counter()
+    for area, counts in by_size:
+        rows.append(
+            [area, *(f"{counts[name]:,}" for name in PACKAGES), f"{counts.total():,}"]
+        )
+        total += counts
+    rows.append(
+        ["all", *(f"{total[name]:,}" for name in PACKAGES), f"{total.total():,}"]
+    )
+    print_table(["tokens by area", *PACKAGES, "all"], rows)
+
+
+def print_styles(styles: dict[str, Style]) -> None:
+    columns = [style.figures() for style in styles.values()]
+    rows = []
+    for name in columns[0]:
+        rows.append([name, *(shown(column[name]) for column in columns)])
+    print_table(["style", *styles], rows)
+
+
+def shown(figure: float) -> str:
+    return f"{figure:,}" if isinstance(figure, int) else f"{figure:.1f}"
+
+
+def print_worst(style: Style, number: int) -> None:
+    functions = [each for each in style.functions if each.tokens >= 100 and each.lines]
+    functions.sort(key=lambda function: -function.tokens / function.lines)
+    rows = [
+        [
+            each.place,
+            str(each.tokens),
+            str(each.lines),
+            f"{each.tokens / each.lines:.1f}",
+        ]
+        for each in functions[:number]
+    ]
+    print_table(
+        ["densest functions of 100 tokens or more", "tokens", "lines", "per line"], rows
+    )
+
+
+def over_limit(style: Style) -> list[str]:
+    figures = style.figures()
+    return [
+        f"{name}: {shown(figures[name])}, at most {limit:,} allowed"
+        for name, limit in LIMITS.items()
+        if figures[name] > limit
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument(
+        "folders", nargs="*", type=Path, help="packages in place of ours"
+    )
+    parser.add_argument(
+        "--worst", type=int, metavar="N", help="show the N densest functions"
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="exit with 1 if over a limit"
+    )
+    arguments = parser.parse_args()
+
+    folders = {folder.name: folder for folder in arguments.folders} or PACKAGES
+    missing = [str(folder) for folder in folders.values() if not folder.is_dir()]
+    if missing:
+        parser.error(
+            f"not found: {', '.join(missing)}; run it in the root of a checkout"
+        )
+
+    styles = {name: measure(folder) for name, folder in folders.items()}
+    everything = measure(*folders.values())
+    if not arguments.folders:
+        print_areas()
+        print()
+        print_not_shipped()
+        print()
+        styles["all"] = everything
+    print_styles(styles)
+    if arguments.worst:
+        print()
+        print_worst(everything, arguments.worst)
+    problems = over_limit(everything) if arguments.check else []
+    if arguments.check and not arguments.folders:
+        test_tokens = tokens_in(NOT_SHIPPED["tests"]) + harness_tokens()
+        if test_tokens > MAX_TEST_TOKENS:
+            problems.append(
+                f"tests: {test_tokens:,} tokens, at most {MAX_TEST_TOKENS:,} allowed"
+            )
+    for problem in problems:
+        print(f"over the limit: {problem}", file=sys.stderr)
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
