@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from gradaccum import GradAccumWarning, StepResult, UsageError, updates_in
 from gradaccum.kit import (
+    Epoch,
     Handle,
     Listener,
     Options,
@@ -267,7 +268,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
 
     def epoch(
         self, loader: Iterable[M], *, carry: bool = False, progress: bool = False
-    ) -> Iterator[M]:
+    ) -> Epoch[M]:
         """Iterate over the micro-batches of a loader, and flush when it ends; ``break``
         or an error leaves the window open.
 
@@ -309,6 +310,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
             self._options.steps,
             epochs=epochs,
             optimizer_step=self._window.updates,
+            micro_step=self._window.micro_step,
         )
 
     def discard(self) -> None:

@@ -130,6 +130,7 @@ class Window:
         self.schedulers: WeakSet[Follower] = WeakSet()
         """Those that follow the updates."""
         self._statistics = Statistics(options)
+        self._use_of_weights = kit.use_of_weights(options)
         self._measures = kit.measures(options)
         """The norm of a window's sum is needed."""
         self._plan = Plan(parameters, options, workers)
@@ -152,6 +153,10 @@ class Window:
     @property
     def updates(self) -> int:
         return int(self._fields.optimizer_step)
+
+    @property
+    def micro_step(self) -> int:
+        return int(self._fields.micro_step)
 
     @property
     def size(self) -> Size:
@@ -186,7 +191,7 @@ class Window:
         return (
             known.weight
             if known.weighed
-            else float(kit.given_weight(None, self._options.reduction))
+            else float(kit.given_weight(None, self._use_of_weights))
         )
 
     def backward(
@@ -281,8 +286,8 @@ class Window:
             or self.workers.held != "own"
         ):
             self._require_whole("step()")
-        if not known.weighed and self._options.reduction == "item_mean":
-            kit.given_weight(None, "item_mean")
+        if not known.weighed and self._use_of_weights is not None:
+            kit.given_weight(None, self._use_of_weights)
         if (
             self._scale_in_use
             or known.given
