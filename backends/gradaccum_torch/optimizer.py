@@ -43,7 +43,7 @@ from gradaccum_torch.update import Loss, Update, rate_mark
 from gradaccum_torch.window.watch import Allowed
 from gradaccum_torch.window.window import Window
 from gradaccum_torch.workers.interface import Workers
-from gradaccum_torch.workers.workers import workers_of
+from gradaccum_torch.workers.workers import ALONE, workers_of
 
 OptimizerState = Any
 """``optimizer.state``: a mapping from each parameter to what the optimizer keeps for
@@ -97,6 +97,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
             self._scaler,
             workers,
         )
+        workers.take_part()
         self._loads: list[int] = []
         """The updates that each loaded state had. A list that grows: Lightning's
         proxies keep what is set on ``self``.
@@ -347,11 +348,12 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
             self._inner,
             workers if is_module else None,
             options,
-            process_group=None if is_module else workers,
+            process_group=None if is_module else ALONE if workers is None else workers,
         )
         if held == "torn":
             window.discard()
         window.regroup(made)
+        made.take_part()
         fields = window.fields_to_save()
         has_own = held == "own" and fields.micro_step > 0
         closed = int(fields.optimizer_step + fields.skipped_windows)
@@ -554,7 +556,11 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         inner, options = state["inner"], state["options"]
         AccumulatingOptimizer.__init__(
-            self, inner, options, workers_of(inner, None, options), state["masters"]
+            self,
+            inner,
+            options,
+            workers_of(inner, None, options, process_group=ALONE),
+            state["masters"],
         )
         self._window.unpickle(state["window"])
         self._loads.extend(state["loads"])

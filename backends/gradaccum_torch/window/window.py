@@ -255,6 +255,7 @@ class Window:
     def groups_changed(self) -> None:
         self._statistics.groups_changed()
         self._parameters.groups_changed()
+        self.workers.parameters_changed()
         self.forget_rates()
         self._plan, old = (
             Plan(self._parameters, self._options, self.workers),
@@ -350,8 +351,6 @@ class Window:
             self._join()
             if not self.workers.joined:
                 return
-        elif self._options.separate_sums:
-            self.workers.require_one_weight(self._fields)
         if self.workers.stages is not None:
             self._add_tied(self.workers.stages)
         self._fields, decision, *_ = verdict = self._verdict(self._fields, denominator)
