@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from contextlib import suppress
 from types import MappingProxyType
 from typing import Generic, SupportsFloat, TypeVar, cast
 
@@ -235,13 +234,10 @@ def updates_in(
             "Count the windows of gradaccum.windows(loader, ...) instead.",
         )
         raise explain(ArgumentTypeError, "steps", expected=expected, got=steps, fix=fix)
-    if isinstance(micro_batches, Sized):
-        # A torch DataLoader has a length only if its dataset has one.
-        with suppress(TypeError):
-            micro_batches = len(micro_batches)
+    known_length = _length_of(micro_batches)
     length = require_int(
         "micro_batches",
-        micro_batches,
+        micro_batches if known_length is None else known_length,
         at_least=0,
         fix="Pass the loader's number of micro-batches, for example 100.",
     )
@@ -269,22 +265,42 @@ class Sizes:
         self._looks, self._first = reduction == "mean", 0
 
     def see(self, micro_batch: object) -> None:
-        """Take in the last micro-batch, whose first array has its items along the first
-        axis.
-        """
+        """Take in the last micro-batch."""
         if self.weighed or not self._looks:
             return
         self.weighed = True
-        shapes: Iterator[tuple[int, ...]] = (
-            getattr(leaf.value, "shape", ()) for leaf in leaves_of(micro_batch)
-        )
-        items = next((int(shape[0]) for shape in shapes if len(shape)), 0)
-        if items and self._first not in (0, items):
+        items = _items_of(micro_batch)
+        if items is None:
+            self._looks = False
+        elif items and self._first not in (0, items):
             self._looks = False
             warnings.warn(
                 _UNEQUAL.format(self._first, items), GradAccumWarning, stacklevel=3
             )
-        self._first = self._first or items
+        self._first = self._first or items or 0
+
+
+def _items_of(micro_batch: object) -> int | None:
+    """Return the number of items, 0 without any array; None where it is unknown.
+
+    A batch of graphs names its number. Otherwise the items are along the first axis if
+    all arrays have the same one: in time-major batches the labels have another.
+    """
+    stated = getattr(micro_batch, "num_graphs", None)
+    if isinstance(stated, int):
+        return stated
+    shapes = (_shape_of(leaf.value) for leaf in leaves_of(micro_batch))
+    lengths = {int(shape[0]) for shape in shapes if len(shape)}
+    if len(lengths) > 1:
+        return None
+    return max(lengths, default=0)
+
+
+def _shape_of(value: object) -> tuple[int, ...]:
+    try:
+        return cast(tuple[int, ...], getattr(value, "shape", ()))
+    except RuntimeError:  # torch's nested tensors have none.
+        return ()
 
 
 def epoch(
@@ -358,9 +374,20 @@ def _with_progress(loader: Iterable[M]) -> Iterable[M]:
         track(
             loader,
             "micro-batches",
-            total=len(loader) if isinstance(loader, Sized) else None,
+            total=_length_of(loader),
         ),
     )
+
+
+def _length_of(loader: object) -> int | None:
+    """Return the loader's number of micro-batches; None if it has no length.
+
+    torch's loaders have a ``__len__`` that raises over data without a length.
+    """
+    try:
+        return len(cast(Sized, loader))
+    except TypeError:
+        return None
 
 
 def _require_iterable(loader: object) -> None:

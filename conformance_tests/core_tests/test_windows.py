@@ -12,7 +12,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -68,6 +68,16 @@ class Loader:
 
     def alive(self) -> list[int]:
         return [index for index, item in enumerate(self.given) if item() is not None]
+
+
+class Unsized:
+    """A loader over data without a length, as torch's."""
+
+    def __len__(self) -> int:
+        raise TypeError("object of type 'Lines' has no len()")
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([1, 2])
 
 
 def lengths(made: Any) -> list[int]:
@@ -367,17 +377,22 @@ def test_open_window_is_filled_up_first(
     ("micro_batches", "steps", "argument"),
     [
         (iter([1]), 4, "micro_batches"),
+        (Unsized(), 4, "micro_batches"),
         (-1, 4, "micro_batches"),
         (10, None, "steps"),
         (10, until_weight(4), "steps"),
     ],
-    ids=["iterator", "negative", "the caller closes", "by weight"],
+    ids=["iterator", "unknown length", "negative", "the caller closes", "by weight"],
 )
 def test_unknown_numbers_of_updates_raise(
     micro_batches: Any, steps: Any, argument: str
 ) -> None:
     with pytest.raises(gradaccum.GradAccumError, match=f"{argument}: expected"):
         updates_in(micro_batches, steps)
+
+
+def test_progress_of_a_loader_of_unknown_length() -> None:
+    assert list(epoch(Unsized(), lambda: None, progress=True)) == [1, 2]
 
 
 @pytest.mark.parametrize("progress", [False, True])
@@ -479,6 +494,63 @@ def test_unequal_micro_batches_without_a_weight_are_said_once(
         for warning in heard
     ] == said
     assert all(warning.category is gradaccum.GradAccumWarning for warning in heard)
+
+
+class Graphs(NamedTuple):
+    """Graphs side by side: a row per node, and a label per graph."""
+
+    nodes: np.ndarray
+    edges: np.ndarray
+    labels: np.ndarray
+
+
+class Batch:
+    """Graphs that are no container, with their number, as PyTorch Geometric's."""
+
+    def __init__(self, num_graphs: int) -> None:
+        self.num_graphs = num_graphs
+
+
+class Nested:
+    """A tensor of rows of several lengths, as torch's first ones."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        raise RuntimeError("no sizes")
+
+
+def labelled(*nodes: int) -> list[object]:
+    return [Graphs(np.zeros((n, 7)), np.zeros((2, 3 * n)), np.zeros(4)) for n in nodes]
+
+
+UNEQUAL: dict[str, tuple[list[object], list[tuple[int, int]]]] = {
+    "rows and labels": ([(np.zeros((n, 7)), np.zeros(n)) for n in (4, 4, 3)], [(4, 3)]),
+    "by name": ([{"x": np.zeros((n, 7)), "id": 5} for n in (4, 4, 3)], [(4, 3)]),
+    "time first": (
+        [(np.zeros((n, 3, 7)), np.zeros(3)) for n in (3, 5, 6)],
+        [],
+    ),
+    "padded in time": ([(np.zeros((3, n)), np.zeros(3)) for n in (5, 6, 4)], []),
+    "packed": ([(np.zeros((n, 7)), np.zeros(5)) for n in (11, 9)], []),
+    "graphs": (labelled(9, 6, 7), []),
+    "numbered graphs": ([Batch(4), Batch(4)], []),
+    "fewer graphs": ([Batch(4), Batch(3)], [(4, 3)]),
+    "nested": ([Nested(), Nested()], []),
+}
+
+
+@pytest.mark.parametrize("kind", UNEQUAL)
+def test_first_axis_is_not_always_that_of_the_items(kind: str) -> None:
+    micro_batches, said = UNEQUAL[kind]
+    sizes = Sizes("mean")
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        for micro_batch in micro_batches:
+            sizes.weighed = False
+            sizes.see(micro_batch)
+    texts = [str(warning.message) for warning in heard]
+    numbers = [list(map(int, re.findall(r"\b\d+\b", text)))[:2] for text in texts]
+    assert list(map(tuple, numbers)) == said
 
 
 # Several workers' loaders: their windows end together, and each knows the totals of
