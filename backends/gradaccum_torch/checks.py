@@ -4,6 +4,7 @@ calls that would make a window wrong.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import Enum
 from inspect import Parameter, signature
 from typing import Literal, get_args
@@ -15,6 +16,7 @@ from gradaccum import (
     ArgumentTypeError,
     ArgumentValueError,
     AutoMicroBatchSize,
+    StepResult,
     UsageError,
 )
 from gradaccum.kit import (
@@ -161,19 +163,54 @@ def require_update_in_step(optimizer: torch.optim.Optimizer) -> None:
             ArgumentTypeError, "optimizer", expected=_IN_STEP, found=found, fix=fix
         )
 
-    closure = signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is Parameter.empty:
-        found = f"{name}, whose step evaluates the model again and again by a closure"
+    required = [
+        each.name
+        for each in signature(optimizer.step).parameters.values()
+        if each.default is Parameter.empty and each.kind not in _ANY
+    ]
+    if required:
+        found = (
+            f"{name}, whose step evaluates the model again and again by a closure"
+            if required == ["closure"]
+            else f"{name}, whose step needs {' and '.join(required)}"
+        )
         raise explain(
             ArgumentTypeError,
             "optimizer",
             expected=_IN_STEP,
             found=found,
-            fix=f"{own}give its closure the whole batch.",
+            fix=f"{own}give it the whole batch.",
         )
 
 
+_ANY = Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD
 _IN_STEP = "an optimizer that makes its update in step() from what is in .grad"
+
+
+def step_argument_error(
+    closure: object, misplaced: Mapping[str, object]
+) -> ArgumentTypeError:
+    """Return the error for an argument of ``step`` that is no closure."""
+    name, value = next(iter(misplaced.items()), ("closure", closure))
+    fix = "Write opt.backward(loss), and then opt.step() without an argument."
+    if name == "weight":
+        fix = f"Write opt.backward(loss, weight={value!r}), and then opt.step()."
+    return explain(
+        ArgumentTypeError,
+        "step()",
+        expected="no argument but a closure",
+        found=f"{name}={value!r}",
+        fix=fix,
+    )
+
+
+def place_of_attribute(name: str) -> str | None:
+    """Return where to find what has `name` elsewhere, as a sentence."""
+    if name in StepResult._fields:
+        return f"Read opt.result.{name}."
+    if name == "accumulate":
+        return "Call opt.step() after each backward pass: it accumulates by itself."
+    return None
 
 
 def require_loss(loss: object) -> Tensor:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Siz
 from contextlib import contextmanager
 from functools import partial, wraps
 from types import FunctionType, MethodType, TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar, final
+from typing import TYPE_CHECKING, Any, Never, TypeVar, final
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,13 @@ from gradaccum.kit import (
     require_weight,
 )
 from gradaccum_torch import update
-from gradaccum_torch.checks import known_window_size, require_loss, shared_step_error
+from gradaccum_torch.checks import (
+    known_window_size,
+    place_of_attribute,
+    require_loss,
+    shared_step_error,
+    step_argument_error,
+)
 from gradaccum_torch.grad_scaler import foreign_scaler_error, link_scaler
 from gradaccum_torch.parameters import Group, Parameters
 from gradaccum_torch.private import fsdp, names
@@ -216,13 +222,16 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         """
         return self._window.scale(require_loss(loss))
 
-    def step(self, closure: Callable[[], Loss] | None = None) -> Loss:
+    def step(
+        self, closure: Callable[[], Loss] | None = None, **misplaced: Never
+    ) -> Loss:
         """Count the micro-batch whose gradient is in ``.grad``, and at the end of the
         window make the update.
 
         Args:
             closure: computes the loss of the micro-batch and its gradient, and is run
                 once.
+            misplaced: none: any other argument, such as a weight, is refused.
 
         Returns:
             What the closure returns, or None.
@@ -232,19 +241,16 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
                 changed ``.grad``; or a plain ``backward()`` was used where weight or
                 loss scale are needed. The window is as it was before the call.
             ArgumentTypeError: ``reduction="item_mean"``, and nothing gave the
-                micro-batch its weight.
+                micro-batch its weight; or an argument is no closure.
         """
+        if misplaced or not (closure is None or callable(closure)):
+            raise step_argument_error(closure, misplaced)
         window = self._window
         loss = None if closure is None else window.evaluate(closure)
         if _FROM_SCALER in self.__dict__:
             return self._step_for_scaler()
         if window.add():
-            try:
-                window.reported(window.close)
-            except Exception as error:
-                if closure is not None and "closure" in str(error).lower():
-                    error.add_note(update.MISSING_CLOSURE)
-                raise
+            window.reported(window.close)
         return loss
 
     def flush(self, *, denominator: float | None = None) -> None:
@@ -524,7 +530,14 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
                 raise AttributeError(
                     f"{type(self).__name__!r} object has no attribute {name!r}"
                 )
-            value = getattr(self._inner, name)
+            try:
+                value = getattr(self._inner, name)
+            except AttributeError as error:
+                if (place := place_of_attribute(name)) is None:
+                    raise
+                raise AttributeError(
+                    f"{type(self).__name__!r} object has no attribute {name!r}. {place}"
+                ) from error
             return (
                 forwarded(value, name, self._window, self._parameters)
                 if isinstance(value, (MethodType, FunctionType))

@@ -149,7 +149,9 @@ class Update:
             self.progress = Progress.MADE
             for after in tuple(self._after.values()):
                 after(wrapper, args, kwargs)
-        except BaseException:
+        except BaseException as error:
+            if self.progress is Progress.RUNS and _wants_closure(error):
+                error.add_note(_MISSING_CLOSURE)
             if self.progress is Progress.NOT_BEGUN:
                 strategy.take_back(
                     undivided, divisor, spoiled=hooked is not None and hooked.changed()
@@ -277,13 +279,18 @@ class _Gradients:
 # micro-batch.
 
 
-MISSING_CLOSURE = (
-    "gradaccum: the closure was run once, for its micro-batch, and the inner"
-    " optimizer's step is called without one. An optimizer that evaluates the model"
-    " again is used bare, or has a window for each of its updates (RECIPES.md of"
-    " gradaccum_torch, An optimizer with two updates). Call opt.discard() to drop the"
-    " window."
+_MISSING_CLOSURE = (
+    "gradaccum: the inner optimizer's step is called without a closure, as opt.step"
+    " runs one for its micro-batch. An optimizer that evaluates the model again is used"
+    " bare, or has a window for each of its updates (RECIPES.md of gradaccum_torch, An"
+    " optimizer with two updates). Call opt.discard() to drop the window."
 )
+
+
+def _wants_closure(error: BaseException) -> bool:
+    text = str(error).lower()
+    return "closure" in text or "'nonetype' object is not callable" in text
+
 
 Loss = Any
 """The value of a closure. torch hands it through, whatever it is."""

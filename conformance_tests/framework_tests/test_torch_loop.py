@@ -236,20 +236,70 @@ def test_closure_that_raises_counts_nothing() -> None:
     assert_same(model, large())
 
 
-def test_optimizer_that_turns_out_to_need_one_says_what_to_write() -> None:
-    class Again(torch.optim.SGD):
-        def step(self, closure=None):
-            if closure is None:
-                raise RuntimeError("this optimizer needs a closure")
-            return super().step(closure)
+class Again(torch.optim.SGD):
+    """An optimizer that needs a closure, which its signature does not tell."""
 
+    def step(self, closure=None):
+        if closure is None:
+            raise RuntimeError("this optimizer needs a closure")
+        return super().step(closure)
+
+
+class AgainByCall(torch.optim.SGD):
+    def step(self, closure=None):
+        with torch.enable_grad():
+            return closure()
+
+
+def plain(model, opt, x, y) -> None:
+    mse(model, x, y).backward()
+    opt.step()
+    opt.zero_grad()
+
+
+@pytest.mark.parametrize("call", ["step(closure)", "step()", "flush()"])
+@pytest.mark.parametrize("kind", [Again, AgainByCall])
+def test_optimizer_that_turns_out_to_need_one_says_what_to_write(
+    kind: type[torch.optim.Optimizer], call: str
+) -> None:
     model = make_separate_model()
-    opt = gradaccum.wrap(Again(model.parameters(), lr=0.1), steps=2, separate_sums=True)
-    closed_over(model, opt, *PARTS[0])
-    with pytest.raises(RuntimeError, match="needs a closure") as caught:
-        closed_over(model, opt, *PARTS[1])
+    opt = gradaccum.wrap(
+        kind(model.parameters(), lr=0.1),
+        steps=None if call == "flush()" else 2,
+        separate_sums=True,
+    )
+    loop = closed_over if call == "step(closure)" else plain
+    loop(model, opt, *PARTS[0])
+    if call == "flush()":
+        loop(model, opt, *PARTS[1])
+    with pytest.raises((RuntimeError, TypeError)) as caught:
+        opt.flush() if call == "flush()" else loop(model, opt, *PARTS[1])
     assert "used bare" in caught.value.__notes__[0]
     assert opt.result.micro_step == 2, "the window stays"
+
+
+def test_another_error_of_a_step_has_no_note() -> None:
+    class Failing(torch.optim.SGD):
+        def step(self, closure=None):
+            raise RuntimeError("out of disk")
+
+    model = make_separate_model()
+    opt = gradaccum.wrap(Failing(model.parameters()), steps=1)
+    with pytest.raises(RuntimeError, match="out of disk") as caught:
+        plain(model, opt, *PARTS[0])
+    assert not hasattr(caught.value, "__notes__")
+
+
+def test_optimizer_whose_step_needs_something_is_refused() -> None:
+    class Evaluating(torch.optim.SGD):
+        def step(self, model, *more, batch, closure=None, **others):
+            return super().step()
+
+    with pytest.raises(
+        gradaccum.ArgumentTypeError,
+        match=r"optimizer: .*Evaluating, whose step needs model and batch\.",
+    ):
+        gradaccum.wrap(Evaluating(make_separate_model().parameters()), steps=2)
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,40 @@ def test_wrong_objects_are_refused() -> None:
         )
 
 
+@pytest.mark.parametrize(
+    ("step", "fix"),
+    [
+        (lambda opt: opt.step(weight=3), r"got weight=3\. Write .*weight=3\)"),
+        (lambda opt: opt.step(3), r"got closure=3\. Write opt\.backward\(loss\)"),
+        (lambda opt: opt.step(lr=0.1), r"got lr=0\.1\. .* without an argument"),
+    ],
+    ids=["weight", "position", "other"],
+)
+def test_arguments_of_step_are_refused(step: Callable[[Any], object], fix: str) -> None:
+    model = make_model()
+    opt = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.5), steps=2)
+    opt.backward(loss_of(model), weight=3)
+    with pytest.raises(gradaccum.ArgumentTypeError, match=rf"^step\(\): .*{fix}"):
+        step(opt)
+    opt.step()
+    assert opt.result.micro_step == 1
+
+
+def test_attributes_that_are_elsewhere_say_where() -> None:
+    model = make_model()
+    opt = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.5), steps=2)
+    for name in gradaccum.StepResult._fields:
+        assert not hasattr(opt, name)
+        with pytest.raises(AttributeError, match=rf"Read opt\.result\.{name}\."):
+            getattr(opt, name)
+    with pytest.raises(AttributeError, match=r"Call opt\.step\(\) after each"):
+        opt.accumulate  # noqa: B018
+    with pytest.raises(AttributeError, match="'SGD' object has no attribute 'norms'"):
+        opt.norms  # noqa: B018
+    opt.optimizer.loss_scale = "the inner optimizer's own"
+    assert opt.loss_scale == "the inner optimizer's own"
+
+
 SCALES = {
     "none": {},
     "static": {"loss_scale": 8.0},
