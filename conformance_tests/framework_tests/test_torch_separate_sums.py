@@ -283,6 +283,57 @@ def test_graph_of_a_gradient_is_refused() -> None:
     assert opt.result.micro_step == 0
 
 
+@pytest.mark.parametrize("options", [{}, {"steps": 1, "separate_sums": False}], ids=str)
+def test_graph_of_assigned_gradients_is_left_out(options: dict[str, Any]) -> None:
+    """`torch.func.grad` by parameters makes one, which nobody asked for."""
+    model = make_model()
+    opt = wrapped(model, **options)
+
+    def loss_of(own: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        return (torch.func.functional_call(model, own, (x,)) - y).square().mean()
+
+    for x, y in PARTS * 2 if not options else [(X, Y)] * 2:
+        own = torch.func.grad(loss_of)(dict(model.named_parameters()), x, y)
+        for name, parameter in model.named_parameters():
+            parameter.grad = own[name]
+        assert model[0].weight.grad.requires_grad
+        opt.step()
+        opt.zero_grad()
+    assert_same(model, large(2))
+
+
+def test_second_loss_of_sparse_embeddings_first_comes_later() -> None:
+    """Their gradients share memory with the batch and with each other, and with no
+    CUDA graph.
+    """
+    tables = [nn.Embedding(6, 3, sparse=True).double() for _ in range(2)]
+    large = copy.deepcopy(tables)
+    parameters = [table.weight for table in tables]
+    opt = gradaccum.wrap(
+        torch.optim.SGD(parameters, lr=0.1), steps=2, separate_sums=True
+    )
+    places = torch.tensor([[1, 2, 2], [0, 5, 1]])
+
+    def loss_of(tables: list[nn.Embedding], rows: Tensor) -> Tensor:
+        return (tables[0](rows) + tables[1](rows)).square().mean()
+
+    for losses in (1, 2, 2):
+        for rows in places:
+            for _ in range(losses):
+                loss_of(tables, rows).backward()
+            opt.step()
+            opt.zero_grad()
+        for _ in range(losses):
+            loss_of(large, places).backward()
+        with torch.no_grad():
+            for table in large:
+                table.weight.sub_(table.weight.grad.to_dense(), alpha=0.1)
+                table.weight.grad = None
+    assert opt.result.optimizer_step == 3
+    for mine, other in zip(tables, large, strict=True):
+        torch.testing.assert_close(mine.weight, other.weight, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("before", [0, 1])
 def test_inner_optimizer_that_raises_leaves_window(before: int) -> None:
     """In the first window, and after one in which nothing was unusual."""

@@ -244,6 +244,18 @@ def owns_memory(gradient: Tensor) -> bool:
     return own and not (gradient.is_cuda and _TREES in sys.modules)
 
 
+def may_be_static(gradient: Tensor) -> bool:
+    """True if the memory of `gradient` may be that of a CUDA graph.
+
+    A sparse gradient shares its indices with the user's batch, and its values with
+    another embedding that is added to the same activations.
+    """
+    if not gradient.is_sparse:
+        return not owns_memory(gradient)
+    in_graph = gradient.is_cuda and _TREES in sys.modules
+    return in_graph or not elements(gradient).untyped_storage().resizable()
+
+
 def keep_own(leaf: Tensor) -> None:
     """Copy the ``.grad`` of `leaf` if somebody else may write into its memory."""
     if leaf.grad is not None and not owns_memory(leaf.grad):

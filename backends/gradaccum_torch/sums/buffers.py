@@ -534,8 +534,13 @@ class SeparateStrategy(BufferStrategy):
             and any(parameter.grad is None for parameter in self._lost)
         ):
             raise _taken_error()
-        if any(map(REQUIRES_GRAD, map(GRAD, filled))):
-            raise _graph_error()
+        for parameter in filled:
+            gradient = parameter.grad
+            if gradient is not None and gradient.requires_grad:
+                if self.watch.known.arrived:
+                    raise _graph_error()
+                # `torch.func.grad` by parameters has a graph that nobody asked for.
+                parameter.grad = gradient.detach()
         if size != 1 and filled and hasattr(filled[0], "summed_grad"):
             raise _noise_error()
 

@@ -32,6 +32,7 @@ from gradaccum_torch.private.names import (
     foreach_norm,
     keep_own,
     local,
+    may_be_static,
     owns_memory,
     untraced,
     version,
@@ -340,7 +341,7 @@ class GradWatch:
             if (
                 parameter.grad is not None
                 and parameter.grad._version == (parameter is arrived)
-                and not owns_memory(parameter.grad)
+                and may_be_static(parameter.grad)
             ):
                 raise checks.second_pass_error()
 
