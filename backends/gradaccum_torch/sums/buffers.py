@@ -519,7 +519,7 @@ class SeparateStrategy(BufferStrategy):
         def hook(parameter: Tensor) -> None:
             known = watch.known
             if not known.under_way:
-                if not watch.begin():
+                if not watch.begin(id(parameter)):
                     keep_own(parameter)
                 if known.arrived:
                     watch.expect_passes(parameter)

@@ -239,6 +239,8 @@ class GradWatch:
         """By micro-batch, the place of each backward pass in the user's program; None:
         nobody asks any more.
         """
+        self._opener = 0
+        """The id of the parameter with which the micro-batch's first pass began."""
 
     def watch(self, parameters: Iterable[Tensor]) -> None:
         known = dict(self._watched)
@@ -265,9 +267,9 @@ class GradWatch:
     def holds(self) -> bool:
         return any(map(is_not, map(_GRADIENT, self._watched.values()), repeat(None)))
 
-    def begin(self) -> bool:
-        """Note that a backward pass has begun; return False if its end will not be
-        seen.
+    def begin(self, opener: int = 0) -> bool:
+        """Note that a backward pass has begun, at the parameter with the id `opener`;
+        return False if its end will not be seen.
         """
         event = Event.PLAIN_PASS
         for watch, multiplied in OWN_PASSES:
@@ -279,7 +281,7 @@ class GradWatch:
         self.known, self._norms = seen(self.known, event), None
         PASSES[0] += 1
         if self.places is not None:
-            self.places[-1].append(_place_of_pass())
+            self._note_place(self.places[-1], opener)
         if at_the_end_of_backward(self._end):
             return True
         # Then each gradient looks like a pass.
@@ -289,6 +291,15 @@ class GradWatch:
         )
         self._keep_fresh()
         return False
+
+    def _note_place(self, places: list[Place], opener: int) -> None:
+        place, is_nested = _place_of_pass()
+        if not places:
+            self._opener = opener
+        # A reentrant checkpoint runs a pass for each of its segments inside the user's,
+        # which is over when its first parameter comes again.
+        if not places or not is_nested or opener == self._opener:
+            places.append(place)
 
     def ask_no_more(self) -> None:
         self.places = None
@@ -493,7 +504,7 @@ class Watched:
         else:
             self._look(before, expected, parameter)
         if not self.watch.known.under_way:
-            self.watch.begin()
+            self.watch.begin(id(parameter))
 
     def _look(self, before: Tensor, expected: int, parameter: Tensor) -> None:
         change = Change.WRITTEN
@@ -554,18 +565,19 @@ def place_of(frame: FrameType | None) -> Place:
     return tuple(reversed(place))
 
 
-def _place_of_pass() -> Place:
-    """Return the place that runs the backward pass; an accelerator's pass is in another
-    thread.
+def _place_of_pass() -> tuple[Place, bool]:
+    """Return the place that runs the backward pass, and whether that runs inside of
+    another; an accelerator's pass is in another thread.
     """
     for frame in (
         sys._getframe(2),
         sys._current_frames().get(threading.main_thread().ident or 0),
     ):
-        for index, (code, _) in enumerate(place := place_of(frame)):
-            if code is _BACKWARD:
-                return place[:index]
-    return ()
+        place = place_of(frame)
+        passes = [index for index, (code, _) in enumerate(place) if code is _BACKWARD]
+        if passes:
+            return place[: passes[0]], len(passes) > 1
+    return (), False
 
 
 def share_loop(passes: Place, step: Place) -> bool:
