@@ -30,6 +30,7 @@ from gradaccum_torch.optimizer import AccumulatingOptimizer
 from gradaccum_torch.private import fsdp, names
 from gradaccum_torch.scheduler import GatedScheduler, is_scheduler
 from gradaccum_torch.verification import verify
+from gradaccum_torch.window.watch import require_no_gradients
 from gradaccum_torch.workers.group import WorkerGroup, warn_of_unequal_copies
 from gradaccum_torch.workers.workers import workers_of
 
@@ -116,8 +117,9 @@ class TorchBackend:
             ArgumentValueError: `module` has other parameters, or not all; other workers
                 gave other options, or the parameters in another order; FSDP2 cannot
                 wait with these.
-            UsageError: `module` has a communication hook; or another optimizer shares
-                the module that trains these parameters, and this one does not.
+            UsageError: ``.grad`` of a parameter holds numbers; `module` has a
+                communication hook; or another optimizer shares the module that trains
+                these parameters, and this one does not.
         """
         if isinstance(optimizer, AccumulatingOptimizer):
             raise wrapped_twice_error(optimizer)
@@ -134,6 +136,11 @@ class TorchBackend:
         )
         require_layouts(optimizer)
         require_update_in_step(optimizer)
+        require_no_gradients(
+            parameter
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        )
         workers = workers_of(
             optimizer, module, checked, gradient_sync, process_group, norm_group, tied
         )

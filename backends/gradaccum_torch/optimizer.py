@@ -739,7 +739,7 @@ class WholeWindow:
         )
         # zero_grad(set_to_none=False) leaves zeros, into which autograd adds; anything
         # else would count as a part of the window.
-        if any(bool(names.elements(gradient).any()) for _, gradient in self._before):
+        if any(names.holds_numbers(gradient) for _, gradient in self._before):
             fix = "Call opt.zero_grad() first: the window is this call's batch alone."
             raise explain(
                 UsageError,

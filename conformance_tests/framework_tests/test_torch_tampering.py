@@ -4,7 +4,9 @@ autograd's own writes for one.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -205,18 +207,91 @@ def test_gradients_sharing_memory_are_no_change(
     assert torch.equal(v, q)
 
 
-def test_gradients_before_wrapping_count() -> None:
-    """A bare torch optimizer uses them, too."""
-    model = Branches()
-    inner = torch.optim.SGD(model.parameters(), lr=0.01)
-    model(X, "left").backward()
-    before, gradient = (
-        model.left.weight.detach().clone(),
-        model.left.weight.grad.clone(),
+def left_wrapper(model: nn.Module, **options: Any) -> Any:
+    return gradaccum.wrap(
+        torch.optim.SGD(model.left.parameters(), lr=0.5), **{"steps": 2, **options}
     )
-    opt = gradaccum.wrap(inner, steps=1)
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_gradients_before_wrapping_are_refused(sparse: bool) -> None:
+    """They would be a part of the first window. Zeros are none."""
+    table = nn.Embedding(4, 3, sparse=sparse)
+    inner = torch.optim.SGD(table.parameters(), lr=0.5)
+    table(torch.tensor([1, 2])).sum().backward()
+    gradient = table.weight.grad
+    with pytest.raises(
+        gradaccum.UsageError,
+        match=r"^\.grad: .* before gradaccum\.wrap\. Call optimizer\.zero_grad\(\)",
+    ):
+        gradaccum.wrap(inner, steps=2)
+    assert table.weight.grad is gradient
+    inner.zero_grad(set_to_none=False)
+    opt = gradaccum.wrap(inner, steps=2)
+    table(torch.tensor([1, 2])).sum().backward()
     opt.step()
-    torch.testing.assert_close(model.left.weight.detach(), before - 0.01 * gradient)
+    assert opt.result.micro_step == 1
+
+
+def test_open_window_of_another_wrapper_is_refused() -> None:
+    """A notebook's cell that runs again builds the new one while the old one lives."""
+    model = Branches()
+    before = model.left.weight.detach().clone()
+    opt = left_wrapper(model)
+    model(X, "left").backward()
+    opt.step()
+    with pytest.raises(
+        gradaccum.UsageError, match=r"^\.grad: .* window is open\. Call discard\(\)"
+    ):
+        opt = left_wrapper(model)
+    assert opt.result.micro_step == 1
+    opt.discard()
+    opt = left_wrapper(model)
+    (gradient,) = torch.autograd.grad(model(X, "left"), model.left.weight)
+    for factor in (1.0, 3.0):
+        (factor * model(X, "left")).backward()
+        opt.step()
+    torch.testing.assert_close(model.left.weight.detach(), before - 0.5 * 2 * gradient)
+
+
+@pytest.mark.parametrize("in_cycle", [False, True])
+@pytest.mark.parametrize("counted", [False, True])
+def test_sum_of_a_dead_wrapper_goes_with_it(in_cycle: bool, counted: bool) -> None:
+    model = Branches()
+    opt = left_wrapper(model)
+    model(X, "left").backward()
+    if counted:
+        opt.step()
+    if in_cycle:
+        opt.itself = opt
+    del opt
+    left_wrapper(model)
+    assert model.left.weight.grad is None
+
+
+def test_dead_wrapper_leaves_what_is_not_its_own() -> None:
+    """What a user assigned or keeps apart, and the sum of a wrapper that lives."""
+    model = Branches()
+    apart = left_wrapper(model, separate_sums=True)
+    model(X, "left").backward()
+    del apart
+    assert model.left.weight.grad is not None
+    model.zero_grad()
+    first = left_wrapper(model)
+    second = left_wrapper(model)
+    first.itself = first
+    model(X, "left").backward()
+    second.step()
+    gradient = model.left.weight.grad
+    del first
+    gc.collect()
+    assert model.left.weight.grad is gradient
+    second.flush()
+    assert second.result.applied
+    assigned = torch.ones_like(model.left.weight)
+    model.left.weight.grad = assigned
+    del second
+    assert model.left.weight.grad is assigned
 
 
 @pytest.mark.parametrize(

@@ -278,6 +278,13 @@ def elements(gradient: Tensor) -> Tensor:
     return gradient._values()
 
 
+def holds_numbers(gradient: Tensor) -> bool:
+    """True if the part of `gradient` in this process is not all zeros; waits for the
+    device.
+    """
+    return bool(local(elements(gradient)).any())
+
+
 def is_sharded(tensor: Tensor) -> bool:
     """True if `tensor` is a `DTensor`, whose version does not count what torch writes
     into many tensors at once.

@@ -6,6 +6,7 @@ The window's `Plan` chooses between it and `gradaccum_torch.sums.buffers`.
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from operator import is_not
@@ -91,6 +92,8 @@ class Strategy(ABC):
         self.watch = GradWatch()
         self.groups_changed()
         self.watch.reset()
+        # The sum of an open window must not become a part of a later optimizer's.
+        weakref.finalize(self, self.watch.drop, self._hooks).atexit = False
 
     def expect(self, size: Size) -> None:  # noqa: B027
         """Prepare for a next window of this size."""

@@ -8,6 +8,7 @@ is the device's part.
 from __future__ import annotations
 
 import dis
+import gc
 import math
 import sys
 import threading
@@ -24,12 +25,14 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from gradaccum import UsageError
+from gradaccum.kit import explain
 from gradaccum_torch import checks
 from gradaccum_torch.checks import Change
 from gradaccum_torch.private.names import (
     at_the_end_of_backward,
-    elements,
     foreach_norm,
+    holds_numbers,
     keep_own,
     local,
     may_be_static,
@@ -406,7 +409,7 @@ class GradWatch:
                 or gradient._version != watched.version
             ):
                 return True
-            if apart and bool(local(elements(gradient)).any()):
+            if apart and holds_numbers(gradient):
                 return True
         return False
 
@@ -426,13 +429,22 @@ class GradWatch:
             return Change.REPLACED
         return (
             Change.WRITTEN
-            if any(
-                bool(local(elements(each)).any())
-                for _, each in pairs
-                if each is not None
-            )
+            if any(holds_numbers(each) for _, each in pairs if each is not None)
             else Change.CLEARED
         )
+
+    def drop(self, hooks: Hooks) -> None:
+        """Clear what the owner of `hooks`, which is being freed, has left in ``.grad``
+        of parameters that no other wrapped optimizer has.
+        """
+        if self.allowed is Allowed.ALL:
+            return
+        others = [each for each in _WATCHING if each is not hooks]
+        for watched in self._watched.values():
+            parameter = watched.parameter
+            is_left = parameter.grad is not None and parameter.grad is watched.gradient
+            if is_left and not any(parameter in other for other in others):
+                parameter.grad = None
 
     def reset(self, known: MicroBatch = NOTHING_SEEN) -> None:
         self.known, self._norms = known, None
@@ -675,6 +687,37 @@ _WATCHING: weakref.WeakSet[Hooks] = weakref.WeakSet()
 
 def is_watched(parameter: Tensor) -> bool:
     return any(parameter in hooks for hooks in _WATCHING)
+
+
+def require_no_gradients(parameters: Iterable[Tensor]) -> None:
+    """Raise if ``.grad`` holds something, which would be a part of the first window."""
+    parameters = list(parameters)
+    if not _filled(parameters):
+        return
+    gc.collect()  # An error that was caught may keep another wrapper in a cycle.
+    filled = _filled(parameters)
+    if not filled:
+        return
+    found = "gradients of a backward pass before gradaccum.wrap"
+    fix = "Call optimizer.zero_grad() first."
+    if any(map(is_watched, filled)):
+        found = "those of another wrapped optimizer, whose window is open"
+        fix = "Call discard() of that one first, or model.zero_grad()."
+    raise explain(
+        UsageError,
+        ".grad",
+        expected="no gradients as an optimizer is wrapped",
+        found=found,
+        fix=fix,
+    )
+
+
+def _filled(parameters: Iterable[Tensor]) -> list[Tensor]:
+    return [
+        parameter
+        for parameter in parameters
+        if parameter.grad is not None and holds_numbers(parameter.grad)
+    ]
 
 
 @contextmanager
