@@ -418,7 +418,7 @@ def not_weighed_error(weight: float) -> UsageError:
 
 def other_weight_error(weight: float, earlier: float) -> UsageError:
     expected = f"{earlier:g}, the weight that the same micro-batch was given before"
-    fix = "Call opt.step() after each micro-batch, or give all its losses one weight."
+    fix = "Call opt.step() after each micro-batch, or opt.weigh(n) once for all losses."
     return explain(UsageError, "weight", expected=expected, got=weight, fix=fix)
 
 

@@ -169,6 +169,9 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         """Run ``loss.backward(**kwargs)`` with the weight and the loss scale multiplied
         in.
 
+        Several losses of one micro-batch: call `weigh` once, and then this for each,
+        without a weight. A `GradAccumWarning` tells, once, of a second weight.
+
         Args:
             loss: scalar tensor, shape ``()``. It is not changed.
             weight: the micro-batch's number of items, >= 0; by default that of `weigh`,

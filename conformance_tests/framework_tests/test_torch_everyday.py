@@ -434,6 +434,112 @@ def test_several_losses_of_a_micro_batch_say_nothing(
     assert not said()
 
 
+def weighted_passes(model: nn.Module, opt: Any) -> None:
+    for index in range(2):
+        opt.backward(loss_of(model, rows_of(index)), weight=2)
+
+
+def weighed_passes(model: nn.Module, opt: Any) -> None:
+    for index in range(2):
+        opt.weigh(2)
+        opt.backward(loss_of(model, rows_of(index)))
+
+
+def weighed_and_weighted_passes(model: nn.Module, opt: Any) -> None:
+    for index in range(2):
+        opt.weigh(2)
+        opt.backward(loss_of(model, rows_of(index)), weight=2)
+
+
+def weighed_and_scaled_passes(model: nn.Module, opt: Any) -> None:
+    for index in range(2):
+        opt.weigh(2)
+        opt.scale(loss_of(model, rows_of(index))).backward()
+
+
+def weighed_plain_passes(model: nn.Module, opt: Any) -> None:
+    for index in range(2):
+        opt.weigh(2)
+        loss_of(model, rows_of(index)).backward()
+
+
+TWICE = [
+    weighted_passes,
+    weighed_passes,
+    weighed_and_weighted_passes,
+    weighed_and_scaled_passes,
+    weighed_plain_passes,
+]
+
+
+@by_place
+@pytest.mark.parametrize("passes", TWICE)
+@pytest.mark.parametrize("steps", [1, None, 4])
+def test_two_weights_before_a_step_are_said_once(
+    place: str, passes: Callable[[nn.Module, Any], None], steps: Any, said: Said
+) -> None:
+    """As of a service that has ``forward_backward`` n times for each ``step``."""
+    reduction = "item_mean" if passes is weighed_plain_passes else "mean"
+    model, opt = make(place, steps=steps, reduction=reduction)
+    for _ in range(3):
+        passes(model, opt)
+        opt.step()
+        opt.zero_grad()
+    texts = [text for text in said() if "`if (i + 1)" not in text]
+    assert len(texts) == 1
+    assert "Each micro-batch needs a step() of its own" in texts[0]
+
+
+def weighed_once(model: nn.Module, opt: Any) -> None:
+    opt.weigh(2)
+    for index in range(2):
+        opt.backward(loss_of(model, rows_of(index)))
+
+
+def weighted_and_another(model: nn.Module, opt: Any) -> None:
+    opt.backward(loss_of(model, rows_of(0)), weight=2)
+    opt.backward(loss_of(model, rows_of(1)) * 0.1, weight=None)
+
+
+def weighed_before_and_with(model: nn.Module, opt: Any) -> None:
+    opt.weigh(2)
+    opt.backward(loss_of(model, rows_of(0)), weight=2)
+
+
+def weighed_with_and_after(model: nn.Module, opt: Any) -> None:
+    opt.backward(loss_of(model, rows_of(0)), weight=2)
+    opt.weigh(2)
+
+
+def repeated(model: nn.Module, opt: Any) -> None:
+    """The loss of a batch that is dropped, and that of the next."""
+    opt.backward(loss_of(model, rows_of(0)), weight=2)
+    opt.discard()
+    opt.backward(loss_of(model, rows_of(1)), weight=2)
+
+
+@by_place
+@pytest.mark.parametrize(
+    "passes",
+    [
+        weighed_once,
+        weighted_and_another,
+        weighed_before_and_with,
+        weighed_with_and_after,
+        repeated,
+    ],
+)
+def test_one_weight_before_a_step_says_nothing(
+    place: str, passes: Callable[[nn.Module, Any], None], said: Said
+) -> None:
+    model, opt = make(place, steps=None)
+    for _ in range(3):
+        passes(model, opt)
+        opt.step()
+        opt.zero_grad()
+    assert not said()
+
+
 def test_pass_whose_gradients_are_dropped_is_no_leftover(said: Said) -> None:
     """Of every two batches the loop leaves out one."""
     model, opt = make("kept apart", steps=2)

@@ -192,8 +192,9 @@ def test_two_losses_in_one_micro_batch() -> None:
     model = make_model()
     opt = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.5), steps=2)
     for index in range(2):
-        opt.backward(loss_of(model, rows_of(2 * index)), weight=3)
-        opt.backward(loss_of(model, rows_of(2 * index + 1)), weight=3)
+        opt.weigh(3)
+        opt.backward(loss_of(model, rows_of(2 * index)))
+        opt.backward(loss_of(model, rows_of(2 * index + 1)))
         opt.step()
     reference = make_model()
     (2 * loss_of(reference)).backward()

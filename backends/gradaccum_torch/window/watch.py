@@ -95,6 +95,8 @@ class MicroBatch(NamedTuple):
     """The user has named the weight."""
     losses: tuple[Told, ...] = ()
     """The losses as the user gave them, not scaled; empty if the user gave none."""
+    weighed_again: bool = False
+    """The user has named the weight before a loss and after it."""
 
     @property
     def is_plain(self) -> bool:

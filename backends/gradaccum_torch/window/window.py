@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import FrameType
 from typing import Any, NamedTuple, Protocol, cast
 from weakref import WeakSet
 
@@ -58,6 +59,13 @@ _LEFTOVERS = (
     " gradient_accumulation_steps at 1."
 )
 
+_WEIGHED_TWICE = (
+    "gradaccum: a second loss came with a weight before step(), so that both count as"
+    " one micro-batch of that weight. Each micro-batch needs a step() of its own. For"
+    " several losses of one micro-batch, call opt.weigh(n) once, and then"
+    " opt.backward(loss) for each."
+)
+
 
 class Last(NamedTuple):
     """The outcome of the last ``step``, ``flush`` or ``discard``, and the norm of the
@@ -80,8 +88,6 @@ class Begun(NamedTuple):
     """Looked up once, so that a schedule cannot change it under way."""
     rates: Rates | None
     """The learning rates with which it began; None: it may have any."""
-    warned: bool = False
-    """Rates that moved inside a window were told of, in this one or before."""
 
 
 class Follower(Protocol):
@@ -126,6 +132,8 @@ class Window:
             workers,
             options.scale_rule != kit.ScaleRule(),
         )
+        self._said: set[str] = set()
+        """The warnings that were given."""
         self.listeners = kit.Listeners()
         self.schedulers: WeakSet[Follower] = WeakSet()
         """Those that follow the updates."""
@@ -182,7 +190,11 @@ class Window:
         watch.known = watch.known.told(weight, given, *losses, weighed=weighed)
 
     def weigh(self, weight: float) -> None:
+        known = self._known
+        again = known.weighed and bool(known.given or known.arrived)
         self._tell(weight, Given.NOT, weighed=True)
+        if again:
+            self.strategy.watch.known = self._known._replace(weighed_again=True)
 
     def _weight(self, weight: float | None) -> float:
         if weight is not None:
@@ -206,7 +218,11 @@ class Window:
             self._weight(given),
         )
         # Refuses another weight before the pass.
-        watch.known.told(weight, Given.TO_BACKWARD)
+        known = watch.known.told(weight, Given.TO_BACKWARD)
+        if known.weighed_again or (
+            given is not None and known.weighed and watch.known.given
+        ):
+            self._warn(_WEIGHED_TWICE)
         if weight:
             self._differentiate(loss, weight, arguments)
             gradient = arguments.get("gradient")
@@ -226,6 +242,8 @@ class Window:
 
     def scale(self, loss: Tensor) -> Tensor:
         weight = self._weight(None)
+        if self._known.weighed_again:
+            self._warn(_WEIGHED_TWICE)
         self._tell(weight, Given.SCALED, as_told(loss))
         return scaled(loss, weight, self._fields, self._options, self._scaler)
 
@@ -274,7 +292,6 @@ class Window:
             self._begun = Begun(
                 window_size(self._options, fields.optimizer_step),
                 self.update.rates(),
-                self._begun.warned,
             )
             # A callable may have said 1 when the last window ended.
             if self._begun.size != 1 and self.strategy.expects:
@@ -287,6 +304,8 @@ class Window:
             or self.workers.held != "own"
         ):
             self._require_whole("step()")
+        if known.weighed_again and not known.given:
+            self._warn(_WEIGHED_TWICE)
         if not known.weighed and self._use_of_weights is not None:
             kit.given_weight(None, self._use_of_weights)
         if (
@@ -310,7 +329,7 @@ class Window:
         if watch.places is not None:
             self._look_for_leftovers(watch.places, place_of(sys._getframe(1)))
         if not first and self._begun.rates not in (None, self.update.rates()):
-            self._rates_moved()
+            self._warn(kit.RATE_MOVED)
         if first and not self._plan.holds():
             self.groups_changed()
         self.sizes.weighed = known.weighed
@@ -526,10 +545,11 @@ class Window:
     def forget_rates(self) -> None:
         self._begun = self._begun._replace(rates=None)
 
-    def _rates_moved(self) -> None:
-        if not self._begun.warned:
-            self._begun = self._begun._replace(warned=True)
-            warnings.warn(kit.RATE_MOVED, GradAccumWarning, stacklevel=4)
+    def _warn(self, text: str) -> None:
+        """Say `text` once, at the line of the user's that called."""
+        if text not in self._said:
+            self._said.add(text)
+            warnings.warn(text, GradAccumWarning, stacklevel=_levels_to_user())
 
     def _look_for_leftovers(self, places: list[list[Place]], step: Place) -> None:
         """Warn if the first two micro-batches had equally many backward passes, all
@@ -547,9 +567,7 @@ class Window:
             return places.append([])
         self.strategy.watch.ask_no_more()
         if suspect and second == [first] and share_loop(first[0], step):
-            warnings.warn(
-                _LEFTOVERS.format(passes=len(first)), GradAccumWarning, stacklevel=4
-            )
+            self._warn(_LEFTOVERS.format(passes=len(first)))
 
     def _require_backward(self, known: MicroBatch) -> None:
         if (
@@ -704,7 +722,6 @@ class Window:
                 else None
             ),
             None,
-            self._begun.warned,
         )
         self.update.forget()
         self._statistics.restore(known, fields.micro_step)
@@ -739,6 +756,21 @@ class Window:
             self.workers.require_own_sum(call)
             if self.workers.stages is not None:
                 self.workers.stages.require_own_sum(call)
+
+
+def _levels_to_user() -> int:
+    """Return the ``stacklevel`` at which a warning of the caller is the user's."""
+    level = 2
+    frame = sys._getframe(level)
+    while frame.f_back is not None and _is_ours(frame):
+        frame = frame.f_back
+        level += 1
+    return level
+
+
+def _is_ours(frame: FrameType) -> bool:
+    package = str(frame.f_globals.get("__name__")).partition(".")[0]
+    return package in ("gradaccum", "gradaccum_torch", "contextlib", "torch")
 
 
 class Plan:
