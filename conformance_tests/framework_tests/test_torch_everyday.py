@@ -586,6 +586,103 @@ def test_other_windows_have_no_leftovers(options: dict[str, Any], said: Said) ->
     assert not said()
 
 
+# A loss that is still divided by the steps.
+
+
+def cross_entropy(model: nn.Module, **options: Any) -> Tensor:
+    return nn.functional.cross_entropy(model(X), Y, **options)
+
+
+DIVIDED: dict[str, Callable[[nn.Module], Tensor]] = {
+    "a mean": lambda model: cross_entropy(model) / 4,
+    "in place": lambda model: cross_entropy(model).div_(4),
+    "multiplied": lambda model: 0.25 * cross_entropy(model),
+    "several terms": lambda model: (
+        (cross_entropy(model) + model(X).square().mean()) / 4
+    ),
+    "a mean by hand": lambda model: cross_entropy(model, reduction="sum") / len(X) / 4,
+}
+KEPT: dict[str, Callable[[nn.Module], Tensor]] = {
+    "another number": lambda model: cross_entropy(model) / 8,
+    "a tensor": lambda model: cross_entropy(model) / torch.tensor(4.0),
+    "four items": lambda model: cross_entropy(model, reduction="sum") / 4,
+    "four rows": lambda model: model(X).square().sum() / 4,
+    "half a square": lambda model: 0.5 * model(X).square().sum() / 4,
+    "sums of two kinds": lambda model: (
+        (cross_entropy(model, reduction="sum") - model(X).square().sum()) / 4
+    ),
+    "a mean of four terms": lambda model: (
+        sum(cross_entropy(model) for _ in range(4)) / 4
+    ),
+    "before the mean": lambda model: (model(X).square() / 4).mean(),
+    "a term": lambda model: cross_entropy(model) + model(X).square().mean() / 4,
+    "no graph": lambda model: torch.ones((), requires_grad=True),
+}
+
+
+@pytest.mark.parametrize("call", ["backward", "scale"])
+@pytest.mark.parametrize("kind", DIVIDED)
+def test_division_by_the_steps_is_said_once(kind: str, call: str, said: Said) -> None:
+    model, opt = make()
+    for _ in range(8):
+        loss = DIVIDED[kind](model)
+        opt.backward(loss) if call == "backward" else opt.scale(loss).backward()
+        opt.step()
+        assert len(said()) == 1
+    assert "delete the division" in said()[0]
+    assert "4 times too small" in said()[0]
+
+
+@pytest.mark.parametrize("kind", KEPT)
+def test_other_divisions_say_nothing(kind: str, said: Said) -> None:
+    model, opt = make()
+    for _ in range(8):
+        opt.backward(KEPT[kind](model))
+        opt.step()
+    assert not said()
+
+
+OTHER_WINDOWS: dict[str, tuple[dict[str, Any], str, int]] = {
+    "a sum, divided": ({"reduction": "sum"}, "a mean", 0),
+    "a mean per item": ({"reduction": "item_mean"}, "four items", 1),
+    "one micro-batch": ({"steps": 1}, "a mean", 0),
+    "the caller's": ({"steps": None}, "a mean", 0),
+    "a schedule": ({"steps": [(0, 4), (1, 2)]}, "a mean", 1),
+    "a short one first": ({"steps": [(0, 2), (1, 4)]}, "a mean", 0),
+    "of two": ({"steps": 2}, "a mean", 0),
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_WINDOWS)
+def test_division_is_looked_for_where_it_matters(kind: str, said: Said) -> None:
+    options, loss, texts = OTHER_WINDOWS[kind]
+    model, opt = make(**options)
+    for _ in range(8):
+        opt.backward({**DIVIDED, **KEPT}[loss](model), weight=8)
+        opt.step()
+    assert len(said()) == texts
+
+
+def test_half_of_a_loss_says_nothing(said: Said) -> None:
+    """A half square, and the two losses of a GAN's discriminator."""
+    model, opt = make(steps=2)
+    for _ in range(4):
+        opt.backward(0.5 * model(X).square().mean())
+        opt.step()
+        opt.backward((cross_entropy(model) + model(X).square().mean()) / 2)
+        opt.step()
+    assert not said()
+
+
+def test_division_is_not_looked_for_after_the_first_window(said: Said) -> None:
+    model, opt = make()
+    for index in range(8):
+        loss = cross_entropy(model)
+        opt.backward(loss / 4 if index > 3 else loss)
+        opt.step()
+    assert not said()
+
+
 # Schedulers and epochs.
 
 

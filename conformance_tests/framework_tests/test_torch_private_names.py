@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -49,6 +50,19 @@ def test_torch_without_many(names: list[str]) -> None:
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_torch_without(name: str) -> None:
     require_promised([name])
+
+
+def test_division_that_torch_does_not_tell() -> None:
+    """Without the attribute of a saved number, and with a graph that is freed."""
+    loss = torch.ones(2, requires_grad=True).mean() / 4
+    division = private.last_division(loss)
+    assert division is not None
+    assert division.divisor == 4
+    loss.backward()
+    assert private.last_division(loss) is None
+    silent = SimpleNamespace(name=lambda: "DivBackward0", next_functions=())
+    assert private.last_division(SimpleNamespace(grad_fn=silent)) is None
+    assert private.last_division(torch.ones(())) is None
 
 
 def test_name_without_fallback(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from inspect import unwrap
 from itertools import repeat
 from operator import attrgetter
 from pkgutil import resolve_name
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -205,6 +205,77 @@ LOST[_ENGINE] = "A backward pass that raised is not noticed."
 
 def is_leaf_node(node: Node) -> bool:
     return bool(node.name() == "torch::autograd::AccumulateGrad")
+
+
+_NUMBERS = {torch.int64, torch.float64}
+"""The dtypes of the tensors that autograd makes of Python's numbers."""
+_SUMS = ("Sum", "Dot", "Trace")
+_OF_ONE = ("Neg", "ToCopy", "Squeeze", "View", "Mul")
+_OF_SEVERAL = ("Add", "Sub")
+_REDUCED_BY_SUM = 2
+"""The number that torch has for ``reduction="sum"``."""
+
+
+class Division(NamedTuple):
+    """The division of a loss by a Python number."""
+
+    divisor: float
+    terms: int
+    """The number of terms that are divided."""
+    of_sums: bool
+    """The terms are sums over something, which the division turns into means."""
+
+
+def last_division(loss: Tensor) -> Division | None:
+    """Return the last operation of `loss`, if it divides and torch tells."""
+    node: Node = loss.grad_fn
+    divisor = None if node is None else _divisor_of(node)
+    if divisor is None:
+        return None
+    terms = _terms_of(node.next_functions[0][0])
+    return Division(divisor, len(terms), all(map(_is_sum, terms)))
+
+
+def _divisor_of(node: Node) -> float | None:
+    kind = _kind_of(node)
+    try:
+        # What a node saves for its backward pass has an attribute in torch 2.6 to 2.13,
+        # which raises once it is freed.
+        other = node._saved_other if kind in ("Div", "Mul") else None
+    except (AttributeError, RuntimeError):
+        return None
+    if not isinstance(other, Tensor) or not other.is_cpu or other.ndim:
+        return None
+    if other.dtype not in _NUMBERS or other.requires_grad:
+        return None
+    number = float(other)
+    if kind == "Div":
+        return number
+    # A half belongs to many losses, and is hardly ever what is left of another loop.
+    return 1 / number if number not in (0.0, 0.5) else None
+
+
+def _terms_of(node: Node) -> list[Node]:
+    """Return what the terms of a sum were computed by, at most some hundred."""
+    terms, nodes = list[Node](), [node]
+    while nodes and len(terms) < 100:
+        node = nodes.pop()
+        if node is not None and _kind_of(node) in _OF_SEVERAL:
+            nodes += [before for before, _ in node.next_functions]
+        elif node is not None:
+            terms.append(node)
+    return terms
+
+
+def _is_sum(node: Node) -> bool:
+    while _kind_of(node) in _OF_ONE and node.next_functions[0][0] is not None:
+        node = node.next_functions[0][0]
+    reduction = getattr(node, "_saved_reduction", None)
+    return _kind_of(node) in _SUMS or reduction == _REDUCED_BY_SUM
+
+
+def _kind_of(node: Node) -> str:
+    return str(node.name()).partition("Backward")[0]
 
 
 for _name in (_USERS := ("torch:_C._storage_Use_Count", "torch:UntypedStorage._cdata")):

@@ -4,6 +4,7 @@ transitions of the core move it.
 
 from __future__ import annotations
 
+import math
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +22,7 @@ from gradaccum_torch import checks
 from gradaccum_torch.checks import Size, known_window_size, window_size
 from gradaccum_torch.grad_scaler import Ended, ScalerLink, factor, scaled
 from gradaccum_torch.parameters import Parameters, through
+from gradaccum_torch.private.names import last_division
 from gradaccum_torch.saving import Saved, own_copy
 from gradaccum_torch.statistics import Known, Statistics, Told, as_told
 from gradaccum_torch.sums.arithmetic import (
@@ -59,6 +61,11 @@ _LEFTOVERS = (
     " gradient_accumulation_steps at 1."
 )
 
+_DIVIDED = (
+    "gradaccum: the loss is divided by {steps}, and a window of {steps} micro-batches"
+    " is divided by itself. Most likely `loss / {steps}` is left of the old loop, and"
+    " each update is {steps} times too small: delete the division."
+)
 _WEIGHED_TWICE = (
     "gradaccum: a second loss came with a weight before step(), so that both count as"
     " one micro-batch of that weight. Each micro-batch needs a step() of its own. For"
@@ -134,6 +141,8 @@ class Window:
         )
         self._said: set[str] = set()
         """The warnings that were given."""
+        self._divided = False
+        """The loss under way is divided by the steps already."""
         self.listeners = kit.Listeners()
         self.schedulers: WeakSet[Follower] = WeakSet()
         """Those that follow the updates."""
@@ -223,6 +232,7 @@ class Window:
             given is not None and known.weighed and watch.known.given
         ):
             self._warn(_WEIGHED_TWICE)
+        self._look_for_division(loss)
         if weight:
             self._differentiate(loss, weight, arguments)
             gradient = arguments.get("gradient")
@@ -244,6 +254,7 @@ class Window:
         weight = self._weight(None)
         if self._known.weighed_again:
             self._warn(_WEIGHED_TWICE)
+        self._look_for_division(loss)
         self._tell(weight, Given.SCALED, as_told(loss))
         return scaled(loss, weight, self._fields, self._options, self._scaler)
 
@@ -306,6 +317,10 @@ class Window:
             self._require_whole("step()")
         if known.weighed_again and not known.given:
             self._warn(_WEIGHED_TWICE)
+        if self._divided:
+            self._divided = False
+            if len(known.losses) == 1:
+                self._warn(_DIVIDED.format(steps=self._begun.size))
         if not known.weighed and self._use_of_weights is not None:
             kit.given_weight(None, self._use_of_weights)
         if (
@@ -550,6 +565,22 @@ class Window:
         if text not in self._said:
             self._said.add(text)
             warnings.warn(text, GradAccumWarning, stacklevel=_levels_to_user())
+
+    def _look_for_division(self, loss: Tensor) -> None:
+        """Note if `loss`, of the first window, is divided by the steps beforehand."""
+        fields, reduction = self._fields, self._options.reduction
+        if fields.optimizer_step or fields.skipped_windows or reduction == "sum":
+            return
+        size = self._begun.size
+        if not fields.micro_step:
+            size = known_window_size(self._options, 0)
+        if not isinstance(size, int) or size == 1:
+            return
+        division = last_division(loss)
+        if division is None or not math.isclose(division.divisor, size):
+            return
+        makes_mean = division.of_sums and reduction == "mean"
+        self._divided = division.terms != size and not makes_mean
 
     def _look_for_leftovers(self, places: list[list[Place]], step: Place) -> None:
         """Warn if the first two micro-batches had equally many backward passes, all
