@@ -27,9 +27,14 @@ Argument = Any
 through, whatever it is.
 """
 
-_OWN = frozenset({"_scheduler", "_moved"})
+_OWN = frozenset({"_scheduler", "_moved", "_was_loaded"})
 _ANY = Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD
 _STEPPED_AT = "gradaccum_optimizer_step"
+_REPLAYED = (
+    "gradaccum: scheduler.step() moved nothing, as no update was made since"
+    " optimizer.load_state_dict(), and the scheduler is at its beginning. To resume it,"
+    " save scheduler.state_dict() too, and call scheduler.load_state_dict(saved)."
+)
 
 
 def is_scheduler(candidate: object) -> bool:
@@ -71,6 +76,7 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
 
     _scheduler: Scheduler
     _moved: Moved
+    _was_loaded: bool
 
     def __init__(self, scheduler: Scheduler) -> None:
         if not isinstance(getattr(scheduler, "optimizer", None), AccumulatingOptimizer):
@@ -87,6 +93,7 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
             )
         self._scheduler = scheduler
         self._moved = Moved(self._updates(), len(scheduler.optimizer._loads))
+        self._was_loaded = False
         scheduler.optimizer._window.schedulers.add(self)
 
     def step(self, *args: Argument, **kwargs: Argument) -> None:
@@ -98,6 +105,8 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
         moved, updates = self._followed(), self._updates()
         if updates > moved.updates:
             self._move(*args, **kwargs)
+        elif self._is_replayed():
+            self._scheduler.optimizer._window.warn(_REPLAYED)
         self._moved = moved._replace(updates=updates)
 
     def follow(self) -> None:
@@ -140,6 +149,7 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
         last update.
         """
         state_dict = dict(state_dict)
+        self._was_loaded = True
         self._moved = self._moved._replace(
             updates=state_dict.pop(_STEPPED_AT, self._updates()), was_loaded=True
         )
@@ -169,6 +179,17 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
         note_step_called(self._scheduler.optimizer)
         self._scheduler.step(*args, **kwargs)
         self._scheduler.optimizer._window.forget_rates()
+
+    def _is_replayed(self) -> bool:
+        """True if a step right after a load of the optimizer is to bring a schedule at
+        its beginning to where the optimizer is.
+        """
+        at_beginning = getattr(self._scheduler, "last_epoch", None) == 0
+        return (
+            at_beginning
+            and not self._was_loaded
+            and self._scheduler.optimizer._window.was_just_loaded
+        )
 
     def _updates(self) -> int:
         return int(self._scheduler.optimizer._window.updates)

@@ -743,6 +743,66 @@ def test_rates_that_move_between_windows_say_nothing(said: Said) -> None:
     assert not said()
 
 
+def halving(opt: Any) -> Any:
+    return gradaccum.wrap(StepLR(opt, step_size=1, gamma=0.5))
+
+
+@pytest.mark.parametrize("built", ["before the load", "after it"])
+def test_scheduler_that_is_replayed_by_hand_is_said_once(
+    built: str, said: Said
+) -> None:
+    """Its steps move nothing, and its own state would have brought 0.5 * 0.5^4."""
+    model, opt = make(steps=2)
+    scheduler = halving(opt)
+    for _ in range(8):
+        train(model, opt, 1)
+        scheduler.step()
+    saved = copy.deepcopy([opt.state_dict(), scheduler.state_dict()])
+    _, other = make(steps=2)
+    if built == "before the load":
+        resumed = halving(other)
+    other.load_state_dict(saved[0])
+    if built == "after it":
+        resumed = halving(other)
+    for _ in range(other.result.optimizer_step):
+        resumed.step()
+    assert resumed.last_epoch == 0
+    (text,) = said()
+    assert "scheduler.load_state_dict(saved)" in text
+    resumed.load_state_dict(saved[1])
+    assert (resumed.last_epoch, resumed.get_last_lr()) == (4, [0.5**5])
+
+
+@pytest.mark.parametrize("loads", ["both", "gate first", "optimizer", "before updates"])
+@pytest.mark.parametrize("first", ["optimizer", "scheduler"])
+def test_resumed_loop_with_a_scheduler_says_nothing(
+    loads: str, first: str, said: Said
+) -> None:
+    """With its state; and with a schedule that begins anew, stepped after the
+    optimizer.
+    """
+    model, opt = make(steps=2)
+    scheduler = halving(opt)
+    for _ in range(0 if loads == "before updates" else 5):
+        train(model, opt, 1)
+        scheduler.step()
+    saved = copy.deepcopy([opt.state_dict(), scheduler.state_dict()])
+    model, opt = make(steps=2)
+    scheduler = halving(opt)
+    if loads == "gate first":
+        scheduler.load_state_dict(saved[1])
+    opt.load_state_dict(saved[0])
+    if loads == "both":
+        scheduler.load_state_dict(saved[1])
+    for _ in range(5):
+        if first == "scheduler" and loads != "optimizer":
+            scheduler.step()
+        train(model, opt, 1)
+        if first == "optimizer" or loads == "optimizer":
+            scheduler.step()
+    assert not said()
+
+
 def test_epoch_flushes_at_its_end() -> None:
     model, opt = make()
     for index in opt.epoch(range(10)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -327,7 +328,12 @@ def test_loaded_optimizer_does_not_move_gate(older: bool) -> None:
         gated.step()
     opt.load_state_dict(copy.deepcopy(saved.state_dict()))
     rate = opt.param_groups[0]["lr"]
-    gated.step()
+    with (
+        nullcontext()
+        if older
+        else pytest.warns(gradaccum.GradAccumWarning, match="moved nothing")
+    ):
+        gated.step()
     feed(opt)
     gated.step()
     assert opt.param_groups[0]["lr"] == rate

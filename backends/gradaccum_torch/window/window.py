@@ -158,6 +158,8 @@ class Window:
             kit.initial_state(options.scale_rule.init_scale),
             float64_weight=self._plan.float64_weight,
         )
+        self._loaded: State | None = None
+        """The state that was loaded last."""
         self._last = _NOTHING_CLOSED
         self._expect()
 
@@ -174,6 +176,11 @@ class Window:
     @property
     def micro_step(self) -> int:
         return int(self._fields.micro_step)
+
+    @property
+    def was_just_loaded(self) -> bool:
+        """True if nothing was counted since a state with updates was loaded."""
+        return self._fields is self._loaded and self.updates > 0
 
     @property
     def size(self) -> Size:
@@ -231,7 +238,7 @@ class Window:
         if known.weighed_again or (
             given is not None and known.weighed and watch.known.given
         ):
-            self._warn(_WEIGHED_TWICE)
+            self.warn(_WEIGHED_TWICE)
         self._look_for_division(loss)
         if weight:
             self._differentiate(loss, weight, arguments)
@@ -253,7 +260,7 @@ class Window:
     def scale(self, loss: Tensor) -> Tensor:
         weight = self._weight(None)
         if self._known.weighed_again:
-            self._warn(_WEIGHED_TWICE)
+            self.warn(_WEIGHED_TWICE)
         self._look_for_division(loss)
         self._tell(weight, Given.SCALED, as_told(loss))
         return scaled(loss, weight, self._fields, self._options, self._scaler)
@@ -316,11 +323,11 @@ class Window:
         ):
             self._require_whole("step()")
         if known.weighed_again and not known.given:
-            self._warn(_WEIGHED_TWICE)
+            self.warn(_WEIGHED_TWICE)
         if self._divided:
             self._divided = False
             if len(known.losses) == 1:
-                self._warn(_DIVIDED.format(steps=self._begun.size))
+                self.warn(_DIVIDED.format(steps=self._begun.size))
         if not known.weighed and self._use_of_weights is not None:
             kit.given_weight(None, self._use_of_weights)
         if (
@@ -344,7 +351,7 @@ class Window:
         if watch.places is not None:
             self._look_for_leftovers(watch.places, place_of(sys._getframe(1)))
         if not first and self._begun.rates not in (None, self.update.rates()):
-            self._warn(kit.RATE_MOVED)
+            self.warn(kit.RATE_MOVED)
         if first and not self._plan.holds():
             self.groups_changed()
         self.sizes.weighed = known.weighed
@@ -538,6 +545,7 @@ class Window:
         )
         self._parameters.load(saved.masters)
         self._start_with(saved.fields, saved.grad_norm, saved.known)
+        self._loaded = self._fields
 
     def pickled(self) -> dict[str, Any]:
         """Return the state for `unpickle`, in mid-micro-batch too."""
@@ -560,7 +568,7 @@ class Window:
     def forget_rates(self) -> None:
         self._begun = self._begun._replace(rates=None)
 
-    def _warn(self, text: str) -> None:
+    def warn(self, text: str) -> None:
         """Say `text` once, at the line of the user's that called."""
         if text not in self._said:
             self._said.add(text)
@@ -598,7 +606,7 @@ class Window:
             return places.append([])
         self.strategy.watch.ask_no_more()
         if suspect and second == [first] and share_loop(first[0], step):
-            self._warn(_LEFTOVERS.format(passes=len(first)))
+            self.warn(_LEFTOVERS.format(passes=len(first)))
 
     def _require_backward(self, known: MicroBatch) -> None:
         if (
