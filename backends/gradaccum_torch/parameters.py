@@ -33,7 +33,10 @@ from gradaccum_torch.private.names import (
     foreach_copy_,
     foreach_norm,
     foreach_sub_,
+    is_sharded,
     local,
+    untraced,
+    version,
 )
 from gradaccum_torch.sums.arithmetic import HALF
 
@@ -245,6 +248,7 @@ class Parameters:
         )
         for parameter in set(self.masters).difference(half):
             del self._models[self.masters.pop(parameter)]
+        self.sample = ParameterSample(self.positions())
         for parameter in half:
             if parameter not in self.masters:
                 self._pair(
@@ -280,6 +284,96 @@ class Parameters:
                 **state,
                 **{name: value.float() for name, value in half.items()},
             }
+
+
+# A look at a few parameters as a window begins and as it ends: has something written
+# other values into them?
+#
+# A version tells that something wrote. What writes the values that were there, as a
+# loop does that validates with averaged weights and puts its own back, changes nothing.
+
+
+NUMBERS = 4
+"""How many of a parameter are looked at."""
+_ROUNDINGS = 16
+"""Averages that are taken in and out again round a few times."""
+
+
+class ParameterSample:
+    """A few numbers of a few parameters, as they are now and as they were noted."""
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self._parameters = _sampled(parameters)
+        self._look()
+
+    def _look(self) -> None:
+        self._locals = list(map(local, self._parameters))
+        self._pointers = list(map(Tensor.data_ptr, self._locals))
+        self._parts = list(map(_middle_of, self._locals))
+        self.forget()
+
+    def forget(self) -> None:
+        self._versions: list[int] = []
+        self._noted: list[Tensor] = []
+
+    def note(self) -> None:
+        """Note the numbers, without a wait for the device."""
+        # A parameter that is moved to another device has other memory.
+        if list(map(Tensor.data_ptr, self._locals)) != self._pointers:
+            self._look()
+        self._versions = list(map(version, self._parts))
+        self._noted = list(map(Tensor.clone, self._parts))
+
+    def is_changed(self) -> bool:
+        """True if at least two of the parameters hold other numbers than were noted, or
+        the only one does; waits for the device if something wrote.
+
+        An embedding with ``max_norm=`` changes itself, alone.
+        """
+        if not self._noted or list(map(version, self._parts)) == self._versions:
+            return False
+        pairs = zip(self._noted, self._parts, strict=True)
+        changed = sum(_are_apart(before, now) for before, now in pairs)
+        return changed >= min(2, len(self._parts))
+
+
+untraced(ParameterSample.note)
+untraced(ParameterSample.is_changed)
+
+
+def _middle_of(tensor: Tensor) -> Tensor:
+    numbers = tensor.detach().view(-1)
+    start = numbers.numel() // 2
+    return numbers[start : start + NUMBERS]
+
+
+def _are_apart(noted: Tensor, part: Tensor) -> bool:
+    before, now = noted.tolist(), part.tolist()
+    if now == [min(max(number, min(now)), max(now)) for number in before]:
+        return False  # A clamp, as a loop makes that repeats it with each step.
+    size = max(map(abs, (*before, *now)))
+    room = _ROUNDINGS * torch.finfo(part.dtype).eps * size
+    return any(not abs(a - b) <= room for a, b in zip(before, now, strict=True))
+
+
+def _sampled(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Return the first of `parameters` that can be looked at, the last and one between;
+    weights rather than biases.
+    """
+    usable = [each for each in parameters if _is_readable(each)]
+    usable = [each for each in usable if each.ndim > 1] or usable
+    places = sorted({0, len(usable) // 2, len(usable) - 1}) if usable else []
+    return [usable[place] for place in places]
+
+
+def _is_readable(parameter: Tensor) -> bool:
+    return (
+        (type(parameter) in (Tensor, torch.nn.Parameter) or is_sharded(parameter))
+        and parameter.layout is torch.strided
+        and parameter.is_floating_point()
+        and parameter.is_contiguous()
+        and local(parameter).numel() > 0
+    )
 
 
 def through(action: Callable[[], None]) -> None:

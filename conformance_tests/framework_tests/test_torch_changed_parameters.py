@@ -69,8 +69,9 @@ def test_cast_to_wider_dtype_trains_on(old: torch.dtype, new: torch.dtype) -> No
     for index in range(4):
         for m, o in ((model, opt), (reference, other)):
             x = torch.ones(2, 3, dtype=new) * index
-            o.backward(m(x).square().mean(), weight=0.1)
+            o.backward(m(x).square().mean(), weight=0.1 * (index + 1))
             o.step()
+    assert opt.result == other.result
     assert all(map(torch.equal, model.parameters(), reference.parameters()))
     assert (
         opt.state_dict()["gradaccum"]["weight"]

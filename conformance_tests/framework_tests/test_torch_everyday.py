@@ -683,6 +683,160 @@ def test_division_is_not_looked_for_after_the_first_window(said: Said) -> None:
     assert not said()
 
 
+# Parameters that change inside a window.
+
+
+def load_others(model: nn.Module, opt: Any) -> None:
+    model.load_state_dict({k: v + 1 for k, v in model.state_dict().items()})
+
+
+@torch.no_grad()
+def decay(model: nn.Module, opt: Any) -> None:
+    for parameter in model.parameters():
+        parameter.mul_(1 - 1e-4)
+
+
+CHANGES = [load_others, decay]
+
+
+@by_place
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("end", ["step", "flush"])
+def test_change_of_the_model_in_a_window_is_said_once(
+    place: str, change: Callable[[nn.Module, Any], None], end: str, said: Said
+) -> None:
+    model, opt = make(place)
+    for _ in range(2):
+        train(model, opt, 2)
+        change(model, opt)
+        train(model, opt, 2 if end == "step" else 1)
+        opt.flush()
+    assert opt.result.optimizer_step == 2
+    (text,) = said()
+    assert "parameters changed inside a window" in text
+
+
+@pytest.mark.parametrize("masters", [False, True])
+def test_change_of_a_half_precision_model_is_said(masters: bool, said: Said) -> None:
+    model = make_model().bfloat16()
+    opt = gradaccum.wrap(
+        torch.optim.SGD(model.parameters(), lr=0.1), steps=2, master_weights=masters
+    )
+    for change in (False, True):
+        for index in range(2):
+            if change and index:
+                load_others(model, opt)
+            model(X.bfloat16()).square().sum().backward()
+            opt.step()
+        assert len(said()) == change
+
+
+@torch.no_grad()
+def average_in_and_out(model: nn.Module, opt: Any) -> None:
+    own = copy.deepcopy(model.state_dict())
+    model.load_state_dict({k: 0.9 * v for k, v in own.items()})
+    model(X)
+    model.load_state_dict(own)
+
+
+@torch.no_grad()
+def round_in_and_out(model: nn.Module, opt: Any) -> None:
+    """As schedulefree's ``eval`` and ``train``."""
+    for parameter in model.parameters():
+        parameter.mul_(0.7)
+    model(X)
+    for parameter in model.parameters():
+        parameter.div_(0.7)
+
+
+@torch.no_grad()
+def clamp(model: nn.Module, opt: Any) -> None:
+    for parameter in model.parameters():
+        parameter.clamp_(-0.3, 0.3)
+
+
+def perturb(model: nn.Module, opt: Any) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05)
+    loss_of(model).detach()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.sub_(0.05)
+
+
+def roll_back(model: nn.Module, opt: Any) -> None:
+    load_others(model, opt)
+    opt.discard()
+
+
+def resume(model: nn.Module, opt: Any) -> None:
+    saved = copy.deepcopy(opt.state_dict())
+    load_others(model, opt)
+    opt.load_state_dict(saved)
+
+
+def close(model: nn.Module, opt: Any) -> None:
+    opt.flush()
+    load_others(model, opt)
+
+
+KEEPS = [
+    average_in_and_out,
+    round_in_and_out,
+    clamp,
+    perturb,
+    roll_back,
+    resume,
+    close,
+]
+
+
+@by_place
+@pytest.mark.parametrize("change", KEEPS)
+def test_model_that_is_itself_again_says_nothing(
+    place: str, change: Callable[[nn.Module, Any], None], said: Said
+) -> None:
+    model, opt = make(place)
+    for _ in range(8):
+        train(model, opt, 1)
+        change(model, opt)
+    opt.flush()
+    assert opt.result.optimizer_step or change is roll_back
+    assert not said()
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+def test_model_that_changes_itself_says_nothing(steps: int, said: Said) -> None:
+    """An embedding that normalizes the rows it reads, a weight norm, a parametrization
+    and a recomputed layer.
+    """
+    torch.manual_seed(0)
+    table = nn.Embedding(8, 3, max_norm=0.5)
+    model = nn.Sequential(
+        table,
+        nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)),
+        nn.utils.parametrizations.orthogonal(nn.Linear(3, 3)),
+        nn.utils.parametrizations.spectral_norm(nn.Linear(3, 1)),
+    )
+    opt = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.1), steps=steps)
+    for rows in torch.arange(8).repeat(3).split(2):
+        hidden = checkpoint(model[1], table(rows), use_reentrant=False)
+        model[2:](hidden).square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+    assert opt.result.optimizer_step == 12 // steps
+    assert not said()
+
+
+def test_change_with_each_window_of_one_says_nothing(said: Said) -> None:
+    model, opt = make(steps=1)
+    for _ in range(4):
+        load_others(model, opt)
+        train(model, opt, 1)
+    assert not said()
+
+
 # Schedulers and epochs.
 
 

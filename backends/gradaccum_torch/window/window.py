@@ -66,6 +66,11 @@ _DIVIDED = (
     " is divided by itself. Most likely `loss / {steps}` is left of the old loop, and"
     " each update is {steps} times too small: delete the division."
 )
+_WRITTEN = (
+    "gradaccum: parameters changed inside a window, most likely by"
+    " model.load_state_dict(), so that its micro-batches have gradients of different"
+    " models. Call opt.flush() or opt.discard() before it."
+)
 _WEIGHED_TWICE = (
     "gradaccum: a second loss came with a weight before step(), so that both count as"
     " one micro-batch of that weight. Each micro-batch needs a step() of its own. For"
@@ -312,8 +317,10 @@ class Window:
                 self.update.rates(),
             )
             # A callable may have said 1 when the last window ended.
-            if self._begun.size != 1 and self.strategy.expects:
-                self.strategy.expect(self._begun.size)
+            if self._begun.size != 1:
+                self._parameters.sample.note()
+                if self.strategy.expects:
+                    self.strategy.expect(self._begun.size)
         known = watch.known
         weight = known.weight
         if (
@@ -370,7 +377,7 @@ class Window:
             kit.accumulate(fields, weight, finite, kit.select),
             float64_weight=self._plan.float64_weight,
         )
-        watch.known = NOTHING_SEEN
+        self.strategy.watch.known = NOTHING_SEEN  # It may be another one by now.
         if self.update.progress is not Progress.NOT_BEGUN:
             self.update.forget()
         if not finite or any(self._last[:3]):
@@ -388,6 +395,8 @@ class Window:
         """
         if not self._plan.holds_dtypes():
             raise checks.cast_in_window_error()
+        if self._parameters.sample.is_changed():
+            self.warn(_WRITTEN)
         if self.workers.several:
             self._join()
             if not self.workers.joined:
@@ -740,6 +749,7 @@ class Window:
         self._last = Last(
             decision.apply, not decision.apply, decision.overflow, decision.grad_norm
         )
+        self._parameters.sample.forget()
         through(self.strategy.window_ended)
         self._workers_ended()
         if self.strategy.expects:
@@ -777,6 +787,7 @@ class Window:
             )
 
     def _set(self, fields: Fields, grad_norm: float) -> None:
+        self._parameters.sample.forget()
         self._fields, self._last = (
             self._at_rest(fields),
             _NOTHING_CLOSED._replace(grad_norm=grad_norm),
