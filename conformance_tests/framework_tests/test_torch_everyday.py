@@ -731,6 +731,19 @@ def test_change_of_a_half_precision_model_is_said(masters: bool, said: Said) -> 
         assert len(said()) == change
 
 
+def test_change_is_said_of_a_model_whose_memory_was_replaced(said: Said) -> None:
+    """As ``model.to(device)`` does."""
+    model, opt = make()
+    train(model, opt, 4)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    train(model, opt, 6)
+    assert not said()
+    load_others(model, opt)
+    train(model, opt, 2)
+    assert len(said()) == 1
+
+
 @torch.no_grad()
 def average_in_and_out(model: nn.Module, opt: Any) -> None:
     own = copy.deepcopy(model.state_dict())
