@@ -322,7 +322,7 @@ class ParameterSample:
         if list(map(Tensor.data_ptr, self._locals)) != self._pointers:
             self._look()
         self._versions = list(map(version, self._parts))
-        self._noted = list(map(Tensor.clone, self._parts))
+        self._noted = list(map(torch.clone, self._parts))
 
     def is_changed(self) -> bool:
         """True if at least two of the parameters hold other numbers than were noted, or

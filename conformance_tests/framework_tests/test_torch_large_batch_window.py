@@ -127,7 +127,10 @@ def test_begun_window_is_refused(state: str) -> None:
     if state in ("open", "apart"):
         opt.step()
     elif state == "stale":
-        opt = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.5), steps=None)
+        gradients = [p.grad for p in model.parameters()]
+        opt.discard()
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            parameter.grad = gradient
     held = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     micro_step = opt.result.micro_step
     with pytest.raises(gradaccum.UsageError, match=r"discard|zero_grad"):

@@ -114,8 +114,9 @@ def streaming(model: Net, opt: Any) -> Tensor | None:
 def weighted(model: Net, opt: Any) -> Tensor:
     """Two backward passes for each micro-batch, and zeros in place of no gradient."""
     for x, y in zip(X.chunk(STEPS), Y.chunk(STEPS), strict=True):
+        opt.weigh(len(x))
         for _ in range(2):
-            opt.backward(model.loss(x, y) / 2, weight=len(x))
+            opt.backward(model.loss(x, y) / 2)
         opt.step()
         opt.zero_grad(set_to_none=False)
     return torch.tensor(opt.result.loss)

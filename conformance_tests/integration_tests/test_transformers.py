@@ -158,6 +158,37 @@ def test_update_count_and_arguments(tmp_path: Path) -> None:
     assert "get_batch_samples" not in vars(trainer)
 
 
+class Reader(TrainerCallback):
+    """Counts the updates by the result, at each event at which a window may close."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.result = lambda: trainer.optimizer.optimizer.result
+        self.steps: list[bool] = []
+        self.epochs: list[bool] = []
+
+    def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        self.steps.append(self.result().applied)
+
+    def on_epoch_end(self, *args: Any, **kwargs: Any) -> None:
+        self.epochs.append(self.result().applied)
+
+
+@pytest.mark.parametrize(
+    ("count", "of_an_epoch"),
+    [(20, [0, 0, 0, 1, 0, 0, 0, 1, 0, 1]), (16, [0, 0, 0, 1, 0, 0, 0, 1])],
+    ids=["short window", "full windows"],
+)
+def test_result_is_the_last_steps_for_a_later_callback(
+    tmp_path: Path, count: int, of_an_epoch: list[int]
+) -> None:
+    trainer = wrapped(tmp_path, data=Items(count))
+    reader = Reader(trainer)
+    trainer.add_callback(reader)
+    trained(trainer)
+    assert reader.steps == of_an_epoch * EPOCHS
+    assert reader.epochs == [True] * EPOCHS
+
+
 @pytest.mark.parametrize("steps", [6, 10], ids=["mid-window", "end of epoch"])
 def test_resumed_run_is_bitwise_the_uninterrupted_one(
     tmp_path: Path, steps: int
@@ -525,6 +556,68 @@ def test_means_of_unequal_counts_are_the_trainers_own(
         )
         > 1e-4
     )
+
+
+class OfTRL(Untold):
+    """Its inputs have the number of tokens with them, by which its loss divides, as
+    TRL's `GRPOTrainer`.
+    """
+
+    loss_is_scaled_for_ga = True
+    loss_type: str | None = None
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        prepared = super()._prepare_inputs(inputs)
+        items = (prepared["labels"][:, 1:] != -100).sum()
+        return {**prepared, "num_items_in_batch": items}
+
+    def compute_loss(self, model: Any, inputs: Any, **options: Any) -> Tensor:
+        items = inputs.pop("num_items_in_batch")
+        labels = inputs.pop("labels")[:, 1:]
+        logits = model(**inputs).logits[:, :-1]
+        total = nn.functional.cross_entropy(
+            logits.flatten(0, 1), labels.flatten(), reduction="sum"
+        )
+        divisor = len(labels) if self.loss_type == "grpo" else items
+        return total / divisor
+
+
+class Twice(OfTRL):
+    """A micro-batch of two losses."""
+
+    def training_step(self, model: Any, inputs: Any, items: Any = None) -> Tensor:
+        inputs = self._prepare_inputs(inputs)
+        for share in (0.25, 0.75):
+            loss = self.compute_loss(model, dict(inputs))
+            self.accelerator.backward(loss * share)
+        return loss.detach()
+
+
+def of_trl(kind: type[Trainer], loss_type: str | None, make: Any, folder: Path) -> Any:
+    trainer = make(folder, model=gpt2(), data=Tokens())
+    trainer.__class__ = kind
+    trainer.loss_type = loss_type
+    return trainer
+
+
+@pytest.mark.usefixtures("sgd")
+@pytest.mark.parametrize(
+    ("kind", "loss_type"),
+    [(OfTRL, "dapo"), (OfTRL, "grpo"), (OfTRL, None), (Twice, "dapo")],
+)
+def test_tokens_by_which_the_loss_of_trl_divides_are_the_weight(
+    tmp_path: Path, kind: type[Trainer], loss_type: str | None
+) -> None:
+    """Or the micro-batches count the same, where its loss is a mean of each."""
+    mine = trained(of_trl(kind, loss_type, wrapped, tmp_path))
+    other = trained(of_trl(OfTRL, loss_type, large, tmp_path))
+    assert distance(mine.model, other.model) < 1e-6 < 1e-3
+    assert distance(mine.model, gpt2()) > 1e-3
+
+
+def test_unknown_loss_of_trl_is_refused(tmp_path: Path) -> None:
+    with refused(UsageError, "loss_type", "dapo"):
+        trained(of_trl(OfTRL, "new", wrapped, tmp_path))
 
 
 @pytest.mark.usefixtures("sgd")

@@ -7,6 +7,7 @@ two methods of its accelerator.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -33,8 +34,9 @@ class AccumulationCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
     - Clipping: ``max_grad_norm``, 1.0 by default, must be the window's ``clip_norm``; a
       micro-batch is not clipped.
     - ``grad_norm`` in the logs is that of the last closed window, 0 before any.
-    - Weights: where the Trainer counts items (tokens with a label), they are the
-      micro-batch's weight. This waits for the device.
+    - Weights: where the Trainer counts items (tokens with a label, or TRL's
+      ``num_items_in_batch`` where its loss divides by that), they are the micro-batch's
+      weight. This waits for the device.
     - The last window of an epoch, and of the run, is closed with what it holds; the
       scheduler moves with it.
     - A run that does not resume begins with an empty window.
@@ -77,6 +79,10 @@ class AccumulationCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
         self._replace(accelerator, "clip_grad_norm_", self._window_norm)
         self._replace(
             self._trainer, "get_batch_samples", partial(self._batch_samples, counted)
+        )
+        prepare = self._trainer._prepare_inputs
+        self._replace(
+            self._trainer, "_prepare_inputs", partial(self._prepared_inputs, prepare)
         )
 
     def on_epoch_begin(
@@ -123,7 +129,7 @@ class AccumulationCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
             self._trainer.accelerator.gradient_state.end_of_dataloader
             or state.global_step + 1 >= state.max_steps
         ):
-            self._opt.flush()
+            self._close()
         self._norm.fill_(self._opt.result.grad_norm)
 
     def on_epoch_end(
@@ -143,15 +149,24 @@ class AccumulationCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
     def _opt(self) -> AccumulatingOptimizer:
         return unwrapped(self._trainer.optimizer)
 
+    def _close(self) -> None:
+        """Flush an open window, or all workers' windows. Where none is open, the user's
+        callbacks still read the result of the last step.
+        """
+        if self._opt.result.micro_step or self._opt._window.workers.several:
+            self._opt.flush()
+
     def _flush(self) -> None:
-        self._opt.flush()
+        self._close()
         self._norm.fill_(self._opt.result.grad_norm)
         if isinstance(self._trainer.lr_scheduler, GatedScheduler):
             self._trainer.lr_scheduler.step()
 
     def _backward(self, loss: Tensor, **kwargs: Argument) -> None:
+        # Of several losses of a micro-batch the first names the weight.
+        is_first = "accelerator.backward" not in self._asked
         self._asked.add("accelerator.backward")
-        self._opt.backward(loss, self._weight, **kwargs)
+        self._opt.backward(loss, self._weight if is_first else None, **kwargs)
 
     def _window_norm(
         self, parameters: Argument, max_norm: float, norm_type: float = 2
@@ -172,12 +187,47 @@ class AccumulationCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
         self._weight = None if means else float(torch.as_tensor(items).flatten()[0])
         return samples, items
 
+    def _prepared_inputs(
+        self, prepare: Argument, *args: Argument, **kwargs: Argument
+    ) -> Any:
+        """Note by how many tokens TRL's loss divides, whatever batch they are of."""
+        inputs = prepare(*args, **kwargs)
+        items = inputs.get(_TRLS_COUNT) if isinstance(inputs, Mapping) else None
+        if items is not None and divides_by_tokens(self._trainer):
+            self._weight = float(torch.as_tensor(items))
+        return inputs
+
     def _replace(self, owner: Any, name: str, method: Argument) -> None:
         if name in vars(owner):
             self._replaced.callback(setattr, owner, name, vars(owner)[name])
         else:
             self._replaced.callback(delattr, owner, name)
         setattr(owner, name, method)
+
+
+_TRLS_COUNT = "num_items_in_batch"
+_BY_TOKENS = {"dapo", "cispo", "vespo"}
+_MEANS = {"grpo", "bnpo", "dr_grpo", "sapo", "luspo"}
+"""The losses of TRL's trainers that divide by `_TRLS_COUNT`, and those that are means
+of a micro-batch, which count the same.
+"""
+
+
+def divides_by_tokens(trainer: Trainer) -> bool:
+    """True if the loss is a sum divided by the number of tokens that the inputs of TRL
+    have with them.
+
+    Raises:
+        UsageError: nobody knows by what the loss divides.
+    """
+    kind = getattr(trainer, "loss_type", None)
+    if kind in _MEANS:
+        return False
+    if kind is None or kind in _BY_TOKENS:
+        return True
+    known = ", ".join(sorted(_BY_TOKENS | _MEANS))
+    fix = "Choose another one, or accumulate with gradient_accumulation_steps= alone."
+    raise _error("loss_type", f"one of {known}", repr(kind), fix)
 
 
 # Refusals of a `transformers.Trainer` under which a window of a wrapped optimizer would

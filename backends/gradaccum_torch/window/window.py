@@ -428,6 +428,7 @@ class Window:
             self._parameters.positions(),
             self.strategy.release(),
         )
+        self._parameters.sample.forget()
         now = [belongs(each) for each in positions]
         self.strategy.load(
             [total if due else None for total, due in zip(sums, now, strict=True)]
