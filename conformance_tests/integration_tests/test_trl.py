@@ -1,0 +1,115 @@
+"""TRL's `GRPOTrainer`: its loss divides by tokens or is a mean, and a window is the
+large batch of either.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("torch", reason="needs PyTorch")
+pytest.importorskip("trl", reason="needs trl")
+
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from torch import Tensor
+from torch.optim.lr_scheduler import ConstantLR
+from trl import GRPOConfig, GRPOTrainer
+
+import gradaccum
+from benchmarks.scoreboard.transformers_rows import tokenizer, words
+from benchmarks.scoreboard.trl_rows import gpt2
+from gradaccum_torch.integrations.transformers import AccumulationCallback
+
+STEPS, RATE = 4, 0.1
+
+
+class Recording(GRPOTrainer):  # type: ignore[misc]
+    """Keeps the gradient and the tokens of each micro-batch, all of one model."""
+
+    def compute_loss(self, model: Any, inputs: Any, **options: Any) -> Tensor:
+        loss: Tensor = super().compute_loss(model, inputs, **options)
+        parameters = list(model.parameters())
+        gradients = torch.autograd.grad(loss, parameters, retain_graph=True)
+        self.seen.append((gradients, inputs))
+        return loss
+
+
+def rewards(completions: list[str], **_: Any) -> list[float]:
+    return [float(sum(map(ord, each)) % 11) for each in completions]
+
+
+@pytest.fixture
+def quiet(recwarn: pytest.WarningsRecorder) -> Iterator[None]:
+    """TRL's own warnings are no errors; gradaccum's are none at all."""
+    yield
+    assert not any(
+        issubclass(each.category, gradaccum.GradAccumWarning) for each in recwarn
+    )
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("steps_per_generation", [1, 2, 4])
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo"])
+def test_window_is_the_large_batch_of_the_loss(
+    tmp_path: Path, loss_type: str, steps_per_generation: int
+) -> None:
+    model = gpt2()
+    before = [p.detach().clone() for p in model.parameters()]
+    inner = torch.optim.SGD(model.parameters(), lr=RATE)
+    opt = gradaccum.wrap(inner, steps=STEPS, separate_sums=True)
+    arguments = GRPOConfig(
+        str(tmp_path),
+        per_device_train_batch_size=2,
+        num_generations=2,
+        max_completion_length=6,
+        steps_per_generation=steps_per_generation,
+        loss_type=loss_type,
+        max_steps=STEPS,
+        max_grad_norm=0.0,
+        bf16=False,
+        gradient_checkpointing=False,
+        use_cpu=True,
+        report_to="none",
+        disable_tqdm=True,
+        save_strategy="no",
+        seed=3,
+    )
+    trainer = Recording(
+        model,
+        reward_funcs=rewards,
+        args=arguments,
+        train_dataset=Dataset.from_list([{"prompt": words(i, 3)} for i in range(16)]),
+        processing_class=tokenizer("left"),
+        optimizers=(opt, gradaccum.wrap(ConstantLR(opt, 1.0))),
+    )
+    trainer.seen = []
+    trainer.add_callback(AccumulationCallback(trainer))
+    trainer.train()
+
+    tokens = [float(inputs["completion_mask"].sum()) for _, inputs in trainer.seen]
+    assert len(set(tokens)) > 1
+    # What the loss of a micro-batch is divided by: all tokens of its generation, shared
+    # out over its micro-batches; or it is a mean.
+    divisors = [
+        float(inputs["num_items_in_batch"]) / steps_per_generation
+        for _, inputs in trainer.seen
+    ]
+    total = sum(tokens)
+    if loss_type == "grpo":
+        divisors = [1.0] * STEPS
+        total = STEPS
+    for place, (start, now) in enumerate(zip(before, model.parameters(), strict=True)):
+        gradient = sum(
+            divisor * gradients[place]
+            for divisor, (gradients, _) in zip(divisors, trainer.seen, strict=True)
+        )
+        expected = start - RATE * gradient / total
+        # TRL has the advantages in float32.
+        torch.testing.assert_close(now.detach(), expected, rtol=1e-6, atol=1e-7)
+    assert opt.result.applied
