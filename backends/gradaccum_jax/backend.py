@@ -52,7 +52,7 @@ class JaxBackend:
         model: object,
         loss_fn: Callable[..., Any],
         batch: object,
-        steps: int,
+        steps: int | None,
         **options: Any,
     ) -> VerificationReport:
         return check.verify(model, loss_fn, batch, steps, **options)

@@ -72,7 +72,7 @@ class MindSporeBackend:
         model: nn.Cell,
         loss_fn: Callable[..., Any],
         batch: Any,
-        steps: int = 4,
+        steps: int | None = None,
         **options: Any,
     ) -> VerificationReport:
         return verify(model, loss_fn, batch, steps, **options)

@@ -172,7 +172,7 @@ class TorchBackend:
         model: torch.nn.Module,
         loss_fn: Callable[..., torch.Tensor],
         batch: Any,
-        steps: int = 4,
+        steps: int | None = None,
         **options: Any,
     ) -> VerificationReport:
         return verify(model, loss_fn, batch, steps, **options)

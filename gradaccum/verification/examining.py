@@ -7,13 +7,26 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from gradaccum.errors import ArgumentValueError, explain, require_int
+from gradaccum.errors import (
+    ArgumentValueError,
+    GradAccumError,
+    explain,
+    require_int,
+)
 from gradaccum.options import require_reduction
 from gradaccum.splitting import require_items
 from gradaccum.verification import causes, experiments
 from gradaccum.verification.measuring import ROUNDING_LIMIT, Bench, Way, moved
 from gradaccum.verification.report import Cause, VerificationReport
 from gradaccum.verification.subject import Conditions, Subject
+
+_OF_A_PART = (
+    "gradaccum: verify runs loss_fn on parts of the batch, each with any of its items."
+    " If it takes the whole batch, some items belong together: give the batch an axis of"
+    " such groups, and flatten it in loss_fn."
+)
+USUAL_STEPS = 4
+"""The number of micro-batches where none is given, if there are as many items."""
 
 
 def examine(
@@ -28,14 +41,25 @@ def examine(
         ArgumentTypeError, ArgumentValueError: `steps` is no int from 2 to the number of
             items, the batch has no item, or `reduction`, by which accumulation will add
             up, is unknown.
+        Exception: what the loss raises, with a note.
     """
+    require_items(subject.items)
+    if steps is None:
+        if subject.items < 2:
+            raise explain(
+                ArgumentValueError,
+                "batch",
+                expected="two items at least",
+                found="one, which is no more than a micro-batch",
+                fix="Bring a larger batch.",
+            )
+        steps = min(USUAL_STEPS, subject.items)
     number = require_int(
         "steps",
         steps,
         at_least=2,
         fix="Write steps=2 or more: one micro-batch is the large batch.",
     )
-    require_items(subject.items)
     if number > subject.items:
         fix = f"Write steps={subject.items} or less, or bring a larger batch."
         raise explain(
@@ -46,7 +70,12 @@ def examine(
             fix=fix,
         )
     bench = Bench(subject, number, Way(require_reduction(reduction)))
-    return _Examination(bench).report()
+    try:
+        return _Examination(bench).report()
+    except Exception as error:
+        if not isinstance(error, GradAccumError):
+            error.add_note(_OF_A_PART)
+        raise
 
 
 class _Examination:

@@ -481,11 +481,14 @@ def by_place(bench: Bench, conditions: Conditions, names: Sequence[str]) -> bool
     if len(bench.items) < FOUR:
         return False
     a, b, c, d = bench.items[:FOUR]
-    pairs = [
-        bench.accumulated(((a, b), (c, d)), conditions),
-        bench.accumulated(((a, d), (c, b)), conditions),
-    ]
-    turned = bench.accumulated(((b, a), (c, d)), conditions)
+    try:
+        pairs = [
+            bench.accumulated(((a, b), (c, d)), conditions),
+            bench.accumulated(((a, d), (c, b)), conditions),
+        ]
+        turned = bench.accumulated(((b, a), (c, d)), conditions)
+    except Exception:  # The user's loss may refuse two items.
+        return False
     same, other = (
         bench.apart(pairs[0], gradients, conditions) for gradients in (pairs[1], turned)
     )

@@ -160,7 +160,7 @@ class VerifyingBackend(Protocol):
         model: Any,
         loss_fn: Callable[..., Any],
         batch: Any,
-        steps: int,
+        steps: int | None,
         **options: Any,
     ) -> VerificationReport:
         """Run `gradaccum.verify`."""
@@ -171,7 +171,7 @@ def verify(
     model_or_params: Any,
     loss_fn: Callable[..., Any],
     batch: Any,
-    steps: int = 4,
+    steps: int | None = None,
     **options: Any,
 ) -> VerificationReport:
     """Check whether gradient accumulation is right for a loss, and if not, why.
@@ -188,7 +188,8 @@ def verify(
             that closes over its model, ``loss_fn(*batch)``.
         batch: a tuple of nests of arrays, with the batch axis first; real items with
             their padding, at least `steps`.
-        steps: micro-batches that the batch is divided into, at least 2.
+        steps: micro-batches that the batch is divided into, at least 2; by default 4,
+            or as many as there are items.
         options: ``reduction``, ``weight`` and ``axes``, as accumulation will have them,
             and options of one framework.
 
@@ -199,6 +200,7 @@ def verify(
         ArgumentTypeError: `model_or_params` is of no installed framework; another
             argument has the wrong type.
         ArgumentValueError: an argument has a value that makes no sense.
+        Exception: what `loss_fn` raises for a part of the batch, with a note.
     """
     for name in _likeliest_first(model_or_params):
         try:

@@ -21,7 +21,7 @@ def verify(
     params: Params,
     loss_fn: Callable[..., Any],
     batch: Tree,
-    steps: int = 4,
+    steps: int | None = None,
     *,
     reduction: str = "mean",
     weight: object = None,
@@ -40,7 +40,8 @@ def verify(
             along axis 0: a few real items, at least `steps`. One tree alone is the only
             argument. Random keys belong in it too: each item gets the numbers of the
             large batch.
-        steps: micro-batches that the batch is divided into, at least 2.
+        steps: micro-batches that the batch is divided into, at least 2; by default 4,
+            or as many as there are items.
         reduction: how accumulation will add up: "mean", "sum" or "item_mean".
         weight: as accumulation will have it: a callable ``weight(*micro_batch)``, or an
             array with one number per item.

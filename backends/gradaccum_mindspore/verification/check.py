@@ -22,7 +22,7 @@ def verify(
     model: nn.Cell,
     loss_fn: Callable[..., Any],
     batch: Nest,
-    steps: int = 4,
+    steps: int | None = None,
     *,
     reduction: str = "mean",
     weight: object = None,
@@ -45,7 +45,8 @@ def verify(
         batch: a tuple of nests of Tensors and NumPy arrays with the items along axis 0,
             the loss's arguments after the model: a few real items, at least `steps`.
             One nest alone is the only argument; a plain value is given whole.
-        steps: micro-batches that the batch is divided into, at least 2.
+        steps: micro-batches that the batch is divided into, at least 2; by default 4,
+            or as many as there are items.
         reduction: how accumulation will add up: "mean", "sum" or "item_mean".
         weight: as accumulation will have it: a callable ``weight(*micro_batch)``, or an
             array with one number per item.

@@ -18,7 +18,7 @@ def verify(
     model: nn.Module,
     loss_fn: Callable[..., Tensor],
     batch: Any,
-    steps: int = 4,
+    steps: int | None = None,
     *,
     reduction: str = "mean",
     weight: Any = None,
@@ -41,7 +41,7 @@ def verify(
             ``loss_fn(*batch)``, with the batch.
         batch: a tuple of nests of tensors, NumPy arrays and lists with one value per
             item; one nest alone is the only argument. A plain value is passed whole.
-        steps: micro-batches, from 2 to the number of items.
+        steps: micro-batches, from 2 to the number of items; by default 4, or all items.
         reduction: as in `gradaccum.wrap`.
         weight: a callable ``weight(*micro_batch)`` or one number per item. Default: the
             number of items.

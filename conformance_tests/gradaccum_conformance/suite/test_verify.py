@@ -75,6 +75,12 @@ def pairs(out: Any, weights: Any, x: Any, y: Any) -> Any:
     return ((out @ out.T) ** 2).mean()
 
 
+def in_groups(out: Any, weights: Any, x: Any, y: Any) -> Any:
+    """Four items belong together, and a micro-batch has three."""
+    groups = out[:, 0].reshape(-1, 4)
+    return ((groups - groups.mean(1).reshape(-1, 1)) ** 2).mean()
+
+
 def variance(out: Any, weights: Any, x: Any, y: Any) -> Any:
     return ((out - out.mean(0)) ** 2).mean()
 
@@ -209,6 +215,12 @@ BAD: dict[str, tuple[Loss, tuple[Array, ...], dict[str, Option], str]] = {
         "batch: expected an array to split",
     ),
     "no item": (plain, (X[:0], Y[:0]), {}, "batch: expected at least one item"),
+    "one item": (
+        plain,
+        (X[:1], Y[:1]),
+        {"steps": None},
+        "batch: expected two items at least",
+    ),
     "too few weights": (plain, (X, Y), {"weight": [1.0, 2.0]}, "weight: expected 12"),
     "negative weights": (plain, (X, Y), {"weight": [-1.0] * ITEMS}, "weight: expected"),
     "a negative weight": (
@@ -238,6 +250,28 @@ def test_sound_loss_passes(backend: VerifyingHarness, name: str) -> None:
     assert report.equivalent, str(report)
     assert not report.causes
     assert len(report.errors) == len(make_weights(MLP))
+
+
+@pytest.mark.parametrize("items", [3, 5])
+def test_usual_number_of_micro_batches_fits_the_batch(
+    backend: VerifyingHarness, items: int
+) -> None:
+    report = verify(backend, plain, X[:items], Y[:items], steps=None)
+    assert report.equivalent, str(report)
+    assert report.partitions[0] == "3 micro-batches in order"
+
+
+def test_loss_that_takes_groups_alone_says_so(backend: VerifyingHarness) -> None:
+    with pytest.raises(Exception, match="shape") as caught:
+        verify(backend, in_groups, X, Y)
+    assert "give the batch an axis of such groups" in caught.value.__notes__[-1]
+
+
+def test_loss_of_groups_is_coupled(backend: VerifyingHarness) -> None:
+    """With micro-batches of whole groups, of which each partition deals the items."""
+    x, y = np.tile(X, (2, 1))[:16], np.tile(Y, 2)[:16]
+    report = verify(backend, in_groups, x, y)
+    assert [cause.kind for cause in report.causes] == ["coupled_loss"], str(report)
 
 
 def test_float64_passes(backend: VerifyingHarness) -> None:
