@@ -30,7 +30,6 @@ from gradaccum_torch.optimizer import AccumulatingOptimizer
 from gradaccum_torch.private import fsdp, names
 from gradaccum_torch.scheduler import GatedScheduler, is_scheduler
 from gradaccum_torch.verification import verify
-from gradaccum_torch.window.watch import require_no_gradients
 from gradaccum_torch.workers.group import WorkerGroup, warn_of_unequal_copies
 from gradaccum_torch.workers.workers import workers_of
 
@@ -136,11 +135,6 @@ class TorchBackend:
         )
         require_layouts(optimizer)
         require_update_in_step(optimizer)
-        require_no_gradients(
-            parameter
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        )
         workers = workers_of(
             optimizer, module, checked, gradient_sync, process_group, norm_group, tied
         )

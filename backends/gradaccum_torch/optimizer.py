@@ -46,7 +46,7 @@ from gradaccum_torch.private import fsdp, names
 from gradaccum_torch.saving import StateDict, load, require_no_open_window, save
 from gradaccum_torch.sums.arithmetic import Versions
 from gradaccum_torch.update import Loss, Update, rate_mark
-from gradaccum_torch.window.watch import Allowed
+from gradaccum_torch.window.watch import Allowed, require_no_gradients
 from gradaccum_torch.window.window import Window
 from gradaccum_torch.workers.interface import Workers
 from gradaccum_torch.workers.workers import ALONE, workers_of
@@ -90,6 +90,9 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         masters: Mapping[int, Tensor] | None = None,
     ) -> None:
         update.require_unwrapped(inner)
+        require_no_gradients(
+            [each for group in inner.param_groups for each in group["params"]]
+        )
         # The base class would build groups and state of its own; of its attributes only
         # the tables of hooks are needed.
         self.__dict__.update(update.hook_tables())

@@ -245,6 +245,8 @@ def test_open_window_of_another_wrapper_is_refused() -> None:
     ):
         opt = left_wrapper(model)
     assert opt.result.micro_step == 1
+    with pytest.raises(gradaccum.ArgumentTypeError, match="living wrapper"):
+        gradaccum.wrap(opt.optimizer, steps=2)
     opt.discard()
     opt = left_wrapper(model)
     (gradient,) = torch.autograd.grad(model(X, "left"), model.left.weight)

@@ -13,7 +13,7 @@ import math
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum, IntEnum
 from itertools import repeat, takewhile
@@ -691,9 +691,8 @@ def is_watched(parameter: Tensor) -> bool:
     return any(parameter in hooks for hooks in _WATCHING)
 
 
-def require_no_gradients(parameters: Iterable[Tensor]) -> None:
+def require_no_gradients(parameters: Sequence[Tensor]) -> None:
     """Raise if ``.grad`` holds something, which would be a part of the first window."""
-    parameters = list(parameters)
     if not _filled(parameters):
         return
     gc.collect()  # An error that was caught may keep another wrapper in a cycle.

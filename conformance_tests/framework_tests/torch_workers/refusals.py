@@ -262,7 +262,7 @@ def averages(parallel: DistributedDataParallel, rank: int) -> bool:
     x = micro_batches(0)[0][0]
     parallel(x).sum().mul(1.0 + rank).backward()
     mine = weight.grad.clone()
-    weight.grad = None
+    parallel.zero_grad()
     (once,) = torch.autograd.grad(parallel.module(x).sum(), weight)
     return torch.allclose(mine, once * 1.5, rtol=1e-12)
 
