@@ -166,6 +166,38 @@ def test_second_wrapper_is_refused() -> None:
 # Backward passes and steps: none, and several.
 
 
+class Failing(torch.autograd.Function):
+    """Runs out of memory in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise MemoryError
+
+
+@by_place
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("before", [0, 1])
+def test_step_after_a_backward_pass_that_raised_is_refused(
+    place: str, reentrant: bool, before: int
+) -> None:
+    """It would count a micro-batch without its gradient, or with a part of it. The
+    segment of a reentrant checkpoint that came first has ended its own pass.
+    """
+    model, opt = make(place)
+    train(model, opt, before)
+    hidden = model[:2](X.clone().requires_grad_())
+    out = checkpoint(model[2], Failing.apply(hidden), use_reentrant=reentrant)
+    with pytest.raises(MemoryError):
+        opt.backward(nn.functional.cross_entropy(out, Y))
+    with pytest.raises(gradaccum.UsageError, match="backward"):
+        opt.step()
+    assert opt.result.micro_step == before
+
+
 @by_place
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("micro_batches", [0, 1, 4, 5])

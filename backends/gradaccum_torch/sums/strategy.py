@@ -39,6 +39,7 @@ from gradaccum_torch.sums.arithmetic import (
 from gradaccum_torch.window.watch import (
     NOTHING_SEEN,
     OWN_PASSES,
+    PASSES,
     Allowed,
     Event,
     GradWatch,
@@ -141,6 +142,7 @@ class Strategy(ABC):
             and not watch.holds
         )
         own = watch, multiplied
+        passes = PASSES[0]
         OWN_PASSES.append(own)
         try:
             loss.backward(**arguments)  # type: ignore[no-untyped-call]
@@ -149,6 +151,10 @@ class Strategy(ABC):
                 self._parameters.free_gradients()
                 self.forget_micro_batch()
                 watch.known = before
+                PASSES[0] = passes
+            elif watch.known.arrived:
+                # A reentrant checkpoint's own passes may have ended.
+                watch.known = watch.known._replace(under_way=True)
             raise
         finally:
             OWN_PASSES.remove(own)
