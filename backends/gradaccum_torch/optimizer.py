@@ -416,6 +416,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         Raises:
             ArgumentValueError: workers share the window, and they do not train a
                 parameter of the group together.
+            UsageError: ``.grad`` of a parameter of the group holds numbers.
         """
         given = param_group["params"]
         if self._window.workers.several and not isinstance(given, set):
@@ -426,6 +427,12 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
                 [each[1] if isinstance(each, tuple) else each for each in given]
             )
         self._inner.add_param_group(param_group)
+        try:
+            if not self._window.is_micro_batch_begun:
+                require_no_gradients(self._inner.param_groups[-1]["params"])
+        except UsageError:
+            self._inner.param_groups.pop()
+            raise
         self._window.groups_changed()
 
     def state_dict(self) -> StateDict:
@@ -852,7 +859,7 @@ class WholeWindow:
         """True if autograd has delivered something since the last micro-batch was
         counted.
         """
-        return self._window.strategy.watch.known.arrived > 0
+        return self._window.is_micro_batch_begun
 
     def scale(self) -> float:
         """Return the current loss scale; may wait for the device."""

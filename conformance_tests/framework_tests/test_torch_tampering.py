@@ -13,7 +13,13 @@ import torch
 from torch import Tensor, nn
 
 import gradaccum
-from conformance_tests.framework_tests.torch_model import CAUSES, clear, clip, zero
+from conformance_tests.framework_tests.torch_model import (
+    CAUSES,
+    PLACES,
+    clear,
+    clip,
+    zero,
+)
 
 
 class Branches(nn.Module):
@@ -222,7 +228,7 @@ def test_gradients_before_wrapping_are_refused(sparse: bool) -> None:
     gradient = table.weight.grad
     with pytest.raises(
         gradaccum.UsageError,
-        match=r"^\.grad: .* before gradaccum\.wrap\. Call optimizer\.zero_grad\(\)",
+        match=r"^\.grad: .* earlier backward passes\. Set \.grad to None first",
     ):
         gradaccum.wrap(inner, steps=2)
     assert table.weight.grad is gradient
@@ -231,6 +237,28 @@ def test_gradients_before_wrapping_are_refused(sparse: bool) -> None:
     table(torch.tensor([1, 2])).sum().backward()
     opt.step()
     assert opt.result.micro_step == 1
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_gradients_in_a_new_group_are_refused(place: str) -> None:
+    """As layers have them that were trained by nobody while others were."""
+    model = Branches()
+    opt = left_wrapper(model, **PLACES[place])
+    for _ in range(3):
+        (model(X, "left") + model(X, "right")).backward()
+        opt.step()
+        opt.zero_grad()
+    with pytest.raises(gradaccum.UsageError, match=r"^\.grad: .* new to a wrapped"):
+        opt.add_param_group({"params": model.right.parameters()})
+    assert opt.result.micro_step == 1
+    assert len(opt.param_groups) == 1
+    model.right.zero_grad()
+    opt.add_param_group({"params": model.right.parameters()})
+    before = model.right.weight.detach().clone()
+    (gradient,) = torch.autograd.grad(model(X, "right"), model.right.weight)
+    model(X, "right").backward()
+    opt.step()
+    torch.testing.assert_close(model.right.weight.detach(), before - 0.5 * gradient / 2)
 
 
 def test_open_window_of_another_wrapper_is_refused() -> None:

@@ -692,22 +692,22 @@ def is_watched(parameter: Tensor) -> bool:
 
 
 def require_no_gradients(parameters: Sequence[Tensor]) -> None:
-    """Raise if ``.grad`` holds something, which would be a part of the first window."""
+    """Raise if ``.grad`` holds something, which would be a part of the next update."""
     if not _filled(parameters):
         return
     gc.collect()  # An error that was caught may keep another wrapper in a cycle.
     filled = _filled(parameters)
     if not filled:
         return
-    found = "gradients of a backward pass before gradaccum.wrap"
-    fix = "Call optimizer.zero_grad() first."
+    found = "gradients of earlier backward passes"
+    fix = "Set .grad to None first, as optimizer.zero_grad() does."
     if any(map(is_watched, filled)):
         found = "those of another wrapped optimizer, whose window is open"
         fix = "Call discard() of that one first, or model.zero_grad()."
     raise explain(
         UsageError,
         ".grad",
-        expected="no gradients as an optimizer is wrapped",
+        expected="no gradients in parameters that are new to a wrapped optimizer",
         found=found,
         fix=fix,
     )

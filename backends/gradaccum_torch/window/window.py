@@ -201,6 +201,11 @@ class Window:
         return bool(self._fields.micro_step or self._known.given) or self.strategy.begun
 
     @property
+    def is_micro_batch_begun(self) -> bool:
+        """True if a backward pass has delivered something since the last step."""
+        return self._known.arrived > 0
+
+    @property
     def _known(self) -> MicroBatch:
         return self.strategy.watch.known
 
