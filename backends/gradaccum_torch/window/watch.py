@@ -692,7 +692,7 @@ def is_watched(parameter: Tensor) -> bool:
 
 
 def require_no_gradients(parameters: Sequence[Tensor]) -> None:
-    """Raise if ``.grad`` holds something, which would be a part of the next update."""
+    """Raise unless ``.grad`` is free of what would be a part of the next update."""
     if not _filled(parameters):
         return
     gc.collect()  # An error that was caught may keep another wrapper in a cycle.

@@ -389,9 +389,48 @@ MUTANTS = (
     ),
     Mutant(
         "take_a_cleared_gradient_for_the_users",
-        "            if apart and bool(local(elements(gradient)).any()):\n",
+        "            if apart and holds_numbers(gradient):\n",
         "            if apart:\n",
         OWN + "test_torch_everyday.py::test_step_without_backward_is_refused",
+    ),
+    Mutant(
+        "wrap_over_gradients",
+        "    if not _filled(parameters):\n        return\n    gc",
+        "    if True:\n        return\n    gc",
+        OWN + "test_torch_tampering.py::test_gradients_before_wrapping_are_refused",
+    ),
+    Mutant(
+        "leave_the_sum_of_a_dead_wrapper",
+        "        weakref.finalize(self, self.watch.drop, self._hooks).atexit = False\n",
+        "",
+        OWN + "test_torch_tampering.py::test_sum_of_a_dead_wrapper_goes_with_it",
+    ),
+    Mutant(
+        "say_nothing_of_a_divided_loss",
+        "            if len(known.losses) == 1:\n",
+        "            if False:\n",
+        OWN + "test_torch_everyday.py::test_division_by_the_steps_is_said_once",
+    ),
+    Mutant(
+        "say_nothing_of_a_second_weight",
+        "            given is not None and known.weighed and watch.known.given\n",
+        "            False\n",
+        OWN + "test_torch_everyday.py::test_two_weights_before_a_step_are_said_once",
+    ),
+    Mutant(
+        "say_nothing_of_a_changed_model",
+        "        if self._parameters.sample.is_changed():\n",
+        "        if False:\n",
+        OWN
+        + "test_torch_everyday.py::test_change_of_the_model_in_a_window_is_said_once",
+    ),
+    Mutant(
+        "say_nothing_of_a_replayed_schedule",
+        "        elif self._is_replayed():\n",
+        "        elif False:\n",
+        OWN
+        + "test_torch_everyday.py"
+        + "::test_scheduler_that_is_replayed_by_hand_is_said_once",
     ),
     Mutant(
         "say_nothing_of_leftovers",
