@@ -273,7 +273,6 @@ def _scalar(loss: Any) -> Scalar:
 
 
 ROWS = "concatenate"
-MEANS = ("mean", "weighted_mean")
 EXTREMES = ("max", "min")
 
 
@@ -311,7 +310,7 @@ class Merging(NamedTuple):
         ]
 
     def add(
-        self, held: list[Array], aux: Tree, items: Scalar, weight: Scalar
+        self, held: list[Array], aux: Tree, weight: Scalar
     ) -> tuple[list[Array], list[Array]]:
         """Merge one micro-batch; return the merged leaves, and its rows."""
         leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(aux)]
@@ -321,7 +320,7 @@ class Merging(NamedTuple):
             if kind != ROWS
         ]
         added = [
-            kit.merged(kind, old, _share(kind, leaf, items, weight), OPS)
+            kit.merged(kind, old, _share(kind, leaf, weight), OPS)
             for old, (kind, leaf) in zip(held, given, strict=True)
         ]
         return added, [
@@ -342,9 +341,7 @@ class Merging(NamedTuple):
     def is_sum(self) -> list[bool]:
         return [kind not in EXTREMES for kind in self.kinds if kind != ROWS]
 
-    def finish(
-        self, held: list[Array], rows: list[Array], items: Scalar, weight: Scalar
-    ) -> Tree:
+    def finish(self, held: list[Array], rows: list[Array], weight: Scalar) -> Tree:
         """Return the aux of the large batch, floats in the dtypes of the loss
         function's.
         """
@@ -354,7 +351,7 @@ class Merging(NamedTuple):
                 next(row_leaves)
                 if kind == ROWS
                 else _as_given(
-                    kit.finished(kind, next(merged_leaves), items, weight),
+                    kit.finished(kind, next(merged_leaves), weight),
                     kind,
                     leaf.dtype,
                 )
@@ -364,8 +361,8 @@ class Merging(NamedTuple):
         return jax.tree.unflatten(self.structure, made)
 
     @property
-    def counts_items(self) -> bool:
-        return "mean" in self.kinds
+    def weighs(self) -> bool:
+        return not {*self.kinds}.isdisjoint(kit.MEANS)
 
 
 def make_merging(declared: Tree, aux: Tree) -> Merging:
@@ -427,14 +424,13 @@ def _require_mergeable(kind: str, path: str, leaf: Array) -> None:
         )
 
 
-def _share(kind: str, leaf: Array, items: Scalar, weight: Scalar) -> Array:
-    if kind not in MEANS:
-        return kit.share(kind, leaf, items, weight, OPS)
-    by = items if kind == "mean" else weight
+def _share(kind: str, leaf: Array, weight: Scalar) -> Array:
+    if kind not in kit.MEANS:
+        return kit.share(kind, leaf, weight, OPS)
     given = kit.share(
-        kind, leaf if takes_part(leaf) else leaf.astype(_float()), items, weight, OPS
+        kind, leaf if takes_part(leaf) else leaf.astype(_float()), weight, OPS
     )
-    return jnp.where(by == 0, jnp.zeros_like(given), given).astype(
+    return jnp.where(weight == 0, jnp.zeros_like(given), given).astype(
         _mean_dtype(leaf.dtype)
     )
 
@@ -443,7 +439,7 @@ def _neutral(kind: str, like: Any) -> Array:
     """Return the start of a merge: 0, or the number that every other is above or
     below.
     """
-    if kind in MEANS:
+    if kind in kit.MEANS:
         return jnp.zeros(like.shape, _mean_dtype(like.dtype))
     if kind == "sum":
         return jnp.zeros(like.shape, _sum_dtype(like.dtype))
@@ -593,7 +589,7 @@ def run(
             *question.parted(by, micro_batch), gathering.scale
         )
         weight = counting.weight(micro_batch)
-        own, rows = counting.add(carry.own, loss, aux, micro_batch, weight)
+        own, rows = counting.add(carry.own, loss, aux, weight)
         made = gathering.add(carry.held, gradients, weight, loss)
         held, further = made if gathering.rows else (made, [])
         return Carry(held, copies(own, axes)), [*rows, *further]
@@ -608,12 +604,11 @@ def run(
     )
     (held, own), rows = over(groups, body, start, first)
     own = counting.known(_over_devices(own, merging, question.axis_names), source)
-    items = _all_items(source, question.axis_names) if merging.counts_items else None
     loss = (own.loss / denominator(own.weight, question.options)).astype(like.dtype)
     by_weight = jnp.where(own.weight == 0, 1, own.weight)
     merged = merging.kinds.count(ROWS)
     aux = merging.finish(
-        own.aux, in_order(groups, [row[:merged] for row in rows]), items, by_weight
+        own.aux, in_order(groups, [row[:merged] for row in rows]), by_weight
     )
     return Made(held, own.weight, loss, aux, [row[merged:] for row in rows])
 
@@ -640,20 +635,10 @@ class _Counting(NamedTuple):
         )
 
     def add(
-        self,
-        held: Own,
-        loss: Scalar,
-        aux: Tree,
-        micro_batch: MicroBatch,
-        weight: Scalar,
+        self, held: Own, loss: Scalar, aux: Tree, weight: Scalar
     ) -> tuple[Own, list[Array]]:
         """Add loss, weight and aux; with weight 0 nothing is added, even of a NaN."""
-        items = (
-            batches.known_items(micro_batch.items)
-            if self.merging.counts_items
-            else None
-        )
-        merged, rows = self.merging.add(held.aux, aux, items, weight)
+        merged, rows = self.merging.add(held.aux, aux, weight)
         dtype = held.loss.dtype
         own, always = jnp.asarray(weight, dtype), jnp.asarray(True)
         total = kit.add_loss(
@@ -696,9 +681,7 @@ def copies(tree: G, axes: Axes) -> G:
 def _unit(
     question: Question, merging: Merging, source: Source, *, relative: bool
 ) -> int | None:
-    counts_items = (
-        "weighted_mean" in merging.kinds or question.options.noise_decay is not None
-    )
+    counts_items = merging.weighs or question.options.noise_decay is not None
     if question.options.reduction == "sum" and not counts_items:
         return None
     return (

@@ -87,8 +87,9 @@ def value_and_grad(
         split: a function in place of cuts: ``split(*batch)``, or with `steps`
             ``split(*batch, steps=steps)``, returns the micro-batches, each a tuple of
             arguments or the only one. `axes` then says where their items and keys are.
-        aux: a prefix of the aux, how each leaf merges: "sum", "mean", "weighted_mean",
-            "max", "min" or "concatenate" (in the order of the items).
+        aux: a prefix of the aux, how each leaf merges: "sum", "mean" or "weighted_mean"
+            (by the weights, as the loss), "max", "min" or "concatenate" (in the order
+            of the items).
         accumulate_dtype: dtype of the sum; by default float32 for half precision, else
             the gradient's own. The gradient has its parameter's dtype.
         allow_int: as in `jax.value_and_grad`.
