@@ -45,6 +45,8 @@ from gradaccum_jax.checks import (
     as_loss,
     as_weight,
     require_arrays,
+    require_no_statistics,
+    require_one_device,
     require_params,
     require_plain,
     require_state,
@@ -90,6 +92,7 @@ class Accumulation:
         structure of `params`.
         """
         require_arrays(params, "params")
+        require_no_statistics(params)
         require_ordinary(params)
         group.require_axes(self.axes)
         group.require_told(params, frozenset(self.axes), self.shard_axes, self.options)

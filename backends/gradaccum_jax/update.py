@@ -208,6 +208,8 @@ def _nothing(leaf: Array) -> complex:
 
 OF_A_BATCH = ("grad", "value_fn", "grad_fn", "obj_fn")
 """optax's extra arguments that describe the gradient's batch."""
+KNOWN = frozenset(("value", *OF_A_BATCH))
+"""What an inner optimizer may be given without declaring it."""
 OWN = ("weight", "value", "last", "denominator")
 """gradaccum's own."""
 
@@ -262,6 +264,21 @@ def require_taken(extra: Extra, taken: Takes) -> None:
             raise explain(
                 ArgumentTypeError, name, expected=expected, found=found, fix=fix
             )
+
+
+def require_declared(extra: Extra, taken: Takes) -> None:
+    """Raise unless the inner optimizer declares each extra argument of a call that runs
+    the loss function: there a flag of the loss would be lost.
+    """
+    for name in extra.keys() - taken.names - KNOWN - {*OWN}:
+        raise explain(
+            ArgumentTypeError,
+            name,
+            expected="an argument of the loss function, or one that the inner optimizer"
+            " declares",
+            found="neither",
+            fix="Leave it out, or let the loss function take it.",
+        )
 
 
 def require_none_of_a_batch(extra: Extra) -> None:

@@ -8,7 +8,7 @@ Deep Contrastive Learning Batch Size under Memory Limited Setup", 2021, section 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -126,11 +126,16 @@ class Coupled(Call):
     accumulate_dtype: DType
     axis_names: tuple[str, ...]
 
-    def __call__(self, params: Params, *batch: Tree) -> Any:
+    def __call__(self, params: Params, *batch: Tree, **keywords: Any) -> Any:
+        if keywords:
+            return self._bound(keywords, self._with_keywords)(params, *batch)
         require_axes(self.axis_names)
         require_same_params(params, self.axis_names)
         by, batch = self.outputs.parted((params, *batch))
         return self._of_batch(by, batch)
+
+    def _with_keywords(self, keywords: dict[str, Any]) -> Coupled:
+        return replace(self, outputs=self.outputs.with_keywords(keywords))
 
     def _run(self, by: tuple[Tree, ...], source: Source) -> Any:
         groups, axes = groups_in(source), axes_in(by, source, self.axis_names)

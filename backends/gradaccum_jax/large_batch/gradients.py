@@ -4,8 +4,10 @@ of `gradaccum.wrap`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Set
+from dataclasses import dataclass, replace
+from functools import partial
+from inspect import Parameter, signature
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
@@ -21,12 +23,12 @@ from gradaccum_jax.arrays import (
     Axes,
     DType,
     Tree,
-    is_variable,
     moving_of,
     spread_over,
     takes_part,
+    variables_in,
 )
-from gradaccum_jax.checks import require_arrays
+from gradaccum_jax.checks import require_arrays, require_params_alone
 from gradaccum_jax.large_batch import batch as batches
 from gradaccum_jax.large_batch.batch import (
     Group,
@@ -82,6 +84,34 @@ class Differentiation:
         require_ordinary(by, self._name)
         return by, tuple(a for i, a in enumerate(arguments) if i not in self.places)
 
+    def with_keywords(self, keywords: dict[str, Any]) -> Differentiation:
+        return replace(self, loss_fn=partial(self.loss_fn, **keywords))
+
+    def keywords_in(
+        self, given: dict[str, Any], positional: int, others: Set[str]
+    ) -> dict[str, Any]:
+        """Return those of `given` that the loss function takes beside `positional`
+        arguments; by ``**kwargs`` none of `others`.
+        """
+        if not given:
+            return {}
+        try:
+            parameters = list(signature(self.loss_fn).parameters.values())
+        except (TypeError, ValueError):
+            return {}
+        names = {
+            parameter.name
+            for place, parameter in enumerate(parameters)
+            if parameter.kind is Parameter.KEYWORD_ONLY
+            or (
+                parameter.kind is Parameter.POSITIONAL_OR_KEYWORD
+                and place >= positional
+            )
+        }
+        if any(each.kind is Parameter.VAR_KEYWORD for each in parameters):
+            names |= given.keys() - others
+        return {name: value for name, value in given.items() if name in names}
+
     def joined(self, by: tuple[Tree, ...], batch: tuple[Tree, ...]) -> list[Tree]:
         held, rest = dict(zip(self.places, by, strict=True)), iter(batch)
         return [
@@ -120,11 +150,9 @@ class Differentiation:
         """
         for place, tree in zip(self.places, by, strict=True):
             require_arrays(tree, f"argument {place}")
+        require_params_alone(variables_in(by), self._name)
         for path, leaf in jax.tree_util.tree_flatten_with_path(by)[0]:
-            if takes_part(leaf):
-                continue
-            self._require_no_stream(by)
-            if not self.allow_int:
+            if not takes_part(leaf) and not self.allow_int:
                 found = str(jnp.result_type(leaf))
                 raise explain(
                     ArgumentTypeError,
@@ -132,29 +160,6 @@ class Differentiation:
                     expected="a float to differentiate by",
                     found=found,
                     fix=self.fix_for_int,
-                )
-
-    def _require_no_stream(self, by: tuple[Tree, ...]) -> None:
-        """Raise unless no module has a random stream: every micro-batch would draw the
-        same mask.
-        """
-        for path, node in jax.tree_util.tree_flatten_with_path(by, is_leaf=is_variable)[
-            0
-        ]:
-            if "RngState" in {base.__name__ for base in type(node).__mro__}:
-                fix = (
-                    "Write graph, params, rest = nnx.split(model, nnx.Param, ...), and"
-                    " in the loss function of params model = nnx.merge(graph, params,"
-                    " rest, copy=True); nnx.reseed(model, default=key) with a key of"
-                    " the batch."
-                )
-                found = "a random stream of a flax nnx module"
-                raise explain(
-                    ArgumentTypeError,
-                    self._name(path),
-                    expected="parameters alone",
-                    found=found,
-                    fix=fix,
                 )
 
     def _name(self, path: Any) -> str:
@@ -500,6 +505,11 @@ class Question(NamedTuple):
     """How many of a micro-batch's arguments, from the first on, are differentiated by
     too.
     """
+
+    def with_keywords(self, keywords: dict[str, Any]) -> Question:
+        return self._replace(
+            differentiation=self.differentiation.with_keywords(keywords)
+        )
 
     def parted(
         self, by: tuple[Tree, ...], micro_batch: MicroBatch
