@@ -44,7 +44,7 @@ from gradaccum_jax.arrays import (
     wider,
 )
 from gradaccum_jax.sharding import ADD_UP, axes_in_parts
-from gradaccum_jax.window.state import AccumulationState
+from gradaccum_jax.window.state import AccumulationState, require_values
 
 ACCUMULATING = (AccumulationState, optax.MultiStepsState)
 """The states of optimizers that accumulate."""
@@ -136,7 +136,7 @@ def require_no_statistics(params: Params) -> None:
 
 def require_state(state: object) -> AccumulationState:
     if isinstance(state, AccumulationState):
-        return state
+        return require_values(state)
     fix = (
         "Pass what tx.init(params) returned. A checkpoint is restored into that"
         " structure; in a chain it is one of the chain's states."
@@ -293,7 +293,10 @@ def as_last(last: Scalar) -> Scalar:
         getattr(last, "shape", None) != ()
         or str(getattr(last, "dtype", None)) != "bool"
     ):
-        fix = "Pass what gradaccum_jax.epoch(loader) yields beside the batch."
+        fix = (
+            "Write last=True or last=False, or pass what gradaccum_jax.epoch(loader)"
+            " yields beside the batch."
+        )
         raise explain(
             ArgumentTypeError,
             "last",

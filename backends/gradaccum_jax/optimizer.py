@@ -205,8 +205,9 @@ class Accumulation:
         require_ordinary(params)
         require_taken(extra, self.takes)
         group.require_in_scope(self.shard_axes)
+        group.require_axes(self.axes)
+        require_one_device(held)
         if self.axes:
-            group.require_axes(self.axes)
             group.require_shared(held, self.axes)
             group.require_same_params(params, self.axes)
             group.same_extra(extra, self.axes)

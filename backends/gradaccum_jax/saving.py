@@ -134,6 +134,7 @@ def _on_the_host(steps: Schedule) -> Schedule:
 
 def rebuild(tree: Tree, like: Tree, optional: Mapping[str, float] = NO_LEAVES) -> Any:
     found, expected = by_path(tree), by_path(like)
+    _require_values(found)
     if not optional.keys() & found.keys():
         found |= {
             path: np.full(expected[path].shape, optional[path], expected[path].dtype)
@@ -145,6 +146,13 @@ def rebuild(tree: Tree, like: Tree, optional: Mapping[str, float] = NO_LEAVES) -
     return jax.tree.unflatten(
         jax.tree.structure(like), [_copied(found[path]) for path in expected]
     )
+
+
+def _require_values(found: dict[str, Array]) -> None:
+    for path, leaf in found.items():
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            fix = "Restore the checkpoint first, and pass what that returns."
+            _refuse(path, "an array", "its shape alone", fix)
 
 
 def _copied(leaf: Array) -> Array:
