@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import lax
 
 from gradaccum import ArgumentTypeError, ArgumentValueError
@@ -90,6 +91,11 @@ def unique(names: Iterable[str]) -> list[str]:
             name += "'"
         seen[name] = None
     return list(seen)
+
+
+def is_masked(node: object) -> bool:
+    """True if optax has left parameters out in this place."""
+    return isinstance(node, optax.MaskedNode)
 
 
 def is_variable(node: object) -> bool:

@@ -46,7 +46,7 @@ from gradaccum_jax.arrays import (
 from gradaccum_jax.sharding import ADD_UP, axes_in_parts
 from gradaccum_jax.window.state import AccumulationState, require_values
 
-ACCUMULATING = (AccumulationState, optax.MultiStepsState)
+ACCUMULATING = (AccumulationState, optax.MultiStepsState, optax.ApplyEvery)
 """The states of optimizers that accumulate."""
 
 

@@ -8,16 +8,23 @@ A loop outside `jax.jit` compiles once. `wrap` returns a plain
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from gradaccum import ArgumentTypeError, ArgumentValueError, kit
+from gradaccum import (
+    ArgumentValueError,
+    GradAccumError,
+    GradAccumWarning,
+    UsageError,
+    kit,
+)
 from gradaccum.kit import (
     Options,
     Scalar,
@@ -51,6 +58,14 @@ from gradaccum_jax.checks import (
     require_plain,
     require_state,
     require_statistics,
+)
+from gradaccum_jax.combinators import (
+    QUESTION,
+    Question,
+    close_part,
+    new_part,
+    not_wrapped_error,
+    the_part,
 )
 from gradaccum_jax.control_flow import call_jitted
 from gradaccum_jax.parameters import in_place_of
@@ -86,6 +101,8 @@ class Accumulation:
     """The mesh axes whose devices share the window."""
     shard_axes: ShardAxes = None
     takes: Takes = ANY
+    said: list[str] = field(default_factory=list, repr=False)
+    """The warnings that were given."""
 
     def init(self, params: Params) -> AccumulationState:
         """Return the state before the first micro-batch, with one accumulator in the
@@ -132,6 +149,9 @@ class Accumulation:
 
         If `last` is True, the window ends with this micro-batch.
         """
+        if QUESTION in extra:
+            question: Question = extra.pop(QUESTION)
+            return question.ask(self, state, params, extra)
         self.check(state, params, extra)
         given_weight(weight, self.options.reduction)
         if self.options.steps != 1 and (
@@ -306,32 +326,64 @@ class Accumulation:
             group.same_extra(extra, self.axes),
             self.axes,
             self.shard_axes,
+            self._frozen_found if kit.measures(self.options) else None,
         )
+
+    def _frozen_found(self, names: list[str]) -> None:
+        """Refuse, or warn once of, parameters that `inner` does not train, but that
+        count in the window's norm.
+        """
+        options = self.options
+        norms = (options.clip_norm, options.skip_norm, options.noise_decay)
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        if norms != (None, None, None):
+            raise explain(
+                UsageError,
+                "tx",
+                expected="a wrapper of the trained parameters alone, as it measures"
+                " their norm",
+                found=f"{names[0]}{more}, which the optimizer does not train",
+                fix=FREEZE,
+            )
+        if not self.said:
+            self.said.append(FREEZE)
+            warnings.warn(
+                f"gradaccum: the optimizer does not train {names[0]}{more}, whose sum"
+                " costs memory and counts in grad_norm and overflow. " + FREEZE,
+                GradAccumWarning,
+                stacklevel=2,
+            )
+
+
+FREEZE = (
+    "Write optax.partition({'trained': gradaccum.wrap(...), 'frozen':"
+    " optax.set_to_zero()}, labels); for value_and_update pass frozen parameters in the"
+    " batch, with axes=None."
+)
+S = TypeVar("S")
 
 
 def flush(
     tx: optax.GradientTransformation,
-    state: AccumulationState,
+    state: S,
     params: Params = None,
     *,
     denominator: Scalar = None,
     **extra: Any,
-) -> tuple[Updates, AccumulationState]:
+) -> tuple[Updates, S]:
     """Close the open window: make the update of the micro-batches that it holds.
 
-    An empty window changes nothing: then `result` says neither applied nor skipped. If
-    `tx` stands inside an `optax.chain`, wrap the whole chain instead; or flush its part
-    and pass the updates through the rest of the chain:
-
-        updates, states[i] = gradaccum_jax.flush(tx, states[i], params)
-        updates, states[i + 1] = following.update(updates, states[i + 1], params)
+    An empty window changes nothing: then `result` says neither applied nor skipped.
 
     The inner optimizer gets the window's loss as ``value`` if the micro-batches passed
     theirs, unless `extra` has one.
 
     Args:
-        tx: from `gradaccum.wrap`.
-        state: its state; flax nnx's ``optimizer.opt_state`` too, as in the recipes.
+        tx: from `gradaccum.wrap`; or an `optax.chain`, `optax.partition` or
+            `optax.masked` with one such part. The parts before and beside it stay as
+            they are; what follows it in a chain changes its updates.
+        state: the state of `tx`; flax nnx's ``optimizer.opt_state`` too, as in the
+            recipes.
         params: the parameters, if the inner optimizer wants them, and with master
             weights. The updates have their dtypes.
         denominator: with ``steps=None``, what the sum is divided by in place of its
@@ -346,10 +398,19 @@ def flush(
             missing, or nobody takes an `extra` of that name.
         ArgumentValueError: `denominator` is no finite number > 0, or stands beside
             ``steps`` or ``noise_scale``.
+        UsageError: what follows the wrapped part in a chain has a state of its own.
     """
-    return require_accumulation(tx).flush(
-        plain(state), plain(params), denominator=denominator, **extra
-    )
+
+    def close(
+        own: Accumulation, state: Any, params: Params, extra: Extra
+    ) -> tuple[Updates, Any]:
+        return own.flush(state, params, denominator=denominator, **extra)
+
+    accumulation = accumulation_of(tx)
+    state, params = plain(state), plain(params)
+    if accumulation is None:
+        return close_part(tx, state, params, extra, close)
+    return close(accumulation, state, params, extra)
 
 
 M = TypeVar("M")
@@ -385,37 +446,41 @@ def _one_ahead(batches: Iterator[M]) -> Iterator[tuple[M, bool]]:
         yield held.pop(), True
 
 
-def discard(
-    tx: optax.GradientTransformation, state: AccumulationState
-) -> AccumulationState:
+def discard(tx: optax.GradientTransformation, state: S) -> S:
     """Forget the open window: no update, nothing counted, the loss scale untouched.
+
+    Args:
+        tx: as in `flush`.
+        state: likewise.
 
     Raises:
         ArgumentTypeError: `tx` is not wrapped, or `state` is not its state.
     """
-    return require_accumulation(tx).discard(plain(state))
+    accumulation = accumulation_of(tx)
+    state = plain(state)
+    if accumulation is None:
+        part = the_part(tx, state)
+        return new_part(state, window.discard(part))
+    return cast(S, accumulation.discard(cast(Any, state)))
 
 
-def require_accumulation(tx: object) -> Accumulation:
+def accumulation_of(tx: object) -> Accumulation | None:
+    """Return the `Accumulation` of what `gradaccum.wrap` returned; None for another
+    object.
+    """
     owner = getattr(getattr(tx, "update", None), "__self__", None)
-    if isinstance(owner, Accumulation):
-        return owner
-    fix = (
-        "Pass what gradaccum.wrap returned; of an optax.chain that holds it, pass it"
-        " and its own part of the chain's state."
-    )
-    raise explain(
-        ArgumentTypeError,
-        "tx",
-        expected="a wrapped optimizer",
-        found=f"a {type(tx).__name__} that is not wrapped",
-        fix=fix,
-    )
+    return owner if isinstance(owner, Accumulation) else None
 
 
 def require_open(tx: optax.GradientTransformation) -> Accumulation:
     """Raise unless `tx` is wrapped with ``steps=None``: the call closes its window."""
-    accumulation = require_accumulation(tx)
+    accumulation = accumulation_of(tx)
+    if accumulation is None:
+        fix = (
+            "Pass what gradaccum.wrap returned. Frozen parameters go into the batch,"
+            " with axes=None."
+        )
+        raise not_wrapped_error(tx, fix)
     if accumulation.options.steps is not None:
         expected, fix = (
             "one wrapped with steps=None, as this call closes the window",

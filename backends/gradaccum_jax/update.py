@@ -8,7 +8,10 @@ So XLA works in place, and a micro-batch in mid-window costs the addition and a 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import operator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from difflib import get_close_matches
 from inspect import Parameter, signature
 from typing import Any, NamedTuple, TypeVar
@@ -32,7 +35,7 @@ from gradaccum_jax.arrays import (
     takes_part,
     wider,
 )
-from gradaccum_jax.control_flow import named_axes, once, traced_once
+from gradaccum_jax.control_flow import named_axes, once, origins, traced_once
 from gradaccum_jax.sharding import ShardAxes, replicated
 from gradaccum_jax.sums import divide, emptied, fills, pick, to
 from gradaccum_jax.workers.group import same
@@ -64,6 +67,8 @@ class Update(NamedTuple):
     axes: tuple[str, ...] = ()
     """The mesh axes whose devices share the window."""
     shard_axes: ShardAxes = None
+    frozen_found: Callable[[list[str]], None] | None = None
+    """What hears of parameters that the optimizer does not train."""
 
     def told(self, loss: Scalar) -> Update:
         """Return the same call with the window's loss as the ``value`` that optax's
@@ -104,6 +109,9 @@ class Update(NamedTuple):
             accumulator, held
         )
         require_no_reduction(named_axes(program), self.shard_axes)
+        frozen = _frozen_in(program, accumulator) if self.frozen_found else []
+        if self.frozen_found and frozen:
+            self.frozen_found(frozen)
         return Traced(_still(updates, accumulator), call)
 
     def run(
@@ -174,6 +182,22 @@ class Update(NamedTuple):
         return replicated(made, self.axes)
 
 
+def _frozen_in(program: Any, accumulator: Tree) -> list[str]:
+    """Return the paths of parameters whose gradient reaches no result of the inner
+    optimizer's `program`, or whose update is a constant; none if it is so of all.
+    """
+    leaves = jax.tree_util.tree_flatten_with_path(accumulator)[0]
+    results = origins(program.jaxpr, len(leaves))
+    read = functools.reduce(operator.or_, results, 0)
+    places = [place for place, (_, leaf) in enumerate(leaves) if takes_part(leaf)]
+    frozen = [
+        f"params{jax.tree_util.keystr(leaves[place][0])}"
+        for place in places
+        if not read & 1 << place or not results[place]
+    ]
+    return frozen if len(frozen) < len(places) else []
+
+
 def _wide_enough(held: Array, update: Array) -> Array:
     return to(held, wider(held.dtype, update.dtype))
 
@@ -185,6 +209,10 @@ def _still(updates: Updates, accumulator: Tree) -> Updates:
     return jax.tree.map(
         lambda held, update: update if takes_part(held) else held, accumulator, updates
     )
+
+
+def no_update(leaf: Array) -> Array:
+    return jnp.full_like(leaf, _nothing(leaf))
 
 
 def _nothing(leaf: Array) -> complex:
