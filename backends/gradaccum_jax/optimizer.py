@@ -88,6 +88,63 @@ from gradaccum_jax.window.window import MicroBatch, check_known, size_at
 from gradaccum_jax.workers import group
 
 
+class UpdateFunction(Protocol):
+    """The type of a wrapped optimizer's ``update``."""
+
+    def __call__(
+        self, updates: Tree, state: Any, params: Params = None, **extra_args: Any
+    ) -> tuple[Updates, AccumulationState]: ...
+
+
+class NoMethodError(GradAccumError, AttributeError):
+    """A name that the optimizers of other frameworks have as a method."""
+
+
+CALLS = {
+    "backward": "grads = jax.grad(loss_fn)(params, ...)",
+    "describe": "gradaccum_jax.describe(state)",
+    "discard": "state = gradaccum_jax.discard(tx, state)",
+    "epoch": "for batch, last in gradaccum_jax.epoch(loader)",
+    "flush": "updates, state = gradaccum_jax.flush(tx, state, params)",
+    "load_state_dict": "state = gradaccum_jax.check_state(tx, restored, params)",
+    "loss_scale": "state.loss_scale",
+    "micro_step": "state.micro_step",
+    "on_update": "gradaccum_jax.result(state).applied after each tx.update",
+    "optimizer_step": "state.optimizer_step",
+    "result": "gradaccum_jax.result(state)",
+    "scale": "gradaccum_jax.scale_loss(loss, state)",
+    "state_dict": "the state itself into the checkpoint",
+    "step": "updates, state = tx.update(grads, state, params)",
+    "updates_in": "gradaccum.updates_in(loader, steps)",
+    "weigh": "tx.update(grads, state, params, weight=n)",
+    "zero_grad": "nothing: a window's end empties its sum",
+}
+"""What to write in place of the names that the other frameworks' optimizers have."""
+
+
+class Wrapped(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
+    """The two functions of a wrapped optimizer."""
+
+    init: Callable[[Params], AccumulationState]
+    update: UpdateFunction
+
+    if not TYPE_CHECKING:  # which would take any name
+
+        def __getattr__(self, name: str) -> Any:
+            """Raise an error that says what to write in place of `name`."""
+            if name not in CALLS:
+                raise AttributeError(
+                    f"{type(self).__name__!r} object has no attribute {name!r}"
+                )
+            raise explain(
+                NoMethodError,
+                f"tx.{name}",
+                expected="tx.init or tx.update, the two functions of optax",
+                found="a name that other frameworks' optimizers have",
+                fix=f"Write {CALLS[name]}.",
+            )
+
+
 @dataclass(frozen=True, eq=False)
 class Accumulation:
     """An inner optimizer and the checked options."""

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from difflib import get_close_matches
 from inspect import Parameter, signature
+from types import FunctionType
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -240,6 +241,41 @@ KNOWN = frozenset(("value", *OF_A_BATCH))
 """What an inner optimizer may be given without declaring it."""
 OWN = ("weight", "value", "last", "denominator")
 """gradaccum's own."""
+SYNONYMS = {
+    "weight": (
+        "batch_size",
+        "bs",
+        "items",
+        "n",
+        "n_examples",
+        "n_items",
+        "n_samples",
+        "n_tokens",
+        "ntokens",
+        "num_examples",
+        "num_items",
+        "num_items_in_batch",
+        "num_samples",
+        "num_tokens",
+        "sample_weight",
+        "sample_weights",
+        "token_count",
+        "tokens",
+    ),
+    "value": ("loss", "loss_value", "losses"),
+    "last": (
+        "final",
+        "final_batch",
+        "is_final",
+        "is_last",
+        "is_last_batch",
+        "last_batch",
+        "last_micro_batch",
+        "last_step",
+    ),
+    "denominator": ("divisor", "normalizer"),
+}
+"""Other words for `OWN`, which every `optax.chain` would take and ignore."""
 
 
 class Takes(NamedTuple):
@@ -262,17 +298,51 @@ def takes(inner: optax.GradientTransformation) -> Takes:
     except (TypeError, ValueError):
         return ANY
     return Takes(
-        frozenset(p.name for p in declared),
+        frozenset(p.name for p in declared).union(_declared_within(inner.update)),
         any(p.kind is Parameter.VAR_KEYWORD for p in declared),
     )
 
 
+def _declared_within(update: Callable[..., Any]) -> Iterator[str]:
+    """Yield the extra arguments that the parts of `update` declare: optax's combinators
+    keep their parts in closures, and hand everything on to them.
+    """
+    waiting: list[Any] = [update]
+    seen: list[Any] = []
+    while waiting:
+        part = waiting.pop()
+        if any(part is other for other in seen):
+            continue
+        if isinstance(part, FunctionType):
+            seen.append(part)
+            yield from list(signature(part).parameters)[3:]
+            waiting += _enclosed(part)
+        elif isinstance(part, tuple | list):
+            waiting += part
+        elif isinstance(part, dict):
+            waiting += part.values()
+        else:
+            waiting += [
+                getattr(part, name)
+                for name in ("__wrapped__", "__func__", "func")
+                if callable(part) and hasattr(part, name)
+            ]
+
+
+def _enclosed(function: FunctionType) -> Iterator[Any]:
+    for cell in function.__closure__ or ():
+        # a variable that nothing was assigned to yet
+        with suppress(ValueError):
+            yield cell.cell_contents
+
+
 def require_taken(extra: Extra, taken: Takes) -> None:
     """Raise unless the inner optimizer takes each extra argument, and none that it does
-    not declare is one of `OWN` misspelt.
+    not declare is one of `OWN` by another name.
     """
-    for name in extra.keys() - taken.names - {"value", *OF_A_BATCH}:
-        near = get_close_matches(name, OWN, 1, 0.75 if taken.any else 0.6)
+    for name in extra.keys() - taken.names - KNOWN:
+        near = [own for own, others in SYNONYMS.items() if name in others]
+        near = near or get_close_matches(name, OWN, 1, 0.75 if taken.any else 0.6)
         if near or not taken.any:
             fix = (
                 f"Did you mean {near[0]}=?"
