@@ -6,7 +6,7 @@ included.
 - `add_loss`, `window_loss`, `is_first`, `first_seen`, `window_seen`, `noise_scale`: a
   window's loss and noise;
 - `terms_of`, `resumed`, `redistributed`: saving and resuming an open window;
-- `epoch`, `Sizes`: a pass over a loader;
+- `epoch`, `Epoch`, `Sizes`: a pass over a loader;
 - `make_division`, `divided`, `leaves_of`, `share`: cutting a large batch and merging
   its outputs;
 - `explain`, ``require_...`` and ``..._error``: one wording for each mistake in every
@@ -62,6 +62,7 @@ from gradaccum.options import (
     require_denominator_allowed,
     require_reduction,
     require_steps,
+    use_of_weights,
 )
 from gradaccum.refusals import (
     RATE_MOVED,
@@ -175,7 +176,7 @@ from gradaccum.verification import (
     item_axis,
 )
 from gradaccum.watching.watch import Handle, Listener, Listeners
-from gradaccum.window_loop import Sizes, epoch
+from gradaccum.window_loop import Epoch, Sizes, epoch
 
 # The state machine: the transitions of the `State`.
 __all__ = [
@@ -205,6 +206,7 @@ __all__ += [
 __all__ += ["round_to_float32", "steps_at", "usable", "with_denominator"]
 # A window's loss and noise; callbacks for closed windows; a pass over a loader.
 __all__ += [
+    "Epoch",
     "Handle",
     "Listener",
     "Listeners",
@@ -300,6 +302,7 @@ __all__ += [
     "make_options",
     "require_denominator",
     "require_denominator_allowed",
+    "use_of_weights",
 ]
 __all__ += ["require_reduction", "require_steps", "wrap_with"]
 # One wording for each mistake in every backend.

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from inspect import signature
 from itertools import pairwise
 from numbers import Real
 from typing import Any, Literal, NamedTuple, Protocol, cast, runtime_checkable
@@ -80,8 +81,10 @@ def until_weight(weight: object) -> UntilWeight:
     beside float64 sums), which beyond 2^24 counts in steps of 2, 4, ...
 
     Args:
-        weight: an int >= 1 and < 2^31; or pairs ``(first optimizer_step, weight)`` or a
-            callable of the optimizer step.
+        weight: an int >= 1 and < 2^31, also where weights are fractions; or pairs
+            ``(first optimizer_step, weight)`` or a callable of the optimizer step.
+
+    Each micro-batch needs its weight then: without one it would count as one item.
 
     Raises:
         ArgumentTypeError, ArgumentValueError: `weight` is none of these.
@@ -145,6 +148,7 @@ def require_steps(
 def _make_sizes(sizes: object, argument: _Argument) -> Sizes:
     """Check a number, pairs or a callable."""
     if callable(sizes):
+        _require_one_argument(sizes, argument)
         return cast(Callable[[Scalar], Scalar], sizes)
     # A framework's scalar, such as jnp.int32(4), can be iterated over by its type, but
     # not by its value.
@@ -163,6 +167,25 @@ def _make_sizes(sizes: object, argument: _Argument) -> Sizes:
             fix=argument.fix,
         )
     return _require_size(argument.name, sizes, argument.fix)
+
+
+def _require_one_argument(function: Callable[..., Any], argument: _Argument) -> None:
+    try:
+        parameters = signature(function)
+    except (TypeError, ValueError):
+        # Some functions that are not written in Python have no signature.
+        return
+    try:
+        parameters.bind(0)
+    except TypeError as error:
+        expected = "a function of one argument, the updates so far"
+        raise explain(
+            ArgumentTypeError,
+            argument.name,
+            expected=expected,
+            found=f"one with the signature {parameters}",
+            fix=f"Write {argument.name}=lambda optimizer_step: 4.",
+        ) from error
 
 
 def _require_size(argument: str, size: object, fix: str) -> int:
@@ -399,6 +422,9 @@ class Options(NamedTuple):
     """Leave the place where the framework puts gradients to the user."""
 
 
+_NO_LIMIT = "Write None for no limit, as 0 would leave nothing of the gradient."
+
+
 def make_options(
     steps: object,
     *,
@@ -432,12 +458,12 @@ def make_options(
         clip_norm=(
             None
             if clip_norm is None
-            else require_number("clip_norm", clip_norm, above=0)
+            else require_number("clip_norm", clip_norm, above=0, fix=_NO_LIMIT)
         ),
         skip_norm=(
             None
             if skip_norm is None
-            else require_number("skip_norm", skip_norm, above=0)
+            else require_number("skip_norm", skip_norm, above=0, fix=_NO_LIMIT)
         ),
         accumulate_dtype=accumulate_dtype,
         scale_rule=rule,
@@ -457,22 +483,28 @@ def require_reduction(reduction: object) -> Reduction:
     return cast(Reduction, require_choice("reduction", reduction, REDUCTIONS))
 
 
-def given_weight(weight: Scalar | None, reduction: Reduction) -> Scalar:
+def use_of_weights(options: Options) -> str | None:
+    """Return the option that gives each micro-batch's weight a meaning of its own, as
+    the user writes it; None if a micro-batch may have no weight.
+    """
+    if isinstance(options.steps, UntilWeight):
+        return "steps=until_weight(...)"
+    if options.reduction == "item_mean":
+        return 'reduction="item_mean"'
+    return None
+
+
+def given_weight(weight: Scalar | None, use: str | None) -> Scalar:
     """Return the weight of a micro-batch, 1 where None was given.
 
+    - `use`: `use_of_weights`.
+
     Raises:
-        ArgumentTypeError: None was given with ``reduction="item_mean"``, which divides
-            by the weights.
+        ArgumentTypeError: None was given, and an option uses the weights.
     """
-    if weight is None and reduction == "item_mean":
-        expected = (
-            "the number of items (tokens) in the micro-batch, by which"
-            ' reduction="item_mean" divides'
-        )
-        fix = (
-            "Pass weight=n with each micro-batch. If the loss is a mean already, leave"
-            ' reduction="item_mean" out.'
-        )
+    if weight is None and use is not None:
+        expected = f"the number of items (tokens) in the micro-batch, for {use}"
+        fix = f"Pass weight=n with each micro-batch, or leave {use} out."
         raise explain(
             ArgumentTypeError, "weight", expected=expected, got=weight, fix=fix
         )

@@ -187,24 +187,27 @@ def rate_bits(*rates: float) -> bytes:
 def require_same_rates(
     rates: Sequence[float], added: Sequence[float], workers: int, rank: int
 ) -> None:
-    """Raise unless all workers have the same learning rates.
+    """Raise unless all workers close a window of the same optimizer, with the same
+    learning rates.
 
     `rates` are those of each group on this worker, of rank `rank`; `added` is the sum
     of all workers' `rate_bits`.
 
     Raises:
-        UsageError: two workers have different rates; every worker raises it.
+        UsageError: two workers have different rates, parameters in another order, or
+            are at windows of different optimizers; every worker raises it.
     """
     if not {0, workers}.issuperset(added):
         fix = (
-            "Let a listener move the schedule: one flush() may close several windows,"
-            " and a listener hears of each as it closes."
+            "Let a listener move the schedule, as one flush() may close several"
+            " windows. Give two optimizers of one process group as many micro-batches"
+            " on every worker, or a group each. Add parameters in one order everywhere."
         )
-        found = f"{list(rates)} here and other ones on another worker"
+        found = f"{list(rates)} here, and others or another window elsewhere"
         raise explain(
             UsageError,
             f"learning rates on rank {rank}",
-            expected="the same on every worker",
+            expected="the same rates, parameters and optimizer on every worker",
             found=found,
             fix=fix,
         )

@@ -198,10 +198,9 @@ def _not_an_optimizer(given: object) -> ArgumentTypeError:
         )
         fix = f"Call it: gradaccum.wrap({given.__name__}(...), steps=4)."
     elif isinstance(given, list | tuple):
-        found, fix = (
-            f"a {type(given).__name__} of {len(given)}",
-            "Wrap each optimizer by itself.",
-        )
+        kinds = sorted({type(entry).__name__ for entry in given})
+        found = f"a {type(given).__name__} of {len(given)} ({', '.join(kinds)})"
+        fix = "Build an optimizer of parameters first; wrap each optimizer by itself."
     return explain(
         ArgumentTypeError, "optimizer", expected=expected, found=found, fix=fix
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from contextlib import suppress
 from types import MappingProxyType
 from typing import Generic, SupportsFloat, TypeVar, cast
 
@@ -204,6 +205,7 @@ def updates_in(
     *,
     epochs: int = 1,
     optimizer_step: int = 0,
+    micro_step: int = 0,
 ) -> int:
     """Return the number of updates in `epochs` passes over a loader, each of which ends
     with a flush: the length of a scheduler.
@@ -214,6 +216,8 @@ def updates_in(
         steps: as for `gradaccum.wrap`: an int, pairs or a callable.
         epochs: passes over the loader, an int >= 0.
         optimizer_step: the updates made before them, for a schedule of steps.
+        micro_step: the micro-batches in a window that is open already, which the first
+            pass fills up.
 
     Raises:
         ArgumentTypeError: `micro_batches` has no length; or windows end by weight or by
@@ -232,7 +236,9 @@ def updates_in(
         )
         raise explain(ArgumentTypeError, "steps", expected=expected, got=steps, fix=fix)
     if isinstance(micro_batches, Sized):
-        micro_batches = len(micro_batches)
+        # A torch DataLoader has a length only if its dataset has one.
+        with suppress(TypeError):
+            micro_batches = len(micro_batches)
     length = require_int(
         "micro_batches",
         micro_batches,
@@ -240,10 +246,12 @@ def updates_in(
         fix="Pass the loader's number of micro-batches, for example 100.",
     )
     first = updates = require_int("optimizer_step", optimizer_step, at_least=0)
+    in_window = require_int("micro_step", micro_step, at_least=0)
     for _ in range(require_int("epochs", epochs, at_least=0)):
         left = length
-        while left > 0:
-            left -= cast(int, _size(schedule, updates))
+        while left + in_window > 0:
+            left -= max(cast(int, _size(schedule, updates)) - in_window, 0)
+            in_window = 0
             updates += 1
     return updates - first
 
@@ -286,7 +294,7 @@ def epoch(
     carry: bool = False,
     progress: bool = False,
     see: Callable[[M], object] | None = None,
-) -> Iterator[M]:
+) -> Epoch[M]:
     """Return an iterator over the micro-batches of a loader, which flushes when the
     loader ends.
 
@@ -305,11 +313,27 @@ def epoch(
     """
     _require_iterable(loader)
     require_bool("carry", carry)
-    return _epoch(
-        _with_progress(loader) if require_bool("progress", progress) else loader,
-        None if carry else flush,
-        see,
-    )
+    source = _with_progress(loader) if require_bool("progress", progress) else loader
+    return Epoch(loader, _epoch(source, None if carry else flush, see))
+
+
+class Epoch(Iterator[M]):
+    """The micro-batches of one pass over a loader; it has the loader's length."""
+
+    def __init__(self, loader: object, micro_batches: Iterator[M]) -> None:
+        self._loader = loader
+        self._micro_batches = micro_batches
+
+    def __next__(self) -> M:
+        return next(self._micro_batches)
+
+    def __len__(self) -> int:
+        """Return the number of micro-batches in the whole pass.
+
+        Raises:
+            TypeError: the loader has no length.
+        """
+        return len(self._loader)  # type: ignore[arg-type]
 
 
 def _epoch(

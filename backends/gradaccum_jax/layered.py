@@ -85,10 +85,11 @@ def layered_value_and_update(
     """Return a function that makes a large batch's window layer by layer, for a model
     of equal layers with stacked parameters.
 
-        tx = gradaccum.wrap(optax.adamw(1e-3), steps=None, on_overflow="ignore") step =
-        gradaccum_jax.layered_value_and_update(embed, block, loss_fn, tx, steps=8) state
-        = step.init(params)  # params = (embedding, blocks, head) loss, params, state =
-        jax.jit(step, donate_argnums=(0, 1))(params, state, x, y)
+        tx = gradaccum.wrap(optax.adamw(1e-3), steps=None, on_overflow="ignore")
+        step = layered_value_and_update(embed, block, loss_fn, tx, steps=8)
+        state = step.init(params)  # params = (embedding, blocks, head)
+        step = jax.jit(step, donate_argnums=(0, 1))
+        loss, params, state = step(params, state, x, y)
 
     Sums and update are those of `value_and_update`, to the last bit where the compiler
     adds in the same order. The activations between the layers live for the whole batch,

@@ -33,6 +33,7 @@ from gradaccum.kit import (
     given_weight,
     initial_state,
     optimizer_error,
+    use_of_weights,
     wrapped_twice_error,
 )
 from gradaccum_jax import checks, statistics, sums
@@ -210,7 +211,7 @@ class Accumulation:
             question: Question = extra.pop(QUESTION)
             return question.ask(self, state, params, extra)
         self.check(state, params, extra)
-        given_weight(weight, self.options.reduction)
+        given_weight(weight, use_of_weights(self.options))
         if self.options.steps != 1 and (
             self.options.steps is not None or last is not None
         ):
@@ -473,12 +474,13 @@ def flush(
 M = TypeVar("M")
 
 
-def epoch(loader: Iterable[M], *, progress: bool = False) -> Iterator[tuple[M, bool]]:
+def epoch(loader: Iterable[M], *, progress: bool = False) -> kit.Epoch[tuple[M, bool]]:
     """Return an iterator over the micro-batches of a loader, each beside whether it is
     the last one.
 
-        for batch, last in gradaccum_jax.epoch(loader): params, state = step(params,
-            state, batch, last)  # tx.update(grads, state, params, weight=n, last=last)
+        for batch, last in gradaccum_jax.epoch(loader):
+            # step calls tx.update(grads, state, params, weight=n, last=last)
+            params, state = step(params, state, batch, last)
 
     The loader is read one micro-batch ahead.
 
@@ -490,7 +492,8 @@ def epoch(loader: Iterable[M], *, progress: bool = False) -> Iterator[tuple[M, b
         ArgumentTypeError: `loader` is no iterable, or `progress` no bool.
         MissingPackageError: `progress` without rich.
     """
-    return _one_ahead(kit.epoch(loader, lambda: None, progress=progress))
+    batches = kit.epoch(loader, lambda: None, progress=progress)
+    return kit.Epoch(loader, _one_ahead(batches))
 
 
 def _one_ahead(batches: Iterator[M]) -> Iterator[tuple[M, bool]]:

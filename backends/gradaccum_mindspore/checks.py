@@ -262,8 +262,8 @@ def check_compiled_weight(weight: object) -> None:
 
 
 @constexpr  # type: ignore[untyped-decorator]
-def check_compiled_no_weight(reduction: Any) -> None:
-    given_weight(None, reduction)
+def check_compiled_no_weight(use: Any) -> None:
+    given_weight(None, use)
 
 
 check_compiled_loss: Callable[[object], float] = constexpr(loss_as_number)

@@ -10,7 +10,7 @@ there is one learning rate and one ``global_step``, which moves per update.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Sized
 from functools import partial
 from typing import Any, TypeVar
 
@@ -328,7 +328,7 @@ class AccumulatingOptimizer(OwnPhase, nn.Optimizer):  # type: ignore[misc]
             gradients, self.storage.specs, self.storage.names
         )
         amount = checks.weight_as_number(
-            kit.given_weight(weight, self.options.reduction)
+            kit.given_weight(weight, kit.use_of_weights(self.options))
         )
         told = None if loss is None else checks.loss_as_number(loss)
         if is_graph_mode():
@@ -383,7 +383,7 @@ class AccumulatingOptimizer(OwnPhase, nn.Optimizer):  # type: ignore[misc]
 
     def epoch(
         self, loader: Iterable[M], *, carry: bool = False, progress: bool = False
-    ) -> Iterator[M]:
+    ) -> kit.Epoch[M]:
         """Iterate over the micro-batches of a loader, and flush when it ends:
         ``for x, y in opt.epoch(loader):``, from Python.
 
@@ -422,6 +422,7 @@ class AccumulatingOptimizer(OwnPhase, nn.Optimizer):  # type: ignore[misc]
             self.options.steps,
             epochs=epochs,
             optimizer_step=self.storage.optimizer_step.item(),
+            micro_step=self.storage.micro_step.item(),
         )
 
     def add_listener(self, listener: Listener) -> Handle:

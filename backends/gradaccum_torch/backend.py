@@ -30,6 +30,7 @@ from gradaccum_torch.optimizer import AccumulatingOptimizer
 from gradaccum_torch.private import fsdp, names
 from gradaccum_torch.scheduler import GatedScheduler, is_scheduler
 from gradaccum_torch.verification import verify
+from gradaccum_torch.workers.group import WorkerGroup, warn_of_unequal_copies
 from gradaccum_torch.workers.workers import workers_of
 
 GradientSync = Literal["micro_batch", "window", "all_reduce_per_window"]
@@ -98,7 +99,8 @@ class TorchBackend:
             process_group: the `torch.distributed.ProcessGroup` of workers that train
                 equal copies of one model without a parallel module. The window's sum is
                 reduced as with ``module=``, and an optimizer that averages by itself
-                averages equal gradients.
+                averages equal gradients. ``"alone"``: this process shares no window,
+                although several are up; without a word a `GradAccumWarning` asks.
             norm_group: the `torch.distributed.ProcessGroup` of the stages of a
                 pipeline, each with an optimizer of its own. The norm, the clip and the
                 decision on overflow are those of all stages. The end of a window is
@@ -112,9 +114,10 @@ class TorchBackend:
             ArgumentTypeError: `optimizer` is none, is wrapped already, or updates
                 within the backward pass; `module` is no such module.
             ArgumentValueError: `module` has other parameters, or not all; other workers
-                gave other options; FSDP2 cannot wait with these.
-            UsageError: `module` has a communication hook; or `optimizer` reduces over
-                workers itself, and neither `module` nor `process_group` names them.
+                gave other options, or the parameters in another order; FSDP2 cannot
+                wait with these.
+            UsageError: `module` has a communication hook; or another optimizer shares
+                the module that trains these parameters, and this one does not.
         """
         if isinstance(optimizer, AccumulatingOptimizer):
             raise wrapped_twice_error(optimizer)
@@ -134,6 +137,8 @@ class TorchBackend:
         workers = workers_of(
             optimizer, module, checked, gradient_sync, process_group, norm_group, tied
         )
+        if isinstance(workers, WorkerGroup) and module is None:
+            warn_of_unequal_copies(workers)
         return AccumulatingOptimizer(optimizer, checked, workers)
 
     def is_scheduler(self, candidate: object) -> bool:
@@ -178,7 +183,7 @@ class TorchOptions(WrapOptions, total=False):
     separate_sums: bool
     module: torch.nn.Module | None
     gradient_sync: GradientSync
-    process_group: torch.distributed.ProcessGroup | None
+    process_group: torch.distributed.ProcessGroup | Literal["alone"] | None
     norm_group: torch.distributed.ProcessGroup | None
     tied: Mapping[torch.distributed.ProcessGroup, Sequence[torch.Tensor]] | None
 

@@ -202,12 +202,14 @@ class Change(Enum):
         "Give each optimizer parameters of its own; wrap each once.",
     )
     REDUCED = (
-        "gradients that DistributedDataParallel averaged in each micro-batch",
-        "Write gradaccum.wrap(optimizer, ..., module=parallel).",
-    )
-    PIPELINED = (
-        "gradients that a schedule of torch.distributed.pipelining divided",
-        "Build the schedule with scale_grads=False.",
+        (
+            "gradients that were changed, most likely averaged by"
+            " DistributedDataParallel or divided by a pipeline's schedule"
+        ),
+        (
+            "Write gradaccum.wrap(optimizer, ..., module=parallel); build the schedule"
+            " with scale_grads=False; clip by clip_norm=."
+        ),
     )
     CLEARED = (
         (

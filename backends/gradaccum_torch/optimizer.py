@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from gradaccum import GradAccumWarning, StepResult, UsageError, updates_in
 from gradaccum.kit import (
+    Epoch,
     Handle,
     Listener,
     Options,
@@ -42,7 +43,7 @@ from gradaccum_torch.update import Loss, Update, rate_mark
 from gradaccum_torch.window.watch import Allowed
 from gradaccum_torch.window.window import Window
 from gradaccum_torch.workers.interface import Workers
-from gradaccum_torch.workers.workers import workers_of
+from gradaccum_torch.workers.workers import ALONE, workers_of
 
 OptimizerState = Any
 """``optimizer.state``: a mapping from each parameter to what the optimizer keeps for
@@ -96,6 +97,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
             self._scaler,
             workers,
         )
+        workers.take_part()
         self._loads: list[int] = []
         """The updates that each loaded state had. A list that grows: Lightning's
         proxies keep what is set on ``self``.
@@ -267,7 +269,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
 
     def epoch(
         self, loader: Iterable[M], *, carry: bool = False, progress: bool = False
-    ) -> Iterator[M]:
+    ) -> Epoch[M]:
         """Iterate over the micro-batches of a loader, and flush when it ends; ``break``
         or an error leaves the window open.
 
@@ -309,6 +311,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
             self._options.steps,
             epochs=epochs,
             optimizer_step=self._window.updates,
+            micro_step=self._window.micro_step,
         )
 
     def discard(self) -> None:
@@ -345,11 +348,12 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
             self._inner,
             workers if is_module else None,
             options,
-            process_group=None if is_module else workers,
+            process_group=None if is_module else ALONE if workers is None else workers,
         )
         if held == "torn":
             window.discard()
         window.regroup(made)
+        made.take_part()
         fields = window.fields_to_save()
         has_own = held == "own" and fields.micro_step > 0
         closed = int(fields.optimizer_step + fields.skipped_windows)
@@ -552,7 +556,11 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         inner, options = state["inner"], state["options"]
         AccumulatingOptimizer.__init__(
-            self, inner, options, workers_of(inner, None, options), state["masters"]
+            self,
+            inner,
+            options,
+            workers_of(inner, None, options, process_group=ALONE),
+            state["masters"],
         )
         self._window.unpickle(state["window"])
         self._loads.extend(state["loads"])

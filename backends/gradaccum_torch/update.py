@@ -309,9 +309,8 @@ def can_divide(inner: torch.optim.Optimizer, divisor: float) -> bool:
     """True if ``inner.step()`` itself can divide ``.grad``, exactly, and before any
     Python code reads it.
     """
-    hooked = bool(all_step_pre_hooks) or any(
-        type(hook) is not _Guard for hook in step_pre_hooks(inner).values()
-    )
+    hooks = (*all_step_pre_hooks.values(), *step_pre_hooks(inner).values())
+    hooked = any(not hook.__module__.startswith("gradaccum_torch.") for hook in hooks)
     return (
         not hooked
         and _is_torchs(inner)

@@ -224,13 +224,47 @@ def test_bad_denominator_in_compiled_code_makes_no_update(denominator: float) ->
     assert not kit.Decision(*kit.decide(state, 64.0, True, divides, kit.select)).apply
 
 
-def test_item_mean_asks_for_the_weight() -> None:
-    assert kit.given_weight(None, "mean") == kit.given_weight(None, "sum") == 1
-    assert kit.given_weight(0, "item_mean") == 0
+@pytest.mark.parametrize(
+    ("options", "use"),
+    [
+        ({"steps": 4}, None),
+        ({"steps": 4, "reduction": "sum"}, None),
+        ({"steps": 4, "reduction": "item_mean"}, 'reduction="item_mean"'),
+        ({"steps": gradaccum.until_weight(4)}, "steps=until_weight(...)"),
+    ],
+)
+def test_option_that_uses_the_weights_asks_for_them(
+    options: dict[str, Any], use: str | None
+) -> None:
+    assert kit.use_of_weights(kit.make_options(**options)) == use
+    assert kit.given_weight(0, use) == 0
+    if use is None:
+        assert kit.given_weight(None, use) == 1
+        return
     with pytest.raises(
         gradaccum.ArgumentTypeError, match="weight: expected the number of items"
     ):
-        kit.given_weight(None, "item_mean")
+        kit.given_weight(None, use)
+
+
+@pytest.mark.parametrize("name", ["clip_norm", "skip_norm"])
+def test_limit_of_zero_names_none(name: str) -> None:
+    with pytest.raises(gradaccum.ArgumentValueError, match=f"{name}: .* Write None"):
+        kit.make_options(4, **{name: 0})
+
+
+@pytest.mark.parametrize("function", [lambda: 4, lambda first, second: 4])
+def test_schedule_takes_one_argument(function: Any) -> None:
+    expected = "expected a function of one argument, the updates so far"
+    with pytest.raises(gradaccum.ArgumentTypeError, match=f"^steps: {expected}"):
+        kit.make_options(function)
+    with pytest.raises(gradaccum.ArgumentTypeError, match=f"^weight: {expected}"):
+        gradaccum.until_weight(function)
+
+
+@pytest.mark.parametrize("function", [lambda n, base=4: n + base, int, max])
+def test_schedule_may_have_defaults_or_no_signature(function: Any) -> None:
+    assert kit.make_options(function).steps is function
 
 
 @pytest.mark.parametrize(

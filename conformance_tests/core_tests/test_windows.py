@@ -344,6 +344,26 @@ def test_updates_are_counted_with_the_short_windows(
 
 
 @pytest.mark.parametrize(
+    ("length", "steps", "epochs", "in_window", "updates"),
+    [
+        (9, 4, 1, 3, 3),
+        (8, 4, 1, 2, 3),
+        (8, 4, 2, 2, 5),
+        (0, 4, 2, 1, 1),
+        (1, 4, 1, 3, 1),
+        (3, GROWING, 1, 0, 3),
+        (4, 4, 1, 4, 2),
+    ],
+)
+def test_open_window_is_filled_up_first(
+    length: int, steps: Any, epochs: int, in_window: int, updates: int
+) -> None:
+    """A full one, whose update raised, is closed before."""
+    counted = updates_in(length, steps, epochs=epochs, micro_step=in_window)
+    assert counted == updates
+
+
+@pytest.mark.parametrize(
     ("micro_batches", "steps", "argument"),
     [
         (iter([1]), 4, "micro_batches"),
@@ -375,6 +395,15 @@ def test_epoch_flushes_when_the_loader_ends(progress: bool) -> None:
         seen.append(item)
         assert not flushed
     assert (seen, flushed, looked_at) == ([1, 2, 3], [3], [1, 2, 3])
+
+
+def test_epoch_has_the_length_of_its_loader() -> None:
+    batches = epoch([1, 2, 3], lambda: None)
+    assert len(batches) == 3
+    assert next(batches) == 1
+    assert len(batches) == 3
+    with pytest.raises(TypeError, match="has no len"):
+        len(epoch(iter([1]), lambda: None))
 
 
 def test_epoch_leaves_the_window_open_where_it_is_asked_to_or_is_left_early() -> None:

@@ -162,6 +162,8 @@ def test_schedule_counts_updates_from_here_on():
     opt(gradient(1.0))
     assert opt.updates_in(5) == 2
     assert opt.updates_in(8) == 2
+    opt(gradient(1.0))
+    assert (opt.updates_in(3), opt.updates_in(4)) == (1, 2), "one is there already"
     with pytest.raises(gradaccum.ArgumentTypeError, match="steps"):
         gradaccum_mindspore.wrap(nn.SGD([parameter()], 1.0), steps=None).updates_in(5)
 

@@ -156,9 +156,9 @@ def test_ignored_overflow_makes_no_unsound_update():
         optimizer, call = driver(
             "jit", steps=steps, on_overflow="ignore", reduction="sum"
         )
-        call(1.0)
+        call(1.0, 1.0, 1.0)
         assert optimizer.result.applied
-        call(1.0)
+        call(1.0, 1.0, 1.0)
         assert (optimizer.result.skipped, optimizer.result.overflow) == (True, True)
 
 

@@ -564,6 +564,8 @@ def test_updates_are_counted_from_here() -> None:
         train(model, opt, 1)
     assert opt.result.optimizer_step == 4
     assert opt.updates_in(10) == 3
+    train(model, opt, 1)
+    assert (opt.updates_in(3), opt.updates_in(4)) == (1, 2), "one is there already"
     with pytest.raises(gradaccum.ArgumentTypeError, match="steps: expected"):
         make(steps=None)[1].updates_in(10)
 

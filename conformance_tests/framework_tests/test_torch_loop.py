@@ -304,7 +304,7 @@ def test_ends(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("given", [0, 2.5, None, True])
 def test_bad_answers_are_refused_at_step(given: object) -> None:
     parameter, opt = setting(gradaccum.until_weight(lambda step: given))
-    opt.backward(parameter.sum())
+    opt.backward(parameter.sum(), weight=1)
     with pytest.raises((TypeError, ValueError), match=r"until_weight\(\.\.\.\)\(0\)"):
         opt.step()
     assert opt.result.micro_step == 0
@@ -323,7 +323,7 @@ def test_repr() -> None:
 def test_clipping_by_hand_is_refused() -> None:
     """Also in the micro-batch by which a window of weight 1 ends only perhaps."""
     parameter, opt = setting(gradaccum.until_weight(2))
-    opt.backward(parameter.square().sum())
+    opt.backward(parameter.square().sum(), weight=1)
     torch.nn.utils.clip_grad_norm_([parameter], 0.1)
     with pytest.raises(UsageError, match="clip_norm"):
         opt.step()

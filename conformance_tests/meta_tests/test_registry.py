@@ -20,6 +20,12 @@ def test_unknown_name_raises() -> None:
         gradaccum.load_backend("tensorflow")
 
 
+def test_list_of_parameters_is_no_optimizer() -> None:
+    expected = r"got a list of 2 \(float\)\. Build an optimizer of parameters first"
+    with pytest.raises(gradaccum.ArgumentTypeError, match=expected):
+        gradaccum.wrap([1.0, 2.0], steps=4)
+
+
 def test_two_owners_of_one_name_raise(tmp_path) -> None:
     install(tmp_path)
     other = tmp_path / "rival-1.0.dist-info"

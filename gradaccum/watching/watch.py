@@ -230,9 +230,10 @@ class Watch:
     """Call it with the result of every micro-batch, flush and discard; it calls
     `listeners` after each closed window.
 
-        watch = gradaccum.Watch(gradaccum.watching.JsonLines("windows.jsonl")) ...
-        watch(opt.result, loss=loss)  # after each step; in JAX
-        gradaccum_jax.result(state)
+        watch = gradaccum.Watch(gradaccum.watching.JsonLines("windows.jsonl"))
+        ...
+        # After each step; in JAX gradaccum_jax.result(state).
+        watch(opt.result, loss=loss)
 
     Args:
         listeners: functions of one `gradaccum.watching.ClosedWindow`.

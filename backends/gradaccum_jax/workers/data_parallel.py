@@ -48,9 +48,10 @@ def data_parallel(step: Step, mesh: Mesh, axis_name: str | tuple[str, ...]) -> S
     window over all, reduced once at its end.
 
         tx = gradaccum.wrap(optax.adamw(1e-3), steps=4, axis_name="data", mesh=mesh)
-        state = tx.init(params) train = jax.jit(gradaccum_jax.data_parallel(step, mesh,
-        "data"), donate_argnums=(0, 1)) params, state, losses = train(params, state, x,
-        y)
+        state = tx.init(params)
+        train = gradaccum_jax.data_parallel(step, mesh, "data")
+        train = jax.jit(train, donate_argnums=(0, 1))
+        params, state, losses = train(params, state, x, y)
 
     In the step, differentiate the device's own loss, not the devices' average.
     ``weight=`` may differ between devices, and is 0 on a device without items. Random

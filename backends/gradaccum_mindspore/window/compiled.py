@@ -269,6 +269,7 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
             callable(self.sizes),
             isinstance(options.steps, kit.UntilWeight),
         )
+        self.use_of_weights = kit.use_of_weights(options)
         self.measures, self.measures_noise = (
             kit.measures(options),
             options.noise_decay is not None,
@@ -424,7 +425,7 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         constant of the program.
         """
         if weight is None:
-            checks.check_compiled_no_weight(self.options.reduction)
+            checks.check_compiled_no_weight(self.use_of_weights)
         if self.options.on_overflow == "drop_micro_batch" or isinstance(weight, Tensor):
             return False
         checks.check_compiled_weight(weight)

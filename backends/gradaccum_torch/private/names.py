@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache, wraps
 from inspect import unwrap
@@ -18,6 +19,7 @@ from itertools import repeat
 from operator import attrgetter
 from pkgutil import resolve_name
 from typing import Any, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -540,25 +542,53 @@ LOST[_JOIN] = (
 )
 
 
-def leave_reduction_out(
-    module: DistributedDataParallel, hook_error: Callable[[], Exception]
-) -> None:
-    """Keep `module` from reducing gradients, also where the user's loop sets
-    ``require_backward_grad_sync``.
+_WAITING: WeakKeyDictionary[DistributedDataParallel, int] = WeakKeyDictionary()
+"""How many optimizers keep a module from reducing gradients."""
 
-    A communication hook would never be called: `hook_error` is raised if one is
-    registered. With ``static_graph=True`` a flag is needed.
-    """
+
+def require_static_graph_flag(module: DistributedDataParallel) -> None:
     if module.static_graph:
         require_name(_STATIC, "module", "Leave static_graph=True out.")
+
+
+def leave_reduction_out(
+    module: DistributedDataParallel, hook_error: Callable[[], Exception]
+) -> Callable[[], None]:
+    """Keep `module` from reducing gradients, also where the user's loop sets
+    ``require_backward_grad_sync``; return a function that lets it reduce again.
+
+    A communication hook would never be called: `hook_error` is raised if one is
+    registered.
+    """
+    _WAITING[module] = _WAITING.get(module, 0) + 1
 
     def refuse(*_: object, **__: object) -> None:
         raise hook_error()
 
     _wait(module)
-    module.register_forward_pre_hook(_wait)
+    handle = module.register_forward_pre_hook(_wait)
     module._static_graph_delay_allreduce_enqueued = True
     vars(module)["register_comm_hook"] = refuse
+    reference = weakref.ref(module)
+
+    def reduce_again() -> None:
+        handle.remove()
+        living = reference()
+        if living is None:
+            return
+        _WAITING[living] -= 1
+        if _WAITING[living] == 0:
+            vars(living).pop("register_comm_hook", None)
+            living._static_graph_delay_allreduce_enqueued = False
+            vars(living)["require_backward_grad_sync"] = True
+            vars(living)["require_forward_param_sync"] = True
+
+    return reduce_again
+
+
+def waiting_modules() -> list[DistributedDataParallel]:
+    """Return the modules that an optimizer keeps from reducing gradients."""
+    return [module for module, optimizers in _WAITING.items() if optimizers]
 
 
 def _wait(module: torch.nn.Module, *_: object) -> None:
@@ -658,21 +688,11 @@ def _alive(kind: type[_T]) -> Iterator[_T]:
     return (each for each in gc.get_objects() if issubclass(type(each), kind))
 
 
-def module_averaging(parameters: Iterable[Tensor]) -> DistributedDataParallel | None:
-    if not (
-        dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    ):
-        return None
-    own = set(map(id, parameters))
-    modules = list(_alive(DistributedDataParallel))
-    return next(
-        (
-            module
-            for module in modules
-            if not own.isdisjoint(map(id, reduced_by(module)))
-        ),
-        None,
-    )
+def processes() -> int:
+    """Return how many processes torch.distributed has brought up; 1 without it."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size()
+    return 1
 
 
 def registered_comm_hooks(module: DistributedDataParallel) -> Collection[object]:

@@ -6,7 +6,6 @@ The window's `Plan` chooses between it and `gradaccum_torch.sums.buffers`.
 
 from __future__ import annotations
 
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from operator import is_not
@@ -24,7 +23,7 @@ from gradaccum_torch.checks import (
     unfinished_error,
 )
 from gradaccum_torch.parameters import Parameters
-from gradaccum_torch.private.names import is_sharded, module_averaging, version
+from gradaccum_torch.private.names import is_sharded, processes, version
 from gradaccum_torch.sums.arithmetic import (
     GRAD,
     IS_SPARSE,
@@ -190,17 +189,12 @@ class Strategy(ABC):
         """Return the error for a changed ``.grad``, with its likeliest cause; may wait
         for the device.
         """
-        parameters = self._parameters.unique()
         if self._hooks.shared():
             return changed_gradients_error(Change.SHARED)
-        averaging = module_averaging(parameters)
-        if averaging is not None and averaging.require_backward_grad_sync:
-            return changed_gradients_error(Change.REDUCED)
         change = self.watch.found_change()
-        pipelined = (
-            change is Change.WRITTEN and "torch.distributed.pipelining" in sys.modules
-        )
-        return changed_gradients_error(Change.PIPELINED if pipelined else change)
+        if change is Change.WRITTEN and processes() > 1:
+            change = Change.REDUCED
+        return changed_gradients_error(change)
 
     def require_true_gradient(self, *, first: bool, flushing: bool) -> None:
         """Raise unless a changed ``.grad`` was the whole gradient of the window, which

@@ -130,6 +130,7 @@ class Window:
         self.schedulers: WeakSet[Follower] = WeakSet()
         """Those that follow the updates."""
         self._statistics = Statistics(options)
+        self._use_of_weights = kit.use_of_weights(options)
         self._measures = kit.measures(options)
         """The norm of a window's sum is needed."""
         self._plan = Plan(parameters, options, workers)
@@ -152,6 +153,10 @@ class Window:
     @property
     def updates(self) -> int:
         return int(self._fields.optimizer_step)
+
+    @property
+    def micro_step(self) -> int:
+        return int(self._fields.micro_step)
 
     @property
     def size(self) -> Size:
@@ -186,7 +191,7 @@ class Window:
         return (
             known.weight
             if known.weighed
-            else float(kit.given_weight(None, self._options.reduction))
+            else float(kit.given_weight(None, self._use_of_weights))
         )
 
     def backward(
@@ -250,6 +255,7 @@ class Window:
     def groups_changed(self) -> None:
         self._statistics.groups_changed()
         self._parameters.groups_changed()
+        self.workers.parameters_changed()
         self.forget_rates()
         self._plan, old = (
             Plan(self._parameters, self._options, self.workers),
@@ -281,8 +287,8 @@ class Window:
             or self.workers.held != "own"
         ):
             self._require_whole("step()")
-        if not known.weighed and self._options.reduction == "item_mean":
-            kit.given_weight(None, "item_mean")
+        if not known.weighed and self._use_of_weights is not None:
+            kit.given_weight(None, self._use_of_weights)
         if (
             self._scale_in_use
             or known.given
@@ -345,8 +351,6 @@ class Window:
             self._join()
             if not self.workers.joined:
                 return
-        elif self._options.separate_sums:
-            self.workers.require_one_weight(self._fields)
         if self.workers.stages is not None:
             self._add_tied(self.workers.stages)
         self._fields, decision, *_ = verdict = self._verdict(self._fields, denominator)

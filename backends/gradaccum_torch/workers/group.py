@@ -16,23 +16,33 @@ they flush too.
 from __future__ import annotations
 
 import math
+import warnings
+import weakref
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from itertools import chain, repeat
 from operator import is_not, mul
 from typing import Any, NamedTuple, final
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
-from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError, kit
+from gradaccum import (
+    ArgumentTypeError,
+    ArgumentValueError,
+    GradAccumWarning,
+    UsageError,
+    kit,
+)
 from gradaccum_torch.private import names
 from gradaccum_torch.private.fsdp import units_holding
 from gradaccum_torch.sums.arithmetic import DTYPE, IS_SPARSE
-from gradaccum_torch.window.watch import delivering_zeros
 from gradaccum_torch.workers.interface import (
     Held,
     Joined,
@@ -82,6 +92,22 @@ class WorkerGroup(Workers):
         window; which sums there were, and how many elements rode. They are the same on
         all workers, as each end is collective.
         """
+        self._number = _OPTIMIZERS.get(group.group_name, 0)
+        """How many optimizers of this group were wrapped before this one."""
+        _OPTIMIZERS[group.group_name] = self._number + 1
+        self._mark = 0
+        """A fingerprint of this optimizer and its parameters, the same on each worker.
+        """
+        self.parameters_changed()
+
+    def take_part(self) -> None:
+        """Keep the module from reducing by itself for as long as this object lives."""
+        if self._module is not None:
+            reduce_again = names.leave_reduction_out(self._module, comm_hook_error)
+            weakref.finalize(self, reduce_again).atexit = False
+            names.send_buffers(self._module)
+            _SHARED_BY[self._optimizer] = weakref.ref(self._module)
+            guard_shared_modules()
 
     @property
     def joined(self) -> bool:
@@ -167,15 +193,62 @@ class WorkerGroup(Workers):
             require_none_ignored(self._module, whole)
         require_same_workers(self.group, sharded)
 
-    def taking_part(self) -> AbstractContextManager[None] | None:
-        own = [
-            each for group in self._optimizer.param_groups for each in group["params"]
+    def require_same_parameters(self) -> None:
+        """Raise, on every worker, unless all have the same parameters in one order, and
+        the same settings for them; collective.
+        """
+        lines = self._descriptions(with_settings=True)
+        gathered: list[list[str]] = [[]] * self._workers
+        dist.all_gather_object(gathered, lines, group=self.group)
+        for rank, other in enumerate(gathered):
+            if other != gathered[0]:
+                raise _order_error(gathered[0], other, rank)
+
+    @torch.no_grad()
+    def has_equal_copies(self) -> bool:
+        """True if the parameters are equal on all workers, as far as their sums tell;
+        collective.
+        """
+        totals = [
+            parameter.detach().double().sum()
+            for group in self._optimizer.param_groups
+            for parameter in group["params"]
+            if not names.is_sharded(parameter) and not parameter.is_complex()
         ]
-        return (
-            None
-            if self._module is not None or names.module_averaging(own) is None
-            else delivering_zeros(own)
-        )
+        if not totals:
+            return True
+        total = torch.stack(totals)
+        bounds = torch.cat([total, -total])
+        dist.all_reduce(bounds, dist.ReduceOp.MAX, group=self.group)
+        most, minus_least = bounds.chunk(2)
+        difference = most + minus_least
+        return not bool((difference > _CLOSE * most.abs().clamp(min=_CLOSE)).any())
+
+    def parameters_changed(self) -> None:
+        text = "\n".join([str(self._number), *self._descriptions()])
+        self._mark = zlib.crc32(text.encode())
+
+    def _descriptions(self, with_settings: bool = False) -> list[str]:
+        """Return a line for each parameter: its name, as far as there is one, its
+        shape, its dtype, and the settings of its group beside the learning rate.
+        """
+        named = {} if self._module is None else dict(self._module.named_parameters())
+        names_by_id = {id(parameter): name for name, parameter in named.items()}
+        lines = []
+        for group in self._optimizer.param_groups:
+            settings = {
+                name: value
+                for name, value in group.items()
+                if name != "lr" and isinstance(value, bool | int | float | tuple)
+            }
+            if not with_settings:
+                settings = {}
+            given = group.get("param_names", [""] * len(group["params"]))
+            for parameter, name in zip(group["params"], given, strict=True):
+                name = names_by_id.get(id(parameter), name)
+                shape = tuple(parameter.shape)
+                lines.append(f"{name} {shape} {parameter.dtype} {settings}")
+        return lines
 
     def leave(self) -> Held:
         if self.joined:
@@ -219,7 +292,7 @@ class WorkerGroup(Workers):
         others: Sequence[float],
         part: int | None,
     ) -> tuple[Numbers, Sums, Tensor | None]:
-        rates = learning_rates(self._optimizer)
+        rates = [self._mark, *learning_rates(self._optimizer)]
         sparse = any(map(IS_SPARSE, [total for total in sums if total is not None]))
         # The flag makes each worker raise.
         whole: list[Tensor | None] = [None] * len(sums) if sparse else [*sums]
@@ -250,7 +323,7 @@ class WorkerGroup(Workers):
                 raise _small_error(fields.weight)
             if numbers.is_open:
                 kit.require_same_rates(
-                    rates, numbers.flags[2:], self._workers, self._rank
+                    rates[1:], numbers.flags[2:], self._workers, self._rank
                 )
             if (there := list(map(bool, numbers.holders))) != present:
                 whole = [
@@ -341,6 +414,77 @@ class WorkerGroup(Workers):
             )
 
 
+_OPTIMIZERS: dict[str, int] = {}
+"""How many optimizers were wrapped for the workers of a process group, by its name."""
+_SHARED_BY: WeakKeyDictionary[
+    torch.optim.Optimizer, weakref.ref[DistributedDataParallel]
+] = WeakKeyDictionary()
+"""The module whose gradients are reduced for an optimizer, at its windows' ends."""
+
+
+_CHECKED: WeakSet[torch.optim.Optimizer] = WeakSet()
+"""The optimizers that have no parameter of a module which waits for another one."""
+_GUARD: list[RemovableHandle] = []
+
+
+def guard_shared_modules() -> None:
+    """Refuse steps of optimizers whose gradients a waiting module no longer reduces."""
+    _CHECKED.clear()
+    if not _GUARD:
+        _GUARD.append(register_optimizer_step_pre_hook(_refuse_unreduced))
+
+
+def _refuse_unreduced(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    if optimizer not in _CHECKED:
+        require_reduced(optimizer)
+        _CHECKED.add(optimizer)
+
+
+names.untraced(_refuse_unreduced)
+
+
+def require_reduced(optimizer: torch.optim.Optimizer) -> None:
+    """Raise unless the gradients of its parameters are reduced, where a module that
+    trains them waits with its own reduction.
+    """
+    unreduced = _ids_of(optimizer)
+    waiting = [each.parameters() for each in names.waiting_modules()]
+    unreduced &= set(map(id, chain(*waiting)))
+    for other, reference in _SHARED_BY.items():
+        if reference() is not None:
+            unreduced -= _ids_of(other)
+    if unreduced:
+        kind = type(optimizer).__name__
+        expected = "module= for each optimizer of one DistributedDataParallel"
+        found = f"{kind} without it, for {len(unreduced)} of the parameters"
+        fix = f"Write gradaccum.wrap({kind}(...), steps=..., module=parallel)."
+        raise kit.explain(UsageError, "module", expected=expected, found=found, fix=fix)
+
+
+def _ids_of(optimizer: torch.optim.Optimizer) -> set[int]:
+    return {id(each) for group in optimizer.param_groups for each in group["params"]}
+
+
+def _order_error(
+    first: Sequence[str], other: Sequence[str], rank: int
+) -> ArgumentValueError:
+    longest = max(len(first), len(other))
+    lines = [*first, *["nothing"] * (longest - len(first))]
+    others = [*other, *["nothing"] * (longest - len(other))]
+    position = next(at for at in range(longest) if lines[at] != others[at])
+    found = (
+        f"parameter {position}: {lines[position]} on rank 0,"
+        f" {others[position]} on rank {rank}"
+    )
+    return kit.explain(
+        ArgumentValueError,
+        "optimizer",
+        expected="the same parameters in the same order on every worker",
+        found=found,
+        fix="Build its groups from lists; a set has another order in each process.",
+    )
+
+
 def _behind_error(closed: Sequence[int], has_module: bool) -> UsageError:
     expected = (
         "workers that have closed as many windows, or were lost at the end of the next"
@@ -408,9 +552,9 @@ def group_of(
     workers.require_parameters(parameters)
     if names.registered_comm_hooks(parallel):
         raise comm_hook_error()
+    names.require_static_graph_flag(parallel)
     require_same_options(options, parallel.process_group)
-    names.leave_reduction_out(parallel, comm_hook_error)
-    names.send_buffers(parallel)
+    workers.require_same_parameters()
     return workers
 
 
@@ -425,14 +569,20 @@ def group_alone(
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
     workers = WorkerGroup(group, optimizer)
     workers.require_parameters(parameters)
-    require_same_options(
-        options,
-        group,
-        parameters=(
-            f"{len(parameters)} of {sum(map(Tensor.numel, parameters))} elements"
-        ),
-    )
+    require_same_options(options, group)
+    workers.require_same_parameters()
     return workers
+
+
+def warn_of_unequal_copies(workers: WorkerGroup) -> None:
+    if not workers.has_equal_copies():
+        text = (
+            "gradaccum: the workers of process_group= hold different parameters, and"
+            " equal updates leave them different. Send the parameters of one worker to"
+            " all, by torch.distributed.broadcast, or load one checkpoint on all,"
+            " before the first step."
+        )
+        warnings.warn(text, GradAccumWarning, stacklevel=5)
 
 
 def comm_hook_error() -> UsageError:

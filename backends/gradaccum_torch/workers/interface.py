@@ -113,11 +113,6 @@ class Workers(ABC):
             no worker has one, and the numbers of all.
         """
 
-    def require_one_weight(self, fields: State) -> None:  # noqa: B027
-        """Raise unless all workers that nothing joins have this one's weight;
-        collective there.
-        """
-
     def flush(
         self, close: Callable[[], None], between: Callable[[], None], is_open: bool
     ) -> None:
@@ -126,6 +121,14 @@ class Workers(ABC):
         """
         if is_open:
             close()
+
+    def take_part(self) -> None:  # noqa: B027
+        """Begin to share windows, once nothing can refuse the optimizer any more;
+        collective.
+        """
+
+    def parameters_changed(self) -> None:  # noqa: B027
+        """Take note of other parameters, of other dtypes, or of new groups."""
 
     def hold(self, held: Held) -> None:
         self.held = held

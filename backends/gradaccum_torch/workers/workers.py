@@ -4,24 +4,22 @@ parameters, or this one alone.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from functools import cached_property
-from inspect import unwrap
 from typing import cast, final, get_args
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
+from gradaccum import ArgumentTypeError, ArgumentValueError, GradAccumWarning
 from gradaccum.kit import (
     Options,
     State,
     UntilWeight,
     explain,
+    measures,
     shared_until_weight_error,
 )
 from gradaccum_torch.private.fsdp import units_holding, units_of
@@ -29,15 +27,15 @@ from gradaccum_torch.private.names import (
     are_flattened,
     is_sharded,
     mesh_of,
-    module_averaging,
+    processes,
 )
-from gradaccum_torch.window.watch import delivering_zeros
 from gradaccum_torch.workers.deferred import Deferred, GradientSync, require_deferrable
 from gradaccum_torch.workers.fsdp import ShardGroup, Shards
 from gradaccum_torch.workers.group import (
     group_alone,
     group_of,
     require_parameters,
+    require_reduced,
     require_same_options,
 )
 from gradaccum_torch.workers.interface import (
@@ -45,13 +43,20 @@ from gradaccum_torch.workers.interface import (
     Joined,
     Sums,
     Workers,
-    require_no_join,
 )
 from gradaccum_torch.workers.stages import StageGroup
 
 _SYNCS = get_args(GradientSync)
-_AVERAGES = "AVG"
-"""Of `torch.distributed.ReduceOp`."""
+ALONE = "alone"
+"""What the user gives for ``process_group=`` where a process shares no window."""
+_UNSAID = (
+    "gradaccum: {} processes are up, and nothing says which of them share this"
+    " optimizer's windows, so that each process divides by its own weights. Write"
+    " module=DistributedDataParallel(model), or process_group= with the workers that"
+    ' share them. Write process_group="alone" if this process trains by itself, or if'
+    " something else averages the gradients of each micro-batch, which is right only"
+    " where all processes have the same weights."
+)
 
 
 def workers_of(
@@ -78,7 +83,8 @@ def workers_of(
             found=found,
             fix=fix,
         )
-    if process_group is None:
+    is_alone = isinstance(process_group, str) and process_group == ALONE
+    if process_group is None or (is_alone and module is None):
         workers = _found(optimizer, parameters, module, options, gradient_sync)
     elif (
         module is None
@@ -100,55 +106,9 @@ def workers_of(
         )
     if norm_group is not None or tied is not None:
         workers.stages = StageGroup(norm_group, tied, parameters, options)
-    if (
-        not workers.several
-        and dist.is_available()
-        and dist.is_initialized()
-        and dist.get_world_size() > 1
-    ):
-        _require_no_reduction(optimizer)
+    elif not (workers.several or is_alone) and processes() > 1:
+        warnings.warn(_UNSAID.format(processes()), GradAccumWarning, stacklevel=5)
     return _require_allowed(workers, parameters, options)
-
-
-def _require_no_reduction(optimizer: torch.optim.Optimizer) -> None:
-    """Raise unless no method of `optimizer` averages over workers, which have divided
-    by weights of their own by then.
-
-    A method that reduces by ``ReduceOp.SUM`` may add up updates or, as Prodigy, numbers
-    of shards.
-    """
-    kinds = [
-        kind for kind in type(optimizer).__mro__ if kind is not torch.optim.Optimizer
-    ]
-    methods = [
-        unwrap(getattr(each, "__func__", each))
-        for kind in kinds
-        for each in vars(kind).values()
-        if callable(each)
-    ]
-    called = {
-        name
-        for each in methods
-        for name in getattr(getattr(each, "__code__", None), "co_names", ())
-    }
-    if _AVERAGES in called:
-        fix = (
-            "Write gradaccum.wrap(optimizer, ...,"
-            " process_group=torch.distributed.group.WORLD), or module= where"
-            " DistributedDataParallel "
-        )
-        fix += "reduces the gradients."
-        found = (
-            f"a {type(optimizer).__name__}, which averages over workers by itself, and"
-            " nothing that says which workers share the window"
-        )
-        raise explain(
-            UsageError,
-            "process_group",
-            expected="the workers that an optimizer reduces over",
-            found=found,
-            fix=fix,
-        )
 
 
 def _require_allowed(
@@ -199,11 +159,10 @@ def _found(
             got=sync,
             fix=fix,
         )
-    return (
-        Alone(optimizer, options.separate_sums)
-        if module is None
-        else group_of(module, optimizer, options)
-    )
+    if module is not None:
+        return group_of(module, optimizer, options)
+    require_reduced(optimizer)
+    return Alone()
 
 
 def _shares_parameters(module: object, parameters: Sequence[Tensor]) -> bool:
@@ -238,6 +197,8 @@ def _shard_group(
         (mesh_of(parameter) for parameter in parameters if is_sharded(parameter)),
         key=DeviceMesh.size,
     )
+    if measures(options):
+        _require_one_mesh(parameters, mesh)
     if isinstance(module, torch.nn.Module):
         within = [each for unit in units_of(module) for each in unit.parameters]
         require_parameters(module, [*module.parameters(), *within], parameters)
@@ -250,6 +211,30 @@ def _shard_group(
     shards.require_averages()
     deferred = Deferred(units, mesh, sync) if sync != "micro_batch" else None
     return ShardGroup(mesh, shards, options.reduction == "sum", deferred)
+
+
+def _require_one_mesh(parameters: Sequence[Tensor], mesh: DeviceMesh) -> None:
+    """Raise unless all sharded parameters are on the workers of `mesh`, the largest:
+    elsewhere a norm would be that of some workers.
+    """
+    ranks = set(mesh.mesh.flatten().tolist())
+    for parameter in parameters:
+        if is_sharded(parameter):
+            others = set(mesh_of(parameter).mesh.flatten().tolist())
+            if others != ranks:
+                found = f"one on the ranks {sorted(others)}, of {sorted(ranks)}"
+                fix = (
+                    "Make each expert a DTensor over all ranks, as"
+                    " DTensor.from_local(expert, mesh, [Shard(0)]), or give the experts"
+                    " an optimizer of their own."
+                )
+                raise explain(
+                    ArgumentValueError,
+                    "optimizer",
+                    expected="sharded parameters on the same workers, for one norm",
+                    found=found,
+                    fix=fix,
+                )
 
 
 def _require_sync(sync: object) -> GradientSync:
@@ -274,15 +259,9 @@ def _require_sync(sync: object) -> GradientSync:
 
 @final
 class Alone(Workers):
-    """One worker alone. An unknown `DistributedDataParallel` may still average each
-    micro-batch's gradients, so weights must be equal.
-    """
+    """One worker alone."""
 
     several, place = False, (0, 1)
-
-    def __init__(self, optimizer: torch.optim.Optimizer, separate: bool) -> None:
-        self._optimizer, self._separate = optimizer, separate
-        self._compared = False
 
     def join(
         self,
@@ -297,67 +276,4 @@ class Alone(Workers):
     def leave(self) -> Held:
         return "own" if self.stages is None else super().leave()
 
-    def require_one_weight(self, fields: State) -> None:
-        module = self._averaging() if not self._compared else None
-        if module is not None:
-            require_no_join(module)
-            weights = torch.tensor(
-                [fields.weight, -fields.weight],
-                dtype=torch.float64,
-                device=self._parameters()[0].device,
-            )
-            dist.all_reduce(weights, dist.ReduceOp.MAX, group=module.process_group)
-            most, minus_least = weights.tolist()
-            if most != -minus_least:
-                raise _weights_error(fields.weight, most, -minus_least)
-            self._compared = True
-
-    def window_ended(self) -> None:
-        self._compared = False
-
-    def taking_part(self) -> AbstractContextManager[None] | None:
-        if self._averaging() is None:
-            return None
-        if not self._separate:
-            fix = "Write gradaccum.wrap(optimizer, ..., module=parallel)."
-            expected = (
-                "items on every worker, where DistributedDataParallel averages each"
-                " micro-batch's gradients"
-            )
-            raise explain(UsageError, "weight", expected=expected, got=0, fix=fix)
-        return delivering_zeros(self._parameters())
-
     def require_no_graph(self) -> None: ...
-
-    def _averaging(self) -> DistributedDataParallel | None:
-        return self._module if dist.is_available() and dist.is_initialized() else None
-
-    @cached_property
-    def _module(self) -> DistributedDataParallel | None:
-        """The module that averages, looked for once, through all objects."""
-        return module_averaging(self._parameters())
-
-    def _parameters(self) -> list[Tensor]:
-        return [
-            parameter
-            for group in self._optimizer.param_groups
-            for parameter in group["params"]
-        ]
-
-
-def _weights_error(own: float, most: float, least: float) -> UsageError:
-    expected = (
-        "windows of one weight on every worker, where DistributedDataParallel averages"
-        " each micro-batch's gradients"
-    )
-    fix = (
-        "Write gradaccum.wrap(optimizer, ..., module=parallel). The window cannot be"
-        " closed: call opt.discard() on every worker."
-    )
-    return explain(
-        UsageError,
-        "weight",
-        expected=expected,
-        found=f"{own:g} here, from {least:g} to {most:g} on the workers",
-        fix=fix,
-    )

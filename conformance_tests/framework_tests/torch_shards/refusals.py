@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import gradaccum
@@ -108,6 +109,21 @@ def parameters_that_nobody_reduces(rank: int) -> None:
     part = torch.optim.SGD(shared.usual.parameters(), lr=0.1)
     with refused(gradaccum.ArgumentValueError, "another optimizer"):
         gradaccum.wrap(part, steps=2, module=shared, gradient_sync="window")
+
+
+@check
+def parameters_on_different_workers(rank: int) -> None:
+    """Plain experts on a part of the workers: their norm would be that of this part."""
+    model = build()
+    for expert in (model.usual, model.rare):
+        fully_shard(expert, mesh=DeviceMesh("cpu", [rank]))
+    fully_shard(model, mesh=mesh_of((2,)))
+    for options in ({}, {"clip_norm": 0.1}):
+        with refused(
+            gradaccum.ArgumentValueError, "optimizer", "same workers", "DTensor"
+        ):
+            gradaccum.wrap(sgd(model), steps=2, **options)
+    gradaccum.wrap(sgd(model), steps=2, on_overflow="ignore")
 
 
 @check
@@ -212,7 +228,7 @@ def other_learning_rates_on_one_worker(rank: int) -> None:
         with refused(
             gradaccum.UsageError,
             f"learning rates on rank {rank}",
-            "the same on every worker",
+            "the same rates",
         ):
             opt.flush()
         opt.param_groups[0]["lr"] /= 1 + rank

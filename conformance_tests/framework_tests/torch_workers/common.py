@@ -90,7 +90,7 @@ def alone(
 ) -> tuple[nn.Module, Any]:
     """One process with all micro-batches, each list a window."""
     model = build(dtype)
-    opt = gradaccum.wrap(sgd(model), steps=None, **options)
+    opt = gradaccum.wrap(sgd(model), steps=None, process_group="alone", **options)
     for window in windows:
         for batch in window:
             learn(model, opt, batch)

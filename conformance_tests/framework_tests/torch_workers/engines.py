@@ -280,11 +280,11 @@ def buffers_are_sent_at_a_window_s_end(rank: int) -> None:
 
 @check
 def averages_of_each_micro_batch_need_one_weight(rank: int) -> None:
-    """Beside ``separate_sums`` the module reduces by itself; it may be built after the
-    optimizer was wrapped.
+    """Beside ``separate_sums`` the module reduces by itself, which is right as long as
+    all workers have the same weights; it may be built after the optimizer was wrapped.
     """
     model = build()
-    opt = gradaccum.wrap(sgd(model), steps=2, separate_sums=True)
+    opt = gradaccum.wrap(sgd(model), steps=2, separate_sums=True, process_group="alone")
     parallel = DistributedDataParallel(model, find_unused_parameters=True)
     for x, y, _ in micro_batches(0)[:2]:
         learn(parallel, opt, (x + rank, y, False))
@@ -294,55 +294,23 @@ def averages_of_each_micro_batch_need_one_weight(rank: int) -> None:
         for x, y, _ in micro_batches(0)[:2]
     ]
     require_equal(model, alone([large])[0])
-    before = numbers(model)
-    for call in ("other weights", "weight 0"):
-        with refused(
-            gradaccum.UsageError, "weight", "module=parallel", "opt.discard()"
-        ):
-            for x, y, _ in micro_batches(0)[:2]:
-                weight = (
-                    (len(x) + rank) if call == "other weights" else len(x) * (1 - rank)
-                )
-                loss = (parallel(x) - y).square().mean()
-                opt.backward(loss * math.nan if weight == 0 else loss, weight)
-                opt.step()
-        opt.discard()
-    for x, y, _ in micro_batches(0)[:2]:
-        opt.backward((parallel(x) - y).square().mean() * math.nan, 0)
-        opt.step()
-    assert numbers(model) == before
-    with refused(gradaccum.UsageError, "loss", "without a graph"):
-        opt.backward(torch.zeros(()), 0)
-    bare = gradaccum.wrap(sgd(model), steps=1)
-    with refused(gradaccum.UsageError, "weight", "got 0", "module=parallel"):
-        bare.backward(parallel(micro_batches(0)[0][0]).sum(), 0)
     # With the group the weights are added up, and may differ.
-    for empty in (
-        False,
-        True,
-    ):
-        model = build()
-        opt = gradaccum.wrap(
-            sgd(model),
-            steps=2,
-            separate_sums=True,
-            clip_norm=0.05,
-            process_group=dist.group.WORLD,
-        )
-        parallel = DistributedDataParallel(model, find_unused_parameters=True)
-        for index, (x, y, _) in enumerate(micro_batches(rank)[:2]):
-            off = empty and rank == index == 1
-            opt.backward(
-                (parallel(x) - y).square().mean() * (math.nan if off else 1),
-                0 if off else len(x),
-            )
-            opt.step()
-        large = [
-            (x, y, False)
-            for each in range(WORLD)
-            for x, y, _ in micro_batches(each)[: 1 if empty and each else 2]
-        ]
-        require_equal(model, alone([large], clip_norm=0.05)[0])
+    model = build()
+    opt = gradaccum.wrap(
+        sgd(model),
+        steps=2,
+        separate_sums=True,
+        clip_norm=0.05,
+        process_group=dist.group.WORLD,
+    )
+    parallel = DistributedDataParallel(model, find_unused_parameters=True)
+    for x, y, _ in micro_batches(rank)[:2]:
+        opt.backward((parallel(x) - y).square().mean(), len(x))
+        opt.step()
+    large = [
+        (x, y, False) for each in range(WORLD) for x, y, _ in micro_batches(each)[:2]
+    ]
+    require_equal(model, alone([large], clip_norm=0.05)[0])
 
 
 @check
@@ -451,19 +419,12 @@ def loop_under_join_is_refused(rank: int) -> None:
     """It answers the collectives of the module alone; ``flush`` is for workers that run
     out of data.
     """
-    for options in ("module", "separate_sums"):
-        model = build()
-        parallel = DistributedDataParallel(model, find_unused_parameters=True)
-        opt = gradaccum.wrap(
-            sgd(model),
-            steps=1,
-            **(
-                {"module": parallel} if options == "module" else {"separate_sums": True}
-            ),
-        )
-        with parallel.join(), refused(gradaccum.UsageError, "join()", "flush()"):
-            learn(parallel, opt, micro_batches(rank)[0])
-        opt.discard()
+    model = build()
+    parallel = DistributedDataParallel(model, find_unused_parameters=True)
+    opt = gradaccum.wrap(sgd(model), steps=1, module=parallel)
+    with parallel.join(), refused(gradaccum.UsageError, "join()", "flush()"):
+        learn(parallel, opt, micro_batches(rank)[0])
+    opt.discard()
 
 
 @check

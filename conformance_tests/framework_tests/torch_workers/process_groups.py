@@ -4,7 +4,10 @@ in its own ``step``, as nanochat's.
 
 from __future__ import annotations
 
+import copy
 import math
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -117,11 +120,8 @@ def reducing_optimizer_has_the_window_of_all(rank: int) -> None:
 
 
 @check
-def reducing_optimizer_without_its_workers_is_refused(rank: int) -> None:
+def wrong_process_groups_are_refused(rank: int) -> None:
     model = built()
-    with refused(gradaccum.UsageError, "process_group", "Averaging", "module="):
-        gradaccum.wrap(Averaging(model.parameters(), lr=0.1), steps=4)
-    gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.1), steps=4)
     for wrong, error in (
         ("WORLD", gradaccum.ArgumentTypeError),
         (dist.GroupMember.NON_GROUP_MEMBER, gradaccum.UsageError),
@@ -139,7 +139,7 @@ def reducing_optimizer_without_its_workers_is_refused(rank: int) -> None:
             process_group=dist.group.WORLD,
         )
     other = nn.Linear(4, 2 + rank)
-    with refused(gradaccum.ArgumentValueError, "options", "on rank 1", "elements"):
+    with refused(gradaccum.ArgumentValueError, "optimizer", "(3, 4)", "on rank 1"):
         gradaccum.wrap(
             Averaging(other.parameters(), lr=0.1),
             steps=4,
@@ -194,3 +194,148 @@ def a_worker_leaves_and_one_joins(rank: int) -> None:
         grad_norm=0, loss=0
     )
     require_equal(model, reference)
+
+
+def critic(rank: int) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1)).double()
+
+
+def warnings_of(call: Callable[[], object]) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    return [
+        str(each.message)
+        for each in caught
+        if each.category is gradaccum.GradAccumWarning
+    ]
+
+
+@check
+def nobody_says_who_shares_a_window(rank: int) -> None:
+    """It is asked once for each optimizer, unless the user says anything."""
+    model = built()
+
+    def wrap(**options: Any) -> Any:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return gradaccum.wrap(optimizer, steps=4, **options)
+
+    (said,) = warnings_of(wrap)
+    assert "2 processes" in said
+    assert "module=" in said
+    assert 'process_group="alone"' in said
+    parallel = nn.parallel.DistributedDataParallel(model)
+    for options in (
+        {"process_group": "alone"},
+        {"process_group": dist.group.WORLD},
+        {"module": parallel},
+        {"norm_group": dist.group.WORLD},
+    ):
+        assert warnings_of(lambda options=options: wrap(**options)) == []
+    alone = wrap(process_group="alone")
+    assert warnings_of(lambda: copy.deepcopy(alone)) == []
+    with refused(gradaccum.ArgumentValueError, "process_group", "module="):
+        wrap(module=parallel, process_group="alone")
+
+
+@check
+def order_of_parameters_is_the_same_on_every_worker(rank: int) -> None:
+    """Groups made of a set have another order in each process. Sums travel by position,
+    so that two layers of one shape would get each other's gradient.
+    """
+    for given in ("module", "process_group"):
+        model = critic(rank)
+        parallel = nn.parallel.DistributedDataParallel(model)
+        layers = [model[0], model[1]] if rank == 0 else [model[1], model[0]]
+        named = [
+            (f"{model[0] is not layer}.{name}", parameter)
+            for layer in layers
+            for name, parameter in layer.named_parameters()
+        ]
+        optimizer = torch.optim.SGD(named, lr=0.1)
+        options: dict[str, Any] = {"module": parallel}
+        if given == "process_group":
+            options = {"process_group": dist.group.WORLD}
+        with refused(
+            gradaccum.ArgumentValueError, "same order", "weight", "on rank 1", "lists"
+        ):
+            gradaccum.wrap(optimizer, steps=1, **options)
+
+
+@check
+def groups_are_added_in_the_same_order_on_every_worker(rank: int) -> None:
+    model = critic(rank)
+    parallel = nn.parallel.DistributedDataParallel(model)
+    opt = gradaccum.wrap(
+        torch.optim.SGD(model[2].parameters(), lr=0.1), steps=1, module=parallel
+    )
+    for layer in [model[0], model[1]] if rank == 0 else [model[1], model[0]]:
+        opt.add_param_group({"params": list(layer.parameters())})
+    opt.backward(parallel(torch.ones(2, 4).double()).sum())
+    before = numbers(model)
+    with refused(gradaccum.UsageError, "one order everywhere"):
+        opt.step()
+    opt.discard()
+    assert numbers(model) == before
+
+
+@check
+def settings_are_the_same_on_every_worker(rank: int) -> None:
+    model = critic(rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1 * rank)
+    with refused(gradaccum.ArgumentValueError, "weight_decay", "on rank 1"):
+        gradaccum.wrap(optimizer, steps=1, process_group=dist.group.WORLD)
+
+
+@check
+def windows_of_two_optimizers_are_not_mixed(rank: int) -> None:
+    """Twin critics in one group, of which one worker runs out of data: its flush of the
+    first would meet the other worker's window of the second.
+    """
+    first, second = critic(rank), critic(rank)
+    one, two = (
+        gradaccum.wrap(
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            steps=1,
+            process_group=dist.group.WORLD,
+        )
+        for model in (first, second)
+    )
+
+    def learn_from(opt: Any, model: nn.Module) -> None:
+        opt.backward(model(torch.ones(2, 4).double()).sum())
+        opt.step()
+
+    learn_from(one, first)
+    learn_from(two, second)
+    before = numbers(second)
+    with refused(gradaccum.UsageError, "optimizer on every worker", "a group each"):
+        if rank == 0:
+            one.flush()
+        else:
+            learn_from(two, second)
+    one.discard()
+    two.discard()
+    assert numbers(second) == before
+    learn_from(two, second)
+    assert two.result.applied
+
+
+@check
+def unequal_copies_are_said_once(rank: int) -> None:
+    """Without a module nothing sends the parameters of one worker to the others."""
+
+    def wrap() -> Any:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return gradaccum.wrap(optimizer, steps=1, process_group=dist.group.WORLD)
+
+    model = critic(rank)
+    assert warnings_of(wrap) == []
+    with torch.no_grad():
+        model[1].bias += 1e-2 * rank
+    (said,) = warnings_of(wrap)
+    assert "different parameters" in said
+    with torch.no_grad():
+        model[1].bias.fill_(math.nan)
+    assert warnings_of(wrap) == [], "a NaN is not this check's concern"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import pickle
 import warnings
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import gradaccum
@@ -22,7 +24,9 @@ from .common import (
     build,
     learn,
     micro_batches,
+    numbers,
     require_equal,
+    require_same_everywhere,
     sgd,
 )
 from .jobs import check
@@ -249,3 +253,81 @@ def distributed_checkpoint_keeps_closed_windows_only(rank: int) -> None:
     state = get_optimizer_state_dict(model, opt)
     set_optimizer_state_dict(model, opt, state)
     assert opt.result.optimizer_step == 1
+
+
+def averages(parallel: DistributedDataParallel, rank: int) -> bool:
+    """True if a plain backward pass of the module averages over the workers."""
+    weight = next(parallel.parameters())
+    weight.grad = None
+    x = micro_batches(0)[0][0]
+    parallel(x).sum().mul(1.0 + rank).backward()
+    mine = weight.grad.clone()
+    weight.grad = None
+    (once,) = torch.autograd.grad(parallel.module(x).sum(), weight)
+    return torch.allclose(mine, once * 1.5, rtol=1e-12)
+
+
+@check
+def module_reduces_again_without_its_wrapper(rank: int) -> None:
+    """After the wrapper is gone, and after a wrap that was refused."""
+    model = build()
+    parallel = DistributedDataParallel(model, find_unused_parameters=True)
+    assert averages(parallel, rank)
+    for wrong, error in (
+        ({"accumulate_dtype": "int32"}, gradaccum.GradAccumError),
+        ({"module": model}, gradaccum.ArgumentTypeError),
+    ):
+        with refused(error):
+            gradaccum.wrap(sgd(model), **{"steps": 4, "module": parallel, **wrong})
+        assert averages(parallel, rank)
+    inner = sgd(model)
+    first = gradaccum.wrap(inner, steps=4, module=parallel)
+    with refused(gradaccum.ArgumentTypeError, "wrapped"):
+        gradaccum.wrap(inner, steps=4, module=parallel)
+    assert not averages(parallel, rank)
+    second = gradaccum.wrap(sgd(model), steps=4, module=parallel)
+    del first, inner
+    gc.collect()
+    assert not averages(parallel, rank), "the second one still waits"
+    del second
+    gc.collect()
+    assert averages(parallel, rank)
+    parallel.register_comm_hook(None, default_hooks.allreduce_hook)
+
+
+@check
+def each_optimizer_of_a_module_names_it(rank: int) -> None:
+    """A module that waits reduces nothing for an optimizer that does not know it."""
+    model = build()
+    parallel = DistributedDataParallel(model, find_unused_parameters=True)
+    heads = [*model.usual.parameters(), *model.rare.parameters()]
+    bare = torch.optim.SGD(heads, lr=0.1)
+    early = gradaccum.wrap(
+        torch.optim.SGD(heads, lr=0.1), steps=1, process_group="alone"
+    )
+    body = gradaccum.wrap(
+        torch.optim.SGD(model.first.parameters(), lr=0.1), steps=1, module=parallel
+    )
+    with refused(gradaccum.UsageError, "module=parallel", "4 of the parameters"):
+        gradaccum.wrap(torch.optim.SGD(heads, lr=0.1), steps=1, process_group="alone")
+    before = parallel.state_dict()["module.usual.weight"].clone()
+    for opt in (bare, early):
+        parallel(micro_batches(rank)[0][0]).square().mean().backward()
+        with refused(gradaccum.UsageError, "module=parallel"):
+            opt.step()
+        model.zero_grad()
+    assert torch.equal(before, model.usual.weight)
+    other = torch.optim.SGD([torch.ones(2, requires_grad=True)], lr=0.1)
+    other.step()
+    early.discard()
+    body.discard()
+    del early, bare
+    gc.collect()
+    head = gradaccum.wrap(torch.optim.SGD(heads, lr=0.1), steps=1, module=parallel)
+    x, y, _ = micro_batches(rank)[0]
+    (parallel(x) - y).square().mean().backward()
+    body.step()
+    head.step()
+    assert body.result.applied
+    assert head.result.applied
+    require_same_everywhere(numbers(model))

@@ -21,6 +21,7 @@ from gradaccum.kit import (
     half_made_error,
     require_denominator,
     require_steps,
+    use_of_weights,
 )
 from gradaccum_conformance.reference.noise import Noise
 from gradaccum_conformance.reference.optimizers import NumpyOptimizer
@@ -86,7 +87,7 @@ class ReferenceAccumulation:
         window's end, close it.
         """
         self._require_whole()
-        weight = given_weight(weight, self.options.reduction)
+        weight = given_weight(weight, use_of_weights(self.options))
         micro_batch = self._micro_batch(gradient, weight, loss)
         size = self._size()  # A bad one is refused before the micro-batch counts.
         self.window.append(micro_batch)

@@ -179,13 +179,11 @@ def test_window_ends_by_weight(backend: Harness, mode: str, weight: Any) -> None
 
 
 def test_weight_of_a_window_follows_its_schedule(backend: Harness, mode: str) -> None:
-    """The first window ends at 2, the second at 5; without a weight each micro-batch
-    weighs 1.
-    """
+    """The first window ends at 2, the second at 5."""
     session = start(backend, steps=gradaccum.until_weight([(0, 2), (1, 5)]), mode=mode)
     ends = []
     for seed in range(8):
-        session.gradients(random_tree(LINEAR, seed))
+        session.gradients(random_tree(LINEAR, seed), weight=1.0)
         ends.append(bool(session.result().closed))
     assert [index for index, end in enumerate(ends) if end] == [1, 6]
 

@@ -60,7 +60,7 @@ def begin(backend: Harness, **options: Option) -> Session:
 def feed(session: Session, micro_batches: int, *, poison: bool = False) -> None:
     for step in range(micro_batches):
         tree = random_tree(MLP, step)
-        session.gradients(poisoned(tree, math.inf) if poison else tree)
+        session.gradients(poisoned(tree, math.inf) if poison else tree, weight=1.0)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ def window_sizes(
     session = start(backend, steps=steps, mode=mode)
     ends = []
     for step in range(micro_batches):
-        session.gradients(random_tree(LINEAR, step))
+        session.gradients(random_tree(LINEAR, step), weight=1.0)
         if session.state().micro_step == 0:
             ends.append(step + 1)
     return [b - a for a, b in zip([0, *ends], ends, strict=False)]

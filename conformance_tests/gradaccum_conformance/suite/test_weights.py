@@ -82,6 +82,23 @@ def test_item_mean_asks_for_the_weight(backend: Harness, mode: str) -> None:
     assert session.result().applied
 
 
+def test_window_by_weight_asks_for_the_weight(backend: Harness, mode: str) -> None:
+    """With a weight of 1 by default windows of 4 items would be windows of 4
+    micro-batches. The refused one may be under way, and goes with the window.
+    """
+    session = start(backend, steps=gradaccum.until_weight(4), mode=mode)
+    session.gradients(random_tree(LINEAR, 0), weight=3.0)
+    before = session.parameters()
+    with pytest.raises(
+        gradaccum.ArgumentTypeError, match="weight: expected the number of items"
+    ):
+        session.gradients(random_tree(LINEAR, 1))
+    assert same(session.parameters(), before)
+    session.discard()
+    session.gradients(random_tree(LINEAR, 1), weight=4.0)
+    assert session.result().applied
+
+
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_denominator_is_chosen_as_the_window_is_closed(
     backend: Harness, mode: str, errors: Errors, reduction: str

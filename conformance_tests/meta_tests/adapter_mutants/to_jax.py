@@ -158,7 +158,7 @@ MUTANTS = (
     ),
     Mutant(
         "ask_no_weight_for_a_mean_of_items",
-        "        given_weight(weight, self.options.reduction)\n",
+        "        given_weight(weight, use_of_weights(self.options))\n",
         "",
         SUITE + "test_weights.py::test_item_mean_asks_for_the_weight",
     ),

@@ -40,6 +40,7 @@ from gradaccum.kit import (
     shared_until_weight_error,
     steps_at,
     usable,
+    use_of_weights,
     window_loss,
     window_seen,
     with_denominator,
@@ -63,7 +64,10 @@ class Accumulation:
 
     def step(self, gradient, weight=None, loss=math.nan):
         self._require_whole()
-        steps, weight = self._steps(), given_weight(weight, self.options.reduction)
+        steps, weight = (
+            self._steps(),
+            given_weight(weight, use_of_weights(self.options)),
+        )
         factor = contribution(weight, self.options)
         terms = {
             name: self.sums[name].dtype.type(factor) * g
