@@ -46,7 +46,7 @@ from gradaccum_jax.arrays import (
 from gradaccum_jax.sharding import ADD_UP, axes_in_parts
 from gradaccum_jax.window.state import AccumulationState, require_values
 
-ACCUMULATING = (AccumulationState, optax.MultiStepsState, optax.ApplyEvery)
+ACCUMULATING = (AccumulationState, optax.MultiStepsState)
 """The states of optimizers that accumulate."""
 
 
@@ -180,12 +180,14 @@ def require_statistics(state: AccumulationState, options: Options) -> None:
         )
 
 
-def require_plain(inner_state: InnerState) -> None:
+def require_plain(
+    inner_state: InnerState, accumulating: tuple[type, ...] = ACCUMULATING
+) -> None:
     nodes = jax.tree.leaves(
-        inner_state, is_leaf=lambda node: isinstance(node, ACCUMULATING)
+        inner_state, is_leaf=lambda node: isinstance(node, accumulating)
     )
     for node in nodes:
-        if isinstance(node, ACCUMULATING):
+        if isinstance(node, accumulating):
             raise wrapped_twice_error(node)
 
 

@@ -174,7 +174,7 @@ class Accumulation:
         group.require_same_params(params, self.axes)
         accumulator = sums.zeros(params, self.options.accumulate_dtype)
         inner_state, masters = self._inner_state(params)
-        require_plain(inner_state)
+        require_plain(inner_state, (*checks.ACCUMULATING, optax.ApplyEvery))
         fields = initial_state(self.options.scale_rule.init_scale)
         dtype = sums.weight_dtype(accumulator)
         trees = {
@@ -391,18 +391,15 @@ class Accumulation:
         """Refuse, or warn once of, parameters that `inner` does not train, but that
         count in the window's norm.
         """
+        if not names:
+            return
         options = self.options
         norms = (options.clip_norm, options.skip_norm, options.noise_decay)
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         if norms != (None, None, None):
-            raise explain(
-                UsageError,
-                "tx",
-                expected="a wrapper of the trained parameters alone, as it measures"
-                " their norm",
-                found=f"{names[0]}{more}, which the optimizer does not train",
-                fix=FREEZE,
-            )
+            expected = "trained parameters alone, as it measures their norm"
+            found = f"{names[0]}{more}, which the optimizer does not train"
+            raise explain(UsageError, "tx", expected=expected, found=found, fix=FREEZE)
         if not self.said:
             self.said.append(FREEZE)
             warnings.warn(

@@ -69,7 +69,7 @@ class Update(NamedTuple):
     """The mesh axes whose devices share the window."""
     shard_axes: ShardAxes = None
     frozen_found: Callable[[list[str]], None] | None = None
-    """What hears of parameters that the optimizer does not train."""
+    """What is called with the paths of parameters that the optimizer does not train."""
 
     def told(self, loss: Scalar) -> Update:
         """Return the same call with the window's loss as the ``value`` that optax's
@@ -110,9 +110,8 @@ class Update(NamedTuple):
             accumulator, held
         )
         require_no_reduction(named_axes(program), self.shard_axes)
-        frozen = _frozen_in(program, accumulator) if self.frozen_found else []
-        if self.frozen_found and frozen:
-            self.frozen_found(frozen)
+        if self.frozen_found is not None:
+            self.frozen_found(_frozen_in(program, accumulator))
         return Traced(_still(updates, accumulator), call)
 
     def run(

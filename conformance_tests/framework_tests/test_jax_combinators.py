@@ -269,8 +269,10 @@ def test_trained_parameters_are_silent(name: str) -> None:
 
 
 def test_windows_of_windows_are_refused() -> None:
-    tx = wrap(optax.chain(optax.adam(0.1), optax.apply_every(4)))
+    """`MultiSteps` takes what optax's takes."""
+    inner = optax.chain(optax.adam(0.1), optax.apply_every(4))
     with pytest.raises(
         gradaccum.ArgumentTypeError, match="not wrapped; got a wrapped one: ApplyEvery"
     ):
-        tx.init(PARAMS)
+        wrap(inner).init(PARAMS)
+    gradaccum_jax.MultiSteps(inner, 4).init(PARAMS)

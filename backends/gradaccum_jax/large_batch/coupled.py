@@ -89,7 +89,8 @@ def coupled_value_and_grad(
 
     Returns:
         A function of ``(params, *batch)`` that returns ``(loss, gradients)``, or
-        ``((loss, aux), gradients)``.
+        ``((loss, aux), gradients)``. Keywords go to `outputs_fn`, as for
+        `value_and_grad`.
 
     Raises:
         ArgumentTypeError, ArgumentValueError: an option makes no sense; or, at a call,

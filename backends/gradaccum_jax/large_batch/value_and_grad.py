@@ -101,7 +101,8 @@ def value_and_grad(
     Returns:
         A function of the same arguments that returns ``(loss, gradients)``, or
         ``((loss, aux), gradients)``. The loss has shape () and the dtype that `loss_fn`
-        returns.
+        returns. Keywords such as ``train=True`` are constants that `loss_fn` is given
+        with every micro-batch.
 
     Raises:
         ArgumentTypeError, ArgumentValueError: an option makes no sense; or, at a call,
@@ -243,8 +244,9 @@ def value_and_update(
         ``(loss, updates, state)``, or ``((loss, aux), updates, state)``. The loss is
         unscaled and includes dropped micro-batches; ``gradaccum_jax.result(...).loss``
         excludes them. The updates, in the parameters' dtypes, are zeros if none was
-        made. The inner optimizer gets `extra`, and the window's loss as `value` unless
-        `extra` has one.
+        made. `loss_fn` gets what of `extra` it takes by keyword, as for
+        `value_and_grad`; the inner optimizer gets the rest, and the window's loss as
+        `value` unless `extra` has one.
 
     Raises:
         ArgumentTypeError: `tx` is not wrapped.
