@@ -62,12 +62,12 @@ def partitioned_sgd() -> Any:
 
 
 NESTS = {
+    "beside a bare one": lambda: partition(wrap(optax.sgd(1.0)), optax.adam(1.0)),
     "partition": partitioned_sgd,
     "masked": lambda: optax.chain(
         optax.masked(wrap(optax.sgd(1.0)), TRAINED),
         optax.masked(optax.set_to_zero(), FROZEN),
     ),
-    "beside a bare one": lambda: partition(wrap(optax.sgd(1.0)), optax.adam(1.0)),
     "behind a momentum": lambda: optax.chain(
         partition(optax.trace(0.0)), optax.masked(wrap(optax.sgd(1.0)), TRAINED)
     ),
@@ -179,6 +179,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.every_mode
 @pytest.mark.parametrize("name", REFUSED)
 def test_flush_that_could_be_wrong_is_refused(name: str) -> None:
     make, error, message = REFUSED[name]
@@ -238,6 +239,7 @@ def run(tx: Any) -> None:
     gradaccum_jax.flush(tx, state, PARAMS)
 
 
+@pytest.mark.every_mode
 @pytest.mark.parametrize("name", FREEZING)
 def test_frozen_gradients_in_a_norm_are_refused(name: str) -> None:
     for options in ({"clip_norm": 1.0}, {"skip_norm": 1.0}, {"noise_scale": True}):

@@ -136,10 +136,11 @@ def loss_in(made: Tree, has_aux: bool) -> Tree:
     """Return the loss in what a loss function returned."""
     is_pair = isinstance(made, tuple) and len(made) == 2
     if is_pair is not has_aux:
+        returned = "(loss, aux)" if has_aux else "a scalar loss"
         raise explain(
             ArgumentValueError,
             "loss_fn",
-            expected="(loss, aux), as has_aux=True" if has_aux else "the loss alone",
+            expected=f"a function that returns {returned}",
             found=f"one that returns a {type(made).__name__}",
             fix="Leave has_aux out." if has_aux else "Write has_aux=True.",
         )
