@@ -31,6 +31,7 @@ from gradaccum.linearity import (
 from gradaccum.nests import (
     ITEMS,
     KINDS,
+    MEANS,
     Leaf,
     MergingOps,
     Nest,
@@ -242,6 +243,7 @@ __all__ += ["status", "terms_of"]
 __all__ += [
     "ITEMS",
     "KINDS",
+    "MEANS",
     "Cut",
     "Division",
     "Leaf",

@@ -269,10 +269,12 @@ def _rebuilt_mapping(nest: Mapping[object, Nest], content: dict[object, Nest]) -
 
 
 KINDS = ("sum", "mean", "weighted_mean", "max", "min", "concatenate")
-"""sum: over micro-batches. mean: over items. weighted_mean: by the micro-batch's
-weight. max, min: element by element. concatenate: along the leading axis, in the order
-of the items.
+"""sum: over micro-batches. mean, weighted_mean: by the micro-batch's weight, as the loss;
+that is its number of items unless a weight is given. max, min: element by element.
+concatenate: along the leading axis, in the order of the items.
 """
+MEANS = ("mean", "weighted_mean")
+"""The two names of one kind."""
 
 A = TypeVar("A", bound=Any)
 
@@ -317,9 +319,8 @@ def require_kind(kind: object) -> None:
         )
 
 
-def share(kind: str, value: A, items: Any, weight: Any, ops: MergingOps) -> A:
-    """Return one micro-batch's contribution: for a mean, `value` times its number of
-    items or its `weight`.
+def share(kind: str, value: A, weight: Any, ops: MergingOps) -> A:
+    """Return one micro-batch's contribution: for a mean, `value` times its `weight`.
 
     Of "sum" and the means it has the dtype that ``ops.widened`` makes: wide enough for
     the sums.
@@ -328,7 +329,7 @@ def share(kind: str, value: A, items: Any, weight: Any, ops: MergingOps) -> A:
         return value
     if kind == "sum":
         return ops.widened(value)  # type: ignore[no-any-return]
-    return ops.widened(value) * (items if kind == "mean" else weight)  # type: ignore[no-any-return]
+    return ops.widened(value) * weight  # type: ignore[no-any-return]
 
 
 def merged(kind: str, so_far: A, given: A, ops: MergingOps) -> A:
@@ -342,15 +343,11 @@ def merged(kind: str, so_far: A, given: A, ops: MergingOps) -> A:
     return so_far + given  # type: ignore[no-any-return]
 
 
-def finished(kind: str, so_far: A, items: Any, weight: Any) -> A:
-    """Return the value of the large batch from the merged shares; `items` and `weight`
-    are the totals, by which the means divide.
+def finished(kind: str, so_far: A, weight: Any) -> A:
+    """Return the value of the large batch from the merged shares; `weight` is the total,
+    by which the means divide.
     """
-    if kind == "mean":
-        return so_far / items  # type: ignore[no-any-return]
-    if kind == "weighted_mean":
-        return so_far / weight  # type: ignore[no-any-return]
-    return so_far
+    return so_far / weight if kind in MEANS else so_far  # type: ignore[no-any-return]
 
 
 def concatenate_error(path: str, found: str) -> GradAccumError:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import lax
 
 from gradaccum import ArgumentTypeError, ArgumentValueError
@@ -92,8 +93,30 @@ def unique(names: Iterable[str]) -> list[str]:
     return list(seen)
 
 
+def is_masked(node: object) -> bool:
+    """True if optax has left parameters out in this place."""
+    return isinstance(node, optax.MaskedNode)
+
+
 def is_variable(node: object) -> bool:
     return hasattr(type(node), "raw_value")
+
+
+class Variable(NamedTuple):
+    """A flax nnx variable in a tree."""
+
+    path: Any
+    kinds: tuple[str, ...]
+    """The names of its class and of that class's bases, such as "Param"."""
+
+
+def variables_in(tree: Tree) -> list[Variable]:
+    flat = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_variable)[0]
+    return [
+        Variable(path, tuple(base.__name__ for base in type(node).__mro__))
+        for path, node in flat
+        if is_variable(node)
+    ]
 
 
 # The dtypes that meet at the end of a window: those of parameters, gradients, sums, and

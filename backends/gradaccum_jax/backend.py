@@ -5,7 +5,7 @@ optimizer's type.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeAlias, Unpack, cast
+from typing import Any, Unpack, cast
 
 import jax
 import optax
@@ -21,6 +21,7 @@ from gradaccum.kit import (
 )
 from gradaccum_jax.checks import require_dtype
 from gradaccum_jax.optimizer import Accumulation, require_transformation
+from gradaccum_jax.optimizer import Wrapped as Wrapped
 from gradaccum_jax.parameters import on_masters, without_masters
 from gradaccum_jax.update import takes
 from gradaccum_jax.verification import check
@@ -29,7 +30,6 @@ from gradaccum_jax.workers.data_parallel import require_devices, start_on
 from gradaccum_jax.workers.group import require_names, require_shard_axes
 
 Axes = str | tuple[str, ...] | None
-Wrapped: TypeAlias = optax.GradientTransformationExtraArgs
 
 
 class JaxBackend:
@@ -65,7 +65,7 @@ class JaxBackend:
         axis_name: object = None,
         shard_axes: object = None,
         mesh: Any = None,
-    ) -> optax.GradientTransformationExtraArgs:
+    ) -> Wrapped:
         """Wrap an `optax.GradientTransformation`; see `gradaccum.wrap`.
 
         Args:
@@ -107,7 +107,7 @@ class JaxBackend:
         )
         if mesh is not None:
             require_devices(mesh, names, axis_name)
-        return optax.GradientTransformationExtraArgs(
+        return Wrapped(
             start_on(wrapped.init, mesh, names) if names else wrapped.init,
             wrapped.update,
         )

@@ -5,7 +5,7 @@ traces.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -34,15 +34,17 @@ from gradaccum_jax.arrays import (
     InnerState,
     Params,
     Tree,
+    Variable,
     is_half,
     is_key,
     is_none,
     takes_part,
     unique,
+    variables_in,
     wider,
 )
 from gradaccum_jax.sharding import ADD_UP, axes_in_parts
-from gradaccum_jax.window.state import AccumulationState
+from gradaccum_jax.window.state import AccumulationState, require_values
 
 ACCUMULATING = (AccumulationState, optax.MultiStepsState)
 """The states of optimizers that accumulate."""
@@ -87,9 +89,54 @@ def require_arrays(tree: Tree, name: str) -> None:
             )
 
 
+SPLIT = (
+    "Write graph, params, rest = nnx.split(model, nnx.Param, ...), and in the loss"
+    " function of params model = nnx.merge(graph, params, rest, copy=True)"
+)
+"""What to do with a flax nnx module."""
+
+
+def require_params_alone(
+    variables: list[Variable], name_of: Callable[[Any], str]
+) -> None:
+    """Raise unless no flax nnx variable is a random stream, with which each micro-batch
+    would draw the same mask, or stands beside parameters without being one.
+    """
+    trained = any("Param" in each.kinds for each in variables)
+    for each in variables:
+        if "RngState" in each.kinds:
+            found = "a random stream of a flax nnx module"
+            fix = f"{SPLIT}; nnx.reseed(model, default=key) with a key of the batch."
+        elif trained and "Param" not in each.kinds:
+            found = f"a {each.kinds[0]} of a flax nnx module"
+            fix = f"{SPLIT}; return what it changes there as aux."
+        else:
+            continue
+        raise explain(
+            ArgumentTypeError,
+            name_of(each.path),
+            expected="parameters alone",
+            found=found,
+            fix=fix,
+        )
+
+
+def require_no_statistics(params: Params) -> None:
+    """Raise unless no parameter is a running statistic of a flax nnx module."""
+    for each in variables_in(params):
+        if "BatchStat" in each.kinds:
+            raise explain(
+                ArgumentTypeError,
+                f"params{jax.tree_util.keystr(each.path)}",
+                expected="parameters alone",
+                found=f"a {each.kinds[0]} of a flax nnx module",
+                fix="Write tx.init(nnx.state(model, nnx.Param)).",
+            )
+
+
 def require_state(state: object) -> AccumulationState:
     if isinstance(state, AccumulationState):
-        return state
+        return require_values(state)
     fix = (
         "Pass what tx.init(params) returned. A checkpoint is restored into that"
         " structure; in a chain it is one of the chain's states."
@@ -100,6 +147,20 @@ def require_state(state: object) -> AccumulationState:
         expected="the state of a wrapped optimizer",
         found=f"a {type(state).__name__}",
         fix=fix,
+    )
+
+
+def require_one_device(state: AccumulationState) -> None:
+    """Raise unless `state` is that of one device, as it is inside of a step."""
+    if np.ndim(state.weight) == np.ndim(state.micro_step):
+        return
+    fix = (
+        "Run the step, a flush too, by gradaccum_jax.data_parallel(step, mesh,"
+        " axis_name). In a jax.shard_map of your own, call tx.init there too."
+    )
+    found = "that of all, as data_parallel returns it: its sums have an axis of devices"
+    raise explain(
+        UsageError, "state", expected="the state of one device", found=found, fix=fix
     )
 
 
@@ -119,12 +180,14 @@ def require_statistics(state: AccumulationState, options: Options) -> None:
         )
 
 
-def require_plain(inner_state: InnerState) -> None:
+def require_plain(
+    inner_state: InnerState, accumulating: tuple[type, ...] = ACCUMULATING
+) -> None:
     nodes = jax.tree.leaves(
-        inner_state, is_leaf=lambda node: isinstance(node, ACCUMULATING)
+        inner_state, is_leaf=lambda node: isinstance(node, accumulating)
     )
     for node in nodes:
-        if isinstance(node, ACCUMULATING):
+        if isinstance(node, accumulating):
             raise wrapped_twice_error(node)
 
 
@@ -232,7 +295,10 @@ def as_last(last: Scalar) -> Scalar:
         getattr(last, "shape", None) != ()
         or str(getattr(last, "dtype", None)) != "bool"
     ):
-        fix = "Pass what gradaccum_jax.epoch(loader) yields beside the batch."
+        fix = (
+            "Write last=True or last=False, or pass what gradaccum_jax.epoch(loader)"
+            " yields beside the batch."
+        )
         raise explain(
             ArgumentTypeError,
             "last",

@@ -14,9 +14,10 @@ The derivative is that of a select between the function's result and its argumen
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 import jax
@@ -123,6 +124,47 @@ def programs_in(equation: Equation) -> list[Any]:
     """
     held = jax.tree.leaves(list(equation.params.values()), is_leaf=_is_program)
     return [getattr(value, "jaxpr", value) for value in held if _is_program(value)]
+
+
+def origins(jaxpr: Any, count: int) -> list[int]:
+    """Return for each result of a program a set of bits: the first `count` arguments
+    that it is made of, and bit number `count` if it is made of anything else.
+    """
+    other = 1 << count
+    bits = [1 << min(place, count) for place in range(len(jaxpr.invars))]
+    return _origins(jaxpr, bits, other)
+
+
+def _origins(jaxpr: Any, given: Sequence[int], other: int) -> list[int]:
+    known = dict(zip(jaxpr.invars, given, strict=True))
+
+    def origin(atom: Any) -> int:
+        return 0 if isinstance(atom, core.Literal) else known.get(atom, other)
+
+    for equation in jaxpr.eqns:
+        bits = [origin(atom) for atom in equation.invars]
+        called = _called(equation)
+        if called is not None:
+            made = _origins(called, bits, other)
+        elif equation.effects or equation.primitive.name == "freeze":
+            # what comes out of a memory reference may be made of all
+            made = [2 * other - 1] * len(equation.outvars)
+        else:
+            made = [functools.reduce(operator.or_, bits, 0)] * len(equation.outvars)
+        known.update(zip(equation.outvars, made, strict=True))
+    return [origin(atom) for atom in jaxpr.outvars]
+
+
+def _called(equation: Equation) -> Any:
+    """Return the program that an equation runs once on its arguments; None if it does
+    something else.
+    """
+    within = programs_in(equation)
+    if len(within) != 1 or equation.primitive.name == "scan":
+        return None
+    takes = len(within[0].invars) == len(equation.invars)
+    returns = len(within[0].outvars) == len(equation.outvars)
+    return within[0] if takes and returns else None
 
 
 def _is_program(value: object) -> bool:

@@ -46,6 +46,7 @@ from gradaccum_jax.large_batch.batch import Group, MicroBatch, Source, beside, o
 from gradaccum_jax.optimizer import Accumulation, require_open
 from gradaccum_jax.parameters import apply_updates
 from gradaccum_jax.sharding import axes_of, replicated, vary
+from gradaccum_jax.update import require_declared
 from gradaccum_jax.window import window
 from gradaccum_jax.window.state import AccumulationState, as_read, as_stored, fields_of
 from gradaccum_jax.workers import group
@@ -197,6 +198,7 @@ class LayeredValueAndUpdate(Call):
         self, params: Params, state: AccumulationState, *batch: Tree, **extra: Any
     ) -> tuple[Any, Params, AccumulationState]:
         params, state = require_stacked(plain(params)), plain(state)
+        require_declared(extra, self.accumulation.takes)
         self.accumulation.check(state, params, extra)
         return cast(
             tuple[Any, Params, AccumulationState],

@@ -8,16 +8,23 @@ A loop outside `jax.jit` compiles once. `wrap` returns a plain
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from gradaccum import ArgumentTypeError, ArgumentValueError, kit
+from gradaccum import (
+    ArgumentValueError,
+    GradAccumError,
+    GradAccumWarning,
+    UsageError,
+    kit,
+)
 from gradaccum.kit import (
     Options,
     Scalar,
@@ -46,10 +53,20 @@ from gradaccum_jax.checks import (
     as_loss,
     as_weight,
     require_arrays,
+    require_no_statistics,
+    require_one_device,
     require_params,
     require_plain,
     require_state,
     require_statistics,
+)
+from gradaccum_jax.combinators import (
+    QUESTION,
+    Question,
+    close_part,
+    new_part,
+    not_wrapped_error,
+    the_part,
 )
 from gradaccum_jax.control_flow import call_jitted
 from gradaccum_jax.parameters import in_place_of
@@ -72,6 +89,63 @@ from gradaccum_jax.window.window import MicroBatch, check_known, size_at
 from gradaccum_jax.workers import group
 
 
+class UpdateFunction(Protocol):
+    """The type of a wrapped optimizer's ``update``."""
+
+    def __call__(
+        self, updates: Tree, state: Any, params: Params = None, **extra_args: Any
+    ) -> tuple[Updates, AccumulationState]: ...
+
+
+class NoMethodError(GradAccumError, AttributeError):
+    """A name that the optimizers of other frameworks have as a method."""
+
+
+CALLS = {
+    "backward": "grads = jax.grad(loss_fn)(params, ...)",
+    "describe": "gradaccum_jax.describe(state)",
+    "discard": "state = gradaccum_jax.discard(tx, state)",
+    "epoch": "for batch, last in gradaccum_jax.epoch(loader)",
+    "flush": "updates, state = gradaccum_jax.flush(tx, state, params)",
+    "load_state_dict": "state = gradaccum_jax.check_state(tx, restored, params)",
+    "loss_scale": "state.loss_scale",
+    "micro_step": "state.micro_step",
+    "on_update": "gradaccum_jax.result(state).applied after each tx.update",
+    "optimizer_step": "state.optimizer_step",
+    "result": "gradaccum_jax.result(state)",
+    "scale": "gradaccum_jax.scale_loss(loss, state)",
+    "state_dict": "the state itself into the checkpoint",
+    "step": "updates, state = tx.update(grads, state, params)",
+    "updates_in": "gradaccum.updates_in(loader, steps)",
+    "weigh": "tx.update(grads, state, params, weight=n)",
+    "zero_grad": "nothing: a window's end empties its sum",
+}
+"""What to write in place of the names that the other frameworks' optimizers have."""
+
+
+class Wrapped(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
+    """The two functions of a wrapped optimizer."""
+
+    init: Callable[[Params], AccumulationState]
+    update: UpdateFunction
+
+    if not TYPE_CHECKING:  # which would take any name
+
+        def __getattr__(self, name: str) -> Any:
+            """Raise an error that says what to write in place of `name`."""
+            if name not in CALLS:
+                raise AttributeError(
+                    f"{type(self).__name__!r} object has no attribute {name!r}"
+                )
+            raise explain(
+                NoMethodError,
+                f"tx.{name}",
+                expected="tx.init or tx.update, the two functions of optax",
+                found="a name that other frameworks' optimizers have",
+                fix=f"Write {CALLS[name]}.",
+            )
+
+
 @dataclass(frozen=True, eq=False)
 class Accumulation:
     """An inner optimizer and the checked options."""
@@ -85,19 +159,22 @@ class Accumulation:
     """The mesh axes whose devices share the window."""
     shard_axes: ShardAxes = None
     takes: Takes = ANY
+    said: list[str] = field(default_factory=list, repr=False)
+    """The warnings that were given."""
 
     def init(self, params: Params) -> AccumulationState:
         """Return the state before the first micro-batch, with one accumulator in the
         structure of `params`.
         """
         require_arrays(params, "params")
+        require_no_statistics(params)
         require_ordinary(params)
         group.require_axes(self.axes)
         group.require_told(params, frozenset(self.axes), self.shard_axes, self.options)
         group.require_same_params(params, self.axes)
         accumulator = sums.zeros(params, self.options.accumulate_dtype)
         inner_state, masters = self._inner_state(params)
-        require_plain(inner_state)
+        require_plain(inner_state, (*checks.ACCUMULATING, optax.ApplyEvery))
         fields = initial_state(self.options.scale_rule.init_scale)
         dtype = sums.weight_dtype(accumulator)
         trees = {
@@ -130,6 +207,9 @@ class Accumulation:
 
         If `last` is True, the window ends with this micro-batch.
         """
+        if QUESTION in extra:
+            question: Question = extra.pop(QUESTION)
+            return question.ask(self, state, params, extra)
         self.check(state, params, extra)
         given_weight(weight, use_of_weights(self.options))
         if self.options.steps != 1 and (
@@ -203,8 +283,9 @@ class Accumulation:
         require_ordinary(params)
         require_taken(extra, self.takes)
         group.require_in_scope(self.shard_axes)
+        group.require_axes(self.axes)
+        require_one_device(held)
         if self.axes:
-            group.require_axes(self.axes)
             group.require_shared(held, self.axes)
             group.require_same_params(params, self.axes)
             group.same_extra(extra, self.axes)
@@ -303,32 +384,61 @@ class Accumulation:
             group.same_extra(extra, self.axes),
             self.axes,
             self.shard_axes,
+            self._frozen_found if kit.measures(self.options) else None,
         )
+
+    def _frozen_found(self, names: list[str]) -> None:
+        """Refuse, or warn once of, parameters that `inner` does not train, but that
+        count in the window's norm.
+        """
+        if not names:
+            return
+        options = self.options
+        norms = (options.clip_norm, options.skip_norm, options.noise_decay)
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        if norms != (None, None, None):
+            expected = "trained parameters alone, as it measures their norm"
+            found = f"{names[0]}{more}, which the optimizer does not train"
+            raise explain(UsageError, "tx", expected=expected, found=found, fix=FREEZE)
+        if not self.said:
+            self.said.append(FREEZE)
+            warnings.warn(
+                f"gradaccum: the optimizer does not train {names[0]}{more}, whose sum"
+                " costs memory and counts in grad_norm and overflow. " + FREEZE,
+                GradAccumWarning,
+                stacklevel=2,
+            )
+
+
+FREEZE = (
+    "Write optax.partition({'trained': gradaccum.wrap(...), 'frozen':"
+    " optax.set_to_zero()}, labels); for value_and_update pass frozen parameters in the"
+    " batch, with axes=None."
+)
+S = TypeVar("S")
 
 
 def flush(
     tx: optax.GradientTransformation,
-    state: AccumulationState,
+    state: S,
     params: Params = None,
     *,
     denominator: Scalar = None,
     **extra: Any,
-) -> tuple[Updates, AccumulationState]:
+) -> tuple[Updates, S]:
     """Close the open window: make the update of the micro-batches that it holds.
 
-    An empty window changes nothing: then `result` says neither applied nor skipped. If
-    `tx` stands inside an `optax.chain`, wrap the whole chain instead; or flush its part
-    and pass the updates through the rest of the chain:
-
-        updates, states[i] = gradaccum_jax.flush(tx, states[i], params)
-        updates, states[i + 1] = following.update(updates, states[i + 1], params)
+    An empty window changes nothing: then `result` says neither applied nor skipped.
 
     The inner optimizer gets the window's loss as ``value`` if the micro-batches passed
     theirs, unless `extra` has one.
 
     Args:
-        tx: from `gradaccum.wrap`.
-        state: its state; flax nnx's ``optimizer.opt_state`` too, as in the recipes.
+        tx: from `gradaccum.wrap`; or an `optax.chain`, `optax.partition` or
+            `optax.masked` with one such part. The parts before and beside it stay as
+            they are; what follows it in a chain changes its updates.
+        state: the state of `tx`; flax nnx's ``optimizer.opt_state`` too, as in the
+            recipes.
         params: the parameters, if the inner optimizer wants them, and with master
             weights. The updates have their dtypes.
         denominator: with ``steps=None``, what the sum is divided by in place of its
@@ -343,10 +453,19 @@ def flush(
             missing, or nobody takes an `extra` of that name.
         ArgumentValueError: `denominator` is no finite number > 0, or stands beside
             ``steps`` or ``noise_scale``.
+        UsageError: what follows the wrapped part in a chain has a state of its own.
     """
-    return require_accumulation(tx).flush(
-        plain(state), plain(params), denominator=denominator, **extra
-    )
+
+    def close(
+        own: Accumulation, state: Any, params: Params, extra: Extra
+    ) -> tuple[Updates, Any]:
+        return own.flush(state, params, denominator=denominator, **extra)
+
+    accumulation = accumulation_of(tx)
+    state, params = plain(state), plain(params)
+    if accumulation is None:
+        return close_part(tx, state, params, extra, close)
+    return close(accumulation, state, params, extra)
 
 
 M = TypeVar("M")
@@ -384,37 +503,41 @@ def _one_ahead(batches: Iterator[M]) -> Iterator[tuple[M, bool]]:
         yield held.pop(), True
 
 
-def discard(
-    tx: optax.GradientTransformation, state: AccumulationState
-) -> AccumulationState:
+def discard(tx: optax.GradientTransformation, state: S) -> S:
     """Forget the open window: no update, nothing counted, the loss scale untouched.
+
+    Args:
+        tx: as in `flush`.
+        state: likewise.
 
     Raises:
         ArgumentTypeError: `tx` is not wrapped, or `state` is not its state.
     """
-    return require_accumulation(tx).discard(plain(state))
+    accumulation = accumulation_of(tx)
+    state = plain(state)
+    if accumulation is None:
+        part = the_part(tx, state)
+        return new_part(state, window.discard(part))
+    return cast(S, accumulation.discard(cast(Any, state)))
 
 
-def require_accumulation(tx: object) -> Accumulation:
+def accumulation_of(tx: object) -> Accumulation | None:
+    """Return the `Accumulation` of what `gradaccum.wrap` returned; None for another
+    object.
+    """
     owner = getattr(getattr(tx, "update", None), "__self__", None)
-    if isinstance(owner, Accumulation):
-        return owner
-    fix = (
-        "Pass what gradaccum.wrap returned; of an optax.chain that holds it, pass it"
-        " and its own part of the chain's state."
-    )
-    raise explain(
-        ArgumentTypeError,
-        "tx",
-        expected="a wrapped optimizer",
-        found=f"a {type(tx).__name__} that is not wrapped",
-        fix=fix,
-    )
+    return owner if isinstance(owner, Accumulation) else None
 
 
 def require_open(tx: optax.GradientTransformation) -> Accumulation:
     """Raise unless `tx` is wrapped with ``steps=None``: the call closes its window."""
-    accumulation = require_accumulation(tx)
+    accumulation = accumulation_of(tx)
+    if accumulation is None:
+        fix = (
+            "Pass what gradaccum.wrap returned. Frozen parameters go into the batch,"
+            " with axes=None."
+        )
+        raise not_wrapped_error(tx, fix)
     if accumulation.options.steps is not None:
         expected, fix = (
             "one wrapped with steps=None, as this call closes the window",

@@ -23,8 +23,10 @@ from gradaccum_jax.arrays import (
     Tree,
     Updates,
     is_half,
+    is_masked,
     is_none,
     plain,
+    spread_over,
 )
 from gradaccum_jax.window.state import the_state
 
@@ -164,15 +166,21 @@ def apply_updates(params: Params, updates: Updates, state: Tree) -> Params:
     Raises:
         ArgumentTypeError: `state` holds no such state, or several.
     """
-    masters = jax.tree.leaves(plain(the_state(state).masters))
-    held = iter(masters)
+    params = plain(params)
+    masters = jax.tree.map(
+        lambda node: None if is_masked(node) else node,
+        plain(the_state(state).masters),
+        is_leaf=is_masked,
+    )
+    held = iter(spread_over(masters, params, "params"))
 
     def moved(p: Array, update: Array) -> Array:
-        if p is not None and masters and is_half(p):
-            return jnp.asarray(next(held)).astype(jnp.result_type(p))
+        master = None if p is None else next(held)
+        if master is not None:
+            return jnp.asarray(master).astype(jnp.result_type(p))
         return optax.apply_updates(p, update)
 
-    return jax.tree.map(moved, plain(params), updates, is_leaf=is_none)
+    return jax.tree.map(moved, params, updates, is_leaf=is_none)
 
 
 def _leaves(tree: Tree) -> Leaves:

@@ -30,8 +30,14 @@ from gradaccum.kit import (
     terms_of,
 )
 from gradaccum_jax.arrays import Array, Params, Tree, plain, unique
-from gradaccum_jax.optimizer import require_accumulation
-from gradaccum_jax.window.state import AccumulationState, fields_of
+from gradaccum_jax.combinators import new_part, not_wrapped_error, part_of
+from gradaccum_jax.optimizer import accumulation_of
+from gradaccum_jax.window.state import (
+    AccumulationState,
+    fields_of,
+    find_states,
+    the_state,
+)
 from gradaccum_jax.workers.group import mapped
 
 _RESTORE = (
@@ -48,9 +54,7 @@ _SHARED = (
 )
 
 
-def check_state(
-    tx: optax.GradientTransformation, state: Tree, params: Params
-) -> AccumulationState:
+def check_state(tx: optax.GradientTransformation, state: Tree, params: Params) -> Tree:
     """Return a restored `state` to resume with, as JAX arrays in the structure of `tx`.
 
     This checks the paths, every shape and every dtype. An open window resumes only
@@ -64,7 +68,8 @@ def check_state(
     `gradaccum_jax.redistributed` brings it to others.
 
     Args:
-        tx: what `gradaccum.wrap` returned.
+        tx: what `gradaccum.wrap` returned; or an `optax.chain`, `optax.partition` or
+            `optax.masked` with one such part.
         state: as the checkpoint returned it, arrays of NumPy or JAX: an
             `AccumulationState`, or the nested dicts of `flax.serialization` and orbax
             restored without a target; or flax nnx's ``optimizer.opt_state``, as in the
@@ -75,12 +80,28 @@ def check_state(
         CheckpointError: something differs; names it. Nothing was changed.
         ArgumentTypeError: `tx` is not wrapped.
     """
-    wrapped, restored = require_accumulation(tx), plain(state)
-    like = jax.eval_shape(replace(wrapped, axes=()).init, plain(params))
+    wrapped, restored, params = accumulation_of(tx), plain(state), plain(params)
+    if wrapped is None:
+        return _check_whole(tx, restored, params)
+    like = jax.eval_shape(replace(wrapped, axes=()).init, params)
     return _resume(
         rebuild(restored, _on_devices(like, restored) if wrapped.axes else like, NOISE),
         wrapped.options,
     )
+
+
+def _check_whole(
+    tx: optax.GradientTransformation, restored: Tree, params: Params
+) -> Tree:
+    """Return the state of a transformation that has a wrapped part."""
+    if not isinstance(tx, optax.GradientTransformation):
+        raise not_wrapped_error(tx)
+    like = jax.eval_shape(tx.init, params)
+    if not find_states(like):
+        raise not_wrapped_error(tx)
+    wrapped = part_of(tx, like, params)
+    whole = rebuild(restored, like)
+    return new_part(whole, _resume(the_state(whole), wrapped.options))
 
 
 def _on_devices(like: AccumulationState, restored: Tree) -> AccumulationState:
@@ -134,6 +155,7 @@ def _on_the_host(steps: Schedule) -> Schedule:
 
 def rebuild(tree: Tree, like: Tree, optional: Mapping[str, float] = NO_LEAVES) -> Any:
     found, expected = by_path(tree), by_path(like)
+    _require_values(found)
     if not optional.keys() & found.keys():
         found |= {
             path: np.full(expected[path].shape, optional[path], expected[path].dtype)
@@ -145,6 +167,13 @@ def rebuild(tree: Tree, like: Tree, optional: Mapping[str, float] = NO_LEAVES) -
     return jax.tree.unflatten(
         jax.tree.structure(like), [_copied(found[path]) for path in expected]
     )
+
+
+def _require_values(found: dict[str, Array]) -> None:
+    for path, leaf in found.items():
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            fix = "Restore the checkpoint first, and pass what that returns."
+            _refuse(path, "an array", "its shape alone", fix)
 
 
 def _copied(leaf: Array) -> Array:

@@ -8,9 +8,13 @@ So XLA works in place, and a micro-batch in mid-window costs the addition and a 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import operator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from difflib import get_close_matches
 from inspect import Parameter, signature
+from types import FunctionType
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -32,7 +36,7 @@ from gradaccum_jax.arrays import (
     takes_part,
     wider,
 )
-from gradaccum_jax.control_flow import named_axes, once, traced_once
+from gradaccum_jax.control_flow import named_axes, once, origins, traced_once
 from gradaccum_jax.sharding import ShardAxes, replicated
 from gradaccum_jax.sums import divide, emptied, fills, pick, to
 from gradaccum_jax.workers.group import same
@@ -64,6 +68,8 @@ class Update(NamedTuple):
     axes: tuple[str, ...] = ()
     """The mesh axes whose devices share the window."""
     shard_axes: ShardAxes = None
+    frozen_found: Callable[[list[str]], None] | None = None
+    """What is called with the paths of parameters that the optimizer does not train."""
 
     def told(self, loss: Scalar) -> Update:
         """Return the same call with the window's loss as the ``value`` that optax's
@@ -104,6 +110,8 @@ class Update(NamedTuple):
             accumulator, held
         )
         require_no_reduction(named_axes(program), self.shard_axes)
+        if self.frozen_found is not None:
+            self.frozen_found(_frozen_in(program, accumulator))
         return Traced(_still(updates, accumulator), call)
 
     def run(
@@ -174,6 +182,22 @@ class Update(NamedTuple):
         return replicated(made, self.axes)
 
 
+def _frozen_in(program: Any, accumulator: Tree) -> list[str]:
+    """Return the paths of parameters whose gradient reaches no result of the inner
+    optimizer's `program`, or whose update is a constant; none if it is so of all.
+    """
+    leaves = jax.tree_util.tree_flatten_with_path(accumulator)[0]
+    results = origins(program.jaxpr, len(leaves))
+    read = functools.reduce(operator.or_, results, 0)
+    places = [place for place, (_, leaf) in enumerate(leaves) if takes_part(leaf)]
+    frozen = [
+        f"params{jax.tree_util.keystr(leaves[place][0])}"
+        for place in places
+        if not read & 1 << place or not results[place]
+    ]
+    return frozen if len(frozen) < len(places) else []
+
+
 def _wide_enough(held: Array, update: Array) -> Array:
     return to(held, wider(held.dtype, update.dtype))
 
@@ -185,6 +209,10 @@ def _still(updates: Updates, accumulator: Tree) -> Updates:
     return jax.tree.map(
         lambda held, update: update if takes_part(held) else held, accumulator, updates
     )
+
+
+def no_update(leaf: Array) -> Array:
+    return jnp.full_like(leaf, _nothing(leaf))
 
 
 def _nothing(leaf: Array) -> complex:
@@ -208,8 +236,45 @@ def _nothing(leaf: Array) -> complex:
 
 OF_A_BATCH = ("grad", "value_fn", "grad_fn", "obj_fn")
 """optax's extra arguments that describe the gradient's batch."""
+KNOWN = frozenset(("value", *OF_A_BATCH))
+"""What an inner optimizer may be given without declaring it."""
 OWN = ("weight", "value", "last", "denominator")
 """gradaccum's own."""
+SYNONYMS = {
+    "weight": (
+        "batch_size",
+        "bs",
+        "items",
+        "n",
+        "n_examples",
+        "n_items",
+        "n_samples",
+        "n_tokens",
+        "ntokens",
+        "num_examples",
+        "num_items",
+        "num_items_in_batch",
+        "num_samples",
+        "num_tokens",
+        "sample_weight",
+        "sample_weights",
+        "token_count",
+        "tokens",
+    ),
+    "value": ("loss", "loss_value", "losses"),
+    "last": (
+        "final",
+        "final_batch",
+        "is_final",
+        "is_last",
+        "is_last_batch",
+        "last_batch",
+        "last_micro_batch",
+        "last_step",
+    ),
+    "denominator": ("divisor", "normalizer"),
+}
+"""Other words for `OWN`, which every `optax.chain` would take and ignore."""
 
 
 class Takes(NamedTuple):
@@ -232,17 +297,51 @@ def takes(inner: optax.GradientTransformation) -> Takes:
     except (TypeError, ValueError):
         return ANY
     return Takes(
-        frozenset(p.name for p in declared),
+        frozenset(p.name for p in declared).union(_declared_within(inner.update)),
         any(p.kind is Parameter.VAR_KEYWORD for p in declared),
     )
 
 
+def _declared_within(update: Callable[..., Any]) -> Iterator[str]:
+    """Yield the extra arguments that the parts of `update` declare: optax's combinators
+    keep their parts in closures, and hand everything on to them.
+    """
+    waiting: list[Any] = [update]
+    seen: list[Any] = []
+    while waiting:
+        part = waiting.pop()
+        if any(part is other for other in seen):
+            continue
+        if isinstance(part, FunctionType):
+            seen.append(part)
+            yield from list(signature(part).parameters)[3:]
+            waiting += _enclosed(part)
+        elif isinstance(part, tuple | list):
+            waiting += part
+        elif isinstance(part, dict):
+            waiting += part.values()
+        else:
+            waiting += [
+                getattr(part, name)
+                for name in ("__wrapped__", "__func__", "func")
+                if callable(part) and hasattr(part, name)
+            ]
+
+
+def _enclosed(function: FunctionType) -> Iterator[Any]:
+    for cell in function.__closure__ or ():
+        # a variable that nothing was assigned to yet
+        with suppress(ValueError):
+            yield cell.cell_contents
+
+
 def require_taken(extra: Extra, taken: Takes) -> None:
     """Raise unless the inner optimizer takes each extra argument, and none that it does
-    not declare is one of `OWN` misspelt.
+    not declare is one of `OWN` by another name.
     """
-    for name in extra.keys() - taken.names - {"value", *OF_A_BATCH}:
-        near = get_close_matches(name, OWN, 1, 0.75 if taken.any else 0.6)
+    for name in extra.keys() - taken.names - KNOWN:
+        near = [own for own, others in SYNONYMS.items() if name in others]
+        near = near or get_close_matches(name, OWN, 1, 0.75 if taken.any else 0.6)
         if near or not taken.any:
             fix = (
                 f"Did you mean {near[0]}=?"
@@ -262,6 +361,21 @@ def require_taken(extra: Extra, taken: Takes) -> None:
             raise explain(
                 ArgumentTypeError, name, expected=expected, found=found, fix=fix
             )
+
+
+def require_declared(extra: Extra, taken: Takes) -> None:
+    """Raise unless the inner optimizer declares each extra argument of a call that runs
+    the loss function: there a flag of the loss would be lost.
+    """
+    for name in extra.keys() - taken.names - KNOWN - {*OWN}:
+        raise explain(
+            ArgumentTypeError,
+            name,
+            expected="an argument of the loss function, or one that the inner optimizer"
+            " declares",
+            found="neither",
+            fix="Leave it out, or let the loss function take it.",
+        )
 
 
 def require_none_of_a_batch(extra: Extra) -> None:

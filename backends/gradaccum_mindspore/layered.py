@@ -259,26 +259,22 @@ class _Run:
             ),
             self.options.aux is not None,
         )
-        found, taken, items, unit = (
-            list[_Found](),
-            list[tuple[float, Tensor]](),
-            0,
-            None,
-        )
+        found = list[_Found]()
+        taken = list[tuple[float, Tensor]]()
+        unit = None
         for part, weight in weighed(self.loss.function, batch, self.options):
             unit = unit or (
                 unit_of(weight, self.options) if self.target.by_unit else 1.0
             )
             value, cotangents, own = self._forward(*part.arguments)
-            outputs.add(value, part.items, weight / unit)
+            outputs.add(value, weight / unit)
             found.append((weight / unit, cotangents, own))
-            items += part.items or 0
             taken.append((weight, loss_in(value, has_aux)))
         total = sum(amount for amount, *_ in found)
         self.target.open(total)
         self._backward(found)
         return self.target.close(
-            taken, outputs.finished(items, total, divisor_of(total, self.options))
+            taken, outputs.finished(total, divisor_of(total, self.options))
         )
 
     def _forward(

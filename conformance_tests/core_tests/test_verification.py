@@ -382,8 +382,13 @@ def test_weights_follow_any_label(heavy: int) -> None:
 def test_words_of_a_cause() -> None:
     assert listed(["a", "b", "c", "d", "e"]) == "a, b, c, d, e"
     assert listed(list("abcdefg")) == "a, b, c, d, e and 2 more"
+    item_mean = "the mean over the window's items, reduction='item_mean' and weight="
     for subject, reduction, fix in (
-        (PlainSubject(summed), "mean", "Write reduction='sum'."),
+        (
+            PlainSubject(summed),
+            "mean",
+            f"Write reduction='sum'; or, for {item_mean} their number.",
+        ),
         (PlainSubject(sound), "sum", "Write reduction='mean' and no weight=."),
     ):
         assert examine(subject, 4, reduction).causes[0].fix == fix

@@ -22,6 +22,12 @@ from benchmarks.questions import jax_ensemble, jax_memory, jax_split, jax_stream
 from conformance_tests.framework_tests.jax_versions import needs_microbatch
 
 WIDTH, WINDOWS = 16, 3
+DISTANCE = {"Keras": 3e-5}
+"""How far a contestant's parameters may be from the others', 2e-6 elsewhere. Keras's
+Adam adds epsilon to the root of the uncorrected second moment, where it weighs
+1 / sqrt(1 - 0.999) = 32 times as much in the first update: for a gradient of 3e-6, 1e-8
+makes the update of 1e-4 a tenth smaller, by 1e-5.
+"""
 
 
 def trained(case: Case) -> dict[str, Any]:
@@ -67,7 +73,8 @@ def test_all_contestants_agree(case: Any, members: int) -> None:
     expected, start = ends[jax_streaming.BASELINE], make_params(WIDTH, members)
     for name, params in ends.items():
         for own, theirs, before in zip(params, expected, start, strict=True):
-            np.testing.assert_allclose(own, theirs, rtol=1e-5, atol=2e-6, err_msg=name)
+            atol = DISTANCE.get(name, 2e-6)
+            np.testing.assert_allclose(own, theirs, rtol=1e-5, atol=atol, err_msg=name)
             assert np.abs(own - np.asarray(before)).max() > 1e-4
 
 

@@ -213,3 +213,23 @@ def test_optimizer_that_reduces_over_members_is_refused(
         jax.vmap(tx.update, axis_name="members")(
             params, jax.vmap(tx.init)(params), params
         )
+
+
+def test_an_empty_window_is_flushed_beside_an_open_one() -> None:
+    """The first member's window has ended, the others' are open: only these say that an
+    update was applied.
+    """
+    tx = gradaccum.wrap(optax.sgd(1.0), steps=4)
+    last = jnp.arange(MEMBERS) == 0
+    state = jax.vmap(tx.init)(PARAMS)
+    _, state = jax.vmap(lambda g, s, p, last: tx.update(g, s, p, last=last))(
+        GRADS[0], state, PARAMS, last
+    )
+    assert gradaccum_jax.result(state).applied.tolist() == [True, False, False]
+    flush = jax.vmap(lambda state, params: gradaccum_jax.flush(tx, state, params))
+    updates, state = flush(state, PARAMS)
+    result = gradaccum_jax.result(state)
+    assert result.applied.tolist() == [False, True, True]
+    assert result.optimizer_step.tolist() == [1, 1, 1]
+    assert updates["w"].any(axis=(1, 2)).tolist() == [False, True, True]
+    assert not gradaccum_jax.result(flush(state, PARAMS)[1]).applied.any()

@@ -4,6 +4,8 @@ the step, and the state is right from the start.
 
 from __future__ import annotations
 
+import copy
+import inspect
 import subprocess
 import sys
 from collections.abc import Callable
@@ -141,8 +143,17 @@ def test_epoch_of_a_loader() -> None:
 @pytest.mark.parametrize("last", [1, "yes", np.ones(2, bool), jnp.ones(())], ids=str)
 def test_flag_that_is_none_is_refused(last: Any) -> None:
     tx = gradaccum.wrap(optax.sgd(0.1), steps=4)
-    with pytest.raises(REFUSED, match="last: expected True or False"):
+    with pytest.raises(
+        REFUSED, match=r"last: expected True or False.*Write last=True or last=False"
+    ):
         tx.update(PARAMS, tx.init(PARAMS), PARAMS, last=last)
+
+
+def test_flag_of_numpy() -> None:
+    tx = gradaccum.wrap(optax.sgd(0.1), steps=4)
+    for last in (True, False):
+        state = tx.update(PARAMS, tx.init(PARAMS), last=np.bool_(last))[1]
+        assert int(state.optimizer_step) == last
 
 
 def test_arguments_of_the_last_micro_batch_alone_are_refused() -> None:
@@ -187,6 +198,84 @@ def test_argument_that_nobody_takes_is_refused(case: str) -> None:
     ):
         tx.update(PARAMS, state, PARAMS, **{name: 3.0})
     assert tx.update(PARAMS, state, PARAMS, weight=3.0)[1].optimizer_step == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "right"),
+    [
+        ("num_tokens", "weight"),
+        ("batch_size", "weight"),
+        ("n_items", "weight"),
+        ("num_items", "weight"),
+        ("tokens", "weight"),
+        ("items", "weight"),
+        ("sample_weight", "weight"),
+        ("loss", "value"),
+        ("is_last", "last"),
+        ("final", "last"),
+        ("last_batch", "last"),
+        ("divisor", "denominator"),
+    ],
+)
+def test_argument_by_another_name_is_refused(name: str, right: str) -> None:
+    """A chain would take it and ignore it. An optimizer that declares the name keeps
+    it, inside of a chain too.
+    """
+    message = rf"^{name}: .*Did you mean {right}=\?"
+    tx = gradaccum.wrap(optax.adamw(0.1), steps=2)
+    state = tx.init(PARAMS)
+    with pytest.raises(REFUSED, match=message):
+        tx.update(PARAMS, state, PARAMS, **{name: 3.0})
+    with pytest.raises(REFUSED, match=message):
+        gradaccum_jax.flush(tx, state, PARAMS, **{name: 3.0})
+
+    def update(gradients: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        return jax.tree.map(lambda g: -extra[name] * g, gradients), state
+
+    declared = [
+        inspect.Parameter(each, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        for each in ("gradients", "state", "params")
+    ]
+    own = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY)
+    rest = inspect.Parameter("extra", inspect.Parameter.VAR_KEYWORD)
+    update.__signature__ = inspect.Signature([*declared, own, rest])  # type: ignore[attr-defined]
+    reading = optax.GradientTransformationExtraArgs(lambda params: (), update)
+    for inner in (
+        reading,
+        optax.chain(optax.clip(9.0), reading),
+        optax.masked(optax.chain(reading), True),
+        optax.partition({"all": reading}, "all"),
+    ):
+        tx = gradaccum.wrap(inner, steps=1)
+        updates, _ = tx.update(PARAMS, tx.init(PARAMS), PARAMS, **{name: 3.0})
+        assert updates.tolist() == [-3.0] * 3
+
+
+@pytest.mark.parametrize("name", ["epoch", "result", "flush", "step", "zero_grad"])
+def test_method_of_another_framework_says_what_to_call(name: str) -> None:
+    tx = gradaccum.wrap(optax.sgd(0.1), steps=2)
+    call = {"step": r"tx\.update\(", "zero_grad": "nothing"}.get(
+        name, rf"gradaccum_jax\.{name}\("
+    )
+    with pytest.raises(AttributeError, match=rf"^tx\.{name}: .*Write .*{call}"):
+        getattr(tx, name)
+    assert not hasattr(tx, name)
+    with pytest.raises(AttributeError, match=r"^'Wrapped' object has no .*'colour'$"):
+        tx.colour  # noqa: B018
+
+
+def test_it_is_a_transformation_like_any_other() -> None:
+    tx = gradaccum.wrap(optax.sgd(0.1), steps=2)
+    init, update = tx
+    assert isinstance(tx, optax.GradientTransformationExtraArgs)
+    assert optax.with_extra_args_support(tx) is tx
+    assert (tx._fields, tx.init, tx.update) == (("init", "update"), init, update)
+    for other in (copy.copy(tx), tx._replace(init=init), jax.tree.map(lambda f: f, tx)):
+        assert other == tx
+        assert type(other) is type(tx)
+    assert hash(tx) == hash(copy.copy(tx))
+    state = jax.jit(lambda params: update(params, init(params))[1])(PARAMS)
+    assert state.micro_step == 1
 
 
 def test_argument_that_the_inner_optimizer_takes_is_passed_on() -> None:

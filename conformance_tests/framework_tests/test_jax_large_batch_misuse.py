@@ -256,3 +256,92 @@ def test_integers_among_coupled_parameters() -> None:
         gradaccum_jax.coupled_value_and_grad(
             lambda p, x: p["w"] * x, lambda p, o: o.sum(), steps=2
         )({"w": jnp.ones(()), "n": 1}, X)
+
+
+# Keywords of the loss function.
+
+
+def with_flag(params: Any, x: Any, train: bool = False) -> Any:
+    return jnp.mean(params * x) * (3 if train else 1)
+
+
+def test_keywords_reach_the_loss() -> None:
+    """Each value has a program of its own: True is not 1."""
+    step = gradaccum_jax.value_and_grad(with_flag, steps=3)
+    params = jnp.ones(())
+    assert [float(step(params, X, train=flag)[0]) for flag in (True, False)] == [3, 1]
+    assert [float(step(params, X)[0]), float(step(params, X, train=1)[0])] == [1, 3]
+    assert float(step(params, X, train=True)[1]) == 3
+    jitted = jax.jit(lambda params, x: step(params, x, train=True)[0])
+    assert float(jitted(params, X)) == 3
+    coupled = gradaccum_jax.coupled_value_and_grad(
+        lambda p, x, train=False: p * x * (3 if train else 1),
+        lambda p, z: z.mean(),
+        steps=3,
+    )
+    assert float(coupled(params, X, train=True)[0]) == 3
+    sized = gradaccum_jax.value_and_grad(
+        with_flag, micro_batch_size=gradaccum.AutoMicroBatchSize(memory_limit=10**8)
+    )
+    assert float(sized(params, X, train=True)[0]) == 3
+
+
+@pytest.mark.parametrize(
+    "inner", [optax.sgd(1.0), optax.scale(-1.0)], ids=["any extra", "none"]
+)
+def test_keywords_of_one_call_reach_the_loss_or_the_optimizer(inner: Any) -> None:
+    """Those that the loss takes go there, optax's own to the optimizer, and the rest
+    nowhere.
+    """
+    tx = gradaccum.wrap(inner, steps=None)
+    params = jnp.ones(())
+    for loss_fn in (with_flag, lambda p, x, **flags: with_flag(p, x, **flags)):
+        step = gradaccum_jax.value_and_update(loss_fn, tx, steps=3)
+        value, updates, _ = step(params, tx.init(params), X, train=True, value=5.0)
+        assert (float(value), float(updates)) == (3, -3)
+        assert float(step(params, tx.init(params), X)[0]) == 1
+    step = gradaccum_jax.value_and_update(with_flag, tx, steps=3)
+    with pytest.raises(
+        TYPE, match=r"^trian: expected an argument of the loss function, or one that"
+    ):
+        step(params, tx.init(params), X, trian=True)
+    with pytest.raises(TYPE, match=r"^weight: .*belong to tx\.update"):
+        step(params, tx.init(params), X, weight=3.0)
+
+
+def test_keywords_that_are_declared_reach_the_optimizer() -> None:
+    """In a chain too, with one loss that has an argument of that name in the batch."""
+
+    def update(gradients: Any, state: Any, params: Any = None, *, x: Any) -> Any:
+        return jax.tree.map(lambda g: -x * g, gradients), state
+
+    reading = optax.GradientTransformationExtraArgs(lambda params: (), update)
+    tx = gradaccum.wrap(optax.chain(reading), steps=None)
+    step = gradaccum_jax.value_and_update(with_flag, tx, steps=3)
+    params = jnp.ones(())
+    value, updates, _ = step(params, tx.init(params), X, x=2.0, train=True)
+    assert (float(value), float(updates)) == (3, -6)
+
+
+def test_arrays_by_keyword_are_refused() -> None:
+    """Nobody says whether each micro-batch gets a part of them, or all."""
+    tx = gradaccum.wrap(optax.sgd(1.0), steps=None)
+    params = jnp.ones(())
+    calls: list[Any] = [
+        gradaccum_jax.value_and_grad(with_flag, steps=3),
+        lambda p, x, **flags: gradaccum_jax.value_and_update(with_flag, tx, steps=3)(
+            p, tx.init(p), x, **flags
+        ),
+    ]
+    for call in calls:
+        for value in (
+            jnp.ones(6),
+            np.ones(6),
+            np.bool_(True),
+            {"a": 1},
+            (jnp.ones(1),),
+        ):
+            with pytest.raises(
+                TYPE, match=r"^train: expected a constant, such as True.*by position"
+            ):
+                call(params, X, train=value)

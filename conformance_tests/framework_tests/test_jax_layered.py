@@ -489,6 +489,8 @@ def test_refusals() -> None:
         with refused(gradaccum.ArgumentTypeError, f"{name}: expected a function"):
             layered(**{name: 3})
     step = layered()
+    with refused(gradaccum.ArgumentTypeError, "train: expected", "got neither"):
+        step(params, step.init(params), items, train=True)
     for given, words in (
         (({"key": jax.random.key(0)}, *params[1:]), "or a random key"),
         (list(params), "params: expected a tuple"),

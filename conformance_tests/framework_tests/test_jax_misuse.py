@@ -149,3 +149,29 @@ def test_a_mesh_axis_is_refused_by_a_jax_whose_types_do_not_know_it(
             gradaccum.UsageError, match=f"jax.shard_map.*{jax.__version__}"
         ):
             call()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda tx, state: gradaccum_jax.result(state),
+        lambda tx, state: gradaccum_jax.describe(state),
+        lambda tx, state: gradaccum_jax.scale_loss(1.0, state),
+        lambda tx, state: gradaccum_jax.apply_updates(PARAMS, GRADS, state),
+        lambda tx, state: gradaccum_jax.discard(tx, state),
+        lambda tx, state: gradaccum_jax.flush(tx, state, PARAMS),
+        lambda tx, state: tx.update(GRADS, state, PARAMS),
+    ],
+)
+def test_state_of_shapes_is_refused(call: Any) -> None:
+    """Where they are traced, shapes are a state like any other."""
+    tx = wrap(optax.adam(1.0))
+    state = jax.eval_shape(tx.init, PARAMS)
+    with pytest.raises(
+        gradaccum.ArgumentTypeError, match=r"^state: expected a state of arrays.*shapes"
+    ):
+        call(tx, state)
+    with pytest.raises(gradaccum.CheckpointError, match="expected an array; got its"):
+        gradaccum_jax.check_state(tx, state, PARAMS)
+    made = jax.eval_shape(gradaccum_jax.result, state)
+    assert made.applied.dtype == bool

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import optax
 import pytest
@@ -68,3 +69,106 @@ def test_check_state_takes_variables() -> None:
         gradaccum_jax.check_state(
             other, optimizer.opt_state, nnx.state(model, nnx.Param)
         )
+
+
+# A module, or its variables, in the calls that take a large batch.
+
+
+X = jnp.arange(12.0).reshape(6, 2) / 12
+
+
+class Net(nnx.Module):  # type: ignore[misc, name-defined]
+    """A module; of the other kinds of variables it has those that are asked for."""
+
+    def __init__(self, *kinds: str) -> None:
+        self.linear = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+        if "statistics" in kinds:
+            self.norm = nnx.BatchNorm(1, rngs=nnx.Rngs(0))
+        if "own" in kinds:
+            self.offset = Own(jnp.ones(1))
+
+    def __call__(self, x: Any) -> Any:
+        return self.linear(x)
+
+
+class Own(nnx.Variable):  # type: ignore[misc, name-defined]
+    """A kind of the user's."""
+
+
+def loss(model: Any, x: Any) -> Any:
+    return jnp.mean((model(x) - 1) ** 2)
+
+
+def calls() -> list[Any]:
+    tx = gradaccum.wrap(optax.sgd(1.0), steps=None)
+    return [
+        gradaccum_jax.value_and_grad(loss, steps=3),
+        lambda model, x: gradaccum_jax.value_and_update(loss, tx, steps=3)(
+            model, tx.init(nnx.state(model, nnx.Param)), x
+        ),
+        gradaccum_jax.coupled_value_and_grad(
+            lambda model, x: model(x), lambda model, z: z.mean(), steps=3
+        ),
+    ]
+
+
+@pytest.mark.parametrize("kind", ["statistics", "own"])
+def test_variables_that_are_no_parameters_are_refused(kind: str) -> None:
+    """They would be trained, and what the layers make of them lost."""
+    name = {"statistics": "BatchStat", "own": "Own"}[kind]
+    model = Net(kind)
+    for call in calls():
+        for given in (model, nnx.state(model)):
+            with pytest.raises(
+                gradaccum.ArgumentTypeError,
+                match=rf"parameters alone; got a {name} of a flax nnx.*nnx\.split\(",
+            ):
+                call(given, X)
+
+
+def test_statistics_among_the_parameters_of_an_optimizer_are_refused() -> None:
+    model = Net("statistics")
+    tx = gradaccum.wrap(optax.adamw(1.0), steps=2)
+    with pytest.raises(
+        gradaccum.ArgumentTypeError,
+        match=r"norm.*mean.*: expected parameters alone; got a BatchStat.*nnx\.state\(",
+    ):
+        tx.init(nnx.state(model))
+    tx.init(nnx.state(model, nnx.Param))
+    tx.init(nnx.state(Net("own"), (nnx.Param, Own)))  # as the user says
+
+
+def test_module_of_parameters_alone() -> None:
+    """The update is that of the split module, in one compiled call."""
+    model = Net()
+    graph, params = nnx.split(model, nnx.Param)
+    tx = gradaccum.wrap(optax.sgd(0.5), steps=None)
+    split = gradaccum_jax.value_and_update(
+        lambda params, x: loss(nnx.merge(graph, params), x), tx, steps=3
+    )
+    value, updates, _ = split(params, tx.init(params), X)
+    wanted = jax.grad(lambda params: loss(nnx.merge(graph, params), X))(params)
+    made, module_updates, state = gradaccum_jax.value_and_update(loss, tx, steps=3)(
+        model, tx.init(model), X
+    )
+    assert gradaccum_jax.result(state).applied
+    assert_same_bits(made, value)
+    for own, theirs, gradient in zip(
+        *map(jax.tree.leaves, (module_updates, updates, wanted)), strict=True
+    ):
+        assert_same_bits(own, theirs)
+        assert jnp.allclose(own, -0.5 * gradient, rtol=1e-5)
+
+
+def test_variables_of_one_own_kind_are_trained() -> None:
+    model = Net("own")
+    graph, own, rest = nnx.split(model, Own, ...)
+
+    def shifted(own: Any, x: Any) -> Any:
+        model = nnx.merge(graph, own, rest, copy=True)
+        return jnp.mean((model(x) + model.offset[...]) ** 2)
+
+    _, gradient = gradaccum_jax.value_and_grad(shifted, steps=3)(own, X)
+    wanted = jax.grad(shifted)(own, X)
+    for made, other in zip(*map(jax.tree.leaves, (gradient, wanted)), strict=True):
+        assert jnp.allclose(made, other, rtol=1e-5)

@@ -5,6 +5,7 @@ of the user's is changed.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -125,6 +126,51 @@ def test_draw_in_a_loop_is_told() -> None:
 
     report = verify(PARAMS, loss_fn, (X, Y, KEY))
     assert [cause.kind for cause in report.causes] == ["randomness"]
+
+
+def test_loss_with_aux() -> None:
+    def with_aux(params: Any, x: Any, y: Any) -> Any:
+        return plain(params, x, y), {"items": len(x)}
+
+    assert verify(PARAMS, with_aux, (X, Y), has_aux=True).equivalent
+    report = verify(PARAMS, with_aux, (X, Y), has_aux=True, reduction="sum")
+    assert [cause.kind for cause in report.causes] == ["wrong_reduction"]
+    for loss_fn, has_aux, fix in (
+        (with_aux, False, "Write has_aux=True"),
+        (plain, True, "Leave has_aux out"),
+    ):
+        with pytest.raises(gradaccum.ArgumentValueError, match=f"^loss_fn: .*{fix}"):
+            verify(PARAMS, loss_fn, (X, Y), has_aux=has_aux)
+
+
+def test_place_in_a_folder_of_a_librarys_name(tmp_path: Path) -> None:
+    """The user's function is named, and no function of Python or of gradaccum."""
+    file = tmp_path / "jax" / "losses.py"
+    file.parent.mkdir()
+    file.write_text(
+        "import jax\n\n\ndef noisy(params, x, y):\n"
+        "    noise = jax.random.normal(jax.random.key(0), (len(x), 1))\n"
+        "    return ((x @ params['w']) ** 2 * noise).mean()\n",
+        encoding="utf-8",
+    )
+    names: dict[str, Any] = {}
+    exec(compile(file.read_text(encoding="utf-8"), str(file), "exec"), names)
+    report = verify(PARAMS, names["noisy"], (X, Y))
+    assert [(cause.kind, cause.where) for cause in report.causes] == [
+        ("shared_randomness", "noisy at losses.py:5")
+    ]
+
+
+def test_summed_loss_is_told_of_both_reductions() -> None:
+    report = verify(PARAMS, lambda params, x, y: plain(params, x, y) * len(x), (X, Y))
+    assert "reduction='sum'; or, for the mean over" in report.causes[0].fix
+    weighed = verify(
+        PARAMS,
+        lambda params, x, y: plain(params, x, y) * len(x),
+        (X, Y),
+        reduction="item_mean",
+    )
+    assert weighed.equivalent
 
 
 def test_one_tree_is_the_only_argument() -> None:

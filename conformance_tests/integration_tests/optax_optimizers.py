@@ -30,7 +30,6 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "adaptive_grad_clip": {"clipping": 0.01},
     "add_decayed_weights": {"weight_decay": 0.1},
     "add_noise": {"eta": 0.01, "gamma": 0.5, "key": 7},
-    "apply_every": {"k": 2},
     "clip": {"max_delta": 0.1},
     "clip_by_block_rms": {"threshold": 0.1},
     "clip_by_global_norm": {"max_norm": 0.1},
@@ -107,6 +106,7 @@ COMBINATORS: dict[str, Callable[[Factory], Any]] = {
 """Factories that take other transformations, or functions of the gradient."""
 
 REFUSED = {
+    "apply_every": lambda f: f(2),
     "differentially_private_aggregate": lambda f: f(1.0, 0.1, 7),
     "dpsgd": lambda f: f(RATE, 1.0, 0.1, 7),
     "lookahead": lambda f: f(optax.sgd(RATE), sync_period=2, slow_step_size=0.5),

@@ -267,12 +267,13 @@ def wrong_reduction(reduction: str, right: str) -> Cause:
         f"The gradient moves with reduction={reduction!r}{weights}; it stays the same"
         f" under every partition with {stays}."
     )
-    return Cause(
-        "wrong_reduction",
-        LOSS,
-        explanation,
-        f"Write reduction={right!r}" + (" and no weight=." if right == "mean" else "."),
-    )
+    fix = "Write reduction='mean' and no weight=."
+    if right == "sum":
+        fix = (
+            "Write reduction='sum'; or, for the mean over the window's items,"
+            " reduction='item_mean' and weight= their number."
+        )
+    return Cause("wrong_reduction", LOSS, explanation, fix)
 
 
 def unequal_count(count: Count, times: str = "") -> Cause:

@@ -219,6 +219,21 @@ class Call(ABC):
     def _run(self, given: Any, source: Source) -> Any:
         """Run on a batch that is cut."""
 
+    def _bound(self, keywords: dict[str, Any], make: Callable[..., Any]) -> Any:
+        """Return the call that `make` makes of `keywords`: constants, with a program
+        for each of their values.
+        """
+        for name, value in keywords.items():
+            _require_constant(name, value)
+        key = tuple((name, type(value), value) for name, value in keywords.items())
+        if key not in self._by_keywords:
+            self._by_keywords[key] = make(keywords)
+        return self._by_keywords[key]
+
+    @cached_property
+    def _by_keywords(self) -> dict[Hashable, Any]:
+        return {}
+
     def _of_batch(self, given: Any, batch: tuple[Tree, ...]) -> Any:
         if self._fitting:
             return self._fitting(given, batch)
@@ -231,3 +246,22 @@ class Call(ABC):
     @cached_property
     def _jitted(self) -> Callable[..., Any]:
         return jax.jit(self._run)
+
+
+def _require_constant(name: str, value: object) -> None:
+    try:
+        is_constant = hash(value) is not None and not hasattr(value, "dtype")
+    except TypeError:
+        is_constant = False
+    if not is_constant:
+        fix = (
+            "Pass arrays and random keys by position, as a part of the batch; axes=None"
+            " for what every micro-batch is given whole."
+        )
+        raise explain(
+            ArgumentTypeError,
+            name,
+            expected="a constant, such as True, by keyword",
+            found=f"a {type(value).__name__}",
+            fix=fix,
+        )

@@ -8,7 +8,7 @@ Deep Contrastive Learning Batch Size under Memory Limited Setup", 2021, section 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -89,7 +89,8 @@ def coupled_value_and_grad(
 
     Returns:
         A function of ``(params, *batch)`` that returns ``(loss, gradients)``, or
-        ``((loss, aux), gradients)``.
+        ``((loss, aux), gradients)``. Keywords go to `outputs_fn`, as for
+        `value_and_grad`.
 
     Raises:
         ArgumentTypeError, ArgumentValueError: an option makes no sense; or, at a call,
@@ -126,11 +127,16 @@ class Coupled(Call):
     accumulate_dtype: DType
     axis_names: tuple[str, ...]
 
-    def __call__(self, params: Params, *batch: Tree) -> Any:
+    def __call__(self, params: Params, *batch: Tree, **keywords: Any) -> Any:
+        if keywords:
+            return self._bound(keywords, self._with_keywords)(params, *batch)
         require_axes(self.axis_names)
         require_same_params(params, self.axis_names)
         by, batch = self.outputs.parted((params, *batch))
         return self._of_batch(by, batch)
+
+    def _with_keywords(self, keywords: dict[str, Any]) -> Coupled:
+        return replace(self, outputs=self.outputs.with_keywords(keywords))
 
     def _run(self, by: tuple[Tree, ...], source: Source) -> Any:
         groups, axes = groups_in(source), axes_in(by, source, self.axis_names)

@@ -4,8 +4,10 @@ of `gradaccum.wrap`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Set
+from dataclasses import dataclass, replace
+from functools import partial
+from inspect import Parameter, signature
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
@@ -21,12 +23,12 @@ from gradaccum_jax.arrays import (
     Axes,
     DType,
     Tree,
-    is_variable,
     moving_of,
     spread_over,
     takes_part,
+    variables_in,
 )
-from gradaccum_jax.checks import require_arrays
+from gradaccum_jax.checks import require_arrays, require_params_alone
 from gradaccum_jax.large_batch import batch as batches
 from gradaccum_jax.large_batch.batch import (
     Group,
@@ -82,6 +84,34 @@ class Differentiation:
         require_ordinary(by, self._name)
         return by, tuple(a for i, a in enumerate(arguments) if i not in self.places)
 
+    def with_keywords(self, keywords: dict[str, Any]) -> Differentiation:
+        return replace(self, loss_fn=partial(self.loss_fn, **keywords))
+
+    def keywords_in(
+        self, given: dict[str, Any], positional: int, others: Set[str]
+    ) -> dict[str, Any]:
+        """Return those of `given` that the loss function takes beside `positional`
+        arguments; by ``**kwargs`` none of `others`.
+        """
+        if not given:
+            return {}
+        try:
+            parameters = list(signature(self.loss_fn).parameters.values())
+        except (TypeError, ValueError):
+            return {}
+        names = {
+            parameter.name
+            for place, parameter in enumerate(parameters)
+            if parameter.kind is Parameter.KEYWORD_ONLY
+            or (
+                parameter.kind is Parameter.POSITIONAL_OR_KEYWORD
+                and place >= positional
+            )
+        }
+        if any(each.kind is Parameter.VAR_KEYWORD for each in parameters):
+            names |= given.keys() - others
+        return {name: value for name, value in given.items() if name in names}
+
     def joined(self, by: tuple[Tree, ...], batch: tuple[Tree, ...]) -> list[Tree]:
         held, rest = dict(zip(self.places, by, strict=True)), iter(batch)
         return [
@@ -120,11 +150,9 @@ class Differentiation:
         """
         for place, tree in zip(self.places, by, strict=True):
             require_arrays(tree, f"argument {place}")
+        require_params_alone(variables_in(by), self._name)
         for path, leaf in jax.tree_util.tree_flatten_with_path(by)[0]:
-            if takes_part(leaf):
-                continue
-            self._require_no_stream(by)
-            if not self.allow_int:
+            if not takes_part(leaf) and not self.allow_int:
                 found = str(jnp.result_type(leaf))
                 raise explain(
                     ArgumentTypeError,
@@ -132,29 +160,6 @@ class Differentiation:
                     expected="a float to differentiate by",
                     found=found,
                     fix=self.fix_for_int,
-                )
-
-    def _require_no_stream(self, by: tuple[Tree, ...]) -> None:
-        """Raise unless no module has a random stream: every micro-batch would draw the
-        same mask.
-        """
-        for path, node in jax.tree_util.tree_flatten_with_path(by, is_leaf=is_variable)[
-            0
-        ]:
-            if "RngState" in {base.__name__ for base in type(node).__mro__}:
-                fix = (
-                    "Write graph, params, rest = nnx.split(model, nnx.Param, ...), and"
-                    " in the loss function of params model = nnx.merge(graph, params,"
-                    " rest, copy=True); nnx.reseed(model, default=key) with a key of"
-                    " the batch."
-                )
-                found = "a random stream of a flax nnx module"
-                raise explain(
-                    ArgumentTypeError,
-                    self._name(path),
-                    expected="parameters alone",
-                    found=found,
-                    fix=fix,
                 )
 
     def _name(self, path: Any) -> str:
@@ -273,7 +278,6 @@ def _scalar(loss: Any) -> Scalar:
 
 
 ROWS = "concatenate"
-MEANS = ("mean", "weighted_mean")
 EXTREMES = ("max", "min")
 
 
@@ -311,7 +315,7 @@ class Merging(NamedTuple):
         ]
 
     def add(
-        self, held: list[Array], aux: Tree, items: Scalar, weight: Scalar
+        self, held: list[Array], aux: Tree, weight: Scalar
     ) -> tuple[list[Array], list[Array]]:
         """Merge one micro-batch; return the merged leaves, and its rows."""
         leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(aux)]
@@ -321,7 +325,7 @@ class Merging(NamedTuple):
             if kind != ROWS
         ]
         added = [
-            kit.merged(kind, old, _share(kind, leaf, items, weight), OPS)
+            kit.merged(kind, old, _share(kind, leaf, weight), OPS)
             for old, (kind, leaf) in zip(held, given, strict=True)
         ]
         return added, [
@@ -342,9 +346,7 @@ class Merging(NamedTuple):
     def is_sum(self) -> list[bool]:
         return [kind not in EXTREMES for kind in self.kinds if kind != ROWS]
 
-    def finish(
-        self, held: list[Array], rows: list[Array], items: Scalar, weight: Scalar
-    ) -> Tree:
+    def finish(self, held: list[Array], rows: list[Array], weight: Scalar) -> Tree:
         """Return the aux of the large batch, floats in the dtypes of the loss
         function's.
         """
@@ -354,7 +356,7 @@ class Merging(NamedTuple):
                 next(row_leaves)
                 if kind == ROWS
                 else _as_given(
-                    kit.finished(kind, next(merged_leaves), items, weight),
+                    kit.finished(kind, next(merged_leaves), weight),
                     kind,
                     leaf.dtype,
                 )
@@ -364,8 +366,8 @@ class Merging(NamedTuple):
         return jax.tree.unflatten(self.structure, made)
 
     @property
-    def counts_items(self) -> bool:
-        return "mean" in self.kinds
+    def weighs(self) -> bool:
+        return not {*self.kinds}.isdisjoint(kit.MEANS)
 
 
 def make_merging(declared: Tree, aux: Tree) -> Merging:
@@ -427,14 +429,13 @@ def _require_mergeable(kind: str, path: str, leaf: Array) -> None:
         )
 
 
-def _share(kind: str, leaf: Array, items: Scalar, weight: Scalar) -> Array:
-    if kind not in MEANS:
-        return kit.share(kind, leaf, items, weight, OPS)
-    by = items if kind == "mean" else weight
+def _share(kind: str, leaf: Array, weight: Scalar) -> Array:
+    if kind not in kit.MEANS:
+        return kit.share(kind, leaf, weight, OPS)
     given = kit.share(
-        kind, leaf if takes_part(leaf) else leaf.astype(_float()), items, weight, OPS
+        kind, leaf if takes_part(leaf) else leaf.astype(_float()), weight, OPS
     )
-    return jnp.where(by == 0, jnp.zeros_like(given), given).astype(
+    return jnp.where(weight == 0, jnp.zeros_like(given), given).astype(
         _mean_dtype(leaf.dtype)
     )
 
@@ -443,7 +444,7 @@ def _neutral(kind: str, like: Any) -> Array:
     """Return the start of a merge: 0, or the number that every other is above or
     below.
     """
-    if kind in MEANS:
+    if kind in kit.MEANS:
         return jnp.zeros(like.shape, _mean_dtype(like.dtype))
     if kind == "sum":
         return jnp.zeros(like.shape, _sum_dtype(like.dtype))
@@ -504,6 +505,11 @@ class Question(NamedTuple):
     """How many of a micro-batch's arguments, from the first on, are differentiated by
     too.
     """
+
+    def with_keywords(self, keywords: dict[str, Any]) -> Question:
+        return self._replace(
+            differentiation=self.differentiation.with_keywords(keywords)
+        )
 
     def parted(
         self, by: tuple[Tree, ...], micro_batch: MicroBatch
@@ -593,7 +599,7 @@ def run(
             *question.parted(by, micro_batch), gathering.scale
         )
         weight = counting.weight(micro_batch)
-        own, rows = counting.add(carry.own, loss, aux, micro_batch, weight)
+        own, rows = counting.add(carry.own, loss, aux, weight)
         made = gathering.add(carry.held, gradients, weight, loss)
         held, further = made if gathering.rows else (made, [])
         return Carry(held, copies(own, axes)), [*rows, *further]
@@ -608,12 +614,11 @@ def run(
     )
     (held, own), rows = over(groups, body, start, first)
     own = counting.known(_over_devices(own, merging, question.axis_names), source)
-    items = _all_items(source, question.axis_names) if merging.counts_items else None
     loss = (own.loss / denominator(own.weight, question.options)).astype(like.dtype)
     by_weight = jnp.where(own.weight == 0, 1, own.weight)
     merged = merging.kinds.count(ROWS)
     aux = merging.finish(
-        own.aux, in_order(groups, [row[:merged] for row in rows]), items, by_weight
+        own.aux, in_order(groups, [row[:merged] for row in rows]), by_weight
     )
     return Made(held, own.weight, loss, aux, [row[merged:] for row in rows])
 
@@ -640,20 +645,10 @@ class _Counting(NamedTuple):
         )
 
     def add(
-        self,
-        held: Own,
-        loss: Scalar,
-        aux: Tree,
-        micro_batch: MicroBatch,
-        weight: Scalar,
+        self, held: Own, loss: Scalar, aux: Tree, weight: Scalar
     ) -> tuple[Own, list[Array]]:
         """Add loss, weight and aux; with weight 0 nothing is added, even of a NaN."""
-        items = (
-            batches.known_items(micro_batch.items)
-            if self.merging.counts_items
-            else None
-        )
-        merged, rows = self.merging.add(held.aux, aux, items, weight)
+        merged, rows = self.merging.add(held.aux, aux, weight)
         dtype = held.loss.dtype
         own, always = jnp.asarray(weight, dtype), jnp.asarray(True)
         total = kit.add_loss(
@@ -696,9 +691,7 @@ def copies(tree: G, axes: Axes) -> G:
 def _unit(
     question: Question, merging: Merging, source: Source, *, relative: bool
 ) -> int | None:
-    counts_items = (
-        "weighted_mean" in merging.kinds or question.options.noise_decay is not None
-    )
+    counts_items = merging.weighs or question.options.noise_decay is not None
     if question.options.reduction == "sum" and not counts_items:
         return None
     return (

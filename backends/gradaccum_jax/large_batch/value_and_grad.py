@@ -5,7 +5,7 @@ optimizer's update from it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -28,6 +28,7 @@ from gradaccum_jax.large_batch.gradients import (
     run,
 )
 from gradaccum_jax.optimizer import Accumulation, require_open
+from gradaccum_jax.update import KNOWN, require_declared
 from gradaccum_jax.window.state import AccumulationState
 from gradaccum_jax.workers.group import require_axes, require_names, require_same_params
 
@@ -87,8 +88,9 @@ def value_and_grad(
         split: a function in place of cuts: ``split(*batch)``, or with `steps`
             ``split(*batch, steps=steps)``, returns the micro-batches, each a tuple of
             arguments or the only one. `axes` then says where their items and keys are.
-        aux: a prefix of the aux, how each leaf merges: "sum", "mean", "weighted_mean",
-            "max", "min" or "concatenate" (in the order of the items).
+        aux: a prefix of the aux, how each leaf merges: "sum", "mean" or "weighted_mean"
+            (by the weights, as the loss), "max", "min" or "concatenate" (in the order
+            of the items).
         accumulate_dtype: dtype of the sum; by default float32 for half precision, else
             the gradient's own. The gradient has its parameter's dtype.
         allow_int: as in `jax.value_and_grad`.
@@ -99,7 +101,8 @@ def value_and_grad(
     Returns:
         A function of the same arguments that returns ``(loss, gradients)``, or
         ``((loss, aux), gradients)``. The loss has shape () and the dtype that `loss_fn`
-        returns.
+        returns. Keywords such as ``train=True`` are constants that `loss_fn` is given
+        with every micro-batch.
 
     Raises:
         ArgumentTypeError, ArgumentValueError: an option makes no sense; or, at a call,
@@ -134,11 +137,16 @@ class ValueAndGrad(Call):
     question: Question
     splitting: Splitting
 
-    def __call__(self, *arguments: Tree) -> Any:
+    def __call__(self, *arguments: Tree, **keywords: Any) -> Any:
+        if keywords:
+            return self._bound(keywords, self._with_keywords)(*arguments)
         by, batch = self.question.differentiation.parted(arguments)
         require_axes(self.question.axis_names)
         require_same_params(by, self.question.axis_names)
         return self._of_batch(by, batch)
+
+    def _with_keywords(self, keywords: dict[str, Any]) -> ValueAndGrad:
+        return replace(self, question=self.question.with_keywords(keywords))
 
     def _run(self, by: tuple[Tree, ...], source: Source) -> Any:
         options, names, differentiation = (
@@ -236,8 +244,9 @@ def value_and_update(
         ``(loss, updates, state)``, or ``((loss, aux), updates, state)``. The loss is
         unscaled and includes dropped micro-batches; ``gradaccum_jax.result(...).loss``
         excludes them. The updates, in the parameters' dtypes, are zeros if none was
-        made. The inner optimizer gets `extra`, and the window's loss as `value` unless
-        `extra` has one.
+        made. `loss_fn` gets what of `extra` it takes by keyword, as for
+        `value_and_grad`; the inner optimizer gets the rest, and the window's loss as
+        `value` unless `extra` has one.
 
     Raises:
         ArgumentTypeError: `tx` is not wrapped.
@@ -269,18 +278,32 @@ class ValueAndUpdate(Call):
     def __call__(
         self, params: Params, state: AccumulationState, *batch: Tree, **extra: Any
     ) -> tuple[Any, Tree, AccumulationState]:
-        self.question.differentiation.check((params,))
-        params, state = plain(params), plain(state)
-        self.accumulation.check(state, params, extra)
+        differentiation = self.question.differentiation
+        takes = self.accumulation.takes
+        keywords = differentiation.keywords_in(
+            extra, 1 + len(batch), takes.names | KNOWN
+        )
+        if keywords:
+            call: ValueAndUpdate = self._bound(keywords, self._with_keywords)
+            rest = {name: extra[name] for name in extra if name not in keywords}
+            return call(params, state, *batch, **rest)
+        require_declared(extra, takes)
+        differentiation.check((params,))
+        state = plain(state)
+        self.accumulation.check(state, plain(params), extra)
         made: tuple[Any, Tree, AccumulationState] = self._of_batch(
             (params, state, extra), batch
         )
         return made
 
+    def _with_keywords(self, keywords: dict[str, Any]) -> ValueAndUpdate:
+        return replace(self, question=self.question.with_keywords(keywords))
+
     def _run(
         self, given: tuple[Params, AccumulationState, Extra], source: Source
     ) -> tuple[Any, Tree, AccumulationState]:
         params, state, extra = given
+        arrays = plain(params)
 
         def add(
             held: AccumulationState,
@@ -296,14 +319,14 @@ class ValueAndUpdate(Call):
                 held, put(gradients, lambda _: None), known, told
             )
 
-        axes, put = frozenset(self.question.axis_names), moving_of(params)[1]
+        axes, put = frozenset(self.question.axis_names), moving_of(arrays)[1]
         made = run(
             self.question,
             (params,),
             source,
             Gathering(state, add, relative=False, axes=axes, scale=state.loss_scale),
         )
-        updates, state = self.accumulation.flush(made.held, params, **extra)
+        updates, state = self.accumulation.flush(made.held, arrays, **extra)
         return (
             (made.loss, made.aux)
             if self.question.differentiation.has_aux

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradaccum import ArgumentTypeError
+from gradaccum import ArgumentTypeError, ArgumentValueError
 from gradaccum.kit import explain, mark_lists, require_one_size, scalar_loss_error
 from gradaccum_jax.arrays import (
     BY_ITEM,
@@ -130,6 +130,21 @@ def perturbed(
     moved = held * (1 + roundoff * rng.choice((-1.0, 1.0), held.shape))
     kept = np.zeros(held.shape, bool) if integers_too else held == np.round(held.real)
     return np.where(kept, held, moved).astype(leaf.dtype)
+
+
+def loss_in(made: Tree, has_aux: bool) -> Tree:
+    """Return the loss in what a loss function returned."""
+    is_pair = isinstance(made, tuple) and len(made) == 2
+    if is_pair is not has_aux:
+        returned = "(loss, aux)" if has_aux else "a scalar loss"
+        raise explain(
+            ArgumentValueError,
+            "loss_fn",
+            expected=f"a function that returns {returned}",
+            found=f"one that returns a {type(made).__name__}",
+            fix="Leave has_aux out." if has_aux else "Write has_aux=True.",
+        )
+    return made[0] if has_aux else made
 
 
 def require_scalar(loss: Tree) -> Array:

@@ -11,7 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from gradaccum import VerificationReport
-from gradaccum.kit import as_loss, examine, require_item_weights, require_weight
+from gradaccum.kit import (
+    as_loss,
+    examine,
+    require_bool,
+    require_item_weights,
+    require_weight,
+)
 from gradaccum_jax.arrays import Array, Params, Tree
 from gradaccum_jax.verification.batch import Batch, make_batch, make_parameters
 from gradaccum_jax.verification.subject import JaxSubject, Weight
@@ -26,6 +32,7 @@ def verify(
     reduction: str = "mean",
     weight: object = None,
     axes: Tree = 0,
+    has_aux: bool = False,
 ) -> VerificationReport:
     """Check whether gradient accumulation is right for a loss, and if not, why.
 
@@ -47,6 +54,7 @@ def verify(
             array with one number per item.
         axes: a prefix of the tree of `batch`: the axis of items, None for what is
             passed whole, ``"key"`` for a random key.
+        has_aux: `loss_fn` returns ``(loss, aux)``, as for `jax.grad`.
 
     Raises:
         ArgumentTypeError: `params` has no floating array, or another argument has the
@@ -57,11 +65,14 @@ def verify(
     loss, arguments = as_loss(
         loss_fn, params, batch if isinstance(batch, tuple) else (batch,), None
     )
+    require_bool("has_aux", has_aux)
     parameters, checked = make_parameters(params), make_batch(arguments, axes)
     # Gradients that are not finite are told in the report.
     with np.errstate(all="ignore"):
         return examine(
-            JaxSubject(loss, parameters, checked, _make_weight(weight, checked)),
+            JaxSubject(
+                loss, parameters, checked, _make_weight(weight, checked), has_aux
+            ),
             steps,
             reduction,
         )

@@ -8,7 +8,10 @@ batch, and each micro-batch gets the rows of its items.
 from __future__ import annotations
 
 import os
+import sys
+import sysconfig
 from collections.abc import Callable, Iterator, Sequence, Set
+from functools import cache
 from typing import Any, NamedTuple
 
 import jax
@@ -133,11 +136,17 @@ Hook = Callable[["Step", list[Array]], list[Array]]
 """Runs one equation on the values of its inputs."""
 
 CALLS = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2")
-LIBRARIES = tuple(
-    f"{os.sep}{name}{os.sep}"
-    for name in ("jax", "jaxlib", "flax", "optax", "haiku", "equinox")
+LIBRARIES = (
+    "jax",
+    "jaxlib",
+    "flax",
+    "optax",
+    "haiku",
+    "equinox",
+    "gradaccum",
+    "gradaccum_jax",
 )
-"""Folders whose frames are not the user's."""
+"""Packages whose frames are not the user's."""
 
 
 class Around(NamedTuple):
@@ -251,10 +260,21 @@ def _frame(eqn: Equation) -> str:
     """
     trace = getattr(eqn.source_info, "traceback", None)
     for frame in trace.frames if trace is not None else ():
-        if not any(library in frame.file_name for library in LIBRARIES):
+        if _is_users(frame.file_name):
             function = frame.function_name.rpartition("<locals>.")[2]
             return f"{function} at {os.path.basename(frame.file_name)}:{frame.line_num}"
     return ""
+
+
+@cache
+def _is_users(file: str) -> bool:
+    """True if `file` belongs to neither one of `LIBRARIES` nor Python's own library."""
+    modules = [sys.modules[name] for name in LIBRARIES if name in sys.modules]
+    folders = [os.path.dirname(str(module.__file__)) for module in modules]
+    python = sysconfig.get_path("stdlib")
+    if file.startswith(python) and "site-packages" not in file:
+        return False
+    return not any(file.startswith(folder + os.sep) for folder in folders)
 
 
 def trace(function: Callable[..., Array], *arguments: Any) -> Program:

@@ -28,6 +28,7 @@ from gradaccum_jax.verification.batch import (
     Parameters,
     folded,
     is_float,
+    loss_in,
     perturbed,
     require_scalar,
     wide,
@@ -68,6 +69,7 @@ class JaxSubject:
         parameters: Parameters,
         batch: Batch,
         weight: Weight | None,
+        has_aux: bool,
     ) -> None:
         self._loss_fn, self._parameters, self._batch, self._weight = (
             loss_fn,
@@ -75,6 +77,7 @@ class JaxSubject:
             batch,
             weight,
         )
+        self._has_aux = has_aux
         self.items = batch.items
         self.names: Sequence[str] = tuple(parameters.names)
         self._programs: dict[tuple[int, int], Program] = {}
@@ -175,11 +178,11 @@ class JaxSubject:
 
     def _flat_loss(self, *arguments: Array) -> Array:
         count = len(self._parameters.arrays)
-        loss = self._loss_fn(
+        made = self._loss_fn(
             self._parameters.tree(arguments[:count]),
             *self._batch.whole(arguments[count:]),
         )
-        return require_scalar(loss)
+        return require_scalar(loss_in(made, self._has_aux))
 
     @contextmanager
     def _python_state(self, seed: int) -> Iterator[None]:

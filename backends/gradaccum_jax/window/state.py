@@ -191,7 +191,24 @@ def the_state(tree: Tree) -> AccumulationState:
             found=f"a {type(tree).__name__} that holds {len(states)} of them",
             fix="Pass what tx.init(params) or tx.update(...) returned.",
         )
-    return states[0]
+    return require_values(states[0])
+
+
+def require_values(state: AccumulationState) -> AccumulationState:
+    """Raise unless `state` holds arrays, rather than their shapes; return it."""
+    if isinstance(state.micro_step, jax.ShapeDtypeStruct):
+        fix = (
+            "Pass what tx.init(params) returned; or call it in the function that"
+            " jax.eval_shape traces."
+        )
+        raise explain(
+            ArgumentTypeError,
+            "state",
+            expected="a state of arrays",
+            found="shapes alone, as jax.eval_shape returns them",
+            fix=fix,
+        )
+    return state
 
 
 def result(state: Tree) -> StepResult:

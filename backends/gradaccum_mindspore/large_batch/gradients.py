@@ -137,7 +137,7 @@ class MergedOutputs:
         self.outline: Nest = None
         self.loss_dtype: DType = ms.float32
 
-    def add(self, value: Nest, items: int | None, weight: float) -> None:
+    def add(self, value: Nest, weight: float) -> None:
         if not self.shares:
             self.kinds, self.loss_dtype = self._kinds(value), _first(value).dtype
             self.outline = kit.mapped(lambda leaf: object(), value)
@@ -145,7 +145,7 @@ class MergedOutputs:
         if len(leaves) != len(self.kinds):
             raise _structure_error(len(self.kinds), len(leaves))
         given = [
-            self._share(kind, leaf.path, leaf.value, items, weight)
+            self._share(kind, leaf.path, leaf.value, weight)
             for kind, leaf in zip(self.kinds, leaves, strict=True)
         ]
         self.shares = (
@@ -157,7 +157,7 @@ class MergedOutputs:
             ]
         )
 
-    def finished(self, items: int | None, weight: float, divisor: float) -> Nest:
+    def finished(self, weight: float, divisor: float) -> Nest:
         """Return what the call returns; `divisor` is the loss's."""
         loss, *others = (
             _joined(kind, each)
@@ -167,9 +167,7 @@ class MergedOutputs:
             self.loss_dtype
         )
         rest = [
-            kit.finished(
-                kind, each, _number(items or 1, each), _number(weight or 1, each)
-            )
+            kit.finished(kind, each, _number(weight or 1, each))
             for kind, each in zip(self.kinds[1:], others, strict=True)
         ]
         return kit.with_leaves(self.outline, iter([total, *rest]))
@@ -185,22 +183,16 @@ class MergedOutputs:
             ),
         ]
 
-    def _share(
-        self, kind: str, path: str, value: Any, items: int | None, weight: float
-    ) -> Any:
+    def _share(self, kind: str, path: str, value: Any, weight: float) -> Any:
         value = value if isinstance(value, Tensor) else Tensor(value)
         if kind == "concatenate":
             if value.ndim == 0:
                 raise kit.concatenate_error(path, "a scalar")
             return [value]
-        if kind == "mean" and items is None:
-            raise _items_error(path)
-        if kind == "weighted_mean" and weight == 0:
+        if kind in kit.MEANS and weight == 0:
             # Not 0 * value: the mean over no tokens is NaN.
             return ops.zeros_like(OPERATORS.widened(value))
-        return kit.share(
-            kind, value, _number(items or 1, value), _number(weight, value), OPERATORS
-        )
+        return kit.share(kind, value, _number(weight, value), OPERATORS)
 
 
 def require_outputs(value: Any, has_aux: bool) -> None:
@@ -266,18 +258,6 @@ def _structure_error(expected: int, found: int) -> ArgumentValueError:
     )
 
 
-def _items_error(path: str) -> ArgumentValueError:
-    fix = "Declare 'weighted_mean' and write weight=, or 'sum'."
-    found = "a micro-batch of your own split whose leaves have different lengths"
-    return explain(
-        ArgumentValueError,
-        path,
-        expected="a known number of items, to take a mean over items",
-        found=found,
-        fix=fix,
-    )
-
-
 Function = Callable[..., Any]
 NO_AUX = "origin fn requires more than one outputs"
 """What MindSpore says of a function that returns no other output with ``has_aux=True``.
@@ -310,7 +290,7 @@ class PythonLoop:
         options = self.options
         sums = GradientSums(options.accumulate_dtype, self.joins(batch))
         outputs = MergedOutputs(options.aux, loss_kind(options.reduction.reduction))
-        items, weight, unit = 0, 0.0, None
+        weight, unit = 0.0, None
         for place, (part, amount) in enumerate(weighed(self.fn, batch, options)):
             replay.begin(place)
             unit = unit or unit_of(amount, options)
@@ -318,11 +298,11 @@ class PythonLoop:
                 self.backward, part.arguments, options.aux is not None
             )
             sums.add(gradients, factor_of(amount / unit, options))
-            outputs.add(value, part.items, amount / unit)
+            outputs.add(value, amount / unit)
             del value, gradients  # They would live beside the next ones.
-            items, weight = items + (part.items or 0), weight + amount / unit
+            weight += amount / unit
         divides = divisor_of(weight, options)
-        return outputs.finished(items, weight, divides), sums.finished(divides)
+        return outputs.finished(weight, divides), sums.finished(divides)
 
     def joins(self, batch: Batch) -> list[int | None]:
         """Return the axis along which each gradient's parts are concatenated; None

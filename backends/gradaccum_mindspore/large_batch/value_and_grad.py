@@ -110,7 +110,7 @@ def value_and_grad(
         split: a function of the batch that yields micro-batches, each a tuple of
             arguments, in place of cutting; with `steps` it gets ``steps=`` too.
         aux: how the other outputs merge, a prefix nest of the second output, or of the
-            tuple of several: "sum", "mean" (over items), "weighted_mean", "max", "min",
+            tuple of several: "sum", "mean" (by the weight), "weighted_mean", "max", "min",
             "concatenate" (along axis 0). Half precision is summed, and returned, in
             float32. From Python only.
         accumulate_dtype: the dtype of the sums; None: float32 for half precision, else

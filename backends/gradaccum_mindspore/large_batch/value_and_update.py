@@ -77,7 +77,7 @@ class LargeBatchUpdate(nn.Cell):  # type: ignore[misc]
         """Return the merged outputs of a window that the optimizer has taken in."""
         options = self.options
         outputs = MergedOutputs(options.aux, loss_kind(options.reduction.reduction))
-        items, weight = 0, 0.0
+        weight = 0.0
         for place, (part, amount) in enumerate(
             weighed(self.user_function, batch, options)
         ):
@@ -86,10 +86,10 @@ class LargeBatchUpdate(nn.Cell):  # type: ignore[misc]
                 self.backward, part.arguments, options.aux is not None, scaled=True
             )
             self.optimizer(gradients, amount, loss_in(value, options.aux is not None))
-            outputs.add(value, part.items, amount)
+            outputs.add(value, amount)
             del value, gradients  # They would live beside the next ones.
-            items, weight = items + (part.items or 0), weight + amount
-        return outputs.finished(items, weight, divisor_of(weight, options))
+            weight += amount
+        return outputs.finished(weight, divisor_of(weight, options))
 
 
 class CompiledUpdateLoop(CompiledLoop):

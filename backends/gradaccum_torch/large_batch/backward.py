@@ -91,7 +91,7 @@ def backward(
         split: your own division: ``split(*batch)``, or ``split(*batch, steps=steps)``,
             returns the micro-batches, each a tuple of arguments or the only one.
         aux: a prefix nest of kinds, by which the aux merges per leaf: ``"sum"``,
-            ``"mean"`` (over items), ``"weighted_mean"``, ``"max"``, ``"min"``,
+            ``"mean"`` and ``"weighted_mean"`` (by the weight), ``"max"``, ``"min"``,
             ``"concatenate"``. Leaves are detached.
         optimizer: wrapped with ``steps=None``. The micro-batches are its window, which
             the call closes with one update; if a step pre-hook raises, it stays full.

@@ -545,7 +545,6 @@ class _Sums(NamedTuple):
     paths: list[str]
     kinds: list[str]
     so_far: list[Any]
-    items: int = 0
     weight: float = 0.0
 
 
@@ -590,9 +589,7 @@ class Merged:
                 for each in zip(kinds, sums.so_far, shares, paths, strict=True)
             ]
         self._sums = sums._replace(
-            so_far=so_far,
-            items=sums.items + (micro_batch.items or 0),
-            weight=sums.weight + micro_batch.weight,
+            so_far=so_far, weight=sums.weight + micro_batch.weight
         )
 
     def result(self) -> kit.Nest:
@@ -600,12 +597,12 @@ class Merged:
         weight of 0 gives 0.
         """
         assert self._sums is not None
-        nest, paths, kinds, so_far, items, weight = self._sums
+        nest, paths, kinds, so_far, weight = self._sums
         made: list[Tensor] = [
             (
                 cat(path, leaf)
                 if kind == "concatenate"
-                else kit.finished(kind, leaf, items, weight or 1.0)
+                else kit.finished(kind, leaf, weight or 1.0)
             )
             for kind, leaf, path in zip(kinds, so_far, paths, strict=True)
         ]
@@ -616,22 +613,10 @@ class Merged:
     ) -> Tensor:
         if kind == "concatenate" and value.dim() == 0:
             raise kit.concatenate_error(path, "a scalar")
-        if kind == "mean" and micro_batch.items is None:
-            fix = (
-                "Declare weighted_mean for this leaf: a micro-batch of your own split"
-                " has a weight, and no number of items."
-            )
-            raise kit.explain(
-                ArgumentValueError,
-                path,
-                expected="a kind that needs no number of items",
-                got=kind,
-                fix=fix,
-            )
         # Adds nothing, even if it is NaN.
-        if kind == "weighted_mean" and micro_batch.weight == 0:
+        if kind in kit.MEANS and micro_batch.weight == 0:
             value = torch.zeros_like(value)
-        return kit.share(kind, value, micro_batch.items, micro_batch.weight, _OPS)
+        return kit.share(kind, value, micro_batch.weight, _OPS)
 
 
 def require_kinds(declared: kit.Nest) -> None:

@@ -14,7 +14,7 @@ NAMES = {
         """
         mixed_dtypes chain scan ensemble
         one_reduction_per_window one_for_each_dtype nothing_is_copied benchmark
-        other_number_of_devices checked_state
+        other_number_of_devices checked_state empty_flush
     """
     ),
     "meshes": (
@@ -26,7 +26,7 @@ NAMES = {
     "layered": "layered_window layered_shards",
     "refusals": (
         """
-        reduced_gradients unchecked_replication outside bad_names bad_arguments bad_batches other_results window_of_one_device
+        reduced_gradients unchecked_replication outside bad_names bad_arguments bad_batches other_results window_of_one_device state_of_all_devices
         differing_parameters parameters_of_each_device optimizer_of_each_device losses windows_by_weight optimizer_that_reduces
         parameters_by_hand beside_the_state differing_state reducing_optimizer
     """

@@ -17,6 +17,7 @@ import gradaccum_jax
 from conformance_tests.framework_tests.jax_workers.common import MESH, P, over
 from conformance_tests.framework_tests.refusing import refused
 from gradaccum_jax.sharding import vary
+from gradaccum_jax.workers.group import mapped
 
 TX = gradaccum.wrap(optax.sgd(1.0), steps=2, axis_name="data")
 WHOLE = gradaccum.wrap(optax.sgd(1.0), steps=None, axis_name="data")
@@ -191,6 +192,27 @@ def window_of_one_device() -> None:
         "gradaccum_jax.redistributed(state, 2)",
     ):
         over(step_of(TX), half)(W, jax.device_get(over(TX.init)(W)), X)
+
+
+def state_of_all_devices() -> None:
+    """As it comes out of `data_parallel`, into a `jax.shard_map` of the user's own, or
+    to an optimizer of one device.
+    """
+    state = over(TX.init)(W)
+    by_field = mapped(
+        state, own=lambda _: P("data"), shared=lambda _: P(), other=lambda _: P()
+    )
+    words = "state: expected the state of one device; got that of all"
+    step = lambda w, state, x: step_of(TX)(w, state, x)[0]  # noqa: E731
+    for specs in (P(), by_field):
+        with refused(gradaccum.UsageError, words, "gradaccum_jax.data_parallel"):
+            inside(step, W, state, X, specs=(P(), specs, P("data")))
+    flush = lambda w, state: gradaccum_jax.flush(TX, state, w)[0]  # noqa: E731
+    with refused(gradaccum.UsageError, words):
+        inside(flush, W, state, specs=(P(), by_field))
+    alone = gradaccum.wrap(optax.sgd(1.0), steps=2)
+    with refused(gradaccum.UsageError, words):
+        alone.update(W, state, W)
 
 
 def differing_parameters() -> None:

@@ -411,3 +411,33 @@ def checked_state() -> None:
     ):
         with refused(gradaccum.GradAccumError, f"{name}: expected"):
             gradaccum_jax.redistributed(state, workers)
+
+
+def empty_flush() -> None:
+    """It says that nothing was applied, also where a part of a chain or a partition is
+    shared; the flush before it closes the window of all.
+    """
+    shared = gradaccum.wrap(adam(), steps=4, axis_name="data", mesh=MESH)
+    beside = optax.partition(
+        {"trained": shared, "frozen": optax.set_to_zero()},
+        {"w": "frozen", "b": "trained", "c": "frozen"},
+    )
+    for tx in (shared, optax.chain(optax.clip(9.0), shared), beside):
+
+        def step(params: Any, state: Any, x: Any, tx: Any = tx) -> Any:
+            gradients = jax.grad(lambda p: jnp.mean(p["b"]) * x.mean())(params)
+            updates, state = tx.update(gradients, state, params)
+            return optax.apply_updates(params, updates), state
+
+        def flush(params: Any, state: Any, tx: Any = tx) -> Any:
+            updates, state = gradaccum_jax.flush(tx, state, params)
+            return optax.apply_updates(params, updates), state
+
+        params = parameters()
+        carried = over(step)(params, tx.init(params), jnp.arange(2.0 * DEVICES))
+        said = []
+        for _ in range(3):
+            carried = over(flush)(*carried)
+            result = gradaccum_jax.result(carried[1])
+            said.append((bool(result.applied), int(result.optimizer_step)))
+        assert said == [(True, 1), (False, 1), (False, 1)], said

@@ -337,5 +337,5 @@ def _merge(kind: str, parts: Sequence[Part], values: list[Array]) -> Array:
             )
         case "sum":
             return _total([1.0] * len(parts), values)
-    factors = [part.items if kind == "mean" else part.weight for part in parts]
+    factors = [part.weight for part in parts]
     return _total([factor / (sum(factors) or 1) for factor in factors], values, factors)

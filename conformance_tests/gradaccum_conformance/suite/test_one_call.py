@@ -292,8 +292,8 @@ def test_packed_by_weight(backend: LargeBatchHarness, errors: Errors) -> None:
 def test_outputs_merge_as_declared(
     backend: LargeBatchHarness, large_batch_mode: str
 ) -> None:
-    """Each of them is what the large batch would have given; a mean by weight is that
-    of the micro-batches.
+    """Each of them is what the large batch would have given, a mean by the weights of
+    the micro-batches, as the loss.
     """
     got = split(
         backend,
@@ -306,13 +306,13 @@ def test_outputs_merge_as_declared(
     )
     logits = oracle.predict(MLP, make_weights(MLP), standard_batch(MLP).x)
     parts = zip(np.split(logits, [5, 10]), np.split(TOKENS, [5, 10]), strict=True)
+    terms = [part.mean(0) * tokens.sum() for part, tokens in parts]
+    mean = np.sum(terms, axis=0) / TOKENS.sum()
+    assert np.abs(mean - logits.mean(0)).max() > 1e-3
     whole = {
         "sum": logits.sum(0),
-        "mean": logits.mean(0),
-        "weighted_mean": np.sum(
-            [part.mean(0) * tokens.sum() for part, tokens in parts], axis=0
-        )
-        / TOKENS.sum(),
+        "mean": mean,
+        "weighted_mean": mean,
         "max": logits.max(0),
         "min": logits.min(0),
         "concatenate": logits,

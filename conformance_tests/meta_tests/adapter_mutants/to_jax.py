@@ -110,15 +110,39 @@ MUTANTS = (
         "close_an_empty_window",
         "            jnp.asarray(state.micro_step) > 0,\n",
         "            jnp.asarray(state.micro_step) >= 0,\n",
-        SUITE
-        + "test_windows.py::test_flush_of_empty_window_leaves_the_last_event_alone",
+        SUITE + "test_windows.py::test_flush_of_empty_window_does_nothing_and_says_so",
     ),
     Mutant(
-        "forget_the_event_at_an_empty_flush",
-        '            "event": event_of(state),\n',
+        "keep_the_event_at_an_empty_flush",
         '            "event": (False, False, False),\n',
-        SUITE
-        + "test_windows.py::test_flush_of_empty_window_leaves_the_last_event_alone",
+        '            "event": (state.last_applied, state.last_skipped, False),\n',
+        SUITE + "test_windows.py::test_flush_of_empty_window_does_nothing_and_says_so",
+    ),
+    Mutant(
+        "move_the_parts_beside_at_a_flush",
+        "    return _by_part(own, updates, lambda _, leaf: leaf, no_update), new_part(\n"
+        "        state, the_state(made)\n"
+        "    )\n",
+        "    return updates, made\n",
+        OWN + "test_jax_combinators.py::test_flush_closes_the_wrapped_part_alone",
+    ),
+    Mutant(
+        "flush_beside_a_state_that_moves",
+        "    if follows:\n        _require_no_state_around(state, made)\n",
+        "    assert follows in (True, False)\n",
+        OWN + "test_jax_combinators.py::test_flush_that_could_be_wrong_is_refused",
+    ),
+    Mutant(
+        "overlook_a_constant_update",
+        "        if not read & 1 << place or not results[place]\n",
+        "        if not read & 1 << place\n",
+        OWN + "test_jax_combinators.py::test_frozen_gradients_in_a_norm_are_refused",
+    ),
+    Mutant(
+        "overlook_a_gradient_that_nobody_reads",
+        "        if not read & 1 << place or not results[place]\n",
+        "        if not results[place]\n",
+        OWN + "test_jax_combinators.py::test_frozen_gradients_in_a_norm_are_refused",
     ),
     Mutant(
         "forget_what_float16_holds",

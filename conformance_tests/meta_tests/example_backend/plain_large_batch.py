@@ -3,6 +3,7 @@
 import numpy as np
 
 from gradaccum.kit import (
+    MEANS,
     accumulate,
     concatenate_error,
     contribution,
@@ -62,12 +63,12 @@ class Total:
 
 
 def micro_batches(batch, weight, axes=0, split=None, **how):
-    """Each micro-batch with its number of items and its weight."""
+    """Each micro-batch with its weight."""
     division = make_division(**how, own_split=split is not None)
     batch, lists = mark_lists(batch, axes)
     if split is not None:
         for part in own_parts(split, batch, division.steps):
-            yield part, len(part[0]), weight_of(part, weight)
+            yield part, weight_of(part, weight)
         return
     leaves = leaves_of(batch, "batch")
     placed = list(zip(leaves, spread(axes, batch, "axes"), strict=True))
@@ -86,16 +87,16 @@ def micro_batches(batch, weight, axes=0, split=None, **how):
         )
         part = with_leaves(batch, values)
         counted = weight_of(part[:2], weight) if of_part else sum(each[own])
-        yield part, cut.items, counted
+        yield part, counted
 
 
 def value_and_grad(loss_fn, batch, *, reduction="mean", weight=None, aux=None, **how):
     """Return the loss, gradient and aux of the large batch from those of its parts."""
     total, outputs = Total(reduction), Outputs(aux)
-    for part, items, w in micro_batches(batch, weight, **how):
+    for part, w in micro_batches(batch, weight, **how):
         loss, gradient, given = checked(loss_fn(part), aux)
         total.add(loss, gradient, w)
-        outputs.add(given, items, w)
+        outputs.add(given, w)
     return *total.mean(), outputs.whole()
 
 
@@ -104,28 +105,28 @@ class Outputs:
 
     def __init__(self, declared):
         self.declared, self.kinds, self.values = declared or {}, [], []
-        self.items, self.weight = 0, 0.0
+        self.weight = 0.0
 
-    def add(self, given, items, weight):
+    def add(self, given, weight):
         given = {} if given is None else given
         self.kinds, self.like = kinds_of(self.declared, given), given
         values = [leaf.value for leaf in leaves_of(given)]
         if "concatenate" in self.kinds and not all(map(np.ndim, values)):
             raise concatenate_error("aux", "a scalar")
         shares = [
-            self.share(kind, value, items, weight)
+            self.share(kind, value, weight)
             for kind, value in zip(self.kinds, values, strict=True)
         ]
-        if self.items:
+        if self.values:
             pairs = zip(self.kinds, self.values, shares, strict=True)
             shares = [self.joined(*pair) for pair in pairs]
         self.values = shares
-        self.items, self.weight = self.items + items, self.weight + weight
+        self.weight += weight
 
-    def share(self, kind, value, items, weight):
-        if kind == "weighted_mean" and not weight:
+    def share(self, kind, value, weight):
+        if kind in MEANS and not weight:
             value = np.zeros_like(value)
-        return share(kind, value, items, weight, Ops)
+        return share(kind, value, weight, Ops)
 
     def joined(self, kind, so_far, more):
         if kind == "concatenate":
@@ -134,7 +135,7 @@ class Outputs:
 
     def whole(self):
         values = [
-            finished(kind, value, self.items, self.weight or 1)
+            finished(kind, value, self.weight or 1)
             for kind, value in zip(self.kinds, self.values, strict=True)
         ]
         return with_leaves(self.like, iter(values))
@@ -146,7 +147,7 @@ def update(optimizer, loss_fn, batch, *, weight=None, **how):
     total = Total(optimizer.options.reduction)
     given = [
         (checked(loss_fn(part), None), w)
-        for part, _, w in list(micro_batches(batch, weight, **how))
+        for part, w in list(micro_batches(batch, weight, **how))
     ]
     for (loss, gradient, _), w in given:
         total.add(loss, {}, w)
@@ -162,10 +163,10 @@ def coupled_value_and_grad(outputs_fn, loss_fn, batch, **how):
     the parameters'. ``loss_fn(outputs)`` gives the loss, the outputs' gradients and
     those of its own parameters, which count once.
     """
-    parts = [part for part, *_ in micro_batches(batch, None, **how)]
+    parts = [part for part, _ in micro_batches(batch, None, **how)]
     outputs = Outputs("concatenate")
     for part in parts:
-        outputs.add(outputs_fn(part)[0], len(leaves_of(part)[0].value), 1)
+        outputs.add(outputs_fn(part)[0], 1)
     loss, gradients, own = loss_fn(outputs.whole())
     require_scalar(loss)
     sums, start = Total("sum"), 0

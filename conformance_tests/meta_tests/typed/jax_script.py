@@ -15,12 +15,20 @@ tx = gradaccum.wrap(
 state = tx.init(params)
 updates, state = tx.update(params, state, params, weight=3)
 params = optax.apply_updates(params, updates)
+assert gradaccum_jax.result(state).applied
+assert state.optimizer_step == 3
+updates, state = gradaccum_jax.flush(tx, state, params)
+state = gradaccum_jax.discard(tx, state)
+assert state.micro_step == 0
+plain: optax.GradientTransformationExtraArgs = tx
 typed = gradaccum_jax.wrap(
     optax.sgd(0.1), steps=gradaccum.until_weight(4096), master_weights=True
 )
 typed.init(params)
 
 tx.initialise(params)  # wrong, but not to mypy
+tx.flush(state, params)  # wrong, but not to mypy
+print(state.optimiser_step)  # wrong
 typed.initialise(params)  # wrong, but not to mypy
 gradaccum.wrap(optax.sgd(0.1), steps="four")  # wrong
 gradaccum.wrap(optax.sgd(0.1))  # wrong, but not to mypy
