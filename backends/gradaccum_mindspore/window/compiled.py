@@ -659,7 +659,13 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         is_open = self.storage.micro_step.value() > 0
         if is_open:
             self.close(update, False)
+        else:
+            self.write_nothing_done()
         return is_open
+
+    def write_nothing_done(self) -> Tensor:
+        never = self.storage.micro_step.value() < 0
+        return self.write_event(self.event(never, never, never, self.grad_norm()))
 
     def discard(self) -> bool:
         state = kit.discard(self.read())

@@ -757,18 +757,22 @@ class SharedWindow(PyNativeWindow):
         If the update of a window that all workers ended raised, this makes it, and
         takes part in no other window.
         """
-        if self.storage.held() == OF_ALL:
+        closed = self.storage.held() == OF_ALL
+        if closed:
             joined = self.end(self.storage.pull(), update)
             if not self.flushing or joined.all_flush:
                 self.flushing = False
                 return True
-        self.flushing, closed, all_flush = True, False, False
+        self.flushing = True
+        all_flush = False
         while not all_flush:
             joined = self.end(self.storage.pull(), update)
             closed, all_flush = closed or joined.is_open, joined.all_flush
             if joined.is_open and not all_flush:
                 self.storage.listening.between()
         self.flushing = False
+        if not closed:
+            self.storage.push_event(False, False, False)
         self.workers.require_same_rates()
         return closed
 
