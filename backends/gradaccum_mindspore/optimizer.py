@@ -240,7 +240,6 @@ class AccumulatingOptimizer(OwnPhase, nn.Optimizer):  # type: ignore[misc]
         self.micro_batch = MicroBatch(self.compiled_window, self.update)
         self.flush = Flush(self.compiled_window, self.pynative_window, self.update)
         self.discard = Discard(self.compiled_window, self.pynative_window)
-        object.__setattr__(self, "_sizes", kit.Sizes(options.reduction))
         object.__setattr__(self, "_complete", True)
 
     def __getattr__(self, name: str) -> Any:
@@ -315,7 +314,7 @@ class AccumulatingOptimizer(OwnPhase, nn.Optimizer):  # type: ignore[misc]
         )
         if counted:
             weight, loss = counted[0], counted[1] if len(counted) > 1 else loss
-        self._sizes.weighed = weight is not None
+        self.storage.sizes.weighed = weight is not None
         full: bool | Tensor = self.storage.listening.after(
             1, self._take, gradients, weight, loss
         )
@@ -389,7 +388,9 @@ class AccumulatingOptimizer(OwnPhase, nn.Optimizer):  # type: ignore[misc]
 
         A loop that is left early leaves its window open. With several workers each
         flushes once, when its own loader ends. A `GradAccumWarning` tells, once, of
-        micro-batches of unequal size that were counted from Python without a weight.
+        micro-batches of unequal size that were counted without a weight; in compiled
+        code, if the program is compiled for their size. Another tells, once, of a
+        window that such a loop left open for this one.
 
         Args:
             loader: yields the micro-batches, such as a `mindspore.dataset` dataset.
@@ -400,9 +401,19 @@ class AccumulatingOptimizer(OwnPhase, nn.Optimizer):  # type: ignore[misc]
             ArgumentTypeError: `loader` is no iterable, or a flag no bool.
             MissingPackageError: `progress` without rich.
         """
-        return kit.epoch(
-            loader, self.flush, carry=carry, progress=progress, see=self._sizes.see
+        micro_batches = kit.epoch(
+            loader,
+            self._end_epoch,
+            carry=carry,
+            progress=progress,
+            see=self.storage.sizes.see,
         )
+        self.storage.open_window.epoch_begins(carry)
+        return micro_batches
+
+    def _end_epoch(self) -> None:
+        self.flush()
+        self.storage.open_window.in_epoch = False
 
     def updates_in(self, loader: Sized | int, epochs: int = 1) -> int:
         """Return the number of updates in `epochs` passes of `epoch` over a loader from

@@ -19,6 +19,7 @@ compiles.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import count
 from typing import Any, Protocol
 
@@ -230,6 +231,20 @@ def float64_of(number: float) -> Tensor:
     return Tensor(number, ms.float64)
 
 
+def note_weighed_in(storage: Storage) -> Callable[[bool], bool]:
+    """Return a function that notes, while MindSpore compiles, whether a micro-batch has
+    a weight. A program is compiled anew for a micro-batch of another size.
+    """
+
+    @constexpr(reuse_result=False)  # type: ignore[untyped-decorator]
+    def note_weighed(weighed: bool) -> bool:
+        storage.sizes.weighed = weighed
+        return weighed
+
+    while_compiling: Callable[[bool], bool] = note_weighed
+    return while_compiling
+
+
 class Workers(Protocol):
     """All workers that share a window, as the window of one of them sees them."""
 
@@ -301,6 +316,7 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         )
         self.notes = Notes(storage.float_dtype)
         self.names_of = checks.compiled_names_of(storage.specs, storage.names)
+        self.note_weighed = note_weighed_in(storage)
         self.workers = workers
         self.packed, self.packed_shards = (
             Packed(each, storage.float_dtype)
@@ -425,6 +441,7 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         """
         if weight is None:
             checks.check_compiled_no_weight(self.options.reduction)
+        self.note_weighed(weight is not None)
         if self.options.on_overflow == "drop_micro_batch" or isinstance(weight, Tensor):
             return False
         checks.check_compiled_weight(weight)
