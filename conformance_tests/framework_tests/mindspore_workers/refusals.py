@@ -91,6 +91,57 @@ def workers_may_stay_apart(rank: int) -> None:
     assert inner.parameters[0].asnumpy().tolist() == [-rank] * 3
 
 
+@check
+def windows_of_two_optimizers_never_meet(rank: int) -> None:
+    """Two critics of equal size. One worker's data end early, so that it flushes the
+    first critic while the other ends a window of the second.
+    """
+    for flushes, steps in ((True, 2), (False, 2)):
+        critics = [sgd(name=name) for name in ("one", "two")]
+        opts = [
+            gradaccum.wrap(each, steps=steps, data_parallel=True) for each in critics
+        ]
+        gradient = (Tensor(np.ones(3), ms.float32),)
+        for opt in opts:
+            opt(gradient)
+        first = opts[rank]
+        with refused(gradaccum.UsageError, f"on rank {rank}", "weight=0"):
+            if flushes:
+                first.flush()
+            else:
+                first(gradient)
+        held = [opt.result.micro_step for opt in opts]
+        assert held == [1 + (not flushes and opt is first) for opt in opts]
+        for opt in opts:
+            opt.flush()
+        assert [each.parameters[0].asnumpy().tolist() for each in critics] == [
+            [0.0] * 3
+        ] * 2
+
+
+@check
+def compiled_windows_of_two_optimizers_never_meet(rank: int) -> None:
+    """Compiled code skips both windows; Python raises as soon as it is asked."""
+    critics = [sgd(name=name) for name in ("one", "two")]
+    opts = [gradaccum.wrap(each, steps=1, data_parallel=True) for each in critics]
+
+    @ms.jit
+    def first(gradient):
+        return opts[rank]((gradient,))
+
+    first(Tensor(np.ones(3), ms.float32))
+    with refused(gradaccum.UsageError, f"on rank {rank}", "weight=0"):
+        print(opts[rank].result)
+    assert [each.parameters[0].asnumpy().tolist() for each in critics] == [
+        [1.0] * 3
+    ] * 2
+    for opt in opts:
+        opt((Tensor(np.ones(3), ms.float32),))
+    assert [each.parameters[0].asnumpy().tolist() for each in critics] == [
+        [0.0] * 3
+    ] * 2
+
+
 def fail_once(worker: Worker, batches: Sequence[Any]) -> None:
     """Let the update of a window raise, before the inner optimizer is called: it takes
     no micro-batch more.

@@ -518,7 +518,7 @@ def layers_are_reduced_once(rank: int) -> None:
                 micro_batch_size=4,
                 optimizer=opt,
             )
-        assert calls == [("AllReduce", 6 + WORLD), ("AllReduce", 16)]
+        assert calls == [("AllReduce", 8 + WORLD), ("AllReduce", 16)]
         alone(
             ms.value_and_grad(
                 lambda: loss(large(Tensor(x[:24])), Tensor(y[:24])),
