@@ -43,6 +43,7 @@ from gradaccum_mindspore.sums import Gradients, Number
 from gradaccum_mindspore.update import (
     Update,
     inner_scale,
+    require_kernels,
     require_unwrapped,
     with_inner_scale,
 )
@@ -72,6 +73,32 @@ FIXED = (
     "loss_scale",
 )
 """Attributes that cannot be set, beside the options."""
+
+
+CALL = "loss, gradients = value_and_grad(x, y), then optimizer(gradients, weight=n)"
+ELSEWHERE = {
+    "step": CALL,
+    "backward": CALL,
+    "update": CALL,
+    "zero_grad": "nothing in its place, because the gradients are arguments here",
+    "micro_step": "optimizer.result.micro_step",
+    "optimizer_step": "optimizer.result.optimizer_step",
+    "epoch_end": "for x, y in optimizer.epoch(loader), which flushes at the end",
+}
+"""What one writes in MindSpore, by the name in another framework."""
+
+
+def elsewhere(name: str, error: AttributeError) -> AttributeError:
+    """Return the error for an attribute that the optimizer has not."""
+    if name not in ELSEWHERE:
+        return error
+    return explain(  # type: ignore[type-var]
+        AttributeError,
+        f"optimizer.{name}",
+        expected="a name that an optimizer has in MindSpore",
+        found="one of another framework",
+        fix=f"Write {ELSEWHERE[name]}.",
+    )
 
 
 class Flush(nn.Cell):  # type: ignore[misc]
@@ -205,6 +232,7 @@ class AccumulatingOptimizer(OwnPhase, nn.Optimizer):  # type: ignore[misc]
     ) -> None:
         nn.Cell.__init__(self, auto_prefix=False)
         require_unwrapped(inner)
+        require_kernels(inner, options)
         if options.master_weights:
             # The inner optimizer's parameters will be the masters; users go on
             # differentiating by the model's.
@@ -248,7 +276,10 @@ class AccumulatingOptimizer(OwnPhase, nn.Optimizer):  # type: ignore[misc]
         except AttributeError:
             if "_cells" not in self.__dict__ or "inner" not in self._cells:
                 raise
+        try:
             return getattr(self._cells["inner"], name)
+        except AttributeError as error:
+            raise elsewhere(name, error) from None
 
     def __setattr__(self, name: str, value: object) -> None:
         if not self.__dict__.get("_complete", False):

@@ -422,7 +422,8 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         if isinstance(gradients, dict):
             gradients = self.by_name(gradients)
         gradients = tuple(gradients)
-        checks.check_compiled_structure(len(gradients), specs)
+        is_pair = len(gradients) == 2 and isinstance(gradients[1], (tuple, list, dict))
+        checks.check_compiled_structure(len(gradients), is_pair, specs)
         checked = checks.check_compiled_gradients(
             each(shape_of, gradients), each(dtype_of, gradients), specs
         )
