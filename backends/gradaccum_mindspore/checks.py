@@ -59,7 +59,7 @@ def gradients_by_position(
             check_gradient(gradient, spec)
     except GradientError:
         shapes = tuple(getattr(gradient, "shape", None) for gradient in gradients)
-        require_order(shapes, specs)
+        refuse_other_order(shapes, specs)
         raise
     return tuple(gradients)
 
@@ -82,8 +82,8 @@ def require_structure(count: int, is_pair: bool, specs: Specs) -> None:
         raise _structure_error(f"a tuple of {count}", _in_order(specs))
 
 
-def require_order(shapes: Sequence[Shape | None], specs: Specs) -> None:
-    """Raise if the shapes are those of the parameters in another order."""
+def refuse_other_order(shapes: Sequence[Shape | None], specs: Specs) -> None:
+    """Raise `GradientError` if the parameters' shapes come in another order."""
     own_shapes = [shape for _, shape, _ in specs]
     if list(shapes) != own_shapes and Counter(shapes) == Counter(own_shapes):
         raise _structure_error("gradients in another order", _in_order(specs))
@@ -301,7 +301,7 @@ check_compiled_shape: Callable[[str, Shape], None] = constexpr(require_one_numbe
 def check_compiled_gradients(
     shapes: tuple[Shape | None, ...], dtypes: tuple[DType | None, ...], specs: Specs
 ) -> bool:
-    require_order(shapes, specs)
+    refuse_other_order(shapes, specs)
     for shape, dtype, (name, expected_shape, expected_dtype) in zip(
         shapes, dtypes, specs, strict=True
     ):

@@ -77,8 +77,8 @@ def require_unwrapped(inner: Optimizer) -> None:
 
 
 def require_kernels(inner: Optimizer, options: Options) -> None:
-    """Raise if MindSpore cannot make the update: on a CPU none of its optimizers has a
-    kernel for bfloat16.
+    """Raise unless MindSpore can make the update: on a CPU none of its optimizers has
+    a kernel for bfloat16.
     """
     names = [each.name for each in inner.parameters if each.dtype == ms.bfloat16]
     if not names or options.master_weights or ms.get_context("device_target") != "CPU":

@@ -42,7 +42,7 @@ class Window(Protocol):
 
 
 class OpenWindowWarning:
-    """What one optimizer's user knows of its open window."""
+    """One optimizer's open window, as far as its user knows of it."""
 
     def __init__(self, window: Window) -> None:
         self.window = window
