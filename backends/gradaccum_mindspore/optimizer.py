@@ -53,10 +53,11 @@ from gradaccum_mindspore.window.state import Storage, window_size
 from gradaccum_mindspore.workers.group import (
     SharedWindow,
     WorkerGroup,
-    part,
+    mark,
     place,
     refuse_compiled_flush,
     share,
+    unmark,
 )
 
 M = TypeVar("M")
@@ -244,7 +245,7 @@ class AccumulatingOptimizer(OwnPhase, nn.Optimizer):  # type: ignore[misc]
         if data_parallel:
             sharded = share(inner.parameters, options, name)
         else:
-            part(inner.parameters)
+            unmark(inner.parameters)
         self.inner = inner
         self.options = options
         self.storage = Storage(
@@ -268,6 +269,8 @@ class AccumulatingOptimizer(OwnPhase, nn.Optimizer):  # type: ignore[misc]
         self.micro_batch = MicroBatch(self.compiled_window, self.update)
         self.flush = Flush(self.compiled_window, self.pynative_window, self.update)
         self.discard = Discard(self.compiled_window, self.pynative_window)
+        if data_parallel:
+            mark(self, inner.parameters)
         object.__setattr__(self, "_complete", True)
 
     def __getattr__(self, name: str) -> Any:

@@ -9,6 +9,7 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn
+from mindspore.communication import GlobalComm
 from mindspore.experimental import optim
 
 import gradaccum
@@ -19,6 +20,7 @@ from conformance_tests.framework_tests.mindspore_common import (
     values,
 )
 from gradaccum_mindspore import FlushAtEpochEnd, load_checkpoint_into
+from gradaccum_mindspore.workers import group
 
 
 def ones(a=1.0, b=1.0):
@@ -244,6 +246,23 @@ def test_names_of_other_frameworks_are_explained(name, fix):
     with pytest.raises(AttributeError, match="'SGD' object has no attribute 'sgd'"):
         _ = optimizer.sgd
     assert optimizer.momentum is optimizer.inner.momentum
+
+
+@pytest.mark.parametrize("mode", ["stand_alone", "data_parallel"])
+def test_one_worker_needs_no_option(mode, monkeypatch):
+    """A program for several workers, started with one; of two, each must say whether
+    they share windows.
+    """
+    monkeypatch.setattr(GlobalComm, "INITED", True)
+    ms.set_auto_parallel_context(parallel_mode=mode)
+    try:
+        monkeypatch.setattr(group, "get_group_size", lambda: 1)
+        wrapped()((*ones(),))
+        monkeypatch.setattr(group, "get_group_size", lambda: 2)
+        with pytest.raises(gradaccum.UsageError, match=r"data_parallel=True.*False if"):
+            wrapped()
+    finally:
+        ms.reset_auto_parallel_context()
 
 
 class Own(nn.Optimizer):

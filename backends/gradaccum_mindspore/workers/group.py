@@ -28,9 +28,10 @@ import math
 import os
 import zlib
 from collections.abc import Callable, Sequence
-from itertools import cycle
+from itertools import count, cycle
 from math import prod
 from typing import Any, NamedTuple
+from weakref import finalize
 
 import mindspore as ms
 import numpy as np
@@ -132,7 +133,8 @@ def shares_windows(data_parallel: object) -> bool:
     """Return the option ``data_parallel``, checked."""
     mode = ms.get_auto_parallel_context("parallel_mode")
     if data_parallel is None:
-        if mode == "data_parallel" or _workers_here() > 1:
+        unknown = mode == "data_parallel" and not GlobalComm.INITED
+        if unknown or _workers_here() > 1:
             expected = "True or False where there are several workers"
             fix = (
                 "Write gradaccum.wrap(optimizer, steps=4, data_parallel=True) for"
@@ -180,18 +182,15 @@ def is_sharded(parameter: Parameter) -> bool:
     own.
     """
     return bool(parameter.layerwise_parallel) and not getattr(
-        parameter, "shares_windows", False
+        parameter, "shares_windows", 0
     )
 
 
 def share(
     parameters: Sequence[Parameter], options: Options, name: str
 ) -> tuple[int, ...]:
-    """Let this worker share the windows of an optimizer of `parameters`; return the
-    sharded ones' positions. Collective, in one order.
-
-    The parameters are marked as ``layerwise_parallel``, which MindSpore's own reducer
-    leaves alone.
+    """Compare what the workers that share an optimizer's windows wrap; return the
+    positions of the sharded parameters. Collective, in one order.
 
     Raises:
         ArgumentValueError: on every worker: a worker's differ.
@@ -240,9 +239,6 @@ def share(
     _require_equal([each[len(each) // 2 + 1 :] for each in everyone], "parameters", fix)
     if sharded:
         _require_shardable(options, whole=len(parameters) - len(sharded))
-    for parameter in parameters:
-        if not is_sharded(parameter):
-            parameter.layerwise_parallel = parameter.shares_windows = True
     return sharded
 
 
@@ -289,11 +285,28 @@ def _require_shardable(options: Options, whole: int) -> None:
         )
 
 
-def part(parameters: Sequence[Parameter]) -> None:
-    """Undo `share`."""
+MARKS = count(1)
+
+
+def mark(optimizer: nn.Cell, parameters: Sequence[Parameter]) -> None:
+    """Mark the parameters that workers share as ``layerwise_parallel``, which
+    MindSpore's own reducer leaves alone, for as long as `optimizer` lives.
+    """
+    owner = next(MARKS)
+    shared = [parameter for parameter in parameters if not is_sharded(parameter)]
+    for parameter in shared:
+        parameter.layerwise_parallel = True
+        parameter.shares_windows = owner
+    finalize(optimizer, unmark, shared, owner).atexit = False
+
+
+def unmark(parameters: Sequence[Parameter], owner: int | None = None) -> None:
+    """Undo `mark`, or the mark of `owner` alone."""
     for parameter in parameters:
-        if getattr(parameter, "shares_windows", False):
-            parameter.layerwise_parallel = parameter.shares_windows = False
+        marked = getattr(parameter, "shares_windows", 0)
+        if marked and owner in (None, marked):
+            parameter.layerwise_parallel = False
+            parameter.shares_windows = 0
 
 
 def _require_equal(everyone: Sequence[Sequence[str]], argument: str, fix: str) -> None:

@@ -4,6 +4,7 @@ shards.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from typing import Any
 
@@ -66,6 +67,28 @@ def workers_that_differ_are_refused(rank: int) -> None:
         with refused(gradaccum.ArgumentValueError, "parameters", "on rank 1"):
             gradaccum.wrap(sgd(**different), steps=2, data_parallel=True)
     gradaccum.wrap(sgd(), steps=2, data_parallel=True)
+
+
+@check
+def marks_go_with_the_wrapper(rank: int) -> None:
+    """MindSpore's reducer leaves marked parameters alone: a bare optimizer, after the
+    wrapped one or after a wrap that was refused, needs it.
+    """
+    inner = sgd()
+    parameter = inner.parameters[0]
+    opt = gradaccum.wrap(inner, steps=2, data_parallel=True)
+    assert parameter.layerwise_parallel
+    again = gradaccum.wrap(nn.SGD([parameter], 1.0), steps=2, data_parallel=True)
+    del opt
+    gc.collect()
+    assert parameter.layerwise_parallel
+    del again
+    gc.collect()
+    assert not parameter.layerwise_parallel
+    inner = sgd(name="gradaccum.p")
+    with refused(gradaccum.ArgumentValueError, "name"):
+        gradaccum.wrap(inner, steps=2, data_parallel=True)
+    assert not inner.parameters[0].layerwise_parallel
 
 
 @check
