@@ -215,8 +215,8 @@ class AccumulatingOptimizer(OwnPhase, nn.Optimizer):  # type: ignore[misc]
     Args:
         inner: the optimizer to run once per window.
         options: the checked options. With ``master_weights`` `inner` works on float32
-            masters from now on: differentiate by this object's ``parameters``, and load
-            weights into the model before wrapping.
+            masters from now on: differentiate by this object's ``parameters``. Weights
+            that are loaded into the model before the first update become the masters.
         name: part of the names of the Parameters that hold the state; two wrapped
             optimizers of one program need different ones.
         data_parallel: a window is that of all workers. Then this call, the end of each

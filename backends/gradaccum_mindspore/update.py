@@ -150,6 +150,7 @@ class Update(nn.Cell):  # type: ignore[misc]
         try:
             if is_graph_mode():
                 return bool(super().__call__(gradients))
+            self.masters.follow_model()
             self.inner(gradients)
             return self.round()
         finally:
@@ -176,6 +177,8 @@ class Update(nn.Cell):  # type: ignore[misc]
             )
 
     def construct(self, gradients: Gradients) -> bool:
+        if self.rounds:
+            self.masters.follow_while_compiling()
         self.inner_construct(gradients)
         return self.round()
 
