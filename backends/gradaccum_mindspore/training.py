@@ -411,15 +411,15 @@ class FlushAtEpochEnd(Callback):  # type: ignore[misc]
         run = run_context.original_args()
         self.optimizer.storage.sizes.see(run.train_dataset_element)
         if run.cur_step_num % (self.steps or run.batch_num) == 0:
-            self.flush()
+            self._flush()
 
     def on_train_epoch_end(self, run_context: RunContext) -> None:
         """Flush the window that an epoch left open when it was stopped early."""
         shared = self.optimizer.compiled_window.workers is not None
         if not (shared and self.flushed):
-            self.flush()
+            self._flush()
 
-    def flush(self) -> None:
+    def _flush(self) -> None:
         """Flush. If no worker had an open window, ``result`` stays the last step's, for
         the callbacks behind this one.
         """
