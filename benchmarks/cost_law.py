@@ -85,12 +85,12 @@ def all_reduced_once(window: Window) -> Law:
 
 
 def reduced_in_two(window: Window) -> Law:
-    """MindSpore: the weight, the loss, flags and each worker's learning rate; then the
-    sums.
+    """MindSpore: the weight, the loss, flags, which optimizer it is, and each worker's
+    learning rate; then the sums.
     """
     return {
         ("allreduce", window.workers): Sent(
-            1 + messages(window, 2**20), window.gradients + 4 * (6 + window.workers)
+            1 + messages(window, 2**20), window.gradients + 4 * (8 + window.workers)
         )
     }
 
@@ -173,7 +173,7 @@ WAYS = {
             "1",
             "S + 12",
         ),
-        Way("MindSpore, data_parallel", reduced_in_two, "1 + B + L", "S + 24 + 4*W"),
+        Way("MindSpore, data_parallel", reduced_in_two, "1 + B + L", "S + 32 + 4*W"),
         Way(
             EACH,
             lambda window: {

@@ -193,8 +193,8 @@ def _weight_error(
 
 _UNEQUAL = (
     "gradaccum: micro-batches of {} and {} items count the same, since none has a"
-    " weight. If the loss is a mean over the items, pass their number as weight=, with"
-    " each. If they are to count the same, pass weight=1."
+    " weight. If the loss is a mean over the items, {}. If they are to count the same,"
+    " pass weight=1."
 )
 
 
@@ -257,12 +257,15 @@ class Sizes:
     once they differ, a `GradAccumWarning` says so.
     """
 
-    def __init__(self, reduction: str) -> None:
+    def __init__(
+        self, reduction: str, fix: str = "pass their number as weight=, with each"
+    ) -> None:
         self.weighed = True
         """bool: the last micro-batch that was counted had a weight, or was seen
         already.
         """
         self._looks, self._first = reduction == "mean", 0
+        self._fix = fix
 
     def see(self, micro_batch: object) -> None:
         """Take in the last micro-batch."""
@@ -275,7 +278,9 @@ class Sizes:
         elif items and self._first not in (0, items):
             self._looks = False
             warnings.warn(
-                _UNEQUAL.format(self._first, items), GradAccumWarning, stacklevel=3
+                _UNEQUAL.format(self._first, items, self._fix),
+                GradAccumWarning,
+                stacklevel=3,
             )
         self._first = self._first or items or 0
 

@@ -102,7 +102,8 @@ class MindSporeBackend:
             ArgumentTypeError: `optimizer` is no MindSpore optimizer, or is wrapped
                 already.
             ArgumentValueError: `name` is empty, or a parameter of the model has a name
-                of the state's; `optimizer` divides by a loss scale of its own beside
+                of the state's; parameters are bfloat16 on a CPU, without
+                ``master_weights``; `optimizer` divides by a loss scale of its own beside
                 ``loss_scale=``; another wrapped optimizer drives the scaler given as
                 ``loss_scale=``; with ``data_parallel=True`` other workers have other
                 options or other parameters; beside ``layerwise_parallel`` Parameters

@@ -7,6 +7,7 @@ compiling.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any, TypeAlias
@@ -48,18 +49,48 @@ def gradients_by_position(
         gradients = [
             gradients[name] for name in names_of(tuple(gradients), specs, now())
         ]
-    if not isinstance(gradients, Sequence) or len(gradients) != len(specs):
-        found = (
-            f"a tuple of {len(gradients)}"
-            if isinstance(gradients, Sequence)
-            else f"an object of type {type(gradients).__name__}"
-        )
-        raise _structure_error(
-            found, f"{len(specs)} gradients in the order of the optimizer's parameters"
-        )
-    for gradient, spec in zip(gradients, specs, strict=True):
-        check_gradient(gradient, spec)
+    if not isinstance(gradients, Sequence):
+        found = f"an object of type {type(gradients).__name__}"
+        raise _structure_error(found, _in_order(specs))
+    is_pair = len(gradients) == 2 and isinstance(gradients[1], tuple | list | Mapping)
+    require_structure(len(gradients), is_pair, specs)
+    try:
+        for gradient, spec in zip(gradients, specs, strict=True):
+            check_gradient(gradient, spec)
+    except GradientError:
+        shapes = tuple(getattr(gradient, "shape", None) for gradient in gradients)
+        refuse_other_order(shapes, specs)
+        raise
     return tuple(gradients)
+
+
+def require_structure(count: int, is_pair: bool, specs: Specs) -> None:
+    """Raise unless there is one gradient per parameter.
+
+    `is_pair`: the second of two is no gradient, but holds gradients.
+    """
+    if is_pair:
+        fix = "Write loss, gradients = value_and_grad(x, y), then optimizer(gradients)."
+        raise explain(
+            GradientError,
+            "gradients",
+            expected=_in_order(specs),
+            found="a pair of a loss and its gradients",
+            fix=fix,
+        )
+    if count != len(specs):
+        raise _structure_error(f"a tuple of {count}", _in_order(specs))
+
+
+def refuse_other_order(shapes: Sequence[Shape | None], specs: Specs) -> None:
+    """Raise `GradientError` if the parameters' shapes come in another order."""
+    own_shapes = [shape for _, shape, _ in specs]
+    if list(shapes) != own_shapes and Counter(shapes) == Counter(own_shapes):
+        raise _structure_error("gradients in another order", _in_order(specs))
+
+
+def _in_order(specs: Specs) -> str:
+    return f"{len(specs)} gradients in the order of the optimizer's parameters"
 
 
 def names_of(
@@ -230,13 +261,9 @@ compiled_told_apart: Callable[[int, DType | None, bool, bool], bool] = constexpr
 )
 
 
-@constexpr  # type: ignore[untyped-decorator]
-def check_compiled_structure(count: int, specs: Specs) -> None:
-    if count != len(specs):
-        raise _structure_error(
-            f"a tuple of {count}",
-            f"{len(specs)} gradients in the order of the optimizer's parameters",
-        )
+check_compiled_structure: Callable[[int, bool, Specs], None] = constexpr(
+    require_structure
+)
 
 
 def compiled_names_of(
@@ -274,6 +301,7 @@ check_compiled_shape: Callable[[str, Shape], None] = constexpr(require_one_numbe
 def check_compiled_gradients(
     shapes: tuple[Shape | None, ...], dtypes: tuple[DType | None, ...], specs: Specs
 ) -> bool:
+    refuse_other_order(shapes, specs)
     for shape, dtype, (name, expected_shape, expected_dtype) in zip(
         shapes, dtypes, specs, strict=True
     ):

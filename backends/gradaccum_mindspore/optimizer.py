@@ -43,6 +43,7 @@ from gradaccum_mindspore.sums import Gradients, Number
 from gradaccum_mindspore.update import (
     Update,
     inner_scale,
+    require_kernels,
     require_unwrapped,
     with_inner_scale,
 )
@@ -52,10 +53,11 @@ from gradaccum_mindspore.window.state import Storage, window_size
 from gradaccum_mindspore.workers.group import (
     SharedWindow,
     WorkerGroup,
-    part,
+    mark,
     place,
     refuse_compiled_flush,
     share,
+    unmark,
 )
 
 M = TypeVar("M")
@@ -72,6 +74,32 @@ FIXED = (
     "loss_scale",
 )
 """Attributes that cannot be set, beside the options."""
+
+
+CALL = "loss, gradients = value_and_grad(x, y), then optimizer(gradients, weight=n)"
+ELSEWHERE = {
+    "step": CALL,
+    "backward": CALL,
+    "update": CALL,
+    "zero_grad": "nothing in its place, because the gradients are arguments here",
+    "micro_step": "optimizer.result.micro_step",
+    "optimizer_step": "optimizer.result.optimizer_step",
+    "epoch_end": "for x, y in optimizer.epoch(loader), which flushes at the end",
+}
+"""What one writes in MindSpore, by the name in another framework."""
+
+
+def elsewhere(name: str, error: AttributeError) -> AttributeError:
+    """Return the error for an attribute that the optimizer has not."""
+    if name not in ELSEWHERE:
+        return error
+    return explain(  # type: ignore[type-var]
+        AttributeError,
+        f"optimizer.{name}",
+        expected="a name that an optimizer has in MindSpore",
+        found="one of another framework",
+        fix=f"Write {ELSEWHERE[name]}.",
+    )
 
 
 class Flush(nn.Cell):  # type: ignore[misc]
@@ -187,8 +215,8 @@ class AccumulatingOptimizer(OwnPhase, nn.Optimizer):  # type: ignore[misc]
     Args:
         inner: the optimizer to run once per window.
         options: the checked options. With ``master_weights`` `inner` works on float32
-            masters from now on: differentiate by this object's ``parameters``, and load
-            weights into the model before wrapping.
+            masters from now on: differentiate by this object's ``parameters``. Weights
+            that are loaded into the model before the first update become the masters.
         name: part of the names of the Parameters that hold the state; two wrapped
             optimizers of one program need different ones.
         data_parallel: a window is that of all workers. Then this call, the end of each
@@ -205,6 +233,7 @@ class AccumulatingOptimizer(OwnPhase, nn.Optimizer):  # type: ignore[misc]
     ) -> None:
         nn.Cell.__init__(self, auto_prefix=False)
         require_unwrapped(inner)
+        require_kernels(inner, options)
         if options.master_weights:
             # The inner optimizer's parameters will be the masters; users go on
             # differentiating by the model's.
@@ -216,7 +245,7 @@ class AccumulatingOptimizer(OwnPhase, nn.Optimizer):  # type: ignore[misc]
         if data_parallel:
             sharded = share(inner.parameters, options, name)
         else:
-            part(inner.parameters)
+            unmark(inner.parameters)
         self.inner = inner
         self.options = options
         self.storage = Storage(
@@ -240,7 +269,8 @@ class AccumulatingOptimizer(OwnPhase, nn.Optimizer):  # type: ignore[misc]
         self.micro_batch = MicroBatch(self.compiled_window, self.update)
         self.flush = Flush(self.compiled_window, self.pynative_window, self.update)
         self.discard = Discard(self.compiled_window, self.pynative_window)
-        object.__setattr__(self, "_sizes", kit.Sizes(options.reduction))
+        if data_parallel:
+            mark(self, inner.parameters)
         object.__setattr__(self, "_complete", True)
 
     def __getattr__(self, name: str) -> Any:
@@ -249,7 +279,10 @@ class AccumulatingOptimizer(OwnPhase, nn.Optimizer):  # type: ignore[misc]
         except AttributeError:
             if "_cells" not in self.__dict__ or "inner" not in self._cells:
                 raise
+        try:
             return getattr(self._cells["inner"], name)
+        except AttributeError as error:
+            raise elsewhere(name, error) from None
 
     def __setattr__(self, name: str, value: object) -> None:
         if not self.__dict__.get("_complete", False):
@@ -315,7 +348,7 @@ class AccumulatingOptimizer(OwnPhase, nn.Optimizer):  # type: ignore[misc]
         )
         if counted:
             weight, loss = counted[0], counted[1] if len(counted) > 1 else loss
-        self._sizes.weighed = weight is not None
+        self.storage.sizes.weighed = weight is not None
         full: bool | Tensor = self.storage.listening.after(
             1, self._take, gradients, weight, loss
         )
@@ -389,7 +422,9 @@ class AccumulatingOptimizer(OwnPhase, nn.Optimizer):  # type: ignore[misc]
 
         A loop that is left early leaves its window open. With several workers each
         flushes once, when its own loader ends. A `GradAccumWarning` tells, once, of
-        micro-batches of unequal size that were counted from Python without a weight.
+        micro-batches of unequal size that were counted without a weight; in compiled
+        code, if the program is compiled for their size. Another tells, once, of a
+        window that such a loop left open for this one.
 
         Args:
             loader: yields the micro-batches, such as a `mindspore.dataset` dataset.
@@ -400,9 +435,19 @@ class AccumulatingOptimizer(OwnPhase, nn.Optimizer):  # type: ignore[misc]
             ArgumentTypeError: `loader` is no iterable, or a flag no bool.
             MissingPackageError: `progress` without rich.
         """
-        return kit.epoch(
-            loader, self.flush, carry=carry, progress=progress, see=self._sizes.see
+        micro_batches = kit.epoch(
+            loader,
+            self._end_epoch,
+            carry=carry,
+            progress=progress,
+            see=self.storage.sizes.see,
         )
+        self.storage.open_window.epoch_begins(carry)
+        return micro_batches
+
+    def _end_epoch(self) -> None:
+        self.flush()
+        self.storage.open_window.in_epoch = False
 
     def updates_in(self, loader: Sized | int, epochs: int = 1) -> int:
         """Return the number of updates in `epochs` passes of `epoch` over a loader from

@@ -14,8 +14,9 @@ from copy import copy
 from typing import Any, TypeAlias
 
 import mindspore as ms
-from mindspore import Parameter, ParameterTuple, nn
+from mindspore import Parameter, ParameterTuple, nn, ops
 from mindspore.experimental import optim
+from mindspore.ops import constexpr
 
 from gradaccum_mindspore.sums import HALF, cast, each, write
 
@@ -38,8 +39,29 @@ class Masters(nn.Cell):  # type: ignore[misc]
             [_master(parameter, suffix) for parameter in halves]
         )
 
+        # A Cell would make a tuple of it.
+        object.__setattr__(self, "memory", [None] * len(halves))
+        """Where each half-precision Parameter lay at the last look."""
+        self.follow_while_compiling = constexpr(self.follow_model, reuse_result=False)
+
     def construct(self) -> tuple[bool, ...]:
         return each(_round, self.halves, self.masters)
+
+    def follow_model(self) -> bool:
+        """Copy the model's weights where others were loaded into it: MindSpore 2.10
+        puts them elsewhere in memory, MindSpore 2.7 does not. Weights that were taken
+        out and put back are the masters', rounded.
+        """
+        pairs = zip(self.halves, self.masters, strict=True)
+        for place, (half, master) in enumerate(pairs):
+            memory = half.data_ptr()
+            if self.memory[place] != memory:
+                self.memory[place] = memory
+                weights = half.astype(ms.float32)
+                rounded = master.astype(half.dtype).astype(ms.float32)
+                if bool((weights != rounded).any()):
+                    ops.assign(master, weights)
+        return True
 
 
 def turn_to_masters(inner: Optimizer, masters: Masters) -> None:

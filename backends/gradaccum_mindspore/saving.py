@@ -144,6 +144,7 @@ def load_checkpoint_into(cell: nn.Cell, parameter_dict: Saved) -> None:
     for storage in _storages(cell):
         storage.half_made = False
         storage.listening.loaded()
+        storage.open_window.note_state()
     for _, part in nn.Cell.cells_and_names(cell):
         vars(part).pop(HALF_MADE, None)
 

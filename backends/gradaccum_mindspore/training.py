@@ -29,6 +29,7 @@ from gradaccum.kit import (
     Handle,
     Listener,
     Listeners,
+    Sizes,
     State,
     close,
     explain,
@@ -291,6 +292,9 @@ class TrainOneStepCell(nn.TrainOneStepCell):  # type: ignore[misc]
         super().__init__(network, optimizer)
         if optimizer.compiled_window.workers is not None:
             self.grad_reducer = nn.Identity()
+        if weight is None:
+            # Micro-batches of any size are to count the same, as in a sum.
+            optimizer.storage.sizes = Sizes("sum")
         # Not `weight`: a Cell that holds parameters in a tuple has an attribute of each
         # one's name.
         self.weight_of_micro_batch = weight
@@ -351,6 +355,9 @@ class FlushAtEpochEnd(Callback):  # type: ignore[misc]
     step, where this one flushes. `mindspore.train.Model.fit` validates after it. Where
     the data goes through a sink, not on a CPU, an epoch is ``sink_size`` steps.
 
+    It tells, once, of micro-batches of unequal size without a weight, as those of
+    ``Model(net, loss_fn, optimizer)``; not of a sink's, which Python does not see.
+
     Args:
         optimizer: the wrapped optimizer.
 
@@ -402,15 +409,25 @@ class FlushAtEpochEnd(Callback):  # type: ignore[misc]
 
     def on_train_step_end(self, run_context: RunContext) -> None:
         run = run_context.original_args()
+        self.optimizer.storage.sizes.see(run.train_dataset_element)
         if run.cur_step_num % (self.steps or run.batch_num) == 0:
-            self.optimizer.flush()
-            self.flushed = True
+            self._flush()
 
     def on_train_epoch_end(self, run_context: RunContext) -> None:
         """Flush the window that an epoch left open when it was stopped early."""
         shared = self.optimizer.compiled_window.workers is not None
-        if not self.flushed if shared else self.optimizer.storage.micro_step.item() > 0:
-            self.optimizer.flush()
+        if not (shared and self.flushed):
+            self._flush()
+
+    def _flush(self) -> None:
+        """Flush. If no worker had an open window, ``result`` stays the last step's, for
+        the callbacks behind this one.
+        """
+        storage = self.optimizer.storage
+        last_event = storage.last_event.tolist()
+        if not self.optimizer.flush():
+            storage.put_event_back(last_event)
+        self.flushed = True
 
 
 class WatchWindows(Callback):  # type: ignore[misc]

@@ -76,6 +76,27 @@ def require_unwrapped(inner: Optimizer) -> None:
         )
 
 
+def require_kernels(inner: Optimizer, options: Options) -> None:
+    """Raise unless MindSpore can make the update: on a CPU none of its optimizers has
+    a kernel for bfloat16.
+    """
+    names = [each.name for each in inner.parameters if each.dtype == ms.bfloat16]
+    if not names or options.master_weights or ms.get_context("device_target") != "CPU":
+        return
+    if type(inner).construct.__module__.startswith("mindspore."):
+        expected = (
+            "True for bfloat16 parameters on a CPU, where MindSpore's optimizers cannot"
+            " update them"
+        )
+        raise explain(
+            ArgumentValueError,
+            "master_weights",
+            expected=expected,
+            found=f"False, and {names[0]!r} in bfloat16",
+            fix="Write gradaccum.wrap(optimizer, steps=4, master_weights=True).",
+        )
+
+
 def is_guarded(inner: Optimizer) -> bool:
     return getattr(vars(inner).get("construct"), "__func__", None) is _guarded
 
@@ -129,6 +150,7 @@ class Update(nn.Cell):  # type: ignore[misc]
         try:
             if is_graph_mode():
                 return bool(super().__call__(gradients))
+            self.masters.follow_model()
             self.inner(gradients)
             return self.round()
         finally:
@@ -155,6 +177,8 @@ class Update(nn.Cell):  # type: ignore[misc]
             )
 
     def construct(self, gradients: Gradients) -> bool:
+        if self.rounds:
+            self.masters.follow_while_compiling()
         self.inner_construct(gradients)
         return self.round()
 

@@ -79,13 +79,18 @@ def test_program_of_the_page(framework: str) -> None:
     )
 
 
+GRAPH_MODE = "import mindspore\n\nmindspore.set_context(mode=mindspore.GRAPH_MODE)\n"
+
+
+@pytest.mark.parametrize("mode", ["pynative", "graph"])
 @pytest.mark.parametrize("page", ["README.md", "README.zh.md"])
-def test_program_from_a_file(page: str, tmp_path: Path) -> None:
+def test_program_from_a_file(page: str, mode: str, tmp_path: Path) -> None:
     """MindSpore's compiler reads the source of what it compiles from a file. It prints
     no warning.
     """
+    program = GRAPH_MODE * (mode == "graph") + program_of("mindspore", page)
     assert "[WARNING]" not in run_recipe(
-        Recipe("MindSpore", program_of("mindspore", page)), tmp_path, GLOG_v="2"
+        Recipe("MindSpore", program), tmp_path, GLOG_v="2"
     )
 
 

@@ -123,7 +123,10 @@ def test_flush_and_discard_inside_jit():
 
     assert two(ones(np.nan, np.nan), ones(2.0, 4.0))
     assert values(optimizer) == [-1.0, -3.0]
+    result = optimizer.result
+    assert result.applied
     assert not flush(Tensor(0.0)), "nothing is left"
+    assert repr(optimizer.result) == repr(result._replace(applied=False))
     assert optimizer.storage.skipped_windows.item() == 0
 
 

@@ -2,7 +2,7 @@
 
 import gc
 import warnings
-from functools import partial
+from contextlib import contextmanager
 
 import mindspore as ms
 import numpy as np
@@ -10,6 +10,7 @@ import pytest
 from mindspore import Parameter, Tensor, nn
 from mindspore.dataset import NumpySlicesDataset
 from mindspore.experimental import optim
+from mindspore.train import Model
 
 import gradaccum
 import gradaccum_mindspore
@@ -113,33 +114,95 @@ def test_inner_optimizer_is_free_again():
     assert value(p) == 8.0
 
 
-@pytest.mark.parametrize("way", ["Python", "weights", "compiled"])
-def test_unequal_sizes_without_weights_are_said_once(way):
-    """Each counts the same: not the large batch, and nothing else would tell. Compiled
-    code may have weights that Python does not see.
-    """
-    opt = gradaccum_mindspore.wrap(nn.SGD([parameter()], 1.0), steps=4)
-
-    @ms.jit
-    def compiled(gradients):
-        return opt(gradients)
-
-    step = {"Python": opt, "weights": partial(opt, weight=1.0), "compiled": compiled}[
-        way
-    ]
+@contextmanager
+def said():
+    """The texts of gradaccum's warnings."""
+    texts = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", gradaccum.GradAccumWarning)
-        for _ in range(2):
-            for (rows,) in opt.epoch(
-                [(Tensor(np.ones((size, 2), np.float32)),) for size in (3, 3, 2)]
-            ):
-                step((rows.mean(0),))
-    told = [
+        yield texts
+    texts += [
         str(each.message)
         for each in caught
         if each.category is gradaccum.GradAccumWarning
     ]
-    assert ["3 and 2 items" in each for each in told] == [True] * (way == "Python")
+
+
+@pytest.mark.parametrize(
+    ("way", "warned"),
+    [
+        ("Python", True),
+        ("jit", True),
+        ("Python, weighed", False),
+        ("jit, weighed", False),
+        ("jit, short one left out", False),
+    ],
+)
+def test_unequal_sizes_without_weights_are_said_once(way, warned):
+    """Each counts the same: not the large batch, and nothing else would tell."""
+    p = parameter()
+    opt = gradaccum_mindspore.wrap(nn.SGD([p], 1.0), steps=4)
+
+    def loss(rows):
+        return (rows.mean(0) * p).sum()
+
+    backward = ms.value_and_grad(loss, None, opt.parameters)
+
+    def step(rows):
+        return opt(backward(rows)[1])
+
+    @ms.jit
+    def jitted(rows):
+        return opt(backward(rows)[1])
+
+    def weighed(rows):
+        return opt(backward(rows)[1], weight=1)
+
+    @ms.jit
+    def jitted_weighed(rows, weight):
+        return opt(backward(rows)[1], weight=weight)
+
+    steps = {
+        "Python": step,
+        "jit": jitted,
+        "Python, weighed": weighed,
+        "jit, weighed": lambda rows: jitted_weighed(rows, Tensor(1.0, ms.float32)),
+        "jit, short one left out": lambda rows: len(rows) < 3 or jitted(rows),
+    }
+    with said() as texts:
+        for _ in range(2):
+            for (rows,) in opt.epoch(
+                [(Tensor(np.ones((size, 2), np.float32)),) for size in (3, 3, 2)]
+            ):
+                steps[way](rows)
+    assert ["3 and 2 items" in text for text in texts] == [True] * warned
+
+
+@pytest.mark.parametrize("mode", ["pynative", "graph"])
+def test_unequal_sizes_in_model_train_are_said_once(mode):
+    """``Model(net, loss_fn, optimizer)`` gives no weights; the training cell does,
+    unless it was told not to.
+    """
+    set_mode(mode)
+    rows = np.ones((22, 4), np.float32)
+    texts = {}
+    for kind in ("bare", "cell", "cell without weights"):
+        net = nn.Dense(4, 2)
+        opt = gradaccum.wrap(nn.SGD(net.trainable_params(), 0.1), steps=2)
+        with_loss = nn.WithLossCell(net, nn.MSELoss())
+        if kind == "bare":
+            model = Model(net, nn.MSELoss(), opt)
+        elif kind == "cell":
+            model = Model(gradaccum_mindspore.TrainOneStepCell(with_loss, opt))
+        else:
+            cell = gradaccum_mindspore.TrainOneStepCell(with_loss, opt, weight=None)
+            model = Model(cell)
+        data = NumpySlicesDataset((rows, rows[:, :2]), shuffle=False).batch(6)
+        flush = gradaccum_mindspore.FlushAtEpochEnd(opt)
+        with said() as texts[kind]:
+            model.train(2, data, callbacks=[flush])
+    assert ["6 and 4 items" in text for text in texts["bare"]] == [True]
+    assert texts["cell"] == texts["cell without weights"] == []
 
 
 def test_epoch_of_a_dataset():

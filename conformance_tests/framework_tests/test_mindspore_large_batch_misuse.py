@@ -17,6 +17,7 @@ from conformance_tests.framework_tests.mindspore_large_batch import (
     tensors,
 )
 from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
+from gradaccum_mindspore.large_batch.coupled import coupled_value_and_grad
 from gradaccum_mindspore.large_batch.value_and_grad import value_and_grad
 from gradaccum_mindspore.large_batch.value_and_update import value_and_update
 
@@ -69,6 +70,24 @@ def test_options(options, kind, words):
 def test_function():
     with pytest.raises(ArgumentTypeError, match="fn: expected a function or Cell"):
         value_and_grad(3, None, None, steps=2)
+
+
+@pytest.mark.parametrize("call", ["pynative", "jit", "coupled", "update"])
+def test_part_of_the_batch_by_name(call):
+    x, mask = tensors(X, np.ones((5, 2)))
+    optimizer = gradaccum.wrap(
+        nn.SGD([Parameter(Tensor([1.0, 2.0]), name="w")], 1.0), steps=None
+    )
+    backward = {
+        "pynative": made(),
+        "jit": ms.jit(made().construct),
+        "coupled": coupled_value_and_grad(
+            lambda x, mask: x * mask, ops.mean, optimizer.parameters, steps=2
+        ),
+        "update": value_and_update(lambda x, mask: x.mean(), optimizer, steps=2),
+    }[call]
+    with pytest.raises(ArgumentTypeError, match="mask: expected the batch by position"):
+        backward(x, mask=mask)
 
 
 @pytest.mark.parametrize("mode", ["pynative", "jit"])

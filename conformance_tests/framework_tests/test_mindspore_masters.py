@@ -13,6 +13,7 @@ from mindspore.experimental import optim
 import gradaccum
 from conformance_tests.framework_tests.mindspore_common import (
     MODES,
+    needs_mindspore,
     pynative_after,  # noqa: F401
     set_mode,
 )
@@ -225,6 +226,63 @@ def test_train_cell_differentiates_the_model(mode):
     assert (net.weight.asnumpy() < expected).all(), (
         "the second window's gradient is taken at the rounded model"
     )
+
+
+RATE = 2.0**-10
+
+
+@pytest.mark.parametrize("mode", ["pynative", "jit", "graph"])
+@pytest.mark.parametrize("dtype", [ms.float16, ms.bfloat16])
+def test_weights_that_are_loaded_after_wrapping(dtype, mode):
+    """They are the masters from the next update on: 100 - 2 * RATE is 100 in half
+    precision.
+    """
+    set_mode(mode)
+    net = Squares()
+    parameter = net.weight
+    parameter.set_dtype(dtype)
+    optimizer = gradaccum.wrap(nn.SGD([parameter], RATE), steps=2, master_weights=True)
+    loaded = Parameter(Tensor(np.full((3, 2), 100), dtype), name="weight")
+    ms.load_param_into_net(net, {"weight": loaded})
+
+    @ms.jit
+    def jitted(gradient):
+        return optimizer((gradient,))
+
+    ones = Tensor(np.ones((3, 2)), dtype)
+    for _ in range(4):
+        jitted(ones) if mode == "jit" else optimizer((ones,))
+    (master,) = masters_of(optimizer)
+    assert master.asnumpy()[0, 0] == 100 - 2 * RATE
+    assert numpy_of(parameter)[0, 0] == 100
+
+
+def test_weights_that_are_swapped_and_put_back():
+    """As for an evaluation with averaged weights: the masters keep their low bits."""
+    net = Squares()
+    optimizer = gradaccum.wrap(nn.SGD([net.weight], RATE), steps=2, master_weights=True)
+    ones = Tensor(np.ones((3, 2)), ms.float16)
+    for _ in range(3):
+        optimizer((ones,))
+    trained = Tensor(net.weight.asnumpy().copy())
+    net.weight.set_data(Tensor(np.zeros((3, 2)), ms.float16))
+    net.weight.set_data(trained)
+    optimizer((ones,))
+    (master,) = masters_of(optimizer)
+    assert master.asnumpy()[0, 0] == 1 - 2 * RATE
+
+
+@needs_mindspore("2.10", "MindSpore 2.7 loads weights into the memory of the old ones")
+def test_weights_that_are_loaded_between_updates():
+    net = Squares()
+    optimizer = gradaccum.wrap(nn.SGD([net.weight], RATE), steps=2, master_weights=True)
+    ones = Tensor(np.ones((3, 2)), ms.float16)
+    for _ in range(3):
+        optimizer((ones,))
+    net.weight.set_data(Tensor(np.full((3, 2), 100), ms.float16))
+    optimizer((ones,))
+    (master,) = masters_of(optimizer)
+    assert master.asnumpy()[0, 0] == 100 - RATE
 
 
 def test_masters_are_no_model():

@@ -9,6 +9,7 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn
+from mindspore.communication import GlobalComm
 from mindspore.experimental import optim
 
 import gradaccum
@@ -19,6 +20,7 @@ from conformance_tests.framework_tests.mindspore_common import (
     values,
 )
 from gradaccum_mindspore import FlushAtEpochEnd, load_checkpoint_into
+from gradaccum_mindspore.workers import group
 
 
 def ones(a=1.0, b=1.0):
@@ -181,6 +183,107 @@ def test_none_gradient_compiles_once():
         optimizer(ones(value, None))
     assert len(optimizer.micro_batch.compile_cache) == 1
     assert values(optimizer) == [1.0 - 1.5 - 3.5, 1.0]
+
+
+@pytest.mark.parametrize("how", ["pynative", "jit", "graph"])
+def test_what_is_not_the_gradients_is_named(how):
+    """A pair of a loss and its gradients, and the gradients by another list of the
+    parameters, as an optimizer with groups has one.
+    """
+    set_mode(how)
+    a, b = two_parameters()
+    optimizer = gradaccum.wrap(nn.SGD([{"params": [b]}, {"params": [a]}], 1.0), steps=2)
+
+    def loss_of(x):
+        return (x * a).sum() + b.sum()
+
+    of_groups = ms.value_and_grad(loss_of, None, optimizer.parameters)
+    of_the_net = ms.value_and_grad(loss_of, None, [a, b])
+    x = Tensor([1.0, 2.0, 3.0], ms.float32)
+
+    def pair(x):
+        return optimizer(of_groups(x))
+
+    def other_order(x):
+        return optimizer(of_the_net(x)[1])
+
+    def right(x):
+        return optimizer(of_groups(x)[1])
+
+    def call(step):
+        return (ms.jit(step) if how == "jit" else step)(x)
+
+    with pytest.raises(gradaccum.GradientError, match="a pair of a loss and its grad"):
+        call(pair)
+    with pytest.raises(
+        gradaccum.GradientError,
+        match=r"gradients in another order.*by optimizer\.parameters",
+    ):
+        call(other_order)
+    assert optimizer.result.micro_step == 0
+    call(right)
+    assert optimizer.result.micro_step == 1
+    assert [float(total.asnumpy().sum()) for total in optimizer.storage.sums] == [2, 6]
+
+
+@pytest.mark.parametrize(
+    ("name", "fix"),
+    [
+        ("step", r"then optimizer\(gradients, weight=n\)"),
+        ("backward", r"then optimizer\(gradients, weight=n\)"),
+        ("zero_grad", "nothing in its place"),
+        ("epoch_end", r"optimizer\.epoch\(loader\)"),
+        ("micro_step", r"optimizer\.result\.micro_step"),
+    ],
+)
+def test_names_of_other_frameworks_are_explained(name, fix):
+    optimizer = wrapped()
+    with pytest.raises(
+        AttributeError, match=rf"optimizer\.{name}: expected a name.*{fix}"
+    ):
+        getattr(optimizer, name)
+    assert not hasattr(optimizer, name)
+    with pytest.raises(AttributeError, match="'SGD' object has no attribute 'sgd'"):
+        _ = optimizer.sgd
+    assert optimizer.momentum is optimizer.inner.momentum
+
+
+@pytest.mark.parametrize("mode", ["stand_alone", "data_parallel"])
+def test_one_worker_needs_no_option(mode, monkeypatch):
+    """A program for several workers, started with one; of two, each must say whether
+    they share windows.
+    """
+    monkeypatch.setattr(GlobalComm, "INITED", True)
+    ms.set_auto_parallel_context(parallel_mode=mode)
+    try:
+        monkeypatch.setattr(group, "get_group_size", lambda: 1)
+        wrapped()((*ones(),))
+        monkeypatch.setattr(group, "get_group_size", lambda: 2)
+        with pytest.raises(gradaccum.UsageError, match=r"data_parallel=True.*False if"):
+            wrapped()
+    finally:
+        ms.reset_auto_parallel_context()
+
+
+class Own(nn.Optimizer):
+    """A user's own, which may update bfloat16."""
+
+    def construct(self, gradients):
+        return gradients
+
+
+def test_bfloat16_needs_masters_on_a_cpu():
+    """Every optimizer of MindSpore's would raise, after a whole window."""
+    halves = two_parameters(ms.bfloat16)
+    for inner in (nn.AdamWeightDecay(halves, 0.1), optim.Adam(halves, 0.1)):
+        with pytest.raises(
+            gradaccum.ArgumentValueError,
+            match=r"master_weights: expected True for bfloat16.*master_weights=True",
+        ):
+            gradaccum.wrap(inner, steps=2)
+        gradaccum.wrap(inner, steps=2, master_weights=True)
+    gradaccum.wrap(Own(0.1, two_parameters(ms.bfloat16)), steps=2)
+    gradaccum.wrap(nn.SGD(two_parameters(ms.float16), 0.1), steps=2)
 
 
 class Inside(nn.Cell):

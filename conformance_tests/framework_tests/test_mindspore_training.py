@@ -348,7 +348,9 @@ def test_sinking_many_steps_flushes_once():
     optimizer = make("pynative")[2]
     optimizer((Tensor(WEIGHT), Tensor(BIAS)))
     for step, open_micro_batches in ((3, 1), (6, 0)):
-        run = SimpleNamespace(cur_step_num=step, batch_num=6)
+        run = SimpleNamespace(
+            cur_step_num=step, batch_num=6, train_dataset_element=None
+        )
         FlushAtEpochEnd(optimizer).on_train_step_end(
             SimpleNamespace(original_args=lambda run=run: run)
         )

@@ -62,6 +62,8 @@ def test_model_train_of_a_bare_network_hears_every_window(mode):
     set_mode(mode)
     heard, net = [], make_net()
     optimizer = gradaccum.wrap(nn.SGD(net.trainable_params(), 0.1), steps=3)
+    moved = []
+    optimizer.on_update(lambda: moved.append(optimizer.result.optimizer_step))
     data = NumpySlicesDataset((X, Y), ["x", "y"], shuffle=False).batch(3)
     model = Model(net, nn.MSELoss(), optimizer)
     for callbacks in ([FlushAtEpochEnd(optimizer)], []):
@@ -78,8 +80,10 @@ def test_model_train_of_a_bare_network_hears_every_window(mode):
         (4, 3),
         (5, 3),
     ]
+    assert moved == [1, 2, 3, 4, 5]
     optimizer.flush()
     assert len(heard) == 5, "the callback listens no more"
+    assert moved == [1, 2, 3, 4, 5, 6]
 
 
 AVERAGE = 0.5

@@ -532,6 +532,19 @@ def doubtful_list(
     return ((path, len(kinds), brackets),) if len(found) == 1 else ()
 
 
+@constexpr  # type: ignore[untyped-decorator]
+def refuse_names(names: tuple[str, ...]) -> None:
+    """Raise unless no part of the batch was given by its name."""
+    if names:
+        raise explain(
+            ArgumentTypeError,
+            names[0],
+            expected="the batch by position, in the order of the function's arguments",
+            found="one by name",
+            fix=f"Write backward(x, {names[0]}).",
+        )
+
+
 def slices_of(nest: Any, axes: Any, indices: Tensor) -> Any:
     """Return the nest with the items `indices`, an int Tensor of shape (items of a
     micro-batch,).

@@ -36,6 +36,7 @@ from gradaccum_mindspore.large_batch.batch import (
     micro_batches,
     nest_in,
     plain_reduction,
+    refuse_names,
     require_function,
     split_options,
 )
@@ -78,8 +79,9 @@ class CoupledGradient(nn.Cell):  # type: ignore[misc]
             # A Cell would list their parameters as its own.
             object.__setattr__(self, name, value)
 
-    def __call__(self, *batch: Nest) -> tuple[Tensor, Any]:
+    def __call__(self, *batch: Nest, **named: Nest) -> tuple[Tensor, Any]:
         refuse_trace()
+        refuse_names(tuple(named))
         require_replayable(self.outputs_fn)
         parts = [part.arguments for part in micro_batches(batch, self.options)]
         with Replay(self.outputs_fn) as replay:
@@ -104,7 +106,7 @@ class CoupledGradient(nn.Cell):  # type: ignore[misc]
                 del again, gradients  # They would live beside the next ones.
             return loss, sums.finished(1.0)
 
-    def construct(self, *batch: Nest) -> None:
+    def construct(self, *batch: Nest, **named: Nest) -> None:
         refuse_compiled_call()
 
     def outputs_of(self, parts: Sequence[Batch], replay: Replay) -> tuple[Nest, Pieces]:

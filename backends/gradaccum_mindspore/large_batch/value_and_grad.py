@@ -17,6 +17,7 @@ from gradaccum.kit import Nest
 from gradaccum_mindspore.large_batch.batch import (
     SplitOptions,
     plain_reduction,
+    refuse_names,
     require_function,
     split_options,
     with_constant_weight,
@@ -49,11 +50,13 @@ class LargeBatchGradient(nn.Cell):  # type: ignore[misc]
             fn, backward, positions, with_constant_weight(options, positions, listed)
         )
 
-    def __call__(self, *batch: Nest) -> tuple[Any, Any]:
+    def __call__(self, *batch: Nest, **named: Nest) -> tuple[Any, Any]:
         refuse_trace()
+        refuse_names(tuple(named))
         return self.python_loop.run(batch)
 
-    def construct(self, *batch: Nest) -> tuple[Any, Any]:
+    def construct(self, *batch: Nest, **named: Nest) -> tuple[Any, Any]:
+        refuse_names(tuple(named.keys()))
         return self.loop.run(batch)  # type: ignore[no-any-return]
 
 

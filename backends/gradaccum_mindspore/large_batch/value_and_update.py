@@ -16,6 +16,7 @@ from gradaccum.kit import Nest, aux_shape_error, explain
 from gradaccum_mindspore.large_batch.batch import (
     Batch,
     SplitOptions,
+    refuse_names,
     require_function,
     split_options,
     with_constant_weight,
@@ -58,8 +59,9 @@ class LargeBatchUpdate(nn.Cell):  # type: ignore[misc]
         object.__setattr__(self, "backward", backward)
         self.loop = CompiledUpdateLoop(fn, backward, optimizer, options)
 
-    def __call__(self, *batch: Nest) -> Any:
+    def __call__(self, *batch: Nest, **named: Nest) -> Any:
         refuse_trace()
+        refuse_names(tuple(named))
         undo = undoing(self.optimizer)
         with Replay(self.user_function, lends=False) as replay:
             try:
@@ -70,7 +72,8 @@ class LargeBatchUpdate(nn.Cell):  # type: ignore[misc]
                 raise
             return outputs
 
-    def construct(self, *batch: Nest) -> Any:
+    def construct(self, *batch: Nest, **named: Nest) -> Any:
+        refuse_names(tuple(named.keys()))
         return self.loop.run(batch)
 
     def accumulated(self, batch: Batch, replay: Replay) -> Any:

@@ -19,6 +19,7 @@ compiles.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import count
 from typing import Any, Protocol
 
@@ -230,6 +231,20 @@ def float64_of(number: float) -> Tensor:
     return Tensor(number, ms.float64)
 
 
+def note_weighed_in(storage: Storage) -> Callable[[bool], bool]:
+    """Return a function that notes, while MindSpore compiles, whether a micro-batch has
+    a weight. A program is compiled anew for a micro-batch of another size.
+    """
+
+    @constexpr(reuse_result=False)  # type: ignore[untyped-decorator]
+    def note_weighed(weighed: bool) -> bool:
+        storage.sizes.weighed = weighed
+        return weighed
+
+    while_compiling: Callable[[bool], bool] = note_weighed
+    return while_compiling
+
+
 class Workers(Protocol):
     """All workers that share a window, as the window of one of them sees them."""
 
@@ -302,6 +317,7 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         )
         self.notes = Notes(storage.float_dtype)
         self.names_of = checks.compiled_names_of(storage.specs, storage.names)
+        self.note_weighed = note_weighed_in(storage)
         self.workers = workers
         self.packed, self.packed_shards = (
             Packed(each, storage.float_dtype)
@@ -407,7 +423,8 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         if isinstance(gradients, dict):
             gradients = self.by_name(gradients)
         gradients = tuple(gradients)
-        checks.check_compiled_structure(len(gradients), specs)
+        is_pair = len(gradients) == 2 and isinstance(gradients[1], (tuple, list, dict))
+        checks.check_compiled_structure(len(gradients), is_pair, specs)
         checked = checks.check_compiled_gradients(
             each(shape_of, gradients), each(dtype_of, gradients), specs
         )
@@ -426,6 +443,7 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         """
         if weight is None:
             checks.check_compiled_no_weight(self.use_of_weights)
+        self.note_weighed(weight is not None)
         if self.options.on_overflow == "drop_micro_batch" or isinstance(weight, Tensor):
             return False
         checks.check_compiled_weight(weight)
@@ -660,7 +678,13 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         is_open = self.storage.micro_step.value() > 0
         if is_open:
             self.close(update, False)
+        else:
+            self.write_nothing_done()
         return is_open
+
+    def write_nothing_done(self) -> Tensor:
+        never = self.storage.micro_step.value() < 0
+        return self.write_event(self.event(never, never, never, self.grad_norm()))
 
     def discard(self) -> bool:
         state = kit.discard(self.read())

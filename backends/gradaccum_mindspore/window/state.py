@@ -46,6 +46,7 @@ from gradaccum_mindspore.sums import (
     narrows,
     sum_dtype,
 )
+from gradaccum_mindspore.window.open_window import OpenWindowWarning
 
 Sizes = int | tuple[tuple[int, int], ...] | Callable[[Any], Any]
 Saved = Mapping[str, Parameter | Tensor]
@@ -134,6 +135,10 @@ NUMPY_DTYPES = {dtype: np.dtype(name) for name, dtype in DTYPES.items()}
 GRAD_NORM = 3
 STEPS = 1 + Terms._fields.index("steps")  # after the format
 """Position of the open window's size in `Storage.terms`."""
+WEIGHT_FIX = (
+    "pass their number as weight=, with each, as gradaccum_mindspore.TrainOneStepCell"
+    " does"
+)
 OWN, OF_ALL, TORN = range(3)
 """The open window's sum: this worker's; of all workers, until their update is made;
 neither, as the reduction failed.
@@ -236,6 +241,8 @@ class Storage(nn.Cell):  # type: ignore[misc]
         """
         self.knowledge = Knowledge(prefix, options, self.float_dtype)
         self.listening = Listening(self)
+        self.sizes = kit.Sizes(options.reduction, WEIGHT_FIX)
+        self.open_window = OpenWindowWarning(self)
         self.half_made = False
         """True while nothing has been loaded since the inner optimizer raised."""
         self.several, self.place = place is not None, place or (0, 1)
@@ -336,6 +343,10 @@ class Storage(nn.Cell):  # type: ignore[misc]
         new = [*flags, last_norm if grad_norm is None else grad_norm]
         if new != before:
             self._assign(self.last_event, new)
+
+    def put_event_back(self, last_event: Sequence[float]) -> None:
+        """Undo what was written to `last_event` since it had this value."""
+        self._assign(self.last_event, last_event)
 
     def _assign(
         self, parameter: Parameter, value: SupportsFloat | Sequence[float]

@@ -28,8 +28,10 @@ import math
 import os
 import zlib
 from collections.abc import Callable, Sequence
+from itertools import count, cycle
 from math import prod
 from typing import Any, NamedTuple
+from weakref import finalize
 
 import mindspore as ms
 import numpy as np
@@ -131,7 +133,8 @@ def shares_windows(data_parallel: object) -> bool:
     """Return the option ``data_parallel``, checked."""
     mode = ms.get_auto_parallel_context("parallel_mode")
     if data_parallel is None:
-        if mode == "data_parallel" or _workers_here() > 1:
+        unknown = mode == "data_parallel" and not GlobalComm.INITED
+        if unknown or _workers_here() > 1:
             expected = "True or False where there are several workers"
             fix = (
                 "Write gradaccum.wrap(optimizer, steps=4, data_parallel=True) for"
@@ -179,18 +182,15 @@ def is_sharded(parameter: Parameter) -> bool:
     own.
     """
     return bool(parameter.layerwise_parallel) and not getattr(
-        parameter, "shares_windows", False
+        parameter, "shares_windows", 0
     )
 
 
 def share(
     parameters: Sequence[Parameter], options: Options, name: str
 ) -> tuple[int, ...]:
-    """Let this worker share the windows of an optimizer of `parameters`; return the
-    sharded ones' positions. Collective, in one order.
-
-    The parameters are marked as ``layerwise_parallel``, which MindSpore's own reducer
-    leaves alone.
+    """Compare what the workers that share an optimizer's windows wrap; return the
+    positions of the sharded parameters. Collective, in one order.
 
     Raises:
         ArgumentValueError: on every worker: a worker's differ.
@@ -239,9 +239,6 @@ def share(
     _require_equal([each[len(each) // 2 + 1 :] for each in everyone], "parameters", fix)
     if sharded:
         _require_shardable(options, whole=len(parameters) - len(sharded))
-    for parameter in parameters:
-        if not is_sharded(parameter):
-            parameter.layerwise_parallel = parameter.shares_windows = True
     return sharded
 
 
@@ -288,11 +285,28 @@ def _require_shardable(options: Options, whole: int) -> None:
         )
 
 
-def part(parameters: Sequence[Parameter]) -> None:
-    """Undo `share`."""
+MARKS = count(1)
+
+
+def mark(optimizer: nn.Cell, parameters: Sequence[Parameter]) -> None:
+    """Mark the parameters that workers share as ``layerwise_parallel``, which
+    MindSpore's own reducer leaves alone, for as long as `optimizer` lives.
+    """
+    owner = next(MARKS)
+    shared = [parameter for parameter in parameters if not is_sharded(parameter)]
+    for parameter in shared:
+        parameter.layerwise_parallel = True
+        parameter.shares_windows = owner
+    finalize(optimizer, unmark, shared, owner).atexit = False
+
+
+def unmark(parameters: Sequence[Parameter], owner: int | None = None) -> None:
+    """Undo `mark`, or the mark of `owner` alone."""
     for parameter in parameters:
-        if getattr(parameter, "shares_windows", False):
-            parameter.layerwise_parallel = parameter.shares_windows = False
+        marked = getattr(parameter, "shares_windows", 0)
+        if marked and owner in (None, marked):
+            parameter.layerwise_parallel = False
+            parameter.shares_windows = 0
 
 
 def _require_equal(everyone: Sequence[Sequence[str]], argument: str, fix: str) -> None:
@@ -424,8 +438,16 @@ def _unpack(packed: Tensor, total: Parameter, start: int, end: int) -> bool:
 
 _MORE_TIME = "Give slow workers more time: MS_CPU_COMM_OP_TIMEOUT=600, in seconds."
 
-SHARES = 5
-"""Where what a window knows begins in the numbers that the workers add up."""
+OPTIMIZER, SQUARE = 5, 6
+"""The places of the optimizer's number and its square in the numbers that the workers
+add up: they tell whether all workers end a window of one optimizer.
+"""
+SHARES = 7
+"""Where what a window knows begins in these numbers."""
+OPTIMIZERS = cycle(range(1, 33))
+"""Numbers the optimizers that share windows: all workers wrap in one order. So few that
+the squares of thousands of workers add up exactly in float32.
+"""
 
 
 class Joined(NamedTuple):
@@ -447,6 +469,7 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
         super().__init__(auto_prefix=False)
         self.storage = storage
         self.rank, self.workers = storage.place
+        self.number = next(OPTIMIZERS)
         object.__setattr__(self, "inner", inner)  # A Cell would list it as its own.
         object.__setattr__(self, "rates", tuple(rates_of(inner)))
         self.own_places = Tensor(
@@ -478,11 +501,23 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
             "drifted",
             hidden_parameter(Tensor(False), f"gradaccum.note{next(NUMBERS)}.drifted"),
         )
-        """Compiled code found different learning rates."""
+        """Compiled code found different learning rates, or a window of another
+        optimizer.
+        """
+        object.__setattr__(
+            self,
+            "crossed",
+            hidden_parameter(Tensor(False), f"gradaccum.note{next(NUMBERS)}.crossed"),
+        )
+        """Compiled code found a window of another optimizer."""
         self.zero, self.one = (
             Tensor(number, self.float_dtype) for number in (0.0, 1.0)
         )
         self.infinite = Tensor(float("inf"), self.float_dtype)
+        self.number_tensor, self.square_tensor = (
+            Tensor(float(number), self.float_dtype)
+            for number in (self.number, self.number**2)
+        )
         self.mine = Tensor(np.arange(self.workers) == self.rank)
         self.true, self.false = Tensor(True), Tensor(False)
 
@@ -505,6 +540,8 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
                 state.micro_step,
                 flushing,
                 0.0,
+                self.number,
+                self.number**2,
                 loss / self.tellers,
                 *others,
             ]
@@ -516,17 +553,19 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
             added = added_up(
                 np.concatenate((np.array(numbers, rates.dtype), placed.reshape(-1)))
             ).tolist()
-            weight, overflows, micro_batches, flushes, compiled, *shares = added[
-                : len(numbers)
-            ]
+            weight, overflows, micro_batches, flushes, compiled = added[:OPTIMIZER]
+            shares = added[SHARES : len(numbers)]
+            crossed = added[OPTIMIZER] ** 2 != self.workers * added[SQUARE]
             alike = sum(
                 row == rates.tolist()
                 for row in np.reshape(added[len(numbers) :], placed.shape).tolist()
             )
             if micro_batches and not compiled:
+                self.require_same_optimizer(crossed)
                 kit.require_same_rates(rates.tolist(), [alike], self.workers, self.rank)
-            elif micro_batches and alike < self.workers:
+            elif micro_batches and (crossed or alike < self.workers):
                 ops.assign(self.drifted, self.true)
+                ops.assign(self.crossed, Tensor(crossed))
                 weight, overflows = math.inf, 1.0
             for bucket in self.buckets if micro_batches else ():
                 total = bucket.total()
@@ -575,15 +614,14 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
             store.micro_step.value(),
             self.zero,
             self.one,
+            self.number_tensor,
+            self.square_tensor,
         )
         shares = store.knowledge.compiled_shares(store.weight.value())
         if self.tellers > 1:
             shares = (shares[0] / self.tellers, *shares[1:])
-        mine, drifted = (
-            ops.stack(
-                (weight, *[flag.astype(self.float_dtype) for flag in flags], *shares)
-            ),
-            self.false,
+        mine = ops.stack(
+            (weight, *[flag.astype(self.float_dtype) for flag in flags], *shares)
         )
         if self.rates:
             rates = ops.stack([rate.astype(self.float_dtype) for rate in self.rates])
@@ -593,9 +631,13 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
             drifted = (
                 numbers[mine.shape[0] :].reshape((self.workers, -1)) != rates
             ).any()
-            ops.assign(self.drifted, drifted | self.drifted)
         else:
             numbers = compiled_added_up(mine, self.workers)
+            drifted = self.false
+        crossed = ops.square(numbers[OPTIMIZER]) != self.workers * numbers[SQUARE]
+        drifted = drifted | crossed
+        ops.assign(self.drifted, drifted | self.drifted)
+        ops.assign(self.crossed, crossed | self.crossed)
         ops.assign(store.shared, self.torn)
         last = numbers
         for bucket in self.buckets:
@@ -633,12 +675,32 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
     def window_ended(self) -> Tensor:
         return ops.assign(self.storage.shared, self.own)
 
+    def require_same_optimizer(self, crossed: bool) -> None:
+        """Raise unless all workers have ended a window of this optimizer."""
+        if crossed:
+            expected = "its window to end on every worker at once"
+            found = "another optimizer's window, which ended on another worker"
+            fix = (
+                "Give each worker as many micro-batches of each optimizer. One with"
+                " weight=0 adds nothing."
+            )
+            raise explain(
+                UsageError,
+                f"optimizer of {self.storage.specs[0][0]!r} on rank {self.rank}",
+                expected=expected,
+                found=found,
+                fix=fix,
+            )
+
     def require_same_rates(self) -> None:
-        """Raise unless compiled code found equal learning rates; once, as it has
-        skipped windows for that.
+        """Raise unless compiled code found equal learning rates, and windows of this
+        optimizer; once, as it has skipped windows for that.
         """
         if self.drifted.item():
+            crossed = self.crossed.item()
             ops.assign(self.drifted, self.false)
+            ops.assign(self.crossed, self.false)
+            self.require_same_optimizer(crossed)
             kit.require_same_rates(
                 [float(rate) for rate in rates_of(self.inner)],
                 [0.5],
@@ -757,18 +819,22 @@ class SharedWindow(PyNativeWindow):
         If the update of a window that all workers ended raised, this makes it, and
         takes part in no other window.
         """
-        if self.storage.held() == OF_ALL:
+        closed = self.storage.held() == OF_ALL
+        if closed:
             joined = self.end(self.storage.pull(), update)
             if not self.flushing or joined.all_flush:
                 self.flushing = False
                 return True
-        self.flushing, closed, all_flush = True, False, False
+        self.flushing = True
+        all_flush = False
         while not all_flush:
             joined = self.end(self.storage.pull(), update)
             closed, all_flush = closed or joined.is_open, joined.all_flush
             if joined.is_open and not all_flush:
                 self.storage.listening.between()
         self.flushing = False
+        if not closed:
+            self.storage.push_event(False, False, False)
         self.workers.require_same_rates()
         return closed
 

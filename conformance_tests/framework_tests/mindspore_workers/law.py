@@ -67,7 +67,7 @@ def require_the_law() -> None:
             )
             with called() as calls:
                 optimizer.flush()
-            assert calls == [("AllReduce", 6 + workers)]
+            assert calls == [("AllReduce", 8 + workers)]
     for name, (tensors, elements) in list(MODELS.items())[::2]:
         set_mode("graph")
         optimizer, gradients = wrapped(tensors, elements, 3)

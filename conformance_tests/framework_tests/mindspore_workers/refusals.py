@@ -4,6 +4,7 @@ shards.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from typing import Any
 
@@ -69,6 +70,28 @@ def workers_that_differ_are_refused(rank: int) -> None:
 
 
 @check
+def marks_go_with_the_wrapper(rank: int) -> None:
+    """MindSpore's reducer leaves marked parameters alone: a bare optimizer, after the
+    wrapped one or after a wrap that was refused, needs it.
+    """
+    inner = sgd()
+    parameter = inner.parameters[0]
+    opt = gradaccum.wrap(inner, steps=2, data_parallel=True)
+    assert parameter.layerwise_parallel
+    again = gradaccum.wrap(nn.SGD([parameter], 1.0), steps=2, data_parallel=True)
+    del opt
+    gc.collect()
+    assert parameter.layerwise_parallel
+    del again
+    gc.collect()
+    assert not parameter.layerwise_parallel
+    inner = sgd(name="gradaccum.p")
+    with refused(gradaccum.ArgumentValueError, "name"):
+        gradaccum.wrap(inner, steps=2, data_parallel=True)
+    assert not inner.parameters[0].layerwise_parallel
+
+
+@check
 def denominator_of_one_worker_is_refused(rank: int) -> None:
     """Each worker would divide the sum of all by its own, and the copies of the model
     would part.
@@ -89,6 +112,57 @@ def workers_may_stay_apart(rank: int) -> None:
     opt = gradaccum.wrap(inner, steps=1, data_parallel=False)
     opt((Tensor(np.full(3, 1.0 + rank), ms.float32),))
     assert inner.parameters[0].asnumpy().tolist() == [-rank] * 3
+
+
+@check
+def windows_of_two_optimizers_never_meet(rank: int) -> None:
+    """Two critics of equal size. One worker's data end early, so that it flushes the
+    first critic while the other ends a window of the second.
+    """
+    for flushes, steps in ((True, 2), (False, 2)):
+        critics = [sgd(name=name) for name in ("one", "two")]
+        opts = [
+            gradaccum.wrap(each, steps=steps, data_parallel=True) for each in critics
+        ]
+        gradient = (Tensor(np.ones(3), ms.float32),)
+        for opt in opts:
+            opt(gradient)
+        first = opts[rank]
+        with refused(gradaccum.UsageError, f"on rank {rank}", "weight=0"):
+            if flushes:
+                first.flush()
+            else:
+                first(gradient)
+        held = [opt.result.micro_step for opt in opts]
+        assert held == [1 + (not flushes and opt is first) for opt in opts]
+        for opt in opts:
+            opt.flush()
+        assert [each.parameters[0].asnumpy().tolist() for each in critics] == [
+            [0.0] * 3
+        ] * 2
+
+
+@check
+def compiled_windows_of_two_optimizers_never_meet(rank: int) -> None:
+    """Compiled code skips both windows; Python raises as soon as it is asked."""
+    critics = [sgd(name=name) for name in ("one", "two")]
+    opts = [gradaccum.wrap(each, steps=1, data_parallel=True) for each in critics]
+
+    @ms.jit
+    def first(gradient):
+        return opts[rank]((gradient,))
+
+    first(Tensor(np.ones(3), ms.float32))
+    with refused(gradaccum.UsageError, f"on rank {rank}", "weight=0"):
+        print(opts[rank].result)
+    assert [each.parameters[0].asnumpy().tolist() for each in critics] == [
+        [1.0] * 3
+    ] * 2
+    for opt in opts:
+        opt((Tensor(np.ones(3), ms.float32),))
+    assert [each.parameters[0].asnumpy().tolist() for each in critics] == [
+        [0.0] * 3
+    ] * 2
 
 
 def fail_once(worker: Worker, batches: Sequence[Any]) -> None:

@@ -282,9 +282,9 @@ def schedules_and_averages_move_once_per_update(rank: int) -> None:
         np.testing.assert_allclose(
             float(worker.opt.param_groups[0]["lr"]), 0.1 * 0.5**3, rtol=1e-6
         )
-        require_same_everywhere(
-            (numbers(worker), worker.opt.result, average.value.tolist())
-        )
+        # One worker's flush made the last update, the other's found no window.
+        result = worker.opt.result._replace(applied=False)
+        require_same_everywhere((numbers(worker), result, average.value.tolist()))
 
 
 @check
@@ -337,11 +337,12 @@ def other_rates_in_compiled_code_skip_the_window(rank: int) -> None:
         set_mode(mode if mode == "graph" else "pynative")
         if rank == 0:
             worker.opt.flush()
+        # Rank 0's last call found no window any more, and did nothing.
         assert (
             worker.opt.result.optimizer_step,
             worker.opt.result.overflow,
             numbers(worker),
-        ) == (0, True, start)
+        ) == (0, rank == 1, start)
         ops.assign(rate, rate.value() / (1 + rank))
         for batch in batches[:PAIR]:
             worker.learn(batch)
@@ -517,7 +518,7 @@ def layers_are_reduced_once(rank: int) -> None:
                 micro_batch_size=4,
                 optimizer=opt,
             )
-        assert calls == [("AllReduce", 6 + WORLD), ("AllReduce", 16)]
+        assert calls == [("AllReduce", 8 + WORLD), ("AllReduce", 16)]
         alone(
             ms.value_and_grad(
                 lambda: loss(large(Tensor(x[:24])), Tensor(y[:24])),

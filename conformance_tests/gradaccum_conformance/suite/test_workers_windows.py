@@ -58,6 +58,16 @@ def test_full_windows_need_no_flush(crews: Crews, errors: Errors) -> None:
     check_update(errors, crew, tail, calls=3)
 
 
+def test_flush_of_nothing_says_so(crews: Crews) -> None:
+    """After a full window no worker has a micro-batch left: their flush did nothing."""
+    crew = crews(**FULL)
+    feed(crew, [[Share(random_tree(MLP, seed)) for seed in (1, 2)]] * crew.workers)
+    before = require_equal(crew)
+    assert before.applied
+    crew.flush()
+    assert same_result(require_equal(crew), before._replace(applied=False))
+
+
 def test_windows_follow_a_schedule(crews: Crews, errors: Errors) -> None:
     """Of two micro-batches on each worker, of three, and a short one that is
     flushed.

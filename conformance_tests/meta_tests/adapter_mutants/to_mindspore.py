@@ -232,8 +232,8 @@ MUTANTS = (
     ),
     Mutant(
         "take_no_micro_batch_for_weighed",
-        "        self._sizes.weighed = weight is not None\n",
-        "        self._sizes.weighed = False\n",
+        "        self.storage.sizes.weighed = weight is not None\n",
+        "        self.storage.sizes.weighed = False\n",
         OWN
         + "test_mindspore_everyday.py::test_unequal_sizes_without_weights_are_said_once",
     ),
@@ -245,9 +245,40 @@ MUTANTS = (
     ),
     Mutant(
         "leave_the_loader_s_last_window_open",
-        "            loader, self.flush, carry=carry, progress=progress, see=self._sizes.see\n",
-        "            loader, self.flush, carry=True, progress=progress, see=self._sizes.see\n",
+        "            carry=carry,\n            progress=progress,\n",
+        "            carry=True,\n            progress=progress,\n",
         OWN + "test_mindspore_everyday.py::test_epoch_of_a_dataset",
+    ),
+    Mutant(
+        "note_no_missing_weight_in_compiled_code",
+        "        self.note_weighed(weight is not None)\n",
+        "",
+        OWN
+        + "test_mindspore_everyday.py::test_unequal_sizes_without_weights_are_said_once",
+    ),
+    Mutant(
+        "leave_the_event_at_an_empty_compiled_flush",
+        "            self.write_nothing_done()\n",
+        "            pass\n",
+        OWN + "test_mindspore_calls.py::test_flush_and_discard_inside_jit",
+    ),
+    Mutant(
+        "let_the_epoch_s_flush_change_the_result",
+        "            storage.put_event_back(last_event)\n",
+        "            pass\n",
+        OWN + "test_mindspore_training.py::test_callback_behind_sees_every_update",
+    ),
+    Mutant(
+        "take_a_saved_window_for_a_lost_one",
+        "        if state.micro_step and state != self.known_state:\n",
+        "        if state.micro_step:\n",
+        OWN + "test_mindspore_open_window.py::test_resumed_window_is_known",
+    ),
+    Mutant(
+        "keep_masters_of_weights_that_were_replaced",
+        "                    ops.assign(master, weights)\n",
+        "                    pass\n",
+        OWN + "test_mindspore_masters.py::test_weights_that_are_loaded_after_wrapping",
     ),
     Mutant(
         "take_the_loss_for_the_weight_in_compiled_code",

@@ -1,0 +1,159 @@
+"""A window that nobody closes is said once: as the next epoch begins, and at the end of
+the program.
+"""
+
+import subprocess
+import sys
+import warnings
+
+import mindspore as ms
+import pytest
+from mindspore import Parameter, Tensor, nn
+
+import gradaccum
+from conformance_tests.framework_tests.mindspore_common import (
+    pynative_after,  # noqa: F401
+)
+from gradaccum_mindspore import load_checkpoint_into
+
+LOADER = [Tensor([1.0, 1.0], ms.float32)] * 6
+
+
+def wrapped():
+    parameter = Parameter(Tensor([10.0, 10.0], ms.float32), name="w")
+    return gradaccum.wrap(nn.SGD([parameter], 1.0), steps=4)
+
+
+def train(opt, micro_batches, **options):
+    """One epoch, left after so many micro-batches."""
+    for number, gradient in enumerate(opt.epoch(LOADER, **options), start=1):
+        opt((gradient,))
+        if number == micro_batches:
+            break
+
+
+@pytest.fixture
+def said():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", gradaccum.GradAccumWarning)
+        yield lambda: [str(each.message) for each in caught]
+
+
+def test_epoch_begins_in_a_window_that_was_left_open(said):
+    opt = wrapped()
+    for _ in range(3):
+        train(opt, 2)
+    (text,) = said()
+    assert "an epoch begins in the open window of one that was left early" in text
+    assert "(micro-batches: 2)" in text
+    assert opt.result.micro_step == 2
+
+
+def test_loop_that_is_right_is_not_warned_of(said):
+    """It flushes where it breaks, breaks where a window is full, or carries over."""
+    flushing = wrapped()
+    full = wrapped()
+    carrying = wrapped()
+    for _ in range(2):
+        train(flushing, 2)
+        flushing.flush()
+        train(full, 4)
+        train(carrying, 2, carry=True)
+    assert said() == []
+
+
+def test_resumed_window_is_known(said):
+    """The epoch after a load goes on in the window that was loaded."""
+    opt = wrapped()
+    train(opt, 2)
+    saved = {p.name: Tensor(p.asnumpy(), p.dtype) for p in opt.get_parameters()}
+    other = wrapped()
+    train(other, 1)
+    load_checkpoint_into(other, saved)
+    train(other, 6)
+    assert said() == []
+    assert other.result.optimizer_step == 2
+
+
+AT_THE_END = """
+import sys
+
+import mindspore as ms
+import numpy as np
+from mindspore import Parameter, Tensor, nn
+from mindspore.dataset import NumpySlicesDataset
+from mindspore.train import CheckpointConfig, Model, ModelCheckpoint
+
+import gradaccum
+from gradaccum_mindspore import FlushAtEpochEnd, load_checkpoint_into
+
+how, mode = sys.argv[1:]
+ms.set_context(mode=ms.GRAPH_MODE if mode == "graph" else ms.PYNATIVE_MODE)
+rows = np.ones((20, 2), np.float32)
+
+
+def wrapped(name):
+    net = nn.Dense(2, 2)
+    return net, gradaccum.wrap(nn.SGD(net.trainable_params(), 1.0), steps=8, name=name)
+
+
+def train(name, micro_batches, *callbacks):
+    net, opt = wrapped(name)
+    data = NumpySlicesDataset((rows[:micro_batches],) * 2, shuffle=False).batch(1)
+    model = Model(net, nn.MSELoss(), opt)
+    model.train(1, data, callbacks=list(callbacks))
+    return model.train_network, opt
+
+
+def run():
+    _, opt = train("forgotten", 11)  # three are left
+    if how == "raises":
+        raise ValueError("of the user")
+    train("full", 16)
+    train("discarded", 1)[1].discard()
+    train("flushed", 2)[1].flush()
+    saver = ModelCheckpoint("run", ".", CheckpointConfig(save_checkpoint_steps=4))
+    train("saved by a callback", 4, saver)
+    cell, opt = train("saved", 5)
+    ms.save_checkpoint(opt, "optimizer.ckpt")
+    _, resumed = wrapped("saved")
+    load_checkpoint_into(resumed, ms.load_checkpoint("optimizer.ckpt"))
+    _, carrying = wrapped("carried")
+    for _ in carrying.epoch(range(6), carry=True):
+        carrying(tuple(Tensor(np.ones(p.shape), p.dtype) for p in carrying.parameters))
+    assert carrying.result.micro_step == 6
+    cell, opt = train("saved too early", 7)
+    ms.save_checkpoint(cell, "early.ckpt")
+    opt(tuple(Tensor(np.zeros(p.shape), p.dtype) for p in opt.parameters))
+    opt(tuple(Tensor(np.zeros(p.shape), p.dtype) for p in opt.parameters))
+
+
+run()
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "mode"), [("ends", "pynative"), ("ends", "graph"), ("raises", "pynative")]
+)
+def test_program_ends_in_an_open_window(how, mode, tmp_path):
+    """Of nine optimizers two lose micro-batches: three of them, and one after a window
+    that was saved has been closed.
+    """
+    (tmp_path / "program.py").write_text(AT_THE_END)
+    run = subprocess.run(
+        [sys.executable, "program.py", how, mode],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert run.returncode == (how == "raises"), run.stderr[-2000:]
+    said = [line for line in run.stderr.splitlines() if "GradAccumWarning" in line]
+    if how == "raises":
+        assert said == []
+    else:
+        assert sorted(line.partition("micro-batches ")[2][:3] for line in said) == [
+            "(1)",
+            "(3)",
+        ]
