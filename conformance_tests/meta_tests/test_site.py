@@ -35,12 +35,12 @@ pages, api, errors = load("pages"), load("api"), load("error_list")
 def test_every_page_is_on_the_site() -> None:
     standing = {
         path.relative_to(ROOT).as_posix()
-        for folder in ("gradaccum", "backends", ".github")
-        for path in ROOT.glob(f"{folder}/**/*.md")
+        for folder in (".", ".github", "gradaccum", "backends", "backends/*")
+        for path in ROOT.glob(f"{folder}/*.md")
     }
-    assert standing | {
-        "README.md",
-        "CHANGELOG.md",
+    of_the_repository = {"AGENTS.md", ".github/pull_request_template.md"}
+    assert (standing - of_the_repository) | {
+        "LICENSE",
         "benchmarks/README.md",
         "benchmarks/SCOREBOARD.md",
     } == set(pages.all_pages())
@@ -76,10 +76,16 @@ def test_link_to_a_source() -> None:
 
 def test_code_stays_as_it_is() -> None:
     fences = re.compile(r"^```.*?^```", flags=re.MULTILINE | re.DOTALL)
-    for page in pages.all_pages():
+    for page in set(pages.all_pages()) - {"LICENSE"}:
         assert fences.findall(pages.text_for_site(page)) == fences.findall(
             (ROOT / page).read_text(encoding="utf-8")
         )
+
+
+def test_licence_is_a_page() -> None:
+    text = (ROOT / "LICENSE").read_text(encoding="utf-8")
+    assert pages.text_for_site("LICENSE") == f"# License\n\n```text\n{text}```\n"
+    assert "[Apache-2.0](LICENSE.md)" in pages.text_for_site("README.md")
 
 
 def test_public_names_are_in_the_api() -> None:
