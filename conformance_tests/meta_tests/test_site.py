@@ -30,6 +30,7 @@ def load(name: str) -> ModuleType:
 
 
 pages, api, errors = load("pages"), load("api"), load("error_list")
+found = load("found")
 
 
 def test_every_page_is_on_the_site() -> None:
@@ -66,6 +67,23 @@ def test_links_lead_to_pages_and_pictures_of_the_site(page: str) -> None:
     } <= there
 
 
+@pytest.mark.parametrize("phrase", found.PHRASES)
+def test_what_people_type_is_a_heading(phrase: str) -> None:
+    """All of its words stand in one; `found.py` asks the index of the built site."""
+    place = found.PHRASES[phrase].rstrip("/")
+    (page,) = [
+        page
+        for page in pages.all_pages()
+        if pages.place_on_site(page).removesuffix(".md") == place
+    ]
+    text = pages.text_for_site(page)
+    headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
+    words = set(re.findall(r"\w+", phrase.lower()))
+    assert any(
+        words <= set(re.findall(r"\w+", heading.lower())) for heading in headings
+    )
+
+
 def test_link_to_a_source() -> None:
     """It is text where nobody says where the sources are."""
     assert "`transitions.py`" in pages.text_for_site("gradaccum/LOSS_SCALING.md")
@@ -98,6 +116,21 @@ def test_public_names_are_in_the_api() -> None:
             f"::: {package}.{name}\n" in api.api_page(package)
             for name in module.__all__
         )
+
+
+def test_lines_of_programs_are_not_cut() -> None:
+    """A narrow page breaks a line that is too long for it."""
+    style = (ROOT / ".docs/static/site.css").read_text(encoding="utf-8")
+    (rule,) = re.findall(r"\.md-typeset pre > code \{(.*?)\}", style, re.DOTALL)
+    assert "white-space: pre-wrap;" in rule
+    assert "overflow-wrap: anywhere;" in rule
+
+
+@pytest.mark.parametrize("package", ["gradaccum", "gradaccum_torch", "gradaccum_jax"])
+def test_page_of_the_api_begins_with_wrap(package: str) -> None:
+    first = re.search(r"^::: (\S+)$", api.api_page(package), re.MULTILINE)
+    assert first is not None
+    assert first[1] == f"{package}.wrap"
 
 
 def test_integrations_are_in_the_api(
