@@ -55,9 +55,10 @@ def public_names(package: str) -> list[str]:
 
 def api_page(package: str) -> str:
     """The Markdown of the package's page, with a directive of mkdocstrings for each
-    public name.
+    public name, `wrap` first.
     """
-    directives = [f"::: {package}.{name}\n" for name in public_names(package)]
+    names = sorted(public_names(package), key=lambda name: name != "wrap")
+    directives = [f"::: {package}.{name}\n" for name in names]
     return "\n".join(
         [f"# `{package}`\n", f"{_docstring(packages()[package])}\n", *directives]
     )

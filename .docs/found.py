@@ -22,6 +22,26 @@ WORDS = (
     "gradient_accumulation_steps",
     "MultiSteps",
 )
+"""What any guide may answer."""
+SYMPTOMS, CONCEPTS = "gradaccum/TROUBLESHOOTING/", "gradaccum/CONCEPTS/"
+PHRASES = {
+    "different results with gradient accumulation": SYMPTOMS,
+    "grad norm differs with gradient accumulation": SYMPTOMS,
+    "gradient accumulation slow": SYMPTOMS,
+    "gradient clipping": SYMPTOMS,
+    "last batch smaller": SYMPTOMS,
+    "license": "LICENSE/",
+    "loss 4x larger with accumulation": SYMPTOMS,
+    "loss not divided by accumulation steps": SYMPTOMS,
+    "notebook": SYMPTOMS,
+    "out of memory": SYMPTOMS,
+    "padding tokens": SYMPTOMS,
+    "resume training": CONCEPTS,
+    "scheduler steps too often": SYMPTOMS,
+    "verify": "gradaccum/VERIFY/",
+    "workers hang": SYMPTOMS,
+}
+"""What people type, and the page that answers it."""
 GUIDES = ("gradaccum/", "backends/gradaccum_")
 INTERNALS = ("api/gradaccum.kit", "api/gradaccum_conformance")
 
@@ -30,7 +50,7 @@ def best_page(word: str, docs: list[dict[str, Any]], separator: str) -> str | No
     """Return the address of the section that the search shows first for `word`, or None
     if no section has it.
     """
-    wanted = set(filter(None, re.split(separator, word)))
+    wanted = _parts(word, separator) - {""}
     weights = {
         doc["location"]: doc.get("boost", 1) * _matches(wanted, doc, separator)
         for doc in docs
@@ -41,10 +61,15 @@ def best_page(word: str, docs: list[dict[str, Any]], separator: str) -> str | No
 
 def _matches(wanted: set[str], doc: dict[str, Any], separator: str) -> int:
     title, text = (
-        set(re.split(separator, re.sub(r"<[^>]*>", " ", doc[part])))
+        _parts(re.sub(r"<[^>]*>", " ", doc[part]), separator)
         for part in ("title", "text")
     )
     return 1000 * (wanted <= title) + (wanted <= text)
+
+
+def _parts(text: str, separator: str) -> set[str]:
+    """The words of `text`, which the search knows in small letters."""
+    return {part.lower() for part in re.split(separator, text)}
 
 
 def main() -> None:
@@ -60,6 +85,11 @@ def main() -> None:
         f"{word}: {page}"
         for word, page in found.items()
         if page is None or not _is_guide(page)
+    ]
+    wrong += [
+        f"{phrase}: {page}"
+        for phrase, wanted in PHRASES.items()
+        if not (page := best_page(phrase, docs, separator) or "").startswith(wanted)
     ]
     wrong += sorted(
         {doc["location"] for doc in docs if doc["location"].startswith(INTERNALS)}

@@ -22,9 +22,10 @@ from pages import (
 )
 
 ERRORS = "api/errors.md"
-GUIDE, API = 4.0, 0.001
+GUIDE, CAUSE, API = 4.0, 1.2, 0.001
 """Weights in search, where a word in a title counts 1000 times, as each name of the API
-is: guides stand first. Internals are not found.
+is: guides stand first. Titles of one word, as those of `verify`'s causes, would stand
+before a sentence that has all the words. Internals are not found.
 """
 
 
@@ -58,9 +59,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         if section != "Project"
         for page in pages_of(section)
     }
+    weights = {page: CAUSE if page.endswith("/VERIFY.md") else GUIDE for page in guides}
     made = {
         place_on_site(page): weighed(
-            text_for_site(page, repository), GUIDE if page in guides else 1
+            text_for_site(page, repository), weights.get(page, 1)
         )
         for page in all_pages()
     }

@@ -25,6 +25,9 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
         "backends/README.md",
         ".github/CONTRIBUTING.md",
         "CHANGELOG.md",
+        "SECURITY.md",
+        "CODE_OF_CONDUCT.md",
+        "LICENSE",
     ),
 }
 """The tabs of the site, and the pages of each as patterns in the repository."""
@@ -74,7 +77,7 @@ def place_on_site(page: str) -> str:
     """Where a page or a picture of the repository is on the site, which has no hidden
     folder.
     """
-    return page.removeprefix(".github/")
+    return "LICENSE.md" if page == "LICENSE" else page.removeprefix(".github/")
 
 
 def pictures_of(page: str) -> list[str]:
@@ -131,7 +134,8 @@ def _resolved(page: str, target: str) -> str:
 
 
 def _text(page: str) -> str:
-    return (ROOT / page).read_text(encoding="utf-8")
+    text = (ROOT / page).read_text(encoding="utf-8")
+    return f"# License\n\n```text\n{text}```\n" if page == "LICENSE" else text
 
 
 def _place(path: Path) -> tuple[int, str]:

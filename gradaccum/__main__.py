@@ -6,9 +6,8 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
-from importlib.metadata import version
 
-from gradaccum import doctor
+from gradaccum import __version__, doctor
 
 HELP = """Usage: gradaccum [--version] [--help] COMMAND
 
@@ -25,7 +24,7 @@ def main() -> None:
     if arguments[:1] == ["doctor"]:
         sys.exit(doctor.main(arguments[1:]))
     if arguments == ["--version"]:
-        print(f"gradaccum {version('gradaccum')}")
+        print(f"gradaccum {__version__}")
         return
     try:
         cli = import_module("gradaccum_conformance.cli")

@@ -22,13 +22,19 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, entry_points, requires, version
+from importlib.metadata import (
+    EntryPoint,
+    PackageNotFoundError,
+    entry_points,
+    requires,
+    version,
+)
 from importlib.util import find_spec
 from operator import eq, ge, gt, le, lt, ne
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gradaccum.registry import BACKENDS, TYPES, DeviceBackend, load
+from gradaccum.registry import BACKENDS, TYPES, DeviceBackend, copied, load
 
 THIS = "gradaccum"
 LIMIT = 120.0
@@ -196,7 +202,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _backends() -> list[str]:
-    return sorted({entry.name for entry in entry_points(group=BACKENDS)})
+    return sorted({entry.name for entry in _entries(BACKENDS)})
+
+
+def _entries(group: str) -> list[EntryPoint]:
+    """Return all entry points, also where two owners have one name."""
+    return [*entry_points(group=group), *copied(group).values()]
 
 
 def _seconds(text: str) -> float:
@@ -268,8 +279,8 @@ def examine(backends: Iterable[str], limit: float) -> Environment:
 
 
 def _missing(name: str) -> Iterator[str]:
-    values = {entry.value for entry in entry_points(group=BACKENDS, name=name)}
-    for entry in entry_points(group=TYPES):
+    values = {entry.value for entry in _entries(BACKENDS) if entry.name == name}
+    for entry in _entries(TYPES):
         with suppress(ValueError):  # A module without a spec, which is there.
             if entry.value in values and find_spec(entry.name) is None:
                 yield entry.name
@@ -466,18 +477,18 @@ def findings_of(environment: Environment) -> tuple[Finding, ...]:
 
 
 def unregistered(environment: Environment) -> Iterator[Finding]:
-    """Report missing metadata, without which no backend can be found."""
+    """Report missing metadata, which has the bounds on other packages' versions."""
     installed = environment.versions.get(THIS)
     if installed is None:
         what = (
-            "its code is on the path but it is not installed, so that none of its"
-            " backends is registered"
+            "its code is on the path but it is not installed, so that nothing compares"
+            " the other packages' versions with its bounds"
         )
         yield Finding(
-            "problem",
+            "note",
             THIS,
             what,
-            "Run: pip install -e . (in its folder), or pip install gradaccum.",
+            "To have them compared: pip install -e . (in its folder).",
         )
     elif installed != environment.running:
         what = (

@@ -57,6 +57,9 @@ class LinearityReport(NamedTuple):
             f" {wrong or 'nothing measured'}. Culprits: {named}."
         )
 
+    def __repr__(self) -> str:
+        return str(self)
+
 
 def relative_error(gradient: Gradient, reference: Gradient, norm: Norm) -> float:
     """Return ||gradient - reference|| / ||reference||; inf if only `reference` is zero,

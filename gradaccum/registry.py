@@ -6,6 +6,9 @@ There are two groups of entry points. A name has one owner in each:
 - ``gradaccum.backends``: the backend's name, pointing at its `Backend` object;
 - ``gradaccum.types``: the top-level package of the optimizers that it wraps (``optax``
   for ``jax``), pointing at the same object.
+
+Where the package's folders were copied without the metadata that holds the entry
+points, the three adapters of this project are found if they can be imported.
 """
 
 from __future__ import annotations
@@ -53,6 +56,19 @@ if TYPE_CHECKING:
 
 BACKENDS = "gradaccum.backends"
 TYPES = "gradaccum.types"
+COPIED: Mapping[str, Mapping[str, str]] = {
+    BACKENDS: {
+        "jax": "gradaccum_jax:backend",
+        "mindspore": "gradaccum_mindspore:backend",
+        "torch": "gradaccum_torch:backend",
+    },
+    TYPES: {
+        "mindspore": "gradaccum_mindspore:backend",
+        "optax": "gradaccum_jax:backend",
+        "torch": "gradaccum_torch:backend",
+    },
+}
+"""The entry points of this project's adapters, by group and name."""
 
 
 class Backend(Protocol):
@@ -98,7 +114,8 @@ class DeviceBackend(Protocol):
 
 
 def owners(group: str) -> Mapping[str, EntryPoint]:
-    """Return the entry points of `group` by name.
+    """Return the entry points of `group` by name, also of adapters that were copied
+    beside this package without being installed.
 
     Raises:
         GradAccumError: two different objects are registered under one name.
@@ -111,7 +128,18 @@ def owners(group: str) -> Mapping[str, EntryPoint]:
                 f"entry point {entry.name!r} of group {group!r} has two owners:"
                 f" {other.value} and {entry.value}. Uninstall one of them."
             )
-    return found
+    return {**copied(group), **found}
+
+
+def copied(group: str) -> dict[str, EntryPoint]:
+    """Return entry points of this project's adapters that can be imported, for names
+    that nobody may have registered.
+    """
+    return {
+        name: EntryPoint(name, value, group)
+        for name, value in COPIED.get(group, {}).items()
+        if find_spec(value.partition(":")[0])
+    }
 
 
 def load(group: str, name: str) -> Any:
@@ -187,11 +215,16 @@ def backend_of(optimizer: object) -> Backend:
 
 def _not_an_optimizer(given: object) -> ArgumentTypeError:
     backends = ", ".join(map(_describe, registered_backends()))
-    expected = f"an optimizer of {backends or 'a backend, but none is registered'}"
+    expected = f"an optimizer of {backends or 'a backend, but there is none'}"
     found, fix = (
         f"an object of type {type(given).__name__}",
         "Build the framework's own optimizer and pass it.",
     )
+    if not backends:
+        fix = (
+            "Run: pip install gradaccum; or copy the folder gradaccum_torch,"
+            " gradaccum_jax or gradaccum_mindspore beside the folder gradaccum."
+        )
     if isinstance(given, type) or isroutine(given):
         found = (
             f"the {'class' if isinstance(given, type) else 'function'} {given.__name__}"

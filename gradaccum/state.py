@@ -153,3 +153,8 @@ class StepResult(NamedTuple):
     def closed(self) -> Scalar:
         """bool: a window closed. False for a micro-batch in mid-window."""
         return self.applied | self.skipped
+
+    def __repr__(self) -> str:
+        # ``grad_norm=0.5``, where JAX would write Array(0.5, dtype=float32)
+        values = (f"{name}={value!s}" for name, value in self._asdict().items())
+        return f"{type(self).__name__}({', '.join(values)})"

@@ -90,10 +90,7 @@ def built(settings: Sequence[Setting]) -> Iterator[Built]:
         yield Built(
             setting.name,
             windows,
-            {
-                label: _counted(label, recipe, setting)
-                for label, recipe in found.items()
-            },
+            {label: counted(label, recipe, setting) for label, recipe in found.items()},
         )
 
 
@@ -111,5 +108,5 @@ def _window(recipe: Recipe, setting: Setting, own: bool = False) -> Window:
     )
 
 
-def _counted(label: str, recipe: Recipe, setting: Setting) -> Mapping[str, float]:
+def counted(label: str, recipe: Recipe, setting: Setting) -> Mapping[str, float]:
     return reductions(_window(recipe, setting, own=label != "gradaccum"))

@@ -10,6 +10,7 @@ be looked at.
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 from datetime import date
 from itertools import groupby
@@ -35,6 +36,8 @@ from conformance_tests.matrix import ROOT, python_in, run
 RESULTS = Path(__file__).parent / "results.json"
 PAGE = ROOT / "benchmarks" / "SCOREBOARD.md"
 START, END = "<!-- table: scoreboard -->", "<!-- end of table -->"
+LONGEST_NAME = 22
+"""Characters of a parameter's name in the table."""
 ROUNDING = 1e-6
 """A relative distance that is rounding: of float64 some 1e-16, of a loop that computes
 in float32 some 1e-7.
@@ -156,10 +159,17 @@ def verdict(result: Result) -> str:
         return "the same"
     if abs(found["distance"] - abs(found["length"] - 1)) < ROUNDING:
         return f"{found['length']:.3g} times"
-    return (
-        f"{found['distance']:.0%} off ({found['worst'].removeprefix('net.')}"
-        f" {found['worst_distance']:.0%})"
-    )
+    parameter = short(found["worst"].removeprefix("net."))
+    return f"{found['distance']:.0%} off ({parameter} {found['worst_distance']:.0%})"
+
+
+def short(name: str) -> str:
+    """The end of a parameter's name; a whole name may be as wide as the table."""
+    if len(name) <= LONGEST_NAME:
+        return name
+    ends = (name[match.end() :] for match in re.finditer(r"[._]", name))
+    fitting = (end for end in ends if len(end) <= LONGEST_NAME)
+    return f"…{next(fitting, name[-LONGEST_NAME:])}"
 
 
 def write_page(results: dict[str, Result]) -> None:

@@ -45,6 +45,7 @@ MAXTEXT = (
 )
 """With what its training imports: the package itself names no dependency."""
 ENVIRONMENTS = {
+    "gradaccum": (TORCH,),
     "huggingface": (TORCH, "transformers[torch]", "trl", "sentence-transformers"),
     "lightning": (TORCH, "lightning", "open_clip_torch"),
     "keras": (TORCH, "keras"),
@@ -126,6 +127,18 @@ TRANSFORMERS, TRL, SENTENCE = (
     "huggingface/sentence-transformers",
 )
 ROWS = (
+    Row(
+        "gradaccum",
+        "front page's loop, short batch",
+        "gradaccum_rows.short_batch",
+        "gradaccum",
+    ),
+    Row(
+        "gradaccum",
+        "front page's loop, short window",
+        "gradaccum_rows.short_window",
+        "gradaccum",
+    ),
     Row(
         "transformers",
         "causal LM, ragged tokens",

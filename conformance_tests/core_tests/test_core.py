@@ -553,3 +553,22 @@ def test_class_sharded_losses_are_allowed() -> None:
         require_loss_options(-100, smoothing, "none")
     assert require_shard_sizes([0, 4], 0, 0, 2) == (0, 4)
     assert require_classes(1) == 1
+
+
+class Shown:
+    """As a framework's scalar: it has its type in ``repr`` alone."""
+
+    def __repr__(self) -> str:
+        return "Array(0.5, dtype=float32)"
+
+    def __str__(self) -> str:
+        return "0.5"
+
+
+def test_result_is_readable() -> None:
+    scalar = Shown()
+    result = gradaccum.StepResult(True, False, False, scalar, 1.0, 0, 3, math.nan)
+    assert repr(result) == (
+        "StepResult(applied=True, skipped=False, overflow=False, grad_norm=0.5,"
+        " loss_scale=1.0, micro_step=0, optimizer_step=3, loss=nan, noise_scale=nan)"
+    )

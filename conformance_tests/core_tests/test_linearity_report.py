@@ -75,3 +75,8 @@ def test_scales() -> None:
     assert SCALES[0] == 1.0
     assert SCALES[-1] == 2.0**16
     assert len(SCALES) == 17
+
+
+def test_report_shows_itself_in_words() -> None:
+    """As the last line of a notebook's cell."""
+    assert repr(report({"a": 0.0})) == "The gradients scale with the loss."

@@ -496,6 +496,7 @@ def test_table_of_a_report() -> None:
         "unit",
     ]
     assert str(found).endswith("More about each cause: gradaccum/VERIFY.md.")
+    assert repr(found) == str(found), "as the last line of a notebook's cell"
     assert [row.style for row in found.table().rows] == ["", "bold red"]
 
 

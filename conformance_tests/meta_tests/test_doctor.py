@@ -104,10 +104,6 @@ BAD: dict[str, tuple[Environment, tuple[str, ...]]] = {
         HEALTHY._replace(running="0.2.0"),
         ("0.2.0", "0.1.0", "pip install"),
     ),
-    "not installed": (
-        HEALTHY._replace(versions={"torch": "2.13.0"}),
-        ("not installed", "pip install -e ."),
-    ),
     "import that raises": (
         HEALTHY._replace(probes=(WORKS, Probe("jax", "fails", "ImportError: no"))),
         ("jax", "ImportError: no"),
@@ -154,6 +150,10 @@ def test_bounds_bind_only_their_users() -> None:
                 )
             ),
             "lacks torch.Tensor._gone",
+        ),
+        (
+            HEALTHY._replace(versions={"torch": "2.13.0"}),
+            "is on the path but it is not installed",
         ),
     ],
 )
@@ -346,9 +346,10 @@ def test_doctor_runs_on_bare_python() -> None:
     assert done.returncode == 1, done.stderr
     assert f"gradaccum {__version__}" in done.stdout
     assert (
-        "PROBLEM  gradaccum: its code is on the path but it is not installed"
+        "NOTE  gradaccum: its code is on the path but it is not installed"
         in done.stdout
     )
+    assert "PROBLEM  backends: none works here" in done.stdout
     assert not done.stderr
 
 

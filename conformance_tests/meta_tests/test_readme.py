@@ -25,6 +25,13 @@ PAGES = sorted(
     for folder in FOLDERS
     for page in ROOT.glob(f"{folder}/*.md")
 )
+FOUND_BY_NAME = (
+    ".github/pull_request_template.md",
+    "AGENTS.md",
+    "CODE_OF_CONDUCT.md",
+    "SECURITY.md",
+)
+"""Pages that hosts of repositories, and assistants, look for under these names."""
 EXAMPLES = {
     name: code
     for code in re.findall(r"(?<!-->\n)```python\n(.*?)```", README, re.DOTALL)
@@ -211,7 +218,7 @@ def test_code_needs_no_scrolling(page: str) -> None:
 
 
 def test_front_page_links_every_page() -> None:
-    assert {page for page in PAGES if page != "README.md"} <= set(
+    assert set(PAGES) - {"README.md", *FOUND_BY_NAME} <= set(
         re.findall(r"\]\(([^)#:]+)\)", README)
     )
 

@@ -11,7 +11,14 @@ import json
 import numpy as np
 import pytest
 
-from benchmarks.scoreboard.__main__ import PAGE, RESULTS, as_recorded, table, verdict
+from benchmarks.scoreboard.__main__ import (
+    PAGE,
+    RESULTS,
+    as_recorded,
+    short,
+    table,
+    verdict,
+)
 from benchmarks.scoreboard.measuring import Gradients, compared
 from benchmarks.scoreboard.rows import (
     CAUSES,
@@ -96,6 +103,9 @@ def test_verdicts_in_words() -> None:
     }
     assert verdict({"unequal": found}) == "0.75 times"
     assert verdict({"unequal": {**found, "length": 0.9}}) == "25% off (weight 50%)"
+    assert short("decoder.layers_0.pre_self_attention_layer_norm.scale") == (
+        "…layer_norm.scale"
+    )
     assert (
         verdict({"unequal": {**found, "distance": 1e-8, "length": 1.0}}) == "the same"
     )

@@ -30,17 +30,18 @@ def load(name: str) -> ModuleType:
 
 
 pages, api, errors = load("pages"), load("api"), load("error_list")
+found = load("found")
 
 
 def test_every_page_is_on_the_site() -> None:
     standing = {
         path.relative_to(ROOT).as_posix()
-        for folder in ("gradaccum", "backends", ".github")
-        for path in ROOT.glob(f"{folder}/**/*.md")
+        for folder in (".", ".github", "gradaccum", "backends", "backends/*")
+        for path in ROOT.glob(f"{folder}/*.md")
     }
-    assert standing | {
-        "README.md",
-        "CHANGELOG.md",
+    of_the_repository = {"AGENTS.md", ".github/pull_request_template.md"}
+    assert (standing - of_the_repository) | {
+        "LICENSE",
         "benchmarks/README.md",
         "benchmarks/SCOREBOARD.md",
     } == set(pages.all_pages())
@@ -66,6 +67,23 @@ def test_links_lead_to_pages_and_pictures_of_the_site(page: str) -> None:
     } <= there
 
 
+@pytest.mark.parametrize("phrase", found.PHRASES)
+def test_what_people_type_is_a_heading(phrase: str) -> None:
+    """All of its words stand in one; `found.py` asks the index of the built site."""
+    place = found.PHRASES[phrase].rstrip("/")
+    (page,) = [
+        page
+        for page in pages.all_pages()
+        if pages.place_on_site(page).removesuffix(".md") == place
+    ]
+    text = pages.text_for_site(page)
+    headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
+    words = set(re.findall(r"\w+", phrase.lower()))
+    assert any(
+        words <= set(re.findall(r"\w+", heading.lower())) for heading in headings
+    )
+
+
 def test_link_to_a_source() -> None:
     """It is text where nobody says where the sources are."""
     assert "`transitions.py`" in pages.text_for_site("gradaccum/LOSS_SCALING.md")
@@ -76,10 +94,16 @@ def test_link_to_a_source() -> None:
 
 def test_code_stays_as_it_is() -> None:
     fences = re.compile(r"^```.*?^```", flags=re.MULTILINE | re.DOTALL)
-    for page in pages.all_pages():
+    for page in set(pages.all_pages()) - {"LICENSE"}:
         assert fences.findall(pages.text_for_site(page)) == fences.findall(
             (ROOT / page).read_text(encoding="utf-8")
         )
+
+
+def test_licence_is_a_page() -> None:
+    text = (ROOT / "LICENSE").read_text(encoding="utf-8")
+    assert pages.text_for_site("LICENSE") == f"# License\n\n```text\n{text}```\n"
+    assert "[Apache-2.0](LICENSE.md)" in pages.text_for_site("README.md")
 
 
 def test_public_names_are_in_the_api() -> None:
@@ -92,6 +116,21 @@ def test_public_names_are_in_the_api() -> None:
             f"::: {package}.{name}\n" in api.api_page(package)
             for name in module.__all__
         )
+
+
+def test_lines_of_programs_are_not_cut() -> None:
+    """A narrow page breaks a line that is too long for it."""
+    style = (ROOT / ".docs/static/site.css").read_text(encoding="utf-8")
+    (rule,) = re.findall(r"\.md-typeset pre > code \{(.*?)\}", style, re.DOTALL)
+    assert "white-space: pre-wrap;" in rule
+    assert "overflow-wrap: anywhere;" in rule
+
+
+@pytest.mark.parametrize("package", ["gradaccum", "gradaccum_torch", "gradaccum_jax"])
+def test_page_of_the_api_begins_with_wrap(package: str) -> None:
+    first = re.search(r"^::: (\S+)$", api.api_page(package), re.MULTILINE)
+    assert first is not None
+    assert first[1] == f"{package}.wrap"
 
 
 def test_integrations_are_in_the_api(

@@ -76,7 +76,7 @@ def test_front_page_of_the_package_leads_to_the_repository() -> None:
             r"^```.*?^```", "", package.absolute(page, "https://h/p"), flags=re.M | re.S
         ),
     )
-    assert ("!", "https://h/p/raw/HEAD/gradaccum/figures/window.svg") in links
+    assert ("!", "https://h/p/raw/HEAD/benchmarks/figures/scoreboard.svg") in links
     assert ("", "https://h/p/blob/HEAD/gradaccum/CONCEPTS.md") in links
     assert not [target for _, target in links if not target.startswith("https://")]
     assert package.addresses("https://h/p")["Issues"] == "https://h/p/issues"
@@ -90,6 +90,14 @@ def test_wheel_holds_the_declared_gaps(wheel) -> None:
     }
     assert gaps
     assert gaps <= set(wheel.namelist())
+
+
+def test_wheel_has_the_licence(wheel) -> None:
+    """Its text, and its name in the metadata."""
+    (licence,) = [name for name in wheel.namelist() if name.endswith("/LICENSE")]
+    assert wheel.read(licence) == (ROOT / "LICENSE").read_bytes()
+    metadata = wheel.read(f"{licence.partition('/')[0]}/METADATA").decode()
+    assert "\nLicense-Expression: Apache-2.0\n" in metadata
 
 
 def test_wheel_has_the_entry_points(wheel) -> None:

@@ -86,6 +86,10 @@ class VerificationReport:
             lines.append(f"  More about each cause: {PAGE}.")
         return "\n".join(lines)
 
+    def __repr__(self) -> str:
+        # The last line of a notebook's cell is shown so.
+        return str(self)
+
     def to_json(self) -> str:
         """Return the report as a JSON text; a number that JSON cannot hold is the text
         "inf".

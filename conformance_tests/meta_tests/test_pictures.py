@@ -1,0 +1,77 @@
+"""The pages' pictures show what was measured and what runs today."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+pytest.importorskip("torch", reason="torch is not installed")
+
+from benchmarks.pictures import state_machine, usual_loop
+from benchmarks.pictures.__main__ import PICTURES
+from benchmarks.pictures.drawing import ROOT, WIDTH, description_of
+from conformance_tests.meta_tests.test_readme import PAGES
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the pictures, as the command draws them."""
+    folder: Path = tmp_path_factory.mktemp("pictures")
+    subprocess.run(
+        [sys.executable, "-m", "benchmarks.pictures", "--out", str(folder)],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+    )
+    return folder
+
+
+@pytest.mark.parametrize("file", PICTURES)
+def test_picture_is_of_today(file: str, drawn: Path) -> None:
+    """Draw it anew by ``python -m benchmarks.pictures`` if it is not."""
+    assert description_of(ROOT / file) == description_of(drawn / file)
+
+
+@pytest.mark.parametrize("file", PICTURES)
+def test_picture_is_no_wider_than_a_telephone_shows_well(
+    file: str, drawn: Path
+) -> None:
+    for folder in (ROOT, drawn):
+        text = (folder / file).read_text(encoding="utf-8")
+        (width,) = re.findall(r'<svg[^>]* width="([\d.]+)pt"', text)
+        assert float(width) <= WIDTH * 72
+
+
+def test_every_picture_is_on_a_page() -> None:
+    shown = {
+        (ROOT / page).parent.joinpath(target).resolve().relative_to(ROOT).as_posix()
+        for page in PAGES
+        for target in re.findall(
+            r"!\[[^\]]+\]\(([^)]+)\)", (ROOT / page).read_text(encoding="utf-8")
+        )
+    }
+    assert set(PICTURES) <= shown
+
+
+def test_wrapped_loop_makes_the_large_batches_updates() -> None:
+    """And the usual loop makes others where micro-batches are unequal or missing."""
+    sizes = usual_loop.sizes()
+    assert sizes.ours == pytest.approx(sizes.large, rel=1e-12)
+    pairs = zip(sizes.usual, sizes.large, strict=True)
+    ratios = [usual / large for usual, large in pairs]
+    assert ratios[0] == pytest.approx(1, rel=1e-12), "equal micro-batches"
+    assert all(abs(ratio - 1) > 0.2 for ratio in ratios[1:])
+    shown = "{}, {}, {} and {} of them".format(*(f"{each:.2g}" for each in ratios))
+    assert shown in (ROOT / "gradaccum/CONCEPTS.md").read_text(encoding="utf-8")
+
+
+def test_steps_are_those_of_the_page() -> None:
+    page = (ROOT / "gradaccum/CONCEPTS.md").read_text(encoding="utf-8")
+    section = page.split("## What happens at the end of a window")[1]
+    words = re.findall(r"^\d\. \*\*(\w+)", section, re.MULTILINE)
+    assert [name for name, _ in state_machine.STEPS] == words
