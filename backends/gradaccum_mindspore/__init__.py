@@ -6,7 +6,6 @@ from gradaccum_mindspore.backend import backend, wrap
 from gradaccum_mindspore.large_batch.coupled import coupled_value_and_grad
 from gradaccum_mindspore.large_batch.value_and_grad import value_and_grad
 from gradaccum_mindspore.large_batch.value_and_update import value_and_update
-from gradaccum_mindspore.layered import layered_backward
 from gradaccum_mindspore.optimizer import AccumulatingOptimizer
 from gradaccum_mindspore.recomputation.module import recompute
 from gradaccum_mindspore.saving import load_checkpoint_into
@@ -25,7 +24,6 @@ __all__ = [
 ]
 __all__ += [
     "coupled_value_and_grad",
-    "layered_backward",
     "load_checkpoint_into",
     "recompute",
     "redistributed",

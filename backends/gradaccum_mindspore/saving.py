@@ -32,11 +32,6 @@ from gradaccum_mindspore.window.state import (
     with_known_size,
 )
 
-HALF_MADE = "half_made_in_layers"
-"""The attribute of an optimizer whose update, or that of another part of the model, a
-call did not come to.
-"""
-
 SPREAD = "redistributed"
 """The name of an entry that says that `redistributed` returned the checkpoint."""
 
@@ -144,8 +139,6 @@ def load_checkpoint_into(cell: nn.Cell, parameter_dict: Saved) -> None:
     for storage in _storages(cell):
         storage.half_made = False
         storage.listening.loaded()
-    for _, part in nn.Cell.cells_and_names(cell):
-        vars(part).pop(HALF_MADE, None)
 
 
 def _check_arguments(cell: object, parameter_dict: object) -> None:

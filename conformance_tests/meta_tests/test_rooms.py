@@ -36,7 +36,7 @@ ROOMS = {
     ),
     "harness/session": ("a model under an optimizer, as the suite drives it", ALL),
     "harness/workers": ("the engine's workers, as the suite drives them", ALL),
-    "layered": ("a window that runs layer by layer", ALL),
+    "layered": ("a window that runs layer by layer", {TORCH, JAX}),
     "large_batch/auto": ("the largest micro-batch that fits", {TORCH, JAX}),
     "large_batch/batch": ("the large batch and its micro-batches", ALL),
     "large_batch/coupled": (
@@ -125,7 +125,7 @@ TOPICS = {
     "interrupted": {TORCH, MINDSPORE},
     "knowledge": {JAX, MINDSPORE},
     "hostile_autograd": {TORCH, MINDSPORE},
-    "layered": ALL,
+    "layered": {TORCH, JAX},
     "schedule": {JAX, MINDSPORE},
     "sharded_cross_entropy": ALL,
     "sharding": {TORCH, JAX},

@@ -262,41 +262,4 @@ MUTANTS = (
         "        pass\n",
         SUITE + "test_workers_classes.py::test_masked_logits_have_no_part",
     ),
-    Mutant(
-        "weigh_no_micro_batch_of_a_layer",
-        "sums.add_into(total, sums.scaled(gradient, factor, total.dtype))",
-        "sums.add_into(total, sums.scaled(gradient, 1.0, total.dtype))",
-        OWN + "test_mindspore_layered.py::test_weights",
-    ),
-    Mutant(
-        "update_a_tied_parameter_with_its_last_layer",
-        "            k: min(firsts[id(each)] for each in one.parameters)\n",
-        "            k: len(parts) - 2 + 0 * min(firsts[id(each)] for each in one.parameters)\n",
-        OWN + "test_mindspore_layered.py::test_tied_parameters_wait",
-    ),
-    Mutant(
-        "keep_the_sums_of_a_layer_that_was_updated",
-        "            del self.sums[id(each)]\n",
-        "",
-        OWN + "test_mindspore_layered.py::test_one_layer_s_gradient_is_alive",
-    ),
-    Mutant(
-        "resume_after_the_updates_of_some_layers",
-        "                vars(each)[HALF_MADE] = True\n",
-        "                pass\n",
-        OWN + "test_mindspore_layered.py::test_updates_that_were_made_are_named",
-    ),
-    Mutant(
-        "leave_the_loss_of_a_layered_window_unscaled",
-        "False, optimizer.scale, [optimizer]",
-        "False, lambda loss: loss * (optimizer.scale(loss) / optimizer.scale(loss)),"
-        " [optimizer]",
-        OWN + "test_mindspore_layered.py::test_window_of_a_wrapped_optimizer",
-    ),
-    Mutant(
-        "leave_statistics_moved_by_a_layered_window_that_raised",
-        "for each in () if target.failed(told) else noted:",
-        "for each in () if target.failed(told) else ():",
-        OWN + "test_mindspore_layered.py::test_draws_that_do_not_repeat_are_refused",
-    ),
 )
