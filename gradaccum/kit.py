@@ -115,7 +115,6 @@ from gradaccum.splitting import (
     require_items,
     require_one_size,
     scalar_loss_error,
-    segment_cuts,
     too_small_error,
     unknown_limit_error,
 )
@@ -274,7 +273,6 @@ __all__ += [
 ]
 __all__ += [
     "scalar_loss_error",
-    "segment_cuts",
     "share",
     "spread",
     "too_small_error",

@@ -369,6 +369,10 @@ def epoch(loader: Iterable[M], *, progress: bool = False) -> kit.Epoch[tuple[M, 
     Raises:
         ArgumentTypeError: `loader` is no iterable, or `progress` no bool.
         MissingPackageError: `progress` without rich.
+
+    Examples:
+        >>> list(epoch([10, 20, 30]))
+        [(10, False), (20, False), (30, True)]
     """
     batches = kit.epoch(loader, lambda: None, progress=progress)
     return kit.Epoch(loader, _one_ahead(batches))

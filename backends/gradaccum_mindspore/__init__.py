@@ -7,7 +7,6 @@ from gradaccum_mindspore.large_batch.coupled import coupled_value_and_grad
 from gradaccum_mindspore.large_batch.value_and_grad import value_and_grad
 from gradaccum_mindspore.large_batch.value_and_update import value_and_update
 from gradaccum_mindspore.optimizer import AccumulatingOptimizer
-from gradaccum_mindspore.recomputation.module import recompute
 from gradaccum_mindspore.saving import load_checkpoint_into
 from gradaccum_mindspore.training import FlushAtEpochEnd, TrainOneStepCell, WatchWindows
 from gradaccum_mindspore.verification import verify, verify_loss_scaling
@@ -25,7 +24,6 @@ __all__ = [
 __all__ += [
     "coupled_value_and_grad",
     "load_checkpoint_into",
-    "recompute",
     "redistributed",
     "sharded_cross_entropy",
 ]

@@ -521,7 +521,7 @@ MUTANTS = (
             "        with (\n"
             "            nullcontext()\n"
             "            if each.surroundings is None\n"
-            "            else each.surroundings.contexts()[1]\n"
+            "            else each.surroundings.second_run()\n"
             "        ):\n"
         ),
         "        with nullcontext() if each else nullcontext():\n",
