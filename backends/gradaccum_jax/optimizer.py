@@ -49,7 +49,6 @@ from gradaccum_jax.checks import (
     require_params,
     require_plain,
     require_state,
-    require_statistics,
 )
 from gradaccum_jax.control_flow import call_jitted
 from gradaccum_jax.parameters import in_place_of
@@ -106,7 +105,7 @@ class Accumulation:
             "masters": masters,
             "terms": first_terms(self.options),
         }
-        known = statistics.fresh(self.options, dtype)
+        known = statistics.fresh(dtype)
         state = vary_like(
             params,
             fresh(fields, dtype, **trees, **known),
@@ -194,12 +193,10 @@ class Accumulation:
 
     def discard(self, state: AccumulationState) -> AccumulationState:
         group.require_axes(self.axes)
-        require_statistics(held := require_state(state), self.options)
-        return window.discard(held)
+        return window.discard(require_state(state))
 
     def check(self, state: object, params: Params, extra: Extra) -> None:
         held = require_state(state)
-        require_statistics(held, self.options)
         require_ordinary(params)
         require_taken(extra, self.takes)
         group.require_in_scope(self.shard_axes)
@@ -342,7 +339,7 @@ def flush(
         ArgumentTypeError: `tx` is not wrapped, `state` is not its state, `params` are
             missing, or nobody takes an `extra` of that name.
         ArgumentValueError: `denominator` is no finite number > 0, or stands beside
-            ``steps`` or ``noise_scale``.
+            ``steps``.
     """
     return require_accumulation(tx).flush(
         plain(state), plain(params), denominator=denominator, **extra

@@ -112,12 +112,6 @@ def load_checkpoint_into(cell: nn.Cell, parameter_dict: Saved) -> None:
         for storage in _storages(cell)
         if storage.several and storage.shared.name not in parameter_dict
     ]
-    unsaved += [
-        name
-        for storage in _storages(cell)
-        for name in storage.knowledge.starts()
-        if name not in parameter_dict
-    ]
     for name, parameter in parameters.items():
         if name not in unsaved:
             _check_entry(name, parameter, parameter_dict.get(name))
@@ -265,9 +259,6 @@ def _resumed(
         raise _checkpoint_error(
             expected, "what redistributed made of the files of some", fix
         )
-    for name, start in storage.knowledge.starts().items():
-        if name not in parameter_dict:
-            yield name, start
     if storage.several:
         yield storage.shared.name, [place.held, *storage.place]
 

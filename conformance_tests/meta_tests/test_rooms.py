@@ -22,7 +22,7 @@ ROOMS = {
     "private": ("the framework's private names", {TORCH, MINDSPORE}),
     "saving": ("saving and loading", ALL),
     "scheduler": ("a scheduler that moves once per update", {TORCH, MINDSPORE}),
-    "statistics": ("a window's loss and noise", ALL),
+    "statistics": ("a window's loss", ALL),
     "sums": ("the sum of a window and its arithmetic", ALL),
     "update": ("the inner optimizer's call", ALL),
     "window": ("the open window: add, close, discard", ALL),

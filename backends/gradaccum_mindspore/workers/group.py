@@ -261,19 +261,15 @@ def _require_shardable(options: Options, whole: int) -> None:
             got="mean",
             fix=fix,
         )
-    for argument, wrong in (
-        ("on_overflow", options.on_overflow == "drop_micro_batch"),
-        ("noise_scale", options.noise_decay is not None),
-    ):
-        if wrong:
-            fix = "Leave it out: one worker alone sees what a shard's gradient holds."
-            raise explain(
-                ArgumentValueError,
-                argument,
-                expected=f"the default {beside}",
-                found="another",
-                fix=fix,
-            )
+    if options.on_overflow == "drop_micro_batch":
+        fix = "Leave it out: one worker alone sees what a shard's gradient holds."
+        raise explain(
+            ArgumentValueError,
+            "on_overflow",
+            expected=f"the default {beside}",
+            found="another",
+            fix=fix,
+        )
     if not whole:
         fix = (
             "Write data_parallel=False, where no worker shares a parameter with"
@@ -424,8 +420,8 @@ def _unpack(packed: Tensor, total: Parameter, start: int, end: int) -> bool:
 
 _MORE_TIME = "Give slow workers more time: MS_CPU_COMM_OP_TIMEOUT=600, in seconds."
 
-SHARES = 5
-"""Where what a window knows begins in the numbers that the workers add up."""
+LOSS = 5
+"""The place of the loss among the numbers that the workers add up."""
 
 
 class Joined(NamedTuple):
@@ -498,15 +494,13 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
             )
         self.require_own_sum("flush()")
         try:
-            loss, *others = self.storage.knowledge.shares(state)
             numbers = [
                 state.weight,
                 state.overflow,
                 state.micro_step,
                 flushing,
                 0.0,
-                loss / self.tellers,
-                *others,
+                self.storage.knowledge.share(state) / self.tellers,
             ]
             rates = np.array(
                 [float(rate) for rate in rates_of(self.inner)], ARRAYS[self.float_dtype]
@@ -516,7 +510,7 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
             added = added_up(
                 np.concatenate((np.array(numbers, rates.dtype), placed.reshape(-1)))
             ).tolist()
-            weight, overflows, micro_batches, flushes, compiled, *shares = added[
+            weight, overflows, micro_batches, flushes, compiled, loss = added[
                 : len(numbers)
             ]
             alike = sum(
@@ -541,7 +535,7 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
         )
         if micro_batches:
             self.storage.push(whole, state)
-            self.storage.knowledge.push_joined(whole, shares)
+            self.storage.knowledge.push_joined(whole, loss)
             self.storage.hold(OF_ALL)
         self.norms = None
         self.last = Joined(
@@ -576,12 +570,12 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
             self.zero,
             self.one,
         )
-        shares = store.knowledge.compiled_shares(store.weight.value())
+        loss = store.knowledge.compiled_share(store.weight.value())
         if self.tellers > 1:
-            shares = (shares[0] / self.tellers, *shares[1:])
+            loss = loss / self.tellers
         mine, drifted = (
             ops.stack(
-                (weight, *[flag.astype(self.float_dtype) for flag in flags], *shares)
+                (weight, *[flag.astype(self.float_dtype) for flag in flags], loss)
             ),
             self.false,
         )
@@ -600,7 +594,8 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
         last = numbers
         for bucket in self.buckets:
             last = bucket(last)
-        store.knowledge.compiled_push_joined(numbers, SHARES)
+        joined_loss = store.knowledge.compiled_joined(numbers[0], numbers[LOSS])
+        ops.assign(store.knowledge.loss, joined_loss)
         ops.assign(store.weight, ops.where(drifted, self.infinite, numbers[0]))
         ops.assign(store.overflow, (numbers[1] > 0) | drifted)
         return True

@@ -122,18 +122,6 @@ MUTANTS = (
         SUITE + "test_one_call.py::test_weights_of_items",
     ),
     Mutant(
-        "forget_the_first_micro_batch_s_norm",
-        (
-            "        self._assign(\n"
-            "            self.noise,\n"
-            "            (*kit.first_seen(self.noise.tolist()[:4], state, norm, kit.select), 1.0),\n"
-            "        )\n"
-        ),
-        "        pass\n",
-        SUITE + "test_knowledge.py::test_noise_scale_is_the_reference_s",
-        "pynative",
-    ),
-    Mutant(
         "forget_a_worker_s_overflow",
         "                state.overflow,\n",
         "                False,\n",
@@ -184,19 +172,6 @@ MUTANTS = (
         "        sums.compiled_clear(self.storage.sums, state[WEIGHT])\n",
         "",
         OWN + "test_mindspore_calls.py::test_flush_and_discard_inside_jit",
-    ),
-    Mutant(
-        "compiled_window_forgets_its_first_norm",
-        (
-            "        return (\n"
-            "            self.storage.knowledge.compiled_needs_first(state)\n"
-            "            if self.measures_noise\n"
-            "            else self.true\n"
-            "        )\n"
-        ),
-        "        return self.false\n",
-        SUITE + "test_knowledge.py::test_noise_scale_is_the_reference_s",
-        "jit",
     ),
     Mutant(
         "take_a_part_of_the_losses_for_all",
