@@ -101,11 +101,6 @@ QUESTIONS = {
         "JAX: one window layer by layer, float32, AdamW, micro-batches of 4 items",
         ("jax", "optax"),
     ),
-    "mindspore_layered": Entry(
-        "MindSpore: one window layer by layer, PyNative, float32, Adam, micro-batches"
-        " of 4 items",
-        ("mindspore",),
-    ),
     "torch_workers": Entry(
         "torch: one window of 2 workers, float32, AdamW", ("torch",)
     ),

@@ -3,8 +3,7 @@ included.
 
 - `accumulate`, `usable`, `contribution`, `ends`, `with_denominator`, `decide`, `close`,
   `discard`: transitions of the `State`;
-- `add_loss`, `window_loss`, `is_first`, `first_seen`, `window_seen`, `noise_scale`: a
-  window's loss and noise;
+- `add_loss`, `window_loss`: a window's loss;
 - `terms_of`, `resumed`, `redistributed`: saving and resuming an open window;
 - `epoch`, `Epoch`, `Sizes`: a pass over a loader;
 - `make_division`, `divided`, `leaves_of`, `share`: cutting a large batch and merging
@@ -116,7 +115,6 @@ from gradaccum.splitting import (
     require_items,
     require_one_size,
     scalar_loss_error,
-    segment_cuts,
     too_small_error,
     unknown_limit_error,
 )
@@ -131,17 +129,8 @@ from gradaccum.state import (
     round_to_float32,
 )
 from gradaccum.statistics import (
-    Noise,
     add_loss,
-    first_seen,
-    forget_window,
-    is_first,
-    joined_noise,
-    no_noise,
-    noise_scale,
-    noise_shares,
     window_loss,
-    window_seen,
 )
 from gradaccum.transitions import (
     Decision,
@@ -204,27 +193,16 @@ __all__ += [
     "select",
 ]
 __all__ += ["round_to_float32", "steps_at", "usable", "with_denominator"]
-# A window's loss and noise; callbacks for closed windows; a pass over a loader.
+# A window's loss; callbacks for closed windows; a pass over a loader.
 __all__ += [
     "Epoch",
     "Handle",
     "Listener",
     "Listeners",
-    "Noise",
     "Sizes",
     "add_loss",
     "epoch",
-    "first_seen",
-    "forget_window",
-    "is_first",
-]
-__all__ += [
-    "joined_noise",
-    "no_noise",
-    "noise_scale",
-    "noise_shares",
     "window_loss",
-    "window_seen",
 ]
 # Saving and resuming an open window; the state in one line.
 __all__ += [
@@ -276,7 +254,6 @@ __all__ += [
 ]
 __all__ += [
     "scalar_loss_error",
-    "segment_cuts",
     "share",
     "spread",
     "too_small_error",

@@ -390,10 +390,6 @@ OnOverflow = Literal["skip_window", "drop_micro_batch", "ignore"]
 
 REDUCTIONS = ("mean", "sum", "item_mean")
 ON_OVERFLOW = ("skip_window", "drop_micro_batch", "ignore")
-DECAY = 0.99
-"""The default of the noise scale's running means: half of them is from the last 69
-windows.
-"""
 
 
 class Options(NamedTuple):
@@ -416,8 +412,6 @@ class Options(NamedTuple):
     scaler: Any = None
     """The framework's loss scaler, if given as the loss scale: the backend drives it.
     """
-    noise_decay: float | None = None
-    """The decay of the noise scale's running means; None: it is not measured."""
     separate_sums: bool = False
     """Leave the place where the framework puts gradients to the user."""
 
@@ -435,7 +429,6 @@ def make_options(
     loss_scale: object = None,
     on_overflow: str = "skip_window",
     master_weights: bool = False,
-    noise_scale: bool | float = False,
     driver: ScalerDriver | None = None,
 ) -> Options:
     """Check the options of `gradaccum.wrap`; `driver` is the backend if it drives loss
@@ -472,7 +465,6 @@ def make_options(
         ),
         master_weights=require_bool("master_weights", master_weights),
         scaler=scaler,
-        noise_decay=_noise_decay(noise_scale),
     )
 
 
@@ -513,9 +505,8 @@ def given_weight(weight: Scalar | None, use: str | None) -> Scalar:
 
 def require_denominator_allowed(options: Options) -> None:
     """Raise unless ``flush(denominator=...)`` can mean something: the caller closes
-    every window, without a noise scale.
+    every window.
     """
-    argument, expected = "denominator", "to be left out beside"
     if options.steps is not None:
         found, fix = (
             f"one beside steps={options.steps!r}",
@@ -523,21 +514,9 @@ def require_denominator_allowed(options: Options) -> None:
         )
         raise explain(
             ArgumentValueError,
-            argument,
-            expected=f"{expected} steps, which closes windows by itself",
+            "denominator",
+            expected="to be left out beside steps, which closes windows by itself",
             found=found,
-            fix=fix,
-        )
-    if options.noise_decay is not None:
-        fix = (
-            "Pass each micro-batch's number of items as its weight, or leave"
-            " noise_scale out."
-        )
-        raise explain(
-            ArgumentValueError,
-            argument,
-            expected=f"{expected} noise_scale",
-            found="both of them",
             fix=fix,
         )
 
@@ -562,10 +541,3 @@ def require_denominator(
             fix=fix,
         )
     return require_number("denominator", denominator, above=0)
-
-
-def _noise_decay(noise_scale: object) -> float | None:
-    """Return the decay that ``noise_scale=`` asks for."""
-    if isinstance(noise_scale, bool):
-        return DECAY if noise_scale else None
-    return require_number("noise_scale", noise_scale, above=0, below=1, or_equal=True)

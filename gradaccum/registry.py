@@ -297,7 +297,6 @@ class WrapOptions(TypedDict, total=False):
     accumulate_dtype: Any
     on_overflow: OnOverflow
     master_weights: bool
-    noise_scale: bool | float
 
 
 class _TorchOptimizer(Protocol):
@@ -352,7 +351,6 @@ def wrap(
     loss_scale: object = None,
     on_overflow: str = "skip_window",
     master_weights: bool = False,
-    noise_scale: bool | float = False,
     **backend_options: object,
 ) -> Any:
     """Make an optimizer run once per window of micro-batches, with the gradient of the
@@ -385,9 +383,6 @@ def wrap(
             moves.
         master_weights: keep float32 masters of float16 and bfloat16 parameters: the
             inner optimizer works on the masters, the model holds the rounded copy.
-        noise_scale: measure the gradient noise scale, ``result.noise_scale``, by one
-            norm more per window. A number in [0, 1) is the decay of its running means,
-            True is 0.99.
         backend_options: options of one framework.
 
     Returns:
@@ -408,7 +403,6 @@ def wrap(
         "loss_scale": loss_scale,
         "on_overflow": on_overflow,
         "master_weights": master_weights,
-        "noise_scale": noise_scale,
     }
     return wrap_with(
         backend_of(optimizer), optimizer, steps, **shared, **backend_options

@@ -258,7 +258,6 @@ def _another_window(argument: str, expected: str, found: str) -> CheckpointError
 
 
 _DEFAULTS = make_options(1)
-_AS_WRITTEN = {"noise_decay": "noise_scale"}
 _TOLD_OTHERWISE = ("steps", "scale_rule", "scaler")
 """Options that stand in the line in another form."""
 
@@ -307,10 +306,7 @@ def described(
     ]
     given = [
         f"steps={_in_a_word(options.steps)}",
-        *(
-            f"{_AS_WRITTEN.get(name, name)}={getattr(options, name)!r}"
-            for name in names
-        ),
+        *(f"{name}={getattr(options, name)!r}" for name in names),
     ]
     given += [f"loss_scale={scale}"] if (scale := _scale(options)) else []
     return f"{wrapper}({', '.join((inner, *given))} | {status(state, steps)})"

@@ -4,7 +4,6 @@ all frameworks cut and refuse the same.
 
 from __future__ import annotations
 
-import itertools
 import math
 import traceback
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -151,7 +150,7 @@ def unknown_limit_error(device: str) -> GradAccumError:
 def too_small_error(limit: int | None) -> UsageError:
     """Return the error for a micro-batch of one item that does not fit."""
     known = "" if limit is None else f" into {limit} bytes"
-    fix = "Recompute activations (recompute), shorten the item, or use a smaller model."
+    fix = "Recompute activations, shorten the item, or use a smaller model."
     found = f"one that does not fit{known}"
     return explain(
         UsageError,
@@ -526,52 +525,3 @@ def _heavy_item_error(place: int, weight: float, budget: float) -> GradAccumErro
         found=f"{weight:g} for item {place}",
         fix=fix,
     )
-
-
-# Where a chain of layers is cut for recomputation. With s segments of n layers, a step
-# keeps the inputs of the segments and, at any one time, the activations of n / s
-# layers. s + n / s is least at s = sqrt(n): Chen et al., "Training Deep Nets with
-# Sublinear Memory Cost".
-
-
-def segment_cuts(depth: int, segments: object = None) -> list[Cut]:
-    """Return the layers of each segment, in order; the first segments have one layer
-    more if `depth` does not divide.
-
-    Args:
-        depth: the number of layers.
-        segments: an int from 1 to `depth`; None takes sqrt(depth), rounded.
-
-    Raises:
-        ArgumentTypeError, ArgumentValueError: there is no layer, or `segments` is not
-            as above.
-    """
-    if depth < 1:
-        fix = "Pass the layers in the order in which they run."
-        raise explain(
-            ArgumentValueError,
-            "recompute",
-            expected="at least one layer",
-            found="an empty chain",
-            fix=fix,
-        )
-    number = (
-        max(1, round(math.sqrt(depth)))
-        if segments is None
-        else require_int("segments", segments, at_least=1)
-    )
-    if number > depth:
-        fix = (
-            f"Write segments={max(1, round(math.sqrt(depth)))}, about the square root"
-            " of the depth, or leave it out."
-        )
-        raise explain(
-            ArgumentValueError,
-            "segments",
-            expected=f"at most {depth}, the number of layers",
-            got=number,
-            fix=fix,
-        )
-    short, longer = divmod(depth, number)
-    starts = [index * short + min(index, longer) for index in range(number + 1)]
-    return [Cut(start, stop) for start, stop in itertools.pairwise(starts)]

@@ -143,11 +143,6 @@ class StepResult(NamedTuple):
     """float: the last closed window's loss as one large batch, by its reduction,
     unscaled; NaN unless all of its losses were told.
     """
-    noise_scale: Scalar = math.nan
-    """float: the gradient noise scale in items; inf where the gradient cannot be told
-    from noise; NaN before any window of several micro-batches whose norms are between
-    1e-15 and 1e15, and where it is not measured.
-    """
 
     @property
     def closed(self) -> Scalar:

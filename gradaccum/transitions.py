@@ -263,15 +263,11 @@ def decide(
 
 
 def measures(options: Options) -> bool:
-    """True if the end of a window needs the norm of its sum: to clip, to skip, to find
-    an overflow, or for the noise scale.
+    """True if the end of a window needs the norm of its sum: to clip, to skip, or to
+    find an overflow.
     """
-    asked = (
-        options.clip_norm is not None
-        or options.skip_norm is not None
-        or options.noise_decay is not None
-    )
-    return asked or options.on_overflow != "ignore"
+    limited = options.clip_norm is not None or options.skip_norm is not None
+    return limited or options.on_overflow != "ignore"
 
 
 def close(

@@ -15,7 +15,6 @@ from gradaccum_jax.layered import layered_value_and_update
 from gradaccum_jax.multisteps import MultiSteps
 from gradaccum_jax.optimizer import discard, epoch, flush
 from gradaccum_jax.parameters import apply_updates
-from gradaccum_jax.recomputation.function import recompute
 from gradaccum_jax.saving import check_state
 from gradaccum_jax.verification import verify, verify_loss_scaling
 from gradaccum_jax.window.state import AccumulationState, describe, result, scale_loss
@@ -37,7 +36,6 @@ __all__ += [
     "epoch",
     "flush",
     "layered_value_and_update",
-    "recompute",
     "redistributed",
     "result",
     "scale_loss",

@@ -164,22 +164,6 @@ def require_one_device(state: AccumulationState) -> None:
     )
 
 
-def require_statistics(state: AccumulationState, options: Options) -> None:
-    fix = (
-        "Write state = gradaccum_jax.check_state(tx, state, params) once: it makes the"
-        " state of this optimizer."
-    )
-    if (state.noise is None) != (options.noise_decay is None):
-        expected, found = (
-            ("none", "one")
-            if options.noise_decay is None
-            else ("one, as noise_scale is on", "none")
-        )
-        raise explain(
-            ArgumentTypeError, "state.noise", expected=expected, found=found, fix=fix
-        )
-
-
 def require_plain(
     inner_state: InnerState, accumulating: tuple[type, ...] = ACCUMULATING
 ) -> None:
@@ -471,15 +455,13 @@ def require_function(name: str, function: object, fix: str) -> None:
 
 
 def require_whole_micro_batches(options: Options) -> None:
-    if options.on_overflow == "drop_micro_batch" or options.noise_decay is not None:
-        option = "on_overflow" if options.noise_decay is None else "noise_scale"
-        fix = f"Leave {option} out, or call gradaccum_jax.value_and_update."
+    if options.on_overflow == "drop_micro_batch":
         raise explain(
             UsageError,
             "tx",
             expected="one that looks at no single micro-batch",
-            found=f"one with {option}=",
-            fix=fix,
+            found="one with on_overflow=",
+            fix="Leave on_overflow out, or call gradaccum_jax.value_and_update.",
         )
 
 

@@ -109,7 +109,7 @@ def layered_value_and_update(
         loss_fn: ``loss_fn(params[2], activations, *micro_batch)`` returns a floating
             scalar, or ``(loss, aux)`` with `has_aux`.
         tx: from `gradaccum.wrap` with ``steps=None``; without
-            ``on_overflow="drop_micro_batch"`` and ``noise_scale``.
+            ``on_overflow="drop_micro_batch"``.
         has_aux: as for `value_and_grad`.
         steps: likewise.
         micro_batch_size: likewise.
@@ -364,7 +364,7 @@ class Passes:
         )
         own, size = made.held, len(moving_of(self.params[HEAD])[0])
         whole = group.all_reduce(
-            group.Window([], own.weight, own.overflow, as_read(own.loss), ()),
+            group.Window([], own.weight, own.overflow, as_read(own.loss)),
             self.names,
         )
         self.numbers = own._replace(

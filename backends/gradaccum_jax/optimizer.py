@@ -58,7 +58,6 @@ from gradaccum_jax.checks import (
     require_params,
     require_plain,
     require_state,
-    require_statistics,
 )
 from gradaccum_jax.combinators import (
     QUESTION,
@@ -183,7 +182,7 @@ class Accumulation:
             "masters": masters,
             "terms": first_terms(self.options),
         }
-        known = statistics.fresh(self.options, dtype)
+        known = statistics.fresh(dtype)
         state = vary_like(
             params,
             fresh(fields, dtype, **trees, **known),
@@ -274,12 +273,10 @@ class Accumulation:
 
     def discard(self, state: AccumulationState) -> AccumulationState:
         group.require_axes(self.axes)
-        require_statistics(held := require_state(state), self.options)
-        return window.discard(held)
+        return window.discard(require_state(state))
 
     def check(self, state: object, params: Params, extra: Extra) -> None:
         held = require_state(state)
-        require_statistics(held, self.options)
         require_ordinary(params)
         require_taken(extra, self.takes)
         group.require_in_scope(self.shard_axes)
@@ -394,9 +391,9 @@ class Accumulation:
         if not names:
             return
         options = self.options
-        norms = (options.clip_norm, options.skip_norm, options.noise_decay)
+        norms = (options.clip_norm, options.skip_norm)
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        if norms != (None, None, None):
+        if norms != (None, None):
             expected = "trained parameters alone, as it measures their norm"
             found = f"{names[0]}{more}, which the optimizer does not train"
             raise explain(UsageError, "tx", expected=expected, found=found, fix=FREEZE)
@@ -452,7 +449,7 @@ def flush(
         ArgumentTypeError: `tx` is not wrapped, `state` is not its state, `params` are
             missing, or nobody takes an `extra` of that name.
         ArgumentValueError: `denominator` is no finite number > 0, or stands beside
-            ``steps`` or ``noise_scale``.
+            ``steps``.
         UsageError: what follows the wrapped part in a chain has a state of its own.
     """
 
@@ -488,6 +485,10 @@ def epoch(loader: Iterable[M], *, progress: bool = False) -> kit.Epoch[tuple[M, 
     Raises:
         ArgumentTypeError: `loader` is no iterable, or `progress` no bool.
         MissingPackageError: `progress` without rich.
+
+    Examples:
+        >>> list(epoch([10, 20, 30]))
+        [(10, False), (20, False), (30, True)]
     """
     batches = kit.epoch(loader, lambda: None, progress=progress)
     return kit.Epoch(loader, _one_ahead(batches))

@@ -7,7 +7,6 @@ the state, by which they are checked.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NoReturn, cast
 
@@ -25,7 +24,6 @@ from gradaccum.kit import (
     decode_terms,
     encode_terms,
     explain,
-    no_noise,
     resumed,
     terms_of,
 )
@@ -43,11 +41,6 @@ from gradaccum_jax.workers.group import mapped
 _RESTORE = (
     "Continue with the optimizer and the parameters that the checkpoint was made with."
 )
-NO_LEAVES: Mapping[str, float] = {}
-NOISE = {f"noise.{name}": number for name, number in no_noise()._asdict().items()}
-"""What the noise scale starts with where a checkpoint was saved without
-``noise_scale=``.
-"""
 _SHARED = (
     "Restore what a step under gradaccum_jax.data_parallel returned, or wrap without"
     " axis_name."
@@ -63,8 +56,7 @@ def check_state(tx: optax.GradientTransformation, state: Tree, params: Params) -
     all of these may change: the saved loss scale is kept only if it is dynamic in both
     runs. Not for use under `jit`: it looks at values.
 
-    If ``noise_scale`` was off before, the noise scale begins anew. With ``axis_name``
-    the state is that of as many devices as it was saved on;
+    With ``axis_name`` the state is that of as many devices as it was saved on;
     `gradaccum_jax.redistributed` brings it to others.
 
     Args:
@@ -85,7 +77,7 @@ def check_state(tx: optax.GradientTransformation, state: Tree, params: Params) -
         return _check_whole(tx, restored, params)
     like = jax.eval_shape(replace(wrapped, axes=()).init, params)
     return _resume(
-        rebuild(restored, _on_devices(like, restored) if wrapped.axes else like, NOISE),
+        rebuild(restored, _on_devices(like, restored) if wrapped.axes else like),
         wrapped.options,
     )
 
@@ -153,16 +145,9 @@ def _on_the_host(steps: Schedule) -> Schedule:
     )
 
 
-def rebuild(tree: Tree, like: Tree, optional: Mapping[str, float] = NO_LEAVES) -> Any:
+def rebuild(tree: Tree, like: Tree) -> Any:
     found, expected = by_path(tree), by_path(like)
     _require_values(found)
-    if not optional.keys() & found.keys():
-        found |= {
-            path: np.full(expected[path].shape, optional[path], expected[path].dtype)
-            for path in optional.keys() & expected.keys()
-        }
-    elif not optional.keys() & expected.keys():
-        found = {path: leaf for path, leaf in found.items() if path not in optional}
     _check_leaves(found, expected)
     return jax.tree.unflatten(
         jax.tree.structure(like), [_copied(found[path]) for path in expected]

@@ -6,9 +6,7 @@ from gradaccum_mindspore.backend import backend, wrap
 from gradaccum_mindspore.large_batch.coupled import coupled_value_and_grad
 from gradaccum_mindspore.large_batch.value_and_grad import value_and_grad
 from gradaccum_mindspore.large_batch.value_and_update import value_and_update
-from gradaccum_mindspore.layered import layered_backward
 from gradaccum_mindspore.optimizer import AccumulatingOptimizer
-from gradaccum_mindspore.recomputation.module import recompute
 from gradaccum_mindspore.saving import load_checkpoint_into
 from gradaccum_mindspore.training import FlushAtEpochEnd, TrainOneStepCell, WatchWindows
 from gradaccum_mindspore.verification import verify, verify_loss_scaling
@@ -25,9 +23,7 @@ __all__ = [
 ]
 __all__ += [
     "coupled_value_and_grad",
-    "layered_backward",
     "load_checkpoint_into",
-    "recompute",
     "redistributed",
     "sharded_cross_entropy",
 ]

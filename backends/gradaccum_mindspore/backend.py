@@ -107,8 +107,8 @@ class MindSporeBackend:
                 ``loss_scale=``; another wrapped optimizer drives the scaler given as
                 ``loss_scale=``; with ``data_parallel=True`` other workers have other
                 options or other parameters; beside ``layerwise_parallel`` Parameters
-                the reduction is "mean", ``on_overflow="drop_micro_batch"`` or
-                ``noise_scale=`` is given, or no other Parameter is left.
+                the reduction is "mean", ``on_overflow="drop_micro_batch"`` is given, or
+                no other Parameter is left.
             UsageError: there are several workers, and `data_parallel` was not given; or
                 it is True, and they are not initialised.
         """

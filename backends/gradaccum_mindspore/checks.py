@@ -14,10 +14,10 @@ from typing import Any, TypeAlias
 
 import mindspore as ms
 import numpy as np
-from mindspore import Parameter, Tensor, nn
+from mindspore import Tensor
 from mindspore.ops import constexpr
 
-from gradaccum import ArgumentTypeError, ArgumentValueError, GradientError, UsageError
+from gradaccum import ArgumentTypeError, ArgumentValueError, GradientError
 from gradaccum.kit import explain, given_weight, require_item_weights, require_weight
 from gradaccum_mindspore.sums import DType, Gradients, Number, Shape
 
@@ -313,82 +313,3 @@ def check_compiled_gradients(
                 name, tuple(shape), str(dtype), expected_shape, str(expected_dtype)
             )
     return True
-
-
-# The layered window's.
-
-
-@constexpr  # type: ignore[untyped-decorator]
-def refuse_compiled_layers(found: str) -> None:
-    expected = (
-        "a call from Python in PyNative mode: compiled code copies weights that layers"
-        " read in turn, on a CPU rounded to float32"
-    )
-    fix = (
-        "Leave mindspore.jit out, write set_context(mode=mindspore.PYNATIVE_MODE), and"
-        " compile layers: net.construct = mindspore.jit(...)."
-    )
-    raise explain(
-        UsageError, "layered_backward", expected=expected, found=found, fix=fix
-    )
-
-
-def layers_in_compiled_code(*args: Any, **kwargs: Any) -> None:
-    refuse_compiled_layers("a call in compiled code")
-
-
-def require_layers(layers: object) -> list[Callable[..., Any]]:
-    fix = "Write layers=net, a SequentialCell, or layers=[prelude, *net.blocks, head]."
-    if not isinstance(
-        layers, nn.SequentialCell | nn.CellList | list | tuple
-    ) or not len(layers):
-        raise explain(
-            ArgumentTypeError,
-            "layers",
-            expected="a SequentialCell or a list of Cells, not empty",
-            got=layers,
-            fix=fix,
-        )
-    if (
-        isinstance(layers, nn.SequentialCell)
-        and type(layers).construct is not nn.SequentialCell.construct
-    ):
-        raise explain(
-            ArgumentTypeError,
-            "layers",
-            expected="layers that run in turn",
-            found="a construct of its own",
-            fix=fix,
-        )
-    return list(layers)
-
-
-def require_held(parameters: Sequence[Parameter], found: Any) -> None:
-    """Raise unless each parameter of the optimizers is in a layer, or in the loss, and
-    in one optimizer.
-    """
-    if lost := [each.name for each in parameters if id(each) not in found]:
-        fix = (
-            "Pass the Cell that holds it as a layer, or a function that names that"
-            " Cell; leave frozen parameters out of the optimizer."
-        )
-        expected = "each parameter of the optimizers, with requires_grad"
-        raise explain(
-            ArgumentValueError,
-            "layers",
-            expected=expected,
-            found=f"none with {lost}",
-            fix=fix,
-        )
-    if twice := [
-        each.name
-        for at, each in enumerate(parameters)
-        if any(each is other for other in parameters[:at])
-    ]:
-        raise explain(
-            ArgumentValueError,
-            "optimizer",
-            expected="each parameter once",
-            found=f"{twice} in two",
-            fix="Leave it in one.",
-        )

@@ -189,13 +189,8 @@ class MicroBatch(OwnPhase):
         state, event, told = self.compiled_window.add(
             self.compiled_window.ordered(gradients), weight, loss
         )
-        full, needed = (
-            self.compiled_window.is_full(state),
-            self.compiled_window.needs_first(state),
-        )
+        full = self.compiled_window.is_full(state)
         self.compiled_window.write_added(state, event, told, weight)
-        if self.compiled_window.measures_noise:
-            self.compiled_window.see_first(needed)
         if self.compiled_window.steps is None:
             return full
         certain = self.compiled_window.adds_certainly(weight)
@@ -557,11 +552,7 @@ class AccumulatingOptimizer(OwnPhase, nn.Optimizer):  # type: ignore[misc]
         state, event, told = self.compiled_window.add(
             self.compiled_window.ordered(gradients), weight, loss
         )
-        needed = self.compiled_window.needs_first(state)
-        self.compiled_window.write_added(state, event, told, weight)
-        if self.compiled_window.measures_noise:
-            self.compiled_window.see_first(needed)
-        return True
+        return self.compiled_window.write_added(state, event, told, weight)
 
 
 class AccumulatingExperimentalOptimizer(AccumulatingOptimizer, optim.Optimizer):  # type: ignore[misc]

@@ -27,9 +27,7 @@ from gradaccum.kit import explain
 
 try:
     from mindspore.graph import api, jit_trace
-    from mindspore.graph._parse import resources
 except ImportError:  # their places before MindSpore 2.9
-    from mindspore._extends.parse import resources
     from mindspore.common import api, jit_trace
 
 pynative_executor = api._pynative_executor
@@ -95,8 +93,6 @@ SEEDS: Any = import_module("mindspore.common.seed")
 """``_GLOBAL_SEED``, ``_KERNEL_SEED`` (a counter for each random operator),
 ``_get_graph_seed``.
 """
-COMPILED_AS: Any = resources.convert_object_map
-"""By function, the one that the compiler reads in its place."""
 
 
 def set_counters(counters: Mapping[Any, int]) -> None:

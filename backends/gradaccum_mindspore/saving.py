@@ -32,11 +32,6 @@ from gradaccum_mindspore.window.state import (
     with_known_size,
 )
 
-HALF_MADE = "half_made_in_layers"
-"""The attribute of an optimizer whose update, or that of another part of the model, a
-call did not come to.
-"""
-
 SPREAD = "redistributed"
 """The name of an entry that says that `redistributed` returned the checkpoint."""
 
@@ -117,12 +112,6 @@ def load_checkpoint_into(cell: nn.Cell, parameter_dict: Saved) -> None:
         for storage in _storages(cell)
         if storage.several and storage.shared.name not in parameter_dict
     ]
-    unsaved += [
-        name
-        for storage in _storages(cell)
-        for name in storage.knowledge.starts()
-        if name not in parameter_dict
-    ]
     for name, parameter in parameters.items():
         if name not in unsaved:
             _check_entry(name, parameter, parameter_dict.get(name))
@@ -145,8 +134,6 @@ def load_checkpoint_into(cell: nn.Cell, parameter_dict: Saved) -> None:
         storage.half_made = False
         storage.listening.loaded()
         storage.open_window.note_state()
-    for _, part in nn.Cell.cells_and_names(cell):
-        vars(part).pop(HALF_MADE, None)
 
 
 def _check_arguments(cell: object, parameter_dict: object) -> None:
@@ -273,9 +260,6 @@ def _resumed(
         raise _checkpoint_error(
             expected, "what redistributed made of the files of some", fix
         )
-    for name, start in storage.knowledge.starts().items():
-        if name not in parameter_dict:
-            yield name, start
     if storage.several:
         yield storage.shared.name, [place.held, *storage.place]
 

@@ -435,13 +435,6 @@ def _square_over(divisor: Tensor, tensor: Tensor) -> Tensor:
     return _summed(ops.square(cast(tensor, divisor.dtype) / divisor))
 
 
-def norm_over(sums: Sums, divisor: Tensor) -> Tensor:
-    """Global 2-norm of `sums`, measured on the quotients by `divisor`: right where that
-    brings the elements into range.
-    """
-    return divisor * ops.sqrt(ops.addn(each(ops.partial(_square_over, divisor), sums)))
-
-
 SMALL = 4 * ROW
 """Elements up to which a sum is small: 64 KiB in float32."""
 JOINED = 2**22

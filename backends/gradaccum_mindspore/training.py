@@ -39,7 +39,7 @@ from gradaccum.kit import (
 from gradaccum_mindspore.checks import Weight
 from gradaccum_mindspore.optimizer import AccumulatingOptimizer, wrapped
 from gradaccum_mindspore.private import OwnPhase, decides_on_host
-from gradaccum_mindspore.statistics import Known
+from gradaccum_mindspore.statistics import Losses
 from gradaccum_mindspore.sums import DType, compiled_clear, divide, multiply
 from gradaccum_mindspore.update import Update
 from gradaccum_mindspore.window.compiled import CompiledWindow
@@ -73,7 +73,7 @@ class Applied(Program):
         """Only then is a window applied whose overflow flag is up."""
 
     def construct(
-        self, divisor: Tensor, event: Tensor, loss: Tensor, *more: Tensor
+        self, divisor: Tensor, event: Tensor, loss: Tensor, *scale: Tensor
     ) -> bool:
         window, store = self.window, self.window.storage
         if self.multiplies:
@@ -87,12 +87,10 @@ class Applied(Program):
         if self.lowers_flag:
             ops.assign(store.overflow, window.false)
         window.write_event(event)
-        store.knowledge.compiled_write(
-            loss, more[0] if store.knowledge.has_noise else None
-        )
+        ops.assign(store.knowledge.loss, loss)
         if window.scale_moves:
-            ops.assign(store.loss_scale, more[-2])
-            ops.assign(store.growth_tracker, more[-1])
+            ops.assign(store.loss_scale, scale[0])
+            ops.assign(store.growth_tracker, scale[1])
         return True
 
 
@@ -108,27 +106,26 @@ class HostWindow(PyNativeWindow):
         }
 
     def carry_out(
-        self, state: State, decision: Decision, known: Known, update: Update
+        self, state: State, decision: Decision, losses: Losses, update: Update
     ) -> None:
         """Make the update and close the window in one program; a window that is skipped
         needs none.
         """
         if not decision.apply:
-            super().carry_out(state, decision, known, update)
+            super().carry_out(state, decision, losses, update)
             return
         multiplies, factor = self.factor(decision.divisor)
-        values = [
-            (True, False, decision.overflow, decision.grad_norm),
-            known.loss,
-            *([] if known.noise is None else [known.noise]),
-        ]
+        event = (True, False, decision.overflow, decision.grad_norm)
         moved = (
             self.moved(close(state, True, decision.overflow, self.options, select))
             if self.scale_moves
             else ()
         )
         self.applied[multiplies](
-            factor, *(tensor(each, self.storage.float_dtype) for each in values), *moved
+            factor,
+            tensor(event, self.storage.float_dtype),
+            tensor(losses, self.storage.float_dtype),
+            *moved,
         )
 
     def factor(self, divisor: float) -> tuple[bool, Tensor]:

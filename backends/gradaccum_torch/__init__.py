@@ -7,7 +7,6 @@ from gradaccum_torch.large_batch.backward import backward
 from gradaccum_torch.large_batch.coupled import coupled_backward
 from gradaccum_torch.layered import layered_backward
 from gradaccum_torch.optimizer import AccumulatingOptimizer
-from gradaccum_torch.recomputation import recompute
 from gradaccum_torch.saving import redistributed
 from gradaccum_torch.scheduler import GatedScheduler
 from gradaccum_torch.verification import verify, verify_loss_scaling
@@ -23,7 +22,6 @@ __all__ = [
     "layered_backward",
 ]
 __all__ += [
-    "recompute",
     "redistributed",
     "sharded_cross_entropy",
     "verify",

@@ -26,9 +26,9 @@ from gradaccum_torch.large_batch.replay import (
     reached_by,
     trained_by,
 )
+from gradaccum_torch.large_batch.surroundings import Surroundings
 from gradaccum_torch.optimizer import AccumulatingOptimizer
 from gradaccum_torch.private.names import Node, buffers_of, untraced_within, version
-from gradaccum_torch.recomputation.function import Surroundings
 from gradaccum_torch.workers.deferred import LayerShards
 
 Layer = Callable[..., Any]
@@ -409,11 +409,11 @@ class _Run:
 
     def _pass(self, layer: _Layer, taken: _Border) -> _Border:
         surroundings = (
-            Surroundings(layer.stateful, watches=False)
+            Surroundings(layer.stateful)
             if self._recomputes and layer.stateful is not None
             else None
         )
-        with nullcontext() if surroundings is None else surroundings.contexts()[0]:
+        with nullcontext() if surroundings is None else surroundings.first_run():
             returned = self._called(layer, taken)
         self._reach(layer, returned.roots)
         if self._recomputes:
@@ -462,7 +462,7 @@ class _Run:
         with (
             nullcontext()
             if each.surroundings is None
-            else each.surroundings.contexts()[1]
+            else each.surroundings.second_run()
         ):
             return self._called(layer, each.taken)
 

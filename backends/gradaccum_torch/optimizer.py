@@ -841,7 +841,6 @@ class WholeWindow:
         """
         options, workers = self.options, self._window.workers
         given = {
-            "noise_scale": options.noise_decay is not None,
             "separate_sums": options.separate_sums,
             "gradient_sync": workers.strategy is not None,
             "norm_group": workers.stages is not None,

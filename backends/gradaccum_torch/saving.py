@@ -7,7 +7,6 @@ Between two windows `spread` and `gather` convert a state for
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
@@ -123,7 +122,6 @@ def _load_inner(
 #   open;
 # - ``loss`` and ``window_loss``: what the open window's losses add up to, and the loss
 #   of the last closed one;
-# - ``noise``: the four fields of `gradaccum.kit.Noise`, only with ``noise_scale=``;
 # - ``masters``: the float32 master of each half-precision parameter by the index of
 #   that parameter, only with ``master_weights=True``.
 
@@ -225,7 +223,6 @@ def encode(saved: Saved, groups: Sequence[Group]) -> Entry:
         "masters": {index: master.detach() for index, master in saved.masters.items()},
         "loss": saved.known.loss,
         "window_loss": saved.known.window_loss,
-        **({} if saved.known.noise is None else {"noise": list(saved.known.noise)}),
     }
 
 
@@ -256,12 +253,7 @@ def _terms(saved: Mapping[str, Any]) -> kit.Terms:
 
 
 def _known_of(entry: Entry) -> Known:
-    noise = entry.get("noise")
-    return Known(
-        entry["loss"],
-        entry["window_loss"],
-        None if noise is None else kit.Noise(*noise),
-    )
+    return Known(entry["loss"], entry["window_loss"])
 
 
 def decode(entry: Entry, own: Parameters, sum_dtypes: Sequence[torch.dtype]) -> Saved:
@@ -394,12 +386,7 @@ def _show(shape: Sequence[int], dtype: str, name: str | None) -> str:
 
 _CHECKPOINT = "torch.distributed.checkpoint.state_dict"
 MASTER = "gradaccum_master"
-_MEASURED = "grad_norm"
-_TOGETHER = (_MEASURED, "loss", "window_loss", "noise")
-"""One text has all of these: torch loads no state without an entry that it looks for,
-and ``noise`` is there with ``noise_scale=`` only.
-"""
-_ELSEWHERE = ("parameters", "sums", "masters", "worker", "loss", "window_loss", "noise")
+_ELSEWHERE = ("parameters", "sums", "masters", "worker")
 """Parts of the entry that are not saved in the first group."""
 
 
@@ -431,10 +418,8 @@ def spread(
         state_dict["state"].setdefault(index, {})[MASTER] = masters.get(
             index, parameter.detach()
         )
-    rest = {name: value for name, value in entry.items() if name not in _ELSEWHERE}
     state_dict["param_groups"][0][KEY] = {
-        **rest,
-        _MEASURED: json.dumps([entry.get(name) for name in _TOGETHER]),
+        name: value for name, value in entry.items() if name not in _ELSEWHERE
     }
     return state_dict
 
@@ -460,7 +445,7 @@ def gather(state_dict: StateDict, parameters: Parameters) -> StateDict:
             for group in groups
         ],
         KEY: {
-            **_apart(groups[0][KEY]),
+            **groups[0][KEY],
             "sums": {},
             "parameters": describe(parameters.groups()),
             "masters": {
@@ -468,11 +453,6 @@ def gather(state_dict: StateDict, parameters: Parameters) -> StateDict:
             },
         },
     }
-
-
-def _apart(entry: Entry) -> Entry:
-    found = zip(_TOGETHER, json.loads(entry[_MEASURED]), strict=True)
-    return {**entry, **{name: value for name, value in found if value is not None}}
 
 
 # An open window that some workers saved, resumed by another number of workers: the
@@ -523,28 +503,16 @@ def redistributed(state_dicts: Sequence[StateDict], workers: int) -> list[StateD
     _require_all_ranks(entries)
     # An empty window has no size of its own.
     terms = max(entries, key=lambda entry: bool(entry["micro_step"]))["terms"]
-    shared = {**entries[0], "terms": terms, "sums": {}, **_known_for(entries, False)}
+    shared = {**entries[0], "terms": terms, "sums": {}, "loss": 0.0}
     first, *others = [
         {**shared, **own._asdict(), "worker": [rank, workers]}
         for rank, own in enumerate(fields)
     ]
     everything = {
         "sums": _added([entry["sums"] for entry in entries]),
-        **_known_for(entries, True),
+        "loss": sum(entry["loss"] for entry in entries),
     }
     return [{**state_dicts[0], KEY: entry} for entry in (first | everything, *others)]
-
-
-def _known_for(entries: Sequence[Entry], everything: bool) -> Entry:
-    """Return a worker's entry without sums and weight; with `everything` for the first
-    one.
-    """
-    known: Entry = {
-        "loss": sum(entry["loss"] for entry in entries) if everything else 0.0
-    }
-    if noises := [entry["noise"] for entry in entries if "noise" in entry]:
-        known["noise"] = list(kit.forget_window(kit.Noise(*noises[0])))
-    return known
 
 
 def _entry_of(state_dict: StateDict) -> Entry:

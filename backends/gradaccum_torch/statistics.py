@@ -1,5 +1,4 @@
-"""The statistics of a window besides its gradient: its loss and the numbers of the
-noise scale.
+"""The loss of a window.
 
 A loss on an accelerator is read with the norm at the window's end, or with
 ``on_overflow="ignore"`` when somebody asks for the result.
@@ -28,8 +27,6 @@ class Known(NamedTuple):
     """The sum of the open window's losses, as `gradaccum.kit.add_loss` makes it."""
     window_loss: float = math.nan
     """That of the last closed window."""
-    noise: kit.Noise | None = None
-    """None: nobody measured it."""
 
 
 NOTHING_KNOWN = Known()
@@ -66,8 +63,6 @@ class _Counted(NamedTuple):
     """The sum is that of all workers."""
     unread: tuple[tuple[Tensor, float], ...] = ()
     """Each loss that is on its device, and the weight of its micro-batch."""
-    firsts: int = 1
-    """The workers that had a first micro-batch."""
 
     def are_all(self, micro_step: int) -> bool:
         """True if no micro-batch is missing: an interrupt can leave one out."""
@@ -94,8 +89,7 @@ class Statistics:
     """The statistics of the open window and of the last closed one."""
 
     def __init__(self, options: kit.Options) -> None:
-        self._options, self.measures_noise = options, options.noise_decay is not None
-        self._noise = kit.no_noise()
+        self._options = options
         self._closed: tuple[_Counted, kit.Fields, kit.Options] | float = math.nan
         """The loss of the last closed window, or what it is made of."""
         self._open = _Counted()
@@ -103,7 +97,7 @@ class Statistics:
     def counted(
         self, before: kit.State, weight: float, finite: bool, losses: Sequence[Told]
     ) -> None:
-        total, micro_batches, joined, unread, firsts = self._open
+        total, micro_batches, joined, unread = self._open
         if total != total:
             return  # NaN, and nothing makes it a number again.
         if kit.usable(before, weight, finite):
@@ -116,21 +110,7 @@ class Statistics:
                     total = kit.add_loss(
                         total, loss, weight, True, self._options, kit.select
                     )
-        self._open = _Counted(total, micro_batches + 1, joined, unread, firsts)
-
-    def is_first(self, fields: kit.State) -> bool:
-        """True if the norm is wanted now, as the sum holds the first micro-batch
-        alone.
-        """
-        return bool(kit.is_first(self._noise, fields))
-
-    def first_seen(self, fields: kit.State, norm: float) -> None:
-        self._noise = kit.Noise(*kit.first_seen(self._noise, fields, norm, kit.select))
-
-    def groups_changed(self) -> None:
-        """Note that the window says nothing about the noise: its parameters changed."""
-        if self._noise.first_weight:
-            self._noise = self._noise._replace(first_square=math.inf)
+        self._open = _Counted(total, micro_batches + 1, joined, unread)
 
     @property
     def unread(self) -> list[Tensor]:
@@ -144,10 +124,7 @@ class Statistics:
         """Return the numbers to sum over all workers, for `join`; waits for the device
         where losses are unread.
         """
-        return [
-            self._total(micro_step),
-            *(kit.noise_shares(self._noise, kit.select) if self.measures_noise else ()),
-        ]
+        return [self._total(micro_step)]
 
     def join(self, numbers: Sequence[float]) -> None:
         """Take the `numbers` summed over all workers; again after an update that
@@ -155,31 +132,13 @@ class Statistics:
         """
         if self._open.joined:
             return
-        loss, *first = numbers
-        weight, squares, firsts = first or (0.0, 0.0, 1)
-        if first:
-            self._noise = kit.Noise(
-                *kit.joined_noise(self._noise, weight, squares, kit.select)
-            )
-        self._open = _Counted(loss, joined=True, firsts=int(firsts))
+        (loss,) = numbers
+        self._open = _Counted(loss, joined=True)
 
-    def window_ended(
-        self, ended: kit.Fields, options: kit.Options, grad_norm: float
-    ) -> None:
+    def window_ended(self, ended: kit.Fields, options: kit.Options) -> None:
         """End the window that was `ended`; the `options` say by what its losses are
         divided.
         """
-        if self.measures_noise:
-            self._noise = kit.Noise(
-                *kit.window_seen(
-                    self._noise,
-                    ended,
-                    grad_norm,
-                    self._options,
-                    kit.select,
-                    self._open.firsts,
-                )
-            )
         self._closed = (
             (self._open if self._open.are_all(int(ended[0])) else _UNKNOWN),
             ended,
@@ -188,7 +147,6 @@ class Statistics:
         self._open = _Counted()
 
     def discard(self) -> None:
-        self._noise = kit.Noise(*kit.forget_window(self._noise))
         self._open = _Counted()
 
     @property
@@ -205,26 +163,12 @@ class Statistics:
             )
         return self._closed
 
-    @property
-    def noise_scale(self) -> float:
-        """The noise scale in items; NaN where it is not measured."""
-        return (
-            _one_nan(kit.noise_scale(self._noise, kit.select))
-            if self.measures_noise
-            else math.nan
-        )
-
     def saved(self, micro_step: int) -> Known:
         """Return the statistics for a checkpoint; may wait for the device."""
-        return Known(
-            self._total(micro_step),
-            self.loss,
-            self._noise if self.measures_noise else None,
-        )
+        return Known(self._total(micro_step), self.loss)
 
     def restore(self, known: Known, micro_step: int) -> None:
         self._closed = _one_nan(known.window_loss)
-        self._noise = kit.no_noise() if known.noise is None else known.noise
         self._open = _Counted(known.loss, micro_step)
 
     def _total(self, micro_step: int) -> float:

@@ -22,6 +22,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint
 
 import gradaccum_jax
 from benchmarks.case import Case, Curve
@@ -70,9 +71,7 @@ def compiled(way: str, items: int, shape: Encoder) -> Any:
     layers = [parts] * shape.layers
     if way in (RECOMPUTE, BOTH):
         recomputed = tuple(
-            gradaccum_jax.recompute(part)
-            if accumulates
-            else _branch(gradaccum_jax.recompute(part))
+            checkpoint(part) if accumulates else _branch(checkpoint(part))
             for part in parts
         )
         layers = [recomputed] * (shape.layers - 1) + [(recomputed[0], parts[1])]

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint_sequential
 
 import gradaccum_torch
 from benchmarks.case import Case, Curve
@@ -45,7 +46,7 @@ def gradient(way: str, items: int, shape: Encoder) -> Callable[[], object]:
     """One gradient of a batch of `items` sequences."""
     torch.manual_seed(0)
     blocks = nn.Sequential(*(_block(shape) for _ in range(shape.layers)))
-    net = _recomputed(blocks) if way in (RECOMPUTE, BOTH) else blocks
+    net = _Recomputed(blocks) if way in (RECOMPUTE, BOTH) else blocks
     x = torch.randn(items, shape.length, shape.width)
 
     def loss(part: Tensor) -> Tensor:
@@ -62,15 +63,22 @@ def gradient(way: str, items: int, shape: Encoder) -> Callable[[], object]:
     return accumulated if way in (ACCUMULATE, BOTH) else whole
 
 
-def _recomputed(blocks: nn.Sequential) -> nn.Module:
-    """In segments of a sixth. The last one keeps its activations, which the backward
-    pass needs first: to free them saves nothing.
+class _Recomputed(nn.Module):
+    """Blocks in segments of a sixth. The last one keeps its activations, which the
+    backward pass needs first: to free them saves nothing.
     """
-    size = max(1, len(blocks) // 6)
-    segments = len(blocks) // size - 1
-    return nn.Sequential(
-        gradaccum_torch.recompute(blocks[:-size], segments=segments), blocks[-size:]
-    )
+
+    def __init__(self, blocks: nn.Sequential) -> None:
+        super().__init__()
+        size = max(1, len(blocks) // 6)
+        self.segments = len(blocks) // size - 1
+        self.first, self.last = blocks[:-size], blocks[-size:]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = checkpoint_sequential(  # type: ignore[no-untyped-call]
+            self.first, self.segments, x, use_reentrant=False
+        )
+        return self.last(x)  # type: ignore[no-any-return]
 
 
 def _block(shape: Encoder) -> nn.Module:

@@ -118,7 +118,6 @@ def test_defaults_of_the_options() -> None:
         "skip_window",
         False,
         None,
-        None,
         False,
     )
 
@@ -267,22 +266,13 @@ def test_schedule_may_have_defaults_or_no_signature(function: Any) -> None:
     assert kit.make_options(function).steps is function
 
 
-@pytest.mark.parametrize(
-    ("options", "got"),
-    [
-        ({"steps": 4}, "steps, .*; got one beside steps=4. Write"),
-        ({"steps": None, "noise_scale": True}, "noise_scale; got both of them. Pass"),
-    ],
-)
-def test_denominator_is_for_windows_that_the_caller_closes(
-    options: Any, got: str
-) -> None:
+def test_denominator_is_for_windows_that_the_caller_closes() -> None:
     kit.require_denominator_allowed(kit.make_options(None))
     with pytest.raises(
         gradaccum.ArgumentValueError,
-        match=f"denominator: expected to be left out beside {got}",
+        match=r"denominator: .* beside steps, .*; got one beside steps=4. Write",
     ):
-        kit.require_denominator_allowed(kit.make_options(**options))
+        kit.require_denominator_allowed(kit.make_options(4))
     with pytest.raises(
         gradaccum.UsageError,
         match="denominator: expected to be left out where several workers",
@@ -570,5 +560,5 @@ def test_result_is_readable() -> None:
     result = gradaccum.StepResult(True, False, False, scalar, 1.0, 0, 3, math.nan)
     assert repr(result) == (
         "StepResult(applied=True, skipped=False, overflow=False, grad_norm=0.5,"
-        " loss_scale=1.0, micro_step=0, optimizer_step=3, loss=nan, noise_scale=nan)"
+        " loss_scale=1.0, micro_step=0, optimizer_step=3, loss=nan)"
     )

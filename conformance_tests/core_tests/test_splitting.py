@@ -77,40 +77,6 @@ def test_packed_up_to_the_budget(weights: list[int], budget: int) -> None:
         assert total + weights[cut.start] > budget, "the next item would have fitted"
 
 
-@given(depth=st.integers(1, 60), segments=st.none() | st.integers(1, 60))
-def test_segments_hold_each_layer_once(depth: int, segments: int | None) -> None:
-    if segments is not None and segments > depth:
-        with pytest.raises(
-            ArgumentValueError,
-            match=(
-                f"^segments: expected at most {depth}, the number of layers; got"
-                f" {segments}"
-            ),
-        ):
-            kit.segment_cuts(depth, segments)
-        return
-    made = kit.segment_cuts(depth, segments)
-    assert [layer for cut in made for layer in range(cut.start, cut.stop)] == list(
-        range(depth)
-    )
-    assert len(made) == (segments or round(depth**0.5))
-    lengths = [cut.items for cut in made]
-    assert lengths == sorted(lengths, reverse=True)
-    assert lengths[0] - lengths[-1] <= 1
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ((0,), "recompute: expected at least one layer"),
-        ((4, 0), "segments: expected an int >= 1"),
-    ],
-)
-def test_segments_that_cannot_be_cut(arguments: tuple[int, ...], words: str) -> None:
-    with pytest.raises(ArgumentValueError, match=f"^{words}"):
-        kit.segment_cuts(*arguments)
-
-
 @pytest.mark.parametrize(
     "cut",
     [

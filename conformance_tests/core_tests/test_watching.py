@@ -28,7 +28,7 @@ from gradaccum import (
 from gradaccum.kit import Listeners, State, described, make_options, status
 from gradaccum.watching import ClosedWindow, JsonLines, RichProgress, TensorBoard
 
-WINDOW = ClosedWindow(17, True, False, False, 0.5, 1024.0, 32.0, 4, 0.25, 1.5, 96.0)
+WINDOW = ClosedWindow(17, True, False, False, 0.5, 1024.0, 32.0, 4, 0.25, 1.5)
 OVERFLOW = WINDOW._replace(
     applied=False, skipped=True, overflow=True, grad_norm=math.inf, loss=math.nan
 )
@@ -189,12 +189,9 @@ def test_loss_of_weight_zero_is_left_out() -> None:
 
 def test_loss_of_the_result_needs_no_telling() -> None:
     """The optimizer was told it. What the loop tells stands in its place."""
-    known = end()._replace(loss=3.0, noise_scale=96.0)
+    known = end()._replace(loss=3.0)
     heard = watched((mid(1), {}), (known, {}), (known, {"loss": 4.0}))
-    assert [(window.loss, window.noise_scale) for window in heard] == [
-        (3.0, 96.0),
-        (4.0, 96.0),
-    ]
+    assert [window.loss for window in heard] == [3.0, 4.0]
 
 
 def test_every_listener_hears_though_one_raises() -> None:
@@ -314,7 +311,6 @@ def test_tensorboard_gets_what_is_known() -> None:
         "micro_batches": 4.0,
         "seconds": 0.25,
         "skipped": 1.0,
-        "noise_scale": 96.0,
     }
     assert writer.points == [
         (f"a/{name}", value, 17) for name, value in expected.items()
@@ -383,9 +379,9 @@ def test_status_is_one_line() -> None:
         status(State(2, 3, 0, 96.0, False, 1.0, 0), gradaccum.until_weight(128))
         == "micro-batch 2, weight 96 of 128, update 3"
     )
-    by_weight = make_options(gradaccum.until_weight(128), noise_scale=0.5)
+    by_weight = make_options(gradaccum.until_weight(128), skip_norm=0.5)
     assert described("A", "B", by_weight, state, None).startswith(
-        "A(B, steps=until_weight(128), noise_scale=0.5 | micro-batch"
+        "A(B, steps=until_weight(128), skip_norm=0.5 | micro-batch"
     )
 
 

@@ -69,3 +69,8 @@ def close(made: Any, wanted: Any, tolerance: float = 1e-13) -> None:
         )
 
     jax.tree.map(check, made, wanted)
+
+
+def assert_same_bits(found: Any, expected: Any) -> None:
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)

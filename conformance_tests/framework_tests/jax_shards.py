@@ -92,7 +92,6 @@ def check_like_one_device() -> None:
         ({}, BAD, 1),
         ({"on_overflow": "drop_micro_batch"}, BAD, 1),
         ({"skip_norm": 3.0}, MADE, 1),
-        ({"noise_scale": 0.5}, MADE, 1),
         ({"master_weights": True}, MADE, 1),
     ]
     for given, gradients, size in cases:
@@ -108,8 +107,7 @@ def check_like_one_device() -> None:
             lambda *args, tx=shared: train(tx, *args), (SPECS, apart), (SPECS, P())
         )(params, scaled)
         wanted = jax.jit(lambda *args, tx=whole: train(tx, *args))(params, scaled)
-        # the noise is a difference of norms
-        near(found, wanted, 1e-4 if "noise_scale" in given else 1e-5)
+        near(found, wanted, 1e-5)
         assert bool(found[1].overflow.any()) == (gradients is BAD)
         assert bool(found[1].applied.any())
 
@@ -118,7 +116,7 @@ def check_with_workers() -> None:
     """Shards along one axis of the mesh, and along the other devices with micro-batches
     of their own; also what a window knows.
     """
-    options: dict[str, Any] = {"steps": 2, "clip_norm": 0.5, "noise_scale": 0.5}
+    options: dict[str, Any] = {"steps": 2, "clip_norm": 0.5}
     shared, whole = (
         gradaccum.wrap(optax.sgd(0.1), **options, axis_name="data", **own)
         for own in ({"shard_axes": "model"}, {})
@@ -133,17 +131,16 @@ def check_with_workers() -> None:
             params, results = train(
                 tx, params, {name: leaf[:, 0] for name, leaf in gradients.items()}
             )
-            return params, results.grad_norm, results.noise_scale
+            return params, results.grad_norm
 
         apart = jax.tree.map(lambda spec: P(None, "data", *spec), specs)
-        return lifted(local, (specs, apart), (specs, P(), P()), mesh)(start(), own)
+        return lifted(local, (specs, apart), (specs, P()), mesh)(start(), own)
 
     found, without_shards = (
         found_by(shared, SPECS, BOTH),
         found_by(whole, dict.fromkeys(SPECS, P()), DATA),
     )
     near(found, without_shards, 1e-4)
-    assert np.isfinite(found[2][1:]).all(), "the noise is compared with an estimate"
     wanted = train(
         gradaccum.wrap(optax.sgd(0.1), steps=2, clip_norm=0.5),
         start(),

@@ -13,8 +13,6 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
 
-from gradaccum_mindspore.recomputation.module import recompute
-
 X = Tensor(np.random.RandomState(0).randn(2048, 256).astype(np.float32))
 
 
@@ -47,7 +45,8 @@ def main(mode: str, how: str) -> None:
     ms.set_context(mode=ms.GRAPH_MODE if mode == "graph" else ms.PYNATIVE_MODE)
     net = Net()
     if how == "recomputed":
-        recompute(net.layers)
+        for layer in net.layers:
+            layer.recompute()
     step = ms.value_and_grad(net, None, net.trainable_params())
     step = ms.jit(step) if mode == "jit" else step
     held = status("VmRSS")

@@ -49,7 +49,7 @@ def run(name, **options):
 
 
 run("plain", steps=2)
-run("all", steps=[(0, 1), (1, 2)], loss_scale=scale, on_overflow="drop_micro_batch", noise_scale=True)
+run("all", steps=[(0, 1), (1, 2)], loss_scale=scale, on_overflow="drop_micro_batch")
 run("ignoring", steps=2, on_overflow="ignore")
 window = gradaccum.wrap(nn.Adam(net.trainable_params()), steps=None, name="window")
 ms.jit(gradaccum_mindspore.value_and_update(mean, window, steps=2).construct)(x)

@@ -16,7 +16,7 @@ import pytest
 
 import gradaccum
 import gradaccum_jax
-from conformance_tests.framework_tests.jax_chain import assert_same_bits
+from conformance_tests.framework_tests.jax_large_batch import assert_same_bits
 from gradaccum_jax.large_batch import auto
 
 ITEMS, WIDTH = 16, 64

@@ -38,7 +38,6 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
     ),
     "schedule": lambda inner: gradaccum.wrap(inner, steps=[(0, 1), (2, 3)]),
     "no_steps": lambda inner: gradaccum.wrap(inner, steps=None),
-    "noise": lambda inner: gradaccum.wrap(inner, steps=2, noise_scale=True),
     "multisteps": lambda inner: gradaccum_jax.MultiSteps(
         inner, 2, should_skip_update_fn=optax.skip_not_finite
     ),

@@ -1,6 +1,4 @@
-"""A window's statistics in JAX: its loss, also for inner optimizers that read it; its
-noise; old checkpoints; refusals.
-"""
+"""A window's loss in JAX, also for inner optimizers that read it; refusals."""
 
 from __future__ import annotations
 
@@ -14,10 +12,7 @@ import pytest
 
 import gradaccum
 import gradaccum_jax
-from benchmarks.jax_counts import copies
 from conformance_tests.framework_tests.refusing import refused
-from gradaccum_jax import statistics
-from gradaccum_jax.statistics import measure
 
 PARAMS = {"w": jnp.asarray([1.0, -2.0, 0.5])}
 RNG = np.random.default_rng(3)
@@ -81,119 +76,6 @@ def test_what_is_no_loss_is_refused(value: Any) -> None:
     tx = gradaccum.wrap(optax.sgd(0.1), steps=2)
     with refused(gradaccum.ArgumentTypeError, "value", "a real scalar"):
         tx.update(PARAMS, tx.init(PARAMS), PARAMS, value=value)
-
-
-def test_only_the_first_micro_batch_is_measured(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    runs: list[int] = []
-
-    def counting(*args: Any) -> Any:
-        made = measure(*args)
-        jax.debug.callback(lambda _: runs.append(1), made[0])
-        return made
-
-    monkeypatch.setattr(statistics, "measure", counting)
-    tx = gradaccum.wrap(optax.sgd(0.1), steps=3, noise_scale=True)
-    step, state = jax.jit(tx.update), tx.init(PARAMS)
-    for count in (1, 1, 1, 2, 2, 2):
-        _, state = step(PARAMS, state)
-        jax.effects_barrier()
-        assert len(runs) == count
-
-
-@pytest.mark.parametrize(
-    ("steps", "policy"), [(None, "skip_window"), (3, "skip_window"), (3, "ignore")]
-)
-def test_noise_copies_no_sum(steps: int | None, policy: str) -> None:
-    """The norm is taken before the window's end writes over the sum, so that the sum
-    needs no second buffer.
-    """
-    params = [jnp.ones((96, 96)) for _ in range(3)]
-
-    def step(params: Any, state: Any, x: Any) -> Any:
-        grads = jax.grad(
-            lambda params: jnp.sum(jnp.tanh(x @ params[0] @ params[1] @ params[2]))
-        )(params)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    tx = gradaccum.wrap(
-        optax.adam(0.1), steps=steps, noise_scale=True, on_overflow=policy
-    )
-    program = (
-        jax.jit(step, donate_argnums=(0, 1))
-        .lower(params, tx.init(params), jnp.ones((2, 96)))
-        .compile()
-    )
-    assert copies(program.as_text(), {(96, 96)}) == 0
-
-
-def test_noise_is_no_part_of_a_derivative() -> None:
-    tx = gradaccum.wrap(optax.sgd(1.0), steps=2, noise_scale=True)
-    square, slope = jax.value_and_grad(
-        lambda g: tx.update({"w": g}, tx.init(PARAMS))[1].noise.first_square
-    )(PARAMS["w"])
-    assert square == pytest.approx(5.25)
-    np.testing.assert_array_equal(slope, np.zeros(3))
-
-
-def test_state_of_another_choice_about_noise_is_refused() -> None:
-    """`check_state` makes it fit, unless a part is missing."""
-    off, on = (
-        gradaccum.wrap(optax.sgd(0.1), steps=3, noise_scale=value)
-        for value in (False, 0.5)
-    )
-    state = after(on, ROWS[:4])
-    torn = {**state._asdict(), "noise": {"trace": state.noise.trace}}
-    with refused(gradaccum.CheckpointError, "state.noise"):
-        gradaccum_jax.check_state(on, torn, PARAMS)
-    for tx, other in ((off, state), (on, after(off, ROWS[:4]))):
-        for call in (
-            lambda tx=tx, s=other: tx.update(PARAMS, s),
-            lambda tx=tx, s=other: gradaccum_jax.discard(tx, s),
-        ):
-            with refused(gradaccum.ArgumentTypeError, "state.noise", "check_state"):
-                call()
-
-
-@pytest.mark.parametrize("reduction", ["mean", "sum", "item_mean"])
-def test_noise_of_one_call_is_in_items(reduction: Any) -> None:
-    """Whatever the loss adds up to: 4 micro-batches of 16, and as many streamed with
-    their number of items.
-    """
-    data, params = (
-        jnp.asarray(
-            np.random.default_rng(0).normal(0.2, 1, size=(20, 64, 9)), jnp.float32
-        ),
-        jnp.zeros(9),
-    )
-    loss_fn = (
-        (lambda p, x: (x @ p).mean())
-        if reduction == "mean"
-        else (lambda p, x: (x @ p).sum())
-    )
-    called = gradaccum.wrap(
-        optax.sgd(0.0), steps=None, reduction=reduction, noise_scale=True
-    )
-    streamed = gradaccum.wrap(
-        optax.sgd(0.0), steps=4, reduction=reduction, noise_scale=True
-    )
-    call, update, gradient = (
-        jax.jit(gradaccum_jax.value_and_update(loss_fn, called, steps=4)),
-        jax.jit(streamed.update),
-        jax.grad(loss_fn),
-    )
-    state, other = called.init(params), streamed.init(params)
-    for batch in data:
-        state = call(params, state, batch)[2]
-        for part in jnp.split(batch, 4):
-            other = update(gradient(params, part), other, params, weight=16)[1]
-    noise = float(gradaccum_jax.result(state).noise_scale)
-    assert 0 < noise < float("inf")
-    np.testing.assert_allclose(
-        noise, gradaccum_jax.result(other).noise_scale, rtol=1e-4
-    )
 
 
 def strict(steps: Any) -> Any:

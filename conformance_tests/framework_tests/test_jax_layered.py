@@ -479,7 +479,6 @@ def test_refusals() -> None:
             gradaccum.wrap(optax.sgd(0.1), steps=None, on_overflow="drop_micro_batch"),
             "on_overflow=",
         ),
-        (gradaccum.wrap(optax.sgd(0.1), steps=None, noise_scale=True), "noise_scale="),
     ):
         with refused(gradaccum.GradAccumError, "tx: expected", words):
             layered(tx)

@@ -116,7 +116,7 @@ def test_reverse_mode_under_vmap(outer: str, phases: list[int]) -> None:
         (True, {}),
         (False, {}),
         (False, {"on_overflow": "ignore"}),
-        (True, {"noise_scale": True, "clip_norm": 1.0}),
+        (True, {"clip_norm": 1.0}),
     ],
     ids=str,
 )
@@ -180,7 +180,6 @@ def test_window_that_one_device_shares_is_its_own() -> None:
             steps=2,
             loss_scale=scale,
             clip_norm=1.0,
-            noise_scale=True,
             **shared,
         )
 

@@ -39,7 +39,6 @@ def test_step_outside_jit_compiles_once() -> None:
         {},
         {"on_overflow": "drop_micro_batch", "loss_scale": 8},
         {"steps": [(0, 2), (1, 3)]},
-        {"noise_scale": True},
     ],
 )
 @pytest.mark.parametrize("weight", [None, 2.0])

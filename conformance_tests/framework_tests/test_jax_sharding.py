@@ -155,7 +155,6 @@ SCRIPTS = {
         "one reduction per call and tensor; weights, keys, aux, windows and coupled"
         " losses of all items"
     ),
-    "jax_recompute_devices": "on two devices",
 }
 
 

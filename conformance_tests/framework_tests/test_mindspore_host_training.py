@@ -30,7 +30,7 @@ OPTIONS = {
         "on_overflow": "drop_micro_batch",
         "loss_scale": gradaccum.DynamicLossScale(2.0**7, growth_interval=2),
     },
-    "clip, noise": {"clip_norm": 0.1, "noise_scale": True},
+    "clip": {"clip_norm": 0.1},
     "sum": {"reduction": "sum", "on_overflow": "ignore"},
     "item mean, clip": {"reduction": "item_mean", "skip_norm": 1e6},
 }

@@ -4,19 +4,27 @@ size.
 
 import gc
 import re
+import subprocess
+import sys
 from collections import Counter
+from pathlib import Path
 
 import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, ops
 
-from conformance_tests.framework_tests.mindspore_common import pynative_after, set_mode  # noqa: F401
+from conformance_tests.framework_tests.mindspore_common import (
+    MODES,
+    pynative_after,  # noqa: F401
+    set_mode,
+)
 from conformance_tests.framework_tests.mindspore_graphs import saved_graphs
 from conformance_tests.framework_tests.mindspore_large_batch import in_mode
 from gradaccum_mindspore.large_batch.value_and_grad import value_and_grad
 
 SHAPE = (37, 41)
+PEAK = Path(__file__).with_name("mindspore_peak.py")
 
 
 def compiled(items):
@@ -98,3 +106,21 @@ def test_buffers_do_not_grow():
         Tensor(np.ones((6, SHAPE[0])), ms.float32)
     )
     assert seen == [0, 1, 1, 1, 1, 1], "the sum"
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("mode", MODES)
+def test_recomputed_layers_keep_less(mode):
+    """Peak memory of one gradient, each in its own process."""
+    peaks = []
+    for how in ("plain", "recomputed"):
+        done = subprocess.run(
+            [sys.executable, str(PEAK), mode, how],
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        peaks.append(int(done.stdout.split()[-1]))
+    plain, recomputed = peaks
+    assert recomputed < 0.7 * plain, peaks

@@ -93,7 +93,6 @@ def with_everything(parameters):
         "loss_scale": scale,
         "clip_norm": 1.0,
         "skip_norm": 1e9,
-        "noise_scale": True,
     }
     optimizer = gradaccum.wrap(nn.Momentum(parameters, 1e-6, 0.9), steps=2, **options)
     optimizer.scale(Tensor(1.0))  # the gradients below are those of a scaled loss

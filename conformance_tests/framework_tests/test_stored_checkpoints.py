@@ -34,7 +34,6 @@ def begin(backend: Harness) -> Session:
         steps=4,
         clip_norm=0.5,
         loss_scale=scale,
-        noise_scale=0.9,
     )
 
 

@@ -573,7 +573,6 @@ def test_refused(call: Callable[[], Any], message: str) -> None:
     [
         {"on_overflow": "drop_micro_batch"},
         {"separate_sums": True},
-        {"noise_scale": True},
         {"steps": 2},
     ],
 )

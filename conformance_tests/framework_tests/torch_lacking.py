@@ -23,7 +23,6 @@ import gradaccum
 from conformance_tests.framework_tests.refusing import refused
 from gradaccum.errors import ArgumentValueError, UsageError
 from gradaccum_torch.private.names import exists
-from gradaccum_torch.recomputation import recompute
 
 
 def model_of(seed: int = 0) -> Any:
@@ -252,11 +251,6 @@ def scheduler_moves() -> None:
     assert rates == [0.1, 0.05, 0.05, 0.025]
 
 
-def recomputation_raises() -> None:
-    with pytest.raises(AttributeError):
-        recompute(model_of())(batches_of()[0])
-
-
 def sparse_is_refused() -> None:
     for sparse in (True, False):
         table = torch.nn.Embedding(4, 2, sparse=sparse)
@@ -451,7 +445,6 @@ SCENARIOS: dict[str, Callable[[], object]] = {
     "torch.amp:GradScaler._get_scale_async": scaler_is_refused,
     "torch.amp:GradScaler._per_optimizer_states": scaler_is_refused,
     "torch.amp:GradScaler._found_inf_per_device": scaler_is_refused,
-    "torch.nn:Module._parameters": recomputation_raises,
     "torch.nn:Module._buffers": buffers_are_put_back,
     "torch.nn.parallel:DistributedDataParallel._static_graph_delay_allreduce_enqueued": (
         static_graph_is_refused

@@ -161,14 +161,6 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         "sum(jnp.sum(a * b) for a, b in zip(*pair, strict=False))",
     ): "each array has a tangent",
     (
-        "backends/gradaccum_jax/window/window.py",
-        "never = never if state.noise is None else never & ((state.weight > 0))",
-    ): NEVER,
-    (
-        "backends/gradaccum_jax/window/window.py",
-        "never = never if state.noise is None else never & (state.weight >= 1)",
-    ): NEVER,
-    (
         "backends/gradaccum_jax/window/state.py",
         "[vary(new, axes_of(old)) for new, old in zip(cast, olds, strict=False)]",
     ): "each old value has a new one",

@@ -143,7 +143,6 @@ def jax_counts() -> Counted:
         "dropping": {"on_overflow": "drop_micro_batch"},
         "dynamic scale": {"loss_scale": gradaccum.DynamicLossScale(8.0)},
         "masters": {"master_weights": True},
-        "noise": {"noise_scale": True},
     }
     for kind, options in kinds.items():
         yield from _jax_update(kind, options)

@@ -54,8 +54,6 @@ class ClosedWindow(NamedTuple):
     """Its loss as one large batch, if all losses were told: to the optimizer, of all
     workers; to a `Watch`, of this one.
     """
-    noise_scale: float = math.nan
-    """The gradient noise scale in items, if the optimizer measures it."""
 
 
 Listener = Callable[[ClosedWindow], object]
@@ -160,9 +158,7 @@ class Listeners:
             result.grad_norm,
             result.loss_scale,
         )
-        window = ClosedWindow(
-            *said, weight, micro_batches, seconds, loss, float(result.noise_scale)
-        )
+        window = ClosedWindow(*said, weight, micro_batches, seconds, loss)
         self._untold.append(window)
         return window
 
@@ -358,7 +354,6 @@ def _in_numbers(result: object) -> StepResult:
         micro_step,
         optimizer_step,
         loss,
-        noise_scale,
     ) = result
     try:
         flags, floats = (
@@ -371,7 +366,6 @@ def _in_numbers(result: object) -> StepResult:
             int(micro_step),
             int(optimizer_step),
             float(loss),
-            float(noise_scale),
         )
     except (TypeError, ValueError) as error:
         expected, found = "scalars whose values are known on the host", "others"

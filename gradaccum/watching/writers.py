@@ -192,7 +192,6 @@ _CURVES = (
     "micro_batches",
     "seconds",
     "skipped",
-    "noise_scale",
 )
 
 
@@ -201,8 +200,8 @@ class TensorBoard:
     ``writer.add_scalar(tag, value, optimizer_step)``.
 
     The tags are ``gradaccum/loss``, ``grad_norm``, ``loss_scale``, ``weight``,
-    ``micro_batches``, ``seconds``, ``skipped`` (0 or 1) and ``noise_scale``. A NaN has
-    no point. A skipped window stands at the step of the update before it.
+    ``micro_batches``, ``seconds`` and ``skipped`` (0 or 1). A NaN has no point. A
+    skipped window stands at the step of the update before it.
 
     Args:
         writer: a writer of `torch.utils.tensorboard` or tensorboardX, or another object

@@ -691,8 +691,7 @@ def copies(tree: G, axes: Axes) -> G:
 def _unit(
     question: Question, merging: Merging, source: Source, *, relative: bool
 ) -> int | None:
-    counts_items = merging.weighs or question.options.noise_decay is not None
-    if question.options.reduction == "sum" and not counts_items:
+    if question.options.reduction == "sum" and not merging.weighs:
         return None
     return (
         batches.known_items(batches.largest_in(source))

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gradaccum import ArgumentTypeError, StepResult, kit
-from gradaccum.kit import Fields, Noise, Options, Scalar, State, UntilWeight, explain
+from gradaccum.kit import Fields, Options, Scalar, State, UntilWeight, explain
 from gradaccum_jax.arrays import Array, DType, InnerState, Tree
 from gradaccum_jax.sharding import axes_of, manual_axes, vary
 
@@ -77,10 +77,6 @@ class AccumulationState(NamedTuple):
     last_loss: Scalar = None
     """dtype of `weight`: the last closed window's loss, unscaled; `UNKNOWN` before any,
     and where it was not told.
-    """
-    noise: Noise | None = None
-    """With ``noise_scale=`` a `gradaccum.kit.Noise` of scalars of the dtype of
-    `weight`; else None.
     """
 
 
@@ -219,9 +215,9 @@ def result(state: Tree) -> StepResult:
             as the state of an `optax.chain`.
 
     Returns:
-        A `StepResult` of `jax.Array` scalars, shape ``()``: bools; `grad_norm`, `loss`
-        and `noise_scale` float32 (float64 with float64 accumulators); `loss_scale`
-        float32; counters int32.
+        A `StepResult` of `jax.Array` scalars, shape ``()``: bools; `grad_norm` and
+        `loss` float32 (float64 with float64 accumulators); `loss_scale` float32;
+        counters int32.
 
     Raises:
         ArgumentTypeError: `state` holds no such state, or several.
@@ -236,7 +232,6 @@ def result(state: Tree) -> StepResult:
         micro_step=jnp.asarray(found.micro_step),
         optimizer_step=jnp.asarray(found.optimizer_step),
         loss=as_read(found.last_loss),
-        noise_scale=_noise_scale(found),
     )
 
 
@@ -271,15 +266,6 @@ def describe(state: Tree) -> str:
     # each device that shares a window has a weight of its own
     fields = State(*(jnp.sum(field).item() for field in fields_of(found)))
     return kit.status(fields, UntilWeight(-code) if code < 0 else code or None)
-
-
-def _noise_scale(state: AccumulationState) -> Array:
-    with jax.debug_nans(False):  # unknown is no accident
-        return (
-            jnp.full_like(state.last_loss, jnp.nan)
-            if state.noise is None
-            else kit.noise_scale(state.noise, jnp.where)
-        )
 
 
 def _on_any_device(state: AccumulationState) -> Array:

@@ -33,7 +33,6 @@ from gradaccum_jax import statistics, sums
 from gradaccum_jax.arrays import Gradients, Tree, Updates
 from gradaccum_jax.control_flow import once
 from gradaccum_jax.sharding import ShardAxes, everywhere
-from gradaccum_jax.statistics import Firsts
 from gradaccum_jax.sums import measure, together
 from gradaccum_jax.update import Update
 from gradaccum_jax.window.state import (
@@ -100,9 +99,8 @@ def add(
     counted = with_fields(state, accumulate(fields, weight, finite, jnp.where))
     terms = like(current_terms(options, steps), state.terms)
     counted = counted._replace(accumulator=total, terms=terms)
-    return statistics.add(
-        counted, loss, weight, adds, options, shard_axes
-    ), ~harmless if dropping else False
+    added = statistics.add(counted, loss, weight, adds, options)
+    return added, ~harmless if dropping else False
 
 
 class Ending(NamedTuple):
@@ -144,11 +142,8 @@ def close(
             bare, _closed(whole.fields, decision.apply, decision.overflow, options)
         )
         norm = like(as_stored(decision.grad_norm), state.last_grad_norm)
-        ended = statistics.close(
-            closed, loss, whole.firsts, decision.grad_norm, whole.fields, options
-        )
         ended = with_event(
-            ended._replace(last_grad_norm=norm),
+            statistics.close(closed, loss)._replace(last_grad_norm=norm),
             decision.apply,
             ~decision.apply,
             decision.overflow,
@@ -223,8 +218,6 @@ def keep(
     tells: bool,
 ) -> tuple[Updates, AccumulationState]:
     """Replace `close` in a window that only the caller closes."""
-    # always so, but see `statistics.add`
-    never = never if state.noise is None else never & (state.weight >= 0)
     update = update.told(jnp.zeros_like(state.loss)) if tells else update
     require_told(state.accumulator, frozenset(update.axes), update.shard_axes, options)
     traced = update.traced(
@@ -256,8 +249,6 @@ class Whole(NamedTuple):
     total: Tree
     loss: Scalar
     """The sum of its losses."""
-    firsts: Firsts
-    """What is known of its first micro-batches."""
 
 
 def decide_on(
@@ -291,32 +282,15 @@ def decide_on(
 
 
 def _own(state: AccumulationState) -> Whole:
-    return Whole(
-        fields_of(state),
-        state.accumulator,
-        as_read(state.loss),
-        statistics.firsts_of(state),
-    )
+    return Whole(fields_of(state), state.accumulator, as_read(state.loss))
 
 
 def _joined(state: AccumulationState, total: Tree, axes: tuple[str, ...]) -> Whole:
     window = all_reduce(
-        Window(
-            total,
-            state.weight,
-            state.overflow,
-            as_read(state.loss),
-            statistics.addends(state),
-        ),
-        axes,
+        Window(total, state.weight, state.overflow, as_read(state.loss)), axes
     )
     fields = joined(fields_of(state), window.weight, window.overflow)
-    return Whole(
-        fields,
-        window.accumulator,
-        window.loss,
-        statistics.averaged(window.firsts, state),
-    )
+    return Whole(fields, window.accumulator, window.loss)
 
 
 # The size of a window where a callable in ``steps`` says it. The size is checked as far

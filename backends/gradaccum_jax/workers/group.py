@@ -18,7 +18,7 @@ import optax
 from jax import lax
 
 from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
-from gradaccum.kit import Noise, Options, Scalar, explain
+from gradaccum.kit import Options, Scalar, explain
 from gradaccum_jax.arrays import (
     Array,
     Axes,
@@ -44,9 +44,7 @@ from gradaccum_jax.window.state import AccumulationState
 T = TypeVar("T")
 OnLeaf = Callable[[Array], Any]
 OWN = ("weight", "overflow", "accumulator", "last_overflow", "loss")
-"""The fields of an `AccumulationState` that each device has for itself, beside the
-first micro-batch of `noise`.
-"""
+"""The fields of an `AccumulationState` that each device has for itself."""
 _THERE = (
     "Run it by gradaccum_jax.data_parallel(step, mesh, axis_name), or in a function"
     " under jax.shard_map. For tx.init it is enough to wrap with mesh=mesh, or to set"
@@ -60,18 +58,11 @@ _copied: ContextVar[bool] = ContextVar("copied", default=False)
 
 
 def by_kind(state: AccumulationState, own: OnLeaf, shared: OnLeaf) -> AccumulationState:
-    def made(name: str, value: Tree) -> Tree:
-        if isinstance(value, Noise):
-            return Noise(
-                *(
-                    own(part) if each.startswith("first") else shared(part)
-                    for each, part in value._asdict().items()
-                )
-            )
-        return jax.tree.map(own if name in OWN else shared, value)
-
     return AccumulationState(
-        **{name: made(name, value) for name, value in state._asdict().items()}
+        **{
+            name: jax.tree.map(own if name in OWN else shared, value)
+            for name, value in state._asdict().items()
+        }
     )
 
 
@@ -291,10 +282,7 @@ def require_told(
         return
     axes = [axes_of(leaf) - known for leaf in jax.tree.leaves(tree)]
     differing = frozenset[str]().union(*axes)
-    asked = any(
-        norm is not None
-        for norm in (options.clip_norm, options.skip_norm, options.noise_decay)
-    )
+    asked = any(norm is not None for norm in (options.clip_norm, options.skip_norm))
     if differing and (asked or any(own != differing for own in axes)):
         found, fix = (
             f"parameters that differ from device to device along {sorted(differing)}",
@@ -438,17 +426,15 @@ class Window(NamedTuple):
     """bool; added up: one of them is True."""
     loss: Scalar
     """The sum of the losses."""
-    firsts: tuple[Scalar, ...]
-    """What `statistics.addends` says of the first micro-batches."""
 
 
 def all_reduce(own: Window, axes: tuple[str, ...]) -> Window:
     """Return the window of all devices along `axes` from each device's `own`."""
     # the sum of an integer parameter is 0 on every device
     moving, put = moving_of(own.accumulator)
-    numbers = [own.weight, own.overflow.astype(own.weight.dtype), own.loss, *own.firsts]
+    numbers = [own.weight, own.overflow.astype(own.weight.dtype), own.loss]
     added = added_up([*moving, *numbers], axes)
-    sums, (weight, overflows, loss, *firsts) = (
+    sums, (weight, overflows, loss) = (
         added[: len(moving)],
         added[len(moving) :],
     )
@@ -457,7 +443,6 @@ def all_reduce(own: Window, axes: tuple[str, ...]) -> Window:
         weight,
         overflows > 0,
         loss,
-        tuple(firsts),
     )
 
 

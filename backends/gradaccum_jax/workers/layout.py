@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
-from gradaccum.kit import Noise, State, explain
+from gradaccum.kit import State, explain
 from gradaccum.kit import redistributed as redistributed_fields
 from gradaccum_jax.arrays import Array, Tree, is_key
 from gradaccum_jax.window.state import (
@@ -134,18 +134,5 @@ def _spread(state: AccumulationState, workers: int) -> AccumulationState:
         last_overflow=jnp.broadcast_to(held.last_overflow.any(), (workers,)),
         accumulator=jax.tree.map(added, held.accumulator),
         loss=as_stored(added(as_read(held.loss))),
-        noise=held.noise if held.noise is None else _without_first(held.noise, workers),
     )
     return spread
-
-
-def _without_first(noise: Noise, workers: int) -> Noise:
-    """Forget the first micro-batches: a device's next one counts as first, with all
-    that its sum holds, which serves as well.
-    """
-    return noise._replace(
-        **{
-            name: jnp.zeros((workers,), noise.trace.dtype)
-            for name in ("first_weight", "first_square")
-        }
-    )

@@ -268,7 +268,7 @@ def require_open_steps(optimizer: object) -> None:
         )
 
 
-def undoing(optimizer: AccumulatingOptimizer) -> Callable[..., bool]:
+def undoing(optimizer: AccumulatingOptimizer) -> Callable[[], bool]:
     """Return a function that discards the window to come, or returns True if that was
     closed; raise if one is open now.
     """
@@ -285,7 +285,7 @@ def undoing(optimizer: AccumulatingOptimizer) -> Callable[..., bool]:
         )
     event, closed = optimizer.storage.last_event.value().copy(), windows_of(optimizer)
 
-    def undo(*_: object) -> bool:
+    def undo() -> bool:
         made = windows_of(optimizer) != closed
         if not made:
             optimizer.discard()

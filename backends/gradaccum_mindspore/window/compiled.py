@@ -179,10 +179,7 @@ def exact_in(dtype: DType, options: Options) -> Options:
     """
     if dtype != ms.float64:
         return options
-    limits = {
-        name: getattr(options, name)
-        for name in ("clip_norm", "skip_norm", "noise_decay")
-    }
+    limits = {name: getattr(options, name) for name in ("clip_norm", "skip_norm")}
     return options._replace(
         **{
             name: Tensor(limit, dtype)
@@ -285,10 +282,7 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
             isinstance(options.steps, kit.UntilWeight),
         )
         self.use_of_weights = kit.use_of_weights(options)
-        self.measures, self.measures_noise = (
-            kit.measures(options),
-            options.noise_decay is not None,
-        )
+        self.measures = kit.measures(options)
         # The compiler cannot follow a function or an object inside a named tuple.
         self.options = exact_in(
             storage.float_dtype, options._replace(steps=None, scaler=None)
@@ -537,21 +531,6 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
             ops.assign(self.storage.knowledge.loss, told)
         return self.write_size(state)
 
-    def needs_first(self, state: Fields) -> Tensor:
-        return (
-            self.storage.knowledge.compiled_needs_first(state)
-            if self.measures_noise
-            else self.true
-        )
-
-    def see_first(self, needed: Tensor) -> bool:
-        """Measure the sum for the noise scale if `needed`; a branch of its own."""
-        if needed:
-            self.storage.knowledge.compiled_see_first(
-                self.packed(), self.storage.weight, self.storage.loss_scale
-            )
-        return True
-
     def close(self, update: Update, untold: bool) -> bool:
         """End the window: make the `update` with its gradients, or not at all.
 
@@ -660,14 +639,14 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         notes = self.notes
         apply, overflow = notes.applied & self.true, notes.overflow & self.true
         before, grad_norm = self.read(), notes.grad_norm.value()
-        loss, noise = self.storage.knowledge.compiled_after(before, grad_norm)
+        loss = self.storage.knowledge.compiled_after(before)
         if untold and self.workers is None:
             loss = self.unknown
         after = kit.close(before, apply, overflow, self.options, where)
         sums.compiled_clear(self.storage.sums, after[WEIGHT])
         if self.workers is not None:
             self.workers.window_ended()
-        self.storage.knowledge.compiled_write(loss, noise)
+        ops.assign(self.storage.knowledge.loss, loss)
         self.write_empty(self.event(apply, apply == False, overflow, grad_norm))  # noqa: E712
         return self.write_counters(after)
 
@@ -690,8 +669,8 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         state = kit.discard(self.read())
         never = state[MICRO_STEP] < 0
         event = self.event(never, never, never, self.grad_norm())
-        loss, noise = self.storage.knowledge.compiled_forgotten()
-        self.storage.knowledge.compiled_write(loss, noise)
+        loss = self.storage.knowledge.compiled_forgotten()
+        ops.assign(self.storage.knowledge.loss, loss)
         sums.compiled_clear(self.storage.sums, state[WEIGHT])
         if self.workers is not None:
             self.workers.window_ended()

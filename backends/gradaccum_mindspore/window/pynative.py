@@ -15,7 +15,7 @@ from mindspore import Tensor
 from gradaccum import UsageError, kit
 from gradaccum.kit import Decision, Options, Schedule, State, UntilWeight, explain
 from gradaccum_mindspore import sums
-from gradaccum_mindspore.statistics import Known
+from gradaccum_mindspore.statistics import Losses
 from gradaccum_mindspore.sums import Gradients
 from gradaccum_mindspore.update import Update
 from gradaccum_mindspore.window.state import Storage, window_size
@@ -63,7 +63,7 @@ class PyNativeWindow:
         adds = bool(kit.usable(state, weight, finite))
         added = gradients if adds else (None,) * len(gradients)
         knowledge, begun = self.storage.knowledge, False
-        known = None if loss is None and not knowledge.has_noise else knowledge.pull()
+        losses = None if loss is None else knowledge.pull()
         try:
             for total, part in sums.parts(self.storage.sums, added, factor):
                 begun = True
@@ -76,21 +76,18 @@ class PyNativeWindow:
                 self.storage.push_event(False, False, True, micro_step=after.micro_step)
             if loss is not None:
                 knowledge.add_loss(loss, weight, adds)
-            if knowledge.needs_first(after):
-                norm, _ = sums.measure(self.storage.sums, self.storage.float_dtype)
-                knowledge.see_first(after, norm)
         except BaseException:
             if begun:
-                self.take_back(state, known)
+                self.take_back(state, losses)
             raise
         return after
 
-    def take_back(self, state: State, known: Known | None) -> None:
-        """Put back the state and what was known before a micro-batch of which some sums
-        may hold a part.
+    def take_back(self, state: State, losses: Losses | None) -> None:
+        """Put back the state and the losses before a micro-batch of which some sums may
+        hold a part.
         """
-        if known is not None:
-            self.storage.knowledge.push(known)
+        if losses is not None:
+            self.storage.knowledge.push(losses)
         (sums.spoil if state.micro_step else sums.clear)(self.storage.sums)
         self.storage.push(state, self.storage.pull())
 
@@ -131,7 +128,7 @@ class PyNativeWindow:
         self.carry_out(
             state,
             decision,
-            self.storage.knowledge.after(state, decision.grad_norm, ending, options),
+            self.storage.knowledge.after(state, ending, options),
             update,
         )
         self.storage.listening.window_ended(state)
@@ -145,7 +142,7 @@ class PyNativeWindow:
         )
 
     def carry_out(
-        self, state: State, decision: Decision, known: Known, update: Update
+        self, state: State, decision: Decision, losses: Losses, update: Update
     ) -> None:
         """Make the update, if that was decided, and end the window."""
         if decision.apply:
@@ -155,9 +152,9 @@ class PyNativeWindow:
             update(gradients)
             self.storage.half_made = False
         try:
-            self.finish(state, decision, known)
+            self.finish(state, decision, losses)
         except BaseException:
-            self.finish(state, decision, known)
+            self.finish(state, decision, losses)
             raise
 
     def measure(self, ending: State, options: Options) -> tuple[float, bool]:
@@ -181,10 +178,10 @@ class PyNativeWindow:
             for i in self.storage.narrowed
         )
 
-    def finish(self, state: State, decision: Decision, known: Known) -> None:
+    def finish(self, state: State, decision: Decision, losses: Losses) -> None:
         """Clear the sums and write what follows; a second call does the same."""
         self.clear()
-        self.storage.knowledge.push(known)
+        self.storage.knowledge.push(losses)
         self.storage.push(
             kit.close(
                 state, decision.apply, decision.overflow, self.options, kit.select

@@ -362,7 +362,12 @@ class Storage(nn.Cell):  # type: ignore[misc]
         applied, skipped, overflow = (flag == state.micro_step + 1 for flag in flags)
         counted = (state.loss_scale, state.micro_step, state.optimizer_step)
         return StepResult(
-            applied, skipped, overflow, grad_norm, *counted, *self.knowledge.results()
+            applied,
+            skipped,
+            overflow,
+            grad_norm,
+            *counted,
+            self.knowledge.last_loss(),
         )
 
 

@@ -258,19 +258,15 @@ def _require_shardable(options: Options, whole: int) -> None:
             got="mean",
             fix=fix,
         )
-    for argument, wrong in (
-        ("on_overflow", options.on_overflow == "drop_micro_batch"),
-        ("noise_scale", options.noise_decay is not None),
-    ):
-        if wrong:
-            fix = "Leave it out: one worker alone sees what a shard's gradient holds."
-            raise explain(
-                ArgumentValueError,
-                argument,
-                expected=f"the default {beside}",
-                found="another",
-                fix=fix,
-            )
+    if options.on_overflow == "drop_micro_batch":
+        fix = "Leave it out: one worker alone sees what a shard's gradient holds."
+        raise explain(
+            ArgumentValueError,
+            "on_overflow",
+            expected=f"the default {beside}",
+            found="another",
+            fix=fix,
+        )
     if not whole:
         fix = (
             "Write data_parallel=False, where no worker shares a parameter with"
@@ -442,8 +438,8 @@ OPTIMIZER, SQUARE = 5, 6
 """The places of the optimizer's number and its square in the numbers that the workers
 add up: they tell whether all workers end a window of one optimizer.
 """
-SHARES = 7
-"""Where what a window knows begins in these numbers."""
+LOSS = 7
+"""The place of the loss in these numbers."""
 OPTIMIZERS = cycle(range(1, 33))
 """Numbers the optimizers that share windows: all workers wrap in one order. So few that
 the squares of thousands of workers add up exactly in float32.
@@ -533,7 +529,6 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
             )
         self.require_own_sum("flush()")
         try:
-            loss, *others = self.storage.knowledge.shares(state)
             numbers = [
                 state.weight,
                 state.overflow,
@@ -542,8 +537,7 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
                 0.0,
                 self.number,
                 self.number**2,
-                loss / self.tellers,
-                *others,
+                self.storage.knowledge.share(state) / self.tellers,
             ]
             rates = np.array(
                 [float(rate) for rate in rates_of(self.inner)], ARRAYS[self.float_dtype]
@@ -554,7 +548,7 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
                 np.concatenate((np.array(numbers, rates.dtype), placed.reshape(-1)))
             ).tolist()
             weight, overflows, micro_batches, flushes, compiled = added[:OPTIMIZER]
-            shares = added[SHARES : len(numbers)]
+            loss = added[LOSS]
             crossed = added[OPTIMIZER] ** 2 != self.workers * added[SQUARE]
             alike = sum(
                 row == rates.tolist()
@@ -580,7 +574,7 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
         )
         if micro_batches:
             self.storage.push(whole, state)
-            self.storage.knowledge.push_joined(whole, shares)
+            self.storage.knowledge.push_joined(whole, loss)
             self.storage.hold(OF_ALL)
         self.norms = None
         self.last = Joined(
@@ -617,11 +611,11 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
             self.number_tensor,
             self.square_tensor,
         )
-        shares = store.knowledge.compiled_shares(store.weight.value())
+        loss = store.knowledge.compiled_share(store.weight.value())
         if self.tellers > 1:
-            shares = (shares[0] / self.tellers, *shares[1:])
+            loss = loss / self.tellers
         mine = ops.stack(
-            (weight, *[flag.astype(self.float_dtype) for flag in flags], *shares)
+            (weight, *[flag.astype(self.float_dtype) for flag in flags], loss)
         )
         if self.rates:
             rates = ops.stack([rate.astype(self.float_dtype) for rate in self.rates])
@@ -642,7 +636,8 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
         last = numbers
         for bucket in self.buckets:
             last = bucket(last)
-        store.knowledge.compiled_push_joined(numbers, SHARES)
+        joined_loss = store.knowledge.compiled_joined(numbers[0], numbers[LOSS])
+        ops.assign(store.knowledge.loss, joined_loss)
         ops.assign(store.weight, ops.where(drifted, self.infinite, numbers[0]))
         ops.assign(store.overflow, (numbers[1] > 0) | drifted)
         return True

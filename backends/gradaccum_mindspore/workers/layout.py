@@ -17,7 +17,7 @@ from gradaccum import ArgumentTypeError, CheckpointError
 from gradaccum.kit import FIELD_DTYPES, State, explain
 from gradaccum.kit import redistributed as redistributed_fields
 from gradaccum_mindspore.saving import SPREAD, saved_place
-from gradaccum_mindspore.statistics import LOSS, NOISE
+from gradaccum_mindspore.statistics import LOSS
 from gradaccum_mindspore.sums import ARRAYS, Array, hidden_parameter, working_dtype
 from gradaccum_mindspore.window.state import (
     GRAD_NORM,
@@ -30,11 +30,6 @@ from gradaccum_mindspore.window.state import (
 )
 
 Entry: TypeAlias = Parameter | Tensor
-KEPT = {
-    LOSS: np.array([False, False, True]),
-    NOISE: np.array([False, False, True, True, False]),
-}
-"""The numbers of closed windows, the same on every worker."""
 
 
 def redistributed(
@@ -131,7 +126,8 @@ def _window(
         entries[f"{prefix}.last_event"] = _event(
             states[0], prefix, is_open=state.micro_step > 0
         )
-        entries.update(_known(states, prefix, first=rank == 0))
+        losses = _losses(states, prefix, first=rank == 0)
+        entries[f"{prefix}.{LOSS}"] = _like(states[0], f"{prefix}.{LOSS}", losses)
         entries[f"{prefix}.{SHARED}"], entries[f"{prefix}.{SPREAD}"] = (
             Tensor([OWN, rank, workers], ms.int32),
             Tensor(True),
@@ -220,31 +216,15 @@ def _like(state: Saved, name: str, value: object) -> Tensor:
     return Tensor(value, state[name].dtype)
 
 
-def _known(
-    states: Sequence[Saved], prefix: str, *, first: bool
-) -> Iterator[tuple[str, Tensor]]:
-    """Return the open window's statistics: the first of the new workers has all of the
-    loss, none has a first gradient.
-    """
-    for kind in (LOSS, NOISE):
-        name = f"{prefix}.{kind}"
-        if all(name in state for state in states):
-            parts = [state[name].asnumpy().astype(np.float64) for state in states]
-            kept = np.where(KEPT[kind], parts[0], 0.0)
-            yield (
-                name,
-                _like(
-                    states[0],
-                    name,
-                    _joined_loss(parts) if first and kind == LOSS else kept,
-                ),
-            )
-
-
-def _joined_loss(parts: Sequence[Array]) -> Array:
+def _losses(states: Sequence[Saved], prefix: str, *, first: bool) -> Array:
+    """Return the losses of a new worker: the first one has those of all."""
+    parts = [state[f"{prefix}.{LOSS}"].asnumpy().astype(np.float64) for state in states]
+    *_, last = parts[0]
     # Python adds the weights up like this too: they are equal if all losses were told.
-    total, told = (sum(float(part[index]) for part in parts) for index in (0, 1))
-    return np.array([total, told, parts[0][2]])
+    total, told = (
+        sum(float(part[index]) if first else 0.0 for part in parts) for index in (0, 1)
+    )
+    return np.array([total, told, last])
 
 
 def _event(state: Saved, prefix: str, *, is_open: bool) -> Tensor:

@@ -164,14 +164,10 @@ unflattened: Callable[[Tensor, Sequence[Tensor]], Sequence[Tensor]] = _found(
 )
 """Returns the parts of a flat tensor, in the shapes of `each`."""
 
-_PARAMETERS, _BUFFERS = "torch.nn:Module._parameters", "torch.nn:Module._buffers"
-LOST[_PARAMETERS] = "`recompute` raises."
+_BUFFERS = "torch.nn:Module._buffers"
 LOST[_BUFFERS] = (
-    "`recompute` raises, and a call of a large batch leaves a buffer that was None as"
-    " it is after a first pass."
+    "A call of a large batch leaves a buffer that was None as it is after a first pass."
 )
-parameters_of: Callable[[torch.nn.Module], dict[str, Any]] = attrgetter("_parameters")
-"""A module's own table of parameters."""
 
 
 def buffers_of(module: torch.nn.Module) -> dict[str, Any]:

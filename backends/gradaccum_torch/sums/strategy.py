@@ -32,7 +32,6 @@ from gradaccum_torch.sums.arithmetic import (
     REQUIRES_GRAD,
     added_up,
     divide,
-    measure,
     multiply,
     narrowed,
 )
@@ -239,15 +238,6 @@ class Strategy(ABC):
         """Note which parameters have a gradient at the window's end, and return the sum
         as tensors, each element once.
         """
-
-    def norm_so_far(self) -> float:
-        """Return the global 2-norm of the open window's sum, inf if it is not finite;
-        change nothing.
-        """
-        sums = {
-            id(total): added_up(total) for total in self.sums() if total is not None
-        }
-        return measure(list(sums.values())).norm
 
     def fits(self, norm: float, divisor: float) -> bool:
         """True if the sum, of that norm, divided by `divisor` is finite in the inner

@@ -172,7 +172,7 @@ class Window:
     def result(self) -> StepResult:
         fields, known = self._fields, self._statistics
         counted = fields.loss_scale, fields.micro_step, fields.optimizer_step
-        return StepResult(*self._last, *counted, known.loss, known.noise_scale)
+        return StepResult(*self._last, *counted, known.loss)
 
     @property
     def updates(self) -> int:
@@ -299,7 +299,6 @@ class Window:
         self.strategy.zero_grad(set_to_none, first=self._fields.micro_step == 0)
 
     def groups_changed(self) -> None:
-        self._statistics.groups_changed()
         self._parameters.groups_changed()
         self.workers.parameters_changed()
         self.forget_rates()
@@ -388,10 +387,6 @@ class Window:
         if not finite or any(self._last[:3]):
             self._last = Last(False, False, not finite, self._last.grad_norm)
         self._statistics.counted(fields, weight, finite, losses)
-        if self._statistics.measures_noise and self._statistics.is_first(self._fields):
-            self._statistics.first_seen(
-                self.fields_to_save(), self.strategy.norm_so_far()
-            )
         return bool(kit.ends(self._fields, self._begun.size, kit.select))
 
     def close(self, denominator: float | None = None) -> None:
@@ -690,8 +685,6 @@ class Window:
             self.workers.hold("own")
 
     def _verdict(self, fields: State, denominator: float | None) -> Verdict:
-        if self._statistics.measures_noise and not self._plan.holds():
-            self._statistics.groups_changed()
         fields, measured, strayed = self._measured(fields)
         # Clipping comes after this: a sum that leaves the range before it is an
         # overflow, as it would be in a large batch.
@@ -743,7 +736,7 @@ class Window:
 
     def _finish(self, verdict: Verdict) -> None:
         ended, decision = self._fields, verdict.decision
-        self._statistics.window_ended(*verdict.divided, decision.grad_norm)
+        self._statistics.window_ended(*verdict.divided)
         # A `torch.amp.GradScaler` moves the loss scale by its own rule.
         options = (
             self._options

@@ -62,18 +62,13 @@ class StageGroup:
                 got=norm_group,
                 fix=fix,
             )
-        if options.on_overflow == "drop_micro_batch" or options.noise_decay is not None:
-            name = "noise_scale" if options.noise_decay is not None else "on_overflow"
-            found, fix = (
-                "a choice that each stage would make by its own gradients",
-                f"Leave {name} out.",
-            )
+        if options.on_overflow == "drop_micro_batch":
             raise explain(
                 ArgumentValueError,
-                name,
+                "on_overflow",
                 expected="a choice of all stages beside norm_group=",
-                found=found,
-                fix=fix,
+                found="a choice that each stage would make by its own gradients",
+                fix="Leave on_overflow out.",
             )
         self._group, self._device = norm_group, parameters[0].device
         self._tied = [

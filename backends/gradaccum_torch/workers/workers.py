@@ -108,32 +108,15 @@ def workers_of(
         workers.stages = StageGroup(norm_group, tied, parameters, options)
     elif not (workers.several or is_alone) and processes() > 1:
         warnings.warn(_UNSAID.format(processes()), GradAccumWarning, stacklevel=5)
-    return _require_allowed(workers, parameters, options)
+    return _require_allowed(workers, options)
 
 
-def _require_allowed(
-    workers: Workers, parameters: Sequence[Tensor], options: Options
-) -> Workers:
+def _require_allowed(workers: Workers, options: Options) -> Workers:
     # After the comparison of the workers' options: where one alone has this one, that
     # tells all of them.
     several = workers.place is None or workers.place[1] > 1
     if several and isinstance(options.steps, UntilWeight):
         raise shared_until_weight_error(options.steps)
-    if options.noise_decay is not None and any(map(is_sharded, parameters)):
-        expected, found = (
-            "whole parameters on each worker",
-            (
-                "sharded ones, whose gradients are those of all workers in each"
-                " micro-batch"
-            ),
-        )
-        fix = (
-            "Leave noise_scale out, or measure it under DistributedDataParallel with"
-            " module=."
-        )
-        raise explain(
-            ArgumentValueError, "noise_scale", expected=expected, found=found, fix=fix
-        )
     return workers
 
 

@@ -251,7 +251,6 @@ def sharded_head_is_refused(rank: int) -> None:
     for argument, value in (
         ("reduction", "mean"),
         ("on_overflow", "drop_micro_batch"),
-        ("noise_scale", True),
     ):
         with pytest.raises(
             gradaccum.ArgumentValueError, match=f"^{argument}: .*layerwise_parallel"

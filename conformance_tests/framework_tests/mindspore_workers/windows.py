@@ -52,7 +52,6 @@ from conformance_tests.framework_tests.refusing import refused
 from gradaccum_mindspore import (
     FlushAtEpochEnd,
     TrainOneStepCell,
-    layered_backward,
     load_checkpoint_into,
 )
 
@@ -468,73 +467,3 @@ def epochs_end_together(rank: int) -> None:
     for found, expected in zip((net.weight, net.bias), truth.arrays, strict=True):
         np.testing.assert_allclose(found.asnumpy(), expected, rtol=0, atol=1e-5)
     require_same_everywhere([p.asnumpy().tolist() for p in (net.weight, net.bias)])
-
-
-@check
-def layers_are_reduced_once(rank: int) -> None:
-    """Each once per window, after the sum of the weights; one worker has a micro-batch
-    more. A wrapped optimizer reduces at its end.
-    """
-    set_mode("pynative")
-    x, y = np.concatenate([X, X]), np.concatenate([Y, Y])
-    mine = slice(0, 14) if rank == 0 else slice(14, 24)
-
-    def build() -> nn.SequentialCell:
-        return nn.SequentialCell(
-            make_net(), nn.Tanh(), nn.Dense(2, 2, weight_init="ones", bias_init="zeros")
-        )
-
-    def loss(outputs: Any, targets: Any) -> Any:
-        return (outputs - targets).square().mean()
-
-    net, other, large = build(), build(), build()
-    optimizers = [
-        nn.Momentum(layer.trainable_params(), 0.1, 0.9) for layer in (net[0], net[2])
-    ]
-    opt = gradaccum.wrap(
-        nn.Momentum(other.trainable_params(), 0.1, 0.9), steps=None, data_parallel=True
-    )
-    alone = nn.Momentum(large.trainable_params(), 0.1, 0.9)
-    for _ in range(2):
-        with called() as calls:
-            layered_backward(
-                net,
-                loss,
-                Tensor(x[mine]),
-                Tensor(y[mine]),
-                micro_batch_size=4,
-                optimizer=optimizers,
-                data_parallel=True,
-            )
-        assert calls == [("AllGather", 3), ("AllReduce", 6), ("AllReduce", 10)], (
-            "the weights in float64, then layer by layer"
-        )
-        with called() as calls:
-            layered_backward(
-                other,
-                loss,
-                Tensor(x[mine]),
-                Tensor(y[mine]),
-                micro_batch_size=4,
-                optimizer=opt,
-            )
-        assert calls == [("AllReduce", 8 + WORLD), ("AllReduce", 16)]
-        alone(
-            ms.value_and_grad(
-                lambda: loss(large(Tensor(x[:24])), Tensor(y[:24])),
-                None,
-                large.trainable_params(),
-            )()[1]
-        )
-    for copy in (net, other):
-        for found, expected in zip(
-            copy.trainable_params(), large.trainable_params(), strict=True
-        ):
-            np.testing.assert_allclose(
-                found.asnumpy(), expected.asnumpy(), rtol=0, atol=3e-6
-            )
-        require_same_everywhere([p.asnumpy().tolist() for p in copy.trainable_params()])
-    with refused(gradaccum.UsageError, "data_parallel", "True or False"):
-        layered_backward(
-            net, loss, Tensor(x[mine]), Tensor(y[mine]), steps=2, optimizer=optimizers
-        )

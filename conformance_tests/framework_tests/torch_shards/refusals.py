@@ -64,17 +64,11 @@ def wrong_arguments(rank: int) -> None:
 
 @check
 def windows_that_need_one_worker(rank: int) -> None:
-    """Each worker sees its own weight, and its first micro-batch's gradient is that of
-    all workers already.
-    """
+    """Each worker sees its own weight."""
     model = sharded(WINDOW)
     for steps in (gradaccum.until_weight(8), gradaccum.until_weight(lambda step: 8)):
         with refused(gradaccum.UsageError, "until_weight", "flush()"):
             wrap(model, WINDOW, steps=steps)
-    with refused(gradaccum.ArgumentValueError, "noise_scale", "module="):
-        wrap(model, WINDOW, noise_scale=True)
-    with refused(gradaccum.ArgumentValueError, "noise_scale", "module="):
-        gradaccum.wrap(sgd(model), steps=2, noise_scale=True)
 
 
 @check

@@ -212,7 +212,6 @@ def stages_count_the_same_micro_batches(rank: int) -> None:
             {"norm_group": dist.group.WORLD, "on_overflow": "drop_micro_batch"},
             "on_overflow",
         ),
-        ({"norm_group": dist.group.WORLD, "noise_scale": True}, "noise_scale"),
     ):
         with refused(
             (gradaccum.ArgumentTypeError, gradaccum.ArgumentValueError), words

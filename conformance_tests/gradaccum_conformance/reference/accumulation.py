@@ -7,7 +7,7 @@ them.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,7 +23,6 @@ from gradaccum.kit import (
     require_steps,
     use_of_weights,
 )
-from gradaccum_conformance.reference.noise import Noise
 from gradaccum_conformance.reference.optimizers import NumpyOptimizer
 from gradaccum_conformance.reference.workers import Workers
 from gradaccum_conformance.specs import Array, Arrays
@@ -74,7 +73,6 @@ class ReferenceAccumulation:
         self.optimizer_step = self.skipped_windows = self.growth_tracker = 0
         self.loss_scale = float32(options.scale_rule.init_scale)
         self.grad_norm, self.loss = 0.0, math.nan
-        self.noise = Noise(options.noise_decay)
         self._note()
 
     def step(
@@ -128,7 +126,6 @@ class ReferenceAccumulation:
         )
         self.loss = self._loss(denominator)
         self.grad_norm = math.inf if bad_total else norm(gradient)
-        self._look_at_noise(windows, divisor)
         if not self._measures():
             self.grad_norm, bad_total = math.nan if normal else math.inf, not normal
         applied = self._may_apply(bad_total, normal)
@@ -207,33 +204,11 @@ class ReferenceAccumulation:
         ]
         return sum(losses) / denominator if losses else math.nan
 
-    def _look_at_noise(
-        self, windows: Sequence[Sequence[MicroBatch]], divisor: float
-    ) -> None:
-        """Show the window, which is that of several workers, to the noise scale."""
-        if self.noise.decay is None or not math.isfinite(self.grad_norm):
-            return
-        firsts = [
-            counting[0]
-            for window in windows
-            if (counting := [m for m in window if m.counts])
-        ]
-        norms = [
-            (first.weight, norm(first.contribution) / (self.loss_scale * first.weight))
-            for first in firsts
-        ]
-        items = self.weight()
-        self.noise.look(
-            norms,
-            (items, self.grad_norm * divisor / (self.loss_scale * (items or 1.0))),
-        )
-
     def _measures(self) -> bool:
         """Whether anything asks for the norm."""
         asked = (
             self.options.clip_norm,
             self.options.skip_norm,
-            self.options.noise_decay,
         )
         return self.options.on_overflow != "ignore" or any(
             each is not None for each in asked
@@ -344,7 +319,6 @@ class ReferenceAccumulation:
             len(self.window),
             self.optimizer_step,
             self.loss,
-            self.noise.scale,
         )
         self.result = StepResult(applied, skipped, overflow, *last)
 

@@ -168,9 +168,6 @@ class NumpySession(Session):
         _require_same_shapes(weights, self.weights)
         _require_same_shapes(inner.parameters, self.inner.parameters)  # The masters.
         state, options = wrapped.state(), self.accumulation.options
-        if (wrapped.options.noise_decay is None) != (options.noise_decay is None):
-            # Nothing is known of what was not measured.
-            wrapped.noise = self.accumulation.noise
         wrapped.resume(
             resumed(state, terms_of(wrapped.options, state.optimizer_step), options),
             options,

@@ -30,7 +30,6 @@ BAD_OPTIONS: dict[str, list[Option]] = {
     "skip_norm": [0, -1.0, math.nan, "1"],
     "loss_scale": [0, -1.0, math.nan, math.inf, "dynamic", True],
     "on_overflow": ["skip", None],
-    "noise_scale": [1.0, -0.5, "0.9", None],
     "accumulate_dtype": ["int32", "no such dtype", 3],
 }
 CASES = [(name, value) for name, values in BAD_OPTIONS.items() for value in values]

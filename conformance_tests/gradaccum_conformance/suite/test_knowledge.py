@@ -1,4 +1,4 @@
-"""A window's statistics: its loss, its noise scale, and its end by weight."""
+"""A window's statistics: its loss, its norm, and its end by weight."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ import gradaccum
 from gradaccum_conformance import oracle
 from gradaccum_conformance.bounds import gamma
 from gradaccum_conformance.deep import deep_but
-from gradaccum_conformance.harness import Harness, Option, Session
+from gradaccum_conformance.harness import Harness, Session
 from gradaccum_conformance.measuring import Errors
-from gradaccum_conformance.reference.harness import harness as reference
 from gradaccum_conformance.scenarios import (
     REDUCTIONS,
     cut,
@@ -23,8 +22,6 @@ from gradaccum_conformance.scenarios import (
     large_loss,
     poisoned,
     random_tree,
-    same,
-    same_result,
     standard_batch,
     start,
 )
@@ -146,7 +143,7 @@ def test_window_with_a_missing_loss_has_none(
 def test_open_window_keeps_its_loss_when_saved(
     backend: Harness, tmp_path: Path
 ) -> None:
-    whole, resumed = (start(backend, MLP, steps=3, noise_scale=True) for _ in range(2))
+    whole, resumed = (start(backend, MLP, steps=3) for _ in range(2))
     pieces = cut(BATCH, SIZES)
     feed(whole, pieces[:2])
     whole.save(tmp_path)
@@ -155,7 +152,6 @@ def test_open_window_keeps_its_loss_when_saved(
         feed(session, pieces[2:])
     assert resumed.result() == whole.result()
     assert not math.isnan(whole.result().loss)
-    assert not math.isnan(whole.result().noise_scale)
 
 
 def eight(step: Any) -> int:
@@ -200,155 +196,6 @@ def test_dropped_weight_does_not_fill_a_window(backend: Harness, mode: str) -> N
     assert session.state().micro_step == 2
     session.gradients(random_tree(LINEAR, 2), weight=1.0)
     assert session.state().optimizer_step == 1
-
-
-def noisy(
-    session: Session, windows: int, seed: int = 5, reduction: str = "mean"
-) -> float:
-    """Windows of uneven micro-batches around one gradient; the noise scale that the
-    session has seen at the end.
-    """
-    rng = np.random.default_rng(seed)
-    for _ in range(windows):
-        for _ in range(3):
-            items = int(rng.integers(2, 9))
-            noise = random_tree(LINEAR, int(rng.integers(2**31)), 1 / math.sqrt(items))
-            gradient = random_tree(LINEAR, 0)
-            tree = {
-                name: (gradient[name] + noise[name])
-                .astype(np.float32)
-                .astype(np.float64)
-                for name in gradient
-            }
-            factor = 1 if reduction == "mean" else items
-            session.gradients(
-                {name: factor * array for name, array in tree.items()}, weight=items
-            )
-    return float(session.result().noise_scale)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"loss_scale": 8.0, "reduction": "sum"},
-        {"on_overflow": "drop_micro_batch", "reduction": "item_mean"},
-        {"on_overflow": "ignore"},
-        {"dtype": "bfloat16"},
-        {"dtype": "bfloat16", "master_weights": True},
-    ],
-    ids=["plain", "sum", "drop", "ignore", "half precision", "masters"],
-)
-def test_noise_scale_is_the_reference_s(
-    backend: Harness, mode: str, errors: Errors, options: dict[str, Option]
-) -> None:
-    """The reference makes it of the micro-batches themselves. Both differences of
-    squares cancel, hence the wider bound.
-    """
-    reduction = options.get("reduction", "mean")
-    sessions = [
-        start(each, steps=3, noise_scale=0.5, mode=m, **options)
-        for each, m in ((backend, mode), (reference, None))
-    ]
-    assert all(math.isnan(session.result().noise_scale) for session in sessions)
-    measured, truth = (noisy(session, 4, reduction=reduction) for session in sessions)
-    assert truth > 0
-    errors.check(
-        "noise scale",
-        abs(measured - truth) / truth,
-        2e-2 if "dtype" in options else 100 * ROUNDING,
-    )
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"loss_scale": 8.0},
-        {"on_overflow": "drop_micro_batch"},
-        {"dtype": "bfloat16"},
-    ],
-    ids=str,
-)
-def test_measuring_noise_changes_nothing_else(
-    backend: Harness, mode: str, options: dict[str, Option]
-) -> None:
-    measured, plain = (
-        start(backend, steps=3, noise_scale=noise, mode=mode, **options)
-        for noise in (True, False)
-    )
-    for session in (measured, plain):
-        noisy(session, 2)
-        session.gradients(random_tree(LINEAR, 1))
-        session.discard()
-        noisy(session, 1, seed=6)
-    assert same(measured.parameters(), plain.parameters())
-    assert same(measured.optimizer_state(), plain.optimizer_state())
-    assert measured.state() == plain.state()
-    assert same_result(
-        measured.result()._replace(noise_scale=0.0),
-        plain.result()._replace(noise_scale=0.0),
-    )
-
-
-def test_noise_scale_under_a_large_loss_scale(
-    backend: Harness, mode: str, errors: Errors
-) -> None:
-    """The squares of such gradients are beyond float32."""
-    truth = noisy(start(reference, steps=3, noise_scale=0.5), 2)
-    seen = noisy(
-        start(backend, steps=3, noise_scale=0.5, loss_scale=2.0**70, mode=mode), 2
-    )
-    errors.check("noise scale", abs(seen - truth) / truth, 100 * ROUNDING)
-
-
-def test_noise_scale_ignores_lost_windows(backend: Harness, mode: str) -> None:
-    session = start(backend, steps=3, noise_scale=0.5, mode=mode)
-    before = noisy(session, 2)
-    for position in (0, 2):
-        for index in range(3):
-            tree = random_tree(LINEAR, index)
-            session.gradients(poisoned(tree, math.inf) if index == position else tree)
-        assert session.result().noise_scale == before
-    session.gradients(random_tree(LINEAR, 0), weight=2.0)
-    session.discard()
-    session.gradients(random_tree(LINEAR, 0), weight=7.0)
-    session.flush()
-    assert session.result().noise_scale == before, (
-        "a window of one micro-batch tells nothing"
-    )
-    session.gradients(random_tree(LINEAR, 0), weight=2.0)
-    session.discard()
-    other = start(backend, steps=3, noise_scale=0.5, mode=mode)
-    noisy(other, 2)
-    assert noisy(session, 1, seed=6) == noisy(other, 1, seed=6), (
-        "a lost window left a trace"
-    )
-
-
-def test_noise_scale_is_off_unless_asked(backend: Harness) -> None:
-    session = start(backend, steps=3)
-    assert math.isnan(noisy(session, 2))
-
-
-@pytest.mark.parametrize("saved", [False, True], ids=["off then on", "on then off"])
-def test_noise_scale_may_be_switched_between_runs(
-    backend: Harness, tmp_path: Path, saved: bool
-) -> None:
-    """In an open window too: what was not measured before it was saved is not known
-    after it.
-    """
-    first, then = (
-        start(backend, steps=3, noise_scale=measured) for measured in (saved, not saved)
-    )
-    noisy(first, 1)
-    first.gradients(random_tree(LINEAR, 1), weight=2.0)
-    first.save(tmp_path)
-    then.load(tmp_path)
-    for seed in (2, 3):
-        then.gradients(random_tree(LINEAR, seed), weight=2.0)
-    assert then.state().optimizer_step == 2
-    assert math.isnan(noisy(then, 2)) == saved
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)

@@ -110,7 +110,6 @@ def compare(session: Session, truth: Session, history: str) -> None:
     measured = {
         "grad_norm": 0.0,
         "loss": 0.0,
-        "noise_scale": 0.0,
     }
     assert ours._replace(**measured) == theirs._replace(**measured), history
     assert ours.grad_norm == theirs.grad_norm or math.isclose(

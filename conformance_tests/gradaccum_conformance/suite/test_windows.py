@@ -72,7 +72,7 @@ def test_result_inside_and_at_end(backend: Harness, mode: str) -> None:
         end.optimizer_step,
     ) == (True, False, True, 0, 1)
     assert [[*map(type, each)] for each in (begin, middle, end)] == [
-        [bool] * 3 + [float] * 2 + [int] * 2 + [float] * 2
+        [bool] * 3 + [float] * 2 + [int] * 2 + [float]
     ] * 3
 
 

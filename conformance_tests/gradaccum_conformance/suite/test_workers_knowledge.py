@@ -1,8 +1,4 @@
-"""The statistics of a window of several workers: its loss and noise scale are those of
-all.
-"""
-
-import math
+"""The statistics of a window of several workers: its loss is that of all."""
 
 import numpy as np
 import pytest
@@ -11,17 +7,15 @@ import gradaccum
 from gradaccum_conformance import oracle
 from gradaccum_conformance.bounds import gamma
 from gradaccum_conformance.measuring import Errors
-from gradaccum_conformance.reference.noise import Noise
 from gradaccum_conformance.scenarios import (
     REDUCTIONS,
     global_norm,
     large_loss,
     micro_loss,
-    random_tree,
 )
 from gradaccum_conformance.specs import MLP, Batch, make_batch, make_weights
 from gradaccum_conformance.workers import Crews, WorkerError
-from gradaccum_conformance.workers.shares import Share, expected, feed, require_equal
+from gradaccum_conformance.workers.shares import require_equal
 
 ROUNDING = gamma(400, "float32")
 
@@ -88,41 +82,6 @@ def test_listeners_hear_the_window_of_all(crews: Crews, errors: Errors) -> None:
                 everything.items,
                 1 + (rank == crew.workers - 1),
             )
-
-
-def test_noise_scale_is_that_of_all_workers(crews: Crews, errors: Errors) -> None:
-    """Uneven first micro-batches, and in the second window a worker without any."""
-    crew, truth = crews(noise_scale=0.5), Noise(0.5)
-    for window in range(2):
-        counts = (
-            [2] * crew.workers if window == 0 else [3, *[1] * (crew.workers - 2), 0]
-        )
-        shares = [
-            [
-                Share(random_tree(MLP, 100 * window + 10 * rank + i), 2.0 + rank + i)
-                for i in range(n)
-            ]
-            for rank, n in enumerate(counts)
-        ]
-        feed(crew, shares)
-        crew.flush()
-        firsts = [(own[0].weight, global_norm(own[0].tree)) for own in shares if own]  # type: ignore[arg-type]
-        truth.look(
-            firsts,
-            (
-                sum(share.weight for own in shares for share in own),
-                global_norm(expected(shares, "mean")),
-            ),
-        )
-    assert truth.scale > 0
-    if math.isfinite(truth.scale):
-        errors.check(
-            "noise scale",
-            abs(require_equal(crew).noise_scale - truth.scale) / truth.scale,
-            100 * ROUNDING,
-        )
-    else:
-        assert require_equal(crew).noise_scale == truth.scale
 
 
 def test_window_by_weight_is_refused(crews: Crews) -> None:

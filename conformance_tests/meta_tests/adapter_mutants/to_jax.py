@@ -286,12 +286,6 @@ MUTANTS = (
         SUITE + "test_knowledge.py::test_window_with_a_missing_loss_has_none",
     ),
     Mutant(
-        "measure_the_noise_of_every_micro_batch",
-        "norm = once(first, look,",
-        "norm = once(fields[0] > 0, look,",
-        OWN + "test_jax_knowledge.py::test_only_the_first_micro_batch_is_measured",
-    ),
-    Mutant(
         "weigh_every_micro_batch_alike",
         "return 1 if unit is None else known_items(micro_batch.items) / unit",
         "return 1",

@@ -122,18 +122,6 @@ MUTANTS = (
         SUITE + "test_one_call.py::test_weights_of_items",
     ),
     Mutant(
-        "forget_the_first_micro_batch_s_norm",
-        (
-            "        self._assign(\n"
-            "            self.noise,\n"
-            "            (*kit.first_seen(self.noise.tolist()[:4], state, norm, kit.select), 1.0),\n"
-            "        )\n"
-        ),
-        "        pass\n",
-        SUITE + "test_knowledge.py::test_noise_scale_is_the_reference_s",
-        "pynative",
-    ),
-    Mutant(
         "forget_a_worker_s_overflow",
         "                state.overflow,\n",
         "                False,\n",
@@ -184,19 +172,6 @@ MUTANTS = (
         "        sums.compiled_clear(self.storage.sums, state[WEIGHT])\n",
         "",
         OWN + "test_mindspore_calls.py::test_flush_and_discard_inside_jit",
-    ),
-    Mutant(
-        "compiled_window_forgets_its_first_norm",
-        (
-            "        return (\n"
-            "            self.storage.knowledge.compiled_needs_first(state)\n"
-            "            if self.measures_noise\n"
-            "            else self.true\n"
-            "        )\n"
-        ),
-        "        return self.false\n",
-        SUITE + "test_knowledge.py::test_noise_scale_is_the_reference_s",
-        "jit",
     ),
     Mutant(
         "take_a_part_of_the_losses_for_all",
@@ -292,42 +267,5 @@ MUTANTS = (
         "        even = ops.zeros_like(even)\n",
         "        pass\n",
         SUITE + "test_workers_classes.py::test_masked_logits_have_no_part",
-    ),
-    Mutant(
-        "weigh_no_micro_batch_of_a_layer",
-        "sums.add_into(total, sums.scaled(gradient, factor, total.dtype))",
-        "sums.add_into(total, sums.scaled(gradient, 1.0, total.dtype))",
-        OWN + "test_mindspore_layered.py::test_weights",
-    ),
-    Mutant(
-        "update_a_tied_parameter_with_its_last_layer",
-        "            k: min(firsts[id(each)] for each in one.parameters)\n",
-        "            k: len(parts) - 2 + 0 * min(firsts[id(each)] for each in one.parameters)\n",
-        OWN + "test_mindspore_layered.py::test_tied_parameters_wait",
-    ),
-    Mutant(
-        "keep_the_sums_of_a_layer_that_was_updated",
-        "            del self.sums[id(each)]\n",
-        "",
-        OWN + "test_mindspore_layered.py::test_one_layer_s_gradient_is_alive",
-    ),
-    Mutant(
-        "resume_after_the_updates_of_some_layers",
-        "                vars(each)[HALF_MADE] = True\n",
-        "                pass\n",
-        OWN + "test_mindspore_layered.py::test_updates_that_were_made_are_named",
-    ),
-    Mutant(
-        "leave_the_loss_of_a_layered_window_unscaled",
-        "False, optimizer.scale, [optimizer]",
-        "False, lambda loss: loss * (optimizer.scale(loss) / optimizer.scale(loss)),"
-        " [optimizer]",
-        OWN + "test_mindspore_layered.py::test_window_of_a_wrapped_optimizer",
-    ),
-    Mutant(
-        "leave_statistics_moved_by_a_layered_window_that_raised",
-        "for each in () if target.failed(told) else noted:",
-        "for each in () if target.failed(told) else ():",
-        OWN + "test_mindspore_layered.py::test_draws_that_do_not_repeat_are_refused",
     ),
 )

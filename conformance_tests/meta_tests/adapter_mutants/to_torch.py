@@ -232,18 +232,6 @@ MUTANTS = (
         SUITE + "test_workers.py::test_gradient_is_that_of_all_workers",
     ),
     Mutant(
-        "keep_the_noise_of_a_discarded_window",
-        "        self._noise = kit.Noise(*kit.forget_window(self._noise))\n",
-        "",
-        SUITE + "test_knowledge.py::test_noise_scale_ignores_lost_windows",
-    ),
-    Mutant(
-        "count_one_first_micro_batch",
-        "joined=True, firsts=int(firsts))",
-        "joined=True)",
-        SUITE + "test_workers_knowledge.py::test_noise_scale_is_that_of_all_workers",
-    ),
-    Mutant(
         "leave_the_loss_scale",
         "after = close(ended, decision.apply, decision.overflow, options, kit.select)",
         "after = State(*close(ended, decision.apply, decision.overflow, options,"
@@ -560,7 +548,7 @@ MUTANTS = (
             "        with (\n"
             "            nullcontext()\n"
             "            if each.surroundings is None\n"
-            "            else each.surroundings.contexts()[1]\n"
+            "            else each.surroundings.second_run()\n"
             "        ):\n"
         ),
         "        with nullcontext() if each else nullcontext():\n",

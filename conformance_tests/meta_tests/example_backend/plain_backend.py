@@ -8,7 +8,6 @@ from plain import Optimizer
 from gradaccum import StepResult
 from gradaccum.kit import (
     Decision,
-    Noise,
     State,
     UntilWeight,
     accumulate,
@@ -19,20 +18,13 @@ from gradaccum.kit import (
     decide,
     discard,
     ends,
-    first_seen,
-    forget_window,
     given_weight,
     half_made_error,
     initial_state,
-    is_first,
     is_known,
     joined,
-    joined_noise,
     largest_number,
     measures,
-    no_noise,
-    noise_scale,
-    noise_shares,
     optimizer_error,
     require_denominator,
     require_steps,
@@ -42,7 +34,6 @@ from gradaccum.kit import (
     usable,
     use_of_weights,
     window_loss,
-    window_seen,
     with_denominator,
 )
 from gradaccum_conformance.reference.backend import with_numpy_dtype
@@ -59,7 +50,7 @@ class Accumulation:
         }
         self.machine = at_rest(initial_state(options.scale_rule.init_scale))
         self.grad_norm, self.loss, self.window_loss = 0.0, 0.0, math.nan
-        self.noise, self.half_made = no_noise(), False
+        self.half_made = False
         self._note()
 
     def step(self, gradient, weight=None, loss=math.nan):
@@ -84,9 +75,6 @@ class Accumulation:
                 self.sums[name] += term
         self.loss = add_loss(self.loss, loss, weight, adds, self.options, select)
         self._move(accumulate(self.machine, weight, finite, select))
-        if self.options.noise_decay is not None and is_first(self.noise, self.machine):
-            norm, _ = measure(self.sums)
-            self.noise = Noise(*first_seen(self.noise, self.machine, norm, select))
         self._note(overflow=not finite)
         if ends(self.machine, steps, select):
             self.flush()
@@ -95,7 +83,8 @@ class Accumulation:
         self._require_whole()
         if denominator is not None:
             denominator = require_denominator(denominator, self.options)
-        firsts = self._join() if self.workers else 1
+        if self.workers:
+            self._join()
         if self.machine.micro_step == 0:
             return self._note()
         machine, options = self.machine, self.options
@@ -116,15 +105,13 @@ class Accumulation:
         self.grad_norm = decision.grad_norm
         self.window_loss = window_loss(self.loss, machine, options, select)
         self.loss = 0.0
-        seen = self.machine, decision.grad_norm, self.options, select, firsts
-        self.noise = Noise(*window_seen(self.noise, *seen))
         applied, overflow = decision.apply, decision.overflow
         self._move(close(self.machine, applied, overflow, self.options, select))
         return self._note(applied, not applied, overflow)
 
     def discard(self):
         clear(self.sums)
-        self.loss, self.noise = 0.0, Noise(*forget_window(self.noise))
+        self.loss = 0.0
         self._move(discard(self.machine))
         self._note()
 
@@ -141,10 +128,9 @@ class Accumulation:
         return {name: total.copy() for name, total in self.sums.items()}
 
     def _join(self):
-        """Make one window of all workers'; return how many had a first micro-batch."""
-        machines, sums, losses, noises = zip(
-            *self.workers.gather((self.machine, self.sums, self.loss, self.noise)),
-            strict=True,
+        """Make one window of all workers'."""
+        machines, sums, losses = zip(
+            *self.workers.gather((self.machine, self.sums, self.loss)), strict=True
         )
         weight = sum(machine.weight for machine in machines)
         overflow = any(machine.overflow for machine in machines)
@@ -153,10 +139,6 @@ class Accumulation:
         self._move(joined(machine, weight, overflow))
         self.sums = {name: sum(own[name] for own in sums) for name in self.sums}
         self.loss = sum(losses)
-        shares = (noise_shares(noise, select) for noise in noises)
-        items, squares, firsts = map(sum, zip(*shares, strict=True))
-        self.noise = Noise(*joined_noise(self.noise, items, squares, select))
-        return firsts
 
     def _dtype(self, p):
         own = np.float32 if p.dtype.itemsize == 2 else p.dtype
@@ -182,8 +164,7 @@ class Accumulation:
     def _note(self, applied=False, skipped=False, overflow=False):
         machine = self.machine
         counted = (machine.loss_scale, machine.micro_step, machine.optimizer_step)
-        noise = noise_scale(self.noise, select)
-        last = self.grad_norm, *counted, self.window_loss, noise
+        last = self.grad_norm, *counted, self.window_loss
         self.result = StepResult(applied, skipped, overflow, *last)
 
 

@@ -1,5 +1,5 @@
-"""Faults in what a window knows besides its gradient: its loss, its noise, its end by
-weight, and that it need not look at its gradient.
+"""Faults in what a window knows besides its gradient: its loss, its end by weight, and
+that it need not look at its gradient.
 """
 
 from __future__ import annotations
@@ -8,23 +8,12 @@ from typing import Any
 
 from gradaccum.kit import State, UntilWeight
 
-from .planting import MUTANTS, SELECTED, Module, around, mutant, mutants, put
+from .planting import MUTANTS, SELECTED, Module, around, mutant, mutants
 from .workers import change_join
 
 KNOWLEDGE = ("-k", "test_knowledge")
 IGNORED = ("-k", "test_ignored_overflow")
 SHARED = ("-k", "test_workers_knowledge")
-
-
-def change_first_state(m: Module, **fields: float) -> None:
-    """Let the first micro-batch's norm be divided by what another state says."""
-    around(
-        m,
-        "first_seen",
-        lambda original, noise, state, *given: original(
-            noise, state._replace(**fields), *given
-        ),
-    )
 
 
 others = set(MUTANTS)
@@ -51,15 +40,6 @@ mutants(
             state.loss_scale * original(total, state, *given)
         ),
     ),
-    forget_the_weight_of_the_first_micro_batch=lambda m: change_first_state(
-        m, weight=1.0
-    ),
-    measure_the_noise_of_scaled_gradients=lambda m: change_first_state(
-        m, loss_scale=1.0
-    ),
-    keep_the_first_micro_batch_of_a_discarded_window=lambda m: put(
-        m, forget_window=lambda noise: noise
-    ),
     end_a_window_beyond_its_weight=lambda m: around(
         m,
         "ends",
@@ -68,9 +48,6 @@ mutants(
             steps,
             where,
         ),
-    ),
-    count_one_worker_s_first_micro_batch=lambda m: around(
-        m, "window_seen", lambda original, *given: original(*given[:-1], 1)
     ),
 )
 
@@ -96,45 +73,6 @@ def keep_the_loss_of_a_discarded_window(m: Module) -> None:
         self.loss = kept
 
     around(m.Accumulation, "discard", discard)
-
-
-@mutant
-def take_each_micro_batch_for_the_first(m: Module) -> None:
-    m.is_first = lambda noise, state: state.weight > 0
-    around(
-        m,
-        "first_seen",
-        lambda original, noise, *given: original(
-            noise._replace(first_weight=0.0), *given
-        ),
-    )
-
-
-@mutant
-def average_the_ratios(m: Module) -> None:
-    """The quotient of two running means is not the running mean of quotients."""
-
-    def changed(
-        original: Any, noise: Any, state: Any, norm: Any, options: Any, *given: Any
-    ) -> Any:
-        fresh = m.Noise(
-            *original(
-                noise._replace(trace=0.0, square=0.0),
-                state,
-                norm,
-                options._replace(noise_decay=0.0),
-                *given,
-            )
-        )
-        if not fresh.square:
-            return noise._replace(first_weight=0.0, first_square=0.0)
-        decay = options.noise_decay or 0.0
-        return fresh._replace(
-            trace=decay * noise.trace + (1 - decay) * fresh.trace / fresh.square,
-            square=1.0,
-        )
-
-    around(m, "window_seen", changed)
 
 
 @mutant
@@ -189,9 +127,7 @@ def report_the_loss_of_one_worker(m: Module) -> None:
 
 
 SELECTED |= dict.fromkeys(MUTANTS.keys() - others, KNOWLEDGE)
-SELECTED |= dict.fromkeys(
-    ("report_the_loss_of_one_worker", "count_one_worker_s_first_micro_batch"), SHARED
-)
+SELECTED["report_the_loss_of_one_worker"] = SHARED
 SELECTED |= dict.fromkeys(
     ("look_at_an_ignored_overflow", "skip_an_ignored_overflow"), IGNORED
 )
