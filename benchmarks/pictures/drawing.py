@@ -1,4 +1,4 @@
-"""What the pictures share: colours, sizes, and how a picture is written."""
+"""The colours and sizes of the pictures, and the files that they are written to."""
 
 from __future__ import annotations
 

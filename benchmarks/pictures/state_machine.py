@@ -27,7 +27,7 @@ STEPS = (
     ("Move", "the loss scale"),
     ("Count", "optimizer_step or skipped_windows"),
 )
-"""What happens at a window's end, as the page on concepts has it."""
+"""The steps at a window's end, as the page on concepts has it."""
 
 
 def picture() -> tuple[Figure, str]:

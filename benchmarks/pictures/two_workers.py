@@ -1,4 +1,4 @@
-"""What two workers of torch reduce in a window of four micro-batches, and when."""
+"""The reductions of two workers of torch in a window of four micro-batches."""
 
 from __future__ import annotations
 

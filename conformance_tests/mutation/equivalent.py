@@ -28,10 +28,6 @@ EQUIVALENT: dict[tuple[str, str], str] = {
     ): "an excess of 1 divides by 1",
     ("gradaccum/statistics.py", "one = 0 * weight + 2"): UNUSED,
     (
-        "gradaccum/statistics.py",
-        "squares / where(weight > 0, weight, 1 * weight + 1),",
-    ): UNUSED,
-    (
         "gradaccum/verification/experiments.py",
         "bench.apart_by(bench.floor(TRAINING), bench.large(TRAINING).gradients, again)",
     ): DISTANCE,

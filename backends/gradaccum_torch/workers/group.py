@@ -194,8 +194,8 @@ class WorkerGroup(Workers):
         require_same_workers(self.group, sharded)
 
     def require_same_parameters(self) -> None:
-        """Raise, on every worker, unless all have the same parameters in one order, and
-        the same settings for them; collective.
+        """Raise unless all workers have the same parameters in one order, and the same
+        settings for them; collective.
         """
         lines = self._descriptions(with_settings=True)
         gathered: list[list[str]] = [[]] * self._workers

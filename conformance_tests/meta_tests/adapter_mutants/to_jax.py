@@ -90,8 +90,8 @@ MUTANTS = (
     ),
     Mutant(
         "report_no_norm",
-        "ended._replace(last_grad_norm=norm)",
-        "ended",
+        "statistics.close(closed, loss)._replace(last_grad_norm=norm)",
+        "statistics.close(closed, loss)",
         SUITE + "test_clipping.py::test_norm_is_reported",
     ),
     Mutant(

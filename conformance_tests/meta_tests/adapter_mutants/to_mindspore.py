@@ -130,8 +130,8 @@ MUTANTS = (
     ),
     Mutant(
         "leave_the_sums_of_a_closed_window",
-        "        self.clear()\n        self.storage.knowledge.push(known)\n",
-        "        self.storage.knowledge.push(known)\n",
+        "        self.clear()\n        self.storage.knowledge.push(losses)\n",
+        "        self.storage.knowledge.push(losses)\n",
         SUITE + "test_optimizers.py",
         "pynative",
     ),
