@@ -5,6 +5,7 @@ scale and the rest.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from inspect import signature
@@ -385,10 +386,10 @@ def _loss_scale_error(got: object, or_own: str) -> ArgumentTypeError:
     return explain(ArgumentTypeError, "loss_scale", expected=expected, got=got, fix=fix)
 
 
-Reduction = Literal["mean", "sum", "item_mean"]
+Reduction = Literal["mean", "sum", "sum_per_item"]
 OnOverflow = Literal["skip_window", "drop_micro_batch", "ignore"]
 
-REDUCTIONS = ("mean", "sum", "item_mean")
+REDUCTIONS = ("mean", "sum", "sum_per_item")
 ON_OVERFLOW = ("skip_window", "drop_micro_batch", "ignore")
 
 
@@ -469,9 +470,16 @@ def make_options(
 
 
 def require_reduction(reduction: object) -> Reduction:
-    """Raise unless `reduction` is "mean", "sum" or "item_mean" (`ArgumentTypeError`,
-    `ArgumentValueError`); return it.
+    """Raise unless `reduction` is "mean", "sum" or "sum_per_item" (`ArgumentTypeError`,
+    `ArgumentValueError`); return it. "item_mean", the old name of "sum_per_item", warns.
     """
+    if reduction == "item_mean":
+        warnings.warn(
+            'gradaccum: reduction="item_mean" has a new name: write "sum_per_item".',
+            DeprecationWarning,
+            stacklevel=5,
+        )
+        return "sum_per_item"
     return cast(Reduction, require_choice("reduction", reduction, REDUCTIONS))
 
 
@@ -481,8 +489,8 @@ def use_of_weights(options: Options) -> str | None:
     """
     if isinstance(options.steps, UntilWeight):
         return "steps=until_weight(...)"
-    if options.reduction == "item_mean":
-        return 'reduction="item_mean"'
+    if options.reduction == "sum_per_item":
+        return 'reduction="sum_per_item"'
     return None
 
 

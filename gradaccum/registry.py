@@ -367,7 +367,7 @@ def wrap(
             with ``flush``.
         reduction: ``"mean"``: sum(w_i g_i) / sum(w_i), g_i the gradient of a mean loss
             and w_i its number of items (default 1); ``"sum"``: sum(g_i);
-            ``"item_mean"``: sum(g_i) / sum(w_i), g_i the gradient of a summed loss.
+            ``"sum_per_item"``: sum(g_i) / sum(w_i), g_i the gradient of a summed loss.
         clip_norm: clip the window's gradient to this global 2-norm, once, at its end.
         skip_norm: make no update if the window's gradient has a larger global 2-norm.
         accumulate_dtype: dtype of the sum; by default float32 for float16 and bfloat16

@@ -434,7 +434,7 @@ def scalar_loss_error(found: str) -> GradAccumError:
     """Return the error for a loss that is no scalar; `found` describes it in words."""
     fix = (
         "Reduce it in the loss: loss.mean() goes with reduction='mean', loss.sum() with"
-        " 'sum' or 'item_mean'."
+        " 'sum' or 'sum_per_item'."
     )
     return explain(
         ArgumentValueError,

@@ -200,7 +200,7 @@ def with_denominator(
     ) = state
     weight = where(weight > 0, denominator + 0 * weight, weight)
     divides = (
-        options._replace(reduction="item_mean")
+        options._replace(reduction="sum_per_item")
         if options.reduction == "sum"
         else options
     )

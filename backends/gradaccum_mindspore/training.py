@@ -235,7 +235,7 @@ def refuse_losses(shape: tuple[int, ...]) -> None:
     found = f"losses of shape {shape}, whose sum is differentiated"
     fix = (
         "Let the network return their mean, as nn.MSELoss() does; or wrap with"
-        ' reduction="sum" or "item_mean".'
+        ' reduction="sum" or "sum_per_item".'
     )
     raise explain(
         ArgumentValueError, "network", expected=expected, found=found, fix=fix

@@ -107,7 +107,7 @@ def require_no_collective(loss: Tensor) -> None:
                     f"0 for a loss with a {node.name()}",
                 )
                 fix = (
-                    'Write reduction="item_mean", opt.weigh(0) and loss.backward(): the'
+                    'Write reduction="sum_per_item", opt.weigh(0) and loss.backward(): the'
                     " other workers need the gradients of its keys."
                 )
                 raise explain(
@@ -393,7 +393,7 @@ def multiplied_error() -> UsageError:
         " the loss by its weight or its loss scale"
     )
     fix = (
-        'One loss for several optimizers: wrap them with reduction="item_mean", sum the'
+        'One loss for several optimizers: wrap them with reduction="sum_per_item", sum the'
         " loss, call loss.backward(), and give each its "
     )
     fix += (
@@ -409,7 +409,7 @@ def not_weighed_error(weight: float) -> UsageError:
     )
     fix = (
         "Sum the loss over the items and write gradaccum.wrap(optimizer, ...,"
-        ' reduction="item_mean"), or pass the loss to '
+        ' reduction="sum_per_item"), or pass the loss to '
     )
     fix += "opt.backward(loss). To start the window anew call opt.discard()."
     found = "a plain backward() after opt.weigh(), which multiplies nothing"

@@ -204,7 +204,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         the backward pass.
 
         So one ``loss.backward()`` of a summed loss serves several optimizers with
-        ``reduction="item_mean"``: each divides by its own items.
+        ``reduction="sum_per_item"``: each divides by its own items.
 
         Args:
             weight: the number of items, >= 0.
@@ -246,7 +246,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
             UsageError: there was no backward pass since the last ``step``; something
                 changed ``.grad``; or a plain ``backward()`` was used where weight or
                 loss scale are needed. The window is as it was before the call.
-            ArgumentTypeError: ``reduction="item_mean"``, and nothing gave the
+            ArgumentTypeError: ``reduction="sum_per_item"``, and nothing gave the
                 micro-batch its weight; or an argument is no closure.
         """
         if misplaced or not (closure is None or callable(closure)):

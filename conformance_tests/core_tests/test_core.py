@@ -194,7 +194,13 @@ def test_total_beyond_float32_ends_with_its_window() -> None:
         assert kit.State(*ended).weight == 0, "compiled code has no at_rest"
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "item_mean"])
+def test_old_name_of_a_reduction_warns() -> None:
+    with pytest.warns(DeprecationWarning, match='write "sum_per_item"'):
+        options = kit.make_options(4, reduction="item_mean")
+    assert options == kit.make_options(4, reduction="sum_per_item")
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "sum_per_item"])
 def test_denominator_takes_the_place_of_the_weight(reduction: str) -> None:
     options = kit.make_options(None, reduction=reduction, clip_norm=1.0)
     state, divides = kit.with_denominator(
@@ -228,7 +234,7 @@ def test_bad_denominator_in_compiled_code_makes_no_update(denominator: float) ->
     [
         ({"steps": 4}, None),
         ({"steps": 4, "reduction": "sum"}, None),
-        ({"steps": 4, "reduction": "item_mean"}, 'reduction="item_mean"'),
+        ({"steps": 4, "reduction": "sum_per_item"}, 'reduction="sum_per_item"'),
         ({"steps": gradaccum.until_weight(4)}, "steps=until_weight(...)"),
     ],
 )

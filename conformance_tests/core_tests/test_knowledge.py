@@ -17,7 +17,7 @@ from gradaccum import (
     until_weight,
 )
 
-REDUCTIONS = ("mean", "sum", "item_mean")
+REDUCTIONS = ("mean", "sum", "sum_per_item")
 IGNORING = kit.make_options(4, on_overflow="ignore")
 
 

@@ -137,7 +137,7 @@ def options_drawn(draw: random.Random) -> Iterator[Any]:
             for on_overflow in ("skip_window", "drop_micro_batch", "ignore"):
                 if on_overflow == "ignore" and isinstance(scale, DynamicLossScale):
                     continue
-                reduction = draw.choice(("mean", "sum", "item_mean"))
+                reduction = draw.choice(("mean", "sum", "sum_per_item"))
                 norms = {
                     "clip_norm": draw.choice((None, 1.0, 1e-30)),
                     "skip_norm": draw.choice((None, 2.0)),

@@ -259,7 +259,7 @@ def test_cause_by_its_definition(
     [
         (PlainSubject(sound), "mean"),
         (PlainSubject(summed), "sum"),
-        (PlainSubject(summed), "item_mean"),
+        (PlainSubject(summed), "sum_per_item"),
         (PlainSubject(by_count, weights=COUNTS), "mean"),
         (PlainSubject(sound, layers=[NORM]), "mean"),
         (PlainSubject(sound, unreplayed=["line 4"]), "mean"),
@@ -382,12 +382,14 @@ def test_weights_follow_any_label(heavy: int) -> None:
 def test_words_of_a_cause() -> None:
     assert listed(["a", "b", "c", "d", "e"]) == "a, b, c, d, e"
     assert listed(list("abcdefg")) == "a, b, c, d, e and 2 more"
-    item_mean = "the mean over the window's items, reduction='item_mean' and weight="
+    sum_per_item = (
+        "the mean over the window's items, reduction='sum_per_item' and weight="
+    )
     for subject, reduction, fix in (
         (
             PlainSubject(summed),
             "mean",
-            f"Write reduction='sum'; or, for {item_mean} their number.",
+            f"Write reduction='sum'; or, for {sum_per_item} their number.",
         ),
         (PlainSubject(sound), "sum", "Write reduction='mean' and no weight=."),
     ):

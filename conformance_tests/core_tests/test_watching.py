@@ -84,7 +84,7 @@ def test_seconds_since_the_last_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("reduction", "loss"),
-    [("mean", (1 * 3 + 2 * 3 + 4 * 2) / 8), ("sum", 7.0), ("item_mean", 7 / 8)],
+    [("mean", (1 * 3 + 2 * 3 + 4 * 2) / 8), ("sum", 7.0), ("sum_per_item", 7 / 8)],
 )
 def test_told_losses_make_the_large_batch_loss(reduction: str, loss: float) -> None:
     told = [

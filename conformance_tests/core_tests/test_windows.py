@@ -461,7 +461,7 @@ def test_bad_arguments_of_an_epoch_raise_at_the_call(
         ("mean", [4, 3, 4, 2], [(4, 3)]),
         ("mean", [None, 0, 4, 2], [(4, 2)]),
         ("sum", [4, 3], []),
-        ("item_mean", [4, 3], []),
+        ("sum_per_item", [4, 3], []),
     ],
 )
 def test_unequal_micro_batches_without_a_weight_are_said_once(

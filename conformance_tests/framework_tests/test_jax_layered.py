@@ -180,7 +180,7 @@ def frozen() -> Any:
 CASES = {
     "by layer": ({"on_overflow": "ignore", "loss_scale": 8.0}, {}, frozen),
     "by layer, borders recomputed": (
-        {"on_overflow": "ignore", "reduction": "item_mean"},
+        {"on_overflow": "ignore", "reduction": "sum_per_item"},
         {"borders": "recompute"},
         lambda: optax.lion(1e-2),
     ),

@@ -168,7 +168,7 @@ def test_summed_loss_is_told_of_both_reductions() -> None:
         PARAMS,
         lambda params, x, y: plain(params, x, y) * len(x),
         (X, Y),
-        reduction="item_mean",
+        reduction="sum_per_item",
     )
     assert weighed.equivalent
 

@@ -202,7 +202,7 @@ def test_length_of_a_dynamic_axis(on_overflow):
 
 @pytest.mark.parametrize(
     ("reduction", "moved", "loss"),
-    [("mean", 1.0, 2.5), ("sum", 2.0, 4.0), ("item_mean", 0.5, 1.0)],
+    [("mean", 1.0, 2.5), ("sum", 2.0, 4.0), ("sum_per_item", 0.5, 1.0)],
 )
 def test_float64_weight_beside_a_told_loss(reduction, moved, loss):
     parameter = Parameter(Tensor([1.0, 2.0], ms.float32), name="p")

@@ -32,7 +32,7 @@ OPTIONS = {
     },
     "clip": {"clip_norm": 0.1},
     "sum": {"reduction": "sum", "on_overflow": "ignore"},
-    "item mean, clip": {"reduction": "item_mean", "skip_norm": 1e6},
+    "item mean, clip": {"reduction": "sum_per_item", "skip_norm": 1e6},
 }
 
 

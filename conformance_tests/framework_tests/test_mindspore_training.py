@@ -190,7 +190,7 @@ def test_losses_of_items_are_no_mean(mode):
         match=r"network: expected one loss.*losses of shape \(4, 1\)",
     ):
         means(ops.ones((4, 3)), ops.zeros((4, 1)))
-    net, items = cell("item_mean")
+    net, items = cell("sum_per_item")
     for _ in range(2):
         items(ops.ones((4, 3)), ops.zeros((4, 1)))
     np.testing.assert_allclose(

@@ -115,7 +115,7 @@ def test_custom_weights_are_summed(mode, weight):
 
 def test_summed_losses_are_divided_by_items():
     expected, _ = large_batches((0, 20))
-    cell, net = make_cell(loss=summed, steps=3, reduction="item_mean")
+    cell, net = make_cell(loss=summed, steps=3, reduction="sum_per_item")
     for first, last in ((0, 8), (8, 16), (16, 20)):
         cell(Tensor(X[first:last]), Tensor(Y[first:last]))
     same(net, expected)

@@ -186,7 +186,7 @@ def contrast_of(outputs: Tensor) -> Tensor:
         {"loss_scale": 1024.0},
         {"loss_scale": gradaccum.DynamicLossScale()},
         {"reduction": "sum"},
-        {"reduction": "item_mean", "loss_scale": 3.0},
+        {"reduction": "sum_per_item", "loss_scale": 3.0},
     ],
     ids=str,
 )

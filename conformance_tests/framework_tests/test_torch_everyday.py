@@ -511,7 +511,7 @@ def test_two_weights_before_a_step_are_said_once(
     place: str, passes: Callable[[nn.Module, Any], None], steps: Any, said: Said
 ) -> None:
     """As of a service that has ``forward_backward`` n times for each ``step``."""
-    reduction = "item_mean" if passes is weighed_plain_passes else "mean"
+    reduction = "sum_per_item" if passes is weighed_plain_passes else "mean"
     model, opt = make(place, steps=steps, reduction=reduction)
     for _ in range(3):
         passes(model, opt)
@@ -676,7 +676,7 @@ def test_other_divisions_say_nothing(kind: str, said: Said) -> None:
 
 OTHER_WINDOWS: dict[str, tuple[dict[str, Any], str, int]] = {
     "a sum, divided": ({"reduction": "sum"}, "a mean", 0),
-    "a mean per item": ({"reduction": "item_mean"}, "four items", 1),
+    "a mean per item": ({"reduction": "sum_per_item"}, "four items", 1),
     "one micro-batch": ({"steps": 1}, "a mean", 0),
     "the caller's": ({"steps": None}, "a mean", 0),
     "a schedule": ({"steps": [(0, 4), (1, 2)]}, "a mean", 1),

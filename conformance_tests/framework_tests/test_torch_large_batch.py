@@ -365,7 +365,7 @@ def test_small_shares_do_not_underflow(own: torch.dtype, of_loss: torch.dtype) -
         lambda x: (x.to(of_loss) * weight.to(of_loss)).sum(),
         x,
         steps=4,
-        reduction="item_mean",
+        reduction="sum_per_item",
         weight=tokens,
     )
     assert weight.grad is not None

@@ -140,7 +140,7 @@ def test_updates_have_the_same_bits(
     assert repr(sorted(states[0].items())) == repr(sorted(states[1].items()))
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "item_mean"])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "sum_per_item"])
 def test_equals_the_large_batch(reduction: str) -> None:
     """In float64, with a parameter in three layers, a frozen layer, and activations
     that are nests.
@@ -198,7 +198,7 @@ def test_equals_the_large_batch(reduction: str) -> None:
         for layer in large.layers():
             h = layer(h)
         expected = loss_fn(h, (y, weights)) / (
-            weights.sum() if reduction == "item_mean" else 1
+            weights.sum() if reduction == "sum_per_item" else 1
         )
         torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=0)
         expected.backward()

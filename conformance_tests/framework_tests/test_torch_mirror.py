@@ -246,7 +246,7 @@ PROGRAMS: dict[str, tuple[Callable[[int], Job], Callable[[int], nn.Module]]] = {
     "context parallel": (context_parallel, attention),
     "class-sharded head": (class_sharded_head, classes),
 }
-REDUCTIONS = {"class-sharded head": ("item_mean",)}
+REDUCTIONS = {"class-sharded head": ("sum_per_item",)}
 
 
 def test_the_mirror_gives_what_equal_workers_would() -> None:
@@ -308,7 +308,7 @@ def test_every_way_is_exact(program: str, workers: int) -> None:
     """
     require_runs(program)
     prepare, build = PROGRAMS[program]
-    for reduction in REDUCTIONS.get(program, ("mean", "sum", "item_mean")):
+    for reduction in REDUCTIONS.get(program, ("mean", "sum", "sum_per_item")):
         with mirror(workers):
             job = prepare(workers)
             opt = gradaccum.wrap(
@@ -342,7 +342,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 def train(job: Job, opt: Any, micro_batches: Any, reduction: str = "mean") -> None:
     for x in micro_batches:
         opt.backward(
-            job.loss(x) / (1 if reduction == "item_mean" else len(x)), weight=len(x)
+            job.loss(x) / (1 if reduction == "sum_per_item" else len(x)), weight=len(x)
         )
         opt.step()
         opt.zero_grad()

@@ -103,7 +103,7 @@ def job_of(seed: int) -> Job:
     return Job(
         chosen.randint(1, 3),
         engine,
-        chosen.choice(("mean", "item_mean")),
+        chosen.choice(("mean", "sum_per_item")),
         chosen.choice((None, 0.1)),
         shares,
     )
@@ -113,7 +113,8 @@ def learn(model: nn.Module, opt: Any, job: Job, micro_batch: MicroBatch) -> None
     x, second, counts, _ = micro_batch
     loss = model(x, second) * (1 if counts else math.nan)
     opt.backward(
-        loss * len(x) if job.reduction == "item_mean" else loss, weight=len(x) * counts
+        loss * len(x) if job.reduction == "sum_per_item" else loss,
+        weight=len(x) * counts,
     )
     opt.step()
     opt.zero_grad()

@@ -22,8 +22,8 @@ from conformance_tests.framework_tests.torch_model import (
 )
 
 
-def test_item_mean_asks_for_a_weight_of_every_loop() -> None:
-    model, opt = make(reduction="item_mean")
+def test_sum_per_item_asks_for_a_weight_of_every_loop() -> None:
+    model, opt = make(reduction="sum_per_item")
     for call in (
         lambda: opt.backward(loss_of(model)),
         lambda: opt.scale(loss_of(model)),
@@ -63,7 +63,7 @@ def test_one_backward_pass_feeds_two_optimizers(
         "scale": {"loss_scale": 8.0},
         "scaler": {"loss_scale": scaler},
     }[loop]
-    options = {"steps": 3, "reduction": "item_mean", **PLACES[place], **scale}
+    options = {"steps": 3, "reduction": "sum_per_item", **PLACES[place], **scale}
     limits = None, 0.01
     opts = [
         gradaccum.wrap(torch.optim.SGD(m.parameters(), lr=0.5), clip_norm=c, **options)
@@ -120,7 +120,7 @@ def test_weigh_beside_a_plain_mean_is_refused() -> None:
     model, opt = make()
     loss_of(model).backward()
     opt.weigh(3)
-    with pytest.raises(gradaccum.UsageError, match='reduction="item_mean"'):
+    with pytest.raises(gradaccum.UsageError, match='reduction="sum_per_item"'):
         opt.step()
     for bad in ("3", -1, float("nan")):
         with pytest.raises(gradaccum.GradAccumError, match="weight: expected"):
@@ -131,7 +131,7 @@ def test_update_that_raised_keeps_the_weight_beside_a_denominator() -> None:
     """The next flush divides by what the window holds, unless it is given a denominator
     of its own.
     """
-    model, opt = make(steps=None, reduction="item_mean")
+    model, opt = make(steps=None, reduction="sum_per_item")
     opt.backward(summed(model, slice(0, 8)), weight=8)
     opt.step()
     handle = opt.register_step_pre_hook(lambda *_: 1 / 0)

@@ -220,7 +220,12 @@ def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"on_overflow": "ignore"}, {"reduction": "sum"}, {"reduction": "item_mean"}],
+    [
+        {},
+        {"on_overflow": "ignore"},
+        {"reduction": "sum"},
+        {"reduction": "sum_per_item"},
+    ],
     ids=str,
 )
 def test_losses_that_stay_on_their_device(

@@ -52,7 +52,7 @@ RUNS: dict[str, dict[str, Option]] = {
     "weighted means": {"steps": 4},
     "sums, scaled and clipped": {
         "steps": 4,
-        "reduction": "item_mean",
+        "reduction": "sum_per_item",
         "loss_scale": DynamicLossScale(64.0),
         "clip_norm": 0.5,
     },

@@ -32,7 +32,7 @@ from gradaccum_conformance.specs import (
 )
 
 CAPTURE = Optimizer("capture")
-REDUCTIONS = ("mean", "sum", "item_mean")
+REDUCTIONS = ("mean", "sum", "sum_per_item")
 
 
 def cut(batch: Batch, sizes: Iterable[int]) -> list[Batch]:

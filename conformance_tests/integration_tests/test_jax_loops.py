@@ -53,7 +53,7 @@ def losses(params: Any, batch: Any) -> Any:
     )
 
 
-def item_mean(params: Any, batch: Any) -> Any:
+def sum_per_item(params: Any, batch: Any) -> Any:
     """Every sequence counts as one item."""
     return losses(params, batch).mean()
 
@@ -77,7 +77,7 @@ def fold(params: Any, batch: Any) -> Any:
 
     def add(held: Any, part: Any) -> Any:
         return jax.tree.map(
-            jnp.add, held, jax.value_and_grad(item_mean)(params, part)
+            jnp.add, held, jax.value_and_grad(sum_per_item)(params, part)
         ), None
 
     zeros = jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)
@@ -112,9 +112,9 @@ def test_levanter_fold_carried_over() -> None:
     """One call in place of the scan, the reshape and the division."""
     params, carried = (
         created(),
-        jax.jit(gradaccum_jax.value_and_grad(item_mean, steps=STEPS)),
+        jax.jit(gradaccum_jax.value_and_grad(sum_per_item, steps=STEPS)),
     )
-    wanted = jax.jit(jax.value_and_grad(item_mean))(params, BATCH)
+    wanted = jax.jit(jax.value_and_grad(sum_per_item))(params, BATCH)
     assert_close(jax.jit(fold)(params, BATCH), wanted)
     assert_close(carried(params, BATCH), wanted)
 
@@ -126,8 +126,8 @@ def test_levanter_fold_of_a_short_batch() -> None:
     params, short = created(), {name: leaf[:14] for name, leaf in BATCH.items()}
     with pytest.raises(ValueError, match="cannot reshape"):
         fold(params, short)
-    carried = gradaccum_jax.value_and_grad(item_mean, steps=STEPS)(params, short)
-    assert_close(carried, jax.jit(jax.value_and_grad(item_mean))(params, short))
+    carried = gradaccum_jax.value_and_grad(sum_per_item, steps=STEPS)(params, short)
+    assert_close(carried, jax.jit(jax.value_and_grad(sum_per_item))(params, short))
 
 
 def test_maxtext_fold_carried_over() -> None:

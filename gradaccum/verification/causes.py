@@ -271,7 +271,7 @@ def wrong_reduction(reduction: str, right: str) -> Cause:
     if right == "sum":
         fix = (
             "Write reduction='sum'; or, for the mean over the window's items,"
-            " reduction='item_mean' and weight= their number."
+            " reduction='sum_per_item' and weight= their number."
         )
     return Cause("wrong_reduction", LOSS, explanation, fix)
 

@@ -129,7 +129,7 @@ class Way(NamedTuple):
             return [0.0] * len(runs)
         return (
             [whole / total] * len(runs)
-            if self.reduction == "item_mean"
+            if self.reduction == "sum_per_item"
             else [weight / total for weight in weights]
         )
 
@@ -169,7 +169,7 @@ class Bench:
     ) -> dict[str, Gradient]:
         whole = (
             way.weight(self.items, self.large(replace(conditions, perturbation=None)))
-            if way.reduction == "item_mean"
+            if way.reduction == "sum_per_item"
             else 1.0
         )
         return combined(runs, way.factors(parts, runs, whole))

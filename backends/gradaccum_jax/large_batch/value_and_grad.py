@@ -73,7 +73,7 @@ def value_and_grad(
         micro_batch_weight: consecutive items are packed up to this weight; a function
             `weight` is called on each item. Each new pattern of cuts is compiled.
         reduction: "mean": `loss_fn` takes a mean over weights; "sum": a sum;
-            "item_mean": a sum, to be divided by the batch's weight.
+            "sum_per_item": a sum, to be divided by the batch's weight.
         weight: the weight of a micro-batch: a function of its arguments, such as its
             number of tokens, or an array of one number per item; by default its number
             of items. A constant to JAX. A traced weight that is negative or not finite

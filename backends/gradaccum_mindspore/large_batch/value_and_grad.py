@@ -98,7 +98,7 @@ def value_and_grad(
         micro_batch_weight: consecutive items are packed up to this weight, by `weight`;
             a callable is asked about each item alone.
         reduction: "mean": `fn` returns a mean, weighed by `weight`. "sum": it returns a
-            sum. "item_mean": it returns a sum, and the sum over the batch is divided by
+            sum. "sum_per_item": it returns a sum, and the sum over the batch is divided by
             the sum of the weights.
         weight: a callable of the micro-batch's arguments that returns its weight, such
             as its tokens; or one number per item; the number of items unless given. A

@@ -47,7 +47,7 @@ def verify(
             One nest alone is the only argument; a plain value is given whole.
         steps: micro-batches that the batch is divided into, at least 2; by default 4,
             or as many as there are items.
-        reduction: how accumulation will add up: "mean", "sum" or "item_mean".
+        reduction: how accumulation will add up: "mean", "sum" or "sum_per_item".
         weight: as accumulation will have it: a callable ``weight(*micro_batch)``, or an
             array with one number per item.
         axes: a prefix nest of `batch`: the axis of items of each leaf, or None for what

@@ -248,13 +248,13 @@ def _require_shardable(options: Options, whole: int) -> None:
     """
     beside, fix = (
         "beside parameters marked as layerwise_parallel",
-        'Sum the loss, and write reduction="item_mean".',
+        'Sum the loss, and write reduction="sum_per_item".',
     )
     if options.reduction == "mean":
         raise explain(
             ArgumentValueError,
             "reduction",
-            expected=f'"item_mean" or "sum" {beside}',
+            expected=f'"sum_per_item" or "sum" {beside}',
             got="mean",
             fix=fix,
         )

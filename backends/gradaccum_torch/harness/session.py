@@ -368,7 +368,7 @@ class TorchHarness(BaseHarness):
         )
         session.plain = (
             setup.options.get("loss_scale") is None
-            and setup.options.get("reduction") != "item_mean"
+            and setup.options.get("reduction") != "sum_per_item"
         )
         return session
 

@@ -78,7 +78,7 @@ def backward(
         micro_batch_weight: consecutive items are packed up to this weight, by `weight`,
             an array.
         reduction: ``"mean"``: `loss_fn` returns a mean, and each counts by its weight;
-            ``"sum"``: losses are added; ``"item_mean"``: `loss_fn` returns a sum, and
+            ``"sum"``: losses are added; ``"sum_per_item"``: `loss_fn` returns a sum, and
             the total is divided by the total weight. Default: the reduction of
             `optimizer`, else ``"mean"``.
         weight: a callable, ``weight(*micro_batch)``, called for all micro-batches

@@ -71,7 +71,7 @@ def optimizer_of(network: Network, **options: Any) -> Any:
     scale = gradaccum.DynamicLossScale(2.0**10, growth_interval=1)
     given = {
         "steps": STEPS,
-        "reduction": "item_mean",
+        "reduction": "sum_per_item",
         "loss_scale": scale,
         "master_weights": True,
         "clip_norm": CLIP,

@@ -47,7 +47,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"skip_norm": 1e-3},
     {"loss_scale": 1024.0},
     {"reduction": "sum"},
-    {"reduction": "item_mean", "summed": True},
+    {"reduction": "sum_per_item", "summed": True},
 ]
 
 

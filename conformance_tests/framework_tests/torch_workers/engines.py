@@ -553,7 +553,11 @@ def context_parallel_tokens_weigh(rank: int) -> None:
     """
     model, large = Attention(init_device_mesh("cpu", (WORLD,))), Attention(None)
     module = DistributedDataParallel(model)
-    options: dict[str, Any] = {"steps": 3, "clip_norm": 0.05, "reduction": "item_mean"}
+    options: dict[str, Any] = {
+        "steps": 3,
+        "clip_norm": 0.05,
+        "reduction": "sum_per_item",
+    }
     opt, alone = (
         gradaccum.wrap(sgd(model), module=module, **options),
         gradaccum.wrap(sgd(large), **options),

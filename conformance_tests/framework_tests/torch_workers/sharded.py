@@ -56,7 +56,7 @@ def shared(**options: Any) -> tuple[Any, nn.Parameter, Any]:
     return (
         parallel,
         weight,
-        gradaccum.wrap(inner, reduction="item_mean", module=parallel, **options),
+        gradaccum.wrap(inner, reduction="sum_per_item", module=parallel, **options),
     )
 
 

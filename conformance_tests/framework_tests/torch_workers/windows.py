@@ -197,8 +197,8 @@ def model_is_cast_between_windows(rank: int) -> None:
     """
     model, reference = build(torch.float32), build(torch.float32)
     parallel = DistributedDataParallel(model)
-    opt = gradaccum.wrap(sgd(model), steps=1, module=parallel, reduction="item_mean")
-    other = gradaccum.wrap(sgd(reference), steps=2, reduction="item_mean")
+    opt = gradaccum.wrap(sgd(model), steps=1, module=parallel, reduction="sum_per_item")
+    other = gradaccum.wrap(sgd(reference), steps=2, reduction="sum_per_item")
     for dtype in (torch.float32, torch.float64):
         model.to(dtype), reference.to(dtype)
         x = torch.ones(1, 4, dtype=dtype)

@@ -35,7 +35,7 @@ VARIANTS: dict[str, dict[str, Option]] = {
         "steps": 2,
         "loss_scale": DYNAMIC,
         "on_overflow": "drop_micro_batch",
-        "reduction": "item_mean",
+        "reduction": "sum_per_item",
     },
     "schedule and skip norm": {
         "steps": [(0, 1), (1, 3)],
@@ -87,7 +87,7 @@ class Pair:
             start(reference, **options),
         )
         self.done: Counter[str] = Counter()
-        self.one = 1.0 if options.get("reduction") == "item_mean" else None
+        self.one = 1.0 if options.get("reduction") == "sum_per_item" else None
 
     def do(self, event: str, history: tuple[str, ...]) -> None:
         self.done[event] += 1

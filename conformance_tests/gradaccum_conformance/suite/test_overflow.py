@@ -80,7 +80,7 @@ def test_divisor_outside_float32_overflows(
 ) -> None:
     """Divided by it, the gradient would become 0 or inf and count as applied."""
     session = start(
-        backend, steps=1, loss_scale=scale, reduction="item_mean", mode=mode
+        backend, steps=1, loss_scale=scale, reduction="sum_per_item", mode=mode
     )
     before = session.parameters()
     session.gradients(random_tree(LINEAR, 0), weight=weight)
@@ -98,7 +98,7 @@ def test_scale_recovers_from_divisor_overflow(backend: Harness) -> None:
     again.
     """
     rule = gradaccum.DynamicLossScale(init_scale=2.0**112, growth_interval=1)
-    session = start(backend, steps=1, loss_scale=rule, reduction="item_mean")
+    session = start(backend, steps=1, loss_scale=rule, reduction="sum_per_item")
     for seed in range(3):
         session.gradients(random_tree(LINEAR, seed), weight=2.0**17)
     assert session.state().optimizer_step == 1

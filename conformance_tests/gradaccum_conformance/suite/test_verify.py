@@ -177,7 +177,7 @@ SOUND: dict[str, tuple[Loss, Array, dict[str, Option]]] = {
     "item mean": (
         token_sum,
         MASK,
-        {"reduction": "item_mean", "weight": lambda x, mask: mask.sum()},
+        {"reduction": "sum_per_item", "weight": lambda x, mask: mask.sum()},
     ),
     "tiny": (lambda out, weights, x, y: plain(out, weights, x, y) * 1e-30, Y, {}),
 }

@@ -65,11 +65,11 @@ def test_weight_defaults_to_one(backend: Harness) -> None:
     assert same(plain.parameters(), weighted.parameters())
 
 
-def test_item_mean_asks_for_the_weight(backend: Harness, mode: str) -> None:
+def test_sum_per_item_asks_for_the_weight(backend: Harness, mode: str) -> None:
     """With a weight of 1 by default the learning rate would be too large by the number
     of items.
     """
-    session = start(backend, steps=2, reduction="item_mean", mode=mode)
+    session = start(backend, steps=2, reduction="sum_per_item", mode=mode)
     session.gradients(random_tree(LINEAR, 0), weight=3.0)
     before = session.state(), session.accumulator(), session.parameters()
     with pytest.raises(
@@ -205,7 +205,7 @@ def test_state_holds_the_total_weight(backend: Harness) -> None:
     assert session.state().weight == sum(WEIGHTS)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "item_mean"])
+@pytest.mark.parametrize("reduction", ["mean", "sum_per_item"])
 def test_total_beyond_float32_spoils_one_window(
     backend: Harness, mode: str, reduction: str
 ) -> None:

@@ -66,14 +66,14 @@ def test_one_worker_drops_a_micro_batch(crews: Crews, errors: Errors) -> None:
     good = unequal(crew.workers)
     feed(crew, [[bad, *good[0]], *good[1:]])
     crew.flush()
-    check_update(errors, crew, good, calls=1, reduction="item_mean")
+    check_update(errors, crew, good, calls=1, reduction="sum_per_item")
     assert (crew.results()[0].overflow, crew.results()[0].loss_scale) == (
         True,
         SCALE.init_scale / 2,
     )
     feed(crew, [good[0], *([bad] for _ in good[1:])])
     crew.flush()
-    check_update(errors, crew, [good[0]], calls=2, reduction="item_mean")
+    check_update(errors, crew, [good[0]], calls=2, reduction="sum_per_item")
     before = crew.parameters()
     feed(crew, [[bad]] * crew.workers)
     crew.flush()
@@ -101,7 +101,7 @@ def test_total_beyond_float32_spoils_one_window(crews: Crews, errors: Errors) ->
     good = unequal(crew.workers)
     feed(crew, good)
     crew.flush()
-    check_update(errors, crew, good, calls=1, reduction="item_mean")
+    check_update(errors, crew, good, calls=1, reduction="sum_per_item")
     assert all(state.weight == 0 for state in crew.states())
 
 

@@ -13,7 +13,7 @@ SCALE = gradaccum.DynamicLossScale(
 CLIP, SKIP = 64.0, 128.0
 SUM: dict[str, Option] = {"reduction": "sum", "clip_norm": CLIP, "skip_norm": SKIP}
 DROPPING: dict[str, Option] = {
-    "reduction": "item_mean",
+    "reduction": "sum_per_item",
     "on_overflow": "drop_micro_batch",
     "loss_scale": SCALE,
 }
@@ -21,5 +21,5 @@ FULL: dict[str, Option] = {"steps": 2, "loss_scale": SCALE}
 REDUCTIONS: dict[str, dict[str, Option]] = {
     "mean": {},
     "sum": SUM,
-    "item_mean": DROPPING,
+    "sum_per_item": DROPPING,
 }

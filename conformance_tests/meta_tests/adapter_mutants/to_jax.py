@@ -184,7 +184,7 @@ MUTANTS = (
         "ask_no_weight_for_a_mean_of_items",
         "        given_weight(weight, use_of_weights(self.options))\n",
         "",
-        SUITE + "test_weights.py::test_item_mean_asks_for_the_weight",
+        SUITE + "test_weights.py::test_sum_per_item_asks_for_the_weight",
     ),
     Mutant(
         "divide_a_short_window_by_steps",

@@ -440,10 +440,10 @@ MUTANTS = (
         + "test_torch_everyday.py::test_several_losses_of_a_micro_batch_say_nothing",
     ),
     Mutant(
-        "let_item_mean_divide_by_ones",
+        "let_sum_per_item_divide_by_ones",
         "        if not known.weighed and self._use_of_weights is not None:\n",
         "        if False:\n",
-        OWN + "test_torch_weigh.py::test_item_mean_asks_for_a_weight_of_every_loop",
+        OWN + "test_torch_weigh.py::test_sum_per_item_asks_for_a_weight_of_every_loop",
     ),
     Mutant(
         "remember_zeros_that_were_freed",

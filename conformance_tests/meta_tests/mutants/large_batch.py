@@ -78,7 +78,7 @@ caught(
         m,
         "make_options",
         lambda original, steps, reduction: original(
-            steps, reduction="item_mean" if reduction == "sum" else reduction
+            steps, reduction="sum_per_item" if reduction == "sum" else reduction
         ),
     ),
 )

@@ -10,7 +10,11 @@ import gradaccum_jax
 
 params = {"w": jnp.ones(3)}
 tx = gradaccum.wrap(
-    optax.adamw(1e-3), steps=4, reduction="item_mean", clip_norm=1.0, axis_name="data"
+    optax.adamw(1e-3),
+    steps=4,
+    reduction="sum_per_item",
+    clip_norm=1.0,
+    axis_name="data",
 )
 state = tx.init(params)
 updates, state = tx.update(params, state, params, weight=3)

@@ -15,7 +15,7 @@ def train(model: nn.Cell) -> None:
     )
     opt.flush()
     gradaccum_mindspore.wrap(
-        optimizer, steps=[(0, 4), (1000, 8)], reduction="item_mean", name="generator"
+        optimizer, steps=[(0, 4), (1000, 8)], reduction="sum_per_item", name="generator"
     )
 
     gradaccum_mindspore.wrap(optimizer, steps="four")  # wrong

@@ -13,7 +13,7 @@ optimizer = torch.optim.AdamW(model.parameters())
 opt = gradaccum.wrap(
     optimizer,
     steps=4,
-    reduction="item_mean",
+    reduction="sum_per_item",
     clip_norm=1.0,
     loss_scale=gradaccum.DynamicLossScale(),
     separate_sums=True,
