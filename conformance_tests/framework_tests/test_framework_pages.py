@@ -61,13 +61,17 @@ def page_of(framework: str, page: str = "README.md") -> str:
     return (BACKENDS / f"gradaccum_{framework}" / page).read_text(encoding="utf-8")
 
 
-def program_of(framework: str, page: str = "README.md") -> str:
+def programs_of(framework: str, page: str = "README.md") -> list[str]:
     pytest.importorskip(framework, reason=f"{framework} is not installed")
-    (program,) = re.findall(
+    return re.findall(
         r"^```python\n(.*?)^```",
         page_of(framework, page),
         flags=re.MULTILINE | re.DOTALL,
     )
+
+
+def program_of(framework: str) -> str:
+    (program,) = programs_of(framework)
     return program
 
 
@@ -80,18 +84,62 @@ def test_program_of_the_page(framework: str) -> None:
 
 
 GRAPH_MODE = "import mindspore\n\nmindspore.set_context(mode=mindspore.GRAPH_MODE)\n"
+OF_VERIFY = "'pynative_synchronize' will be deprecated"
+"""What MindSpore warns of in each call of `gradaccum.verify`."""
+CHINESE = "README.zh.md"
+MODES = ["pynative", pytest.param("graph", marks=pytest.mark.deep)]
+
+
+def in_mode(program: str, mode: str) -> str:
+    return GRAPH_MODE * (mode == "graph") + program
+
+
+def warnings_in(said: str) -> list[str]:
+    return [
+        line
+        for line in said.splitlines()
+        if "[WARNING]" in line and OF_VERIFY not in line
+    ]
 
 
 @pytest.mark.parametrize("mode", ["pynative", "graph"])
-@pytest.mark.parametrize("page", ["README.md", "README.zh.md"])
-def test_program_from_a_file(page: str, mode: str, tmp_path: Path) -> None:
+def test_program_from_a_file(mode: str, tmp_path: Path) -> None:
     """MindSpore's compiler reads the source of what it compiles from a file. It prints
     no warning.
     """
-    program = GRAPH_MODE * (mode == "graph") + program_of("mindspore", page)
-    assert "[WARNING]" not in run_recipe(
-        Recipe("MindSpore", program), tmp_path, GLOG_v="2"
+    program = in_mode(program_of("mindspore"), mode)
+    said = run_recipe(Recipe("MindSpore", program), tmp_path, GLOG_v="2")
+    assert not warnings_in(said)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_recipe_in_chinese(mode: str, tmp_path: Path) -> None:
+    """The page's programs follow one another in one file."""
+    programs = [
+        program
+        for program in programs_of("mindspore", CHINESE)
+        if "\ninit()\n" not in program
+    ]
+    assert len(programs) >= 9
+    recipe = Recipe(CHINESE, in_mode("\n\n".join(programs), mode))
+    assert not warnings_in(run_recipe(recipe, tmp_path, GLOG_v="2"))
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("mode", ["pynative", "graph"])
+def test_recipe_of_two_workers_in_chinese(mode: str, tmp_path: Path) -> None:
+    (program,) = [
+        program
+        for program in programs_of("mindspore", CHINESE)
+        if "\ninit()\n" in program
+    ]
+    (command,) = re.findall(
+        r"^```bash\n(msrun .*?)\n```",
+        page_of("mindspore", CHINESE),
+        flags=re.MULTILINE | re.DOTALL,
     )
+    recipe = Recipe(CHINESE, in_mode(program, mode), command)
+    run_recipe(recipe, tmp_path, GLOG_v="3")
 
 
 def test_compiled_code_warns_of_nothing(tmp_path: Path) -> None:
