@@ -17,6 +17,8 @@ import pytest
 
 import gradaccum
 
+from .mutants import MUTANTS
+
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 FOLDERS = (".", ".github", "gradaccum", "backends", "backends/*", "benchmarks")
@@ -86,6 +88,51 @@ def shown(row: str, figure: str) -> str:
 def test_numbers_are_the_scoreboard_s(row: str, figure: str, sentence: str) -> None:
     prose = " ".join(README.split())
     assert sentence.format(shown(row, figure)) in prose
+
+
+@pytest.mark.parametrize("package", ["transformers", "Accelerate", "gradaccum"])
+def test_description_of_the_picture_is_the_scoreboard_s(package: str) -> None:
+    prefix = f"{package.lower()}_rows."
+    worst = max(
+        result["unequal"]["distance"]
+        for row, result in MEASURED.items()
+        if row.startswith(prefix)
+    )
+    percent = round(100 * worst)
+    figure = f"{percent} %" if percent else "0"
+    for page in ("README.md", "benchmarks/SCOREBOARD.md"):
+        assert f"{figure} in {package}" in (ROOT / page).read_text(encoding="utf-8")
+
+
+IN_SHORT = {
+    "yes, by `flush()`": "right",
+    "no (1)": "carried over",
+    "no (3)": "too small",
+}
+"""The scoreboard's words for a short last window, and the front page's."""
+
+
+def rows_below(page: str, heading: str) -> dict[str, list[str]]:
+    """The cells of the first table below a heading, by the name of their row."""
+    table = re.search(r"^\|.*?(?=\n\n)", page[page.index(heading) :], re.M | re.DOTALL)
+    assert table is not None
+    rows = [line.strip("| ").split(" | ") for line in table[0].splitlines()[2:]]
+    return {re.sub(r"\[(.*?)\]\(.*?\)", r"\1", name): cells for name, *cells in rows}
+
+
+def test_table_is_the_scoreboard_s() -> None:
+    scoreboard = (ROOT / "benchmarks/SCOREBOARD.md").read_text(encoding="utf-8")
+    expected = {}
+    for name, cells in rows_below(scoreboard, "## Features, one by one").items():
+        short_window = IN_SHORT.get(cells[0], cells[0])
+        weights = cells[1].replace("yes", "right")
+        half_precision = re.split(r"[ ,]", cells[2])[0]
+        expected[name] = [short_window, weights, half_precision, cells[5]]
+    assert rows_below(README, "## Beside others") == expected
+
+
+def test_number_of_planted_faults() -> None:
+    assert f"each of {len(MUTANTS)} planted faults" in " ".join(README.split())
 
 
 def programs_of_the_diff() -> tuple[str, str]:
