@@ -23,7 +23,7 @@ participle     a name that is a participle alone: ``found``, ``held``, ``joined`
 pointing word  a name that only points: ``own``, ``whole``, ``others``, ``there``, ``each``
 refusals       ``raise``, what builds its message, and functions that only check or refuse
 attribute      a name that a class annotates in its body or sets on ``self``
-production     all files except those under ``harness``; tests of other packages are left out
+production     all files; tests of other packages are left out
 """
 
 from __future__ import annotations
@@ -46,7 +46,6 @@ PACKAGES = {
     "jax": Path("backends/gradaccum_jax"),
     "mindspore": Path("backends/gradaccum_mindspore"),
 }
-NOT_PRODUCTION = "harness"
 NOT_SHIPPED = {"tests": Path("conformance_tests"), "benchmarks": Path("benchmarks")}
 MAX_TEST_TOKENS = 270_000
 """The limit of ``--check`` for the tests, with the frameworks' harnesses."""
@@ -393,8 +392,7 @@ def measure(*folders: Path) -> Style:
     style = Style()
     for folder in folders:
         for path in python_files(folder):
-            if NOT_PRODUCTION not in path.relative_to(folder).parts:
-                FileMeasure(path, style).run()
+            FileMeasure(path, style).run()
     return style
 
 
@@ -419,15 +417,8 @@ def tokens_in(folder: Path) -> int:
     return sum(len(code_tokens(path.read_text(encoding="utf-8"))) for path in files)
 
 
-def harness_tokens() -> int:
-    """Return the tokens of the harnesses that stand inside of packages."""
-    folders = [package / NOT_PRODUCTION for package in PACKAGES.values()]
-    return sum(tokens_in(folder) for folder in folders if folder.is_dir())
-
-
 def print_not_shipped() -> None:
     rows = [[name, f"{tokens_in(folder):,}"] for name, folder in NOT_SHIPPED.items()]
-    rows.append(["harnesses inside packages", f"{harness_tokens():,}"])
     print_table(["not production", "tokens"], rows)
 
 
@@ -529,7 +520,7 @@ def main() -> int:
         print_worst(everything, arguments.worst)
     problems = over_limit(everything) if arguments.check else []
     if arguments.check and not arguments.folders:
-        test_tokens = tokens_in(NOT_SHIPPED["tests"]) + harness_tokens()
+        test_tokens = tokens_in(NOT_SHIPPED["tests"])
         if test_tokens > MAX_TEST_TOKENS:
             problems.append(
                 f"tests: {test_tokens:,} tokens, at most {MAX_TEST_TOKENS:,} allowed"

@@ -15,13 +15,13 @@ from mindspore import Tensor, nn
 from mindspore.communication import init
 
 from gradaccum_conformance import Array, Setup, ShardedLossCall, ShardedLossHarness
-from gradaccum_mindspore import sharded_cross_entropy
-from gradaccum_mindspore.harness.session import (
+from gradaccum_harnesses.mindspore.session import (
     MindSporeHarness,
     MindSporeSession,
     context_mode,
 )
-from gradaccum_mindspore.harness.trainer import ms_dtype, plain
+from gradaccum_harnesses.mindspore.trainer import ms_dtype, plain
+from gradaccum_mindspore import sharded_cross_entropy
 
 HOST = "127.0.0.1"
 SECONDS = "120"

@@ -32,17 +32,17 @@ from gradaccum_conformance import (
 )
 from gradaccum_conformance.harness import GradientTree
 from gradaccum_conformance.specs import Arrays, Batch
-from gradaccum_jax import data_parallel, sharded_cross_entropy
-from gradaccum_jax.harness.files import read, write
-from gradaccum_jax.harness.models import forward
-from gradaccum_jax.harness.program import Program, needs_x64, x64
-from gradaccum_jax.harness.session import (
+from gradaccum_harnesses.jax.files import read, write
+from gradaccum_harnesses.jax.models import forward
+from gradaccum_harnesses.jax.program import Program, needs_x64, x64
+from gradaccum_harnesses.jax.session import (
     FILE,
     JaxHarness,
     JaxSession,
     sums_of,
     to_numpy,
 )
+from gradaccum_jax import data_parallel, sharded_cross_entropy
 from gradaccum_jax.optimizer import discard
 from gradaccum_jax.saving import check_state
 from gradaccum_jax.window.state import result, scale_loss
