@@ -13,7 +13,7 @@ points, the three adapters of this project are found if they can be imported.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -81,17 +81,6 @@ class GatingBackend(Protocol):
         """Make `scheduler` move only when an update was applied, or raise
         `ArgumentTypeError` if its optimizer is not wrapped.
         """
-        ...
-
-
-@runtime_checkable
-class DeviceBackend(Protocol):
-    """A backend that names the devices which its framework sees, for
-    ``gradaccum doctor``.
-    """
-
-    def devices(self) -> Iterable[str]:
-        """Return one text per device; the processor's contains ``cpu``."""
         ...
 
 
