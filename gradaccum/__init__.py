@@ -23,7 +23,6 @@ from gradaccum.splitting import AutoMicroBatchSize
 from gradaccum.state import StepResult
 from gradaccum.statistics import effective_batch_size, scaled_learning_rate
 from gradaccum.verification import Cause, VerificationReport, verify
-from gradaccum.watching import Watch
 from gradaccum.window_loop import Window, Windows, updates_in, windows
 from gradaccum.wrapping import wrap
 
@@ -51,7 +50,6 @@ __all__ += [
     "StepResult",
     "UsageError",
     "VerificationReport",
-    "Watch",
     "Window",
     "Windows",
 ]

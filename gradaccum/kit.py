@@ -163,7 +163,7 @@ from gradaccum.verification import (
     examine,
     item_axis,
 )
-from gradaccum.watching.watch import Handle, Listener, Listeners
+from gradaccum.watching import Handle, Listener, Listeners
 from gradaccum.window_loop import Epoch, Sizes, epoch
 
 # The state machine: the transitions of the `State`.
