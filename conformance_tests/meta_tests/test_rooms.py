@@ -55,7 +55,6 @@ ROOMS = {
     ),
     "window/state": ("where the seven fields live", {JAX, MINDSPORE}),
     "workers/group": ("the end of a window over all workers", ALL),
-    "workers/cross_entropy": ("softmax cross-entropy of logits sharded by class", ALL),
     "workers/layout": (
         "an open window for another number of workers",
         {JAX, MINDSPORE},
@@ -115,7 +114,6 @@ TOPICS = {
     "hostile_autograd": {TORCH, MINDSPORE},
     "layered": {TORCH, JAX},
     "schedule": {JAX, MINDSPORE},
-    "sharded_cross_entropy": ALL,
     "sharding": {TORCH, JAX},
     "watching": ALL,
     "workers": ALL,
