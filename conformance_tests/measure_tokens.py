@@ -9,7 +9,7 @@ so style is counted per statement.
     python -m conformance_tests.measure_tokens --worst 20   also the 20 densest functions
     python -m conformance_tests.measure_tokens --check      exit with 1 if over a limit
 
-Run it in the root of a checkout. What is counted:
+The record of both may only fall: ``conformance_tests/record/size.txt``. What is counted:
 
 token          what Python's tokenizer finds, without comments, docstrings, newlines and
                indentation; an f-string is one token, whatever the version of Python
@@ -40,15 +40,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+ROOT = Path(__file__).parents[1]
 PACKAGES = {
-    "core": Path("gradaccum"),
-    "torch": Path("backends/gradaccum_torch"),
-    "jax": Path("backends/gradaccum_jax"),
-    "mindspore": Path("backends/gradaccum_mindspore"),
+    "core": ROOT / "gradaccum",
+    "torch": ROOT / "backends/gradaccum_torch",
+    "jax": ROOT / "backends/gradaccum_jax",
+    "mindspore": ROOT / "backends/gradaccum_mindspore",
 }
-NOT_SHIPPED = {"tests": Path("conformance_tests"), "benchmarks": Path("benchmarks")}
+NOT_SHIPPED = {"tests": ROOT / "conformance_tests", "benchmarks": ROOT / "benchmarks"}
 MAX_TEST_TOKENS = 270_000
-"""The limit of ``--check`` for the tests, with the frameworks' harnesses."""
+"""The limit of ``--check`` for the tests."""
 TEST_FOLDERS = {"test", "tests", "testing", "test_utils"}
 
 MAX_COLUMNS = 100
@@ -502,9 +503,7 @@ def main() -> int:
     folders = {folder.name: folder for folder in arguments.folders} or PACKAGES
     missing = [str(folder) for folder in folders.values() if not folder.is_dir()]
     if missing:
-        parser.error(
-            f"not found: {', '.join(missing)}; run it in the root of a checkout"
-        )
+        parser.error(f"not found: {', '.join(missing)}")
 
     styles = {name: measure(folder) for name, folder in folders.items()}
     everything = measure(*folders.values())
