@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 DOORS: Mapping[str, str] = {
     "gradaccum": "gradaccum/__init__.py",
-    "gradaccum.watching": "gradaccum/watching/__init__.py",
+    "gradaccum.watching": "gradaccum/watching.py",
     "gradaccum_torch": "backends/gradaccum_torch/__init__.py",
     "gradaccum_jax": "backends/gradaccum_jax/__init__.py",
     "gradaccum_mindspore": "backends/gradaccum_mindspore/__init__.py",

@@ -9,7 +9,7 @@ so style is counted per statement.
     python -m conformance_tests.measure_tokens --worst 20   also the 20 densest functions
     python -m conformance_tests.measure_tokens --check      exit with 1 if over a limit
 
-Run it in the root of a checkout. What is counted:
+The record of both may only fall: ``conformance_tests/record/size.txt``. What is counted:
 
 token          what Python's tokenizer finds, without comments, docstrings, newlines and
                indentation; an f-string is one token, whatever the version of Python
@@ -23,7 +23,7 @@ participle     a name that is a participle alone: ``found``, ``held``, ``joined`
 pointing word  a name that only points: ``own``, ``whole``, ``others``, ``there``, ``each``
 refusals       ``raise``, what builds its message, and functions that only check or refuse
 attribute      a name that a class annotates in its body or sets on ``self``
-production     all files except those under ``harness``; tests of other packages are left out
+production     all files; tests of other packages are left out
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+ROOT = Path(__file__).parents[1]
 PACKAGES = {
-    "core": Path("gradaccum"),
-    "torch": Path("backends/gradaccum_torch"),
-    "jax": Path("backends/gradaccum_jax"),
-    "mindspore": Path("backends/gradaccum_mindspore"),
+    "core": ROOT / "gradaccum",
+    "torch": ROOT / "backends/gradaccum_torch",
+    "jax": ROOT / "backends/gradaccum_jax",
+    "mindspore": ROOT / "backends/gradaccum_mindspore",
 }
-NOT_PRODUCTION = "harness"
-NOT_SHIPPED = {"tests": Path("conformance_tests"), "benchmarks": Path("benchmarks")}
+NOT_SHIPPED = {"tests": ROOT / "conformance_tests", "benchmarks": ROOT / "benchmarks"}
 MAX_TEST_TOKENS = 270_000
-"""The limit of ``--check`` for the tests, with the frameworks' harnesses."""
+"""The limit of ``--check`` for the tests."""
 TEST_FOLDERS = {"test", "tests", "testing", "test_utils"}
 
 MAX_COLUMNS = 100
@@ -393,8 +393,7 @@ def measure(*folders: Path) -> Style:
     style = Style()
     for folder in folders:
         for path in python_files(folder):
-            if NOT_PRODUCTION not in path.relative_to(folder).parts:
-                FileMeasure(path, style).run()
+            FileMeasure(path, style).run()
     return style
 
 
@@ -419,15 +418,8 @@ def tokens_in(folder: Path) -> int:
     return sum(len(code_tokens(path.read_text(encoding="utf-8"))) for path in files)
 
 
-def harness_tokens() -> int:
-    """Return the tokens of the harnesses that stand inside of packages."""
-    folders = [package / NOT_PRODUCTION for package in PACKAGES.values()]
-    return sum(tokens_in(folder) for folder in folders if folder.is_dir())
-
-
 def print_not_shipped() -> None:
     rows = [[name, f"{tokens_in(folder):,}"] for name, folder in NOT_SHIPPED.items()]
-    rows.append(["harnesses inside packages", f"{harness_tokens():,}"])
     print_table(["not production", "tokens"], rows)
 
 
@@ -511,9 +503,7 @@ def main() -> int:
     folders = {folder.name: folder for folder in arguments.folders} or PACKAGES
     missing = [str(folder) for folder in folders.values() if not folder.is_dir()]
     if missing:
-        parser.error(
-            f"not found: {', '.join(missing)}; run it in the root of a checkout"
-        )
+        parser.error(f"not found: {', '.join(missing)}")
 
     styles = {name: measure(folder) for name, folder in folders.items()}
     everything = measure(*folders.values())
@@ -529,7 +519,7 @@ def main() -> int:
         print_worst(everything, arguments.worst)
     problems = over_limit(everything) if arguments.check else []
     if arguments.check and not arguments.folders:
-        test_tokens = tokens_in(NOT_SHIPPED["tests"]) + harness_tokens()
+        test_tokens = tokens_in(NOT_SHIPPED["tests"])
         if test_tokens > MAX_TEST_TOKENS:
             problems.append(
                 f"tests: {test_tokens:,} tokens, at most {MAX_TEST_TOKENS:,} allowed"

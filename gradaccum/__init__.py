@@ -18,18 +18,13 @@ from gradaccum.errors import (
 )
 from gradaccum.linearity import LinearityReport
 from gradaccum.options import DynamicLossScale, LossScale, StaticLossScale, until_weight
-from gradaccum.registry import (
-    available_backends,
-    load_backend,
-    registered_backends,
-    wrap,
-)
+from gradaccum.registry import available_backends, load_backend, registered_backends
 from gradaccum.splitting import AutoMicroBatchSize
 from gradaccum.state import StepResult
 from gradaccum.statistics import effective_batch_size, scaled_learning_rate
 from gradaccum.verification import Cause, VerificationReport, verify
-from gradaccum.watching import Watch
 from gradaccum.window_loop import Window, Windows, updates_in, windows
+from gradaccum.wrapping import wrap
 
 __version__ = "0.1.0"
 
@@ -55,7 +50,6 @@ __all__ += [
     "StepResult",
     "UsageError",
     "VerificationReport",
-    "Watch",
     "Window",
     "Windows",
 ]

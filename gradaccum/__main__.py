@@ -1,4 +1,4 @@
-"""The ``gradaccum`` command: ``doctor`` runs anywhere, the other commands live in the
+"""The ``gradaccum`` command: ``versions`` runs anywhere, the other commands live in the
 conformance package.
 """
 
@@ -7,22 +7,23 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 
-from gradaccum import __version__, doctor
+from gradaccum import __version__, versions
 
 HELP = """Usage: gradaccum [--version] [--help] COMMAND
 
-doctor       Name what is wrong with this environment, and what mends it.
+versions     Print the versions that a report of a fault needs.
 demo         Train on handwritten digits in every installed framework.
 conformance  Test that accumulated gradients equal the large batch's.
 
-All but doctor need: pip install 'gradaccum[conformance]'"""
+All but versions need: pip install 'gradaccum[conformance]'"""
 
 
 def main() -> None:
     """Run the command line, or say what to install."""
     arguments = sys.argv[1:]
-    if arguments[:1] == ["doctor"]:
-        sys.exit(doctor.main(arguments[1:]))
+    if arguments == ["versions"]:
+        print(versions.report())
+        return
     if arguments == ["--version"]:
         print(f"gradaccum {__version__}")
         return
@@ -34,14 +35,9 @@ def main() -> None:
             return
         if arguments[0] not in ("demo", "conformance"):
             sys.exit(f"gradaccum: no command {arguments[0]!r}. {HELP}")
-        brought = ", ".join(
-            need.package
-            for need in doctor.requirements_of("gradaccum")
-            if need.extra == "conformance"
-        )
         sys.exit(
             f"gradaccum: {arguments[0]} needs {error.name!r}. Run: pip install"
-            f" 'gradaccum[conformance]', which brings {brought}"
+            " 'gradaccum[conformance]'"
         )
     cli.main()
 

@@ -14,7 +14,7 @@ included.
   `described`, `status`: the state in one line;
 - `comparable`, `linearity_report`: the check that a loss is linear in its scale;
 - `examine`, `Subject`, `Conditions`, `Run`: the experiments of `gradaccum.verify`;
-- `Backend`, `GatingBackend`, `VerifyingBackend`, `DeviceBackend`, `ScalerDriver`: a
+- `Backend`, `GatingBackend`, `VerifyingBackend`, `ScalerDriver`: a
   backend's protocols;
 - `Steps`, `WrapOptions`, `wrap_with`: a backend's own typed ``wrap``.
 """
@@ -82,7 +82,6 @@ from gradaccum.refusals import (
 )
 from gradaccum.registry import (
     Backend,
-    DeviceBackend,
     GatingBackend,
     Steps,
     WrapOptions,
@@ -164,7 +163,7 @@ from gradaccum.verification import (
     examine,
     item_axis,
 )
-from gradaccum.watching.watch import Handle, Listener, Listeners
+from gradaccum.watching import Handle, Listener, Listeners
 from gradaccum.window_loop import Epoch, Sizes, epoch
 
 # The state machine: the transitions of the `State`.
@@ -263,7 +262,6 @@ __all__ += [
 # Options, and a backend's protocols and typed ``wrap``.
 __all__ += [
     "Backend",
-    "DeviceBackend",
     "GatingBackend",
     "Options",
     "ScaleRule",

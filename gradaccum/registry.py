@@ -1,5 +1,5 @@
-"""`gradaccum.wrap`, and the entry points by which it finds a backend without importing
-any framework.
+"""The entry points by which `gradaccum.wrap` finds a backend without importing any
+framework, and the options that it hands over.
 
 There are two groups of entry points. A name has one owner in each:
 
@@ -13,22 +13,13 @@ points, the three adapters of this project are found if they can be imported.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from inspect import Parameter, isroutine, signature
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    Protocol,
-    TypedDict,
-    Unpack,
-    cast,
-    overload,
-    runtime_checkable,
-)
+from typing import Any, Protocol, TypedDict, cast, runtime_checkable
 
 from gradaccum.errors import (
     ArgumentTypeError,
@@ -44,15 +35,6 @@ from gradaccum.options import (
     UntilWeight,
     make_options,
 )
-
-# For the overloads of `wrap`: a type checker knows a framework's wrapped optimizer, and
-# a run imports no framework.
-if TYPE_CHECKING:
-    from gradaccum_jax.backend import JaxOptions, Wrapped
-    from gradaccum_mindspore import AccumulatingOptimizer as MindSporeOptimizer
-    from gradaccum_mindspore.backend import MindSporeOptions
-    from gradaccum_torch import AccumulatingOptimizer as TorchOptimizer
-    from gradaccum_torch.backend import TorchOptions
 
 BACKENDS = "gradaccum.backends"
 TYPES = "gradaccum.types"
@@ -99,17 +81,6 @@ class GatingBackend(Protocol):
         """Make `scheduler` move only when an update was applied, or raise
         `ArgumentTypeError` if its optimizer is not wrapped.
         """
-        ...
-
-
-@runtime_checkable
-class DeviceBackend(Protocol):
-    """A backend that names the devices which its framework sees, for
-    ``gradaccum doctor``.
-    """
-
-    def devices(self) -> Iterable[str]:
-        """Return one text per device; the processor's contains ``cpu``."""
         ...
 
 
@@ -260,10 +231,7 @@ def _describe(name: str) -> str:
     )
 
 
-# `gradaccum.wrap`: one call for every framework.
-
-
-_NOT_GIVEN: Any = object()
+NOT_GIVEN: Any = object()
 ELSEWHERE = {
     "steps": (
         "accumulate_grad_batches",
@@ -299,131 +267,21 @@ class WrapOptions(TypedDict, total=False):
     master_weights: bool
 
 
-class _TorchOptimizer(Protocol):
-    param_groups: list[dict[str, Any]]
-
-    def zero_grad(self, set_to_none: bool = True) -> None: ...
-
-
-class _OptaxTransformation(Protocol):
-    @property
-    def init(self) -> Callable[..., Any]: ...
-    @property
-    def update(self) -> Callable[..., Any]: ...
-
-
-class _MindSporeOptimizer(Protocol):
-    def construct(self, *gradients: Any) -> Any: ...
-
-
-class _Scheduler(Protocol):
-    optimizer: Any
-
-    def step(self) -> Any: ...
-
-
-# MindSpore first: its cells have any attribute that a type checker asks for, torch's
-# protocol included.
-@overload
-def wrap(
-    optimizer: _MindSporeOptimizer, steps: Steps, **options: Unpack[MindSporeOptions]
-) -> MindSporeOptimizer: ...
-@overload
-def wrap(
-    optimizer: _TorchOptimizer, steps: Steps, **options: Unpack[TorchOptions]
-) -> TorchOptimizer: ...
-@overload
-def wrap(
-    optimizer: _OptaxTransformation, steps: Steps, **options: Unpack[JaxOptions]
-) -> Wrapped: ...
-@overload
-def wrap(optimizer: _Scheduler) -> Any: ...
-
-
-def wrap(
-    optimizer: Any,
-    steps: object = _NOT_GIVEN,
-    *,
-    reduction: str = "mean",
-    clip_norm: float | None = None,
-    skip_norm: float | None = None,
-    accumulate_dtype: object = None,
-    loss_scale: object = None,
-    on_overflow: str = "skip_window",
-    master_weights: bool = False,
-    **backend_options: object,
-) -> Any:
-    """Make an optimizer run once per window of micro-batches, with the gradient of the
-    window as one large batch.
-
-    Args:
-        optimizer: a `torch.optim.Optimizer`, an `optax.GradientTransformation`, a
-            `mindspore.nn.Optimizer` or an optimizer of any installed backend. Or a
-            learning-rate scheduler built on a wrapped optimizer, alone: it moves only
-            when an update was applied.
-        steps: micro-batches per window: an int >= 1; a callable of the optimizer step;
-            pairs ``(first optimizer_step, steps)``; ``gradaccum.until_weight(n)``: the
-            window ends when its weight reaches n; None: the caller closes every window
-            with ``flush``.
-        reduction: ``"mean"``: sum(w_i g_i) / sum(w_i), g_i the gradient of a mean loss
-            and w_i its number of items (default 1); ``"sum"``: sum(g_i);
-            ``"sum_per_item"``: sum(g_i) / sum(w_i), g_i the gradient of a summed loss.
-        clip_norm: clip the window's gradient to this global 2-norm, once, at its end.
-        skip_norm: make no update if the window's gradient has a larger global 2-norm.
-        accumulate_dtype: dtype of the sum; by default float32 for float16 and bfloat16
-            gradients, else the gradient's own.
-        loss_scale: factor of the loss before differentiation: a number,
-            `StaticLossScale`, `DynamicLossScale`, or the framework's scaler
-            (`torch.amp.GradScaler`, `mindspore.amp.DynamicLossScaler`), which then
-            moves once per window.
-        on_overflow: ``"skip_window"``: a non-finite gradient makes the window end
-            without an update; ``"drop_micro_batch"``: such a micro-batch adds nothing;
-            ``"ignore"``: it is applied as the bare optimizer would, and no norm is
-            measured unless another option needs it. Refused beside a loss scale that
-            moves.
-        master_weights: keep float32 masters of float16 and bfloat16 parameters: the
-            inner optimizer works on the masters, the model holds the rounded copy.
-        backend_options: options of one framework.
-
-    Returns:
-        An optimizer of the same framework; in JAX an
-        `optax.GradientTransformationExtraArgs`.
-
-    Raises:
-        ArgumentTypeError: `optimizer` belongs to no installed backend, or is already
-            wrapped; an option has the wrong type, is unknown, or stands beside a
-            scheduler.
-        ArgumentValueError: an option has a value that makes no sense.
-    """
-    shared: dict[str, Any] = {
-        "reduction": reduction,
-        "clip_norm": clip_norm,
-        "skip_norm": skip_norm,
-        "accumulate_dtype": accumulate_dtype,
-        "loss_scale": loss_scale,
-        "on_overflow": on_overflow,
-        "master_weights": master_weights,
-    }
-    return wrap_with(
-        backend_of(optimizer), optimizer, steps, **shared, **backend_options
-    )
-
-
 def wrap_with(
-    backend: Backend, optimizer: Any, steps: object = _NOT_GIVEN, **options: Any
+    backend: Backend, optimizer: Any, steps: object = NOT_GIVEN, **options: Any
 ) -> Any:
     """Wrap `optimizer` by this `backend`; otherwise as `wrap`."""
     if isinstance(backend, GatingBackend) and backend.is_scheduler(optimizer):
         given = {
             name: value
             for name, value in options.items()
-            if value is not _DEFAULTS.get(name, _NOT_GIVEN)
+            if value is not _DEFAULTS.get(name, NOT_GIVEN)
         }
         _require_nothing_beside_a_scheduler({"steps": steps, **given})
         return backend.gate(optimizer)
     shared = {name: options.pop(name) for name in _DEFAULTS if name in options}
     _require_own_options(backend, options)
-    if steps is _NOT_GIVEN:
+    if steps is NOT_GIVEN:
         fix = "Write gradaccum.wrap(optimizer, steps=4)."
         raise explain(
             ArgumentTypeError,
@@ -440,7 +298,7 @@ def wrap_with(
 
 def _require_nothing_beside_a_scheduler(given: Mapping[str, object]) -> None:
     for name, value in given.items():
-        if value is not _NOT_GIVEN:
+        if value is not NOT_GIVEN:
             expected, fix = (
                 "no option beside a scheduler, which follows its optimizer",
                 "Write gradaccum.wrap(scheduler).",

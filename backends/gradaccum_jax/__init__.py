@@ -18,7 +18,6 @@ from gradaccum_jax.parameters import apply_updates
 from gradaccum_jax.saving import check_state
 from gradaccum_jax.verification import verify, verify_loss_scaling
 from gradaccum_jax.window.state import AccumulationState, describe, result, scale_loss
-from gradaccum_jax.workers.cross_entropy import sharded_cross_entropy
 from gradaccum_jax.workers.data_parallel import data_parallel
 from gradaccum_jax.workers.layout import redistributed
 
@@ -41,7 +40,6 @@ __all__ += [
     "scale_loss",
 ]
 __all__ += [
-    "sharded_cross_entropy",
     "value_and_grad",
     "value_and_update",
     "verify",

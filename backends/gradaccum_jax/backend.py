@@ -37,13 +37,6 @@ class JaxBackend:
 
     name = "jax"
 
-    def devices(self) -> tuple[str, ...]:
-        """Return the devices of JAX's default platform; this starts the platform."""
-        return tuple(
-            f"{device.platform}:{device.id} ({device.device_kind})"
-            for device in jax.devices()
-        )
-
     def verifies(self, model: object) -> bool:
         return check.verifies(model)
 

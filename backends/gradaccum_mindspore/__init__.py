@@ -10,7 +10,7 @@ from gradaccum_mindspore.optimizer import AccumulatingOptimizer
 from gradaccum_mindspore.saving import load_checkpoint_into
 from gradaccum_mindspore.training import FlushAtEpochEnd, TrainOneStepCell, WatchWindows
 from gradaccum_mindspore.verification import verify, verify_loss_scaling
-from gradaccum_mindspore.workers.cross_entropy import GatherItems, sharded_cross_entropy
+from gradaccum_mindspore.workers.gather import GatherItems
 from gradaccum_mindspore.workers.layout import redistributed
 
 __all__ = [
@@ -25,7 +25,6 @@ __all__ += [
     "coupled_value_and_grad",
     "load_checkpoint_into",
     "redistributed",
-    "sharded_cross_entropy",
 ]
 __all__ += [
     "value_and_grad",

@@ -53,17 +53,6 @@ class MindSporeBackend:
     def gate(self, scheduler: object) -> GatedScheduler:
         return GatedScheduler(scheduler)
 
-    def devices(self) -> tuple[str, ...]:
-        found = [
-            (kind, mindspore.hal.device_count(kind))
-            for kind in ("GPU", "Ascend")
-            if mindspore.hal.is_available(kind)
-        ]
-        return (
-            "CPU",
-            *(f"{kind}:{index}" for kind, count in found for index in range(count)),
-        )
-
     def verifies(self, model: object) -> bool:
         return isinstance(model, nn.Cell)
 

@@ -477,8 +477,7 @@ class AccumulatingOptimizer(OwnPhase, nn.Optimizer):  # type: ignore[misc]
         made by then.
 
         Args:
-            listener: a function of one `gradaccum.watching.ClosedWindow`, such as a
-                `gradaccum.watching.JsonLines`.
+            listener: a function of one `gradaccum.watching.ClosedWindow`.
 
         Returns:
             A handle, whose ``remove()`` takes the listener off.

@@ -439,7 +439,7 @@ class WatchWindows(Callback):  # type: ignore[misc]
 
     Args:
         optimizer: the wrapped optimizer.
-        listeners: functions of one window, such as a `gradaccum.watching.JsonLines`.
+        listeners: functions of one window.
 
     Raises:
         ArgumentTypeError: `optimizer` is not wrapped, or a listener cannot be called.

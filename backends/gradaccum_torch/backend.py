@@ -27,7 +27,6 @@ from gradaccum_torch.checks import (
 )
 from gradaccum_torch.grad_scaler import scaler_rule
 from gradaccum_torch.optimizer import AccumulatingOptimizer
-from gradaccum_torch.private import fsdp, names
 from gradaccum_torch.scheduler import GatedScheduler, is_scheduler
 from gradaccum_torch.verification import verify
 from gradaccum_torch.workers.group import WorkerGroup, warn_of_unequal_copies
@@ -44,26 +43,6 @@ class TorchBackend:
 
     def scaler_rule(self, scaler: object) -> ScaleRule | None:
         return scaler_rule(scaler)
-
-    def devices(self) -> tuple[str, ...]:
-        if not torch.accelerator.is_available():
-            return ("cpu",)
-        kind = str(torch.accelerator.current_accelerator())
-        named = getattr(torch, kind, None)
-        name = getattr(named, "get_device_name", lambda index: kind)
-        return (
-            "cpu",
-            *(
-                f"{kind}:{index} ({name(index)})"
-                for index in range(torch.accelerator.device_count())
-            ),
-        )
-
-    def lacking(self) -> dict[str, str]:
-        """Return the private names that the installed torch lacks, with what each costs
-        the user.
-        """
-        return names.lacking({**names.LOST, **fsdp.lost_in_fsdp()})
 
     def wrap(
         self,

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from gradaccum import DynamicLossScale, available_backends
-from gradaccum.doctor import installed_version, requirements_of
+from gradaccum.versions import installed_version
 from gradaccum_conformance.demo.batches import LARGE_BATCH, MICRO_BATCH, cut
 from gradaccum_conformance.harness import Harness, Option, Setup
 from gradaccum_conformance.loading import load_harness
@@ -57,6 +57,8 @@ RUNS: dict[str, dict[str, Option]] = {
         "clip_norm": 0.5,
     },
 }
+PACKAGES = {"torch": ("torch",), "jax": ("jax", "optax"), "mindspore": ("mindspore",)}
+"""By backend: the packages whose versions the bits depend on."""
 Held = dict[tuple[str, str], list[str]]
 """The hashes by environment and run."""
 
@@ -102,16 +104,8 @@ def versions(backend: str) -> str:
     """The backend, the versions of its framework and the kind of machine, on one
     line.
     """
-    asked = {
-        extra: {
-            one.package for one in requirements_of("gradaccum") if one.extra == extra
-        }
-        for extra in (backend, "conformance")
-    }
-    installed = [
-        f"{package} {installed_version(package)}"
-        for package in sorted(asked[backend] - asked["conformance"]) or ["numpy"]
-    ]
+    packages = PACKAGES.get(backend, ("numpy",))
+    installed = [f"{package} {installed_version(package)}" for package in packages]
     return f"{backend}: {', '.join(installed)}; {platform.machine()}"
 
 

@@ -14,8 +14,7 @@ import typer
 from rich.console import Console
 
 from gradaccum import BackendNotFoundError
-from gradaccum.doctor import LIMIT
-from gradaccum.doctor import main as run_doctor
+from gradaccum.versions import report as versions_report
 from gradaccum_conformance.demo.command import run_demo
 from gradaccum_conformance.report.command import run_conformance
 
@@ -82,23 +81,9 @@ def conformance(
 
 
 @app.command()
-def doctor(
-    backend: Backends = [],  # noqa: B006
-    limit: Annotated[
-        float,
-        typer.Option(metavar="SECONDS", help="Seconds for the import of one backend."),
-    ] = LIMIT,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
-    """Name what is wrong with this environment, and what mends it. Also runs where no
-    other command does.
-    """
-    arguments = [
-        *(f"--backend={name}" for name in backend),
-        f"--limit={limit}",
-        *(["--json"] if as_json else []),
-    ]
-    raise typer.Exit(run_doctor(arguments))
+def versions() -> None:
+    """Print the versions that a report of a fault needs."""
+    print(versions_report())
 
 
 def _finish(run: Callable[[], bool]) -> None:

@@ -1,8 +1,8 @@
 """The harness of a backend: it builds a model from a spec, trains it, and shows its
 state to the suite.
 
-A backend's package has one subclass of `Harness`, registered under the backend's name
-in the entry-point group ``gradaccum.harnesses``. Everything that goes in or comes out
+A backend has one subclass of `Harness`. It stands in ``gradaccum_harnesses``, or its package
+registers it under the backend's name in the entry-point group ``gradaccum.harnesses``. Everything that goes in or comes out
 is NumPy. "Second door" means: read the framework's own objects (parameters, checkpoint
 entries, state trees), never the API under test.
 """

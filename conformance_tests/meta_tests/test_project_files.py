@@ -75,12 +75,12 @@ def test_citation_agrees_with_the_package() -> None:
 def test_issue_form_asks_for_the_versions(form: str) -> None:
     questions = text_of(f".github/ISSUE_TEMPLATE/{form}.yml").split("  - type: ")[1:]
     (versions,) = [each for each in questions if "id: versions" in each]
-    assert "`gradaccum doctor`" in versions
+    assert "`gradaccum versions`" in versions
     assert "required: true" in versions
 
 
 def test_pull_request_asks_for_the_versions() -> None:
-    assert "`gradaccum doctor`" in text_of(".github/pull_request_template.md")
+    assert "`gradaccum versions`" in text_of(".github/pull_request_template.md")
 
 
 def test_reports_are_private() -> None:

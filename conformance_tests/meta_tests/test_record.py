@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from conformance_tests.record import counts, names, refusals
+from conformance_tests.record import counts, names, refusals, size
 from conformance_tests.record.facts import changes, file_of, read, write
 from gradaccum import available_backends
 
@@ -37,6 +37,28 @@ def test_public_names_are_those_of_the_record() -> None:
 
 def test_refusals_are_those_of_the_record() -> None:
     assert list(changes(read(file_of("refusals")), refusals.found())) == [], ADVICE
+
+
+def test_no_size_rises() -> None:
+    rises = list(size.rises(read(file_of("size")), size.found()))
+    assert rises == [], (
+        "Write it with fewer tokens, or, if it is meant: python -m"
+        " conformance_tests.record --part size --write"
+    )
+
+
+def test_a_size_that_rises_is_named() -> None:
+    held = {
+        "size": ["tokens, core, kit: 10", "nested / 1000: 2.0", "tokens, jax, a: 3"]
+    }
+    now = {"size": ["tokens, core, kit: 11", "nested / 1000: 1.5", "tokens, jax, b: 3"]}
+    assert list(size.rises(held, now)) == [
+        "tokens, core, kit: 11, was 10",
+        "tokens, jax, b: 3, new",
+    ]
+    kept = {"size": ["tokens, core, kit: 10", "nested / 1000: 1.5"]}
+    assert size.fallen(held, now) == kept
+    assert not list(size.rises(kept, kept))
 
 
 @pytest.mark.parametrize(

@@ -26,16 +26,6 @@ ROOMS = {
     "sums": ("the sum of a window and its arithmetic", ALL),
     "update": ("the inner optimizer's call", ALL),
     "window": ("the open window: add, close, discard", ALL),
-    "harness/couplings": (
-        "losses that couple the items of a batch, for the suite",
-        ALL,
-    ),
-    "harness/large_batch": (
-        "the calls that take the large batch, as the suite makes them",
-        ALL,
-    ),
-    "harness/session": ("a model under an optimizer, as the suite drives it", ALL),
-    "harness/workers": ("the engine's workers, as the suite drives them", ALL),
     "layered": ("a window that runs layer by layer", {TORCH, JAX}),
     "large_batch/auto": ("the largest micro-batch that fits", {TORCH, JAX}),
     "large_batch/batch": ("the large batch and its micro-batches", ALL),
@@ -65,7 +55,6 @@ ROOMS = {
     ),
     "window/state": ("where the seven fields live", {JAX, MINDSPORE}),
     "workers/group": ("the end of a window over all workers", ALL),
-    "workers/cross_entropy": ("softmax cross-entropy of logits sharded by class", ALL),
     "workers/layout": (
         "an open window for another number of workers",
         {JAX, MINDSPORE},
@@ -125,7 +114,6 @@ TOPICS = {
     "hostile_autograd": {TORCH, MINDSPORE},
     "layered": {TORCH, JAX},
     "schedule": {JAX, MINDSPORE},
-    "sharded_cross_entropy": ALL,
     "sharding": {TORCH, JAX},
     "watching": ALL,
     "workers": ALL,

@@ -60,10 +60,9 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         "self.weight(part, run) for part, run in zip(parts, runs, strict=False)",
     ): "a subject returns one run for each part",
     (
-        "gradaccum/watching/watch.py",
+        "gradaccum/watching.py",
         "pass  # self._last_end = 0.0",
     ): "to add a listener sets it, and without one no window is noted",
-    ("gradaccum/watching/watch.py", "except (ValueError, TypeError) as error:"): KINDS,
     (
         "gradaccum/verification/subject.py",
         "NOBODYS = 388817",

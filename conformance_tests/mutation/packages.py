@@ -70,7 +70,7 @@ CORE = Package(
         "nests.py",
         "options.py",
         "refusals.py",
-        "watching",
+        "watching.py",
         "verification",
     ),
     ("core_tests", "gradaccum_conformance/suite"),

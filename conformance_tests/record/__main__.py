@@ -1,5 +1,6 @@
 """``python -m conformance_tests.record`` tells what differs from the record,
-``--write`` writes the record anew.
+``--write`` writes the record anew. A size that rose is written where the part is named:
+``--part size --write``.
 
 The golden bits, which the suite holds, are compared too. A part of another environment
 stays as it is.
@@ -17,10 +18,10 @@ import typer
 from gradaccum import available_backends
 from gradaccum_conformance import bits
 
-from . import counts, names, refusals
+from . import counts, names, refusals, size
 from .facts import Facts, changes, file_of, read, write
 
-PARTS = ("bits", "names", "refusals", "counts")
+PARTS = ("bits", "names", "refusals", "counts", "size")
 
 
 def found(part: str, backends: list[str]) -> tuple[Path, Facts]:
@@ -29,6 +30,8 @@ def found(part: str, backends: list[str]) -> tuple[Path, Facts]:
         return file_of(part), names.found(backends)
     if part == "refusals":
         return file_of(part), refusals.found()
+    if part == "size":
+        return file_of(part), size.found()
     if part == "counts":
         return file_of(part), counts.found(backends)
     facts: Facts = {}
@@ -72,6 +75,8 @@ def main(
             differs = True
             print(line)
         if rewrite:
+            if each == "size" and each not in part and held:
+                facts = size.fallen(held, facts)
             write(held | facts, file)
             print(f"Written: {file}")
     raise typer.Exit(int(differs and not rewrite))

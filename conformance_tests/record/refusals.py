@@ -29,17 +29,12 @@ def found() -> Facts:
         folder.name: _counted(
             [
                 line
-                for file in sources(folder)
+                for file in sorted(folder.rglob("*.py"))
                 for line in refusals(file.read_text("utf-8"))
             ]
         )
         for folder in FOLDERS
     }
-
-
-def sources(folder: Path) -> list[Path]:
-    """The modules of a package without its harness, which tests alone call."""
-    return sorted(path for path in folder.rglob("*.py") if "harness" not in path.parts)
 
 
 def _counted(found: list[str]) -> list[str]:

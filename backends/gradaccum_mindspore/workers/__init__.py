@@ -1,5 +1,3 @@
-"""Several workers: one window over all of them, and a loss whose classes they share.
-
-Each worker adds up its own micro-batches, and the end of a window adds up the workers,
-once.
+"""Several workers: one window over all of them. Each worker adds up its own
+micro-batches, and the end of a window adds up the workers, once.
 """

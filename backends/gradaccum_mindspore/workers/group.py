@@ -58,7 +58,7 @@ from gradaccum_mindspore.update import Update
 from gradaccum_mindspore.window.compiled import NUMBERS, CompiledWindow
 from gradaccum_mindspore.window.pynative import PyNativeWindow
 from gradaccum_mindspore.window.state import OF_ALL, OWN, STEPS, TORN, Storage
-from gradaccum_mindspore.workers.cross_entropy import gather_exactly
+from gradaccum_mindspore.workers.gather import gather_exactly
 
 ALL_REDUCE, ALL_GATHER = ops.AllReduce, ops.AllGather
 

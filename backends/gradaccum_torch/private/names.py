@@ -43,10 +43,6 @@ installed torch lacks the name.
 """
 
 
-def lacking(names: Mapping[str, str]) -> dict[str, str]:
-    return {name: lost for name, lost in names.items() if not exists(name)}
-
-
 @cache
 def exists(name: str) -> bool:
     """True if the installed torch has `name`; an attribute of an instance exists if a

@@ -17,12 +17,7 @@ NAMES = {
         other_number_of_devices checked_state empty_flush
     """
     ),
-    "meshes": (
-        """
-        two_axes axis_for_the_compiler explicit_axes
-        inside_and_around two_reductions_and_no_copy sharded_loss_is_linear labels_of_any_integers sharded_loss_refusals
-    """
-    ),
+    "meshes": "two_axes axis_for_the_compiler explicit_axes",
     "layered": "layered_window layered_shards",
     "refusals": (
         """

@@ -10,9 +10,7 @@ from typing import Any
 
 import mindspore as ms
 import numpy as np
-import pytest
-from mindspore import Parameter, Tensor, nn, ops
-from mindspore.communication import create_group
+from mindspore import Parameter, Tensor, nn
 
 import gradaccum
 from conformance_tests.framework_tests.mindspore_workers.checks import check
@@ -25,12 +23,10 @@ from conformance_tests.framework_tests.mindspore_workers.common import (
     require_same_everywhere,
     require_truth,
 )
-from conformance_tests.framework_tests.mindspore_workers.counting import called
 from conformance_tests.framework_tests.refusing import refused
 from gradaccum_mindspore import (
     load_checkpoint_into,
     redistributed,
-    sharded_cross_entropy,
 )
 
 
@@ -251,32 +247,3 @@ def any_worker_s_file_will_do_between_windows(rank: int) -> None:
         other = Worker(steps=None, **options)
         load_checkpoint_into(other.cell, files(rank, closed.cell)[1 - rank])
         assert numbers(other) == numbers(closed)
-
-
-LABELS = Tensor([0, 2, -100, 4, 7, 3], ms.int32)
-LOGITS = 3 * np.random.default_rng(0).standard_normal((6, 8))
-
-
-@check
-def sharded_loss_gathers_once(rank: int) -> None:
-    with called() as calls:
-        ms.value_and_grad(lambda x: sharded_cross_entropy(x, LABELS))(
-            Tensor(LOGITS[:, 4 * rank :][:, :4], ms.float32)
-        )
-    assert [name for name, _ in calls] == ["AllGather"], "forward and backward together"
-
-
-@check
-def sharded_loss_within_a_group(rank: int) -> None:
-    create_group(f"alone {rank}", [rank])
-    logits = Tensor(LOGITS, ms.float32)
-    alone = sharded_cross_entropy(
-        logits, LABELS, group=f"alone {rank}", reduction="sum"
-    )
-    np.testing.assert_allclose(
-        alone.asnumpy(),
-        ops.cross_entropy(logits, LABELS, reduction="sum").asnumpy(),
-        rtol=1e-5,
-    )
-    with pytest.raises(gradaccum.UsageError, match=r"^group: .*create_group"):
-        sharded_cross_entropy(logits, LABELS, group="nobody")

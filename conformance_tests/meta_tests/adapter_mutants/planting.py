@@ -35,17 +35,10 @@ def folder_of(adapter: str) -> Path:
 
 
 def places(adapter: str, mutant: Mutant) -> list[Path]:
-    """The files that the text stands in, each as often as it stands there. The harness
-    is no part of the adapter.
-    """
-    sources = [
-        file
-        for file in sorted(folder_of(adapter).rglob("*.py"))
-        if "harness" not in file.parts
-    ]
+    """The files that the text stands in, each as often as it stands there."""
     return [
         file
-        for file in sources
+        for file in sorted(folder_of(adapter).rglob("*.py"))
         for _ in range(file.read_text(encoding="utf-8").count(mutant.old))
     ]
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 
 import gradaccum
-from gradaccum_jax.harness.models import forward, total_loss
+from gradaccum_harnesses.jax.models import forward, total_loss
 from gradaccum_jax.optimizer import discard, flush
 from gradaccum_jax.window.state import scale_loss
 

@@ -2,6 +2,6 @@
 access to their state.
 """
 
-from gradaccum_mindspore.harness.large_batch import harness
+from gradaccum_harnesses.mindspore.large_batch import harness
 
 __all__ = ["harness"]

@@ -28,9 +28,13 @@ from gradaccum_conformance import (
     VerifyingHarness,
     mirrored,
 )
-from gradaccum_torch.harness.couplings import COUPLINGS
-from gradaccum_torch.harness.session import SpecModel, TorchSession, to_numpy
-from gradaccum_torch.harness.workers import TorchWorkers
+from gradaccum_harnesses.torch.couplings import COUPLINGS
+from gradaccum_harnesses.torch.session import (
+    SpecModel,
+    TorchSession,
+    to_numpy,
+)
+from gradaccum_harnesses.torch.workers import TorchWorkers
 from gradaccum_torch.large_batch import backward, coupled_backward
 
 

@@ -20,14 +20,14 @@ from gradaccum_conformance import (
     ShardedLossCall,
     ShardedLossHarness,
 )
-from gradaccum_torch import sharded_cross_entropy
-from gradaccum_torch.harness.session import (
+from gradaccum_harnesses.torch.session import (
     SpecModel,
     TorchHarness,
     TorchSession,
     make_optimizer,
     to_numpy,
 )
+from gradaccum_torch import sharded_cross_entropy
 
 TIMEOUT = datetime.timedelta(seconds=60)
 """For a worker that another one waits for."""

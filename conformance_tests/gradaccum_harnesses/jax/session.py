@@ -24,9 +24,9 @@ from gradaccum_conformance import (
 )
 from gradaccum_conformance.harness import GradientTree
 from gradaccum_conformance.specs import Array, Arrays, Batch
-from gradaccum_jax.harness.files import read, write
-from gradaccum_jax.harness.models import total_loss
-from gradaccum_jax.harness.program import Program, needs_x64, program, x64
+from gradaccum_harnesses.jax.files import read, write
+from gradaccum_harnesses.jax.models import total_loss
+from gradaccum_harnesses.jax.program import Program, needs_x64, program, x64
 from gradaccum_jax.saving import check_state, rebuild
 from gradaccum_jax.sums import clear
 from gradaccum_jax.window.state import AccumulationState, result

@@ -32,7 +32,7 @@ from gradaccum_conformance.harness import (
     View,
 )
 from gradaccum_conformance.specs import Array, Arrays, Batch, Model, Optimizer
-from gradaccum_mindspore.harness.trainer import MASTER, Trainer, plain
+from gradaccum_harnesses.mindspore.trainer import MASTER, Trainer, plain
 from gradaccum_mindspore.saving import load_checkpoint_into
 
 FILE = "session.ckpt"

@@ -8,20 +8,16 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import mindspore as ms
-from mindspore import Tensor, nn
+from mindspore import nn
 from mindspore.communication import init
 
-from gradaccum_conformance import Array, Setup, ShardedLossCall, ShardedLossHarness
-from gradaccum_mindspore import sharded_cross_entropy
-from gradaccum_mindspore.harness.session import (
+from gradaccum_conformance import Setup, WorkersHarness
+from gradaccum_harnesses.mindspore.session import (
     MindSporeHarness,
     MindSporeSession,
-    context_mode,
 )
-from gradaccum_mindspore.harness.trainer import ms_dtype, plain
 
 HOST = "127.0.0.1"
 SECONDS = "120"
@@ -42,7 +38,7 @@ _kept: list[nn.Cell] = []
 """MindSpore takes a new cell for an old one whose address it has."""
 
 
-class MindSporeWorkers(MindSporeHarness, ShardedLossHarness):
+class MindSporeWorkers(MindSporeHarness, WorkersHarness):
     """The harness, with processes that `join`."""
 
     worker_modes = MindSporeHarness.modes
@@ -71,39 +67,3 @@ class MindSporeWorkers(MindSporeHarness, ShardedLossHarness):
         return self.start(
             setup._replace(options={**(setup.options or {}), "data_parallel": True})
         )
-
-    def sharded_cross_entropy(self, call: ShardedLossCall) -> tuple[Array, Array]:
-        _kept.append(losses := ShardedLosses(call))
-        logits, labels = Tensor(call.logits, ms_dtype(call.dtype)), Tensor(call.labels)
-        wide = ms.float64 if call.dtype == "float64" else ms.float32
-        with context_mode(call.mode):
-            compiled = ms.jit(losses.construct) if call.mode == "jit" else losses
-            function = (
-                (lambda *inputs: compiled(*inputs)) if call.mode == "jit" else losses
-            )
-            take = ms.value_and_grad(function, 0, None, has_aux=True)
-            (_, loss), gradient = take(logits, labels, Tensor(call.upstream, wide))
-            return plain(loss), plain(gradient)
-
-
-class ShardedLosses(nn.Cell):  # type: ignore[misc]
-    """The loss of a call times its upstream gradient, and the loss."""
-
-    def __init__(self, call: ShardedLossCall) -> None:
-        super().__init__(auto_prefix=False)
-        self.sizes, self.reduction = call.sizes, call.options.get("reduction", "mean")
-        self.ignored, self.smoothing = (
-            call.options.get("ignore_index", -100),
-            call.options.get("label_smoothing", 0.0),
-        )
-
-    def construct(self, logits: Any, labels: Any, upstream: Any) -> Any:
-        loss = sharded_cross_entropy(
-            logits,
-            labels,
-            shard_sizes=self.sizes,
-            reduction=self.reduction,
-            label_smoothing=self.smoothing,
-            ignore_index=self.ignored,
-        )
-        return (loss * upstream).sum(), loss

@@ -29,12 +29,12 @@ from gradaccum_conformance import (
     mirrored,
     outputs_of,
 )
+from gradaccum_harnesses.jax.couplings import COUPLINGS
+from gradaccum_harnesses.jax.models import forward, total_loss
+from gradaccum_harnesses.jax.program import Program, x64
+from gradaccum_harnesses.jax.session import JaxSession, to_numpy
+from gradaccum_harnesses.jax.workers import JaxWorkers
 from gradaccum_jax import coupled_value_and_grad, value_and_grad, value_and_update
-from gradaccum_jax.harness.couplings import COUPLINGS
-from gradaccum_jax.harness.models import forward, total_loss
-from gradaccum_jax.harness.program import Program, x64
-from gradaccum_jax.harness.session import JaxSession, to_numpy
-from gradaccum_jax.harness.workers import JaxWorkers
 
 
 class JaxLargeBatch(JaxWorkers, VerifyingHarness, LargeBatchHarness):

@@ -29,14 +29,18 @@ from gradaccum_conformance import (
     VerifyingHarness,
     mirrored,
 )
-from gradaccum_mindspore.harness.couplings import COUPLINGS
-from gradaccum_mindspore.harness.session import (
+from gradaccum_harnesses.mindspore.couplings import COUPLINGS
+from gradaccum_harnesses.mindspore.session import (
     MindSporeHarness,
     MindSporeSession,
     context_mode,
 )
-from gradaccum_mindspore.harness.trainer import build_network, ms_dtype, plain
-from gradaccum_mindspore.harness.workers import MindSporeWorkers
+from gradaccum_harnesses.mindspore.trainer import (
+    build_network,
+    ms_dtype,
+    plain,
+)
+from gradaccum_harnesses.mindspore.workers import MindSporeWorkers
 from gradaccum_mindspore.large_batch.coupled import coupled_value_and_grad
 from gradaccum_mindspore.large_batch.value_and_grad import value_and_grad
 from gradaccum_mindspore.large_batch.value_and_update import value_and_update

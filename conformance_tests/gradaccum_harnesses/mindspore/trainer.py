@@ -25,7 +25,7 @@ from gradaccum_conformance.specs import (
     Optimizer,
 )
 from gradaccum_conformance.specs import Attention as AttentionSpec
-from gradaccum_mindspore.harness import layers
+from gradaccum_harnesses.mindspore import layers
 from gradaccum_mindspore.sums import write
 
 MASTER = ".gradaccum.master"

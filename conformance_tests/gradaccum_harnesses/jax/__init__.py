@@ -2,6 +2,6 @@
 access to their results.
 """
 
-from gradaccum_jax.harness.large_batch import harness
+from gradaccum_harnesses.jax.large_batch import harness
 
 __all__ = ["harness"]

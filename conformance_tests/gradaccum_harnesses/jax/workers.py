@@ -20,29 +20,27 @@ import optax
 from gradaccum import StepResult
 from gradaccum.kit import FIELD_DTYPES, State
 from gradaccum_conformance import (
-    Array,
     Captured,
     Dtype,
     Loss,
     Model,
     Optimizer,
     Setup,
-    ShardedLossCall,
-    ShardedLossHarness,
+    WorkersHarness,
 )
 from gradaccum_conformance.harness import GradientTree
 from gradaccum_conformance.specs import Arrays, Batch
-from gradaccum_jax import data_parallel, sharded_cross_entropy
-from gradaccum_jax.harness.files import read, write
-from gradaccum_jax.harness.models import forward
-from gradaccum_jax.harness.program import Program, needs_x64, x64
-from gradaccum_jax.harness.session import (
+from gradaccum_harnesses.jax.files import read, write
+from gradaccum_harnesses.jax.models import forward
+from gradaccum_harnesses.jax.program import Program, needs_x64, x64
+from gradaccum_harnesses.jax.session import (
     FILE,
     JaxHarness,
     JaxSession,
     sums_of,
     to_numpy,
 )
+from gradaccum_jax import data_parallel
 from gradaccum_jax.optimizer import discard
 from gradaccum_jax.saving import check_state
 from gradaccum_jax.window.state import result, scale_loss
@@ -256,11 +254,10 @@ class SharedSession(JaxSession):
         return jax.tree.map(lambda leaf: _global(np.asarray(leaf), sharding), tree)
 
 
-class JaxWorkers(JaxHarness, ShardedLossHarness):
+class JaxWorkers(JaxHarness, WorkersHarness):
     """The harness, with processes that `join`."""
 
     worker_modes = ("jit",)
-    uneven_shards = False
 
     def join(self, rank: int, workers: int, folder: Path, port: int) -> None:
         config: Any = jax.config
@@ -281,49 +278,6 @@ class JaxWorkers(JaxHarness, ShardedLossHarness):
             setup.dtype,
             needs_x64(setup.dtype, setup.options),
         )
-
-    def sharded_cross_entropy(self, call: ShardedLossCall) -> tuple[Array, Array]:
-        spec: Any = jax.sharding.PartitionSpec
-        own, sharded = max(call.sizes), spec(*[None] * (call.logits.ndim - 1), AXIS)
-        padding = [(0, 0)] * (call.logits.ndim - 1) + [(0, own - call.logits.shape[-1])]
-        both = [jax.sharding.NamedSharding(_mesh(), each) for each in (spec(), sharded)]
-
-        def loss_of(logits: Any, labels: Any) -> Any:
-            return sharded_cross_entropy(
-                logits,
-                labels,
-                axis_name=AXIS,
-                num_classes=sum(call.sizes),
-                **call.options,
-            )
-
-        @partial(jax.jit, out_shardings=tuple(both))
-        def run(logits: Any, labels: Any, upstream: Any) -> Any:
-            mapped: Any = jax.shard_map(
-                loss_of, mesh=_mesh(), in_specs=(sharded, spec()), out_specs=spec()
-            )
-            loss, pull_back = jax.vjp(lambda logits: mapped(logits, labels), logits)
-            return loss, pull_back(
-                jnp.broadcast_to(upstream.astype(loss.dtype), loss.shape)
-            )[0]
-
-        with x64(call.dtype == "float64"):
-            logits = np.pad(call.logits, padding, constant_values=50.0).astype(
-                getattr(jnp, call.dtype)
-            )
-            arrays = (
-                _global(logits, both[1]),
-                *(
-                    _global(np.asarray(each), both[0])
-                    for each in (call.labels, call.upstream)
-                ),
-            )
-            made = to_numpy(
-                _local(dict(zip(("loss", "gradient"), run(*arrays), strict=True)))
-            )
-        width = call.logits.shape[-1]
-        assert not made["gradient"][..., width:].any(), "padding has a gradient"
-        return made["loss"], made["gradient"][..., :width]
 
 
 def _mesh() -> jax.sharding.Mesh:
