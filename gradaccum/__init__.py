@@ -17,6 +17,13 @@ from gradaccum.errors import (
     UsageError,
 )
 from gradaccum.linearity import LinearityReport
+from gradaccum.loop_check import (
+    LoopProblem,
+    LoopReport,
+    assert_accumulates,
+    check_loop,
+    recording,
+)
 from gradaccum.options import DynamicLossScale, LossScale, StaticLossScale, until_weight
 from gradaccum.registry import (
     available_backends,
@@ -47,6 +54,8 @@ __all__ += [
     "GradAccumWarning",
     "GradientError",
     "LinearityReport",
+    "LoopProblem",
+    "LoopReport",
     "LossScale",
 ]
 __all__ += [
@@ -60,9 +69,12 @@ __all__ += [
     "Windows",
 ]
 __all__ += [
+    "assert_accumulates",
     "available_backends",
+    "check_loop",
     "effective_batch_size",
     "load_backend",
+    "recording",
     "registered_backends",
     "scaled_learning_rate",
     "until_weight",
