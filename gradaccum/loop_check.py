@@ -216,6 +216,108 @@ def as_arguments(micro_batch: Any) -> tuple[Any, ...]:
     )
 
 
+# The coefficients, by least squares.
+
+
+PIVOT = 1e-12
+"""The smallest pivot of the normalised Gram matrix at which directions are told apart."""
+RestOf = Callable[[Sequence[float]], tuple[Sequence[float], float]]
+"""For coefficients c, with r = v - sum(c_k g_k): the products g_k . r, and ||r||."""
+
+
+def solve_update(
+    gram: Sequence[Sequence[float]], rest_of: RestOf, elements: int
+) -> SolvedUpdate:
+    """Return the coefficients of the sum of micro-batches that is nearest to what the
+    optimizer was handed.
+
+    Args:
+        gram: the products g_j . g_k in float64, shape (micro-batches, micro-batches).
+        rest_of: what is left of the update.
+        elements: the number of elements of a gradient.
+    """
+    count = len(gram)
+    norms = [math.sqrt(max(gram[k][k], 0.0)) for k in range(count)]
+    products, norm = rest_of([0.0] * count)
+    used = [k for k in range(count) if norms[k] > 0]
+    finite = all(map(math.isfinite, [*norms, norm]))
+    factor = None
+    if finite and used and len(used) < elements:
+        factor = _cholesky(
+            [[gram[j][k] / norms[j] / norms[k] for k in used] for j in used]
+        )
+    if factor is None:
+        unknown = (math.nan,) * count
+        return SolvedUpdate(unknown, math.inf, 0.0, norm, tuple(norms))
+    coefficients = [0.0] * count
+    rest = norm
+    for _ in range(3):  # Twice more than needed in exact arithmetic.
+        parts = _solve(factor, [products[k] / norms[k] for k in used])
+        for k, part in zip(used, parts, strict=True):
+            coefficients[k] += part / norms[k]
+        products, rest = rest_of(coefficients)
+    total = sum(abs(c) * size for c, size in zip(coefficients, norms, strict=True))
+    largest = max(map(abs, coefficients))
+    error = 4 * rest / math.sqrt(elements - len(used)) * _spread(factor, norms, used)
+    return SolvedUpdate(
+        tuple(coefficients),
+        error / largest if largest else 0.0,
+        rest / total if total else 0.0,
+        norm,
+        tuple(norms),
+    )
+
+
+def _cholesky(matrix: Sequence[Sequence[float]]) -> list[list[float]] | None:
+    """Return the lower factor of a matrix with ones on its diagonal; None if a pivot is
+    next to zero.
+    """
+    factor = [[0.0] * len(matrix) for _ in matrix]
+    for row in range(len(matrix)):
+        for column in range(row + 1):
+            known = sum(factor[row][k] * factor[column][k] for k in range(column))
+            value = matrix[row][column] - known
+            if column < row:
+                factor[row][column] = value / factor[column][column]
+            elif value > PIVOT:
+                factor[row][row] = math.sqrt(value)
+            else:
+                return None
+    return factor
+
+
+def _solve(factor: Sequence[Sequence[float]], right: Sequence[float]) -> list[float]:
+    count = len(factor)
+    middle = [0.0] * count
+    for row in range(count):
+        known = sum(factor[row][k] * middle[k] for k in range(row))
+        middle[row] = (right[row] - known) / factor[row][row]
+    solution = [0.0] * count
+    for row in reversed(range(count)):
+        known = sum(factor[k][row] * solution[k] for k in range(row + 1, count))
+        solution[row] = (middle[row] - known) / factor[row][row]
+    return solution
+
+
+def _spread(
+    factor: Sequence[Sequence[float]], norms: Sequence[float], used: Sequence[int]
+) -> float:
+    """Return how far a coefficient moves at most with a rest of 1 per element: its
+    standard error in least squares.
+    """
+    largest = 0.0
+    for place, k in enumerate(used):
+        unit = [float(each == place) for each in range(len(used))]
+        variance = _solve(factor, unit)[place]
+        largest = max(largest, math.sqrt(max(variance, 0.0)) / norms[k])
+    return largest
+
+
+def rounding_limit(epsilon: float) -> float:
+    """Return the `unexplained` part that rounding may leave with a machine epsilon."""
+    return max(16 * epsilon, math.pow(epsilon, 0.6))
+
+
 # What the coefficients mean.
 
 

@@ -105,7 +105,7 @@ class LoopRecord:
             reduction=reduction,
             steps=steps,
             workers=workers,
-            limit=max(16 * epsilon, epsilon**0.6),
+            limit=loop_check.rounding_limit(epsilon),
         )
 
     def _recorded_losses(
@@ -167,45 +167,13 @@ def _gathered(rows: Tensor) -> Tensor:
 
 
 def _solve(gradients: Tensor, update: Tensor) -> loop_check.SolvedUpdate:
-    """Return the coefficients of the micro-batches' gradients, shape (micro-batches,
-    elements), whose sum is nearest to the update's.
-    """
-    sizes = gradients.norm(dim=1)
-    norm = float(update.norm())
-    elements = gradients.shape[1]
-    used = sizes > 0
-    directions = gradients[used] / sizes[used, None]
-    if not torch.isfinite(directions).all() or not torch.isfinite(update).all():
-        return _unknown(len(gradients), norm)
-    if len(directions) == 0 or len(directions) >= elements:
-        return _unknown(len(gradients), norm)
-    inverse = torch.linalg.pinv(directions @ directions.T, hermitian=True)
-    parts = torch.linalg.lstsq(directions.T, update[:, None]).solution[:, 0]
-    rest = float((update - parts @ directions).norm())
-    total = float(parts.abs().sum())
-    coefficients = torch.zeros(len(gradients), dtype=torch.float64)
-    coefficients[used] = parts / sizes[used]
-    # Of least squares: how far each coefficient moves with a rest of this size.
-    spread = inverse.diagonal().clamp(min=0).sqrt() / sizes[used]
-    rest_per_element = rest / (elements - len(directions)) ** 0.5
-    error = float((spread * rest_per_element).max()) * 4
-    largest = float(coefficients.abs().max())
-    singular = torch.linalg.svdvals(directions)
-    if float(singular[-1]) < 1e-9 * float(singular[0]):
-        return _unknown(len(gradients), norm)
-    return loop_check.SolvedUpdate(
-        tuple(coefficients.tolist()),
-        error / largest if largest else 0.0,
-        rest / total if total else 0.0,
-        norm,
-        tuple(sizes.tolist()),
-    )
+    def rest_of(coefficients: Sequence[float]) -> tuple[list[float], float]:
+        parts = torch.tensor(coefficients, dtype=torch.float64)
+        rest = update - parts @ gradients
+        return (gradients @ rest).tolist(), float(rest.norm())
 
-
-def _unknown(micro_batches: int, norm: float) -> loop_check.SolvedUpdate:
-    return loop_check.SolvedUpdate(
-        (float("nan"),) * micro_batches, float("inf"), 0.0, norm
-    )
+    gram = (gradients @ gradients.T).tolist()
+    return loop_check.solve_update(gram, rest_of, gradients.shape[1])
 
 
 def recording(
