@@ -17,6 +17,13 @@ from gradaccum.errors import (
     UsageError,
 )
 from gradaccum.linearity import LinearityReport
+from gradaccum.loop_check import (
+    LoopProblem,
+    LoopReport,
+    assert_accumulates,
+    check_loop,
+    recording,
+)
 from gradaccum.options import DynamicLossScale, LossScale, StaticLossScale, until_weight
 from gradaccum.registry import available_backends, load_backend, registered_backends
 from gradaccum.splitting import AutoMicroBatchSize
@@ -42,6 +49,8 @@ __all__ += [
     "GradAccumWarning",
     "GradientError",
     "LinearityReport",
+    "LoopProblem",
+    "LoopReport",
     "LossScale",
 ]
 __all__ += [
@@ -54,9 +63,12 @@ __all__ += [
     "Windows",
 ]
 __all__ += [
+    "assert_accumulates",
     "available_backends",
+    "check_loop",
     "effective_batch_size",
     "load_backend",
+    "recording",
     "registered_backends",
     "scaled_learning_rate",
     "until_weight",

@@ -1,5 +1,5 @@
-"""The ``gradaccum`` command: ``versions`` runs anywhere, the other commands live in the
-conformance package.
+"""The ``gradaccum`` command: ``versions`` and ``check`` run anywhere, the other commands
+live in the conformance package.
 """
 
 from __future__ import annotations
@@ -8,14 +8,17 @@ import sys
 from importlib import import_module
 
 from gradaccum import __version__, versions
+from gradaccum.loop_check import LoopReport
 
 HELP = """Usage: gradaccum [--version] [--help] COMMAND
 
 versions     Print the versions that a report of a fault needs.
+check        Call module:function, which returns the report of gradaccum.check_loop,
+             and print it; the exit status is 1 unless the loop is right.
 demo         Train on handwritten digits in every installed framework.
 conformance  Test that accumulated gradients equal the large batch's.
 
-All but versions need: pip install 'gradaccum[conformance]'"""
+demo and conformance need: pip install 'gradaccum[conformance]'"""
 
 
 def main() -> None:
@@ -24,6 +27,8 @@ def main() -> None:
     if arguments == ["versions"]:
         print(versions.report())
         return
+    if arguments[:1] == ["check"]:
+        sys.exit(check(arguments[1:]))
     if arguments == ["--version"]:
         print(f"gradaccum {__version__}")
         return
@@ -40,6 +45,28 @@ def main() -> None:
             " 'gradaccum[conformance]'"
         )
     cli.main()
+
+
+def check(arguments: list[str]) -> int | str:
+    """Print the report that a function returns; return the exit status."""
+    module, _, name = (
+        arguments[0].partition(":") if len(arguments) == 1 else ("", "", "")
+    )
+    if not module or not name:
+        return "gradaccum: write gradaccum check module:function"
+    sys.path.insert(0, "")
+    function = getattr(import_module(module), name, None)
+    if not callable(function):
+        return f"gradaccum: {module} has no function {name!r}"
+    report = function()
+    if not isinstance(report, LoopReport):
+        kind = type(report).__name__
+        return (
+            f"gradaccum: {module}:{name} returned an object of type {kind}. Return what"
+            " gradaccum.check_loop returns."
+        )
+    print(report)
+    return 0 if report.right else 1
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from gradaccum_jax.layered import layered_value_and_update
 from gradaccum_jax.multisteps import MultiSteps
 from gradaccum_jax.optimizer import discard, epoch, flush
 from gradaccum_jax.parameters import apply_updates
+from gradaccum_jax.recording import LoopRecorder
 from gradaccum_jax.saving import check_state
 from gradaccum_jax.verification import verify, verify_loss_scaling
 from gradaccum_jax.window.state import AccumulationState, describe, result, scale_loss
@@ -23,6 +24,7 @@ from gradaccum_jax.workers.layout import redistributed
 
 __all__ = [
     "AccumulationState",
+    "LoopRecorder",
     "MultiSteps",
     "apply_updates",
     "check_state",

@@ -5,6 +5,7 @@ them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Literal, Unpack, cast
 
 import torch
@@ -27,6 +28,7 @@ from gradaccum_torch.checks import (
 )
 from gradaccum_torch.grad_scaler import scaler_rule
 from gradaccum_torch.optimizer import AccumulatingOptimizer
+from gradaccum_torch.recording import LoopRecord, recording
 from gradaccum_torch.scheduler import GatedScheduler, is_scheduler
 from gradaccum_torch.verification import verify
 from gradaccum_torch.workers.group import WorkerGroup, warn_of_unequal_copies
@@ -149,6 +151,11 @@ class TorchBackend:
         **options: Any,
     ) -> VerificationReport:
         return verify(model, loss_fn, batch, steps, **options)
+
+    def recording(
+        self, optimizer: torch.optim.Optimizer, model: Any
+    ) -> AbstractContextManager[LoopRecord]:
+        return recording(optimizer, model)
 
 
 backend = TorchBackend()

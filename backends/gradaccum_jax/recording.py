@@ -1,0 +1,143 @@
+"""Record what an optax optimizer is handed while a loop runs, for the loop check."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from gradaccum import UsageError, loop_check
+from gradaccum.kit import explain
+from gradaccum.options import Reduction
+
+
+class RecorderState(NamedTuple):
+    """How many updates were recorded: a callback may come out of order."""
+
+    updates: jax.Array
+
+
+class LoopRecorder(optax.GradientTransformation):  # type: ignore[misc]
+    """An optax transformation for the inner optimizer's place, which records what the
+    optimizer would be handed and makes updates of zeros: the parameters stay.
+
+        recorder = gradaccum_jax.LoopRecorder()
+        state = train(optax.MultiSteps(recorder, 4))
+        print(recorder.report(state, loss_fn, params, micro_batches))
+    """
+
+    def __new__(cls) -> LoopRecorder:
+        vectors: dict[int, np.ndarray[Any, Any]] = {}
+
+        def note(number: Any, *leaves: Any) -> None:
+            parts = [np.asarray(leaf, np.float64).reshape(-1) for leaf in leaves]
+            vectors[int(number)] = np.concatenate(parts)
+
+        def init(params: Any) -> RecorderState:
+            vectors.clear()
+            return RecorderState(jnp.zeros((), jnp.int32))
+
+        def update(
+            gradients: Any, state: RecorderState, params: Any = None
+        ) -> tuple[Any, RecorderState]:
+            leaves = jax.tree.leaves(gradients)
+            jax.debug.callback(note, state.updates, *leaves)
+            zeros = jax.tree.map(jnp.zeros_like, gradients)
+            return zeros, RecorderState(state.updates + 1)
+
+        recorder = super().__new__(cls, init, update)
+        recorder._vectors = vectors
+        return cast(LoopRecorder, recorder)
+
+    def report(
+        self,
+        state: Any,
+        loss_fn: Callable[..., Any],
+        params: Any,
+        micro_batches: Sequence[Any],
+        *,
+        weight: Callable[..., float] | None = None,
+        reduction: Reduction = "mean",
+        steps: int | None = None,
+    ) -> loop_check.LoopReport:
+        """Say which micro-batches each update held, and with what weight.
+
+        Args:
+            state: the optimizer's state at the loop's end, or what holds it. It tells
+                which updates were made, where a wrapper computes each and takes some.
+            loss_fn: ``loss_fn(params, *micro_batch)``, a scalar, before anything
+                divides or weighs it.
+            params: the parameters of the loop, which did not move.
+            micro_batches: what the loop trained on, in its order.
+            weight: ``weight(*micro_batch)``. Default: the number of items.
+            reduction: what `loss_fn` returns, as in `gradaccum.wrap`.
+            steps: micro-batches per window. Default: what each update holds.
+
+        Raises:
+            UsageError: `state` is not of this recorder, or `params` are others.
+        """
+        jax.effects_barrier()  # type: ignore[no-untyped-call]
+        vectors: dict[int, np.ndarray[Any, Any]] = self._vectors
+        made = [
+            int(leaf.updates)
+            for leaf in jax.tree.leaves(state, is_leaf=_is_recorders)
+            if _is_recorders(leaf)
+        ]
+        if len(made) != 1:
+            raise explain(
+                UsageError,
+                "state",
+                expected="the optimizer's state, with this recorder's in it",
+                found=f"{len(made)} states of recorders",
+                fix="Return the state from the loop, and give it to report.",
+            )
+        batches = [loop_check.as_arguments(each) for each in micro_batches]
+        count = weight or loop_check.items_of
+        gradients = np.stack(
+            [_vector(jax.grad(loss_fn)(params, *batch)) for batch in batches]
+        )
+        if any(vector.shape != gradients.shape[1:] for vector in vectors.values()):
+            raise explain(
+                UsageError,
+                "params",
+                expected="the parameters whose gradients were recorded",
+                found="other sizes",
+                fix="Give the parameters that the loop trained.",
+            )
+        return loop_check.read_coefficients(
+            [_solve(gradients, vectors[number]) for number in range(made[0])],
+            [float(count(*batch)) for batch in batches],
+            reduction=reduction,
+            steps=steps,
+            limit=_limit(params),
+        )
+
+
+def _is_recorders(node: Any) -> bool:
+    return isinstance(node, RecorderState)
+
+
+def _vector(gradients: Any) -> np.ndarray[Any, Any]:
+    leaves = jax.tree.leaves(gradients)
+    return np.concatenate([np.asarray(leaf, np.float64).reshape(-1) for leaf in leaves])
+
+
+def _solve(
+    gradients: np.ndarray[Any, Any], update: np.ndarray[Any, Any]
+) -> loop_check.SolvedUpdate:
+    def rest_of(coefficients: Sequence[float]) -> tuple[list[float], float]:
+        rest = update - np.asarray(coefficients) @ gradients
+        return (gradients @ rest).tolist(), float(np.linalg.norm(rest))
+
+    gram = (gradients @ gradients.T).tolist()
+    return loop_check.solve_update(gram, rest_of, gradients.shape[1])
+
+
+def _limit(params: Any) -> float:
+    dtypes = [jnp.asarray(leaf).dtype for leaf in jax.tree.leaves(params)]
+    epsilon = max(float(jnp.finfo(dtype).eps) for dtype in dtypes)
+    return loop_check.rounding_limit(epsilon)

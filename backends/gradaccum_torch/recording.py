@@ -1,0 +1,211 @@
+"""Record what a torch optimizer is handed while a loop runs, for the loop check."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gradaccum import ArgumentTypeError, UsageError, loop_check
+from gradaccum.kit import explain
+from gradaccum.options import Reduction
+from gradaccum_torch.optimizer import AccumulatingOptimizer
+
+ELEMENTS = 1 << 20
+"""Elements of a gradient that are recorded at most, evenly spread: least squares needs a
+few times the number of micro-batches.
+"""
+
+
+class LoopRecord:
+    """The gradients that an optimizer was handed, one vector per update."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, model: Any) -> None:
+        self._optimizer = optimizer
+        self._model = model
+        self._parameters = [
+            parameter
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        ]
+        elements = sum(parameter.numel() for parameter in self._parameters)
+        self._stride = max(1, elements // ELEMENTS)
+        self._start = [parameter.detach().clone() for parameter in self._parameters]
+        self._updates: list[Tensor] = []
+        self._calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def note_update(self, *_: Any) -> None:
+        """Keep what the optimizer is about to use, before its step."""
+        vector = self._vector([parameter.grad for parameter in self._parameters])
+        # A fused kernel divides by the loss scale that it finds at the optimizer.
+        scale = getattr(self._optimizer, "grad_scale", None)
+        self._updates.append(vector if scale is None else vector / scale.to(vector))
+
+    @torch.no_grad()
+    def put_back(self, *_: Any) -> None:
+        """Undo the update, so that all gradients are those of one point."""
+        for parameter, start in zip(self._parameters, self._start, strict=True):
+            parameter.copy_(start)
+
+    def note_call(
+        self, _: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], output: Any
+    ) -> None:
+        """Keep the arguments of a call of the model that returned a loss."""
+        if torch.is_grad_enabled() and getattr(output, "loss", None) is not None:
+            # The trainer's own divisor is no part of the micro-batch's loss.
+            kept = {k: v for k, v in keywords.items() if k != "num_items_in_batch"}
+            self._calls.append((arguments, kept))
+
+    def report(
+        self,
+        loss_fn: Callable[..., Any] | None = None,
+        micro_batches: Sequence[Any] | None = None,
+        *,
+        weight: Callable[..., float] | None = None,
+        reduction: Reduction = "mean",
+        steps: int | None = None,
+    ) -> loop_check.LoopReport:
+        """Say which micro-batches each update held, and with what weight; collective
+        where several processes are up.
+
+        Args:
+            loss_fn: ``loss_fn(*micro_batch)``, before anything divides or weighs it.
+                Default: the loss that `model` returned.
+            micro_batches: this worker's, in the order of the loop. Default: the calls
+                of `model`.
+            weight: ``weight(*micro_batch)``. Default: the number of items.
+            reduction: what `loss_fn` returns, as in `gradaccum.wrap`.
+            steps: micro-batches per window. Default: what each update holds.
+
+        Raises:
+            UsageError: there is neither `loss_fn` nor a recorded call of the model.
+        """
+        if loss_fn is None or micro_batches is None:
+            losses, weights = self._recorded_losses(weight)
+        else:
+            batches = [loop_check.as_arguments(each) for each in micro_batches]
+            count = weight or loop_check.items_of
+            losses = [_call(loss_fn, batch) for batch in batches]
+            weights = [float(count(*batch)) for batch in batches]
+        gradients = torch.stack([self._gradient_of(loss) for loss in losses])
+        workers = 1
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            workers = dist.get_world_size()
+            gradients = _gathered(gradients)
+            weights = _gathered(torch.tensor(weights, dtype=torch.float64)).tolist()
+        solved = [_solve(gradients, update) for update in self._updates]
+        epsilon = max(torch.finfo(each.dtype).eps for each in self._parameters)
+        return loop_check.read_coefficients(
+            solved,
+            weights,
+            reduction=reduction,
+            steps=steps,
+            workers=workers,
+            limit=loop_check.rounding_limit(epsilon),
+        )
+
+    def _recorded_losses(
+        self, weight: Callable[..., float] | None
+    ) -> tuple[list[Callable[[], Tensor]], list[float]]:
+        if not self._calls:
+            raise explain(
+                UsageError,
+                "loss_fn",
+                expected="a function, or a model whose calls return a loss",
+                found="no call of a model that returned one",
+                fix="Write record.report(loss_fn, micro_batches).",
+            )
+        losses = []
+        weights = []
+        for arguments, keywords in self._calls:
+            losses.append(_call_model(self._model, arguments, keywords))
+            values = [*arguments, *keywords.values()]
+            count = weight(*arguments, **keywords) if weight else len(values[0])
+            weights.append(float(count))
+        return losses, weights
+
+    def _gradient_of(self, loss: Callable[[], Tensor]) -> Tensor:
+        with torch.enable_grad():
+            gradients = torch.autograd.grad(loss(), self._trained(), allow_unused=True)
+        by_parameter = dict(zip(self._trained(), gradients, strict=True))
+        return self._vector([by_parameter.get(each) for each in self._parameters])
+
+    def _trained(self) -> list[Tensor]:
+        return [each for each in self._parameters if each.requires_grad]
+
+    def _vector(self, gradients: Sequence[Tensor | None]) -> Tensor:
+        parts = []
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+            full = torch.zeros_like(parameter) if gradient is None else gradient
+            if full.is_sparse:
+                full = full.to_dense()
+            if hasattr(full, "full_tensor"):
+                full = full.full_tensor()
+            parts.append(full.detach().reshape(-1)[:: self._stride].double().cpu())
+        return torch.cat(parts)
+
+
+def _call(loss_fn: Callable[..., Any], batch: tuple[Any, ...]) -> Callable[[], Tensor]:
+    return lambda: loss_fn(*batch)
+
+
+def _call_model(
+    model: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]
+) -> Callable[[], Tensor]:
+    return lambda: model(*arguments, **keywords).loss
+
+
+def _gathered(rows: Tensor) -> Tensor:
+    """Return the rows of all workers, those of worker 0 first."""
+    parts = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, rows)
+    return torch.cat(parts)
+
+
+def _solve(gradients: Tensor, update: Tensor) -> loop_check.SolvedUpdate:
+    def rest_of(coefficients: Sequence[float]) -> tuple[list[float], float]:
+        parts = torch.tensor(coefficients, dtype=torch.float64)
+        rest = update - parts @ gradients
+        return (gradients @ rest).tolist(), float(rest.norm())
+
+    gram = (gradients @ gradients.T).tolist()
+    return loop_check.solve_update(gram, rest_of, gradients.shape[1])
+
+
+def recording(
+    optimizer: torch.optim.Optimizer, model: Any
+) -> AbstractContextManager[LoopRecord]:
+    """Record the updates of `optimizer`; see `gradaccum.recording`."""
+    inner = optimizer
+    if isinstance(optimizer, AccumulatingOptimizer):
+        inner = optimizer._inner
+    if not isinstance(inner, torch.optim.Optimizer):
+        raise explain(
+            ArgumentTypeError,
+            "optimizer",
+            expected="a torch.optim.Optimizer",
+            got=optimizer,
+            fix="Give the optimizer that the loop steps.",
+        )
+    return _recording(inner, model)
+
+
+@contextmanager
+def _recording(optimizer: torch.optim.Optimizer, model: Any) -> Iterator[LoopRecord]:
+    record = LoopRecord(optimizer, model)
+    handles = [
+        optimizer.register_step_pre_hook(record.note_update),
+        optimizer.register_step_post_hook(record.put_back),
+    ]
+    if model is not None:
+        handles.append(model.register_forward_hook(record.note_call, with_kwargs=True))
+    try:
+        yield record
+    finally:
+        for handle in handles:
+            handle.remove()
+        record.put_back()

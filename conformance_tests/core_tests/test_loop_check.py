@@ -1,0 +1,160 @@
+"""The loop check: what coefficients mean, on plain numbers."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+import gradaccum
+from gradaccum.loop_check import SolvedUpdate, read_coefficients, solve_update
+
+WEIGHTS = (5.0, 3.0, 4.0, 2.0)
+RIGHT = tuple(weight / 14 for weight in WEIGHTS)
+
+
+def read(*rows, weights=WEIGHTS, norms=(), **options):
+    updates = [SolvedUpdate(tuple(row), 1e-9, 1e-15, 1.0, norms) for row in rows]
+    return read_coefficients(updates, weights, **options)
+
+
+def kinds(report):
+    return [problem.kind for problem in report.problems]
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "found"),
+    [
+        ([RIGHT], {}, []),
+        ([(5 / 8, 3 / 8, 0, 0), (0, 0, 4 / 6, 2 / 6)], {"steps": 2}, []),
+        ([(5 / 12, 3 / 12, 4 / 12, 0), (0, 0, 0, 1)], {"steps": 3}, []),
+        ([(1, 1, 1, 1)], {"reduction": "sum"}, []),
+        ([(1 / 14,) * 4], {"reduction": "sum_per_item"}, []),
+        ([(0.25,) * 4], {}, ["mean_of_means"]),
+        ([(1, 1, 1, 1)], {}, ["not_divided"]),
+        ([(0, 0, 0, 0.25)], {}, ["only_last"]),
+        ([(5 / 12, 3 / 12, 4 / 12, 0), (0, 0, 0, 1 / 3)], {}, ["short_window"]),
+        ([(5 / 12, 3 / 12, 4 / 12, 0)], {}, ["lost"]),
+        ([(0.0625, 0.125, 0.25, 0.5)], {}, ["scaled_inside"]),
+        ([(2, 1, 0.5, 0.25)], {}, ["scaled_inside"]),
+        ([(0.0729, 0.081, 0.09, 0.1)], {}, ["scaled_inside"]),
+        ([(0.01, 0.03, 0.1, 0.25)], {}, ["scaled_inside"]),
+        ([(1, 0.75, 0.5, 0.25)], {}, ["counted_again"]),
+        ([(0.1, 0.3, 0.2, 0.4)], {}, ["weights"]),
+        ([tuple(4 * part for part in RIGHT)], {}, ["scaled"]),
+        ([tuple(part / 4 for part in RIGHT)], {}, ["scaled"]),
+        ([(1, 0, 0, 0), (0, 3 / 7, 4 / 7, 0)], {"steps": 2}, ["lost", "boundary"]),
+        (
+            [(1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0)],
+            {"steps": 4},
+            ["lost", "boundary"],
+        ),
+        ([(5 / 8, 3 / 8, 0, 0), RIGHT], {}, ["leaked"]),
+        ([], {}, ["no_update"]),
+    ],
+)
+def test_kind(rows, options, found):
+    report = read(*rows, **options)
+    assert kinds(report) == found, report
+    assert report.right == (not found)
+    assert ("is right" in str(report)) == (not found)
+
+
+def test_each_micro_batch_clipped_alone() -> None:
+    """Those above the limit have one norm; the third is below it."""
+    norms = (4.0, 2.0, 0.5, 1.0)
+    rows = [tuple(min(1, 0.8 / norm) / 4 for norm in norms)]
+    assert kinds(read(*rows, norms=norms)) == ["clipped_each"]
+
+
+def test_micro_batch_of_weight_zero_is_not_missed() -> None:
+    report = read((0.5, 0, 0.5), weights=(2.0, 0.0, 2.0))
+    assert report.right, report
+
+
+def test_two_workers() -> None:
+    """A row of micro-batches per worker; the rows are those of worker 0 and worker 1."""
+    weights = (1.0,) * 4
+    assert read((0.25,) * 4, weights=weights, workers=2).right
+    alone = read((0.5, 0.5, 0, 0), weights=weights, workers=2)
+    assert "not_reduced" in kinds(alone)
+    last = read((0.25, 0.25, 0, 0.25), weights=weights, workers=2)
+    assert "not_reduced" in kinds(last)
+    assert "2 of worker 0, 1 of worker 1" in str(last)
+    twice = read((0.125,) * 4, weights=weights, workers=2)
+    assert kinds(twice) == ["scaled"]
+
+
+def test_clip_of_the_whole_is_a_note() -> None:
+    rows = [(0.05, 0.03, 0, 0), (0, 0, 0.06, 0.03)]
+    report = read(*rows, steps=2)
+    assert report.right
+    assert "clipped as a whole, to a norm of 1" in str(report)
+
+
+def test_what_no_coefficients_explain() -> None:
+    update = SolvedUpdate(RIGHT, 0.5, 0.2, 1.0)
+    report = read_coefficients([update], WEIGHTS)
+    assert kinds(report) == ["unexplained"]
+    assert "20.0% of update 1" in str(report)
+
+
+@pytest.mark.parametrize("uncertainty", [math.inf, 0.3])
+def test_it_says_that_it_cannot_tell(uncertainty: float) -> None:
+    update = SolvedUpdate((math.nan,) * 4, uncertainty, 0.0, 1.0)
+    report = read_coefficients([update], WEIGHTS)
+    assert not report.right
+    assert str(report).startswith("Cannot tell")
+
+
+def test_arguments_are_checked() -> None:
+    with pytest.raises(gradaccum.ArgumentValueError, match="reduction"):
+        read(RIGHT, reduction="median")
+    with pytest.raises(gradaccum.ArgumentValueError, match="steps"):
+        read(RIGHT, steps=0)
+    with pytest.raises(gradaccum.ArgumentValueError, match="weight"):
+        read(RIGHT, weights=(1.0, -1.0, 1.0, 1.0))
+    with pytest.raises(gradaccum.ArgumentValueError, match="weights"):
+        read((1.0, 0.0, 0.0), weights=(1.0, 1.0, 1.0), workers=2)
+
+
+def solve(gradients, update):
+    def rest_of(coefficients):
+        rest = update - np.asarray(coefficients) @ gradients
+        return (gradients @ rest).tolist(), float(np.linalg.norm(rest))
+
+    return solve_update((gradients @ gradients.T).tolist(), rest_of, len(update))
+
+
+@pytest.mark.parametrize("count", [1, 4, 32])
+def test_coefficients_are_found(count: int) -> None:
+    """Sizes of 1e-6 to 1e6; gradients with one large common direction."""
+    generator = np.random.default_rng(count)
+    gradients = generator.normal(size=(count, 200)) + 3 * generator.normal(size=200)
+    gradients *= 10.0 ** np.linspace(-6, 6, count)[:, None]
+    right = generator.uniform(0.5, 2, count) / np.linalg.norm(gradients, axis=1)
+    update = solve(gradients, right @ gradients)
+    np.testing.assert_allclose(update.coefficients, right, rtol=1e-10)
+    assert update.unexplained < 1e-14
+    assert update.norm == pytest.approx(np.linalg.norm(right @ gradients))
+
+
+def test_rounding_shows_in_the_uncertainty() -> None:
+    generator = np.random.default_rng(0)
+    gradients = generator.normal(size=(4, 500))
+    noise = 1e-3 * generator.normal(size=500)
+    update = solve(gradients, np.ones(4) @ gradients + noise)
+    off = np.abs(np.asarray(update.coefficients) - 1).max()
+    assert off < update.uncertainty < 1e-3
+    assert 1e-4 < update.unexplained < 1e-3
+
+
+@pytest.mark.parametrize(
+    "gradients",
+    [np.ones((2, 9)), np.zeros((2, 9)), np.full((1, 9), np.nan), np.eye(3)],
+    ids=["alike", "zero", "not finite", "as many as elements"],
+)
+def test_gradients_that_tell_nothing(gradients) -> None:
+    update = solve(gradients, np.ones(gradients.shape[1]))
+    assert math.isinf(update.uncertainty)
