@@ -35,15 +35,14 @@ LEAST = 1e-3
 
 
 class SolvedUpdate(NamedTuple):
-    """What an optimizer was handed at one update, as a sum of micro-batches."""
+    """The gradient that an optimizer was handed, as a sum over the micro-batches."""
 
     coefficients: tuple[float, ...]
     """One per micro-batch; with several workers those of worker 0 first, then those of
     worker 1, and so on.
     """
     uncertainty: float
-    """How far the coefficients may be off by rounding, as a part of the largest one;
-    inf where the micro-batches' gradients do not tell them apart.
+    """The error of the coefficients by rounding, as a part of the largest one; inf where the micro-batches' gradients do not tell them apart.
     """
     unexplained: float
     """||v - sum(c_k g_k)|| / sum(||c_k g_k||), where v is what the optimizer was
@@ -81,7 +80,7 @@ class LoopReport:
     workers: int
     problems: tuple[LoopProblem, ...]
     notes: tuple[str, ...]
-    """What is no mistake, but good to know."""
+    """Remarks on what is no mistake, but good to know."""
     uncertain: str
     """Why the check cannot tell; empty if it can."""
 
@@ -98,7 +97,7 @@ class LoopReport:
 
 
 class LoopRecord(Protocol):
-    """What `recording` yields."""
+    """The record that `recording` yields."""
 
     def report(
         self,
@@ -582,20 +581,17 @@ class _Reader:
                 f"Update {number} is the plain sum of {count} micro-batches: no mean was"
                 f" taken, so that it is about {count} times too large.",
             )
-        if count < whole and _are_equal([*coefficients, 1 / whole], room):
-            return LoopProblem(
-                "short_window",
-                number,
+        divided = _are_equal([*coefficients, 1 / whole], room)
+        if count < whole and (divided or _are_equal([*ratios, count / whole], room)):
+            text = (
                 f"The short window of update {number} was divided by {whole} in place"
-                f" of {count}: it is {_mean(ratios):.3g} of what it should be.",
+                f" of {count}: it is {count / whole:.3g} of what it should be."
             )
-        if count < whole and _are_equal([*ratios, count / whole], room):
-            return LoopProblem(
-                "short_window",
-                number,
-                f"The short window of update {number} was divided by {whole} in place"
-                f" of {count}: it is {count / whole:.3g} of what it should be.",
-            )
+            if not _are_equal(ratios, room):
+                text += (
+                    " Its micro-batches count the same, though their weights differ."
+                )
+            return LoopProblem("short_window", number, text)
         if _are_equal(ratios, room):
             return self._scaling(number, _mean(ratios), count)
         if _are_equal(coefficients, room):

@@ -16,7 +16,7 @@ from gradaccum.options import Reduction
 
 
 class RecorderState(NamedTuple):
-    """How many updates were recorded: a callback may come out of order."""
+    """The number of updates so far, because callbacks may come out of order."""
 
     updates: jax.Array
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import gradaccum
+from gradaccum import loop_check
 from gradaccum.loop_check import SolvedUpdate, read_coefficients, solve_update
 
 WEIGHTS = (5.0, 3.0, 4.0, 2.0)
@@ -158,3 +161,13 @@ def test_rounding_shows_in_the_uncertainty() -> None:
 def test_gradients_that_tell_nothing(gradients) -> None:
     update = solve(gradients, np.ones(gradients.shape[1]))
     assert math.isinf(update.uncertainty)
+
+
+def test_page_has_every_kind() -> None:
+    source = Path(loop_check.__file__).read_text(encoding="utf-8")
+    documented = source[source.index("    kind: str") :]
+    kinds_of_the_code = set(re.findall(r"``\"(\w+)\"``", documented[:600]))
+    page = Path(gradaccum.__file__).with_name("VERIFY.md").read_text(encoding="utf-8")
+    section = page[page.index("## Is my loop right?") : page.index("## How it tells")]
+    rows = re.findall(r"^\| (`\w+`.*?) \|", section, re.MULTILINE)
+    assert set(re.findall(r"`(\w+)`", " ".join(rows))) - {"kind"} == kinds_of_the_code

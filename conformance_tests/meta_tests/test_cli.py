@@ -336,3 +336,43 @@ def test_selection_keeps_the_requested_order() -> None:
 def test_nothing_to_run_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selection, "available_backends", lambda: ())
     assert selection.select_backends([]).failed
+
+
+LOOPS = """
+from gradaccum.loop_check import SolvedUpdate, read_coefficients
+
+def right():
+    return read_coefficients([SolvedUpdate((0.5, 0.5), 0.0, 0.0, 1.0)], (1.0, 1.0))
+
+def wrong():
+    return read_coefficients([SolvedUpdate((1.0, 1.0), 0.0, 0.0, 1.0)], (1.0, 1.0))
+
+def nothing():
+    return None
+"""
+
+
+@pytest.mark.parametrize(
+    ("argument", "status", "text"),
+    [
+        ("loops:right", 0, "The loop is right"),
+        ("loops:wrong", 1, "no mean was taken"),
+        ("loops:nothing", 1, "of type NoneType. Return what gradaccum.check_loop"),
+        ("loops:absent", 1, "loops has no function 'absent'"),
+        ("loops", 1, "write gradaccum check module:function"),
+    ],
+)
+def test_check_prints_the_report(
+    tmp_path: Path, argument: str, status: int, text: str
+) -> None:
+    (tmp_path / "loops.py").write_text(LOOPS, encoding="utf-8")
+    ran = subprocess.run(
+        [sys.executable, "-m", "gradaccum", "check", argument],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ran.returncode == status
+    assert text in ran.stdout + ran.stderr
