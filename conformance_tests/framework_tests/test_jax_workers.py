@@ -25,11 +25,6 @@ NEWEST_ALONE = (
     "benchmark",
     "checked_state",
     "explicit_axes",
-    "inside_and_around",
-    "two_reductions_and_no_copy",
-    "sharded_loss_is_linear",
-    "labels_of_any_integers",
-    "sharded_loss_refusals",
     "layered_shards",
 )
 """The checks that the oldest JAX leaves out: see this folder's conftest."""

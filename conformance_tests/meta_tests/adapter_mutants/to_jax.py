@@ -320,13 +320,6 @@ MUTANTS = (
         SUITE + "test_coupled.py::test_gradient_of_the_large_batch",
     ),
     Mutant(
-        "take_padding_for_a_class",
-        "    width = None if classes == own * devices else jnp.clip(classes - first, 0,"
-        " own)\n",
-        "    width = None\n",
-        SUITE + "test_workers_classes.py::test_loss_is_that_of_all_classes",
-    ),
-    Mutant(
         "draw_the_same_in_every_layer",
         "each = take(place[0], index if number is None else (index, number))",
         "each = take(place[0], index)",

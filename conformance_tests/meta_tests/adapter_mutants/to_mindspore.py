@@ -262,10 +262,4 @@ MUTANTS = (
         "",
         OWN + "test_mindspore_everyday.py::test_loss_in_the_weight_s_place",
     ),
-    Mutant(
-        "mask_no_class",
-        "        even = ops.zeros_like(even)\n",
-        "        pass\n",
-        SUITE + "test_workers_classes.py::test_masked_logits_have_no_part",
-    ),
 )
