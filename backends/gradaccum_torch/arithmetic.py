@@ -72,20 +72,16 @@ def multiply(tensors: Sequence[Tensor], factor: float) -> None:
 
 @torch.no_grad()
 def narrowed(gradient: Tensor, divisor: float, dtype: torch.dtype) -> Tensor:
-    """Return `gradient` / `divisor` in another dtype, divided in the wider one, in
-    place where that is its own.
-    """
+    """Return `gradient` / `divisor` in another dtype, divided in the wider one."""
     wide_gradient = gradient.to(torch.promote_types(gradient.dtype, dtype))
-    divide([wide_gradient], divisor)
+    if divisor != 1:
+        wide_gradient = wide_gradient / divisor
     return wide_gradient.to(dtype)
 
 
 @torch.no_grad()
-def fits(total: Tensor, norm: float, divisor: float, dtype: torch.dtype) -> bool:
-    """True if the sum, of a window of this norm, is finite in `dtype` once divided."""
-    # No element exceeds the norm, so the largest one is seldom looked for.
-    if norm / divisor <= torch.finfo(dtype).max:
-        return True
+def fits(total: Tensor, divisor: float, dtype: torch.dtype) -> bool:
+    """True if the sum is finite in `dtype` once divided; waits for the device."""
     if not elements(total).numel():
         return True
     peak = elements(total).abs().max() / divisor

@@ -366,16 +366,42 @@ def new_parameters_error(is_of_another_window: bool) -> UsageError:
     )
 
 
-def graph_error() -> UsageError:
+def graph_error(argument: str) -> UsageError:
     return explain(
         UsageError,
-        "create_graph",
-        expected="gradients without a graph where the sum is not in .grad, or several"
-        " workers add it up",
+        argument,
+        expected="gradients without a graph",
         found="a .grad that can be differentiated again, after"
         " backward(create_graph=True)",
         fix="Leave create_graph=True out; for an optimizer that needs it, such as"
         " AdaHessian, leave separate_sums=True out.",
+    )
+
+
+def taken_gradients_error() -> UsageError:
+    return explain(
+        UsageError,
+        "separate_sums",
+        expected="a backward pass since the step() of another wrapped optimizer of these"
+        " parameters, which took their gradients",
+        found="two calls of step() after one",
+        fix="Give each optimizer parameters of its own, or call backward() before each"
+        " step().",
+    )
+
+
+def added_noise_error() -> UsageError:
+    """Return the error for Opacus' optimizer, which adds noise before it calls
+    ``step``.
+    """
+    return explain(
+        UsageError,
+        "make_private",
+        expected="an optimizer that is not wrapped, or with steps=1",
+        found="a longer window of micro-batches, to each of which Opacus has added the"
+        " noise of a whole batch",
+        fix="Take opacus.utils.batch_memory_manager.BatchMemoryManager in place of"
+        " gradaccum.wrap: it adds noise once per batch.",
     )
 
 

@@ -17,6 +17,7 @@ from gradaccum.kit import Options
 from gradaccum_torch.arithmetic import add, all_finite, sum_dtype
 from gradaccum_torch.gradient_watch import GradientWatch, WatchedGradient
 from gradaccum_torch.torch_private.names import untraced
+from gradaccum_torch.workers.interface import UpdateGuard
 
 Gradients = dict[Tensor, Tensor]
 """The gradient of each parameter that has one."""
@@ -41,8 +42,11 @@ class GradientSum:
     def expect_window(self, size: object) -> None:
         """Prepare for a next window of this size."""
 
-    def add_micro_batch(self) -> bool:
-        """Add the micro-batch to the sum; return False if it was dropped."""
+    def add_micro_batch(self, guard: UpdateGuard) -> bool:
+        """Add the micro-batch to the sum; return False if it was dropped.
+
+        - `guard`: is broken from the first write on.
+        """
         return True
 
     def gradients(self) -> Gradients:
@@ -107,11 +111,21 @@ class SumInBuffers(GradientSum):
             for parameter in self.users_gradients:
                 parameter.grad = None
 
-    def add_micro_batch(self) -> bool:
+    def add_micro_batch(self, guard: UpdateGuard) -> bool:
         gradients = super().gradients()
         is_finite = not self.drops_micro_batches or all_finite([*gradients.values()])
+        new_buffers: Gradients = {}
+        if is_finite:
+            # Memory may run out here, before anything was added.
+            new_buffers = {
+                parameter: self._copy(parameter, gradient)
+                for parameter, gradient in gradients.items()
+                if parameter not in self.buffers
+            }
+        guard.is_broken = True
         if is_finite:
             self._add(gradients)
+            self.buffers.update(new_buffers)
         for parameter in gradients:
             parameter.grad = None
         self.watch.reset()
@@ -123,10 +137,11 @@ class SumInBuffers(GradientSum):
         terms: list[Tensor] = []
         for parameter, gradient in gradients.items():
             total = self.buffers.get(parameter)
-            if total is None or total.is_sparse or type(total) is not Tensor:
-                self.add_gradient(parameter, gradient)
-            elif gradient.is_sparse:
-                total.add_(gradient)
+            if total is None:
+                continue
+            is_usual = type(total) is Tensor and not total.is_sparse
+            if not is_usual or gradient.is_sparse:
+                self.buffers[parameter] = add(total, gradient)
             else:
                 totals.append(total)
                 terms.append(gradient)
@@ -136,11 +151,16 @@ class SumInBuffers(GradientSum):
     def add_gradient(self, parameter: Tensor, gradient: Tensor) -> None:
         total = self.buffers.get(parameter)
         if total is None:
-            dtype = sum_dtype(parameter, self.accumulate_dtype)
-            # A copy, as somebody else may write into the memory of a gradient.
-            self.buffers[parameter] = gradient.detach().to(dtype, copy=True)
+            self.buffers[parameter] = self._copy(parameter, gradient)
         else:
             self.buffers[parameter] = add(total, gradient)
+
+    def _copy(self, parameter: Tensor, gradient: Tensor) -> Tensor:
+        """Return a first term of the sum: a copy, as somebody else may write into the
+        memory of a gradient.
+        """
+        dtype = sum_dtype(parameter, self.accumulate_dtype)
+        return gradient.detach().to(dtype, copy=True)
 
     def gradients(self) -> Gradients:
         # In the order of the parameters, so that a resumed window has the same norm.

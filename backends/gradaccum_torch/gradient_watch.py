@@ -80,11 +80,15 @@ class WatchedGradient:
         gradient = self.parameter.grad
         if gradient is not None and gradient.requires_grad:
             self.watch.has_graph = True
-        elif gradient is not noted_gradient and not owns_memory(gradient):
-            self.parameter.grad = gradient.clone()
+        elif gradient is not noted_gradient:
+            self.watch.new_gradients.append(self)
         if noted_gradient is not None and not self._was_added(gradient):
             change = change_between(noted_gradient, gradient, has_arrived=True)
             self.watch.change = self.watch.change or change
+            if not self.watch.is_running:
+                # Where the user has replaced .grad since, as netD.zero_grad() of a GAN
+                # does, what was multiplied is gone.
+                self.watch.factors.clear()
         self.note()
 
     def _was_added(self, gradient: Tensor | None) -> bool:
@@ -125,6 +129,8 @@ class GradientWatch:
         """A gradient can be differentiated again."""
         self.is_running = False
         """A backward pass has begun and not ended. Outside of a pass: it raised."""
+        self.new_gradients: list[WatchedGradient] = []
+        """The gradients that the pass under way has made."""
         self.passes = 0
         """The backward passes since the last ``step``."""
         self.move_gradient: Callable[[WatchedGradient], None] | None = None
@@ -136,11 +142,15 @@ class GradientWatch:
         self._handles: dict[int, RemovableHandle] = {}
         WATCHES.add(self)
 
-    def end_with(self, owner: object) -> None:
+    def end_with(self, owner: object, *, clears: bool) -> None:
         """Stop to watch when `owner` is freed: torch keeps a hook on its parameter, and
         the hook keeps what it refers to.
+
+        - `clears`: what the watch has seen in ``.grad`` is a part of a sum, which must
+          not become a part of a later optimizer's.
         """
-        weakref.finalize(owner, free, self._watched, self._handles).atexit = False
+        finalizer = weakref.finalize(owner, free, self._watched, self._handles, clears)
+        finalizer.atexit = False
 
     def __contains__(self, parameter: Tensor) -> bool:
         return id(parameter) in self._handles
@@ -177,9 +187,25 @@ class GradientWatch:
         PASSES[0] += 1
         self.factors.add(FACTORS[-1])
         self.is_running = call_at_the_end_of_backward(self._pass_ended)
+        if not self.is_running:
+            self._keep_new_gradients()
 
     def _pass_ended(self) -> None:
         self.is_running = False
+        if self.new_gradients:
+            self._keep_new_gradients()
+
+    def _keep_new_gradients(self) -> None:
+        """Copy each new gradient into whose memory somebody else may write; during the
+        pass autograd itself holds it.
+        """
+        for watched in self.new_gradients:
+            gradient = watched.parameter.grad
+            is_noted = gradient is not None and gradient is watched.gradient
+            if is_noted and not owns_memory(gradient):
+                watched.parameter.grad = gradient.clone()
+                watched.note()
+        self.new_gradients.clear()
 
     def is_intact(self) -> bool:
         """True if every ``.grad`` is as autograd left it."""
@@ -193,10 +219,14 @@ class GradientWatch:
                 return False
         return True
 
+    def is_shared(self) -> bool:
+        """True if another wrapped optimizer has some of the parameters too."""
+        others = [watch for watch in list(WATCHES) if watch is not self]
+        return any(self._handles.keys() & watch._handles.keys() for watch in others)
+
     def likely_change(self) -> Change:
         """Return what was done to ``.grad``; may wait for the device."""
-        others = [watch for watch in list(WATCHES) if watch is not self]
-        if any(self._watched.keys() & watch._watched.keys() for watch in others):
+        if self.is_shared():
             return Change.SHARED
         change = self.change
         for watched in self._watched.values():
@@ -237,6 +267,7 @@ class GradientWatch:
         self.change = None
         self.has_graph = False
         self.is_running = False
+        self.new_gradients.clear()
         for watched in self._watched.values():
             watched.note()
 
@@ -250,16 +281,17 @@ def is_watched(parameter: Tensor) -> bool:
 
 
 def free(
-    watched_gradients: dict[int, WatchedGradient], handles: dict[int, RemovableHandle]
+    watched_gradients: dict[int, WatchedGradient],
+    handles: dict[int, RemovableHandle],
+    clears: bool,
 ) -> None:
-    """Remove the hooks of a watch that is being freed, and clear what its window has
-    left in ``.grad`` of parameters that no other wrapped optimizer has: it must not
-    become a part of a later optimizer's.
+    """Remove the hooks of a watch that is being freed; if it `clears`, clear what its
+    window has left in ``.grad`` of parameters that no other wrapped optimizer has.
     """
     for handle in handles.values():
         handle.remove()
     handles.clear()
-    for watched in watched_gradients.values():
+    for watched in watched_gradients.values() if clears else ():
         parameter = watched.parameter
         is_left = parameter.grad is not None and parameter.grad is watched.gradient
         if is_left and not is_watched(parameter):
@@ -287,6 +319,7 @@ for _called in (
     WatchedGradient._look,
     GradientWatch.pass_began,
     GradientWatch._pass_ended,
+    GradientWatch._keep_new_gradients,
 ):
     untraced(_called)
 

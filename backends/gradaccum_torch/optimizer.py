@@ -7,6 +7,7 @@ objects; the hooks are this one's.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Mapping, Sized
 from functools import partial, wraps
 from types import FunctionType, MethodType
@@ -79,8 +80,9 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         masters: Mapping[int, Tensor] | None = None,
     ) -> None:
         require_unwrapped(inner)
-        for group in inner.param_groups:
-            require_no_gradients(group["params"])
+        if masters is None:
+            for group in inner.param_groups:
+                require_no_gradients(group["params"])
         # The base class would build groups and state of its own; of its attributes only
         # the tables of hooks are needed.
         self.__dict__.update(hook_tables())
@@ -124,7 +126,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
                 graph.
         """
         if kwargs.get("create_graph") and self._window.workers.several:
-            raise checks.graph_error()
+            raise checks.graph_error("create_graph")
         if weight is not None:
             weight = require_weight(weight)
         self._window.backward(checks.require_loss(loss), weight, kwargs)
@@ -493,13 +495,14 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         if not self._window.workers.can_be_copied:
             raise checks.copy_error()
-        self._window.require_savable()
+        self._window.update.require_usable()
         return {
             "inner": self._inner,
             "options": self._options,
             "loads": self._loads,
             "masters": self._window.masters.by_index(),
             "window": saving.entry_of(self._window),
+            "micro_batch": self._window.pickled(),
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -508,6 +511,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         masters = state["masters"]
         AccumulatingOptimizer.__init__(self, inner, options, Workers(), masters)
         saving.load_entry(self._window, state["window"])
+        self._window.unpickle(state["micro_batch"])
         self._loads.extend(state["loads"])
 
     def __repr__(self) -> str:
@@ -545,5 +549,8 @@ def require_no_gradients(parameters: Iterable[Tensor]) -> None:
         for parameter in parameters
         if parameter.grad is not None and not is_zero(parameter.grad)
     ]
+    if filled:
+        gc.collect()  # An error that was caught may keep another wrapper in a cycle.
+    filled = [parameter for parameter in filled if parameter.grad is not None]
     if filled:
         raise checks.new_parameters_error(any(map(is_watched, filled)))

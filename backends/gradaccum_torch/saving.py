@@ -99,11 +99,11 @@ def load(window: Window, state_dict: StateDict) -> None:
         CheckpointError: the state is of other parameters, or of an open window under
             other options; nothing was changed.
     """
-    entry = state_dict.get(KEY)
-    if entry is None:
+    if KEY not in state_dict:
         state = kit.initial_state(window.options.scale_rule.init_scale)
         entry = {}
     else:
+        entry = state_dict[KEY]
         require_entries(entry)
         require_same_model(entry, window)
         state = resumed(entry, window)

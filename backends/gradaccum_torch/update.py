@@ -18,6 +18,7 @@ from gradaccum_torch import checks
 from gradaccum_torch.arithmetic import divide, gradient_dtype, multiply, narrowed
 from gradaccum_torch.gradient_sum import Gradients, GradientSum
 from gradaccum_torch.master_weights import MasterWeights, through
+from gradaccum_torch.torch_private.names import Versions
 
 Hooks = OrderedDict[int, Callable[..., Any]]
 """An optimizer's hooks by number."""
@@ -47,6 +48,8 @@ class Update:
         """
         self.sum_dtypes: dict[Tensor, torch.dtype] = {}
         """The dtype of each sum that was cast for the inner optimizer."""
+        self.divided: list[Tensor] = []
+        """The sums that were divided in place."""
         self.updated_parameters: list[Tensor] = []
         """The parameters that had a gradient in the last update."""
         guard(self, masters.inner)
@@ -70,12 +73,17 @@ class Update:
         self.updated_parameters = list(sums)
         self.masters.copy_model_into_masters()
         with self.masters.in_place():
-            self._hand_over(sums, divisor)
+            written = Versions()
             try:
+                self._hand_over(sums, divisor)
+                if before_hooks:
+                    written = Versions(sums.values())
                 for hook in before_hooks:
                     args, kwargs = arguments_after(hook, wrapper, args, kwargs)
             except BaseException:
-                self._take_back(gradient_sum, sums, divisor)
+                # What a hook has written into the gradient cannot be undone.
+                if not written.moved():
+                    self._take_back(gradient_sum, sums, divisor)
                 raise
             with self.running():
                 step(inner, args[1:], kwargs)
@@ -97,16 +105,23 @@ class Update:
         """Put the divided sum into the ``.grad`` that the inner optimizer reads."""
         same_dtype: list[Tensor] = []
         self.sum_dtypes = {}
+        self.divided = []
         for parameter, total in list(sums.items()):
             target = self.masters.worked_on(parameter)
             dtype = gradient_dtype(target)
+            if total.requires_grad and divisor != 1:
+                # An optimizer that differentiates it again raises, as it must: the
+                # graph is that of the undivided sum.
+                total = total.detach()
+                sums[parameter] = total
             if total.dtype == dtype:
                 same_dtype.append(total)
             else:
                 # One by one, each frees the sum that it came from.
-                self.sum_dtypes[parameter] = total.dtype
                 sums[parameter] = narrowed(total, divisor, dtype)
+                self.sum_dtypes[parameter] = total.dtype
         divide(same_dtype, divisor)
+        self.divided = same_dtype
         for parameter, total in sums.items():
             self.masters.worked_on(parameter).grad = total
 
@@ -117,7 +132,8 @@ class Update:
             self.masters.worked_on(parameter).grad = None
         for parameter, dtype in self.sum_dtypes.items():
             sums[parameter] = sums[parameter].to(dtype)
-        multiply(list(sums.values()), divisor)
+            self.divided.append(sums[parameter])
+        multiply(self.divided, divisor)
         gradient_sum.replace(sums)
         self.is_broken = False
 

@@ -156,7 +156,8 @@ class WholeWindow:
         finally:
             if isinstance(gradient_sum, SumOnArrival):
                 gradient_sum.adds_at_once = False
-        gradient_sum.add_micro_batch()
+        gradient_sum.add_micro_batch(self._window.update)
+        self._window.update.is_broken = False
         self._window.watch.reset()
 
     def update_part(self, number: int, belongs: Callable[[Tensor], bool]) -> None:

@@ -40,7 +40,13 @@ from gradaccum_torch.extensions import (
     as_number,
 )
 from gradaccum_torch.grad_scaler import ScalerLink
-from gradaccum_torch.gradient_sum import Gradients, GradientSum, make_gradient_sum
+from gradaccum_torch.gradient_sum import (
+    Gradients,
+    GradientSum,
+    SumInBuffers,
+    SumOnArrival,
+    make_gradient_sum,
+)
 from gradaccum_torch.gradient_watch import PASSES, GradientWatch, multiplied_by
 from gradaccum_torch.master_weights import MasterWeights
 from gradaccum_torch.update import Update
@@ -101,7 +107,7 @@ class Window:
         self.scaler = scaler
         self.workers = workers
         self.watch = GradientWatch()
-        self.watch.end_with(self)
+        self.watch.end_with(self, clears=not options.separate_sums)
         self.listeners = kit.Listeners()
         self.schedulers: WeakSet[Scheduler] = WeakSet()
         """Those that follow the updates."""
@@ -193,22 +199,33 @@ class Window:
         self.watch.follow(parameters)
         make = self.workers.make_gradient_sum or make_gradient_sum
         gradient_sum = make(self.masters.parameters, self.watch, self.options)
-        if self.gradient_sum is None or type(gradient_sum) is GradientSum is type(
-            self.gradient_sum
-        ):
-            self.gradient_sum = gradient_sum
-        elif self.workers.make_gradient_sum is None:
-            sums = self.gradient_sum.gradients()
-            moves = type(gradient_sum) is not type(self.gradient_sum)
-            if moves and self.state.micro_step:
-                self.gradient_sum.clear()
-            self.gradient_sum = gradient_sum
-            if self.state.micro_step:
-                dtypes = dict(zip(parameters, self.sum_dtypes, strict=True))
-                for parameter, total in sums.items():
-                    sums[parameter] = total.to(dtypes[parameter])
-                gradient_sum.replace(sums)
+        if self.gradient_sum is not None:
+            self._carry_over(self.gradient_sum, gradient_sum)
+        self.gradient_sum = gradient_sum
         self.expect_window()
+
+    def _carry_over(self, old_sum: GradientSum, new_sum: GradientSum) -> None:
+        """Move the sum, and what has arrived of a micro-batch, to a new place."""
+        if type(old_sum) is type(new_sum) and not isinstance(old_sum, SumInBuffers):
+            return  # It is in ``.grad``.
+        factors = set(self.watch.factors)
+        passes = self.watch.passes
+        if isinstance(old_sum, SumOnArrival):
+            old_sum.add_micro_batch(self.update)
+            self.update.is_broken = False
+        elif not self.state.micro_step:
+            return
+        sums = old_sum.gradients()
+        for parameter, dtype in zip(
+            self.masters.parameters(), self.sum_dtypes, strict=True
+        ):
+            if parameter in sums:
+                sums[parameter] = sums[parameter].to(dtype)
+        if type(old_sum) is not type(new_sum):
+            old_sum.clear()
+        new_sum.replace(sums)
+        self.watch.factors.update(factors)
+        self.watch.passes = passes
 
     def expect_window(self) -> None:
         if not self.gradient_sum.expects_windows:
@@ -384,13 +401,14 @@ class Window:
         micro_batch.window_size = self.size
         if micro_batch.is_weighed_twice and not micro_batch.has_loss:
             self.warn(WEIGHED_TWICE)
+        is_finite = self.gradient_sum.add_micro_batch(self.update)
         self.update.is_broken = True
-        is_finite = self.gradient_sum.add_micro_batch()
         added_weight = weight if kit.usable(state, weight, is_finite) else 0.0
         self.state = self.at_rest(kit.accumulate(state, weight, is_finite, select))
         self.last_event = (False, False, not is_finite, self.last_event[3])
         self.sizes.weighed = micro_batch.is_weighed
         self.has_just_loaded = False
+        self.passes_before = PASSES[0]
         self._forget_micro_batch()
         for extension in self.extensions:
             extension.micro_batch_added(micro_batch, added_weight)
@@ -400,7 +418,6 @@ class Window:
     def _forget_micro_batch(self) -> None:
         self.micro_batch = MicroBatch()
         self.watch.micro_batch_ended()
-        self.passes_before = PASSES[0]
 
     def _require_right_gradient(self, weight: float) -> None:
         """Raise unless ``.grad`` holds this window's gradients, as backward passes of
@@ -409,18 +426,31 @@ class Window:
         watch = self.watch
         factor = self.factor(weight)
         arrived = watch.factors
-        if arrived != {factor}:
+        is_unscaled = self.has_scale and not self.micro_batch.has_loss
+        if arrived != {factor} or is_unscaled:
             self._require_factor(weight, factor, arrived)
         if self.options.separate_sums:
-            self._require_pass_ended()
+            self._require_separate_gradient()
         elif watch.is_running:
             raise checks.interrupted_error()
-        elif self.size == 1 and factor == 1:
-            return  # The whole gradient of a window may be changed.
         elif not watch.is_intact():
-            raise checks.changed_gradients_error(watch.likely_change())
-        if watch.has_graph:
-            raise checks.graph_error()
+            after = State(*kit.accumulate(self.state, weight, True, select))
+            is_full = kit.ends(after, self.size, select)
+            is_first = after.micro_step == 1
+            if not (is_full and self._may_be_changed(after, is_first)):
+                raise checks.changed_gradients_error(watch.likely_change())
+            watch.reset()
+
+    def _may_be_changed(self, after: State, is_first: bool) -> bool:
+        """True if ``.grad`` holds the complete gradient of the window that ends with
+        `after`, which is the user's to change.
+        """
+        if self.gradient_sum.is_beside_grad and not is_first:
+            return False
+        if isinstance(self.gradient_sum, SumOnArrival):
+            return is_first and self.size == 1 and after.loss_scale == 1
+        is_complete = kit.divisor(after, self.options, select) == 1
+        return is_complete and (is_first or self.watch.change is None)
 
     def _require_factor(
         self, weight: float, factor: float, arrived: set[float]
@@ -431,6 +461,7 @@ class Window:
             arrived = arrived & {1.0}
         has_begun = bool(arrived) or micro_batch.has_loss or micro_batch.is_weighed
         has_begun = has_begun or PASSES[0] != self.passes_before
+        has_begun = has_begun or self.watch.change is not None
         if not has_begun and not self._holds_users():
             raise checks.no_backward_error()
         if micro_batch.is_scaled_by_hand:
@@ -444,15 +475,23 @@ class Window:
                 raise checks.not_scaled_error(True)
             raise checks.not_weighed_error(weight)
 
-    def _require_pass_ended(self) -> None:
-        """Raise if ``.grad``, which the user may have cleared since, holds what a
-        backward pass that raised has added to earlier gradients.
+    def _require_separate_gradient(self) -> None:
+        """Raise if ``.grad``, which the user may have cleared or written since, is no
+        micro-batch's gradient.
         """
-        if self.watch.is_running and any(
-            parameter.grad is not None and parameter.grad._version > 0
-            for parameter in self.masters.parameters()
-        ):
+        parameters = self.masters.parameters()
+        filled = [each for each in parameters if each.grad is not None]
+        if not filled:
+            if self.has_new_gradient and self.watch.is_shared():
+                raise checks.taken_gradients_error()
+            return
+        # What a backward pass that raised has delivered was added to.
+        if self.watch.is_running and any(each.grad._version > 0 for each in filled):
             raise checks.interrupted_error(is_separate=True)
+        if self.watch.has_graph:
+            raise checks.graph_error("separate_sums")
+        if self.size != 1 and hasattr(filled[0], "summed_grad"):
+            raise checks.added_noise_error()
 
     def _holds_users(self) -> bool:
         """True if the user has put a gradient into ``.grad``."""
@@ -578,13 +617,13 @@ class Window:
         """True if the inner optimizer's dtype holds the divided sum."""
         for parameter, total in sums.items():
             dtype = gradient_dtype(self.masters.worked_on(parameter))
-            if total.dtype != dtype and not fits(total, norm, divisor, dtype):
+            if total.dtype == dtype or norm / divisor <= torch.finfo(dtype).max:
+                continue  # No element exceeds the norm.
+            if not fits(total, divisor, dtype):
                 return False
         return True
 
     def _make_update(self, sums: Gradients, divisor: float) -> None:
-        if divisor != 1 and any(total.requires_grad for total in sums.values()):
-            raise checks.graph_error()
         self.update.is_broken = True
         self.gradient_sum.prepare_update(sums)
         try:
@@ -641,7 +680,7 @@ class Window:
         if self.micro_batch.has_loss:
             raise checks.unfinished_error("flush()")
         if micro_step and not self.options.separate_sums:
-            self._require_counted("flush()")
+            self._require_counted("flush()", is_flush=True)
         self.last_event = (False, False, False, self.last_event[3])
         self.workers.flush(
             partial(self.close, denominator),
@@ -649,14 +688,22 @@ class Window:
             is_open=micro_step > 0,
         )
 
-    def _require_counted(self, call: str) -> None:
+    def _require_counted(self, call: str, is_flush: bool = False) -> None:
         """Raise unless ``.grad`` is as it was after the last ``step``."""
         if self.watch.is_running:
             raise checks.interrupted_error()
         if self.has_new_gradient:
             raise checks.unfinished_error(call)
-        if not self.watch.is_intact():
-            raise checks.changed_gradients_error(self.watch.likely_change())
+        if self.watch.is_intact():
+            return
+        change = self.watch.likely_change()
+        is_cleared = change is checks.Change.CLEARED
+        may_be_changed = is_flush and not self.gradient_sum.is_beside_grad
+        if is_cleared or not (
+            may_be_changed and self._may_be_changed(self.state, False)
+        ):
+            raise checks.changed_gradients_error(change)
+        self.watch.reset()
 
     def _between_windows(self) -> None:
         """Repeat between two windows of one call what the user's loop does on the other
@@ -740,6 +787,31 @@ class Window:
             for index, parameter in enumerate(self.masters.parameters())
             if parameter in sums
         }
+
+    def pickled(self) -> dict[str, Any]:
+        """Return the micro-batch under way: torch may pickle a parameter without its
+        ``.grad``.
+        """
+        change = None if self.watch.is_intact() else self.watch.likely_change()
+        return {
+            "gradients": [
+                None if each.grad is None else each.grad.detach()
+                for each in self.masters.parameters()
+            ],
+            "micro_batch": self.micro_batch,
+            "factors": self.watch.factors,
+            "change": change,
+        }
+
+    def unpickle(self, pickled: Mapping[str, Any]) -> None:
+        for parameter, gradient in zip(
+            self.masters.parameters(), pickled["gradients"], strict=True
+        ):
+            parameter.grad = gradient
+        self.watch.reset()
+        self.micro_batch = pickled["micro_batch"]
+        self.watch.factors.update(pickled["factors"])
+        self.watch.change = pickled["change"]
 
     def restore(
         self, state: State, sums: Mapping[int, Tensor], entries: dict[str, Any]

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import gradaccum
 from conformance_tests.framework_tests.test_torch_half_precision import by_dtype
 from gradaccum_torch import AccumulatingOptimizer
-from gradaccum_torch.sums import arithmetic
-from gradaccum_torch.sums.arithmetic import measure
+from gradaccum_torch import arithmetic
+from gradaccum_torch.arithmetic import measure
 
 
 def one_parameter(

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import gradaccum
 from conformance_tests.framework_tests.torch_operations import Operations
-from gradaccum_torch.sums import arithmetic
-from gradaccum_torch.window import window
+from gradaccum_torch import arithmetic
+from gradaccum_torch import update, window
 
 LAYERS, SIZE = 6, 32
 
@@ -70,14 +70,14 @@ def test_peak_is_sum_and_one_gradient(
 
     def note(*_: object) -> None:
         gradients = (t.grad for t in (*model.parameters(), *inner))
-        peaks.append(live_bytes([*opt._window.strategy.sums(), *gradients]))
+        peaks.append(live_bytes([*opt._window.gradient_sum.gradients().values(), *gradients]))
 
     def noting(*arguments: Any) -> Tensor:
         result = narrowed(*arguments)
         peaks.append(
             live_bytes(
                 [
-                    *opt._window.strategy.sums(),
+                    *opt._window.gradient_sum.gradients().values(),
                     *(p.grad for p in model.parameters()),
                     result,
                 ]
@@ -86,7 +86,7 @@ def test_peak_is_sum_and_one_gradient(
         return result
 
     narrowed = arithmetic.narrowed
-    monkeypatch.setattr(arithmetic, "narrowed", noting)
+    monkeypatch.setattr(update, "narrowed", noting)
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(note)
     opt.register_step_pre_hook(note)
@@ -111,7 +111,7 @@ def test_other_dtypes_skip_the_range_check(
     def never(*_: object) -> bool:
         raise AssertionError("the elements were looked at")
 
-    monkeypatch.setattr(arithmetic, "fits", never)
+    monkeypatch.setattr(window, "fits", never)
     for dtype in (torch.float32, torch.bfloat16):
         model, opt = make(dtype, **options)
         for _ in range(2):

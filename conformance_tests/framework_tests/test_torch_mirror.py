@@ -41,7 +41,7 @@ from conformance_tests.framework_tests.torch_fsdp import REASON, RUNS_ON_CPU
 from conformance_tests.framework_tests.torch_mirror import Call, mirror
 from conformance_tests.framework_tests.torch_operations import Peak
 from gradaccum_torch import sharded_cross_entropy
-from gradaccum_torch.sums.arithmetic import largest, measure, version
+from gradaccum_torch.arithmetic import largest, measure, version
 from gradaccum_torch.sums.strategy import Undivided
 
 pytestmark = pytest.mark.filterwarnings("ignore:DTensor random operators:UserWarning")

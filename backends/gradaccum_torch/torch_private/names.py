@@ -155,6 +155,9 @@ def owns_memory(gradient: Tensor) -> bool:
 
     A CUDA graph returns the same memory in each replay.
     """
+    if gradient.is_cuda and "torch._inductor.cudagraph_trees" in sys.modules:
+        # What such a graph returns as it is recorded looks like any other memory.
+        return False
     if type(gradient) is not Tensor:
         # FSDP2's shards are parts of one tensor that nobody else writes.
         return not is_sharded(gradient) or local(gradient).untyped_storage().resizable()
@@ -163,10 +166,7 @@ def owns_memory(gradient: Tensor) -> bool:
     storage = gradient.untyped_storage()
     # `gradient` and `storage` hold it.
     users = torch._C._storage_Use_Count(storage._cdata)
-    if users > 2 or not storage.resizable():
-        return False
-    # What such a graph returns as it is recorded looks like any other memory.
-    return not (gradient.is_cuda and "torch._inductor.cudagraph_trees" in sys.modules)
+    return users <= 2 and storage.resizable()
 
 
 def keep_own(leaf: Tensor) -> None:

@@ -44,6 +44,7 @@ from gradaccum_torch.torch_private.names import (
     untraced,
     version,
 )
+from gradaccum_torch.workers.interface import UpdateGuard
 
 GradientSync = Literal["micro_batch", "window", "all_reduce_per_window"]
 """When FSDP2 reduces: all of it in each micro-batch, all of it once per window, or only
@@ -337,7 +338,8 @@ class SumInFSDP(GradientSum):
                     fix="Wrap the optimizer after the cast.",
                 )
 
-    def add_micro_batch(self) -> bool:
+    def add_micro_batch(self, guard: UpdateGuard) -> bool:
+        guard.is_broken = True
         self._deferred.count()
         self._is_reduced = False
         return True

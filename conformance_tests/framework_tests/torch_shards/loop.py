@@ -23,7 +23,7 @@ from torch.nn import functional
 
 import gradaccum
 from conformance_tests.framework_tests.refusing import refused
-from gradaccum_torch.private.fsdp import units_of
+from gradaccum_torch.torch_private.fsdp import units_of
 
 from .common import (
     DTYPE,

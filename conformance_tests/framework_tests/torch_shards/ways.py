@@ -20,8 +20,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import gradaccum
 from conformance_tests.framework_tests.refusing import refused
-from gradaccum_torch.private import fsdp, names
-from gradaccum_torch.private.fsdp import GLOO_SUMS
+from gradaccum_torch.torch_private import fsdp, names
+from gradaccum_torch.torch_private.fsdp import GLOO_SUMS
 
 from .common import (
     WAYS,
