@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -88,19 +89,33 @@ def fits(total: Tensor, divisor: float, dtype: torch.dtype) -> bool:
     return bool(torch.isfinite(peak.to(dtype)))
 
 
+class Measured(NamedTuple):
+    """The measurements of a window's sum."""
+
+    norm: float
+    """Its global 2-norm."""
+    is_finite: bool
+    """Every element is finite."""
+
+
 @torch.no_grad()
-def measure(sums: Sequence[Tensor]) -> tuple[float, bool]:
+def measure(sums: Sequence[Tensor]) -> Measured:
     """Return the global 2-norm, and whether every element is finite; waits for the
     device.
     """
-    tensors = list(map(elements, sums))
+    tensors = [real_elements(total) for total in sums]
     norm = norm_of(tensors)
     is_float16 = any(tensor.dtype == torch.float16 for tensor in tensors)
     faint = FAINT_HALF if is_float16 else FAINT
     if not faint <= norm < math.inf and tensors:
         # The squares of finite elements may have overflowed or vanished.
         norm = norm_of(tensor.double() for tensor in tensors)
-    return (norm, True) if norm < math.inf else (math.inf, False)
+    return Measured(norm, True) if norm < math.inf else Measured(math.inf, False)
+
+
+def real_elements(tensor: Tensor) -> Tensor:
+    numbers = elements(tensor)
+    return torch.view_as_real(numbers) if numbers.is_complex() else numbers
 
 
 def norm_of(tensors: Iterable[Tensor]) -> float:
@@ -156,7 +171,7 @@ def complete(gradient: Tensor) -> Tensor:
 @torch.no_grad()
 def all_finite(gradients: Sequence[Tensor]) -> bool:
     """True if every element is finite; waits for the device."""
-    return measure([complete(gradient) for gradient in gradients])[1]
+    return measure([complete(gradient) for gradient in gradients]).is_finite
 
 
 def is_zero(tensor: Tensor) -> bool:

@@ -195,8 +195,8 @@ class SumOnArrival(SumInBuffers):
     """The sum is in wider buffers, to which each gradient moves as autograd delivers
     it, so that only one gradient in half precision is alive.
 
-    The smallest gradient stays in ``.grad`` until ``step``, so that a write into
-    ``.grad`` is noticed. In a window of one micro-batch all of them stay.
+    The smallest that has arrived stays in ``.grad`` until ``step``, so that a write
+    into ``.grad`` is noticed. In a window of one micro-batch all of them stay.
     """
 
     expects_windows = True
@@ -205,9 +205,7 @@ class SumOnArrival(SumInBuffers):
         self, parameters: GetParameters, watch: GradientWatch, options: Options
     ) -> None:
         super().__init__(parameters, watch, options)
-        trained = [parameter for parameter in parameters() if parameter.requires_grad]
-        smallest = min(trained, key=Tensor.numel, default=None)
-        self._staying_id = id(smallest)
+        self._staying: WatchedGradient | None = None
         self.adds_at_once = False
         """No gradient stays: several micro-batches are delivered one after the
         other.
@@ -231,12 +229,30 @@ class SumOnArrival(SumInBuffers):
             self.watch.move_gradient = move
 
     def move(self, watched: WatchedGradient) -> None:
-        parameter = watched.parameter
-        stays = id(parameter) == self._staying_id and not self.adds_at_once
-        if not stays and parameter.grad is not None:
-            self.add_gradient(parameter, parameter.grad)
-            parameter.grad = None
-            watched.note()
+        """Move the gradient that has arrived, or the one that stayed if that is
+        larger.
+        """
+        moved: WatchedGradient | None = watched
+        staying = self._staying
+        if not self.adds_at_once:
+            size = watched.parameter.numel()
+            if staying is None or size < staying.parameter.numel():
+                self._staying = watched
+                moved = staying
+            elif staying is watched:
+                moved = None
+        if moved is not None and moved.parameter.grad is not None:
+            self.add_gradient(moved.parameter, moved.parameter.grad)
+            moved.parameter.grad = None
+            moved.note()
+
+    def add_micro_batch(self, guard: UpdateGuard) -> bool:
+        self._staying = None
+        return super().add_micro_batch(guard)
+
+    def clear(self) -> None:
+        self._staying = None
+        super().clear()
 
 
 def make_gradient_sum(

@@ -213,6 +213,8 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
             # next step may be the user's own.
             vars(self).pop("grad_scale", None)
             vars(self).pop("found_inf", None)
+            if not window.state.micro_step:
+                scaler.write(window.state)
             raise
         finally:
             scaler.stepping_optimizer = None

@@ -429,6 +429,8 @@ class Window:
         is_unscaled = self.has_scale and not self.micro_batch.has_loss
         if arrived != {factor} or is_unscaled:
             self._require_factor(weight, factor, arrived)
+        if isinstance(self.gradient_sum, SumInBuffers):
+            self._require_not_taken()
         if self.options.separate_sums:
             self._require_separate_gradient()
         elif watch.is_running:
@@ -445,10 +447,9 @@ class Window:
         """True if ``.grad`` holds the complete gradient of the window that ends with
         `after`, which is the user's to change.
         """
-        if self.gradient_sum.is_beside_grad and not is_first:
+        is_in_buffers = isinstance(self.gradient_sum, SumInBuffers)
+        if is_in_buffers and not (is_first and self.gradient_sum.is_beside_grad):
             return False
-        if isinstance(self.gradient_sum, SumOnArrival):
-            return is_first and self.size == 1 and after.loss_scale == 1
         is_complete = kit.divisor(after, self.options, select) == 1
         return is_complete and (is_first or self.watch.change is None)
 
@@ -475,6 +476,17 @@ class Window:
                 raise checks.not_scaled_error(True)
             raise checks.not_weighed_error(weight)
 
+    def _require_not_taken(self) -> None:
+        """Raise if another wrapped optimizer of these parameters has moved the gradient
+        into a sum of its own.
+        """
+        if not self.has_new_gradient:
+            return
+        parameters = self.masters.parameters()
+        has_gradient = any(each.grad is not None for each in parameters)
+        if not has_gradient and self.watch.is_shared():
+            raise checks.taken_gradients_error()
+
     def _require_separate_gradient(self) -> None:
         """Raise if ``.grad``, which the user may have cleared or written since, is no
         micro-batch's gradient.
@@ -482,8 +494,6 @@ class Window:
         parameters = self.masters.parameters()
         filled = [each for each in parameters if each.grad is not None]
         if not filled:
-            if self.has_new_gradient and self.watch.is_shared():
-                raise checks.taken_gradients_error()
             return
         # What a backward pass that raised has delivered was added to.
         if self.watch.is_running and any(each.grad._version > 0 for each in filled):
@@ -677,6 +687,8 @@ class Window:
             kit.require_denominator(denominator, self.options, several=several)
         self.update.require_usable()
         micro_step = self.state.micro_step
+        if self.watch.is_running and not self.options.separate_sums:
+            raise checks.interrupted_error()
         if self.micro_batch.has_loss:
             raise checks.unfinished_error("flush()")
         if micro_step and not self.options.separate_sums:
@@ -770,6 +782,8 @@ class Window:
     def require_savable(self) -> None:
         self.update.require_usable()
         self.require_own_sum("state_dict()")
+        if self.watch.is_running and not self.gradient_sum.is_beside_grad:
+            raise checks.interrupted_error()
         if self.state.micro_step and not self.gradient_sum.is_beside_grad:
             if self.micro_batch.has_loss:
                 raise checks.unfinished_error("state_dict()")

@@ -4,14 +4,12 @@ that look alike stay as they are.
 
 from __future__ import annotations
 
-import _thread
 import copy
 import gc
 import pickle
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import pytest

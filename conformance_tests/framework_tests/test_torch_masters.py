@@ -4,7 +4,6 @@ write into the model overrides them.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -463,4 +462,3 @@ def test_model_cast_to_float32_trains_on() -> None:
         opt.step()
     for parameter, master in zip(model.parameters(), masters, strict=True):
         assert torch.equal(parameter, master.to(torch.bfloat16).float())
-

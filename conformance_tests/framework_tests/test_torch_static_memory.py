@@ -15,9 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import gradaccum
-from conformance_tests.framework_tests.refusing import refused
 from conformance_tests.framework_tests.torch_versions import has_torch
-from gradaccum import UsageError
 from gradaccum_torch import backward, coupled_backward, verify_loss_scaling
 from gradaccum_torch.torch_private.names import keep_own
 

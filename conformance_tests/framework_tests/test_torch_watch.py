@@ -4,7 +4,6 @@ nothing, and windows in which ``.grad`` may change.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -155,20 +154,6 @@ def test_norm_of_moved_gradients_is_refused(place: str) -> None:
         opt.step()
 
 
-def through_data(model: nn.Module) -> None:
-    for p in model.parameters():
-        if p.grad is not None:
-            p.grad.data.mul_(0.5)
-
-
-def through_numpy(model: nn.Module) -> None:
-    model.head.weight.grad.numpy()[:] *= 0.5
-
-
-def of_new_data(model: nn.Module) -> None:
-    model.body.weight.grad.data = torch.zeros_like(model.body.weight)
-
-
 @pytest.mark.parametrize("place", ["in .grad", "half precision"])
 def test_new_branch_is_watched(place: str) -> None:
     dtype, options = PLACES[place]
@@ -226,112 +211,3 @@ def test_replaced_gradient_is_caught_beside_a_write_to_the_old_one() -> None:
     assert weight.grad._version == held._version
     with pytest.raises(gradaccum.UsageError, match=r"torch\.autograd\.backward"):
         opt.step()
-
-
-# The table: every history of a micro-batch, against what a plain list of its gradients
-# says.
-
-SCALE = 8.0
-MOVES = (
-    "backward 3",
-    "backward 1",
-    "backward 0",
-    "backward raises",
-    "plain",
-    "plain raises",
-    "multiplied",
-    "scaled",
-    "weigh 3",
-    "changed",
-    "taken",
-)
-
-
-def moved(known: MicroBatch, move: str) -> MicroBatch:
-    """What the wrapper does with `known` as `move` happens; a refused call leaves it as
-    it is.
-    """
-
-    def delivered(event: Event, raises: bool = False) -> MicroBatch:
-        after = known if known.under_way else seen(known, event)
-        return after if raises or known.under_way else seen(after, Event.PASS_ENDED)
-
-    what, *number = move.split(" ")
-    if what == "backward" and number != ["raises"]:
-        weight = float(number[0])
-        try:
-            known.told(weight, Given.TO_BACKWARD)
-        except gradaccum.UsageError:
-            return known
-        if known.under_way:
-            return known
-        return (delivered(Event.OWN_PASS) if weight else known).told(
-            weight, Given.TO_BACKWARD, *[1.0] * (weight > 0)
-        )
-    if what in ("scaled", "weigh"):
-        try:
-            return (
-                known.told(1.0, Given.SCALED, 1.0)
-                if what == "scaled"
-                else known.told(3.0, Given.NOT, weighed=True)
-            )
-        except gradaccum.UsageError:
-            return known
-    if what in ("changed", "taken"):
-        return seen(known, Event.CHANGED if what == "changed" else Event.TAKEN)
-    event = {
-        "backward": Event.OWN_PASS,
-        "plain": Event.PLAIN_PASS,
-        "multiplied": Event.MULTIPLIED_PASS,
-    }[what]
-    return delivered(event, raises="raises" in number)
-
-
-class Ledger:
-    """Each gradient that arrived since the last micro-batch, by its factor; None is a
-    factor that nobody here knows.
-    """
-
-    def __init__(self) -> None:
-        self.factors: list[float | None] = []
-        self.weights: list[float] = []
-        self.losses = 0
-        self.given = self.scaled = self.others = self.raised = self.changed = False
-
-    def write(self, move: str, scale: float) -> None:
-        """`move` happens to an optimizer whose loss scale is `scale`."""
-        what, *number = move.split(" ")
-        if what == "taken":
-            self.__init__()  # type: ignore[misc]
-        elif number == ["raises"]:
-            self.raised = True
-        elif what == "changed":
-            self.changed = True
-        elif what in ("plain", "multiplied"):
-            self.others = True
-            self.factors.append(1.0 if what == "plain" else None)
-        elif {*self.weights, weight := float(number[0]) if number else 1.0} == {weight}:
-            if what == "backward" and self.raised:
-                return
-            self.weights.append(weight)
-            if what == "weigh":
-                return
-            self.given = True
-            self.scaled |= what == "scaled"
-            self.losses += weight > 0
-            if what == "backward" and weight:
-                self.factors.append(weight * scale)
-
-    def is_right(self, scale: float) -> bool:
-        """The sum of what arrived is that of losses times one weight and the loss
-        scale, and nothing is missing.
-        """
-        weight = self.weights[0] if self.weights else 1.0
-        # After opt.scale a plain pass is that of the scaled loss.
-        known = [
-            weight * scale if self.scaled and factor == 1 else factor
-            for factor in self.factors
-        ]
-        whole = all(factor == weight * scale for factor in known) and not self.raised
-        return whole and (self.given or scale == 1)
-

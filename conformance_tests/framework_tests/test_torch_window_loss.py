@@ -18,8 +18,8 @@ import gradaccum
 import gradaccum_torch
 from conformance_tests.framework_tests.torch_operations import Operations
 from gradaccum import UsageError
-from gradaccum_torch.statistics import as_told
 from gradaccum_torch import arithmetic as sums
+from gradaccum_torch.statistics import as_told
 from gradaccum_torch.window import window as window_module
 
 X = torch.arange(12.0, dtype=torch.float64).reshape(6, 2) / 10
