@@ -433,5 +433,6 @@ def model_state_error() -> UsageError:
         "torch.distributed.checkpoint.state_dict",
         expected="an optimizer whose state is the parameters' alone",
         found="a wrapped one, whose window and master weights it would leave out",
-        fix='Write dcp.save({"optimizer": opt.state_dict()}) on every worker.',
+        fix="Write get_state_dict(model, opt.optimizer) between two windows, and save"
+        ' opt.state_dict()["gradaccum"] beside it (DISTRIBUTED.md of gradaccum_torch).',
     )

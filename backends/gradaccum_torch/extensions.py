@@ -119,73 +119,74 @@ class WindowLoss(Extension):
         self._total = 0.0
         self._unread: list[tuple[Tensor, float]] = []
         """The losses that are on their device, with their weights."""
-        self._closed: tuple[Fields, Options] | None = None
-        """By what the losses of the last closed window, which are unread, divide."""
+        self._closed: Callable[[], float] | None = None
+        """Reads the loss of the last closed window."""
         self._value = math.nan
 
     @property
     def value(self) -> float:
         """The loss of the last closed window."""
         if self._closed is not None:
-            state, options = self._closed
+            value = self._closed()
             self._closed = None
-            value = float(kit.window_loss(self._read(), state, options, kit.select))
             # One object, so that equal results compare equal.
             self._value = math.nan if math.isnan(value) else value
-            self._total = 0.0
         return self._value
 
     def micro_batch_added(self, micro_batch: MicroBatch, weight: float) -> None:
-        if self._closed is not None:
-            _ = self.value
         if not weight:
             return
-        losses = micro_batch.losses or [math.nan]
-        for loss in losses:
+        for loss in micro_batch.losses or [math.nan]:
             if isinstance(loss, Tensor):
                 self._unread.append((loss, weight))
             else:
-                self._add(loss, weight)
+                self._total = self._with_loss(self._total, loss, weight)
 
-    def _add(self, loss: float, weight: float) -> None:
-        self._total = kit.add_loss(
-            self._total, loss, weight, True, self._options, kit.select
-        )
+    def _with_loss(self, total: float, loss: float, weight: float) -> float:
+        return kit.add_loss(total, loss, weight, True, self._options, kit.select)
 
-    def _read(self) -> float:
-        if self._unread:
-            losses = torch.stack([loss.double() for loss, _ in self._unread])
-            weights = [weight for _, weight in self._unread]
-            self._unread = []
-            for loss, weight in zip(losses.tolist(), weights, strict=True):
-                self._add(loss, weight)
+    def _read(self, total: float, unread: list[tuple[Tensor, float]]) -> float:
+        if unread:
+            losses = torch.stack([loss.double() for loss, _ in unread]).tolist()
+            for loss, (_, weight) in zip(losses, unread, strict=True):
+                total = self._with_loss(total, loss, weight)
+        return total
+
+    def _read_open(self) -> float:
+        self._total = self._read(self._total, self._unread)
+        self._unread = []
         return self._total
 
     def numbers(self) -> list[float]:
-        if self._closed is not None:
-            _ = self.value
-        return [self._read()]
+        return [self._read_open()]
 
     def reduced(self, numbers: Sequence[float]) -> None:
         (self._total,) = numbers
 
     def window_closed(self, state: Fields, options: Options) -> None:
-        self._closed = (state, options)
+        total = self._total
+        unread = self._unread
+
+        def read() -> float:
+            losses = self._read(total, unread)
+            return float(kit.window_loss(losses, state, options, kit.select))
+
+        self._closed = read
+        self._total = 0.0
+        self._unread = []
 
     def window_discarded(self) -> None:
-        _ = self.value
         self._total = 0.0
         self._unread = []
 
     def state_dict(self) -> dict[str, float]:
-        value = self.value
-        return {"loss": self._read(), "window_loss": value}
+        return {"loss": self._read_open(), "window_loss": self.value}
 
     def load_state_dict(self, entries: dict[str, Any]) -> None:
+        self._closed = None
         self._total = entries.get("loss", 0.0)
-        self._value = float(entries.get("window_loss", math.nan))
-        if math.isnan(self._value):
-            self._value = math.nan
+        value = float(entries.get("window_loss", math.nan))
+        self._value = math.nan if math.isnan(value) else value
 
 
 # Warnings, each given once per optimizer.
@@ -342,8 +343,10 @@ class ChangedParametersWarning(Extension):
         self._get_parameters = parameters
         self._warn = warn
         self._is_open = False
+        self._looked_at: list[Tensor] = []
+        self._pointers: list[int] = []
         self._parts: list[Tensor] = []
-        """A few numbers of each parameter, in its own memory."""
+        """A few numbers of each parameter that is looked at, in its own memory."""
         self._versions: list[int] = []
         self._numbers: list[Tensor] = []
 
@@ -353,13 +356,19 @@ class ChangedParametersWarning(Extension):
         self._is_open = True
 
     def _note(self) -> None:
-        self._parts = [middle_of(each) for each in sampled(self._get_parameters())]
+        pointers = [local(each).data_ptr() for each in self._looked_at]
+        # A parameter that is moved to another device has other memory.
+        if not pointers or pointers != self._pointers:
+            self._looked_at = sampled(self._get_parameters())
+            self._pointers = [local(each).data_ptr() for each in self._looked_at]
+            self._parts = [middle_of(each) for each in self._looked_at]
         self._versions = [version(part) for part in self._parts]
-        self._numbers = [part.clone() for part in self._parts]
+        self._numbers = list(map(torch.clone, self._parts))
 
     def window_ending(self) -> None:
-        versions = [version(part) for part in self._parts]
-        if versions != self._versions:
+        if not self._versions:
+            return
+        if [version(part) for part in self._parts] != self._versions:
             pairs = zip(self._numbers, self._parts, strict=True)
             changed = sum(are_different(noted, part) for noted, part in pairs)
             if changed >= min(2, len(self._parts)):
@@ -370,7 +379,6 @@ class ChangedParametersWarning(Extension):
 
     def window_discarded(self) -> None:
         self._is_open = False
-        self._parts = []
         self._versions = []
 
     def load_state_dict(self, entries: dict[str, Any]) -> None:

@@ -19,6 +19,7 @@ from gradaccum.kit import Options, ScaleRule, State, explain
 from gradaccum_torch.torch_private.names import (
     found_inf_of,
     pending_update,
+    scale_and_tracker,
     unscaling_caller,
 )
 
@@ -62,12 +63,11 @@ class ScalerLink:
         if pending and self.stepping_optimizer is None:
             # scaler.update() is still to come, and will give the scaler these values.
             return state
-        scale = self.scaler.get_scale()
-        tracker = self.scaler.state_dict()["_growth_tracker"]
+        scale, tracker = scale_and_tracker(self.scaler)
         awaited, true_tracker = SET_BACK.get(self.scaler, (None, 0))
         if awaited is pending:
             tracker = true_tracker
-        return state._replace(loss_scale=scale, growth_tracker=tracker)
+        return state._replace(loss_scale=scale, growth_tracker=int(tracker))
 
     def require_unmoved(self, state: State) -> None:
         """Raise if the scale has moved inside the window."""

@@ -23,6 +23,7 @@ from gradaccum_torch.arithmetic import is_zero
 from gradaccum_torch.checks import Change
 from gradaccum_torch.torch_private.names import (
     call_at_the_end_of_backward,
+    local,
     owns_memory,
     processes,
     untraced,
@@ -49,7 +50,7 @@ def multiplied_by(factor: float) -> Iterator[None]:
 class WatchedGradient:
     """One parameter, and its ``.grad`` as autograd left it."""
 
-    __slots__ = ("gradient", "parameter", "version", "watch")
+    __slots__ = ("gradient", "parameter", "version", "watch", "written_part")
 
     def __init__(self, parameter: Tensor, watch: GradientWatch) -> None:
         self.parameter = parameter
@@ -60,16 +61,18 @@ class WatchedGradient:
         """Take ``.grad`` as it is now for autograd's."""
         gradient = self.parameter.grad
         self.gradient = gradient
-        self.version = -1 if gradient is None else gradient._version
+        # A `DTensor` does not count what is written into its part in this process.
+        self.written_part = None if gradient is None else local(gradient)
+        self.version = -1 if gradient is None else self.written_part._version
 
     def gradient_arrived(self, parameter: Tensor) -> None:
         """Note that autograd has just added to the gradient."""
-        gradient = self.gradient
-        if gradient is not None and gradient._version == self.version + 1:
+        written_part = self.written_part
+        if written_part is not None and written_part._version == self.version + 1:
             # One addition in place, as nearly always.
             self.version += 1
         else:
-            self._look(gradient)
+            self._look(self.gradient)
         watch = self.watch
         if not watch.is_running:
             watch.pass_began(id(parameter))
@@ -95,13 +98,12 @@ class WatchedGradient:
         """True if one addition by autograd may have made this of the noted gradient.
 
         Autograd adds out of place with ``create_graph=True``, and where dense meets
-        sparse. FSDP2 adds to the local part of a `DTensor`, which its version does not
-        count.
+        sparse.
         """
         noted_gradient = self.gradient
         if gradient is noted_gradient:
-            is_counted = type(gradient) is Tensor and not gradient.is_sparse
-            return not is_counted or gradient._version == self.version + 1
+            is_counted = not gradient.is_sparse
+            return not is_counted or self.written_part._version == self.version + 1
         return (
             gradient is None
             or gradient.requires_grad
@@ -112,7 +114,7 @@ class WatchedGradient:
         gradient = self.parameter.grad
         if gradient is not self.gradient:
             return True
-        return gradient is not None and gradient._version != self.version
+        return gradient is not None and self.written_part._version != self.version
 
 
 class GradientWatch:
@@ -215,7 +217,10 @@ class GradientWatch:
             gradient = watched.parameter.grad
             if gradient is not watched.gradient:
                 return False
-            if gradient is not None and gradient._version != watched.version:
+            if (
+                gradient is not None
+                and watched.written_part._version != watched.version
+            ):
                 return False
         return True
 

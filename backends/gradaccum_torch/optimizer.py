@@ -390,7 +390,14 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> OptimizerState:
-        """The inner optimizer's state by parameter, the same mapping."""
+        """The inner optimizer's state by parameter, the same mapping.
+
+        Raises:
+            UsageError: to `torch.distributed.checkpoint.state_dict`, which would leave
+                the window out.
+        """
+        if is_called_by_model_state():
+            raise checks.model_state_error()
         return self._inner.state
 
     @state.setter
@@ -460,12 +467,8 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         training resumes.
 
         Raises:
-            UsageError: a micro-batch is under way; something changed ``.grad``; or the
-                caller is ``get_optimizer_state_dict`` of
-                `torch.distributed.checkpoint`, which would leave the window out.
+            UsageError: a micro-batch is under way, or something changed ``.grad``.
         """
-        if is_called_by_model_state():
-            raise checks.model_state_error()
         for hook in hooks_of(self, "state_dict_pre"):
             hook(self)
         state_dict = saving.save(self._window)

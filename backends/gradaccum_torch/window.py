@@ -248,8 +248,7 @@ class Window:
         """Return by what a loss of this weight is multiplied."""
         if not weight and self.micro_batch.has_loss:
             return 0.0
-        scale = self.current_state().loss_scale
-        return kit.contribution(weight, self.options) * scale
+        return kit.contribution(weight, self.options) * self.state.loss_scale
 
     def weigh(self, weight: float) -> None:
         micro_batch = self.micro_batch
@@ -335,6 +334,7 @@ class Window:
 
     def multiplied(self, loss: Tensor) -> Tensor:
         """Return `loss`, of any shape, times its factor."""
+        self.current_state()
         weight = self.weight()
         factor = self.factor(weight)
         if factor == 1:
@@ -429,6 +429,8 @@ class Window:
         is_unscaled = self.has_scale and not self.micro_batch.has_loss
         if arrived != {factor} or is_unscaled:
             self._require_factor(weight, factor, arrived)
+        if watch.has_graph and self.workers.several:
+            raise checks.graph_error("create_graph")
         if isinstance(self.gradient_sum, SumInBuffers):
             self._require_not_taken()
         if self.options.separate_sums:

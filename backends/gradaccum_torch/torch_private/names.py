@@ -298,6 +298,14 @@ def found_inf_of(
     return scaler._found_inf_per_device(optimizer).values()
 
 
+def scale_and_tracker(scaler: torch.amp.GradScaler) -> list[float]:
+    """Return the scaler's scale and growth tracker; waits for the device once."""
+    scale: Any = scaler._get_scale_async()
+    dtype = torch.float32 if scale.is_mps else torch.float64
+    tracker: Any = scaler._growth_tracker
+    return torch.stack([scale.to(dtype), tracker.to(dtype)]).tolist()
+
+
 def pending_update(scaler: torch.amp.GradScaler) -> Mapping[int, Any]:
     """Return the notes for a ``scaler.update()`` to come, which that replaces by
     others; empty if none is to come.
