@@ -23,6 +23,7 @@ from gradaccum_torch.arithmetic import is_zero
 from gradaccum_torch.checks import Change
 from gradaccum_torch.torch_private.names import (
     call_at_the_end_of_backward,
+    is_sharded,
     local,
     owns_memory,
     processes,
@@ -50,7 +51,7 @@ def multiplied_by(factor: float) -> Iterator[None]:
 class WatchedGradient:
     """One parameter, and its ``.grad`` as autograd left it."""
 
-    __slots__ = ("gradient", "parameter", "version", "watch", "written_part")
+    __slots__ = ("gradient", "norm", "parameter", "version", "watch")
 
     def __init__(self, parameter: Tensor, watch: GradientWatch) -> None:
         self.parameter = parameter
@@ -61,18 +62,21 @@ class WatchedGradient:
         """Take ``.grad`` as it is now for autograd's."""
         gradient = self.parameter.grad
         self.gradient = gradient
-        # A `DTensor` does not count what is written into its part in this process.
-        self.written_part = None if gradient is None else local(gradient)
-        self.version = -1 if gradient is None else self.written_part._version
+        self.version = -1 if gradient is None else gradient._version
+        self.norm: Tensor | None = None
+        """Of the local part of a `DTensor`, which counts no clip."""
+        if self.watch.compares_norms and gradient is not None and is_sharded(gradient):
+            self.norm = local(gradient).norm()
 
     def gradient_arrived(self, parameter: Tensor) -> None:
         """Note that autograd has just added to the gradient."""
-        written_part = self.written_part
-        if written_part is not None and written_part._version == self.version + 1:
+        gradient = self.gradient
+        is_counted = gradient is not None and self.norm is None
+        if is_counted and gradient._version == self.version + 1:
             # One addition in place, as nearly always.
             self.version += 1
         else:
-            self._look(self.gradient)
+            self._look(gradient)
         watch = self.watch
         if not watch.is_running:
             watch.pass_began(id(parameter))
@@ -98,12 +102,12 @@ class WatchedGradient:
         """True if one addition by autograd may have made this of the noted gradient.
 
         Autograd adds out of place with ``create_graph=True``, and where dense meets
-        sparse.
+        sparse. FSDP2 adds to the local part of a `DTensor`.
         """
         noted_gradient = self.gradient
         if gradient is noted_gradient:
-            is_counted = not gradient.is_sparse
-            return not is_counted or self.written_part._version == self.version + 1
+            is_counted = type(gradient) is Tensor and not gradient.is_sparse
+            return not is_counted or gradient._version == self.version + 1
         return (
             gradient is None
             or gradient.requires_grad
@@ -114,7 +118,15 @@ class WatchedGradient:
         gradient = self.parameter.grad
         if gradient is not self.gradient:
             return True
-        return gradient is not None and self.written_part._version != self.version
+        if gradient is None:
+            return False
+        return gradient._version != self.version or not self.has_same_norm(gradient)
+
+    def has_same_norm(self, gradient: Tensor) -> bool:
+        if self.norm is None:
+            return True
+        norm = local(gradient).norm()
+        return torch.allclose(norm, self.norm, rtol=0, atol=0, equal_nan=True)
 
 
 class GradientWatch:
@@ -131,6 +143,10 @@ class GradientWatch:
         """A gradient can be differentiated again."""
         self.is_running = False
         """A backward pass has begun and not ended. Outside of a pass: it raised."""
+        self.compares_norms = True
+        """In the first window, the norms of sharded gradients are compared: a training
+        loop does to every window what it did to its first.
+        """
         self.new_gradients: list[WatchedGradient] = []
         """The gradients that the pass under way has made."""
         self.passes = 0
@@ -217,10 +233,11 @@ class GradientWatch:
             gradient = watched.parameter.grad
             if gradient is not watched.gradient:
                 return False
-            if (
-                gradient is not None
-                and watched.written_part._version != watched.version
-            ):
+            if gradient is None:
+                continue
+            if gradient._version != watched.version:
+                return False
+            if watched.norm is not None and not watched.has_same_norm(gradient):
                 return False
         return True
 

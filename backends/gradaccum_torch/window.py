@@ -115,12 +115,16 @@ class Window:
         self.warn = Warnings()
         self.window_loss = WindowLoss(options)
         self.changed_rate_warning = ChangedRateWarning(masters.inner, self.warn)
+        changed_parameters_warning = ChangedParametersWarning(
+            masters.parameters, self.warn
+        )
+        self.changed_parameters_warning = changed_parameters_warning
         self.extensions: list[Extension] = [
             self.window_loss,
             self.changed_rate_warning,
             LeftoverLoopWarning(self.warn),
             DividedLossWarning(options, self.warn),
-            ChangedParametersWarning(masters.parameters, self.warn),
+            changed_parameters_warning,
         ]
         self.use_of_weights = kit.use_of_weights(options)
         self.measures = kit.measures(options)
@@ -664,6 +668,7 @@ class Window:
             master.grad = None
         self.is_reduced = False
         self.workers.window_ended()
+        self.watch.compares_norms = False
         self.expect_window()
         if self.scaler is not None:
             self.scaler.window_closed(self.state, decision.overflow)
@@ -757,6 +762,7 @@ class Window:
         Where the decision needs no norm, it is the same for each part. All workers give
         a part the same `number`.
         """
+        self.changed_parameters_warning.window_discarded()
         state = self.state
         sums = self.gradient_sum.gradients()
         self.gradient_sum.clear()

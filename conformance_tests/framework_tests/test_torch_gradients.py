@@ -180,7 +180,7 @@ def test_gradient_that_another_wrapper_took_is_missed(steps: int) -> None:
     assert all(bool((p == -2).all()) for p in parameters)
     with pytest.raises(
         gradaccum.UsageError,
-        match="two calls of step|another wrapped optimizer has too",
+        match="another wrapped optimizer",
     ):
         second.step()
 
