@@ -139,6 +139,10 @@ class GradientWatch:
         """
         self.change: Change | None = None
         """Autograd has added to a gradient that something else had changed."""
+        self.has_plain_pass = False
+        """A gradient of a plain ``loss.backward()`` has arrived since the last
+        ``step``.
+        """
         self.has_graph = False
         """A gradient can be differentiated again."""
         self.is_running = False
@@ -203,6 +207,8 @@ class GradientWatch:
         if key == self._first_parameter:
             self.passes += 1
         PASSES[0] += 1
+        if len(FACTORS) == 1:
+            self.has_plain_pass = True
         self.factors.add(FACTORS[-1])
         self.is_running = call_at_the_end_of_backward(self._pass_ended)
         if not self.is_running:
@@ -282,6 +288,7 @@ class GradientWatch:
         """Forget what the micro-batch brought; its gradients stay noted."""
         self.factors.clear()
         self.passes = 0
+        self.has_plain_pass = False
 
     def reset(self) -> None:
         """Take every ``.grad`` as it is now for autograd's."""

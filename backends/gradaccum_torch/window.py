@@ -401,6 +401,11 @@ class Window:
         self._require_right_gradient(weight)
         if not state.micro_step and self._were_parameters_changed():
             self.parameters_changed()
+        is_own_pass_expected = (
+            micro_batch.has_loss and not micro_batch.is_scaled_by_hand
+        )
+        if is_own_pass_expected and self.watch.has_plain_pass:
+            micro_batch.losses = []  # That of the plain pass is not known.
         micro_batch.passes = self.watch.passes
         micro_batch.window_size = self.size
         if micro_batch.is_weighed_twice and not micro_batch.has_loss:

@@ -164,27 +164,6 @@ def test_complex_parameters_are_trained() -> None:
     )
 
 
-@pytest.mark.parametrize("steps", [1, 2])
-def test_gradient_that_another_wrapper_took_is_missed(steps: int) -> None:
-    """Only one wrapper can move a gradient into its sum."""
-    parameters = [
-        nn.Parameter(torch.zeros(size, dtype=torch.bfloat16)) for size in (1, 2, 3)
-    ]
-    first, second = (
-        gradaccum.wrap(torch.optim.SGD(parameters, lr=1.0), steps=steps)
-        for _ in range(2)
-    )
-    for _ in range(steps):
-        sum((p * 2).sum() for p in parameters).backward()
-        first.step()
-    assert all(bool((p == -2).all()) for p in parameters)
-    with pytest.raises(
-        gradaccum.UsageError,
-        match="another wrapped optimizer",
-    ):
-        second.step()
-
-
 EXTREMES = [2.0**-149, 2.0**-140, 2.0**-100, 2.0**-72, 2.0**-40, 1.0, 2.0**64, 2.0**127]
 
 
