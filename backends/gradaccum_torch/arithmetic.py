@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gradaccum.kit import has_exact_inverse
-from gradaccum_torch.torch_private.names import elements, is_sharded, local
+from gradaccum_torch.torch_private.names import (
+    elements,
+    is_sharded,
+    local,
+    mesh_of,
+)
 
 HALF = (torch.float16, torch.bfloat16)
 """The dtypes that are summed in float32 unless the user says otherwise."""
@@ -126,7 +131,7 @@ def norm_of(tensors: Iterable[Tensor]) -> float:
     for group in groups_of(tensors):
         group_norms = torch._foreach_norm(group)
         if is_sharded(group[0]):
-            part: torch.Tensor = torch.linalg.vector_norm(torch.stack(group_norms))
+            part: Any = torch.linalg.vector_norm(torch.stack(group_norms))
             norms.append(part.full_tensor())
         else:
             norms.extend(group_norms)
@@ -144,9 +149,9 @@ def groups_of(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     """
     groups: dict[object, list[Tensor]] = {}
     for tensor in tensors:
-        key = None
+        key: object = None
         if is_sharded(tensor):
-            key = (tensor.device_mesh, tensor.placements)
+            key = (mesh_of(tensor), getattr(tensor, "placements", ()))
         groups.setdefault(key, []).append(tensor)
     yield from groups.values()
 
@@ -159,13 +164,15 @@ def complete(gradient: Tensor) -> Tensor:
         return gradient.coalesce() if gradient.is_sparse else gradient
     from torch.distributed.tensor import Replicate
 
+    sharded_gradient: Any = gradient
     placements = [
         Replicate() if placement.is_partial() else placement
-        for placement in gradient.placements
+        for placement in sharded_gradient.placements
     ]
-    if placements == list(gradient.placements):
+    if placements == list(sharded_gradient.placements):
         return gradient
-    return gradient.redistribute(placements=placements)
+    complete_gradient: Tensor = sharded_gradient.redistribute(placements=placements)
+    return complete_gradient
 
 
 @torch.no_grad()

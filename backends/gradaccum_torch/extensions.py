@@ -98,15 +98,17 @@ def as_number(loss: object) -> float | Tensor:
     anything else.
     """
     if not isinstance(loss, Tensor):
-        is_number = isinstance(loss, int | float) and not isinstance(loss, bool)
-        return float(loss) if is_number else math.nan
+        if isinstance(loss, int | float) and not isinstance(loss, bool):
+            return float(loss)
+        return math.nan
     if loss.numel() != 1 or loss.is_complex():
         return math.nan
-    scalar = loss.detach()
+    scalar: Any = loss.detach()
     if is_sharded(scalar):
         scalar = scalar.full_tensor()
     # A copy: a captured CUDA graph writes the next loss into the same memory.
-    return scalar.item() if scalar.is_cpu else scalar.reshape(()).clone()
+    kept: float | Tensor = scalar.reshape(()).clone()
+    return scalar.item() if scalar.is_cpu else kept
 
 
 class WindowLoss(Extension):
@@ -143,7 +145,8 @@ class WindowLoss(Extension):
                 self._total = self._with_loss(self._total, loss, weight)
 
     def _with_loss(self, total: float, loss: float, weight: float) -> float:
-        return kit.add_loss(total, loss, weight, True, self._options, kit.select)
+        options = self._options
+        return float(kit.add_loss(total, loss, weight, True, options, kit.select))
 
     def _read(self, total: float, unread: list[tuple[Tensor, float]]) -> float:
         if unread:

@@ -102,6 +102,7 @@ class ScalerLink:
         # `update` itself moves the scale, so that the user can compare it before and
         # after. If the scale stays, `update` only counts.
         moves = self.scaler.get_scale() != state.loss_scale
+        assert self.stepping_optimizer is not None
         for found_inf in found_inf_of(self.scaler, self.stepping_optimizer):
             found_inf.fill_(float(overflow and moves))
         if not moves:

@@ -71,8 +71,9 @@ class WatchedGradient:
     def gradient_arrived(self, parameter: Tensor) -> None:
         """Note that autograd has just added to the gradient."""
         gradient = self.gradient
-        is_counted = gradient is not None and self.norm is None
-        if is_counted and gradient._version == self.version + 1:
+        if gradient is None or self.norm is not None:
+            self._look(gradient)
+        elif gradient._version == self.version + 1:
             # One addition in place, as nearly always.
             self.version += 1
         else:
@@ -106,8 +107,9 @@ class WatchedGradient:
         """
         noted_gradient = self.gradient
         if gradient is noted_gradient:
-            is_counted = type(gradient) is Tensor and not gradient.is_sparse
-            return not is_counted or gradient._version == self.version + 1
+            if type(gradient) is not Tensor or gradient.is_sparse:
+                return True
+            return gradient._version == self.version + 1
         return (
             gradient is None
             or gradient.requires_grad
@@ -225,8 +227,9 @@ class GradientWatch:
         """
         for watched in self.new_gradients:
             gradient = watched.parameter.grad
-            is_noted = gradient is not None and gradient is watched.gradient
-            if is_noted and not owns_memory(gradient):
+            if gradient is None or gradient is not watched.gradient:
+                continue
+            if not owns_memory(gradient):
                 watched.parameter.grad = gradient.clone()
                 watched.note()
         self.new_gradients.clear()

@@ -141,9 +141,10 @@ def resumed(entry: Entry, window: Window) -> State:
     state = State(*(entry[name] for name in State._fields))
     place = window.workers.place
     saved_place = entry.get("worker")
-    is_elsewhere = bool(saved_place and place) and tuple(saved_place) != place
     # The sum of an open window is a part of that of all workers.
-    if state.micro_step and is_elsewhere:
+    if not (state.micro_step and saved_place and place):
+        pass
+    elif tuple(saved_place) != place:
         raise refused(
             "worker",
             "the open window of a worker, that of rank {} of {}".format(*place),
@@ -156,7 +157,8 @@ def resumed(entry: Entry, window: Window) -> State:
 
 def encode_size(steps: Any) -> int | None:
     """Return a window's size as a number; a weight that ends it is negative."""
-    return kit.code_of(steps) if isinstance(steps, UntilWeight) else steps
+    size: Any = kit.code_of(steps) if isinstance(steps, UntilWeight) else steps
+    return None if size is None else int(size)
 
 
 def decode_terms(saved: Mapping[str, Any]) -> Terms:

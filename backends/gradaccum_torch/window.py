@@ -141,7 +141,7 @@ class Window:
         """The sum is that of all workers, whose update is due."""
         self.has_just_loaded = False
         """Nothing was counted since a state was loaded."""
-        self.gradient_sum: GradientSum | None = None
+        self.gradient_sum = GradientSum(masters.parameters, self.watch)
         self.state = kit.initial_state(options.scale_rule.init_scale)
         self.parameters_changed()
         self.state = self.at_rest(self.state)
@@ -203,8 +203,7 @@ class Window:
         self.watch.follow(parameters)
         make = self.workers.make_gradient_sum or make_gradient_sum
         gradient_sum = make(self.masters.parameters, self.watch, self.options)
-        if self.gradient_sum is not None:
-            self._carry_over(self.gradient_sum, gradient_sum)
+        self._carry_over(self.gradient_sum, gradient_sum)
         self.gradient_sum = gradient_sum
         self.expect_window()
 
@@ -246,13 +245,13 @@ class Window:
         weight = self.micro_batch.weight
         if weight is not None:
             return weight
-        return kit.given_weight(None, self.use_of_weights)
+        return float(kit.given_weight(None, self.use_of_weights))
 
     def factor(self, weight: float) -> float:
         """Return by what a loss of this weight is multiplied."""
         if not weight and self.micro_batch.has_loss:
             return 0.0
-        return kit.contribution(weight, self.options) * self.state.loss_scale
+        return float(kit.contribution(weight, self.options) * self.state.loss_scale)
 
     def weigh(self, weight: float) -> None:
         micro_batch = self.micro_batch
@@ -503,15 +502,15 @@ class Window:
         micro-batch's gradient.
         """
         parameters = self.masters.parameters()
-        filled = [each for each in parameters if each.grad is not None]
-        if not filled:
+        gradients = [each.grad for each in parameters if each.grad is not None]
+        if not gradients:
             return
         # What a backward pass that raised has delivered was added to.
-        if self.watch.is_running and any(each.grad._version > 0 for each in filled):
+        if self.watch.is_running and any(each._version > 0 for each in gradients):
             raise checks.interrupted_error(is_separate=True)
         if self.watch.has_graph:
             raise checks.graph_error("separate_sums")
-        if self.size != 1 and hasattr(filled[0], "summed_grad"):
+        if self.size != 1 and hasattr(parameters[0], "summed_grad"):
             raise checks.added_noise_error()
 
     def _holds_users(self) -> bool:
@@ -538,8 +537,9 @@ class Window:
         ]
         self._clear_gradients()
         self.micro_batch = MicroBatch()
-        if micro_batch.is_weighed and not micro_batch.has_loss:
-            self.weigh(micro_batch.weight)
+        weight = micro_batch.weight
+        if weight is not None and micro_batch.is_weighed and not micro_batch.has_loss:
+            self.weigh(weight)
         if not set_to_none:
             # Zeros, so that momentum and weight decay still move the parameters.
             ids = {

@@ -120,7 +120,7 @@ class Gradients:
                 self._noted.append(None)
                 if gradient_dtype(leaf) in HALF:
                     move = partial(_move, self._wide)
-                    handle = leaf.register_post_accumulate_grad_hook(move)
+                    handle = leaf.register_post_accumulate_grad_hook(move)  # type: ignore[no-untyped-call]
                     self._handles.append(handle)
                 else:
                     self._first.append(leaf)

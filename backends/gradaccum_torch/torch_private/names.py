@@ -25,7 +25,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 Node = Any
 """A node of autograd's graph, for which torch has no common type."""
 
-DispatchMode = TorchDispatchMode
+DispatchMode: Any = TorchDispatchMode
 """Shows the operations that draw random numbers."""
 version: Callable[[Tensor], int] = attrgetter("_version")
 """How often a tensor was written into: nothing else tells an outside change of

@@ -87,7 +87,7 @@ class ShardGroup(Workers):
 
     @contextmanager
     def _delivering_zeros(self) -> Iterator[None]:
-        weightless = nullcontext()
+        weightless: AbstractContextManager[None] = nullcontext()
         if self._deferred is not None:
             weightless = self._deferred.weightless()
         with self._shards.delivering_zeros(), weightless:

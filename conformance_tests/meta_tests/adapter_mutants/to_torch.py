@@ -343,21 +343,20 @@ MUTANTS = (
     ),
     Mutant(
         "let_sum_per_item_divide_by_ones",
-        "        return kit.given_weight(None, self.use_of_weights)\n",
+        "        return float(kit.given_weight(None, self.use_of_weights))\n",
         "        return 1.0\n",
         OWN + "test_torch_weigh.py::test_sum_per_item_asks_for_a_weight_of_every_loop",
     ),
     Mutant(
         "take_all_new_gradients_for_ones_own",
-        "            if is_noted and not owns_memory(gradient):\n",
+        "            if not owns_memory(gradient):\n",
         "            if False:\n",
         OWN + "test_torch_static_memory.py",
     ),
     Mutant(
         "forget_a_weight_at_zero_grad",
-        "        if micro_batch.is_weighed and not micro_batch.has_loss:\n"
-        "            self.weigh(micro_batch.weight)\n",
-        "",
+        "            self.weigh(weight)\n",
+        "            pass\n",
         OWN + "test_torch_weigh.py::test_weigh_is_the_weight_of_a_loss_too",
     ),
     Mutant(
