@@ -53,9 +53,9 @@ Law = Mapping[tuple[str, int], Sent]
 """By kind, and the number of workers that take part."""
 BUCKET = 25 * 2**20
 """Small tensors travel together up to here, in torch and MindSpore."""
-NUMBERS = 2 * 43 + 38
-"""Elements beside the sums in torch: the weight, the loss, flags, the learning rates'
-fingerprint. One more for each tensor.
+NUMBERS = 38
+"""Numbers in float64 before the sums in torch: the weight, the loss, flags, the
+learning rates' fingerprint. One more for each tensor.
 """
 
 
@@ -73,13 +73,11 @@ def messages(window: Window, large: int) -> int:
 
 def all_reduced_once(window: Window) -> Law:
     """torch: `DistributedDataParallel`, or copies with ``process_group=``. The numbers
-    ride with the first small tensors.
+    come before the sums.
     """
-    large = 4 * 2**20
-    alone = window.gradients // window.tensors >= large
     sent = Sent(
-        messages(window, large) + alone,
-        window.gradients + window.element * (NUMBERS + window.tensors),
+        1 + messages(window, 4 * 2**20),
+        window.gradients + 8 * (NUMBERS + window.tensors),
     )
     return {("allreduce", window.workers): sent}
 
@@ -146,7 +144,7 @@ EACH = "reduced in each micro-batch"
 WAYS = {
     way.name: way
     for way in (
-        Way(ONCE, all_reduced_once, "1 + L", "S + 4*(124 + n)"),
+        Way(ONCE, all_reduced_once, "1 + B + L", "S + 8*(38 + n)"),
         Way(
             "FSDP2, micro_batch",
             sharded(lambda window: window.steps, lambda window: window.steps, told=0),

@@ -42,7 +42,8 @@ class SolvedUpdate(NamedTuple):
     worker 1, and so on.
     """
     uncertainty: float
-    """The error of the coefficients by rounding, as a part of the largest one; inf where the micro-batches' gradients do not tell them apart.
+    """The error of the coefficients by rounding, as a part of the largest one; inf
+    where the micro-batches' gradients do not tell them apart.
     """
     unexplained: float
     """||v - sum(c_k g_k)|| / sum(||c_k g_k||), where v is what the optimizer was

@@ -4,7 +4,7 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Literal, Unpack, cast
 
@@ -31,7 +31,6 @@ from gradaccum_torch.optimizer import AccumulatingOptimizer
 from gradaccum_torch.recording import LoopRecord, recording
 from gradaccum_torch.scheduler import GatedScheduler, is_scheduler
 from gradaccum_torch.verification import verify
-from gradaccum_torch.workers.group import WorkerGroup, warn_of_unequal_copies
 from gradaccum_torch.workers.workers import workers_of
 
 GradientSync = Literal["micro_batch", "window", "all_reduce_per_window"]
@@ -56,7 +55,6 @@ class TorchBackend:
         gradient_sync: object = "micro_batch",
         process_group: object = None,
         norm_group: object = None,
-        tied: object = None,
     ) -> AccumulatingOptimizer:
         """Wrap a `torch.optim.Optimizer`.
 
@@ -87,9 +85,6 @@ class TorchBackend:
                 decision on overflow are those of all stages. The end of a window is
                 collective: a stage that ends one alone waits for the group's timeout,
                 and raises.
-            tied: with `norm_group`, a mapping from the process group of the stages that
-                hold copies of parameters to these parameters, in one order on each
-                stage. Their sums are added up at the window's end.
 
         Raises:
             ArgumentTypeError: `optimizer` is none, is wrapped already, or updates
@@ -117,10 +112,8 @@ class TorchBackend:
         require_layouts(optimizer)
         require_update_in_step(optimizer)
         workers = workers_of(
-            optimizer, module, checked, gradient_sync, process_group, norm_group, tied
+            optimizer, module, checked, gradient_sync, process_group, norm_group
         )
-        if isinstance(workers, WorkerGroup) and module is None:
-            warn_of_unequal_copies(workers)
         return AccumulatingOptimizer(optimizer, checked, workers)
 
     def is_scheduler(self, candidate: object) -> bool:
@@ -172,7 +165,6 @@ class TorchOptions(WrapOptions, total=False):
     gradient_sync: GradientSync
     process_group: torch.distributed.ProcessGroup | Literal["alone"] | None
     norm_group: torch.distributed.ProcessGroup | None
-    tied: Mapping[torch.distributed.ProcessGroup, Sequence[torch.Tensor]] | None
 
 
 def wrap(

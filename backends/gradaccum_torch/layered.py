@@ -11,14 +11,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
 
-from gradaccum import ArgumentTypeError, ArgumentValueError, kit
-from gradaccum_torch import checks
-from gradaccum_torch.checks import Borders, Within
+from gradaccum import (
+    ArgumentTypeError,
+    ArgumentValueError,
+    AutoMicroBatchSize,
+    UsageError,
+    kit,
+)
+from gradaccum.kit import Division, explain
 from gradaccum_torch.large_batch import batch, gradients
 from gradaccum_torch.large_batch.replay import (
     Before,
@@ -28,10 +33,17 @@ from gradaccum_torch.large_batch.replay import (
 )
 from gradaccum_torch.large_batch.surroundings import Surroundings
 from gradaccum_torch.optimizer import AccumulatingOptimizer
-from gradaccum_torch.private.names import Node, buffers_of, untraced_within, version
+from gradaccum_torch.torch_private.names import (
+    Node,
+    buffers_of,
+    untraced_within,
+    version,
+)
 from gradaccum_torch.workers.deferred import LayerShards
 
 Layer = Callable[..., Any]
+Borders = Literal["keep", "recompute", "host"]
+Within = Literal["recompute", "keep"]
 
 _HOLE = object()
 """In place of a leaf; None would make a list of leaves one leaf."""
@@ -126,11 +138,11 @@ def layered_backward(
         1
     """
     functions = _require_layers(layers)
-    checks.require_activations(borders, within)
+    require_activations(borders, within)
     batch.require_function("loss_fn", loss_fn)
     merged = None if aux is None else batch.Merged(aux)
     division = kit.make_division(steps, micro_batch_size)
-    checks.require_fixed_size(division)
+    require_fixed_size(division)
     reached = reached_by(*functions, loss_fn)
     if optimizer is None:
         batch.require_alone(reached.modules)
@@ -219,7 +231,7 @@ class _Border:
 
     def require_unwritten(self, layer: _Layer) -> None:
         if _versions(self.values) != self._noted:
-            raise checks.written_input_error(layer.name)
+            raise written_input_error(layer.name)
 
 
 def _versions(values: list[Any]) -> list[int]:
@@ -528,3 +540,66 @@ def _require_layers(layers: object) -> list[Layer]:
             fix=fix,
         )
     return functions
+
+
+# What a layered window refuses.
+
+
+def require_activations(borders: object, within: object) -> None:
+    for name, given, kind in (
+        ("borders", borders, Borders),
+        ("within", within, Within),
+    ):
+        if given not in get_args(kind):
+            fix = f"Write {name}={get_args(kind)[0]!r}, or leave it out."
+            raise explain(
+                ArgumentValueError,
+                name,
+                expected=f"one of {get_args(kind)}",
+                got=given,
+                fix=fix,
+            )
+    if within == "keep" and borders != "keep":
+        fix = 'Leave within= out, or write borders="keep".'
+        found = f"borders={borders!r} beside kept activations, which hold the borders"
+        raise explain(
+            ArgumentValueError,
+            "borders",
+            expected="'keep' beside within=\"keep\"",
+            found=found,
+            fix=fix,
+        )
+
+
+def require_fixed_size(division: Division) -> None:
+    """Raise unless a micro-batch has a size: after an update of a layer no smaller one
+    can be tried.
+    """
+    size = division.micro_batch_size
+    if isinstance(size, AutoMicroBatchSize):
+        fix = "Write steps=4, or find a size by gradaccum_torch.backward."
+        raise explain(
+            ArgumentTypeError,
+            "micro_batch_size",
+            expected="a number of items",
+            got=size,
+            fix=fix,
+        )
+
+
+def written_input_error(name: str) -> UsageError:
+    fix = (
+        "Give its first operation inplace=False, or join it with the layer before:"
+        " nn.Sequential(nn.Conv2d(...), nn.ReLU(inplace=True)). "
+    )
+    fix += (
+        "If another layer or loss_fn writes into the same memory, as into a buffer that"
+        " a layer returned, return a clone()."
+    )
+    return explain(
+        UsageError,
+        name,
+        expected="an input that stays as it is",
+        found="one that something wrote into",
+        fix=fix,
+    )

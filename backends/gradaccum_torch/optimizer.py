@@ -1,27 +1,22 @@
 """The wrapped optimizer: a `torch.optim.Optimizer` that runs the inner one once per
 window of micro-batches.
 
-`Window` counts and closes; a `Strategy` stores the sum; a `GradWatch` notices outside
-changes; `Update` runs the inner optimizer. A call that raises does so before anything
-changed. Groups, state and defaults are the inner optimizer's own objects; the hooks are
-this one's.
+`Window` counts and closes. Groups, state and defaults are the inner optimizer's own
+objects; the hooks are this one's.
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager
+import gc
+from collections.abc import Callable, Iterable, Mapping, Sized
 from functools import partial, wraps
-from types import FunctionType, MethodType, TracebackType
+from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, Never, TypeVar, final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
-from gradaccum import GradAccumWarning, StepResult, UsageError, updates_in
+from gradaccum import StepResult, updates_in
 from gradaccum.kit import (
     Epoch,
     Handle,
@@ -29,40 +24,35 @@ from gradaccum.kit import (
     Options,
     described,
     epoch,
-    explain,
     require_weight,
 )
-from gradaccum_torch import update
-from gradaccum_torch.checks import (
-    known_window_size,
-    place_of_attribute,
-    require_loss,
-    shared_step_error,
-    step_argument_error,
+from gradaccum_torch import checks, saving
+from gradaccum_torch.arithmetic import is_zero
+from gradaccum_torch.grad_scaler import (
+    foreign_scaler_error,
+    groups_for_a_scaler,
+    link_scaler,
 )
-from gradaccum_torch.grad_scaler import foreign_scaler_error, link_scaler
-from gradaccum_torch.parameters import Group, Parameters
-from gradaccum_torch.private import fsdp, names
-from gradaccum_torch.saving import StateDict, load, require_no_open_window, save
-from gradaccum_torch.sums.arithmetic import Versions
-from gradaccum_torch.update import Loss, Update, rate_mark
-from gradaccum_torch.window.watch import Allowed, require_no_gradients
-from gradaccum_torch.window.window import Window
+from gradaccum_torch.gradient_watch import is_watched
+from gradaccum_torch.master_weights import Group, MasterWeights
+from gradaccum_torch.saving import StateDict
+from gradaccum_torch.torch_private.names import is_called_by_model_state
+from gradaccum_torch.update import Update, hook_tables, hooks_of, require_unwrapped
+from gradaccum_torch.whole_window import WholeWindow
+from gradaccum_torch.window import Window
 from gradaccum_torch.workers.interface import Workers
-from gradaccum_torch.workers.workers import ALONE, workers_of
 
 OptimizerState = Any
 """``optimizer.state``: a mapping from each parameter to what the optimizer keeps for
 it.
 """
+Argument = Any
+"""What a method of torch or of the inner optimizer takes: handed through, whatever it
+is.
+"""
+Loss = Any
+"""The value of a closure. torch hands it through, whatever it is."""
 M = TypeVar("M")
-_TORN = (
-    "gradaccum: this worker's part of the window is lost, as the reduction of its large"
-    " sums failed halfway. The window goes on without it; workers that lost no part"
-    " keep theirs."
-)
-_FROM_SCALER = "grad_scale"
-"""What ``scaler.step`` sets on an optimizer for the time of its step."""
 
 
 @final
@@ -78,7 +68,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         options: those of `gradaccum.wrap`, with ``accumulate_dtype`` as a torch dtype
             or None.
         workers: the workers that share a window.
-        masters: the master weights by position, of a copied inner optimizer that has
+        masters: the master weights by index, of a copied inner optimizer that has
             worked on them already.
     """
 
@@ -89,46 +79,199 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         workers: Workers,
         masters: Mapping[int, Tensor] | None = None,
     ) -> None:
-        update.require_unwrapped(inner)
-        require_no_gradients(
-            [each for group in inner.param_groups for each in group["params"]]
-        )
+        require_unwrapped(inner)
+        if masters is None:
+            for group in inner.param_groups:
+                require_no_gradients(group["params"])
         # The base class would build groups and state of its own; of its attributes only
         # the tables of hooks are needed.
-        self.__dict__.update(update.hook_tables())
-        self._inner, self._options = inner, options
-        self._parameters = Parameters(inner, options.master_weights, masters)
-        self._scaler = link_scaler(options, self._parameters.device())
-        self._window = Window(
-            self._parameters,
-            options,
-            Update(self, inner, self._parameters),
-            self._scaler,
-            workers,
-        )
+        self.__dict__.update(hook_tables())
+        self._inner = inner
+        self._options = options
+        master_weights = MasterWeights(inner, options.master_weights, masters)
+        self._scaler = link_scaler(options, master_weights.parameters())
+        update = Update(self, master_weights)
+        self._window = Window(master_weights, options, update, self._scaler, workers)
         workers.take_part()
         self._loads: list[int] = []
         """The updates that each loaded state had. A list that grows: Lightning's
         proxies keep what is set on ``self``.
         """
 
+    # A micro-batch.
+
+    def backward(
+        self, loss: Tensor, weight: float | None = None, **kwargs: Argument
+    ) -> None:
+        """Run ``loss.backward(**kwargs)`` with the weight and the loss scale multiplied
+        in.
+
+        Several losses of one micro-batch: call `weigh` once, and then this for each,
+        without a weight. A `GradAccumWarning` tells, once, of a second weight.
+
+        Args:
+            loss: scalar tensor, shape ``()``. It is not changed.
+            weight: the micro-batch's number of items, >= 0; by default that of `weigh`,
+                else 1. With 0 the micro-batch is counted and contributes nothing, not
+                even NaN: there is no backward pass, or one of zeros where other workers
+                wait for it.
+            kwargs: those of `torch.Tensor.backward`.
+
+        Raises:
+            ArgumentTypeError, ArgumentValueError: `loss` is no tensor, `weight` no such
+                number.
+            UsageError: another loss of the same micro-batch had another weight; or
+                several workers share the window, and ``create_graph`` is asked for; or
+                other workers wait for a backward pass, and a `loss` of weight 0 has no
+                graph.
+        """
+        if kwargs.get("create_graph") and self._window.workers.several:
+            raise checks.graph_error("create_graph")
+        if weight is not None:
+            weight = require_weight(weight)
+        self._window.backward(checks.require_loss(loss), weight, kwargs)
+
+    def weigh(self, weight: float) -> None:
+        """Give the micro-batch that the next ``step`` counts its weight, whoever runs
+        the backward pass.
+
+        So one ``loss.backward()`` of a summed loss serves several optimizers with
+        ``reduction="sum_per_item"``: each divides by its own items.
+
+        Args:
+            weight: the number of items, >= 0.
+
+        Raises:
+            ArgumentTypeError, ArgumentValueError: `weight` is no such number.
+            UsageError: a loss of the same micro-batch had another weight.
+        """
+        self._window.weigh(require_weight(weight))
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return `loss` times the loss scale, for ``opt.scale(loss).backward()``; the
+        weight is that of `weigh`, else 1.
+
+        Args:
+            loss: tensor of any shape, float dtype kept.
+
+        Raises:
+            ArgumentTypeError: `loss` is no tensor.
+            UsageError: another loss of the same micro-batch had another weight.
+        """
+        return self._window.scale(checks.require_loss(loss))
+
+    def step(
+        self, closure: Callable[[], Loss] | None = None, **misplaced: Never
+    ) -> Loss:
+        """Count the micro-batch whose gradient is in ``.grad``, and at the end of the
+        window make the update.
+
+        Args:
+            closure: computes the loss of the micro-batch and its gradient, and is run
+                once.
+            misplaced: none: any other argument, such as a weight, is refused.
+
+        Returns:
+            What the closure returns, or None.
+
+        Raises:
+            UsageError: there was no backward pass since the last ``step``; something
+                changed ``.grad``; or a plain ``backward()`` was used where weight or
+                loss scale are needed. The window is as it was before the call.
+            ArgumentTypeError: ``reduction="sum_per_item"``, and nothing gave the
+                micro-batch its weight; or an argument is no closure.
+        """
+        if misplaced or not (closure is None or callable(closure)):
+            raise checks.step_argument_error(closure, misplaced)
+        window = self._window
+        loss = None
+        if closure is not None:
+            loss = window.evaluate(closure)
+        if "grad_scale" in self.__dict__:
+            self._step_for_scaler()
+        elif window.add_micro_batch():
+            window.reported(window.close)
+        return loss
+
+    def _step_for_scaler(self) -> None:
+        """Make the step that ``scaler.step(opt)`` asks for, and leave the scale to the
+        ``scaler.update()`` that follows.
+        """
+        window = self._window
+        scaler = self._scaler
+        if scaler is None:
+            raise foreign_scaler_error()
+        scaler.stepping_optimizer = self
+        try:
+            window.micro_batch.is_scaled_by_hand = True
+            if window.add_micro_batch():
+                window.reported(window.close)
+            else:
+                scaler.prepare_update(window.state, overflow=False)
+        except BaseException:
+            # scaler.step would delete them after this, but does not get there, and the
+            # next step may be the user's own.
+            vars(self).pop("grad_scale", None)
+            vars(self).pop("found_inf", None)
+            if not window.state.micro_step:
+                scaler.write(window.state)
+            raise
+        finally:
+            scaler.stepping_optimizer = None
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """The flag by which ``scaler.step`` calls ``step`` at once, without unscaling
+        and without waiting for the device.
+        """
+        return self._scaler is not None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear ``.grad`` between two windows; in mid-window keep the partial sum.
+
+        Raises:
+            UsageError: it comes between ``backward`` and ``step`` in mid-window, where
+                the micro-batch is part of the sum already.
+        """
+        self._window.zero_grad(set_to_none)
+
+    # The window.
+
     @property
     def result(self) -> StepResult:
         """The result of the last ``step``, ``flush`` or ``discard``, in Python numbers.
 
         Its ``loss`` is known if each micro-batch went through ``opt.backward``,
-        ``opt.scale`` or a closure that returns it. With ``on_overflow="ignore"`` and
-        losses on an accelerator this waits for the device. Over several workers it is
-        inf from 2^135 on.
+        ``opt.scale`` or a closure that returns it. With losses on an accelerator this
+        waits for the device.
         """
         return self._window.result
 
-    @property
-    def master_weights(self) -> dict[int, Tensor]:
-        """The float32 master of each half-precision parameter by its index, with
-        ``master_weights=True``; the tensors themselves.
+    def flush(self, *, denominator: float | None = None) -> None:
+        """Close the open window now, dividing by what it holds; an empty one stays as
+        it is.
+
+        With ``module=`` or ``process_group=`` this is collective: this worker takes
+        part in the windows of the others until they flush.
+
+        Args:
+            denominator: with ``steps=None``: divide the sum by this number, > 0, in
+                place of the window's weight.
+
+        Raises:
+            ArgumentTypeError, ArgumentValueError: `denominator` is no such number, or
+                windows close by themselves.
+            UsageError: a micro-batch is under way (``backward`` without ``step``);
+                something changed ``.grad``; another worker did not come in time; or
+                `denominator` where several workers share the window.
         """
-        return self._parameters.masters_by_position()
+        self._window.reported(partial(self._window.flush, denominator))
+
+    def discard(self) -> None:
+        """Forget the open window and the micro-batch under way: no update, nothing
+        counted, the loss scale as it was.
+        """
+        self._window.discard()
 
     def add_listener(self, listener: Listener) -> Handle:
         """Call `listener` after each window that closes, applied or skipped; return a
@@ -166,119 +309,6 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         """
         return self._window.listeners.on_update(function)
 
-    def backward(
-        self, loss: Tensor, weight: float | None = None, **kwargs: Argument
-    ) -> None:
-        """Run ``loss.backward(**kwargs)`` with the weight and the loss scale multiplied
-        in.
-
-        Several losses of one micro-batch: call `weigh` once, and then this for each,
-        without a weight. A `GradAccumWarning` tells, once, of a second weight.
-
-        Args:
-            loss: scalar tensor, shape ``()``. It is not changed.
-            weight: the micro-batch's number of items, >= 0; by default that of `weigh`,
-                else 1. With 0 the micro-batch is counted and contributes nothing, not
-                even NaN: there is no backward pass, or one of zeros where other workers
-                wait for it.
-            kwargs: those of `torch.Tensor.backward`.
-
-        Raises:
-            ArgumentTypeError, ArgumentValueError: `loss` is no tensor, `weight` no such
-                number.
-            UsageError: another loss of the same micro-batch had another weight; or
-                several workers share the window, and ``create_graph`` is asked for; or
-                other workers wait for a backward pass, and a `loss` of weight 0 has no
-                graph.
-        """
-        if kwargs.get("create_graph"):
-            self._window.workers.require_no_graph()
-        self._window.backward(
-            require_loss(loss),
-            None if weight is None else require_weight(weight),
-            kwargs,
-        )
-
-    def weigh(self, weight: float) -> None:
-        """Give the micro-batch that the next ``step`` counts its weight, whoever runs
-        the backward pass.
-
-        So one ``loss.backward()`` of a summed loss serves several optimizers with
-        ``reduction="sum_per_item"``: each divides by its own items.
-
-        Args:
-            weight: the number of items, >= 0.
-
-        Raises:
-            ArgumentTypeError, ArgumentValueError: `weight` is no such number.
-            UsageError: a loss of the same micro-batch had another weight.
-        """
-        self._window.weigh(require_weight(weight))
-
-    def scale(self, loss: Tensor) -> Tensor:
-        """Return `loss` times the loss scale, for ``opt.scale(loss).backward()``; the
-        weight is that of `weigh`, else 1.
-
-        Args:
-            loss: tensor of any shape, float dtype kept.
-
-        Raises:
-            ArgumentTypeError: `loss` is no tensor.
-            UsageError: another loss of the same micro-batch had another weight.
-        """
-        return self._window.scale(require_loss(loss))
-
-    def step(
-        self, closure: Callable[[], Loss] | None = None, **misplaced: Never
-    ) -> Loss:
-        """Count the micro-batch whose gradient is in ``.grad``, and at the end of the
-        window make the update.
-
-        Args:
-            closure: computes the loss of the micro-batch and its gradient, and is run
-                once.
-            misplaced: none: any other argument, such as a weight, is refused.
-
-        Returns:
-            What the closure returns, or None.
-
-        Raises:
-            UsageError: there was no backward pass since the last ``step``; something
-                changed ``.grad``; or a plain ``backward()`` was used where weight or
-                loss scale are needed. The window is as it was before the call.
-            ArgumentTypeError: ``reduction="sum_per_item"``, and nothing gave the
-                micro-batch its weight; or an argument is no closure.
-        """
-        if misplaced or not (closure is None or callable(closure)):
-            raise step_argument_error(closure, misplaced)
-        window = self._window
-        loss = None if closure is None else window.evaluate(closure)
-        if _FROM_SCALER in self.__dict__:
-            return self._step_for_scaler()
-        if window.add():
-            window.reported(window.close)
-        return loss
-
-    def flush(self, *, denominator: float | None = None) -> None:
-        """Close the open window now, dividing by what it holds; an empty one stays as
-        it is.
-
-        With ``module=`` or ``process_group=`` this is collective: this worker takes
-        part in the windows of the others until they flush.
-
-        Args:
-            denominator: with ``steps=None``: divide the sum by this number, > 0, in
-                place of the window's weight.
-
-        Raises:
-            ArgumentTypeError, ArgumentValueError: `denominator` is no such number, or
-                windows close by themselves.
-            UsageError: a micro-batch is under way (``backward`` without ``step``);
-                something changed ``.grad``; another worker did not come in time; or
-                `denominator` where several workers share the window.
-        """
-        self._window.reported(partial(self._window.flush, denominator))
-
     def epoch(
         self, loader: Iterable[M], *, carry: bool = False, progress: bool = False
     ) -> Epoch[M]:
@@ -297,13 +327,8 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
             ArgumentTypeError: `loader` is no iterable, or a flag no bool.
             MissingPackageError: `progress` without rich.
         """
-        return epoch(
-            loader,
-            self.flush,
-            carry=carry,
-            progress=progress,
-            see=self._window.sizes.see,
-        )
+        see = self._window.sizes.see
+        return epoch(loader, self.flush, carry=carry, progress=progress, see=see)
 
     def updates_in(self, loader: Sized | int, epochs: int = 1) -> int:
         """Return the number of updates in `epochs` passes of `epoch` over a loader from
@@ -323,167 +348,30 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
             self._options.steps,
             epochs=epochs,
             optimizer_step=self._window.updates,
-            micro_step=self._window.micro_step,
+            micro_step=int(self._window.state.micro_step),
         )
-
-    def discard(self) -> None:
-        """Forget the open window and the micro-batch under way: no update, nothing
-        counted, the loss scale as it was.
-        """
-        self._window.discard()
-
-    def regroup(self, workers: torch.nn.Module | dist.ProcessGroup | None) -> None:
-        """Share the windows with other workers from here on, after one was lost or
-        before one joins; collective among them.
-
-        Each worker keeps its part of the open window, which the next end or ``flush``
-        closes as the large batch of all parts. If some have closed a window in which
-        the reduction failed on others, these take over the update: parameters, inner
-        state, counters. So does a worker that joins.
-
-        Args:
-            workers: the process group of all that are there, each with a copy of the
-                model; or a `DistributedDataParallel` module over it; None: this worker
-                alone.
-
-        Raises:
-            ArgumentTypeError, ArgumentValueError: `workers` is none of these, or other
-                workers gave other options.
-            UsageError: workers hold shards of the model; the window of all was added up
-                and its update raised: call ``flush`` or ``discard`` first; or a worker
-                with an open window of its own is behind.
-        """
-        window, options = self._window, self._options
-        held = window.workers.leave()
-        is_module = isinstance(workers, torch.nn.Module)
-        made = workers_of(
-            self._inner,
-            workers if is_module else None,
-            options,
-            process_group=None if is_module else ALONE if workers is None else workers,
-        )
-        if held == "torn":
-            window.discard()
-        window.regroup(made)
-        made.take_part()
-        fields = window.fields_to_save()
-        has_own = held == "own" and fields.micro_step > 0
-        closed = int(fields.optimizer_step + fields.skipped_windows)
-        sent = made.catch_up(
-            closed,
-            has_own,
-            lambda: save(window.between_windows(), self._parameters, self._inner, None),
-        )
-        if sent is not None:
-            own = [
-                {name: value for name, value in group.items() if name != "params"}
-                for group in self._inner.param_groups
-            ]
-            self.load_state_dict(sent)
-            if (
-                held in ("kept", "torn")
-                # Its schedulers are one update behind, and move the rates by
-                # themselves.
-            ):
-                self._loads.pop()
-                for group, rates in zip(self._inner.param_groups, own, strict=True):
-                    group.update(rates)
-                for scheduler in window.schedulers:
-                    scheduler.follow()
-        elif held == "torn":
-            warnings.warn(_TORN, GradAccumWarning, stacklevel=2)
 
     def whole_window(self) -> WholeWindow:
         """Return the next window for one call to fill, such as
         `gradaccum_torch.backward`.
         """
-        return WholeWindow(
-            self._window, self._parameters, self._options, self._window.workers.group
-        )
+        return WholeWindow(self._window)
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear ``.grad`` between two windows; in mid-window keep the partial sum.
+    # The inner optimizer.
 
-        Raises:
-            UsageError: it comes between ``backward`` and ``step`` in mid-window, where
-                the micro-batch is part of the sum already.
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The inner optimizer. Its own ``step`` raises for as long as this one
+        lives.
         """
-        self._window.zero_grad(set_to_none)
+        return self._inner
 
-    def add_param_group(self, param_group: Group) -> None:
-        """Add a group, also in mid-window; see `torch.optim.Optimizer.add_param_group`.
-
-        Raises:
-            ArgumentValueError: workers share the window, and they do not train a
-                parameter of the group together.
-            UsageError: ``.grad`` of a parameter of the group holds numbers.
+    @property
+    def master_weights(self) -> dict[int, Tensor]:
+        """The float32 master of each half-precision parameter by its index, with
+        ``master_weights=True``; the tensors themselves.
         """
-        given = param_group["params"]
-        if self._window.workers.several and not isinstance(given, set):
-            given = param_group["params"] = (
-                [given] if isinstance(given, Tensor) else list(given)
-            )
-            self._window.workers.require_parameters(
-                [each[1] if isinstance(each, tuple) else each for each in given]
-            )
-        self._inner.add_param_group(param_group)
-        try:
-            if not self._window.is_micro_batch_begun:
-                require_no_gradients(self._inner.param_groups[-1]["params"])
-        except UsageError:
-            self._inner.param_groups.pop()
-            raise
-        self._window.groups_changed()
-
-    def state_dict(self) -> StateDict:
-        """Return the inner optimizer's ``state_dict`` with the open window under the
-        key ``"gradaccum"``.
-
-        As in torch, the tensors are the live ones: save or deep-copy them before
-        training resumes.
-
-        Raises:
-            UsageError: a micro-batch is under way; something changed ``.grad``; or a
-                window is open, and the caller is ``get_optimizer_state_dict`` of
-                `torch.distributed.checkpoint`.
-        """
-        caller = names.model_state_caller("_get_optim_state_dict", 2)
-        for before in update.save_pre_hooks(self).values():
-            before(self)
-        state_dict = save(self._window.save(), self._parameters, self._inner, caller)
-        for after in update.save_post_hooks(self).values():
-            replaced = after(self, state_dict)
-            state_dict = state_dict if replaced is None else replaced
-        return state_dict
-
-    def load_state_dict(self, state_dict: StateDict) -> None:
-        """Restore a state from `state_dict`, mid-window included; a bare optimizer's
-        state is an empty window.
-
-        Between two windows the saved loss scale is kept only if it is dynamic in both
-        optimizers.
-
-        Raises:
-            CheckpointError: the state is of other parameters, or of an open window
-                under other options; nothing was changed.
-        """
-        state_dict = state_dict.copy()
-        for before in update.load_pre_hooks(self).values():
-            replaced = before(self, state_dict)
-            state_dict = state_dict if replaced is None else replaced
-        window = self._window
-        window.restore(
-            load(
-                state_dict,
-                window.sum_dtypes,
-                self._parameters,
-                self._inner,
-                window.resumed,
-            )
-        )
-        self._loads.append(window.updates)
-        for after in update.load_post_hooks(self).values():
-            after(self)
+        return self._window.masters.by_index()
 
     @property
     def param_groups(self) -> list[Group]:
@@ -493,13 +381,8 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
             UsageError: to a `torch.amp.GradScaler` that was not given as
                 ``loss_scale=``, before it touches a gradient.
         """
-        # Nothing else gives the scaler away: the kernel that unscales leaves the
-        # version of a gradient as it was.
-        if (caller := names.unscaling_caller(2)) is None:
-            return self._inner.param_groups
-        if self._scaler is None:
-            raise foreign_scaler_error()
-        return self._scaler.groups_for(caller)
+        groups = groups_for_a_scaler(self._scaler)
+        return self._inner.param_groups if groups is None else groups
 
     @param_groups.setter
     def param_groups(self, groups: list[Group]) -> None:
@@ -507,12 +390,15 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> OptimizerState:
-        """The inner optimizer's state by parameter, the same mapping."""
-        return (
-            self._inner.state
-            if names.model_state_caller("_init_optim_state", 2) is None
-            else self._initialized_state()
-        )
+        """The inner optimizer's state by parameter, the same mapping.
+
+        Raises:
+            UsageError: to `torch.distributed.checkpoint.state_dict`, which would leave
+                the window out.
+        """
+        if is_called_by_model_state():
+            raise checks.model_state_error()
+        return self._inner.state
 
     @state.setter
     def state(self, state: OptimizerState) -> None:
@@ -527,339 +413,149 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
     def defaults(self, defaults: dict[str, Any]) -> None:
         self._inner.defaults = defaults
 
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """The inner optimizer. Its own ``step`` raises for as long as this one
-        lives.
-        """
-        return self._inner
-
     if not TYPE_CHECKING:  # A type checker shall know a misspelt name.
 
         def __getattr__(self, name: str) -> Any:
+            missing = f"{type(self).__name__!r} object has no attribute {name!r}"
             # Underscored names belong to one object: the inner one's would describe the
             # wrong optimizer.
             if name.startswith("_"):
-                raise AttributeError(
-                    f"{type(self).__name__!r} object has no attribute {name!r}"
-                )
+                raise AttributeError(missing)
             try:
                 value = getattr(self._inner, name)
             except AttributeError as error:
-                if (place := place_of_attribute(name)) is None:
+                place = checks.place_of_attribute(name)
+                if place is None:
                     raise
-                raise AttributeError(
-                    f"{type(self).__name__!r} object has no attribute {name!r}. {place}"
-                ) from error
-            return (
-                forwarded(value, name, self._window, self._parameters)
-                if isinstance(value, (MethodType, FunctionType))
-                else value
-            )
+                raise AttributeError(f"{missing}. {place}") from error
+            masters = self._window.masters
+            is_method = isinstance(value, (MethodType, FunctionType))
+            return on_masters(value, masters) if is_method else value
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add a group, also in mid-window; see `torch.optim.Optimizer.add_param_group`.
+
+        Raises:
+            ArgumentValueError: workers share the window, and they do not train a
+                parameter of the group together.
+            UsageError: ``.grad`` of a parameter of the group holds numbers.
+        """
+        given = param_group["params"]
+        if self._window.workers.several and not isinstance(given, set):
+            given = [given] if isinstance(given, Tensor) else list(given)
+            param_group["params"] = given
+            parameters = [
+                each[1] if isinstance(each, tuple) else each for each in given
+            ]
+            self._window.workers.require_parameters(parameters)
+        self._inner.add_param_group(param_group)
+        try:
+            if not self._window.has_new_gradient:
+                require_no_gradients(self._inner.param_groups[-1]["params"])
+            self._window.parameters_changed()
+        except Exception:
+            self._inner.param_groups.pop()
+            raise
+
+    # Saving.
+
+    def state_dict(self) -> StateDict:
+        """Return the inner optimizer's ``state_dict`` with the open window under the
+        key ``"gradaccum"``.
+
+        As in torch, the tensors are the live ones: save or deep-copy them before
+        training resumes.
+
+        Raises:
+            UsageError: a micro-batch is under way, or something changed ``.grad``.
+        """
+        for hook in hooks_of(self, "state_dict_pre"):
+            hook(self)
+        state_dict = saving.save(self._window)
+        for hook in hooks_of(self, "state_dict_post"):
+            replaced = hook(self, state_dict)
+            state_dict = state_dict if replaced is None else replaced
+        return state_dict
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """Restore a state from `state_dict`, mid-window included; a bare optimizer's
+        state is an empty window.
+
+        Between two windows the saved loss scale is kept only if it is dynamic in both
+        optimizers.
+
+        Raises:
+            CheckpointError: the state is of other parameters, or of an open window
+                under other options; nothing was changed.
+        """
+        state_dict = dict(state_dict)
+        for hook in hooks_of(self, "load_state_dict_pre"):
+            replaced = hook(self, state_dict)
+            state_dict = state_dict if replaced is None else replaced
+        saving.load(self._window, state_dict)
+        self._loads.append(self._window.updates)
+        for hook in hooks_of(self, "load_state_dict_post"):
+            hook(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        if not self._window.workers.can_be_copied:
+            raise checks.copy_error()
+        self._window.update.require_usable()
+        return {
+            "inner": self._inner,
+            "options": self._options,
+            "loads": self._loads,
+            "masters": self._window.masters.by_index(),
+            "window": saving.entry_of(self._window),
+            "micro_batch": self._window.pickled(),
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        inner = state["inner"]
+        options = state["options"]
+        masters = state["masters"]
+        AccumulatingOptimizer.__init__(self, inner, options, Workers(), masters)
+        saving.load_entry(self._window, state["window"])
+        self._window.unpickle(state["micro_batch"])
+        self._loads.extend(state["loads"])
 
     def __repr__(self) -> str:
         # The class and the options; ``print(opt.optimizer)`` shows the groups. A
         # GradScaler has the scale on its device: this waits for it.
-        state = self._window.fields_to_save()
-        size = (
-            self._window.size
-            if state.micro_step
-            else known_window_size(self._options, state.optimizer_step)
-        )
-        return described(
-            type(self).__name__, type(self._inner).__name__, self._options, state, size
-        )
-
-    def __getstate__(self) -> dict[str, Any]:
-        self._window.workers.require_no_copy()
-        state = {"inner": self._inner, "options": self._options, "loads": self._loads}
-        return {
-            **state,
-            "masters": self._parameters.masters_by_position(),
-            "window": self._window.pickled(),
-        }
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        inner, options = state["inner"], state["options"]
-        AccumulatingOptimizer.__init__(
-            self,
-            inner,
-            options,
-            workers_of(inner, None, options, process_group=ALONE),
-            state["masters"],
-        )
-        self._window.unpickle(state["window"])
-        self._loads.extend(state["loads"])
-
-    @property
-    def _step_supports_amp_scaling(self) -> bool:
-        """The flag by which ``scaler.step`` calls ``step`` at once, without unscaling
-        and without waiting for the device.
-        """
-        return self._scaler is not None
-
-    def _step_for_scaler(self) -> None:
-        if self._scaler is None:
-            raise foreign_scaler_error()
-        self._window.note_scaled()
-        with self._scaler.stepping(self):
-            if self._window.add():
-                self._window.reported(self._window.close)
-
-    def _initialized_state(self) -> OptimizerState:
-        require_no_open_window(self.result.micro_step)
-        with self._parameters.masters_in_place(), self._window.update.running():
-            names.initialize_state(self._inner)
-        # An empty state, as of an inner optimizer without one, would have torch make a
-        # step of this one.
-        return {"initialized": True}
+        window = self._window
+        state = window.current_state()
+        size = window.size
+        if not state.micro_step:
+            size = checks.known_window_size(self._options, state.optimizer_step)
+        names = (type(self).__name__, type(self._inner).__name__)
+        return described(*names, self._options, state, size)
 
 
-# Methods that only the inner optimizer has, called on the wrapped one.
-#
-# Some switch the weights (schedulefree's ``eval`` and ``train``); with master weights,
-# the model then gets the rounded result. Some make an update of their own (SAM's
-# ``first_step``): from a part of a window's gradient, and uncounted. Such a method
-# looks at ``.grad``, whatever its name is. It is refused as it looks, before it has
-# changed anything.
-
-
-Argument = Any
-"""What a method of torch or of the inner optimizer takes: handed through, whatever it
-is.
-"""
-
-_GRAD: Any = Tensor.grad
-_TOUCHES = (_GRAD.__get__, _GRAD.__set__, _GRAD.__delete__)
-
-
-class _Watch(TorchFunctionMode):
-    """Refuses to read or write the ``.grad`` of a parameter while it holds a part of a
-    window.
-
-    With ``separate_sums=True`` only the user knows whether ``.grad`` holds such a part:
-    there it is refused always.
+def on_masters(method: Callable[..., Any], masters: MasterWeights) -> Any:
+    """Return a `method` of the inner optimizer that works on the master weights, after
+    which the model gets the rounded result: schedulefree's ``eval`` and ``train``
+    switch the weights.
     """
-
-    def __init__(self, method: str, window: Window, parameters: Parameters) -> None:
-        super().__init__()
-        self._method, self._window = method, window
-        self._ids = {
-            id(tensor)
-            for tensor in (
-                *parameters.unique(),
-                *parameters.masters_by_position().values(),
-            )
-        }
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        if (
-            func in _TOUCHES
-            and id(args[0]) in self._ids
-            and (self._window.is_under_way() or self._holds_users(args[0]))
-        ):
-            raise _own_update_error(self._method)
-        return func(*args, **(kwargs or {}))
-
-    def _holds_users(self, parameter: Tensor) -> bool:
-        return (
-            self._window.strategy.watch.allowed is Allowed.ALL
-            and parameter.grad is not None
-        )
-
-
-def forwarded(
-    method: Callable[..., Any], name: str, window: Window, parameters: Parameters
-) -> Callable[..., Any]:
-    """Wrap a `method` of the inner optimizer so that it raises if it touches ``.grad``
-    while a window is under way.
-    """
+    if not masters.masters:
+        return method
 
     @wraps(method)
     def call(*args: Argument, **kwargs: Argument) -> Any:
-        with parameters.published(), _Watch(name, window, parameters):
+        with masters.published():
             return method(*args, **kwargs)
 
     return call
 
 
-def _own_update_error(method: str) -> UsageError:
-    expected = (
-        "a method that leaves .grad alone while a window is open, or a call between two"
-        " windows"
-    )
-    found = (
-        "one that reads or writes .grad, which holds a part of the window's gradient,"
-        " not yet divided"
-    )
-    fix = (
-        f"An update of its own needs a window of its own: make {method} the step() of a"
-        " small torch.optim.Optimizer and wrap that one too (RECIPES.md of"
-        " gradaccum_torch, An optimizer with two updates). The window is as it was."
-    )
-    return explain(UsageError, f"{method}()", expected=expected, found=found, fix=fix)
-
-
-class WholeWindow:
-    """A window that one call fills and closes: inside its ``with`` block the
-    micro-batches of the call are counted.
-
-    If the block raises, the window is forgotten, and every ``.grad`` holds what it held
-    before.
-    """
-
-    def __init__(
-        self,
-        window: Window,
-        parameters: Parameters,
-        options: Options,
-        process_group: dist.ProcessGroup | None = None,
-    ) -> None:
-        self.process_group = process_group
-        self._window, self._parameters, self.options = window, parameters, options
-        self._before: list[tuple[Tensor, Tensor]] = []
-        self._sharded = any(map(names.is_sharded, parameters.unique()))
-        self._parts: list[int] = []
-        """Those that were updated, which cannot be undone."""
-
-    def __enter__(self) -> WholeWindow:
-        # Here: once entered, an error makes the window forgotten, and the update that
-        # raised with it.
-        self._window.update.require_whole()
-        if self._window.is_under_way():
-            fix = (
-                "Call opt.flush() or opt.discard() first: this call makes a window of"
-                " its own."
-            )
-            raise explain(
-                UsageError,
-                "optimizer",
-                expected="one between two windows",
-                found="one with an open window",
-                fix=fix,
-            )
-        with_gradients = ((each, each.grad) for each in self._parameters.unique())
-        self._before.extend(
-            (each, gradient)
-            for each, gradient in with_gradients
-            if gradient is not None
-        )
-        # zero_grad(set_to_none=False) leaves zeros, into which autograd adds; anything
-        # else would count as a part of the window.
-        if any(names.holds_numbers(gradient) for _, gradient in self._before):
-            fix = "Call opt.zero_grad() first: the window is this call's batch alone."
-            raise explain(
-                UsageError,
-                ".grad",
-                expected="no gradients from before",
-                found="gradients",
-                fix=fix,
-            )
-        self._window.strategy.watch.reset()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if kind is None:
-            return
-        self._window.discard()
-        with torch.no_grad():
-            for parameter, gradient in self._before:
-                parameter.grad = gradient.zero_()
-        self._window.strategy.watch.reset()
-        if self._parts:
-            self._window.update.leave_half_made()
-
-    @contextmanager
-    def adding(self) -> Iterator[None]:
-        """Add what backward passes inside the block deliver to the sum: the
-        micro-batches that they are of are counted already.
-        """
-        strategy = self._window.strategy
-        with strategy.watch.unwatched():
-            yield
-        strategy.load(strategy.release())
-
-    def part(self, number: int, belongs: Callable[[Tensor], bool]) -> None:
-        """Update the parameters that `belongs` is true of, whose sum is complete, and
-        free it; the window stays open for the others.
-        """
-        before, others = (
-            self._numbers(),
-            Versions(each for each in self._parameters.unique() if not belongs(each)),
-        )
-        self._parts.append(number)
-        self._window.close_part(number, belongs)
-        moved = {
-            name
-            for old, new in zip(before, self._numbers(), strict=True)
-            for name, _ in new.items() - old.items()
-        }
-        if moved or others.moved():
-            raise shared_step_error(sorted(moved) or ["parameters without a gradient"])
-
-    def _numbers(self) -> list[dict[str, object]]:
-        numbers = int, float, Tensor
-        return [
-            {
-                name: rate_mark(each)
-                for name, each in group.items()
-                if isinstance(each, numbers)
-            }
-            for group in self._parameters.groups()
-        ]
-
-    @property
-    def parameters(self) -> set[int]:
-        return set(map(id, self._parameters.unique()))
-
-    def unsharded(self) -> set[int]:
-        """Return the ids of the whole parameters that FSDP2 gathered in the last
-        forward pass.
-        """
-        if not self._sharded:
-            return set()
-        return {
-            id(whole)
-            for unit in fsdp.units_holding(self._parameters.unique())
-            for _, whole in unit.whole_parameters()
-        }
-
-    def bound_to_micro_batches(self) -> list[str]:
-        """Return the options that look at single micro-batches, or at the window's end
-        alone.
-        """
-        options, workers = self.options, self._window.workers
-        given = {
-            "separate_sums": options.separate_sums,
-            "gradient_sync": workers.strategy is not None,
-            "norm_group": workers.stages is not None,
-        }
-        return [f"{name}=" for name, is_given in given.items() if is_given]
-
-    def begin_weightless(self) -> None:
-        """Prepare for a backward pass that delivers a part of what is counted already:
-        no weight is added, the scale holds.
-        """
-        self._window.begin_weightless()
-
-    @property
-    def arrived(self) -> bool:
-        """True if autograd has delivered something since the last micro-batch was
-        counted.
-        """
-        return self._window.is_micro_batch_begun
-
-    def scale(self) -> float:
-        """Return the current loss scale; may wait for the device."""
-        return float(self._window.fields_to_save().loss_scale)
+def require_no_gradients(parameters: Iterable[Tensor]) -> None:
+    """Raise unless ``.grad`` is free of what would be a part of the next update."""
+    filled = [
+        parameter
+        for parameter in parameters
+        if parameter.grad is not None and not is_zero(parameter.grad)
+    ]
+    if filled:
+        gc.collect()  # An error that was caught may keep another wrapper in a cycle.
+    filled = [parameter for parameter in filled if parameter.grad is not None]
+    if filled:
+        raise checks.new_parameters_error(any(map(is_watched, filled)))

@@ -16,7 +16,7 @@ import torch
 from gradaccum import ArgumentTypeError, UsageError
 from gradaccum.kit import explain
 from gradaccum_torch.optimizer import AccumulatingOptimizer
-from gradaccum_torch.private.names import is_sequence_calling, note_step_called
+from gradaccum_torch.torch_private.names import is_sequence_calling, note_step_called
 
 Scheduler = Any
 """An object with a ``step`` or timm's ``step_update``, and the optimizer that it
@@ -126,7 +126,7 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
     ) -> Any:
         """Call the scheduler's ``step_update`` with the number of updates applied."""
         updates = self._updates()
-        self._scheduler.optimizer._window.forget_rates()
+        self._scheduler.optimizer._window.changed_rate_warning.allow_change()
         return (
             self._scheduler.step_update(updates, *args, **kwargs) if updates else None
         )
@@ -178,7 +178,7 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
         # an update that was made before a checkpoint.
         note_step_called(self._scheduler.optimizer)
         self._scheduler.step(*args, **kwargs)
-        self._scheduler.optimizer._window.forget_rates()
+        self._scheduler.optimizer._window.changed_rate_warning.allow_change()
 
     def _is_replayed(self) -> bool:
         """True if a step right after a load of the optimizer is to bring a schedule at
@@ -186,10 +186,14 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
         """
         at_beginning = getattr(self._scheduler, "last_epoch", None) == 0
         return (
-            at_beginning
-            and not self._was_loaded
-            and self._scheduler.optimizer._window.was_just_loaded
+            at_beginning and not self._was_loaded and self._is_optimizer_just_loaded()
         )
+
+    def _is_optimizer_just_loaded(self) -> bool:
+        """True if nothing was counted since a state with updates was loaded."""
+        loads = self._scheduler.optimizer._loads
+        window = self._scheduler.optimizer._window
+        return bool(loads and loads[-1]) and window.has_just_loaded
 
     def _updates(self) -> int:
         return int(self._scheduler.optimizer._window.updates)

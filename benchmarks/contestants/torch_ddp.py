@@ -32,7 +32,6 @@ from gradaccum.kit import (
     require_same_rates,
     select,
 )
-from gradaccum_torch.workers.group import decode, encode
 
 BASELINE = "no_sync by hand"
 
@@ -74,9 +73,8 @@ def promising(clip_norm: float | None = None) -> Recipe:
     The loop notices what else changes a ``.grad``, steps the optimizer, moves its rates
     or sets the module's flag, copies a gradient that lies in others' memory, and counts
     and decides by the transitions of the core. Workers may hold different numbers of
-    items, so weights, losses and flags are added up exactly, in the one reduction after
-    the last backward pass; all must have the same rates, and gradients of the same
-    parameters, dense and without a graph. A sum that is not finite makes no update, for
+    items, so weights, losses and flags are added up, before the sums; all must have the
+    same rates, and gradients of the same parameters, dense and without a graph. A sum that is not finite makes no update, for
     which its norm is read; versions tell how far an update came that raised.
     """
 
@@ -118,24 +116,17 @@ def promising(clip_norm: float | None = None) -> Recipe:
                 not any(each.is_sparse or each.requires_grad for each in gradients)
             )
             present = [parameter.grad is not None for parameter in parameters]
-            numbers = bytearray(
-                encode(fields, False, present, [losses], rate_bits(*rates))
-            )
-            packed = torch.cat(
-                [
-                    *(each.view(-1) for each in gradients),
-                    torch.frombuffer(numbers, dtype=torch.uint8).float(),
-                ]
-            )
-            dist.all_reduce(packed, group=parallel.process_group)
-            total, added = (
-                packed[: -len(numbers)],
-                decode(packed[-len(numbers) :], 1, 32),
-            )
-            require_same_rates(rates, added.flags, workers, rank)
-            _require(present == [count > 0 for count in added.holders])
+            bits = rate_bits(*rates)
+            counted = [fields.weight, fields.overflow, losses, *bits, *present]
+            numbers = torch.tensor(counted, dtype=torch.float64)
+            dist.all_reduce(numbers, group=parallel.process_group)
+            weight, overflows, losses, *rest = numbers.tolist()
+            require_same_rates(rates, rest[: len(bits)], workers, rank)
+            _require(present == [count > 0 for count in rest[len(bits) :]])
+            total = torch.cat([each.view(-1) for each in gradients])
+            dist.all_reduce(total, group=parallel.process_group)
             norm = torch.linalg.vector_norm(total).item()
-            ended = joined(fields, added.weight, added.overflow)
+            ended = joined(fields, weight, overflows > 0)
             apply, overflow, divisor, _ = decide(
                 ended, norm, math.isfinite(norm), options, select
             )

@@ -122,7 +122,10 @@ def _wrapped(model: nn.Module, xs: list[Tensor]) -> Contestant:
             optimizer.step()
             optimizer.zero_grad()
 
-    return Contestant(window, optimizer._window.strategy.sums, inner)
+    def sums() -> list[Tensor]:
+        return list(optimizer._window.saved_sums().values())
+
+    return Contestant(window, sums, inner)
 
 
 def _true_gradient(model: nn.Module, xs: list[Tensor]) -> Tensor:

@@ -15,19 +15,19 @@ import torch
 
 import gradaccum
 from conformance_tests.framework_tests.torch_operations import Operations
-from gradaccum_torch.sums.arithmetic import SMALL, divide, measure
+from gradaccum_torch.arithmetic import divide
 
 STEPS = 4
 SIZE = 64
 """The side of the square weights and the length of the biases. A norm is taken of each
 of so few small tensors.
 """
-CALLS = 19
+CALLS = 40
 """Python calls of a step() and a zero_grad() inside a window. Each takes a microsecond,
 since the backward pass has filled the caches.
 """
 
-CALLS_AT_BEGIN = 26
+CALLS_AT_BEGIN = 60
 """The same where a window begins: the step looks up the size, checks that the
 parameters are still the planned ones and notes a few of their numbers.
 """
@@ -105,7 +105,7 @@ def test_window_end_makes_two_passes(fused: bool) -> None:
     extra = ours.counts - bare.counts
     assert extra["_foreach_norm"] == 1
     # The divisor is a power of two, by whose inverse a CPU multiplies in half the time.
-    assert (extra["_foreach_div_"], extra["_foreach_mul_"]) == (0, 0 if fused else 1)
+    assert (extra["_foreach_div_"], extra["_foreach_mul_"]) == (0, 1)
     small = {
         "stack",
         "linalg_vector_norm",
@@ -142,32 +142,6 @@ def test_python_calls_stay_few(layers: int, options: dict[str, Any]) -> None:
         backward(model)
         called = python_calls(step)
         assert len(called) <= (CALLS_AT_BEGIN if first else CALLS), called
-
-
-def test_small_tensors_share_one_norm() -> None:
-    """On a CPU, each small tensor would otherwise cost a call for its norm and a new
-    tensor for its divisor.
-    """
-    parameters = [torch.nn.Parameter(torch.ones(3)) for _ in range(50)]
-    opt = gradaccum.wrap(torch.optim.SGD(parameters, foreach=True), steps=None)
-    for _ in range(3):
-        opt.backward(torch.stack([parameter.sum() for parameter in parameters]).sum())
-        opt.step()
-    opt.flush()
-    for _ in range(3):
-        opt.backward(torch.stack([parameter.sum() for parameter in parameters]).sum())
-        opt.step()
-    with Operations() as ops:
-        opt.flush()
-    assert (ops.counts["linalg_vector_norm"], ops.counts["_foreach_norm"]) == (1, 0)
-    assert {
-        overload for name, overload in ops.overloads if name == "_foreach_div_"
-    } == {"Tensor"}
-    assert opt.result.grad_norm == pytest.approx(150**0.5)
-    sizes = 3, 3, 3, 3, SMALL, SMALL + 1
-    assert measure(list(map(torch.ones, sizes))).norm == pytest.approx(
-        sum(sizes) ** 0.5
-    ), "each once"
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -215,7 +189,7 @@ def test_gradients_are_the_only_sums() -> None:
     model, _, opt = setting()
     backward(model)
     opt.step()
-    sums = opt._window.strategy.sums()
+    sums = opt._window.gradient_sum.gradients().values()
     assert [total.data_ptr() for total in sums] == [
         p.grad.data_ptr() for p in model.parameters()
     ]

@@ -4,7 +4,6 @@ write into the model overrides them.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 import gradaccum
-from gradaccum_torch import parameters
 
 STEP = 2.0**-13
 
@@ -70,7 +68,7 @@ def masters_of(opt: Any) -> list[Tensor]:
     """
     return [
         opt.master_weights.get(index, own)
-        for index, own in enumerate(opt._parameters.positions())
+        for index, own in enumerate(opt._window.masters.parameters())
     ]
 
 
@@ -128,11 +126,11 @@ def test_sum_is_the_masters_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     no copy.
     """
     model, opt = make(torch.float16)
-    strategy = opt._window.strategy
+    gradient_sum = opt._window.gradient_sum
     given: list[tuple[set[int], set[int], bool]] = []
 
     def before(*_: object) -> None:
-        held = {total.data_ptr() for total in strategy.sums()}
+        held = {total.data_ptr() for total in gradient_sum.gradients().values()}
         handed = {master.grad.data_ptr() for master in masters_of(opt)}
         given.append(
             (held, handed, any(p.grad is not None for p in model.parameters()))
@@ -464,52 +462,3 @@ def test_model_cast_to_float32_trains_on() -> None:
         opt.step()
     for parameter, master in zip(model.parameters(), masters, strict=True):
         assert torch.equal(parameter, master.to(torch.bfloat16).float())
-
-
-@pytest.mark.parametrize(
-    "compare",
-    [
-        lambda *pair: parameters.bits_apart(*pair),
-        lambda *pair: parameters.differences([pair])[0],
-    ],
-)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_smallest_change_is_seen(compare: Any, dtype: torch.dtype) -> None:
-    """Both ways of comparing, the CPU's and the accelerator's, see it at any size of
-    the element, down to the smallest number.
-    """
-    limits = torch.finfo(dtype)
-    wide = torch.cat(
-        [
-            torch.logspace(
-                math.log2(limits.tiny), math.log2(limits.max) - 1, 300, base=2.0
-            ),
-            torch.tensor([0.0, limits.smallest_normal]),
-        ]
-    )
-    half = wide.to(dtype)
-    assert not compare(half, wide)
-    for index in range(len(half)):
-        changed = half.clone()
-        changed.view(torch.int16)[index] += 1
-        assert compare(changed, wide)
-        changed.copy_(half).view(torch.int16)[index] ^= -(2**15)
-        assert compare(changed, wide) or not half[index], "another sign"
-
-
-def test_tensors_are_compared_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parameters, "CHUNK", 4)
-    pairs = [
-        (torch.ones(size, dtype=torch.float16), torch.ones(size))
-        for size in (1, 5, 2, 3, 1)
-    ]
-    chunks = list(parameters._chunks(pairs))
-    assert [[half.numel() for half, _ in chunk] for chunk in chunks] == [
-        [1, 5],
-        [2, 3],
-        [1],
-    ]
-    assert parameters.apart([]) is None
-    assert (
-        parameters.apart([(torch.ones(0, dtype=torch.float16), torch.ones(0))]) is None
-    )

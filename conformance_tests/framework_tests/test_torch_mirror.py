@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -39,10 +38,7 @@ import gradaccum
 from benchmarks.cost_law import WAYS, Sent, Window
 from conformance_tests.framework_tests.torch_fsdp import REASON, RUNS_ON_CPU
 from conformance_tests.framework_tests.torch_mirror import Call, mirror
-from conformance_tests.framework_tests.torch_operations import Peak
 from gradaccum_torch import sharded_cross_entropy
-from gradaccum_torch.sums.arithmetic import largest, measure, version
-from gradaccum_torch.sums.strategy import Undivided
 
 pytestmark = pytest.mark.filterwarnings("ignore:DTensor random operators:UserWarning")
 """Of an older torch, about random numbers on a CPU, which no program here asks for."""
@@ -383,18 +379,6 @@ def large_batches(
     return model, norms
 
 
-@pytest.mark.skipif(not RUNS_ON_CPU, reason=REASON)
-def test_workers_with_shards_cannot_regroup() -> None:
-    """A lost worker takes its shards along."""
-    with mirror(8):
-        job = fsdp(8, "window")
-        opt = gradaccum.wrap(sgd(job.model.parameters()), steps=2, **job.options)
-        with pytest.raises(
-            gradaccum.UsageError, match=r"(?s)regroup\(\).*a whole copy.*checkpoint"
-        ):
-            opt.regroup(dist.group.WORLD)
-
-
 LAWS = {
     "DistributedDataParallel": ("DistributedDataParallel", 1),
     "process_group": ("DistributedDataParallel", 1),
@@ -474,122 +458,6 @@ SMALL, LARGE = nn.Parameter(torch.zeros(2**19)), nn.Parameter(torch.zeros(2**21)
 """Two mebibytes, which travel with others, and eight, which travel alone."""
 
 
-@pytest.mark.parametrize(
-    ("workers", "model", "apart", "beyond"),
-    [
-        (2, [SMALL] * 10, True, 20),
-        (2, [LARGE] * 4 + [SMALL], True, 34),
-        (2, [LARGE.view(2, -1).t()] * 2, True, 16),
-        (2, [LARGE] * 4 + [SMALL] * 40, False, 24 + 2 * 24),
-        (1, [LARGE, SMALL], True, 0),
-    ],
-    ids=["small", "large", "strided", "in place", "one worker"],
-)
-def test_the_end_of_a_window_copies_the_sums_at_most_once(
-    workers: int,
-    model: list[Tensor],
-    apart: bool,
-    beyond: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Beyond the sums it takes as many bytes while they are reduced; more than a
-    gibibyte is reduced in place, by two buckets at a time.
-    """
-    monkeypatch.setattr(
-        "gradaccum_torch.workers.group.APART_BYTES", 2**30 if apart else 0
-    )
-    with mirror(workers):
-        parameters = [nn.Parameter(each.detach().clone()) for each in model]
-        opt = gradaccum.wrap(
-            torch.optim.SGD(parameters, lr=0.1, foreach=False),
-            steps=1,
-            process_group=dist.group.WORLD,
-        )
-        for step in range(2):
-            opt.backward(
-                sum(
-                    (parameter * parameter.detach().add(step + 1)).sum()
-                    for parameter in parameters
-                )
-            )
-            with Peak() as end:
-                opt.step()
-            opt.zero_grad()
-    assert beyond * MEBI <= end.peak <= beyond * MEBI + MEBI // 4
-    for parameter, each in zip(parameters, model, strict=True):
-        assert parameter.unique().tolist() == pytest.approx([-0.1 - 0.1 * 1.9])
-        assert parameter.stride() == each.stride()
-
-
-def test_a_sharded_sum_by_itself() -> None:
-    """Its largest magnitude is every worker's, with no part here too, and its norm over
-    two meshes; its version shows no division.
-    """
-    with mirror(2) as calls:
-        mesh = init_device_mesh("cpu", (2,))
-        one, other = (
-            distribute_tensor(torch.tensor([-4.0, 3.0]), mesh, [Shard(0)])
-            for _ in range(2)
-        )
-        calls.clear()
-        assert largest([one]) == 4
-        assert [call.name for call in calls] == ["allreduce"]
-        assert (
-            largest(
-                [
-                    DTensor.from_local(
-                        torch.empty(0),
-                        mesh,
-                        [Shard(0)],
-                        shape=torch.Size([1]),
-                        stride=(1,),
-                    )
-                ]
-            )
-            == 0
-        )
-        elsewhere = distribute_tensor(
-            torch.tensor([-4.0, 3.0]),
-            init_device_mesh("cpu", (1, 2)),
-            [Shard(0), Shard(0)],
-        )
-        assert measure([one, elsewhere]).norm == pytest.approx(8)
-        undivided = Undivided([], [], [], [one])
-        assert [undivided.is_divided(each, version(each)) for each in (one, other)] == [
-            True,
-            False,
-        ]
-
-
-def test_a_tied_sum_that_waits_for_its_update_takes_no_micro_batch(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Another stage is lost where all agree on the norm: the sum is that of all stages
-    by then.
-    """
-    with mirror(2):
-        parameter = nn.Parameter(torch.ones(2).double())
-        stages = {
-            "norm_group": dist.group.WORLD,
-            "tied": {dist.group.WORLD: [parameter]},
-        }
-        opt = gradaccum.wrap(
-            torch.optim.SGD([parameter], lr=1.0), steps=1, clip_norm=CLIP, **stages
-        )
-        with monkeypatch.context() as lost:
-            lost.setattr(
-                dist,
-                "all_gather",
-                Mock(side_effect=RuntimeError("Connection closed by peer")),
-            )
-            opt.backward(parameter.sum())
-            with pytest.raises(RuntimeError, match="worker"):
-                opt.step()
-        opt.backward(parameter.sum())
-        with pytest.raises(gradaccum.UsageError, match=r"flush\(\)"):
-            opt.step()
-
-
 def test_a_failed_update_gets_the_undivided_sums_again() -> None:
     """The reduced sums are parts of one tensor, which is divided in one call."""
     results = []
@@ -617,34 +485,6 @@ def test_a_failed_update_gets_the_undivided_sums_again() -> None:
             results.append([*model.parameters(), opt.result.grad_norm])
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-
-
-def test_gradients_that_the_user_replaces_after_a_failed_update_are_the_window_s() -> (
-    None
-):
-    with mirror(2):
-        parameter = nn.Parameter(torch.ones(5).double())
-        opt = gradaccum.wrap(
-            torch.optim.SGD([parameter], lr=1.0),
-            steps=1,
-            reduction="sum",
-            process_group=dist.group.WORLD,
-        )
-        # The second window's sums are parts of one tensor.
-        for norm in (
-            2 * math.sqrt(5),
-            1.0,
-        ):
-            handle = opt.register_step_pre_hook(lambda *_: 1 / 0)
-            opt.backward(parameter.sum())
-            with pytest.raises(ZeroDivisionError):
-                opt.step()
-            handle.remove()
-            if norm == 1:
-                parameter.grad = torch.tensor([1.0, 0, 0, 0, 0]).double()
-            opt.flush()
-            assert opt.result.grad_norm == pytest.approx(norm)
-    assert parameter.tolist() == [-2, -1, -1, -1, -1]
 
 
 REDUCES = ("allreduce", "reduce_scatter")

@@ -303,50 +303,6 @@ def make(**options: Any) -> tuple[nn.Module, Any]:
     )
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"steps": 1},
-        {"on_overflow": "drop_micro_batch"},
-        {"accumulate_dtype": "float64"},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("method", ["first_step", "forget"])
-def test_method_touching_the_sum_is_refused(
-    options: dict[str, Any], method: str
-) -> None:
-    model, opt = make(**options)
-    before = [p.detach().clone() for p in model.parameters()]
-    loss_of(model, rows_of(0)).backward()
-    with pytest.raises(gradaccum.UsageError, match=method):
-        getattr(opt, method)()
-    assert all(
-        torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True)
-    )
-    opt.step()
-    assert opt.result.micro_step == opt.optimizer.describe() - opt.result.applied, (
-        "nothing of the micro-batch was lost"
-    )
-    if opt.result.micro_step:
-        with pytest.raises(gradaccum.UsageError, match=method):
-            getattr(opt, method)()
-
-
-def test_method_with_its_own_backward_is_refused() -> None:
-    """Between two windows the method begins a micro-batch and then reads its
-    gradient.
-    """
-    model, opt = make()
-    before = [p.detach().clone() for p in model.parameters()]
-    with pytest.raises(gradaccum.UsageError, match="with_gradients_of"):
-        opt.with_gradients_of(loss_of(model))
-    assert all(
-        torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True)
-    )
-
-
 def test_harmless_method_passes() -> None:
     model, opt = make()
     loss_of(model, rows_of(0)).backward()

@@ -588,7 +588,7 @@ def test_no_memory_for_a_copy_leaves_the_window(
     opt = wrapped(model)
     mse(model, *PARTS[0]).backward()
     with monkeypatch.context() as patch:
-        patch.setattr("gradaccum_torch.sums.buffers.sum_dtype", lambda *_: 1 // 0)
+        patch.setattr("gradaccum_torch.gradient_sum.sum_dtype", lambda *_: 1 // 0)
         with pytest.raises(ZeroDivisionError):
             opt.step()
     opt.step()

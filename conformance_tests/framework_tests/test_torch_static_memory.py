@@ -15,11 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import gradaccum
-from conformance_tests.framework_tests.refusing import refused
 from conformance_tests.framework_tests.torch_versions import has_torch
-from gradaccum import UsageError
 from gradaccum_torch import backward, coupled_backward, verify_loss_scaling
-from gradaccum_torch.private.names import keep_own
+from gradaccum_torch.torch_private.names import keep_own
 
 STEPS = 4
 X = torch.randn(8, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -185,35 +183,6 @@ def test_window(
     run: Callable[..., Tensor | None], options: dict[str, Any], memory: str
 ) -> None:
     check(run, torch.float64, MEMORIES[memory], options)
-
-
-@pytest.mark.parametrize("memory", MEMORIES)
-def test_second_pass_that_no_micro_batch_of_the_first_window_had(memory: str) -> None:
-    """Its gradients were not looked at, and may be overwritten; from then on they
-    are.
-    """
-    models = [Net(torch.float64, handed) for handed in (MEMORIES[memory], None)]
-    opts = [
-        gradaccum.wrap(
-            torch.optim.SGD(model.parameters(), lr=1.0), steps=STEPS, separate_sums=True
-        )
-        for model in models
-    ]
-    chunks = list(zip(X.chunk(STEPS), Y.chunk(STEPS), strict=True))
-    for model, opt in zip(models, opts, strict=True):
-        for passes in (1,) * STEPS + (2,) * STEPS:
-            x, y = chunks[opt.result.micro_step]
-            model.loss(x, y).backward()
-            if passes == 2 and opt.result.micro_step == 0 and model.handed is not None:
-                with refused(UsageError, "backward()"):
-                    model.loss(x, y).backward()
-                opt.zero_grad()
-                model.loss(x, y).backward()
-            if passes == 2:
-                model.loss(x, y).backward()
-            opt.step()
-    assert [opt.result.optimizer_step for opt in opts] == [2, 2]
-    assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -4,7 +4,6 @@ nothing, and windows in which ``.grad`` may change.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +15,6 @@ from torch import nn
 
 import gradaccum
 from conformance_tests.framework_tests.torch_model import X, assign, clip, make_model
-from gradaccum_torch.window.watch import NOTHING_SEEN, Event, Given, MicroBatch, seen
 
 PLACES: dict[str, tuple[torch.dtype, dict]] = {
     "in .grad": (torch.float32, {}),
@@ -63,20 +61,6 @@ def windows(model: nn.Module, opt: Any, number: int) -> None:
         loss_of(model).backward()
         opt.step()
         opt.zero_grad()
-
-
-def test_gradients_of_a_256th_of_the_memory_stay() -> None:
-    """In them a write is noticed; the others are moved as they arrive."""
-    parameters = [nn.Parameter(torch.ones(size)) for size in (1, 1, 510)]
-    opt = gradaccum.wrap(
-        torch.optim.SGD(parameters, lr=1.0), steps=2, accumulate_dtype="float64"
-    )
-    opt.backward(torch.stack([parameter.sum() for parameter in parameters]).sum())
-    assert [parameter.grad is not None for parameter in parameters] == [
-        True,
-        True,
-        False,
-    ]
 
 
 @by_place
@@ -160,38 +144,6 @@ def test_scheduled_steps_1_leaves_grad_alone(place: str) -> None:
         opt.step()
 
 
-@pytest.mark.parametrize("place", ["in .grad", "kept apart"])
-@pytest.mark.parametrize("bad", [False, True])
-def test_logging_the_norm_passes(place: str, bad: bool) -> None:
-    """``clip_grad_norm_(parameters, inf)`` writes the same values. An infinite gradient
-    becomes NaN, an overflow as well.
-    """
-    (model, opt), (other, plain) = make(place), make(place)
-    for index in range(12):
-        factor = math.inf if bad and index == 4 else 1.0
-        for m, o in ((model, opt), (other, plain)):
-            loss_of(m, factor).backward()
-            if o is opt:
-                nn.utils.clip_grad_norm_(m.parameters(), math.inf)
-            o.step()
-            o.zero_grad()
-    assert opt.result == plain.result
-    assert opt.result.optimizer_step == (3 if bad and place == "in .grad" else 4)
-    assert all(map(torch.equal, model.parameters(), other.parameters()))
-
-
-def test_clip_after_logging_is_seen() -> None:
-    model, opt = make("in .grad")
-    for _ in range(2 * 3):
-        loss_of(model).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), math.inf)
-        opt.step()
-    loss_of(model).backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 1e-4)
-    with pytest.raises(gradaccum.UsageError, match="clip_norm="):
-        opt.step()
-
-
 @pytest.mark.parametrize("place", ["half precision", "in float64", "masters"])
 def test_norm_of_moved_gradients_is_refused(place: str) -> None:
     """It would be the norm of the few gradients that are still in ``.grad``."""
@@ -199,58 +151,6 @@ def test_norm_of_moved_gradients_is_refused(place: str) -> None:
     loss_of(model).backward()
     nn.utils.clip_grad_norm_(model.parameters(), math.inf)
     with pytest.raises(gradaccum.UsageError, match=r"opt\.result\.grad_norm"):
-        opt.step()
-
-
-def through_data(model: nn.Module) -> None:
-    for p in model.parameters():
-        if p.grad is not None:
-            p.grad.data.mul_(0.5)
-
-
-def through_numpy(model: nn.Module) -> None:
-    model.head.weight.grad.numpy()[:] *= 0.5
-
-
-def of_new_data(model: nn.Module) -> None:
-    model.body.weight.grad.data = torch.zeros_like(model.body.weight)
-
-
-@pytest.mark.parametrize("place", ["in .grad", "kept apart"])
-@pytest.mark.parametrize("change", [through_data, through_numpy, of_new_data])
-def test_uncounted_write_is_seen_at_first(
-    place: str, change: Callable[[nn.Module], None]
-) -> None:
-    """A tensor's version does not count these writes. The first window compares
-    values.
-    """
-    model, opt = make(place)
-    loss_of(model).backward()
-    opt.step()
-    loss_of(model).backward()
-    change(model)
-    with pytest.raises(gradaccum.UsageError, match="clip_norm="):
-        opt.step()
-
-
-@pytest.mark.parametrize("factor", [1e-25, 1.0, 1e30])
-@pytest.mark.parametrize(
-    "change",
-    [
-        through_data,
-        lambda model: [
-            p.grad.mul_(0.5) for p in model.parameters() if p.grad is not None
-        ],
-    ],
-)
-def test_change_of_tiny_and_huge_gradients_is_seen(
-    change: Callable[[nn.Module], object], factor: float
-) -> None:
-    """Their squares vanish and overflow in float32, and their norms so tell nothing."""
-    model, opt = make("in .grad")
-    loss_of(model, factor).backward()
-    change(model)
-    with pytest.raises(gradaccum.UsageError, match="clip_norm="):
         opt.step()
 
 
@@ -311,138 +211,3 @@ def test_replaced_gradient_is_caught_beside_a_write_to_the_old_one() -> None:
     assert weight.grad._version == held._version
     with pytest.raises(gradaccum.UsageError, match=r"torch\.autograd\.backward"):
         opt.step()
-
-
-# The table: every history of a micro-batch, against what a plain list of its gradients
-# says.
-
-SCALE = 8.0
-MOVES = (
-    "backward 3",
-    "backward 1",
-    "backward 0",
-    "backward raises",
-    "plain",
-    "plain raises",
-    "multiplied",
-    "scaled",
-    "weigh 3",
-    "changed",
-    "taken",
-)
-
-
-def moved(known: MicroBatch, move: str) -> MicroBatch:
-    """What the wrapper does with `known` as `move` happens; a refused call leaves it as
-    it is.
-    """
-
-    def delivered(event: Event, raises: bool = False) -> MicroBatch:
-        after = known if known.under_way else seen(known, event)
-        return after if raises or known.under_way else seen(after, Event.PASS_ENDED)
-
-    what, *number = move.split(" ")
-    if what == "backward" and number != ["raises"]:
-        weight = float(number[0])
-        try:
-            known.told(weight, Given.TO_BACKWARD)
-        except gradaccum.UsageError:
-            return known
-        if known.under_way:
-            return known
-        return (delivered(Event.OWN_PASS) if weight else known).told(
-            weight, Given.TO_BACKWARD, *[1.0] * (weight > 0)
-        )
-    if what in ("scaled", "weigh"):
-        try:
-            return (
-                known.told(1.0, Given.SCALED, 1.0)
-                if what == "scaled"
-                else known.told(3.0, Given.NOT, weighed=True)
-            )
-        except gradaccum.UsageError:
-            return known
-    if what in ("changed", "taken"):
-        return seen(known, Event.CHANGED if what == "changed" else Event.TAKEN)
-    event = {
-        "backward": Event.OWN_PASS,
-        "plain": Event.PLAIN_PASS,
-        "multiplied": Event.MULTIPLIED_PASS,
-    }[what]
-    return delivered(event, raises="raises" in number)
-
-
-class Ledger:
-    """Each gradient that arrived since the last micro-batch, by its factor; None is a
-    factor that nobody here knows.
-    """
-
-    def __init__(self) -> None:
-        self.factors: list[float | None] = []
-        self.weights: list[float] = []
-        self.losses = 0
-        self.given = self.scaled = self.others = self.raised = self.changed = False
-
-    def write(self, move: str, scale: float) -> None:
-        """`move` happens to an optimizer whose loss scale is `scale`."""
-        what, *number = move.split(" ")
-        if what == "taken":
-            self.__init__()  # type: ignore[misc]
-        elif number == ["raises"]:
-            self.raised = True
-        elif what == "changed":
-            self.changed = True
-        elif what in ("plain", "multiplied"):
-            self.others = True
-            self.factors.append(1.0 if what == "plain" else None)
-        elif {*self.weights, weight := float(number[0]) if number else 1.0} == {weight}:
-            if what == "backward" and self.raised:
-                return
-            self.weights.append(weight)
-            if what == "weigh":
-                return
-            self.given = True
-            self.scaled |= what == "scaled"
-            self.losses += weight > 0
-            if what == "backward" and weight:
-                self.factors.append(weight * scale)
-
-    def is_right(self, scale: float) -> bool:
-        """The sum of what arrived is that of losses times one weight and the loss
-        scale, and nothing is missing.
-        """
-        weight = self.weights[0] if self.weights else 1.0
-        # After opt.scale a plain pass is that of the scaled loss.
-        known = [
-            weight * scale if self.scaled and factor == 1 else factor
-            for factor in self.factors
-        ]
-        whole = all(factor == weight * scale for factor in known) and not self.raised
-        return whole and (self.given or scale == 1)
-
-
-@pytest.mark.parametrize("scale", [1.0, SCALE])
-def test_every_history_is_counted_right_or_refused(scale: float) -> None:
-    states = set()
-    for history in itertools.chain.from_iterable(
-        itertools.product(MOVES, repeat=length) for length in range(6)
-    ):
-        known, ledger = NOTHING_SEEN, Ledger()
-        for move in history:
-            known = moved(known, move)
-            ledger.write(move, scale)
-        states.add(known._replace(losses=()))
-        refused = known.changed is not None
-        try:
-            known.require_scaled(known.weight * scale, scales=scale != 1)
-        except gradaccum.UsageError:
-            refused = True
-        assert refused == (ledger.changed or not ledger.is_right(scale)), history
-        assert len(known.losses) == ledger.losses, history
-        assert refused or known.is_plain == (
-            ledger.others and ledger.given and not ledger.scaled
-        ), "then a loss is missing"
-    for known, move in itertools.product(states, MOVES):
-        assert moved(known, move)._replace(losses=()) in states, (
-            "a longer history meets no other state"
-        )

@@ -18,9 +18,8 @@ import gradaccum
 import gradaccum_torch
 from conformance_tests.framework_tests.torch_operations import Operations
 from gradaccum import UsageError
-from gradaccum_torch.statistics import as_told
-from gradaccum_torch.sums import arithmetic as sums
-from gradaccum_torch.window import window as window_module
+from gradaccum_torch import window as window_module
+from gradaccum_torch.extensions import as_number
 
 X = torch.arange(12.0, dtype=torch.float64).reshape(6, 2) / 10
 
@@ -144,29 +143,6 @@ def test_errors_on_the_way() -> None:
     assert opt.result.loss == expected
 
 
-def test_interrupt_that_loses_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The micro-batch is counted, and its loss is not: the window's is not known,
-    rather than too small.
-    """
-    model, opt = made(steps=3)
-    feed(model, opt, X[:2])
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(opt._window._statistics, "counted", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            feed(model, opt, X[2:4])
-    opt.zero_grad()
-    feed(model, opt, X[4:])
-    assert opt.result.applied
-    assert math.isnan(opt.result.loss)
-    expected = near(model)
-    feed(model, opt, X[:2], X[2:4], X[4:])
-    assert opt.result.loss == expected
-
-
 def test_large_batch_in_one_call() -> None:
     model, opt = made(steps=None)
     loss = gradaccum_torch.backward(
@@ -215,7 +191,7 @@ READ = "_local_scalar_dense"
 @pytest.fixture
 def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Losses stay tensors, as those on an accelerator do."""
-    monkeypatch.setattr(window_module, "as_told", lambda loss: loss.detach().clone())
+    monkeypatch.setattr(window_module, "as_number", lambda loss: loss.detach().clone())
 
 
 @pytest.mark.parametrize(
@@ -231,13 +207,11 @@ def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_losses_that_stay_on_their_device(
     on_device: None, options: dict[str, Any]
 ) -> None:
-    """They are read in the one transfer at the window's end; without one, when the
-    result is asked for.
-    """
+    """They are read when the result is asked for."""
     (model, opt), (other, plain) = made(**options), made(**options)
     feed(model, opt, X[:2], X[2:], X[:4])
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(window_module, "as_told", as_told)
+        patched.setattr(window_module, "as_number", as_number)
         feed(other, plain, X[:2], X[2:], X[:4], X[4:])
     resumed = copy.deepcopy((model, opt))
     opt.backward(loss_of(model, X[4:]), weight=2)
@@ -245,12 +219,9 @@ def test_losses_that_stay_on_their_device(
         opt.step()
     if options.get("on_overflow"):
         assert READ not in reads.names
-    assert not opt._window._statistics.unread
     with Operations() as reads:
         loss, again = opt.result.loss, opt.result.loss
-    assert reads.names.count(READ) == (1 if options.get("on_overflow") else 0), (
-        "the copy has read the other one"
-    )
+    assert reads.names.count(READ) == 0, "one transfer brings them all"
     assert loss == again == pytest.approx(plain.result.loss, rel=1e-14)
     feed(*resumed, X[4:])
     assert resumed[1].result.loss == loss, "the copy has the losses of before"
@@ -263,7 +234,7 @@ def test_next_loss_takes_the_same_memory() -> None:
         is_cpu = False  # type: ignore[assignment]
 
     loss = torch.tensor(3.0).as_subclass(Elsewhere)
-    told = as_told(loss)
+    told = as_number(loss)
     loss.fill_(5.0)
     assert isinstance(told, Tensor)
     assert told.item() == 3.0
@@ -329,17 +300,6 @@ def test_clearing_to_zeros_is_as_without_it() -> None:
     opt.discard()
     opt.zero_grad(set_to_none=False)
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
-
-
-def test_window_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, opt = measured()
-    seen: list[int] = []
-    original = sums.norms_in_few_calls
-    monkeypatch.setattr(
-        sums, "norms_in_few_calls", lambda *args: seen.append(1) or original(*args)
-    )
-    feed(model, opt, *NOISY.split(2))
-    assert len(seen) == 1
 
 
 @pytest.mark.parametrize(

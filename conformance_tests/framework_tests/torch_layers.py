@@ -24,8 +24,8 @@ from conformance_tests.framework_tests.torch_shards.common import counted
 from conformance_tests.framework_tests.torch_shards.ways import without
 from conformance_tests.framework_tests.torch_workers.jobs import Check, run_checks
 from gradaccum_torch import backward, layered_backward
-from gradaccum_torch.private import fsdp
-from gradaccum_torch.private.fsdp import GLOO_SUMS
+from gradaccum_torch.torch_private import fsdp
+from gradaccum_torch.torch_private.fsdp import GLOO_SUMS
 
 ITEMS, STEPS, LAYERS = (5, 7), 3, 4
 """The items of each worker; the micro-batches of each; the layers of the model."""

@@ -21,7 +21,7 @@ from gradaccum import ArgumentValueError, AutoMicroBatchSize, UsageError
 from gradaccum.kit import Division, explain, free_frames, too_small_error
 from gradaccum_torch.large_batch.batch import LargeBatch
 from gradaccum_torch.optimizer import AccumulatingOptimizer
-from gradaccum_torch.sums.arithmetic import Versions
+from gradaccum_torch.torch_private.names import Versions
 
 T = TypeVar("T")
 _TEXTS = (

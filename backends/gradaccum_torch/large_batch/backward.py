@@ -36,7 +36,7 @@ from gradaccum_torch.large_batch.gradients import (
 )
 from gradaccum_torch.large_batch.replay import reached_by
 from gradaccum_torch.optimizer import AccumulatingOptimizer
-from gradaccum_torch.private.names import untraced_within
+from gradaccum_torch.torch_private.names import untraced_within
 
 
 @untraced_within

@@ -21,8 +21,8 @@ from gradaccum import (
     UsageError,
     kit,
 )
-from gradaccum_torch.private.names import is_sharded
-from gradaccum_torch.sums.arithmetic import HALF
+from gradaccum_torch.arithmetic import HALF
+from gradaccum_torch.torch_private.names import is_sharded
 
 PLAIN = (str, bytes, bool, int, float, complex, type(None))
 """A leaf that is one plain value has no items, and is given whole to each micro-batch.

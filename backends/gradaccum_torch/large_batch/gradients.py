@@ -8,27 +8,18 @@ sums as autograd produces them.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
 from gradaccum.kit import explain, make_options, measures
-from gradaccum_torch.large_batch.batch import Shares
-from gradaccum_torch.large_batch.replay import Before, Reached, trained_by
-from gradaccum_torch.optimizer import AccumulatingOptimizer
-from gradaccum_torch.parameters import through
-from gradaccum_torch.private.names import (
-    Node,
-    is_leaf_node,
-    keep_own,
-    untraced,
-    version,
-)
-from gradaccum_torch.sums.arithmetic import (
+from gradaccum_torch.arithmetic import (
     HALF,
     add,
     divide,
@@ -36,8 +27,25 @@ from gradaccum_torch.sums.arithmetic import (
     narrowed,
     sum_dtype,
 )
-from gradaccum_torch.update import step_post_hooks, step_pre_hooks
-from gradaccum_torch.window.watch import Hooks, is_watched
+from gradaccum_torch.gradient_watch import is_watched
+from gradaccum_torch.large_batch.batch import Shares
+from gradaccum_torch.large_batch.replay import Before, Reached, trained_by
+from gradaccum_torch.master_weights import through
+from gradaccum_torch.optimizer import AccumulatingOptimizer
+from gradaccum_torch.torch_private.names import (
+    Node,
+    is_leaf_node,
+    keep_own,
+    untraced,
+    version,
+)
+from gradaccum_torch.update import hooks_of
+
+
+def remove(handles: list[RemovableHandle]) -> None:
+    while handles:
+        handles.pop().remove()
+
 
 Mark = tuple[int, int]
 """Which tensor a ``.grad`` is, and how often it was written into."""
@@ -66,7 +74,8 @@ class Gradients:
         """The leaves whose first gradient has not come yet: autograd takes over its
         memory, whoever's it is.
         """
-        self._hooks = Hooks()
+        self._handles: list[RemovableHandle] = []
+        weakref.finalize(self, remove, self._handles).atexit = False
         self._noted: list[Mark | None] = []
         """What the last `backward` left in each leaf."""
         self.delivered = False
@@ -110,7 +119,9 @@ class Gradients:
                 leaf.grad = None
                 self._noted.append(None)
                 if gradient_dtype(leaf) in HALF:
-                    self._hooks.add(leaf, partial(_move, self._wide))
+                    move = partial(_move, self._wide)
+                    handle = leaf.register_post_accumulate_grad_hook(move)  # type: ignore[no-untyped-call]
+                    self._handles.append(handle)
                 else:
                     self._first.append(leaf)
 
@@ -190,7 +201,7 @@ class Gradients:
                 self._before[leaf] = None
 
     def _forget(self) -> None:
-        self._hooks.keep({})
+        remove(self._handles)
         self._wide.clear()
         self._nodes.clear()
         self._left.clear()
@@ -310,7 +321,7 @@ class InWindow:
 
     def __init__(self, optimizer: AccumulatingOptimizer) -> None:
         self._optimizer, self._window = optimizer, optimizer.whole_window()
-        self._others = Gradients(others=self._window.parameters)
+        self._others = Gradients(others=self._window.parameter_ids)
 
     @contextmanager
     def kept(self) -> Iterator[None]:
@@ -322,7 +333,7 @@ class InWindow:
 
     def require_untouched(self) -> None:
         self._others.require_untouched()
-        if self._window.arrived:
+        if self._window.has_new_gradient:
             raise touched_error()
 
     def flush(self) -> None:
@@ -339,19 +350,21 @@ class InWindow:
         self._others.note()
 
     def part(self, number: int, belongs: Callable[[Tensor], bool]) -> None:
-        self._window.part(number, belongs)
+        self._window.update_part(number, belongs)
 
     def reach(self, *tensors: Tensor) -> None:
-        self._others.pass_by(self._window.unsharded())
+        self._others.pass_by(self._window.gathered_ids())
         self._others.reach(*tensors)
 
     def take(self, leaves: Sequence[Tensor]) -> None:
         if leaves:
-            self._others.pass_by(self._window.unsharded())
+            self._others.pass_by(self._window.gathered_ids())
             self._others.take(leaves)
 
     def deliver(self, divisor: float) -> None:
-        self._others.deliver(divisor * self._window.scale() if self._others else 1.0)
+        self._others.deliver(
+            divisor * self._window.loss_scale() if self._others else 1.0
+        )
 
 
 # The losses of the micro-batches, one after the other, on their way to ``.grad`` or
@@ -493,11 +506,10 @@ def require_layered_optimizer(optimizer: object, reduction: str | None) -> None:
     """
     wrapped = require_coupled_optimizer(optimizer, reduction)
     window = wrapped.whole_window()
-    hooked = (step_pre_hooks(wrapped) or step_post_hooks(wrapped)) and not measures(
-        window.options
-    )
+    hooks = [*hooks_of(wrapped, "step_pre"), *hooks_of(wrapped, "step_post")]
+    hooked = hooks and not measures(window.options)
     for name in (
-        *window.bound_to_micro_batches(),
+        *window.options_of_micro_batches(),
         *(["a step hook"] if hooked else []),
     ):
         found, fix = (

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from gradaccum_torch.private.names import buffers_of
+from gradaccum_torch.torch_private.names import buffers_of
 
 _DEPTH = 6
 """How many objects deep the look goes: a closure over a trainer over a list of models

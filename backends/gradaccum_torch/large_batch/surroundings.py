@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from gradaccum_torch.private.names import buffers_of, version
+from gradaccum_torch.torch_private.names import buffers_of, version
 
 Buffers = dict[str, Tensor | None]
 """A module's buffers by name."""

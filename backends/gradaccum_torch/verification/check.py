@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from gradaccum import ArgumentTypeError, ArgumentValueError, VerificationReport
 from gradaccum.kit import Nest, as_loss, examine, explain
-from gradaccum_torch.private.names import DISPATCH, is_sharded, require_name
+from gradaccum_torch.torch_private.names import is_sharded
 from gradaccum_torch.verification.batch import Batch
 from gradaccum_torch.verification.subject import TorchSubject, weight_of
 
@@ -57,11 +57,6 @@ def verify(
         UsageError: the loss goes through a reentrant checkpoint, which works with
             ``backward()`` alone; or the installed torch cannot show the random draws.
     """
-    require_name(
-        DISPATCH,
-        "verify",
-        "Compare the gradient of a batch with the sum of those of its parts.",
-    )
     _require_model(model)
     own = set(model.parameters())
     arguments = batch if type(batch) is tuple else (batch,)

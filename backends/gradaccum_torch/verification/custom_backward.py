@@ -25,7 +25,7 @@ from gradaccum.kit import (
     relative_error,
 )
 from gradaccum_torch.checks import require_loss
-from gradaccum_torch.private.names import Node, input_dtypes
+from gradaccum_torch.torch_private.names import Node, input_dtypes
 
 
 def verify_loss_scaling(

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gradaccum_torch.private.names import DispatchMode
+from gradaccum_torch.torch_private.names import DispatchMode
 from gradaccum_torch.verification.batch import Axis, NoAxis, axis_between, rows
 
 NOT_PER_ITEM = ("randperm",)

@@ -30,7 +30,7 @@ from gradaccum.kit import (
     scalar_loss_error,
 )
 from gradaccum_torch.large_batch.replay import RandomState
-from gradaccum_torch.private.names import input_dtypes
+from gradaccum_torch.torch_private.names import input_dtypes
 from gradaccum_torch.verification.batch import Batch, perturbed
 from gradaccum_torch.verification.custom_backward import graph_of, verify_loss_scaling
 from gradaccum_torch.verification.draws import Draw, Drawing, Recording, repeated

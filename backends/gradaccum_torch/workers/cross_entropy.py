@@ -23,7 +23,7 @@ from gradaccum.kit import (
     require_loss_options,
     require_shard_sizes,
 )
-from gradaccum_torch.workers.group import require_group
+from gradaccum_torch.workers.checks import require_group
 
 Group = dist.ProcessGroup | None
 """The workers that hold the classes; None: all processes."""

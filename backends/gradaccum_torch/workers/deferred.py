@@ -9,7 +9,7 @@ zeros.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Literal, cast
@@ -23,9 +23,11 @@ from torch.utils.hooks import RemovableHandle
 
 from gradaccum import ArgumentValueError, UsageError
 from gradaccum.kit import Options, explain, torn_window_error
-from gradaccum_torch.checks import Change, Size, changed_gradients_error
-from gradaccum_torch.parameters import Parameters
-from gradaccum_torch.private.fsdp import (
+from gradaccum_torch.arithmetic import sum_dtype
+from gradaccum_torch.checks import Change, changed_gradients_error
+from gradaccum_torch.gradient_sum import GetParameters, Gradients, GradientSum
+from gradaccum_torch.gradient_watch import GradientWatch
+from gradaccum_torch.torch_private.fsdp import (
     Private,
     Sync,
     Unit,
@@ -35,10 +37,14 @@ from gradaccum_torch.private.fsdp import (
     units_holding,
     unreduced,
 )
-from gradaccum_torch.private.names import keep_own, local, mesh_of, untraced, version
-from gradaccum_torch.sums.arithmetic import sum_dtype
-from gradaccum_torch.sums.strategy import GradStrategy, Undivided
-from gradaccum_torch.window.watch import GradWatch
+from gradaccum_torch.torch_private.names import (
+    keep_own,
+    local,
+    mesh_of,
+    untraced,
+    version,
+)
+from gradaccum_torch.workers.interface import UpdateGuard
 
 GradientSync = Literal["micro_batch", "window", "all_reduce_per_window"]
 """When FSDP2 reduces: all of it in each micro-batch, all of it once per window, or only
@@ -55,7 +61,7 @@ class _Notes:
     """The gradients that autograd has delivered. The hooks hold this, not its owner."""
 
     def __init__(self) -> None:
-        self.watch = GradWatch()
+        self.watch = GradientWatch()
         self.reached: set[int] = set()
         self.arrived: set[int] = set()
         """Those of `reached` that have a gradient, and not the zeros of a weight of 0.
@@ -68,8 +74,8 @@ class _Notes:
             self.reached.add(number)
         if not self.weightless:
             self.arrived.add(number)
-        if not self.watch.known.under_way:
-            self.watch.begin()
+        if not self.watch.is_running:
+            self.watch.pass_began(number)
 
 
 class Deferred:
@@ -78,7 +84,9 @@ class Deferred:
     def __init__(
         self, units: Sequence[Unit], mesh: DeviceMesh, sync: GradientSync
     ) -> None:
-        self._units, self._mesh, self._waits_for_all = units, mesh, sync == "window"
+        self._units = units
+        self._mesh = mesh
+        self._waits_for_all = sync == "window"
         self._notes = _Notes()
         self._kept: list[tuple[Unit, list[Tensor], list[int]]] | None = []
         """What FSDP2 held when the last micro-batch was counted; None: a reduction
@@ -98,7 +106,7 @@ class Deferred:
         """Let FSDP2 reduce by itself again."""
         self._ending()
 
-    def tell(self, watch: GradWatch) -> None:
+    def tell(self, watch: GradientWatch) -> None:
         self._notes.watch = watch
 
     def count(self) -> None:
@@ -303,49 +311,50 @@ untraced(_Notes.note)
 # sharded, in ``.grad``.
 
 
-class DeferredStrategy(GradStrategy):
+class SumInFSDP(GradientSum):
     """The sum is what FSDP2 keeps, and, after a checkpoint, ``.grad``."""
 
     def __init__(
         self,
-        parameters: Parameters,
-        accumulate_dtype: torch.dtype | None,
+        parameters: GetParameters,
+        watch: GradientWatch,
+        options: Options,
         deferred: Deferred,
     ) -> None:
+        super().__init__(parameters, watch)
         self._deferred = deferred
-        super().__init__(parameters, accumulate_dtype)
-        deferred.tell(self.watch)
+        self._is_reduced = False
+        """All of the sum is in ``.grad``."""
+        deferred.tell(watch)
+        for parameter in parameters():
+            dtype = sum_dtype(parameter, options.accumulate_dtype)
+            if dtype != parameter.dtype:
+                raise explain(
+                    UsageError,
+                    "model.to(dtype)",
+                    expected="parameters in the dtype of their sums beside"
+                    " gradient_sync=",
+                    found="parameters that were cast",
+                    fix="Wrap the optimizer after the cast.",
+                )
 
-    def require_whole(self) -> None:
-        super().require_whole()
-        self._deferred.require_whole()
-
-    def take(self, size: Size, begin: Callable[[], None]) -> bool:
-        begin()
+    def add_micro_batch(self, guard: UpdateGuard) -> bool:
+        guard.is_broken = True
         self._deferred.count()
-        return super().take(size, begin)
+        self._is_reduced = False
+        return True
 
-    def sums(self) -> list[Tensor | None]:
-        self._deferred.reduce()
-        self.watch.reset()
-        return super().sums()
+    def gradients(self) -> Gradients:
+        self._deferred.require_whole()
+        if not self._is_reduced:
+            self._deferred.reduce()
+            self._is_reduced = True
+            self.watch.reset()
+        return super().gradients()
 
-    def load(self, sums: Sequence[Tensor | None]) -> None:
-        super().load(sums)
+    def replace(self, gradients: Gradients) -> None:
+        super().replace(gradients)
         self._deferred.note()
-
-    def take_back(self, undivided: Undivided, divisor: float, spoiled: bool) -> None:
-        super().take_back(undivided, divisor, spoiled)
-        self._deferred.note()
-
-    def zero_grad(self, set_to_none: bool, *, first: bool) -> None:
-        super().zero_grad(set_to_none, first=first)
-        if first:
-            self._deferred.drop()
-
-    def forget_micro_batch(self) -> None:
-        super().forget_micro_batch()
-        self._deferred.drop()
 
     def clear(self) -> None:
         super().clear()
@@ -483,7 +492,6 @@ def require_deferrable(
             fix,
         )
     for unit in units:
-        unit.require_waiting()
         _require_dtype(unit, options, sync)
         _require_whole_unit(unit, parameters, sync)
 

@@ -8,7 +8,7 @@ see the same items.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import final
@@ -22,16 +22,16 @@ from gradaccum import ArgumentValueError, UsageError
 from gradaccum.kit import (
     State,
     explain,
-    joined,
     missing_worker_error,
     rate_bits,
     require_same_rates,
 )
-from gradaccum_torch.private.fsdp import Unit, units_holding
-from gradaccum_torch.sums.arithmetic import multiply
-from gradaccum_torch.window.watch import delivering_zeros
-from gradaccum_torch.workers.deferred import Deferred, DeferredStrategy
-from gradaccum_torch.workers.interface import Joined, Sums, Workers, learning_rates
+from gradaccum_torch.arithmetic import multiply
+from gradaccum_torch.gradient_sum import Gradients
+from gradaccum_torch.gradient_watch import delivering_zeros
+from gradaccum_torch.torch_private.fsdp import Unit, units_holding
+from gradaccum_torch.workers.deferred import Deferred, SumInFSDP
+from gradaccum_torch.workers.interface import ReducedWindow, UpdateGuard, Workers
 
 
 @final
@@ -44,148 +44,105 @@ class ShardGroup(Workers):
         self,
         mesh: DeviceMesh,
         shards: Shards,
-        undivided: bool,
+        is_undivided: bool,
         deferred: Deferred | None = None,
     ) -> None:
-        self._mesh, self._shards, self._undivided, self._deferred = (
-            mesh,
-            shards,
-            undivided,
-            deferred,
-        )
-        self.strategy = (
-            None if deferred is None else partial(DeferredStrategy, deferred=deferred)
-        )
-        self.place = (
-            int((mesh.mesh.flatten() == dist.get_rank()).int().argmax()),
-            mesh.size(),
-        )
+        self._mesh = mesh
+        self._shards = shards
+        self._is_undivided = is_undivided
+        """``reduction="sum"``: nothing divides the sum of all workers."""
+        self._deferred = deferred
+        if deferred is not None:
+            self.make_gradient_sum = partial(SumInFSDP, deferred=deferred)
+        rank = int((mesh.mesh.flatten() == dist.get_rank()).int().argmax())
+        self.place = (rank, mesh.size())
 
-    def join(
+    def all_reduce(
         self,
-        fields: State,
-        sums: Sums,
-        zeros: Callable[[int], Tensor],
+        state: State,
+        gradients: Gradients,
         numbers: Sequence[float],
+        guard: UpdateGuard,
         part: int | None = None,
-    ) -> Joined:
-        if self.held != "own":
-            return Joined(fields, sums, numbers)
+    ) -> ReducedWindow:
         if part is None:
             self._shards.require_reduced()
-        factors = [
-            divisor / (1 if self._undivided else self._shards.workers)
-            for divisor in self._shards.divisors()
-        ]
-        weight, overflow, averages = self._added_up(fields, numbers)
-        if any(factor != 1 for factor in factors):
-            self.hold("of all")
-        for total, factor in zip(sums, factors, strict=True):
-            multiply([] if total is None else [total], factor)
-        # After an update that raised, this may come again. The average of averages
-        # changes nothing.
-        whole = [
-            average * (self._shards.workers if self._undivided else 1)
+        workers = 1 if self._is_undivided else self._shards.workers
+        factors = {
+            parameter: divisor / workers
+            for parameter, divisor in self._shards.divisors().items()
+        }
+        weight, overflow, averages = self._add_numbers(state, numbers)
+        guard.is_broken = True
+        for parameter, total in gradients.items():
+            multiply([total], factors.get(parameter, 1 / workers))
+        sums = [
+            average * (self._shards.workers if self._is_undivided else 1)
             for average in averages
         ]
-        return Joined(joined(fields, weight, overflow), list(sums), whole)
+        return ReducedWindow(gradients, weight, overflow, state.micro_step > 0, sums)
 
     def taking_part(self) -> AbstractContextManager[None] | None:
         return self._delivering_zeros() if self._shards.workers > 1 else None
 
     @contextmanager
     def _delivering_zeros(self) -> Iterator[None]:
-        with (
-            self._shards.delivering_zeros(),
-            nullcontext() if self._deferred is None else self._deferred.weightless(),
-        ):
+        weightless: AbstractContextManager[None] = nullcontext()
+        if self._deferred is not None:
+            weightless = self._deferred.weightless()
+        with self._shards.delivering_zeros(), weightless:
             yield
 
     def window_ended(self) -> None:
         self._shards.drop()
         self._shards.note()
-        super().window_ended()
-
-    def part_ended(self) -> None:
-        self.hold("own")
 
     def require_parameters(self, parameters: Sequence[Tensor]) -> None:
-        self._shards.add(parameters, waiting=self._deferred is not None)
+        self._shards.add(parameters, is_waiting=self._deferred is not None)
 
-    def require_own_sum(self, call: str) -> None:
-        if self.held != "own":
-            fix = (
-                "Call opt.flush() on every worker to make the update that is due, or"
-                " opt.discard() on every worker."
-            )
-            found = (
-                "a window that is multiplied by the workers already, whose update"
-                " raised"
-            )
-            raise explain(
-                UsageError,
-                call,
-                expected="to be called before the window's end",
-                found=found,
-                fix=fix,
-            )
+    @property
+    def can_be_copied(self) -> bool:
+        return self._shards.workers == 1
 
-    def require_no_copy(self) -> None:
-        if self._shards.workers > 1:
-            fix = "Save opt.state_dict(), and wrap anew where it is loaded."
-            raise explain(
-                UsageError,
-                "copy, pickle",
-                expected="an optimizer whose model can be copied",
-                found="one under FSDP2",
-                fix=fix,
-            )
-
-    def _added_up(
-        self, fields: State, others: Sequence[float]
+    def _add_numbers(
+        self, state: State, numbers: Sequence[float]
     ) -> tuple[float, bool, list[float]]:
-        rates, rank, size = (
-            learning_rates(self._shards.optimizer),
-            dist.get_rank(),
-            self._mesh.size(),
+        """Return the average weight, whether a worker has an overflow, and the averages
+        of `numbers`.
+        """
+        groups = self._shards.optimizer.param_groups
+        rates = [float(group.get("lr", 0.0)) for group in groups]
+        bits = rate_bits(*rates)
+        rank = dist.get_rank()
+        size = self._mesh.size()
+        count = state.micro_step
+        worker_numbers = [state.weight, state.overflow, count, count**2]
+        added_numbers = torch.tensor(
+            [*worker_numbers, *bits, *numbers],
+            dtype=torch.float64,
+            device=self._mesh.device_type,
         )
-        own = [
-            fields.weight,
-            fields.overflow,
-            fields.micro_step,
-            fields.micro_step**2,
-            *rate_bits(*rates),
-            *others,
-        ]
-        numbers = torch.tensor(own, dtype=torch.float64, device=self._mesh.device_type)
         try:
             for dimension in range(self._mesh.ndim):
-                dist.all_reduce(numbers, group=self._mesh.get_group(dimension))
-            weight, overflows, micro_batches, squares, *rest = numbers.tolist()
+                dist.all_reduce(added_numbers, group=self._mesh.get_group(dimension))
+            weight, overflows, counts, squares, *rest = added_numbers.tolist()
         except RuntimeError as error:
-            raise missing_worker_error(fields, rank) from error
-        if size * squares != micro_batches**2:
-            raise _unequal_error(fields, rank)
-        bits = len(rest) - len(others)
-        require_same_rates(rates, rest[:bits], size, rank)
-        return weight / size, overflows > 0, [total / size for total in rest[bits:]]
+            raise missing_worker_error(state, rank) from error
+        if size * squares != counts**2:
+            raise _unequal_error(state, rank)
+        require_same_rates(rates, rest[: len(bits)], size, rank)
+        averages = [total / size for total in rest[len(bits) :]]
+        return weight / size, overflows > 0, averages
 
 
-def _unequal_error(fields: State, rank: int) -> UsageError:
-    expected, fix = (
-        "as many micro-batches on every worker that shares parameters",
-        "Call opt.discard() on every worker.",
-    )
-    found = (
-        f"{fields.micro_step} here, and another number on another worker, as after"
-        " opt.discard() on one of them"
-    )
+def _unequal_error(state: State, rank: int) -> UsageError:
     return explain(
         UsageError,
         f"the end of a window on rank {rank}",
-        expected=expected,
-        found=found,
-        fix=fix,
+        expected="as many micro-batches on every worker that shares parameters",
+        found=f"{state.micro_step} here, and another number on another worker, as after"
+        " opt.discard() on one of them",
+        fix="Call opt.discard() on every worker.",
     )
 
 
@@ -206,8 +163,8 @@ class Shards:
         self._noted = [(unit, unit.divide_factor) for unit in units]
         """Each unit, and its factor as the window began."""
 
-    def add(self, parameters: Sequence[Tensor], waiting: bool) -> None:
-        """Take in the units of new `parameters`; `waiting`: FSDP2 waits with the
+    def add(self, parameters: Sequence[Tensor], is_waiting: bool) -> None:
+        """Take in the units of new `parameters`; `is_waiting`: FSDP2 waits with the
         earlier units, but not with the new ones.
 
         Raises:
@@ -217,7 +174,7 @@ class Shards:
         own = [*self._positions(), *parameters]
         units = units_holding(own)
         self._require_all(own, units)
-        if waiting and len(units) > len(self._noted):
+        if is_waiting and len(units) > len(self._noted):
             fix = (
                 "Give the optimizer all parameters before gradaccum.wrap, frozen ones"
                 " too."
@@ -249,9 +206,8 @@ class Shards:
     def note(self) -> None:
         self._noted = [(unit, unit.divide_factor) for unit in self._units]
 
-    def divisors(self) -> list[float]:
-        """Return FSDP2's divisor of each parameter's sum by position; 1 where it has no
-        part.
+    def divisors(self) -> dict[Tensor, float]:
+        """Return FSDP2's divisor of each parameter's sum; 1 where it has no part.
 
         Raises:
             UsageError: it was changed in the open window, or cannot be known.
@@ -263,7 +219,9 @@ class Shards:
             for unit in self._units
             for parameter in unit.parameters
         }
-        return [known.get(id(parameter), 1.0) for parameter in self._positions()]
+        return {
+            parameter: known.get(id(parameter), 1.0) for parameter in self._positions()
+        }
 
     def require_reduced(self) -> None:
         if any(unit.held() for unit in self._units):
@@ -292,7 +250,7 @@ class Shards:
         nothing.
         """
         return delivering_zeros(
-            whole for unit in self._units for _, whole in unit.whole_parameters()
+            complete for unit in self._units for _, complete in unit.whole_parameters()
         )
 
     def drop(self) -> None:

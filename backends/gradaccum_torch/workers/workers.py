@@ -5,10 +5,11 @@ parameters, or this one alone.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
-from typing import cast, final, get_args
+from collections.abc import Sequence
+from typing import cast, get_args
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
@@ -16,40 +17,36 @@ from torch.nn.parallel import DistributedDataParallel
 from gradaccum import ArgumentTypeError, ArgumentValueError, GradAccumWarning
 from gradaccum.kit import (
     Options,
-    State,
     UntilWeight,
     explain,
     measures,
     shared_until_weight_error,
 )
-from gradaccum_torch.private.fsdp import units_holding, units_of
-from gradaccum_torch.private.names import (
+from gradaccum_torch.torch_private.fsdp import units_holding, units_of
+from gradaccum_torch.torch_private.names import (
     are_flattened,
     is_sharded,
     mesh_of,
     processes,
 )
-from gradaccum_torch.workers.deferred import Deferred, GradientSync, require_deferrable
-from gradaccum_torch.workers.fsdp import ShardGroup, Shards
-from gradaccum_torch.workers.group import (
-    group_alone,
-    group_of,
+from gradaccum_torch.workers.checks import (
+    require_group,
+    require_parallel,
     require_parameters,
     require_reduced,
     require_same_options,
+    require_same_parameters,
+    warn_of_unequal_parameters,
 )
-from gradaccum_torch.workers.interface import (
-    Held,
-    Joined,
-    Sums,
-    Workers,
-)
+from gradaccum_torch.workers.deferred import Deferred, GradientSync, require_deferrable
+from gradaccum_torch.workers.fsdp import ShardGroup, Shards
+from gradaccum_torch.workers.group import WorkerGroup
+from gradaccum_torch.workers.interface import Workers
 from gradaccum_torch.workers.stages import StageGroup
 
-_SYNCS = get_args(GradientSync)
 ALONE = "alone"
 """What the user gives for ``process_group=`` where a process shares no window."""
-_UNSAID = (
+UNSAID = (
     "gradaccum: {} processes are up, and nothing says which of them share this"
     " optimizer's windows, so that each process divides by its own weights. Write"
     " module=DistributedDataParallel(model), or process_group= with the workers that"
@@ -66,52 +63,43 @@ def workers_of(
     gradient_sync: object = "micro_batch",
     process_group: object = None,
     norm_group: object = None,
-    tied: object = None,
 ) -> Workers:
     parameters = [
         parameter for group in optimizer.param_groups for parameter in group["params"]
     ]
     if are_flattened(parameters):
-        found, fix = (
-            "those of FullyShardedDataParallel (FSDP1)",
-            "Shard the model with torch.distributed.fsdp.fully_shard (FSDP2).",
-        )
         raise explain(
             ArgumentValueError,
             "optimizer",
             expected="parameters that FSDP1 has not flattened",
-            found=found,
-            fix=fix,
+            found="those of FullyShardedDataParallel (FSDP1)",
+            fix="Shard the model with torch.distributed.fsdp.fully_shard (FSDP2).",
         )
     is_alone = isinstance(process_group, str) and process_group == ALONE
     if process_group is None or (is_alone and module is None):
-        workers = _found(optimizer, parameters, module, options, gradient_sync)
+        workers = _workers_of_module(
+            optimizer, parameters, module, options, gradient_sync
+        )
     elif (
         module is None
         and gradient_sync == "micro_batch"
         and not units_holding(parameters)
     ):
-        workers = group_alone(process_group, optimizer, options)
+        workers = _workers_of_group(process_group, optimizer, options)
     else:
-        fix = (
-            "Leave it out: module= has a process group, and FSDP2 reduces gradients by"
-            " itself."
-        )
         raise explain(
             ArgumentValueError,
             "process_group",
             expected="no module= and no fully_shard beside it",
             found="one",
-            fix=fix,
+            fix="Leave it out: module= has a process group, and FSDP2 reduces gradients"
+            " by itself.",
         )
-    if norm_group is not None or tied is not None:
-        workers.stages = StageGroup(norm_group, tied, parameters, options)
+    if norm_group is not None:
+        workers.stages = StageGroup(norm_group, options, parameters[0].device)
     elif not (workers.several or is_alone) and processes() > 1:
-        warnings.warn(_UNSAID.format(processes()), GradAccumWarning, stacklevel=5)
-    return _require_allowed(workers, options)
-
-
-def _require_allowed(workers: Workers, options: Options) -> Workers:
+        text = UNSAID.format(processes())
+        warnings.warn(text, GradAccumWarning, stacklevel=5)
     # After the comparison of the workers' options: where one alone has this one, that
     # tells all of them.
     several = workers.place is None or workers.place[1] > 1
@@ -120,7 +108,7 @@ def _require_allowed(workers: Workers, options: Options) -> Workers:
     return workers
 
 
-def _found(
+def _workers_of_module(
     optimizer: torch.optim.Optimizer,
     parameters: Sequence[Tensor],
     module: object,
@@ -131,21 +119,35 @@ def _found(
     if _shares_parameters(module, parameters):
         return _shard_group(optimizer, parameters, module, options, sync)
     if sync != "micro_batch":
-        fix = (
-            "Leave it out: with a DistributedDataParallel module gradients are reduced"
-            " once per window."
-        )
         raise explain(
             ArgumentValueError,
             "gradient_sync",
             expected="to stand beside a module= of fully_shard",
             got=sync,
-            fix=fix,
+            fix="Leave it out: with a DistributedDataParallel module gradients are"
+            " reduced once per window.",
         )
-    if module is not None:
-        return group_of(module, optimizer, options)
-    require_reduced(optimizer)
-    return Alone()
+    if module is None:
+        require_reduced(optimizer)
+        return Workers()
+    parallel = require_parallel(module)
+    workers = WorkerGroup(parallel.process_group, optimizer, options, parallel)
+    workers.require_parameters(parameters)
+    require_same_options(options, parallel.process_group)
+    require_same_parameters(optimizer, parallel, parallel.process_group)
+    return workers
+
+
+def _workers_of_group(
+    group: object, optimizer: torch.optim.Optimizer, options: Options
+) -> WorkerGroup:
+    require_group(group, "process_group")
+    workers = WorkerGroup(cast(dist.ProcessGroup, group), optimizer, options)
+    workers.require_parameters(workers.parameters())
+    require_same_options(options, workers.group)
+    require_same_parameters(optimizer, None, workers.group)
+    warn_of_unequal_parameters(optimizer, workers.group)
+    return workers
 
 
 def _shares_parameters(module: object, parameters: Sequence[Tensor]) -> bool:
@@ -154,18 +156,9 @@ def _shares_parameters(module: object, parameters: Sequence[Tensor]) -> bool:
     """
     if isinstance(module, DistributedDataParallel):
         return False
-    return any(
-        map(
-            is_sharded,
-            (
-                module.parameters()
-                if isinstance(module, torch.nn.Module)
-                else parameters
-                if module is None
-                else ()
-            ),
-        )
-    )
+    if isinstance(module, torch.nn.Module):
+        return any(map(is_sharded, module.parameters()))
+    return module is None and any(map(is_sharded, parameters))
 
 
 def _shard_group(
@@ -176,18 +169,15 @@ def _shard_group(
     sync: GradientSync,
 ) -> ShardGroup:
     units = units_holding(parameters)
-    mesh = max(
-        (mesh_of(parameter) for parameter in parameters if is_sharded(parameter)),
-        key=DeviceMesh.size,
-    )
+    meshes = [mesh_of(parameter) for parameter in parameters if is_sharded(parameter)]
+    mesh = max(meshes, key=DeviceMesh.size)
     if measures(options):
-        _require_one_mesh(parameters, mesh)
+        _require_one_mesh(meshes, mesh)
     if isinstance(module, torch.nn.Module):
         within = [each for unit in units_of(module) for each in unit.parameters]
         require_parameters(module, [*module.parameters(), *within], parameters)
-        require_same_options(
-            options, *map(mesh.get_group, range(mesh.ndim)), gradient_sync=sync
-        )
+        groups = [mesh.get_group(dimension) for dimension in range(mesh.ndim)]
+        require_same_options(options, *groups, gradient_sync=sync)
     shards = Shards(optimizer, units)
     if sync != "micro_batch":
         require_deferrable(units, parameters, options, sync, module)
@@ -196,67 +186,41 @@ def _shard_group(
     return ShardGroup(mesh, shards, options.reduction == "sum", deferred)
 
 
-def _require_one_mesh(parameters: Sequence[Tensor], mesh: DeviceMesh) -> None:
+def _require_one_mesh(meshes: Sequence[DeviceMesh], mesh: DeviceMesh) -> None:
     """Raise unless all sharded parameters are on the workers of `mesh`, the largest:
     elsewhere a norm would be that of some workers.
     """
     ranks = set(mesh.mesh.flatten().tolist())
-    for parameter in parameters:
-        if is_sharded(parameter):
-            others = set(mesh_of(parameter).mesh.flatten().tolist())
-            if others != ranks:
-                found = f"one on the ranks {sorted(others)}, of {sorted(ranks)}"
-                fix = (
-                    "Make each expert a DTensor over all ranks, as"
-                    " DTensor.from_local(expert, mesh, [Shard(0)]), or give the experts"
-                    " an optimizer of their own."
-                )
-                raise explain(
-                    ArgumentValueError,
-                    "optimizer",
-                    expected="sharded parameters on the same workers, for one norm",
-                    found=found,
-                    fix=fix,
-                )
+    for other_mesh in meshes:
+        others = set(other_mesh.mesh.flatten().tolist())
+        if others != ranks:
+            raise explain(
+                ArgumentValueError,
+                "optimizer",
+                expected="sharded parameters on the same workers, for one norm",
+                found=f"one on the ranks {sorted(others)}, of {sorted(ranks)}",
+                fix="Make each expert a DTensor over all ranks, as"
+                " DTensor.from_local(expert, mesh, [Shard(0)]), or give the experts an"
+                " optimizer of their own.",
+            )
 
 
 def _require_sync(sync: object) -> GradientSync:
+    choices = get_args(GradientSync)
     if not isinstance(sync, str):
         raise explain(
             ArgumentTypeError,
             "gradient_sync",
-            expected=f"one of {_SYNCS}",
+            expected=f"one of {choices}",
             got=sync,
             fix='Write gradient_sync="window".',
         )
-    if sync not in _SYNCS:
+    if sync not in choices:
         raise explain(
             ArgumentValueError,
             "gradient_sync",
-            expected=f"one of {_SYNCS}",
+            expected=f"one of {choices}",
             got=sync,
             fix="Check its spelling.",
         )
     return cast(GradientSync, sync)
-
-
-@final
-class Alone(Workers):
-    """One worker alone."""
-
-    several, place = False, (0, 1)
-
-    def join(
-        self,
-        fields: State,
-        sums: Sums,
-        zeros: Callable[[int], Tensor],
-        numbers: Sequence[float],
-        part: int | None = None,
-    ) -> Joined:
-        return Joined(fields, sums, numbers)
-
-    def leave(self) -> Held:
-        return "own" if self.stages is None else super().leave()
-
-    def require_no_graph(self) -> None: ...

@@ -23,7 +23,7 @@ from torch.nn import functional
 
 import gradaccum
 from conformance_tests.framework_tests.refusing import refused
-from gradaccum_torch.private.fsdp import units_of
+from gradaccum_torch.torch_private.fsdp import units_of
 
 from .common import (
     DTYPE,
@@ -342,20 +342,29 @@ def folder(rank: int) -> Iterator[str]:
         shutil.rmtree(name[0])
 
 
+def state_of(model: nn.Module, opt: Any) -> dict[str, Any]:
+    model_state, optimizer_state = get_state_dict(model, opt.optimizer)
+    return {
+        "model": model_state,
+        "optimizer": optimizer_state,
+        "window": opt.state_dict()["gradaccum"],
+    }
+
+
 def save(model: nn.Module, opt: Any, path: str, **options: Any) -> None:
-    dcp.save(
-        dict(zip(("model", "optimizer"), get_state_dict(model, opt), strict=True)),
-        checkpoint_id=path,
-        **options,
-    )
+    dcp.save(state_of(model, opt), checkpoint_id=path, **options)
 
 
 def load(model: nn.Module, opt: Any, path: str, **options: Any) -> None:
-    state = dict(zip(("model", "optimizer"), get_state_dict(model, opt), strict=True))
+    state = state_of(model, opt)
     dcp.load(state, checkpoint_id=path, **options)
     set_state_dict(
-        model, opt, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        model,
+        opt.optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
     )
+    opt.load_state_dict({**opt.optimizer.state_dict(), "gradaccum": state["window"]})
 
 
 def open_window(
@@ -374,7 +383,7 @@ def open_window(
 
 
 @check
-def open_window_is_refused(rank: int) -> None:
+def state_of_the_parameters_alone_is_refused(rank: int) -> None:
     for way in OPEN:
         model, opt = open_window(way, rank)
         with refused(gradaccum.UsageError, "between two windows", "opt.state_dict()"):

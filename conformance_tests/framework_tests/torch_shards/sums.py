@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import (
 import gradaccum
 from conformance_tests.framework_tests.refusing import refused
 from gradaccum_torch.large_batch import backward, coupled_backward
-from gradaccum_torch.private.fsdp import GLOO_SUMS
+from gradaccum_torch.torch_private.fsdp import GLOO_SUMS
 
 from .common import (
     WAYS,

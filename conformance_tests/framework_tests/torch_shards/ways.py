@@ -4,9 +4,7 @@ also of a torch that lacks a private name.
 
 from __future__ import annotations
 
-import gc
 import math
-import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,8 +18,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import gradaccum
 from conformance_tests.framework_tests.refusing import refused
-from gradaccum_torch.private import fsdp, names
-from gradaccum_torch.private.fsdp import GLOO_SUMS
+from gradaccum_torch.torch_private import fsdp, names
+from gradaccum_torch.torch_private.fsdp import GLOO_SUMS
 
 from .common import (
     WAYS,
@@ -283,31 +281,6 @@ def refuses() -> dict[str, Ways]:
             if name not in unset | {"_fsdp_param_groups"}
         }
     return {name: ways for name, ways in REFUSES.items() if name not in unset}
-
-
-@check
-def private_names_that_torch_lacks(rank: int) -> None:
-    reference, _ = alone(windows_of())
-    lost = {re.split("[.:]", name)[-1]: name for name in fsdp.lost_in_fsdp()}
-    assert lost.keys() == refuses().keys()
-    for attribute, (refused_ways, trained) in refuses().items():
-        name = lost[attribute]
-        assert names.exists(name), name
-        with without(name):
-            for way in refused_ways:
-                model = sharded(way)
-                with refused(gradaccum.UsageError, name.rpartition(":")[2]):
-                    train(model, wrap(model, way), rank)
-            for way in trained:
-                model = sharded(way)
-                train(model, wrap(model, way), rank)
-                require_equal(model, reference)
-                gc.collect()
-        if trained:
-            default = fsdp.Sync(True, True, False)
-            assert all(unit.sync == default for unit in fsdp.units_of(model)), (
-                f"{name}: let go, and waits"
-            )
 
 
 @check

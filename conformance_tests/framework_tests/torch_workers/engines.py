@@ -122,21 +122,20 @@ def pipeline_schedule_must_not_scale_gradients(rank: int) -> None:
             require_equal(layers[rank], whole[rank])
 
 
-def tied_stages() -> tuple[nn.Module, nn.Module, nn.Parameter]:
-    """Return an embedding and a head, and the table that both hold."""
+def two_stages() -> tuple[nn.Module, nn.Module]:
+    """Return an embedding and a head."""
     torch.manual_seed(0)
     first, last = (
         nn.Embedding(7, 4).double(),
         nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 7, bias=False)).double(),
     )
-    last[1].weight = first.weight
-    return first, last, first.weight
+    return first, last
 
 
 @check
 def stages_have_one_norm(rank: int) -> None:
-    """Over two stages whose embedding is tied: one norm, one clip, one overflow, one
-    scale; a clip below and one above the norm.
+    """Over two stages: one norm, one clip, one overflow, one scale; a clip below and
+    one above the norm.
     """
     from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
@@ -146,17 +145,13 @@ def stages_have_one_norm(rank: int) -> None:
         else {}
     )
     for options in ({"clip_norm": 0.05}, {"clip_norm": 50.0}, {"separate_sums": True}):
-        first, last, table = tied_stages()
+        first, last = two_stages()
         whole = nn.Sequential(*copy.deepcopy([first, last]))
-        if rank == 1:
-            # A stage of another process has a copy.
-            table = last[1].weight = nn.Parameter(table.detach().clone())
         part = (first, last)[rank]
         opt = gradaccum.wrap(
             sgd(part),
             steps=2,
             norm_group=dist.group.WORLD,
-            tied={dist.group.WORLD: [table]},
             **options,
         )
         reference = gradaccum.wrap(sgd(whole), steps=2, **options)
@@ -196,18 +191,9 @@ def stages_have_one_norm(rank: int) -> None:
 
 @check
 def stages_count_the_same_micro_batches(rank: int) -> None:
-    first, *_ = tied_stages()
     part = nn.Linear(2, 2).double()
     for arguments, words in (
-        ({"tied": {}}, "norm_group"),
-        ({"norm_group": dist.group.WORLD, "tied": [part.weight]}, "tied"),
-        (
-            {
-                "norm_group": dist.group.WORLD,
-                "tied": {dist.group.WORLD: [first.weight]},
-            },
-            "tied",
-        ),
+        ({"norm_group": "WORLD"}, "norm_group"),
         (
             {"norm_group": dist.group.WORLD, "on_overflow": "drop_micro_batch"},
             "on_overflow",

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 import gradaccum
 from conformance_tests.framework_tests.refusing import refused
-from gradaccum_torch import redistributed
 
 from .common import (
     WORLD,
@@ -145,55 +144,6 @@ def wrong_process_groups_are_refused(rank: int) -> None:
             steps=4,
             process_group=dist.group.WORLD,
         )
-
-
-@check
-def a_worker_leaves_and_one_joins(rank: int) -> None:
-    """The second trains alone, then shares its window; the first comes with another
-    model, and with a window that is refused.
-    """
-    model, reference = built(), built()
-    opt, other = (
-        gradaccum.wrap(torch.optim.AdamW(each.parameters(), lr=0.1), steps=None)
-        for each in (model, reference)
-    )
-    batches = [batch for worker in range(WORLD) for batch in micro_batches(worker)]
-    if rank == 1:
-        learn(model, opt, batches[0])
-        opt.flush()
-    else:
-        torch.nn.init.ones_(model.usual.weight)
-    learn(model, opt, batches[1 + rank])
-    with refused(gradaccum.UsageError, "windows closed, by rank: [0, 1]", "discard()"):
-        opt.regroup(dist.group.WORLD)
-    if rank == 0:
-        opt.discard()
-    opt.regroup(dist.group.WORLD)
-    if rank == 0:
-        learn(model, opt, batches[1])
-    opt.flush()
-    opt.regroup(None)
-    learn(model, opt, batches[3])
-    state = opt.state_dict()
-    assert redistributed([state], 1)[0]["gradaccum"]["worker"] == [0, 1], (
-        "what it holds is a whole window now"
-    )
-    opt.load_state_dict(state)
-    opt.flush()
-    with refused(gradaccum.ArgumentTypeError, "process_group"):
-        opt.regroup("WORLD")
-    parallel = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
-    opt.regroup(parallel)
-    learn(parallel, opt, batches[4 + rank])
-    opt.flush()
-    for window in ([batches[0]], batches[1:3], [batches[3]], batches[4:6]):
-        for batch in window:
-            learn(reference, other, batch)
-        other.flush()
-    assert opt.result._replace(grad_norm=0, loss=0) == other.result._replace(
-        grad_norm=0, loss=0
-    )
-    require_equal(model, reference)
 
 
 def critic(rank: int) -> nn.Module:

@@ -1,17 +1,14 @@
-"""The private names of torch's FSDP2, and what a torch without the name costs the user.
+"""The private names of torch's FSDP2.
 
 `fully_shard` puts the parameters of a module into a group, which gathers and reduces
-together. Here such a group is a `Unit`. A name of an option is needed only where torch
-has the public method that sets the option.
+together. Here such a group is a `Unit`.
 """
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -20,123 +17,17 @@ from torch.utils.hooks import RemovableHandle
 
 from gradaccum import UsageError
 from gradaccum.kit import explain
-from gradaccum_torch.private import names
 
 Private = Any
 """An object of torch that has no public type."""
 
-_FSDP = "torch.distributed.fsdp._fully_shard."
-_MODULE, _STATE, _GROUP = (
-    f"{_FSDP}_fully_shard:FSDPModule.",
-    f"{_FSDP}_fsdp_state:FSDPState.",
-    f"{_FSDP}_fsdp_param_group:FSDPParamGroup.",
-)
-_PARAMETER, _MESH = (
-    f"{_FSDP}_fsdp_param:FSDPParam.",
-    f"{_FSDP}_fsdp_common:FSDPMeshInfo.",
-)
-_PASS_END = (
-    f"{_STATE}_root_post_backward_final_callback",
-    f"{_STATE}_state_ctx",
-    f"{_FSDP}_fsdp_state:FSDPStateContext.all_states",
-    f"{_FSDP}_fsdp_state:FSDPStateContext.is_last_backward",
-)
-_MODULES = "torch.distributed._composable_state:_module_state_mapping"
-_REDUCES, _POLICY, _PARTIAL = (
-    f"{_GROUP}post_backward",
-    f"{_PARAMETER}mp_policy",
-    f"{_GROUP}_partial_reduce_output",
-)
-_GROUPS, _ONE_GROUP = f"{_STATE}_fsdp_param_groups", f"{_STATE}_fsdp_param_group"
 GLOO_SUMS = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11)
-_UNUSED = "set_reduce_scatter_unused_params"
 _SYNC = {
     "reduce_grads": True,
     "all_reduce_grads": True,
     "reduce_scatter_unused_params": False,
 }
 """What FSDP2 keeps of three public methods, and what it does by default."""
-
-_PREFETCHED = "_states_to_backward_prefetch"
-"""What a backward pass gathers ahead: by default the unit that ran before, which here
-is gathered already, or not yet wanted.
-"""
-_STAYS = (
-    f"{_STATE}{_PREFETCHED}",
-    f"{_STATE}_lazy_init",
-    f"{_GROUP}post_forward_mesh_info",
-    f"{_GROUP}reshard_after_backward",
-)
-
-_UNSUPPORTED = "`gradaccum.wrap` refuses parameters of `fully_shard`."
-_ONE_MESH = "A module whose parameters lie on several meshes raises."
-_NEEDED = (
-    f"{_MODULE}_get_fsdp_state",
-    f"{_GROUP}fsdp_params",
-    f"{_GROUP}mesh_info",
-    f"{_PARAMETER}sharded_param",
-    f"{_PARAMETER}_unsharded_param",
-    f"{_MESH}mesh",
-    f"{_MESH}shard_mesh_dim",
-)
-_OPTIONS = {
-    "gradient_divide_factor": "set_gradient_divide_factor",
-    "_all_reduce_hook": "set_all_reduce_hook",
-}
-"""What FSDP2 keeps of an option, by which the sum may be divided, and the public method
-that sets it: an older torch has neither.
-"""
-
-
-def lost_in_fsdp() -> dict[str, str]:
-    """Return, by private name of FSDP2 (``module:object.attribute``), what the user
-    loses without it.
-    """
-    waiting = (
-        '`gradient_sync=` takes no ``"window"`` and no ``"all_reduce_per_window"``.'
-    )
-    both = names.exists(_GROUPS) and names.exists(_ONE_GROUP)
-    return {
-        **dict.fromkeys(
-            (
-                *_NEEDED,
-                *(_GROUP + kept for kept, setter in _OPTIONS.items() if _sets(setter)),
-            ),
-            _UNSUPPORTED,
-        ),
-        _GROUPS if names.exists(_GROUPS) else _ONE_GROUP: (
-            "A module whose parameters lie on several meshes raises."
-            if both
-            else _UNSUPPORTED
-        ),
-        **dict.fromkeys(
-            _STAYS, "`layered_backward` refuses parameters of `fully_shard`."
-        ),
-        _REDUCES: waiting,
-        _POLICY: waiting,
-        _PARTIAL: "`gradaccum.wrap` refuses a mesh of two dimensions.",
-        **{
-            _GROUP + kept: "A module that is let go reduces."
-            for kept in _SYNC
-            if kept not in _UNUSED or _sets(_UNUSED)
-        },
-        **dict.fromkeys(
-            _PASS_END,
-            "A window that FSDP2 reduces at its end waits for the device, and leaves a"
-            " unit's buffer.",
-        ),
-        _MODULES: (
-            "Modules of FSDP2 are looked for through all objects of Python, which is"
-            " slower."
-        ),
-    }
-
-
-def _groups_name() -> str:
-    """Return the attribute of a state with its groups; an older torch has one group or
-    none.
-    """
-    return "_fsdp_param_groups" if names.exists(_GROUPS) else "_fsdp_param_group"
 
 
 class Sync(NamedTuple):
@@ -158,7 +49,8 @@ class Unit:
     """Parameters that FSDP2 reduces together."""
 
     def __init__(self, group: Private, modules: list[Any]) -> None:
-        self.group, self.modules = group, modules
+        self.group = group
+        self.modules = modules
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -166,7 +58,8 @@ class Unit:
 
     @property
     def shards(self) -> int:
-        mesh, dimension = self.group.mesh_info.mesh, self.group.mesh_info.shard_mesh_dim
+        mesh = self.group.mesh_info.mesh
+        dimension = self.group.mesh_info.shard_mesh_dim
         return 1 if dimension is None else int(mesh.size(dimension))
 
     @property
@@ -190,17 +83,17 @@ class Unit:
                 found="one",
                 fix=fix,
             )
-        factor: float | None = self._option("gradient_divide_factor")
-        return factor
+        return getattr(self.group, "gradient_divide_factor", None)
 
     @property
     def reduces_by_hook(self) -> bool:
-        return self._option("_all_reduce_hook") is not None
+        return getattr(self.group, "_all_reduce_hook", None) is not None
 
     @property
     def sum_dtype(self) -> torch.dtype:
         first = self.group.fsdp_params[0]
-        policy, own = first.mp_policy, first.sharded_param.dtype
+        policy = first.mp_policy
+        own = first.sharded_param.dtype
         # Before torch 2.15 the sum of a policy without reduce_dtype is added up in the
         # computation's dtype, later in the parameter's.
         dtype: torch.dtype = (
@@ -236,7 +129,7 @@ class Unit:
         module = self.modules[0]
         module.set_requires_gradient_sync(sync.reduce, recurse=False)
         module.set_requires_all_reduce(sync.all_reduce, recurse=False)
-        if _sets(_UNUSED):
+        if self.fills_unused:
             module.set_reduce_scatter_unused_params(sync.unused, recurse=False)
 
     @property
@@ -244,20 +137,7 @@ class Unit:
         """True if the installed torch can give zeros to a parameter without a
         gradient.
         """
-        return _sets(_UNUSED)
-
-    def _option(self, kept: str) -> Any:
-        """Return FSDP2's value of an option; None in a torch without the option."""
-        return getattr(self.group, kept) if _sets(_OPTIONS[kept]) else None
-
-    def require_waiting(self) -> None:
-        """Raise unless the installed torch has the names by which FSDP2 reduces without
-        a backward pass.
-        """
-        for name in (_REDUCES, _POLICY):
-            names.require_name(
-                name, "gradient_sync", 'Write gradient_sync="micro_batch".'
-            )
+        return hasattr(self.modules[0], "set_reduce_scatter_unused_params")
 
     def trainable(self) -> Iterator[Private]:
         return (
@@ -268,22 +148,14 @@ class Unit:
         """Return the unreduced gradients: one for each parameter that has one, or one
         of all.
         """
-        found = [
+        gradients = [
             gradient for each in self.group.fsdp_params for gradient in unreduced(each)
         ]
-        partial = self.group._partial_reduce_output if self._has_partial() else None
-        return found if partial is None else [*found, partial]
-
-    def _has_partial(self) -> bool:
-        if self.copies == 1:
-            return False
-        names.require_name(
-            _PARTIAL, "module", "Call fully_shard with a mesh of one dimension."
-        )
-        return True
+        partial = None if self.copies == 1 else self.group._partial_reduce_output
+        return gradients if partial is None else [*gradients, partial]
 
     def drop(self) -> None:
-        if self._has_partial():
+        if self.copies > 1:
             self.group._partial_reduce_output = None
         for each in self.group.fsdp_params:
             drop(each)
@@ -308,7 +180,9 @@ class Unit:
         changed = [
             (group, "post_forward_mesh_info", None),
             (group, "reshard_after_backward", False),
-            (state, _PREFETCHED, [state]),
+            # What a backward pass gathers ahead: by default the unit that ran before,
+            # which here is gathered already, or not yet wanted.
+            (state, "_states_to_backward_prefetch", [state]),
         ]
         before = [(owner, name, getattr(owner, name)) for owner, name, _ in changed]
         for owner, name, value in changed:
@@ -354,27 +228,16 @@ def units_holding(parameters: Sequence[Tensor]) -> list[Unit]:
 def _modules() -> list[nn.Module]:
     if "torch.distributed.fsdp" not in sys.modules:
         return []
-    try:
-        from torch.distributed._composable_state import _module_state_mapping
-    except ImportError:
-        return [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
-    return [
-        module
-        for each in _module_state_mapping.keyrefs()
-        if (module := each()) is not None
-    ]
+    from torch.distributed._composable_state import _module_state_mapping
+
+    modules = [reference() for reference in _module_state_mapping.keyrefs()]
+    return [module for module in modules if module is not None]
 
 
 def begin(units: Sequence[Unit]) -> None:
     """Let the outermost modules of `units` be roots, as FSDP2 takes the module that
     runs first for one, and then refuses the outer ones.
     """
-    for name in _STAYS if units else ():
-        names.require_name(
-            name,
-            "layers",
-            "Call gradaccum_torch.backward in place of layered_backward.",
-        )
     own = {id(module) for unit in units for module in unit.modules}
     modules = [module for module in _modules() if hasattr(module, "_get_fsdp_state")]
     inside = {
@@ -402,10 +265,6 @@ def reduce(units: Sequence[Unit]) -> None:
     # The first state of a module that has run is the outermost one, whose pass ends
     # those of all in it.
     states = [unit.modules[0]._get_fsdp_state() for unit in units]
-    if not all(names.exists(name) for name in _PASS_END):
-        if torch.accelerator.is_available():
-            torch.accelerator.synchronize()
-        return
     for root in {
         id(root): root for state in states for root in state._state_ctx.all_states[:1]
     }.values():
@@ -414,14 +273,15 @@ def reduce(units: Sequence[Unit]) -> None:
 
 def _reduce_under(root: Private) -> None:
     context = root._state_ctx
-    found, context.is_last_backward = context.is_last_backward, True
+    was_last_backward = context.is_last_backward
+    context.is_last_backward = True
     # from torch 2.15 on: None, unless a backward pass is to be finalized
     if hasattr(context, "manual_backward_finalization_active"):
         context.manual_backward_finalization_active = False
     try:
         root._root_post_backward_final_callback()
     finally:
-        context.is_last_backward = found
+        context.is_last_backward = was_last_backward
 
 
 def unreduced(parameter: Private) -> list[Tensor]:
@@ -452,27 +312,16 @@ def _units(modules: Iterable[nn.Module]) -> list[Unit]:
         return []
     from torch.distributed.fsdp import FSDPModule
 
-    found = dict[int, Unit]()
+    units = dict[int, Unit]()
     for module in modules:
-        if isinstance(module, FSDPModule):
-            _require_names()
-            groups = getattr(module._get_fsdp_state(), _groups_name())
-            for group in groups if isinstance(groups, (list, tuple)) else [groups]:
-                if group is not None and group.fsdp_params:
-                    found.setdefault(id(group), Unit(group, [])).modules.append(module)
-    return list(found.values())
-
-
-@cache
-def _require_names() -> None:
-    for name, cost in lost_in_fsdp().items():
-        if cost is _UNSUPPORTED:
-            names.require_name(
-                name,
-                "optimizer",
-                "Use DistributedDataParallel in place of fully_shard.",
-            )
-
-
-def _sets(setter: str) -> bool:
-    return names.exists(_MODULE + setter)
+        if not isinstance(module, FSDPModule):
+            continue
+        state = module._get_fsdp_state()
+        # An older torch has one group or none.
+        one_group = [getattr(state, "_fsdp_param_group", None)]
+        groups = getattr(state, "_fsdp_param_groups", one_group)
+        for group in groups:
+            if group is not None and group.fsdp_params:
+                unit = units.setdefault(id(group), Unit(group, []))
+                unit.modules.append(module)
+    return list(units.values())

@@ -1,0 +1,188 @@
+"""The arithmetic of a window's sum: its dtype, adding, dividing, casting and its norm."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradaccum.kit import has_exact_inverse
+from gradaccum_torch.torch_private.names import (
+    elements,
+    is_sharded,
+    local,
+    mesh_of,
+)
+
+HALF = (torch.float16, torch.bfloat16)
+"""The dtypes that are summed in float32 unless the user says otherwise."""
+FAINT = 2.0**-31
+"""Squares of the elements of a float32 tensor of a smaller norm may vanish."""
+FAINT_HALF = 2.0**-13
+"""The same for a float16 tensor, whose norm is a float16."""
+
+
+def gradient_dtype(parameter: Tensor) -> torch.dtype:
+    """Return the dtype of autograd's gradient: the parameter's, unless the user has set
+    ``parameter.grad_dtype``.
+    """
+    return getattr(parameter, "grad_dtype", None) or parameter.dtype
+
+
+def sum_dtype(parameter: Tensor, accumulate_dtype: torch.dtype | None) -> torch.dtype:
+    """Return the dtype of the sum: by default float32 for half precision, else the
+    gradient's own; complex stays.
+    """
+    dtype = gradient_dtype(parameter)
+    if dtype.is_complex:
+        return dtype
+    if accumulate_dtype is not None:
+        return accumulate_dtype
+    return torch.float32 if dtype in HALF else dtype
+
+
+def add(total: Tensor, gradient: Tensor) -> Tensor:
+    """Return `total` plus `gradient` in the dtype of `total`, in place where it can
+    be.
+    """
+    gradient = gradient.detach()
+    if not total.is_sparse or gradient.is_sparse:
+        return total.add_(gradient)
+    return gradient.to(total.dtype) + total
+
+
+@torch.no_grad()
+def divide(tensors: Sequence[Tensor], divisor: float) -> None:
+    """Divide in place, unless `divisor` is 1."""
+    if divisor == 1 or not tensors:
+        return
+    for group in groups_of(map(elements, tensors)):
+        if has_exact_inverse(divisor):
+            # The same bits in half the time.
+            torch._foreach_mul_(group, 1 / divisor)
+        else:
+            torch._foreach_div_(group, divisor)
+
+
+@torch.no_grad()
+def multiply(tensors: Sequence[Tensor], factor: float) -> None:
+    """Multiply in place, unless `factor` is 1."""
+    if factor == 1:
+        return
+    for group in groups_of(map(elements, tensors)):
+        torch._foreach_mul_(group, factor)
+
+
+@torch.no_grad()
+def narrowed(gradient: Tensor, divisor: float, dtype: torch.dtype) -> Tensor:
+    """Return `gradient` / `divisor` in another dtype, divided in the wider one."""
+    wide_gradient = gradient.to(torch.promote_types(gradient.dtype, dtype))
+    if divisor != 1:
+        wide_gradient = wide_gradient / divisor
+    return wide_gradient.to(dtype)
+
+
+@torch.no_grad()
+def fits(total: Tensor, divisor: float, dtype: torch.dtype) -> bool:
+    """True if the sum is finite in `dtype` once divided; waits for the device."""
+    if not elements(total).numel():
+        return True
+    peak = elements(total).abs().max() / divisor
+    return bool(torch.isfinite(peak.to(dtype)))
+
+
+class Measured(NamedTuple):
+    """The measurements of a window's sum."""
+
+    norm: float
+    """Its global 2-norm."""
+    is_finite: bool
+    """Every element is finite."""
+
+
+@torch.no_grad()
+def measure(sums: Sequence[Tensor]) -> Measured:
+    """Return the global 2-norm, and whether every element is finite; waits for the
+    device.
+    """
+    tensors = [real_elements(total) for total in sums]
+    norm = norm_of(tensors)
+    is_float16 = any(tensor.dtype == torch.float16 for tensor in tensors)
+    faint = FAINT_HALF if is_float16 else FAINT
+    if not faint <= norm < math.inf and tensors:
+        # The squares of finite elements may have overflowed or vanished.
+        norm = norm_of(tensor.double() for tensor in tensors)
+    return Measured(norm, True) if norm < math.inf else Measured(math.inf, False)
+
+
+def real_elements(tensor: Tensor) -> Tensor:
+    numbers = elements(tensor)
+    return torch.view_as_real(numbers) if numbers.is_complex() else numbers
+
+
+def norm_of(tensors: Iterable[Tensor]) -> float:
+    """Return the 2-norm of all `tensors` together; of a tensor that is split over
+    processes each process has a part, and the norm is that of all parts.
+    """
+    norms: list[Tensor] = []
+    for group in groups_of(tensors):
+        group_norms = torch._foreach_norm(group)
+        if is_sharded(group[0]):
+            part: Any = torch.linalg.vector_norm(torch.stack(group_norms))
+            norms.append(part.full_tensor())
+        else:
+            norms.extend(group_norms)
+    if not norms:
+        return 0.0
+    if len({(norm.dtype, norm.device) for norm in norms}) > 1:
+        dtype = torch.float32 if norms[0].is_mps else torch.float64
+        norms = [norm.to(norms[0].device, dtype) for norm in norms]
+    return math.hypot(*torch.stack(norms).tolist())
+
+
+def groups_of(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield lists for multi-tensor calls: the tensors of one process, and those that
+    are split alike.
+    """
+    groups: dict[object, list[Tensor]] = {}
+    for tensor in tensors:
+        key: object = None
+        if is_sharded(tensor):
+            key = (mesh_of(tensor), getattr(tensor, "placements", ()))
+        groups.setdefault(key, []).append(tensor)
+    yield from groups.values()
+
+
+def complete(gradient: Tensor) -> Tensor:
+    """Return `gradient` with each element once: a sparse one coalesced; one of which
+    processes have parts (``Partial``) reduced.
+    """
+    if not is_sharded(gradient):
+        return gradient.coalesce() if gradient.is_sparse else gradient
+    from torch.distributed.tensor import Replicate
+
+    sharded_gradient: Any = gradient
+    placements = [
+        Replicate() if placement.is_partial() else placement
+        for placement in sharded_gradient.placements
+    ]
+    if placements == list(sharded_gradient.placements):
+        return gradient
+    complete_gradient: Tensor = sharded_gradient.redistribute(placements=placements)
+    return complete_gradient
+
+
+@torch.no_grad()
+def all_finite(gradients: Sequence[Tensor]) -> bool:
+    """True if every element is finite; waits for the device."""
+    return measure([complete(gradient) for gradient in gradients]).is_finite
+
+
+def is_zero(tensor: Tensor) -> bool:
+    """True if the part of `tensor` in this process is all zeros; waits for the
+    device.
+    """
+    return not bool(local(elements(tensor)).any())

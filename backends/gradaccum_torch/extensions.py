@@ -1,0 +1,431 @@
+"""What observes a window without changing it: its loss, and the warnings of everyday
+mistakes. Any of them can be deleted without touching the window.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from gradaccum import GradAccumWarning, kit
+from gradaccum.kit import Fields, Options
+from gradaccum_torch.checks import known_window_size
+from gradaccum_torch.torch_private.names import (
+    is_sharded,
+    last_division,
+    local,
+    untraced,
+    version,
+)
+
+if TYPE_CHECKING:
+    from gradaccum_torch.window import MicroBatch
+
+LEFTOVER_LOOP = (
+    "gradaccum: each step() came after {passes} backward passes of its loop, which"
+    " count as one micro-batch. Most likely two lines of the old loop are left: `if (i"
+    " + 1) % {passes} == 0:` around step(), and `loss / {passes}`. Delete both, so that"
+    " step() follows each backward pass. Or a trainer accumulates too: leave its"
+    " gradient_accumulation_steps at 1."
+)
+DIVIDED_LOSS = (
+    "gradaccum: the loss is divided by {steps}, and a window of {steps} micro-batches"
+    " is divided by itself. Most likely `loss / {steps}` is left of the old loop, and"
+    " each update is {steps} times too small: delete the division."
+)
+CHANGED_PARAMETERS = (
+    "gradaccum: parameters changed inside a window, most likely by"
+    " model.load_state_dict(), so that its micro-batches have gradients of different"
+    " models. Call opt.flush() or opt.discard() before it."
+)
+WEIGHED_TWICE = (
+    "gradaccum: a second loss came with a weight before step(), so that both count as"
+    " one micro-batch of that weight. Each micro-batch needs a step() of its own. For"
+    " several losses of one micro-batch, call opt.weigh(n) once, and then"
+    " opt.backward(loss) for each."
+)
+
+
+class Extension:
+    """An observer of a window; each method is one event. It may not change the
+    window.
+    """
+
+    def loss_given(self, loss: Tensor) -> None:
+        """The user has passed a loss, which is not differentiated yet."""
+
+    def micro_batch_added(self, micro_batch: MicroBatch, weight: float) -> None:
+        """A micro-batch was counted, with this weight; 0 if its gradient does not
+        count.
+        """
+
+    def numbers(self) -> list[float]:
+        """Return what is added up over the workers at the window's end."""
+        return []
+
+    def reduced(self, numbers: Sequence[float]) -> None:
+        """Take the `numbers` of all workers."""
+
+    def window_ending(self) -> None:
+        """The window's update, or none, comes next."""
+
+    def window_closed(self, state: Fields, options: Options) -> None:
+        """The window was closed; its sum was divided by `state` and `options`."""
+
+    def window_discarded(self) -> None:
+        """The window was forgotten, or another one was loaded."""
+
+    def state_dict(self) -> dict[str, float]:
+        """Return the entries for a checkpoint."""
+        return {}
+
+    def load_state_dict(self, entries: dict[str, Any]) -> None:
+        """Resume with the entries of a checkpoint."""
+
+
+# The loss of a window.
+
+
+def as_number(loss: object) -> float | Tensor:
+    """Return a loss as it is kept: a number, or a scalar on its accelerator; NaN for
+    anything else.
+    """
+    if not isinstance(loss, Tensor):
+        if isinstance(loss, int | float) and not isinstance(loss, bool):
+            return float(loss)
+        return math.nan
+    if loss.numel() != 1 or loss.is_complex():
+        return math.nan
+    scalar: Any = loss.detach()
+    if is_sharded(scalar):
+        scalar = scalar.full_tensor()
+    # A copy: a captured CUDA graph writes the next loss into the same memory.
+    kept: float | Tensor = scalar.reshape(()).clone()
+    return scalar.item() if scalar.is_cpu else kept
+
+
+class WindowLoss(Extension):
+    """The loss of each window as one large batch; NaN unless all of its losses were
+    given. Reading it may wait for the device.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._total = 0.0
+        self._unread: list[tuple[Tensor, float]] = []
+        """The losses that are on their device, with their weights."""
+        self._closed: Callable[[], float] | None = None
+        """Reads the loss of the last closed window."""
+        self._value = math.nan
+
+    @property
+    def value(self) -> float:
+        """The loss of the last closed window."""
+        if self._closed is not None:
+            value = self._closed()
+            self._closed = None
+            # One object, so that equal results compare equal.
+            self._value = math.nan if math.isnan(value) else value
+        return self._value
+
+    def micro_batch_added(self, micro_batch: MicroBatch, weight: float) -> None:
+        if not weight:
+            return
+        for loss in micro_batch.losses or [math.nan]:
+            if isinstance(loss, Tensor):
+                self._unread.append((loss, weight))
+            else:
+                self._total = self._with_loss(self._total, loss, weight)
+
+    def _with_loss(self, total: float, loss: float, weight: float) -> float:
+        options = self._options
+        return float(kit.add_loss(total, loss, weight, True, options, kit.select))
+
+    def _read(self, total: float, unread: list[tuple[Tensor, float]]) -> float:
+        if unread:
+            losses = torch.stack([loss.double() for loss, _ in unread]).tolist()
+            for loss, (_, weight) in zip(losses, unread, strict=True):
+                total = self._with_loss(total, loss, weight)
+        return total
+
+    def _read_open(self) -> float:
+        self._total = self._read(self._total, self._unread)
+        self._unread = []
+        return self._total
+
+    def numbers(self) -> list[float]:
+        return [self._read_open()]
+
+    def reduced(self, numbers: Sequence[float]) -> None:
+        (self._total,) = numbers
+
+    def window_closed(self, state: Fields, options: Options) -> None:
+        total = self._total
+        unread = self._unread
+
+        def read() -> float:
+            losses = self._read(total, unread)
+            return float(kit.window_loss(losses, state, options, kit.select))
+
+        self._closed = read
+        self._total = 0.0
+        self._unread = []
+
+    def window_discarded(self) -> None:
+        self._total = 0.0
+        self._unread = []
+
+    def state_dict(self) -> dict[str, float]:
+        return {"loss": self._read_open(), "window_loss": self.value}
+
+    def load_state_dict(self, entries: dict[str, Any]) -> None:
+        self._closed = None
+        self._total = entries.get("loss", 0.0)
+        value = float(entries.get("window_loss", math.nan))
+        self._value = math.nan if math.isnan(value) else value
+
+
+# Warnings, each given once per optimizer.
+
+
+class Warnings:
+    """Gives each warning once, at the line of the user's that called."""
+
+    def __init__(self) -> None:
+        self._given: set[str] = set()
+
+    def __call__(self, text: str) -> None:
+        if text not in self._given:
+            self._given.add(text)
+            warnings.warn(text, GradAccumWarning, stacklevel=levels_to_user())
+
+
+def levels_to_user() -> int:
+    """Return the ``stacklevel`` at which a warning of the caller is the user's."""
+    level = 2
+    frame = sys._getframe(level)
+    while frame.f_back is not None and is_ours(frame):
+        frame = frame.f_back
+        level += 1
+    return level
+
+
+def is_ours(frame: FrameType) -> bool:
+    package = str(frame.f_globals.get("__name__")).partition(".")[0]
+    return package in ("gradaccum", "gradaccum_torch", "contextlib", "torch")
+
+
+class ChangedRateWarning(Extension):
+    """Warns of a learning rate that moves inside a window, as a scheduler moves it that
+    steps with each micro-batch.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, warn: Warnings) -> None:
+        self._optimizer = optimizer
+        self._warn = warn
+        self._rates: list[object] | None = None
+        """The rates with which the window began; None: the window may have any."""
+        self._is_open = False
+
+    def micro_batch_added(self, micro_batch: MicroBatch, weight: float) -> None:
+        rates = [rate_mark(group.get("lr")) for group in self._optimizer.param_groups]
+        if not self._is_open:
+            self._is_open = True
+            self._rates = rates
+        elif self._rates is not None and self._rates != rates:
+            self._warn(kit.RATE_MOVED)
+
+    def allow_change(self) -> None:
+        """Let the open window have other rates: a gated scheduler has moved, or a group
+        was added.
+        """
+        self._rates = None
+
+    def window_closed(self, state: Fields, options: Options) -> None:
+        self._is_open = False
+
+    def window_discarded(self) -> None:
+        self._is_open = False
+
+    def load_state_dict(self, entries: dict[str, Any]) -> None:
+        self._is_open = bool(entries.get("micro_step"))
+        self._rates = None
+
+
+def rate_mark(rate: object) -> object:
+    """Return what differs if a rate has moved; a rate in a tensor by its version,
+    without a wait.
+    """
+    return (id(rate), version(rate)) if isinstance(rate, Tensor) else rate
+
+
+class LeftoverLoopWarning(Extension):
+    """Warns if the first two steps each came after as many backward passes as a window
+    has micro-batches: then the old loop's ``if`` is most likely left around ``step``.
+
+    Two passes are no sign: a GAN's discriminator has a real and a fake loss.
+    """
+
+    def __init__(self, warn: Warnings) -> None:
+        self._warn = warn
+        self._steps = 0
+
+    def micro_batch_added(self, micro_batch: MicroBatch, weight: float) -> None:
+        if self._steps > 2:
+            return
+        self._steps += 1
+        passes = micro_batch.passes
+        if passes < 3 or passes != micro_batch.window_size:
+            self._steps = 3
+        elif self._steps == 2:
+            self._warn(LEFTOVER_LOOP.format(passes=passes))
+
+
+class DividedLossWarning(Extension):
+    """Warns if a loss of the first window is divided by the steps beforehand."""
+
+    def __init__(self, options: Options, warn: Warnings) -> None:
+        size = known_window_size(options, 0)
+        self._steps = size if isinstance(size, int) else 1
+        self._takes_means = options.reduction == "mean"
+        self._warn = warn
+        self._is_active = self._steps > 1 and options.reduction != "sum"
+        self._is_divided = False
+
+    def loss_given(self, loss: Tensor) -> None:
+        if not self._is_active:
+            return
+        division = last_division(loss)
+        if division is None or not math.isclose(division.divisor, self._steps):
+            return
+        makes_mean = division.of_sums and self._takes_means
+        self._is_divided = division.terms != self._steps and not makes_mean
+
+    def micro_batch_added(self, micro_batch: MicroBatch, weight: float) -> None:
+        if self._is_divided and len(micro_batch.losses) == 1:
+            self._warn(DIVIDED_LOSS.format(steps=self._steps))
+        self._is_divided = False
+
+    def window_closed(self, state: Fields, options: Options) -> None:
+        self._is_active = False
+
+    def load_state_dict(self, entries: dict[str, Any]) -> None:
+        self._is_active = False
+
+
+# Parameters that change inside a window. A version tells that something wrote. What
+# writes the values that were there, as a loop does that validates with averaged weights
+# and puts its own back, changes nothing; so a few numbers are compared.
+
+
+NUMBERS = 4
+"""How many of a parameter are looked at."""
+ROUNDINGS = 16
+"""Averages that are taken in and out again round a few times."""
+
+
+class ChangedParametersWarning(Extension):
+    """Warns if at least two of a few parameters hold other numbers at the window's end
+    than at its begin, or the only one does.
+
+    An embedding with ``max_norm=`` changes itself, alone.
+    """
+
+    def __init__(
+        self,
+        parameters: Callable[[], list[Tensor]],
+        warn: Warnings,
+    ) -> None:
+        self._get_parameters = parameters
+        self._warn = warn
+        self._is_open = False
+        self._looked_at: list[Tensor] = []
+        self._pointers: list[int] = []
+        self._parts: list[Tensor] = []
+        """A few numbers of each parameter that is looked at, in its own memory."""
+        self._versions: list[int] = []
+        self._numbers: list[Tensor] = []
+
+    def micro_batch_added(self, micro_batch: MicroBatch, weight: float) -> None:
+        if not self._is_open and micro_batch.window_size != 1:
+            self._note()
+        self._is_open = True
+
+    def _note(self) -> None:
+        pointers = [local(each).data_ptr() for each in self._looked_at]
+        # A parameter that is moved to another device has other memory.
+        if not pointers or pointers != self._pointers:
+            self._looked_at = sampled(self._get_parameters())
+            self._pointers = [local(each).data_ptr() for each in self._looked_at]
+            self._parts = [middle_of(each) for each in self._looked_at]
+        self._versions = [version(part) for part in self._parts]
+        self._numbers = list(map(torch.clone, self._parts))
+
+    def window_ending(self) -> None:
+        if not self._versions:
+            return
+        if [version(part) for part in self._parts] != self._versions:
+            pairs = zip(self._numbers, self._parts, strict=True)
+            changed = sum(are_different(noted, part) for noted, part in pairs)
+            if changed >= min(2, len(self._parts)):
+                self._warn(CHANGED_PARAMETERS)
+
+    def window_closed(self, state: Fields, options: Options) -> None:
+        self.window_discarded()
+
+    def window_discarded(self) -> None:
+        self._is_open = False
+        self._versions = []
+
+    def load_state_dict(self, entries: dict[str, Any]) -> None:
+        self._is_open = bool(entries.get("micro_step"))
+
+
+untraced(ChangedParametersWarning._note)
+untraced(ChangedParametersWarning.window_ending)
+
+
+def sampled(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Return the first of `parameters` that can be looked at, the last and one between;
+    weights rather than biases.
+    """
+    usable = [parameter for parameter in parameters if is_readable(parameter)]
+    usable = [parameter for parameter in usable if parameter.ndim > 1] or usable
+    if not usable:
+        return []
+    indices = sorted({0, len(usable) // 2, len(usable) - 1})
+    return [usable[index] for index in indices]
+
+
+def is_readable(parameter: Tensor) -> bool:
+    is_usual = type(parameter) in (Tensor, torch.nn.Parameter) or is_sharded(parameter)
+    return (
+        is_usual
+        and parameter.layout is torch.strided
+        and parameter.is_floating_point()
+        and parameter.is_contiguous()
+        and local(parameter).numel() > 0
+    )
+
+
+def middle_of(parameter: Tensor) -> Tensor:
+    numbers = local(parameter).detach().view(-1)
+    start = numbers.numel() // 2
+    return numbers[start : start + NUMBERS]
+
+
+def are_different(noted: Tensor, part: Tensor) -> bool:
+    before = noted.tolist()
+    now = part.tolist()
+    if now == [min(max(number, min(now)), max(now)) for number in before]:
+        return False  # A clamp, as a loop makes that repeats it with each step.
+    size = max(map(abs, (*before, *now)))
+    room = ROUNDINGS * torch.finfo(part.dtype).eps * size
+    return any(not abs(a - b) <= room for a, b in zip(before, now, strict=True))

@@ -1,0 +1,270 @@
+"""Where the sum of a window's gradients is kept: in ``.grad`` itself, where autograd
+adds anyway, or in buffers beside it.
+
+`Window` reads the sum at its end as a mapping from each parameter to a tensor, and does
+the rest with `gradaccum_torch.arithmetic`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from gradaccum.kit import Options
+from gradaccum_torch.arithmetic import add, all_finite, sum_dtype
+from gradaccum_torch.gradient_watch import GradientWatch, WatchedGradient
+from gradaccum_torch.torch_private.names import untraced
+from gradaccum_torch.workers.interface import UpdateGuard
+
+Gradients = dict[Tensor, Tensor]
+"""The gradient of each parameter that has one."""
+GetParameters = Callable[[], list[Tensor]]
+
+
+class GradientSum:
+    """The sum of the open window's gradients, here in ``.grad`` itself: no second
+    buffer, and nothing to do per micro-batch.
+    """
+
+    is_beside_grad = False
+    """``.grad`` holds the micro-batch alone until ``step``."""
+    expects_windows = False
+    """It wants to know how long the next window is, by `expect_window`."""
+
+    def __init__(self, parameters: GetParameters, watch: GradientWatch) -> None:
+        self.parameters = parameters
+        self.watch = watch
+        watch.move_gradient = None
+
+    def expect_window(self, size: object) -> None:
+        """Prepare for a next window of this size."""
+
+    def add_micro_batch(self, guard: UpdateGuard) -> bool:
+        """Add the micro-batch to the sum; return False if it was dropped.
+
+        - `guard`: is broken from the first write on.
+        """
+        return True
+
+    def gradients(self) -> Gradients:
+        """Return the sum; the tensors themselves."""
+        return {
+            parameter: parameter.grad
+            for parameter in self.parameters()
+            if parameter.grad is not None
+        }
+
+    def replace(self, gradients: Gradients) -> None:
+        """Take these tensors over as the sum, and the mapping with them."""
+        for parameter in self.parameters():
+            parameter.grad = gradients.get(parameter)
+        self.watch.reset()
+
+    def prepare_update(self, gradients: Gradients) -> None:
+        """Make room in ``.grad`` for the window's gradients, and hold no other
+        reference to them.
+        """
+
+    def end_update(self) -> None:
+        """Undo `prepare_update`."""
+
+    def clear(self) -> None:
+        """Forget the sum, and the micro-batch under way."""
+        for parameter in self.parameters():
+            parameter.grad = None
+        self.watch.reset()
+
+    def clear_window(self) -> None:
+        """Forget the sum of a window that was closed."""
+        self.clear()
+
+
+class SumInBuffers(GradientSum):
+    """The sum is in buffers, to which ``step`` moves each micro-batch.
+
+    So it can have another dtype, a micro-batch can be dropped, and ``.grad`` can be the
+    user's between two steps.
+    """
+
+    is_beside_grad = True
+
+    def __init__(
+        self, parameters: GetParameters, watch: GradientWatch, options: Options
+    ) -> None:
+        super().__init__(parameters, watch)
+        self.accumulate_dtype = options.accumulate_dtype
+        self.drops_micro_batches = options.on_overflow == "drop_micro_batch"
+        self.leaves_grad_alone = options.separate_sums
+        self.buffers: Gradients = {}
+        self.users_gradients: Gradients | None = None
+        """What is in ``.grad`` beside the window, while the inner optimizer has the
+        window's gradient there.
+        """
+
+    def prepare_update(self, gradients: Gradients) -> None:
+        self.buffers = gradients
+        if self.leaves_grad_alone:
+            self.users_gradients = super().gradients()
+            for parameter in self.users_gradients:
+                parameter.grad = None
+
+    def add_micro_batch(self, guard: UpdateGuard) -> bool:
+        gradients = super().gradients()
+        is_finite = not self.drops_micro_batches or all_finite([*gradients.values()])
+        new_buffers: Gradients = {}
+        if is_finite:
+            # Memory may run out here, before anything was added.
+            new_buffers = {
+                parameter: self._copy(parameter, gradient)
+                for parameter, gradient in gradients.items()
+                if parameter not in self.buffers
+            }
+        guard.is_broken = True
+        if is_finite:
+            self._add(gradients)
+            self.buffers.update(new_buffers)
+        for parameter in gradients:
+            parameter.grad = None
+        self.watch.reset()
+        return is_finite
+
+    @torch.no_grad()
+    def _add(self, gradients: Gradients) -> None:
+        totals: list[Tensor] = []
+        terms: list[Tensor] = []
+        for parameter, gradient in gradients.items():
+            total = self.buffers.get(parameter)
+            if total is None:
+                continue
+            is_usual = type(total) is Tensor and not total.is_sparse
+            if not is_usual or gradient.is_sparse:
+                self.buffers[parameter] = add(total, gradient)
+            else:
+                totals.append(total)
+                terms.append(gradient)
+        if totals:
+            torch._foreach_add_(totals, terms)
+
+    def add_gradient(self, parameter: Tensor, gradient: Tensor) -> None:
+        total = self.buffers.get(parameter)
+        if total is None:
+            self.buffers[parameter] = self._copy(parameter, gradient)
+        else:
+            self.buffers[parameter] = add(total, gradient)
+
+    def _copy(self, parameter: Tensor, gradient: Tensor) -> Tensor:
+        """Return a first term of the sum: a copy, as somebody else may write into the
+        memory of a gradient.
+        """
+        dtype = sum_dtype(parameter, self.accumulate_dtype)
+        return gradient.detach().to(dtype, copy=True)
+
+    def gradients(self) -> Gradients:
+        # In the order of the parameters, so that a resumed window has the same norm.
+        return {
+            parameter: self.buffers[parameter]
+            for parameter in self.parameters()
+            if parameter in self.buffers
+        }
+
+    def replace(self, gradients: Gradients) -> None:
+        self.buffers = gradients
+
+    def clear(self) -> None:
+        self.buffers = {}
+        self.users_gradients = None
+        super().clear()
+
+    def end_update(self) -> None:
+        if self.users_gradients is not None:
+            for parameter in self.parameters():
+                parameter.grad = self.users_gradients.get(parameter)
+            self.users_gradients = None
+
+    def clear_window(self) -> None:
+        if self.leaves_grad_alone:
+            self.buffers = {}
+        else:
+            self.clear()
+
+
+class SumOnArrival(SumInBuffers):
+    """The sum is in wider buffers, to which each gradient moves as autograd delivers
+    it, so that only one gradient in half precision is alive.
+
+    The smallest that has arrived stays in ``.grad`` until ``step``, so that a write
+    into ``.grad`` is noticed. In a window of one micro-batch all of them stay.
+    """
+
+    expects_windows = True
+
+    def __init__(
+        self, parameters: GetParameters, watch: GradientWatch, options: Options
+    ) -> None:
+        super().__init__(parameters, watch, options)
+        self._staying: WatchedGradient | None = None
+        self.adds_at_once = False
+        """No gradient stays: several micro-batches are delivered one after the
+        other.
+        """
+
+    @property
+    def is_beside_grad(self) -> bool:  # type: ignore[override]
+        return self.watch.move_gradient is None
+
+    def expect_window(self, size: object) -> None:
+        self.watch.move_gradient = None
+        if size != 1:
+            reference = weakref.ref(self)
+
+            def move(watched: WatchedGradient) -> None:
+                living = reference()
+                if living is not None:
+                    living.move(watched)
+
+            untraced(move)
+            self.watch.move_gradient = move
+
+    def move(self, watched: WatchedGradient) -> None:
+        """Move the gradient that has arrived, or the one that stayed if that is
+        larger.
+        """
+        moved: WatchedGradient | None = watched
+        staying = self._staying
+        if not self.adds_at_once:
+            size = watched.parameter.numel()
+            if staying is None or size < staying.parameter.numel():
+                self._staying = watched
+                moved = staying
+            elif staying is watched:
+                moved = None
+        if moved is not None and moved.parameter.grad is not None:
+            self.add_gradient(moved.parameter, moved.parameter.grad)
+            moved.parameter.grad = None
+            moved.note()
+
+    def add_micro_batch(self, guard: UpdateGuard) -> bool:
+        self._staying = None
+        return super().add_micro_batch(guard)
+
+    def clear(self) -> None:
+        self._staying = None
+        super().clear()
+
+
+def make_gradient_sum(
+    parameters: GetParameters, watch: GradientWatch, options: Options
+) -> GradientSum:
+    """Return the sum in ``.grad`` where possible, which needs no second buffer."""
+    is_wider = any(
+        sum_dtype(parameter, options.accumulate_dtype) != parameter.dtype
+        for parameter in parameters()
+    )
+    if options.separate_sums or options.on_overflow == "drop_micro_batch":
+        return SumInBuffers(parameters, watch, options)
+    if is_wider:
+        return SumOnArrival(parameters, watch, options)
+    return GradientSum(parameters, watch)

@@ -1,0 +1,213 @@
+"""The model's parameters, and float32 masters of those in half precision.
+
+The inner optimizer's groups hold the masters only while it makes an update. After it the
+model gets the rounded copy. Before it a master takes over what something else wrote into
+its parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from gradaccum import ArgumentValueError
+from gradaccum.kit import explain
+from gradaccum_torch.arithmetic import HALF
+
+Group = dict[str, Any]
+"""A parameter group, as torch has it."""
+MASTERS: WeakKeyDictionary[torch.optim.Optimizer, dict[Tensor, Tensor]] = (
+    WeakKeyDictionary()
+)
+"""The masters by the model's parameter, of each inner optimizer that has some: it may
+be wrapped again.
+"""
+
+
+class MasterWeights:
+    """The parameters of an inner optimizer, in the order of its groups, and the masters
+    of those in half precision.
+    """
+
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        is_wanted: bool,
+        masters: Mapping[int, Tensor] | None = None,
+    ) -> None:
+        if MASTERS.get(inner) and not is_wanted:
+            raise explain(
+                ArgumentValueError,
+                "master_weights",
+                expected="True for an optimizer that has masters already",
+                got=False,
+                fix="Write master_weights=True, or wrap a new optimizer over the"
+                " model's parameters.",
+            )
+        self.inner = inner
+        self.is_wanted = is_wanted
+        self.masters = MASTERS.setdefault(inner, {}) if is_wanted else {}
+        """The masters by their half-precision parameter."""
+        if masters:
+            parameters = self.parameters()
+            for index, master in masters.items():
+                self.masters[parameters[index]] = master
+        self.groups_changed()
+
+    def parameters(self) -> list[Tensor]:
+        """Return the model's parameters, each once."""
+        parameters = [
+            tensor for group in self.inner.param_groups for tensor in group["params"]
+        ]
+        if self.masters and self.are_in_place:
+            models = {master: parameter for parameter, master in self.masters.items()}
+            parameters = [models.get(tensor, tensor) for tensor in parameters]
+        return parameters
+
+    def groups(self) -> list[Group]:
+        """Return copies of the groups, with the model's parameters."""
+        parameters = iter(self.parameters())
+        return [
+            {**group, "params": [next(parameters) for _ in group["params"]]}
+            for group in self.inner.param_groups
+        ]
+
+    def worked_on(self, parameter: Tensor) -> Tensor:
+        """Return the parameter's master, or the parameter itself."""
+        return self.masters.get(parameter, parameter)
+
+    def by_index(self) -> dict[int, Tensor]:
+        return {
+            index: self.masters[parameter]
+            for index, parameter in enumerate(self.parameters())
+            if parameter in self.masters
+        }
+
+    def groups_changed(self) -> None:
+        """Make the masters that are missing, with the optimizer's state for them, and
+        forget those of parameters that were replaced or cast.
+        """
+        half_parameters = [
+            parameter
+            for parameter in (self.parameters() if self.is_wanted else ())
+            if parameter.dtype in HALF
+        ]
+        for parameter in set(self.masters).difference(half_parameters):
+            del self.masters[parameter]
+        for parameter in half_parameters:
+            if parameter not in self.masters:
+                master = parameter.detach().float()
+                self.masters[parameter] = torch.nn.Parameter(
+                    master, requires_grad=parameter.requires_grad
+                )
+                self._widen_state(parameter)
+
+    def _widen_state(self, parameter: Tensor) -> None:
+        state = self.inner.state.get(parameter, {})
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.dtype in HALF:
+                state[name] = value.float()
+
+    @torch.no_grad()
+    def load(self, masters: Mapping[int, Tensor]) -> None:
+        """Load the masters by the index of their parameter; the model's values still
+        win where they differ.
+        """
+        for index, parameter in enumerate(self.parameters()):
+            if index in masters:
+                self.masters[parameter].copy_(masters[index])
+
+    # The inner optimizer works on the masters.
+
+    @property
+    def are_in_place(self) -> bool:
+        first = next(iter(self.masters), None)
+        return first is not None and not any(
+            first is tensor
+            for group in self.inner.param_groups
+            for tensor in group["params"]
+        )
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Let the inner optimizer's groups hold the masters inside the block."""
+        if not self.masters or self.are_in_place:
+            yield
+            return
+        models = {master: parameter for parameter, master in self.masters.items()}
+        try:
+            self._swap(self.masters)
+            yield
+        finally:
+            through(lambda: self._swap(models))
+
+    def _swap(self, others: Mapping[Tensor, Tensor]) -> None:
+        for group in self.inner.param_groups:
+            # In the list itself, which an optimizer may keep.
+            group["params"][:] = [others.get(each, each) for each in group["params"]]
+        state: MutableMapping[Tensor, Any] = self.inner.state
+        for tensor, other in others.items():
+            if tensor in state:
+                state[other] = state.pop(tensor)
+
+    @contextmanager
+    def published(self) -> Iterator[None]:
+        """Let a method of the inner optimizer work on the masters inside the block,
+        then round them.
+        """
+        if not self.are_in_place:
+            self.copy_model_into_masters()
+        try:
+            with self.in_place():
+                yield
+        finally:
+            self.round()
+
+    @contextmanager
+    def only(self, parameters: Iterable[Tensor]) -> Iterator[None]:
+        """Leave the masters of other parameters alone inside the block."""
+        every_master = dict(self.masters)
+        ids = set(map(id, parameters))
+        try:
+            for parameter in every_master:
+                if id(parameter) not in ids:
+                    del self.masters[parameter]
+            yield
+        finally:
+            self.masters.clear()
+            self.masters.update(every_master)
+
+    # Between the model and the masters.
+
+    @torch.no_grad()
+    def copy_model_into_masters(self) -> None:
+        """Let each master take over what something else wrote into its parameter."""
+        for parameter, master in self.masters.items():
+            is_same = master.to(parameter.dtype) == parameter
+            master.copy_(torch.where(is_same, master, parameter))
+
+    @torch.no_grad()
+    def round(self) -> None:
+        """Write the rounded masters into the model, where they differ."""
+        for parameter, master in self.masters.items():
+            rounded = master.to(parameter.dtype)
+            # Autograd refuses a graph that has saved a parameter which was written
+            # since, even if the value stayed.
+            if not parameter.is_cpu or not torch.equal(rounded, parameter):
+                parameter.copy_(rounded)
+
+
+def through(action: Callable[[], None]) -> None:
+    """Run `action`, which can be run twice; raise an interrupt only when it has run to
+    its end.
+    """
+    try:
+        action()
+    except BaseException:
+        action()
+        raise

@@ -1,1 +1,0 @@
-"""The private names of torch, with a fallback or a refusal for each."""

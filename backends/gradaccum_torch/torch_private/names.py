@@ -1,0 +1,423 @@
+"""The private names of torch that this package uses, and FSDP2's in `fsdp`.
+
+Three names that torch looks for on the wrapped optimizer stand elsewhere: its
+``_step_supports_amp_scaling``, ``grad_scale`` and ``found_inf``.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import wraps
+from operator import attrgetter
+from typing import Any, NamedTuple, TypeVar, cast
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+Node = Any
+"""A node of autograd's graph, for which torch has no common type."""
+
+DispatchMode: Any = TorchDispatchMode
+"""Shows the operations that draw random numbers."""
+version: Callable[[Tensor], int] = attrgetter("_version")
+"""How often a tensor was written into: nothing else tells an outside change of
+``.grad``.
+"""
+flattened: Callable[[Sequence[Tensor]], Tensor] = _flatten_dense_tensors
+"""Copies several dense tensors of one dtype side by side."""
+unflattened: Callable[[Tensor, Sequence[Tensor]], Sequence[Tensor]] = (
+    _unflatten_dense_tensors
+)
+"""Returns the parts of a flat tensor, in the shapes of the second argument."""
+
+
+def buffers_of(module: torch.nn.Module) -> dict[str, Any]:
+    """Return a module's own table of buffers."""
+    return module._buffers
+
+
+# Autograd's graph.
+
+
+def is_leaf_node(node: Node) -> bool:
+    return bool(node.name() == "torch::autograd::AccumulateGrad")
+
+
+def input_dtypes(node: Node) -> set[torch.dtype]:
+    """Return the dtypes of a node's outputs, and so of its incoming gradients."""
+    return {meta.dtype for meta in node._input_metadata}
+
+
+def call_at_the_end_of_backward(function: Callable[[], None]) -> bool:
+    """Have autograd call `function` at the end of this backward pass, unless that
+    raises; return False outside of autograd's engine, which would never call it.
+
+    FSDP2 calls the hooks after the pass, and a compiled backward pass runs outside of
+    the engine.
+    """
+    compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+    if compiled is not None and compiled.in_compiled_autograd_region:
+        return False
+    try:
+        torch.autograd.Variable._execution_engine.queue_callback(function)
+    except RuntimeError:
+        return False
+    return True
+
+
+_NUMBERS = {torch.int64, torch.float64}
+"""The dtypes of the tensors that autograd makes of Python's numbers."""
+_SUMS = ("Sum", "Dot", "Trace")
+_OF_ONE = ("Neg", "ToCopy", "Squeeze", "View", "Mul")
+_OF_SEVERAL = ("Add", "Sub")
+_REDUCED_BY_SUM = 2
+"""The number that torch has for ``reduction="sum"``."""
+
+
+class Division(NamedTuple):
+    """The division of a loss by a Python number."""
+
+    divisor: float
+    terms: int
+    """The number of terms that are divided."""
+    of_sums: bool
+    """The terms are sums over something, which the division turns into means."""
+
+
+def last_division(loss: Tensor) -> Division | None:
+    """Return the last operation of `loss`, if it divides by a number."""
+    node: Node = loss.grad_fn
+    divisor = None if node is None else _divisor_of(node)
+    if divisor is None:
+        return None
+    terms = _terms_of(node.next_functions[0][0])
+    return Division(divisor, len(terms), all(map(_is_sum, terms)))
+
+
+def _divisor_of(node: Node) -> float | None:
+    kind = _kind_of(node)
+    if kind not in ("Div", "Mul"):
+        return None
+    try:
+        # What a node saves for its backward pass raises once it is freed.
+        other = node._saved_other
+    except (AttributeError, RuntimeError):
+        return None
+    if not isinstance(other, Tensor) or not other.is_cpu or other.ndim:
+        return None
+    if other.dtype not in _NUMBERS or other.requires_grad:
+        return None
+    number = float(other)
+    if kind == "Div":
+        return number
+    # A half belongs to many losses, and is hardly ever what is left of another loop.
+    return 1 / number if number not in (0.0, 0.5) else None
+
+
+def _terms_of(node: Node) -> list[Node]:
+    """Return what the terms of a sum were computed by, at most some hundred."""
+    terms = list[Node]()
+    nodes = [node]
+    while nodes and len(terms) < 100:
+        node = nodes.pop()
+        if node is not None and _kind_of(node) in _OF_SEVERAL:
+            nodes += [before for before, _ in node.next_functions]
+        elif node is not None:
+            terms.append(node)
+    return terms
+
+
+def _is_sum(node: Node) -> bool:
+    while _kind_of(node) in _OF_ONE and node.next_functions[0][0] is not None:
+        node = node.next_functions[0][0]
+    reduction = getattr(node, "_saved_reduction", None)
+    return _kind_of(node) in _SUMS or reduction == _REDUCED_BY_SUM
+
+
+def _kind_of(node: Node) -> str:
+    return str(node.name()).partition("Backward")[0]
+
+
+# Tensors.
+
+
+def owns_memory(gradient: Tensor) -> bool:
+    """True if nobody else may write into the memory of `gradient`, which autograd takes
+    over from the first backward pass.
+
+    A CUDA graph returns the same memory in each replay.
+    """
+    if gradient.is_cuda and "torch._inductor.cudagraph_trees" in sys.modules:
+        # What such a graph returns as it is recorded looks like any other memory.
+        return False
+    if type(gradient) is not Tensor:
+        # FSDP2's shards are parts of one tensor that nobody else writes.
+        return not is_sharded(gradient) or local(gradient).untyped_storage().resizable()
+    if gradient.is_sparse:
+        return False
+    storage = gradient.untyped_storage()
+    # `gradient` and `storage` hold it.
+    users = torch._C._storage_Use_Count(storage._cdata)
+    return users <= 2 and storage.resizable()
+
+
+def keep_own(leaf: Tensor) -> None:
+    """Copy the ``.grad`` of `leaf` if somebody else may write into its memory."""
+    if leaf.grad is not None and not owns_memory(leaf.grad):
+        leaf.grad = leaf.grad.clone()
+
+
+class Versions:
+    """The versions of `tensors` as they are now."""
+
+    def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
+        self._noted = [(tensor, version(tensor)) for tensor in tensors]
+
+    def moved(self) -> bool:
+        """True if something wrote into one of them since."""
+        return any(version(tensor) != noted for tensor, noted in self._noted)
+
+
+def elements(tensor: Tensor) -> Tensor:
+    """Return the numbers of a gradient as a dense tensor that shares its memory; a
+    sparse gradient's entries.
+
+    Public ``values()`` refuses a sum that torch has not marked as coalesced.
+    """
+    return tensor._values() if tensor.is_sparse else tensor
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """True if `tensor` is a `DTensor`, whose version does not count what torch writes
+    into many tensors at once.
+    """
+    if type(tensor) is Tensor:
+        return False
+    tensors: Any = sys.modules.get("torch.distributed.tensor")
+    return tensors is not None and isinstance(tensor, tensors.DTensor)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return the part of a `DTensor` in this process, without a graph, or the tensor
+    itself.
+    """
+    if not is_sharded(tensor):
+        return tensor
+    sharded_tensor: Any = tensor
+    # With gradients ``to_local`` gives a view that is not the part itself.
+    with torch.no_grad():
+        part: Tensor = sharded_tensor.to_local()
+    return part
+
+
+def mesh_of(tensor: Tensor) -> Any:
+    sharded_tensor: Any = tensor
+    return sharded_tensor.device_mesh
+
+
+# torch.compile.
+
+
+def _frames() -> Any:
+    from torch._C._dynamo import eval_frame
+
+    return eval_frame
+
+
+def untraced(function: Callable[..., object]) -> None:
+    """Keep Dynamo from compiling `function` and what it calls.
+
+    `torch.compiler.disable` does the same, but imports all of the compiler, and puts a
+    frame around every call.
+    """
+    frames = _frames()
+    if hasattr(frames, "_FrameExecStrategy"):
+        skip = frames._FrameAction.SKIP
+        strategy = frames._FrameExecStrategy(skip, skip)
+        frames.set_code_exec_strategy(function.__code__, strategy)
+    else:  # before torch 2.8
+        frames.skip_code(function.__code__)
+
+
+def untraced_within(function: _F) -> _F:
+    """Return `function`, kept from Dynamo with all that it calls; before torch 2.8 the
+    function alone.
+    """
+    if hasattr(_frames(), "_FrameExecStrategy"):
+        untraced(function)
+        return function
+
+    @wraps(function)
+    def outside(*args: Any, **kwargs: Any) -> Any:
+        if "torch._dynamo" not in sys.modules:
+            return function(*args, **kwargs)
+        return torch.compiler.disable(function)(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    untraced(outside)
+    return cast(_F, outside)
+
+
+# Optimizers, schedulers and scalers.
+
+
+def note_step_called(optimizer: torch.optim.Optimizer) -> None:
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def is_sequence_calling(frames: int) -> bool:
+    caller = sys._getframe(frames).f_locals.get("self")
+    return isinstance(caller, torch.optim.lr_scheduler.SequentialLR)
+
+
+def unscaling_caller(frames: int) -> Mapping[str, Any] | None:
+    """Return the local variables of ``GradScaler._unscale_grads_`` if it runs `frames`
+    frames above: nothing else gives a scaler away, as the kernel that unscales leaves
+    the version of a gradient as it was.
+    """
+    frame = sys._getframe(frames)
+    return frame.f_locals if frame.f_code.co_name == "_unscale_grads_" else None
+
+
+def is_called_by_model_state() -> bool:
+    """True if `torch.distributed.checkpoint.state_dict` has called the caller."""
+    module = sys._getframe(2).f_globals.get("__name__")
+    return module == "torch.distributed.checkpoint.state_dict"
+
+
+def found_inf_of(
+    scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer
+) -> Collection[Tensor]:
+    return scaler._found_inf_per_device(optimizer).values()
+
+
+def scale_and_tracker(scaler: torch.amp.GradScaler) -> list[float]:
+    """Return the scaler's scale and growth tracker; waits for the device once."""
+    scale: Any = scaler._get_scale_async()
+    dtype = torch.float32 if scale.is_mps else torch.float64
+    tracker: Any = scaler._growth_tracker
+    return torch.stack([scale.to(dtype), tracker.to(dtype)]).tolist()
+
+
+def pending_update(scaler: torch.amp.GradScaler) -> Mapping[int, Any]:
+    """Return the notes for a ``scaler.update()`` to come, which that replaces by
+    others; empty if none is to come.
+    """
+    return scaler._per_optimizer_states
+
+
+# DistributedDataParallel.
+
+
+_WAITING: WeakKeyDictionary[DistributedDataParallel, int] = WeakKeyDictionary()
+"""How many optimizers keep a module from reducing gradients."""
+
+
+def leave_reduction_out(
+    module: DistributedDataParallel, hook_error: Callable[[], Exception]
+) -> Callable[[], None]:
+    """Keep `module` from reducing gradients, also where the user's loop sets
+    ``require_backward_grad_sync``; return a function that lets it reduce again.
+
+    A communication hook would never be called: `hook_error` is raised if one is
+    registered.
+    """
+    _WAITING[module] = _WAITING.get(module, 0) + 1
+
+    def refuse(*_: object, **__: object) -> None:
+        raise hook_error()
+
+    _wait(module)
+    handle = module.register_forward_pre_hook(_wait)
+    module._static_graph_delay_allreduce_enqueued = True
+    vars(module)["register_comm_hook"] = refuse
+    reference = weakref.ref(module)
+
+    def reduce_again() -> None:
+        handle.remove()
+        living = reference()
+        if living is None:
+            return
+        _WAITING[living] -= 1
+        if _WAITING[living] == 0:
+            vars(living).pop("register_comm_hook", None)
+            living._static_graph_delay_allreduce_enqueued = False
+            vars(living)["require_backward_grad_sync"] = True
+            vars(living)["require_forward_param_sync"] = True
+
+    return reduce_again
+
+
+def waiting_modules() -> list[DistributedDataParallel]:
+    """Return the modules that an optimizer keeps from reducing gradients."""
+    return [module for module, optimizers in _WAITING.items() if optimizers]
+
+
+def _wait(module: torch.nn.Module, *_: object) -> None:
+    # `Module.__setattr__` takes longer than all else here.
+    vars(module)["require_backward_grad_sync"] = False
+
+
+def were_sharded(parameters: Iterable[Tensor]) -> bool:
+    """True if ``_pre_dp_module_transform`` made some of a `DTensor` for
+    `DistributedDataParallel`.
+    """
+    return any(hasattr(parameter, "_st_info") for parameter in parameters)
+
+
+def send_buffers(module: DistributedDataParallel) -> None:
+    """Send the first worker's buffers to all, as a forward pass of `module` would, and
+    keep forward passes from it; collective.
+
+    A forward pass is no meeting of all workers: another worker may be at the end of its
+    window.
+    """
+    vars(module)["require_forward_param_sync"] = True
+    if module.will_sync_module_buffers():  # type: ignore[no-untyped-call]
+        module._sync_buffers()  # type: ignore[no-untyped-call]
+    vars(module)["require_forward_param_sync"] = False
+
+
+def is_in_join(module: DistributedDataParallel) -> bool:
+    """True if a loop runs under ``module.join()``, which answers collectives of the
+    module alone.
+    """
+    return bool(module._join_config.enable)
+
+
+def reduced_by(module: DistributedDataParallel) -> list[Tensor]:
+    """Return the parameters that `module` does not ignore."""
+    return [
+        parameter
+        for name, parameter in module.module.named_parameters()
+        if name not in module.parameters_to_ignore
+    ]
+
+
+def has_comm_hook(module: DistributedDataParallel) -> bool:
+    return bool(module._comm_hooks)
+
+
+def are_flattened(parameters: Collection[Tensor]) -> bool:
+    """True if some of `parameters` are FSDP1's, whose norm would be that of each
+    worker's part.
+    """
+    if "torch.distributed.fsdp" not in sys.modules:
+        return False
+    from torch.distributed.fsdp._common_utils import FSDP_FLATTENED
+
+    return any(getattr(parameter, FSDP_FLATTENED, False) for parameter in parameters)
+
+
+def processes() -> int:
+    """Return how many processes torch.distributed has brought up; 1 without it."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size()
+    return 1
