@@ -107,8 +107,10 @@ def as_number(loss: object) -> float | Tensor:
     if is_sharded(scalar):
         scalar = scalar.full_tensor()
     # A copy: a captured CUDA graph writes the next loss into the same memory.
-    kept: float | Tensor = scalar.reshape(()).clone()
-    return scalar.item() if scalar.is_cpu else kept
+    if scalar.is_cpu:
+        return float(scalar.item())
+    copied_scalar: Tensor = scalar.reshape(()).clone()
+    return copied_scalar
 
 
 class WindowLoss(Extension):
@@ -367,6 +369,12 @@ class ChangedParametersWarning(Extension):
             self._parts = [middle_of(each) for each in self._looked_at]
         self._versions = [version(part) for part in self._parts]
         self._numbers = list(map(torch.clone, self._parts))
+
+    def parameters_changed(self) -> None:
+        """Look at other parameters from the next window on."""
+        self._looked_at = []
+        self._parts = []
+        self.window_discarded()
 
     def window_ending(self) -> None:
         if not self._versions:

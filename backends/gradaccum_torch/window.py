@@ -200,6 +200,7 @@ class Window:
         self.largest_number = kit.largest_number(float64_weight=self.has_float64)
         self.workers.parameters_changed()
         self.changed_rate_warning.allow_change()
+        self.changed_parameters_warning.parameters_changed()
         self.watch.follow(parameters)
         make = self.workers.make_gradient_sum or make_gradient_sum
         gradient_sum = make(self.masters.parameters, self.watch, self.options)

@@ -429,12 +429,12 @@ def test_a_window_sends_what_the_law_says(program: str, workers: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tensors", "elements", "collectives"), [(30, 2**19, 3), (2, 2**20, 3), (1, 1, 1)]
+    ("tensors", "elements", "collectives"), [(30, 2**19, 3), (2, 2**20, 2), (1, 1, 1)]
 )
 def test_large_models_send_more_messages(
     tensors: int, elements: int, collectives: int
 ) -> None:
-    """Tensors of 2 MiB in buckets of 25, larger ones alone."""
+    """Tensors of 2 MiB in buckets of 25, larger ones alone, after the numbers."""
     with mirror(64) as calls:
         parameters = [nn.Parameter(torch.zeros(elements)) for _ in range(tensors)]
         opt = gradaccum.wrap(
@@ -450,7 +450,7 @@ def test_large_models_send_more_messages(
         Window(4 * tensors * elements, 64, 1, tensors)
     )
     assert found == law
-    assert law["allreduce", 64].collectives == collectives
+    assert law["allreduce", 64].collectives == 1 + collectives, "the numbers first"
 
 
 MEBI = 2**20

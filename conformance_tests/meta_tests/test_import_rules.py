@@ -90,12 +90,14 @@ def test_accumulation_imports_no_wing(adapter: str, wing: str) -> None:
 
 WINDOW = {
     "gradaccum_torch": (
+        "arithmetic",
         "checks",
-        "parameters",
-        "private",
+        "extensions",
+        "gradient_sum",
+        "gradient_watch",
+        "master_weights",
         "saving",
-        "statistics",
-        "sums",
+        "torch_private",
         "update",
         "window",
     ),
