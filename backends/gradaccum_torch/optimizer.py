@@ -282,8 +282,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         listener raises, at its end. Listeners are not part of a state, pickle or copy.
 
         Args:
-            listener: a function of one `gradaccum.watching.ClosedWindow`, such as a
-                `gradaccum.watching.JsonLines`.
+            listener: a function of one `gradaccum.watching.ClosedWindow`.
 
         Raises:
             ArgumentTypeError: `listener` cannot be called.
