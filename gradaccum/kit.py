@@ -27,6 +27,15 @@ from gradaccum.linearity import (
     linearity_report,
     relative_error,
 )
+from gradaccum.loop_check import (
+    LoopReport,
+    SolvedUpdate,
+    as_arguments,
+    items_of,
+    read_coefficients,
+    rounding_limit,
+    solve_update,
+)
 from gradaccum.nests import (
     ITEMS,
     KINDS,
@@ -50,6 +59,7 @@ from gradaccum.nests import (
 )
 from gradaccum.options import (
     Options,
+    Reduction,
     ScalerDriver,
     ScaleRule,
     Schedule,
@@ -328,4 +338,15 @@ __all__ += [
     "item_axis",
     "linearity_report",
     "relative_error",
+]
+# The loop check.
+__all__ += [
+    "LoopReport",
+    "Reduction",
+    "SolvedUpdate",
+    "as_arguments",
+    "items_of",
+    "read_coefficients",
+    "rounding_limit",
+    "solve_update",
 ]

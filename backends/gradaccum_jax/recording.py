@@ -10,9 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gradaccum import UsageError, loop_check
-from gradaccum.kit import explain
-from gradaccum.options import Reduction
+from gradaccum import UsageError, kit
+from gradaccum.kit import Reduction, explain
 
 
 class RecorderState(NamedTuple):
@@ -63,7 +62,7 @@ class LoopRecorder(optax.GradientTransformation):  # type: ignore[misc]
         weight: Callable[..., float] | None = None,
         reduction: Reduction = "mean",
         steps: int | None = None,
-    ) -> loop_check.LoopReport:
+    ) -> kit.LoopReport:
         """Say which micro-batches each update held, and with what weight.
 
         Args:
@@ -95,8 +94,8 @@ class LoopRecorder(optax.GradientTransformation):  # type: ignore[misc]
                 found=f"{len(made)} states of recorders",
                 fix="Return the state from the loop, and give it to report.",
             )
-        batches = [loop_check.as_arguments(each) for each in micro_batches]
-        count = weight or loop_check.items_of
+        batches = [kit.as_arguments(each) for each in micro_batches]
+        count = weight or kit.items_of
         gradients = np.stack(
             [_vector(jax.grad(loss_fn)(params, *batch)) for batch in batches]
         )
@@ -108,7 +107,7 @@ class LoopRecorder(optax.GradientTransformation):  # type: ignore[misc]
                 found="other sizes",
                 fix="Give the parameters that the loop trained.",
             )
-        return loop_check.read_coefficients(
+        return kit.read_coefficients(
             [_solve(gradients, vectors[number]) for number in range(made[0])],
             [float(count(*batch)) for batch in batches],
             reduction=reduction,
@@ -128,16 +127,16 @@ def _vector(gradients: Any) -> np.ndarray[Any, Any]:
 
 def _solve(
     gradients: np.ndarray[Any, Any], update: np.ndarray[Any, Any]
-) -> loop_check.SolvedUpdate:
+) -> kit.SolvedUpdate:
     def rest_of(coefficients: Sequence[float]) -> tuple[list[float], float]:
         rest = update - np.asarray(coefficients) @ gradients
         return (gradients @ rest).tolist(), float(np.linalg.norm(rest))
 
     gram = (gradients @ gradients.T).tolist()
-    return loop_check.solve_update(gram, rest_of, gradients.shape[1])
+    return kit.solve_update(gram, rest_of, gradients.shape[1])
 
 
 def _limit(params: Any) -> float:
     dtypes = [jnp.asarray(leaf).dtype for leaf in jax.tree.leaves(params)]
     epsilon = max(float(jnp.finfo(dtype).eps) for dtype in dtypes)
-    return loop_check.rounding_limit(epsilon)
+    return kit.rounding_limit(epsilon)

@@ -9,14 +9,14 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradaccum import GradAccumWarning, kit
 from gradaccum.kit import Fields, Options
-from gradaccum_torch.checks import known_window_size
+from gradaccum_torch.checks import Size, known_window_size, other_weight_error
 from gradaccum_torch.torch_private.names import (
     is_sharded,
     last_division,
@@ -24,9 +24,6 @@ from gradaccum_torch.torch_private.names import (
     untraced,
     version,
 )
-
-if TYPE_CHECKING:
-    from gradaccum_torch.window import MicroBatch
 
 LEFTOVER_LOOP = (
     "gradaccum: each step() came after {passes} backward passes of its loop, which"
@@ -51,6 +48,32 @@ WEIGHED_TWICE = (
     " several losses of one micro-batch, call opt.weigh(n) once, and then"
     " opt.backward(loss) for each."
 )
+
+
+class MicroBatch:
+    """What the user has said about the micro-batch under way, until ``step`` counts
+    it.
+    """
+
+    def __init__(self) -> None:
+        self.weight: float | None = None
+        self.is_weighed = False
+        """The user has named the weight."""
+        self.is_weighed_twice = False
+        self.has_loss = False
+        """A loss of it went through ``backward`` or ``scale``."""
+        self.is_scaled_by_hand = False
+        """A plain ``backward()`` of a loss that was scaled is expected."""
+        self.losses: list[float | Tensor] = []
+        """The losses as the user gave them, not scaled."""
+        self.passes = 0
+        """Its backward passes."""
+        self.window_size: Size = None
+
+    def set_weight(self, weight: float) -> None:
+        if self.weight not in (None, weight):
+            raise other_weight_error(weight, self.weight)
+        self.weight = weight
 
 
 class Extension:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,11 +18,16 @@ from gradaccum.kit import Options
 from gradaccum_torch.arithmetic import add, all_finite, sum_dtype
 from gradaccum_torch.gradient_watch import GradientWatch, WatchedGradient
 from gradaccum_torch.torch_private.names import untraced
-from gradaccum_torch.workers.interface import UpdateGuard
 
 Gradients = dict[Tensor, Tensor]
 """The gradient of each parameter that has one."""
 GetParameters = Callable[[], list[Tensor]]
+
+
+class UpdateGuard(Protocol):
+    """What a reduction tells before it writes into a sum."""
+
+    is_broken: bool
 
 
 class GradientSum:

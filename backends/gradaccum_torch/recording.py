@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradaccum import ArgumentTypeError, UsageError, loop_check
-from gradaccum.kit import explain
-from gradaccum.options import Reduction
+from gradaccum import ArgumentTypeError, UsageError, kit
+from gradaccum.kit import Reduction, explain
 from gradaccum_torch.optimizer import AccumulatingOptimizer
 
 ELEMENTS = 1 << 20
@@ -68,7 +67,7 @@ class LoopRecord:
         weight: Callable[..., float] | None = None,
         reduction: Reduction = "mean",
         steps: int | None = None,
-    ) -> loop_check.LoopReport:
+    ) -> kit.LoopReport:
         """Say which micro-batches each update held, and with what weight; collective
         where several processes are up.
 
@@ -87,8 +86,8 @@ class LoopRecord:
         if loss_fn is None or micro_batches is None:
             losses, weights = self._recorded_losses(weight)
         else:
-            batches = [loop_check.as_arguments(each) for each in micro_batches]
-            count = weight or loop_check.items_of
+            batches = [kit.as_arguments(each) for each in micro_batches]
+            count = weight or kit.items_of
             losses = [_call(loss_fn, batch) for batch in batches]
             weights = [float(count(*batch)) for batch in batches]
         gradients = torch.stack([self._gradient_of(loss) for loss in losses])
@@ -99,13 +98,13 @@ class LoopRecord:
             weights = _gathered(torch.tensor(weights, dtype=torch.float64)).tolist()
         solved = [_solve(gradients, update) for update in self._updates]
         epsilon = max(torch.finfo(each.dtype).eps for each in self._parameters)
-        return loop_check.read_coefficients(
+        return kit.read_coefficients(
             solved,
             weights,
             reduction=reduction,
             steps=steps,
             workers=workers,
-            limit=loop_check.rounding_limit(epsilon),
+            limit=kit.rounding_limit(epsilon),
         )
 
     def _recorded_losses(
@@ -166,14 +165,14 @@ def _gathered(rows: Tensor) -> Tensor:
     return torch.cat(parts)
 
 
-def _solve(gradients: Tensor, update: Tensor) -> loop_check.SolvedUpdate:
+def _solve(gradients: Tensor, update: Tensor) -> kit.SolvedUpdate:
     def rest_of(coefficients: Sequence[float]) -> tuple[list[float], float]:
         parts = torch.tensor(coefficients, dtype=torch.float64)
         rest = update - parts @ gradients
         return (gradients @ rest).tolist(), float(rest.norm())
 
     gram = (gradients @ gradients.T).tolist()
-    return loop_check.solve_update(gram, rest_of, gradients.shape[1])
+    return kit.solve_update(gram, rest_of, gradients.shape[1])
 
 
 def recording(

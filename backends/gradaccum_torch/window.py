@@ -35,6 +35,7 @@ from gradaccum_torch.extensions import (
     DividedLossWarning,
     Extension,
     LeftoverLoopWarning,
+    MicroBatch,
     Warnings,
     WindowLoss,
     as_number,
@@ -58,32 +59,6 @@ class Scheduler(Protocol):
 
     def follow(self) -> None:
         """Move if an update was applied since the last move."""
-
-
-class MicroBatch:
-    """What the user has said about the micro-batch under way, until ``step`` counts
-    it.
-    """
-
-    def __init__(self) -> None:
-        self.weight: float | None = None
-        self.is_weighed = False
-        """The user has named the weight."""
-        self.is_weighed_twice = False
-        self.has_loss = False
-        """A loss of it went through ``backward`` or ``scale``."""
-        self.is_scaled_by_hand = False
-        """A plain ``backward()`` of a loss that was scaled is expected."""
-        self.losses: list[float | Tensor] = []
-        """The losses as the user gave them, not scaled."""
-        self.passes = 0
-        """Its backward passes."""
-        self.window_size: Size = None
-
-    def set_weight(self, weight: float) -> None:
-        if self.weight not in (None, weight):
-            raise checks.other_weight_error(weight, self.weight)
-        self.weight = weight
 
 
 class Window:

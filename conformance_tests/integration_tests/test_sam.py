@@ -97,30 +97,6 @@ def test_window_for_each_update_equals_large_batches(
     assert furthest(model, large(name)) < 1e-11
 
 
-@pytest.mark.parametrize("options", SUMS, ids=str)
-@pytest.mark.parametrize("method", ["first_step", "second_step"])
-def test_methods_on_the_wrapper_are_refused(
-    method: str, options: dict[str, Any]
-) -> None:
-    """In the window and before it: ``second_step`` would make an update of one
-    micro-batch, and nobody would count it.
-    """
-    model, before = LOOP.model(), LOOP.model()
-    opt = gradaccum.wrap(MAKERS["SAM"](model), steps=2, **options)
-    for counted in range(2):
-        closure_of(model)()
-        if counted:  # In an open window, after its first micro-batch.
-            opt.step()
-            closure_of(model)()
-        with pytest.raises(
-            gradaccum.UsageError,
-            match=rf"{method}\(\): .*An optimizer with two updates",
-        ):
-            getattr(opt, method)()
-        assert furthest(model, before) == 0
-        opt.discard()
-
-
 def test_closure_is_its_own_error() -> None:
     """pytorch_optimizer says that it wants a closure; a note says that the closure was
     run once, and what to write.

@@ -317,9 +317,9 @@ def _units(modules: Iterable[nn.Module]) -> list[Unit]:
         if not isinstance(module, FSDPModule):
             continue
         state = module._get_fsdp_state()
-        # An older torch has one group or none.
-        one_group = [getattr(state, "_fsdp_param_group", None)]
-        groups = getattr(state, "_fsdp_param_groups", one_group)
+        groups = getattr(state, "_fsdp_param_groups", None)
+        if groups is None:  # An older torch has one group or none.
+            groups = [state._fsdp_param_group]
         for group in groups:
             if group is not None and group.fsdp_params:
                 unit = units.setdefault(id(group), Unit(group, []))

@@ -25,7 +25,12 @@ from gradaccum import ArgumentValueError, UsageError
 from gradaccum.kit import Options, explain, torn_window_error
 from gradaccum_torch.arithmetic import sum_dtype
 from gradaccum_torch.checks import Change, changed_gradients_error
-from gradaccum_torch.gradient_sum import GetParameters, Gradients, GradientSum
+from gradaccum_torch.gradient_sum import (
+    GetParameters,
+    Gradients,
+    GradientSum,
+    UpdateGuard,
+)
 from gradaccum_torch.gradient_watch import GradientWatch
 from gradaccum_torch.torch_private.fsdp import (
     Private,
@@ -44,7 +49,6 @@ from gradaccum_torch.torch_private.names import (
     untraced,
     version,
 )
-from gradaccum_torch.workers.interface import UpdateGuard
 
 GradientSync = Literal["micro_batch", "window", "all_reduce_per_window"]
 """When FSDP2 reduces: all of it in each micro-batch, all of it once per window, or only

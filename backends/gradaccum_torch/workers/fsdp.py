@@ -27,11 +27,11 @@ from gradaccum.kit import (
     require_same_rates,
 )
 from gradaccum_torch.arithmetic import multiply
-from gradaccum_torch.gradient_sum import Gradients
+from gradaccum_torch.gradient_sum import Gradients, UpdateGuard
 from gradaccum_torch.gradient_watch import delivering_zeros
 from gradaccum_torch.torch_private.fsdp import Unit, units_holding
 from gradaccum_torch.workers.deferred import Deferred, SumInFSDP
-from gradaccum_torch.workers.interface import ReducedWindow, UpdateGuard, Workers
+from gradaccum_torch.workers.interface import ReducedWindow, Workers
 
 
 @final

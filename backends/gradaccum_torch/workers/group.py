@@ -27,10 +27,10 @@ from torch.nn.parallel import DistributedDataParallel
 from gradaccum import UsageError, kit
 from gradaccum.kit import Options, State
 from gradaccum_torch.arithmetic import sum_dtype
-from gradaccum_torch.gradient_sum import Gradients
+from gradaccum_torch.gradient_sum import Gradients, UpdateGuard
 from gradaccum_torch.torch_private import names
 from gradaccum_torch.workers import checks
-from gradaccum_torch.workers.interface import ReducedWindow, UpdateGuard, Workers
+from gradaccum_torch.workers.interface import ReducedWindow, Workers
 
 BUCKET_BYTES = 25 * 2**20
 """The size of `DistributedDataParallel`'s buckets."""

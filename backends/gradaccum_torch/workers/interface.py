@@ -4,27 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch.distributed as dist
 from torch import Tensor
 
 from gradaccum import UsageError
 from gradaccum.kit import Options, State, explain
-
-if TYPE_CHECKING:
-    from gradaccum_torch.gradient_sum import Gradients, GradientSum
-    from gradaccum_torch.gradient_watch import GradientWatch
+from gradaccum_torch.gradient_sum import Gradients, GradientSum, UpdateGuard
+from gradaccum_torch.gradient_watch import GradientWatch
 
 MakeGradientSum = Callable[
-    [Callable[[], list[Tensor]], "GradientWatch", Options], "GradientSum"
+    [Callable[[], list[Tensor]], GradientWatch, Options], GradientSum
 ]
-
-
-class UpdateGuard(Protocol):
-    """What a reduction tells before it writes into a sum."""
-
-    is_broken: bool
 
 
 class ReducedWindow(NamedTuple):

@@ -236,7 +236,8 @@ MUTANTS = (
         "take_an_unscaled_loss",
         "        if self.has_scale and not micro_batch.has_loss:\n",
         "        if False:\n",
-        OWN + "test_torch_misuse.py::test_gradients_that_another_optimizer_multiplied",
+        OWN
+        + "test_torch_misuse.py::test_gradients_that_another_optimizer_multiplied_are_refused",
     ),
     Mutant(
         "clear_the_sum_in_mid_window",
