@@ -1,4 +1,4 @@
-"""What observes a window without changing it: its loss, and the warnings of everyday
+"""The observers of a window, which do not change it: its loss, and the warnings of everyday
 mistakes. Any of them can be deleted without touching the window.
 """
 
@@ -51,7 +51,7 @@ WEIGHED_TWICE = (
 
 
 class MicroBatch:
-    """What the user has said about the micro-batch under way, until ``step`` counts
+    """The statements of the user about the micro-batch under way, until ``step`` counts
     it.
     """
 
@@ -82,10 +82,10 @@ class Extension:
     """
 
     def loss_given(self, loss: Tensor) -> None:
-        """The user has passed a loss, which is not differentiated yet."""
+        """Observe a loss that the user has passed, which is not differentiated yet."""
 
     def micro_batch_added(self, micro_batch: MicroBatch, weight: float) -> None:
-        """A micro-batch was counted, with this weight; 0 if its gradient does not
+        """Observe a micro-batch that was counted with this weight; 0 if its gradient does not
         count.
         """
 
@@ -97,13 +97,13 @@ class Extension:
         """Take the `numbers` of all workers."""
 
     def window_ending(self) -> None:
-        """The window's update, or none, comes next."""
+        """Observe that the window's update, or none, comes next."""
 
     def window_closed(self, state: Fields, options: Options) -> None:
-        """The window was closed; its sum was divided by `state` and `options`."""
+        """Observe that the window was closed; its sum was divided by `state` and `options`."""
 
     def window_discarded(self) -> None:
-        """The window was forgotten, or another one was loaded."""
+        """Observe that the window was forgotten, or another one was loaded."""
 
     def state_dict(self) -> dict[str, float]:
         """Return the entries for a checkpoint."""

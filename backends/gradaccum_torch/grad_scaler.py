@@ -70,7 +70,7 @@ class ScalerLink:
         return state._replace(loss_scale=scale, growth_tracker=int(tracker))
 
     def require_unmoved(self, state: State) -> None:
-        """Raise if the scale has moved inside the window."""
+        """Raise unless the scale is what it was as the window began."""
         if self.scaler.get_scale() != state.loss_scale:
             raise explain(
                 UsageError,

@@ -1,4 +1,4 @@
-"""Where the sum of a window's gradients is kept: in ``.grad`` itself, where autograd
+"""The places of the sum of a window's gradients: in ``.grad`` itself, where autograd
 adds anyway, or in buffers beside it.
 
 `Window` reads the sum at its end as a mapping from each parameter to a tensor, and does
@@ -25,7 +25,7 @@ GetParameters = Callable[[], list[Tensor]]
 
 
 class UpdateGuard(Protocol):
-    """What a reduction tells before it writes into a sum."""
+    """The flag that is set before something writes into a sum."""
 
     is_broken: bool
 

@@ -68,58 +68,6 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         "NOBODYS = 388817",
     ): "any seed does that users do not write",
     (
-        "backends/gradaccum_torch/window/watch.py",
-        "if (now is None and now.shape != noted.shape):",
-    ): "they are the very gradients that were noted, so there are as many norms",
-    (
-        "backends/gradaccum_torch/window/watch.py",
-        "PASSES[0] -= 1",
-    ): "the number of passes is compared for equality alone",
-    (
-        "backends/gradaccum_torch/window/window.py",
-        "return fields, measured, any(measured.notes[(of_scale - len(losses)) :])",
-    ): "what tells of strayed masters stands last, and masters that have not strayed take over their own values",
-    (
-        "backends/gradaccum_torch/sums/arithmetic.py",
-        "FAINT, FAINT_HALF = 2.0**-32, 2.0**-13",
-    ): "a loss of 2^-24 by squares that vanish then takes 2^38 elements, a tebibyte",
-    (
-        "backends/gradaccum_torch/sums/arithmetic.py",
-        "strict=False,",
-    ): "a gradient and its sum have as many elements",
-    (
-        "backends/gradaccum_torch/sums/arithmetic.py",
-        "NORM_BLOCK = (2 * 18)",
-    ): "shorter blocks are slower, and no less exact",
-    (
-        "backends/gradaccum_torch/sums/arithmetic.py",
-        "half, rest = (2.0 ** (exponent // 2 - exponent), 2.0 ** (-(exponent // 2)))",
-    ): "the two powers of two are factors of one product, whose square vanishes where a product with one of them is rounded",
-    (
-        "backends/gradaccum_torch/sums/arithmetic.py",
-        "few = len(sizes) <= FEW or (max(sizes) >= SMALL) or sum(sizes) > NORM_BLOCK",
-    ): "both ways to the norm have the same bits, and one takes more calls",
-    (
-        "backends/gradaccum_torch/sums/buffers.py",
-        "pass  # untraced(hook)",
-    ): "Dynamo may trace the hook, which is slower alone",
-    (
-        "backends/gradaccum_torch/window/watch.py",
-        "watched.version = -2 if gradient is None else gradient._version",
-    ): "no version is read where there is no gradient",
-    (
-        "backends/gradaccum_torch/window/watch.py",
-        "sys._current_frames().get(threading.main_thread().ident or 1),",
-    ): "the main thread has an identity",
-    (
-        "backends/gradaccum_torch/window/window.py",
-        "if not first and self._begun.rates not in (self.update.rates(), None):",
-    ): "membership does not depend on the order",
-    (
-        "backends/gradaccum_torch/window/window.py",
-        "self.update.make(self.strategy, verdict.unclipped, verdict.decision.divisor, verdict.strayed)",
-    ): "a part is updated where nothing is clipped, and there the two are equal",
-    (
         "backends/gradaccum_jax/sums.py",
         "jnp.promote_types(jnp.complex64, wanted)",
     ): "promotion is symmetric",

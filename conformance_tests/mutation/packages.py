@@ -121,17 +121,15 @@ def _adapter(name: str, parts: tuple[str, ...], topics: tuple[str, ...]) -> Pack
 
 TORCH = _adapter(
     "torch",
-    ("window", "sums"),
+    ("window.py", "gradient_sum.py", "gradient_watch.py", "arithmetic.py"),
     (
         *(
             "loop",
             "watch",
             "tampering",
             "hostile_autograd",
-            "second_order",
             "separate_sums",
             "changed_parameters",
-            "fused",
             "gradients",
         ),
         *(
@@ -142,7 +140,6 @@ TORCH = _adapter(
             "static_memory",
             "interrupted",
             "mirror",
-            "turns",
         ),
     ),
 )

@@ -57,7 +57,7 @@ def input_dtypes(node: Node) -> set[torch.dtype]:
 
 
 def call_at_the_end_of_backward(function: Callable[[], None]) -> bool:
-    """Have autograd call `function` at the end of this backward pass, unless that
+    """Make autograd call `function` at the end of this backward pass, unless that
     raises; return False outside of autograd's engine, which would never call it.
 
     FSDP2 calls the hooks after the pass, and a compiled backward pass runs outside of

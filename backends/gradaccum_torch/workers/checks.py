@@ -81,7 +81,9 @@ def require_group(group: Any, argument: str = "group") -> tuple[int, int]:
 
 
 def require_parallel(module: object) -> DistributedDataParallel:
-    """Return the `DistributedDataParallel`, out of Fabric's module if necessary."""
+    """Raise unless `module` is a `DistributedDataParallel`, or has one inside as Fabric's
+    does; return it.
+    """
     inner_modules: list[DistributedDataParallel] = []
     if isinstance(module, torch.nn.Module):
         inner_modules = [

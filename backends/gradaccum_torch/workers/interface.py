@@ -106,8 +106,8 @@ class Workers:
         """Raise unless the workers share each of these new `parameters`."""
 
     def require_no_collective(self, loss: Tensor) -> None:
-        """Raise if the backward pass of a `loss` of weight 0, which is left out, has a
-        collective in which other workers would wait for this one.
+        """Raise unless the backward pass of a `loss` of weight 0 can be left out: other
+        workers would wait for this one in a collective.
         """
 
     def require_graph(self, loss: Tensor) -> Tensor:
