@@ -33,7 +33,7 @@ LOOPS = {
 SENT = {
     "DDP in each micro-batch": "gradients; workers count the same",
     "DDP under no_sync": "gradients; workers count the same",
-    "gradaccum": "gradients, weights, flags; items count",
+    "gradaccum": "weights and flags, then gradients; items count",
 }
 """By loop, what a reduction holds."""
 Counts = Mapping[str, Mapping[str, float]]
