@@ -6,10 +6,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pkgutil import resolve_name
-from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -189,31 +186,6 @@ class Hidden:
 
     def __set__(self, instance: object, value: Any) -> None:
         vars(instance)[self.attribute] = value
-
-
-@contextmanager
-def without(name: str) -> Iterator[None]:
-    """Inside, torch lacks `name`."""
-    module, _, path = name.partition(":")
-    owner, _, attribute = path.rpartition(".")
-    exists = names.exists
-
-    def seen(asked: str) -> bool:
-        return asked != name and exists(asked)
-
-    fsdp._require_names.cache_clear()
-    with mock.patch.object(names, "exists", seen):
-        if not owner:
-            with mock.patch.dict(sys.modules, {module: ModuleType(module)}):
-                yield
-        elif isinstance(kind := resolve_name(f"{module}:{owner}"), type):
-            plain = vars(kind).get(attribute)
-            setattr(kind, attribute, Hidden(kind, attribute))
-            yield
-            setattr(kind, attribute, plain) if plain is not None else delattr(
-                kind, attribute
-            )
-    fsdp._require_names.cache_clear()
 
 
 FLAT, WINDOW, HYBRID = (
