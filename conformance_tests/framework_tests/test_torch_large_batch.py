@@ -246,11 +246,13 @@ def loss_of(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("division", [{"steps": 3}, {"micro_batch_weight": 4}], ids=str)
 def test_nests_and_plain_numbers_merge(division: dict[str, Any]) -> None:
-    """A tuple and a list of extremes, and the Python numbers of a logger; no output
-    keeps its graph.
+    """A tuple and a list of extremes, and the Python numbers of a logger, whose mean is
+    weighted as the loss is; no output keeps its graph.
     """
+    means: list[tuple[int, float]] = []
 
     def loss_fn(x: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        means.append((len(x), float(x.mean())))
         numbers = {
             "count": len(x),
             "loss": float(x.mean()),
@@ -275,7 +277,13 @@ def test_nests_and_plain_numbers_merge(division: dict[str, Any]) -> None:
     assert torch.equal(aux["extremes"][1][0], ROWS[0])
     assert torch.equal(aux["rows"], ROWS)
     assert int(aux["numbers"]["count"]) == SEVEN
-    assert float(aux["numbers"]["loss"]) == pytest.approx(float(ROWS.mean()), rel=1e-14)
+    expected = 0.0
+    start = 0
+    for items, mean in means:
+        tokens = TOKENS[start : start + items].double().sum()
+        expected += mean * float(tokens / TOKENS.double().sum())
+        start += items
+    assert float(aux["numbers"]["loss"]) == pytest.approx(expected, rel=1e-12)
 
 
 def test_half_precision_and_booleans_are_widened() -> None:
