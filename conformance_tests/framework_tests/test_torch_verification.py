@@ -501,7 +501,12 @@ def test_open_window_is_left_alone() -> None:
 PAGE = (Path(gradaccum_torch.__file__).parent / "VERIFY.md").read_text(encoding="utf-8")
 PROGRAM = re.compile(r"^```python\n(.*?)^```", flags=re.MULTILINE | re.DOTALL)
 PROGRAMS = PROGRAM.findall(PAGE)
-_, *SECTIONS = re.split(r"^## ", PAGE, flags=re.MULTILINE)
+LOOP = "A loop that is wrong"
+SECTIONS = [
+    section
+    for section in re.split(r"^## ", PAGE, flags=re.MULTILINE)[1:]
+    if not section.startswith(LOOP)
+]
 
 
 @pytest.mark.parametrize("number", range(len(PROGRAMS)))
