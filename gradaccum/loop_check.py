@@ -201,7 +201,7 @@ def assert_accumulates(
     """
     report = check_loop(train, optimizer, loss_fn, micro_batches, **options)
     if not report.right:
-        raise AssertionError(f"\n{report}")
+        raise AssertionError(str(report))
 
 
 def items_of(*micro_batch: Any) -> float:
