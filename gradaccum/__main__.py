@@ -49,13 +49,16 @@ def main() -> None:
 
 def check(arguments: list[str]) -> int | str:
     """Print the report that a function returns; return the exit status."""
-    module, _, name = (
-        arguments[0].partition(":") if len(arguments) == 1 else ("", "", "")
-    )
-    if not module or not name:
+    module, _, name = "".join(arguments[:1]).partition(":")
+    if len(arguments) != 1 or not module or not name:
         return "gradaccum: write gradaccum check module:function"
     sys.path.insert(0, "")
-    function = getattr(import_module(module), name, None)
+    try:
+        function = getattr(import_module(module), name, None)
+    except ModuleNotFoundError as error:
+        if error.name != module:
+            raise
+        return f"gradaccum: there is no module {module!r} here. Run it from its folder."
     if not callable(function):
         return f"gradaccum: {module} has no function {name!r}"
     report = function()

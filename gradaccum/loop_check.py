@@ -108,6 +108,7 @@ class LoopRecord(Protocol):
         weight: Callable[..., float] | None = None,
         reduction: Reduction = "mean",
         steps: int | None = None,
+        clip_norm: float | None = None,
     ) -> LoopReport:
         """Say which micro-batches each update held, and with what weight."""
         ...
@@ -148,7 +149,7 @@ def recording(optimizer: Any, model: Any = None) -> AbstractContextManager[LoopR
             "optimizer",
             expected="an optimizer of a backend that records",
             got=optimizer,
-            fix=f"Use the recorder of gradaccum_{backend.name}.",
+            fix="In JAX put gradaccum_jax.LoopRecorder() in the optimizer's place.",
         )
     return cast(RecordingBackend, backend).recording(optimizer, model)
 
@@ -162,6 +163,7 @@ def check_loop(
     weight: Callable[..., float] | None = None,
     reduction: Reduction = "mean",
     steps: int | None = None,
+    clip_norm: float | None = None,
 ) -> LoopReport:
     """Run a training loop, and say which micro-batches reached the optimizer, and with
     what weight.
@@ -177,15 +179,21 @@ def check_loop(
         reduction: what `loss_fn` returns, as in `gradaccum.wrap`.
         steps: micro-batches per window. Default: those that an update holds are its
             window.
+        clip_norm: the global 2-norm to which the loop clips each window. Default:
+            several updates that were scaled down to one norm count as clipped.
 
     Raises:
         ArgumentTypeError, ArgumentValueError: an argument is none of these.
-        UsageError: the loop made no call that can be recorded.
     """
     with recording(optimizer) as record:
         train()
     return record.report(
-        loss_fn, micro_batches, weight=weight, reduction=reduction, steps=steps
+        loss_fn,
+        micro_batches,
+        weight=weight,
+        reduction=reduction,
+        steps=steps,
+        clip_norm=clip_norm,
     )
 
 
@@ -327,6 +335,7 @@ def read_coefficients(
     *,
     reduction: Reduction = "mean",
     steps: int | None = None,
+    clip_norm: float | None = None,
     workers: int = 1,
     limit: float = 1e-4,
 ) -> LoopReport:
@@ -337,6 +346,7 @@ def read_coefficients(
         weights: one per micro-batch, in the order of the coefficients.
         reduction: what the loss of a micro-batch is, as in `gradaccum.wrap`.
         steps: micro-batches of one worker per window, or None.
+        clip_norm: the norm to which each window is clipped, or None.
         workers: how many there are; all have the same number of micro-batches.
         limit: the `unexplained` part that rounding may leave.
 
@@ -356,11 +366,15 @@ def read_coefficients(
             got=len(weights),
             fix="Give each worker's micro-batches, those of worker 0 first.",
         )
-    reader = _Reader(tuple(updates), tuple(weights), rule, steps, workers, limit)
+    if clip_norm is not None:
+        require_number("clip_norm", clip_norm, above=0)
+    reader = _CoefficientReader(
+        tuple(updates), tuple(weights), rule, steps, clip_norm, workers, limit
+    )
     return reader.report()
 
 
-class _Reader:
+class _CoefficientReader:
     """Reads the coefficients of one loop."""
 
     def __init__(
@@ -369,6 +383,7 @@ class _Reader:
         weights: tuple[float, ...],
         reduction: Reduction,
         steps: int | None,
+        clip_norm: float | None,
         workers: int,
         limit: float,
     ) -> None:
@@ -376,11 +391,16 @@ class _Reader:
         self.weights = weights
         self.reduction = reduction
         self.steps = steps
+        self.clip_norm = clip_norm
         self.workers = workers
         self.limit = limit
         self.length = len(weights) // workers
         """Micro-batches of one worker."""
         self.members = [self._members_of(update) for update in updates]
+        self.scaled_down: list[tuple[int, float]] = []
+        """The updates that are right but for a factor between 0 and 1, and the
+        factor.
+        """
         self.problems: list[LoopProblem] = []
         self.notes: list[str] = []
 
@@ -394,6 +414,7 @@ class _Reader:
             for number, update in enumerate(self.updates, 1):
                 self._read_update(number, update, expected[number - 1])
             self._read_clipping()
+            self._note_empty_updates()
         return LoopReport(
             self.updates,
             expected,
@@ -418,16 +439,28 @@ class _Reader:
 
     def _expected_of(self, members: Sequence[int]) -> tuple[float, ...]:
         total = sum(self.weights[number] for number in members)
-        right = [0.0] * len(self.weights)
+        coefficients = [0.0] * len(self.weights)
         for number in members:
             if self.reduction == "sum":
-                right[number] = 1.0
+                coefficients[number] = 1.0
             elif total:
                 part = self.weights[number] if self.reduction == "mean" else 1.0
-                right[number] = part / total
-        return tuple(right)
+                coefficients[number] = part / total
+        return tuple(coefficients)
 
     def _uncertainty(self) -> str:
+        norms = self.updates[0].norms if self.updates else ()
+        without_gradient = [
+            number
+            for number, norm in enumerate(norms)
+            if norm == 0 and self.weights[number]
+        ]
+        if without_gradient:
+            return (
+                f"The gradient of {self._named(without_gradient)} is zero, so that no"
+                " coefficient tells where it went. Check with other data, or give it"
+                " weight 0."
+            )
         for number, update in enumerate(self.updates, 1):
             explained = update.unexplained <= self.limit
             if math.isinf(update.uncertainty) or (
@@ -484,9 +517,8 @@ class _Reader:
             lost = [number for number in lost if number <= after]
         if not lost:
             return
-        held = [members for members in self.members if members]
-        single = all(len(members) == self.workers for members in held)
-        if single and self.workers == 1:
+        sizes = [len(members) for members in self.members if members]
+        if self.workers == 1 and set(sizes) == {1}:
             text = (
                 f"{self._named(lost)} never reached the optimizer. Each update holds"
                 " one micro-batch: most likely zero_grad() runs before each backward"
@@ -511,12 +543,12 @@ class _Reader:
             first = (number - 1) * self.steps
             window = set(range(first, min(first + self.steps, self.length)))
             if places and places != window and not window & {*missing}:
-                there = self._named(sorted(window)) if window else "none"
+                window_name = self._named(sorted(window)) if window else "none"
                 self._say(
                     "boundary",
                     number,
                     f"Update {number} holds {self._named(members)}, where windows of"
-                    f" {self.steps} have {there}: the condition for a step is off.",
+                    f" {self.steps} have {window_name}: the condition for a step is off.",
                 )
                 return
 
@@ -554,7 +586,17 @@ class _Reader:
                 " a term of the loop's loss is not in loss_fn.",
             )
             return
-        members = [member for member in self.members[number - 1] if expected[member]]
+        ignored = [
+            member for member in self.members[number - 1] if not expected[member]
+        ]
+        if ignored:
+            self._say(
+                "weights",
+                number,
+                f"Update {number} holds {self._named(ignored)}, whose weight is 0.",
+            )
+            return
+        members = self.members[number - 1]
         ratios = [update.coefficients[member] / expected[member] for member in members]
         if not ratios or _are_equal([*ratios, 1.0], update.uncertainty):
             return
@@ -574,7 +616,7 @@ class _Reader:
         count = len(members)
         coefficients = [update.coefficients[member] for member in members]
         longest = self.steps or max(map(len, self.members)) // self.workers
-        whole = longest * self.workers
+        full_size = longest * self.workers
         if _are_equal([*coefficients, 1.0], room):
             return LoopProblem(
                 "not_divided",
@@ -582,11 +624,13 @@ class _Reader:
                 f"Update {number} is the plain sum of {count} micro-batches: no mean was"
                 f" taken, so that it is about {count} times too large.",
             )
-        divided = _are_equal([*coefficients, 1 / whole], room)
-        if count < whole and (divided or _are_equal([*ratios, count / whole], room)):
+        divided = _are_equal([*coefficients, 1 / full_size], room)
+        if count < full_size and (
+            divided or _are_equal([*ratios, count / full_size], room)
+        ):
             text = (
-                f"The short window of update {number} was divided by {whole} in place"
-                f" of {count}: it is {count / whole:.3g} of what it should be."
+                f"The short window of update {number} was divided by {full_size} in place"
+                f" of {count}: it is {count / full_size:.3g} of what it should be."
             )
             if not _are_equal(ratios, room):
                 text += (
@@ -606,22 +650,20 @@ class _Reader:
         return self._uneven(number, coefficients, ratios, norms, room)
 
     def _scaling(self, number: int, ratio: float, count: int) -> LoopProblem | None:
-        kind = "scaled"
+        """Return what is wrong with an update whose proportions are right; None if a
+        clip of the whole gradient may have made it smaller.
+        """
         reason = ""
-        if _are_equal([ratio, 1 / count], 0.0):
+        if count > 1 and _are_equal([ratio, 1 / count], 0.0):
             reason = f": the loss was divided by {count} once too often"
-        elif _are_equal([ratio, 1 / self.workers], 0.0):
+        elif self.workers > 1 and _are_equal([ratio, 1 / self.workers], 0.0):
             reason = ": the mean over the workers was taken of a mean over all"
         elif ratio >= 256 and _are_equal([ratio, 2.0 ** round(math.log2(ratio))], 0.0):
             reason = ": most likely the loss scale was not divided out"
-        elif ratio < 1:
-            return None  # A clip of the whole gradient: `_read_clipping`.
-        return LoopProblem(
-            kind,
-            number,
-            f"Update {number} has the right proportions, and is {ratio:.3g} times the"
-            f" large batch's{reason}.",
-        )
+        elif 0 < ratio < 1:
+            self.scaled_down.append((number, ratio))
+            return None
+        return _scaled(number, ratio, reason)
 
     def _uneven(
         self,
@@ -654,8 +696,8 @@ class _Reader:
                 " once, at the end of the window.",
             )
         for sizes in (coefficients, ratios):
-            if min(map(abs, sizes)) == 0:
-                continue
+            if count < 3:
+                break  # One factor follows any rule.
             factors = [before / after for before, after in pairwise(sizes)]
             if _are_equal(factors, room):
                 return LoopProblem(
@@ -680,33 +722,36 @@ class _Reader:
         )
 
     def _read_clipping(self) -> None:
-        """Note updates that are the right ones times a factor below 1."""
+        """Note the updates that were clipped as a whole; what made others smaller is
+        wrong.
+        """
         if self.problems:
-            return
-        clipped = []
-        for number, update in enumerate(self.updates):
-            right = self._expected_of(self.members[number])
-            ratios = [
-                update.coefficients[member] / right[member]
-                for member in self.members[number]
-                if right[member]
-            ]
-            if ratios and not _are_equal([*ratios, 1.0], update.uncertainty):
-                clipped.append(update)
-        if not clipped:
-            return
-        norms = [update.norm for update in clipped]
-        if _are_equal(norms, 0.0) and len(norms) > 1:
-            self.notes.append(
-                f"Updates that were clipped as a whole, to a norm of"
-                f" {_mean(norms):.4g}: {len(clipped)}."
+            return  # Most likely the factor comes from what is wrong already.
+        norms = [self.updates[number - 1].norm for number, _ in self.scaled_down]
+        limit = self.clip_norm
+        if limit is None and len(norms) > 1 and _are_equal(norms, 0.0):
+            limit = _mean(norms)
+        clipped = 0
+        for (number, ratio), norm in zip(self.scaled_down, norms, strict=True):
+            if limit is not None and _are_equal([norm, limit], 0.0):
+                clipped += 1
+                continue
+            reason = ". If the loop clips each window, give clip_norm="
+            self.problems.append(
+                _scaled(number, ratio, reason if limit is None else "")
             )
-        else:
+        if clipped:
             self.notes.append(
-                f"Updates that are the large batch's times a factor below 1:"
-                f" {len(clipped)}. A clip of the whole gradient does that. If you do not"
-                " clip, something divides the loss once too often."
+                f"Updates that were clipped as a whole, to a norm of {limit:.4g}:"
+                f" {clipped}."
             )
+
+    def _note_empty_updates(self) -> None:
+        empty = [
+            str(number) for number, members in enumerate(self.members, 1) if not members
+        ]
+        if empty:
+            self.notes.append(f"Updates that hold no micro-batch: {', '.join(empty)}.")
 
     def _named(self, members: Sequence[int]) -> str:
         places = sorted({member % self.length + 1 for member in members})
@@ -721,6 +766,15 @@ def _are_equal(numbers: Sequence[float], uncertainty: float) -> bool:
     room = ROOM + uncertainty
     largest = max(map(abs, numbers))
     return max(numbers) - min(numbers) <= room * largest
+
+
+def _scaled(number: int, ratio: float, reason: str) -> LoopProblem:
+    return LoopProblem(
+        "scaled",
+        number,
+        f"Update {number} has the right proportions, and is {ratio:.3g} times the large"
+        f" batch's{reason}.",
+    )
 
 
 def _have_one_limit(

@@ -62,6 +62,7 @@ class LoopRecorder(optax.GradientTransformation):  # type: ignore[misc]
         weight: Callable[..., float] | None = None,
         reduction: Reduction = "mean",
         steps: int | None = None,
+        clip_norm: float | None = None,
     ) -> kit.LoopReport:
         """Say which micro-batches each update held, and with what weight.
 
@@ -75,6 +76,7 @@ class LoopRecorder(optax.GradientTransformation):  # type: ignore[misc]
             weight: ``weight(*micro_batch)``. Default: the number of items.
             reduction: what `loss_fn` returns, as in `gradaccum.wrap`.
             steps: micro-batches per window. Default: what each update holds.
+            clip_norm: the norm to which the loop clips each window.
 
         Raises:
             UsageError: `state` is not of this recorder, or `params` are others.
@@ -112,6 +114,7 @@ class LoopRecorder(optax.GradientTransformation):  # type: ignore[misc]
             [float(count(*batch)) for batch in batches],
             reduction=reduction,
             steps=steps,
+            clip_norm=clip_norm,
             limit=_limit(params),
         )
 

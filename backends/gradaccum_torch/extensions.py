@@ -1,5 +1,5 @@
-"""The observers of a window, which do not change it: its loss, and the warnings of everyday
-mistakes. Any of them can be deleted without touching the window.
+"""The observers of a window, which do not change it: its loss, and the warnings of
+everyday mistakes. Any of them can be deleted without touching the window.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class Extension:
         """Observe a loss that the user has passed, which is not differentiated yet."""
 
     def micro_batch_added(self, micro_batch: MicroBatch, weight: float) -> None:
-        """Observe a micro-batch that was counted with this weight; 0 if its gradient does not
-        count.
+        """Observe a micro-batch that was counted with this weight; 0 if its gradient
+        does not count.
         """
 
     def numbers(self) -> list[float]:
@@ -100,7 +100,9 @@ class Extension:
         """Observe that the window's update, or none, comes next."""
 
     def window_closed(self, state: Fields, options: Options) -> None:
-        """Observe that the window was closed; its sum was divided by `state` and `options`."""
+        """Observe that the window was closed; its sum was divided by `state` and
+        `options`.
+        """
 
     def window_discarded(self) -> None:
         """Observe that the window was forgotten, or another one was loaded."""

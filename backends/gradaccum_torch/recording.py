@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -26,29 +27,42 @@ class LoopRecord:
     def __init__(self, optimizer: torch.optim.Optimizer, model: Any) -> None:
         self._optimizer = optimizer
         self._model = model
-        self._parameters = [
-            parameter
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        ]
+        self._parameters = self._in_groups()
         elements = sum(parameter.numel() for parameter in self._parameters)
         self._stride = max(1, elements // ELEMENTS)
-        self._start = [parameter.detach().clone() for parameter in self._parameters]
+        self._before: list[Tensor] = []
+        """The parameters' values before the step under way."""
         self._updates: list[Tensor] = []
+        self._norms: list[float] = []
         self._calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def _in_groups(self) -> list[Tensor]:
+        """Return the parameters that stand in the groups: master weights during a step
+        of a wrapped optimizer that has some.
+        """
+        return [
+            parameter
+            for group in self._optimizer.param_groups
+            for parameter in group["params"]
+        ]
 
     def note_update(self, *_: Any) -> None:
         """Keep what the optimizer is about to use, before its step."""
-        vector = self._vector([parameter.grad for parameter in self._parameters])
+        parameters = self._in_groups()
+        self._before = [parameter.detach().clone() for parameter in parameters]
+        gradients = self._dense([parameter.grad for parameter in parameters])
         # A fused kernel divides by the loss scale that it finds at the optimizer.
-        scale = getattr(self._optimizer, "grad_scale", None)
-        self._updates.append(vector if scale is None else vector / scale.to(vector))
+        scale = float(getattr(self._optimizer, "grad_scale", None) or 1.0)
+        self._updates.append(self._vector(gradients) / scale)
+        norms = [float(torch.linalg.vector_norm(each.double())) for each in gradients]
+        self._norms.append(math.hypot(*norms) / scale)
 
     @torch.no_grad()
     def put_back(self, *_: Any) -> None:
         """Undo the update, so that all gradients are those of one point."""
-        for parameter, start in zip(self._parameters, self._start, strict=True):
-            parameter.copy_(start)
+        if self._before:
+            for parameter, before in zip(self._in_groups(), self._before, strict=True):
+                parameter.copy_(before)
 
     def note_call(
         self, _: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], output: Any
@@ -67,6 +81,7 @@ class LoopRecord:
         weight: Callable[..., float] | None = None,
         reduction: Reduction = "mean",
         steps: int | None = None,
+        clip_norm: float | None = None,
     ) -> kit.LoopReport:
         """Say which micro-batches each update held, and with what weight; collective
         where several processes are up.
@@ -79,9 +94,11 @@ class LoopRecord:
             weight: ``weight(*micro_batch)``. Default: the number of items.
             reduction: what `loss_fn` returns, as in `gradaccum.wrap`.
             steps: micro-batches per window. Default: what each update holds.
+            clip_norm: the norm to which the loop clips each window.
 
         Raises:
-            UsageError: there is neither `loss_fn` nor a recorded call of the model.
+            UsageError: there is neither `loss_fn` nor a recorded call of the model, or
+                workers have different numbers of micro-batches.
         """
         if loss_fn is None or micro_batches is None:
             losses, weights = self._recorded_losses(weight)
@@ -94,15 +111,18 @@ class LoopRecord:
         workers = 1
         if dist.is_initialized() and dist.get_world_size() > 1:
             workers = dist.get_world_size()
-            gradients = _gathered(gradients)
-            weights = _gathered(torch.tensor(weights, dtype=torch.float64)).tolist()
-        solved = [_solve(gradients, update) for update in self._updates]
+            gradients, weights = _gathered(gradients, weights)
+        solved = [
+            _solve(gradients, update)._replace(norm=norm)
+            for update, norm in zip(self._updates, self._norms, strict=True)
+        ]
         epsilon = max(torch.finfo(each.dtype).eps for each in self._parameters)
         return kit.read_coefficients(
             solved,
             weights,
             reduction=reduction,
             steps=steps,
+            clip_norm=clip_norm,
             workers=workers,
             limit=kit.rounding_limit(epsilon),
         )
@@ -131,20 +151,29 @@ class LoopRecord:
         with torch.enable_grad():
             gradients = torch.autograd.grad(loss(), self._trained(), allow_unused=True)
         by_parameter = dict(zip(self._trained(), gradients, strict=True))
-        return self._vector([by_parameter.get(each) for each in self._parameters])
+        in_order = [by_parameter.get(parameter) for parameter in self._parameters]
+        return self._vector(self._dense(in_order))
 
     def _trained(self) -> list[Tensor]:
         return [each for each in self._parameters if each.requires_grad]
 
-    def _vector(self, gradients: Sequence[Tensor | None]) -> Tensor:
-        parts = []
+    def _dense(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
+        """Return each gradient whole; zeros for None."""
+        dense = []
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
             full = torch.zeros_like(parameter) if gradient is None else gradient
             if full.is_sparse:
                 full = full.to_dense()
             if hasattr(full, "full_tensor"):
                 full = full.full_tensor()
-            parts.append(full.detach().reshape(-1)[:: self._stride].double().cpu())
+            dense.append(full.detach())
+        return dense
+
+    def _vector(self, gradients: Sequence[Tensor]) -> Tensor:
+        parts = [
+            gradient.reshape(-1)[:: self._stride].double().cpu()
+            for gradient in gradients
+        ]
         return torch.cat(parts)
 
 
@@ -158,11 +187,21 @@ def _call_model(
     return lambda: model(*arguments, **keywords).loss
 
 
-def _gathered(rows: Tensor) -> Tensor:
-    """Return the rows of all workers, those of worker 0 first."""
-    parts = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, rows)
-    return torch.cat(parts)
+def _gathered(gradients: Tensor, weights: list[float]) -> tuple[Tensor, list[float]]:
+    """Return the rows and the weights of all workers, those of worker 0 first."""
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, (gradients, weights))
+    lengths = [len(each) for _, each in parts]
+    if len(set(lengths)) > 1:
+        raise explain(
+            UsageError,
+            "micro_batches",
+            expected="as many on each worker",
+            got=lengths,
+            fix="Check a loop in which the workers have equally many.",
+        )
+    all_weights = [weight for _, each in parts for weight in each]
+    return torch.cat([rows for rows, _ in parts]), all_weights
 
 
 def _solve(gradients: Tensor, update: Tensor) -> kit.SolvedUpdate:
@@ -207,4 +246,3 @@ def _recording(optimizer: torch.optim.Optimizer, model: Any) -> Iterator[LoopRec
     finally:
         for handle in handles:
             handle.remove()
-        record.put_back()

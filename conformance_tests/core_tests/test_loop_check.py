@@ -47,6 +47,9 @@ def kinds(report):
         ([(0.1, 0.3, 0.2, 0.4)], {}, ["weights"]),
         ([tuple(4 * part for part in RIGHT)], {}, ["scaled"]),
         ([tuple(part / 4 for part in RIGHT)], {}, ["scaled"]),
+        ([tuple(part / 10 for part in RIGHT)], {}, ["scaled"]),
+        ([tuple(-part for part in RIGHT)], {}, ["scaled"]),
+        ([(0.3, 0.7, 0, 0), (0, 0, 4 / 6, 2 / 6)], {}, ["weights"]),
         ([(1, 0, 0, 0), (0, 3 / 7, 4 / 7, 0)], {"steps": 2}, ["lost", "boundary"]),
         (
             [(1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0)],
@@ -94,6 +97,42 @@ def test_clip_of_the_whole_is_a_note() -> None:
     report = read(*rows, steps=2)
     assert report.right
     assert "clipped as a whole, to a norm of 1" in str(report)
+
+
+def test_one_clipped_update_needs_the_norm() -> None:
+    row = tuple(part / 10 for part in RIGHT)
+    assert "If the loop clips each window, give clip_norm=" in str(read(row))
+    assert read(row, clip_norm=1.0).right
+    assert kinds(read(row, clip_norm=2.0)) == ["scaled"]
+
+
+def test_one_factor_in_every_update_is_no_clip() -> None:
+    """Their norms differ."""
+    rows = [(0.0625, 0.0375, 0, 0), (0, 0, 1 / 15, 1 / 30)]
+    updates = [
+        SolvedUpdate(row, 1e-9, 1e-15, norm)
+        for row, norm in zip(rows, (1.0, 2.0), strict=True)
+    ]
+    assert kinds(read_coefficients(updates, WEIGHTS)) == ["scaled", "scaled"]
+
+
+def test_micro_batch_of_weight_zero_that_counts() -> None:
+    report = read((0.5, 0.2, 0.5), weights=(2.0, 0.0, 2.0))
+    assert kinds(report) == ["weights"]
+    assert "micro-batch 2, whose weight is 0" in str(report)
+
+
+def test_gradient_of_zero_is_not_called_lost() -> None:
+    row = (0.5, 0.0, 0.5)
+    report = read(row, weights=(1.0, 1.0, 1.0), norms=(1.0, 0.0, 1.0))
+    assert "micro-batch 2 is zero" in report.uncertain
+    assert read(row, weights=(1.0, 0.0, 1.0), norms=(1.0, 0.0, 1.0)).right
+
+
+def test_update_without_a_micro_batch_is_noted() -> None:
+    report = read(RIGHT, (0.0, 0.0, 0.0, 0.0))
+    assert report.right
+    assert "hold no micro-batch: 2" in str(report)
 
 
 def test_what_no_coefficients_explain() -> None:

@@ -293,6 +293,41 @@ def test_bfloat16() -> None:
         assert report.right == is_right, report
 
 
+@pytest.mark.parametrize("fused", [False, True], ids=["foreach", "fused"])
+def test_grad_scaler(fused: bool) -> None:
+    """A fused kernel gets the gradient undivided, and the scale beside it."""
+    data = batches(torch.float32)
+    net = model(torch.float32)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+
+    def train() -> None:
+        total = sum(SIZES)
+        for x, y in data:
+            scaler.scale(loss_fn(net(x), y) * len(x) / total).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    assert_accumulates(train, optimizer, lambda x, y: loss_fn(net(x), y), data)
+
+
+def test_master_weights() -> None:
+    """The optimizer steps float32 copies, which stand in its groups then."""
+    data = batches(torch.bfloat16)
+    net = model(torch.bfloat16)
+    opt = gradaccum.wrap(
+        torch.optim.AdamW(net.parameters(), lr=1e-2), steps=2, master_weights=True
+    )
+
+    def train() -> None:
+        for x, y in opt.epoch(data):
+            opt.backward(loss_fn(net(x), y), weight=len(x))
+            opt.step()
+            opt.zero_grad()
+
+    assert_accumulates(train, opt, lambda x, y: loss_fn(net(x), y), data, steps=2)
+
+
 def test_assertion_shows_the_report() -> None:
     data = batches()
     net = model()
@@ -314,7 +349,11 @@ class WithLoss(torch.nn.Module):
         self.net = model()
 
     def forward(self, x: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
-        return SimpleNamespace(loss=loss_fn(self.net(x), labels))
+        """A mean, or its part of the mean over a window, as a trainer asks for."""
+        loss = loss_fn(self.net(x), labels)
+        if num_items_in_batch is not None:
+            loss = loss * len(x) / num_items_in_batch
+        return SimpleNamespace(loss=loss)
 
 
 def test_model_that_returns_its_loss_is_recorded() -> None:
@@ -323,7 +362,14 @@ def test_model_that_returns_its_loss_is_recorded() -> None:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     with recording(optimizer, net) as record:
         for x, y in data:
-            (net(x, labels=y, num_items_in_batch=14).loss / 4).backward()
+            net(x, labels=y, num_items_in_batch=14).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    report = record.report()
+    assert report.right, report
+    with recording(optimizer, net) as record:
+        for x, y in data:
+            (net(x, labels=y).loss / 4).backward()
         optimizer.step()
     report = record.report()
     assert [problem.kind for problem in report.problems] == ["mean_of_means"], report

@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 
 from gradaccum import BackendNotFoundError
+from gradaccum.__main__ import check as check_function
 from gradaccum.versions import report as versions_report
 from gradaccum_conformance.demo.command import run_demo
 from gradaccum_conformance.report.command import run_conformance
@@ -84,6 +85,15 @@ def conformance(
 def versions() -> None:
     """Print the versions that a report of a fault needs."""
     print(versions_report())
+
+
+@app.command()
+def check(function: Annotated[str, typer.Argument(metavar="MODULE:FUNCTION")]) -> None:
+    """Print the report of gradaccum.check_loop that a function returns.
+
+    The exit status is 1 unless the loop is right.
+    """
+    sys.exit(check_function([function]))
 
 
 def _finish(run: Callable[[], bool]) -> None:

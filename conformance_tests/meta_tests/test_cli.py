@@ -360,6 +360,7 @@ def nothing():
         ("loops:nothing", 1, "of type NoneType. Return what gradaccum.check_loop"),
         ("loops:absent", 1, "loops has no function 'absent'"),
         ("loops", 1, "write gradaccum check module:function"),
+        ("lopos:right", 1, "there is no module 'lopos' here"),
     ],
 )
 def test_check_prints_the_report(

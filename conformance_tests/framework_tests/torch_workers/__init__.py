@@ -2,7 +2,7 @@
 micro-batches. Each check has its own line in the report.
 """
 
-from . import engines, process_groups, refusals, sharded, windows
+from . import engines, loop_checks, process_groups, refusals, sharded, windows
 from .common import WORLD
 from .jobs import CHECKS
 
@@ -10,6 +10,7 @@ __all__ = [
     "CHECKS",
     "WORLD",
     "engines",
+    "loop_checks",
     "process_groups",
     "refusals",
     "sharded",
