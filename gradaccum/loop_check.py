@@ -75,7 +75,9 @@ class LoopReport:
 
     updates: tuple[SolvedUpdate, ...]
     expected: tuple[tuple[float, ...], ...]
-    """The right coefficients for the micro-batches that each update holds."""
+    """The right coefficients for the micro-batches that each update holds, without
+    those that leaked into it from the update before.
+    """
     weights: tuple[float, ...]
     """The weight of each micro-batch."""
     workers: int
@@ -134,7 +136,9 @@ def recording(optimizer: Any, model: Any = None) -> AbstractContextManager[LoopR
         print(record.report(loss_fn, micro_batches))
 
     Args:
-        optimizer: a torch optimizer, wrapped by any package or not.
+        optimizer: a torch optimizer, wrapped by any package or not; in MindSpore a
+            `gradaccum_mindspore.LoopRecorder`, wrapped or not. JAX has one too, whose
+            own ``report`` takes the state that the loop returns.
         model: a module whose call returns an object with a ``loss``, as models of
             transformers do. Its calls are recorded as the micro-batches, so that
             ``report`` needs none.
@@ -149,7 +153,8 @@ def recording(optimizer: Any, model: Any = None) -> AbstractContextManager[LoopR
             "optimizer",
             expected="an optimizer of a backend that records",
             got=optimizer,
-            fix="In JAX put gradaccum_jax.LoopRecorder() in the optimizer's place.",
+            fix="In JAX put gradaccum_jax.LoopRecorder() in the optimizer's place, and"
+            " call its report.",
         )
     return cast(RecordingBackend, backend).recording(optimizer, model)
 
@@ -229,22 +234,29 @@ def as_arguments(micro_batch: Any) -> tuple[Any, ...]:
 
 PIVOT = 1e-12
 """The smallest pivot of the normalised Gram matrix at which directions are told apart."""
-RestOf = Callable[[Sequence[float]], tuple[Sequence[float], float]]
-"""For coefficients c, with r = v - sum(c_k g_k): the products g_k . r, and ||r||."""
 
 
-def solve_update(
-    gram: Sequence[Sequence[float]], rest_of: RestOf, elements: int
-) -> SolvedUpdate:
+def solve_update(gradients: Any, update: Any) -> SolvedUpdate:
     """Return the coefficients of the sum of micro-batches that is nearest to what the
     optimizer was handed.
 
     Args:
-        gram: the products g_j . g_k in float64, shape (micro-batches, micro-batches).
-        rest_of: what is left of the update.
-        elements: the number of elements of a gradient.
+        gradients: an array of NumPy or torch in float64, one row per micro-batch, shape
+            (micro-batches, elements).
+        update: what the optimizer was handed, shape (elements,).
     """
-    count = len(gram)
+
+    def rest_of(coefficients: Sequence[float]) -> tuple[list[float], float]:
+        """Return the products of the gradients with what is left of the update, and
+        its norm.
+        """
+        rest = update
+        for coefficient, gradient in zip(coefficients, gradients, strict=True):
+            rest = rest - coefficient * gradient
+        return (gradients @ rest).tolist(), math.sqrt(float(rest @ rest))
+
+    gram = (gradients @ gradients.T).tolist()
+    count, elements = gradients.shape
     norms = [math.sqrt(max(gram[k][k], 0.0)) for k in range(count)]
     products, norm = rest_of([0.0] * count)
     used = [k for k in range(count) if norms[k] > 0]
@@ -406,7 +418,7 @@ class _CoefficientReader:
 
     def report(self) -> LoopReport:
         uncertain = self._uncertainty()
-        expected = tuple(self._expected_of(members) for members in self.members)
+        expected = tuple(self._expected_of(members) for members in self._new_members())
         if not uncertain:
             if not self.updates:
                 self._say("no_update", 0, "The optimizer made no update.")
@@ -436,6 +448,18 @@ class _CoefficientReader:
         return tuple(
             number for number, size in enumerate(sizes) if size > least and largest > 0
         )
+
+    def _new_members(self) -> list[tuple[int, ...]]:
+        """Return the micro-batches that each update should hold: all that it holds but
+        those of the update before, if others are left.
+        """
+        new_members = []
+        before: tuple[int, ...] = ()
+        for members in self.members:
+            new = tuple(number for number in members if number not in before)
+            new_members.append(new or members)
+            before = members
+        return new_members
 
     def _expected_of(self, members: Sequence[int]) -> tuple[float, ...]:
         total = sum(self.weights[number] for number in members)
@@ -587,7 +611,7 @@ class _CoefficientReader:
             )
             return
         ignored = [
-            member for member in self.members[number - 1] if not expected[member]
+            member for member in self.members[number - 1] if not self.weights[member]
         ]
         if ignored:
             self._say(
@@ -596,7 +620,7 @@ class _CoefficientReader:
                 f"Update {number} holds {self._named(ignored)}, whose weight is 0.",
             )
             return
-        members = self.members[number - 1]
+        members = [member for member in self.members[number - 1] if expected[member]]
         ratios = [update.coefficients[member] / expected[member] for member in members]
         if not ratios or _are_equal([*ratios, 1.0], update.uncertainty):
             return

@@ -110,7 +110,7 @@ class LoopRecorder(optax.GradientTransformation):  # type: ignore[misc]
                 fix="Give the parameters that the loop trained.",
             )
         return kit.read_coefficients(
-            [_solve(gradients, vectors[number]) for number in range(made[0])],
+            [kit.solve_update(gradients, vectors[number]) for number in range(made[0])],
             [float(count(*batch)) for batch in batches],
             reduction=reduction,
             steps=steps,
@@ -126,17 +126,6 @@ def _is_recorders(node: Any) -> bool:
 def _vector(gradients: Any) -> np.ndarray[Any, Any]:
     leaves = jax.tree.leaves(gradients)
     return np.concatenate([np.asarray(leaf, np.float64).reshape(-1) for leaf in leaves])
-
-
-def _solve(
-    gradients: np.ndarray[Any, Any], update: np.ndarray[Any, Any]
-) -> kit.SolvedUpdate:
-    def rest_of(coefficients: Sequence[float]) -> tuple[list[float], float]:
-        rest = update - np.asarray(coefficients) @ gradients
-        return (gradients @ rest).tolist(), float(np.linalg.norm(rest))
-
-    gram = (gradients @ gradients.T).tolist()
-    return kit.solve_update(gram, rest_of, gradients.shape[1])
 
 
 def _limit(params: Any) -> float:

@@ -7,6 +7,7 @@ from gradaccum_mindspore.large_batch.coupled import coupled_value_and_grad
 from gradaccum_mindspore.large_batch.value_and_grad import value_and_grad
 from gradaccum_mindspore.large_batch.value_and_update import value_and_update
 from gradaccum_mindspore.optimizer import AccumulatingOptimizer
+from gradaccum_mindspore.recording import LoopRecorder
 from gradaccum_mindspore.saving import load_checkpoint_into
 from gradaccum_mindspore.training import FlushAtEpochEnd, TrainOneStepCell, WatchWindows
 from gradaccum_mindspore.verification import verify, verify_loss_scaling
@@ -17,6 +18,7 @@ __all__ = [
     "AccumulatingOptimizer",
     "FlushAtEpochEnd",
     "GatherItems",
+    "LoopRecorder",
     "TrainOneStepCell",
     "WatchWindows",
     "backend",

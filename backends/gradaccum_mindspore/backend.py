@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Unpack, cast
 
 import mindspore
@@ -30,6 +31,7 @@ from gradaccum_mindspore.optimizer import (
     AccumulatingExperimentalOptimizer,
     AccumulatingOptimizer,
 )
+from gradaccum_mindspore.recording import LoopRecorder, recording
 from gradaccum_mindspore.scheduler import SCHEDULERS, GatedScheduler
 from gradaccum_mindspore.verification.check import verify
 from gradaccum_mindspore.workers.group import shares_windows
@@ -65,6 +67,11 @@ class MindSporeBackend:
         **options: Any,
     ) -> VerificationReport:
         return verify(model, loss_fn, batch, steps, **options)
+
+    def recording(
+        self, optimizer: object, model: object
+    ) -> AbstractContextManager[LoopRecorder]:
+        return recording(optimizer)
 
     def wrap(
         self,

@@ -54,17 +54,17 @@ def add(total: Tensor, gradient: Tensor) -> Tensor:
     return gradient.to(total.dtype) + total
 
 
-@torch.no_grad()
 def divide(tensors: Sequence[Tensor], divisor: float) -> None:
     """Divide in place, unless `divisor` is 1."""
     if divisor == 1 or not tensors:
         return
-    for group in groups_of(map(elements, tensors)):
-        if has_exact_inverse(divisor):
-            # The same bits in half the time.
-            torch._foreach_mul_(group, 1 / divisor)
-        else:
-            torch._foreach_div_(group, divisor)
+    with torch.no_grad():
+        for group in groups_of(map(elements, tensors)):
+            if has_exact_inverse(divisor):
+                # The same bits in half the time.
+                torch._foreach_mul_(group, 1 / divisor)
+            else:
+                torch._foreach_div_(group, divisor)
 
 
 @torch.no_grad()
@@ -103,14 +103,13 @@ class Measured(NamedTuple):
     """Every element is finite."""
 
 
-@torch.no_grad()
 def measure(sums: Sequence[Tensor]) -> Measured:
     """Return the global 2-norm, and whether every element is finite; waits for the
     device.
     """
-    tensors = [real_elements(total) for total in sums]
+    tensors = [real_elements(total.detach()) for total in sums]
     norm = norm_of(tensors)
-    is_float16 = any(tensor.dtype == torch.float16 for tensor in tensors)
+    is_float16 = torch.float16 in [tensor.dtype for tensor in tensors]
     faint = FAINT_HALF if is_float16 else FAINT
     if not faint <= norm < math.inf and tensors:
         # The squares of finite elements may have overflowed or vanished.
@@ -150,7 +149,7 @@ def groups_of(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     groups: dict[object, list[Tensor]] = {}
     for tensor in tensors:
         key: object = None
-        if is_sharded(tensor):
+        if type(tensor) is not Tensor and is_sharded(tensor):
             key = (mesh_of(tensor), getattr(tensor, "placements", ()))
         groups.setdefault(key, []).append(tensor)
     yield from groups.values()

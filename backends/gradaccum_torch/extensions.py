@@ -115,6 +115,18 @@ class Extension:
         """Resume with the entries of a checkpoint."""
 
 
+def handlers(extensions: Sequence[Extension], event: str) -> list[Callable[..., None]]:
+    """Return the methods of those `extensions` that do something at this event, which
+    comes with each micro-batch.
+    """
+    nothing = getattr(Extension, event)
+    return [
+        getattr(extension, event)
+        for extension in extensions
+        if getattr(type(extension), event) is not nothing
+    ]
+
+
 # The loss of a window.
 
 

@@ -38,16 +38,6 @@ PASSES = [0]
 """The number of backward passes that any wrapper has seen."""
 
 
-@contextmanager
-def multiplied_by(factor: float) -> Iterator[None]:
-    """Declare that the backward pass in this block is of a loss times `factor`."""
-    FACTORS.append(factor)
-    try:
-        yield
-    finally:
-        FACTORS.pop()
-
-
 class WatchedGradient:
     """One parameter, and its ``.grad`` as autograd left it."""
 
@@ -62,10 +52,13 @@ class WatchedGradient:
         """Take ``.grad`` as it is now for autograd's."""
         gradient = self.parameter.grad
         self.gradient = gradient
-        self.version = -1 if gradient is None else gradient._version
         self.norm: Tensor | None = None
         """Of the local part of a `DTensor`, which counts no clip."""
-        if self.watch.compares_norms and gradient is not None and is_sharded(gradient):
+        if gradient is None:
+            self.version = -1
+            return
+        self.version = gradient._version
+        if self.watch.compares_norms and is_sharded(gradient):
             self.norm = local(gradient).norm()
 
     def gradient_arrived(self, parameter: Tensor) -> None:
@@ -292,6 +285,13 @@ class GradientWatch:
         self.factors.clear()
         self.passes = 0
         self.has_plain_pass = False
+
+    @property
+    def has_seen_anything(self) -> bool:
+        """True if a backward pass has begun since the last `reset`, or something has
+        changed a gradient.
+        """
+        return bool(self.factors) or self.is_running or self.change is not None
 
     def reset(self) -> None:
         """Take every ``.grad`` as it is now for autograd's."""

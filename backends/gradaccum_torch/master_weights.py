@@ -79,7 +79,7 @@ class MasterWeights:
 
     def worked_on(self, parameter: Tensor) -> Tensor:
         """Return the parameter's master, or the parameter itself."""
-        return self.masters.get(parameter, parameter)
+        return self.masters.get(parameter, parameter) if self.masters else parameter
 
     def by_index(self) -> dict[int, Tensor]:
         return {
@@ -184,22 +184,26 @@ class MasterWeights:
 
     # Between the model and the masters.
 
-    @torch.no_grad()
     def copy_model_into_masters(self) -> None:
         """Let each master take over what something else wrote into its parameter."""
-        for parameter, master in self.masters.items():
-            is_same = master.to(parameter.dtype) == parameter
-            master.copy_(torch.where(is_same, master, parameter))
+        if not self.masters:
+            return
+        with torch.no_grad():
+            for parameter, master in self.masters.items():
+                is_same = master.to(parameter.dtype) == parameter
+                master.copy_(torch.where(is_same, master, parameter))
 
-    @torch.no_grad()
     def round(self) -> None:
         """Write the rounded masters into the model, where they differ."""
-        for parameter, master in self.masters.items():
-            rounded = master.to(parameter.dtype)
-            # Autograd refuses a graph that has saved a parameter which was written
-            # since, even if the value stayed.
-            if not parameter.is_cpu or not torch.equal(rounded, parameter):
-                parameter.copy_(rounded)
+        if not self.masters:
+            return
+        with torch.no_grad():
+            for parameter, master in self.masters.items():
+                rounded = master.to(parameter.dtype)
+                # Autograd raises if a parameter was written to after the forward pass,
+                # even with the same value.
+                if not parameter.is_cpu or not torch.equal(rounded, parameter):
+                    parameter.copy_(rounded)
 
 
 def through(action: Callable[[], None]) -> None:

@@ -113,7 +113,7 @@ class LoopRecord:
             workers = dist.get_world_size()
             gradients, weights = _gathered(gradients, weights)
         solved = [
-            _solve(gradients, update)._replace(norm=norm)
+            kit.solve_update(gradients, update)._replace(norm=norm)
             for update, norm in zip(self._updates, self._norms, strict=True)
         ]
         epsilon = max(torch.finfo(each.dtype).eps for each in self._parameters)
@@ -202,16 +202,6 @@ def _gathered(gradients: Tensor, weights: list[float]) -> tuple[Tensor, list[flo
         )
     all_weights = [weight for _, each in parts for weight in each]
     return torch.cat([rows for rows, _ in parts]), all_weights
-
-
-def _solve(gradients: Tensor, update: Tensor) -> kit.SolvedUpdate:
-    def rest_of(coefficients: Sequence[float]) -> tuple[list[float], float]:
-        parts = torch.tensor(coefficients, dtype=torch.float64)
-        rest = update - parts @ gradients
-        return (gradients @ rest).tolist(), float(rest.norm())
-
-    gram = (gradients @ gradients.T).tolist()
-    return kit.solve_update(gram, rest_of, gradients.shape[1])
 
 
 def recording(

@@ -39,6 +39,7 @@ from gradaccum_torch.extensions import (
     Warnings,
     WindowLoss,
     as_number,
+    handlers,
 )
 from gradaccum_torch.grad_scaler import ScalerLink
 from gradaccum_torch.gradient_sum import (
@@ -48,7 +49,7 @@ from gradaccum_torch.gradient_sum import (
     SumOnArrival,
     make_gradient_sum,
 )
-from gradaccum_torch.gradient_watch import PASSES, GradientWatch, multiplied_by
+from gradaccum_torch.gradient_watch import FACTORS, PASSES, GradientWatch
 from gradaccum_torch.master_weights import MasterWeights
 from gradaccum_torch.update import Update
 from gradaccum_torch.workers.interface import Workers
@@ -101,6 +102,8 @@ class Window:
             DividedLossWarning(options, self.warn),
             changed_parameters_warning,
         ]
+        self.loss_handlers = handlers(self.extensions, "loss_given")
+        self.micro_batch_handlers = handlers(self.extensions, "micro_batch_added")
         self.use_of_weights = kit.use_of_weights(options)
         self.measures = kit.measures(options)
         """The norm of a window's sum is needed."""
@@ -255,8 +258,8 @@ class Window:
         micro_batch.has_loss = True
         if micro_batch.is_weighed_twice:
             self.warn(WEIGHED_TWICE)
-        for extension in self.extensions:
-            extension.loss_given(loss)
+        for loss_given in self.loss_handlers:
+            loss_given(loss)
         try:
             self._differentiate(loss, arguments)
         except BaseException:
@@ -272,12 +275,41 @@ class Window:
     def _differentiate(self, loss: Tensor, arguments: Mapping[str, Any]) -> None:
         weight = self.micro_batch.weight
         if weight:
-            self._run_backward(self.multiplied(loss), arguments, self.factor(weight))
+            self.current_state()
+            factor = self.factor(weight)
+            self._run_backward(loss, self._multiplied(loss, factor, arguments), factor)
         elif (taking_part := self.workers.taking_part()) is not None:
             with taking_part:
                 self._run_backward(self.workers.require_graph(loss), arguments, 0.0)
         else:
             self.workers.require_no_collective(loss)
+
+    def _multiplied(
+        self, loss: Tensor, factor: float, arguments: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
+        """Return `arguments` with a gradient of `loss` that is multiplied by
+        `factor`.
+
+        The same bits as the gradient of ``loss * factor``, without that operation and
+        its backward pass.
+        """
+        if factor == 1:
+            return arguments
+        self._require_float16_holds(loss)
+        gradient = arguments.get("gradient")
+        if gradient is None:
+            gradient = torch.ones_like(loss)
+        return {**arguments, "gradient": gradient * factor}
+
+    def _require_float16_holds(self, loss: Tensor) -> None:
+        """Raise unless the gradient of a float16 loss, its factor, can be finite."""
+        if loss.dtype is not torch.float16:
+            return
+        rule = self.options.scale_rule
+        scale = rule.init_scale if rule.backoff_factor == 1 else rule.min_scale
+        least_factor = kit.contribution(self.weight(), self.options) * scale
+        if least_factor > 65504:
+            raise checks.beyond_float16_error(least_factor)
 
     def _run_backward(
         self, loss: Tensor, arguments: Mapping[str, Any], factor: float
@@ -291,8 +323,11 @@ class Window:
         )
         passes = PASSES[0]
         try:
-            with multiplied_by(factor):
+            FACTORS.append(factor)
+            try:
                 loss.backward(**arguments)  # type: ignore[no-untyped-call]
+            finally:
+                FACTORS.pop()
         except BaseException:
             if is_undoable:
                 self._clear_gradients()
@@ -314,16 +349,10 @@ class Window:
     def multiplied(self, loss: Tensor) -> Tensor:
         """Return `loss`, of any shape, times its factor."""
         self.current_state()
-        weight = self.weight()
-        factor = self.factor(weight)
+        factor = self.factor(self.weight())
         if factor == 1:
             return loss
-        rule = self.options.scale_rule
-        scale = rule.init_scale if rule.backoff_factor == 1 else rule.min_scale
-        least_factor = kit.contribution(weight, self.options) * scale
-        if loss.dtype is torch.float16 and least_factor > 65504:
-            # Autograd casts the incoming gradient to the loss's dtype.
-            raise checks.beyond_float16_error(least_factor)
+        self._require_float16_holds(loss)
         # backward() works inside torch.no_grad(), and so must this.
         with torch.enable_grad():
             return loss * factor
@@ -335,8 +364,8 @@ class Window:
         micro_batch.is_scaled_by_hand = True
         if micro_batch.is_weighed_twice:
             self.warn(WEIGHED_TWICE)
-        for extension in self.extensions:
-            extension.loss_given(loss)
+        for loss_given in self.loss_handlers:
+            loss_given(loss)
         micro_batch.losses.append(as_number(loss))
         return self.multiplied(loss)
 
@@ -394,8 +423,8 @@ class Window:
         self.has_just_loaded = False
         self.passes_before = PASSES[0]
         self._forget_micro_batch()
-        for extension in self.extensions:
-            extension.micro_batch_added(micro_batch, added_weight)
+        for micro_batch_added in self.micro_batch_handlers:
+            micro_batch_added(micro_batch, added_weight)
         self.update.is_broken = False
         return bool(kit.ends(self.state, self.size, select))
 
@@ -511,7 +540,8 @@ class Window:
         had_gradient = [
             parameter for parameter in parameters if parameter.grad is not None
         ]
-        self._clear_gradients()
+        if had_gradient or self.watch.has_seen_anything:
+            self._clear_gradients()
         self.micro_batch = MicroBatch()
         weight = micro_batch.weight
         if weight is not None and micro_batch.is_weighed and not micro_batch.has_loss:
@@ -562,8 +592,12 @@ class Window:
     def _complete_sums(self) -> Gradients:
         """Return the sums with each element once."""
         sums = self.gradient_sum.gradients()
-        is_usual = all(type(total) is Tensor for total in sums.values())
-        if is_usual and not any(total.is_sparse for total in sums.values()):
+        unusual = [
+            total
+            for total in sums.values()
+            if type(total) is not Tensor or total.is_sparse
+        ]
+        if not unusual:
             return sums
         complete_sums = {
             parameter: complete(total) for parameter, total in sums.items()
@@ -614,7 +648,7 @@ class Window:
         """True if the inner optimizer's dtype holds the divided sum."""
         for parameter, total in sums.items():
             dtype = gradient_dtype(self.masters.worked_on(parameter))
-            if total.dtype == dtype or norm / divisor <= torch.finfo(dtype).max:
+            if total.dtype is dtype or norm / divisor <= torch.finfo(dtype).max:
                 continue  # No element exceeds the norm.
             if not fits(total, divisor, dtype):
                 return False

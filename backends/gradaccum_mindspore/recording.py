@@ -1,0 +1,149 @@
+"""Record what a MindSpore optimizer is handed while a loop runs, for the loop check."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+from mindspore import Parameter, Tensor, nn, ops
+
+from gradaccum import ArgumentTypeError, UsageError, kit
+from gradaccum.kit import Reduction, explain
+from gradaccum_mindspore.optimizer import AccumulatingOptimizer
+
+EPSILONS = {
+    ms.float64: 2.0**-52,
+    ms.float32: 2.0**-23,
+    ms.float16: 2.0**-10,
+    ms.bfloat16: 2.0**-7,
+}
+
+
+class LoopRecorder(nn.Optimizer):  # type: ignore[misc]
+    """An optimizer for the inner optimizer's place, which records the gradients that it
+    is handed and leaves the parameters as they are; in PyNative, jit and GRAPH.
+
+        recorder = gradaccum_mindspore.LoopRecorder(net.trainable_params(), updates=4)
+        train(recorder)
+        print(recorder.report(loss_fn, micro_batches))
+
+    Args:
+        parameters: the trained parameters.
+        updates: how many updates are kept, each in as much memory as the
+            parameters. The loop may make more.
+    """
+
+    def __init__(self, parameters: Sequence[Any], updates: int = 8) -> None:
+        super().__init__(0.0, parameters)
+        self.kept_updates = updates
+        self.updates_made = Parameter(
+            Tensor([0], ms.int32), name="loop_recorder.updates", requires_grad=False
+        )
+        records = []
+        for number, parameter in enumerate(self.parameters):
+            shape = (updates + 1, *parameter.shape)
+            zeros = Tensor(np.zeros(shape), _dtype_of_record(parameter.dtype))
+            name = f"loop_recorder.record.{number}"
+            records.append(Parameter(zeros, name=name, requires_grad=False))
+        self.records = ms.ParameterTuple(records)
+
+    def construct(self, gradients: Any) -> Any:
+        # What comes after the last row that is kept overwrites one that is not read.
+        row = ops.minimum(self.updates_made, Tensor([self.kept_updates], ms.int32))
+        for record, gradient in zip(self.records, gradients):  # noqa: B905
+            ops.scatter_update(record, row, gradient.astype(record.dtype)[None])
+        ops.assign_add(self.updates_made, Tensor([1], ms.int32))
+        return True
+
+    def report(
+        self,
+        loss_fn: Callable[..., Any],
+        micro_batches: Sequence[Any],
+        *,
+        weight: Callable[..., float] | None = None,
+        reduction: Reduction = "mean",
+        steps: int | None = None,
+        clip_norm: float | None = None,
+    ) -> kit.LoopReport:
+        """Say which micro-batches each update held, and with what weight.
+
+        Args:
+            loss_fn: ``loss_fn(*micro_batch)``, a scalar, before anything divides or
+                weighs it.
+            micro_batches: what the loop trained on, in its order.
+            weight: ``weight(*micro_batch)``. Default: the number of items.
+            reduction: what `loss_fn` returns, as in `gradaccum.wrap`.
+            steps: micro-batches per window. Default: what each update holds.
+            clip_norm: the norm to which the loop clips each window.
+
+        Raises:
+            UsageError: the loop made more updates than are kept.
+        """
+        made = int(self.updates_made.asnumpy()[0])
+        if made > self.kept_updates:
+            raise explain(
+                UsageError,
+                "updates",
+                expected=f"at least the loop's number of updates, {made}",
+                got=self.kept_updates,
+                fix=f"Write LoopRecorder(parameters, updates={made}).",
+            )
+        records = [record.asnumpy() for record in self.records]
+        batches = [kit.as_arguments(each) for each in micro_batches]
+        count = weight or kit.items_of
+        differentiate = ms.value_and_grad(loss_fn, None, self.parameters)
+        gradients = np.stack(
+            [
+                _vector(each.asnumpy() for each in differentiate(*batch)[1])
+                for batch in batches
+            ]
+        )
+        return kit.read_coefficients(
+            [
+                kit.solve_update(
+                    gradients, _vector(record[number] for record in records)
+                )
+                for number in range(made)
+            ],
+            [float(count(*batch)) for batch in batches],
+            reduction=reduction,
+            steps=steps,
+            clip_norm=clip_norm,
+            limit=kit.rounding_limit(
+                max(EPSILONS[parameter.dtype] for parameter in self.parameters)
+            ),
+        )
+
+
+def recording(optimizer: object) -> AbstractContextManager[LoopRecorder]:
+    """Record from here on with the `LoopRecorder` that the loop steps, wrapped or not.
+
+    Raises:
+        ArgumentTypeError: there is none. MindSpore compiles an optimizer together with
+            the step, so that another optimizer's calls cannot be observed.
+    """
+    recorder = optimizer
+    if isinstance(optimizer, AccumulatingOptimizer):
+        recorder = optimizer.optimizer
+    if not isinstance(recorder, LoopRecorder):
+        raise explain(
+            ArgumentTypeError,
+            "optimizer",
+            expected="a gradaccum_mindspore.LoopRecorder",
+            got=optimizer,
+            fix="Put LoopRecorder(net.trainable_params()) in the optimizer's place.",
+        )
+    ops.assign(recorder.updates_made, Tensor([0], ms.int32))
+    return nullcontext(recorder)
+
+
+def _dtype_of_record(dtype: Any) -> Any:
+    return ms.float64 if dtype == ms.float64 else ms.float32
+
+
+def _vector(arrays: Iterable[Any]) -> Any:
+    """Return arrays of NumPy as one vector in float64."""
+    return np.concatenate([np.asarray(each, np.float64).reshape(-1) for each in arrays])
