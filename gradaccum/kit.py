@@ -81,10 +81,7 @@ from gradaccum.refusals import (
     moving_weight_error,
     optimizer_error,
     rate_bits,
-    require_classes,
-    require_loss_options,
     require_same_rates,
-    require_shard_sizes,
     shared_until_weight_error,
     torn_window_error,
     update_due_error,
@@ -304,12 +301,9 @@ __all__ += [
     "rate_bits",
     "require_bool",
     "require_choice",
-    "require_classes",
-    "require_loss_options",
 ]
 __all__ += ["require_same_rates"]
 __all__ += [
-    "require_shard_sizes",
     "require_weight",
     "shared_until_weight_error",
     "torn_window_error",

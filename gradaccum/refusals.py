@@ -13,7 +13,6 @@ from gradaccum.errors import (
     GradAccumError,
     UsageError,
     explain,
-    require_choice,
 )
 from gradaccum.state import State
 
@@ -211,93 +210,3 @@ def require_same_rates(
             found=found,
             fix=fix,
         )
-
-
-# Checks for a softmax cross-entropy with its classes on several workers, shared by all
-# backends.
-
-
-LOSS_REDUCTIONS = ("mean", "sum", "none")
-
-
-def require_loss_options(
-    ignore_index: object, label_smoothing: object, reduction: object
-) -> None:
-    """Raise unless `ignore_index` is an int, `label_smoothing` in [0, 1] and
-    `reduction` "mean", "sum" or "none".
-    """
-    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
-        raise explain(
-            ArgumentTypeError,
-            "ignore_index",
-            expected="an int",
-            got=ignore_index,
-            fix="Write ignore_index=-100.",
-        )
-    is_number = isinstance(label_smoothing, (int, float)) and not isinstance(
-        label_smoothing, bool
-    )
-    if not (
-        is_number
-        and isinstance(label_smoothing, (int, float))
-        and 0 <= label_smoothing <= 1
-    ):
-        kind = ArgumentValueError if is_number else ArgumentTypeError
-        raise explain(
-            kind,
-            "label_smoothing",
-            expected="a number in [0, 1]",
-            got=label_smoothing,
-            fix="Write label_smoothing=0.1.",
-        )
-    require_choice("reduction", reduction, LOSS_REDUCTIONS)
-
-
-def require_shard_sizes(
-    shard_sizes: object, own: int, rank: int, workers: int
-) -> tuple[int, ...]:
-    """Raise unless `shard_sizes` has one entry >= 0 per worker and the entry of `rank`
-    is `own`; return it as a tuple.
-    """
-    fix = (
-        f"Pass how many classes each of the {workers} workers holds, by rank, or None."
-    )
-    if not isinstance(shard_sizes, Sequence) or any(
-        isinstance(size, bool) or not isinstance(size, int) for size in shard_sizes
-    ):
-        raise explain(
-            ArgumentTypeError,
-            "shard_sizes",
-            expected="a sequence of ints",
-            got=shard_sizes,
-            fix=fix,
-        )
-    if len(shard_sizes) != workers or min(shard_sizes) < 0 or shard_sizes[rank] != own:
-        expected = (
-            f"{workers} numbers of classes, of which that of rank {rank} is {own}, the"
-            " last dimension of logits_shard"
-        )
-        raise explain(
-            ArgumentValueError,
-            "shard_sizes",
-            expected=expected,
-            got=shard_sizes,
-            fix=fix,
-        )
-    return tuple(shard_sizes)
-
-
-def require_classes(classes: int) -> int:
-    """Raise unless all workers together have at least one class (`ArgumentValueError`);
-    return their number.
-    """
-    if classes:
-        return classes
-    fix = "Only some of the workers may be without classes."
-    raise explain(
-        ArgumentValueError,
-        "logits_shard",
-        expected="one class at least on some worker",
-        found="no class on any",
-        fix=fix,
-    )

@@ -10,7 +10,6 @@ from gradaccum_torch.optimizer import AccumulatingOptimizer
 from gradaccum_torch.saving import redistributed
 from gradaccum_torch.scheduler import GatedScheduler
 from gradaccum_torch.verification import verify, verify_loss_scaling
-from gradaccum_torch.workers import sharded_cross_entropy
 
 __all__ = [
     "AccumulatingOptimizer",
@@ -23,7 +22,6 @@ __all__ = [
 ]
 __all__ += [
     "redistributed",
-    "sharded_cross_entropy",
     "verify",
     "verify_loss_scaling",
     "wrap",

@@ -107,13 +107,14 @@ def measure(sums: Sequence[Tensor]) -> Measured:
     """Return the global 2-norm, and whether every element is finite; waits for the
     device.
     """
-    tensors = [real_elements(total.detach()) for total in sums]
-    norm = norm_of(tensors)
-    is_float16 = torch.float16 in [tensor.dtype for tensor in tensors]
-    faint = FAINT_HALF if is_float16 else FAINT
-    if not faint <= norm < math.inf and tensors:
-        # The squares of finite elements may have overflowed or vanished.
-        norm = norm_of(tensor.double() for tensor in tensors)
+    with torch.no_grad():
+        tensors = [real_elements(total) for total in sums]
+        norm = norm_of(tensors)
+        is_float16 = torch.float16 in [tensor.dtype for tensor in tensors]
+        faint = FAINT_HALF if is_float16 else FAINT
+        if not faint <= norm < math.inf and tensors:
+            # The squares of finite elements may have overflowed or vanished.
+            norm = norm_of(tensor.double() for tensor in tensors)
     return Measured(norm, True) if norm < math.inf else Measured(math.inf, False)
 
 

@@ -16,11 +16,6 @@ from hypothesis import strategies as st
 
 import gradaccum
 from gradaccum import CheckpointError, DynamicLossScale, kit
-from gradaccum.refusals import (
-    require_classes,
-    require_loss_options,
-    require_shard_sizes,
-)
 
 FLOAT32, FLOAT64 = 3.4028234663852886e38, sys.float_info.max
 
@@ -429,23 +424,6 @@ def test_other_learning_rates_on_one_worker_are_named() -> None:
             kit.require_same_rates([0.1, 1e-9], added.tolist(), 5000, 3)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "error"),
-    [
-        ("23", TypeError),
-        ((2.0, 3), TypeError),
-        ((2, 3, 0), ValueError),
-        ((2, -3), ValueError),
-        ((3, 2), ValueError),
-    ],
-)
-def test_bad_shard_sizes_raise(sizes: Any, error: type[Exception]) -> None:
-    """Two workers; the second one has three classes."""
-    assert kit.require_shard_sizes([0, 3], 3, 1, 2) == (0, 3)
-    with pytest.raises(error, match="shard_sizes: expected"):
-        kit.require_shard_sizes(sizes, 3, 1, 2)
-
-
 class Numbers:
     """What a framework supplies, for Python numbers."""
 
@@ -465,90 +443,6 @@ def test_aux_of_two_micro_batches(kind: str, merged: float) -> None:
         for value, weight in ((1, 3.0), (4, 1.0))
     )
     assert kit.finished(kind, kit.merged(kind, first, second, Numbers), 4.0) == merged
-
-
-@pytest.mark.parametrize(
-    ("call", "kind", "words"),
-    [
-        (
-            lambda: require_loss_options(True, 0.0, "mean"),
-            gradaccum.ArgumentTypeError,
-            "ignore_index: expected an int",
-        ),
-        (
-            lambda: require_loss_options(1.5, 0.0, "mean"),
-            gradaccum.ArgumentTypeError,
-            "ignore_index: expected an int",
-        ),
-        (
-            lambda: require_loss_options(-100, True, "mean"),
-            gradaccum.ArgumentTypeError,
-            "label_smoothing: expected a number in",
-        ),
-        (
-            lambda: require_loss_options(-100, "0.1", "mean"),
-            gradaccum.ArgumentTypeError,
-            "label_smoothing: expected a number in",
-        ),
-        (
-            lambda: require_loss_options(-100, 1.5, "mean"),
-            gradaccum.ArgumentValueError,
-            "label_smoothing: expected a number in",
-        ),
-        (
-            lambda: require_loss_options(-100, -0.5, "mean"),
-            gradaccum.ArgumentValueError,
-            "label_smoothing: expected a number in",
-        ),
-        (
-            lambda: require_loss_options(-100, 0.1, "median"),
-            gradaccum.ArgumentValueError,
-            "reduction: expected one of",
-        ),
-        (
-            lambda: require_shard_sizes(3, 3, 0, 2),
-            gradaccum.ArgumentTypeError,
-            "shard_sizes: expected a sequence of ints",
-        ),
-        (
-            lambda: require_shard_sizes([3, True], 3, 0, 2),
-            gradaccum.ArgumentTypeError,
-            "shard_sizes: expected a sequence of ints",
-        ),
-        (
-            lambda: require_shard_sizes([3], 3, 0, 2),
-            gradaccum.ArgumentValueError,
-            "shard_sizes: expected 2 numbers of classes",
-        ),
-        (
-            lambda: require_shard_sizes([3, -1], 3, 0, 2),
-            gradaccum.ArgumentValueError,
-            "shard_sizes: expected 2 numbers of classes",
-        ),
-        (
-            lambda: require_shard_sizes([3, 4], 3, 1, 2),
-            gradaccum.ArgumentValueError,
-            "rank 1 is 3",
-        ),
-        (
-            lambda: require_classes(0),
-            gradaccum.ArgumentValueError,
-            "logits_shard: expected one class at least",
-        ),
-    ],
-)
-def test_class_sharded_losses_are_refused(
-    call: Any, kind: type[Exception], words: str
-) -> None:
-    with pytest.raises(kind, match=words):
-        call()
-
-
-def test_class_sharded_losses_are_allowed() -> None:
-    for smoothing in (0, 0.0, 1, 1.0):
-        require_loss_options(-100, smoothing, "none")
-    assert require_shard_sizes([0, 4], 0, 0, 2) == (0, 4)
-    assert require_classes(1) == 1
 
 
 class Shown:

@@ -27,7 +27,7 @@ CALLS = 40
 since the backward pass has filled the caches.
 """
 
-CALLS_AT_BEGIN = 60
+CALLS_AT_BEGIN = 52
 """The same where a window begins: the step looks up the size, checks that the
 parameters are still the planned ones and notes a few of their numbers.
 """

@@ -20,8 +20,6 @@ from gradaccum_conformance.harness import (
     Returns,
     Session,
     Setup,
-    ShardedLossCall,
-    ShardedLossHarness,
     Snapshot,
     VerifyCall,
     VerifyingHarness,
@@ -93,8 +91,6 @@ __all__ += [
 ]
 __all__ += [
     "Setup",
-    "ShardedLossCall",
-    "ShardedLossHarness",
     "Snapshot",
     "Tanh",
     "VerifyCall",

@@ -79,26 +79,6 @@ def coupled_loss_and_gradient(
     return coupled.loss, gradient | {"temperature": np.asarray(coupled.temperature)}
 
 
-def item_losses(
-    logits: Array,
-    labels: Array,
-    *,
-    label_smoothing: float = 0.0,
-    ignore_index: int = -100,
-) -> tuple[Array, Array]:
-    """The cross-entropy of each item and its gradient by that item's logits, shape
-    (*batch, classes); 0 for ignored items.
-    """
-    kept, classes = labels != ignore_index, logits.shape[-1]
-    target = (1 - label_smoothing) * np.eye(classes)[
-        np.where(kept, labels, 0)
-    ] + label_smoothing / classes
-    p = _softmax(logits)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        losses = -np.where(target > 0, target * np.log(p), 0).sum(-1)
-    return losses * kept, (p - target) * kept[..., None]
-
-
 def predict(model: Model, weights: Arrays, x: Array) -> Array:
     """The model's output for inputs (batch, *input_shape)."""
     for index, layer in enumerate(model.layers):

@@ -1,5 +1,1 @@
-"""Several workers: one window over all of them, and a loss whose classes they share."""
-
-from gradaccum_torch.workers.cross_entropy import sharded_cross_entropy
-
-__all__ = ["sharded_cross_entropy"]
+"""Several workers: one window over all of them."""

@@ -20,7 +20,6 @@ from gradaccum import GradientError, StepResult
 from gradaccum.kit import (
     State,
     explain,
-    require_loss_options,
     require_weight,
     resumed,
     terms_of,
@@ -40,17 +39,15 @@ from gradaccum_conformance.harness import (
     Returns,
     Session,
     Setup,
-    ShardedLossCall,
-    ShardedLossHarness,
     Snapshot,
     View,
+    WorkersHarness,
     WrapOptions,
     outputs_of,
 )
 from gradaccum_conformance.reference import large_batch
 from gradaccum_conformance.reference.accumulation import ReferenceAccumulation
 from gradaccum_conformance.reference.optimizers import NumpyOptimizer, make_optimizer
-from gradaccum_conformance.reference.sharded import sharded_cross_entropy
 from gradaccum_conformance.reference.workers import Workers, meet
 from gradaccum_conformance.specs import Array, Arrays, Batch, Model, Optimizer
 
@@ -175,7 +172,7 @@ class NumpySession(Session):
         self.weights, self.inner, self.wrapped = weights, inner, wrapped
 
 
-class NumpyHarness(ShardedLossHarness, LargeBatchHarness):
+class NumpyHarness(WorkersHarness, LargeBatchHarness):
     """Drives the reference."""
 
     name = "numpy"
@@ -202,18 +199,6 @@ class NumpyHarness(ShardedLossHarness, LargeBatchHarness):
         return self.start(
             setup._replace(options={**(setup.options or {}), "workers": self.workers})
         )
-
-    def sharded_cross_entropy(self, call: ShardedLossCall) -> tuple[Array, Array]:
-        require_loss_options(
-            **{
-                "ignore_index": -100,
-                "label_smoothing": 0.0,
-                "reduction": "mean",
-                **call.options,
-            }
-        )
-        assert self.workers is not None, "this process joined no other"
-        return sharded_cross_entropy(self.workers, call)
 
     def make_inner(self, spec: Optimizer, parameters: Arrays) -> NumpyOptimizer:
         """The inner optimizer; another NumPy backend's harness overrides this alone."""

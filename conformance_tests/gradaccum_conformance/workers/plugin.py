@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from gradaccum_conformance.harness import Harness, ShardedLossHarness, WorkersHarness
+from gradaccum_conformance.harness import Harness, WorkersHarness
 from gradaccum_conformance.workers.pools import Crews, Pools
 
 ARGUMENTS = ("backend", "worker_mode", "workers")
@@ -21,25 +21,10 @@ DEEP_WORKERS = 4
 
 
 def parametrize_crews(metafunc: pytest.Metafunc, harnesses: Sequence[Harness]) -> None:
-    """A case for each backend, mode and number of workers.
-
-    A test of a sharded loss says so by the type of its backend. It runs in one mode
-    unless marked ``every_mode``; deep, in all.
-    """
-    sharded = metafunc.function.__annotations__.get("backend") is ShardedLossHarness
-    brief = sharded and metafunc.definition.get_closest_marker("every_mode") is None
-    sharing = [
-        harness
-        for harness in harnesses
-        if isinstance(harness, ShardedLossHarness if sharded else WorkersHarness)
-    ]
+    """A case for each backend, mode and number of workers."""
+    sharing = [harness for harness in harnesses if isinstance(harness, WorkersHarness)]
     cases = [
-        _case(
-            harness,
-            mode,
-            WORKERS,
-            *[pytest.mark.deep] * (brief and mode != harness.worker_modes[0]),
-        )
+        _case(harness, mode, WORKERS)
         for harness in sharing
         for mode in harness.worker_modes
     ]

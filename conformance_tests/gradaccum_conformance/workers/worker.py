@@ -15,13 +15,10 @@ from gradaccum.watching import ClosedWindow
 from gradaccum_conformance.harness import (
     Session,
     Setup,
-    ShardedLossCall,
-    ShardedLossHarness,
     Snapshot,
     WorkersHarness,
 )
 from gradaccum_conformance.loading import load_harness
-from gradaccum_conformance.specs import Array
 from gradaccum_conformance.workers.messages import Answered, Raised, Request
 
 ENDED_BY_TEST = 3
@@ -63,9 +60,6 @@ class Worker:
         """The windows that were heard of since the last call."""
         heard, self._heard[:] = list(self._heard), []
         return heard
-
-    def sharded_cross_entropy(self, call: ShardedLossCall) -> tuple[Array, Array]:
-        return cast(ShardedLossHarness, self.harness).sharded_cross_entropy(call)
 
     def snapshot(self, session: int) -> int:
         """Only its number travels: a snapshot is the framework's own."""

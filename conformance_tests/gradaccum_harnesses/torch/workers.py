@@ -14,26 +14,22 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradaccum
 from gradaccum_conformance import (
-    Array,
     Session,
     Setup,
-    ShardedLossCall,
-    ShardedLossHarness,
+    WorkersHarness,
 )
 from gradaccum_harnesses.torch.session import (
     SpecModel,
     TorchHarness,
     TorchSession,
     make_optimizer,
-    to_numpy,
 )
-from gradaccum_torch import sharded_cross_entropy
 
 TIMEOUT = datetime.timedelta(seconds=60)
 """For a worker that another one waits for."""
 
 
-class TorchWorkers(TorchHarness, ShardedLossHarness):
+class TorchWorkers(TorchHarness, WorkersHarness):
     """The harness, with processes that `join`."""
 
     worker_modes: ClassVar[tuple[str, ...]] = ("eager",)
@@ -57,17 +53,3 @@ class TorchWorkers(TorchHarness, ShardedLossHarness):
             gradaccum.wrap(inner, **(setup.options or {}), module=parallel),
             forward=parallel,
         )
-
-    def sharded_cross_entropy(self, call: ShardedLossCall) -> tuple[Array, Array]:
-        logits = torch.tensor(
-            call.logits, dtype=getattr(torch, call.dtype), requires_grad=True
-        )
-        loss = sharded_cross_entropy(
-            logits, torch.tensor(call.labels), shard_sizes=call.sizes, **call.options
-        )
-        (gradient,) = torch.autograd.grad(
-            loss,
-            logits,
-            torch.tensor(call.upstream, dtype=loss.dtype).expand(loss.shape),
-        )
-        return to_numpy(loss), to_numpy(gradient)

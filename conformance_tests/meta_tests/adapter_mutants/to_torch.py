@@ -379,13 +379,6 @@ MUTANTS = (
         EVERYDAY + "test_change_of_grad_names_its_likeliest_cause",
     ),
     Mutant(
-        "scale_no_sharded_loss",
-        "        scale = upstream / sums[0]\n",
-        "        upstream = torch.ones_like(upstream)\n        scale = upstream /"
-        " sums[0]\n",
-        SUITE + "test_workers_classes.py::test_loss_is_that_of_all_classes",
-    ),
-    Mutant(
         "draw_other_numbers_as_a_layer_runs_again",
         "        if each.random is not None:\n            each.random.put_back()\n",
         "",
