@@ -334,8 +334,10 @@ def _spread(
 
 
 def rounding_limit(epsilon: float) -> float:
-    """Return the `unexplained` part that rounding may leave with a machine epsilon."""
-    return max(16 * epsilon, math.pow(epsilon, 0.6))
+    """Return the `unexplained` part that rounding may leave with a machine epsilon; at
+    least what is left of a float64 model whose loss is computed in float32.
+    """
+    return max(16 * epsilon, math.pow(epsilon, 0.6), 1e-6)
 
 
 # What the coefficients mean.

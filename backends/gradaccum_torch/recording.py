@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,10 +47,31 @@ class LoopRecord:
             for parameter in group["params"]
         ]
 
-    def note_update(self, *_: Any) -> None:
-        """Keep what the optimizer is about to use, before its step."""
+    def before_step(
+        self, _: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Keep what the optimizer is about to use; with a closure, after its first run,
+        because Lightning runs the last micro-batch in it.
+        """
         parameters = self._in_groups()
         self._before = [parameter.detach().clone() for parameter in parameters]
+        closure = keywords.get("closure", *arguments[1:2])
+        if closure is None:
+            self._note_gradients(parameters)
+            return None
+        has_run = False
+
+        def noted_closure() -> Any:
+            nonlocal has_run
+            loss = closure()
+            if not has_run:
+                self._note_gradients(parameters)
+            has_run = True
+            return loss
+
+        return arguments[:1], {**keywords, "closure": noted_closure}
+
+    def _note_gradients(self, parameters: Sequence[Tensor]) -> None:
         gradients = self._dense([parameter.grad for parameter in parameters])
         # A fused kernel divides by the loss scale that it finds at the optimizer.
         scale = float(getattr(self._optimizer, "grad_scale", None) or 1.0)
@@ -68,7 +90,7 @@ class LoopRecord:
         self, _: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], output: Any
     ) -> None:
         """Keep the arguments of a call of the model that returned a loss."""
-        if torch.is_grad_enabled() and getattr(output, "loss", None) is not None:
+        if torch.is_grad_enabled() and _loss_of(output) is not None:
             # The trainer's own divisor is no part of the micro-batch's loss.
             kept = {k: v for k, v in keywords.items() if k != "num_items_in_batch"}
             self._calls.append((arguments, kept))
@@ -90,23 +112,31 @@ class LoopRecord:
             loss_fn: ``loss_fn(*micro_batch)``, before anything divides or weighs it.
                 Default: the loss that `model` returned.
             micro_batches: this worker's, in the order of the loop. Default: the calls
-                of `model`.
+                of `model`, with whose arguments `loss_fn` and `weight` are called.
             weight: ``weight(*micro_batch)``. Default: the number of items.
             reduction: what `loss_fn` returns, as in `gradaccum.wrap`.
             steps: micro-batches per window. Default: what each update holds.
             clip_norm: the norm to which the loop clips each window.
 
         Raises:
-            UsageError: there is neither `loss_fn` nor a recorded call of the model, or
-                workers have different numbers of micro-batches.
+            UsageError: there are neither `micro_batches` nor recorded calls of the
+                model, or workers have different numbers of micro-batches.
         """
-        if loss_fn is None or micro_batches is None:
-            losses, weights = self._recorded_losses(weight)
-        else:
-            batches = [kit.as_arguments(each) for each in micro_batches]
-            count = weight or kit.items_of
-            losses = [_call(loss_fn, batch) for batch in batches]
-            weights = [float(count(*batch)) for batch in batches]
+        calls = self._calls
+        if micro_batches is not None:
+            calls = [(kit.as_arguments(each), {}) for each in micro_batches]
+        if not calls or (loss_fn is None and self._model is None):
+            raise explain(
+                UsageError,
+                "loss_fn",
+                expected="a function and micro-batches, or a model that returns a loss",
+                found="no recorded call of a model that returned one",
+                fix="Write record.report(loss_fn, micro_batches).",
+            )
+        loss_fn = loss_fn or self._loss_of_model
+        losses = [partial(loss_fn, *batch, **keywords) for batch, keywords in calls]
+        count = weight or _items_of
+        weights = [float(count(*batch, **keywords)) for batch, keywords in calls]
         gradients = torch.stack([self._gradient_of(loss) for loss in losses])
         workers = 1
         if dist.is_initialized() and dist.get_world_size() > 1:
@@ -127,25 +157,8 @@ class LoopRecord:
             limit=kit.rounding_limit(epsilon),
         )
 
-    def _recorded_losses(
-        self, weight: Callable[..., float] | None
-    ) -> tuple[list[Callable[[], Tensor]], list[float]]:
-        if not self._calls:
-            raise explain(
-                UsageError,
-                "loss_fn",
-                expected="a function, or a model whose calls return a loss",
-                found="no call of a model that returned one",
-                fix="Write record.report(loss_fn, micro_batches).",
-            )
-        losses = []
-        weights = []
-        for arguments, keywords in self._calls:
-            losses.append(_call_model(self._model, arguments, keywords))
-            values = [*arguments, *keywords.values()]
-            count = weight(*arguments, **keywords) if weight else len(values[0])
-            weights.append(float(count))
-        return losses, weights
+    def _loss_of_model(self, *arguments: Any, **keywords: Any) -> Any:
+        return _loss_of(self._model(*arguments, **keywords))
 
     def _gradient_of(self, loss: Callable[[], Tensor]) -> Tensor:
         with torch.enable_grad():
@@ -177,14 +190,15 @@ class LoopRecord:
         return torch.cat(parts)
 
 
-def _call(loss_fn: Callable[..., Any], batch: tuple[Any, ...]) -> Callable[[], Tensor]:
-    return lambda: loss_fn(*batch)
+def _loss_of(output: Any) -> Any:
+    """Return the loss in a model's output, an object or a dictionary."""
+    if isinstance(output, Mapping):
+        return output.get("loss")
+    return getattr(output, "loss", None)
 
 
-def _call_model(
-    model: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]
-) -> Callable[[], Tensor]:
-    return lambda: model(*arguments, **keywords).loss
+def _items_of(*arguments: Any, **keywords: Any) -> float:
+    return kit.items_of(*arguments, *keywords.values())
 
 
 def _gathered(gradients: Tensor, weights: list[float]) -> tuple[Tensor, list[float]]:
@@ -226,7 +240,7 @@ def recording(
 def _recording(optimizer: torch.optim.Optimizer, model: Any) -> Iterator[LoopRecord]:
     record = LoopRecord(optimizer, model)
     handles = [
-        optimizer.register_step_pre_hook(record.note_update),
+        optimizer.register_step_pre_hook(record.before_step),
         optimizer.register_step_post_hook(record.put_back),
     ]
     if model is not None:

@@ -121,8 +121,8 @@ def environment(name: str, folder: Path) -> Path:
 def table(results: dict[str, Result]) -> str:
     """The rows in Markdown, and what their causes mean."""
     lines = [
-        "|package|what it trains|gradient|cause|reported|`verify`|",
-        "|---" * 6 + "|",
+        "|package|what it trains|gradient|cause|reported|`verify`|loop check|",
+        "|---" * 7 + "|",
     ]
     for row in ROWS:
         found = results[row.place]
@@ -139,6 +139,7 @@ def table(results: dict[str, Result]) -> str:
         )
         lines.append(
             f"|{version}|{row.trains}|{verdict(found)}|{cause}|{reported}|{found['verify']}|"
+            f"{found.get('loop_check', '')}|"
         )
     days = sorted(result["day"] for result in results.values())
     lines += [
@@ -214,7 +215,8 @@ def main(
                 results[each.place] = found
                 console.print(
                     f"{each.place}: {verdict(found)}; on equal items"
-                    f" {found['equal']['distance']:.1e}; {found['verify']}"
+                    f" {found['equal']['distance']:.1e}; verify: {found['verify']};"
+                    f" loop check: {found['loop_check']}"
                 )
         if record:
             kept = {place: results[place] for place in known if place in results}

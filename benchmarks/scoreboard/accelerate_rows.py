@@ -7,8 +7,10 @@ from typing import Any
 
 from accelerate import Accelerator
 from torch import nn
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+import gradaccum
 from benchmarks.scoreboard.measuring import Gradients
 from benchmarks.scoreboard.torch_models import (
     FULL,
@@ -17,19 +19,25 @@ from benchmarks.scoreboard.torch_models import (
     SHORT_WINDOW,
     STEPS,
     moved,
+    regression_check,
     sgd,
 )
 from conformance_tests.integration_tests.regression import Items, Regressor
 
 
 def trained(count: int, micro: bool, loop: Any) -> Gradients:
-    accelerator, net = (
-        Accelerator(cpu=True, gradient_accumulation_steps=STEPS if micro else 1),
-        Regressor(),
+    net = Regressor()
+    return moved(net, partial(train, net, sgd(net), count, micro, loop))
+
+
+def train(
+    net: nn.Module, optimizer: Optimizer, count: int, micro: bool, loop: Any
+) -> None:
+    accelerator = Accelerator(
+        cpu=True, gradient_accumulation_steps=STEPS if micro else 1
     )
     loader = DataLoader(Items(count), batch_size=MICRO if micro else count)
-    model, optimizer, loader = accelerator.prepare(net, sgd(net), loader)
-    return moved(net, partial(loop, accelerator, model, optimizer, loader))
+    loop(accelerator, *accelerator.prepare(net, optimizer, loader))
 
 
 def accumulate(
@@ -67,3 +75,17 @@ def short_window(*, micro: bool, even: bool) -> Gradients:
 
 def counted(*, micro: bool, even: bool) -> Gradients:
     return trained(FULL if even else SHORT_BATCH, micro, by_count)
+
+
+def check(count: int, loop: Any) -> gradaccum.LoopReport:
+    net = Regressor()
+    optimizer = sgd(net)
+    run = partial(train, net, optimizer, count, True, loop)
+    return regression_check(net, optimizer, run, count)
+
+
+CHECKED = {
+    "short_batch": partial(check, SHORT_BATCH, accumulate),
+    "short_window": partial(check, SHORT_WINDOW, accumulate),
+    "counted": partial(check, SHORT_BATCH, by_count),
+}

@@ -78,6 +78,19 @@ def told(verify: Callable[[], gradaccum.VerificationReport] | None) -> str:
     )
 
 
+def kinds_of(check: Callable[[], gradaccum.LoopReport] | None) -> str:
+    """What the loop check says of the package's loop on the row's unequal items; ""
+    where the row has no check.
+    """
+    if check is None:
+        return ""
+    report = check()
+    if report.uncertain:
+        return "cannot tell"
+    kinds = [problem.kind for problem in report.problems]
+    return ", ".join(dict.fromkeys(kinds)) or "right"
+
+
 def main(module: str, function: str, result: str, *packages: str) -> None:
     if find_spec("torchvision") is not None:
         # a CPU build of torch has none of its operators
@@ -86,9 +99,11 @@ def main(module: str, function: str, result: str, *packages: str) -> None:
     row = getattr(rows, function)
     found = {"unequal": compared(row, even=False), "equal": compared(row, even=True)}
     loss = told(getattr(rows, "VERIFIED", {}).get(function))
+    loop = kinds_of(getattr(rows, "CHECKED", {}).get(function))
     versions = {name: metadata.version(name) for name in packages}
     Path(result).write_text(
-        json.dumps({**found, "verify": loss, "versions": versions}), encoding="utf-8"
+        json.dumps({**found, "verify": loss, "loop_check": loop, "versions": versions}),
+        encoding="utf-8",
     )
 
 

@@ -14,6 +14,8 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn
 
+import gradaccum
+import gradaccum_mindspore
 from benchmarks.contestants.mindspore_peers import TutorialAccumulator
 from benchmarks.scoreboard.measuring import Gradients
 
@@ -28,26 +30,56 @@ WEIGHTS = [
 ]
 
 
-def trained(count: int, micro: bool, make: Callable[[Any, Any, int], Any]) -> Gradients:
-    net = nn.SequentialCell(nn.Dense(5, 4), nn.Tanh(), nn.Dense(4, 1))
-    for parameter, value in zip(net.trainable_params(), WEIGHTS, strict=True):
-        parameter.set_data(Tensor(value))
-    step = make(
-        nn.WithLossCell(net, nn.MSELoss()),
-        nn.SGD(net.trainable_params(), 1.0),
-        STEPS if micro else 1,
-    )
-    size = MICRO if micro else count
-    for start in range(0, count, size):
-        step(
-            Tensor(X[start : min(start + size, count)]),
-            Tensor(Y[start : min(start + size, count)]),
-        )
+Make = Callable[[Any, Any, int], Any]
+"""Makes a training step of a loss, an optimizer and a number of micro-batches."""
+
+
+def trained(count: int, micro: bool, make: Make) -> Gradients:
+    net = network()
+    optimizer = nn.SGD(net.trainable_params(), 1.0)
+    step = make(loss_cell(net), optimizer, STEPS if micro else 1)
+    for batch in batches(count, MICRO if micro else count):
+        step(*batch)
     found = zip(NAMES, net.trainable_params(), WEIGHTS, strict=True)
     return {
         name: value.astype(np.float64) - parameter.asnumpy()
         for name, parameter, value in found
     }
+
+
+def network() -> Any:
+    net = nn.SequentialCell(nn.Dense(5, 4), nn.Tanh(), nn.Dense(4, 1))
+    for parameter, value in zip(net.trainable_params(), WEIGHTS, strict=True):
+        parameter.set_data(Tensor(value))
+    return net
+
+
+def loss_cell(net: Any) -> Any:
+    return nn.WithLossCell(net, nn.MSELoss())
+
+
+def batches(count: int, size: int) -> list[tuple[Any, Any]]:
+    ends = [min(start + size, count) for start in range(0, count, size)]
+    return [
+        (Tensor(X[start:end]), Tensor(Y[start:end]))
+        for start, end in zip(range(0, count, size), ends, strict=True)
+    ]
+
+
+def check(count: int, make: Make, **options: Any) -> gradaccum.LoopReport:
+    net = network()
+    recorder = gradaccum_mindspore.LoopRecorder(net.trainable_params())
+    loss = loss_cell(net)
+    step = make(loss, recorder, STEPS)
+    micro_batches = batches(count, MICRO)
+
+    def train() -> None:
+        for batch in micro_batches:
+            step(*batch)
+
+    return gradaccum.check_loop(
+        train, recorder, loss, micro_batches, steps=STEPS, **options
+    )
 
 
 def tutorial(loss: Any, optimizer: Any, steps: int) -> Any:
@@ -91,3 +123,16 @@ def tutorial_short_batch(*, micro: bool, even: bool) -> Gradients:
 
 def tutorial_short_window(*, micro: bool, even: bool) -> Gradients:
     return trained(FULL if even else SHORT_WINDOW, micro, tutorial)
+
+
+def clipped(*arguments: Any) -> Any:
+    return mindcv(*arguments, clip_grad=True, clip_value=0.1)
+
+
+CHECKED = {
+    "mindcv_short_batch": lambda: check(SHORT_BATCH, mindcv),
+    "mindcv_short_window": lambda: check(SHORT_WINDOW, mindcv),
+    "mindcv_clipped": lambda: check(FULL, clipped),
+    "tutorial_short_batch": lambda: check(SHORT_BATCH, tutorial),
+    "tutorial_short_window": lambda: check(SHORT_WINDOW, tutorial),
+}

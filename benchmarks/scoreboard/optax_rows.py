@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+import gradaccum
+import gradaccum_jax
 from benchmarks.scoreboard.measuring import Gradients
 
 jax.config.update("jax_enable_x64", True)  # type: ignore[no-untyped-call]
@@ -50,6 +52,24 @@ def multisteps(batches: list[Any], steps: int) -> Gradients:
         updates, state = tx.update(jax.grad(mean)(params, *batch), state, params)
         params = optax.apply_updates(params, updates)
     return {name: np.asarray(PARAMS[name] - params[name]) for name in PARAMS}
+
+
+def check(batches: list[Any]) -> gradaccum.LoopReport:
+    recorder = gradaccum_jax.LoopRecorder()
+    tx = optax.MultiSteps(recorder, ITEMS // PART)
+    params = jax.tree.map(jnp.asarray, PARAMS)
+    state = tx.init(params)
+    for batch in batches:
+        updates, state = tx.update(jax.grad(mean)(params, *batch), state, params)
+        params = optax.apply_updates(params, updates)
+    return recorder.report(
+        state,
+        mean,
+        params,
+        batches,
+        weight=lambda x, labels, mask: float(mask.sum()),
+        steps=ITEMS // PART,
+    )
 
 
 def parts(batch: tuple[Any, ...], micro: bool) -> list[Any]:
@@ -102,3 +122,14 @@ def microbatch_sum(*, micro: bool, even: bool) -> Gradients:
         lambda *each: (jax.grad(total)(*each), each[-1].sum()), micro, even, "SUM"
     )
     return {name: np.asarray(each / both[1]) for name, each in both[0].items()}
+
+
+def check_short_window() -> gradaccum.LoopReport:
+    count = ITEMS - PART
+    return check(parts((X[:count], LABELS[:count], kept(True)[:count]), True))
+
+
+CHECKED = {
+    "multisteps_ragged": lambda: check(parts((X, LABELS, kept(False)), True)),
+    "multisteps_short_window": check_short_window,
+}

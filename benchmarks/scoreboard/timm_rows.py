@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from timm.models import VisionTransformer
 from timm.task import ClassificationTask
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
+import gradaccum
 from benchmarks.scoreboard.measuring import Gradients
 from benchmarks.scoreboard.torch_models import FULL, MICRO, STEPS, sgd
 
@@ -32,15 +34,32 @@ def trained(count: int, micro: bool) -> Gradients:
     """The gradient of the last update of an epoch of two windows, the second short. The
     script's own loader drops a short batch.
     """
+    model = transformer()
+    optimizer, found = sgd(model, 0.0), dict[str, Any]()
+    optimizer.register_step_pre_hook(
+        lambda *_: found.update(
+            (name, each.grad.numpy().copy()) for name, each in model.named_parameters()
+        )
+    )
+    train(model, optimizer, batches(count, MICRO if micro else FULL), micro)
+    return found
+
+
+def transformer() -> Any:
     torch.manual_seed(0)
-    model = VisionTransformer(
+    return VisionTransformer(
         img_size=8, patch_size=4, num_classes=3, embed_dim=8, depth=1, num_heads=2
     ).double()
-    images, labels, size = (
-        torch.randn(count, 3, 8, 8, dtype=torch.float64),
-        torch.arange(count) % 3,
-        MICRO if micro else FULL,
-    )
+
+
+def batches(count: int, size: int) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    images = torch.randn(count, 3, 8, 8, dtype=torch.float64, generator=generator)
+    labels = torch.arange(count) % 3
+    return list(zip(images.split(size), labels.split(size), strict=True))
+
+
+def train(model: Any, optimizer: Optimizer, loader: Any, micro: bool) -> None:
     plain: dict[str, Any] = {
         "mixup_off_epoch": 0,
         "distributed": False,
@@ -61,19 +80,9 @@ def trained(count: int, micro: bool) -> Gradients:
         "task": ClassificationTask(model, nn.CrossEntropyLoss()),
         "device": torch.device("cpu"),
     }
-    loader = list(
-        zip(torch.split(images, size), torch.split(labels, size), strict=True)
-    )
-    optimizer, found = sgd(model, 0.0), dict[str, Any]()
-    optimizer.register_step_pre_hook(
-        lambda *_: found.update(
-            (name, each.grad.numpy().copy()) for name, each in model.named_parameters()
-        )
-    )
     script().train_one_epoch(
         0, model, loader, optimizer, arguments, model_dtype=torch.float64, **run
     )
-    return found
 
 
 def window_of_two(*, micro: bool, even: bool) -> Gradients:
@@ -83,3 +92,22 @@ def window_of_two(*, micro: bool, even: bool) -> Gradients:
 def window_of_three(*, micro: bool, even: bool) -> Gradients:
     """With `even` the last window has two micro-batches."""
     return trained(FULL + (2 if even else 3) * MICRO, micro)
+
+
+def check(count: int) -> gradaccum.LoopReport:
+    model = transformer()
+    optimizer = sgd(model)
+    micro_batches = batches(count, MICRO)
+    return gradaccum.check_loop(
+        lambda: train(model, optimizer, micro_batches, True),
+        optimizer,
+        lambda x, labels: nn.functional.cross_entropy(model(x), labels),
+        micro_batches,
+        steps=STEPS,
+    )
+
+
+CHECKED = {
+    "window_of_two": lambda: check(FULL + 2 * MICRO),
+    "window_of_three": lambda: check(FULL + 3 * MICRO),
+}

@@ -9,7 +9,10 @@ from collections.abc import Callable
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
+
+import gradaccum
+from conformance_tests.integration_tests.regression import Items
 
 MICRO, STEPS = 2, 4
 """Items of a micro-batch, micro-batches of a window."""
@@ -29,6 +32,28 @@ def moved(
         name: ((before[name] - each.detach().cpu()).double() / rate).numpy()
         for name, each in model.named_parameters()
     }
+
+
+def micro_batches(count: int) -> list[tuple[Tensor, Tensor]]:
+    """The regression's items as the packages' loaders cut them."""
+    items = Items(count)
+    return list(zip(items.x.split(MICRO), items.labels.split(MICRO), strict=True))
+
+
+def regression_check(
+    net: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    train: Callable[[], object],
+    count: int,
+) -> gradaccum.LoopReport:
+    """Check a loop that trains the regression on `count` items."""
+    return gradaccum.check_loop(
+        train,
+        optimizer,
+        lambda x, labels: net(x, labels)["loss"],
+        micro_batches(count),
+        steps=STEPS,
+    )
 
 
 def sgd(model: nn.Module, rate: float = 1.0) -> torch.optim.SGD:

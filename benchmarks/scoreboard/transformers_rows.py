@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
+from torch.optim import Optimizer
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -80,14 +82,16 @@ def words(item: int, length: int) -> str:
 
 
 def trained(model: nn.Module, items: Any, micro: bool, **options: Any) -> Gradients:
+    return moved(model, trainer_of(model, sgd(model), items, micro, **options).train)
+
+
+def trainer_of(
+    model: nn.Module, optimizer: Optimizer, items: Any, micro: bool, **options: Any
+) -> Trainer:
     arguments = TrainingArguments(
         tempfile.mkdtemp(), **sizes(micro), **ONE_UPDATE, **options
     )
-    optimizer = sgd(model)
-    trainer = Trainer(
-        model, arguments, train_dataset=items, optimizers=(optimizer, None)
-    )
-    return moved(model, trainer.train)
+    return Trainer(model, arguments, train_dataset=items, optimizers=(optimizer, None))
 
 
 def sequences(even: bool) -> list[dict[str, torch.Tensor]]:
@@ -164,11 +168,14 @@ def untold(model: Any, even: bool) -> Any:
 
 
 def classification(*, micro: bool, even: bool) -> Gradients:
-    items = [
+    return trained(untold(bert(), even), labelled(), micro)
+
+
+def labelled() -> list[dict[str, torch.Tensor]]:
+    return [
         {"input_ids": each["input_ids"], "labels": torch.tensor(i % 3)}
         for i, each in enumerate(sequences(True))
     ]
-    return trained(untold(bert(), even), items, micro)
 
 
 def seq2seq(*, micro: bool, even: bool) -> Gradients:
@@ -198,4 +205,42 @@ VERIFIED = {
         lambda model, x, y: model(x, y)["loss"],
         (Items(FULL).x, Items(FULL).labels),
     ),
+}
+
+
+def check(
+    model: Any,
+    items: Any,
+    loss_fn: Callable[..., Any] | None = None,
+    weight: Callable[..., float] | None = None,
+) -> gradaccum.LoopReport:
+    """The micro-batches are the model's calls, as the Trainer shuffles the items."""
+    optimizer = sgd(model)
+    with gradaccum.recording(optimizer, model) as record:
+        trainer_of(model, optimizer, items, True).train()
+    return record.report(loss_fn, weight=weight, steps=STEPS)
+
+
+def check_causal_lm() -> gradaccum.LoopReport:
+    """The Trainer divides by the number of labels, each item's first one too, which
+    nothing predicts; so does the loss of the check.
+    """
+    model = gpt2()
+
+    def loss_fn(*, labels: torch.Tensor, **arguments: Any) -> Any:
+        count = count_of(labels=labels)
+        return model(labels=labels, num_items_in_batch=count, **arguments).loss
+
+    return check(model, sequences(False), loss_fn, count_of)
+
+
+def count_of(*, labels: torch.Tensor, **_: Any) -> float:
+    return float((labels != -100).sum())
+
+
+CHECKED = {
+    "causal_lm": check_causal_lm,
+    "classification": lambda: check(bert(), labelled()),
+    "seq2seq": lambda: check(t5(), sequences(True)),
+    "own_mean": lambda: check(Regressor(), Items(SHORT_BATCH)),
 }

@@ -255,11 +255,25 @@ def ours_apart(net: Any, optimizer: Any, data: Any) -> None:
     ours(net, optimizer, data, separate_sums=True)
 
 
+def last_in_the_closure(net: Any, optimizer: Any, data: Any) -> None:
+    """As Lightning does: the last micro-batch of a window runs inside the step."""
+    total = sum(len(x) for x, _ in data)
+
+    def run(x: Any, y: Any) -> Any:
+        loss = loss_fn(net(x), y) * len(x) / total
+        loss.backward()
+        return loss
+
+    for x, y in data[:-1]:
+        run(x, y)
+    optimizer.step(lambda: run(*data[-1]))
+
+
 @pytest.mark.parametrize("fused", [False, True], ids=["foreach", "fused"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize(
     "loop",
-    [right, ours, ours_clipped, ours_scaled, ours_apart],
+    [right, last_in_the_closure, ours, ours_clipped, ours_scaled, ours_apart],
     ids=lambda loop: loop.__name__,
 )
 def test_right_loop_is_right(
@@ -344,32 +358,41 @@ def test_assertion_shows_the_report() -> None:
 class WithLoss(torch.nn.Module):
     """A model whose call returns its loss, as those of transformers do."""
 
-    def __init__(self) -> None:
+    def __init__(self, output: Callable[..., Any] = SimpleNamespace) -> None:
         super().__init__()
         self.net = model()
+        self.output = output
 
     def forward(self, x: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
         """A mean, or its part of the mean over a window, as a trainer asks for."""
         loss = loss_fn(self.net(x), labels)
         if num_items_in_batch is not None:
             loss = loss * len(x) / num_items_in_batch
-        return SimpleNamespace(loss=loss)
+        return self.output(loss=loss)
 
 
-def test_model_that_returns_its_loss_is_recorded() -> None:
+@pytest.mark.parametrize("output", [SimpleNamespace, dict])
+def test_model_that_returns_its_loss_is_recorded(output: Any) -> None:
     data = batches()
-    net = WithLoss()
+    net = WithLoss(output)
+
+    def loss_of(*arguments: Any, **keywords: Any) -> Any:
+        returned = net(*arguments, **keywords)
+        return returned["loss"] if output is dict else returned.loss
+
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     with recording(optimizer, net) as record:
         for x, y in data:
-            net(x, labels=y, num_items_in_batch=14).loss.backward()
+            loss_of(x, labels=y, num_items_in_batch=14).backward()
         optimizer.step()
         optimizer.zero_grad()
     report = record.report()
     assert report.right, report
+    sums = record.report(lambda x, labels: loss_of(x, labels) * len(x), reduction="sum")
+    assert [problem.kind for problem in sums.problems] == ["scaled"], sums
     with recording(optimizer, net) as record:
         for x, y in data:
-            (net(x, labels=y).loss / 4).backward()
+            (loss_of(x, labels=y) / 4).backward()
         optimizer.step()
     report = record.report()
     assert [problem.kind for problem in report.problems] == ["mean_of_means"], report
