@@ -168,6 +168,7 @@ from gradaccum.verification import (
     VerifyingBackend,
     as_loss,
     examine,
+    first_of,
     item_axis,
 )
 from gradaccum.watching import Handle, Listener, Listeners
@@ -329,6 +330,7 @@ __all__ += [
     "as_loss",
     "comparable",
     "examine",
+    "first_of",
     "item_axis",
     "linearity_report",
     "relative_error",

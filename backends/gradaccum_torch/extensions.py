@@ -18,6 +18,7 @@ from gradaccum import GradAccumWarning, kit
 from gradaccum.kit import Fields, Options
 from gradaccum_torch.checks import Size, known_window_size, other_weight_error
 from gradaccum_torch.torch_private.names import (
+    Division,
     is_sharded,
     last_division,
     local,
@@ -327,25 +328,32 @@ class LeftoverLoopWarning(Extension):
             self._warn(LEFTOVER_LOOP.format(passes=passes))
 
 
+def is_divided_by(division: Division | None, steps: int, reduction: str) -> bool:
+    """True if the last operation of a loss divides it by `steps`, and neither makes a
+    mean of sums nor a mean of as many terms.
+    """
+    if division is None or not math.isclose(division.divisor, steps):
+        return False
+    makes_mean = division.of_sums and reduction == "mean"
+    return division.terms != steps and not makes_mean and reduction != "sum"
+
+
 class DividedLossWarning(Extension):
     """Warns if a loss of the first window is divided by the steps beforehand."""
 
     def __init__(self, options: Options, warn: Warnings) -> None:
         size = known_window_size(options, 0)
         self._steps = size if isinstance(size, int) else 1
-        self._takes_means = options.reduction == "mean"
+        self._reduction = options.reduction
         self._warn = warn
-        self._is_active = self._steps > 1 and options.reduction != "sum"
+        self._is_active = self._steps > 1
         self._is_divided = False
 
     def loss_given(self, loss: Tensor) -> None:
         if not self._is_active:
             return
         division = last_division(loss)
-        if division is None or not math.isclose(division.divisor, self._steps):
-            return
-        makes_mean = division.of_sums and self._takes_means
-        self._is_divided = division.terms != self._steps and not makes_mean
+        self._is_divided = is_divided_by(division, self._steps, self._reduction)
 
     def micro_batch_added(self, micro_batch: MicroBatch, weight: float) -> None:
         if self._is_divided and len(micro_batch.losses) == 1:

@@ -56,7 +56,7 @@ def batches(count: int, size: int) -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(1)
     images = torch.randn(count, 3, 8, 8, dtype=torch.float64, generator=generator)
     labels = torch.arange(count) % 3
-    return list(zip(images.split(size), labels.split(size), strict=True))
+    return list(zip(torch.split(images, size), torch.split(labels, size), strict=True))
 
 
 def train(model: Any, optimizer: Optimizer, loader: Any, micro: bool) -> None:

@@ -194,6 +194,27 @@ def test_reentrant_checkpoint_is_refused() -> None:
         gradaccum.verify(net(nn.BatchNorm1d(4)), loss, (inputs(5), classes()))
 
 
+@pytest.mark.parametrize("steps", [2, 4])
+def test_division_by_the_steps_is_noted(steps: int) -> None:
+    def left_over(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return cross_entropy(model, x, y) / 4
+
+    report = gradaccum.verify(net(), left_over, (inputs(5), classes()), steps)
+    assert report.equivalent
+    assert any("divided by 4" in note for note in report.notes) == (steps == 4)
+
+
+def test_batch_of_keywords() -> None:
+    """A dictionary is passed by keywords if its keys are names of arguments."""
+    batch = {"x": inputs(5), "y": classes()}
+    for loss_fn in (
+        cross_entropy,
+        lambda model, **batch: cross_entropy(model, **batch),
+        lambda model, batch: cross_entropy(model, batch["x"], batch["y"]),
+    ):
+        assert gradaccum.verify(net(), loss_fn, batch).equivalent
+
+
 def test_unused_parameters_are_noted() -> None:
     model = nn.ModuleDict({"used": net(), "unused": nn.Linear(1, 1)})
     report = gradaccum.verify(

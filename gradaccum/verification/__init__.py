@@ -17,6 +17,7 @@ from gradaccum.verification.subject import (
     Run,
     Subject,
     as_loss,
+    first_of,
 )
 
 __all__ = [
@@ -31,4 +32,4 @@ __all__ = [
     "Subject",
     "VerificationReport",
 ]
-__all__ += ["VerifyingBackend", "as_loss", "examine", "item_axis", "verify"]
+__all__ += ["VerifyingBackend", "as_loss", "examine", "first_of", "item_axis", "verify"]

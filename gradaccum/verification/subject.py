@@ -207,8 +207,9 @@ def as_loss(
 
     `loss_fn` may also be ``loss_fn(*batch)``, which calls `model` itself, or a
     criterion, ``loss_fn(outputs, targets)``. A list as the only argument, as a loader
-    yields it, is taken apart where `loss_fn` asks for it. `is_model` is True for the
-    model and what wraps it; None: the framework's model cannot be called.
+    yields it, is taken apart where `loss_fn` asks for it; a dictionary whose keys are
+    names of arguments is passed by keywords. `is_model` is True for the model and what
+    wraps it; None: the framework's model cannot be called.
 
     Raises:
         ArgumentTypeError: `loss_fn` is no function, or takes another number of
@@ -229,6 +230,8 @@ def as_loss(
         raise explain(
             ArgumentTypeError, "loss_fn", expected=expected, got=loss_fn, fix=fix
         )
+    if len(batch) == 1 and _takes_keywords(loss_fn, batch[0]):
+        return lambda model, keywords: loss_fn(model, **keywords), batch
     listed = batch[0] if len(batch) == 1 and isinstance(batch[0], list) else []
     if listed and (
         not _takes(loss_fn, 2) or (_is_usual(loss_fn) and _takes(loss_fn, len(listed)))
@@ -255,9 +258,28 @@ def as_loss(
     return lambda model, x, *targets: loss_fn(model(x), *targets), batch
 
 
+def first_of(loss_fn: LossFunction) -> LossFunction:
+    """Return a loss function without the aux that `loss_fn` returns beside the loss."""
+    return lambda *arguments: loss_fn(*arguments)[0]
+
+
 def _takes(loss_fn: Any, number: int) -> bool:
     try:
         _signature(loss_fn).bind(*[None] * number)
+    except TypeError:
+        return False
+    return True
+
+
+def _takes_keywords(loss_fn: Any, batch: object) -> bool:
+    """True if a dictionary's keys are the arguments after the model."""
+    if not isinstance(batch, dict) or not all(isinstance(key, str) for key in batch):
+        return False
+    signature = _signature(loss_fn)
+    if not batch.keys() <= signature.parameters.keys() and _takes(loss_fn, 2):
+        return False
+    try:
+        signature.bind(None, **batch)
     except TypeError:
         return False
     return True

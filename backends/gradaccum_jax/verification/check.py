@@ -45,8 +45,8 @@ def verify(
             outputs is refused: parameters cannot be called.
         batch: a tuple of the loss's other arguments, trees of arrays with the items
             along axis 0: a few real items, at least `steps`. One tree alone is the only
-            argument. Random keys belong in it too: each item gets the numbers of the
-            large batch.
+            argument, or a dictionary of arguments by name. Random keys belong in it
+            too: each item gets the numbers of the large batch.
         steps: micro-batches that the batch is divided into, at least 2; by default 4,
             or as many as there are items.
         reduction: how accumulation will add up: "mean", "sum" or "sum_per_item".

@@ -12,7 +12,15 @@ import numpy as np
 from mindspore import Tensor, nn
 
 from gradaccum import ArgumentTypeError, VerificationReport
-from gradaccum.kit import Nest, as_loss, examine, explain, require_weight
+from gradaccum.kit import (
+    Nest,
+    as_loss,
+    examine,
+    explain,
+    first_of,
+    require_bool,
+    require_weight,
+)
 from gradaccum_mindspore.checks import item_weights
 from gradaccum_mindspore.verification.batch import Batch, wide
 from gradaccum_mindspore.verification.subject import MindSporeSubject, Weight
@@ -27,6 +35,7 @@ def verify(
     reduction: str = "mean",
     weight: object = None,
     axes: Nest = 0,
+    has_aux: bool = False,
 ) -> VerificationReport:
     """Tell whether gradient accumulation is right for a loss, and if not, why: see
     `gradaccum.verify`.
@@ -44,7 +53,8 @@ def verify(
             its model, ``loss_fn(*batch)``, with the batch.
         batch: a tuple of nests of Tensors and NumPy arrays with the items along axis 0,
             the loss's arguments after the model: a few real items, at least `steps`.
-            One nest alone is the only argument; a plain value is given whole.
+            One nest alone is the only argument, or a dictionary of arguments by name; a
+            plain value is given whole.
         steps: micro-batches that the batch is divided into, at least 2; by default 4,
             or as many as there are items.
         reduction: how accumulation will add up: "mean", "sum" or "sum_per_item".
@@ -52,6 +62,7 @@ def verify(
             array with one number per item.
         axes: a prefix nest of `batch`: the axis of items of each leaf, or None for what
             is given whole.
+        has_aux: `loss_fn` returns ``(loss, aux)``; `aux` is ignored.
 
     Raises:
         ArgumentTypeError: `model` is no Cell with trainable parameters, or another
@@ -80,6 +91,9 @@ def verify(
             and any(id(each) in own for each in value.trainable_params())
         ),
     )
+    require_bool("has_aux", has_aux)
+    if has_aux:
+        loss = first_of(loss)
     divided = Batch(arguments, axes)
     # Gradients that are not finite are told in the report.
     with np.errstate(all="ignore"):

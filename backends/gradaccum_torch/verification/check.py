@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 
 from gradaccum import ArgumentTypeError, ArgumentValueError, VerificationReport
-from gradaccum.kit import Nest, as_loss, examine, explain
+from gradaccum.kit import Nest, as_loss, examine, explain, first_of, require_bool
+from gradaccum_torch.extensions import is_divided_by
 from gradaccum_torch.torch_private.names import is_sharded
 from gradaccum_torch.verification.batch import Batch
 from gradaccum_torch.verification.subject import TorchSubject, weight_of
+
+DIVIDED_LOSS = (
+    "The loss is divided by {steps}, and a window of {steps} micro-batches is divided by"
+    " itself. If `loss / {steps}` is left of another loop, delete the division, or each"
+    " update is {steps} times too small."
+)
 
 
 def verify(
@@ -23,6 +31,7 @@ def verify(
     reduction: str = "mean",
     weight: Any = None,
     axes: Nest = 0,
+    has_aux: bool = False,
 ) -> VerificationReport:
     """Check whether gradient accumulation is right for a loss, and if not, why; see
     `gradaccum.verify`.
@@ -40,13 +49,15 @@ def verify(
             rest of the batch; a function that closes over its model,
             ``loss_fn(*batch)``, with the batch.
         batch: a tuple of nests of tensors, NumPy arrays and lists with one value per
-            item; one nest alone is the only argument. A plain value is passed whole.
+            item; one nest alone is the only argument, or a dictionary of arguments by
+            name. A plain value is passed whole.
         steps: micro-batches, from 2 to the number of items; by default 4, or all items.
         reduction: as in `gradaccum.wrap`.
         weight: a callable ``weight(*micro_batch)`` or one number per item. Default: the
             number of items.
         axes: a prefix nest of `batch`: the batch axis of each leaf; None for what is
             passed whole.
+        has_aux: `loss_fn` returns ``(loss, aux)``; `aux` is ignored.
 
     Raises:
         ArgumentTypeError: `model` is no module, or one that other processes share;
@@ -68,10 +79,16 @@ def verify(
             isinstance(value, nn.Module) and not own.isdisjoint(value.parameters())
         ),
     )
+    require_bool("has_aux", has_aux)
+    if has_aux:
+        loss = first_of(loss)
     divided = Batch(arguments, axes)
-    return examine(
-        TorchSubject(model, loss, divided, weight_of(weight, divided)), steps, reduction
-    )
+    subject = TorchSubject(model, loss, divided, weight_of(weight, divided))
+    report = examine(subject, steps, reduction)
+    if steps is None or not is_divided_by(subject.division(), steps, reduction):
+        return report
+    note = DIVIDED_LOSS.format(steps=steps)
+    return replace(report, notes=(*report.notes, note))
 
 
 def _require_model(model: object) -> None:

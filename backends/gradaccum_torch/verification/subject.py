@@ -30,7 +30,7 @@ from gradaccum.kit import (
     scalar_loss_error,
 )
 from gradaccum_torch.large_batch.replay import RandomState
-from gradaccum_torch.torch_private.names import input_dtypes
+from gradaccum_torch.torch_private.names import Division, input_dtypes, last_division
 from gradaccum_torch.verification.batch import Batch, perturbed
 from gradaccum_torch.verification.custom_backward import graph_of, verify_loss_scaling
 from gradaccum_torch.verification.draws import Draw, Drawing, Recording, repeated
@@ -140,6 +140,13 @@ class TorchSubject:
             self._host_after(range(self.items), 0), self._host_after(fewer, 0)
         )
         return (*self._recording(Conditions()).unreplayed, *hosts)
+
+    def division(self) -> Division | None:
+        """Return the division of the large batch's loss by a number, if it is the
+        loss's last operation.
+        """
+        with self._isolated(Conditions()):
+            return last_division(self._loss(self._batch.part(range(self.items))))
 
     def custom_rules(self) -> Sequence[str]:
         with self._isolated(Conditions()):

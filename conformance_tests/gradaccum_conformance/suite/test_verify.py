@@ -179,6 +179,11 @@ SOUND: dict[str, tuple[Loss, Array, dict[str, Option]]] = {
         MASK,
         {"reduction": "sum_per_item", "weight": lambda x, mask: mask.sum()},
     ),
+    "with aux": (
+        lambda out, weights, x, y: (plain(out, weights, x, y), x),
+        Y,
+        {"has_aux": True},
+    ),
     "tiny": (lambda out, weights, x, y: plain(out, weights, x, y) * 1e-30, Y, {}),
 }
 BAD: dict[str, tuple[Loss, tuple[Array, ...], dict[str, Option], str]] = {
