@@ -93,10 +93,8 @@ def imported(argument: str, *modules: str, install: str, otherwise: str) -> Any:
             return import_module(module)
         except ModuleNotFoundError as error:
             missing.append(error)
-    expected, fix = (
-        " or ".join(map(repr, modules)),
-        f"Run: pip install {install}; or {otherwise}.",
-    )
+    expected = " or ".join(map(repr, modules))
+    fix = f"Run: pip install {install}; or {otherwise}."
     raise explain(
         MissingPackageError,
         argument,
@@ -115,10 +113,8 @@ def require_int(
     """Raise unless `value` is an int >= `at_least`. Integer scalars of a framework
     count; bools and traced values do not.
     """
-    expected, fix = (
-        f"an int >= {at_least}",
-        fix or f"Write for example {argument}={max(at_least, 4)}.",
-    )
+    expected = f"an int >= {at_least}"
+    fix = fix or f"Write for example {argument}={max(at_least, 4)}."
     try:
         number = (
             None

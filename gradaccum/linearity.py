@@ -65,7 +65,8 @@ def relative_error(gradient: Gradient, reference: Gradient, norm: Norm) -> float
     """Return ||gradient - reference|| / ||reference||; inf if only `reference` is zero,
     or either holds a NaN.
     """
-    off, size = norm(gradient - reference), norm(reference)
+    off = norm(gradient - reference)
+    size = norm(reference)
     if off == 0:
         return 0.0
     error = off / size if size else float("inf")

@@ -134,11 +134,9 @@ def mark_lists(batch: N, axes: Nest) -> tuple[N, list[tuple[str, int, str]]]:
         `batch` with `Items` for each list that `axes` call `ITEMS`; and path, length
         and brackets of each ambiguous list, for `require_one_size`.
     """
-    given, inside, found = (
-        dict(_inside(axes) or ()),
-        children_of(batch) or [],
-        list[tuple[str, int, str]](),
-    )
+    given = dict(_inside(axes) or ())
+    inside = children_of(batch) or []
+    found = list[tuple[str, int, str]]()
     parts = [
         _marked(child, given.get(step, axes), f"batch{step}", found)
         for step, child in inside

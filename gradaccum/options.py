@@ -132,10 +132,8 @@ def require_steps(
             an `UntilWeight`.
     """
     if isinstance(schedule, UntilWeight):
-        argument, fix = (
-            f"until_weight(...)({optimizer_step})",
-            "Return the weight of that window, in whole items.",
-        )
+        argument = f"until_weight(...)({optimizer_step})"
+        fix = "Return the weight of that window, in whole items."
         return UntilWeight(_require_size(argument, cast(UntilWeight, size).weight, fix))
     fix = "Return the number of micro-batches of that window."
     if isinstance(size, UntilWeight):
@@ -209,7 +207,9 @@ def _require_size(argument: str, size: object, fix: str) -> int:
 def _make_pairs(
     sizes: Iterable[object], argument: _Argument
 ) -> tuple[tuple[int, int], ...]:
-    name, fix, pairs = argument.name, argument.fix_pairs, []
+    name = argument.name
+    fix = argument.fix_pairs
+    pairs = []
     for pair in sizes:
         if not isinstance(pair, Iterable) or len(values := tuple(pair)) != 2:
             raise explain(
@@ -516,10 +516,8 @@ def require_denominator_allowed(options: Options) -> None:
     every window.
     """
     if options.steps is not None:
-        found, fix = (
-            f"one beside steps={options.steps!r}",
-            "Write steps=None, and call flush(denominator=n) where a window ends.",
-        )
+        found = f"one beside steps={options.steps!r}"
+        fix = "Write steps=None, and call flush(denominator=n) where a window ends."
         raise explain(
             ArgumentValueError,
             "denominator",

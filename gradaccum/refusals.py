@@ -49,10 +49,8 @@ def wrapped_twice_error(got: object) -> GradAccumError:
 def accumulate_dtype_error(got: object) -> GradAccumError:
     """Return the error for an ``accumulate_dtype`` that is no floating dtype."""
     kind = ArgumentValueError if isinstance(got, str) else ArgumentTypeError
-    expected, fix = (
-        "a floating dtype of the framework or its name",
-        "Write accumulate_dtype='float32'.",
-    )
+    expected = "a floating dtype of the framework or its name"
+    fix = "Write accumulate_dtype='float32'."
     return explain(kind, "accumulate_dtype", expected=expected, got=got, fix=fix)
 
 

@@ -187,10 +187,8 @@ def backend_of(optimizer: object) -> Backend:
 def _not_an_optimizer(given: object) -> ArgumentTypeError:
     backends = ", ".join(map(_describe, registered_backends()))
     expected = f"an optimizer of {backends or 'a backend, but there is none'}"
-    found, fix = (
-        f"an object of type {type(given).__name__}",
-        "Build the framework's own optimizer and pass it.",
-    )
+    found = f"an object of type {type(given).__name__}"
+    fix = "Build the framework's own optimizer and pass it."
     if not backends:
         fix = (
             "Run: pip install gradaccum; or copy the folder gradaccum_torch,"
@@ -299,10 +297,8 @@ def wrap_with(
 def _require_nothing_beside_a_scheduler(given: Mapping[str, object]) -> None:
     for name, value in given.items():
         if value is not NOT_GIVEN:
-            expected, fix = (
-                "no option beside a scheduler, which follows its optimizer",
-                "Write gradaccum.wrap(scheduler).",
-            )
+            expected = "no option beside a scheduler, which follows its optimizer"
+            fix = "Write gradaccum.wrap(scheduler)."
             raise explain(
                 ArgumentTypeError, name, expected=expected, got=value, fix=fix
             )

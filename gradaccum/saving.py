@@ -122,10 +122,8 @@ def decode_terms(codes: Iterable[SupportsInt]) -> Terms:
     except (TypeError, ValueError, IndexError):
         made_in = FORMAT
     require_format(made_in)
-    expected, fix = (
-        "the codes of format, reduction, on_overflow, loss scale and steps",
-        "Load a state that this library saved.",
-    )
+    expected = "the codes of format, reduction, on_overflow, loss scale and steps"
+    fix = "Load a state that this library saved."
     raise explain(CheckpointError, "terms", expected=expected, got=codes, fix=fix)
 
 
@@ -173,10 +171,8 @@ def redistributed(states: Sequence[State], workers: int) -> list[State]:
         CheckpointError: the states are not of one moment; names the field.
     """
     if not states or workers < 1:
-        found, fix = (
-            f"{len(states)} and {workers}",
-            "Pass what every worker saved, and the number of workers that load it.",
-        )
+        found = f"{len(states)} and {workers}"
+        fix = "Pass what every worker saved, and the number of workers that load it."
         raise explain(
             ArgumentValueError,
             "states, workers",
@@ -243,10 +239,8 @@ def _require_same_window(
 
 
 def _another_window(argument: str, expected: str, found: str) -> CheckpointError:
-    expected, found = (
-        f"an open window under {expected}",
-        f"one that was saved under {found}",
-    )
+    expected = f"an open window under {expected}"
+    found = f"one that was saved under {found}"
     fix = (
         "Wrap with the options it was saved with, or save between two windows, where"
         " the options may change."

@@ -97,10 +97,8 @@ SHARED = AutoMicroBatchSize()
 
 def require_micro_batch_size(value: object) -> int | AutoMicroBatchSize:
     """Raise unless `value` is an int >= 1, "auto" or an `AutoMicroBatchSize`."""
-    expected, fix = (
-        'an int >= 1 or "auto"',
-        'Write micro_batch_size=8 or micro_batch_size="auto".',
-    )
+    expected = 'an int >= 1 or "auto"'
+    fix = 'Write micro_batch_size=8 or micro_batch_size="auto".'
     if isinstance(value, AutoMicroBatchSize):
         return value
     if isinstance(value, str) and value == "auto":
@@ -273,13 +271,16 @@ def packed(weights: Sequence[float], budget: float) -> tuple[Cut, ...]:
         (Cut(start=0, stop=2), Cut(start=2, stop=3), Cut(start=3, stop=4))
     """
     require_items(len(weights))
-    made, start, held = [], 0, 0.0
+    made = []
+    start = 0
+    held = 0.0
     for place, weight in enumerate(weights):
         if weight > budget:
             raise _heavy_item_error(place, weight, budget)
         if held + weight > budget:
             made.append(Cut(start, place))
-            start, held = place, 0.0
+            start = place
+            held = 0.0
         held += weight
     return (*made, Cut(start, len(weights)))
 

@@ -170,7 +170,8 @@ def divisor(state: Fields, options: Options, where: Where) -> Scalar:
     The denominator is 1 for ``"sum"`` and for a window of weight 0, else the window's
     weight.
     """
-    weight, loss_scale = state[3], state[5]
+    weight = state[3]
+    loss_scale = state[5]
     one = 0 * weight + 1
     return loss_scale * (
         one if options.reduction == "sum" else where(weight > 0, weight, one)
@@ -237,7 +238,8 @@ def decide(
     - `largest`: the largest number of the dtype in which sums are divided; float64's
       where `weight` is float64.
     """
-    weight, overflow = state[3], state[4]
+    weight = state[3]
+    overflow = state[4]
     one = 0 * weight + 1
     divides = divisor(state, options, where)
     smallest = FLOAT32_TINY if largest == FLOAT32_MAX else FLOAT64_TINY

@@ -76,7 +76,8 @@ class Handle:
     """
 
     def __init__(self, listeners: dict[int, Listener], key: int) -> None:
-        self._listeners, self._key = listeners, key
+        self._listeners = listeners
+        self._key = key
 
     def remove(self) -> None:
         """Remove the listener; more than once is harmless."""
@@ -142,7 +143,8 @@ class Listeners:
     ) -> ClosedWindow:
         """Record a closed window from its `result`, in Python numbers."""
         now = time.perf_counter()
-        seconds, self._last_end = now - self._last_end, now
+        seconds = now - self._last_end
+        self._last_end = now
         said = (
             result.optimizer_step,
             result.applied,
@@ -175,7 +177,8 @@ class Listeners:
         A call that closes several windows reports each before the next, as a listener
         may move a schedule.
         """
-        untold, self._untold = self._untold, []
+        untold = self._untold
+        self._untold = []
         calls = [
             (listener, window) for window in untold for listener in self.added.values()
         ]
@@ -187,7 +190,8 @@ class Listeners:
 
     def _told(self) -> list[Exception]:
         self.tell()
-        failures, self._failures = self._failures, []
+        failures = self._failures
+        self._failures = []
         return failures
 
 

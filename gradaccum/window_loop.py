@@ -229,10 +229,8 @@ def updates_in(
     """
     schedule = make_schedule(steps)
     if schedule is None or isinstance(schedule, UntilWeight):
-        expected, fix = (
-            "a number of micro-batches per window",
-            "Count the windows of gradaccum.windows(loader, ...) instead.",
-        )
+        expected = "a number of micro-batches per window"
+        fix = "Count the windows of gradaccum.windows(loader, ...) instead."
         raise explain(ArgumentTypeError, "steps", expected=expected, got=steps, fix=fix)
     known_length = _length_of(micro_batches)
     length = require_int(
@@ -264,7 +262,8 @@ class Sizes:
         """bool: the last micro-batch that was counted had a weight, or was seen
         already.
         """
-        self._looks, self._first = reduction == "mean", 0
+        self._looks = reduction == "mean"
+        self._first = 0
         self._fix = fix
 
     def see(self, micro_batch: object) -> None:
@@ -449,10 +448,8 @@ class Window(Generic[M]):
 
     def _at(self, index: int) -> M:
         if self._micro_batches is None:
-            expected, fix = (
-                "to be iterated over before the next window is asked for",
-                "Use a window in the body of its loop.",
-            )
+            expected = "to be iterated over before the next window is asked for"
+            fix = "Use a window in the body of its loop."
             raise explain(
                 UsageError,
                 f"window {self.number}",
@@ -476,12 +473,10 @@ class Windows(Generic[M]):
         reduce: Reduce | None,
         start: int,
     ) -> None:
-        self.loader, self.schedule, self.counts, self.reduce = (
-            loader,
-            schedule,
-            counts,
-            reduce,
-        )
+        self.loader = loader
+        self.schedule = schedule
+        self.counts = counts
+        self.reduce = reduce
         self.next_number = start
         """int: the number of the window that is given next."""
 
@@ -495,7 +490,9 @@ class _Reader(Iterator[Window[M]]):
     """
 
     def __init__(self, windows: Windows[M], loader: Iterator[M]) -> None:
-        self._windows, self._loader, self._counts = windows, loader, windows.counts
+        self._windows = windows
+        self._loader = loader
+        self._counts = windows.counts
         self._current: Window[M] | None = None
         self._size: int | UntilWeight | None = None
         """The size of the window that is being read; None before it begins."""
@@ -638,12 +635,10 @@ def windows(
     _require_iterable(loader)
     schedule = make_schedule(steps)
     if schedule is None:
-        expected, fix = (
-            "the size of a window",
-            (
-                "Write for example steps=4, or steps=gradaccum.until_weight(4096) with"
-                " weight=."
-            ),
+        expected = "the size of a window"
+        fix = (
+            "Write for example steps=4, or steps=gradaccum.until_weight(4096) with"
+            " weight=."
         )
         raise explain(ArgumentTypeError, "steps", expected=expected, got=steps, fix=fix)
     _require_fitting(schedule, weight)
@@ -674,15 +669,11 @@ def _require_fitting(schedule: Schedule, weight: object) -> None:
     if ends_by_weight == (weight is not None):
         return
     if ends_by_weight:
-        expected, fix = (
-            "the name of a count or a function of a micro-batch",
-            'Write weight="tokens" with count={"tokens": ...}.',
-        )
+        expected = "the name of a count or a function of a micro-batch"
+        fix = 'Write weight="tokens" with count={"tokens": ...}.'
         raise explain(
             ArgumentTypeError, "weight", expected=expected, got=weight, fix=fix
         )
-    expected, fix = (
-        "None where windows end by their number of micro-batches",
-        "Leave it out, or write steps=gradaccum.until_weight(4096).",
-    )
+    expected = "None where windows end by their number of micro-batches"
+    fix = "Leave it out, or write steps=gradaccum.until_weight(4096)."
     raise explain(ArgumentValueError, "weight", expected=expected, got=weight, fix=fix)

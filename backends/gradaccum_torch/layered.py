@@ -174,7 +174,9 @@ def layered_backward(
 
 class _Layer:
     def __init__(self, index: int, function: Layer, name: str) -> None:
-        self.index, self.function, self.name = index, function, name
+        self.index = index
+        self.function = function
+        self.name = name
         reached = reached_by(function)
         self.modules = reached.modules
         self.is_trained = bool(trained_by(reached))
@@ -206,7 +208,8 @@ class _Border:
         """
         self.gradients: list[Tensor | None] = [None] * len(self._places)
         """By root; None where the next layer did not use it."""
-        self.values, self._noted = list[Any](), list[int]()
+        self.values = list[Any]()
+        self._noted = list[int]()
         self.hold(
             [value.detach() if isinstance(value, Tensor) else value for value in values]
         )
@@ -283,12 +286,11 @@ class _Run:
             _Layer(index, function, f"layers[{index}]")
             for index, function in enumerate(functions)
         ]
-        self._loss, self._collector = (
-            _Layer(len(functions), loss_fn, "loss_fn"),
-            collector,
-        )
+        self._loss = _Layer(len(functions), loss_fn, "loss_fn")
+        self._collector = collector
         self.updated: list[str] = []
-        self._on_host, self._recomputes = borders == "host", recomputes
+        self._on_host = borders == "host"
+        self._recomputes = recomputes
         self._every = (
             math.ceil(math.sqrt(len(functions))) if borders == "recompute" else 1
         )
@@ -346,7 +348,8 @@ class _Run:
         self._reach(
             self._layers[0], [root for border in self._inputs for root in border.roots]
         )
-        waiting, random = list(self._inputs), self._random
+        waiting = list(self._inputs)
+        random = self._random
         while (
             waiting
             and not self._shards

@@ -102,7 +102,8 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
         """
         if hasattr(self._scheduler, "step_update"):
             return self._move(*args, **kwargs)
-        moved, updates = self._followed(), self._updates()
+        moved = self._followed()
+        updates = self._updates()
         if updates > moved.updates:
             self._move(*args, **kwargs)
         elif self._is_replayed():
@@ -212,10 +213,8 @@ def _require_no_sequence() -> None:
     and repeats them.
     """
     if is_sequence_calling(3):
-        expected, found = (
-            "schedulers that are not gated, in a SequentialLR that is",
-            "a SequentialLR over a gated one",
-        )
+        expected = "schedulers that are not gated, in a SequentialLR that is"
+        found = "a SequentialLR over a gated one"
         fix = (
             "Write gradaccum.wrap(SequentialLR(opt, [LinearLR(opt),"
             " CosineAnnealingLR(opt, 100)], milestones=[10]))."

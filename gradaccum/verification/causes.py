@@ -303,7 +303,8 @@ def unequal_weights(
     """Name measured weights that make it right."""
     if labels is not None:
         table = ", ".join(f"{label:g}: {weight:.3g}" for label, weight in by_label)
-        seen, where = f"The weight follows {labels}: {table}.", f"a weight by {labels}"
+        seen = f"The weight follows {labels}: {table}."
+        where = f"a weight by {labels}"
     else:
         # Those of 1000 and 1003 tokens are told apart.
         digits = 3 if max(values) - min(values) > 0.1 else 6

@@ -67,10 +67,8 @@ def linear(bench: Bench) -> Finding:
     """Test that the gradient scales with the loss. Scales that overflow are left
     out.
     """
-    large, found = (
-        bench.large(TRAINING).gradients,
-        dict.fromkeys(bench.subject.names, 0.0),
-    )
+    large = bench.large(TRAINING).gradients
+    found = dict.fromkeys(bench.subject.names, 0.0)
     for factor in FACTORS:
         scaled = bench.subject.window([bench.items], replace(TRAINING, scale=factor))[
             0
@@ -80,7 +78,8 @@ def linear(bench: Bench) -> Finding:
                 name: max(found[name], error)
                 for name, error in bench.apart(scaled, large, TRAINING).items()
             }
-    names, culprits = moved(found), tuple(bench.subject.custom_rules())
+    names = moved(found)
+    culprits = tuple(bench.subject.custom_rules())
     return (
         Finding((causes.custom_backward(names, culprits),), None)
         if names or culprits
@@ -248,7 +247,8 @@ def _mixing(bench: Bench, conditions: Conditions) -> list[Layer]:
 # Numbers are fitted in place of gradients: their products with a few directions.
 
 
-TWO, FOUR = 2, 4
+TWO = 2
+FOUR = 4
 FITTED_ITEMS, PARTS = 6, 41
 """Items whose gradients are fitted, and micro-batches of few of them: of six each
 alone, each pair, each three.
@@ -364,10 +364,8 @@ def several_counts(
         for place in range(len(parts))
         if all(math.isfinite(row[place]) for row in products)
     ]
-    rows, series = (
-        [parts[place] for place in finite],
-        [[row[place] for place in finite] for row in products],
-    )
+    rows = [parts[place] for place in finite]
+    series = [[row[place] for place in finite] for row in products]
     room = [limit or 1.0 for limit in room]
 
     def off(basis: Sequence[list[float]]) -> float:
@@ -647,13 +645,12 @@ def _share(probe: Bench, item: int, conditions: Conditions) -> float:
         math.isfinite(probe.norm(gradient)) for gradient in alone.gradients.values()
     ):
         return 0.0  # A mean over nothing: the item has no weight, or the fit will tell.
-    large, units = probe.large(conditions).gradients, probe.units(conditions)
+    large = probe.large(conditions).gradients
+    units = probe.units(conditions)
     above = below = 0.0
     for name in large.keys() & alone.gradients.keys() & others.gradients.keys():
-        toward, off = (
-            alone.gradients[name] - others.gradients[name],
-            large[name] - others.gradients[name],
-        )
+        toward = alone.gradients[name] - others.gradients[name]
+        off = large[name] - others.gradients[name]
         scale = units[name] or 1.0
         above += probe.subject.dot(toward, off) / scale**2
         below += probe.subject.dot(toward, toward) / scale**2

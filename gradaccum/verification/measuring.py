@@ -82,7 +82,8 @@ def item_axis(
     ]
     if len(differing) != 1:
         return None
-    a, b = large[differing[0]], small[differing[0]]
+    a = large[differing[0]]
+    b = small[differing[0]]
     return differing[0] if a % items == 0 and b == a // items * part else None
 
 
@@ -142,7 +143,9 @@ class Bench:
     def __init__(
         self, subject: Subject, steps: int, way: Way, items: Items | None = None
     ) -> None:
-        self.subject, self.steps, self.way = subject, steps, way
+        self.subject = subject
+        self.steps = steps
+        self.way = way
         self.items = tuple(range(subject.items) if items is None else items)
         self.partitions = partitions(self.items, steps)
         self._large: dict[Conditions, Run] = {}
@@ -214,7 +217,8 @@ class Bench:
         """Return those of `ways` by which every partition adds up to the large batch;
         runs each partition once.
         """
-        large, left = self.large(conditions).gradients, list(ways)
+        large = self.large(conditions).gradients
+        left = list(ways)
         for partition in self.partitions:
             runs = self.subject.window(partition.parts, conditions) if left else []
             totals = [

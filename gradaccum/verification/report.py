@@ -115,7 +115,8 @@ class VerificationReport:
             install="rich",
             otherwise="print the report itself",
         )
-        text, table = import_module("rich.text").Text, rich.Table
+        text = import_module("rich.text").Text
+        table = rich.Table
         # As texts, not as strings: rich would read "batch[mask]" as markup.
         made = table(
             title=text(self._verdict()), caption=text("\n".join(map(str, self.causes)))
@@ -229,7 +230,8 @@ def _likeliest_first(model: object) -> Iterator[str]:
     """Yield the installed backends: of the model's or first leaf's type, then those
     already imported, then the rest.
     """
-    packages, named = owners(TYPES), owners(BACKENDS)
+    packages = owners(TYPES)
+    named = owners(BACKENDS)
     first = leaves_of(model)[:1]
     bases = [
         base

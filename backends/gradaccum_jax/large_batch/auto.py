@@ -31,7 +31,9 @@ class Fitting:
     def __init__(
         self, jitted: Any, splitting: Splitting, sizes: AutoMicroBatchSize
     ) -> None:
-        self._jitted, self._splitting, self._sizes = jitted, splitting, sizes
+        self._jitted = jitted
+        self._splitting = splitting
+        self._sizes = sizes
         # An address would come again: the process's own sizes outlive this call.
         self._number = next(_NUMBERS)
         self._programs: dict[Hashable, Callable[..., Any]] = {}
@@ -49,7 +51,8 @@ class Fitting:
             jax.tree.structure((given, batch)),
             *map(_type_of, jax.tree.leaves((given, batch))),
         )
-        size, failure = self._sizes.start(key, items), None
+        size = self._sizes.start(key, items)
+        failure = None
         while True:
             made, failure = self._attempt(
                 (key, size), given, self._source(batch, size), limit

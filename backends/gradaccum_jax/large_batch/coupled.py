@@ -139,8 +139,10 @@ class Coupled(Call):
         return replace(self, outputs=self.outputs.with_keywords(keywords))
 
     def _run(self, by: tuple[Tree, ...], source: Source) -> Any:
-        groups, axes = groups_in(source), axes_in(by, source, self.axis_names)
-        first, own = first_number(groups, self.axis_names), copies(by, axes)
+        groups = groups_in(source)
+        axes = axes_in(by, source, self.axis_names)
+        first = first_number(groups, self.axis_names)
+        own = copies(by, axes)
         rows, structure = self._forward(groups, own, first)
         held = in_order(groups, rows)
         value, aux, by_params, by_rows = self._of_all(own, held, structure)
@@ -153,7 +155,8 @@ class Coupled(Call):
             copies(gradients.start(by, self.accumulate_dtype), axes),
         )
         total = sums.add(total, by_params, None, True)
-        options, one = make_options(None, reduction="sum"), jnp.ones((), jnp.float32)
+        options = make_options(None, reduction="sum")
+        one = jnp.ones((), jnp.float32)
         found = gradients.finish(total, one, by, options, self.axis_names)[0]
         return ((value, aux), found) if self.loss.has_aux else (value, found)
 
@@ -188,7 +191,8 @@ class Coupled(Call):
             (*by, jax.tree.unflatten(structure, gathered)), ()
         )
         count = len(found) - sum(takes_part(leaf) for leaf in rows)
-        by_params, by_rows = found[:count], found[count:]
+        by_params = found[:count]
+        by_rows = found[count:]
         if not self.axis_names:
             return loss, aux, by_params, by_rows
         index = lax.axis_index(self.axis_names)

@@ -65,12 +65,10 @@ class Differentiation:
     ) -> tuple[tuple[Tree, ...], tuple[Tree, ...]]:
         """Return the arguments to differentiate by, and all others, in their order."""
         if max(self.places) >= len(arguments):
-            found, fix = (
-                f"{len(arguments)} arguments",
-                (
-                    "Call it as the loss function, with the batch in place of a"
-                    " micro-batch."
-                ),
+            found = f"{len(arguments)} arguments"
+            fix = (
+                "Call it as the loss function, with the batch in place of a"
+                " micro-batch."
             )
             raise explain(
                 ArgumentValueError,
@@ -113,7 +111,8 @@ class Differentiation:
         return {name: value for name, value in given.items() if name in names}
 
     def joined(self, by: tuple[Tree, ...], batch: tuple[Tree, ...]) -> list[Tree]:
-        held, rest = dict(zip(self.places, by, strict=True)), iter(batch)
+        held = dict(zip(self.places, by, strict=True))
+        rest = iter(batch)
         return [
             held[place] if place in held else next(rest)
             for place in range(len(by) + len(batch))
@@ -350,7 +349,8 @@ class Merging(NamedTuple):
         """Return the aux of the large batch, floats in the dtypes of the loss
         function's.
         """
-        merged_leaves, row_leaves = iter(held), iter(rows)
+        merged_leaves = iter(held)
+        row_leaves = iter(rows)
         made = [
             (
                 next(row_leaves)
@@ -371,10 +371,8 @@ class Merging(NamedTuple):
 
 
 def make_merging(declared: Tree, aux: Tree) -> Merging:
-    kinds, held = (
-        spread_over(declared, aux, "aux"),
-        jax.tree_util.tree_flatten_with_path(aux),
-    )
+    kinds = spread_over(declared, aux, "aux")
+    held = jax.tree_util.tree_flatten_with_path(aux)
     for kind, (path, leaf) in zip(kinds, held[0], strict=True):
         kit.require_kind(kind)
         _require_mergeable(kind, f"aux{jax.tree_util.keystr(path)}", leaf)
@@ -575,11 +573,10 @@ def run(
     gathering: Gathering[G],
     groups: list[Group] | None = None,
 ) -> Made[G]:
-    groups, axes = (
-        groups or batches.groups_in(source),
-        axes_in(by, source, question.axis_names),
-    )
-    first, by = first_number(groups, question.axis_names), copies(by, gathering.axes)
+    groups = groups or batches.groups_in(source)
+    axes = axes_in(by, source, question.axis_names)
+    first = first_number(groups, question.axis_names)
+    by = copies(by, gathering.axes)
     sample = groups[0].take(
         jax.tree.map(lambda leaf: leaf[0], groups[0].places), jnp.int32(0)
     )
@@ -650,7 +647,8 @@ class _Counting(NamedTuple):
         """Add loss, weight and aux; with weight 0 nothing is added, even of a NaN."""
         merged, rows = self.merging.add(held.aux, aux, weight)
         dtype = held.loss.dtype
-        own, always = jnp.asarray(weight, dtype), jnp.asarray(True)
+        own = jnp.asarray(weight, dtype)
+        always = jnp.asarray(True)
         total = kit.add_loss(
             held.loss,
             loss.astype(dtype),

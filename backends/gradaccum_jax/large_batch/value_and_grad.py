@@ -149,11 +149,9 @@ class ValueAndGrad(Call):
         return replace(self, question=self.question.with_keywords(keywords))
 
     def _run(self, by: tuple[Tree, ...], source: Source) -> Any:
-        options, names, differentiation = (
-            self.question.options,
-            self.question.axis_names,
-            self.question.differentiation,
-        )
+        options = self.question.options
+        names = self.question.axis_names
+        differentiation = self.question.differentiation
 
         def add(held: Any, given: Any, weight: Any, loss: Any) -> Any:
             return gradients.add(held, given, weight, options)
@@ -319,7 +317,8 @@ class ValueAndUpdate(Call):
                 held, put(gradients, lambda _: None), known, told
             )
 
-        axes, put = frozenset(self.question.axis_names), moving_of(arrays)[1]
+        axes = frozenset(self.question.axis_names)
+        put = moving_of(arrays)[1]
         made = run(
             self.question,
             (params,),

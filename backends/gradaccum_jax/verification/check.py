@@ -66,7 +66,8 @@ def verify(
         loss_fn, params, batch if isinstance(batch, tuple) else (batch,), None
     )
     require_bool("has_aux", has_aux)
-    parameters, checked = make_parameters(params), make_batch(arguments, axes)
+    parameters = make_parameters(params)
+    checked = make_batch(arguments, axes)
     # Gradients that are not finite are told in the report.
     with np.errstate(all="ignore"):
         return examine(

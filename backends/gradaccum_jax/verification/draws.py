@@ -240,11 +240,9 @@ def _run(
         return variable.val if isinstance(variable, core.Literal) else values[variable]
 
     for eqn in jaxpr.eqns:
-        given, within, called = (
-            [read(variable) for variable in eqn.invars],
-            around.within(eqn),
-            inner(eqn),
-        )
+        given = [read(variable) for variable in eqn.invars]
+        within = around.within(eqn)
+        called = inner(eqn)
         made = (
             hook(Step(eqn, within), given)
             if called is None

@@ -71,19 +71,18 @@ class JaxSubject:
         weight: Weight | None,
         has_aux: bool,
     ) -> None:
-        self._loss_fn, self._parameters, self._batch, self._weight = (
-            loss_fn,
-            parameters,
-            batch,
-            weight,
-        )
+        self._loss_fn = loss_fn
+        self._parameters = parameters
+        self._batch = batch
+        self._weight = weight
         self._has_aux = has_aux
         self.items = batch.items
         self.names: Sequence[str] = tuple(parameters.names)
         self._programs: dict[tuple[int, int], Program] = {}
         self._compiled: dict[tuple[int, int, frozenset[int]], Callable[..., Any]] = {}
         self._remembered: dict[int, Drawn] = {}
-        self._host, self._python_draws = HostRandom(loss_fn), False
+        self._host = HostRandom(loss_fn)
+        self._python_draws = False
 
     def window(
         self, parts: Sequence[Sequence[int]], conditions: Conditions
@@ -130,10 +129,8 @@ class JaxSubject:
     ) -> Callable[..., Any]:
         key = (size, seed if self._python_draws else 0, replaced)
         if key not in self._compiled:
-            program, places = (
-                self._program(size, seed),
-                sorted(self._parameters.names.values()),
-            )
+            program = self._program(size, seed)
+            places = sorted(self._parameters.names.values())
 
             def function(
                 values: list[Array],
@@ -198,7 +195,8 @@ class JaxSubject:
             self._host.begin()
 
     def _arguments(self, conditions: Conditions) -> Arguments:
-        values, leaves = self._parameters.values, list(self._batch.leaves)
+        values = self._parameters.values
+        leaves = list(self._batch.leaves)
         if conditions.seed:
             leaves = [
                 folded(leaf, SEEDED + conditions.seed)
@@ -296,7 +294,8 @@ class JaxSubject:
         ]
 
     def _column(self, place: int) -> Column:
-        leaf, axis = self._batch.leaves[place], self._batch.axes[place]
+        leaf = self._batch.leaves[place]
+        axis = self._batch.axes[place]
         assert isinstance(axis, int)
         items = np.moveaxis(np.asarray(leaf), axis, 0)
         numbers = items.reshape(self.items, -1).astype(np.float64).tolist()

@@ -69,7 +69,8 @@ def constant(
         return weight
 
     def checked(*arguments: Nest) -> Any:
-        given, mode = weight(*arguments), ms.get_context("mode")
+        given = weight(*arguments)
+        mode = ms.get_context("mode")
         if isinstance(given, Tensor) and given.is_floating_point():
             # Graph mode cannot read a lambda inside a call.
             ms.set_context(mode=ms.PYNATIVE_MODE)
@@ -151,13 +152,11 @@ def split_options(
         steps, micro_batch_size, micro_batch_weight, own_split=split is not None
     )
     if not isinstance(division.micro_batch_size, int | None):
-        expected, fix = (
-            (
-                "a number of items, because MindSpore's errors do not tell that memory"
-                " ran out"
-            ),
-            "Write micro_batch_size=8.",
+        expected = (
+            "a number of items, because MindSpore's errors do not tell that memory"
+            " ran out"
         )
+        fix = "Write micro_batch_size=8."
         raise explain(
             ArgumentValueError,
             "micro_batch_size",

@@ -80,11 +80,9 @@ class CompiledLoop(nn.Cell):  # type: ignore[misc]
             Tensor(float("nan"), self.float_dtype), "gradaccum.large_batch.nan"
         )
         """A Parameter, because the compiler made 0 of a sum with Python's NaN."""
-        self.axes, self.reduction, self.calls_weight = (
-            options.axes,
-            options.reduction,
-            callable(options.weight),
-        )
+        self.axes = options.axes
+        self.reduction = options.reduction
+        self.calls_weight = callable(options.weight)
         self.weight_function: Any = options.weight if self.calls_weight else None
         named = (
             ()
@@ -97,10 +95,8 @@ class CompiledLoop(nn.Cell):  # type: ignore[misc]
         self.may_be_zero = options.weight is not None
         self.array = options.weight is not None and not self.calls_weight
         self.backward = backward
-        self.checked_cuts, self.item_weights = (
-            cuts_of(fn, whole, options),
-            weights_of(options),
-        )
+        self.checked_cuts = cuts_of(fn, whole, options)
+        self.item_weights = weights_of(options)
 
     def run(self, batch: Any) -> Any:
         """Return the loss and the gradients, in the structure of
@@ -108,12 +104,10 @@ class CompiledLoop(nn.Cell):  # type: ignore[misc]
         """
         full, size, tail = self.checked_cuts(sizes_of(batch, self.axes, "batch"))
         zero = self.zero * 1
-        step, loss, weight, sums = (
-            zero.astype(ms.int32),
-            self.start(zero),
-            zero * 1,
-            self.zeros(zero),
-        )
+        step = zero.astype(ms.int32)
+        loss = self.start(zero)
+        weight = zero * 1
+        sums = self.zeros(zero)
         per_item = self.weights_of_items(full * size + tail)
         while step < full:
             loss, weight, sums = self.add(
@@ -239,7 +233,8 @@ def cuts_of(fn: Any, whole: bool, options: SplitOptions) -> Any:
         lists = [each for each in sizes if len(each) == 3]
         items = require_one_size([each for each in sizes if len(each) == 2], lists)
         cuts = divided(options.division, items, None)
-        size, tail = cuts[0].items, cuts[-1].items
+        size = cuts[0].items
+        tail = cuts[-1].items
         if tail == size:
             return len(cuts), size, 0
         require_one_program(fn, "micro-batches of two sizes in compiled code")

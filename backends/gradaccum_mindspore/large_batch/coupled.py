@@ -111,7 +111,9 @@ class CoupledGradient(nn.Cell):  # type: ignore[misc]
 
     def outputs_of(self, parts: Sequence[Batch], replay: Replay) -> tuple[Nest, Pieces]:
         """Run the first pass: the structure of the outputs, and each leaf's parts."""
-        forward, structure, given = self._forward(), None, []
+        forward = self._forward()
+        structure = None
+        given = []
         for place, arguments in enumerate(parts):
             replay.begin(place)
             # Where MindSpore records, for an outer gradient, or after an error, it

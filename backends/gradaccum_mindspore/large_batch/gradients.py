@@ -56,11 +56,10 @@ class GradientSums:
         """
         leaves: list[Tensor] = [leaf.value for leaf in leaves_of(gradients)]
         if not self.totals:
-            self.outline, self.dtypes = (
-                kit.mapped(lambda leaf: object(), gradients),
-                [leaf.dtype for leaf in leaves],
-            )
-            self.totals, self.parts = [None] * len(leaves), [[] for _ in leaves]
+            self.outline = kit.mapped(lambda leaf: object(), gradients)
+            self.dtypes = [leaf.dtype for leaf in leaves]
+            self.totals = [None] * len(leaves)
+            self.parts = [[] for _ in leaves]
         for place, gradient in enumerate(leaves):
             self._add_one(place, gradient, factor)
 
@@ -131,7 +130,8 @@ class MergedOutputs:
     """The loss and the other outputs of the micro-batches so far."""
 
     def __init__(self, declared: Nest, loss_kind: str) -> None:
-        self.declared, self.loss_kind = declared, loss_kind
+        self.declared = declared
+        self.loss_kind = loss_kind
         self.kinds: list[str] = []
         self.shares: list[Any] = []
         self.outline: Nest = None
@@ -139,7 +139,8 @@ class MergedOutputs:
 
     def add(self, value: Nest, weight: float) -> None:
         if not self.shares:
-            self.kinds, self.loss_dtype = self._kinds(value), _first(value).dtype
+            self.kinds = self._kinds(value)
+            self.loss_dtype = _first(value).dtype
             self.outline = kit.mapped(lambda leaf: object(), value)
         leaves = leaves_of(value, "output")
         if len(leaves) != len(self.kinds):
@@ -274,12 +275,10 @@ class PythonLoop:
         positions: tuple[int, ...],
         options: SplitOptions,
     ) -> None:
-        self.fn, self.backward, self.positions, self.options = (
-            fn,
-            backward,
-            positions,
-            options,
-        )
+        self.fn = fn
+        self.backward = backward
+        self.positions = positions
+        self.options = options
 
     def run(self, batch: Batch) -> tuple[Any, Any]:
         """Run one pass over the batch; if it raises, statistics are as before."""
@@ -290,7 +289,8 @@ class PythonLoop:
         options = self.options
         sums = GradientSums(options.accumulate_dtype, self.joins(batch))
         outputs = MergedOutputs(options.aux, loss_kind(options.reduction.reduction))
-        weight, unit = 0.0, None
+        weight = 0.0
+        unit = None
         for place, (part, amount) in enumerate(weighed(self.fn, batch, options)):
             replay.begin(place)
             unit = unit or unit_of(amount, options)

@@ -154,7 +154,8 @@ class Replay:
         self.places: list[dict[Any, int]] = []
 
     def __enter__(self) -> Replay:
-        self.noted, self.seed = Noted(self.fn), SEEDS._GLOBAL_SEED
+        self.noted = Noted(self.fn)
+        self.seed = SEEDS._GLOBAL_SEED
         self.dropouts = [
             (cell, cell.dropout)
             for cell in self.noted.cells

@@ -40,10 +40,8 @@ class LargeBatchGradient(nn.Cell):  # type: ignore[misc]
     ) -> None:
         super().__init__(auto_prefix=False)
         self.options = options
-        backward, positions = (
-            ms.value_and_grad(fn, grad_position, weights, has_aux),
-            positions_of(grad_position),
-        )
+        backward = ms.value_and_grad(fn, grad_position, weights, has_aux)
+        positions = positions_of(grad_position)
         self.loop = CompiledLoop(fn, backward, weights, bool(positions), options)
         listed = (weights,) if isinstance(weights, Parameter) else weights or ()
         self.python_loop = PythonLoop(

@@ -47,10 +47,8 @@ class LargeBatchUpdate(nn.Cell):  # type: ignore[misc]
         options: SplitOptions,
     ) -> None:
         super().__init__(auto_prefix=False)
-        self.optimizer, self.options = (
-            optimizer,
-            with_constant_weight(options, (), optimizer.parameters),
-        )
+        self.optimizer = optimizer
+        self.options = with_constant_weight(options, (), optimizer.parameters)
         backward = ms.value_and_grad(
             scaled(fn, optimizer, has_aux), None, optimizer.parameters, True
         )
@@ -283,7 +281,8 @@ def undoing(optimizer: AccumulatingOptimizer) -> Callable[[], bool]:
             found=found,
             fix=fix,
         )
-    event, closed = optimizer.storage.last_event.value().copy(), windows_of(optimizer)
+    event = optimizer.storage.last_event.value().copy()
+    closed = windows_of(optimizer)
 
     def undo() -> bool:
         made = windows_of(optimizer) != closed

@@ -171,7 +171,8 @@ def watched() -> Iterator[Met]:
 
 @contextmanager
 def _compiled_as_python() -> Iterator[None]:
-    before, os.environ["MS_JIT"] = os.environ.get("MS_JIT"), "0"
+    before = os.environ.get("MS_JIT")
+    os.environ["MS_JIT"] = "0"
     try:
         yield
     finally:
@@ -279,10 +280,8 @@ def verify_loss_scaling(
         loss = require_scalar(fn(*inputs))
         met.rewind()
         if not np.array_equal(loss.asnumpy(), fn(*inputs).asnumpy(), equal_nan=True):
-            fix, expected = (
-                "Switch its random parts off: net.set_train(False).",
-                "a function that returns the same loss each time",
-            )
+            fix = "Switch its random parts off: net.set_train(False)."
+            expected = "a function that returns the same loss each time"
             raise explain(
                 ArgumentValueError,
                 "fn",

@@ -40,7 +40,9 @@ class Lent:
         """Begin the calls of the items of `part`, with the numbers of `seed`; None:
         nothing is dropped.
         """
-        self._calls, self._part, self._seed = dict.fromkeys(self._cells, 0), part, seed
+        self._calls = dict.fromkeys(self._cells, 0)
+        self._part = part
+        self._seed = seed
 
     def __enter__(self) -> Lent:
         for place, (name, cell) in enumerate(self._cells.items()):
@@ -62,7 +64,8 @@ class Lent:
     ) -> Any:
         """Return the factors of an input at this call of this dropout."""
         assert self._part is not None
-        call, self._calls[name] = self._calls[name], self._calls[name] + 1
+        call = self._calls[name]
+        self._calls[name] = self._calls[name] + 1
         rng = np.random.default_rng([*self._seed, place, call])
         for axis, size in enumerate(shape):
             if size % len(self._part) == 0:
@@ -85,7 +88,10 @@ class _Operator:
     """The replacement of `mindspore.ops.Dropout`: returns the output and the mask."""
 
     def __init__(self, lent: Lent, name: str, place: int, keep: float) -> None:
-        self._lent, self._name, self._place, self._keep = lent, name, place, keep
+        self._lent = lent
+        self._name = name
+        self._place = place
+        self._keep = keep
 
     def __call__(self, x: Tensor) -> tuple[Any, Any]:
         if self._lent.keeps_all:

@@ -99,7 +99,8 @@ def _mixes(
         )
     except Exception:  # The user's Cell may need what only the whole model gives it.
         return False
-    before, after = rows(whole, axis, items, part), rows(near, axis, items, part)
+    before = rows(whole, axis, items, part)
+    after = rows(near, axis, items, part)
     unit = max(_largest(after - before), roundoff * _largest(before))
     return not _largest(alone - before) <= ROUNDING_LIMIT * unit
 

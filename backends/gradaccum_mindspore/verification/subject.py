@@ -45,7 +45,8 @@ class Kept:
     """The user's state, as a context that puts it back, however the block ends."""
 
     def __init__(self, model: nn.Cell, host: HostRandom) -> None:
-        self._model, self._host = model, host
+        self._model = model
+        self._host = host
         self._cells = dict(model.cells_and_names())
         self._parameters = {
             parameter.name: parameter for parameter in model.get_parameters()
@@ -185,12 +186,10 @@ class MindSporeSubject:
         batch: Batch,
         weight: Weight | None,
     ) -> None:
-        self._model, self._loss_fn, self._batch, self._weight = (
-            model,
-            loss_fn,
-            batch,
-            weight,
-        )
+        self._model = model
+        self._loss_fn = loss_fn
+        self._batch = batch
+        self._weight = weight
         self._parameters: dict[str, Parameter] = {
             parameter.name: parameter for parameter in model.trainable_params()
         }
@@ -339,11 +338,13 @@ class MindSporeSubject:
         ]
 
     def fixed_draws(self) -> list[str]:
-        one, other = self._forward(), self._forward(seed=1)
+        one = self._forward()
+        other = self._forward(seed=1)
         return [RESEEDED] * one.reseeded + self._host.seeded(one.host, other.host)
 
     def unreplayed_draws(self) -> list[str]:
-        large, small = self._forward(), self._forward(self.items // 2)
+        large = self._forward()
+        small = self._forward(self.items // 2)
         return [OTHERS] * large.drew + self._host.per_item(large.host, small.host)
 
     def _forward(self, items: int | None = None, seed: int = 0) -> Drew:

@@ -68,13 +68,12 @@ class AccumulationCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
     ) -> None:
         require_trainer(self._trainer)
         self._replaced.close()  # An earlier run may have ended with an exception.
-        self._weight, opt = None, unwrapped(self._trainer.optimizer)
+        self._weight = None
+        opt = unwrapped(self._trainer.optimizer)
         if state.global_step == 0:
             opt.discard()
-        accelerator, counted = (
-            self._trainer.accelerator,
-            self._trainer.get_batch_samples,
-        )
+        accelerator = self._trainer.accelerator
+        counted = self._trainer.get_batch_samples
         self._replace(accelerator, "backward", self._backward)
         self._replace(accelerator, "clip_grad_norm_", self._window_norm)
         self._replace(
@@ -107,10 +106,8 @@ class AccumulationCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
         missing = sorted(needed - self._asked)
         self._asked.clear()
         if missing:
-            expected, found = (
-                f"a step that calls {', '.join(sorted(needed))}",
-                f"one that did without {', '.join(missing)}",
-            )
+            expected = f"a step that calls {', '.join(sorted(needed))}"
+            found = f"one that did without {', '.join(missing)}"
             fix = (
                 "Leave training_step and clipping to the Trainer, or accumulate with"
                 " gradient_accumulation_steps= and a bare optimizer."
@@ -283,10 +280,8 @@ def unwrapped(optimizer: Any) -> AccumulatingOptimizer:
 
 
 def _require_no_second_accumulation(trainer: Trainer) -> None:
-    steps, engine = (
-        trainer.args.gradient_accumulation_steps,
-        trainer.accelerator.distributed_type.name,
-    )
+    steps = trainer.args.gradient_accumulation_steps
+    engine = trainer.accelerator.distributed_type.name
     if steps > 1:
         fix = (
             "Leave gradient_accumulation_steps out; steps= of gradaccum.wrap says how"
@@ -320,10 +315,8 @@ def _require_one_weight(trainer: Trainer) -> None:
         and trainer.args.world_size > 1
         and not trainer.args.average_tokens_across_devices
     ):
-        expected, found = (
-            "True where losses are means over tokens",
-            "False, under which a micro-batch weighs another number on each worker",
-        )
+        expected = "True where losses are means over tokens"
+        found = "False, under which a micro-batch weighs another number on each worker"
         raise _error("average_tokens_across_devices", expected, found, "Leave it out.")
 
 

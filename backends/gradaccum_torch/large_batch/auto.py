@@ -60,11 +60,9 @@ def run_divided(
             *(each for module in modules for each in module.parameters(recurse=False)),
         ],
     )
-    batch, key, workers = (
-        Versions(tensors),
-        key_of(function, tensors),
-        workers_of_call(optimizer),
-    )
+    batch = Versions(tensors)
+    key = key_of(function, tensors)
+    workers = workers_of_call(optimizer)
     size = sizes.start(key, large.items)
     while True:
         if batch.moved():
@@ -96,7 +94,9 @@ def has_nothing_to_share(
 
 def share_nothing(division: Division, optimizer: AccumulatingOptimizer) -> Tensor:
     """Take part in the other workers' call and votes; return the loss, 0."""
-    sizes, least, vote = division.micro_batch_size, 1, Vote(workers_of_call(optimizer))
+    sizes = division.micro_batch_size
+    least = 1
+    vote = Vote(workers_of_call(optimizer))
     with optimizer.whole_window():
         while isinstance(sizes, AutoMicroBatchSize) and least < FITS:
             least = vote.least(FITS)
@@ -221,7 +221,8 @@ class Vote:
     """The vote of all workers on one attempt."""
 
     def __init__(self, workers: dist.ProcessGroup | None) -> None:
-        self._workers, self.cast = workers, False
+        self._workers = workers
+        self.cast = False
 
     def fits(self) -> None:
         if (least := self.least(FITS)) < FITS:
@@ -238,10 +239,8 @@ class Vote:
         dist.all_reduce(number, dist.ReduceOp.MIN, group=self._workers)
         least = int(number)
         if least == RAISED != said:
-            found, fix = (
-                "a worker that raised another error than of its memory",
-                "See that worker's own error. Nothing was delivered.",
-            )
+            found = "a worker that raised another error than of its memory"
+            fix = "See that worker's own error. Nothing was delivered."
             raise explain(
                 UsageError,
                 "micro_batch_size",

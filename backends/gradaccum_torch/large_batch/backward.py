@@ -143,7 +143,9 @@ class _Call:
         parts.require_function("loss_fn", loss_fn)
         if aux is not None:
             parts.require_kinds(aux)
-        self._loss_fn, self._aux, self.large = loss_fn, aux, large
+        self._loss_fn = loss_fn
+        self._aux = aux
+        self.large = large
         self._optimizer = (
             None if optimizer is None else require_optimizer(optimizer, reduction)
         )

@@ -53,7 +53,9 @@ class LargeBatch:
         weight: Weight,
         split: Split | None,
     ) -> None:
-        self._batch, self._axes, self._split = batch, axes, split
+        self._batch = batch
+        self._axes = axes
+        self._split = split
         self._leaves = kit.leaves_of(batch, "batch")
         self.tensors = [
             leaf.value for leaf in self._leaves if isinstance(leaf.value, Tensor)
@@ -192,10 +194,8 @@ def axis_of(leaf: kit.Leaf, axis: object) -> int | None:
     if axis is None or isinstance(leaf.value, PLAIN):
         return None
     if axis != kit.ITEMS and (not isinstance(axis, int) or isinstance(axis, bool)):
-        expected, fix = (
-            "an int, 'items' or None for each leaf",
-            "Write axes=0, or axes=(0, None).",
-        )
+        expected = "an int, 'items' or None for each leaf"
+        fix = "Write axes=0, or axes=(0, None)."
         raise kit.explain(
             ArgumentTypeError, "axes", expected=expected, got=axis, fix=fix
         )
@@ -561,7 +561,8 @@ class Merged:
         detached.
         """
         leaves = kit.leaves_of(aux, "aux")
-        paths, sums = [leaf.path for leaf in leaves], self._sums
+        paths = [leaf.path for leaf in leaves]
+        sums = self._sums
         kinds = kit.kinds_of(self._declared, aux) if sums is None else sums.kinds
         if sums is not None and paths != sums.paths:
             fix = "Return the same structure for every micro-batch."

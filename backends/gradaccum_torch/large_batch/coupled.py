@@ -145,7 +145,9 @@ class _CoupledCall:
     ) -> None:
         require_function("outputs_fn", outputs_fn)
         require_function("loss_fn", loss_fn)
-        self._outputs_fn, self._loss_fn, self.large = outputs_fn, loss_fn, large
+        self._outputs_fn = outputs_fn
+        self._loss_fn = loss_fn
+        self.large = large
         self._optimizer = (
             None if optimizer is None else require_coupled_optimizer(optimizer)
         )
@@ -181,10 +183,8 @@ class _CoupledCall:
         self._require_alone()
         coupler.require_untouched()
         outputs.require_untouched()
-        final_random, final_buffers = (
-            before.random_state(),
-            Buffers(self.reached.modules),
-        )
+        final_random = before.random_state()
+        final_buffers = Buffers(self.reached.modules)
         coupler.differentiate(loss, outputs.leaves())
         value = loss.detach().clone()
         del loss  # And with it the graph of all items.
@@ -332,9 +332,11 @@ class Outputs:
     ) -> tuple[list[Tensor], list[Tensor]]:
         leaves = leaves_of(outputs, "outputs")
         _require_paths(leaves, self._paths)
-        tensors, gradients = [], []
+        tensors = []
+        gradients = []
         for leaf, whole, edges in zip(leaves, self._leaves, self._edges, strict=True):
-            again, rows = _rows(leaf), slice(edges[place], edges[place + 1])
+            again = _rows(leaf)
+            rows = slice(edges[place], edges[place + 1])
             first = whole.detach()[rows]
             if first.shape != again.shape:
                 raise _other_outputs_error(
@@ -400,7 +402,8 @@ def _differs(first: Tensor, again: Tensor) -> Any:
         return (first != again).any()
     bound = math.sqrt(torch.finfo(first.dtype).eps)
     wide = torch.promote_types(first.dtype, torch.float32)
-    first, again = first.to(wide), again.to(wide)
+    first = first.to(wide)
+    again = again.to(wide)
     return torch.linalg.vector_norm(again - first) > bound * torch.linalg.vector_norm(
         first
     )

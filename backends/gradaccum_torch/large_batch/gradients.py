@@ -205,10 +205,12 @@ class Gradients:
         self._wide.clear()
         self._nodes.clear()
         self._left.clear()
-        self._noted, self._first = [], []
+        self._noted = []
+        self._first = []
 
     def _marks(self) -> list[Mark | None]:
-        wide, marks = self._wide, list[Mark | None]()
+        wide = self._wide
+        marks = list[Mark | None]()
         for leaf in self._before:
             held = wide.get(leaf, leaf.grad) if wide else leaf.grad
             marks.append(None if held is None else (id(held), held._version))
@@ -320,7 +322,8 @@ class InWindow:
         return not measures(self._window.options)
 
     def __init__(self, optimizer: AccumulatingOptimizer) -> None:
-        self._optimizer, self._window = optimizer, optimizer.whole_window()
+        self._optimizer = optimizer
+        self._window = optimizer.whole_window()
         self._others = Gradients(others=self._window.parameter_ids)
 
     @contextmanager
@@ -512,10 +515,8 @@ def require_layered_optimizer(optimizer: object, reduction: str | None) -> None:
         *window.options_of_micro_batches(),
         *(["a step hook"] if hooked else []),
     ):
-        found, fix = (
-            f"one with {name}",
-            f"Leave {name} out, or call gradaccum_torch.backward.",
-        )
+        found = f"one with {name}"
+        fix = f"Leave {name} out, or call gradaccum_torch.backward."
         raise explain(
             UsageError,
             "optimizer",

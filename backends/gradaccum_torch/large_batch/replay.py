@@ -130,7 +130,8 @@ class RandomState:
         self._devices = [
             device for device in devices if device.type not in ("cpu", "meta")
         ]
-        self._python, self._cpu = random.getstate(), torch.get_rng_state()
+        self._python = random.getstate()
+        self._cpu = torch.get_rng_state()
         self._numpy = (
             sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
         )
@@ -209,8 +210,10 @@ class Before:
             for module in reached.modules
             for each in module.parameters(recurse=False)
         )
-        self._reached, self._devices = reached, {*devices, *own}
-        self._random, self._buffers = self.random_state(), Buffers(reached.modules)
+        self._reached = reached
+        self._devices = {*devices, *own}
+        self._random = self.random_state()
+        self._buffers = Buffers(reached.modules)
 
     @contextmanager
     def noting(self) -> Iterator[None]:
@@ -223,7 +226,8 @@ class Before:
         if any(hasattr(module, "_orig_mod") for module in self._reached.modules):
             yield
             return
-        thread, known = threading.get_ident(), set(map(id, self._reached.modules))
+        thread = threading.get_ident()
+        known = set(map(id, self._reached.modules))
 
         def note(called: nn.Module, _: object) -> None:
             if (

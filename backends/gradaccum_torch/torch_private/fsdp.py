@@ -175,7 +175,8 @@ class Unit:
         """Keep the parameters gathered inside the block, whatever passes run, and let
         them go after it.
         """
-        group, module = self.group, self.modules[0]
+        group = self.group
+        module = self.modules[0]
         state = module._get_fsdp_state()
         changed = [
             (group, "post_forward_mesh_info", None),

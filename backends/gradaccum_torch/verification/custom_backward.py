@@ -125,7 +125,8 @@ class _Passes:
     """
 
     def __init__(self, loss: Tensor, parameters: Mapping[str, Tensor]) -> None:
-        self._loss, self._parameters = loss, parameters
+        self._loss = loss
+        self._parameters = parameters
         self._nodes = graph_of(loss)
         self._calls: dict[Any, tuple[Any, ...]] = {}
         self._hooks: list[Any] = []

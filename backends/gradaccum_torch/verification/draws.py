@@ -64,7 +64,8 @@ class Drawing(DispatchMode):  # type: ignore[misc]
         self.draws: list[Draw] = []
         self.generators: dict[torch.Generator, Tensor] = {}
         """Generators that were handed to an operation, and their states before."""
-        self._replay, self._begun = replay, {}  # type: ignore[var-annotated]
+        self._replay = replay
+        self._begun: dict[bytes, int] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -109,7 +110,8 @@ class Recording:
     def __init__(
         self, whole: Sequence[Draw], part: Sequence[Draw] | None, items: int, fewer: int
     ) -> None:
-        self._whole, self.unreplayed = whole, dict[str, None]()
+        self._whole = whole
+        self.unreplayed = dict[str, None]()
         self._axes: dict[int, Axis | None] = {}
         for number, draw in enumerate(whole):
             other = part[number] if part is not None and number < len(part) else None

@@ -49,7 +49,9 @@ class Calls:
     """
 
     def __init__(self, modules: dict[str, nn.Module], items: int, fewer: int) -> None:
-        self._modules, self._items, self._fewer = modules, items, fewer
+        self._modules = modules
+        self._items = items
+        self._fewer = fewer
         self.of: dict[str, Call] = {}
 
     @contextmanager
@@ -81,7 +83,8 @@ class Calls:
         return note
 
     def _complete(self, call: Call, arguments: Any) -> None:
-        wholes, parts = _tensors(call.arguments), _tensors(arguments)
+        wholes = _tensors(call.arguments)
+        parts = _tensors(arguments)
         try:
             call.axes = [
                 axis_between(a.shape, b.shape, self._items, self._fewer)
@@ -105,7 +108,8 @@ def mixing_layers(
         inside = [
             layer for layer in found if name == "" or layer.name.startswith(f"{name}.")
         ]
-        call, module = calls.of[name], modules[name]
+        call = calls.of[name]
+        module = modules[name]
         if (
             not inside
             and call.complete
@@ -140,14 +144,16 @@ def _mixes(
                 if tensor.is_floating_point()
             ]
 
-    every, halves = range(items), (range(fewer), range(0, items, 2))
+    every = range(items)
+    halves = (range(fewer), range(0, items, 2))
     try:
         with Drawing() as drawn_whole:
             whole = outputs(every)
         with Drawing() as drawn_part:
             outputs(halves[0])
         recording = Recording(drawn_whole.draws, drawn_part.draws, items, fewer)
-        parts, moved = [], []
+        parts = []
+        moved = []
         for half in halves:
             with recording.replayed(half):
                 parts.append((half, outputs(half)))

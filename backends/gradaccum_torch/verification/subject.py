@@ -52,17 +52,15 @@ class TorchSubject:
         batch: Batch,
         weight: Callable[[Sequence[int]], float],
     ) -> None:
-        self._model, self._loss_fn, self._batch, self._weight = (
-            model,
-            loss_fn,
-            batch,
-            weight,
-        )
+        self._model = model
+        self._loss_fn = loss_fn
+        self._batch = batch
+        self._weight = weight
         devices = torch.cuda.device_count() if torch.cuda.is_initialized() else 0  # type: ignore[no-untyped-call]
-        self._random, self._kept = (
-            RandomState([torch.device("cuda", index) for index in range(devices)]),
-            Kept(model, loss_fn),
+        self._random = RandomState(
+            [torch.device("cuda", index) for index in range(devices)]
         )
+        self._kept = Kept(model, loss_fn)
         self._host = HostRandom(loss_fn, *model.modules())
         self._modules = {
             _joined(path, name): inner
@@ -103,7 +101,8 @@ class TorchSubject:
         return self._batch.columns()
 
     def mixing_layers(self) -> Sequence[Layer]:
-        every, fewer = range(self.items), -(-self.items // 2)
+        every = range(self.items)
+        fewer = -(-self.items // 2)
         calls = Calls(self._modules, self.items, fewer)
         for items, part in ((every, False), (range(fewer), True)):
             with self._isolated(Conditions()), calls.watching(part=part):
@@ -214,10 +213,8 @@ class TorchSubject:
     def _recording(self, conditions: Conditions) -> Recording:
         key = (conditions.seed, conditions.training)
         if key not in self._recordings:
-            plain, fewer = (
-                Conditions(seed=conditions.seed, training=conditions.training),
-                -(-self.items // 2),
-            )
+            plain = Conditions(seed=conditions.seed, training=conditions.training)
+            fewer = -(-self.items // 2)
             whole, _ = self._draws(range(self.items), plain)
             part = self._draws(range(fewer), plain)[0] if whole else []
             self._recordings[key] = Recording(whole, part, self.items, fewer)
@@ -427,13 +424,16 @@ class Note:
     def __init__(
         self, path: str | None, read: Callable[[], Any], write: Callable[[Any], object]
     ) -> None:
-        self._path, self._read, self._write = path, read, write
+        self._path = path
+        self._read = read
+        self._write = write
         before = read()
         self._before = before.clone() if isinstance(before, Tensor) else before
 
     def changed(self) -> Iterator[str]:
         """Yield the names of what changed, except random numbers."""
-        before, now = self._before, self._read()
+        before = self._before
+        now = self._read()
         if self._path is not None and isinstance(before, dict):
             keys = [*before, *(key for key in now if key not in before)]
             yield from (

@@ -279,10 +279,8 @@ def _versions(unit: Unit) -> list[int]:
 
 
 def _lost_error() -> UsageError:
-    expected, found = (
-        "a call between two windows, or after opt.discard()",
-        "an open window whose sum FSDP2 has dropped",
-    )
+    expected = "a call between two windows, or after opt.discard()"
+    found = "an open window whose sum FSDP2 has dropped"
     fix = "Call opt.discard() on every worker."
     return explain(
         UsageError,
@@ -295,10 +293,8 @@ def _lost_error() -> UsageError:
 
 def _alone_error(rank: int) -> UsageError:
     expected = "every worker to come to it too, by step(), flush() or state_dict()"
-    found, fix = (
-        "one that failed or timed out",
-        "Give every worker as many micro-batches, and save on every worker.",
-    )
+    found = "one that failed or timed out"
+    fix = "Give every worker as many micro-batches, and save on every worker."
     return explain(
         UsageError,
         f"the reduction of a window on rank {rank}",

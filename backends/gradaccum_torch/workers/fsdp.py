@@ -233,10 +233,8 @@ class Shards:
                 "per window. The window cannot be closed: call opt.discard() on every"
                 " worker."
             )
-            expected, found = (
-                "gradients that are reduced when the window ends",
-                "gradients that FSDP2 was told not to reduce",
-            )
+            expected = "gradients that are reduced when the window ends"
+            found = "gradients that FSDP2 was told not to reduce"
             raise explain(
                 UsageError,
                 "set_requires_gradient_sync, set_requires_all_reduce",
@@ -324,10 +322,8 @@ def _divisor(unit: Unit) -> float:
 
 
 def _changed_error() -> UsageError:
-    found, fix = (
-        "another factor than when the window began",
-        "Call opt.discard() on every worker: windows after it have the new factor.",
-    )
+    found = "another factor than when the window began"
+    fix = "Call opt.discard() on every worker: windows after it have the new factor."
     return explain(
         UsageError,
         "set_gradient_divide_factor",

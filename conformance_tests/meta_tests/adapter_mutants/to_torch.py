@@ -33,8 +33,8 @@ MUTANTS = (
     ),
     Mutant(
         "ignore_the_weight_of_the_loss",
-        "            self._run_backward(self.multiplied(loss), arguments, self.factor(weight))\n",
-        "            self._run_backward(loss, arguments, self.factor(weight))\n",
+        "            self._run_backward(loss, self._multiplied(loss, factor, arguments), factor)\n",
+        "            self._run_backward(loss, arguments, factor)\n",
         SUITE + "test_weights.py::test_gradient_follows_the_definition",
     ),
     Mutant(
