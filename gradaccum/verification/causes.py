@@ -10,7 +10,7 @@ from operator import eq, le, lt, ne
 from typing import NamedTuple
 
 from gradaccum.verification.report import Cause
-from gradaccum.verification.subject import Column, Layer
+from gradaccum.verification.subject import Column
 
 # Numbers per item that stand in the batch and might be what a mean loss divides by.
 #
@@ -96,18 +96,11 @@ SHOWN = 5
 
 KINDS = (
     "not_finite",
-    "hidden_state",
+    "not_repeatable",
     "custom_backward",
-    "shared_randomness",
-    "randomness",
-    "state",
+    "hidden_state",
     "batch_statistics",
-    "wrong_reduction",
-    "unequal_counts",
-    "repeated_term",
-    "summed_term",
-    "several_counts",
-    "missing_gradients",
+    "wrong_weight",
     "coupled_loss",
 )
 """Every kind of cause, in the order in which the experiments look for it."""
@@ -144,7 +137,7 @@ def not_finite_part(names: Sequence[str], times: str) -> Cause:
     return Cause("not_finite", listed(names), explanation, fix)
 
 
-def hidden_state(names: Sequence[str]) -> Cause:
+def not_repeatable(names: Sequence[str]) -> Cause:
     explanation = (
         "Two runs of the same batch, with the model's state and the random state put"
         f" back, differ in {listed(names)}: the loss keeps or reads something that"
@@ -154,7 +147,7 @@ def hidden_state(names: Sequence[str]) -> Cause:
         "Keep it in the model as a buffer, or compute it outside of the loss and give"
         " it as a part of the batch."
     )
-    return Cause("hidden_state", "outside of the model", explanation, fix)
+    return Cause("not_repeatable", "outside of the model", explanation, fix)
 
 
 def custom_backward(names: Sequence[str], culprits: Sequence[str]) -> Cause:
@@ -188,7 +181,7 @@ def shared_randomness(places: Sequence[str]) -> Cause:
         "Seed once, at the start of the program, not in the loss. In JAX give each"
         " micro-batch its own key: axes='key' or fold_in."
     )
-    return Cause("shared_randomness", listed(places), explanation, fix)
+    return Cause("not_repeatable", listed(places), explanation, fix)
 
 
 def numbers_by_place() -> Cause:
@@ -204,7 +197,7 @@ def numbers_by_place() -> Cause:
         "Make the generator once, outside of the loss, or bring the numbers in the"
         " batch."
     )
-    return Cause("shared_randomness", LOSS, explanation, fix)
+    return Cause("not_repeatable", LOSS, explanation, fix)
 
 
 def randomness(places: Sequence[str], names: Sequence[str]) -> Cause:
@@ -215,7 +208,7 @@ def randomness(places: Sequence[str], names: Sequence[str]) -> Cause:
         " mode can be compared."
     )
     return Cause(
-        "randomness",
+        "not_repeatable",
         listed(places),
         explanation,
         "Verify again with these operations switched off; drawing is no mistake by"
@@ -233,31 +226,23 @@ def state(changed: Sequence[str], names: Sequence[str]) -> Cause:
         "Update it once per window, after the optimizer's step, or use the value from"
         " before the window."
     )
-    return Cause("state", listed(changed) or "state of the model", explanation, fix)
+    return Cause(
+        "hidden_state", listed(changed) or "state of the model", explanation, fix
+    )
 
 
-def batch_statistics(layers: Sequence[Layer], settled: bool | None) -> Cause:
-    """Name layers whose output for an item depends on the other items."""
-    kinds = ", ".join(dict.fromkeys(layer.kind for layer in layers))
-    said = {
-        True: " In evaluation mode the gradient stays the same.",
-        False: " In evaluation mode the gradient moves too, for another reason.",
-        None: " The layer does so in evaluation mode too.",
-    }[settled]
+def batch_statistics(layers: Sequence[str], settled: bool) -> Cause:
+    """Name the layers with statistics of the batch, if their framework shows them."""
+    mode = "stays the same" if settled else "moves too, for another reason"
     explanation = (
-        f"{kinds}: the output for one item depends on the other items of its"
-        f" micro-batch.{said}"
+        "In training mode the output for one item depends on the other items of its"
+        f" micro-batch. In evaluation mode the gradient {mode}."
     )
     fix = (
         "Use GroupNorm or LayerNorm, freeze the statistics (evaluation mode for these"
         " layers), or accept statistics per micro-batch."
     )
-    return Cause(
-        "batch_statistics",
-        listed([layer.name or "the model" for layer in layers]),
-        explanation,
-        fix,
-    )
+    return Cause("batch_statistics", listed(layers) or "the model", explanation, fix)
 
 
 def wrong_reduction(reduction: str, right: str) -> Cause:
@@ -273,7 +258,7 @@ def wrong_reduction(reduction: str, right: str) -> Cause:
             "Write reduction='sum'; or, for the mean over the window's items,"
             " reduction='sum_per_item' and weight= their number."
         )
-    return Cause("wrong_reduction", LOSS, explanation, fix)
+    return Cause("wrong_weight", LOSS, explanation, fix)
 
 
 def unequal_count(count: Count, times: str = "") -> Cause:
@@ -290,7 +275,7 @@ def unequal_count(count: Count, times: str = "") -> Cause:
         f" under every partition.{seen if times else ''}"
     )
     return Cause(
-        "unequal_counts",
+        "wrong_weight",
         count.where,
         explanation,
         f"Write reduction='mean', weight={count.code}.",
@@ -320,7 +305,7 @@ def unequal_weights(
         "Write weight= a function that returns what the loss divides by in a"
         " micro-batch: the sum of these weights over its items."
     )
-    return Cause("unequal_counts", where, explanation, fix)
+    return Cause("wrong_weight", where, explanation, fix)
 
 
 def repeated_term(names: Sequence[str]) -> Cause:
@@ -334,7 +319,7 @@ def repeated_term(names: Sequence[str]) -> Cause:
         "Add that term once per window (divide it by the number of micro-batches), or"
         " use coupled_backward, which differentiates it once."
     )
-    return Cause("repeated_term", listed(names), explanation, fix)
+    return Cause("wrong_weight", listed(names), explanation, fix)
 
 
 def summed_term(names: Sequence[str]) -> Cause:
@@ -345,39 +330,11 @@ def summed_term(names: Sequence[str]) -> Cause:
         " reduction='mean' divides both."
     )
     return Cause(
-        "summed_term",
+        "wrong_weight",
         listed(names),
         explanation,
         "Make each term of the loss a mean over items, or each a sum.",
     )
-
-
-def several_counts(names: Sequence[str], wheres: Sequence[str]) -> Cause:
-    """Name the counts that the terms of the loss divide by."""
-    explanation = (
-        f"In {listed(names)} the loss adds terms that divide by different counts"
-        f" ({'; '.join(wheres)}). No one weight is right for all of them; with each"
-        " count taken over the whole window the micro-batches add up."
-    )
-    fix = (
-        "Read the window's totals in advance with gradaccum.windows(loader, steps,"
-        " count={...}), write each term as a sum divided by its total, and"
-        " reduction='sum'."
-    )
-    return Cause("several_counts", "; ".join(wheres), explanation, fix)
-
-
-def missing_gradients(names: Sequence[str], times: str) -> Cause:
-    """Name parameters without a gradient in some micro-batches."""
-    explanation = (
-        f"These parameters have no gradient in {times}: some micro-batches take a"
-        " branch and others do not, and the choice depends on the batch."
-    )
-    fix = (
-        "Choose the branch per item (with a mask), so that an item takes the same"
-        " branch in every micro-batch."
-    )
-    return Cause("missing_gradients", listed(names), explanation, fix)
 
 
 def coupled_loss(names: Sequence[str], off: float | None) -> Cause:
@@ -387,8 +344,8 @@ def coupled_loss(names: Sequence[str], off: float | None) -> Cause:
     explanation = (
         "No weights make the micro-batches add up to the large batch's gradient in"
         f" {listed(names)}{best}: the loss of one item depends on the others, as in"
-        " contrastive, ranking and load-balancing losses and statistics over the"
-        " batch."
+        " contrastive, ranking and load-balancing losses, statistics over the batch and"
+        " a branch that the batch chooses."
     )
     fix = (
         "Split it into outputs per item and a loss of all outputs: coupled_backward"

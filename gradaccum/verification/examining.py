@@ -86,7 +86,13 @@ class _Examination:
         self._causes: list[Cause] = []
         self._conditions: Conditions | None = experiments.TRAINING
         self._errors: Mapping[str, float] = {}
-        self._notes: list[str] = []
+        """By parameter, under the conditions."""
+        self._infinite: dict[str, str] = {}
+        """The parameters whose gradient is infinite in some micro-batches, and where."""
+        self._best_error: float | None = None
+        """Of the best weights, in units."""
+        self._without_weights: list[Conditions] = []
+        """The conditions under which no weights make it right."""
 
     def report(self) -> VerificationReport:
         for ask in (
@@ -98,8 +104,9 @@ class _Examination:
             if self._conditions is not None:
                 self._take(ask(self._bench))
         measured = self._bench.errors(experiments.TRAINING)
-        if self._conditions is not None:
-            self._find_what_moves(measured)
+        self._errors = measured
+        if self._conditions is not None and moved(measured):
+            self._find_what_moves()
         return VerificationReport(
             not self._causes and not moved(measured),
             tuple(self._causes),
@@ -107,105 +114,63 @@ class _Examination:
             self._bench.units(experiments.TRAINING),
             ROUNDING_LIMIT,
             tuple(partition.words for partition in self._bench.partitions),
-            tuple(self._notes),
+            self._notes(),
         )
 
     def _take(self, finding: experiments.Finding) -> None:
         self._causes += finding.causes
+        if finding.go_on is not None and finding.go_on != self._conditions:
+            self._errors = self._bench.errors(finding.go_on)
         self._conditions = finding.go_on
 
-    def _find_what_moves(self, measured: Mapping[str, float]) -> None:
-        self._errors = measured
+    def _find_what_moves(self) -> None:
         for ask in (experiments.replayed, experiments.stateless):
             if self._conditions is not None and moved(self._errors):
                 self._take(ask(self._bench, self._conditions))
-                self._measure()
-        if self._conditions is None:
+        if self._conditions is None or not moved(self._errors):
             return
-        missing = experiments.missing_gradients(self._bench, self._conditions)
-        if not moved(self._errors):
-            self._note_missing(missing)
+        if experiments.by_place(self._bench, self._conditions, moved(self._errors)):
+            if not self._causes:
+                self._causes.append(causes.numbers_by_place())
             return
-        if not missing and experiments.by_place(
-            self._bench, self._conditions, moved(self._errors)
-        ):
-            self._causes += (
-                []
-                if any(cause.kind == "shared_randomness" for cause in self._causes)
-                else [causes.numbers_by_place()]
-            )
+        if self._find_weights(self._conditions):
             return
-        self._take(
-            experiments.separate(
-                self._bench,
-                self._conditions,
-                {
-                    name: missing[name]
-                    for name in moved(self._errors)
-                    if name in missing
-                },
-            )
-        )
-        self._measure()
-        if self._conditions is not None and moved(self._errors):
-            self._find_in_the_loss(self._conditions, moved(self._errors), missing)
+        self._take(experiments.apart_in_evaluation(self._bench, self._conditions))
+        if moved(self._errors) and not self._find_weights(self._conditions):
+            self._find_in_the_loss(self._conditions, moved(self._errors))
 
-    def _measure(self) -> None:
-        if self._conditions is not None and self._conditions != experiments.TRAINING:
-            self._errors = self._bench.errors(self._conditions)
-
-    def _find_in_the_loss(
-        self, conditions: Conditions, names: tuple[str, ...], missing: Mapping[str, str]
-    ) -> None:
-        infinite = (
-            experiments.infinite_parts(self._bench, conditions)
-            if any(map(math.isinf, self._errors.values()))
-            else {}
+    def _find_weights(self, conditions: Conditions) -> bool:
+        """True if another reduction or other weights make it right."""
+        if conditions in self._without_weights:
+            return False
+        self._infinite = {}
+        if any(map(math.isinf, self._errors.values())):
+            self._infinite = experiments.infinite_parts(self._bench, conditions)
+        cause, self._best_error = experiments.right_weights(
+            self._bench, conditions, next(iter(self._infinite.values()), "")
         )
-        times = next(iter(infinite.values()), "")
-        weighted, off = experiments.right_weights(self._bench, conditions, times)
-        if weighted is not None:
-            self._causes.append(weighted)
-            return
+        if cause is None:
+            self._without_weights.append(conditions)
+            return False
+        self._causes.append(cause)
+        return True
+
+    def _find_in_the_loss(self, conditions: Conditions, names: tuple[str, ...]) -> None:
+        infinite = self._infinite
         if infinite:
+            times = next(iter(infinite.values()))
             self._causes.append(causes.not_finite_part(list(infinite), times))
             names = tuple(name for name in names if name not in infinite)
-        counted, explained = experiments.counted_terms(self._bench, conditions, names)
-        self._causes += [counted] if counted is not None else []
+        cause, explained = experiments.counted_terms(self._bench, conditions, names)
+        if cause is not None:
+            self._causes.append(cause)
         left = tuple(name for name in names if name not in explained)
-        absent = [name for name in left if name in missing]
-        fitted = [
-            name
-            for name in self._bench.subject.names
-            if name not in explained and name not in infinite
-        ]
-        several = (
-            experiments.several_counts(self._bench, conditions, fitted)
-            if left
-            else None
-        )
-        if several is not None:
-            self._causes.append(several)
-        elif absent:
-            self._causes.append(causes.missing_gradients(absent, missing[absent[0]]))
-        elif left:
-            self._causes.append(causes.coupled_loss(left, off))
+        if left:
+            self._causes.append(causes.coupled_loss(left, self._best_error))
 
-    def _note_missing(self, missing: Mapping[str, str]) -> None:
-        """Note parameters that lack a gradient in some micro-batches without harm, and
-        those that have none at all.
-        """
+    def _notes(self) -> tuple[str, ...]:
         reached = self._bench.large(experiments.TRAINING).gradients
-        unused = [
-            name
-            for name in self._bench.subject.names
-            if name not in reached and name not in missing
-        ]
-        if unused:
-            self._notes.append(f"{causes.listed(unused)}: the loss does not reach it.")
-        if missing and not self._causes:
-            where = next(iter(missing.values()))
-            self._notes.append(
-                f"{causes.listed(list(missing))}: no gradient in {where}; it counts as"
-                " zero, which is right here."
-            )
+        unused = [name for name in self._bench.subject.names if name not in reached]
+        if not unused:
+            return ()
+        return (f"{causes.listed(unused)}: the loss does not reach it.",)

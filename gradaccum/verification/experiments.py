@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from itertools import chain, combinations, islice
-from operator import mul
 from typing import NamedTuple
 
 from gradaccum.options import Reduction
 from gradaccum.verification import causes
-from gradaccum.verification.causes import Count, counts, labels
+from gradaccum.verification.causes import counts, labels
 from gradaccum.verification.measuring import (
     ROUNDING_LIMIT,
     Bench,
@@ -28,7 +25,7 @@ from gradaccum.verification.measuring import (
     moved,
 )
 from gradaccum.verification.report import Cause
-from gradaccum.verification.subject import Column, Conditions, Gradient, Items, Layer
+from gradaccum.verification.subject import Column, Conditions, Gradient
 
 TRAINING = Conditions()
 FACTORS = (0.25, 8.0)
@@ -60,7 +57,7 @@ def repeatable(bench: Bench) -> Finding:
     names = moved(
         bench.apart_by(bench.floor(TRAINING), again, bench.large(TRAINING).gradients)
     )
-    return Finding((causes.hidden_state(names),), None) if names else Finding()
+    return Finding((causes.not_repeatable(names),), None) if names else Finding()
 
 
 def linear(bench: Bench) -> Finding:
@@ -178,55 +175,16 @@ def infinite_parts(bench: Bench, conditions: Conditions) -> dict[str, str]:
     return found
 
 
-def separate(
-    bench: Bench, conditions: Conditions, missing: Mapping[str, str]
-) -> Finding:
-    """Test that no layer's output for an item depends on the other items, except
-    through a choice of branch, which is another cause.
-
-    `missing` are the parameters without a gradient in some micro-batches.
+def apart_in_evaluation(bench: Bench, conditions: Conditions) -> Finding:
+    """Test whether evaluation mode, in which statistics are those of before, keeps the
+    items apart.
     """
-    layers = [
-        layer
-        for layer in _mixing(bench, conditions)
-        if not any(_holds(layer, name) for name in missing)
-    ]
-    if not layers:
-        return Finding((), conditions)
-    if any(layer.in_evaluation for layer in layers) or not conditions.training:
-        return Finding((causes.batch_statistics(layers, None),), None)
+    layers = bench.subject.statistics_layers() if conditions.training else ()
     evaluation = replace(conditions, training=False)
-    settled = not moved(bench.errors(evaluation))
+    settled = conditions.training and not moved(bench.errors(evaluation))
+    if not (layers or settled):
+        return Finding((), conditions)
     return Finding((causes.batch_statistics(layers, settled),), evaluation)
-
-
-def missing_gradients(bench: Bench, conditions: Conditions) -> dict[str, str]:
-    """Return the parameters that have a gradient in only some micro-batches, or only in
-    the large batch, and where, in words.
-    """
-    found: dict[str, str] = {}
-    whole = bench.large(conditions).gradients
-    for partition in bench.partitions:
-        runs = bench.subject.window(partition.parts, conditions)
-        for name in bench.subject.names:
-            absent = sum(name not in run.gradients for run in runs)
-            if 0 < absent < len(runs) or (absent == len(runs)) == (name in whole):
-                found.setdefault(
-                    name, f"{absent} of {len(runs)} micro-batches ({partition.words})"
-                )
-    return found
-
-
-def _holds(layer: Layer, parameter: str) -> bool:
-    return not layer.name or parameter.startswith(f"{layer.name}.")
-
-
-def _mixing(bench: Bench, conditions: Conditions) -> list[Layer]:
-    return [
-        layer
-        for layer in bench.subject.mixing_layers()
-        if conditions.training or layer.in_evaluation
-    ]
 
 
 # Does the loss add terms that micro-batches divide otherwise than the large batch does?
@@ -239,26 +197,9 @@ def _mixing(bench: Bench, conditions: Conditions) -> list[Layer]:
 # from two micro-batches to four. Under "mean" a term that is a sum gives A + B / N: its
 # error (1/N - 1) B grows by a half. Both errors stay the same when the items are dealt
 # otherwise. A coupled loss does neither.
-#
-# Are there terms that divide by different counts? Then the gradient of a micro-batch M
-# is a sum, over counts c, of A_c(M) / c(M), where A_c adds up over items. For given
-# counts that is linear in the unknown A_c of each item, and there are more
-# micro-batches of few items than unknowns: the gradients of a coupled loss do not fit.
-# Numbers are fitted in place of gradients: their products with a few directions.
-
 
 TWO = 2
 FOUR = 4
-FITTED_ITEMS, PARTS = 6, 41
-"""Items whose gradients are fitted, and micro-batches of few of them: of six each
-alone, each pair, each three.
-"""
-SPARE = 4
-"""How many more gradients than unknowns there must be."""
-TWO_ARE_BETTER = 16.0
-"""How much better two counts must fit than one."""
-CANDIDATES = 24
-"""Counts that are tried, two at a time, alone and beside the number of items."""
 
 Errors = Mapping[int, list[dict[str, Gradient]]]
 """By the number of micro-batches: items in order, and dealt in turn."""
@@ -330,146 +271,6 @@ def _difference(a: Gradients, b: Gradients) -> dict[str, Gradient]:
         )
         for name in names
     }
-
-
-def several_counts(
-    bench: Bench, conditions: Conditions, names: Sequence[str]
-) -> Cause | None:
-    """Return the cause if `names` fit a sum of terms that divide by two or three counts
-    and by no single count.
-    """
-    items = Count("the number of items", "", (1.0,) * bench.subject.items)
-    found = [items, *counts(bench.subject.columns())[:CANDIDATES]]
-    several = {
-        tuple(count.values[item] for count in found): item
-        for item in reversed(bench.items)
-    }.values()
-    probe = tuple(dict.fromkeys([*several, *bench.items]))[:FITTED_ITEMS]
-    parts = list(
-        islice(
-            chain.from_iterable(
-                combinations(probe, size) for size in range(1, len(probe) + 1)
-            ),
-            PARTS,
-        )
-    )
-    try:
-        # A deviation over one item is no news here.
-        with warnings.catch_warnings(action="ignore"):
-            products, room = _products(bench, parts, conditions, names)
-    except Exception:  # The user's loss may refuse a single item.
-        return None
-    finite = [
-        place
-        for place in range(len(parts))
-        if all(math.isfinite(row[place]) for row in products)
-    ]
-    rows = [parts[place] for place in finite]
-    series = [[row[place] for place in finite] for row in products]
-    room = [limit or 1.0 for limit in room]
-
-    def off(basis: Sequence[list[float]]) -> float:
-        """Return how far the gradients miss the span of `basis`, in units of rounding;
-        inf if rounding hardly explains it.
-        """
-        return (
-            max(map(partial(_off_basis, basis), series, room))
-            if len(basis) + SPARE <= len(rows)
-            else math.inf
-        )
-
-    columns = [list(_terms(rows, probe, count)) for count in found]
-    single = [_basis(each, _basis([[1.0] * len(rows)])) for each in columns]
-    alone = min(map(off, single))
-    for one, other in (
-        combinations(range(len(found)), 2) if 1 < alone < math.inf else ()
-    ):
-        both = _basis(columns[other], single[one])
-        for chosen, basis in (
-            ((one, other), both),
-            ((0, one, other), _basis(columns[0], both)),
-        ):
-            if off(basis) <= min(1.0, alone / TWO_ARE_BETTER):
-                return causes.several_counts(
-                    names, [found[place].where for place in chosen]
-                )
-    return None
-
-
-def _products(
-    bench: Bench, parts: Sequence[Items], conditions: Conditions, names: Sequence[str]
-) -> tuple[list[list[float]], list[float]]:
-    """Return the gradient of each of `parts` times a few directions, in units, and how
-    far rounding alone may move each product.
-    """
-    units = {name: bench.units(conditions)[name] or 1.0 for name in names}
-    alone = [
-        bench.subject.window([part], conditions)[0].gradients for part in parts[:2]
-    ]
-    finite = [
-        each
-        for each in alone
-        if all(math.isfinite(bench.norm(gradient)) for gradient in each.values())
-    ]
-    directions = [bench.large(conditions).gradients, *finite]
-    made: list[list[float]] = [[] for _ in directions]
-    for part in parts:
-        gradients = bench.subject.window([part], conditions)[0].gradients
-        for row, direction in zip(made, directions, strict=True):
-            both = [name for name in names if name in gradients and name in direction]
-            row.append(
-                math.fsum(
-                    bench.subject.dot(gradients[name], direction[name])
-                    / units[name] ** 2
-                    for name in both
-                )
-            )
-    sizes = [
-        math.fsum(
-            bench.norm(direction[name]) / units[name]
-            for name in names
-            if name in direction
-        )
-        for direction in directions
-    ]
-    return made, [ROUNDING_LIMIT * size for size in sizes]
-
-
-def _terms(parts: Sequence[Items], probe: Items, count: Count) -> Iterator[list[float]]:
-    """Yield the factors of each item's unknown in each of `parts`; a count of 0 has no
-    term.
-    """
-    totals = [math.fsum(count.values[item] for item in part) for part in parts]
-    for item in probe:
-        yield [
-            1 / total if item in part and total else 0.0
-            for part, total in zip(parts, totals, strict=True)
-        ]
-
-
-def _basis(
-    columns: Sequence[list[float]], begun: Sequence[list[float]] = ()
-) -> list[list[float]]:
-    """Return orthonormal vectors that span both, by Gram and Schmidt, twice."""
-    made = list(begun)
-    for column in columns:
-        left = _rest(made, _rest(made, column))
-        size = math.hypot(*left)
-        if size > 1e-9 * math.hypot(*column):
-            left = _rest(made, [number / size for number in left])
-            made.append([number / math.hypot(*left) for number in left])
-    return made
-
-
-def _rest(basis: Sequence[list[float]], column: list[float]) -> list[float]:
-    for vector in basis:
-        along = sum(map(mul, vector, column))
-        column = [a - along * b for a, b in zip(column, vector, strict=True)]
-    return column
-
-
-def _off_basis(basis: Sequence[list[float]], row: list[float], room: float) -> float:
-    return max(map(abs, _rest(basis, _rest(basis, row)))) / room
 
 
 def by_place(bench: Bench, conditions: Conditions, names: Sequence[str]) -> bool:

@@ -140,8 +140,8 @@ class VerificationReport:
                 f" {len(self.partitions)} partitions compared."
             )
         found = ", ".join(dict.fromkeys(cause.kind for cause in self.causes))
-        if found == "randomness":
-            return "Accumulation cannot be compared for this loss: randomness."
+        if found == "not_repeatable":
+            return "Accumulation cannot be compared for this loss: not_repeatable."
         return f"Accumulation is WRONG for this loss: {found}."
 
 

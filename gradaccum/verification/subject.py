@@ -90,17 +90,6 @@ class Precision(NamedTuple):
     """
 
 
-class Layer(NamedTuple):
-    """A layer whose output for one item depends on the other items of the batch."""
-
-    name: str
-    """Where it stands in the model: ``encoder.norm1``; "" for the model itself."""
-    kind: str
-    """The name of its class."""
-    in_evaluation: bool
-    """It does so in evaluation mode too."""
-
-
 class Column(NamedTuple):
     """A leaf of the batch as plain numbers, in which the core looks for counts and
     labels.
@@ -142,9 +131,9 @@ class Subject(Protocol):
         """
         ...
 
-    def mixing_layers(self) -> Sequence[Layer]:
-        """Find the innermost layers whose output for an item depends on the other
-        items, by running them.
+    def statistics_layers(self) -> Sequence[str]:
+        """Name the layers that use statistics of the batch in training mode, as far as
+        the framework shows them.
         """
         ...
 

@@ -17,7 +17,6 @@ from gradaccum.kit import (
     Column,
     Conditions,
     HostRandom,
-    Layer,
     Precision,
     Run,
     item_axis,
@@ -42,7 +41,6 @@ from gradaccum_jax.verification.draws import (
     rows,
     trace,
 )
-from gradaccum_jax.verification.layers import mixing_layers
 
 SEEDED = 1_000_000
 """Beyond the number of any micro-batch: a key of another seed is no key of a
@@ -306,31 +304,8 @@ class JaxSubject:
             leaf.ndim == 2 and axis == 0,
         )
 
-    def mixing_layers(self) -> list[Layer]:
-        values, leaves = self._arguments(Conditions())
-        moved = self._arguments(Conditions(perturbation=0))
-        # A running sum over the items shows in the last ones.
-        part = list(range(self.items // 2, self.items))
-        drawn = self._drawn(0)
-        given = [
-            {
-                place: rows(value, axis, self.items, items)
-                for place, (value, axis) in drawn.items()
-            }
-            for items in (range(self.items), part)
-        ]
-        runs = (
-            (self._program(self.items), [*values, *leaves], given[0]),
-            (self._program(self.items), [*moved[0], *moved[1]], given[0]),
-            (
-                self._program(len(part)),
-                [*values, *self._batch.part(part, None, leaves)],
-                given[1],
-            ),
-        )
-        return mixing_layers(
-            *runs, range(len(self._parameters.arrays)), self.items, part, self._roundoff
-        )
+    def statistics_layers(self) -> list[str]:
+        return []
 
     def fixed_draws(self) -> list[str]:
         places = [

@@ -20,7 +20,7 @@ from mindspore import Parameter, Tensor, nn, ops
 from numpy.typing import NDArray
 
 from gradaccum import ArgumentValueError
-from gradaccum.kit import Column, Conditions, HostRandom, Layer, Precision, Run
+from gradaccum.kit import Column, Conditions, HostRandom, Precision, Run
 from gradaccum_mindspore.private import SEEDS, forgotten_on_error, set_counters
 from gradaccum_mindspore.verification.batch import (
     LIMITS,
@@ -32,7 +32,6 @@ from gradaccum_mindspore.verification.batch import (
 )
 from gradaccum_mindspore.verification.custom_backward import verify_loss_scaling
 from gradaccum_mindspore.verification.draws import Lent
-from gradaccum_mindspore.verification.layers import Calls, mixing_layers
 
 NOBODYS = 1_618_033_988
 """A seed that no loss sets, so that one which sets the user's own seed again is
@@ -301,40 +300,39 @@ class MindSporeSubject:
         """
         with self._running(Conditions()) as (_, lent, _):
             lent.begin(range(self.items), (0,))
-            calls = self._watched(range(self.items))
+            outputs = self._outputs(range(self.items))
         leaves = [
             leaf.value for leaf in self._batch.leaves if isinstance(leaf.value, Tensor)
         ]
         met = [
             value.dtype
-            for value in (*self._parameters.values(), *leaves, *calls.outputs())
+            for value in (*self._parameters.values(), *leaves, *outputs)
             if is_float(value)
         ]
         return max((LIMITS[dtype][0] for dtype in met), default=LIMITS[ms.float32][0])
 
-    def _watched(self, part: Sequence[int]) -> Calls:
-        calls = Calls(self._model)
-        with calls.watching():
+    def _outputs(self, part: Sequence[int]) -> list[Any]:
+        """Run the loss forward, and return the results of the model's Cells."""
+        outputs: list[Any] = []
+        handles = [
+            cell.register_forward_hook(lambda _cell, _inputs, out: outputs.append(out))
+            for _, cell in self._model.cells_and_names()
+        ]
+        try:
             require_scalar(self._loss_fn(self._model, *self._batch.part(part)))
-        return calls
+        finally:
+            for handle in handles:
+                handle.remove()
+        return outputs
 
     def columns(self) -> list[Column]:
         return self._batch.columns()
 
-    def mixing_layers(self) -> list[Layer]:
-        part = list(range(self.items // 2, self.items))
-        found = {}
-        for training in (True, False):
-            with self._running(Conditions(training=training)) as (kept, lent, _):
-                lent.begin(None, ())
-                calls = self._watched(range(self.items)), self._watched(part)
-                kept.put_back_state()
-                found[training] = mixing_layers(
-                    *calls, self.items, part, self._roundoff
-                )
+    def statistics_layers(self) -> list[str]:
         return [
-            Layer(name, kind, name in found[False])
-            for name, kind in found[True].items()
+            name
+            for name, cell in self._model.cells_and_names()
+            if cell.training and "BatchNorm" in type(cell).__name__
         ]
 
     def fixed_draws(self) -> list[str]:
@@ -352,7 +350,7 @@ class MindSporeSubject:
         with self._running(Conditions(seed=seed)) as (kept, lent, _):
             lent.begin(part, (0,))
             kept.watch_seed()
-            self._watched(part)
+            self._outputs(part)
             return Drew(kept.drew(), kept.reseeded(), self._host.states())
 
     def custom_rules(self) -> list[str]:

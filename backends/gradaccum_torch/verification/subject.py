@@ -22,7 +22,6 @@ from gradaccum.kit import (
     Column,
     Conditions,
     HostRandom,
-    Layer,
     Precision,
     Run,
     explain,
@@ -34,7 +33,6 @@ from gradaccum_torch.torch_private.names import Division, input_dtypes, last_div
 from gradaccum_torch.verification.batch import Batch, perturbed
 from gradaccum_torch.verification.custom_backward import graph_of, verify_loss_scaling
 from gradaccum_torch.verification.draws import Draw, Drawing, Recording, repeated
-from gradaccum_torch.verification.layers import Calls, mixing_layers
 
 REPETITIONS = 6
 """Runs in a row that are compared for fixed random numbers: eight fair bits are the
@@ -100,17 +98,12 @@ class TorchSubject:
     def columns(self) -> Sequence[Column]:
         return self._batch.columns()
 
-    def mixing_layers(self) -> Sequence[Layer]:
-        every = range(self.items)
-        fewer = -(-self.items // 2)
-        calls = Calls(self._modules, self.items, fewer)
-        for items, part in ((every, False), (range(fewer), True)):
-            with self._isolated(Conditions()), calls.watching(part=part):
-                self._loss(self._batch.part(items))
-        isolated = lambda: self._isolated(Conditions(), gradients=False)  # noqa: E731
-        return mixing_layers(
-            self._modules, calls, self.items, fewer, self._roundoff, isolated
-        )
+    def statistics_layers(self) -> Sequence[str]:
+        return [
+            name
+            for name, module in self._modules.items()
+            if module.training and "BatchNorm" in type(module).__name__
+        ]
 
     def fixed_draws(self) -> Sequence[str]:
         every = range(self.items)
@@ -239,9 +232,7 @@ class TorchSubject:
         return self._draws(range(self.items), Conditions())[1]
 
     @contextmanager
-    def _isolated(
-        self, conditions: Conditions, *, gradients: bool = True
-    ) -> Iterator[None]:
+    def _isolated(self, conditions: Conditions) -> Iterator[None]:
         """Restore the user's state at start and end; in between parameters are
         perturbed, without ``.grad``.
         """
@@ -249,7 +240,7 @@ class TorchSubject:
             ending.callback(self._put_back)
             ending.enter_context(_without_grad(self._every))
             ending.enter_context(_uncompiled())
-            ending.enter_context(torch.set_grad_enabled(gradients))
+            ending.enter_context(torch.enable_grad())
             self._random.put_back()
             if conditions.seed:
                 torch.manual_seed(0x5EED0 + conditions.seed)
