@@ -47,7 +47,7 @@ class World:
 
 Slopes = Callable[[Sequence[float], Sequence[float], World], Mapping[str, float]]
 """(values of the items, their counts, the world) -> the loss's slope in two directions
-of each parameter.
+of each parameter. The losses below are such functions.
 """
 
 
@@ -133,22 +133,16 @@ def mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values)
 
 
-def sound(
-    x: Sequence[float], counts: Sequence[float], world: World
-) -> dict[str, float]:
+def sound(x, counts, world):
     """The mean of (w x)^2 / 2, and of w x."""
     return {"w": mean([world.w * value**2 for value in x]), "v": mean(x)}
 
 
-def summed(
-    x: Sequence[float], counts: Sequence[float], world: World
-) -> dict[str, float]:
+def summed(x, counts, world):
     return {name: slope * len(x) for name, slope in sound(x, counts, world).items()}
 
 
-def by_count(
-    x: Sequence[float], counts: Sequence[float], world: World
-) -> dict[str, float]:
+def by_count(x, counts, world):
     """A mean over tokens: item i has counts[i] of them."""
     tokens = math.fsum(counts)
     pairs = list(zip(x, counts, strict=True))
@@ -158,24 +152,18 @@ def by_count(
     }
 
 
-def repeated(
-    x: Sequence[float], counts: Sequence[float], world: World
-) -> dict[str, float]:
+def repeated(x, counts, world):
     """A sum over items, and a penalty in v that every micro-batch adds."""
     found = summed(x, counts, world)
     return {**found, "v": found["v"] + 0.3}
 
 
-def part_summed(
-    x: Sequence[float], counts: Sequence[float], world: World
-) -> dict[str, float]:
+def part_summed(x, counts, world):
     found = sound(x, counts, world)
     return {**found, "v": found["v"] + math.fsum(value**2 for value in x)}
 
 
-def coupled(
-    x: Sequence[float], counts: Sequence[float], world: World
-) -> dict[str, float]:
+def coupled(x, counts, world):
     """The slope of a variance over the batch."""
     centre = mean(x)
     return {
@@ -184,18 +172,14 @@ def coupled(
     }
 
 
-def weakly_coupled(
-    x: Sequence[float], counts: Sequence[float], world: World
-) -> dict[str, float]:
+def weakly_coupled(x, counts, world):
     """A mean, and a coupling so small that weights, which are measured in its
     gradients, fit; they are equal to nine digits.
     """
     return {"v": mean(x) + 1e-9 * mean(x) * mean([value**2 for value in x])}
 
 
-def barely_coupled(
-    x: Sequence[float], counts: Sequence[float], world: World
-) -> dict[str, float]:
+def barely_coupled(x, counts, world):
     """A mean, and a coupling of some ten roundings: with more micro-batches it seems to
     grow as a sum does, within what rounding does.
     """
@@ -205,9 +189,7 @@ def barely_coupled(
     }
 
 
-def by_two_counts(
-    x: Sequence[float], counts: Sequence[float], world: World
-) -> dict[str, float]:
+def by_two_counts(x, counts, world):
     """A mean over items and a mean over tokens."""
     items, tokens = (
         sound(x, counts, world),
@@ -216,16 +198,12 @@ def by_two_counts(
     return {name: items[name] + tokens[name] for name in items}
 
 
-def by_later_counts(
-    x: Sequence[float], counts: Sequence[float], world: World
-) -> dict[str, float]:
+def by_later_counts(x, counts, world):
     """A mean over tokens, in which the first one of an item does not count."""
     return by_count(x, [count - 1 for count in counts], world)
 
 
-def rarely_coupled(
-    x: Sequence[float], counts: Sequence[float], world: World
-) -> dict[str, float]:
+def rarely_coupled(x, counts, world):
     """A sum beside a mean, and a coupling of the first item with the third, which stand
     side by side where items are dealt in turn.
     """
@@ -233,9 +211,7 @@ def rarely_coupled(
     return {**found, "v": found["v"] + (len(x) > 1 and abs(x[1] - X[2]) < 1e-9)}
 
 
-def by_three_counts(
-    x: Sequence[float], counts: Sequence[float], world: World
-) -> dict[str, float]:
+def by_three_counts(x, counts, world):
     """A third mean over the squares of the tokens."""
     two, third = (
         by_two_counts(x, counts, world),
@@ -244,16 +220,12 @@ def by_three_counts(
     return {name: two[name] + third[name] for name in two}
 
 
-def hardly_maximal(
-    x: Sequence[float], counts: Sequence[float], world: World
-) -> dict[str, float]:
+def hardly_maximal(x, counts, world):
     """Its gradients have norms below 1."""
     return {name: slope / 100 for name, slope in maximal(x, counts, world).items()}
 
 
-def coupled_in_order(
-    x: Sequence[float], counts: Sequence[float], world: World
-) -> dict[str, float]:
+def coupled_in_order(x, counts, world):
     """A sum beside a mean, and a coupling of the first item with the second in
     micro-batches.
     """
@@ -264,9 +236,7 @@ def coupled_in_order(
     }
 
 
-def by_place(
-    x: Sequence[float], counts: Sequence[float], world: World
-) -> dict[str, float]:
+def by_place(x, counts, world):
     """Each item times a number of a table that is read by its place in the
     micro-batch.
     """
@@ -276,24 +246,18 @@ def by_place(
     }
 
 
-def maximal(
-    x: Sequence[float], counts: Sequence[float], world: World
-) -> dict[str, float]:
+def maximal(x, counts, world):
     """The hardest item of the batch alone: measured by leaving one out, it has all the
     weight.
     """
     return {"w": world.w * max(x) ** 2, "v": max(x)}
 
 
-def two_hardest(
-    x: Sequence[float], counts: Sequence[float], world: World
-) -> dict[str, float]:
+def two_hardest(x, counts, world):
     return {"v": mean(sorted(x)[-2:])}
 
 
-def over_positives(
-    x: Sequence[float], counts: Sequence[float], world: World
-) -> dict[str, float]:
+def over_positives(x, counts, world):
     """A mean over the items with a count above 3, of which a micro-batch may have
     none.
     """
@@ -304,9 +268,7 @@ def over_positives(
     }
 
 
-def deviating(
-    x: Sequence[float], counts: Sequence[float], world: World
-) -> dict[str, float]:
+def deviating(x, counts, world):
     """Divided by a distance to the next item that some micro-batches have not."""
     return {
         "w": mean(x) / (max(x) - min(x)) if max(x) > 1.4 else math.nan,
@@ -314,37 +276,27 @@ def deviating(
     }
 
 
-def in_training(
-    x: Sequence[float], counts: Sequence[float], world: World
-) -> dict[str, float]:
+def in_training(x, counts, world):
     return coupled(x, counts, world) if world.training else sound(x, counts, world)
 
 
-def remembering(
-    x: Sequence[float], counts: Sequence[float], world: World
-) -> dict[str, float]:
+def remembering(x, counts, world):
     world.state[0] += 1.0
     return {
         name: slope * world.state[0] for name, slope in sound(x, counts, world).items()
     }
 
 
-def branching(
-    x: Sequence[float], counts: Sequence[float], world: World
-) -> dict[str, float]:
+def branching(x, counts, world):
     return {"w" if x[0] > 0.6 else "v": mean(x)}
 
 
-def ignoring_scale(
-    x: Sequence[float], counts: Sequence[float], world: World
-) -> dict[str, float]:
+def ignoring_scale(x, counts, world):
     found = sound(x, counts, world)
     return {**found, "v": found["v"] / world.scale}
 
 
-def drawing(
-    x: Sequence[float], counts: Sequence[float], world: World
-) -> dict[str, float]:
+def drawing(x, counts, world):
     """Random numbers that depend on the micro-batch, in training."""
     noise = (world.number + len(x) * 0.01 if world.training else 0.0) + 1
     return {name: slope * noise for name, slope in sound(x, counts, world).items()}

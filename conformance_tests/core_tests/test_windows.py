@@ -149,40 +149,18 @@ def test_schedules_follow_the_number_over_epochs() -> None:
     ) == [1, 2, 2, 1]
 
 
-def test_weight_is_any_of_the_counts() -> None:
-    assert lengths(
-        windows(
-            [[5], [1, 1, 1], [9]],
-            until_weight(8),
-            {"sequences": len, "tokens": sum},
-            weight="tokens",
-        )
-    ) == [2, 1]
-
-
-def test_totals_are_not_those_of_the_function_weight() -> None:
-    (window,) = windows([3, 4], until_weight(7), {"ones": lambda _: 1}, weight=float)
-    assert dict(window.totals) == {"ones": 2.0}
-
-
 def test_reads_one_window_and_no_more() -> None:
     loader = Loader([1] * 7)
     read = []
-    for window in windows(loader, 3):
+    made = iter(windows(loader, 3))
+    assert loader.position == 0, "before it is asked for"
+    for window in made:
         read.append(loader.position)
         assert loader.alive() == list(
             range(loader.position - len(window), loader.position)
         ), "only the current window's are held"
     assert read == [3, 6, 7]
     assert loader.alive() == []
-
-
-def test_nothing_is_read_before_it_is_asked_for() -> None:
-    loader = Loader([1, 1])
-    made = iter(windows(loader, 1))
-    assert loader.position == 0
-    next(made)
-    assert loader.position == 1
 
 
 def test_window_can_be_run_through_again_while_it_is_the_current_one() -> None:
@@ -318,14 +296,6 @@ def test_bad_sizes_of_a_callable_raise(size: Any) -> None:
     ):
         with pytest.raises(gradaccum.GradAccumError, match="an int >= 1"):
             next(iter(windows([1], **arguments)))
-
-
-def test_empty_loader() -> None:
-    assert (
-        lengths(windows([], 2))
-        == lengths(windows([], until_weight(2), weight=float))
-        == []
-    )
 
 
 GROWING = [(0, 1), (3, 4)]
@@ -691,7 +661,3 @@ def test_any_share_of_the_data(
     assert sum(totals[0]) == sum(map(sum, loaders))
     if by_weight:
         assert all(total >= size for total in totals[0][:-1])
-
-
-def test_empty_loaders() -> None:
-    assert Crew(2).run([[], []], 3) == [[], []]

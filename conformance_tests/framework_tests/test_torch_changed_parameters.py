@@ -10,17 +10,30 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import gradaccum
-from conformance_tests.framework_tests.torch_model import loss_of, make_model, rows_of
+from conformance_tests.framework_tests.torch_model import (
+    loss_of,
+    make_model,
+    rows_of,
+    same,
+    values,
+)
 
 SMALL = 2.0**-8
 """2048 of these sum to 8. A sum in bfloat16 stops at 1."""
+by_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
 
-def hooks_on(parameter: torch.Tensor) -> int:
-    return len(parameter._post_accumulate_grad_hooks or {})
+def wrap(model: nn.Module, **options: Any) -> Any:
+    inner = torch.optim.SGD(model.parameters(), lr=0.5)
+    return gradaccum.wrap(inner, **{"steps": 2, **options})
+
+
+def ones_loss(model: nn.Module, factor: float = 1.0) -> Tensor:
+    x = torch.full((2, 3), factor, dtype=next(model.parameters()).dtype)
+    return model(x).float().square().mean()
 
 
 @pytest.mark.parametrize("when", ["before the first", "later"])
@@ -31,12 +44,7 @@ def test_cast_model_is_summed_in_float32(when: str, masters: bool) -> None:
     """
     model = nn.Linear(4, 1, bias=False)
     nn.init.zeros_(model.weight)
-    opt: Any = gradaccum.wrap(
-        torch.optim.SGD(model.parameters(), lr=1.0),
-        steps=None,
-        reduction="sum",
-        master_weights=masters,
-    )
+    opt = wrap(model, steps=None, reduction="sum", master_weights=masters)
     if when == "later":
         (model(torch.ones(1, 4)).sum() * 0).backward()
         opt.step()
@@ -47,7 +55,7 @@ def test_cast_model_is_summed_in_float32(when: str, masters: bool) -> None:
         opt.step()
         opt.zero_grad()
     opt.flush()
-    assert torch.equal(model.weight, torch.full_like(model.weight, -8.0))
+    assert torch.equal(model.weight, torch.full_like(model.weight, -4.0))
 
 
 @pytest.mark.parametrize(
@@ -61,36 +69,26 @@ def test_cast_model_is_summed_in_float32(when: str, masters: bool) -> None:
 def test_cast_to_wider_dtype_trains_on(old: torch.dtype, new: torch.dtype) -> None:
     """The model trains as one that was cast before wrapping."""
     model, reference = make_model().to(old), make_model().to(old).to(new)
-    opt, other = (
-        gradaccum.wrap(torch.optim.SGD(m.parameters(), lr=0.5), steps=2)
-        for m in (model, reference)
-    )
+    opt, other = wrap(model), wrap(reference)
     model.to(new)
     for index in range(4):
         for m, o in ((model, opt), (reference, other)):
-            x = torch.ones(2, 3, dtype=new) * index
-            o.backward(m(x).square().mean(), weight=0.1 * (index + 1))
+            o.backward(ones_loss(m, index), weight=0.1 * (index + 1))
             o.step()
     assert opt.result == other.result
-    assert all(map(torch.equal, model.parameters(), reference.parameters()))
-    assert (
-        opt.state_dict()["gradaccum"]["weight"]
-        == other.state_dict()["gradaccum"]["weight"]
-    )
+    assert same(model, reference)
+    weights = [each.state_dict()["gradaccum"]["weight"] for each in (opt, other)]
+    assert weights[0] == weights[1]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@by_dtype
 def test_cast_in_open_window_is_refused(dtype: torch.dtype) -> None:
     model = make_model().to(dtype)
-    opt: Any = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.5), steps=2)
-    for index in range(2):
-        if index:
-            model.to(torch.float16)
-        model(
-            torch.ones(2, 3, dtype=next(model.parameters()).dtype)
-        ).float().square().mean().backward()
-        if not index:
-            opt.step()
+    opt = wrap(model)
+    ones_loss(model).backward()
+    opt.step()
+    model.to(torch.float16)
+    ones_loss(model).backward()
     with pytest.raises(gradaccum.UsageError, match=r"model\.to\(dtype\)"):
         opt.step()
 
@@ -99,79 +97,72 @@ def test_group_of_another_dtype_loses_nothing() -> None:
     """A group added between backward and step moves the sum out of .grad. The
     micro-batch that is not counted yet moves with it.
     """
-    model, last = make_model(), nn.Linear(2, 1).to(torch.bfloat16)
-    reference = make_model()
-    opt, other = (
-        gradaccum.wrap(torch.optim.SGD(m.parameters(), lr=0.5), steps=2)
-        for m in (model, reference)
-    )
+    model, reference = make_model(), make_model()
+    opt, other = wrap(model), wrap(reference)
     for index in range(2):
         loss_of(model, rows_of(index)).backward()
         loss_of(reference, rows_of(index)).backward()
         if index:
-            opt.add_param_group({"params": list(last.parameters())})
-            opt.add_param_group(
-                {"params": [nn.Parameter(torch.ones(2, dtype=torch.float64))]}
-            )
+            for dtype in (torch.bfloat16, torch.float64):
+                parameter = nn.Parameter(torch.ones(2, dtype=dtype))
+                opt.add_param_group({"params": [parameter]})
         opt.step()
         other.step()
-    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(p, q)
+    torch.testing.assert_close(values(model), values(reference))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@by_dtype
 def test_dropped_wrappers_remove_their_hooks(dtype: torch.dtype) -> None:
     model = make_model().to(dtype)
+
+    def hooks() -> list[int]:
+        return [len(p._post_accumulate_grad_hooks or {}) for p in model.parameters()]
+
     for _ in range(20):
-        opt: Any = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.5), steps=2)
-        model(torch.ones(2, 3, dtype=dtype)).float().sum().backward()
+        opt = wrap(model)
+        ones_loss(model).backward()
         opt.step()
         opt.discard()
-    assert [hooks_on(parameter) for parameter in model.parameters()] == [1] * 4
+    assert hooks() == [1] * 4
     del opt
-    assert [hooks_on(parameter) for parameter in model.parameters()] == [0] * 4
+    assert hooks() == [0] * 4
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@by_dtype
 def test_replaced_parameters_are_freed(dtype: torch.dtype) -> None:
     """Gaussian splatting replaces its points like this, between two updates."""
     points = nn.Parameter(torch.ones(4, 3, dtype=dtype))
     opt: Any = gradaccum.wrap(torch.optim.SGD([points], lr=0.5), steps=2)
     old = []
-    for _ in range(5):
+    for window in range(6):
+        if window:
+            old.append(weakref.ref(points))
+            grown = torch.cat([points.detach()[:2], torch.ones(2, 3, dtype=dtype)])
+            points = opt.param_groups[0]["params"][0] = nn.Parameter(grown)
         for _ in range(2):
             points.float().square().sum().backward()
             opt.step()
             opt.zero_grad()
-        old.append(weakref.ref(points))
-        points = opt.param_groups[0]["params"][0] = nn.Parameter(
-            torch.cat([points.detach()[:2], torch.ones(2, 3, dtype=dtype)])
-        )
-    for _ in range(2):
-        points.float().square().sum().backward()
-        opt.step()
     gc.collect()
     assert opt.result.optimizer_step == 6
     assert [each() is None for each in old] == [True] * 5
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@by_dtype
 def test_unfrozen_parameter_is_watched(dtype: torch.dtype) -> None:
     model = make_model().to(dtype)
     model[0].requires_grad_(False)
-    opt: Any = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.5), steps=2)
-    for index in range(6):
+    opt = wrap(model)
+    for index in range(5):
         if index == 2:
             model[0].requires_grad_(True)
-        model(torch.ones(2, 3, dtype=dtype)).float().sum().backward()
-        if index == 5:
-            nn.utils.clip_grad_norm_(
-                (model[0] if dtype == torch.float32 else model).parameters(), 1e-3
-            )
-            with pytest.raises(gradaccum.UsageError, match="clip_norm="):
-                opt.step()
-        else:
-            opt.step()
+        ones_loss(model).backward()
+        opt.step()
+    ones_loss(model).backward()
+    clipped = model[0] if dtype == torch.float32 else model
+    nn.utils.clip_grad_norm_(clipped.parameters(), 1e-3)
+    with pytest.raises(gradaccum.UsageError, match="clip_norm="):
+        opt.step()
 
 
 @pytest.mark.skipif(
@@ -186,8 +177,9 @@ def test_unfrozen_parameter_is_watched(dtype: torch.dtype) -> None:
         {"accumulate_dtype": "float64"},
         {"clip_norm": 0.01},
     ],
+    ids=str,
 )
-def test_gradients_keep_their_own_dtype(options: dict) -> None:
+def test_gradients_keep_their_own_dtype(options: dict[str, Any]) -> None:
     """Autograd leaves the gradients of bfloat16 parameters in float32, and the inner
     optimizer gets float32.
     """
@@ -205,15 +197,14 @@ def test_gradients_keep_their_own_dtype(options: dict) -> None:
         lambda o, *_: seen.extend(p.grad.dtype for p in o.param_groups[0]["params"])
     )
     for _ in range(2):
-        model(torch.ones(2, 3, dtype=torch.bfloat16)).float().square().mean().backward()
+        ones_loss(model).backward()
         opt.step()
-    reference(torch.ones(2, 3, dtype=torch.bfloat16)).float().square().mean().backward()
+    ones_loss(reference).backward()
     if "clip_norm" in options:
         nn.utils.clip_grad_norm_(reference.parameters(), options["clip_norm"])
     bare.step()
     assert set(seen) == {torch.float32}
-    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=2**-7, atol=2**-7)
+    torch.testing.assert_close(values(model), values(reference), rtol=2**-7, atol=2**-7)
 
 
 @pytest.mark.filterwarnings(
@@ -231,9 +222,12 @@ def test_compressed_parameters_are_refused() -> None:
 @pytest.mark.parametrize(
     "options",
     [{}, {"accumulate_dtype": "float64"}, {"on_overflow": "drop_micro_batch"}],
+    ids=str,
 )
 @pytest.mark.parametrize("order", ["first", "last"])
-def test_zeroed_gradients_keep_momentum_going(options: dict, order: str) -> None:
+def test_zeroed_gradients_keep_momentum_going(
+    options: dict[str, Any], order: str
+) -> None:
     """With ``zero_grad(set_to_none=False)`` momentum and weight decay go on for a
     parameter that was used once, as in torch.
     """

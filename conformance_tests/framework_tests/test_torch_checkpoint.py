@@ -5,7 +5,6 @@ window.
 from __future__ import annotations
 
 import copy
-import operator
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +14,9 @@ import torch
 from torch import nn
 
 import gradaccum
-from gradaccum_torch import AccumulatingOptimizer
+from gradaccum import CheckpointError
+
+from .torch_model import same
 
 X = torch.arange(24, dtype=torch.float32).reshape(8, 3) / 8
 KINDS: list[dict] = [
@@ -27,39 +28,37 @@ KINDS: list[dict] = [
 ]
 
 
-def make(
-    dtype: torch.dtype = torch.float32, **options: object
-) -> tuple[nn.Module, AccumulatingOptimizer]:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).to(dtype)
-    return model, gradaccum.wrap(
-        torch.optim.AdamW(model.parameters(), lr=0.1), **{"steps": 3, **options}
-    )
+class Run:
+    """A model and its optimizer."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32, **options: object) -> None:
+        torch.manual_seed(0)
+        layers = nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)
+        self.dtype, self.model = dtype, nn.Sequential(*layers).to(dtype)
+        inner = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.opt: Any = gradaccum.wrap(inner, **{"steps": 3, **options})
+
+    def backward(self, index: int, weight: float | None = None) -> None:
+        x = X[index % 8 : index % 8 + 1].to(self.dtype)
+        weight = 1 + index % 3 if weight is None else weight
+        self.opt.backward(self.model(x).square().sum(), weight=weight)
+
+    def train(self, first: int, last: int) -> None:
+        for index in range(first, last):
+            self.backward(index)
+            self.opt.step()
 
 
-def train(model: nn.Module, opt: AccumulatingOptimizer, first: int, last: int) -> None:
-    for index in range(first, last):
-        opt.backward(
-            model(X[index % 8 : index % 8 + 1].to(next(model.parameters()).dtype))
-            .square()
-            .sum(),
-            weight=1 + index % 3,
-        )
-        opt.step()
+def trained(last: int, **options: Any) -> Run:
+    run = Run(**options)
+    run.train(0, last)
+    return run
 
 
-def assert_same(
-    model: nn.Module,
-    opt: AccumulatingOptimizer,
-    other: nn.Module,
-    twin: AccumulatingOptimizer,
-) -> None:
-    assert opt.result == twin.result
-    assert all(
-        torch.equal(p, q)
-        for p, q in zip(model.parameters(), other.parameters(), strict=True)
-    )
-    ours, theirs = opt.state_dict(), twin.state_dict()
+def assert_same(run: Run, other: Run) -> None:
+    assert run.opt.result == other.opt.result
+    assert same(run.model, other.model)
+    ours, theirs = run.opt.state_dict(), other.opt.state_dict()
     assert ours["gradaccum"]["sums"].keys() == theirs["gradaccum"]["sums"].keys()
     for index, entries in ours["state"].items():
         assert all(
@@ -70,77 +69,67 @@ def assert_same(
 @pytest.mark.parametrize(
     "options", [*KINDS, {"dtype": torch.float16, "master_weights": True}], ids=str
 )
-@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda run: pickle.loads(pickle.dumps(run))]
+)
 @pytest.mark.parametrize("pending", [False, True])
 def test_copy_with_its_model_trains_alike(
-    options: dict, how: str, pending: bool
+    options: dict, copied: Callable[[Run], Run], pending: bool
 ) -> None:
-    model, opt = make(**options)
-    dtype = options.get("dtype", torch.float32)
-    train(model, opt, 0, 4)
+    run = trained(4, **options)
     if pending:
-        opt.backward(model(X[:1].to(dtype)).square().sum(), weight=2)
-    other, twin = (
-        copy.deepcopy((model, opt))
-        if how == "deepcopy"
-        else pickle.loads(pickle.dumps((model, opt)))
+        run.backward(0, weight=2)
+    twin = copied(run)
+    params = zip(
+        twin.model.parameters(), twin.opt.param_groups[0]["params"], strict=True
     )
-    assert all(
-        p is q
-        for p, q in zip(other.parameters(), twin.param_groups[0]["params"], strict=True)
-    )
-    for m, o in ((model, opt), (other, twin)):
+    assert all(p is q for p, q in params)
+    for each in (run, twin):
         if pending:
-            o.step()
-        train(m, o, 5, 12)
-    assert_same(model, opt, other, twin)
-    assert opt.result.optimizer_step >= 3
+            each.opt.step()
+        each.train(5, 12)
+    assert_same(run, twin)
+    assert run.opt.result.optimizer_step >= 3
 
 
 def test_copy_notices_changed_gradients() -> None:
     """The change comes after the copy, or before it to the original."""
-    model, opt = make()
-    train(model, opt, 0, 1)
-    other, twin = copy.deepcopy((model, opt))
-    nn.utils.clip_grad_norm_(other.parameters(), 1e-3)
-    model_changed = [p.grad.mul_(2) for p in model.parameters()]
-    assert model_changed
-    third = copy.deepcopy(opt)
-    for changed in (twin, third):
+    run = trained(1)
+    twin = copy.deepcopy(run)
+    nn.utils.clip_grad_norm_(twin.model.parameters(), 1e-3)
+    for parameter in run.model.parameters():
+        parameter.grad.mul_(2)
+    for changed in (twin.opt, copy.deepcopy(run.opt)):
         with pytest.raises(gradaccum.UsageError, match="clip_norm="):
             changed.step()
 
 
 def test_bare_state_loads_as_empty_window() -> None:
     """A bare optimizer loads the wrapper's state, too."""
-    model, opt = make()
-    reference, _ = make()
-    bare = torch.optim.AdamW(reference.parameters(), lr=0.1)
-    reference(X).sum().backward()
+    run, reference = trained(1), Run()
+    weight, twin_weight = run.model[0].weight, reference.model[0].weight
+    bare = torch.optim.AdamW(reference.model.parameters(), lr=0.1)
+    reference.model(X).sum().backward()
     bare.step()
-    train(model, opt, 0, 1)
-    opt.load_state_dict(copy.deepcopy(bare.state_dict()))
-    assert opt.result.micro_step == 0
-    assert torch.equal(
-        opt.state[model[0].weight]["exp_avg"],
-        bare.state[reference[0].weight]["exp_avg"],
-    )
-    assert all(p.grad is None for p in model.parameters())
-    train(model, opt, 0, 4)
-    bare.load_state_dict(opt.state_dict())
-    assert bare.state[reference[0].weight]["step"] == 2
+    run.opt.load_state_dict(copy.deepcopy(bare.state_dict()))
+    assert run.opt.result.micro_step == 0
+    moments = run.opt.state[weight]["exp_avg"], bare.state[twin_weight]["exp_avg"]
+    assert torch.equal(*moments)
+    assert all(p.grad is None for p in run.model.parameters())
+    run.train(0, 4)
+    bare.load_state_dict(run.opt.state_dict())
+    assert bare.state[twin_weight]["step"] == 2
 
 
-@pytest.mark.parametrize("options", KINDS)
+@pytest.mark.parametrize("options", KINDS, ids=str)
 def test_training_leaves_loaded_state_alone(options: dict) -> None:
     """The sums in the loaded dictionary keep their values."""
-    model, opt = make(**options)
-    train(model, opt, 0, 4)
-    saved = copy.deepcopy(opt.state_dict()["gradaccum"])
-    other, twin = make(**options)
-    state = {**twin.state_dict(), "gradaccum": copy.deepcopy(saved)}
-    twin.load_state_dict(state)
-    train(other, twin, 4, 6)
+    saved = copy.deepcopy(trained(4, **options).opt.state_dict()["gradaccum"])
+    run = Run(**options)
+    state = {**run.opt.state_dict(), "gradaccum": copy.deepcopy(saved)}
+    run.opt.load_state_dict(state)
+    run.train(4, 6)
+    assert saved["sums"]
     assert all(
         torch.equal(total, saved["sums"][index])
         for index, total in state["gradaccum"]["sums"].items()
@@ -148,69 +137,59 @@ def test_training_leaves_loaded_state_alone(options: dict) -> None:
 
 
 def test_loading_drops_pending_micro_batch() -> None:
-    model, opt = make()
-    train(model, opt, 0, 4)
-    saved = copy.deepcopy(opt.state_dict())
-    opt.backward(model(X[:1]).sum(), weight=7)
-    opt.load_state_dict(saved)
-    opt.backward(model(X[:1]).sum(), weight=2)
-    opt.step()
-    assert opt.state_dict()["gradaccum"]["weight"] == saved["gradaccum"]["weight"] + 2
+    run = trained(4)
+    saved = copy.deepcopy(run.opt.state_dict())
+    run.backward(0, weight=7)
+    run.opt.load_state_dict(saved)
+    run.backward(0, weight=2)
+    run.opt.step()
+    weights = [s["gradaccum"]["weight"] for s in (run.opt.state_dict(), saved)]
+    assert weights[0] == weights[1] + 2
 
 
-DAMAGE: dict[str, Callable[[Any], object]] = {
-    "no field": lambda state: state["gradaccum"].pop("weight"),
-    "another format": lambda state: state["gradaccum"].update(format=2),
-    "another shape": lambda state: operator.setitem(
-        state["gradaccum"]["parameters"][0], 0, [5, 3]
+DAMAGE: dict[str, Callable[[Any, Any], object]] = {
+    "no field": lambda state, entry: entry.pop("weight"),
+    "another format": lambda state, entry: entry.update(format=2),
+    "another shape": lambda state, entry: entry["parameters"][0].__setitem__(0, [5, 3]),
+    "another dtype": lambda state, entry: entry["parameters"][0].__setitem__(
+        1, "torch.float16"
     ),
-    "another dtype": lambda state: operator.setitem(
-        state["gradaccum"]["parameters"][0], 1, "torch.float16"
+    "fewer parameters": lambda state, entry: entry["parameters"].pop(),
+    "an overfull window": lambda state, entry: entry.update(micro_step=4),
+    "another sum": lambda state, entry: entry["sums"].update(
+        {0: entry["sums"][0].double()}
     ),
-    "fewer parameters": lambda state: state["gradaccum"]["parameters"].pop(),
-    "an overfull window": lambda state: state["gradaccum"].update(micro_step=4),
-    "another sum": lambda state: state["gradaccum"]["sums"].update(
-        {0: state["gradaccum"]["sums"][0].double()}
+    "more groups": lambda state, entry: state["param_groups"].append(
+        state["param_groups"][0]
     ),
-    "more groups": lambda state: state["param_groups"].append(state["param_groups"][0]),
-    "no entry": lambda state: state.update(gradaccum=None),
+    "no entry": lambda state, entry: state.update(gradaccum=None),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_refused_state_changes_nothing(damage: str) -> None:
-    model, opt = make()
-    train(model, opt, 0, 4)
-    other, twin = copy.deepcopy((model, opt))
-    train(other, twin, 4, 5)
-    state = copy.deepcopy(twin.state_dict())
-    DAMAGE[damage](state)
-    with pytest.raises(gradaccum.CheckpointError):
-        opt.load_state_dict(state)
-    reference, third = make()
-    train(reference, third, 0, 4)
-    for m, o in ((model, opt), (reference, third)):
-        train(m, o, 4, 9)
-    assert_same(model, opt, reference, third)
+    run = trained(4)
+    state = copy.deepcopy(trained(5).opt.state_dict())
+    DAMAGE[damage](state, state["gradaccum"])
+    with pytest.raises(CheckpointError):
+        run.opt.load_state_dict(state)
+    run.train(4, 9)
+    assert_same(run, trained(9))
 
 
 def test_other_parameter_names_are_refused() -> None:
-    def named(prefix: str) -> AccumulatingOptimizer:
-        model = nn.Linear(2, 2)
-        return gradaccum.wrap(
-            torch.optim.SGD(
-                [(prefix + name, p) for name, p in model.named_parameters()], lr=0.1
-            ),
-            steps=2,
-        )
+    def named(prefix: str) -> Any:
+        parameters = nn.Linear(2, 2).named_parameters()
+        given = [(prefix + name, parameter) for name, parameter in parameters]
+        return gradaccum.wrap(torch.optim.SGD(given, lr=0.1), steps=2)
 
     named("a.").load_state_dict(named("a.").state_dict())
-    with pytest.raises(gradaccum.CheckpointError, match=r"a\.weight"):
+    with pytest.raises(CheckpointError, match=r"a\.weight"):
         named("b.").load_state_dict(named("a.").state_dict())
 
 
 def test_state_dict_hooks_run_in_order() -> None:
-    _, opt = make()
+    opt = Run().opt
     seen: list[str] = []
     opt.register_state_dict_pre_hook(lambda o: seen.append("pre"))
     opt.register_state_dict_post_hook(lambda o, state: {**state, "extra": 1})
@@ -227,84 +206,58 @@ def test_uncounted_micro_batch_is_not_saved() -> None:
     """The window is empty until the first step(), so a backward pass before it does not
     forbid saving.
     """
-    model, opt = make()
-    model(X).sum().backward()
-    assert opt.state_dict()["gradaccum"]["sums"] == {}
+    run = Run()
+    run.model(X).sum().backward()
+    assert run.opt.state_dict()["gradaccum"]["sums"] == {}
 
 
-# A state loaded under other options: the same loss scale multiplies and divides, and a
-# scaler of the user keeps its own scale.
+# A state loaded under other options: a scaler of the user keeps its own scale.
 
 
-DYNAMIC = gradaccum.DynamicLossScale(init_scale=1024.0)
-NO_SCALE: dict[str, Callable[[], Any]] = {
-    "none": lambda: None,
-    "disabled": lambda: torch.amp.GradScaler("cpu", enabled=False),
-}
+def make_scaled(**options: Any) -> tuple[nn.Parameter, Any]:
+    parameter = nn.Parameter(torch.ones(2))
+    inner = torch.optim.SGD([parameter], lr=1.0)
+    return parameter, gradaccum.wrap(inner, **{"steps": 2, **options})
 
 
-def make_scaled(**options: Any) -> tuple[torch.nn.Parameter, Any]:
-    parameter = torch.nn.Parameter(torch.ones(2))
-    return parameter, gradaccum.wrap(
-        torch.optim.SGD([parameter], lr=1.0), **{"steps": 2, **options}
-    )
-
-
-def train_scaled(
-    parameter: torch.nn.Parameter, opt: Any, micro_batches: int, weight: float = 1.0
-) -> None:
+def train_scaled(parameter: nn.Parameter, opt: Any, micro_batches: int = 2) -> None:
     for _ in range(micro_batches):
-        opt.backward(parameter.sum(), weight)
+        opt.backward(parameter.sum())
         opt.step()
 
 
-@pytest.mark.parametrize("scale", NO_SCALE)
-def test_plain_backward_after_scaled_run(scale: str) -> None:
-    """A float16 run goes on in bfloat16 without a scale: nothing multiplies the loss,
-    so nothing divides the sum.
-    """
-    first, saved = make_scaled(loss_scale=DYNAMIC)
-    train_scaled(first, saved, 2)
-    parameter, opt = make_scaled(loss_scale=NO_SCALE[scale]())
-    opt.load_state_dict(saved.state_dict())
-    for _ in range(2):
-        parameter.sum().backward()
-        opt.step()
-    assert parameter.tolist() == [0.0, 0.0]
-    assert opt.result.loss_scale == 1.0
-    assert opt.result.optimizer_step == 2
+def saved_scaled(scale: Any) -> Any:
+    parameter, opt = make_scaled(loss_scale=scale)
+    train_scaled(parameter, opt)
+    return opt.state_dict()
 
 
 @pytest.mark.parametrize("saved", [None, 8.0, 1024.0], ids=str)
 def test_given_scaler_keeps_its_scale(saved: float | None) -> None:
     """The user may have loaded the scaler from a file of its own after wrapping."""
-    first, old = make_scaled(loss_scale=saved)
-    train_scaled(first, old, 2)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     parameter, opt = make_scaled(loss_scale=scaler)
     scaler.load_state_dict(
         {**scaler.state_dict(), "scale": 512.0, "_growth_tracker": 7}
     )
-    opt.load_state_dict(old.state_dict())
+    opt.load_state_dict(saved_scaled(saved))
     assert (scaler.get_scale(), scaler.state_dict()["_growth_tracker"]) == (512.0, 7)
-    train_scaled(parameter, opt, 2)
+    train_scaled(parameter, opt)
     assert parameter.tolist() == [0.0, 0.0]
     assert scaler.state_dict()["_growth_tracker"] == 8
 
 
 def test_scaler_takes_saved_dynamic_scale() -> None:
-    first, old = make_scaled(loss_scale=DYNAMIC)
-    train_scaled(first, old, 2)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     _, opt = make_scaled(loss_scale=scaler)
-    opt.load_state_dict(old.state_dict())
+    opt.load_state_dict(saved_scaled(gradaccum.DynamicLossScale(init_scale=1024.0)))
     assert (scaler.get_scale(), scaler.state_dict()["_growth_tracker"]) == (1024.0, 1)
 
 
 def test_exhausted_schedule_can_be_saved() -> None:
     """The list has a size for one window, and no second window begins."""
     parameter, opt = make_scaled(steps=lambda step: [2][step])
-    train_scaled(parameter, opt, 2)
+    train_scaled(parameter, opt)
     assert opt.state_dict()["gradaccum"]["terms"]["steps"] is None
 
 
@@ -323,9 +276,9 @@ def test_open_window_keeps_its_size() -> None:
         "scale": "unused",
         "steps": 3,
     }
-    with pytest.raises(gradaccum.CheckpointError, match="steps"):
+    with pytest.raises(CheckpointError, match="steps"):
         opt.load_state_dict(saved)
     sizes[0] = 3
     opt.load_state_dict(saved)
-    train_scaled(parameter, opt, 2)
+    train_scaled(parameter, opt)
     assert opt.result.applied

@@ -41,7 +41,13 @@ def make(
     "dtype", [pytest.param(torch.float32, marks=pytest.mark.deep), torch.bfloat16]
 )
 @pytest.mark.parametrize(
-    "options", [pytest.param({}, marks=pytest.mark.deep), {"clip_norm": 0.01}], ids=str
+    "options",
+    [
+        pytest.param({}, marks=pytest.mark.deep),
+        {"clip_norm": 0.01},
+        {"separate_sums": True},
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("what", ["the step", "the backward pass"])
 def test_compiled_training_equals_eager(
@@ -77,18 +83,3 @@ def test_clip_in_compiled_step_is_refused() -> None:
 
     with pytest.raises(gradaccum.UsageError, match="clip_norm="):
         torch.compile(train, backend="eager")(torch.ones(2, 3))
-
-
-def test_compiled_step_with_separate_sums() -> None:
-    """The last window is flushed."""
-    torch._dynamo.reset()
-    (model, opt, train), (reference, other, plain) = (
-        make(torch.float32, {"separate_sums": True}) for _ in range(2)
-    )
-    for step in (torch.compile(train, backend="aot_eager"), plain):
-        for index in range(3):
-            step(torch.full((2, 3), 0.1 + index))
-    opt.flush()
-    other.flush()
-    assert opt.result.optimizer_step == other.result.optimizer_step == 2
-    assert all(map(torch.equal, model.parameters(), reference.parameters()))

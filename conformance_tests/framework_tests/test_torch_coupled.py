@@ -320,15 +320,3 @@ def test_modules_fetched_elsewhere(fails: bool) -> None:
         assert torch.allclose(model[0].weight.grad, other[0].weight.grad, rtol=1e-12)
     expected = before if fails else other.state_dict()
     assert all(map(torch.equal, model.state_dict().values(), expected.values()))
-
-
-def test_compiled_functions() -> None:
-    """Looking out for modules must not disturb the compiler, nor make it warn."""
-    model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4))
-    for compiled in (
-        torch.compile(model, backend="eager", fullgraph=True),
-        torch.compile(lambda x: model(x), backend="eager", fullgraph=True),
-    ):
-        before = int(model[1].num_batches_tracked)
-        coupled_backward(compiled, Tensor.std, torch.randn(8, 8), steps=4)
-        assert int(model[1].num_batches_tracked) == before + 4

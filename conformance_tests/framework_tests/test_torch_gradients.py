@@ -11,17 +11,7 @@ import torch
 from torch import nn
 
 import gradaccum
-from gradaccum_torch import AccumulatingOptimizer
 from gradaccum_torch.arithmetic import measure
-
-
-def one_parameter(
-    value: torch.Tensor, **options: object
-) -> tuple[nn.Parameter, AccumulatingOptimizer]:
-    parameter = nn.Parameter(value)
-    return parameter, gradaccum.wrap(
-        torch.optim.SGD([parameter], lr=1.0), **{"steps": 2, **options}
-    )
 
 
 def test_mixed_dtypes_in_one_optimizer() -> None:
@@ -131,30 +121,22 @@ def test_dense_gradient_after_a_sparse_one() -> None:
         )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32])
-def test_huge_squares_are_no_overflow(dtype: torch.dtype) -> None:
+def test_huge_squares_are_no_overflow() -> None:
     """The squares of these gradients overflow. The gradients and their norm are
     finite.
     """
-    large = float(torch.finfo(dtype).max) / 4
-    norm, finite, *_ = measure(
-        [
-            torch.full((4,), large, dtype=dtype),
-            torch.zeros(3, dtype=dtype),
-            torch.zeros(0, dtype=dtype),
-        ]
-    )
+    large = torch.full((4,), torch.finfo(torch.float32).max / 4)
+    norm, finite, *_ = measure([large, torch.zeros(3), torch.zeros(0)])
     assert finite
-    assert norm == pytest.approx(2 * large)
-    assert measure(
-        [torch.full((4,), large, dtype=dtype), torch.tensor([math.nan], dtype=dtype)]
-    )[:3] == (math.inf, False)
-    assert measure([torch.tensor([-math.inf], dtype=dtype)]) == (math.inf, False)
+    assert norm == pytest.approx(2 * float(large[0]))
+    assert measure([large, torch.tensor([math.nan])])[:3] == (math.inf, False)
+    assert measure([torch.tensor([-math.inf])]) == (math.inf, False)
     assert measure([])[:3] == (0.0, True)
 
 
 def test_complex_parameters_are_trained() -> None:
-    parameter, opt = one_parameter(torch.zeros(2, dtype=torch.complex64))
+    parameter = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    opt = gradaccum.wrap(torch.optim.SGD([parameter], lr=1.0), steps=2)
     for _ in range(2):
         (parameter * (3 + 4j)).real.sum().backward()
         opt.step()
@@ -164,47 +146,10 @@ def test_complex_parameters_are_trained() -> None:
     )
 
 
-EXTREMES = [2.0**-149, 2.0**-140, 2.0**-100, 2.0**-72, 2.0**-40, 1.0, 2.0**64, 2.0**127]
-
-
-def near(norm: float, relative: float = 1e-6) -> object:
-    return pytest.approx(norm, rel=relative, abs=0)
-
-
-def pattern(size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Numbers that each of these dtypes holds, at the ends of its range too."""
-    return (torch.arange(size, dtype=torch.float64) % 2).to(dtype)
-
-
-@pytest.mark.parametrize("scale", EXTREMES)
-@pytest.mark.parametrize("sizes", [(3,), (5, 7, 1, 2, 9, 4), (5000, 3)], ids=str)
-def test_every_magnitude(scale: float, sizes: tuple[int, ...]) -> None:
-    tensors = [(pattern(size).double() * scale).float() for size in sizes]
-    assert measure(tensors).norm == near(
-        scale * math.sqrt(sum(size // 2 for size in sizes)), 1e-6
-    )
-
-
-@pytest.mark.parametrize("scale", [2.0**-24, 2.0**-20, 2.0**-14, 1.0, 2.0**15])
-def test_float16(scale: float) -> None:
-    """A norm of its own dtype, which is how torch gives it, has few bits where it is
-    small.
-    """
-    tensors = [
-        (pattern(7).double() * scale).half(),
-        (pattern(5).double() * scale).half(),
-    ]
-    assert measure(tensors).norm == near(scale * math.sqrt(5), 2e-3)
-
-
 def test_sparse_and_complex() -> None:
-    sparse = torch.sparse_coo_tensor(
-        torch.tensor([[0, 2]]),
-        torch.tensor([3.0, 4.0]) * 2.0**-100,
-        (5,),
-        check_invariants=True,
-    )
-    assert measure([sparse]).norm == near(5 * 2.0**-100)
-    assert measure(
-        [torch.tensor([3 + 4j], dtype=torch.complex64) * 2.0**-100]
-    ).norm == near(5 * 2.0**-100)
+    tiny = 2.0**-100
+    for gradient in (
+        torch.tensor([0.0, 3.0, 0.0, 4.0]).to_sparse() * tiny,
+        torch.tensor([3 + 4j], dtype=torch.complex64) * tiny,
+    ):
+        assert measure([gradient]).norm == pytest.approx(5 * tiny, rel=1e-6, abs=0)

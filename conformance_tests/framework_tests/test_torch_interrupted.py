@@ -12,7 +12,13 @@ import torch
 from torch import nn
 
 import gradaccum
-from conformance_tests.framework_tests.torch_model import loss_of, make_model, rows_of
+from conformance_tests.framework_tests.torch_model import (
+    loss_of,
+    make_model,
+    rows_of,
+    values,
+)
+from gradaccum import UsageError
 from gradaccum_torch import arithmetic, update
 
 PLACES: dict[str, tuple[torch.dtype, dict]] = {
@@ -34,56 +40,53 @@ class Failure(Exception):
     """Raised by a hook, a kernel or the user (Ctrl-C)."""
 
 
-def make(place: str, **more: Any) -> tuple[nn.Module, Any]:
-    dtype, options = PLACES[place]
-    model = make_model().to(dtype)
-    return model, gradaccum.wrap(
-        torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9),
-        **{"steps": 3, **options, **more},
-    )
-
-
-def loss(model: nn.Module, index: int) -> torch.Tensor:
-    dtype = next(model.parameters()).dtype
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
-        return loss_of(model, rows_of(index))
-
-
-def micro_batches(
-    model: nn.Module, opt: Any, number: int = 3, *, first: int = 0
-) -> None:
-    for index in range(first, number):
-        opt.backward(loss(model, index))
-        opt.step()
-
-
 def failing(*_: object) -> None:
     raise Failure
 
 
-def assert_as_uninterrupted(
-    place: str, model: nn.Module, opt: Any, windows: int = 1
-) -> None:
-    other, reference = make(place)
-    for _ in range(windows):
-        micro_batches(other, reference)
-    assert opt.result.optimizer_step == reference.result.optimizer_step
-    for p, q in zip(model.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=BITS[p.dtype], atol=BITS[p.dtype])
+class Run:
+    """A model and its optimizer in windows of three."""
+
+    def __init__(self, place: str = "in .grad", **more: Any) -> None:
+        self.place = place
+        self.dtype, options = PLACES[place]
+        self.model = make_model().to(self.dtype)
+        inner = torch.optim.SGD(self.model.parameters(), lr=0.5, momentum=0.9)
+        self.opt: Any = gradaccum.wrap(inner, **{"steps": 3, **options, **more})
+
+    def loss(self, index: int) -> torch.Tensor:
+        half = self.dtype == torch.bfloat16
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=half):
+            return loss_of(self.model, rows_of(index))
+
+    def train(self, number: int = 3, *, first: int = 0) -> None:
+        for index in range(first, number):
+            self.opt.backward(self.loss(index))
+            self.opt.step()
+
+    def require_uninterrupted(self, windows: int = 1) -> None:
+        other = Run(self.place)
+        for _ in range(windows):
+            other.train()
+        assert self.opt.result.optimizer_step == windows
+        off = BITS[self.dtype]
+        torch.testing.assert_close(
+            values(self.model), values(other.model), rtol=off, atol=off
+        )
 
 
 @by_place
 def test_raising_post_hook_keeps_the_update(place: str) -> None:
-    model, opt = make(place)
-    handle = opt.register_step_post_hook(failing)
+    run = Run(place)
+    handle = run.opt.register_step_post_hook(failing)
     with pytest.raises(Failure):
-        micro_batches(model, opt)
+        run.train()
     handle.remove()
-    assert opt.result.applied
-    opt.flush()
-    assert_as_uninterrupted(place, model, opt)
-    micro_batches(model, opt)
-    assert_as_uninterrupted(place, model, opt, windows=2)
+    assert run.opt.result.applied
+    run.opt.flush()
+    run.require_uninterrupted()
+    run.train()
+    run.require_uninterrupted(windows=2)
 
 
 @by_place
@@ -91,19 +94,18 @@ def test_raising_pre_hook_leaves_window_open(place: str) -> None:
     """The update is made by the next flush, here and in a wrapper that has loaded the
     state.
     """
-    model, opt = make(place)
-    handle = opt.register_step_pre_hook(failing)
+    run, resumed = Run(place), Run(place)
+    handle = run.opt.register_step_pre_hook(failing)
     with pytest.raises(Failure):
-        micro_batches(model, opt)
+        run.train()
     handle.remove()
-    assert all(master.grad is None for master in opt.master_weights.values())
-    resumed, again = make(place)
-    resumed.load_state_dict(model.state_dict())
-    again.load_state_dict(copy.deepcopy(opt.state_dict()))
-    for each, own in ((model, opt), (resumed, again)):
-        assert own.result.micro_step == 3
-        own.flush()
-        assert_as_uninterrupted(place, each, own)
+    assert all(master.grad is None for master in run.opt.master_weights.values())
+    resumed.model.load_state_dict(run.model.state_dict())
+    resumed.opt.load_state_dict(copy.deepcopy(run.opt.state_dict()))
+    for each in (run, resumed):
+        assert each.opt.result.micro_step == 3
+        each.opt.flush()
+        each.require_uninterrupted()
 
 
 @pytest.mark.parametrize(
@@ -114,9 +116,8 @@ def test_out_of_memory_while_narrowing(
     place: str, when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Memory runs out before the third sum is divided and cast, or right after."""
-    model, opt = make(place)
-    micro_batches(model, opt, 2)
-    opt.backward(loss(model, 2))
+    run = Run(place)
+    run.train(2)
     narrowed, calls = arithmetic.narrowed, []
 
     def raising(*arguments: Any) -> torch.Tensor:
@@ -130,29 +131,29 @@ def test_out_of_memory_while_narrowing(
     with monkeypatch.context() as patch:
         patch.setattr(update, "narrowed", raising)
         with pytest.raises(Failure):
-            opt.step()
-    assert opt.result.micro_step == 3
-    opt.flush()
-    assert_as_uninterrupted(place, model, opt)
+            run.train(first=2)
+    assert run.opt.result.micro_step == 3
+    run.opt.flush()
+    run.require_uninterrupted()
 
 
 def test_window_clipped_before_raising_is_refused() -> None:
     """One pre-hook clips, the next one raises. The window's own gradient is lost, so
     the window is refused.
     """
-    model, opt = make("in .grad")
-    opt.register_step_pre_hook(
-        lambda *_: nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+    run = Run()
+    run.opt.register_step_pre_hook(
+        lambda *_: nn.utils.clip_grad_value_(run.model.parameters(), 1e-3)
     )
-    handle = opt.register_step_pre_hook(failing)
+    handle = run.opt.register_step_pre_hook(failing)
     with pytest.raises(Failure):
-        micro_batches(model, opt)
+        run.train()
     handle.remove()
-    with pytest.raises(gradaccum.UsageError, match=r"discard\(\)"):
-        opt.flush()
-    opt.discard()
-    micro_batches(model, opt)
-    assert opt.result.applied
+    with pytest.raises(UsageError, match=r"discard\(\)"):
+        run.opt.flush()
+    run.opt.discard()
+    run.train()
+    assert run.opt.result.applied
 
 
 @by_place
@@ -162,27 +163,28 @@ def test_inner_step_that_raised_is_refused(place: str, when: str, fused: bool) -
     """Nobody looks how far it came: the next calls are refused until `discard` or a
     load.
     """
-    model, opt = make(place)
+    run = Run(place)
+    opt = run.opt
     opt.optimizer.param_groups[0]["fused"] = fused
-    state, weights = copy.deepcopy(opt.state_dict()), copy.deepcopy(model.state_dict())
+    state, weights = copy.deepcopy((opt.state_dict(), run.model.state_dict()))
     handle = getattr(opt.optimizer, f"register_step_{when}_hook")(failing)
     for way_out in (opt.discard, lambda: opt.load_state_dict(state)):
         with pytest.raises(Failure):
-            micro_batches(model, opt)
+            run.train()
         for call in (
             opt.step,
             opt.flush,
             opt.state_dict,
-            lambda: opt.backward(loss(model, 0)),
+            lambda: opt.backward(run.loss(0)),
         ):
-            with pytest.raises(gradaccum.UsageError, match="checkpoint"):
+            with pytest.raises(UsageError, match="checkpoint"):
                 call()
         assert opt.result.optimizer_step == 0
         way_out()
     handle.remove()
-    model.load_state_dict(weights)
-    micro_batches(model, opt)
-    assert_as_uninterrupted(place, model, opt)
+    run.model.load_state_dict(weights)
+    run.train()
+    run.require_uninterrupted()
 
 
 @by_place
@@ -194,85 +196,77 @@ def test_half_made_backward_can_be_repeated(
     """`opt.backward` or `zero_grad` takes the part that arrived out of the sum. If it
     cannot, calls are refused until `discard`.
     """
-    model, opt = make(place)
-    micro_batches(model, opt, micro_batch)
+    run = Run(place)
+    opt = run.opt
+    run.train(micro_batch)
 
     def backward() -> None:
         if by == "opt.backward":
-            opt.backward(loss(model, micro_batch))
+            opt.backward(run.loss(micro_batch))
         else:
-            loss(model, micro_batch).backward()
+            run.loss(micro_batch).backward()
 
-    handle = model[0].weight.register_hook(failing)
+    handle = run.model[0].weight.register_hook(failing)
     with pytest.raises(Failure):
         backward()
     handle.remove()
     apart = micro_batch == 0 or place == "kept apart"
     if by == "loss.backward" or not apart:
-        calls = (
-            (opt.step, opt.flush)
-            if place == "kept apart"
-            else (opt.step, opt.flush, opt.state_dict)
-        )
+        calls = [opt.step, opt.flush]
+        if place != "kept apart":
+            calls.append(opt.state_dict)
         for call in calls:
-            with pytest.raises(gradaccum.UsageError, match=r"opt\.discard\(\)"):
+            with pytest.raises(UsageError, match=r"opt\.discard\(\)"):
                 call()
         if apart:
             opt.zero_grad()
         else:
             opt.discard()
-            micro_batches(model, opt, micro_batch)
+            run.train(micro_batch)
     backward()
     opt.step()
-    for index in range(micro_batch + 1, 3):
-        opt.backward(loss(model, index))
-        opt.step()
-    assert_as_uninterrupted(place, model, opt)
+    run.train(first=micro_batch + 1)
+    run.require_uninterrupted()
 
 
 def test_raise_in_backward_leaves_what_was_told_before() -> None:
     """A loss that was scaled before may be differentiated after it."""
-    model, opt = make("in .grad", loss_scale=8.0)
-    scaled = opt.scale(loss(model, 0))
-    handle = model[0].weight.register_hook(failing)
+    run = Run(loss_scale=8.0)
+    scaled = run.opt.scale(run.loss(0))
+    handle = run.model[0].weight.register_hook(failing)
     with pytest.raises(Failure):
-        opt.backward(loss(model, 1))
+        run.opt.backward(run.loss(1))
     handle.remove()
     scaled.backward()
-    opt.step()
-    micro_batches(model, opt, first=1)
-    assert_as_uninterrupted("in .grad", model, opt)
+    run.opt.step()
+    run.train(first=1)
+    run.require_uninterrupted()
 
 
 def test_early_raise_in_backward_changes_nothing() -> None:
     """No gradient has arrived when the backward pass raises."""
-    model, opt = make("in .grad")
-    micro_batches(model, opt, 1)
-    handle = model[2].weight.register_hook(failing)
-    bias = model[2].bias.register_hook(failing)
+    run = Run()
+    run.train(1)
+    handles = [p.register_hook(failing) for p in run.model[2].parameters()]
     with pytest.raises(Failure):
-        opt.backward(loss(model, 1))
-    handle.remove()
-    bias.remove()
-    micro_batches(model, opt, first=1)
-    assert_as_uninterrupted("in .grad", model, opt)
+        run.opt.backward(run.loss(1))
+    for handle in handles:
+        handle.remove()
+    run.train(first=1)
+    run.require_uninterrupted()
 
 
 @pytest.mark.parametrize("steps", [1, 2])
 def test_raising_post_hook_moves_the_scaler(steps: int) -> None:
-    model = make_model()
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
-    opt: Any = gradaccum.wrap(
-        torch.optim.SGD(model.parameters(), lr=0.5), steps=steps, loss_scale=scaler
-    )
-    opt.register_step_post_hook(failing)
-    for index in range(steps):
-        scaler.scale(loss(model, index)).backward()
-        if index == steps - 1:
-            with pytest.raises(Failure):
-                scaler.step(opt)
-        else:
-            scaler.step(opt)
-            scaler.update()
-    assert opt.result.optimizer_step == 1
-    assert scaler.get_scale() == opt.result.loss_scale == 16.0
+    run = Run(steps=steps, loss_scale=scaler)
+    run.opt.register_step_post_hook(failing)
+    for index in range(steps - 1):
+        scaler.scale(run.loss(index)).backward()
+        scaler.step(run.opt)
+        scaler.update()
+    scaler.scale(run.loss(steps)).backward()
+    with pytest.raises(Failure):
+        scaler.step(run.opt)
+    assert run.opt.result.optimizer_step == 1
+    assert scaler.get_scale() == run.opt.result.loss_scale == 16.0

@@ -116,16 +116,6 @@ def test_functions_before_culprit_are_not_blamed() -> None:
     assert all(error > 0.9 for error in report.errors.values())
 
 
-def test_two_culprits_are_both_named() -> None:
-    """The culprits lie on two branches of the loss's graph."""
-    net = Net(IgnoresUpstream)
-    report = verify_loss_scaling(
-        lambda: net.loss() + Clamps.apply(4 * net.last.weight).sum(),
-        net.named_parameters(),
-    )
-    assert report.culprits == ("Clamps", "IgnoresUpstream")
-
-
 def test_clipping_hook_is_seen() -> None:
     """The loss is not linear, and no function is to blame."""
     weight = torch.full((3,), 2.0, requires_grad=True)

@@ -42,8 +42,8 @@ from conformance_tests.framework_tests.torch_mirror import Call, mirror
 pytestmark = pytest.mark.filterwarnings("ignore:DTensor random operators:UserWarning")
 """Of an older torch, about random numbers on a CPU, which no program here asks for."""
 WORKERS = (2, 8, 64, 1024)
-STEPS, OWN = 3, 4
-"""Micro-batches of a window, and the items of a micro-batch on each worker."""
+STEPS = 3
+"""Micro-batches of a window."""
 WINDOWS = ((0, 3), (3, 6), (6, 7))
 CLIP = 0.5
 
@@ -256,48 +256,6 @@ PROGRAMS: dict[str, tuple[Callable[[int], Job], Callable[[int], nn.Module]]] = {
 REDUCTIONS = {"class-sharded head": ("sum_per_item",)}
 
 
-def test_the_mirror_gives_what_equal_workers_would() -> None:
-    """As rank 1 of 2; objects travel by the same collectives."""
-    two, three = torch.tensor([1.0, 2.0]), torch.tensor([5.0])
-    for run, brings, expected in (
-        (lambda out: dist.all_reduce(out), two, [2, 4]),
-        (lambda out: dist.all_reduce(out, dist.ReduceOp.MAX), two, [1, 2]),
-        (lambda out: dist.all_reduce(out, dist.ReduceOp.AVG), two, [1, 2]),
-        (lambda out: dist.broadcast(out, 0), two, [1, 2]),
-        (
-            lambda out: dist.all_gather(list(out.split(1)), three),
-            torch.empty(2),
-            [5, 5],
-        ),
-        (lambda out: dist.reduce_scatter(out, list(two.split(1))), torch.empty(1), [4]),
-        (
-            lambda out: dist.scatter(out, [three, 2 * three], src=1),
-            torch.empty(1),
-            [10],
-        ),
-        (lambda out: all_gather_into(out, three), torch.empty(2), [5, 5]),
-        (lambda out: reduce_scatter_into(out, two), torch.empty(1), [4]),
-    ):
-        with mirror(2, rank=1) as calls:
-            run(out := brings.clone())
-            assert out.tolist() == expected
-            assert len(calls) == 1
-    with mirror(3, rank=1):
-        everyone: list[Any] = [None] * 3
-        dist.all_gather_object(everyone, {"weight": 3})
-        dist.barrier()
-    assert everyone == [{"weight": 3}] * 3
-
-
-all_gather_into = (
-    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-)
-"""The newer name, since torch 2.13 warns of the older."""
-reduce_scatter_into = (
-    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-)
-
-
 def require_runs(program: str) -> None:
     if "SDP" in program and not RUNS_ON_CPU:
         pytest.skip(REASON)
@@ -462,40 +420,6 @@ def test_large_models_send_more_messages(
     )
     assert found == law
     assert law["allreduce", 64].collectives == 1 + collectives, "the numbers first"
-
-
-MEBI = 2**20
-SMALL, LARGE = nn.Parameter(torch.zeros(2**19)), nn.Parameter(torch.zeros(2**21))
-"""Two mebibytes, which travel with others, and eight, which travel alone."""
-
-
-def test_a_failed_update_gets_the_undivided_sums_again() -> None:
-    """The reduced sums are parts of one tensor, which is divided in one call."""
-    results = []
-    for fails in (False, True):
-        with mirror(2):
-            model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).double()
-            repeating(model, 1)
-            opt = gradaccum.wrap(
-                sgd(model.parameters()),
-                steps=1,
-                process_group=dist.group.WORLD,
-                clip_norm=CLIP,
-            )
-            for x in ITEMS[:3]:
-                handle = opt.register_step_pre_hook(lambda *_: 1 / 0) if fails else None
-                opt.backward(squares(model)(x), weight=len(x))
-                if handle is not None:
-                    with pytest.raises(ZeroDivisionError):
-                        opt.step()
-                    handle.remove()
-                    opt.flush()
-                else:
-                    opt.step()
-                opt.zero_grad()
-            results.append([*model.parameters(), opt.result.grad_norm])
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
 REDUCES = ("allreduce", "reduce_scatter")

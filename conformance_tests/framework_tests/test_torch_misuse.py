@@ -12,7 +12,108 @@ import torch
 from torch import nn
 
 import gradaccum
-from conformance_tests.framework_tests.torch_model import loss_of, make_model, rows_of
+from conformance_tests.framework_tests.torch_model import (
+    X,
+    loss_of,
+    make,
+    make_model,
+    same,
+    values,
+)
+from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
+
+
+def sgd(kind: type[Any] = torch.optim.SGD, **options: Any) -> Any:
+    return kind(make_model().parameters(), lr=0.5, **options)
+
+
+class Evaluating(torch.optim.SGD):
+    def step(self, model, *more, batch, closure=None, **others):
+        return super().step()
+
+
+Refusal = tuple[Callable[..., Any], type[Exception], str]
+BY_WRAP: list[Refusal] = [
+    (lambda: gradaccum.wrap(make()[1], steps=2), ArgumentTypeError, "optimizer: "),
+    (lambda: gradaccum.wrap(sgd()), ArgumentTypeError, "steps: "),
+    (
+        lambda: gradaccum.wrap(sgd(), steps=2, accumulate_dtype=torch.int64),
+        ArgumentTypeError,
+        "accumulate_dtype: ",
+    ),
+    (
+        lambda: gradaccum.wrap(sgd(), steps=2, separate_sums=1),
+        ArgumentTypeError,
+        "separate_sums: ",
+    ),
+    (
+        lambda: gradaccum.wrap(
+            sgd(),
+            steps=2,
+            on_overflow="ignore",
+            loss_scale=torch.amp.GradScaler("cpu"),
+        ),
+        ArgumentValueError,
+        "loss_scale: expected one that does not move",
+    ),
+    (
+        lambda: gradaccum.wrap(sgd(Evaluating), steps=2),
+        ArgumentTypeError,
+        r"optimizer: .*Evaluating, whose step needs model and batch\.",
+    ),
+    (
+        lambda: gradaccum.wrap(sgd(torch.optim.LBFGS), steps=1),
+        ArgumentTypeError,
+        "optimizer: .*LBFGS, whose step evaluates the model again",
+    ),
+    (
+        lambda: gradaccum.wrap(sgd(torch.optim.LBFGS), steps=4, separate_sums=True),
+        ArgumentTypeError,
+        "optimizer: .*LBFGS, whose step evaluates the model again",
+    ),
+]
+BY_A_METHOD: list[Refusal] = [
+    (lambda opt: opt.backward(3.0), ArgumentTypeError, "loss: "),
+    (lambda opt: opt.weigh("3"), ArgumentTypeError, "weight: expected"),
+    (lambda opt: opt.weigh(-1), ArgumentValueError, "weight: expected"),
+    (lambda opt: opt.weigh(float("nan")), ArgumentValueError, "weight: expected"),
+    (
+        lambda opt: opt.step(weight=3),
+        ArgumentTypeError,
+        r"step\(\): .*got weight=3\. Write .*weight=3\)",
+    ),
+    (
+        lambda opt: opt.step(3),
+        ArgumentTypeError,
+        r"step\(\): .*got closure=3\. Write opt\.backward\(loss\)",
+    ),
+    (
+        lambda opt: opt.step(lr=0.1),
+        ArgumentTypeError,
+        r"step\(\): .*got lr=0\.1\. .* without an argument",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "kind", "words"), BY_WRAP)
+def test_refused_by_wrap(
+    call: Callable[[], object], kind: type[Exception], words: str
+) -> None:
+    with pytest.raises(kind, match=f"^{words}"):
+        call()
+
+
+@pytest.mark.parametrize(("call", "kind", "words"), BY_A_METHOD)
+def test_refused_by_a_method(
+    call: Callable[[Any], object], kind: type[Exception], words: str
+) -> None:
+    """The micro-batch under way stays."""
+    model, opt = make(steps=2)
+    opt.backward(loss_of(model), weight=3)
+    with pytest.raises(kind, match=f"^{words}"):
+        call(opt)
+    opt.step()
+    assert opt.result.micro_step == 1
 
 
 @pytest.mark.parametrize(
@@ -22,15 +123,14 @@ from conformance_tests.framework_tests.torch_model import loss_of, make_model, r
 )
 def test_second_weight_is_refused(weight: int, tell: dict[str, int] | None) -> None:
     """A micro-batch has one weight, however many losses it has."""
-    model = make_model()
-    opt = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.5), steps=2)
+    model, opt = make(steps=2)
     if tell is None:
         opt.weigh(weight)
     else:
         opt.backward(loss_of(model), **tell)
     held = [p.grad if p.grad is None else p.grad.clone() for p in model.parameters()]
     for call in (lambda: opt.backward(loss_of(model), weight=4), lambda: opt.weigh(4)):
-        with pytest.raises(gradaccum.UsageError, match=f"weight: expected {weight}"):
+        with pytest.raises(UsageError, match=f"weight: expected {weight}"):
             call()
     assert all(
         p.grad is g or torch.equal(p.grad, g)
@@ -42,63 +142,21 @@ def test_second_weight_is_refused(weight: int, tell: dict[str, int] | None) -> N
 
 def test_unscaled_backward_is_refused() -> None:
     """Under a loss scale, `loss.backward()` alone does not scale the loss."""
-    model = make_model()
-    opt = gradaccum.wrap(
-        torch.optim.SGD(model.parameters(), lr=0.5), steps=4, loss_scale=1024.0
-    )
+    words = "multiplied by the loss scale and the weight"
+    model, opt = make(loss_scale=1024.0)
     loss_of(model).backward()
-    with pytest.raises(
-        gradaccum.UsageError, match="multiplied by the loss scale and the weight"
-    ):
+    with pytest.raises(UsageError, match=words):
         opt.step()
     assert opt.result.micro_step == 0
     opt.discard()
     opt.backward(loss_of(model))
     loss_of(model).backward()
-    with pytest.raises(
-        gradaccum.UsageError, match="multiplied by the loss scale and the weight"
-    ):
+    with pytest.raises(UsageError, match=words):
         opt.step()
 
 
-def test_wrong_objects_are_refused() -> None:
-    opt = gradaccum.wrap(torch.optim.SGD(make_model().parameters(), lr=0.5), steps=2)
-    with pytest.raises(gradaccum.ArgumentTypeError, match="wrapped"):
-        gradaccum.wrap(opt, steps=2)
-    with pytest.raises(gradaccum.ArgumentTypeError, match="steps"):
-        gradaccum.wrap(torch.optim.SGD(make_model().parameters(), lr=0.5))
-    with pytest.raises(gradaccum.ArgumentTypeError, match="loss"):
-        opt.backward(3.0)
-    with pytest.raises(gradaccum.ArgumentTypeError, match="accumulate_dtype"):
-        gradaccum.wrap(
-            torch.optim.SGD(make_model().parameters(), lr=0.5),
-            steps=2,
-            accumulate_dtype=torch.int64,
-        )
-
-
-@pytest.mark.parametrize(
-    ("step", "fix"),
-    [
-        (lambda opt: opt.step(weight=3), r"got weight=3\. Write .*weight=3\)"),
-        (lambda opt: opt.step(3), r"got closure=3\. Write opt\.backward\(loss\)"),
-        (lambda opt: opt.step(lr=0.1), r"got lr=0\.1\. .* without an argument"),
-    ],
-    ids=["weight", "position", "other"],
-)
-def test_arguments_of_step_are_refused(step: Callable[[Any], object], fix: str) -> None:
-    model = make_model()
-    opt = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.5), steps=2)
-    opt.backward(loss_of(model), weight=3)
-    with pytest.raises(gradaccum.ArgumentTypeError, match=rf"^step\(\): .*{fix}"):
-        step(opt)
-    opt.step()
-    assert opt.result.micro_step == 1
-
-
 def test_attributes_that_are_elsewhere_say_where() -> None:
-    model = make_model()
-    opt = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.5), steps=2)
+    _, opt = make()
     for name in gradaccum.StepResult._fields:
         assert not hasattr(opt, name)
         with pytest.raises(AttributeError, match=rf"Read opt\.result\.{name}\."):
@@ -111,32 +169,35 @@ def test_attributes_that_are_elsewhere_say_where() -> None:
     assert opt.loss_scale == "the inner optimizer's own"
 
 
-SCALES = {
-    "none": {},
-    "static": {"loss_scale": 8.0},
-    "scaler": {"loss_scale": torch.amp.GradScaler("cpu", init_scale=8.0)},
+SCALES: dict[str, Callable[[], dict[str, Any]]] = {
+    "none": dict,
+    "static": lambda: {"loss_scale": 8.0},
+    "scaler": lambda: {"loss_scale": torch.amp.GradScaler("cpu", init_scale=8.0)},
 }
 
 
-@pytest.mark.parametrize("options", SCALES.values(), ids=SCALES)
-def test_backward_works_under_no_grad(options: dict) -> None:
-    models = make_model(), make_model()
-    for model, around in zip(models, (torch.no_grad, torch.enable_grad), strict=True):
-        opt = gradaccum.wrap(
-            torch.optim.SGD(model.parameters(), lr=0.5), steps=1, **options
-        )
-        loss = loss_of(model)
-        with around():
-            opt.backward(loss, weight=3)
-        opt.step()
-        loss = loss_of(model)
-        with around():
-            opt.scale(loss).backward()
-        opt.step()
+@pytest.mark.parametrize("scale", SCALES)
+def test_backward_works_under_no_grad(scale: str) -> None:
+    models = []
+    for around in (torch.no_grad, torch.enable_grad):
+        model, opt = make(steps=1, **SCALES[scale]())
+        for is_scaled in (False, True):
+            loss = loss_of(model)
+            with around():
+                if is_scaled:
+                    opt.scale(loss).backward()
+                else:
+                    opt.backward(loss, weight=3)
+            opt.step()
         assert opt.result.optimizer_step == 2
-    assert all(
-        torch.equal(p, q)
-        for p, q in zip(*(model.parameters() for model in models), strict=True)
+        models.append(model)
+    assert same(*models)
+
+
+def half(**options: Any) -> tuple[torch.Tensor, Any]:
+    parameter = torch.ones(2, dtype=torch.float16, requires_grad=True)
+    return parameter, gradaccum.wrap(
+        torch.optim.SGD([parameter], lr=0.5), steps=1, **options
     )
 
 
@@ -149,13 +210,12 @@ def test_weight_beyond_float16_is_refused(options: dict) -> None:
     """Autograd passes the weight on in the dtype of the loss. float16 makes it inf,
     float32 does not.
     """
-    parameter = torch.ones(2, dtype=torch.float16, requires_grad=True)
-    opt = gradaccum.wrap(torch.optim.SGD([parameter], lr=0.5), steps=1, **options)
-    with pytest.raises(gradaccum.UsageError, match=r"output\.float\(\)"):
+    parameter, opt = half(**options)
+    with pytest.raises(UsageError, match=r"output\.float\(\)"):
         opt.backward((parameter * 1e-3).mean(), weight=131072)
     assert opt.result.micro_step == 0
     opt.backward((parameter * 1e-3).mean(), weight=8)
-    with pytest.raises(gradaccum.UsageError, match="weight"):
+    with pytest.raises(UsageError, match="weight"):
         opt.backward((parameter.float() * 1e-3).mean(), weight=131072)
     opt.step()
     assert opt.result.micro_step == 0
@@ -170,10 +230,7 @@ def test_scale_beyond_float16_backs_off(scale: Callable[[], object]) -> None:
     """The default of 2^16 is just beyond float16. It costs one window and is not
     refused.
     """
-    parameter = torch.ones(2, dtype=torch.float16, requires_grad=True)
-    opt = gradaccum.wrap(
-        torch.optim.SGD([parameter], lr=0.5), steps=1, loss_scale=scale()
-    )
+    parameter, opt = half(loss_scale=scale())
     for _ in range(2):
         opt.backward(parameter.mean())
         opt.step()
@@ -184,30 +241,33 @@ def test_messages_name_a_way_out() -> None:
     """One message is for a backward pass that is no micro-batch, the other one for
     gradients that the user sets.
     """
-    model = make_model()
-    opt = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.5), steps=2)
+    model, opt = make(steps=2)
     loss_of(model).backward()
     opt.step()
     loss_of(model).backward()
-    with pytest.raises(gradaccum.UsageError, match=r"loss\.backward\(inputs="):
+    with pytest.raises(UsageError, match=r"loss\.backward\(inputs="):
         opt.zero_grad()
     opt.discard()
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     with pytest.raises(
-        gradaccum.UsageError,
-        match=r"torch\.autograd\.backward\(parameters, gradients\)",
+        UsageError, match=r"torch\.autograd\.backward\(parameters, gradients\)"
     ):
         opt.step()
 
 
-def two_optimizers(**options: object) -> tuple[nn.Module, Any, Any]:
+def two_optimizers(steps: int = 2, **options: object) -> tuple[nn.Module, Any, Any]:
     model = make_model()
-    own, other = list(model.parameters())[:1], list(model.parameters())[1:]
+    first, *others = model.parameters()
     return model, *(
-        gradaccum.wrap(torch.optim.SGD(part, lr=0.1), steps=2, **options)
-        for part in (own, other)
+        gradaccum.wrap(torch.optim.SGD(part, lr=0.1), steps=steps, **options)
+        for part in ([first], others)
     )
+
+
+def require_moved(model: nn.Module, before: list[Any], gradients: Any) -> None:
+    for now, was, gradient in zip(model.parameters(), before, gradients, strict=True):
+        torch.testing.assert_close(now.detach(), was - 0.1 * gradient)
 
 
 @pytest.mark.parametrize("multiplied", ["weight", "loss scale"])
@@ -219,8 +279,7 @@ def test_gradients_that_another_optimizer_multiplied_are_refused(
     one.backward(loss_of(model), weight=3 if multiplied == "weight" else 1)
     one.step()
     with pytest.raises(
-        gradaccum.UsageError,
-        match="another wrapped" if multiplied == "weight" else "loss",
+        UsageError, match="another wrapped" if multiplied == "weight" else "loss"
     ):
         other.step()
     other.zero_grad()
@@ -232,13 +291,12 @@ def test_gradients_that_another_optimizer_multiplied_are_refused(
 def test_one_loss_of_two_optimizers_without_a_weight() -> None:
     model, one, other = two_optimizers(reduction="sum")
     expected = torch.autograd.grad(loss_of(model), list(model.parameters()))
-    before = [p.detach().clone() for p in model.parameters()]
+    before = values(model)
     for _ in range(2):
         one.backward(loss_of(model) / 2)
         one.step()
         other.step()
-    for was, now, gradient in zip(before, model.parameters(), expected, strict=True):
-        torch.testing.assert_close(now.detach(), was - 0.1 * gradient)
+    require_moved(model, before, expected)
 
 
 @pytest.mark.parametrize("set_to_none", [False, True])
@@ -248,64 +306,26 @@ def test_what_another_optimizer_left_can_be_cleared_by_the_model(
     """As in the usual loop of a GAN, where ``netD.zero_grad()`` comes before the
     discriminator's own backward pass.
     """
-    model = make_model()
-    own, other = list(model.parameters())[:1], list(model.parameters())[1:]
-    one, two = (
-        gradaccum.wrap(torch.optim.SGD(part, lr=0.1), steps=1) for part in (own, other)
-    )
-    expected = torch.autograd.grad(loss_of(model), other)
+    model, one, two = two_optimizers(steps=1)
+    _, *expected = torch.autograd.grad(loss_of(model), list(model.parameters()))
     one.backward(loss_of(model), weight=3)
     model.zero_grad(set_to_none=set_to_none)
-    before = [p.detach().clone() for p in other]
+    before = values(model)
     two.backward(loss_of(model))
     two.step()
-    for was, now, gradient in zip(before, other, expected, strict=True):
-        torch.testing.assert_close(now.detach(), was - 0.1 * gradient)
+    require_moved(model, before, [torch.zeros(()), *expected])
 
 
-class SAM(torch.optim.SGD):
-    """Two updates a batch: up the gradient, and down with the gradient found there
-    (Foret et al., 2021), as published code has it.
-    """
-
-    @torch.no_grad()
-    def first_step(self, zero_grad: bool = False) -> None:
-        held = [
-            p
-            for group in self.param_groups
-            for p in group["params"]
-            if p.grad is not None
-        ]
-        norm = torch.stack([p.grad.norm() for p in held]).norm()
-        for p in held:
-            self.state[p]["old"] = p.data.clone()
-            p.add_(p.grad, alpha=0.05 / float(norm))
-        if zero_grad:
-            self.zero_grad()
-
-    def forget(self) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.grad = None
-
-    def with_gradients_of(self, loss: torch.Tensor) -> None:
-        loss.backward()
-        self.first_step()
-
+class Describing(torch.optim.SGD):
     def describe(self) -> int:
         return len(self.param_groups)
 
 
-def make(**options: Any) -> tuple[nn.Module, Any]:
-    model = make_model()
-    return model, gradaccum.wrap(
-        SAM(model.parameters(), lr=0.5), **{"steps": 2, **options}
-    )
-
-
-def test_harmless_method_passes() -> None:
-    model, opt = make()
-    loss_of(model, rows_of(0)).backward()
+def test_methods_of_the_inner_optimizer_can_be_called() -> None:
+    """In mid-micro-batch, and in mid-window."""
+    weight = nn.Parameter(torch.ones(3))
+    opt = gradaccum.wrap(Describing([weight], lr=0.5), steps=2)
+    (X @ weight).sum().backward()
     assert opt.describe() == 1
     assert opt.describe.__name__ == "describe"
     opt.step()

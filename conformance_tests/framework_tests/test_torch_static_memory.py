@@ -16,7 +16,7 @@ from torch.nn import functional
 
 import gradaccum
 from conformance_tests.framework_tests.torch_versions import has_torch
-from gradaccum_torch import backward, coupled_backward, verify_loss_scaling
+from gradaccum_torch import backward, coupled_backward
 from gradaccum_torch.torch_private.names import keep_own
 
 STEPS = 4
@@ -109,17 +109,6 @@ def streaming(model: Net, opt: Any) -> Tensor | None:
     return None
 
 
-def weighted(model: Net, opt: Any) -> Tensor:
-    """Two backward passes for each micro-batch, and zeros in place of no gradient."""
-    for x, y in zip(X.chunk(STEPS), Y.chunk(STEPS), strict=True):
-        opt.weigh(len(x))
-        for _ in range(2):
-            opt.backward(model.loss(x, y) / 2)
-        opt.step()
-        opt.zero_grad(set_to_none=False)
-    return torch.tensor(opt.result.loss)
-
-
 def at_once(model: Net, opt: Any) -> Tensor:
     return backward(model.loss, X, Y, steps=STEPS, optimizer=opt)
 
@@ -161,11 +150,7 @@ def moved(
     return before - nn.utils.parameters_to_vector(model.parameters()).detach(), losses
 
 
-CASES = [
-    (run, options)
-    for run in (streaming, weighted, at_once, coupled)
-    for options in OPTIONS
-]
+CASES = [(run, options) for run in (streaming, at_once, coupled) for options in OPTIONS]
 # There is no micro-batch to drop.
 CASES.remove((coupled, {"on_overflow": "drop_micro_batch"}))
 
@@ -186,7 +171,7 @@ def test_window(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("run", [streaming, weighted, at_once])
+@pytest.mark.parametrize("run", [streaming, at_once])
 def test_window_in_other_dtypes(
     run: Callable[..., Tensor | None], dtype: torch.dtype
 ) -> None:
@@ -228,14 +213,6 @@ def test_aux_is_copied() -> None:
     _, aux = backward(loss_fn, X, steps=STEPS, aux={"all": "concatenate", "sum": "sum"})
     assert aux["all"].tolist() == [1, 2, 3, 4]
     assert aux["sum"].item() == 10
-
-
-def test_loss_scaling_of_static_memory() -> None:
-    model = Net(torch.float64, Tensor.detach)
-    report = verify_loss_scaling(
-        lambda: functional.cross_entropy(model(X), Y), model.named_parameters()
-    )
-    assert (report.linear, report.culprits) == (True, ())
 
 
 @pytest.mark.skipif(

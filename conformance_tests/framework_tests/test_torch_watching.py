@@ -98,11 +98,11 @@ def test_repr_is_one_line() -> None:
     micro_batch(weight, opt, X)
     assert str(opt).endswith("| micro-batch 1 of 2, update 0, 1 skipped, scale 32768)")
     assert "lr: 0.1" in repr(opt.optimizer)
-
-
-def test_repr_asks_no_schedule_that_raises() -> None:
     weight, opt, _ = made(steps=[(0, 1), (1, 3)])
     micro_batch(weight, opt, X)
     assert "micro-batch 0 of 3, update 1" in repr(opt)
+    weight, opt, _ = made(steps=gradaccum.until_weight(128))
+    micro_batch(weight, opt, X)
+    assert "steps=until_weight(128) | micro-batch 1, weight 6 of 128" in repr(opt)
     opt = made(steps=lambda step: 1 if step == 0 else 0)[1]
-    assert "steps=<lambda> | micro-batch 0 of 1" in repr(opt)
+    assert "steps=<lambda> | micro-batch 0 of 1" in repr(opt), "nothing raises"

@@ -122,9 +122,6 @@ def test_weigh_beside_a_plain_mean_is_refused() -> None:
     opt.weigh(3)
     with pytest.raises(gradaccum.UsageError, match='reduction="sum_per_item"'):
         opt.step()
-    for bad in ("3", -1, float("nan")):
-        with pytest.raises(gradaccum.GradAccumError, match="weight: expected"):
-            opt.weigh(bad)
 
 
 def test_update_that_raised_keeps_the_weight_beside_a_denominator() -> None:

@@ -65,6 +65,26 @@ def make(place: str = "in .grad", **options: Any) -> tuple[nn.Module, Any]:
     )
 
 
+def train(model: nn.Module, opt: Any, micro_batches: int, first: int = 0) -> None:
+    """The usual loop over micro-batches `first` to `first` + `micro_batches`."""
+    for index in range(first, first + micro_batches):
+        loss_of(model, rows_of(index % 4)).backward()
+        opt.step()
+        opt.zero_grad()
+
+
+def values(model: nn.Module) -> list[Tensor]:
+    """Copies of the parameters."""
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def same(model: nn.Module, other: nn.Module | list[Tensor]) -> bool:
+    """True if the parameters are these, bit for bit."""
+    wanted = list(other.parameters()) if isinstance(other, nn.Module) else other
+    pairs = zip(model.parameters(), wanted, strict=True)
+    return all(torch.equal(p, q) for p, q in pairs)
+
+
 # What a user may do to ``.grad``.
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import gradaccum
 from conformance_tests.framework_tests.refusing import refused
+from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
 
 from .common import (
     WAYS,
@@ -34,134 +36,182 @@ from .common import (
 WINDOW = Way("window", (2,))
 
 
-@check
-def wrong_arguments(rank: int) -> None:
-    model, other = sharded(WINDOW), sharded(WINDOW)
-    for sync, kind in (
-        ("windows", gradaccum.ArgumentValueError),
-        (True, gradaccum.ArgumentTypeError),
-    ):
-        with refused(kind, "gradient_sync", "micro_batch"):
-            gradaccum.wrap(sgd(model), steps=2, module=model, gradient_sync=sync)
-    with refused(gradaccum.ArgumentValueError, "gradient_sync", "module="):
-        gradaccum.wrap(sgd(model), steps=2, gradient_sync="window")
-    with refused(gradaccum.ArgumentValueError, "gradient_sync", "fully_shard"):
-        gradaccum.wrap(sgd(build()), steps=2, gradient_sync="window")
-    with refused(gradaccum.ArgumentTypeError, "module", "fully_shard"):
-        gradaccum.wrap(sgd(build()), steps=2, module=build())
-    with refused(gradaccum.ArgumentValueError, "module", "8 of them"):
-        gradaccum.wrap(sgd(other), steps=2, module=model)
-    with refused(gradaccum.ArgumentValueError, "options", "on rank 1"):
-        gradaccum.wrap(sgd(model), steps=2 + rank, module=model)
-    with refused(gradaccum.ArgumentValueError, "options", "on rank 1"):
-        gradaccum.wrap(
-            sgd(model),
-            steps=2,
-            module=model,
-            gradient_sync="window" if rank else "micro_batch",
-        )
+def plain(model: nn.Module, **options: Any) -> Any:
+    return gradaccum.wrap(sgd(model), steps=2, **options)
 
 
-@check
-def windows_that_need_one_worker(rank: int) -> None:
-    """Each worker sees its own weight."""
-    model = sharded(WINDOW)
-    for steps in (gradaccum.until_weight(8), gradaccum.until_weight(lambda step: 8)):
-        with refused(gradaccum.UsageError, "until_weight", "flush()"):
-            wrap(model, WINDOW, steps=steps)
+def window(dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    return wrap(sharded(WINDOW, dtype), WINDOW, **options)
 
 
-@check
-def sums_that_fsdp_would_round(rank: int) -> None:
-    halves = sharded(WINDOW, torch.bfloat16)
-    with refused(gradaccum.ArgumentValueError, "bfloat16", "MixedPrecisionPolicy"):
-        wrap(halves, WINDOW)
-    singles = sharded(WINDOW, torch.float32)
-    with refused(gradaccum.ArgumentValueError, "float64", "accumulate_dtype"):
-        wrap(singles, WINDOW, accumulate_dtype="float64")
-    with refused(gradaccum.ArgumentValueError, "drop_micro_batch"):
-        wrap(singles, WINDOW, on_overflow="drop_micro_batch")
-    with refused(gradaccum.ArgumentValueError, "two dimensions"):
-        wrap(singles, Way("all_reduce_per_window", (2,)))
-    flat = sharded(Way("", (1, 2)))
-    with refused(gradaccum.ArgumentValueError, "all-reduced"):
-        wrap(flat, Way("all_reduce_per_window", (1, 2)))
-
-
-@check
-def parameters_that_nobody_reduces(rank: int) -> None:
+def partly_sharded() -> Any:
     model = build()
     fully_shard(model.first, mesh=mesh_of((2,)))
-    with refused(
-        gradaccum.ArgumentValueError, "6 trainable parameters", "fully_shard(model)"
-    ):
-        gradaccum.wrap(sgd(model), steps=2)
-    for layer in (model.usual, model.rare, model.never):
-        layer.requires_grad_(False)
-    gradaccum.wrap(sgd(model), steps=2)
-    shared = sharded(WINDOW)
-    part = torch.optim.SGD(shared.usual.parameters(), lr=0.1)
-    with refused(gradaccum.ArgumentValueError, "another optimizer"):
-        gradaccum.wrap(part, steps=2, module=shared, gradient_sync="window")
+    return model
 
 
-@check
-def parameters_on_different_workers(rank: int) -> None:
-    """Plain experts on a part of the workers: their norm would be that of this part."""
+def part_of_a_unit() -> Any:
+    model = sharded(WINDOW)
+    return plain(model.usual, module=model, gradient_sync="window")
+
+
+def experts(rank: int) -> Any:
+    """Plain ones on a part of the workers: their norm would be that of this part."""
     model = build()
     for expert in (model.usual, model.rare):
         fully_shard(expert, mesh=DeviceMesh("cpu", [rank]))
-    fully_shard(model, mesh=mesh_of((2,)))
-    for options in ({}, {"clip_norm": 0.1}):
-        with refused(
-            gradaccum.ArgumentValueError, "optimizer", "same workers", "DTensor"
-        ):
-            gradaccum.wrap(sgd(model), steps=2, **options)
-    gradaccum.wrap(sgd(model), steps=2, on_overflow="ignore")
+    return fully_shard(model, mesh=mesh_of((2,)))
 
 
-@check
-def parameters_that_fsdp1_has_flattened(rank: int) -> None:
+def flattened(original: bool) -> Any:
     """Each worker would take the norm of its own part."""
-    for original in (False, True):
-        model = FullyShardedDataParallel(
-            build(), use_orig_params=original, device_id=torch.device("cpu")
-        )
-        for options in ({}, {"separate_sums": True}):
-            with refused(
-                gradaccum.ArgumentValueError, "optimizer", "FSDP1", "fully_shard"
-            ):
-                gradaccum.wrap(sgd(model), steps=2, **options)
+    return FullyShardedDataParallel(
+        build(), use_orig_params=original, device_id=torch.device("cpu")
+    )
 
 
-@check
-def two_engines_in_one_optimizer(rank: int) -> None:
+def two_engines() -> Any:
     shards, copies = sharded(WINDOW), nn.parallel.DistributedDataParallel(build())
-    both = torch.optim.SGD([*shards.parameters(), *copies.parameters()], lr=0.1)
-    with refused(
-        gradaccum.ArgumentValueError, "fully_shard", "an optimizer of their own"
-    ):
-        gradaccum.wrap(both, steps=2, module=copies)
+    return plain(nn.ModuleList([shards, copies]), module=copies)
+
+
+NOT_WRAPPED: list[tuple[Callable[[int], Any], type[Exception], tuple[str, ...]]] = [
+    (
+        lambda rank: plain(model := sharded(WINDOW), module=model, gradient_sync="no"),
+        ArgumentValueError,
+        ("gradient_sync", "micro_batch"),
+    ),
+    (
+        lambda rank: plain(model := sharded(WINDOW), module=model, gradient_sync=True),
+        ArgumentTypeError,
+        ("gradient_sync", "micro_batch"),
+    ),
+    (
+        lambda rank: plain(sharded(WINDOW), gradient_sync="window"),
+        ArgumentValueError,
+        ("gradient_sync", "module="),
+    ),
+    (
+        lambda rank: plain(build(), gradient_sync="window"),
+        ArgumentValueError,
+        ("gradient_sync", "fully_shard"),
+    ),
+    (
+        lambda rank: plain(build(), module=build()),
+        ArgumentTypeError,
+        ("module", "fully_shard"),
+    ),
+    (
+        lambda rank: plain(sharded(WINDOW), module=sharded(WINDOW)),
+        ArgumentValueError,
+        ("module", "8 of them"),
+    ),
+    (
+        lambda rank: window(steps=2 + rank),
+        ArgumentValueError,
+        ("options", "on rank 1"),
+    ),
+    (
+        lambda rank: wrap(sharded(WINDOW), Way(("micro_batch", "window")[rank], (2,))),
+        ArgumentValueError,
+        ("options", "on rank 1"),
+    ),
+    # Each worker sees its own weight.
+    (
+        lambda rank: window(steps=gradaccum.until_weight(8)),
+        UsageError,
+        ("until_weight", "flush()"),
+    ),
+    (
+        lambda rank: window(steps=gradaccum.until_weight(lambda step: 8)),
+        UsageError,
+        ("until_weight", "flush()"),
+    ),
+    # FSDP2 would round the sums.
+    (
+        lambda rank: window(torch.bfloat16),
+        ArgumentValueError,
+        ("bfloat16", "MixedPrecisionPolicy"),
+    ),
+    (
+        lambda rank: window(accumulate_dtype="float64"),
+        ArgumentValueError,
+        ("float64", "accumulate_dtype"),
+    ),
+    (
+        lambda rank: window(on_overflow="drop_micro_batch"),
+        ArgumentValueError,
+        ("drop_micro_batch",),
+    ),
+    (
+        lambda rank: wrap(sharded(WINDOW), Way("all_reduce_per_window", (2,))),
+        ArgumentValueError,
+        ("two dimensions",),
+    ),
+    (
+        lambda rank: wrap(
+            sharded(Way("", (1, 2))), Way("all_reduce_per_window", (1, 2))
+        ),
+        ArgumentValueError,
+        ("all-reduced",),
+    ),
+    (
+        lambda rank: plain(partly_sharded()),
+        ArgumentValueError,
+        ("6 trainable parameters", "fully_shard(model)"),
+    ),
+    (lambda rank: part_of_a_unit(), ArgumentValueError, ("another optimizer",)),
+    (
+        lambda rank: plain(experts(rank)),
+        ArgumentValueError,
+        ("optimizer", "same workers", "DTensor"),
+    ),
+    (
+        lambda rank: plain(experts(rank), clip_norm=0.1),
+        ArgumentValueError,
+        ("optimizer", "same workers", "DTensor"),
+    ),
+    (
+        lambda rank: plain(flattened(original=False)),
+        ArgumentValueError,
+        ("optimizer", "FSDP1", "fully_shard"),
+    ),
+    (
+        lambda rank: plain(flattened(original=True), separate_sums=True),
+        ArgumentValueError,
+        ("optimizer", "FSDP1", "fully_shard"),
+    ),
+    (
+        lambda rank: two_engines(),
+        ArgumentValueError,
+        ("fully_shard", "an optimizer of their own"),
+    ),
+]
 
 
 @check
-def copies(rank: int) -> None:
-    for way in WAYS:
-        model = sharded(way)
-        opt = wrap(model, way, steps=1)
-        for call in (pickle.dumps, copy.deepcopy):
-            with refused(gradaccum.UsageError, "state_dict()"):
-                call(opt)
+def what_cannot_be_wrapped_is_refused(rank: int) -> None:
+    for call, kind, words in NOT_WRAPPED:
+        with refused(kind, *words):
+            call(rank)
+    model = partly_sharded()
+    for layer in (model.usual, model.rare, model.never):
+        layer.requires_grad_(False)
+    plain(model)
+    plain(experts(rank), on_overflow="ignore")
 
 
 @check
-def second_derivatives(rank: int) -> None:
+def copies_and_second_derivatives(rank: int) -> None:
     """FSDP2's reduction has no graph."""
     for way in WAYS:
         model = sharded(way)
         opt = wrap(model, way)
+        for call in (pickle.dumps, copy.deepcopy):
+            with refused(UsageError, "state_dict()"):
+                call(opt)
         loss = model(batches(rank)[0][0]).square().mean()
-        with refused(gradaccum.UsageError, "create_graph"):
+        with refused(UsageError, "create_graph"):
             opt.backward(loss, create_graph=True)
         opt.backward(loss)
         opt.step()
@@ -176,7 +226,7 @@ def discard_on_one_worker(rank: int) -> None:
         if rank == 1:
             opt.discard()
         learn(model, opt, batches(rank)[2])
-        with refused(gradaccum.UsageError, "as many micro-batches", "opt.discard()"):
+        with refused(UsageError, "as many micro-batches", "opt.discard()"):
             opt.flush()
         opt.discard()
         train(model, opt, rank, 3)
@@ -204,7 +254,7 @@ def changed_gradients(rank: int) -> None:
             opt.state_dict()
             assert any(parameter.grad is not None for parameter in model.parameters())
             change(model)
-            with refused(gradaccum.UsageError, ".grad", fix):
+            with refused(UsageError, ".grad", fix):
                 learn(model, opt, batches(rank)[1])
             opt.discard()
             train(model, opt, rank, 3)
@@ -216,14 +266,9 @@ def other_learning_rates_on_one_worker(rank: int) -> None:
     for way in WAYS[:2]:
         model = sharded(way)
         opt = wrap(model, way, steps=None)
-        for batch in batches(rank, 3):
-            learn(model, opt, batch)
+        train(model, opt, rank, 3)
         opt.param_groups[0]["lr"] *= 1 + rank
-        with refused(
-            gradaccum.UsageError,
-            f"learning rates on rank {rank}",
-            "the same rates",
-        ):
+        with refused(UsageError, f"learning rates on rank {rank}", "the same rates"):
             opt.flush()
         opt.param_groups[0]["lr"] /= 1 + rank
         opt.flush()
@@ -237,24 +282,19 @@ def parameters_of_another_unit(rank: int) -> None:
     """
     for way in WAYS[:2]:
         model = sharded(way)
-        inner = torch.optim.SGD(
-            model.first.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1
+        opt = gradaccum.wrap(
+            sgd(model.first), steps=None, module=model, gradient_sync=way.sync
         )
-        opt = gradaccum.wrap(inner, steps=None, module=model, gradient_sync=way.sync)
-        with refused(gradaccum.ArgumentValueError, "fully_shard"):
+        with refused(ArgumentValueError, "fully_shard"):
             opt.add_param_group({"params": nn.Linear(2, 2).parameters()})
-        rest = [
-            each
-            for name, each in model.named_parameters()
-            if not name.startswith("first")
-        ]
+        first = set(map(id, model.first.parameters()))
+        rest = [each for each in model.parameters() if id(each) not in first]
         if way.sync == "window":
-            with refused(gradaccum.ArgumentValueError, "param_group", "gradient_sync="):
+            with refused(ArgumentValueError, "param_group", "gradient_sync="):
                 opt.add_param_group({"params": rest})
             assert len(opt.param_groups) == 1
             continue
         opt.add_param_group({"params": rest})
-        for batch in batches(rank, 3):
-            learn(model, opt, batch)
+        train(model, opt, rank, 3)
         opt.flush()
         require_equal(model, alone(windows_of((3,)))[0])

@@ -5,17 +5,18 @@ also of a torch that lacks a private name.
 from __future__ import annotations
 
 import math
-import sys
 from pkgutil import resolve_name
 from typing import Any
 from unittest import mock
 
 import torch
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import gradaccum
 from conformance_tests.framework_tests.refusing import refused
-from gradaccum_torch.torch_private import fsdp, names
+from conformance_tests.framework_tests.torch_workers.common import (
+    require_same_everywhere,
+)
 from gradaccum_torch.torch_private.fsdp import GLOO_SUMS
 
 from .common import (
@@ -29,7 +30,7 @@ from .common import (
     mesh_of,
     numbers,
     require_equal,
-    require_same_everywhere,
+    require_equal_results,
     sharded,
     train,
     windows_of,
@@ -60,18 +61,7 @@ def every_way_is_the_large_batch(rank: int) -> None:
             opt = wrap(model, way, **given)
             train(model, opt, rank, summed=summed)
             require_equal(model, reference)
-            assert math.isclose(
-                opt.result.grad_norm, other.result.grad_norm, rel_tol=1e-12
-            ), (way, options)
-            assert math.isclose(opt.result.loss, other.result.loss, rel_tol=1e-12), (
-                way,
-                options,
-                opt.result,
-                other.result,
-            )
-            assert opt.result._replace(grad_norm=0, loss=0) == other.result._replace(
-                grad_norm=0, loss=0
-            )
+            require_equal_results(opt, other)
             require_same_everywhere(opt.result)
             assert all(parameter.grad is None for parameter in model.parameters())
 
@@ -165,94 +155,7 @@ def half_precision_parameters_are_summed_sharded(rank: int) -> None:
     require_same_everywhere(opt.result)
 
 
-class Hidden:
-    """An attribute of a class or of its instances that only the modules with the
-    private names cannot see: torch goes on to use it.
-    """
-
-    def __init__(self, owner: type, attribute: str) -> None:
-        self.value, self.attribute = vars(owner).get(attribute), attribute
-
-    def __get__(self, instance: object, owner: type) -> Any:
-        if sys._getframe(1).f_globals["__name__"] in (names.__name__, fsdp.__name__):
-            raise AttributeError(self.attribute)
-        if instance is not None and self.attribute in vars(instance):
-            return vars(instance)[self.attribute]
-        return (
-            self.value.__get__(instance, owner)
-            if hasattr(self.value, "__get__")
-            else self.value
-        )
-
-    def __set__(self, instance: object, value: Any) -> None:
-        vars(instance)[self.attribute] = value
-
-
-FLAT, WINDOW, HYBRID = (
-    Way("micro_batch", (2,)),
-    Way("window", (2,)),
-    Way("micro_batch", (2, 1)),
-)
-Ways = tuple[list[Way], list[Way]]
-_NEEDED = (
-    "_get_fsdp_state",
-    "fsdp_params",
-    "mesh_info",
-    "mesh",
-    "shard_mesh_dim",
-    "sharded_param",
-    "_unsharded_param",
-)
-_PASS_END = (
-    "_root_post_backward_final_callback",
-    "_state_ctx",
-    "all_states",
-    "is_last_backward",
-)
-_LAYERED = (
-    "_lazy_init",
-    "_states_to_backward_prefetch",
-    "post_forward_mesh_info",
-    "reshard_after_backward",
-)
-_SETTINGS = ("reduce_grads", "all_reduce_grads", "reduce_scatter_unused_params")
-REFUSES: dict[str, Ways] = {
-    **dict.fromkeys(
-        (*_NEEDED, "gradient_divide_factor", "_all_reduce_hook"), ([FLAT], [])
-    ),
-    **dict.fromkeys(("post_backward", "mp_policy"), ([WINDOW], [FLAT])),
-    "_partial_reduce_output": ([HYBRID], [WINDOW, FLAT]),
-    **dict.fromkeys(_LAYERED, ([], [WINDOW])),
-    **dict.fromkeys(
-        (*_PASS_END, *_SETTINGS, "_module_state_mapping", "_fsdp_param_groups"),
-        ([], [WINDOW]),
-    ),
-}
-"""By private name: the ways that are refused where torch lacks the name, and those that
-train.
-"""
-OLDER: dict[str, Ways] = {"_fsdp_param_group": ([FLAT], [])}
-"""In place of `_fsdp_param_groups` in an older torch."""
-SETTERS = {
-    "gradient_divide_factor": "set_gradient_divide_factor",
-    "_all_reduce_hook": "set_all_reduce_hook",
-    "reduce_scatter_unused_params": "set_reduce_scatter_unused_params",
-}
-"""The public method without which nobody needs the name."""
-
-
-def refuses() -> dict[str, Ways]:
-    """`REFUSES` in the installed torch."""
-    unset = {
-        kept for kept, setter in SETTERS.items() if not hasattr(FSDPModule, setter)
-    }
-    if not hasattr(sharded(FLAT)._get_fsdp_state(), "_fsdp_param_groups"):
-        return {
-            name: ways
-            for name, ways in {**REFUSES, **OLDER}.items()
-            if name not in unset | {"_fsdp_param_groups"}
-        }
-    return {name: ways for name, ways in REFUSES.items() if name not in unset}
+FLAT, WINDOW = Way("micro_batch", (2,)), Way("window", (2,))
 
 
 @check

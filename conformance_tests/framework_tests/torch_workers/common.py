@@ -77,6 +77,20 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
+def ddp(model: nn.Module) -> DistributedDataParallel:
+    return DistributedDataParallel(model, find_unused_parameters=True)
+
+
+def make_shared(
+    model: nn.Module | None = None, **options: Any
+) -> tuple[Any, DistributedDataParallel, Any]:
+    """A model in windows of four, its parallel module, and its optimizer."""
+    model = build() if model is None else model
+    parallel = ddp(model)
+    options = {"steps": 4, "module": parallel, **options}
+    return model, parallel, gradaccum.wrap(sgd(model), **options)
+
+
 def learn(model: nn.Module, opt: Any, batch: Batch) -> None:
     x, y, rare = batch
     off = (model(x, rare) - y).to(torch.promote_types(x.dtype, torch.float32))
@@ -92,9 +106,7 @@ def alone(
     model = build(dtype)
     opt = gradaccum.wrap(sgd(model), steps=None, process_group="alone", **options)
     for window in windows:
-        for batch in window:
-            learn(model, opt, batch)
-        opt.flush()
+        learn_all(model, opt, window)
     return model, opt
 
 
@@ -108,25 +120,11 @@ def all_windows(
     ]
 
 
-def together(
-    rank: int,
-    dtype: torch.dtype = torch.float64,
-    module: dict[str, Any] | None = None,
-    model: nn.Module | None = None,
-    **options: Any,
-) -> tuple[nn.Module, Any, nn.Module]:
-    """The share of one worker: the model, the optimizer and the parallel module, after
-    its micro-batches and a flush.
-    """
-    model = build(dtype) if model is None else model
-    parallel = DistributedDataParallel(
-        model, **({"find_unused_parameters": True} if module is None else module)
-    )
-    opt = gradaccum.wrap(sgd(model), steps=4, module=parallel, **options)
-    for batch in micro_batches(rank, dtype):
-        learn(parallel, opt, batch)
+def learn_all(model: nn.Module, opt: Any, batches: list[Batch]) -> None:
+    """And flush."""
+    for batch in batches:
+        learn(model, opt, batch)
     opt.flush()
-    return model, opt, parallel
 
 
 def require_equal(model: nn.Module, reference: nn.Module, off: float = 1e-13) -> None:
@@ -139,10 +137,10 @@ def require_equal(model: nn.Module, reference: nn.Module, off: float = 1e-13) ->
 
 
 def require_same_everywhere(value: Any) -> None:
-    everyone: list[Any] = [None] * WORLD
+    everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, value)
     # NaN is no number, but has a name.
-    assert repr(everyone[0]) == repr(everyone[1]), everyone
+    assert len(set(map(repr, everyone))) == 1, everyone
 
 
 def numbers(model: nn.Module) -> list[list[float]]:

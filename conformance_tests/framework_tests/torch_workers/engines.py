@@ -32,7 +32,10 @@ from .common import (
     all_windows,
     alone,
     build,
+    ddp,
     learn,
+    learn_all,
+    make_shared,
     micro_batches,
     numbers,
     require_equal,
@@ -44,10 +47,8 @@ from .jobs import check
 
 @check
 def grad_scaler_moves_once_per_window(rank: int) -> None:
-    model = build(torch.float32)
-    parallel = DistributedDataParallel(model, find_unused_parameters=True)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
-    opt = gradaccum.wrap(sgd(model), steps=2, module=parallel, loss_scale=scaler)
+    model, parallel, opt = make_shared(build(torch.float32), steps=2, loss_scale=scaler)
     for index, (x, y, rare) in enumerate([*micro_batches(rank, torch.float32)[:2]] * 2):
         bad = math.inf if rank == 1 and index == 2 else 1
         scaler.scale((parallel(x * bad, rare) - y).square().mean()).backward()
@@ -69,14 +70,12 @@ def zero_redundancy_optimizer_is_an_inner_optimizer(rank: int) -> None:
     )
 
     model = build()
-    parallel = DistributedDataParallel(model, find_unused_parameters=True)
+    parallel = ddp(model)
     zero = ZeroRedundancyOptimizer(
         model.parameters(), optimizer_class=torch.optim.SGD, lr=0.1, momentum=0.9
     )
     opt = gradaccum.wrap(zero, steps=4, module=parallel, clip_norm=0.05)
-    for batch in micro_batches(rank):
-        learn(parallel, opt, batch)
-    opt.flush()
+    learn_all(parallel, opt, micro_batches(rank))
     require_equal(model, alone(all_windows(), clip_norm=0.05)[0])
     require_same_everywhere(opt.result)
 
@@ -192,17 +191,6 @@ def stages_have_one_norm(rank: int) -> None:
 @check
 def stages_count_the_same_micro_batches(rank: int) -> None:
     part = nn.Linear(2, 2).double()
-    for arguments, words in (
-        ({"norm_group": "WORLD"}, "norm_group"),
-        (
-            {"norm_group": dist.group.WORLD, "on_overflow": "drop_micro_batch"},
-            "on_overflow",
-        ),
-    ):
-        with refused(
-            (gradaccum.ArgumentTypeError, gradaccum.ArgumentValueError), words
-        ):
-            gradaccum.wrap(sgd(part), steps=2, **arguments)
     opt = gradaccum.wrap(sgd(part), steps=2, norm_group=dist.group.WORLD)
     for call in ("other weights", "the same"):
         x = torch.ones(3, 2).double()
@@ -234,7 +222,7 @@ def buffers_are_sent_at_a_window_s_end(rank: int) -> None:
     """The first worker's, in the step that ends it: a forward pass that waited for the
     others would wait for ever if these flush.
     """
-    for option, shared in (({}, True), ({"broadcast_buffers": False}, False)):
+    for option, is_sent in (({}, True), ({"broadcast_buffers": False}, False)):
         model = nn.Sequential(
             nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)
         ).double()
@@ -257,7 +245,7 @@ def buffers_are_sent_at_a_window_s_end(rank: int) -> None:
         for values in (starts, ends):
             everyone: list[list[list[float]]] = [[]] * WORLD
             dist.all_gather_object(everyone, values)
-            assert (everyone[0] == everyone[1]) is shared, everyone
+            assert (everyone[0] == everyone[1]) is is_sent, everyone
         with torch.no_grad():  # One worker alone evaluates.
             if rank == 0:
                 parallel(micro_batches(0)[0][0])
@@ -270,14 +258,11 @@ def averages_of_each_micro_batch_need_one_weight(rank: int) -> None:
     """
     model = build()
     opt = gradaccum.wrap(sgd(model), steps=2, separate_sums=True, process_group="alone")
-    parallel = DistributedDataParallel(model, find_unused_parameters=True)
-    for x, y, _ in micro_batches(0)[:2]:
-        learn(parallel, opt, (x + rank, y, False))
-    large = [
-        (x + each, y, False)
-        for each in range(WORLD)
-        for x, y, _ in micro_batches(0)[:2]
-    ]
+    parallel = ddp(model)
+    pair = [(x, y, False) for x, y, _ in micro_batches(0)[:2]]
+    for x, y, rare in pair:
+        learn(parallel, opt, (x + rank, y, rare))
+    large = [(x + each, y, rare) for each in range(WORLD) for x, y, rare in pair]
     require_equal(model, alone([large])[0])
     # With the group the weights are added up, and may differ.
     model = build()
@@ -288,14 +273,13 @@ def averages_of_each_micro_batch_need_one_weight(rank: int) -> None:
         clip_norm=0.05,
         process_group=dist.group.WORLD,
     )
-    parallel = DistributedDataParallel(model, find_unused_parameters=True)
-    for x, y, _ in micro_batches(rank)[:2]:
-        opt.backward((parallel(x) - y).square().mean(), len(x))
-        opt.step()
-    large = [
-        (x, y, False) for each in range(WORLD) for x, y, _ in micro_batches(each)[:2]
+    parallel = ddp(model)
+    batches = [
+        [(x, y, False) for x, y, _ in micro_batches(each)[:2]] for each in range(WORLD)
     ]
-    require_equal(model, alone([large], clip_norm=0.05)[0])
+    for batch in batches[rank]:
+        learn(parallel, opt, batch)
+    require_equal(model, alone([batches[0] + batches[1]], clip_norm=0.05)[0])
 
 
 @check
@@ -404,9 +388,7 @@ def loop_under_join_is_refused(rank: int) -> None:
     """It answers the collectives of the module alone; ``flush`` is for workers that run
     out of data.
     """
-    model = build()
-    parallel = DistributedDataParallel(model, find_unused_parameters=True)
-    opt = gradaccum.wrap(sgd(model), steps=1, module=parallel)
+    _, parallel, opt = make_shared(steps=1)
     with parallel.join(), refused(gradaccum.UsageError, "join()", "flush()"):
         learn(parallel, opt, micro_batches(rank)[0])
     opt.discard()
@@ -418,9 +400,7 @@ def last_micro_batch_of_a_loop_is_no_other(rank: int) -> None:
     where the other worker flushes meanwhile.
     """
     for compiled in (False, True):
-        model = build()
-        parallel = DistributedDataParallel(model, find_unused_parameters=True)
-        opt = gradaccum.wrap(sgd(model), steps=4, module=parallel)
+        model, parallel, opt = make_shared()
         called = torch.compile(parallel, backend="eager") if compiled else parallel
         for index, batch in enumerate(micro_batches(rank)):
             parallel.require_backward_grad_sync = index % 4 == 3 or index == 5

@@ -6,23 +6,32 @@ import datetime
 import gc
 import pickle
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
 from torch.nn.parallel import DistributedDataParallel
 
 import gradaccum
 from conformance_tests.framework_tests.refusing import refused
+from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
 
 from .common import (
     WORLD,
     all_windows,
     alone,
     build,
+    ddp,
     learn,
+    learn_all,
+    make_shared,
     micro_batches,
     numbers,
     require_equal,
@@ -31,14 +40,125 @@ from .common import (
 )
 from .jobs import check
 
+Wrap = Callable[[int], object]
+"""Wraps as worker `rank`."""
+
+
+def wrap(model: nn.Module, **options: Any) -> Any:
+    return gradaccum.wrap(sgd(model), **{"steps": 4, **options})
+
+
+def with_comm_hook(rank: int) -> None:
+    model = build()
+    parallel = ddp(model)
+    parallel.register_comm_hook(None, lambda state, bucket: None)
+    wrap(model, module=parallel)
+
+
+def tensor_parallel(rank: int) -> None:
+    """Each worker's norm, and its overflow, would be those of its own shards."""
+    mesh = init_device_mesh("cpu", (1, WORLD), mesh_dim_names=("data", "tensor"))
+    layers = nn.Sequential(nn.Linear(4, 8))
+    model = parallelize_module(layers, mesh["tensor"], {"0": ColwiseParallel()})
+    _pre_dp_module_transform(model)  # type: ignore[no-untyped-call]
+    group = mesh.get_group("data")
+    wrap(model, module=DistributedDataParallel(model, process_group=group))
+
+
+def sharded_over_others(rank: int) -> None:
+    """The head would need a reduction of its own, over the workers that have the same
+    shard.
+    """
+    mesh = init_device_mesh("cpu", (WORLD, 1), mesh_dim_names=("data", "classes"))
+    model = nn.Linear(4, 7, bias=False)
+    parallel = DistributedDataParallel(nn.Linear(4, 4))
+    shards = distribute_tensor(model.weight.data, mesh["classes"], [Shard(0)])
+    parameters = [*parallel.parameters(), nn.Parameter(shards)]
+    inner = torch.optim.SGD(parameters, lr=0.1)
+    gradaccum.wrap(inner, steps=2, module=parallel)
+
+
+def other_decay(rank: int) -> None:
+    inner = torch.optim.SGD(build().parameters(), lr=0.1, weight_decay=0.1 * rank)
+    gradaccum.wrap(inner, steps=1, process_group=dist.group.WORLD)
+
+
+NOT_WRAPPED: list[tuple[Wrap, type[Exception], tuple[str, ...]]] = [
+    (
+        lambda rank: wrap(model := build(), module=model),
+        ArgumentTypeError,
+        ("module", "Branches"),
+    ),
+    (
+        lambda rank: wrap(build(), module=ddp(build())),
+        ArgumentValueError,
+        ("module", "6 of them"),
+    ),
+    (
+        lambda rank: wrap(model := build(), module=ddp(model), steps=4 + rank),
+        ArgumentValueError,
+        ("options", "on rank 1"),
+    ),
+    (with_comm_hook, UsageError, ("hook",)),
+    (tensor_parallel, ArgumentValueError, ("module", "tensor-parallel")),
+    (sharded_over_others, ArgumentValueError, ("module", "[0, 1]")),
+    (
+        lambda rank: wrap(build(), process_group="WORLD"),
+        ArgumentTypeError,
+        ("process_group",),
+    ),
+    (
+        lambda rank: wrap(build(), process_group=dist.GroupMember.NON_GROUP_MEMBER),
+        UsageError,
+        ("process_group",),
+    ),
+    (
+        lambda rank: wrap(
+            model := build(), module=ddp(model), process_group=dist.group.WORLD
+        ),
+        ArgumentValueError,
+        ("process_group", "module="),
+    ),
+    (
+        lambda rank: wrap(model := build(), module=ddp(model), process_group="alone"),
+        ArgumentValueError,
+        ("process_group", "module="),
+    ),
+    (
+        lambda rank: wrap(nn.Linear(4, 2 + rank), process_group=dist.group.WORLD),
+        ArgumentValueError,
+        ("optimizer", "(3, 4)", "on rank 1"),
+    ),
+    (other_decay, ArgumentValueError, ("weight_decay", "on rank 1")),
+    (
+        lambda rank: wrap(build(), norm_group="WORLD"),
+        ArgumentTypeError,
+        ("norm_group",),
+    ),
+    (
+        lambda rank: wrap(
+            build(), norm_group=dist.group.WORLD, on_overflow="drop_micro_batch"
+        ),
+        ArgumentValueError,
+        ("on_overflow",),
+    ),
+]
+
+
+@check
+def what_cannot_be_wrapped_is_refused(rank: int) -> None:
+    for call, kind, words in NOT_WRAPPED:
+        with refused(kind, *words):
+            call(rank)
+
 
 @check
 def plain_loop_without_the_module_names_it(rank: int) -> None:
     model = build(torch.float32)
-    parallel = DistributedDataParallel(model, find_unused_parameters=True)
-    opt = gradaccum.wrap(sgd(model), steps=4)
+    parallel = ddp(model)
+    opt = wrap(model)
     parallel(micro_batches(rank, torch.float32)[0][0]).square().mean().backward()
-    with refused(gradaccum.UsageError, "module="):
+    with refused(UsageError, "module="):
         opt.step()
 
 
@@ -48,59 +168,24 @@ def denominator_of_one_worker_is_refused(rank: int) -> None:
     would part.
     """
     model = build()
-    opt = gradaccum.wrap(sgd(model), steps=None, process_group=dist.group.WORLD)
+    opt = wrap(model, steps=None, process_group=dist.group.WORLD)
     opt.backward(sum(p.sum() for p in model.parameters()))
     opt.step()
-    with refused(gradaccum.UsageError, "denominator", "several workers"):
+    with refused(UsageError, "denominator", "several workers"):
         opt.flush(denominator=3.0 + rank)
     opt.flush()
     assert opt.result.applied
 
 
 @check
-def wrong_modules_are_refused(rank: int) -> None:
-    model, other = build(), build()
-    parallel = DistributedDataParallel(model)
-    with refused(gradaccum.ArgumentTypeError, "module", "Branches"):
-        gradaccum.wrap(sgd(model), steps=4, module=model)
-    with refused(gradaccum.ArgumentValueError, "module", "6 of them"):
-        gradaccum.wrap(sgd(other), steps=4, module=parallel)
-    with refused(gradaccum.ArgumentValueError, "options", "on rank 1"):
-        gradaccum.wrap(sgd(model), steps=4 + rank, module=parallel)
-    parallel.register_comm_hook(None, lambda state, bucket: None)
-    with refused(gradaccum.UsageError, "hook"):
-        gradaccum.wrap(sgd(model), steps=4, module=parallel)
-
-
-@check
-def tensor_parallel_model_under_ddp_is_refused(rank: int) -> None:
-    """Each worker's norm, and its overflow, would be those of its own shards."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-    from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
-
-    mesh = init_device_mesh("cpu", (1, WORLD), mesh_dim_names=("data", "tensor"))
-    model = parallelize_module(
-        nn.Sequential(nn.Linear(4, 8)), mesh["tensor"], {"0": ColwiseParallel()}
-    )
-    _pre_dp_module_transform(model)  # type: ignore[no-untyped-call]
-    parallel = DistributedDataParallel(model, process_group=mesh.get_group("data"))
-    with refused(gradaccum.ArgumentValueError, "module", "tensor-parallel"):
-        gradaccum.wrap(sgd(model), steps=4, module=parallel)
-
-
-@check
 def comm_hook_after_wrap_is_refused(rank: int) -> None:
     """At its registration, which leaves the open window as it is."""
-    model = build()
-    parallel = DistributedDataParallel(model, find_unused_parameters=True)
-    opt = gradaccum.wrap(sgd(model), steps=4, module=parallel)
-    for index, batch in enumerate(micro_batches(rank)):
-        learn(parallel, opt, batch)
-        if index == 0:
-            with refused(gradaccum.UsageError, "hook"):
-                parallel.register_comm_hook(state=None, hook=lambda state, bucket: None)
-    opt.flush()
+    model, parallel, opt = make_shared()
+    first, *others = micro_batches(rank)
+    learn(parallel, opt, first)
+    with refused(UsageError, "hook"):
+        parallel.register_comm_hook(state=None, hook=lambda state, bucket: None)
+    learn_all(parallel, opt, others)
     require_equal(model, alone(all_windows())[0])
 
 
@@ -110,49 +195,35 @@ def foreign_parameters_are_not_added(rank: int) -> None:
     module may come later, under any name.
     """
     model, foreign = build(), nn.Linear(2, 2).double()
-    parallel = DistributedDataParallel(model, find_unused_parameters=True)
-    opt = gradaccum.wrap(
-        torch.optim.SGD(model.first.parameters(), lr=0.1, momentum=0.9),
-        steps=4,
-        module=parallel,
-    )
+    parallel = ddp(model)
+    opt = wrap(model.first, module=parallel)
     for given in (
         foreign.weight,
         iter(foreign.parameters()),
         list(foreign.named_parameters()),
     ):
-        with refused(gradaccum.ArgumentValueError, "module", "of them"):
+        with refused(ArgumentValueError, "module", "of them"):
             opt.add_param_group({"params": given})
     assert len(opt.param_groups) == 1
     opt.add_param_group({"params": (each for each in model.usual.parameters())})
     opt.add_param_group({"params": list(model.rare.parameters())})
-    for batch in micro_batches(rank):
-        learn(parallel, opt, batch)
-    opt.flush()
+    learn_all(parallel, opt, micro_batches(rank))
     require_equal(model, alone(all_windows())[0])
 
 
 @check
-def copies_are_refused(rank: int) -> None:
-    model = build()
-    opt = gradaccum.wrap(sgd(model), steps=1, module=DistributedDataParallel(model))
-    with refused(gradaccum.UsageError, "module"):
-        pickle.dumps(opt)
-
-
-@check
-def second_derivatives_are_refused(rank: int) -> None:
+def copies_and_second_derivatives_are_refused(rank: int) -> None:
     """The sum of all workers has no graph."""
-    model = build()
-    parallel = DistributedDataParallel(model, find_unused_parameters=True)
-    opt = gradaccum.wrap(sgd(model), steps=1, module=parallel)
+    _, parallel, opt = make_shared(steps=1)
+    with refused(UsageError, "module"):
+        pickle.dumps(opt)
     loss = parallel(micro_batches(rank)[0][0]).square().mean()
-    with refused(gradaccum.UsageError, "create_graph"):
+    with refused(UsageError, "create_graph"):
         opt.backward(loss, create_graph=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         loss.backward(create_graph=True)
-    with refused(gradaccum.UsageError, "create_graph"):
+    with refused(UsageError, "create_graph"):
         opt.step()
     opt.discard()
 
@@ -160,35 +231,30 @@ def second_derivatives_are_refused(rank: int) -> None:
 @check
 def sparse_gradients_are_refused(rank: int) -> None:
     """On the worker that has none too, which would wait; the dense sums stay whole."""
-    model = nn.ModuleDict(
-        {"sparse": nn.Embedding(4, 2, sparse=True), "dense": nn.Linear(2, 2)}
-    )
-    opt = gradaccum.wrap(
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        steps=1,
-        module=DistributedDataParallel(model),
-    )
-    x = model["sparse"](torch.tensor([rank])) if rank else torch.ones(1, 2)
-    opt.backward(model["dense"](x).sum())
-    before = model["dense"].bias.grad.tolist()
-    with refused(gradaccum.UsageError, "dense"):
+    table, dense = nn.Embedding(4, 2, sparse=True), nn.Linear(2, 2)
+    model = nn.ModuleDict({"sparse": table, "dense": dense})
+    opt = wrap(model, steps=1, module=DistributedDataParallel(model))
+    x = table(torch.tensor([rank])) if rank else torch.ones(1, 2)
+    opt.backward(dense(x).sum())
+    before = dense.bias.grad.tolist()
+    with refused(UsageError, "dense"):
         opt.step()
-    assert model["dense"].bias.grad.tolist() == before
+    assert dense.bias.grad.tolist() == before
 
 
 @check
 def missing_worker_ends_in_an_error(rank: int) -> None:
-    """The last check: it leaves the process group unusable."""
+    """In a group of its own, which is unusable after it."""
     model = build()
     group = dist.new_group(timeout=datetime.timedelta(seconds=2))
     parallel = DistributedDataParallel(
         model, find_unused_parameters=True, process_group=group
     )
-    opt = gradaccum.wrap(sgd(model), steps=2, module=parallel)
+    opt = wrap(model, steps=2, module=parallel)
     batches = micro_batches(rank)
     learn(parallel, opt, batches[0])
     if rank == 0:
-        with refused(gradaccum.UsageError, "rank 0", "2 micro-batches", "flush()"):
+        with refused(UsageError, "rank 0", "2 micro-batches", "flush()"):
             learn(parallel, opt, batches[1])
 
 
@@ -198,9 +264,7 @@ def missing_worker_ends_in_an_error(rank: int) -> None:
 @check
 def window_of_another_worker_is_refused(rank: int) -> None:
     """A job that saves on its first worker only would double that one's sum."""
-    model = build()
-    parallel = DistributedDataParallel(model, find_unused_parameters=True)
-    opt = gradaccum.wrap(sgd(model), steps=4, module=parallel)
+    model, parallel, opt = make_shared()
     learn(parallel, opt, micro_batches(rank)[0])
     saved: list[Any] = [None] * WORLD
     dist.all_gather_object(saved, opt.state_dict())
@@ -219,7 +283,7 @@ def window_of_another_worker_is_refused(rank: int) -> None:
 def averages(parallel: DistributedDataParallel, rank: int) -> bool:
     """True if a plain backward pass of the module averages over the workers."""
     weight = next(parallel.parameters())
-    weight.grad = None
+    parallel.zero_grad()
     x = micro_batches(0)[0][0]
     parallel(x).sum().mul(1.0 + rank).backward()
     mine = weight.grad.clone()
@@ -232,21 +296,21 @@ def averages(parallel: DistributedDataParallel, rank: int) -> bool:
 def module_reduces_again_without_its_wrapper(rank: int) -> None:
     """After the wrapper is gone, and after a wrap that was refused."""
     model = build()
-    parallel = DistributedDataParallel(model, find_unused_parameters=True)
+    parallel = ddp(model)
     assert averages(parallel, rank)
     for wrong, error in (
         ({"accumulate_dtype": "int32"}, gradaccum.GradAccumError),
-        ({"module": model}, gradaccum.ArgumentTypeError),
+        ({"module": model}, ArgumentTypeError),
     ):
         with refused(error):
-            gradaccum.wrap(sgd(model), **{"steps": 4, "module": parallel, **wrong})
+            wrap(model, **{"module": parallel, **wrong})
         assert averages(parallel, rank)
     inner = sgd(model)
     first = gradaccum.wrap(inner, steps=4, module=parallel)
-    with refused(gradaccum.ArgumentTypeError, "wrapped"):
+    with refused(ArgumentTypeError, "wrapped"):
         gradaccum.wrap(inner, steps=4, module=parallel)
     assert not averages(parallel, rank)
-    second = gradaccum.wrap(sgd(model), steps=4, module=parallel)
+    second = wrap(model, module=parallel)
     del first, inner
     gc.collect()
     assert not averages(parallel, rank), "the second one still waits"
@@ -260,32 +324,27 @@ def module_reduces_again_without_its_wrapper(rank: int) -> None:
 def each_optimizer_of_a_module_names_it(rank: int) -> None:
     """A module that waits reduces nothing for an optimizer that does not know it."""
     model = build()
-    parallel = DistributedDataParallel(model, find_unused_parameters=True)
-    heads = [*model.usual.parameters(), *model.rare.parameters()]
-    bare = torch.optim.SGD(heads, lr=0.1)
-    early = gradaccum.wrap(
-        torch.optim.SGD(heads, lr=0.1), steps=1, process_group="alone"
-    )
-    body = gradaccum.wrap(
-        torch.optim.SGD(model.first.parameters(), lr=0.1), steps=1, module=parallel
-    )
-    with refused(gradaccum.UsageError, "module=parallel", "4 of the parameters"):
-        gradaccum.wrap(torch.optim.SGD(heads, lr=0.1), steps=1, process_group="alone")
-    before = parallel.state_dict()["module.usual.weight"].clone()
+    parallel = ddp(model)
+    heads = nn.ModuleList([model.usual, model.rare])
+    bare = sgd(heads)
+    early = wrap(heads, steps=1, process_group="alone")
+    body = wrap(model.first, steps=1, module=parallel)
+    with refused(UsageError, "module=parallel", "4 of the parameters"):
+        wrap(heads, steps=1, process_group="alone")
+    before = model.usual.weight.detach().clone()
+    x, y, _ = micro_batches(rank)[0]
     for opt in (bare, early):
-        parallel(micro_batches(rank)[0][0]).square().mean().backward()
-        with refused(gradaccum.UsageError, "module=parallel"):
+        parallel(x).square().mean().backward()
+        with refused(UsageError, "module=parallel"):
             opt.step()
         model.zero_grad()
     assert torch.equal(before, model.usual.weight)
-    other = torch.optim.SGD([torch.ones(2, requires_grad=True)], lr=0.1)
-    other.step()
+    sgd(nn.Linear(2, 2)).step()
     early.discard()
     body.discard()
-    del early, bare
+    del early, bare, opt
     gc.collect()
-    head = gradaccum.wrap(torch.optim.SGD(heads, lr=0.1), steps=1, module=parallel)
-    x, y, _ = micro_batches(rank)[0]
+    head = wrap(heads, steps=1, module=parallel)
     (parallel(x) - y).square().mean().backward()
     body.step()
     head.step()

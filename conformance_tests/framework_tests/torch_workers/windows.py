@@ -28,11 +28,12 @@ from .common import (
     alone,
     build,
     learn,
+    learn_all,
+    make_shared,
     micro_batches,
     require_equal,
     require_same_everywhere,
     sgd,
-    together,
 )
 from .jobs import check
 
@@ -40,23 +41,25 @@ from .jobs import check
 @check
 def every_kind_of_module(rank: int) -> None:
     reference, _ = alone(all_windows())
-    for kind in (
-        {"static_graph": True},
-        {"gradient_as_bucket_view": True},
-        {"bucket_cap_mb": 1e-6},
-    ):
-        require_equal(together(rank, module=kind)[0], reference)
-    require_equal(together(rank, model=build(recomputed=True))[0], reference)
     compiled = build()
     compiled.compile(backend="eager")
-    require_equal(together(rank, model=compiled)[0], reference)
+    usual = {"find_unused_parameters": True}
+    for model, options in (
+        (build(), {"static_graph": True}),
+        (build(), {"gradient_as_bucket_view": True}),
+        (build(), {"bucket_cap_mb": 1e-6}),
+        (build(recomputed=True), usual),
+        (compiled, usual),
+    ):
+        parallel = DistributedDataParallel(model, **options)
+        opt = gradaccum.wrap(sgd(model), steps=4, module=parallel)
+        learn_all(parallel, opt, micro_batches(rank))
+        require_equal(model, reference)
 
 
 @check
 def discarded_window_is_one_worker_s_own(rank: int) -> None:
-    model = build()
-    parallel = DistributedDataParallel(model, find_unused_parameters=True)
-    opt = gradaccum.wrap(sgd(model), steps=None, module=parallel)
+    model, parallel, opt = make_shared(steps=None)
     for batch in micro_batches(rank)[:3]:
         learn(parallel, opt, batch)
     if rank == 1:
@@ -70,9 +73,8 @@ def listeners_hear_the_window_of_all(rank: int) -> None:
     """One raises on the worker that closes two of three windows in its flush: each
     window ends on both, and is heard.
     """
-    model, heard = build(), []
-    parallel = DistributedDataParallel(model, find_unused_parameters=True)
-    opt = gradaccum.wrap(sgd(model), steps=2, module=parallel)
+    model, parallel, opt = make_shared(steps=2)
+    heard: list[Any] = []
     opt.add_listener(heard.append)
     if rank == 1:
         opt.add_listener(lambda window: window.no_such_field)
@@ -106,11 +108,8 @@ def counted() -> Iterator[list[int]]:
         called.append(tensor.numel())
         return original(tensor, *args, **kwargs)
 
-    dist.all_reduce = counting
-    try:
+    with mock.patch.object(dist, "all_reduce", counting):
         yield called
-    finally:
-        dist.all_reduce = original
 
 
 @check
@@ -118,8 +117,9 @@ def two_reductions_per_window(rank: int) -> None:
     """One for the numbers and one for all sums that a worker has, whatever the number
     of micro-batches.
     """
+    _, parallel, opt = make_shared()
     with counted() as called:
-        together(rank)
+        learn_all(parallel, opt, micro_batches(rank))
     size = sum(p.numel() for p in Branches().parameters())
     rare = sum(p.numel() for p in Branches().rare.parameters())
     assert len(called) == 4
@@ -127,62 +127,21 @@ def two_reductions_per_window(rank: int) -> None:
 
 
 @check
-def sums_come_and_go(rank: int) -> None:
-    """A branch that the workers take in some windows only, one of them or both; then a
-    window that is empty on both.
-    """
-    taken = [
-        (False, True),
-        (False, False),
-        (True, True),
-        (False, False),
-        (False, False),
-        (True, False),
-    ]
-    windows = [
-        [
-            (x, y, rare)
-            for (x, y, _), rare in zip(
-                (micro_batches(0)[0], micro_batches(1)[0]), both, strict=True
-            )
-        ]
-        for both in taken
-    ]
-    for options in ({}, {"clip_norm": 0.05}):
-        model = build()
-        parallel = DistributedDataParallel(model, find_unused_parameters=True)
-        opt = gradaccum.wrap(sgd(model), steps=1, module=parallel, **options)
-        for window in windows:
-            learn(parallel, opt, window[rank])
-        opt.flush()
-        require_equal(model, alone(windows, **options)[0])
-
-
-@check
 def model_is_cast_between_windows(rank: int) -> None:
-    """What rode in the last window has another dtype now, and rides again; a part that
-    alone was cast, or is large now, travels alone.
-    """
+    """All of it; then a part alone, and that part is large at last."""
     model, reference = build(torch.float32), build(torch.float32)
-    parallel = DistributedDataParallel(model)
-    opt = gradaccum.wrap(sgd(model), steps=1, module=parallel, reduction="sum_per_item")
+    _, parallel, opt = make_shared(model, steps=1, reduction="sum_per_item")
     other = gradaccum.wrap(sgd(reference), steps=2, reduction="sum_per_item")
     for dtype in (torch.float32, torch.float64):
         model.to(dtype), reference.to(dtype)
-        x = torch.ones(1, 4, dtype=dtype)
-        with counted() as called:
-            opt.backward(
-                parallel(x * (1 + rank)).sum() + 0 * model.rare(model.first(x)).sum(),
-                weight=70001.0 + rank,
-            )
-            opt.step()
         for each in range(WORLD):
-            other.backward(
-                reference(x * (1 + each)).sum()
-                + 0 * reference.rare(reference.first(x)).sum(),
-                weight=70001.0 + each,
-            )
+            x = torch.full((1, 4), 1.0 + each, dtype=dtype)
+            other.backward(reference(x).sum(), weight=70001.0 + each)
             other.step()
+        x = torch.full((1, 4), 1.0 + rank, dtype=dtype)
+        with counted() as called:
+            opt.backward(parallel(x).sum(), weight=70001.0 + rank)
+            opt.step()
     assert len(called) == 2
     require_equal(model, reference)
     pair = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))]
@@ -224,29 +183,19 @@ def large_and_strided_sums_are_reduced(rank: int) -> None:
 
 @check
 def failed_update_is_not_reduced_twice(rank: int) -> None:
-    model = build()
-    parallel = DistributedDataParallel(model, find_unused_parameters=True)
-    # Not "mean": twice the sum over twice the weight would be the same.
-    opt = gradaccum.wrap(sgd(model), steps=4, module=parallel, reduction="sum")
-    hook = opt.register_step_pre_hook(
-        lambda *_: (_ for _ in ()).throw(ZeroDivisionError)
-    )
-    batches = micro_batches(rank)
+    """Not "mean": twice the sum over twice the weight would be the same."""
+    model, parallel, opt = make_shared(reduction="sum")
+    batches = micro_batches(rank)[:4]
+    hook = opt.register_step_pre_hook(lambda *_: 1 / 0)
     with refused(ZeroDivisionError):
-        for batch in batches[:4]:
-            learn(parallel, opt, batch)
-        opt.flush()
+        learn_all(parallel, opt, batches)
     hook.remove()
     with refused(gradaccum.UsageError, "flush()"):
         opt.state_dict()
     opt.flush()
     require_equal(model, alone(all_windows()[:1], reduction="sum")[0])
-    again = build()
-    parallel = DistributedDataParallel(again, find_unused_parameters=True)
-    unhurt = gradaccum.wrap(sgd(again), steps=4, module=parallel, reduction="sum")
-    for batch in batches[:4]:
-        learn(parallel, unhurt, batch)
-    unhurt.flush()
+    _, parallel, unhurt = make_shared(reduction="sum")
+    learn_all(parallel, unhurt, batches)
     # There the last micro-batch made the update, and the flush had nothing to do.
     assert opt.result == unhurt.result._replace(applied=True)
 
@@ -262,42 +211,22 @@ def averaged(model: nn.Module) -> torch.optim.swa_utils.AveragedModel:
     return torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=AVERAGE)
 
 
-def reference() -> tuple[nn.Module, nn.Module]:
-    """One process with all micro-batches: the model, and its average over the
-    updates.
-    """
-    model = build()
-    opt = gradaccum.wrap(sgd(model), steps=None, process_group="alone")
-    average = averaged(model)
-    schedule = StepLR(opt, **HALVE)
-    for window in all_windows(steps=2):
-        for batch in window:
-            learn(model, opt, batch)
-        opt.flush()
-        schedule.step()
-        average.update_parameters(model)
-    assert opt.result.optimizer_step == 3
-    return model, average
-
-
 def trained(rank: int, follow: Any) -> tuple[nn.Module, nn.Module, Any]:
     """The share of one worker; ``follow(opt)`` is called first and returns what the
     loop calls after each micro-batch and after `flush`.
     """
-    model = build()
-    parallel = DistributedDataParallel(model, find_unused_parameters=True)
-    opt, average = gradaccum.wrap(sgd(model), steps=2, module=parallel), averaged(model)
+    model, parallel, opt = make_shared(steps=2)
+    average = averaged(model)
     met = torch.ones(())
     # The listeners of a window meet, in whatever call it closes.
     opt.add_listener(lambda window: dist.all_reduce(met))
     opt.on_update(lambda: average.update_parameters(model))
     after = follow(opt)
-    for call in (
-        *(partial(learn, parallel, opt, batch) for batch in micro_batches(rank)),
-        opt.flush,
-    ):
-        call()
+    for batch in micro_batches(rank):
+        learn(parallel, opt, batch)
         after()
+    opt.flush()
+    after()
     assert met == WORLD**3
     return model, average, opt
 
@@ -312,13 +241,19 @@ def schedules_and_averages_move_once_per_update(rank: int) -> None:
         return gradaccum.wrap(StepLR(opt, **HALVE)).step
 
     def listening(opt: Any) -> Any:
-        schedule = StepLR(opt, **HALVE)
-        opt.on_update(schedule.step)
+        opt.on_update(StepLR(opt, **HALVE).step)
         return lambda: None
 
+    expected = build()
+    one = gradaccum.wrap(sgd(expected), steps=None, process_group="alone")
+    expected_average = averaged(expected)
+    schedule = StepLR(one, **HALVE)
+    for window in all_windows(steps=2):
+        learn_all(expected, one, window)
+        schedule.step()
+        expected_average.update_parameters(expected)
     for follow in (gated, listening):
         model, average, opt = trained(rank, follow)
-        expected, expected_average = reference()
         require_equal(model, expected)
         require_equal(average, expected_average)
         assert opt.param_groups[0]["lr"] == 0.1 * 0.5**3
@@ -364,43 +299,34 @@ def batch_of(rank: int) -> tuple[Tensor, Tensor]:
     """Seven items on one worker and four on the other."""
     generator = torch.Generator().manual_seed(rank)
     items = 7 if rank == 0 else 4
-    return torch.randn(items, 4, generator=generator).double(), torch.randn(
-        items, 2, generator=generator
-    ).double()
+    x, y = (torch.randn(items, width, generator=generator) for width in (4, 2))
+    return x.double(), y.double()
 
 
 def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return (model(x) - y).square().mean()
 
 
+def update(optimizer: torch.optim.Optimizer, loss: Any) -> None:
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
 @check
 def large_batch_of_all_workers(rank: int) -> None:
-    model, reference = build(), build()
-    parallel = DistributedDataParallel(model, find_unused_parameters=True)
-    opt, inner = gradaccum.wrap(sgd(model), steps=None, module=parallel), sgd(reference)
-    whole = [
-        torch.cat(parts) for parts in zip(*map(batch_of, range(WORLD)), strict=True)
-    ]
-    calls = []
-    # More steps than the items of one worker.
-    ways = (
-        {"micro_batch_size": 2},
-        {"micro_batch_size": 2},
-        {"steps": 6},
-    )
-    for way in ways:
+    """The last way has more steps than one worker has items."""
+    model, parallel, opt = make_shared(steps=None)
+    reference = build()
+    inner = sgd(reference)
+    whole = map(torch.cat, zip(*map(batch_of, range(WORLD)), strict=True))
+    x, y = whole
+    for way in ({"micro_batch_size": 2}, {"micro_batch_size": 2}, {"steps": 6}):
         with counted() as called:
-            backward(
-                lambda x, y: loss_of(parallel, x, y),
-                *batch_of(rank),
-                **way,
-                optimizer=opt,
-            )
-        calls.append(len(called))
-        inner.zero_grad()
-        loss_of(reference, whole[0], whole[1]).backward()
-        inner.step()
-    assert calls[-1] == 2, calls
+            loss = partial(loss_of, parallel)
+            backward(loss, *batch_of(rank), **way, optimizer=opt)
+        update(inner, loss_of(reference, x, y))
+    assert len(called) == 2, called
     assert opt.result.optimizer_step == 3
     require_equal(model, reference)
 
@@ -408,26 +334,17 @@ def large_batch_of_all_workers(rank: int) -> None:
 @check
 def coupled_loss_on_each_worker(rank: int) -> None:
     """Coupled within a worker; the update is by the mean over workers, reduced once."""
-    model, reference = build(), build()
-    parallel = DistributedDataParallel(model, find_unused_parameters=True)
-    opt, inner = gradaccum.wrap(sgd(model), steps=None, module=parallel), sgd(reference)
-    calls = []
+    model, parallel, opt = make_shared(steps=None)
+    reference = build()
+    inner = sgd(reference)
     for _ in range(3):
         with counted() as called:
             coupled_backward(
-                lambda x: parallel(x),
-                lambda o: o.std(),
-                batch_of(rank)[0],
-                steps=3,
-                optimizer=opt,
+                parallel, Tensor.std, batch_of(rank)[0], steps=3, optimizer=opt
             )
-        calls.append(len(called))
-        inner.zero_grad()
-        (
-            sum(reference(batch_of(each)[0]).std() for each in range(WORLD)) / WORLD
-        ).backward()
-        inner.step()
-    assert calls[-1] == 2, calls
+        losses = [reference(batch_of(each)[0]).std() for each in range(WORLD)]
+        update(inner, sum(losses) / WORLD)
+    assert len(called) == 2, called
     require_equal(model, reference)
 
 
@@ -445,29 +362,22 @@ def empty_batch_leaves_no_other_waiting(rank: int) -> None:
 
 
 def _update_by_holders(rank: int, size: Any) -> None:
-    model, reference = build(), build()
-    parallel = DistributedDataParallel(model, find_unused_parameters=True)
+    model, parallel, opt = make_shared(steps=None)
     parallel.register_forward_pre_hook(_need_memory)
-    opt, inner = gradaccum.wrap(sgd(model), steps=None, module=parallel), sgd(reference)
+    reference = build()
+    inner = sgd(reference)
     for holders in ((0,), (1,), ()):
         x, y = batch_of(rank)
         if rank not in holders:
             x, y = x[:0], y[:0]
-        loss = backward(
-            partial(loss_of, parallel), x, y, micro_batch_size=size, optimizer=opt
-        )
-        coupled = coupled_backward(
-            parallel, Tensor.std, x, micro_batch_size=size, optimizer=opt
-        )
+        options = {"micro_batch_size": size, "optimizer": opt}
+        loss = backward(partial(loss_of, parallel), x, y, **options)
+        coupled = coupled_backward(parallel, Tensor.std, x, **options)
         assert rank in holders or (loss, coupled) == (0, 0)
         for each in holders:
             x, y = batch_of(each)
-            inner.zero_grad()
-            loss_of(reference, x, y).backward()
-            inner.step()
-            inner.zero_grad()
-            reference(x).std().backward()
-            inner.step()
+            update(inner, loss_of(reference, x, y))
+            update(inner, reference(x).std())
     assert opt.result.optimizer_step == 4
     require_equal(model, reference)
 
