@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gradaccum.kit import Column, Conditions, Layer, Precision, Run
+from gradaccum.kit import Column, Conditions, Precision, Run
 
 X = (0.5, -1.25, 2.0, 0.75, 1.5, -0.625, 0.25, 3.0)
 COUNTS = (3.0, 1.0, 2.0, 5.0, 1.0, 4.0, 2.0, 1.0)
@@ -57,7 +57,7 @@ class PlainSubject:
 
     slopes: Slopes
     readable: Sequence[Column] = ()
-    layers: Sequence[Layer] = ()
+    layers: Sequence[str] = ()
     fixed: Sequence[str] = ()
     unreplayed: Sequence[str] = ()
     culprits: Sequence[str] = ()
@@ -116,7 +116,7 @@ class PlainSubject:
     def columns(self) -> Sequence[Column]:
         return self.readable
 
-    def mixing_layers(self) -> Sequence[Layer]:
+    def statistics_layers(self) -> Sequence[str]:
         return self.layers
 
     def fixed_draws(self) -> Sequence[str]:

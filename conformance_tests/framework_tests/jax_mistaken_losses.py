@@ -61,27 +61,27 @@ PLANTED = {
     "normalised": Case(
         normalised,
         (X, Y),
-        kind="batch_statistics",
-        where="batch_norm at jax_mistaken_losses.py",
+        kind="coupled_loss",
+        where="the loss",
     ),
     "expert_capacity": Case(
-        expert_capacity, (X, Y), kind="batch_statistics", where="expert_capacity"
+        expert_capacity, (X, Y), kind="coupled_loss", where="the loss"
     ),
     "key_in_the_loss": Case(
         key_in_the_loss,
         (X, Y),
-        kind="shared_randomness",
+        kind="not_repeatable",
         where="dropped at jax_losses.py",
     ),
     "shared_key": Case(
         key_of_the_batch,
         (X, Y, KEY),
         {"axes": (0, 0, None)},
-        kind="shared_randomness",
+        kind="not_repeatable",
         where="dropped",
     ),
     "generator_in_the_loss": Case(
-        generator_in_the_loss, (X, Y), kind="shared_randomness", where="the loss"
+        generator_in_the_loss, (X, Y), kind="not_repeatable", where="the loss"
     ),
     "deaf": Case(with_deaf, (X, Y), kind="custom_backward", where="deaf"),
 }

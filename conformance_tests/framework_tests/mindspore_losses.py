@@ -126,20 +126,22 @@ PLANTED = {
         where="1",
     ),
     "own_norm": Case(
-        lambda: net(OwnNorm()), plain, (X, Y), kind="batch_statistics", where="1"
+        lambda: net(OwnNorm()), plain, (X, Y), kind="coupled_loss", where="the loss"
     ),
     "deaf": Case(
         lambda: net(Deaf()), plain, (X, Y), kind="custom_backward", where="Deaf"
     ),
     "baseline": Case(
-        lambda: net(Baseline()), plain, (X, Y), kind="state", where="1.mean"
+        lambda: net(Baseline()), plain, (X, Y), kind="hidden_state", where="1.mean"
     ),
-    "moving": Case(lambda: net(Moving()), plain, (X, Y), kind="state", where="moving"),
+    "moving": Case(
+        lambda: net(Moving()), plain, (X, Y), kind="hidden_state", where="moving"
+    ),
     "seeding": Case(
         lambda: net(nn.Dropout(p=0.5)),
         seeding,
         (X, Y),
-        kind="shared_randomness",
+        kind="not_repeatable",
         where="set_seed",
     ),
 }

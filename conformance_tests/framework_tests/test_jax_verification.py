@@ -61,7 +61,9 @@ def test_mistake_is_named(name: str) -> None:
     cause = report.causes[0]
     assert cause.kind == PLANTED[name].kind, str(report)
     assert PLANTED[name].where in cause.where, str(report)
-    assert {other.kind for other in report.causes[1:]} <= {"randomness"}, str(report)
+    assert {other.kind for other in report.causes[1:]} <= {"not_repeatable"}, str(
+        report
+    )
 
 
 @pytest.mark.parametrize(
@@ -77,8 +79,8 @@ def test_sound_loss_passes(name: str) -> None:
     assert not report.causes
 
 
-def test_flax_layers_are_named() -> None:
-    """By their path; a dropout beside them does not disturb."""
+def test_flax_batch_norm_couples_items() -> None:
+    """A dropout beside it does not disturb."""
     linen = pytest.importorskip("flax.linen", reason="flax is not installed")
 
     class Net(linen.Module):  # type: ignore[misc, name-defined]
@@ -110,7 +112,7 @@ def test_flax_layers_are_named() -> None:
         report = verify(variables["params"], loss_fn, (X, Y, KEY))
         assert report.equivalent is not normalised, str(report)
         assert [(cause.kind, cause.where) for cause in report.causes] == (
-            [("batch_statistics", "Net/BatchNorm_0")] if normalised else []
+            [("coupled_loss", "the loss")] if normalised else []
         )
 
 
@@ -125,7 +127,7 @@ def test_draw_in_a_loop_is_told() -> None:
         return squares(params, h, y).mean()
 
     report = verify(PARAMS, loss_fn, (X, Y, KEY))
-    assert [cause.kind for cause in report.causes] == ["randomness"]
+    assert [cause.kind for cause in report.causes] == ["not_repeatable"]
 
 
 def test_loss_with_aux() -> None:
@@ -134,7 +136,7 @@ def test_loss_with_aux() -> None:
 
     assert verify(PARAMS, with_aux, (X, Y), has_aux=True).equivalent
     report = verify(PARAMS, with_aux, (X, Y), has_aux=True, reduction="sum")
-    assert [cause.kind for cause in report.causes] == ["wrong_reduction"]
+    assert [cause.kind for cause in report.causes] == ["wrong_weight"]
     for loss_fn, has_aux, fix in (
         (with_aux, False, "Write has_aux=True"),
         (plain, True, "Leave has_aux out"),
@@ -157,7 +159,7 @@ def test_place_in_a_folder_of_a_librarys_name(tmp_path: Path) -> None:
     exec(compile(file.read_text(encoding="utf-8"), str(file), "exec"), names)
     report = verify(PARAMS, names["noisy"], (X, Y))
     assert [(cause.kind, cause.where) for cause in report.causes] == [
-        ("shared_randomness", "noisy at losses.py:5")
+        ("not_repeatable", "noisy at losses.py:5")
     ]
 
 

@@ -61,7 +61,7 @@ def test_seed_that_was_set_before_is_noticed() -> None:
     case, users = PLANTED["seeding"], ms.get_seed()
     ms.set_seed(1)
     try:
-        assert [cause.kind for cause in verified(case).causes] == ["shared_randomness"]
+        assert [cause.kind for cause in verified(case).causes] == ["not_repeatable"]
         assert ms.get_seed() == 1
     finally:
         sys.modules["mindspore.common.seed"]._GLOBAL_SEED = users
@@ -89,7 +89,7 @@ def test_random_operator_is_told() -> None:
         return plain(model, ops.dropout(x, 0.5, True), y)
 
     assert [cause.kind for cause in verify(net(), loss_fn, (X, Y)).causes] == [
-        "randomness"
+        "not_repeatable"
     ]
 
 

@@ -103,11 +103,11 @@ def frozen_attention_axis() -> Case:
 
 
 MISTAKEN_LAYERS: dict[Callable[[], Case], tuple[tuple[str, ...], str]] = {
-    ghost_norm: (("batch_statistics",), "1"),
-    seed_in_forward: (("shared_randomness",), "rand at torch_mistaken_layers.py"),
-    running_statistics: (("state",), "1.centre"),
-    reward_baseline: (("state",), "baseline"),
-    frozen_attention_axis: (("batch_statistics",), "attention"),
+    ghost_norm: (("coupled_loss",), "the loss"),
+    seed_in_forward: (("not_repeatable",), "rand at torch_mistaken_layers.py"),
+    running_statistics: (("hidden_state",), "1.centre"),
+    reward_baseline: (("hidden_state",), "baseline"),
+    frozen_attention_axis: (("coupled_loss",), "the loss"),
 }
 """By case: the kinds of its causes, in order, and the beginning of the first one's
 place.

@@ -242,22 +242,25 @@ def generator_made_in_the_loss() -> Case:
 
 
 MISTAKEN_LOSSES: dict[Callable[[], Case], tuple[tuple[str, ...], str]] = {
-    ignored_labels: (("unequal_counts",), "batch[1][:, 1:] != -100"),
-    open_clip_temperature: (("repeated_term",), "logit_scale"),
+    ignored_labels: (("wrong_weight",), "batch[1][:, 1:] != -100"),
+    open_clip_temperature: (("wrong_weight",), "logit_scale"),
     info_nce: (("coupled_loss",), "the loss"),
-    grpo_token_denominator: (("unequal_counts",), "batch[0]['completion_mask']"),
-    class_weights: (("unequal_counts",), "a weight by batch[1]"),
-    two_heads: (("several_counts",), "the number of items; batch[1] != 0"),
-    positives_and_negatives: (("several_counts",), "batch[1] != 0; batch[1] == 0"),
+    grpo_token_denominator: (("wrong_weight",), "batch[0]['completion_mask']"),
+    class_weights: (("wrong_weight",), "a weight by batch[1]"),
+    two_heads: (("coupled_loss",), "the loss"),
+    positives_and_negatives: (("coupled_loss",), "the loss"),
     tokens_and_coupling: (("coupled_loss",), "the loss"),
-    numpy_noise: (("randomness",), "numpy.random, a number for each item"),
-    python_noise: (("randomness",), "random, a number for each item"),
-    noise_of_a_global_generator: (("randomness",), "OUTSIDE, a number for each item"),
+    numpy_noise: (("not_repeatable",), "numpy.random, a number for each item"),
+    python_noise: (("not_repeatable",), "random, a number for each item"),
+    noise_of_a_global_generator: (
+        ("not_repeatable",),
+        "OUTSIDE, a number for each item",
+    ),
     noisy_module_and_counts: (
-        ("randomness", "unequal_counts"),
+        ("not_repeatable", "wrong_weight"),
         "rng, a number for each item",
     ),
-    generator_made_in_the_loss: (("shared_randomness",), "the loss"),
+    generator_made_in_the_loss: (("not_repeatable",), "the loss"),
 }
 """By case: the kinds of its causes, in order, and the beginning of the first one's
 place.

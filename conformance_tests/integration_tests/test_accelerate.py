@@ -212,20 +212,12 @@ def test_clipping_under_separate_sums_is_per_micro_batch() -> None:
 
 def test_accumulate_nests() -> None:
     """``accumulate`` makes one micro-batch of two, and a window is four of those:
-    sixteen items. A warning says so.
+    sixteen items.
     """
     run = prepared(32, gradient_accumulation_steps=2)
-
-    def train() -> None:
-        for batch in run.loader:
-            with run.accelerator.accumulate(run.model):
-                micro_batch(run, batch)
-
-    with pytest.warns(
-        gradaccum.GradAccumWarning,
-        match=r"2 backward passes.*gradient_accumulation_steps",
-    ):
-        train()
+    for batch in run.loader:
+        with run.accelerator.accumulate(run.model):
+            micro_batch(run, batch)
     assert run.opt.result.optimizer_step == 2
     assert distance(run.model, large(32, epochs=1, size=16)) < 1e-12
     assert run.scheduler.get_last_lr() == [0.1 / 3]
