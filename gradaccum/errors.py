@@ -116,11 +116,10 @@ def require_int(
     expected = f"an int >= {at_least}"
     fix = fix or f"Write for example {argument}={max(at_least, 4)}."
     try:
-        number = (
-            None
-            if isinstance(value, bool)
-            else operator.index(cast(SupportsIndex, value))
-        )
+        if isinstance(value, bool):
+            number = None
+        else:
+            number = operator.index(cast(SupportsIndex, value))
     except TypeError:
         number = None
     if number is None:
@@ -153,11 +152,10 @@ def require_number(
     example = above + 1 if below == math.inf else (above + below) / 2
     fix = fix or f"Write for example {argument}={example:g}."
     try:
-        number = (
-            None
-            if isinstance(value, (bool, str))
-            else float(cast(SupportsFloat, value))
-        )
+        if isinstance(value, (bool, str)):
+            number = None
+        else:
+            number = float(cast(SupportsFloat, value))
     except (
         TypeError,
         ValueError,

@@ -224,9 +224,9 @@ def items_of(*micro_batch: Any) -> float:
 
 def as_arguments(micro_batch: Any) -> tuple[Any, ...]:
     """Return the arguments of the loss for a micro-batch: a tuple or list is those."""
-    return (
-        tuple(micro_batch) if isinstance(micro_batch, list | tuple) else (micro_batch,)
-    )
+    if isinstance(micro_batch, list | tuple):
+        return tuple(micro_batch)
+    return (micro_batch,)
 
 
 # The coefficients, by least squares.

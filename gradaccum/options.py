@@ -108,11 +108,9 @@ def make_schedule(steps: object) -> Schedule:
     """Raise unless the user's ``steps=`` has one of the five forms; return the
     schedule.
     """
-    return (
-        steps
-        if steps is None or isinstance(steps, UntilWeight)
-        else _make_sizes(steps, _STEPS)
-    )
+    if steps is None or isinstance(steps, UntilWeight):
+        return steps
+    return _make_sizes(steps, _STEPS)
 
 
 def require_steps(

@@ -222,11 +222,9 @@ def _entry_of(bases: tuple[type, ...]) -> EntryPoint:
 
 
 def _describe(name: str) -> str:
-    return (
-        name
-        if name in available_backends()
-        else f"{name} (missing: pip install 'gradaccum[{name}]')"
-    )
+    if name in available_backends():
+        return name
+    return f"{name} (missing: pip install 'gradaccum[{name}]')"
 
 
 NOT_GIVEN: Any = object()
@@ -317,11 +315,10 @@ def _require_own_options(backend: Backend, given: Mapping[str, object]) -> None:
             near = [
                 ours for ours, theirs in ELSEWHERE.items() if name in theirs
             ] or get_close_matches(name, known, 1)
-            fix = (
-                f"Did you mean {near[0]}={value!r}?"
-                if near
-                else f"The options are {', '.join(known)}."
-            )
+            if near:
+                fix = f"Did you mean {near[0]}={value!r}?"
+            else:
+                fix = f"The options are {', '.join(known)}."
             raise explain(
                 ArgumentTypeError,
                 name,

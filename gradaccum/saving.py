@@ -48,11 +48,12 @@ def terms_of(options: Options, optimizer_step: Scalar) -> Terms:
     int or an integer scalar.
     """
     step = int(optimizer_step)
-    steps = (
-        None
-        if options.steps is None
-        else require_steps(steps_at(options.steps, step, select), step, options.steps)
-    )
+    if options.steps is None:
+        steps = None
+    else:
+        steps = require_steps(
+            steps_at(options.steps, step, select), step, options.steps
+        )
     return Terms(
         options.reduction, options.on_overflow, _scale_in_use(options.scale_rule), steps
     )
@@ -310,19 +311,15 @@ def _in_a_word(steps: object) -> str:
     """Return `steps` as the user may have written it; a function by its name."""
     if isinstance(steps, UntilWeight):
         return f"until_weight({_in_a_word(steps.weight)})"
-    return (
-        getattr(steps, "__name__", type(steps).__name__)
-        if callable(steps)
-        else repr(steps)
-    )
+    if callable(steps):
+        return getattr(steps, "__name__", type(steps).__name__)
+    return repr(steps)
 
 
 def _scale(options: Options) -> str:
     """Name the rule of the loss scale; "" without one."""
     if options.scaler is not None:
         return type(options.scaler).__name__
-    return (
-        ""
-        if options.scale_rule == ScaleRule()
-        else terms_of(options._replace(steps=None), 0).scale
-    )
+    if options.scale_rule == ScaleRule():
+        return ""
+    return terms_of(options._replace(steps=None), 0).scale

@@ -42,11 +42,12 @@ class AutoMicroBatchSize:
     """
 
     def __init__(self, memory_limit: int | None = None) -> None:
-        self.memory_limit = (
-            None
-            if memory_limit is None
-            else require_int("memory_limit", memory_limit, at_least=1, fix=_BYTES)
-        )
+        if memory_limit is None:
+            self.memory_limit = None
+        else:
+            self.memory_limit = require_int(
+                "memory_limit", memory_limit, at_least=1, fix=_BYTES
+            )
         self._choices: dict[Hashable, int] = {}
         self._last: int | None = None
 
@@ -450,16 +451,14 @@ def aux_shape_error(found: str, *, declared: bool) -> GradAccumError:
     """Return the error for an aux that is returned and not declared, or declared and
     not returned.
     """
-    expected = (
-        "a function that returns (loss, aux)"
-        if declared
-        else "a function that returns a scalar loss"
-    )
-    fix = (
-        "Declare how it merges, as aux='mean', or return the loss alone."
-        if not declared
-        else "Return both, or leave aux out."
-    )
+    if declared:
+        expected = "a function that returns (loss, aux)"
+    else:
+        expected = "a function that returns a scalar loss"
+    if not declared:
+        fix = "Declare how it merges, as aux='mean', or return the loss alone."
+    else:
+        fix = "Return both, or leave aux out."
     return explain(
         ArgumentValueError, "loss_fn", expected=expected, found=found, fix=fix
     )
@@ -502,17 +501,15 @@ def _doubtful_list_error(
 
 
 def _choice_error(names: Sequence[str], own_split: bool) -> GradAccumError:
-    expected = (
-        "split alone or with steps"
-        if own_split
-        else "one of steps, micro_batch_size and micro_batch_weight"
-    )
+    if own_split:
+        expected = "split alone or with steps"
+    else:
+        expected = "one of steps, micro_batch_size and micro_batch_weight"
     found = " and ".join(names) or "none"
-    fix = (
-        "Write steps=4, or micro_batch_size=8, or micro_batch_size='auto'."
-        if not own_split
-        else "Leave out the others."
-    )
+    if not own_split:
+        fix = "Write steps=4, or micro_batch_size=8, or micro_batch_size='auto'."
+    else:
+        fix = "Leave out the others."
     return explain(ArgumentValueError, "steps", expected=expected, found=found, fix=fix)
 
 

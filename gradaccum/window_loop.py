@@ -569,11 +569,9 @@ class _Reader(Iterator[Window[M]]):
     def _totals(self) -> list[float]:
         """Return the values of the read window over all workers."""
         reduce = self._windows.reduce
-        return (
-            self._values
-            if reduce is None or self._agrees
-            else summed(reduce, self._values)
-        )
+        if reduce is None or self._agrees:
+            return self._values
+        return summed(reduce, self._values)
 
     def _give(self, totals: list[float]) -> Window[M]:
         self._current = Window(

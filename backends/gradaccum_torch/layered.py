@@ -423,11 +423,10 @@ class _Run:
         return loss.detach().clone()
 
     def _pass(self, layer: _Layer, taken: _Border) -> _Border:
-        surroundings = (
-            Surroundings(layer.stateful)
-            if self._recomputes and layer.stateful is not None
-            else None
-        )
+        if self._recomputes and layer.stateful is not None:
+            surroundings = Surroundings(layer.stateful)
+        else:
+            surroundings = None
         with nullcontext() if surroundings is None else surroundings.first_run():
             returned = self._called(layer, taken)
         self._reach(layer, returned.roots)

@@ -128,9 +128,9 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
         """Call the scheduler's ``step_update`` with the number of updates applied."""
         updates = self._updates()
         self._scheduler.optimizer._window.changed_rate_warning.allow_change()
-        return (
-            self._scheduler.step_update(updates, *args, **kwargs) if updates else None
-        )
+        if updates:
+            return self._scheduler.step_update(updates, *args, **kwargs)
+        return None
 
     def get_last_lr(self) -> list[Any]:
         return list(self._scheduler.get_last_lr())

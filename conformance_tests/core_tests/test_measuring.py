@@ -9,7 +9,6 @@ import math
 import pytest
 
 from gradaccum.kit import Conditions, Precision
-from gradaccum.verification.experiments import _basis
 from gradaccum.verification.measuring import Bench, Way, item_axis, partitions
 
 from .plain_subject import PlainSubject
@@ -79,13 +78,3 @@ def test_unit_is_what_roundings_of_the_inputs_make_of_a_gradient() -> None:
     assert bench.units(Conditions()) == {
         "w": pytest.approx(2e6 * 2.0**-52 * math.hypot(1, 2), rel=1e-3)
     }
-
-
-def test_basis_of_columns() -> None:
-    """A column of zeros, as a count has that is 0 for the items in question, and one
-    that others span have no direction of their own.
-    """
-    assert _basis([[0.0, 0.0, 0.0], [3.0, 4.0, 0.0], [6.0, 8.0, 0.0]]) == [
-        [0.6, 0.8, 0.0]
-    ]
-    assert len(_basis([[3.0, 4.0, 1e-6]], [[0.6, 0.8, 0.0]])) == 2

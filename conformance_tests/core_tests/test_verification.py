@@ -396,8 +396,8 @@ def test_table_of_a_report() -> None:
     console.print(found.table())
     printed = " ".join(console.file.getvalue().split())  # type: ignore[attr-defined]
     for words in (
-        "WRONG for this loss: repeated_term.",
-        "repeated_term (v): The gradient",
+        "WRONG for this loss: wrong_weight.",
+        "wrong_weight (v): The gradient",
         "What to do: Add",
         "moved, in units",
     ):

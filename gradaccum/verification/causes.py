@@ -78,11 +78,10 @@ def _tests(column: Column) -> Iterator[tuple[str, Callable[[float], bool]]]:
     yield "== 0", partial(eq, 0)
     yield "> 0", partial(lt, 0)
     yield ">= 0", partial(le, 0)
-    paddings = (
-        {row[-1] for row in column.rows if row}
-        if column.integers and column.sequence
-        else set()
-    )
+    if column.integers and column.sequence:
+        paddings = {row[-1] for row in column.rows if row}
+    else:
+        paddings = set()
     for padding in sorted(paddings - {0, IGNORED})[:3]:
         yield f"!= {padding:g}", partial(ne, padding)
 
@@ -151,12 +150,13 @@ def not_repeatable(names: Sequence[str]) -> Cause:
 
 
 def custom_backward(names: Sequence[str], culprits: Sequence[str]) -> Cause:
-    seen = (
-        "A loss multiplied by a number does not give the multiplied gradient in"
-        f" {listed(names)}. "
-        if names
-        else ""
-    )
+    if names:
+        seen = (
+            "A loss multiplied by a number does not give the multiplied gradient in"
+            f" {listed(names)}. "
+        )
+    else:
+        seen = ""
     explanation = (
         f"{seen}A backward pass ignores the gradient that it is handed, and with it the"
         " weight of a micro-batch."
@@ -338,9 +338,10 @@ def summed_term(names: Sequence[str]) -> Cause:
 
 
 def coupled_loss(names: Sequence[str], off: float | None) -> Cause:
-    best = (
-        "" if off is None else f" (the best ones are {off:.3g} units of rounding off)"
-    )
+    if off is None:
+        best = ""
+    else:
+        best = f" (the best ones are {off:.3g} units of rounding off)"
     explanation = (
         "No weights make the micro-batches add up to the large batch's gradient in"
         f" {listed(names)}{best}: the loss of one item depends on the others, as in"

@@ -77,11 +77,9 @@ def linear(bench: Bench) -> Finding:
             }
     names = moved(found)
     culprits = tuple(bench.subject.custom_rules())
-    return (
-        Finding((causes.custom_backward(names, culprits),), None)
-        if names or culprits
-        else Finding()
-    )
+    if names or culprits:
+        return Finding((causes.custom_backward(names, culprits),), None)
+    return Finding()
 
 
 def fresh_numbers(bench: Bench) -> Finding:
@@ -133,11 +131,9 @@ def stateless(bench: Bench, conditions: Conditions) -> Finding:
         }
         changed |= dict.fromkeys(name for run in runs for name in run.changed)
     names = moved(found)
-    return (
-        Finding((causes.state(tuple(changed), names),), alone)
-        if names
-        else Finding((), conditions)
-    )
+    if names:
+        return Finding((causes.state(tuple(changed), names),), alone)
+    return Finding((), conditions)
 
 
 def _without_same_infinities(
@@ -234,11 +230,10 @@ def _error(
     bench: Bench, steps: int, dealt: bool, conditions: Conditions
 ) -> dict[str, Gradient]:
     items = bench.items
-    parts = (
-        tuple(items[start::steps] for start in range(steps))
-        if dealt
-        else cut(items, len(items) // steps)
-    )
+    if dealt:
+        parts = tuple(items[start::steps] for start in range(steps))
+    else:
+        parts = cut(items, len(items) // steps)
     return _difference(
         bench.accumulated(parts, conditions), bench.large(conditions).gradients
     )
@@ -371,11 +366,9 @@ def _other_reduction(bench: Bench, conditions: Conditions) -> Cause | None:
     )
     ways = [Way(reduction, [1.0] * bench.subject.items) for reduction in reductions]
     right = bench.right(conditions, ways)
-    return (
-        causes.wrong_reduction(bench.way.reduction, right[0].reduction)
-        if right
-        else None
-    )
+    if right:
+        return causes.wrong_reduction(bench.way.reduction, right[0].reduction)
+    return None
 
 
 def _count(bench: Bench, conditions: Conditions, infinite: str) -> Cause | None:
@@ -481,8 +474,6 @@ def _by_label(
         max(group) - min(group) <= SAME * max(map(abs, group))
         for group in groups.values()
     )
-    return (
-        [(label, group[0]) for label, group in groups.items()]
-        if same and len(groups) < len(weights)
-        else None
-    )
+    if same and len(groups) < len(weights):
+        return [(label, group[0]) for label, group in groups.items()]
+    return None

@@ -108,11 +108,9 @@ class Way(NamedTuple):
     """A weight per item; None: the weight that the subject gives."""
 
     def weight(self, part: Items, run: Run) -> float:
-        return (
-            run.weight
-            if self.values is None
-            else math.fsum(self.values[item] for item in part)
-        )
+        if self.values is None:
+            return run.weight
+        return math.fsum(self.values[item] for item in part)
 
     def factors(
         self, parts: Sequence[Items], runs: Sequence[Run], whole: float
@@ -128,11 +126,9 @@ class Way(NamedTuple):
         total = math.fsum(weights)
         if total == 0:
             return [0.0] * len(runs)
-        return (
-            [whole / total] * len(runs)
-            if self.reduction == "sum_per_item"
-            else [weight / total for weight in weights]
-        )
+        if self.reduction == "sum_per_item":
+            return [whole / total] * len(runs)
+        return [weight / total for weight in weights]
 
 
 class Bench:
@@ -170,11 +166,12 @@ class Bench:
         conditions: Conditions,
         way: Way,
     ) -> dict[str, Gradient]:
-        whole = (
-            way.weight(self.items, self.large(replace(conditions, perturbation=None)))
-            if way.reduction == "sum_per_item"
-            else 1.0
-        )
+        if way.reduction == "sum_per_item":
+            whole = way.weight(
+                self.items, self.large(replace(conditions, perturbation=None))
+            )
+        else:
+            whole = 1.0
         return combined(runs, way.factors(parts, runs, whole))
 
     def units(self, conditions: Conditions) -> dict[str, float]:
@@ -240,13 +237,11 @@ class Bench:
     def _distance(self, name: str, a: Gradients, b: Gradients) -> float:
         if name in a and name in b:
             return self.norm(a[name] - b[name])
-        return (
-            self.norm(a[name])
-            if name in a
-            else self.norm(b[name])
-            if name in b
-            else 0.0
-        )
+        if name in a:
+            return self.norm(a[name])
+        if name in b:
+            return self.norm(b[name])
+        return 0.0
 
     def _measured_units(self, conditions: Conditions) -> dict[str, float]:
         found = self.floor(conditions)
@@ -267,11 +262,10 @@ class Bench:
         """Return each unit's floor: the error of storing and adding up a gradient."""
         parts = self.partitions[0].parts
         runs = self.subject.window(parts, conditions)
-        factors = (
-            self.way.factors(parts, runs, 1.0)
-            if self.way.reduction == "mean"
-            else [1.0] * len(runs)
-        )
+        if self.way.reduction == "mean":
+            factors = self.way.factors(parts, runs, 1.0)
+        else:
+            factors = [1.0] * len(runs)
         return {
             name: self._floor_of(name, runs, factors) for name in self.subject.names
         }

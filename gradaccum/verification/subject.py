@@ -204,11 +204,10 @@ def as_loss(
         ArgumentTypeError: `loss_fn` is no function, or takes another number of
             arguments.
     """
-    expected = (
-        "a function loss_fn(model, *batch)"
-        if is_model
-        else "a function loss_fn(params, *batch)"
-    )
+    if is_model:
+        expected = "a function loss_fn(model, *batch)"
+    else:
+        expected = "a function loss_fn(params, *batch)"
     fix = "Write verify(model, lambda model, x, y: criterion(model(x), y), (x, y))."
     if is_model is None:
         fix = (
@@ -230,11 +229,10 @@ def as_loss(
     if _takes(loss_fn, len(batch) + 1) and not (shorter and _is_criterion(loss_fn)):
         return loss_fn, batch
     if not shorter or is_model is None:
-        found = (
-            f"one that does not take {len(batch) + 1} arguments"
-            if not shorter
-            else f"a criterion, which takes {len(batch)} arguments"
-        )
+        if not shorter:
+            found = f"one that does not take {len(batch) + 1} arguments"
+        else:
+            found = f"a criterion, which takes {len(batch)} arguments"
         raise explain(
             ArgumentTypeError,
             "loss_fn",
@@ -430,11 +428,9 @@ def _is_generator(value: object) -> bool:
 def _state(generator: Any) -> Any:
     if hasattr(generator, "getstate"):
         return generator.getstate()
-    return (
-        generator.get_state()
-        if hasattr(generator, "get_state")
-        else generator.bit_generator.state
-    )
+    if hasattr(generator, "get_state"):
+        return generator.get_state()
+    return generator.bit_generator.state
 
 
 def _set_state(generator: Any, state: Any) -> None:

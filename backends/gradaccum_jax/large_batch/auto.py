@@ -41,11 +41,10 @@ class Fitting:
     def __call__(self, given: Tree, batch: tuple[Tree, ...]) -> Any:
         _require_concrete(given, batch)
         items = max(1, make_batch(batch, self._splitting.axes).items)
-        limit = (
-            self._sizes.memory_limit
-            if self._sizes.memory_limit is not None
-            else _free_bytes((given, batch))
-        )
+        if self._sizes.memory_limit is not None:
+            limit = self._sizes.memory_limit
+        else:
+            limit = _free_bytes((given, batch))
         key = (
             self._number,
             jax.tree.structure((given, batch)),
@@ -118,11 +117,9 @@ def _is_out_of_memory(error: Exception) -> bool:
 def fitting(jitted: Any, splitting: Splitting) -> Fitting | None:
     """Return the `Fitting` of a call with an automatic size; None for any other."""
     sizes = splitting.division.micro_batch_size
-    return (
-        Fitting(jitted, splitting, sizes)
-        if isinstance(sizes, AutoMicroBatchSize)
-        else None
-    )
+    if isinstance(sizes, AutoMicroBatchSize):
+        return Fitting(jitted, splitting, sizes)
+    return None
 
 
 def _bytes_of(compiled: Any, arguments: Tree) -> int:
@@ -197,9 +194,10 @@ def _require_concrete(given: Tree, batch: Tree) -> None:
             "Call it outside of jax.jit, as it compiles itself, with arrays; or write a"
             " number of items."
         )
-        found = (
-            f"a traced one: {traced[0]}" if traced else f"a {type(others[0]).__name__}"
-        )
+        if traced:
+            found = f"a traced one: {traced[0]}"
+        else:
+            found = f"a {type(others[0]).__name__}"
         raise explain(
             ArgumentTypeError,
             "micro_batch_size",

@@ -149,11 +149,9 @@ def take(leaf: Array, axis: Axis, start: Scalar, size: int, index: Scalar) -> Ar
         return functools.reduce(
             jax.random.fold_in, index if isinstance(index, tuple) else (index,), leaf
         )
-    return (
-        leaf
-        if axis is None
-        else lax.dynamic_slice_in_dim(jnp.asarray(leaf), start, size, int(axis))
-    )
+    if axis is None:
+        return leaf
+    return lax.dynamic_slice_in_dim(jnp.asarray(leaf), start, size, int(axis))
 
 
 def _whole_where_plain(arguments: tuple[Tree, ...], axes: list[Any]) -> list[Any]:
@@ -292,9 +290,10 @@ def _group(batch: Batch, size: int, numbers: tuple[int, ...]) -> Group:
     weights = batch.item_weights
 
     def take(start: Scalar, index: Scalar) -> MicroBatch:
-        own = (
-            None if weights is None else lax.dynamic_slice_in_dim(weights, start, size)
-        )
+        if weights is None:
+            own = None
+        else:
+            own = lax.dynamic_slice_in_dim(weights, start, size)
         return MicroBatch(
             batch.arguments(batch.taken(start, size, index)), size, own, index
         )
@@ -319,11 +318,10 @@ def _over_group(
 
 
 def _joined(groups: list[Group], stacked: list[Array]) -> Array:
-    flat = (
-        jnp.concatenate([_flat(rows) for rows in stacked])
-        if len(stacked) > 1
-        else _flat(stacked[0])
-    )
+    if len(stacked) > 1:
+        flat = jnp.concatenate([_flat(rows) for rows in stacked])
+    else:
+        flat = _flat(stacked[0])
     numbers = np.concatenate(
         [
             np.repeat(group.numbers, rows.shape[1])
@@ -475,16 +473,14 @@ class Splitting:
             return self._own_parts(arguments, division)
         batch = make_batch(arguments, self.axes)
         items = batch.items
-        weights = (
-            None
-            if self.weight is None or callable(self.weight)
-            else as_item_weights(self.weight, items)
-        )
-        known = (
-            concrete(self._item_weights(batch, items, weights))
-            if division.micro_batch_weight is not None
-            else None
-        )
+        if self.weight is None or callable(self.weight):
+            weights = None
+        else:
+            weights = as_item_weights(self.weight, items)
+        if division.micro_batch_weight is not None:
+            known = concrete(self._item_weights(batch, items, weights))
+        else:
+            known = None
         return Batch(
             batch.leaves,
             weights,
@@ -528,11 +524,10 @@ class Splitting:
                 found="an array",
                 fix=fix,
             )
-        made = (
-            self.split(*arguments)
-            if division.steps is None
-            else self.split(*arguments, steps=division.steps)
-        )
+        if division.steps is None:
+            made = self.split(*arguments)
+        else:
+            made = self.split(*arguments, steps=division.steps)
         parts = [part if type(part) is tuple else (part,) for part in made]
         kit.require_items(len(parts))
         if division.steps is not None and len(parts) > division.steps:
@@ -586,11 +581,9 @@ def items_in(source: Source) -> int | None:
 
 
 def largest_in(source: Source) -> int | None:
-    known = (
-        [cut.items for cut in source.cuts]
-        if isinstance(source, Batch)
-        else [_items(part) for part in source]
-    )
+    if isinstance(source, Batch):
+        return max(cut.items for cut in source.cuts)
+    known = [_items(part) for part in source]
     return None if None in known else max(items for items in known if items is not None)
 
 

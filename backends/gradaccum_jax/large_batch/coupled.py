@@ -182,11 +182,12 @@ class Coupled(Call):
         and by this device's outputs.
         """
         library: Any = lax
-        gathered = (
-            [library.all_gather(leaf, self.axis_names, tiled=True) for leaf in rows]
-            if self.axis_names
-            else rows
-        )
+        if self.axis_names:
+            gathered = [
+                library.all_gather(leaf, self.axis_names, tiled=True) for leaf in rows
+            ]
+        else:
+            gathered = rows
         loss, aux, found = self.loss.value_and_gradients(
             (*by, jax.tree.unflatten(structure, gathered)), ()
         )

@@ -177,16 +177,14 @@ def add(
     even of a NaN.
     """
     known = isinstance(weight, int | float)
-    factor = (
-        kit.contribution(weight, options)
-        if options.reduction == "mean" and not (known and weight == 1)
-        else None
-    )
-    given = (
-        jnp.asarray(factor, sums.weight_dtype(held))
-        if factor is not None and known
-        else factor
-    )
+    if options.reduction == "mean" and not (known and weight == 1):
+        factor = kit.contribution(weight, options)
+    else:
+        factor = None
+    if factor is not None and known:
+        given = jnp.asarray(factor, sums.weight_dtype(held))
+    else:
+        given = factor
     made: list[Array] = sums.add(
         held, gradients, given, True if known else weight != 0, jnp.asarray(True)
     )
@@ -460,11 +458,9 @@ def _extreme(kind: str, dtype: DType) -> Any:
 def _sum_dtype(dtype: DType) -> DType:
     if jnp.issubdtype(dtype, jnp.bool_):
         return jax.dtypes.canonicalize_dtype(jnp.int64)
-    return (
-        jnp.dtype("float32")
-        if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
-        else dtype
-    )
+    if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4:
+        return jnp.dtype("float32")
+    return dtype
 
 
 def _mean_dtype(dtype: DType) -> DType:
@@ -476,11 +472,9 @@ def _float() -> DType:
 
 
 def _as_given(leaf: Array, kind: str, dtype: DType) -> Array:
-    return (
-        leaf.astype(dtype)
-        if jnp.issubdtype(dtype, jnp.inexact) and kind not in EXTREMES
-        else leaf
-    )
+    if jnp.issubdtype(dtype, jnp.inexact) and kind not in EXTREMES:
+        return leaf.astype(dtype)
+    return leaf
 
 
 # One program over all micro-batches of a large batch: the loss, the weight and the aux
@@ -691,11 +685,9 @@ def _unit(
 ) -> int | None:
     if question.options.reduction == "sum" and not merging.weighs:
         return None
-    return (
-        batches.known_items(batches.largest_in(source))
-        if relative and question.weight is None and question.options.reduction == "mean"
-        else 1
-    )
+    if relative and question.weight is None and question.options.reduction == "mean":
+        return batches.known_items(batches.largest_in(source))
+    return 1
 
 
 def first_number(groups: list[Group], axis_names: tuple[str, ...]) -> Scalar:

@@ -167,13 +167,12 @@ class ValueAndGrad(Call):
 
 
 def as_places(argnums: Any) -> tuple[int, ...]:
-    places = (
-        (argnums,)
-        if isinstance(argnums, int)
-        else tuple(argnums)
-        if isinstance(argnums, tuple | list)
-        else None
-    )
+    if isinstance(argnums, int):
+        places = (argnums,)
+    elif isinstance(argnums, tuple | list):
+        places = tuple(argnums)
+    else:
+        places = None
     fix = "Write argnums=0, or argnums=(0, 1)."
     if places is None or not all(
         isinstance(place, int) and not isinstance(place, bool) for place in places

@@ -70,11 +70,9 @@ def _in_float32(
     """
 
     def widen(leaf: Array) -> Array:
-        return (
-            jnp.asarray(leaf, jnp.float32)
-            if is_float(leaf) and jnp.result_type(leaf).itemsize < 4
-            else leaf
-        )
+        if is_float(leaf) and jnp.result_type(leaf).itemsize < 4:
+            return jnp.asarray(leaf, jnp.float32)
+        return leaf
 
     wide = jax.tree.map(widen, (params, args))
     try:
@@ -248,8 +246,6 @@ def _made_up(kind: Array, rng: np.random.Generator) -> Array:
 
 
 def _cotangent(output: Array, rng: np.random.Generator) -> Array:
-    return (
-        _made_up(output, rng)
-        if is_float(output)
-        else np.zeros(np.shape(output), jax.dtypes.float0)
-    )
+    if is_float(output):
+        return _made_up(output, rng)
+    return np.zeros(np.shape(output), jax.dtypes.float0)

@@ -218,11 +218,9 @@ def inner(eqn: Equation) -> tuple[Any, Sequence[Array]] | None:
         for value in eqn.params.values()
         if isinstance(value, (core.Jaxpr, core.ClosedJaxpr))
     )
-    return (
-        (found.jaxpr, found.consts)
-        if isinstance(found, core.ClosedJaxpr)
-        else (found, ())
-    )
+    if isinstance(found, core.ClosedJaxpr):
+        return (found.jaxpr, found.consts)
+    return (found, ())
 
 
 def _run(
@@ -243,11 +241,10 @@ def _run(
         given = [read(variable) for variable in eqn.invars]
         within = around.within(eqn)
         called = inner(eqn)
-        made = (
-            hook(Step(eqn, within), given)
-            if called is None
-            else _run(*called, given, hook, within)
-        )
+        if called is None:
+            made = hook(Step(eqn, within), given)
+        else:
+            made = _run(*called, given, hook, within)
         values.update(zip(eqn.outvars, made, strict=True))
     return [read(variable) for variable in jaxpr.outvars]
 

@@ -151,11 +151,10 @@ def _flush(trainer: Trainer, module: LightningModule) -> None:
 def _require_no_clipping(trainer: Trainer) -> None:
     if value := trainer.gradient_clip_val:
         by_norm = trainer.gradient_clip_algorithm in (None, "norm")
-        fix = (
-            f"gradaccum.wrap(optimizer, ..., clip_norm={value})"
-            if by_norm
-            else "optimizer.register_step_pre_hook(...)"
-        )
+        if by_norm:
+            fix = f"gradaccum.wrap(optimizer, ..., clip_norm={value})"
+        else:
+            fix = "optimizer.register_step_pre_hook(...)"
         expected = (
             "None, as the Trainer clips each micro-batch and not the gradient of the"
             " window"

@@ -179,11 +179,10 @@ def require_device(sizes: AutoMicroBatchSize, tensors: Iterable[Tensor]) -> None
             "On a CPU write a number of items. On a device leave memory_limit out:"
             " torch.cuda.set_per_process_memory_fraction limits it."
         )
-        found = (
-            "a batch and a model on the CPU"
-            if sizes.memory_limit is None
-            else f"memory_limit={sizes.memory_limit}"
-        )
+        if sizes.memory_limit is None:
+            found = "a batch and a model on the CPU"
+        else:
+            found = f"memory_limit={sizes.memory_limit}"
         raise explain(
             ArgumentValueError,
             "micro_batch_size",

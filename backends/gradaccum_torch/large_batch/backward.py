@@ -146,14 +146,14 @@ class _Call:
         self._loss_fn = loss_fn
         self._aux = aux
         self.large = large
-        self._optimizer = (
-            None if optimizer is None else require_optimizer(optimizer, reduction)
-        )
-        own = (
-            "mean"
-            if self._optimizer is None
-            else self._optimizer.whole_window().options.reduction
-        )
+        if optimizer is None:
+            self._optimizer = None
+        else:
+            self._optimizer = require_optimizer(optimizer, reduction)
+        if self._optimizer is None:
+            own = "mean"
+        else:
+            own = self._optimizer.whole_window().options.reduction
         self._options = kit.make_options(
             None, reduction=own if reduction is None else reduction
         )

@@ -68,19 +68,17 @@ class LargeBatch:
         self._lists: list[tuple[str, int, str]] = []
         if not (split or self._is_flat):
             self._batch, self._lists = kit.mark_lists(batch, axes)
-            self._leaves = (
-                self._leaves
-                if self._batch is batch
-                else kit.leaves_of(self._batch, "batch")
-            )
-        self._places = (
-            []
-            if split
-            else [
+            if self._batch is batch:
+                self._leaves = self._leaves
+            else:
+                self._leaves = kit.leaves_of(self._batch, "batch")
+        if split:
+            self._places = []
+        else:
+            self._places = [
                 axis_of(*pair)
                 for pair in zip(self._leaves, self._wanted(), strict=True)
             ]
-        )
         self.items = None if split else self._count()
         """The number of items; None beside the user's own split."""
         self._weights = Weights(weight, self.items)
@@ -99,11 +97,9 @@ class LargeBatch:
         return {tensor.device for tensor in self.tensors}
 
     def _wanted(self) -> list[kit.Nest]:
-        return (
-            [self._axes] * len(self._leaves)
-            if isinstance(self._axes, int)
-            else kit.spread(self._axes, self._batch, "axes")
-        )
+        if isinstance(self._axes, int):
+            return [self._axes] * len(self._leaves)
+        return kit.spread(self._axes, self._batch, "axes")
 
     def _weighed(
         self,
@@ -175,11 +171,10 @@ def _own(
         )
     given = [part if type(part) is tuple else (part,) for part in made]
     if not given or (steps is not None and len(given) > steps):
-        bound = (
-            "at least one micro-batch"
-            if steps is None
-            else f"1 to {steps} micro-batches"
-        )
+        if steps is None:
+            bound = "at least one micro-batch"
+        else:
+            bound = f"1 to {steps} micro-batches"
         fix = "Return what the batch holds, in at most as many parts as steps= says."
         raise kit.explain(
             ArgumentValueError, "split", expected=bound, found=f"{len(given)}", fix=fix
@@ -227,27 +222,22 @@ def _axis_or_none(value: Any, axis: Any) -> int | None:
     if axis is None or axis == kit.ITEMS:
         return None if axis is None or not kit.is_column(value) else 0
     # An old nested tensor has no shape.
-    shape = (
-        range(value.dim())
-        if isinstance(value, Tensor)
-        else getattr(value, "shape", None)
-    )
-    dimensions = (
-        1
-        if kit.is_column(value)
-        else len(shape)
-        if isinstance(shape, tuple | range)
-        else 0
-    )
+    shape = () if isinstance(value, Tensor) else getattr(value, "shape", None)
+    if kit.is_column(value):
+        dimensions = 1
+    elif isinstance(value, Tensor):
+        dimensions = value.dim()
+    elif isinstance(shape, tuple):
+        dimensions = len(shape)
+    else:
+        dimensions = 0
     return axis % dimensions if -dimensions <= axis < dimensions else None
 
 
 def length_of(value: Any, axis: int) -> int:
-    return (
-        len(value)
-        if kit.is_column(value)
-        else int(value.size(axis) if isinstance(value, Tensor) else value.shape[axis])
-    )
+    if kit.is_column(value):
+        return len(value)
+    return int(value.size(axis) if isinstance(value, Tensor) else value.shape[axis])
 
 
 def _pieces(value: Any, axis: int | None, cuts: Sequence[kit.Cut]) -> Sequence[Any]:
@@ -273,11 +263,10 @@ def _no_axis_error(leaf: kit.Leaf, axis: object) -> GradAccumError:
         "Write axes=None for a leaf that every micro-batch is given whole, its axis for"
         " another one, 'items' for a list of items."
     )
-    expected = (
-        "a list of items, as axes= say"
-        if axis == kit.ITEMS
-        else f"an array with an axis {axis} to split"
-    )
+    if axis == kit.ITEMS:
+        expected = "a list of items, as axes= say"
+    else:
+        expected = f"an array with an axis {axis} to split"
     return kit.explain(
         ArgumentValueError, leaf.path, expected=expected, found=found, fix=fix
     )
@@ -341,9 +330,10 @@ class Weights:
 
     def __init__(self, given: Weight, items: int | None) -> None:
         self._of_micro_batch = given if callable(given) else None
-        self.per_item = (
-            None if given is None or callable(given) else _per_item(given, items)
-        )
+        if given is None or callable(given):
+            self.per_item = None
+        else:
+            self.per_item = _per_item(given, items)
 
     def of(
         self,
@@ -466,11 +456,10 @@ def evaluated(
     """
     returned = loss_fn(*micro_batch.arguments)
     if has_aux != (isinstance(returned, tuple) and len(returned) == 2):
-        shape = (
-            f"a tuple of {len(returned)}"
-            if isinstance(returned, tuple)
-            else f"a {type(returned).__name__}"
-        )
+        if isinstance(returned, tuple):
+            shape = f"a tuple of {len(returned)}"
+        else:
+            shape = f"a {type(returned).__name__}"
         raise kit.aux_shape_error(shape, declared=has_aux)
     loss, aux = returned if has_aux else (returned, None)
     if not isinstance(loss, Tensor):
@@ -509,11 +498,10 @@ def large_batch_loss(losses: Sequence[Tensor], shares: Shares) -> Tensor:
         return torch.zeros_like(losses[0])
     values, factors = zip(*counted, strict=True)
     same = len(set(factors)) == 1
-    by = (
-        factors[0]
-        if same
-        else torch.tensor(factors, dtype=wide, device=losses[0].device)
-    )
+    if same:
+        by = factors[0]
+    else:
+        by = torch.tensor(factors, dtype=wide, device=losses[0].device)
     total: Tensor = (
         torch.stack(values).sum() * by if same else (torch.stack(values) * by).sum()
     )
@@ -621,11 +609,11 @@ class Merged:
 
 
 def require_kinds(declared: kit.Nest) -> None:
-    inside = (
-        [(step, part) for step, part in enumerate(declared)]
-        if isinstance(declared, list | tuple)
-        else kit.children_of(declared)
-    )
+    inside: Sequence[tuple[object, Any]] | None
+    if isinstance(declared, list | tuple):
+        inside = list(enumerate(declared))
+    else:
+        inside = kit.children_of(declared)
     if inside is None:
         kit.require_kind(declared)
     for _, part in inside or ():

@@ -148,9 +148,10 @@ class _CoupledCall:
         self._outputs_fn = outputs_fn
         self._loss_fn = loss_fn
         self.large = large
-        self._optimizer = (
-            None if optimizer is None else require_coupled_optimizer(optimizer)
-        )
+        if optimizer is None:
+            self._optimizer = None
+        else:
+            self._optimizer = require_coupled_optimizer(optimizer)
         self.reached = reached_by(outputs_fn, loss_fn)
         self._require_alone()
 

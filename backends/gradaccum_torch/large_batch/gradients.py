@@ -195,9 +195,10 @@ class Gradients:
             self._wide[leaf] = leaf.grad  # Frees the wide one before the next is cast.
         for leaf, before in self._before.items():
             if before is not None and before.is_sparse and leaf.grad is not None:
-                leaf.grad = (
-                    before + leaf.grad if leaf.grad.is_sparse else leaf.grad + before
-                )
+                if leaf.grad.is_sparse:
+                    leaf.grad = before + leaf.grad
+                else:
+                    leaf.grad = leaf.grad + before
                 self._before[leaf] = None
 
     def _forget(self) -> None:

@@ -132,9 +132,10 @@ class RandomState:
         ]
         self._python = random.getstate()
         self._cpu = torch.get_rng_state()
-        self._numpy = (
-            sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
-        )
+        if "numpy" in sys.modules:
+            self._numpy = sys.modules["numpy"].random.get_state()
+        else:
+            self._numpy = None
         self._generators = [
             (generator, generator.get_state()) for generator in generators
         ]

@@ -94,18 +94,14 @@ class Batch:
     def _chosen(value: Any, axis: int | None, items: Sequence[int]) -> Any:
         if isinstance(value, Tensor):
             places = torch.tensor(list(items), device=value.device)
-            return (
-                value.detach().clone()
-                if axis is None
-                else value.detach().index_select(axis, places)
-            )
+            if axis is None:
+                return value.detach().clone()
+            return value.detach().index_select(axis, places)
         if axis is None:
             return value
-        return (
-            type(value)(value[item] for item in items)
-            if is_column(value)
-            else value.take(list(items), axis)
-        )
+        if is_column(value):
+            return type(value)(value[item] for item in items)
+        return value.take(list(items), axis)
 
 
 def _is_readable(value: Any) -> bool:

@@ -84,13 +84,12 @@ class Drawing(DispatchMode):  # type: ignore[misc]
 
     def _drawn(self, func: Any, args: Sequence[Any], made: Any, state: bytes) -> Any:
         name = func.name().removeprefix("aten::").partition(".")[0]
-        numbers = (
-            made[1]
-            if name == "native_dropout"
-            else made
-            if isinstance(made, Tensor)
-            else made[0]
-        )
+        if name == "native_dropout":
+            numbers = made[1]
+        elif isinstance(made, Tensor):
+            numbers = made
+        else:
+            numbers = made[0]
         draw = Draw(name, _place(), numbers.detach().clone())
         number = self._begun.setdefault(state, len(self._begun))
         if number == len(self.draws):
@@ -200,11 +199,10 @@ def _state(
         (value.device for value in args if isinstance(value, Tensor)),
         torch.device("cpu"),
     )
-    state = (
-        torch.cuda.get_rng_state(device)
-        if torch.device(device).type == "cuda"
-        else torch.get_rng_state()
-    )
+    if torch.device(device).type == "cuda":
+        state = torch.cuda.get_rng_state(device)
+    else:
+        state = torch.get_rng_state()
     return bytes(state.numpy().tobytes())
 
 

@@ -316,11 +316,9 @@ def _without_grad(parameters: dict[nn.Parameter, None]) -> Iterator[None]:
 
 def _uncompiled() -> Any:
     """Run compiled modules as they are written, so that operations can be seen."""
-    return (
-        torch.compiler.set_stance("force_eager")
-        if "torch._dynamo" in sys.modules
-        else nullcontext()
-    )
+    if "torch._dynamo" in sys.modules:
+        return torch.compiler.set_stance("force_eager")
+    return nullcontext()
 
 
 def _require_loss(loss: object) -> Tensor:
@@ -372,11 +370,9 @@ def weight_of(weight: Any, batch: Batch) -> Callable[[Sequence[int]], float]:
 
 def _wide(gradient: Tensor) -> Tensor:
     dense = gradient.to_dense() if gradient.is_sparse else gradient
-    return (
-        dense.to(torch.float64)
-        if not dense.is_complex()
-        else torch.view_as_real(dense.to(torch.complex128))
-    )
+    if not dense.is_complex():
+        return dense.to(torch.float64)
+    return torch.view_as_real(dense.to(torch.complex128))
 
 
 # The contents of the user's objects, noted before a run and put back after it: buffers,
