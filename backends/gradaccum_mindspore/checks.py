@@ -19,7 +19,7 @@ from mindspore.ops import constexpr
 
 from gradaccum import ArgumentTypeError, ArgumentValueError, GradientError
 from gradaccum.kit import explain, given_weight, require_item_weights, require_weight
-from gradaccum_mindspore.sums import DType, Gradients, Number, Shape
+from gradaccum_mindspore.gradient_sum import DType, Gradients, Number, Shape
 
 Weight: TypeAlias = Number | None
 """How many items a micro-batch has; None: 1."""

@@ -37,9 +37,10 @@ from gradaccum.kit import (
 from gradaccum_mindspore import checks
 from gradaccum_mindspore.checks import Loss, NamedGradients, Weight
 from gradaccum_mindspore.grad_scaler import note_read, require_read
-from gradaccum_mindspore.parameters import Optimizer, turn_to_masters
-from gradaccum_mindspore.private import OwnPhase, is_graph_mode, refuse_trace
-from gradaccum_mindspore.sums import Gradients, Number
+from gradaccum_mindspore.gradient_sum import Gradients, Number
+from gradaccum_mindspore.master_weights import Optimizer, turn_to_masters
+from gradaccum_mindspore.mindspore_private import OwnPhase, is_graph_mode, refuse_trace
+from gradaccum_mindspore.state import Storage, window_size
 from gradaccum_mindspore.update import (
     Update,
     inner_scale,
@@ -49,7 +50,6 @@ from gradaccum_mindspore.update import (
 )
 from gradaccum_mindspore.window.compiled import CompiledWindow
 from gradaccum_mindspore.window.pynative import PyNativeWindow
-from gradaccum_mindspore.window.state import Storage, window_size
 from gradaccum_mindspore.workers.group import (
     SharedWindow,
     WorkerGroup,

@@ -22,8 +22,8 @@ from gradaccum.kit import (
     resumed,
     terms_of,
 )
-from gradaccum_mindspore.sums import write
-from gradaccum_mindspore.window.state import (
+from gradaccum_mindspore.gradient_sum import write
+from gradaccum_mindspore.state import (
     OWN,
     SHARED,
     TORN,
@@ -37,7 +37,7 @@ SPREAD = "redistributed"
 
 
 class SavedPlace(NamedTuple):
-    """`gradaccum_mindspore.window.state.Storage.shared` as it was saved."""
+    """`gradaccum_mindspore.state.Storage.shared` as it was saved."""
 
     held: int
     rank: int

@@ -37,14 +37,14 @@ from gradaccum.kit import (
     select,
 )
 from gradaccum_mindspore.checks import Weight
+from gradaccum_mindspore.extensions import Losses
+from gradaccum_mindspore.gradient_sum import DType, compiled_clear, divide, multiply
+from gradaccum_mindspore.mindspore_private import OwnPhase, decides_on_host
 from gradaccum_mindspore.optimizer import AccumulatingOptimizer, wrapped
-from gradaccum_mindspore.private import OwnPhase, decides_on_host
-from gradaccum_mindspore.statistics import Losses
-from gradaccum_mindspore.sums import DType, compiled_clear, divide, multiply
+from gradaccum_mindspore.state import NUMPY_DTYPES
 from gradaccum_mindspore.update import Update
 from gradaccum_mindspore.window.compiled import CompiledWindow
 from gradaccum_mindspore.window.pynative import PyNativeWindow, require_room
-from gradaccum_mindspore.window.state import NUMPY_DTYPES
 
 
 class Program(OwnPhase):

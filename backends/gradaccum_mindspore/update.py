@@ -25,9 +25,9 @@ from mindspore.ops import constexpr
 
 from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
 from gradaccum.kit import Options, ScaleRule, explain
-from gradaccum_mindspore.parameters import Masters, Optimizer
-from gradaccum_mindspore.private import is_graph_mode
-from gradaccum_mindspore.sums import Gradients
+from gradaccum_mindspore.gradient_sum import Gradients
+from gradaccum_mindspore.master_weights import Masters, Optimizer
+from gradaccum_mindspore.mindspore_private import is_graph_mode
 
 
 def inner_scale(inner: Optimizer) -> float:

@@ -19,8 +19,8 @@ from conformance_tests.framework_tests.mindspore_common import (
     two_parameters,
 )
 from gradaccum_mindspore import load_checkpoint_into
+from gradaccum_mindspore.state import OWN, Storage
 from gradaccum_mindspore.window.compiled import CompiledWindow
-from gradaccum_mindspore.window.state import OWN, Storage
 
 
 def cell():

@@ -20,7 +20,7 @@ from conformance_tests.framework_tests.mindspore_common import (
 from conformance_tests.framework_tests.mindspore_graphs import saved_graphs
 from conformance_tests.framework_tests.test_mindspore_counts import operators
 from gradaccum_mindspore import TrainOneStepCell, load_checkpoint_into, training
-from gradaccum_mindspore.sums import measure
+from gradaccum_mindspore.gradient_sum import measure
 
 OPTIONS = {
     "checked": {},

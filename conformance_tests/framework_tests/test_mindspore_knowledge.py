@@ -18,8 +18,8 @@ from conformance_tests.framework_tests.mindspore_common import (
     pynative_after,  # noqa: F401
     set_mode,
 )
-from gradaccum_mindspore import sums
-from gradaccum_mindspore.statistics import Knowledge
+from gradaccum_mindspore import gradient_sum
+from gradaccum_mindspore.extensions import Knowledge
 from gradaccum_mindspore.window.pynative import PyNativeWindow
 
 
@@ -123,7 +123,7 @@ def test_interrupted_end_keeps_the_loss(monkeypatch):
 
 def test_ignored_overflow_measures_nothing(monkeypatch):
     for name in ("measure", "fits"):
-        monkeypatch.setattr(sums, name, stops)
+        monkeypatch.setattr(gradient_sum, name, stops)
     optimizer, call = driver("pynative", steps=2, on_overflow="ignore")
     call(math.inf)
     call(1.0)

@@ -123,21 +123,24 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         "backends/gradaccum_jax/sums.py",
         "parts = (leaf.imag, leaf.real) if jnp.iscomplexobj(leaf) else (leaf,)",
     ): "the largest of both is looked for",
-    ("backends/gradaccum_mindspore/sums.py", "HALF = (ms.bfloat16, ms.float16)"): KINDS,
     (
-        "backends/gradaccum_mindspore/sums.py",
+        "backends/gradaccum_mindspore/gradient_sum.py",
+        "HALF = (ms.bfloat16, ms.float16)",
+    ): KINDS,
+    (
+        "backends/gradaccum_mindspore/gradient_sum.py",
         "for total, gradient in zip(sums, gradients, strict=False):",
     ): "another number of gradients was refused before",
     (
-        "backends/gradaccum_mindspore/sums.py",
+        "backends/gradaccum_mindspore/gradient_sum.py",
         "flat = array.reshape(-2).astype(ARRAYS[dtype], copy=False)",
     ): "NumPy takes any negative number for the length that is left",
     (
-        "backends/gradaccum_mindspore/sums.py",
+        "backends/gradaccum_mindspore/gradient_sum.py",
         "large = (squares.size >= ROW)",
     ): "a row is summed in one step or in two",
     (
-        "backends/gradaccum_mindspore/sums.py",
+        "backends/gradaccum_mindspore/gradient_sum.py",
         "squares = squares.sum(-2)",
     ): "a sum over columns, then over all, is the sum too, only slower",
     (
@@ -161,15 +164,15 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         "state[MICRO_STEP] < 1,",
     ): "the micro-batch was counted",
     (
-        "backends/gradaccum_mindspore/window/state.py",
+        "backends/gradaccum_mindspore/state.py",
         "return UntilWeight(-code) if (code <= 0) else code",
     ): "an open window has a size",
     (
-        "backends/gradaccum_mindspore/window/state.py",
+        "backends/gradaccum_mindspore/state.py",
         "return UntilWeight(-code) if code < 1 else code",
     ): "an open window has a size",
     (
-        "backends/gradaccum_mindspore/window/state.py",
+        "backends/gradaccum_mindspore/state.py",
         "(UntilWeight(size), UntilWeight(1)) if until_weight else (size, 2)",
     ): "any number says that the schedule is no weight's",
     (

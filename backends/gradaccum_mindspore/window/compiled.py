@@ -29,10 +29,10 @@ from mindspore.ops import constexpr
 
 from gradaccum import kit
 from gradaccum.kit import Fields, Options
-from gradaccum_mindspore import checks, sums
+from gradaccum_mindspore import checks, gradient_sum
 from gradaccum_mindspore.checks import Loss, NamedGradients, Weight
-from gradaccum_mindspore.statistics import NO_LOSS
-from gradaccum_mindspore.sums import (
+from gradaccum_mindspore.extensions import NO_LOSS
+from gradaccum_mindspore.gradient_sum import (
     DType,
     Gradients,
     Number,
@@ -41,8 +41,7 @@ from gradaccum_mindspore.sums import (
     each,
     where,
 )
-from gradaccum_mindspore.update import Update
-from gradaccum_mindspore.window.state import (
+from gradaccum_mindspore.state import (
     GRAD_NORM,
     STEPS,
     Storage,
@@ -50,6 +49,7 @@ from gradaccum_mindspore.window.state import (
     check_size_dtype,
     sizes_of,
 )
+from gradaccum_mindspore.update import Update
 
 NUMBERS = count()
 """Tells the notes of one program apart: compiled code takes no two Parameters of one
@@ -482,7 +482,7 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
             factor = (
                 None if weight is None or self.options.reduction != "mean" else amount
             )
-            sums.compiled_add(self.storage.sums, gradients, factor, None)
+            gradient_sum.compiled_add(self.storage.sums, gradients, factor, None)
             return (
                 kit.accumulate(
                     before, self.one if weight is None else amount, self.true, chosen
@@ -494,9 +494,9 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         factor = kit.contribution(amount, self.options)
         finite = self.true
         if self.options.on_overflow == "drop_micro_batch":
-            finite = sums.compiled_finite(self.storage.sums, gradients, factor) | (
-                amount == 0
-            )
+            finite = gradient_sum.compiled_finite(
+                self.storage.sums, gradients, factor
+            ) | (amount == 0)
         state = kit.accumulate(before, amount, finite, where)
         never, dropped = (
             state[MICRO_STEP] < 0,
@@ -508,7 +508,7 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         adds = kit.usable(before, amount, finite)
         if loss is not None:
             told = known.compiled_told(self.loss_number(loss), amount, adds)
-        sums.compiled_add(
+        gradient_sum.compiled_add(
             self.storage.sums, gradients, None if weight is None else factor, adds
         )
         return state, event, told
@@ -563,13 +563,15 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
                     self.storage.largest,
                 )
             )
-        norm, right = sums.compiled_measure(self.packed(), self.float_dtype)
+        norm, right = gradient_sum.compiled_measure(self.packed(), self.float_dtype)
         notes.write_measure(norm, right)
         self.measure_again()
         state, norm = self.sized(notes.state()), notes.norm.value()
         finite = self.fits(state, ops.isfinite(norm), options)
         if self.sharded and self.workers is not None:
-            own, sound = sums.robust_measure(self.packed_shards(), self.float_dtype)
+            own, sound = gradient_sum.robust_measure(
+                self.packed_shards(), self.float_dtype
+            )
             norm = self.workers.compiled_norm_of_all(
                 norm, where(finite & sound, own, self.infinity)
             )
@@ -587,7 +589,7 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         if self.notes.measured:
             pass
         else:
-            norm, finite = sums.robust_measure(self.packed(), self.float_dtype)
+            norm, finite = gradient_sum.robust_measure(self.packed(), self.float_dtype)
             ops.assign(self.notes.norm, where(finite, norm, self.infinity))
         return True
 
@@ -622,7 +624,7 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
     def fits(self, state: Fields, finite: Tensor, options: Options) -> Tensor:
         if self.storage.narrowed:
             divides = kit.divisor(state, options, where)
-            finite = finite & sums.compiled_fits(
+            finite = finite & gradient_sum.compiled_fits(
                 self.storage.sums, self.handed_over(divides), self.storage.handed
             )
         return finite
@@ -643,7 +645,7 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         if untold and self.workers is None:
             loss = self.unknown
         after = kit.close(before, apply, overflow, self.options, where)
-        sums.compiled_clear(self.storage.sums, after[WEIGHT])
+        gradient_sum.compiled_clear(self.storage.sums, after[WEIGHT])
         if self.workers is not None:
             self.workers.window_ended()
         ops.assign(self.storage.knowledge.loss, loss)
@@ -671,13 +673,13 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         event = self.event(never, never, never, self.grad_norm())
         loss = self.storage.knowledge.compiled_forgotten()
         ops.assign(self.storage.knowledge.loss, loss)
-        sums.compiled_clear(self.storage.sums, state[WEIGHT])
+        gradient_sum.compiled_clear(self.storage.sums, state[WEIGHT])
         if self.workers is not None:
             self.workers.window_ended()
         return self.write_open(state, event)
 
     def gradients(self, divides: Tensor) -> tuple[Tensor, ...]:
-        return sums.divide(
+        return gradient_sum.divide(
             self.storage.sums, self.handed_over(divides), self.storage.handed
         )
 

@@ -14,11 +14,11 @@ from mindspore import Tensor
 
 from gradaccum import UsageError, kit
 from gradaccum.kit import Decision, Options, Schedule, State, UntilWeight, explain
-from gradaccum_mindspore import sums
-from gradaccum_mindspore.statistics import Losses
-from gradaccum_mindspore.sums import Gradients
+from gradaccum_mindspore import gradient_sum
+from gradaccum_mindspore.extensions import Losses
+from gradaccum_mindspore.gradient_sum import Gradients
+from gradaccum_mindspore.state import Storage, window_size
 from gradaccum_mindspore.update import Update
-from gradaccum_mindspore.window.state import Storage, window_size
 
 FLOAT16_MAX = 65504.0
 
@@ -65,9 +65,9 @@ class PyNativeWindow:
         knowledge, begun = self.storage.knowledge, False
         losses = None if loss is None else knowledge.pull()
         try:
-            for total, part in sums.parts(self.storage.sums, added, factor):
+            for total, part in gradient_sum.parts(self.storage.sums, added, factor):
                 begun = True
-                sums.add_into(total, part)
+                gradient_sum.add_into(total, part)
             begun = True
             after = self.storage.push(
                 kit.accumulate(state, weight, finite, kit.select), state
@@ -88,13 +88,16 @@ class PyNativeWindow:
         """
         if losses is not None:
             self.storage.knowledge.push(losses)
-        (sums.spoil if state.micro_step else sums.clear)(self.storage.sums)
+        (gradient_sum.spoil if state.micro_step else gradient_sum.clear)(
+            self.storage.sums
+        )
         self.storage.push(state, self.storage.pull())
 
     def finite(self, gradients: Gradients, factor: float) -> bool:
         parts = zip(self.storage.sums, gradients, strict=True)
         return all(
-            g is None or sums.all_finite(sums.scaled(g, factor, s.dtype))
+            g is None
+            or gradient_sum.all_finite(gradient_sum.scaled(g, factor, s.dtype))
             for s, g in parts
         )
 
@@ -158,7 +161,7 @@ class PyNativeWindow:
             raise
 
     def measure(self, ending: State, options: Options) -> tuple[float, bool]:
-        norm, finite = sums.measure(self.storage.sums, self.storage.float_dtype)
+        norm, finite = gradient_sum.measure(self.storage.sums, self.storage.float_dtype)
         return norm, finite and self.fits(ending, options, norm)
 
     def fits(self, ending: State, options: Options, norm: float) -> bool:
@@ -174,7 +177,7 @@ class PyNativeWindow:
             Tensor(divides, self.storage.float_dtype),
         )
         return all(
-            sums.fits(pairs[i][0], operand, pairs[i][1]).asnumpy().item()
+            gradient_sum.fits(pairs[i][0], operand, pairs[i][1]).asnumpy().item()
             for i in self.storage.narrowed
         )
 
@@ -218,10 +221,10 @@ class PyNativeWindow:
         self.storage.push_event(False, False, False)
 
     def clear(self) -> None:
-        sums.clear(self.storage.sums)
+        gradient_sum.clear(self.storage.sums)
 
     def gradients(self, divides: float) -> tuple[Tensor, ...]:
-        return sums.divided(
+        return gradient_sum.divided(
             self.storage.sums,
             divides / self.storage.inner_scale,
             self.storage.handed,

@@ -41,8 +41,7 @@ from mindspore.ops import Primitive, constexpr
 
 from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError, kit
 from gradaccum.kit import Options, Schedule, State, explain
-from gradaccum_mindspore.parameters import Optimizer
-from gradaccum_mindspore.sums import (
+from gradaccum_mindspore.gradient_sum import (
     ARRAYS,
     Array,
     Gradients,
@@ -54,10 +53,11 @@ from gradaccum_mindspore.sums import (
     working_dtype,
     write,
 )
+from gradaccum_mindspore.master_weights import Optimizer
+from gradaccum_mindspore.state import OF_ALL, OWN, STEPS, TORN, Storage
 from gradaccum_mindspore.update import Update
 from gradaccum_mindspore.window.compiled import NUMBERS, CompiledWindow
 from gradaccum_mindspore.window.pynative import PyNativeWindow
-from gradaccum_mindspore.window.state import OF_ALL, OWN, STEPS, TORN, Storage
 from gradaccum_mindspore.workers.gather import gather_exactly
 
 ALL_REDUCE, ALL_GATHER = ops.AllReduce, ops.AllGather

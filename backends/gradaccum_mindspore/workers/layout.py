@@ -16,10 +16,15 @@ from mindspore import Parameter, Tensor
 from gradaccum import ArgumentTypeError, CheckpointError
 from gradaccum.kit import FIELD_DTYPES, State, explain
 from gradaccum.kit import redistributed as redistributed_fields
+from gradaccum_mindspore.extensions import LOSS
+from gradaccum_mindspore.gradient_sum import (
+    ARRAYS,
+    Array,
+    hidden_parameter,
+    working_dtype,
+)
 from gradaccum_mindspore.saving import SPREAD, saved_place
-from gradaccum_mindspore.statistics import LOSS
-from gradaccum_mindspore.sums import ARRAYS, Array, hidden_parameter, working_dtype
-from gradaccum_mindspore.window.state import (
+from gradaccum_mindspore.state import (
     GRAD_NORM,
     OF_ALL,
     OWN,

@@ -144,7 +144,7 @@ MUTANTS = (
     ),
     Mutant(
         "compiled_window_leaves_its_sums",
-        "        sums.compiled_clear(self.storage.sums, after[WEIGHT])\n",
+        "        gradient_sum.compiled_clear(self.storage.sums, after[WEIGHT])\n",
         "",
         SUITE + "test_overflow.py::test_overflow_in_every_mode",
         "jit",
@@ -159,17 +159,17 @@ MUTANTS = (
     Mutant(
         "compiled_window_adds_without_the_weight",
         (
-            "        sums.compiled_add(\n"
+            "        gradient_sum.compiled_add(\n"
             "            self.storage.sums, gradients, None if weight is None else factor, adds\n"
             "        )\n"
         ),
-        "        sums.compiled_add(self.storage.sums, gradients, None, adds)\n",
+        "        gradient_sum.compiled_add(self.storage.sums, gradients, None, adds)\n",
         SUITE + "test_weights.py::test_gradient_follows_the_definition",
         "jit",
     ),
     Mutant(
         "compiled_window_keeps_what_is_discarded",
-        "        sums.compiled_clear(self.storage.sums, state[WEIGHT])\n",
+        "        gradient_sum.compiled_clear(self.storage.sums, state[WEIGHT])\n",
         "",
         OWN + "test_mindspore_calls.py::test_flush_and_discard_inside_jit",
     ),

@@ -453,7 +453,7 @@ def smallest(sums: Iterable[Parameter]) -> tuple[Parameter, ...]:
 
 
 class Packed(nn.Cell):  # type: ignore[misc]
-    """The sums of one accumulation, for the norms of `gradaccum_mindspore.sums`."""
+    """The sums of one accumulation, for the norms of `gradaccum_mindspore.gradient_sum`."""
 
     small: Sequence[Parameter]
     others: Sequence[Parameter]

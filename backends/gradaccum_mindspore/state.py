@@ -35,10 +35,9 @@ from gradaccum.kit import (
     UntilWeight,
     explain,
 )
+from gradaccum_mindspore.extensions import Knowledge, Listening
 from gradaccum_mindspore.grad_scaler import NEVER, drive, key_of
-from gradaccum_mindspore.parameters import Masters
-from gradaccum_mindspore.statistics import Knowledge, Listening
-from gradaccum_mindspore.sums import (
+from gradaccum_mindspore.gradient_sum import (
     HALF,
     DType,
     Sums,
@@ -46,6 +45,7 @@ from gradaccum_mindspore.sums import (
     narrows,
     sum_dtype,
 )
+from gradaccum_mindspore.master_weights import Masters
 from gradaccum_mindspore.window.open_window import OpenWindowWarning
 
 Sizes = int | tuple[tuple[int, int], ...] | Callable[[Any], Any]

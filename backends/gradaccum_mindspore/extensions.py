@@ -23,7 +23,7 @@ from mindspore import Tensor, nn, ops
 
 from gradaccum import StepResult, UsageError, kit
 from gradaccum.kit import Fields, Handle, Listener, Listeners, Options, State, explain
-from gradaccum_mindspore.sums import DType, hidden_parameter, where
+from gradaccum_mindspore.gradient_sum import DType, hidden_parameter, where
 
 LOSS = "loss"
 """The end of the Parameter's name."""

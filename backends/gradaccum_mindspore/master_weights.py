@@ -18,7 +18,7 @@ from mindspore import Parameter, ParameterTuple, nn, ops
 from mindspore.experimental import optim
 from mindspore.ops import constexpr
 
-from gradaccum_mindspore.sums import HALF, cast, each, write
+from gradaccum_mindspore.gradient_sum import HALF, cast, each, write
 
 Optimizer: TypeAlias = nn.Optimizer | optim.Optimizer
 
