@@ -104,12 +104,11 @@ class MindSporeBackend:
         if isinstance(optimizer, AccumulatingOptimizer):
             raise wrapped_twice_error(optimizer)
         if not isinstance(optimizer, (nn.Optimizer, optim.Optimizer)):
-            fix = (
-                "Write for example gradaccum.wrap(nn.Adam(net.trainable_params()),"
-                " steps=4)."
-            )
             raise optimizer_error(
-                "a mindspore.nn or mindspore.experimental optimizer", optimizer, fix
+                "a mindspore.nn or mindspore.experimental optimizer",
+                optimizer,
+                "Write for example gradaccum.wrap(nn.Adam(net.trainable_params()),"
+                " steps=4).",
             )
         if not isinstance(name, str) or not name:
             kind = ArgumentValueError if isinstance(name, str) else ArgumentTypeError
@@ -120,13 +119,13 @@ class MindSporeBackend:
                 got=name,
                 fix="Write name='generator'.",
             )
-        wrapper = (
-            AccumulatingOptimizer
-            if isinstance(optimizer, nn.Optimizer)
-            else AccumulatingExperimentalOptimizer
-        )
-        return wrapper(
-            optimizer, options, name, data_parallel=shares_windows(data_parallel)
+        is_shared = shares_windows(data_parallel)
+        if isinstance(optimizer, nn.Optimizer):
+            return AccumulatingOptimizer(
+                optimizer, options, name, data_parallel=is_shared
+            )
+        return AccumulatingExperimentalOptimizer(
+            optimizer, options, name, data_parallel=is_shared
         )
 
 

@@ -264,26 +264,6 @@ def test_micro_batches_draw_different_masks(options):
     )
 
 
-def test_power_of_two_divides_to_the_last_bit():
-    """Where a window is divided by a power of two, multiplying by its reciprocal is the
-    quotient; elsewhere it divides.
-    """
-    window = make_cell("graph").host.window
-    for divisor, multiplies in (
-        (4.0, True),
-        (2.0**-60, True),
-        (3.0, False),
-        (2.0**126, True),
-        (2.0**127, False),
-        (1.5, False),
-    ):
-        got, factor = window.factor(divisor)
-        assert (got, factor.item()) == (
-            multiplies,
-            1 / divisor if multiplies else divisor,
-        )
-
-
 def test_squares_of_two_tensors_may_overflow_together():
     norm, finite = measure(
         tuple(Tensor(np.full(1, 1.2e154)) for _ in range(2)), ms.float64

@@ -19,7 +19,7 @@ from conformance_tests.framework_tests.mindspore_common import (
     set_mode,
 )
 from gradaccum_mindspore import gradient_sum
-from gradaccum_mindspore.extensions import Knowledge
+from gradaccum_mindspore.extensions import WindowLoss
 from gradaccum_mindspore.window.pynative import PyNativeWindow
 
 
@@ -95,12 +95,12 @@ def test_interrupted_micro_batch_leaves_no_loss(monkeypatch):
     """Its window is spoilt, and skipped; the window's loss has nothing of it."""
     optimizer, call = driver("pynative", steps=2)
     call(1.0, 2)
-    before = optimizer.storage.knowledge.pull()
+    before = optimizer.storage.window_loss.read()
     with monkeypatch.context() as patch:
-        patch.setattr(Knowledge, "add_loss", stops)
+        patch.setattr(WindowLoss, "add", stops)
         with pytest.raises(Stop):
             call(1.0, 50)
-    np.testing.assert_equal(optimizer.storage.knowledge.pull(), before)
+    np.testing.assert_equal(optimizer.storage.window_loss.read(), before)
     assert optimizer.result.micro_step == 1
     call(1.0, 4)
     assert (optimizer.result.skipped, optimizer.result.loss) == (True, 3)

@@ -16,7 +16,7 @@ from gradaccum_mindspore import gradient_sum
 from gradaccum_mindspore.gradient_sum import (
     ROW,
     SMALL,
-    Packed,
+    PackedSums,
     compiled_measure,
     measure,
     robust_measure,
@@ -37,7 +37,7 @@ class Measures(nn.Cell):
 
     def __init__(self, sums, dtype):
         super().__init__(auto_prefix=False)
-        self.packed, self.dtype = Packed(sums, dtype), dtype
+        self.packed, self.dtype = PackedSums(sums, dtype), dtype
 
     def construct(self):
         plain, right = compiled_measure(self.packed(), self.dtype)
@@ -118,7 +118,7 @@ def test_large_sums_are_not_copied():
         Parameter(Tensor(np.ones(size, np.float32)), name=f"sum{size}")
         for size in (2, 3, SMALL, SMALL + 1)
     ]
-    joined, large = Packed(sums, ms.float32)()
+    joined, large = PackedSums(sums, ms.float32)()
     assert large is sums[-1]
     assert joined.shape == (SMALL // ROW + 1, ROW), "the rest of the last row is zeros"
     assert joined.asnumpy().sum() == SMALL + 5
@@ -145,12 +145,12 @@ def test_large_sums_have_rows():
 
 
 def test_joined_sums_have_a_limit(monkeypatch):
-    monkeypatch.setattr(gradient_sum, "JOINED", 12)
+    monkeypatch.setattr(gradient_sum, "PACKED", 12)
     totals = [
         Parameter(Tensor(np.full(size, place, np.float32)), name=f"sum{place}")
         for place, size in enumerate((9, 4, 8, 3))
     ]
-    joined, *others = Packed(totals, ms.float32)()
+    joined, *others = PackedSums(totals, ms.float32)()
     assert joined.asnumpy().tolist() == [3.0] * 3 + [1.0] * 4, (
         "the smallest that are together within the limit"
     )

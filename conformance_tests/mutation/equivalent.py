@@ -128,8 +128,8 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         "HALF = (ms.bfloat16, ms.float16)",
     ): KINDS,
     (
-        "backends/gradaccum_mindspore/gradient_sum.py",
-        "for total, gradient in zip(sums, gradients, strict=False):",
+        "backends/gradaccum_mindspore/window/pynative.py",
+        "for total, gradient in zip(self.storage.sums, gradients, strict=False):",
     ): "another number of gradients was refused before",
     (
         "backends/gradaccum_mindspore/gradient_sum.py",
@@ -137,7 +137,7 @@ EQUIVALENT: dict[tuple[str, str], str] = {
     ): "NumPy takes any negative number for the length that is left",
     (
         "backends/gradaccum_mindspore/gradient_sum.py",
-        "large = (squares.size >= ROW)",
+        "is_large = (squares.size >= ROW)",
     ): "a row is summed in one step or in two",
     (
         "backends/gradaccum_mindspore/gradient_sum.py",
@@ -149,19 +149,19 @@ EQUIVALENT: dict[tuple[str, str], str] = {
     ): "nobody reads what stands for None in compiled code",
     (
         "backends/gradaccum_mindspore/window/compiled.py",
-        'kit.encode_terms(kit.Terms("mean", "skip_window", "unused", 2)),',
+        'terms = kit.Terms("mean", "skip_window", "unused", 2)',
     ): "a note is written before it is read",
     (
         "backends/gradaccum_mindspore/window/compiled.py",
-        "self.add(field, Tensor(True), number)",
+        "self.add(name, Tensor(True))",
     ): "a note is written before it is read",
     (
         "backends/gradaccum_mindspore/window/compiled.py",
-        "SMALLEST_WEIGHT, LARGEST_WEIGHT = 2.0**-40, 2.0**41",
+        "LARGEST_WEIGHT = 2.0**41",
     ): "a sum of such weights is finite too, in any window that ends",
     (
         "backends/gradaccum_mindspore/window/compiled.py",
-        "state[MICRO_STEP] < 1,",
+        "never = after[MICRO_STEP] < 1",
     ): "the micro-batch was counted",
     (
         "backends/gradaccum_mindspore/state.py",
@@ -173,20 +173,12 @@ EQUIVALENT: dict[tuple[str, str], str] = {
     ): "an open window has a size",
     (
         "backends/gradaccum_mindspore/state.py",
-        "(UntilWeight(size), UntilWeight(1)) if until_weight else (size, 2)",
+        "kit.require_steps(size, 0, 2)",
     ): "any number says that the schedule is no weight's",
     (
-        "backends/gradaccum_mindspore/window/compiled.py",
-        "return (optimizer_step, micro_step, skipped, weight, overflow, loss_scale, tracker)",
-    ): "no decision reads the counters",
-    (
         "backends/gradaccum_mindspore/window/pynative.py",
-        "if (norm < FLOAT16_MAX * divides):",
+        "if (norm < FLOAT16_MAX * divisor):",
     ): "at the limit the elements tell the same",
-    (
-        "backends/gradaccum_mindspore/window/pynative.py",
-        "tuple(zip(self.storage.sums, self.storage.handed, strict=False)),",
-    ): "each sum has a dtype in which it is handed over",
     (
         "gradaccum/window_loop.py",
         "pass  # self._current = None",

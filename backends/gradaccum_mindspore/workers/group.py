@@ -47,16 +47,15 @@ from gradaccum_mindspore.gradient_sum import (
     Gradients,
     Sums,
     array_of,
-    each,
-    hidden_parameter,
+    map_over,
     measure,
     working_dtype,
     write,
 )
 from gradaccum_mindspore.master_weights import Optimizer
-from gradaccum_mindspore.state import OF_ALL, OWN, STEPS, TORN, Storage
+from gradaccum_mindspore.state import ALL_WORKERS, NOBODY, STEPS, THIS_WORKER, Storage
 from gradaccum_mindspore.update import Update
-from gradaccum_mindspore.window.compiled import NUMBERS, CompiledWindow
+from gradaccum_mindspore.window.compiled import CompiledWindow, note
 from gradaccum_mindspore.window.pynative import PyNativeWindow
 from gradaccum_mindspore.workers.gather import gather_exactly
 
@@ -186,11 +185,11 @@ def is_sharded(parameter: Parameter) -> bool:
     )
 
 
-def share(
+def require_same_everywhere(
     parameters: Sequence[Parameter], options: Options, name: str
 ) -> tuple[int, ...]:
-    """Compare what the workers that share an optimizer's windows wrap; return the
-    positions of the sharded parameters. Collective, in one order.
+    """Raise unless the workers that share an optimizer's windows wrap the same; return
+    the positions of the sharded parameters. Collective, in one order.
 
     Raises:
         ArgumentValueError: on every worker: a worker's differ.
@@ -388,9 +387,9 @@ class Bucket(nn.Cell):  # type: ignore[misc]
 
     def construct(self, after: Tensor) -> Tensor:
         """Return the vector of totals, once `after` is computed."""
-        packed = ops.depend(ops.concat(each(_flat, self.sums)), after)
+        packed = ops.depend(ops.concat(map_over(_flat, self.sums)), after)
         total = compiled_added_up(packed, self.workers)
-        each(ops.partial(_unpack, total), self.sums, self.starts, self.ends)
+        map_over(ops.partial(_unpack, total), self.sums, self.starts, self.ends)
         return total
 
 
@@ -472,7 +471,7 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
             np.eye(self.workers)[self.rank][:, None], storage.float_dtype
         )
         self.buckets = nn.CellList(
-            buckets(storage.whole, self.workers), auto_prefix=False
+            buckets(storage.shared_sums, self.workers), auto_prefix=False
         )
         self.tellers = self.workers if storage.sharded else 1
         """Workers that tell one and the same loss: that of all items, where some
@@ -483,19 +482,19 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
         """
         self.float_dtype = storage.float_dtype
         self.own, self.torn = (
-            Tensor([held, *storage.place], ms.int32) for held in (OWN, TORN)
+            Tensor([held, *storage.place], ms.int32) for held in (THIS_WORKER, NOBODY)
         )
         self.last: Joined | None = None
         # A Cell would list it as its own, and a constant would be no branch.
         object.__setattr__(
             self,
             "always",
-            hidden_parameter(Tensor(True), f"gradaccum.note{next(NUMBERS)}.always"),
+            note("always", Tensor(True)),
         )
         object.__setattr__(
             self,
             "drifted",
-            hidden_parameter(Tensor(False), f"gradaccum.note{next(NUMBERS)}.drifted"),
+            note("drifted", Tensor(False)),
         )
         """Compiled code found different learning rates, or a window of another
         optimizer.
@@ -503,7 +502,7 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
         object.__setattr__(
             self,
             "crossed",
-            hidden_parameter(Tensor(False), f"gradaccum.note{next(NUMBERS)}.crossed"),
+            note("crossed", Tensor(False)),
         )
         """Compiled code found a window of another optimizer."""
         self.zero, self.one = (
@@ -521,7 +520,7 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
         """Add up the window of all workers, from Python; collective. One whose update
         raised is not added again.
         """
-        if self.storage.held() == OF_ALL:
+        if self.storage.sum_owner() == ALL_WORKERS:
             return (
                 Joined(state, True, True, False)
                 if self.last is None
@@ -537,7 +536,7 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
                 0.0,
                 self.number,
                 self.number**2,
-                self.storage.knowledge.share(state) / self.tellers,
+                self.storage.window_loss.total(state) / self.tellers,
             ]
             rates = np.array(
                 [float(rate) for rate in rates_of(self.inner)], ARRAYS[self.float_dtype]
@@ -564,7 +563,7 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
             for bucket in self.buckets if micro_batches else ():
                 total = bucket.total()
                 # If the first one fails, all sums are this worker's still.
-                self.storage.hold(TORN)
+                self.storage.set_sum_owner(NOBODY)
                 bucket.unpack(total)
         except NoAnswerError as error:
             raise kit.missing_worker_error(state, self.rank, _MORE_TIME) from error
@@ -574,15 +573,16 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
         )
         if micro_batches:
             self.storage.push(whole, state)
-            self.storage.knowledge.push_joined(whole, loss)
-            self.storage.hold(OF_ALL)
+            window_loss = self.storage.window_loss
+            window_loss.write((loss, whole.weight, window_loss.value))
+            self.storage.set_sum_owner(ALL_WORKERS)
         self.norms = None
         self.last = Joined(
             whole, micro_batches > 0, flushes == self.workers, compiled > 0
         )
         return self.last
 
-    def compiled_join(self) -> bool:
+    def compiled_all_reduce(self) -> bool:
         """Make the sums, the weight and the flag those of all workers, in compiled
         code.
 
@@ -594,14 +594,16 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
         return True
 
     def add_up(self) -> bool:
-        """Run the branch of `compiled_join`.
+        """Run the branch of `compiled_all_reduce`.
 
         A failure in it leaves the sum marked as torn. Compiled code cannot raise: a
         window that is not this worker's own, or of a size below 1, gets an infinite
         weight, and all workers skip it.
         """
         store = self.storage
-        sound = (store.shared.value()[0] == OWN) & (store.terms.value()[STEPS] >= 1)
+        sound = (store.owner.value()[0] == THIS_WORKER) & (
+            store.terms.value()[STEPS] >= 1
+        )
         weight = ops.where(sound, store.weight.value(), self.infinite)
         flags = (
             (store.overflow & self.true) | (sound == False),  # noqa: E712
@@ -611,7 +613,7 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
             self.number_tensor,
             self.square_tensor,
         )
-        loss = store.knowledge.compiled_share(store.weight.value())
+        loss = store.window_loss.compiled_total(store.weight.value())
         if self.tellers > 1:
             loss = loss / self.tellers
         mine = ops.stack(
@@ -632,12 +634,12 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
         drifted = drifted | crossed
         ops.assign(self.drifted, drifted | self.drifted)
         ops.assign(self.crossed, crossed | self.crossed)
-        ops.assign(store.shared, self.torn)
+        ops.assign(store.owner, self.torn)
         last = numbers
         for bucket in self.buckets:
             last = bucket(last)
-        joined_loss = store.knowledge.compiled_joined(numbers[0], numbers[LOSS])
-        ops.assign(store.knowledge.loss, joined_loss)
+        joined_loss = store.window_loss.compiled_with_total(numbers[LOSS], numbers[0])
+        ops.assign(store.window_loss.loss, joined_loss)
         ops.assign(store.weight, ops.where(drifted, self.infinite, numbers[0]))
         ops.assign(store.overflow, (numbers[1] > 0) | drifted)
         return True
@@ -655,7 +657,7 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
                 raise kit.missing_worker_error(state, self.rank, _MORE_TIME) from error
         return math.hypot(whole, *self.norms)
 
-    def compiled_norm_of_all(self, whole: Tensor, own: Tensor) -> Tensor:
+    def compiled_global_norm(self, whole: Tensor, own: Tensor) -> Tensor:
         """Return `norm_of_all` in compiled code, after everything that `whole` needs:
         all workers exchange in one order.
         """
@@ -668,7 +670,7 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
         return divisor * ops.sqrt(ops.square(norms / divisor).sum())
 
     def window_ended(self) -> Tensor:
-        return ops.assign(self.storage.shared, self.own)
+        return ops.assign(self.storage.owner, self.own)
 
     def require_same_optimizer(self, crossed: bool) -> None:
         """Raise unless all workers have ended a window of this optimizer."""
@@ -704,10 +706,10 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
             )
 
     def require_own_sum(self, call: str) -> None:
-        held = self.storage.held()
-        if held == OF_ALL:
+        held = self.storage.sum_owner()
+        if held == ALL_WORKERS:
             raise kit.update_due_error(call)
-        if held == TORN:
+        if held == NOBODY:
             raise kit.torn_window_error(call)
 
 
@@ -739,7 +741,7 @@ class CompiledEnd(nn.Cell):  # type: ignore[misc]
         self.window, self.update = window, update
 
     def construct(self) -> bool:
-        return self.window.close_joined(self.update, False)
+        return self.window.close_reduced(self.update, False)
 
 
 class SharedWindow(PyNativeWindow):
@@ -801,7 +803,7 @@ class SharedWindow(PyNativeWindow):
             return super().measure(ending, options)
         (whole, finite), (own, sound) = (
             measure(each, self.storage.float_dtype)
-            for each in (self.storage.whole, self.storage.shards)
+            for each in (self.storage.shared_sums, self.storage.sharded_sums)
         )
         sound = sound and self.fits(ending, options, math.hypot(whole, own))
         norm = self.workers.norm_of_all(whole, own if sound else math.inf, ending)
@@ -814,7 +816,7 @@ class SharedWindow(PyNativeWindow):
         If the update of a window that all workers ended raised, this makes it, and
         takes part in no other window.
         """
-        closed = self.storage.held() == OF_ALL
+        closed = self.storage.sum_owner() == ALL_WORKERS
         if closed:
             joined = self.end(self.storage.pull(), update)
             if not self.flushing or joined.all_flush:
@@ -826,16 +828,16 @@ class SharedWindow(PyNativeWindow):
             joined = self.end(self.storage.pull(), update)
             closed, all_flush = closed or joined.is_open, joined.all_flush
             if joined.is_open and not all_flush:
-                self.storage.listening.between()
+                self.storage.between_windows()
         self.flushing = False
         if not closed:
-            self.storage.push_event(False, False, False)
+            self.storage.push_event()
         self.workers.require_same_rates()
         return closed
 
     def clear(self) -> None:
         super().clear()
-        self.storage.hold(OWN)
+        self.storage.set_sum_owner(THIS_WORKER)
 
 
 @constexpr  # type: ignore[untyped-decorator]

@@ -23,12 +23,12 @@ from gradaccum_mindspore.gradient_sum import (
     hidden_parameter,
     working_dtype,
 )
-from gradaccum_mindspore.saving import SPREAD, saved_place
+from gradaccum_mindspore.saving import REDISTRIBUTED, saved_place
 from gradaccum_mindspore.state import (
+    ALL_WORKERS,
     GRAD_NORM,
-    OF_ALL,
-    OWN,
-    SHARED,
+    THIS_WORKER,
+    WORKERS,
     Saved,
     prefixes_in,
     suffixes,
@@ -113,7 +113,7 @@ def _window(
     states: Sequence[Saved], prefix: str, workers: int
 ) -> Iterator[dict[str, Tensor]]:
     fields = [_fields(state, prefix) for state in states]
-    if states and saved_place(states[0], prefix).held == OF_ALL:
+    if states and saved_place(states[0], prefix).owner == ALL_WORKERS:
         # Each holds the whole window: the first one's counts.
         fields[1:] = [each._replace(weight=0.0, overflow=False) for each in fields[1:]]
         states = [states[0]]
@@ -133,8 +133,8 @@ def _window(
         )
         losses = _losses(states, prefix, first=rank == 0)
         entries[f"{prefix}.{LOSS}"] = _like(states[0], f"{prefix}.{LOSS}", losses)
-        entries[f"{prefix}.{SHARED}"], entries[f"{prefix}.{SPREAD}"] = (
-            Tensor([OWN, rank, workers], ms.int32),
+        entries[f"{prefix}.{WORKERS}"], entries[f"{prefix}.{REDISTRIBUTED}"] = (
+            Tensor([THIS_WORKER, rank, workers], ms.int32),
             Tensor(True),
         )
         entries.update(
@@ -159,7 +159,7 @@ def _require_all_workers(states: Mapping[int, Saved], total: int, prefix: str) -
             found=found,
             fix=fix,
         )
-    if len({place.held for place in places}) > 1:
+    if len({place.owner for place in places}) > 1:
         fix = "Load what the workers saved between the same two updates."
         raise explain(
             CheckpointError,
