@@ -32,7 +32,7 @@ from gradaccum_mindspore.optimizer import (
 )
 from gradaccum_mindspore.scheduler import SCHEDULERS, GatedScheduler
 from gradaccum_mindspore.verification.check import verify
-from gradaccum_mindspore.workers.group import shares_windows
+from gradaccum_mindspore.workers.agreement import shares_windows
 
 
 class MindSporeBackend:

@@ -53,14 +53,16 @@ from gradaccum_mindspore.update import (
 )
 from gradaccum_mindspore.window.compiled import CompiledWindow
 from gradaccum_mindspore.window.pynative import PyNativeWindow
+from gradaccum_mindspore.workers.agreement import (
+    mark,
+    place,
+    require_same_everywhere,
+    unmark,
+)
 from gradaccum_mindspore.workers.group import (
     SharedWindow,
     WorkerGroup,
-    mark,
-    place,
     refuse_compiled_flush,
-    require_same_everywhere,
-    unmark,
 )
 
 M = TypeVar("M")

@@ -108,8 +108,8 @@ MUTANTS = (
     ),
     Mutant(
         "forget_a_worker_s_overflow",
-        "                state.overflow,\n",
-        "                False,\n",
+        "            state.overflow,\n            state.micro_step,\n",
+        "            False,\n            state.micro_step,\n",
         SUITE + "test_workers_limits.py::test_one_worker_drops_a_micro_batch",
         "pynative",
     ),
