@@ -255,6 +255,7 @@ check_compiled_shape: Callable[[str, Shape], None] = constexpr(require_one_numbe
 def check_compiled_gradients(
     shapes: tuple[Shape | None, ...], dtypes: tuple[DType | None, ...], specs: Specs
 ) -> bool:
+    plain_shapes: list[Shape] = []
     for shape, (name, _, _) in zip(shapes, specs, strict=True):
         # of a RowTensor, in MindSpore 2.7 and later
         if shape is None or isinstance(shape, Tensor):
@@ -266,7 +267,8 @@ def check_compiled_gradients(
                 fix="Build the layer so that its gradient is dense:"
                 " mindspore.nn.Embedding instead of EmbeddingLookup.",
             )
-    require_shapes_and_dtypes([tuple(shape) for shape in shapes], dtypes, specs)
+        plain_shapes.append(tuple(shape))
+    require_shapes_and_dtypes(plain_shapes, dtypes, specs)
     return True
 
 

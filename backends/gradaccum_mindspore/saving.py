@@ -66,9 +66,7 @@ def load_checkpoint_into(cell: nn.Cell, parameter_dict: Saved) -> None:
             value = parameter_dict[name].asnumpy()
         write(parameter, Tensor(value, parameter.dtype))
     for storage in storages:
-        storage.is_update_broken = False
-        for observer in (*storage.extensions, *storage.schedulers):
-            observer.state_loaded()
+        storage.note_loaded()
 
 
 def require_arguments(cell: object, parameter_dict: object) -> None:

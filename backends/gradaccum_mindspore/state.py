@@ -85,7 +85,7 @@ def window_size(steps: Schedule, optimizer_step: int) -> Schedule:
 
 
 @constexpr  # type: ignore[untyped-decorator]
-def check_compiled_size(size: object, is_weight: bool) -> None:
+def check_compiled_size(size: Any, is_weight: bool) -> None:
     """Check what the user's function returned while MindSpore compiled it: a constant,
     or a Tensor, of which `size` is the dtype. None stands for any other number.
     """
@@ -320,6 +320,14 @@ class Storage(nn.Cell):  # type: ignore[misc]
     def terms_after(self, optimizer_step: int) -> Terms:
         options = with_known_size(self.options, optimizer_step)
         return kit.terms_of(options, optimizer_step)
+
+    def note_loaded(self) -> None:
+        """Note that a checkpoint was loaded."""
+        self.is_update_broken = False
+        for extension in self.extensions:
+            extension.state_loaded()
+        for scheduler in self.schedulers:
+            scheduler.state_loaded()
 
     def between_windows(self) -> None:
         """Repeat between two windows of one call what the loops of the other workers do
