@@ -34,7 +34,7 @@ from gradaccum_mindspore.optimizer import (
 from gradaccum_mindspore.recording import LoopRecorder, recording
 from gradaccum_mindspore.scheduler import SCHEDULERS, GatedScheduler
 from gradaccum_mindspore.verification.check import verify
-from gradaccum_mindspore.workers.group import shares_windows
+from gradaccum_mindspore.workers.agreement import shares_windows
 
 
 class MindSporeBackend:
@@ -111,12 +111,11 @@ class MindSporeBackend:
         if isinstance(optimizer, AccumulatingOptimizer):
             raise wrapped_twice_error(optimizer)
         if not isinstance(optimizer, (nn.Optimizer, optim.Optimizer)):
-            fix = (
-                "Write for example gradaccum.wrap(nn.Adam(net.trainable_params()),"
-                " steps=4)."
-            )
             raise optimizer_error(
-                "a mindspore.nn or mindspore.experimental optimizer", optimizer, fix
+                "a mindspore.nn or mindspore.experimental optimizer",
+                optimizer,
+                "Write for example gradaccum.wrap(nn.Adam(net.trainable_params()),"
+                " steps=4).",
             )
         if not isinstance(name, str) or not name:
             kind = ArgumentValueError if isinstance(name, str) else ArgumentTypeError
@@ -127,13 +126,13 @@ class MindSporeBackend:
                 got=name,
                 fix="Write name='generator'.",
             )
-        wrapper = (
-            AccumulatingOptimizer
-            if isinstance(optimizer, nn.Optimizer)
-            else AccumulatingExperimentalOptimizer
-        )
-        return wrapper(
-            optimizer, options, name, data_parallel=shares_windows(data_parallel)
+        is_shared = shares_windows(data_parallel)
+        if isinstance(optimizer, nn.Optimizer):
+            return AccumulatingOptimizer(
+                optimizer, options, name, data_parallel=is_shared
+            )
+        return AccumulatingExperimentalOptimizer(
+            optimizer, options, name, data_parallel=is_shared
         )
 
 

@@ -83,26 +83,21 @@ def scaler_rule(scaler: object) -> ScaleRule | None:
 
 def drive(scaler: DynamicLossScaler, key: int) -> None:
     if hasattr(scaler, "driven_by"):
-        expected = (
-            "a scaler that no other wrapped optimizer drives, because each moves it at"
-            " the end of its own windows"
-        )
-        fix = (
-            "Give each optimizer a scaler of its own, or"
-            " loss_scale=gradaccum.DynamicLossScale()."
-        )
         raise explain(
             ArgumentValueError,
             "loss_scale",
-            expected=expected,
+            expected="a scaler that no other wrapped optimizer drives, because each"
+            " moves it at the end of its own windows",
             found="one that is driven already",
-            fix=fix,
+            fix="Give each optimizer a scaler of its own, or"
+            " loss_scale=gradaccum.DynamicLossScale().",
         )
     scaler.driven_by = key
-    scaler.bare_scale, scaler.bare_unscale = scaler.scale, scaler.unscale
-    scaler.scale, scaler.unscale, scaler.adjust = (
-        MethodType(method, scaler) for method in (_scale, _unscale, _adjust)
-    )
+    scaler.bare_scale = scaler.scale
+    scaler.bare_unscale = scaler.unscale
+    scaler.scale = MethodType(_scale, scaler)
+    scaler.unscale = MethodType(_unscale, scaler)
+    scaler.adjust = MethodType(_adjust, scaler)
 
 
 def _scale(self: DynamicLossScaler, inputs: Tensor) -> Tensor:
@@ -112,22 +107,23 @@ def _scale(self: DynamicLossScaler, inputs: Tensor) -> Tensor:
 
 def _unscale(self: DynamicLossScaler, inputs: Tensor) -> Tensor:
     if not isinstance(inputs, Tensor):
-        _leave_out("unscale(gradients)")
+        _refuse_call("unscale(gradients)")
     return self.bare_unscale(inputs)
 
 
 def _adjust(self: DynamicLossScaler, grads_finite: Tensor) -> bool:
-    _leave_out("adjust(finite)")
+    _refuse_call("adjust(finite)")
     return True
 
 
 @constexpr  # type: ignore[untyped-decorator]
-def _leave_out(call: str) -> None:
-    expected = "to be left out, because the wrapped optimizer does it once per window"
-    fix = (
-        "Hand optimizer(gradients) the gradients of scaler.scale(loss) as they are, in"
-        " every micro-batch, finite or not."
-    )
+def _refuse_call(call: str) -> None:
     raise explain(
-        UsageError, f"scaler.{call}", expected=expected, found="a call", fix=fix
+        UsageError,
+        f"scaler.{call}",
+        expected="to be left out, because the wrapped optimizer does it once per"
+        " window",
+        found="a call",
+        fix="Hand optimizer(gradients) the gradients of scaler.scale(loss) as they are,"
+        " in every micro-batch, finite or not.",
     )

@@ -9,7 +9,6 @@ there is one learning rate and one ``global_step``, which moves per update.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Sized
 from functools import partial
 from typing import Any, TypeVar
@@ -19,7 +18,6 @@ from mindspore.experimental import optim
 
 from gradaccum import (
     ArgumentTypeError,
-    GradAccumWarning,
     StepResult,
     UsageError,
     kit,
@@ -36,10 +34,16 @@ from gradaccum.kit import (
 )
 from gradaccum_mindspore import checks
 from gradaccum_mindspore.checks import Loss, NamedGradients, Weight
+from gradaccum_mindspore.extensions import ChangedRateWarning
 from gradaccum_mindspore.grad_scaler import note_read, require_read
-from gradaccum_mindspore.parameters import Optimizer, turn_to_masters
-from gradaccum_mindspore.private import OwnPhase, is_graph_mode, refuse_trace
-from gradaccum_mindspore.sums import Gradients, Number
+from gradaccum_mindspore.gradient_sum import Gradients, Number
+from gradaccum_mindspore.master_weights import Optimizer, put_masters_into
+from gradaccum_mindspore.mindspore_private import (
+    QuietPhase,
+    is_graph_mode,
+    refuse_trace,
+)
+from gradaccum_mindspore.state import Storage, window_size
 from gradaccum_mindspore.update import (
     Update,
     inner_scale,
@@ -49,38 +53,29 @@ from gradaccum_mindspore.update import (
 )
 from gradaccum_mindspore.window.compiled import CompiledWindow
 from gradaccum_mindspore.window.pynative import PyNativeWindow
-from gradaccum_mindspore.window.state import Storage, window_size
+from gradaccum_mindspore.workers.agreement import (
+    mark,
+    place,
+    require_same_everywhere,
+    unmark,
+)
 from gradaccum_mindspore.workers.group import (
     SharedWindow,
     WorkerGroup,
-    mark,
-    place,
     refuse_compiled_flush,
-    share,
-    unmark,
 )
 
 M = TypeVar("M")
-FIXED = (
-    "options",
-    "inner",
-    "storage",
-    "compiled_window",
-    "pynative_window",
-    "update",
-    "micro_batch",
-    "flush",
-    "discard",
-    "loss_scale",
+
+FIXED_NAMES = {*Options._fields, "options", "inner", "loss_scale"}
+"""Attributes that cannot be set, because compiled code has read them."""
+GRADIENTS_CALL = (
+    "loss, gradients = value_and_grad(x, y), then optimizer(gradients, weight=n)"
 )
-"""Attributes that cannot be set, beside the options."""
-
-
-CALL = "loss, gradients = value_and_grad(x, y), then optimizer(gradients, weight=n)"
-ELSEWHERE = {
-    "step": CALL,
-    "backward": CALL,
-    "update": CALL,
+NAMES_ELSEWHERE = {
+    "step": GRADIENTS_CALL,
+    "backward": GRADIENTS_CALL,
+    "update": GRADIENTS_CALL,
     "zero_grad": "nothing in its place, because the gradients are arguments here",
     "micro_step": "optimizer.result.micro_step",
     "optimizer_step": "optimizer.result.optimizer_step",
@@ -89,16 +84,15 @@ ELSEWHERE = {
 """What one writes in MindSpore, by the name in another framework."""
 
 
-def elsewhere(name: str, error: AttributeError) -> AttributeError:
-    """Return the error for an attribute that the optimizer has not."""
-    if name not in ELSEWHERE:
+def missing_attribute_error(name: str, error: AttributeError) -> AttributeError:
+    if name not in NAMES_ELSEWHERE:
         return error
     return explain(  # type: ignore[type-var]
         AttributeError,
         f"optimizer.{name}",
         expected="a name that an optimizer has in MindSpore",
         found="one of another framework",
-        fix=f"Write {ELSEWHERE[name]}.",
+        fix=f"Write {NAMES_ELSEWHERE[name]}.",
     )
 
 
@@ -130,20 +124,20 @@ class Flush(nn.Cell):  # type: ignore[misc]
             UsageError: `denominator` where several workers share the window.
         """
         refuse_trace()
-        self.pynative_window.require_whole()
-        storage, divides = self.compiled_window.storage, None
+        self.pynative_window.require_usable()
+        storage = self.pynative_window.storage
+        has_workers = storage.has_workers
         if denominator is not None:
-            plain = (
-                denominator.item() if isinstance(denominator, Tensor) else denominator
+            if isinstance(denominator, Tensor):
+                denominator = denominator.item()
+            denominator = kit.require_denominator(
+                denominator, storage.options, several=has_workers
             )
-            divides = kit.require_denominator(
-                plain, storage.options, several=self.compiled_window.workers is not None
-            )
-        flush = partial(self.pynative_window.flush, self.update, divides)
-        if is_graph_mode() and divides is None and self.compiled_window.workers is None:
+        flush = partial(self.pynative_window.flush, self.update, denominator)
+        if is_graph_mode() and denominator is None and not has_workers:
             flush = super().__call__
-        closed: bool | Tensor = storage.listening.after(0, flush)
-        return closed
+        was_open: bool | Tensor = storage.listener_calls.around(0, flush)
+        return was_open
 
     def construct(self, denominator: Weight = None) -> Tensor:
         if denominator is not None or self.compiled_window.workers is not None:
@@ -169,7 +163,7 @@ class Discard(nn.Cell):  # type: ignore[misc]
         return self.compiled_window.discard()
 
 
-class MicroBatch(OwnPhase):
+class MicroBatch(QuietPhase):
     """``optimizer(gradients, weight, loss)`` in compiled code, for Python to call in
     graph mode: it takes no names there.
     """
@@ -185,21 +179,27 @@ class MicroBatch(OwnPhase):
     def construct(
         self, gradients: Gradients | NamedGradients, weight: Weight, loss: Loss
     ) -> Tensor:
-        require_read(self.compiled_window.storage.scaled)
-        state, event, told = self.compiled_window.add(
-            self.compiled_window.ordered(gradients), weight, loss
-        )
-        full = self.compiled_window.is_full(state)
-        self.compiled_window.write_added(state, event, told, weight)
-        if self.compiled_window.steps is None:
-            return full
-        certain = self.compiled_window.adds_certainly(weight)
-        if full:
-            self.compiled_window.close(self.update, loss is None and certain)
-        return full
+        window = self.compiled_window
+        require_read(window.storage.scale_key)
+        state, event, losses = window.add(window.ordered(gradients), weight, loss)
+        is_full = window.is_full(state)
+        window.write_added(state, event, losses, weight)
+        if window.steps is None:
+            return is_full
+        is_loss_missing = loss is None and window.is_certainly_added(weight)
+        if is_full:
+            window.close(self.update, is_loss_missing)
+        return is_full
+
+    def add(self, gradients: Gradients, weight: Weight, loss: Loss) -> bool:
+        """Add a micro-batch for a caller who ends the window."""
+        window = self.compiled_window
+        require_read(window.storage.scale_key)
+        state, event, losses = window.add(window.ordered(gradients), weight, loss)
+        return window.write_added(state, event, losses, weight)
 
 
-class AccumulatingOptimizer(OwnPhase, nn.Optimizer):  # type: ignore[misc]
+class AccumulatingOptimizer(QuietPhase, nn.Optimizer):  # type: ignore[misc]
     """The optimizer that `gradaccum.wrap` returns for a `mindspore.nn.Optimizer`.
 
     ``optimizer(gradients, weight, loss)`` takes in one micro-batch, in PyNative, inside
@@ -236,37 +236,38 @@ class AccumulatingOptimizer(OwnPhase, nn.Optimizer):  # type: ignore[misc]
         options = with_inner_scale(options, inner)
         if data_parallel and isinstance(options.steps, UntilWeight):
             raise kit.shared_until_weight_error(options.steps)
+        parameters = inner.parameters
+        this_place = None
         sharded: tuple[int, ...] = ()
         if data_parallel:
-            sharded = share(inner.parameters, options, name)
+            sharded = require_same_everywhere(parameters, options, name)
+            this_place = place()
         else:
-            unmark(inner.parameters)
+            unmark(parameters)
         self.inner = inner
         self.options = options
         self.storage = Storage(
-            inner.parameters,
-            options,
-            name,
-            inner_scale(inner),
-            place() if data_parallel else None,
-            sharded,
+            parameters, options, name, inner_scale(inner), this_place, sharded
         )
         if options.master_weights:
-            turn_to_masters(inner, self.storage.masters)
+            put_masters_into(inner, self.storage.masters)
         self.update = Update(inner, self.storage.masters)
-        workers = WorkerGroup(self.storage, inner) if data_parallel else None
-        self.compiled_window = CompiledWindow(self.storage, options, workers)
-        self.pynative_window = (
-            PyNativeWindow(self.storage, options)
-            if workers is None
-            else SharedWindow(self.storage, options, self.compiled_window, workers)
-        )
+        self.pynative_window: PyNativeWindow
+        if data_parallel:
+            workers = WorkerGroup(self.storage, inner)
+            self.compiled_window = CompiledWindow(self.storage, options, workers)
+            self.pynative_window = SharedWindow(
+                self.storage, options, self.compiled_window, workers
+            )
+        else:
+            self.compiled_window = CompiledWindow(self.storage, options)
+            self.pynative_window = PyNativeWindow(self.storage, options)
         self.micro_batch = MicroBatch(self.compiled_window, self.update)
         self.flush = Flush(self.compiled_window, self.pynative_window, self.update)
         self.discard = Discard(self.compiled_window, self.pynative_window)
         if data_parallel:
-            mark(self, inner.parameters)
-        object.__setattr__(self, "_complete", True)
+            mark(self, parameters)
+        object.__setattr__(self, "_is_complete", True)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -277,20 +278,17 @@ class AccumulatingOptimizer(OwnPhase, nn.Optimizer):  # type: ignore[misc]
         try:
             return getattr(self._cells["inner"], name)
         except AttributeError as error:
-            raise elsewhere(name, error) from None
+            raise missing_attribute_error(name, error) from None
 
     def __setattr__(self, name: str, value: object) -> None:
-        if not self.__dict__.get("_complete", False):
+        if not self.__dict__.get("_is_complete", False):
             nn.Cell.__setattr__(self, name, value)
-        elif name in Options._fields or name in FIXED:
-            expected = (
-                "options that stay as they were, because compiled code has read them"
-                " already"
-            )
+        elif name in FIXED_NAMES:
             raise explain(
                 UsageError,
                 name,
-                expected=expected,
+                expected="options that stay as they were, because compiled code has"
+                " read them already",
                 got=value,
                 fix="Wrap the optimizer anew, or pass a schedule as steps=.",
             )
@@ -306,7 +304,7 @@ class AccumulatingOptimizer(OwnPhase, nn.Optimizer):  # type: ignore[misc]
     def __call__(
         self,
         gradients: Gradients | NamedGradients,
-        *counted: Number | None,
+        *weight_and_loss: Number | None,
         weight: Weight = None,
         loss: Loss = None,
     ) -> bool | Tensor:
@@ -317,8 +315,8 @@ class AccumulatingOptimizer(OwnPhase, nn.Optimizer):  # type: ignore[misc]
             gradients: a tuple or list in the order of ``self.parameters``, or a dict by
                 parameter name; None for a parameter that took no part. Multiplied by
                 the loss scale, if there is one.
-            counted: weight, or weight and loss. A floating Tensor or array alone needs
-                its name: it may be the loss.
+            weight_and_loss: both without their names, or the weight. A floating Tensor
+                or array alone needs its name: it may be the loss.
             weight: number or Tensor of one element, >= 0: how many items the
                 micro-batch has; 1 if left out.
             loss: its loss, not scaled, a number or Tensor of one element; if all are
@@ -333,55 +331,56 @@ class AccumulatingOptimizer(OwnPhase, nn.Optimizer):  # type: ignore[misc]
                 raised in the last update.
         """
         refuse_trace()
-        self.pynative_window.require_whole()
-        require_read(self.storage.scaled)
-        checks.require_told_apart(
-            len(counted),
-            getattr((*counted, None)[0], "dtype", None),
-            weight is None,
-            loss is None,
+        self.pynative_window.require_usable()
+        for extension in self.storage.extensions:
+            extension.micro_batch_given()
+        require_read(self.storage.scale_key)
+        dtype = getattr(weight_and_loss[0], "dtype", None) if weight_and_loss else None
+        checks.require_named(
+            len(weight_and_loss), dtype, weight is not None, loss is not None
         )
-        if counted:
-            weight, loss = counted[0], counted[1] if len(counted) > 1 else loss
+        if weight_and_loss:
+            weight = weight_and_loss[0]
+        if len(weight_and_loss) > 1:
+            loss = weight_and_loss[1]
         self.storage.sizes.weighed = weight is not None
-        full: bool | Tensor = self.storage.listening.after(
-            1, self._take, gradients, weight, loss
+        is_full: bool | Tensor = self.storage.listener_calls.around(
+            1, partial(self._add, gradients, weight, loss)
         )
-        return full
+        return is_full
 
-    def _take(
+    def _add(
         self, gradients: Gradients | NamedGradients, weight: Weight, loss: Loss
     ) -> bool | Tensor:
-        ordered = checks.gradients_by_position(
+        ordered_gradients = checks.gradients_by_position(
             gradients, self.storage.specs, self.storage.names
         )
-        amount = checks.weight_as_number(
-            kit.given_weight(weight, kit.use_of_weights(self.options))
+        use_of_weights = self.compiled_window.use_of_weights
+        weight_number = checks.weight_as_number(
+            kit.given_weight(weight, use_of_weights)
         )
-        told = None if loss is None else checks.loss_as_number(loss)
+        loss_number = None if loss is None else checks.loss_as_number(loss)
         if is_graph_mode():
-            ordered = checks.without_none(ordered, self.storage.specs)
             dtype = self.storage.float_dtype
-            given = (None if weight is None else amount, told)
             return self.micro_batch(
-                ordered,
-                *(
-                    None if number is None else Tensor(number, dtype)
-                    for number in given
-                ),
+                checks.without_none(ordered_gradients, self.storage.specs),
+                None if weight is None else Tensor(weight_number, dtype),
+                None if loss is None else Tensor(loss_number, dtype),
             )
         size = self.pynative_window.size()
-        state = self.pynative_window.add(ordered, amount, size, told)
-        full = bool(kit.ends(state, size, kit.select))
-        if full:
+        state = self.pynative_window.add(
+            ordered_gradients, weight_number, size, loss_number
+        )
+        is_full = bool(kit.ends(state, size, kit.select))
+        if is_full:
             self.pynative_window.close(state, self.update)
-        return full
+        return is_full
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return ``loss`` times the loss scale, in the loss's dtype: differentiate
         this, in any mode.
         """
-        if self.storage.unscaled:
+        if not self.storage.has_scale:
             return loss
         return loss * ops.cast(self.loss_scale, loss.dtype)
 
@@ -390,7 +389,7 @@ class AccumulatingOptimizer(OwnPhase, nn.Optimizer):  # type: ignore[misc]
         """The current loss scale, a float32 Parameter of shape (), in any mode, for
         ``sens`` say.
         """
-        note_read(self.storage.scaled)
+        note_read(self.storage.scale_key)
         return self.storage.loss_scale
 
     @property
@@ -406,7 +405,7 @@ class AccumulatingOptimizer(OwnPhase, nn.Optimizer):  # type: ignore[misc]
         """
         if self.compiled_window.workers is not None:
             self.compiled_window.workers.require_same_rates()
-        result: StepResult = self.storage.listening.after(0, self.storage.result)
+        result: StepResult = self.storage.listener_calls.around(0, self.storage.result)
         return result
 
     def epoch(
@@ -437,12 +436,12 @@ class AccumulatingOptimizer(OwnPhase, nn.Optimizer):  # type: ignore[misc]
             progress=progress,
             see=self.storage.sizes.see,
         )
-        self.storage.open_window.epoch_begins(carry)
+        self.storage.open_window_warning.epoch_begins(carry)
         return micro_batches
 
     def _end_epoch(self) -> None:
         self.flush()
-        self.storage.open_window.in_epoch = False
+        self.storage.open_window_warning.in_epoch = False
 
     def updates_in(self, loader: Sized | int, epochs: int = 1) -> int:
         """Return the number of updates in `epochs` passes of `epoch` over a loader from
@@ -485,7 +484,7 @@ class AccumulatingOptimizer(OwnPhase, nn.Optimizer):  # type: ignore[misc]
         Raises:
             ArgumentTypeError: `listener` cannot be called.
         """
-        return self.storage.listening.add(listener)
+        return self.storage.listener_calls.add(listener)
 
     def on_update(self, function: Callable[[], object]) -> Handle:
         """Call `function`, without arguments, after each update that is made.
@@ -504,7 +503,7 @@ class AccumulatingOptimizer(OwnPhase, nn.Optimizer):  # type: ignore[misc]
         Raises:
             ArgumentTypeError: `function` cannot be called.
         """
-        return self.storage.listening.on_update(function)
+        return self.storage.listener_calls.on_update(function)
 
     def __repr__(self) -> str:
         """Return the state in one line; waits for the device.
@@ -521,7 +520,7 @@ class AccumulatingOptimizer(OwnPhase, nn.Optimizer):  # type: ignore[misc]
 
     def _steps(self, state: State) -> Schedule:
         """Return the size of the open or next window; None if nobody knows it."""
-        if state.micro_step and self.storage.varies:
+        if state.micro_step and self.storage.size_varies:
             return self.storage.open_size()
         try:
             return window_size(self.options.steps, state.optimizer_step)
@@ -531,27 +530,21 @@ class AccumulatingOptimizer(OwnPhase, nn.Optimizer):  # type: ignore[misc]
     def construct(
         self,
         gradients: Gradients | NamedGradients,
-        *counted: Any,
+        *weight_and_loss: Any,
         weight: Weight = None,
         loss: Loss = None,
     ) -> Tensor:
         dtype = None
-        if len(counted) > 0 and isinstance(counted[0], Tensor):
-            dtype = counted[0].dtype
-        checks.compiled_told_apart(len(counted), dtype, weight is None, loss is None)
-        if len(counted) > 0:
-            weight = counted[0]
-        if len(counted) > 1:
-            loss = counted[1]
-        return self.micro_batch(gradients, weight, loss)
-
-    def take(self, gradients: Gradients, weight: Weight, loss: Loss) -> bool:
-        """Add a micro-batch for a caller who ends the window."""
-        require_read(self.storage.scaled)
-        state, event, told = self.compiled_window.add(
-            self.compiled_window.ordered(gradients), weight, loss
+        if len(weight_and_loss) > 0 and isinstance(weight_and_loss[0], Tensor):
+            dtype = weight_and_loss[0].dtype
+        checks.check_compiled_named(
+            len(weight_and_loss), dtype, weight is not None, loss is not None
         )
-        return self.compiled_window.write_added(state, event, told, weight)
+        if len(weight_and_loss) > 0:
+            weight = weight_and_loss[0]
+        if len(weight_and_loss) > 1:
+            loss = weight_and_loss[1]
+        return self.micro_batch(gradients, weight, loss)
 
 
 class AccumulatingExperimentalOptimizer(AccumulatingOptimizer, optim.Optimizer):  # type: ignore[misc]
@@ -568,46 +561,17 @@ class AccumulatingExperimentalOptimizer(AccumulatingOptimizer, optim.Optimizer):
         data_parallel: bool = False,
     ) -> None:
         super().__init__(inner, options, name, data_parallel=data_parallel)
-        self._rates: list[float] | None = []
-        """The learning rates at the last micro-batch; None if nobody looks at them any
-        more: in the third window, or after a warning.
-        """
-
-    def __call__(
-        self,
-        gradients: Gradients | NamedGradients,
-        *counted: Number | None,
-        weight: Weight = None,
-        loss: Loss = None,
-    ) -> bool | Tensor:
-        """Take in one micro-batch, and warn, once, if a learning rate moved inside one
-        of the first two windows.
-        """
-        if self._rates is not None:
-            self._look_at_rates(self._rates)
-        return super().__call__(gradients, *counted, weight=weight, loss=loss)
-
-    def _look_at_rates(self, before: list[float]) -> None:
-        rates = [float(group["lr"]) for group in self.inner.param_groups]
-        moved = before not in ([], rates) and self.storage.micro_step.item() > 0
-        self._rates = None if moved or self.storage.optimizer_step.item() > 1 else rates
-        if moved:
-            warnings.warn(kit.RATE_MOVED, GradAccumWarning, stacklevel=3)
+        warning = ChangedRateWarning(self.storage, inner)
+        self.storage.extensions = (*self.storage.extensions, warning)
 
     def add_param_group(self, param_group: object) -> None:
         """Raise `UsageError`: only the parameters at the time of wrapping have sums."""
-        expected, found = (
-            (
-                "all groups before the optimizer is wrapped, because each parameter"
-                " gets its sum then"
-            ),
-            "a group more",
-        )
         raise explain(
             UsageError,
             "param_group",
-            expected=expected,
-            found=found,
+            expected="all groups before the optimizer is wrapped, because each"
+            " parameter gets its sum then",
+            found="a group more",
             fix="Write gradaccum.wrap(optimizer, steps=4) after it.",
         )
 
@@ -616,14 +580,10 @@ def wrapped(optimizer: object) -> AccumulatingOptimizer:
     """Return `optimizer`; raise `ArgumentTypeError` if it is not wrapped."""
     if isinstance(optimizer, AccumulatingOptimizer):
         return optimizer
-    found, fix = (
-        f"an object of type {type(optimizer).__name__}",
-        "Pass what gradaccum.wrap(optimizer, steps=4) returned.",
-    )
     raise explain(
         ArgumentTypeError,
         "optimizer",
         expected="a wrapped optimizer",
-        found=found,
-        fix=fix,
+        found=f"an object of type {type(optimizer).__name__}",
+        fix="Pass what gradaccum.wrap(optimizer, steps=4) returned.",
     )

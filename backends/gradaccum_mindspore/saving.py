@@ -1,4 +1,4 @@
-"""Loading a checkpoint of a wrapped optimizer: checked whole before anything is
+"""Loading a checkpoint of a wrapped optimizer: checked completely before anything is
 written, and seen by compiled code.
 
 `mindspore.load_param_into_net` skips a value that it does not find and checks no
@@ -7,84 +7,26 @@ window, and a function that was compiled before ignores what it writes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from mindspore import Parameter, Tensor, nn
 
-from gradaccum import ArgumentTypeError, CheckpointError
-from gradaccum.kit import (
-    FIELD_DTYPES,
-    State,
-    decode_terms,
-    encode_terms,
-    explain,
-    resumed,
-    terms_of,
-)
-from gradaccum_mindspore.sums import write
-from gradaccum_mindspore.window.state import (
-    OWN,
-    SHARED,
-    TORN,
+from gradaccum import ArgumentTypeError, CheckpointError, kit
+from gradaccum.kit import FIELD_DTYPES, State, explain
+from gradaccum_mindspore.gradient_sum import write
+from gradaccum_mindspore.state import (
+    NOBODY,
+    THIS_WORKER,
+    WORKERS,
     Saved,
     Storage,
     with_known_size,
 )
 
-SPREAD = "redistributed"
+REDISTRIBUTED = "redistributed"
 """The name of an entry that says that `redistributed` returned the checkpoint."""
-
-
-class SavedPlace(NamedTuple):
-    """`gradaccum_mindspore.window.state.Storage.shared` as it was saved."""
-
-    held: int
-    rank: int
-    workers: int
-
-
-def saved_place(state: Saved, prefix: str) -> SavedPlace:
-    """Return the place of the worker that saved `state`."""
-    entry = state.get(f"{prefix}.{SHARED}")
-    place = (
-        SavedPlace(OWN, 0, 1)
-        if entry is None
-        else SavedPlace(*entry.asnumpy().tolist())
-    )
-    if place.held == TORN:
-        found, fix = (
-            "one whose reduction over the workers failed",
-            "Load an earlier checkpoint, on every worker.",
-        )
-        raise explain(
-            CheckpointError,
-            f"{prefix}.{SHARED}",
-            expected="a whole sum",
-            found=found,
-            fix=fix,
-        )
-    return place
-
-
-def require_place(saved: SavedPlace, own: tuple[int, int], prefix: str) -> None:
-    if saved[1:] != own:
-        expected, found = (
-            f"the open window of rank {own[0]} of {own[1]}",
-            f"that of rank {saved.rank} of {saved.workers}",
-        )
-        fix = (
-            "Let each worker load its own file; for another number of workers write"
-            " gradaccum_mindspore.redistributed(states, workers), or save between two"
-            " windows."
-        )
-        raise explain(
-            CheckpointError,
-            f"{prefix}.{SHARED}",
-            expected=expected,
-            found=found,
-            fix=fix,
-        )
+LOAD_CALL = "Write load_checkpoint_into(optimizer, mindspore.load_checkpoint(file))."
 
 
 def load_checkpoint_into(cell: nn.Cell, parameter_dict: Saved) -> None:
@@ -105,90 +47,88 @@ def load_checkpoint_into(cell: nn.Cell, parameter_dict: Saved) -> None:
             another worker or number of workers; or two Parameters of `cell` have one
             name. Nothing was written then.
     """
-    _check_arguments(cell, parameter_dict)
-    parameters = _parameters(cell)
-    unsaved = [
-        storage.shared.name
-        for storage in _storages(cell)
-        if storage.several and storage.shared.name not in parameter_dict
-    ]
+    require_arguments(cell, parameter_dict)
+    cells = [part for _, part in nn.Cell.cells_and_names(cell)]
+    storages = [part for part in cells if isinstance(part, Storage)]
+    parameters = parameters_by_name(cell)
+    # A checkpoint of one worker has no entry of its place.
+    optional = {storage.owner.name for storage in storages if storage.has_workers}
     for name, parameter in parameters.items():
-        if name not in unsaved:
-            _check_entry(name, parameter, parameter_dict.get(name))
-    for storage in _storages(cell):
-        _check_names(storage, parameters, parameter_dict)
-    changed = {
-        name: value
-        for storage in _storages(cell)
-        for name, value in _resumed(storage, parameter_dict)
-    }
+        if name in parameter_dict or name not in optional:
+            require_fit(name, parameter, parameter_dict.get(name))
+    changed_values: dict[str, object] = {}
+    for storage in storages:
+        require_no_other_entries(storage, parameters, parameter_dict)
+        changed_values |= resumed_values(storage, parameter_dict)
     for name, parameter in parameters.items():
-        write(
-            parameter,
-            Tensor(
-                changed[name] if name in changed else parameter_dict[name].asnumpy(),
-                parameter.dtype,
-            ),
-        )
-    for storage in _storages(cell):
-        storage.half_made = False
-        storage.listening.loaded()
-        storage.open_window.note_state()
+        value = changed_values.get(name)
+        if value is None:
+            value = parameter_dict[name].asnumpy()
+        write(parameter, Tensor(value, parameter.dtype))
+    for storage in storages:
+        storage.note_loaded()
 
 
-def _check_arguments(cell: object, parameter_dict: object) -> None:
+def require_arguments(cell: object, parameter_dict: object) -> None:
     if not isinstance(cell, nn.Cell):
-        found, fix = (
-            f"an object of type {type(cell).__name__}",
-            "Write load_checkpoint_into(optimizer, mindspore.load_checkpoint(file)).",
-        )
         raise explain(
             ArgumentTypeError,
             "cell",
             expected="a wrapped optimizer or a Cell that holds one",
-            found=found,
-            fix=fix,
+            found=f"an object of type {type(cell).__name__}",
+            fix=LOAD_CALL,
         )
     if not isinstance(parameter_dict, Mapping):
-        fix = "Write load_checkpoint_into(optimizer, mindspore.load_checkpoint(file))."
         raise explain(
             ArgumentTypeError,
             "parameter_dict",
             expected="a dict by name",
             got=parameter_dict,
-            fix=fix,
+            fix=LOAD_CALL,
         )
 
 
-def _storages(cell: nn.Cell) -> Iterator[Storage]:
-    for _, part in nn.Cell.cells_and_names(cell):
-        if isinstance(part, Storage):
-            yield part
+def parameters_by_name(cell: nn.Cell) -> dict[str, Parameter]:
+    parameters: dict[str, Parameter] = {}
+    for _, parameter in cell.parameters_and_names():
+        if parameters.setdefault(parameter.name, parameter) is not parameter:
+            raise explain(
+                CheckpointError,
+                "cell",
+                expected="Parameters of different names, as a checkpoint has one of"
+                " each",
+                found=f"two that are called {parameter.name!r}",
+                fix="Give one of them another name; an optimizer's state:"
+                " name='generator'.",
+            )
+    return parameters
 
 
-def _check_entry(name: str, parameter: Parameter, entry: Tensor | None) -> None:
+def require_fit(name: str, parameter: Parameter, entry: Tensor | None) -> None:
     expected = f"{parameter.dtype} of shape {tuple(parameter.shape)}"
     if entry is None:
-        raise _checkpoint_error(
+        raise checkpoint_error(
             f"{name!r}: {expected}",
             "a checkpoint without it",
             "Save the whole optimizer: mindspore.save_checkpoint(optimizer, file).",
         )
     found = f"{entry.dtype} of shape {tuple(entry.shape)}"
     if found != expected:
-        raise _checkpoint_error(
+        raise checkpoint_error(
             f"{name!r}: {expected}",
             found,
             "Load the checkpoint of the same model and optimizer.",
         )
 
 
-def _check_names(
+def require_no_other_entries(
     storage: Storage, parameters: Mapping[str, Parameter], parameter_dict: Saved
 ) -> None:
+    """Raise unless the optimizer has every sum and master of the checkpoint."""
+    masters = storage.masters
     for entries, suffix, kind in (
-        (storage.sums, storage.suffix, "sums"),
-        (storage.masters.masters, storage.masters.suffix, "masters"),
+        (storage.sums, storage.sum_suffix, "sums"),
+        (masters.masters, masters.suffix, "masters"),
     ):
         # Another wrapped optimizer of the cell may have the same suffix.
         unknown = [
@@ -197,74 +137,88 @@ def _check_names(
             if name.endswith(suffix) and name not in parameters
         ]
         if unknown:
-            own, fix = (
-                sorted(entry.name for entry in entries),
+            known = sorted(entry.name for entry in entries)
+            raise checkpoint_error(
+                f"{kind} for {known or 'no parameter'} only",
+                f"also {unknown}",
                 "Load the checkpoint of the same model, wrapped with the same options.",
             )
-            raise _checkpoint_error(
-                f"{kind} for {own or 'no parameter'} only", f"also {unknown}", fix
-            )
 
 
-def _parameters(cell: nn.Cell) -> dict[str, Parameter]:
-    named: dict[str, Parameter] = {}
-    for _, parameter in cell.parameters_and_names():
-        if named.setdefault(parameter.name, parameter) is not parameter:
-            found, fix = (
-                f"two that are called {parameter.name!r}",
-                (
-                    "Give one of them another name; an optimizer's state:"
-                    " name='generator'."
-                ),
-            )
-            raise explain(
-                CheckpointError,
-                "cell",
-                expected=(
-                    "Parameters of different names, as a checkpoint has one of each"
-                ),
-                found=found,
-                fix=fix,
-            )
-    return named
-
-
-def _resumed(
-    storage: Storage, parameter_dict: Saved
-) -> Iterator[tuple[str, float | Sequence[float]]]:
-    own = storage.options
-    saved = State(
-        *(
-            parameter_dict[getattr(storage, field).name].asnumpy().item()
-            for field in FIELD_DTYPES
-        )
+def resumed_values(storage: Storage, parameter_dict: Saved) -> dict[str, object]:
+    """Return the values, by name, that differ from the checkpoint's; raise unless its
+    window can go on here.
+    """
+    fields = {field: getattr(storage, field).name for field in FIELD_DTYPES}
+    saved_state = State(
+        *(parameter_dict[name].asnumpy().item() for name in fields.values())
     )
-    terms = decode_terms(parameter_dict[storage.terms.name].asnumpy().tolist())
-    if saved.micro_step:
-        own = with_known_size(own, saved.optimizer_step)
-    elif storage.varies:
+    terms = kit.decode_terms(parameter_dict[storage.terms.name].asnumpy().tolist())
+    options = storage.options
+    if saved_state.micro_step:
+        options = with_known_size(options, saved_state.optimizer_step)
+    elif storage.size_varies:
         # A schedule may end with the run, so only the next micro-batch asks it, and
         # writes its answer.
-        own = own._replace(steps=terms.steps)
-    for field, value in zip(FIELD_DTYPES, resumed(saved, terms, own), strict=True):
-        yield getattr(storage, field).name, value
-    yield storage.terms.name, encode_terms(terms_of(own, saved.optimizer_step))
+        options = options._replace(steps=terms.steps)
+    state = kit.resumed(saved_state, terms, options)
+    values: dict[str, object] = dict(zip(fields.values(), state, strict=True))
+    terms = kit.terms_of(options, saved_state.optimizer_step)
+    values[storage.terms.name] = kit.encode_terms(terms)
     place = saved_place(parameter_dict, storage.prefix)
-    if saved.micro_step or place.held != OWN or storage.sharded:
-        require_place(place, storage.place, storage.prefix)
-    if storage.sharded and f"{storage.prefix}.{SPREAD}" in parameter_dict:
-        expected, fix = (
+    if saved_state.micro_step or place.owner != THIS_WORKER or storage.sharded:
+        require_place(place, storage)
+    if storage.sharded and f"{storage.prefix}.{REDISTRIBUTED}" in parameter_dict:
+        raise checkpoint_error(
             "each worker's own shards, as layerwise_parallel says",
+            "what redistributed made of the files of some",
             "Let as many workers as saved load their own files.",
         )
-        raise _checkpoint_error(
-            expected, "what redistributed made of the files of some", fix
+    if storage.has_workers:
+        values[storage.owner.name] = [place.owner, *storage.place]
+    return values
+
+
+class SavedPlace(NamedTuple):
+    """`gradaccum_mindspore.state.Storage.owner` as it was saved."""
+
+    owner: int
+    rank: int
+    workers: int
+
+
+def saved_place(parameter_dict: Saved, prefix: str) -> SavedPlace:
+    """Return the place of the worker that saved the checkpoint."""
+    name = f"{prefix}.{WORKERS}"
+    if name not in parameter_dict:
+        return SavedPlace(THIS_WORKER, 0, 1)
+    place = SavedPlace(*parameter_dict[name].asnumpy().tolist())
+    if place.owner == NOBODY:
+        raise explain(
+            CheckpointError,
+            name,
+            expected="a whole sum",
+            found="one whose reduction over the workers failed",
+            fix="Load an earlier checkpoint, on every worker.",
         )
-    if storage.several:
-        yield storage.shared.name, [place.held, *storage.place]
+    return place
 
 
-def _checkpoint_error(expected: str, found: str, fix: str) -> CheckpointError:
+def require_place(saved: SavedPlace, storage: Storage) -> None:
+    rank, workers = storage.place
+    if (saved.rank, saved.workers) != (rank, workers):
+        raise explain(
+            CheckpointError,
+            f"{storage.prefix}.{WORKERS}",
+            expected=f"the open window of rank {rank} of {workers}",
+            found=f"that of rank {saved.rank} of {saved.workers}",
+            fix="Let each worker load its own file; for another number of workers write"
+            " gradaccum_mindspore.redistributed(states, workers), or save between two"
+            " windows.",
+        )
+
+
+def checkpoint_error(expected: str, found: str, fix: str) -> CheckpointError:
     return explain(
         CheckpointError, "parameter_dict", expected=expected, found=found, fix=fix
     )

@@ -21,7 +21,7 @@ from gradaccum.kit import explain
 from gradaccum_mindspore.optimizer import AccumulatingOptimizer
 
 SCHEDULERS = (LRScheduler, ReduceLROnPlateau, SequentialLR)
-_ANY = Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD
+_ANY_NUMBER = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 
 
 class GatedScheduler:
@@ -37,27 +37,24 @@ class GatedScheduler:
 
     def __init__(self, scheduler: Any) -> None:
         if not isinstance(scheduler.optimizer, AccumulatingOptimizer):
-            found = (
-                f"a {type(scheduler).__name__} on {type(scheduler.optimizer).__name__}"
-            )
-            fix = (
-                "Wrap the optimizer first: opt = gradaccum.wrap(optimizer, steps=4);"
-                " scheduler = StepLR(opt, 10)."
-            )
+            name = type(scheduler).__name__
             raise explain(
                 ArgumentTypeError,
                 "scheduler",
                 expected="a scheduler built on a wrapped optimizer",
-                found=found,
-                fix=fix,
+                found=f"a {name} on {type(scheduler.optimizer).__name__}",
+                fix="Wrap the optimizer first: opt = gradaccum.wrap(optimizer,"
+                " steps=4); scheduler = StepLR(opt, 10).",
             )
-        self._scheduler, self._storage = scheduler, scheduler.optimizer.storage
+        self._scheduler = scheduler
+        self._storage = scheduler.optimizer.storage
         self._stepped_at: int = self._storage.optimizer_step.item()
-        self._storage.listening.schedulers.add(self)
+        self._storage.schedulers.add(self)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Call ``scheduler.step(...)`` if an update was applied since the last call."""
-        updates, before = self._storage.optimizer_step.item(), self._stepped_at
+        before = self._stepped_at
+        updates = self._storage.optimizer_step.item()
         self._stepped_at = updates
         if updates > before:
             self._scheduler.step(*args, **kwargs)
@@ -66,13 +63,15 @@ class GatedScheduler:
         """Move as `step` does, unless ``scheduler.step`` needs an argument, such as a
         loss, which the caller alone has.
         """
-        if all(
-            each.default is not each.empty or each.kind in _ANY
-            for each in signature(self._scheduler.step).parameters.values()
-        ):
+        parameters = signature(self._scheduler.step).parameters.values()
+        needs_argument = any(
+            parameter.default is parameter.empty and parameter.kind not in _ANY_NUMBER
+            for parameter in parameters
+        )
+        if not needs_argument:
             self.step()
 
-    def loaded(self) -> None:
+    def state_loaded(self) -> None:
         self._stepped_at = self._storage.optimizer_step.item()
 
     def __getattr__(self, name: str) -> Any:

@@ -2,18 +2,12 @@
 
 `mindspore.nn.TrainOneStepCell` can neither scale the loss by a scale that moves nor
 weigh a micro-batch; `TrainOneStepCell` here does both.
-
-On a CPU in graph mode Python chooses among the cell's compiled programs: one for a
-micro-batch, `HostWindow`'s for the end of a window. The program of the end gets the few
-numbers that it writes, has no branch, and writes everything: an interruption finds the
-window open or closed. All micro-batches have one program: two would draw their
-dropout's random numbers from the start of the same sequence.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import partial
 from typing import Any
 
 import mindspore as ms
@@ -22,32 +16,25 @@ from mindspore import Tensor, nn, ops
 from mindspore.ops import constexpr
 from mindspore.train import Callback, ModelCheckpoint, RunContext
 
-from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
-from gradaccum.kit import (
-    Decision,
-    Fields,
-    Handle,
-    Listener,
-    Listeners,
-    Sizes,
-    State,
-    close,
-    explain,
-    has_exact_inverse,
-    select,
-)
+from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError, kit
+from gradaccum.kit import Decision, Handle, Listener, Sizes, State, explain
 from gradaccum_mindspore.checks import Weight
+from gradaccum_mindspore.extensions import Losses
+from gradaccum_mindspore.gradient_sum import DType, compiled_clear, compiled_divided
+from gradaccum_mindspore.mindspore_private import QuietPhase, decides_on_host
 from gradaccum_mindspore.optimizer import AccumulatingOptimizer, wrapped
-from gradaccum_mindspore.private import OwnPhase, decides_on_host
-from gradaccum_mindspore.statistics import Losses
-from gradaccum_mindspore.sums import DType, compiled_clear, divide, multiply
+from gradaccum_mindspore.state import NUMPY_DTYPES, write_numbers
 from gradaccum_mindspore.update import Update
 from gradaccum_mindspore.window.compiled import CompiledWindow
 from gradaccum_mindspore.window.pynative import PyNativeWindow, require_room
-from gradaccum_mindspore.window.state import NUMPY_DTYPES
+
+# The training cell's programs on a CPU in graph mode, where Python chooses among them:
+# one for a micro-batch, one for the end of a window. All micro-batches have one
+# program: two would draw their dropout's random numbers from the start of the same
+# sequence.
 
 
-class Program(OwnPhase):
+class Program(QuietPhase):
     """A Cell whose call costs what its operators cost, however many cells it holds."""
 
     def __init__(self) -> None:
@@ -59,38 +46,54 @@ class Program(OwnPhase):
         """
 
 
-class Applied(Program):
-    """The end of a window that was decided on. An input that it does not use would make
-    it half as fast.
+class MicroBatchProgram(Program):
+    """Adds one micro-batch of the training cell."""
+
+    def __init__(self, cell: nn.Cell) -> None:
+        super().__init__()
+        self.cell = cell
+
+    def construct(self, *inputs: object) -> Tensor:
+        return self.cell.added(*inputs)
+
+    def follow_cell(self) -> None:
+        """Train or not as the cell does; `set_train` would also change cells that the
+        user froze.
+        """
+        self._phase = self.cell._phase
+        self.add_flags(training=self.cell.training)
+
+
+class UpdateProgram(Program):
+    """The end of a window that is applied, whose numbers are decided on. It has no
+    branch and writes everything: an interruption finds the window open or closed.
     """
 
-    def __init__(
-        self, window: CompiledWindow, update: Update, multiplies: bool
-    ) -> None:
+    def __init__(self, window: CompiledWindow, update: Update) -> None:
         super().__init__()
-        self.window, self.update, self.multiplies = window, update, multiplies
+        self.window = window
+        self.update = update
         self.lowers_flag = window.options.on_overflow == "drop_micro_batch"
         """Only then is a window applied whose overflow flag is up."""
 
     def construct(
-        self, divisor: Tensor, event: Tensor, loss: Tensor, *scale: Tensor
+        self, divisor: Tensor, event: Tensor, losses: Tensor, *scale: Tensor
     ) -> bool:
-        window, store = self.window, self.window.storage
-        if self.multiplies:
-            self.update(multiply(store.sums, divisor, store.handed))
-        else:
-            self.update(divide(store.sums, divisor, store.handed))
-        compiled_clear(store.sums, 0 * divisor)
-        ops.assign(store.micro_step, window.no_step)
-        ops.assign(store.weight, window.zero)
-        ops.assign_add(store.optimizer_step, window.one_step)
+        # An input that is not used would make it half as fast.
+        window = self.window
+        storage = self.window.storage
+        self.update(compiled_divided(storage.sums, divisor, storage.gradient_dtypes))
+        compiled_clear(storage.sums, 0 * divisor)
+        ops.assign(storage.micro_step, window.no_step)
+        ops.assign(storage.weight, window.zero)
+        ops.assign_add(storage.optimizer_step, window.one_step)
         if self.lowers_flag:
-            ops.assign(store.overflow, window.false)
+            ops.assign(storage.overflow, window.false)
         window.write_event(event)
-        ops.assign(store.knowledge.loss, loss)
+        ops.assign(storage.window_loss.loss, losses)
         if window.scale_moves:
-            ops.assign(store.loss_scale, scale[0])
-            ops.assign(store.growth_tracker, scale[1])
+            ops.assign(storage.loss_scale, scale[0])
+            ops.assign(storage.growth_tracker, scale[1])
         return True
 
 
@@ -100,10 +103,7 @@ class HostWindow(PyNativeWindow):
     def __init__(self, window: CompiledWindow, update: Update) -> None:
         super().__init__(window.storage, window.storage.options)
         self.scale_moves = window.scale_moves
-        self.applied = {
-            multiplies: Applied(window, update, multiplies)
-            for multiplies in (False, True)
-        }
+        self.update_program = UpdateProgram(window, update)
 
     def carry_out(
         self, state: State, decision: Decision, losses: Losses, update: Update
@@ -114,57 +114,24 @@ class HostWindow(PyNativeWindow):
         if not decision.apply:
             super().carry_out(state, decision, losses, update)
             return
-        multiplies, factor = self.factor(decision.divisor)
+        dtype = self.storage.float_dtype
+        scale: tuple[Tensor, ...] = ()
+        if self.scale_moves:
+            closed = kit.close(state, True, decision.overflow, self.options, kit.select)
+            *_, loss_scale, growth_tracker = closed
+            scale = (tensor(loss_scale, ms.float32), tensor(growth_tracker, ms.int32))
         event = (True, False, decision.overflow, decision.grad_norm)
-        moved = (
-            self.moved(close(state, True, decision.overflow, self.options, select))
-            if self.scale_moves
-            else ()
+        self.update_program(
+            tensor(decision.divisor / self.storage.inner_scale, dtype),
+            tensor(event, dtype),
+            tensor(losses, dtype),
+            *scale,
         )
-        self.applied[multiplies](
-            factor,
-            tensor(event, self.storage.float_dtype),
-            tensor(losses, self.storage.float_dtype),
-            *moved,
-        )
-
-    def factor(self, divisor: float) -> tuple[bool, Tensor]:
-        """Return the factor to multiply by, or the divisor, and a bool: to multiply."""
-        divides = divisor / self.storage.inner_scale
-        multiplies = has_exact_inverse(divides)
-        return multiplies, number(
-            1 / divides if multiplies else divides, self.storage.float_dtype
-        )
-
-    def moved(self, after: Fields) -> tuple[Tensor, Tensor]:
-        *_, loss_scale, tracker = after
-        return number(loss_scale, ms.float32), number(tracker, ms.int32)
 
 
 def tensor(values: object, dtype: DType) -> Tensor:
     with np.errstate(over="ignore"):
         return Tensor.from_numpy(np.array(values, NUMPY_DTYPES[dtype]))
-
-
-number = lru_cache(maxsize=64)(tensor)
-
-
-class MicroBatch(Program):
-    """Adds one micro-batch of the training cell."""
-
-    def __init__(self, cell: nn.Cell) -> None:
-        super().__init__()
-        self.cell = cell
-
-    def construct(self, *inputs: object) -> Tensor:
-        return self.cell.added(*inputs)
-
-    def follow(self) -> None:
-        """Train or not as the cell does; `set_train` would also change cells that the
-        user froze.
-        """
-        self._phase = self.cell._phase
-        self.add_flags(training=self.cell.training)
 
 
 class HostTraining:
@@ -173,28 +140,33 @@ class HostTraining:
     """
 
     def __init__(self, cell: nn.Cell, steps: int) -> None:
-        self.cell, self.steps = cell, steps
-        self.storage, self.update = cell.optimizer.storage, cell.optimizer.update
-        self.workers = cell.optimizer.compiled_window.workers
-        self.window = (
-            cell.optimizer.pynative_window
-            if self.workers
-            else HostWindow(cell.optimizer.compiled_window, self.update)
-        )
-        self.micro_batch = MicroBatch(cell)
+        optimizer = cell.optimizer
+        self.cell = cell
+        self.steps = steps
+        self.storage = optimizer.storage
+        self.update = optimizer.update
+        self.workers = optimizer.compiled_window.workers
+        if self.workers is None:
+            self.window = HostWindow(optimizer.compiled_window, self.update)
+        else:
+            self.window = optimizer.pynative_window
+        self.micro_batch = MicroBatchProgram(cell)
 
     def __call__(self, *inputs: object) -> Any:
-        ends = self.storage.micro_step.item() + 1 >= self.steps
-        if ends:
+        is_last = self.storage.micro_step.item() + 1 >= self.steps
+        if is_last:
             require_room(self.storage.pull(), self.steps)
         if self.workers is not None:
             self.workers.require_own_sum("gradients")
         if self.micro_batch.training != self.cell.training:
-            self.micro_batch.follow()
+            self.micro_batch.follow_cell()
         loss = self.micro_batch(*inputs)
-        if ends:
+        if is_last:
             self.window.close(self.storage.pull(), self.update)
         return loss
+
+
+# The training cell.
 
 
 WeightFunction = Callable[..., Weight]
@@ -213,14 +185,11 @@ def items(*inputs: Tensor) -> Weight:
 @constexpr  # type: ignore[untyped-decorator]
 def refuse_input(found: str) -> None:
     """Raise `ArgumentTypeError`: the first input has no items to count."""
-    expected = (
-        "a function of the network's inputs, because the first of them has no axis of"
-        " items"
-    )
     raise explain(
         ArgumentTypeError,
         "weight",
-        expected=expected,
+        expected="a function of the network's inputs, because the first of them has no"
+        " axis of items",
         found=found,
         fix="Write TrainOneStepCell(network, optimizer, weight=count).",
     )
@@ -231,14 +200,13 @@ def refuse_losses(shape: tuple[int, ...]) -> None:
     """Raise `ArgumentValueError`: the network returns several losses, of which
     MindSpore differentiates the sum.
     """
-    expected = 'one loss, because reduction="mean" takes a mean of each micro-batch'
-    found = f"losses of shape {shape}, whose sum is differentiated"
-    fix = (
-        "Let the network return their mean, as nn.MSELoss() does; or wrap with"
-        ' reduction="sum" or "sum_per_item".'
-    )
     raise explain(
-        ArgumentValueError, "network", expected=expected, found=found, fix=fix
+        ArgumentValueError,
+        "network",
+        expected='one loss, because reduction="mean" takes a mean of each micro-batch',
+        found=f"losses of shape {shape}, whose sum is differentiated",
+        fix="Let the network return their mean, as nn.MSELoss() does; or wrap with"
+        ' reduction="sum" or "sum_per_item".',
     )
 
 
@@ -278,16 +246,15 @@ class TrainOneStepCell(nn.TrainOneStepCell):  # type: ignore[misc]
     ) -> None:
         wrapped(optimizer)
         if weight is not None and not callable(weight):
-            expected = "a function of the network's inputs, or None"
             raise explain(
                 ArgumentTypeError,
                 "weight",
-                expected=expected,
+                expected="a function of the network's inputs, or None",
                 got=weight,
                 fix="Leave it out.",
             )
         super().__init__(network, optimizer)
-        if optimizer.compiled_window.workers is not None:
+        if optimizer.storage.has_workers:
             self.grad_reducer = nn.Identity()
         if weight is None:
             # Micro-batches of any size are to count the same, as in a sum.
@@ -299,10 +266,11 @@ class TrainOneStepCell(nn.TrainOneStepCell):  # type: ignore[misc]
         self.backward = ms.value_and_grad(
             self.forward, None, self.weights, has_aux=True
         )
-        steps, host = optimizer.options.steps, None
+        host = None
+        steps = optimizer.options.steps
         # A subclass's construct is the user's, and runs as it stands.
-        own = type(self).construct is TrainOneStepCell.construct
-        if own and isinstance(steps, int):
+        is_plain = type(self).construct is TrainOneStepCell.construct
+        if is_plain and isinstance(steps, int):
             host = HostTraining(self, steps)
         object.__setattr__(self, "host", host)
 
@@ -312,10 +280,11 @@ class TrainOneStepCell(nn.TrainOneStepCell):  # type: ignore[misc]
         return self.optimizer.scale(loss), loss
 
     def __call__(self, *inputs: object, **named: object) -> Any:
-        on_host = not named and self.host is not None and decides_on_host()
-        return self.optimizer.storage.listening.after(
-            1, self.host if on_host else super().__call__, *inputs, **named
-        )
+        step: Callable[..., Any] = super().__call__
+        if not named and self.host is not None and decides_on_host():
+            step = self.host
+        listener_calls = self.optimizer.storage.listener_calls
+        return listener_calls.around(1, partial(step, *inputs, **named))
 
     def construct(self, *inputs: object) -> Tensor:
         loss, gradients, weight = self.differentiated(*inputs)
@@ -326,10 +295,9 @@ class TrainOneStepCell(nn.TrainOneStepCell):  # type: ignore[misc]
     def added(self, *inputs: object) -> Tensor:
         """Run a micro-batch after which nothing ends here."""
         loss, gradients, weight = self.differentiated(*inputs)
-        return ops.depend(
-            loss,
-            self.optimizer.take(gradients, weight, loss if loss.size == 1 else None),
-        )
+        one_loss = loss if loss.size == 1 else None
+        is_added = self.optimizer.micro_batch.add(gradients, weight, one_loss)
+        return ops.depend(loss, is_added)
 
     def differentiated(
         self, *inputs: object
@@ -369,7 +337,7 @@ class FlushAtEpochEnd(Callback):  # type: ignore[misc]
         """Of an epoch whose data goes through no sink; ``batch_num`` is the
         ``sink_size`` there too, if one was given.
         """
-        self.flushed = False
+        self.has_flushed = False
         """In this epoch. Workers that share windows each flush once in an epoch,
         whatever they hold.
         """
@@ -379,30 +347,23 @@ class FlushAtEpochEnd(Callback):  # type: ignore[misc]
         callback.
         """
         run = run_context.original_args()
-        self.steps = (
-            None
-            if run.get("dataset_sink_mode")
-            else run.train_dataset.get_dataset_size()
-        )
+        self.steps = None
+        if not run.get("dataset_sink_mode"):
+            self.steps = run.train_dataset.get_dataset_size()
         callbacks = run.list_callback
-        if any(
-            isinstance(callback, ModelCheckpoint)
-            for callback in callbacks[: callbacks.index(self)]
-        ):
-            expected, found = (
-                "FlushAtEpochEnd before ModelCheckpoint, which saves as the step ends",
-                "the other order",
-            )
+        before = callbacks[: callbacks.index(self)]
+        if any(isinstance(callback, ModelCheckpoint) for callback in before):
             raise explain(
                 UsageError,
                 "callbacks",
-                expected=expected,
-                found=found,
+                expected="FlushAtEpochEnd before ModelCheckpoint, which saves as the"
+                " step ends",
+                found="the other order",
                 fix="Write callbacks=[FlushAtEpochEnd(optimizer), ...].",
             )
 
     def on_train_epoch_begin(self, run_context: RunContext) -> None:
-        self.flushed = False
+        self.has_flushed = False
 
     def on_train_step_end(self, run_context: RunContext) -> None:
         run = run_context.original_args()
@@ -412,8 +373,8 @@ class FlushAtEpochEnd(Callback):  # type: ignore[misc]
 
     def on_train_epoch_end(self, run_context: RunContext) -> None:
         """Flush the window that an epoch left open when it was stopped early."""
-        shared = self.optimizer.compiled_window.workers is not None
-        if not (shared and self.flushed):
+        has_workers = self.optimizer.storage.has_workers
+        if not (has_workers and self.has_flushed):
             self._flush()
 
     def _flush(self) -> None:
@@ -423,8 +384,8 @@ class FlushAtEpochEnd(Callback):  # type: ignore[misc]
         storage = self.optimizer.storage
         last_event = storage.last_event.tolist()
         if not self.optimizer.flush():
-            storage.put_event_back(last_event)
-        self.flushed = True
+            write_numbers(storage.last_event, last_event)
+        self.has_flushed = True
 
 
 class WatchWindows(Callback):  # type: ignore[misc]
@@ -447,10 +408,11 @@ class WatchWindows(Callback):  # type: ignore[misc]
 
     def __init__(self, optimizer: AccumulatingOptimizer, *listeners: Listener) -> None:
         super().__init__()
-        self.optimizer, self.listeners = wrapped(optimizer), listeners
+        self.optimizer = wrapped(optimizer)
+        self.listeners = listeners
         self.handles: list[Handle] = []
         for listener in listeners:
-            Listeners().add(listener)
+            kit.Listeners().add(listener)
 
     def on_train_begin(self, run_context: RunContext) -> None:
         """Begin to listen.
@@ -459,16 +421,12 @@ class WatchWindows(Callback):  # type: ignore[misc]
             UsageError: the data goes through a sink.
         """
         if run_context.original_args().get("dataset_sink_mode"):
-            found, fix = (
-                "steps of a sink, which Python does not see",
-                "Write model.train(..., dataset_sink_mode=False).",
-            )
             raise explain(
                 UsageError,
                 "dataset_sink_mode",
                 expected="False beside WatchWindows",
-                found=found,
-                fix=fix,
+                found="steps of a sink, which Python does not see",
+                fix="Write model.train(..., dataset_sink_mode=False).",
             )
         self.on_train_end(run_context)  # where the last training raised
         self.handles = [
@@ -476,7 +434,7 @@ class WatchWindows(Callback):  # type: ignore[misc]
         ]
 
     def on_train_step_end(self, run_context: RunContext) -> None:
-        self.optimizer.storage.listening.tell(micro_batches=1)
+        self.optimizer.storage.listener_calls.report(micro_batches=1)
 
     def on_train_end(self, run_context: RunContext) -> None:
         for handle in self.handles:

@@ -113,6 +113,6 @@ def recorded(request: pytest.FixtureRequest) -> Iterator[None]:
     """
     yield
     if request.path.name.startswith("test_mindspore"):
-        from gradaccum_mindspore.private import forget_recorded
+        from gradaccum_mindspore.mindspore_private import forget_recorded
 
         forget_recorded()

@@ -19,8 +19,8 @@ from conformance_tests.framework_tests.mindspore_common import (
     two_parameters,
 )
 from gradaccum_mindspore import load_checkpoint_into
+from gradaccum_mindspore.state import THIS_WORKER, Storage
 from gradaccum_mindspore.window.compiled import CompiledWindow
-from gradaccum_mindspore.window.state import OWN, Storage
 
 
 def cell():
@@ -58,11 +58,12 @@ def test_storage_of_one_worker_of_two():
         sharded=(1,),
     )
     assert [
-        [total.name for total in sums] for sums in (storage.whole, storage.shards)
+        [total.name for total in sums]
+        for sums in (storage.shared_sums, storage.sharded_sums)
     ] == [["a.mine.grad_sum"], ["b.mine.grad_sum"]]
-    assert storage.shared.tolist() == [OWN, 1, 2]
+    assert storage.owner.tolist() == [THIS_WORKER, 1, 2]
     assert not [entry.name for entry in storage.get_parameters() if entry.requires_grad]
-    assert CompiledWindow(storage, storage.options).sharded
+    assert CompiledWindow(storage, storage.options).is_sharded
 
 
 def spoil(entries, fault):

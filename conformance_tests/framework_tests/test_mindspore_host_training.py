@@ -20,7 +20,7 @@ from conformance_tests.framework_tests.mindspore_common import (
 from conformance_tests.framework_tests.mindspore_graphs import saved_graphs
 from conformance_tests.framework_tests.test_mindspore_counts import operators
 from gradaccum_mindspore import TrainOneStepCell, load_checkpoint_into, training
-from gradaccum_mindspore.sums import measure
+from gradaccum_mindspore.gradient_sum import measure
 
 OPTIONS = {
     "checked": {},
@@ -262,26 +262,6 @@ def test_micro_batches_draw_different_masks(options):
     assert len(set(losses)) == 6, (
         "a mask of half the elements is drawn anew for each micro-batch"
     )
-
-
-def test_power_of_two_divides_to_the_last_bit():
-    """Where a window is divided by a power of two, multiplying by its reciprocal is the
-    quotient; elsewhere it divides.
-    """
-    window = make_cell("graph").host.window
-    for divisor, multiplies in (
-        (4.0, True),
-        (2.0**-60, True),
-        (3.0, False),
-        (2.0**126, True),
-        (2.0**127, False),
-        (1.5, False),
-    ):
-        got, factor = window.factor(divisor)
-        assert (got, factor.item()) == (
-            multiplies,
-            1 / divisor if multiplies else divisor,
-        )
 
 
 def test_squares_of_two_tensors_may_overflow_together():

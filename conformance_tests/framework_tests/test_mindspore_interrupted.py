@@ -9,7 +9,7 @@ from mindspore import Parameter, Tensor, nn, ops
 
 import gradaccum
 from conformance_tests.framework_tests.mindspore_common import two_parameters, values
-from gradaccum_mindspore import load_checkpoint_into, sums
+from gradaccum_mindspore import gradient_sum, load_checkpoint_into
 
 
 class Stop(BaseException):
@@ -69,7 +69,7 @@ def test_missed_update_is_made_by_flush(monkeypatch):
 def test_interrupted_discard_is_finished(monkeypatch):
     optimizer = gradaccum.wrap(nn.SGD(two_parameters(), 1.0), steps=2)
     optimizer(gradients(7.0))
-    monkeypatch.setattr(sums, "write", StopsAt(sums.write, 2))
+    monkeypatch.setattr(gradient_sum, "write", StopsAt(gradient_sum.write, 2))
     raises(optimizer.discard)
     assert counted(optimizer) == (0, 0)
     optimizer(gradients(1.0))
@@ -80,7 +80,7 @@ def test_interrupted_discard_is_finished(monkeypatch):
 def test_first_micro_batch_can_be_retried(monkeypatch):
     """An empty window's sums are cleared again after the failure."""
     optimizer = gradaccum.wrap(nn.SGD(two_parameters(), 1.0), steps=2)
-    monkeypatch.setattr(sums, "add_into", StopsAt(sums.add_into, 2))
+    monkeypatch.setattr(gradient_sum, "add_into", StopsAt(gradient_sum.add_into, 2))
     raises(lambda: optimizer(gradients(2.0)))
     assert counted(optimizer) == (0, 0)
     optimizer(gradients(2.0))
@@ -97,7 +97,7 @@ def test_half_added_micro_batch_skips_the_window(policy, monkeypatch, tmp_path):
         nn.SGD(two_parameters(), 1.0), steps=2, on_overflow=policy
     )
     optimizer(gradients(2.0))
-    monkeypatch.setattr(sums, "add_into", StopsAt(sums.add_into, 2))
+    monkeypatch.setattr(gradient_sum, "add_into", StopsAt(gradient_sum.add_into, 2))
     raises(lambda: optimizer(gradients(4.0)))
     assert counted(optimizer) == (1, 0)
     ms.save_checkpoint(optimizer, str(tmp_path / "interrupted.ckpt"))
@@ -116,7 +116,7 @@ def test_failure_before_adding_changes_nothing(monkeypatch):
     """Scaling by the weight raises, for example because memory runs out."""
     optimizer = gradaccum.wrap(nn.SGD(two_parameters(), 1.0), steps=2)
     optimizer(gradients(2.0), 2)
-    monkeypatch.setattr(sums, "scaled", StopsAt(sums.scaled, 1))
+    monkeypatch.setattr(gradient_sum, "scaled", StopsAt(gradient_sum.scaled, 1))
     raises(lambda: optimizer(gradients(4.0), 2))
     optimizer(gradients(4.0), 2)
     assert values(optimizer) == [-2.0, -2.0]

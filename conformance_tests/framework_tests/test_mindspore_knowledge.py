@@ -18,8 +18,8 @@ from conformance_tests.framework_tests.mindspore_common import (
     pynative_after,  # noqa: F401
     set_mode,
 )
-from gradaccum_mindspore import sums
-from gradaccum_mindspore.statistics import Knowledge
+from gradaccum_mindspore import gradient_sum
+from gradaccum_mindspore.extensions import WindowLoss
 from gradaccum_mindspore.window.pynative import PyNativeWindow
 
 
@@ -95,12 +95,12 @@ def test_interrupted_micro_batch_leaves_no_loss(monkeypatch):
     """Its window is spoilt, and skipped; the window's loss has nothing of it."""
     optimizer, call = driver("pynative", steps=2)
     call(1.0, 2)
-    before = optimizer.storage.knowledge.pull()
+    before = optimizer.storage.window_loss.read()
     with monkeypatch.context() as patch:
-        patch.setattr(Knowledge, "add_loss", stops)
+        patch.setattr(WindowLoss, "add", stops)
         with pytest.raises(Stop):
             call(1.0, 50)
-    np.testing.assert_equal(optimizer.storage.knowledge.pull(), before)
+    np.testing.assert_equal(optimizer.storage.window_loss.read(), before)
     assert optimizer.result.micro_step == 1
     call(1.0, 4)
     assert (optimizer.result.skipped, optimizer.result.loss) == (True, 3)
@@ -123,7 +123,7 @@ def test_interrupted_end_keeps_the_loss(monkeypatch):
 
 def test_ignored_overflow_measures_nothing(monkeypatch):
     for name in ("measure", "fits"):
-        monkeypatch.setattr(sums, name, stops)
+        monkeypatch.setattr(gradient_sum, name, stops)
     optimizer, call = driver("pynative", steps=2, on_overflow="ignore")
     call(math.inf)
     call(1.0)

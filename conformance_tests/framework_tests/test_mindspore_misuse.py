@@ -20,7 +20,7 @@ from conformance_tests.framework_tests.mindspore_common import (
     values,
 )
 from gradaccum_mindspore import FlushAtEpochEnd, load_checkpoint_into
-from gradaccum_mindspore.workers import group
+from gradaccum_mindspore.workers import agreement
 
 
 def ones(a=1.0, b=1.0):
@@ -256,9 +256,9 @@ def test_one_worker_needs_no_option(mode, monkeypatch):
     monkeypatch.setattr(GlobalComm, "INITED", True)
     ms.set_auto_parallel_context(parallel_mode=mode)
     try:
-        monkeypatch.setattr(group, "get_group_size", lambda: 1)
+        monkeypatch.setattr(agreement, "get_group_size", lambda: 1)
         wrapped()((*ones(),))
-        monkeypatch.setattr(group, "get_group_size", lambda: 2)
+        monkeypatch.setattr(agreement, "get_group_size", lambda: 2)
         with pytest.raises(gradaccum.UsageError, match=r"data_parallel=True.*False if"):
             wrapped()
     finally:

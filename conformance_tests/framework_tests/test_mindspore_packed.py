@@ -12,11 +12,11 @@ from mindspore import Parameter, Tensor, nn, ops
 
 import gradaccum
 from conformance_tests.framework_tests.mindspore_common import set_mode
-from gradaccum_mindspore import sums
-from gradaccum_mindspore.sums import (
+from gradaccum_mindspore import gradient_sum
+from gradaccum_mindspore.gradient_sum import (
     ROW,
     SMALL,
-    Packed,
+    PackedSums,
     compiled_measure,
     measure,
     robust_measure,
@@ -37,7 +37,7 @@ class Measures(nn.Cell):
 
     def __init__(self, sums, dtype):
         super().__init__(auto_prefix=False)
-        self.packed, self.dtype = Packed(sums, dtype), dtype
+        self.packed, self.dtype = PackedSums(sums, dtype), dtype
 
     def construct(self):
         plain, right = compiled_measure(self.packed(), self.dtype)
@@ -118,7 +118,7 @@ def test_large_sums_are_not_copied():
         Parameter(Tensor(np.ones(size, np.float32)), name=f"sum{size}")
         for size in (2, 3, SMALL, SMALL + 1)
     ]
-    joined, large = Packed(sums, ms.float32)()
+    joined, large = PackedSums(sums, ms.float32)()
     assert large is sums[-1]
     assert joined.shape == (SMALL // ROW + 1, ROW), "the rest of the last row is zeros"
     assert joined.asnumpy().sum() == SMALL + 5
@@ -136,8 +136,8 @@ def test_large_sums_have_rows():
         (2, 2 * ROW): True,
         (ROW, 32): False,
     }
-    assert {shape: sums.needs_rows(shape) for shape in shapes} == shapes
-    assert [sums.row_length(size) for size in (2 * ROW, 2 * 4099, 13_000)] == [
+    assert {shape: gradient_sum.needs_rows(shape) for shape in shapes} == shapes
+    assert [gradient_sum.row_length(size) for size in (2 * ROW, 2 * 4099, 13_000)] == [
         ROW,
         2,
         3250,
@@ -145,12 +145,12 @@ def test_large_sums_have_rows():
 
 
 def test_joined_sums_have_a_limit(monkeypatch):
-    monkeypatch.setattr(sums, "JOINED", 12)
+    monkeypatch.setattr(gradient_sum, "PACKED", 12)
     totals = [
         Parameter(Tensor(np.full(size, place, np.float32)), name=f"sum{place}")
         for place, size in enumerate((9, 4, 8, 3))
     ]
-    joined, *others = Packed(totals, ms.float32)()
+    joined, *others = PackedSums(totals, ms.float32)()
     assert joined.asnumpy().tolist() == [3.0] * 3 + [1.0] * 4, (
         "the smallest that are together within the limit"
     )
@@ -175,7 +175,7 @@ def way(request, monkeypatch):
     devices.
     """
     if request.param == "operators":
-        monkeypatch.setattr(sums, "array_of", lambda tensor: None)
+        monkeypatch.setattr(gradient_sum, "array_of", lambda tensor: None)
 
 
 def arrays(dtype):
@@ -203,8 +203,8 @@ def test_one_bad_element_is_found(way, bad, position):
     values = np.ones(13_000, np.float32)
     values[position] = bad
     assert not measure([Tensor(values)], ms.float32)[1]
-    assert not sums.all_finite(Tensor(values))
-    assert sums.all_finite(Tensor(np.ones(3, np.float32)))
+    assert not gradient_sum.all_finite(Tensor(values))
+    assert gradient_sum.all_finite(Tensor(np.ones(3, np.float32)))
 
 
 def test_norm_survives_overflowing_squares(way):
@@ -219,7 +219,7 @@ def test_norm_survives_overflowing_squares(way):
 def test_division_is_rounded_once(way, total, handed, divisor):
     """In the sum's dtype, or in float32 for a float16 sum."""
     float_dtype = ms.float64 if total == "float64" else ms.float32
-    found = sums.divided(
+    found = gradient_sum.divided(
         tensors(total), divisor, [getattr(ms, handed)] * len(SUM_SHAPES), float_dtype
     )
     work = np.dtype(WORK[total])
@@ -236,7 +236,7 @@ def test_division_is_rounded_once(way, total, handed, divisor):
 def test_scaling_rounds_to_the_sums_dtype(way, own, total, factor):
     work = np.dtype(WORK[total])
     for tensor, array in zip(tensors(own), arrays(own), strict=True):
-        found = sums.scaled(tensor, factor, getattr(ms, total))
+        found = gradient_sum.scaled(tensor, factor, getattr(ms, total))
         assert found.dtype == getattr(ms, total)
         np.testing.assert_array_equal(
             found.asnumpy(), (array.astype(work) * work.type(factor)).astype(total)
@@ -245,14 +245,14 @@ def test_scaling_rounds_to_the_sums_dtype(way, own, total, factor):
 
 def test_bfloat16_is_left_to_operators():
     half = Tensor(np.array([1.0, 3.0], np.float32)).astype(ms.bfloat16)
-    assert sums.array_of(half) is None
-    (found,) = sums.divided(
+    assert gradient_sum.array_of(half) is None
+    (found,) = gradient_sum.divided(
         [Tensor(np.array([2.0], np.float32))], 4.0, [ms.bfloat16], ms.float32
     )
     assert found.dtype == ms.bfloat16
     assert found.astype(ms.float32).asnumpy() == [0.5]
     np.testing.assert_array_equal(
-        sums.scaled(half, 0.5, ms.float32).asnumpy(), [0.5, 1.5]
+        gradient_sum.scaled(half, 0.5, ms.float32).asnumpy(), [0.5, 1.5]
     )
 
 

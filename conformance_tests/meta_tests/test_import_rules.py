@@ -113,12 +113,13 @@ WINDOW = {
     "gradaccum_mindspore": (
         *(
             "checks",
+            "extensions",
             "grad_scaler",
-            "parameters",
-            "private",
+            "gradient_sum",
+            "master_weights",
+            "mindspore_private",
             "saving",
-            "statistics",
-            "sums",
+            "state",
             "update",
             "window",
         ),

@@ -123,21 +123,24 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         "backends/gradaccum_jax/sums.py",
         "parts = (leaf.imag, leaf.real) if jnp.iscomplexobj(leaf) else (leaf,)",
     ): "the largest of both is looked for",
-    ("backends/gradaccum_mindspore/sums.py", "HALF = (ms.bfloat16, ms.float16)"): KINDS,
     (
-        "backends/gradaccum_mindspore/sums.py",
-        "for total, gradient in zip(sums, gradients, strict=False):",
+        "backends/gradaccum_mindspore/gradient_sum.py",
+        "HALF = (ms.bfloat16, ms.float16)",
+    ): KINDS,
+    (
+        "backends/gradaccum_mindspore/window/pynative.py",
+        "for total, gradient in zip(self.storage.sums, gradients, strict=False):",
     ): "another number of gradients was refused before",
     (
-        "backends/gradaccum_mindspore/sums.py",
+        "backends/gradaccum_mindspore/gradient_sum.py",
         "flat = array.reshape(-2).astype(ARRAYS[dtype], copy=False)",
     ): "NumPy takes any negative number for the length that is left",
     (
-        "backends/gradaccum_mindspore/sums.py",
-        "large = (squares.size >= ROW)",
+        "backends/gradaccum_mindspore/gradient_sum.py",
+        "is_large = (squares.size >= ROW)",
     ): "a row is summed in one step or in two",
     (
-        "backends/gradaccum_mindspore/sums.py",
+        "backends/gradaccum_mindspore/gradient_sum.py",
         "squares = squares.sum(-2)",
     ): "a sum over columns, then over all, is the sum too, only slower",
     (
@@ -146,44 +149,36 @@ EQUIVALENT: dict[tuple[str, str], str] = {
     ): "nobody reads what stands for None in compiled code",
     (
         "backends/gradaccum_mindspore/window/compiled.py",
-        'kit.encode_terms(kit.Terms("mean", "skip_window", "unused", 2)),',
+        'terms = kit.Terms("mean", "skip_window", "unused", 2)',
     ): "a note is written before it is read",
     (
         "backends/gradaccum_mindspore/window/compiled.py",
-        "self.add(field, Tensor(True), number)",
+        "self.add(name, Tensor(True))",
     ): "a note is written before it is read",
     (
         "backends/gradaccum_mindspore/window/compiled.py",
-        "SMALLEST_WEIGHT, LARGEST_WEIGHT = 2.0**-40, 2.0**41",
+        "LARGEST_WEIGHT = 2.0**41",
     ): "a sum of such weights is finite too, in any window that ends",
     (
         "backends/gradaccum_mindspore/window/compiled.py",
-        "state[MICRO_STEP] < 1,",
+        "never = after[MICRO_STEP] < 1",
     ): "the micro-batch was counted",
     (
-        "backends/gradaccum_mindspore/window/state.py",
+        "backends/gradaccum_mindspore/state.py",
         "return UntilWeight(-code) if (code <= 0) else code",
     ): "an open window has a size",
     (
-        "backends/gradaccum_mindspore/window/state.py",
+        "backends/gradaccum_mindspore/state.py",
         "return UntilWeight(-code) if code < 1 else code",
     ): "an open window has a size",
     (
-        "backends/gradaccum_mindspore/window/state.py",
-        "(UntilWeight(size), UntilWeight(1)) if until_weight else (size, 2)",
+        "backends/gradaccum_mindspore/state.py",
+        "kit.require_steps(size, 0, 2)",
     ): "any number says that the schedule is no weight's",
     (
-        "backends/gradaccum_mindspore/window/compiled.py",
-        "return (optimizer_step, micro_step, skipped, weight, overflow, loss_scale, tracker)",
-    ): "no decision reads the counters",
-    (
         "backends/gradaccum_mindspore/window/pynative.py",
-        "if (norm < FLOAT16_MAX * divides):",
+        "if (norm < FLOAT16_MAX * divisor):",
     ): "at the limit the elements tell the same",
-    (
-        "backends/gradaccum_mindspore/window/pynative.py",
-        "tuple(zip(self.storage.sums, self.storage.handed, strict=False)),",
-    ): "each sum has a dtype in which it is handed over",
     (
         "gradaccum/window_loop.py",
         "pass  # self._current = None",

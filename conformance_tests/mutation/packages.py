@@ -175,7 +175,7 @@ JAX = _adapter(
 )
 MINDSPORE = _adapter(
     "mindspore",
-    ("window", "sums.py"),
+    ("window", "state.py", "gradient_sum.py"),
     (
         "calls",
         "knowledge",

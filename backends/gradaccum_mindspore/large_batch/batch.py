@@ -22,8 +22,8 @@ from mindspore.ops import constexpr
 from gradaccum import ArgumentTypeError, ArgumentValueError, kit
 from gradaccum.kit import Cut, Division, Nest, Options, explain
 from gradaccum_mindspore.checks import item_weights, weight_as_number
+from gradaccum_mindspore.gradient_sum import sum_dtype
 from gradaccum_mindspore.large_batch.replay import DEPTH, named_by
-from gradaccum_mindspore.sums import sum_dtype
 
 
 def weight_of(

@@ -32,6 +32,13 @@ from gradaccum.kit import (
     require_one_size,
 )
 from gradaccum_mindspore.checks import item_weights
+from gradaccum_mindspore.gradient_sum import (
+    DType,
+    hidden_parameter,
+    sum_dtype,
+    where,
+    working_dtype,
+)
 from gradaccum_mindspore.large_batch.batch import (
     SplitOptions,
     moving,
@@ -40,13 +47,6 @@ from gradaccum_mindspore.large_batch.batch import (
 )
 from gradaccum_mindspore.large_batch.gradients import require_scalar
 from gradaccum_mindspore.large_batch.replay import require_one_program
-from gradaccum_mindspore.sums import (
-    DType,
-    hidden_parameter,
-    sum_dtype,
-    where,
-    working_dtype,
-)
 from gradaccum_mindspore.window.compiled import number_of
 
 

@@ -29,6 +29,7 @@ from gradaccum.kit import (
     mapped,
     with_leaves,
 )
+from gradaccum_mindspore.gradient_sum import FLOATS, working_dtype
 from gradaccum_mindspore.large_batch.batch import (
     Batch,
     SplitOptions,
@@ -52,8 +53,7 @@ from gradaccum_mindspore.large_batch.replay import (
     require_replayable,
     require_same,
 )
-from gradaccum_mindspore.private import refuse_trace
-from gradaccum_mindspore.sums import FLOATS, working_dtype
+from gradaccum_mindspore.mindspore_private import refuse_trace
 
 Pieces = tuple[list[Tensor], ...]
 

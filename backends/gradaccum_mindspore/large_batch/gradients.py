@@ -17,6 +17,15 @@ from mindspore import Tensor, ops
 
 from gradaccum import ArgumentValueError, kit
 from gradaccum.kit import Nest, explain, leaves_of
+from gradaccum_mindspore.gradient_sum import (
+    FLOATS,
+    HALF,
+    DType,
+    divided,
+    scaled,
+    sum_dtype,
+    working_dtype,
+)
 from gradaccum_mindspore.large_batch.batch import (
     Batch,
     MicroBatch,
@@ -26,15 +35,6 @@ from gradaccum_mindspore.large_batch.batch import (
     weight_of,
 )
 from gradaccum_mindspore.large_batch.replay import Replay, require_one_stream
-from gradaccum_mindspore.sums import (
-    FLOATS,
-    HALF,
-    DType,
-    divided,
-    scaled,
-    sum_dtype,
-    working_dtype,
-)
 
 
 class GradientSums:

@@ -25,7 +25,7 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
 from gradaccum import UsageError, kit
-from gradaccum_mindspore.private import SEEDS, forget_recorded, set_counters
+from gradaccum_mindspore.mindspore_private import SEEDS, forget_recorded, set_counters
 
 DEPTH = 3
 """How many functions deep Cells are looked for."""

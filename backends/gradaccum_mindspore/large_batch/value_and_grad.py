@@ -24,7 +24,7 @@ from gradaccum_mindspore.large_batch.batch import (
 )
 from gradaccum_mindspore.large_batch.compiled import CompiledLoop
 from gradaccum_mindspore.large_batch.gradients import Function, PythonLoop
-from gradaccum_mindspore.private import refuse_trace
+from gradaccum_mindspore.mindspore_private import refuse_trace
 
 
 class LargeBatchGradient(nn.Cell):  # type: ignore[misc]

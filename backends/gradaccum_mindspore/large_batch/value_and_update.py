@@ -13,6 +13,7 @@ from mindspore.ops import constexpr
 
 from gradaccum import ArgumentValueError, UsageError
 from gradaccum.kit import Nest, aux_shape_error, explain
+from gradaccum_mindspore.gradient_sum import where
 from gradaccum_mindspore.large_batch.batch import (
     Batch,
     SplitOptions,
@@ -31,9 +32,8 @@ from gradaccum_mindspore.large_batch.gradients import (
     weighed,
 )
 from gradaccum_mindspore.large_batch.replay import Replay
+from gradaccum_mindspore.mindspore_private import refuse_trace
 from gradaccum_mindspore.optimizer import AccumulatingOptimizer, wrapped
-from gradaccum_mindspore.private import refuse_trace
-from gradaccum_mindspore.sums import where
 
 
 class LargeBatchUpdate(nn.Cell):  # type: ignore[misc]

@@ -33,8 +33,8 @@ from gradaccum.kit import (
     linearity_report,
     relative_error,
 )
-from gradaccum_mindspore.private import forgotten_on_error
-from gradaccum_mindspore.sums import DType, write
+from gradaccum_mindspore.gradient_sum import DType, write
+from gradaccum_mindspore.mindspore_private import forgotten_on_error
 from gradaccum_mindspore.verification.batch import (
     LIMITS,
     is_float,

@@ -21,7 +21,11 @@ from numpy.typing import NDArray
 
 from gradaccum import ArgumentValueError
 from gradaccum.kit import Column, Conditions, HostRandom, Precision, Run
-from gradaccum_mindspore.private import SEEDS, forgotten_on_error, set_counters
+from gradaccum_mindspore.mindspore_private import (
+    SEEDS,
+    forgotten_on_error,
+    set_counters,
+)
 from gradaccum_mindspore.verification.batch import (
     LIMITS,
     Batch,

@@ -29,32 +29,52 @@ from mindspore.ops import constexpr
 
 from gradaccum import kit
 from gradaccum.kit import Fields, Options
-from gradaccum_mindspore import checks, sums
+from gradaccum_mindspore import checks, gradient_sum
 from gradaccum_mindspore.checks import Loss, NamedGradients, Weight
-from gradaccum_mindspore.statistics import NO_LOSS
-from gradaccum_mindspore.sums import (
+from gradaccum_mindspore.extensions import NO_LOSS
+from gradaccum_mindspore.gradient_sum import (
     DType,
     Gradients,
     Number,
-    Packed,
+    PackedSums,
     Shape,
-    each,
+    map_over,
     where,
 )
-from gradaccum_mindspore.update import Update
-from gradaccum_mindspore.window.state import (
+from gradaccum_mindspore.state import (
     GRAD_NORM,
     STEPS,
     Storage,
-    check_constant_size,
-    check_size_dtype,
+    check_compiled_size,
     sizes_of,
 )
+from gradaccum_mindspore.update import Update
+
+# The places of the state's fields: MindSpore warns of a field that code unpacks and
+# does not use.
+MICRO_STEP = 0
+OPTIMIZER_STEP = 1
+SKIPPED_WINDOWS = 2
+WEIGHT = 3
+OVERFLOW = 4
+LOSS_SCALE = 5
+GROWTH_TRACKER = 6
+
+# Between these a weight, and the sum of a window's weights, are above 0 and finite in
+# float32.
+SMALLEST_WEIGHT = 2.0**-40
+LARGEST_WEIGHT = 2.0**40
 
 NUMBERS = count()
 """Tells the notes of one program apart: compiled code takes no two Parameters of one
 name.
 """
+
+
+def note(name: str, value: Tensor) -> Parameter:
+    """Return a Parameter that no checkpoint has, and no other note's name."""
+    name = f"gradaccum.note{next(NUMBERS)}.{name}"
+    return gradient_sum.hidden_parameter(value, name)
 
 
 class Notes(nn.Cell):  # type: ignore[misc]
@@ -68,47 +88,41 @@ class Notes(nn.Cell):  # type: ignore[misc]
     """
 
     weight: Parameter
-    before: Parameter
+    was_overflow: Parameter
     """bool: `State.overflow` before the decision."""
     loss_scale: Parameter
     terms: Parameter
     norm: Parameter
     """inf or NaN if the sums are not finite."""
-    measured: Parameter
+    is_measured: Parameter
     """bool: `norm` is right already."""
     overflow: Parameter
     divisor: Parameter
     grad_norm: Parameter
     applied: Parameter
-    apply: Parameter
+    is_applied: Parameter
     """bool: `applied`, as a condition."""
 
     def __init__(self, float_dtype: DType) -> None:
         super().__init__(auto_prefix=False)
         self.float_dtype = float_dtype
-        number = next(NUMBERS)
-        self.add("loss_scale", Tensor(1.0, ms.float32), number)
-        self.add(
-            "terms",
-            Tensor(
-                kit.encode_terms(kit.Terms("mean", "skip_window", "unused", 1)),
-                ms.int32,
-            ),
-            number,
-        )
-        for field in ("weight", "norm", "divisor", "grad_norm"):
-            self.add(field, Tensor(0.0, float_dtype), number)
-        for field in ("before", "measured", "overflow", "applied", "apply"):
-            self.add(field, Tensor(False), number)
+        self.add("loss_scale", Tensor(1.0, ms.float32))
+        terms = kit.Terms("mean", "skip_window", "unused", 1)
+        self.add("terms", Tensor(kit.encode_terms(terms), ms.int32))
+        for name in ("weight", "norm", "divisor", "grad_norm"):
+            self.add(name, Tensor(0.0, float_dtype))
+        for name in (
+            "was_overflow",
+            "is_measured",
+            "overflow",
+            "applied",
+            "is_applied",
+        ):
+            self.add(name, Tensor(False))
 
-    def add(self, field: str, value: Tensor, number: int) -> None:
-        object.__setattr__(
-            self,
-            field,
-            Parameter(
-                value, name=f"gradaccum.note{number}.{field}", requires_grad=False
-            ),
-        )
+    def add(self, name: str, value: Tensor) -> None:
+        # A Cell would list it as its own.
+        object.__setattr__(self, name, note(name, value))
 
     def write_state(
         self, weight: Parameter, overflow: Parameter, loss_scale: Parameter
@@ -117,7 +131,7 @@ class Notes(nn.Cell):  # type: ignore[misc]
         the decision.
         """
         ops.assign(self.weight, weight)
-        ops.assign(self.before, overflow)
+        ops.assign(self.was_overflow, overflow)
         ops.assign(self.loss_scale, loss_scale)
         return True
 
@@ -128,20 +142,14 @@ class Notes(nn.Cell):  # type: ignore[misc]
         """Return the noted fields as a state; no decision reads the other fields, which
         are zero.
         """
-        weight, zero = self.weight.value(), 0 * self.weight.value()
-        return (
-            zero,
-            zero,
-            zero,
-            weight,
-            self.before & True,
-            self.loss_scale.value(),
-            zero,
-        )
+        weight = self.weight.value()
+        zero = 0 * self.weight.value()
+        overflow = self.was_overflow & True
+        return (zero, zero, zero, weight, overflow, self.loss_scale.value(), zero)
 
-    def write_measure(self, norm: Tensor, right: Tensor) -> bool:
+    def write_measure(self, norm: Tensor, is_right: Tensor) -> bool:
         ops.assign(self.norm, norm.astype(self.float_dtype))
-        ops.assign(self.measured, right)
+        ops.assign(self.is_measured, is_right)
         return True
 
     def write_decision(
@@ -151,26 +159,8 @@ class Notes(nn.Cell):  # type: ignore[misc]
         ops.assign(self.grad_norm, grad_norm.astype(self.float_dtype))
         ops.assign(self.overflow, overflow)
         ops.assign(self.applied, apply)
-        ops.assign(self.apply, apply)
+        ops.assign(self.is_applied, apply)
         return True
-
-
-(
-    MICRO_STEP,
-    OPTIMIZER_STEP,
-    SKIPPED_WINDOWS,
-    WEIGHT,
-    OVERFLOW,
-    LOSS_SCALE,
-    GROWTH_TRACKER,
-) = range(7)
-"""The places of the state's fields: MindSpore warns of a field that code unpacks and
-does not use.
-"""
-SMALLEST_WEIGHT, LARGEST_WEIGHT = 2.0**-40, 2.0**40
-"""Between these a weight, and the sum of a window's weights, are above 0 and finite in
-float32.
-"""
 
 
 def exact_in(dtype: DType, options: Options) -> Options:
@@ -179,14 +169,12 @@ def exact_in(dtype: DType, options: Options) -> Options:
     """
     if dtype != ms.float64:
         return options
-    limits = {name: getattr(options, name) for name in ("clip_norm", "skip_norm")}
-    return options._replace(
-        **{
-            name: Tensor(limit, dtype)
-            for name, limit in limits.items()
-            if limit is not None
-        }
-    )
+    limits = {
+        name: Tensor(getattr(options, name), dtype)
+        for name in ("clip_norm", "skip_norm")
+        if getattr(options, name) is not None
+    }
+    return options._replace(**limits)
 
 
 def number_of(weight: Number) -> Number:
@@ -234,18 +222,23 @@ def note_weighed_in(storage: Storage) -> Callable[[bool], bool]:
     """
 
     @constexpr(reuse_result=False)  # type: ignore[untyped-decorator]
-    def note_weighed(weighed: bool) -> bool:
-        storage.sizes.weighed = weighed
-        return weighed
+    def note_weighed(is_weighed: bool) -> bool:
+        storage.sizes.weighed = is_weighed
+        return is_weighed
 
     while_compiling: Callable[[bool], bool] = note_weighed
     return while_compiling
 
 
+def first(condition: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Choose as ``where`` does if the condition is known to hold."""
+    return a
+
+
 class Workers(Protocol):
     """All workers that share a window, as the window of one of them sees them."""
 
-    def compiled_join(self) -> bool:
+    def compiled_all_reduce(self) -> bool:
         """Add up the window of all workers."""
 
     def window_ended(self) -> Tensor:
@@ -255,14 +248,12 @@ class Workers(Protocol):
         """Raise unless no window was skipped because learning rates differ."""
 
     def require_own_sum(self, call: str) -> None:
-        """Raise unless the open window's sum is this worker's own."""
+        """Raise unless the open window's sum belongs to this worker."""
 
-    def compiled_norm_of_all(self, whole: Tensor, own: Tensor) -> Tensor:
-        """Return the norm over all workers; `own` is of this worker's sharded sums."""
-
-
-def chosen(condition: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    return a
+    def compiled_global_norm(self, shared_norm: Tensor, sharded_norm: Tensor) -> Tensor:
+        """Return the norm over all workers, of sums that all have and of this worker's
+        shards.
+        """
 
 
 class CompiledWindow(nn.Cell):  # type: ignore[misc]
@@ -275,111 +266,80 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
     ) -> None:
         super().__init__(auto_prefix=False)
         self.storage = storage
+        self.workers = workers
         self.steps: Any = options.steps
         self.sizes: Any = sizes_of(options.steps)
-        self.calls_steps, self.by_weight = (
-            callable(self.sizes),
-            isinstance(options.steps, kit.UntilWeight),
-        )
+        self.has_size_function = callable(self.sizes)
+        self.ends_by_weight = isinstance(options.steps, kit.UntilWeight)
         self.use_of_weights = kit.use_of_weights(options)
         self.measures = kit.measures(options)
         # The compiler cannot follow a function or an object inside a named tuple.
-        self.options = exact_in(
-            storage.float_dtype, options._replace(steps=None, scaler=None)
-        )
+        plain_options = options._replace(steps=None, scaler=None)
+        self.options = exact_in(storage.float_dtype, plain_options)
+        constant_rule = options.scale_rule._replace(init_scale=1.0)
+        self.scale_moves = constant_rule != kit.ScaleRule()
         self.float_dtype = storage.float_dtype
-        self.scale_moves = (
-            options.scale_rule._replace(init_scale=1.0) != kit.ScaleRule()
-        )
         self.true = Tensor(True)
-        self.one = Tensor(1.0, storage.float_dtype)
-        self.false, self.no_step, self.one_step = (
-            Tensor(False),
-            Tensor(0, ms.int32),
-            Tensor(1, ms.int32),
-        )
+        self.false = Tensor(False)
+        self.no_step = Tensor(0, ms.int32)
+        self.one_step = Tensor(1, ms.int32)
         self.zero = Tensor(0.0, storage.float_dtype)
-        self.unknown = Tensor(NO_LOSS, storage.float_dtype)
-        self.nan, self.infinity = (
-            Tensor(float(number), storage.float_dtype) for number in ("nan", "inf")
-        )
+        self.one = Tensor(1.0, storage.float_dtype)
+        self.nan = Tensor(float("nan"), storage.float_dtype)
+        self.infinity = Tensor(float("inf"), storage.float_dtype)
+        self.no_loss = Tensor(NO_LOSS, storage.float_dtype)
         self.inner_scale = Tensor(storage.inner_scale, storage.float_dtype)
-        self.varies = storage.varies
-        self.size_code = Tensor([0] * STEPS + [-1 if self.by_weight else 1], ms.int32)
-        self.other_codes = Tensor(
-            [*kit.encode_terms(storage.terms_after(0))[:-1], 0], ms.int32
-        )
+        unit = -1 if self.ends_by_weight else 1
+        self.size_code = Tensor([0] * STEPS + [unit], ms.int32)
+        other_codes = kit.encode_terms(storage.terms_after(0))[:-1]
+        self.other_codes = Tensor([*other_codes, 0], ms.int32)
         self.notes = Notes(storage.float_dtype)
         self.names_of = checks.compiled_names_of(storage.specs, storage.names)
         self.note_weighed = note_weighed_in(storage)
-        self.workers = workers
-        self.packed, self.packed_shards = (
-            Packed(each, storage.float_dtype)
-            for each in (storage.whole, storage.shards)
-        )
-        self.sharded = len(storage.sharded) > 0
+        self.shared_sums = PackedSums(storage.shared_sums, storage.float_dtype)
+        self.sharded_sums = PackedSums(storage.sharded_sums, storage.float_dtype)
+        self.is_sharded = len(storage.sharded) > 0
+
+    # The state.
 
     def read(self) -> Fields:
         """Return the state as plain Tensors, in the order of `gradaccum.kit.State`'s
         fields.
         """
-        store = self.storage
+        storage = self.storage
         return (
-            store.micro_step.value(),
-            store.optimizer_step.value(),
-            store.skipped_windows.value(),
-            store.weight.value(),
-            store.overflow & self.true,
-            store.loss_scale.value(),
-            store.growth_tracker.value(),
+            storage.micro_step.value(),
+            storage.optimizer_step.value(),
+            storage.skipped_windows.value(),
+            storage.weight.value(),
+            storage.overflow & self.true,
+            storage.loss_scale.value(),
+            storage.growth_tracker.value(),
         )
-
-    def size(self, optimizer_step: Tensor) -> Tensor:
-        """Return the size of the window that follows this update, as the user's
-        function returns it.
-        """
-        if self.calls_steps:
-            given = self.sizes(optimizer_step)
-            if isinstance(given, Tensor):
-                check_size_dtype(given.dtype, self.by_weight)
-                return given.reshape(())
-            check_constant_size(given, self.by_weight)
-            return 0 * optimizer_step + given
-        return kit.steps_at(self.sizes, optimizer_step, where)
-
-    def is_full(self, state: Fields) -> Tensor:
-        if self.calls_steps:
-            # Not `ends`: the compiler takes a Tensor for a function there.
-            micro_step, optimizer_step, _, weight, _, _, _ = state
-            held = weight if self.by_weight else micro_step
-            return held >= self.size(optimizer_step)
-        return kit.ends(state, self.steps, where)
-
-    def grad_norm(self) -> Tensor:
-        return self.storage.last_event.value()[GRAD_NORM]
 
     def event(
         self, applied: Tensor, skipped: Tensor, overflow: Tensor, grad_norm: Tensor
     ) -> Tensor:
-        return ops.stack(
-            [
-                value.astype(self.float_dtype)
-                for value in (applied, skipped, overflow, grad_norm)
-            ]
-        )
+        values = (applied, skipped, overflow, grad_norm)
+        return ops.stack([value.astype(self.float_dtype) for value in values])
+
+    def empty_event(self) -> Tensor:
+        """Return the event of a call that closed nothing."""
+        never = self.storage.micro_step.value() < 0
+        return self.event(never, never, never, self.grad_norm())
+
+    def grad_norm(self) -> Tensor:
+        return self.storage.last_event.value()[GRAD_NORM]
 
     def write_event(self, event: Tensor) -> Tensor:
         return ops.assign(self.storage.last_event, event)
 
-    def write_open(self, state: Fields, event: Tensor | None) -> bool:
-        """Assign what a micro-batch changes; without an `event` it changes neither that
-        nor the overflow flag.
-        """
+    def write_open(self, state: Fields, event: Tensor) -> bool:
+        """Assign what a micro-batch or a discard changes."""
         ops.assign(self.storage.micro_step, state[MICRO_STEP].astype(ms.int32))
         ops.assign(self.storage.weight, state[WEIGHT].astype(self.float_dtype))
-        if event is not None:
-            ops.assign(self.storage.overflow, state[OVERFLOW])
-            self.write_event(event)
+        ops.assign(self.storage.overflow, state[OVERFLOW])
+        self.write_event(event)
         return True
 
     def write_empty(self, event: Tensor) -> bool:
@@ -390,26 +350,45 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         self.write_event(event)
         return True
 
-    def write_size(self, state: Fields) -> bool:
-        if self.varies:
-            ops.assign(
-                self.storage.terms,
-                self.other_codes
-                + self.size_code * self.size(state[OPTIMIZER_STEP]).astype(ms.int32),
-            )
+    def write_counters(self, state: Fields) -> bool:
+        storage = self.storage
+        ops.assign(storage.optimizer_step, state[OPTIMIZER_STEP].astype(ms.int32))
+        ops.assign(storage.skipped_windows, state[SKIPPED_WINDOWS].astype(ms.int32))
+        if self.scale_moves:
+            ops.assign(storage.loss_scale, state[LOSS_SCALE].astype(ms.float32))
+            ops.assign(storage.growth_tracker, state[GROWTH_TRACKER].astype(ms.int32))
         return True
 
-    def write_counters(self, state: Fields) -> bool:
-        ops.assign(self.storage.optimizer_step, state[OPTIMIZER_STEP].astype(ms.int32))
-        ops.assign(
-            self.storage.skipped_windows, state[SKIPPED_WINDOWS].astype(ms.int32)
-        )
-        if self.scale_moves:
-            ops.assign(self.storage.loss_scale, state[LOSS_SCALE].astype(ms.float32))
-            ops.assign(
-                self.storage.growth_tracker, state[GROWTH_TRACKER].astype(ms.int32)
-            )
+    # The size of a window.
+
+    def size(self, optimizer_step: Tensor) -> Tensor:
+        """Return the size of the window that follows this update, as the user's
+        function returns it.
+        """
+        if self.has_size_function:
+            number = self.sizes(optimizer_step)
+            if isinstance(number, Tensor):
+                check_compiled_size(number.dtype, self.ends_by_weight)
+                return number.reshape(())
+            check_compiled_size(number, self.ends_by_weight)
+            return 0 * optimizer_step + number
+        return kit.steps_at(self.sizes, optimizer_step, where)
+
+    def is_full(self, state: Fields) -> Tensor:
+        if self.has_size_function:
+            # Not `ends`: the compiler takes a Tensor for a function there.
+            place = WEIGHT if self.ends_by_weight else MICRO_STEP
+            return state[place] >= self.size(state[OPTIMIZER_STEP])
+        return kit.ends(state, self.steps, where)
+
+    def write_size(self, state: Fields) -> bool:
+        if self.storage.size_varies:
+            size = self.size(state[OPTIMIZER_STEP]).astype(ms.int32)
+            codes = self.other_codes + self.size_code * size
+            ops.assign(self.storage.terms, codes)
         return True
+
+    # The arguments of a micro-batch.
 
     def ordered(self, gradients: Gradients | NamedGradients) -> Gradients:
         """Return the gradients in the parameters' order, checked while compiling."""
@@ -419,19 +398,19 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         gradients = tuple(gradients)
         is_pair = len(gradients) == 2 and isinstance(gradients[1], (tuple, list, dict))
         checks.check_compiled_structure(len(gradients), is_pair, specs)
-        checked = checks.check_compiled_gradients(
-            each(shape_of, gradients), each(dtype_of, gradients), specs
+        is_checked = checks.check_compiled_gradients(
+            map_over(shape_of, gradients), map_over(dtype_of, gradients), specs
         )
         # MindSpore 2.7 warns of a check whose result is unused
-        return gradients if checked else ()
+        return gradients if is_checked else ()
 
     def by_name(self, gradients: NamedGradients) -> Gradients:
-        ordered: Gradients = ()
+        ordered_gradients: Gradients = ()
         for name in self.names_of(tuple(gradients.keys())):
-            ordered = (*ordered, gradients[name])
-        return ordered
+            ordered_gradients = (*ordered_gradients, gradients[name])
+        return ordered_gradients
 
-    def adds_certainly(self, weight: Weight) -> bool:
+    def is_certainly_added(self, weight: Weight) -> bool:
         """True if the micro-batch is added whatever it holds, and its weight is a
         constant of the program.
         """
@@ -441,14 +420,12 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         if self.options.on_overflow == "drop_micro_batch" or isinstance(weight, Tensor):
             return False
         checks.check_compiled_weight(weight)
-        certain: bool = weight is None or is_certain(weight)
-        return certain
+        is_known: bool = weight is None or is_certain(weight)
+        return is_known
 
-    def amount(self, weight: Weight) -> Tensor | None:
-        """Return a weight as a scalar of the dtype of `State.weight`; None stays
-        None.
-        """
-        return None if weight is None else self.scalar(number_of(weight))
+    def weight_number(self, weight: Weight) -> Tensor:
+        """Return a weight as a scalar of the dtype of `State.weight`; None is 1."""
+        return self.one if weight is None else self.scalar(number_of(weight))
 
     def loss_number(self, loss: Number) -> Tensor:
         if isinstance(loss, Tensor):
@@ -464,118 +441,125 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
             return float64_of(number)
         return self.one * number
 
+    # A micro-batch.
+
     def add(
         self, gradients: Gradients, weight: Weight, loss: Loss
     ) -> tuple[Fields, Tensor | None, Tensor | None]:
         """Add one micro-batch of ordered gradients to the sums.
 
-        Returns the state after it; the event, if a gradient may be dropped; the value
-        of `Knowledge.loss`, if its loss is passed. The caller then asks `is_full` and
-        `needs_first`, and calls `write_added` and `see_first`: the compiler drops an
-        ``if`` on a flag that comes out of a function that writes.
+        Returns the state after it; the event, if a gradient may be dropped; what its
+        loss, if it is known, makes of `WindowLoss.loss` or adds to it. The caller then
+        asks `is_full`, and calls `write_added`: the compiler drops an ``if`` on a flag
+        that comes out of a function that writes.
         """
-        before, known, told = self.read(), self.storage.knowledge, None
-        if self.adds_certainly(weight):
-            amount = self.amount(weight)
-            if loss is not None:
-                told = known.compiled_certain(self.loss_number(loss), amount)
-            factor = (
-                None if weight is None or self.options.reduction != "mean" else amount
-            )
-            sums.compiled_add(self.storage.sums, gradients, factor, None)
-            return (
-                kit.accumulate(
-                    before, self.one if weight is None else amount, self.true, chosen
-                ),
-                None,
-                told,
-            )
-        amount = self.one if weight is None else self.amount(weight)
-        factor = kit.contribution(amount, self.options)
-        finite = self.true
+        if self.is_certainly_added(weight):
+            return self.add_certainly(gradients, weight, loss)
+        state = self.read()
+        losses = None
+        weight_number = self.weight_number(weight)
+        factor = kit.contribution(weight_number, self.options)
+        is_finite = self.true
         if self.options.on_overflow == "drop_micro_batch":
-            finite = sums.compiled_finite(self.storage.sums, gradients, factor) | (
-                amount == 0
-            )
-        state = kit.accumulate(before, amount, finite, where)
-        never, dropped = (
-            state[MICRO_STEP] < 0,
-            (finite == False).astype(self.float_dtype),  # noqa: E712
-        )
-        event = self.event(
-            never, never, dropped * (state[MICRO_STEP] + 1), self.grad_norm()
-        )
-        adds = kit.usable(before, amount, finite)
+            is_finite = gradient_sum.compiled_finite(
+                self.storage.sums, gradients, factor
+            ) | (weight_number == 0)
+        after = kit.accumulate(state, weight_number, is_finite, where)
+        never = after[MICRO_STEP] < 0
+        is_dropped = (is_finite == False).astype(self.float_dtype)  # noqa: E712
+        # Its flag counts only while flag == micro_step + 1.
+        flag = is_dropped * (after[MICRO_STEP] + 1)
+        event = self.event(never, never, flag, self.grad_norm())
+        is_added = kit.usable(state, weight_number, is_finite)
         if loss is not None:
-            told = known.compiled_told(self.loss_number(loss), amount, adds)
-        sums.compiled_add(
-            self.storage.sums, gradients, None if weight is None else factor, adds
+            losses = self.storage.window_loss.compiled_with(
+                self.loss_number(loss), weight_number, is_added
+            )
+        gradient_sum.compiled_add(
+            self.storage.sums, gradients, None if weight is None else factor, is_added
         )
-        return state, event, told
+        return after, event, losses
+
+    def add_certainly(
+        self, gradients: Gradients, weight: Weight, loss: Loss
+    ) -> tuple[Fields, Tensor | None, Tensor | None]:
+        """Add a micro-batch about which nothing is to be decided, as `add` does."""
+        state = self.read()
+        losses = None
+        weight_number = self.weight_number(weight)
+        if loss is not None:
+            losses = self.storage.window_loss.compiled_part(
+                self.loss_number(loss), None if weight is None else weight_number
+            )
+        factor = None
+        if weight is not None and self.options.reduction == "mean":
+            factor = weight_number
+        gradient_sum.compiled_add(self.storage.sums, gradients, factor, None)
+        after = kit.accumulate(state, weight_number, self.true, first)
+        return after, None, losses
 
     def write_added(
-        self, state: Fields, event: Tensor | None, told: Tensor | None, weight: Weight
+        self, state: Fields, event: Tensor | None, losses: Tensor | None, weight: Weight
     ) -> bool:
+        """Write what `add` returned."""
+        storage = self.storage
         if event is None:
             # The same numbers as the state's. One operator each, where adding and
             # assigning are two.
-            ops.assign_add(self.storage.micro_step, self.one_step)
-            ops.assign_add(
-                self.storage.weight, self.one if weight is None else self.amount(weight)
-            )
-            if told is not None:
-                ops.assign_add(self.storage.knowledge.loss, told)
+            ops.assign_add(storage.micro_step, self.one_step)
+            ops.assign_add(storage.weight, self.weight_number(weight))
+            if losses is not None:
+                ops.assign_add(storage.window_loss.loss, losses)
             return self.write_size(state)
         self.write_open(state, event)
-        if told is not None:
-            ops.assign(self.storage.knowledge.loss, told)
+        if losses is not None:
+            ops.assign(storage.window_loss.loss, losses)
         return self.write_size(state)
 
-    def close(self, update: Update, untold: bool) -> bool:
-        """End the window: make the `update` with its gradients, or not at all.
+    # The end of a window.
 
-        `untold`: some micro-batch did not tell its loss.
-        """
+    def close(self, update: Update, is_loss_missing: bool) -> bool:
+        """End the window: make the `update` with its gradients, or not at all."""
         if self.workers is not None:
-            self.workers.compiled_join()
-        return self.close_joined(update, untold)
+            self.workers.compiled_all_reduce()
+        return self.close_reduced(update, is_loss_missing)
 
-    def close_joined(self, update: Update, untold: bool) -> bool:
+    def close_reduced(self, update: Update, is_loss_missing: bool) -> bool:
         self.note_decision()
         self.apply(update)
-        return self.finish(untold)
+        return self.finish(is_loss_missing)
 
     def note_decision(self) -> bool:
-        notes, options = self.notes, self.options
+        notes = self.notes
+        options = self.options
+        largest = self.storage.largest_number
         notes.write_state(
             self.storage.weight, self.storage.overflow, self.storage.loss_scale
         )
-        if self.calls_steps and self.workers is None:
+        if self.has_size_function and self.workers is None:
             notes.write_terms(self.storage.terms)
         if not self.measures:
+            state = self.with_checked_size(notes.state())
             return notes.write_decision(
-                *kit.decide(
-                    self.sized(notes.state()),
-                    self.nan,
-                    self.true,
-                    options,
-                    where,
-                    self.storage.largest,
-                )
+                *kit.decide(state, self.nan, self.true, options, where, largest)
             )
-        norm, right = sums.compiled_measure(self.packed(), self.float_dtype)
-        notes.write_measure(norm, right)
+        norm, is_right = gradient_sum.compiled_measure(
+            self.shared_sums(), self.float_dtype
+        )
+        notes.write_measure(norm, is_right)
         self.measure_again()
-        state, norm = self.sized(notes.state()), notes.norm.value()
-        finite = self.fits(state, ops.isfinite(norm), options)
-        if self.sharded and self.workers is not None:
-            own, sound = sums.robust_measure(self.packed_shards(), self.float_dtype)
-            norm = self.workers.compiled_norm_of_all(
-                norm, where(finite & sound, own, self.infinity)
+        state = self.with_checked_size(notes.state())
+        norm = notes.norm.value()
+        is_finite = self.fits(state, ops.isfinite(norm))
+        if self.is_sharded and self.workers is not None:
+            sharded_norm, is_sound = gradient_sum.robust_measure(
+                self.sharded_sums(), self.float_dtype
             )
-            finite = ops.isfinite(norm)
+            sharded_norm = where(is_finite & is_sound, sharded_norm, self.infinity)
+            norm = self.workers.compiled_global_norm(norm, sharded_norm)
+            is_finite = ops.isfinite(norm)
         return notes.write_decision(
-            *kit.decide(state, norm, finite, options, where, self.storage.largest)
+            *kit.decide(state, norm, is_finite, options, where, largest)
         )
 
     def measure_again(self) -> bool:
@@ -584,70 +568,70 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         """
         # A condition is a Parameter as it is: `not` would be an operator more in each
         # window.
-        if self.notes.measured:
+        if self.notes.is_measured:
             pass
         else:
-            norm, finite = sums.robust_measure(self.packed(), self.float_dtype)
-            ops.assign(self.notes.norm, where(finite, norm, self.infinity))
+            norm, is_finite = gradient_sum.robust_measure(
+                self.shared_sums(), self.float_dtype
+            )
+            ops.assign(self.notes.norm, where(is_finite, norm, self.infinity))
         return True
 
-    def sized(self, state: Fields) -> Fields:
+    def with_checked_size(self, state: Fields) -> Fields:
         """Return `state`, with no weight and an overflow if the user's function gave a
         size below 1.
         """
-        if self.calls_steps and self.workers is None:
-            (
-                micro_step,
-                optimizer_step,
-                skipped,
-                weight,
-                overflow,
-                loss_scale,
-                tracker,
-            ) = state
-            sound = self.size_code[STEPS] * self.notes.terms.value()[STEPS] >= 1
-            weight = where(sound, weight, ops.zeros_like(weight))
-            overflow = overflow | (sound == False)  # noqa: E712
-            return (
-                micro_step,
-                optimizer_step,
-                skipped,
-                weight,
-                overflow,
-                loss_scale,
-                tracker,
-            )
-        return state
+        if not self.has_size_function or self.workers is not None:
+            return state
+        is_sound = self.size_code[STEPS] * self.notes.terms.value()[STEPS] >= 1
+        zero = state[MICRO_STEP]
+        weight = where(is_sound, state[WEIGHT], ops.zeros_like(state[WEIGHT]))
+        overflow = state[OVERFLOW] | (is_sound == False)  # noqa: E712
+        return (zero, zero, zero, weight, overflow, state[LOSS_SCALE], zero)
 
-    def fits(self, state: Fields, finite: Tensor, options: Options) -> Tensor:
+    def fits(self, state: Fields, is_finite: Tensor) -> Tensor:
         if self.storage.narrowed:
-            divides = kit.divisor(state, options, where)
-            finite = finite & sums.compiled_fits(
-                self.storage.sums, self.handed_over(divides), self.storage.handed
+            divisor = kit.divisor(state, self.options, where)
+            is_finite = is_finite & gradient_sum.compiled_fits(
+                self.storage.sums,
+                self.without_inner_scale(divisor),
+                self.storage.gradient_dtypes,
             )
-        return finite
+        return is_finite
 
     def apply(self, update: Update) -> bool:
-        if self.notes.apply:
+        if self.notes.is_applied:
             update(self.gradients(self.notes.divisor.value()))
         return True
 
-    def finish(self, untold: bool) -> bool:
-        """Clear the sums, assign the state after the window and its last event;
-        `untold` as for `close`.
-        """
-        notes = self.notes
-        apply, overflow = notes.applied & self.true, notes.overflow & self.true
-        before, grad_norm = self.read(), notes.grad_norm.value()
-        loss = self.storage.knowledge.compiled_after(before)
-        if untold and self.workers is None:
-            loss = self.unknown
-        after = kit.close(before, apply, overflow, self.options, where)
-        sums.compiled_clear(self.storage.sums, after[WEIGHT])
+    def gradients(self, divisor: Tensor) -> tuple[Tensor, ...]:
+        return gradient_sum.compiled_divided(
+            self.storage.sums,
+            self.without_inner_scale(divisor),
+            self.storage.gradient_dtypes,
+        )
+
+    def without_inner_scale(self, divisor: Tensor) -> Tensor:
+        if self.storage.inner_scale == 1:
+            return divisor
+        return divisor / self.inner_scale
+
+    def finish(self, is_loss_missing: bool) -> bool:
+        """Clear the sums, and assign the state after the window and its event."""
+        apply = self.notes.applied & self.true
+        overflow = self.notes.overflow & self.true
+        grad_norm = self.notes.grad_norm.value()
+        state = self.read()
+        losses = self.storage.window_loss.compiled_after_window(state)
+        if is_loss_missing and self.workers is None:
+            losses = self.no_loss
+        after = kit.close(state, apply, overflow, self.options, where)
+        gradient_sum.compiled_clear(self.storage.sums, after[WEIGHT])
         if self.workers is not None:
             self.workers.window_ended()
-        ops.assign(self.storage.knowledge.loss, loss)
-        self.write_empty(self.event(apply, apply == False, overflow, grad_norm))  # noqa: E712
+        ops.assign(self.storage.window_loss.loss, losses)
+        skipped = apply == False  # noqa: E712
+        self.write_empty(self.event(apply, skipped, overflow, grad_norm))
         return self.write_counters(after)
 
     def flush(self, update: Update) -> Tensor:
@@ -658,33 +642,16 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         if is_open:
             self.close(update, False)
         else:
-            self.write_nothing_done()
+            self.write_event(self.empty_event())
         return is_open
 
-    def write_nothing_done(self) -> Tensor:
-        never = self.storage.micro_step.value() < 0
-        return self.write_event(self.event(never, never, never, self.grad_norm()))
-
     def discard(self) -> bool:
+        """Forget the open window."""
         state = kit.discard(self.read())
-        never = state[MICRO_STEP] < 0
-        event = self.event(never, never, never, self.grad_norm())
-        loss = self.storage.knowledge.compiled_forgotten()
-        ops.assign(self.storage.knowledge.loss, loss)
-        sums.compiled_clear(self.storage.sums, state[WEIGHT])
+        event = self.empty_event()
+        losses = self.storage.window_loss.compiled_with_total(self.zero, self.zero)
+        ops.assign(self.storage.window_loss.loss, losses)
+        gradient_sum.compiled_clear(self.storage.sums, state[WEIGHT])
         if self.workers is not None:
             self.workers.window_ended()
         return self.write_open(state, event)
-
-    def gradients(self, divides: Tensor) -> tuple[Tensor, ...]:
-        return sums.divide(
-            self.storage.sums, self.handed_over(divides), self.storage.handed
-        )
-
-    def handed_over(self, divides: Tensor) -> Tensor:
-        """Return `divides` without the scale that the inner optimizer divides by
-        itself.
-        """
-        if self.storage.inner_scale == 1:
-            return divides
-        return divides / self.inner_scale

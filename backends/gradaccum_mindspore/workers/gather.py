@@ -85,10 +85,8 @@ class GatherItems(nn.Cell):  # type: ignore[misc]
         self.rank, self.workers = require_group(group)
         if self.workers > 1:
             name = GlobalComm.WORLD_COMM_GROUP if group is None else group
-            self.gather, self.add_up = (
-                ops.AllGather(name),
-                ops.AllReduce(ops.ReduceOp.SUM, name),
-            )
+            self.gather = ops.AllGather(name)
+            self.add_up = ops.AllReduce(ops.ReduceOp.SUM, name)
 
     def construct(self, x: Tensor) -> Tensor:
         if self.workers == 1:

@@ -6,24 +6,28 @@ end of the window adds up the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor
 
-from gradaccum import ArgumentTypeError, CheckpointError
+from gradaccum import ArgumentTypeError, CheckpointError, kit
 from gradaccum.kit import FIELD_DTYPES, State, explain
-from gradaccum.kit import redistributed as redistributed_fields
-from gradaccum_mindspore.saving import SPREAD, saved_place
-from gradaccum_mindspore.statistics import LOSS
-from gradaccum_mindspore.sums import ARRAYS, Array, hidden_parameter, working_dtype
-from gradaccum_mindspore.window.state import (
+from gradaccum_mindspore.extensions import LOSS
+from gradaccum_mindspore.gradient_sum import (
+    ARRAYS,
+    Array,
+    hidden_parameter,
+    working_dtype,
+)
+from gradaccum_mindspore.saving import REDISTRIBUTED, saved_place
+from gradaccum_mindspore.state import (
+    ALL_WORKERS,
     GRAD_NORM,
-    OF_ALL,
-    OWN,
-    SHARED,
+    THIS_WORKER,
+    WORKERS,
     Saved,
     prefixes_in,
     suffixes,
@@ -62,173 +66,164 @@ def redistributed(
     if isinstance(states, Mapping) or not all(
         state is None or isinstance(state, Mapping) for state in states
     ):
-        found = f"an object of type {type(states).__name__}"
-        fix = (
-            "Write redistributed([mindspore.load_checkpoint(file) for file in files],"
-            " workers)."
-        )
         raise explain(
             ArgumentTypeError,
             "states",
             expected="a list of dicts by name, one for each worker",
-            found=found,
-            fix=fix,
+            found=f"an object of type {type(states).__name__}",
+            fix="Write redistributed([mindspore.load_checkpoint(file) for file in"
+            " files], workers).",
         )
-    held = {rank: state for rank, state in enumerate(states) if state is not None}
-    left = list(held.values())
-    prefixes = prefixes_in(left[0]) if left else ()
-    if left and not prefixes:
-        found, fix = (
-            "none",
-            "Save the whole optimizer: mindspore.save_checkpoint(optimizer, file).",
-        )
+    by_rank = {rank: state for rank, state in enumerate(states) if state is not None}
+    saved_states = list(by_rank.values())
+    if not saved_states:
+        kit.redistributed([], workers)
+    first = saved_states[0]
+    prefixes = prefixes_in(first)
+    if not prefixes:
         raise explain(
             CheckpointError,
             "states",
             expected="the states of a wrapped optimizer",
-            found=found,
-            fix=fix,
+            found="none",
+            fix="Save the whole optimizer: mindspore.save_checkpoint(optimizer, file).",
         )
-    changed: list[dict[str, Tensor]] = [{} for _ in range(max(workers, 0))]
-    for prefix in prefixes or ("gradaccum",):
-        _require_all_workers(held, len(states), prefix)
-        for rank, entries in enumerate(_window(left, prefix, workers)):
-            changed[rank].update(entries)
-    first = dict(left[0])
-    return [
-        {
-            **first,
-            **{name: hidden_parameter(value, name) for name, value in entries.items()},
-        }
-        for entries in changed
-    ]
+    new_states: list[dict[str, Entry]] = [dict(first) for _ in range(max(workers, 0))]
+    for prefix in prefixes:
+        require_all_workers(by_rank, len(states), prefix)
+        windows = redistributed_window(saved_states, prefix, workers)
+        for new_state, entries in zip(new_states, windows, strict=True):
+            for name, value in entries.items():
+                new_state[name] = hidden_parameter(value, name)
+    return new_states
 
 
-def _window(
-    states: Sequence[Saved], prefix: str, workers: int
-) -> Iterator[dict[str, Tensor]]:
-    fields = [_fields(state, prefix) for state in states]
-    if states and saved_place(states[0], prefix).held == OF_ALL:
-        # Each holds the whole window: the first one's counts.
-        fields[1:] = [each._replace(weight=0.0, overflow=False) for each in fields[1:]]
-        states = [states[0]]
-    new = redistributed_fields(fields, workers)
-    most = states[max(range(len(states)), key=lambda index: fields[index].micro_step)]
-    totals = dict(_totals(states, prefix))
-    for rank, state in enumerate(new):
-        entries = {
-            f"{prefix}.{field}": _like(states[0], f"{prefix}.{field}", value)
-            for field, value in state._asdict().items()
-        }
-        entries[f"{prefix}.terms"] = _like(
-            most, f"{prefix}.terms", most[f"{prefix}.terms"].asnumpy()
-        )
-        entries[f"{prefix}.last_event"] = _event(
-            states[0], prefix, is_open=state.micro_step > 0
-        )
-        losses = _losses(states, prefix, first=rank == 0)
-        entries[f"{prefix}.{LOSS}"] = _like(states[0], f"{prefix}.{LOSS}", losses)
-        entries[f"{prefix}.{SHARED}"], entries[f"{prefix}.{SPREAD}"] = (
-            Tensor([OWN, rank, workers], ms.int32),
-            Tensor(True),
-        )
-        entries.update(
-            (name, total if rank == 0 else Tensor(np.zeros(total.shape), total.dtype))
-            for name, total in totals.items()
-        )
-        yield entries
-
-
-def _require_all_workers(states: Mapping[int, Saved], total: int, prefix: str) -> None:
-    places = [saved_place(state, prefix) for state in states.values()]
-    if [place[1:] for place in places] != [(rank, total) for rank in states]:
-        found = ", ".join(f"rank {place.rank} of {place.workers}" for place in places)
-        fix = (
-            "Pass what every worker saved, in the order of their ranks, and None for a"
-            " worker that was lost."
-        )
+def require_all_workers(
+    by_rank: Mapping[int, Saved], workers: int, prefix: str
+) -> None:
+    """Raise unless these are states of all workers, by rank, and of one moment."""
+    places = [saved_place(state, prefix) for state in by_rank.values()]
+    expected_places = [(rank, workers) for rank in by_rank]
+    if [(place.rank, place.workers) for place in places] != expected_places:
+        ranks = [f"rank {place.rank} of {place.workers}" for place in places]
         raise explain(
             CheckpointError,
             "states",
             expected="the states of all workers, by rank",
-            found=found,
-            fix=fix,
+            found=", ".join(ranks),
+            fix="Pass what every worker saved, in the order of their ranks, and None"
+            " for a worker that was lost.",
         )
-    if len({place.held for place in places}) > 1:
-        fix = "Load what the workers saved between the same two updates."
+    if len({place.owner for place in places}) > 1:
         raise explain(
             CheckpointError,
             "states",
             expected="states of one moment",
             found="some from a window's end",
-            fix=fix,
+            fix="Load what the workers saved between the same two updates.",
         )
 
 
-def _fields(state: Saved, prefix: str) -> State:
+def redistributed_window(
+    saved_states: Sequence[Saved], prefix: str, workers: int
+) -> list[dict[str, Tensor]]:
+    """Return the entries of one wrapped optimizer's window for each new worker."""
+    fields = [fields_of(state, prefix) for state in saved_states]
+    if saved_place(saved_states[0], prefix).owner == ALL_WORKERS:
+        # Each holds the window of all: the first one's counts.
+        nothing = {"weight": 0.0, "overflow": False}
+        fields[1:] = [state._replace(**nothing) for state in fields[1:]]
+        saved_states = saved_states[:1]
+    first = saved_states[0]
+    micro_steps = [state.micro_step for state in fields[: len(saved_states)]]
+    fullest = saved_states[micro_steps.index(max(micro_steps))]
+    totals = totals_of(saved_states, prefix)
+    total_loss, weight_with_loss, last_loss = losses_of(saved_states, prefix)
+    windows = []
+    for rank, state in enumerate(kit.redistributed(fields, workers)):
+        entries = {
+            f"{prefix}.{field}": like(first, f"{prefix}.{field}", value)
+            for field, value in state._asdict().items()
+        }
+        terms = f"{prefix}.terms"
+        entries[terms] = like(fullest, terms, fullest[terms].asnumpy())
+        event = first[f"{prefix}.last_event"].asnumpy().copy()
+        if state.micro_step > 0:
+            event[:GRAD_NORM] = 0
+        entries[f"{prefix}.last_event"] = Tensor(event)
+        losses = [0.0, 0.0, last_loss]
+        if rank == 0:
+            losses = [total_loss, weight_with_loss, last_loss]
+        entries[f"{prefix}.{LOSS}"] = like(first, f"{prefix}.{LOSS}", np.array(losses))
+        place = Tensor([THIS_WORKER, rank, workers], ms.int32)
+        entries[f"{prefix}.{WORKERS}"] = place
+        entries[f"{prefix}.{REDISTRIBUTED}"] = Tensor(True)
+        for name, total in totals.items():
+            zeros = Tensor(np.zeros(total.shape), total.dtype)
+            entries[name] = total if rank == 0 else zeros
+        windows.append(entries)
+    return windows
+
+
+def fields_of(state: Saved, prefix: str) -> State:
     return State(
         *(state[f"{prefix}.{field}"].asnumpy().item() for field in FIELD_DTYPES)
     )
 
 
-def _totals(states: Sequence[Saved], prefix: str) -> Iterator[tuple[str, Tensor]]:
+def losses_of(saved_states: Sequence[Saved], prefix: str) -> tuple[float, float, float]:
+    """Return the sum of the losses of all workers, their weight, and the last window's
+    loss.
+    """
+    parts = [state[f"{prefix}.{LOSS}"].asnumpy().tolist() for state in saved_states]
+    # Python adds the weights up like this too: they are equal if all losses are known.
+    total = sum(part[0] for part in parts)
+    weight = sum(part[1] for part in parts)
+    return total, weight, parts[0][2]
+
+
+def totals_of(saved_states: Sequence[Saved], prefix: str) -> dict[str, Tensor]:
     """Return the sums of the sums; the parameters they belong to must be the same on
     every worker.
     """
     sum_suffix, master_suffix = suffixes(prefix)
-    for name in [name for name in states[0] if name.endswith(sum_suffix)]:
-        own = name.removesuffix(sum_suffix)
-        for twin in (own, own + master_suffix):
-            if twin in states[0]:
-                _require_one_value(twin, [_array(state[twin]) for state in states])
-        total = _array(states[0][name])
-        for other in states[1:]:
-            total = total + _array(other[name])
-        yield name, Tensor(total, states[0][name].dtype)
+    first = saved_states[0]
+    totals = {}
+    for sum_name in [name for name in first if name.endswith(sum_suffix)]:
+        name = sum_name.removesuffix(sum_suffix)
+        for copied_name in (name, name + master_suffix):
+            if copied_name in first:
+                arrays = [array_of_entry(state[copied_name]) for state in saved_states]
+                require_one_value(copied_name, arrays)
+        total = array_of_entry(first[sum_name])
+        for state in saved_states[1:]:
+            total = total + array_of_entry(state[sum_name])
+        totals[sum_name] = Tensor(total, first[sum_name].dtype)
+    return totals
 
 
-def _require_one_value(name: str, arrays: Sequence[Array]) -> None:
-    if not all(np.array_equal(arrays[0], other, equal_nan=True) for other in arrays):
-        expected, found = (
-            "one value on every worker, as copies have",
-            f"different ones, of the shapes {[each.shape for each in arrays]}",
-        )
-        fix = (
-            "Shards (layerwise_parallel) resume on as many workers, each with its own"
-            " file; copies: save between the same two updates."
-        )
+def require_one_value(name: str, arrays: Sequence[Array]) -> None:
+    first = arrays[0]
+    if not all(np.array_equal(first, array, equal_nan=True) for array in arrays):
+        shapes = [array.shape for array in arrays]
         raise explain(
-            CheckpointError, repr(name), expected=expected, found=found, fix=fix
+            CheckpointError,
+            repr(name),
+            expected="one value on every worker, as copies have",
+            found=f"different ones, of the shapes {shapes}",
+            fix="Shards (layerwise_parallel) resume on as many workers, each with its"
+            " own file; copies: save between the same two updates.",
         )
 
 
-def _array(entry: Entry) -> Array:
+def array_of_entry(entry: Entry) -> Array:
+    """Return an entry as NumPy reads it; bfloat16, which NumPy has not, as float32."""
     work = working_dtype(entry.dtype)
-    array: Array = (
-        (entry if entry.dtype in ARRAYS else entry.astype(work))
-        .asnumpy()
-        .astype(ARRAYS.get(work), copy=False)
-    )
+    if entry.dtype not in ARRAYS:
+        entry = entry.astype(work)
+    array: Array = entry.asnumpy().astype(ARRAYS.get(work), copy=False)
     return array
 
 
-def _like(state: Saved, name: str, value: object) -> Tensor:
+def like(state: Saved, name: str, value: object) -> Tensor:
     return Tensor(value, state[name].dtype)
-
-
-def _losses(states: Sequence[Saved], prefix: str, *, first: bool) -> Array:
-    """Return the losses of a new worker: the first one has those of all."""
-    parts = [state[f"{prefix}.{LOSS}"].asnumpy().astype(np.float64) for state in states]
-    *_, last = parts[0]
-    # Python adds the weights up like this too: they are equal if all losses were told.
-    total, told = (
-        sum(float(part[index]) if first else 0.0 for part in parts) for index in (0, 1)
-    )
-    return np.array([total, told, last])
-
-
-def _event(state: Saved, prefix: str, *, is_open: bool) -> Tensor:
-    event = state[f"{prefix}.last_event"].asnumpy().copy()
-    if is_open:
-        event[:GRAD_NORM] = 0
-    return Tensor(event)

@@ -27,7 +27,7 @@ from gradaccum_mindspore import (
     load_checkpoint_into,
     redistributed,
 )
-from gradaccum_mindspore.workers.group import Bucket
+from gradaccum_mindspore.workers.collectives import Bucket
 
 WORKERS, SIZES = 3, (3, 2**18)
 """The second parameter's sum is a message of its own."""

@@ -26,7 +26,7 @@ from gradaccum_mindspore import (
     load_checkpoint_into,
     redistributed,
 )
-from gradaccum_mindspore.workers.group import added_up
+from gradaccum_mindspore.workers.collectives import sum_over_workers
 
 STEPS, OWN, CLASSES = 2, 3, (5, 3)
 """Micro-batches of a window, items of each on each worker, classes of each worker."""
@@ -263,7 +263,7 @@ def float64_items_are_gathered_exactly(rank: int) -> None:
             [np.inf, -np.inf, np.nan, np.inf, 0.0] * WORLD,
         )
     np.testing.assert_array_equal(
-        added_up(extremes[:4]), [np.inf, -np.inf, np.nan, np.inf]
+        sum_over_workers(extremes[:4]), [np.inf, -np.inf, np.nan, np.inf]
     )
     set_mode("pynative")
 

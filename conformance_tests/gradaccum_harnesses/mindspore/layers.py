@@ -12,7 +12,7 @@ from typing import Any
 import mindspore as ms
 from mindspore import Parameter, Tensor, nn, ops
 
-from gradaccum_mindspore.sums import working_dtype, write
+from gradaccum_mindspore.gradient_sum import working_dtype, write
 
 
 class Affine(nn.Cell):  # type: ignore[misc]

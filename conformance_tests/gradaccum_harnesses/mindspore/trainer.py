@@ -26,7 +26,7 @@ from gradaccum_conformance.specs import (
 )
 from gradaccum_conformance.specs import Attention as AttentionSpec
 from gradaccum_harnesses.mindspore import layers
-from gradaccum_mindspore.sums import write
+from gradaccum_mindspore.gradient_sum import write
 
 MASTER = ".gradaccum.master"
 

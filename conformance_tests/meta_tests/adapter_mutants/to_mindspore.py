@@ -9,9 +9,8 @@ from .planting import OWN, SUITE, Mutant
 MUTANTS = (
     Mutant(
         "leave_the_sums_of_a_discarded_window",
-        "        self.clear()\n       "
-        " self.storage.knowledge.push(self.storage.knowledge.forgotten())\n",
-        "        self.storage.knowledge.push(self.storage.knowledge.forgotten())\n",
+        "        self.clear()\n        window_loss = self.storage.window_loss\n",
+        "        window_loss = self.storage.window_loss\n",
         SUITE + "test_windows.py::test_discard_forgets_the_window",
         "pynative",
     ),
@@ -31,75 +30,61 @@ MUTANTS = (
     ),
     Mutant(
         "add_what_is_dropped",
-        "        added = gradients if adds else (None,) * len(gradients)\n",
-        "        added = gradients\n",
+        "            if is_added:\n",
+        "            if True:\n",
         SUITE + "test_overflow.py::test_drop_in_every_mode",
         "pynative",
     ),
     Mutant(
         "apply_what_is_to_be_skipped",
-        "        if decision.apply:\n            update.require_in_place()",
-        "        if True:\n            update.require_in_place()",
+        "        if decision.apply:\n            update.require_effect()",
+        "        if True:\n            update.require_effect()",
         SUITE + "test_overflow.py::test_overflow_in_every_mode",
         "pynative",
     ),
     Mutant(
         "leave_the_loss_scale",
         (
-            "            kit.close(\n"
-            "                state, decision.apply, decision.overflow, self.options, kit.select\n"
-            "            ),\n"
-            "            state,\n"
+            "        closed = kit.close(\n"
+            "            state, decision.apply, decision.overflow, self.options, kit.select\n"
         ),
-        "            kit.close(state, decision.apply, False, self.options, kit.select), state\n",
+        (
+            "        closed = kit.close(\n"
+            "            state, decision.apply, False, self.options, kit.select\n"
+        ),
         SUITE + "test_loss_scale.py::test_scale_moves_once_per_window",
         "pynative",
     ),
     Mutant(
         "forget_what_float16_holds",
-        "return norm, finite and self.fits(ending, options, norm)",
-        "return norm, finite",
+        "return norm, is_finite and self.fits(ending, options, norm)",
+        "return norm, is_finite",
         SUITE + "test_half_precision.py::test_sum_at_the_edge_of_float16",
         "pynative",
     ),
     Mutant(
         "leave_the_model_behind_its_masters",
-        "        if self.rounds:\n            self.masters()\n",
+        "        if self.has_masters:\n            self.masters()\n",
         "",
         SUITE + "test_master_weights.py::test_small_updates_add_up",
         "pynative",
     ),
     Mutant(
         "resume_under_any_terms",
-        "    for field, value in zip(FIELD_DTYPES, resumed(saved, terms, own),"
-        " strict=True):\n",
-        "    for field, value in zip(FIELD_DTYPES, saved, strict=True):\n",
+        "    state = kit.resumed(saved_state, terms, options)\n",
+        "    state = saved_state\n",
         SUITE + "test_resuming.py::test_open_window_refuses_other_options",
     ),
     Mutant(
         "load_no_sum",
         (
-            "        write(\n"
-            "            parameter,\n"
-            "            Tensor(\n"
-            "                changed[name] if name in changed else parameter_dict[name].asnumpy(),\n"
-            "                parameter.dtype,\n"
-            "            ),\n"
-            "        )\n"
+            "            value = parameter_dict[name].asnumpy()\n"
+            "        write(parameter, Tensor(value, parameter.dtype))\n"
         ),
         (
-            "        if not name.endswith(next(_storages(cell)).suffix):\n"
-            "            write(\n"
-            "                parameter,\n"
-            "                Tensor(\n"
-            "                    (\n"
-            "                        changed[name]\n"
-            "                        if name in changed\n"
-            "                        else parameter_dict[name].asnumpy()\n"
-            "                    ),\n"
-            "                    parameter.dtype,\n"
-            "                ),\n"
-            "            )\n"
+            "            value = parameter_dict[name].asnumpy()\n"
+            "        if not name.endswith(storages[0].sum_suffix):\n"
+            "            write(parameter, Tensor(value, parameter.dtype))\n"
         ),
         SUITE + "test_checkpoint.py::test_resume_in_every_mode",
         "pynative",
@@ -123,15 +108,15 @@ MUTANTS = (
     ),
     Mutant(
         "forget_a_worker_s_overflow",
-        "                state.overflow,\n",
-        "                False,\n",
+        "            state.overflow,\n            state.micro_step,\n",
+        "            False,\n            state.micro_step,\n",
         SUITE + "test_workers_limits.py::test_one_worker_drops_a_micro_batch",
         "pynative",
     ),
     Mutant(
         "leave_the_sums_of_a_closed_window",
-        "        self.clear()\n        self.storage.knowledge.push(losses)\n",
-        "        self.storage.knowledge.push(losses)\n",
+        "        self.clear()\n        self.storage.window_loss.write(losses)\n",
+        "        self.storage.window_loss.write(losses)\n",
         SUITE + "test_optimizers.py",
         "pynative",
     ),
@@ -144,43 +129,39 @@ MUTANTS = (
     ),
     Mutant(
         "compiled_window_leaves_its_sums",
-        "        sums.compiled_clear(self.storage.sums, after[WEIGHT])\n",
+        "        gradient_sum.compiled_clear(self.storage.sums, after[WEIGHT])\n",
         "",
         SUITE + "test_overflow.py::test_overflow_in_every_mode",
         "jit",
     ),
     Mutant(
         "compiled_window_applies_what_is_to_be_skipped",
-        "        ops.assign(self.apply, apply)\n",
-        "        ops.assign(self.apply, apply == apply)\n",
+        "        ops.assign(self.is_applied, apply)\n",
+        "        ops.assign(self.is_applied, apply == apply)\n",
         SUITE + "test_overflow.py::test_overflow_in_every_mode",
         "jit",
     ),
     Mutant(
         "compiled_window_adds_without_the_weight",
         (
-            "        sums.compiled_add(\n"
-            "            self.storage.sums, gradients, None if weight is None else factor, adds\n"
+            "        gradient_sum.compiled_add(\n"
+            "            self.storage.sums, gradients, None if weight is None else factor, is_added\n"
             "        )\n"
         ),
-        "        sums.compiled_add(self.storage.sums, gradients, None, adds)\n",
+        "        gradient_sum.compiled_add(self.storage.sums, gradients, None, is_added)\n",
         SUITE + "test_weights.py::test_gradient_follows_the_definition",
         "jit",
     ),
     Mutant(
         "compiled_window_keeps_what_is_discarded",
-        "        sums.compiled_clear(self.storage.sums, state[WEIGHT])\n",
+        "        gradient_sum.compiled_clear(self.storage.sums, state[WEIGHT])\n",
         "",
         OWN + "test_mindspore_calls.py::test_flush_and_discard_inside_jit",
     ),
     Mutant(
         "take_a_part_of_the_losses_for_all",
-        (
-            "        loss = kit.window_loss(\n"
-            "            total if told == state.weight else math.nan, ending, options, kit.select\n"
-            "        )\n"
-        ),
-        "        loss = kit.window_loss(total, ending, options, kit.select)\n",
+        "        return total if weight_with_loss == state.weight else math.nan\n",
+        "        return total\n",
         SUITE + "test_knowledge.py::test_window_with_a_missing_loss_has_none",
     ),
     Mutant(
@@ -199,10 +180,10 @@ MUTANTS = (
     Mutant(
         "let_the_inner_optimizer_be_called",
         (
-            "        self.own, self.guard = vars(inner), MethodType(_guarded, inner)\n"
-            '        self.own["construct"] = self.guard\n'
+            '        self.inner_attributes["construct"] = self.guard\n'
+            "        # In graph mode"
         ),
-        "        self.own, self.guard = vars(inner), MethodType(_guarded, inner)\n",
+        "        # In graph mode",
         OWN + "test_mindspore_everyday.py::test_inner_optimizer_is_not_called",
     ),
     Mutant(
@@ -214,7 +195,7 @@ MUTANTS = (
     ),
     Mutant(
         "say_nothing_of_moved_rates",
-        "        if self._rates is not None:\n",
+        "        if is_changed:\n",
         "        if False:\n",
         OWN + "test_mindspore_schedule.py::test_ungated_scheduler_is_said_once",
     ),
@@ -233,13 +214,13 @@ MUTANTS = (
     ),
     Mutant(
         "leave_the_event_at_an_empty_compiled_flush",
-        "            self.write_nothing_done()\n",
+        "            self.write_event(self.empty_event())\n",
         "            pass\n",
         OWN + "test_mindspore_calls.py::test_flush_and_discard_inside_jit",
     ),
     Mutant(
         "let_the_epoch_s_flush_change_the_result",
-        "            storage.put_event_back(last_event)\n",
+        "            write_numbers(storage.last_event, last_event)\n",
         "            pass\n",
         OWN + "test_mindspore_training.py::test_callback_behind_sees_every_update",
     ),
@@ -251,14 +232,17 @@ MUTANTS = (
     ),
     Mutant(
         "keep_masters_of_weights_that_were_replaced",
-        "                    ops.assign(master, weights)\n",
-        "                    pass\n",
+        "                ops.assign(master, weights)\n",
+        "                pass\n",
         OWN + "test_mindspore_masters.py::test_weights_that_are_loaded_after_wrapping",
     ),
     Mutant(
         "take_the_loss_for_the_weight_in_compiled_code",
-        "        checks.compiled_told_apart(len(counted), dtype, weight is None, loss"
-        " is None)\n",
+        (
+            "        checks.check_compiled_named(\n"
+            "            len(weight_and_loss), dtype, weight is not None, loss is not None\n"
+            "        )\n"
+        ),
         "",
         OWN + "test_mindspore_everyday.py::test_loss_in_the_weight_s_place",
     ),

@@ -10,7 +10,7 @@ raised; `forget_recorded` ends that.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, partial
 from importlib import import_module
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import mindspore as ms
-from mindspore import Tensor, nn
+from mindspore import Parameter, Tensor, nn
 from mindspore._c_expression import pi_jit_set_context
 
 import gradaccum
@@ -74,7 +74,22 @@ def _on_cpu() -> bool:
     return bool(ms.get_context("device_target") == "CPU")
 
 
-class OwnPhase(nn.Cell):  # type: ignore[misc]
+def call_when_saved(parameter: Parameter, function: Callable[[], None]) -> None:
+    """Call `function` whenever `parameter` is saved, and before it runs for the first
+    time.
+
+    MindSpore has no hook for saving, but calls this method of every Parameter.
+    """
+    init_data = parameter.init_data
+
+    def noted_init_data(*args: Any, **named: Any) -> Parameter:
+        function()
+        return init_data(*args, **named)
+
+    parameter.init_data = noted_init_data
+
+
+class QuietPhase(nn.Cell):  # type: ignore[misc]
     """A Cell that does not tell the cells below it which program was called;
     MindSpore's setter does, for the time of ten operators.
     """
@@ -111,14 +126,11 @@ def skip_in_bytecode() -> None:
 def refuse_trace() -> None:
     if jit_trace._using_trace:
         _stop_tracing()
-        expected = (
-            "'ast' or 'bytecode' around a wrapped optimizer, because a trace repeats"
-            " the operators of the first micro-batch"
-        )
         raise explain(
             UsageError,
             "capture_mode",
-            expected=expected,
+            expected="'ast' or 'bytecode' around a wrapped optimizer, because a trace"
+            " repeats the operators of the first micro-batch",
             found="trace",
             fix="Write @mindspore.jit.",
         )

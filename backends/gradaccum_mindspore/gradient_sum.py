@@ -2,10 +2,10 @@
 2-norm.
 
 Functions with ``compiled_`` in their name run where the state is a Tensor
-(`mindspore.jit`, graph mode). `scaled`, `parts`, `all_finite`, `divided`, `clear` and
-`measure` run in PyNative. There an operator takes tenths of a millisecond, since
-MindSpore hands it to another thread; NumPy, which reads a CPU tensor's memory without a
-copy, takes microseconds. Another device, and bfloat16, have MindSpore's operators.
+(`mindspore.jit`, graph mode). `scaled`, `all_finite`, `divided`, `clear` and `measure`
+run in PyNative. There an operator takes tenths of a millisecond, because MindSpore
+hands it to another thread; NumPy, which reads a CPU tensor's memory without a copy,
+takes microseconds. Another device, and bfloat16, have MindSpore's operators.
 
 Only `write` and `add_into` write. In PyNative ``Tensor.add_`` and its like leave a
 Parameter as it was, and a compiled function does not see ``set_data``. A sum is zero
@@ -16,17 +16,12 @@ graph, of the model's size.
 Arithmetic on a half-precision sum runs in float32, and the result is rounded as it is
 written: MindSpore has few bfloat16 operators on a CPU, and float16 does not hold a
 factor such as 2^16.
-
-One pass over the sums squares and adds. If squares overflow or vanish, a second pass
-divides by the largest magnitude first. For hundreds of sums the norm was half of the
-time to compile a step, so `Packed` joins the small sums.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any, TypeAlias
 
@@ -61,9 +56,9 @@ FLOATS = {
     "float64": ms.float64,
 }
 
-each: Callable[..., tuple[Any, ...]] = ops.HyperMap()
-"""``each(function, trees...)``: a tuple of `function`'s results for the leaves side by
-side. A loop with an ``if`` took minutes to compile for 200 parameters.
+map_over: Callable[..., tuple[Any, ...]] = ops.HyperMap()
+"""``map_over(function, trees...)``: a tuple of `function`'s results for the leaves side
+by side. A loop with an ``if`` took minutes to compile for 200 parameters.
 """
 cast: Callable[[Tensor, DType], Tensor] = ops.Cast()
 """``cast(tensor, dtype)``: the tensor itself if it has the dtype. One operator, where
@@ -81,18 +76,15 @@ def where(condition: Tensor, a: Number, b: Number) -> Tensor:
     return ops.where(condition, a, b)
 
 
-def sum_dtype(own: DType, asked: object) -> DType:
-    if asked is None:
-        return ms.float32 if own in HALF else own
-    name = (
-        asked
-        if isinstance(asked, str)
-        else getattr(asked, "__name__", None) or str(asked)
-    )
-    for key, dtype in FLOATS.items():
-        if asked is dtype or asked == dtype or name == key:
-            return dtype
-    raise accumulate_dtype_error(asked)
+def sum_dtype(dtype: DType, accumulate_dtype: object) -> DType:
+    """Return the dtype of the sum for a parameter of `dtype`."""
+    if accumulate_dtype is None:
+        return ms.float32 if dtype in HALF else dtype
+    name = str(getattr(accumulate_dtype, "__name__", accumulate_dtype))
+    for known_name, known_dtype in FLOATS.items():
+        if accumulate_dtype == known_dtype or name == known_name:
+            return known_dtype
+    raise accumulate_dtype_error(accumulate_dtype)
 
 
 def working_dtype(dtype: DType) -> DType:
@@ -115,23 +107,45 @@ def add_into(total: Parameter, part: Tensor) -> None:
     else:
         # `addn` does not broadcast what a compiled bprop returned in another shape, as
         # + would.
-        write(
-            total,
-            cast(
-                ops.addn((cast(total, ms.float32), cast(part, ms.float32))), total.dtype
-            ),
-        )
+        wide = ops.addn((cast(total, ms.float32), cast(part, ms.float32)))
+        write(total, cast(wide, total.dtype))
+
+
+def narrows(sum_dtype: DType, gradient_dtype: DType) -> bool:
+    """True if a finite sum can be an inf in the dtype of the gradient; for the compiler
+    to follow too.
+    """
+    loses_range: bool = gradient_dtype == ms.float16 or (
+        sum_dtype == ms.float64 and gradient_dtype != ms.float64
+    )
+    return loses_range
+
+
+def fits(total: Parameter, divisor: Tensor, dtype: DType) -> Tensor:
+    """True if all of ``sum / divisor`` is finite in `dtype`, a bool Tensor of shape ().
+
+    Rounding is monotone, so the largest element decides.
+    """
+    work = working_dtype(total.dtype)
+    largest = ops.abs(cast(total, work)).max() / cast(divisor, work)
+    return ops.isfinite(cast(cast(largest, dtype), ms.float32))
+
+
+# In compiled code. A scalar is a Tensor of shape ().
 
 
 def compiled_add(
-    sums: Sums, gradients: Gradients, factor: Tensor | None, adds: Tensor | None
+    sums: Sums, gradients: Gradients, factor: Tensor | None, is_added: Tensor | None
 ) -> tuple[bool, ...]:
-    return each(ops.partial(_add, factor, adds), sums, gradients)
+    """Add ``factor * gradient`` to each sum, if `is_added`; None stands for 1 and
+    True.
+    """
+    return map_over(ops.partial(_add, factor, is_added), sums, gradients)
 
 
 def _add(
     factor: Tensor | None,
-    adds: Tensor | None,
+    is_added: Tensor | None,
     total: Parameter,
     gradient: Tensor | None,
 ) -> bool:
@@ -140,101 +154,65 @@ def _add(
     part = cast(cast(gradient, total.dtype), working_dtype(total.dtype))
     if factor is not None:
         part = compiled_scaled(gradient, factor, total.dtype)
-    if adds is not None:
-        part = ops.where(adds, part, ops.zeros_like(part))
+    if is_added is not None:
+        part = ops.where(is_added, part, ops.zeros_like(part))
     add_into(total, cast(part, total.dtype))
     return True
 
 
 def compiled_scaled(gradient: Tensor, factor: Tensor, dtype: DType) -> Tensor:
-    """Return ``factor * gradient`` rounded to `dtype`, in its working dtype; `factor`
-    is a scalar.
-    """
+    """Return ``factor * gradient`` rounded to `dtype`, in its working dtype."""
     work = working_dtype(dtype)
     return cast(cast(cast(gradient, work) * cast(factor, work), dtype), work)
 
 
 def compiled_finite(sums: Sums, gradients: Gradients, factor: Tensor) -> Tensor:
-    """True if everything that `compiled_add` would add is finite, a bool Tensor of
-    shape ().
-    """
-    return ops.stack(each(ops.partial(_finite, factor), sums, gradients)).min() > 0
+    """True if everything that `compiled_add` would add is finite."""
+    return ops.stack(map_over(ops.partial(_finite, factor), sums, gradients)).min() > 0
 
 
 def _finite(factor: Tensor, total: Parameter, gradient: Tensor | None) -> Tensor:
     if gradient is None:
         return ops.ones_like(factor)
-    return cast(
-        ops.isfinite(compiled_scaled(gradient, factor, total.dtype)).all(), factor.dtype
-    )
+    part = compiled_scaled(gradient, factor, total.dtype)
+    return cast(ops.isfinite(part).all(), factor.dtype)
 
 
 def compiled_clear(sums: Sums, zero: Tensor) -> tuple[bool, ...]:
-    """Exact zeros by assignment; `zero` is a scalar."""
-    return each(ops.partial(_clear, zero), sums)
+    """Assign exact zeros."""
+    return map_over(ops.partial(_clear, zero), sums)
 
 
 def _clear(zero: Tensor, total: Parameter) -> bool:
-    write(
-        total,
-        cast(
-            ops.broadcast_to(cast(zero, working_dtype(total.dtype)), total.shape),
-            total.dtype,
-        ),
-    )
+    zeros = ops.broadcast_to(cast(zero, working_dtype(total.dtype)), total.shape)
+    write(total, cast(zeros, total.dtype))
     return True
 
 
-def divide(sums: Sums, divisor: Tensor, dtypes: Sequence[DType]) -> tuple[Tensor, ...]:
-    """Return ``sum / divisor``, each in the dtype of `dtypes` for the inner optimizer;
-    `divisor` is a scalar.
-    """
-    return each(ops.partial(_divide, divisor), sums, dtypes)
+def compiled_divided(
+    sums: Sums, divisor: Tensor, dtypes: Sequence[DType]
+) -> tuple[Tensor, ...]:
+    """Return ``sum / divisor``, each in the dtype of `dtypes`."""
+    return map_over(ops.partial(_divided, divisor), sums, dtypes)
 
 
-def _divide(divisor: Tensor, total: Parameter, dtype: DType) -> Tensor:
+def _divided(divisor: Tensor, total: Parameter, dtype: DType) -> Tensor:
     work = working_dtype(total.dtype)
     return cast(cast(total, work) / cast(divisor, work), dtype)
 
 
-def multiply(sums: Sums, factor: Tensor, dtypes: Sequence[DType]) -> tuple[Tensor, ...]:
-    """Return ``sum * factor``, as `divide`, which takes four times as long on a CPU."""
-    return each(ops.partial(_multiply, factor), sums, dtypes)
-
-
-def _multiply(factor: Tensor, total: Parameter, dtype: DType) -> Tensor:
-    work = working_dtype(total.dtype)
-    return cast(cast(total, work) * cast(factor, work), dtype)
-
-
-def narrows(own: DType, handed: DType) -> bool:
-    """True if a finite sum of dtype `own` can be an inf in the dtype `handed`; for the
-    compiler to follow too.
-    """
-    loses_range: bool = handed == ms.float16 or (
-        own == ms.float64 and handed != ms.float64
-    )
-    return loses_range
-
-
-def fits(total: Parameter, divisor: Tensor, dtype: DType) -> Tensor:
-    """True if all of ``sum / divisor`` is finite in `dtype`, a bool Tensor of shape ().
-
-    Rounding is monotone, so the largest element tells.
-    """
-    work = working_dtype(total.dtype)
-    largest = ops.abs(cast(total, work)).max() / cast(divisor, work)
-    return ops.isfinite(cast(cast(largest, dtype), ms.float32))
-
-
 def compiled_fits(sums: Sums, divisor: Tensor, dtypes: Sequence[DType]) -> Tensor:
-    return ops.stack(each(ops.partial(_fits, divisor), sums, dtypes)).min() > 0
+    """True if everything that `compiled_divided` would return is finite."""
+    return ops.stack(map_over(ops.partial(_fits, divisor), sums, dtypes)).min() > 0
 
 
 def _fits(divisor: Tensor, total: Parameter, dtype: DType) -> Tensor:
     if narrows(total.dtype, dtype):
         return cast(fits(total, divisor, dtype), divisor.dtype)
     return ops.ones_like(divisor)
+
+
+# In PyNative.
 
 
 ARRAYS: dict[DType, np.dtype[np.floating[Any]]] = {
@@ -254,50 +232,52 @@ def array_of(tensor: Tensor) -> Array | None:
     return None
 
 
+def tensor_of(array: Array, dtype: DType) -> Tensor:
+    # NumPy makes a number of a product of arrays without axes.
+    return Tensor.from_numpy(np.asarray(array, ARRAYS[dtype]))
+
+
+def cast_to(tensor: Tensor, dtype: DType) -> Tensor:
+    return tensor if tensor.dtype == dtype else tensor.astype(dtype)
+
+
 def scaled(gradient: Tensor, factor: float, dtype: DType) -> Tensor:
+    """Return ``factor * gradient`` rounded to `dtype`."""
     if factor == 1 and gradient.dtype == dtype:
         return gradient
-    work, array = working_dtype(dtype), array_of(gradient)
+    work = working_dtype(dtype)
+    array = array_of(gradient)
     if array is not None and dtype in ARRAYS:
-        return _tensor(array.astype(ARRAYS[work]) * ARRAYS[work].type(factor), dtype)
+        product = array.astype(ARRAYS[work]) * ARRAYS[work].type(factor)
+        return tensor_of(product, dtype)
     # A Tensor, because MindSpore rounds a Python number to float32.
-    return _cast(ops.mul(_cast(gradient, work), Tensor(factor, work)), dtype)
-
-
-def parts(
-    sums: Sums, gradients: Gradients, factor: float
-) -> Iterator[tuple[Parameter, Tensor]]:
-    """Yield each sum and the ``factor * gradient`` to add to it, computed one at a
-    time; None adds nothing.
-    """
-    for total, gradient in zip(sums, gradients, strict=True):
-        if gradient is not None:
-            yield total, scaled(gradient, factor, total.dtype)
+    return cast_to(ops.mul(cast_to(gradient, work), Tensor(factor, work)), dtype)
 
 
 def all_finite(tensor: Tensor) -> bool:
     array = array_of(tensor)
-    return bool(
-        ops.isfinite(tensor).all().asnumpy()
-        if array is None
-        else np.isfinite(array).all()
-    )
+    if array is None:
+        return bool(ops.isfinite(tensor).all().asnumpy())
+    return bool(np.isfinite(array).all())
 
 
 def divided(
     sums: Sums, divisor: float, dtypes: Sequence[DType], float_dtype: DType
 ) -> tuple[Tensor, ...]:
-    """Return the quotients as `divide` does; `divisor` is rounded to `float_dtype`."""
+    """Return the quotients as `compiled_divided` does; `divisor` is rounded to
+    `float_dtype`.
+    """
     rounded = ARRAYS[float_dtype].type(divisor)
-    return tuple(
-        _quotient(total, rounded, dtype)
-        for total, dtype in zip(sums, dtypes, strict=True)
-    )
+    pairs = zip(sums, dtypes, strict=True)
+    return tuple(_quotient(total, rounded, dtype) for total, dtype in pairs)
 
 
-def spoil(sums: Sums) -> None:
-    total = min(sums, key=lambda each: each.size)
-    write(total, Tensor(np.full(total.shape, math.nan), total.dtype))
+def _quotient(total: Parameter, divisor: np.floating[Any], dtype: DType) -> Tensor:
+    array = array_of(total)
+    if array is None or dtype not in ARRAYS:
+        return _divided(Tensor(divisor), total, dtype)
+    work = ARRAYS[working_dtype(total.dtype)]
+    return tensor_of(array.astype(work, copy=False) / work.type(divisor), dtype)
 
 
 def clear(sums: Sums) -> None:
@@ -305,21 +285,14 @@ def clear(sums: Sums) -> None:
         write(total, ops.zeros_like(total))
 
 
-def _cast(tensor: Tensor, dtype: DType) -> Tensor:
-    return tensor if tensor.dtype == dtype else tensor.astype(dtype)
+def mark_invalid(sums: Sums) -> None:
+    """Write NaN into the smallest sum, so that the window is skipped."""
+    total = min(sums, key=lambda each_sum: each_sum.size)
+    write(total, Tensor(np.full(total.shape, math.nan), total.dtype))
 
 
-def _quotient(total: Parameter, divisor: np.floating[Any], dtype: DType) -> Tensor:
-    array = array_of(total)
-    if array is None or dtype not in ARRAYS:
-        return divide((total,), Tensor(divisor), (dtype,))[0]
-    work = ARRAYS[working_dtype(total.dtype)]
-    return _tensor(array.astype(work, copy=False) / work.type(divisor), dtype)
-
-
-def _tensor(values: Array, dtype: DType) -> Tensor:
-    # NumPy makes a number of a product of arrays without axes.
-    return Tensor.from_numpy(np.asarray(values, ARRAYS[dtype]))
+# The global 2-norm. One pass over the sums squares and adds. If squares overflow or
+# vanish, a second pass divides by the largest magnitude first.
 
 
 ROW = 4096
@@ -333,12 +306,13 @@ number over the square of the rounding.
 
 
 def measure(sums: Sums, dtype: DType) -> tuple[float, bool]:
+    """Return the norm, and whether every element is finite."""
     with np.errstate(over="ignore", invalid="ignore"):
         squares = sum(_squares(total, dtype) for total in sums)
     if SMALLEST[dtype] < squares < math.inf:
         return math.sqrt(squares), True
-    norm, finite = robust_measure(sums, dtype)
-    return norm.asnumpy().item(), finite.asnumpy().item()
+    norm, is_finite = robust_measure(sums, dtype)
+    return norm.asnumpy().item(), is_finite.asnumpy().item()
 
 
 def _squares(tensor: Tensor, dtype: DType) -> float:
@@ -346,23 +320,19 @@ def _squares(tensor: Tensor, dtype: DType) -> float:
     if array is None:
         return float(sum_of_squares((tensor,), dtype).asnumpy())
     flat = array.reshape(-1).astype(ARRAYS[dtype], copy=False)
-    rows, rest = (
-        flat[: flat.size // ROW * ROW].reshape(-1, ROW),
-        flat[flat.size // ROW * ROW :],
-    )
-    return float(
-        (
-            np.matmul(rows[:, None, :], rows[:, :, None]).sum(dtype=np.float64)
-            if len(rows)
-            else 0.0
-        )
-        + np.dot(rest, rest)
-    )
+    in_rows = flat.size // ROW * ROW
+    rest = flat[in_rows:]
+    squares = np.dot(rest, rest)
+    if in_rows:
+        rows = flat[:in_rows].reshape(-1, ROW)
+        products = np.matmul(rows[:, None, :], rows[:, :, None])
+        squares = products.sum(dtype=np.float64) + squares
+    return float(squares)
 
 
 def compiled_measure(sums: Sums, dtype: DType) -> tuple[Tensor, Tensor]:
-    """Global 2-norm, in `dtype`, and whether it is known to be right, bool, shape ().
-    If it is not, ask `robust_measure`.
+    """Return the norm, in `dtype`, and whether it is certainly right. If it is not, ask
+    `robust_measure`.
     """
     squares = sum_of_squares(sums, dtype)
     return ops.sqrt(squares), (squares > smallest_of(dtype)) & ops.isfinite(squares)
@@ -380,21 +350,21 @@ def largest_of(dtype: DType) -> Tensor:
 
 
 def sum_of_squares(sums: Sums, dtype: DType) -> Tensor:
-    """Sum of the squares of all elements, in `dtype`, shape (): over rows first, then
-    over the rows' sums.
+    """Return the sum of the squares of all elements: over rows first, then over the
+    rows' sums.
     """
-    return ops.addn(each(ops.partial(_square, dtype), sums))
+    return ops.addn(map_over(ops.partial(_square, dtype), sums))
 
 
 def _square(dtype: DType, tensor: Tensor) -> Tensor:
-    return _summed(ops.square(cast(tensor, dtype)))
+    return _sum(ops.square(cast(tensor, dtype)))
 
 
-def _summed(squares: Tensor) -> Tensor:
-    large = squares.size > ROW
+def _sum(squares: Tensor) -> Tensor:
+    is_large = squares.size > ROW
     if needs_rows(squares.shape):
         squares = squares.reshape(-1, row_length(squares.size))
-    if large:
+    if is_large:
         squares = squares.sum(-1)
     return squares.sum()
 
@@ -413,16 +383,15 @@ def row_length(size: int) -> int:
 
 
 def robust_measure(sums: Sums, dtype: DType) -> tuple[Tensor, Tensor]:
-    """Global 2-norm and whether every element is finite, in `dtype` and bool, shape (),
-    for elements whose squares overflow or vanish.
-
-    A norm beyond the range of `dtype` is its largest number.
+    """Return the norm, in `dtype`, and whether every element is finite, where squares
+    overflow or vanish. A norm beyond the range of `dtype` is its largest number.
     """
-    largest = ops.stack(each(ops.partial(_largest, dtype), sums)).max()
+    largest = ops.stack(map_over(ops.partial(_largest, dtype), sums)).max()
     divisor = ops.where(largest > 0, largest, ops.ones_like(largest))
     # An inf becomes inf / inf = NaN, and max may overlook a NaN: the sum shows both.
-    squares = ops.addn(each(ops.partial(_square_over, divisor), sums))
-    norm, limit = largest * ops.sqrt(squares), largest_of(dtype)
+    squares = ops.addn(map_over(ops.partial(_square_over, divisor), sums))
+    norm = largest * ops.sqrt(squares)
+    limit = largest_of(dtype)
     # Not ops.minimum, which compiled is inf of an inf and a number.
     return ops.where(norm < limit, norm, limit), ops.isfinite(squares)
 
@@ -432,56 +401,55 @@ def _largest(dtype: DType, tensor: Tensor) -> Tensor:
 
 
 def _square_over(divisor: Tensor, tensor: Tensor) -> Tensor:
-    return _summed(ops.square(cast(tensor, divisor.dtype) / divisor))
+    return _sum(ops.square(cast(tensor, divisor.dtype) / divisor))
+
+
+# For hundreds of sums the norm was half of the time to compile a step. So the small
+# sums are measured as one.
 
 
 SMALL = 4 * ROW
 """Elements up to which a sum is small: 64 KiB in float32."""
-JOINED = 2**22
-"""Elements that are joined at most, 16 MiB in float32."""
+PACKED = 2**22
+"""Elements that are packed at most, 16 MiB in float32."""
 reshape: Callable[[Tensor, tuple[int, ...]], Tensor] = ops.Reshape()
 concat: Callable[[tuple[Tensor, ...]], Tensor] = ops.Concat()
 """Primitives: the functions of these names are graphs of their own, for each tensor."""
 
 
-def smallest(sums: Iterable[Parameter]) -> tuple[Parameter, ...]:
-    small = sorted(
-        (total for total in sums if total.size <= SMALL), key=lambda total: total.size
-    )
-    ends = accumulate(total.size for total in small)
-    return tuple(total for total, end in zip(small, ends, strict=True) if end <= JOINED)
+class PackedSums(nn.Cell):  # type: ignore[misc]
+    """The sums of one accumulation as fewer tensors, of which the norm is the same."""
 
+    small_sums: Sums
+    other_sums: Sums
 
-class Packed(nn.Cell):  # type: ignore[misc]
-    """The sums of one accumulation, for the norms of `gradaccum_mindspore.sums`."""
-
-    small: Sequence[Parameter]
-    others: Sequence[Parameter]
-    """Large ones, those of another dtype, and what would be more than `JOINED`."""
-
-    def __init__(self, sums: Sequence[Parameter], dtype: DType) -> None:
+    def __init__(self, sums: Sums, dtype: DType) -> None:
         super().__init__(auto_prefix=False)
-        small = smallest(total for total in sums if total.dtype == dtype)
-        self.joins = len(small) > 1
-        joined = {id(total) for total in small} if self.joins else set()
+        small: list[Parameter] = []
+        elements = 0
+        for total in sorted(sums, key=lambda each_sum: each_sum.size):
+            is_small = total.dtype == dtype and total.size <= SMALL
+            if is_small and elements + total.size <= PACKED:
+                small.append(total)
+                elements += total.size
+        self.packs = len(small) > 1
+        packed_ids = set(map(id, small)) if self.packs else set()
+        other_sums = tuple(total for total in sums if id(total) not in packed_ids)
         # A Cell would list them as its own.
-        object.__setattr__(self, "small", small)
-        object.__setattr__(
-            self, "others", tuple(total for total in sums if id(total) not in joined)
-        )
-        elements = sum(total.size for total in small)
+        object.__setattr__(self, "small_sums", tuple(small))
+        object.__setattr__(self, "other_sums", other_sums)
         self.in_rows = elements > ROW
         gap = -elements % ROW if self.in_rows else 0
         self.gap = (Tensor(np.zeros(gap), dtype),) if gap else ()
         """Zeros that fill the last row; the number of elements may be a prime."""
 
     def construct(self) -> Sums:
-        if not self.joins:
-            return self.others
-        joined = concat((*each(_flat, self.small), *self.gap))
+        if not self.packs:
+            return self.other_sums
+        packed = concat((*map_over(_flat, self.small_sums), *self.gap))
         if self.in_rows:
-            joined = reshape(joined, (-1, ROW))
-        return (joined, *self.others)
+            packed = reshape(packed, (-1, ROW))
+        return (packed, *self.other_sums)
 
 
 def _flat(total: Parameter) -> Tensor:

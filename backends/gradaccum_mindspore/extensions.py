@@ -1,0 +1,348 @@
+"""The observers of a window, which do not change it: its loss, its listeners, and the
+warnings of everyday mistakes. Any of them can be deleted without touching the window.
+"""
+
+from __future__ import annotations
+
+import atexit
+import math
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeAlias
+from weakref import WeakSet
+
+import mindspore as ms
+import numpy as np
+from mindspore import Parameter, Tensor, nn, ops
+
+from gradaccum import GradAccumWarning, StepResult, UsageError, kit
+from gradaccum.kit import Fields, Handle, Listener, Listeners, Options, State, explain
+from gradaccum_mindspore.gradient_sum import DType, hidden_parameter, where
+from gradaccum_mindspore.mindspore_private import call_when_saved
+
+OPEN_AT_THE_END = (
+    "gradaccum: the program ended in an open window, whose micro-batches ({}) are in no"
+    " update. Call optimizer.flush() after the last one; in Model.train write"
+    " callbacks=[FlushAtEpochEnd(optimizer)]. If they are not to count, call"
+    " optimizer.discard()."
+)
+OPEN_IN_THE_NEXT_EPOCH = (
+    "gradaccum: an epoch begins in the open window of one that was left early"
+    " (micro-batches: {}). Call optimizer.flush() where you leave the loop, or write"
+    " optimizer.epoch(loader, carry=True)."
+)
+
+
+class Extension:
+    """An observer of a wrapped optimizer; Python calls each method at one event."""
+
+    def micro_batch_given(self) -> None:
+        """Observe that a micro-batch comes; nothing has changed yet."""
+
+    def window_closed(self, state: State) -> None:
+        """Observe that Python has closed a window; `state` is the state before its end,
+        with the weight of all workers.
+        """
+
+    def state_loaded(self) -> None:
+        """Observe that a checkpoint was loaded."""
+
+
+# The loss of a window. A micro-batch without a loss writes nothing. Beside the sum of
+# losses stands the weight of the micro-batches that had one: if it is not the window's
+# weight at the end, the window's loss is NaN.
+
+
+LOSS = "loss"
+"""The end of the Parameter's name."""
+NO_LOSS = (0.0, 0.0, math.nan)
+Losses: TypeAlias = Sequence[float]
+"""The sum of the open window's losses, the weight of the micro-batches that had a loss,
+and the loss of the last closed window.
+"""
+
+
+class WindowLoss(nn.Cell):  # type: ignore[misc]
+    """The loss of each window as one large batch; NaN unless all of its losses were
+    given.
+
+    The compiler follows the methods with ``compiled_`` in their name. They return what
+    the window is to write, because the compiler drops an ``if`` on a flag that comes
+    out of a function that writes.
+    """
+
+    def __init__(self, prefix: str, options: Options, float_dtype: DType) -> None:
+        super().__init__(auto_prefix=False)
+        self.options = options._replace(steps=None, scaler=None)
+        self.float_dtype = float_dtype
+        self.loss = hidden_parameter(Tensor(NO_LOSS, float_dtype), f"{prefix}.{LOSS}")
+        """`Losses`."""
+        self.one = Tensor(1.0, float_dtype)
+        self.zero = Tensor(0.0, float_dtype)
+        self.nan = Tensor(math.nan, float_dtype)
+
+    # In PyNative.
+
+    def read(self) -> Losses:
+        losses: Losses = self.loss.tolist()
+        return losses
+
+    def write(self, losses: Losses) -> None:
+        if np.array_equal(self.read(), losses, equal_nan=True):
+            return
+        dtype = np.float64 if self.float_dtype == ms.float64 else np.float32
+        with np.errstate(over="ignore"):
+            ops.assign(self.loss, Tensor.from_numpy(np.array(losses, dtype)))
+
+    @property
+    def value(self) -> float:
+        """The loss of the last closed window."""
+        return self.read()[2]
+
+    def add(self, loss: float, weight: float, is_added: bool) -> None:
+        """Add the loss of a micro-batch, if its gradient was added."""
+        total, weight_with_loss, value = self.read()
+        total = kit.add_loss(total, loss, weight, is_added, self.options, kit.select)
+        if is_added:
+            weight_with_loss += weight
+        self.write((total, weight_with_loss, value))
+
+    def total(self, state: State) -> float:
+        """Return the sum of the open window's losses, NaN if some are missing."""
+        total, weight_with_loss, _ = self.read()
+        return total if weight_with_loss == state.weight else math.nan
+
+    def after_window(self, state: State, ending: State, options: Options) -> Losses:
+        """Return the losses after a window of `state`; `ending` and `options` say what
+        its sum is divided by.
+        """
+        total = self.total(state)
+        return 0.0, 0.0, kit.window_loss(total, ending, options, kit.select)
+
+    def after_discard(self) -> Losses:
+        return 0.0, 0.0, self.value
+
+    # In compiled code.
+
+    def compiled_with(self, loss: Tensor, weight: Tensor, is_added: Tensor) -> Tensor:
+        """Return the losses with a micro-batch, if its gradient is added."""
+        # The parts of a weighted mean are multiplied by the weight.
+        unit = self.one if self.options.reduction == "mean" else weight
+        parts = ops.stack((loss, unit, self.zero))
+        return kit.add_loss(
+            self.loss.value(), parts, weight, is_added, self.options, where
+        )
+
+    def compiled_part(self, loss: Tensor, weight: Tensor | None) -> Tensor:
+        """Return what a micro-batch that is certainly added adds to the losses; a
+        weight of None stands for 1.
+        """
+        if weight is None:
+            return ops.stack((loss, self.one, self.zero))
+        part = kit.contribution(weight, self.options) * loss
+        return ops.stack((part, weight, self.zero))
+
+    def compiled_total(self, weight: Tensor) -> Tensor:
+        losses = self.loss.value()
+        return where(losses[1] == weight, losses[0], self.nan)
+
+    def compiled_after_window(self, state: Fields) -> Tensor:
+        _, _, _, weight, _, _, _ = state
+        total = self.compiled_total(weight)
+        loss = kit.window_loss(total, state, self.options, where)
+        loss = where(weight > 0, loss, self.nan)
+        return ops.stack((self.zero, self.zero, loss.astype(self.float_dtype)))
+
+    def compiled_with_total(self, total: Tensor, weight: Tensor) -> Tensor:
+        """Return the losses of a window whose losses have this sum and this weight."""
+        return ops.stack((total, weight, self.loss.value()[2]))
+
+
+# Listeners. Compiled code can call none, so Python compares the counters of closed
+# windows before and after its call: one window may close between two comparisons.
+
+
+class Windows(Protocol):
+    """The state of the windows that are observed."""
+
+    micro_step: Parameter
+
+    def pull(self) -> State:
+        """Return it in Python numbers."""
+
+    def result(self) -> StepResult:
+        """Return the last event's result."""
+
+
+class ListenerCalls(Extension):
+    """The calls of one optimizer's listeners."""
+
+    def __init__(self, windows: Windows) -> None:
+        self.windows = windows
+        self.listeners = Listeners()
+        self.last_state = windows.pull()
+        """At the last comparison."""
+
+    def add(self, listener: Listener) -> Handle:
+        self.begin()
+        return self.listeners.add(listener)
+
+    def on_update(self, function: Callable[[], object]) -> Handle:
+        self.begin()
+        return self.listeners.on_update(function)
+
+    def begin(self) -> None:
+        if not self.listeners.added:
+            self.last_state = self.windows.pull()
+
+    def state_loaded(self) -> None:
+        self.last_state = self.windows.pull()
+
+    def window_closed(self, state: State) -> None:
+        if self.listeners.added:
+            self.last_state = self.windows.pull()
+            self.listeners.note(
+                self.windows.result(),
+                weight=state.weight,
+                micro_batches=state.micro_step,
+            )
+
+    def note_compiled(self, micro_batches: float = math.nan) -> None:
+        """Note the window that compiled code has closed since the last comparison, with
+        so many micro-batches since then.
+        """
+        if not self.listeners.added:
+            return
+        before = self.last_state
+        state = self.windows.pull()
+        self.last_state = state
+        closed = closed_windows(state) - closed_windows(before)
+        if closed > 1:
+            raise missed_windows_error(closed)
+        if closed == 1:
+            applied = state.optimizer_step > before.optimizer_step
+            if state.micro_step == 0:
+                micro_batches += before.micro_step
+            else:
+                micro_batches = math.nan
+            result = self.windows.result()._replace(
+                applied=applied, skipped=not applied
+            )
+            self.listeners.note(result, micro_batches=micro_batches)
+
+    def report(self, micro_batches: float = math.nan) -> None:
+        """Call the listeners with the window that compiled code has closed."""
+        if self.listeners.added:
+            with self.listeners.settled():
+                self.note_compiled(micro_batches)
+
+    def around(self, micro_batches: int, call: Callable[[], Any]) -> Any:
+        """Make a `call` that adds so many micro-batches, and then call the listeners
+        with each window that it closed.
+        """
+        if not self.listeners.added:
+            return call()
+        with self.listeners.settled():
+            self.note_compiled()
+            self.listeners.tell()
+            answer = call()
+            self.note_compiled(micro_batches)
+        return answer
+
+    def between_windows(self) -> None:
+        """Call the listeners between two windows that one call closes."""
+        self.note_compiled(0)
+        self.listeners.tell()
+
+
+def closed_windows(state: State) -> int:
+    windows: int = state.optimizer_step + state.skipped_windows
+    return windows
+
+
+def missed_windows_error(windows: int) -> UsageError:
+    return explain(
+        UsageError,
+        "listeners",
+        expected="optimizer.result to be read after each compiled step",
+        found=f"{windows} windows that closed since the last look",
+        fix="Read it, train with gradaccum_mindspore.TrainOneStepCell, or take"
+        " callbacks=[WatchWindows(optimizer)] in Model.train.",
+    )
+
+
+# Warnings. The micro-batches of a window that is open when the program ends are in no
+# update. This is meant where the window was saved, or where a loop carries its windows
+# over; it is no news where an exception ended the program, and usual in a test.
+
+
+class OpenWindowWarning(Extension):
+    """Warns, once, of a window that nobody closes: at the end of the program, or as the
+    next epoch begins.
+    """
+
+    def __init__(self, windows: Windows) -> None:
+        self.windows = windows
+        self.known_state = windows.pull()
+        """The state that was saved or loaded last."""
+        self.in_epoch = False
+        """An epoch has begun and not ended, as far as anyone knows."""
+        self.is_silent = False
+        """The user carries windows over, or has been warned."""
+        call_when_saved(windows.micro_step, self.state_loaded)
+        OPEN_WINDOW_WARNINGS.add(self)
+
+    def state_loaded(self) -> None:
+        self.known_state = self.windows.pull()
+
+    def epoch_begins(self, carry: bool) -> None:
+        self.is_silent = self.is_silent or carry
+        if self.in_epoch:
+            self.warn_if_open(OPEN_IN_THE_NEXT_EPOCH)
+        self.in_epoch = True
+
+    def warn_if_open(self, message: str) -> None:
+        """Warn of an open window that was neither saved nor loaded."""
+        if self.is_silent:
+            return
+        state = self.windows.pull()
+        if state.micro_step and state != self.known_state:
+            self.is_silent = True
+            text = message.format(state.micro_step)
+            warnings.warn(text, GradAccumWarning, stacklevel=4)
+
+
+OPEN_WINDOW_WARNINGS: WeakSet[OpenWindowWarning] = WeakSet()
+
+
+@atexit.register
+def warn_at_the_end() -> None:
+    if hasattr(sys, "last_value") or "pytest" in sys.modules:
+        return
+    for warning in OPEN_WINDOW_WARNINGS:
+        warning.warn_if_open(OPEN_AT_THE_END)
+
+
+class ChangedRateWarning(Extension):
+    """Warns, once, of a learning rate that moves inside one of the first two windows,
+    as a scheduler moves it that steps with each micro-batch.
+    """
+
+    def __init__(self, windows: Windows, inner: Any) -> None:
+        self.windows = windows
+        self.inner = inner
+        self.rates: list[float] = []
+        """The learning rates at the last micro-batch."""
+        self.is_active = True
+
+    def micro_batch_given(self) -> None:
+        if not self.is_active:
+            return
+        rates = [float(group["lr"]) for group in self.inner.param_groups]
+        state = self.windows.pull()
+        is_changed = self.rates not in ([], rates) and state.micro_step > 0
+        self.rates = rates
+        self.is_active = not is_changed and state.optimizer_step < 2
+        if is_changed:
+            warnings.warn(kit.RATE_MOVED, GradAccumWarning, stacklevel=3)

@@ -1,0 +1,123 @@
+"""The float32 master weights of half-precision parameters: the inner optimizer works on
+them, and the model holds the rounded copies.
+
+A MindSpore optimizer clones its moments from the model's Parameters when it is built.
+So `put_masters_into` changes it in place: it replaces each half-precision Parameter by
+its master wherever the optimizer and its cells keep it, and makes their own
+half-precision state float32 under its old name, at its rounded value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping, Sequence
+from copy import copy
+from typing import Any, TypeAlias
+
+import mindspore as ms
+from mindspore import Parameter, ParameterTuple, nn, ops
+from mindspore.experimental import optim
+from mindspore.ops import constexpr
+
+from gradaccum_mindspore.gradient_sum import (
+    HALF,
+    cast,
+    hidden_parameter,
+    map_over,
+    write,
+)
+
+Optimizer: TypeAlias = nn.Optimizer | optim.Optimizer
+Replacements = Mapping[int, Parameter]
+"""A master by the `id` of its Parameter."""
+
+
+class MasterWeights(nn.Cell):  # type: ignore[misc]
+    """The masters of those of some parameters that are in half precision, and the way
+    back into the model.
+    """
+
+    def __init__(self, parameters: Sequence[Parameter], suffix: str) -> None:
+        super().__init__(auto_prefix=False)
+        self.suffix = suffix
+        halves = [parameter for parameter in parameters if parameter.dtype in HALF]
+        self.halves = ParameterTuple(halves)
+        self.masters = ParameterTuple(
+            [
+                hidden_parameter(half.astype(ms.float32), half.name + suffix)
+                for half in halves
+            ]
+        )
+        # A Cell would make a tuple of it.
+        object.__setattr__(self, "pointers", [None] * len(halves))
+        """Where each half-precision Parameter lay at the last look."""
+        self.copy_while_compiling = constexpr(
+            self.copy_model_into_masters, reuse_result=False
+        )
+
+    def construct(self) -> tuple[bool, ...]:
+        """Write the rounded masters into the model."""
+        return map_over(_round, self.halves, self.masters)
+
+    def copy_model_into_masters(self) -> bool:
+        """Let each master take over the weights that were loaded into its parameter:
+        MindSpore 2.10 puts them elsewhere in memory, MindSpore 2.7 does not.
+
+        Weights that were taken out and put back are the master's, rounded.
+        """
+        for place, half in enumerate(self.halves):
+            pointer = half.data_ptr()
+            if self.pointers[place] == pointer:
+                continue
+            self.pointers[place] = pointer
+            master = self.masters[place]
+            weights = half.astype(ms.float32)
+            rounded = master.astype(half.dtype).astype(ms.float32)
+            if bool((weights != rounded).any()):
+                ops.assign(master, weights)
+        return True
+
+
+def _round(half: Parameter, master: Parameter) -> bool:
+    write(half, cast(master, half.dtype))
+    return True
+
+
+def put_masters_into(inner: Optimizer, masters: MasterWeights) -> None:
+    pairs = zip(masters.halves, masters.masters, strict=True)
+    replacements = {id(half): master for half, master in pairs}
+    if not replacements:
+        return
+    for _, cell in list(nn.Cell.cells_and_names(inner)):
+        for attribute, value in list(vars(cell).items()):
+            replaced = _with_masters(value, replacements)
+            if replaced is not value:
+                object.__setattr__(cell, attribute, replaced)
+    for parameter in inner.get_parameters():
+        if parameter.dtype in HALF:
+            parameter.set_dtype(ms.float32)
+
+
+def _with_masters(value: Any, replacements: Replacements) -> Any:
+    """Return a copy of a container with masters for parameters; what holds none of the
+    parameters stays the same object.
+    """
+    if isinstance(value, MutableMapping):
+        entries = {
+            key: _with_masters(part, replacements) for key, part in value.items()
+        }
+        if all(entries[key] is part for key, part in value.items()):
+            return value
+        container = copy(value)
+        container.clear()
+        for key, part in value.items():
+            # A Cell's dict has a Parameter of a tuple by its own name, any other one
+            # by the attribute's.
+            has_own_name = id(part) in replacements and key == part.name
+            container[entries[key].name if has_own_name else key] = entries[key]
+        return container
+    if isinstance(value, (list, tuple)):
+        parts = [_with_masters(part, replacements) for part in value]
+        if all(new is part for new, part in zip(parts, value, strict=True)):
+            return value
+        return type(value)(parts)
+    return replacements.get(id(value), value)

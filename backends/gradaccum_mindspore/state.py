@@ -1,0 +1,419 @@
+"""The storage of an accumulation: a `mindspore.Parameter` per field of the state, and a
+sum per parameter of the model.
+
+PyNative code, compiled functions and checkpoints all see Parameters. Their names follow
+from the names of the model's parameters and the ``name=`` option alone, so a resumed
+run finds them in another process. ``grad_sum`` is a suffix, because
+`mindspore.load_param_into_net` would load a Parameter called ``grad_sum.weight`` into a
+missing ``weight``. A sum is zero unless ``micro_step > 0``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, SupportsFloat
+from weakref import WeakSet
+
+import mindspore as ms
+import numpy as np
+from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
+from mindspore.ops import constexpr
+
+from gradaccum import ArgumentValueError, StepResult, kit
+from gradaccum.kit import (
+    FIELD_DTYPES,
+    Fields,
+    Options,
+    ScaleRule,
+    Schedule,
+    State,
+    Terms,
+    UntilWeight,
+    explain,
+)
+from gradaccum_mindspore.extensions import (
+    Extension,
+    ListenerCalls,
+    OpenWindowWarning,
+    WindowLoss,
+)
+from gradaccum_mindspore.grad_scaler import NEVER, drive, key_of
+from gradaccum_mindspore.gradient_sum import (
+    HALF,
+    DType,
+    hidden_parameter,
+    narrows,
+    sum_dtype,
+)
+from gradaccum_mindspore.master_weights import MasterWeights
+
+Saved = Mapping[str, Parameter | Tensor]
+"""A checkpoint as `mindspore.load_checkpoint` returns it."""
+
+# The size of a window. If a function of the user's gives it, Python code calls it with
+# an int, compiled code with an int32 Tensor. A wrong value raises outside compiled
+# code, and inside if it is a constant. A Tensor below 1 in compiled code makes the
+# window an overflow.
+
+
+Sizes = int | tuple[tuple[int, int], ...] | Callable[[Any], Any]
+INTEGERS = ("Int8", "Int16", "Int32", "Int64", "UInt8", "UInt16", "UInt32", "UInt64")
+
+
+def sizes_of(steps: Schedule) -> Sizes | None:
+    return steps.weight if isinstance(steps, UntilWeight) else steps
+
+
+def window_size(steps: Schedule, optimizer_step: int) -> Schedule:
+    """Return the size of the window after update `optimizer_step`: an int, an
+    `UntilWeight` of one, or None.
+    """
+    if kit.is_known(steps):
+        size: Schedule = kit.steps_at(steps, optimizer_step, kit.select)
+        return size
+    function: Any = sizes_of(steps)
+    try:
+        number = function(optimizer_step)
+    except Exception:
+        # It may consist of operators that take Tensors only, for compiled code.
+        number = function(Tensor(optimizer_step, ms.int32))
+    if isinstance(number, Tensor):
+        number = number.item()
+    if isinstance(steps, UntilWeight):
+        number = UntilWeight(number)
+    return kit.require_steps(number, optimizer_step, steps)
+
+
+@constexpr  # type: ignore[untyped-decorator]
+def check_compiled_size(size: Any, is_weight: bool) -> None:
+    """Check what the user's function returned while MindSpore compiled it: a constant,
+    or a Tensor, of which `size` is the dtype. None stands for any other number.
+    """
+    if size is None or str(size) in INTEGERS:
+        return
+    if is_weight:
+        kit.require_steps(UntilWeight(size), 0, UntilWeight(1))
+    else:
+        kit.require_steps(size, 0, 1)
+
+
+def with_known_size(options: Options, optimizer_step: int) -> Options:
+    return options._replace(steps=window_size(options.steps, optimizer_step))
+
+
+# The names of the Parameters.
+
+
+PACKAGE = "gradaccum"
+WORKERS = "workers"
+"""The end of the name of `Storage.owner`."""
+
+
+def state_prefix(name: str) -> str:
+    """Return the start of the state's names; no layer's name starts so."""
+    return name if name == PACKAGE else f"{name}.{PACKAGE}"
+
+
+def suffixes(prefix: str) -> tuple[str, str]:
+    """Return the ends of the names of sums and masters."""
+    name = prefix if prefix == PACKAGE else prefix.removesuffix(f".{PACKAGE}")
+    return f".{name}.grad_sum", f".{name}.master"
+
+
+def prefixes_in(saved: Saved) -> list[str]:
+    """Return the prefix of each wrapped optimizer in a checkpoint."""
+    fields = (*FIELD_DTYPES, "terms", "last_event")
+    prefixes = []
+    for name in saved:
+        prefix = name.removesuffix(".micro_step")
+        if prefix != name and all(f"{prefix}.{field}" in saved for field in fields):
+            prefixes.append(prefix)
+    return prefixes
+
+
+def require_free_names(prefix: str, parameters: Sequence[Parameter]) -> None:
+    """Raise unless no Parameter of the model has a name of the state's: a checkpoint
+    would hold one of the two.
+    """
+    names = [parameter.name for parameter in parameters]
+    taken_names = [name for name in names if name.rpartition(".")[0] == prefix]
+    if taken_names:
+        raise explain(
+            ArgumentValueError,
+            "name",
+            expected=f"a name such that no parameter of the model is called {prefix}.*",
+            found=f"a model with {taken_names}",
+            fix="Write for example name='accumulation'.",
+        )
+
+
+# The Parameters.
+
+
+DTYPES = {
+    "int32": ms.int32,
+    "float32": ms.float32,
+    "float64": ms.float64,
+    "bool": ms.bool_,
+}
+NUMPY_DTYPES = {dtype: np.dtype(name) for name, dtype in DTYPES.items()}
+GRAD_NORM = 3
+"""The place of the norm in `Storage.last_event`."""
+STEPS = 1 + Terms._fields.index("steps")  # after the format
+"""The place of the open window's size in `Storage.terms`."""
+WEIGHT_FIX = (
+    "pass their number as weight=, with each, as gradaccum_mindspore.TrainOneStepCell"
+    " does"
+)
+
+# Who the open window's sum belongs to: this worker; all workers, from the reduction
+# until the update; or nobody, because the reduction failed halfway.
+THIS_WORKER = 0
+ALL_WORKERS = 1
+NOBODY = 2
+
+
+class Scheduler(Protocol):
+    """A scheduler that moves once per update."""
+
+    def follow(self) -> None:
+        """Move if an update was applied since the last move."""
+
+    def state_loaded(self) -> None:
+        """Note that a checkpoint was loaded, which is no update."""
+
+
+class Storage(nn.Cell):  # type: ignore[misc]
+    """The Parameters of one accumulation, and what observes it."""
+
+    def __init__(
+        self,
+        parameters: Sequence[Parameter],
+        options: Options,
+        name: str,
+        inner_scale: float = 1.0,
+        place: tuple[int, int] | None = None,
+        sharded: tuple[int, ...] = (),
+    ) -> None:
+        super().__init__(auto_prefix=False)
+        self.options = options
+        self.prefix = state_prefix(name)
+        require_free_names(self.prefix, parameters)
+        self.sum_suffix, master_suffix = suffixes(self.prefix)
+        self.add_sums(parameters, sharded)
+        half_parameters = parameters if options.master_weights else ()
+        self.masters = MasterWeights(half_parameters, master_suffix)
+        self.size_varies = not isinstance(sizes_of(options.steps), int | None)
+        self.has_scale = options.scale_rule != ScaleRule()
+        self.inner_scale = inner_scale
+        """The scale that the inner optimizer divides by itself."""
+        self.scale_key = key_of(options) if inner_scale == 1 else NEVER
+        """A constant by which compiled code asks whether anyone read the loss scale;
+        MindSpore's own pair need not.
+        """
+        self.add_state()
+        self.has_workers = place is not None
+        self.place = place or (0, 1)
+        """This worker's rank and the number of workers."""
+        if self.has_workers:
+            self.owner = self.entry(WORKERS, [THIS_WORKER, *self.place], ms.int32)
+            """Who the sum belongs to, and the `place`, for a checkpoint too."""
+        self.window_loss = WindowLoss(self.prefix, options, self.float_dtype)
+        self.sizes = kit.Sizes(options.reduction, WEIGHT_FIX)
+        self.listener_calls = ListenerCalls(self)
+        self.open_window_warning = OpenWindowWarning(self)
+        self.extensions: tuple[Extension, ...] = (
+            self.listener_calls,
+            self.open_window_warning,
+        )
+        self.schedulers: WeakSet[Scheduler] = WeakSet()
+        self.is_update_broken = False
+        """The inner optimizer raised, and nothing has been loaded since."""
+
+    def add_sums(self, parameters: Sequence[Parameter], sharded: Sequence[int]) -> None:
+        options = self.options
+        # A Cell would list the model's Parameters as its own.
+        object.__setattr__(self, "model", tuple(parameters))
+        self.specs = tuple(
+            (parameter.name, tuple(parameter.shape), parameter.dtype)
+            for parameter in parameters
+        )
+        sum_dtypes = [
+            sum_dtype(parameter.dtype, options.accumulate_dtype)
+            for parameter in parameters
+        ]
+        has_float64 = ms.float64 in sum_dtypes
+        self.float_dtype = ms.float64 if has_float64 else ms.float32
+        """dtype of `weight` and of norms."""
+        self.largest_number = kit.largest_number(float64_weight=has_float64)
+        self.gradient_dtypes = tuple(
+            ms.float32 if options.master_weights and dtype in HALF else dtype
+            for _, _, dtype in self.specs
+        )
+        """dtype of each gradient as the inner optimizer gets it."""
+        self.narrowed = tuple(
+            position
+            for position, dtype in enumerate(sum_dtypes)
+            if narrows(dtype, self.gradient_dtypes[position])
+        )
+        """Positions of the sums that can be finite while their gradient in the inner
+        optimizer's dtype is not.
+        """
+        self.sums = ParameterTuple(
+            [
+                hidden_parameter(
+                    ops.zeros(parameter.shape, dtype),
+                    parameter.name + self.sum_suffix,
+                )
+                for parameter, dtype in zip(parameters, sum_dtypes, strict=True)
+            ]
+        )
+        self.sharded = tuple(sharded)
+        """Positions of the sums that each worker has for itself."""
+        shared = [place for place in range(len(self.sums)) if place not in sharded]
+        # A Cell would list these as its own once more.
+        object.__setattr__(
+            self, "sharded_sums", tuple(self.sums[place] for place in sharded)
+        )
+        object.__setattr__(
+            self, "shared_sums", tuple(self.sums[place] for place in shared)
+        )
+
+    def add_state(self) -> None:
+        first_state = kit.initial_state(self.options.scale_rule.init_scale)
+        for field, value in first_state._asdict().items():
+            setattr(self, field, self.entry(field, value, self.field_dtype(field)))
+        scaler = self.options.scaler
+        if scaler is not None:
+            drive(scaler, self.scale_key)
+            # Its own two Parameters stand for scale and tracker.
+            for field, parameter in (
+                ("loss_scale", scaler.scale_value),
+                ("growth_tracker", scaler.counter),
+            ):
+                parameter.name = f"{self.prefix}.{field}"
+                parameter.requires_grad = False
+                setattr(self, field, parameter)
+        codes = kit.encode_terms(self.terms_after(0))
+        self.terms = self.entry("terms", codes, ms.int32)
+        """The options that the open window depends on, for a checkpoint:
+        `gradaccum.kit.encode_terms`.
+        """
+        self.last_event = self.entry("last_event", [0.0] * 4, self.float_dtype)
+        """(applied, skipped, overflow, grad_norm) of a `StepResult`. A flag counts only
+        while flag == micro_step + 1: it expires at the next micro-batch without a
+        write.
+        """
+
+    def entry(self, name: str, value: object, dtype: DType) -> Parameter:
+        return hidden_parameter(Tensor(value, dtype), f"{self.prefix}.{name}")
+
+    def field_dtype(self, field: str) -> DType:
+        return self.float_dtype if field == "weight" else DTYPES[FIELD_DTYPES[field]]
+
+    def names(self) -> tuple[str, ...]:
+        """Return the parameters' names now: a Cell that holds the model may have
+        renamed them since.
+        """
+        return tuple(parameter.name for parameter in self.model)
+
+    def terms_after(self, optimizer_step: int) -> Terms:
+        options = with_known_size(self.options, optimizer_step)
+        return kit.terms_of(options, optimizer_step)
+
+    def note_loaded(self) -> None:
+        """Note that a checkpoint was loaded."""
+        self.is_update_broken = False
+        for extension in self.extensions:
+            extension.state_loaded()
+        for scheduler in self.schedulers:
+            scheduler.state_loaded()
+
+    def between_windows(self) -> None:
+        """Repeat between two windows of one call what the loops of the other workers do
+        after each window.
+        """
+        self.listener_calls.between_windows()
+        for scheduler in self.schedulers:
+            scheduler.follow()
+
+    # Reading and writing from Python, where an operator costs more than reading a
+    # scalar: so what stays the same is not written.
+
+    def at_rest(self, state: Fields) -> State:
+        """Return `state` with its numbers as they will be stored."""
+        has_float64 = self.float_dtype == ms.float64
+        return kit.at_rest(State(*state), float64_weight=has_float64)
+
+    def pull(self) -> State:
+        return State(*(getattr(self, field).item() for field in FIELD_DTYPES))
+
+    def push(self, state: Fields, before: State) -> State:
+        """Write where `state` differs from `before`, the last one pulled or pushed."""
+        rounded_state = self.at_rest(state)
+        for field, old, new in zip(FIELD_DTYPES, before, rounded_state, strict=True):
+            if new != old:
+                write_numbers(getattr(self, field), new)
+        return rounded_state
+
+    def push_event(
+        self,
+        applied: bool = False,
+        skipped: bool = False,
+        overflow: bool = False,
+        grad_norm: float | None = None,
+        *,
+        micro_step: int = 0,
+    ) -> None:
+        """Write what the next `StepResult` will say; without `grad_norm` the last norm
+        stays.
+        """
+        last_event = self.last_event.tolist()
+        if grad_norm is None:
+            grad_norm = last_event[GRAD_NORM]
+        flags = (applied, skipped, overflow)
+        event = [*(float(flag * (micro_step + 1)) for flag in flags), grad_norm]
+        if event != last_event:
+            write_numbers(self.last_event, event)
+
+    def push_size(self, size: Schedule) -> None:
+        """Write the size of the open window."""
+        *other_terms, last_code = self.terms.tolist()
+        code = kit.code_of(size)
+        if code != last_code:
+            write_numbers(self.terms, [*other_terms, code])
+
+    def open_size(self) -> Schedule:
+        *_, code = self.terms.tolist()
+        return UntilWeight(-code) if code < 0 else code
+
+    def sum_owner(self) -> int:
+        owner: int = self.owner.tolist()[0]
+        return owner
+
+    def set_sum_owner(self, owner: int) -> None:
+        if self.sum_owner() != owner:
+            write_numbers(self.owner, [owner, *self.place])
+
+    def result(self) -> StepResult:
+        *flags, grad_norm = self.last_event.tolist()
+        state = self.pull()
+        applied, skipped, overflow = (flag == state.micro_step + 1 for flag in flags)
+        return StepResult(
+            applied,
+            skipped,
+            overflow,
+            grad_norm,
+            state.loss_scale,
+            state.micro_step,
+            state.optimizer_step,
+            self.window_loss.value,
+        )
+
+
+def write_numbers(
+    parameter: Parameter, numbers: SupportsFloat | Sequence[float]
+) -> None:
+    # Not Tensor(numbers, dtype), which takes ten times as long.
+    array = np.array(numbers, NUMPY_DTYPES[parameter.dtype])
+    ops.assign(parameter, Tensor.from_numpy(array))

@@ -1,0 +1,237 @@
+"""The agreement of workers that share windows, before the first one: who shares, and
+that all wrap the same optimizer over the same parameters, because they exchange
+gradients alone.
+
+A parameter that the user marked as ``layerwise_parallel`` is each worker's own shard:
+its sum is not sent.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Sequence
+from itertools import count
+from weakref import finalize
+
+import mindspore as ms
+from mindspore import Parameter, nn
+from mindspore.communication import GlobalComm, get_group_size, get_rank
+
+from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
+from gradaccum.kit import Options, explain
+from gradaccum_mindspore.workers.collectives import NoAnswerError, gather_texts
+
+PLAIN_MODES = ("stand_alone", "data_parallel")
+"""The parallel modes in which MindSpore's compiler does not reduce gradients by itself.
+"""
+
+
+def shares_windows(data_parallel: object) -> bool:
+    """Return the option ``data_parallel``, checked."""
+    mode = ms.get_auto_parallel_context("parallel_mode")
+    if data_parallel is None:
+        is_unknown = mode == "data_parallel" and not GlobalComm.INITED
+        if is_unknown or workers_here() > 1:
+            raise explain(
+                UsageError,
+                "data_parallel",
+                expected="True or False where there are several workers",
+                got=None,
+                fix="Write gradaccum.wrap(optimizer, steps=4, data_parallel=True) for"
+                " windows over all workers; False if this worker's gradients need no"
+                " other's, or are reduced before they come in.",
+            )
+        return False
+    if not isinstance(data_parallel, bool):
+        raise explain(
+            ArgumentTypeError,
+            "data_parallel",
+            expected="True, False or None",
+            got=data_parallel,
+            fix="Write data_parallel=True.",
+        )
+    if data_parallel and not GlobalComm.INITED:
+        raise explain(
+            UsageError,
+            "data_parallel",
+            expected="communication that is initialised",
+            found="none in this process",
+            fix="Call mindspore.communication.init() first, in a program that msrun"
+            " started.",
+        )
+    if data_parallel and mode not in PLAIN_MODES:
+        raise explain(
+            UsageError,
+            "data_parallel",
+            expected=f"False in the parallel mode {mode}",
+            got=True,
+            fix="MindSpore reduces the gradients in every micro-batch there: leave it"
+            " False.",
+        )
+    return data_parallel
+
+
+def workers_here() -> int:
+    if GlobalComm.INITED:
+        return int(get_group_size())
+    return int(os.environ.get("MS_WORKER_NUM", "1"))
+
+
+def place() -> tuple[int, int]:
+    """Return this worker's rank and the number of workers."""
+    return int(get_rank()), int(get_group_size())
+
+
+# Equal options and parameters.
+
+
+def require_same_everywhere(
+    parameters: Sequence[Parameter], options: Options, name: str
+) -> tuple[int, ...]:
+    """Raise unless the workers that share an optimizer's windows wrap the same; return
+    the positions of the sharded parameters. Collective, in one order.
+
+    Raises:
+        ArgumentValueError: on every worker: a worker's differ.
+    """
+    # Two workers' functions and scalers are different objects.
+    compared_options = dict(
+        options._asdict(),
+        steps="a function" if callable(options.steps) else options.steps,
+        scaler=type(options.scaler).__name__,
+        accumulate_dtype=str(options.accumulate_dtype),
+        name=name,
+    )
+    description = [
+        [str(compared_options)],
+        [described_parameter(parameter) for parameter in parameters],
+        [described_values(parameter) for parameter in parameters],
+    ]
+    try:
+        texts = gather_texts(json.dumps(description))
+    except NoAnswerError as error:
+        raise explain(
+            UsageError,
+            "gradaccum.wrap",
+            expected="every worker to wrap its optimizer too",
+            found="an exchange that failed or timed out",
+            fix="Wrap on every worker, in the same order.",
+        ) from error
+    descriptions = [json.loads(text) for text in texts]
+    for part, (argument, fix) in enumerate(
+        (
+            ("options", "Give every worker the same options."),
+            (
+                "parameters",
+                "Build the same model with the same optimizer on every worker.",
+            ),
+            (
+                "parameters",
+                "Call mindspore.set_seed(1) before the model is built, or load one"
+                " checkpoint on every worker.",
+            ),
+        )
+    ):
+        require_equal([each[part] for each in descriptions], argument, fix)
+    sharded = [place for place, each in enumerate(parameters) if is_sharded(each)]
+    if sharded:
+        require_shardable(options, shared=len(parameters) - len(sharded))
+    return tuple(sharded)
+
+
+def described_parameter(parameter: Parameter) -> str:
+    shape = f"of shape {tuple(parameter.shape)}"
+    if is_sharded(parameter):
+        shape = "sharded, as layerwise_parallel says"
+    return f"{parameter.name!r}, {parameter.dtype} {shape}"
+
+
+def described_values(parameter: Parameter) -> str:
+    if is_sharded(parameter):
+        return ""
+    wide = parameter.astype(ms.float32) if parameter.dtype == ms.bfloat16 else parameter
+    checksum = zlib.crc32(wide.asnumpy().tobytes())
+    return f"{parameter.name!r} with the checksum {checksum:08x}"
+
+
+def require_equal(descriptions: Sequence[list[str]], argument: str, fix: str) -> None:
+    first = descriptions[0]
+    for rank, other in enumerate(descriptions):
+        if other == first:
+            continue
+        pairs = zip(first, other, strict=False)
+        different = [pair for pair in pairs if pair[0] != pair[1]]
+        expected, found = different[0] if different else (len(first), len(other))
+        raise explain(
+            ArgumentValueError,
+            argument,
+            expected=f"the same on every worker: {expected}",
+            found=f"{found} on rank {rank}",
+            fix=fix,
+        )
+
+
+def require_shardable(options: Options, shared: int) -> None:
+    """Raise unless windows can have sharded parameters, whose loss is one of the items
+    of all workers; `shared`: the number of parameters that are not.
+    """
+    beside = "beside parameters marked as layerwise_parallel"
+    if options.reduction == "mean":
+        raise explain(
+            ArgumentValueError,
+            "reduction",
+            expected=f'"sum_per_item" or "sum" {beside}',
+            got="mean",
+            fix='Sum the loss, and write reduction="sum_per_item".',
+        )
+    if options.on_overflow == "drop_micro_batch":
+        raise explain(
+            ArgumentValueError,
+            "on_overflow",
+            expected=f"the default {beside}",
+            found="another",
+            fix="Leave it out: one worker alone sees what a shard's gradient holds.",
+        )
+    if not shared:
+        raise explain(
+            ArgumentValueError,
+            "data_parallel",
+            expected=f"a parameter of all workers {beside}",
+            found="none",
+            fix="Write data_parallel=False, where no worker shares a parameter with"
+            " another.",
+        )
+
+
+# MindSpore's own reducer leaves alone what is marked as ``layerwise_parallel``: so are
+# the shared parameters, for as long as their wrapper lives.
+
+
+MARKS = count(1)
+
+
+def is_sharded(parameter: Parameter) -> bool:
+    """True if the user marked the Parameter as ``layerwise_parallel``."""
+    is_marked_here = getattr(parameter, "shares_windows", 0)
+    return bool(parameter.layerwise_parallel) and not is_marked_here
+
+
+def mark(optimizer: nn.Cell, parameters: Sequence[Parameter]) -> None:
+    """Mark the shared parameters for as long as `optimizer` lives."""
+    owner = next(MARKS)
+    shared = [parameter for parameter in parameters if not is_sharded(parameter)]
+    for parameter in shared:
+        parameter.layerwise_parallel = True
+        parameter.shares_windows = owner
+    finalize(optimizer, unmark, shared, owner).atexit = False
+
+
+def unmark(parameters: Sequence[Parameter], owner: int | None = None) -> None:
+    """Undo `mark`, or the mark of `owner` alone."""
+    for parameter in parameters:
+        marked_by = getattr(parameter, "shares_windows", 0)
+        if marked_by and owner in (None, marked_by):
+            parameter.layerwise_parallel = False
+            parameter.shares_windows = 0
