@@ -39,7 +39,7 @@ Updates = Any
 
 InnerState = Any
 """The tree that the inner optimizer keeps; the pair (its own state, masters) under
-`parameters.on_masters` and `without_masters`.
+`master_weights.on_masters` and `without_masters`.
 """
 
 Leaves = list[Array]

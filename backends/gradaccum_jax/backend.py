@@ -20,12 +20,12 @@ from gradaccum.kit import (
     wrap_with,
 )
 from gradaccum_jax.checks import require_dtype
+from gradaccum_jax.master_weights import on_masters, without_masters
 from gradaccum_jax.optimizer import Accumulation, require_transformation
 from gradaccum_jax.optimizer import Wrapped as Wrapped
-from gradaccum_jax.parameters import on_masters, without_masters
 from gradaccum_jax.update import takes
 from gradaccum_jax.verification import check
-from gradaccum_jax.window.window import probe
+from gradaccum_jax.window import probe
 from gradaccum_jax.workers.data_parallel import require_devices, start_on
 from gradaccum_jax.workers.group import require_names, require_shard_axes
 

@@ -44,7 +44,7 @@ from gradaccum_jax.arrays import (
     wider,
 )
 from gradaccum_jax.sharding import ADD_UP, axes_in_parts
-from gradaccum_jax.window.state import AccumulationState, require_values
+from gradaccum_jax.state import AccumulationState, require_values
 
 ACCUMULATING = (AccumulationState, optax.MultiStepsState)
 """The states of optimizers that accumulate."""

@@ -22,7 +22,7 @@ from jax import lax
 
 from gradaccum import UsageError, kit
 from gradaccum.kit import Scalar, explain
-from gradaccum_jax import sums
+from gradaccum_jax import gradient_sum, window
 from gradaccum_jax.arrays import (
     Array,
     Extra,
@@ -43,12 +43,11 @@ from gradaccum_jax.large_batch import batch as batches
 from gradaccum_jax.large_batch import gradients as large
 from gradaccum_jax.large_batch.auto import Call
 from gradaccum_jax.large_batch.batch import Group, MicroBatch, Source, beside, over
+from gradaccum_jax.master_weights import apply_updates
 from gradaccum_jax.optimizer import Accumulation, require_open
-from gradaccum_jax.parameters import apply_updates
 from gradaccum_jax.sharding import axes_of, replicated, vary
+from gradaccum_jax.state import AccumulationState, as_read, as_stored, fields_of
 from gradaccum_jax.update import require_declared
-from gradaccum_jax.window import window
-from gradaccum_jax.window.state import AccumulationState, as_read, as_stored, fields_of
 from gradaccum_jax.workers import group
 
 PRELUDE, LAYERS, HEAD, TIED = range(4)
@@ -498,9 +497,9 @@ class Passes:
         elif part == LAYERS:
             total = [leaf[None] for leaf in total]
         if self.keeps:
-            total = sums.add(
+            total = gradient_sum.add(
                 total,
-                moving_of(sums.emptied(rest, self.state.micro_step == 0))[0],
+                moving_of(gradient_sum.emptied(rest, self.state.micro_step == 0))[0],
                 None,
                 True,
             )

@@ -24,7 +24,7 @@ from gradaccum.kit import (
     make_options,
     usable,
 )
-from gradaccum_jax import sums
+from gradaccum_jax import gradient_sum
 from gradaccum_jax.arrays import (
     Array,
     DType,
@@ -39,12 +39,12 @@ from gradaccum_jax.arrays import (
     takes_part,
 )
 from gradaccum_jax.checks import align, require_dtype, require_plain
-from gradaccum_jax.control_flow import call_jitted
 from gradaccum_jax.optimizer import require_transformation
 from gradaccum_jax.sharding import require_ordinary
+from gradaccum_jax.state import all_like
 from gradaccum_jax.update import Update
-from gradaccum_jax.window.state import all_like
-from gradaccum_jax.window.window import check_known, probe, size_at
+from gradaccum_jax.window import check_known, probe, size_at
+from gradaccum_jax.xla import call_jitted
 
 SkipFunction = Callable[[Updates, Scalar, Params], tuple[Scalar, Tree]]
 """``f(updates, gradient_step, params) -> (skip, skip_state)``."""
@@ -127,14 +127,16 @@ class MultiSteps:
         """
         require_ordinary(params)
         gradient_step = jnp.zeros((), jnp.int32)
-        _, skip_state = self._should_skip(sums.clear(params), gradient_step, params)
+        _, skip_state = self._should_skip(
+            gradient_sum.clear(params), gradient_step, params
+        )
         inner_state = strong(self._opt.init(params))
         require_plain(inner_state)
         return optax.MultiStepsState(
             mini_step=jnp.zeros((), jnp.int32),
             gradient_step=gradient_step,
             inner_opt_state=inner_state,
-            acc_grads=sums.zeros(params, self._accumulator_dtype),
+            acc_grads=gradient_sum.zeros(params, self._accumulator_dtype),
             skip_state=strong(skip_state),
         )
 
@@ -213,7 +215,7 @@ class MultiSteps:
             for new, old in zip(fields[:2], before, strict=True)
         ]
         closed = close(fields, jnp.asarray(True), False, self._options, jnp.where)[:2]
-        after = sums.together(
+        after = gradient_sum.together(
             all_like(
                 [
                     jnp.where(last, new, old)
@@ -228,7 +230,7 @@ class MultiSteps:
         return made, optax.MultiStepsState(
             *after,
             inner_state,
-            sums.emptied(total, last),
+            gradient_sum.emptied(total, last),
             cast_like(skip_state, state.skip_state),
         )
 
@@ -239,7 +241,7 @@ class MultiSteps:
         mini-steps).
         """
         if not self._use_grad_mean:  # never True while XLA compiles: see `window.add`
-            return sums.add(
+            return gradient_sum.add(
                 state.acc_grads,
                 gradients,
                 None,
@@ -256,7 +258,7 @@ class MultiSteps:
             share(*pair)
             for pair in zip(jax.tree.leaves(state.acc_grads), gradients, strict=True)
         ]
-        return sums.add(state.acc_grads, shares, None, accepted)
+        return gradient_sum.add(state.acc_grads, shares, None, accepted)
 
 
 def _never(*_: Tree) -> tuple[Scalar, Tree]:

@@ -36,7 +36,7 @@ from gradaccum.kit import (
     use_of_weights,
     wrapped_twice_error,
 )
-from gradaccum_jax import checks, statistics, sums
+from gradaccum_jax import checks, extensions, gradient_sum, window
 from gradaccum_jax.arrays import (
     Extra,
     Gradients,
@@ -67,9 +67,14 @@ from gradaccum_jax.combinators import (
     not_wrapped_error,
     the_part,
 )
-from gradaccum_jax.control_flow import call_jitted
-from gradaccum_jax.parameters import in_place_of
+from gradaccum_jax.master_weights import in_place_of
 from gradaccum_jax.sharding import ShardAxes, replicated, require_ordinary, vary_like
+from gradaccum_jax.state import (
+    AccumulationState,
+    fields_of,
+    first_terms,
+    fresh,
+)
 from gradaccum_jax.update import (
     ANY,
     Takes,
@@ -77,15 +82,9 @@ from gradaccum_jax.update import (
     require_none_of_a_batch,
     require_taken,
 )
-from gradaccum_jax.window import window
-from gradaccum_jax.window.state import (
-    AccumulationState,
-    fields_of,
-    first_terms,
-    fresh,
-)
-from gradaccum_jax.window.window import MicroBatch, check_known, size_at
+from gradaccum_jax.window import MicroBatch, check_known, size_at
 from gradaccum_jax.workers import group
+from gradaccum_jax.xla import call_jitted
 
 
 class UpdateFunction(Protocol):
@@ -150,8 +149,8 @@ class Accumulation:
     """An inner optimizer and the checked options."""
 
     inner: optax.GradientTransformationExtraArgs
-    """The wrapped optimizer under `parameters.on_masters` or
-    `parameters.without_masters`.
+    """The wrapped optimizer under `master_weights.on_masters` or
+    `master_weights.without_masters`.
     """
     options: Options
     axes: tuple[str, ...] = ()
@@ -171,18 +170,18 @@ class Accumulation:
         group.require_axes(self.axes)
         group.require_told(params, frozenset(self.axes), self.shard_axes, self.options)
         group.require_same_params(params, self.axes)
-        accumulator = sums.zeros(params, self.options.accumulate_dtype)
+        accumulator = gradient_sum.zeros(params, self.options.accumulate_dtype)
         inner_state, masters = self._inner_state(params)
         require_plain(inner_state, (*checks.ACCUMULATING, optax.ApplyEvery))
         fields = initial_state(self.options.scale_rule.init_scale)
-        dtype = sums.weight_dtype(accumulator)
+        dtype = gradient_sum.weight_dtype(accumulator)
         trees = {
             "accumulator": accumulator,
             "inner_state": inner_state,
             "masters": masters,
             "terms": first_terms(self.options),
         }
-        known = statistics.fresh(dtype)
+        known = extensions.fresh(dtype)
         state = vary_like(
             params,
             fresh(fields, dtype, **trees, **known),

@@ -30,7 +30,7 @@ from gradaccum.kit import (
 from gradaccum_jax.arrays import Array, Params, Tree, plain, unique
 from gradaccum_jax.combinators import new_part, not_wrapped_error, part_of
 from gradaccum_jax.optimizer import accumulation_of
-from gradaccum_jax.window.state import (
+from gradaccum_jax.state import (
     AccumulationState,
     fields_of,
     find_states,

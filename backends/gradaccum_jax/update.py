@@ -36,10 +36,10 @@ from gradaccum_jax.arrays import (
     takes_part,
     wider,
 )
-from gradaccum_jax.control_flow import named_axes, once, origins, traced_once
+from gradaccum_jax.gradient_sum import divide, emptied, fills, pick, to
 from gradaccum_jax.sharding import ShardAxes, replicated
-from gradaccum_jax.sums import divide, emptied, fills, pick, to
 from gradaccum_jax.workers.group import same
+from gradaccum_jax.xla import named_axes, once, origins, traced_once
 
 T = TypeVar("T")
 Call = Callable[[Tree, InnerState], tuple[Any, Any]]
@@ -231,7 +231,7 @@ def _nothing(leaf: Array) -> complex:
 # last micro-batch only. Training would continue with a function that does not belong to
 # the gradient. So the caller closes the window and passes those of the whole window.
 # `value` is another matter: losses add up, and the inner optimizer gets the window's
-# (see `statistics`).
+# (see `extensions`).
 
 
 OF_A_BATCH = ("grad", "value_fn", "grad_fn", "obj_fn")

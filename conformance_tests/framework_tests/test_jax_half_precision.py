@@ -14,7 +14,7 @@ import pytest
 
 import gradaccum
 import gradaccum_jax
-from gradaccum_jax.window import window
+from gradaccum_jax import window
 
 CASES = {
     "bfloat16_fraction": (optax.sgd(1.0), jnp.bfloat16, 1.00390625),

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gradaccum_jax.sums import _add, measure, sum_of
+from gradaccum_jax.gradient_sum import _add, measure, sum_of
 
 LARGEST = float(np.finfo(np.float32).max)
 SHAPES = [

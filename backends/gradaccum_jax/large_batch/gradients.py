@@ -17,7 +17,7 @@ from jax import lax
 
 from gradaccum import ArgumentTypeError, ArgumentValueError, kit
 from gradaccum.kit import Options, Scalar, explain
-from gradaccum_jax import sums
+from gradaccum_jax import gradient_sum
 from gradaccum_jax.arrays import (
     Array,
     Axes,
@@ -167,7 +167,7 @@ class Differentiation:
 
 
 def start(by: tuple[Tree, ...], accumulate_dtype: DType) -> list[Array]:
-    made: list[Array] = sums.zeros(moving_of(by)[0], accumulate_dtype)
+    made: list[Array] = gradient_sum.zeros(moving_of(by)[0], accumulate_dtype)
     return made
 
 
@@ -184,11 +184,11 @@ def add(
         else None
     )
     given = (
-        jnp.asarray(factor, sums.weight_dtype(held))
+        jnp.asarray(factor, gradient_sum.weight_dtype(held))
         if factor is not None and known
         else factor
     )
-    made: list[Array] = sums.add(
+    made: list[Array] = gradient_sum.add(
         held, gradients, given, True if known else weight != 0, jnp.asarray(True)
     )
     return made
@@ -608,7 +608,11 @@ def run(
     start = Carry(
         gathering.start,
         copies(
-            Own(nothing, jnp.zeros((), sums.sum_dtype(like, None)), merging.start()),
+            Own(
+                nothing,
+                jnp.zeros((), gradient_sum.sum_dtype(like, None)),
+                merging.start(),
+            ),
             axes,
         ),
     )
@@ -657,7 +661,7 @@ class _Counting(NamedTuple):
             own,
             own != 0,
             self.question.options,
-            sums.passing(always),
+            gradient_sum.passing(always),
         )
         return Own((held.weight + weight).astype(self.dtype), total, merged), rows
 

@@ -28,8 +28,8 @@ from gradaccum_jax.large_batch.gradients import (
     run,
 )
 from gradaccum_jax.optimizer import Accumulation, require_open
+from gradaccum_jax.state import AccumulationState
 from gradaccum_jax.update import KNOWN, require_declared
-from gradaccum_jax.window.state import AccumulationState
 from gradaccum_jax.workers.group import require_axes, require_names, require_same_params
 
 

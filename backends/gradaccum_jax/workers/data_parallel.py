@@ -20,7 +20,6 @@ from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
 from gradaccum.kit import explain
 from gradaccum_jax.arrays import Array, Axes, Tree, typeof
 from gradaccum_jax.checks import require_function
-from gradaccum_jax.control_flow import programs_in
 from gradaccum_jax.sharding import (
     axes_in_parts,
     axes_of,
@@ -29,7 +28,7 @@ from gradaccum_jax.sharding import (
     shard_map,
     vary,
 )
-from gradaccum_jax.window.state import AccumulationState, find_states
+from gradaccum_jax.state import AccumulationState, find_states
 from gradaccum_jax.workers import group
 from gradaccum_jax.workers.group import (
     copies_of_params,
@@ -38,6 +37,7 @@ from gradaccum_jax.workers.group import (
     require_shared,
 )
 from gradaccum_jax.workers.layout import require_layout
+from gradaccum_jax.xla import programs_in
 
 Step = Callable[..., Any]
 Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh

@@ -39,7 +39,7 @@ from gradaccum_jax.sharding import (
     replicated,
     vary,
 )
-from gradaccum_jax.window.state import AccumulationState
+from gradaccum_jax.state import AccumulationState
 
 T = TypeVar("T")
 OnLeaf = Callable[[Array], Any]

@@ -13,7 +13,7 @@ from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
 from gradaccum.kit import State, explain
 from gradaccum.kit import redistributed as redistributed_fields
 from gradaccum_jax.arrays import Array, Tree, is_key
-from gradaccum_jax.window.state import (
+from gradaccum_jax.state import (
     AccumulationState,
     as_read,
     as_stored,

@@ -7,8 +7,8 @@ from .planting import OWN, SUITE, Mutant
 MUTANTS = (
     Mutant(
         "add_without_the_weight",
-        "    total = sums.add(held, gradients, factor, adds, harmless)\n",
-        "    total = sums.add(held, gradients, None, adds, harmless)\n",
+        "    total = gradient_sum.add(held, gradients, factor, adds, harmless)\n",
+        "    total = gradient_sum.add(held, gradients, None, adds, harmless)\n",
         SUITE + "test_weights.py::test_gradient_follows_the_definition",
     ),
     Mutant(
@@ -33,7 +33,7 @@ MUTANTS = (
         "take_every_micro_batch_for_finite",
         (
             "    finite = (\n"
-            "        everywhere(sums.all_finite(gradients), shard_axes)\n"
+            "        everywhere(gradient_sum.all_finite(gradients), shard_axes)\n"
             "        if dropping\n"
             "        else jnp.asarray(True)\n"
             "    )\n"
@@ -67,16 +67,16 @@ MUTANTS = (
     ),
     Mutant(
         "leave_the_counter_at_discard",
-        "emptied = statistics.discard(with_fields(state,"
+        "emptied = extensions.discard(with_fields(state,"
         " discard_fields(fields_of(state))))",
-        "emptied = statistics.discard(state)",
+        "emptied = extensions.discard(state)",
         SUITE + "test_windows.py::test_discard_forgets_the_window",
     ),
     Mutant(
         "leave_the_sum_at_discard",
         (
             "    return with_event(\n"
-            "        emptied._replace(accumulator=sums.clear(state.accumulator)), False, False, False\n"
+            "        emptied._replace(accumulator=gradient_sum.clear(state.accumulator)), False, False, False\n"
             "    )\n"
         ),
         "    return with_event(emptied, False, False, False)\n",
@@ -341,7 +341,7 @@ MUTANTS = (
     Mutant(
         "add_to_a_layer_without_the_weight",
         "return large.add(total, gradients, weight, self.options), further",
-        "return sums.add(total, gradients, None, weight > 0), further",
+        "return gradient_sum.add(total, gradients, None, weight > 0), further",
         OWN + "test_jax_layered.py::test_same_bits_where_the_order_is_the_same",
     ),
     Mutant(

@@ -28,7 +28,7 @@ from gradaccum_jax.arrays import (
     plain,
     spread_over,
 )
-from gradaccum_jax.window.state import the_state
+from gradaccum_jax.state import the_state
 
 SMALLEST_NORMAL_FLOAT16 = 2.0**-14
 FLOAT16_SUBNORMALS = 2.0**24

@@ -33,8 +33,8 @@ from gradaccum_jax.arrays import (
     typeof,
     wider,
 )
-from gradaccum_jax.control_flow import once
 from gradaccum_jax.sharding import ShardAxes, axes_of, manual_axes, shards_of, vary, x64
+from gradaccum_jax.xla import once
 
 
 def sum_dtype(leaf: Array, accumulate_dtype: DType) -> DType:

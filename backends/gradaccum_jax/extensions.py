@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from gradaccum import kit
 from gradaccum.kit import Options, Scalar
 from gradaccum_jax.arrays import DType, Tree
-from gradaccum_jax.sums import passing
-from gradaccum_jax.window.state import (
+from gradaccum_jax.gradient_sum import passing
+from gradaccum_jax.state import (
     UNKNOWN,
     AccumulationState,
     all_like,

@@ -29,13 +29,11 @@ from gradaccum.kit import (
 )
 from gradaccum.kit import close as close_fields
 from gradaccum.kit import discard as discard_fields
-from gradaccum_jax import statistics, sums
+from gradaccum_jax import extensions, gradient_sum
 from gradaccum_jax.arrays import Gradients, Tree, Updates
-from gradaccum_jax.control_flow import once
+from gradaccum_jax.gradient_sum import measure, together
 from gradaccum_jax.sharding import ShardAxes, everywhere
-from gradaccum_jax.sums import measure, together
-from gradaccum_jax.update import Update
-from gradaccum_jax.window.state import (
+from gradaccum_jax.state import (
     AccumulationState,
     as_read,
     as_stored,
@@ -45,7 +43,9 @@ from gradaccum_jax.window.state import (
     with_event,
     with_fields,
 )
+from gradaccum_jax.update import Update
 from gradaccum_jax.workers.group import Window, all_reduce, require_told
+from gradaccum_jax.xla import once
 
 Event = tuple[Scalar, Scalar, Scalar]
 """The last event as a state has it: applied, skipped, overflow."""
@@ -84,7 +84,7 @@ def add(
     weight = weight if given else one
     dropping = options.on_overflow == "drop_micro_batch"
     finite = (
-        everywhere(sums.all_finite(gradients), shard_axes)
+        everywhere(gradient_sum.all_finite(gradients), shard_axes)
         if dropping
         else jnp.asarray(True)
     )
@@ -94,12 +94,12 @@ def add(
     adds = usable(fields, weight, finite)
     harmless = adds | (weight == 0)
     # of what the last window left there
-    held = sums.emptied(state.accumulator, fields[0] == 0)
-    total = sums.add(held, gradients, factor, adds, harmless)
+    held = gradient_sum.emptied(state.accumulator, fields[0] == 0)
+    total = gradient_sum.add(held, gradients, factor, adds, harmless)
     counted = with_fields(state, accumulate(fields, weight, finite, jnp.where))
     terms = like(current_terms(options, steps), state.terms)
     counted = counted._replace(accumulator=total, terms=terms)
-    added = statistics.add(counted, loss, weight, adds, options)
+    added = extensions.add(counted, loss, weight, adds, options)
     return added, ~harmless if dropping else False
 
 
@@ -143,7 +143,7 @@ def close(
         )
         norm = like(as_stored(decision.grad_norm), state.last_grad_norm)
         ended = with_event(
-            statistics.close(closed, loss)._replace(last_grad_norm=norm),
+            extensions.close(closed, loss)._replace(last_grad_norm=norm),
             decision.apply,
             ~decision.apply,
             decision.overflow,
@@ -161,7 +161,7 @@ def close(
     # Beside large tensors, which XLA of JAX 0.7 cuts up for its threads, one kernel
     # more before the conditional costs 30 us.
     at_end, counted = (
-        together(numbers) if sums.are_small(state.accumulator) else numbers
+        together(numbers) if gradient_sum.are_small(state.accumulator) else numbers
     )
     state = state._replace(**counted)
     bare = with_event(
@@ -186,7 +186,7 @@ def close(
     updates, total, held = update.run(total, held, divisor, traced, apply)
     # On its way out of `data_parallel` a device's sum gets a leading axis, for which
     # XLA would copy it; a select is written in place.
-    total = sums.emptied(total, at_end) if update.axes else total
+    total = gradient_sum.emptied(total, at_end) if update.axes else total
     return updates, ended._replace(
         accumulator=total, inner_state=held[0], masters=held[1], terms=state.terms
     )
@@ -230,9 +230,12 @@ def keep(
 
 
 def discard(state: AccumulationState) -> AccumulationState:
-    emptied = statistics.discard(with_fields(state, discard_fields(fields_of(state))))
+    emptied = extensions.discard(with_fields(state, discard_fields(fields_of(state))))
     return with_event(
-        emptied._replace(accumulator=sums.clear(state.accumulator)), False, False, False
+        emptied._replace(accumulator=gradient_sum.clear(state.accumulator)),
+        False,
+        False,
+        False,
     )
 
 
@@ -271,7 +274,7 @@ def decide_on(
     norm, finite = jnp.full((), jnp.nan, dtype), jnp.asarray(True)
     if measures(options):
         norm, finite = measure(whole.total, one, whole.fields[3], update.shard_axes)
-        fitting = sums.fits(
+        fitting = gradient_sum.fits(
             whole.total, divisor(fields, divides, jnp.where), update.dtypes.like
         )
         finite = finite & everywhere(fitting, update.shard_axes)
