@@ -39,6 +39,7 @@ from gradaccum_jax.checks import (
     require_stacked,
     require_whole_micro_batches,
 )
+from gradaccum_jax.extra_arguments import require_declared
 from gradaccum_jax.large_batch import batch as batches
 from gradaccum_jax.large_batch import gradients as large
 from gradaccum_jax.large_batch.auto import Call
@@ -47,7 +48,6 @@ from gradaccum_jax.master_weights import apply_updates
 from gradaccum_jax.optimizer import Accumulation, require_open
 from gradaccum_jax.sharding import axes_of, replicated, vary
 from gradaccum_jax.state import AccumulationState, as_read, as_stored, fields_of
-from gradaccum_jax.update import require_declared
 from gradaccum_jax.workers import group
 
 PRELUDE, LAYERS, HEAD, TIED = range(4)
@@ -186,7 +186,8 @@ class LayeredValueAndUpdate(Call):
 
     def init(self, params: Params) -> AccumulationState:
         """Return the state before the first window."""
-        state = self.accumulation.init(require_stacked(plain(params)))
+        accumulation = replace(self.accumulation, leaves_out_unread=False)
+        state = accumulation.init(require_stacked(plain(params)))
         return (
             state
             if kit.measures(self.accumulation.options)
@@ -197,7 +198,7 @@ class LayeredValueAndUpdate(Call):
         self, params: Params, state: AccumulationState, *batch: Tree, **extra: Any
     ) -> tuple[Any, Params, AccumulationState]:
         params, state = require_stacked(plain(params)), plain(state)
-        require_declared(extra, self.accumulation.takes)
+        require_declared(extra, self.accumulation.declared)
         self.accumulation.check(state, params, extra)
         return cast(
             tuple[Any, Params, AccumulationState],
@@ -363,7 +364,7 @@ class Passes:
         )
         own, size = made.held, len(moving_of(self.params[HEAD])[0])
         whole = group.all_reduce(
-            group.Window([], own.weight, own.overflow, as_read(own.loss)),
+            group.ReducedWindow([], own.weight, own.overflow, as_read(own.loss)),
             self.names,
         )
         self.numbers = own._replace(

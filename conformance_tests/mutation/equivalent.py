@@ -69,15 +69,11 @@ EQUIVALENT: dict[tuple[str, str], str] = {
     ): "any seed does that users do not write",
     (
         "backends/gradaccum_jax/gradient_sum.py",
-        "jnp.promote_types(jnp.complex64, wanted)",
+        "return jnp.promote_types(jnp.complex64, chosen_dtype)",
     ): "promotion is symmetric",
     (
         "backends/gradaccum_jax/gradient_sum.py",
-        "parts += (leaf.imag, leaf.real) if jnp.iscomplexobj(leaf) else (leaf,)",
-    ): "both are squared and added",
-    (
-        "backends/gradaccum_jax/gradient_sum.py",
-        "for held, gradient in zip(leaves, gradients, strict=False)",
+        "for total, gradient in zip(jax.tree.leaves(accumulator), gradients, strict=False)",
     ): "an update whose gradients have another structure was refused before",
     (
         "gradaccum/verification/experiments.py",
@@ -85,44 +81,32 @@ EQUIVALENT: dict[tuple[str, str], str] = {
     ): "no combination is larger than the probe",
     (
         "backends/gradaccum_jax/gradient_sum.py",
-        'return jnp.dtype("float32") if (own.itemsize <= 4) else own',
+        'return jnp.dtype("float32") if (leaf_dtype.itemsize <= 4) else leaf_dtype',
     ): "the floating dtype of 4 bytes is float32 itself",
     (
         "backends/gradaccum_jax/gradient_sum.py",
-        "quotient = wider(jnp.float32, held)",
+        "leaf.dtype == wider(divisor.dtype, leaf.dtype)",
     ): "promotion is symmetric",
     (
         "backends/gradaccum_jax/gradient_sum.py",
-        "finite, jnp.minimum(float(np.finfo(np.float32).max), root), jnp.inf",
+        "quotient_dtype = wider(jnp.float32, total_dtype)",
+    ): "promotion is symmetric",
+    (
+        "backends/gradaccum_jax/gradient_sum.py",
+        "norm = jnp.minimum(float(limits.max), jnp.sqrt(squares) / factor)",
     ): "the smaller of two",
     (
         "backends/gradaccum_jax/gradient_sum.py",
-        "jnp.minimum(float(kind.max), jnp.sqrt(squares) / power),",
-    ): "the smaller of two",
-    (
-        "backends/gradaccum_jax/gradient_sum.py",
-        "sum(jnp.sum(a * b) for a, b in zip(*pair, strict=False))",
+        "for array, tangent in zip(*primals, *tangents, strict=False):",
     ): "each array has a tangent",
     (
         "backends/gradaccum_jax/state.py",
-        "[vary(new, axes_of(old)) for new, old in zip(cast, olds, strict=False)]",
+        "return [vary(new, axes_of(old)) for new, old in zip(arrays, olds, strict=False)]",
     ): "each old value has a new one",
     (
         "backends/gradaccum_jax/gradient_sum.py",
-        "return bool(a.dtype == b.dtype and (a.shape != b.shape))",
+        "if a.dtype == b.dtype and (a.shape != b.shape):",
     ): "`jax.numpy` adds what `jax.lax` adds, after a longer look at the types",
-    (
-        "backends/gradaccum_jax/gradient_sum.py",
-        "lax.select((a[0] > b[0]), one, other) for one, other in zip(a, b, strict=True)",
-    ): "of two entries with one number both are the same",
-    (
-        "backends/gradaccum_jax/gradient_sum.py",
-        "lax.select(a[0] >= b[0], one, other) for one, other in zip(a, b, strict=False)",
-    ): "XLA reduces pairs of the same entries",
-    (
-        "backends/gradaccum_jax/gradient_sum.py",
-        "parts = (leaf.imag, leaf.real) if jnp.iscomplexobj(leaf) else (leaf,)",
-    ): "the largest of both is looked for",
     ("backends/gradaccum_mindspore/sums.py", "HALF = (ms.bfloat16, ms.float16)"): KINDS,
     (
         "backends/gradaccum_mindspore/sums.py",

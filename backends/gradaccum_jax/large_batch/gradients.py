@@ -661,7 +661,7 @@ class _Counting(NamedTuple):
             own,
             own != 0,
             self.question.options,
-            gradient_sum.passing(always),
+            gradient_sum.where_with_derivative_at_zero(always),
         )
         return Own((held.weight + weight).astype(self.dtype), total, merged), rows
 
