@@ -12,13 +12,13 @@ from gradaccum_jax.backend import wrap
 from gradaccum_jax.large_batch.coupled import coupled_value_and_grad
 from gradaccum_jax.large_batch.value_and_grad import value_and_grad, value_and_update
 from gradaccum_jax.layered import layered_value_and_update
+from gradaccum_jax.master_weights import apply_updates
 from gradaccum_jax.multisteps import MultiSteps
 from gradaccum_jax.optimizer import discard, epoch, flush
-from gradaccum_jax.parameters import apply_updates
 from gradaccum_jax.recording import LoopRecorder
 from gradaccum_jax.saving import check_state
+from gradaccum_jax.state import AccumulationState, describe, result, scale_loss
 from gradaccum_jax.verification import verify, verify_loss_scaling
-from gradaccum_jax.window.state import AccumulationState, describe, result, scale_loss
 from gradaccum_jax.workers.data_parallel import data_parallel
 from gradaccum_jax.workers.layout import redistributed
 

@@ -39,7 +39,7 @@ Updates = Any
 
 InnerState = Any
 """The tree that the inner optimizer keeps; the pair (its own state, masters) under
-`parameters.on_masters` and `without_masters`.
+`master_weights.on_masters` and `without_masters`.
 """
 
 Leaves = list[Array]
@@ -123,39 +123,62 @@ def variables_in(tree: Tree) -> list[Variable]:
 # of the inner optimizer's gradients.
 
 
-class Handed(NamedTuple):
-    """The dtypes of the inner optimizer's gradients, leaf by leaf."""
+class GradientTypes(NamedTuple):
+    """The types of the inner optimizer's gradients, leaf by leaf."""
 
     given: list[DType]
     """The dtype in which the optimizer gets the gradient."""
     like: list[DType]
     """The updates come in the dtypes that they have for these gradients."""
+    shapes: list[tuple[int, ...]]
 
 
-def handed(accumulator: Tree, params: Params, gradients: Gradients | None) -> Handed:
+def gradient_types(
+    accumulator: Tree, params: Params, gradients: Gradients | None
+) -> GradientTypes:
     """Return the wider dtype of parameter and gradient: a caller who widened a gradient
     gets the update of plain optax.
 
     An unknown gradient, as in a flush, may have had either dtype: the optimizer then
     gets the sum unrounded.
     """
-    sums = jax.tree.leaves(accumulator)
-    pairs = list(
-        zip(
-            _leaves_like(params, accumulator),
-            gradients or [None] * len(sums),
-            strict=True,
-        )
-    )
-    given = [
-        _wider_of(p, leaf if g is None else g) if takes_part(leaf) else leaf.dtype
-        for leaf, (p, g) in zip(sums, pairs, strict=True)
+    totals = jax.tree.leaves(accumulator)
+    parameters = _leaves_like(params, accumulator)
+    known_gradients = gradients or [None] * len(totals)
+    given: list[DType] = []
+    like: list[DType] = []
+    shapes: list[tuple[int, ...]] = []
+    for total, parameter, gradient in zip(
+        totals, parameters, known_gradients, strict=True
+    ):
+        dtype = total.dtype
+        if takes_part(total):
+            dtype = _wider_of(parameter, total if gradient is None else gradient)
+        is_unknown = gradient is None and parameter is not None
+        given.append(dtype)
+        like.append(jnp.result_type(parameter) if is_unknown else dtype)
+        known = [leaf for leaf in (gradient, parameter, total) if leaf is not None]
+        shapes.append(np.shape(known[0]))
+    return GradientTypes(given, like, shapes)
+
+
+def _wider_of(parameter: Array, other: Array) -> DType:
+    if parameter is None:
+        return jnp.result_type(other)
+    return wider(jnp.result_type(parameter), jnp.result_type(other))
+
+
+def _leaves_like(params: Params, accumulator: Tree) -> Leaves:
+    """Return the leaves of `params` in the sum's places; None each if the structures
+    differ.
+    """
+    totals, structure = jax.tree.flatten(accumulator, is_leaf=is_none)
+    leaves, other_structure = jax.tree.flatten(params, is_leaf=is_none)
+    if structure != other_structure:
+        leaves = [None] * len(totals)
+    return [
+        leaf for leaf, total in zip(leaves, totals, strict=True) if total is not None
     ]
-    like = [
-        own if g is not None or p is None else jnp.result_type(p)
-        for own, (p, g) in zip(given, pairs, strict=True)
-    ]
-    return Handed(given, like)
 
 
 def takes_part(leaf: Array) -> bool:
@@ -169,18 +192,18 @@ def moving_of(tree: Tree) -> tuple[Leaves, Callable[..., Tree]]:
     """Return the leaves that take part, and ``put(leaves)``, which puts others there,
     and ``still(leaf)`` for the rest.
     """
-    held, structure = jax.tree.flatten(tree)
+    all_leaves, structure = jax.tree.flatten(tree)
 
     def put(
         leaves: Iterable[Array], still: Callable[[Array], Any] = lambda leaf: leaf
     ) -> Tree:
-        given = iter(leaves)
+        moving = iter(leaves)
         return jax.tree.unflatten(
             structure,
-            [next(given) if takes_part(leaf) else still(leaf) for leaf in held],
+            [next(moving) if takes_part(leaf) else still(leaf) for leaf in all_leaves],
         )
 
-    return [leaf for leaf in held if takes_part(leaf)], put
+    return [leaf for leaf in all_leaves if takes_part(leaf)], put
 
 
 def is_key(leaf: Array) -> bool:
@@ -213,36 +236,9 @@ def _cast(leaf: Array, like: Array) -> Array:
     if leaf is None:
         return like
     dtype = jnp.result_type(like)
-    # random keys stay
-    return (
-        leaf
-        if jnp.issubdtype(dtype, jax.dtypes.extended)
-        else lax.convert_element_type(leaf, dtype)
-    )
-
-
-def _wider_of(parameter: Array, other: Array) -> DType:
-    return (
-        jnp.result_type(other)
-        if parameter is None
-        else wider(jnp.result_type(parameter), jnp.result_type(other))
-    )
-
-
-def _leaves_like(params: Params, accumulator: Tree) -> Leaves:
-    """Return the leaves of `params` in the accumulator's places; None each if the
-    structures differ.
-    """
-    held = jax.tree.leaves(accumulator, is_leaf=is_none)
-    structures: list[Any] = [
-        jax.tree.structure(tree, is_leaf=is_none) for tree in (params, accumulator)
-    ]
-    known = (
-        jax.tree.leaves(params, is_leaf=is_none)
-        if structures[0] == structures[1]
-        else [None] * len(held)
-    )
-    return [p for p, leaf in zip(known, held, strict=True) if leaf is not None]
+    if jnp.issubdtype(dtype, jax.dtypes.extended):  # random keys stay
+        return leaf
+    return lax.convert_element_type(leaf, dtype)
 
 
 def is_half(leaf: Array) -> bool:
@@ -268,37 +264,33 @@ def spread_over(prefix: Tree, tree: Tree, argument: str) -> list[Any]:
     """Return one value of `prefix` for each leaf of `tree`, as
     `gradaccum.kit.spread`.
     """
-    prefix = (
-        tuple(prefix) if type(prefix) is list and isinstance(tree, tuple) else prefix
-    )
-    found: list[Any] = []
+    if type(prefix) is list and isinstance(tree, tuple):
+        prefix = tuple(prefix)
+    values: list[Any] = []
+
+    def add_values(value: Any, below: Tree) -> None:
+        values.extend([value] * len(jax.tree.leaves(below)))
+
     try:
-        jax.tree.map(
-            lambda value, below: found.extend([value] * len(jax.tree.leaves(below))),
-            prefix,
-            tree,
-            is_leaf=is_none,
-        )
+        jax.tree.map(add_values, prefix, tree, is_leaf=is_none)
     except ValueError as error:
-        fix = (
-            "Give one value for all, or a tree whose keys and lengths are those of the"
-            " tree that it is for."
-        )
-        expected = f"a prefix of {jax.tree.structure(tree)}"
         raise explain(
-            ArgumentValueError, argument, expected=expected, got=prefix, fix=fix
+            ArgumentValueError,
+            argument,
+            expected=f"a prefix of {jax.tree.structure(tree)}",
+            got=prefix,
+            fix="Give one value for all, or a tree whose keys and lengths are those of"
+            " the tree that it is for.",
         ) from error
-    return found
+    return values
 
 
 def is_constant(leaf: object) -> bool:
     """True if a leaf is a constant of the program: no array, and no float, which may
     change from call to call.
     """
-    return not (
-        isinstance(leaf, jax.Array | np.ndarray | np.generic | float | complex)
-        or hasattr(leaf, "__jax_array__")
-    )
+    may_change = jax.Array | np.ndarray | np.generic | float | complex
+    return not (isinstance(leaf, may_change) or hasattr(leaf, "__jax_array__"))
 
 
 def axis_of(path: str, leaf: Array, axis: Any) -> Axis:
@@ -314,23 +306,19 @@ def axis_of(path: str, leaf: Array, axis: Any) -> Axis:
             got=axis,
             fix=_FIX,
         )
-    rank = 0 if is_constant(leaf) else np.ndim(leaf)
+    kind = f"one of shape {np.shape(leaf)}"
+    rank = np.ndim(leaf)
+    if is_constant(leaf):
+        kind = f"a {type(leaf).__name__}"
+        rank = 0
     if not -rank <= axis < rank:
-        found = (
-            f"a {type(leaf).__name__}"
-            if is_constant(leaf)
-            else f"one of shape {np.shape(leaf)}"
-        )
-        fix = (
-            "Write axes=None for this leaf if every micro-batch is given it whole; make"
-            " a list with one number per item an array."
-        )
         raise explain(
             ArgumentValueError,
             path,
             expected=f"an array with an axis {axis} of items",
-            found=found,
-            fix=fix,
+            found=kind,
+            fix="Write axes=None for this leaf if every micro-batch is given it whole;"
+            " make a list with one number per item an array.",
         )
     return axis % rank
 
@@ -339,20 +327,15 @@ def _require_key(path: str, leaf: Array) -> str:
     """Raise unless `leaf` is a typed scalar key, or the two 32-bit words of an old
     one.
     """
-    if not is_constant(leaf) and (
-        is_key(leaf)
-        if np.shape(leaf) == ()
-        else jnp.result_type(leaf) == jnp.uint32 and np.ndim(leaf) == 1
-    ):
-        return KEY
-    fix = (
-        "Write axes='key' for jax.random.key(seed) alone; keys of single items have an"
-        " axis."
-    )
+    if not is_constant(leaf):
+        is_old_key = jnp.result_type(leaf) == jnp.uint32 and np.ndim(leaf) == 1
+        if is_old_key or (np.shape(leaf) == () and is_key(leaf)):
+            return KEY
     raise explain(
         ArgumentTypeError,
         path,
         expected="one random key",
         found=f"a {type(leaf).__name__} of shape {np.shape(leaf)}",
-        fix=fix,
+        fix="Write axes='key' for jax.random.key(seed) alone; keys of single items have"
+        " an axis.",
     )

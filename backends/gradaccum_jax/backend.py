@@ -20,12 +20,12 @@ from gradaccum.kit import (
     wrap_with,
 )
 from gradaccum_jax.checks import require_dtype
+from gradaccum_jax.extra_arguments import declared_by
+from gradaccum_jax.master_weights import on_masters, without_masters
 from gradaccum_jax.optimizer import Accumulation, require_transformation
 from gradaccum_jax.optimizer import Wrapped as Wrapped
-from gradaccum_jax.parameters import on_masters, without_masters
-from gradaccum_jax.update import takes
 from gradaccum_jax.verification import check
-from gradaccum_jax.window.window import probe
+from gradaccum_jax.window import probe
 from gradaccum_jax.workers.data_parallel import require_devices, start_on
 from gradaccum_jax.workers.group import require_names, require_shard_axes
 
@@ -94,16 +94,20 @@ class JaxBackend:
             accumulate_dtype=require_dtype(options.accumulate_dtype)
         )
         inner = optax.with_extra_args_support(transformation)
-        held = on_masters(inner) if checked.master_weights else without_masters(inner)
-        wrapped = Accumulation(
-            held, checked, names, require_shard_axes(shard_axes), takes(transformation)
+        inner = on_masters(inner) if checked.master_weights else without_masters(inner)
+        accumulation = Accumulation(
+            inner,
+            checked,
+            names,
+            require_shard_axes(shard_axes),
+            declared_by(transformation),
         )
         if mesh is not None:
             require_devices(mesh, names, axis_name)
-        return Wrapped(
-            start_on(wrapped.init, mesh, names) if names else wrapped.init,
-            wrapped.update,
-        )
+        init = accumulation.init
+        if names:
+            init = start_on(init, mesh, names)
+        return Wrapped(init, accumulation.update)
 
 
 backend = JaxBackend()

@@ -43,8 +43,9 @@ from gradaccum_jax.arrays import (
     variables_in,
     wider,
 )
+from gradaccum_jax.gradient_sum import is_left_out
 from gradaccum_jax.sharding import ADD_UP, axes_in_parts
-from gradaccum_jax.window.state import AccumulationState, require_values
+from gradaccum_jax.state import AccumulationState, require_values
 
 ACCUMULATING = (AccumulationState, optax.MultiStepsState)
 """The states of optimizers that accumulate."""
@@ -53,15 +54,13 @@ ACCUMULATING = (AccumulationState, optax.MultiStepsState)
 def require_dtype(accumulate_dtype: DType) -> DType:
     if accumulate_dtype is None:
         return None
-    # By attribute of jnp, to get JAX's own bfloat16: another package may have
-    # registered one with NumPy under that name.
-    named = (
-        getattr(jnp, accumulate_dtype, accumulate_dtype)
-        if isinstance(accumulate_dtype, str)
-        else accumulate_dtype
-    )
+    dtype = accumulate_dtype
+    if isinstance(dtype, str):
+        # By attribute of jnp, to get JAX's own bfloat16: another package may have
+        # registered one with NumPy under that name.
+        dtype = getattr(jnp, dtype, dtype)
     try:
-        dtype = jnp.dtype(named)
+        dtype = jnp.dtype(dtype)
     except TypeError as error:
         raise accumulate_dtype_error(accumulate_dtype) from error
     if not jnp.issubdtype(dtype, jnp.floating):
@@ -71,21 +70,15 @@ def require_dtype(accumulate_dtype: DType) -> DType:
 
 def require_arrays(tree: Tree, name: str) -> None:
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        if not (
-            hasattr(leaf, "dtype")
-            or hasattr(leaf, "__jax_array__")
-            or isinstance(leaf, bool | int | float | complex)
-        ):
-            where, found = (
-                f"{name}{jax.tree_util.keystr(path)}",
-                f"a {type(leaf).__name__}",
-            )
-            fix = (
-                "Of an equinox model pass params: params, static = eqx.partition(model,"
-                " eqx.is_inexact_array). The loss combines them."
-            )
+        is_number = isinstance(leaf, bool | int | float | complex)
+        if not (is_number or hasattr(leaf, "dtype") or hasattr(leaf, "__jax_array__")):
             raise explain(
-                ArgumentTypeError, where, expected="arrays alone", found=found, fix=fix
+                ArgumentTypeError,
+                f"{name}{jax.tree_util.keystr(path)}",
+                expected="arrays alone",
+                found=f"a {type(leaf).__name__}",
+                fix="Of an equinox model pass params: params, static ="
+                " eqx.partition(model, eqx.is_inexact_array). The loss combines them.",
             )
 
 
@@ -102,19 +95,19 @@ def require_params_alone(
     """Raise unless no flax nnx variable is a random stream, with which each micro-batch
     would draw the same mask, or stands beside parameters without being one.
     """
-    trained = any("Param" in each.kinds for each in variables)
-    for each in variables:
-        if "RngState" in each.kinds:
+    has_parameters = any("Param" in variable.kinds for variable in variables)
+    for variable in variables:
+        if "RngState" in variable.kinds:
             found = "a random stream of a flax nnx module"
             fix = f"{SPLIT}; nnx.reseed(model, default=key) with a key of the batch."
-        elif trained and "Param" not in each.kinds:
-            found = f"a {each.kinds[0]} of a flax nnx module"
+        elif has_parameters and "Param" not in variable.kinds:
+            found = f"a {variable.kinds[0]} of a flax nnx module"
             fix = f"{SPLIT}; return what it changes there as aux."
         else:
             continue
         raise explain(
             ArgumentTypeError,
-            name_of(each.path),
+            name_of(variable.path),
             expected="parameters alone",
             found=found,
             fix=fix,
@@ -123,13 +116,13 @@ def require_params_alone(
 
 def require_no_statistics(params: Params) -> None:
     """Raise unless no parameter is a running statistic of a flax nnx module."""
-    for each in variables_in(params):
-        if "BatchStat" in each.kinds:
+    for variable in variables_in(params):
+        if "BatchStat" in variable.kinds:
             raise explain(
                 ArgumentTypeError,
-                f"params{jax.tree_util.keystr(each.path)}",
+                f"params{jax.tree_util.keystr(variable.path)}",
                 expected="parameters alone",
-                found=f"a {each.kinds[0]} of a flax nnx module",
+                found=f"a {variable.kinds[0]} of a flax nnx module",
                 fix="Write tx.init(nnx.state(model, nnx.Param)).",
             )
 
@@ -137,36 +130,34 @@ def require_no_statistics(params: Params) -> None:
 def require_state(state: object) -> AccumulationState:
     if isinstance(state, AccumulationState):
         return require_values(state)
-    fix = (
-        "Pass what tx.init(params) returned. A checkpoint is restored into that"
-        " structure; in a chain it is one of the chain's states."
-    )
     raise explain(
         ArgumentTypeError,
         "state",
         expected="the state of a wrapped optimizer",
         found=f"a {type(state).__name__}",
-        fix=fix,
+        fix="Pass what tx.init(params) returned. A checkpoint is restored into that"
+        " structure; in a chain it is one of the chain's states.",
     )
 
 
 def require_one_device(state: AccumulationState) -> None:
     """Raise unless `state` is that of one device, as it is inside of a step."""
-    if np.ndim(state.weight) == np.ndim(state.micro_step):
-        return
-    fix = (
-        "Run the step, a flush too, by gradaccum_jax.data_parallel(step, mesh,"
-        " axis_name). In a jax.shard_map of your own, call tx.init there too."
-    )
-    found = "that of all, as data_parallel returns it: its sums have an axis of devices"
-    raise explain(
-        UsageError, "state", expected="the state of one device", found=found, fix=fix
-    )
+    if np.ndim(state.weight) != np.ndim(state.micro_step):
+        raise explain(
+            UsageError,
+            "state",
+            expected="the state of one device",
+            found="that of all, as data_parallel returns it: its sums have an axis of"
+            " devices",
+            fix="Run the step, a flush too, by gradaccum_jax.data_parallel(step, mesh,"
+            " axis_name). In a jax.shard_map of your own, call tx.init there too.",
+        )
 
 
 def require_plain(
     inner_state: InnerState, accumulating: tuple[type, ...] = ACCUMULATING
 ) -> None:
+    """Raise unless the inner optimizer does not accumulate by itself."""
     nodes = jax.tree.leaves(
         inner_state, is_leaf=lambda node: isinstance(node, accumulating)
     )
@@ -185,33 +176,29 @@ def require_params(params: Params, masters: Tree) -> None:
             found="nothing at all",
             fix=fix,
         )
-    wanted, given = _shapes(masters), _shapes(params, is_half)
-    if wanted != given:
-        expected = f"half-precision parameters of these shapes: {wanted}"
+    master_shapes = _shapes(masters, lambda leaf: True)
+    half_shapes = _shapes(params, is_half)
+    if master_shapes != half_shapes:
         raise explain(
             ArgumentValueError,
             "params",
-            expected=expected,
-            found=f"these: {given}",
+            expected=f"half-precision parameters of these shapes: {master_shapes}",
+            found=f"these: {half_shapes}",
             fix=fix,
         )
 
 
 def _shapes(
-    tree: Tree, chosen: Callable[[Array], bool] = lambda leaf: True
+    tree: Tree, is_chosen: Callable[[Array], bool]
 ) -> dict[str, tuple[int, ...]]:
-    leaves = [
-        (jax.tree_util.keystr(path), np.shape(leaf))
-        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
-        if chosen(leaf)
-    ]
-    return dict(
-        zip(
-            unique([name for name, _ in leaves]),
-            [shape for _, shape in leaves],
-            strict=True,
-        )
-    )
+    flat = jax.tree_util.tree_flatten_with_path(tree)[0]
+    chosen = [(path, leaf) for path, leaf in flat if is_chosen(leaf)]
+    names = unique(jax.tree_util.keystr(path) for path, _ in chosen)
+    shapes = [np.shape(leaf) for _, leaf in chosen]
+    return dict(zip(names, shapes, strict=True))
+
+
+# Numbers that come with a micro-batch or with the end of a window.
 
 
 def as_weight(weight: Scalar, dtype: DType) -> Scalar:
@@ -222,22 +209,19 @@ def as_weight(weight: Scalar, dtype: DType) -> Scalar:
     """
     if weight is None:
         return None
-    # a symbolic size of `jax.export` has one
-    weight = jnp.asarray(weight) if hasattr(weight, "__jax_array__") else weight
+    if hasattr(weight, "__jax_array__"):  # a symbolic size of `jax.export` has one
+        weight = jnp.asarray(weight)
     if np.shape(weight) != ():
-        fix = "Sum the weights of the items: weight=mask.sum()."
         raise explain(
             ArgumentTypeError,
             "weight",
             expected="a scalar",
             found=f"shape {np.shape(weight)}",
-            fix=fix,
+            fix="Sum the weights of the items: weight=mask.sum().",
         )
-    return (
-        _traced_number("weight", weight, dtype)
-        if isinstance(weight, jax.core.Tracer)
-        else jnp.asarray(require_weight(weight), dtype)
-    )
+    if isinstance(weight, jax.core.Tracer):
+        return _traced_number("weight", weight, dtype)
+    return jnp.asarray(require_weight(weight), dtype)
 
 
 def as_denominator(denominator: Scalar, options: Options, dtype: DType) -> Scalar:
@@ -255,16 +239,15 @@ def as_denominator(denominator: Scalar, options: Options, dtype: DType) -> Scala
 
 
 def _traced_number(name: str, number: Array, dtype: DType) -> Array:
-    if number.shape or not (
-        jnp.issubdtype(number.dtype, jnp.floating)
-        or jnp.issubdtype(number.dtype, jnp.integer)
-    ):
-        found, fix = (
-            f"dtype {number.dtype} and shape {number.shape}",
-            "Sum it up, and cast it to float32.",
-        )
+    is_real = jnp.issubdtype(number.dtype, jnp.floating)
+    is_real = is_real or jnp.issubdtype(number.dtype, jnp.integer)
+    if number.shape or not is_real:
         raise explain(
-            ArgumentTypeError, name, expected="a real number", found=found, fix=fix
+            ArgumentTypeError,
+            name,
+            expected="a real number",
+            found=f"dtype {number.dtype} and shape {number.shape}",
+            fix="Sum it up, and cast it to float32.",
         )
     return number.astype(dtype)
 
@@ -275,167 +258,135 @@ def as_last(last: Scalar) -> Scalar:
     """
     if last is None:
         return None
-    if not isinstance(last, bool) and (
-        getattr(last, "shape", None) != ()
-        or str(getattr(last, "dtype", None)) != "bool"
-    ):
-        fix = (
-            "Write last=True or last=False, or pass what gradaccum_jax.epoch(loader)"
-            " yields beside the batch."
-        )
+    shape = getattr(last, "shape", None)
+    is_bool_scalar = shape == () and last.dtype == bool
+    if not isinstance(last, bool) and not is_bool_scalar:
         raise explain(
             ArgumentTypeError,
             "last",
             expected="True or False, or a bool scalar",
             got=last,
-            fix=fix,
+            fix="Write last=True or last=False, or pass what"
+            " gradaccum_jax.epoch(loader) yields beside the batch.",
         )
     return jnp.asarray(last)
 
 
 def as_loss(value: Scalar, dtype: DType) -> Scalar:
-    """Return a micro-batch's loss as a scalar array of `dtype`; None as it is.
-
-    Raises:
-        ArgumentTypeError: it is not a real scalar.
-    """
+    """Return a micro-batch's loss as a scalar array of `dtype`; None as it is."""
     if value is None:
         return None
-    expected, fix = (
-        "the micro-batch's loss, a real scalar, not scaled",
-        "Write tx.update(grads, state, params, value=loss).",
-    )
     try:
         loss = jnp.asarray(value)
     except (TypeError, ValueError) as error:
-        raise explain(
-            ArgumentTypeError,
-            "value",
-            expected=expected,
-            found=f"a {type(value).__name__}",
-            fix=fix,
-        ) from error
-    if (
-        loss.shape != ()
-        or not jnp.issubdtype(loss.dtype, jnp.number)
-        or jnp.issubdtype(loss.dtype, jnp.complexfloating)
-    ):
-        raise explain(
-            ArgumentTypeError,
-            "value",
-            expected=expected,
-            found=f"one of dtype {loss.dtype} and shape {loss.shape}",
-            fix=fix,
-        )
+        raise _loss_error(f"a {type(value).__name__}") from error
+    is_number = jnp.issubdtype(loss.dtype, jnp.number)
+    if loss.shape or not is_number or jnp.iscomplexobj(loss):
+        raise _loss_error(f"one of dtype {loss.dtype} and shape {loss.shape}")
     return loss.astype(dtype)
+
+
+def _loss_error(found: str) -> ArgumentTypeError:
+    return explain(
+        ArgumentTypeError,
+        "value",
+        expected="the micro-batch's loss, a real scalar, not scaled",
+        found=found,
+        fix="Write tx.update(grads, state, params, value=loss).",
+    )
 
 
 # The user's gradients in the order of the sums, and the gradients that are refused.
 
 
 FIX = "Differentiate with respect to the parameters that were given to tx.init."
-Named = list[tuple[str, Array]]
+NamedLeaves = list[tuple[str, Array]]
 
 
 def align(gradients: Tree, accumulator: Tree, *, any_float: bool) -> Gradients:
-    """Return the gradients in the order of the accumulator's leaves; None for a
-    parameter without one.
+    """Return the gradients in the order of the sum's leaves; None for a parameter
+    without one.
 
     NumPy's arrays are copied: JAX reads their memory later, when the caller may have
     written the next micro-batch's gradient there.
     """
-    held, structure = _named(accumulator)
-    given, other = _named(gradients)
-    if structure != other:
-        _refuse_structure(held, given)
-    for (name, leaf), (_, gradient) in zip(held, given, strict=True):
-        _check_leaf(name, gradient, leaf, any_float)
-    pairs = zip(held, given, strict=True)
-    return [
-        own.copy() if isinstance(own, np.ndarray) else own
-        for (_, leaf), (_, own) in pairs
-        if leaf is not None
-    ]
+    totals, structure = _named_leaves(accumulator)
+    named_gradients, other_structure = _named_leaves(gradients)
+    if structure != other_structure:
+        _refuse_structure(dict(totals), dict(named_gradients))
+    aligned: Gradients = []
+    for (name, total), (_, gradient) in zip(totals, named_gradients, strict=True):
+        if gradient is not None:
+            _check_gradient(name, gradient, total, any_float)
+        if isinstance(gradient, np.ndarray):
+            gradient = gradient.copy()
+        if total is not None:
+            aligned.append(gradient)
+    return aligned
 
 
-def _named(tree: Tree) -> tuple[Named, Tree]:
+def _named_leaves(tree: Tree) -> tuple[NamedLeaves, Tree]:
     """Return the leaves by path, None and float0 as None, and the structure."""
     flat, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_none)
-    # A float0 is JAX's gradient of an integer parameter.
-    arrays = [
-        None if getattr(leaf, "dtype", None) == jax.dtypes.float0 else leaf
-        for _, leaf in flat
-    ]
-    return [
-        (jax.tree_util.keystr(path), leaf)
-        for (path, _), leaf in zip(flat, arrays, strict=True)
-    ], structure
+    named: NamedLeaves = []
+    for path, leaf in flat:
+        # A float0 is JAX's gradient of an integer parameter.
+        is_float0 = getattr(leaf, "dtype", None) == jax.dtypes.float0
+        named.append((jax.tree_util.keystr(path), None if is_float0 else leaf))
+    return named, structure
 
 
-def _refuse_structure(held: Named, given: Named) -> NoReturn:
-    wanted, found = dict(held), dict(given)
-    for name in (name for name in wanted if name not in found):
-        _refuse(
-            name, "a gradient (None if the parameter took no part)", "nothing at all"
-        )
-    for name in (name for name in found if name not in wanted):
-        _refuse(name, "no gradient, as the parameters have no such leaf", "one")
-    _refuse(
-        "", "the containers of the parameters", "others with leaves of the same names"
-    )
+def _refuse_structure(
+    totals: dict[str, Array], gradients: dict[str, Array]
+) -> NoReturn:
+    for name in totals:
+        if name not in gradients:
+            expected = "a gradient (None if the parameter took no part)"
+            _refuse(name, expected, "nothing at all")
+    for name in gradients:
+        if name not in totals:
+            _refuse(name, NO_SUCH_LEAF, "one")
+    expected = "the containers of the parameters"
+    _refuse("", expected, "others with leaves of the same names")
 
 
-def _check_leaf(name: str, gradient: Array, held: Array, any_float: bool) -> None:
-    if gradient is None:
-        return
-    if held is None:
-        _refuse(
-            name,
-            "no gradient, as the parameters have no such leaf",
-            f"one of shape {np.shape(gradient)}",
-        )
-    if np.shape(gradient) != held.shape:
-        _refuse(
-            name,
-            f"a gradient of shape {held.shape}",
-            f"one of shape {np.shape(gradient)}",
-        )
+NO_SUCH_LEAF = "no gradient, as the parameters have no such leaf"
+
+
+def _check_gradient(name: str, gradient: Array, total: Array, any_float: bool) -> None:
+    shape = np.shape(gradient)
+    if total is None:
+        _refuse(name, NO_SUCH_LEAF, f"one of shape {shape}")
+    if shape != total.shape and not is_left_out(total, gradient):
+        _refuse(name, f"a gradient of shape {total.shape}", f"one of shape {shape}")
     try:
         dtype = jnp.result_type(gradient)
     except TypeError:
         _refuse(name, "an array", f"a {type(gradient).__name__}")
-    if axes := axes_in_parts(gradient):
-        _refuse(
-            name,
-            "a gradient whose parts are added up",
-            f"one typed reduced or unreduced over {sorted(axes)}",
-            ADD_UP,
-        )
-    _check_dtype(name, dtype, held, any_float)
+    axes = axes_in_parts(gradient)
+    if axes:
+        expected = "a gradient whose parts are added up"
+        found = f"one typed reduced or unreduced over {sorted(axes)}"
+        _refuse(name, expected, found, ADD_UP)
+    _check_dtype(name, dtype, total, any_float)
 
 
-def _check_dtype(name: str, dtype: DType, held: Array, any_float: bool) -> None:
-    if not takes_part(held):
+def _check_dtype(name: str, dtype: DType, total: Array, any_float: bool) -> None:
+    found = f"one of dtype {dtype}"
+    if not takes_part(total):
+        expected = f"no gradient, as a parameter of dtype {total.dtype} takes no part"
         fix = "Give None or float0, as jax.grad does; train it as a float."
-        _refuse(
-            name,
-            f"no gradient, as a parameter of dtype {held.dtype} takes no part",
-            f"one of dtype {dtype}",
-            fix,
-        )
+        _refuse(name, expected, found, fix)
     if not jnp.issubdtype(dtype, jnp.inexact):
-        _refuse(name, f"a gradient of dtype {held.dtype}", f"one of dtype {dtype}")
-    same_kind = jnp.issubdtype(dtype, jnp.complexfloating) == jnp.issubdtype(
-        held.dtype, jnp.complexfloating
-    )
-    if dtype.itemsize < 2 or (
-        not (any_float and same_kind) and wider(dtype, held.dtype) != held.dtype
+        _refuse(name, f"a gradient of dtype {total.dtype}", found)
+    is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
+    is_sum_complex = jnp.issubdtype(total.dtype, jnp.complexfloating)
+    any_allowed = any_float and is_complex == is_sum_complex
+    # JAX promotes no float8.
+    if dtype.itemsize < 2 or not (
+        any_allowed or wider(dtype, total.dtype) == total.dtype
     ):
-        _refuse(
-            name,
-            f"a gradient of a dtype that {held.dtype} holds",
-            f"one of dtype {dtype}",
-        )
+        _refuse(name, f"a gradient of a dtype that {total.dtype} holds", found)
 
 
 def _refuse(name: str, expected: str, found: str, fix: str = FIX) -> NoReturn:
@@ -470,34 +421,24 @@ def require_stacked(params: Params) -> tuple[Tree, ...]:
     leading axis in all of its arrays.
     """
     if not isinstance(params, tuple) or len(params) not in (3, 4):
-        expected, fix = (
-            "a tuple (prelude, layers, head) or (prelude, layers, head, tied)",
-            "Write {} for a part without parameters.",
-        )
         raise explain(
             ArgumentTypeError,
             "params",
-            expected=expected,
+            expected="a tuple (prelude, layers, head) or (prelude, layers, head, tied)",
             found=f"a {type(params).__name__}",
-            fix=fix,
+            fix="Write {} for a part without parameters.",
         )
     require_arrays(params, "params")
-    counts = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(params[1])}
-    if (
-        len(counts) != 1
-        or counts & {(), (0,)}
-        or any(map(is_key, jax.tree.leaves(params)))
-    ):
-        expected, found = (
-            "arrays of numbers, with one leading axis in params[1]",
-            f"leading axes {sorted(counts)}, or a random key",
-        )
-        fix = (
-            "Stack the layers: jax.tree.map(lambda *leaves: jnp.stack(leaves),"
-            " *layers). Pass keys in the batch."
-        )
+    axes = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(params[1])}
+    has_key = any(map(is_key, jax.tree.leaves(params)))
+    if len(axes) != 1 or axes & {(), (0,)} or has_key:
         raise explain(
-            ArgumentValueError, "params", expected=expected, found=found, fix=fix
+            ArgumentValueError,
+            "params",
+            expected="arrays of numbers, with one leading axis in params[1]",
+            found=f"leading axes {sorted(axes)}, or a random key",
+            fix="Stack the layers: jax.tree.map(lambda *leaves: jnp.stack(leaves),"
+            " *layers). Pass keys in the batch.",
         )
     return tuple(jax.tree.map(jnp.asarray, params))
 
@@ -506,22 +447,23 @@ def require_like(name: str, given: Tree, like: Tree, expected: str, fix: str) ->
     """Raise unless `given` has arrays of the same paths, dtypes and shapes as `like`;
     return it.
     """
-    wanted, found = _types(like), _types(given)
-    if wanted != found:
-        path = min(dict(wanted.items() ^ found.items()))
-        expected, got = (
-            f"{expected}, {wanted.get(path, 'nothing')}",
-            found.get(path, "nothing"),
-        )
+    wanted_types = _types_by_path(like)
+    given_types = _types_by_path(given)
+    if wanted_types != given_types:
+        path = min(dict(wanted_types.items() ^ given_types.items()))
         raise explain(
-            ArgumentValueError, f"{name}{path}", expected=expected, found=got, fix=fix
+            ArgumentValueError,
+            f"{name}{path}",
+            expected=f"{expected}, {wanted_types.get(path, 'nothing')}",
+            found=given_types.get(path, "nothing"),
+            fix=fix,
         )
     return given
 
 
-def _types(tree: Tree) -> dict[str, str]:
-    held = jax.tree_util.tree_flatten_with_path(tree)[0]
+def _types_by_path(tree: Tree) -> dict[str, str]:
+    flat = jax.tree_util.tree_flatten_with_path(tree)[0]
     return {
         jax.tree_util.keystr(path): f"{jnp.result_type(leaf)}{list(np.shape(leaf))}"
-        for path, leaf in held
+        for path, leaf in flat
     }

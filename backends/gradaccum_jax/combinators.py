@@ -25,8 +25,8 @@ from gradaccum_jax.arrays import (
     is_masked,
     takes_part,
 )
+from gradaccum_jax.state import AccumulationState, the_state
 from gradaccum_jax.update import no_update
-from gradaccum_jax.window.state import AccumulationState, the_state
 from gradaccum_jax.workers.group import is_state
 
 T = TypeVar("T")

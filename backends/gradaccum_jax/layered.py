@@ -22,7 +22,7 @@ from jax import lax
 
 from gradaccum import UsageError, kit
 from gradaccum.kit import Scalar, explain
-from gradaccum_jax import sums
+from gradaccum_jax import gradient_sum, window
 from gradaccum_jax.arrays import (
     Array,
     Extra,
@@ -39,16 +39,15 @@ from gradaccum_jax.checks import (
     require_stacked,
     require_whole_micro_batches,
 )
+from gradaccum_jax.extra_arguments import require_declared
 from gradaccum_jax.large_batch import batch as batches
 from gradaccum_jax.large_batch import gradients as large
 from gradaccum_jax.large_batch.auto import Call
 from gradaccum_jax.large_batch.batch import Group, MicroBatch, Source, beside, over
+from gradaccum_jax.master_weights import apply_updates
 from gradaccum_jax.optimizer import Accumulation, require_open
-from gradaccum_jax.parameters import apply_updates
 from gradaccum_jax.sharding import axes_of, replicated, vary
-from gradaccum_jax.update import require_declared
-from gradaccum_jax.window import window
-from gradaccum_jax.window.state import AccumulationState, as_read, as_stored, fields_of
+from gradaccum_jax.state import AccumulationState, as_read, as_stored, fields_of
 from gradaccum_jax.workers import group
 
 PRELUDE, LAYERS, HEAD, TIED = range(4)
@@ -60,7 +59,7 @@ as a count.
 BORDERS = ("keep", "recompute")
 Rows = list[Any]
 """For each group of micro-batches a tree of arrays that are stacked over them."""
-Held = tuple[tuple[Tree, ...], Any]
+Parts = tuple[tuple[Tree, ...], Any]
 """The parameters, and the sums where they are kept, otherwise the inner optimizer's
 state and the masters.
 """
@@ -187,18 +186,18 @@ class LayeredValueAndUpdate(Call):
 
     def init(self, params: Params) -> AccumulationState:
         """Return the state before the first window."""
-        state = self.accumulation.init(require_stacked(plain(params)))
-        return (
-            state
-            if kit.measures(self.accumulation.options)
-            else state._replace(accumulator=None)
-        )
+        accumulation = replace(self.accumulation, leaves_out_unread=False)
+        state = accumulation.init(require_stacked(plain(params)))
+        if kit.measures(self.accumulation.options):
+            return state
+        return state._replace(accumulator=None)
 
     def __call__(
         self, params: Params, state: AccumulationState, *batch: Tree, **extra: Any
     ) -> tuple[Any, Params, AccumulationState]:
-        params, state = require_stacked(plain(params)), plain(state)
-        require_declared(extra, self.accumulation.takes)
+        params = require_stacked(plain(params))
+        state = plain(state)
+        require_declared(extra, self.accumulation.declared)
         self.accumulation.check(state, params, extra)
         return cast(
             tuple[Any, Params, AccumulationState],
@@ -221,16 +220,11 @@ class LayeredValueAndUpdate(Call):
             fix,
         )
         passes = Passes(self, params, state, extra, batches.groups_in(source))
-        x, borders = passes.forwards()
-        made = passes.head(source, x)
-        return (
-            (
-                made.loss,
-                made.aux,
-            )
-            if self.question.differentiation.has_aux
-            else made.loss
-        ), *passes.backwards(made, borders)
+        activations, borders = passes.forwards()
+        made = passes.head(source, activations)
+        params, state = passes.backwards(made, borders)
+        has_aux = self.question.differentiation.has_aux
+        return (made.loss, made.aux) if has_aux else made.loss, params, state
 
 
 class Passes:
@@ -244,291 +238,299 @@ class Passes:
         extra: Extra,
         groups: list[Group],
     ):
-        self.call, self.state, self.extra, self.groups = call, state, extra, groups
-        self.options, self.alone = (
-            call.accumulation.options,
-            replace(call.accumulation, axes=()),
-        )
-        self.keeps, pair = (
-            kit.measures(self.options),
-            (state.inner_state, state.masters),
-        )
+        self.call = call
+        self.state = state
+        self.extra = extra
+        self.groups = groups
+        self.options = call.accumulation.options
+        self.axis_names = call.question.axis_names
+        self.first_number = large.first_number(groups, self.axis_names)
+        self.accumulation = replace(call.accumulation, axes=())
+        """Each part has the same sums on all devices before it is updated."""
+        self.keeps_sums = kit.measures(self.options)
+        inner_state = (state.inner_state, state.masters)
+        rest = state.accumulator if self.keeps_sums else inner_state
         # A device's own sums until a part is closed: then the same on all devices, and
         # so by their type from the start.
-        self.held: Held = replicated(
-            (params, state.accumulator if self.keeps else pair), call.accumulation.axes
-        )
-        self.tags = (
-            (_numbered(params),) * 2
-            if self.keeps
-            else separable(self.alone.inner, params, pair, extra)
-        )
-        self.params, self.layers = self.held[0], len(jax.tree.leaves(params[LAYERS])[0])
-        self.names, self.first = (
-            call.question.axis_names,
-            large.first_number(groups, call.question.axis_names),
-        )
+        self.parts: Parts = replicated((params, rest), call.accumulation.axes)
+        self.params = self.parts[0]
+        self.layer_count = len(jax.tree.leaves(params[LAYERS])[0])
+        if self.keeps_sums:
+            self.tags: Tree = (_numbered(params), _numbered(params))
+        else:
+            self.tags = separable(self.accumulation.inner, params, inner_state, extra)
 
     def forwards(self) -> tuple[Rows, Rows]:
         """Return the last layer's activations, and those at the kept borders,
         stacked.
         """
-        x = self._each(0, partial(self.call.prelude, *self._outer(PRELUDE)))
-        most = math.isqrt(self.layers) if self.call.borders == "recompute" else 1
-        every = max(n for n in range(1, most + 1) if self.layers % n == 0)
-        self.segments = jnp.arange(self.layers, dtype=jnp.int32).reshape(-1, every)
-        return lax.scan(
-            lambda x, numbers: (
-                lax.scan(partial(self._forward, self.params), x, numbers)[0],
-                x,
-            ),
-            x,
-            self.segments,
+        prelude = partial(self.call.prelude, *self._gathered_with_tied(PRELUDE))
+        activations = self._each_micro_batch(0, prelude)
+        longest = math.isqrt(self.layer_count) if self.call.borders != "keep" else 1
+        length = max(
+            number for number in range(1, longest + 1) if self.layer_count % number == 0
         )
+        numbers = jnp.arange(self.layer_count, dtype=jnp.int32)
+        self.segments = numbers.reshape(-1, length)
+
+        def segment(activations: Rows, numbers: Array) -> tuple[Rows, Rows]:
+            forward = partial(self._forward, self.params)
+            return lax.scan(forward, activations, numbers)[0], activations
+
+        return lax.scan(segment, activations, self.segments)
 
     def _forward(
-        self, params: tuple[Tree, ...], x: Rows, number: Scalar
+        self, params: tuple[Tree, ...], activations: Rows, number: Scalar
     ) -> tuple[Rows, Rows]:
-        x = self._each(
-            number + 1,
-            partial(self._layer, self._whole(_bare(params, LAYERS, number))),
-            x,
-        )
-        return x, x
+        layer = partial(self._layer, self._gathered(_one_layer(params[LAYERS], number)))
+        activations = self._each_micro_batch(number + 1, layer, activations)
+        return activations, activations
 
-    def _each(self, number: Scalar, function: Callable[..., Tree], *rows: Rows) -> Rows:
+    def _each_micro_batch(
+        self, number: Scalar, function: Callable[..., Tree], *rows: Rows
+    ) -> Rows:
+        def body(_: Tree, micro_batch: MicroBatch) -> tuple[Tree, Tree]:
+            return (), self._copies(function(*micro_batch.arguments))
+
         groups = beside(self.groups, number, *rows)
-        return over(
-            groups,
-            lambda _, each: ((), self._own(function(*each.arguments))),
-            (),
-            self.first,
-        )[1]
+        return over(groups, body, (), self.first_number)[1]
 
-    def _layer(self, own: Tree, x: Tree, *batch: Tree) -> Tree:
+    def _layer(self, params: Tree, x: Tree, *batch: Tree) -> Tree:
         fix = (
             "Let it return what the next layer takes; a first or last layer of another"
             " kind belongs into prelude or loss_fn."
         )
-        return require_like(
-            "layer(...)", self.call.layer(own, x, *batch), x, "what it takes", fix
-        )
+        made = self.call.layer(params, x, *batch)
+        return require_like("layer(...)", made, x, "what it takes", fix)
 
-    def head(self, source: Source, x: Rows) -> large.Made[AccumulationState]:
+    def head(self, source: Source, activations: Rows) -> large.Made[AccumulationState]:
         """Return the window's numbers with the sums of the head; and of each
-        micro-batch the gradient of `x`, and its weight.
+        micro-batch the gradient of its activations, and its weight.
         """
-        by, question = self._outer(HEAD), self.call.question
+        params = self._gathered_with_tied(HEAD)
         start = self.state._replace(
-            accumulator=self._start(by), inner_state=(), masters=()
+            accumulator=self._empty_sums(params), inner_state=(), masters=()
         )
-        size, dtype = len(start.accumulator), jnp.result_type(self.state.weight)
+        size = len(start.accumulator)
+        dtype = jnp.result_type(self.state.weight)
 
         def add(
-            held: AccumulationState,
+            state: AccumulationState,
             gradients: list[Array],
             weight: Scalar,
             loss: Scalar,
         ) -> Any:
-            weight, loss = jnp.asarray(weight, dtype), jnp.asarray(loss, dtype)
-            counts = jnp.where(
-                kit.usable(fields_of(held), weight, True) | (weight == 0), weight, 0
+            weight = jnp.asarray(weight, dtype)
+            micro_batch = window.MicroBatch(
+                gradients[:size], weight, jnp.asarray(loss, dtype)
             )
-            held, _ = window.add(
-                held,
-                window.MicroBatch(gradients[:size], weight, loss),
-                None,
-                self.options,
-            )
-            return held, [*gradients[size:], counts]
+            adds = kit.usable(fields_of(state), weight, True) | (weight == 0)
+            counted_weight = jnp.where(adds, weight, 0)
+            state, _ = window.add(state, micro_batch, None, self.options)
+            return state, [*gradients[size:], counted_weight]
 
+        question = self.call.question
+        places = tuple(range(len(params) + 1))
         question = question._replace(
-            differentiation=replace(
-                question.differentiation, places=tuple(range(len(by) + 1))
-            )
+            differentiation=replace(question.differentiation, places=places)
         )
-        start, axes = group.shared_window(start, self.names), frozenset(self.names)
         gathering = large.Gathering(
-            start, add, False, axes, self.state.loss_scale, rows=True
+            group.shared_window(start, self.axis_names),
+            add,
+            False,
+            frozenset(self.axis_names),
+            self.state.loss_scale,
+            rows=True,
         )
-        return large.run(
-            question, by, source, gathering, beside(self.groups, self.layers + 1, x)
-        )
+        beside_activations = beside(self.groups, self.layer_count + 1, activations)
+        return large.run(question, params, source, gathering, beside_activations)
 
     def backwards(
         self, made: large.Made[AccumulationState], borders: Rows
     ) -> tuple[Params, AccumulationState]:
-        upstream, self.weights = (
-            [rows[:-1] for rows in made.rows],
-            [rows[-1] for rows in made.rows],
+        upstream = [rows[:-1] for rows in made.rows]
+        self.weights = [rows[-1] for rows in made.rows]
+        state = made.held
+        size = len(moving_of(self.params[HEAD])[0])
+        head_sums = state.accumulator[:size]
+        tied_sums = state.accumulator[size:]
+        reduced = group.all_reduce(
+            group.ReducedWindow([], state.weight, state.overflow, as_read(state.loss)),
+            self.axis_names,
         )
-        own, size = made.held, len(moving_of(self.params[HEAD])[0])
-        whole = group.all_reduce(
-            group.Window([], own.weight, own.overflow, as_read(own.loss)),
-            self.names,
+        self.reduced_state = state._replace(
+            weight=reduced.weight,
+            overflow=reduced.overflow,
+            last_overflow=reduced.overflow,
+            loss=as_stored(reduced.loss),
         )
-        self.numbers = own._replace(
-            weight=whole.weight,
-            overflow=whole.overflow,
-            last_overflow=whole.overflow,
-            loss=as_stored(whole.loss),
-        )
-        (held, _), tied = (
-            self._closed(self.held, HEAD, own.accumulator[:size]),
-            own.accumulator[size:],
-        )
+        parts, _ = self._close(self.parts, HEAD, head_sums)
 
         def segment(
-            carry: tuple[Held, Rows], given: tuple[Array, Rows]
-        ) -> tuple[tuple[Held, Rows], None]:
-            numbers, x = given
+            carry: tuple[Parts, Rows], segment: tuple[Array, Rows]
+        ) -> tuple[tuple[Parts, Rows], None]:
+            numbers, border = segment
             # The layers are read where they are written later: beside an array that is
             # only read, XLA would keep a copy of all.
-            further = lax.scan(partial(self._forward, carry[0][0]), x, numbers[:-1])[1]
-            inside = jax.tree.map(
-                lambda first, rest: jnp.concatenate([first[None], rest]), x, further
+            forward = partial(self._forward, carry[0][0])
+            further = lax.scan(forward, border, numbers[:-1])[1]
+            activations = jax.tree.map(
+                lambda first, rest: jnp.concatenate([first[None], rest]),
+                border,
+                further,
             )
-            return lax.scan(self._backward, carry, (numbers, inside), reverse=True)
+            return lax.scan(self._backward, carry, (numbers, activations), reverse=True)
 
-        (held, upstream), _ = lax.scan(
-            segment, (held, upstream), (self.segments, borders), reverse=True
+        (parts, upstream), _ = lax.scan(
+            segment, (parts, upstream), (self.segments, borders), reverse=True
         )
-        outer, start = (
-            self._outer(PRELUDE),
-            self._start(self._whole(self.params[PRELUDE])),
-        )
-        rows = [()] * len(self.groups), upstream
-        total, _ = self._sums(
+        start = self._empty_sums(self._gathered(self.params[PRELUDE]))
+        sums, _ = self._differentiate(
             0,
-            lambda outer, _, *batch: self.call.prelude(*outer, *batch),
-            outer,
-            [*start, *tied],
-            *rows,
+            lambda params, _, *batch: self.call.prelude(*params, *batch),
+            self._gathered_with_tied(PRELUDE),
+            [*start, *tied_sums],
+            [()] * len(self.groups),
+            upstream,
         )
         if len(self.params) > TIED:
-            held, _ = self._closed(held, TIED, total[len(start) :])
-        (params, rest), state = self._closed(held, PRELUDE, total[: len(start)])
-        if self.keeps:
+            parts, _ = self._close(parts, TIED, sums[len(start) :])
+        (params, rest), state = self._close(parts, PRELUDE, sums[: len(start)])
+        if self.keeps_sums:
             state = state._replace(
                 accumulator=rest,
                 inner_state=self.state.inner_state,
                 masters=self.state.masters,
             )
-            updates, state = self.alone.flush(state, params, **self.extra)
+            updates, state = self.accumulation.flush(state, params, **self.extra)
             params = apply_updates(params, updates, state)
         else:
+            inner_state, masters = rest
             state = state._replace(
-                accumulator=None, inner_state=rest[0], masters=rest[1]
+                accumulator=None, inner_state=inner_state, masters=masters
             )
-        return params, jax.tree.map(
+        state = jax.tree.map(
             lambda new, old: vary(new, axes_of(old)), state, self.state
         )
+        return params, state
 
     def _backward(
-        self, carry: tuple[Held, Rows], given: tuple[Scalar, Rows]
-    ) -> tuple[tuple[Held, Rows], None]:
-        (held, upstream), (number, x) = carry, given
-        whole = self._whole(_bare(held[0], LAYERS, number))
-        total, upstream = self._sums(
-            number + 1, self._layer, whole, self._start(whole), x, upstream
+        self, carry: tuple[Parts, Rows], layer: tuple[Scalar, Rows]
+    ) -> tuple[tuple[Parts, Rows], None]:
+        parts, upstream = carry
+        number, activations = layer
+        params = self._gathered(_one_layer(parts[0][LAYERS], number))
+        start = self._empty_sums(params)
+        sums, upstream = self._differentiate(
+            number + 1, self._layer, params, start, activations, upstream
         )
-        return (self._closed(held, LAYERS, total, number)[0], upstream), None
+        parts, _ = self._close(parts, LAYERS, sums, number)
+        return (parts, upstream), None
 
-    def _sums(
+    def _differentiate(
         self,
         number: Scalar,
         function: Callable[..., Tree],
-        whole: Tree,
+        params: Tree,
         start: list[Array],
-        *rows: Rows,
+        activations: Rows,
+        upstream: Rows,
     ) -> tuple[Any, Rows]:
-        """Return the sums of the gradients by `whole`, and of each micro-batch those by
-        its `x`; `rows` are `x` and upstream.
+        """Return the sums of the gradients by `params`, and of each micro-batch the
+        gradient by its activations.
         """
-        moving, put = moving_of(whole)
+        moving, put = moving_of(params)
 
         def body(
-            total: list[Array], each: MicroBatch
+            sums: list[Array], micro_batch: MicroBatch
         ) -> tuple[list[Array], list[Array]]:
-            x, upstream, weight, *batch = each.arguments
+            x, upstream, weight, *batch = micro_batch.arguments
             active, put_x = moving_of(x)
 
-            def value(moving: list[Array], active: list[Array]) -> list[Array]:
-                return moving_of(
-                    self._own(function(put(moving), put_x(active), *batch))
-                )[0]
+            def outputs(moving: list[Array], active: list[Array]) -> list[Array]:
+                made = function(put(moving), put_x(active), *batch)
+                return moving_of(self._copies(made))[0]
 
-            gradients, further = jax.vjp(value, moving, active)[1](upstream)
-            return large.add(total, gradients, weight, self.options), further
+            _, pull_back = jax.vjp(outputs, moving, active)
+            gradients, further = pull_back(upstream)
+            return large.add(sums, gradients, weight, self.options), further
 
-        return over(
-            beside(self.groups, number, *rows, self.weights), body, start, self.first
+        groups = beside(self.groups, number, activations, upstream, self.weights)
+        return over(groups, body, start, self.first_number)
+
+    def _gathered_with_tied(self, part: int) -> tuple[Tree, ...]:
+        parts = (self.params[part], *self.params[TIED:])
+        return tuple(map(self._gathered, parts))
+
+    def _gathered(self, part: Tree) -> Tree:
+        return self._copies(
+            part if self.call.gather is None else self.call.gather(part)
         )
 
-    def _outer(self, part: int) -> tuple[Tree, ...]:
-        return tuple(
-            self._whole(each) for each in (self.params[part], *self.params[TIED:])
-        )
+    def _copies(self, tree: Tree) -> Tree:
+        return large.copies(jax.tree.map(jnp.asarray, tree), frozenset(self.axis_names))
 
-    def _whole(self, part: Tree) -> Tree:
-        return self._own(part if self.call.gather is None else self.call.gather(part))
-
-    def _own(self, tree: Tree) -> Tree:
-        return large.copies(jax.tree.map(jnp.asarray, tree), frozenset(self.names))
-
-    def _start(self, tree: Tree) -> list[Array]:
+    def _empty_sums(self, tree: Tree) -> list[Array]:
         return large.start((tree,), self.options.accumulate_dtype)
 
-    def _closed(
-        self, held: Held, part: int, total: list[Array], number: Scalar = 0
-    ) -> tuple[Held, AccumulationState]:
+    def _close(
+        self, parts: Parts, part: int, sums: list[Array], number: Scalar = 0
+    ) -> tuple[Parts, AccumulationState]:
         """Update one part by its sums, or keep these; the prelude, which comes last,
         moves what belongs to no parameter.
         """
-        own, rest = _cut(self.tags, held, part, number)
-        moving, put = moving_of(own)
+        params, rest = _cut(self.tags, parts, part, number)
+        moving, put = moving_of(params)
         if self.call.gather is not None:
-            wide = [
-                leaf.astype(added.dtype)
-                for leaf, added in zip(moving, total, strict=True)
-            ]
-            total = jax.vjp(
-                lambda moving: moving_of(self._whole(_bare(put(moving), part)))[0], wide
-            )[1](total)[0]
+            sums = self._scattered(moving, put, part, sums)
         elif part == LAYERS:
-            total = [leaf[None] for leaf in total]
-        if self.keeps:
-            total = sums.add(
-                total,
-                moving_of(sums.emptied(rest, self.state.micro_step == 0))[0],
-                None,
-                True,
-            )
+            sums = [leaf[None] for leaf in sums]
+        if self.keeps_sums:
+            totals = gradient_sum.emptied(rest, self.state.micro_step == 0)
+            sums = gradient_sum.add(sums, moving_of(totals)[0], None, True)
         if self.call.gather is None:
-            total = group.added_up(total, self.names)
-        added = put(total, jnp.zeros_like)
-        if self.keeps:
-            return _written(self.tags, held, (own, added), part, number), self.numbers
-        alone = replace(
-            self.alone, inner=part_of(self.alone.inner, self.tags, self.held, part)
-        )
-        state = self.numbers._replace(
-            accumulator=added, inner_state=rest[0], masters=rest[1]
-        )
-        updates, state = alone.flush(state, own, **self.extra)
-        made = apply_updates(own, updates, state), (state.inner_state, state.masters)
-        return _written(self.tags, held, made, part, number), state
+            sums = group.added_up(sums, self.axis_names)
+        accumulator = put(sums, jnp.zeros_like)
+        if self.keeps_sums:
+            made: Parts = (params, accumulator)
+            state = self.reduced_state
+        else:
+            inner = part_of(self.accumulation.inner, self.tags, self.parts, part)
+            accumulation = replace(self.accumulation, inner=inner)
+            inner_state, masters = rest
+            state = self.reduced_state._replace(
+                accumulator=accumulator, inner_state=inner_state, masters=masters
+            )
+            updates, state = accumulation.flush(state, params, **self.extra)
+            params = apply_updates(params, updates, state)
+            made = (params, (state.inner_state, state.masters))
+        return _written(self.tags, parts, made, part, number), state
+
+    def _scattered(
+        self,
+        moving: list[Array],
+        put: Callable[..., Tree],
+        part: int,
+        sums: list[Array],
+    ) -> list[Array]:
+        """Return the sums of a device's own shards, by the transpose of `gather`."""
+
+        def gathered(moving: list[Array]) -> list[Array]:
+            params = put(moving)[part]
+            if part == LAYERS:
+                params = _one_layer(params, 0)
+            return moving_of(self._gathered(params))[0]
+
+        wide = [
+            leaf.astype(total.dtype) for leaf, total in zip(moving, sums, strict=True)
+        ]
+        scattered: list[Array] = jax.vjp(gathered, wide)[1](sums)[0]
+        return scattered
 
 
-def _bare(params: tuple[Tree, ...], part: int, number: Scalar = 0) -> Tree:
-    """Return the parameters of one part, of the layers those of one."""
+def _one_layer(layers: Tree, number: Scalar) -> Tree:
     return jax.tree.map(
-        lambda leaf: (
-            lax.dynamic_index_in_dim(leaf, number, keepdims=False)
-            if part == LAYERS
-            else leaf
-        ),
-        params[part],
+        lambda leaf: lax.dynamic_index_in_dim(leaf, number, keepdims=False), layers
     )
 
 
@@ -537,31 +539,25 @@ def _cut(tags: Tree, tree: Tree, part: int, number: Scalar = 0) -> Any:
     None in the places of all others.
     """
 
-    def one(tag: int, leaf: Array) -> Array:
-        return (
-            lax.dynamic_slice_in_dim(leaf, number, 1)
-            if tag == part == LAYERS
-            else leaf
-            if tag in (part, SHARED)
-            else None
-        )
+    def cut_leaf(tag: int, leaf: Array) -> Array:
+        if tag == part == LAYERS:
+            return lax.dynamic_slice_in_dim(leaf, number, 1)
+        return leaf if tag in (part, SHARED) else None
 
-    return jax.tree.map(one, tags, tree)
+    return jax.tree.map(cut_leaf, tags, tree)
 
 
-def _written(tags: Tree, tree: Tree, own: Tree, part: int, number: Scalar) -> Any:
-    """Return `tree` with what one part has made of its own."""
+def _written(tags: Tree, tree: Tree, made: Tree, part: int, number: Scalar) -> Any:
+    """Return `tree` with what one part has made."""
 
-    def new(tag: int, leaf: Array, mine: Array) -> Array:
-        if mine is None or (tag == SHARED and part != PRELUDE):
+    def written_leaf(tag: int, leaf: Array, new: Array) -> Array:
+        if new is None or (tag == SHARED and part != PRELUDE):
             return leaf
-        return (
-            lax.dynamic_update_slice_in_dim(leaf, mine, number, 0)
-            if tag == LAYERS
-            else mine
-        )
+        if tag == LAYERS:
+            return lax.dynamic_update_slice_in_dim(leaf, new, number, 0)
+        return new
 
-    return jax.tree.map(new, tags, tree, own)
+    return jax.tree.map(written_leaf, tags, tree, made)
 
 
 # The inner optimizer, part by part.
@@ -580,7 +576,7 @@ def _written(tags: Tree, tree: Tree, own: Tree, part: int, number: Scalar) -> An
 def part_of(
     inner: optax.GradientTransformationExtraArgs,
     tags: Tree,
-    like: Held,
+    like: Parts,
     part: int,
     filler: float = 0.0,
 ) -> optax.GradientTransformationExtraArgs:
@@ -588,29 +584,25 @@ def part_of(
     stands in all other places.
     """
 
-    def fill(tag: int, leaf: Array, mine: Array) -> Array:
+    def fill_leaf(tag: int, leaf: Array, given: Array) -> Array:
+        if given is not None:
+            return given
         shape = (1, *leaf.shape[1:]) if tag == LAYERS else leaf.shape
-        return (
-            jnp.full(shape, filler if takes_part(leaf) else 0, leaf.dtype)
-            if mine is None
-            else mine
-        )
+        return jnp.full(shape, filler if takes_part(leaf) else 0, leaf.dtype)
 
     def update(
         gradients: Tree, state: Tree, params: Params = None, **extra: Any
     ) -> tuple[Tree, Tree]:
-        gradients, (params, state) = jax.tree.map(
-            fill, (tags[0], tags), (like[0], like), (gradients, (params, state))
-        )
-        return cast(
-            tuple[Tree, Tree],
-            _cut(tags, inner.update(gradients, state, params, **extra), part),
-        )
+        gradients = jax.tree.map(fill_leaf, tags[0], like[0], gradients)
+        params, state = jax.tree.map(fill_leaf, tags, like, (params, state))
+        updates, state = inner.update(gradients, state, params, **extra)
+        return _cut(tags[0], updates, part), _cut(tags[1], state, part)
 
     return optax.GradientTransformationExtraArgs(inner.init, update)
 
 
 def _numbered(params: tuple[Tree, ...]) -> tuple[Tree, ...]:
+    """Return for each array of the parameters its part."""
     return tuple(
         jax.tree.map(lambda _, part=part: part, tree)
         for part, tree in enumerate(params)
@@ -618,7 +610,7 @@ def _numbered(params: tuple[Tree, ...]) -> tuple[Tree, ...]:
 
 
 def tags_of(
-    inner: optax.GradientTransformationExtraArgs, params: tuple[Tree, ...], pair: Tree
+    inner: optax.GradientTransformationExtraArgs, params: tuple[Tree, ...], state: Tree
 ) -> tuple[Tree, Tree]:
     """Return for each array of the parameters, and of the pair of state and masters,
     its part, or `SHARED`.
@@ -627,109 +619,113 @@ def tags_of(
     def is_left_out(leaf: object) -> bool:
         return leaf is None or isinstance(leaf, optax.MaskedNode)
 
-    map_params: Any = partial(
-        optax.tree_utils.tree_map_params,
+    def tag_of(leaf: Array, part: int) -> Any:
+        return leaf if is_left_out(leaf) else part
+
+    parts = _numbered(params)
+    map_params: Any = optax.tree_utils.tree_map_params
+    state_tags = map_params(
+        inner,
+        tag_of,
+        state,
+        parts,
         transform_non_params=lambda _: SHARED,
         is_leaf=is_left_out,
     )
-    numbered = _numbered(params)
-    return numbered, map_params(
-        inner, lambda leaf, part: leaf if is_left_out(leaf) else part, pair, numbered
-    )
+    return parts, state_tags
 
 
 def separable(
     inner: optax.GradientTransformationExtraArgs,
     params: tuple[Tree, ...],
-    pair: Tree,
+    state: Tree,
     extra: Extra,
 ) -> tuple[Tree, Tree]:
     """Return `tags_of`; raise unless the optimizer updates each part and each layer by
     itself, tried out on small arrays.
     """
-    tags, numbers = tags_of(inner, params, pair), np.random.default_rng(0)
-    stacked = {
-        leaf.shape[:1]
-        for tag, leaf in zip(*map(jax.tree.leaves, (tags, (params, pair))), strict=True)
-        if tag == LAYERS
-    }
-
-    def drawn(part: int, leaf: Array) -> Any:
-        shape = [
-            3 if part == LAYERS and not axis else min(size, 2)
-            for axis, size in enumerate(leaf.shape)
-        ]
-        # half precision would hide a trust ratio in its rounding
-        dtype = wider(leaf.dtype, jnp.float32)
-        return (
-            (64 * numbers.normal(size=shape)).astype(dtype)
-            if takes_part(leaf)
-            else np.zeros(shape, leaf.dtype)
-        )
-
-    def close(a: Array, b: Array) -> Array:
-        a, b = (leaf.astype(wider(leaf.dtype, jnp.float32)) for leaf in (a, b))
-        return jnp.allclose(
-            a, b, 0, 16 * float(jnp.finfo(a.dtype).eps) * jnp.max(jnp.abs(b), initial=0)
-        )
-
-    def tried(first: Tree, second: Tree, given: Tree) -> Array:
-        told = {"value": jnp.ones(()), **known}
-        _, pair = inner.update(first, inner.init(given), given, **told)
-        wanted, tags = (
-            inner.update(second, pair, given, **told),
-            tags_of(inner, given, pair),
-        )
-        same: list[Array] = []
-        for part, number in [
-            (PRELUDE, 0),
-            *((LAYERS, n) for n in range(3)),
-            (HEAD, 0),
-            (TIED, 0),
-        ][: 2 + len(given)]:
-            gradients, (own, mine) = _cut(
-                (tags[0], tags), (second, (given, pair)), part, number
-            )
-            made = part_of(inner, tags, (given, pair), part, np.nan).update(
-                gradients, mine, own, **told
-            )
-            same += map(
-                close,
-                jax.tree.leaves(made),
-                jax.tree.leaves(_cut(tags, wanted, part, number)),
-            )
-        return jnp.all(jnp.stack(same))
-
-    trees = [
-        tuple(
-            jax.tree.map(partial(drawn, part), tree) for part, tree in enumerate(params)
-        )
-        for _ in range(3)
-    ]
-    known = jax.tree.map(
+    tags = tags_of(inner, params, state)
+    tagged_leaves = zip(
+        jax.tree.leaves(tags), jax.tree.leaves((params, state)), strict=True
+    )
+    first_axes = {leaf.shape[:1] for tag, leaf in tagged_leaves if tag == LAYERS}
+    trials = _trials(params)
+    known_extra = jax.tree.map(
         lambda leaf: (
             np.ones(np.shape(leaf), leaf.dtype) if isinstance(leaf, jax.Array) else leaf
         ),
         extra,
     )
+    try_out = jax.jit(partial(_parts_are_separate, inner, known_extra))
     found = "one that looks at several, such as optax.clip_by_global_norm or lamb"
     try:
         with jax.ensure_compile_time_eval(), jax.debug_nans(False):
-            if len(stacked) == 1 and jax.jit(tried)(*trees):
+            if len(first_axes) == 1 and try_out(*trials):
                 return tags
-    except (
-        TypeError,
-        ValueError,
-    ) as error:  # a traced learning rate, an extra argument by parameter
+    except (TypeError, ValueError) as error:
+        # Such as a traced learning rate, or an extra argument by parameter.
         found = f"one that cannot be tried out on small arrays ({type(error).__name__})"
-    fix = (
-        'Clip by clip_norm= of gradaccum.wrap; or leave on_overflow="ignore" out: the'
-        " sums are kept, and the optimizer sees all of them."
-    )
     raise explain(
         UsageError,
         "tx",
         expected="an inner optimizer that updates each array and each layer by itself",
         found=found,
-        fix=fix,
+        fix='Clip by clip_norm= of gradaccum.wrap; or leave on_overflow="ignore" out:'
+        " the sums are kept, and the optimizer sees all of them.",
     )
+
+
+def _trials(params: tuple[Tree, ...]) -> list[tuple[Tree, ...]]:
+    """Return three trees of small arrays, of three layers."""
+    numbers = np.random.default_rng(0)
+
+    def drawn(part: int, leaf: Array) -> Any:
+        shape = [min(size, 2) for size in leaf.shape]
+        if part == LAYERS:
+            shape[0] = 3
+        if not takes_part(leaf):
+            return np.zeros(shape, leaf.dtype)
+        # Half precision would hide a trust ratio in its rounding.
+        return (64 * numbers.normal(size=shape)).astype(wider(leaf.dtype, jnp.float32))
+
+    return [
+        tuple(
+            jax.tree.map(partial(drawn, part), tree) for part, tree in enumerate(params)
+        )
+        for _ in range(3)
+    ]
+
+
+def _parts_are_separate(
+    inner: optax.GradientTransformationExtraArgs,
+    extra: Extra,
+    first_gradients: Tree,
+    gradients: Tree,
+    params: tuple[Tree, ...],
+) -> Array:
+    """True if a second update of each part, where all others are NaN, is that of all
+    together.
+    """
+    extra = {"value": jnp.ones(()), **extra}
+    _, state = inner.update(first_gradients, inner.init(params), params, **extra)
+    expected = inner.update(gradients, state, params, **extra)
+    tags = tags_of(inner, params, state)
+    places = [(PRELUDE, 0), *((LAYERS, number) for number in range(3)), (HEAD, 0)]
+    if len(params) > TIED:
+        places.append((TIED, 0))
+    flags: list[Array] = []
+    for part, number in places:
+        own_gradients = _cut(tags[0], gradients, part, number)
+        own_params, own_state = _cut(tags, (params, state), part, number)
+        alone = part_of(inner, tags, (params, state), part, np.nan)
+        made = alone.update(own_gradients, own_state, own_params, **extra)
+        wanted = _cut(tags, expected, part, number)
+        flags += map(_close, jax.tree.leaves(made), jax.tree.leaves(wanted))
+    return jnp.all(jnp.stack(flags))
+
+
+def _close(a: Array, b: Array) -> Array:
+    a = a.astype(wider(a.dtype, jnp.float32))
+    b = b.astype(wider(b.dtype, jnp.float32))
+    tolerance = 16 * float(jnp.finfo(a.dtype).eps) * jnp.max(jnp.abs(b), initial=0)
+    return jnp.allclose(a, b, 0, tolerance)

@@ -24,7 +24,7 @@ from gradaccum.kit import (
     make_options,
     usable,
 )
-from gradaccum_jax import sums
+from gradaccum_jax import gradient_sum
 from gradaccum_jax.arrays import (
     Array,
     DType,
@@ -34,17 +34,17 @@ from gradaccum_jax.arrays import (
     Tree,
     Updates,
     cast_like,
-    handed,
+    gradient_types,
     strong,
     takes_part,
 )
 from gradaccum_jax.checks import align, require_dtype, require_plain
-from gradaccum_jax.control_flow import call_jitted
 from gradaccum_jax.optimizer import require_transformation
 from gradaccum_jax.sharding import require_ordinary
+from gradaccum_jax.state import all_like
 from gradaccum_jax.update import Update
-from gradaccum_jax.window.state import all_like
-from gradaccum_jax.window.window import check_known, probe, size_at
+from gradaccum_jax.window import check_known, probe, size_at
+from gradaccum_jax.xla import call_jitted, compute_in_one_kernel
 
 SkipFunction = Callable[[Updates, Scalar, Params], tuple[Scalar, Tree]]
 """``f(updates, gradient_step, params) -> (skip, skip_state)``."""
@@ -127,14 +127,16 @@ class MultiSteps:
         """
         require_ordinary(params)
         gradient_step = jnp.zeros((), jnp.int32)
-        _, skip_state = self._should_skip(sums.clear(params), gradient_step, params)
+        _, skip_state = self._should_skip(
+            gradient_sum.clear(params), gradient_step, params
+        )
         inner_state = strong(self._opt.init(params))
         require_plain(inner_state)
         return optax.MultiStepsState(
             mini_step=jnp.zeros((), jnp.int32),
             gradient_step=gradient_step,
             inner_opt_state=inner_state,
-            acc_grads=sums.zeros(params, self._accumulator_dtype),
+            acc_grads=gradient_sum.zeros(params, self._accumulator_dtype),
             skip_state=strong(skip_state),
         )
 
@@ -192,43 +194,37 @@ class MultiSteps:
         params: Params,
         extra: Extra,
     ) -> tuple[Updates, optax.MultiStepsState]:
-        dtypes = handed(state.acc_grads, None, gradients)
-        update = Update(self._opt.update, dtypes, params, extra)
-        traced = update.traced(state.acc_grads, state.inner_opt_state, 1)
+        types = gradient_types(state.acc_grads, None, gradients)
+        update = Update(self._opt.update, types, params, extra)
+        traced = update.trace(state.acc_grads, state.inner_opt_state, None)
         skip, skip_state = self._should_skip(updates, state.gradient_step, params)
         accepted = ~_require_bool(skip)
         fields = accumulate(_fields(state), jnp.ones(()), accepted, jnp.where)
         steps = size_at(self._options.steps, state.gradient_step)
-        full = (
-            ends(fields, steps, jnp.where) & (steps >= 1)
-            if callable(self._options.steps)
-            else ends(fields, steps, jnp.where)
-        )
+        is_full = ends(fields, steps, jnp.where)
+        if callable(self._options.steps):
+            is_full = is_full & (steps >= 1)
         total = self._add(state, gradients, accepted)
-        last = full & accepted
-        before = (jnp.asarray(state.mini_step), jnp.asarray(state.gradient_step))
-
-        taken = [
-            jnp.where(accepted, new, old)
-            for new, old in zip(fields[:2], before, strict=True)
-        ]
-        closed = close(fields, jnp.asarray(True), False, self._options, jnp.where)[:2]
-        after = sums.together(
-            all_like(
-                [
-                    jnp.where(last, new, old)
-                    for new, old in zip(closed, taken, strict=True)
-                ],
-                before,
+        at_end = is_full & accepted
+        closed = close(fields, jnp.asarray(True), False, self._options, jnp.where)
+        counters = [jnp.asarray(state.mini_step), jnp.asarray(state.gradient_step)]
+        new_counters = [
+            jnp.where(at_end, after, jnp.where(accepted, counted, before))
+            for after, counted, before in zip(
+                closed[:2], fields[:2], counters, strict=True
             )
+        ]
+        mini_step, gradient_step = compute_in_one_kernel(
+            all_like(new_counters, counters)
         )
         made, total, inner_state = update.run(
-            total, state.inner_opt_state, 1, traced, last
+            total, state.inner_opt_state, None, traced, at_end
         )
         return made, optax.MultiStepsState(
-            *after,
+            mini_step,
+            gradient_step,
             inner_state,
-            sums.emptied(total, last),
+            gradient_sum.emptied(total, at_end),
             cast_like(skip_state, state.skip_state),
         )
 
@@ -239,7 +235,7 @@ class MultiSteps:
         mini-steps).
         """
         if not self._use_grad_mean:  # never True while XLA compiles: see `window.add`
-            return sums.add(
+            return gradient_sum.add(
                 state.acc_grads,
                 gradients,
                 None,
@@ -256,7 +252,7 @@ class MultiSteps:
             share(*pair)
             for pair in zip(jax.tree.leaves(state.acc_grads), gradients, strict=True)
         ]
-        return sums.add(state.acc_grads, shares, None, accepted)
+        return gradient_sum.add(state.acc_grads, shares, None, accepted)
 
 
 def _never(*_: Tree) -> tuple[Scalar, Tree]:
@@ -266,16 +262,12 @@ def _never(*_: Tree) -> tuple[Scalar, Tree]:
 def _require_bool(skip: Scalar) -> Scalar:
     skip = jnp.asarray(skip)
     if skip.shape != () or skip.dtype != jnp.bool_:
-        found, fix = (
-            f"one of dtype {skip.dtype} and shape {skip.shape}",
-            "Reduce it with jnp.any.",
-        )
         raise explain(
             ArgumentTypeError,
             "should_skip_update_fn",
             expected="a bool scalar as first result",
-            found=found,
-            fix=fix,
+            found=f"one of dtype {skip.dtype} and shape {skip.shape}",
+            fix="Reduce it with jnp.any.",
         )
     return skip
 

@@ -8,9 +8,8 @@ A loop outside `jax.jit` compiles once. `wrap` returns a plain
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
@@ -18,13 +17,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gradaccum import (
-    ArgumentValueError,
-    GradAccumError,
-    GradAccumWarning,
-    UsageError,
-    kit,
-)
+from gradaccum import ArgumentValueError, GradAccumError, kit
 from gradaccum.kit import (
     Options,
     Scalar,
@@ -36,15 +29,14 @@ from gradaccum.kit import (
     use_of_weights,
     wrapped_twice_error,
 )
-from gradaccum_jax import checks, statistics, sums
+from gradaccum_jax import checks, gradient_sum, window
 from gradaccum_jax.arrays import (
     Extra,
     Gradients,
-    InnerState,
     Params,
     Tree,
     Updates,
-    handed,
+    gradient_types,
     plain,
     strong,
 )
@@ -67,25 +59,25 @@ from gradaccum_jax.combinators import (
     not_wrapped_error,
     the_part,
 )
-from gradaccum_jax.control_flow import call_jitted
-from gradaccum_jax.parameters import in_place_of
-from gradaccum_jax.sharding import ShardAxes, replicated, require_ordinary, vary_like
-from gradaccum_jax.update import (
-    ANY,
-    Takes,
-    Update,
+from gradaccum_jax.extensions import FrozenParameters, first_losses
+from gradaccum_jax.extra_arguments import (
+    TAKES_ANY,
+    Declared,
     require_none_of_a_batch,
     require_taken,
 )
-from gradaccum_jax.window import window
-from gradaccum_jax.window.state import (
+from gradaccum_jax.master_weights import in_place_of
+from gradaccum_jax.sharding import ShardAxes, replicated, require_ordinary, vary_like
+from gradaccum_jax.state import (
     AccumulationState,
     fields_of,
     first_terms,
     fresh,
 )
-from gradaccum_jax.window.window import MicroBatch, check_known, size_at
+from gradaccum_jax.update import Update, without_unread
+from gradaccum_jax.window import MicroBatch, check_known, size_at
 from gradaccum_jax.workers import group
+from gradaccum_jax.xla import call_jitted
 
 
 class UpdateFunction(Protocol):
@@ -150,20 +142,20 @@ class Accumulation:
     """An inner optimizer and the checked options."""
 
     inner: optax.GradientTransformationExtraArgs
-    """The wrapped optimizer under `parameters.on_masters` or
-    `parameters.without_masters`.
+    """The wrapped optimizer under `master_weights.on_masters` or
+    `master_weights.without_masters`.
     """
     options: Options
     axes: tuple[str, ...] = ()
     """The mesh axes whose devices share the window."""
     shard_axes: ShardAxes = None
-    takes: Takes = ANY
-    said: list[str] = field(default_factory=list, repr=False)
-    """The warnings that were given."""
+    declared: Declared = TAKES_ANY
+    leaves_out_unread: bool = True
+    """A parameter whose gradient the inner optimizer does not read has no sum."""
 
     def init(self, params: Params) -> AccumulationState:
-        """Return the state before the first micro-batch, with one accumulator in the
-        structure of `params`.
+        """Return the state before the first micro-batch, with one sum in the structure
+        of `params`.
         """
         require_arrays(params, "params")
         require_no_statistics(params)
@@ -171,23 +163,28 @@ class Accumulation:
         group.require_axes(self.axes)
         group.require_told(params, frozenset(self.axes), self.shard_axes, self.options)
         group.require_same_params(params, self.axes)
-        accumulator = sums.zeros(params, self.options.accumulate_dtype)
-        inner_state, masters = self._inner_state(params)
+        accumulator = gradient_sum.zeros(params, self.options.accumulate_dtype)
+        inner_state, masters = strong(self.inner.init(params))
+        if self.leaves_out_unread:
+            accumulator = without_unread(
+                accumulator, self.inner, (inner_state, masters), params
+            )
+        if self.shard_axes:
+            inner_state, masters = group.like_params(
+                self.inner, (inner_state, masters), params
+            )
         require_plain(inner_state, (*checks.ACCUMULATING, optax.ApplyEvery))
-        fields = initial_state(self.options.scale_rule.init_scale)
-        dtype = sums.weight_dtype(accumulator)
-        trees = {
-            "accumulator": accumulator,
-            "inner_state": inner_state,
-            "masters": masters,
-            "terms": first_terms(self.options),
-        }
-        known = statistics.fresh(dtype)
-        state = vary_like(
-            params,
-            fresh(fields, dtype, **trees, **known),
-            frozenset(self.shard_axes or ()),
+        dtype = gradient_sum.weight_dtype(accumulator)
+        state = fresh(
+            initial_state(self.options.scale_rule.init_scale),
+            dtype,
+            accumulator=accumulator,
+            inner_state=inner_state,
+            masters=masters,
+            terms=first_terms(self.options),
+            **first_losses(dtype),
         )
+        state = vary_like(params, state, frozenset(self.shard_axes or ()))
         return group.shared_window(state, self.axes)
 
     def update(
@@ -210,41 +207,25 @@ class Accumulation:
             question: Question = extra.pop(QUESTION)
             return question.ask(self, state, params, extra)
         self.check(state, params, extra)
+        steps = self.options.steps
         given_weight(weight, use_of_weights(self.options))
-        if self.options.steps != 1 and (
-            self.options.steps is not None or last is not None
-        ):
+        closes_by_itself = steps is not None or last is not None
+        if steps != 1 and closes_by_itself:
             require_none_of_a_batch(extra)
-        check_known(self.options.steps, state.optimizer_step)
-        aligned = align(
-            grads,
-            state.accumulator,
-            any_float=self.options.accumulate_dtype is not None,
-        )
-        group.require_own(aligned, state.accumulator, self.axes)
+        check_known(steps, state.optimizer_step)
         dtype = jnp.result_type(state.weight)
         micro_batch = MicroBatch(
-            aligned, as_weight(weight, dtype), as_loss(value, dtype)
+            self._aligned(grads, state), as_weight(weight, dtype), as_loss(value, dtype)
         )
         group.require_own_loss(micro_batch.loss, state, self.axes)
-        ends_here = (
-            group.same(
-                "last",
-                checks.as_last(last),
-                self.axes,
-                "Write jax.lax.pmax(last, axis_name).",
-            )
-            if last is not None
-            else None
+        last = group.same(
+            "last",
+            checks.as_last(last),
+            self.axes,
+            "Write jax.lax.pmax(last, axis_name).",
         )
         stepped: tuple[Updates, AccumulationState] = call_jitted(
-            self._jitted_update,
-            self._update,
-            micro_batch,
-            state,
-            params,
-            extra,
-            ends_here,
+            self._jitted_update, self._update, micro_batch, state, params, extra, last
         )
         return stepped
 
@@ -257,17 +238,15 @@ class Accumulation:
         **extra: Any,
     ) -> tuple[Updates, AccumulationState]:
         self.check(state, params, extra)
-        divides = checks.as_denominator(
-            denominator, self.options, jnp.result_type(state.weight)
-        )
-        divides = group.same(
+        dtype = jnp.result_type(state.weight)
+        denominator = group.same(
             "denominator",
-            divides,
+            checks.as_denominator(denominator, self.options, dtype),
             self.axes,
             "Write jax.lax.psum(denominator, axis_name).",
         )
         flushed: tuple[Updates, AccumulationState] = call_jitted(
-            self._jitted_flush, self._flush, state, params, extra, divides
+            self._jitted_flush, self._flush, state, params, extra, denominator
         )
         return flushed
 
@@ -276,40 +255,31 @@ class Accumulation:
         return window.discard(require_state(state))
 
     def check(self, state: object, params: Params, extra: Extra) -> None:
-        held = require_state(state)
+        checked_state = require_state(state)
         require_ordinary(params)
-        require_taken(extra, self.takes)
+        require_taken(extra, self.declared)
         group.require_in_scope(self.shard_axes)
         group.require_axes(self.axes)
-        require_one_device(held)
+        require_one_device(checked_state)
         if self.axes:
-            group.require_shared(held, self.axes)
+            group.require_shared(checked_state, self.axes)
             group.require_same_params(params, self.axes)
             group.same_extra(extra, self.axes)
         if self.options.master_weights:
-            require_params(params, held.masters)
+            require_params(params, checked_state.masters)
 
     def add(
         self, state: AccumulationState, grads: Tree, weight: Scalar, loss: Scalar
     ) -> AccumulationState:
         """Add one micro-batch to a window that the caller closes."""
-        aligned = align(
-            grads,
-            state.accumulator,
-            any_float=self.options.accumulate_dtype is not None,
-        )
-        group.require_own(aligned, state.accumulator, self.axes)
-        return window.add(
-            state,
-            MicroBatch(aligned, weight, loss),
-            None,
-            self.options,
-            self.shard_axes,
-        )[0]
+        micro_batch = MicroBatch(self._aligned(grads, state), weight, loss)
+        return window.add(state, micro_batch, None, self.options, self.shard_axes)[0]
 
-    def _inner_state(self, params: Params) -> InnerState:
-        held = strong(self.inner.init(params))
-        return group.like_params(self.inner, held, params) if self.shard_axes else held
+    def _aligned(self, grads: Tree, state: AccumulationState) -> Gradients:
+        any_float = self.options.accumulate_dtype is not None
+        aligned = align(grads, state.accumulator, any_float=any_float)
+        group.require_own(aligned, state.accumulator, self.axes)
+        return aligned
 
     @cached_property
     def _jitted_update(self) -> Callable[..., Any]:
@@ -325,24 +295,32 @@ class Accumulation:
         state: AccumulationState,
         params: Params,
         extra: Extra,
-        ends_here: Scalar,
+        last: Scalar,
     ) -> tuple[Updates, AccumulationState]:
         steps = size_at(self.options.steps, state.optimizer_step)
-        state, dropped = window.add(
+        state, was_dropped = window.add(
             state, micro_batch, steps, self.options, self.shard_axes
         )
-        update, full = (
-            self._inner_update(state, params, extra, micro_batch.gradients),
-            ends(fields_of(state), steps, jnp.where),
-        )
-        event, tells = (False, False, dropped), micro_batch.loss is not None
-        if steps is None and ends_here is None:
+        update = self._inner_update(state, params, extra, micro_batch.gradients)
+        is_full = ends(fields_of(state), steps, jnp.where)
+        event = (False, False, was_dropped)
+        takes_loss = micro_batch.loss is not None
+        if steps is None and last is None:
             return window.keep(
-                state, update, self.options, never=full, event=event, tells=tells
+                state,
+                update,
+                self.options,
+                never=is_full,
+                event=event,
+                takes_loss=takes_loss,
             )
-        at_end = full if ends_here is None else full | ends_here
         return window.close(
-            state, update, self.options, at_end=at_end, event=event, tells=tells
+            state,
+            update,
+            self.options,
+            at_end=is_full if last is None else is_full | last,
+            event=event,
+            takes_loss=takes_loss,
         )
 
     def _flush(
@@ -352,16 +330,15 @@ class Accumulation:
         extra: Extra,
         denominator: Scalar,
     ) -> tuple[Updates, AccumulationState]:
-        update, is_open = (
+        return window.close(
+            state,
             self._inner_update(state, params, extra),
-            jnp.asarray(state.micro_step) > 0,
+            self.options,
+            at_end=jnp.asarray(state.micro_step) > 0,
+            event=(False, False, False),
+            takes_loss=extra.get("value") is None,
+            denominator=denominator,
         )
-        told = {
-            "event": (False, False, False),
-            "tells": extra.get("value") is None,
-            "denominator": denominator,
-        }
-        return window.close(state, update, self.options, at_end=is_open, **told)
 
     def _inner_update(
         self,
@@ -370,48 +347,22 @@ class Accumulation:
         extra: Extra,
         gradients: Gradients | None = None,
     ) -> Update:
-        dtypes = handed(
-            state.accumulator, in_place_of(params, state.masters), gradients
-        )
-        held = replicated(params, self.axes)
+        master_params = in_place_of(params, state.masters)
         return Update(
             self.inner.update,
-            dtypes,
-            held,
+            gradient_types(state.accumulator, master_params, gradients),
+            replicated(params, self.axes),
             group.same_extra(extra, self.axes),
             self.axes,
             self.shard_axes,
-            self._frozen_found if kit.measures(self.options) else None,
+            self._frozen_parameters.update_traced,
         )
 
-    def _frozen_found(self, names: list[str]) -> None:
-        """Refuse, or warn once of, parameters that `inner` does not train, but that
-        count in the window's norm.
-        """
-        if not names:
-            return
-        options = self.options
-        norms = (options.clip_norm, options.skip_norm)
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        if norms != (None, None):
-            expected = "trained parameters alone, as it measures their norm"
-            found = f"{names[0]}{more}, which the optimizer does not train"
-            raise explain(UsageError, "tx", expected=expected, found=found, fix=FREEZE)
-        if not self.said:
-            self.said.append(FREEZE)
-            warnings.warn(
-                f"gradaccum: the optimizer does not train {names[0]}{more}, whose sum"
-                " costs memory and counts in grad_norm and overflow. " + FREEZE,
-                GradAccumWarning,
-                stacklevel=2,
-            )
+    @cached_property
+    def _frozen_parameters(self) -> FrozenParameters:
+        return FrozenParameters(self.options)
 
 
-FREEZE = (
-    "Write optax.partition({'trained': gradaccum.wrap(...), 'frozen':"
-    " optax.set_to_zero()}, labels); for value_and_update pass frozen parameters in the"
-    " batch, with axes=None."
-)
 S = TypeVar("S")
 
 
@@ -459,7 +410,8 @@ def flush(
         return own.flush(state, params, denominator=denominator, **extra)
 
     accumulation = accumulation_of(tx)
-    state, params = plain(state), plain(params)
+    state = plain(state)
+    params = plain(params)
     if accumulation is None:
         return close_part(tx, state, params, extra, close)
     return close(accumulation, state, params, extra)
@@ -540,16 +492,12 @@ def require_open(tx: optax.GradientTransformation) -> Accumulation:
         )
         raise not_wrapped_error(tx, fix)
     if accumulation.options.steps is not None:
-        expected, fix = (
-            "one wrapped with steps=None, as this call closes the window",
-            "Write gradaccum.wrap(optimizer, steps=None).",
-        )
         raise explain(
             ArgumentValueError,
             "tx",
-            expected=expected,
+            expected="one wrapped with steps=None, as this call closes the window",
             found=f"steps={accumulation.options.steps!r}",
-            fix=fix,
+            fix="Write gradaccum.wrap(optimizer, steps=None).",
         )
     return accumulation
 

@@ -30,20 +30,16 @@ from gradaccum.kit import (
 from gradaccum_jax.arrays import Array, Params, Tree, plain, unique
 from gradaccum_jax.combinators import new_part, not_wrapped_error, part_of
 from gradaccum_jax.optimizer import accumulation_of
-from gradaccum_jax.window.state import (
+from gradaccum_jax.state import (
     AccumulationState,
     fields_of,
     find_states,
     the_state,
 )
-from gradaccum_jax.workers.group import mapped
+from gradaccum_jax.workers.group import by_kind
 
 _RESTORE = (
     "Continue with the optimizer and the parameters that the checkpoint was made with."
-)
-_SHARED = (
-    "Restore what a step under gradaccum_jax.data_parallel returned, or wrap without"
-    " axis_name."
 )
 
 
@@ -72,17 +68,18 @@ def check_state(tx: optax.GradientTransformation, state: Tree, params: Params) -
         CheckpointError: something differs; names it. Nothing was changed.
         ArgumentTypeError: `tx` is not wrapped.
     """
-    wrapped, restored, params = accumulation_of(tx), plain(state), plain(params)
-    if wrapped is None:
-        return _check_whole(tx, restored, params)
-    like = jax.eval_shape(replace(wrapped, axes=()).init, params)
-    return _resume(
-        rebuild(restored, _on_devices(like, restored) if wrapped.axes else like),
-        wrapped.options,
-    )
+    accumulation = accumulation_of(tx)
+    restored = plain(state)
+    params = plain(params)
+    if accumulation is None:
+        return _check_nested(tx, restored, params)
+    like = jax.eval_shape(replace(accumulation, axes=()).init, params)
+    if accumulation.axes:
+        like = _on_devices(like, restored)
+    return _resume(rebuild(restored, like), accumulation.options)
 
 
-def _check_whole(
+def _check_nested(
     tx: optax.GradientTransformation, restored: Tree, params: Params
 ) -> Tree:
     """Return the state of a transformation that has a wrapped part."""
@@ -91,74 +88,62 @@ def _check_whole(
     like = jax.eval_shape(tx.init, params)
     if not find_states(like):
         raise not_wrapped_error(tx)
-    wrapped = part_of(tx, like, params)
-    whole = rebuild(restored, like)
-    return new_part(whole, _resume(the_state(whole), wrapped.options))
+    accumulation = part_of(tx, like, params)
+    state = rebuild(restored, like)
+    return new_part(state, _resume(the_state(state), accumulation.options))
 
 
 def _on_devices(like: AccumulationState, restored: Tree) -> AccumulationState:
-    weight = np.shape(by_path(restored).get("weight", 0.0))
-    if not weight:
+    weight_shape = np.shape(by_path(restored).get("weight", 0.0))
+    if not weight_shape:
         _refuse(
             "weight",
             "an array with one entry for each device, as tx has axis_name",
             "one of shape ()",
-            _SHARED,
+            "Restore what a step under gradaccum_jax.data_parallel returned, or wrap"
+            " without axis_name.",
         )
 
-    def own(leaf: Array) -> Array:
+    def with_device_axis(leaf: Array) -> Array:
         kind: Any = jax.ShapeDtypeStruct
-        return kind((weight[0], *leaf.shape), leaf.dtype)
+        return kind((weight_shape[0], *leaf.shape), leaf.dtype)
 
-    shared: AccumulationState = mapped(
-        like, own=own, shared=lambda leaf: leaf, other=lambda leaf: leaf
-    )
-    return shared
+    return by_kind(like, own=with_device_axis, shared=lambda leaf: leaf)
 
 
 def _resume(state: AccumulationState, options: Options) -> AccumulationState:
-    concrete = options._replace(steps=_on_the_host(options.steps))
+    options = options._replace(steps=_on_the_host(options.steps))
     # Not what each device has for itself: another process may hold it, and nothing here
     # depends on it.
     shared = state._replace(weight=np.zeros(()), overflow=np.zeros((), bool))
     saved = State(*(np.asarray(field).item() for field in fields_of(shared)))
-    fields = resumed(saved, decode_terms(np.asarray(state.terms).tolist()), concrete)
-    own = jnp.asarray(
-        encode_terms(terms_of(concrete, fields.optimizer_step)), jnp.int32
-    )
-    scale, tracker = (
-        jnp.asarray(fields.loss_scale, jnp.float32),
-        jnp.asarray(fields.growth_tracker, jnp.int32),
-    )
-    return (
-        state._replace(terms=own)
-        if fields == saved
-        else state._replace(terms=own, loss_scale=scale, growth_tracker=tracker)
+    saved_terms = decode_terms(np.asarray(state.terms).tolist())
+    fields = resumed(saved, saved_terms, options)
+    terms = encode_terms(terms_of(options, fields.optimizer_step))
+    state = state._replace(terms=jnp.asarray(terms, jnp.int32))
+    if fields == saved:
+        return state
+    return state._replace(
+        loss_scale=jnp.asarray(fields.loss_scale, jnp.float32),
+        growth_tracker=jnp.asarray(fields.growth_tracker, jnp.int32),
     )
 
 
 def _on_the_host(steps: Schedule) -> Schedule:
     if isinstance(steps, UntilWeight):
         return UntilWeight(cast(Any, _on_the_host(steps.weight)))
-    return (
-        (lambda step: steps(jnp.asarray(step, jnp.int32))) if callable(steps) else steps
-    )
+    if callable(steps):
+        return lambda step: steps(jnp.asarray(step, jnp.int32))
+    return steps
 
 
 def rebuild(tree: Tree, like: Tree) -> Any:
-    found, expected = by_path(tree), by_path(like)
-    _require_values(found)
-    _check_leaves(found, expected)
-    return jax.tree.unflatten(
-        jax.tree.structure(like), [_copied(found[path]) for path in expected]
-    )
-
-
-def _require_values(found: dict[str, Array]) -> None:
-    for path, leaf in found.items():
-        if isinstance(leaf, jax.ShapeDtypeStruct):
-            fix = "Restore the checkpoint first, and pass what that returns."
-            _refuse(path, "an array", "its shape alone", fix)
+    """Return the leaves of `tree` in the structure of `like`, if they match."""
+    given = by_path(tree)
+    expected = by_path(like)
+    _check_leaves(given, expected)
+    leaves = [_copied(given[path]) for path in expected]
+    return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
 def _copied(leaf: Array) -> Array:
@@ -173,36 +158,38 @@ def by_path(tree: Tree) -> dict[str, Array]:
     that a library made of it.
     """
     flat = jax.tree_util.tree_flatten_with_path(tree)[0]
-    names = unique(".".join(_name(key) for key in path) for path, _ in flat)
+    names = unique(".".join(map(_key_name, path)) for path, _ in flat)
     return dict(zip(names, (leaf for _, leaf in flat), strict=True))
 
 
-def _name(key: object) -> str:
+def _key_name(key: object) -> str:
     for attribute in ("key", "idx", "name"):
         if hasattr(key, attribute):
             return str(getattr(key, attribute))
     return str(key)
 
 
-def _check_leaves(found: dict[str, Array], expected: dict[str, Array]) -> None:
+def _check_leaves(given: dict[str, Array], expected: dict[str, Array]) -> None:
+    for path, leaf in given.items():
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            fix = "Restore the checkpoint first, and pass what that returns."
+            _refuse(path, "an array", "its shape alone", fix)
     for path, leaf in expected.items():
-        if path not in found:
-            _refuse(path, _kind(leaf), "nothing at all")
-        if (wanted := _kind(leaf)) != (given := _kind(found[path])):
-            _refuse(path, wanted, given)
-    for path in found.keys() - expected.keys():
+        kind = _kind(leaf)
+        given_kind = _kind(given[path]) if path in given else "nothing at all"
+        if given_kind != kind:
+            _refuse(path, kind, given_kind)
+    for path in given.keys() - expected.keys():
         _refuse(
             path,
             "nothing, as this optimizer and these parameters have no such leaf",
-            f"an array of shape {np.shape(found[path])}",
+            f"an array of shape {np.shape(given[path])}",
         )
 
 
 def _kind(leaf: Array) -> str:
-    return (
-        f"an array of shape {np.shape(leaf)} and dtype"
-        f" {getattr(leaf, 'dtype', type(leaf).__name__)}"
-    )
+    dtype = getattr(leaf, "dtype", type(leaf).__name__)
+    return f"an array of shape {np.shape(leaf)} and dtype {dtype}"
 
 
 def _refuse(path: str, expected: str, found: str, fix: str = _RESTORE) -> NoReturn:

@@ -8,7 +8,6 @@ axes that a flag would gain are added before.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
@@ -43,13 +42,6 @@ reshard: Any = (
 )
 """`jax.sharding.reshard`, which JAX 0.5 and 0.6 have in `jax.experimental.shard` alone.
 """
-
-x64: Any = (
-    jax.enable_x64
-    if hasattr(jax, "enable_x64")
-    else import_module("jax.experimental").enable_x64
-)
-"""`jax.enable_x64`, which JAX before 0.8 has in `jax.experimental` alone."""
 
 
 def axes_of(value: Array) -> Axes:
@@ -148,50 +140,6 @@ def explicitly_sharded(leaf: Array) -> bool:
     return any(axis is not None for axis in typeof(leaf).sharding.spec)
 
 
-# Programs that XLA partitions over several devices. JAX knows them only when it lowers
-# them.
-#
-# `jax.jit` traces a function without knowing how its arguments are sharded, and XLA
-# partitions the program afterwards. Inside `jax.shard_map` and `jax.pmap` each device
-# has a program of its own, and nothing is partitioned.
-
-
-_partitioned: Any = core.Primitive("partitioned")
-
-
-def partitioned() -> Scalar:
-    """Return a bool scalar that is a constant of the lowered program: a conditional on
-    it costs nothing at run time.
-    """
-    return _partitioned.bind()
-
-
-def _lowered(context: mlir.LoweringRuleContext) -> Any:
-    value = _is_partitioned(context.module_context.axis_context)
-    lower: Any = mlir.lower_fun
-    return lower(lambda: jnp.asarray(value), multiple_results=False)(context)
-
-
-def _is_partitioned(axes: object) -> bool:
-    if isinstance(axes, mlir.ShardingContext):
-        return bool(axes.num_devices > 1)
-    if isinstance(axes, mlir.SPMDAxisContext):
-        return bool(
-            math.prod(
-                size
-                for name, size in axes.mesh.shape.items()
-                if name not in axes.manual_axes
-            )
-            > 1
-        )
-    return False
-
-
-_partitioned.def_impl(lambda: jnp.asarray(jax.device_count() > 1))
-_partitioned.def_abstract_eval(lambda: jax.core.ShapedArray((), jnp.dtype(bool)))
-mlir.register_lowering(_partitioned, _lowered)
-
-
 # Types of an explicit mesh that say that devices' parts are not added up yet.
 #
 # On such a mesh the gradient of a parameter typed ``reduced={"data"}`` is typed
@@ -249,40 +197,29 @@ def require_ordinary(
 _replicated: Any = core.Primitive("replicated")
 
 
-def replicated(
-    tree: T, axes: tuple[str, ...], *, known: bool = True, asked: str = ""
-) -> T:
+def replicated(tree: T, axes: tuple[str, ...]) -> T:
     """Mark `tree` as not varying along `axes`, which the caller knows."""
 
-    def cast_type(leaf: Array) -> Array:
-        varying = tuple(sorted(axes_of(leaf) & frozenset(axes)))
-        # of a type that does not vary, too: it may have come from a branch
-        asks = asked and isinstance(leaf, jax.Array)
-        return (
-            _replicated.bind(leaf, axes=varying, known=known, asked=asked)
-            if varying or asks
-            else leaf
-        )
+    def retype(leaf: Array) -> Array:
+        varying_axes = tuple(sorted(axes_of(leaf) & frozenset(axes)))
+        return _replicated.bind(leaf, axes=varying_axes) if varying_axes else leaf
 
-    return cast(T, jax.tree.map(cast_type, tree)) if axes else tree
+    return cast(T, jax.tree.map(retype, tree)) if axes else tree
 
 
-def _type(operand: Any, *, axes: tuple[str, ...], **_: Any) -> Any:
-    # JAX 0.7; the type of JAX 0.10 knows more ways than one to differ
+def _retyped(operand: Any, *, axes: tuple[str, ...]) -> Any:
+    # JAX 0.7; the type of JAX 0.10 knows more ways than one to differ.
     if hasattr(operand, "vma"):
         return operand.update(vma=operand.vma - frozenset(axes))
-    return operand.update(
-        manual_axis_type=operand.mat.update(
-            varying=operand.mat.varying - frozenset(axes)
-        )
-    )
+    varying = operand.mat.varying - frozenset(axes)
+    return operand.update(manual_axis_type=operand.mat.update(varying=varying))
 
 
 def _batched(operands: Any, dimensions: Any, **params: Any) -> Any:
     return _replicated.bind(*operands, **params), dimensions[0]
 
 
-_replicated.def_abstract_eval(_type)
+_replicated.def_abstract_eval(_retyped)
 _replicated.def_impl(lambda operand, **_: operand)
 mlir.register_lowering(_replicated, lambda _, operand, **params: [operand])
 batching.primitive_batchers[_replicated] = _batched

@@ -1,33 +1,29 @@
 """The inner optimizer's call at the end of a window: made once or not at all, with no
 second buffer of the parameters' size.
 
-If the inner optimizer runs, its updates take the accumulator's place, where the next
-window's first micro-batch overwrites them. The parameters are closed over, not carried.
-So XLA works in place, and a micro-batch in mid-window costs the addition and a select.
+If the inner optimizer runs, its updates take the sum's place, where the next window's
+first micro-batch overwrites them. The parameters are closed over, not carried. So XLA
+works in place, and a micro-batch in mid-window costs the addition and a select.
 """
 
 from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterator
-from contextlib import suppress
-from difflib import get_close_matches
-from inspect import Parameter, signature
-from types import FunctionType
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from gradaccum import ArgumentTypeError, UsageError
+from gradaccum import UsageError
 from gradaccum.kit import Scalar, explain
 from gradaccum_jax.arrays import (
     Array,
     Axes,
     Extra,
-    Handed,
+    GradientTypes,
     InnerState,
     Params,
     Tree,
@@ -36,127 +32,132 @@ from gradaccum_jax.arrays import (
     takes_part,
     wider,
 )
-from gradaccum_jax.control_flow import named_axes, once, origins, traced_once
+from gradaccum_jax.gradient_sum import (
+    divide,
+    emptied,
+    is_left_out,
+    make_fill,
+    pick,
+    to,
+)
+from gradaccum_jax.programs import named_axes, origins
 from gradaccum_jax.sharding import ShardAxes, replicated
-from gradaccum_jax.sums import divide, emptied, fills, pick, to
 from gradaccum_jax.workers.group import same
+from gradaccum_jax.xla import run_if, traced_once
 
-T = TypeVar("T")
-Call = Callable[[Tree, InnerState], tuple[Any, Any]]
+Optimizer = Callable[[Tree, InnerState], tuple[Any, Any]]
+"""``optimizer(gradients, state)``."""
 
 
-class Traced(NamedTuple):
+class TracedUpdate(NamedTuple):
     """The facts that JAX knows of the inner optimizer's call while it traces."""
 
     updates: Updates
-    call: Call
-    """The optimizer as `Update.run` calls it, ``call(gradients, state)``: for arguments
-    of the same types it is not traced again.
-    """
+    optimizer: Optimizer
+    """For arguments of the same types it is not traced again."""
 
 
 class Update(NamedTuple):
-    """A call of the inner optimizer that the end of a window may make."""
+    """A call of the inner optimizer that the end of a window may make.
+
+    Where a divisor is None, the sum is divided already.
+    """
 
     optimizer: Callable[..., tuple[Any, Any]]
     """``optimizer(gradients, state, params, **extra)``: the inner transformation's
     ``update``.
     """
-    dtypes: Handed
+    types: GradientTypes
     params: Params
     extra: Extra
     axes: tuple[str, ...] = ()
     """The mesh axes whose devices share the window."""
     shard_axes: ShardAxes = None
-    frozen_found: Callable[[list[str]], None] | None = None
-    """What is called with the paths of parameters that the optimizer does not train."""
+    when_traced: Callable[[Any, Tree], None] | None = None
+    """Called with the optimizer's closed program and the sum."""
 
-    def told(self, loss: Scalar) -> Update:
+    def with_loss(self, loss: Scalar) -> Update:
         """Return the same call with the window's loss as the ``value`` that optax's
         optimizers read.
         """
         return self._replace(extra={**self.extra, "value": loss})
 
-    def traced(self, accumulator: Tree, held: InnerState, divisor: Scalar) -> Traced:
+    def trace(
+        self, accumulator: Tree, inner_state: InnerState, divisor: Scalar
+    ) -> TracedUpdate:
         """Trace the call; nothing of it enters the program. A call that takes no
         ``value``, such as SAM's, is made without.
         """
         try:
-            return self._traced(accumulator, held, divisor)
+            return self._trace(accumulator, inner_state, divisor)
         except TypeError as error:
-            if (
-                "value" not in self.extra
-                or "unexpected keyword argument 'value'" not in str(error)
-            ):
+            is_about_value = "unexpected keyword argument 'value'" in str(error)
+            if "value" not in self.extra or not is_about_value:
                 raise
-        rest = {name: given for name, given in self.extra.items() if name != "value"}
-        return self._replace(extra=rest)._traced(accumulator, held, divisor)
+        extra = {name: given for name, given in self.extra.items() if name != "value"}
+        return self._replace(extra=extra)._trace(accumulator, inner_state, divisor)
 
-    def _traced(self, accumulator: Tree, held: InnerState, divisor: Scalar) -> Traced:
-        call = traced_once(self._call, (accumulator, held))
+    def _trace(
+        self, accumulator: Tree, inner_state: InnerState, divisor: Scalar
+    ) -> TracedUpdate:
+        optimizer = traced_once(self._optimize, (accumulator, inner_state))
 
-        def whole(accumulator: Tree, held: InnerState) -> tuple[Updates, InnerState]:
-            leaves, structure = jax.tree.flatten(self._gradients(accumulator, divisor))
-            gradients = [
-                to(leaf, dtype)
-                for leaf, dtype in zip(leaves, self.dtypes.like, strict=True)
-            ]
-            made: tuple[Updates, InnerState] = call(
-                jax.tree.unflatten(structure, gradients), held
-            )
-            return made
+        def optimize(accumulator: Tree, inner_state: InnerState) -> tuple[Any, Any]:
+            gradients = self._gradients(accumulator, divisor)
+            leaves, structure = jax.tree.flatten(gradients)
+            typed_leaves = map(to, leaves, self.types.like)
+            return optimizer(jax.tree.unflatten(structure, typed_leaves), inner_state)
 
-        program, (updates, _) = jax.make_jaxpr(whole, return_shape=True)(
-            accumulator, held
+        program, (updates, _) = jax.make_jaxpr(optimize, return_shape=True)(
+            accumulator, inner_state
         )
         require_no_reduction(named_axes(program), self.shard_axes)
-        if self.frozen_found is not None:
-            self.frozen_found(_frozen_in(program, accumulator))
-        return Traced(_still(updates, accumulator), call)
+        if self.when_traced is not None:
+            self.when_traced(program, accumulator)
+        return TracedUpdate(_updates_that_move(updates, accumulator), optimizer)
 
     def run(
         self,
         accumulator: Tree,
-        held: InnerState,
+        inner_state: InnerState,
         divisor: Scalar,
-        traced: Traced,
+        traced: TracedUpdate,
         apply: Scalar,
     ) -> tuple[Updates, Tree, InnerState]:
         """Run the inner optimizer if `apply` holds.
 
         Returns:
-            The updates twice and the new state; otherwise zeros, the accumulator and
-            the state.
+            The updates twice and the new state; otherwise zeros, the sum and the state.
         """
         buffer = jax.tree.map(_wide_enough, accumulator, traced.updates)
 
-        def call(operand: tuple[Tree, InnerState]) -> tuple[Updates, InnerState]:
+        def optimize(operand: tuple[Tree, InnerState]) -> tuple[Updates, InnerState]:
             gradients = self._gradients(cast_like(operand[0], accumulator), divisor)
-            made, after = traced.call(gradients, operand[1])
-            return cast_like(_still(made, accumulator), buffer), cast_like(after, held)
+            updates, new_state = traced.optimizer(gradients, operand[1])
+            updates = _updates_that_move(updates, accumulator)
+            updates = jax.tree.map(_in_place_of, accumulator, updates)
+            return cast_like(updates, buffer), cast_like(new_state, inner_state)
 
-        buffer, after = once(apply, call, (buffer, held))
-        return (
-            self._updates_where(apply, buffer, traced.updates),
-            cast_like(buffer, accumulator),
-            after,
-        )
+        buffer, inner_state = run_if(apply, optimize, (buffer, inner_state))
+        updates = self._updates_where(apply, buffer, traced.updates)
+        return updates, cast_like(buffer, accumulator), inner_state
 
     def keep(
         self, accumulator: Tree, updates: Updates, never: Scalar
     ) -> tuple[Updates, Tree]:
-        """Return the updates, all zeros, and the accumulator of a micro-batch that can
-        end no window.
+        """Return the updates, all zeros, and the sum of a micro-batch that can end no
+        window.
 
         Constant zeros would cost a copy of the parameters: nothing tells XLA that the
-        gradient, which reads the old parameters, comes first. After a loop over all
-        sums, even one that never runs, the gradient has come, and the select is free.
+        gradient, which reads the old parameters, comes first. After a conditional over
+        all sums, even one that never runs, the gradient has come, and the select is
+        free.
         """
-        accumulator = once(never, lambda held: emptied(held, never), accumulator)
+        accumulator = run_if(never, lambda total: emptied(total, never), accumulator)
         return self._updates_where(never, accumulator, updates), accumulator
 
-    def _call(self, gradients: Tree, held: InnerState) -> tuple[Any, Any]:
-        made = self.optimizer(gradients, held, self.params, **self.extra)
+    def _optimize(self, gradients: Tree, inner_state: InnerState) -> tuple[Any, Any]:
+        made = self.optimizer(gradients, inner_state, self.params, **self.extra)
         if not self.axes:
             return made
         return same(
@@ -167,230 +168,88 @@ class Update(NamedTuple):
         )
 
     def _gradients(self, accumulator: Tree, divisor: Scalar) -> Tree:
-        return replicated(divide(accumulator, divisor, self.dtypes.given), self.axes)
+        if divisor is not None:
+            accumulator = divide(accumulator, divisor)
+        leaves, structure = jax.tree.flatten(accumulator)
+        leaves = list(map(to, leaves, self.types.given))
+        for place, shape in enumerate(self.types.shapes):
+            if leaves[place].shape != shape:  # nothing reads it
+                leaves[place] = jnp.zeros(shape, leaves[place].dtype)
+        return replicated(jax.tree.unflatten(structure, leaves), self.axes)
 
     def _updates_where(self, apply: Scalar, buffer: Tree, updates: Updates) -> Updates:
         """Return the updates in `buffer` if `apply` holds, in the dtypes of `updates`;
         otherwise zeros.
         """
-        nothing = fills(_nothing)
-        made = jax.tree.map(
-            lambda leaf, update: to(pick(apply, leaf, nothing(leaf)), update.dtype),
-            buffer,
-            updates,
-        )
-        return replicated(made, self.axes)
+        fill = make_fill(_zero_of)
+
+        def select(leaf: Array, update: Array) -> Array:
+            if is_left_out(leaf, update):
+                return jnp.full(update.shape, _zero_of(update), update.dtype)
+            return to(pick(apply, leaf, fill(leaf)), update.dtype)
+
+        return replicated(jax.tree.map(select, buffer, updates), self.axes)
 
 
-def _frozen_in(program: Any, accumulator: Tree) -> list[str]:
-    """Return the paths of parameters whose gradient reaches no result of the inner
-    optimizer's `program`, or whose update is a constant; none if it is so of all.
-    """
-    leaves = jax.tree_util.tree_flatten_with_path(accumulator)[0]
-    results = origins(program.jaxpr, len(leaves))
-    read = functools.reduce(operator.or_, results, 0)
-    places = [place for place, (_, leaf) in enumerate(leaves) if takes_part(leaf)]
-    frozen = [
-        f"params{jax.tree_util.keystr(leaves[place][0])}"
-        for place in places
-        if not read & 1 << place or not results[place]
-    ]
-    return frozen if len(frozen) < len(places) else []
+def _wide_enough(total: Array, update: Array) -> Array:
+    return to(total, wider(total.dtype, update.dtype))
 
 
-def _wide_enough(held: Array, update: Array) -> Array:
-    return to(held, wider(held.dtype, update.dtype))
+def _in_place_of(total: Array, update: Array) -> Array:
+    return total if is_left_out(total, update) else update
 
 
-def _still(updates: Updates, accumulator: Tree) -> Updates:
+def _updates_that_move(updates: Updates, accumulator: Tree) -> Updates:
     """Replace the update of each parameter that takes no part by the sum, an exact 0 in
     its dtype.
     """
     return jax.tree.map(
-        lambda held, update: update if takes_part(held) else held, accumulator, updates
+        lambda total, update: update if takes_part(total) else total,
+        accumulator,
+        updates,
+    )
+
+
+def without_unread(
+    accumulator: Tree,
+    inner: optax.GradientTransformationExtraArgs,
+    inner_state: InnerState,
+    params: Params,
+) -> Tree:
+    """Return the sum with an array of shape (0,) for each parameter whose gradient the
+    inner optimizer does not read, such as those under `optax.set_to_zero`; with none if
+    it reads no gradient at all.
+    """
+    leaves, structure = jax.tree.flatten(accumulator)
+    try:
+        program = jax.make_jaxpr(inner.update)(accumulator, inner_state, params)
+    except Exception:
+        # The optimizer wants arguments that only a micro-batch has.
+        return accumulator
+    read_bits = functools.reduce(operator.or_, origins(program.jaxpr, len(leaves)), 0)
+    is_read = [bool(read_bits & 1 << place) for place in range(len(leaves))]
+    if not any(is_read):
+        return accumulator
+    return jax.tree.unflatten(
+        structure,
+        [
+            leaf if read or not takes_part(leaf) else jnp.zeros((0,), leaf.dtype)
+            for leaf, read in zip(leaves, is_read, strict=True)
+        ],
     )
 
 
 def no_update(leaf: Array) -> Array:
-    return jnp.full_like(leaf, _nothing(leaf))
+    return jnp.full_like(leaf, _zero_of(leaf))
 
 
-def _nothing(leaf: Array) -> complex:
+def _zero_of(leaf: Array) -> complex:
     """Return -0.0, the one zero that leaves every parameter bit for bit as it is: -0.0
     + 0.0 is 0.0, but x + -0.0 is x.
     """
     if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
         return complex(-0.0, -0.0)
     return -0.0 if jnp.issubdtype(leaf.dtype, jnp.floating) else 0
-
-
-# Extra arguments of the inner optimizer that describe one batch: optax has `grad` and
-# `value_fn` for line searches, `grad_fn` for SAM, and `obj_fn` for Sophia.
-#
-# The inner optimizer runs at the window's end, where a streaming loop has those of the
-# last micro-batch only. Training would continue with a function that does not belong to
-# the gradient. So the caller closes the window and passes those of the whole window.
-# `value` is another matter: losses add up, and the inner optimizer gets the window's
-# (see `statistics`).
-
-
-OF_A_BATCH = ("grad", "value_fn", "grad_fn", "obj_fn")
-"""optax's extra arguments that describe the gradient's batch."""
-KNOWN = frozenset(("value", *OF_A_BATCH))
-"""What an inner optimizer may be given without declaring it."""
-OWN = ("weight", "value", "last", "denominator")
-"""gradaccum's own."""
-SYNONYMS = {
-    "weight": (
-        "batch_size",
-        "bs",
-        "items",
-        "n",
-        "n_examples",
-        "n_items",
-        "n_samples",
-        "n_tokens",
-        "ntokens",
-        "num_examples",
-        "num_items",
-        "num_items_in_batch",
-        "num_samples",
-        "num_tokens",
-        "sample_weight",
-        "sample_weights",
-        "token_count",
-        "tokens",
-    ),
-    "value": ("loss", "loss_value", "losses"),
-    "last": (
-        "final",
-        "final_batch",
-        "is_final",
-        "is_last",
-        "is_last_batch",
-        "last_batch",
-        "last_micro_batch",
-        "last_step",
-    ),
-    "denominator": ("divisor", "normalizer"),
-}
-"""Other words for `OWN`, which every `optax.chain` would take and ignore."""
-
-
-class Takes(NamedTuple):
-    """The extra arguments that an inner optimizer takes."""
-
-    names: frozenset[str] = frozenset()
-    """The declared ones."""
-    any: bool = True
-    """True if it takes others too, as everything that `optax.chain` made does."""
-
-
-ANY = Takes()
-
-
-def takes(inner: optax.GradientTransformation) -> Takes:
-    if not isinstance(inner, optax.GradientTransformationExtraArgs):
-        return Takes(any=False)
-    try:
-        declared = signature(inner.update).parameters.values()
-    except (TypeError, ValueError):
-        return ANY
-    return Takes(
-        frozenset(p.name for p in declared).union(_declared_within(inner.update)),
-        any(p.kind is Parameter.VAR_KEYWORD for p in declared),
-    )
-
-
-def _declared_within(update: Callable[..., Any]) -> Iterator[str]:
-    """Yield the extra arguments that the parts of `update` declare: optax's combinators
-    keep their parts in closures, and hand everything on to them.
-    """
-    waiting: list[Any] = [update]
-    seen: list[Any] = []
-    while waiting:
-        part = waiting.pop()
-        if any(part is other for other in seen):
-            continue
-        if isinstance(part, FunctionType):
-            seen.append(part)
-            yield from list(signature(part).parameters)[3:]
-            waiting += _enclosed(part)
-        elif isinstance(part, tuple | list):
-            waiting += part
-        elif isinstance(part, dict):
-            waiting += part.values()
-        else:
-            waiting += [
-                getattr(part, name)
-                for name in ("__wrapped__", "__func__", "func")
-                if callable(part) and hasattr(part, name)
-            ]
-
-
-def _enclosed(function: FunctionType) -> Iterator[Any]:
-    for cell in function.__closure__ or ():
-        # a variable that nothing was assigned to yet
-        with suppress(ValueError):
-            yield cell.cell_contents
-
-
-def require_taken(extra: Extra, taken: Takes) -> None:
-    """Raise unless the inner optimizer takes each extra argument, and none that it does
-    not declare is one of `OWN` by another name.
-    """
-    for name in extra.keys() - taken.names - KNOWN:
-        near = [own for own, others in SYNONYMS.items() if name in others]
-        near = near or get_close_matches(name, OWN, 1, 0.75 if taken.any else 0.6)
-        if near or not taken.any:
-            fix = (
-                f"Did you mean {near[0]}=?"
-                if near
-                else "Leave it out, or give it to an inner optimizer that declares it."
-            )
-            fix = (
-                "weight= and last= belong to tx.update, denominator= to"
-                " gradaccum_jax.flush."
-                if name in OWN
-                else fix
-            )
-            expected, found = (
-                "an argument of this call, or one that the inner optimizer declares",
-                "neither",
-            )
-            raise explain(
-                ArgumentTypeError, name, expected=expected, found=found, fix=fix
-            )
-
-
-def require_declared(extra: Extra, taken: Takes) -> None:
-    """Raise unless the inner optimizer declares each extra argument of a call that runs
-    the loss function: there a flag of the loss would be lost.
-    """
-    for name in extra.keys() - taken.names - KNOWN - {*OWN}:
-        raise explain(
-            ArgumentTypeError,
-            name,
-            expected="an argument of the loss function, or one that the inner optimizer"
-            " declares",
-            found="neither",
-            fix="Leave it out, or let the loss function take it.",
-        )
-
-
-def require_none_of_a_batch(extra: Extra) -> None:
-    for name in OF_A_BATCH:
-        if extra.get(name) is not None:
-            expected, found = (
-                "nothing in a window of several micro-batches",
-                "that of one micro-batch",
-            )
-            fix = (
-                "Wrap with steps=None, where tx.update only notes its type, and close"
-                " the window yourself with what belongs to all of it:"
-                f" gradaccum_jax.flush(tx, state, params, {name}=...)."
-            )
-            raise explain(UsageError, name, expected=expected, found=found, fix=fix)
 
 
 def require_no_reduction(axes: Axes, shard_axes: ShardAxes) -> None:
@@ -400,15 +259,13 @@ def require_no_reduction(axes: Axes, shard_axes: ShardAxes) -> None:
     Each device decides by its own gradient. If one skipped the optimizer, the others
     would wait for it for ever.
     """
-    if found := sorted(axes - frozenset(shard_axes or ())):
-        fix = (
-            "Reduce the gradients before tx.update, jax.lax.pmean(grads, axis), or wrap"
-            " with axis_name=, which reduces once per window."
-        )
+    reduced_axes = sorted(axes - frozenset(shard_axes or ()))
+    if reduced_axes:
         raise explain(
             UsageError,
             "optimizer",
             expected="one that does not reduce",
-            found=f"one that reduces over {found}",
-            fix=fix,
+            found=f"one that reduces over {reduced_axes}",
+            fix="Reduce the gradients before tx.update, jax.lax.pmean(grads, axis), or"
+            " wrap with axis_name=, which reduces once per window.",
         )

@@ -215,13 +215,19 @@ def test_one_call_says_where_frozen_parameters_go() -> None:
 # Parameters that the inner optimizer does not train, inside of the wrapper.
 
 
+UNREAD = {
+    "partition": lambda: partition(optax.adam(1.0)),
+    "before": lambda: optax.chain(
+        optax.masked(optax.set_to_zero(), FROZEN), optax.adam(1.0)
+    ),
+}
 FREEZING = {
-    "partition": lambda: partition(optax.sgd(1.0)),
     "after": lambda: optax.chain(
         optax.adamw(1.0), optax.masked(optax.set_to_zero(), FROZEN)
     ),
-    "before": lambda: optax.chain(
-        optax.masked(optax.set_to_zero(), FROZEN), optax.adam(1.0)
+    "after a partition": lambda: optax.chain(
+        partition(optax.sgd(1.0), optax.trace(0.9)),
+        optax.masked(optax.set_to_zero(), FROZEN),
     ),
 }
 TRAINING = {
@@ -242,6 +248,34 @@ def run(tx: Any) -> None:
     for update in (tx.update, jax.jit(tx.update)):
         _, state = update(gradients, state, PARAMS)
     gradaccum_jax.flush(tx, state, PARAMS)
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["params", "no_params"])
+@pytest.mark.parametrize("options", [{"clip_norm": 1.0}, {"loss_scale": 4.0}], ids=str)
+@pytest.mark.parametrize("name", UNREAD)
+def test_gradient_that_nobody_reads_costs_and_counts_nothing(
+    name: str, options: dict[str, Any], given: bool
+) -> None:
+    """Not even a NaN; the trained parameters move as if they were alone."""
+    tx = wrap(UNREAD[name](), steps=2, **options)
+    alone = wrap(optax.adam(1.0), steps=2, **options)
+    state = tx.init(PARAMS)
+    other = alone.init(PARAMS["a"])
+    sums = jax.tree.leaves(state.accumulator)
+    assert sum(leaf.size for leaf in sums) == PARAMS["a"].size
+    for gradient, update in zip(GRADS, (tx.update, jax.jit(tx.update)), strict=True):
+        updates, state = update(gradient, state, *[PARAMS] * given)
+        wanted, other = jax.jit(alone.update)(gradient["a"], other)
+    np.testing.assert_allclose(updates["a"], wanted, rtol=1e-6)
+    for leaf in jax.tree.leaves(updates["z"]):
+        assert not leaf.any()
+        assert jnp.signbit(leaf).all()  # -0.0 leaves each parameter as it is
+    assert_same_bits(optax.apply_updates(PARAMS, updates)["z"], PARAMS["z"])
+    result = gradaccum_jax.result(state)
+    assert result.applied
+    assert result.grad_norm == pytest.approx(gradaccum_jax.result(other).grad_norm)
+    saved = gradaccum_jax.check_state(tx, jax.tree.map(np.asarray, state), PARAMS)
+    assert_same_bits(saved, state)
 
 
 @pytest.mark.every_mode

@@ -15,7 +15,7 @@ import pytest
 
 import gradaccum
 import gradaccum_jax
-from gradaccum_jax.control_flow import once
+from gradaccum_jax.xla import run_if as once
 
 MEMBERS, MICRO_BATCHES = 3, 9
 PARAMS = {

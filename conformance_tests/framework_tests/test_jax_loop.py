@@ -69,7 +69,7 @@ def test_four_micro_batches_are_one_update(outer: Any, inner: Any) -> None:
     total, state = run(outer)
     assert all(
         int(found.optimizer_step) == 1
-        for found in gradaccum_jax.window.state.find_states(state)
+        for found in gradaccum_jax.state.find_states(state)
     )
     assert_same(total, inner.update(MEAN, inner.init(PARAMS), PARAMS)[0])
 

@@ -16,7 +16,7 @@ import pytest
 
 import gradaccum
 import gradaccum_jax
-from gradaccum_jax.parameters import distance, in_place_of, rounded
+from gradaccum_jax.master_weights import distance, in_place_of, rounded
 
 HALVES = {"float16": jnp.float16, "bfloat16": jnp.bfloat16}
 

@@ -68,61 +68,45 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         "NOBODYS = 388817",
     ): "any seed does that users do not write",
     (
-        "backends/gradaccum_jax/sums.py",
-        "jnp.promote_types(jnp.complex64, wanted)",
+        "backends/gradaccum_jax/gradient_sum.py",
+        "return jnp.promote_types(jnp.complex64, chosen_dtype)",
     ): "promotion is symmetric",
     (
-        "backends/gradaccum_jax/sums.py",
-        "parts += (leaf.imag, leaf.real) if jnp.iscomplexobj(leaf) else (leaf,)",
-    ): "both are squared and added",
-    (
-        "backends/gradaccum_jax/sums.py",
-        "for held, gradient in zip(leaves, gradients, strict=False)",
+        "backends/gradaccum_jax/gradient_sum.py",
+        "for total, gradient in zip(jax.tree.leaves(accumulator), gradients, strict=False)",
     ): "an update whose gradients have another structure was refused before",
     (
         "gradaccum/verification/experiments.py",
         "combinations(probe, size) for size in range(1, len(probe) + 2)",
     ): "no combination is larger than the probe",
     (
-        "backends/gradaccum_jax/sums.py",
-        'return jnp.dtype("float32") if (own.itemsize <= 4) else own',
+        "backends/gradaccum_jax/gradient_sum.py",
+        'return jnp.dtype("float32") if (leaf_dtype.itemsize <= 4) else leaf_dtype',
     ): "the floating dtype of 4 bytes is float32 itself",
     (
-        "backends/gradaccum_jax/sums.py",
-        "quotient = wider(jnp.float32, held)",
+        "backends/gradaccum_jax/gradient_sum.py",
+        "leaf.dtype == wider(divisor.dtype, leaf.dtype)",
     ): "promotion is symmetric",
     (
-        "backends/gradaccum_jax/sums.py",
-        "finite, jnp.minimum(float(np.finfo(np.float32).max), root), jnp.inf",
+        "backends/gradaccum_jax/gradient_sum.py",
+        "quotient_dtype = wider(jnp.float32, total_dtype)",
+    ): "promotion is symmetric",
+    (
+        "backends/gradaccum_jax/gradient_sum.py",
+        "norm = jnp.minimum(float(limits.max), jnp.sqrt(squares) / factor)",
     ): "the smaller of two",
     (
-        "backends/gradaccum_jax/sums.py",
-        "jnp.minimum(float(kind.max), jnp.sqrt(squares) / power),",
-    ): "the smaller of two",
-    (
-        "backends/gradaccum_jax/sums.py",
-        "sum(jnp.sum(a * b) for a, b in zip(*pair, strict=False))",
+        "backends/gradaccum_jax/gradient_sum.py",
+        "for array, tangent in zip(*primals, *tangents, strict=False):",
     ): "each array has a tangent",
     (
-        "backends/gradaccum_jax/window/state.py",
-        "[vary(new, axes_of(old)) for new, old in zip(cast, olds, strict=False)]",
+        "backends/gradaccum_jax/state.py",
+        "return [vary(new, axes_of(old)) for new, old in zip(arrays, olds, strict=False)]",
     ): "each old value has a new one",
     (
-        "backends/gradaccum_jax/sums.py",
-        "return bool(a.dtype == b.dtype and (a.shape != b.shape))",
+        "backends/gradaccum_jax/gradient_sum.py",
+        "if a.dtype == b.dtype and (a.shape != b.shape):",
     ): "`jax.numpy` adds what `jax.lax` adds, after a longer look at the types",
-    (
-        "backends/gradaccum_jax/sums.py",
-        "lax.select((a[0] > b[0]), one, other) for one, other in zip(a, b, strict=True)",
-    ): "of two entries with one number both are the same",
-    (
-        "backends/gradaccum_jax/sums.py",
-        "lax.select(a[0] >= b[0], one, other) for one, other in zip(a, b, strict=False)",
-    ): "XLA reduces pairs of the same entries",
-    (
-        "backends/gradaccum_jax/sums.py",
-        "parts = (leaf.imag, leaf.real) if jnp.iscomplexobj(leaf) else (leaf,)",
-    ): "the largest of both is looked for",
     (
         "backends/gradaccum_mindspore/gradient_sum.py",
         "HALF = (ms.bfloat16, ms.float16)",

@@ -155,7 +155,7 @@ TORCH = TORCH._replace(
 )
 JAX = _adapter(
     "jax",
-    ("window", "sums.py"),
+    ("window.py", "state.py", "gradient_sum.py", "update.py", "extensions.py"),
     (
         *(
             "loop",

@@ -19,8 +19,8 @@ import numpy as np
 from gradaccum import ArgumentTypeError, AutoMicroBatchSize
 from gradaccum.kit import explain, unknown_limit_error
 from gradaccum_jax.arrays import Array, Tree, is_constant, typeof
-from gradaccum_jax.control_flow import call_jitted
 from gradaccum_jax.large_batch.batch import Source, Splitting, make_batch
+from gradaccum_jax.xla import call_jitted
 
 _NUMBERS: Iterator[int] = itertools.count()
 

@@ -18,7 +18,7 @@ from jax import lax
 
 from gradaccum import ArgumentValueError
 from gradaccum.kit import Scalar, concatenate_error, explain, make_options
-from gradaccum_jax import sums
+from gradaccum_jax import gradient_sum
 from gradaccum_jax.arrays import Array, DType, Params, Tree, moving_of, takes_part
 from gradaccum_jax.checks import require_dtype
 from gradaccum_jax.large_batch import gradients
@@ -154,7 +154,7 @@ class Coupled(Call):
             by_rows,
             copies(gradients.start(by, self.accumulate_dtype), axes),
         )
-        total = sums.add(total, by_params, None, True)
+        total = gradient_sum.add(total, by_params, None, True)
         options = make_options(None, reduction="sum")
         one = jnp.ones((), jnp.float32)
         found = gradients.finish(total, one, by, options, self.axis_names)[0]
@@ -235,7 +235,7 @@ class Coupled(Call):
                 lax.dynamic_slice_in_dim(g, at, len(leaf))
                 for g, at, leaf in zip(by_rows, starts, made, strict=True)
             ]
-            return sums.add(held, pull_back(given)[0], None, True), []
+            return gradient_sum.add(held, pull_back(given)[0], None, True), []
 
         return over(beside(groups, None, _starts(groups, rows)), body, start, first)[0]
 

@@ -17,7 +17,7 @@ from jax import lax
 
 from gradaccum import ArgumentTypeError, ArgumentValueError, kit
 from gradaccum.kit import Options, Scalar, explain
-from gradaccum_jax import sums
+from gradaccum_jax import gradient_sum
 from gradaccum_jax.arrays import (
     Array,
     Axes,
@@ -166,7 +166,7 @@ class Differentiation:
 
 
 def start(by: tuple[Tree, ...], accumulate_dtype: DType) -> list[Array]:
-    made: list[Array] = sums.zeros(moving_of(by)[0], accumulate_dtype)
+    made: list[Array] = gradient_sum.zeros(moving_of(by)[0], accumulate_dtype)
     return made
 
 
@@ -182,10 +182,10 @@ def add(
     else:
         factor = None
     if factor is not None and known:
-        given = jnp.asarray(factor, sums.weight_dtype(held))
+        given = jnp.asarray(factor, gradient_sum.weight_dtype(held))
     else:
         given = factor
-    made: list[Array] = sums.add(
+    made: list[Array] = gradient_sum.add(
         held, gradients, given, True if known else weight != 0, jnp.asarray(True)
     )
     return made
@@ -599,7 +599,11 @@ def run(
     start = Carry(
         gathering.start,
         copies(
-            Own(nothing, jnp.zeros((), sums.sum_dtype(like, None)), merging.start()),
+            Own(
+                nothing,
+                jnp.zeros((), gradient_sum.sum_dtype(like, None)),
+                merging.start(),
+            ),
             axes,
         ),
     )
@@ -649,7 +653,7 @@ class _Counting(NamedTuple):
             own,
             own != 0,
             self.question.options,
-            sums.passing(always),
+            gradient_sum.where_with_derivative_at_zero(always),
         )
         return Own((held.weight + weight).astype(self.dtype), total, merged), rows
 

@@ -15,6 +15,7 @@ from gradaccum import ArgumentTypeError, ArgumentValueError
 from gradaccum.kit import Scalar, explain, make_options
 from gradaccum_jax.arrays import Array, DType, Extra, Params, Tree, moving_of, plain
 from gradaccum_jax.checks import require_dtype
+from gradaccum_jax.extra_arguments import KNOWN, require_declared
 from gradaccum_jax.large_batch import gradients
 from gradaccum_jax.large_batch.auto import Call
 from gradaccum_jax.large_batch.batch import Source, Splitting, Weight, make_splitting
@@ -28,8 +29,7 @@ from gradaccum_jax.large_batch.gradients import (
     run,
 )
 from gradaccum_jax.optimizer import Accumulation, require_open
-from gradaccum_jax.update import KNOWN, require_declared
-from gradaccum_jax.window.state import AccumulationState
+from gradaccum_jax.state import AccumulationState
 from gradaccum_jax.workers.group import require_axes, require_names, require_same_params
 
 
@@ -276,15 +276,15 @@ class ValueAndUpdate(Call):
         self, params: Params, state: AccumulationState, *batch: Tree, **extra: Any
     ) -> tuple[Any, Tree, AccumulationState]:
         differentiation = self.question.differentiation
-        takes = self.accumulation.takes
+        declared = self.accumulation.declared
         keywords = differentiation.keywords_in(
-            extra, 1 + len(batch), takes.names | KNOWN
+            extra, 1 + len(batch), declared.names | KNOWN
         )
         if keywords:
             call: ValueAndUpdate = self._bound(keywords, self._with_keywords)
             rest = {name: extra[name] for name in extra if name not in keywords}
             return call(params, state, *batch, **rest)
-        require_declared(extra, takes)
+        require_declared(extra, declared)
         differentiation.check((params,))
         state = plain(state)
         self.accumulation.check(state, plain(params), extra)

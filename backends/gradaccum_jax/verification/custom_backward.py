@@ -18,7 +18,7 @@ from jax.extend import core
 from gradaccum import LinearityReport
 from gradaccum.kit import SCALES, comparable, linearity_report
 from gradaccum_jax.arrays import Array, DType, Params, Tree, unique
-from gradaccum_jax.control_flow import Equation, programs_in
+from gradaccum_jax.programs import Equation, programs_in
 from gradaccum_jax.verification.batch import is_float, require_scalar, wide
 
 

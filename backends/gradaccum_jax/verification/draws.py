@@ -19,7 +19,7 @@ import numpy as np
 from jax.extend import core
 
 from gradaccum_jax.arrays import Array
-from gradaccum_jax.control_flow import Equation, programs_in
+from gradaccum_jax.programs import Equation, programs_in
 
 DRAWING = ("random_bits", "random_split", "random_fold_in", "random_seed")
 

@@ -3,24 +3,29 @@ the window.
 
 Parameters enter the user's step as copies, so that `jax.grad` gives each device its own
 gradient without reduction. The devices' own sums enter and leave by a leading axis; all
-else must come out the same on all devices, which is checked.
+else must come out the same on all devices. The types of copies cannot tell whether it
+does. So the step is traced once more before, with parameters that are typed as the same
+on all devices, and there JAX's types tell.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core
 
-from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
+from gradaccum import (
+    ArgumentTypeError,
+    ArgumentValueError,
+    GradAccumError,
+    UsageError,
+)
 from gradaccum.kit import explain
-from gradaccum_jax.arrays import Array, Axes, Tree, typeof
+from gradaccum_jax.arrays import Array, Tree, typeof
 from gradaccum_jax.checks import require_function
-from gradaccum_jax.control_flow import programs_in
 from gradaccum_jax.sharding import (
     axes_in_parts,
     axes_of,
@@ -29,18 +34,24 @@ from gradaccum_jax.sharding import (
     shard_map,
     vary,
 )
-from gradaccum_jax.window.state import AccumulationState, find_states
+from gradaccum_jax.state import AccumulationState, find_states
 from gradaccum_jax.workers import group
 from gradaccum_jax.workers.group import (
-    copies_of_params,
+    AVERAGE,
+    ParamsType,
     mapped,
+    params_typed_as,
     require_names,
+    require_same,
     require_shared,
+    spread_axes,
 )
 from gradaccum_jax.workers.layout import require_layout
 
 Step = Callable[..., Any]
 Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
+Spec = Any
+"""A `jax.sharding.PartitionSpec`."""
 
 
 def data_parallel(step: Step, mesh: Mesh, axis_name: str | tuple[str, ...]) -> Step:
@@ -94,32 +105,39 @@ def data_parallel(step: Step, mesh: Mesh, axis_name: str | tuple[str, ...]) -> S
             spec for index, arg in enumerate(args) for spec in spec_of(index, arg, axes)
         ]
         leaves = placed(leaves, mesh, specs, axes)
-        made: list[Made] = []
 
-        def body(*local: Array) -> list[Array]:
-            with copies_of_params():
-                given = entered(jax.tree.unflatten(structure, local), axes)
-                made.append(leaving(step(*given), given, axes))
-            return made[-1].leaves
+        def on_each_device(
+            function: Callable[..., Any], out_specs: Any
+        ) -> Callable[..., Any]:
+            def body(*local_leaves: Array) -> Any:
+                local_args = jax.tree.unflatten(structure, local_leaves)
+                return function(*_without_device_axis(local_args))
 
-        def lifted(function: Step, out_specs: list[Spec]) -> Step:
-            lift: Step = shard_map(
-                function,
+            mapped_body: Callable[..., Any] = shard_map(
+                body,
                 mesh=mesh,
                 in_specs=tuple(specs),
                 out_specs=out_specs,
                 axis_names=set(axes),
             )
-            return lift
+            return mapped_body
 
-        # First for the types of what comes out alone, as jax.shard_map wants to be told
-        # them.
-        jax.eval_shape(lifted(lambda *local: body(*local)[:0], []), *leaves)
-        program = jax.make_jaxpr(lifted(body, made[0].specs))(*leaves)
-        out = core.jaxpr_as_fun(program)(*leaves)
-        found = jax.tree.unflatten(made[0].structure, out)
-        require_replicated(program, found, specs, made[-1].specs, axes)
-        return found
+        _require_same_results(step, on_each_device, leaves, axes)
+        results: list[Results] = []
+
+        def step_with_copies(*args: Tree) -> list[Array]:
+            with params_typed_as(ParamsType.COPY):
+                made = step(*_with_copied_params(args, axes))
+            results.append(results_of(made, args, axes))
+            return results[-1].leaves
+
+        # First for the types of what comes out alone, as jax.shard_map must be given
+        # their specs.
+        jax.eval_shape(
+            on_each_device(lambda *args: step_with_copies(*args)[:0], []), *leaves
+        )
+        out = on_each_device(step_with_copies, results[0].specs)(*leaves)
+        return jax.tree.unflatten(results[0].structure, out)
 
     return jax.jit(run)
 
@@ -131,9 +149,8 @@ def require_devices(mesh: Any, axes: tuple[str, ...], axis_name: object) -> int:
             ArgumentTypeError, "mesh", expected="a jax.sharding.Mesh", got=mesh, fix=fix
         )
     if not axes or not set(axes) <= set(mesh.axis_names):
-        kind = ArgumentValueError if axes else ArgumentTypeError
         raise explain(
-            kind,
+            ArgumentValueError if axes else ArgumentTypeError,
             "axis_name",
             expected=f"axes of the mesh, which are {mesh.axis_names}",
             got=axis_name,
@@ -144,32 +161,57 @@ def require_devices(mesh: Any, axes: tuple[str, ...], axis_name: object) -> int:
 
 def _require_arguments(args: tuple[Tree, ...], devices: int) -> None:
     if not args or (len(args) > 1 and not find_states(args[1])):
-        expected, found = (
-            "the arguments (params, state, *batch)",
-            "no state of a wrapped optimizer in the second place",
+        raise explain(
+            UsageError,
+            "state",
+            expected="the arguments (params, state, *batch)",
+            found="no state of a wrapped optimizer in the second place",
+            fix="Write state = tx.init(params), of a tx with axis_name= and mesh=.",
         )
-        fix = "Write state = tx.init(params), of a tx with axis_name= and mesh=."
-        raise explain(UsageError, "state", expected=expected, found=found, fix=fix)
     for tree in args[:2]:
         require_layout(tree, devices)
     for path, leaf in jax.tree_util.tree_flatten_with_path(args[2:])[0]:
         shape = jnp.shape(leaf)
         if not _is_flag(leaf) and (not shape or shape[0] % devices):
-            name, expected = (
-                f"batch{jax.tree_util.keystr(path)}",
-                f"an array whose first axis {devices} devices divide",
-            )
-            fix = (
-                "Pad the last items and give the padding no weight. What all devices"
-                " share, the step can close over."
-            )
             raise explain(
                 ArgumentValueError,
-                name,
-                expected=expected,
+                f"batch{jax.tree_util.keystr(path)}",
+                expected=f"an array whose first axis {devices} devices divide",
                 found=f"one of shape {shape}",
-                fix=fix,
+                fix="Pad the last items and give the padding no weight. What all"
+                " devices share, the step can close over.",
             )
+
+
+def _require_same_results(
+    step: Step,
+    on_each_device: Callable[..., Callable[..., Any]],
+    leaves: list[Array],
+    axes: tuple[str, ...],
+) -> None:
+    """Raise if JAX's types tell that parameters or a state would come out of the step
+    different from device to device.
+    """
+
+    def check(*args: Tree) -> list[Array]:
+        with params_typed_as(ParamsType.SAME):
+            made = step(*args)
+            updated, _ = split_results(made, args)
+            for state in find_states(updated):
+                _require_shared_window(state, axes)
+            shared = mapped(updated, own=lambda _: None, shared=_same, other=_same)
+            require_same("what step returned, ", shared, axes, AVERAGE)
+        return []
+
+    try:
+        jax.eval_shape(on_each_device(check, []), *leaves)
+    except GradAccumError:
+        raise
+    except Exception:
+        # Some steps have these types for copies alone: that of a `jax.custom_vjp`
+        # whose gradient is a device's own, or of a scan that begins with a parameter.
+        # What is wrong in the step itself is raised again where copies are traced.
+        pass
 
 
 def start_on(init: Step, mesh: Mesh | None, axes: tuple[str, ...]) -> Step:
@@ -178,186 +220,27 @@ def start_on(init: Step, mesh: Mesh | None, axes: tuple[str, ...]) -> Step:
     """
 
     def start(params: Tree) -> Tree:
-        found = mesh or jax.sharding.get_abstract_mesh()
-        known = set(axes) <= set(found.axis_names) and not group.are_bound(axes)
-        return data_parallel(init, found, axes)(params) if known else init(params)
+        known_mesh = mesh or jax.sharding.get_abstract_mesh()
+        is_known = set(axes) <= set(known_mesh.axis_names)
+        if is_known and not group.are_bound(axes):
+            return data_parallel(init, known_mesh, axes)(params)
+        return init(params)
 
     return start
 
 
-# The arguments of a step on their way into `jax.shard_map`, and its results on their
-# way out.
-
-
-Spec = Any
-"""A `jax.sharding.PartitionSpec`."""
-
-
-class Made(NamedTuple):
-    """The result of a step, ready to leave `jax.shard_map`."""
-
-    structure: Any
-    leaves: list[Array]
-    specs: list[Spec]
+# The arguments of a step on their way into `jax.shard_map`.
 
 
 def spec_of(index: int, arg: Tree, axes: tuple[str, ...]) -> list[Spec]:
     """Return how the devices share argument number `index`, leaf by leaf."""
-    split, whole = _specs(axes)
+    split, same = _specs(axes)
     if index > 1:
-        return [whole if _is_flag(leaf) else split for leaf in jax.tree.leaves(arg)]
-    return jax.tree.leaves(
-        mapped(arg, own=lambda _: split, shared=lambda _: whole, other=lambda _: whole)
-    )
-
-
-def placed(
-    leaves: list[Array], mesh: Mesh, specs: list[Spec], axes: tuple[str, ...]
-) -> list[Array]:
-    """Return the leaves typed by `specs` on a mesh of ``AxisType.Explicit``, the
-    default from JAX 0.9 on.
-    """
-    spread = {name for spec in specs for entry in spec for name in _named(entry, axes)}
-    if any(
-        kind != jax.sharding.AxisType.Explicit
-        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
-        if name in spread
-    ):
-        return leaves
-
-    def place(leaf: Array, spec: Spec) -> Array:
-        wanted, own = (
-            [_named(entry, axes) for entry in _entries(each)]
-            for each in (spec, typeof(leaf).sharding.spec)
-        )
-        wanted += [()] * (len(own) - len(wanted))
-        return (
-            leaf
-            if own == wanted and not axes_in_parts(leaf)
-            else reshard(leaf, jax.sharding.NamedSharding(mesh, spec))
-        )
-
-    return [place(leaf, spec) for leaf, spec in zip(leaves, specs, strict=True)]
-
-
-def _entries(spec: Any) -> Any:
-    """Return the entries of a PartitionSpec; JAX refuses to iterate over one that is
-    typed ``reduced``.
-    """
-    return getattr(spec, "partitions", spec)
-
-
-def _named(entry: Any, axes: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(
-        axis
-        for axis in (entry if isinstance(entry, tuple) else (entry,))
-        if axis in axes
-    )
-
-
-def entered(args: tuple[Tree, ...], axes: tuple[str, ...]) -> list[Tree]:
-    """Return the arguments for the step of one device: parameters that it can
-    differentiate by alone, its own sums.
-    """
-    kept = [_own(arg) for arg in args[:2]]
-    return [
-        *(
-            mapped(
-                arg,
-                own=_same,
-                shared=_same,
-                other=lambda leaf: vary(leaf, frozenset(axes)),
-            )
-            for arg in kept[:1]
-        ),
-        *kept[1:],
-        *args[2:],
-    ]
-
-
-def leaving(made: Any, given: list[Tree], axes: tuple[str, ...]) -> Made:
-    """Return what the step `made`: all replicated but for what differs, which gets a
-    leading axis.
-    """
-    kept, rest = _parts(made, given)
-    for state in find_states(kept):
-        _require_shared_window(state, axes)
-    over, (split, whole) = frozenset(axes), _specs(axes)
-    leaves = mapped(
-        kept,
-        own=_stacked,
-        shared=_same,
-        other=lambda leaf: replicated(jnp.asarray(leaf), axes, known=False),
-    )
+        return [same if _is_flag(leaf) else split for leaf in jax.tree.leaves(arg)]
     specs = mapped(
-        kept, own=lambda _: split, shared=lambda _: whole, other=lambda _: whole
+        arg, own=lambda _: split, shared=lambda _: same, other=lambda _: same
     )
-    differing = jax.tree.map(lambda leaf: bool(axes_of(leaf) & over), rest)
-    leaves = [
-        *leaves,
-        *jax.tree.map(
-            lambda leaf, differs: _stacked(leaf) if differs else leaf, rest, differing
-        ),
-    ]
-    specs = [
-        *specs,
-        *jax.tree.map(lambda differs: split if differs else whole, differing),
-    ]
-    return Made(
-        jax.tree.structure(made), jax.tree.leaves(leaves), jax.tree.leaves(specs)
-    )
-
-
-def _parts(made: Any, given: list[Tree]) -> tuple[list[Tree], list[Tree]]:
-    if len(given) == 1:
-        if find_states(made):
-            return [made], []
-        fix = "Pass tx.init, or a step with a state as its second argument."
-        found = f"a {type(made).__name__} without one"
-        raise explain(
-            UsageError,
-            "what step(params) returned",
-            expected="the state of a wrapped optimizer",
-            found=found,
-            fix=fix,
-        )
-    if (
-        type(made) is tuple
-        and len(made) > 1
-        and [_form(item) for item in made[:2]] == [_form(item) for item in given[:2]]
-    ):
-        return list(made[:2]), list(made[2:])
-    expected, found = (
-        "a tuple (params, state, *rest)",
-        "something else, or parameters or a state of another form than the arguments",
-    )
-    fix = (
-        "Return both as they came in, with the updates applied: return"
-        " optax.apply_updates(params, updates), state, loss."
-    )
-    raise explain(
-        UsageError, "what step returned", expected=expected, found=found, fix=fix
-    )
-
-
-def _form(tree: Tree) -> Any:
-    leaves, structure = jax.tree.flatten(tree)
-    return structure, [jnp.shape(leaf) for leaf in leaves]
-
-
-def _require_shared_window(state: AccumulationState, axes: tuple[str, ...]) -> None:
-    fix = (
-        "Write tx = gradaccum.wrap(optimizer, steps=4,"
-        f" axis_name={axes[0] if len(axes) == 1 else axes!r})."
-    )
-    require_shared(state, axes, fix)
-    over: Axes = frozenset(axis for axis in axes if jax.lax.axis_size(axis) > 1)
-    if over - axes_of(state.weight):
-        expected, found = (
-            f"the state of an optimizer with axis_name {axes}",
-            "one of an optimizer without it",
-        )
-        raise explain(UsageError, "state", expected=expected, found=found, fix=fix)
+    return jax.tree.leaves(specs)
 
 
 def _specs(axes: tuple[str, ...]) -> tuple[Spec, Spec]:
@@ -368,253 +251,159 @@ def _specs(axes: tuple[str, ...]) -> tuple[Spec, Spec]:
     return spec(axes), spec()
 
 
-def _own(tree: Tree) -> Tree:
-    return mapped(tree, own=lambda leaf: leaf[0], shared=_same, other=_same)
+def placed(
+    leaves: list[Array], mesh: Mesh, specs: list[Spec], axes: tuple[str, ...]
+) -> list[Array]:
+    """Return the leaves typed by `specs` on a mesh of ``AxisType.Explicit``, the
+    default from JAX 0.9 on.
+    """
+    used_axes = {
+        name for spec in specs for entry in spec for name in _named(entry, axes)
+    }
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    if any(types[name] != jax.sharding.AxisType.Explicit for name in used_axes):
+        return leaves
+    return [
+        _placed_leaf(leaf, mesh, spec, axes)
+        for leaf, spec in zip(leaves, specs, strict=True)
+    ]
 
 
-def _is_flag(leaf: Array) -> bool:
-    return bool(
-        jnp.shape(leaf) == () and jnp.issubdtype(jnp.result_type(leaf), jnp.bool_)
+def _placed_leaf(leaf: Array, mesh: Mesh, spec: Spec, axes: tuple[str, ...]) -> Array:
+    wanted = [_named(entry, axes) for entry in spec]
+    own_spec = typeof(leaf).sharding.spec
+    # JAX refuses to iterate over a PartitionSpec that is typed ``reduced``.
+    entries = getattr(own_spec, "partitions", own_spec)
+    given = [_named(entry, axes) for entry in entries]
+    wanted += [()] * (len(given) - len(wanted))
+    if given == wanted and not axes_in_parts(leaf):
+        return leaf
+    return reshard(leaf, jax.sharding.NamedSharding(mesh, spec))
+
+
+def _named(entry: Any, axes: tuple[str, ...]) -> tuple[str, ...]:
+    names = entry if isinstance(entry, tuple) else (entry,)
+    return tuple(name for name in names if name in axes)
+
+
+def _without_device_axis(args: tuple[Tree, ...]) -> list[Tree]:
+    """Return the arguments for the step of one device, with its own sums."""
+    own = [
+        mapped(arg, own=lambda leaf: leaf[0], shared=_same, other=_same)
+        for arg in args[:2]
+    ]
+    return [*own, *args[2:]]
+
+
+def _with_copied_params(args: tuple[Tree, ...], axes: tuple[str, ...]) -> list[Tree]:
+    params, *rest = args
+    over = frozenset(axes)
+    copies = mapped(
+        params, own=_same, shared=_same, other=lambda leaf: vary(leaf, over)
+    )
+    return [copies, *rest]
+
+
+# The results of a step on their way out of `jax.shard_map`.
+
+
+class Results(NamedTuple):
+    """The results of a step, ready to leave `jax.shard_map`."""
+
+    structure: Any
+    leaves: list[Array]
+    specs: list[Spec]
+
+
+def results_of(made: Any, args: tuple[Tree, ...], axes: tuple[str, ...]) -> Results:
+    """Return what the step `made`: all typed as the same on all devices but for what
+    differs, which gets a leading axis.
+    """
+    updated, rest = split_results(made, args)
+    for state in find_states(updated):
+        _require_shared_window(state, axes)
+    split, same = _specs(axes)
+    leaves = mapped(
+        updated,
+        own=_with_device_axis,
+        shared=_same,
+        other=lambda leaf: replicated(jnp.asarray(leaf), axes),
+    )
+    specs = mapped(
+        updated, own=lambda _: split, shared=lambda _: same, other=lambda _: same
+    )
+    rest_leaves = jax.tree.leaves(rest)
+    differs = [bool(axes_of(leaf) & frozenset(axes)) for leaf in rest_leaves]
+    rest_leaves = [
+        _with_device_axis(leaf) if leaf_differs else leaf
+        for leaf, leaf_differs in zip(rest_leaves, differs, strict=True)
+    ]
+    rest_specs = [split if leaf_differs else same for leaf_differs in differs]
+    return Results(
+        jax.tree.structure(made),
+        [*jax.tree.leaves(leaves), *rest_leaves],
+        [*jax.tree.leaves(specs), *rest_specs],
     )
 
 
-def _stacked(leaf: Array) -> Array:
+def split_results(made: Any, args: tuple[Tree, ...]) -> tuple[Tree, Tree]:
+    """Return the parameters and the state that a step made, or the state that an init
+    made, and the rest.
+    """
+    if len(args) == 1:
+        if find_states(made):
+            return made, ()
+        raise explain(
+            UsageError,
+            "what step(params) returned",
+            expected="the state of a wrapped optimizer",
+            found=f"a {type(made).__name__} without one",
+            fix="Pass tx.init, or a step with a state as its second argument.",
+        )
+    if (
+        type(made) is tuple
+        and len(made) > 1
+        and [_form(item) for item in made[:2]] == [_form(item) for item in args[:2]]
+    ):
+        return made[:2], made[2:]
+    raise explain(
+        UsageError,
+        "what step returned",
+        expected="a tuple (params, state, *rest)",
+        found="something else, or parameters or a state of another form than the"
+        " arguments",
+        fix="Return both as they came in, with the updates applied: return"
+        " optax.apply_updates(params, updates), state, loss.",
+    )
+
+
+def _form(tree: Tree) -> Any:
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, [jnp.shape(leaf) for leaf in leaves]
+
+
+def _require_shared_window(state: AccumulationState, axes: tuple[str, ...]) -> None:
+    name = axes[0] if len(axes) == 1 else axes
+    fix = f"Write tx = gradaccum.wrap(optimizer, steps=4, axis_name={name!r})."
+    require_shared(state, axes, fix)
+    if spread_axes(axes) - axes_of(state.weight):
+        raise explain(
+            UsageError,
+            "state",
+            expected=f"the state of an optimizer with axis_name {axes}",
+            found="one of an optimizer without it",
+            fix=fix,
+        )
+
+
+def _is_flag(leaf: Array) -> bool:
+    is_bool = jnp.issubdtype(jnp.result_type(leaf), jnp.bool_)
+    return bool(jnp.shape(leaf) == () and is_bool)
+
+
+def _with_device_axis(leaf: Array) -> Array:
     return jnp.asarray(leaf)[None]
 
 
 def _same(leaf: Array) -> Array:
     return leaf
-
-
-# The results of a step that differ from device to device, where JAX's types cannot
-# tell.
-#
-# Parameters enter a step as copies, which are the same on all devices but of a type
-# that may differ. The other way round, JAX types as the same on all devices what a
-# device's own predicate chose, and what a callback returned. So the step's program is
-# read from its arguments to its results, and types are not believed: what is made of a
-# device's own batch, sums or place differs until a collective makes it the same.
-#
-# JAX renames the parameters of its primitives from version to version. So programs,
-# axes and groups are found by what they are.
-
-
-COPIES = ("pvary", "pcast", "reduced_vary_cast", "name")
-"""The primitives that copy for each device what is the same on all, and one whose
-parameter may be an axis's name by chance.
-"""
-REDUCING = (
-    "psum",
-    "psum_invariant",
-    "pmax",
-    "pmin",
-    "all_gather",
-    "all_gather_invariant",
-    "all_gather_reduced",
-    "pbroadcast",
-)
-"""The collectives that hand all devices along their axes the same, unlike all others.
-"""
-UNREAD = (
-    "pure_callback",
-    "io_callback",
-    "new_ref",
-    "array_ref",
-    "empty_ref",
-    "get",
-    "swap",
-    "freeze",
-    "infeed",
-)
-"""The primitives whose results are not followed, and count as each device's own."""
-NONE: Axes = frozenset()
-Origins = list[Axes]
-"""For each value the mesh axes along which it may differ."""
-Specs = Sequence[Any]
-"""A `jax.sharding.PartitionSpec` for each value."""
-
-
-def require_replicated(
-    program: Any, made: Tree, given: Specs, left: Specs, axes: tuple[str, ...]
-) -> None:
-    over = frozenset(axes)
-    found = differing(program, [over if tuple(spec) else NONE for spec in given], over)
-    for (path, _), differs, spec in zip(
-        jax.tree_util.tree_flatten_with_path(made)[0], found, left, strict=True
-    ):
-        if differs and not tuple(spec):
-            fix = (
-                "Change parameters by what tx.update returns; average all else over the"
-                " devices: jax.lax.pmean(value, axis_name)."
-            )
-            raise _own_error(f"what step returned, {jax.tree_util.keystr(path)}", fix)
-
-
-def differing(jaxpr: Any, given: Origins, axes: Axes) -> Origins:
-    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-    known = dict(zip(jaxpr.invars, given, strict=True))
-
-    def origin(atom: Any) -> Axes:
-        return NONE if isinstance(atom, core.Literal) else known.get(atom, NONE)
-
-    for equation in jaxpr.eqns:
-        known |= zip(
-            equation.outvars,
-            _made(equation, [origin(atom) for atom in equation.invars], axes),
-            strict=True,
-        )
-    return [origin(atom) for atom in jaxpr.outvars]
-
-
-def _made(equation: Any, given: Origins, axes: Axes) -> Origins:
-    name, params, results = (
-        equation.primitive.name,
-        equation.params,
-        len(equation.outvars),
-    )
-    either = NONE.union(*given)
-    if name == "replicated":
-        if either and params["asked"]:
-            fix = (
-                "Give tx the parameters that the step was given, and average all else"
-                " over the devices: jax.lax.pmean(value, axis_name)."
-            )
-            raise _own_error(params["asked"], fix)
-        return [either - axes if params["known"] else either]
-    if name == "together":
-        return given
-    if within := programs_in(equation):
-        return _programmed(name, within, equation, given, axes)
-    if name in UNREAD:
-        return [axes] * results
-    if name in COPIES:
-        return [either] * results
-    if along := _names(params) & axes:
-        same = name in REDUCING and not any(
-            _is_grouped(value) for value in params.values()
-        )
-        return [either - along if same else either | along] * results
-    # A value of a type that differs, made of none of such a type, tells the device's
-    # place.
-    placed = not any(axes_of(atom.aval) & axes for atom in equation.invars)
-    return [
-        either | (axes_of(out.aval) & axes if placed else NONE)
-        for out in equation.outvars
-    ]
-
-
-def _names(params: Any) -> Axes:
-    """Return all words among a collective's parameters; the caller takes those that are
-    axes.
-    """
-    held = [
-        tuple(value) if isinstance(value, (set, frozenset)) else value
-        for value in params.values()
-    ]
-    return frozenset(leaf for leaf in jax.tree.leaves(held) if isinstance(leaf, str))
-
-
-def _is_grouped(value: object) -> bool:
-    """True if a collective's parameter holds groups of devices, within which it
-    reduces.
-    """
-    return (
-        isinstance(value, (list, tuple))
-        and bool(value)
-        and all(isinstance(group, (list, tuple)) for group in value)
-    )
-
-
-def _programmed(
-    name: str, within: list[Any], equation: Any, given: Origins, axes: Axes
-) -> Origins:
-    """Return the same as `_made` of an equation that runs programs, such as a call or a
-    loop.
-    """
-    results = len(equation.outvars)
-    takes, returns = (
-        {len(program.invars) for program in within},
-        {len(program.outvars) for program in within},
-    )
-    if name == "cond" and takes == {len(given) - 1} and returns == {results}:
-        branches = [differing(branch, given[1:], axes) for branch in within]
-        return _chosen(
-            given[0],
-            within,
-            [NONE.union(*one) for one in zip(*branches, strict=True)],
-            axes,
-        )
-    if len(within) == 1 and takes == {len(given)} and returns == {results}:
-        return (
-            _scanned(equation, within[0], given, axes)
-            if name == "scan"
-            else differing(within[0], given, axes)
-        )
-    # Such as a while loop. Whatever it does, a result is made of its operands and of
-    # what its programs make.
-    either, before = NONE.union(*given), None
-    while either != before:
-        before = either
-        either = either.union(
-            *(
-                made
-                for program in within
-                for made in differing(program, [before] * len(program.invars), axes)
-            )
-        )
-    return _chosen(either, within, [either] * results, axes)
-
-
-def _scanned(equation: Any, body: Any, given: Origins, axes: Axes) -> Origins:
-    carries = sum(
-        _rank(out) == _rank(inner)
-        for out, inner in zip(equation.outvars, body.outvars, strict=True)
-    )
-    last = sum(
-        _rank(atom) == _rank(inner)
-        for atom, inner in zip(equation.invars, body.invars, strict=True)
-    )
-    first = last - carries
-    while True:
-        made = differing(body, given, axes)
-        carried = [old | new for old, new in zip(given[first:last], made, strict=False)]
-        if carried == given[first:last]:
-            return made
-        given = [*given[:first], *carried, *given[last:]]
-
-
-def _chosen(predicate: Axes, programs: Any, made: Origins, axes: Axes) -> Origins:
-    """Return `made` as differing along the axes along which devices choose differently
-    which of `programs` runs, or how often.
-    """
-    waits = predicate & {
-        getattr(effect, "name", "")
-        for program in programs
-        for effect in program.effects
-    }
-    if waits:
-        fix = (
-            "Take the collective out of the branch or loop, or decide by jax.lax.pmean"
-            " or pmax, so that all devices decide alike."
-        )
-        expected = "the same collectives on all devices"
-        found = (
-            f"one over {sorted(waits)} in a branch or loop that each device decides on"
-            " by itself"
-        )
-        raise explain(
-            UsageError, "what step does", expected=expected, found=found, fix=fix
-        )
-    return [differs | predicate for differs in made]
-
-
-def _rank(atom: Any) -> int:
-    return len(getattr(atom.aval, "shape", ()))
-
-
-def _own_error(name: str, fix: str) -> UsageError:
-    expected, found = (
-        "a value that is the same on all devices",
-        "one that is made of a device's own batch or place, or by a callback",
-    )
-    return explain(UsageError, name, expected=expected, found=found, fix=fix)

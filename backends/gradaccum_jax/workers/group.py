@@ -10,14 +10,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, NamedTuple, TypeVar, cast
+from enum import Enum
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 
-from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
+from gradaccum import (
+    ArgumentTypeError,
+    ArgumentValueError,
+    GradAccumError,
+    UsageError,
+)
 from gradaccum.kit import Options, Scalar, explain
 from gradaccum_jax.arrays import (
     Array,
@@ -39,7 +46,7 @@ from gradaccum_jax.sharding import (
     replicated,
     vary,
 )
-from gradaccum_jax.window.state import AccumulationState
+from gradaccum_jax.state import AccumulationState
 
 T = TypeVar("T")
 OnLeaf = Callable[[Array], Any]
@@ -54,7 +61,35 @@ _RETURNED = (
     "Pass what tx.init returned under the same axis, each field by its own"
     " PartitionSpec."
 )
-_copied: ContextVar[bool] = ContextVar("copied", default=False)
+AVERAGE = (
+    "Change parameters by what tx.update returns; average all else over the devices:"
+    " jax.lax.pmean(value, axis_name)."
+)
+
+
+class ParamsType(Enum):
+    """The type of the parameters in a step of `data_parallel`, which traces it twice."""
+
+    SAME = "same on all devices"
+    """So JAX's types tell what is made of a device's own values. But `jax.grad` adds up
+    the gradients of such parameters.
+    """
+    COPY = "a copy for each device"
+    """So `jax.grad` returns a device's own gradient. But everything made of parameters
+    may differ by its type.
+    """
+
+
+_params_type: ContextVar[ParamsType | None] = ContextVar("params_type", default=None)
+
+
+@contextmanager
+def params_typed_as(params_type: ParamsType) -> Iterator[None]:
+    token = _params_type.set(params_type)
+    try:
+        yield
+    finally:
+        _params_type.reset(token)
 
 
 def by_kind(state: AccumulationState, own: OnLeaf, shared: OnLeaf) -> AccumulationState:
@@ -74,18 +109,6 @@ def require_axes(axes: tuple[str, ...]) -> None:
         require_checked(axis, _THERE)
 
 
-@contextmanager
-def copies_of_params() -> Iterator[None]:
-    """Take parameters that may differ by their type as copies of one replicated tree,
-    which `data_parallel` made.
-    """
-    token = _copied.set(True)
-    try:
-        yield
-    finally:
-        _copied.reset(token)
-
-
 def require_same_params(params: Params, axes: tuple[str, ...]) -> None:
     fix = (
         "Pass the parameters as they came into jax.shard_map by"
@@ -95,42 +118,31 @@ def require_same_params(params: Params, axes: tuple[str, ...]) -> None:
 
 
 def same_extra(extra: Extra, axes: tuple[str, ...]) -> Extra:
-    return same(
-        "", extra, axes, "Reduce it first, as in jax.lax.pmean(value, axis_name)."
-    )
+    fix = "Reduce it first, as in jax.lax.pmean(value, axis_name)."
+    return same("", extra, axes, fix)
 
 
 def same(name: str, tree: T, axes: tuple[str, ...], fix: str) -> T:
-    """Raise unless the arrays of `tree` are the same on all devices, by their types or
-    by `data_parallel.differing`; return it.
+    """Raise unless the arrays of `tree` are the same on all devices by their types;
+    return them so typed.
     """
-    if _copied.get():
-        paths = jax.tree_util.tree_map_with_path
-        return cast(
-            T,
-            paths(
-                lambda path, leaf: replicated(
-                    leaf, axes, asked=f"{name}{jax.tree_util.keystr(path)}"
-                ),
-                tree,
-            ),
-        )
-    require_same(name, tree, axes, fix)
+    params_type = _params_type.get()
+    if params_type is ParamsType.COPY:
+        return replicated(tree, axes)
+    require_same(name, tree, axes, AVERAGE if params_type else fix)
     return tree
 
 
 def require_same(name: str, tree: Tree, axes: tuple[str, ...], fix: str) -> None:
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        if differing := axes_of(leaf) & frozenset(axes):
-            where, found = (
-                f"{name}{jax.tree_util.keystr(path)}",
-                f"one that may differ along {sorted(differing)}",
-            )
+        differing_axes = axes_of(leaf) & frozenset(axes)
+        if differing_axes:
             raise explain(
                 UsageError,
-                where,
+                f"{name}{jax.tree_util.keystr(path)}",
                 expected="a value that is the same on all devices",
-                found=found,
+                found=f"one that may differ along {sorted(differing_axes)}, as it is"
+                " made of a device's own batch or place",
                 fix=fix,
             )
 
@@ -138,12 +150,15 @@ def require_same(name: str, tree: Tree, axes: tuple[str, ...], fix: str) -> None
 def require_shared(
     state: AccumulationState, axes: tuple[str, ...], fix: str = _RETURNED
 ) -> None:
-    require_same(
-        "state",
-        by_kind(state, own=lambda _: None, shared=lambda leaf: leaf)._asdict(),
-        axes,
-        fix,
-    )
+    shared_fields = by_kind(state, own=lambda _: None, shared=lambda leaf: leaf)
+    require_same("state", shared_fields._asdict(), axes, fix)
+
+
+def spread_axes(axes: tuple[str, ...]) -> Axes:
+    """Return those of `axes` that have several devices: JAX may leave an axis of one
+    device out of types.
+    """
+    return frozenset(axis for axis in axes if lax.axis_size(axis) > 1)
 
 
 def require_own(gradients: Gradients, accumulator: Tree, axes: tuple[str, ...]) -> None:
@@ -152,64 +167,51 @@ def require_own(gradients: Gradients, accumulator: Tree, axes: tuple[str, ...]) 
     `jax.grad` inside `jax.shard_map` adds up the gradients of replicated parameters
     over the devices by itself.
     """
-    if not axes:
+    if not axes or _params_type.get() is ParamsType.SAME:
         return
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(accumulator)[0]]
-    spread = frozenset(axis for axis in axes if jax.lax.axis_size(axis) > 1)
     for path, gradient in zip(paths, gradients, strict=True):
-        if gradient is not None and (reduced := spread - axes_of(gradient)):
-            name, found = (
-                f"grads{jax.tree_util.keystr(path)}",
-                f"one that is reduced over {sorted(reduced)} already, as its type says",
-            )
-            cast = (
-                "jax.lax.pcast(params, axis_name, to='varying')"
-                if hasattr(jax.lax, "pcast")
-                else "jax.lax.pvary(params, axis_name)"
-            )
-            fix = (
-                f"Differentiate by copies of the parameters, {cast};"
-                " gradaccum_jax.data_parallel(step, mesh, axis_name) does so."
-            )
+        if gradient is None:
+            continue
+        reduced_axes = spread_axes(axes) - axes_of(gradient)
+        if reduced_axes:
+            cast = "jax.lax.pvary(params, axis_name)"
+            if hasattr(jax.lax, "pcast"):
+                cast = "jax.lax.pcast(params, axis_name, to='varying')"
             raise explain(
                 UsageError,
-                name,
+                f"grads{jax.tree_util.keystr(path)}",
                 expected="the gradient of this device's own micro-batch",
-                found=found,
-                fix=fix,
+                found=f"one that is reduced over {sorted(reduced_axes)} already, as its"
+                " type says",
+                fix=f"Differentiate by copies of the parameters, {cast};"
+                " gradaccum_jax.data_parallel(step, mesh, axis_name) does so.",
             )
 
 
 def require_own_loss(
     loss: Scalar, state: AccumulationState, axes: tuple[str, ...]
 ) -> None:
-    if loss is None:
+    if loss is None or _params_type.get() is ParamsType.SAME:
         return
-    if reduced := frozenset(
-        axis for axis in axes if jax.lax.axis_size(axis) > 1
-    ) - axes_of(loss):
-        found, fix = (
-            f"one that is the same along {sorted(reduced)}, as its type says",
-            "Pass the loss as it was before jax.lax.pmean.",
-        )
+    reduced_axes = spread_axes(axes) - axes_of(loss)
+    if reduced_axes:
         raise explain(
             UsageError,
             "value",
             expected="the loss of this device's own micro-batch",
-            found=found,
-            fix=fix,
+            found=f"one that is the same along {sorted(reduced_axes)}, as its type"
+            " says",
+            fix="Pass the loss as it was before jax.lax.pmean.",
         )
-    if differing := axes_of(loss) - axes_of(state.loss):
-        found, fix = (
-            f"one that may differ along {sorted(differing)}",
-            "Average it as the gradients are: jax.lax.pmean(loss, axis_name).",
-        )
+    differing_axes = axes_of(loss) - axes_of(state.loss)
+    if differing_axes:
         raise explain(
             UsageError,
             "value",
             expected="one loss on all devices that have one state",
-            found=found,
-            fix=fix,
+            found=f"one that may differ along {sorted(differing_axes)}",
+            fix="Average it as the gradients are: jax.lax.pmean(loss, axis_name).",
         )
 
 
@@ -276,40 +278,37 @@ def require_in_scope(shard_axes: ShardAxes) -> None:
 
 
 def require_told(
-    tree: Tree, known: Axes, shard_axes: ShardAxes, options: Options
+    tree: Tree, known_axes: Axes, shard_axes: ShardAxes, options: Options
 ) -> None:
     if shard_axes is not None or not manual_axes():
         return
-    axes = [axes_of(leaf) - known for leaf in jax.tree.leaves(tree)]
-    differing = frozenset[str]().union(*axes)
-    asked = any(norm is not None for norm in (options.clip_norm, options.skip_norm))
-    if differing and (asked or any(own != differing for own in axes)):
-        found, fix = (
-            f"parameters that differ from device to device along {sorted(differing)}",
-            _FIX.format(axes=tuple(sorted(differing))),
-        )
+    axes = [axes_of(leaf) - known_axes for leaf in jax.tree.leaves(tree)]
+    all_axes = frozenset[str]().union(*axes)
+    asks_for_norm = (options.clip_norm, options.skip_norm) != (None, None)
+    if all_axes and (asks_for_norm or any(leaf != all_axes for leaf in axes)):
         raise explain(
             UsageError,
             "shard_axes",
             expected="the axes that shard parameters",
-            found=found,
-            fix=fix,
+            found="parameters that differ from device to device along"
+            f" {sorted(all_axes)}",
+            fix=_FIX.format(axes=tuple(sorted(all_axes))),
         )
 
 
 def like_params(
-    inner: optax.GradientTransformation, held: InnerState, params: Params
+    inner: optax.GradientTransformation, inner_state: InnerState, params: Params
 ) -> Any:
     """Return the inner optimizer's state with each parameter's arrays sharded as the
     parameter is, by its type.
     """
+
+    def vary_like(leaf: Array, parameter: Array) -> Array:
+        return None if leaf is None else vary(leaf, axes_of(parameter))
+
     return optax.tree_utils.tree_map_params(
-        inner, _vary_like, held, params, is_leaf=lambda leaf: leaf is None
+        inner, vary_like, inner_state, params, is_leaf=lambda leaf: leaf is None
     )
-
-
-def _vary_like(leaf: Array, parameter: Array) -> Array:
-    return None if leaf is None else vary(leaf, axes_of(parameter))
 
 
 # The names of axes, and whether JAX's types tell what differs along them.
@@ -335,18 +334,13 @@ def require_checked(axis_name: str, fix: str) -> None:
             got=axis_name,
             fix=fix,
         ) from error
-    # JAX may leave an axis of one device out of types
-    if axis_name not in axes_of(index) and lax.axis_size(axis_name) > 1:
-        found, fix = (
-            "an axis of pmap, of vmap, or with check_vma=False",
-            "Leave check_vma=True, the default of jax.shard_map.",
-        )
+    if spread_axes((axis_name,)) - axes_of(index):
         raise explain(
             UsageError,
             "axis_name",
             expected="an axis of a jax.shard_map with check_vma=True",
-            found=found,
-            fix=fix,
+            found="an axis of pmap, of vmap, or with check_vma=False",
+            fix="Leave check_vma=True, the default of jax.shard_map.",
         )
 
 
@@ -358,49 +352,43 @@ def require_names(axis_name: Any) -> tuple[str, ...]:
         return ()
     names = _as_names("axis_name", axis_name)
     if not names:
-        raise explain(
-            ArgumentValueError,
-            "axis_name",
-            expected=_NAMES,
-            got=axis_name,
-            fix="Write axis_name='data', as in jax.make_mesh.",
-        )
+        raise _names_error(ArgumentValueError, "axis_name", axis_name)
     _require_types()
     return names
 
 
-_NAMES = "the name of a mesh axis, or a tuple of names"
-
-
 def _as_names(argument: str, value: Any) -> tuple[str, ...]:
-    names, fix = (
-        (value,) if isinstance(value, str) else value,
-        f"Write {argument}='data', as in jax.make_mesh.",
-    )
+    names = (value,) if isinstance(value, str) else value
     if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
-        raise explain(ArgumentTypeError, argument, expected=_NAMES, got=value, fix=fix)
+        raise _names_error(ArgumentTypeError, argument, value)
     if not all(names) or len(set(names)) < len(names):
-        raise explain(ArgumentValueError, argument, expected=_NAMES, got=value, fix=fix)
+        raise _names_error(ArgumentValueError, argument, value)
     return names
+
+
+def _names_error(
+    kind: type[GradAccumError], argument: str, value: object
+) -> GradAccumError:
+    return explain(
+        kind,
+        argument,
+        expected="the name of a mesh axis, or a tuple of names",
+        got=value,
+        fix=f"Write {argument}='data', as in jax.make_mesh.",
+    )
 
 
 def _require_types() -> None:
     """Raise unless JAX's types say along which axes devices differ."""
     if not KNOWS_AXES:
-        fix = (
-            "Install a newer one: pip install -U jax. Or leave axis_name and shard_axes"
-            " out: XLA partitions the step under jax.jit."
-        )
-        found = (
-            f"JAX {jax.__version__}, whose types do not say what differs from device to"
-            " device"
-        )
         raise explain(
             UsageError,
             "axis_name",
             expected="a JAX that has jax.shard_map",
-            found=found,
-            fix=fix,
+            found=f"JAX {jax.__version__}, whose types do not say what differs from"
+            " device to device",
+            fix="Install a newer one: pip install -U jax. Or leave axis_name and"
+            " shard_axes out: XLA partitions the step under jax.jit.",
         )
 
 
@@ -417,10 +405,10 @@ LARGE_BYTES = 2**20
 """From here on an array travels by itself, in place."""
 
 
-class Window(NamedTuple):
+class ReducedWindow(NamedTuple):
     """The sums over the devices at a window's end."""
 
-    accumulator: Tree
+    total: Tree
     weight: Scalar
     overflow: Scalar
     """bool; added up: one of them is True."""
@@ -428,56 +416,43 @@ class Window(NamedTuple):
     """The sum of the losses."""
 
 
-def all_reduce(own: Window, axes: tuple[str, ...]) -> Window:
-    """Return the window of all devices along `axes` from each device's `own`."""
-    # the sum of an integer parameter is 0 on every device
-    moving, put = moving_of(own.accumulator)
-    numbers = [own.weight, own.overflow.astype(own.weight.dtype), own.loss]
-    added = added_up([*moving, *numbers], axes)
-    sums, (weight, overflows, loss) = (
-        added[: len(moving)],
-        added[len(moving) :],
+def all_reduce(window: ReducedWindow, axes: tuple[str, ...]) -> ReducedWindow:
+    """Return the window of all devices along `axes` from each device's own."""
+    # The sum of an integer parameter is 0 on every device.
+    moving, put = moving_of(window.total)
+    overflow = window.overflow.astype(window.weight.dtype)
+    *sums, weight, overflows, loss = added_up(
+        [*moving, window.weight, overflow, window.loss], axes
     )
-    return Window(
-        put(sums, lambda leaf: replicated(leaf, axes)),
-        weight,
-        overflows > 0,
-        loss,
-    )
+    total = put(sums, lambda leaf: replicated(leaf, axes))
+    return ReducedWindow(total, weight, overflows > 0, loss)
 
 
 def added_up(leaves: Leaves, axes: tuple[str, ...]) -> Leaves:
     packs: dict[Any, list[int]] = {}
     for index, leaf in enumerate(leaves):
-        alone = leaf.nbytes >= LARGE_BYTES or explicitly_sharded(leaf)
-        packs.setdefault(index if alone else (leaf.dtype, axes_of(leaf)), []).append(
-            index
-        )
-    sums = lax.psum(
-        [_packed([leaves[index] for index in pack]) for pack in packs.values()], axes
-    )  # type: ignore[no-untyped-call]
-    made = list(leaves)
-    for pack, total in zip(packs.values(), sums, strict=True):
-        for index, part in zip(
-            pack, _unpacked(total, [leaves[index] for index in pack]), strict=True
-        ):
-            made[index] = part
-    return made
+        travels_alone = leaf.nbytes >= LARGE_BYTES or explicitly_sharded(leaf)
+        kind = index if travels_alone else (leaf.dtype, axes_of(leaf))
+        packs.setdefault(kind, []).append(index)
+    packed = [_packed([leaves[index] for index in pack]) for pack in packs.values()]
+    reduced = lax.psum(packed, axes)  # type: ignore[no-untyped-call]
+    sums = list(leaves)
+    for pack, total in zip(packs.values(), reduced, strict=True):
+        parts = _unpacked(total, [leaves[index] for index in pack])
+        for index, part in zip(pack, parts, strict=True):
+            sums[index] = part
+    return sums
 
 
 def _packed(leaves: Leaves) -> Array:
-    return (
-        leaves[0]
-        if len(leaves) == 1
-        else jnp.concatenate([leaf.ravel() for leaf in leaves])
-    )
+    if len(leaves) == 1:
+        return leaves[0]
+    return jnp.concatenate([leaf.ravel() for leaf in leaves])
 
 
 def _unpacked(total: Array, like: Leaves) -> Leaves:
     if len(like) == 1:
         return [total]
-    parts, start = [], 0
-    for leaf in like:
-        parts.append(total[start : start + leaf.size].reshape(leaf.shape))
-        start += leaf.size
-    return parts
+    ends = np.cumsum([leaf.size for leaf in like])
+    parts = jnp.split(total, ends[:-1].tolist())
+    return [part.reshape(leaf.shape) for part, leaf in zip(parts, like, strict=True)]

@@ -13,7 +13,7 @@ from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
 from gradaccum.kit import State, explain
 from gradaccum.kit import redistributed as redistributed_fields
 from gradaccum_jax.arrays import Array, Tree, is_key
-from gradaccum_jax.window.state import (
+from gradaccum_jax.state import (
     AccumulationState,
     as_read,
     as_stored,
@@ -33,22 +33,24 @@ def devices_of(state: AccumulationState) -> int | None:
 
 def require_layout(tree: Tree, devices: int) -> None:
     for state in find_states(tree):
-        if (held := devices_of(state)) != devices:
-            expected = f"that of a window that {devices} devices share"
-            found = (
-                "the state of a window that no devices share"
-                if held is None
-                else f"one that {held} devices share"
-            )
-            fresh = (
+        state_devices = devices_of(state)
+        if state_devices == devices:
+            continue
+        if state_devices is None:
+            found = "the state of a window that no devices share"
+            fix = (
                 "Make it by tx.init(params), of a tx wrapped with axis_name= and mesh=."
             )
-            fix = (
-                fresh
-                if held is None
-                else f"Write state = gradaccum_jax.redistributed(state, {devices})."
-            )
-            raise explain(UsageError, "state", expected=expected, found=found, fix=fix)
+        else:
+            found = f"one that {state_devices} devices share"
+            fix = f"Write state = gradaccum_jax.redistributed(state, {devices})."
+        raise explain(
+            UsageError,
+            "state",
+            expected=f"that of a window that {devices} devices share",
+            found=found,
+            fix=fix,
+        )
 
 
 def redistributed(state: Tree, workers: int) -> Tree:
@@ -68,34 +70,27 @@ def redistributed(state: Tree, workers: int) -> Tree:
         ArgumentTypeError: `state` holds no such state, or `workers` is no int.
         ArgumentValueError: `workers` is below 1.
     """
+    kind = None
     if isinstance(workers, bool) or not isinstance(workers, int):
+        kind = ArgumentTypeError
+    elif workers < 1:
+        kind = ArgumentValueError
+    if kind is not None:
         raise explain(
-            ArgumentTypeError,
-            "workers",
-            expected="an int >= 1",
-            got=workers,
-            fix="Write workers=mesh.shape['data'].",
-        )
-    if workers < 1:
-        raise explain(
-            ArgumentValueError,
+            kind,
             "workers",
             expected="an int >= 1",
             got=workers,
             fix="Write workers=mesh.shape['data'].",
         )
     states = find_states(state)
-    if not states or any(devices_of(held) is None for held in states):
-        found, fix = (
-            f"a {type(state).__name__} without one",
-            "Pass what a step under gradaccum_jax.data_parallel returned.",
-        )
+    if not states or None in map(devices_of, states):
         raise explain(
             ArgumentTypeError,
             "state",
             expected="the state of a window that devices share",
-            found=found,
-            fix=fix,
+            found=f"a {type(state).__name__} without one",
+            fix="Pass what a step under gradaccum_jax.data_parallel returned.",
         )
     return jax.tree.map(
         lambda part: _spread(part, workers) if is_state(part) else part,
@@ -109,30 +104,29 @@ def _spread(state: AccumulationState, workers: int) -> AccumulationState:
     if devices == workers:
         return state
     # From the host, so that what is saved on one mesh can go to another.
-    held = jax.tree.map(
+    state = jax.tree.map(
         lambda leaf: leaf if is_key(leaf) else jnp.asarray(jax.device_get(leaf)), state
     )
-    named = list(zip(State._fields, fields_of(held), strict=True))
     after = redistributed_fields(
-        [
-            State(*(f[rank] if name in OWN else f for name, f in named))
-            for rank in range(devices)
-        ],
-        workers,
+        [_fields_of_device(state, rank) for rank in range(devices)], workers
     )
 
-    def added(leaf: Array) -> Array:
-        return (
-            jnp.zeros((workers, *leaf.shape[1:]), leaf.dtype)
-            .at[0]
-            .set(leaf.sum(0, dtype=leaf.dtype))
-        )
+    def on_first_device(leaf: Array) -> Array:
+        rows = jnp.zeros((workers, *leaf.shape[1:]), leaf.dtype)
+        return rows.at[0].set(leaf.sum(0, dtype=leaf.dtype))
 
-    spread: AccumulationState = held._replace(
-        weight=jnp.asarray([fields.weight for fields in after], held.weight.dtype),
+    spread: AccumulationState = state._replace(
+        weight=jnp.asarray([fields.weight for fields in after], state.weight.dtype),
         overflow=jnp.asarray([fields.overflow for fields in after]),
-        last_overflow=jnp.broadcast_to(held.last_overflow.any(), (workers,)),
-        accumulator=jax.tree.map(added, held.accumulator),
-        loss=as_stored(added(as_read(held.loss))),
+        last_overflow=jnp.broadcast_to(state.last_overflow.any(), (workers,)),
+        accumulator=jax.tree.map(on_first_device, state.accumulator),
+        loss=as_stored(on_first_device(as_read(state.loss))),
     )
     return spread
+
+
+def _fields_of_device(state: AccumulationState, rank: int) -> State:
+    fields = dict(zip(State._fields, fields_of(state), strict=True))
+    for name in fields.keys() & OWN:
+        fields[name] = fields[name][rank]
+    return State(**fields)

@@ -23,7 +23,7 @@ NAMES = {
         """
         reduced_gradients unchecked_replication outside bad_names bad_arguments bad_batches other_results window_of_one_device state_of_all_devices
         differing_parameters parameters_of_each_device optimizer_of_each_device losses windows_by_weight optimizer_that_reduces
-        parameters_by_hand beside_the_state differing_state reducing_optimizer
+        parameters_by_hand beside_the_state own_derivative differing_state reducing_optimizer
     """
     ),
 }

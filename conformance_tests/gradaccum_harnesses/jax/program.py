@@ -16,7 +16,7 @@ import optax
 import gradaccum
 from gradaccum_harnesses.jax.models import forward, total_loss
 from gradaccum_jax.optimizer import discard, flush
-from gradaccum_jax.window.state import scale_loss
+from gradaccum_jax.state import scale_loss
 
 
 class CaptureState(NamedTuple):

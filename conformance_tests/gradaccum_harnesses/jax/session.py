@@ -27,9 +27,9 @@ from gradaccum_conformance.specs import Array, Arrays, Batch
 from gradaccum_harnesses.jax.files import read, write
 from gradaccum_harnesses.jax.models import total_loss
 from gradaccum_harnesses.jax.program import Program, needs_x64, program, x64
+from gradaccum_jax.gradient_sum import clear
 from gradaccum_jax.saving import check_state, rebuild
-from gradaccum_jax.sums import clear
-from gradaccum_jax.window.state import AccumulationState, result
+from gradaccum_jax.state import AccumulationState, result
 
 FILE = "checkpoint.npz"
 

@@ -43,7 +43,7 @@ from gradaccum_harnesses.jax.session import (
 from gradaccum_jax import data_parallel
 from gradaccum_jax.optimizer import discard
 from gradaccum_jax.saving import check_state
-from gradaccum_jax.window.state import result, scale_loss
+from gradaccum_jax.state import result, scale_loss
 from gradaccum_jax.workers.group import mapped
 
 AXIS = "workers"

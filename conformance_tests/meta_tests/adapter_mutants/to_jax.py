@@ -7,122 +7,109 @@ from .planting import OWN, SUITE, Mutant
 MUTANTS = (
     Mutant(
         "add_without_the_weight",
-        "    total = sums.add(held, gradients, factor, adds, harmless)\n",
-        "    total = sums.add(held, gradients, None, adds, harmless)\n",
+        "    total = gradient_sum.add(total, gradients, factor, adds, harmless)\n",
+        "    total = gradient_sum.add(total, gradients, None, adds, harmless)\n",
         SUITE + "test_weights.py::test_gradient_follows_the_definition",
     ),
     Mutant(
         "count_each_weight_as_one",
-        "counted = with_fields(state, accumulate(fields, weight, finite, jnp.where))",
-        "counted = with_fields(state, accumulate(fields, one, finite, jnp.where))",
+        "state = with_fields(state, accumulate(fields, weight, finite, jnp.where))",
+        "one = jnp.ones_like(weight)\n    state = with_fields(state, accumulate(fields, one, finite, jnp.where))",
         SUITE + "test_weights.py::test_gradient_follows_the_definition",
     ),
     Mutant(
         "add_where_nothing_is_to_be_added",
-        "return pick(adds, plus(held, weight * gradient), held)",
-        "return plus(held, weight * gradient)",
+        "return pick(adds, plus(total, weight * gradient), total)",
+        "return plus(total, weight * gradient)",
         SUITE + "test_weights.py::test_weight_zero_adds_exactly_nothing",
     ),
     Mutant(
         "sum_half_precision_in_itself",
-        'return jnp.dtype("float32") if own.itemsize < 4 else own',
-        "return own",
+        'return jnp.dtype("float32") if leaf_dtype.itemsize < 4 else leaf_dtype',
+        "return leaf_dtype",
         SUITE + "test_half_precision.py::test_sum_is_float32",
     ),
     Mutant(
         "take_every_micro_batch_for_finite",
-        (
-            "    finite = (\n"
-            "        everywhere(sums.all_finite(gradients), shard_axes)\n"
-            "        if dropping\n"
-            "        else jnp.asarray(True)\n"
-            "    )\n"
-        ),
-        "    finite = jnp.asarray(True)\n",
+        "        finite = everywhere(gradient_sum.all_finite(gradients), shard_axes)\n",
+        "        pass\n",
         SUITE + "test_overflow.py::test_drop_in_every_mode",
     ),
     Mutant(
         "apply_in_mid_window",
-        "        jnp.asarray(False),\n",
-        "        jnp.asarray(True),\n",
+        "Ending(bare_state, start_total, jnp.asarray(False), zero + 1, zero)",
+        "Ending(bare_state, start_total, jnp.asarray(True), zero + 1, zero)",
         SUITE + "test_windows.py::test_nothing_moves_between_window_ends",
     ),
     Mutant(
         "apply_what_is_to_be_skipped",
-        "together((ended, decision.apply,",
-        "together((ended, jnp.asarray(True),",
+        "(closed, decision.apply, decision.divisor, loss)",
+        "(closed, jnp.asarray(True), decision.divisor, loss)",
         SUITE + "test_overflow.py::test_overflow_in_every_mode",
     ),
     Mutant(
         "forget_the_overflow",
-        "_closed(whole.fields, decision.apply, decision.overflow, options)",
-        "_closed(whole.fields, decision.apply, decision.overflow & False, options)",
+        "close_fields(fields, decision.apply, decision.overflow, options, jnp.where)",
+        "close_fields(fields, decision.apply, decision.overflow & False, options, jnp.where)",
         SUITE + "test_loss_scale.py::test_scale_moves_once_per_window",
     ),
     Mutant(
         "close_this_device_s_fields",
-        "_closed(whole.fields, decision.apply, decision.overflow, options)",
-        "_closed(fields_of(state), decision.apply, decision.overflow, options)",
+        "with_fields(ending.state, _closed(window.fields, decision, options))",
+        "with_fields(ending.state, _closed(fields_of(state), decision, options))",
         SUITE + "test_workers_limits.py::test_one_worker_drops_a_micro_batch",
     ),
     Mutant(
         "leave_the_counter_at_discard",
-        "emptied = statistics.discard(with_fields(state,"
-        " discard_fields(fields_of(state))))",
-        "emptied = statistics.discard(state)",
+        "    state = with_fields(state, discard_fields(fields_of(state)))\n",
+        "",
         SUITE + "test_windows.py::test_discard_forgets_the_window",
     ),
     Mutant(
         "leave_the_sum_at_discard",
-        (
-            "    return with_event(\n"
-            "        emptied._replace(accumulator=sums.clear(state.accumulator)), False, False, False\n"
-            "    )\n"
-        ),
-        "    return with_event(emptied, False, False, False)\n",
+        "    state = state._replace(accumulator=gradient_sum.clear(state.accumulator))\n",
+        "",
         OWN + "test_jax_loop.py::test_discard_leaves_the_state_of_the_start",
     ),
     Mutant(
-        "square_in_float32",
-        "jnp.square(leaf.astype(np.float64))",
-        "jnp.square(leaf)",
-        OWN + "test_jax_norm.py::test_norm_of_many_arrays",
+        "square_out_of_range",
+        "jnp.square(array * group_factor)",
+        "jnp.square(array)",
+        OWN + "test_jax_norm.py::test_norm_of_any_magnitude",
     ),
     Mutant(
         "report_no_norm",
-        "statistics.close(closed, loss)._replace(last_grad_norm=norm)",
-        "statistics.close(closed, loss)",
+        "            closed._replace(last_grad_norm=norm),\n",
+        "            closed,\n",
         SUITE + "test_clipping.py::test_norm_is_reported",
     ),
     Mutant(
         "hide_a_dropped_micro_batch",
-        "event, tells = (False, False, dropped),",
-        "event, tells = (False, False, False),",
+        "event = (False, False, was_dropped)",
+        "event = (False, False, False)",
         SUITE + "test_lockstep.py::test_one_sequence_in_every_mode",
     ),
     Mutant(
         "report_an_open_window_as_skipped",
-        "event, tells = (False, False, dropped),",
-        "event, tells = (False, True, dropped),",
+        "event = (False, False, was_dropped)",
+        "event = (False, True, was_dropped)",
         SUITE + "test_windows.py::test_result_inside_and_at_end",
     ),
     Mutant(
         "close_an_empty_window",
-        "            jnp.asarray(state.micro_step) > 0,\n",
-        "            jnp.asarray(state.micro_step) >= 0,\n",
+        "at_end=jnp.asarray(state.micro_step) > 0,",
+        "at_end=jnp.asarray(state.micro_step) >= 0,",
         SUITE + "test_windows.py::test_flush_of_empty_window_does_nothing_and_says_so",
     ),
     Mutant(
         "keep_the_event_at_an_empty_flush",
-        '            "event": (False, False, False),\n',
-        '            "event": (state.last_applied, state.last_skipped, False),\n',
+        "            event=(False, False, False),\n",
+        "            event=(state.last_applied, state.last_skipped, False),\n",
         SUITE + "test_windows.py::test_flush_of_empty_window_does_nothing_and_says_so",
     ),
     Mutant(
         "move_the_parts_beside_at_a_flush",
-        "    return _by_part(own, updates, lambda _, leaf: leaf, no_update), new_part(\n"
-        "        state, the_state(made)\n"
-        "    )\n",
+        "    return _by_part(own, updates, lambda _, leaf: leaf, no_update), new_part(\n        state, the_state(made)\n    )\n",
         "    return updates, made\n",
         OWN + "test_jax_combinators.py::test_flush_closes_the_wrapped_part_alone",
     ),
@@ -134,26 +121,26 @@ MUTANTS = (
     ),
     Mutant(
         "overlook_a_constant_update",
-        "        if not read & 1 << place or not results[place]\n",
-        "        if not read & 1 << place\n",
+        "        if not reaching_bits & 1 << place or not result_bits[place]\n",
+        "        if not reaching_bits & 1 << place\n",
         OWN + "test_jax_combinators.py::test_frozen_gradients_in_a_norm_are_refused",
     ),
     Mutant(
         "overlook_a_gradient_that_nobody_reads",
-        "        if not read & 1 << place or not results[place]\n",
-        "        if not results[place]\n",
+        "        if not reaching_bits & 1 << place or not result_bits[place]\n",
+        "        if not result_bits[place]\n",
         OWN + "test_jax_combinators.py::test_frozen_gradients_in_a_norm_are_refused",
     ),
     Mutant(
         "forget_what_float16_holds",
-        "finite = finite & everywhere(fitting, update.shard_axes)",
-        "finite = finite | (fitting & False)",
+        "finite = finite & everywhere(fits, update.shard_axes)",
+        "finite = finite | (fits & False)",
         SUITE + "test_half_precision.py::test_sum_at_the_edge_of_float16",
     ),
     Mutant(
         "go_on_after_the_last_micro_batch",
-        "at_end = full if ends_here is None else full | ends_here",
-        "at_end = full",
+        "at_end=is_full if last is None else is_full | last,",
+        "at_end=is_full,",
         OWN + "test_jax_everyday.py::test_the_last_window_of_a_loader_ends_in_the_step",
     ),
     Mutant(
@@ -164,14 +151,14 @@ MUTANTS = (
     ),
     Mutant(
         "start_as_one_device",
-        "return data_parallel(init, found, axes)(params) if known else init(params)",
-        "return init(params)",
+        "            return data_parallel(init, known_mesh, axes)(params)\n",
+        "            return init(params)\n",
         OWN + "test_jax_everyday.py::test_four_devices",
     ),
     Mutant(
         "pass_on_what_nobody_takes",
-        "        if near or not taken.any:\n",
-        "        if False:\n",
+        "        if meant is None and declared.takes_any:\n            continue\n",
+        "        if True:\n            continue\n",
         OWN + "test_jax_everyday.py::test_argument_that_nobody_takes_is_refused",
     ),
     Mutant(
@@ -188,16 +175,14 @@ MUTANTS = (
     ),
     Mutant(
         "divide_a_short_window_by_steps",
-        "decide(fields, norm, finite, divides,",
-        "decide((*fields[:3], fields[3] * 0 + (options.steps or 1), *fields[4:]), norm,"
-        " finite, divides,",
+        "decide(fields, norm, finite, divides, jnp.where, largest)",
+        "decide((*fields[:3], fields[3] * 0 + (options.steps or 1), *fields[4:]), norm, finite, divides, jnp.where, largest)",
         SUITE + "test_windows.py::test_flush_divides_by_held_weight",
     ),
     Mutant(
         "clip_the_scaled_norm",
-        "decide(fields, norm, finite, divides,",
-        "decide((*fields[:5], jnp.ones_like(fields[5]), *fields[6:]), norm, finite,"
-        " divides,",
+        "decide(fields, norm, finite, divides, jnp.where, largest)",
+        "decide((*fields[:5], jnp.ones_like(fields[5]), *fields[6:]), norm, finite, divides, jnp.where, largest)",
         SUITE + "test_loss_scale.py::test_scale_leaves_no_trace",
     ),
     Mutant(
@@ -208,33 +193,33 @@ MUTANTS = (
     ),
     Mutant(
         "forget_a_device_s_overflow",
-        "own.overflow.astype(own.weight.dtype)",
-        "0 * own.weight",
+        "overflow = window.overflow.astype(window.weight.dtype)",
+        "overflow = 0 * window.weight",
         SUITE + "test_workers_limits.py::test_one_worker_drops_a_micro_batch",
     ),
     Mutant(
         "reduce_each_micro_batch",
-        "ended, total, apply, divisor, loss = once(at_end, end, start)",
-        "ended, total, apply, divisor, loss = end(start)",
+        "    ending = run_if(at_end, end, start)\n",
+        "    ending = end(start)\n",
         OWN + "test_jax_workers.py::test_four_devices",
         "one_reduction_per_window",
     ),
     Mutant(
         "leave_the_last_updates_in_the_sum",
-        "sums.emptied(state.accumulator, fields[0] == 0)",
-        "sums.emptied(state.accumulator, fields[0] < 0)",
+        "gradient_sum.emptied(state.accumulator, fields[0] == 0)",
+        "gradient_sum.emptied(state.accumulator, fields[0] < 0)",
         SUITE + "test_optimizers.py",
     ),
     Mutant(
         "leave_the_masters",
-        "moved.append(jnp.asarray(master + u).astype(jnp.float32))",
-        "moved.append(jnp.asarray(master).astype(jnp.float32))",
+        "new_master = jnp.asarray(master + update).astype(jnp.float32)",
+        "new_master = jnp.asarray(master).astype(jnp.float32)",
         SUITE + "test_master_weights.py::test_small_updates_add_up",
     ),
     Mutant(
         "update_the_parameter_beside_its_master",
-        "                u = distance(p, moved[-1])\n",
-        "",
+        "            return distance(parameter, new_master)\n",
+        "            return update\n",
         SUITE + "test_master_weights.py::test_model_holds_the_rounded_masters",
     ),
     Mutant(
@@ -245,15 +230,13 @@ MUTANTS = (
     ),
     Mutant(
         "resume_under_any_options",
-        "fields = resumed(saved, decode_terms(np.asarray(state.terms).tolist()),"
-        " concrete)",
-        "fields = saved",
+        "    fields = resumed(saved, saved_terms, options)\n",
+        "    fields = saved\n",
         SUITE + "test_resuming.py::test_open_window_refuses_other_options",
     ),
     Mutant(
         "restore_any_shape",
-        "        if (wanted := _kind(leaf)) != (given := _kind(found[path])):\n        "
-        "    _refuse(path, wanted, given)\n",
+        "        if given_kind != kind:\n            _refuse(path, kind, given_kind)\n",
         "",
         OWN + "test_jax_checkpoint.py::test_foreign_state_is_refused",
     ),
@@ -265,18 +248,14 @@ MUTANTS = (
     ),
     Mutant(
         "count_every_loss_as_one",
-        "                weight,\n",
-        "                jnp.ones_like(weight),\n",
+        "kit.add_loss(known_total, loss, weight, adds, options, where)",
+        "kit.add_loss(known_total, loss, jnp.ones_like(weight), adds, options, where)",
         SUITE + "test_knowledge.py::test_loss_is_the_large_batch_s",
     ),
     Mutant(
         "leave_the_loss_for_the_next_window",
-        (
-            "    held, last = all_like(\n"
-            "        (jnp.zeros_like(state.loss), as_stored(loss)), (state.loss, state.last_loss)\n"
-            "    )\n"
-        ),
-        "    held, last = all_like((state.loss, as_stored(loss)), (state.loss, state.last_loss))\n",
+        "    return discard_loss(state)._replace(last_loss=last_loss)\n",
+        "    return state._replace(last_loss=last_loss)\n",
         SUITE + "test_knowledge.py::test_loss_is_the_large_batch_s",
     ),
     Mutant(
@@ -293,11 +272,7 @@ MUTANTS = (
     ),
     Mutant(
         "give_every_micro_batch_one_key",
-        (
-            "        return functools.reduce(\n"
-            "            jax.random.fold_in, index if isinstance(index, tuple) else (index,), leaf\n"
-            "        )\n"
-        ),
+        "        return functools.reduce(\n            jax.random.fold_in, index if isinstance(index, tuple) else (index,), leaf\n        )\n",
         "        return leaf\n",
         OWN + "test_jax_large_batch.py::test_every_micro_batch_has_its_own_key",
     ),
@@ -327,40 +302,40 @@ MUTANTS = (
     ),
     Mutant(
         "count_an_update_for_each_layer",
-        "if mine is None or (tag == SHARED and part != PRELUDE):",
-        "if mine is None:",
+        "if new is None or (tag == SHARED and part != PRELUDE):",
+        "if new is None:",
         OWN + "test_jax_layered.py::test_same_bits_where_the_order_is_the_same",
     ),
     Mutant(
         "forget_what_the_head_gave_tied_parameters",
-        "[*start, *tied]",
-        "[*start, *(0 * leaf for leaf in tied)]",
+        "[*start, *tied_sums]",
+        "[*start, *(0 * leaf for leaf in tied_sums)]",
         OWN + "test_jax_layered.py::test_bits_of_the_usual_window",
         "by",
     ),
     Mutant(
         "add_to_a_layer_without_the_weight",
-        "return large.add(total, gradients, weight, self.options), further",
-        "return sums.add(total, gradients, None, weight > 0), further",
+        "return large.add(sums, gradients, weight, self.options), further",
+        "return gradient_sum.add(sums, gradients, None, weight > 0), further",
         OWN + "test_jax_layered.py::test_same_bits_where_the_order_is_the_same",
     ),
     Mutant(
         "trust_every_optimizer_with_one_layer",
-        "if len(stacked) == 1 and jax.jit(tried)(*trees):",
-        "if len(stacked) == 1:",
+        "if len(first_axes) == 1 and try_out(*trials):",
+        "if len(first_axes) == 1:",
         OWN
         + "test_jax_layered.py::test_optimizers_that_look_at_several_layers_are_refused",
     ),
     Mutant(
         "read_the_layers_beside_what_is_written",
-        "whole = self._whole(_bare(held[0], LAYERS, number))",
-        "whole = self._whole(_bare(self.params, LAYERS, number))",
+        "params = self._gathered(_one_layer(parts[0][LAYERS], number))",
+        "params = self._gathered(_one_layer(self.params[LAYERS], number))",
         OWN + "test_jax_layered.py::test_memory_is_that_of_a_layer",
     ),
     Mutant(
         "keep_each_device_s_own_sum_of_a_layer",
-        "total = group.added_up(total, self.names)",
-        "total = replicated(total, self.names)",
+        "sums = group.added_up(sums, self.axis_names)",
+        "sums = replicated(sums, self.axis_names)",
         OWN + "test_jax_workers.py::test_four_devices",
         "layered_window",
     ),

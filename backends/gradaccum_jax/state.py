@@ -108,25 +108,19 @@ def fresh(start: State, weight_dtype: DType, **trees: Tree) -> AccumulationState
 
 def first_terms(options: Options) -> Array:
     """Return the terms before a callable ``steps`` was called."""
-    steps = options.steps
-    return current_terms(
-        options, kit.steps_at(steps, 0, kit.select) if kit.is_known(steps) else None
-    )
+    if not kit.is_known(options.steps):
+        return current_terms(options, None)
+    return current_terms(options, kit.steps_at(options.steps, 0, kit.select))
 
 
 def current_terms(options: Options, steps: Scalar) -> Array:
     """Return the codes of the open window's terms, which each micro-batch writes."""
     codes = kit.encode_terms(kit.terms_of(options._replace(steps=None), 0))
-    known = jnp.asarray(codes, jnp.int32)
-    return (
-        known
-        if steps is None
-        else jnp.where(
-            np.arange(len(codes)) == STEPS,
-            jnp.asarray(kit.code_of(steps), jnp.int32),
-            known,
-        )
-    )
+    terms = jnp.asarray(codes, jnp.int32)
+    if steps is None:
+        return terms
+    code = jnp.asarray(kit.code_of(steps), jnp.int32)
+    return jnp.where(np.arange(len(codes)) == STEPS, code, terms)
 
 
 def event_of(state: AccumulationState) -> tuple[Scalar, Scalar, Scalar]:
@@ -159,15 +153,13 @@ def like(new: Scalar, old: Scalar) -> Array:
 
 def all_like(news: Sequence[Scalar], olds: Sequence[Scalar]) -> list[Array]:
     """Cast each of `news` to the dtype and the mesh axes of its old value."""
-    cast = [
+    arrays = [
         jnp.asarray(new, jnp.result_type(old))
         for new, old in zip(news, olds, strict=True)
     ]
-    return (
-        [vary(new, axes_of(old)) for new, old in zip(cast, olds, strict=True)]
-        if manual_axes()
-        else cast
-    )
+    if not manual_axes():
+        return arrays
+    return [vary(new, axes_of(old)) for new, old in zip(arrays, olds, strict=True)]
 
 
 def find_states(tree: Tree) -> list[AccumulationState]:

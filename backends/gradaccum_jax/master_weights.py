@@ -28,7 +28,7 @@ from gradaccum_jax.arrays import (
     plain,
     spread_over,
 )
-from gradaccum_jax.window.state import the_state
+from gradaccum_jax.state import the_state
 
 SMALLEST_NORMAL_FLOAT16 = 2.0**-14
 FLOAT16_SUBNORMALS = 2.0**24
@@ -47,16 +47,10 @@ def masters_of(params: Params) -> Tree:
 
 def in_place_of(params: Params, masters: Tree) -> Params:
     """Return `params` with each half-precision leaf replaced by its master."""
-    held = iter(jax.tree.leaves(masters))
-    leaves, structure = jax.tree.flatten(params)
-    return jax.tree.unflatten(
-        structure,
-        (
-            leaves
-            if masters is None
-            else [next(held) if is_half(leaf) else leaf for leaf in leaves]
-        ),
-    )
+    if masters is None:
+        return params
+    remaining = iter(jax.tree.leaves(masters))
+    return jax.tree.map(lambda leaf: next(remaining) if is_half(leaf) else leaf, params)
 
 
 def on_masters(
@@ -73,19 +67,25 @@ def on_masters(
     def update(
         gradients: Tree, state: InnerState, params: Params = None, **extra: Any
     ) -> tuple[Updates, InnerState]:
-        held = in_place_of(params, state[1])
-        updates, inner_state = inner.update(gradients, state[0], held, **extra)
-        moved, out = [], []
-        for p, master, u in zip(*map(_leaves, (params, held, updates)), strict=True):
-            if p is not None and is_half(p):
-                moved.append(jnp.asarray(master + u).astype(jnp.float32))
-                u = distance(p, moved[-1])
-            out.append(u)
-        structure = jax.tree.structure(updates, is_leaf=is_none)
-        return jax.tree.unflatten(structure, out), (
-            inner_state,
-            jax.tree.unflatten(jax.tree.structure(state[1]), moved),
+        inner_state, masters = state
+        master_params = in_place_of(params, masters)
+        updates, inner_state = inner.update(
+            gradients, inner_state, master_params, **extra
         )
+        new_masters: Leaves = []
+
+        def update_of_model(parameter: Array, master: Array, update: Array) -> Array:
+            if parameter is None or not is_half(parameter):
+                return update
+            new_master = jnp.asarray(master + update).astype(jnp.float32)
+            new_masters.append(new_master)
+            return distance(parameter, new_master)
+
+        updates = jax.tree.map(
+            update_of_model, params, master_params, updates, is_leaf=is_none
+        )
+        structure = jax.tree.structure(masters)
+        return updates, (inner_state, jax.tree.unflatten(structure, new_masters))
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -172,17 +172,12 @@ def apply_updates(params: Params, updates: Updates, state: Tree) -> Params:
         plain(the_state(state).masters),
         is_leaf=is_masked,
     )
-    held = iter(spread_over(masters, params, "params"))
+    remaining = iter(spread_over(masters, params, "params"))
 
-    def moved(p: Array, update: Array) -> Array:
-        master = None if p is None else next(held)
-        if master is not None:
-            return jnp.asarray(master).astype(jnp.result_type(p))
-        return optax.apply_updates(p, update)
+    def updated(parameter: Array, update: Array) -> Array:
+        master = None if parameter is None else next(remaining)
+        if master is None:
+            return optax.apply_updates(parameter, update)
+        return jnp.asarray(master).astype(jnp.result_type(parameter))
 
-    return jax.tree.map(moved, params, updates, is_leaf=is_none)
-
-
-def _leaves(tree: Tree) -> Leaves:
-    """Return the leaves, None among them: the update of random keys is None."""
-    return jax.tree.leaves(tree, is_leaf=is_none)
+    return jax.tree.map(updated, params, updates, is_leaf=is_none)

@@ -1,0 +1,350 @@
+"""The open window: take in a micro-batch, close the window where it ends, forget it.
+
+Only the device knows whether a window ends, so every micro-batch runs one program:
+`add`, then `close`, which changes the state only if `at_end` holds.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gradaccum import ArgumentTypeError, kit
+from gradaccum.kit import (
+    Decision,
+    Fields,
+    Options,
+    Scalar,
+    accumulate,
+    contribution,
+    decide,
+    divisor,
+    explain,
+    joined,
+    measures,
+    usable,
+)
+from gradaccum.kit import close as close_fields
+from gradaccum.kit import discard as discard_fields
+from gradaccum_jax import gradient_sum
+from gradaccum_jax.arrays import Gradients, Tree, Updates
+from gradaccum_jax.extensions import add_loss, close_loss, discard_loss
+from gradaccum_jax.gradient_sum import measure
+from gradaccum_jax.sharding import ShardAxes, everywhere
+from gradaccum_jax.state import (
+    AccumulationState,
+    as_read,
+    as_stored,
+    current_terms,
+    fields_of,
+    like,
+    with_event,
+    with_fields,
+)
+from gradaccum_jax.update import Update
+from gradaccum_jax.workers.group import ReducedWindow, all_reduce, require_told
+from gradaccum_jax.xla import compute_in_one_kernel, run_if
+
+Event = tuple[Scalar, Scalar, Scalar]
+"""The last event as a state has it: applied, skipped, overflow."""
+
+
+class MicroBatch(NamedTuple):
+    """A micro-batch's gradients, weight and loss."""
+
+    gradients: Gradients
+    """Aligned with the sum's leaves; None adds nothing."""
+    weight: Scalar = None
+    """A scalar array; None: 1."""
+    loss: Scalar = None
+    """A scalar array, unscaled; None if it was not passed."""
+
+
+def add(
+    state: AccumulationState,
+    micro_batch: MicroBatch,
+    steps: Scalar,
+    options: Options,
+    shard_axes: ShardAxes = None,
+) -> tuple[AccumulationState, Scalar]:
+    """Add a micro-batch to the window; return the state, and a bool scalar: the
+    micro-batch was dropped.
+    """
+    gradients = gradient_sum.counting(micro_batch.gradients, state.accumulator)
+    weight = micro_batch.weight
+    fields = fields_of(state)
+    factor = None
+    if weight is None:
+        weight = jnp.ones_like(state.weight)
+    elif options.reduction == "mean":
+        factor = contribution(weight, options)
+    can_drop = options.on_overflow == "drop_micro_batch"
+    finite = jnp.asarray(True)
+    if can_drop:
+        finite = everywhere(gradient_sum.all_finite(gradients), shard_axes)
+    if not kit.is_known(options.steps):
+        finite = finite & (number_of(steps) >= 1)
+    # Only the running program knows this, as it looks at the total. XLA:CPU vectorises
+    # select(add), but compiles a bare in-place add to a scalar loop (JAX 0.7).
+    adds = usable(fields, weight, finite)
+    harmless = adds | (weight == 0)
+    # Between two windows there is what the last window left.
+    total = gradient_sum.emptied(state.accumulator, fields[0] == 0)
+    total = gradient_sum.add(total, gradients, factor, adds, harmless)
+    state = with_fields(state, accumulate(fields, weight, finite, jnp.where))
+    terms = like(current_terms(options, steps), state.terms)
+    state = state._replace(accumulator=total, terms=terms)
+    state = add_loss(state, micro_batch.loss, weight, adds, options)
+    return state, ~harmless if can_drop else False
+
+
+class Ending(NamedTuple):
+    """The results of a window's end, without the update."""
+
+    state: AccumulationState
+    """That of a window that makes no update, without its trees."""
+    total: Tree
+    """The sum of all devices that share the window; None if they do not."""
+    apply: Scalar
+    divisor: Scalar
+    loss: Scalar
+
+
+def close(
+    state: AccumulationState,
+    update: Update,
+    options: Options,
+    *,
+    at_end: Scalar,
+    event: Event,
+    takes_loss: bool,
+    denominator: Scalar = None,
+) -> tuple[Updates, AccumulationState]:
+    """Close the window where it ends: make its update or skip it, and count that;
+    elsewhere return zeros and leave `event`.
+
+    There are three conditionals: the first decides, the second divides the sum in
+    place, the third runs the inner optimizer. XLA:CPU runs a branch breadth first: if
+    the optimizer's branch divided, all divided gradients would live at once, of which
+    AdamW reads each twice (JAX 0.7.1: temporary memory of 1.0 times the parameters in
+    place of 0.25).
+    """
+    require_told(state.accumulator, frozenset(update.axes), update.shard_axes, options)
+    at_end, state = _counted_in_one_kernel(at_end, state)
+    bare_state = with_event(
+        state._replace(accumulator=None, inner_state=None, masters=None, terms=None),
+        *event,
+    )
+    zero = jnp.zeros_like(state.weight)
+    shared = bool(update.axes)
+
+    def end(ending: Ending) -> Ending:
+        total = ending.total if shared else state.accumulator
+        window, decision, divides = decide_on(
+            state, total, update, options, denominator
+        )
+        loss = kit.window_loss(window.loss, window.fields, divides, jnp.where)
+        closed = with_fields(ending.state, _closed(window.fields, decision, options))
+        closed = close_loss(closed, loss)
+        norm = like(as_stored(decision.grad_norm), state.last_grad_norm)
+        closed = with_event(
+            closed._replace(last_grad_norm=norm),
+            decision.apply,
+            ~decision.apply,
+            decision.overflow,
+        )
+        closed, apply, divisor, loss = compute_in_one_kernel(
+            (closed, decision.apply, decision.divisor, loss)
+        )
+        return Ending(closed, window.total if shared else None, apply, divisor, loss)
+
+    start_total = state.accumulator if shared else None
+    start = Ending(bare_state, start_total, jnp.asarray(False), zero + 1, zero)
+    ending = run_if(at_end, end, start)
+    total = ending.total if shared else state.accumulator
+    divisor: Scalar = ending.divisor
+    if gradient_sum.keeps_dtypes(total, divisor):
+        divide = partial(gradient_sum.divide, divisor=divisor)
+        total = run_if(ending.apply, divide, total)
+        divisor = None
+    if takes_loss:
+        update = update.with_loss(ending.loss)
+    inner_state = (state.inner_state, state.masters)
+    traced = update.trace(total, inner_state, divisor)
+    updates, total, (inner_state, masters) = update.run(
+        total, inner_state, divisor, traced, ending.apply
+    )
+    if shared:
+        # On its way out of `data_parallel` a device's sum gets a leading axis, for
+        # which XLA would copy it; a select is written in place.
+        total = gradient_sum.emptied(total, at_end)
+    return updates, ending.state._replace(
+        accumulator=total, inner_state=inner_state, masters=masters, terms=state.terms
+    )
+
+
+def _counted_in_one_kernel(
+    at_end: Scalar, state: AccumulationState
+) -> tuple[Scalar, AccumulationState]:
+    """Compute what the micro-batch has changed in one kernel, if the model is small.
+
+    Beside large tensors, which XLA of JAX 0.7 cuts up for its threads, one kernel more
+    before the conditional costs 30 us.
+    """
+    if not gradient_sum.are_small(state.accumulator):
+        return at_end, state
+    at_end, micro_step, weight, overflow, loss = compute_in_one_kernel(
+        (at_end, state.micro_step, state.weight, state.overflow, state.loss)
+    )
+    return at_end, state._replace(
+        micro_step=micro_step, weight=weight, overflow=overflow, loss=loss
+    )
+
+
+def _closed(fields: Fields, decision: Decision, options: Options) -> Fields:
+    closed = close_fields(fields, decision.apply, decision.overflow, options, jnp.where)
+    rule = options.scale_rule
+    if rule.growth_factor == rule.backoff_factor:
+        # XLA does not see that a static scale, whose factors are 1, and its tracker
+        # never move.
+        return (*closed[:5], *fields[5:])
+    return closed
+
+
+def keep(
+    state: AccumulationState,
+    update: Update,
+    options: Options,
+    *,
+    never: Scalar,
+    event: Event,
+    takes_loss: bool,
+) -> tuple[Updates, AccumulationState]:
+    """Replace `close` in a window that only the caller closes."""
+    require_told(state.accumulator, frozenset(update.axes), update.shard_axes, options)
+    if takes_loss:
+        update = update.with_loss(jnp.zeros_like(state.loss))
+    inner_state = (state.inner_state, state.masters)
+    traced = update.trace(state.accumulator, inner_state, jnp.ones_like(state.weight))
+    updates, total = update.keep(state.accumulator, traced.updates, never)
+    return updates, with_event(state._replace(accumulator=total), *event)
+
+
+def discard(state: AccumulationState) -> AccumulationState:
+    state = with_fields(state, discard_fields(fields_of(state)))
+    state = discard_loss(state)
+    state = state._replace(accumulator=gradient_sum.clear(state.accumulator))
+    return with_event(state, False, False, False)
+
+
+# The end of a window: the norm of its sum, and the decision on it.
+#
+# With ``on_overflow="ignore"`` and no option that asks for the norm, nothing is
+# measured.
+
+
+class CompleteWindow(NamedTuple):
+    """The window that is decided on: that of all devices that share it."""
+
+    fields: Fields
+    total: Tree
+    loss: Scalar
+    """The sum of its losses."""
+
+
+def decide_on(
+    state: AccumulationState,
+    total: Tree,
+    update: Update,
+    options: Options,
+    denominator: Scalar,
+) -> tuple[CompleteWindow, Decision, Options]:
+    """Return the window that ends here, the decision on it, and the options under which
+    it is divided; `total` is this device's sum.
+    """
+    dtype = jnp.result_type(state.weight)
+    window = _complete_window(state, total, update.axes)
+    fields = window.fields
+    divides = options
+    if denominator is not None:
+        fields, divides = kit.with_denominator(fields, denominator, options, jnp.where)
+    norm = jnp.full((), jnp.nan, dtype)
+    finite = jnp.asarray(True)
+    if measures(options):
+        norm, finite = measure(window.total, dtype, update.shard_axes)
+        fits = gradient_sum.fits(
+            window.total, divisor(fields, divides, jnp.where), update.types.like
+        )
+        finite = finite & everywhere(fits, update.shard_axes)
+    largest = float(jnp.finfo(dtype).max)
+    decision = Decision(*decide(fields, norm, finite, divides, jnp.where, largest))
+    return window._replace(fields=fields), decision, divides
+
+
+def _complete_window(
+    state: AccumulationState, total: Tree, axes: tuple[str, ...]
+) -> CompleteWindow:
+    fields = fields_of(state)
+    loss = as_read(state.loss)
+    if not axes:
+        return CompleteWindow(fields, total, loss)
+    reduced = all_reduce(ReducedWindow(total, state.weight, state.overflow, loss), axes)
+    fields = joined(fields, reduced.weight, reduced.overflow)
+    return CompleteWindow(fields, reduced.total, reduced.loss)
+
+
+# The size of a window where a callable in ``steps`` says it. The size is checked as far
+# as it is known.
+#
+# A concrete value is checked as in every backend. Of a traced one only the dtype is
+# known. If it turns out below 1, each micro-batch counts as not finite, so that no
+# update is made and the result says so.
+
+
+def size_at(schedule: kit.Schedule, optimizer_step: Scalar) -> Scalar:
+    """Return the size of the window after update number `optimizer_step`, int32; or an
+    `UntilWeight` of it.
+    """
+    size = kit.steps_at(schedule, optimizer_step, jnp.where)
+    if kit.is_known(schedule):
+        return size
+    number = number_of(size) if isinstance(schedule, kit.UntilWeight) else size
+    if not isinstance(number, jax.core.Tracer):
+        step: Scalar = "optimizer_step"
+        if not isinstance(optimizer_step, jax.core.Tracer):
+            step = int(np.asarray(optimizer_step))
+        return kit.require_steps(size, cast(int, step), schedule)
+    if number.shape != () or not jnp.issubdtype(number.dtype, jnp.integer):
+        raise explain(
+            ArgumentTypeError,
+            "steps(optimizer_step)",
+            expected="an integer scalar",
+            found=f"one of dtype {number.dtype} and shape {number.shape}",
+            fix="Cast what it returns: .astype(jnp.int32).",
+        )
+    return size
+
+
+def number_of(size: Scalar) -> Scalar:
+    return size.weight if isinstance(size, kit.UntilWeight) else size
+
+
+def probe(schedule: kit.Schedule) -> None:
+    """Check the first window's size before tracing, with NumPy's 0, because `wrap`
+    alone starts no device.
+    """
+    if not kit.is_known(schedule):
+        with jax.ensure_compile_time_eval():
+            size_at(schedule, np.zeros((), np.int32))
+
+
+def check_known(schedule: kit.Schedule, optimizer_step: Scalar) -> None:
+    """Check the open window's size if a loop outside `jax.jit` knows it. Only for a
+    callable it waits for the last update.
+    """
+    if not kit.is_known(schedule) and not isinstance(optimizer_step, jax.core.Tracer):
+        size_at(schedule, jnp.asarray(optimizer_step))

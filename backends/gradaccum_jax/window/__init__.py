@@ -1,1 +1,0 @@
-"""The open window: add, close, flush, discard."""
