@@ -165,8 +165,10 @@ def arguments_after(
 
 
 def hooks_of(wrapper: torch.optim.Optimizer, kind: str) -> list[Callable[..., Any]]:
-    """Return a wrapper's hooks; `kind` is such as ``"step_pre"``."""
-    hooks: Hooks = vars(wrapper)[f"_optimizer_{kind}_hooks"]
+    """Return a wrapper's hooks; `kind` is such as ``"step_pre"``. Lightning's proxy of
+    the wrapper has no tables of its own.
+    """
+    hooks: Hooks = vars(wrapper).get(f"_optimizer_{kind}_hooks", OrderedDict())
     return list(hooks.values())
 
 

@@ -122,22 +122,6 @@ def test_list_of_items(kind: type, coupled: bool) -> None:
     assert_close(model, expected)
 
 
-def test_own_split_of_nested_tensors() -> None:
-    model = make_model()
-    _, expected = truth(model, lambda: cross_entropy(model(X), Y))
-
-    def split(x: Tensor, y: Tensor) -> Any:
-        return [
-            (torch.nested.as_nested_tensor(list(x[part]), layout=torch.jagged), y[part])
-            for part in (slice(5), slice(5, None))
-        ]
-
-    backward(
-        lambda x, y: cross_entropy(model(torch.stack(x.unbind())), y), X, Y, split=split
-    )
-    assert_close(model, expected)
-
-
 def test_user_batch_stays() -> None:
     """Micro-batches are views, so nothing is copied."""
     model, batch = make_model(), {"x": X.clone(), "y": Y}

@@ -30,6 +30,12 @@ def loss_fn(x: Tensor, y: Tensor) -> Tensor:
     return cross_entropy(MODEL(x), y)
 
 
+def window(on_overflow: str = "skip_window", **options: Any) -> Any:
+    """A wrapped optimizer of another model."""
+    inner = torch.optim.SGD(make_model().parameters(), lr=0.5)
+    return gradaccum.wrap(inner, steps=None, on_overflow=on_overflow, **options)
+
+
 BAD: dict[str, tuple[str, Callable[[], Any]]] = {
     "moving_weight": (
         r"weight: expected a weight that stays.*weight\.detach\(\)",
@@ -82,6 +88,18 @@ BAD: dict[str, tuple[str, Callable[[], Any]]] = {
             loss_fn, X, Y, steps=2, optimizer=torch.optim.SGD(MODEL.parameters())
         ),
     ),
+    "other_reduction": (
+        "reduction='sum'",
+        lambda: backward(
+            loss_fn, X, Y, steps=2, reduction="mean", optimizer=window(reduction="sum")
+        ),
+    ),
+    "coupled_in_part": (
+        "skip_window",
+        lambda: coupled_backward(
+            MODEL, Tensor.std, X, steps=2, optimizer=window("drop_micro_batch")
+        ),
+    ),
     "coupled_outputs": (
         "outputs_fn: expected a function",
         lambda: coupled_backward(MODEL(X), X, X, steps=2),
@@ -105,20 +123,6 @@ BAD: dict[str, tuple[str, Callable[[], Any]]] = {
         ),
     ),
 }
-
-
-@pytest.mark.filterwarnings(
-    "ignore:The PyTorch API of nested tensors is in prototype stage"
-)
-def test_nested_tensor_of_the_old_layout() -> None:
-    with pytest.raises(
-        ERROR,
-        match=(
-            r"batch\[0\]: expected a dense tensor to split; got a nested one of layout"
-            r" torch.strided"
-        ),
-    ):
-        backward(loss_fn, torch.nested.nested_tensor([X[:2], X[:3]]), steps=2)
 
 
 @pytest.mark.parametrize(("words", "call"), BAD.values(), ids=BAD)

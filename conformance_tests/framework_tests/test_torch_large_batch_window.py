@@ -145,27 +145,6 @@ def test_begun_window_is_refused(state: str) -> None:
     )
 
 
-def test_other_reduction_is_refused() -> None:
-    model = make_model()
-    opt = gradaccum.wrap(
-        torch.optim.SGD(model.parameters(), lr=0.5), steps=None, reduction="sum"
-    )
-    with pytest.raises(gradaccum.ArgumentValueError, match="reduction='sum'"):
-        split(model, opt, reduction="mean")
-    split(model, opt, reduction="sum")
-    assert opt.result.applied
-
-
-def test_coupled_loss_is_not_dropped_in_part() -> None:
-    opt = gradaccum.wrap(
-        torch.optim.SGD(make_model().parameters(), lr=0.5),
-        steps=None,
-        on_overflow="drop_micro_batch",
-    )
-    with pytest.raises(gradaccum.UsageError, match="skip_window"):
-        coupled_backward(make_model(), lambda o: o.std(), X, steps=2, optimizer=opt)
-
-
 @pytest.mark.parametrize(
     "options",
     [{}, {"on_overflow": "drop_micro_batch"}, {"accumulate_dtype": "float64"}],

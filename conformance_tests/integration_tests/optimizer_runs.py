@@ -23,15 +23,15 @@ Y = X.sum(dim=1, keepdim=True).sin()
 """Two windows of four micro-batches and one of two, per epoch."""
 
 SUMS = [{}, {"separate_sums": True}]
-Make = Callable[[nn.Module], torch.optim.Optimizer]
+Make = Callable[[nn.Module], Any]
 
 
 class Loop(NamedTuple):
     """What an optimizer asks of the loop."""
 
     graph: bool = False
-    """It differentiates ``.grad``: ``backward(create_graph=True)``. A copy would lose
-    the graph, so ``separate_sums`` refuses it.
+    """It differentiates ``.grad``: ``backward(create_graph=True)``. It raises on a
+    window's gradient, which has no graph, and ``separate_sums`` refuses it.
     """
     bias: bool = True
     """False: it takes matrices only."""
@@ -48,42 +48,39 @@ class Loop(NamedTuple):
         rows = slice(start, min(start + size, ROWS))
         return (model(X[rows].to(self.dtype)) - Y[rows].to(self.dtype)).square().mean()
 
-
-def draw_again() -> None:
-    """Some optimizers draw random directions, some draw the updates at which they renew
-    what they keep.
-    """
-    torch.manual_seed(3)
-    random.seed(3)
-    np.random.seed(3)
-
-
-def large(make: Make, loop: Loop = Loop()) -> nn.Module:  # noqa: B008
-    """The bare optimizer's run."""
-    model = loop.model()
-    opt = make(model)
-    draw_again()
-    for _ in range(loop.epochs):
-        for start in range(0, ROWS, WINDOW):
-            opt.zero_grad()
-            loop.loss(model, start, WINDOW).backward(create_graph=loop.graph)
-            opt.step()
-    return model
-
-
-def accumulated(make: Make, loop: Loop = Loop(), **options: Any) -> nn.Module:  # noqa: B008
-    """The wrapped optimizer's run; the last window of an epoch is flushed."""
-    model = loop.model()
-    opt = gradaccum.wrap(make(model), steps=WINDOW // PART, **options)
-    draw_again()
-    for _ in range(loop.epochs):
-        for start in range(0, ROWS, PART):
-            opt.zero_grad()
-            loop.loss(model, start, PART).backward(create_graph=loop.graph)
-            opt.step()
-        opt.flush()
-    assert opt.result.optimizer_step == 3 * loop.epochs
-    return model
+    def train(
+        self,
+        make: Make,
+        options: dict[str, Any] | None = None,
+        each: Callable[[nn.Module], object] = lambda model: None,
+    ) -> nn.Module:
+        """The run of the bare optimizer on the large batches; with `options`, those of
+        the wrapper, on their micro-batches. `each` is called after each update.
+        """
+        model = self.model()
+        opt = make(model)
+        size = WINDOW
+        if options is not None:
+            opt = gradaccum.wrap(opt, **{"steps": WINDOW // PART, **options})
+            opt.on_update(lambda: each(model))
+            size = PART
+        # Some optimizers draw random directions, some draw the updates at which they
+        # renew what they keep.
+        torch.manual_seed(3)
+        random.seed(3)
+        np.random.seed(3)
+        for _ in range(self.epochs):
+            for start in range(0, ROWS, size):
+                opt.zero_grad()
+                self.loss(model, start, size).backward(create_graph=self.graph)
+                opt.step()
+                if options is None:
+                    each(model)
+            if options is not None:
+                opt.flush()
+        if options is not None:
+            assert opt.result.optimizer_step == 3 * self.epochs
+        return model
 
 
 def furthest(mine: nn.Module, wanted: nn.Module) -> float:
@@ -105,12 +102,13 @@ def assert_equals_large_batches(
     """The same parameters, with the sum in ``.grad`` and apart from it; and they
     moved.
     """
-    wanted = large(make, loop)
+    wanted = loop.train(make)
     assert furthest(wanted, loop.model()) > 1e-6, "the bare optimizer trains nothing"
-    for options in SUMS[:1] if loop.graph else SUMS:
-        assert furthest(accumulated(make, loop, **options), wanted) < bound, options
-    if loop.graph:
-        with pytest.raises(
-            gradaccum.UsageError, match=r"separate_sums: .*leave separate_sums=True out"
-        ):
-            accumulated(make, loop, separate_sums=True)
+    for options in SUMS:
+        if not loop.graph:
+            assert furthest(loop.train(make, options), wanted) < bound, options
+            continue
+        # The window's gradient has no graph.
+        said = "separate_sums: .*gradients without a graph" if options else "grad_fn"
+        with pytest.raises((gradaccum.UsageError, RuntimeError), match=said):
+            loop.train(make, options)

@@ -130,18 +130,6 @@ def test_loop_equals_large_batch(separate: bool) -> None:
     assert run.scheduler.get_last_lr() == pytest.approx([0.1 / 7])
 
 
-def test_weights_equal_large_batch() -> None:
-    """The last micro-batch of nineteen items holds one."""
-    run = prepared(19)
-    for batch in run.loader:
-        run.optimizer.zero_grad()
-        run.opt.backward(loss_of(run.model, batch), weight=len(batch["x"]))
-        run.optimizer.step()
-        run.scheduler.step()
-    run.opt.flush()
-    assert distance(run.model, large(19, epochs=1)) < 1e-12
-
-
 def test_scaler_equals_large_batch() -> None:
     """Accelerate hands the wrapper to the scaler that it made for fp16, in each
     micro-batch.
@@ -197,19 +185,6 @@ def test_clipping_a_partial_sum_is_refused() -> None:
             run.optimizer.step()
 
 
-def test_clipping_under_separate_sums_is_per_micro_batch() -> None:
-    """It is what the loop says, and not the window's: the mean of gradients of norm 0.1
-    at most.
-    """
-    run = prepared(8, wrap={"separate_sums": True})
-    for batch in run.loader:
-        run.accelerator.backward(loss_of(run.model, batch))
-        assert float(run.accelerator.clip_grad_norm_(run.model.parameters(), 0.1)) > 0.1
-        run.optimizer.step()
-        run.optimizer.zero_grad()
-    assert 0 < run.opt.result.grad_norm < 0.1
-
-
 def test_accumulate_nests() -> None:
     """``accumulate`` makes one micro-batch of two, and a window is four of those:
     sixteen items.
@@ -232,41 +207,26 @@ def test_equals_own_accumulation_bit_for_bit(precision: str) -> None:
         16, wrap={"clip_norm": None}, dtype=torch.float32, mixed_precision=precision
     )
     epoch(run)
-    own = own_accumulation(16, torch.float32)
+    own = Regressor(torch.float32)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=STEPS)
+    inner = torch.optim.AdamW(own.parameters(), lr=0.1)
+    alone = Prepared(
+        accelerator,
+        *accelerator.prepare(
+            own,
+            inner,
+            DataLoader(Items(16, torch.float32), batch_size=MICRO),
+            falling(inner),
+        ),
+        run.opt,
+    )
+    for batch in alone.loader:
+        with accelerator.accumulate(alone.model):
+            micro_batch(alone, batch)
     assert distance(run.model, own) == 0
     assert (distance(own, large(16, epochs=1, clip_norm=float("inf"))) < 1e-6) == (
         precision == "no"
     )
-
-
-def test_own_accumulation_of_a_short_window_is_no_large_batch() -> None:
-    """Accelerate divides it by ``steps``."""
-    assert (
-        distance(
-            own_accumulation(20, torch.float64),
-            large(20, epochs=1, clip_norm=float("inf")),
-        )
-        > 1e-3
-    )
-
-
-def own_accumulation(count: int, dtype: torch.dtype) -> nn.Module:
-    """An epoch by Accelerate alone."""
-    accelerator, model = (
-        Accelerator(cpu=True, gradient_accumulation_steps=STEPS),
-        Regressor(dtype),
-    )
-    inner = torch.optim.AdamW(model.parameters(), lr=0.1)
-    own, opt, loader, scheduler = accelerator.prepare(
-        model, inner, DataLoader(Items(count, dtype), batch_size=MICRO), falling(inner)
-    )
-    for batch in loader:
-        with accelerator.accumulate(own):
-            accelerator.backward(loss_of(own, batch))
-            opt.step()
-            scheduler.step()
-            opt.zero_grad()
-    return model
 
 
 def test_everyday_loops_end_as_the_page_says() -> None:

@@ -25,7 +25,6 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 import gradaccum
 from conformance_tests.integration_tests.lightning_model import (
@@ -69,31 +68,8 @@ def test_training_equals_large_batches(
     )
 
 
-def test_gate_moves_with_the_update_that_closes_an_epoch() -> None:
-    model, run = (
-        Automatic({"steps": lambda updates: 4 if updates < 4 else 1}, gate=True),
-        trainer(max_epochs=1),
-    )
-    run.fit(model, loader())
-    assert run.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.1 * 0.8**4)
-
-
-@pytest.mark.parametrize("options", SUMS, ids=str)
-def test_full_windows_equal_lightnings_own(options: dict[str, Any]) -> None:
-    """Lightning divides each loss by four, which is exact: the same bits. It divides a
-    short window by four as well, which is not right.
-    """
-    for rows, same in ((24, True), (26, False)):
-        model, own = Automatic(options), Automatic(None)
-        trainer().fit(model, loader(rows))
-        trainer(pl.Callback(), accumulate_grad_batches=STEPS).fit(own, loader(rows))
-        assert (
-            all(map(torch.equal, model.net.parameters(), own.net.parameters())) == same
-        )
-        assert (furthest(own.net, large(rows=rows)) < 1e-12) == same
-
-
 def test_bf16_mixed_equals_lightnings_own() -> None:
+    """Lightning divides each loss by four, which is exact: the same bits."""
     model, own = Automatic({}), Automatic(None)
     for module, callback, steps in (
         (model, AccumulationCallback(), 1),
@@ -167,32 +143,6 @@ def test_last_window_is_closed_where_training_stops(ends: dict[str, int]) -> Non
     model = Automatic({})
     trainer(max_epochs=1, **{"max_steps": -1, **ends}).fit(model, loader())
     assert furthest(model.net, large(1, rows=14)) < 1e-12
-
-
-class Overriding(Automatic):
-    """Warms the learning rate up, as Lightning's documentation shows; a hook of the
-    module around the step.
-    """
-
-    def optimizer_step(
-        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
-    ) -> None:
-        optimizer.step(closure=optimizer_closure)
-        for group in optimizer.param_groups:
-            group["lr"] = 0.1 / (1 + optimizer.result.optimizer_step)
-
-
-def test_overridden_optimizer_step() -> None:
-    model = Overriding({})
-    trainer(max_epochs=1).fit(model, loader(24))
-    net = make_net()
-    opt = inner_of(net)
-    for index, (x, y) in enumerate(windows(24)):
-        opt.param_groups[0]["lr"] = 0.1 / (1 + index)
-        opt.zero_grad()
-        loss_of(net, x, y).backward()
-        opt.step()
-    assert furthest(model.net, net) < 1e-12
 
 
 class Weighing(Automatic):
@@ -433,44 +383,6 @@ def test_refused_by_name(name: str, options: dict[str, Any]) -> None:
         )
 
 
-@pytest.mark.parametrize("options", [{}, {"separate_sums": True}], ids=str)
-def test_clip_norm_in_place_of_gradient_clip_val(options: dict[str, Any]) -> None:
-    model = Automatic({"clip_norm": CLIP, **options})
-    trainer().fit(model, loader())
-    assert (
-        furthest(
-            model.net, large(change=lambda net: clip_grad_norm_(net.parameters(), CLIP))
-        )
-        < 1e-6
-    ), "1e-6 stands in torch's clip"
-    assert furthest(model.net, large()) > 1e-3
-
-
-class ClippingByValue(Automatic):
-    """What the refusal of ``gradient_clip_algorithm="value"`` says."""
-
-    def configure_optimizers(self) -> Any:
-        opt = super().configure_optimizers()
-        opt.register_step_pre_hook(
-            lambda *_: clip_grad_value_(self.net.parameters(), CLIP)
-        )
-        return opt
-
-
-@pytest.mark.parametrize("options", [{}, {"separate_sums": True}], ids=str)
-def test_hook_in_place_of_clipping_by_value(options: dict[str, Any]) -> None:
-    model = ClippingByValue(options)
-    trainer().fit(model, loader())
-    assert (
-        furthest(
-            model.net,
-            large(change=lambda net: clip_grad_value_(net.parameters(), CLIP)),
-        )
-        < 1e-12
-    )
-    assert furthest(model.net, large()) > 1e-3
-
-
 def test_clipping_without_the_callback_is_refused() -> None:
     """Where the sum is in ``.grad``, the wrapper itself sees that it was clipped."""
     with pytest.raises(gradaccum.UsageError, match="clip_norm="):
@@ -483,13 +395,6 @@ def test_lightnings_own_scaler_is_refused() -> None:
     plugin = pl.plugins.MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
     with pytest.raises(gradaccum.UsageError, match="loss_scale=scaler"):
         trainer(plugins=[plugin]).fit(model, loader(dtype=torch.float32))
-
-
-def test_clipping_is_lightnings_refusal_in_manual_optimization() -> None:
-    with pytest.raises(
-        pl.utilities.exceptions.MisconfigurationException, match="gradient_clip_val"
-    ):
-        trainer(gradient_clip_val=CLIP).fit(Manual({}), loader())
 
 
 # Lightning's checkpoints of an open window: a resumed run has the bits of the run that
@@ -553,19 +458,6 @@ def test_resumed_in_mid_window(
         assert run.optimizers[0].result.optimizer_step == 8
     if not options:
         assert furthest(whole.net, large(gate=gate)) < 1e-12
-
-
-def test_resumed_under_other_steps_is_refused(tmp_path: Path) -> None:
-    trainer(
-        AccumulationCallback(),
-        saving(tmp_path),
-        enable_checkpointing=True,
-        max_epochs=1,
-    ).fit(Automatic({}), Resumable())
-    with pytest.raises(gradaccum.CheckpointError, match="steps"):
-        trainer().fit(
-            Automatic({"steps": 5}), Resumable(), ckpt_path=tmp_path / "step=3.ckpt"
-        )
 
 
 def test_resumed_without_the_callback_is_refused(tmp_path: Path) -> None:

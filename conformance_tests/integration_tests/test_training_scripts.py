@@ -248,34 +248,3 @@ def test_torchtitan_as_it_stands_is_refused() -> None:
     with refused(UsageError, "clip_norm="):
         trainer.step_as_it_stands(batches)
     assert distance(trainer.model, Regressor()) == 0
-
-
-def test_wrapped_parts_clip_each_by_itself() -> None:
-    """A container of wrapped optimizers has a norm for each: the large batch without
-    clipping, and another one with it.
-    """
-
-    def train(**options: Any) -> nn.Module:
-        model = Regressor()
-        parts = [model.layers[0], model.layers[2]]
-        optimizers = [
-            gradaccum.wrap(
-                torch.optim.SGD(part.parameters(), lr=0.1), steps=STEPS, **options
-            )
-            for part in parts
-        ]
-        for batch in data():
-            loss_of(model, batch).backward()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-        return model
-
-    bare = Regressor()
-    optimizer = torch.optim.SGD(bare.parameters(), lr=0.1)
-    for batch in data(MICRO * STEPS):
-        optimizer.zero_grad()
-        loss_of(bare, batch).backward()
-        optimizer.step()
-    assert distance(train(), bare) < 1e-12
-    assert distance(train(clip_norm=CLIP), train()) > 1e-3
