@@ -27,7 +27,7 @@ CALLS = 40
 since the backward pass has filled the caches.
 """
 
-CALLS_AT_BEGIN = 52
+CALLS_AT_BEGIN = 56
 """The same where a window begins: the step looks up the size, checks that the
 parameters are still the planned ones and notes a few of their numbers.
 """
