@@ -250,13 +250,14 @@ def _row(leaf: Array, index: Scalar) -> Array:
     return lax.dynamic_index_in_dim(leaf, index, 0, keepdims=False)
 
 
-# Many scalars out of one kernel.
+# A number that XLA copies into no other kernel.
 #
-# XLA compiles a kernel for each scalar. And it copies a chain of scalar additions or
-# conjunctions into the fusion of every tensor that uses its end: n tensors, n chains of
-# n links, and a program whose size is the square of the model's. A barrier does not
-# stop it, and XLA turns a reduction of the stacked scalars into a chain again. It
-# leaves alone a reduction with two results that need each other.
+# XLA copies a chain of conjunctions into the fusion of every tensor that uses its end,
+# such as whether a micro-batch is finite: n tensors, n chains of n links, and a program
+# whose size is the square of the model's. A step of 150 arrays with
+# on_overflow="drop_micro_batch" compiled in 22.4 s in place of 15.6 s (JAX 0.7.1). A
+# barrier does not stop it, and XLA turns a reduction of the stacked scalars into a
+# chain again. It leaves alone a reduction with two results that need each other.
 
 
 def compute_in_one_kernel(numbers: T) -> T:
