@@ -1,5 +1,5 @@
-"""What the compiler must be told: when a function runs once or not at all, which
-numbers share a kernel, which program is partitioned. Each trick has its figure.
+"""The compiler's tricks: a function that runs once or not at all, a number that is not
+copied into every kernel, a program that is partitioned.
 
 Figures are for XLA on the CPU unless they say otherwise.
 """
@@ -332,7 +332,7 @@ def _several_devices(axis_context: object) -> bool:
             for name, size in axis_context.mesh.shape.items()
             if name not in axis_context.manual_axes
         ]
-        return math.prod(sizes) > 1
+        return bool(math.prod(sizes) > 1)
     return False
 
 
