@@ -172,9 +172,12 @@ def _leaves_like(params: Params, accumulator: Tree) -> Leaves:
     """Return the leaves of `params` in the sum's places; None each if the structures
     differ.
     """
-    totals, structure = jax.tree.flatten(accumulator, is_leaf=is_none)
-    leaves, other_structure = jax.tree.flatten(params, is_leaf=is_none)
-    if structure != other_structure:
+    totals = jax.tree.leaves(accumulator, is_leaf=is_none)
+    leaves = jax.tree.leaves(params, is_leaf=is_none)
+    structures: list[Any] = [
+        jax.tree.structure(tree, is_leaf=is_none) for tree in (accumulator, params)
+    ]
+    if structures[0] != structures[1]:
         leaves = [None] * len(totals)
     return [
         leaf for leaf, total in zip(leaves, totals, strict=True) if total is not None
@@ -289,7 +292,7 @@ def is_constant(leaf: object) -> bool:
     """True if a leaf is a constant of the program: no array, and no float, which may
     change from call to call.
     """
-    may_change = jax.Array | np.ndarray | np.generic | float | complex
+    may_change: Any = jax.Array | np.ndarray | np.generic | float | complex
     return not (isinstance(leaf, may_change) or hasattr(leaf, "__jax_array__"))
 
 

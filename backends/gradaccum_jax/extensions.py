@@ -1,5 +1,5 @@
-"""What observes a window and does not change it: its loss, and the parameters that the
-inner optimizer does not train. Each can be deleted without touching the window.
+"""The observers of a window, which do not change it: its loss, and the parameters that
+the inner optimizer does not train.
 """
 
 from __future__ import annotations

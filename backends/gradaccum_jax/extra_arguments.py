@@ -75,7 +75,7 @@ class Declared(NamedTuple):
     """True if it takes others too, as everything that `optax.chain` made does."""
 
 
-TAKES_ANY = Declared()
+TAKES_ANY: Declared = Declared()
 
 
 def declared_by(inner: optax.GradientTransformation) -> Declared:

@@ -194,10 +194,6 @@ def keeps_dtypes(accumulator: Tree, divisor: Scalar) -> bool:
     )
 
 
-def are_small(accumulator: Tree) -> bool:
-    return all(leaf.size <= SMALL_SIZE for leaf in jax.tree.leaves(accumulator))
-
-
 def emptied(accumulator: Tree, where: Scalar) -> Tree:
     zero_like = make_fill(lambda _: 0)
     return jax.tree.map(lambda leaf: pick(where, zero_like(leaf), leaf), accumulator)

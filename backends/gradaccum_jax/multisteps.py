@@ -44,7 +44,7 @@ from gradaccum_jax.sharding import require_ordinary
 from gradaccum_jax.state import all_like
 from gradaccum_jax.update import Update
 from gradaccum_jax.window import check_known, probe, size_at
-from gradaccum_jax.xla import call_jitted, compute_in_one_kernel
+from gradaccum_jax.xla import call_jitted
 
 SkipFunction = Callable[[Updates, Scalar, Params], tuple[Scalar, Tree]]
 """``f(updates, gradient_step, params) -> (skip, skip_state)``."""
@@ -214,9 +214,7 @@ class MultiSteps:
                 closed[:2], fields[:2], counters, strict=True
             )
         ]
-        mini_step, gradient_step = compute_in_one_kernel(
-            all_like(new_counters, counters)
-        )
+        mini_step, gradient_step = all_like(new_counters, counters)
         made, total, inner_state = update.run(
             total, state.inner_opt_state, None, traced, at_end
         )

@@ -106,7 +106,9 @@ class Update(NamedTuple):
             gradients = self._gradients(accumulator, divisor)
             leaves, structure = jax.tree.flatten(gradients)
             typed_leaves = map(to, leaves, self.types.like)
-            return optimizer(jax.tree.unflatten(structure, typed_leaves), inner_state)
+            gradients = jax.tree.unflatten(structure, typed_leaves)
+            made: tuple[Any, Any] = optimizer(gradients, inner_state)
+            return made
 
         program, (updates, _) = jax.make_jaxpr(optimize, return_shape=True)(
             accumulator, inner_state

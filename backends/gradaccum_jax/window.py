@@ -47,7 +47,7 @@ from gradaccum_jax.state import (
 )
 from gradaccum_jax.update import Update
 from gradaccum_jax.workers.group import ReducedWindow, all_reduce, require_told
-from gradaccum_jax.xla import compute_in_one_kernel, run_if
+from gradaccum_jax.xla import run_if
 
 Event = tuple[Scalar, Scalar, Scalar]
 """The last event as a state has it: applied, skipped, overflow."""
@@ -134,7 +134,6 @@ def close(
     place of 0.25).
     """
     require_told(state.accumulator, frozenset(update.axes), update.shard_axes, options)
-    at_end, state = _counted_in_one_kernel(at_end, state)
     bare_state = with_event(
         state._replace(accumulator=None, inner_state=None, masters=None, terms=None),
         *event,
@@ -157,10 +156,8 @@ def close(
             ~decision.apply,
             decision.overflow,
         )
-        closed, apply, divisor, loss = compute_in_one_kernel(
-            (closed, decision.apply, decision.divisor, loss)
-        )
-        return Ending(closed, window.total if shared else None, apply, divisor, loss)
+        total = window.total if shared else None
+        return Ending(closed, total, decision.apply, decision.divisor, loss)
 
     start_total = state.accumulator if shared else None
     start = Ending(bare_state, start_total, jnp.asarray(False), zero + 1, zero)
@@ -184,24 +181,6 @@ def close(
         total = gradient_sum.emptied(total, at_end)
     return updates, ending.state._replace(
         accumulator=total, inner_state=inner_state, masters=masters, terms=state.terms
-    )
-
-
-def _counted_in_one_kernel(
-    at_end: Scalar, state: AccumulationState
-) -> tuple[Scalar, AccumulationState]:
-    """Compute what the micro-batch has changed in one kernel, if the model is small.
-
-    Beside large tensors, which XLA of JAX 0.7 cuts up for its threads, one kernel more
-    before the conditional costs 30 us.
-    """
-    if not gradient_sum.are_small(state.accumulator):
-        return at_end, state
-    at_end, micro_step, weight, overflow, loss = compute_in_one_kernel(
-        (at_end, state.micro_step, state.weight, state.overflow, state.loss)
-    )
-    return at_end, state._replace(
-        micro_step=micro_step, weight=weight, overflow=overflow, loss=loss
     )
 
 

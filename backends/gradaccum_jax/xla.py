@@ -1,5 +1,5 @@
-"""What the compiler must be told: when a function runs once or not at all, which
-numbers share a kernel, which program is partitioned. Each trick has its figure.
+"""The compiler's tricks: a function that runs once or not at all, a number that is not
+copied into every kernel, a program that is partitioned.
 
 Figures are for XLA on the CPU unless they say otherwise.
 """
@@ -250,13 +250,14 @@ def _row(leaf: Array, index: Scalar) -> Array:
     return lax.dynamic_index_in_dim(leaf, index, 0, keepdims=False)
 
 
-# Many scalars out of one kernel.
+# A number that XLA copies into no other kernel.
 #
-# XLA compiles a kernel for each scalar. And it copies a chain of scalar additions or
-# conjunctions into the fusion of every tensor that uses its end: n tensors, n chains of
-# n links, and a program whose size is the square of the model's. A barrier does not
-# stop it, and XLA turns a reduction of the stacked scalars into a chain again. It
-# leaves alone a reduction with two results that need each other.
+# XLA copies a chain of conjunctions into the fusion of every tensor that uses its end,
+# such as whether a micro-batch is finite: n tensors, n chains of n links, and a program
+# whose size is the square of the model's. A step of 150 arrays with
+# on_overflow="drop_micro_batch" compiled in 22.4 s in place of 15.6 s (JAX 0.7.1). A
+# barrier does not stop it, and XLA turns a reduction of the stacked scalars into a
+# chain again. It leaves alone a reduction with two results that need each other.
 
 
 def compute_in_one_kernel(numbers: T) -> T:
@@ -331,7 +332,7 @@ def _several_devices(axis_context: object) -> bool:
             for name, size in axis_context.mesh.shape.items()
             if name not in axis_context.manual_axes
         ]
-        return math.prod(sizes) > 1
+        return bool(math.prod(sizes) > 1)
     return False
 
 

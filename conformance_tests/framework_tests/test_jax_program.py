@@ -91,18 +91,6 @@ def lines(tx: Any, tensors: int) -> int:
     )
 
 
-def test_numbers_of_a_micro_batch_share_a_kernel() -> None:
-    """Beside large tensors, which XLA of JAX 0.7 cuts up for its threads, one kernel
-    more before the window's end costs time.
-    """
-    tx = gradaccum.wrap(optax.sgd(0.1), steps=2, on_overflow="ignore")
-    small, large = (
-        str(jax.make_jaxpr(tx.update)(w, tx.init(w), w)).count(" = one_kernel ")
-        for w in (jnp.ones(2**14), jnp.ones(2**14 + 1))
-    )
-    assert (small, large) == (2, 1)
-
-
 @pytest.mark.parametrize(
     "options",
     [

@@ -103,12 +103,15 @@ WINDOW = {
     ),
     "gradaccum_jax": (
         "checks",
-        "parameters",
+        "extensions",
+        "extra_arguments",
+        "gradient_sum",
+        "master_weights",
         "saving",
-        "statistics",
-        "sums",
+        "state",
         "update",
         "window",
+        "xla",
     ),
     "gradaccum_mindspore": (
         *(

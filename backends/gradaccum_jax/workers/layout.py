@@ -9,7 +9,12 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
+from gradaccum import (
+    ArgumentTypeError,
+    ArgumentValueError,
+    GradAccumError,
+    UsageError,
+)
 from gradaccum.kit import State, explain
 from gradaccum.kit import redistributed as redistributed_fields
 from gradaccum_jax.arrays import Array, Tree, is_key
@@ -70,7 +75,7 @@ def redistributed(state: Tree, workers: int) -> Tree:
         ArgumentTypeError: `state` holds no such state, or `workers` is no int.
         ArgumentValueError: `workers` is below 1.
     """
-    kind = None
+    kind: type[GradAccumError] | None = None
     if isinstance(workers, bool) or not isinstance(workers, int):
         kind = ArgumentTypeError
     elif workers < 1:

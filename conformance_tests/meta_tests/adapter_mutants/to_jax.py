@@ -43,8 +43,8 @@ MUTANTS = (
     ),
     Mutant(
         "apply_what_is_to_be_skipped",
-        "(closed, decision.apply, decision.divisor, loss)",
-        "(closed, jnp.asarray(True), decision.divisor, loss)",
+        "Ending(closed, total, decision.apply, decision.divisor, loss)",
+        "Ending(closed, total, jnp.asarray(True), decision.divisor, loss)",
         SUITE + "test_overflow.py::test_overflow_in_every_mode",
     ),
     Mutant(
