@@ -17,14 +17,14 @@ import numpy as np
 import pytest
 
 from benchmarks import peak
-from benchmarks.answers import Answers, duration
-from benchmarks.axes import RUN, STEPS, TENSORS, WINDOWS, in_words, sizes
-from benchmarks.case import LIMIT, QUESTIONS, Case, Curve
+from benchmarks.answers import Answers
+from benchmarks.axes import STEPS
+from benchmarks.case import Case, Curve
 from benchmarks.contestants import digits
-from benchmarks.contestants.bert import BERT_BASE, RECOMPUTE, WAYS
 from benchmarks.contestants.bert import LARGE as LARGE_BERT
+from benchmarks.contestants.bert import WAYS
 from benchmarks.contestants.runs import GRADACCUM, LARGE
-from benchmarks.memory_time import answers, largest_under, limit_of
+from benchmarks.memory_time import largest_under, limit_of
 from benchmarks.questions import everyday
 from benchmarks.questions.quality import FRAMEWORKS, curves
 from benchmarks.readme import PLOT, write_readme
@@ -171,37 +171,6 @@ def test_readme_gets_table_and_plot(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("milliseconds", "text"),
-    [(0.0034, "3.4 us"), (1.0, "1 ms"), (12.345, "12.3 ms"), (1500.0, "1.5 s")],
-)
-def test_durations_have_fitting_units(milliseconds: float, text: str) -> None:
-    assert duration(milliseconds) == text
-
-
-def test_every_question_has_a_file() -> None:
-    assert all(
-        (ROOT / "benchmarks" / "questions" / f"{name}.py").is_file()
-        for name in QUESTIONS
-    )
-
-
-def test_unknown_question_is_named() -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks",
-        "--only",
-        "jax_streaming",
-        "nonsense",
-    ]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 2
-    assert "nonsense" in done.stderr
-
-
 # Counts of memory, against what is known by hand.
 
 
@@ -250,40 +219,6 @@ def test_limit_ends_each_way_at_its_own_batch() -> None:
     assert largest_under(memory, LARGE_BERT, (1, 2, 4, 8), 5) == 0
 
 
-def test_answers_hold_a_case_and_a_curve_for_each_way(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("benchmarks.memory_time.PLAN", Plan(rounds=1))
-    case, *curves = answers(
-        "any",
-        True,
-        lambda way, size, shape: lambda: None,
-        lambda way, size, shape: float(size),
-    )
-    assert isinstance(case, Case)
-    assert set(case.contestants) == set(WAYS)
-    assert [curve.contestant for curve in curves if isinstance(curve, Curve)] == list(
-        WAYS
-    )
-    for curve in curves:
-        assert isinstance(curve, Curve)
-        assert curve.ys == [2.0, 4.0]
-        assert curve.counts[LIMIT] == 3
-
-
-def test_all_layers_are_compared_unless_quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.memory_time.PLAN", Plan(rounds=1))
-    *_, last = answers(
-        "any",
-        False,
-        lambda way, size, shape: lambda: None,
-        lambda way, size, shape: float(shape.layers),
-    )
-    assert isinstance(last, Case)
-    assert set(last.contestants) == {LARGE_BERT, RECOMPUTE}
-    assert last.counts[LARGE_BERT]["peak MiB"] == BERT_BASE.layers
-
-
 # The questions about exactness.
 
 
@@ -295,25 +230,6 @@ float32.
 LEARNED = 0.7
 """Chance is 0.1."""
 DISTANCE = "largest distance to the large batch"
-
-
-def test_windows_hold_every_item() -> None:
-    """The last window is short, and its two micro-batches differ in size."""
-    train = digits.load().train
-    windows = list(digits.windows(train, 0, 0))
-    assert sum(len(labels) for window in windows for _, labels in window) == len(
-        train[1]
-    )
-    assert [len(labels) for _, labels in windows[-1]] == [16, 12]
-    assert {len(window) for window in windows[:-1]} == {digits.STEPS}
-
-
-def test_known_network_loss_and_accuracy() -> None:
-    pixels, labels = np.zeros((4, 64), np.float32), np.array([0, 0, 0, 1])
-    zeros = [np.zeros(shape, np.float32) for shape in ((64, 2), (2,), (2, 10), (10,))]
-    accuracy, loss = digits.held_out(zeros, (pixels, labels))
-    assert accuracy == 0.75
-    assert loss == pytest.approx(np.log(10))
 
 
 def measured_alone(code: str) -> Any:
@@ -460,19 +376,6 @@ def test_everyday_loops_end_as_the_page_says(framework: str) -> None:
 
 
 TENSORS_HERE, ELEMENTS = 3, 300
-
-
-def test_tensor_sizes_are_equal() -> None:
-    """Together they have every element."""
-    assert sizes(3, 300) == [100, 100, 100]
-    assert in_words(1000, 1_000_000) == "1,000 tensors of 1,000"
-    with pytest.raises(ValueError, match="multiple of 7"):
-        sizes(7, 100)
-
-
-def test_runs_end_with_a_window() -> None:
-    assert all(RUN % steps == 0 for steps in WINDOWS)
-    assert all(sum(sizes(tensors, 1_000_000)) == 1_000_000 for tensors in TENSORS)
 
 
 @pytest.mark.parametrize("steps", [2, 8])

@@ -18,10 +18,9 @@ import pytest
 from typer.testing import CliRunner
 
 import gradaccum
-from gradaccum import BackendNotFoundError, versions
 from gradaccum import __main__ as command_line
+from gradaccum import versions
 from gradaccum_conformance import cli, selection
-from gradaccum_conformance.demo import command as demo_command
 from gradaccum_conformance.report import command as report_command
 from gradaccum_conformance.runner import Ended, Job
 
@@ -86,14 +85,6 @@ def run_as(
 
     monkeypatch.setattr(module, "run_with_progress", run)
     return ran
-
-
-def test_help_names_every_command() -> None:
-    exit_code, output = invoke("--help")
-    assert exit_code == 0
-    assert "demo" in output
-    assert "conformance" in output
-    assert "versions" in output
 
 
 @pytest.mark.parametrize(
@@ -188,17 +179,6 @@ def test_folder_that_cannot_be_written(name: str, option: str, tmp_path: Path) -
     assert output.count("\n") == 1
 
 
-def test_flags_take_no_value() -> None:
-    for name in ("demo", "conformance"):
-        flags = [
-            line.split("  ")[1]
-            for line in invoke(name, "--help")[1].splitlines()
-            if line.startswith("  --")
-        ]
-        assert {"--help", "--backend NAME"} <= set(flags), flags
-        assert not [flag for flag in flags if "<" in flag]
-
-
 @pytest.mark.parametrize("name", ["demo", "conformance"])
 def test_unknown_backend_is_wrong_argument(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -282,17 +262,6 @@ def test_conformance_fails_after_any_failure(
     )
 
 
-def test_demo_runs_reference_on_request(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ran = run_as(monkeypatch, demo_command, ({"kind": "finished"},))
-    exit_code, output = invoke("demo", "--out", str(tmp_path))
-    assert exit_code == 1, "no run came of it"
-    assert "jax is not installed. Run: pip install 'gradaccum[jax]'" in output
-    invoke("demo", "--backend", "numpy", "--out", str(tmp_path))
-    assert [job.backend for job in ran] == ["torch", "numpy"]
-
-
 def test_terminated_command_ends_its_processes(tmp_path: Path) -> None:
     """A stand-in for a backend's process writes its process id and waits. The test then
     sends SIGTERM to the command.
@@ -319,18 +288,6 @@ cli.main()
         assert process.wait(timeout=60) == 143
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
-
-
-def test_selection_keeps_the_requested_order() -> None:
-    """It drops repeats."""
-    chosen = selection.select_backends(["torch", "numpy", "torch"])
-    assert (chosen.chosen, chosen.missing, chosen.failed) == (
-        ("torch", "numpy"),
-        (),
-        False,
-    )
-    with pytest.raises(BackendNotFoundError, match="expected one of jax, numpy, torch"):
-        selection.select_backends(["torch", "mxnet"])
 
 
 def test_nothing_to_run_fails(monkeypatch: pytest.MonkeyPatch) -> None:

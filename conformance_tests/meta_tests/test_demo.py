@@ -26,7 +26,6 @@ from gradaccum_conformance.demo.batches import (
 )
 from gradaccum_conformance.demo.curves import ALLOWED_DIFFERENCE, curves_of, problem_of
 from gradaccum_conformance.demo.data import load
-from gradaccum_conformance.demo.plot import make_figure, write_plot
 from gradaccum_conformance.demo.recipes import (
     EQUAL,
     LARGE,
@@ -38,14 +37,11 @@ from gradaccum_conformance.demo.recipes import (
 from gradaccum_conformance.demo.table import make_table
 from gradaccum_conformance.demo.training import (
     Measured,
-    accuracy,
-    cross_entropy,
-    largest_difference,
     train,
 )
 from gradaccum_conformance.loading import load_harness
 from gradaccum_conformance.runner import Ended, Job
-from gradaccum_conformance.specs import LENET, Batch
+from gradaccum_conformance.specs import LENET
 
 
 @pytest.fixture(scope="module")
@@ -85,45 +81,6 @@ def test_epoch_holds_each_item_once(digits: Digits) -> None:
     )
 
 
-def test_batches_depend_on_epoch_only(digits: Digits) -> None:
-    """Every run gets the same batches; every epoch has its own order."""
-    first, again, second = (
-        next(large_batches(digits.train, epoch)) for epoch in (1, 1, 2)
-    )
-    assert np.array_equal(first.x, again.x)
-    assert np.array_equal(first.y, again.y)
-    assert not np.array_equal(first.x, second.x)
-
-
-def test_split_refuses_uneven_parts() -> None:
-    with pytest.raises(ValueError, match="multiple of 4 items; got 6"):
-        split(Batch(np.zeros((6, 1)), np.zeros(6, np.int64)), 4)
-
-
-def test_cross_entropy_and_accuracy() -> None:
-    logits, labels = (
-        np.array([[0.0, 0.0], [1000.0, 0.0], [0.0, 1000.0]]),
-        np.array([0, 0, 0]),
-    )
-    assert cross_entropy(logits, labels) == pytest.approx((np.log(2) + 0 + 1000) / 3)
-    assert accuracy(logits, labels) == 2 / 3
-
-
-def test_largest_difference_finds_one_element() -> None:
-    """A NaN makes it NaN."""
-    a, b = (
-        {"x": np.zeros((2, 2)), "y": np.zeros(3)},
-        {"x": np.zeros((2, 2)), "y": np.array([0, -0.5, 0.25])},
-    )
-    assert largest_difference(a, b) == 0.5
-    assert np.isnan(
-        largest_difference(
-            {"x": np.zeros(1), "y": np.array([0, np.nan])},
-            {"x": np.zeros(1), "y": np.zeros(2)},
-        )
-    )
-
-
 def test_exact_runs_differ_by_rounding(few: Digits) -> None:
     """The naive run differs by more."""
     ends = last_epoch(list(train(load_harness("numpy"), few, epochs=2)))
@@ -135,32 +92,6 @@ def test_exact_runs_differ_by_rounding(few: Digits) -> None:
     assert all(end.loss < 2.3 for end in ends.values()), (
         "better than guessing one of ten"
     )
-
-
-class Tail:
-    """A harness and a session in one. Every mean gradient is 1; `given` is the tree
-    that the session got.
-    """
-
-    def parameters(self) -> dict[str, Any]:
-        return {}
-
-    def gradient(
-        self, model: Any, weights: Any, batch: Batch, *, dtype: str
-    ) -> dict[str, Any]:
-        return {"x": np.ones(2)}
-
-    def gradients(self, tree: dict[str, Any]) -> None:
-        self.given = tree
-
-
-def test_naive_loop_halves_the_tail(digits: Digits) -> None:
-    tail = Tail()
-    recipes.divided_by_steps(tail, tail, [digits.train.rows(0, 28)])  # type: ignore[arg-type]
-    assert tail.given["x"].tolist() == [
-        0.5,
-        0.5,
-    ], "two micro-batches of mean gradient 1, divided by 4"
 
 
 def records(backend: str = "torch", **changed: Any) -> tuple[dict[str, Any], ...]:
@@ -233,26 +164,6 @@ def test_table_shows_every_fault() -> None:
     assert sum("5.0e-01" in line for line in lines) == len(RECIPES)
     assert any(LARGE.name in line and "no: differs" in line for line in lines)
     assert any(NAIVE.name in line and "for contrast" in line for line in lines)
-
-
-def test_plot_draws_every_curve(tmp_path: Path) -> None:
-    """Its axes have labels, its legend names the runs."""
-    curves = curves_of([Ended(name, 0, records(name), "") for name in ("torch", "jax")])
-    figure = make_figure(curves)
-    losses, differences = figure.axes
-    assert (len(losses.lines), len(differences.lines)) == (
-        2 * len(RECIPES),
-        2 * (len(RECIPES) - 1),
-    )
-    assert all(
-        axes.get_xlabel() == "epoch" and axes.get_ylabel() and axes.get_title()
-        for axes in figure.axes
-    )
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == [
-        recipe.name for recipe in RECIPES
-    ]
-    write_plot(tmp_path / "new" / "curves.png", curves)
-    assert (tmp_path / "new" / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
 def fake_job(records: tuple[dict[str, Any], ...], exit_code: int = 0) -> Any:

@@ -213,18 +213,6 @@ def test_page_of_clean_run_lists_nothing() -> None:
     assert "<h2>" not in page
 
 
-def test_page_shows_a_dead_process_log() -> None:
-    page = render_page(
-        run_of(
-            results_of(
-                ended(record_of("a"), exit_code=-9, finished=False, log="Killed & gone")
-            )
-        )
-    )
-    assert "exit code -9" in page
-    assert "Killed &amp; gone" in page
-
-
 def test_json_is_strict_and_complete(tmp_path: Path) -> None:
     results = results_of(
         ended(
@@ -301,34 +289,6 @@ def test_runner_gives_each_process_one_thread(
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     (told,) = run_jobs([job(tmp_path, "one", script)], lambda backend, record: None)
     assert (alone.log_tail, told.log_tail) == ("1", "3")
-
-
-def test_runner_forgets_earlier_results(tmp_path: Path) -> None:
-    (tmp_path / "one.jsonl").write_text('{"kind": "old"}\n', encoding="utf-8")
-    (end,) = run_jobs(
-        [job(tmp_path, "one", SAY + 'say(\'{"kind": "new"}\')')],
-        lambda backend, record: None,
-    )
-    assert [record["kind"] for record in end.records] == ["new"]
-
-
-def test_runner_keeps_the_jobs_order(tmp_path: Path) -> None:
-    """The third job starts only when the second has ended. The first waits for the
-    third.
-    """
-    wait = (
-        "import pathlib, sys, time\nwhile not"
-        " pathlib.Path(sys.argv[1]).with_name('go').exists(): time.sleep(0.01)\n"
-    )
-    go = "import pathlib, sys; pathlib.Path(sys.argv[1]).with_name('go').touch()"
-    jobs = [
-        job(tmp_path, "one", wait),
-        job(tmp_path, "two", "pass"),
-        job(tmp_path, "three", go),
-    ]
-    assert [
-        end.backend for end in run_jobs(jobs, lambda backend, record: None, at_once=2)
-    ] == ["one", "two", "three"]
 
 
 def test_interrupted_runner_ends_its_processes(tmp_path: Path) -> None:

@@ -118,21 +118,6 @@ def test_public_names_are_in_the_api() -> None:
         )
 
 
-def test_lines_of_programs_are_not_cut() -> None:
-    """A narrow page breaks a line that is too long for it."""
-    style = (ROOT / ".docs/static/site.css").read_text(encoding="utf-8")
-    (rule,) = re.findall(r"\.md-typeset pre > code \{(.*?)\}", style, re.DOTALL)
-    assert "white-space: pre-wrap;" in rule
-    assert "overflow-wrap: anywhere;" in rule
-
-
-@pytest.mark.parametrize("package", ["gradaccum", "gradaccum_torch", "gradaccum_jax"])
-def test_page_of_the_api_begins_with_wrap(package: str) -> None:
-    first = re.search(r"^::: (\S+)$", api.api_page(package), re.MULTILINE)
-    assert first is not None
-    assert first[1] == f"{package}.wrap"
-
-
 def test_integrations_are_in_the_api(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
