@@ -89,6 +89,28 @@ def test_raising_post_hook_keeps_the_update(place: str) -> None:
     run.require_uninterrupted(windows=2)
 
 
+def test_interrupted_addition_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some of the sums have the micro-batch, and others do not."""
+    run = Run("kept apart")
+    run.train(1)
+    run.opt.backward(run.loss(1))
+
+    def add_one(totals: list[torch.Tensor], terms: list[torch.Tensor]) -> None:
+        totals[0].add_(terms[0])
+        raise Failure
+
+    monkeypatch.setattr(torch, "_foreach_add_", add_one)
+    with pytest.raises(Failure):
+        run.opt.step()
+    monkeypatch.undo()
+    for call in (run.opt.step, run.opt.flush, run.opt.state_dict):
+        with pytest.raises(UsageError, match="discard"):
+            call()
+    run.opt.discard()
+    run.train()
+    run.require_uninterrupted()
+
+
 @by_place
 def test_raising_pre_hook_leaves_window_open(place: str) -> None:
     """The update is made by the next flush, here and in a wrapper that has loaded the

@@ -23,7 +23,7 @@ MUTANTS = (
         "go_on_with_a_micro_batch_that_is_not_counted",
         "        guard.is_broken = True\n        if is_finite:\n",
         "        if is_finite:\n",
-        SUITE + "test_interrupted.py::test_end_of_a_window",
+        OWN + "test_torch_interrupted.py::test_interrupted_addition_is_refused",
     ),
     Mutant(
         "go_on_with_a_window_that_is_not_cleared",
@@ -434,13 +434,6 @@ MUTANTS = (
         "",
         OWN
         + "test_torch_layered.py::test_error_after_an_update_names_the_layers_and_asks_for_a_load",
-    ),
-    Mutant(
-        "write_into_the_model_of_layers_to_come",
-        "        with self.masters.only(parameters):\n",
-        "        with self.masters.only(self.masters.parameters()):\n",
-        OWN + "test_torch_layered.py::test_updates_have_the_same_bits",
-        "True-ignore-kept",
     ),
     Mutant(
         "add_a_layers_small_gradients_in_half_precision",
