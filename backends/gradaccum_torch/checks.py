@@ -373,8 +373,8 @@ def graph_error(argument: str) -> UsageError:
         expected="gradients without a graph",
         found="a .grad that can be differentiated again, after"
         " backward(create_graph=True)",
-        fix="Leave create_graph=True out; for an optimizer that needs it, such as"
-        " AdaHessian, leave separate_sums=True out.",
+        fix="Leave create_graph=True out. An optimizer that needs it, such as AdaHessian,"
+        " works only bare.",
     )
 
 
