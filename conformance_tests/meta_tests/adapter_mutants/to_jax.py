@@ -126,10 +126,11 @@ MUTANTS = (
         OWN + "test_jax_combinators.py::test_frozen_gradients_in_a_norm_are_refused",
     ),
     Mutant(
-        "overlook_a_gradient_that_nobody_reads",
-        "        if not reaching_bits & 1 << place or not result_bits[place]\n",
-        "        if not result_bits[place]\n",
-        OWN + "test_jax_combinators.py::test_frozen_gradients_in_a_norm_are_refused",
+        "keep_a_sum_of_what_nobody_reads",
+        "    is_read = [bool(read_bits & 1 << place) for place in range(len(leaves))]\n",
+        "    is_read = [True] * len(leaves)\n",
+        OWN + "test_jax_combinators.py"
+        "::test_gradient_that_nobody_reads_costs_and_counts_nothing",
     ),
     Mutant(
         "forget_what_float16_holds",
@@ -338,5 +339,12 @@ MUTANTS = (
         "sums = replicated(sums, self.axis_names)",
         OWN + "test_jax_workers.py::test_four_devices",
         "layered_window",
+    ),
+    Mutant(
+        "take_any_result_for_the_same",
+        "        _require_same_results(step, on_each_device, leaves, axes)\n",
+        "",
+        OWN + "test_jax_workers.py::test_four_devices",
+        "beside_the_state",
     ),
 )
