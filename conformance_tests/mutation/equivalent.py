@@ -48,10 +48,6 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         "bench.accumulated(((c, d), (a, b)), conditions),",
     ): "a sum of two does not depend on their order, and a loss with a state was found before",
     (
-        "gradaccum/verification/measuring.py",
-        "self.way.factors(parts, runs, 2.0)",
-    ): "the weight of the large batch is read for item means alone",
-    (
         "gradaccum/verification/subject.py",
         "terms: int = 2",
     ): "a sum of one term counts as one addition too",
@@ -75,10 +71,6 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         "backends/gradaccum_jax/gradient_sum.py",
         "for total, gradient in zip(jax.tree.leaves(accumulator), gradients, strict=False)",
     ): "an update whose gradients have another structure was refused before",
-    (
-        "gradaccum/verification/experiments.py",
-        "combinations(probe, size) for size in range(1, len(probe) + 2)",
-    ): "no combination is larger than the probe",
     (
         "backends/gradaccum_jax/gradient_sum.py",
         'return jnp.dtype("float32") if (leaf_dtype.itemsize <= 4) else leaf_dtype',
