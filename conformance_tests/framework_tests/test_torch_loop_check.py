@@ -371,6 +371,28 @@ class WithLoss(torch.nn.Module):
         return self.output(loss=loss)
 
 
+def test_closure_that_runs_again_is_one_update() -> None:
+    """The second run is at other parameters, or adds the same gradients again."""
+
+    class Twice(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            closure()
+            closure()
+            return super().step()
+
+    data = batches()
+    net = model()
+    optimizer = Twice(net.parameters(), lr=0.1)
+    report = check_loop(
+        lambda: last_in_the_closure(net, optimizer, data),
+        optimizer,
+        lambda x, y: loss_fn(net(x), y),
+        data,
+    )
+    assert len(report.updates) == 1
+    assert report.right, report
+
+
 @pytest.mark.parametrize("output", [SimpleNamespace, dict])
 def test_model_that_returns_its_loss_is_recorded(output: Any) -> None:
     data = batches()

@@ -145,15 +145,18 @@ def test_late_zero_grad_is_refused() -> None:
     ("place", "at"),
     [("in .grad", 0), ("in float64", 0), ("kept apart", 0), ("kept apart", 1)],
 )
-def test_zero_grad_drops_a_micro_batch(place: str, at: int) -> None:
+@pytest.mark.parametrize("by_model", [False, True])
+def test_zero_grad_drops_a_micro_batch(place: str, at: int, by_model: bool) -> None:
     """The first, which alone is in ``.grad``; a later one where it stays apart from the
-    sum until its step.
+    sum until its step. The model may have cleared ``.grad`` before.
     """
     runs = [make(**PLACES[place]) for _ in range(2)]
     for number, (model, opt) in enumerate(runs):
         for index in range(2):
             if number and index == at:
                 (1000 * model("left")).backward()
+                if by_model:
+                    model.zero_grad()
                 opt.zero_grad()
             model("left").backward()
             opt.step()

@@ -143,6 +143,23 @@ def test_incoming_gradient_multiplies_the_loss() -> None:
     assert opt.result.loss == pytest.approx(expected)
 
 
+def test_incoming_gradient_is_multiplied_by_weight_and_scale() -> None:
+    """As the loss itself would be."""
+    moved = []
+    for factor, arguments in ((0.5, {}), (1.0, {"gradient": torch.tensor(0.5)})):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(2, 1).double()
+        inner = torch.optim.SGD(model.parameters(), lr=0.5)
+        opt: Any = gradaccum.wrap(inner, steps=2, loss_scale=8.0)
+        for rows in (X[:3], X[3:]):
+            loss = factor * model(rows).square().mean()
+            opt.backward(loss, weight=len(rows), **arguments)
+            opt.step()
+        assert opt.result.applied
+        moved.append(list(model.parameters()))
+    torch.testing.assert_close(*moved)
+
+
 @pytest.mark.parametrize("steps", [1, 2])
 def test_plain_backward_before_a_closure(steps: int) -> None:
     """The closure's loss is a part of the micro-batch's."""

@@ -250,7 +250,9 @@ def test_mistake_is_named(backend: VerifyingHarness, name: str) -> None:
     )
 
 
-@pytest.mark.parametrize("name", deep_but(("plain", "a function's weight"), SOUND))
+@pytest.mark.parametrize(
+    "name", deep_but(("plain", "a function's weight", "with aux"), SOUND)
+)
 def test_sound_loss_passes(backend: VerifyingHarness, name: str) -> None:
     loss, second, options = SOUND[name]
     report = verify(backend, loss, X, second, **options)
