@@ -33,6 +33,8 @@ class LoopRecord:
         self._stride = max(1, elements // ELEMENTS)
         self._before: list[Tensor] = []
         """The parameters' values before the step under way."""
+        self._steps_under_way = 0
+        """More than one where an optimizer's step calls that of its base class."""
         self._updates: list[Tensor] = []
         self._norms: list[float] = []
         self._calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
@@ -53,6 +55,9 @@ class LoopRecord:
         """Keep what the optimizer is about to use; with a closure, after its first run,
         because Lightning runs the last micro-batch in it.
         """
+        self._steps_under_way += 1
+        if self._steps_under_way > 1:
+            return None
         parameters = self._in_groups()
         self._before = [parameter.detach().clone() for parameter in parameters]
         closure = keywords.get("closure", *arguments[1:2])
@@ -82,9 +87,11 @@ class LoopRecord:
     @torch.no_grad()
     def put_back(self, *_: Any) -> None:
         """Undo the update, so that all gradients are those of one point."""
-        if self._before:
-            for parameter, before in zip(self._in_groups(), self._before, strict=True):
-                parameter.copy_(before)
+        self._steps_under_way -= 1
+        if self._steps_under_way:
+            return
+        for parameter, before in zip(self._in_groups(), self._before, strict=True):
+            parameter.copy_(before)
 
     def note_call(
         self, _: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], output: Any
@@ -120,8 +127,17 @@ class LoopRecord:
 
         Raises:
             UsageError: there are neither `micro_batches` nor recorded calls of the
-                model, or workers have different numbers of micro-batches.
+                model, a step of the optimizer raised, or workers have different numbers
+                of micro-batches.
         """
+        if self._steps_under_way:
+            raise explain(
+                UsageError,
+                "the loop",
+                expected="steps of the optimizer that end",
+                found="a step that raised",
+                fix="Record a loop without it.",
+            )
         calls = self._calls
         if micro_batches is not None:
             calls = [(kit.as_arguments(each), {}) for each in micro_batches]

@@ -372,13 +372,17 @@ class WithLoss(torch.nn.Module):
 
 
 def test_closure_that_runs_again_is_one_update() -> None:
-    """The second run is at other parameters, or adds the same gradients again."""
+    """The second run is at other parameters, or adds the same gradients again. Nor
+    does the step of the base class count, which torch reports too.
+    """
 
     class Twice(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:
             closure()
             closure()
             return super().step()
+
+    torch.optim.SGD(model().parameters())  # From here on torch reports its steps.
 
     data = batches()
     net = model()
@@ -391,6 +395,16 @@ def test_closure_that_runs_again_is_one_update() -> None:
     )
     assert len(report.updates) == 1
     assert report.right, report
+
+
+def test_step_that_raised_is_said() -> None:
+    data = batches()
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with recording(optimizer) as record, pytest.raises(ZeroDivisionError):
+        optimizer.step(lambda: 1 / 0)
+    with pytest.raises(gradaccum.UsageError, match="a step that raised"):
+        record.report(lambda x, y: loss_fn(net(x), y), data)
 
 
 @pytest.mark.parametrize("output", [SimpleNamespace, dict])
