@@ -104,6 +104,9 @@ QUESTIONS = {
     "torch_workers": Entry(
         "torch: one window of 2 workers, float32, AdamW", ("torch",)
     ),
+    "torch_slow_link": Entry(
+        "torch: one window of 2 workers over a slow network, float32, SGD", ("torch",)
+    ),
     "torch_narrow": Entry(
         "torch: one window of 32 micro-batches, bfloat16 gradients summed in"
         " float32, SGD",

@@ -6,7 +6,8 @@ tests compare them with what was counted, for torch at up to 1024 workers. The t
 arithmetic, not measurements: a collective of B bytes over W workers takes 2 log2(W)
 latencies and 2 (W - 1) / W * B / bandwidth (Thakur, Rabenseifner and Gropp, 2005,
 "Optimization of Collective Communication Operations in MPICH"), a reduce-scatter or an
-all-gather half of both. Nothing else is under way meanwhile.
+all-gather half of both. Nothing else is under way meanwhile; under a backward pass that takes
+longer, only the last bucket and the numbers are waited for.
 """
 
 from __future__ import annotations
@@ -82,6 +83,18 @@ def all_reduced_once(window: Window) -> Law:
     return {("allreduce", window.workers): sent}
 
 
+def all_reduced_in_buckets(window: Window) -> Law:
+    """torch: where large sums are reduced under the window's last backward pass. A vote
+    of 35 integers comes before them, the numbers come after them, and say besides which
+    parameters a worker contributed to.
+    """
+    sent = all_reduced_once(window)["allreduce", window.workers]
+    numbers = 4 * 35 + 8 * (1 + window.tensors)
+    return {
+        ("allreduce", window.workers): Sent(sent.collectives + 1, sent.bytes + numbers)
+    }
+
+
 def reduced_in_two(window: Window) -> Law:
     """MindSpore: the weight, the loss, flags, which optimizer it is, and each worker's
     learning rate; then the sums.
@@ -140,11 +153,13 @@ S bytes of gradients in n tensors: L large ones alone, the others in B buckets o
 25 MiB. N micro-batches, W workers, R copies of the model, U calls of fully_shard.
 """
 ONCE = "DistributedDataParallel"
+UNDER_PASS = "DDP, under the last pass"
 EACH = "reduced in each micro-batch"
 WAYS = {
     way.name: way
     for way in (
         Way(ONCE, all_reduced_once, "1 + B + L", "S + 8*(38 + n)"),
+        Way(UNDER_PASS, all_reduced_in_buckets, "2 + B + L", "S + 452 + 16*n"),
         Way(
             "FSDP2, micro_batch",
             sharded(lambda window: window.steps, lambda window: window.steps, told=0),

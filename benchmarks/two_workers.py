@@ -10,7 +10,7 @@ import datetime
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -40,11 +40,16 @@ Builder = Callable[[bool], Iterator[Built]]
 
 
 @contextmanager
-def second_worker(builder: Builder, quick: bool) -> Iterator[Callable[[str], None]]:
-    """Start it, and join it; gives a function that writes a line to it."""
+def second_worker(
+    builder: Builder, quick: bool, prefix: Sequence[str] = ()
+) -> Iterator[Callable[[str], None]]:
+    """Start it, and join it; gives a function that writes a line to it. `prefix` stands
+    before the second worker's command.
+    """
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
         command = [
+            *prefix,
             sys.executable,
             "-m",
             "benchmarks.two_workers",

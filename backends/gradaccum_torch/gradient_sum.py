@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Protocol
+from functools import partial
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from gradaccum.kit import Options
 from gradaccum_torch.arithmetic import add, all_finite, sum_dtype
 from gradaccum_torch.gradient_watch import GradientWatch, WatchedGradient
-from gradaccum_torch.torch_private.names import untraced
+from gradaccum_torch.torch_private.names import keep_own, untraced
 
 Gradients = dict[Tensor, Tensor]
 """The gradient of each parameter that has one."""
@@ -47,6 +49,49 @@ class GradientSum:
 
     def expect_window(self, size: object) -> None:
         """Prepare for a next window of this size."""
+
+    def follow_additions(self, gradient_added: Callable[[Tensor], None] | None) -> bool:
+        """Call a function with each parameter whose gradient autograd has just added to
+        the sum, or no longer; return False if it is `step` that adds.
+        """
+        if gradient_added is None:
+            self.watch.move_gradient = None
+            return True
+
+        def gradient_arrived(watched: WatchedGradient) -> None:
+            gradient_added(watched.parameter)
+
+        untraced(gradient_arrived)
+        self.watch.move_gradient = gradient_arrived
+        return True
+
+    def take(self, parameter: Tensor) -> Tensor | None:
+        """Remove the sum of a parameter, and return it in memory of its own; None if
+        there is none, or a sparse one.
+        """
+        total = parameter.grad
+        if total is None or total.is_sparse:
+            return None
+        keep_own(parameter)
+        total = parameter.grad
+        parameter.grad = None
+        self.watch.note(parameter)
+        return total
+
+    def put_back(self, gradients: Gradients) -> list[RemovableHandle]:
+        """Show the reduced sums of a window, which nothing may be added to.
+
+        Returns the handles of hooks that begin a new sum for another backward pass.
+        """
+        handles: list[RemovableHandle] = []
+        for parameter, total in gradients.items():
+            if parameter.grad is None and parameter.requires_grad:
+                parameter.grad = total
+                self.watch.note(parameter)
+                begin = partial(_begin_new_sum, self.watch, parameter, total)
+                handle = parameter.register_hook(begin)  # type: ignore[no-untyped-call]
+                handles.append(cast(RemovableHandle, handle))
+        return handles
 
     def add_micro_batch(self, guard: UpdateGuard) -> bool:
         """Add the micro-batch to the sum; return False if it was dropped.
@@ -88,6 +133,18 @@ class GradientSum:
         self.clear()
 
 
+def _begin_new_sum(
+    watch: GradientWatch, parameter: Tensor, total: Tensor, gradient: Tensor
+) -> None:
+    """Move a reduced sum out of the way of a gradient that comes next."""
+    if parameter.grad is total:
+        parameter.grad = None
+        watch.note(parameter)
+
+
+untraced(_begin_new_sum)
+
+
 class SumInBuffers(GradientSum):
     """The sum is in buffers, to which ``step`` moves each micro-batch.
 
@@ -109,6 +166,18 @@ class SumInBuffers(GradientSum):
         """What is in ``.grad`` beside the window, while the inner optimizer has the
         window's gradient there.
         """
+
+    def follow_additions(self, gradient_added: Callable[[Tensor], None] | None) -> bool:
+        return False
+
+    def take(self, parameter: Tensor) -> Tensor | None:
+        total = self.buffers.get(parameter)
+        if total is None or total.is_sparse:
+            return None
+        return self.buffers.pop(parameter)
+
+    def put_back(self, gradients: Gradients) -> list[RemovableHandle]:
+        return []
 
     def prepare_update(self, gradients: Gradients) -> None:
         self.buffers = gradients
@@ -216,6 +285,7 @@ class SumOnArrival(SumInBuffers):
         """No gradient stays: several micro-batches are delivered one after the
         other.
         """
+        self._gradient_added: Callable[[Tensor], None] | None = None
 
     @property
     def is_beside_grad(self) -> bool:  # type: ignore[override]
@@ -234,6 +304,11 @@ class SumOnArrival(SumInBuffers):
             untraced(move)
             self.watch.move_gradient = move
 
+    def follow_additions(self, gradient_added: Callable[[Tensor], None] | None) -> bool:
+        moves = self.watch.move_gradient is not None
+        self._gradient_added = gradient_added if moves else None
+        return moves
+
     def move(self, watched: WatchedGradient) -> None:
         """Move the gradient that has arrived, or the one that stayed if that is
         larger.
@@ -251,6 +326,8 @@ class SumOnArrival(SumInBuffers):
             self.add_gradient(moved.parameter, moved.parameter.grad)
             moved.parameter.grad = None
             moved.note()
+            if self._gradient_added is not None:
+                self._gradient_added(moved.parameter)
 
     def add_micro_batch(self, guard: UpdateGuard) -> bool:
         self._staying = None

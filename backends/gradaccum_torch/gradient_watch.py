@@ -227,6 +227,12 @@ class GradientWatch:
                 watched.note()
         self.new_gradients.clear()
 
+    def note(self, parameter: Tensor) -> None:
+        """Take the ``.grad`` of one parameter as it is now for autograd's."""
+        watched = self._watched.get(id(parameter))
+        if watched is not None:
+            watched.note()
+
     def is_intact(self) -> bool:
         """True if every ``.grad`` is as autograd left it."""
         if self.change is not None:

@@ -185,6 +185,7 @@ class Window:
         self._carry_over(self.gradient_sum, gradient_sum)
         self.gradient_sum = gradient_sum
         self.expect_window()
+        self.expect_micro_batch()
 
     def _carry_over(self, old_sum: GradientSum, new_sum: GradientSum) -> None:
         """Move the sum, and what has arrived of a micro-batch, to a new place."""
@@ -216,6 +217,23 @@ class Window:
         if not self.state.micro_step:
             size = checks.known_window_size(self.options, self.updates)
         self.gradient_sum.expect_window(size)
+
+    def expect_micro_batch(self) -> None:
+        """Say to the workers whether the next micro-batch is known to end the window.
+
+        In a window of one micro-batch only `backward` says that a pass is for this
+        optimizer: the pass of a GAN's generator brings gradients to the discriminator
+        too, which are cleared again.
+        """
+        if not self.workers.several:
+            return
+        micro_step = self.state.micro_step
+        size = self.size
+        if not micro_step:
+            size = checks.known_window_size(self.options, self.updates)
+        is_last = isinstance(size, int) and micro_step == size - 1
+        is_announced = micro_step > 0 or self.micro_batch.has_loss
+        self.workers.expect_micro_batch(self.gradient_sum, is_last and is_announced)
 
     # A micro-batch.
 
@@ -322,6 +340,8 @@ class Window:
             is_first and not self.has_new_gradient and not self.watch.holds_gradients()
         )
         passes = PASSES[0]
+        if not self.state.micro_step and factor:
+            self.expect_micro_batch()
         try:
             FACTORS.append(factor)
             try:
@@ -329,7 +349,10 @@ class Window:
             finally:
                 FACTORS.pop()
         except BaseException:
-            if is_undoable:
+            if self.workers.is_reducing:
+                # The others add up what came before it.
+                self.update.is_broken = True
+            elif is_undoable:
                 self._clear_gradients()
                 PASSES[0] = passes
             elif self.has_new_gradient:
@@ -426,7 +449,10 @@ class Window:
         for micro_batch_added in self.micro_batch_handlers:
             micro_batch_added(micro_batch, added_weight)
         self.update.is_broken = False
-        return bool(kit.ends(self.state, self.size, select))
+        is_full = bool(kit.ends(self.state, self.size, select))
+        if not is_full:
+            self.expect_micro_batch()
+        return is_full
 
     def _forget_micro_batch(self) -> None:
         self.micro_batch = MicroBatch()
@@ -531,6 +557,8 @@ class Window:
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Clear ``.grad`` where it holds no part of the sum."""
+        if self.workers.is_reducing:
+            raise checks.unfinished_error("zero_grad()")
         if self.state.micro_step and not self.gradient_sum.is_beside_grad:
             if self.has_new_gradient:
                 raise checks.unfinished_error("zero_grad()")
@@ -685,6 +713,7 @@ class Window:
         self.workers.window_ended()
         self.watch.compares_norms = False
         self.expect_window()
+        self.expect_micro_batch()
         if self.scaler is not None:
             self.scaler.window_closed(self.state, decision.overflow)
         for extension in self.extensions:
@@ -711,7 +740,7 @@ class Window:
         micro_step = self.state.micro_step
         if self.watch.is_running and not self.options.separate_sums:
             raise checks.interrupted_error()
-        if self.micro_batch.has_loss:
+        if self.micro_batch.has_loss or self.workers.is_reducing:
             raise checks.unfinished_error("flush()")
         if micro_step and not self.options.separate_sums:
             self._require_counted("flush()", is_flush=True)
@@ -807,6 +836,8 @@ class Window:
         self.require_own_sum("state_dict()")
         if self.watch.is_running and not self.gradient_sum.is_beside_grad:
             raise checks.interrupted_error()
+        if self.workers.is_reducing:
+            raise checks.unfinished_error("state_dict()")
         if self.state.micro_step and not self.gradient_sum.is_beside_grad:
             if self.micro_batch.has_loss:
                 raise checks.unfinished_error("state_dict()")

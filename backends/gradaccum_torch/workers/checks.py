@@ -394,6 +394,17 @@ def sparse_error() -> UsageError:
     )
 
 
+def discarded_error() -> UsageError:
+    return explain(
+        UsageError,
+        "the end of a window",
+        expected="every worker to end the window whose sums are being added up",
+        found="a worker that called discard() after its last backward pass had begun",
+        fix="Call opt.discard() on every worker. To leave out a micro-batch of one"
+        " worker, give its loss with weight=0.",
+    )
+
+
 def unequal_copies_error() -> UsageError:
     return explain(
         UsageError,

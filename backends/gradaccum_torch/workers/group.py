@@ -7,16 +7,18 @@ and a worker without a sum adds zeros. Then the sums are added up, small ones to
 A parameter that is sharded over the same workers has the gradient of all items on each.
 Its sum is left as it is, and its norm is that of all shards.
 
-No backward pass is known to be the last, so the reduction begins after it. A worker
-that runs out of data calls ``flush``, and takes part in the windows of the others until
-they flush too.
+Where the window's last micro-batch is known, large sums are reduced under its backward
+pass; see `overlap`. Otherwise the reduction begins at the window's end. A worker that
+runs out of data calls ``flush``, and takes part in the windows of the others until they
+flush too.
 """
 
 from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import final
 
 import torch
@@ -25,19 +27,16 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from gradaccum import UsageError, kit
-from gradaccum.kit import Options, State
+from gradaccum.kit import Options, State, UntilWeight
 from gradaccum_torch.arithmetic import sum_dtype
-from gradaccum_torch.gradient_sum import Gradients, UpdateGuard
+from gradaccum_torch.gradient_sum import Gradients, GradientSum, UpdateGuard
 from gradaccum_torch.torch_private import names
 from gradaccum_torch.workers import checks
 from gradaccum_torch.workers.interface import ReducedWindow, Workers
+from gradaccum_torch.workers.overlap import Ballot, Overlap, buckets
 
-BUCKET_BYTES = 25 * 2**20
-"""The size of `DistributedDataParallel`'s buckets."""
-LARGE_BYTES = 4 * 2**20
-"""From here on a collective of its own costs less than packing and unpacking (measured
-with gloo, two processes).
-"""
+IS_DISCARDED = True
+"""Says that a worker has discarded the window whose sums are being reduced."""
 CLOSE = 1e-3
 """The relative difference of norms up to which gradients may be copies: kernels round.
 """
@@ -69,6 +68,11 @@ class WorkerGroup(Workers):
         self.number = OPTIMIZERS.get(group.group_name, 0)
         """How many optimizers of this group were wrapped before this one."""
         OPTIMIZERS[group.group_name] = self.number + 1
+        self.overlap = Overlap(group, self._sum_dtype, self._ballot)
+        self.is_plan_outdated = False
+        """The parameters of this worker have changed since the buckets were planned."""
+        self.number_count = 0
+        """How many numbers the extensions had in the last window."""
         self.parameters_changed()
 
     def parameters(self) -> list[Tensor]:
@@ -85,6 +89,12 @@ class WorkerGroup(Workers):
         """A fingerprint of this optimizer and its parameters, the same on each
         worker.
         """
+        self.is_plan_outdated = True
+        self.overlap.forget()
+        self.overlap.disarm()
+
+    def _sum_dtype(self, parameter: Tensor) -> torch.dtype:
+        return sum_dtype(parameter, self.options.accumulate_dtype)
 
     def take_part(self) -> None:
         """Keep the module from reducing by itself for as long as this object lives."""
@@ -119,6 +129,62 @@ class WorkerGroup(Workers):
         finally:
             self.is_flushing = False
 
+    # The reduction under the last backward pass.
+
+    @property
+    def is_reducing(self) -> bool:  # type: ignore[override]
+        return self.overlap.reduction is not None
+
+    def _can_overlap(self) -> bool:
+        """True if a window's last micro-batch may be known, and nothing has to look at
+        this worker's sums after it. The same on all workers.
+        """
+        options = self.options
+        is_length_known = options.steps is not None
+        is_length_known = is_length_known and not isinstance(options.steps, UntilWeight)
+        looks_at_sums = options.on_overflow == "drop_micro_batch"
+        looks_at_sums = looks_at_sums or options.separate_sums
+        has_shards = any(names.is_sharded(each) for each in self.parameters())
+        return is_length_known and not looks_at_sums and not has_shards
+
+    def _rates(self) -> list[float]:
+        return [float(group.get("lr", 0.0)) for group in self.optimizer.param_groups]
+
+    def _ballot(self, is_open: bool = True) -> Ballot:
+        bits = kit.rate_bits(self.mark, *self._rates())
+        return Ballot(is_open, self.is_flushing, self.is_plan_outdated, bits)
+
+    def expect_micro_batch(self, gradient_sum: GradientSum, is_last: bool) -> None:
+        if is_last and self.overlap.is_used and self.size > 1:
+            self.overlap.arm(gradient_sum)
+        else:
+            self.overlap.disarm()
+
+    def window_ended(self) -> None:
+        self.overlap.disarm()
+        if self.is_reducing:
+            self._abandon()
+
+    def _abandon(self) -> None:
+        """Bring a reduction to its end in which the others wait for this worker, whose
+        window was discarded.
+        """
+        nothing = kit.initial_state(1.0)
+        reduction = self.overlap.begin()
+        # A worker that is gone cannot be waited for, and nothing is left to be kept.
+        with suppress(RuntimeError, UsageError):
+            if reduction.is_agreed:
+                reduction.finish({})
+                others = [0.0] * (len(self.parameters()) + self.number_count)
+                self._add_numbers(nothing, {}, [IS_DISCARDED, *others])
+            elif reduction.is_open:
+                numbers = [0.0] * self.number_count
+                window, counts = self._add_numbers(nothing, {}, numbers)
+                self._add_sums(window, counts)
+        self.overlap.end()
+
+    # The reduction at the end of a window.
+
     def all_reduce(
         self,
         state: State,
@@ -133,25 +199,101 @@ class WorkerGroup(Workers):
             self.all_flush = self.is_flushing
             return super().all_reduce(state, gradients, numbers, guard, part)
         try:
-            window, counts = self._add_numbers(state, gradients, numbers)
-            if window.is_open:
-                window = self._add_sums(window, counts, guard)
-                if self.module is not None and part is None:
-                    names.send_buffers(self.module)
+            if self.overlap.is_used:
+                reduce = self._reduce_in_buckets
+            else:
+                reduce = self._reduce_at_once
+            window = reduce(state, gradients, numbers, guard)
+            if window.is_open and self.module is not None and part is None:
+                names.send_buffers(self.module)
             return window
-        except UsageError:  # Raised on every worker, before any sum has changed.
+        except UsageError:  # Raised on every worker.
             raise
         except RuntimeError as error:
             raise kit.missing_worker_error(state, self.rank) from error
+        finally:
+            self.overlap.end()
+
+    def _reduce_at_once(
+        self,
+        state: State,
+        gradients: Gradients,
+        numbers: Sequence[float],
+        guard: UpdateGuard,
+    ) -> ReducedWindow:
+        window, counts = self._add_numbers(state, gradients, numbers)
+        if not window.is_open:
+            return window
+        window = self._add_sums(window, counts, guard)
+        self._window_reduced(counts, numbers)
+        return window
+
+    def _reduce_in_buckets(
+        self,
+        state: State,
+        gradients: Gradients,
+        numbers: Sequence[float],
+        guard: UpdateGuard,
+    ) -> ReducedWindow:
+        """Reduce as all workers have voted, some of them under their last backward
+        pass.
+        """
+        reduction = self.overlap.begin(self._ballot(state.micro_step > 0))
+        self.all_flush = reduction.flushing_workers == self.size
+        if not reduction.is_open:
+            return ReducedWindow(gradients, 0.0, False, False, ())
+        if not reduction.is_agreed:
+            return self._reduce_at_once(state, gradients, numbers, guard)
+        guard.is_broken = True
+        rest = reduction.finish(gradients)
+        parameters = self.parameters()
+        has_contributed = [id(each) in reduction.contributions for each in parameters]
+        window, rest_counts = self._add_numbers(
+            state, rest, [not IS_DISCARDED, *has_contributed, *numbers]
+        )
+        discarded, *added = window.numbers
+        if discarded:
+            raise checks.discarded_error()
+        contributions = added[: len(parameters)]
+        window = window._replace(numbers=added[len(parameters) :])
+        # What came after its bucket was reduced: of another backward pass, or of a
+        # parameter that had no gradient before.
+        window = self._add_sums(window, rest_counts, guard)
+        totals: Gradients = {}
+        counts: list[int] = []
+        for parameter, contributed, rest_count in zip(
+            parameters, contributions, rest_counts, strict=True
+        ):
+            counts.append(int(contributed) + rest_count)
+            if contributed and rest_count:
+                total = reduction.reduced[parameter] + window.gradients[parameter]
+            elif contributed:
+                total = reduction.reduced[parameter]
+            elif rest_count:
+                total = window.gradients[parameter]
+            else:
+                continue
+            totals[parameter] = total
+        self._window_reduced(counts, numbers)
+        return window._replace(gradients=totals)
+
+    def _window_reduced(self, counts: Sequence[int], numbers: Sequence[float]) -> None:
+        self.number_count = len(numbers)
+        self.is_plan_outdated = False
+        if self._can_overlap():
+            self.overlap.plan(self.parameters(), counts)
 
     def _add_numbers(
-        self, state: State, gradients: Gradients, numbers: Sequence[float]
+        self,
+        state: State,
+        gradients: Gradients,
+        numbers: Sequence[float],
     ) -> tuple[ReducedWindow, list[int]]:
         """Return the window with the numbers of all workers, and by parameter how many
         workers have a sum.
         """
         parameters = self.parameters()
-        rates = [float(group.get("lr", 0.0)) for group in self.optimizer.param_groups]
+        rates = self._rates()
         bits = kit.rate_bits(self.mark, *rates)
         has_sparse = any(total.is_sparse for total in gradients.values())
         worker_numbers = [
@@ -181,7 +323,10 @@ class WorkerGroup(Workers):
 
     @torch.no_grad()
     def _add_sums(
-        self, window: ReducedWindow, counts: list[int], guard: UpdateGuard
+        self,
+        window: ReducedWindow,
+        counts: list[int],
+        guard: UpdateGuard | None = None,
     ) -> ReducedWindow:
         totals: Gradients = {}
         for parameter, count in zip(self.parameters(), counts, strict=True):
@@ -190,11 +335,11 @@ class WorkerGroup(Workers):
             total = window.gradients.get(parameter)
             if total is None:
                 # A worker without a sum that others have adds zeros.
-                dtype = sum_dtype(parameter, self.options.accumulate_dtype)
-                total = torch.zeros_like(parameter, dtype=dtype)
+                total = torch.zeros_like(parameter, dtype=self._sum_dtype(parameter))
             totals[parameter] = total
         self._require_equal_copies(list(totals.values()))
-        guard.is_broken = True
+        if guard is not None:
+            guard.is_broken = True
         copies = [each for each in totals.values() if not names.is_sharded(each)]
         for bucket in buckets(copies):
             all_reduce_together(bucket, self.group)
@@ -227,29 +372,6 @@ class WorkerGroup(Workers):
 
 OPTIMIZERS: dict[str, int] = {}
 """How many optimizers were wrapped for the workers of a process group, by its name."""
-
-
-def buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield the tensors that travel together: a large one alone, small ones of one
-    dtype and device.
-    """
-    bucket: list[Tensor] = []
-    size = 0
-    for tensor in tensors:
-        # By the size alone, which is the same on every worker, as a layout may not be.
-        if tensor.nbytes >= LARGE_BYTES:
-            yield [tensor]
-            continue
-        first = bucket[0] if bucket else tensor
-        is_alike = (tensor.dtype, tensor.device) == (first.dtype, first.device)
-        if not is_alike or size + tensor.nbytes > BUCKET_BYTES:
-            yield bucket
-            bucket = []
-            size = 0
-        bucket.append(tensor)
-        size += tensor.nbytes
-    if bucket:
-        yield bucket
 
 
 def all_reduce_together(tensors: list[Tensor], group: dist.ProcessGroup) -> None:

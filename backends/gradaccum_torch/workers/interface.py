@@ -50,6 +50,8 @@ class Workers:
     """The process group of the workers; None: this worker is alone, or a mesh of
     several groups shares its parameters.
     """
+    is_reducing = False
+    """The sums of the window under way are no longer those of this worker alone."""
     stages: Stages | None = None
     """The other stages of a pipeline, which share the norm of the window."""
     make_gradient_sum: MakeGradientSum | None = None
@@ -95,6 +97,12 @@ class Workers:
 
     def take_part(self) -> None:
         """Begin to share windows, once nothing can refuse the optimizer any more."""
+
+    def expect_micro_batch(self, gradient_sum: GradientSum, is_last: bool) -> None:
+        """Prepare for the next micro-batch, which adds to `gradient_sum`.
+
+        - `is_last`: it is known to end the window, and its backward passes come next.
+        """
 
     def window_ended(self) -> None:
         """Begin the next window."""

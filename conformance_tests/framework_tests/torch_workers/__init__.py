@@ -2,7 +2,15 @@
 micro-batches. Each check has its own line in the report.
 """
 
-from . import engines, loop_checks, process_groups, refusals, sharded, windows
+from . import (
+    engines,
+    loop_checks,
+    overlapping,
+    process_groups,
+    refusals,
+    sharded,
+    windows,
+)
 from .common import WORLD
 from .jobs import CHECKS
 
@@ -11,6 +19,7 @@ __all__ = [
     "WORLD",
     "engines",
     "loop_checks",
+    "overlapping",
     "process_groups",
     "refusals",
     "sharded",
