@@ -247,16 +247,29 @@ def solve_update(gradients: Any, update: Any) -> SolvedUpdate:
     """
 
     def rest_of(coefficients: Sequence[float]) -> tuple[list[float], float]:
-        """Return the products of the gradients with what is left of the update, and
-        its norm.
-        """
         rest = update
         for coefficient, gradient in zip(coefficients, gradients, strict=True):
             rest = rest - coefficient * gradient
         return (gradients @ rest).tolist(), math.sqrt(float(rest @ rest))
 
     gram = (gradients @ gradients.T).tolist()
-    count, elements = gradients.shape
+    return solve_coefficients(gram, rest_of, gradients.shape[1])
+
+
+def solve_coefficients(
+    gram: Sequence[Sequence[float]],
+    rest_of: Callable[[Sequence[float]], tuple[Sequence[float], float]],
+    elements: int,
+) -> SolvedUpdate:
+    """Return the coefficients c of the sum(c_k g_k) that is nearest to a vector v.
+
+    Args:
+        gram: the products of the g_k with each other.
+        rest_of: returns for coefficients the products of the g_k with
+            v - sum(c_k g_k), and the norm of that rest.
+        elements: how many numbers v has.
+    """
+    count = len(gram)
     norms = [math.sqrt(max(gram[k][k], 0.0)) for k in range(count)]
     products, norm = rest_of([0.0] * count)
     used = [k for k in range(count) if norms[k] > 0]

@@ -115,6 +115,7 @@ class _Examination:
             ROUNDING_LIMIT,
             tuple(partition.words for partition in self._bench.partitions),
             self._notes(),
+            self._bench.coefficients(self._conditions or experiments.TRAINING),
         )
 
     def _take(self, finding: experiments.Finding) -> None:

@@ -22,6 +22,7 @@ from gradaccum.verification.measuring import (
     Gradients,
     Way,
     cut,
+    difference,
     moved,
 )
 from gradaccum.verification.report import Cause
@@ -234,7 +235,7 @@ def _error(
         parts = tuple(items[start::steps] for start in range(steps))
     else:
         parts = cut(items, len(items) // steps)
-    return _difference(
+    return difference(
         bench.accumulated(parts, conditions), bench.large(conditions).gradients
     )
 
@@ -252,20 +253,6 @@ def _is_counted(
     return bench.norm(four) > room and all(
         bench.norm(gradient) <= min(room, bench.norm(four) / FOUR) for gradient in off
     )
-
-
-def _difference(a: Gradients, b: Gradients) -> dict[str, Gradient]:
-    names = [*a, *(name for name in b if name not in a)]
-    return {
-        name: (
-            a[name] - b[name]
-            if name in a and name in b
-            else a[name] * 1.0
-            if name in a
-            else b[name] * -1.0
-        )
-        for name in names
-    }
 
 
 def by_place(bench: Bench, conditions: Conditions, names: Sequence[str]) -> bool:

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from gradaccum.loop_check import solve_coefficients
 from gradaccum.options import Reduction
 from gradaccum.splitting import size_for
 from gradaccum.verification.subject import Conditions, Gradient, Items, Run, Subject
@@ -131,6 +132,53 @@ class Way(NamedTuple):
         return [weight / total for weight in weights]
 
 
+class Coefficients(NamedTuple):
+    """The sum of the micro-batches that comes nearest to the large batch."""
+
+    best: tuple[float, ...]
+    """By micro-batch, what its gradient is to be multiplied by."""
+    used: tuple[float, ...]
+    """By micro-batch, what accumulation multiplies its gradient by."""
+    unexplained: float
+    """||g - sum(c_k g_k)|| / sum(||c_k g_k||) with the best coefficients c_k, where g
+    is the large batch's gradient: about a rounding where coefficients alone are wrong.
+    """
+    is_certain: bool
+    """False: so much is unexplained that the coefficients mean nothing."""
+
+    @property
+    def differ(self) -> bool:
+        """True if the best coefficients are not those that are used."""
+        largest = max(map(abs, self.best))
+        return not self.is_certain or any(
+            abs(best - used) > EQUAL * largest
+            for best, used in zip(self.best, self.used, strict=True)
+        )
+
+    def __str__(self) -> str:
+        if not self.is_certain:
+            return (
+                "No coefficients of the micro-batches give the large batch's gradient:"
+                f" the best ones leave {self.unexplained:.2g} of it unexplained."
+            )
+        pairs = ", ".join(
+            f"{best:.3g} ({used:.3g})"
+            for best, used in zip(self.best, self.used, strict=True)
+        )
+        return (
+            "Best coefficients of the micro-batches, and in parentheses yours:"
+            f" {pairs}. They leave {self.unexplained:.1g} of the gradient unexplained."
+        )
+
+
+EQUAL = 1e-4
+"""The relative difference up to which coefficients are shown as the same."""
+COEFFICIENT_ERROR = 0.02
+"""The uncertainty up to which coefficients mean something: a part of the largest
+one.
+"""
+
+
 class Bench:
     """One batch of a subject under comparison: `steps` micro-batches of the first
     partition, added up by `way`.
@@ -229,6 +277,48 @@ class Bench:
             ]
         return left
 
+    def coefficients(self, conditions: Conditions) -> Coefficients | None:
+        """Return the coefficients by which the micro-batches of training come nearest
+        to the large batch; None if their gradients do not tell.
+
+        Each parameter counts in its units, so that large gradients do not hide small
+        ones.
+        """
+        parts = self.partitions[0].parts
+        runs = self.subject.window(parts, conditions)
+        large = self.large(conditions)
+        units = self.units(conditions)
+
+        def product(a: Gradients, b: Gradients) -> float:
+            return math.fsum(
+                self.subject.dot(a[name], b[name]) / units[name] / units[name]
+                for name in a.keys() & b.keys()
+                if units[name]
+            )
+
+        def rest_of(values: Sequence[float]) -> tuple[list[float], float]:
+            rest = difference(large.gradients, combined(runs, values))
+            products = [product(run.gradients, rest) for run in runs]
+            return products, math.sqrt(product(rest, rest))
+
+        gram = [
+            [product(one.gradients, other.gradients) for other in runs] for one in runs
+        ]
+        elements = sum(
+            self.subject.precision(name).elements for name in large.gradients
+        )
+        try:
+            solved = solve_coefficients(gram, rest_of, elements)
+        except (OverflowError, ValueError):  # Of gradients that are not finite.
+            return None
+        is_certain = solved.uncertainty <= COEFFICIENT_ERROR
+        if not is_certain and not solved.unexplained > COEFFICIENT_ERROR:
+            return None
+        factors = self.way.factors(parts, runs, self.way.weight(self.items, large))
+        return Coefficients(
+            solved.coefficients, tuple(factors), solved.unexplained, is_certain
+        )
+
     def norm(self, gradient: Gradient) -> float:
         """Return the 2-norm; inf for NaN."""
         square = self.subject.dot(gradient, gradient)
@@ -301,6 +391,20 @@ def combined(runs: Sequence[Run], factors: Sequence[float]) -> dict[str, Gradien
             term = gradient * factor
             made[name] = made[name] + term if name in made else term
     return made
+
+
+def difference(a: Gradients, b: Gradients) -> dict[str, Gradient]:
+    names = [*a, *(name for name in b if name not in a)]
+    return {
+        name: (
+            a[name] - b[name]
+            if name in a and name in b
+            else a[name] * 1.0
+            if name in a
+            else b[name] * -1.0
+        )
+        for name in names
+    }
 
 
 def moved(errors: Mapping[str, float]) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 from gradaccum.errors import ArgumentTypeError, BackendNotFoundError, explain, imported
 from gradaccum.nests import leaves_of
 from gradaccum.registry import BACKENDS, TYPES, available_backends, load_backend, owners
+from gradaccum.verification.measuring import Coefficients
 
 PAGE = "gradaccum/VERIFY.md"
 """The page with a section for each kind of cause."""
@@ -58,6 +59,10 @@ class VerificationReport:
     """The partitions and orders of the batch that were compared, in words."""
     notes: tuple[str, ...] = ()
     """What is no mistake, but good to know."""
+    coefficients: Coefficients | None = None
+    """The best coefficients of the micro-batches, with what was a cause before put
+    aside; None if their gradients do not tell them apart.
+    """
 
     @property
     def moved(self) -> tuple[str, ...]:
@@ -82,6 +87,9 @@ class VerificationReport:
                 f"  Parameters that moved, in units of rounding (up to {self.limit:g}"
                 f" is rounding alone): {shown}{more}"
             )
+        coefficients = self.coefficients
+        if coefficients is not None and coefficients.differ and not self.equivalent:
+            lines.append(f"  {coefficients}")
         if self.causes:
             lines.append(f"  More about each cause: {PAGE}.")
         return "\n".join(lines)
@@ -100,6 +108,8 @@ class VerificationReport:
                 name: value if math.isfinite(value) else "inf"
                 for name, value in content[field].items()
             }
+        if self.coefficients is not None:
+            content["coefficients"] = self.coefficients._asdict()
         return json.dumps({**content, "moved": list(self.moved)}, indent=2)
 
     def table(self) -> Any:
