@@ -112,6 +112,7 @@ def test_program_from_a_file(mode: str, tmp_path: Path) -> None:
     assert not warnings_in(said)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("mode", MODES)
 def test_recipe_in_chinese(mode: str, tmp_path: Path) -> None:
     """The page's programs follow one another in one file."""

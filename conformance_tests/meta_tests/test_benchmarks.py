@@ -31,7 +31,6 @@ from benchmarks.readme import PLOT, write_readme
 from benchmarks.report import write_report
 from benchmarks.rounds import WARM_UP, Plan, measure
 from benchmarks.run_question import _drawn, _timed
-from gradaccum_conformance.deep import deep_but
 
 ROOT = Path(__file__).parents[2]
 PNG = b"\x89PNG"
@@ -267,7 +266,8 @@ def learned(framework: str) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.parametrize("framework", deep_but((next(iter(FRAMEWORKS)),), FRAMEWORKS))
+@pytest.mark.deep
+@pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_only_gradaccum_matches_large_batch(framework: str) -> None:
     """Every contestant learns. In a process of its own, as a benchmark runs:
     MindSpore's compiler remembers other tests' graphs.
@@ -347,6 +347,7 @@ def require_as_measured(page: list[Row], measured: list[Row]) -> None:
             ), (told, found)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("framework", everyday.FRAMEWORKS)
 def test_everyday_loops_end_as_the_page_says(framework: str) -> None:
     """What is careful is the large batch; what is not is far from it. Accelerate's rows

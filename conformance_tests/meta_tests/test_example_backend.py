@@ -17,6 +17,7 @@ def site(tmp_path):
     return tmp_path
 
 
+@pytest.mark.deep
 def test_example_passes_the_suite(site) -> None:
     done = run_suite(site)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]

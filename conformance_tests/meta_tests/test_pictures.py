@@ -31,6 +31,7 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("file", PICTURES)
 def test_picture_is_of_today(file: str, drawn: Path) -> None:
     """Draw it anew by ``python -m benchmarks.pictures`` if it is not."""

@@ -92,6 +92,7 @@ def by_pyright(scripts: list[Path], folder: Path) -> set[Place]:
     }
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("checker", "marks"),
     [(by_mypy, ("  # wrong",)), (by_pyright, ("  # wrong", UNTYPED))],
@@ -128,6 +129,7 @@ FRAMEWORKS_OWN = (
 """What pyright finds in the front page's programs by the frameworks' own types."""
 
 
+@pytest.mark.deep
 def test_pyright_finds_nothing_in_the_front_page(tmp_path: Path) -> None:
     programs = {
         name: code for name, code in EXAMPLES.items() if name in available_backends()
