@@ -340,7 +340,8 @@ class Window:
             is_first and not self.has_new_gradient and not self.watch.holds_gradients()
         )
         passes = PASSES[0]
-        if not self.state.micro_step and factor:
+        is_announced = not self.state.micro_step and factor != 0
+        if self.workers.reduces_single_micro_batches and is_announced:
             self.expect_micro_batch()
         try:
             FACTORS.append(factor)

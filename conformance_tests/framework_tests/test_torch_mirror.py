@@ -397,31 +397,6 @@ def test_a_window_sends_what_the_law_says(program: str, workers: int) -> None:
         assert found == WAYS[way].law(window)
 
 
-@pytest.mark.parametrize(
-    ("tensors", "elements", "collectives"), [(30, 2**19, 3), (2, 2**20, 2), (1, 1, 1)]
-)
-def test_large_models_send_more_messages(
-    tensors: int, elements: int, collectives: int
-) -> None:
-    """Tensors of 2 MiB in buckets of 25, larger ones alone, after the numbers."""
-    with mirror(64) as calls:
-        parameters = [nn.Parameter(torch.zeros(elements)) for _ in range(tensors)]
-        opt = gradaccum.wrap(
-            torch.optim.SGD(parameters, lr=0.1), steps=1, process_group=dist.group.WORLD
-        )
-        for _ in range(2):
-            calls.clear()
-            opt.backward(sum(parameter.sum() for parameter in parameters))
-            opt.step()
-            opt.zero_grad()
-        found = {("allreduce", 64): counted(calls, "allreduce", 64)}
-    law = WAYS["DistributedDataParallel"].law(
-        Window(4 * tensors * elements, 64, 1, tensors)
-    )
-    assert found == law
-    assert law["allreduce", 64].collectives == 1 + collectives, "the numbers first"
-
-
 REDUCES = ("allreduce", "reduce_scatter")
 
 

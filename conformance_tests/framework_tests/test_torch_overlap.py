@@ -14,9 +14,12 @@ if not torch.distributed.is_available():
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import gradaccum
-from benchmarks.cost_law import UNDER_PASS, WAYS, Sent, Window
+from benchmarks.cost_law import ONCE, UNDER_PASS, WAYS, Sent, Window
+from conformance_tests.framework_tests.torch_fsdp import REASON, RUNS_ON_CPU
 from conformance_tests.framework_tests.torch_mirror import mirror
 
 
@@ -28,6 +31,7 @@ def test_window_sends_what_the_law_says(
     workers: int, tensors: int, elements: int, buckets: int
 ) -> None:
     """A vote, the buckets, and the numbers."""
+    sent: list[Sent] = []
     with mirror(workers) as calls:
         parameters = [nn.Parameter(torch.ones(elements)) for _ in range(tensors)]
         opt = gradaccum.wrap(
@@ -39,7 +43,36 @@ def test_window_sends_what_the_law_says(
             if index == 3:
                 assert len(calls) == 1 + buckets, "while the pass ran"
             opt.step()
-        sent = Sent(len(calls), sum(call.bytes for call in calls))
+            if index % 2:
+                sent.append(Sent(len(calls), sum(call.bytes for call in calls)))
     window = Window(4 * tensors * elements, workers, 2, tensors)
-    assert sent == WAYS[UNDER_PASS].law(window)["allreduce", workers]
+    laws = [WAYS[name].law(window)["allreduce", workers] for name in (ONCE, UNDER_PASS)]
+    assert sent == laws, "the first window finds out which gradients there are"
     assert all(bool((each == 0).all()) for each in parameters)
+
+
+@pytest.mark.skipif(not RUNS_ON_CPU, reason=REASON)
+def test_fsdp_reduces_under_the_last_pass() -> None:
+    """Where every worker has a gradient of each parameter before it."""
+    with mirror(4) as calls:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+        mesh = init_device_mesh("cpu", (4,))
+        for each in (model[0], model[2], model):
+            fully_shard(each, mesh=mesh)
+        opt = gradaccum.wrap(
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            steps=3,
+            module=model,
+            gradient_sync="window",
+        )
+        for index in range(5):
+            calls.clear()
+            opt.backward(model(torch.randn(3, 8)).square().mean())
+            names = [call.name for call in calls]
+            assert names.count("reduce_scatter") == (2 if index == 2 else 0)
+            opt.step()
+        calls.clear()
+        opt.flush()
+        names = [call.name for call in calls]
+        assert names.count("reduce_scatter") == 2, "after the pass that was not known"

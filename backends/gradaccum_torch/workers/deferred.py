@@ -1,9 +1,10 @@
 """FSDP2 with deferred reduction: it keeps the gradients of a window, and reduces them
 when the window ends.
 
-Nobody knows which backward pass is the last, so FSDP2 always waits, and reduces without
-one. Workers first tell each other which parameters have a gradient, and the others add
-zeros.
+Where a micro-batch is known to end the window, and all workers have a gradient of every
+parameter, FSDP2 reduces under its backward pass. Otherwise it reduces without a pass at
+the window's end: workers first tell each other which parameters have a gradient, and
+the others add zeros.
 """
 
 from __future__ import annotations
@@ -96,6 +97,8 @@ class Deferred:
         """What FSDP2 held when the last micro-batch was counted; None: a reduction
         failed, and nobody knows what it holds.
         """
+        self._reduces_under_pass = False
+        """The next backward pass reduces what FSDP2 keeps."""
         self._handles: dict[int, RemovableHandle] = {}
         forward_handles = self._look_after_forward()
         for unit in units:
@@ -112,6 +115,21 @@ class Deferred:
 
     def tell(self, watch: GradientWatch) -> None:
         self._notes.watch = watch
+
+    def expect_micro_batch(self, is_last: bool) -> None:
+        """Reduce under the next backward pass if it is the window's last, and every
+        worker has a gradient of each parameter, so that all reduce the same; collective
+        if `is_last`.
+        """
+        if is_last and self._waits_for_all:
+            here = [has for unit in self._units for has in self._here(unit)]
+            if all(self._compared(here, dist.ReduceOp.MIN)):
+                for unit in self._units:
+                    unit.sync = Sync(True, True, _FOUND[unit.group][0].unused)
+                self._reduces_under_pass = True
+        elif self._reduces_under_pass:
+            self._wait()
+            self._reduces_under_pass = False
 
     def count(self) -> None:
         """Count the micro-batch as a part of the sum.
@@ -147,6 +165,8 @@ class Deferred:
     def reduce(self) -> None:
         """Add what FSDP2 keeps to ``.grad``, reduced; collective."""
         self._require_kept()
+        if self._reduces_under_pass and not any(unit.held() for unit in self._units):
+            return self._forget()
         try:
             self._reduce_present()
         except RuntimeError as error:
@@ -161,7 +181,7 @@ class Deferred:
     def _reduce_present(self) -> None:
         trainable = [(unit, each) for unit in self._units for each in unit.trainable()]
         here = [has for unit in self._units for has in self._here(unit)]
-        anywhere = self._anywhere(here)
+        anywhere = self._compared(here, dist.ReduceOp.MAX)
         if not any(anywhere):
             return
         if self._waits_for_all:
@@ -224,13 +244,14 @@ class Deferred:
         around = unit.held() and self._notes.reached.isdisjoint(map(id, trainable))
         return [around or id(each) in self._notes.arrived for each in trainable]
 
-    def _anywhere(self, here: Sequence[bool]) -> list[bool]:
+    def _compared(
+        self, here: Sequence[bool], operation: dist.ReduceOp.RedOpType
+    ) -> list[bool]:
+        """Return whether any worker has each gradient (MAX), or all have (MIN)."""
         numbers = torch.tensor(here, dtype=torch.int32, device=self._mesh.device_type)
         for dimension in range(self._mesh.ndim):
-            dist.all_reduce(
-                numbers, dist.ReduceOp.MAX, group=self._mesh.get_group(dimension)
-            )
-        return [bool(some) for some in numbers.tolist()]
+            dist.all_reduce(numbers, operation, group=self._mesh.get_group(dimension))
+        return [bool(number) for number in numbers.tolist()]
 
     def _look_after_forward(self) -> list[RemovableHandle]:
         alive = weakref.ref(self)

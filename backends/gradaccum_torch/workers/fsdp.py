@@ -27,7 +27,7 @@ from gradaccum.kit import (
     require_same_rates,
 )
 from gradaccum_torch.arithmetic import multiply
-from gradaccum_torch.gradient_sum import Gradients, UpdateGuard
+from gradaccum_torch.gradient_sum import Gradients, GradientSum, UpdateGuard
 from gradaccum_torch.gradient_watch import delivering_zeros
 from gradaccum_torch.torch_private.fsdp import Unit, units_holding
 from gradaccum_torch.workers.deferred import Deferred, SumInFSDP
@@ -93,7 +93,13 @@ class ShardGroup(Workers):
         with self._shards.delivering_zeros(), weightless:
             yield
 
+    def expect_micro_batch(self, gradient_sum: GradientSum, is_last: bool) -> None:
+        if self._deferred is not None:
+            self._deferred.expect_micro_batch(is_last)
+
     def window_ended(self) -> None:
+        if self._deferred is not None:
+            self._deferred.expect_micro_batch(is_last=False)
         self._shards.drop()
         self._shards.note()
 

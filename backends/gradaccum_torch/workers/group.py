@@ -47,6 +47,7 @@ class WorkerGroup(Workers):
     """The workers of one process group."""
 
     several = True
+    reduces_single_micro_batches = True
 
     def __init__(
         self,

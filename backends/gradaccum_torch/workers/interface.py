@@ -50,6 +50,8 @@ class Workers:
     """The process group of the workers; None: this worker is alone, or a mesh of
     several groups shares its parameters.
     """
+    reduces_single_micro_batches = False
+    """They can reduce under the backward pass of a window of one micro-batch."""
     is_reducing = False
     """The sums of the window under way are no longer those of this worker alone."""
     stages: Stages | None = None
