@@ -18,6 +18,7 @@ from torch import Tensor
 from gradaccum import ArgumentValueError
 from gradaccum.kit import explain
 from gradaccum_torch.arithmetic import HALF
+from gradaccum_torch.torch_private.names import parameters_of
 
 Group = dict[str, Any]
 """A parameter group, as torch has it."""
@@ -61,9 +62,7 @@ class MasterWeights:
 
     def parameters(self) -> list[Tensor]:
         """Return the model's parameters, each once."""
-        parameters = [
-            tensor for group in self.inner.param_groups for tensor in group["params"]
-        ]
+        parameters = parameters_of(self.inner)
         if self.masters and self.are_in_place:
             models = {master: parameter for parameter, master in self.masters.items()}
             parameters = [models.get(tensor, tensor) for tensor in parameters]
@@ -128,9 +127,7 @@ class MasterWeights:
     def are_in_place(self) -> bool:
         first = next(iter(self.masters), None)
         return first is not None and not any(
-            first is tensor
-            for group in self.inner.param_groups
-            for tensor in group["params"]
+            first is tensor for tensor in parameters_of(self.inner)
         )
 
     @contextmanager

@@ -15,6 +15,7 @@ from torch import Tensor
 from gradaccum import ArgumentTypeError, UsageError, kit
 from gradaccum.kit import Reduction, explain
 from gradaccum_torch.optimizer import AccumulatingOptimizer
+from gradaccum_torch.torch_private.names import parameters_of
 
 ELEMENTS = 1 << 20
 """Elements of a gradient that are recorded at most, evenly spread: least squares needs a
@@ -43,11 +44,7 @@ class LoopRecord:
         """Return the parameters that stand in the groups: master weights during a step
         of a wrapped optimizer that has some.
         """
-        return [
-            parameter
-            for group in self._optimizer.param_groups
-            for parameter in group["params"]
-        ]
+        return parameters_of(self._optimizer)
 
     def before_step(
         self, _: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]

@@ -268,6 +268,14 @@ def untraced_within(function: _F) -> _F:
 # Optimizers, schedulers and scalers.
 
 
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return the parameters of all groups, in their order."""
+    parameters: list[Tensor] = []
+    for group in optimizer.param_groups:
+        parameters += group["params"]
+    return parameters
+
+
 def note_step_called(optimizer: torch.optim.Optimizer) -> None:
     optimizer._opt_called = True  # type: ignore[attr-defined]
 

@@ -204,7 +204,7 @@ def require_reduced(optimizer: torch.optim.Optimizer) -> None:
 
 
 def ids_of(optimizer: torch.optim.Optimizer) -> set[int]:
-    return {id(each) for group in optimizer.param_groups for each in group["params"]}
+    return {id(parameter) for parameter in names.parameters_of(optimizer)}
 
 
 # The parameters.
@@ -336,8 +336,7 @@ def warn_of_unequal_parameters(
     """
     totals = [
         parameter.detach().double().sum()
-        for param_group in optimizer.param_groups
-        for parameter in param_group["params"]
+        for parameter in names.parameters_of(optimizer)
         if not names.is_sharded(parameter) and not parameter.is_complex()
     ]
     if not totals:

@@ -30,6 +30,7 @@ from gradaccum_torch.arithmetic import multiply
 from gradaccum_torch.gradient_sum import Gradients, GradientSum, UpdateGuard
 from gradaccum_torch.gradient_watch import delivering_zeros
 from gradaccum_torch.torch_private.fsdp import Unit, units_holding
+from gradaccum_torch.torch_private.names import parameters_of
 from gradaccum_torch.workers.deferred import Deferred, SumInFSDP
 from gradaccum_torch.workers.interface import ReducedWindow, Workers
 
@@ -266,11 +267,7 @@ class Shards:
         return [unit for unit, _ in self._noted]
 
     def _positions(self) -> list[Tensor]:
-        return [
-            parameter
-            for group in self.optimizer.param_groups
-            for parameter in group["params"]
-        ]
+        return parameters_of(self.optimizer)
 
     def _require_all(self, parameters: Sequence[Tensor], units: Sequence[Unit]) -> None:
         if self.workers == 1:

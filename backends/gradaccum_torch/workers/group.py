@@ -77,11 +77,7 @@ class WorkerGroup(Workers):
         self.parameters_changed()
 
     def parameters(self) -> list[Tensor]:
-        return [
-            parameter
-            for group in self.optimizer.param_groups
-            for parameter in group["params"]
-        ]
+        return names.parameters_of(self.optimizer)
 
     def parameters_changed(self) -> None:
         lines = checks.describe_parameters(self.optimizer, self.module)

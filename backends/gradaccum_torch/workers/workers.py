@@ -27,6 +27,7 @@ from gradaccum_torch.torch_private.names import (
     are_flattened,
     is_sharded,
     mesh_of,
+    parameters_of,
     processes,
 )
 from gradaccum_torch.workers.checks import (
@@ -64,9 +65,7 @@ def workers_of(
     process_group: object = None,
     norm_group: object = None,
 ) -> Workers:
-    parameters = [
-        parameter for group in optimizer.param_groups for parameter in group["params"]
-    ]
+    parameters = parameters_of(optimizer)
     if are_flattened(parameters):
         raise explain(
             ArgumentValueError,
