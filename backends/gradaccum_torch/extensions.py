@@ -38,6 +38,11 @@ DIVIDED_LOSS = (
     " is divided by itself. Most likely `loss / {steps}` is left of the old loop, and"
     " each update is {steps} times too small: delete the division."
 )
+NON_FINITE_LOSS = (
+    "gradaccum: a window was skipped, in which a loss was not finite on rank {ranks}."
+    " Look at the data and the loss of that worker; opt.result.overflow says which"
+    " windows are skipped."
+)
 CHANGED_PARAMETERS = (
     "gradaccum: parameters changed inside a window, most likely by"
     " model.load_state_dict(), so that its micro-batches have gradients of different"
@@ -230,6 +235,27 @@ class WindowLoss(Extension):
         self._total = entries.get("loss", 0.0)
         value = float(entries.get("window_loss", math.nan))
         self._value = math.nan if math.isnan(value) else value
+
+
+class NonFiniteLosses(Extension):
+    """Knows whether a loss of the open window is not finite on this worker."""
+
+    def __init__(self) -> None:
+        self._losses: list[float | Tensor] = []
+
+    def micro_batch_added(self, micro_batch: MicroBatch, weight: float) -> None:
+        if weight:
+            self._losses += micro_batch.losses
+
+    def found(self) -> bool:
+        """Return whether there is one; may wait for the device."""
+        return not all(math.isfinite(loss) for loss in self._losses)
+
+    def window_closed(self, state: Fields, options: Options) -> None:
+        self._losses = []
+
+    def window_discarded(self) -> None:
+        self._losses = []
 
 
 # Warnings, each given once per optimizer.

@@ -29,6 +29,7 @@ from gradaccum_torch.arithmetic import (
 )
 from gradaccum_torch.checks import Size, window_size
 from gradaccum_torch.extensions import (
+    NON_FINITE_LOSS,
     WEIGHED_TWICE,
     ChangedParametersWarning,
     ChangedRateWarning,
@@ -36,6 +37,7 @@ from gradaccum_torch.extensions import (
     Extension,
     LeftoverLoopWarning,
     MicroBatch,
+    NonFiniteLosses,
     Warnings,
     WindowLoss,
     as_number,
@@ -90,6 +92,7 @@ class Window:
         self.sizes = kit.Sizes(options.reduction)
         self.warn = Warnings()
         self.window_loss = WindowLoss(options)
+        self.non_finite_losses = NonFiniteLosses()
         self.changed_rate_warning = ChangedRateWarning(masters.inner, self.warn)
         changed_parameters_warning = ChangedParametersWarning(
             masters.parameters, self.warn
@@ -97,6 +100,7 @@ class Window:
         self.changed_parameters_warning = changed_parameters_warning
         self.extensions: list[Extension] = [
             self.window_loss,
+            self.non_finite_losses,
             self.changed_rate_warning,
             LeftoverLoopWarning(self.warn),
             DividedLossWarning(options, self.warn),
@@ -606,6 +610,9 @@ class Window:
             state, options = kit.with_denominator(state, denominator, options, select)
         sums = self._complete_sums()
         decision = self._decide(sums, state, options)
+        ranks: list[int] = []
+        if decision.overflow and not decision.apply and self.workers.several:
+            ranks = self.workers.ranks_with(self.non_finite_losses.found())
         self.update.is_made = False
         try:
             if decision.apply:
@@ -613,6 +620,8 @@ class Window:
         finally:
             if self.update.is_made or not decision.apply:
                 self._finish(decision, state, options)
+        if ranks:
+            self.warn(NON_FINITE_LOSS.format(ranks=", ".join(map(str, ranks))))
 
     def _were_parameters_cast(self) -> bool:
         dtypes = [parameter.dtype for parameter in self.masters.parameters()]

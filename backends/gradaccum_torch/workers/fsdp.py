@@ -32,6 +32,7 @@ from gradaccum_torch.gradient_watch import delivering_zeros
 from gradaccum_torch.torch_private.fsdp import Unit, units_holding
 from gradaccum_torch.torch_private.names import parameters_of
 from gradaccum_torch.workers.deferred import Deferred, SumInFSDP
+from gradaccum_torch.workers.group import ranks_with
 from gradaccum_torch.workers.interface import ReducedWindow, Workers
 
 
@@ -106,6 +107,11 @@ class ShardGroup(Workers):
 
     def require_parameters(self, parameters: Sequence[Tensor]) -> None:
         self._shards.add(parameters, is_waiting=self._deferred is not None)
+
+    def ranks_with(self, holds: bool) -> list[int]:
+        dimensions = range(self._mesh.ndim)
+        groups = [self._mesh.get_group(dimension) for dimension in dimensions]
+        return ranks_with(holds, groups, torch.device(self._mesh.device_type))
 
     @property
     def can_be_copied(self) -> bool:

@@ -342,6 +342,9 @@ class WorkerGroup(Workers):
             all_reduce_together(bucket, self.group)
         return window._replace(gradients=totals)
 
+    def ranks_with(self, holds: bool) -> list[int]:
+        return ranks_with(holds, [self.group], self.parameters()[0].device)
+
     def _require_equal_copies(self, totals: Sequence[Tensor]) -> None:
         """Raise, on every worker, unless the copies of each shard have gradients of one
         norm; collective.
@@ -365,6 +368,19 @@ class WorkerGroup(Workers):
         dist.all_reduce(different, group=self.group)
         if different:
             raise checks.unequal_copies_error()
+
+
+def ranks_with(
+    holds: bool, groups: Sequence[dist.ProcessGroup], device: torch.device
+) -> list[int]:
+    """Return the global ranks in `groups`, the dimensions of a mesh, on which something
+    holds; collective.
+    """
+    marks = torch.zeros(dist.get_world_size(), dtype=torch.int32, device=device)
+    marks[dist.get_rank()] = int(holds)
+    for group in groups:
+        dist.all_reduce(marks, group=group)
+    return [rank for rank, mark in enumerate(marks.tolist()) if mark]
 
 
 OPTIMIZERS: dict[str, int] = {}

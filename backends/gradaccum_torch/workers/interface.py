@@ -85,6 +85,12 @@ class Workers:
         if is_open:
             close()
 
+    def ranks_with(self, holds: bool) -> list[int]:
+        """Return the global ranks of the workers on which something holds;
+        collective.
+        """
+        return [0] if holds else []
+
     def stage_norm(self, state: State, norm: float, finite: bool) -> tuple[float, bool]:
         """Return the norm of all stages, and whether all are finite; collective."""
         if self.stages is None:
