@@ -100,12 +100,13 @@ class Window:
         self.changed_parameters_warning = changed_parameters_warning
         self.extensions: list[Extension] = [
             self.window_loss,
-            self.non_finite_losses,
             self.changed_rate_warning,
             LeftoverLoopWarning(self.warn),
             DividedLossWarning(options, self.warn),
             changed_parameters_warning,
         ]
+        if workers.several:
+            self.extensions.append(self.non_finite_losses)
         self.loss_handlers = handlers(self.extensions, "loss_given")
         self.micro_batch_handlers = handlers(self.extensions, "micro_batch_added")
         self.use_of_weights = kit.use_of_weights(options)
@@ -189,7 +190,8 @@ class Window:
         self._carry_over(self.gradient_sum, gradient_sum)
         self.gradient_sum = gradient_sum
         self.expect_window()
-        self.expect_micro_batch()
+        if self.workers.several:
+            self.expect_micro_batch()
 
     def _carry_over(self, old_sum: GradientSum, new_sum: GradientSum) -> None:
         """Move the sum, and what has arrived of a micro-batch, to a new place."""
@@ -229,8 +231,6 @@ class Window:
         optimizer: the pass of a GAN's generator brings gradients to the discriminator
         too, which are cleared again.
         """
-        if not self.workers.several:
-            return
         micro_step = self.state.micro_step
         size = self.size
         if not micro_step:
@@ -455,7 +455,7 @@ class Window:
             micro_batch_added(micro_batch, added_weight)
         self.update.is_broken = False
         is_full = bool(kit.ends(self.state, self.size, select))
-        if not is_full:
+        if self.workers.several and not is_full:
             self.expect_micro_batch()
         return is_full
 
@@ -723,7 +723,8 @@ class Window:
         self.workers.window_ended()
         self.watch.compares_norms = False
         self.expect_window()
-        self.expect_micro_batch()
+        if self.workers.several:
+            self.expect_micro_batch()
         if self.scaler is not None:
             self.scaler.window_closed(self.state, decision.overflow)
         for extension in self.extensions:

@@ -1,4 +1,4 @@
-"""How often `verify` is right: over a hundred losses as people write them."""
+"""`verify` judges over a hundred losses as people write them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What a window of several workers sends where it is reduced under its last backward
-pass, in a group whose ranks bring what this one brings.
+"""The collectives of a window that is reduced under its last backward pass, in a group
+whose ranks bring what this one brings.
 """
 
 from __future__ import annotations

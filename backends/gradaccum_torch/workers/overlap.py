@@ -33,7 +33,7 @@ SumDtype = Callable[[Tensor], torch.dtype]
 
 
 class Ballot(NamedTuple):
-    """What a worker says at the beginning of a reduction."""
+    """A worker's vote at the beginning of a reduction."""
 
     is_open: bool
     """It has an open window."""
