@@ -2,17 +2,22 @@
 micro-batches. Each check has its own line in the report.
 """
 
-from . import engines, loop_checks, process_groups, refusals, sharded, windows
-from .common import WORLD
+from . import (
+    auto_size,
+    engines,
+    loop_checks,
+    process_groups,
+    refusals,
+    windows,
+)
 from .jobs import CHECKS
 
 __all__ = [
     "CHECKS",
-    "WORLD",
+    "auto_size",
     "engines",
     "loop_checks",
     "process_groups",
     "refusals",
-    "sharded",
     "windows",
 ]
