@@ -67,7 +67,7 @@ def make(dtype: torch.dtype = torch.float32) -> nn.Module:
     ).to(dtype)
 
 
-PLACES: dict[str, tuple[torch.dtype, dict[str, Any] | None]] = {
+PLACES = {
     "no optimizer": (torch.float32, None),
     "half precision": (torch.bfloat16, None),
     "in .grad": (torch.float32, {}),
@@ -108,7 +108,7 @@ class Run:
         self.coupled = coupled
         dtype, options = PLACES[place]
         self.model, self.trouble = make(dtype), Trouble(*points, **trouble)
-        self.opt: Any = None
+        self.opt = None
         if options is not None:
             inner = torch.optim.SGD(self.model.parameters(), lr=0.5)
             self.opt = gradaccum.wrap(inner, steps=None, **options)
@@ -127,10 +127,10 @@ class Run:
         return self.outputs_of(x).std()
 
     def call(self, size: Any) -> Tensor:
-        options: Any = {"micro_batch_size": size, "optimizer": self.opt}
+        options = {"micro_batch_size": size, "optimizer": self.opt}
         if self.coupled:
             return coupled_backward(self.outputs_of, Tensor.std, X, **options)
-        loss: Tensor = backward(self.loss_of, X, **options)
+        loss = backward(self.loss_of, X, **options)
         return loss
 
     def state(self) -> str:
@@ -179,7 +179,7 @@ def test_error_leaves_everything(
     """
     point = 3 if coupled and which == "backward" else 1
     run = Run(place, (point, which), coupled=coupled, error=error)
-    size: Any = AutoMicroBatchSize() if automatic else 4
+    size = AutoMicroBatchSize() if automatic else 4
     if automatic:
         size.remember(key_of(run.outputs_of if coupled else run.loss_of, [X]), 4)
     before = run.state()
@@ -206,27 +206,20 @@ def test_one_item_does_not_fit(place: str) -> None:
 @pytest.mark.parametrize("kept", [False, True], ids=["in frames", "in a kept error"])
 def test_freed_before_retry(kept: bool) -> None:
     """A tensor of the failed frames, and of an error that somebody else still holds."""
-    model, alive, errors = make(), list[Any](), list[Failure]()
-
-    def first(x: Tensor) -> None:
-        large = model(x)
-        alive.append(weakref.ref(large))
-        raise Failure
+    model, alive, errors = make(), [], []
 
     def loss_fn(x: Tensor) -> Tensor:
         large = model(x)
         if len(x) < len(X):
-            assert [each() for each in alive] == [None, None]
+            assert alive[0]() is None
             return large.square().mean()
         alive.append(weakref.ref(large))
-        try:
-            first(x)
-        except Failure as error:
-            errors.extend([error] if kept else [])
-            raise torch.OutOfMemoryError from error
+        error = torch.OutOfMemoryError()
+        errors.extend([error] if kept else [])
+        raise error
 
     backward(loss_fn, X.float(), micro_batch_size=AutoMicroBatchSize())
-    assert len(alive) == 2
+    assert len(alive) == 1
 
 
 def test_coupled_loss() -> None:
@@ -296,11 +289,3 @@ def test_unknown_limit_is_refused(size: Any) -> None:
         match=r"micro_batch_size: .*On a CPU write a number of items",
     ):
         backward(lambda x: make()(x).sum(), X.float(), micro_batch_size=size)
-
-
-def test_keys_tell_functions_and_shapes() -> None:
-    """But not sizes of a batch, nor two runs of one program."""
-    one, other = Run("no optimizer").loss_of, Run("in .grad").loss_of
-    assert key_of(one, [X]) == key_of(other, [X[:3]]) != key_of(Tensor.sum, [X])
-    assert key_of(one, [X]) == key_of(one, [X[:, :5]]) != key_of(one, [X[:, :4]])
-    assert key_of(one, [X]) != key_of(one, [X.float()])

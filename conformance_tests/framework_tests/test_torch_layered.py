@@ -64,7 +64,7 @@ def require_same(model: nn.Module, other: nn.Module) -> None:
     assert all(map(torch.equal, *states))
 
 
-PLACES: dict[str, dict[str, Any]] = {
+PLACES = {
     "kept": {"within": "keep"},
     "within": {},
     "host": {"borders": "host"},
@@ -96,7 +96,7 @@ def test_gradient_has_the_same_bits(place: dict[str, Any], dtype: torch.dtype) -
         torch.testing.assert_close(mine, wanted, rtol=0, atol=0, equal_nan=True)
 
 
-OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
+OPTIONS = {
     "ignore": lambda: {"on_overflow": "ignore"},
     "scaled": lambda: {"on_overflow": "ignore", "loss_scale": 8.0},
     "sum": lambda: {"on_overflow": "ignore", "reduction": "sum"},
@@ -119,7 +119,7 @@ def test_updates_have_the_same_bits(
     """
     dtype = torch.bfloat16 if half else torch.float32
     models = make_layers(dtype), make_layers(dtype)
-    opts: list[Any] = [
+    opts = [
         gradaccum.wrap(
             torch.optim.AdamW(model.parameters(), lr=0.1),
             None,
@@ -185,7 +185,7 @@ def test_equals_the_large_batch(reduction: str, updated: bool) -> None:
         reduction=reduction,
         optimizer=wrap(model, reduction=reduction) if updated else None,
     )
-    h: Any = x
+    h = x
     for layer in large.layers():
         h = layer(h)
     torch.testing.assert_close(aux["outputs"], h[0], rtol=1e-12, atol=1e-14)
@@ -204,7 +204,7 @@ def test_equals_the_large_batch(reduction: str, updated: bool) -> None:
 def test_one_layer_of_gradients_is_alive() -> None:
     """Counted as each gradient arrives, in .grad of all parameters."""
     layers = nn.Sequential(*(nn.Linear(16, 16) for _ in range(8)))
-    alive: list[int] = []
+    alive = []
     for parameter in layers.parameters():
         parameter.register_post_accumulate_grad_hook(
             lambda _: alive.append(sum(each.nbytes for each in gradients(layers)))
@@ -335,7 +335,7 @@ def test_optimizer_whose_step_is_not_by_parameter(
 
 @pytest.mark.parametrize("name", ["register_step_pre_hook", "register_step_post_hook"])
 def test_step_hook_sees_all_gradients_once_or_is_refused(name: str) -> None:
-    layers, seen = make_layers(), list[int]()
+    layers, seen = make_layers(), []
     for policy in ("ignore", "skip_window"):
         opt = wrap(layers, on_overflow=policy)
         getattr(opt, name)(lambda *_: seen.append(len(gradients(layers))))
@@ -375,7 +375,7 @@ def by_an_optimizer(**options: Any) -> Any:
     return layered(ONE[0:1], optimizer=wrap(ONE[0], **options))
 
 
-REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+REFUSED = {
     "no layers": (lambda: layered([]), "layers: expected at least one layer"),
     "a module": (lambda: layered(ONE[0]), "expected an nn.Sequential or a list of"),
     "a string": (lambda: layered([*ONE, "relu"]), "layers: expected a function"),
@@ -433,7 +433,7 @@ def test_inputs_get_their_gradient(
     options: dict[str, Any] | None, dtype: torch.dtype
 ) -> None:
     """Beside what was in .grad, and freed of the window's weight and scale."""
-    given: list[Any] = []
+    given = []
     for run in (usual, layered):
         layers, x = make_layers(dtype), X.to(dtype, copy=True).requires_grad_()
         x.grad = torch.ones_like(x)

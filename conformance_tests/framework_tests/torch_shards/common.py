@@ -27,7 +27,7 @@ from conformance_tests.framework_tests.torch_workers.common import (
 )
 from conformance_tests.framework_tests.torch_workers.jobs import Check
 
-CHECKS: dict[str, Check] = {}
+CHECKS = {}
 """Each runs on all workers at once, in the order in which it was added."""
 DTYPE = torch.float64
 
@@ -195,6 +195,6 @@ def counted() -> Iterator[Counter[str]]:
             )
             for name, real in COLLECTIVES.items()
         }
-        counts: Counter[str] = Counter()
+        counts = Counter()
         yield counts
         counts.update({name: call.call_count for name, call in calls.items()})

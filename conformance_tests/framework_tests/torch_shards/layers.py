@@ -20,8 +20,8 @@ from .common import check, counted, mesh_of, require_equal
 
 ITEMS, STEPS, LAYERS = (5, 7), 3, 4
 """The items of each worker; the micro-batches of each; the layers of the model."""
-PLACES: list[dict[str, Any]] = [{}, {"within": "keep"}, {"borders": "recompute"}]
-OPTIONS: list[dict[str, Any]] = [
+PLACES = [{}, {"within": "keep"}, {"borders": "recompute"}]
+OPTIONS = [
     {"on_overflow": "ignore"},
     {"clip_norm": 0.1},
     {"on_overflow": "ignore", "reduction": "sum"},
@@ -85,7 +85,7 @@ def layers_of_copies(rank: int) -> None:
     for options in OPTIONS:
         for grouped in (False, True):
             model = build()
-            workers: dict[str, Any] = (
+            workers = (
                 {"process_group": dist.group.WORLD}
                 if grouped
                 else {"module": DistributedDataParallel(model)}

@@ -26,6 +26,7 @@ from gradaccum_torch.torch_private.fsdp import units_of
 
 from .common import (
     DTYPE,
+    FLAT,
     WAITING,
     WAYS,
     WINDOW,
@@ -58,7 +59,7 @@ def in_static_memory(model: Branches) -> None:
         weight.register_hook(memory.copy_)
         return functional.linear(x, weight, layer.bias)
 
-    layer.forward = forward  # type: ignore[method-assign]
+    layer.forward = forward
 
 
 @check
@@ -113,6 +114,8 @@ def weight_of_zero_on_one_worker(rank: int) -> None:
                 opt.zero_grad()
             assert opt.result.applied
             require_equal(model, reference)
+            with refused(gradaccum.UsageError, "without a graph", "weight=0"):
+                opt.backward(torch.zeros(()), weight=0)
 
 
 @check
@@ -226,12 +229,15 @@ def sum_that_fsdp_dropped_is_missed(rank: int) -> None:
 # Checkpoints.
 
 
+OPEN = (FLAT, WINDOW, WAYS[-1])
+
+
 def made(model: Branches, way: Way | None = None) -> tuple[Branches, Any]:
     """The model, a part of which is frozen, and its optimizer: the state of a parameter
     that never had a gradient cannot be loaded by torch.
     """
     model.never.requires_grad_(False)
-    options: dict[str, Any] = {"steps": None}
+    options = {"steps": None}
     if way is not None:
         options = {"steps": 3, "module": model, "gradient_sync": way.sync}
     inner = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -272,7 +278,7 @@ def other_workers_resume(rank: int) -> None:
     """Two workers, one, and two again: between two windows the state is that of all,
     and inside of one it is refused.
     """
-    for way in WAYS:
+    for way in OPEN:
         model, opt = made(sharded(way), way)
         single, one = made(build())
         again, other = made(sharded(way), way)
@@ -300,7 +306,7 @@ def other_workers_resume(rank: int) -> None:
 @check
 def each_worker_s_own_file(rank: int) -> None:
     """``opt.state_dict()`` holds this worker's parts and weight, in mid-window."""
-    for way in WAYS:
+    for way in OPEN:
         model, opt = made(sharded(way), way)
         again, other = made(sharded(way), way)
         train(model, opt, rank, 5)

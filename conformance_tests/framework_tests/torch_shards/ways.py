@@ -5,7 +5,6 @@ workers.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -42,7 +41,7 @@ def every_way_is_the_large_batch(rank: int) -> None:
     """Items and branches differ between micro-batches, and one branch is never
     taken.
     """
-    every: list[dict[str, Any]] = [
+    every = [
         {},
         {"clip_norm": 0.05},
         {"skip_norm": 1e-3},

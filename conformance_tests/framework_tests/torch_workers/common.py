@@ -149,26 +149,16 @@ def learn_all(model: nn.Module, opt: Any, batches: list[Batch]) -> None:
 def whole(tensor: Any) -> Tensor:
     """The parameter of all workers, if it is sharded."""
     detached = tensor.detach()
-    return (  # type: ignore[no-any-return]
-        detached.full_tensor() if hasattr(detached, "full_tensor") else detached
-    )
+    return detached.full_tensor() if hasattr(detached, "full_tensor") else detached
 
 
 def require_equal(model: nn.Module, reference: nn.Module, off: float = 1e-13) -> None:
-    for (name, p), q in zip(
-        reference.named_parameters(), model.parameters(), strict=True
-    ):
-        torch.testing.assert_close(
-            whole(q),
-            whole(p),
-            rtol=off,
-            atol=off,
-            msg=lambda text, name=name: f"{name}: {text}",
-        )
+    pair = ([whole(p) for p in each.parameters()] for each in (model, reference))
+    torch.testing.assert_close(*pair, rtol=off, atol=off)
 
 
 def require_same_everywhere(value: Any) -> None:
-    everyone: list[Any] = [None] * dist.get_world_size()
+    everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, value)
     # NaN is no number, but has a name.
     assert len(set(map(repr, everyone))) == 1, everyone

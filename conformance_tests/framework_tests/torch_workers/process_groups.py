@@ -161,7 +161,7 @@ def unequal_copies_are_said_once(rank: int) -> None:
     """Without a module nothing sends the parameters of one worker to the others."""
     model = critic()
     for change, count in ((0.0, 0), (1e-2 * rank, 1)):
-        model[1].bias.data += change  # type: ignore[operator,union-attr]
+        model[1].bias.data += change
         said = warnings_of(lambda: wrap(model, process_group=dist.group.WORLD))
         assert len(said) == count
         assert all("different parameters" in text for text in said)

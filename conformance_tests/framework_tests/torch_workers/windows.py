@@ -4,8 +4,6 @@ the large batch in one call.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -68,23 +66,6 @@ def discarded_window_is_one_worker_s_own(rank: int) -> None:
     require_equal(model, alone([micro_batches(0)[:3]])[0])
 
 
-# The reductions at the end of a window: how often, in which layouts, and never twice.
-
-
-@contextmanager
-def counted() -> Iterator[list[int]]:
-    """The elements of each reduction that is made inside."""
-    called: list[int] = []
-    original = dist.all_reduce
-
-    def counting(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        called.append(tensor.numel())
-        return original(tensor, *args, **kwargs)
-
-    with mock.patch.object(dist, "all_reduce", counting):
-        yield called
-
-
 @check
 def large_and_strided_sums_are_reduced(rank: int) -> None:
     """Above four mebibytes a tensor travels alone; a layout that is not contiguous, as
@@ -99,10 +80,11 @@ def large_and_strided_sums_are_reduced(rank: int) -> None:
         torch.full((5,), 5.0 + rank).double(),
     ]
     strides = [each.stride() for each in tensors]
-    with counted() as called:
+    with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as called:
         for bucket in buckets(tensors):
             all_reduce_together(bucket, dist.group.WORLD)
-    assert called == [1_100_000, 1_200_000, 10, 5]
+    sizes = [call.args[0].numel() for call in called.call_args_list]
+    assert sizes == [1_100_000, 1_200_000, 10, 5]
     sums = [each.unique().tolist() for each in tensors]
     assert sums == [[3.0], [5.0], [7.0], [9.0], [11.0]]
     assert [each.stride() for each in tensors] == strides
@@ -138,39 +120,11 @@ def halving(opt: Any) -> Any:
     return StepLR(opt, step_size=1, gamma=0.5)
 
 
-def trained(rank: int, follow: Any) -> tuple[nn.Module, nn.Module, Any]:
-    """The share of one worker; ``follow(opt)`` is called first and returns what the
-    loop calls after each micro-batch and after `flush`.
-    """
-    model, parallel, opt = make_shared(steps=2)
-    average = averaged(model)
-    met = torch.ones(())
-    # The listeners of a window meet, in whatever call it closes.
-    opt.add_listener(lambda window: dist.all_reduce(met))
-    opt.on_update(lambda: average.update_parameters(model))
-    after = follow(opt)
-    for batch in micro_batches(rank):
-        learn(parallel, opt, batch)
-        after()
-    opt.flush()
-    after()
-    assert met == WORLD**3
-    return model, average, opt
-
-
 @check
 def schedules_and_averages_move_once_per_update(rank: int) -> None:
     """One worker closes its three windows by ``step``; the other closes one so, and two
-    in one ``flush``.
+    in one ``flush``. In whatever call a window closes, its listeners meet.
     """
-
-    def gated(opt: Any) -> Any:
-        return gradaccum.wrap(halving(opt)).step
-
-    def listening(opt: Any) -> Any:
-        opt.on_update(halving(opt).step)
-        return lambda: None
-
     expected = build()
     one = gradaccum.wrap(sgd(expected), steps=None, process_group="alone")
     average_of_one, schedule = averaged(expected), halving(one)
@@ -178,8 +132,21 @@ def schedules_and_averages_move_once_per_update(rank: int) -> None:
         learn_all(expected, one, window)
         schedule.step()
         average_of_one.update_parameters(expected)
-    for follow in (gated, listening):
-        model, average, opt = trained(rank, follow)
+    for is_listening in (False, True):
+        model, parallel, opt = make_shared(steps=2)
+        schedule, average, met = halving(opt), averaged(model), torch.ones(())
+        opt.add_listener(lambda window, met=met: dist.all_reduce(met))
+        opt.on_update(partial(average.update_parameters, model))
+        if is_listening:
+            opt.on_update(schedule.step)
+        else:
+            schedule = gradaccum.wrap(schedule)
+        learns = (partial(learn, parallel, opt, each) for each in micro_batches(rank))
+        for call in (*learns, opt.flush):
+            call()
+            if not is_listening:
+                schedule.step()
+        assert met == WORLD**3
         require_equal(model, expected)
         require_equal(average, average_of_one)
         assert opt.param_groups[0]["lr"] == 0.1 * 0.5**3
@@ -235,10 +202,10 @@ def large_batch_of_all_workers(rank: int) -> None:
     inner = sgd(reference)
     x, y = map(torch.cat, zip(*map(batch_of, range(WORLD)), strict=True))
     for way in ({"micro_batch_size": 2}, {"micro_batch_size": 2}, {"steps": 6}):
-        with counted() as called:
-            loss = partial(loss_of, parallel)
+        loss = partial(loss_of, parallel)
+        with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as called:
             backward(loss, *batch_of(rank), **way, optimizer=opt)
-        assert len(called) == 2, called
+        assert called.call_count == 2
         update(inner, loss_of(reference, x, y))
         coupled_backward(parallel, Tensor.std, batch_of(rank)[0], **way, optimizer=opt)
         losses = [reference(batch_of(each)[0]).std() for each in range(WORLD)]
