@@ -130,8 +130,7 @@ class Run:
         options = {"micro_batch_size": size, "optimizer": self.opt}
         if self.coupled:
             return coupled_backward(self.outputs_of, Tensor.std, X, **options)
-        loss = backward(self.loss_of, X, **options)
-        return loss
+        return backward(self.loss_of, X, **options)
 
     def state(self) -> str:
         """All that a call may move."""

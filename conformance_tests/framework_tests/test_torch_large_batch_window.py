@@ -90,17 +90,15 @@ def test_leaves_beside_the_optimizer(scale: Callable[[], Any], coupled: bool) ->
     large[1].weight.grad = torch.ones_like(held)
     opt, inner = wrap(generator, loss_scale=scale()), wrap(large[0])
 
-    def loss_of(outputs: Tensor) -> Tensor:
-        return outputs.std() if coupled else outputs.square().mean()
-
     def outputs_of(x: Tensor) -> Tensor:
         return critic(generator(x))
 
     if coupled:
-        coupled_backward(outputs_of, loss_of, X, steps=3, optimizer=opt)
+        coupled_backward(outputs_of, Tensor.std, X, steps=3, optimizer=opt)
+        large(X).std().backward()
     else:
-        backward(lambda x: loss_of(outputs_of(x)), X, steps=3, optimizer=opt)
-    loss_of(large(X)).backward()
+        backward(lambda x: outputs_of(x).square().mean(), X, steps=3, optimizer=opt)
+        large(X).square().mean().backward()
     inner.step()
     inner.flush()
     assert critic.weight.grad is held
