@@ -237,23 +237,21 @@ def test_buffers_that_two_layers_and_the_loss_share(place: dict[str, Any]) -> No
     require_same(*models)
 
 
-class Failing(nn.Module):
-    """Raises as it runs the n-th time."""
+def fail_at(layer: nn.Module, time: int) -> None:
+    """Raise as the layer runs the n-th time."""
+    times = iter(range(1, 99))
 
-    def __init__(self, time: int) -> None:
-        super().__init__()
-        self.weight, self.left = nn.Parameter(torch.ones(8)), time
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.left -= 1
-        if not self.left:
+    def fail(*_: object) -> None:
+        if next(times) == time:
             raise RuntimeError("no memory")
-        return x * self.weight
+
+    layer.register_forward_pre_hook(fail)
 
 
 def test_error_before_the_first_update_leaves_everything() -> None:
-    layers = nn.Sequential(nn.Linear(6, 8), Failing(2), block(), nn.Linear(8, 3))
+    layers = make_layers()
     before, opt = copy.deepcopy(layers), wrap(layers)
+    fail_at(layers[1], 2)
     torch.manual_seed(1)
     state = torch.get_rng_state()
     with pytest.raises(RuntimeError, match="no memory") as error:
@@ -266,9 +264,8 @@ def test_error_before_the_first_update_leaves_everything() -> None:
 
 
 def test_error_after_an_update_names_the_layers_and_asks_for_a_load() -> None:
-    layers = nn.Sequential(
-        nn.Linear(6, 8), Failing(STEPS + 1), nn.Linear(8, 8), nn.Linear(8, 3)
-    )
+    layers = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
+    fail_at(layers[1], STEPS + 1)
     opt = wrap(layers)
     saved, model = copy.deepcopy(opt.state_dict()), copy.deepcopy(layers.state_dict())
     with pytest.raises(RuntimeError, match="no memory") as error:
@@ -276,7 +273,7 @@ def test_error_after_an_update_names_the_layers_and_asks_for_a_load() -> None:
     assert "the updates of layers[3], layers[2] were made" in error.value.__notes__[0]
     assert [
         torch.equal(model[name], value) for name, value in layers.state_dict().items()
-    ] == [True] * 3 + [False] * 4
+    ] == [True] * 4 + [False] * 4
     assert not gradients(layers)
     for _ in range(2):  # A refusal does not forget it.
         with pytest.raises(gradaccum.UsageError, match="Load the last checkpoint"):
