@@ -33,33 +33,6 @@ class Failure(Exception):
     """Raised by the user's code."""
 
 
-class Trouble:
-    """What goes wrong in which call of the loss function.
-
-    Args:
-        points: the calls, counted from 0, and the pass.
-        error: makes what is raised.
-    """
-
-    def __init__(
-        self,
-        *points: tuple[int, str],
-        error: Callable[[], BaseException] = torch.OutOfMemoryError,
-    ) -> None:
-        self.points, self.error, self.calls = set(points), error, 0
-
-    def strike(self, point: tuple[int, str]) -> None:
-        if point in self.points:
-            raise self.error()
-
-    def into(self, x: Tensor) -> Tensor:
-        call, self.calls = self.calls, self.calls + 1
-        self.strike((call, "forward"))
-        if x.requires_grad:
-            x.register_hook(lambda _: self.strike((call, "backward")))
-        return x
-
-
 def make(dtype: torch.dtype = torch.float32) -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(
@@ -96,6 +69,12 @@ def numbers(model: nn.Module) -> list[Any]:
 class Run:
     """A model, in the place where its gradients are summed, and one call. Without an
     optimizer it has gradients from before.
+
+    Args:
+        place: one of `PLACES`.
+        points: where it raises: runs of the model, counted from 0, and the pass.
+        coupled: call `coupled_backward`.
+        error: makes what is raised.
     """
 
     def __init__(
@@ -103,12 +82,11 @@ class Run:
         place: str,
         *points: tuple[int, str],
         coupled: bool = False,
-        **trouble: Any,
+        error: Callable[[], BaseException] = torch.OutOfMemoryError,
     ) -> None:
-        self.coupled = coupled
+        self.points, self.error, self.calls = set(points), error, 0
         dtype, options = PLACES[place]
-        self.model, self.trouble = make(dtype), Trouble(*points, **trouble)
-        self.opt = None
+        self.model, self.coupled, self.opt = make(dtype), coupled, None
         if options is not None:
             inner = torch.optim.SGD(self.model.parameters(), lr=0.5)
             self.opt = gradaccum.wrap(inner, steps=None, **options)
@@ -118,9 +96,17 @@ class Run:
         random.seed(1)
         np.random.seed(1)
 
+    def strike(self, *point: Any) -> None:
+        if point in self.points:
+            raise self.error()
+
     def outputs_of(self, x: Tensor) -> Tensor:
         noise = random.random() + np.random.random()
-        out = self.trouble.into(self.model(x.to(self.model[0].weight.dtype)))
+        call, self.calls = self.calls, self.calls + 1
+        out = self.model(x.to(self.model[0].weight.dtype))
+        self.strike(call, "forward")
+        if out.requires_grad:
+            out.register_hook(lambda _: self.strike(call, "backward"))
         return noise * out.float()
 
     def loss_of(self, x: Tensor) -> Tensor:
@@ -158,10 +144,10 @@ def test_as_without_failure(place: str, call: int, which: str) -> None:
     sizes = AutoMicroBatchSize()
     got = run.call(sizes)
     assert sizes.size == 2
-    assert run.trouble.calls == call + 1 + 4
+    assert run.calls == call + 1 + 4
     require_same_as(2, run, place, got)
     run.call(sizes)
-    assert run.trouble.calls == call + 1 + 4 + 4, "the choice is remembered"
+    assert run.calls == call + 1 + 4 + 4, "the choice is remembered"
 
 
 @by_call
@@ -186,7 +172,7 @@ def test_error_leaves_everything(
         run.call(size)
     assert raised.value.__cause__ is None
     assert run.state() == before
-    run.trouble.points.clear()
+    run.points.clear()
     require_same_as(4, run, place, run.call(size))
 
 
