@@ -30,6 +30,10 @@ def truth(model: nn.Module, loss: Callable[[], Tensor]) -> tuple[Tensor, list[Te
     return value.detach(), list(torch.autograd.grad(value, list(model.parameters())))
 
 
+def gradients(model: nn.Module) -> list[Tensor | None]:
+    return [p.grad for p in model.parameters()]
+
+
 def assert_close(
     model: nn.Module, expected: list[Tensor], bound: float = 1e-13
 ) -> None:

@@ -3,7 +3,7 @@ process that has all micro-batches.
 """
 
 from ..torch_fsdp import IMITATES_STREAMS
-from . import loop, refusals, sums, ways
+from . import layers, loop, refusals, sums, ways
 from .common import CHECKS
 
 _WAYS = {
@@ -11,9 +11,9 @@ _WAYS = {
     for name, function in CHECKS.items()
     if function.__module__ == ways.__name__ and not name.startswith("half_precision")
 }
-EARLY = _WAYS if IMITATES_STREAMS else set()
-"""The checks that run on imitated streams. The others count collectives by newer names,
+EARLY = {"layers_of_copies", *(_WAYS if IMITATES_STREAMS else ())}
+"""The checks that run on any torch, by imitated streams if need be. The others count collectives by newer names,
 call newer methods, or have gloo average.
 """
 
-__all__ = ["CHECKS", "EARLY", "loop", "refusals", "sums", "ways"]
+__all__ = ["CHECKS", "EARLY", "layers", "loop", "refusals", "sums", "ways"]

@@ -4,11 +4,13 @@ micro-batches.
 
 from __future__ import annotations
 
+import itertools
 import math
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -17,13 +19,17 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import gradaccum
+from conformance_tests.framework_tests.torch_workers.common import (
+    Branches,
+    build,
+    require_equal,
+    whole,
+)
 from conformance_tests.framework_tests.torch_workers.jobs import Check
 
-CHECKS: dict[str, Check] = {}
+CHECKS = {}
 """Each runs on all workers at once, in the order in which it was added."""
 DTYPE = torch.float64
-_DRAWING = threading.Lock()
-"""Workers may be threads, which share a random generator."""
 
 
 def check(function: Check) -> Check:
@@ -50,26 +56,8 @@ if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
     WAYS.pop()  # Refused by name: an older torch has no such method.
 
 
-class Branches(nn.Module):
-    """A model with a branch that few micro-batches take; the last layer has five rows,
-    which workers share unevenly.
-    """
-
-    calls: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("calls", torch.zeros(()))
-        self.first, self.usual, self.rare, self.never = (
-            nn.Linear(4, 6),
-            nn.Linear(6, 5),
-            nn.Linear(6, 5),
-            nn.Linear(6, 5),
-        )
-
-    def forward(self, x: Tensor, rare: bool = False) -> Tensor:
-        self.calls += 1
-        return (self.rare if rare else self.usual)(torch.tanh(self.first(x)))
+WAITING = [way for way in WAYS if way.sync != "micro_batch"]
+FLAT, WINDOW = WAYS[:2]
 
 
 Batch = tuple[Tensor, bool]
@@ -79,12 +67,6 @@ def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
     return init_device_mesh(
         "cpu", shape, mesh_dim_names=("copy", "shard")[-len(shape) :]
     )
-
-
-def build(dtype: torch.dtype = DTYPE) -> Branches:
-    with _DRAWING:
-        torch.manual_seed(0)
-        return Branches().to(dtype)
 
 
 def sharded(way: Way, dtype: torch.dtype = DTYPE, **options: Any) -> Branches:
@@ -108,17 +90,22 @@ def wrap(model: nn.Module, way: Way, **options: Any) -> Any:
     )
 
 
-def rows(rank: int, index: int, dtype: torch.dtype = DTYPE) -> Tensor:
-    """Micro-batch `index` of a worker; each has another size."""
-    generator = torch.Generator().manual_seed(100 * rank + index)
-    return torch.randn(
-        2 + (3 * rank + index) % 4, 4, generator=generator, dtype=torch.float64
-    ).to(dtype)
+def each_way(
+    ways: Sequence[Way] = WAYS, **options: Any
+) -> Iterator[tuple[Way, Branches, Any]]:
+    for way in ways:
+        model = sharded(way)
+        yield way, model, wrap(model, way, **options)
 
 
 def batches(rank: int, count: int = 6, dtype: torch.dtype = DTYPE) -> list[Batch]:
-    """All workers take the rare branch in the same micro-batch, as FSDP2 wants."""
-    return [(rows(rank, index, dtype), index == 1) for index in range(count)]
+    """Each has another size; all workers take the rare branch in the same micro-batch,
+    as FSDP2 wants.
+    """
+    generator = torch.Generator().manual_seed(rank)
+    sizes = [2 + (3 * rank + index) % 4 for index in range(count)]
+    items = [torch.randn(n, 4, generator=generator, dtype=DTYPE) for n in sizes]
+    return [(x.to(dtype), index == 1) for index, x in enumerate(items)]
 
 
 def learn(model: nn.Module, opt: Any, batch: Batch, summed: bool = False) -> None:
@@ -132,15 +119,14 @@ def learn(model: nn.Module, opt: Any, batch: Batch, summed: bool = False) -> Non
 
 
 def train(
-    model: nn.Module, opt: Any, rank: int, count: int = 6, **options: Any
+    model: nn.Module, opt: Any, rank: int, last: int = 6, first: int = 0, **options: Any
 ) -> None:
-    for batch in batches(rank, count):
+    for batch in batches(rank, last)[first:]:
         learn(model, opt, batch, **options)
 
 
 def alone(
     windows: list[list[Batch]],
-    workers: int = 2,
     summed: bool = False,
     dtype: torch.dtype = DTYPE,
     **options: Any,
@@ -156,32 +142,27 @@ def alone(
 
 
 def windows_of(
-    sizes: tuple[int, ...] = (3, 3), workers: int = 2, dtype: torch.dtype = DTYPE
+    sizes: tuple[int, ...] = (3, 3), dtype: torch.dtype = DTYPE
 ) -> list[list[Batch]]:
     """The micro-batches of all workers, window by window."""
-    everyone = [batches(rank, sum(sizes), dtype) for rank in range(workers)]
-    starts = [sum(sizes[:index]) for index in range(len(sizes))]
+    everyone = [batches(rank, sum(sizes), dtype) for rank in range(2)]
+    starts = itertools.accumulate(sizes, initial=0)
     return [
-        [b for worker in everyone for b in worker[first : first + size]]
-        for first, size in zip(starts, sizes, strict=True)
+        [batch for worker in everyone for batch in worker[first : first + size]]
+        for first, size in zip(starts, sizes, strict=False)
     ]
 
 
-def whole(tensor: Any) -> Tensor:
-    tensor = tensor.detach()
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # type: ignore[no-any-return]
+def require_first_window(model: nn.Module, opt: Any, rank: int) -> None:
+    """The next window is as if nothing had been before it."""
+    train(model, opt, rank, 3)
+    if not opt.result.applied:
+        opt.flush()
+    require_equal(model, alone(windows_of((3,)))[0])
 
 
 def numbers(model: nn.Module) -> list[Tensor]:
     return [whole(parameter) for parameter in model.parameters()]
-
-
-def require_equal(model: nn.Module, reference: nn.Module, off: float = 1e-13) -> None:
-    names = dict(reference.named_parameters())
-    for p, q, name in zip(numbers(model), numbers(reference), names, strict=True):
-        torch.testing.assert_close(
-            p, q, rtol=off, atol=off, msg=lambda text, name=name: f"{name}: {text}"
-        )
 
 
 def require_equal_results(opt: Any, other: Any) -> None:
@@ -194,41 +175,26 @@ def require_equal_results(opt: Any, other: Any) -> None:
     assert mine._replace(**rest) == wanted._replace(**rest)
 
 
-NUMBERS = 8 * (4 + 32 + 1)
-"""Bytes: weight, flag and counts, the bits of the learning rates, and the loss."""
+COLLECTIVES = {
+    name: name if hasattr(dist, name) else older
+    for name, older in (
+        ("all_reduce", ""),
+        ("reduce_scatter_single", "reduce_scatter_tensor"),
+        ("all_gather_single", "all_gather_into_tensor"),
+    )
+}
 
 
 @contextmanager
-def counted() -> Iterator[list[tuple[str, int]]]:
-    """The collectives inside: the name of each and the bytes that it was handed; 0 for
-    the numbers that a window's end adds up.
-    """
-    called: list[tuple[str, int]] = []
-    older = {
-        "reduce_scatter_single": "reduce_scatter_tensor",
-        "all_gather_single": "all_gather_into_tensor",
-    }
-    names = {
-        name: name if hasattr(dist, name) else older[name]
-        for name in ("all_reduce", *older)
-    }
-    originals = {name: getattr(dist, names[name]) for name in names}
-
-    def counting(name: str) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            tensors = [
-                each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)
-            ]
-            size = max(tensor.nbytes for tensor in tensors)
-            called.append((name, 0 if size == NUMBERS else size))
-            return originals[name](*args, **kwargs)
-
-        return call
-
-    for name in names:
-        setattr(dist, names[name], counting(name))
-    try:
-        yield called
-    finally:
-        for name, original in originals.items():
-            setattr(dist, names[name], original)
+def counted() -> Iterator[Counter[str]]:
+    """How often each collective is called inside."""
+    with ExitStack() as stack:
+        calls = {
+            name: stack.enter_context(
+                mock.patch.object(dist, real, wraps=getattr(dist, real))
+            )
+            for name, real in COLLECTIVES.items()
+        }
+        counts = Counter()
+        yield counts
+        counts.update({name: call.call_count for name, call in calls.items()})

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,18 +12,23 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import gradaccum
 from conformance_tests.framework_tests.refusing import refused
-from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
+from gradaccum import ArgumentValueError, UsageError
 
 from .common import (
+    FLAT,
+    WAITING,
     WAYS,
+    WINDOW,
     Way,
     alone,
     batches,
     build,
     check,
+    each_way,
     learn,
     mesh_of,
     require_equal,
+    require_first_window,
     sgd,
     sharded,
     train,
@@ -33,26 +36,15 @@ from .common import (
     wrap,
 )
 
-WINDOW = Way("window", (2,))
-
 
 def plain(model: nn.Module, **options: Any) -> Any:
-    return gradaccum.wrap(sgd(model), steps=2, **options)
-
-
-def window(dtype: torch.dtype = torch.float32, **options: Any) -> Any:
-    return wrap(sharded(WINDOW, dtype), WINDOW, **options)
+    return gradaccum.wrap(sgd(model), **{"steps": 2, **options})
 
 
 def partly_sharded() -> Any:
     model = build()
     fully_shard(model.first, mesh=mesh_of((2,)))
     return model
-
-
-def part_of_a_unit() -> Any:
-    model = sharded(WINDOW)
-    return plain(model.usual, module=model, gradient_sync="window")
 
 
 def experts(rank: int) -> Any:
@@ -71,118 +63,98 @@ def flattened(original: bool) -> Any:
 
 
 def two_engines() -> Any:
-    shards, copies = sharded(WINDOW), nn.parallel.DistributedDataParallel(build())
+    shards, copies = sharded(FLAT), nn.parallel.DistributedDataParallel(build())
     return plain(nn.ModuleList([shards, copies]), module=copies)
 
 
-NOT_WRAPPED: list[tuple[Callable[[int], Any], type[Exception], tuple[str, ...]]] = [
+def in_window(model: Any, **options: Any) -> Any:
+    return plain(model, module=model, **{"gradient_sync": "window", **options})
+
+
+def flat(**options: Any) -> Any:
+    return sharded(FLAT, **options)
+
+
+NOT_WRAPPED = [
     (
-        lambda rank: plain(model := sharded(WINDOW), module=model, gradient_sync="no"),
-        ArgumentValueError,
-        ("gradient_sync", "micro_batch"),
-    ),
-    (
-        lambda rank: plain(model := sharded(WINDOW), module=model, gradient_sync=True),
-        ArgumentTypeError,
-        ("gradient_sync", "micro_batch"),
-    ),
-    (
-        lambda rank: plain(sharded(WINDOW), gradient_sync="window"),
+        lambda _: plain(flat(), gradient_sync="window"),
         ArgumentValueError,
         ("gradient_sync", "module="),
     ),
     (
-        lambda rank: plain(build(), gradient_sync="window"),
+        lambda _: plain(build(), gradient_sync="window"),
         ArgumentValueError,
         ("gradient_sync", "fully_shard"),
     ),
     (
-        lambda rank: plain(build(), module=build()),
-        ArgumentTypeError,
-        ("module", "fully_shard"),
-    ),
-    (
-        lambda rank: plain(sharded(WINDOW), module=sharded(WINDOW)),
+        lambda _: plain(flat(), module=flat()),
         ArgumentValueError,
         ("module", "8 of them"),
     ),
     (
-        lambda rank: window(steps=2 + rank),
-        ArgumentValueError,
-        ("options", "on rank 1"),
-    ),
-    (
-        lambda rank: wrap(sharded(WINDOW), Way(("micro_batch", "window")[rank], (2,))),
+        lambda rank: wrap(sharded(WAYS[rank]), WAYS[rank]),
         ArgumentValueError,
         ("options", "on rank 1"),
     ),
     # Each worker sees its own weight.
     (
-        lambda rank: window(steps=gradaccum.until_weight(8)),
-        UsageError,
-        ("until_weight", "flush()"),
-    ),
-    (
-        lambda rank: window(steps=gradaccum.until_weight(lambda step: 8)),
+        lambda _: plain(flat(), steps=gradaccum.until_weight(8)),
         UsageError,
         ("until_weight", "flush()"),
     ),
     # FSDP2 would round the sums.
     (
-        lambda rank: window(torch.bfloat16),
+        lambda _: in_window(flat(dtype=torch.bfloat16)),
         ArgumentValueError,
         ("bfloat16", "MixedPrecisionPolicy"),
     ),
     (
-        lambda rank: window(accumulate_dtype="float64"),
+        lambda _: in_window(flat(dtype=torch.float32), accumulate_dtype="float64"),
         ArgumentValueError,
         ("float64", "accumulate_dtype"),
     ),
     (
-        lambda rank: window(on_overflow="drop_micro_batch"),
+        lambda _: in_window(flat(), on_overflow="drop_micro_batch"),
         ArgumentValueError,
         ("drop_micro_batch",),
     ),
     (
-        lambda rank: wrap(sharded(WINDOW), Way("all_reduce_per_window", (2,))),
+        lambda _: in_window(flat(), gradient_sync="all_reduce_per_window"),
         ArgumentValueError,
         ("two dimensions",),
     ),
     (
-        lambda rank: wrap(
-            sharded(Way("", (1, 2))), Way("all_reduce_per_window", (1, 2))
+        lambda _: in_window(
+            sharded(Way("", (1, 2))), gradient_sync="all_reduce_per_window"
         ),
         ArgumentValueError,
         ("all-reduced",),
     ),
     (
-        lambda rank: plain(partly_sharded()),
+        lambda _: plain(partly_sharded()),
         ArgumentValueError,
         ("6 trainable parameters", "fully_shard(model)"),
     ),
-    (lambda rank: part_of_a_unit(), ArgumentValueError, ("another optimizer",)),
+    (
+        lambda _: plain((model := flat()).usual, module=model, gradient_sync="window"),
+        ArgumentValueError,
+        ("another optimizer",),
+    ),
     (
         lambda rank: plain(experts(rank)),
         ArgumentValueError,
         ("optimizer", "same workers", "DTensor"),
     ),
-    (
-        lambda rank: plain(experts(rank), clip_norm=0.1),
-        ArgumentValueError,
-        ("optimizer", "same workers", "DTensor"),
+    *(
+        (
+            lambda _, original=original: plain(flattened(original)),
+            ArgumentValueError,
+            ("optimizer", "FSDP1", "fully_shard"),
+        )
+        for original in (False, True)
     ),
     (
-        lambda rank: plain(flattened(original=False)),
-        ArgumentValueError,
-        ("optimizer", "FSDP1", "fully_shard"),
-    ),
-    (
-        lambda rank: plain(flattened(original=True), separate_sums=True),
-        ArgumentValueError,
-        ("optimizer", "FSDP1", "fully_shard"),
-    ),
-    (
-        lambda rank: two_engines(),
+        lambda _: two_engines(),
         ArgumentValueError,
         ("fully_shard", "an optimizer of their own"),
     ),
@@ -204,24 +176,18 @@ def what_cannot_be_wrapped_is_refused(rank: int) -> None:
 @check
 def copies_and_second_derivatives(rank: int) -> None:
     """FSDP2's reduction has no graph."""
-    for way in WAYS:
-        model = sharded(way)
-        opt = wrap(model, way)
-        for call in (pickle.dumps, copy.deepcopy):
-            with refused(UsageError, "state_dict()"):
-                call(opt)
+    for _, model, opt in each_way():
+        with refused(UsageError, "state_dict()"):
+            copy.deepcopy(opt)
         loss = model(batches(rank)[0][0]).square().mean()
         with refused(UsageError, "create_graph"):
             opt.backward(loss, create_graph=True)
-        opt.backward(loss)
-        opt.step()
 
 
 @check
-def discard_on_one_worker(rank: int) -> None:
-    for way in WAYS:
-        model = sharded(way)
-        opt = wrap(model, way, steps=None)
+def other_windows_on_one_worker(rank: int) -> None:
+    """One that is discarded there, and other learning rates."""
+    for _, model, opt in each_way(steps=None):
         train(model, opt, rank, 2)
         if rank == 1:
             opt.discard()
@@ -229,43 +195,6 @@ def discard_on_one_worker(rank: int) -> None:
         with refused(UsageError, "as many micro-batches", "opt.discard()"):
             opt.flush()
         opt.discard()
-        train(model, opt, rank, 3)
-        opt.flush()
-        require_equal(model, alone(windows_of((3,)))[0])
-
-
-@check
-def changed_gradients(rank: int) -> None:
-    """After a checkpoint a part of the sum is in ``.grad``, and is watched."""
-
-    def write(model: Any) -> None:
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                parameter.grad.to_local().mul_(0.5)
-
-    for way in (way for way in WAYS if way.sync != "micro_batch"):
-        for change, fix in (
-            (nn.Module.zero_grad, "opt.zero_grad()"),
-            (write, "clip_norm"),
-        ):
-            model = sharded(way)
-            opt = wrap(model, way)
-            learn(model, opt, batches(rank)[0])
-            opt.state_dict()
-            assert any(parameter.grad is not None for parameter in model.parameters())
-            change(model)
-            with refused(UsageError, ".grad", fix):
-                learn(model, opt, batches(rank)[1])
-            opt.discard()
-            train(model, opt, rank, 3)
-            require_equal(model, alone(windows_of((3,)))[0])
-
-
-@check
-def other_learning_rates_on_one_worker(rank: int) -> None:
-    for way in WAYS[:2]:
-        model = sharded(way)
-        opt = wrap(model, way, steps=None)
         train(model, opt, rank, 3)
         opt.param_groups[0]["lr"] *= 1 + rank
         with refused(UsageError, f"learning rates on rank {rank}", "the same rates"):
@@ -275,12 +204,33 @@ def other_learning_rates_on_one_worker(rank: int) -> None:
         require_equal(model, alone(windows_of((3,)))[0])
 
 
+def halve(model: Any) -> None:
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.to_local().mul_(0.5)
+
+
+@check
+def changed_gradients(rank: int) -> None:
+    """After a checkpoint a part of the sum is in ``.grad``, and is watched."""
+    for change, fix in ((nn.Module.zero_grad, "opt.zero_grad()"), (halve, "clip_norm")):
+        for _, model, opt in each_way(WAITING):
+            learn(model, opt, batches(rank)[0])
+            opt.state_dict()
+            assert any(parameter.grad is not None for parameter in model.parameters())
+            change(model)
+            with refused(UsageError, ".grad", fix):
+                learn(model, opt, batches(rank)[1])
+            opt.discard()
+            require_first_window(model, opt, rank)
+
+
 @check
 def parameters_of_another_unit(rank: int) -> None:
     """They are divided as the others are; where FSDP2 waits, it was not told to wait
     for them.
     """
-    for way in WAYS[:2]:
+    for way in (FLAT, WINDOW):
         model = sharded(way)
         opt = gradaccum.wrap(
             sgd(model.first), steps=None, module=model, gradient_sync=way.sync
@@ -289,12 +239,10 @@ def parameters_of_another_unit(rank: int) -> None:
             opt.add_param_group({"params": nn.Linear(2, 2).parameters()})
         first = set(map(id, model.first.parameters()))
         rest = [each for each in model.parameters() if id(each) not in first]
-        if way.sync == "window":
+        if way == WINDOW:
             with refused(ArgumentValueError, "param_group", "gradient_sync="):
                 opt.add_param_group({"params": rest})
             assert len(opt.param_groups) == 1
-            continue
-        opt.add_param_group({"params": rest})
-        train(model, opt, rank, 3)
-        opt.flush()
-        require_equal(model, alone(windows_of((3,)))[0])
+        else:
+            opt.add_param_group({"params": rest})
+            require_first_window(model, opt, rank)

@@ -3,27 +3,25 @@ micro-batches. Each check has its own line in the report.
 """
 
 from . import (
+    auto_size,
     engines,
     loop_checks,
     overlapping,
     process_groups,
     random_programs,
     refusals,
-    sharded,
     windows,
 )
-from .common import WORLD
 from .jobs import CHECKS
 
 __all__ = [
     "CHECKS",
-    "WORLD",
+    "auto_size",
     "engines",
     "loop_checks",
     "overlapping",
     "process_groups",
     "random_programs",
     "refusals",
-    "sharded",
     "windows",
 ]

@@ -9,6 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -22,8 +25,9 @@ one worker has.
 
 
 class Branches(nn.Module):
-    """A model with a branch that few micro-batches take, and a buffer, which
-    `DistributedDataParallel` sends.
+    """A model with a branch that few micro-batches take, and one that none takes; a
+    buffer, which `DistributedDataParallel` sends; and layers of five rows, which
+    workers share unevenly.
     """
 
     calls: Tensor
@@ -31,24 +35,39 @@ class Branches(nn.Module):
     def __init__(self, recomputed: bool = False) -> None:
         super().__init__()
         self.register_buffer("calls", torch.zeros(()), persistent=False)
-        self.first, self.usual, self.rare = (
-            nn.Linear(4, 8),
-            nn.Linear(8, 2),
-            nn.Linear(8, 2),
-        )
+        self.first, self.usual = nn.Linear(4, 6), nn.Linear(6, 5)
+        self.rare, self.never = nn.Linear(6, 5), nn.Linear(6, 5)
         self.recomputed = recomputed
 
     def forward(self, x: Tensor, rare: bool = False) -> Tensor:
         self.calls += 1
         head = self.rare if rare else self.usual
-        return (
-            checkpoint(self.both, x, head, use_reentrant=False)
-            if self.recomputed
-            else self.both(x, head)
-        )
+        if self.recomputed:
+            return checkpoint(self.both, x, head, use_reentrant=False)
+        return self.both(x, head)
 
     def both(self, x: Tensor, head: nn.Module) -> Tensor:
         return head(torch.tanh(self.first(x)))
+
+
+class Attention(nn.Module):
+    """Over a sequence of which each worker has a part, if there is a mesh."""
+
+    def __init__(self, size: int, mesh: DeviceMesh | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inputs, self.mesh = nn.Linear(size, 3 * size).double(), mesh
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.inputs(x).chunk(3, -1)
+        return scaled_dot_product_attention(query, self.of_all(key), self.of_all(value))
+
+    def of_all(self, part: Tensor) -> Tensor:
+        if self.mesh is None:
+            return part
+        return DTensor.from_local(part, self.mesh, [Shard(1)]).full_tensor(
+            grad_placements=[Partial()]
+        )
 
 
 Batch = tuple[Tensor, Tensor, bool]
@@ -59,7 +78,7 @@ def micro_batches(rank: int, dtype: torch.dtype = torch.float64) -> list[Batch]:
     generator = torch.Generator().manual_seed(rank)
     sizes = [3 + rank + index for index in range(COUNTS[rank])]
     draw = [
-        (torch.randn(n, 4, generator=generator), torch.randn(n, 2, generator=generator))
+        (torch.randn(n, 4, generator=generator), torch.randn(n, 5, generator=generator))
         for n in sizes
     ]
     return [
@@ -127,17 +146,19 @@ def learn_all(model: nn.Module, opt: Any, batches: list[Batch]) -> None:
     opt.flush()
 
 
+def whole(tensor: Any) -> Tensor:
+    """The parameter of all workers, if it is sharded."""
+    detached = tensor.detach()
+    return detached.full_tensor() if hasattr(detached, "full_tensor") else detached
+
+
 def require_equal(model: nn.Module, reference: nn.Module, off: float = 1e-13) -> None:
-    for (name, p), q in zip(
-        model.named_parameters(), reference.parameters(), strict=True
-    ):
-        torch.testing.assert_close(
-            p, q, rtol=off, atol=off, msg=lambda text, name=name: f"{name}: {text}"
-        )
+    pair = ([whole(p) for p in each.parameters()] for each in (model, reference))
+    torch.testing.assert_close(*pair, rtol=off, atol=off)
 
 
 def require_same_everywhere(value: Any) -> None:
-    everyone: list[Any] = [None] * dist.get_world_size()
+    everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, value)
     # NaN is no number, but has a name.
     assert len(set(map(repr, everyone))) == 1, everyone

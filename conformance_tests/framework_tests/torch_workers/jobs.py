@@ -19,7 +19,7 @@ from .common import WORLD
 
 Check = Callable[[int], None]
 """A function of the rank; it raises if the check fails."""
-CHECKS: dict[str, Check] = {}
+CHECKS = {}
 
 
 def check(function: Check) -> Check:
@@ -62,7 +62,7 @@ def run_workers(
     codes, by rank.
     """
     command = [sys.executable, "-m", module, *arguments]
-    running: list[subprocess.Popen[bytes]] = []
+    running = []
     try:
         running += [
             subprocess.Popen([*command, str(rank), str(folder)], cwd=ROOT)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -21,26 +20,14 @@ TOTAL = 21
 loss_fn = nn.functional.mse_loss
 
 
-def batches(rank: int) -> list[tuple[Any, Any]]:
-    generator = torch.Generator().manual_seed(rank)
-    return [
-        (
-            torch.randn(size, 6, dtype=torch.float64, generator=generator),
-            torch.randn(size, 2, dtype=torch.float64, generator=generator),
-        )
-        for size in SIZES[rank]
-    ]
-
-
-def report_of(
-    rank: int, train: Callable[[Any, Any, Any], None], data: Any
-) -> gradaccum.LoopReport:
+def report_of(rank: int, train: Any, micro_batches: int = 3) -> gradaccum.LoopReport:
     """Check a loop over a DDP module, its inner module's optimizer and the data."""
     torch.manual_seed(1)
-    layers = nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)
-    model = nn.Sequential(*layers).double()
+    model = nn.Linear(6, 2)
     parallel = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    items = torch.randn(24, 6).split([*SIZES[0], *SIZES[1], 3])
+    data = [(x, x[:, :2] + 1) for x in items[3 * rank : 3 * rank + micro_batches]]
     return gradaccum.check_loop(
         lambda: train(parallel, optimizer, data),
         optimizer,
@@ -49,14 +36,10 @@ def report_of(
     )
 
 
-def is_last(number: int) -> bool:
-    return number == len(SIZES[0]) - 1
-
-
 def weighed(parallel: Any, optimizer: Any, data: Any) -> None:
     """DDP takes the mean over two workers, which the loss makes up for."""
     for number, (x, y) in enumerate(data):
-        with nullcontext() if is_last(number) else parallel.no_sync():
+        with parallel.no_sync() if number < 2 else nullcontext():
             (loss_fn(parallel(x), y) * len(x) / TOTAL * 2).backward()
     optimizer.step()
 
@@ -68,8 +51,8 @@ def mean_of_means(parallel: Any, optimizer: Any, data: Any) -> None:
 
 
 def never_reduced(parallel: Any, optimizer: Any, data: Any) -> None:
-    for x, y in data:
-        with parallel.no_sync():
+    with parallel.no_sync():
+        for x, y in data:
             (loss_fn(parallel(x), y) * len(x) / 12).backward()
     optimizer.step()
 
@@ -84,17 +67,15 @@ def wrapped(parallel: Any, optimizer: Any, data: Any) -> None:
 
 @check
 def loop_check_sees_both_workers(rank: int) -> None:
-    data = batches(rank)
     for train, kinds in (
         (weighed, []),
         (wrapped, []),
         (mean_of_means, ["mean_of_means"]),
     ):
-        report = report_of(rank, train, data)
+        report = report_of(rank, train)
         assert [problem.kind for problem in report.problems] == kinds, report
         assert len(report.updates[0].coefficients) == 6, "those of both workers"
-    report = report_of(rank, never_reduced, data)
-    found = {problem.kind for problem in report.problems}
-    assert "not_reduced" in found, report
+    found = {problem.kind for problem in report_of(rank, never_reduced).problems}
+    assert "not_reduced" in found, found
     with refused(gradaccum.UsageError, "micro_batches", "[3, 2]"):
-        report_of(rank, never_reduced, data[: 3 - rank])
+        report_of(rank, never_reduced, 3 - rank)

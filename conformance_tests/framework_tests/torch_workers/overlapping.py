@@ -166,8 +166,9 @@ def several_passes_of_a_micro_batch(rank: int) -> None:
             sums = checkpoint(recomputed.module, x, use_reentrant=True)
             (squares.square().sum() + sums.sum()).backward()
             third.step()
-    require_equal(model, reference)
-    require_equal(again, reference)
+    # A summed loss makes large parameters, and rounds by as much.
+    require_equal(model, reference, off=1e-12)
+    require_equal(again, reference, off=1e-12)
 
 
 @check

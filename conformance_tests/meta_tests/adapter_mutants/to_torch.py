@@ -209,7 +209,7 @@ MUTANTS = (
         "        if not destination.delivered:\n            before.put_back()\n       "
         " raise\n",
         "        raise\n",
-        OWN + "test_torch_large_batch_window.py::test_error_leaves_everything",
+        OWN + "test_torch_auto_size.py::test_error_leaves_everything",
     ),
     Mutant(
         "divide_a_short_window_by_steps",
@@ -425,7 +425,7 @@ MUTANTS = (
         "reduce_a_shared_unit_at_each_layer",
         "            (unit, min(index for index, own in enumerate(self._units) if unit in own))\n",
         "            (unit, max(index for index, own in enumerate(self._units) if unit in own))\n",
-        OWN + "test_torch_layered_workers.py::test_two_workers",
+        OWN + "test_torch_sharding.py::test_two_workers",
         "sharded_whole_model_in_two_layers",
     ),
     Mutant(
@@ -440,7 +440,7 @@ MUTANTS = (
         "            gradient_sum.adds_at_once = True\n",
         "            pass\n",
         OWN + "test_torch_layered.py::test_updates_have_the_same_bits",
-        "True-clip-within",
+        "True-clip",
     ),
     Mutant(
         "take_a_gradient_that_somebody_holds",

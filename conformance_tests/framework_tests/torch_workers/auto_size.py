@@ -1,0 +1,83 @@
+"""Automatic sizes of micro-batches, which both workers must share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+import gradaccum
+from conformance_tests.framework_tests.refusing import refused
+from gradaccum import AutoMicroBatchSize, UsageError
+from gradaccum_torch.large_batch import auto, backward
+
+from .common import build, ddp, require_same_everywhere, sgd
+from .jobs import check
+
+X = torch.linspace(-1, 2, 32, dtype=torch.float64).reshape(8, 4).sin()
+on_a_cpu = mock.patch.object(auto, "require_device", new=mock.Mock())
+"""The loss says when memory runs out."""
+
+
+def failing(
+    model: nn.Module, above: int, error: type[Exception] = torch.OutOfMemoryError
+) -> Callable[[Tensor], Tensor]:
+    """A loss that raises for more than `above` items."""
+
+    def loss_fn(x: Tensor) -> Tensor:
+        if len(x) > above:
+            raise error("lost")
+        return model(x).square().mean()
+
+    return loss_fn
+
+
+def gradients(model: nn.Module) -> list[Any]:
+    return [None if p.grad is None else p.grad.tolist() for p in model.parameters()]
+
+
+@check
+@on_a_cpu
+def errors_that_no_size_mends(rank: int) -> None:
+    """Whoever raised has its own error, and the other does not wait for it; and one
+    item does not fit on the second worker.
+    """
+    lost = UsageError if rank == 0 else KeyError
+    for above, error, kind, words in (
+        (3, KeyError, lost, "worker that raised" if rank == 0 else "lost"),
+        (0, torch.OutOfMemoryError, UsageError, "one item"),
+    ):
+        model, sizes = build(), AutoMicroBatchSize()
+        loss_fn = failing(model, 8 if rank == 0 else above, error)
+        with refused(kind, words):
+            backward(loss_fn, X, micro_batch_size=sizes)
+        assert set(map(str, gradients(model))) == {"None"}
+        assert sizes.size is None
+
+
+@check
+@on_a_cpu
+def attempts_end_in_one_update(rank: int) -> None:
+    """Of one size on both workers, and as without failures. Only the second runs out of
+    memory: half of three is two, and so is the size of five elsewhere.
+    """
+
+    def trained(size: Any, above: int) -> list[Any]:
+        model = build()
+        parallel = ddp(model)
+        opt = gradaccum.wrap(sgd(model), steps=None, module=parallel)
+        x = X[3:] if rank == 0 else X[:3]
+        loss_fn = failing(parallel, above)
+        backward(loss_fn, x, micro_batch_size=size, optimizer=opt)
+        assert opt.result.applied
+        assert opt.result.optimizer_step == 1
+        return [p.tolist() for p in model.parameters()]
+
+    sizes = AutoMicroBatchSize()
+    got = trained(sizes, 5 if rank == 0 else 2)
+    assert sizes.size == 2
+    assert got == trained(2, 5)
+    require_same_everywhere(got)
