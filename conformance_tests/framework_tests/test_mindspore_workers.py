@@ -77,12 +77,3 @@ def test_survivors_keep_what_they_hold(when: str, tmp_path: Path) -> None:
         timeout=120,
     )
     assert run_workers(script, tmp_path, "two", seconds=150) == 0, said(tmp_path)
-
-
-@pytest.mark.deep
-def test_missing_worker_ends_in_an_error(tmp_path: Path) -> None:
-    """After the engine's own timeout."""
-    assert (
-        run_workers(FOLDER / "missing.py", tmp_path, seconds=150, for_one_reduction=10)
-        == 0
-    ), said(tmp_path)
