@@ -58,14 +58,6 @@ def test_unfit_checkpoint_is_refused_whole(name, value):
     assert everything(target) == before
 
 
-def test_other_entries_are_ignored():
-    """Entries of a checkpoint that are no parameters, such as ``epoch_num``."""
-    source, target = cell(), cell()
-    source(Tensor(X[:3]), Tensor(Y[:3]))
-    load_checkpoint_into(target, {**entries_of(source), "epoch_num": 3})
-    assert everything(target) == everything(source)
-
-
 def of_generator(value):
     """A wrapped optimizer named as the layer."""
     weight = Parameter(Tensor(np.full(4, value), ms.float32), name="generator.weight")

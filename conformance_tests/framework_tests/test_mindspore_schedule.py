@@ -48,13 +48,6 @@ def half_a_constant(optimizer_step):
     return 2
 
 
-TABLE = [2, 3]
-
-
-def from_a_table(optimizer_step):
-    return TABLE[optimizer_step]
-
-
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("steps", [with_an_if, of_tensors_alone])
 def test_schedule_of_a_function(mode, steps):
@@ -81,18 +74,6 @@ def test_compiled_schedule_returns_an_integer(mode, steps):
     ):
         call(1.0)
     assert optimizer.result.micro_step == 0
-
-
-def test_schedule_may_end_with_run():
-    """Neither the last update nor a load after it asks the function for a further
-    window.
-    """
-    optimizer, call, _ = driver("pynative", from_a_table)
-    assert [bool(call(1.0)) for _ in range(5)] == [False, True, False, False, True]
-    entries = {p.name: Tensor(p.asnumpy()) for p in optimizer.get_parameters()}
-    other, *_ = driver("pynative", from_a_table)
-    load_checkpoint_into(other, entries)
-    assert other.result.optimizer_step == 2
 
 
 def experimental(**options):
@@ -183,16 +164,3 @@ def test_gate_takes_no_checkpoint_for_an_update():
     loaded(gradient)
     scheduler.step()
     assert rate(loaded) == pytest.approx(0.05)
-
-
-@pytest.mark.parametrize(
-    "kind", [lambda opt: lr_scheduler.StepLR(opt, 2), lr_scheduler.ReduceLROnPlateau]
-)
-def test_scheduler_of_a_bare_optimizer_is_refused(kind):
-    scheduler = kind(optim.SGD([Parameter(Tensor([1.0], ms.float32), name="p")], 0.1))
-    name = type(scheduler).__name__
-    with pytest.raises(
-        gradaccum.ArgumentTypeError,
-        match=rf"built on a wrapped optimizer; got a {name} on SGD",
-    ):
-        gradaccum.wrap(scheduler)

@@ -19,21 +19,21 @@ from conformance_tests.framework_tests.mindspore_common import (
     pynative_after,  # noqa: F401
     set_mode,
 )
-from gradaccum_mindspore import TrainOneStepCell, load_checkpoint_into
+from gradaccum_mindspore import TrainOneStepCell
 
 SCALE = gradaccum.DynamicLossScale(1024.0, growth_interval=1)
 
 
 @cache
 def large_batches():
-    """A network after two plain updates, and their losses; in PyNative, the truth for
-    every mode.
-    """
+    """The weight after two plain updates; in PyNative, the truth for every mode."""
     set_mode("pynative")
     net = make_net()
     inner = nn.Momentum(net.trainable_params(), 0.1, 0.9)
     step = nn.TrainOneStepCell(nn.WithLossCell(net, nn.MSELoss()), inner)
-    return net, [float(step(*rows(first, 12))) for first in (0, 12)]
+    for first in (0, 12):
+        step(*rows(first, 12))
+    return net.weight.asnumpy()
 
 
 def rows(first, size):
@@ -53,24 +53,9 @@ def called(mode, cell):
 
 
 def require_large_batches(net):
-    expected = large_batches()[0].weight.asnumpy()
+    expected = large_batches()
     np.testing.assert_allclose(net.weight.asnumpy(), expected, rtol=0, atol=3e-6)
     assert np.abs(expected - WEIGHT).max() > 1e-3
-
-
-@pytest.mark.parametrize(
-    ("mode", "scale"),
-    [("pynative", None), ("pynative", 1024.0), *((mode, SCALE) for mode in MODES)],
-)
-def test_two_windows_equal_two_large_batches(mode, scale):
-    losses = large_batches()[1]
-    net, with_loss, optimizer = made(mode, steps=4, loss_scale=scale, clip_norm=1e6)
-    step = called(mode, TrainOneStepCell(with_loss, optimizer))
-    got = [float(step(*rows(first, 3))) for first in range(0, 24, 3)]
-    require_large_batches(net)
-    found = [np.mean(got[:4]), np.mean(got[4:]), optimizer.result.loss]
-    np.testing.assert_allclose(found, [*losses, losses[1]], rtol=1e-5)
-    assert optimizer.result.optimizer_step == 2
 
 
 def first_of(x, y):
@@ -152,18 +137,10 @@ def test_input_without_items_needs_weight(mode):
     assert optimizer.storage.weight.asnumpy() == 3.0
 
 
-def test_saved_cell_holds_normalization_statistics(tmp_path):
-    cells = []
-    for _ in range(2):
-        net = nn.SequentialCell(nn.BatchNorm1d(4), make_net())
-        optimizer = gradaccum.wrap(nn.SGD(net.trainable_params(), 0.1), steps=2)
-        cell = TrainOneStepCell(nn.WithLossCell(net, nn.MSELoss()), optimizer)
-        cells.append((net, cell.set_train()))
-    (net, trained), (other, resumed) = cells
-    for first in (0, 6, 12):
-        trained(*rows(first, 6))
-    ms.save_checkpoint(trained, str(tmp_path / "cell.ckpt"))
-    load_checkpoint_into(resumed, ms.load_checkpoint(str(tmp_path / "cell.ckpt")))
-    assert net[0].moving_mean.asnumpy().any()
-    for mine, theirs in zip(other.get_parameters(), net.get_parameters(), strict=True):
-        np.testing.assert_array_equal(mine.asnumpy(), theirs.asnumpy())
+def test_cell_holds_normalization_statistics():
+    """A saved optimizer would not."""
+    net = nn.SequentialCell(nn.BatchNorm1d(4), make_net())
+    optimizer = gradaccum.wrap(nn.SGD(net.trainable_params(), 0.1), steps=2)
+    cell = TrainOneStepCell(nn.WithLossCell(net, nn.MSELoss()), optimizer)
+    kept = {id(parameter) for parameter in cell.get_parameters()}
+    assert {id(parameter) for parameter in net.get_parameters()} <= kept

@@ -1,11 +1,6 @@
-"""The collectives of a window beside `benchmarks.cost_law`: called from Python, and in
-the graphs that MindSpore compiles.
-"""
+"""The collectives of a window beside `benchmarks.cost_law`, as Python calls them."""
 
 from __future__ import annotations
-
-import re
-from math import prod
 
 import mindspore as ms
 import numpy as np
@@ -14,8 +9,6 @@ from mindspore.communication import get_group_size, init
 
 import gradaccum
 from benchmarks.cost_law import WAYS, Sent, Window
-from conformance_tests.framework_tests.mindspore_common import set_mode
-from conformance_tests.framework_tests.mindspore_graphs import saved_graphs
 from conformance_tests.framework_tests.mindspore_workers.counting import called
 from gradaccum_mindspore import AccumulatingOptimizer
 
@@ -23,7 +16,6 @@ MODELS = ((3, 1000), (30, 2**18 - 1), (2, 2**18))
 """How many tensors, and the elements of each: small ones in one bucket, small ones in
 two, large ones alone.
 """
-COMPILED = r"= AllReduce\(.*\n *: \(<Tensor\[Float32\], \(([\d, ]*)\)>\)"
 
 
 def wrapped(
@@ -38,10 +30,8 @@ def wrapped(
 
 
 def require_the_law() -> None:
-    """In PyNative windows of 1 and 3 send the same; in graph mode the graph that ends a
-    window has what one window sends.
-
-    A flush sends the numbers once more, to see whether all flush.
+    """Windows of 1 and 3 send the same. A flush sends the numbers once more, to see
+    whether all flush.
     """
     workers = get_group_size()
     for tensors, elements in MODELS:
@@ -58,14 +48,6 @@ def require_the_law() -> None:
             with called() as calls:
                 optimizer.flush()
             assert calls == [("AllReduce", 8 + workers)]
-        set_mode("graph")
-        optimizer, gradients = wrapped(tensors, elements, 3)
-        with saved_graphs("graph_build") as texts:
-            optimizer(gradients)
-        shapes = re.findall(COMPILED, "".join(texts))
-        sent = [prod(map(int, filter(None, shape.split(", ")))) for shape in shapes]
-        assert Sent(len(sent), 4 * sum(sent)) == law
-        set_mode("pynative")
 
 
 if __name__ == "__main__":
