@@ -132,6 +132,7 @@ def compiled_sum(outputs):
     return outputs.sum()
 
 
+@pytest.mark.every_mode
 @pytest.mark.parametrize(
     ("mode", "words"),
     [

@@ -38,6 +38,7 @@ def value(p):
     return float(p.asnumpy()[0])
 
 
+@pytest.mark.every_mode
 @pytest.mark.parametrize("mode", ["pynative", "jit", "graph"])
 @pytest.mark.parametrize("kind", INNER)
 def test_inner_optimizer_is_not_called(kind, mode):

@@ -120,6 +120,7 @@ BRIEF = [("checked", "items"), ("ignore", None), ("drop", "items")]
     [
         pytest.param(*case, marks=[pytest.mark.deep] * (case not in BRIEF))
         for case in product(OPTIONS, ("items", None))
+        if case != ("item mean, clip", None)  # It needs a weight.
     ],
 )
 def test_host_decides_as_pynative_does(options, weight):

@@ -59,7 +59,7 @@ def test_model_train_of_a_bare_network_hears_every_window(mode):
     assert (len(heard), len(moved)) == (5, 6), "the callback listens no more"
 
 
-@pytest.mark.parametrize("how", ["cell", "graph cell", "jit"])
+@pytest.mark.parametrize("how", ["eager cell", "graph cell", "jit"])
 def test_a_listener_of_the_optimizer_hears_every_update(how):
     """Windows of 2, 2, 1 and 1 micro-batches, each heard once, with its parameters; a
     discard is not.
