@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -28,13 +27,9 @@ def run_workers(
     MindSpore's 30 seconds for one reduction.
     """
     command = [
-        sys.executable,
-        "-m",
-        "mindspore.parallel.cluster.run",
+        *(sys.executable, "-m", "mindspore.parallel.cluster.run"),
         f"--worker_num={workers}",
         f"--local_worker_num={workers}",
-    ]
-    command += [
         "--join=True",
         f"--master_port={free_port()}",
         f"--log_dir={folder}",
@@ -81,34 +76,27 @@ def run_by_hand(
     their exit statuses, by rank.
     """
     group = {
+        **environment(for_one_reduction),
         "MS_WORKER_NUM": str(workers),
         "MS_SCHED_HOST": "127.0.0.1",
         "MS_SCHED_PORT": str(free_port()),
     }
-    roles = [("MS_SCHED", "0"), *(("MS_WORKER", str(rank)) for rank in range(workers))]
     running = []
     try:
-        for role, rank in roles:
-            own = {"MS_ROLE": role, "MS_NODE_ID": rank, "RANK_ID": rank}
+        for place in range(-1, workers):
+            role, rank = ("MS_SCHED", "0") if place < 0 else ("MS_WORKER", str(place))
             with (folder / f"{role.removeprefix('MS_').lower()}_{rank}.log").open(
                 "w"
             ) as log:
-                command = [sys.executable, str(script), *arguments]
-                given = {**environment(for_one_reduction), **group, **own}
-                running.append(
-                    subprocess.Popen(
-                        command,
-                        cwd=folder,
-                        env=given,
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                    )
+                process = subprocess.Popen(
+                    [sys.executable, str(script), *arguments],
+                    cwd=folder,
+                    env={**group, "MS_ROLE": role, "MS_NODE_ID": rank, "RANK_ID": rank},
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
                 )
-        begin = time.monotonic()
-        return [
-            worker.wait(timeout=max(1.0, begin + seconds - time.monotonic()))
-            for worker in running[1:]
-        ]
+            running.append(process)
+        return [worker.wait(timeout=seconds) for worker in running[1:]]
     finally:
         for process in running:
             process.kill()

@@ -1,5 +1,5 @@
-"""`gradaccum_mindspore.coupled_value_and_grad`: losses that couple the items of a
-batch, in float64 against the large batch.
+"""`gradaccum_mindspore.coupled_value_and_grad` beyond the shared suite: nests, dropout,
+statistics, and calls that raise.
 """
 
 import mindspore as ms
@@ -7,61 +7,46 @@ import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, nn, ops
 
-import gradaccum
 from conformance_tests.framework_tests.mindspore_common import pynative_after, set_mode  # noqa: F401
 from conformance_tests.framework_tests.mindspore_large_batch import (
-    COMPILED,
     FROM_PYTHON,
+    Net,
+    X,
     distance,
     in_mode,
     seed,  # noqa: F401
     tensors,
     trained,
 )
-from conformance_tests.framework_tests.mindspore_towers import (
-    IMAGES,
-    TEXTS,
-    Towers,
-    info_nce,
-)
+from gradaccum import ArgumentValueError, UsageError
 from gradaccum_mindspore.large_batch.coupled import coupled_value_and_grad
 
-TOLERANCE = 1e-13
 
-
-def large_batch(net, loss_fn):
-    return ms.value_and_grad(lambda *batch: loss_fn(net(*batch)), None, trained(net))
+def squared_sum(outputs):
+    return (outputs.sum(0) ** 2).sum()
 
 
 @pytest.mark.parametrize("mode", FROM_PYTHON)
 def test_nests_of_outputs(mode):
     """A tuple in a dict, two rows per item, and labels that are no floating numbers."""
-    net, labels = Towers(), Tensor(np.arange(7) % 3, ms.int32)
+    net = Net()
 
-    def outputs_fn(images, texts, labels):
-        found = net(images, texts)
-        return {
-            "two": (
-                found["images"],
-                ops.concat((found["texts"], 2 * found["texts"]), 0),
-            ),
-            "labels": labels,
-        }
+    def outputs_fn(x, labels):
+        found = net(x)
+        return {"two": (found, ops.concat((found, 2 * found), 0)), "labels": labels}
 
     def loss_fn(outputs):
         a, b = outputs["two"]
         share = (outputs["labels"] == 1).astype(a.dtype).reshape((-1, 1))
         return (a * share).sum() ** 2 + (b.sum(0) ** 2).mean()
 
-    batch = (*tensors(IMAGES, TEXTS), labels)
-    expected = ms.value_and_grad(
-        lambda *batch: loss_fn(outputs_fn(*batch)), None, trained(net)
-    )(*batch)
-    found = in_mode(
-        mode,
-        coupled_value_and_grad(outputs_fn, loss_fn, trained(net), micro_batch_size=2),
-    )(*batch)
-    assert distance(found, expected) <= TOLERANCE
+    def whole(x, labels):
+        return loss_fn(outputs_fn(x, labels))
+
+    batch = (*tensors(X), Tensor(np.arange(7) % 3, ms.int32))
+    expected = ms.value_and_grad(whole, None, trained(net))(*batch)
+    made = coupled_value_and_grad(outputs_fn, loss_fn, trained(net), micro_batch_size=2)
+    assert distance(in_mode(mode, made)(*batch), expected) <= 1e-13
 
 
 @pytest.mark.parametrize("seed", [None, 11], indirect=True)
@@ -70,12 +55,9 @@ def test_dropout_replays(kind, seed):  # noqa: F811
     """The gradient by the input of a dropout shows its mask; outputs show the mask of
     the first pass. Both are one.
     """
-    assert ms.get_seed() == seed
-    weight, dropout, kept = (
-        Parameter(Tensor(np.ones((7, 64)), ms.float32), name="w"),
-        nn.Dropout(p=0.5).set_train(),
-        [],
-    )
+    weight = Parameter(Tensor(np.ones((7, 64)), ms.float32), name="w")
+    dropout, kept = nn.Dropout(p=0.5).set_train(), []
+    operator = dropout.dropout
 
     def outputs_fn(rows):
         found = ops.matmul(rows, weight)
@@ -83,9 +65,8 @@ def test_dropout_replays(kind, seed):  # noqa: F811
 
     def loss_fn(outputs):
         kept.append(outputs.asnumpy())
-        return outputs.sum() + 0 * (outputs.sum(0) ** 2).sum()
+        return outputs.sum() + 0 * squared_sum(outputs)
 
-    operator = dropout.dropout
     _, gradient = coupled_value_and_grad(outputs_fn, loss_fn, weight, steps=4)(
         Tensor(np.eye(7), ms.float32)
     )
@@ -99,181 +80,93 @@ def test_dropout_replays(kind, seed):  # noqa: F811
 @pytest.mark.parametrize("mode", FROM_PYTHON)
 def test_statistics_move_once(mode):
     """Three micro-batches move a BatchNorm's mean three times, not six."""
-    norm, alone = (
-        nn.BatchNorm1d(4, momentum=0.5).set_train(),
-        nn.BatchNorm1d(4, momentum=0.5).set_train(),
-    )
-    x = Tensor(IMAGES[:6], ms.float32)
-
-    def loss_fn(outputs):
-        return (outputs.sum(0) ** 2).sum() + (outputs[0] * outputs[5]).sum()
-
-    in_mode(mode, coupled_value_and_grad(norm, loss_fn, trained(norm), steps=3))(x)
+    norm, alone = (nn.BatchNorm1d(4, momentum=0.5).set_train() for _ in range(2))
+    x = Tensor(X[:6], ms.float32)
+    made = coupled_value_and_grad(norm, squared_sum, trained(norm), steps=3)
+    in_mode(mode, made)(x)
     set_mode("pynative")
     for first in (0, 2, 4):
         alone(x[first : first + 2])
-    np.testing.assert_allclose(
-        norm.moving_mean.asnumpy(), alone.moving_mean.asnumpy(), rtol=1e-6
-    )
-    np.testing.assert_allclose(
-        norm.moving_variance.asnumpy(), alone.moving_variance.asnumpy(), rtol=1e-6
-    )
     assert norm.moving_mean.asnumpy().any()
+    for name in ("moving_mean", "moving_variance"):
+        found, expected = (getattr(each, name).asnumpy() for each in (norm, alone))
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("failure", [RuntimeError, KeyboardInterrupt])
-@pytest.mark.parametrize("call", [3, 6], ids=["first pass", "second pass"])
-def test_interrupted(call, failure):
-    """Statistics, the seeds and the dropout's operator are as before; the next call is
-    right.
+@pytest.mark.parametrize("place", [2, 4, 6], ids=["first pass", "loss", "second pass"])
+def test_interrupted(place, failure):
+    """MindSpore was recording operators when the user's function raised. Statistics and
+    the dropout's operator are as before; the next call is right.
     """
-    norm, dropout, calls = (
-        nn.BatchNorm1d(4).set_train(),
-        nn.Dropout(p=0.5).set_train(),
-        [],
-    )
-    operator, before = dropout.dropout, norm.moving_mean.asnumpy().copy()
+    norm, dropout = nn.BatchNorm1d(4).set_train(), nn.Dropout(p=0.5).set_train()
+    operator, calls = dropout.dropout, []
+
+    def counted(value):
+        calls.append(1)
+        if len(calls) == place:
+            raise failure("now")
+        return value
 
     def outputs_fn(x):
-        calls.append(1)
-        if len(calls) == call:
-            raise failure("now")
-        return dropout(norm(x))
-
-    made = coupled_value_and_grad(
-        outputs_fn, lambda outputs: (outputs.sum(0) ** 2).sum(), trained(norm), steps=3
-    )
-    with pytest.raises(failure, match="now"):
-        made(Tensor(IMAGES[:6], ms.float32))
-    np.testing.assert_array_equal(norm.moving_mean.asnumpy(), before)
-    assert dropout.dropout is operator
-    loss, _ = made(Tensor(IMAGES[:6], ms.float32))
-    assert np.isfinite(loss.asnumpy())
-
-
-@pytest.mark.parametrize("place", ["first pass", "loss", "second pass"])
-def test_right_after_an_error(place):
-    """MindSpore was recording operators when the user's function raised."""
-    net, batch, calls, failing = (
-        Towers(),
-        tensors(IMAGES, TEXTS),
-        [],
-        {"first pass": 2, "loss": 4, "second pass": 6}[place],
-    )
-
-    def outputs_fn(*batch):
-        outputs = net(*batch)
-        count()
-        return outputs
+        found = norm(x)
+        return counted(found + 0 * dropout(found))
 
     def loss_fn(outputs):
-        loss = info_nce(net)(outputs)
-        count()
-        return loss
+        return counted((outputs[0] * outputs[5] ** 2).sum())
 
-    def count():
-        calls.append(1)
-        if len(calls) == failing:
-            raise RuntimeError("now")
+    def whole(x):
+        return loss_fn(ops.concat([norm(x[first : first + 2]) for first in (0, 2, 4)]))
 
-    made = coupled_value_and_grad(outputs_fn, loss_fn, trained(net), steps=3)
-    with pytest.raises(RuntimeError, match="now"):
-        made(*batch)
-    assert distance(made(*batch), large_batch(net, info_nce(net))(*batch)) <= TOLERANCE
-
-
-def test_loss_scale():
-    """The loss function scales; the wrapped optimizer divides, and clips the large
-    batch's gradient.
-    """
-    net, reference, batch = (
-        Towers(ms.float32),
-        Towers(ms.float32),
-        tensors(IMAGES, TEXTS, dtype=ms.float32),
-    )
-    optimizer = gradaccum.wrap(
-        nn.SGD(net.trainable_params(), 0.1), steps=1, loss_scale=1024.0, clip_norm=0.5
-    )
-    loss_fn = info_nce(net)
-
-    loss, gradients = coupled_value_and_grad(
-        net,
-        lambda outputs: optimizer.scale(loss_fn(outputs)),
-        optimizer.parameters,
-        steps=3,
-    )(*batch)
-    optimizer(gradients)
-    expected, gradients = large_batch(reference, info_nce(reference))(*batch)
-    norm = np.sqrt(sum((gradient.asnumpy() ** 2).sum() for gradient in gradients))
-    assert abs(loss.asnumpy() / 1024 / expected.asnumpy() - 1) <= 1e-6
-    assert abs(optimizer.result.grad_norm / norm - 1) <= 1e-5
-    for mine, start, gradient in zip(
-        net.trainable_params(), reference.trainable_params(), gradients, strict=True
-    ):
-        np.testing.assert_allclose(
-            mine.asnumpy(),
-            start.asnumpy() - 0.1 * gradient.asnumpy() * 0.5 / norm,
-            rtol=0,
-            atol=1e-6,
-        )
+    x = Tensor(X[:6], ms.float32)
+    made = coupled_value_and_grad(outputs_fn, loss_fn, trained(norm), steps=3)
+    with pytest.raises(failure, match="now"):
+        made(x)
+    assert not norm.moving_mean.asnumpy().any()
+    assert dropout.dropout is operator
+    expected = ms.value_and_grad(whole, None, trained(norm))(x)
+    assert distance(made(x), expected) <= 1e-5
 
 
-def test_other_randomness_is_noticed():
-    weight = Parameter(Tensor(np.ones(4)), name="w")
-
-    def outputs_fn(x):
-        return x * weight * Tensor(np.random.rand())
-
-    with pytest.raises(
-        gradaccum.UsageError,
-        match="outputs_fn: expected a function that gives the same outputs again",
-    ):
-        coupled_value_and_grad(
-            outputs_fn, lambda outputs: outputs.sum(), weight, steps=2
-        )(*tensors(IMAGES))
+def compiled_sum(outputs):
+    return outputs.sum()
 
 
-def test_dropout_in_compiled_operators_is_refused():
-    net = nn.SequentialCell(nn.Dense(4, 3), nn.Dropout(p=0.5)).set_train()
-    made = in_mode(
-        "graph", coupled_value_and_grad(net, ops.ReduceSum(), trained(net), steps=2)
-    )
-    with pytest.raises(gradaccum.UsageError, match="a Dropout in training in"):
-        made(Tensor(IMAGES, ms.float32))
-
-
-@pytest.mark.parametrize("mode", COMPILED)
-def test_compiled_code(mode):
-    net = nn.Dense(4, 3)
-    made = in_mode(
-        mode, coupled_value_and_grad(net, ops.ReduceSum(), trained(net), steps=2)
-    )
-    with pytest.raises(
-        gradaccum.UsageError,
-        match="coupled_value_and_grad: expected a call from Python",
-    ):
-        made(Tensor(IMAGES, ms.float32))
-
-
+@pytest.mark.every_mode
 @pytest.mark.parametrize(
-    ("outputs_fn", "loss_fn", "words"),
+    ("mode", "words"),
     [
-        (
-            lambda x: (x, 3),
-            lambda outputs: outputs[0].sum(),
-            r"outputs\[1\]: expected an array with a leading axis",
-        ),
-        (
-            lambda x: x.astype(ms.int32),
-            lambda outputs: outputs.sum(),
-            "outputs_fn: expected a floating output",
-        ),
+        ("jit", "coupled_value_and_grad: expected a call from Python"),
+        ("cell", "coupled_value_and_grad: expected a call from Python"),
+        ("graph", "a Dropout in training in"),
     ],
-    ids=["number", "integers"],
 )
-def test_misuse(outputs_fn, loss_fn, words):
+def test_compiled_code_is_refused(mode, words):
+    net = nn.SequentialCell(nn.Dense(4, 3), nn.Dropout(p=0.5)).set_train()
+    made = coupled_value_and_grad(net, compiled_sum, trained(net), steps=2)
+    with pytest.raises(UsageError, match=words):
+        in_mode(mode, made)(Tensor(X, ms.float32))
+
+
+REFUSED = {
+    "other randomness": (
+        lambda x: x * Tensor(np.random.rand()),
+        UsageError,
+        "outputs_fn: expected a function that gives the same outputs again",
+    ),
+    "integers": (
+        lambda x: x.astype(ms.int32),
+        ArgumentValueError,
+        "outputs_fn: expected a floating output",
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "kind", "words"), REFUSED.values(), ids=REFUSED)
+def test_outputs_are_refused(make, kind, words):
     weight = Parameter(Tensor(np.ones(4)), name="w")
-    with pytest.raises(gradaccum.ArgumentValueError, match=words):
-        coupled_value_and_grad(
-            lambda x: outputs_fn(x * weight), loss_fn, weight, steps=2
-        )(*tensors(IMAGES))
+    made = coupled_value_and_grad(
+        lambda x: make(x * weight), compiled_sum, weight, steps=2
+    )
+    with pytest.raises(kind, match=words):
+        made(*tensors(X))

@@ -63,76 +63,40 @@ class TellingStep(Step):
         return self.optimizer(gradients, 2.0, gradients[0][0, 0])
 
 
-class Keeping(nn.Cell):
-    """A branch that hands a number to an inner branch, which leaks it."""
-
-    def __init__(self, parameters):
-        super().__init__(auto_prefix=False)
-        self.count = Parameter(Tensor(0, ms.int32), name="count", requires_grad=False)
-        self.parameter = parameters[0]
-
-    def construct(self, *gradients):
-        count = self.count.value() + 1
-        full = count >= 2
-        ms.ops.assign(self.count, count)
-        if full:
-            if ms.ops.isfinite(self.parameter.value().sum()):
-                ms.ops.assign(self.parameter, gradients[0])
-            ms.ops.assign(self.count, 0 * count)
-        return full
-
-
-def wrapped(parameters):
-    return Step(gradaccum.wrap(nn.Momentum(parameters, 1e-6, 0.9), steps=2))
-
-
-def with_everything(parameters):
-    scale = gradaccum.DynamicLossScale(8.0, growth_interval=3)
-    options = {
-        "on_overflow": "drop_micro_batch",
-        "loss_scale": scale,
-        "clip_norm": 1.0,
-        "skip_norm": 1e9,
-    }
-    optimizer = gradaccum.wrap(nn.Momentum(parameters, 1e-6, 0.9), steps=2, **options)
-    optimizer.scale(Tensor(1.0))  # the gradients below are those of a scaled loss
-    return TellingStep(optimizer)
-
-
-def that_measures_nothing(parameters):
-    return Step(
-        gradaccum.wrap(
-            nn.Momentum(parameters, 1e-6, 0.9), steps=2, on_overflow="ignore"
-        )
-    )
-
-
 def two(optimizer_step):
     return 2 + 0 * optimizer_step
 
 
-def of_sizes_from_a_function(parameters):
-    return Step(
-        gradaccum.wrap(
-            nn.Momentum(parameters, 1e-6, 0.9),
-            steps=two,
-            on_overflow="drop_micro_batch",
-        )
-    )
+CASES = {
+    "plain": {},
+    "everything": {
+        "on_overflow": "drop_micro_batch",
+        "loss_scale": gradaccum.DynamicLossScale(8.0, growth_interval=3),
+        "clip_norm": 1.0,
+        "skip_norm": 1e9,
+    },
+    "nothing measured": {"on_overflow": "ignore"},
+    "sizes from a function": {"steps": two, "on_overflow": "drop_micro_batch"},
+    "a scale of its own": {"steps": [(0, 2), (1000, 2)], "clip_norm": 1.0},
+}
 
 
-def with_a_scale_of_its_own(parameters):
-    return Step(
-        gradaccum.wrap(
-            nn.Momentum(parameters, 1e-6, 0.9, loss_scale=8.0),
-            steps=[(0, 2), (1000, 2)],
-            clip_norm=1.0,
-        )
-    )
+def cell_of(case):
+    parameters = [
+        Parameter(Tensor(np.ones((4, 4), np.float32)), name=name) for name in "ab"
+    ]
+    scale = 8.0 if case == "a scale of its own" else 1.0
+    inner = nn.Momentum(parameters, 1e-6, 0.9, loss_scale=scale)
+    optimizer = gradaccum.wrap(inner, **{"steps": 2, **CASES[case]})
+    optimizer.scale(Tensor(1.0))  # the gradients below are those of a scaled loss
+    return (TellingStep if case == "everything" else Step)(optimizer)
 
 
-def kept_per_window(cell, mode):
+@pytest.mark.parametrize("mode", ["jit", "graph"])
+@pytest.mark.parametrize("case", deep_but(("plain", "everything"), CASES))
+def test_window_keeps_no_memory(case, mode):
     set_mode(mode)
+    cell = cell_of(case)
     step = cell if mode == "graph" else ms.jit(cell.construct)
     finite, infinite = (
         [Tensor(np.full((4, 4), value, np.float32)) for _ in range(2)]
@@ -143,30 +107,4 @@ def kept_per_window(cell, mode):
             before = held()
         for _ in range(2):
             step(*(infinite if window % 7 == 3 else finite))
-    return (held() - before) / WINDOWS
-
-
-def two_parameters():
-    return [Parameter(Tensor(np.ones((4, 4), np.float32)), name=name) for name in "ab"]
-
-
-MAKERS = (
-    wrapped,
-    with_everything,
-    that_measures_nothing,
-    of_sizes_from_a_function,
-    with_a_scale_of_its_own,
-)
-
-
-@pytest.mark.parametrize("mode", ["jit", "graph"])
-@pytest.mark.parametrize("make", deep_but((wrapped, with_everything), MAKERS))
-def test_window_keeps_no_memory(make, mode):
-    assert kept_per_window(make(two_parameters()), mode) < LEAK
-
-
-def test_leak_is_seen():
-    """If this test fails, MindSpore's runtime no longer leaks, and
-    `gradaccum_mindspore.window.compiled.Notes` can go.
-    """
-    assert kept_per_window(Keeping(two_parameters()), "jit") > LEAK
+    assert (held() - before) / WINDOWS < LEAK

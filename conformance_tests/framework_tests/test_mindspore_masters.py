@@ -18,14 +18,10 @@ from conformance_tests.framework_tests.mindspore_common import (
     set_mode,
 )
 from gradaccum_conformance.deep import deep_but
-from gradaccum_mindspore import load_checkpoint_into
 
 HALF = {"float16": ms.float16, "bfloat16": ms.bfloat16}
 RNG = np.random.default_rng(0)
-START = {
-    "weight": RNG.integers(-64, 64, (3, 2)) / 64,
-    "bias": RNG.integers(-64, 64, 2) / 64,
-}
+START = {"weight": np.ones((3, 2)), "bias": np.ones(2)}
 GRADIENTS = [
     [RNG.integers(-64, 64, array.shape) / 64 for array in START.values()]
     for _ in range(6)
@@ -33,64 +29,44 @@ GRADIENTS = [
 MASTER = ".gradaccum.master"
 
 
-def make_parameters(dtype):
-    return [Parameter(Tensor(array, dtype), name=name) for name, array in START.items()]
-
-
 def grouped(parameters):
     weight, bias = parameters
-    return nn.Momentum(
-        [
-            {"params": [weight], "lr": 0.05, "weight_decay": 0.1},
-            {"params": [bias]},
-            {"order_params": parameters},
-        ],
-        0.1,
-        0.9,
-    )
-
-
-def experimental_groups(parameters):
-    return optim.SGD(
-        [{"params": parameters[:1], "lr": 0.05}, {"params": parameters[1:]}],
-        0.1,
-        momentum=0.9,
-    )
+    groups = [
+        {"params": [weight], "lr": 0.05, "weight_decay": 0.1},
+        {"params": [bias]},
+        {"order_params": parameters},
+    ]
+    return nn.Momentum(groups, 0.1, 0.9)
 
 
 OPTIMIZERS = {
-    "SGD": lambda parameters: nn.SGD(parameters, 0.1, momentum=0.9, weight_decay=0.1),
-    "dynamic learning rate": lambda parameters: nn.SGD(parameters, [0.5, 0.125, 0.25]),
-    "Momentum": lambda parameters: nn.Momentum(parameters, 0.1, 0.9),
+    "SGD": lambda p: nn.SGD(p, 0.1, momentum=0.9, weight_decay=0.1),
+    "dynamic learning rate": lambda p: nn.SGD(p, [0.5, 0.125, 0.25]),
     "grouped Momentum": grouped,
-    "Adam": lambda parameters: nn.Adam(parameters, 0.1),
-    "AdamWeightDecay": lambda parameters: nn.AdamWeightDecay(
-        parameters, 0.1, weight_decay=0.1
+    "Adam": lambda p: nn.Adam(p, 0.1),
+    "AdamWeightDecay": lambda p: nn.AdamWeightDecay(p, 0.1, weight_decay=0.1),
+    "RMSProp": lambda p: nn.RMSProp(p, 0.01, centered=True),
+    "AdaFactor": nn.AdaFactor,
+    "experimental Adam": lambda p: optim.Adam(
+        [{"params": p[:1], "lr": 0.05}, {"params": p[1:]}], 0.1
     ),
-    "RMSProp": lambda parameters: nn.RMSProp(parameters, 0.01, centered=True),
-    "Adagrad": lambda parameters: nn.Adagrad(
-        parameters, accum=0.125, learning_rate=0.1
-    ),
-    "AdaFactor": lambda parameters: nn.AdaFactor(parameters),
-    "experimental groups": experimental_groups,
-    "experimental Adam": lambda parameters: optim.Adam(parameters, 0.1),
-    "experimental AdamW": lambda parameters: optim.AdamW(parameters, 0.1),
 }
-COMPILED = ("SGD", "grouped Momentum", "Adam", "experimental Adam")
+COMPILED = ("SGD", "grouped Momentum", "experimental Adam")
 CASES = [
     (kind, mode)
     for mode in MODES
-    for kind in OPTIMIZERS
-    if mode == "pynative" or kind in COMPILED
+    for kind in (OPTIMIZERS if mode == "pynative" else COMPILED)
 ]
 
 
-def run(kind, dtype, mode, gradients=GRADIENTS, **options):
+def run(kind, dtype, mode, **options):
     """Trains three windows of two; returns the parameters, the wrapped optimizer and
     the inner one.
     """
     set_mode(mode)
-    parameters = make_parameters(dtype)
+    parameters = [
+        Parameter(Tensor(array, dtype), name=name) for name, array in START.items()
+    ]
     inner = OPTIMIZERS[kind](parameters)
     optimizer = gradaccum.wrap(inner, steps=2, **options)
 
@@ -98,14 +74,10 @@ def run(kind, dtype, mode, gradients=GRADIENTS, **options):
     def jitted(*tree):
         return optimizer(tree)
 
-    for tree in gradients:
+    for tree in GRADIENTS:
         tensors = [Tensor(array, dtype) for array in tree]
         _ = jitted(*tensors) if mode == "jit" else optimizer(tensors)
     return parameters, optimizer, inner
-
-
-def numpy_of(parameter):
-    return parameter.astype(ms.float32).asnumpy()
 
 
 def masters_of(optimizer):
@@ -114,9 +86,7 @@ def masters_of(optimizer):
 
 @cache
 def float32_run(kind):
-    """`run` with float32 parameters, in PyNative, the truth for every mode and half
-    dtype.
-    """
+    """In PyNative, the truth for every mode and half dtype."""
     return run(kind, ms.float32, "pynative")
 
 
@@ -125,82 +95,49 @@ def float32_run(kind):
 def test_masters_equal_float32_parameters(kind, mode, half):
     expected, _, plain = float32_run(kind)
     parameters, optimizer, inner = run(kind, HALF[half], mode, master_weights=True)
-    masters = {p.name.removesuffix(MASTER): p for p in masters_of(optimizer)}
-    for truth, parameter in zip(expected, parameters, strict=True):
-        master = masters[parameter.name]
-        if mode == "pynative":
-            np.testing.assert_array_equal(master.asnumpy(), truth.asnumpy())
-        np.testing.assert_allclose(master.asnumpy(), truth.asnumpy(), rtol=0, atol=3e-7)
-        np.testing.assert_array_equal(
-            numpy_of(parameter), numpy_of(master.astype(HALF[half]))
+    masters = masters_of(optimizer)
+    for truth, parameter, master in zip(expected, parameters, masters, strict=True):
+        assert master.name == parameter.name + MASTER
+        found = parameter.astype(ms.float32).asnumpy()
+        bound = 0 if mode == "pynative" else 3e-7
+        np.testing.assert_allclose(
+            master.asnumpy(), truth.asnumpy(), rtol=0, atol=bound
         )
-        assert np.abs(numpy_of(parameter) - START[parameter.name]).max() > 1e-3, (
-            "the comparison would pass without an update"
-        )
-    assert optimizer.result.optimizer_step == 3
-    names = [p.name.removesuffix(MASTER) for p in inner.get_parameters()]
-    assert sorted(names) == sorted(p.name for p in plain.get_parameters()), (
-        "masters changed the names of the state"
-    )
-    assert not [p.name for p in inner.get_parameters() if p.dtype in HALF.values()]
+        rounded = master.astype(HALF[half]).astype(ms.float32)
+        np.testing.assert_array_equal(found, rounded.asnumpy())
+        assert np.abs(found - 1).max() > 1e-3
+    names = {p.name.removesuffix(MASTER): p.dtype for p in inner.get_parameters()}
+    assert names.keys() == {p.name for p in plain.get_parameters()}
+    assert not set(names.values()) & set(HALF.values())
 
 
-def test_masters_are_the_only_copy():
-    """Adam holds the model, its masters, two moments and the sum; all but the model in
-    float32.
-    """
-    _, optimizer, _ = run("Adam", ms.float16, "pynative", master_weights=True)
-    full_size = [
-        str(p.dtype)
-        for p in optimizer.get_parameters()
-        if p.shape == START["weight"].shape
-    ]
-    assert sorted(full_size) == ["Float16"] + 4 * ["Float32"]
-    _, without, _ = run("Adam", ms.float16, "pynative")
-    full_size = [
-        str(p.dtype)
-        for p in without.get_parameters()
-        if p.shape == START["weight"].shape
-    ]
-    assert sorted(full_size) == 3 * ["Float16"] + ["Float32"]
+SMALL = 2.0**-13
 
 
 def test_only_half_parameters_have_masters():
-    half, full = (
-        Parameter(Tensor(np.ones(2), ms.float16), name="half"),
-        Parameter(Tensor(np.ones(2), ms.float32), name="full"),
-    )
-    optimizer = gradaccum.wrap(nn.SGD([half, full], 1.0), steps=1, master_weights=True)
-    optimizer(
-        (
-            Tensor(np.full(2, 2.0**-13), ms.float16),
-            Tensor(np.full(2, 2.0**-13), ms.float32),
-        )
-    )
-    assert [p.name for p in masters_of(optimizer)] == ["half" + MASTER]
-    assert [
-        masters_of(optimizer)[0].asnumpy()[0],
-        full.asnumpy()[0],
-        half.asnumpy()[0],
-    ] == [1 - 2.0**-13, 1 - 2.0**-13, 1.0]
-
-
-def test_used_optimizer_gets_masters():
-    parameters = make_parameters(ms.float16)
+    """Those of an optimizer that was used before too."""
+    parameters = [
+        Parameter(Tensor(np.ones(2), dtype), name=name)
+        for name, dtype in (("half", ms.float16), ("full", ms.float32))
+    ]
     inner = nn.SGD(parameters, 1.0)
-    inner(tuple(Tensor(np.zeros(p.shape), ms.float16) for p in parameters))
+
+    def gradients(value):
+        return tuple(Tensor(np.full(2, value), p.dtype) for p in parameters)
+
+    inner(gradients(0.0))
     optimizer = gradaccum.wrap(inner, steps=1, master_weights=True)
-    optimizer(tuple(Tensor(np.full(p.shape, 2.0**-13), ms.float16) for p in parameters))
-    np.testing.assert_array_equal(
-        masters_of(optimizer)[0].asnumpy(),
-        (START["weight"] - 2.0**-13).astype(np.float32),
-    )
+    optimizer(gradients(SMALL))
+    (master,) = masters_of(optimizer)
+    assert master.name == "half" + MASTER
+    found = [each.asnumpy()[0] for each in (master, *parameters)]
+    assert found == [1 - SMALL, 1.0, 1 - SMALL]
 
 
 class Squares(nn.Cell):
-    def __init__(self):
+    def __init__(self, dtype=ms.float16):
         super().__init__()
-        self.weight = Parameter(Tensor(np.ones((3, 2)), ms.float16), name="weight")
+        self.weight = Parameter(Tensor(np.ones((3, 2)), dtype), name="weight")
 
     def construct(self, x):
         return ops.square(self.weight * x).mean()
@@ -213,35 +150,35 @@ def test_train_cell_differentiates_the_model(mode):
     """
     set_mode(mode)
     net = Squares()
-    optimizer = gradaccum.wrap(
-        nn.SGD(net.trainable_params(), 0.5), steps=2, master_weights=True
-    )
+    inner = nn.SGD(net.trainable_params(), 0.5)
+    optimizer = gradaccum.wrap(inner, steps=2, master_weights=True)
     step = nn.TrainOneStepCell(net, optimizer)
     assert [p.name for p in step.weights] == ["weight"]
     for _ in range(4):
         step(Tensor(np.ones((3, 2)), ms.float16))
-    expected = (1 - np.float32(np.float16(2 / 6)) / 2) * np.ones((3, 2), np.float32)
     assert optimizer.result.optimizer_step == 2
-    assert np.abs(net.weight.asnumpy() - 1).min() > 0.3
-    assert (net.weight.asnumpy() < expected).all(), (
-        "the second window's gradient is taken at the rounded model"
-    )
+    np.testing.assert_allclose(net.weight.asnumpy(), (1 - 1 / 6) ** 2, rtol=1e-3)
 
 
 RATE = 2.0**-10
 
 
-@pytest.mark.parametrize("mode", ["pynative", "jit", "graph"])
+def of_squares(net, dtype=ms.float16):
+    """The wrapped optimizer, and a gradient of ones."""
+    inner = nn.SGD([net.weight], RATE)
+    optimizer = gradaccum.wrap(inner, steps=2, master_weights=True)
+    return optimizer, (Tensor(np.ones((3, 2)), dtype),)
+
+
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", [ms.float16, ms.bfloat16])
 def test_weights_that_are_loaded_after_wrapping(dtype, mode):
     """They are the masters from the next update on: 100 - 2 * RATE is 100 in half
     precision.
     """
     set_mode(mode)
-    net = Squares()
-    parameter = net.weight
-    parameter.set_dtype(dtype)
-    optimizer = gradaccum.wrap(nn.SGD([parameter], RATE), steps=2, master_weights=True)
+    net = Squares(dtype)
+    optimizer, ones = of_squares(net, dtype)
     loaded = Parameter(Tensor(np.full((3, 2), 100), dtype), name="weight")
     ms.load_param_into_net(net, {"weight": loaded})
 
@@ -249,51 +186,27 @@ def test_weights_that_are_loaded_after_wrapping(dtype, mode):
     def jitted(gradient):
         return optimizer((gradient,))
 
-    ones = Tensor(np.ones((3, 2)), dtype)
     for _ in range(4):
-        jitted(ones) if mode == "jit" else optimizer((ones,))
+        jitted(*ones) if mode == "jit" else optimizer(ones)
     (master,) = masters_of(optimizer)
     assert master.asnumpy()[0, 0] == 100 - 2 * RATE
-    assert numpy_of(parameter)[0, 0] == 100
-
-
-def test_weights_that_are_swapped_and_put_back():
-    """As for an evaluation with averaged weights: the masters keep their low bits."""
-    net = Squares()
-    optimizer = gradaccum.wrap(nn.SGD([net.weight], RATE), steps=2, master_weights=True)
-    ones = Tensor(np.ones((3, 2)), ms.float16)
-    for _ in range(3):
-        optimizer((ones,))
-    trained = Tensor(net.weight.asnumpy().copy())
-    net.weight.set_data(Tensor(np.zeros((3, 2)), ms.float16))
-    net.weight.set_data(trained)
-    optimizer((ones,))
-    (master,) = masters_of(optimizer)
-    assert master.asnumpy()[0, 0] == 1 - 2 * RATE
+    assert net.weight.astype(ms.float32).asnumpy()[0, 0] == 100
 
 
 @needs_mindspore("2.10", "MindSpore 2.7 loads weights into the memory of the old ones")
-def test_weights_that_are_loaded_between_updates():
+@pytest.mark.parametrize("put_back", [True, False])
+def test_weights_that_are_swapped_between_updates(put_back):
+    """Put back, as after an evaluation with averaged weights: the masters keep their
+    low bits.
+    """
     net = Squares()
-    optimizer = gradaccum.wrap(nn.SGD([net.weight], RATE), steps=2, master_weights=True)
-    ones = Tensor(np.ones((3, 2)), ms.float16)
+    optimizer, ones = of_squares(net)
     for _ in range(3):
-        optimizer((ones,))
+        optimizer(ones)
+    trained = Tensor(net.weight.asnumpy().copy())
     net.weight.set_data(Tensor(np.full((3, 2), 100), ms.float16))
-    optimizer((ones,))
+    if put_back:
+        net.weight.set_data(trained)
+    optimizer(ones)
     (master,) = masters_of(optimizer)
-    assert master.asnumpy()[0, 0] == 100 - RATE
-
-
-def test_masters_are_no_model():
-    """A wrapper without masters refuses them where each of its own entries fits."""
-    _, source, _ = run(
-        "Adam", ms.float16, "pynative", GRADIENTS[:3], master_weights=True
-    )
-    _, target, _ = run("Adam", ms.float16, "pynative", GRADIENTS[:1])
-    entries = {p.name: p for p in source.get_parameters()}
-    own = {
-        p.name: entries.get(p.name, p).astype(p.dtype) for p in target.get_parameters()
-    }
-    with pytest.raises(gradaccum.CheckpointError, match="masters"):
-        load_checkpoint_into(target, {**entries, **own})
+    assert master.asnumpy()[0, 0] == (1 - 2 * RATE if put_back else 100 - RATE)

@@ -133,7 +133,12 @@ run()
 
 
 @pytest.mark.parametrize(
-    ("how", "mode"), [("ends", "pynative"), ("ends", "graph"), ("raises", "pynative")]
+    ("how", "mode"),
+    [
+        ("ends", "pynative"),
+        pytest.param("ends", "graph", marks=pytest.mark.deep),
+        ("raises", "pynative"),
+    ],
 )
 def test_program_ends_in_an_open_window(how, mode, tmp_path):
     """Of nine optimizers two lose micro-batches: three of them, and one after a window

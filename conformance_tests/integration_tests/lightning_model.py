@@ -4,7 +4,7 @@ run of the large batches.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -114,52 +114,18 @@ def trainer(*callbacks: pl.Callback, **options: Any) -> pl.Trainer:
         "enable_model_summary": False,
         "enable_checkpointing": False,
     }
-    callbacks = callbacks or (AccumulationCallback(),)
+    given = {"callbacks": list(callbacks or (AccumulationCallback(),))}
     return pl.Trainer(
-        accelerator="cpu",
-        callbacks=list(callbacks),
-        **{"max_epochs": 2, **quiet, **options},
+        accelerator="cpu", **{"max_epochs": 2, **quiet, **given, **options}
     )
 
 
-def windows(
-    rows: int = 26, size: int = STEPS * ROWS
-) -> Iterator[tuple[Tensor, Tensor]]:
-    for start in range(0, rows, size):
-        yield X[start : min(start + size, rows)], Y[start : min(start + size, rows)]
-
-
-def large(
-    epochs: int = 2,
-    gate: bool = False,
-    rows: int = 26,
-    change: Callable[[nn.Module], object] = lambda net: None,
-) -> nn.Module:
+def large(epochs: int = 2, gate: bool = False, rows: int = 26) -> nn.Module:
     """The bare optimizer's run: one step per window, the epoch's last one of what is
-    left; `change` comes before each step.
+    left.
     """
-    net = make_net()
-    opt = inner_of(net)
-    scheduler = halved(opt)
-    for _ in range(epochs):
-        for x, y in windows(rows):
-            opt.zero_grad()
-            loss_of(net, x, y).backward()
-            change(net)
-            opt.step()
-            if gate:
-                scheduler.step()
+    model = Automatic(None, gate)
+    run = trainer(pl.Callback(), max_epochs=epochs)
+    run.fit(model, loader(rows, STEPS * ROWS))
+    net: nn.Module = model.net
     return net
-
-
-def furthest(mine: nn.Module, wanted: nn.Module) -> float:
-    """The largest difference of two models' parameters, relative to the largest
-    parameter.
-    """
-    pairs = [
-        (p.detach(), q.detach())
-        for p, q in zip(mine.parameters(), wanted.parameters(), strict=True)
-    ]
-    return max(float((p - q).abs().max()) for p, q in pairs) / max(
-        float(q.abs().max()) for _, q in pairs
-    )

@@ -1,12 +1,12 @@
-"""Loops that keep ``.grad`` for themselves: DCGAN's, forward gradients, gradients per
-item. They need torch alone.
+"""Loops of others that keep ``.grad`` for themselves or accumulate by themselves:
+DCGAN's, nanoGPT's, torchtitan's, and gradients per item. They need torch alone.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import pytest
 
@@ -18,208 +18,87 @@ from torch import Tensor, nn
 import gradaccum
 from conformance_tests.framework_tests.refusing import refused
 from conformance_tests.integration_tests.regression import Items, Regressor, distance
-from gradaccum import UsageError
 
 MICRO, STEPS, WINDOWS = 2, 4, 3
-DTYPE = torch.float64
 criterion = nn.BCELoss()
-Wrap = Callable[..., torch.optim.Optimizer]
+wrapped = partial(gradaccum.wrap, steps=STEPS, separate_sums=True)
 
 
-class Gan(NamedTuple):
-    """Both networks of DCGAN without their normalization over the batch, which would
-    see micro-batches.
-    """
+class Gan:
+    """Both networks of DCGAN."""
 
-    netD: nn.Module
-    netG: nn.Module
-    optimizerD: torch.optim.Optimizer
-    optimizerG: torch.optim.Optimizer
-
-
-def gan(wrap: Wrap) -> Gan:
-    torch.manual_seed(0)
-    netD = nn.Sequential(
-        nn.Linear(5, 6), nn.LeakyReLU(0.2), nn.Linear(6, 1), nn.Sigmoid()
-    ).to(DTYPE)
-    netG = nn.Sequential(nn.Linear(3, 6), nn.ReLU(), nn.Linear(6, 5), nn.Tanh()).to(
-        DTYPE
-    )
-    optimizers = [
-        torch.optim.Adam(net.parameters(), lr=0.02, betas=(0.5, 0.999))
-        for net in (netD, netG)
-    ]
-    return Gan(netD, netG, *map(wrap, optimizers))
-
-
-def wrapped(
-    optimizer: torch.optim.Optimizer, separate: bool = True
-) -> torch.optim.Optimizer:
-    opt: torch.optim.Optimizer = gradaccum.wrap(
-        optimizer, steps=STEPS, separate_sums=separate
-    )
-    return opt
-
-
-Batch = tuple[Tensor, Tensor]
-"""Real items and noise."""
-
-
-def batches(size: int) -> list[Batch]:
-    count = MICRO * STEPS * WINDOWS
-    noise = torch.randn(
-        count, 3, dtype=DTYPE, generator=torch.Generator().manual_seed(3)
-    )
-    return list(zip(Items(count).x.split(size), noise.split(size), strict=True))
-
-
-def dcgan(run: Gan, real_cpu: Tensor, noise: Tensor) -> None:
-    """The body of the loop in PyTorch's own example, word for word but for its
-    printing.
-    """
-    netD, netG, optimizerD, optimizerG = run
-    real_label, fake_label, b_size = 1.0, 0.0, len(real_cpu)
-
-    netD.zero_grad()
-    label = torch.full((b_size,), real_label, dtype=DTYPE)
-    output = netD(real_cpu).view(-1)
-    errD_real = criterion(output, label)
-    errD_real.backward()
-    fake = netG(noise)
-    label.fill_(fake_label)
-    output = netD(fake.detach()).view(-1)
-    errD_fake = criterion(output, label)
-    errD_fake.backward()
-    optimizerD.step()
-
-    netG.zero_grad()
-    label.fill_(real_label)
-    output = netD(fake).view(-1)
-    errG = criterion(output, label)
-    errG.backward()
-    optimizerG.step()
-
-
-def loss_of_discriminator(netD: nn.Module, netG: nn.Module, batch: Batch) -> Tensor:
-    real, fake = netD(batch[0]), netD(netG(batch[1]).detach())
-    total: Tensor = criterion(real, torch.ones_like(real)) + criterion(
-        fake, torch.zeros_like(fake)
-    )
-    return total
-
-
-def loss_of_generator(netD: nn.Module, netG: nn.Module, batch: Batch) -> Tensor:
-    output = netD(netG(batch[1]))
-    loss: Tensor = criterion(output, torch.ones_like(output))
-    return loss
-
-
-def test_dcgan_word_for_word() -> None:
-    """The discriminator's window is the large batch. Its update comes before the
-    generator's last micro-batch, which sees it.
-    """
-    run, bare = gan(wrapped), gan(lambda optimizer: optimizer)
-    for batch in batches(MICRO):
-        dcgan(run, *batch)
-    for large, parts in zip(
-        batches(MICRO * STEPS), torch.arange(STEPS * WINDOWS).split(STEPS), strict=True
-    ):
-        old = copy.deepcopy(bare.netD)
-        update(bare.optimizerD, [loss_of_discriminator(bare.netD, bare.netG, large)])
-        micro = [batches(MICRO)[int(part)] for part in parts]
-        seen = [old, old, old, bare.netD]
-        update(
-            bare.optimizerG,
-            [
-                loss_of_generator(netD, bare.netG, part)
-                for netD, part in zip(seen, micro, strict=True)
-            ],
+    def __init__(self) -> None:
+        self.netD: nn.Module = nn.Sequential(nn.Linear(5, 1), nn.Sigmoid())
+        self.netG: nn.Module = nn.Sequential(nn.Linear(3, 5), nn.Tanh())
+        self.optimizerD, self.optimizerG = (
+            gradaccum.wrap(torch.optim.Adam(net.parameters()), steps=STEPS)
+            for net in (self.netD, self.netG)
         )
-    assert distance(run.netD, bare.netD) < 1e-12
-    assert distance(run.netG, bare.netG) < 1e-12
 
+    def step(self, real_cpu: Tensor, noise: Tensor) -> None:
+        """The body of the loop in PyTorch's own example, word for word but for its
+        printing and its ``self``.
+        """
+        real_label, fake_label, b_size = 1.0, 0.0, len(real_cpu)
 
-def update(optimizer: torch.optim.Optimizer, losses: list[Tensor]) -> None:
-    parameters = [each for group in optimizer.param_groups for each in group["params"]]
-    mean = torch.stack(losses).mean()
-    for parameter, gradient in zip(
-        parameters, torch.autograd.grad(mean, parameters), strict=True
-    ):
-        parameter.grad = gradient
-    optimizer.step()
+        self.netD.zero_grad()
+        label = torch.full((b_size,), real_label)
+        output = self.netD(real_cpu).view(-1)
+        errD_real = criterion(output, label)
+        errD_real.backward()
+        fake = self.netG(noise)
+        label.fill_(fake_label)
+        output = self.netD(fake.detach()).view(-1)
+        errD_fake = criterion(output, label)
+        errD_fake.backward()
+        self.optimizerD.step()
 
-
-def test_gan_by_turns_equals_large_batch() -> None:
-    """A whole window for the discriminator, then one for the generator on the same
-    items.
-    """
-    run, large = gan(wrapped), gan(lambda optimizer: optimizer)
-    for start in range(0, STEPS * WINDOWS, STEPS):
-        window = batches(MICRO)[start : start + STEPS]
-        for net, optimizer, loss in (
-            (run.netD, run.optimizerD, loss_of_discriminator),
-            (run.netG, run.optimizerG, loss_of_generator),
-        ):
-            for batch in window:
-                net.zero_grad()
-                loss(run.netD, run.netG, batch).backward()
-                optimizer.step()
-    for batch in batches(MICRO * STEPS):
-        dcgan(large, *batch)
-    assert distance(run.netD, large.netD) < 1e-12
-    assert distance(run.netG, large.netG) < 1e-12
+        self.netG.zero_grad()
+        label.fill_(real_label)
+        output = self.netD(fake).view(-1)
+        errG = criterion(output, label)
+        errG.backward()
+        self.optimizerG.step()
 
 
 def test_dcgan_is_refused_by_default() -> None:
     """What the generator's backward pass left in the discriminator would be summed."""
-    run = gan(lambda optimizer: wrapped(optimizer, separate=False))
-    with refused(UsageError, "separate_sums=True"):
-        for batch in batches(MICRO):
-            dcgan(run, *batch)
+    run = Gan()
+    with refused(gradaccum.UsageError, "separate_sums=True"):
+        for _ in range(STEPS):
+            run.step(torch.randn(MICRO, 5), torch.randn(MICRO, 3))
 
 
 Named = dict[str, Tensor]
 
 
 def squares(model: nn.Module, parameters: Named, x: Tensor, y: Tensor) -> Tensor:
-    return (
-        (torch.func.functional_call(model, parameters, x)["logits"] - y).square().mean()
-    )
+    found = torch.func.functional_call(model, parameters, x)["logits"]
+    return (found - y).square().mean()
 
 
-def forward_gradients(model: nn.Module, x: Tensor, y: Tensor, seed: int) -> Named:
-    """The slope along one random direction, times that direction; no backward pass
-    (Baydin et al., 2022).
+def forward_gradients(model: nn.Module, named: Named, x: Tensor, y: Tensor) -> Named:
+    """The slope along one direction, times that direction; no backward pass (Baydin et
+    al., 2022).
     """
-    parameters = {name: each.detach() for name, each in model.named_parameters()}
-    generator = torch.Generator().manual_seed(seed)
-    along = {
-        name: torch.randn(each.shape, dtype=each.dtype, generator=generator)
-        for name, each in parameters.items()
-    }
+    along = {name: torch.ones_like(each).cumsum(0) for name, each in named.items()}
     _, slope = torch.func.jvp(
-        lambda named: squares(model, named, x, y), (parameters,), (along,)
+        lambda named: squares(model, named, x, y), (named,), (along,)
     )
     return {name: slope * each for name, each in along.items()}
 
 
-def gradients_of_func(model: nn.Module, x: Tensor, y: Tensor, seed: int) -> Named:
-    found: Named = torch.func.grad(lambda named: squares(model, named, x, y))(
-        {k: v.detach() for k, v in model.named_parameters()}
-    )
+def gradients(model: nn.Module, named: Named, x: Tensor, y: Tensor) -> Named:
+    found: Named = torch.func.grad(squares, 1)(model, named, x, y)
     return found
 
 
-def clipped_per_item(model: nn.Module, x: Tensor, y: Tensor, seed: int) -> Named:
+def clipped_per_item(model: nn.Module, named: Named, x: Tensor, y: Tensor) -> Named:
     """The mean of each item's gradient, clipped to 0.5, as in private training."""
-    parameters = {name: each.detach() for name, each in model.named_parameters()}
-    each_item = torch.func.vmap(
-        torch.func.grad(lambda named, a, b: squares(model, named, a, b)), (None, 0, 0)
-    )(parameters, x, y)
-    norms = torch.stack(
-        [each.flatten(1).norm(dim=1) for each in each_item.values()]
-    ).norm(dim=0)
-    factors = (0.5 / norms).clamp(max=1)
+    of_item = torch.func.vmap(partial(gradients, model), (None, 0, 0))
+    each_item = of_item(named, x, y)
+    norms = [each.flatten(1).norm(dim=1) for each in each_item.values()]
+    factors = (0.5 / torch.stack(norms).norm(dim=0)).clamp(max=1)
     assert bool((factors < 1).any())
     return {
         name: torch.einsum("i,i...->...", factors, each) / len(x)
@@ -227,33 +106,75 @@ def clipped_per_item(model: nn.Module, x: Tensor, y: Tensor, seed: int) -> Named
     }
 
 
-KINDS = [forward_gradients, gradients_of_func, clipped_per_item]
-
-
 @pytest.mark.filterwarnings(
     "ignore:`torch.jit.script` is deprecated:DeprecationWarning"
 )
-@pytest.mark.parametrize("gradients", KINDS, ids=lambda kind: kind.__name__)
-def test_assigned_gradients_equal_large_batch(gradients: Callable[..., Named]) -> None:
-    """Of the same direction in all micro-batches of a window."""
-
-    def train(size: int, wrap: Wrap) -> nn.Module:
-        items = Items(MICRO * STEPS * WINDOWS)
-        model: Any = Regressor()
+@pytest.mark.parametrize("kind", [forward_gradients, gradients, clipped_per_item])
+def test_assigned_gradients_equal_large_batch(kind: Callable[..., Named]) -> None:
+    def train(size: int, wrap: Callable[..., Any]) -> nn.Module:
+        items, model = Items(MICRO * STEPS * WINDOWS), Regressor()
         opt = wrap(torch.optim.Adam(model.parameters(), lr=0.05))
-        for index, (x, y) in enumerate(
-            zip(items.x.split(size), items.labels.split(size), strict=True)
-        ):
-            for name, gradient in gradients(
-                model, x, y, seed=index * size // (MICRO * STEPS)
-            ).items():
+        for x, y in zip(items.x.split(size), items.labels.split(size), strict=True):
+            named = {name: each.detach() for name, each in model.named_parameters()}
+            for name, gradient in kind(model, named, x, y).items():
                 model.get_parameter(name).grad = gradient
             opt.step()
         return model
 
-    assert (
-        distance(
-            train(MICRO, wrapped), train(MICRO * STEPS, lambda optimizer: optimizer)
-        )
-        < 1e-12
-    )
+    large = train(MICRO * STEPS, lambda optimizer: optimizer)
+    assert distance(train(MICRO, wrapped), large) < 1e-12
+
+
+CLIP = 1.0
+
+
+def nanogpt(model: nn.Module, optimizer: Any, scaler: torch.amp.GradScaler) -> None:
+    """The body of nanoGPT's loop, word for word but for its evaluation, its rate and
+    DDP. The page has it carried over.
+    """
+    items, gradient_accumulation_steps, grad_clip = Items(24), STEPS, CLIP
+    batches = zip(items.x.split(MICRO), items.labels.split(MICRO), strict=True)
+    for _iter_num in range(WINDOWS):
+        for _micro_step in range(gradient_accumulation_steps):
+            X, Y = next(batches)
+            loss = model(X, Y)["loss"]
+            loss = loss / gradient_accumulation_steps
+            scaler.scale(loss).backward()
+        if grad_clip != 0.0:
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+
+
+class OptimizersContainer(torch.optim.Optimizer):
+    """torchtitan's: an optimizer for each part of a model, behind the interface of
+    one.
+    """
+
+    def __init__(self, model_parts: list[nn.Module]) -> None:
+        self.optimizers = [torch.optim.AdamW(part.parameters()) for part in model_parts]
+        super().__init__([p for part in model_parts for p in part.parameters()], {})
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step(*args, **kwargs)
+
+
+def of_parts(model: Regressor) -> torch.optim.Optimizer:
+    return OptimizersContainer([model.layers[0], model.layers[2]])
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize(
+    "make", [lambda model: torch.optim.AdamW(model.parameters()), of_parts]
+)
+def test_loop_that_accumulates_is_refused(make: Any, enabled: bool) -> None:
+    """A second window around its own would hold sixteen micro-batches."""
+    model, scaler = Regressor(), torch.amp.GradScaler("cpu", enabled=enabled)
+    scale = scaler if enabled else None
+    opt = gradaccum.wrap(make(model), STEPS, clip_norm=CLIP, loss_scale=scale)
+    with refused(gradaccum.UsageError, "clip_norm="):
+        nanogpt(model, opt, scaler)
+    assert distance(model, Regressor()) == 0

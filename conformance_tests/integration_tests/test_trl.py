@@ -23,6 +23,7 @@ from trl import GRPOConfig, GRPOTrainer
 import gradaccum
 from benchmarks.scoreboard.transformers_rows import tokenizer, words
 from benchmarks.scoreboard.trl_rows import gpt2
+from conformance_tests.framework_tests.refusing import refused
 from gradaccum_torch.integrations.transformers import AccumulationCallback
 
 STEPS, RATE = 4, 0.1
@@ -52,19 +53,13 @@ def quiet(recwarn: pytest.WarningsRecorder) -> Iterator[None]:
     )
 
 
-@pytest.mark.usefixtures("quiet")
-@pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("steps_per_generation", [1, 2, 4])
-@pytest.mark.parametrize("loss_type", ["dapo", "grpo"])
-def test_window_is_the_large_batch_of_the_loss(
-    tmp_path: Path, loss_type: str, steps_per_generation: int
-) -> None:
+def made(folder: Path, loss_type: str, steps_per_generation: int) -> tuple[Any, Any]:
+    """The trainer, and the wrapped optimizer."""
     model = gpt2()
-    before = [p.detach().clone() for p in model.parameters()]
     inner = torch.optim.SGD(model.parameters(), lr=RATE)
     opt = gradaccum.wrap(inner, steps=STEPS, separate_sums=True)
     arguments = GRPOConfig(
-        str(tmp_path),
+        str(folder),
         per_device_train_batch_size=2,
         num_generations=2,
         max_completion_length=6,
@@ -90,8 +85,19 @@ def test_window_is_the_large_batch_of_the_loss(
     )
     trainer.seen = []
     trainer.add_callback(AccumulationCallback(trainer))
-    trainer.train()
+    return trainer, opt
 
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("steps_per_generation", [1, 2, 4])
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo"])
+def test_window_is_the_large_batch_of_the_loss(
+    tmp_path: Path, loss_type: str, steps_per_generation: int
+) -> None:
+    trainer, opt = made(tmp_path, loss_type, steps_per_generation)
+    before = [p.detach().clone() for p in trainer.model.parameters()]
+    trainer.train()
     tokens = [float(inputs["completion_mask"].sum()) for _, inputs in trainer.seen]
     assert len(set(tokens)) > 1
     # What the loss of a micro-batch is divided by: all tokens of its generation, shared
@@ -102,14 +108,21 @@ def test_window_is_the_large_batch_of_the_loss(
     ]
     total = sum(tokens)
     if loss_type == "grpo":
-        divisors = [1.0] * STEPS
-        total = STEPS
-    for place, (start, now) in enumerate(zip(before, model.parameters(), strict=True)):
+        divisors, total = [1.0] * STEPS, STEPS
+    for place, parameter in enumerate(trainer.model.parameters()):
         gradient = sum(
             divisor * gradients[place]
             for divisor, (gradients, _) in zip(divisors, trainer.seen, strict=True)
         )
-        expected = start - RATE * gradient / total
+        expected = before[place] - RATE * gradient / total
         # TRL has the advantages in float32.
-        torch.testing.assert_close(now.detach(), expected, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(parameter.detach(), expected, rtol=1e-6, atol=1e-7)
     assert opt.result.applied
+
+
+@pytest.mark.filterwarnings("default")
+def test_unknown_loss_is_refused(tmp_path: Path) -> None:
+    trainer, _ = made(tmp_path, "grpo", 1)
+    trainer.loss_type = "new"
+    with refused(gradaccum.UsageError, "loss_type", "dapo"):
+        trainer.train()

@@ -1,5 +1,5 @@
-"""The network, its data, one of two workers that share them, and the truth: every
-update by hand, in NumPy's float64.
+"""The network, its data, one of two workers that share them, and one process that has
+all of them.
 """
 
 from __future__ import annotations
@@ -51,36 +51,6 @@ def all_windows() -> list[list[Batch]]:
         [batch for worker in workers for batch in worker[first : first + STEPS]]
         for first in range(0, max(COUNTS), STEPS)
     ]
-
-
-class Truth:
-    """One process that has all micro-batches: the mean of their items, and momentum."""
-
-    def __init__(self) -> None:
-        self.arrays = [WEIGHT.astype(np.float64), BIAS.astype(np.float64)]
-        self.velocities = [0 * array for array in self.arrays]
-        self.norm = np.nan
-
-    def window(self, batches: Sequence[Batch], clip_norm: float = np.inf) -> None:
-        weights = [mask.sum(dtype=np.float64) for _, _, mask in batches]
-        trees = [self.gradient(batch) for batch in batches]
-        total = [
-            sum(w * tree[i] for w, tree in zip(weights, trees, strict=True))
-            / sum(weights)
-            for i in range(2)
-        ]
-        self.norm = np.sqrt(sum(np.square(part).sum() for part in total))
-        for array, velocity, part in zip(
-            self.arrays, self.velocities, total, strict=True
-        ):
-            velocity *= 0.9
-            velocity += part * min(1.0, clip_norm / self.norm)
-            array -= 0.1 * velocity
-
-    def gradient(self, batch: Batch) -> list[np.ndarray]:
-        x, y, mask = (np.asarray(array, np.float64) for array in batch)
-        off = mask * (x @ self.arrays[0].T + self.arrays[1] - y) / mask.sum()
-        return [off.T @ x, off.sum(0)]
 
 
 class Loss(nn.Cell):
@@ -136,13 +106,25 @@ class Worker:
         return self
 
 
-def require_truth(worker: Worker, truth: Truth) -> None:
-    for name, found, expected in zip(
-        ("weight", "bias"), numbers(worker), truth.arrays, strict=True
+def reference(windows: Sequence[Sequence[Batch]], **options: Any) -> Worker:
+    """One process with all micro-batches."""
+    worker = Worker(steps=None, data_parallel=False, **options)
+    for window in windows:
+        worker.train(window)
+    return worker
+
+
+def require_equal(worker: Worker, expected: Worker) -> None:
+    """To the one process that has all micro-batches, and on all workers alike."""
+    for found, truth, start in zip(
+        numbers(worker), numbers(expected), (WEIGHT, BIAS), strict=True
     ):
-        np.testing.assert_allclose(found, expected, rtol=0, atol=3e-6, err_msg=name)
-    moved = np.abs(truth.arrays[0] - WEIGHT).max()
-    assert moved > 1e-3, "the comparison would pass without an update"
+        np.testing.assert_allclose(found, truth, rtol=0, atol=3e-6)
+        assert np.abs(truth - start).max() > 1e-3
+    # One worker's flush made the last update, another one's found no window.
+    result = worker.opt.result._replace(applied=False)
+    assert result.optimizer_step == expected.opt.result.optimizer_step
+    require_same_everywhere((numbers(worker), result))
 
 
 def require_same_everywhere(value: Any) -> None:
