@@ -35,6 +35,7 @@ ORDER = (
     "README",
     "README.zh",
     "CONCEPTS",
+    "SPECIFICATION",
     "TROUBLESHOOTING",
     "MIGRATING",
     "RECIPES",

@@ -168,9 +168,10 @@ def _(
     return _choose(*primals), jnp.where(primals[3], tangents[1], tangents[2])
 
 
-def all_finite(gradients: Gradients) -> Scalar:
+def all_finite(gradients: Gradients, factor: Scalar) -> Scalar:
+    """True if ``factor * gradients`` is finite; a factor of None is 1."""
     flags = [
-        jnp.all(jnp.isfinite(gradient))
+        jnp.all(jnp.isfinite(gradient if factor is None else factor * gradient))
         for gradient in gradients
         if gradient is not None
     ]

@@ -85,7 +85,7 @@ def add(
     can_drop = options.on_overflow == "drop_micro_batch"
     finite = jnp.asarray(True)
     if can_drop:
-        finite = everywhere(gradient_sum.all_finite(gradients), shard_axes)
+        finite = everywhere(gradient_sum.all_finite(gradients, factor), shard_axes)
     if not kit.is_known(options.steps):
         finite = finite & (number_of(steps) >= 1)
     # Only the running program knows this, as it looks at the total. XLA:CPU vectorises

@@ -99,6 +99,15 @@ class Session(ABC):
         may be inf or NaN.
         """
 
+    def gradients_with_loss(
+        self, tree: GradientTree, weight: float | None, loss: float
+    ) -> bool:
+        """One micro-batch as `gradients` makes it, where the wrapper is told this
+        unscaled loss, NaN for one that is not known; False if the session has no such
+        call, and made none.
+        """
+        return False
+
     def gradients_in(self, memory: Array, views: Mapping[str, View]) -> None:
         """One micro-batch whose gradients are parts of one `memory`, of the parameters'
         dtype, which is written over afterwards.

@@ -73,6 +73,8 @@ class ReferenceAccumulation:
         self.optimizer_step = self.skipped_windows = self.growth_tracker = 0
         self.loss_scale = float32(options.scale_rule.init_scale)
         self.grad_norm, self.loss = 0.0, math.nan
+        self.divisor = 1.0
+        """What the last window's sum was divided by, clipping included."""
         self._note()
 
     def step(
@@ -138,6 +140,8 @@ class ReferenceAccumulation:
             applied, bad_total = False, True
         overflow = bad_total or any(m.dropped for m in self.window)
         self.half_made = True
+        clips = applied and limit < self.grad_norm < math.inf
+        self.divisor = divisor * self.grad_norm / limit if clips else divisor
         if applied:
             self.optimizer.step(self._cast(self._clipped(gradient)))
             for name, p in self.model.items():

@@ -78,17 +78,19 @@ class NumpySession(Session):
             value, gradient = oracle.loss_and_gradient(
                 self.model, self.weights, Batch(x, batch.y), loss=loss
             )
-        self._step(gradient, weight, value)
+        self.gradients_with_loss(gradient, weight, value)
         return value
 
     def gradients(self, tree: GradientTree, *, weight: float | None = None) -> None:
-        self._step(tree, weight, math.nan)
+        self.gradients_with_loss(tree, weight, math.nan)
 
     def gradients_in(self, memory: Array, views: Mapping[str, View]) -> None:
-        # Past the copies that `_step` makes.
+        # Past the copies that `gradients_with_loss` makes.
         self.accumulation.step({name: view.of(memory) for name, view in views.items()})
 
-    def _step(self, tree: GradientTree, weight: float | None, loss: float) -> None:
+    def gradients_with_loss(
+        self, tree: GradientTree, weight: float | None, loss: float
+    ) -> bool:
         checked = {
             name: None if g is None else _checked(name, g, self.weights)
             for name, g in tree.items()
@@ -98,7 +100,7 @@ class NumpySession(Session):
             self.inner.step(
                 zeros | {name: g for name, g in checked.items() if g is not None}
             )
-            return
+            return True
         scale = self.wrapped.result.loss_scale
         with np.errstate(over="ignore", invalid="ignore"):
             scaled = {
@@ -108,6 +110,7 @@ class NumpySession(Session):
         self.wrapped.step(
             scaled, None if weight is None else require_weight(weight), loss
         )
+        return True
 
     def flush(self, denominator: float | None = None) -> None:
         self.accumulation.flush(denominator)

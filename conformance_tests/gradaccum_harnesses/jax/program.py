@@ -91,8 +91,8 @@ class Program:
 
     @cached_property
     def apply(self) -> Callable[..., Any]:
-        """The function ``apply(params, state, gradients, weight)`` of given gradients,
-        unscaled; returns (params, state).
+        """The function ``apply(params, state, gradients, weight, loss)`` of given
+        gradients, unscaled; returns (params, state).
         """
         return self._in_mode(self.apply_plainly)
 
@@ -119,7 +119,7 @@ class Program:
         return *self.step(params, state, gradients, weight, value), value
 
     def apply_plainly(
-        self, params: Any, state: Any, gradients: Any, weight: Any
+        self, params: Any, state: Any, gradients: Any, weight: Any, value: Any = None
     ) -> Any:
         """Run `apply` without compiling. The gradient of a scaled loss has the
         parameter's dtype, whatever the loss has.
@@ -128,7 +128,7 @@ class Program:
             lambda g: scale_loss(g, state).astype(g.dtype) if self.wrapped else g,
             gradients,
         )
-        return self.step(params, state, scaled, weight)
+        return self.step(params, state, scaled, weight, value)
 
     def step(
         self, params: Any, state: Any, gradients: Any, weight: Any, value: Any = None

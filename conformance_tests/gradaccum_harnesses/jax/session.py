@@ -74,6 +74,15 @@ class JaxSession(Session):
             return float(value)
 
     def gradients(self, tree: GradientTree, *, weight: float | None = None) -> None:
+        self._apply(tree, weight)
+
+    def gradients_with_loss(
+        self, tree: GradientTree, weight: float | None, loss: float
+    ) -> bool:
+        self._apply(tree, weight, loss)
+        return True
+
+    def _apply(self, tree: GradientTree, weight: float | None, *loss: float) -> None:
         with x64(self.wide):
             given = {
                 name: None
@@ -83,7 +92,7 @@ class JaxSession(Session):
             }
             apply = self.program.apply if _valid(weight) else self.program.apply_plainly
             self.params, self.opt_state = apply(
-                self.params, self.opt_state, given, weight
+                self.params, self.opt_state, given, weight, *loss
             )
 
     def flush(self, denominator: Any = None) -> None:

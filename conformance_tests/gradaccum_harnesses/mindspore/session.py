@@ -79,16 +79,22 @@ class MindSporeSession(Session):
             return float(self.trainer.step(*inputs, self._weight(weight)).asnumpy())
 
     def gradients(self, tree: GradientTree, *, weight: float | None = None) -> None:
-        scale = self.optimizer.loss_scale.item() if self.trainer.wrapped else 1.0
         with context_mode(self.trainer.mode):
-            gradients = tuple(
-                self._gradient(tree.get(p.name), p, scale)
-                for p in self.trainer.parameters
-            )
+            gradients = self._gradients(tree)
             if self.trainer.wrapped:
                 self.trainer.apply(gradients, weight=self._weight(weight))
             else:
                 self.trainer.apply(gradients)
+
+    def gradients_with_loss(
+        self, tree: GradientTree, weight: float | None, loss: float
+    ) -> bool:
+        if self.trainer.mode != "pynative":
+            return False
+        with context_mode(self.trainer.mode):
+            gradients = self._gradients(tree)
+            self.optimizer(gradients, weight, Tensor(loss, ms.float32))
+        return True
 
     def gradients_in(self, memory: Array, views: Mapping[str, View]) -> None:
         with context_mode(self.trainer.mode):
@@ -194,6 +200,12 @@ class MindSporeSession(Session):
         return Tensor(
             require_weight(weight),
             ms.float64 if self.trainer.dtype == ms.float64 else ms.float32,
+        )
+
+    def _gradients(self, tree: GradientTree) -> tuple[Any, ...]:
+        scale = self.optimizer.loss_scale.item() if self.trainer.wrapped else 1.0
+        return tuple(
+            self._gradient(tree.get(p.name), p, scale) for p in self.trainer.parameters
         )
 
     def _gradient(self, gradient: Array | None, parameter: Any, scale: float) -> Any:

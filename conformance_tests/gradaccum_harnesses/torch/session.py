@@ -179,6 +179,21 @@ class _HandedOver(torch.autograd.Function):
         )
 
 
+class _GivenGradients(torch.autograd.Function):
+    """A number with the gradients that it is given."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, number: Tensor, gradients: Sequence[Tensor], *parameters: Tensor
+    ) -> Tensor:
+        ctx.gradients = gradients
+        return number.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *(upstream[0] * gradient for gradient in ctx.gradients)
+
+
 class TorchSession(Session):
     """A model and its optimizer, trained by the loop of torch's tutorials."""
 
@@ -224,6 +239,18 @@ class TorchSession(Session):
                     ).sum()
                 )
         self._train(value, weight, plainly=self.plain)
+
+    def gradients_with_loss(
+        self, tree: GradientTree, weight: float | None, loss: float
+    ) -> bool:
+        dtype = torch.float64 if self.model.dtype == torch.float64 else torch.float32
+        present = {name: g for name, g in tree.items() if g is not None}
+        gradients = [torch.tensor(g, dtype=dtype) for g in present.values()]
+        parameters = [self.model.named[name].to(dtype) for name in present]
+        number = torch.tensor(loss, dtype=dtype)
+        value = _GivenGradients.apply(number, gradients, *parameters)  # type: ignore[no-untyped-call]
+        self._train(value, weight, plainly=self.plain)
+        return True
 
     def gradients_in(self, memory: Array, views: Mapping[str, View]) -> None:
         values = torch.tensor(memory, dtype=self.model.dtype)

@@ -31,7 +31,7 @@ MUTANTS = (
     ),
     Mutant(
         "take_every_micro_batch_for_finite",
-        "        finite = everywhere(gradient_sum.all_finite(gradients), shard_axes)\n",
+        "        finite = everywhere(gradient_sum.all_finite(gradients, factor), shard_axes)\n",
         "        pass\n",
         SUITE + "test_overflow.py::test_drop_in_every_mode",
     ),

@@ -1,0 +1,1 @@
+"""The specification's vectors, played on other packages' gradient accumulation."""
