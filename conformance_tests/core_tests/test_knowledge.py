@@ -116,3 +116,15 @@ def test_ignoring_refuses_a_moving_scale(loss_scale: DynamicLossScale) -> None:
         gradaccum.StaticLossScale(8.0).rule()
         == kit.make_options(4, on_overflow="ignore", loss_scale=8.0).scale_rule
     )
+
+
+@pytest.mark.parametrize(
+    ("reduction", "adds", "total"),
+    [("mean", True, 7.0), ("sum", True, 3.0), ("mean", False, 1.0)],
+)
+def test_loss_of_a_micro_batch_is_added(
+    reduction: str, adds: bool, total: float
+) -> None:
+    """A loss of 2 with a weight of 3, to a total of 1; nothing where it is dropped."""
+    options = kit.make_options(4, reduction=reduction)
+    assert kit.add_loss(1.0, 2.0, 3.0, adds, options, kit.select) == total

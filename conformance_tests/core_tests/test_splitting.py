@@ -344,3 +344,23 @@ def test_automatic_size_halves_and_remembers() -> None:
 def test_memory_limit_in_bytes(limit: Any, kind: type[Exception]) -> None:
     with pytest.raises(kind, match="memory_limit: expected an int >= 1"):
         AutoMicroBatchSize(memory_limit=limit)
+
+
+@pytest.mark.parametrize(
+    ("given", "own_split", "words"),
+    [
+        ((), False, "one of steps, .*; got none. Write steps=4"),
+        ((4, 2), False, "one of steps, .*; got steps and micro_batch_size. Write"),
+        ((None, 2), True, "split alone .*; got micro_batch_size. Leave out the others"),
+    ],
+)
+def test_divisions_that_contradict_each_other(
+    given: tuple[Any, ...], own_split: bool, words: str
+) -> None:
+    with pytest.raises(ArgumentValueError, match=f"^steps: expected {words}"):
+        splitting.make_division(*given, own_split=own_split)
+
+
+@pytest.mark.parametrize("steps", [None, 4])
+def test_own_split_stands_alone_or_beside_steps(steps: int | None) -> None:
+    assert splitting.make_division(steps, own_split=True).steps == steps

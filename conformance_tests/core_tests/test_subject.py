@@ -72,6 +72,8 @@ frameworks.__module__ = "torch.nn.functional"
         (functools.partial(frameworks, factor=2), (1, 2), (("out", 1), 2)),
         (lambda x, y: (x, y), (1, 2), (("out", 1), 2)),
         (closing_over_its_model, (1, 2), (("out", 1), 2)),
+        (own, ({"y": 2, "x": 1},), (MODEL, 1, 2)),
+        (lambda model, batch: batch, ({"y": 2},), {"y": 2}),
     ],
 )
 def test_convention_of_a_loss(

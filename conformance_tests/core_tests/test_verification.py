@@ -22,8 +22,14 @@ from gradaccum import ArgumentTypeError, ArgumentValueError
 from gradaccum.kit import ROUNDING_LIMIT, Column, Subject, examine
 from gradaccum.verification import experiments
 from gradaccum.verification import report as reports
-from gradaccum.verification.causes import KINDS, listed, unequal_weights
-from gradaccum.verification.measuring import partitions
+from gradaccum.verification.causes import (
+    KINDS,
+    counts,
+    labels,
+    listed,
+    unequal_weights,
+)
+from gradaccum.verification.measuring import Coefficients, partitions
 
 from .plain_subject import (
     COUNTS,
@@ -288,6 +294,115 @@ def test_weights_follow_any_label(heavy: int) -> None:
         4,
     ).causes
     assert cause.where == "a weight by batch[1]"
+
+
+def test_counts_that_are_equal_for_all_items_are_not_tried() -> None:
+    """They would be no other weights than one for each item."""
+    column = Column("batch[0]", [[1.0, 0.0], [2.0, 0.0]], integers=True, sequence=True)
+    found = {count.where: count for count in counts([column])}
+    assert "batch[0] != 0" not in found
+    total = found["the sum of batch[0]"]
+    assert total.values == (1.0, 2.0)
+    assert total.code == "lambda *batch: batch[0].sum()"
+    assert labels([column]) == []
+
+
+@pytest.mark.parametrize(
+    ("padding", "named"), [(7.0, True), (-100.0, True), (0.0, True)]
+)
+def test_padding_is_what_rows_end_with(padding: float, named: bool) -> None:
+    rows = [[1.0, padding, padding], [1.0, 2.0, padding], [3.0, 2.0, 5.0]]
+    column = Column("ids", rows, integers=True, sequence=True)
+    found = {count.where: count.values for count in counts([column])}
+    assert (f"ids != {padding:g}" in found) is named
+    assert found[f"ids != {padding:g}"] == (1.0, 2.0, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("weights", "error", "equal", "explains"),
+    [
+        ((1.0, 2.0), 1.0, 3.0, False),  # not four times better than equal weights
+        ((1.0, 2.0), 1.0, 5.0, True),
+        ((1.0, 2.0), 9.0, 900.0, False),  # more than four units for each of two
+        ((1000.0, 1001.0), 0.01, 5.0, False),  # nearly equal: a thousand times better
+        ((1000.0, 1001.0), 0.01, 20.0, True),
+        ((1.0, 1.0), 0.01, 20.0, False),
+    ],
+)
+def test_measured_weights_have_to_be_much_better(
+    weights: tuple[float, ...], error: float, equal: float, explains: bool
+) -> None:
+    measured = experiments.Measured(dict(enumerate(weights)), error, equal)
+    assert measured.explain() is explains
+
+
+def test_noise_that_evaluation_switches_off() -> None:
+    """Then the other mistake is found in evaluation mode; else nothing more is said."""
+
+    def slopes(x, counts, world, always=False):
+        noise = world.number if world.training or always else 0.0
+        return {"w": by_count(x, counts, world)["w"] + noise, "v": 1.0}
+
+    def always(x, counts, world):
+        return slopes(x, counts, world, always=True)
+
+    for loss, expected in (
+        (slopes, ["not_repeatable", "wrong_weight"]),
+        (always, ["not_repeatable"]),
+    ):
+        report = examine(PlainSubject(loss, [TOKENS], unreplayed=["line 4"]), 4)
+        assert kinds(report) == expected
+
+
+def test_two_items_are_enough() -> None:
+    assert examine(PlainSubject(sound, items=2), None).equivalent
+    with pytest.raises(ArgumentValueError, match="two items at least"):
+        examine(PlainSubject(sound, items=1), None)
+
+
+POWERS = ("a", "b", "c", "d", "e", "f")
+
+
+def test_coefficients_are_the_shares_of_the_counts() -> None:
+    def slopes(x, counts, world):
+        return {
+            name: by_count([value**power for value in x], counts, world)["w"]
+            for power, name in enumerate(POWERS, 1)
+        }
+
+    report = examine(PlainSubject(slopes, names=POWERS), 4)
+    shares = [
+        (a + b) / sum(COUNTS) for a, b in zip(COUNTS[::2], COUNTS[1::2], strict=True)
+    ]
+    assert report.coefficients is not None
+    assert report.coefficients.best == pytest.approx(shares, rel=1e-9)
+    assert report.coefficients.used == (0.25,) * 4
+    assert report.coefficients.unexplained < 1e-12
+    assert "They leave" in str(report)
+
+
+def test_small_gradient_counts_in_its_own_units() -> None:
+    """What is tiny and coupled is not hidden by what is large and right."""
+
+    def slopes(x, counts, world):
+        exact = {
+            name: mean([value**power for value in x])
+            for power, name in enumerate(POWERS[:-1], 1)
+        }
+        return {**exact, "f": 1e-9 * mean(x) ** 2}
+
+    report = examine(PlainSubject(slopes, names=POWERS), 4)
+    assert kinds(report) == ["coupled_loss"]
+    assert report.coefficients is not None
+    assert report.coefficients.unexplained > 0.01
+
+
+@pytest.mark.parametrize(("off", "differ"), [(5e-5, False), (5e-4, True)])
+def test_coefficients_that_differ_by_rounding_are_the_same(
+    off: float, differ: bool
+) -> None:
+    best = (100.0, 100.0 * (1 + off))
+    assert Coefficients(best, (100.0, 100.0), 0.0, is_certain=True).differ is differ
 
 
 def test_words_of_a_cause() -> None:

@@ -146,3 +146,17 @@ def test_status_names_a_schedule() -> None:
         described("A", "B", make_options(growing), state, 4)
         == "A(B, steps=growing | micro-batch 0 of 4, update 3)"
     )
+
+
+def test_updates_are_heard_without_arguments() -> None:
+    """Not the windows that were skipped."""
+    listeners = Listeners()
+    heard: list[str] = []
+    handle = listeners.on_update(lambda: heard.append("update"))
+    for applied in (True, False, True):
+        with listeners.settled():
+            listeners.note(end(applied=applied))
+    assert heard == ["update"] * 2
+    handle.remove()
+    with pytest.raises(gradaccum.ArgumentTypeError, match=r"^function: .*on_update"):
+        listeners.on_update("ema.update")  # type: ignore[arg-type]

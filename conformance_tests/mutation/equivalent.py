@@ -11,6 +11,18 @@ DISTANCE = "a distance does not depend on which of the two stands first"
 
 EQUIVALENT: dict[tuple[str, str], str] = {
     (
+        "gradaccum/transitions.py",
+        "(micro_step, optimizer_step + applied, skipped_windows + 1 - applied, overflow, weight, loss_scale, growth_tracker)",
+    ): "discard forgets both",
+    (
+        "gradaccum/verification/measuring.py",
+        "[product(other.gradients, one.gradients) for other in runs] for one in runs",
+    ): "a product does not depend on the order of its factors",
+    (
+        "gradaccum/verification/subject.py",
+        "generator.seed((NOBODYS - seed))",
+    ): "any other numbers will do",
+    (
         "gradaccum/nests.py",
         "PLAIN = (str, bool, bytes, int, float, complex, type(None))",
     ): KINDS,
