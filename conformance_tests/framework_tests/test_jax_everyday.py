@@ -4,10 +4,7 @@ inner optimizer that declares them, and the state is right from the start.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,7 +15,6 @@ import pytest
 
 import gradaccum
 import gradaccum_jax
-from conformance_tests.framework_tests.jax_versions import needs_shard_map
 
 X = np.random.default_rng(0).normal(size=(10, 4, 3)).astype(np.float32)
 PARAMS = jnp.ones(3)
@@ -187,20 +183,3 @@ def test_discard_leaves_the_state_of_the_start() -> None:
     _, state = tx.update(PARAMS, start, PARAMS, weight=3)
     discarded = jax.jit(lambda s: gradaccum_jax.discard(tx, s))(state)
     jax.tree.map(np.testing.assert_array_equal, discarded, start)
-
-
-@needs_shard_map
-def test_four_devices() -> None:
-    """`init` outside of `data_parallel`, in a process of its own: the mesh is told, or
-    set around the call.
-    """
-    pytest.importorskip("flax", reason="flax is not installed")
-    script = Path(__file__).with_name("jax_everyday_devices.py")
-    ran = subprocess.run(
-        [sys.executable, "-W", "error", script],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert ran.returncode == 0, ran.stderr[-3000:]
