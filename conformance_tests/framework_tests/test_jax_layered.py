@@ -15,225 +15,155 @@ import pytest
 import gradaccum
 import gradaccum_jax
 from conformance_tests.framework_tests.jax_large_batch import in_float64  # noqa: F401
-from conformance_tests.framework_tests.refusing import refused
 
-LAYERS, WIDTH, WORDS, LENGTH = 4, 8, 11, 5
+LAYERS, WIDTH, STEPS = 4, 8, 4
+RNG = np.random.default_rng(0)
 Tree = Any
 
 
-def transformer(seed: int, dtype: Any = jnp.float64) -> Tree:
-    """The positions, stacked blocks, the last norm, and an embedding that the head
-    shares with the prelude.
-    """
-    rng = np.random.default_rng(seed)
-
-    def drawn(*shape: int) -> Any:
-        return jnp.asarray(rng.normal(size=shape) / np.sqrt(shape[-1]), dtype)
-
-    blocks = {
-        "qkv": drawn(LAYERS, WIDTH, 3 * WIDTH),
-        "out": drawn(LAYERS, WIDTH, WIDTH),
-        "up": drawn(LAYERS, WIDTH, 2 * WIDTH),
-    }
-    blocks |= {
-        "down": drawn(LAYERS, 2 * WIDTH, WIDTH),
-        "norm": jnp.ones((LAYERS, 2, WIDTH), dtype),
-        "number": jnp.arange(LAYERS),
-    }
-    return (
-        {"positions": drawn(LENGTH, WIDTH)},
-        blocks,
-        {"norm": jnp.ones(WIDTH, dtype)},
-        {"words": drawn(WORDS, WIDTH)},
-    )
+def drawn(*shape: int, dtype: Any = np.float64) -> Any:
+    return np.asarray(RNG.normal(size=shape) / np.sqrt(shape[-1]), dtype)
 
 
-def normed(x: Any, scale: Any) -> Any:
-    return scale * x / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
+def dropped(made: Any, key: Any) -> Any:
+    return made if key is None else made * jax.random.bernoulli(key, 0.8, made.shape)
 
 
-def prelude(own: Tree, tied: Tree, words: Any, labels: Any, key: Any) -> Any:
-    """Activations beside the mask of the items that count, which has no gradient."""
-    return {"x": tied["words"][words] + own["positions"], "counts": labels >= 0}
+def own_key(key: Any, number: Any) -> Any:
+    return None if key is None else jax.random.fold_in(key, number)
 
 
-def block(own: Tree, given: Any, words: Any, labels: Any, key: Any) -> Any:
-    x = given["x"]
-    q, k, v = jnp.split(normed(x, own["norm"][0]) @ own["qkv"], 3, -1)
-    mask = jnp.tril(jnp.ones((LENGTH, LENGTH), bool)) & given["counts"][:, None]
-    scores = jnp.where(mask, jnp.einsum("btd,bsd->bts", q, k), -30)
-    x = x + jnp.einsum("bts,bsd->btd", jax.nn.softmax(scores), v) @ own["out"]
-    kept = jax.random.bernoulli(key, 0.8, x.shape)
-    return {
-        **given,
-        "x": x + kept * (jnp.tanh(normed(x, own["norm"][1]) @ own["up"]) @ own["down"]),
-    }
+# An autoencoder, whose first and last matrix are one. Beside the activations it passes on
+# which items count; they have no gradient, and the layers' numbers are integers.
 
 
-def loss_fn(
-    own: Tree, tied: Tree, given: Any, words: Any, labels: Any, key: Any
-) -> Any:
-    logits = normed(given["x"], own["norm"]) @ tied["words"].T
-    losses = optax.softmax_cross_entropy_with_integer_labels(
-        logits.astype(jnp.promote_types(logits.dtype, jnp.float32)), labels
-    )
+def prelude(own: Tree, tied: Tree, x: Any, counts: Any, key: Any) -> Any:
+    return {"x": x @ tied["w"] + own["bias"], "counts": counts}
+
+
+def block(own: Tree, given: Any, x: Any, counts: Any, key: Any) -> Any:
+    made = dropped(jnp.tanh(given["x"] @ own["w"]), key) * own["scale"]
+    return {**given, "x": given["x"] + made}
+
+
+def loss_fn(own: Tree, tied: Tree, given: Any, x: Any, counts: Any, key: Any) -> Any:
+    errors = jnp.sum((given["x"] * own["scale"] @ tied["w"].T - x) ** 2, -1)
     counts = given["counts"]
-    right = jnp.sum(counts * (logits.argmax(-1) == labels))
-    return jnp.sum(counts * losses) / jnp.maximum(counts.sum(), 1), {
-        "right": right,
-        "largest": jnp.abs(logits).max(),
+    loss = jnp.sum(counts * errors) / jnp.maximum(counts.sum(), 1)
+    return loss, {"counted": counts.sum(), "largest": errors.max()}
+
+
+def autoencoder() -> Tree:
+    layers = {
+        "w": drawn(LAYERS, WIDTH, WIDTH),
+        "scale": np.ones((LAYERS, WIDTH)),
+        "number": np.arange(LAYERS, dtype=np.int32),
     }
+    first, last = {"bias": drawn(WIDTH)}, {"scale": np.ones(WIDTH)}
+    return first, layers, last, {"w": drawn(3, WIDTH)}
 
 
-def whole(params: Tree, words: Any, labels: Any, key: Any) -> Any:
+def whole(params: Tree, x: Any, counts: Any, key: Any) -> Any:
     """The same model in the usual order."""
-    first, blocks, last, tied = params
+    first, layers, last, tied = params
 
-    def body(x: Any, own: Tree) -> Any:
-        return (
-            block(
-                own,
-                x,
-                words,
-                labels,
-                jax.random.fold_in(key, own["number"].astype(jnp.int32) + 1),
-            ),
-            None,
-        )
+    def body(given: Any, own: Tree) -> Any:
+        return block(own, given, x, counts, own_key(key, own["number"] + 1)), None
 
-    x = jax.lax.scan(body, prelude(first, tied, words, labels, None), blocks)[0]
-    return loss_fn(last, tied, x, words, labels, None)
-
-
-def tokens(words: Any, labels: Any, key: Any) -> Any:
-    return jnp.sum(labels >= 0)
-
-
-def batch(seed: int) -> tuple[Any, Any]:
-    """Eight sequences, of which the second micro-batch has no label."""
-    rng = np.random.default_rng(seed)
-    words, labels = rng.integers(0, WORDS, (2, 8, LENGTH))
-    labels[rng.random(labels.shape) < 0.3] = -1
-    labels[2:4] = -1
-    return words, labels
-
-
-AUX = {"right": "sum", "largest": "max"}
-
-
-def windows(tx: Any, params: Tree, count: int, layered: bool, **options: Any) -> Any:
-    """Parameters, state, loss and aux after so many windows."""
-    call: Any = gradaccum_jax.value_and_update
-    if layered:
-        step = gradaccum_jax.layered_value_and_update(
-            prelude,
-            block,
-            loss_fn,
-            tx,
-            True,
-            steps=4,
-            weight=tokens,
-            aux=AUX,
-            axes=(0, 0, "key"),
-            **options,
-        )
-        state = step.init(params)
-    else:
-        usual, state = (
-            call(whole, tx, True, steps=4, weight=tokens, aux=AUX, axes=(0, 0, "key")),
-            tx.init(params),
-        )
-
-        def step(params: Tree, state: Tree, *batch: Any) -> Any:
-            loss, updates, state = usual(params, state, *batch)
-            return loss, gradaccum_jax.apply_updates(params, updates, state), state
-
-    jitted = jax.jit(step)
-    for number in range(count):
-        loss, params, state = jitted(
-            params, state, *batch(number), jax.random.key(number)
-        )
-    return params, state._replace(accumulator=None), loss
+    given = jax.lax.scan(body, prelude(first, tied, x, counts, None), layers)[0]
+    return loss_fn(last, tied, given, x, counts, None)
 
 
 def frozen() -> Any:
-    """Return an adamw that decays matrices alone; the positions and one array of the
-    blocks stand still.
-    """
-    labels = (
-        {"positions": "still"},
-        dict.fromkeys(("qkv", "out", "up", "down", "number"), "moves")
-        | {"norm": "still"},
-        "moves",
-        "moves",
-    )
+    """An adamw that decays matrices alone; two arrays stand still."""
+    layers = {"w": "moves", "scale": "still", "number": "moves"}
     decays = optax.adamw(
         1e-2,
         weight_decay=0.1,
         mask=lambda params: jax.tree.map(lambda leaf: leaf.ndim > 2, params),
     )
     return optax.transforms.partition(
-        {"moves": decays, "still": optax.set_to_zero()}, labels
+        {"moves": decays, "still": optax.set_to_zero()},
+        ({"bias": "still"}, layers, "moves", "moves"),
     )
 
 
-CASES = {
-    "by layer": ({"on_overflow": "ignore", "loss_scale": 8.0}, {}, frozen),
+CASES: dict[str, Any] = {
+    "by layer": (frozen, {"on_overflow": "ignore", "loss_scale": 8.0}, "keep"),
     "by layer, borders recomputed": (
-        {"on_overflow": "ignore", "reduction": "sum_per_item"},
-        {"borders": "recompute"},
         lambda: optax.lion(1e-2),
+        {"on_overflow": "ignore", "reduction": "sum_per_item"},
+        "recompute",
     ),
     "kept and clipped": (
-        {"clip_norm": 0.1, "loss_scale": gradaccum.DynamicLossScale(8.0)},
-        {},
         lambda: optax.adamw(1e-2),
+        {"clip_norm": 0.1, "loss_scale": gradaccum.DynamicLossScale(8.0)},
+        "keep",
     ),
 }
 
 
+def two_windows(step: Any, params: Tree, state: Tree, *batch: Any) -> Any:
+    """Parameters, state, loss and aux."""
+    step = jax.jit(step)
+    for number in range(2):
+        loss, params, state = step(params, state, *batch, jax.random.key(number))
+    return params, state._replace(accumulator=None), loss
+
+
+def usual_step(loss_fn: Any, tx: Any, **options: Any) -> Any:
+    call = gradaccum_jax.value_and_update(loss_fn, tx, **options)
+
+    def step(params: Tree, state: Tree, *batch: Any) -> Any:
+        loss, updates, state = call(params, state, *batch)
+        return loss, gradaccum_jax.apply_updates(params, updates, state), state
+
+    return step
+
+
+def require_close(made: Any, wanted: Any, most: float) -> None:
+    for a, b in zip(*map(jax.tree.leaves, (made, wanted)), strict=True):
+        np.testing.assert_allclose(np.float64(a), np.float64(b), rtol=most, atol=most)
+
+
 @pytest.mark.every_mode
 @pytest.mark.parametrize("case", CASES)
-def test_bits_of_the_usual_window(case: str) -> None:
-    """But for the tied parameters, whose two parts are added up in another order."""
-    options, further, inner = CASES[case]
-    tx = gradaccum.wrap(inner(), steps=None, **options)
-    made, wanted = (
-        windows(tx, transformer(0), 2, layered, **(further if layered else {}))
-        for layered in (True, False)
+def test_numbers_of_the_usual_window(case: str) -> None:
+    """The two parts of tied parameters are added up in another order. No item of the
+    second micro-batch counts.
+    """
+    inner, given, borders = CASES[case]
+    tx, params = gradaccum.wrap(inner(), steps=None, **given), autoencoder()
+    options: dict[str, Any] = {
+        "has_aux": True,
+        "steps": STEPS,
+        "weight": lambda x, counts, key: counts.sum(),
+        "aux": {"counted": "sum", "largest": "max"},
+    }
+    step = gradaccum_jax.layered_value_and_update(
+        prelude, block, loss_fn, tx, borders=borders, **options
     )
-    for a, b in zip(jax.tree.leaves(made), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-12, atol=1e-12)
+    batch = drawn(8, 3), np.array([1, 1, 0, 0, 1, 0, 1, 1.0])
+    made = two_windows(step, params, step.init(params), *batch)
+    usual = usual_step(whole, tx, **options)
+    require_close(made, two_windows(usual, params, tx.init(params), *batch), 1e-12)
     assert gradaccum_jax.result(made[1]).optimizer_step == 2
 
 
 # A chain of matrices: nothing is tied, so that all is added up in the usual order.
 
 
-def chain(layers: int, width: int, dtype: Any = jnp.float32) -> Tree:
-    rng = np.random.default_rng(0)
+def chain(layers: int, width: int, dtype: Any = np.float64) -> Tree:
     shapes = ((3, width), (layers, width, width), (width, 2))
-    return tuple(
-        {"w": jnp.asarray(rng.normal(size=shape) / np.sqrt(shape[-1]), dtype)}
-        for shape in shapes
-    )
+    return tuple({"w": jnp.asarray(drawn(*shape), dtype)} for shape in shapes)
 
 
 def enter(own: Tree, x: Any, key: Any = None) -> Any:
-    return (
-        jnp.tanh(x @ own["w"]) * jax.random.bernoulli(key, 0.9, (len(x), 1))
-        if key is not None
-        else jnp.tanh(x @ own["w"])
-    )
+    return dropped(jnp.tanh(x @ own["w"]), key)
 
 
 def link(own: Tree, x: Any, items: Any, key: Any = None) -> Any:
-    made = jnp.tanh(x @ own["w"])
-    return (
-        x + made * jax.random.bernoulli(key, 0.8, x.shape)
-        if key is not None
-        else x + made
-    )
+    return x + dropped(jnp.tanh(x @ own["w"]), key)
 
 
 def leave(own: Tree, x: Any, items: Any, key: Any = None) -> Any:
@@ -242,23 +172,26 @@ def leave(own: Tree, x: Any, items: Any, key: Any = None) -> Any:
 
 
 def in_the_usual_order(params: Tree, items: Any, key: Any = None) -> Any:
-    def own_key(number: Any) -> Any:
-        return None if key is None else jax.random.fold_in(key, number)
-
+    @jax.checkpoint
     def body(x: Any, given: Any) -> Any:
-        return link(given[0], x, items, own_key(given[1] + 1)), None
+        return link(given[0], x, items, own_key(key, given[1] + 1)), None
 
     numbers = jnp.arange(len(params[1]["w"]), dtype=jnp.int32)
-    return leave(
-        params[2],
-        jax.lax.scan(body, enter(params[0], items, own_key(0)), (params[1], numbers))[
-            0
-        ],
-        items,
+    x = enter(params[0], items, own_key(key, 0))
+    return leave(params[2], jax.lax.scan(body, x, (params[1], numbers))[0], items)
+
+
+def layered(tx: Any, layer: Any = link, **options: Any) -> Any:
+    return gradaccum_jax.layered_value_and_update(
+        enter, layer, leave, tx, **{"steps": 2, **options}
     )
 
 
-BITS = {
+def wrap(inner: Any, **options: Any) -> Any:
+    return gradaccum.wrap(inner, steps=None, **options)
+
+
+BITS: dict[str, Any] = {
     "by layer": ({"on_overflow": "ignore"}, "keep", jnp.float64),
     "kept": ({}, "recompute", jnp.float64),
     "masters by layer": (
@@ -276,133 +209,65 @@ def test_same_bits_where_the_order_is_the_same(case: str) -> None:
     precision where it likes.
     """
     options, borders, dtype = BITS[case]
-    most = (
-        1e-2
-        if dtype == jnp.bfloat16
-        else 0
-        if jax.__version_info__[:2] == (0, 7)
-        else 1e-12
-    )
-
-    def require_same(a: Any, b: Any) -> None:
-        np.testing.assert_allclose(
-            np.asarray(a, np.float64), np.asarray(b, np.float64), rtol=most, atol=most
-        )
-
-    params, items = chain(4, 8, dtype), np.random.default_rng(1).normal(size=(11, 3))
-    tx = gradaccum.wrap(optax.adamw(1e-2), steps=None, **options)
-    step = gradaccum_jax.layered_value_and_update(
-        enter, link, leave, tx, steps=4, borders=borders
-    )
-    usual = gradaccum_jax.value_and_update(in_the_usual_order, tx, steps=4)
-    made, expected = [params, step.init(params)], [params, tx.init(params)]
+    tx, params = wrap(optax.adamw(1e-2), **options), chain(4, 8, dtype)
+    step, items = layered(tx, steps=STEPS, borders=borders), drawn(11, 3)
+    usual = usual_step(in_the_usual_order, tx, steps=STEPS)
+    made, wanted = [params, step.init(params)], [params, tx.init(params)]
+    exact = 0 if jax.__version_info__[:2] == (0, 7) else 1e-12
     for number in range(2):
         key = jax.random.key(number)
         loss, *made = step(*made, items, key)
-        wanted, updates, state = usual(*expected, items, key)
-        expected = [gradaccum_jax.apply_updates(expected[0], updates, state), state]
-        require_same(loss, wanted)
-    states = (
-        made[1]._replace(accumulator=None),
-        expected[1]._replace(accumulator=None),
-    )
-    jax.tree.map(require_same, (made[0], states[0]), (expected[0], states[1]))
+        wanted_loss, *wanted = usual(*wanted, items, key)
+        require_close(
+            (loss, made[0], made[1]._replace(accumulator=None)),
+            (wanted_loss, wanted[0], wanted[1]._replace(accumulator=None)),
+            1e-2 if dtype == jnp.bfloat16 else exact,
+        )
 
 
 def test_large_batch_and_an_open_window() -> None:
     """What an open window holds counts in the window that the call closes."""
-    params, items = (
-        chain(3, 8, jnp.float64),
-        np.random.default_rng(1).normal(size=(12, 3)),
-    )
-    tx = gradaccum.wrap(optax.sgd(0.5), steps=None, skip_norm=1e3)
-    step = gradaccum_jax.layered_value_and_update(
-        enter, link, leave, tx, micro_batch_size=3
-    )
-    _, state = tx.update(
-        jax.grad(in_the_usual_order)(params, items[8:]),
-        tx.init(params),
-        params,
-        weight=4.0,
-    )
+    params, items = chain(3, 8), drawn(12, 3)
+    tx = wrap(optax.sgd(0.5), skip_norm=1e3)
+    gradient = jax.grad(in_the_usual_order)
+    first = gradient(params, items[8:])
+    _, state = tx.update(first, tx.init(params), params, weight=4.0)
+    step = layered(tx, steps=None, micro_batch_size=3)
     _, made, state = step(params, state, items[:8])
-    gradient = jax.grad(in_the_usual_order)(params, items)
-    jax.tree.map(
-        lambda a, b, g: np.testing.assert_allclose(
-            a, b - 0.5 * g, rtol=1e-12, atol=1e-13
-        ),
-        made,
-        params,
-        gradient,
-    )
+    wanted = jax.tree.map(lambda p, g: p - 0.5 * g, params, gradient(params, items))
+    require_close(made, wanted, 1e-12)
     assert gradaccum_jax.result(state).applied
-    over = gradaccum.wrap(optax.sgd(0.5), steps=None, skip_norm=1e-9)
-    _, same, state = gradaccum_jax.layered_value_and_update(
-        enter, link, leave, over, steps=2
-    )(params, over.init(params), items)
-    jax.tree.map(np.testing.assert_array_equal, same, params)
+    tx = wrap(optax.sgd(0.5), skip_norm=1e-9)
+    _, same, state = layered(tx)(params, tx.init(params), items)
+    require_close(same, params, 0)
     assert gradaccum_jax.result(state).skipped
-
-
-def bytes_needed(call: Any, params: Tree, state: Tree, items: Any) -> int:
-    """Beside the donated parameters and moments: the sums, and what XLA puts aside."""
-    held = (
-        jax.jit(call, donate_argnums=(0, 1))
-        .lower(params, state, items)
-        .compile()
-        .memory_analysis()
-    )
-    kept = sum(
-        leaf.nbytes
-        for leaf in jax.tree.leaves((params, state._replace(accumulator=None)))
-    )
-    return int(
-        held.argument_size_in_bytes
-        + held.output_size_in_bytes
-        - held.alias_size_in_bytes
-        + held.temp_size_in_bytes
-        - kept
-    )
 
 
 def test_memory_is_that_of_a_layer() -> None:
     """The usual window's sums grow with the layers; here the activations at the borders
-    do, as far as they are kept.
+    do.
     """
-    width = 128
-    tx = gradaccum.wrap(optax.adamw(1e-2), steps=None, on_overflow="ignore")
+    layers, width = 16, 128
+    tx = wrap(optax.adamw(1e-2), on_overflow="ignore")
+    params, items = chain(layers, width, jnp.float32), jnp.ones((16, 3), jnp.float32)
 
-    def scanned(params: Tree, items: Any) -> Any:
-        x = jax.lax.scan(
-            jax.checkpoint(lambda x, own: (link(own, x, items), None)),
-            enter(params[0], items),
-            params[1],
-        )[0]
-        return leave(params[2], x, items)
-
-    def needed(layers: int, steps: int) -> tuple[int, int]:
-        def usual(params: Tree, state: Tree, items: Any) -> Any:
-            loss, updates, state = gradaccum_jax.value_and_update(
-                scanned, tx, steps=steps
-            )(params, state, items)
-            return loss, optax.apply_updates(params, updates), state
-
-        params, items = chain(layers, width), jnp.ones((16, 3), jnp.float32)
-        step = gradaccum_jax.layered_value_and_update(
-            enter, link, leave, tx, steps=steps
+    def needed(step: Any, state: Tree) -> Any:
+        """Beside the donated parameters and moments."""
+        call = jax.jit(step, donate_argnums=(0, 1)).lower(params, state, items)
+        held = call.compile().memory_analysis()
+        kept = jax.tree.leaves((params, state._replace(accumulator=None)))
+        all_bytes = held.argument_size_in_bytes + held.output_size_in_bytes
+        return (
+            all_bytes
+            - held.alias_size_in_bytes
+            + held.temp_size_in_bytes
+            - sum(leaf.nbytes for leaf in kept)
         )
-        calls = ((step, step.init(params)), (usual, tx.init(params)))
-        own, other = (bytes_needed(call, params, state, items) for call, state in calls)
-        return own, other
 
-    found = {each: needed(*each) for each in ((4, 4), (16, 1), (16, 16))}
-    for (layers, _), (own, usual) in found.items():
-        border = 4 * 16 * width
-        assert own < 7 * 4 * width**2 + 3 * layers * border, found
-        assert usual > layers * 4 * width**2, found
-    assert max(found[16, 1][0], found[16, 16][0]) < 0.5 * min(
-        found[16, 1][1], found[16, 16][1]
-    ), found
+    step, border = layered(tx, steps=16), 4 * 16 * width
+    assert needed(step, step.init(params)) < 28 * width**2 + 3 * layers * border
+    usual = usual_step(in_the_usual_order, tx, steps=16)
+    assert needed(usual, tx.init(params)) > layers * 4 * width**2
 
 
 INSEPARABLE = {
@@ -420,102 +285,95 @@ INSEPARABLE = {
         )
     ),
 }
+ITEMS = np.ones((4, 3), np.float32)
 
 
 @pytest.mark.every_mode
-@pytest.mark.parametrize(
-    ("kind", "dtype"),
-    [
-        *((kind, jnp.float32) for kind in INSEPARABLE),
-        ("a little of the whole array", jnp.bfloat16),
-    ],
-)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("kind", INSEPARABLE)
 def test_optimizers_that_look_at_several_layers_are_refused(
     kind: str, dtype: Any
 ) -> None:
     params = chain(3, 8, dtype)
-    tx = gradaccum.wrap(INSEPARABLE[kind](), steps=None, on_overflow="ignore")
-    step = gradaccum_jax.layered_value_and_update(enter, link, leave, tx, steps=2)
-    with refused(
+    step = layered(wrap(INSEPARABLE[kind](), on_overflow="ignore"))
+    with pytest.raises(
         gradaccum.UsageError,
-        "tx: expected an inner optimizer that updates each array and each layer by"
-        " itself",
-    ):
-        jax.eval_shape(step, params, step.init(params), np.ones((4, 3), np.float32))
-
-
-def test_traced_learning_rate_is_refused() -> None:
-    def train(rate: Any, params: Tree, items: Any) -> Any:
-        step = gradaccum_jax.layered_value_and_update(
-            enter,
-            link,
-            leave,
-            gradaccum.wrap(optax.sgd(rate), steps=None, on_overflow="ignore"),
-            steps=2,
-        )
-        return step(params, step.init(params), items)
-
-    with refused(
-        gradaccum.UsageError,
-        "tx: expected",
-        "one that cannot be tried out on small arrays",
-    ):
-        jax.eval_shape(train, 0.1, chain(3, 8), np.ones((4, 3), np.float32))
-
-
-def test_refusals() -> None:
-    params, items = chain(3, 8), np.ones((4, 3), np.float32)
-
-    def layered(tx: Any = None, layer: Any = link, **options: Any) -> Any:
-        tx = gradaccum.wrap(optax.sgd(0.1), steps=None) if tx is None else tx
-        return gradaccum_jax.layered_value_and_update(
-            enter, layer, leave, tx, steps=2, **options
-        )
-
-    for tx, words in (
-        (optax.sgd(0.1), "tx: expected a wrapped optimizer"),
-        (gradaccum.wrap(optax.sgd(0.1), steps=2), "steps=None"),
-        (
-            gradaccum.wrap(optax.sgd(0.1), steps=None, on_overflow="drop_micro_batch"),
-            "on_overflow=",
+        match=(
+            r"^tx: expected an inner optimizer that updates each array and each layer by"
+            r" itself"
         ),
     ):
-        with refused(gradaccum.GradAccumError, "tx: expected", words):
-            layered(tx)
-    with refused(gradaccum.ArgumentValueError, "borders: expected", "'host'"):
-        layered(borders="host")
-    for name in ("layer", "gather"):
-        with refused(gradaccum.ArgumentTypeError, f"{name}: expected a function"):
-            layered(**{name: 3})
-    step = layered()
-    with refused(gradaccum.ArgumentTypeError, "train: expected", "got neither"):
-        step(params, step.init(params), items, train=True)
-    for given, words in (
-        (({"key": jax.random.key(0)}, *params[1:]), "or a random key"),
-        (list(params), "params: expected a tuple"),
-        (
-            (params[0], {"w": jnp.ones(())}, params[2]),
-            "with one leading axis in params[1]",
-        ),
-    ):
-        with refused(gradaccum.GradAccumError, words):
-            step.init(given)
-    with refused(
-        gradaccum.ArgumentValueError,
-        "state.accumulator[0]",
-        "what step.init(params) has, float32[3, 8]; got nothing",
-    ):
-        step(params, step.init(params)._replace(accumulator=None), items)
-    with refused(
-        gradaccum.ArgumentValueError,
-        "state.accumulator[1]['w']",
-        "float32[3, 8, 8]; got float32[4, 8, 8]",
-    ):
-        step(params, step.init(chain(4, 8)), items)
-    with refused(
-        gradaccum.ArgumentValueError,
-        "layer(...): expected what it takes, float32[2, 8]; got float32[2, 16]",
-    ):
-        layered(layer=lambda own, x, items: jnp.concatenate([x, x], 1))(
-            params, step.init(params), items
-        )
+        jax.eval_shape(step, params, step.init(params), ITEMS)
+
+
+PARAMS, SGD = chain(3, 8, np.float32), wrap(optax.sgd(0.1))
+
+
+def run(params: Tree = PARAMS, layer: Any = link, **changed: Any) -> Any:
+    step = layered(SGD, layer)
+    return step(PARAMS, step.init(params)._replace(**changed), ITEMS)
+
+
+def with_traced_rate(rate: Any) -> Any:
+    step = layered(wrap(optax.sgd(rate), on_overflow="ignore"))
+    return step(PARAMS, step.init(PARAMS), ITEMS)
+
+
+def doubled(own: Tree, x: Any, items: Any) -> Any:
+    return jnp.concatenate([x, x], 1)
+
+
+REFUSED: dict[str, Any] = {
+    "bare optimizer": (lambda: layered(optax.sgd(0.1)), "tx: expected a wrapped"),
+    "windows that end by themselves": (
+        lambda: layered(gradaccum.wrap(optax.sgd(0.1), steps=2)),
+        "tx: expected .*steps=None",
+    ),
+    "dropping": (
+        lambda: layered(wrap(optax.sgd(0.1), on_overflow="drop_micro_batch")),
+        "tx: expected .*on_overflow=",
+    ),
+    "traced learning rate": (
+        lambda: jax.eval_shape(with_traced_rate, 0.1),
+        "tx: expected .*one that cannot be tried out on small arrays",
+    ),
+    "borders": (lambda: layered(SGD, borders="host"), "borders: expected .*'host'"),
+    "no layer": (lambda: layered(SGD, 3), "layer: expected a function"),
+    "keyword": (
+        lambda: layered(SGD)(PARAMS, layered(SGD).init(PARAMS), ITEMS, train=True),
+        "train: expected .*got neither",
+    ),
+    "key among the parameters": (
+        lambda: layered(SGD).init(({"key": jax.random.key(0)}, *PARAMS[1:])),
+        ".*or a random key",
+    ),
+    "list of parameters": (
+        lambda: layered(SGD).init([*PARAMS]),
+        "params: expected a tuple",
+    ),
+    "layers without an axis": (
+        lambda: layered(SGD).init((PARAMS[0], {"w": jnp.ones(())}, PARAMS[2])),
+        r"params.*with one leading axis in params\[1\]",
+    ),
+    "state without sums": (
+        lambda: run(accumulator=None),
+        r"state\.accumulator\[0\].*what step\.init\(params\) has, float32\[3, 8\]; got"
+        " nothing",
+    ),
+    "state of other layers": (
+        lambda: run(chain(4, 8, np.float32)),
+        r"state\.accumulator\[1\]\['w'\].*float32\[3, 8, 8\]; got float32\[4, 8, 8\]",
+    ),
+    "layer that widens": (
+        lambda: run(layer=doubled),
+        r"layer\(\.\.\.\): expected what it takes, float32\[2, 8\]; got float32\[2, 16\]",
+    ),
+}
+
+
+@pytest.mark.every_mode
+@pytest.mark.parametrize("name", REFUSED)
+def test_misuse_is_refused(name: str) -> None:
+    call, words = REFUSED[name]
+    with pytest.raises(gradaccum.GradAccumError, match=f"^{words}"):
+        call()
