@@ -86,15 +86,10 @@ def without(name: str) -> Callable[[Any], Any]:
 SPOILT: dict[str, Callable[[Any], Any]] = {
     "other shape": in_sum(b=jnp.zeros(3)),
     "other dtype": in_sum(b=jnp.zeros(2, jnp.float16)),
-    "other name": in_sum(c=jnp.zeros(2)),
     "one more": lambda state: {**state._asdict(), "colour": jnp.zeros(2)},
     "no sum": without("accumulator"),
-    "no loss": without("loss"),
     "micro-step beyond the window": lambda state: state._replace(
         micro_step=jnp.asarray(4, jnp.int32)
-    ),
-    "negative micro-step": lambda state: state._replace(
-        micro_step=jnp.asarray(-1, jnp.int32)
     ),
     "other terms": lambda state: state._replace(
         micro_step=jnp.asarray(1, jnp.int32),

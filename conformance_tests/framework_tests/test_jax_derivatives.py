@@ -95,23 +95,6 @@ def test_derivative_of_the_windows_loss(mode: Any, weights: list[float]) -> None
         np.testing.assert_allclose(found, wanted, rtol=1e-5)
 
 
-@pytest.mark.parametrize("make", [gradaccum.wrap, gradaccum_jax.MultiSteps])
-def test_reverse_mode_matches_forward_mode(make: Any) -> None:
-    def loss(gradient: Any) -> Any:
-        params, tx = PARAMS, make(optax.adam(0.1), 2)
-        state = tx.init(params)
-        for _ in range(2):
-            updates, state = tx.update(gradient * params, state, params)
-            params = optax.apply_updates(params, updates)
-        return jnp.sum((params - 3) ** 3)
-
-    forward = jax.jvp(loss, (jnp.float32(1e-8),), (jnp.float32(1),))[1]
-    assert forward != 0
-    np.testing.assert_allclose(
-        jax.jit(jax.grad(loss))(jnp.float32(1e-8)), forward, rtol=1e-4
-    )
-
-
 @pytest.mark.parametrize("micro_steps", [[1, 1, 1], [0, 1, 0]], ids=str)
 def test_member_in_mid_window_has_no_derivative(micro_steps: list[int]) -> None:
     """Though that of its update, sqrt at 0, would be inf."""
@@ -127,20 +110,3 @@ def test_member_in_mid_window_has_no_derivative(micro_steps: list[int]) -> None:
     alone = [jax.grad(loss)(0.5, *each) for each in zip(*given, strict=True)]
     assert np.any(np.asarray(alone) != 0)
     np.testing.assert_allclose(found, sum(alone), rtol=1e-6)
-
-
-def test_derivative_under_strict_promotion() -> None:
-    """JAX differentiates a jitted window after the call, when the user's promotion is
-    in force again.
-    """
-    half, tx = jnp.ones(2, jnp.bfloat16), gradaccum.wrap(optax.sgd(1.0), steps=2)
-
-    def norm(weight: Any) -> Any:
-        state = tx.init(half)
-        for gradient, own in ((half, weight), (0 * half, 1.0)):
-            _, state = jax.jit(tx.update)(gradient, state, half, weight=own)
-        return gradaccum_jax.result(state).grad_norm
-
-    with jax.numpy_dtype_promotion("strict"):
-        found = jax.grad(norm)(jnp.float32(2.0))
-    np.testing.assert_allclose(found, np.sqrt(2) / 9, rtol=1e-2)

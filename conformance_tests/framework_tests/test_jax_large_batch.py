@@ -83,27 +83,6 @@ def test_keys_of_items_are_cut() -> None:
     )
 
 
-def test_own_split_into_other_shapes() -> None:
-    """Padding is trimmed to each micro-batch's longest text; a leaf without items needs
-    no axes=None.
-    """
-    lengths, ids = np.array([2, 3, 7, 6]), numbers(4, 7)
-
-    def loss(params: Any, ids: Any, lengths: Any, extra: Any) -> Any:
-        mask = jnp.arange(ids.shape[1]) < lengths[:, None]
-        return jnp.sum(jnp.sin(params * ids) * mask) / jnp.sum(mask) + extra * params
-
-    def split(ids: Any, lengths: Any, extra: Any, steps: int) -> Any:
-        for part in np.array_split(np.arange(4), steps):
-            yield ids[part][:, : lengths[part].max()], lengths[part], extra
-
-    step = gradaccum_jax.value_and_grad(
-        loss, steps=2, split=split, weight=lambda ids, lengths, extra: lengths.sum()
-    )
-    given = jnp.asarray(0.3), ids, lengths, 0.5
-    close(step(*given), jax.value_and_grad(loss)(*given))
-
-
 @pytest.mark.parametrize(("argnums", "axes"), [(1, (0, None, 0)), ((2, 0), 0)], ids=str)
 def test_argnums(argnums: Any, axes: Any) -> None:
     """The batch is what is not differentiated by, in its order."""
@@ -155,19 +134,6 @@ def test_derivative_by_the_weights() -> None:
 
     # d/dw_i of sum(w x) / sum(w) at w = 1: (x_i - mean) / 3.
     close(jax.grad(by_weight)(jnp.ones(3)), jnp.asarray([-2 / 3, -1 / 3, 1.0]))
-
-
-@pytest.mark.parametrize("axes", [0, (0, None)])
-def test_plain_values_are_given_whole(axes: Any) -> None:
-    def loss(params: Any, x: Any, how: Any) -> Any:
-        assert how["mask"] is None
-        factor = how["scale"] * how["power"] ** 2 * {"twice": 2}[how["mode"]]
-        return jnp.mean(params * x) * factor
-
-    step = gradaccum_jax.value_and_grad(loss, micro_batch_size=2, axes=axes)
-    for power in (3, 4):
-        how = {"scale": 0.5, "power": power, "mode": "twice", "mask": None}
-        assert step(ONE, np.arange(5.0), how) == (2 * power**2, 2 * power**2)
 
 
 class Kind(enum.IntEnum):
@@ -225,15 +191,6 @@ def test_accumulate_dtype() -> None:
             accumulate_dtype=dtype,
         )(one, x)[1]
         assert (made, made.dtype) == (wanted, jnp.float32)
-
-
-def test_complex_parameters() -> None:
-    def loss(params: Any, x: Any) -> Any:
-        return jnp.mean(jnp.abs(x @ params) ** 2)
-
-    given = jnp.asarray(numbers(3) + 1j * numbers(3, seed=1)), numbers(7, 3)
-    made = gradaccum_jax.value_and_grad(loss, steps=3)(*given)
-    close(made, jax.value_and_grad(loss)(*given))
 
 
 def test_leaves_that_take_no_part() -> None:

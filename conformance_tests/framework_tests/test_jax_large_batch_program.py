@@ -132,20 +132,3 @@ def test_window_works_in_place() -> None:
     assert scratch(many) - scratch(few) <= 8 * 64
     assert scratch(many) <= 1.1 * OWN
     assert many.memory_analysis().alias_size_in_bytes >= 4 * OWN
-
-
-def test_loop_counts_no_weight_that_is_known() -> None:
-    """One number goes round beside the sums, the loss; a second one where the user
-    weighs.
-    """
-
-    def numbers(**options: Any) -> int:
-        text = compiled(
-            4 * SIZE,
-            gradaccum_jax.value_and_grad(loss, micro_batch_size=SIZE, **options),
-        ).as_text()
-        (carried,) = re.findall(r"= \((.*)\) while\(", text)
-        return len(re.findall(r"f32\[\]", carried))
-
-    assert numbers() == 1
-    assert numbers(weight=lambda x: x.sum()) == 2

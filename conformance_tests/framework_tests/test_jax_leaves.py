@@ -1,6 +1,4 @@
-"""Unusual parameters: integers, flags, random keys, tree nodes with two children of one
-key, negative zeros, and gradients in NumPy's memory.
-"""
+"""Unusual parameters: integers, flags, random keys, negative zeros, and gradients in NumPy's memory."""
 
 from __future__ import annotations
 
@@ -86,28 +84,6 @@ def test_numpys_memory_may_be_written_over(name: str) -> None:
         updates, state = tx.update(memory, state, params)
         memory[...] = -1.0
         np.testing.assert_array_equal(updates, -step)
-
-
-class Pair:
-    """A tree node that reports one key for both of its children."""
-
-    def __init__(self, a: Any, b: Any) -> None:
-        self.children = (a, b)
-
-
-jax.tree_util.register_pytree_with_keys(
-    Pair,
-    lambda pair: ([(jax.tree_util.DictKey("same"), x) for x in pair.children], None),
-    lambda _, children: Pair(*children),
-)
-
-
-def test_children_of_one_key_stay_apart() -> None:
-    tx, params = gradaccum.wrap(optax.sgd(1.0), 2), Pair(jnp.zeros(1), jnp.zeros(1))
-    _, state = tx.update(Pair(jnp.ones(1), jnp.full(1, 3.0)), tx.init(params), params)
-    state = gradaccum_jax.check_state(tx, state, params)
-    updates, _ = tx.update(Pair(None, jnp.ones(1)), state, params)
-    assert [float(u[0]) for u in updates.children] == [-0.5, -2]
 
 
 @by_name

@@ -82,20 +82,10 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         GRADIENT,
         r"grads\['a'\]: .*complex64",
     ),
-    "text for a gradient": (
-        lambda: update(wrap(), {**GRADS, "a": "text"}),
-        GRADIENT,
-        r"grads\['a'\]",
-    ),
     "gradient of a count": (
         lambda: update(wrap(), {"n": jnp.asarray(0)}, {"n": jnp.asarray(3)}),
         GRADIENT,
         r"grads\['n'\]: .*takes no part.*Give None or float0",
-    ),
-    "gradient of a count, MultiSteps": (
-        lambda: update(multi(), {"n": jnp.asarray(0)}, {"n": jnp.asarray(3)}),
-        GRADIENT,
-        r"grads\['n'\]: .*takes no part",
     ),
     "float8 parameters": (
         lambda: wrap().init(FLOAT8),
@@ -113,21 +103,14 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         TYPE,
         "weight: expected",
     ),
-    "traced complex weight": (
-        lambda: update(wrap(), jitted=True, weight=jnp.asarray(1j)),
-        TYPE,
-        "weight: expected",
-    ),
     "traced flag for a weight": (
         lambda: update(wrap(), jitted=True, weight=jnp.asarray(True)),
         TYPE,
         "weight: expected",
     ),
     "two losses": (lambda: update(wrap(), value=jnp.ones(2)), TYPE, LOSS),
-    "complex loss": (lambda: update(wrap(), value=1j), TYPE, LOSS),
     "flag for a loss": (lambda: update(wrap(), value=True), TYPE, LOSS),
     "number for last": (lambda: update(wrap(), last=1), TYPE, LAST),
-    "array for last": (lambda: update(wrap(), last=jnp.ones(())), TYPE, LAST),
     # arguments that nobody takes; a chain would take and ignore them
     "misspelt weight": (
         lambda: update(wrap(optax.adam(0.1)), wieght=3.0),
@@ -144,23 +127,8 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         TYPE,
         r"loss: .*Did you mean value=\?",
     ),
-    "last of another library": (
-        lambda: update(wrap(optax.adamw(0.1)), is_last=True),
-        TYPE,
-        r"is_last: .*Did you mean last=\?",
-    ),
-    "divisor of a flush": (
-        lambda: flush(wrap(optax.adamw(0.1)), divisor=3.0),
-        TYPE,
-        r"divisor: .*Did you mean denominator=\?",
-    ),
     "argument beside a closed optimizer": (
         lambda: update(wrap(CLOSED), momentum=3.0),
-        TYPE,
-        "momentum: expected an argument of this call.*Leave it out",
-    ),
-    "argument that is not declared": (
-        lambda: update(wrap(DECLARING), momentum=3.0),
         TYPE,
         "momentum: expected an argument of this call.*Leave it out",
     ),
@@ -181,16 +149,6 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         AttributeError,
         r"tx\.step: .*Write .*tx\.update\(",
     ),
-    "flush of torch": (
-        lambda: wrap().flush,
-        AttributeError,
-        r"tx\.flush: .*Write .*gradaccum_jax\.flush\(",
-    ),
-    "loader": (
-        lambda: gradaccum_jax.epoch(4),  # type: ignore[arg-type]
-        TYPE,
-        "loader: expected an iterable",
-    ),
     # windows of windows
     "wrapped": (lambda: wrap(wrap()), TYPE, INNER),
     "wrapped in a chain": (
@@ -199,24 +157,8 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         INNER,
     ),
     "optax.MultiSteps": (lambda: wrap(optax.MultiSteps(SGD, 2)), TYPE, INNER),
-    "optax.MultiSteps as a transformation": (
-        lambda: wrap(optax.MultiSteps(SGD, 2).gradient_transformation()),
-        TYPE,
-        INNER,
-    ),
-    "MultiSteps": (lambda: wrap(multi()), TYPE, INNER),
-    "MultiSteps in a chain": (
-        lambda: wrap(optax.chain(multi().gradient_transformation())).init(PARAMS),
-        TYPE,
-        INNER,
-    ),
     "wrapped in MultiSteps": (
         lambda: multi(optax.chain(wrap())).init(PARAMS),
-        TYPE,
-        INNER,
-    ),
-    "optax.MultiSteps in MultiSteps": (
-        lambda: multi(optax.MultiSteps(SGD, 2)),
         TYPE,
         INNER,
     ),
@@ -229,11 +171,6 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: members(wrap(REDUCING, steps=1)),
         USAGE,
         r"optimizer: .*reduces over \['members'\].*before tx\.update",
-    ),
-    "MultiSteps that reduces over members": (
-        lambda: members(multi(REDUCING, 1)),
-        USAGE,
-        r"optimizer: .*reduces over \['members'\]",
     ),
     # options
     "no steps": (lambda: gradaccum.wrap(SGD), TYPE, "steps: expected"),
@@ -252,11 +189,6 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         VALUE,
         "accumulate_dtype: expected",
     ),
-    "first size of 2.5": (
-        lambda: wrap(steps=lambda step: jnp.asarray(2.5)),
-        TYPE,
-        r"steps\(0\): expected an int >= 1",
-    ),
     "first size of 0, traced": (
         lambda: jax.jit(lambda: wrap(steps=lambda step: 0 * step).init(PARAMS))(),
         VALUE,
@@ -268,29 +200,12 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         r"steps\(optimizer_step\): .*float32 and shape.*astype",
     ),
     "MultiSteps of 0": (lambda: multi(every=0), VALUE, "every_k_schedule|steps"),
-    "MultiSteps of nothing": (
-        lambda: multi(every=None),
-        TYPE,
-        "every_k_schedule|steps",
-    ),
-    "MultiSteps with a first size of 0": (
-        lambda: multi(every=lambda step: 0),
-        VALUE,
-        r"steps\(0\): expected an int >= 1",
-    ),
     "MultiSteps whose second size is 0": (
         lambda: multi(every=lambda step: 1 - step).update(
             GRADS, update(multi(every=lambda step: 1 - step))[1], PARAMS
         ),
         VALUE,
         r"steps\(1\): expected an int >= 1; got Array\(0,",
-    ),
-    "MultiSteps that skips by three flags": (
-        lambda: multi(should_skip_update_fn=lambda *_: (jnp.zeros(3), ())).update(
-            GRADS, optax.MultiSteps(SGD, 2).init(PARAMS), PARAMS
-        ),
-        TYPE,
-        "should_skip_update_fn",
     ),
     # states
     "state of a bare optimizer": (
@@ -303,7 +218,6 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         TYPE,
         "tx: expected",
     ),
-    "discard of nothing": (lambda: gradaccum_jax.discard(wrap(), ()), TYPE, HELD),
     "result of nothing": (lambda: gradaccum_jax.result(()), TYPE, HELD),
     "stacked states described": (
         lambda: gradaccum_jax.describe(jax.vmap(wrap().init)(jnp.ones((2, 3)))),

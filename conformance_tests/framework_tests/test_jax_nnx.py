@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import optax
 import pytest
@@ -96,23 +95,3 @@ def test_variables_that_are_no_parameters_are_refused(kind: str) -> None:
                 match=rf": expected parameters alone; got a {kind} of a flax nnx.*nnx\.",
             ):
                 call(given)
-
-
-def test_module_of_parameters_alone() -> None:
-    """The update is that of the split module, in one compiled call."""
-    model, tx = Net(), gradaccum.wrap(optax.sgd(0.5), steps=None)
-    graph, params = nnx.split(model, nnx.Param)
-
-    def split(params: Any, x: Any) -> Any:
-        return loss(nnx.merge(graph, params), x)
-
-    value, updates, _ = gradaccum_jax.value_and_update(split, tx, steps=3)(
-        params, tx.init(params), X
-    )
-    made, own, _ = gradaccum_jax.value_and_update(loss, tx, steps=3)(
-        model, tx.init(model), X
-    )
-    assert_same_bits((made, jax.tree.leaves(own)), (value, jax.tree.leaves(updates)))
-    wanted = jax.tree.leaves(jax.grad(split)(params, X))
-    for update, gradient in zip(jax.tree.leaves(own), wanted, strict=True):
-        assert jnp.allclose(update, -0.5 * gradient, rtol=1e-5)

@@ -14,7 +14,6 @@ import gradaccum_jax
 from conformance_tests.framework_tests.jax_versions import on_mesh
 from conformance_tests.framework_tests.jax_workers.common import (
     COLLECTIVE,
-    DEVICES,
     MESH,
     P,
     adam,
@@ -209,25 +208,3 @@ def columns() -> None:
             made = step(*step(given, tx.init(given), given), given)[0]
         assert_close(made, wanted)
         assert jax.typeof(made["w"]).sharding.spec == P(None, "data")
-
-
-def sharded_ensemble() -> None:
-    """Members lie on several devices. They get one device's values without a
-    collective, also where windows end apart, in scratch like `optax.MultiSteps`'.
-    """
-    params = jnp.asarray(RNG.normal(size=(2 * DEVICES, 64, 64)))
-    # Each device's part; XLA of JAX 0.7 keeps two more.
-    most = (3.2 if jax.__version_info__ >= (0, 10) else 5.2) * 2 * 64 * 64 * 8
-    for tx in OPTIMIZERS:
-        step = jax.jit(jax.vmap(step_of(tx)))
-        state = jax.vmap(tx.init)(params)
-        given = placed((params, state), P("data"))
-        donated = jax.jit(jax.vmap(step_of(tx)), donate_argnums=(0, 1))
-        made = donated.lower(*given, given[0]).compile()
-        assert COLLECTIVE.findall(made.as_text()) == []
-        assert made.memory_analysis().temp_size_in_bytes <= most
-        first = "micro_step" if hasattr(state, "micro_step") else "mini_step"
-        apart = state._replace(**{first: jnp.arange(8, dtype=jnp.int32) % 2})
-        for held in (state, apart):
-            found = step(*placed((params, held, params), P("data")))[0]
-            assert_close(found, step(params, held, params)[0])

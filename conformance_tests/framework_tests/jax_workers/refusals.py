@@ -24,7 +24,6 @@ from conformance_tests.framework_tests.jax_workers.common import (
 )
 from conformance_tests.framework_tests.refusing import refused
 from gradaccum_jax.sharding import reshard, vary
-from gradaccum_jax.workers.group import mapped
 
 lax, DATA = jax.lax, frozenset(["data"])
 
@@ -36,7 +35,7 @@ def wrap(inner: Any = SGD, steps: Any = 2, **options: Any) -> Any:
     return gradaccum.wrap(inner, steps=steps, **{"axis_name": "data", **options})
 
 
-TX, WHOLE, ALONE = wrap(), wrap(steps=None), wrap(axis_name=None)
+TX, ALONE = wrap(), wrap(axis_name=None)
 W, X = jnp.ones(3), jnp.arange(8.0)
 BATCH = (P(), P("data"))
 HALF = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",))
@@ -90,22 +89,6 @@ def step_of(tx: Any, seen: Any = same, after: Any = same, **extra: Any) -> Any:
     return step
 
 
-def closing(call: Any, seen: Any) -> Any:
-    def step(w: Any, state: Any, x: Any) -> Any:
-        *_, updates, state = call(seen(w, x), state, x)
-        return w + updates, state
-
-    return step
-
-
-def flushing(seen: Any) -> Any:
-    return closing(lambda w, state, x: gradaccum_jax.flush(WHOLE, state, w), seen)
-
-
-def calling(seen: Any) -> Any:
-    return closing(gradaccum_jax.value_and_update(loss_fn, WHOLE, steps=2), seen)
-
-
 def alone(
     tx: Any = TX, reduce: Any = None, copied: bool = True, value: Any = None
 ) -> Any:
@@ -145,17 +128,13 @@ def beside(change: Any) -> Any:
     return run(step, state=(over(TX.init)(W), jnp.ones(())))[1][1]
 
 
-def state_of_all(by_field: bool, call: Any) -> Any:
-    """A state as it comes out of `data_parallel`, in a `jax.shard_map`."""
-    state = over(TX.init)(W)
-    specs = (
-        mapped(
-            state, own=lambda _: P("data"), shared=lambda _: P(), other=lambda _: P()
-        )
-        if by_field
-        else P()
-    )
-    return inside(call, (P(), specs, P("data")))(W, state, X)
+def state_of_all() -> Any:
+    """As it comes out of `data_parallel`, in a `jax.shard_map`."""
+
+    def step(w: Any, state: Any, x: Any) -> Any:
+        return step_of(TX)(w, state, x)[0]
+
+    return inside(step, (P(), P(), P("data")))(W, over(TX.init)(W), X)
 
 
 def on_explicit(call: Any) -> Any:
@@ -236,18 +215,6 @@ CASES: dict[str, tuple[Any, ...]] = {
         AXIS,
         "data_parallel",
     ),
-    "another axis": (
-        lambda: over(wrap(axis_name="model").init)(W),
-        USAGE,
-        "axis_name",
-        "'model'",
-    ),
-    "no axis": (lambda: wrap(axis_name=()), VALUE, "axis_name: expected", "name"),
-    "mesh of another axis": (
-        lambda: wrap(axis_name="model", mesh=MESH),
-        VALUE,
-        "axis_name: expected axes of the mesh",
-    ),
     # shards
     "shards that nobody told of": (
         lambda: inside(
@@ -261,23 +228,7 @@ CASES: dict[str, tuple[Any, ...]] = {
         "shard_axes: expected",
         "shard_axes=('data',)",
     ),
-    "shards outside": (
-        lambda: wrap(axis_name=None, shard_axes="data").update(W, ALONE.init(W), W),
-        USAGE,
-        "axis_name: expected an axis of",
-    ),
     # what the step takes and returns
-    "batch of seven": (
-        lambda: run(step_of(TX), x=X[:7]),
-        VALUE,
-        "batch[0]: expected",
-        "4 devices",
-    ),
-    "other parameters returned": (
-        lambda: run(lambda w, state, x: (w[:2], state)),
-        USAGE,
-        "what step returned: expected a tuple (params, state, *rest)",
-    ),
     "bare optimizer": (
         lambda: run(step_of(optax.adam(0.1)), state=optax.adam(0.1).init(W)),
         USAGE,
@@ -303,15 +254,10 @@ CASES: dict[str, tuple[Any, ...]] = {
         "gradaccum_jax.redistributed(state, 2)",
     ),
     "state of all in a shard_map": (
-        lambda: state_of_all(False, lambda w, s, x: step_of(TX)(w, s, x)[0]),
+        state_of_all,
         USAGE,
         OF_ALL,
         "gradaccum_jax.data_parallel",
-    ),
-    "state of all by field": (
-        lambda: state_of_all(True, lambda w, s, x: gradaccum_jax.flush(TX, s, w)[0]),
-        USAGE,
-        OF_ALL,
     ),
     "state of all, one device": (
         lambda: ALONE.update(W, over(TX.init)(W), W),
@@ -342,18 +288,6 @@ CASES: dict[str, tuple[Any, ...]] = {
     ),
     "parameters given": (
         lambda: run(step_of(HINTED, own), HINTED),
-        USAGE,
-        "params: expected",
-        MADE,
-    ),
-    "parameters of a flush": (
-        lambda: run(flushing(own), WHOLE),
-        USAGE,
-        "params: expected",
-        MADE,
-    ),
-    "parameters of one call": (
-        lambda: run(calling(own), WHOLE),
         USAGE,
         "params: expected",
         MADE,
@@ -390,14 +324,6 @@ CASES: dict[str, tuple[Any, ...]] = {
         "what step returned, [1][1]: expected",
         MADE,
     ),
-    "beside the state, by scan": (
-        lambda: beside(
-            lambda beta, x: lax.scan(lambda b, r: (b + r, None), vary(beta, DATA), x)[0]
-        ),
-        USAGE,
-        "what step returned, [1][1]: expected",
-        MADE,
-    ),
     # losses: each device's own where they share a window, else one for all
     "average loss of a shared window": (
         lambda: alone(value=lambda x: lax.pmean(x.mean(), "data")),
@@ -423,13 +349,6 @@ CASES: dict[str, tuple[Any, ...]] = {
         TYPE,
         f"params{ORDINARY}",
         "jax.reshard",
-    ),
-    "parameters typed reduced, flush": (
-        lambda: on_explicit(
-            lambda p, r, g, x: gradaccum_jax.flush(PLAIN, PLAIN.init(p), r)
-        ),
-        TYPE,
-        f"params{ORDINARY}",
     ),
     "parameters typed reduced, one call": (
         lambda: on_explicit(
@@ -465,8 +384,6 @@ def accepted_calls() -> None:
     norm = lambda w, x: jnp.linalg.norm(w)  # noqa: E731
     mean = lambda w, x: w + lax.pmean(x.mean(), "data")  # noqa: E731
     run(step_of(HINTED, hint=norm), HINTED)
-    run(flushing(same), WHOLE)
-    run(calling(same), WHOLE)
     assert run(step_of(TX, after=jax.jit(mean)))[0].tolist() == [4.5] * 3
     for value in (
         alone(value=jnp.mean),

@@ -83,24 +83,6 @@ def scan() -> None:
     assert_close(own(params, gradients), wanted)
 
 
-def ensemble() -> None:
-    """Members under `jax.vmap` on each device, all of them shared by the devices."""
-    tx = gradaccum.wrap(optax.sgd(1.0), steps=1, axis_name="data", clip_norm=1.0)
-    params = jnp.zeros((3, 2))
-    gradients = np.random.default_rng(16).normal(size=(DEVICES, 3, 2))
-
-    def step(params: Any, state: Any, rows: Any) -> Any:
-        updates, state = jax.vmap(tx.update)(rows[0], state, params)
-        return params + updates, state
-
-    after, state = over(step)(params, over(jax.vmap(tx.init))(params), gradients)
-    mean = gradients.mean(0)
-    norms = np.linalg.norm(mean, axis=1, keepdims=True)
-    assert_close(after, -mean / np.maximum(norms, 1))
-    assert_close(gradaccum_jax.result(state).grad_norm, norms[:, 0])
-    assert gradaccum_jax.result(state).overflow.shape == (3,)
-
-
 def computations(text: str) -> dict[str, str]:
     """The computations of an optimized program by name; the one that runs in every
     micro-batch is ``"entry"``.
