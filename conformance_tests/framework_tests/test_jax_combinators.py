@@ -90,28 +90,6 @@ def test_flush_closes_the_wrapped_part_alone(name: str) -> None:
     assert not gradaccum_jax.result(empty).applied
 
 
-@pytest.mark.parametrize(
-    "place",
-    [
-        lambda sgd, adam: optax.chain(adam, optax.scale(2.0)),
-        lambda sgd, adam: partition(adam, sgd, {"a": "trained", "z": "frozen"}),
-    ],
-    ids=["chain", "two parts"],
-)
-def test_two_micro_batches_are_one_update(place: Any) -> None:
-    sgd, adam = optax.sgd(0.3), optax.adam(0.1)
-    inner, outer = place(sgd, adam), place(wrap(sgd, steps=2), wrap(adam, steps=2))
-    grads = [jax.tree.map(lambda p, n=n: n * p, PARAMS) for n in (1.0, 3.0)]
-    state = outer.init(PARAMS)
-    for gradient in grads:
-        updates, state = jax.jit(outer.update)(gradient, state, PARAMS)
-    mean = jax.tree.map(lambda p: 2 * p, PARAMS)
-    wanted, _ = inner.update(mean, inner.init(PARAMS), PARAMS)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), updates, wanted
-    )
-
-
 def test_other_functions_of_the_whole() -> None:
     """`discard` forgets the wrapped part alone, `check_state` looks at all."""
     tx = partition(wrap(optax.adam(1.0)), optax.adam(1.0))

@@ -133,21 +133,6 @@ def test_scratch_with_gradient_is_that_of_the_step(name: str) -> None:
     assert made.memory_analysis().temp_size_in_bytes <= scratch + 2**18
 
 
-def test_sum_is_no_lone_addition() -> None:
-    """XLA on the CPU, in JAX 0.7 at least, adds one element at a time where a kernel is
-    a lone in-place addition.
-    """
-    text = step_of("plain", optax.sgd, trained=True)[2]
-    kernels = [
-        part
-        for part in re.split(r"\n\n", text)
-        if not re.match(r"%(fused|wrapped)_", part)
-    ]
-    assert kernels
-    lone = rf"f32\[{SIDE},{SIDE}\]\S* add\("
-    assert [kernel for kernel in kernels if re.search(lone, kernel)] == []
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_ensemble_works_in_place(name: str) -> None:
     made, _, text = step_of(name, members=MEMBERS)

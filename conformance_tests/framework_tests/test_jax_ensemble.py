@@ -94,40 +94,6 @@ def test_members_train_as_if_alone(name: str) -> None:
         )
 
 
-@pytest.mark.parametrize("make", [gradaccum.wrap, gradaccum_jax.MultiSteps])
-def test_windows_ending_together_share_one_run(make: Callable[..., Any]) -> None:
-    """A member whose window ends apart from the others gets a run of its own."""
-    runs: list[tuple[int, ...]] = []
-
-    def note(value: Any) -> Any:
-        runs.append(np.shape(value))
-        return np.zeros(np.shape(value), np.float32)
-
-    def update(gradients: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        zero = jax.pure_callback(
-            note,
-            jax.ShapeDtypeStruct((), jnp.float32),
-            gradients[0],
-            vmap_method="expand_dims",
-        )
-        return zero - gradients, state
-
-    tx = make(optax.GradientTransformation(optax.init_empty_state, update), 2)
-    params = jnp.ones((MEMBERS, 2))
-    step = jax.jit(jax.vmap(tx.update))
-
-    def run(state: Any, count: int) -> Any:
-        for _ in range(count):
-            _, state = jax.block_until_ready(step(params, state, params))
-        return state
-
-    state = run(jax.vmap(tx.init)(params), 2)
-    assert runs == [(MEMBERS,)]
-    first = "micro_step" if hasattr(state, "micro_step") else "mini_step"
-    run(state._replace(**{first: jnp.asarray([1, 0, 1], jnp.int32)}), 1)
-    assert runs == [(MEMBERS,), (), ()]
-
-
 def test_an_empty_window_is_flushed_beside_an_open_one() -> None:
     """The first member's window has ended, the others' are open: only these say that an
     update was applied.

@@ -102,14 +102,3 @@ def test_scaled_float16_autograd(wide: bool) -> None:
         np.testing.assert_array_equal(
             state.masters, np.float32([1, 2]) - np.float32(2.0**-26)
         )
-
-
-def test_complex128_parameters_in_complex64_sums() -> None:
-    with float64():
-        tx = gradaccum.wrap(optax.sgd(1.0), steps=2, accumulate_dtype="float32")
-        params = jnp.asarray([1.0 + 2.0j, 3.0])
-        state = tx.init(params)
-        assert state.accumulator.dtype == jnp.complex64
-        for _ in range(2):
-            updates, state = tx.update(params, state, params)
-        np.testing.assert_array_equal(updates, -params)

@@ -262,7 +262,6 @@ INSEPARABLE = {
         optax.zero_nans(), optax.clip_by_global_norm(1.0), optax.sgd(0.1)
     ),
     "state of the whole array": lambda: optax.novograd(0.1),
-    "skips all": lambda: optax.apply_if_finite(optax.sgd(0.1), 3),
     "state without the layers' axis": optax.scale_by_factored_rms,
     "a little of the whole array": lambda: optax.stateless(
         lambda updates, params: jax.tree.map(
@@ -302,10 +301,6 @@ def doubled(own: Tree, given: Any, *batch: Any) -> Any:
 
 REFUSED: dict[str, Any] = {
     "bare optimizer": (lambda: layered(optax.sgd(0.1)), "tx: expected a wrapped"),
-    "windows that end by themselves": (
-        lambda: layered(gradaccum.wrap(optax.sgd(0.1), steps=2)),
-        "tx: expected .*steps=None",
-    ),
     "dropping": (
         lambda: layered(wrap(optax.sgd(0.1), on_overflow="drop_micro_batch")),
         "tx: expected .*on_overflow=",
@@ -313,11 +308,6 @@ REFUSED: dict[str, Any] = {
     "traced learning rate": (
         lambda: jax.eval_shape(with_traced_rate, 0.1),
         "tx: expected .*one that cannot be tried out on small arrays",
-    ),
-    "borders": (lambda: layered(SGD, borders="host"), "borders: expected .*'host'"),
-    "layers without an axis": (
-        lambda: layered(SGD).init((PARAMS[0], {"w": jnp.ones(())}, *PARAMS[2:])),
-        r"params.*with one leading axis in params\[1\]",
     ),
     "state without sums": (
         lambda: run(accumulator=None),

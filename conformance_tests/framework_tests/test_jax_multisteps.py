@@ -86,18 +86,6 @@ def test_states_equal_optaxs(name: str) -> None:
         assert bool(ours.has_updated(state)) == bool(theirs.has_updated(expected))
 
 
-def test_interface_equals_optaxs() -> None:
-    for name in ("__init__", "init", "update", "has_updated"):
-        mine, theirs = (
-            inspect.signature(getattr(kind, name)).parameters
-            for kind in (gradaccum_jax.MultiSteps, optax.MultiSteps)
-        )
-        assert [p for p in mine if p in theirs or p != "accumulator_dtype"] == [*theirs]
-    ours = gradaccum_jax.MultiSteps(optax.sgd(0.1), 2)
-    assert isinstance(ours.inner_opt, optax.GradientTransformationExtraArgs)
-    assert isinstance(ours.init(PARAMS), optax.MultiStepsState)
-
-
 def test_nan_lasts_one_window() -> None:
     """In optax it stays for ever."""
     for kind, heals in ((gradaccum_jax.MultiSteps, True), (optax.MultiSteps, False)):

@@ -25,8 +25,6 @@ NEWEST_ALONE = (
     "explicit_axes",
     "sums_of_reduced_gradients",
     "varying",
-    "columns",
-    "sharded_ensemble",
     "layered_shards",
     *NAMES["shards"].split(),
     *NAMES["large_batch"].split()[1:],

@@ -12,21 +12,21 @@ from importlib import import_module
 NAMES = {
     "windows": (
         """
-        mixed_dtypes scan ensemble
-        one_reduction_per_window nothing_is_copied benchmark
+        mixed_dtypes scan
+        one_reduction_per_window benchmark
         other_number_of_devices checked_state empty_flush
     """
     ),
     "meshes": (
         """
         start_outside two_axes axis_for_the_compiler explicit_axes
-        sums_of_reduced_gradients varying columns sharded_ensemble
+        sums_of_reduced_gradients varying
     """
     ),
     "shards": "like_one_device with_workers told",
     "large_batch": (
         """
-        strided_batch one_reduction_per_call without_an_axis weights_and_aux keys coupled
+        strided_batch one_reduction_per_call gathered_parameters weights_and_aux keys coupled
     """
     ),
     "layered": "layered_window layered_shards",

@@ -61,9 +61,7 @@ def strided_batch() -> None:
 
 
 def one_reduction_per_call() -> None:
-    """Also with a smaller last micro-batch, and where `jax.shard_map` itself adds up the
-    gradients, as it does for `jax.value_and_grad`.
-    """
+    """Also with a smaller last micro-batch."""
     wanted = jax.value_and_grad(mean_loss)(model(), X, Y)
     for steps in (1, 6, 4):
         call = gradaccum_jax.value_and_grad(mean_loss, steps=steps, axis_name="data")
@@ -72,19 +70,9 @@ def one_reduction_per_call() -> None:
         text = step.lower(model(), X, Y).compile().as_text()
         assert COLLECTIVE.findall(text) == ONCE
 
-    def unnamed(params: Any, x: Any, y: Any) -> Any:
-        loss, grads = gradaccum_jax.value_and_grad(mean_loss, steps=3)(params, x, y)
-        return jax.lax.pmean(loss, "data"), jax.tree.map(lambda g: g / DEVICES, grads)
 
-    step = inside(unnamed, (P(), SPREAD, SPREAD))
-    close(step(model(), X, Y), wanted)
-    assert COLLECTIVE.findall(step.lower(model(), X, Y).compile().as_text()) == ONCE
-
-
-def without_an_axis() -> None:
-    """Parameters and batch are sharded, and the call is told no axis: XLA partitions
-    it, or the user gathers the parameters.
-    """
+def gathered_parameters() -> None:
+    """Parameters are sharded, the user gathers them, and the call is told no axis."""
 
     def loss(w: Any, x: Any) -> Any:
         return jnp.mean(jnp.tanh(x @ w).sum(1) ** 2)
@@ -96,12 +84,9 @@ def without_an_axis() -> None:
         value, gradient = gradaccum_jax.value_and_grad(gathered, steps=3)(w, x)
         return jax.lax.pmean(value, "data"), gradient / DEVICES
 
-    w, x = placed((jnp.asarray(numbers(DEVICES, 3)), numbers(ITEMS, DEVICES)), SPREAD)
-    wanted = jax.value_and_grad(loss)(w, x)
-    alone = jax.jit(gradaccum_jax.value_and_grad(loss, steps=3))(w, x)
-    close(alone, wanted)
-    assert not alone[1].sharding.is_fully_replicated
-    close(inside(gathering, SPREAD, (P(), SPREAD))(w, x), wanted)
+    given = jnp.asarray(numbers(DEVICES, 3)), numbers(ITEMS, DEVICES)
+    made = inside(gathering, SPREAD, (P(), SPREAD))(*given)
+    close(made, jax.value_and_grad(loss)(*given))
 
 
 def weights_and_aux() -> None:

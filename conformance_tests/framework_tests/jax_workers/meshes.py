@@ -13,7 +13,6 @@ import gradaccum
 import gradaccum_jax
 from conformance_tests.framework_tests.jax_versions import on_mesh
 from conformance_tests.framework_tests.jax_workers.common import (
-    COLLECTIVE,
     MESH,
     P,
     adam,
@@ -188,23 +187,3 @@ def varying() -> None:
         assert_close(inside(members, spread, P("data"))(w, g), jax.jit(members)(w, g))
         mean = scanned(tx, w[0], g.mean(1))
         assert_close(inside(reduced, (P(), P(None, "data")))(w[0], g), mean)
-
-
-def columns() -> None:
-    """Parameters are sharded by columns. An Auto mesh gathers nothing; an Explicit mesh
-    traces and keeps its types.
-    """
-    specs = {"w": P(None, "data"), "b": P("data"), "c": P()}
-    params = {"w": jnp.ones((64, 64)), "b": jnp.ones(64), "c": jnp.ones(8)}
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(KINDS.Explicit,))
-    for tx in OPTIMIZERS:
-        step = jax.jit(step_of(tx))
-        given = placed(params, specs)
-        text = step.lower(given, tx.init(given), given).compile().as_text()
-        assert set(COLLECTIVE.findall(text)) <= {"all-reduce"}
-        wanted = step(*step(params, tx.init(params), params), params)[0]
-        with on_mesh(mesh):
-            given = placed(params, specs, mesh)
-            made = step(*step(given, tx.init(given), given), given)[0]
-        assert_close(made, wanted)
-        assert jax.typeof(made["w"]).sharding.spec == P(None, "data")

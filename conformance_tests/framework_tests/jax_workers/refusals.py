@@ -155,10 +155,6 @@ def on_explicit(call: Any) -> Any:
         return jax.jit(traced)(params, x)
 
 
-def linear(params: Any, x: Any) -> Any:
-    return jnp.mean(x @ params["w"]) + 0 * jnp.sum(params["v"])
-
-
 PLAIN = wrap(optax.adam(1.0), axis_name=None)
 USAGE, GRADIENT = gradaccum.UsageError, gradaccum.GradientError
 TYPE, VALUE = gradaccum.ArgumentTypeError, gradaccum.ArgumentValueError
@@ -203,12 +199,6 @@ CASES: dict[str, tuple[Any, ...]] = {
         "check_vma=False",
     ),
     "init outside": (lambda: TX.init(W), USAGE, AXIS, "mesh=mesh"),
-    "update outside": (
-        lambda: TX.update(W, over(TX.init)(W), W),
-        USAGE,
-        AXIS,
-        "gradaccum_jax.data_parallel(step, mesh, axis_name)",
-    ),
     "discard outside": (
         lambda: gradaccum_jax.discard(TX, over(TX.init)(W)),
         USAGE,
@@ -349,23 +339,6 @@ CASES: dict[str, tuple[Any, ...]] = {
         TYPE,
         f"params{ORDINARY}",
         "jax.reshard",
-    ),
-    "parameters typed reduced, one call": (
-        lambda: on_explicit(
-            lambda p, r, g, x: gradaccum_jax.value_and_grad(linear, steps=2)(r, x)
-        ),
-        TYPE,
-        ORDINARY,
-    ),
-    "rows on several devices": (
-        lambda: on_explicit(
-            lambda p, r, g, x: gradaccum_jax.coupled_value_and_grad(
-                lambda p, x: x @ p["w"], lambda p, z: z.mean(), steps=2
-            )(p, x)
-        ),
-        USAGE,
-        "batch: expected rows that are whole on each device",
-        "AxisType.Auto",
     ),
 }
 
