@@ -14,7 +14,6 @@ import optax
 import pytest
 
 import gradaccum
-import gradaccum_jax
 
 STEP = 2.0**-8
 PARAMS = jnp.asarray([1.0, 2.0])
@@ -66,33 +65,6 @@ def test_zero_gradient_window_has_a_derivative(lift: Any, limit: Any) -> None:
     np.testing.assert_allclose(
         found, np.broadcast_to(slope(loss, 0.0), factor.shape), rtol=1e-2
     )
-
-
-@both_modes
-@pytest.mark.parametrize("weights", [[1.0, 2.0], [0.0, 2.0]])
-def test_derivative_of_the_windows_loss(mode: Any, weights: list[float]) -> None:
-    """Of (3 a + 5 b) / (a + b) by the weights, in a streamed window and in one call."""
-    a, b = weights
-    wanted = [-2 * b / (a + b) ** 2, 2 * a / (a + b) ** 2]
-    tx, params = gradaccum.wrap(optax.sgd(1.0), steps=2), jnp.ones(2)
-
-    def streamed(weights: Any) -> Any:
-        state = tx.init(params)
-        for weight, loss in zip(weights, (3.0, 5.0), strict=True):
-            _, state = tx.update(params, state, params, weight=weight, value=loss)
-        return gradaccum_jax.result(state).loss
-
-    def called(weights: Any) -> Any:
-        losses = gradaccum_jax.value_and_grad(
-            lambda p, x, w: (p.sum() / 2 * x).mean(),
-            steps=2,
-            weight=lambda x, w: w.sum(),
-        )
-        return losses(params, jnp.asarray([3.0, 5.0]), weights)[0]
-
-    for function in (streamed, called):
-        found = mode(function)(jnp.asarray(weights))
-        np.testing.assert_allclose(found, wanted, rtol=1e-5)
 
 
 @pytest.mark.parametrize("micro_steps", [[1, 1, 1], [0, 1, 0]], ids=str)

@@ -107,22 +107,6 @@ def test_under_jit_and_vmap() -> None:
     close(jax.vmap(step)(params, x, y), wanted)
 
 
-def test_second_derivative() -> None:
-    """Of the loss, along a direction: through the loop, as of the large batch."""
-
-    def curvature(value_and_grad: Any) -> Any:
-        def gradient(params: Any) -> Any:
-            return value_and_grad(params, *data())[1]
-
-        return jax.grad(lambda params: gradient(params)["w"].sum())(model())
-
-    close(
-        curvature(gradaccum_jax.value_and_grad(mean_loss, steps=4)),
-        curvature(jax.value_and_grad(mean_loss)),
-        1e-12,
-    )
-
-
 def test_derivative_by_the_weights() -> None:
     """Learning to reweight: the gradient of the loss by the items' weights."""
 
@@ -152,29 +136,24 @@ def test_equal_constants_of_two_types_are_told_apart() -> None:
     assert found == [1, 10, 1, 10]
 
 
-def test_flags_and_nests_of_aux() -> None:
-    """Each flag merges as a number or as what it says; a declaration may stand for a
-    whole nest.
-    """
-    x = np.arange(10.0) - 20
+def test_flags_of_aux() -> None:
+    """Each merges as a number or as what it says; a kind may stand for a whole nest."""
 
     def loss(params: Any, x: Any) -> Any:
-        return params * jnp.mean(x), {
-            "sum": {"x": jnp.sum(x), "flag": jnp.all(x < -12)},
-            "mean": (jnp.mean(x), x.shape[0]),
-            "max": [jnp.max(x), jnp.any(x == -20)],
-            "min": [jnp.min(-x), jnp.all(x < -12)],
-        }
+        flags = {"early": jnp.any(x == 0), "small": jnp.all(x < 8)}
+        return params * jnp.mean(x), dict.fromkeys(("sum", "mean", "max", "min"), flags)
 
-    kinds = {"sum": "sum", "mean": ("mean", "mean"), "max": "max", "min": "min"}
     step = gradaccum_jax.value_and_grad(
-        loss, has_aux=True, aux=kinds, micro_batch_size=4
+        loss,
+        has_aux=True,
+        aux={kind: kind for kind in ("sum", "mean", "max", "min")},
+        micro_batch_size=4,
     )
-    aux = step(ONE, x)[0][1]
-    assert aux["sum"] == {"x": x.sum(), "flag": 2}
-    close(aux["mean"], (np.float64(x.mean()), np.float64((4 * 4 + 4 * 4 + 2 * 2) / 10)))
-    assert [leaf.item() for leaf in aux["max"]] == [-11, True]
-    assert [leaf.item() for leaf in aux["min"]] == [11, False]
+    aux = step(ONE, np.arange(10.0))[0][1]
+    assert aux["sum"] == {"early": 1, "small": 2}
+    assert aux["mean"] == {"early": 0.4, "small": 0.8}
+    assert aux["max"] == {"early": True, "small": True}
+    assert aux["min"] == {"early": False, "small": False}
 
 
 def test_accumulate_dtype() -> None:
@@ -243,12 +222,6 @@ def test_traced_weight_that_is_negative_shows() -> None:
         gradaccum_jax.value_and_grad(loss, steps=2, weight=first)(ONE, X)
     ).all()
 
-    def given(weights: Any) -> Any:
-        return gradaccum_jax.value_and_grad(
-            loss, steps=2, weight=weights, reduction="sum"
-        )(ONE, X)
-
-    assert np.isnan(jax.jit(given)(jnp.asarray([1.0, 1, 1, -5, 1, 1]))).all()
     tx = gradaccum.wrap(optax.sgd(1.0), steps=None)
     step = gradaccum_jax.value_and_update(loss, tx, steps=2, weight=first)
     value, updates, state = step(ONE, tx.init(ONE), X)

@@ -65,14 +65,6 @@ def test_typed_keys_have_no_update(name: str) -> None:
     assert jax.tree.map(jax.typeof, state) == jax.tree.map(jax.typeof, start)
 
 
-def test_typed_keys_beside_masters() -> None:
-    tx = gradaccum.wrap(optax.sgd(0.5), steps=1, master_weights=True)
-    params = {"key": jax.random.key(7), "w": jnp.ones(2, jnp.bfloat16)}
-    updates, state = tx.update({**params, "key": None}, tx.init(params), params)
-    assert updates["key"] is None
-    np.testing.assert_array_equal(state.masters["w"], [0.5, 0.5])
-
-
 @by_name
 def test_numpys_memory_may_be_written_over(name: str) -> None:
     """JAX itself reads it after the call has returned."""

@@ -24,20 +24,16 @@ LARGEST_RATIO = {"float16": 4092, "bfloat16": 32764}
 by_half = pytest.mark.parametrize("name", HALVES)
 PARAMS = {
     "embedding": jnp.asarray([[1.0, -2.0]]),
-    "layer": {
-        "w": jnp.asarray([1.0, -0.0, 3.0], jnp.bfloat16),
-        "frozen": None,
-        "count": jnp.asarray(3),
-    },
+    "w": jnp.asarray([1.0, -0.0, 3.0], jnp.bfloat16),
+    "frozen": None,
+    "count": jnp.asarray(3),
     "head": jnp.asarray([0.5], jnp.float16),
 }
 GRADS = {
     "embedding": jnp.asarray([[0.5, 1.0]]),
-    "layer": {
-        "w": jnp.asarray([1.0, 2.0, -1.0], jnp.bfloat16),
-        "frozen": None,
-        "count": np.zeros((), jax.dtypes.float0),
-    },
+    "w": jnp.asarray([1.0, 2.0, -1.0], jnp.bfloat16),
+    "frozen": None,
+    "count": np.zeros((), jax.dtypes.float0),
     "head": jnp.asarray([0.25], jnp.float16),
 }
 
@@ -91,7 +87,7 @@ def test_masters_exist_for_halves_only() -> None:
     state = tx.init(PARAMS)
     assert [leaf.dtype for leaf in jax.tree.leaves(state.masters)] == [jnp.float32] * 2
     assert state.masters["embedding"] is None
-    assert state.masters["layer"]["count"] is None
+    assert state.masters["count"] is None
     dtypes = {str(leaf.dtype) for leaf in jax.tree.leaves(state.inner_state)}
     assert dtypes == {"int32", "float32"}
 

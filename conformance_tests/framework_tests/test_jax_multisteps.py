@@ -106,11 +106,3 @@ def test_window_of_size_zero_never_ends() -> None:
         updates, state = update(PARAMS, state, PARAMS)
         assert not np.any(updates["a"])
         assert state.gradient_step == 1
-
-
-def test_missing_gradient_counts_as_zero() -> None:
-    steps = gradaccum_jax.MultiSteps(optax.sgd(1.0), 2)
-    _, state = steps.update(PARAMS, steps.init(PARAMS), PARAMS)
-    updates, _ = steps.update({"a": None, "b": PARAMS["b"]}, state, PARAMS)
-    np.testing.assert_array_equal(updates["a"], -PARAMS["a"] / 2)
-    np.testing.assert_array_equal(updates["b"], -PARAMS["b"])

@@ -26,6 +26,7 @@ NEWEST_ALONE = (
     "sums_of_reduced_gradients",
     "varying",
     "layered_shards",
+    "refused_types",
     *NAMES["shards"].split(),
     *NAMES["large_batch"].split()[1:],
 )

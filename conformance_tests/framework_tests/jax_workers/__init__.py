@@ -11,26 +11,20 @@ from importlib import import_module
 
 NAMES = {
     "windows": (
-        """
-        mixed_dtypes scan
-        one_reduction_per_window benchmark
-        other_number_of_devices checked_state empty_flush
-    """
+        "mixed_dtypes scan one_reduction_per_window benchmark"
+        " other_number_of_devices checked_state empty_flush"
     ),
     "meshes": (
-        """
-        start_outside two_axes axis_for_the_compiler explicit_axes
-        sums_of_reduced_gradients varying
-    """
+        "start_outside two_axes axis_for_the_compiler explicit_axes"
+        " sums_of_reduced_gradients varying"
     ),
-    "shards": "like_one_device with_workers told",
+    "shards": "like_one_device with_workers models_of_their_own",
     "large_batch": (
-        """
-        strided_batch one_reduction_per_call gathered_parameters weights_and_aux keys coupled
-    """
+        "strided_batch one_reduction_per_call gathered_parameters weights_and_aux keys"
+        " coupled"
     ),
     "layered": "layered_window layered_shards",
-    "refusals": "refused_calls accepted_calls own_derivative",
+    "refusals": "refused_calls refused_types accepted_calls own_derivative",
 }
 """The checks, by file."""
 

@@ -25,10 +25,7 @@ from conformance_tests.framework_tests.jax_workers.common import (
 from conformance_tests.framework_tests.refusing import refused
 from gradaccum_jax.sharding import reshard, vary
 
-lax, DATA = jax.lax, frozenset(["data"])
-
-
-SGD = optax.sgd(1.0)
+lax, DATA, SGD = jax.lax, frozenset(["data"]), optax.sgd(1.0)
 
 
 def wrap(inner: Any = SGD, steps: Any = 2, **options: Any) -> Any:
@@ -157,7 +154,7 @@ def on_explicit(call: Any) -> Any:
 
 PLAIN = wrap(optax.adam(1.0), axis_name=None)
 USAGE, GRADIENT = gradaccum.UsageError, gradaccum.GradientError
-TYPE, VALUE = gradaccum.ArgumentTypeError, gradaccum.ArgumentValueError
+TYPE = gradaccum.ArgumentTypeError
 SAME = "expected a value that is the same on all devices"
 MADE = "made of a device's own batch"
 AXIS = "axis_name: expected an axis of the jax.shard_map around it"
@@ -327,7 +324,8 @@ CASES: dict[str, tuple[Any, ...]] = {
         "value: expected one loss on all devices that have one state",
         "pmean",
     ),
-    # explicit meshes
+}
+OF_TYPES: dict[str, tuple[Any, ...]] = {
     "gradients typed unreduced": (
         lambda: on_explicit(lambda p, r, g, x: PLAIN.update(g, PLAIN.init(p), p)),
         GRADIENT,
@@ -340,17 +338,31 @@ CASES: dict[str, tuple[Any, ...]] = {
         f"params{ORDINARY}",
         "jax.reshard",
     ),
+    "parameters typed reduced, one call": (
+        lambda: on_explicit(
+            lambda p, r, g, x: gradaccum_jax.value_and_grad(
+                lambda p, x: jnp.mean(x @ p["w"]), steps=2
+            )(r, x)
+        ),
+        TYPE,
+        ORDINARY,
+    ),
 }
 
 
-def refused_calls() -> None:
-    for name, (call, kind, *words) in CASES.items():
+def refused_calls(cases: dict[str, tuple[Any, ...]] = CASES) -> None:
+    for name, (call, kind, *words) in cases.items():
         try:
             with refused(kind, *words):
                 call()
         except Exception as error:
             error.add_note(name)
             raise
+
+
+def refused_types() -> None:
+    """Of explicit meshes."""
+    refused_calls(OF_TYPES)
 
 
 def accepted_calls() -> None:

@@ -110,23 +110,19 @@ def with_workers() -> None:
     assert_close(found, (wanted, results.grad_norm), 1e-5)
 
 
-def told() -> None:
-    """Where nobody said whether arrays are shards, what needs no norm is done; else
-    ``shard_axes`` may be empty, for a model of each device's own.
+def models_of_their_own() -> None:
+    """``shard_axes=()``: each device's norm is its own. What needs no norm is done where
+    nobody said whether arrays are shards.
     """
-    for options in (
-        {"on_overflow": "ignore"},
-        {},
-        {"clip_norm": 1.0, "shard_axes": ()},
-        {"clip_norm": 1.0, "shard_axes": ("model",)},
+    for options, norm in (
+        ({}, 1.0),
+        ({"clip_norm": 1.0, "shard_axes": ()}, 2**0.5),
+        ({"clip_norm": 1.0, "shard_axes": ("model",)}, 2.0),
     ):
         tx = gradaccum.wrap(optax.sgd(0.1), steps=1, **options)
-        run = inside(
-            lambda p, tx=tx: tx.update(p, tx.init(p), p)[0],
-            P("model"),
-            P("model"),
-            MESH,
-        )
-        found, ones = run(np.ones(4)), np.ones(4)
-        norm = {(): 2**0.5, ("model",): 2.0}.get(options.get("shard_axes"), 1.0)
-        assert_close(found, -0.1 * ones / norm)
+
+        def once(p: Any, tx: Any = tx) -> Any:
+            return tx.update(p, tx.init(p), p)[0]
+
+        found = inside(once, P("model"), P("model"), MESH)(np.ones(4))
+        assert_close(found, np.full(4, -0.1 / norm))
