@@ -223,20 +223,6 @@ def test_window_of_an_optimizer(between: int) -> None:
     assert found[2].optimizer_step == 1
 
 
-def test_coupled_losses(between: int) -> None:
-    def coupled(size: Any) -> Any:
-        return gradaccum_jax.coupled_value_and_grad(
-            rows,
-            lambda params, rows: jax.nn.logsumexp(rows @ rows.T),
-            micro_batch_size=size,
-        )(PARAMS, BATCH)
-
-    sizes = automatic(between)
-    found = coupled(sizes)
-    assert sizes.size in (1, 2, 4, 8)
-    assert_same_bits(found, coupled(sizes.size))
-
-
 def test_constants_have_programs_of_their_own() -> None:
     """Each plain value, and each tree of one shape."""
     step = step_with(

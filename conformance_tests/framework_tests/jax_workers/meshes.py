@@ -108,11 +108,10 @@ def axis_for_the_compiler() -> None:
 def explicit_axes() -> None:
     mixed = (KINDS.Explicit, KINDS.Auto)
     train(START, jax.make_mesh((4, 1), ("data", "model"), axis_types=mixed))
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(KINDS.Explicit,))
-    with on_mesh(mesh):
-        train(placed(START, P(), mesh), mesh, state=wrapped().init(START))
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(KINDS.Explicit,) * 2)
-    params, _ = train(placed(START, SPECS, mesh), mesh)
+    with on_mesh(mesh):
+        given = placed(START, SPECS, mesh)
+        params, _ = train(given, mesh, state=wrapped().init(given))
     # jax.shard_map of JAX 0.7 gathers what is sharded along an explicit axis that it
     # leaves alone.
     if jax.__version_info__ >= (0, 10):
