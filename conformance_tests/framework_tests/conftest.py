@@ -25,7 +25,7 @@ NEWEST_JAX = (0, 10)
 _TOPICS = ("auto_size", "coupled", "linearity")
 NEWEST_ALONE = {
     f"test_jax_{topic}.py"
-    for topic in (*_TOPICS, "large_batch_program", "sharding", "verification")
+    for topic in (*_TOPICS, "large_batch_program", "verification")
 }
 """They call what JAX has had unchanged for long."""
 PACKAGES = {"torch": "torch", "jax": "optax", "mindspore": "mindspore"}

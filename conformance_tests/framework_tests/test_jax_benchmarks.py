@@ -17,7 +17,7 @@ import gradaccum
 from benchmarks.case import Case
 from benchmarks.contestants.bert import LARGE, TINY, WAYS
 from benchmarks.contestants.jax_mlp import STEPS, batches, make_params
-from benchmarks.jax_counts import copies, updates_per_window
+from benchmarks.jax_counts import updates_per_window
 from benchmarks.questions import jax_ensemble, jax_memory, jax_split, jax_streaming
 from conformance_tests.framework_tests.jax_versions import needs_microbatch
 
@@ -100,15 +100,6 @@ def test_updates_per_window_are_counted() -> None:
             == STEPS
         )
         assert updates_per_window(lambda inner: inner, members) == STEPS
-
-
-def test_copies_are_counted_by_shape() -> None:
-    text = (
-        "%a = f32[2,3]{1,0} copy(%b)\n%c = f32[] copy(%d)\n%e = f32[3,2]{1,0}"
-        " copy(%f)\n%copy.1 = f32[2,3]{1,0} fusion(%copy.2)"
-    )
-    assert copies(text, {(2, 3)}) == 1
-    assert copies(text, {(2, 3), (3, 2)}) == 2
 
 
 @needs_microbatch

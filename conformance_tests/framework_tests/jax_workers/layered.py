@@ -16,70 +16,57 @@ import gradaccum
 import gradaccum_jax
 from conformance_tests.framework_tests.jax_workers.common import (
     DEVICES,
-    MESH,
     P,
     adam,
+    assert_close,
+    inside,
     over,
+    placed,
 )
 
 LAYERS, WIDTH = 3, 2 * DEVICES
 KINDS = (" all-reduce(", " all-gather(", " reduce-scatter(")
-OPTIONS: dict[str, dict[str, Any]] = {
-    "by layer": {"on_overflow": "ignore"},
-    "kept": {"clip_norm": 0.1},
-}
+OPTIONS: list[dict[str, Any]] = [{"on_overflow": "ignore"}, {"clip_norm": 0.1}]
 
 
-def prelude(p: Any, x: Any, mask: Any) -> Any:
-    return jnp.tanh(x @ p["w"])
+def prelude(w: Any, x: Any, mask: Any) -> Any:
+    return jnp.tanh(x @ w)
 
 
-def layer(p: Any, x: Any, *_: Any) -> Any:
-    return x + jnp.tanh(x @ p["w"])
+def layer(w: Any, x: Any, *_: Any) -> Any:
+    return x + jnp.tanh(x @ w)
 
 
-def loss_fn(p: Any, x: Any, _: Any, mask: Any) -> Any:
-    return jnp.sum(mask * jnp.sum((x @ p["w"]) ** 2, -1)) / jnp.maximum(mask.sum(), 1)
+def loss_fn(w: Any, x: Any, _: Any, mask: Any) -> Any:
+    return jnp.sum(mask * jnp.sum((x @ w) ** 2, -1)) / jnp.maximum(mask.sum(), 1)
 
 
 def whole(params: Any, x: Any, mask: Any) -> Any:
-    x = jax.lax.scan(
-        lambda x, p: (layer(p, x), None), prelude(params[0], x, mask), params[1]
-    )[0]
-    return loss_fn(params[2], x, None, mask)
+    hidden = prelude(params[0], x, mask)
+    hidden = jax.lax.scan(lambda x, w: (layer(w, x), None), hidden, params[1])[0]
+    return loss_fn(params[2], hidden, None, mask)
 
 
 def weight(x: Any, mask: Any) -> Any:
     return mask.sum()
 
 
-def start() -> tuple[Any, Any, Any]:
-    """Parameters, items, and which of these count: all of a device's may not."""
-    rng = np.random.default_rng(0)
-    shapes = ((WIDTH, WIDTH), (LAYERS, WIDTH, WIDTH), (WIDTH, 2))
-    params = tuple(
-        {"w": jnp.asarray(rng.normal(size=shape) / WIDTH)} for shape in shapes
-    )
-    mask = (rng.random(4 * DEVICES) < 0.7).astype(float)
-    mask[4:8] = 0
-    return params, rng.normal(size=(4 * DEVICES, WIDTH)), mask
+RNG = np.random.default_rng(0)
+PARAMS = tuple(
+    jnp.asarray(RNG.normal(size=shape) / WIDTH)
+    for shape in ((WIDTH, WIDTH), (LAYERS, WIDTH, WIDTH), (WIDTH, 2))
+)
+X = RNG.normal(size=(4 * DEVICES, WIDTH))
+MASK = (RNG.random(4 * DEVICES) < 0.7).astype(float)
+MASK[4:8] = 0  # one device has no item that counts
 
 
 def require_window(made: Any, losses: Any, options: dict[str, Any]) -> None:
-    params, *batch = start()
     tx = gradaccum.wrap(adam(), steps=None, **options)
-    loss, updates, _ = gradaccum_jax.value_and_update(
-        whole, tx, steps=1, weight=weight
-    )(params, tx.init(params), *batch)
-    np.testing.assert_allclose(
-        losses, np.broadcast_to(loss, np.shape(losses)), rtol=1e-12
-    )
-    expected = optax.apply_updates(params, updates)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12),
-        made,
-        expected,
-    )
+    step = gradaccum_jax.value_and_update(whole, tx, steps=1, weight=weight)
+    loss, updates, _ = step(PARAMS, tx.init(PARAMS), X, MASK)
+    assert_close(losses, np.broadcast_to(loss, np.shape(losses)))
+    assert_close(made, optax.apply_updates(PARAMS, updates))
 
 
 def counted(program: Any, *arguments: Any) -> list[int]:
@@ -97,26 +84,21 @@ def counted(program: Any, *arguments: Any) -> list[int]:
         found = np.array([part.count(kind) for kind in KINDS])
         for line in part.splitlines():
             turns = re.search(r'"known_trip_count":\{"n":"(\d+)"', line)
-            for name in (
-                set(re.findall(r"%[\w.\-]+", line.partition("(")[2])) & parts.keys()
-            ):
-                found += runs(parts[name]) * (
-                    int(turns[1]) if turns and f"body={name}" in line else 1
-                )
+            names = set(re.findall(r"%[\w.\-]+", line.partition("(")[2]))
+            for name in names & parts.keys():
+                times = int(turns[1]) if turns and f"body={name}" in line else 1
+                found += runs(parts[name]) * times
         return found
 
-    return [
-        int(number)
-        for number in runs(parts[re.findall(r"^ENTRY (%\S+)", text, re.MULTILINE)[0]])
-    ]
+    (entry,) = re.findall(r"^ENTRY (%\S+)", text, re.MULTILINE)
+    return [int(number) for number in runs(parts[entry])]
 
 
 def layered_window() -> None:
     """Replicated parameters: one reduction of the prelude, of a layer and of the head,
     whatever the number of micro-batches.
     """
-    params, *batch = start()
-    for options in OPTIONS.values():
+    for options in OPTIONS:
         found = []
         for steps in (1, 4):
             tx = gradaccum.wrap(adam(), steps=None, axis_name="data", **options)
@@ -128,11 +110,11 @@ def layered_window() -> None:
                 loss, params, state = step(params, state, *batch)
                 return params, state, loss
 
-            state, program = over(step.init)(params), jax.jit(over(train))
-            made, state, losses = program(params, state, *batch)
+            state, program = over(step.init)(PARAMS), jax.jit(over(train))
+            made, after, losses = program(PARAMS, state, X, MASK)
             require_window(made, losses, options)
-            assert gradaccum_jax.result(state).applied
-            found.append(counted(program, params, state, *batch))
+            assert gradaccum_jax.result(after).applied
+            found.append(counted(program, PARAMS, state, X, MASK))
         assert found[0] == found[1]
         # The sums of all parts, and the weight, the loss and the window's numbers; a
         # newer XLA combines those outside of the loop.
@@ -144,20 +126,9 @@ def layered_shards() -> None:
     """Sharded parameters: each layer is gathered once forwards and once backwards, and
     its sum is scattered once.
     """
-    params, *batch = start()
-    specs = ({"w": P("data")}, {"w": P(None, "data")}, {"w": P("data")})
-    held = jax.tree.map(
-        lambda leaf, spec: jax.device_put(leaf, jax.sharding.NamedSharding(MESH, spec)),
-        params,
-        specs,
-    )
-
-    def gather(part: Any) -> Any:
-        return jax.tree.map(
-            lambda leaf: jax.lax.all_gather(leaf, "data", axis=0, tiled=True), part
-        )
-
-    for options in OPTIONS.values():
+    specs = (P("data"), P(None, "data"), P("data"))
+    held = placed(PARAMS, specs)
+    for options in OPTIONS:
         tx = gradaccum.wrap(adam(), steps=None, shard_axes="data", **options)
         step = gradaccum_jax.layered_value_and_update(
             prelude,
@@ -166,7 +137,7 @@ def layered_shards() -> None:
             tx,
             steps=4,
             weight=weight,
-            gather=gather,
+            gather=lambda part: jax.lax.all_gather(part, "data", axis=0, tiled=True),
             axis_name="data",
         )
         state = step.init(held)
@@ -177,15 +148,11 @@ def layered_shards() -> None:
             specs,
             transform_non_params=lambda _: P(),
         )
-        like = (
-            like if state.accumulator is not None else like._replace(accumulator=None)
-        )
-        ins, outs = (specs, like, P("data"), P("data")), (P(), specs, like)
-        program = jax.jit(jax.shard_map(step, mesh=MESH, in_specs=ins, out_specs=outs))
-        loss, made, state = program(held, state, *batch)
+        if state.accumulator is None:
+            like = like._replace(accumulator=None)
+        program = inside(step, (specs, like, P("data"), P("data")), (P(), specs, like))
+        loss, made, _ = program(held, state, X, MASK)
         require_window(made, loss, options)
         # a layer twice
-        assert counted(program, held, state, *batch)[1:] == [
-            2 * LAYERS + 2,
-            LAYERS + 2,
-        ]
+        twice = [2 * LAYERS + 2, LAYERS + 2]
+        assert counted(program, held, state, X, MASK)[1:] == twice

@@ -1,4 +1,4 @@
-"""Meshes of several axes."""
+"""Meshes of several axes, explicit ones, and programs that the compiler partitions."""
 
 from __future__ import annotations
 
@@ -12,60 +12,87 @@ import optax
 import gradaccum
 import gradaccum_jax
 from conformance_tests.framework_tests.jax_versions import on_mesh
-from conformance_tests.framework_tests.jax_workers.common import P, over
+from conformance_tests.framework_tests.jax_workers.common import (
+    MESH,
+    P,
+    adam,
+    assert_close,
+    inside,
+    over,
+    placed,
+)
 from conformance_tests.framework_tests.jax_workers.windows import collectives
+from gradaccum_jax.sharding import reshard
 
-X = np.random.default_rng(30).normal(size=(3, 8, 6))
+RNG = np.random.default_rng(30)
+X = RNG.normal(size=(6, 8, 6))
 START = {"w": np.ones((6, 4)), "b": np.zeros(4)}
+SPECS = {"w": P(None, "model"), "b": P("model")}
+KINDS = jax.sharding.AxisType
+
+
+def wrapped(axis: Any = "data", **options: Any) -> Any:
+    return gradaccum.wrap(adam(), steps=4, clip_norm=0.1, axis_name=axis, **options)
 
 
 def loss_fn(params: Any, x: Any) -> Any:
     return jnp.square(x @ params["w"] + params["b"]).mean()
 
 
-def train(mesh: Any, axis: Any, params: Any) -> tuple[Any, str]:
-    """One window of three micro-batches: the parameters after it, and the optimized
-    program.
+def train(
+    params: Any, mesh: Any = MESH, axis: Any = "data", state: Any = None
+) -> tuple[Any, str]:
+    """A window of four micro-batches and one that the loader's end closes: the
+    parameters, which are those of large batches, and the optimized program.
     """
-    tx = gradaccum.wrap(optax.adam(0.1), steps=3, clip_norm=0.1, axis_name=axis)
+    tx = wrapped(axis)
 
-    def step(params: Any, state: Any, x: Any) -> Any:
-        updates, state = tx.update(jax.grad(loss_fn)(params, x), state, params)
+    def step(params: Any, state: Any, x: Any, last: Any) -> Any:
+        updates, state = tx.update(
+            jax.grad(loss_fn)(params, x), state, params, weight=len(x), last=last
+        )
         return optax.apply_updates(params, updates), state
 
-    state, run = over(tx.init, mesh, axis)(params), over(step, mesh, axis)
-    for x in X:
-        params, state = run(params, state, x)
-    assert gradaccum_jax.result(state).optimizer_step == 1
-    return params, run.lower(params, state, X[0]).compile().as_text()
+    state = over(tx.init, mesh, axis)(params) if state is None else state
+    run = over(step, mesh, axis)
+    for x, last in gradaccum_jax.epoch(X):
+        params, state = run(params, state, x, last)
+    assert run._cache_size() <= 2  # parameters come back on all devices
+    assert gradaccum_jax.result(state).optimizer_step == 2
+
+    large = optax.chain(optax.clip_by_global_norm(0.1), adam())
+    wanted = jax.tree.map(jnp.asarray, START)
+    held = large.init(wanted)
+    for window in (X[:4], X[4:]):
+        grads = jax.grad(loss_fn)(wanted, window.reshape(-1, 6))
+        updates, held = large.update(grads, held, wanted)
+        wanted = optax.apply_updates(wanted, updates)
+    assert_close(params, wanted, 1e-10)
+    return params, run.lower(params, state, X[0], last).compile().as_text()
 
 
-def require_large_batch(params: Any) -> None:
-    tx = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(0.1))
-    start = jax.tree.map(jnp.asarray, START)
-    updates, _ = tx.update(
-        jax.grad(loss_fn)(start, X.reshape(-1, 6)), tx.init(start), start
-    )
-    expected = optax.apply_updates(start, updates)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(np.asarray(a), b, rtol=1e-10),
-        params,
-        expected,
-    )
-
-
-def devices(*shape: int) -> Any:
-    return np.array(jax.devices()[: int(np.prod(shape))]).reshape(shape)
+def start_outside() -> None:
+    """`init` outside of `data_parallel`: the mesh is told, or set around the call."""
+    tx = wrapped(mesh=MESH)
+    wanted = over(tx.init)(START)
+    shapes = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), wanted)
+    for state in (
+        tx.init(START),
+        jax.jit(tx.init)(START),
+        jax.eval_shape(tx.init, START),
+    ):
+        assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), state) == shapes
+    state = tx.init(START)
+    split = jax.sharding.NamedSharding(MESH, P("data"))
+    assert state.weight.sharding.is_equivalent_to(split, 1)
+    train(START, state=state)
+    with on_mesh(jax.make_mesh((4,), ("data",), axis_types=(KINDS.Auto,))):
+        train(START, state=wrapped().init(START))
 
 
 def two_axes() -> None:
-    mesh = jax.sharding.Mesh(devices(2, 2), ("pod", "data"))
-    params, text = train(
-        mesh,
-        ("pod", "data"),
-        jax.device_put(START, jax.sharding.NamedSharding(mesh, P())),
-    )
-    require_large_batch(params)
+    mesh = jax.make_mesh((2, 2), ("pod", "data"), axis_types=(KINDS.Auto,) * 2)
+    _, text = train(placed(START, P(), mesh), mesh, ("pod", "data"))
     assert collectives(text) == ([], ["all-reduce"])
 
 
@@ -73,55 +100,89 @@ def axis_for_the_compiler() -> None:
     """Parameters are sharded over an axis that does not share the window: they stay
     so.
     """
-    mesh = jax.sharding.Mesh(devices(2, 2), ("data", "model"))
-    shapes = {"w": P(None, "model"), "b": P("model")}
-    params, _ = train(
-        mesh,
-        "data",
-        {
-            name: jax.device_put(leaf, jax.sharding.NamedSharding(mesh, shapes[name]))
-            for name, leaf in START.items()
-        },
-    )
-    require_large_batch(params)
-    assert params["w"].sharding.shard_shape(params["w"].shape) == (6, 2), params[
-        "w"
-    ].sharding
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(KINDS.Auto,) * 2)
+    params, _ = train(placed(START, SPECS, mesh), mesh)
+    assert params["w"].sharding.shard_shape((6, 4)) == (6, 2)
 
 
 def explicit_axes() -> None:
-    kinds = jax.sharding.AxisType
-    require_large_batch(
-        train(
-            jax.make_mesh(
-                (4, 1), ("data", "model"), axis_types=(kinds.Explicit, kinds.Auto)
-            ),
-            "data",
-            START,
-        )[0]
-    )
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(kinds.Explicit,))
-    require_large_batch(train(mesh, "data", START)[0])
+    mixed = (KINDS.Explicit, KINDS.Auto)
+    train(START, jax.make_mesh((4, 1), ("data", "model"), axis_types=mixed))
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(KINDS.Explicit,) * 2)
     with on_mesh(mesh):
-        params, _ = train(
-            mesh, "data", jax.device_put(START, jax.sharding.NamedSharding(mesh, P()))
-        )
-    require_large_batch(params)
-    mesh, shapes = (
-        jax.make_mesh((2, 2), ("data", "model"), axis_types=(kinds.Explicit,) * 2),
-        {"w": P(None, "model"), "b": P("model")},
-    )
-    given = {
-        name: jax.device_put(leaf, jax.sharding.NamedSharding(mesh, shapes[name]))
-        for name, leaf in START.items()
-    }
-    params, _ = train(mesh, "data", given)
-    require_large_batch(params)
-    if (
-        jax.__version_info__ >= (0, 10)
-        # jax.shard_map of JAX 0.7 gathers what is sharded along an explicit axis that
-        # it leaves alone
-    ):
-        assert params["w"].sharding.shard_shape(params["w"].shape) == (6, 2), params[
-            "w"
-        ].sharding
+        given = placed(START, SPECS, mesh)
+        params, _ = train(given, mesh, state=wrapped().init(given))
+    # jax.shard_map of JAX 0.7 gathers what is sharded along an explicit axis that it
+    # leaves alone.
+    if jax.__version_info__ >= (0, 10):
+        assert params["w"].sharding.shard_shape((6, 4)) == (6, 2)
+
+
+def sums_of_reduced_gradients() -> None:
+    """Gradients typed ``unreduced`` are added up, as the error of `tx.update` says."""
+    tx = gradaccum.wrap(optax.sgd(1.0), steps=6, clip_norm=10.0)
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(KINDS.Explicit,))
+    with on_mesh(mesh):
+        params = {"w": placed(np.ones((6, 4)), P(), mesh), "v": None}
+        state = tx.init(params)
+
+        @jax.jit
+        def step(state: Any, x: Any) -> Any:
+            spec = P(None, None, unreduced={"data"})
+            parts = jnp.einsum("bi,bj->ij", x, x[:, :4], out_sharding=spec)
+            return tx.update({"v": None, "w": reshard(parts, P())}, state, params)
+
+        for x in X:
+            updates, state = step(state, placed(x, P("data", None), mesh))
+    mean = np.mean([x.T @ x[:, :4] for x in X], axis=0)
+    norm = np.linalg.norm(mean)
+    assert_close(gradaccum_jax.result(state).grad_norm, norm, 1e-10)
+    assert_close(updates["w"], -mean * min(1, 10 / norm), 1e-10)
+
+
+# Optimizers that share no window.
+
+
+OPTIMIZERS = [
+    gradaccum.wrap(adam(), steps=2, clip_norm=1.0, shard_axes=()),
+    gradaccum.wrap(adam(), steps=lambda step: 2, on_overflow="drop_micro_batch"),
+    # optax.adam begins with zeros that JAX 0.6 types alike on all devices, and
+    # jax.lax.scan takes no other type back.
+    gradaccum_jax.MultiSteps(
+        optax.sgd(0.1) if jax.__version_info__ < (0, 7) else adam(), 2
+    ),
+]
+
+
+def step_of(tx: Any) -> Any:
+    def step(params: Any, state: Any, grads: Any) -> Any:
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
+def scanned(tx: Any, w: Any, grads: Any) -> Any:
+    def body(carry: Any, g: Any) -> Any:
+        return step_of(tx)(*carry, g), None
+
+    return jax.lax.scan(body, (w, tx.init(w)), grads)[0][0]
+
+
+def varying() -> None:
+    """``check_vma=True``, the default, accepts an ensemble on each device, and gradients
+    that are reduced before the update.
+    """
+    w, g = jnp.asarray(RNG.normal(size=(8, 5))), jnp.asarray(RNG.normal(size=(6, 8, 5)))
+    spread = (P("data"), P(None, "data"))
+    for tx in OPTIMIZERS:
+
+        def members(w: Any, g: Any, tx: Any = tx) -> Any:
+            return jax.vmap(lambda w, g: scanned(tx, w, g), (0, 1))(w, g)
+
+        def reduced(w: Any, g: Any, tx: Any = tx) -> Any:
+            return scanned(tx, w, jax.lax.pmean(g.mean(1), "data"))
+
+        assert_close(inside(members, spread, P("data"))(w, g), jax.jit(members)(w, g))
+        mean = scanned(tx, w[0], g.mean(1))
+        assert_close(inside(reduced, (P(), P(None, "data")))(w[0], g), mean)

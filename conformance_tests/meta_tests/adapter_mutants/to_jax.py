@@ -69,7 +69,7 @@ MUTANTS = (
         "leave_the_sum_at_discard",
         "    state = state._replace(accumulator=gradient_sum.clear(state.accumulator))\n",
         "",
-        OWN + "test_jax_loop.py::test_discard_leaves_the_state_of_the_start",
+        OWN + "test_jax_everyday.py::test_discard_leaves_the_state_of_the_start",
     ),
     Mutant(
         "square_out_of_range",
@@ -117,7 +117,7 @@ MUTANTS = (
         "flush_beside_a_state_that_moves",
         "    if follows:\n        _require_no_state_around(state, made)\n",
         "    assert follows in (True, False)\n",
-        OWN + "test_jax_combinators.py::test_flush_that_could_be_wrong_is_refused",
+        OWN + "test_jax_combinators.py::test_call_that_could_be_wrong_is_refused",
     ),
     Mutant(
         "overlook_a_constant_update",
@@ -154,13 +154,14 @@ MUTANTS = (
         "start_as_one_device",
         "            return data_parallel(init, known_mesh, axes)(params)\n",
         "            return init(params)\n",
-        OWN + "test_jax_everyday.py::test_four_devices",
+        OWN + "test_jax_workers.py::test_four_devices",
+        "start_outside",
     ),
     Mutant(
         "pass_on_what_nobody_takes",
         "        if meant is None and declared.takes_any:\n            continue\n",
         "        if True:\n            continue\n",
-        OWN + "test_jax_everyday.py::test_argument_that_nobody_takes_is_refused",
+        OWN + "test_jax_misuse.py::test_misuse_is_refused",
     ),
     Mutant(
         "divide_by_the_weight_all_the_same",
@@ -311,7 +312,7 @@ MUTANTS = (
         "forget_what_the_head_gave_tied_parameters",
         "[*start, *tied_sums]",
         "[*start, *(0 * leaf for leaf in tied_sums)]",
-        OWN + "test_jax_layered.py::test_bits_of_the_usual_window",
+        OWN + "test_jax_layered.py::test_numbers_of_the_usual_window",
         "by",
     ),
     Mutant(
@@ -345,6 +346,6 @@ MUTANTS = (
         "        _require_same_results(step, on_each_device, leaves, axes)\n",
         "",
         OWN + "test_jax_workers.py::test_four_devices",
-        "beside_the_state",
+        "refused_calls",
     ),
 )
