@@ -21,6 +21,12 @@ needs_microbatch = pytest.mark.skipif(
 )
 
 
+partition: Callable[..., Any] = (
+    optax.partition if hasattr(optax, "partition") else optax.multi_transform
+)
+"""`optax.partition`, or its older name of optax before 0.2.5."""
+
+
 def shard_map(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     """`jax.shard_map`, or the older one of JAX before 0.6.1 without its check, which
     has no rule for `custom_vmap`.

@@ -15,6 +15,7 @@ import pytest
 
 import gradaccum
 import gradaccum_jax
+from conformance_tests.framework_tests import jax_versions
 from conformance_tests.framework_tests.jax_large_batch import assert_same_bits
 
 PARAMS = {"a": jnp.asarray([1.0, -2.0]), "z": {"u": jnp.ones(3), "v": jnp.ones(1)}}
@@ -37,7 +38,7 @@ def wrap(inner: Any = SGD, **options: Any) -> Any:
 
 
 def partition(trained: Any, frozen: Any = None, labels: Any = LABELS) -> Any:
-    return optax.partition(
+    return jax_versions.partition(
         {"trained": trained, "frozen": frozen or optax.set_to_zero()}, labels
     )
 

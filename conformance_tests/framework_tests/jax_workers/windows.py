@@ -15,6 +15,7 @@ import optax
 import gradaccum
 import gradaccum_jax
 from benchmarks.questions import jax_workers as question
+from conformance_tests.framework_tests.jax_versions import partition
 from conformance_tests.framework_tests.jax_workers.common import (
     COLLECTIVE,
     DEVICES,
@@ -270,7 +271,7 @@ def empty_flush() -> None:
     for tx in (
         shared,
         optax.chain(optax.clip(9.0), shared),
-        optax.partition({"trained": shared, "frozen": optax.set_to_zero()}, frozen),
+        partition({"trained": shared, "frozen": optax.set_to_zero()}, frozen),
     ):
 
         def step(params: Any, state: Any, x: Any, tx: Any = tx) -> Any:
