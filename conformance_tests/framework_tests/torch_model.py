@@ -21,8 +21,11 @@ def make_model() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
 
 
-def loss_of(model: nn.Module, rows: slice = slice(None)) -> Tensor:
-    return nn.functional.cross_entropy(model(X[rows]), Y[rows])
+def loss_of(
+    model: nn.Module, rows: slice = slice(None), reduction: str = "mean"
+) -> Tensor:
+    outputs = model(X[rows].to(next(model.parameters()).dtype)).float()
+    return nn.functional.cross_entropy(outputs, Y[rows], reduction=reduction)
 
 
 def rows_of(index: int) -> slice:
@@ -46,23 +49,30 @@ MAKERS = {
 }
 
 
+HALF: dict[str, Any] = {"dtype": torch.bfloat16}
 PLACES: dict[str, dict[str, Any]] = {
     "in .grad": {},
     "in float64": {"accumulate_dtype": "float64"},
     "kept apart": {"on_overflow": "drop_micro_batch"},
     "separate": {"separate_sums": True},
+    "half precision": HALF,
+    "masters": {**HALF, "master_weights": True},
+    "masters, half sums": {
+        **HALF,
+        "master_weights": True,
+        "accumulate_dtype": "bfloat16",
+    },
 }
-"""The options that put a window's sum there."""
+"""The model's dtype and the options that put a window's sum there."""
 by_place = pytest.mark.parametrize("place", PLACES)
 
 
 def make(place: str = "in .grad", **options: Any) -> tuple[nn.Module, Any]:
     """The model, and its optimizer, wrapped with its sum in one of `PLACES`."""
-    model = make_model()
-    return model, gradaccum.wrap(
-        torch.optim.SGD(model.parameters(), lr=0.5),
-        **{"steps": 4, **PLACES[place], **options},
-    )
+    options = {"steps": 4, **PLACES[place], **options}
+    model = make_model().to(options.pop("dtype", torch.float32))
+    inner = options.pop("inner", MAKERS["sgd"])
+    return model, gradaccum.wrap(inner(model.parameters()), **options)
 
 
 def train(model: nn.Module, opt: Any, micro_batches: int, first: int = 0) -> None:
