@@ -65,6 +65,7 @@ PLACES: dict[str, dict[str, Any]] = {
 }
 """The model's dtype and the options that put a window's sum there."""
 by_place = pytest.mark.parametrize("place", PLACES)
+by_float_place = pytest.mark.parametrize("place", [*PLACES][:4])
 
 
 def make(place: str = "in .grad", **options: Any) -> tuple[nn.Module, Any]:
