@@ -250,7 +250,7 @@ MUTANTS = (
         "miss_writes_into_gradients",
         "            if gradient._version != watched.version:\n                return False\n",
         "",
-        OWN + "test_torch_watch.py::test_clip_is_seen_without_the_smallest",
+        OWN + "test_torch_tampering.py::test_change_before_step_is_caught",
     ),
     Mutant(
         "let_the_inner_optimizer_step",
