@@ -24,7 +24,8 @@ def make_model() -> nn.Module:
 def loss_of(
     model: nn.Module, rows: slice = slice(None), reduction: str = "mean"
 ) -> Tensor:
-    outputs = model(X[rows].to(next(model.parameters()).dtype)).float()
+    dtype = next(model.parameters()).dtype
+    outputs = model(X[rows].to(dtype)).to(torch.promote_types(dtype, torch.float32))
     return nn.functional.cross_entropy(outputs, Y[rows], reduction=reduction)
 
 
