@@ -57,26 +57,23 @@ class Handed(Function):
         )
 
 
-STATIC: dict[tuple[torch.dtype, torch.Size], Tensor] = {}
+MEMORY: dict[object, Tensor] = {}
 
 
 def static(parameter: Tensor, value: Tensor) -> Tensor:
-    memory = STATIC.setdefault(
-        (parameter.dtype, parameter.shape), torch.empty_like(parameter)
-    )
+    """In memory that the next micro-batch writes over."""
+    key = (parameter.dtype, parameter.shape)
+    memory = MEMORY.setdefault(key, torch.empty_like(parameter))
     return memory.copy_(value.expand_as(parameter))
 
 
 HANDED: dict[str, Callable[[Tensor, Tensor], Tensor | None]] = {
     "expanded": lambda parameter, value: value.expand_as(parameter),
     "static": static,
-    "transposed": lambda parameter, value: (
-        value.expand_as(parameter.t()).contiguous().t()
+    "of another library": lambda parameter, value: torch.from_numpy(
+        static(parameter.detach(), value).numpy()
     ),
     "sparse": lambda parameter, value: value.expand_as(parameter).to_sparse(),
-    "every other": lambda parameter, value: torch.stack(
-        [value.expand_as(parameter), value.expand_as(parameter)], -1
-    )[..., 0],
     "none": lambda parameter, value: (
         None if parameter.dim() == 1 else value.expand_as(parameter)
     ),
@@ -91,23 +88,20 @@ def run(
     """
     model = make_model(dtype)
     before = [each.detach().clone() for each in model.parameters()]
-    inner = torch.optim.SGD(model.parameters(), lr=1.0)
-    opt = (
-        inner if options is None else gradaccum.wrap(inner, steps=len(PARTS), **options)
-    )
-    total: list[Any] = [0.0 for _ in before]
+    opt: Any = torch.optim.SGD(model.parameters(), lr=1.0)
+    if options is not None:
+        opt = gradaccum.wrap(opt, steps=len(PARTS), **options)
+    total = list(map(torch.zeros_like, before))
     for x, y in PARTS:
         scenario(model, x.to(dtype), y.to(dtype))
         if options is None:
-            total = [
-                a if p.grad is None else a + p.grad.to_dense() / len(PARTS)
-                for a, p in zip(total, model.parameters(), strict=True)
-            ]
+            for each, p in zip(total, model.parameters(), strict=True):
+                each += 0 if p.grad is None else p.grad.to_dense() / len(PARTS)
         else:
             opt.step()
         opt.zero_grad()
     if options is None:
-        return [torch.zeros_like(b) + t for b, t in zip(before, total, strict=True)]
+        return total
     return [b - p.detach() for b, p in zip(before, model.parameters(), strict=True)]
 
 
@@ -137,12 +131,6 @@ def hooked(hook: Callable[[Any], Any], *, after: bool) -> Scenario:
             handle.remove()
 
     return scenario
-
-
-def twice(model: nn.Module, x: Tensor, y: Tensor) -> None:
-    loss = mse(model, x, y)
-    loss.backward(retain_graph=True)
-    loss.backward()
 
 
 def delayed(model: nn.Module, x: Tensor, y: Tensor) -> None:
@@ -176,7 +164,6 @@ SCENARIOS = {
         lambda gradient: ONE[: gradient.numel()].to(gradient.dtype).view_as(gradient),
         after=False,
     ),
-    "twice": twice,
     "delayed": delayed,
     "written after": hooked(write, after=True),
     "dropped after": hooked(drop, after=True),
