@@ -21,8 +21,6 @@ from .torch_model import (
     train,
     values,
 )
-from .torch_separate import PARTS, X, Y, assert_same, large, mse, wrapped
-from .torch_separate import make_model as make_separate_model
 
 
 @pytest.mark.parametrize("name", MAKERS)
@@ -145,25 +143,25 @@ def test_closure_runs_once_per_micro_batch() -> None:
     """By default too: Lightning hands one over in each step. One that raises counts
     nothing.
     """
-    model = make_separate_model()
-    opt, losses = wrapped(model, separate_sums=False, clip_norm=1e3), list[float]()
+    model, opt = make(clip_norm=1e3)
+    losses = list[float]()
     with pytest.raises(ZeroDivisionError):
         opt.step(lambda: 1 / 0)
     assert opt.result.micro_step == 0
 
-    def closure(x: Tensor, y: Tensor) -> Tensor:
+    def closure() -> Tensor:
         opt.zero_grad()
-        loss = mse(model, x, y)
+        loss = loss_of(model, rows_of(len(losses)))
         loss.backward()
         losses.append(loss.item())
         return loss
 
+    expected = loss_of(model).item()
     with torch.no_grad():
-        for x, y in PARTS:
-            assert opt.step(lambda x=x, y=y: closure(x, y)).item() == losses[-1]
-    assert sum(losses) / 4 == pytest.approx(mse(make_separate_model(), X, Y).item())
-    assert len(losses) == 4
-    assert_same(model, large())
+        for index in range(4):
+            assert opt.step(closure).item() == losses[index]
+    assert sum(losses) / 4 == pytest.approx(expected)
+    torch.testing.assert_close(values(model), large_batch_step(MAKERS["sgd"]))
 
 
 class Again(torch.optim.SGD):

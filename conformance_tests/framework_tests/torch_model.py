@@ -33,11 +33,16 @@ def rows_of(index: int) -> slice:
     return slice(2 * index, 2 * index + 2)
 
 
-def large_batch_step(make) -> list[Tensor]:
-    model = make_model()
+def large_batch_step(
+    make: Any, updates: int = 1, dtype: torch.dtype = torch.float32
+) -> list[Tensor]:
+    """The parameters after so many updates with all rows."""
+    model = make_model().to(dtype)
     optimizer = make(model.parameters())
-    loss_of(model).backward()
-    optimizer.step()
+    for _ in range(updates):
+        optimizer.zero_grad()
+        loss_of(model).backward()
+        optimizer.step()
     return [p.detach() for p in model.parameters()]
 
 
