@@ -30,7 +30,7 @@ class Failure(Exception):
     """Raised by a hook, a kernel or the user (Ctrl-C)."""
 
 
-def failing(*_: object) -> None:
+def failing(*_: object) -> Any:
     raise Failure
 
 
@@ -122,22 +122,17 @@ def test_window_clipped_before_raising_is_refused() -> None:
 @pytest.mark.parametrize(
     "place", ["half precision", "in float64", "masters, half sums"]
 )
-@pytest.mark.parametrize("when", ["before", "after"])
 def test_out_of_memory_while_narrowing(
-    place: str, when: str, monkeypatch: pytest.MonkeyPatch
+    place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Memory runs out before the third sum is divided and cast, or right after."""
+    """Two of the four sums are divided and cast already."""
     run = Run(place)
     run.train(2)
     narrowed, calls = arithmetic.narrowed, []
 
     def raising(*arguments: Any) -> Tensor:
         calls.append(1)
-        if len(calls) == 3:
-            if when == "after":
-                narrowed(*arguments)
-            raise Failure
-        return narrowed(*arguments)
+        return failing() if len(calls) == 3 else narrowed(*arguments)
 
     with monkeypatch.context() as patch:
         patch.setattr(update, "narrowed", raising)
@@ -173,16 +168,14 @@ def test_inner_step_that_raised_is_refused(place: str, when: str, fused: bool) -
     run.require_uninterrupted()
 
 
-@pytest.mark.parametrize("steps", [1, 2])
-def test_raising_post_hook_moves_the_scaler(steps: int) -> None:
+def test_raising_post_hook_moves_the_scaler() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
-    run = Run(steps=steps, loss_scale=scaler)
-    if steps == 2:
-        scaler.scale(run.loss(0)).backward()
-        scaler.step(run.opt)
-        scaler.update()
+    run = Run(steps=2, loss_scale=scaler)
     run.opt.register_step_post_hook(failing)
-    scaler.scale(run.loss(steps)).backward()
+    scaler.scale(run.loss(0)).backward()
+    scaler.step(run.opt)
+    scaler.update()
+    scaler.scale(run.loss(1)).backward()
     with pytest.raises(Failure):
         scaler.step(run.opt)
     assert run.opt.result.optimizer_step == 1
@@ -256,18 +249,6 @@ def test_half_made_backward_can_be_repeated(
     run.require_uninterrupted()
 
 
-class Failing(torch.autograd.Function):
-    """Runs out of memory in the backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        raise MemoryError
-
-
 @by_place
 @pytest.mark.parametrize("micro_batch", [0, 1])
 def test_step_after_a_part_of_a_reentrant_checkpoint_is_refused(
@@ -279,24 +260,11 @@ def test_step_after_a_part_of_a_reentrant_checkpoint_is_refused(
     run = Run(place)
     run.train(micro_batch)
     x = X.to(run.model[0].weight.dtype).requires_grad_()
-    hidden = Failing.apply(run.model[:2](x))  # type: ignore[no-untyped-call]
+    hidden = run.model[:2](x)
+    hidden.register_hook(failing)
     out = checkpoint(run.model[2], hidden, use_reentrant=True)
-    with pytest.raises(MemoryError):
+    with pytest.raises(Failure):
         run.opt.backward(out.square().mean())
     with pytest.raises(UsageError, match="backward"):
         run.opt.step()
     assert run.opt.result.micro_step == micro_batch
-
-
-def test_raise_in_backward_leaves_what_was_told_before() -> None:
-    """A loss that was scaled before may be differentiated after it."""
-    run = Run(loss_scale=8.0)
-    scaled = run.opt.scale(run.loss(0))
-    handle = run.model[0].weight.register_hook(failing)
-    with pytest.raises(Failure):
-        run.opt.backward(run.loss(1))
-    handle.remove()
-    scaled.backward()
-    run.opt.step()
-    run.train(first=1)
-    run.require_uninterrupted()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -152,12 +153,6 @@ class Positioned:
     def step_update(self, num_updates: int, metric: float | None = None) -> None:
         self.told.append(("update", num_updates, metric))
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"told": self.told}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.__dict__.update(state_dict)
-
 
 class Trainer:
     """It holds an optimizer, and is none."""
@@ -165,21 +160,14 @@ class Trainer:
     optimizer = bare()
 
 
-class Proxy(Trainer):
-    def step(self) -> None: ...
-    def zero_grad(self) -> None: ...
-
-
 @pytest.mark.parametrize(
     ("scheduler", "options", "words"),
     [
         (lambda: halving(make()), {}, "wrapped"),
         (lambda: step_lr(make()), {"steps": 2}, "steps"),
-        (lambda: step_lr(make()), {"reduction": "nonsense"}, "reduction"),
         (lambda: step_lr(bare()), {}, "Wrap the optimizer first"),
         (lambda: Halving(bare()), {}, "Wrap the optimizer first"),
         (Trainer, {"steps": 2}, "optimizer"),
-        (Proxy, {"steps": 2}, "optimizer"),
     ],
 )
 def test_refused_by_wrap(
@@ -202,9 +190,6 @@ def test_timm_scheduler_gets_applied_updates() -> None:
     gated.step(1, 0.25)
     updates = [("update", number, 0.5) for number in (1, 1, 2)]
     assert gated.told == [("epoch", 0, None), *updates, ("epoch", 1, 0.25)]
-    other = gradaccum.wrap(Positioned(make()))
-    other.load_state_dict(gated.state_dict())
-    assert other.told == gated.told
     assert not hasattr(gradaccum.wrap(Halving(opt)), "step_update")
 
 
@@ -225,31 +210,22 @@ def test_scheduler_follows_without_its_loop() -> None:
     assert gates[1].told == [("update", 1, None)] * 2
 
 
-@pytest.mark.parametrize("gated", ["first", "second", "nested"])
-def test_sequence_of_gated_schedulers_is_refused(gated: str) -> None:
+@pytest.mark.parametrize("place", [0, 1])
+def test_sequence_of_gated_schedulers_is_refused(place: int) -> None:
     """SequentialLR would repeat their first steps and count its milestones in
     micro-batches.
     """
     opt = make()
-    first, second = lr_scheduler.ConstantLR(opt, 0.5), step_lr(opt)
-    if gated == "first":
-        first = gradaccum.wrap(first)
-    elif gated == "second":
-        second = gradaccum.wrap(second)
-    else:
-        second = gradaccum.wrap(lr_scheduler.ChainedScheduler([second]))
+    parts = [lr_scheduler.ConstantLR(opt, 0.5), step_lr(opt)]
+    parts[place] = gradaccum.wrap(parts[place])
     with pytest.raises(gradaccum.UsageError, match=r"gradaccum\.wrap\(SequentialLR"):
-        lr_scheduler.SequentialLR(opt, [first, second], milestones=[2])
+        lr_scheduler.SequentialLR(opt, parts, milestones=[2])
 
 
 def test_chain_of_gated_schedulers_works() -> None:
     opt = make()
-    chain = lr_scheduler.ChainedScheduler(
-        [
-            gradaccum.wrap(lr_scheduler.ExponentialLR(opt, factor))
-            for factor in (0.5, 0.25)
-        ]
-    )
+    parts = [lr_scheduler.ExponentialLR(opt, factor) for factor in (0.5, 0.25)]
+    chain = lr_scheduler.ChainedScheduler(list(map(gradaccum.wrap, parts)))
     for _ in range(4):
         feed(opt)
         chain.step()
@@ -269,11 +245,9 @@ def test_loaded_optimizer_does_not_move_gate(older: bool) -> None:
         gated.step()
     opt.load_state_dict(copy.deepcopy(saved.state_dict()))
     before = rate(opt)
-    if older:
+    moved_nothing = pytest.warns(gradaccum.GradAccumWarning, match="moved nothing")
+    with nullcontext() if older else moved_nothing:
         gated.step()
-    else:
-        with pytest.warns(gradaccum.GradAccumWarning, match="moved nothing"):
-            gated.step()
     for expected in (before, before / 2):
         feed(opt)
         gated.step()
