@@ -50,8 +50,7 @@ SPARSE = {
 def test_sparse_gradients_equal_the_large_batch(
     name: str, place: str, clip_norm: float | None
 ) -> None:
-    words = [torch.tensor([1, 1, 2]), torch.tensor([2, 3, 1])]
-    rows = torch.arange(1.0, 7.0).reshape(2, 3, 1)
+    """The second loss of a micro-batch brings rows that the first one had not."""
     model = nn.Embedding(5, 2, sparse=True)
     reference = copy.deepcopy(model)
     opt = gradaccum.wrap(
@@ -61,24 +60,23 @@ def test_sparse_gradients_equal_the_large_batch(
         **PLACES[place],
     )
     bare = SPARSE[name](reference.parameters(), lr=0.1)
-    for index in range(2):
-        opt.backward((model(words[index]) * rows[index]).sum())
-        ((reference(words[index]) * rows[index]).sum() / 2).backward()
-        if not index:
-            opt.step()
+    for words in ([1, 1, 2], [2, 3, 1]):
+        for factor, part in ((1.0, words), (2.0, words[1:])):
+            (model(torch.tensor(part)) * factor).sum().backward()
+            (reference(torch.tensor(part)) * factor / 2).sum().backward()
+        opt.step()
+        opt.zero_grad()
     gradient = reference.weight.grad.coalesce()
     norm = float(gradient.values().norm())
     reference.weight.grad = gradient * (1.0 if clip_norm is None else clip_norm / norm)
     bare.step()
-    opt.step()
     assert opt.result.grad_norm == pytest.approx(norm)
     torch.testing.assert_close(model.weight.detach(), reference.weight.detach())
 
 
 @by_float_place
 def test_dense_gradient_after_a_sparse_one(place: str) -> None:
-    model = nn.Embedding(4, 2, sparse=True)
-    before = model.weight.detach().clone()
+    model = nn.Embedding.from_pretrained(torch.ones(3, 1), freeze=False, sparse=True)
     opt = gradaccum.wrap(
         torch.optim.SGD(model.parameters(), lr=1.0), steps=2, **PLACES[place]
     )
@@ -86,10 +84,7 @@ def test_dense_gradient_after_a_sparse_one(place: str) -> None:
     opt.step()
     model.weight.sum().backward()
     opt.step()
-    torch.testing.assert_close(
-        before - model.weight.detach(),
-        torch.tensor([[0.5, 0.5], [1.5, 1.5], [0.5, 0.5], [0.5, 0.5]]),
-    )
+    assert model.weight.flatten().tolist() == [0.5, -0.5, 0.5]
 
 
 def test_complex_parameters_are_trained() -> None:
@@ -99,9 +94,7 @@ def test_complex_parameters_are_trained() -> None:
         (parameter * (3 + 4j)).real.sum().backward()
         opt.step()
     assert opt.result.grad_norm == pytest.approx(math.sqrt(50))
-    torch.testing.assert_close(
-        parameter.detach(), torch.full((2,), -3 + 4j, dtype=torch.complex64)
-    )
+    assert parameter.tolist() == [-3 + 4j] * 2
 
 
 # The arithmetic alone.

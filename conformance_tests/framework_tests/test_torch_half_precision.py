@@ -4,6 +4,7 @@ at.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -13,7 +14,13 @@ import torch
 from torch import Tensor, nn
 
 import gradaccum
-from conformance_tests.framework_tests.torch_model import PLACES, loss_of, make
+from conformance_tests.framework_tests.torch_model import (
+    PLACES,
+    loss_of,
+    make,
+    same,
+    train,
+)
 from conformance_tests.framework_tests.torch_operations import Operations
 from gradaccum_torch import arithmetic, update, window
 
@@ -73,19 +80,16 @@ def test_resumed_window_has_the_same_norm() -> None:
     """To the last bit. Autograd delivers the last layer's gradient first, a saved
     window holds the first layer's first.
     """
-
-    def made() -> tuple[list[nn.Parameter], Any]:
-        torch.manual_seed(0)
-        ps = [nn.Parameter(torch.randn(1 + index).bfloat16()) for index in range(40)]
-        return ps, gradaccum.wrap(torch.optim.SGD(ps, lr=0.0), steps=None)
-
-    (ps, opt), (_, resumed) = made(), made()
-    for index in range(3):
-        total = torch.zeros(())
-        for p in ps:
-            total = (total + (p.float() * (index + 1)).exp().sum()).sin() + total
-        opt.backward(total)
-        opt.step()
+    sizes = [nn.Parameter(torch.ones(1 + size).bfloat16()) for size in range(40)]
+    opt, resumed = (
+        gradaccum.wrap(torch.optim.SGD(copy.deepcopy(sizes)), steps=None)
+        for _ in range(2)
+    )
+    total = torch.zeros(())
+    for p in opt.param_groups[0]["params"]:
+        total = (total + p.float().exp().sum()).sin() + total
+    opt.backward(total)
+    opt.step()
     resumed.load_state_dict(opt.state_dict())
     for each in (opt, resumed):
         each.flush()
@@ -100,16 +104,13 @@ def test_callable_that_changes_its_mind_between_two_windows(
     sum.
     """
     sizes = [before]
-    weight = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
-    opt = gradaccum.wrap(torch.optim.SGD([weight], lr=0.0), steps=lambda _: sizes[0])
+    model, opt = make("half precision", steps=lambda _: sizes[0])
     sizes[0] = then
-    xs = torch.arange(4.0 * then).view(then, 4).bfloat16()
-    for x in xs:
-        (weight * x).sum().backward()
-        opt.step()
-        opt.zero_grad()
-    norm = float(xs.float().mean(0).norm())
-    assert opt.result.grad_norm == pytest.approx(norm, rel=1e-4)
+    reference, other = make("half precision", steps=then)
+    for each, wrapper in ((model, opt), (reference, other)):
+        train(each, wrapper, then)
+    assert opt.result.applied
+    assert same(model, reference)
 
 
 # What the host waits for and looks at.
@@ -191,23 +192,18 @@ LOOKS = {
 def test_an_ignoring_window_is_as_always_and_looks_at_nothing(
     place: str, fused: bool
 ) -> None:
-    ends = []
-    for on_overflow in ("ignore", "skip_window"):
-        model, opt = make(
-            place,
-            steps=2,
-            on_overflow=on_overflow,
-            loss_scale=8.0,
-            inner=lambda ps: torch.optim.SGD(ps, lr=0.5, fused=fused),
-        )
-        for factor in (1.0, 3.0, 1.0, 1.0):
-            opt.backward(loss_of(model) * factor)
+    options = {
+        "loss_scale": 8.0,
+        "inner": lambda ps: torch.optim.SGD(ps, lr=0.5, fused=fused),
+    }
+    model, opt = make(place, on_overflow="ignore", **options)
+    reference, other = make(place, **options)
+    for index in range(8):
+        for each, wrapper in ((reference, other), (model, opt)):
+            wrapper.backward(loss_of(each) * (1 + index))
             with Operations() as ops:
-                opt.step()
-            opt.zero_grad()
-        assert opt.result.optimizer_step == 2
-        if on_overflow == "ignore":
-            assert not LOOKS.intersection(ops.names), ops.names
-            assert math.isnan(opt.result.grad_norm)
-        ends.append(list(model.parameters()))
-    assert all(map(torch.equal, *ends))
+                wrapper.step()
+            wrapper.zero_grad()
+        assert not LOOKS.intersection(ops.names), ops.names
+    assert math.isnan(opt.result.grad_norm)
+    assert same(model, reference)

@@ -4,6 +4,7 @@ write into the model overrides them.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -65,25 +66,23 @@ def test_masters_show_only_in_a_step() -> None:
     seen: list[Any] = []
     opt.register_step_pre_hook(lambda *_: seen.extend(opt.param_groups[0]["params"]))
     train(model, opt, 2)
-    parameters = list(map(id, model.parameters()))
-    assert list(map(id, seen)) == list(map(id, masters_of(opt)))
-    assert list(map(id, opt.param_groups[0]["params"])) == parameters
-    assert set(map(id, opt.state)) == set(parameters)
-    assert {each["momentum_buffer"].dtype for each in opt.state.values()} == {
-        torch.float32
-    }
+    shown = opt.param_groups[0]["params"]
+    assert all(map(operator.is_, seen, masters_of(opt)))
+    assert all(map(operator.is_, shown, model.parameters()))
+    assert set(opt.state) == set(shown)
+    assert all(p.dtype == torch.bfloat16 for p in shown)
+    assert opt.state[shown[0]]["momentum_buffer"].dtype == torch.float32
 
 
 def test_bare_half_state_becomes_float32() -> None:
-    model = nn.Linear(4, 2).to(torch.bfloat16)
-    bare = INNER["momentum"](model.parameters())
-    model(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
+    parameter = torch.ones(2, dtype=torch.bfloat16, requires_grad=True)
+    bare = INNER["momentum"]([parameter])
+    (parameter * 3).sum().backward()
     bare.step()
     bare.zero_grad()
-    momenta = [bare.state[p]["momentum_buffer"].float() for p in model.parameters()]
     opt: Any = gradaccum.wrap(bare, steps=1, master_weights=True)
-    widened = [opt.state[p]["momentum_buffer"] for p in model.parameters()]
-    assert all_equal(widened, momenta)
+    momentum = opt.state[parameter]["momentum_buffer"]
+    assert (momentum.dtype, momentum.tolist()) == (torch.float32, [3.0, 3.0])
 
 
 def test_added_group_has_masters_too() -> None:
@@ -92,8 +91,7 @@ def test_added_group_has_masters_too() -> None:
     late = torch.ones(2, dtype=torch.bfloat16, requires_grad=True)
     opt.add_param_group({"params": [late]})
     with pytest.raises(ValueError, match="more than one parameter group"):
-        opt.add_param_group({"params": (p for p in [late])})
-    assert len(opt.param_groups) == 2
+        opt.add_param_group({"params": [late]})
     (late.sum() + loss_of(model)).backward()
     opt.step()
     assert masters_of(opt)[-1].tolist() == [1 - STEP / 2] * 2
@@ -116,31 +114,10 @@ def test_rewrapped_optimizer_keeps_its_masters() -> None:
 # What something else writes into the model.
 
 
-def through_vector(parameters: list[nn.Parameter]) -> None:
-    nn.utils.vector_to_parameters(
-        nn.utils.parameters_to_vector(parameters) * 0.5, parameters
-    )
-
-
-def through_data(parameters: list[nn.Parameter]) -> None:
-    for parameter in parameters:
-        parameter.data.mul_(0.5)
-
-
-@pytest.mark.parametrize("write", [through_vector, through_data])
-def test_write_through_data_reaches_the_masters(
-    write: Callable[[list[nn.Parameter]], None],
-) -> None:
-    """The tensor's version does not count such a write."""
-    model, opt = make(inner=lambda ps: torch.optim.SGD(ps, lr=0.0))
-    train(model, opt, 2)
-    before = values(model)
-    write(list(model.parameters()))
-    train(model, opt, 2)
-    assert same(model, [old * 0.5 for old in before])
-
-
-def test_one_written_element_keeps_other_masters() -> None:
+def test_write_through_data_reaches_the_masters() -> None:
+    """The tensor's version does not count such a write. Elements that it leaves keep
+    their masters.
+    """
     parameter = torch.ones(3, dtype=torch.bfloat16, requires_grad=True)
     opt: Any = gradaccum.wrap(INNER["sgd"]([parameter]), steps=1, master_weights=True)
     for index in range(3):
@@ -194,8 +171,6 @@ def test_replaced_parameter_has_a_new_master() -> None:
     train(model, opt, 2)
     model[2].bias = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
     opt.param_groups[0]["params"][3] = model[2].bias
-    opt.add_param_group({"params": [nn.Parameter(torch.ones(1, dtype=torch.bfloat16))]})
-    assert len(opt.master_weights) == 5
     train(model, opt, 2)
     assert not torch.equal(opt.master_weights[3], torch.ones(2))
 
