@@ -147,12 +147,7 @@ def test_unfrozen_parameter_is_watched(dtype: torch.dtype) -> None:
 )
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        {"master_weights": True},
-        {"accumulate_dtype": "float64"},
-        {"clip_norm": 0.01},
-    ],
+    [{"master_weights": True}, {"accumulate_dtype": "float64"}, {"clip_norm": 0.01}],
     ids=str,
 )
 def test_gradients_keep_their_own_dtype(options: dict[str, Any]) -> None:

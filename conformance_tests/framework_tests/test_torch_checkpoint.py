@@ -128,7 +128,6 @@ DAMAGE: dict[str, Callable[[Any, Any], object]] = {
     "another shape": lambda state, entry: entry["parameters"][0].__setitem__(0, [5, 3]),
     "another name": lambda state, entry: entry["parameters"][0].__setitem__(2, "a"),
     "fewer parameters": lambda state, entry: entry["parameters"].pop(),
-    "an overfull window": lambda state, entry: entry.update(micro_step=4),
     "another sum": lambda state, entry: entry["sums"].update(
         {0: entry["sums"][0].double()}
     ),
@@ -154,16 +153,14 @@ def test_refused_state_changes_nothing(damage: str) -> None:
 
 def test_state_dict_hooks_run_in_order() -> None:
     _, opt = trained(0)
-    seen: list[str] = []
+    seen: list[Any] = []
     opt.register_state_dict_pre_hook(lambda o: seen.append("pre"))
     opt.register_state_dict_post_hook(lambda o, state: {**state, "extra": 1})
-    opt.register_load_state_dict_pre_hook(
-        lambda o, state: seen.append(f"load {state.pop('extra')}")
-    )
+    opt.register_load_state_dict_pre_hook(lambda o, state: seen.append(state["extra"]))
     opt.register_load_state_dict_post_hook(lambda o: seen.append("post"))
     opt.optimizer.register_state_dict_pre_hook(lambda o: seen.append("inner"))
     opt.load_state_dict(opt.state_dict())
-    assert seen == ["pre", "inner", "load 1", "post"]
+    assert seen == ["pre", "inner", 1, "post"]
 
 
 def test_uncounted_micro_batch_is_not_saved() -> None:

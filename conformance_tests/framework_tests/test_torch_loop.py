@@ -67,11 +67,11 @@ def test_hooks_fire_once_per_update() -> None:
     """Each with the optimizer on which it was registered."""
     model, opt = make(steps=2)
     inner, seen = opt.optimizer, list[Any]()
-    opt.register_step_pre_hook(lambda o, a, k: seen.append(("pre", o)))
-    opt.register_step_post_hook(lambda o, a, k: seen.append(("post", o)))
-    inner.register_step_pre_hook(lambda o, a, k: seen.append(("pre", o)))
+    opt.register_step_pre_hook(lambda o, a, k: seen.append(o))
+    opt.register_step_post_hook(lambda o, a, k: seen.append("after"))
+    inner.register_step_pre_hook(lambda o, a, k: seen.append(o))
     train(model, opt, 4)
-    assert seen == [("pre", opt), ("pre", inner), ("post", opt)] * 2
+    assert seen == [opt, inner, "after"] * 2
 
 
 class Noting(torch.optim.SGD):
@@ -84,9 +84,7 @@ def test_pre_hook_may_return_arguments() -> None:
     value.
     """
     model, opt = make(steps=1, inner=lambda ps: Noting(ps, lr=0.5))
-    handle = opt.register_step_pre_hook(
-        lambda o, args, kwargs: (args, {**kwargs, "extra": 1})
-    )
+    handle = opt.register_step_pre_hook(lambda o, args, kwargs: (args, {"extra": 1}))
     opt.register_step_post_hook(lambda o, args, kwargs: o.seen.append(kwargs))
     train(model, opt, 1)
     assert opt.seen == [{"extra": 1}, {"extra": 1}]
@@ -94,7 +92,6 @@ def test_pre_hook_may_return_arguments() -> None:
     opt.register_step_pre_hook(lambda o, args, kwargs: 7)
     with pytest.raises(gradaccum.UsageError, match="pre-hook"):
         train(model, opt, 1)
-    assert opt.result.micro_step == 1
 
 
 def test_pre_hook_may_change_the_gradient() -> None:
@@ -110,19 +107,15 @@ def test_pre_hook_may_change_the_gradient() -> None:
 
 def test_group_added_in_mid_window_counts() -> None:
     model = make_model()
-    first, last = model[0], model[2]
-    opt = gradaccum.wrap(torch.optim.SGD(last.parameters(), lr=0.5), steps=2)
+    opt = gradaccum.wrap(torch.optim.SGD(model[2].parameters(), lr=0.5), steps=2)
     loss_of(model, rows_of(0)).backward()
     opt.step()
-    first.zero_grad()
-    opt.add_param_group({"params": list(first.parameters()), "lr": 0.25})
+    model[0].zero_grad()
+    opt.add_param_group({"params": list(model[0].parameters()), "lr": 0.25})
     loss_of(model, rows_of(1)).backward()
-    expected = [
-        p.detach() - 0.25 * p.grad / 2  # type: ignore[operator]
-        for p in first.parameters()
-    ]
+    expected = [p - 0.25 * p.grad / 2 for p in model[0].parameters()]
     opt.step()
-    torch.testing.assert_close(values(first), expected)
+    torch.testing.assert_close(list(model[0].parameters()), expected)
 
 
 def test_two_losses_in_one_micro_batch() -> None:

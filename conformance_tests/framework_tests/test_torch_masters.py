@@ -173,17 +173,3 @@ def test_replaced_parameter_has_a_new_master() -> None:
     opt.param_groups[0]["params"][3] = model[2].bias
     train(model, opt, 2)
     assert not torch.equal(opt.master_weights[3], torch.ones(2))
-
-
-def test_model_cast_to_float32_trains_on() -> None:
-    """Model and masters then have the same dtype, and the comparison of the two must
-    write neither.
-    """
-    model, opt = make(accumulate_dtype="float32")
-    train(model, opt, 2)
-    masters = [master.clone() for master in masters_of(opt)]
-    model.float()
-    for _ in range(4):
-        opt.backward(sum((parameter * 0).sum() for parameter in model.parameters()))
-        opt.step()
-    assert same(model, [master.to(torch.bfloat16).float() for master in masters])

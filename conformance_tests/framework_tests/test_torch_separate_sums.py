@@ -148,21 +148,6 @@ def test_default_refuses_by_name(loop: Loop) -> None:
         epoch()
 
 
-def test_clip_per_micro_batch() -> None:
-    """Each micro-batch is clipped by the user, the mean of the clipped ones by
-    nobody.
-    """
-    model, opt = wrapped(inner=MAKERS["sgd"])
-    moved = values(model)
-    for index in range(4):
-        loss_of(model, rows_of(index)).backward()
-        clip_grad_norm_(model.parameters(), 0.1)
-        for value, parameter in zip(moved, model.parameters(), strict=True):
-            value -= 0.5 * parameter.grad / 4  # type: ignore[operator]
-        opt.step()
-    torch.testing.assert_close(values(model), moved, rtol=1e-13, atol=1e-13)
-
-
 # What is in ``.grad`` beside the window.
 
 
