@@ -5,7 +5,7 @@ at.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,16 +27,6 @@ LAYERS, SIZE = 6, 32
 ONE, ALL = SIZE * SIZE, LAYERS * SIZE * SIZE
 
 
-def live_bytes(tensors: Iterable[Tensor | None]) -> int:
-    """The bytes of all storages, each counted once."""
-    storages = {
-        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
-        for t in tensors
-        if t is not None
-    }
-    return sum(storages.values())
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("master_weights", [False, True])
 def test_peak_is_sum_and_one_gradient(
@@ -51,11 +41,12 @@ def test_peak_is_sum_and_one_gradient(
     parameters = [*model.parameters(), *opt.master_weights.values()]
     peaks: list[int] = []
 
-    def note(*made: object) -> None:
-        gradients = (parameter.grad for parameter in parameters)
+    def note(*made: Tensor) -> None:
         sums = opt._window.gradient_sum.gradients().values()
-        tensors = (each for each in made if isinstance(each, Tensor))
-        peaks.append(live_bytes([*sums, *gradients, *tensors]))
+        gradients = (each.grad for each in parameters if each.grad is not None)
+        # The bytes of each once, though several may refer to them.
+        live = {each.data_ptr(): each.nbytes for each in (*sums, *gradients, *made)}
+        peaks.append(sum(live.values()))
 
     def noting(*arguments: Any) -> Tensor:
         result = narrowed(*arguments)

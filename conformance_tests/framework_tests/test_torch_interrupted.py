@@ -230,12 +230,11 @@ def test_half_made_backward_can_be_repeated(
     with pytest.raises(Failure):
         backward()
     handle.remove()
-    apart = micro_batch == 0 or place in ("kept apart", "separate")
+    beside = place in ("kept apart", "separate")
+    apart = micro_batch == 0 or beside
     if by == "loss.backward" or not apart:
         calls = [] if place == "separate" else [opt.step, opt.flush]
-        if place not in ("kept apart", "separate"):
-            calls.append(opt.state_dict)
-        for call in calls:
+        for call in calls if beside else (*calls, opt.state_dict):
             with pytest.raises(UsageError, match=r"opt\.discard\(\)"):
                 call()
         if apart:

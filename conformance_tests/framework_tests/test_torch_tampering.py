@@ -321,13 +321,10 @@ def test_gradients_in_a_new_group_are_refused(place: str) -> None:
     """As layers have them that were trained by nobody while others were."""
     model = Branches()
     opt = wrapped(model.left, **PLACES[place])
-    for _ in range(3):
-        model("left", "right").backward()
-        opt.step()
-        opt.zero_grad()
+    model("left", "right").backward()
+    opt.step()
     with pytest.raises(UsageError, match=r"^\.grad: .* new to a wrapped"):
         opt.add_param_group({"params": model.right.parameters()})
-    assert opt.result.micro_step == 1
     assert len(opt.param_groups) == 1
     model.right.zero_grad()
     opt.add_param_group({"params": model.right.parameters()})
