@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.contestants.bert import LARGE, TINY, WAYS
-from benchmarks.contestants.torch_least import LeastAccumulator, least, least_separate
+from benchmarks.contestants.torch_least import least, least_separate
 from benchmarks.contestants.torch_loops import hand_written, wrapped
 from benchmarks.peak import live_bytes, saved_bytes
 from benchmarks.questions import torch_layered, torch_memory, torch_split
@@ -42,27 +42,16 @@ def test_layered_contestants_agree() -> None:
     for way in torch_layered.ways(1):
         run, optimizers = torch_layered.window(way, 4, 16, 1)
         run()
-        own = [
-            tensor
-            for optimizer in optimizers
-            for tensor in torch_layered.held_by(optimizer)
-        ]
-        of_gradients[way] = live_bytes(run, own)[1]
-        trained[way] = [
-            p.detach()
-            for optimizer in optimizers
-            for group in optimizer.param_groups
-            for p in group["params"]
-        ]
+        held = [each for inner in optimizers for each in torch_layered.held_by(inner)]
+        of_gradients[way] = live_bytes(run, held)[1]
+        groups = [group for inner in optimizers for group in inner.param_groups]
+        trained[way] = [p.detach() for group in groups for p in group["params"]]
     for own in trained.values():
         torch.testing.assert_close(own, trained[torch_layered.BASELINE])
     layer = 4 * (16 * 16 + 16)
     assert of_gradients[torch_layered.BASELINE] == 4 * layer
-    assert (
-        of_gradients[torch_layered.KEPT]
-        == of_gradients[torch_layered.RECOMPUTED]
-        == layer
-    )
+    for way in (torch_layered.KEPT, torch_layered.RECOMPUTED):
+        assert of_gradients[way] == layer
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -80,12 +69,3 @@ def test_loops_make_the_same_updates(fused: bool) -> None:
         trained.append([p.detach() for p in net.parameters()])
     for own in trained[1:]:
         torch.testing.assert_close(own, trained[0])
-
-
-def test_the_least_notices_a_changed_gradient() -> None:
-    net = torch_split.model(16)
-    accumulator = LeastAccumulator(net, torch.optim.SGD(net.parameters(), lr=0.1))
-    torch_split.loss(net, torch.randn(4, 16)).backward()
-    torch.nn.utils.clip_grad_norm_(net.parameters(), 1e-3)
-    with pytest.raises(RuntimeError, match="changed"):
-        accumulator.step()

@@ -1,9 +1,8 @@
-"""Gradients of every kind: half precision, sparse, missing, huge, not finite; and where
-their sum lives.
-"""
+"""Gradients of every kind: half precision, sparse, complex, huge, not finite."""
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -11,43 +10,27 @@ import torch
 from torch import nn
 
 import gradaccum
-from gradaccum_torch.arithmetic import measure
+from conformance_tests.framework_tests.torch_model import PLACES, by_float_place
+from gradaccum_torch.arithmetic import divide, measure
 
 
 def test_mixed_dtypes_in_one_optimizer() -> None:
     """Each is divided, here by no number of float32, in its own dtype."""
-    half, full, double = (
-        nn.Parameter(torch.zeros(2, dtype=dtype))
-        for dtype in (torch.bfloat16, torch.float32, torch.float64)
-    )
-    opt = gradaccum.wrap(
-        torch.optim.SGD([half, full, double], lr=1.0), steps=2, clip_norm=1.0
-    )
+    dtypes = {
+        torch.bfloat16: (3, 1e-2),
+        torch.float32: (4, 1e-6),
+        torch.float64: (5, 1e-12),
+    }
+    parameters = [nn.Parameter(torch.zeros(2, dtype=dtype)) for dtype in dtypes]
+    opt = gradaccum.wrap(torch.optim.SGD(parameters, lr=1.0), steps=2, clip_norm=1.0)
     for _ in range(2):
-        ((half * 3).sum().float() + (full * 4).sum() + (double * 5).sum()).backward()
+        sum((p * dtypes[p.dtype][0]).sum().double() for p in parameters).backward()
         opt.step()
-    assert opt.result.grad_norm == pytest.approx(10)
-    torch.testing.assert_close(
-        double.detach(),
-        torch.full_like(double, -5 / opt.result.grad_norm),
-        rtol=1e-12,
-        atol=0,
-    )
-    torch.testing.assert_close(full.detach(), torch.full((2,), -4 / 10))
-    torch.testing.assert_close(
-        half.detach().float(), torch.full((2,), -3 / 10), rtol=1e-2, atol=0
-    )
-
-
-def test_unfrozen_half_parameter_is_summed() -> None:
-    half = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16), requires_grad=False)
-    other = nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
-    opt = gradaccum.wrap(torch.optim.SGD([half, other], lr=1.0), steps=3)
-    half.requires_grad_(True)
-    for gradient in (1.0, 2.0, 3.0):
-        ((half * gradient).sum() + other.sum()).backward()
-        opt.step()
-    assert torch.equal(half.detach(), torch.full((2,), -2.0, dtype=torch.bfloat16))
+    norm = opt.result.grad_norm
+    assert norm == pytest.approx(10)
+    for p in parameters:
+        gradient, off = dtypes[p.dtype]
+        assert p.tolist() == pytest.approx([-gradient / norm] * 2, rel=off)
 
 
 SPARSE = {
@@ -59,79 +42,46 @@ SPARSE = {
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 @pytest.mark.parametrize("name", SPARSE)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"accumulate_dtype": torch.float64},
-        {"on_overflow": "drop_micro_batch"},
-        {"separate_sums": True},
-    ],
-    ids=str,
-)
+@by_float_place
 @pytest.mark.parametrize("clip_norm", [None, 0.5])
 def test_sparse_gradients_equal_the_large_batch(
-    name: str, options: dict, clip_norm: float | None
+    name: str, place: str, clip_norm: float | None
 ) -> None:
-    words = [torch.tensor([1, 1, 2]), torch.tensor([2, 3, 1])]
-    rows = torch.arange(1.0, 7.0).reshape(2, 3, 1)
-
-    def make() -> nn.Embedding:
-        torch.manual_seed(0)
-        return nn.Embedding(5, 2, sparse=True)
-
-    model, reference = make(), make()
+    """The second loss of a micro-batch brings rows that the first one had not."""
+    model = nn.Embedding(5, 2, sparse=True)
+    reference = copy.deepcopy(model)
     opt = gradaccum.wrap(
         SPARSE[name](model.parameters(), lr=0.1),
         steps=2,
         clip_norm=clip_norm,
-        **options,
+        **PLACES[place],
     )
-    for index in range(2):
-        opt.backward((model(words[index]) * rows[index]).sum())
-        opt.step()
     bare = SPARSE[name](reference.parameters(), lr=0.1)
-    (
-        sum((reference(words[index]) * rows[index]).sum() for index in range(2)) / 2
-    ).backward()
+    for words in ([1, 1, 2], [2, 3, 1]):
+        for factor, part in ((1.0, words), (2.0, words[1:])):
+            (model(torch.tensor(part)) * factor).sum().backward()
+            (reference(torch.tensor(part)) * factor / 2).sum().backward()
+        opt.step()
+        opt.zero_grad()
     gradient = reference.weight.grad.coalesce()
     norm = float(gradient.values().norm())
-    reference.weight.grad = (
-        gradient if clip_norm is None else gradient * (clip_norm / norm)
-    )
+    reference.weight.grad = gradient * (1.0 if clip_norm is None else clip_norm / norm)
     bare.step()
     assert opt.result.grad_norm == pytest.approx(norm)
     torch.testing.assert_close(model.weight.detach(), reference.weight.detach())
 
 
-def test_dense_gradient_after_a_sparse_one() -> None:
-    for options in ({}, {"accumulate_dtype": torch.float64}):
-        model = nn.Embedding(4, 2, sparse=True)
-        before = model.weight.detach().clone()
-        opt = gradaccum.wrap(
-            torch.optim.SGD(model.parameters(), lr=1.0), steps=2, **options
-        )
-        model(torch.tensor([1, 1])).sum().backward()
-        opt.step()
-        model.weight.sum().backward()
-        opt.step()
-        torch.testing.assert_close(
-            before - model.weight.detach(),
-            torch.tensor([[0.5, 0.5], [1.5, 1.5], [0.5, 0.5], [0.5, 0.5]]),
-        )
-
-
-def test_huge_squares_are_no_overflow() -> None:
-    """The squares of these gradients overflow. The gradients and their norm are
-    finite.
-    """
-    large = torch.full((4,), torch.finfo(torch.float32).max / 4)
-    norm, finite, *_ = measure([large, torch.zeros(3), torch.zeros(0)])
-    assert finite
-    assert norm == pytest.approx(2 * float(large[0]))
-    assert measure([large, torch.tensor([math.nan])])[:3] == (math.inf, False)
-    assert measure([torch.tensor([-math.inf])]) == (math.inf, False)
-    assert measure([])[:3] == (0.0, True)
+@by_float_place
+def test_dense_gradient_after_a_sparse_one(place: str) -> None:
+    model = nn.Embedding.from_pretrained(torch.ones(3, 1), freeze=False, sparse=True)
+    opt = gradaccum.wrap(
+        torch.optim.SGD(model.parameters(), lr=1.0), steps=2, **PLACES[place]
+    )
+    model(torch.tensor([1, 1])).sum().backward()
+    opt.step()
+    model.weight.sum().backward()
+    opt.step()
+    assert model.weight.flatten().tolist() == [0.5, -0.5, 0.5]
 
 
 def test_complex_parameters_are_trained() -> None:
@@ -141,15 +91,45 @@ def test_complex_parameters_are_trained() -> None:
         (parameter * (3 + 4j)).real.sum().backward()
         opt.step()
     assert opt.result.grad_norm == pytest.approx(math.sqrt(50))
-    torch.testing.assert_close(
-        parameter.detach(), torch.full((2,), -3 + 4j, dtype=torch.complex64)
+    assert parameter.tolist() == [-3 + 4j] * 2
+
+
+# The arithmetic alone.
+
+
+LARGE = torch.full((4,), torch.finfo(torch.float32).max / 4)
+TINY = 2.0**-100
+
+
+@pytest.mark.parametrize(
+    ("gradients", "norm"),
+    [
+        ([], 0.0),
+        ([LARGE, torch.zeros(3), torch.zeros(0)], 2 * float(LARGE[0])),
+        ([LARGE, torch.tensor([math.nan])], math.inf),
+        ([torch.tensor([-math.inf])], math.inf),
+        ([torch.tensor([0.0, 3.0, 0.0, 4.0]).to_sparse() * TINY], 5 * TINY),
+        ([torch.tensor([3 + 4j], dtype=torch.complex64) * TINY], 5 * TINY),
+    ],
+    ids=["none", "huge", "nan", "inf", "sparse", "complex"],
+)
+def test_norm(gradients: list[torch.Tensor], norm: float) -> None:
+    """The squares of huge gradients overflow, and those of tiny ones vanish."""
+    assert measure(gradients) == (pytest.approx(norm, rel=1e-6, abs=0), norm < math.inf)
+
+
+@pytest.mark.parametrize(
+    "divisor", [2.0**-126, 8.0, 2.0**126, 2.0**127, 2.0**-127, 3.0, 7e-3], ids=str
+)
+def test_division_has_the_bits_of_a_division(divisor: float) -> None:
+    """Also where it multiplies by the inverse, and where numbers become subnormal."""
+    values = torch.cat(
+        [
+            torch.randn(1000),
+            torch.randn(1000) * torch.finfo(torch.float32).tiny,
+            torch.tensor([0.0, -0.0, math.inf, math.nan, 3.4e38]),
+        ]
     )
-
-
-def test_sparse_and_complex() -> None:
-    tiny = 2.0**-100
-    for gradient in (
-        torch.tensor([0.0, 3.0, 0.0, 4.0]).to_sparse() * tiny,
-        torch.tensor([3 + 4j], dtype=torch.complex64) * tiny,
-    ):
-        assert measure([gradient]).norm == pytest.approx(5 * tiny, rel=1e-6, abs=0)
+    expected = values / torch.tensor(divisor)
+    divide([values], divisor)
+    assert torch.equal(values.view(torch.int32), expected.view(torch.int32))

@@ -5,7 +5,7 @@ at.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,34 +13,18 @@ import torch
 from torch import Tensor, nn
 
 import gradaccum
+from conformance_tests.framework_tests.torch_model import (
+    PLACES,
+    loss_of,
+    make,
+    same,
+    train,
+)
 from conformance_tests.framework_tests.torch_operations import Operations
 from gradaccum_torch import arithmetic, update, window
 
 LAYERS, SIZE = 6, 32
 ONE, ALL = SIZE * SIZE, LAYERS * SIZE * SIZE
-
-
-def make(dtype: torch.dtype = torch.float32, **options: Any) -> tuple[nn.Module, Any]:
-    torch.manual_seed(0)
-    layers = [nn.Linear(SIZE, SIZE, bias=False) for _ in range(LAYERS)]
-    model = nn.Sequential(*layers).to(dtype)
-    inner = torch.optim.SGD(model.parameters(), lr=0.25)
-    return model, gradaccum.wrap(inner, **{"steps": 2, **options})
-
-
-def loss_of(model: nn.Module) -> Tensor:
-    x = torch.full((2, SIZE), 0.5, dtype=next(model.parameters()).dtype)
-    return model(x).float().square().mean()
-
-
-def live_bytes(tensors: Iterable[Tensor | None]) -> int:
-    """The bytes of all storages, each counted once."""
-    storages = {
-        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
-        for t in tensors
-        if t is not None
-    }
-    return sum(storages.values())
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -49,15 +33,20 @@ def test_peak_is_sum_and_one_gradient(
     dtype: torch.dtype, master_weights: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The update's gradients are freed with it; a master's is the sum itself."""
-    model, opt = make(dtype, master_weights=master_weights)
+    layers = [nn.Linear(SIZE, SIZE, bias=False) for _ in range(LAYERS)]
+    model = nn.Sequential(*layers).to(dtype)
+    opt: Any = gradaccum.wrap(
+        torch.optim.SGD(model.parameters()), steps=2, master_weights=master_weights
+    )
     parameters = [*model.parameters(), *opt.master_weights.values()]
     peaks: list[int] = []
 
-    def note(*made: object) -> None:
-        gradients = (parameter.grad for parameter in parameters)
+    def note(*made: Tensor) -> None:
         sums = opt._window.gradient_sum.gradients().values()
-        tensors = (each for each in made if isinstance(each, Tensor))
-        peaks.append(live_bytes([*sums, *gradients, *tensors]))
+        gradients = (each.grad for each in parameters if each.grad is not None)
+        # The bytes of each once, though several may refer to them.
+        live = {each.data_ptr(): each.nbytes for each in (*sums, *gradients, *made)}
+        peaks.append(sum(live.values()))
 
     def noting(*arguments: Any) -> Tensor:
         result = narrowed(*arguments)
@@ -70,52 +59,11 @@ def test_peak_is_sum_and_one_gradient(
         parameter.register_post_accumulate_grad_hook(lambda _: note())
     opt.register_step_pre_hook(lambda *_: note())
     for _ in range(4):
-        loss_of(model).backward()
+        model(torch.ones(2, SIZE, dtype=dtype)).float().square().mean().backward()
         opt.step()
     assert all(parameter.grad is None for parameter in parameters)
-    assert max(peaks) <= 4 * ALL + 2 * ONE
-    assert max(peaks) >= 4 * ALL, "nothing was measured"
-    at_update = peaks[-1]
-    assert at_update == (4 if master_weights else 2) * ALL
-
-
-@pytest.mark.parametrize(
-    "options", [{}, {"accumulate_dtype": "float64"}, {"loss_scale": 8.0}], ids=str
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_other_dtypes_skip_the_range_check(
-    options: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The elements are not looked at."""
-    monkeypatch.setattr(window, "fits", None)
-    model, opt = make(dtype, **options)
-    for _ in range(2):
-        opt.scale(loss_of(model)).backward()
-        opt.step()
-    assert opt.result.applied
-
-
-def test_resumed_window_has_the_same_norm() -> None:
-    """To the last bit. Autograd delivers the last layer's gradient first, a saved
-    window holds the first layer's first.
-    """
-
-    def made() -> tuple[list[nn.Parameter], Any]:
-        torch.manual_seed(0)
-        ps = [nn.Parameter(torch.randn(1 + index).bfloat16()) for index in range(40)]
-        return ps, gradaccum.wrap(torch.optim.SGD(ps, lr=0.0), steps=None)
-
-    (ps, opt), (_, resumed) = made(), made()
-    for index in range(3):
-        total = torch.zeros(())
-        for p in ps:
-            total = (total + (p.float() * (index + 1)).exp().sum()).sin() + total
-        opt.backward(total)
-        opt.step()
-    resumed.load_state_dict(opt.state_dict())
-    for each in (opt, resumed):
-        each.flush()
-    assert opt.result.grad_norm == resumed.result.grad_norm
+    assert 4 * ALL <= max(peaks) <= 4 * ALL + 2 * ONE
+    assert peaks[-1] == (4 if master_weights else 2) * ALL, "at the update"
 
 
 @pytest.mark.parametrize(("before", "then"), [(1, 4), (4, 1)])
@@ -126,30 +74,16 @@ def test_callable_that_changes_its_mind_between_two_windows(
     sum.
     """
     sizes = [before]
-    weight = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
-    opt = gradaccum.wrap(torch.optim.SGD([weight], lr=0.0), steps=lambda _: sizes[0])
+    model, opt = make("half precision", steps=lambda _: sizes[0])
     sizes[0] = then
-    xs = torch.arange(4.0 * then).view(then, 4).bfloat16()
-    for x in xs:
-        (weight * x).sum().backward()
-        opt.step()
-        opt.zero_grad()
+    reference, other = make("half precision", steps=then)
+    for each, wrapper in ((model, opt), (reference, other)):
+        train(each, wrapper, then)
     assert opt.result.applied
-    norm = float(xs.float().mean(0).norm())
-    assert opt.result.grad_norm == pytest.approx(norm, rel=1e-4)
+    assert same(model, reference)
 
 
-STRATEGIES: dict[str, tuple[torch.dtype, dict]] = {
-    "in .grad": (torch.float32, {}),
-    "in buffers": (torch.bfloat16, {}),
-    "in float64": (torch.float32, {"accumulate_dtype": "float64"}),
-    "masters": (torch.float16, {"master_weights": True}),
-    "masters, half sums": (
-        torch.bfloat16,
-        {"master_weights": True, "accumulate_dtype": "bfloat16"},
-    ),
-    "clipped": (torch.float32, {"clip_norm": 1e-3, "skip_norm": 1e6}),
-}
+# What the host waits for and looks at.
 
 
 def waits(action: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> int:
@@ -178,23 +112,28 @@ def waits(action: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> int:
     )
 
 
+DYNAMIC = gradaccum.DynamicLossScale(init_scale=8.0)
+
+
 @pytest.mark.parametrize(
-    ("place", "scale"),
+    ("place", "options"),
     [
-        *((place, gradaccum.DynamicLossScale(init_scale=8.0)) for place in STRATEGIES),
-        ("masters", None),
-        ("masters", 8.0),
+        *((place, {"loss_scale": DYNAMIC}) for place in PLACES),
+        ("in .grad", {"loss_scale": DYNAMIC, "clip_norm": 1e-3, "skip_norm": 1e6}),
+        ("masters", {}),
+        ("masters", {"loss_scale": 8.0}),
     ],
     ids=str,
 )
 def test_only_window_ends_wait(
-    place: str, scale: Any, monkeypatch: pytest.MonkeyPatch
+    place: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The host waits for the device once at the end of a window and never inside it."""
+    """The host waits for the device once at the end of a window and never inside it;
+    where micro-batches are dropped, once for each too.
+    """
     # As a loss on an accelerator is kept.
     monkeypatch.setattr(window, "as_number", lambda loss: loss.detach().clone())
-    dtype, options = STRATEGIES[place]
-    model, opt = make(dtype, steps=3, loss_scale=scale, **options)
+    model, opt = make(place, steps=3, **options)
 
     def micro_batch() -> None:
         opt.scale(loss_of(model)).backward()
@@ -202,32 +141,11 @@ def test_only_window_ends_wait(
         opt.zero_grad()
 
     measured = [waits(micro_batch, monkeypatch) for _ in range(9)]
-    assert measured[3:] == [0, 0, 1, 0, 0, 1]
-    assert measured[:3] in ([2, 2, 3], [0, 0, 1]), (
-        "the first window compares values, the windows after it do not"
-    )
+    each = int(place == "kept apart")
+    assert measured[3:] == [each, each, each + 1] * 2
     assert opt.result.optimizer_step == 3
 
 
-def test_dropping_waits_once_per_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, opt = make(steps=2, on_overflow="drop_micro_batch")
-
-    def micro_batch() -> None:
-        loss_of(model).backward()
-        opt.step()
-
-    assert [waits(micro_batch, monkeypatch) for _ in range(6)][2:] == [1, 2, 1, 2]
-
-
-WAYS: dict[str, dict[str, Any]] = {
-    "in .grad": {},
-    "fused": {"fused": True},
-    "separate": {"separate_sums": True},
-    "float32 sums of bfloat16": {"dtype": torch.bfloat16},
-    "masters": {"dtype": torch.bfloat16, "master_weights": True},
-    "loss scale": {"loss_scale": 8.0},
-    "sum": {"reduction": "sum"},
-}
 LOOKS = {
     "linalg_vector_norm",
     "_foreach_norm",
@@ -239,23 +157,23 @@ LOOKS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_an_ignoring_window_is_as_always_and_looks_at_nothing(way: str) -> None:
-    options = dict(WAYS[way])
-    fused, dtype = options.pop("fused", False), options.pop("dtype", torch.float32)
-    ends = []
-    for on_overflow in ("ignore", "skip_window"):
-        parameter = nn.Parameter(torch.arange(1.0, 9.0).to(dtype))
-        inner = torch.optim.SGD([parameter], lr=0.5, fused=fused)
-        opt = gradaccum.wrap(inner, steps=2, on_overflow=on_overflow, **options)
-        for factor in (1.0, 3.0, 1.0, 1.0):
-            opt.backward((parameter * factor).sum())
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("place", [place for place in PLACES if place != "kept apart"])
+def test_an_ignoring_window_is_as_always_and_looks_at_nothing(
+    place: str, fused: bool
+) -> None:
+    options = {
+        "loss_scale": 8.0,
+        "inner": lambda ps: torch.optim.SGD(ps, lr=0.5, fused=fused),
+    }
+    model, opt = make(place, on_overflow="ignore", **options)
+    reference, other = make(place, **options)
+    for index in range(8):
+        for each, wrapper in ((reference, other), (model, opt)):
+            wrapper.backward(loss_of(each) * (1 + index))
             with Operations() as ops:
-                opt.step()
-            opt.zero_grad()
-        assert opt.result.optimizer_step == 2
-        if on_overflow == "ignore":
-            assert not LOOKS.intersection(ops.names), ops.names
-            assert math.isnan(opt.result.grad_norm)
-        ends.append(parameter)
-    assert torch.equal(*ends)
+                wrapper.step()
+            wrapper.zero_grad()
+        assert not LOOKS.intersection(ops.names), ops.names
+    assert math.isnan(opt.result.grad_norm)
+    assert same(model, reference)

@@ -9,30 +9,20 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-import gradaccum
 from conformance_tests.framework_tests.torch_model import (
+    X,
+    by_place,
     loss_of,
-    make_model,
+    make,
     rows_of,
     values,
 )
 from gradaccum import UsageError
 from gradaccum_torch import arithmetic, update
 
-PLACES: dict[str, tuple[torch.dtype, dict]] = {
-    "in .grad": (torch.float32, {}),
-    "half precision": (torch.bfloat16, {}),
-    "in float64": (torch.float32, {"accumulate_dtype": "float64"}),
-    "masters": (torch.bfloat16, {"master_weights": True}),
-    "masters, half sums": (
-        torch.bfloat16,
-        {"master_weights": True, "accumulate_dtype": "bfloat16"},
-    ),
-    "kept apart": (torch.float32, {"on_overflow": "drop_micro_batch"}),
-}
-by_place = pytest.mark.parametrize("place", PLACES)
 BITS = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-7}
 
 
@@ -40,24 +30,23 @@ class Failure(Exception):
     """Raised by a hook, a kernel or the user (Ctrl-C)."""
 
 
-def failing(*_: object) -> None:
+def failing(*_: object) -> Any:
     raise Failure
 
 
 class Run:
     """A model and its optimizer in windows of three."""
 
-    def __init__(self, place: str = "in .grad", **more: Any) -> None:
+    def __init__(self, place: str = "in .grad", fused: bool = False, **more: Any):
         self.place = place
-        self.dtype, options = PLACES[place]
-        self.model = make_model().to(self.dtype)
-        inner = torch.optim.SGD(self.model.parameters(), lr=0.5, momentum=0.9)
-        self.opt: Any = gradaccum.wrap(inner, **{"steps": 3, **options, **more})
+        self.model, self.opt = make(
+            place,
+            inner=lambda ps: torch.optim.SGD(ps, lr=0.5, momentum=0.9, fused=fused),
+            **{"steps": 3, **more},
+        )
 
-    def loss(self, index: int) -> torch.Tensor:
-        half = self.dtype == torch.bfloat16
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=half):
-            return loss_of(self.model, rows_of(index))
+    def loss(self, index: int) -> Tensor:
+        return loss_of(self.model, rows_of(index))
 
     def train(self, number: int = 3, *, first: int = 0) -> None:
         for index in range(first, number):
@@ -69,10 +58,13 @@ class Run:
         for _ in range(windows):
             other.train()
         assert self.opt.result.optimizer_step == windows
-        off = BITS[self.dtype]
+        off = BITS[self.model[0].weight.dtype]
         torch.testing.assert_close(
             values(self.model), values(other.model), rtol=off, atol=off
         )
+
+
+# The end of a window.
 
 
 @by_place
@@ -87,28 +79,6 @@ def test_raising_post_hook_keeps_the_update(place: str) -> None:
     run.require_uninterrupted()
     run.train()
     run.require_uninterrupted(windows=2)
-
-
-def test_interrupted_addition_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some of the sums have the micro-batch, and others do not."""
-    run = Run("kept apart")
-    run.train(1)
-    run.opt.backward(run.loss(1))
-
-    def add_one(totals: list[torch.Tensor], terms: list[torch.Tensor]) -> None:
-        totals[0].add_(terms[0])
-        raise Failure
-
-    monkeypatch.setattr(torch, "_foreach_add_", add_one)
-    with pytest.raises(Failure):
-        run.opt.step()
-    monkeypatch.undo()
-    for call in (run.opt.step, run.opt.flush, run.opt.state_dict):
-        with pytest.raises(UsageError, match="discard"):
-            call()
-    run.opt.discard()
-    run.train()
-    run.require_uninterrupted()
 
 
 @by_place
@@ -130,35 +100,6 @@ def test_raising_pre_hook_leaves_window_open(place: str) -> None:
         each.require_uninterrupted()
 
 
-@pytest.mark.parametrize(
-    "place", ["half precision", "in float64", "masters, half sums"]
-)
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_out_of_memory_while_narrowing(
-    place: str, when: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Memory runs out before the third sum is divided and cast, or right after."""
-    run = Run(place)
-    run.train(2)
-    narrowed, calls = arithmetic.narrowed, []
-
-    def raising(*arguments: Any) -> torch.Tensor:
-        calls.append(1)
-        if len(calls) == 3:
-            if when == "after":
-                narrowed(*arguments)
-            raise Failure
-        return narrowed(*arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(update, "narrowed", raising)
-        with pytest.raises(Failure):
-            run.train(first=2)
-    assert run.opt.result.micro_step == 3
-    run.opt.flush()
-    run.require_uninterrupted()
-
-
 def test_window_clipped_before_raising_is_refused() -> None:
     """One pre-hook clips, the next one raises. The window's own gradient is lost, so
     the window is refused.
@@ -178,6 +119,30 @@ def test_window_clipped_before_raising_is_refused() -> None:
     assert run.opt.result.applied
 
 
+@pytest.mark.parametrize(
+    "place", ["half precision", "in float64", "masters, half sums"]
+)
+def test_out_of_memory_while_narrowing(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two of the four sums are divided and cast already."""
+    run = Run(place)
+    run.train(2)
+    narrowed, calls = arithmetic.narrowed, []
+
+    def raising(*arguments: Any) -> Tensor:
+        calls.append(1)
+        return failing() if len(calls) == 3 else narrowed(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(update, "narrowed", raising)
+        with pytest.raises(Failure):
+            run.train(first=2)
+    assert run.opt.result.micro_step == 3
+    run.opt.flush()
+    run.require_uninterrupted()
+
+
 @by_place
 @pytest.mark.parametrize("when", ["pre", "post"])
 @pytest.mark.parametrize("fused", [False, True])
@@ -185,26 +150,59 @@ def test_inner_step_that_raised_is_refused(place: str, when: str, fused: bool) -
     """Nobody looks how far it came: the next calls are refused until `discard` or a
     load.
     """
-    run = Run(place)
+    run = Run(place, fused)
     opt = run.opt
-    opt.optimizer.param_groups[0]["fused"] = fused
     state, weights = copy.deepcopy((opt.state_dict(), run.model.state_dict()))
     handle = getattr(opt.optimizer, f"register_step_{when}_hook")(failing)
     for way_out in (opt.discard, lambda: opt.load_state_dict(state)):
         with pytest.raises(Failure):
             run.train()
-        for call in (
-            opt.step,
-            opt.flush,
-            opt.state_dict,
-            lambda: opt.backward(run.loss(0)),
-        ):
+        for call in (opt.step, opt.flush, opt.state_dict, run.train):
             with pytest.raises(UsageError, match="checkpoint"):
                 call()
         assert opt.result.optimizer_step == 0
         way_out()
     handle.remove()
     run.model.load_state_dict(weights)
+    run.train()
+    run.require_uninterrupted()
+
+
+def test_raising_post_hook_moves_the_scaler() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
+    run = Run(steps=2, loss_scale=scaler)
+    run.opt.register_step_post_hook(failing)
+    scaler.scale(run.loss(0)).backward()
+    scaler.step(run.opt)
+    scaler.update()
+    scaler.scale(run.loss(1)).backward()
+    with pytest.raises(Failure):
+        scaler.step(run.opt)
+    assert run.opt.result.optimizer_step == 1
+    assert scaler.get_scale() == run.opt.result.loss_scale == 16.0
+
+
+# A micro-batch.
+
+
+def test_interrupted_addition_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some of the sums have the micro-batch, and others do not."""
+    run = Run("kept apart")
+    run.train(1)
+    run.opt.backward(run.loss(1))
+
+    def add_one(totals: list[Tensor], terms: list[Tensor]) -> None:
+        totals[0].add_(terms[0])
+        raise Failure
+
+    monkeypatch.setattr(torch, "_foreach_add_", add_one)
+    with pytest.raises(Failure):
+        run.opt.step()
+    monkeypatch.undo()
+    for call in (run.opt.step, run.opt.flush, run.opt.state_dict):
+        with pytest.raises(UsageError, match="discard"):
+            call()
+    run.opt.discard()
     run.train()
     run.require_uninterrupted()
 
@@ -232,12 +230,11 @@ def test_half_made_backward_can_be_repeated(
     with pytest.raises(Failure):
         backward()
     handle.remove()
-    apart = micro_batch == 0 or place == "kept apart"
+    beside = place in ("kept apart", "separate")
+    apart = micro_batch == 0 or beside
     if by == "loss.backward" or not apart:
-        calls = [opt.step, opt.flush]
-        if place != "kept apart":
-            calls.append(opt.state_dict)
-        for call in calls:
+        calls = [] if place == "separate" else [opt.step, opt.flush]
+        for call in calls if beside else (*calls, opt.state_dict):
             with pytest.raises(UsageError, match=r"opt\.discard\(\)"):
                 call()
         if apart:
@@ -251,44 +248,22 @@ def test_half_made_backward_can_be_repeated(
     run.require_uninterrupted()
 
 
-def test_raise_in_backward_leaves_what_was_told_before() -> None:
-    """A loss that was scaled before may be differentiated after it."""
-    run = Run(loss_scale=8.0)
-    scaled = run.opt.scale(run.loss(0))
-    handle = run.model[0].weight.register_hook(failing)
+@by_place
+@pytest.mark.parametrize("micro_batch", [0, 1])
+def test_step_after_a_part_of_a_reentrant_checkpoint_is_refused(
+    place: str, micro_batch: int
+) -> None:
+    """It would count a micro-batch without its gradient, or with a part of it. The
+    segment that came first has ended its own pass.
+    """
+    run = Run(place)
+    run.train(micro_batch)
+    x = X.to(run.model[0].weight.dtype).requires_grad_()
+    hidden = run.model[:2](x)
+    hidden.register_hook(failing)
+    out = checkpoint(run.model[2], hidden, use_reentrant=True)
     with pytest.raises(Failure):
-        run.opt.backward(run.loss(1))
-    handle.remove()
-    scaled.backward()
-    run.opt.step()
-    run.train(first=1)
-    run.require_uninterrupted()
-
-
-def test_early_raise_in_backward_changes_nothing() -> None:
-    """No gradient has arrived when the backward pass raises."""
-    run = Run()
-    run.train(1)
-    handles = [p.register_hook(failing) for p in run.model[2].parameters()]
-    with pytest.raises(Failure):
-        run.opt.backward(run.loss(1))
-    for handle in handles:
-        handle.remove()
-    run.train(first=1)
-    run.require_uninterrupted()
-
-
-@pytest.mark.parametrize("steps", [1, 2])
-def test_raising_post_hook_moves_the_scaler(steps: int) -> None:
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
-    run = Run(steps=steps, loss_scale=scaler)
-    run.opt.register_step_post_hook(failing)
-    for index in range(steps - 1):
-        scaler.scale(run.loss(index)).backward()
-        scaler.step(run.opt)
-        scaler.update()
-    scaler.scale(run.loss(steps)).backward()
-    with pytest.raises(Failure):
-        scaler.step(run.opt)
-    assert run.opt.result.optimizer_step == 1
-    assert scaler.get_scale() == run.opt.result.loss_scale == 16.0
+        run.opt.backward(out.square().mean())
+    with pytest.raises(UsageError, match="backward"):
+        run.opt.step()
+    assert run.opt.result.micro_step == micro_batch

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,11 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import gradaccum
-import gradaccum_torch
 
 from .torch_model import (
     MAKERS,
-    clip,
     large_batch_step,
     loss_of,
     make,
@@ -24,8 +21,6 @@ from .torch_model import (
     train,
     values,
 )
-from .torch_separate import PARTS, X, Y, assert_same, closed_over, large, mse, wrapped
-from .torch_separate import make_model as make_separate_model
 
 
 @pytest.mark.parametrize("name", MAKERS)
@@ -56,71 +51,47 @@ def test_usual_loop_equals_large_batch(
             assert p.grad is None
 
 
-def test_zeros_that_were_freed_are_forgotten() -> None:
-    """A call that raised has put them back, and no micro-batch is under way."""
-    model = make_separate_model()
-    opt = wrapped(model, steps=None, separate_sums=False)
-    mse(model, X, Y).backward()
-    opt.zero_grad(set_to_none=False)
-    with pytest.raises(ZeroDivisionError):
-        gradaccum_torch.backward(lambda *_: 1 // 0, X, Y, steps=4, optimizer=opt)
-    opt.zero_grad()
-    for x, y in PARTS:
-        mse(model, x, y).backward()
-        opt.step()
-    opt.flush()
-    assert_same(model, large())
-
-
 def test_wrapper_shares_groups_and_state() -> None:
-    inner = torch.optim.AdamW(make_model().parameters(), lr=0.1)
-    inner.tag = "x"  # type: ignore[attr-defined]
-    opt = gradaccum.wrap(inner, steps=2)
+    _, opt = make()
+    inner = opt.optimizer
+    inner.tag = "x"
     assert isinstance(opt, torch.optim.Optimizer)
-    assert opt.optimizer is inner
     assert opt.tag == "x"
+    inner.load_state_dict(inner.state_dict())
     assert opt.param_groups is inner.param_groups
     assert opt.state is inner.state
     assert opt.defaults is inner.defaults
-    opt.param_groups[0]["lr"] = 0.25
-    assert inner.param_groups[0]["lr"] == 0.25
-    inner.load_state_dict(inner.state_dict())
-    assert opt.param_groups is inner.param_groups
 
 
 def test_hooks_fire_once_per_update() -> None:
     """Each with the optimizer on which it was registered."""
     model, opt = make(steps=2)
     inner, seen = opt.optimizer, list[Any]()
-    opt.register_step_pre_hook(lambda o, a, k: seen.append(("pre", o)))
-    opt.register_step_post_hook(lambda o, a, k: seen.append(("post", o)))
-    inner.register_step_pre_hook(lambda o, a, k: seen.append(("pre", o)))
+    opt.register_step_pre_hook(lambda o, a, k: seen.append(o))
+    opt.register_step_post_hook(lambda o, a, k: seen.append("after"))
+    inner.register_step_pre_hook(lambda o, a, k: seen.append(o))
     train(model, opt, 4)
-    assert seen == [("pre", opt), ("pre", inner), ("post", opt)] * 2
+    assert seen == [opt, inner, "after"] * 2
+
+
+class Noting(torch.optim.SGD):
+    def step(self, closure=None, **kwargs):
+        self.seen = [kwargs]
 
 
 def test_pre_hook_may_return_arguments() -> None:
     """The inner step and the post-hooks get these arguments. Torch refuses any other
     value.
     """
-    model, seen = make_model(), []
-
-    class Noting(torch.optim.SGD):
-        def step(self, closure=None, **kwargs):
-            seen.append(kwargs)
-
-    opt = gradaccum.wrap(Noting(model.parameters(), lr=0.5), steps=1)
-    handle = opt.register_step_pre_hook(
-        lambda o, args, kwargs: (args, {**kwargs, "extra": 1})
-    )
-    opt.register_step_post_hook(lambda o, args, kwargs: seen.append(kwargs))
+    model, opt = make(steps=1, inner=lambda ps: Noting(ps, lr=0.5))
+    handle = opt.register_step_pre_hook(lambda o, args, kwargs: (args, {"extra": 1}))
+    opt.register_step_post_hook(lambda o, args, kwargs: o.seen.append(kwargs))
     train(model, opt, 1)
-    assert seen == [{"extra": 1}, {"extra": 1}]
+    assert opt.seen == [{"extra": 1}, {"extra": 1}]
     handle.remove()
     opt.register_step_pre_hook(lambda o, args, kwargs: 7)
     with pytest.raises(gradaccum.UsageError, match="pre-hook"):
         train(model, opt, 1)
-    assert opt.result.micro_step == 1
 
 
 def test_pre_hook_may_change_the_gradient() -> None:
@@ -136,67 +107,54 @@ def test_pre_hook_may_change_the_gradient() -> None:
 
 def test_group_added_in_mid_window_counts() -> None:
     model = make_model()
-    first, last = model[0], model[2]
-    opt = gradaccum.wrap(torch.optim.SGD(last.parameters(), lr=0.5), steps=2)
+    opt = gradaccum.wrap(torch.optim.SGD(model[2].parameters(), lr=0.5), steps=2)
     loss_of(model, rows_of(0)).backward()
     opt.step()
-    first.zero_grad()
-    opt.add_param_group({"params": list(first.parameters()), "lr": 0.25})
+    model[0].zero_grad()
+    opt.add_param_group({"params": list(model[0].parameters()), "lr": 0.25})
     loss_of(model, rows_of(1)).backward()
-    expected = [
-        p.detach() - 0.25 * p.grad / 2  # type: ignore[operator]
-        for p in first.parameters()
-    ]
+    expected = [p - 0.25 * p.grad / 2 for p in model[0].parameters()]
     opt.step()
-    torch.testing.assert_close(values(first), expected)
+    torch.testing.assert_close(list(model[0].parameters()), expected)
 
 
 def test_two_losses_in_one_micro_batch() -> None:
+    """Each of half of the rows: together twice the mean over all of them."""
     model, opt = make(steps=2)
     for index in range(2):
         opt.weigh(3)
-        opt.backward(loss_of(model, rows_of(2 * index)))
-        opt.backward(loss_of(model, rows_of(2 * index + 1)))
+        opt.backward(loss_of(model, rows_of(2 * index)) / 2)
+        opt.backward(loss_of(model, rows_of(2 * index + 1)) / 2)
         opt.step()
-    reference = make_model()
-    (2 * loss_of(reference)).backward()
-    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(p.detach(), q.detach() - 0.5 * q.grad)
+    torch.testing.assert_close(values(model), large_batch_step(MAKERS["sgd"]))
+
+
+# Closures.
 
 
 def test_closure_runs_once_per_micro_batch() -> None:
-    """By default too: Lightning hands one over in each step."""
-    model = make_separate_model()
-    opt, calls = wrapped(model, separate_sums=False, clip_norm=1e3), []
-
-    def closure_of(x: Tensor, y: Tensor) -> Callable[[], Tensor]:
-        def closure() -> Tensor:
-            calls.append(len(x))
-            opt.zero_grad()
-            loss = mse(model, x, y)
-            loss.backward()
-            return loss
-
-        return closure
-
-    with torch.no_grad():
-        losses = [opt.step(closure_of(x, y)) for x, y in PARTS]
-    assert calls == [2, 2, 2, 2]
-    assert float(sum(losses).detach() / 4) == pytest.approx(
-        float(mse(make_separate_model(), X, Y).detach())
-    )
-    assert_same(model, large())
-
-
-def test_closure_that_raises_counts_nothing() -> None:
-    model = make_separate_model()
-    opt = wrapped(model)
+    """By default too: Lightning hands one over in each step. One that raises counts
+    nothing.
+    """
+    model, opt = make(clip_norm=1e3)
+    losses = list[float]()
     with pytest.raises(ZeroDivisionError):
         opt.step(lambda: 1 / 0)
     assert opt.result.micro_step == 0
-    for x, y in PARTS:
-        closed_over(model, opt, x, y)
-    assert_same(model, large())
+
+    def closure() -> Tensor:
+        opt.zero_grad()
+        loss = loss_of(model, rows_of(len(losses)))
+        loss.backward()
+        losses.append(loss.item())
+        return loss
+
+    expected = loss_of(model).item()
+    with torch.no_grad():
+        for index in range(4):
+            assert opt.step(closure).item() == losses[index]
+    assert sum(losses) / 4 == pytest.approx(expected)
+    torch.testing.assert_close(values(model), large_batch_step(MAKERS["sgd"]))
 
 
 class Again(torch.optim.SGD):
@@ -205,13 +163,11 @@ class Again(torch.optim.SGD):
     def step(self, closure=None):
         if closure is None:
             raise RuntimeError("this optimizer needs a closure")
-        return super().step(closure)
 
 
 class AgainByCall(torch.optim.SGD):
     def step(self, closure=None):
-        with torch.enable_grad():
-            return closure()
+        return closure()
 
 
 class OutOfDisk(torch.optim.SGD):
@@ -219,43 +175,14 @@ class OutOfDisk(torch.optim.SGD):
         raise RuntimeError("out of disk")
 
 
-@pytest.mark.parametrize("call", ["step(closure)", "step()", "flush()"])
 @pytest.mark.parametrize("kind", [Again, AgainByCall, OutOfDisk])
 def test_optimizer_that_turns_out_to_need_one_says_what_to_write(
-    kind: type[torch.optim.Optimizer], call: str
+    kind: type[torch.optim.Optimizer],
 ) -> None:
     """Another error has no note."""
-    model = make_separate_model()
-    opt = gradaccum.wrap(
-        kind(model.parameters(), lr=0.1),
-        steps=None if call == "flush()" else 2,
-        separate_sums=True,
-    )
-
-    def micro_batch(x: Tensor, y: Tensor) -> None:
-        if call == "step(closure)":
-            closed_over(model, opt, x, y)
-        else:
-            mse(model, x, y).backward()
-            opt.step()
-
-    def window() -> None:
-        micro_batch(*PARTS[0])
-        micro_batch(*PARTS[1])
-        opt.flush()
-
+    model, opt = make(steps=2, inner=lambda ps: kind(ps, lr=0.1))
     with pytest.raises((RuntimeError, TypeError)) as caught:
-        window()
+        train(model, opt, 2)
     notes = getattr(caught.value, "__notes__", [])
     assert ["used bare" in note for note in notes] == [True] * (kind is not OutOfDisk)
-    if kind is not OutOfDisk:
-        assert opt.result.micro_step == 2, "the window stays"
-
-
-def test_clipping_by_hand_is_refused() -> None:
-    """Also in the micro-batch by which a window of weight 1 ends only perhaps."""
-    model, opt = make(steps=gradaccum.until_weight(2))
-    opt.backward(loss_of(model), weight=1)
-    clip(model)
-    with pytest.raises(gradaccum.UsageError, match="clip_norm"):
-        opt.step()
+    assert opt.result.micro_step == 2, "the window stays"

@@ -21,7 +21,6 @@ from conformance_tests.framework_tests.recipes import (
 )
 
 RECIPES = recipes_of(gradaccum_torch)
-WRONG = Recipe("wrong", 'assert 1 == 2, "not the large batch\'s"')
 pytestmark = pytest.mark.xdist_group("torch recipes")
 
 
@@ -51,27 +50,3 @@ def test_recipe_of_a_restart_under_slurm(tmp_path: Path) -> None:
     (tmp_path / "srun").write_text(SRUN, encoding="utf-8")
     run_recipe(recipe._replace(command=f"bash srun {PORT} train.py"), tmp_path)
     assert (tmp_path / "6-1.pt").exists()
-
-
-def test_wrong_recipe_fails(tmp_path: Path, framework: Preloaded) -> None:
-    with pytest.raises(AssertionError, match="not the large batch's"):
-        run_preloaded(WRONG, tmp_path, framework)
-    with pytest.raises(AssertionError, match="not the large batch's"):
-        run_recipe(WRONG, tmp_path)
-
-
-def test_program_that_hangs_is_ended(tmp_path: Path, framework: Preloaded) -> None:
-    endless = tmp_path / "endless.py"
-    endless.write_text(
-        "import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(100)",
-        encoding="utf-8",
-    )
-    with pytest.raises(TimeoutError, match="still running after 1 seconds"):
-        framework.run(endless, 1)
-    process = int(endless.with_suffix(".said").read_text(encoding="utf-8"))
-    run_preloaded(
-        Recipe("next", f"import os\nassert os.getpid() != {process}"),
-        tmp_path,
-        framework,
-    )
-    assert not Path(f"/proc/{process}").exists()

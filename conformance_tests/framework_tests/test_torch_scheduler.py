@@ -34,17 +34,18 @@ def rate(opt: Any) -> float:
     return opt.param_groups[0]["lr"]
 
 
+def step_lr(opt: Any) -> Any:
+    return lr_scheduler.StepLR(opt, 1, gamma=0.5)
+
+
 def halving(opt: Any) -> Any:
     """Gated."""
-    return gradaccum.wrap(lr_scheduler.StepLR(opt, 1, gamma=0.5))
+    return gradaccum.wrap(step_lr(opt))
 
 
 KINDS: dict[str, Callable[[Any], Any]] = {
-    "StepLR": lambda o: lr_scheduler.StepLR(o, 1, gamma=0.5),
-    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda epoch: 1 / (epoch + 1)),
+    "StepLR": step_lr,
     "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, max_lr=1.0, total_steps=10),
-    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.1, 1.0, step_size_up=3),
-    "Cosine": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
     "SequentialLR": lambda o: lr_scheduler.SequentialLR(
         o,
         [
@@ -77,8 +78,6 @@ def test_gated_scheduler_moves_once_per_update(kind: str) -> None:
         other.step()
         expected.step()
     assert gated.get_last_lr() == expected.get_last_lr()
-    if kind != "ChainedScheduler":
-        assert gated.last_epoch == expected.last_epoch
 
 
 def test_gated_plateau_reads_metrics_at_updates() -> None:
@@ -87,59 +86,36 @@ def test_gated_plateau_reads_metrics_at_updates() -> None:
     for metric in (1.0, 2.0, 9.0, 2.0, 9.0):
         feed(opt)
         gated.step(metric)
-    assert gated.num_bad_epochs == 1
-    assert rate(opt) == 1.0
+    assert (gated.num_bad_epochs, rate(opt)) == (1, 1.0)
     feed(opt)
     gated.step(metrics=2.0)
     assert rate(opt) == 0.5
 
 
-def test_skipped_window_moves_no_scheduler() -> None:
+def test_gate_moves_once_per_call_after_an_update() -> None:
+    """Not for a skipped window, and once if several updates came before it."""
     opt = make(steps=1)
     gated = halving(opt)
-    for value, expected in ((float("nan"), 1.0), (1.0, 0.5)):
-        feed(opt, value)
+    for window, expected in (
+        ([float("nan")], 1.0),
+        ([1.0], 0.5),
+        ([1.0, 1.0, 1.0], 0.25),
+        ([], 0.25),
+    ):
+        for value in window:
+            feed(opt, value)
         gated.step()
         assert rate(opt) == expected
 
 
-def test_rare_call_moves_once() -> None:
-    """The scheduler moves once per call, even if several updates came before it."""
-    opt = make(steps=1)
-    gated = halving(opt)
-    for _ in range(3):
-        feed(opt)
-    gated.step()
-    gated.step()
-    assert rate(opt) == 0.5
-
-
-def test_gate_takes_the_state_of_another() -> None:
-    """Of one that has moved already, with its optimizer's, and of a bare scheduler,
-    which has not.
-    """
-    opt, other = make(steps=1), make(steps=1)
-    gated, resumed = halving(opt), halving(other)
-    feed(opt)
-    gated.step()
-    other.load_state_dict(copy.deepcopy(opt.state_dict()))
-    resumed.load_state_dict(gated.state_dict())
-    resumed.step()
-    assert resumed.last_epoch == 1
-    resumed.load_state_dict(KINDS["StepLR"](make()).state_dict())
-    resumed.step()
-    assert resumed.last_epoch == 0
-
-
 def test_attributes_reach_the_scheduler() -> None:
     opt = make()
-    scheduler = lr_scheduler.StepLR(opt, 1, gamma=0.5)
+    scheduler = step_lr(opt)
     gated = gradaccum.wrap(scheduler)
     gated.gamma = 0.25
-    assert scheduler.gamma == gated.gamma == 0.25
+    assert scheduler.gamma == gated.gamma == copy.deepcopy(gated).gamma == 0.25
     assert gated.optimizer is opt
     assert "StepLR" in repr(gated)
-    assert copy.deepcopy(gated).gamma == 0.25
 
 
 def test_ungated_scheduler_does_not_warn() -> None:
@@ -147,7 +123,7 @@ def test_ungated_scheduler_does_not_warn() -> None:
     warning may come in windows of one.
     """
     opt = make(steps=1)
-    scheduler = KINDS["StepLR"](opt)
+    scheduler = step_lr(opt)
     for _ in range(3):
         feed(opt)
         scheduler.step()
@@ -177,12 +153,6 @@ class Positioned:
     def step_update(self, num_updates: int, metric: float | None = None) -> None:
         self.told.append(("update", num_updates, metric))
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"told": self.told}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.__dict__.update(state_dict)
-
 
 class Trainer:
     """It holds an optimizer, and is none."""
@@ -190,23 +160,14 @@ class Trainer:
     optimizer = bare()
 
 
-class Proxy(Trainer):
-    def step(self) -> None: ...
-    def zero_grad(self) -> None: ...
-
-
 @pytest.mark.parametrize(
     ("scheduler", "options", "words"),
     [
         (lambda: halving(make()), {}, "wrapped"),
-        (lambda: KINDS["StepLR"](make()), {"steps": 2}, "steps"),
-        (lambda: KINDS["StepLR"](make()), {"clip_norm": 1.0}, "clip_norm"),
-        (lambda: KINDS["StepLR"](make()), {"reduction": "nonsense"}, "reduction"),
-        (lambda: KINDS["StepLR"](make()), {"no_such_option": 1}, "no_such_option"),
-        (lambda: KINDS["StepLR"](bare()), {}, "Wrap the optimizer first"),
+        (lambda: step_lr(make()), {"steps": 2}, "steps"),
+        (lambda: step_lr(bare()), {}, "Wrap the optimizer first"),
         (lambda: Halving(bare()), {}, "Wrap the optimizer first"),
         (Trainer, {"steps": 2}, "optimizer"),
-        (Proxy, {"steps": 2}, "optimizer"),
     ],
 )
 def test_refused_by_wrap(
@@ -214,16 +175,6 @@ def test_refused_by_wrap(
 ) -> None:
     with pytest.raises(ArgumentTypeError, match=words):
         gradaccum.wrap(scheduler(), **options)
-
-
-def test_own_scheduler_moves_once_per_update() -> None:
-    opt = make()
-    gated = gradaccum.wrap(Halving(opt))
-    assert isinstance(gated, GatedScheduler)
-    for _ in range(4):
-        feed(opt)
-        gated.step()
-    assert rate(opt) == 0.25
 
 
 def test_timm_scheduler_gets_applied_updates() -> None:
@@ -239,9 +190,6 @@ def test_timm_scheduler_gets_applied_updates() -> None:
     gated.step(1, 0.25)
     updates = [("update", number, 0.5) for number in (1, 1, 2)]
     assert gated.told == [("epoch", 0, None), *updates, ("epoch", 1, 0.25)]
-    other = gradaccum.wrap(Positioned(make()))
-    other.load_state_dict(gated.state_dict())
-    assert other.told == gated.told
     assert not hasattr(gradaccum.wrap(Halving(opt)), "step_update")
 
 
@@ -252,6 +200,7 @@ def test_scheduler_follows_without_its_loop() -> None:
     opt = make()
     kinds = (Halving, Positioned, lr_scheduler.ReduceLROnPlateau)
     gates = [gradaccum.wrap(kind(opt)) for kind in kinds]
+    assert isinstance(gates[0], GatedScheduler)
     feed(opt)
     feed(opt)
     for gate in gates * 2:
@@ -261,35 +210,29 @@ def test_scheduler_follows_without_its_loop() -> None:
     assert gates[1].told == [("update", 1, None)] * 2
 
 
-@pytest.mark.parametrize("gated", ["first", "second", "nested"])
-def test_sequence_of_gated_schedulers_is_refused(gated: str) -> None:
+@pytest.mark.parametrize("place", [0, 1])
+def test_sequence_of_gated_schedulers_is_refused(place: int) -> None:
     """SequentialLR would repeat their first steps and count its milestones in
     micro-batches.
     """
     opt = make()
-    first, second = lr_scheduler.ConstantLR(opt, 0.5), KINDS["StepLR"](opt)
-    if gated == "first":
-        first = gradaccum.wrap(first)
-    elif gated == "second":
-        second = gradaccum.wrap(second)
-    else:
-        second = gradaccum.wrap(lr_scheduler.ChainedScheduler([second]))
+    parts = [lr_scheduler.ConstantLR(opt, 0.5), step_lr(opt)]
+    parts[place] = gradaccum.wrap(parts[place])
     with pytest.raises(gradaccum.UsageError, match=r"gradaccum\.wrap\(SequentialLR"):
-        lr_scheduler.SequentialLR(opt, [first, second], milestones=[2])
+        lr_scheduler.SequentialLR(opt, parts, milestones=[2])
 
 
 def test_chain_of_gated_schedulers_works() -> None:
     opt = make()
-    chain = lr_scheduler.ChainedScheduler(
-        [
-            gradaccum.wrap(lr_scheduler.ExponentialLR(opt, factor))
-            for factor in (0.5, 0.25)
-        ]
-    )
+    parts = [lr_scheduler.ExponentialLR(opt, factor) for factor in (0.5, 0.25)]
+    chain = lr_scheduler.ChainedScheduler(list(map(gradaccum.wrap, parts)))
     for _ in range(4):
         feed(opt)
         chain.step()
     assert rate(opt) == 0.125**2
+
+
+# Saved and loaded.
 
 
 @pytest.mark.parametrize("older", [True, False])
@@ -302,11 +245,8 @@ def test_loaded_optimizer_does_not_move_gate(older: bool) -> None:
         gated.step()
     opt.load_state_dict(copy.deepcopy(saved.state_dict()))
     before = rate(opt)
-    with (
-        nullcontext()
-        if older
-        else pytest.warns(gradaccum.GradAccumWarning, match="moved nothing")
-    ):
+    moved_nothing = pytest.warns(gradaccum.GradAccumWarning, match="moved nothing")
+    with nullcontext() if older else moved_nothing:
         gated.step()
     for expected in (before, before / 2):
         feed(opt)
@@ -317,7 +257,7 @@ def test_loaded_optimizer_does_not_move_gate(older: bool) -> None:
 @pytest.mark.parametrize("gate_first", [True, False])
 def test_pending_scheduler_step_survives_saving(gate_first: bool) -> None:
     """The states are saved after the update and before the scheduler's step, and loaded
-    in either order.
+    in either order. The state of a bare scheduler has no step pending.
     """
     opt, new = make(steps=1), make(steps=1)
     gated, fresh = halving(opt), halving(new)
@@ -328,3 +268,6 @@ def test_pending_scheduler_step_survives_saving(gate_first: bool) -> None:
     for _ in range(2):
         fresh.step()
         assert rate(new) == 0.5
+    fresh.load_state_dict(step_lr(make()).state_dict())
+    fresh.step()
+    assert fresh.last_epoch == 0

@@ -21,19 +21,28 @@ def make_model() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
 
 
-def loss_of(model: nn.Module, rows: slice = slice(None)) -> Tensor:
-    return nn.functional.cross_entropy(model(X[rows]), Y[rows])
+def loss_of(
+    model: nn.Module, rows: slice = slice(None), reduction: str = "mean"
+) -> Tensor:
+    dtype = next(model.parameters()).dtype
+    outputs = model(X[rows].to(dtype)).to(torch.promote_types(dtype, torch.float32))
+    return nn.functional.cross_entropy(outputs, Y[rows], reduction=reduction)
 
 
 def rows_of(index: int) -> slice:
     return slice(2 * index, 2 * index + 2)
 
 
-def large_batch_step(make) -> list[Tensor]:
-    model = make_model()
+def large_batch_step(
+    make: Any, updates: int = 1, dtype: torch.dtype = torch.float32
+) -> list[Tensor]:
+    """The parameters after so many updates with all rows."""
+    model = make_model().to(dtype)
     optimizer = make(model.parameters())
-    loss_of(model).backward()
-    optimizer.step()
+    for _ in range(updates):
+        optimizer.zero_grad()
+        loss_of(model).backward()
+        optimizer.step()
     return [p.detach() for p in model.parameters()]
 
 
@@ -46,23 +55,31 @@ MAKERS = {
 }
 
 
+HALF: dict[str, Any] = {"dtype": torch.bfloat16}
 PLACES: dict[str, dict[str, Any]] = {
     "in .grad": {},
     "in float64": {"accumulate_dtype": "float64"},
     "kept apart": {"on_overflow": "drop_micro_batch"},
     "separate": {"separate_sums": True},
+    "half precision": HALF,
+    "masters": {**HALF, "master_weights": True},
+    "masters, half sums": {
+        **HALF,
+        "master_weights": True,
+        "accumulate_dtype": "bfloat16",
+    },
 }
-"""The options that put a window's sum there."""
+"""The model's dtype and the options that put a window's sum there."""
 by_place = pytest.mark.parametrize("place", PLACES)
+by_float_place = pytest.mark.parametrize("place", [*PLACES][:4])
 
 
 def make(place: str = "in .grad", **options: Any) -> tuple[nn.Module, Any]:
     """The model, and its optimizer, wrapped with its sum in one of `PLACES`."""
-    model = make_model()
-    return model, gradaccum.wrap(
-        torch.optim.SGD(model.parameters(), lr=0.5),
-        **{"steps": 4, **PLACES[place], **options},
-    )
+    options = {"steps": 4, **PLACES[place], **options}
+    model = make_model().to(options.pop("dtype", torch.float32))
+    inner = options.pop("inner", MAKERS["sgd"])
+    return model, gradaccum.wrap(inner(model.parameters()), **options)
 
 
 def train(model: nn.Module, opt: Any, micro_batches: int, first: int = 0) -> None:

@@ -125,7 +125,6 @@ TORCH = _adapter(
     (
         *(
             "loop",
-            "watch",
             "tampering",
             "hostile_autograd",
             "separate_sums",

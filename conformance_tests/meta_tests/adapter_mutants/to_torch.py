@@ -250,7 +250,7 @@ MUTANTS = (
         "miss_writes_into_gradients",
         "            if gradient._version != watched.version:\n                return False\n",
         "",
-        OWN + "test_torch_watch.py::test_clip_is_seen_without_the_smallest",
+        OWN + "test_torch_tampering.py::test_change_before_step_is_caught",
     ),
     Mutant(
         "let_the_inner_optimizer_step",
@@ -376,7 +376,7 @@ MUTANTS = (
         "take_a_clear_for_a_clip",
         "    return Change.CLEARED if is_zero(gradient) else Change.WRITTEN\n",
         "    return Change.WRITTEN\n",
-        EVERYDAY + "test_change_of_grad_names_its_likeliest_cause",
+        OWN + "test_torch_tampering.py::test_change_after_step_is_caught",
     ),
     Mutant(
         "draw_other_numbers_as_a_layer_runs_again",
