@@ -117,14 +117,25 @@ def explicit_mesh() -> None:
         whole = jax.device_put(
             np.ones((x.shape[1], 4), x.dtype), NamedSharding(mesh, WHOLE)
         )
+        call = gradaccum_jax.coupled_value_and_grad(
+            lambda w, x: x @ w, lambda w, z: (z**2).mean(), steps=2
+        )
+        close(
+            call(whole, given),
+            jax.value_and_grad(lambda w: ((x @ w) ** 2).mean())(np.asarray(whole)),
+        )
         with refused(
             gradaccum.UsageError,
             "batch: expected rows that are whole on each device",
             "shard_map",
             "AxisType.Auto",
         ):
-            gradaccum_jax.coupled_value_and_grad(
-                lambda w, x: x @ w, lambda z: z.mean(), steps=2
+            gradaccum_jax.value_and_grad(
+                lambda w, x: ((x @ w).mean(), x),
+                has_aux=True,
+                aux="concatenate",
+                micro_batch_weight=12,
+                weight=np.ones(ITEMS),
             )(whole, given)
 
 
@@ -176,9 +187,13 @@ def without_an_axis() -> None:
     w, x, y = wide_data()
     wanted = jax.value_and_grad(wide_loss)(w, x, y)
     given = spread(w, x, y)
-    alone = jax.jit(gradaccum_jax.value_and_grad(wide_loss, steps=3))(*given)
-    close(alone, wanted)
-    assert not alone[1].sharding.is_fully_replicated
+    call = gradaccum_jax.value_and_grad(wide_loss, steps=3)
+    shardings = NamedSharding(MESH, WHOLE), NamedSharding(MESH, SPREAD)
+    alone = jax.jit(call, out_shardings=shardings).lower(*given).compile()
+    close(alone(*given), wanted)
+    loop = re.search(r"= (\(.*\)) while\(", alone.as_text())
+    assert loop is not None
+    assert "f64[1,3]" in loop[1], "each device has its part of the sum"
 
     def gathering(w: Any, x: Any, y: Any) -> Any:
         whole = lambda w, x, y: wide_loss(  # noqa: E731

@@ -15,20 +15,7 @@ UNFAIR = "every device computes all rows"
 
 
 @pytest.mark.every_mode
-@pytest.mark.parametrize(
-    "split",
-    [
-        "strided",
-        pytest.param(
-            "contiguous",
-            marks=pytest.mark.xfail(
-                reason="contiguous cuts of a sharded batch lie on some of the devices;"
-                " they need to be strided along an axis that is sharded",
-                raises=AssertionError,
-            ),
-        ),
-    ],
-)
+@pytest.mark.parametrize("split", ["strided", "contiguous"])
 def test_each_device_computes_its_share(split: str) -> None:
     """A quarter of each micro-batch's rows, without a gather: by a strided ``split=``,
     as the page on integrations has it, and by itself.
