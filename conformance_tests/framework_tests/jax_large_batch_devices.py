@@ -221,7 +221,7 @@ def weights_and_aux() -> None:
         found = errors(params, x.T, y)
         aux = {
             "max": y.max(),
-            "mean": y.mean(),
+            "mean": jnp.sum(y * tokens) / tokens.sum(),
             "sum": tokens.sum(),
             "rows": found,
             "weighted": jnp.sum(y * tokens) / tokens.sum(),

@@ -18,7 +18,7 @@ UNFAIR = "every device computes all rows"
 @pytest.mark.parametrize("split", ["strided", "contiguous"])
 def test_each_device_computes_its_share(split: str) -> None:
     """A quarter of each micro-batch's rows, without a gather: by a strided ``split=``,
-    as the page on integrations has it, and by itself.
+    and by itself.
     """
     command = [sys.executable, "-W", "error", str(SCRIPT), split]
     ran = subprocess.run(

@@ -71,8 +71,9 @@ def value_and_grad(
         steps: at most so many micro-batches, of ceil(items / steps) items; the last one
             may be smaller. Of a sharded batch the sizes are rounded up to as many items
             of each shard, where the shards are known.
-        micro_batch_size: items of a micro-batch; the last one may be smaller. "auto" or
-            a `gradaccum.AutoMicroBatchSize`: the largest that fits.
+        micro_batch_size: items of a micro-batch, rounded up likewise; the last one may
+            be smaller. "auto" or a `gradaccum.AutoMicroBatchSize`: the largest that
+            fits.
         micro_batch_weight: consecutive items are packed up to this weight; a function
             `weight` is called on each item. Each new pattern of cuts is compiled.
         reduction: "mean": `loss_fn` takes a mean over weights; "sum": a sum;
