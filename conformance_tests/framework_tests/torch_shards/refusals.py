@@ -315,8 +315,9 @@ def distributed(tensor: Tensor, placement: Placement) -> Any:
 
 @check
 def items_that_workers_share_are_refused(rank: int) -> None:
-    """A cut would gather the batch. Items that are whole on each worker, and
-    a division of the user's own, give the large batch's gradient.
+    """A cut would gather the batch. Items that are whole on each worker, and a division
+    of the user's own, give the large batch's gradient: of ``mean()``, as torch's
+    ``mse_loss`` of such tensors has twice its gradient.
     """
     weight, x, y = (torch.arange(n * 4.0).view(n, 4).sin() for n in (4, 8, 8))
     leaf = weight.clone().requires_grad_()
