@@ -216,7 +216,7 @@ def axis_of(leaf: kit.Leaf, axis: object) -> int | None:
     if place is None:
         raise _no_axis_error(leaf, axis)
     if isinstance(leaf.value, Tensor) and is_sharded_along(leaf.value, place):
-        raise _sharded_items_error(leaf)
+        raise _sharded_items_error(leaf.path, leaf.value)
     return place
 
 
@@ -274,7 +274,7 @@ def _no_axis_error(leaf: kit.Leaf, axis: object) -> GradAccumError:
     )
 
 
-def _sharded_items_error(leaf: kit.Leaf) -> GradAccumError:
+def _sharded_items_error(path: str, tensor: Any) -> GradAccumError:
     """Return the error for items that several workers hold: torch would gather the
     batch to cut it, and each worker would compute all of it.
     """
@@ -285,9 +285,9 @@ def _sharded_items_error(leaf: kit.Leaf) -> GradAccumError:
     )
     return kit.explain(
         ArgumentValueError,
-        leaf.path,
+        path,
         expected="items that are whole on each worker",
-        found=f"a DTensor of placements {leaf.value.placements}",
+        found=f"a DTensor of placements {tensor.placements}",
         fix=fix,
     )
 
