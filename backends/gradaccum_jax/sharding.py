@@ -8,20 +8,22 @@ axes that a flag would gain are added before.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 from jax.interpreters import batching, mlir
+from jax.sharding import AxisType, NamedSharding
 
 from gradaccum import ArgumentTypeError
 from gradaccum.kit import Scalar, explain
-from gradaccum_jax.arrays import Array, Axes, Leaves, Params, typeof
+from gradaccum_jax.arrays import Array, Axes, Leaves, Params, Tree, typeof
 
 T = TypeVar("T")
 
@@ -59,7 +61,8 @@ def axes_of(value: Array) -> Axes:
 def manual_axes() -> Axes:
     """Return the mesh axes of the `jax.shard_map` around this call."""
     mesh: Any = jax.sharding.get_abstract_mesh()
-    return frozenset(getattr(mesh, "manual_axes", mesh.axis_names))
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return frozenset(name for name, kind in kinds if kind == AxisType.Manual)
 
 
 def vary(value: Array, axes: Axes) -> Array:
@@ -138,6 +141,101 @@ differs.
 def explicitly_sharded(leaf: Array) -> bool:
     """True if the type of `leaf` says how it is sharded (``AxisType.Explicit``)."""
     return any(axis is not None for axis in typeof(leaf).sharding.spec)
+
+
+# The devices that share an axis of an array.
+#
+# An array knows its sharding. So does a traced type on an explicit mesh. On an ordinary
+# mesh (``AxisType.Auto``) a traced type names the mesh, and XLA decides later who holds
+# what. A type names no mesh under ``jax.jit(..., in_shardings=...)`` of a NumPy array.
+
+
+class AxisShards(NamedTuple):
+    """The shards of one axis, all of one size."""
+
+    known: int
+    """How many the array or its type tells of."""
+    possible: int
+    """A multiple of `known`: how many there may be."""
+
+
+ONE_SHARD = AxisShards(1, 1)
+
+
+def axis_shards(leaf: Array, axis: int, others: Tree) -> AxisShards:
+    """Return the shards of an axis of `leaf`; a type that names no mesh may lie on a
+    mesh of `others`.
+    """
+    if manual_axes() or not isinstance(leaf, jax.Array):
+        return ONE_SHARD
+    if isinstance(leaf, jax.core.Tracer):
+        return _shards_by_type(typeof(leaf).sharding, axis, others)
+    shard_length = leaf.sharding.shard_shape(leaf.shape)[axis]
+    if shard_length == leaf.shape[axis]:
+        return ONE_SHARD
+    known = leaf.shape[axis] // shard_length
+    return AxisShards(known, len(leaf.sharding.device_set))
+
+
+def _shards_by_type(sharding: Any, axis: int, others: Tree) -> AxisShards:
+    mesh = sharding.mesh
+    if mesh.empty:
+        return AxisShards(1, _most_devices(others))
+    names = sharding.spec[axis] or ()
+    if isinstance(names, str):
+        names = (names,)
+    known = math.prod(mesh.shape[name] for name in names)
+    if known == 1 and not _is_automatic(mesh):
+        return ONE_SHARD
+    return AxisShards(known, mesh.size)
+
+
+def _most_devices(tree: Tree) -> int:
+    """Return the size of the largest mesh with automatic axes, of those around this
+    call and of the arrays in `tree`; 1 without such a mesh.
+    """
+    arrays = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
+    meshes: list[Any] = [typeof(leaf).sharding.mesh for leaf in arrays]
+    meshes.append(jax.sharding.get_abstract_mesh())
+    return max([1, *(int(mesh.size) for mesh in meshes if _is_automatic(mesh))])
+
+
+def _is_automatic(mesh: Any) -> bool:
+    """True if XLA decides along some axis which device has what."""
+    return not mesh.empty and AxisType.Auto in mesh.axis_types
+
+
+def divide_axis(array: Array, axis: int, blocks: int) -> Array:
+    """Return `array` with an axis of blocks, which keeps the sharding, in front of
+    `axis`.
+    """
+    length = array.shape[axis] // blocks
+    shape = (*array.shape[:axis], blocks, length, *array.shape[axis + 1 :])
+    return _reshaped(
+        array, shape, lambda spec: (*spec[: axis + 1], None, *spec[axis + 1 :])
+    )
+
+
+def merge_axis(array: Array, axis: int) -> Array:
+    """Return `array` with `axis` and the axis after it as one, the reverse of
+    `divide_axis`.
+    """
+    shape = (
+        *array.shape[:axis],
+        array.shape[axis] * array.shape[axis + 1],
+        *array.shape[axis + 2 :],
+    )
+    return _reshaped(array, shape, lambda spec: (*spec[: axis + 1], *spec[axis + 2 :]))
+
+
+def _reshaped(
+    array: Array, shape: tuple[int, ...], respec: Callable[[Any], tuple[Any, ...]]
+) -> Array:
+    if not explicitly_sharded(array):
+        return lax.reshape(array, shape)
+    sharding = typeof(array).sharding
+    spec = type(sharding.spec)(*respec(tuple(sharding.spec)))
+    return lax.reshape(array, shape, out_sharding=NamedSharding(sharding.mesh, spec))
 
 
 # Types of an explicit mesh that say that devices' parts are not added up yet.

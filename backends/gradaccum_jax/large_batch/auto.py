@@ -91,7 +91,7 @@ class Fitting:
 
     def _source(self, batch: tuple[Tree, ...], size: int) -> Source:
         return self._splitting.source(
-            batch, self._splitting.division._replace(micro_batch_size=size)
+            batch, division=self._splitting.division._replace(micro_batch_size=size)
         )
 
     def _compiled(self, given: Tree, source: Source) -> Any:
@@ -238,7 +238,8 @@ class Call(ABC):
     def _of_batch(self, given: Any, batch: tuple[Tree, ...]) -> Any:
         if self._fitting:
             return self._fitting(given, batch)
-        return call_jitted(self._jitted, self._run, given, self.splitting.source(batch))
+        source = self.splitting.source(batch, given)
+        return call_jitted(self._jitted, self._run, given, source)
 
     @cached_property
     def _fitting(self) -> Fitting | None:

@@ -9,9 +9,10 @@ constants: one program for each shape of batch. Users add classes to JAX's trees
 from __future__ import annotations
 
 import functools
+import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -41,6 +42,12 @@ from gradaccum_jax.arrays import (
     typeof,
 )
 from gradaccum_jax.checks import as_weight
+from gradaccum_jax.sharding import (
+    AxisShards,
+    axis_shards,
+    divide_axis,
+    merge_axis,
+)
 
 PLAIN = (str, bytes, bool, int, float, complex)
 """A leaf of these types has no items, and is given whole to each micro-batch."""
@@ -49,7 +56,7 @@ PLAIN = (str, bytes, bool, int, float, complex)
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["leaves", "item_weights"],
-    meta_fields=["axes", "constants", "structure", "cuts", "lists"],
+    meta_fields=["axes", "constants", "structure", "cuts", "lists", "blocks"],
 )
 @dataclass(frozen=True)
 class Batch:
@@ -68,10 +75,13 @@ class Batch:
     structure: Any
     """The tree that arrays and constants are the leaves of."""
     cuts: tuple[Cut, ...] = ()
+    """The cuts of each block: a micro-batch takes the same items of all blocks."""
     lists: tuple[tuple[str, int, str], ...] = ()
     """Path, length and brackets of each list that may be one of items; see
     `gradaccum.kit.mark_lists`.
     """
+    blocks: int = 1
+    """How many blocks of consecutive items the batch has: 1 unless devices share it."""
 
     def arguments(self, leaves: Sequence[Array]) -> tuple[Tree, ...]:
         held = list(leaves)
@@ -82,7 +92,7 @@ class Batch:
 
     def taken(self, start: Scalar, size: int, index: Scalar) -> list[Array]:
         return [
-            take(leaf, axis, start, size, index)
+            take(leaf, axis, start, size, index, self.blocks)
             for leaf, axis in zip(self.leaves, self.axes, strict=True)
         ]
 
@@ -97,6 +107,21 @@ class Batch:
     @property
     def items(self) -> int:
         return kit.require_one_size(self.sizes(), self.lists, BY_ITEM)
+
+    def shards(self, given: Tree) -> AxisShards:
+        """Return the shards of the axis of items, as far as the leaves say; `given` are
+        the other arguments of the call.
+        """
+        held = zip(self.leaves, self.axes, strict=True)
+        known = [
+            axis_shards(leaf, axis, given)
+            for leaf, axis in held
+            if isinstance(axis, int)
+        ]
+        return AxisShards(
+            math.lcm(*(shards.known for shards in known)),
+            math.lcm(*(shards.possible for shards in known)),
+        )
 
     def _paths(self) -> list[str]:
         held = jax.tree_util.tree_flatten_with_path(self.arguments(self.leaves))[0]
@@ -141,9 +166,11 @@ def is_cut(axis: Axis) -> bool:
     return isinstance(axis, int)
 
 
-def take(leaf: Array, axis: Axis, start: Scalar, size: int, index: Scalar) -> Array:
-    """Return the part of `leaf` for micro-batch number `index`: `size` items from
-    `start` on. A key is folded by each number of a tuple.
+def take(
+    leaf: Array, axis: Axis, start: Scalar, size: int, index: Scalar, blocks: int = 1
+) -> Array:
+    """Return the part of `leaf` for micro-batch number `index`: `size` items of each
+    block, from `start` on. A key is folded by each number of a tuple.
     """
     if axis == KEY:
         return functools.reduce(
@@ -151,7 +178,15 @@ def take(leaf: Array, axis: Axis, start: Scalar, size: int, index: Scalar) -> Ar
         )
     if axis is None:
         return leaf
-    return lax.dynamic_slice_in_dim(jnp.asarray(leaf), start, size, int(axis))
+    return take_items(jnp.asarray(leaf), int(axis), start, size, blocks)
+
+
+def take_items(array: Array, axis: int, start: Scalar, size: int, blocks: int) -> Array:
+    """Return `size` items of each block, from `start` on, block after block."""
+    if blocks == 1:
+        return lax.dynamic_slice_in_dim(array, start, size, axis)
+    by_block = divide_axis(array, axis, blocks)
+    return merge_axis(lax.dynamic_slice_in_dim(by_block, start, size, axis + 1), axis)
 
 
 def _whole_where_plain(arguments: tuple[Tree, ...], axes: list[Any]) -> list[Any]:
@@ -237,6 +272,10 @@ class Group(NamedTuple):
     """Arrays with one entry of the leading axis for each: what `take` wants to know."""
     take: Callable[[Tree, Scalar], MicroBatch]
     """``take(place, index)``."""
+    items: int | None
+    """How many items each has; None where nobody knows."""
+    blocks: int = 1
+    """How many blocks of the batch these items come from."""
 
 
 Body = Callable[[C, MicroBatch], tuple[C, list[Array]]]
@@ -276,7 +315,9 @@ def beside(groups: list[Group], number: Scalar, *rows: list[Any]) -> list[Group]
 
     held = zip(groups, *rows, strict=True)
     return [
-        Group(each.numbers, (each.places, *own), functools.partial(first, each.take))
+        each._replace(
+            places=(each.places, *own), take=functools.partial(first, each.take)
+        )
         for each, *own in held
     ]
 
@@ -288,17 +329,18 @@ def in_order(groups: list[Group], rows: list[list[Array]]) -> list[Array]:
 def _group(batch: Batch, size: int, numbers: tuple[int, ...]) -> Group:
     starts = jnp.asarray([batch.cuts[number].start for number in numbers], jnp.int32)
     weights = batch.item_weights
+    items = size * batch.blocks
 
     def take(start: Scalar, index: Scalar) -> MicroBatch:
         if weights is None:
             own = None
         else:
-            own = lax.dynamic_slice_in_dim(weights, start, size)
+            own = take_items(jnp.asarray(weights), 0, start, size, batch.blocks)
         return MicroBatch(
-            batch.arguments(batch.taken(start, size, index)), size, own, index
+            batch.arguments(batch.taken(start, size, index)), items, own, index
         )
 
-    return Group(numbers, starts, take)
+    return Group(numbers, starts, take, items, batch.blocks)
 
 
 def _over_group(
@@ -317,22 +359,43 @@ def _over_group(
     return carry, jax.tree.map(lambda row: row[None], rows)
 
 
+def blocks_of_rows(groups: list[Group], stacked: list[Array]) -> int:
+    """Return how many blocks of the batch each micro-batch's rows come from: 1 unless
+    there are as many rows for each item.
+    """
+    blocks = groups[0].blocks
+    if blocks == 1:
+        return 1
+    rows_per_item = {
+        divmod(rows.shape[1], group.items or 1)
+        for group, rows in zip(groups, stacked, strict=True)
+    }
+    return blocks if len(rows_per_item) == 1 and rows_per_item.pop()[1] == 0 else 1
+
+
 def _joined(groups: list[Group], stacked: list[Array]) -> Array:
-    if len(stacked) > 1:
-        flat = jnp.concatenate([_flat(rows) for rows in stacked])
-    else:
-        flat = _flat(stacked[0])
+    blocks = blocks_of_rows(groups, stacked)
+    parts = [_by_block(rows, blocks) for rows in stacked]
+    rows = jnp.concatenate(parts, axis=1) if len(parts) > 1 else parts[0]
     numbers = np.concatenate(
         [
-            np.repeat(group.numbers, rows.shape[1])
-            for group, rows in zip(groups, stacked, strict=True)
+            np.repeat(group.numbers, part.shape[1] // len(group.numbers))
+            for group, part in zip(groups, parts, strict=True)
         ]
     )
     order = np.argsort(numbers, kind="stable")
-    return flat if bool(np.all(order == np.arange(len(order)))) else flat[order]
+    if not bool(np.all(order == np.arange(len(order)))):
+        rows = rows[:, order]
+    return merge_axis(rows, 0)
 
 
-def _flat(rows: Array) -> Array:
+def _by_block(rows: Array, blocks: int) -> Array:
+    """Return rows of shape (micro-batches, rows of one, ...) with the axes (blocks,
+    rows of one block, ...).
+    """
+    if blocks > 1:
+        by_block = jnp.swapaxes(divide_axis(rows, 1, blocks), 0, 1)
+        return merge_axis(by_block, 1)
     if typeof(rows).sharding.spec[1:2] not in ((), (None,)):
         fix = (
             "Call it in a jax.shard_map with axis_name=, or make the mesh with"
@@ -345,7 +408,7 @@ def _flat(rows: Array) -> Array:
             found=f"rows of type {typeof(rows)}",
             fix=fix,
         )
-    return rows.reshape(-1, *rows.shape[2:])
+    return rows.reshape(1, -1, *rows.shape[2:])
 
 
 # The weight of a micro-batch: its number of items, the sum of per-item weights, or what
@@ -446,6 +509,51 @@ def _loud(weight: Scalar) -> Scalar:
     return jnp.where((weight >= 0) & jnp.isfinite(weight), weight, jnp.nan)
 
 
+# Blocks: the cuts of a batch that several devices share.
+#
+# A device holds consecutive items of a batch that is sharded over a mesh. Consecutive
+# micro-batches would lie on some of the devices each: XLA would gather the batch, and
+# every device would compute all of it. So such a batch is taken for as many blocks of
+# consecutive items as there are shards, and a micro-batch takes the same items of each
+# block, as a device of `jax.shard_map` takes them of its own part.
+#
+# The array, or its type on an explicit mesh, says how many shards there are. Under
+# `jax.jit` a type on an ordinary mesh says which mesh it is, and no more. Then the mesh's
+# devices are taken for the shards: if there are fewer, several blocks lie in one. But the
+# micro-batches must not grow by that, since the batch may be whole on each device.
+#
+# A batch on one device is cut as in other frameworks, and so is a batch that is known to
+# be whole on each. Single items in strides would need no knowledge of shards, but would
+# part neighbours that the loss function may compare.
+
+
+def cut_in_blocks(
+    items: int, size: int, shards: AxisShards
+) -> tuple[int, tuple[Cut, ...]]:
+    """Return the number of blocks, and the cuts of each of them.
+
+    Args:
+        items: all items of the batch, a multiple of ``shards.known``.
+        size: the items of a micro-batch, to be rounded up to a multiple of
+            ``shards.known``.
+        shards: of the axis of items.
+    """
+    size = _rounded_up(size, shards.known)
+    possible = math.gcd(shards.possible, items)
+    if size >= 8 * possible:  # adds an eighth at most
+        size = _rounded_up(size, possible)
+    blocks = math.gcd(possible, size)
+    if blocks < possible and items % size:
+        # XLA of JAX 0.7 joins rows of unequal parts wrongly.
+        blocks = shards.known
+    block_division = Division(None, size // blocks, None)
+    return blocks, kit.divided(block_division, items // blocks, None)
+
+
+def _rounded_up(size: int, factor: int) -> int:
+    return math.ceil(size / factor) * factor
+
+
 # The user's options on a batch, and the micro-batches that come of them: by axes and
 # cuts, or by a function of the user's own.
 
@@ -466,8 +574,12 @@ class Splitting:
     split: Callable[..., Iterable[Any]] | None
 
     def source(
-        self, arguments: tuple[Tree, ...], division: Division | None = None
+        self,
+        arguments: tuple[Tree, ...],
+        given: Tree = (),
+        division: Division | None = None,
     ) -> Source:
+        """Divide the batch; `given` are the other arguments of the call."""
         division = self.division if division is None else division
         if self.split is not None:
             return self._own_parts(arguments, division)
@@ -481,14 +593,11 @@ class Splitting:
             known = concrete(self._item_weights(batch, items, weights))
         else:
             known = None
-        return Batch(
-            batch.leaves,
-            weights,
-            batch.axes,
-            batch.constants,
-            batch.structure,
-            kit.divided(division, items, known),
-        )
+        blocks = 1
+        cuts = kit.divided(division, items, known)
+        if division.micro_batch_weight is None:
+            blocks, cuts = cut_in_blocks(items, cuts[0].items, batch.shards(given))
+        return replace(batch, item_weights=weights, cuts=cuts, lists=(), blocks=blocks)
 
     def _item_weights(self, batch: Batch, items: int, weights: Any) -> Any:
         """Return per-item weights to pack by: the user's array, or the user's function
@@ -575,14 +684,14 @@ def groups_in(source: Source) -> list[Group]:
 
 def items_in(source: Source) -> int | None:
     if isinstance(source, Batch):
-        return sum(cut.items for cut in source.cuts)
+        return sum(cut.items for cut in source.cuts) * source.blocks
     known = [_items(part) for part in source]
     return None if None in known else sum(items for items in known if items is not None)
 
 
 def largest_in(source: Source) -> int | None:
     if isinstance(source, Batch):
-        return max(cut.items for cut in source.cuts)
+        return max(cut.items for cut in source.cuts) * source.blocks
     known = [_items(part) for part in source]
     return None if None in known else max(items for items in known if items is not None)
 
@@ -633,4 +742,4 @@ def _stacked(parts: Parts, numbers: tuple[int, ...]) -> Group:
             held.arguments(held.taken(0, 0, index)), _items(first), None, index
         )
 
-    return Group(numbers, places, take)
+    return Group(numbers, places, take, _items(first))

@@ -30,10 +30,12 @@ from gradaccum_jax.large_batch.batch import (
     Splitting,
     Weight,
     beside,
+    blocks_of_rows,
     groups_in,
     in_order,
     make_splitting,
     over,
+    take_items,
 )
 from gradaccum_jax.large_batch.gradients import (
     Differentiation,
@@ -219,6 +221,11 @@ class Coupled(Call):
         start: list[Array],
     ) -> list[Array]:
         moving, put = moving_of(by)
+        all_blocks = [
+            blocks_of_rows(groups, list(stacked))
+            for stacked in zip(*rows, strict=True)
+            if takes_part(stacked[0])
+        ]
 
         def body(
             held: list[Array], micro_batch: MicroBatch
@@ -232,12 +239,15 @@ class Coupled(Call):
 
             made, pull_back = jax.vjp(outputs, moving)
             given = [
-                lax.dynamic_slice_in_dim(g, at, len(leaf))
-                for g, at, leaf in zip(by_rows, starts, made, strict=True)
+                take_items(g, 0, at, len(leaf) // blocks, blocks)
+                for g, at, leaf, blocks in zip(
+                    by_rows, starts, made, all_blocks, strict=True
+                )
             ]
             return gradient_sum.add(held, pull_back(given)[0], None, True), []
 
-        return over(beside(groups, None, _starts(groups, rows)), body, start, first)[0]
+        starts = _starts(groups, rows, all_blocks)
+        return over(beside(groups, None, starts), body, start, first)[0]
 
 
 def _require_use(weight: Weight, micro_batch_weight: float | None) -> None:
@@ -263,16 +273,19 @@ def _rows(outputs: Tree) -> list[Array]:
     return [jnp.asarray(leaf) for _, leaf in held]
 
 
-def _starts(groups: list[Group], rows: list[list[Array]]) -> list[list[Array]]:
-    """Return for each group where its micro-batches' rows begin: int32, one for each
-    array of rows that takes part.
+def _starts(
+    groups: list[Group], rows: list[list[Array]], all_blocks: list[int]
+) -> list[list[Array]]:
+    """Return for each group where its micro-batches' rows begin in a block: int32, one
+    for each array of rows that takes part.
     """
     count = sum(len(group.numbers) for group in groups)
     starts = []
-    for place in [place for place, leaf in enumerate(rows[0]) if takes_part(leaf)]:
+    places = [place for place, leaf in enumerate(rows[0]) if takes_part(leaf)]
+    for place, blocks in zip(places, all_blocks, strict=True):
         lengths = np.zeros(count, np.int32)
         for group, made in zip(groups, rows, strict=True):
-            lengths[list(group.numbers)] = made[place].shape[1]
+            lengths[list(group.numbers)] = made[place].shape[1] // blocks
         starts.append(np.cumsum(lengths) - lengths)
     return [
         [jnp.asarray(first[list(group.numbers)], jnp.int32) for first in starts]

@@ -57,7 +57,9 @@ def value_and_grad(
         loss, grads = step(params, x, y)
 
     Micro-batches of one size are one `jax.lax.scan`; a smaller last one is compiled
-    beside it. Outside of `jax.jit` the returned function jits itself: keep it, and pass
+    beside it. A micro-batch has consecutive items; of a batch that is sharded over a
+    mesh it has consecutive items of each shard, so that each device computes its share.
+    Outside of `jax.jit` the returned function jits itself: keep it, and pass
     what changes as an argument, because all else that `loss_fn` reads is a constant.
 
     Args:
@@ -67,9 +69,11 @@ def value_and_grad(
             the batch.
         has_aux: as in `jax.value_and_grad`; then `aux` says how it merges.
         steps: at most so many micro-batches, of ceil(items / steps) items; the last one
-            may be smaller.
-        micro_batch_size: items of a micro-batch; the last one may be smaller. "auto" or
-            a `gradaccum.AutoMicroBatchSize`: the largest that fits.
+            may be smaller. Of a sharded batch the sizes are rounded up to as many items
+            of each shard, where the shards are known.
+        micro_batch_size: items of a micro-batch, rounded up likewise; the last one may
+            be smaller. "auto" or a `gradaccum.AutoMicroBatchSize`: the largest that
+            fits.
         micro_batch_weight: consecutive items are packed up to this weight; a function
             `weight` is called on each item. Each new pattern of cuts is compiled.
         reduction: "mean": `loss_fn` takes a mean over weights; "sum": a sum;

@@ -22,7 +22,7 @@ from gradaccum import (
     kit,
 )
 from gradaccum_torch.arithmetic import HALF
-from gradaccum_torch.torch_private.names import is_sharded
+from gradaccum_torch.torch_private.names import is_sharded, is_sharded_along
 
 PLAIN = (str, bytes, bool, int, float, complex, type(None))
 """A leaf that is one plain value has no items, and is given whole to each micro-batch.
@@ -215,6 +215,8 @@ def axis_of(leaf: kit.Leaf, axis: object) -> int | None:
     place = _axis_or_none(leaf.value, axis)
     if place is None:
         raise _no_axis_error(leaf, axis)
+    if isinstance(leaf.value, Tensor) and is_sharded_along(leaf.value, place):
+        raise _sharded_items_error(leaf.path, leaf.value)
     return place
 
 
@@ -269,6 +271,24 @@ def _no_axis_error(leaf: kit.Leaf, axis: object) -> GradAccumError:
         expected = f"an array with an axis {axis} to split"
     return kit.explain(
         ArgumentValueError, leaf.path, expected=expected, found=found, fix=fix
+    )
+
+
+def _sharded_items_error(path: str, tensor: Any) -> GradAccumError:
+    """Return the error for items that several workers hold: torch would gather the
+    batch to cut it, and each worker would compute all of it.
+    """
+    fix = (
+        "Give each worker its own items, x.to_local(), beside a wrapped optimizer that"
+        " knows the module; or write split= a function that cuts the local parts and"
+        " returns DTensor.from_local(part, mesh, placements) of each."
+    )
+    return kit.explain(
+        ArgumentValueError,
+        path,
+        expected="items that are whole on each worker",
+        found=f"a DTensor of placements {tensor.placements}",
+        fix=fix,
     )
 
 

@@ -205,6 +205,19 @@ def is_sharded(tensor: Tensor) -> bool:
     return tensors is not None and isinstance(tensor, tensors.DTensor)
 
 
+def is_sharded_along(tensor: Tensor, axis: int) -> bool:
+    """True if several processes hold parts of `tensor` along `axis`."""
+    if not is_sharded(tensor):
+        return False
+    sharded_tensor: Any = tensor
+    sizes: tuple[int, ...] = sharded_tensor.device_mesh.shape
+    placements: Sequence[Any] = sharded_tensor.placements
+    return any(
+        size > 1 and placement.is_shard(axis)
+        for size, placement in zip(sizes, placements, strict=True)
+    )
+
+
 def local(tensor: Tensor) -> Tensor:
     """Return the part of a `DTensor` in this process, without a graph, or the tensor
     itself.

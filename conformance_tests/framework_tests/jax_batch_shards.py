@@ -1,0 +1,389 @@
+"""Programs on eight devices: a large batch that is sharded over a mesh, in one call.
+Each device computes its share of every micro-batch, and nothing gathers the batch.
+
+    python jax_batch_shards.py fair_share    # or another function of `CHECKS`
+
+The tests run each in a process of its own, since JAX fixes the number of devices when it
+starts.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import AxisType, Mesh, NamedSharding
+
+import gradaccum
+import gradaccum_jax
+from conformance_tests.framework_tests.jax_versions import on_mesh, shard_map
+
+P: Any = jax.sharding.PartitionSpec
+ITEMS, WIDTH = 1024, 32
+RNG = np.random.default_rng(0)
+PARAMS = {"w": RNG.normal(size=(WIDTH, WIDTH)).astype(np.float32)}
+X, Y = RNG.normal(size=(2, ITEMS, WIDTH)).astype(np.float32)
+
+
+class Layout(NamedTuple):
+    """A mesh, and where the batch lies on it."""
+
+    axes: dict[str, int]
+    """Names and sizes of the mesh's axes."""
+    spec: Any
+    """The partition of the items."""
+    kind: Any = AxisType.Auto
+
+    @property
+    def mesh(self) -> Mesh:
+        sizes = tuple(self.axes.values())
+        devices = np.array(jax.devices()[: np.prod(sizes)]).reshape(sizes)
+        return Mesh(devices, tuple(self.axes), axis_types=(self.kind,) * len(sizes))
+
+    @property
+    def shards(self) -> int:
+        shape = NamedSharding(self.mesh, self.spec).shard_shape((ITEMS,))
+        return ITEMS // int(shape[0])
+
+    def context(self) -> Any:
+        return on_mesh(self.mesh) if self.kind == AxisType.Explicit else nullcontext()
+
+    def put(self, tree: Any, spec: Any = None) -> Any:
+        spec = self.spec if spec is None else spec
+        return jax.device_put(tree, NamedSharding(self.mesh, spec))
+
+
+LAYOUTS = [
+    *(Layout({"data": devices}, P("data")) for devices in (2, 4, 8)),
+    Layout({"data": 4, "model": 2}, P("data")),
+    Layout({"data": 4, "model": 2}, P("model")),
+    Layout({"data": 4, "model": 2}, P(("data", "model"))),
+    Layout({"data": 8}, P("data"), AxisType.Explicit),
+    Layout({"data": 4, "model": 2}, P("data"), AxisType.Explicit),
+    Layout({"data": 4, "model": 2}, P(("data", "model")), AxisType.Explicit),
+]
+EIGHT = Layout({"data": 8}, P("data"))
+
+
+def loss_fn(params: Any, x: Any, y: Any) -> Any:
+    losses = jnp.mean((jnp.tanh(x @ params["w"]) - y) ** 2, axis=1)
+    return losses.mean(), losses
+
+
+def call_with(steps: int, **options: Any) -> Any:
+    return gradaccum_jax.value_and_grad(
+        loss_fn, has_aux=True, aux="concatenate", steps=steps, **options
+    )
+
+
+def near(made: Any, wanted: Any, rtol: float = 1e-5) -> None:
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=1e-6),
+        made,
+        wanted,
+    )
+
+
+class Cost(NamedTuple):
+    """What the compiler says of one device's program."""
+
+    rows: int
+    """The most rows of a matrix product with the parameters."""
+    flops: float
+    scratch: int
+    """Bytes."""
+    collectives: set[str]
+
+
+def cost_of(compiled: Any) -> Cost:
+    text = compiled.as_text()
+    products = re.findall(rf"f32\[(\d+),{WIDTH}\]\S* (?:dot|custom-call)\(", text)
+    kinds = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute"
+    found = set(re.findall(rf" ({kinds})(?:-start)?\(", text))
+    analysis = compiled.cost_analysis()
+    scratch = compiled.memory_analysis().temp_size_in_bytes
+    return Cost(max(map(int, products)), analysis["flops"], scratch, found)
+
+
+def fair_share() -> None:
+    """Each device costs what one device with its items alone would, and the devices
+    reduce; the losses of single items stay where their items are.
+    """
+    wanted = jax.value_and_grad(loss_fn, has_aux=True)(PARAMS, X, Y)
+    for layout in LAYOUTS:
+        items = ITEMS // layout.shards
+        for steps in (2, 4, 8, 16):
+            call = jax.jit(call_with(steps))
+            with layout.context():
+                params = layout.put(PARAMS, P())
+                batch = layout.put((X, Y))
+                compiled = call.lower(params, *batch).compile()
+                (loss, losses), grads = compiled(params, *batch)
+            near(((loss, losses), grads), wanted)
+            assert losses.sharding.is_equivalent_to(batch[0].sharding, 1)
+            found = cost_of(compiled)
+            alone = cost_of(call.lower(PARAMS, X[:items], Y[:items]).compile())
+            print(dict(layout.axes), layout.spec, layout.kind, steps, found, alone)
+            assert found.collectives == {"all-reduce"}, found
+            assert found.rows == max(WIDTH, items // steps), found
+            assert found.flops < 1.05 * alone.flops, (found, alone)
+            # the reduction has a buffer for the gradient
+            assert found.scratch < 1.05 * alone.scratch + 4 * WIDTH**2, (found, alone)
+
+
+def outside_of_jit() -> None:
+    """A call that compiles itself sees the sharding: sizes that the devices cannot share
+    are rounded up, and each device has as many items in every micro-batch.
+    """
+    for steps, items, sizes in (
+        (4, 1024, [256] * 4),
+        (4, 24, [8, 8, 8]),
+        (3, 1000, [336, 336, 328]),
+        (5, 8, [8]),
+        (7, 40, [8] * 5),
+    ):
+        seen: list[int] = []
+
+        def loss(params: Any, x: Any, y: Any, seen: list[int] = seen) -> Any:
+            seen.append(len(x))
+            return loss_fn(params, x, y)
+
+        call = gradaccum_jax.value_and_grad(
+            loss, has_aux=True, aux="concatenate", steps=steps
+        )
+        x, y = X[:items], Y[:items]
+        made = call(PARAMS, *EIGHT.put((x, y)))
+        near(made, jax.value_and_grad(loss_fn, has_aux=True)(PARAMS, x, y))
+        assert set(seen) == set(sizes), (seen, sizes)
+        assert made[0][1].sharding.is_equivalent_to(EIGHT.put(y).sharding, 1)
+
+
+def uneven_under_jit() -> None:
+    """Right for each number of items and steps, on each mesh; the sizes stay as they are
+    where a rounded one would be much larger.
+    """
+    for layout in (*LAYOUTS, Layout({"data": 4, "model": 2}, P())):
+        for steps, items in ((7, 40), (3, 1000), (4, 24), (5, 72), (8, 8), (3, 16)):
+            x, y = X[:items], Y[:items]
+            with layout.context():
+                params = layout.put(PARAMS, P())
+                made = jax.jit(call_with(steps))(params, *layout.put((x, y)))
+            near(made, jax.value_and_grad(loss_fn, has_aux=True)(PARAMS, x, y))
+
+
+def in_shardings() -> None:
+    """A traced NumPy batch names no mesh; the parameters do, or the mesh that is set."""
+    on_data = NamedSharding(EIGHT.mesh, P("data"))
+    step = jax.jit(call_with(4), in_shardings=(None, on_data, on_data))
+    wanted = jax.value_and_grad(loss_fn, has_aux=True)(PARAMS, X, Y)
+    for params, context in (
+        (EIGHT.put(PARAMS, P()), nullcontext()),
+        (PARAMS, on_mesh(EIGHT.mesh)),
+    ):
+        with context:
+            compiled = step.lower(params, X, Y).compile()
+            near(compiled(params, X, Y), wanted)
+        assert cost_of(compiled).collectives == {"all-reduce"}
+        assert cost_of(compiled).rows == ITEMS // 4 // 8
+
+
+def whole_batches() -> None:
+    """A batch that no devices share keeps its consecutive micro-batches and its bits."""
+    tens = np.arange(16, dtype=np.float32)
+
+    def first(params: Any, x: Any) -> Any:
+        return jnp.mean(params * x), x[:1]
+
+    call = gradaccum_jax.value_and_grad(first, has_aux=True, aux="concatenate", steps=4)
+    one, explicit = jnp.ones(()), EIGHT._replace(kind=AxisType.Explicit)
+    wanted = jax.jit(call)(one, tens)
+    np.testing.assert_array_equal(wanted[0][1], [0, 4, 8, 12])
+    made = [call(one, tens), call(one, jnp.asarray(tens))]
+    made.append(call(one, EIGHT.put(tens, P())))
+    with explicit.context():
+        whole = explicit.put(tens, P())
+        made.append(jax.jit(call)(explicit.put(one, P()), whole))
+
+    def in_shard_map(params: Any, x: Any) -> Any:
+        (loss, rows), gradient = call(params, x)
+        return (jax.lax.pmean(loss, "data")[None], rows), gradient[None]
+
+    if hasattr(jax, "shard_map"):
+        over = shard_map(
+            in_shard_map,
+            mesh=EIGHT.mesh,
+            in_specs=(P(), P("data")),
+            out_specs=((P("data"), P("data")), P("data")),
+            check_vma=False,
+        )
+        rows = jax.jit(over)(one, EIGHT.put(np.tile(tens, 8)))[0][1]
+        np.testing.assert_array_equal(rows, np.tile(wanted[0][1], 8))
+    for each in made:
+        jax.tree.map(np.testing.assert_array_equal, each, wanted)
+
+
+def neighbours() -> None:
+    """Items that lie beside each other on a device stay so in its micro-batches."""
+
+    def pairs(params: Any, x: Any) -> Any:
+        return jnp.mean((params * (x[0::2] - x[1::2])) ** 2)
+
+    x = RNG.normal(size=64).astype(np.float32)
+    wanted = jax.value_and_grad(pairs)(jnp.ones(()), x)
+    call = gradaccum_jax.value_and_grad(pairs, steps=4)
+    for function in (call, jax.jit(call)):
+        near(function(jnp.ones(()), EIGHT.put(x)), wanted)
+
+
+def nested_batches() -> None:
+    """Axes, keys, weights of single items, and rows of several kinds."""
+    layout = Layout({"data": 4, "model": 2}, P("data"))
+    tokens = np.arange(ITEMS, dtype=np.float32) % 7
+    batch = {"x": X.T, "pair": (Y, tokens)}
+    spec = {"x": P(None, "data"), "pair": (P("data"), P("data"))}
+    shared = jax.tree.map(layout.put, batch, spec)
+    axes = ({"x": 1, "pair": 0}, "key", None)
+    kinds = {"rows": "concatenate", "two": "concatenate", "largest": "max", "n": "sum"}
+
+    def loss(params: Any, batch: Any, key: Any, scale: Any) -> Any:
+        y, tokens = batch["pair"]
+        found = jnp.mean((jnp.tanh(batch["x"].T @ params["w"]) - y) ** 2, axis=1)
+        aux = {
+            "rows": found,
+            "two": jnp.repeat(y, 2, axis=0),
+            "largest": y.max(),
+            "n": tokens.sum(),
+        }
+        total = jnp.maximum(tokens.sum(), 1)
+        return scale * jnp.sum(found * tokens) / total, aux
+
+    key, scale = jax.random.key(0), np.float32(2)
+    wanted = jax.value_and_grad(loss, has_aux=True)(PARAMS, batch, key, scale)
+    call = gradaccum_jax.value_and_grad(
+        loss, has_aux=True, aux=kinds, steps=8, axes=axes, weight=tokens
+    )
+    for function in (call, jax.jit(call)):
+        near(function(PARAMS, shared, key, scale), wanted)
+
+
+def window() -> None:
+    """`value_and_update` makes the large batch's update, and reduces alone."""
+    tx = gradaccum.wrap(optax.adam(0.1), steps=None, clip_norm=0.1)
+    call = gradaccum_jax.value_and_update(
+        loss_fn, tx, has_aux=True, aux="concatenate", steps=4
+    )
+    params = EIGHT.put(PARAMS, P())
+    state, batch = tx.init(params), EIGHT.put((X, Y))
+    compiled = jax.jit(call).lower(params, state, *batch).compile()
+    (loss, _), updates, state = compiled(params, state, *batch)
+    inner = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(0.1))
+    (wanted, _), grads = jax.value_and_grad(loss_fn, has_aux=True)(PARAMS, X, Y)
+    near(loss, wanted)
+    near(updates, inner.update(grads, inner.init(PARAMS))[0], 1e-3)
+    assert cost_of(compiled).collectives == {"all-reduce"}
+    assert cost_of(compiled).rows == WIDTH
+
+
+def layered() -> None:
+    tx = gradaccum.wrap(optax.sgd(0.1), steps=None, on_overflow="ignore")
+    step = gradaccum_jax.layered_value_and_update(
+        lambda p, x: x @ p,
+        lambda p, activations, x: jnp.tanh(activations @ p),
+        lambda p, activations, x: jnp.mean((activations @ p) ** 2),
+        tx,
+        steps=4,
+    )
+    w = PARAMS["w"]
+    start = (w, 0.3 * np.stack([w, w]), w)
+
+    def loss(params: Any, x: Any) -> Any:
+        activations = x @ params[0]
+        for layer in params[1]:
+            activations = jnp.tanh(activations @ layer)
+        return jnp.mean((activations @ params[2]) ** 2)
+
+    wanted, grads = jax.value_and_grad(loss)(start, X)
+    params = EIGHT.put(start, P())
+    state = step.init(params)
+    compiled = jax.jit(step).lower(params, state, EIGHT.put(X)).compile()
+    made, params, _ = compiled(params, state, EIGHT.put(X))
+    near(made, wanted)
+    near(params, jax.tree.map(lambda p, g: p - 0.1 * g, start, grads), 1e-4)
+    assert cost_of(compiled).collectives == {"all-reduce"}
+    assert cost_of(compiled).rows == WIDTH
+
+
+def coupled() -> None:
+    """The loss sees the rows in the order of the items, and each item's gradient finds
+    its way back.
+    """
+
+    def outputs(params: Any, x: Any) -> Any:
+        return {"z": jnp.tanh(x @ params["w"]), "both": jnp.repeat(x[:, 0], 2)}
+
+    def loss(params: Any, made: Any) -> Any:
+        weights = jnp.arange(len(made["z"])) / 100
+        both = made["both"].reshape(-1, 2).sum(1)
+        products = made["z"].mean(0) @ params["w"]
+        return jnp.mean(weights * both * made["z"][:, 1]) + products.sum()
+
+    for items, steps in ((64, 4), (1000, 3), (40, 7)):
+        x = X[:items]
+        wanted = jax.value_and_grad(lambda p, x=x: loss(p, outputs(p, x)))(PARAMS)
+        call = gradaccum_jax.coupled_value_and_grad(outputs, loss, steps=steps)
+        near(call(PARAMS, EIGHT.put(x)), wanted, 1e-4)
+        near(jax.jit(call)(PARAMS, EIGHT.put(x)), wanted, 1e-4)
+    compiled = jax.jit(call).lower(PARAMS, EIGHT.put(X)).compile()
+    assert "all-gather" not in cost_of(compiled).collectives
+
+
+def sizes_and_weights() -> None:
+    """`micro_batch_size` and "auto" cut blocks too; items are packed by their weight as
+    they follow.
+    """
+    weights = np.arange(ITEMS) % 5 + 1.0
+    fits = gradaccum.AutoMicroBatchSize(memory_limit=20_000)
+    for options in (
+        {"micro_batch_size": 100},
+        {"micro_batch_size": fits},
+        {"micro_batch_weight": 500, "weight": weights},
+    ):
+        call: Any = gradaccum_jax.value_and_grad(
+            loss_fn, has_aux=True, aux="concatenate", reduction="sum", **options
+        )
+        made = call(PARAMS, *EIGHT.put((X, Y)))
+        near(made[0][1], loss_fn(PARAMS, X, Y)[1])
+    assert fits.size in (ITEMS // 4, ITEMS // 8), fits
+
+
+CHECKS: dict[str, Callable[[], None]] = {
+    check.__name__: check
+    for check in (
+        fair_share,
+        outside_of_jit,
+        uneven_under_jit,
+        in_shardings,
+        whole_batches,
+        neighbours,
+        nested_batches,
+        window,
+        layered,
+        coupled,
+        sizes_and_weights,
+    )
+}
+
+
+if __name__ == "__main__":
+    CHECKS[sys.argv[1]]()
