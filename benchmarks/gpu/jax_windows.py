@@ -131,7 +131,7 @@ def train_large(params: Tree, windows: Sequence[tuple[Any, Any]]) -> Tree:
     state = tx.init(params)
     for x, y in windows:
         grads = jax.grad(mean_loss)(params, x, y)
-        norm = optax.tree.norm(grads)
+        norm = jnp.linalg.norm(jnp.concatenate(list(map(jnp.ravel, grads.values()))))
         factor = jnp.minimum(1.0, CLIP_NORM / norm)
         grads = jax.tree.map(lambda leaf, factor=factor: leaf * factor, grads)
         updates, state = tx.update(grads, state, params)

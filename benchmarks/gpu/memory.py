@@ -210,7 +210,7 @@ def automatic_size(setting: Setting) -> Measured:
     try:
         gradaccum_torch.backward(loss_fn, x, micro_batch_size=sizes)
         first = exhausted() - before
-        gradients = flat(gradients_of(model))
+        gradients = [each.cpu() for each in gradients_of(model)]
         model.zero_grad()
         gradaccum_torch.backward(loss_fn, x, micro_batch_size=sizes)
         second = exhausted() - before - first
@@ -222,7 +222,8 @@ def automatic_size(setting: Setting) -> Measured:
     for part in x.chunk(64):
         run_backward(loss_fn(part) / 64)
     expected = flat(gradients_of(model))
-    off = float((gradients - expected).norm() / expected.norm())
+    got = flat(gradients).to(setting.device)
+    off = float((got - expected).norm() / expected.norm())
     passed = size < items and first > 0 and second == 0 and off <= FLOAT32_BOUND
     text = f"{size} of {items} items; exhausted {first} times, then {second};"
     return Measured(

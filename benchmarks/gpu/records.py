@@ -1,4 +1,4 @@
-"""What a check is, what it measures, and the lines of JSON in which results are kept."""
+"""Checks, their outcomes, and the lines of JSON in which these are kept."""
 
 from __future__ import annotations
 
