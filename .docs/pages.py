@@ -22,6 +22,7 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
     "Project": (
         "benchmarks/README.md",
         "benchmarks/SCOREBOARD.md",
+        "benchmarks/GPU.md",
         "backends/README.md",
         ".github/CONTRIBUTING.md",
         "CHANGELOG.md",

@@ -43,7 +43,7 @@ def machine() -> dict[str, str]:
     }
     found |= {"gpu": gpu} if (gpu := _gpu()) else {}
     return found | {
-        package: installed for package in PACKAGES if (installed := _version(package))
+        package: installed for package in PACKAGES if (installed := version_of(package))
     }
 
 
@@ -73,7 +73,8 @@ def _gpu() -> str | None:
     )
 
 
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
+    """Return the installed version of a package; None if there is none."""
     try:
         return version(package)
     except PackageNotFoundError:

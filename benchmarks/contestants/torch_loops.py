@@ -8,6 +8,7 @@ one micro-batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -94,9 +95,7 @@ def fabric(
     clip_norm: float | None = None,
 ) -> Window:
     """The loop of Fabric's guide to gradient accumulation."""
-    from lightning_fabric import Fabric
-
-    launched = Fabric(accelerator=DEVICE.type, devices=1)
+    launched = import_fabric()(accelerator=DEVICE.type, devices=1)
     model, optimizer = launched.setup(model, inner)
 
     def window() -> None:
@@ -117,6 +116,18 @@ def recipes() -> Mapping[str, Recipe]:
     found: dict[str, Recipe] = {BASELINE: hand_written, "gradaccum": wrapped}
     found |= {"Accelerate": accelerate} if find_spec("accelerate") else {}
     return found | ({"Fabric": fabric} if find_spec("lightning_fabric") else {})
+
+
+def fabric_module() -> str:
+    """Return the module that Fabric is in: a package of its own, or a part of
+    Lightning, which may be missing too.
+    """
+    return "lightning_fabric" if find_spec("lightning_fabric") else "lightning.fabric"
+
+
+def import_fabric() -> Any:
+    """Return the class `Fabric`."""
+    return import_module(fabric_module()).Fabric
 
 
 def wait() -> None:

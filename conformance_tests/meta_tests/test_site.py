@@ -44,6 +44,7 @@ def test_every_page_is_on_the_site() -> None:
         "LICENSE",
         "benchmarks/README.md",
         "benchmarks/SCOREBOARD.md",
+        "benchmarks/GPU.md",
     } == set(pages.all_pages())
     assert len(pages.all_pages()) == len(set(pages.all_pages()))
 
