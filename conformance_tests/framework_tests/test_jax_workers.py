@@ -1,5 +1,5 @@
-"""What four devices do together, in a process of their own: each window against one
-device that has all micro-batches; what is refused.
+"""Windows over four devices, in a process of their own, against one device that has
+all micro-batches; and the refusals.
 """
 
 from __future__ import annotations
