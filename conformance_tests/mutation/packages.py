@@ -86,7 +86,6 @@ TOPICS = (
     "misuse",
     "masters",
     "half_precision",
-    "loss_scale",
     "checkpoint",
 )
 """Of the tests that one framework alone has: those of the window, in every adapter."""
@@ -125,6 +124,7 @@ TORCH = _adapter(
     (
         *(
             "loop",
+            "loss_scale",
             "tampering",
             "hostile_autograd",
             "separate_sums",
@@ -155,28 +155,14 @@ TORCH = TORCH._replace(
 JAX = _adapter(
     "jax",
     ("window.py", "state.py", "gradient_sum.py", "update.py", "extensions.py"),
-    (
-        *(
-            "loop",
-            "knowledge",
-            "leaves",
-            "norm",
-            "program",
-            "modes",
-            "schedule",
-            "sharding",
-            "ensemble",
-            "derivatives",
-            "multisteps",
-        ),
-        "watching",
-    ),
+    ("leaves", "norm", "program", "ensemble", "derivatives", "multisteps"),
 )
 MINDSPORE = _adapter(
     "mindspore",
     ("window", "state.py", "gradient_sum.py"),
     (
         "calls",
+        "loss_scale",
         "knowledge",
         "packed",
         "schedule",
