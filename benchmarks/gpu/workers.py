@@ -143,14 +143,19 @@ def time_beside_no_sync(setting: Setting) -> Measured:
     return Measured(None, text, bare=f"{no_sync.median_ms:.2f} ms")
 
 
+FSDP2_RUNS_ON_CPU = hasattr(torch.cpu.Stream, "record_event")
+"""FSDP2 asks a CPU's streams for events, which they have from torch 2.8 on."""
 CHECKS = (
     Check("DistributedDataParallel, ragged, clipped", data_parallel),
     Check(
         'FSDP2, gradient_sync="micro_batch"',
         partial(fully_sharded, gradient_sync="micro_batch"),
+        needs_gpu=not FSDP2_RUNS_ON_CPU,
     ),
     Check(
-        'FSDP2, gradient_sync="window"', partial(fully_sharded, gradient_sync="window")
+        'FSDP2, gradient_sync="window"',
+        partial(fully_sharded, gradient_sync="window"),
+        needs_gpu=not FSDP2_RUNS_ON_CPU,
     ),
     Check("DDP, time of a window beside no_sync", time_beside_no_sync),
 )

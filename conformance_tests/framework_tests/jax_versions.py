@@ -21,6 +21,11 @@ needs_microbatch = pytest.mark.skipif(
 )
 
 
+def init_empty_state(params: Any) -> Any:
+    """`optax.init_empty_state`, which optax before 0.2.5 lacks."""
+    return optax.EmptyState()
+
+
 partition: Callable[..., Any] = (
     optax.partition if hasattr(optax, "partition") else optax.multi_transform
 )

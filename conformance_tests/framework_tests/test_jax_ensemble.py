@@ -15,6 +15,7 @@ import pytest
 
 import gradaccum
 import gradaccum_jax
+from conformance_tests.framework_tests.jax_versions import init_empty_state
 
 MEMBERS, MICRO_BATCHES = 3, 9
 PARAMS = {
@@ -81,7 +82,7 @@ def test_members_train_as_if_alone(name: str) -> None:
         return {"w": -0.5 * updates["w"], "b": -rates * noise * updates["b"]}, state
 
     inner = optax.chain(
-        optax.trace(0.5), optax.GradientTransformation(optax.init_empty_state, own)
+        optax.trace(0.5), optax.GradientTransformation(init_empty_state, own)
     )
     tx = MAKERS[name](inner)
     together = train(tx, jax.vmap, lambda tree: tree)

@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import gradaccum
 import gradaccum_jax
-from conformance_tests.framework_tests.jax_versions import on_mesh
+from conformance_tests.framework_tests.jax_versions import init_empty_state, on_mesh
 from conformance_tests.framework_tests.jax_workers.common import (
     MESH,
     P,
@@ -47,10 +47,8 @@ def reducing(updates: Any, state: Any, params: Any = None) -> Any:
     return lax.psum(updates, "data"), state
 
 
-HINTED = wrap(
-    optax.GradientTransformationExtraArgs(optax.init_empty_state, hinting), steps=1
-)
-REDUCING = optax.GradientTransformation(optax.init_empty_state, reducing)
+HINTED = wrap(optax.GradientTransformationExtraArgs(init_empty_state, hinting), steps=1)
+REDUCING = optax.GradientTransformation(init_empty_state, reducing)
 
 
 def loss_fn(w: Any, x: Any) -> Any:
