@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import jax.ad_checkpoint
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -126,7 +125,8 @@ def _compare(own: Any, hidden: Any, _: Any, y: Any) -> Any:
 
 
 def _loss(params: Any, x: Any, y: Any) -> Any:
-    recomputed = jax.ad_checkpoint.checkpoint(_layer)
+    library: Any = jax  # mypy does not see the name.
+    recomputed = library.checkpoint(_layer)
     return _compare(
         None,
         jax.lax.scan(lambda hidden, own: (recomputed(own, hidden), None), x, params[1])[

@@ -52,7 +52,7 @@ def gradients(count: int, bad: dict[int, float]) -> list[Any]:
 
 
 def assert_close(ours: Any, theirs: Any, tolerance: float) -> None:
-    assert jax.tree.map(jnp.dtype, ours) == jax.tree.map(jnp.dtype, theirs)
+    assert jax.tree.map(jnp.result_type, ours) == jax.tree.map(jnp.result_type, theirs)
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         np.testing.assert_allclose(
             np.float64(a), np.float64(b), rtol=tolerance, atol=tolerance
