@@ -263,6 +263,7 @@ def norm_counts_each_shard_once(rank: int) -> None:
     """A head whose rows are sharded over the workers of a data-parallel backbone; an odd
     number of rows, so that the shards differ.
     """
+    torch.manual_seed(0)
     large = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 7, bias=False)).double()
     backbone, mesh = copy.deepcopy(large[0]), init_device_mesh("cpu", (WORLD,))
     parallel = DistributedDataParallel(backbone)
@@ -287,6 +288,14 @@ def norm_counts_each_shard_once(rank: int) -> None:
     torch.testing.assert_close(
         shard.full_tensor(), large[1].weight, rtol=1e-12, atol=1e-12
     )
+    require_equal(backbone, large[0], off=1e-12)
+    # An overflow in the rows of one worker skips the window on all.
+    for _ in range(3):
+        rows = shard.to_local() * (float("inf") if rank == 1 else 1.0)
+        opt.backward(parallel(x).sum() + rows.sum(), weight=3)
+        opt.step()
+    assert opt.result.skipped
+    assert opt.result.overflow
     require_equal(backbone, large[0], off=1e-12)
 
 
