@@ -241,21 +241,28 @@ class NonFiniteLosses(Extension):
     """Knows whether a loss of the open window is not finite on this worker."""
 
     def __init__(self) -> None:
-        self._losses: list[float | Tensor] = []
+        self._window_flags: list[Tensor] = []
+        """Whether each loss is finite, on its device."""
+        self._micro_batch_flags: list[Tensor] = []
+
+    def loss_given(self, loss: Tensor) -> None:
+        self._micro_batch_flags.append(local(loss.detach()).isfinite().all())
 
     def micro_batch_added(self, micro_batch: MicroBatch, weight: float) -> None:
         if weight:
-            self._losses += micro_batch.losses
+            self._window_flags += self._micro_batch_flags
+        self._micro_batch_flags = []
 
     def found(self) -> bool:
         """Return whether there is one; may wait for the device."""
-        return not all(math.isfinite(loss) for loss in self._losses)
+        return not all(bool(is_finite) for is_finite in self._window_flags)
 
     def window_closed(self, state: Fields, options: Options) -> None:
-        self._losses = []
+        self._window_flags = []
 
     def window_discarded(self) -> None:
-        self._losses = []
+        self._window_flags = []
+        self._micro_batch_flags = []
 
 
 # Warnings, each given once per optimizer.

@@ -12,6 +12,8 @@ os.environ["KERAS_BACKEND"] = "torch"
 
 import keras
 
+from gradaccum_conformance.vectors.run import NotOffered
+
 
 class Recorder(keras.optimizers.Optimizer):  # type: ignore[misc]
     """Keeps the gradients that Keras's accumulation hands over, and moves nothing."""
@@ -31,13 +33,13 @@ class KerasOptimizer:
         steps = options["steps"]
         scale = options["loss_scale"]
         if options["reduction"] != "mean":
-            raise NotImplementedError("a reduction other than the mean")
+            raise NotOffered("a reduction other than the mean")
         if not isinstance(steps, int):
-            raise NotImplementedError("windows of another size")
+            raise NotOffered("windows of another size")
         if isinstance(scale, Mapping):
-            raise NotImplementedError("a dynamic scale of these constants")
+            raise NotOffered("a dynamic scale of these constants")
         if options["skip_norm"] is not None:
-            raise NotImplementedError("a window skipped by its norm")
+            raise NotOffered("a window skipped by its norm")
         self.steps = steps
         self.scale = 1.0 if scale is None else scale
         self.dtype = dtype
@@ -55,7 +57,7 @@ class KerasOptimizer:
         self, gradient: list[float | None], weight: float | None, loss: float
     ) -> None:
         if weight not in (1, None):
-            raise NotImplementedError("weights")
+            raise NotOffered("weights")
         self.optimizer.gradients = {}
         gradients = [
             None if number is None else keras.ops.cast(number * self.scale, self.dtype)
@@ -64,10 +66,10 @@ class KerasOptimizer:
         self.optimizer.apply(gradients, self.variables)
 
     def flush(self) -> None:
-        raise NotImplementedError("a flush")
+        raise NotOffered("a flush")
 
     def discard(self) -> None:
-        raise NotImplementedError("a discard")
+        raise NotOffered("a discard")
 
     def resume(self, options: Mapping[str, Any]) -> KerasOptimizer:
         """Save and load the optimizer's variables, as a saved model does."""

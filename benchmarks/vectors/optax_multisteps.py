@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import optax
 from jax.experimental import enable_x64
 
+from gradaccum_conformance.vectors.run import NotOffered
+
 
 class CaptureState(NamedTuple):
     """The number of updates that the inner optimizer made, and its last gradient."""
@@ -37,7 +39,7 @@ def every_k_schedule(steps: Any) -> int | Callable[[Any], Any]:
     if isinstance(steps, int):
         return steps
     if not isinstance(steps, list):
-        raise NotImplementedError("windows of another size")
+        raise NotOffered("windows of another size")
 
     def size(gradient_step: Any) -> Any:
         count = jnp.asarray(steps[0][1])
@@ -53,11 +55,11 @@ class MultiSteps:
 
     def __init__(self, options: Mapping[str, Any], dtype: str) -> None:
         if options["reduction"] == "sum_per_item":
-            raise NotImplementedError("weights")
+            raise NotOffered("weights")
         if options["loss_scale"] is not None:
-            raise NotImplementedError("a loss scale")
+            raise NotOffered("a loss scale")
         if options["skip_norm"] is not None:
-            raise NotImplementedError("a window skipped by its norm")
+            raise NotOffered("a window skipped by its norm")
         clip = optax.identity()
         if options["clip_norm"] is not None:
             clip = optax.clip_by_global_norm(options["clip_norm"])
@@ -84,16 +86,16 @@ class MultiSteps:
         self.calls = self._capture_state().calls
         counts_alike = weight in (1, None) or (self.reduction == "sum" and weight != 0)
         if not counts_alike:
-            raise NotImplementedError("weights")
+            raise NotOffered("weights")
         with enable_x64(self.dtype == "float64"):
             numbers = jnp.asarray([number or 0.0 for number in gradient], self.dtype)
             _, self.state = self.update(numbers, self.state, self.params)
 
     def flush(self) -> None:
-        raise NotImplementedError("a flush")
+        raise NotOffered("a flush")
 
     def discard(self) -> None:
-        raise NotImplementedError("a discard")
+        raise NotOffered("a discard")
 
     def resume(self, options: Mapping[str, Any]) -> MultiSteps:
         successor = MultiSteps(options, self.dtype)

@@ -14,7 +14,14 @@ import pytest
 
 from conformance_tests.proof_tests.faults import FAULTS, faulty
 from gradaccum import kit, transitions
-from gradaccum_conformance.vectors.run import KINDS, difference, play, read, run
+from gradaccum_conformance.vectors.run import (
+    KINDS,
+    NotOffered,
+    difference,
+    play,
+    read,
+    run,
+)
 from gradaccum_conformance.vectors.session import wrap_options
 
 UNSEEN = {
@@ -171,7 +178,7 @@ def test_what_is_not_offered_is_said() -> None:
     class Weightless(CoreImplementation):
         def micro_batch(self, gradient: Any, weight: float | None, loss: float) -> None:
             if weight != 1:
-                raise NotImplementedError("weights")
+                raise NotOffered("weights")
             super().micro_batch(gradient, weight, loss)
 
     verdicts = {

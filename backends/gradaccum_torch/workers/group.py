@@ -33,7 +33,7 @@ from gradaccum_torch.gradient_sum import Gradients, GradientSum, UpdateGuard
 from gradaccum_torch.torch_private import names
 from gradaccum_torch.workers import checks
 from gradaccum_torch.workers.interface import ReducedWindow, Workers
-from gradaccum_torch.workers.overlap import Ballot, Overlap, buckets
+from gradaccum_torch.workers.overlap import Ballot, BucketReduction, Overlap, buckets
 
 IS_DISCARDED = True
 """Says that a worker has discarded the window whose sums are being reduced."""
@@ -69,7 +69,7 @@ class WorkerGroup(Workers):
         self.number = OPTIMIZERS.get(group.group_name, 0)
         """How many optimizers of this group were wrapped before this one."""
         OPTIMIZERS[group.group_name] = self.number + 1
-        self.overlap = Overlap(group, self._sum_dtype, self._ballot)
+        self.overlap = Overlap(group, options.accumulate_dtype)
         self.is_plan_outdated = False
         """The parameters of this worker have changed since the buckets were planned."""
         self.number_count = 0
@@ -87,11 +87,7 @@ class WorkerGroup(Workers):
         worker.
         """
         self.is_plan_outdated = True
-        self.overlap.forget()
         self.overlap.disarm()
-
-    def _sum_dtype(self, parameter: Tensor) -> torch.dtype:
-        return sum_dtype(parameter, self.options.accumulate_dtype)
 
     def take_part(self) -> None:
         """Keep the module from reducing by itself for as long as this object lives."""
@@ -148,36 +144,35 @@ class WorkerGroup(Workers):
         return [float(group.get("lr", 0.0)) for group in self.optimizer.param_groups]
 
     def _ballot(self, is_open: bool = True) -> Ballot:
-        bits = kit.rate_bits(self.mark, *self._rates())
+        bits = kit.rate_bits(self.mark, self.overlap.plan_mark, *self._rates())
         return Ballot(is_open, self.is_flushing, self.is_plan_outdated, bits)
 
     def expect_micro_batch(self, gradient_sum: GradientSum, is_last: bool) -> None:
         if is_last and self.overlap.is_used and self.size > 1:
-            self.overlap.arm(gradient_sum)
+            # Not the method itself: this object has to be free once it is not used.
+            self.overlap.arm(gradient_sum, weakref.WeakMethod(self._ballot))
         else:
             self.overlap.disarm()
 
     def window_ended(self) -> None:
         self.overlap.disarm()
-        if self.is_reducing:
-            self._abandon()
+        if self.overlap.reduction is not None:
+            self._abandon(self.overlap.reduction)
 
-    def _abandon(self) -> None:
-        """Bring a reduction to its end in which the others wait for this worker, whose
-        window was discarded.
+    def _abandon(self, reduction: BucketReduction) -> None:
+        """Take part in the numbers that the others wait for, and say that this worker
+        has discarded its window. They raise then: with a window of their own they would
+        make an update that this worker does not make.
         """
         nothing = kit.initial_state(1.0)
-        reduction = self.overlap.begin()
         # A worker that is gone cannot be waited for, and nothing is left to be kept.
         with suppress(RuntimeError, UsageError):
+            others = [0.0] * self.number_count
             if reduction.is_agreed:
                 reduction.finish({})
-                others = [0.0] * (len(self.parameters()) + self.number_count)
+                others += [0.0] * len(self.parameters())
+            if reduction.is_open:
                 self._add_numbers(nothing, {}, [IS_DISCARDED, *others])
-            elif reduction.is_open:
-                numbers = [0.0] * self.number_count
-                window, counts = self._add_numbers(nothing, {}, numbers)
-                self._add_sums(window, counts)
         self.overlap.end()
 
     # The reduction at the end of a window.
@@ -197,10 +192,12 @@ class WorkerGroup(Workers):
             return super().all_reduce(state, gradients, numbers, guard, part)
         try:
             if self.overlap.is_used:
-                reduce = self._reduce_in_buckets
+                window = self._reduce_after_vote(state, gradients, numbers, guard)
             else:
-                reduce = self._reduce_at_once
-            window = reduce(state, gradients, numbers, guard)
+                window, counts = self._add_numbers(state, gradients, numbers)
+                if window.is_open:
+                    window = self._reduce_at_once(window, counts, guard)
+            self.number_count = len(numbers)
             if window.is_open and self.module is not None and part is None:
                 names.send_buffers(self.module)
             return window
@@ -212,52 +209,43 @@ class WorkerGroup(Workers):
             self.overlap.end()
 
     def _reduce_at_once(
-        self,
-        state: State,
-        gradients: Gradients,
-        numbers: Sequence[float],
-        guard: UpdateGuard,
+        self, window: ReducedWindow, counts: list[int], guard: UpdateGuard
     ) -> ReducedWindow:
-        window, counts = self._add_numbers(state, gradients, numbers)
-        if not window.is_open:
-            return window
         window = self._add_sums(window, counts, guard)
-        self._window_reduced(counts, numbers)
+        self._plan(counts)
         return window
 
-    def _reduce_in_buckets(
+    def _reduce_after_vote(
         self,
         state: State,
         gradients: Gradients,
         numbers: Sequence[float],
         guard: UpdateGuard,
     ) -> ReducedWindow:
-        """Reduce as all workers have voted, some of them under their last backward
-        pass.
+        """Reduce as all workers have voted: in buckets, some of them under their last
+        backward pass, or at once.
         """
         reduction = self.overlap.begin(self._ballot(state.micro_step > 0))
         self.all_flush = reduction.flushing_workers == self.size
         if not reduction.is_open:
             return ReducedWindow(gradients, 0.0, False, False, ())
         if not reduction.is_agreed:
-            return self._reduce_at_once(state, gradients, numbers, guard)
+            window, counts, _ = self._add_numbers_after_vote(
+                state, gradients, [], numbers
+            )
+            return self._reduce_at_once(window, counts, guard)
         guard.is_broken = True
         rest = reduction.finish(gradients)
         parameters = self.parameters()
         has_contributed = [id(each) in reduction.contributions for each in parameters]
-        window, rest_counts = self._add_numbers(
-            state, rest, [not IS_DISCARDED, *has_contributed, *numbers]
+        window, rest_counts, contributions = self._add_numbers_after_vote(
+            state, rest, has_contributed, numbers
         )
-        discarded, *added = window.numbers
-        if discarded:
-            raise checks.discarded_error()
-        contributions = added[: len(parameters)]
-        window = window._replace(numbers=added[len(parameters) :])
         # What came after its bucket was reduced: of another backward pass, or of a
-        # parameter that had no gradient before.
+        # parameter that is in no bucket.
         window = self._add_sums(window, rest_counts, guard)
         totals: Gradients = {}
-        counts: list[int] = []
+        counts = []
         for parameter, contributed, rest_count in zip(
             parameters, contributions, rest_counts, strict=True
         ):
@@ -271,14 +259,33 @@ class WorkerGroup(Workers):
             else:
                 continue
             totals[parameter] = total
-        self._window_reduced(counts, numbers)
+        self._plan(counts)
         return window._replace(gradients=totals)
 
-    def _window_reduced(self, counts: Sequence[int], numbers: Sequence[float]) -> None:
-        self.number_count = len(numbers)
+    def _plan(self, counts: Sequence[int]) -> None:
         self.is_plan_outdated = False
         if self._can_overlap():
             self.overlap.plan(self.parameters(), counts)
+
+    def _add_numbers_after_vote(
+        self,
+        state: State,
+        gradients: Gradients,
+        contributions: Sequence[float],
+        numbers: Sequence[float],
+    ) -> tuple[ReducedWindow, list[int], Sequence[float]]:
+        """Return the window, the counts and the `contributions` of all workers.
+
+        Raises:
+            UsageError: a worker has discarded its window after the vote.
+        """
+        own_numbers = [not IS_DISCARDED, *contributions, *numbers]
+        window, counts = self._add_numbers(state, gradients, own_numbers)
+        discarded, *added = window.numbers
+        if discarded:
+            raise checks.discarded_error()
+        first = len(contributions)
+        return window._replace(numbers=added[first:]), counts, added[:first]
 
     def _add_numbers(
         self,
@@ -332,7 +339,8 @@ class WorkerGroup(Workers):
             total = window.gradients.get(parameter)
             if total is None:
                 # A worker without a sum that others have adds zeros.
-                total = torch.zeros_like(parameter, dtype=self._sum_dtype(parameter))
+                dtype = sum_dtype(parameter, self.options.accumulate_dtype)
+                total = torch.zeros_like(parameter, dtype=dtype)
             totals[parameter] = total
         self._require_equal_copies(list(totals.values()))
         if guard is not None:

@@ -9,14 +9,16 @@ VLDB 2020, section 3.2.3).
 All workers have to issue the same collectives in the same order, also one that has
 fewer micro-batches. So a reduction begins with a vote, in which a worker says whether
 it has an open window and can reduce in buckets. The buckets hold the parameters that
-had a gradient on any worker in an earlier window, which all workers know. If somebody
+had a gradient on any worker in the last window, which all workers know. If somebody
 cannot, all of them reduce at the window's end.
 """
 
 from __future__ import annotations
 
 import weakref
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -24,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from gradaccum_torch.arithmetic import sum_dtype
 from gradaccum_torch.gradient_sum import Gradients, GradientSum
 from gradaccum_torch.torch_private import names
 
@@ -45,6 +48,9 @@ class Ballot(NamedTuple):
     """A fingerprint of its optimizer and learning rates, of zeros and ones."""
 
 
+GetBallot = Callable[[], Ballot]
+
+
 class BucketReduction:
     """The reduction of one window, from the vote to the last bucket."""
 
@@ -52,12 +58,12 @@ class BucketReduction:
         self,
         group: dist.ProcessGroup,
         buckets: Sequence[Bucket],
-        dtype_of: SumDtype,
+        accumulate_dtype: torch.dtype | None,
         ballot: Ballot,
     ) -> None:
         self.group = group
         self.buckets = buckets
-        self.dtype_of = dtype_of
+        self.accumulate_dtype = accumulate_dtype
         self.contributions: set[int] = set()
         """The ids of the parameters of which this worker had a sum."""
         self.reduced: Gradients = {}
@@ -168,7 +174,7 @@ class BucketReduction:
         totals: list[Tensor] = []
         for parameter, total in sums.items():
             if total is None:
-                dtype = self.dtype_of(parameter)
+                dtype = sum_dtype(parameter, self.accumulate_dtype)
                 totals.append(torch.zeros_like(parameter, dtype=dtype))
             else:
                 self.contributions.add(id(parameter))
@@ -200,21 +206,16 @@ class Overlap:
     """The reductions of one optimizer's windows under their last backward passes."""
 
     def __init__(
-        self,
-        group: dist.ProcessGroup,
-        dtype_of: SumDtype,
-        ballot: Callable[[], Ballot],
+        self, group: dist.ProcessGroup, accumulate_dtype: torch.dtype | None
     ) -> None:
         self.group = group
-        self.dtype_of = dtype_of
-        self.ballot = ballot
-        """Returns the ballot of a worker with an open window."""
+        self.accumulate_dtype = accumulate_dtype
         self.buckets: list[Bucket] = []
-        """Of the next window, the same on all workers."""
+        """The buckets of the next window, the same on all workers."""
+        self.plan_mark = 0
+        """A fingerprint of the buckets."""
         self.reduction: BucketReduction | None = None
-        """That of the window under way, once it has begun."""
-        self._seen: set[int] = set()
-        """The ids of the parameters that have had a gradient."""
+        """The reduction of the window under way, once it has begun."""
         self._followed: GradientSum | None = None
 
     @property
@@ -226,35 +227,28 @@ class Overlap:
 
     def plan(self, parameters: Sequence[Tensor], counts: Sequence[int]) -> None:
         """Choose the buckets of the next window by how many workers had a gradient of
-        each parameter in the last one.
+        each parameter in the last one, which all workers know.
 
         The parameters that were made last come first, as their gradients do. Those
-        without a gradient in the last window come at the end, so that nothing waits
-        for them.
+        without a gradient in the last window are in no bucket, so that nothing waits
+        for them: if they get one, it is reduced at the window's end.
         """
-        used: list[Tensor] = []
-        unused: list[Tensor] = []
-        for parameter, count in zip(parameters, counts, strict=True):
-            if count:
-                self._seen.add(id(parameter))
-                used.append(parameter)
-            elif id(parameter) in self._seen:
-                unused.append(parameter)
-        self.buckets = [
-            bucket
-            for part in (used, unused)
-            for bucket in buckets(part[::-1], self.dtype_of)
+        used = [
+            parameter
+            for parameter, count in zip(parameters, counts, strict=True)
+            if count
         ]
+        dtype_of = partial(sum_dtype, accumulate_dtype=self.accumulate_dtype)
+        self.buckets = buckets(used[::-1], dtype_of)
+        places = {id(parameter): place for place, parameter in enumerate(parameters)}
+        plan = [[places[id(each)] for each in bucket] for bucket in self.buckets]
+        self.plan_mark = zlib.crc32(str(plan).encode())
 
-    def forget(self) -> None:
-        """Forget which parameters have gradients."""
-        self._seen.clear()
-
-    def begin(self, ballot: Ballot | None = None) -> BucketReduction:
+    def begin(self, ballot: Ballot) -> BucketReduction:
         """Begin the window's reduction, if it has not begun."""
         if self.reduction is None:
             self.reduction = BucketReduction(
-                self.group, self.buckets, self.dtype_of, ballot or self.ballot()
+                self.group, self.buckets, self.accumulate_dtype, ballot
             )
         return self.reduction
 
@@ -263,9 +257,11 @@ class Overlap:
             self.reduction.end()
         self.reduction = None
 
-    def arm(self, gradient_sum: GradientSum) -> None:
+    def arm(
+        self, gradient_sum: GradientSum, ballot: weakref.WeakMethod[GetBallot]
+    ) -> None:
         """Reduce under the next backward pass, if `gradient_sum` adds its gradients as
-        they arrive.
+        they arrive; `ballot` returns this worker's vote as the pass begins.
         """
         self.disarm()
         reference = weakref.ref(self)
@@ -274,8 +270,13 @@ class Overlap:
         def gradient_added(parameter: Tensor) -> None:
             overlap = reference()
             living_sum = sum_reference()
-            if overlap is not None and living_sum is not None:
-                overlap._gradient_added(parameter, living_sum)
+            get_ballot = ballot()
+            if overlap is None or living_sum is None or get_ballot is None:
+                return
+            if overlap.reduction is None:
+                overlap._begin_under_pass(get_ballot(), living_sum)
+            if overlap.reduction is not None:
+                overlap.reduction.gradient_added(parameter, living_sum)
 
         names.untraced(gradient_added)
         if gradient_sum.follow_additions(gradient_added):
@@ -286,20 +287,17 @@ class Overlap:
             self._followed.follow_additions(None)
             self._followed = None
 
-    def _gradient_added(self, parameter: Tensor, gradient_sum: GradientSum) -> None:
-        is_first = self.reduction is None
-        reduction = self.begin()
-        if is_first:
-            reference = weakref.ref(gradient_sum)
+    def _begin_under_pass(self, ballot: Ballot, gradient_sum: GradientSum) -> None:
+        reduction = self.begin(ballot)
+        reference = weakref.ref(gradient_sum)
 
-            def pass_ended() -> None:
-                living_sum = reference()
-                if living_sum is not None:
-                    reduction.pass_ended(living_sum)
+        def pass_ended() -> None:
+            living_sum = reference()
+            if living_sum is not None:
+                reduction.pass_ended(living_sum)
 
-            # Outside of autograd's engine the window's end does the rest.
-            names.call_at_the_end_of_backward(pass_ended)
-        reduction.gradient_added(parameter, gradient_sum)
+        # Outside of autograd's engine the window's end does the rest.
+        names.call_at_the_end_of_backward(pass_ended)
 
 
 BUCKET_BYTES = 25 * 2**20

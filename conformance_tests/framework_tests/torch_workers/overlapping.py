@@ -4,6 +4,7 @@ whatever a worker does in between, and no worker is left waiting.
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -100,6 +101,8 @@ def buckets_are_reduced_under_the_last_pass(rank: int) -> None:
     under = ["under the pass"] * (VOTE + BUCKETS)
     assert calls[-VOTE - BUCKETS - NUMBERS :] == [*under, "after it"]
     assert "under the pass" not in calls[: -VOTE - BUCKETS - NUMBERS]
+    hooks = [parameter._backward_hooks for parameter in parallel.parameters()]
+    assert not any(hooks), "each would hold a sum"
     require_equal(opt_model(parallel), alone(windows_of(4))[0])
 
 
@@ -240,6 +243,58 @@ def other_parameters_are_agreed_on(rank: int) -> None:
             each.first.weight.requires_grad_(True)
         train(6)
         require_equal(model, reference)
+
+
+@check
+def one_worker_has_changed_its_parameters(rank: int) -> None:
+    """Then nobody reduces in buckets until the window's end, also if another worker
+    discards the window meanwhile; after it all choose the same buckets again.
+    """
+    for discards in (False, True):
+        with noted() as calls:
+            model, parallel, opt = make_shared(steps=2)
+            batches = usual_batches(rank)
+            for batch in batches[:3]:
+                learn(parallel, opt, batch)
+            x, y, rare = batches[3]
+            if rank == 1:
+                opt._window.workers.parameters_changed()
+            calls.clear()
+            opt.backward((parallel(x, rare) - y).square().mean(), len(x))
+            assert calls.count("under the pass") <= VOTE
+            if not discards:
+                opt.step()
+            else:
+                if rank == 1:
+                    with refused(gradaccum.UsageError, "called discard()"):
+                        opt.step()
+                opt.discard()
+            for batch in batches[4:8]:
+                learn(parallel, opt, batch)
+            assert calls.count("under the pass") >= BUCKETS
+        windows = windows_of(2)
+        trained = windows[:4]
+        if discards:
+            del trained[1]
+        require_same_everywhere(numbers(model))
+        require_equal(model, alone(trained)[0])
+
+
+@check
+def freed_wrapper_lets_the_module_reduce_at_once(rank: int) -> None:
+    """Without a collection of cycles."""
+    with LARGE:
+        _, parallel, opt = make_shared(steps=2)
+        for batch in usual_batches(rank)[:3]:
+            learn(parallel, opt, batch)
+    gc.collect()
+    gc.disable()
+    try:
+        assert not parallel.require_backward_grad_sync
+        del opt
+        assert parallel.require_backward_grad_sync
+    finally:
+        gc.enable()
 
 
 @check

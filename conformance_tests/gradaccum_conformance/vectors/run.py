@@ -18,12 +18,15 @@ KINDS = ("transitions", "windows", "resuming")
 NUMBER = re.compile(r"-?(0x[01](\.[0-9a-f]+)?p[+-]\d+|inf|nan)")
 
 
+class NotOffered(Exception):
+    """An implementation has no such option, or no such event."""
+
+
 class Implementation(Protocol):
     """An optimizer over two parameters of one element each, made with the options and
     the dtype of a vector.
 
-    Whatever it does not offer raises `NotImplementedError`. Any other exception refuses
-    the event.
+    Whatever it does not offer raises `NotOffered`. Any other exception refuses the event.
     """
 
     def micro_batch(
@@ -99,7 +102,7 @@ def play(start: Start, vector: Mapping[str, Any]) -> str:
             try:
                 successor = getattr(implementation, kind)(**arguments)
                 implementation = successor if kind == "resume" else implementation
-            except NotImplementedError:
+            except NotOffered:
                 raise
             except Exception:
                 refused = True
@@ -107,7 +110,7 @@ def play(start: Start, vector: Mapping[str, Any]) -> str:
                 observation = {**implementation.observe(), "refused": refused}
                 if words := difference(step["after"], observation, vector["tolerance"]):
                     return f"after step {number}, {kind}:{words}"
-    except NotImplementedError as error:
+    except NotOffered as error:
         return f"not offered: {error}"
     return ""
 
