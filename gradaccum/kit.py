@@ -6,8 +6,7 @@ included.
 - `add_loss`, `window_loss`: a window's loss;
 - `terms_of`, `resumed`, `redistributed`: saving and resuming an open window;
 - `epoch`, `Epoch`, `Sizes`: a pass over a loader;
-- `make_division`, `divided`, `leaves_of`, `share`: cutting a large batch and merging
-  its outputs;
+- `make_division`, `divided`, `leaves_of`: cutting a large batch;
 - `explain`, ``require_...`` and ``..._error``: one wording for each mistake in every
   backend;
 - `Listeners`: callbacks for closed windows, no call while its ``added`` is empty;
@@ -37,23 +36,13 @@ from gradaccum.loop_check import (
     solve_update,
 )
 from gradaccum.nests import (
-    ITEMS,
-    KINDS,
-    MEANS,
     Leaf,
-    MergingOps,
     Nest,
     children_of,
-    concatenate_error,
-    finished,
     is_column,
-    kinds_of,
     leaves_of,
+    lists_of_one_kind,
     mapped,
-    mark_lists,
-    merged,
-    require_kind,
-    share,
     spread,
     with_leaves,
 )
@@ -110,13 +99,11 @@ from gradaccum.saving import (
 from gradaccum.splitting import (
     Cut,
     Division,
-    aux_shape_error,
     cuts,
     divided,
     free_frames,
     item_weights_error,
     make_division,
-    packed,
     require_item_weights,
     require_items,
     require_one_size,
@@ -223,44 +210,32 @@ __all__ += [
     "resumed",
 ]
 __all__ += ["status", "terms_of"]
-# A large batch: cutting it, and merging its outputs.
+# A large batch: cutting it.
 __all__ += [
-    "ITEMS",
-    "KINDS",
-    "MEANS",
     "Cut",
     "Division",
     "Leaf",
-    "MergingOps",
     "Nest",
-    "aux_shape_error",
     "children_of",
-    "concatenate_error",
 ]
 __all__ += [
     "cuts",
     "divided",
-    "finished",
     "free_frames",
     "is_column",
     "item_weights_error",
-    "kinds_of",
     "leaves_of",
+    "lists_of_one_kind",
     "make_division",
 ]
 __all__ += [
     "mapped",
-    "mark_lists",
-    "merged",
-    "packed",
     "require_item_weights",
     "require_items",
-    "require_kind",
     "require_one_size",
 ]
 __all__ += [
     "scalar_loss_error",
-    "share",
     "spread",
     "too_small_error",
     "unknown_limit_error",

@@ -5,9 +5,9 @@ plain values (texts, numbers) is one leaf with one value per item. JAX has trees
 own.
 
 Any other list or tuple is a container whose elements each hold a part of all items. A
-list of items (one dict per image) looks the same, so `require_one_size` refuses an
-ambiguous list until the user's ``axes`` say what it is. Only a tuple of arrays of one
-length other than the tuple's own, ``(x, y)``, needs no ``axes``.
+list with one element per item (one dict per image) looks the same, so
+`require_one_size` refuses an ambiguous list until the user's ``axes`` have an entry for
+each element.
 """
 
 from __future__ import annotations
@@ -15,24 +15,15 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias
 
 from gradaccum.errors import ArgumentValueError, GradAccumError, explain
 
 Nest: TypeAlias = object
 """Containers around leaves of any kind."""
-N = TypeVar("N")
 
 PLAIN = (str, bytes, bool, int, float, complex, type(None))
 """The types of values that hold no array."""
-
-
-ITEMS = "items"
-"""In place of an axis: the elements of this list or tuple are the items."""
-
-
-class Items(list[object]):
-    """A list whose elements are the items: one leaf. A slice of it is a plain list."""
 
 
 class Leaf(NamedTuple):
@@ -75,12 +66,10 @@ def children_of(nest: Nest) -> list[tuple[str, Nest]] | None:
 
 
 def is_column(nest: Nest) -> bool:
-    """True if `nest` is one leaf with an element per item: `Items`, or a list or tuple
-    of plain values.
-    """
-    return isinstance(nest, Items) or (
-        _is_list(nest) and bool(nest) and all(isinstance(v, PLAIN) for v in nest)  # type: ignore[attr-defined]
-    )
+    """True if `nest` is a list or tuple of plain values: one leaf, a value per item."""
+    if not isinstance(nest, list | tuple) or hasattr(nest, "_fields"):
+        return False
+    return bool(nest) and all(isinstance(value, PLAIN) for value in nest)
 
 
 def with_leaves(nest: Nest, leaves: Iterator[object]) -> Nest:
@@ -123,75 +112,48 @@ def spread(prefix: Nest, nest: Nest, argument: str) -> list[object]:
     ]
 
 
-def mark_lists(batch: N, axes: Nest) -> tuple[N, list[tuple[str, int, str]]]:
-    """Mark the lists that hold items, and find the lists that may.
+class ListOfOneKind(NamedTuple):
+    """A list or tuple whose elements may be the items."""
+
+    path: str
+    length: int
+    is_tuple: bool
+
+
+def lists_of_one_kind(
+    batch: Nest, axes: Nest, path: str = "batch"
+) -> list[ListOfOneKind]:
+    """Find the lists and tuples inside `batch` whose elements have one type, dtype and
+    rank, except where `axes` is None or has an entry for each element.
 
     Args:
-        batch: a tuple of arguments.
+        batch: a tuple of arguments, or another nest.
         axes: a prefix of it that `spread` accepts.
-
-    Returns:
-        `batch` with `Items` for each list that `axes` call `ITEMS`; and path, length
-        and brackets of each ambiguous list, for `require_one_size`.
+        path: what the paths begin with.
     """
-    given = dict(_inside(axes) or ())
-    inside = children_of(batch) or []
-    found = list[tuple[str, int, str]]()
-    parts = [
-        _marked(child, given.get(step, axes), f"batch{step}", found)
-        for step, child in inside
-    ]
-    return _unless_same(batch, inside, parts), found
+    if axes is None:
+        return []
+    axes_by_step = dict(_inside(axes) or ())
+    found = list[ListOfOneKind]()
+    for step, child in children_of(batch) or ():
+        child_axes = axes_by_step.get(step, axes)
+        elements = children_of(child)
+        is_named = child_axes is None or _inside(child_axes) is not None
+        if elements and _is_list(child) and not is_named and _are_alike(elements):
+            is_tuple = isinstance(child, tuple)
+            found.append(ListOfOneKind(path + step, len(elements), is_tuple))
+        found += lists_of_one_kind(child, child_axes, path + step)
+    return found
 
 
-def _marked(
-    nest: Nest, axes: Nest, path: str, found: list[tuple[str, int, str]]
-) -> Nest:
-    inside = children_of(nest)
-    if inside is None or axes is None:
-        return nest
-    if _is_list(nest) and isinstance(axes, str) and axes == ITEMS:
-        return Items(child for _, child in inside)
-    within = _inside(axes)
-    if (
-        within is None
-        and _is_list(nest)
-        and not isinstance(axes, str)
-        and _are_of_one_kind(inside)
-    ):
-        found.append((path, len(inside), "()" if isinstance(nest, tuple) else "[]"))
-    given = dict(within or ())
-    return _unless_same(
-        nest,
-        inside,
-        [
-            _marked(child, given.get(step, axes), path + step, found)
-            for step, child in inside
-        ],
-    )
-
-
-def _unless_same(nest: N, inside: list[tuple[str, Nest]], parts: list[Nest]) -> N:
-    same = all(part is child for part, (_, child) in zip(parts, inside, strict=True))
-    return nest if same else _rebuilt(nest, parts)  # type: ignore[return-value]
-
-
-def _are_of_one_kind(elements: list[tuple[str, Nest]]) -> bool:
+def _are_alike(elements: list[tuple[str, Nest]]) -> bool:
     """True if all elements except None have one type, dtype and rank."""
     values = [value for _, value in elements if value is not None]
-    return (
-        len(
-            {
-                (
-                    type(value),
-                    str(getattr(value, "dtype", None)),
-                    getattr(value, "ndim", None),
-                )
-                for value in values
-            }
-        )
-        == 1
-    )
+    kinds = {
+        (type(v), str(getattr(v, "dtype", None)), getattr(v, "ndim", None))
+        for v in values
+    }
+    return len(kinds) == 1
 
 
 def _is_list(nest: Nest) -> bool:
@@ -257,107 +219,3 @@ def _rebuilt_mapping(nest: Mapping[object, Nest], content: dict[object, Nest]) -
     for key, value in content.items():
         made[key] = value
     return made
-
-
-# How the other outputs of a loss function (aux) become those of the large batch: by a
-# kind that the user declares per leaf.
-#
-# The arithmetic stands here once; a backend passes in its `maximum`, its `minimum` and
-# `widened`, the dtype in which it sums.
-
-
-KINDS = ("sum", "mean", "weighted_mean", "max", "min", "concatenate")
-"""sum: over micro-batches. mean, weighted_mean: by the micro-batch's weight, as the loss;
-that is its number of items unless a weight is given. max, min: element by element.
-concatenate: along the leading axis, in the order of the items.
-"""
-MEANS = ("mean", "weighted_mean")
-"""The two names of one kind."""
-
-A = TypeVar("A", bound=Any)
-
-
-class MergingOps(Protocol):
-    """The three operations that a framework supplies."""
-
-    def maximum(self, a: Any, b: Any) -> Any:
-        """Return the larger value of each element; NaN where either is NaN."""
-
-    def minimum(self, a: Any, b: Any) -> Any:
-        """Return the smaller value of each element; NaN where either is NaN."""
-
-    def widened(self, value: Any) -> Any:
-        """Cast `value` to the dtype of its sum: float32 for half precision, the default
-        integer for bools, else its own.
-        """
-
-
-def kinds_of(declared: Nest, aux: Nest) -> list[str]:
-    """Return the kind of each leaf of `aux`, from one kind for all or a prefix nest of
-    kinds.
-
-    Raises:
-        ArgumentValueError: a kind is unknown, or the declaration has another structure.
-    """
-    kinds = spread(declared, aux, "aux")
-    for kind in kinds:
-        require_kind(kind)
-    return kinds  # type: ignore[return-value]
-
-
-def require_kind(kind: object) -> None:
-    """Raise unless `kind` is one of `KINDS` (`ArgumentValueError`)."""
-    if kind not in KINDS:
-        raise explain(
-            ArgumentValueError,
-            "aux",
-            expected=f"one of {', '.join(KINDS)}",
-            got=kind,
-            fix="Write aux='mean', say.",
-        )
-
-
-def share(kind: str, value: A, weight: Any, ops: MergingOps) -> A:
-    """Return one micro-batch's contribution: for a mean, `value` times its `weight`.
-
-    Of "sum" and the means it has the dtype that ``ops.widened`` makes: wide enough for
-    the sums.
-    """
-    if kind in ("max", "min", "concatenate"):
-        return value
-    if kind == "sum":
-        return ops.widened(value)  # type: ignore[no-any-return]
-    return ops.widened(value) * weight  # type: ignore[no-any-return]
-
-
-def merged(kind: str, so_far: A, given: A, ops: MergingOps) -> A:
-    """Return `so_far` with one more `share`, element by element. The backend itself
-    concatenates what is of that kind.
-    """
-    if kind == "max":
-        return ops.maximum(so_far, given)  # type: ignore[no-any-return]
-    if kind == "min":
-        return ops.minimum(so_far, given)  # type: ignore[no-any-return]
-    return so_far + given  # type: ignore[no-any-return]
-
-
-def finished(kind: str, so_far: A, weight: Any) -> A:
-    """Return the value of the large batch from the merged shares; `weight` is the total,
-    by which the means divide.
-    """
-    return so_far / weight if kind in MEANS else so_far  # type: ignore[no-any-return]
-
-
-def concatenate_error(path: str, found: str) -> GradAccumError:
-    """Return the error for a leaf without a leading axis that is to be concatenated."""
-    fix = (
-        "Return an array with one row per item, or declare sum, mean, max or min for"
-        " this leaf."
-    )
-    return explain(
-        ArgumentValueError,
-        path or "aux",
-        expected="an array with a leading axis to concatenate",
-        found=found,
-        fix=fix,
-    )

@@ -16,8 +16,8 @@ from gradaccum.errors import (
     UsageError,
     explain,
     require_int,
-    require_number,
 )
+from gradaccum.nests import ListOfOneKind
 
 # The largest micro-batch that fits, found once and remembered. The backend knows when
 # memory runs out. The first try is the whole batch, or what fitted last time; after a
@@ -160,9 +160,6 @@ def too_small_error(limit: int | None) -> UsageError:
     )
 
 
-BY_ITEM = "write 'items', or split= a function"
-
-
 class Cut(NamedTuple):
     """The items of one micro-batch, from `start` up to, not including, `stop`."""
 
@@ -175,62 +172,37 @@ class Cut(NamedTuple):
 
 
 class Division(NamedTuple):
-    """The way to divide a batch: at most one of the three is set; none where the user's
-    own `split` decides.
-    """
+    """The way to divide a batch: one of the two is set."""
 
     steps: int | None
     """At most so many micro-batches, of ceil(items / steps) items."""
     micro_batch_size: int | AutoMicroBatchSize | None
     """Items of a micro-batch; the last one may be smaller."""
-    micro_batch_weight: float | None
-    """The weight up to which consecutive items are packed."""
 
 
-def make_division(
-    steps: object = None,
-    micro_batch_size: object = None,
-    micro_batch_weight: object = None,
-    *,
-    own_split: bool = False,
-) -> Division:
+def make_division(steps: object = None, micro_batch_size: object = None) -> Division:
     """Check how the user asks to divide the batch.
 
     Args:
         steps: an int >= 1.
         micro_batch_size: an int >= 1, "auto" or an `AutoMicroBatchSize`.
-        micro_batch_weight: a finite number > 0.
-        own_split: the user passes a `split` function, alone or beside `steps`.
 
     Raises:
-        ArgumentTypeError, ArgumentValueError: none or several are given, or one is not
-            as above.
+        ArgumentTypeError, ArgumentValueError: both or neither are given, or the one
+            given is not as above.
     """
-    given = {
-        "steps": steps,
-        "micro_batch_size": micro_batch_size,
-        "micro_batch_weight": micro_batch_weight,
-    }
-    names = [name for name, value in given.items() if value is not None]
-    if (
-        len(names) > 1
-        or (not names and not own_split)
-        or (own_split and names not in ([], ["steps"]))
-    ):
-        raise _choice_error(names, own_split)
-    return Division(
-        None if steps is None else require_int("steps", steps, at_least=1),
-        (
-            None
-            if micro_batch_size is None
-            else require_micro_batch_size(micro_batch_size)
-        ),
-        (
-            None
-            if micro_batch_weight is None
-            else require_number("micro_batch_weight", micro_batch_weight, above=0)
-        ),
-    )
+    if (steps is None) == (micro_batch_size is None):
+        found = "neither" if steps is None else "both"
+        raise explain(
+            ArgumentValueError,
+            "steps",
+            expected="one of steps and micro_batch_size",
+            found=found,
+            fix="Write steps=4, or micro_batch_size=8, or micro_batch_size='auto'.",
+        )
+    if steps is not None:
+        return Division(require_int("steps", steps, at_least=1), None)
+    return Division(None, require_micro_batch_size(micro_batch_size))
 
 
 def cuts(items: int, size: int) -> tuple[Cut, ...]:
@@ -256,49 +228,14 @@ def size_for(items: int, steps: int) -> int:
     return math.ceil(items / steps)
 
 
-def packed(weights: Sequence[float], budget: float) -> tuple[Cut, ...]:
-    """Pack consecutive items into micro-batches of at most `budget` each, in order.
-
-    Args:
-        weights: each item's, finite and >= 0.
-        budget: the most that a micro-batch may hold.
-
-    Raises:
-        ArgumentValueError: one item alone is heavier than the budget, or there is no
-            item.
-
-    Examples:
-        >>> packed([3, 1, 2, 4], 4)
-        (Cut(start=0, stop=2), Cut(start=2, stop=3), Cut(start=3, stop=4))
-    """
-    require_items(len(weights))
-    made = []
-    start = 0
-    held = 0.0
-    for place, weight in enumerate(weights):
-        if weight > budget:
-            raise _heavy_item_error(place, weight, budget)
-        if held + weight > budget:
-            made.append(Cut(start, place))
-            start = place
-            held = 0.0
-        held += weight
-    return (*made, Cut(start, len(weights)))
-
-
-def divided(
-    division: Division, items: int, weights: Sequence[float] | None
-) -> tuple[Cut, ...]:
+def divided(division: Division, items: int) -> tuple[Cut, ...]:
     """Return the cuts of `items` by a `division`, whose automatic size is an int by
     now.
 
     Raises:
-        ArgumentValueError: the batch is empty, or is to be packed without each item's
-            `weights`.
+        ArgumentValueError: the batch is empty.
     """
     require_items(items)
-    if division.micro_batch_weight is not None:
-        return packed(_require_known(weights), division.micro_batch_weight)
     if division.steps is not None:
         return cuts(items, size_for(items, division.steps))
     assert isinstance(division.micro_batch_size, int)
@@ -306,86 +243,68 @@ def divided(
 
 
 def require_one_size(
-    sizes: Iterable[tuple[str, int]],
-    lists: Sequence[tuple[str, int, str]] = (),
-    by_item: str = BY_ITEM,
+    sizes: Iterable[tuple[str, int]], lists: Sequence[ListOfOneKind] = ()
 ) -> int:
     """Raise unless all leaves have the same number of items; return that number.
 
+    A list may have an element per item: eight images of three channels look like three
+    items with eight arrays each. So a list that is as long as the batch is refused, and
+    a list is refused that holds all arrays of the batch, such as the images alone.
+
     Args:
         sizes: path and length along the batch axis of each leaf that is split.
-        lists: from `mark_lists`.
-        by_item: what the user writes where the elements of a list are the items.
+        lists: from `lists_of_one_kind`.
 
     Raises:
         ArgumentValueError: no leaf is split, a leaf has another length than the first,
-            or a list may be as long as the batch.
+            or the elements of a list may be the items.
     """
-    known = list(sizes)
-    # Beside a list, or an array, that is as long, a record may be one of items: eight
-    # images of three channels, and their eight targets.
-    alike = _elsewhere(known, lists) | {
-        each[1] for each in lists if not _is_record(*each, known)
-    }
-    lists = [each for each in lists if each[1] in alike or not _is_record(*each, known)]
-    elsewhere = _elsewhere(known, lists)
-    for path, length, brackets in lists:
-        if not elsewhere or length in elsewhere:
-            raise _doubtful_list_error(path, length, brackets, by_item)
-    if not known:
-        fix = (
-            "Give at least one array with a batch axis, or split= a function of your"
-            " own."
-        )
+    sizes = list(sizes)
+    if not sizes:
         raise explain(
             ArgumentValueError,
             "batch",
             expected="an array to split",
-            found="none: every leaf is given whole",
-            fix=fix,
+            found="none: every leaf is passed whole",
+            fix="Give at least one array with a batch axis.",
         )
-    (first, items), *others = known
-    for path, size in others:
+    items = sizes[0][1]
+    for one_list in lists:
+        inside = [path.startswith(f"{one_list.path}[") for path, _ in sizes]
+        holds_all = all(inside) and not one_list.is_tuple
+        if one_list.length == items or holds_all:
+            raise _list_error(one_list)
+    for path, size in sizes:
         if size != items:
             fix = (
-                "Write axes=None for a leaf that every micro-batch is given whole, its"
-                " axis for another one, or split= a function."
+                "Write axes= the batch axis of this leaf, or None to pass it whole; if"
+                " a list has one element per item, stack them into one array."
             )
-            if any(path.startswith(f"{place}[") for place, *_ in lists):
-                fix = (
-                    f"If the elements of the list around it are the items, {by_item}."
-                    f" {fix}"
-                )
             raise explain(
                 ArgumentValueError,
                 path,
-                expected=f"{items} items, as {first} has",
+                expected=f"{items} items, as {sizes[0][0]} has",
                 found=f"{size}",
                 fix=fix,
             )
     return items
 
 
-def _elsewhere(
-    known: Sequence[tuple[str, int]], lists: Sequence[tuple[str, int, str]]
-) -> set[int]:
-    """Return the lengths of leaves that stand in none of `lists`."""
-    return {
-        size
-        for path, size in known
-        if not any(path.startswith(f"{place}[") for place, *_ in lists)
-    }
-
-
-def _is_record(
-    place: str, length: int, brackets: str, known: Sequence[tuple[str, int]]
-) -> bool:
-    """True if a tuple holds arrays of one length that is not its own, as ``(x, y)``
-    does.
-    """
-    own = {f"{place}[{index}]" for index in range(length)}
-    sizes = [size for path, size in known if path in own]
-    return brackets == "()" and len(sizes) == length and len({*sizes, length}) == 2
+def _list_error(one_list: ListOfOneKind) -> GradAccumError:
+    zeros = "0, 0, ..." if one_list.length > 2 else "0, 0"
+    entries = f"({zeros})" if one_list.is_tuple else f"[{zeros}]"
+    fix = (
+        f"Stack the elements into one array if they are the items. Otherwise write"
+        f" {entries} for this list in axes=, an axis for each element, or None to pass"
+        " it whole."
+    )
+    return explain(
+        ArgumentValueError,
+        one_list.path,
+        expected="a list whose elements each hold all items",
+        found=f"{one_list.length} elements of one kind, which may be the items",
+        fix=fix,
+    )
 
 
 def require_items(items: int) -> None:
@@ -443,83 +362,5 @@ def scalar_loss_error(found: str) -> GradAccumError:
         "loss_fn",
         expected="a function that returns a scalar loss",
         found=found,
-        fix=fix,
-    )
-
-
-def aux_shape_error(found: str, *, declared: bool) -> GradAccumError:
-    """Return the error for an aux that is returned and not declared, or declared and
-    not returned.
-    """
-    if declared:
-        expected = "a function that returns (loss, aux)"
-    else:
-        expected = "a function that returns a scalar loss"
-    if not declared:
-        fix = "Declare how it merges, as aux='mean', or return the loss alone."
-    else:
-        fix = "Return both, or leave aux out."
-    return explain(
-        ArgumentValueError, "loss_fn", expected=expected, found=found, fix=fix
-    )
-
-
-def _require_known(weights: Sequence[float] | None) -> Sequence[float]:
-    if weights is None:
-        fix = "Write weight= an array with one number per item, as weight=lengths."
-        raise explain(
-            ArgumentValueError,
-            "weight",
-            expected="per-item weights beside micro_batch_weight",
-            found="none",
-            fix=fix,
-        )
-    return weights
-
-
-def _doubtful_list_error(
-    path: str, length: int, brackets: str, by_item: str
-) -> GradAccumError:
-    each = (
-        brackets[0]
-        + ", ".join(["0"] * min(length, 2) + ["..."] * (length > 2))
-        + brackets[1]
-    )
-    whole = (
-        f"if each element holds all items write {each} for it in axes=, or None if it"
-        " is given whole"
-    )
-    found = f"{length} elements of one kind, which may be the items"
-    fix = f"Tell what they are: {whole}; if its elements are the items, {by_item}."
-    return explain(
-        ArgumentValueError,
-        path,
-        expected="a list that axes= speak of",
-        found=found,
-        fix=fix,
-    )
-
-
-def _choice_error(names: Sequence[str], own_split: bool) -> GradAccumError:
-    if own_split:
-        expected = "split alone or with steps"
-    else:
-        expected = "one of steps, micro_batch_size and micro_batch_weight"
-    found = " and ".join(names) or "none"
-    if not own_split:
-        fix = "Write steps=4, or micro_batch_size=8, or micro_batch_size='auto'."
-    else:
-        fix = "Leave out the others."
-    return explain(ArgumentValueError, "steps", expected=expected, found=found, fix=fix)
-
-
-def _heavy_item_error(place: int, weight: float, budget: float) -> GradAccumError:
-    expected = f"no item heavier than micro_batch_weight={budget:g}"
-    fix = "Raise micro_batch_weight, or shorten the item: an item is never cut."
-    return explain(
-        ArgumentValueError,
-        "weight",
-        expected=expected,
-        found=f"{weight:g} for item {place}",
         fix=fix,
     )

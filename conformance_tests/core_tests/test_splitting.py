@@ -8,7 +8,6 @@ import collections
 import dataclasses
 import doctest
 import math
-import re
 import types
 import weakref
 from typing import Any, NamedTuple
@@ -26,6 +25,7 @@ from gradaccum import (
     kit,
     splitting,
 )
+from gradaccum.nests import ListOfOneKind
 
 
 class Pair(NamedTuple):
@@ -47,13 +47,13 @@ class Sample:
 
 def test_examples_in_docstrings() -> None:
     result = doctest.testmod(splitting)
-    assert result.attempted >= 2
+    assert result.attempted >= 1
     assert result.failed == 0
 
 
 @given(items=st.integers(1, 300), steps=st.integers(1, 40))
 def test_each_item_once_in_order(items: int, steps: int) -> None:
-    made = kit.divided(kit.make_division(steps), items, None)
+    made = kit.divided(kit.make_division(steps), items)
     assert [item for cut in made for item in range(cut.start, cut.stop)] == list(
         range(items)
     )
@@ -62,27 +62,11 @@ def test_each_item_once_in_order(items: int, steps: int) -> None:
     assert len({cut.items for cut in made[:-1]}) <= 1
 
 
-@given(
-    weights=st.lists(st.integers(0, 9), min_size=1, max_size=40),
-    budget=st.integers(9, 30),
-)
-def test_packed_up_to_the_budget(weights: list[int], budget: int) -> None:
-    made = kit.packed(weights, budget)
-    assert [item for cut in made for item in range(cut.start, cut.stop)] == list(
-        range(len(weights))
-    )
-    totals = [sum(weights[cut.start : cut.stop]) for cut in made]
-    assert max(totals) <= budget
-    for total, cut in zip(totals[:-1], made[1:], strict=True):
-        assert total + weights[cut.start] > budget, "the next item would have fitted"
-
-
 @pytest.mark.parametrize(
     "cut",
     [
         lambda: splitting.size_for(0, 4),
-        lambda: kit.packed([], 4),
-        lambda: kit.divided(kit.make_division(4), 0, None),
+        lambda: kit.divided(kit.make_division(4), 0),
     ],
 )
 def test_empty_batch_is_refused(cut: Any) -> None:
@@ -152,15 +136,15 @@ def test_prefix_reaches_every_leaf_below() -> None:
 
 
 ROWS = np.ones((2, 4))
-LISTS: dict[str, tuple[Any, Any, list[tuple[str, int, str]]]] = {
-    "one kind": ([{"w": 0.5}, {"w": 1.0}], 0, [("batch[1]", 2, "[]")]),
-    "sizes": (((3, 5), (7, 2)), 0, [("batch[1]", 2, "()")]),
-    "some are None": ([ROWS, None, ROWS], 0, [("batch[1]", 3, "[]")]),
-    "below a dict": ({"meta": [{"w": 0.5}]}, 0, [("batch[1]['meta']", 1, "[]")]),
+LISTS: dict[str, tuple[Any, Any, list[tuple[str, int, bool]]]] = {
+    "one kind": ([{"w": 0.5}, {"w": 1.0}], 0, [("batch[1]", 2, False)]),
+    "sizes": (((3, 5), (7, 2)), 0, [("batch[1]", 2, True)]),
+    "some are None": ([ROWS, None, ROWS], 0, [("batch[1]", 3, False)]),
+    "below a dict": ({"meta": [{"w": 0.5}]}, 0, [("batch[1]['meta']", 1, False)]),
     "lists in a list": (
         [[ROWS, ROWS, ROWS], [ROWS, ROWS, ROWS]],
         (0, [0, 0]),
-        [("batch[1][0]", 3, "[]"), ("batch[1][1]", 3, "[]")],
+        [("batch[1][0]", 3, False), ("batch[1][1]", 3, False)],
     ),
     "whole": ([{"w": 0.5}, {"w": 1.0}], (0, None), []),
     "an axis for each": ([ROWS, ROWS], (0, [0, 1]), []),
@@ -173,85 +157,59 @@ LISTS: dict[str, tuple[Any, Any, list[tuple[str, int, str]]]] = {
 
 
 @pytest.mark.parametrize("name", LISTS)
-def test_list_that_may_be_one_of_items(name: str) -> None:
+def test_list_whose_elements_may_be_the_items(name: str) -> None:
     nest, axes, expected = LISTS[name]
-    marked, found = kit.mark_lists((ROWS, nest), axes)
-    assert found == expected
-    assert marked[1] is nest
+    assert kit.lists_of_one_kind((ROWS, nest), axes) == expected
 
 
-def test_list_of_items_is_one_leaf() -> None:
-    batch = (ROWS, {"meta": ({"w": 0.5}, {"w": 1.0}), "other": [ROWS]})
-    (x, marked), found = kit.mark_lists(batch, (0, {"meta": kit.ITEMS, "other": [0]}))
-    assert found == []
-    assert [leaf.path for leaf in kit.leaves_of(marked)] == ["['meta']", "['other'][0]"]
-    assert (x is ROWS, kit.is_column(marked["meta"]), type(marked["meta"][:1])) == (
-        True,
-        True,
-        list,
-    )  # type: ignore[index]
-    assert kit.spread((0, {"meta": kit.ITEMS, "other": [0]}), (x, marked), "axes") == [
-        0,
-        kit.ITEMS,
-        0,
-    ]
-    assert type(batch[1]["meta"]) is tuple, "the user's own nest has changed"  # type: ignore[index]
+X, PAIR, IMAGES = ("batch[0]", 8), ("batch[1]", 2, False), ("batch[0]", 8, False)
+TARGETS = ("batch[1]", 8)
+THREE_CHANNELS = [(f"batch[0][{image}]", 3) for image in range(8)]
+OF_PAIR = [("batch[1][0]", 8), ("batch[1][1]", 8)]
 
 
-def test_list_as_long_as_the_batch_is_refused() -> None:
-    sizes = [("batch[0]", 8), ("batch[1][0]", 8), ("batch[1][1]", 8)]
-    assert kit.require_one_size(sizes, [("batch[1]", 2, "[]")]) == 8
-    with pytest.raises(
-        ArgumentValueError,
-        match=(
-            r"batch\[1\]: expected a list that axes= .* got 8 .* write \[0, 0, ...\]"
-            r" .*'items'"
+@pytest.mark.parametrize(
+    ("sizes", "lists", "words"),
+    [
+        pytest.param([X, *OF_PAIR], [PAIR], None, id="two arrays beside x"),
+        pytest.param(OF_PAIR, [("batch[1]", 2, True)], None, id="a tuple alone"),
+        pytest.param(
+            [X, *OF_PAIR],
+            [("batch[1]", 8, False)],
+            r"batch\[1\]: expected a list .* got 8 .* write \[0, 0, ...\]",
+            id="as long as the batch",
         ),
-    ):
-        kit.require_one_size(sizes, [("batch[1]", 8, "[]")])
-    with pytest.raises(
-        ArgumentValueError,
-        match=(
-            r"batch\[1\]\[0\]: expected 8 items.* got 3. If the elements of the list"
-            r" around it"
+        pytest.param(OF_PAIR, [PAIR], r"batch\[1\]: .* \[0, 0\]", id="a list alone"),
+        pytest.param(
+            THREE_CHANNELS,
+            [IMAGES],
+            r"batch\[0\]: expected a list .* got 8",
+            id="images alone",
         ),
-    ):
-        kit.require_one_size([*sizes[:1], ("batch[1][0]", 3)], [("batch[1]", 2, "[]")])
-    with pytest.raises(
-        ArgumentValueError, match=r"write \[0, 0\] .* split= a function"
-    ):
-        # Nothing else says how long the batch is.
-        kit.require_one_size(sizes[1:], [("batch[1]", 2, "[]")])
-
-
-def test_tuple_of_arrays_of_one_length_is_a_batch() -> None:
-    assert (
-        kit.require_one_size([("batch[0]", 8), ("batch[1]", 8)], [("batch", 2, "()")])
-        == 8
-    )
-    images = [(f"batch[0][{item}]", 3) for item in range(8)]
-    with pytest.raises(
-        ArgumentValueError, match=r"batch\[0\]: expected a list that axes= .* got 8"
-    ):
-        # Eight images of three channels, and their targets.
-        kit.require_one_size(images, [("batch[0]", 8, "()"), ("batch[1]", 8, "()")])
-    with pytest.raises(
-        ArgumentValueError, match=r"batch\[0\]: expected a list that axes= .* got 8"
-    ):
-        kit.require_one_size([*images, ("batch[1]", 8)], [("batch[0]", 8, "()")])
-    views = [(f"batch[{place}][{view}]", 8) for place in range(2) for view in range(2)]
-    assert (
-        kit.require_one_size(views, [("batch[0]", 2, "()"), ("batch[1]", 2, "()")]) == 8
-    )
-    for sizes in (
-        [("batch[0]", 2), ("batch[1]", 2)],
-        [("batch[0]", 8), ("batch[1]", 7)],
-        [("batch[0]['a']", 8), ("batch[1]['a']", 8)],
-    ):
-        with pytest.raises(
-            ArgumentValueError, match=r"write \(0, 0\) .* split= a function"
-        ):
-            kit.require_one_size(sizes, [("batch", 2, "()")])
+        pytest.param(
+            [*THREE_CHANNELS, TARGETS],
+            [IMAGES],
+            r"batch\[1\]: expected 3 items.* got 8.* stack them",
+            id="images and targets",
+        ),
+        pytest.param(
+            [("batch[0]", 2)],
+            [("batch[1]", 2, True)],
+            r"batch\[1\]: .* \(0, 0\)",
+            id="a tuple as long",
+        ),
+        pytest.param([], [], "batch: expected an array to split", id="nothing"),
+    ],
+)
+def test_number_of_items(
+    sizes: list[tuple[str, int]], lists: list[Any], words: str | None
+) -> None:
+    found = [ListOfOneKind(*each) for each in lists]
+    if words is None:
+        assert kit.require_one_size(sizes, found) == sizes[0][1]
+    else:
+        with pytest.raises(ArgumentValueError, match=f"^{words}"):
+            kit.require_one_size(sizes, found)
 
 
 def test_frames_of_a_failed_attempt_are_freed() -> None:
@@ -279,17 +237,6 @@ def test_frames_of_a_failed_attempt_are_freed() -> None:
     errors[0].__context__ = errors[2]
     splitting.free_frames(errors[2])
     assert [each() for each in alive] == [None] * 3
-
-
-@pytest.mark.parametrize(
-    ("declared", "words"),
-    [
-        (True, r"\(loss, aux\); got 1. Return both"),
-        (False, "a scalar loss; got 1. Declare how it merges"),
-    ],
-)
-def test_words_of_an_aux_error(declared: bool, words: str) -> None:
-    assert re.search(words, str(splitting.aux_shape_error("1", declared=declared)))
 
 
 @pytest.mark.parametrize(
@@ -347,20 +294,12 @@ def test_memory_limit_in_bytes(limit: Any, kind: type[Exception]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "own_split", "words"),
-    [
-        ((), False, "one of steps, .*; got none. Write steps=4"),
-        ((4, 2), False, "one of steps, .*; got steps and micro_batch_size. Write"),
-        ((None, 2), True, "split alone .*; got micro_batch_size. Leave out the others"),
-    ],
+    ("steps", "micro_batch_size", "got"), [(None, None, "neither"), (4, 2, "both")]
 )
-def test_divisions_that_contradict_each_other(
-    given: tuple[Any, ...], own_split: bool, words: str
+def test_one_way_to_divide(
+    steps: int | None, micro_batch_size: int | None, got: str
 ) -> None:
-    with pytest.raises(ArgumentValueError, match=f"^steps: expected {words}"):
-        splitting.make_division(*given, own_split=own_split)
-
-
-@pytest.mark.parametrize("steps", [None, 4])
-def test_own_split_stands_alone_or_beside_steps(steps: int | None) -> None:
-    assert splitting.make_division(steps, own_split=True).steps == steps
+    with pytest.raises(
+        ArgumentValueError, match=f"^steps: expected one of steps and .*; got {got}"
+    ):
+        splitting.make_division(steps, micro_batch_size)

@@ -26,7 +26,6 @@ from gradaccum_conformance.harness import (
     View,
     WorkersHarness,
     WrapOptions,
-    outputs_of,
 )
 from gradaccum_conformance.specs import (
     ATTENTION,
@@ -103,5 +102,4 @@ __all__ += [
     "make_batch",
     "make_weights",
     "mirrored",
-    "outputs_of",
 ]

@@ -270,15 +270,11 @@ class LargeBatchCall(NamedTuple):
     loss: Loss = "mean"
     """What the loss function returns of a micro-batch."""
     options: Mapping[str, Option] = MappingProxyType({})
-    """The call's own: ``steps``, ``micro_batch_size``, ``micro_batch_weight``,
-    ``reduction``, ``weight`` (a NumPy array, one per item, or a function of a
-    micro-batch's two arrays), ``split`` (a function of the batch's two), ``axes`` and
-    ``aux``, a kind of merging by the name of an output.
+    """The call's own: ``steps``, ``micro_batch_size``, ``reduction``, ``weight`` (a
+    NumPy array, one per item, or a function of a micro-batch's two arrays), ``axes``,
+    ``has_aux`` and ``merge_aux``.
 
-    With ``aux`` the loss function returns those of these outputs that are named, all of
-    the logits (items, classes) of its micro-batch: ``sum``, ``mean``, ``max`` and
-    ``min`` over the items, ``weighted_mean``, the same as ``mean``, and
-    ``concatenate``, the logits.
+    With ``has_aux`` `returns` gives the loss and a dict of arrays.
     """
     extra: Any = None
     """If given, a nest of NumPy arrays and plain values, the batch's third argument.
@@ -286,27 +282,10 @@ class LargeBatchCall(NamedTuple):
     """
     returns: Returns | None = None
     """If given, what the loss function returns in place of the loss; a coupled one's
-    logits are ``left``. ``aux`` may then be one kind.
+    logits are ``left``.
     """
     outputs: Callable[[Any], Any] | None = None
     """If given, what a coupled call's outputs are, of what they would be."""
-
-
-def outputs_of(logits: Any, declared: Mapping[str, str] | None) -> dict[str, Any]:
-    """The outputs that `LargeBatchCall.options` speaks of, by name, of an array with
-    NumPy's methods.
-    """
-    made = {
-        "sum": logits.sum,
-        "mean": logits.mean,
-        "weighted_mean": logits.mean,
-        "max": logits.max,
-        "min": logits.min,
-    }
-    return {
-        name: logits if name == "concatenate" else made[name](0)
-        for name in declared or {}
-    }
 
 
 class Outcome(NamedTuple):
@@ -314,8 +293,10 @@ class Outcome(NamedTuple):
 
     loss: float
     gradient: Arrays
-    aux: Arrays
-    """By name; empty where none was asked for."""
+    aux: Any
+    """What the call returned as aux, in NumPy's arrays; where it has one aux for each
+    micro-batch, a dict of arrays with a row for each micro-batch.
+    """
 
 
 class LargeBatchHarness(Harness):

@@ -12,9 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from gradaccum import ArgumentTypeError, ArgumentValueError
-from gradaccum.kit import explain, mark_lists, require_one_size, scalar_loss_error
+from gradaccum.kit import (
+    explain,
+    lists_of_one_kind,
+    require_one_size,
+    scalar_loss_error,
+)
 from gradaccum_jax.arrays import (
-    BY_ITEM,
     KEY,
     Array,
     Axis,
@@ -100,7 +104,7 @@ def make_batch(batch: tuple[Tree, ...], axes: Tree) -> Batch:
         found,
         paths,
         structure,
-        require_one_size(sizes, mark_lists(batch, axes)[1], BY_ITEM),
+        require_one_size(sizes, lists_of_one_kind(batch, axes)),
     )
 
 

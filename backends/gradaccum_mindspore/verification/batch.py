@@ -52,7 +52,8 @@ class Batch:
     """The leaves of a batch, with the axis of items of each."""
 
     def __init__(self, batch: tuple[kit.Nest, ...], axes: kit.Nest) -> None:
-        self.nest, lists = kit.mark_lists(batch, axes)
+        self.nest = batch
+        lists = kit.lists_of_one_kind(batch, axes)
         self.leaves = kit.leaves_of(self.nest, "batch")
         pairs = zip(self.leaves, kit.spread(axes, self.nest, "axes"), strict=True)
         self.axes = [_axis(leaf.value, axis, leaf.path) for leaf, axis in pairs]
@@ -171,8 +172,6 @@ def perturbed(
 def _axis(value: object, axis: Any, path: str) -> int | None:
     if axis is None:
         return None
-    if axis == kit.ITEMS and kit.is_column(value):
-        return 0
     if isinstance(axis, bool) or not isinstance(axis, int):
         fix = "Write axes=0, an axis per argument, or None for what is given whole."
         raise kit.explain(

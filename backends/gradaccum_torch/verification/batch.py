@@ -15,7 +15,7 @@ from gradaccum.kit import (
     Leaf,
     is_column,
     leaves_of,
-    mark_lists,
+    lists_of_one_kind,
     require_one_size,
     spread,
     with_leaves,
@@ -31,7 +31,8 @@ class Batch:
     """The arguments of the loss function after the model."""
 
     def __init__(self, batch: tuple[Any, ...], axes: Any) -> None:
-        self._batch, lists = mark_lists(batch, axes)
+        self._batch = batch
+        lists = lists_of_one_kind(batch, axes)
         self._leaves = leaves_of(self._batch, "batch")
         wanted = spread(axes, self._batch, "axes")
         self._axes = [

@@ -43,7 +43,6 @@ from gradaccum_conformance.harness import (
     View,
     WorkersHarness,
     WrapOptions,
-    outputs_of,
 )
 from gradaccum_conformance.reference import large_batch
 from gradaccum_conformance.reference.accumulation import ReferenceAccumulation
@@ -230,7 +229,6 @@ class NumpyHarness(WorkersHarness, LargeBatchHarness):
             call.model,
             weights,
             call.loss,
-            call.options.get("aux"),
             call.returns,
         )
         return Outcome(
@@ -253,7 +251,7 @@ class NumpyHarness(WorkersHarness, LargeBatchHarness):
 
         def loss_fn(piece: Batch) -> tuple[float, Arrays, Any]:
             value, gradient, aux = loss_gradient_aux(
-                session.model, session.weights, loss, None, returns, piece
+                session.model, session.weights, loss, returns, piece
             )
             with np.errstate(over="ignore", invalid="ignore"):
                 return (
@@ -349,12 +347,11 @@ def loss_gradient_aux(
     model: Model,
     weights: Arrays,
     loss: Loss,
-    declared: Mapping[str, str] | None,
     returns: Returns | None,
     piece: Batch,
 ) -> tuple[Any, Arrays, Any]:
-    """What a loss function of `piece` gives, and the outputs that
-    `LargeBatchCall.options` speaks of, or None.
+    """What a loss function of `piece` gives: the loss, its gradient, and the aux if
+    `returns` has one, or None.
     """
     typed = Batch(piece.x.astype(next(iter(weights.values())).dtype), piece.y)
     with np.errstate(invalid="ignore"):
@@ -364,7 +361,7 @@ def loss_gradient_aux(
             made = returns(value, logits)
             value, aux = made if isinstance(made, tuple) else (made, None)
             return value, gradient, aux
-        return value, gradient, outputs_of(logits, declared) if declared else None
+        return value, gradient, None
 
 
 def _plain(arrays: Arrays) -> Arrays:

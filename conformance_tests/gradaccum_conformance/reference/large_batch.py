@@ -7,8 +7,7 @@ definition, which no backend can afford.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,54 +34,33 @@ LossFn = Callable[[Any], tuple[float, Arrays, Any]]
 def pieces(
     batch: tuple[Any, ...], weight: Any, options: Mapping[str, Any]
 ) -> list[tuple[tuple[Any, ...], float]]:
-    """The micro-batches, each with its weight: the sum of its items', or their number;
-    only the first two arguments are cut.
+    """The micro-batches, each with its weight: the sum of its items' weights, or their
+    number; only the first two arguments are cut.
     """
-    ways = [
-        options.get(name)
-        for name in ("steps", "micro_batch_size", "micro_batch_weight")
-    ]
-    split, axes = options.get("split"), options.get("axes", 0)
-    division = kit.make_division(*ways, own_split=split is not None)
-    if split is not None:
-        return [
-            (piece, weight_of(piece, weight))
-            for piece in own_parts(split, batch, division.steps)
-        ]
-    nest, lists = kit.mark_lists(tuple(batch), axes)
+    axes = options.get("axes", 0)
+    division = kit.make_division(options.get("steps"), options.get("micro_batch_size"))
     placed = zip(
-        kit.leaves_of(nest, "batch"), kit.spread(axes, nest, "axes"), strict=True
+        kit.leaves_of(batch, "batch"), kit.spread(axes, batch, "axes"), strict=True
     )
     sizes = [
         (leaf.path, length_along(leaf.value, axis, leaf.path))
         for leaf, axis in placed
         if axis is not None
     ]
-    items, batch = (
-        kit.require_one_size(
-            [(path, size) for path, size in sizes if size is not None], lists
-        ),
-        Batch(*batch[:2]),
+    items = kit.require_one_size(
+        [(path, size) for path, size in sizes if size is not None],
+        kit.lists_of_one_kind(batch, axes),
     )
-    single = (
-        [weight_of(batch.rows(i, i + 1), weight) for i in range(items)]
-        if callable(weight)
-        else weight
-    )
-    each = None if single is None else kit.require_item_weights(single, items)
-    made = [
-        (batch.rows(start, stop), (start, stop))
-        for start, stop in kit.divided(division, items, each)
-    ]
-    return [
-        (
-            piece,
-            weight_of(piece, weight)
-            if each is None or callable(weight)
-            else sum(each[slice(*place)]),
-        )
-        for piece, place in made
-    ]
+    if weight is not None and not callable(weight):
+        weight = kit.require_item_weights(weight, items)
+    made = []
+    for start, stop in kit.divided(division, items):
+        piece = Batch(*batch[:2]).rows(start, stop)
+        if isinstance(weight, list):
+            made.append((piece, sum(weight[start:stop])))
+        else:
+            made.append((piece, weight_of(piece, weight)))
+    return made
 
 
 def length_along(value: Any, axis: Any, path: str) -> int | None:
@@ -109,61 +87,28 @@ def length_along(value: Any, axis: Any, path: str) -> int | None:
     return int(value.shape[axis])
 
 
-def own_parts(
-    split: Any, batch: tuple[Any, ...], steps: int | None
-) -> list[tuple[Any, ...]]:
-    """What the user's `split` makes of the batch."""
-    made = (
-        (split(*batch) if steps is None else split(*batch, steps=steps))
-        if callable(split)
-        else None
-    )
-    parts = list(made) if isinstance(made, Iterable) else []
-    if not 0 < len(parts) <= (steps or math.inf):
-        expected = "a function that returns the micro-batches, at most as many as steps"
-        raise kit.explain(
-            ArgumentValueError,
-            "split",
-            expected=expected,
-            found=f"{len(parts)} of them",
-            fix="Return a list of (x, y).",
-        )
-    return parts
-
-
 def weight_of(piece: tuple[Any, ...], weight: Any) -> float:
     """The weight of a micro-batch: what the user's function says of it, or its number
     of items.
     """
-    if callable(weight):
-        made = weight(*piece)
-        return kit.require_weight(
-            made.item() if np.size(made) == 1 and hasattr(made, "item") else made
-        )
-    if weight is not None or len(set(map(len, piece))) > 1:
-        fix = "Write weight= a function of the micro-batch."
-        raise kit.explain(
-            ArgumentValueError,
-            "weight",
-            expected="a function beside split=",
-            found="none",
-            fix=fix,
-        )
-    return float(len(piece[0]))
+    if weight is None:
+        return float(len(piece[0]))
+    made = weight(*piece)
+    is_array_of_one = np.size(made) == 1 and hasattr(made, "item")
+    return kit.require_weight(made.item() if is_array_of_one else made)
 
 
 def checked(
-    returned: tuple[float, Arrays, Any], declared: Any
+    returned: tuple[float, Arrays, Any], has_aux: bool
 ) -> tuple[float, Arrays, Any]:
     """Raise unless a loss function has returned one number as its loss, and other
-    outputs if they were `declared`.
+    outputs if `has_aux` says so.
     """
     loss, _, aux = returned
-    if (aux is None) == bool(declared):
-        raise kit.aux_shape_error(
-            "a tuple of 2" if aux is not None else "the loss alone",
-            declared=bool(declared),
-        )
+    if has_aux and aux is None:
+        raise TypeError("loss_fn returned no aux beside the loss")
+    if not has_aux and aux is not None:
+        raise kit.scalar_loss_error("a tuple of 2")
     require_scalar(loss)
     return returned
 
@@ -180,15 +125,14 @@ def value_and_grad(
     *,
     reduction: str = "mean",
     weight: Any = None,
-    aux: Any = None,
+    has_aux: bool = False,
+    merge_aux: Any = None,
     **division: Any,
 ) -> tuple[float, Arrays, Any]:
-    """Loss, gradient and merged outputs of the large batch."""
+    """Loss, gradient and outputs of the large batch."""
     kit.require_reduction(reduction)
-    for kind in aux.values() if isinstance(aux, Mapping) else [aux] if aux else []:
-        kit.require_kind(kind)
     parts = [
-        Part(len(piece[0]), w, *checked(loss_fn(piece), aux))
+        Part(len(piece[0]), w, *checked(loss_fn(piece), has_aux))
         for piece, w in pieces(batch, weight, division)
     ]
     weights = [part.weight for part in parts]
@@ -200,7 +144,8 @@ def value_and_grad(
         / divisor
         for name in parts[0].gradient
     }
-    return loss, gradient, _merged(aux, parts) if aux else {}
+    auxes = [part.aux for part in parts]
+    return loss, gradient, merged(auxes, weights, merge_aux) if has_aux else None
 
 
 def update(
@@ -216,7 +161,7 @@ def update(
     """
     require_closed_by_caller(optimizer.options)
     given = [
-        (w, *checked(loss_fn(piece), None))
+        (w, *checked(loss_fn(piece), False))
         for piece, w in pieces(batch, weight, division)
     ]
     for w, loss, gradient, _ in given:
@@ -273,9 +218,7 @@ def coupled_value_and_grad(
         division: how it is split.
     """
     cut = [piece for piece, _ in pieces(batch, None, division)]
-    outputs = _merged(
-        "concatenate", [Part(0, 0.0, 0.0, {}, outputs_fn(piece)[0]) for piece in cut]
-    )
+    outputs = concatenated([outputs_fn(piece)[0] for piece in cut])
     loss, gradients, own = loss_fn(outputs)
     require_scalar(loss)
     edges = np.cumsum([len(piece[0]) for piece in cut])[:-1]
@@ -307,35 +250,24 @@ def _total(
     return np.sum(terms, axis=0) if terms else np.zeros_like(arrays[0])
 
 
-def _merged(declared: Any, parts: Sequence[Part]) -> Any:
-    """The outputs of all, merged as `declared`: a kind for each, or one for all."""
-    kinds = kit.kinds_of(declared, parts[0].aux)
+def merged(auxes: Sequence[Any], weights: Sequence[float], merge_aux: Any) -> Any:
+    """The other outputs of all micro-batches: by the user's function, concatenated
+    along the items, or each stacked, a row per micro-batch.
+    """
+    if callable(merge_aux):
+        return merge_aux(auxes, weights)
+    if merge_aux == "concatenate":
+        return concatenated(auxes)
+    return _by_leaf(np.stack, auxes)
+
+
+def concatenated(outputs: Sequence[Any]) -> Any:
+    """Nests of arrays, concatenated leaf by leaf."""
+    return _by_leaf(np.concatenate, outputs)
+
+
+def _by_leaf(join: Callable[..., Array], nests: Sequence[Any]) -> Any:
     rows = zip(
-        *([leaf.value for leaf in kit.leaves_of(part.aux, "aux")] for part in parts),
-        strict=True,
+        *([leaf.value for leaf in kit.leaves_of(nest)] for nest in nests), strict=True
     )
-    return kit.with_leaves(
-        parts[0].aux,
-        iter(
-            [
-                _merge(kind, parts, list(values))
-                for kind, values in zip(kinds, rows, strict=True)
-            ]
-        ),
-    )
-
-
-def _merge(kind: str, parts: Sequence[Part], values: list[Array]) -> Array:
-    match kind:
-        case "concatenate":
-            if not np.ndim(values[0]):
-                raise kit.concatenate_error("aux", "one of shape ()")
-            return np.concatenate(values)
-        case "max" | "min":
-            return np.asarray(
-                np.max(values, axis=0) if kind == "max" else np.min(values, axis=0)
-            )
-        case "sum":
-            return _total([1.0] * len(parts), values)
-    factors = [part.weight for part in parts]
-    return _total([factor / (sum(factors) or 1) for factor in factors], values, factors)
+    return kit.with_leaves(nests[0], iter([join(values) for values in rows]))

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gradaccum.kit import KINDS
 from gradaccum_conformance import oracle
 from gradaccum_conformance.bounds import (
     FLOAT64_RELATIVE,
@@ -24,6 +23,7 @@ from gradaccum_conformance.harness import (
     LargeBatchHarness,
     Option,
     Outcome,
+    Returns,
 )
 from gradaccum_conformance.measuring import Errors
 from gradaccum_conformance.scenarios import (
@@ -58,8 +58,6 @@ micro-batches that it makes.
 """
 TOKENS = np.array([3, 1, 4, 1, 5, 2, 6, 5, 3, 5, 0, 7])
 """An uneven weight for each item of the standard batch, one of them 0."""
-PACKED = (3, 3, 1, 2, 2, 1)
-"""How many items each micro-batch of at most 8 has."""
 
 
 def split(
@@ -69,10 +67,17 @@ def split(
     *,
     dtype: Dtype = "float32",
     mode: str | None = None,
+    returns: Returns | None = None,
 ) -> Outcome:
     reduction = str(options.get("reduction", "mean"))
     call = LargeBatchCall(
-        model, make_weights(model), dtype, mode, micro_loss(reduction), options
+        model,
+        make_weights(model),
+        dtype,
+        mode,
+        micro_loss(reduction),
+        options,
+        returns=returns,
     )
     return backend.value_and_grad(call, standard_batch(model))
 
@@ -228,132 +233,65 @@ def test_weight_by_a_function(
     )
 
 
-@pytest.mark.parametrize("steps", [None, 5])
-def test_own_split(
-    backend: LargeBatchHarness, errors: Errors, steps: int | None
-) -> None:
-    """Each micro-batch weighs its items, and outputs keep their order, though two are
-    of one size; `steps` is handed on.
-    """
-
-    def parts(x: Any, y: Any, steps: int = 5) -> list[Any]:
-        return [
-            (x[a:b], y[a:b])
-            for a, b in ((0, 2), (2, 3), (3, 5), (5, 8), (8, 12))[:steps]
-        ]
-
-    options = {
-        "split": parts,
-        "steps": steps,
-        "aux": {"mean": "mean", "concatenate": "concatenate"},
-    }
-    got = split(backend, options, dtype="float64")
-    check(
-        errors,
-        got,
-        *oracle.loss_and_gradient(MLP, make_weights(MLP), standard_batch(MLP)),
-        MLP,
-        5,
-        "float64",
-    )
-    np.testing.assert_allclose(
-        got.aux["concatenate"],
-        oracle.predict(MLP, make_weights(MLP), standard_batch(MLP).x),
-        rtol=1e-12,
-    )
-
-
-def test_packed_by_weight(backend: LargeBatchHarness, errors: Errors) -> None:
-    """Consecutive items, up to the budget; the outputs of all are there, in order."""
-    edges = np.cumsum(PACKED)[:-1]
-    pieces, weights = (
-        cut(standard_batch(MLP), PACKED),
-        [float(part.sum()) for part in np.split(TOKENS, edges)],
-    )
-    assert max(weights) <= 8
-    options = {
-        "micro_batch_weight": 8,
-        "weight": TOKENS,
-        "aux": {"mean": "mean", "concatenate": "concatenate"},
-    }
-    got = split(backend, options, dtype="float64")
-    check(
-        errors,
-        got,
-        *of_the_definition(MLP, pieces, weights, "mean"),
-        MLP,
-        len(PACKED),
-        "float64",
-    )
-    logits = oracle.predict(MLP, make_weights(MLP), standard_batch(MLP).x)
-    np.testing.assert_allclose(got.aux["concatenate"], logits, rtol=1e-12)
-
-
-def test_outputs_merge_as_declared(
+def test_outputs_of_each_micro_batch(
     backend: LargeBatchHarness, large_batch_mode: str
 ) -> None:
-    """Each of them is what the large batch would have given, a mean by the weights of
-    the micro-batches, as the loss.
-    """
+    """Without a way to merge them, there is one for each micro-batch, in order."""
+    got = split(
+        backend,
+        {"micro_batch_size": 5, "has_aux": True},
+        mode=large_batch_mode,
+        returns=lambda loss, logits: (loss, {"mean": logits.mean(0)}),
+    )
+    logits = oracle.predict(MLP, make_weights(MLP), standard_batch(MLP).x)
+    means = [part.mean(0) for part in np.split(logits, [5, 10])]
+    np.testing.assert_allclose(got.aux["mean"], means, rtol=1e-5, atol=1e-6)
+
+
+def test_outputs_concatenated(
+    backend: LargeBatchHarness, large_batch_mode: str, errors: Errors
+) -> None:
+    """One row per item, in the order of the items, the short last micro-batch too."""
+    got = split(
+        backend,
+        {"micro_batch_size": 5, "has_aux": True, "merge_aux": "concatenate"},
+        dtype="float64",
+        mode=large_batch_mode,
+        returns=lambda loss, logits: (loss, {"rows": logits}),
+    )
+    logits = oracle.predict(MLP, make_weights(MLP), standard_batch(MLP).x)
+    np.testing.assert_allclose(got.aux["rows"], logits, rtol=1e-12)
+    loss, truth = oracle.loss_and_gradient(MLP, make_weights(MLP), standard_batch(MLP))
+    check(errors, got, loss, truth, MLP, 3, "float64")
+
+
+def weighted_mean(auxes: Sequence[Any], weights: Sequence[Any]) -> Any:
+    total = sum(weights)
+    terms = [aux["mean"] * w for aux, w in zip(auxes, weights, strict=True)]
+    return {"mean": sum(terms[1:], terms[0]) / total}
+
+
+def test_outputs_merged_by_a_function(
+    backend: LargeBatchHarness, large_batch_mode: str
+) -> None:
+    """The function is given the outputs and the weights of all micro-batches."""
     got = split(
         backend,
         {
             "micro_batch_size": 5,
             "weight": TOKENS,
-            "aux": {kind: kind for kind in KINDS},
+            "has_aux": True,
+            "merge_aux": weighted_mean,
         },
         mode=large_batch_mode,
+        returns=lambda loss, logits: (loss, {"mean": logits.mean(0)}),
     )
     logits = oracle.predict(MLP, make_weights(MLP), standard_batch(MLP).x)
     parts = zip(np.split(logits, [5, 10]), np.split(TOKENS, [5, 10]), strict=True)
     terms = [part.mean(0) * tokens.sum() for part, tokens in parts]
     mean = np.sum(terms, axis=0) / TOKENS.sum()
     assert np.abs(mean - logits.mean(0)).max() > 1e-3
-    whole = {
-        "sum": logits.sum(0),
-        "mean": mean,
-        "weighted_mean": mean,
-        "max": logits.max(0),
-        "min": logits.min(0),
-        "concatenate": logits,
-    }
-    assert set(got.aux) == set(whole)
-    for name, value in whole.items():
-        np.testing.assert_allclose(
-            got.aux[name], value, rtol=1e-5, atol=1e-6, err_msg=name
-        )
-
-
-def test_largest_of_negative_outputs(backend: LargeBatchHarness) -> None:
-    """The neutral element of a maximum is not 0."""
-    weights = make_weights(MLP)
-    call = LargeBatchCall(
-        MLP,
-        {**weights, "2.bias": weights["2.bias"] - 100},
-        options={"steps": 4, "aux": {"max": "max", "min": "min"}},
-    )
-    logits = oracle.predict(MLP, dict(call.weights), standard_batch(MLP).x)
-    assert logits.max() < 0
-    got = backend.value_and_grad(call, standard_batch(MLP))
-    np.testing.assert_allclose(got.aux["max"], logits.max(0), rtol=1e-5)
-    np.testing.assert_allclose(got.aux["min"], logits.min(0), rtol=1e-5)
-
-
-@pytest.mark.parametrize("place", [0, 11], ids=["first", "last"])
-def test_no_extreme_hides_a_nan(backend: LargeBatchHarness, place: int) -> None:
-    """It may come before the numbers or after them. Each item is a micro-batch: within
-    one, the framework itself looks for extremes.
-    """
-    batch = standard_batch(MLP)
-    x = batch.x.copy()
-    x[place] = np.nan
-    call = LargeBatchCall(
-        MLP,
-        make_weights(MLP),
-        options={"steps": 12, "aux": {"max": "max", "min": "min"}},
-    )
-    got = backend.value_and_grad(call, Batch(x, batch.y))
-    assert np.isnan([got.aux["max"], got.aux["min"]]).all()
+    np.testing.assert_allclose(got.aux["mean"], mean, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("reduction", deep_but(("mean",), REDUCTIONS))
@@ -370,7 +308,6 @@ def test_weight_zero_adds_nothing(
         "micro_batch_size": 5,
         "reduction": reduction,
         "weight": weight,
-        "aux": {"sum": "sum", "weighted_mean": "weighted_mean"},
     }
     call = LargeBatchCall(
         MLP,
@@ -388,13 +325,6 @@ def test_weight_zero_adds_nothing(
         MLP,
         3,
         "float64",
-    )
-    logits = [
-        oracle.predict(MLP, make_weights(MLP), piece.x).mean(0)
-        for piece in (first, last)
-    ]
-    np.testing.assert_allclose(
-        got.aux["weighted_mean"], (5 * logits[0] + 4 * logits[1]) / 9, rtol=1e-12
     )
     got = backend.value_and_grad(
         call._replace(options={**options, "weight": np.zeros(12)}), batch

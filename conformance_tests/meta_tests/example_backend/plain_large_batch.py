@@ -3,41 +3,30 @@
 import numpy as np
 
 from gradaccum.kit import (
-    MEANS,
     accumulate,
-    concatenate_error,
     contribution,
     divided,
     divisor,
-    finished,
     initial_state,
-    kinds_of,
     leaves_of,
+    lists_of_one_kind,
     make_division,
     make_options,
-    mark_lists,
-    merged,
     require_item_weights,
     require_one_size,
     select,
-    share,
     spread,
     with_leaves,
 )
 from gradaccum_conformance.reference.large_batch import (
     checked,
+    concatenated,
     length_along,
-    own_parts,
+    merged,
     require_closed_by_caller,
     require_scalar,
     weight_of,
 )
-
-
-class Ops:
-    """What merging asks of the framework."""
-
-    maximum, minimum, widened = np.maximum, np.minimum, np.asarray
 
 
 class Total:
@@ -62,14 +51,9 @@ class Total:
         return self.loss / by, sums
 
 
-def micro_batches(batch, weight, axes=0, split=None, **how):
+def micro_batches(batch, weight, axes=0, **how):
     """Each micro-batch with its weight."""
-    division = make_division(**how, own_split=split is not None)
-    batch, lists = mark_lists(batch, axes)
-    if split is not None:
-        for part in own_parts(split, batch, division.steps):
-            yield part, weight_of(part, weight)
-        return
+    division = make_division(**how)
     leaves = leaves_of(batch, "batch")
     placed = list(zip(leaves, spread(axes, batch, "axes"), strict=True))
     sizes = [
@@ -77,68 +61,39 @@ def micro_batches(batch, weight, axes=0, split=None, **how):
         for leaf, axis in placed
         if axis is not None
     ]
-    items = require_one_size(sizes, lists)
-    of_part = weight is None or callable(weight)
-    each = None if of_part else require_item_weights(weight, items)
-    for cut in divided(division, items, each):
-        own = slice(cut.start, cut.stop)
+    items = require_one_size(sizes, lists_of_one_kind(batch, axes))
+    if weight is not None and not callable(weight):
+        weight = require_item_weights(weight, items)
+    for cut in divided(division, items):
+        rows = slice(cut.start, cut.stop)
         values = (
-            leaf.value if axis is None else leaf.value[own] for leaf, axis in placed
+            leaf.value if axis is None else leaf.value[rows] for leaf, axis in placed
         )
         part = with_leaves(batch, values)
-        counted = weight_of(part[:2], weight) if of_part else sum(each[own])
-        yield part, counted
+        if isinstance(weight, list):
+            yield part, sum(weight[rows])
+        else:
+            yield part, weight_of(part[:2], weight)
 
 
-def value_and_grad(loss_fn, batch, *, reduction="mean", weight=None, aux=None, **how):
+def value_and_grad(
+    loss_fn,
+    batch,
+    *,
+    reduction="mean",
+    weight=None,
+    has_aux=False,
+    merge_aux=None,
+    **how,
+):
     """Return the loss, gradient and aux of the large batch from those of its parts."""
-    total, outputs = Total(reduction), Outputs(aux)
+    total, auxes, weights = Total(reduction), [], []
     for part, w in micro_batches(batch, weight, **how):
-        loss, gradient, given = checked(loss_fn(part), aux)
+        loss, gradient, aux = checked(loss_fn(part), has_aux)
         total.add(loss, gradient, w)
-        outputs.add(given, w)
-    return *total.mean(), outputs.whole()
-
-
-class Outputs:
-    """The other outputs of a loss function, merged by the declared kinds."""
-
-    def __init__(self, declared):
-        self.declared, self.kinds, self.values = declared or {}, [], []
-        self.weight = 0.0
-
-    def add(self, given, weight):
-        given = {} if given is None else given
-        self.kinds, self.like = kinds_of(self.declared, given), given
-        values = [leaf.value for leaf in leaves_of(given)]
-        if "concatenate" in self.kinds and not all(map(np.ndim, values)):
-            raise concatenate_error("aux", "a scalar")
-        shares = [
-            self.share(kind, value, weight)
-            for kind, value in zip(self.kinds, values, strict=True)
-        ]
-        if self.values:
-            pairs = zip(self.kinds, self.values, shares, strict=True)
-            shares = [self.joined(*pair) for pair in pairs]
-        self.values = shares
-        self.weight += weight
-
-    def share(self, kind, value, weight):
-        if kind in MEANS and not weight:
-            value = np.zeros_like(value)
-        return share(kind, value, weight, Ops)
-
-    def joined(self, kind, so_far, more):
-        if kind == "concatenate":
-            return np.concatenate([so_far, more])
-        return merged(kind, so_far, more, Ops)
-
-    def whole(self):
-        values = [
-            finished(kind, value, self.weight or 1)
-            for kind, value in zip(self.kinds, self.values, strict=True)
-        ]
-        return with_leaves(self.like, iter(values))
+        auxes.append(aux)
+        weights.append(w)
+    return *total.mean(), merged(auxes, weights, merge_aux) if has_aux else None
 
 
 def update(optimizer, loss_fn, batch, *, weight=None, **how):
@@ -146,7 +101,7 @@ def update(optimizer, loss_fn, batch, *, weight=None, **how):
     require_closed_by_caller(optimizer.options)
     total = Total(optimizer.options.reduction)
     given = [
-        (checked(loss_fn(part), None), w)
+        (checked(loss_fn(part), False), w)
         for part, w in list(micro_batches(batch, weight, **how))
     ]
     for (loss, gradient, _), w in given:
@@ -164,10 +119,8 @@ def coupled_value_and_grad(outputs_fn, loss_fn, batch, **how):
     those of its own parameters, which count once.
     """
     parts = [part for part, _ in micro_batches(batch, None, **how)]
-    outputs = Outputs("concatenate")
-    for part in parts:
-        outputs.add(outputs_fn(part)[0], 1)
-    loss, gradients, own = loss_fn(outputs.whole())
+    outputs = concatenated([outputs_fn(part)[0] for part in parts])
+    loss, gradients, own = loss_fn(outputs)
     require_scalar(loss)
     sums, start = Total("sum"), 0
     for part in parts:

@@ -42,14 +42,19 @@ def change_parts(m: Module, change: Callable[[list[Any]], list[Any]]) -> None:
     )
 
 
+def size(part_with_weight: Any) -> int:
+    """The items of a micro-batch."""
+    return len(part_with_weight[0][0])
+
+
 caught(
     "test_gradient_of_the_large_batch",
     # Each micro-batch counts alike, the last short one too.
     mean_of_the_means=lambda m: change_parts(
-        m, lambda parts: [(part, items, 1.0) for part, items, _ in parts]
+        m, lambda parts: [(part, 1.0) for part, _ in parts]
     ),
     drop_the_short_last_micro_batch=lambda m: change_parts(
-        m, lambda parts: [p for p in parts if p[1] == parts[0][1]]
+        m, lambda parts: [p for p in parts if size(p) == size(parts[0])]
     ),
     begin_each_micro_batch_an_item_early=lambda m: around(
         m,
@@ -62,13 +67,13 @@ caught(
 caught(
     "test_list_as_long_as_the_batch",
     believe_a_list_to_hold_all_items=lambda m: put(
-        m, mark_lists=lambda batch, axes: (batch, [])
+        m, lists_of_one_kind=lambda batch, axes: []
     ),
 )
 caught(
     "test_weights_of_items",
     count_items_in_place_of_weights=lambda m: change_parts(
-        m, lambda parts: [(part, items, float(items)) for part, items, _ in parts]
+        m, lambda parts: [(part, float(len(part[0]))) for part, _ in parts]
     ),
 )
 caught(
@@ -83,20 +88,27 @@ caught(
     ),
 )
 caught(
-    "test_outputs_merge",
-    mean_output_of_equal_micro_batches=lambda m: around(
-        m.Outputs,
-        "add",
-        lambda add, self, given, items, weight: add(self, given, 1, weight),
-    ),
+    "test_outputs_of_each_micro_batch",
     last_output_only=lambda m: put(
-        m.Outputs, joined=lambda self, kind, so_far, more: more
+        m, merged=lambda auxes, weights, merge_aux: auxes[-1]
     ),
 )
 caught(
-    "test_largest_of_negative_outputs",
-    largest_from_zero=lambda m: put(
-        m.Ops, maximum=lambda a, b: np.maximum(np.maximum(a, b), 0)
+    "test_outputs_merged_by_a_function",
+    merge_by_equal_weights=lambda m: around(
+        m,
+        "merged",
+        lambda merged, auxes, weights, merge_aux: merged(
+            auxes, [1.0] * len(weights), merge_aux
+        ),
+    ),
+)
+caught(
+    "test_outputs_concatenated",
+    outputs_in_reversed_order=lambda m: around(
+        m,
+        "merged",
+        lambda merged, auxes, *others: merged(auxes[::-1], *others),
     ),
 )
 caught(
@@ -106,27 +118,17 @@ caught(
     ),
 )
 caught(
-    "test_own_split",
-    divide_what_the_user_has_divided=lambda m: around(
-        m,
-        "own_parts",
-        lambda own_parts, *given: [
-            tuple(leaf[:1] for leaf in part) for part in own_parts(*given)
-        ],
-    ),
-)
-caught(
-    "test_loss_function_that_returns_something_else",
+    "test_loss_per_item",
     believe_every_loss=lambda m: put(m, checked=lambda returned, declared: returned),
 )
 
 
 @caught_by("test_last_batch_of_fewer_items_than_steps")
 def refuse_more_steps_than_items(m: Module) -> None:
-    def divided(original: Any, division: Any, items: int, weights: Any) -> Any:
+    def divided(original: Any, division: Any, items: int) -> Any:
         if (division.steps or 0) > items:
             raise ArgumentValueError("more steps than items")
-        return original(division, items, weights)
+        return original(division, items)
 
     around(m, "divided", divided)
 
@@ -227,11 +229,11 @@ def gradient_of_the_first_micro_batch_for_all(m: Module) -> None:
     ) -> Any:
         def shifted(outputs: Any) -> Any:
             loss, gradients, own = loss_fn(outputs)
-            size = parts[0][1]
+            first = size(parts[0])
             return (
                 loss,
                 {
-                    n: np.concatenate([g[:size]] * len(parts))[: len(g)]
+                    n: np.concatenate([g[:first]] * len(parts))[: len(g)]
                     for n, g in gradients.items()
                 },
                 own,
