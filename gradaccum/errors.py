@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Collection
+from contextlib import suppress
 from importlib import import_module
 from typing import Any, SupportsFloat, SupportsIndex, TypeVar, cast
 
@@ -71,8 +72,9 @@ def explain(
         got: the given value; the error shows its `repr` and its type.
         found: in place of `got`, words.
     """
-    given = f"{got!r} ({type(got).__name__})" if found is None else found
-    return kind(f"{argument}: expected {expected}; got {given}. {fix}")
+    if found is None:
+        found = f"{got!r} ({type(got).__name__})"
+    return kind(f"{argument}: expected {expected}; got {found}. {fix}")
 
 
 def imported(argument: str, *modules: str, install: str, otherwise: str) -> Any:
@@ -93,14 +95,12 @@ def imported(argument: str, *modules: str, install: str, otherwise: str) -> Any:
             return import_module(module)
         except ModuleNotFoundError as error:
             missing.append(error)
-    expected = " or ".join(map(repr, modules))
-    fix = f"Run: pip install {install}; or {otherwise}."
     raise explain(
         MissingPackageError,
         argument,
-        expected=expected,
+        expected=" or ".join(map(repr, modules)),
         found="none installed",
-        fix=fix,
+        fix=f"Run: pip install {install}; or {otherwise}.",
     ) from missing[-1]
 
 
@@ -113,24 +113,19 @@ def require_int(
     """Raise unless `value` is an int >= `at_least`. Integer scalars of a framework
     count; bools and traced values do not.
     """
-    expected = f"an int >= {at_least}"
-    fix = fix or f"Write for example {argument}={max(at_least, 4)}."
-    try:
-        if isinstance(value, bool):
-            number = None
-        else:
+    number: int | None = None
+    if not isinstance(value, bool):
+        with suppress(TypeError):
             number = operator.index(cast(SupportsIndex, value))
-    except TypeError:
-        number = None
-    if number is None:
-        raise explain(
-            ArgumentTypeError, argument, expected=expected, got=value, fix=fix
-        )
-    if number < at_least:
-        raise explain(
-            ArgumentValueError, argument, expected=expected, got=value, fix=fix
-        )
-    return int(number)
+    if number is not None and number >= at_least:
+        return int(number)
+    raise explain(
+        ArgumentTypeError if number is None else ArgumentValueError,
+        argument,
+        expected=f"an int >= {at_least}",
+        got=value,
+        fix=fix or f"Write for example {argument}={max(at_least, 4)}.",
+    )
 
 
 def require_number(
@@ -146,35 +141,30 @@ def require_number(
     """Raise unless `value` lies in (above, below), or in [above, below) with
     `or_equal`; return it as a float.
     """
-    bound = ">=" if or_equal else ">"
-    limit = "" if below == math.inf else f" and < {below:g}"
-    expected = f"a {'' if allow_infinity else 'finite '}number {bound} {above:g}{limit}"
-    example = above + 1 if below == math.inf else (above + below) / 2
-    fix = fix or f"Write for example {argument}={example:g}."
-    try:
-        if isinstance(value, (bool, str)):
-            number = None
-        else:
+    number: float | None = None
+    if not isinstance(value, (bool, str)):
+        # An array of several numbers and a value that is being traced raise one of
+        # these.
+        with suppress(TypeError, ValueError, RuntimeError):
             number = float(cast(SupportsFloat, value))
-    except (
-        TypeError,
-        ValueError,
-        RuntimeError,
-        # An array of several numbers (torch has all three), or a value that is being
-        # traced.
-    ):
-        number = None
-    if number is None:
-        raise explain(
-            ArgumentTypeError, argument, expected=expected, got=value, fix=fix
-        )
-    large_enough = number >= above if or_equal else number > above
-    small_enough = number < below or (allow_infinity and number == math.inf)
-    if not (large_enough and small_enough):
-        raise explain(
-            ArgumentValueError, argument, expected=expected, got=value, fix=fix
-        )
-    return number
+    if number is not None:
+        is_above = number > above or (or_equal and number == above)
+        if is_above and (number < below or (allow_infinity and number == math.inf)):
+            return number
+    finite = "" if allow_infinity else "finite "
+    bound = ">=" if or_equal else ">"
+    limit = ""
+    example = above + 1
+    if below < math.inf:
+        limit = f" and < {below:g}"
+        example = (above + below) / 2
+    raise explain(
+        ArgumentTypeError if number is None else ArgumentValueError,
+        argument,
+        expected=f"a {finite}number {bound} {above:g}{limit}",
+        got=value,
+        fix=fix or f"Write for example {argument}={example:g}.",
+    )
 
 
 def require_bool(argument: str, value: object) -> bool:

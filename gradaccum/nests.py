@@ -172,16 +172,15 @@ def _inside(prefix: Nest) -> list[tuple[str, Nest]] | None:
 
 
 def _prefix_error(argument: str, prefix: Nest, nest: Nest) -> GradAccumError:
-    fix = (
-        "Give one value for all, or a nest whose keys and lengths are those of the nest"
-        " that it is for."
-    )
     return explain(
         ArgumentValueError,
         argument,
         expected=f"a prefix of a nest like {_outline(nest)}",
         got=prefix,
-        fix=fix,
+        fix=(
+            "Give one value for all, or a nest whose keys and lengths are those of the nest"
+            " that it is for."
+        ),
     )
 
 

@@ -99,9 +99,9 @@ def until_weight(weight: object) -> UntilWeight:
 
 def is_known(schedule: Schedule) -> bool:
     """True if the sizes are known without calling a function."""
-    return not callable(
-        schedule.weight if isinstance(schedule, UntilWeight) else schedule
-    )
+    if isinstance(schedule, UntilWeight):
+        return not callable(schedule.weight)
+    return not callable(schedule)
 
 
 def make_schedule(steps: object) -> Schedule:
@@ -175,11 +175,10 @@ def _require_one_argument(function: Callable[..., Any], argument: _Argument) -> 
     try:
         parameters.bind(0)
     except TypeError as error:
-        expected = "a function of one argument, the updates so far"
         raise explain(
             ArgumentTypeError,
             argument.name,
-            expected=expected,
+            expected="a function of one argument, the updates so far",
             found=f"one with the signature {parameters}",
             fix=f"Write {argument.name}=lambda optimizer_step: 4.",
         ) from error
@@ -209,20 +208,13 @@ def _make_pairs(
     fix = argument.fix_pairs
     pairs = []
     for pair in sizes:
-        if not isinstance(pair, Iterable) or len(values := tuple(pair)) != 2:
+        if not isinstance(pair, Iterable) or len(numbers := tuple(pair)) != 2:
             raise explain(
                 ArgumentTypeError, name, expected=argument.expected, got=pair, fix=fix
             )
-        first = require_int(
-            f"{name} (first optimizer_step)", values[0], at_least=0, fix=fix
-        )
-        by_weight = isinstance(values[1], UntilWeight)
-        pairs.append(
-            (
-                first,
-                _require_size(name, values[1], _WEIGHT.fix_pairs if by_weight else fix),
-            )
-        )
+        first_name = f"{name} (first optimizer_step)"
+        first = require_int(first_name, numbers[0], at_least=0, fix=fix)
+        pairs.append((first, _require_size(name, numbers[1], fix)))
     starts = [first for first, _ in pairs]
     if not starts or starts[0] != 0 or any(a >= b for a, b in pairwise(starts)):
         raise explain(
@@ -305,17 +297,15 @@ class DynamicLossScale:
         require_number("min_scale", self.min_scale, above=0)
         require_number("max_scale", self.max_scale, above=0, allow_infinity=True)
         if not self.min_scale <= self.init_scale <= self.max_scale:
-            expected = (
-                f"a number between min_scale={self.min_scale} and"
-                f" max_scale={self.max_scale}"
-            )
-            fix = "Move the limit or the initial scale."
             raise explain(
                 ArgumentValueError,
                 "init_scale",
-                expected=expected,
+                expected=(
+                    f"a number between min_scale={self.min_scale} and"
+                    f" max_scale={self.max_scale}"
+                ),
                 got=self.init_scale,
-                fix=fix,
+                fix="Move the limit or the initial scale.",
             )
 
     def rule(self) -> ScaleRule:
@@ -360,28 +350,25 @@ def scale_rule(
     if isinstance(loss_scale, (StaticLossScale, DynamicLossScale)):
         return loss_scale.rule(), None
     if isinstance(loss_scale, Real) and not isinstance(loss_scale, bool):
-        return (
-            ScaleRule(init_scale=require_number("loss_scale", loss_scale, above=0)),
-            None,
-        )
-    rule = None if driver is None else driver.scaler_rule(loss_scale)
-    if rule is None:
-        raise _loss_scale_error(
-            loss_scale, "" if driver is None else f" or {driver.scaler_kind}"
-        )
-    return rule, loss_scale
-
-
-def _loss_scale_error(got: object, or_own: str) -> ArgumentTypeError:
-    expected = (
-        "None, a number > 0, gradaccum.StaticLossScale,"
-        f" gradaccum.DynamicLossScale{or_own}"
+        number = require_number("loss_scale", loss_scale, above=0)
+        return ScaleRule(init_scale=number), None
+    or_scaler = ""
+    if driver is not None:
+        rule = driver.scaler_rule(loss_scale)
+        if rule is not None:
+            return rule, loss_scale
+        or_scaler = f" or {driver.scaler_kind}"
+    raise explain(
+        ArgumentTypeError,
+        "loss_scale",
+        expected="None, a number > 0, gradaccum.StaticLossScale,"
+        f" gradaccum.DynamicLossScale{or_scaler}",
+        got=loss_scale,
+        fix=(
+            "Write loss_scale=gradaccum.DynamicLossScale(), with the factors and the"
+            " interval of a scaler that it replaces."
+        ),
     )
-    fix = (
-        "Write loss_scale=gradaccum.DynamicLossScale(), with the factors and the"
-        " interval of a scaler that it replaces."
-    )
-    return explain(ArgumentTypeError, "loss_scale", expected=expected, got=got, fix=fix)
 
 
 Reduction = Literal["mean", "sum", "sum_per_item"]
@@ -434,29 +421,26 @@ def make_options(
     scalers of its framework.
     """
     rule, scaler = scale_rule(loss_scale, driver)
+    for name, norm in {"clip_norm": clip_norm, "skip_norm": skip_norm}.items():
+        if norm is not None:
+            require_number(name, norm, above=0, fix=_NO_LIMIT)
     # A disabled torch.amp.GradScaler passes: its scale is 1.
     if on_overflow == "ignore" and rule.backoff_factor != 1:
-        fix = "Give a number, or leave on_overflow out."
-        expected = (
-            'one that does not move, as on_overflow="ignore" looks for no overflow that'
-            " it could back off from"
-        )
         raise explain(
-            ArgumentValueError, "loss_scale", expected=expected, got=loss_scale, fix=fix
+            ArgumentValueError,
+            "loss_scale",
+            expected=(
+                'one that does not move, as on_overflow="ignore" looks for no overflow that'
+                " it could back off from"
+            ),
+            got=loss_scale,
+            fix="Give a number, or leave on_overflow out.",
         )
     return Options(
         steps=make_schedule(steps),
         reduction=require_reduction(reduction),
-        clip_norm=(
-            None
-            if clip_norm is None
-            else require_number("clip_norm", clip_norm, above=0, fix=_NO_LIMIT)
-        ),
-        skip_norm=(
-            None
-            if skip_norm is None
-            else require_number("skip_norm", skip_norm, above=0, fix=_NO_LIMIT)
-        ),
+        clip_norm=None if clip_norm is None else float(clip_norm),
+        skip_norm=None if skip_norm is None else float(skip_norm),
         accumulate_dtype=accumulate_dtype,
         scale_rule=rule,
         on_overflow=cast(
@@ -501,10 +485,12 @@ def given_weight(weight: Scalar | None, use: str | None) -> Scalar:
         ArgumentTypeError: None was given, and an option uses the weights.
     """
     if weight is None and use is not None:
-        expected = f"the number of items (tokens) in the micro-batch, for {use}"
-        fix = f"Pass weight=n with each micro-batch, or leave {use} out."
         raise explain(
-            ArgumentTypeError, "weight", expected=expected, got=weight, fix=fix
+            ArgumentTypeError,
+            "weight",
+            expected=f"the number of items (tokens) in the micro-batch, for {use}",
+            got=weight,
+            fix=f"Pass weight=n with each micro-batch, or leave {use} out.",
         )
     return 1.0 if weight is None else weight
 
@@ -514,14 +500,12 @@ def require_denominator_allowed(options: Options) -> None:
     every window.
     """
     if options.steps is not None:
-        found = f"one beside steps={options.steps!r}"
-        fix = "Write steps=None, and call flush(denominator=n) where a window ends."
         raise explain(
             ArgumentValueError,
             "denominator",
             expected="to be left out beside steps, which closes windows by itself",
-            found=found,
-            fix=fix,
+            found=f"one beside steps={options.steps!r}",
+            fix="Write steps=None, and call flush(denominator=n) where a window ends.",
         )
 
 
@@ -535,13 +519,11 @@ def require_denominator(
     """
     require_denominator_allowed(options)
     if several:
-        expected = "to be left out where several workers share the window"
-        fix = "Give each micro-batch its weight: all are added up."
         raise explain(
             errors.UsageError,
             "denominator",
-            expected=expected,
+            expected="to be left out where several workers share the window",
             got=denominator,
-            fix=fix,
+            fix="Give each micro-batch its weight: all are added up.",
         )
     return require_number("denominator", denominator, above=0)

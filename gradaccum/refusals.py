@@ -32,46 +32,46 @@ def optimizer_error(expected: str, got: object, fix: str) -> GradAccumError:
 
 def wrapped_twice_error(got: object) -> GradAccumError:
     """Return the error for an optimizer that is wrapped already."""
-    fix = (
-        "Wrap it once: steps multiply, so that one wrap with their product does the"
-        " same."
-    )
-    found = f"a wrapped one: {type(got).__name__}"
     return explain(
         ArgumentTypeError,
         "optimizer",
         expected="one that is not wrapped",
-        found=found,
-        fix=fix,
+        found=f"a wrapped one: {type(got).__name__}",
+        fix=(
+            "Wrap it once: steps multiply, so that one wrap with their product does the"
+            " same."
+        ),
     )
 
 
 def accumulate_dtype_error(got: object) -> GradAccumError:
     """Return the error for an ``accumulate_dtype`` that is no floating dtype."""
     kind = ArgumentValueError if isinstance(got, str) else ArgumentTypeError
-    expected = "a floating dtype of the framework or its name"
-    fix = "Write accumulate_dtype='float32'."
-    return explain(kind, "accumulate_dtype", expected=expected, got=got, fix=fix)
+    return explain(
+        kind,
+        "accumulate_dtype",
+        expected="a floating dtype of the framework or its name",
+        got=got,
+        fix="Write accumulate_dtype='float32'.",
+    )
 
 
 def half_made_error() -> UsageError:
     """Return the error for going on after an exception in the middle of an update or of
     an addition.
     """
-    found = (
-        "an exception in the last one, which may have written a part of the parameters,"
-        " of the optimizer's state or of the sum"
-    )
-    fix = (
-        "Load the last checkpoint. To go on from what is there, which holds a part of"
-        " the update, call discard()."
-    )
     return explain(
         UsageError,
         "optimizer",
         expected="an update that was made or was not",
-        found=found,
-        fix=fix,
+        found=(
+            "an exception in the last one, which may have written a part of the parameters,"
+            " of the optimizer's state or of the sum"
+        ),
+        fix=(
+            "Load the last checkpoint. To go on from what is there, which holds a part of"
+            " the update, call discard()."
+        ),
     )
 
 
@@ -79,22 +79,19 @@ def missing_worker_error(state: State, rank: int, more_time: str = "") -> UsageE
     """Return the error for a failed reduction at a window's end; `more_time` says how
     to wait for slow workers.
     """
-    expected = "every worker to end its window too, by a micro-batch or by flush()"
-    found = (
-        f"a reduction that failed or timed out, with {state.micro_step} micro-batches"
-        f" of update {state.optimizer_step + 1} here"
-    )
     fix = (
         "Call flush() on every worker when its data end: it takes part in the windows"
         " of the others until they flush too."
     )
-    fix = f"{fix} {more_time}".rstrip()
     return explain(
         UsageError,
         f"the end of a window on rank {rank}",
-        expected=expected,
-        found=found,
-        fix=fix,
+        expected="every worker to end its window too, by a micro-batch or by flush()",
+        found=(
+            f"a reduction that failed or timed out, with {state.micro_step} micro-batches"
+            f" of update {state.optimizer_step + 1} here"
+        ),
+        fix=f"{fix} {more_time}".rstrip(),
     )
 
 
@@ -102,17 +99,15 @@ def update_due_error(call: str) -> UsageError:
     """Return the error for a `call` that needs this worker's own sum after all sums
     were added up and the update raised.
     """
-    fix = (
-        "Call flush() on every worker to make the update that is due, or discard() on"
-        " every worker."
-    )
-    found = "a window that is added up over all workers, whose update raised"
     return explain(
         UsageError,
         call,
         expected="to be called before the window's end",
-        found=found,
-        fix=fix,
+        found="a window that is added up over all workers, whose update raised",
+        fix=(
+            "Call flush() on every worker to make the update that is due, or discard() on"
+            " every worker."
+        ),
     )
 
 
@@ -120,13 +115,12 @@ def torn_window_error(call: str) -> UsageError:
     """Return the error for a `call` on a window whose reduction over the workers failed
     halfway.
     """
-    fix = "Load the last checkpoint on every worker, or call discard()."
     return explain(
         UsageError,
         call,
         expected="a whole sum",
         found="one whose reduction over the workers failed",
-        fix=fix,
+        fix="Load the last checkpoint on every worker, or call discard().",
     )
 
 
@@ -134,29 +128,32 @@ def shared_until_weight_error(steps: object) -> UsageError:
     """Return the error for windows that end by weight where each worker sees only its
     own weight.
     """
-    expected = (
-        "a number of micro-batches, or None, where several workers share the window, so"
-        " that they end it together"
+    return explain(
+        UsageError,
+        "steps",
+        expected=(
+            "a number of micro-batches, or None, where several workers share the window, so"
+            " that they end it together"
+        ),
+        got=steps,
+        fix=(
+            "Write steps=None, take windows from gradaccum.windows(loader,"
+            " until_weight(...), reduce=...), and call flush() after each."
+        ),
     )
-    fix = (
-        "Write steps=None, take windows from gradaccum.windows(loader,"
-        " until_weight(...), reduce=...), and call flush() after each."
-    )
-    return explain(UsageError, "steps", expected=expected, got=steps, fix=fix)
 
 
 def moving_weight_error(fix: str) -> ArgumentValueError:
     """Return the error for a callable weight that depends on the parameters: the large
     batch's gradient has no such term.
     """
-    expected = (
-        "a weight that stays as it is where its arguments and parameters move, as its"
-        " derivative is left out"
-    )
     return explain(
         ArgumentValueError,
         "weight",
-        expected=expected,
+        expected=(
+            "a weight that stays as it is where its arguments and parameters move, as its"
+            " derivative is left out"
+        ),
         found="one with a derivative",
         fix=fix,
     )
@@ -195,16 +192,14 @@ def require_same_rates(
             are at windows of different optimizers; every worker raises it.
     """
     if not {0, workers}.issuperset(added):
-        fix = (
-            "Let a listener move the schedule, as one flush() may close several"
-            " windows. Give two optimizers of one process group as many micro-batches"
-            " on every worker, or a group each. Add parameters in one order everywhere."
-        )
-        found = f"{list(rates)} here, and others or another window elsewhere"
         raise explain(
             UsageError,
             f"learning rates on rank {rank}",
             expected="the same rates, parameters and optimizer on every worker",
-            found=found,
-            fix=fix,
+            found=f"{list(rates)} here, and others or another window elsewhere",
+            fix=(
+                "Let a listener move the schedule, as one flush() may close several"
+                " windows. Give two optimizers of one process group as many micro-batches"
+                " on every worker, or a group each. Add parameters in one order everywhere."
+            ),
         )

@@ -14,11 +14,10 @@ points, the three adapters of this project are found if they can be imported.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from difflib import get_close_matches
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
-from inspect import Parameter, isroutine, signature
+from inspect import isroutine, signature
 from typing import Any, Protocol, TypedDict, cast, runtime_checkable
 
 from gradaccum.errors import (
@@ -91,18 +90,18 @@ def owners(group: str) -> Mapping[str, EntryPoint]:
     Raises:
         GradAccumError: two different objects are registered under one name.
     """
-    found: dict[str, EntryPoint] = {}
+    entries: dict[str, EntryPoint] = {}
     for entry in entry_points(group=group):
-        other = found.setdefault(entry.name, entry)
+        other = entries.setdefault(entry.name, entry)
         if other.value != entry.value:
             raise GradAccumError(
                 f"entry point {entry.name!r} of group {group!r} has two owners:"
                 f" {other.value} and {entry.value}. Uninstall one of them."
             )
-    return {**copied(group), **found}
+    return {**copied_adapters(group), **entries}
 
 
-def copied(group: str) -> dict[str, EntryPoint]:
+def copied_adapters(group: str) -> dict[str, EntryPoint]:
     """Return entry points of this project's adapters that can be imported, for names
     that nobody may have registered.
     """
@@ -155,17 +154,12 @@ def available_backends() -> tuple[str, ...]:
     importing any.
     """
     types = owners(TYPES)
-    return tuple(
-        sorted(
-            name
-            for name, entry in owners(BACKENDS).items()
-            if all(
-                find_spec(package)
-                for package, owner in types.items()
-                if owner.value == entry.value
-            )
-        )
-    )
+    names = []
+    for name, entry in sorted(owners(BACKENDS).items()):
+        packages = [top for top, owner in types.items() if owner.value == entry.value]
+        if all(find_spec(package) for package in packages):
+            names.append(name)
+    return tuple(names)
 
 
 def backend_of(optimizer: object) -> Backend:
@@ -184,27 +178,26 @@ def backend_of(optimizer: object) -> Backend:
     raise _not_an_optimizer(optimizer)
 
 
-def _not_an_optimizer(given: object) -> ArgumentTypeError:
-    backends = ", ".join(map(_describe, registered_backends()))
-    expected = f"an optimizer of {backends or 'a backend, but there is none'}"
-    found = f"an object of type {type(given).__name__}"
+def _not_an_optimizer(candidate: object) -> ArgumentTypeError:
+    names = ", ".join(map(_describe, registered_backends()))
+    kind = f"an object of type {type(candidate).__name__}"
     fix = "Build the framework's own optimizer and pass it."
-    if not backends:
+    if isinstance(candidate, type) or isroutine(candidate):
+        kind = f"{candidate.__name__}, which was not called"
+        fix = f"Call it: gradaccum.wrap({candidate.__name__}(...), steps=4)."
+    elif isinstance(candidate, list | tuple):
+        fix = "Build an optimizer of parameters first; wrap each optimizer by itself."
+    elif not names:
         fix = (
             "Run: pip install gradaccum; or copy the folder gradaccum_torch,"
             " gradaccum_jax or gradaccum_mindspore beside the folder gradaccum."
         )
-    if isinstance(given, type) or isroutine(given):
-        found = (
-            f"the {'class' if isinstance(given, type) else 'function'} {given.__name__}"
-        )
-        fix = f"Call it: gradaccum.wrap({given.__name__}(...), steps=4)."
-    elif isinstance(given, list | tuple):
-        kinds = sorted({type(entry).__name__ for entry in given})
-        found = f"a {type(given).__name__} of {len(given)} ({', '.join(kinds)})"
-        fix = "Build an optimizer of parameters first; wrap each optimizer by itself."
     return explain(
-        ArgumentTypeError, "optimizer", expected=expected, found=found, fix=fix
+        ArgumentTypeError,
+        "optimizer",
+        expected=f"an optimizer of {names or 'a backend, but there is none'}",
+        found=kind,
+        fix=fix,
     )
 
 
@@ -228,17 +221,6 @@ def _describe(name: str) -> str:
 
 
 NOT_GIVEN: Any = object()
-ELSEWHERE = {
-    "steps": (
-        "accumulate_grad_batches",
-        "accumulation_steps",
-        "every_k_schedule",
-        "gradient_accumulation_steps",
-    ),
-    "clip_norm": ("gradient_clip_val", "max_grad_norm", "max_norm"),
-}
-"""The names that Lightning, Transformers, optax and torch have for options of `wrap`.
-"""
 _DEFAULTS = {
     name: parameter.default
     for name, parameter in signature(make_options).parameters.items()
@@ -268,61 +250,26 @@ def wrap_with(
 ) -> Any:
     """Wrap `optimizer` by this `backend`; otherwise as `wrap`."""
     if isinstance(backend, GatingBackend) and backend.is_scheduler(optimizer):
-        given = {
-            name: value
-            for name, value in options.items()
-            if value is not _DEFAULTS.get(name, NOT_GIVEN)
-        }
-        _require_nothing_beside_a_scheduler({"steps": steps, **given})
+        for name, value in {"steps": steps, **options}.items():
+            if value is not NOT_GIVEN and value is not _DEFAULTS.get(name, NOT_GIVEN):
+                raise explain(
+                    ArgumentTypeError,
+                    name,
+                    expected="no option beside a scheduler, which follows its optimizer",
+                    got=value,
+                    fix="Write gradaccum.wrap(scheduler).",
+                )
         return backend.gate(optimizer)
     shared = {name: options.pop(name) for name in _DEFAULTS if name in options}
-    _require_own_options(backend, options)
     if steps is NOT_GIVEN:
-        fix = "Write gradaccum.wrap(optimizer, steps=4)."
         raise explain(
             ArgumentTypeError,
             "steps",
             expected="the number of micro-batches per window",
             found="nothing at all",
-            fix=fix,
+            fix="Write gradaccum.wrap(optimizer, steps=4).",
         )
     driver = backend if isinstance(backend, ScalerDriver) else None
     return backend.wrap(
         optimizer, make_options(steps, **shared, driver=driver), **options
     )
-
-
-def _require_nothing_beside_a_scheduler(given: Mapping[str, object]) -> None:
-    for name, value in given.items():
-        if value is not NOT_GIVEN:
-            expected = "no option beside a scheduler, which follows its optimizer"
-            fix = "Write gradaccum.wrap(scheduler)."
-            raise explain(
-                ArgumentTypeError, name, expected=expected, got=value, fix=fix
-            )
-
-
-def _require_own_options(backend: Backend, given: Mapping[str, object]) -> None:
-    """Raise unless each option is a keyword-only argument of the backend's ``wrap``."""
-    own = sorted(
-        name
-        for name, p in signature(backend.wrap).parameters.items()
-        if p.kind is Parameter.KEYWORD_ONLY
-    )
-    known = ("steps", *_DEFAULTS, *own)
-    for name, value in given.items():
-        if name not in own:
-            near = [
-                ours for ours, theirs in ELSEWHERE.items() if name in theirs
-            ] or get_close_matches(name, known, 1)
-            if near:
-                fix = f"Did you mean {near[0]}={value!r}?"
-            else:
-                fix = f"The options are {', '.join(known)}."
-            raise explain(
-                ArgumentTypeError,
-                name,
-                expected=f"an option of gradaccum.wrap for {backend.name}",
-                got=value,
-                fix=fix,
-            )

@@ -47,32 +47,25 @@ def terms_of(options: Options, optimizer_step: Scalar) -> Terms:
     """Return the terms of the window that follows update number `optimizer_step`, an
     int or an integer scalar.
     """
-    step = int(optimizer_step)
-    if options.steps is None:
-        steps = None
-    else:
-        steps = require_steps(
-            steps_at(options.steps, step, select), step, options.steps
-        )
-    return Terms(
-        options.reduction, options.on_overflow, _scale_in_use(options.scale_rule), steps
-    )
+    steps = None
+    if options.steps is not None:
+        size = steps_at(options.steps, int(optimizer_step), select)
+        steps = require_steps(size, int(optimizer_step), options.steps)
+    scale = _scale_in_use(options.scale_rule)
+    return Terms(options.reduction, options.on_overflow, scale, steps)
 
 
-def require_format(found: object) -> None:
-    """Raise unless `found` is `FORMAT`, which this release reads
+def require_format(number: object) -> None:
+    """Raise unless `number` is `FORMAT`, which this release reads
     (`CheckpointError`).
     """
-    if found != FORMAT:
-        fix = (
-            "Load it with the gradaccum that saved it, or save it again with this one."
-        )
+    if number != FORMAT:
         raise explain(
             CheckpointError,
             "format",
             expected=f"a window's state in format {FORMAT}",
-            found=f"format {found}",
-            fix=fix,
+            found=f"format {number}",
+            fix="Load it with the gradaccum that saved it.",
         )
 
 
@@ -80,18 +73,12 @@ def encode_terms(terms: Terms) -> tuple[int, int, int, int, int]:
     """Return `FORMAT` and `terms` as integers, for a checkpoint of arrays;
     ``steps=None`` is 0, a window's weight is negative.
     """
-    names = (
-        (REDUCTIONS, terms.reduction),
-        (ON_OVERFLOW, terms.on_overflow),
-        (SCALES_IN_USE, terms.scale),
-    )
-    return cast(
-        tuple[int, int, int, int, int],
-        (
-            FORMAT,
-            *(choices.index(name) for choices, name in names),
-            code_of(terms.steps),
-        ),
+    return (
+        FORMAT,
+        REDUCTIONS.index(terms.reduction),
+        ON_OVERFLOW.index(terms.on_overflow),
+        SCALES_IN_USE.index(terms.scale),
+        code_of(terms.steps),
     )
 
 
@@ -110,25 +97,23 @@ def decode_terms(codes: Iterable[SupportsInt]) -> Terms:
     Raises:
         CheckpointError: `codes` are no such codes, or of another format.
     """
+    saved_format, *indices, steps = (int(code) for code in codes)
+    require_format(saved_format)
     try:
-        made_in, reduction, on_overflow, scale, steps = (int(code) for code in codes)
-        if made_in == FORMAT and min(reduction, on_overflow, scale) >= 0:
-            size = UntilWeight(-steps) if steps < 0 else steps or None
-            return Terms(
-                REDUCTIONS[reduction],
-                ON_OVERFLOW[on_overflow],
-                SCALES_IN_USE[scale],
-                size,
-            )
-    except (TypeError, ValueError, IndexError):
-        made_in = FORMAT
-    require_format(made_in)
-    expected = "the codes of format, reduction, on_overflow, loss scale and steps"
-    fix = "Load a state that this library saved."
-    raise explain(CheckpointError, "terms", expected=expected, got=codes, fix=fix)
+        reduction, on_overflow, scale = indices
+        names = REDUCTIONS[reduction], ON_OVERFLOW[on_overflow], SCALES_IN_USE[scale]
+    except (ValueError, IndexError):
+        raise explain(
+            CheckpointError,
+            "terms",
+            expected="the codes of format, reduction, on_overflow, loss scale and steps",
+            got=codes,
+            fix="Load a state that this library saved.",
+        ) from None
+    return Terms(*names, UntilWeight(-steps) if steps < 0 else steps or None)
 
 
-def resumed(fields: State, saved: Terms, options: Options) -> State:
+def resumed(fields: State, saved_terms: Terms, options: Options) -> State:
     """Return the state with which a saved run resumes under `options`.
 
     An open window resumes as it is; a full one, whose update was interrupted, counts as
@@ -137,18 +122,16 @@ def resumed(fields: State, saved: Terms, options: Options) -> State:
 
     Args:
         fields: the saved state, in Python numbers.
-        saved: the terms it was saved under.
-        options: those of the optimizer that resumes.
+        saved_terms: the terms it was saved under.
+        options: the options of the optimizer that resumes.
 
     Raises:
         CheckpointError: a window is open and one of its terms differs; names the term.
     """
     if fields.micro_step:
-        _require_same_window(
-            fields, saved, terms_of(options, fields.optimizer_step), options.scale_rule
-        )
+        _require_same_window(fields, saved_terms, options)
         return fields
-    if saved.scale == _scale_in_use(options.scale_rule) == "dynamic":
+    if saved_terms.scale == _scale_in_use(options.scale_rule) == "dynamic":
         return fields
     return fields._replace(
         loss_scale=round_to_float32(options.scale_rule.init_scale), growth_tracker=0
@@ -172,25 +155,22 @@ def redistributed(states: Sequence[State], workers: int) -> list[State]:
         CheckpointError: the states are not of one moment; names the field.
     """
     if not states or workers < 1:
-        found = f"{len(states)} and {workers}"
-        fix = "Pass what every worker saved, and the number of workers that load it."
         raise explain(
             ArgumentValueError,
             "states, workers",
             expected="at least one of each",
-            found=found,
-            fix=fix,
+            found=f"{len(states)} and {workers}",
+            fix="Pass what every worker saved, and the number of workers that load it.",
         )
     for name in ("optimizer_step", "skipped_windows", "loss_scale", "growth_tracker"):
         values = [getattr(state, name) for state in states]
         if any(value != values[0] for value in values):
-            fix = "Load what the workers saved between the same two updates."
             raise explain(
                 CheckpointError,
                 name,
                 expected="one value on every worker",
                 got=values,
-                fix=fix,
+                fix="Load what the workers saved between the same two updates.",
             )
     nothing = states[0]._replace(
         micro_step=max(state.micro_step for state in states), weight=0.0, overflow=False
@@ -208,52 +188,48 @@ def _scale_in_use(rule: ScaleRule) -> str:
     return "static" if rule.growth_factor == rule.backoff_factor == 1 else "dynamic"
 
 
-def _require_same_window(
-    fields: State, saved: Terms, own: Terms, rule: ScaleRule
-) -> None:
+def _require_same_window(fields: State, saved: Terms, options: Options) -> None:
+    terms = terms_of(options, fields.optimizer_step)
     for name in ("reduction", "on_overflow", "steps"):
-        if getattr(saved, name) != getattr(own, name):
-            raise _another_window(
-                name,
-                f"{name}={getattr(own, name)!r}",
-                f"{name}={getattr(saved, name)!r}",
-            )
-    init_scale = round_to_float32(rule.init_scale)
-    if saved.scale != own.scale or (
-        own.scale != "dynamic" and fields.loss_scale != init_scale
+        before = getattr(saved, name)
+        now = getattr(terms, name)
+        if before != now:
+            raise _other_terms_error(name, f"{name}={now!r}", f"{name}={before!r}")
+    init_scale = round_to_float32(options.scale_rule.init_scale)
+    is_dynamic = terms.scale == "dynamic"
+    if saved.scale != terms.scale or not (
+        is_dynamic or fields.loss_scale == init_scale
     ):
-        expected = (
-            f"a {own.scale} loss"
-            f" scale{'' if own.scale == 'dynamic' else f' of {init_scale:g}'}"
-        )
-        raise _another_window(
+        of_number = "" if is_dynamic else f" of {init_scale:g}"
+        raise _other_terms_error(
             "loss_scale",
-            expected,
+            f"a {terms.scale} loss scale{of_number}",
             f"a {saved.scale} loss scale of {fields.loss_scale:g}",
         )
-    if fields.micro_step < 0 or (
-        isinstance(own.steps, int) and fields.micro_step > own.steps
-    ):
-        raise _another_window(
-            "micro_step", f"at most {own.steps} micro-batches", f"{fields.micro_step}"
+    if isinstance(terms.steps, int) and fields.micro_step > terms.steps:
+        raise _other_terms_error(
+            "micro_step", f"at most {terms.steps} micro-batches", f"{fields.micro_step}"
         )
 
 
-def _another_window(argument: str, expected: str, found: str) -> CheckpointError:
-    expected = f"an open window under {expected}"
-    found = f"one that was saved under {found}"
-    fix = (
-        "Wrap with the options it was saved with, or save between two windows, where"
-        " the options may change."
+def _other_terms_error(argument: str, now: str, before: str) -> CheckpointError:
+    return explain(
+        CheckpointError,
+        argument,
+        expected=f"an open window under {now}",
+        found=f"one that was saved under {before}",
+        fix=(
+            "Wrap with the options it was saved with, or save between two windows,"
+            " where the options may change."
+        ),
     )
-    return explain(CheckpointError, argument, expected=expected, found=found, fix=fix)
 
 
 # The state of an accumulation in one line, in the same words in every backend.
 
 
 _DEFAULTS = make_options(1)
-_TOLD_OTHERWISE = ("steps", "scale_rule", "scaler")
+_SHOWN_OTHERWISE = ("steps", "scale_rule", "scaler")
 """Options that stand in the line in another form."""
 
 
@@ -268,20 +244,17 @@ def status(state: State, steps: Schedule) -> str:
         steps: the size of the open or next window; None: not known, or the caller
             closes it.
     """
-    by_weight = isinstance(steps, UntilWeight)
-    said = [
-        f"micro-batch {state.micro_step}"
-        + ("" if steps is None or by_weight else f" of {steps}")
-    ]
-    said += (
-        [f"weight {state.weight:.10g} of {steps.weight}"]
-        if isinstance(steps, UntilWeight)
-        else []
-    )
-    said += [f"update {state.optimizer_step}"]
-    said += [f"{state.skipped_windows} skipped"] if state.skipped_windows else []
-    said += [f"scale {state.loss_scale:.10g}"] if state.loss_scale != 1 else []
-    return ", ".join(said)
+    words = [f"micro-batch {state.micro_step}"]
+    if isinstance(steps, UntilWeight):
+        words.append(f"weight {state.weight:.10g} of {steps.weight}")
+    elif steps is not None:
+        words[0] += f" of {steps}"
+    words.append(f"update {state.optimizer_step}")
+    if state.skipped_windows:
+        words.append(f"{state.skipped_windows} skipped")
+    if state.loss_scale != 1:
+        words.append(f"scale {state.loss_scale:.10g}")
+    return ", ".join(words)
 
 
 def described(
@@ -293,18 +266,15 @@ def described(
     Shows the options that are not at their defaults. `wrapper` and `inner` are the
     names of the classes; the rest is as for `status`.
     """
-    names = [
-        name
-        for name in Options._fields
-        if name not in _TOLD_OTHERWISE
-        and getattr(options, name) != getattr(_DEFAULTS, name)
-    ]
-    given = [
-        f"steps={_in_a_word(options.steps)}",
-        *(f"{name}={getattr(options, name)!r}" for name in names),
-    ]
-    given += [f"loss_scale={scale}"] if (scale := _scale(options)) else []
-    return f"{wrapper}({', '.join((inner, *given))} | {status(state, steps)})"
+    words = [inner, f"steps={_in_a_word(options.steps)}"]
+    for name in Options._fields:
+        value = getattr(options, name)
+        if name not in _SHOWN_OTHERWISE and value != getattr(_DEFAULTS, name):
+            words.append(f"{name}={value!r}")
+    scale = _scale(options)
+    if scale:
+        words.append(f"loss_scale={scale}")
+    return f"{wrapper}({', '.join(words)} | {status(state, steps)})"
 
 
 def _in_a_word(steps: object) -> str:

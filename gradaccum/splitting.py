@@ -133,30 +133,27 @@ def unknown_limit_error(device: str) -> GradAccumError:
     """Return the error for an automatic size on a `device` that states no memory
     limit.
     """
-    fix = (
-        "Write micro_batch_size=AutoMicroBatchSize(memory_limit=2 * 1024**3), the bytes"
-        " that the call may use, or a number of items."
-    )
     return explain(
         ArgumentValueError,
         "micro_batch_size",
         expected="a device with a known limit",
         found=f"auto on {device}",
-        fix=fix,
+        fix=(
+            "Write micro_batch_size=AutoMicroBatchSize(memory_limit=2 * 1024**3), the bytes"
+            " that the call may use, or a number of items."
+        ),
     )
 
 
 def too_small_error(limit: int | None) -> UsageError:
     """Return the error for a micro-batch of one item that does not fit."""
     known = "" if limit is None else f" into {limit} bytes"
-    fix = "Recompute activations, shorten the item, or use a smaller model."
-    found = f"one that does not fit{known}"
     return explain(
         UsageError,
         "micro_batch_size",
         expected="a micro-batch of one item to fit",
-        found=found,
-        fix=fix,
+        found=f"one that does not fit{known}",
+        fix="Recompute activations, shorten the item, or use a smaller model.",
     )
 
 
@@ -192,12 +189,11 @@ def make_division(steps: object = None, micro_batch_size: object = None) -> Divi
             given is not as above.
     """
     if (steps is None) == (micro_batch_size is None):
-        found = "neither" if steps is None else "both"
         raise explain(
             ArgumentValueError,
             "steps",
             expected="one of steps and micro_batch_size",
-            found=found,
+            found=("neither" if steps is None else "both"),
             fix="Write steps=4, or micro_batch_size=8, or micro_batch_size='auto'.",
         )
     if steps is not None:
@@ -276,16 +272,15 @@ def require_one_size(
             raise _list_error(one_list)
     for path, size in sizes:
         if size != items:
-            fix = (
-                "Write axes= the batch axis of this leaf, or None to pass it whole; if"
-                " a list has one element per item, stack them into one array."
-            )
             raise explain(
                 ArgumentValueError,
                 path,
                 expected=f"{items} items, as {sizes[0][0]} has",
                 found=f"{size}",
-                fix=fix,
+                fix=(
+                    "Write axes= the batch axis of this leaf, or None to pass it whole; if"
+                    " a list has one element per item, stack them into one array."
+                ),
             )
     return items
 
@@ -293,30 +288,28 @@ def require_one_size(
 def _list_error(one_list: ListOfOneKind) -> GradAccumError:
     zeros = "0, 0, ..." if one_list.length > 2 else "0, 0"
     entries = f"({zeros})" if one_list.is_tuple else f"[{zeros}]"
-    fix = (
-        f"Stack the elements into one array if they are the items. Otherwise write"
-        f" {entries} for this list in axes=, an axis for each element, or None to pass"
-        " it whole."
-    )
     return explain(
         ArgumentValueError,
         one_list.path,
         expected="a list whose elements each hold all items",
         found=f"{one_list.length} elements of one kind, which may be the items",
-        fix=fix,
+        fix=(
+            f"Stack the elements into one array if they are the items. Otherwise write"
+            f" {entries} for this list in axes=, an axis for each element, or None to pass"
+            " it whole."
+        ),
     )
 
 
 def require_items(items: int) -> None:
     """Raise unless the batch has an item (`ArgumentValueError`)."""
     if items == 0:
-        fix = "Skip a batch that holds nothing: it has no gradient and no mean."
         raise explain(
             ArgumentValueError,
             "batch",
             expected="at least one item",
             found="0 items",
-            fix=fix,
+            fix="Skip a batch that holds nothing: it has no gradient and no mean.",
         )
 
 
@@ -338,29 +331,27 @@ def require_item_weights(weights: Iterable[SupportsFloat], items: int) -> list[f
 
 def item_weights_error(expected: int, found: str) -> GradAccumError:
     """Return the error for weights that are not one finite number >= 0 per item."""
-    fix = (
-        "Give one number per item, or a callable of the micro-batch that returns its"
-        " weight."
-    )
     return explain(
         ArgumentValueError,
         "weight",
         expected=f"{expected} finite numbers >= 0, one per item",
         found=found,
-        fix=fix,
+        fix=(
+            "Give one number per item, or a callable of the micro-batch that returns its"
+            " weight."
+        ),
     )
 
 
 def scalar_loss_error(found: str) -> GradAccumError:
     """Return the error for a loss that is no scalar; `found` describes it in words."""
-    fix = (
-        "Reduce it in the loss: loss.mean() goes with reduction='mean', loss.sum() with"
-        " 'sum' or 'sum_per_item'."
-    )
     return explain(
         ArgumentValueError,
         "loss_fn",
         expected="a function that returns a scalar loss",
         found=found,
-        fix=fix,
+        fix=(
+            "Reduce it in the loss: loss.mean() goes with reduction='mean', loss.sum() with"
+            " 'sum' or 'sum_per_item'."
+        ),
     )

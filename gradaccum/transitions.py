@@ -342,15 +342,17 @@ def _adjust_scale(
 
     The rule is `torch.amp.GradScaler`'s, with a floor and a ceiling.
     """
-    backed_off = scale * rule.backoff_factor
-    backed_off = where(
-        backed_off > rule.min_scale, backed_off, rule.min_scale + 0 * scale
+    smaller_scale = scale * rule.backoff_factor
+    smaller_scale = where(
+        smaller_scale > rule.min_scale, smaller_scale, rule.min_scale + 0 * scale
     )
-    grown = scale * rule.growth_factor
-    grown = where(grown < rule.max_scale, grown, rule.max_scale + 0 * scale)
-    grown = where(grown <= FLOAT32_MAX, grown, scale)
+    larger_scale = scale * rule.growth_factor
+    larger_scale = where(
+        larger_scale < rule.max_scale, larger_scale, rule.max_scale + 0 * scale
+    )
+    larger_scale = where(larger_scale <= FLOAT32_MAX, larger_scale, scale)
     due = clean & (tracker + 1 >= rule.growth_interval)
     return (
-        where(overflow, backed_off, where(due, grown, scale)),
+        where(overflow, smaller_scale, where(due, larger_scale, scale)),
         where(overflow | due, 0 * tracker, where(clean, tracker + 1, tracker)),
     )

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from gradaccum.errors import ArgumentTypeError, explain
 from gradaccum.state import StepResult
 
 __all__ = ["ClosedWindow", "Listener"]
@@ -101,17 +100,7 @@ class Listeners:
         return Listeners, ()
 
     def add(self, listener: Listener) -> Handle:
-        """Call `listener` with each window that closes from now on.
-
-        Raises:
-            ArgumentTypeError: it cannot be called.
-        """
-        _require_callable(
-            "listener",
-            listener,
-            "a function of one ClosedWindow",
-            "Write for example opt.add_listener(print).",
-        )
+        """Call `listener` with each window that closes from now on."""
         if not self.added:
             self._last_end = time.perf_counter()
         key = next(self._keys)
@@ -121,12 +110,7 @@ class Listeners:
     def on_update(self, function: Callable[[], object]) -> Handle:
         """Call `function`, without arguments, after each window that closes with an
         update.
-
-        Raises:
-            ArgumentTypeError: it cannot be called.
         """
-        fix = "Write for example opt.on_update(lambda: ema.update_parameters(model))."
-        _require_callable("function", function, "a function without arguments", fix)
 
         def call_if_applied(window: ClosedWindow) -> None:
             if window.applied:
@@ -193,13 +177,6 @@ class Listeners:
         failures = self._failures
         self._failures = []
         return failures
-
-
-def _require_callable(argument: str, function: object, expected: str, fix: str) -> None:
-    if not callable(function):
-        raise explain(
-            ArgumentTypeError, argument, expected=expected, got=function, fix=fix
-        )
 
 
 def _failure(listener: Listener, window: ClosedWindow) -> Exception | None:

@@ -16,13 +16,10 @@ from typing import Generic, SupportsFloat, TypeVar, cast
 from gradaccum.errors import (
     ArgumentTypeError,
     ArgumentValueError,
-    GradAccumError,
     GradAccumWarning,
     UsageError,
     explain,
     imported,
-    require_bool,
-    require_int,
     require_number,
 )
 from gradaccum.nests import leaves_of
@@ -39,50 +36,37 @@ Count = Callable[[M], SupportsFloat]
 Reduce = Callable[[list[float]], Iterable[SupportsFloat]]
 """The list of one worker in, the list summed over all workers out."""
 
-_EXAMPLE = 'Write count={"tokens": lambda batch: batch.mask.sum()}.'
 _ROUNDING = 1e-5
 """A reduction may round as float32 does; a mean over workers is farther off."""
 
 
 class Counts(Generic[M]):
-    """The checked functions of ``count=`` and ``weight=``, and their values of a
-    micro-batch.
+    """The functions of ``count=`` and ``weight=``, and their values of a micro-batch.
 
     Values are a list: 1 for the micro-batch itself, then each count, then the weight if
     it is a function of its own.
-
-    Raises:
-        ArgumentTypeError, ArgumentValueError: an argument is not as `windows` asks.
     """
 
     def __init__(
         self, count: Mapping[str, Count[M]] | None, weight: str | Count[M] | None
     ) -> None:
-        if not isinstance(count, Mapping | None):
-            raise explain(
-                ArgumentTypeError,
-                "count",
-                expected="a mapping of names to functions of a micro-batch",
-                got=count,
-                fix=_EXAMPLE,
-            )
-        self._functions = {
-            _named(name): _callable(_named(name), function)
-            for name, function in (count or {}).items()
-        }
         self._names = tuple(count or {})
-        self._weight = self._place_of(weight)
-
-    def _place_of(self, weight: str | Count[M] | None) -> int | None:
-        """Return the weight's place among the values."""
-        if isinstance(weight, str) and weight not in self._names:
-            raise _weight_error(ArgumentValueError, self._names, weight)
-        if weight is None or isinstance(weight, str):
-            return None if weight is None else 1 + self._names.index(weight)
-        if not callable(weight):
-            raise _weight_error(ArgumentTypeError, self._names, weight)
-        self._functions["weight"] = weight
-        return len(self._functions)
+        self._functions = {f'count["{n}"]': f for n, f in (count or {}).items()}
+        self._weight_index: int | None = None
+        if callable(weight):
+            self._functions["weight"] = weight
+            self._weight_index = len(self._functions)
+        elif weight in self._names:
+            self._weight_index = 1 + self._names.index(weight)
+        elif weight is not None:
+            raise explain(
+                ArgumentValueError,
+                "weight",
+                expected=f"the name of a count, one of {list(self._names)}, or a"
+                " function of a micro-batch",
+                got=weight,
+                fix='Write weight="tokens" with count={"tokens": ...}.',
+            )
 
     def zeros(self) -> list[float]:
         return [0.0] * (1 + len(self._functions))
@@ -95,19 +79,18 @@ class Counts(Generic[M]):
             Exception: what a function raises, with its name and the micro-batch's
                 `place` as a note.
         """
+        fix = "Return how many of them the micro-batch has."
         values = [1.0]
         for name, function in self._functions.items():
             try:
-                fix = "Return how many of them the micro-batch has."
+                number = function(micro_batch)
                 values.append(
-                    require_number(
-                        name, function(micro_batch), above=0, or_equal=True, fix=fix
-                    )
+                    require_number(name, number, above=0, or_equal=True, fix=fix)
                 )
             except Exception as error:
                 error.add_note(
-                    f"{name} was asked about {place}. The micro-batch is kept: the next"
-                    " call asks about it again."
+                    f"{name} was called for {place}. The micro-batch is kept: the next"
+                    " call counts it again."
                 )
                 raise
         return values
@@ -116,76 +99,32 @@ class Counts(Generic[M]):
         return dict(zip(self._names, values[1:], strict=False))
 
     def weight(self, values: list[float]) -> float:
-        """Return the value by which a window ends; only if a weight was given."""
-        return values[cast(int, self._weight)]
+        """Return the value by which a window ends; only if a weight was passed."""
+        return values[cast(int, self._weight_index)]
 
 
 def summed(reduce: Reduce, values: list[float]) -> list[float]:
     """Return the sum of `values` over all workers.
 
     Raises:
-        ArgumentTypeError: `reduce` returned no numbers.
-        ArgumentValueError: it returned another number of them, or less than this
-            worker's own.
+        ArgumentValueError: `reduce` returned another number of values, or less than
+            this worker's values, as a mean over the workers is.
     """
-    fix = "Return the sums over all workers, in the same order, as floats."
-    given = reduce(list(values))
-    try:
-        result = [float(value) for value in given]
-    except (TypeError, ValueError):
-        expected = f"a function that returns {len(values)} numbers"
+    totals = [float(value) for value in reduce(list(values))]
+    is_below = [
+        not total >= value * (1 - _ROUNDING)
+        for value, total in zip(values, totals, strict=False)
+    ]
+    if len(totals) != len(values) or any(is_below) or max(totals) == float("inf"):
         raise explain(
-            ArgumentTypeError, "reduce", expected=expected, got=given, fix=fix
-        ) from None
-    below = any(
-        not all_of_them >= own * (1 - _ROUNDING)
-        for own, all_of_them in zip(values, result, strict=False)
-    )
-    if len(result) != len(values) or below or max(result) == float("inf"):
-        expected = (
-            f"a function that returns {len(values)} finite numbers, none below this"
-            f" worker's own {values}"
+            ArgumentValueError,
+            "reduce",
+            expected=f"a function that returns {len(values)} finite numbers, none below"
+            f" this worker's {values}",
+            got=totals,
+            fix="Return the sums over all workers, in the same order, as floats.",
         )
-        raise explain(
-            ArgumentValueError, "reduce", expected=expected, got=result, fix=fix
-        )
-    return result
-
-
-def _named(name: object) -> str:
-    if not isinstance(name, str):
-        raise explain(
-            ArgumentTypeError, "count", expected="names as keys", got=name, fix=_EXAMPLE
-        )
-    return f'count["{name}"]'
-
-
-def _callable(name: str, function: Count[M]) -> Count[M]:
-    if not callable(function):
-        raise explain(
-            ArgumentTypeError,
-            name,
-            expected="a function of a micro-batch",
-            got=function,
-            fix=_EXAMPLE,
-        )
-    return function
-
-
-def _weight_error(
-    kind: type[GradAccumError], names: tuple[str, ...], got: object
-) -> GradAccumError:
-    names_of = ", ".join(map(repr, names)) or "there is none"
-    fix = (
-        'Write weight="tokens" with count={"tokens": ...}, or weight=lambda batch: ...'
-    )
-    return explain(
-        kind,
-        "weight",
-        expected=f"the name of a count ({names_of}) or a function of a micro-batch",
-        got=got,
-        fix=fix,
-    )
+    return totals
 
 
 # One pass over a loader: how many updates it makes, and the flush at its end.
@@ -219,9 +158,8 @@ def updates_in(
             pass fills up.
 
     Raises:
-        ArgumentTypeError: `micro_batches` has no length; or windows end by weight or by
-            the caller.
-        ArgumentValueError: an argument is out of its range.
+        ArgumentTypeError: windows end by weight or by the caller.
+        TypeError: `micro_batches` has no length.
 
     Examples:
         >>> updates_in(10, steps=4, epochs=2)  # Windows of 4, 4 and 2 micro-batches, twice.
@@ -229,25 +167,23 @@ def updates_in(
     """
     schedule = make_schedule(steps)
     if schedule is None or isinstance(schedule, UntilWeight):
-        expected = "a number of micro-batches per window"
-        fix = "Count the windows of gradaccum.windows(loader, ...) instead."
-        raise explain(ArgumentTypeError, "steps", expected=expected, got=steps, fix=fix)
-    known_length = _length_of(micro_batches)
-    length = require_int(
-        "micro_batches",
-        micro_batches if known_length is None else known_length,
-        at_least=0,
-        fix="Pass the loader's number of micro-batches, for example 100.",
-    )
-    first = updates = require_int("optimizer_step", optimizer_step, at_least=0)
-    in_window = require_int("micro_step", micro_step, at_least=0)
-    for _ in range(require_int("epochs", epochs, at_least=0)):
-        left = length
-        while left + in_window > 0:
-            left -= max(cast(int, _size(schedule, updates)) - in_window, 0)
-            in_window = 0
+        raise explain(
+            ArgumentTypeError,
+            "steps",
+            expected="a number of micro-batches per window",
+            got=steps,
+            fix="Count the windows of gradaccum.windows(loader, ...) instead.",
+        )
+    is_number = isinstance(micro_batches, int)
+    length = micro_batches if is_number else len(cast(Sized, micro_batches))
+    updates = optimizer_step
+    for _ in range(epochs):
+        to_read = length
+        while to_read + micro_step > 0:
+            to_read -= max(cast(int, _size(schedule, updates)) - micro_step, 0)
+            micro_step = 0
             updates += 1
-    return updates - first
+    return updates - optimizer_step
 
 
 class Sizes:
@@ -290,9 +226,9 @@ def _items_of(micro_batch: object) -> int | None:
     A batch of graphs names its number. Otherwise the items are along the first axis if
     all arrays have the same one: in time-major batches the labels have another.
     """
-    stated = getattr(micro_batch, "num_graphs", None)
-    if isinstance(stated, int):
-        return stated
+    number_of_graphs = getattr(micro_batch, "num_graphs", None)
+    if isinstance(number_of_graphs, int):
+        return number_of_graphs
     shapes = (_shape_of(leaf.value) for leaf in leaves_of(micro_batch))
     lengths = {int(shape[0]) for shape in shapes if len(shape)}
     if len(lengths) > 1:
@@ -328,12 +264,9 @@ def epoch(
         see: called with each micro-batch after the loop's body has run.
 
     Raises:
-        ArgumentTypeError: `loader` is no iterable, or a flag no bool.
         MissingPackageError: `progress` without rich.
     """
-    _require_iterable(loader)
-    require_bool("carry", carry)
-    source = _with_progress(loader) if require_bool("progress", progress) else loader
+    source = _with_progress(loader) if progress else loader
     return Epoch(loader, _epoch(source, None if carry else flush, see))
 
 
@@ -394,17 +327,6 @@ def _length_of(loader: object) -> int | None:
         return None
 
 
-def _require_iterable(loader: object) -> None:
-    if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
-        raise explain(
-            ArgumentTypeError,
-            "loader",
-            expected="an iterable over micro-batches",
-            got=loader,
-            fix="Pass the loader itself.",
-        )
-
-
 # A window whose micro-batches are all read before the first is run, and the pass over a
 # loader that reads them.
 
@@ -448,14 +370,12 @@ class Window(Generic[M]):
 
     def _at(self, index: int) -> M:
         if self._micro_batches is None:
-            expected = "to be iterated over before the next window is asked for"
-            fix = "Use a window in the body of its loop."
             raise explain(
                 UsageError,
                 f"window {self.number}",
-                expected=expected,
+                expected="to be iterated over before the next window is asked for",
                 found="one whose micro-batches are gone",
-                fix=fix,
+                fix="Use a window in the body of its loop.",
             )
         return self._micro_batches[index]
 
@@ -630,48 +550,22 @@ def windows(
         3 {'tokens': 22.0, 'sequences': 6.0}
         1 {'tokens': 6.0, 'sequences': 1.0}
     """
-    _require_iterable(loader)
     schedule = make_schedule(steps)
     if schedule is None:
-        expected = "the size of a window"
-        fix = (
-            "Write for example steps=4, or steps=gradaccum.until_weight(4096) with"
-            " weight=."
-        )
-        raise explain(ArgumentTypeError, "steps", expected=expected, got=steps, fix=fix)
-    _require_fitting(schedule, weight)
-    if reduce is not None and not callable(reduce):
-        fix = (
-            "Write for torch: def reduce(values): all_reduce a float64 tensor of them,"
-            " and return its tolist()."
-        )
         raise explain(
             ArgumentTypeError,
-            "reduce",
-            expected="a function of a list of floats",
-            got=reduce,
-            fix=fix,
+            "steps",
+            expected="the size of a window",
+            got=steps,
+            fix="Write steps=4, or steps=gradaccum.until_weight(4096) with weight=.",
         )
-    return Windows(
-        loader,
-        schedule,
-        Counts(count, weight),
-        reduce,
-        require_int("start", start, at_least=0),
-    )
-
-
-def _require_fitting(schedule: Schedule, weight: object) -> None:
-    """Raise unless a weight is given exactly where windows end by it."""
-    ends_by_weight = isinstance(schedule, UntilWeight)
-    if ends_by_weight == (weight is not None):
-        return
-    if ends_by_weight:
-        expected = "the name of a count or a function of a micro-batch"
-        fix = 'Write weight="tokens" with count={"tokens": ...}.'
+    if isinstance(schedule, UntilWeight) != (weight is not None):
         raise explain(
-            ArgumentTypeError, "weight", expected=expected, got=weight, fix=fix
+            ArgumentValueError,
+            "weight",
+            expected="a count's name or a function with steps=until_weight(...), and"
+            " None without it",
+            got=weight,
+            fix='Write steps=gradaccum.until_weight(4096), weight="tokens".',
         )
-    expected = "None where windows end by their number of micro-batches"
-    fix = "Leave it out, or write steps=gradaccum.until_weight(4096)."
-    raise explain(ArgumentValueError, "weight", expected=expected, got=weight, fix=fix)
+    return Windows(loader, schedule, Counts(count, weight), reduce, start)

@@ -59,7 +59,7 @@ def test_weights_stand_inside_of_their_schedule() -> None:
     """
     with pytest.raises(
         ArgumentTypeError,
-        match=r"got until_weight\(4\).* Write steps=until_weight\(\[\(0, ",
+        match=r"steps: expected an int >= 1; got until_weight\(4\)",
     ):
         kit.make_options([(0, until_weight(4)), (2, until_weight(8))])
     for steps in (lambda _: until_weight(4), until_weight(lambda _: until_weight(4))):

@@ -209,7 +209,7 @@ def test_error_of_a_count_names_it_and_loses_nothing() -> None:
     with pytest.raises(KeyError) as raised:
         next(made)
     assert (
-        'count["tokens"] was asked about micro-batch 1 of window 1'
+        'count["tokens"] was called for micro-batch 1 of window 1'
         in raised.value.__notes__[0]
     )
     assert [(list(window), dict(window.totals)) for window in made] == [
@@ -244,41 +244,26 @@ def test_scalars_of_a_framework_count() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "says"),
     [
-        ({"loader": 3}, ArgumentTypeError, "loader: expected an iterable"),
         ({"steps": None}, ArgumentTypeError, "steps: expected the size of a window"),
         ({"steps": 0}, ArgumentValueError, "steps: expected an int >= 1"),
         ({"steps": 2.0}, ArgumentTypeError, "steps: expected"),
         ({"steps": [(1, 2)]}, ArgumentValueError, "begin at"),
-        ({"count": ["tokens"]}, ArgumentTypeError, "count: expected a mapping"),
-        ({"count": {3: len}}, ArgumentTypeError, "count: expected names"),
-        (
-            {"count": {"tokens": 3}},
-            ArgumentTypeError,
-            r'count\["tokens"\]: expected a function',
-        ),
         (
             {"weight": "tokens"},
             ArgumentValueError,
-            "weight: expected None where windows end by their number",
+            "weight: expected a count's name .* None without it",
         ),
-        ({"steps": until_weight(3)}, ArgumentTypeError, "weight: expected the name"),
+        ({"steps": until_weight(3)}, ArgumentValueError, "weight: expected a count's"),
         (
             {"steps": until_weight(3), "weight": "tokens"},
             ArgumentValueError,
-            "there is none",
+            r"one of \[\]",
         ),
         (
             {"steps": until_weight(3), "weight": "token", "count": COUNT},
             ArgumentValueError,
             "'tokens', 'sequences'",
         ),
-        (
-            {"steps": until_weight(3), "weight": 3},
-            ArgumentTypeError,
-            "weight: expected the name",
-        ),
-        ({"reduce": "sum"}, ArgumentTypeError, "reduce: expected a function"),
-        ({"start": -1}, ArgumentValueError, "start: expected an int >= 0"),
     ],
 )
 def test_bad_arguments_raise_at_the_call(
@@ -343,22 +328,10 @@ def test_open_window_is_filled_up_first(
     assert counted == updates
 
 
-@pytest.mark.parametrize(
-    ("micro_batches", "steps", "argument"),
-    [
-        (iter([1]), 4, "micro_batches"),
-        (Unsized(), 4, "micro_batches"),
-        (-1, 4, "micro_batches"),
-        (10, None, "steps"),
-        (10, until_weight(4), "steps"),
-    ],
-    ids=["iterator", "unknown length", "negative", "the caller closes", "by weight"],
-)
-def test_unknown_numbers_of_updates_raise(
-    micro_batches: Any, steps: Any, argument: str
-) -> None:
-    with pytest.raises(gradaccum.GradAccumError, match=f"{argument}: expected"):
-        updates_in(micro_batches, steps)
+@pytest.mark.parametrize("steps", [None, until_weight(4)])
+def test_windows_of_unknown_length_cannot_be_counted(steps: Any) -> None:
+    with pytest.raises(ArgumentTypeError, match="steps: expected a number of"):
+        updates_in(10, steps)
 
 
 def test_progress_of_a_loader_of_unknown_length() -> None:
@@ -404,14 +377,7 @@ def test_epoch_leaves_the_window_open_where_it_is_asked_to_or_is_left_early() ->
         list(broken)
 
 
-def test_bad_arguments_of_an_epoch_raise_at_the_call(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with pytest.raises(ArgumentTypeError, match="loader: expected an iterable"):
-        epoch(3, print)  # type: ignore[arg-type]
-    with pytest.raises(ArgumentTypeError, match="carry: "):
-        epoch([], print, carry=1)  # type: ignore[arg-type]
-
+def test_progress_needs_rich(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> None:
         raise ModuleNotFoundError(name)
 
@@ -545,13 +511,11 @@ def test_end_is_the_end() -> None:
 @pytest.mark.parametrize(
     "answer",
     [
-        None,
         [9.0],
         [9.0, 2.0, 1.0],
         [math.nan, 1.0],
         [math.inf, 1.0],
         [0.5, 1.0],
-        ["a", "b"],
     ],
 )
 def test_bad_reductions_raise_and_lose_nothing(answer: Any) -> None:

@@ -138,23 +138,24 @@ FAULTS = {
     ),
     "the scale has no floor": Fault(
         (
-            "    backed_off = where(\n"
-            "        backed_off > rule.min_scale, backed_off, rule.min_scale + 0 * scale\n"
+            "    smaller_scale = where(\n"
+            "        smaller_scale > rule.min_scale, smaller_scale, rule.min_scale + 0 * scale\n"
             "    )\n"
         ),
-        "    backed_off = backed_off\n",
+        "    smaller_scale = smaller_scale\n",
         SCALE,
     ),
     "the scale has no ceiling": Fault(
-        "where(grown < rule.max_scale, grown, rule.max_scale + 0 * scale)",
-        "grown",
+        "where(\n        larger_scale < rule.max_scale, larger_scale,"
+        " rule.max_scale + 0 * scale\n    )",
+        "larger_scale",
         SCALE,
     ),
     "the scale grows to infinity": Fault(
-        "where(grown <= FLOAT32_MAX, grown, scale)", "grown", SCALE
+        "where(larger_scale <= FLOAT32_MAX, larger_scale, scale)", "larger_scale", SCALE
     ),
     "the scale never backs off": Fault(
-        "where(overflow, backed_off,", "where(overflow, scale,", SCALE
+        "where(overflow, smaller_scale,", "where(overflow, scale,", SCALE
     ),
     "an empty window is a clean one": Fault(
         "clean = (overflow == False) & (weight > 0)",
