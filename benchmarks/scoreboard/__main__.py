@@ -10,6 +10,7 @@ be looked at.
 from __future__ import annotations
 
 import json
+import os
 import re
 import tempfile
 from datetime import date
@@ -34,6 +35,7 @@ from benchmarks.scoreboard.rows import (
 from conformance_tests.matrix import ROOT, python_in, run
 
 RESULTS = Path(__file__).parent / "results.json"
+PROGRAMS = Path(__file__).parent / "programs"
 PAGE = ROOT / "benchmarks" / "SCOREBOARD.md"
 START, END = "<!-- table: scoreboard -->", "<!-- end of table -->"
 LONGEST_NAME = 22
@@ -86,6 +88,31 @@ def measured(row: Row, python: Path) -> Result:
         }
 
 
+def program_passes(program: str, python: Path) -> bool:
+    """Run a row's smallest program in its environment, where a package's script may
+    stand too.
+
+    Raises:
+        RuntimeError: it ended with another error than a failed comparison.
+    """
+    test = [
+        str(python),
+        "-m",
+        "pytest",
+        "-q",
+        "-c",
+        os.devnull,
+        f"--rootdir={PROGRAMS}",
+    ]
+    plugins = ["-p", "conformance_tests.integration_tests.torchvision_ops"]
+    plugins += ["-p", "no:cacheprovider", "-o", f"pythonpath={python.parent.parent}"]
+    passed, output = run([*test, *plugins, str(PROGRAMS / program)], ROOT)
+    text = "\n".join(output)
+    if not passed and ("AssertionError" not in text or "1 failed" not in text):
+        raise RuntimeError(f"{program} ended without a comparison:\n{text}")
+    return passed
+
+
 def environment(name: str, folder: Path) -> Path:
     """Make an environment in `folder` unless it is there.
 
@@ -110,7 +137,7 @@ def environment(name: str, folder: Path) -> Path:
             if name in BY_UV
             else [[*pip, *ENVIRONMENTS[name]]]
         ):
-            passed, output = run([*command, f"-e{ROOT}", "numpy"], folder)
+            passed, output = run([*command, f"-e{ROOT}", "numpy", "pytest"], folder)
             if not passed:
                 raise RuntimeError("\n".join(output[-30:]))
         if name in SCRIPTS:
@@ -132,13 +159,17 @@ def table(results: dict[str, Result]) -> str:
             version += (
                 f" ([{commit[:7]}](https://github.com/{repository}/tree/{commit}))"
             )
+        trains = row.trains
+        if row.program:
+            file = row.program.partition("::")[0]
+            trains = f"[{trains}](scoreboard/programs/{file})"
         cause = f"{row.cause}{', documented' if row.documented else ''}"
         reported = ", ".join(
             f"[#{each.split('#')[1]}](https://github.com/{each.replace('#', '/issues/')})"
             for each in row.reported
         )
         lines.append(
-            f"|{version}|{row.trains}|{verdict(found)}|{cause}|{reported}|{found['verify']}|"
+            f"|{version}|{trains}|{verdict(found)}|{cause}|{reported}|{found['verify']}|"
             f"{found.get('loop_check', '')}|"
         )
     days = sorted(result["day"] for result in results.values())
@@ -211,7 +242,12 @@ def main(
             python = environment(name, (environments or Path(folder)) / name)
             for each in rows:
                 found = measured(each, python)
-                changed += [] if as_recorded(each, found) else [each.place]
+                if not as_recorded(each, found):
+                    changed.append(each.place)
+                if each.program and program_passes(each.program, python) == bool(
+                    each.cause
+                ):
+                    changed.append(each.program)
                 results[each.place] = found
                 console.print(
                     f"{each.place}: {verdict(found)}; on equal items"

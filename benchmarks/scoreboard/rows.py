@@ -119,6 +119,10 @@ class Row(NamedTuple):
     """Issues where users or maintainers speak of it, as ``owner/repository#number``."""
     documented: bool = False
     """The package's own pages say so."""
+    program: str = ""
+    """The smallest program of it, a test in the folder ``programs`` that imports nothing
+    of this project: ``file::test[id]``. It fails if and only if there is a `cause`.
+    """
 
 
 TRANSFORMERS, TRL, SENTENCE = (
@@ -158,6 +162,7 @@ ROWS = (
         "huggingface",
         UNDIVIDED,
         (f"{TRANSFORMERS}#47688",),
+        program="test_transformers.py::test_bert_classifier",
     ),
     Row(
         "transformers",
@@ -166,6 +171,7 @@ ROWS = (
         "huggingface",
         UNDIVIDED,
         (f"{TRANSFORMERS}#47688",),
+        program="test_transformers.py::test_t5",
     ),
     Row(
         "transformers",
@@ -174,9 +180,16 @@ ROWS = (
         "huggingface",
         MEANS,
         (f"{TRANSFORMERS}#37766",),
+        program="test_transformers.py::test_loss_of_the_model[short_batch]",
     ),
     Row("trl", "SFT, ragged tokens", "trl_rows.sft", "huggingface"),
-    Row("trl", "GRPO, ragged completions", "trl_rows.grpo", "huggingface"),
+    Row(
+        "trl",
+        "GRPO, ragged completions",
+        "trl_rows.grpo",
+        "huggingface",
+        program="test_trl.py::test_grpo_of_ragged_completions[dapo]",
+    ),
     Row(
         "trl",
         "GRPO, `bnpo`",
@@ -185,9 +198,24 @@ ROWS = (
         MEANS,
         (f"{TRL}#3021",),
         documented=True,
+        program="test_trl.py::test_grpo_of_ragged_completions[bnpo]",
     ),
-    Row("trl", "DPO, short batch", "trl_rows.dpo", "huggingface", MEANS),
-    Row("trl", "reward, short batch", "trl_rows.reward", "huggingface", MEANS),
+    Row(
+        "trl",
+        "DPO, short batch",
+        "trl_rows.dpo",
+        "huggingface",
+        MEANS,
+        program="test_trl.py::test_dpo[short_batch]",
+    ),
+    Row(
+        "trl",
+        "reward, short batch",
+        "trl_rows.reward",
+        "huggingface",
+        MEANS,
+        program="test_trl.py::test_reward[short_batch]",
+    ),
     Row(
         "sentence-transformers",
         "MNRL",
@@ -196,6 +224,7 @@ ROWS = (
         COUPLED,
         (f"{SENTENCE}#2916",),
         documented=True,
+        program="test_sentence_transformers.py::test_multiple_negatives",
     ),
     Row(
         "sentence-transformers",
@@ -209,6 +238,7 @@ ROWS = (
         "accelerate_rows.short_batch",
         "huggingface",
         MEANS,
+        program="test_accelerate.py::test_accumulated_update[short_batch]",
     ),
     Row(
         "accelerate",
@@ -216,6 +246,7 @@ ROWS = (
         "accelerate_rows.short_window",
         "huggingface",
         WINDOW,
+        program="test_accelerate.py::test_accumulated_update[short_window]",
     ),
     Row(
         "accelerate",
@@ -223,7 +254,14 @@ ROWS = (
         "accelerate_rows.counted",
         "huggingface",
     ),
-    Row("lightning", "short batch", "lightning_rows.short_batch", "lightning", MEANS),
+    Row(
+        "lightning",
+        "short batch",
+        "lightning_rows.short_batch",
+        "lightning",
+        MEANS,
+        program="test_lightning.py::test_accumulated_update[short_batch]",
+    ),
     Row(
         "lightning",
         "short window",
@@ -231,6 +269,7 @@ ROWS = (
         "lightning",
         WINDOW,
         ("Lightning-AI/pytorch-lightning#19987",),
+        program="test_lightning.py::test_accumulated_update[short_window]",
     ),
     Row(
         "open_clip_torch",
@@ -239,6 +278,7 @@ ROWS = (
         "lightning",
         REPEATED,
         ("mlfoundations/open_clip#957",),
+        program="test_open_clip.py::test_accum_freq",
     ),
     Row(
         "torchtune",
@@ -276,13 +316,20 @@ ROWS = (
         UNDIVIDED,
         ("verl-project/verl#7913",),
     ),
-    Row("timm", "`train.py`, window of two", "timm_rows.window_of_two", "timm"),
+    Row(
+        "timm",
+        "`train.py`, window of two",
+        "timm_rows.window_of_two",
+        "timm",
+        program="test_timm.py::test_short_last_window[2]",
+    ),
     Row(
         "timm",
         "`train.py`, window of three",
         "timm_rows.window_of_three",
         "timm",
         EARLY,
+        program="test_timm.py::test_short_last_window[3]",
     ),
     Row(
         "keras",
@@ -291,14 +338,23 @@ ROWS = (
         "keras",
         MEANS,
         ("keras-team/keras#20241",),
+        program="test_keras.py::test_accumulated_update[short_batch]",
     ),
-    Row("keras", "short window", "keras_rows.short_window", "keras", CARRIED),
+    Row(
+        "keras",
+        "short window",
+        "keras_rows.short_window",
+        "keras",
+        CARRIED,
+        program="test_keras.py::test_accumulated_update[short_window]",
+    ),
     Row(
         "optax",
         "`MultiSteps`, ragged tokens",
         "optax_rows.multisteps_ragged",
         "jax",
         MEANS,
+        program="test_optax.py::test_multi_steps_of_ragged_items",
     ),
     Row(
         "optax",
@@ -306,6 +362,7 @@ ROWS = (
         "optax_rows.multisteps_short_window",
         "jax",
         CARRIED,
+        program="test_optax.py::test_multi_steps_of_a_short_window",
     ),
     Row(
         "optax",
@@ -313,6 +370,7 @@ ROWS = (
         "optax_rows.microbatch_mean",
         "jax",
         MEANS,
+        program="test_optax.py::test_microbatch_of_means",
     ),
     Row(
         "optax",
@@ -327,6 +385,7 @@ ROWS = (
         "levanter",
         MEANS,
         ("marin-community/levanter#842",),
+        program="test_levanter.py::test_microbatched[ragged]",
     ),
     Row("maxtext", "causal LM, ragged tokens", "maxtext_rows.causal_lm", "maxtext"),
     Row(
@@ -350,6 +409,7 @@ ROWS = (
         "flax_rows.cookbook",
         "jax",
         MEANS,
+        program="test_flax.py::test_multi_steps_of_ragged_items",
     ),
     Row(
         "mindcv",
@@ -357,6 +417,7 @@ ROWS = (
         "mindspore_rows.mindcv_short_batch",
         "mindspore",
         MEANS,
+        program="test_mindcv.py::test_accumulated_update[short_batch]",
     ),
     Row(
         "mindcv",
@@ -364,6 +425,7 @@ ROWS = (
         "mindspore_rows.mindcv_short_window",
         "mindspore",
         CARRIED,
+        program="test_mindcv.py::test_accumulated_update[short_window]",
     ),
     Row(
         "mindcv",
@@ -371,6 +433,7 @@ ROWS = (
         "mindspore_rows.mindcv_clipped",
         "mindspore",
         CLIPPED,
+        program="test_mindcv.py::test_accumulated_update[clipped]",
     ),
     Row(
         "mindspore",
