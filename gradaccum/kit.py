@@ -19,14 +19,12 @@ included.
 """
 
 from gradaccum.errors import explain, require_bool, require_choice, require_weight
+from gradaccum.least_squares import SolvedUpdate, rounding_limit, solve_update
 from gradaccum.loop_check import (
     LoopReport,
-    SolvedUpdate,
     as_arguments,
     items_of,
     read_coefficients,
-    rounding_limit,
-    solve_update,
 )
 from gradaccum.nests import (
     ITEMS,

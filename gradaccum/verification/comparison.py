@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from gradaccum.loop_check import solve_coefficients
+from gradaccum.least_squares import solve_coefficients
 from gradaccum.options import Reduction
 from gradaccum.verification.subject import Conditions, Gradient, Items, Run, Subject
 
