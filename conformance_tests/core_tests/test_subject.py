@@ -89,7 +89,7 @@ def make_batch(*arguments: Any, axes: Any = 0) -> Batch:
         arguments,
         axes,
         lambda value: isinstance(value, np.ndarray),
-        lambda array, axis, items: array.take(items, axis),
+        lambda array, axis, items: array if axis is None else array.take(items, axis),
     )
 
 

@@ -302,7 +302,7 @@ def unchanged(
         )
 
 
-@pytest.mark.parametrize("raises_at", [None, 1, 2, 5, 20, 60, 90])
+@pytest.mark.parametrize("raises_at", [None, 1, 2, 5, 20, 60, 80])
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_nothing_of_the_users_changes(
     raises_at: int | None, error: type[BaseException]
@@ -323,7 +323,7 @@ def test_nothing_of_the_users_changes(
     before = everything(model, batch)
     if raises_at is None:
         assert not gradaccum.verify(model, loss, batch).equivalent
-        assert counter[0] > 90
+        assert counter[0] > 80
     else:
         with pytest.raises(error, match="in the middle"):
             gradaccum.verify(model, loss, batch)

@@ -24,7 +24,8 @@ class Batch:
         axes: a prefix nest of them: the batch axis of each array; None for what each
             micro-batch gets in full, as it does other values than arrays.
         is_array: whether a leaf is an array.
-        take: ``take(array, axis, items)`` returns the rows of some items.
+        take: ``take(array, axis, items)`` returns the rows of some items; with an axis
+            of None the array in full.
     """
 
     def __init__(
@@ -32,7 +33,7 @@ class Batch:
         arguments: tuple[Any, ...],
         axes: Any,
         is_array: Callable[[object], bool],
-        take: Callable[[Any, int, Items], Any],
+        take: Callable[[Any, int | None, Items], Any],
     ) -> None:
         self._arguments = arguments
         self._leaves = leaves_of(arguments, "batch")
@@ -50,16 +51,14 @@ class Batch:
         self.terms = max(sizes)
         """About how many numbers are added up into one element of a gradient."""
 
-    def part(
-        self, items: Items, change: Callable[[Any], Any] = lambda array: array
-    ) -> tuple[Any, ...]:
-        """Return the arguments for some items, each array through `change`."""
+    def part(self, items: Items) -> tuple[Any, ...]:
+        """Return the arguments for some items."""
         values = []
         for leaf, axis in zip(self._leaves, self._axes, strict=True):
-            value: Any = leaf.value
-            if axis is not None:
+            value = leaf.value
+            if self._is_array(value):
                 value = self._take(value, axis, items)
-            values.append(change(value) if self._is_array(value) else value)
+            values.append(value)
         arguments: Any = with_leaves(self._arguments, iter(values))
         return tuple(arguments)
 

@@ -1,10 +1,10 @@
 """The distance between the gradients of two partitions of a batch, in units of rounding.
 
-A parameter's unit is the largest change of its gradient when all floating-point inputs
-and parameters move by one rounding, several times, in the large batch and in the first
-partition. It has a floor: each micro-batch's gradient is rounded once, and its sum is
-off by at most log2(terms) roundings (pairwise summation: Higham, "Accuracy and
-Stability of Numerical Algorithms", section 4.2).
+A parameter's unit is the largest change of its gradient when all parameters move by one
+rounding, several times, in the large batch and in the first partition. It has a floor:
+each micro-batch's gradient is rounded once, and its sum is off by at most log2(terms)
+roundings (pairwise summation: Higham, "Accuracy and Stability of Numerical Algorithms",
+section 4.2).
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What a framework supplies to `gradaccum.verify`: a `Subject`, which is a model, a loss
-and one batch, run in parts under conditions.
+"""The `Subject` that a framework supplies to `gradaccum.verify`: a model, a loss and one
+batch, run in parts under conditions.
 
 The core decides what to run. A `Subject` runs it and restores the user's state.
 """
@@ -36,9 +36,7 @@ class Conditions:
     scale: float = 1.0
     """The factor of the loss. Gradients come back divided by it."""
     perturbation: int | None = None
-    """The number of a perturbation: floating-point inputs and parameters move by one
-    rounding. An integer value (a mask, a padding) in the inputs stays.
-    """
+    """The number of a perturbation: the parameters move by one rounding each."""
 
 
 class Run(NamedTuple):

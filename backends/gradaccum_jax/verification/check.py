@@ -71,7 +71,9 @@ def is_array(value: object) -> bool:
     return isinstance(value, jax.Array | np.ndarray)
 
 
-def take(array: Any, axis: int, items: Sequence[int]) -> Any:
+def take(array: Any, axis: int | None, items: Sequence[int]) -> Any:
+    if axis is None:
+        return array
     if not jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         array = np.asarray(array)  # NumPy takes rows without compiling.
     places = (slice(None),) * (axis % array.ndim)

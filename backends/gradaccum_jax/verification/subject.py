@@ -56,22 +56,10 @@ class JaxSubject:
     def window(
         self, parts: Sequence[Sequence[int]], conditions: Conditions
     ) -> list[Run]:
-        values = self._values()
-        number = conditions.perturbation
-        if number is not None:
-            values = [
-                perturbed(value, self._roundoff, number, integers=True)
-                for value in values
-            ]
-
-        def change(array: Any) -> Any:
-            if number is None:
-                return array
-            return perturbed(array, self._roundoff, number)
-
+        values = self._values(conditions.perturbation)
         runs = []
         for part in parts:
-            arguments = self._batch.part(part, change)
+            arguments = self._batch.part(part)
             try:
                 # The loss may draw from Python or NumPy when JAX traces it.
                 self._host.restore(conditions.seed)
@@ -110,8 +98,19 @@ class JaxSubject:
     def random_layers(self) -> Sequence[str]:
         return ()
 
-    def _values(self) -> list[Any]:
-        return [self._leaves[place] for place in self._places.values()]
+    def _values(self, perturbation: int | None = None) -> list[Any]:
+        """Return the floating leaves, moved by one rounding if so."""
+        values = [self._leaves[place] for place in self._places.values()]
+        if perturbation is None:
+            return values
+        generator = np.random.default_rng(perturbation)
+        return [
+            (
+                wide(value)
+                * (1 + self._roundoff * generator.choice((-1.0, 1.0), value.shape))
+            ).astype(value.dtype)
+            for value in values
+        ]
 
     def _differentiate(self, seed: int) -> Callable[..., Any]:
         """Return the compiled gradient; another one for each seed, because numbers of
@@ -151,19 +150,3 @@ def is_floating(leaf: object) -> bool:
 def wide(array: Any) -> Numbers:
     dtype = np.complex128 if jnp.iscomplexobj(array) else np.float64
     return np.asarray(array).astype(dtype)
-
-
-def perturbed(
-    array: Any, roundoff: float, number: int, *, integers: bool = False
-) -> Any:
-    """Return a copy with each number times 1 + roundoff or 1 - roundoff; integer values
-    stay unless `integers`.
-    """
-    if not is_floating(array):
-        return array
-    values = wide(array)
-    signs = np.random.default_rng(number).choice((-1.0, 1.0), values.shape)
-    shifted = values * (1 + roundoff * signs)
-    if not integers:
-        shifted = np.where(values == np.round(values.real), values, shifted)
-    return shifted.astype(array.dtype)

@@ -79,7 +79,9 @@ def is_array(value: object) -> bool:
     return isinstance(value, Tensor | np.ndarray)
 
 
-def take(array: Any, axis: int, items: Sequence[int]) -> Any:
+def take(array: Any, axis: int | None, items: Sequence[int]) -> Any:
+    if axis is None:
+        return array
     places = np.asarray(items, np.int32)
     if isinstance(array, Tensor):
         return ops.gather(array, Tensor(places), axis)

@@ -38,7 +38,8 @@ LIMITS = {
     ms.float64: (2.0**-52, 5e-324),
 }
 """Distance from 1 to the next number, and the smallest positive number."""
-PLAIN = (int, float, complex, str, bool, type(None), Tensor, np.ndarray, tuple)
+PLAIN = (bool, int, float, str)
+"""Types of the attributes that are restored."""
 
 
 class MindSporeSubject:
@@ -126,24 +127,14 @@ class MindSporeSubject:
             self._model.set_train(False)
         if conditions.perturbation is None:
             return
+        generator = np.random.default_rng(conditions.perturbation)
         for parameter in self._parameters.values():
-            values = perturbed(
-                parameter.value(),
-                self._roundoff,
-                conditions.perturbation,
-                integers=True,
-            )
-            ops.assign(parameter, values)
+            signs = generator.choice((-1.0, 1.0), parameter.shape)
+            values = wide(parameter) * (1 + self._roundoff * signs)
+            ops.assign(parameter, Tensor(values, parameter.dtype))
 
     def _run(self, part: Sequence[int], conditions: Conditions) -> Run:
-        number = conditions.perturbation
-
-        def change(array: Any) -> Any:
-            if number is None:
-                return array
-            return perturbed(array, self._roundoff, number)
-
-        arguments = self._batch.part(part, change)
+        arguments = self._batch.part(part)
 
         def forward() -> Tensor:
             loss = self._loss(arguments)
@@ -156,7 +147,8 @@ class MindSporeSubject:
             name: wide(gradient) / conditions.scale
             for name, gradient in zip(self.names, found, strict=True)
         }
-        changed = self._state.changed() if number is None else ()
+        is_exact = conditions.perturbation is None
+        changed = self._state.changed() if is_exact else ()
         return Run(gradients, self._weight(part), changed)
 
     def _loss(self, arguments: tuple[Any, ...]) -> Tensor:
@@ -203,65 +195,38 @@ class ModelState:
         self._parameters = {
             parameter.name: parameter for parameter in model.get_parameters()
         }
-        self._values = self._get_values()
-        self._attributes = {
-            name: plain_attributes(cell) for name, cell in self._cells.items()
-        }
-        self._modes = {name: cell.training for name, cell in self._cells.items()}
+        self._before = self._get()
 
-    def _get_values(self) -> dict[str, NDArray[Any]]:
-        return {
+    def _get(self) -> dict[str, Any]:
+        """Return the values by name."""
+        values: dict[str, Any] = {
             name: parameter.asnumpy().copy()
             for name, parameter in self._parameters.items()
         }
+        for path, cell in self._cells.items():
+            for name, value in vars(cell).items():
+                if not name.startswith("_") and isinstance(value, PLAIN):
+                    values[f"{path}.{name}".lstrip(".")] = value
+        return values
 
     def restore(self) -> None:
-        for name, parameter in self._parameters.items():
-            value = self._values[name]
-            if not are_same(parameter.asnumpy(), value):
-                ops.assign(parameter, Tensor(value, parameter.dtype))
-        for name, cell in self._cells.items():
-            cell.training = self._modes[name]
-            before = self._attributes[name]
-            for attribute in plain_attributes(cell).keys() - before.keys():
-                delattr(cell, attribute)
-            for attribute, value in before.items():
-                if not are_same(getattr(cell, attribute, None), value):
-                    setattr(cell, attribute, value)
+        for name in self.changed(modes=True):
+            before = self._before.get(name)
+            if name in self._parameters:
+                parameter = self._parameters[name]
+                ops.assign(parameter, Tensor(before, parameter.dtype))
+            else:
+                path, _, attribute = name.rpartition(".")
+                setattr(self._cells[path], attribute, before)
 
-    def changed(self) -> tuple[str, ...]:
+    def changed(self, *, modes: bool = False) -> tuple[str, ...]:
         """Name the parameters and attributes that are not as before."""
-        names = [
+        return tuple(
             name
-            for name, value in self._get_values().items()
-            if not are_same(self._values[name], value)
-        ]
-        for path, cell in self._cells.items():
-            names += [
-                f"{path}.{attribute}".lstrip(".")
-                for attribute, value in plain_attributes(cell).items()
-                if not are_same(self._attributes[path].get(attribute), value)
-            ]
-        return tuple(names)
-
-
-def plain_attributes(cell: nn.Cell) -> dict[str, Any]:
-    """Return public attributes with plain values, and copies of arrays."""
-    attributes = {}
-    for name, value in vars(cell).items():
-        is_plain = isinstance(value, PLAIN) and not isinstance(value, Parameter)
-        if is_plain and not name.startswith("_") and name != "training":
-            is_array = isinstance(value, Tensor | np.ndarray)
-            attributes[name] = value.copy() if is_array else value
-    return attributes
-
-
-def are_same(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return bool(a.dtype == b.dtype and are_same(a.asnumpy(), b.asnumpy()))
-    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
-        return a.shape == b.shape and a.dtype == b.dtype and a.tobytes() == b.tobytes()
-    return a is b or (type(a) is type(b) and bool(a == b))
+            for name, value in self._get().items()
+            if not np.array_equal(value, self._before.get(name), equal_nan=False)
+            and (modes or not name.endswith("training"))
+        )
 
 
 class RandomState:
@@ -296,21 +261,3 @@ def wide(value: Any) -> NDArray[np.float64]:
             value = value.astype(ms.float32)
         value = value.asnumpy()
     return np.asarray(value).astype(np.float64)
-
-
-def perturbed(
-    value: Any, roundoff: float, number: int, *, integers: bool = False
-) -> Any:
-    """Return a copy with each number times 1 + roundoff or 1 - roundoff; integer values
-    stay unless `integers`.
-    """
-    if not is_floating(value):
-        return value
-    before = wide(value)
-    signs = np.random.default_rng(number).choice((-1.0, 1.0), before.shape)
-    shifted = before * (1 + roundoff * signs)
-    if not integers:
-        shifted = np.where(before == np.round(before), before, shifted)
-    if isinstance(value, Tensor):
-        return Tensor(shifted).astype(value.dtype)
-    return shifted.astype(value.dtype)

@@ -80,8 +80,11 @@ def is_array(value: object) -> bool:
     return isinstance(value, Tensor | np.ndarray)
 
 
-def take(array: Any, axis: int, items: Sequence[int]) -> Any:
-    if isinstance(array, Tensor):
-        places = torch.tensor(list(items), device=array.device)
-        return array.detach().index_select(axis, places)
-    return array.take(list(items), axis)
+def take(array: Any, axis: int | None, items: Sequence[int]) -> Any:
+    """Return copies, because a loss may write into its inputs."""
+    if isinstance(array, np.ndarray):
+        return array.copy() if axis is None else array.take(list(items), axis)
+    if axis is None:
+        return array.detach().clone()
+    places = torch.tensor(list(items), device=array.device)
+    return array.detach().index_select(axis, places)

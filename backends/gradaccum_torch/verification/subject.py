@@ -111,7 +111,7 @@ class TorchSubject:
                 hooks.callback(handle.remove)
                 handle = module.register_forward_hook(leave)
                 hooks.callback(handle.remove)
-            self._loss(self._arguments(range(self.items)))
+            self._loss(range(self.items))
         return [name for name in drawing if self._model.get_submodule(name).training]
 
     @cached_property
@@ -127,31 +127,17 @@ class TorchSubject:
 
         hooks = torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
         with self._isolated(), hooks:
-            loss = self._loss(self._arguments(range(self.items)))
+            loss = self._loss(range(self.items))
         refuse_reentrant_checkpoint(loss)
         dtypes.add(loss.dtype)
         return max(torch.finfo(each).eps for each in dtypes if each.is_floating_point)
 
-    def _arguments(
-        self, part: Sequence[int], perturbation: int | None = None
-    ) -> tuple[Any, ...]:
-        def change(array: Any) -> Any:
-            # A loss may write into its inputs: it gets copies.
-            if not isinstance(array, Tensor):
-                return array.copy()
-            if perturbation is None:
-                return array.detach().clone()
-            return perturbed(array.detach(), self._roundoff, perturbation)
-
-        return self._batch.part(part, change)
-
-    def _loss(self, arguments: Sequence[Any]) -> Any:
-        loss = self._loss_fn(self._model, *arguments)
+    def _loss(self, part: Sequence[int]) -> Any:
+        loss = self._loss_fn(self._model, *self._batch.part(part))
         return loss[0] if self._has_aux else loss
 
     def _run(self, part: Sequence[int], conditions: Conditions) -> Run:
-        arguments = self._arguments(part, conditions.perturbation)
-        loss = self._loss(arguments) * conditions.scale
+        loss = self._loss(part) * conditions.scale
         parameters = list(self._parameters.values())
         found = torch.autograd.grad(loss, parameters, allow_unused=True)
         gradients = {}
@@ -190,10 +176,11 @@ class TorchSubject:
                 self._model.get_submodule(name).training = False
         if conditions.perturbation is None:
             return
-        for place, parameter in enumerate(self._parameters.values()):
-            number = conditions.perturbation + 97 * place
-            values = perturbed(parameter.data, self._roundoff, number, integers=True)
-            parameter.data.copy_(values)
+        generator = torch.Generator().manual_seed(conditions.perturbation)
+        for parameter in self._parameters.values():
+            bits = torch.randint(0, 2, parameter.shape, generator=generator)
+            signs = 2 * bits.double().to(parameter.device) - 1
+            parameter.data.copy_(parameter.data * (1 + self._roundoff * signs))
 
 
 class ModelState:
@@ -270,23 +257,6 @@ class RandomState:
         torch.set_rng_state(self._before[0])
         if len(self._before) > 1:
             torch.cuda.set_rng_state_all(self._before[1:])
-
-
-def perturbed(
-    tensor: Tensor, roundoff: float, number: int, *, integers: bool = False
-) -> Tensor:
-    """Return a copy with each number times 1 + roundoff or 1 - roundoff; integer values
-    stay unless `integers`.
-    """
-    if not tensor.is_floating_point():
-        return tensor.clone()
-    generator = torch.Generator().manual_seed(1000003 * number + tensor.numel())
-    bits = torch.randint(0, 2, tensor.shape, generator=generator)
-    signs = (2.0 * bits.double() - 1).to(tensor.device)
-    shifted = (tensor.double() * (1 + roundoff * signs)).to(tensor.dtype)
-    if integers:
-        return shifted
-    return torch.where(tensor == tensor.round(), tensor, shifted)
 
 
 def wide(gradient: Tensor) -> Tensor:
