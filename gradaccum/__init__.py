@@ -16,7 +16,6 @@ from gradaccum.errors import (
     MissingPackageError,
     UsageError,
 )
-from gradaccum.linearity import LinearityReport
 from gradaccum.loop_check import (
     LoopProblem,
     LoopReport,
@@ -48,7 +47,6 @@ __all__ += [
     "GradAccumError",
     "GradAccumWarning",
     "GradientError",
-    "LinearityReport",
     "LoopProblem",
     "LoopReport",
     "LossScale",

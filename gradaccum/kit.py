@@ -11,7 +11,6 @@ included.
   backend;
 - `Listeners`: callbacks for closed windows, no call while its ``added`` is empty;
   `described`, `status`: the state in one line;
-- `comparable`, `linearity_report`: the check that a loss is linear in its scale;
 - `examine`, `Subject`, `Conditions`, `Run`: the experiments of `gradaccum.verify`;
 - `Backend`, `GatingBackend`, `VerifyingBackend`, `ScalerDriver`: a
   backend's protocols;
@@ -19,21 +18,12 @@ included.
 """
 
 from gradaccum.errors import explain, require_bool, require_choice, require_weight
-from gradaccum.linearity import (
-    ROUNDINGS,
-    SCALES,
-    comparable,
-    linearity_report,
-    relative_error,
-)
+from gradaccum.least_squares import SolvedUpdate, rounding_limit, solve_update
 from gradaccum.loop_check import (
     LoopReport,
-    SolvedUpdate,
     as_arguments,
     items_of,
     read_coefficients,
-    rounding_limit,
-    solve_update,
 )
 from gradaccum.nests import (
     Leaf,
@@ -144,8 +134,7 @@ from gradaccum.transitions import (
     with_denominator,
 )
 from gradaccum.verification import (
-    ROUNDING_LIMIT,
-    Column,
+    Batch,
     Conditions,
     HostRandom,
     Precision,
@@ -154,8 +143,6 @@ from gradaccum.verification import (
     VerifyingBackend,
     as_loss,
     examine,
-    first_of,
-    item_axis,
 )
 from gradaccum.watching import Handle, Listener, Listeners
 from gradaccum.window_loop import Epoch, Sizes, epoch
@@ -285,28 +272,17 @@ __all__ += [
     "update_due_error",
 ]
 __all__ += ["wrapped_twice_error"]
-# The check that a loss is linear in its scale, and the experiments of
-# `gradaccum.verify`.
+# The experiments of `gradaccum.verify`.
 __all__ += [
-    "ROUNDINGS",
-    "ROUNDING_LIMIT",
-    "SCALES",
-    "Column",
+    "Batch",
     "Conditions",
     "HostRandom",
     "Precision",
     "Run",
     "Subject",
-]
-__all__ += [
     "VerifyingBackend",
     "as_loss",
-    "comparable",
     "examine",
-    "first_of",
-    "item_axis",
-    "linearity_report",
-    "relative_error",
 ]
 # The loop check.
 __all__ += [

@@ -18,7 +18,7 @@ from gradaccum_jax.optimizer import discard, epoch, flush
 from gradaccum_jax.recording import LoopRecorder
 from gradaccum_jax.saving import check_state
 from gradaccum_jax.state import AccumulationState, describe, result, scale_loss
-from gradaccum_jax.verification import verify, verify_loss_scaling
+from gradaccum_jax.verification import verify
 from gradaccum_jax.workers.data_parallel import data_parallel
 from gradaccum_jax.workers.layout import redistributed
 
@@ -45,6 +45,5 @@ __all__ += [
     "value_and_grad",
     "value_and_update",
     "verify",
-    "verify_loss_scaling",
     "wrap",
 ]

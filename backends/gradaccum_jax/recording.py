@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 from gradaccum import UsageError, kit
-from gradaccum.kit import Reduction, explain
+from gradaccum.kit import explain
 
 
 class RecorderState(NamedTuple):
@@ -33,8 +33,7 @@ class LoopRecorder(optax.GradientTransformation):  # type: ignore[misc]
         vectors: dict[int, np.ndarray[Any, Any]] = {}
 
         def note(number: Any, *leaves: Any) -> None:
-            parts = [np.asarray(leaf, np.float64).reshape(-1) for leaf in leaves]
-            vectors[int(number)] = np.concatenate(parts)
+            vectors[int(number)] = _vector(leaves)
 
         def init(params: Any) -> RecorderState:
             vectors.clear()
@@ -43,8 +42,7 @@ class LoopRecorder(optax.GradientTransformation):  # type: ignore[misc]
         def update(
             gradients: Any, state: RecorderState, params: Any = None
         ) -> tuple[Any, RecorderState]:
-            leaves = jax.tree.leaves(gradients)
-            jax.debug.callback(note, state.updates, *leaves)
+            jax.debug.callback(note, state.updates, *jax.tree.leaves(gradients))
             zeros = jax.tree.map(jnp.zeros_like, gradients)
             return zeros, RecorderState(state.updates + 1)
 
@@ -60,9 +58,7 @@ class LoopRecorder(optax.GradientTransformation):  # type: ignore[misc]
         micro_batches: Sequence[Any],
         *,
         weight: Callable[..., float] | None = None,
-        reduction: Reduction = "mean",
-        steps: int | None = None,
-        clip_norm: float | None = None,
+        **options: Any,
     ) -> kit.LoopReport:
         """Say which micro-batches each update held, and with what weight.
 
@@ -74,12 +70,11 @@ class LoopRecorder(optax.GradientTransformation):  # type: ignore[misc]
             params: the parameters of the loop, which did not move.
             micro_batches: what the loop trained on, in its order.
             weight: ``weight(*micro_batch)``. Default: the number of items.
-            reduction: what `loss_fn` returns, as in `gradaccum.wrap`.
-            steps: micro-batches per window. Default: what each update holds.
-            clip_norm: the norm to which the loop clips each window.
+            options: ``reduction``, ``steps`` and ``clip_norm``, as in
+                `gradaccum.check_loop`.
 
         Raises:
-            UsageError: `state` is not of this recorder, or `params` are others.
+            UsageError: `state` is not of this recorder.
         """
         jax.effects_barrier()  # type: ignore[no-untyped-call]
         vectors: dict[int, np.ndarray[Any, Any]] = self._vectors
@@ -101,21 +96,16 @@ class LoopRecorder(optax.GradientTransformation):  # type: ignore[misc]
         gradients = np.stack(
             [_vector(jax.grad(loss_fn)(params, *batch)) for batch in batches]
         )
-        if any(vector.shape != gradients.shape[1:] for vector in vectors.values()):
-            raise explain(
-                UsageError,
-                "params",
-                expected="the parameters whose gradients were recorded",
-                found="other sizes",
-                fix="Give the parameters that the loop trained.",
-            )
+        solved = [
+            kit.solve_update(gradients, vectors[number]) for number in range(made[0])
+        ]
+        dtypes = [jnp.asarray(leaf).dtype for leaf in jax.tree.leaves(params)]
+        epsilon = max(float(jnp.finfo(dtype).eps) for dtype in dtypes)
         return kit.read_coefficients(
-            [kit.solve_update(gradients, vectors[number]) for number in range(made[0])],
+            solved,
             [float(count(*batch)) for batch in batches],
-            reduction=reduction,
-            steps=steps,
-            clip_norm=clip_norm,
-            limit=_limit(params),
+            limit=kit.rounding_limit(epsilon),
+            **options,
         )
 
 
@@ -126,9 +116,3 @@ def _is_recorders(node: Any) -> bool:
 def _vector(gradients: Any) -> np.ndarray[Any, Any]:
     leaves = jax.tree.leaves(gradients)
     return np.concatenate([np.asarray(leaf, np.float64).reshape(-1) for leaf in leaves])
-
-
-def _limit(params: Any) -> float:
-    dtypes = [jnp.asarray(leaf).dtype for leaf in jax.tree.leaves(params)]
-    epsilon = max(float(jnp.finfo(dtype).eps) for dtype in dtypes)
-    return kit.rounding_limit(epsilon)

@@ -10,7 +10,7 @@ from gradaccum_mindspore.optimizer import AccumulatingOptimizer
 from gradaccum_mindspore.recording import LoopRecorder
 from gradaccum_mindspore.saving import load_checkpoint_into
 from gradaccum_mindspore.training import FlushAtEpochEnd, TrainOneStepCell, WatchWindows
-from gradaccum_mindspore.verification import verify, verify_loss_scaling
+from gradaccum_mindspore.verification import verify
 from gradaccum_mindspore.workers.gather import GatherItems
 from gradaccum_mindspore.workers.layout import redistributed
 
@@ -32,6 +32,5 @@ __all__ += [
     "value_and_grad",
     "value_and_update",
     "verify",
-    "verify_loss_scaling",
     "wrap",
 ]

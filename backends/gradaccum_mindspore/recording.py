@@ -11,7 +11,7 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
 from gradaccum import ArgumentTypeError, UsageError, kit
-from gradaccum.kit import Reduction, explain
+from gradaccum.kit import explain
 from gradaccum_mindspore.optimizer import AccumulatingOptimizer
 
 EPSILONS = {
@@ -45,7 +45,8 @@ class LoopRecorder(nn.Optimizer):  # type: ignore[misc]
         records = []
         for number, parameter in enumerate(self.parameters):
             shape = (updates + 1, *parameter.shape)
-            zeros = Tensor(np.zeros(shape), _dtype_of_record(parameter.dtype))
+            dtype = ms.float64 if parameter.dtype == ms.float64 else ms.float32
+            zeros = Tensor(np.zeros(shape), dtype)
             name = f"loop_recorder.record.{number}"
             records.append(Parameter(zeros, name=name, requires_grad=False))
         self.records = ms.ParameterTuple(records)
@@ -64,9 +65,7 @@ class LoopRecorder(nn.Optimizer):  # type: ignore[misc]
         micro_batches: Sequence[Any],
         *,
         weight: Callable[..., float] | None = None,
-        reduction: Reduction = "mean",
-        steps: int | None = None,
-        clip_norm: float | None = None,
+        **options: Any,
     ) -> kit.LoopReport:
         """Say which micro-batches each update held, and with what weight.
 
@@ -75,9 +74,8 @@ class LoopRecorder(nn.Optimizer):  # type: ignore[misc]
                 weighs it.
             micro_batches: what the loop trained on, in its order.
             weight: ``weight(*micro_batch)``. Default: the number of items.
-            reduction: what `loss_fn` returns, as in `gradaccum.wrap`.
-            steps: micro-batches per window. Default: what each update holds.
-            clip_norm: the norm to which the loop clips each window.
+            options: ``reduction``, ``steps`` and ``clip_norm``, as in
+                `gradaccum.check_loop`.
 
         Raises:
             UsageError: the loop made more updates than are kept.
@@ -91,30 +89,22 @@ class LoopRecorder(nn.Optimizer):  # type: ignore[misc]
                 got=self.kept_updates,
                 fix=f"Write LoopRecorder(parameters, updates={made}).",
             )
-        records = [record.asnumpy() for record in self.records]
         batches = [kit.as_arguments(each) for each in micro_batches]
         count = weight or kit.items_of
         differentiate = ms.value_and_grad(loss_fn, None, self.parameters)
-        gradients = np.stack(
-            [
-                _vector(each.asnumpy() for each in differentiate(*batch)[1])
-                for batch in batches
-            ]
-        )
+        gradients = np.stack([_vector(differentiate(*batch)[1]) for batch in batches])
+        solved = [
+            kit.solve_update(
+                gradients, _vector(record[number] for record in self.records)
+            )
+            for number in range(made)
+        ]
+        epsilon = max(EPSILONS[parameter.dtype] for parameter in self.parameters)
         return kit.read_coefficients(
-            [
-                kit.solve_update(
-                    gradients, _vector(record[number] for record in records)
-                )
-                for number in range(made)
-            ],
+            solved,
             [float(count(*batch)) for batch in batches],
-            reduction=reduction,
-            steps=steps,
-            clip_norm=clip_norm,
-            limit=kit.rounding_limit(
-                max(EPSILONS[parameter.dtype] for parameter in self.parameters)
-            ),
+            limit=kit.rounding_limit(epsilon),
+            **options,
         )
 
 
@@ -140,10 +130,7 @@ def recording(optimizer: object) -> AbstractContextManager[LoopRecorder]:
     return nullcontext(recorder)
 
 
-def _dtype_of_record(dtype: Any) -> Any:
-    return ms.float64 if dtype == ms.float64 else ms.float32
-
-
-def _vector(arrays: Iterable[Any]) -> Any:
-    """Return arrays of NumPy as one vector in float64."""
-    return np.concatenate([np.asarray(each, np.float64).reshape(-1) for each in arrays])
+def _vector(tensors: Iterable[Any]) -> Any:
+    """Return tensors as one vector of NumPy in float64."""
+    parts = [tensor.astype(ms.float64).asnumpy().reshape(-1) for tensor in tensors]
+    return np.concatenate(parts)

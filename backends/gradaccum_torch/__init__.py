@@ -9,7 +9,7 @@ from gradaccum_torch.layered import layered_backward
 from gradaccum_torch.optimizer import AccumulatingOptimizer
 from gradaccum_torch.saving import redistributed
 from gradaccum_torch.scheduler import GatedScheduler
-from gradaccum_torch.verification import verify, verify_loss_scaling
+from gradaccum_torch.verification import verify
 
 __all__ = [
     "AccumulatingOptimizer",
@@ -23,6 +23,5 @@ __all__ = [
 __all__ += [
     "redistributed",
     "verify",
-    "verify_loss_scaling",
     "wrap",
 ]

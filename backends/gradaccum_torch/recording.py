@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradaccum import ArgumentTypeError, UsageError, kit
-from gradaccum.kit import Reduction, explain
+from gradaccum.kit import explain
 from gradaccum_torch.optimizer import AccumulatingOptimizer
 from gradaccum_torch.torch_private.names import parameters_of
 
@@ -29,7 +29,7 @@ class LoopRecord:
     def __init__(self, optimizer: torch.optim.Optimizer, model: Any) -> None:
         self._optimizer = optimizer
         self._model = model
-        self._parameters = self._in_groups()
+        self._parameters = parameters_of(optimizer)
         elements = sum(parameter.numel() for parameter in self._parameters)
         self._stride = max(1, elements // ELEMENTS)
         self._before: list[Tensor] = []
@@ -40,12 +40,6 @@ class LoopRecord:
         self._norms: list[float] = []
         self._calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
-    def _in_groups(self) -> list[Tensor]:
-        """Return the parameters that stand in the groups: master weights during a step
-        of a wrapped optimizer that has some.
-        """
-        return parameters_of(self._optimizer)
-
     def before_step(
         self, _: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -55,20 +49,19 @@ class LoopRecord:
         self._steps_under_way += 1
         if self._steps_under_way > 1:
             return None
-        parameters = self._in_groups()
+        # During a step of a wrapped optimizer the groups hold its master weights.
+        parameters = parameters_of(self._optimizer)
         self._before = [parameter.detach().clone() for parameter in parameters]
+        updates_before = len(self._updates)
         closure = keywords.get("closure", *arguments[1:2])
         if closure is None:
             self._note_gradients(parameters)
             return None
-        has_run = False
 
         def noted_closure() -> Any:
-            nonlocal has_run
             loss = closure()
-            if not has_run:
+            if len(self._updates) == updates_before:
                 self._note_gradients(parameters)
-            has_run = True
             return loss
 
         return arguments[:1], {**keywords, "closure": noted_closure}
@@ -82,12 +75,13 @@ class LoopRecord:
         self._norms.append(math.hypot(*norms) / scale)
 
     @torch.no_grad()
-    def put_back(self, *_: Any) -> None:
+    def restore_parameters(self, *_: Any) -> None:
         """Undo the update, so that all gradients are those of one point."""
         self._steps_under_way -= 1
         if self._steps_under_way:
             return
-        for parameter, before in zip(self._in_groups(), self._before, strict=True):
+        parameters = parameters_of(self._optimizer)
+        for parameter, before in zip(parameters, self._before, strict=True):
             parameter.copy_(before)
 
     def note_call(
@@ -105,9 +99,7 @@ class LoopRecord:
         micro_batches: Sequence[Any] | None = None,
         *,
         weight: Callable[..., float] | None = None,
-        reduction: Reduction = "mean",
-        steps: int | None = None,
-        clip_norm: float | None = None,
+        **options: Any,
     ) -> kit.LoopReport:
         """Say which micro-batches each update held, and with what weight; collective
         where several processes are up.
@@ -118,9 +110,8 @@ class LoopRecord:
             micro_batches: this worker's, in the order of the loop. Default: the calls
                 of `model`, with whose arguments `loss_fn` and `weight` are called.
             weight: ``weight(*micro_batch)``. Default: the number of items.
-            reduction: what `loss_fn` returns, as in `gradaccum.wrap`.
-            steps: micro-batches per window. Default: what each update holds.
-            clip_norm: the norm to which the loop clips each window.
+            options: ``reduction``, ``steps`` and ``clip_norm``, as in
+                `gradaccum.check_loop`.
 
         Raises:
             UsageError: there are neither `micro_batches` nor recorded calls of the
@@ -147,14 +138,15 @@ class LoopRecord:
                 fix="Write record.report(loss_fn, micro_batches).",
             )
         loss_fn = loss_fn or self._loss_of_model
-        losses = [partial(loss_fn, *batch, **keywords) for batch, keywords in calls]
         count = weight or _items_of
+        losses = [partial(loss_fn, *batch, **keywords) for batch, keywords in calls]
         weights = [float(count(*batch, **keywords)) for batch, keywords in calls]
         gradients = torch.stack([self._gradient_of(loss) for loss in losses])
         workers = 1
-        if dist.is_initialized() and dist.get_world_size() > 1:
+        if dist.is_initialized():
             workers = dist.get_world_size()
-            gradients, weights = _gathered(gradients, weights)
+        if workers > 1:
+            gradients, weights = _gathered(gradients, weights, workers)
         solved = [
             kit.solve_update(gradients, update)._replace(norm=norm)
             for update, norm in zip(self._updates, self._norms, strict=True)
@@ -163,28 +155,24 @@ class LoopRecord:
         return kit.read_coefficients(
             solved,
             weights,
-            reduction=reduction,
-            steps=steps,
-            clip_norm=clip_norm,
             workers=workers,
             limit=kit.rounding_limit(epsilon),
+            **options,
         )
 
     def _loss_of_model(self, *arguments: Any, **keywords: Any) -> Any:
         return _loss_of(self._model(*arguments, **keywords))
 
     def _gradient_of(self, loss: Callable[[], Tensor]) -> Tensor:
+        trained = [each for each in self._parameters if each.requires_grad]
         with torch.enable_grad():
-            gradients = torch.autograd.grad(loss(), self._trained(), allow_unused=True)
-        by_parameter = dict(zip(self._trained(), gradients, strict=True))
+            gradients = torch.autograd.grad(loss(), trained, allow_unused=True)
+        by_parameter = dict(zip(trained, gradients, strict=True))
         in_order = [by_parameter.get(parameter) for parameter in self._parameters]
         return self._vector(self._dense(in_order))
 
-    def _trained(self) -> list[Tensor]:
-        return [each for each in self._parameters if each.requires_grad]
-
     def _dense(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
-        """Return each gradient whole; zeros for None."""
+        """Return each gradient in full; zeros for None."""
         dense = []
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
             full = torch.zeros_like(parameter) if gradient is None else gradient
@@ -214,11 +202,13 @@ def _items_of(*arguments: Any, **keywords: Any) -> float:
     return kit.items_of(*arguments, *keywords.values())
 
 
-def _gathered(gradients: Tensor, weights: list[float]) -> tuple[Tensor, list[float]]:
+def _gathered(
+    gradients: Tensor, weights: list[float], workers: int
+) -> tuple[Tensor, list[float]]:
     """Return the rows and the weights of all workers, those of worker 0 first."""
-    parts: list[Any] = [None] * dist.get_world_size()
+    parts: list[Any] = [None] * workers
     dist.all_gather_object(parts, (gradients, weights))
-    lengths = [len(each) for _, each in parts]
+    lengths = [len(rows) for rows, _ in parts]
     if len(set(lengths)) > 1:
         raise explain(
             UsageError,
@@ -227,18 +217,15 @@ def _gathered(gradients: Tensor, weights: list[float]) -> tuple[Tensor, list[flo
             got=lengths,
             fix="Check a loop in which the workers have equally many.",
         )
-    all_weights = [weight for _, each in parts for weight in each]
+    all_weights = [weight for _, part in parts for weight in part]
     return torch.cat([rows for rows, _ in parts]), all_weights
 
 
-def recording(
-    optimizer: torch.optim.Optimizer, model: Any
-) -> AbstractContextManager[LoopRecord]:
+def recording(optimizer: Any, model: Any) -> AbstractContextManager[LoopRecord]:
     """Record the updates of `optimizer`; see `gradaccum.recording`."""
-    inner = optimizer
     if isinstance(optimizer, AccumulatingOptimizer):
-        inner = optimizer._inner
-    if not isinstance(inner, torch.optim.Optimizer):
+        optimizer = optimizer._inner
+    if not isinstance(optimizer, torch.optim.Optimizer):
         raise explain(
             ArgumentTypeError,
             "optimizer",
@@ -246,7 +233,7 @@ def recording(
             got=optimizer,
             fix="Give the optimizer that the loop steps.",
         )
-    return _recording(inner, model)
+    return _recording(optimizer, model)
 
 
 @contextmanager
@@ -254,12 +241,11 @@ def _recording(optimizer: torch.optim.Optimizer, model: Any) -> Iterator[LoopRec
     record = LoopRecord(optimizer, model)
     handles = [
         optimizer.register_step_pre_hook(record.before_step),
-        optimizer.register_step_post_hook(record.put_back),
+        optimizer.register_step_post_hook(record.restore_parameters),
     ]
     if model is not None:
         handles.append(model.register_forward_hook(record.note_call, with_kwargs=True))
-    try:
-        yield record
-    finally:
+    with ExitStack() as ending:
         for handle in handles:
-            handle.remove()
+            ending.callback(handle.remove)
+        yield record

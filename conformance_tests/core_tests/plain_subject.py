@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gradaccum.kit import Column, Conditions, Precision, Run
+from gradaccum.kit import Conditions, Precision, Run
 
 X = (0.5, -1.25, 2.0, 0.75, 1.5, -0.625, 0.25, 3.0)
 COUNTS = (3.0, 1.0, 2.0, 5.0, 1.0, 4.0, 2.0, 1.0)
@@ -43,6 +43,7 @@ class World:
     """
     number: float
     """A random number of the window."""
+    random_layers: bool
 
 
 Slopes = Callable[[Sequence[float], Sequence[float], World], Mapping[str, float]]
@@ -51,16 +52,35 @@ of each parameter. The losses below are such functions.
 """
 
 
+class Numbers(list[Any]):
+    """Enough of an array to be counted."""
+
+    @property
+    def ndim(self) -> int:
+        return 2 if any(isinstance(row, list) for row in self) else 1
+
+    def __getitem__(self, place: Any) -> Any:
+        rows, columns = place
+        return Numbers([row[columns] for row in list.__getitem__(self, rows)])
+
+    def __ne__(self, other: object) -> Any:
+        return Numbers([[v != other for v in row] for row in self._rows()])
+
+    def sum(self) -> float:
+        return math.fsum(value for row in self._rows() for value in row)
+
+    def _rows(self) -> list[list[float]]:
+        return [row if isinstance(row, list) else [row] for row in self]
+
+
 @dataclass
 class PlainSubject:
     """A loss in one variable; each parameter has the gradient (slope, 2 x slope)."""
 
     slopes: Slopes
-    readable: Sequence[Column] = ()
+    readable: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     layers: Sequence[str] = ()
-    fixed: Sequence[str] = ()
-    unreplayed: Sequence[str] = ()
-    culprits: Sequence[str] = ()
+    drawing: Sequence[str] = ()
     weights: Sequence[float] | None = None
     items: int = len(X)
     names: Sequence[str] = ("w", "v")
@@ -88,6 +108,7 @@ class PlainSubject:
                 state,
                 len(part) == self.items,
                 0.1 * conditions.seed,
+                conditions.random_layers,
             )
             found = self.slopes(
                 [X[item] * move[item] for item in part],
@@ -102,9 +123,7 @@ class PlainSubject:
                 if self.weights is None
                 else sum(self.weights[item] for item in part)
             )
-            runs.append(
-                Run(0.0, gradients, weight, ("counter",) if state != before else ())
-            )
+            runs.append(Run(gradients, weight, ("counter",) if state != before else ()))
         return runs
 
     def dot(self, a: Vector, b: Vector) -> float:
@@ -113,20 +132,17 @@ class PlainSubject:
     def precision(self, name: str) -> Precision:
         return Precision(EPSILON, 5e-324, 2, self.items)
 
-    def columns(self) -> Sequence[Column]:
-        return self.readable
+    def arrays(self, part: Sequence[int]) -> list[tuple[str, Any]]:
+        return [
+            (path, Numbers([rows[item] for item in part]))
+            for path, rows in self.readable.items()
+        ]
 
     def statistics_layers(self) -> Sequence[str]:
         return self.layers
 
-    def fixed_draws(self) -> Sequence[str]:
-        return self.fixed
-
-    def unreplayed_draws(self) -> Sequence[str]:
-        return self.unreplayed
-
-    def custom_rules(self) -> Sequence[str]:
-        return self.culprits
+    def random_layers(self) -> Sequence[str]:
+        return self.drawing
 
 
 def mean(values: Sequence[float]) -> float:
@@ -179,16 +195,6 @@ def weakly_coupled(x, counts, world):
     return {"v": mean(x) + 1e-9 * mean(x) * mean([value**2 for value in x])}
 
 
-def barely_coupled(x, counts, world):
-    """A mean, and a coupling of some ten roundings: with more micro-batches it seems to
-    grow as a sum does, within what rounding does.
-    """
-    return {
-        name: slope + 1.8e-14 * mean(x) ** 2
-        for name, slope in sound(x, counts, world).items()
-    }
-
-
 def by_two_counts(x, counts, world):
     """A mean over items and a mean over tokens."""
     items, tokens = (
@@ -201,23 +207,6 @@ def by_two_counts(x, counts, world):
 def by_later_counts(x, counts, world):
     """A mean over tokens, in which the first one of an item does not count."""
     return by_count(x, [count - 1 for count in counts], world)
-
-
-def rarely_coupled(x, counts, world):
-    """A sum beside a mean, and a coupling of the first item with the third, which stand
-    side by side where items are dealt in turn.
-    """
-    found = part_summed(x, counts, world)
-    return {**found, "v": found["v"] + (len(x) > 1 and abs(x[1] - X[2]) < 1e-9)}
-
-
-def by_three_counts(x, counts, world):
-    """A third mean over the squares of the tokens."""
-    two, third = (
-        by_two_counts(x, counts, world),
-        by_count([value**2 for value in x], [n * n for n in counts], world),
-    )
-    return {name: two[name] + third[name] for name in two}
 
 
 def hardly_maximal(x, counts, world):
@@ -296,7 +285,29 @@ def ignoring_scale(x, counts, world):
     return {**found, "v": found["v"] / world.scale}
 
 
+def root(x, counts, world):
+    """A root of a mean square: its micro-batches' gradients span the large batch's, and
+    their shares do not add up to one.
+    """
+    return {
+        name: mean([value**power for value in x]) / math.sqrt(mean([v * v for v in x]))
+        for power, name in ((1, "w"), (1, "v"))
+    }
+
+
 def drawing(x, counts, world):
     """Random numbers that depend on the micro-batch, in training."""
-    noise = (world.number + len(x) * 0.01 if world.training else 0.0) + 1
+    is_noisy = world.training and world.random_layers
+    noise = (world.number + len(x) * 0.01 if is_noisy else 0.0) + 1
     return {name: slope * noise for name, slope in sound(x, counts, world).items()}
+
+
+def drawing_always(x, counts, world):
+    noise = world.number + len(x) * 0.01 + 1
+    return {name: slope * noise for name, slope in sound(x, counts, world).items()}
+
+
+def drawing_and_counting(x, counts, world):
+    noise = world.number + len(x) * 0.01 if world.random_layers else 0.0
+    counted = by_count(x, counts, world)
+    return {name: slope * (1 + noise) for name, slope in counted.items()}

@@ -1,20 +1,19 @@
-"""A loss function as `verify` calls it, what it refers to, and the random generators of
-Python and NumPy.
+"""A loss function as `verify` calls it, the batch, and the random states of Python and
+NumPy.
 """
 
 from __future__ import annotations
 
 import functools
 import random
-import types
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
-from gradaccum import ArgumentTypeError
-from gradaccum.verification.subject import DEPTH, HostRandom, as_loss, reached
+from gradaccum import ArgumentValueError
+from gradaccum.kit import Batch, HostRandom, as_loss
 
 
 class Model:
@@ -32,7 +31,17 @@ class Criterion:
     __call__ = forward
 
 
-def own(model: Any, x: Any, y: Any) -> Any:
+class Trainer:
+    model = MODEL
+
+    def __init__(self) -> None:
+        self.model = MODEL
+
+    def loss(self, x: Any, y: Any) -> Any:
+        return self.model(x), y
+
+
+def usual(model: Any, x: Any, y: Any) -> Any:
     return model, x, y
 
 
@@ -48,141 +57,87 @@ def closing_over_its_model(x: Any, y: Any) -> Any:
     return MODEL(x), y
 
 
-def frameworks(x: Any, target: Any, factor: Any = None) -> Any:
-    return x, target
-
-
-frameworks.__module__ = "torch.nn.functional"
-
-
 @pytest.mark.parametrize(
     ("loss_fn", "batch", "value"),
     [
-        (own, (1, 2), (MODEL, 1, 2)),
-        (own, ([1, 2],), (MODEL, 1, 2)),
-        (own, ([1, 2], 3), (MODEL, [1, 2], 3)),
-        (lambda model, pair: (model, pair), ([1, 2],), (MODEL, [1, 2])),
+        (usual, (1, 2), (MODEL, 1, 2)),
+        (usual, [1, 2], (MODEL, 1, 2)),
+        (lambda model, x: (model, x), 1, (MODEL, 1)),
         (lambda *arguments: arguments, (1, 2), (MODEL, 1, 2)),
         (with_default, (1, 2), (MODEL, 1, 2)),
         (with_default, (1,), (MODEL, 1, 5)),
         (Criterion(), (1, 2), (("out", 1), 2)),
-        (Criterion(), ([1, 2],), (("out", 1), 2)),
         (by_name, (1, 2), (("out", 1), 2)),
-        (frameworks, (1, 2), (("out", 1), 2)),
-        (functools.partial(frameworks, factor=2), (1, 2), (("out", 1), 2)),
+        (functools.partial(by_name, smoothing=2), (1, 2), (("out", 1), 2)),
         (lambda x, y: (x, y), (1, 2), (("out", 1), 2)),
         (closing_over_its_model, (1, 2), (("out", 1), 2)),
-        (own, ({"y": 2, "x": 1},), (MODEL, 1, 2)),
-        (lambda model, batch: batch, ({"y": 2},), {"y": 2}),
+        (Trainer().loss, (1, 2), (("out", 1), 2)),
+        (usual, {"y": 2, "x": 1}, (MODEL, 1, 2)),
+        (lambda model, **batch: batch, {"y": 2}, {"y": 2}),
+        (lambda model, batch: batch, {"y": 2}, {"y": 2}),
     ],
 )
 def test_convention_of_a_loss(
-    loss_fn: Callable[..., Any], batch: tuple[Any, ...], value: Any
+    loss_fn: Callable[..., Any], batch: Any, value: Any
 ) -> None:
-    loss, arguments = as_loss(loss_fn, MODEL, batch, lambda value: value is MODEL)
+    loss, arguments = as_loss(loss_fn, batch, lambda value: value is MODEL)
     assert loss(MODEL, *arguments) == value
 
 
+def make_batch(*arguments: Any, axes: Any = 0) -> Batch:
+    return Batch(
+        arguments,
+        axes,
+        lambda value: isinstance(value, np.ndarray),
+        lambda array, axis, items: array if axis is None else array.take(items, axis),
+    )
+
+
+def test_part_of_a_batch() -> None:
+    """Arrays are cut along their axes; a number and what has no axis are passed in
+    full.
+    """
+    x, y, table = np.arange(12).reshape(2, 6), np.arange(6), np.ones(3)
+    batch = make_batch({"x": x, "y": y}, table, 7, axes=({"x": 1, "y": 0}, None, 0))
+    nest, whole, number = batch.part([5, 0])
+    assert (batch.items, batch.terms) == (6, 12)
+    assert nest["x"].tolist() == [[5, 0], [11, 6]]
+    assert nest["y"].tolist() == [5, 0]
+    assert whole is table
+    assert number == 7
+    assert [path for path, _ in batch.arrays([0])] == ["batch[0]['x']", "batch[0]['y']"]
+    assert make_batch(y, np.asarray(3.0)).items == 6
+
+
 @pytest.mark.parametrize(
-    ("loss_fn", "callable_model", "words"),
+    ("weight", "value"),
     [
-        (3, True, r"expected a function loss_fn\(model, \*batch\); got 3"),
-        (lambda x: x, True, "3 arguments; got one that does not take 3 arguments"),
-        (
-            lambda a, b, c, d: a,
-            True,
-            "3 arguments; got one that does not take 3 arguments",
-        ),
-        (
-            lambda x, y: x,
-            False,
-            (
-                r"loss_fn\(params, \*batch\), 3 arguments; got a criterion, which takes"
-                r" 2 arguments"
-            ),
-        ),
+        (None, 2.0),
+        ([1, 2, 3], 4.0),
+        (np.asarray([1, 2, 3]), 4.0),
+        (lambda x: x.sum(), 20.0),
     ],
 )
-def test_loss_of_no_convention_is_refused(
-    loss_fn: Any, callable_model: bool, words: str
-) -> None:
-    with pytest.raises(ArgumentTypeError, match=f"^loss_fn: .*{words}"):
-        as_loss(
-            loss_fn, MODEL, (1, 2), (lambda value: False) if callable_model else None
-        )
+def test_weight_of_a_micro_batch(weight: Any, value: float) -> None:
+    batch = make_batch(np.asarray([5, 10, 15]))
+    assert batch.weight_of(weight)([0, 2]) == value
+    with pytest.raises(ArgumentValueError, match="weight: expected 3 numbers"):
+        batch.weight_of([1.0])
 
 
-def test_what_a_loss_reaches() -> None:
-    closed, box = object(), types.SimpleNamespace(inner=object())
-
-    def loss(x: Any, scale: Any = box) -> Any:
-        return (lambda: MODEL)(), closed
-
-    found = dict(reached(functools.partial(loss, 7, scale=[8])))
-    assert {
-        "func",
-        "argument",
-        "scale",
-        "MODEL",
-        "closed",
-        "default",
-        "inner",
-    } <= found.keys()
-    assert (
-        found["MODEL"],
-        found["closed"],
-        found["default"],
-        found["argument"],
-        found["scale"],
-    ) == (MODEL, closed, box, 7, [8])
-    assert dict(reached({"key": box})).keys() == {"loss_fn", "key", "inner"}
-    assert {name for name, _ in reached(Criterion().forward)} >= {"self", "func"}
-    assert not {name for name, _ in reached(Criterion, types)} - {"loss_fn"}, (
-        "a class and a module are not walked through"
-    )
-    chain: Any = {"end": 0}
-    for depth in range(DEPTH):
-        chain = {str(depth): chain}
-    assert "end" not in dict(reached(chain))
-    assert "end" in dict(reached(chain[str(DEPTH - 1)]))
-
-
-OWN, NUMPYS, OLD = random.Random(1), np.random.default_rng(1), np.random.RandomState(1)
-GENERATORS = {
-    "random": lambda: random.random(),
-    "numpy.random": lambda: np.random.random(),
-    "own": lambda: OWN.random(),
-    "numpy's": lambda: NUMPYS.random(),
-    "numpy's old": lambda: OLD.random(),
-}
-
-
-@pytest.mark.parametrize("draw", GENERATORS.values(), ids=GENERATORS)
+@pytest.mark.parametrize(
+    "draw",
+    [lambda: random.random(), lambda: np.random.random()],
+    ids=["random", "numpy.random"],
+)
 def test_random_numbers_of_the_host(draw: Callable[[], float]) -> None:
-    host = HostRandom(draw, random.SystemRandom())
+    host = HostRandom()
     users = draw()
 
-    def numbers(seed: int, count: int = 1) -> tuple[list[float], list[bytes]]:
-        host.begin(*[seed] * bool(seed))
-        return [draw() for _ in range(count)], host.states()
+    def number(seed: int) -> float:
+        host.restore(seed)
+        return draw()
 
-    (first, one), (again, same), (two, more), (other, moved) = (
-        numbers(0),
-        numbers(0),
-        numbers(0, 2),
-        numbers(3),
-    )
-    assert (first, one) == (again, same)
-    assert (
-        two[0] == first[0] == users != other[0] == numbers(3)[0][0] != numbers(4)[0][0]
-    )
-    assert (host.per_item(one, same), len(host.per_item(more, one))) == ([], 1)
-    assert len(host.seeded(one, moved)) == len(host.states()) - len(
-        host.per_item(one, moved)
-    )
-    assert all(
-        words.endswith("a number for each item") for words in host.per_item(more, one)
-    )
-    assert all(
-        words.endswith("which the loss seeds") for words in host.seeded(one, same)
-    )
+    assert number(0) == users
+    assert number(3) == number(3)
+    assert len({number(3), number(4), number(0)}) == 3

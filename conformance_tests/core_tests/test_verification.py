@@ -4,49 +4,43 @@ written by hand: each kind of cause by its definition.
 
 from __future__ import annotations
 
-import io
 import math
 import re
-import sys
-from fractions import Fraction
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 import gradaccum
 from gradaccum import ArgumentTypeError, ArgumentValueError
-from gradaccum.kit import ROUNDING_LIMIT, Column, Subject, examine
-from gradaccum.verification import experiments
-from gradaccum.verification import report as reports
-from gradaccum.verification.causes import (
-    KINDS,
-    counts,
-    labels,
-    listed,
-    unequal_weights,
+from gradaccum.kit import Precision, Subject, examine
+from gradaccum.verification import examination
+from gradaccum.verification.comparison import (
+    ROUNDING_LIMIT,
+    Coefficients,
+    Comparison,
+    Weighting,
+    partitions,
 )
-from gradaccum.verification.measuring import Coefficients, partitions
+from gradaccum.verification.examination import KINDS, TRAINING, listed
 
 from .plain_subject import (
     COUNTS,
     EPSILON,
     PlainSubject,
     X,
-    barely_coupled,
     branching,
     by_count,
     by_later_counts,
     by_place,
-    by_three_counts,
     by_two_counts,
     coupled,
     coupled_in_order,
     deviating,
     drawing,
+    drawing_always,
+    drawing_and_counting,
     hardly_maximal,
     ignoring_scale,
     in_training,
@@ -54,112 +48,90 @@ from .plain_subject import (
     mean,
     over_positives,
     part_summed,
-    rarely_coupled,
     remembering,
     repeated,
+    root,
     sound,
     summed,
     two_hardest,
     weakly_coupled,
 )
 
+POWERS = ("a", "b", "c", "d", "e", "f")
+TOKENS = {"batch[1]": [[1.0] * int(n) + [0.0] * (5 - int(n)) for n in COUNTS]}
+POSITIVE = {"batch[1]": [float(n > 3) for n in COUNTS]}
+COMMAND = "(Add|Bring|Divide|Make|Mend|Multiply|Seed|Split|Update|Use|Write) "
+
+
+def wide(slopes: Any) -> Any:
+    """Give a loss more parameters than there are micro-batches, each a mean of another
+    power of the values.
+    """
+
+    def many(x, counts, world):
+        return {
+            name: slopes([value**power for value in x], counts, world)["w"]
+            for power, name in enumerate(POWERS, 1)
+        }
+
+    many.__name__ = slopes.__name__
+    return many
+
+
+def counted(slopes: Any, **options: Any) -> PlainSubject:
+    return PlainSubject(wide(slopes), names=POWERS, **options)
+
 
 def kinds(report: gradaccum.VerificationReport) -> list[str]:
     return [cause.kind for cause in report.causes]
 
 
-TOKENS = Column(
-    "batch[1]",
-    [[1.0] * int(n) + [0.0] * (5 - int(n)) for n in COUNTS],
-    integers=True,
-    sequence=True,
-)
-
-
-def padded(integers: bool) -> Column:
-    return Column(
-        "batch[1]",
-        [[1.0] * int(n) + [7.0] * (6 - int(n)) for n in COUNTS],
-        integers,
-        sequence=True,
-    )
-
-
-SQUARES = Column("batch[2]", [[n * n] for n in COUNTS], integers=False, sequence=False)
-CLASS = Column(
-    "batch[1]", [[float(n > 2)] for n in COUNTS], integers=True, sequence=False
-)
-POSITIVE = Column(
-    "batch[1]", [[float(n > 3)] for n in COUNTS], integers=True, sequence=False
-)
-COMMAND = "(Add|Choose|Divide|Keep|Make|Mend|Multiply|Read|Seed|Split|Update|Use|Verify|Write) "
-
-
 Caused = tuple[PlainSubject, str, str]
 """A subject, the kinds of its causes, and where the first one is."""
 BY_MEANS: list[Caused] = [
-    (PlainSubject(coupled), "coupled_loss", "the loss"),
-    (PlainSubject(summed), "wrong_weight", "the loss"),
-    (PlainSubject(sound, weights=COUNTS), "wrong_weight", "the loss"),
-    (PlainSubject(by_count, [TOKENS]), "wrong_weight", "batch[1] != 0"),
-    (PlainSubject(by_later_counts, [TOKENS]), "wrong_weight", "batch[1][:, 1:] != 0"),
-    (PlainSubject(by_count, [padded(True)]), "wrong_weight", "batch[1] != 7"),
+    (PlainSubject(coupled), "coupled", "the loss"),
+    (PlainSubject(summed), "weights", "the loss"),
+    (PlainSubject(sound, weights=COUNTS), "weights", "the loss"),
+    (counted(by_count, readable=TOKENS), "weights", "(batch[1] != 0).sum()"),
     (
-        PlainSubject(by_count, [padded(False)]),
-        "wrong_weight",
-        "the denominator of the loss",
+        counted(by_later_counts, readable=TOKENS),
+        "weights",
+        "(batch[1][:, 1:] != 0).sum()",
     ),
-    (PlainSubject(by_count), "wrong_weight", "the denominator of the loss"),
-    (
-        PlainSubject(by_two_counts, [TOKENS]),
-        "coupled_loss",
-        "the loss",
-    ),
-    (
-        PlainSubject(by_two_counts, [TOKENS], weights=COUNTS),
-        "coupled_loss",
-        "the loss",
-    ),
-    (
-        PlainSubject(by_two_counts, [TOKENS], items=4),
-        "coupled_loss",
-        "the loss",
-    ),
-    (
-        PlainSubject(by_three_counts, [TOKENS, SQUARES]),
-        "coupled_loss",
-        "the loss",
-    ),
-    (PlainSubject(by_two_counts), "coupled_loss", "the loss"),
-    (PlainSubject(barely_coupled), "coupled_loss", "the loss"),
-    (PlainSubject(weakly_coupled, names=["v"]), "coupled_loss", "the loss"),
+    (counted(by_count), "weights", "the denominator of the loss"),
+    (counted(by_two_counts, readable=TOKENS), "coupled", "the loss"),
+    (counted(by_two_counts, weights=COUNTS), "coupled", "the loss"),
+    (counted(by_two_counts, items=4), "coupled", "the loss"),
+    (PlainSubject(weakly_coupled, names=["v"]), "coupled", "the loss"),
+    (PlainSubject(root), "coupled", "the loss"),
     (PlainSubject(by_place), "not_repeatable", "the loss"),
-    (PlainSubject(by_place, fixed=["line 3"]), "not_repeatable", "line 3"),
-    (PlainSubject(maximal), "coupled_loss", "the loss"),
-    (PlainSubject(hardly_maximal), "coupled_loss", "the loss"),
-    (PlainSubject(two_hardest, names=["v"]), "coupled_loss", "the loss"),
-    (PlainSubject(over_positives, [POSITIVE]), "wrong_weight", "batch[1] != 0"),
-    (PlainSubject(over_positives), "wrong_weight", "the denominator of the loss"),
-    (PlainSubject(deviating), "not_finite", "w"),
-    (PlainSubject(part_summed), "wrong_weight", "v"),
-    (PlainSubject(rarely_coupled), "coupled_loss", "the loss"),
-    (PlainSubject(coupled_in_order), "coupled_loss", "the loss"),
+    (PlainSubject(maximal), "coupled", "the loss"),
+    (PlainSubject(hardly_maximal), "coupled", "the loss"),
+    (PlainSubject(two_hardest, names=["v"]), "coupled", "the loss"),
+    (counted(over_positives, readable=POSITIVE), "weights", "(batch[1] != 0).sum()"),
+    (counted(over_positives), "weights", "the denominator of the loss"),
+    (PlainSubject(deviating), "not_finite", "the loss"),
+    (PlainSubject(part_summed), "weights", "v"),
+    (PlainSubject(coupled_in_order), "coupled", "the loss"),
     (PlainSubject(in_training, layers=["norm"]), "batch_statistics", "norm"),
     (PlainSubject(in_training), "batch_statistics", "the model"),
-    (PlainSubject(coupled, layers=["norm"]), "batch_statistics coupled_loss", "norm"),
+    (PlainSubject(coupled, layers=["norm"]), "batch_statistics coupled", "norm"),
     (PlainSubject(remembering), "hidden_state", "counter"),
-    (PlainSubject(branching), "coupled_loss", "the loss"),
-    (PlainSubject(ignoring_scale), "custom_backward", "a custom backward"),
-    (PlainSubject(sound, culprits=["Rule"]), "custom_backward", "Rule"),
-    (PlainSubject(sound, fixed=["line 3"]), "not_repeatable", "line 3"),
-    (PlainSubject(drawing, unreplayed=["line 4"]), "not_repeatable", "line 4"),
-    (PlainSubject(coupled, unreplayed=["line 4"]), "coupled_loss", "the loss"),
+    (PlainSubject(branching), "coupled", "the loss"),
+    (PlainSubject(ignoring_scale), "custom_backward", "v"),
+    (PlainSubject(drawing), "not_repeatable", "the loss"),
+    (PlainSubject(drawing_always, drawing=["noise"]), "not_repeatable", "the loss"),
+    (
+        PlainSubject(wide(drawing_and_counting), drawing=["noise"], names=POWERS),
+        "weights",
+        "the denominator of the loss",
+    ),
     (PlainSubject(lambda x, n, world: {"w": math.nan, "v": 1.0}), "not_finite", "w"),
 ]
 BY_SUMS: list[Caused] = [
-    (PlainSubject(sound), "wrong_weight", "the loss"),
-    (PlainSubject(by_count, [TOKENS]), "wrong_weight", "batch[1] != 0"),
-    (PlainSubject(repeated), "wrong_weight", "v"),
+    (PlainSubject(sound), "weights", "the loss"),
+    (counted(by_count, readable=TOKENS), "weights", "(batch[1] != 0).sum()"),
+    (PlainSubject(repeated), "weights", "v"),
 ]
 
 
@@ -173,12 +145,9 @@ def test_cause_by_its_definition(case: Caused, reduction: str) -> None:
     report = examine(subject, 4, reduction)
     assert not report.equivalent
     assert kinds(report) == expected.split()
-    assert report.causes[0].where.startswith(where)
+    assert report.causes[0].where == where
     for cause in report.causes:
-        assert [
-            bool(re.match(COMMAND, text))
-            for text in (cause.where, cause.explanation, cause.fix)
-        ] == [False, False, True]
+        assert re.match(COMMAND, cause.fix)
 
 
 @pytest.mark.parametrize(
@@ -189,7 +158,7 @@ def test_cause_by_its_definition(case: Caused, reduction: str) -> None:
         (PlainSubject(summed), "sum_per_item"),
         (PlainSubject(by_count, weights=COUNTS), "mean"),
         (PlainSubject(sound, layers=["norm"]), "mean"),
-        (PlainSubject(sound, unreplayed=["line 4"]), "mean"),
+        (PlainSubject(drawing, drawing=["dropout"]), "mean"),
         (PlainSubject(lambda x, n, world: {"w": mean(x)}), "mean"),
         (PlainSubject(lambda x, n, world: {"w": 0.0, "v": 1e-320}), "mean"),
     ],
@@ -199,14 +168,26 @@ def test_sound_losses_pass(subject: PlainSubject, reduction: str, steps: int) ->
     report = examine(subject, steps, reduction)
     assert report.equivalent, str(report)
     assert report.moved == ()
+    assert bool(subject.drawing) == any("dropout" in note for note in report.notes)
 
 
-def test_what_is_not_repeatable_is_found() -> None:
+@pytest.mark.parametrize("has_layers", [False, True])
+def test_what_is_not_repeatable_is_found(has_layers: bool) -> None:
+    """Without layers that draw numbers of their own: with them, in evaluation mode."""
     calls = iter(range(10**6))
+    layers = ["dropout"] if has_layers else []
     report = examine(
-        PlainSubject(lambda x, n, world: {"w": mean(x) + next(calls), "v": 1.0}), 4
+        PlainSubject(
+            lambda x, n, world: {
+                "w": mean(x) + (next(calls) if world.random_layers else 0.0),
+                "v": 1.0,
+            },
+            drawing=layers,
+        ),
+        4,
     )
-    assert kinds(report) == ["not_repeatable"]
+    assert kinds(report) == ([] if has_layers else ["not_repeatable"])
+    assert ("cannot be compared" in str(report)) is not has_layers
 
 
 @pytest.mark.parametrize(
@@ -216,12 +197,8 @@ def test_error_is_counted_in_units(off: float, passes: bool) -> None:
     """A micro-batch that is wrong by few roundings passes; by many it does not."""
 
     def slopes(x, counts, world):
-        return {
-            "w": (
-                world.w
-                * (1.0 if world.whole else 1 + off * EPSILON * (1 + math.log2(len(X))))
-            )
-        }
+        error = 0.0 if world.whole else off * EPSILON * (1 + math.log2(len(X)))
+        return {"w": world.w * (1 + error)}
 
     assert examine(PlainSubject(slopes, names=["w"]), 4).equivalent is passes
 
@@ -239,138 +216,21 @@ def test_missing_where_it_is_right_is_zero() -> None:
 
 
 def test_empty_micro_batch_is_told() -> None:
-    """A mean over nothing is no state: the count is named, and which micro-batches have
-    none.
-    """
-    (cause,) = examine(PlainSubject(over_positives, [POSITIVE]), 4).causes
-    assert (
-        "2 of 4 micro-batches (4 micro-batches in order) is not finite"
-        in cause.explanation
-    )
+    (cause,) = examine(counted(over_positives), 4).causes
+    assert "2 of 4 micro-batches is not finite" in cause.explanation
     (cause,) = examine(PlainSubject(deviating), 4).causes
     assert "1 of 4 micro-batches" in cause.explanation
     assert "max(count, 1)" in cause.fix
 
 
-def test_weights_follow_a_label() -> None:
-    def slopes(x, counts, world):
-        return by_count(x, [7.0 if n > 2 else 2.0 for n in counts], world)
-
-    (cause,) = examine(PlainSubject(slopes, [CLASS]), 4).causes
-    assert cause.where == "a weight by batch[1]"
-    weights = dict(re.findall(r"(\d): (\d\.\d+)", cause.explanation))
-    assert float(weights["1"]) / float(weights["0"]) == pytest.approx(3.5, rel=1e-2)
-    (measured,) = examine(PlainSubject(slopes), 4).causes
-    assert measured.explanation.count(", ") == len(X) + 1, "all are shown"
-    assert "..." not in measured.explanation
-    assert max(map(len, re.findall(r"\d+\.\d+", measured.explanation))) == 5, (
-        "0.468 and 1.64: three digits"
-    )
-
-
-@pytest.mark.parametrize(
-    "heavy", [3, 4], ids=["no weight for a label", "a label of one item"]
-)
-def test_weights_follow_any_label(heavy: int) -> None:
-    def slopes(x, counts, world):
-        return (
-            over_positives(x, counts, world)
-            if heavy == 3
-            else by_count(x, [7.0 if n > heavy else 2.0 for n in counts], world)
-        )
-
-    (cause,) = examine(
-        PlainSubject(
-            slopes,
-            [
-                Column(
-                    "batch[1]",
-                    [[1.0 + (n > heavy)] for n in COUNTS],
-                    True,
-                    sequence=False,
-                )
-            ],
-        ),
-        4,
-    ).causes
-    assert cause.where == "a weight by batch[1]"
-
-
-def test_counts_that_are_equal_for_all_items_are_not_tried() -> None:
-    """They would be no other weights than one for each item."""
-    column = Column("batch[0]", [[1.0, 0.0], [2.0, 0.0]], integers=True, sequence=True)
-    found = {count.where: count for count in counts([column])}
-    assert "batch[0] != 0" not in found
-    total = found["the sum of batch[0]"]
-    assert total.values == (1.0, 2.0)
-    assert total.code == "lambda *batch: batch[0].sum()"
-    assert labels([column]) == []
-
-
-@pytest.mark.parametrize(
-    ("padding", "named"), [(7.0, True), (-100.0, True), (0.0, True)]
-)
-def test_padding_is_what_rows_end_with(padding: float, named: bool) -> None:
-    rows = [[1.0, padding, padding], [1.0, 2.0, padding], [3.0, 2.0, 5.0]]
-    column = Column("ids", rows, integers=True, sequence=True)
-    found = {count.where: count.values for count in counts([column])}
-    assert (f"ids != {padding:g}" in found) is named
-    assert found[f"ids != {padding:g}"] == (1.0, 2.0, 3.0)
-
-
-@pytest.mark.parametrize(
-    ("weights", "error", "equal", "explains"),
-    [
-        ((1.0, 2.0), 1.0, 3.0, False),  # not four times better than equal weights
-        ((1.0, 2.0), 1.0, 5.0, True),
-        ((1.0, 2.0), 9.0, 900.0, False),  # more than four units for each of two
-        ((1000.0, 1001.0), 0.01, 5.0, False),  # nearly equal: a thousand times better
-        ((1000.0, 1001.0), 0.01, 20.0, True),
-        ((1.0, 1.0), 0.01, 20.0, False),
-    ],
-)
-def test_measured_weights_have_to_be_much_better(
-    weights: tuple[float, ...], error: float, equal: float, explains: bool
-) -> None:
-    measured = experiments.Measured(dict(enumerate(weights)), error, equal)
-    assert measured.explain() is explains
-
-
-def test_noise_that_evaluation_switches_off() -> None:
-    """Then the other mistake is found in evaluation mode; else nothing more is said."""
-
-    def slopes(x, counts, world, always=False):
-        noise = world.number if world.training or always else 0.0
-        return {"w": by_count(x, counts, world)["w"] + noise, "v": 1.0}
-
-    def always(x, counts, world):
-        return slopes(x, counts, world, always=True)
-
-    for loss, expected in (
-        (slopes, ["not_repeatable", "wrong_weight"]),
-        (always, ["not_repeatable"]),
-    ):
-        report = examine(PlainSubject(loss, [TOKENS], unreplayed=["line 4"]), 4)
-        assert kinds(report) == expected
-
-
 def test_two_items_are_enough() -> None:
     assert examine(PlainSubject(sound, items=2), None).equivalent
-    with pytest.raises(ArgumentValueError, match="two items at least"):
+    with pytest.raises(ArgumentValueError, match="at least 2 items"):
         examine(PlainSubject(sound, items=1), None)
 
 
-POWERS = ("a", "b", "c", "d", "e", "f")
-
-
 def test_coefficients_are_the_shares_of_the_counts() -> None:
-    def slopes(x, counts, world):
-        return {
-            name: by_count([value**power for value in x], counts, world)["w"]
-            for power, name in enumerate(POWERS, 1)
-        }
-
-    report = examine(PlainSubject(slopes, names=POWERS), 4)
+    report = examine(counted(by_count), 4)
     shares = [
         (a + b) / sum(COUNTS) for a, b in zip(COUNTS[::2], COUNTS[1::2], strict=True)
     ]
@@ -379,6 +239,7 @@ def test_coefficients_are_the_shares_of_the_counts() -> None:
     assert report.coefficients.used == (0.25,) * 4
     assert report.coefficients.unexplained < 1e-12
     assert "They leave" in str(report)
+    assert "0.211, 0.368, 0.263, 0.158" in report.causes[0].explanation
 
 
 def test_small_gradient_counts_in_its_own_units() -> None:
@@ -392,7 +253,7 @@ def test_small_gradient_counts_in_its_own_units() -> None:
         return {**exact, "f": 1e-9 * mean(x) ** 2}
 
     report = examine(PlainSubject(slopes, names=POWERS), 4)
-    assert kinds(report) == ["coupled_loss"]
+    assert kinds(report) == ["coupled"]
     assert report.coefficients is not None
     assert report.coefficients.unexplained > 0.01
 
@@ -402,40 +263,38 @@ def test_coefficients_that_differ_by_rounding_are_the_same(
     off: float, differ: bool
 ) -> None:
     best = (100.0, 100.0 * (1 + off))
-    assert Coefficients(best, (100.0, 100.0), 0.0, is_certain=True).differ is differ
+    coefficients = Coefficients(best, (100.0, 100.0), 0.0, uncertainty=0.0, error=0.0)
+    assert coefficients.differ is differ
 
 
 def test_words_of_a_cause() -> None:
     assert listed(["a", "b", "c", "d", "e"]) == "a, b, c, d, e"
     assert listed(list("abcdefg")) == "a, b, c, d, e and 2 more"
-    sum_per_item = (
-        "the mean over the window's items, reduction='sum_per_item' and weight="
-    )
     for subject, reduction, fix in (
-        (
-            PlainSubject(summed),
-            "mean",
-            f"Write reduction='sum'; or, for {sum_per_item} their number.",
-        ),
+        (PlainSubject(summed), "mean", "Write reduction='sum'; or, for the mean over"),
         (PlainSubject(sound), "sum", "Write reduction='mean' and no weight=."),
     ):
-        assert examine(subject, 4, reduction).causes[0].fix == fix
-    assert "1.001, 0.999" in unequal_weights([1.001, 0.999], None, []).explanation, (
-        "those of 1000 and 1003 tokens are told apart"
-    )
+        assert examine(subject, 4, reduction).causes[0].fix.startswith(fix)
 
 
 def test_conditions_are_changed_one_at_a_time() -> None:
-    """A sound loss is never run in evaluation mode, with its state put back or with
+    """A sound loss is never run in evaluation mode, with its state restored or with
     other random numbers.
     """
     subject = PlainSubject(sound)
     examine(subject, 4)
-    assert {(c.training, c.carry_state, c.seed, c.replay) for c in subject.windows} == {
-        (True, True, 0, True)
-    }
-    assert {c.scale for c in subject.windows} == {1.0, *experiments.FACTORS}
+    assert {
+        (c.training, c.carry_state, c.seed, c.random_layers) for c in subject.windows
+    } == {(True, True, 0, True)}
+    assert {c.scale for c in subject.windows} == {1.0, *examination.SCALES}
     assert len(subject.windows) < 60
+
+
+def test_scales_that_overflow_are_left_out() -> None:
+    def overflowing(x, counts, world):
+        return {"w": math.inf if world.scale > 1 else 1.0, "v": 1.0}
+
+    assert examine(PlainSubject(overflowing), 4).equivalent
 
 
 @pytest.mark.parametrize("items", [2, 3, 4, 5, 7, 8, 9, 24])
@@ -443,7 +302,7 @@ def test_conditions_are_changed_one_at_a_time() -> None:
 def test_partitions_hold_each_item_once(items: int, steps: int) -> None:
     if steps > items:
         return
-    made = partitions(range(items), steps)
+    made = partitions(items, steps)
     for partition in made:
         assert sorted(item for part in partition.parts for item in part) == list(
             range(items)
@@ -462,6 +321,49 @@ def test_partitions_hold_each_item_once(items: int, steps: int) -> None:
     )
 
 
+def test_partitions_of_seven_and_nine_items() -> None:
+    assert [partition.parts for partition in partitions(7, 3)] == [
+        ((0, 1, 2), (3, 4, 5), (6,)),
+        ((0, 3, 6), (1, 4), (2, 5)),
+        ((6,), (3, 4, 5), (0, 1, 2)),
+        ((0, 1, 2, 3), (4, 5, 6)),
+        ((6, 5, 4, 3, 2, 1, 0),),
+    ]
+    assert partitions(9, 3)[3].parts == ((0, 1, 2, 3, 4, 5), (6, 7, 8)), (
+        "one of them as long as two"
+    )
+
+
+@pytest.mark.parametrize(("reduction", "factor"), [("mean", 0.5), ("sum", 1.0)])
+@pytest.mark.parametrize(("terms", "additions"), [(1, 1), (2, 1), (16, 4)])
+def test_floor_of_a_unit(
+    reduction: Any, factor: float, terms: int, additions: int
+) -> None:
+    """Each of two gradients (3, 6) is rounded once, and its sum as often as it is added
+    up in pairs, in float32 at the coarsest.
+    """
+
+    class Coarse(PlainSubject):
+        def precision(self, name: str) -> Precision:
+            return Precision(2.0**-8, 1e-3, 4, terms)
+
+    subject = Coarse(lambda x, n, world: {"w": 3.0}, names=["w"])
+    comparison = Comparison(subject, 2, Weighting(reduction))
+    relative = (2.0**-8 + additions * 2.0**-23) * 2 * factor * math.hypot(3, 6)
+    floor = relative + 2 * 1e-3 * 2
+    assert comparison.floors(TRAINING) == {"w": pytest.approx(floor, rel=1e-12)}
+
+
+def test_unit_is_what_roundings_of_the_inputs_make_of_a_gradient() -> None:
+    """The next numbers beside 1.5 times a rounding are two steps away."""
+    subject = PlainSubject(
+        lambda x, n, world: {"w": 1 + 1e6 * (world.w - 1.5)}, names=["w"]
+    )
+    assert Comparison(subject, 2, Weighting("mean")).units(TRAINING) == {
+        "w": pytest.approx(2e6 * 2.0**-52 * math.hypot(1, 2), rel=1e-3)
+    }
+
+
 def test_each_kind_has_its_section_and_its_test() -> None:
     page = (Path(gradaccum.__file__).parent / "VERIFY.md").read_text(encoding="utf-8")
     assert tuple(re.findall(r"^## (\w+)$", page, flags=re.MULTILINE)) == KINDS
@@ -474,7 +376,7 @@ def test_each_kind_has_its_section_and_its_test() -> None:
     [
         ((1,), ArgumentValueError, "steps: expected an int >= 2"),
         (("four",), ArgumentTypeError, "steps: expected an int >= 2"),
-        ((9,), ArgumentValueError, "steps: expected at most the 8 items"),
+        ((9,), ArgumentValueError, "batch: expected at least 9 items"),
         ((4, "median"), ArgumentValueError, "reduction: expected one of"),
     ],
 )
@@ -485,12 +387,11 @@ def test_wrong_arguments_are_refused(
         examine(PlainSubject(sound), *arguments)
 
 
-@pytest.mark.parametrize("model", [3, "model", [1.0, 2.0], {"w": None}, []])
-def test_object_of_no_framework_is_refused(model: object) -> None:
+def test_object_of_no_framework_is_refused() -> None:
     with pytest.raises(
         ArgumentTypeError, match=r"model_or_params: expected a torch\.nn\.Module"
     ):
-        gradaccum.verify(model, lambda model: model, ())
+        gradaccum.verify([1.0], lambda model: model, ())
 
 
 def test_report_counts_what_cannot_be_written() -> None:
@@ -503,63 +404,8 @@ def test_report_counts_what_cannot_be_written() -> None:
     assert report.errors["w"] == math.inf
     assert '"w": "inf"' in report.to_json()
     assert "w not finite" in str(report)
-
-
-def test_table_of_a_report() -> None:
-    found = examine(PlainSubject(repeated), 4, "sum")
-    console = Console(width=300, file=io.StringIO())
-    console.print(found.table())
-    printed = " ".join(console.file.getvalue().split())  # type: ignore[attr-defined]
-    for words in (
-        "WRONG for this loss: wrong_weight.",
-        "wrong_weight (v): The gradient",
-        "What to do: Add",
-        "moved, in units",
-    ):
-        assert words in printed
-    assert re.search(rf"w .* {found.units['w']:.2g} ", printed)
-    assert [column.header for column in found.table().columns] == [
-        "parameter",
-        "moved, in units",
-        "unit",
-    ]
-    assert str(found).endswith("More about each cause: gradaccum/VERIFY.md.")
-    assert repr(found) == str(found), "as the last line of a notebook's cell"
-    assert [row.style for row in found.table().rows] == ["", "bold red"]
-
-
-class Here:
-    """Of a framework by its module."""
-
-
-@pytest.mark.parametrize(
-    ("model", "asked"),
-    [
-        (Here(), ["d", "c", "a", "b"]),
-        ([Here(), Fraction(1)], ["d", "c", "a", "b"]),
-        ([Fraction(1), Here()], ["b", "c", "a", "d"]),
-        ([1.0, {"w": "text"}], []),
-    ],
-)
-def test_likeliest_framework_is_asked_first(
-    monkeypatch: pytest.MonkeyPatch, model: object, asked: list[str]
-) -> None:
-    """The model's own or its first leaf's, then those that are imported."""
-    tops = {
-        "a": "no_such_package",
-        "b": "fractions",
-        "c": "json",
-        "d": Here.__module__.partition(".")[0],
-    }
-    entries = {reports.BACKENDS: {name: SimpleNamespace(value=name) for name in tops}}
-    entries[reports.TYPES] = {
-        top: SimpleNamespace(value=name) for name, top in tops.items()
-    }
-    monkeypatch.setattr(reports, "owners", entries.__getitem__)
-    monkeypatch.setattr(reports, "available_backends", lambda: sorted(tops))
-    monkeypatch.delitem(sys.modules, tops["b"])
-    monkeypatch.delitem(sys.modules, tops["d"], raising=False)
-    assert list(reports._likeliest_first(model)) == asked
+    assert repr(report) == str(report), "as the last line of a notebook's cell"
+    assert str(report).endswith("More about each cause: gradaccum/VERIFY.md.")
 
 
 def test_plain_subject_is_a_subject() -> None:

@@ -22,7 +22,7 @@ import pytest
 os.environ.setdefault("GLOG_v", "4")
 GRAPHS = {"graph", "cell"}
 NEWEST_JAX = (0, 10)
-_TOPICS = ("auto_size", "coupled", "linearity")
+_TOPICS = ("auto_size", "coupled")
 NEWEST_ALONE = {
     f"test_jax_{topic}.py"
     for topic in (*_TOPICS, "large_batch_program", "verification")

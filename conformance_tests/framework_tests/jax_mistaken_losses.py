@@ -58,30 +58,21 @@ def generator_in_the_loss(params: Any, x: Any, y: Any) -> Any:
 
 
 PLANTED = {
-    "normalised": Case(
-        normalised,
-        (X, Y),
-        kind="coupled_loss",
-        where="the loss",
-    ),
-    "expert_capacity": Case(
-        expert_capacity, (X, Y), kind="coupled_loss", where="the loss"
-    ),
+    "normalised": Case(normalised, (X, Y), kind="coupled", where="the loss"),
+    "expert_capacity": Case(expert_capacity, (X, Y), kind="coupled", where="the loss"),
     "key_in_the_loss": Case(
-        key_in_the_loss,
-        (X, Y),
-        kind="not_repeatable",
-        where="dropped at jax_losses.py",
+        key_in_the_loss, (X, Y), kind="not_repeatable", where="the loss"
     ),
-    "shared_key": Case(
+    "key": Case(key_of_the_batch, (X, Y, KEY), kind="not_repeatable", where="the loss"),
+    "raw_key": Case(
         key_of_the_batch,
-        (X, Y, KEY),
-        {"axes": (0, 0, None)},
+        (X, Y, jax.random.PRNGKey(0)),
+        {"axes": (0, 0, "key")},
         kind="not_repeatable",
-        where="dropped",
+        where="the loss",
     ),
     "generator_in_the_loss": Case(
         generator_in_the_loss, (X, Y), kind="not_repeatable", where="the loss"
     ),
-    "deaf": Case(with_deaf, (X, Y), kind="custom_backward", where="deaf"),
+    "deaf": Case(with_deaf, (X, Y), kind="custom_backward", where="['v'], ['w']"),
 }

@@ -26,7 +26,6 @@ from .jax_losses import (
     plain,
     squares,
 )
-from .jax_mistaken_losses import key_of_the_batch
 
 
 def attention(params: Any, x: Any, mask: Any) -> Any:
@@ -57,15 +56,9 @@ def keys_per_item(params: Any, x: Any, y: Any, keys: Any) -> Any:
     return squares(params, jax.vmap(dropped)(hidden(params, x), keys), y).mean()
 
 
-def split_inside(params: Any, x: Any, y: Any, key: Any) -> Any:
-    first, second = jax.random.split(key)
-    h = jax.vmap(dropped)(hidden(params, x), jax.random.split(first, len(x)))
-    return squares(params, dropped(h, second), y).mean()
-
-
 @jax.checkpoint
-def rematerialised(params: Any, x: Any, y: Any, key: Any) -> Any:
-    return key_of_the_batch(params, x, y, key)
+def rematerialised(params: Any, x: Any, y: Any, keys: Any) -> Any:
+    return keys_per_item(params, x, y, keys)
 
 
 def per_item_vmap(params: Any, x: Any, y: Any) -> Any:
@@ -111,13 +104,8 @@ SOUND = {
     "attention": Case(attention, (SEQUENCES, MASK)),
     "tied": Case(tied, (TOKEN_LABELS,)),
     "recurrent": Case(recurrent, (SEQUENCES, Y)),
-    "dropout": Case(key_of_the_batch, (X, Y, KEY)),
-    "raw_key": Case(
-        key_of_the_batch, (X, Y, jax.random.PRNGKey(0)), {"axes": (0, 0, "key")}
-    ),
     "keys_per_item": Case(keys_per_item, (X, Y, jax.random.split(KEY, ITEMS))),
-    "split_inside": Case(split_inside, (X, Y, KEY)),
-    "rematerialised": Case(rematerialised, (X, Y, KEY)),
+    "rematerialised": Case(rematerialised, (X, Y, jax.random.split(KEY, ITEMS))),
     "per_item_vmap": Case(per_item_vmap, (X, Y)),
     "frozen": Case(frozen, (X, Y)),
     "random_features": Case(random_features, (X, Y)),

@@ -5,13 +5,10 @@ of the user's is changed.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import gradaccum
@@ -23,9 +20,8 @@ from .jax_sound_losses import SOUND
 
 DEAR = ("expert_capacity",)
 DEAR_SOUND = (
-    "keys_per_item",
+    "rematerialised",
     "tied",
-    "split_inside",
     "recurrent",
     "per_item_vmap",
     "columns_first",
@@ -60,10 +56,7 @@ def test_mistake_is_named(name: str) -> None:
     assert not report.equivalent
     cause = report.causes[0]
     assert cause.kind == PLANTED[name].kind, str(report)
-    assert PLANTED[name].where in cause.where, str(report)
-    assert {other.kind for other in report.causes[1:]} <= {"not_repeatable"}, str(
-        report
-    )
+    assert cause.where == PLANTED[name].where, str(report)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +73,7 @@ def test_sound_loss_passes(name: str) -> None:
 
 
 def test_flax_batch_norm_couples_items() -> None:
-    """A dropout beside it does not disturb."""
+    """A dropout beside it does not disturb; alone it cannot be compared."""
     linen = pytest.importorskip("flax.linen", reason="flax is not installed")
 
     class Net(linen.Module):  # type: ignore[misc, name-defined]
@@ -110,24 +103,9 @@ def test_flax_batch_norm_couples_items() -> None:
             return squares(PARAMS, output, y).mean()
 
         report = verify(variables["params"], loss_fn, (X, Y, KEY))
-        assert report.equivalent is not normalised, str(report)
-        assert [(cause.kind, cause.where) for cause in report.causes] == (
-            [("coupled_loss", "the loss")] if normalised else []
-        )
-
-
-def test_draw_in_a_loop_is_told() -> None:
-    """Its numbers cannot be given to the items again."""
-
-    def loss_fn(params: Any, x: Any, y: Any, key: Any) -> Any:
-        def step(h: Any, one: Any) -> Any:
-            return h * jax.random.bernoulli(one, 0.5, h.shape), None
-
-        h, _ = jax.lax.scan(step, jnp.tanh(x @ params["w"]), jax.random.split(key, 2))
-        return squares(params, h, y).mean()
-
-    report = verify(PARAMS, loss_fn, (X, Y, KEY))
-    assert [cause.kind for cause in report.causes] == ["not_repeatable"]
+        assert [cause.kind for cause in report.causes] == [
+            "coupled" if normalised else "not_repeatable"
+        ], str(report)
 
 
 def test_loss_with_aux() -> None:
@@ -136,31 +114,7 @@ def test_loss_with_aux() -> None:
 
     assert verify(PARAMS, with_aux, (X, Y), has_aux=True).equivalent
     report = verify(PARAMS, with_aux, (X, Y), has_aux=True, reduction="sum")
-    assert [cause.kind for cause in report.causes] == ["wrong_weight"]
-    for loss_fn, has_aux, fix in (
-        (with_aux, False, "Write has_aux=True"),
-        (plain, True, "Leave has_aux out"),
-    ):
-        with pytest.raises(gradaccum.ArgumentValueError, match=f"^loss_fn: .*{fix}"):
-            verify(PARAMS, loss_fn, (X, Y), has_aux=has_aux)
-
-
-def test_place_in_a_folder_of_a_librarys_name(tmp_path: Path) -> None:
-    """The user's function is named, and no function of Python or of gradaccum."""
-    file = tmp_path / "jax" / "losses.py"
-    file.parent.mkdir()
-    file.write_text(
-        "import jax\n\n\ndef noisy(params, x, y):\n"
-        "    noise = jax.random.normal(jax.random.key(0), (len(x), 1))\n"
-        "    return ((x @ params['w']) ** 2 * noise).mean()\n",
-        encoding="utf-8",
-    )
-    names: dict[str, Any] = {}
-    exec(compile(file.read_text(encoding="utf-8"), str(file), "exec"), names)
-    report = verify(PARAMS, names["noisy"], (X, Y))
-    assert [(cause.kind, cause.where) for cause in report.causes] == [
-        ("not_repeatable", "noisy at losses.py:5")
-    ]
+    assert [cause.kind for cause in report.causes] == ["weights"]
 
 
 def test_summed_loss_is_told_of_both_reductions() -> None:
@@ -192,28 +146,3 @@ def test_numpy_arrays_of_the_user_stay() -> None:
     before = jax.tree.map(np.copy, (case.params, case.batch))
     verified(case)
     jax.tree.map(np.testing.assert_array_equal, before, (case.params, case.batch))
-
-
-BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "loss that is no function": ({"loss_fn": 3}, TypeError, "loss_fn"),
-    "criterion of outputs": (
-        {"loss_fn": lambda out, y: ((out - y) ** 2).mean()},
-        TypeError,
-        r"Write verify\(params, lambda params, x, y",
-    ),
-    "criterion of optax": (
-        {"loss_fn": optax.softmax_cross_entropy_with_integer_labels},
-        TypeError,
-        "got a criterion",
-    ),
-    "no floating parameter": ({"params": {"n": jnp.asarray(1)}}, TypeError, "params"),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_bad_input_raises(name: str) -> None:
-    changed, kind, words = BAD[name]
-    arguments = {"params": PARAMS, "loss_fn": plain, "batch": (X, Y), **changed}
-    with pytest.raises(kind, match=words) as caught:
-        verify(**arguments)
-    assert isinstance(caught.value, gradaccum.GradAccumError)

@@ -217,7 +217,7 @@ add(
 # Other weights.
 
 add(
-    "wrong_weight",
+    "weights",
     "tokens padded",
     lambda m, x, y: F.cross_entropy(m(x).flatten(0, 1), y.flatten()),
     lambda m, x, y: (
@@ -227,7 +227,7 @@ add(
     lambda m, x, y: F.cross_entropy(m(x).transpose(1, 2), y, label_smoothing=0.1),
 )
 add(
-    "wrong_weight",
+    "weights",
     "tokens mask",
     lambda m, x, k: (m(x)[..., 0].square() * k).sum() / k.sum(),
     lambda m, x, k: m(x)[k.bool()].square().mean(),
@@ -236,13 +236,13 @@ add(
     lambda m, x, k: (m(x)[..., 0].square() * k).sum(),
 )
 add(
-    "wrong_weight",
+    "weights",
     "x missing",
     lambda m, x, y: F.cross_entropy(m(x), y),
     lambda m, x, y: F.cross_entropy(m(x)[y >= 0], y[y >= 0]),
 )
 add(
-    "wrong_weight",
+    "weights",
     "x labels",
     lambda m, x, y: F.cross_entropy(m(x), y, weight=torch.tensor([1.0, 2, 5, 3])),
     lambda m, x, y: F.nll_loss(
@@ -252,30 +252,30 @@ add(
     lambda m, x, y: F.cross_entropy(m(x), y) + 0.05 * m(x).square().sum(),
 )
 add(
-    "wrong_weight",
+    "weights",
     "x labels importance",
     lambda m, x, y, w: (F.cross_entropy(m(x), y, reduction="none") * w).sum() / w.sum(),
 )
 add(
-    "wrong_weight",
+    "weights",
     "x binary",
     lambda m, x, y: (m(x)[:, 0].square() * y).sum() / y.sum().clamp(min=1),
     lambda m, x, y: (m(x)[:, 0].square() * y).sum() / y.sum(),
 )
 add(
-    "wrong_weight",
+    "weights",
     "tokens lengths",
     lambda m, x, n: (m(x)[:, 0, 0].square() * n).sum() / n.sum(),
 )
 add(
-    "wrong_weight",
+    "weights",
     "x target",
     lambda m, x, t: F.mse_loss(m(x), t),
     lambda m, x, t: F.mse_loss(m(x), t, reduction="sum") / len(x),
     reduction="sum",
 )
 add(
-    "wrong_weight",
+    "weights",
     "x target",
     lambda m, x, t: (
         F.mse_loss(m(x), t, reduction="sum")
@@ -284,7 +284,7 @@ add(
     reduction="sum",
 )
 add(
-    "wrong_weight",
+    "weights",
     "x target importance",
     lambda m, x, t, w: F.mse_loss(m(x), t),
     weight=lambda x, t, w: w.sum(),
@@ -294,7 +294,7 @@ add(
 # Items that meet.
 
 add(
-    "coupled_loss",
+    "coupled",
     "x z",
     lambda m, x, z: F.cross_entropy(similarity(m(x), m(z)), places(x)),
     lambda m, x, z: (
@@ -325,7 +325,7 @@ add(
     lambda m, x, z: torch.exp(-torch.cdist(m(x), m(z)).square()).mean(),
 )
 add(
-    "coupled_loss",
+    "coupled",
     "x labels",
     lambda m, x, y: (
         F.cross_entropy(m(x), y, reduction="none")
@@ -350,7 +350,7 @@ add(
     lambda m, x, y: F.cross_entropy(m(x) - m(x).mean(0), y),
 )
 add(
-    "coupled_loss",
+    "coupled",
     "x value",
     lambda m, x, v: -(m(x)[:, 0] * (v - v.mean()) / (v.std() + 1e-4)).mean(),
     lambda m, x, v: 1 - torch.corrcoef(torch.stack([m(x)[:, 0], v]))[0, 1],
@@ -362,14 +362,14 @@ add(
     lambda m, x, v: (m(x)[:, 0] - v).abs().median(),
 )
 add(
-    "coupled_loss",
+    "coupled",
     "tokens mask",
     lambda m, x, k: (
         (m(x)[..., 0].square() * k).sum() / k.sum() + m(x)[:, 0].square().mean()
     ),
 )
 add(
-    "coupled_loss",
+    "coupled",
     "x binary",
     lambda m, x, y: (
         (m(x)[:, 0].square() * y).sum() / y.sum().clamp(min=1)

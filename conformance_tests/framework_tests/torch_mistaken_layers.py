@@ -103,12 +103,10 @@ def frozen_attention_axis() -> Case:
 
 
 MISTAKEN_LAYERS: dict[Callable[[], Case], tuple[tuple[str, ...], str]] = {
-    ghost_norm: (("coupled_loss",), "the loss"),
-    seed_in_forward: (("not_repeatable",), "rand at torch_mistaken_layers.py"),
+    ghost_norm: (("coupled",), "the loss"),
+    seed_in_forward: (("not_repeatable",), "the loss"),
     running_statistics: (("hidden_state",), "1.centre"),
-    reward_baseline: (("hidden_state",), "baseline"),
-    frozen_attention_axis: (("coupled_loss",), "the loss"),
+    reward_baseline: (("not_repeatable",), "outside of the model"),
+    frozen_attention_axis: (("coupled",), "the loss"),
 }
-"""By case: the kinds of its causes, in order, and the beginning of the first one's
-place.
-"""
+"""By case: the kinds of its causes, in order, and the place of the first one."""

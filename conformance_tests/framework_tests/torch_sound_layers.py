@@ -93,20 +93,6 @@ def layers_dropped_at_random() -> Case:
     )
 
 
-def noise_from_own_generator() -> Case:
-    """A generator with a seed of its own, made once: its numbers go on."""
-
-    class Noisy(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.generator = torch.Generator().manual_seed(0)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x + 0.1 * torch.randn(x.shape, generator=self.generator)
-
-    return Case(net(Noisy(), nn.Tanh()), cross_entropy, (inputs(WIDTH), classes()))
-
-
 class Attends(nn.Module):
     """A transformer's layer over padded tokens, and the mean of those that are none."""
 
@@ -255,7 +241,6 @@ SOUND_LAYERS: tuple[Callable[[], Case], ...] = (
     dropout_after_tokens_were_flattened,
     recomputed_dropout,
     layers_dropped_at_random,
-    noise_from_own_generator,
     attention_with_padding,
     bias_of_keys,
     tied_weights,

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from conformance_tests.framework_tests.torch_cases import (
-    ITEMS,
     WIDTH,
     Case,
     classes,
@@ -96,17 +95,15 @@ def huge() -> Case:
 
 
 def nested_batch() -> Case:
-    """Dicts, lists of texts, a flag, and an array that every micro-batch gets whole."""
+    """A dict, a flag, and an array that every micro-batch gets in full."""
 
     def loss(
         model: nn.Module, batch: dict[str, Any], scale: Tensor, flag: bool
     ) -> Tensor:
         assert flag
-        assert len(batch["names"]) == len(batch["x"]), "texts are split with the items"
         return F.cross_entropy(model(batch["x"]) * scale, batch["y"])
 
-    names = [f"item {number}" for number in range(ITEMS)]
-    batch = {"x": inputs(WIDTH), "y": classes(), "names": names}
+    batch = {"x": inputs(WIDTH), "y": classes()}
     return Case(
         net(),
         loss,

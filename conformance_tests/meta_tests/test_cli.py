@@ -296,7 +296,8 @@ def test_nothing_to_run_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 LOOPS = """
-from gradaccum.loop_check import SolvedUpdate, read_coefficients
+from gradaccum.least_squares import SolvedUpdate
+from gradaccum.loop_check import read_coefficients
 
 def right():
     return read_coefficients([SolvedUpdate((0.5, 0.5), 0.0, 0.0, 1.0)], (1.0, 1.0))

@@ -69,20 +69,14 @@ def test_an_adapter_imports_the_core_and_its_own_framework(adapter: str) -> None
         )
 
 
-@pytest.mark.parametrize("wing", ["integrations", "linearity", "verification"])
+@pytest.mark.parametrize("wing", ["integrations", "verification"])
 @pytest.mark.parametrize("adapter", ADAPTERS)
 def test_accumulation_imports_no_wing(adapter: str, wing: str) -> None:
-    """The package's own doors offer the checks, and `verify` asks the one about
-    scaling; nothing else knows of them.
-    """
+    """The package's own doors offer the checks; nothing else knows of them."""
     for file, module, _ in imports(ROOT / "backends" / adapter):
         place = file.relative_to(ROOT / "backends" / adapter).as_posix()
-        door = place in {
-            "linearity": ["__init__.py"],
-            "verification": ["__init__.py", "backend.py"],
-        }.get(wing, [])
-        asks = wing == "linearity" and file.parent.name == "verification"
-        if file.parent.name != wing and not door and not asks:
+        is_door = wing == "verification" and place in ("__init__.py", "backend.py")
+        if file.parent.name != wing and not is_door:
             assert not module.startswith(f"{adapter}.{wing}"), (
                 f"{file} imports {module}"
             )

@@ -45,10 +45,7 @@ ROOMS = {
         "a whole window of a wrapped optimizer in one call",
         {MINDSPORE},
     ),
-    "verification/batch": ("the batch of a verification and its items", ALL),
     "verification/check": ("verify: the public call", ALL),
-    "verification/custom_backward": ("whether a loss is linear in its scale", ALL),
-    "verification/draws": ("random numbers, given to the same items again", ALL),
     "verification/subject": ("a model and its loss, run in parts", ALL),
     "workers/group": ("the end of a window over all workers", ALL),
     "workers/layout": (
@@ -91,7 +88,6 @@ TOPICS = {
             "checkpoint",
             "counts",
             "half_precision",
-            "linearity",
             "masters",
             "misuse",
         ),

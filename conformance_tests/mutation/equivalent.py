@@ -7,21 +7,12 @@ from .running import Mutant
 KINDS = "the order of kinds means nothing where one of them is looked for"
 UNUSED = "it stands where nothing is divided"
 NEVER = "a window that only the caller closes never ends here"
-DISTANCE = "a distance does not depend on which of the two stands first"
 
 EQUIVALENT: dict[tuple[str, str], str] = {
     (
         "gradaccum/transitions.py",
         "(micro_step, optimizer_step + applied, skipped_windows + 1 - applied, overflow, weight, loss_scale, growth_tracker)",
     ): "discard forgets both",
-    (
-        "gradaccum/verification/measuring.py",
-        "[product(other.gradients, one.gradients) for other in runs] for one in runs",
-    ): "a product does not depend on the order of its factors",
-    (
-        "gradaccum/verification/subject.py",
-        "generator.seed((NOBODYS - seed))",
-    ): "any other numbers will do",
     (
         "gradaccum/nests.py",
         "PLAIN = (str, bool, bytes, int, float, complex, type(None))",
@@ -40,41 +31,9 @@ EQUIVALENT: dict[tuple[str, str], str] = {
     ): "an excess of 1 divides by 1",
     ("gradaccum/statistics.py", "one = 0 * weight + 2"): UNUSED,
     (
-        "gradaccum/verification/experiments.py",
-        "bench.apart_by(bench.floor(TRAINING), bench.large(TRAINING).gradients, again)",
-    ): DISTANCE,
-    (
-        "gradaccum/verification/experiments.py",
-        "bench.apart(gradients, pairs[0], conditions) for gradients in (pairs[1], turned)",
-    ): DISTANCE,
-    (
-        "gradaccum/verification/experiments.py",
-        "return (left_b, left_a)",
-    ): DISTANCE,
-    (
-        "gradaccum/verification/measuring.py",
-        "self.apart(large, self.accumulated(p.parts, conditions, way), conditions)",
-    ): DISTANCE,
-    (
-        "gradaccum/verification/experiments.py",
-        "bench.accumulated(((c, d), (a, b)), conditions),",
-    ): "a sum of two does not depend on their order, and a loss with a state was found before",
-    (
-        "gradaccum/verification/subject.py",
-        "terms: int = 2",
-    ): "a sum of one term counts as one addition too",
-    (
-        "gradaccum/verification/measuring.py",
-        "self.weight(part, run) for part, run in zip(parts, runs, strict=False)",
-    ): "a subject returns one run for each part",
-    (
         "gradaccum/watching.py",
         "pass  # self._last_end = 0.0",
     ): "to add a listener sets it, and without one no window is noted",
-    (
-        "gradaccum/verification/subject.py",
-        "NOBODYS = 388817",
-    ): "any seed does that users do not write",
     (
         "backends/gradaccum_jax/gradient_sum.py",
         "return jnp.promote_types(jnp.complex64, chosen_dtype)",

@@ -1,7 +1,7 @@
 """`verify`: a check whether accumulation is right for a user's loss."""
 
-from gradaccum.verification.examining import examine
-from gradaccum.verification.measuring import ROUNDING_LIMIT, item_axis
+from gradaccum.verification.batch import Batch
+from gradaccum.verification.examination import examine
 from gradaccum.verification.report import (
     Cause,
     VerificationReport,
@@ -9,25 +9,23 @@ from gradaccum.verification.report import (
     verify,
 )
 from gradaccum.verification.subject import (
-    Column,
     Conditions,
     HostRandom,
     Precision,
     Run,
     Subject,
     as_loss,
-    first_of,
 )
 
 __all__ = [
-    "ROUNDING_LIMIT",
+    "Batch",
     "Cause",
-    "Column",
     "Conditions",
     "HostRandom",
     "Precision",
     "Run",
     "Subject",
     "VerificationReport",
+    "VerifyingBackend",
 ]
-__all__ += ["VerifyingBackend", "as_loss", "examine", "first_of", "item_axis", "verify"]
+__all__ += ["as_loss", "examine", "verify"]

@@ -1,19 +1,17 @@
-"""The report of `gradaccum.verify`, as text, as a coloured table and as JSON."""
+"""`gradaccum.verify` for every framework, and its report as text and as JSON."""
 
 from __future__ import annotations
 
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from importlib import import_module
 from typing import Any, Protocol, runtime_checkable
 
-from gradaccum.errors import ArgumentTypeError, BackendNotFoundError, explain, imported
-from gradaccum.nests import leaves_of
+from gradaccum.errors import ArgumentTypeError, BackendNotFoundError, explain
 from gradaccum.registry import BACKENDS, TYPES, available_backends, load_backend, owners
-from gradaccum.verification.measuring import Coefficients
+from gradaccum.verification.comparison import Coefficients
 
 PAGE = "gradaccum/VERIFY.md"
 """The page with a section for each kind of cause."""
@@ -112,47 +110,16 @@ class VerificationReport:
             content["coefficients"] = self.coefficients._asdict()
         return json.dumps({**content, "moved": list(self.moved)}, indent=2)
 
-    def table(self) -> Any:
-        """Return the report as a `rich.table.Table`: a line per parameter, the causes
-        below.
-
-        Raises:
-            MissingPackageError: rich is not installed.
-        """
-        rich = imported(
-            "report.table()",
-            "rich.table",
-            install="rich",
-            otherwise="print the report itself",
-        )
-        text = import_module("rich.text").Text
-        table = rich.Table
-        # As texts, not as strings: rich would read "batch[mask]" as markup.
-        made = table(
-            title=text(self._verdict()), caption=text("\n".join(map(str, self.causes)))
-        )
-        made.add_column("parameter", overflow="fold")
-        for heading in ("moved, in units", "unit"):
-            made.add_column(heading, justify="right")
-        for name, error in self.errors.items():
-            made.add_row(
-                text(name),
-                _short(error),
-                f"{self.units[name]:.2g}",
-                style="" if error <= self.limit else "bold red",
-            )
-        return made
-
     def _verdict(self) -> str:
         if self.equivalent:
             return (
                 f"Accumulation is right for this loss: {len(self.errors)} parameters,"
                 f" {len(self.partitions)} partitions compared."
             )
-        found = ", ".join(dict.fromkeys(cause.kind for cause in self.causes))
-        if found == "not_repeatable":
+        kinds = ", ".join(dict.fromkeys(cause.kind for cause in self.causes))
+        if kinds == "not_repeatable":
             return "Accumulation cannot be compared for this loss: not_repeatable."
-        return f"Accumulation is WRONG for this loss: {found}."
+        return f"Accumulation is WRONG for this loss: {kinds}."
 
 
 def _short(error: float) -> str:
@@ -217,11 +184,10 @@ def verify(
         ArgumentValueError: an argument has a value that makes no sense.
         Exception: what `loss_fn` raises for a part of the batch, with a note.
     """
-    for name in _likeliest_first(model_or_params):
+    for name in _imported_first():
         try:
             backend = load_backend(name)
-        except BackendNotFoundError:
-            # Its framework is here, something else that it needs is not.
+        except BackendNotFoundError:  # The adapter needs another package.
             continue
         if isinstance(backend, VerifyingBackend) and backend.verifies(model_or_params):
             return backend.verify(model_or_params, loss_fn, batch, steps, **options)
@@ -236,31 +202,13 @@ def verify(
     )
 
 
-def _likeliest_first(model: object) -> Iterator[str]:
-    """Yield the installed backends: of the model's or first leaf's type, then those
-    already imported, then the rest.
-    """
-    packages = owners(TYPES)
-    named = owners(BACKENDS)
-    first = leaves_of(model)[:1]
-    bases = [
-        base
-        for thing in (model, *(leaf.value for leaf in first))
-        for base in type(thing).__mro__
-    ]
-    own = {
-        packages[top].value
-        for top in (base.__module__.partition(".")[0] for base in bases)
-        if top in packages
+def _imported_first() -> list[str]:
+    """Return the installed backends; first those whose framework is imported."""
+    imported = {
+        entry.value
+        for package, entry in owners(TYPES).items()
+        if package in sys.modules
     }
-    imported = {entry.value for top, entry in packages.items() if top in sys.modules}
-    if all(type(leaf.value).__module__ == "builtins" for leaf in leaves_of(model)):
-        return  # Numbers and texts: not worth importing every framework.
-    yield from sorted(
-        available_backends(),
-        key=lambda name: (
-            named[name].value not in own,
-            named[name].value not in imported,
-            name,
-        ),
-    )
+    entries = owners(BACKENDS)
+    names = available_backends()
+    return sorted(names, key=lambda name: entries[name].value not in imported)

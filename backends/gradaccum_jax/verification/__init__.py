@@ -1,8 +1,5 @@
-"""`verify`: a check whether accumulation is right for a user's loss;
-`verify_loss_scaling` is its experiment with the loss scale.
-"""
+"""`verify`: a check whether accumulation is right for a user's loss."""
 
 from gradaccum_jax.verification.check import verify
-from gradaccum_jax.verification.custom_backward import verify_loss_scaling
 
-__all__ = ["verify", "verify_loss_scaling"]
+__all__ = ["verify"]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -11,87 +10,71 @@ import jax.numpy as jnp
 import numpy as np
 
 from gradaccum import VerificationReport
-from gradaccum.kit import (
-    as_loss,
-    examine,
-    require_bool,
-    require_item_weights,
-    require_weight,
-)
-from gradaccum_jax.arrays import Array, Params, Tree
-from gradaccum_jax.verification.batch import Batch, make_batch, make_parameters
-from gradaccum_jax.verification.subject import JaxSubject, Weight
+from gradaccum.kit import Batch, as_loss, examine
+from gradaccum_jax.verification.subject import JaxSubject
 
 
 def verify(
-    params: Params,
+    params: Any,
     loss_fn: Callable[..., Any],
-    batch: Tree,
+    batch: Any,
     steps: int | None = None,
     *,
     reduction: str = "mean",
-    weight: object = None,
-    axes: Tree = 0,
+    weight: Any = None,
+    axes: Any = 0,
     has_aux: bool = False,
 ) -> VerificationReport:
     """Check whether gradient accumulation is right for a loss, and if not, why.
 
-    JAX traces `loss_fn` once per size of a micro-batch; nothing is changed. Not for use
-    under `jax.jit`: it looks at values.
+    JAX compiles `loss_fn` once per size of a micro-batch. Not for use under `jax.jit`,
+    because it looks at values.
+
+    An item with a key of its own meets the same random numbers in each micro-batch, so
+    that its loss can be compared: split one key into a key per item, and bring them in
+    the batch. From one key for a micro-batch an item gets other numbers in another
+    micro-batch; the report says that such a loss cannot be compared. Verify it without
+    dropout (``deterministic=True`` in flax).
 
     Args:
         params: the tree that the loss is differentiated by.
-        loss_fn: ``loss_fn(params, *batch)`` returns a floating scalar. A criterion of
-            outputs is refused: parameters cannot be called.
-        batch: a tuple of the loss's other arguments, trees of arrays with the items
-            along axis 0: a few real items, at least `steps`. One tree alone is the only
-            argument, or a dictionary of arguments by name. Random keys belong in it
-            too: each item gets the numbers of the large batch.
+        loss_fn: ``loss_fn(params, *batch)`` returns a floating scalar.
+        batch: a tuple or list of the loss's other arguments, nests of arrays with the
+            items along axis 0: a few real items, at least `steps`. A dictionary is one
+            argument, or arguments by name.
         steps: micro-batches that the batch is divided into, at least 2; by default 4,
             or as many as there are items.
         reduction: how accumulation will add up: "mean", "sum" or "sum_per_item".
         weight: as accumulation will have it: a callable ``weight(*micro_batch)``, or an
             array with one number per item.
-        axes: a prefix of the tree of `batch`: the axis of items, None for what is
-            passed whole, ``"key"`` for a random key.
+        axes: a prefix of the nest of `batch`: the axis of items, None for what each
+            micro-batch gets in full, or ``"key"`` for its random key.
         has_aux: `loss_fn` returns ``(loss, aux)``, as for `jax.grad`.
 
     Raises:
-        ArgumentTypeError: `params` has no floating array, or another argument has the
-            wrong type.
-        ArgumentValueError: the loss is no scalar, leaves have unequal numbers of items,
-            or an argument has a value that makes no sense.
+        ArgumentValueError: arrays have unequal numbers of items, or `steps` or `weight`
+            does not suit the batch.
     """
-    loss, arguments = as_loss(
-        loss_fn, params, batch if isinstance(batch, tuple) else (batch,), None
-    )
-    require_bool("has_aux", has_aux)
-    parameters = make_parameters(params)
-    checked = make_batch(arguments, axes)
-    # Gradients that are not finite are told in the report.
+    loss, arguments = as_loss(loss_fn, batch)
+    divided = Batch(arguments, axes, is_array, take)
+    subject = JaxSubject(params, loss, divided, divided.weight_of(weight), has_aux)
+    # The report says which gradients are not finite.
     with np.errstate(all="ignore"):
-        return examine(
-            JaxSubject(
-                loss, parameters, checked, _make_weight(weight, checked), has_aux
-            ),
-            steps,
-            reduction,
-        )
+        return examine(subject, steps, reduction)
 
 
 def verifies(model: object) -> bool:
-    leaves = jax.tree.leaves(model)
-    return any(isinstance(leaf, (jax.Array, np.ndarray)) for leaf in leaves)
+    return any(map(is_array, jax.tree.leaves(model)))
 
 
-def _make_weight(weight: Any, batch: Batch) -> Weight | None:
-    if weight is None:
-        return None
-    if callable(weight):
-        return lambda part: _number(weight(*batch.whole(batch.part(part, None))))
-    each = require_item_weights(weight, batch.items)
-    return lambda part: math.fsum(each[item] for item in part)
+def is_array(value: object) -> bool:
+    return isinstance(value, jax.Array | np.ndarray)
 
 
-def _number(weight: Array) -> float:
-    return require_weight(weight if jnp.ndim(weight) else np.asarray(weight).item())
+def take(array: Any, axis: int | None, items: Sequence[int]) -> Any:
+    if axis is None:
+        return array
+    if not jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        array = np.asarray(array)  # NumPy takes rows without compiling.
+    places = (slice(None),) * (axis % array.ndim)
+    return array[(*places, np.asarray(items))]

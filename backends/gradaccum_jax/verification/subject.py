@@ -1,11 +1,11 @@
-"""A loss in JAX as `gradaccum.verify` runs it: in parts and under conditions. It has no
+"""A loss in JAX as `gradaccum.verify` runs it, in parts and under conditions. It has no
 state and no mode.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import re
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -13,333 +13,140 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradaccum.kit import (
-    Column,
-    Conditions,
-    HostRandom,
-    Precision,
-    Run,
-    item_axis,
-)
-from gradaccum_jax.arrays import Array, is_key
-from gradaccum_jax.verification.batch import (
-    Batch,
-    Parameters,
-    folded,
-    is_float,
-    loss_in,
-    perturbed,
-    require_scalar,
-    wide,
-)
-from gradaccum_jax.verification.custom_backward import float_dtypes, non_linear_rules
-from gradaccum_jax.verification.draws import (
-    Draw,
-    Program,
-    Replay,
-    draws_of,
-    rows,
-    trace,
-)
+from gradaccum.kit import Batch, Conditions, HostRandom, Precision, Run
 
-SEEDED = 1_000_000
-"""Beyond the number of any micro-batch: a key of another seed is no key of a
-micro-batch.
-"""
-READABLE = 200_000
-"""Numbers of a leaf above which it is not read as a mask or label."""
-PYTHONS = "numpy.random or random, which JAX calls once, when it traces the loss"
-
-Arguments = tuple[list[Array], list[Array]]
-"""The parameters' arrays and the batch's leaves."""
-Drawn = Mapping[int, tuple[Array, int]]
-"""By the number of a draw: the large batch's numbers, and their axis of items."""
-Weight = Callable[[Sequence[int]], float]
-"""The weight of a micro-batch, by its items."""
+ROUNDOFFS = {
+    "f8": 2.0**-2,
+    "bf16": 2.0**-7,
+    "f16": 2.0**-10,
+    "f32": 2.0**-23,
+    "f64": 2.0**-52,
+}
+"""By the beginning of a dtype's name in a program, coarsest first."""
+Numbers = np.ndarray[Any, Any]
 
 
 class JaxSubject:
-    """`gradaccum.kit.Subject` of a loss in JAX."""
+    """The `gradaccum.kit.Subject` of JAX."""
 
     def __init__(
         self,
+        params: Any,
         loss_fn: Callable[..., Any],
-        parameters: Parameters,
         batch: Batch,
-        weight: Weight | None,
+        weight: Callable[[Sequence[int]], float],
         has_aux: bool,
     ) -> None:
         self._loss_fn = loss_fn
-        self._parameters = parameters
         self._batch = batch
         self._weight = weight
         self._has_aux = has_aux
+        self._host = HostRandom()
+        self._compiled: dict[int, Callable[..., Any]] = {}
+        paths_and_leaves, self._structure = jax.tree_util.tree_flatten_with_path(params)
+        self._leaves = [leaf for _, leaf in paths_and_leaves]
+        self._places: dict[str, int] = {}
+        """By name, the places of the floating leaves."""
+        for place, (path, leaf) in enumerate(paths_and_leaves):
+            if is_floating(leaf):
+                self._places[jax.tree_util.keystr(path) or "params"] = place
         self.items = batch.items
-        self.names: Sequence[str] = tuple(parameters.names)
-        self._programs: dict[tuple[int, int], Program] = {}
-        self._compiled: dict[tuple[int, int, frozenset[int]], Callable[..., Any]] = {}
-        self._remembered: dict[int, Drawn] = {}
-        self._host = HostRandom(loss_fn)
-        self._python_draws = False
+        self.names: Sequence[str] = list(self._places)
 
     def window(
         self, parts: Sequence[Sequence[int]], conditions: Conditions
     ) -> list[Run]:
-        arguments = self._arguments(conditions)
-        drawn = self._drawn(conditions.seed) if conditions.replay else {}
-        numbers: Sequence[int | None] = (
-            [None] * len(parts) if conditions.replay else range(len(parts))
-        )
-        return [
-            self._run(part, number, conditions, arguments, drawn)
-            for part, number in zip(parts, numbers, strict=True)
-        ]
-
-    def _run(
-        self,
-        part: Sequence[int],
-        number: int | None,
-        conditions: Conditions,
-        arguments: Arguments,
-        drawn: Drawn,
-    ) -> Run:
-        given = {
-            place: rows(value, axis, self.items, part)
-            for place, (value, axis) in drawn.items()
-        }
-        values, leaves = arguments
-        compiled = self._gradients(len(part), conditions.seed, frozenset(given))
-        loss, gradients = compiled(
-            values, self._batch.part(part, number, leaves), given, conditions.scale
-        )
-        made = {
-            name: wide(gradients[place]) / conditions.scale
-            for name, place in self._parameters.names.items()
-        }
-        return Run(
-            float(loss),
-            made,
-            float(len(part)) if self._weight is None else self._weight(part),
-        )
-
-    def _gradients(
-        self, size: int, seed: int, replaced: frozenset[int]
-    ) -> Callable[..., Any]:
-        key = (size, seed if self._python_draws else 0, replaced)
-        if key not in self._compiled:
-            program = self._program(size, seed)
-            places = sorted(self._parameters.names.values())
-
-            def function(
-                values: list[Array],
-                leaves: list[Array],
-                given: dict[int, Array],
-                scale: Array,
-            ) -> tuple[Array, dict[int, Array]]:
-                def loss_of(chosen: dict[int, Array]) -> Array:
-                    return program.run(
-                        [
-                            *(
-                                chosen.get(place, value)
-                                for place, value in enumerate(values)
-                            ),
-                            *leaves,
-                        ],
-                        Replay(given),
-                    )[0]
-
-                loss, pull_back = jax.vjp(
-                    loss_of, {place: values[place] for place in places}
-                )
-                return loss, pull_back(
-                    jnp.ones_like(loss) * jnp.asarray(scale, loss.dtype)
-                )[0]
-
-            self._compiled[key] = jax.jit(function)
-        return self._compiled[key]
-
-    def _program(self, size: int, seed: int = 0) -> Program:
-        """Return the loss of the first `size` items as a program, with Python's draws
-        by `seed`.
-        """
-        key = (size, seed if self._python_draws else 0)
-        if key not in self._programs:
-            leaves = self._batch.part(range(size), None)
-            with self._python_state(seed):
-                self._programs[key] = trace(
-                    self._flat_loss, *self._parameters.values, *leaves
-                )
-        return self._programs[key]
-
-    def _flat_loss(self, *arguments: Array) -> Array:
-        count = len(self._parameters.arrays)
-        made = self._loss_fn(
-            self._parameters.tree(arguments[:count]),
-            *self._batch.whole(arguments[count:]),
-        )
-        return require_scalar(loss_in(made, self._has_aux))
-
-    @contextmanager
-    def _python_state(self, seed: int) -> Iterator[None]:
-        """Restore Python's and NumPy's random states after the block; note whether the
-        loss has used them.
-        """
-        try:
-            self._host.begin(seed)
-            before = self._host.states()
-            yield
-            self._python_draws |= before != self._host.states()
-        finally:
-            self._host.begin()
-
-    def _arguments(self, conditions: Conditions) -> Arguments:
-        values = self._parameters.values
-        leaves = list(self._batch.leaves)
-        if conditions.seed:
-            leaves = [
-                folded(leaf, SEEDED + conditions.seed)
-                if place in self._seeded
-                else leaf
-                for place, leaf in enumerate(leaves)
-            ]
-        if conditions.perturbation is not None:
-            rng = np.random.default_rng(conditions.perturbation)
-            values = [
-                perturbed(value, self._roundoff, rng, integers_too=True)
-                for value in values
-            ]
-            leaves = [
-                perturbed(leaf, self._roundoff, rng, integers_too=False)
-                for leaf in leaves
-            ]
-        return values, leaves
-
-    @cached_property
-    def _seeded(self) -> frozenset[int]:
-        return self._batch.keys | {
-            place for place, leaf in enumerate(self._batch.leaves) if is_key(leaf)
-        }
-
-    @cached_property
-    def _roundoff(self) -> float:
-        """One rounding of the coarsest floating dtype in the program."""
-        return max(
-            float(jnp.finfo(kind).eps)
-            for kind in float_dtypes(self._program(self.items).closed.jaxpr)
-        )
-
-    @cached_property
-    def _draws(self) -> list[tuple[Draw, int | None]]:
-        large = self._draws_at(self.items)
-        for size in dict.fromkeys((-(-self.items // 2), self.items - 1, 1)):
-            small = self._draws_at(size) if 0 < size < self.items else []
-            if len(small) == len(large):
-                return [
-                    (one, item_axis(one.shape, other.shape, self.items, size))
-                    for one, other in zip(large, small, strict=True)
-                ]
-        return [(one, None) for one in large]
-
-    def _draws_at(self, size: int) -> list[Draw]:
-        count = len(self._parameters.arrays)
-        keys, split = (
-            {count + place for place in places}
-            for places in (self._batch.keys, self._batch.split)
-        )
-        return draws_of(self._program(size), keys, split)
-
-    def _drawn(self, seed: int) -> Drawn:
-        """Return the large batch's numbers to replay; one run for each seed
-        suffices.
-        """
-        if seed not in self._remembered:
-            own = [(draw, axis) for draw, axis in self._draws if not draw.within]
-            wanted = {
-                number: axis
-                for number, (draw, axis) in enumerate(own)
-                if axis is not None and not draw.by_items
+        values = self._values(conditions.perturbation)
+        runs = []
+        for part in parts:
+            arguments = self._batch.part(part)
+            try:
+                # The loss may draw from Python or NumPy when JAX traces it.
+                self._host.restore(conditions.seed)
+                differentiate = self._differentiate(conditions.seed)
+                found = differentiate(values, arguments, conditions.scale)
+            finally:
+                self._host.restore()
+            gradients = {
+                name: wide(gradient) / conditions.scale
+                for name, gradient in zip(self.names, found, strict=True)
             }
-            remember = Replay()
-            if wanted:
-                values, leaves = self._arguments(Conditions(seed=seed))
-                self._program(self.items, seed).run([*values, *leaves], remember)
-            self._remembered[seed] = {
-                number: (_still(remember.drawn[number]), axis)
-                for number, axis in wanted.items()
-            }
-        return self._remembered[seed]
+            runs.append(Run(gradients, self._weight(part)))
+        return runs
 
-    def dot(self, a: Array, b: Array) -> float:
+    def dot(self, a: Numbers, b: Numbers) -> float:
         return float(np.vdot(a, b).real)
 
     def precision(self, name: str) -> Precision:
         """Return the precision; the smallest number is a normal one, because XLA
         flushes subnormal numbers.
         """
-        value = self._parameters.values[self._parameters.names[name]]
-        return Precision(
-            self._roundoff,
-            float(jnp.finfo(value.dtype).smallest_normal),
-            value.size,
-            self._batch.terms,
-        )
+        value = self._leaves[self._places[name]]
+        smallest = float(jnp.finfo(value.dtype).smallest_normal)
+        return Precision(self._roundoff, smallest, value.size, self._batch.terms)
 
-    def columns(self) -> list[Column]:
+    def arrays(self, part: Sequence[int]) -> list[tuple[str, Any]]:
         return [
-            self._column(place)
-            for place in sorted(self._batch.split)
-            if _is_readable(self._batch.leaves[place])
+            (path, array)
+            for path, array in self._batch.arrays(part)
+            if isinstance(array, np.ndarray)
         ]
 
-    def _column(self, place: int) -> Column:
-        leaf = self._batch.leaves[place]
-        axis = self._batch.axes[place]
-        assert isinstance(axis, int)
-        items = np.moveaxis(np.asarray(leaf), axis, 0)
-        numbers = items.reshape(self.items, -1).astype(np.float64).tolist()
-        return Column(
-            self._batch.paths[place],
-            numbers,
-            not is_float(leaf),
-            leaf.ndim == 2 and axis == 0,
-        )
+    def statistics_layers(self) -> Sequence[str]:
+        return ()
 
-    def statistics_layers(self) -> list[str]:
-        return []
+    def random_layers(self) -> Sequence[str]:
+        return ()
 
-    def fixed_draws(self) -> list[str]:
-        places = [
-            one.place
-            for one, axis in self._draws
-            if one.bits and axis is not None and not one.by_key and not one.by_items
+    def _values(self, perturbation: int | None = None) -> list[Any]:
+        """Return the floating leaves, moved by one rounding if so."""
+        values = [self._leaves[place] for place in self._places.values()]
+        if perturbation is None:
+            return values
+        generator = np.random.default_rng(perturbation)
+        return [
+            (
+                wide(value)
+                * (1 + self._roundoff * generator.choice((-1.0, 1.0), value.shape))
+            ).astype(value.dtype)
+            for value in values
         ]
-        return list(dict.fromkeys(places) | self._pythons())
 
-    def unreplayed_draws(self) -> list[str]:
-        return list(
-            dict.fromkeys(
-                one.place
-                for one, _ in self._draws
-                if one.bits and one.within and one.by_key
-            )
-            | self._pythons()
-        )
+    def _differentiate(self, seed: int) -> Callable[..., Any]:
+        """Return the compiled gradient; another one for each seed, because numbers of
+        Python and NumPy are constants of a program.
+        """
+        if seed not in self._compiled:
+            self._compiled[seed] = jax.jit(jax.grad(self._scaled_loss))
+        return self._compiled[seed]
 
-    def _pythons(self) -> dict[str, None]:
-        return {PYTHONS: None} if self._python_draws else {}
+    def _scaled_loss(self, values: list[Any], arguments: Any, scale: Any) -> Any:
+        leaves = list(self._leaves)
+        for place, value in zip(self._places.values(), values, strict=True):
+            leaves[place] = value
+        params = jax.tree.unflatten(self._structure, leaves)
+        with jax.default_matmul_precision("highest"):
+            loss = self._loss_fn(params, *arguments)
+        if self._has_aux:
+            loss, _ = loss
+        return loss * jnp.asarray(scale, jnp.result_type(loss))
 
-    def custom_rules(self) -> list[str]:
-        return list(
-            dict.fromkeys(non_linear_rules(self._program(self.items).closed.jaxpr))
-        )
+    @cached_property
+    def _roundoff(self) -> float:
+        """One rounding of the coarsest floating dtype in the program."""
+        arguments = self._batch.part(range(self.items))
+        program = str(jax.make_jaxpr(self._scaled_loss)(self._values(), arguments, 1.0))
+        self._host.restore()
+        names = re.findall(r"\b(b?f\d+)", program)
+        return max(ROUNDOFFS[name] for name in names if name in ROUNDOFFS)
 
 
-def _still(drawn: Array) -> Array:
-    """Return numbers as NumPy's, of which rows are taken without compiling; keys as
-    they are.
-    """
-    return drawn if is_key(drawn) else np.asarray(drawn)
+def is_floating(leaf: object) -> bool:
+    return isinstance(leaf, jax.Array | np.ndarray) and bool(
+        jnp.issubdtype(leaf.dtype, jnp.inexact)
+    )
 
 
-def _is_readable(leaf: Array) -> bool:
-    return not is_key(leaf) and leaf.size <= READABLE and not jnp.iscomplexobj(leaf)
+def wide(array: Any) -> Numbers:
+    dtype = np.complex128 if jnp.iscomplexobj(array) else np.float64
+    return np.asarray(array).astype(dtype)

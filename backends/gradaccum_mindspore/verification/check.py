@@ -1,29 +1,16 @@
-"""`gradaccum_mindspore.verify`: whether accumulation is right for a loss in MindSpore,
-and if not, why.
-"""
+"""`gradaccum_mindspore.verify`: a check whether accumulation is right for a loss."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from mindspore import Tensor, nn
+from mindspore import Tensor, nn, ops
 
-from gradaccum import ArgumentTypeError, VerificationReport
-from gradaccum.kit import (
-    Nest,
-    as_loss,
-    examine,
-    explain,
-    first_of,
-    require_bool,
-    require_weight,
-)
-from gradaccum_mindspore.checks import item_weights
-from gradaccum_mindspore.verification.batch import Batch, wide
-from gradaccum_mindspore.verification.subject import MindSporeSubject, Weight
+from gradaccum import VerificationReport
+from gradaccum.kit import Batch, Nest, as_loss, examine
+from gradaccum_mindspore.verification.subject import MindSporeSubject
 
 
 def verify(
@@ -33,17 +20,20 @@ def verify(
     steps: int | None = None,
     *,
     reduction: str = "mean",
-    weight: object = None,
+    weight: Any = None,
     axes: Nest = 0,
     has_aux: bool = False,
 ) -> VerificationReport:
-    """Tell whether gradient accumulation is right for a loss, and if not, why: see
+    """Check whether gradient accumulation is right for a loss, and if not, why: see
     `gradaccum.verify`.
 
     It runs in PyNative mode, in the mode of training that the model is in; functions
-    under ``ms.jit`` run compiled. `mindspore.nn.Dropout` gives each item the same
-    numbers in every micro-batch. At the end everything is restored. Not for two threads
-    at once.
+    under ``ms.jit`` run compiled. At the end the parameters, plain attributes of Cells,
+    modes, random states and the context are restored. Not for two threads at once.
+
+    MindSpore's random operators cannot be given numbers, so that an item draws another
+    dropout mask in another micro-batch. Dropout Cells run in evaluation mode, and the
+    report says so. A loss that draws such numbers itself cannot be compared.
 
     Args:
         model: the Cell; its trainable parameters are differentiated by.
@@ -51,70 +41,48 @@ def verify(
             The usual criterion, ``criterion(output, *targets)``, is called with
             ``model(batch[0])`` and the rest of the batch; a function that closes over
             its model, ``loss_fn(*batch)``, with the batch.
-        batch: a tuple of nests of Tensors and NumPy arrays with the items along axis 0,
-            the loss's arguments after the model: a few real items, at least `steps`.
-            One nest alone is the only argument, or a dictionary of arguments by name; a
-            plain value is given whole.
+        batch: a tuple or list of nests of Tensors and NumPy arrays with the items along
+            axis 0: a few real items, at least `steps`. A dictionary is one argument, or
+            arguments by name; other values are passed in full.
         steps: micro-batches that the batch is divided into, at least 2; by default 4,
             or as many as there are items.
         reduction: how accumulation will add up: "mean", "sum" or "sum_per_item".
         weight: as accumulation will have it: a callable ``weight(*micro_batch)``, or an
             array with one number per item.
-        axes: a prefix nest of `batch`: the axis of items of each leaf, or None for what
-            is given whole.
+        axes: a prefix nest of `batch`: the axis of items of each array, or None for
+            what is passed in full.
         has_aux: `loss_fn` returns ``(loss, aux)``; `aux` is ignored.
 
     Raises:
-        ArgumentTypeError: `model` is no Cell with trainable parameters, or another
-            argument has the wrong type.
-        ArgumentValueError: the loss is no scalar, leaves have unequal numbers of items,
-            or an argument has a value that makes no sense.
+        ArgumentValueError: the loss is no scalar, arrays have unequal numbers of items,
+            or `steps` or `weight` does not suit the batch.
     """
-    if not isinstance(model, nn.Cell) or not model.trainable_params():
-        found = f"an object of type {type(model).__name__}"
-        fix = "Write verify(net, loss_fn, batch)."
-        raise explain(
-            ArgumentTypeError,
-            "model",
-            expected="a mindspore.nn.Cell with trainable parameters",
-            found=found,
-            fix=fix,
-        )
-    own = {id(parameter) for parameter in model.trainable_params()}
-    arguments = batch if isinstance(batch, tuple) else (batch,)
-    loss, arguments = as_loss(
-        loss_fn,
-        model,
-        arguments,
-        lambda value: (
-            isinstance(value, nn.Cell)
-            and any(id(each) in own for each in value.trainable_params())
-        ),
-    )
-    require_bool("has_aux", has_aux)
-    if has_aux:
-        loss = first_of(loss)
-    divided = Batch(arguments, axes)
-    # Gradients that are not finite are told in the report.
+    parameters = {id(parameter) for parameter in model.trainable_params()}
+
+    def is_model(value: object) -> bool:
+        if not isinstance(value, nn.Cell):
+            return False
+        return any(id(each) in parameters for each in value.trainable_params())
+
+    loss, arguments = as_loss(loss_fn, batch, is_model)
+    divided = Batch(arguments, axes, is_array, take)
+    if isinstance(weight, Tensor):
+        weight = weight.asnumpy()
+    weigh = divided.weight_of(weight)
+    subject = MindSporeSubject(model, loss, divided, weigh, has_aux)
+    # The report says which gradients are not finite.
     with np.errstate(all="ignore"):
-        return examine(
-            MindSporeSubject(model, loss, divided, _make_weight(weight, divided)),
-            steps,
-            reduction,
-        )
+        return examine(subject, steps, reduction)
 
 
-def _make_weight(weight: Any, batch: Batch) -> Weight | None:
-    if weight is None:
-        return None
-    if callable(weight) and not isinstance(weight, Tensor):
-        return lambda part: _number(weight(*batch.part(part)))
-    each = item_weights(weight, batch.items)
-    return lambda part: math.fsum(each[item] for item in part)
+def is_array(value: object) -> bool:
+    return isinstance(value, Tensor | np.ndarray)
 
 
-def _number(weight: Any) -> float:
-    plain = weight if isinstance(weight, int | float) else wide(weight)
-    return require_weight(
-        plain.item() if isinstance(plain, np.ndarray) and plain.ndim == 0 else plain
-    )
+def take(array: Any, axis: int | None, items: Sequence[int]) -> Any:
+    if axis is None:
+        return array
+    places = np.asarray(items, np.int32)
+    if isinstance(array, Tensor):
+        return ops.gather(array, Tensor(places), axis)
+    return np.take(array, places, axis)

@@ -1,0 +1,131 @@
+"""The coefficients of a gradient as a sum over the micro-batches' gradients, by least
+squares. Both the loop check and `verify` read them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+PIVOT = 1e-12
+"""The smallest pivot of the normalised Gram matrix at which gradients are told apart."""
+
+
+class SolvedUpdate(NamedTuple):
+    """The gradient that an optimizer was handed, as a sum over the micro-batches."""
+
+    coefficients: tuple[float, ...]
+    """One per micro-batch; with several workers those of worker 0 first, then those of
+    worker 1, and so on.
+    """
+    uncertainty: float
+    """The error of the coefficients by rounding, as a part of the largest one; inf
+    where the micro-batches' gradients do not tell them apart.
+    """
+    unexplained: float
+    """||v - sum(c_k g_k)|| / sum(||c_k g_k||), where v is what the optimizer was
+    handed.
+    """
+    norm: float
+    """||v||."""
+    norms: tuple[float, ...] = ()
+    """||g_k|| of each micro-batch."""
+
+
+def solve_update(gradients: Any, update: Any) -> SolvedUpdate:
+    """Return the coefficients of the sum of micro-batches that is nearest to what the
+    optimizer was handed.
+
+    Args:
+        gradients: an array of NumPy or torch in float64, one row per micro-batch, shape
+            (micro-batches, elements).
+        update: what the optimizer was handed, shape (elements,).
+    """
+
+    def rest_of(coefficients: Sequence[float]) -> tuple[list[float], float]:
+        rest = update
+        for coefficient, gradient in zip(coefficients, gradients, strict=True):
+            rest = rest - coefficient * gradient
+        return (gradients @ rest).tolist(), math.sqrt(float(rest @ rest))
+
+    gram = (gradients @ gradients.T).tolist()
+    return solve_coefficients(gram, rest_of, gradients.shape[1])
+
+
+def solve_coefficients(
+    gram: Sequence[Sequence[float]],
+    rest_of: Callable[[Sequence[float]], tuple[Sequence[float], float]],
+    elements: int,
+) -> SolvedUpdate:
+    """Return the coefficients c of the sum(c_k g_k) that is nearest to a vector v.
+
+    Args:
+        gram: the products of the g_k with each other.
+        rest_of: returns for coefficients the products of the g_k with
+            v - sum(c_k g_k), and the norm of that rest.
+        elements: how many numbers v has.
+    """
+    coefficients = [0.0] * len(gram)
+    products, norm = rest_of(coefficients)
+    norms = [math.sqrt(max(gram[k][k], 0.0)) for k in range(len(gram))]
+    used = [k for k, size in enumerate(norms) if size > 0]
+    inverse = None
+    if used and len(used) < elements and all(map(math.isfinite, [*norms, norm])):
+        inverse = _inverse(
+            [[gram[j][k] / norms[j] / norms[k] for k in used] for j in used]
+        )
+    if inverse is None:
+        unknown = (math.nan,) * len(gram)
+        return SolvedUpdate(unknown, math.inf, 0.0, norm, tuple(norms))
+    rest = norm
+    for _ in range(3):  # Twice more than needed in exact arithmetic.
+        scaled = [products[k] / norms[k] for k in used]
+        for k, row in zip(used, inverse, strict=True):
+            step = math.fsum(a * b for a, b in zip(row, scaled, strict=True))
+            coefficients[k] += step / norms[k]
+        products, rest = rest_of(coefficients)
+    total = sum(abs(c) * size for c, size in zip(coefficients, norms, strict=True))
+    largest = max(map(abs, coefficients))
+    # The standard error in least squares, with a rest of 1 per element.
+    spread = max(
+        math.sqrt(max(row[place], 0.0)) / norms[k]
+        for place, (k, row) in enumerate(zip(used, inverse, strict=True))
+    )
+    error = 4 * rest / math.sqrt(elements - len(used)) * spread
+    return SolvedUpdate(
+        tuple(coefficients),
+        error / largest if largest else 0.0,
+        rest / total if total else 0.0,
+        norm,
+        tuple(norms),
+    )
+
+
+def _inverse(matrix: Sequence[Sequence[float]]) -> list[list[float]] | None:
+    """Invert a symmetric matrix with ones on its diagonal; None if a pivot is next to
+    zero.
+    """
+    size = len(matrix)
+    rows = [
+        [*row, *(float(place == k) for k in range(size))]
+        for place, row in enumerate(matrix)
+    ]
+    for k in range(size):
+        pivot = rows[k][k]
+        if pivot <= PIVOT:
+            return None
+        rows[k] = [value / pivot for value in rows[k]]
+        for j in range(size):
+            if j != k:
+                factor = rows[j][k]
+                pairs = zip(rows[j], rows[k], strict=True)
+                rows[j] = [value - factor * top for value, top in pairs]
+    return [row[size:] for row in rows]
+
+
+def rounding_limit(epsilon: float) -> float:
+    """Return the `unexplained` part that rounding may leave with a machine epsilon; at
+    least what is left of a float64 model whose loss is computed in float32.
+    """
+    return max(16 * epsilon, math.pow(epsilon, 0.6), 1e-6)

@@ -1,0 +1,124 @@
+"""The batch of a loss under comparison: its arrays, their batch axes, and the arguments
+of a micro-batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from gradaccum.errors import ArgumentValueError, explain, require_weight
+from gradaccum.nests import leaves_of, spread, with_leaves
+from gradaccum.verification.subject import Items
+
+KEY = "key"
+"""In place of an axis: a random key, which each micro-batch gets in full."""
+
+
+class Batch:
+    """The arguments of the loss function after the model.
+
+    Args:
+        arguments: nests of arrays.
+        axes: a prefix nest of them: the batch axis of each array; None for what each
+            micro-batch gets in full, as it does other values than arrays.
+        is_array: whether a leaf is an array.
+        take: ``take(array, axis, items)`` returns the rows of some items; with an axis
+            of None the array in full.
+    """
+
+    def __init__(
+        self,
+        arguments: tuple[Any, ...],
+        axes: Any,
+        is_array: Callable[[object], bool],
+        take: Callable[[Any, int | None, Items], Any],
+    ) -> None:
+        self._arguments = arguments
+        self._leaves = leaves_of(arguments, "batch")
+        self._is_array = is_array
+        self._take = take
+        self._axes: list[int | None] = []
+        for leaf, axis in zip(
+            self._leaves, spread(axes, arguments, "axes"), strict=True
+        ):
+            has_axes = is_array(leaf.value) and bool(leaf.value.shape)  # type: ignore[attr-defined]
+            is_split = has_axes and axis not in (None, KEY)
+            self._axes.append(axis if is_split else None)  # type: ignore[arg-type]
+        self.items = self._number_of_items()
+        sizes = [math.prod(array.shape) for _, array, _ in self._split()]
+        self.terms = max(sizes)
+        """About how many numbers are added up into one element of a gradient."""
+
+    def part(self, items: Items) -> tuple[Any, ...]:
+        """Return the arguments for some items."""
+        values = []
+        for leaf, axis in zip(self._leaves, self._axes, strict=True):
+            value = leaf.value
+            if self._is_array(value):
+                value = self._take(value, axis, items)
+            values.append(value)
+        arguments: Any = with_leaves(self._arguments, iter(values))
+        return tuple(arguments)
+
+    def arrays(self, items: Items) -> list[tuple[str, Any]]:
+        """Return path and rows of each array that is split."""
+        return [
+            (path, self._take(array, axis, items))
+            for path, array, axis in self._split()
+        ]
+
+    def weight_of(self, weight: Any) -> Callable[[Items], float]:
+        """Return the weight of a micro-batch as a function of its items.
+
+        Args:
+            weight: None, ``weight(*micro_batch)``, or one number per item.
+        """
+        if weight is None:
+            return lambda part: float(len(part))
+        if callable(weight):
+            return lambda part: _weight(weight(*self.part(part)))
+        weights = [_weight(value) for value in weight]
+        if len(weights) != self.items:
+            raise explain(
+                ArgumentValueError,
+                "weight",
+                expected=f"{self.items} numbers, one per item",
+                found=f"{len(weights)}",
+                fix="Give one number per item, or a function of the micro-batch.",
+            )
+        return lambda part: math.fsum(weights[item] for item in part)
+
+    def _split(self) -> Iterator[tuple[str, Any, int]]:
+        for leaf, axis in zip(self._leaves, self._axes, strict=True):
+            if axis is not None:
+                yield leaf.path, leaf.value, axis
+
+    def _number_of_items(self) -> int:
+        lengths = {path: array.shape[axis] for path, array, axis in self._split()}
+        if not lengths:
+            raise explain(
+                ArgumentValueError,
+                "batch",
+                expected="an array to split",
+                found="none",
+                fix="Write axes= the batch axis of each array.",
+            )
+        first_path, items = next(iter(lengths.items()))
+        for path, length in lengths.items():
+            if length != items:
+                raise explain(
+                    ArgumentValueError,
+                    path,
+                    expected=f"{items} items, as in {first_path}",
+                    found=f"{length}",
+                    fix="Write None in axes= for what each micro-batch gets in full.",
+                )
+        return int(items)
+
+
+def _weight(weight: Any) -> float:
+    """Return a weight as a number; an array of no dimension is one."""
+    is_array = hasattr(weight, "item") and getattr(weight, "ndim", 0) == 0
+    return require_weight(weight.item() if is_array else weight)
