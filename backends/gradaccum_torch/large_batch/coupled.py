@@ -43,6 +43,7 @@ from gradaccum_torch.large_batch.gradients import (
     make_destination,
     options_of_call,
     require_no_dropping,
+    touched_error,
 )
 from gradaccum_torch.large_batch.replay import (
     Before,
@@ -152,6 +153,7 @@ def run_twice(
     if is_alone:
         require_alone(before.buffers.modules.values())
     destination.require_untouched()
+    outputs.require_untouched()
     random_state_after = before.random_state()
     buffers_after = Buffers(before.buffers.modules.values())
     destination.ignore(map(id, outputs.tensors))
@@ -216,6 +218,10 @@ class Outputs:
                 tensors.append(again)
                 gradients.append(tensor.grad[rows].to(again.dtype))
         return tensors, gradients
+
+    def require_untouched(self) -> None:
+        if any(tensor.grad is not None for tensor in self.tensors):
+            raise touched_error()
 
     def require_same(self) -> None:
         """Raise unless both passes gave the same outputs up to rounding; waits for the
