@@ -19,23 +19,24 @@ from torch import Tensor, nn
 from gradaccum import (
     ArgumentTypeError,
     ArgumentValueError,
-    AutoMicroBatchSize,
     UsageError,
     kit,
 )
+from gradaccum.errors import require_int
 from gradaccum.kit import explain, measures
 from gradaccum_torch.large_batch.backward import run_micro_batches
 from gradaccum_torch.large_batch.batch import (
     LargeBatch,
     MergeAux,
     Weight,
-    merged_aux,
-    require_merge,
+    merge,
 )
 from gradaccum_torch.large_batch.gradients import (
-    Destination,
+    GradientsInGrad,
+    delivering,
     make_destination,
     options_of_call,
+    parameters_of,
     require_no_dropping,
 )
 from gradaccum_torch.large_batch.replay import Before, Buffers, RandomState
@@ -142,20 +143,26 @@ def layered_backward(
         1
     """
     require_places(borders, within)
-    functions = require_layers(layers)
-    modules = [each for each in functions if isinstance(each, nn.Module)]
-    require_merge(merge_aux)
+    functions = list(layers)
+    modules = [f for f in (*functions, loss_fn) if isinstance(f, nn.Module)]
+    require_plain_layers(layers, modules)
+    if micro_batch_size is not None:
+        # After an update of a layer no smaller size could be tried.
+        require_int("micro_batch_size", micro_batch_size, at_least=1)
     division = kit.make_division(steps, micro_batch_size)
-    require_fixed_size(division)
     options = options_of_call(optimizer, reduction)
     if optimizer is not None:
         require_layered_optimizer(optimizer)
     cut = LargeBatch((inputs, targets), axes, weight).cut(division, options)
     factors = [micro_batch.factor for micro_batch in cut.micro_batches]
     destination = make_destination(optimizer, factors, cut.divisor)
+    parameters = parameters_of(modules)
+    are_modules = all(isinstance(layer, nn.Module) for layer in functions)
+    before = Before(parameters, modules, notes_calls=not are_modules)
     run = LayeredRun(
         functions,
         destination,
+        before,
         is_on_host=borders == "host",
         recomputes=within != "keep",
     )
@@ -163,26 +170,17 @@ def layered_backward(
     def loss_of(inputs: Any, targets: Any) -> Any:
         return loss_fn(run.forward(inputs), targets)
 
-    parameters = [p for module in modules for p in module.parameters()]
-    are_modules = len(modules) == len(functions)
-    before = Before(parameters, modules, notes_calls=not are_modules)
-    run.random_state = before.random_state
     try:
-        with before, destination:
-            destination.expect(parameters)
+        with delivering(destination, before, parameters):
             loss, auxes = run_micro_batches(loss_of, cut, destination, has_aux)
             weights = [micro_batch.weight for micro_batch in cut.micro_batches]
-            aux = merged_aux(auxes, weights, merge_aux) if has_aux else None
-            random_state_after = before.random_state()
-            buffers_after = Buffers(before.buffers.modules.values())
+            aux = merge(auxes, weights, merge_aux)
             run.backward(factors)
-            random_state_after.put_back()
-            buffers_after.put_back()
-            destination.deliver()
-        destination.flush()
+        if optimizer is not None:
+            optimizer.flush()
     except BaseException as error:
-        if run.updated and optimizer is not None and not optimizer.result.applied:
-            error.add_note(UPDATED.format(names=", ".join(run.updated)))
+        if run.updated_names and optimizer is not None and not optimizer.result.applied:
+            error.add_note(UPDATED.format(names=", ".join(run.updated_names)))
         raise
     return (loss, aux) if has_aux else loss
 
@@ -190,57 +188,53 @@ def layered_backward(
 class Border:
     """The activations of one micro-batch between two layers; later their gradients."""
 
-    def __init__(self, nest: Any, name: str) -> None:
-        values: list[Any] = [leaf.value for leaf in kit.leaves_of(nest, name)]
-        tensors = [value for value in values if isinstance(value, Tensor)]
+    def __init__(self, nest: Any) -> None:
+        tensors = tensors_of(nest)
         self.roots = [tensor for tensor in tensors if tensor.requires_grad]
         """The activations with the graph that made them, as long as it is kept."""
         self.gradients: list[Tensor | None] = [None] * len(self.roots)
         """None where the next layer did not use a root."""
         self._devices = [tensor.device for tensor in tensors]
         self._requires_grad = [tensor.requires_grad for tensor in tensors]
-        self._nest: Any = None
+        self.nest: Any = None
         self._versions: list[int] = []
         self._keep(kit.mapped(without_graph, nest))
 
     def _keep(self, nest: Any) -> None:
-        self._nest = nest
+        self.nest = nest
         self._versions = [version(tensor) for tensor in tensors_of(nest)]
 
     def move_to_host(self) -> None:
         self._keep(
-            kit.mapped(lambda v: v.cpu() if isinstance(v, Tensor) else v, self._nest)
+            kit.mapped(lambda v: v.cpu() if isinstance(v, Tensor) else v, self.nest)
         )
 
     def free(self) -> None:
-        self._nest = None
+        self.nest = None
         self.roots = []
         self.gradients = []
-
-    def free_nest(self) -> None:
-        self._nest = None
 
     def enter(self, anchor: Tensor) -> Any:
         """Return the activations as the begin of a graph whose backward pass leaves
         their gradients in `gradients`.
         """
-        entered = []
+        tensors = []
         number = 0
         for tensor, device, requires_grad in zip(
-            tensors_of(self._nest), self._devices, self._requires_grad, strict=True
+            tensors_of(self.nest), self._devices, self._requires_grad, strict=True
         ):
             tensor = tensor.to(device)
             if requires_grad:
                 tensor = Enter.apply(anchor, self.gradients, number, tensor)  # type: ignore[no-untyped-call]
                 number += 1
-            entered.append(tensor)
-        tensors = iter(entered)
+            tensors.append(tensor)
+        new_tensors = iter(tensors)
         return kit.mapped(
-            lambda v: next(tensors) if isinstance(v, Tensor) else v, self._nest
+            lambda v: next(new_tensors) if isinstance(v, Tensor) else v, self.nest
         )
 
     def require_unwritten(self, layer_name: str) -> None:
-        versions = [version(tensor) for tensor in tensors_of(self._nest)]
+        versions = [version(tensor) for tensor in tensors_of(self.nest)]
         if versions != self._versions:
             raise explain(
                 UsageError,
@@ -285,9 +279,9 @@ class Enter(torch.autograd.Function):
 class Pass(NamedTuple):
     """One micro-batch in one layer."""
 
-    taken: Border
-    returned: Border
-    random_state: RandomState | None
+    inputs: Border
+    outputs: Border
+    random_state: RandomState
     buffers: Buffers
     """The random state and the buffers before it."""
 
@@ -302,7 +296,8 @@ class LayeredRun:
     def __init__(
         self,
         layers: list[Layer],
-        destination: Destination,
+        destination: GradientsInGrad,
+        before: Before,
         *,
         is_on_host: bool,
         recomputes: bool,
@@ -310,6 +305,12 @@ class LayeredRun:
         self._layers = layers
         self._names = [f"layers[{index}]" for index in range(len(layers))]
         self._destination = destination
+        self._window: Any = destination.window
+        self._updates_layers = False
+        """Nothing needs a norm of the whole window."""
+        if destination.window is not None:
+            self._updates_layers = not measures(destination.window.options)
+        self._before = before
         self._is_on_host = is_on_host
         self._recomputes = recomputes
         self._anchor = torch.empty(0, requires_grad=True)
@@ -321,23 +322,22 @@ class LayeredRun:
         """The first layer that uses a leaf, by the leaf's id: there its sum is
         complete.
         """
-        self.random_state: Callable[[], RandomState] = RandomState
-        self.updated: list[str] = []
+        self.updated_names: list[str] = []
 
     def forward(self, inputs: Any) -> Any:
         """Take a micro-batch through all layers; return the loss function's input."""
-        border = Border(inputs, "inputs")
+        border = Border(inputs)
         self._inputs.append(border)
         self._reach(0, border.roots)
         for index in range(len(self._layers)):
             border = self._forward_layer(index, border)
         outputs = border.enter(self._anchor)
-        border.free_nest()
+        border.nest = None
         return outputs
 
-    def _forward_layer(self, index: int, taken: Border) -> Border:
+    def _forward_layer(self, index: int, inputs: Border) -> Border:
         layer = self._layers[index]
-        random_state = self.random_state() if self._recomputes else None
+        random_state = self._before.random_state()
         buffers = Buffers()
         noting = nullcontext()
         if self._recomputes and isinstance(layer, nn.Module):
@@ -345,45 +345,49 @@ class LayeredRun:
         elif self._recomputes:
             noting = buffers.noting_calls()
         with noting:
-            returned = self._call(index, taken)
-        self._reach(index, returned.roots)
+            outputs = self._call(index, inputs)
+        self._reach(index, outputs.roots)
         if self._recomputes:
             buffers.free_unwritten()
-            taken.require_unwritten(self._names[index])
-            returned.roots = []
+            inputs.require_unwritten(self._names[index])
+            outputs.roots = []
         if self._is_on_host:
-            taken.move_to_host()
-        self._passes[index].append(Pass(taken, returned, random_state, buffers))
-        return returned
+            inputs.move_to_host()
+        self._passes[index].append(Pass(inputs, outputs, random_state, buffers))
+        return outputs
 
-    def _call(self, index: int, taken: Border) -> Border:
-        outputs = self._layers[index](taken.enter(self._anchor))
-        return Border(outputs, f"the output of {self._names[index]}")
+    def _call(self, index: int, inputs: Border) -> Border:
+        return Border(self._layers[index](inputs.enter(self._anchor)))
 
     def backward(self, factors: Sequence[float]) -> None:
         """Take all micro-batches back through one layer after the other."""
-        with self._destination.adding():
+        random_state_after = self._before.random_state()
+        buffers_after = Buffers(self._before.buffers.modules.values())
+        with nullcontext() if self._window is None else self._window.adding():
             for index in reversed(range(len(self._layers))):
-                for one_pass, factor in zip(self._passes[index], factors, strict=True):
+                for layer_pass, factor in zip(
+                    self._passes[index], factors, strict=True
+                ):
                     if factor:
-                        self._backward_layer(index, one_pass)
-                    one_pass.returned.free()
-                    one_pass.taken.free_nest()
+                        self._backward_layer(index, layer_pass)
+                    layer_pass.outputs.free()
                 self._update(index)
             for border, factor in zip(self._inputs, factors, strict=True):
                 if factor:
                     self._differentiate(border.roots, border.gradients)
+        random_state_after.put_back()
+        buffers_after.put_back()
 
-    def _backward_layer(self, index: int, one_pass: Pass) -> None:
-        gradients = one_pass.returned.gradients
+    def _backward_layer(self, index: int, layer_pass: Pass) -> None:
+        gradients = layer_pass.outputs.gradients
         if all(gradient is None for gradient in gradients):
             return
-        roots = one_pass.returned.roots
-        if one_pass.random_state is not None:
-            one_pass.taken.require_unwritten(self._names[index])
-            one_pass.random_state.put_back()
-            one_pass.buffers.put_back()
-            roots = self._call(index, one_pass.taken).roots
+        roots = layer_pass.outputs.roots
+        if self._recomputes:
+            layer_pass.inputs.require_unwritten(self._names[index])
+            layer_pass.random_state.put_back()
+            layer_pass.buffers.put_back()
+            roots = self._call(index, layer_pass.inputs).roots
         self._differentiate(roots, gradients)
 
     def _differentiate(
@@ -402,9 +406,9 @@ class LayeredRun:
         first layer are updated at the end.
         """
         is_trained = index in self._first_layers.values()
-        if self._destination.updates_parts and is_trained and index:
-            self.updated.append(self._names[index])
-            self._destination.update_part(index, partial(self._is_complete, index))
+        if index and is_trained and self._updates_layers:
+            self.updated_names.append(self._names[index])
+            self._window.update_part(index, partial(self._is_complete, index))
 
     def _is_complete(self, index: int, parameter: Tensor) -> bool:
         return self._first_layers.get(id(parameter), 0) >= index
@@ -419,66 +423,35 @@ class LayeredRun:
 # What a layered window refuses.
 
 
-def require_layers(layers: object) -> list[Layer]:
-    is_list = isinstance(layers, nn.Sequential | nn.ModuleList | list | tuple)
-    is_plain = (
-        type(layers).forward is nn.Sequential.forward
-        if isinstance(layers, nn.Sequential)
-        else True
-    )
-    if not is_list or not is_plain:
+def require_plain_layers(layers: object, modules: Sequence[nn.Module]) -> None:
+    problem = None
+    if (
+        isinstance(layers, nn.Sequential)
+        and type(layers).forward is not nn.Sequential.forward
+    ):
+        problem = f"a {type(layers).__name__} with a forward of its own"
+    if any(is_sharded(p) for module in modules for p in module.parameters()):
+        problem = "a layer of FSDP2"
+    if problem is not None:
         raise explain(
             ArgumentTypeError,
             "layers",
-            expected="an nn.Sequential or a list of layers that run one after the other",
-            found=f"a {type(layers).__name__}",
-            fix="Write layers=[prelude, *model.blocks, head].",
+            expected="layers of this process that run one after the other",
+            found=problem,
+            fix="Write layers=[prelude, *model.blocks, head], or call"
+            " gradaccum_torch.backward.",
         )
-    functions: list[Layer] = list(layers)  # type: ignore[call-overload]
-    for function in functions:
-        if isinstance(function, nn.Module) and any(
-            map(is_sharded, function.parameters())
-        ):
-            raise explain(
-                ArgumentTypeError,
-                "layers",
-                expected="layers that are complete in this process",
-                found="a layer of FSDP2",
-                fix="Call gradaccum_torch.backward.",
-            )
-    return functions
 
 
 def require_places(borders: object, within: object) -> None:
-    if borders not in ("keep", "host") or within not in ("recompute", "keep"):
+    places = [("keep", "recompute"), ("host", "recompute"), ("keep", "keep")]
+    if (borders, within) not in places:
         raise explain(
             ArgumentValueError,
-            "borders",
-            expected="'keep' or 'host', beside within= 'recompute' or 'keep'",
-            found=f"borders={borders!r} and within={within!r}",
-            fix="Leave both out.",
-        )
-    if within == "keep" and borders != "keep":
-        raise explain(
-            ArgumentValueError,
-            "borders",
-            expected="'keep' beside within=\"keep\"",
-            found=f"borders={borders!r} beside kept activations, which hold the borders",
-            fix='Leave within= out, or write borders="keep".',
-        )
-
-
-def require_fixed_size(division: kit.Division) -> None:
-    """Raise for an automatic size: after an update of a layer no smaller size can be
-    tried.
-    """
-    if isinstance(division.micro_batch_size, AutoMicroBatchSize):
-        raise explain(
-            ArgumentTypeError,
-            "micro_batch_size",
-            expected="a number of items",
-            got=division.micro_batch_size,
-            fix="Write steps=4, or find a size by gradaccum_torch.backward.",
+            "borders and within",
+            expected=f"one of {places}",
+            got=(borders, within),
+            fix="Leave within= out beside borders='host'.",
         )
 
 

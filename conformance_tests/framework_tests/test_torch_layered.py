@@ -375,6 +375,11 @@ def doubled_loss(outputs: tuple[Tensor, Tensor], y: Tensor) -> Tensor:
     return cross_entropy(outputs[1], y)
 
 
+class Reversed(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return -super().forward(x)
+
+
 ONE = [nn.Linear(6, 3)]
 COUNTED = [Counted(), lambda pair: pair[0].tanh() * pair[1]]
 STAYS = r"layers\[1\]: expected an input that stays as it is"
@@ -385,14 +390,14 @@ def by_an_optimizer(**options: Any) -> Any:
 
 
 REFUSED = {
-    "a module": (lambda: layered(ONE[0]), "expected an nn.Sequential or a list of"),
+    "own forward": (lambda: layered(Reversed(*ONE)), "with a forward of its own"),
     "both": (
         lambda: layered(ONE, borders="host", within="keep"),
-        "hold the borders",
+        "Leave within= out",
     ),
     "automatic": (
         lambda: layered_backward(ONE, cross_entropy, X, Y, micro_batch_size="auto"),
-        "expected a number of items",
+        "micro_batch_size: expected an int",
     ),
     "written input": (
         lambda: layered([*ONE, nn.ReLU(inplace=True)]),

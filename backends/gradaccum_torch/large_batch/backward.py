@@ -25,15 +25,16 @@ from gradaccum_torch.large_batch.batch import (
     MergeAux,
     MicroBatch,
     Weight,
-    merged_aux,
-    own_copy,
-    require_merge,
+    copy_without_graph,
+    merge,
     require_scalar,
 )
 from gradaccum_torch.large_batch.gradients import (
-    Destination,
+    GradientsInGrad,
+    delivering,
     make_destination,
     options_of_call,
+    parameters_of,
 )
 from gradaccum_torch.large_batch.replay import Before, has_workers, require_alone
 from gradaccum_torch.optimizer import AccumulatingOptimizer
@@ -120,7 +121,6 @@ def backward(
         torch.Size([1, 3])
     """
     division = kit.make_division(steps, micro_batch_size)
-    require_merge(merge_aux)
     options = options_of_call(optimizer, reduction)
     large = LargeBatch(batch, axes, weight)
     if has_nothing_to_share(large, optimizer):
@@ -142,14 +142,13 @@ def backward(
                 require_alone(before.buffers.modules.values())
             return returned
 
-        with before, destination:
-            destination.expect(p for module in modules for p in module.parameters())
+        with delivering(destination, before, parameters_of(modules)):
             loss, auxes = run_micro_batches(checked_loss_fn, cut, destination, has_aux)
             weights = [micro_batch.weight for micro_batch in cut.micro_batches]
-            aux = merged_aux(auxes, weights, merge_aux) if has_aux else None
+            aux = merge(auxes, weights, merge_aux)
             agree()
-            destination.deliver()
-        destination.flush()
+        if optimizer is not None:
+            optimizer.flush()
         return (loss, aux) if has_aux else loss
 
     return run_divided(run, division, loss_fn, large, optimizer)
@@ -158,7 +157,7 @@ def backward(
 def run_micro_batches(
     loss_fn: Callable[..., Any],
     cut: CutBatch,
-    destination: Destination,
+    destination: GradientsInGrad,
     has_aux: bool,
 ) -> tuple[Tensor, list[Any]]:
     """Differentiate all losses; return the large batch's loss, and all aux."""
@@ -180,16 +179,18 @@ def run_micro_batches(
 def differentiate(
     loss_fn: Callable[..., Any],
     micro_batch: MicroBatch,
-    destination: Destination,
+    destination: GradientsInGrad,
     has_aux: bool,
 ) -> tuple[Tensor, Any]:
     """Return the loss and the aux of one micro-batch; its graph is freed as this
     returns.
     """
-    returned = loss_fn(*micro_batch.arguments)
-    loss, aux = returned if has_aux else (returned, None)
+    loss = loss_fn(*micro_batch.arguments)
+    aux = None
+    if has_aux:
+        loss, aux = loss
+        aux = kit.mapped(copy_without_graph, aux)
     loss = require_scalar(loss)
     destination.require_untouched()
-    aux = kit.mapped(own_copy, aux)
     destination.add_loss(loss, micro_batch.weight, micro_batch.factor)
     return loss.detach(), aux

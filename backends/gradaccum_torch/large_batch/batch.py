@@ -62,11 +62,11 @@ class LargeBatch:
             if axis is not None
         ]
         self.items = kit.require_one_size(sizes, kit.lists_of_one_kind(batch, axes))
-        self.weight: Any = weight
+        self.weight = weight
+        if isinstance(weight, Tensor):
+            self.weight = weight.tolist()  # One transfer from the device.
         if weight is not None and not callable(weight):
-            # A tensor comes from its device in one transfer.
-            numbers = weight.tolist() if isinstance(weight, Tensor) else weight
-            self.weight = kit.require_item_weights(numbers, self.items)
+            self.weight = kit.require_item_weights(self.weight, self.items)
 
     def cut(self, division: kit.Division, options: kit.Options) -> CutBatch:
         cuts = kit.divided(division, self.items)
@@ -95,7 +95,7 @@ class LargeBatch:
         if self.weight is None:
             return [float(cut.items) for cut in cuts]
         if callable(self.weight):
-            return read_weights([self.weight(*given) for given in arguments])
+            return [read_weight(self.weight(*inputs)) for inputs in arguments]
         return [math.fsum(self.weight[cut.start : cut.stop]) for cut in cuts]
 
 
@@ -142,18 +142,13 @@ def split_leaf(value: Any, axis: int | None, cuts: Sequence[kit.Cut]) -> list[An
     return [value[(*before, slice(cut.start, cut.stop))] for cut in cuts]
 
 
-def read_weights(weights: list[Any]) -> list[float]:
-    """Return the weights as numbers; waits for the device at most once."""
-    for weight in weights:
-        if isinstance(weight, Tensor) and weight.requires_grad:
-            raise kit.moving_weight_error(
-                "Return weight.detach(), if the loss function divides by a detached"
-                " number too."
-            )
-    tensors = [weight for weight in weights if isinstance(weight, Tensor)]
-    if len(tensors) == len(weights) and all(each.numel() == 1 for each in tensors):
-        weights = torch.stack([each.double().reshape(()) for each in tensors]).tolist()
-    return [kit.require_weight(weight) for weight in weights]
+def read_weight(weight: object) -> float:
+    if isinstance(weight, Tensor) and weight.requires_grad:
+        raise kit.moving_weight_error(
+            "Return weight.detach(), if the loss function divides by a detached number"
+            " too."
+        )
+    return kit.require_weight(weight)
 
 
 # What a loss function returns.
@@ -167,46 +162,23 @@ def require_scalar(loss: object) -> Tensor:
     return loss
 
 
-def require_merge(merge_aux: object) -> None:
-    if merge_aux not in (None, "concatenate") and not callable(merge_aux):
-        raise kit.explain(
-            ArgumentValueError,
-            "merge_aux",
-            expected='a function of all aux and weights, "concatenate" or None',
-            got=merge_aux,
-            fix="Write merge_aux=lambda auxes, weights: sum(auxes), for example.",
-        )
-
-
-def own_copy(leaf: object) -> object:
+def copy_without_graph(leaf: object) -> object:
     """Return a tensor without its graph, in memory that the next micro-batch does not
     write into, as the replay of a CUDA graph does.
     """
     return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
 
 
-def merged_aux(auxes: list[Any], weights: list[float], merge_aux: MergeAux) -> Any:
-    if callable(merge_aux):
-        return merge_aux(auxes, weights)
+def merge(auxes: list[Any], weights: list[float], merge_aux: MergeAux) -> Any:
+    if merge_aux is None:
+        return auxes
     if merge_aux == "concatenate":
-        return concatenated(auxes, "aux")
-    return auxes
+        return concatenate(auxes)
+    return merge_aux(auxes, weights)  # type: ignore[operator]
 
 
-def concatenated(nests: Sequence[kit.Nest], name: str) -> kit.Nest:
+def concatenate(nests: Sequence[kit.Nest]) -> kit.Nest:
     """Concatenate nests of tensors along their first axis, leaf by leaf."""
-    paths = [[leaf.path for leaf in kit.leaves_of(nest, name)] for nest in nests]
-    for other_paths in paths:
-        if other_paths != paths[0]:
-            raise kit.explain(
-                ArgumentTypeError,
-                name,
-                expected=f"the leaves {paths[0]}, as of the first micro-batch",
-                found=f"{other_paths}",
-                fix="Return the same structure for every micro-batch.",
-            )
-    columns: list[Any] = [
-        [leaf.value for leaf in kit.leaves_of(nest)] for nest in nests
-    ]
-    rows = zip(*columns, strict=True)
-    return kit.with_leaves(nests[0], iter([torch.cat(row) for row in rows]))
+    tensors: list[Any] = [dict(kit.leaves_of(nest)) for nest in nests]
+    columns = [[leaves[path] for leaves in tensors] for path in tensors[0]]
+    return kit.with_leaves(nests[0], iter([torch.cat(column) for column in columns]))

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from gradaccum import AutoMicroBatchSize, UsageError
 from gradaccum.kit import (
     Division,
-    Leaf,
     Nest,
     explain,
     leaves_of,
@@ -34,14 +33,16 @@ from gradaccum_torch.large_batch.auto import (
 )
 from gradaccum_torch.large_batch.batch import (
     LargeBatch,
-    concatenated,
-    own_copy,
+    concatenate,
+    copy_without_graph,
     require_scalar,
 )
 from gradaccum_torch.large_batch.gradients import (
-    Destination,
+    GradientsInGrad,
+    delivering,
     make_destination,
     options_of_call,
+    parameters_of,
     require_no_dropping,
     touched_error,
 )
@@ -115,17 +116,17 @@ def coupled_backward(
         return share_nothing(division, optimizer)
 
     def run(division: Division, agree: Callable[[], None]) -> Tensor:
-        arguments = [each.arguments for each in large.cut(division, options)[0]]
+        cut = large.cut(division, options)
+        arguments = [micro_batch.arguments for micro_batch in cut.micro_batches]
         destination = make_destination(optimizer, [1.0], 1.0)
         before = Before(large.tensors, modules, notes_calls=not modules)
-        with before, destination:
-            destination.expect(p for module in modules for p in module.parameters())
+        with delivering(destination, before, parameters_of(modules)):
             loss = run_twice(
                 outputs_fn, loss_fn, arguments, destination, before, is_alone
             )
             agree()
-            destination.deliver()
-        destination.flush()
+        if optimizer is not None:
+            optimizer.flush()
         return loss
 
     return run_divided(run, division, outputs_fn, large, optimizer)
@@ -135,7 +136,7 @@ def run_twice(
     outputs_fn: Callable[..., Any],
     loss_fn: Callable[[Any], Tensor],
     arguments: Sequence[tuple[Any, ...]],
-    destination: Destination,
+    destination: GradientsInGrad,
     before: Before,
     is_alone: bool,
 ) -> Tensor:
@@ -144,7 +145,7 @@ def run_twice(
     with torch.no_grad():
         for micro_batch in arguments:
             random_states.append(before.random_state())
-            nests.append(mapped(own_copy, outputs_fn(*micro_batch)))
+            nests.append(mapped(copy_without_graph, outputs_fn(*micro_batch)))
     # Before torch 2.8 an outer autocast has weights in it that were cast without a
     # graph.
     torch.clear_autocast_cache()
@@ -156,7 +157,7 @@ def run_twice(
     outputs.require_untouched()
     random_state_after = before.random_state()
     buffers_after = Buffers(before.buffers.modules.values())
-    destination.ignore(map(id, outputs.tensors))
+    destination.ignore(map(id, outputs.tensors.values()))
     destination.add_loss(loss, 1.0, 1.0)
     value = loss.detach().clone()
     del loss  # And with it the graph of all items.
@@ -164,12 +165,11 @@ def run_twice(
     for index, micro_batch in enumerate(arguments):
         random_states[index].put_back()
         with torch.enable_grad():
-            leaves = leaves_of(outputs_fn(*micro_batch), "outputs")
+            tensors, gradients = outputs.gradients_of(index, outputs_fn(*micro_batch))
         destination.require_untouched()
-        tensors, gradients = outputs.gradients_of(index, leaves)
         if tensors:
             destination.add_outputs(tensors, gradients)
-        del leaves, tensors
+        del tensors  # And with them the graph.
     outputs.require_same()
     random_state_after.put_back()
     buffers_after.put_back()
@@ -177,81 +177,72 @@ def run_twice(
 
 
 class Outputs:
-    """The outputs of the large batch from the first pass."""
+    """The outputs of the large batch from the first pass, by their paths."""
 
     def __init__(self, nests: list[Nest]) -> None:
-        lengths = [
-            [len(leaf.value) for leaf in leaves_of(nest)]  # type: ignore[arg-type]
-            for nest in nests
-        ]
-        self.nest = concatenated(nests, "outputs")
+        self._starts: dict[str, list[int]] = {}
+        """The row at which each micro-batch begins, and the number of rows."""
+        rows: Any = [dict(leaves_of(nest, "outputs")) for nest in nests]
+        for path in rows[0]:
+            lengths = [len(tensors[path]) for tensors in rows]
+            self._starts[path] = [0, *accumulate(lengths)]
+        del rows
+        self.nest = concatenate(nests)
         nests.clear()
-        leaves = leaves_of(self.nest, "outputs")
-        self.paths = [leaf.path for leaf in leaves]
-        self.tensors: list[Any] = [leaf.value for leaf in leaves]
-        for tensor in self.tensors:
+        self.tensors: dict[str, Any] = dict(leaves_of(self.nest, "outputs"))
+        for tensor in self.tensors.values():
             tensor.requires_grad_(tensor.is_floating_point() or tensor.is_complex())
-        self._starts = [
-            [0, *accumulate(column)] for column in zip(*lengths, strict=True)
-        ]
-        """For each leaf the row at which each micro-batch begins, and the number of
-        rows.
-        """
-        self._differences: list[Tensor] = []
-        """Scalars, bool: a leaf came out differently in the second pass."""
+        self._differences: list[tuple[str, Tensor]] = []
+        """Paths, and whether the second pass gave another output, a scalar bool."""
 
     def gradients_of(
-        self, index: int, leaves: list[Leaf]
+        self, index: int, outputs: Nest
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the outputs of micro-batch `index` from the second pass, and their
+        """Return the tensors of the second pass of micro-batch `index`, and their
         gradients.
         """
         tensors = []
         gradients = []
-        for leaf, tensor, starts in zip(
-            leaves, self.tensors, self._starts, strict=True
-        ):
-            again: Any = leaf.value
-            rows = slice(starts[index], starts[index + 1])
-            self._differences.append(differs(tensor.detach()[rows], again.detach()))
-            if again.requires_grad and tensor.grad is not None:
-                tensors.append(again)
-                gradients.append(tensor.grad[rows].to(again.dtype))
+        new_tensors: dict[str, Any] = dict(leaves_of(outputs, "outputs"))
+        for path, new_tensor in new_tensors.items():
+            tensor = self.tensors[path]
+            rows = slice(*self._starts[path][index : index + 2])
+            difference = differs(tensor.detach()[rows], new_tensor.detach())
+            self._differences.append((path, difference))
+            if new_tensor.requires_grad and tensor.grad is not None:
+                tensors.append(new_tensor)
+                gradients.append(tensor.grad[rows].to(new_tensor.dtype))
         return tensors, gradients
 
     def require_untouched(self) -> None:
-        if any(tensor.grad is not None for tensor in self.tensors):
+        if any(tensor.grad is not None for tensor in self.tensors.values()):
             raise touched_error()
 
     def require_same(self) -> None:
         """Raise unless both passes gave the same outputs up to rounding; waits for the
         device.
         """
-        device = self._differences[0].device
-        differ = torch.stack([each.to(device) for each in self._differences]).tolist()
-        if any(differ):
-            path = self.paths[differ.index(True) % len(self.paths)]
-            raise explain(
-                UsageError,
-                "outputs_fn",
-                expected=f"the same {path} in both passes",
-                found="values that differ by more than rounding",
-                fix="Draw random numbers from the global generators of torch, NumPy or"
-                " Python, and keep what changes from call to call in buffers of"
-                " modules.",
-            )
+        for path, difference in self._differences:
+            if difference:
+                raise explain(
+                    UsageError,
+                    "outputs_fn",
+                    expected=f"the same {path} in both passes",
+                    found="values that differ by more than rounding",
+                    fix="Draw random numbers from the global generators of torch, NumPy"
+                    " or Python, and keep what changes from call to call in buffers of"
+                    " modules.",
+                )
 
 
-def differs(first: Tensor, again: Tensor) -> Tensor:
+def differs(first: Tensor, second: Tensor) -> Tensor:
     """True if more than half of the digits are lost, as a scalar bool; False where
     either is inf or NaN.
     """
-    if first.shape != again.shape:
-        return torch.ones((), dtype=torch.bool, device=again.device)
     if not (first.is_floating_point() or first.is_complex()):
-        return (first != again).any()
-    bound = math.sqrt(torch.finfo(first.dtype).eps)
+        return (first != second).any()
+    tolerance = math.sqrt(torch.finfo(first.dtype).eps)
     wide_dtype = torch.promote_types(first.dtype, torch.float32)
     first = first.to(wide_dtype)
-    distance = torch.linalg.vector_norm(again.to(wide_dtype) - first)
-    return distance > bound * torch.linalg.vector_norm(first)
+    distance = torch.linalg.vector_norm(second.to(wide_dtype) - first)
+    return distance > tolerance * torch.linalg.vector_norm(first)

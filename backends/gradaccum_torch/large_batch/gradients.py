@@ -4,16 +4,16 @@ optimizer, which the call closes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import TypeAlias
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
-from gradaccum.kit import Options, explain, make_options, measures
+from gradaccum import ArgumentValueError, UsageError
+from gradaccum.kit import Options, explain, make_options
 from gradaccum_torch.arithmetic import (
     HALF,
     add,
@@ -23,6 +23,7 @@ from gradaccum_torch.arithmetic import (
     sum_dtype,
 )
 from gradaccum_torch.gradient_watch import is_watched
+from gradaccum_torch.large_batch.replay import Before
 from gradaccum_torch.optimizer import AccumulatingOptimizer
 from gradaccum_torch.torch_private.names import (
     Node,
@@ -30,6 +31,7 @@ from gradaccum_torch.torch_private.names import (
     untraced,
     version,
 )
+from gradaccum_torch.whole_window import WholeWindow
 
 Mark: TypeAlias = tuple[int, int] | None
 """Which tensor a ``.grad`` is, and how often it was written into."""
@@ -51,7 +53,7 @@ class GradientsInGrad:
         accepts_reentrant: take a loss with a reentrant checkpoint.
     """
 
-    updates_parts = False
+    window: WholeWindow | None = None
 
     def __init__(
         self,
@@ -152,13 +154,9 @@ class GradientsInGrad:
         if self._present_marks() != self._marks:
             raise touched_error()
 
-    @property
-    def is_empty(self) -> bool:
-        return not self._earlier_gradients
-
-    def deliver(self, loss_scale: float = 1.0) -> None:
+    def deliver(self) -> None:
         """Divide the sums, and add what was in ``.grad`` before."""
-        divisor = self._divisor * loss_scale / (self._applied_divisor or 1.0)
+        divisor = self._divisor / (self._applied_divisor or 1.0)
         with torch.no_grad():
             divide(
                 [p.grad for p in self._earlier_gradients if p.grad is not None], divisor
@@ -172,16 +170,6 @@ class GradientsInGrad:
                 elif earlier is not None:
                     leaf.grad = add(earlier, leaf.grad)
         self._earlier_gradients.clear()
-
-    def adding(self) -> AbstractContextManager[None]:
-        """Let `backward` add what micro-batches that were counted deliver later."""
-        return nullcontext()
-
-    def update_part(self, number: int, belongs: Callable[[Tensor], bool]) -> None:
-        """Update the parameters that `belongs` is true of: here is no update."""
-
-    def flush(self) -> None:
-        """Make the update: here is none."""
 
     def _move_into_sum(self, leaf: Tensor) -> None:
         gradient = leaf.grad
@@ -206,95 +194,85 @@ class GradientsInGrad:
 untraced(GradientsInGrad._move_into_sum)
 
 
-class GradientsInWindow:
-    """The next window of a wrapped optimizer, which the call fills and closes.
+class GradientsInWindow(GradientsInGrad):
+    """The next window of a wrapped optimizer, which the call fills.
 
     Loss scale, sums, overflow policy, clipping and workers are the wrapper's. Leaves
     that it does not have, such as those of a critic that a generator's loss goes
     through, get the large batch's gradient in ``.grad``.
     """
 
+    window: WholeWindow
+
     def __init__(
         self, optimizer: AccumulatingOptimizer, factors: Sequence[float], divisor: float
     ) -> None:
         self._optimizer = optimizer
-        self._window = optimizer.whole_window()
-        self._others = GradientsInGrad(
-            factors, divisor, self._window.parameter_ids, accepts_reentrant=True
+        self.window = optimizer.whole_window()
+        super().__init__(
+            factors, divisor, self.window.parameter_ids, accepts_reentrant=True
         )
-        self._leaf_nodes: set[Node] = set()
 
     def __enter__(self) -> None:
-        self._window.__enter__()
+        self.window.__enter__()
 
-    def __exit__(self, *error: object) -> None:
-        self._others.__exit__(*error)
-        self._window.__exit__(*error)  # type: ignore[arg-type]
-
-    @property
-    def updates_parts(self) -> bool:
-        """True if some parameters can be updated before the sums of the others are
-        complete.
-        """
-        return not measures(self._window.options)
-
-    def expect(self, parameters: Iterable[Tensor]) -> None:
-        self._others.expect(parameters)
-
-    def ignore(self, ids: Iterable[int]) -> None:
-        self._others.ignore(ids)
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self.window.__exit__(*error)
 
     def reach(self, tensors: Sequence[Tensor], leaf_nodes: set[Node]) -> list[Tensor]:
-        self._others.ignore(self._window.gathered_ids())
-        return self._others.reach(tensors, leaf_nodes)
+        self.ignore(self.window.gathered_ids())
+        return super().reach(tensors, leaf_nodes)
 
     def add_loss(self, loss: Tensor, weight: float, factor: float) -> None:
         if factor:
             self.reach([loss], self._leaf_nodes)
         self._optimizer.backward(loss, weight=weight)
-        self._others.note()
+        self.note()
         self._optimizer.step()
 
     def add_outputs(
         self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]
     ) -> None:
         """Add gradients whose loss was counted: they have its scale already."""
-        self._window.begin_weightless()
-        self.reach(outputs, self._leaf_nodes)
-        self.backward(outputs, gradients)
+        self.window.begin_weightless()
+        super().add_outputs(outputs, gradients)
         self._optimizer.step()
 
-    def backward(self, tensors: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-        self._others.backward(tensors, gradients)
-
     def require_untouched(self) -> None:
-        self._others.require_untouched()
-        if self._window.has_new_gradient:
+        super().require_untouched()
+        if self.window.has_new_gradient:
             raise touched_error()
 
     def deliver(self) -> None:
-        if not self._others.is_empty:
-            self._others.deliver(self._window.loss_scale())
-
-    def adding(self) -> AbstractContextManager[None]:
-        return self._window.adding()
-
-    def update_part(self, number: int, belongs: Callable[[Tensor], bool]) -> None:
-        self._window.update_part(number, belongs)
-
-    def flush(self) -> None:
-        self._optimizer.flush()
-
-
-Destination = GradientsInGrad | GradientsInWindow
+        if self._earlier_gradients:
+            self._divisor *= self.window.loss_scale()
+            super().deliver()
 
 
 def make_destination(
     optimizer: AccumulatingOptimizer | None, factors: Sequence[float], divisor: float
-) -> Destination:
+) -> GradientsInGrad:
     if optimizer is None:
         return GradientsInGrad(factors, divisor)
     return GradientsInWindow(optimizer, factors, divisor)
+
+
+def parameters_of(modules: Iterable[nn.Module]) -> list[Tensor]:
+    return [p for module in modules for p in module.parameters()]
+
+
+@contextmanager
+def delivering(
+    destination: GradientsInGrad, before: Before, parameters: Iterable[Tensor]
+) -> Iterator[None]:
+    """Collect gradients in the block, also those of `parameters` that no graph shows,
+    and deliver them at its end; an error restores everything.
+    """
+    with before, destination:
+        destination.expect(parameters)
+        yield
+        destination.deliver()
 
 
 def leaves_of_graph(
@@ -366,14 +344,6 @@ def options_of_call(
     """Return the options by which micro-batches are weighed: the optimizer's."""
     if optimizer is None:
         return make_options(None, reduction=reduction or "mean")
-    if not isinstance(optimizer, AccumulatingOptimizer):
-        raise explain(
-            ArgumentTypeError,
-            "optimizer",
-            expected="a wrapped optimizer",
-            found=f"a {type(optimizer).__name__}",
-            fix="Write optimizer=gradaccum.wrap(optimizer, steps=None).",
-        )
     options = optimizer.whole_window().options
     if options.steps is not None:
         raise explain(

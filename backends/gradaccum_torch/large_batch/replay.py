@@ -56,7 +56,7 @@ def random_devices(tensors: Iterable[Tensor]) -> set[torch.device]:
     return devices
 
 
-class NotedBuffer(NamedTuple):
+class BufferCopy(NamedTuple):
     """A buffer of a module, and a copy of its values; None if it is not to be
     restored.
     """
@@ -79,7 +79,7 @@ class Buffers:
 
     def __init__(self, modules: Iterable[nn.Module] = ()) -> None:
         self.modules: dict[int, nn.Module] = {}
-        self._buffers: list[NotedBuffer] = []
+        self._copies: list[BufferCopy] = []
         for module in modules:
             self.note(module)
 
@@ -92,8 +92,8 @@ class Buffers:
                 for name, buffer in buffers_of(child).items():
                     values = None if buffer is None else buffer.detach().clone()
                     number = 0 if buffer is None else version(buffer)
-                    noted = NotedBuffer(child, name, buffer, number, values)
-                    self._buffers.append(noted)
+                    copy = BufferCopy(child, name, buffer, number, values)
+                    self._copies.append(copy)
 
     @contextmanager
     def noting_calls(self) -> Iterator[None]:
@@ -115,16 +115,14 @@ class Buffers:
 
     def free_unwritten(self) -> None:
         """Free the copies of large buffers that nothing wrote into."""
-        for index, noted in enumerate(self._buffers):
-            if (
-                noted.buffer is not None
-                and noted.buffer.numel() > SMALL
-                and version(noted.buffer) == noted.version
-            ):
-                self._buffers[index] = noted._replace(values=None)
+        for index, copy in enumerate(self._copies):
+            if copy.buffer is None or copy.buffer.numel() <= SMALL:
+                continue
+            if version(copy.buffer) == copy.version:
+                self._copies[index] = copy._replace(values=None)
 
     def put_back(self) -> None:
-        for module, name, buffer, _, values in self._buffers:
+        for module, name, buffer, _, values in self._copies:
             if getattr(module, name, None) is not buffer:
                 setattr(module, name, buffer)
             if buffer is not None and values is not None:

@@ -379,21 +379,21 @@ MUTANTS = (
     ),
     Mutant(
         "draw_other_numbers_as_a_layer_runs_again",
-        "            one_pass.random_state.put_back()\n",
+        "            layer_pass.random_state.put_back()\n",
         "",
         OWN + "test_torch_layered.py::test_gradient_has_the_same_bits",
         "dtype0-within",
     ),
     Mutant(
         "move_buffers_as_a_layer_runs_again",
-        "            one_pass.buffers.put_back()\n",
+        "            layer_pass.buffers.put_back()\n",
         "",
         OWN + "test_torch_layered.py::test_buffers_that_two_layers_and_the_loss_share",
     ),
     Mutant(
         "leave_statistics_where_the_second_run_left_them",
-        "            buffers_after.put_back()\n            destination.deliver()\n",
-        "            destination.deliver()\n",
+        "        random_state_after.put_back()\n        buffers_after.put_back()\n",
+        "        random_state_after.put_back()\n",
         OWN + "test_torch_layered.py::test_gradient_has_the_same_bits",
         "dtype0-within",
     ),
@@ -405,8 +405,8 @@ MUTANTS = (
     ),
     Mutant(
         "free_a_layers_gradient_at_the_end",
-        "        if self._destination.updates_parts and is_trained and index:\n",
-        "        if self._destination.updates_parts and is_trained and index > 99:\n",
+        "        if index and is_trained and self._updates_layers:\n",
+        "        if index > 99 and is_trained and self._updates_layers:\n",
         OWN + "test_torch_layered.py::test_one_layer_of_gradients_is_alive",
     ),
     Mutant(
