@@ -9,7 +9,7 @@ activations that one layer returned and the next one takes, and later their grad
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -36,7 +36,6 @@ from gradaccum_torch.large_batch.gradients import (
     delivering,
     make_destination,
     options_of_call,
-    parameters_of,
     require_no_dropping,
 )
 from gradaccum_torch.large_batch.replay import Before, Buffers, RandomState
@@ -143,7 +142,7 @@ def layered_backward(
         1
     """
     require_places(borders, within)
-    functions = list(layers)
+    functions: list[Layer] = list(layers)
     modules = [f for f in (*functions, loss_fn) if isinstance(f, nn.Module)]
     require_plain_layers(layers, modules)
     if micro_batch_size is not None:
@@ -156,7 +155,7 @@ def layered_backward(
     cut = LargeBatch((inputs, targets), axes, weight).cut(division, options)
     factors = [micro_batch.factor for micro_batch in cut.micro_batches]
     destination = make_destination(optimizer, factors, cut.divisor)
-    parameters = parameters_of(modules)
+    parameters = [p for module in modules for p in module.parameters()]
     are_modules = all(isinstance(layer, nn.Module) for layer in functions)
     before = Before(parameters, modules, notes_calls=not are_modules)
     run = LayeredRun(
@@ -171,7 +170,7 @@ def layered_backward(
         return loss_fn(run.forward(inputs), targets)
 
     try:
-        with delivering(destination, before, parameters):
+        with delivering(destination, before):
             loss, auxes = run_micro_batches(loss_of, cut, destination, has_aux)
             weights = [micro_batch.weight for micro_batch in cut.micro_batches]
             aux = merge(auxes, weights, merge_aux)
@@ -339,7 +338,7 @@ class LayeredRun:
         layer = self._layers[index]
         random_state = self._before.random_state()
         buffers = Buffers()
-        noting = nullcontext()
+        noting: AbstractContextManager[None] = nullcontext()
         if self._recomputes and isinstance(layer, nn.Module):
             buffers.note(layer)
         elif self._recomputes:

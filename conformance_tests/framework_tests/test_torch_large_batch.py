@@ -94,27 +94,39 @@ def test_every_leaf_gets_its_gradient() -> None:
     assert unused.weight.grad is None
 
 
+@pytest.mark.parametrize("wrapped", [False, True])
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_recomputed_model(reentrant: bool) -> None:
+def test_recomputed_model(reentrant: bool, wrapped: bool) -> None:
     """The parameters behind a reentrant checkpoint are in no graph that could be
-    walked: `modules` has them. What was in `.grad` is added to once, at the end.
+    walked: a wrapped optimizer knows them. What was in `.grad` is added to once, at the
+    end.
     """
-    model = make_model()
+    model, other = make_model(), make_model()
     _, expected = truth(model, lambda: cross_entropy(model(X), Y))
     checkpoint = functools.partial(
         torch.utils.checkpoint.checkpoint, model, use_reentrant=reentrant
     )
-    held = [torch.ones_like(p) for p in model.parameters()]
-    for p, before in zip(model.parameters(), held, strict=True):
-        p.grad = before
 
     def loss_fn(x: Tensor, y: Tensor) -> Tensor:
         return cross_entropy(checkpoint(x.clone().requires_grad_()), y)
 
+    if wrapped:
+        inner = torch.optim.SGD(model.parameters(), lr=1.0)
+        opt = gradaccum.wrap(inner, steps=None)
+        backward(loss_fn, X, Y, steps=3, optimizer=opt)
+        for p, q in zip(other.parameters(), model.parameters(), strict=True):
+            p.grad = p.detach() - q.detach()
+        assert_close(other, expected, 1e-12)
+        return
+    held = [torch.ones_like(p) for p in model.parameters()]
+    for p, before in zip(model.parameters(), held, strict=True):
+        p.grad = before
     if reentrant:
-        with pytest.raises(gradaccum.UsageError, match=r"modules=\(model,\)"):
+        with pytest.raises(gradaccum.UsageError, match="use_reentrant=False"):
             backward(loss_fn, X, Y, steps=3)
-    backward(loss_fn, X, Y, steps=3, modules=[model] if reentrant else [])
+        expected = [torch.zeros_like(q) for q in expected]
+    else:
+        backward(loss_fn, X, Y, steps=3)
     assert all(a is b for a, b in zip(gradients(model), held, strict=True))
     assert_close(model, [q + 1 for q in expected])
 

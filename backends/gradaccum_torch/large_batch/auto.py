@@ -70,13 +70,9 @@ def run_divided(
             torch.accelerator.empty_cache()
 
 
-def has_nothing_to_share(
-    large: LargeBatch, optimizer: AccumulatingOptimizer | None
-) -> bool:
+def has_nothing_to_share(large: LargeBatch, optimizer: AccumulatingOptimizer) -> bool:
     """True if `large` is empty and other workers would wait for this one."""
-    if large.items or optimizer is None:
-        return False
-    return optimizer.whole_window().process_group is not None
+    return not large.items and optimizer.whole_window().process_group is not None
 
 
 def share_nothing(division: Division, optimizer: AccumulatingOptimizer) -> Tensor:

@@ -34,9 +34,8 @@ from gradaccum_torch.large_batch.gradients import (
     delivering,
     make_destination,
     options_of_call,
-    parameters_of,
 )
-from gradaccum_torch.large_batch.replay import Before, has_workers, require_alone
+from gradaccum_torch.large_batch.replay import Before, has_workers
 from gradaccum_torch.optimizer import AccumulatingOptimizer
 from gradaccum_torch.torch_private.names import untraced_within
 
@@ -96,9 +95,8 @@ def backward(
         optimizer: wrapped with ``steps=None``. The micro-batches are its window, which
             the call closes with one update; if a step pre-hook raises, it stays full.
         modules: their buffers, such as a batch norm's statistics, are restored if
-            something raises; needed for a model behind a reentrant checkpoint. Default:
-            none; with an automatic size all modules that are called, if they are not
-            compiled.
+            something raises. Default: none; with an automatic size all modules that are
+            called, if they are not compiled.
 
     Returns:
         The loss, detached, shape ``()``, in the dtype of `loss_fn`'s; or
@@ -123,7 +121,7 @@ def backward(
     division = kit.make_division(steps, micro_batch_size)
     options = options_of_call(optimizer, reduction)
     large = LargeBatch(batch, axes, weight)
-    if has_nothing_to_share(large, optimizer):
+    if optimizer is not None and has_nothing_to_share(large, optimizer):
         loss = share_nothing(division, optimizer)
         return (loss, None) if has_aux else loss
     is_automatic = isinstance(division.micro_batch_size, AutoMicroBatchSize)
@@ -134,16 +132,11 @@ def backward(
         cut = large.cut(division, options)
         factors = [micro_batch.factor for micro_batch in cut.micro_batches]
         destination = make_destination(optimizer, factors, cut.divisor)
-        before = Before(large.tensors, modules, notes_calls=notes_calls)
-
-        def checked_loss_fn(*arguments: Any) -> Any:
-            returned = loss_fn(*arguments)
-            if is_alone:
-                require_alone(before.buffers.modules.values())
-            return returned
-
-        with delivering(destination, before, parameters_of(modules)):
-            loss, auxes = run_micro_batches(checked_loss_fn, cut, destination, has_aux)
+        before = Before(
+            large.tensors, modules, notes_calls=notes_calls, is_alone=is_alone
+        )
+        with delivering(destination, before):
+            loss, auxes = run_micro_batches(loss_fn, cut, destination, has_aux)
             weights = [micro_batch.weight for micro_batch in cut.micro_batches]
             aux = merge(auxes, weights, merge_aux)
             agree()

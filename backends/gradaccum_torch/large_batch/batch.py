@@ -62,7 +62,7 @@ class LargeBatch:
             if axis is not None
         ]
         self.items = kit.require_one_size(sizes, kit.lists_of_one_kind(batch, axes))
-        self.weight = weight
+        self.weight: Any = weight
         if isinstance(weight, Tensor):
             self.weight = weight.tolist()  # One transfer from the device.
         if weight is not None and not callable(weight):
@@ -79,13 +79,12 @@ class LargeBatch:
         ]
         state: kit.Fields = kit.initial_state()
         micro_batches = []
-        for given, weight in zip(
-            arguments, self._weights(cuts, arguments), strict=True
-        ):
+        weights = self._weights(cuts, arguments)
+        for inputs, weight in zip(arguments, weights, strict=True):
             factor = 0.0
             if kit.usable(state, weight, True):
                 factor = float(kit.contribution(weight, options))
-            micro_batches.append(MicroBatch(given, weight, factor))
+            micro_batches.append(MicroBatch(inputs, weight, factor))
             state = kit.accumulate(state, weight, True, kit.select)
         return CutBatch(micro_batches, float(kit.divisor(state, options, kit.select)))
 
@@ -106,7 +105,7 @@ def axis_of(leaf: kit.Leaf, axis: object) -> int | None:
     value: Any = leaf.value
     if axis is None or isinstance(value, PLAIN):
         return None
-    if not isinstance(axis, int) or isinstance(axis, bool):
+    if not isinstance(axis, int):
         raise kit.explain(
             ArgumentTypeError,
             "axes",

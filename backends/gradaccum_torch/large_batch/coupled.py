@@ -42,7 +42,6 @@ from gradaccum_torch.large_batch.gradients import (
     delivering,
     make_destination,
     options_of_call,
-    parameters_of,
     require_no_dropping,
     touched_error,
 )
@@ -50,7 +49,6 @@ from gradaccum_torch.large_batch.replay import (
     Before,
     Buffers,
     has_workers,
-    require_alone,
 )
 from gradaccum_torch.optimizer import AccumulatingOptimizer
 from gradaccum_torch.torch_private.names import untraced_within
@@ -112,18 +110,18 @@ def coupled_backward(
     require_no_dropping(options)
     large = LargeBatch(batch, axes, None)
     is_alone = optimizer is None and has_workers()
-    if has_nothing_to_share(large, optimizer):
+    if optimizer is not None and has_nothing_to_share(large, optimizer):
         return share_nothing(division, optimizer)
 
     def run(division: Division, agree: Callable[[], None]) -> Tensor:
         cut = large.cut(division, options)
         arguments = [micro_batch.arguments for micro_batch in cut.micro_batches]
         destination = make_destination(optimizer, [1.0], 1.0)
-        before = Before(large.tensors, modules, notes_calls=not modules)
-        with delivering(destination, before, parameters_of(modules)):
-            loss = run_twice(
-                outputs_fn, loss_fn, arguments, destination, before, is_alone
-            )
+        before = Before(
+            large.tensors, modules, notes_calls=not modules, is_alone=is_alone
+        )
+        with delivering(destination, before):
+            loss = run_twice(outputs_fn, loss_fn, arguments, destination, before)
             agree()
         if optimizer is not None:
             optimizer.flush()
@@ -138,7 +136,6 @@ def run_twice(
     arguments: Sequence[tuple[Any, ...]],
     destination: GradientsInGrad,
     before: Before,
-    is_alone: bool,
 ) -> Tensor:
     random_states = []
     nests = []
@@ -151,8 +148,6 @@ def run_twice(
     torch.clear_autocast_cache()
     outputs = Outputs(nests)
     loss = require_scalar(loss_fn(outputs.nest))
-    if is_alone:
-        require_alone(before.buffers.modules.values())
     destination.require_untouched()
     outputs.require_untouched()
     random_state_after = before.random_state()
@@ -244,5 +239,5 @@ def differs(first: Tensor, second: Tensor) -> Tensor:
     tolerance = math.sqrt(torch.finfo(first.dtype).eps)
     wide_dtype = torch.promote_types(first.dtype, torch.float32)
     first = first.to(wide_dtype)
-    distance = torch.linalg.vector_norm(second.to(wide_dtype) - first)
+    distance: Tensor = torch.linalg.vector_norm(second.to(wide_dtype) - first)
     return distance > tolerance * torch.linalg.vector_norm(first)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from gradaccum import ArgumentValueError, UsageError
@@ -50,7 +50,6 @@ class GradientsInGrad:
         factors: of the losses.
         divisor: of their sum.
         ignored_ids: the ids of leaves whose gradients are collected elsewhere.
-        accepts_reentrant: take a loss with a reentrant checkpoint.
     """
 
     window: WholeWindow | None = None
@@ -60,15 +59,12 @@ class GradientsInGrad:
         factors: Sequence[float],
         divisor: float,
         ignored_ids: Iterable[int] = (),
-        *,
-        accepts_reentrant: bool = False,
     ) -> None:
         self._largest_factor = max(factors)
         self._divisor = divisor
         self._applied_divisor: float | None = None
         """The divisor that the gradients of losses have already."""
         self._known_ids = set(ignored_ids)
-        self._accepts_reentrant = accepts_reentrant
         self._leaf_nodes: set[Node] = set()
         """Autograd makes the node of a leaf anew if nobody holds it."""
         self._earlier_gradients: dict[Tensor, Tensor | None] = {}
@@ -87,13 +83,6 @@ class GradientsInGrad:
             for leaf, gradient in self._earlier_gradients.items():
                 leaf.grad = gradient
 
-    def expect(self, parameters: Iterable[Tensor]) -> None:
-        """Collect the gradients of `parameters`, even if no graph shows them."""
-        for parameter in parameters:
-            self._accepts_reentrant = True
-            if parameter.requires_grad and not is_watched(parameter):
-                self.take([parameter])
-
     def ignore(self, ids: Iterable[int]) -> None:
         self._known_ids.update(ids)
 
@@ -101,7 +90,7 @@ class GradientsInGrad:
         """Collect the gradients of the leaves of `tensors`' graph, and return those
         whose nodes are new in `leaf_nodes`.
         """
-        leaves = leaves_of_graph(tensors, leaf_nodes, self._accepts_reentrant)
+        leaves = leaves_of_graph(tensors, leaf_nodes, is_complete=self.window is None)
         self.take(leaves)
         return leaves
 
@@ -209,9 +198,7 @@ class GradientsInWindow(GradientsInGrad):
     ) -> None:
         self._optimizer = optimizer
         self.window = optimizer.whole_window()
-        super().__init__(
-            factors, divisor, self.window.parameter_ids, accepts_reentrant=True
-        )
+        super().__init__(factors, divisor, self.window.parameter_ids)
 
     def __enter__(self) -> None:
         self.window.__enter__()
@@ -258,28 +245,22 @@ def make_destination(
     return GradientsInWindow(optimizer, factors, divisor)
 
 
-def parameters_of(modules: Iterable[nn.Module]) -> list[Tensor]:
-    return [p for module in modules for p in module.parameters()]
-
-
 @contextmanager
-def delivering(
-    destination: GradientsInGrad, before: Before, parameters: Iterable[Tensor]
-) -> Iterator[None]:
-    """Collect gradients in the block, also those of `parameters` that no graph shows,
-    and deliver them at its end; an error restores everything.
-    """
+def delivering(destination: GradientsInGrad, before: Before) -> Iterator[None]:
+    """Deliver the gradients at the end of the block; an error restores everything."""
     with before, destination:
-        destination.expect(parameters)
         yield
         destination.deliver()
 
 
 def leaves_of_graph(
-    tensors: Iterable[Tensor], leaf_nodes: set[Node], accepts_reentrant: bool
+    tensors: Iterable[Tensor], leaf_nodes: set[Node], *, is_complete: bool
 ) -> list[Tensor]:
     """Return the leaves that a backward pass through `tensors` reaches, except those of
     `leaf_nodes`; add the nodes of new leaves to these.
+
+    Raises:
+        UsageError: the graph does not show all leaves, though it is to be complete.
     """
     leaves = []
     waiting: list[Node] = []
@@ -294,7 +275,7 @@ def leaves_of_graph(
         if name == LEAF_NODE:
             leaf_nodes.add(node)
             leaves.append(node.variable)
-        elif name == REENTRANT_NODE and not accepts_reentrant:
+        elif name == REENTRANT_NODE and is_complete:
             raise reentrant_error()
         for inner_node, _ in node.next_functions:
             if inner_node is not None and inner_node not in seen:
@@ -330,11 +311,11 @@ def touched_error() -> UsageError:
 def reentrant_error() -> UsageError:
     return explain(
         UsageError,
-        "modules",
-        expected="the modules behind a reentrant checkpoint, whose parameters no graph"
-        " shows",
-        found="none",
-        fix="Write use_reentrant=False in the checkpoint, or modules=(model,).",
+        "loss_fn",
+        expected="a graph that shows all parameters",
+        found="a reentrant checkpoint, which hides some",
+        fix="Write use_reentrant=False in torch.utils.checkpoint, or optimizer= a"
+        " wrapped optimizer.",
     )
 
 
