@@ -96,7 +96,7 @@ def backward(
             the call closes with one update; if a step pre-hook raises, it stays full.
         modules: their buffers, such as a batch norm's statistics, are restored if
             something raises. Default: none; with an automatic size all modules that are
-            called, if they are not compiled.
+            called, and compiled code is refused, as it may hide them.
 
     Returns:
         The loss, detached, shape ``()``, in the dtype of `loss_fn`'s; or

@@ -85,7 +85,7 @@ def coupled_backward(
         optimizer: as there. A loss scale multiplies the gradients of the outputs and of
             the loss's own parameters.
         modules: the modules whose buffers are restored, in place of those that are
-            called. Write modules=(model,) for a compiled model.
+            called. Compiled code needs them, as it may hide the modules that it calls.
 
     Returns:
         The loss, detached, shape ``()``.

@@ -38,6 +38,7 @@ Mark: TypeAlias = tuple[int, int] | None
 LEAF_NODE = "torch::autograd::AccumulateGrad"
 REENTRANT_NODE = "CheckpointFunctionBackward"
 """The node of a reentrant checkpoint, whose graph appears in its backward pass only."""
+COMPILED_NODE = "CompiledFunctionBackward"
 
 
 class GradientsInGrad:
@@ -53,6 +54,8 @@ class GradientsInGrad:
     """
 
     window: WholeWindow | None = None
+    refuses_compiled = False
+    """Modules are noted as they are called, which compiled code may not show."""
 
     def __init__(
         self,
@@ -90,7 +93,12 @@ class GradientsInGrad:
         """Collect the gradients of the leaves of `tensors`' graph, and return those
         whose nodes are new in `leaf_nodes`.
         """
-        leaves = leaves_of_graph(tensors, leaf_nodes, is_complete=self.window is None)
+        refused_nodes = set()
+        if self.window is None:
+            refused_nodes.add(REENTRANT_NODE)
+        if self.refuses_compiled:
+            refused_nodes.add(COMPILED_NODE)
+        leaves = leaves_of_graph(tensors, leaf_nodes, refused_nodes)
         self.take(leaves)
         return leaves
 
@@ -171,13 +179,12 @@ class GradientsInGrad:
         leaf.grad = None
 
     def _present_marks(self) -> list[Mark]:
-        marks = list[Mark]()
-        for leaf in self._earlier_gradients:
-            gradient = self._wide_sums.get(leaf, leaf.grad)
-            marks.append(
-                None if gradient is None else (id(gradient), version(gradient))
-            )
-        return marks
+        gradients = [p.grad for p in self._earlier_gradients]
+        if self._wide_sums:
+            gradients = [
+                self._wide_sums.get(p, p.grad) for p in self._earlier_gradients
+            ]
+        return [None if g is None else (id(g), version(g)) for g in gradients]
 
 
 untraced(GradientsInGrad._move_into_sum)
@@ -248,19 +255,20 @@ def make_destination(
 @contextmanager
 def delivering(destination: GradientsInGrad, before: Before) -> Iterator[None]:
     """Deliver the gradients at the end of the block; an error restores everything."""
+    destination.refuses_compiled = before.notes_calls
     with before, destination:
         yield
         destination.deliver()
 
 
 def leaves_of_graph(
-    tensors: Iterable[Tensor], leaf_nodes: set[Node], *, is_complete: bool
+    tensors: Iterable[Tensor], leaf_nodes: set[Node], refused_nodes: set[str]
 ) -> list[Tensor]:
     """Return the leaves that a backward pass through `tensors` reaches, except those of
     `leaf_nodes`; add the nodes of new leaves to these.
 
     Raises:
-        UsageError: the graph does not show all leaves, though it is to be complete.
+        UsageError: the graph has one of `refused_nodes`.
     """
     leaves = []
     waiting: list[Node] = []
@@ -275,8 +283,8 @@ def leaves_of_graph(
         if name == LEAF_NODE:
             leaf_nodes.add(node)
             leaves.append(node.variable)
-        elif name == REENTRANT_NODE and is_complete:
-            raise reentrant_error()
+        elif name in refused_nodes:
+            raise hidden_error(name)
         for inner_node, _ in node.next_functions:
             if inner_node is not None and inner_node not in seen:
                 seen.add(inner_node)
@@ -308,14 +316,18 @@ def touched_error() -> UsageError:
     )
 
 
-def reentrant_error() -> UsageError:
+def hidden_error(node_name: str) -> UsageError:
+    found = "a reentrant checkpoint, which hides parameters"
+    fix = "Write use_reentrant=False, or optimizer= a wrapped optimizer."
+    if node_name == COMPILED_NODE:
+        found = "compiled code, which hides the buffers of modules"
+        fix = "Write modules=(model,): the buffers of these are restored."
     return explain(
         UsageError,
         "loss_fn",
-        expected="a graph that shows all parameters",
-        found="a reentrant checkpoint, which hides some",
-        fix="Write use_reentrant=False in torch.utils.checkpoint, or optimizer= a"
-        " wrapped optimizer.",
+        expected="a function that shows what it uses",
+        found=found,
+        fix=fix,
     )
 
 

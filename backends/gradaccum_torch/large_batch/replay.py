@@ -19,7 +19,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradaccum import UsageError
 from gradaccum.kit import explain
-from gradaccum_torch.torch_private.names import buffers_of, is_sharded, version
+from gradaccum_torch.torch_private.names import (
+    buffers_of,
+    is_sharded,
+    untraced,
+    version,
+)
 
 
 class RandomState:
@@ -103,16 +108,16 @@ class Buffers:
 
     @contextmanager
     def noting_calls(self) -> Iterator[None]:
-        """Note each module before its first call.
-
-        In compiled code a module is noted with the compiled module that it is in.
+        """Note each module before its first call; compiled code may call modules
+        without hooks.
         """
         thread = threading.get_ident()
 
         def note(module: nn.Module, _: object) -> None:
-            if not torch.compiler.is_compiling() and threading.get_ident() == thread:
+            if threading.get_ident() == thread:
                 self.note(module)
 
+        untraced(note)
         hook = register_module_forward_pre_hook(note)
         try:
             yield
@@ -160,6 +165,7 @@ class Before:
         self._devices = random_devices(tensors)
         self._random_state = self.random_state()
         self.buffers = Buffers(modules, is_alone=is_alone)
+        self.notes_calls = notes_calls
         self._noting = self.buffers.noting_calls() if notes_calls else nullcontext()
 
     def __enter__(self) -> Before:
