@@ -8,10 +8,10 @@ activations that one layer returned and the next one takes, and later their grad
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
-from typing import Any, Literal, NamedTuple, get_args
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,35 +19,37 @@ from torch import Tensor, nn
 from gradaccum import (
     ArgumentTypeError,
     ArgumentValueError,
-    AutoMicroBatchSize,
     UsageError,
     kit,
 )
-from gradaccum.kit import Division, explain
-from gradaccum_torch.large_batch import batch, gradients
-from gradaccum_torch.large_batch.replay import (
-    Before,
-    RandomState,
-    reached_by,
-    trained_by,
+from gradaccum.errors import require_int
+from gradaccum.kit import explain, measures
+from gradaccum_torch.large_batch.backward import run_micro_batches
+from gradaccum_torch.large_batch.batch import (
+    LargeBatch,
+    MergeAux,
+    Weight,
+    merge,
 )
-from gradaccum_torch.large_batch.surroundings import Surroundings
+from gradaccum_torch.large_batch.gradients import (
+    GradientsInGrad,
+    delivering,
+    make_destination,
+    options_of_call,
+    require_no_dropping,
+)
+from gradaccum_torch.large_batch.replay import Before, Buffers, RandomState
 from gradaccum_torch.optimizer import AccumulatingOptimizer
 from gradaccum_torch.torch_private.names import (
     Node,
-    buffers_of,
+    is_sharded,
     untraced_within,
     version,
 )
-from gradaccum_torch.workers.deferred import LayerShards
+from gradaccum_torch.update import hooks_of
 
-Layer = Callable[..., Any]
-Borders = Literal["keep", "recompute", "host"]
-Within = Literal["recompute", "keep"]
-
-_HOLE = object()
-"""In place of a leaf; None would make a list of leaves one leaf."""
-_UPDATED = (
+Layer = Callable[[Any], Any]
+UPDATED = (
     "gradaccum: the updates of {names} were made before this error, the last one"
     " perhaps in part, and cannot be undone; the other layers have none. Load the last"
     " checkpoint of the model and of the optimizer."
@@ -56,7 +58,7 @@ _UPDATED = (
 
 @untraced_within
 def layered_backward(
-    layers: nn.Sequential | Sequence[Layer],
+    layers: Sequence[Layer] | nn.Sequential,
     loss_fn: Callable[[Any, Any], Any],
     inputs: Any,
     targets: Any,
@@ -64,12 +66,13 @@ def layered_backward(
     steps: int | None = None,
     micro_batch_size: int | None = None,
     reduction: str | None = None,
-    weight: batch.Weight = None,
+    weight: Weight = None,
     axes: kit.Nest = 0,
-    aux: kit.Nest = None,
+    has_aux: bool = False,
+    merge_aux: MergeAux = None,
     optimizer: AccumulatingOptimizer | None = None,
-    borders: Borders = "keep",
-    within: Within = "recompute",
+    borders: Literal["keep", "host"] = "keep",
+    within: Literal["recompute", "keep"] = "recompute",
 ) -> Any:
     """Add the large batch's gradient to ``.grad``, or make its update, one layer at a
     time, and return its loss.
@@ -93,24 +96,25 @@ def layered_backward(
 
     Args:
         layers: an `nn.Sequential`, whose own forward hooks do not run, or a sequence of
-            callables of one argument, any nest, which the one before has returned.
-        loss_fn: ``loss_fn(outputs, targets)`` returns a scalar loss, shape ``()``, or
-            ``(loss, aux)`` if `aux` is given.
+            functions and modules of one argument, any nest, which the layer before has
+            returned. Layers of FSDP2 are refused.
+        loss_fn: ``loss_fn(outputs, targets)`` returns a loss, a tensor of shape ``()``,
+            or ``(loss, aux)`` if `has_aux`.
         inputs: the first layer's argument for the large batch, any nest, cut as by
             `gradaccum_torch.backward`.
         targets: the second argument of `loss_fn` for it, any nest.
         steps: at most so many micro-batches, of ceil(items / steps) items.
         micro_batch_size: the items of a micro-batch, in place of `steps`.
         reduction: as for `gradaccum_torch.backward`.
-        weight: a callable, ``weight(inputs, targets)``, or one number per item, shape
+        weight: a function, ``weight(inputs, targets)``, or one number per item, shape
             ``(items,)``.
         axes: the batch axis of each leaf, a prefix nest of ``(inputs, targets)``; None
             for what is passed whole.
-        aux: as for `gradaccum_torch.backward`.
+        has_aux: as for `gradaccum_torch.backward`.
+        merge_aux: as there.
         optimizer: wrapped with ``steps=None``; the call is its window, and closes it.
-        borders: the activations between layers: ``"keep"`` them, move them to the
-            ``"host"``, or ``"recompute"`` all but those of every n-th layer, n about
-            the square root of the number of layers.
+        borders: ``"keep"`` the activations between layers, or move them to the
+            ``"host"``.
         within: the activations inside of a layer: ``"recompute"`` them from its border,
             or ``"keep"`` those of the large batch, without a second forward pass.
 
@@ -137,115 +141,122 @@ def layered_backward(
         >>> optimizer.result.optimizer_step
         1
     """
-    functions = _require_layers(layers)
-    require_activations(borders, within)
-    batch.require_function("loss_fn", loss_fn)
-    merged = None if aux is None else batch.Merged(aux)
+    require_places(borders, within)
+    functions: list[Layer] = list(layers)
+    modules = [f for f in (*functions, loss_fn) if isinstance(f, nn.Module)]
+    require_plain_layers(layers, modules)
+    if micro_batch_size is not None:
+        # After an update of a layer no smaller size could be tried.
+        require_int("micro_batch_size", micro_batch_size, at_least=1)
     division = kit.make_division(steps, micro_batch_size)
-    require_fixed_size(division)
-    reached = reached_by(*functions, loss_fn)
-    if optimizer is None:
-        batch.require_alone(reached.modules)
-    else:
-        gradients.require_layered_optimizer(optimizer, reduction)
-    own = "mean" if optimizer is None else optimizer.whole_window().options.reduction
-    options = kit.make_options(None, reduction=own if reduction is None else reduction)
-    large = batch.LargeBatch((inputs, targets), axes, weight, None)
-    micro_batches = large.micro_batches(division)
-    shares = batch.shares_of([each.weight for each in micro_batches], options)
-    collector: gradients.Collector = (
-        gradients.LossesInGrad(shares)
-        if optimizer is None
-        else gradients.LossesInWindow(optimizer, shares)
+    options = options_of_call(optimizer, reduction)
+    if optimizer is not None:
+        require_layered_optimizer(optimizer)
+    cut = LargeBatch((inputs, targets), axes, weight).cut(division, options)
+    factors = [micro_batch.factor for micro_batch in cut.micro_batches]
+    destination = make_destination(optimizer, factors, cut.divisor)
+    parameters = [p for module in modules for p in module.parameters()]
+    are_modules = all(isinstance(layer, nn.Module) for layer in functions)
+    before = Before(parameters, modules, notes_calls=not are_modules)
+    run = LayeredRun(
+        functions,
+        destination,
+        before,
+        is_on_host=borders == "host",
+        recomputes=within != "keep",
     )
-    run = _Run(functions, loss_fn, collector, borders, recomputes=within == "recompute")
+
+    def loss_of(inputs: Any, targets: Any) -> Any:
+        return loss_fn(run.forward(inputs), targets)
+
     try:
-        with gradients.delivering(collector, reached, large.devices()) as before:
-            returned = batch.large_batch_loss(
-                run.losses(before, micro_batches, shares, merged), shares
-            )
-            collector.close()
+        with delivering(destination, before):
+            loss, auxes = run_micro_batches(loss_of, cut, destination, has_aux)
+            weights = [micro_batch.weight for micro_batch in cut.micro_batches]
+            aux = merge(auxes, weights, merge_aux)
+            run.backward(factors)
+        if optimizer is not None:
+            optimizer.flush()
     except BaseException as error:
-        if run.updated and optimizer is not None and not optimizer.result.applied:
-            error.add_note(_UPDATED.format(names=", ".join(run.updated)))
+        if run.updated_names and optimizer is not None and not optimizer.result.applied:
+            error.add_note(UPDATED.format(names=", ".join(run.updated_names)))
         raise
-    return returned if merged is None else (returned, merged.result())
+    return (loss, aux) if has_aux else loss
 
 
-class _Layer:
-    def __init__(self, index: int, function: Layer, name: str) -> None:
-        self.index = index
-        self.function = function
-        self.name = name
-        reached = reached_by(function)
-        self.modules = reached.modules
-        self.is_trained = bool(trained_by(reached))
-        stateful = [module for module in reached.modules if buffers_of(module)]
-        self.stateful = (
-            stateful if stateful or not isinstance(function, nn.Module) else None
-        )
-        """The modules whose buffers a second run must find as the first one did, and
-        others that a function calls; None: there are none.
-        """
-        self.passes = list[_Pass]()
-        self.nodes = set[Node]()
-
-
-class _Border:
+class Border:
     """The activations of one micro-batch between two layers; later their gradients."""
 
-    def __init__(self, nest: Any, name: str) -> None:
-        values: list[Any] = [leaf.value for leaf in kit.leaves_of(nest, name)]
-        self._nest = kit.with_leaves(nest, iter([_HOLE] * len(values)))
-        self._places = [
-            place
-            for place, value in enumerate(values)
-            if isinstance(value, Tensor) and value.requires_grad
-        ]
-        self.roots: list[Tensor] = [values[place] for place in self._places]
-        """The activations with the graph that made them, for as long as the graph is
-        kept.
-        """
-        self.gradients: list[Tensor | None] = [None] * len(self._places)
-        """By root; None where the next layer did not use it."""
-        self.values = list[Any]()
-        self._noted = list[int]()
-        self.hold(
-            [value.detach() if isinstance(value, Tensor) else value for value in values]
+    def __init__(self, nest: Any) -> None:
+        tensors = tensors_of(nest)
+        self.roots = [tensor for tensor in tensors if tensor.requires_grad]
+        """The activations with the graph that made them, as long as it is kept."""
+        self.gradients: list[Tensor | None] = [None] * len(self.roots)
+        """None where the next layer did not use a root."""
+        self._devices = [tensor.device for tensor in tensors]
+        self._requires_grad = [tensor.requires_grad for tensor in tensors]
+        self.nest: Any = None
+        self._versions: list[int] = []
+        self._keep(kit.mapped(without_graph, nest))
+
+    def _keep(self, nest: Any) -> None:
+        self.nest = nest
+        self._versions = [version(tensor) for tensor in tensors_of(nest)]
+
+    def move_to_host(self) -> None:
+        self._keep(
+            kit.mapped(lambda v: v.cpu() if isinstance(v, Tensor) else v, self.nest)
         )
-        self._devices = [
-            value.device if isinstance(value, Tensor) else None for value in values
-        ]
 
-    def hold(self, values: list[Any]) -> None:
-        """Take the leaves without a graph; `values` is empty while they are to be
-        recomputed.
+    def free(self) -> None:
+        self.nest = None
+        self.roots = []
+        self.gradients = []
+
+    def enter(self, anchor: Tensor) -> Any:
+        """Return the activations as the begin of a graph whose backward pass leaves
+        their gradients in `gradients`.
         """
-        self.values[:], self._noted[:] = values, _versions(values)
+        tensors = []
+        number = 0
+        for tensor, device, requires_grad in zip(
+            tensors_of(self.nest), self._devices, self._requires_grad, strict=True
+        ):
+            tensor = tensor.to(device)
+            if requires_grad:
+                tensor = Enter.apply(anchor, self.gradients, number, tensor)  # type: ignore[no-untyped-call]
+                number += 1
+            tensors.append(tensor)
+        new_tensors = iter(tensors)
+        return kit.mapped(
+            lambda v: next(new_tensors) if isinstance(v, Tensor) else v, self.nest
+        )
 
-    def entered(self, anchor: Tensor) -> Any:
-        values = [
-            value if place is None else value.to(place)
-            for value, place in zip(self.values, self._devices, strict=True)
-        ]
-        for number, place in enumerate(self._places):
-            values[place] = _Enter.apply(anchor, self.gradients, number, values[place])  # type: ignore[no-untyped-call]
-        return kit.with_leaves(self._nest, iter(values))
-
-    def require_unwritten(self, layer: _Layer) -> None:
-        if _versions(self.values) != self._noted:
-            raise written_input_error(layer.name)
-
-
-def _versions(values: list[Any]) -> list[int]:
-    return [
-        version(value)
-        for value in values
-        if isinstance(value, Tensor) and not value.is_inference()
-    ]
+    def require_unwritten(self, layer_name: str) -> None:
+        versions = [version(tensor) for tensor in tensors_of(self.nest)]
+        if versions != self._versions:
+            raise explain(
+                UsageError,
+                layer_name,
+                expected="an input that stays as it is",
+                found="one that something wrote into",
+                fix="Give its first operation inplace=False, or join it with the layer"
+                " before: nn.Sequential(nn.Conv2d(...), nn.ReLU(inplace=True)). If"
+                " another layer or loss_fn writes into the same memory, as into a"
+                " buffer that a layer returned, return a clone().",
+            )
 
 
-class _Enter(torch.autograd.Function):
+def without_graph(leaf: object) -> object:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
+
+
+def tensors_of(nest: Any) -> list[Tensor]:
+    values = [leaf.value for leaf in kit.leaves_of(nest)]
+    return [value for value in values if isinstance(value, Tensor)]
+
+
+class Enter(torch.autograd.Function):
     """The begin of a layer's graph, whose backward pass leaves the gradient in a list:
     no leaf keeps the activations.
     """
@@ -264,344 +275,200 @@ class _Enter(torch.autograd.Function):
         return None, None, None, None
 
 
-class _Pass(NamedTuple):
-    taken: _Border
-    returned: _Border
-    random: RandomState | None
-    """The random state before it; None if it drew no numbers."""
-    surroundings: Surroundings | None
+class Pass(NamedTuple):
+    """One micro-batch in one layer."""
+
+    inputs: Border
+    outputs: Border
+    random_state: RandomState
+    buffers: Buffers
+    """The random state and the buffers before it."""
 
 
-class _Run:
+class LayeredRun:
+    """The passes of one call.
+
+    One micro-batch follows the other in the forward passes, so that all draw the random
+    numbers, and find the buffers, that they do without layers.
+    """
+
     def __init__(
         self,
-        functions: list[Layer],
-        loss_fn: Layer,
-        collector: gradients.Collector,
-        borders: Borders,
+        layers: list[Layer],
+        destination: GradientsInGrad,
+        before: Before,
         *,
+        is_on_host: bool,
         recomputes: bool,
     ) -> None:
-        self._layers = [
-            _Layer(index, function, f"layers[{index}]")
-            for index, function in enumerate(functions)
-        ]
-        self._loss = _Layer(len(functions), loss_fn, "loss_fn")
-        self._collector = collector
-        self.updated: list[str] = []
-        self._on_host = borders == "host"
+        self._layers = layers
+        self._names = [f"layers[{index}]" for index in range(len(layers))]
+        self._destination = destination
+        self._window: Any = destination.window
+        self._updates_layers = False
+        """Nothing needs a norm of the whole window."""
+        if destination.window is not None:
+            self._updates_layers = not measures(destination.window.options)
+        self._before = before
+        self._is_on_host = is_on_host
         self._recomputes = recomputes
-        self._every = (
-            math.ceil(math.sqrt(len(functions))) if borders == "recompute" else 1
-        )
-        """The borders before each layer of that multiple are kept."""
         self._anchor = torch.empty(0, requires_grad=True)
-        collector.pass_by([id(self._anchor)])
-        self._inputs: list[_Border] = []
-        self._shards = LayerShards(
-            [layer.modules for layer in (*self._layers, self._loss)]
-        )
-        self._first = dict(self._shards.first)
+        destination.ignore([id(self._anchor)])
+        self._inputs: list[Border] = []
+        self._passes: list[list[Pass]] = [[] for _ in layers]
+        self._leaf_nodes: list[set[Node]] = [set() for _ in layers]
+        self._first_layers: dict[int, int] = {}
         """The first layer that uses a leaf, by the leaf's id: there its sum is
         complete.
         """
-        self._random = RandomState()
-        """As it is before the next pass."""
-        stateful = [
-            id(module)
-            for layer in (*self._layers, self._loss)
-            for module in layer.stateful or ()
-        ]
-        self._shares_buffers = len(set(stateful)) < len(stateful)
+        self.updated_names: list[str] = []
 
-    def losses(
-        self,
-        before: Before,
-        micro_batches: Sequence[batch.MicroBatch],
-        shares: batch.Shares,
-        merged: batch.Merged | None,
-    ) -> list[Tensor]:
-        self._random = before.random_state()
-        with self._shards:
-            forwards = self._run_forwards([each.arguments[0] for each in micro_batches])
-            borders = list(forwards) if self._shards else forwards
-            with self._shards.gathered(self._loss.index):
-                losses = [
-                    self._loss_of(*each, merged)
-                    for each in zip(
-                        borders, micro_batches, shares.contributions, strict=True
-                    )
-                ]
-            with self._collector.adding():
-                self._run_backwards()
-            self._random.put_back()
-        return losses
+    def forward(self, inputs: Any) -> Any:
+        """Take a micro-batch through all layers; return the loss function's input."""
+        border = Border(inputs)
+        self._inputs.append(border)
+        self._reach(0, border.roots)
+        for index in range(len(self._layers)):
+            border = self._forward_layer(index, border)
+        outputs = border.enter(self._anchor)
+        border.nest = None
+        return outputs
 
-    def _run_forwards(self, inputs: Sequence[Any]) -> Iterator[_Border]:
-        """Yield each micro-batch's last border.
-
-        One micro-batch follows the other where the first one draws random numbers or
-        two layers have one buffer, so that all draw and find what they do without
-        layers. Otherwise, and where layers are gathered, one layer follows the other.
-        """
-        self._inputs.extend(_Border(each, "inputs") for each in inputs)
-        self._reach(
-            self._layers[0], [root for border in self._inputs for root in border.roots]
-        )
-        waiting = list(self._inputs)
-        random = self._random
-        while (
-            waiting
-            and not self._shards
-            and (
-                self._shares_buffers
-                or len(waiting) == len(inputs)
-                or self._random is not random
-            )
-        ):
-            border = waiting.pop(0)
-            for layer in self._layers:
-                border = self._pass(layer, border)
-            yield border
-        for layer in self._layers:
-            with self._shards.gathered(layer.index):
-                waiting = [self._pass(layer, border) for border in waiting]
-        yield from waiting
-
-    def _note_random(self) -> RandomState | None:
-        """Return the random state before what ran since the last call; None if that
-        drew no numbers.
-        """
-        before = self._random
-        self._random = before.again() if before.moved() else before
-        return None if self._random is before else before
-
-    def _run_backwards(self) -> None:
-        self._end(self._loss)
-        while self._layers:
-            layer = self._layers.pop()
-            if layer.passes and not layer.passes[0].taken.values:
-                self._recompute_borders(layer.index)
-            with self._shards.gathered(layer.index):
-                for each in layer.passes:
-                    self._back(layer, each)
-                self._end(layer)
-        for border in self._inputs:
-            self._differentiate(border, border.roots)
-
-    def _end(self, layer: _Layer) -> None:
-        self._shards.reduce(layer.index)
-        if self._collector.by_parts and layer.is_trained and layer.index:
-            self.updated.append(layer.name)
-            self._collector.part(
-                layer.index,
-                lambda parameter: self._first.get(id(parameter), 0) >= layer.index,
-            )
-
-    def _loss_of(
-        self,
-        border: _Border,
-        micro_batch: batch.MicroBatch,
-        contribution: float,
-        merged: batch.Merged | None,
-    ) -> Tensor:
-        entered = micro_batch._replace(
-            arguments=(border.entered(self._anchor), micro_batch.arguments[1])
-        )
-        loss, aux = batch.evaluated(
-            self._loss.function, entered, has_aux=merged is not None
-        )
-        self._note_random()
-        self._collector.require_untouched()
-        if merged is not None:
-            merged.add(aux, micro_batch)
-        self._reach(self._loss, [loss] if loss.requires_grad else [])
-        self._collector.add(loss, micro_batch.weight, contribution)
-        border.values.clear()
-        if not contribution:
-            border.gradients[:] = [None] * len(border.gradients)
-        return loss.detach().clone()
-
-    def _pass(self, layer: _Layer, taken: _Border) -> _Border:
-        if self._recomputes and layer.stateful is not None:
-            surroundings = Surroundings(layer.stateful)
-        else:
-            surroundings = None
-        with nullcontext() if surroundings is None else surroundings.first_run():
-            returned = self._called(layer, taken)
-        self._reach(layer, returned.roots)
+    def _forward_layer(self, index: int, inputs: Border) -> Border:
+        layer = self._layers[index]
+        random_state = self._before.random_state()
+        buffers = Buffers()
+        noting: AbstractContextManager[None] = nullcontext()
+        if self._recomputes and isinstance(layer, nn.Module):
+            buffers.note(layer)
+        elif self._recomputes:
+            noting = buffers.noting_calls()
+        with noting:
+            outputs = self._call(index, inputs)
+        self._reach(index, outputs.roots)
         if self._recomputes:
-            taken.require_unwritten(layer)
-            returned.roots.clear()
-        if layer.index % self._every:
-            taken.values.clear()
-        elif self._on_host:
-            taken.hold(
-                [
-                    value.cpu() if isinstance(value, Tensor) else value
-                    for value in taken.values
-                ]
-            )
-        layer.passes.append(
-            _Pass(
-                taken,
-                returned,
-                self._note_random() if self._recomputes else None,
-                surroundings,
-            )
-        )
-        return returned
+            buffers.free_unwritten()
+            inputs.require_unwritten(self._names[index])
+            outputs.roots = []
+        if self._is_on_host:
+            inputs.move_to_host()
+        self._passes[index].append(Pass(inputs, outputs, random_state, buffers))
+        return outputs
 
-    def _called(self, layer: _Layer, taken: _Border) -> _Border:
-        return _Border(
-            layer.function(taken.entered(self._anchor)), f"the output of {layer.name}"
-        )
+    def _call(self, index: int, inputs: Border) -> Border:
+        return Border(self._layers[index](inputs.enter(self._anchor)))
 
-    def _back(self, layer: _Layer, each: _Pass) -> None:
-        returned = each.returned
-        if any(gradient is not None for gradient in returned.gradients):
-            self._differentiate(
-                returned, returned.roots or self._again(layer, each).roots
-            )
-        for held in (returned.roots, returned.gradients, each.taken.values):
-            held.clear()
+    def backward(self, factors: Sequence[float]) -> None:
+        """Take all micro-batches back through one layer after the other."""
+        random_state_after = self._before.random_state()
+        buffers_after = Buffers(self._before.buffers.modules.values())
+        with nullcontext() if self._window is None else self._window.adding():
+            for index in reversed(range(len(self._layers))):
+                for layer_pass, factor in zip(
+                    self._passes[index], factors, strict=True
+                ):
+                    if factor:
+                        self._backward_layer(index, layer_pass)
+                    layer_pass.outputs.free()
+                self._update(index)
+            for border, factor in zip(self._inputs, factors, strict=True):
+                if factor:
+                    self._differentiate(border.roots, border.gradients)
+        random_state_after.put_back()
+        buffers_after.put_back()
 
-    def _again(self, layer: _Layer, each: _Pass) -> _Border:
-        """Run a pass a second time: it draws the numbers and finds the buffers of the
-        first.
-        """
-        each.taken.require_unwritten(layer)
-        if each.random is not None:
-            each.random.put_back()
-        with (
-            nullcontext()
-            if each.surroundings is None
-            else each.surroundings.second_run()
-        ):
-            return self._called(layer, each.taken)
+    def _backward_layer(self, index: int, layer_pass: Pass) -> None:
+        gradients = layer_pass.outputs.gradients
+        if all(gradient is None for gradient in gradients):
+            return
+        roots = layer_pass.outputs.roots
+        if self._recomputes:
+            layer_pass.inputs.require_unwritten(self._names[index])
+            layer_pass.random_state.put_back()
+            layer_pass.buffers.put_back()
+            roots = self._call(index, layer_pass.inputs).roots
+        self._differentiate(roots, gradients)
 
-    def _recompute_borders(self, index: int) -> None:
-        """Recompute the borders from the last kept one to that before layer `index`."""
-        for layer in self._layers[index - index % self._every : index]:
-            with self._shards.gathered(layer.index):
-                for each in layer.passes:
-                    each.returned.hold(self._again(layer, each).values)
-
-    def _differentiate(self, border: _Border, roots: Sequence[Tensor]) -> None:
+    def _differentiate(
+        self, roots: list[Tensor], gradients: list[Tensor | None]
+    ) -> None:
         pairs = [
             (root, gradient)
-            for root, gradient in zip(roots, border.gradients, strict=True)
+            for root, gradient in zip(roots, gradients, strict=True)
             if gradient is not None
         ]
         if pairs:
-            self._collector.backward(*zip(*pairs, strict=True))
+            self._destination.backward(*zip(*pairs, strict=True))
 
-    def _reach(self, layer: _Layer, roots: Sequence[Tensor]) -> None:
-        leaves = gradients.leaves_of_graph(roots, layer.nodes)
-        self._collector.take(leaves)
+    def _update(self, index: int) -> None:
+        """Update the parameters of a layer that no earlier layer uses; those of the
+        first layer are updated at the end.
+        """
+        is_trained = index in self._first_layers.values()
+        if index and is_trained and self._updates_layers:
+            self.updated_names.append(self._names[index])
+            self._window.update_part(index, partial(self._is_complete, index))
+
+    def _is_complete(self, index: int, parameter: Tensor) -> bool:
+        return self._first_layers.get(id(parameter), 0) >= index
+
+    def _reach(self, index: int, tensors: list[Tensor]) -> None:
+        leaves = self._destination.reach(tensors, self._leaf_nodes[index])
         for leaf in leaves:
-            self._first[id(leaf)] = min(
-                self._first.get(id(leaf), layer.index), layer.index
-            )
-
-
-def _require_layers(layers: object) -> list[Layer]:
-    fix = (
-        "Write layers=model, an nn.Sequential, or layers=[prelude, *model.blocks,"
-        " head]."
-    )
-    if not isinstance(layers, nn.Sequential | nn.ModuleList | list | tuple):
-        raise kit.explain(
-            ArgumentTypeError,
-            "layers",
-            expected="an nn.Sequential or a list of callables",
-            got=layers,
-            fix=fix,
-        )
-    if (
-        isinstance(layers, nn.Sequential)
-        and type(layers).forward is not nn.Sequential.forward
-    ):
-        found = f"a {type(layers).__name__} with a forward of its own"
-        raise kit.explain(
-            ArgumentTypeError,
-            "layers",
-            expected="layers that run one after the other",
-            found=found,
-            fix=fix,
-        )
-    functions: list[Layer] = list(layers)
-    for function in functions:
-        batch.require_function("layers", function)
-    if not functions:
-        raise kit.explain(
-            ArgumentValueError,
-            "layers",
-            expected="at least one layer",
-            found="none",
-            fix=fix,
-        )
-    return functions
+            first = self._first_layers.get(id(leaf), index)
+            self._first_layers[id(leaf)] = min(first, index)
 
 
 # What a layered window refuses.
 
 
-def require_activations(borders: object, within: object) -> None:
-    for name, given, kind in (
-        ("borders", borders, Borders),
-        ("within", within, Within),
+def require_plain_layers(layers: object, modules: Sequence[nn.Module]) -> None:
+    problem = None
+    if (
+        isinstance(layers, nn.Sequential)
+        and type(layers).forward is not nn.Sequential.forward
     ):
-        if given not in get_args(kind):
-            fix = f"Write {name}={get_args(kind)[0]!r}, or leave it out."
-            raise explain(
-                ArgumentValueError,
-                name,
-                expected=f"one of {get_args(kind)}",
-                got=given,
-                fix=fix,
-            )
-    if within == "keep" and borders != "keep":
-        fix = 'Leave within= out, or write borders="keep".'
-        found = f"borders={borders!r} beside kept activations, which hold the borders"
-        raise explain(
-            ArgumentValueError,
-            "borders",
-            expected="'keep' beside within=\"keep\"",
-            found=found,
-            fix=fix,
-        )
-
-
-def require_fixed_size(division: Division) -> None:
-    """Raise unless a micro-batch has a size: after an update of a layer no smaller one
-    can be tried.
-    """
-    size = division.micro_batch_size
-    if isinstance(size, AutoMicroBatchSize):
-        fix = "Write steps=4, or find a size by gradaccum_torch.backward."
+        problem = f"a {type(layers).__name__} with a forward of its own"
+    if any(is_sharded(p) for module in modules for p in module.parameters()):
+        problem = "a layer of FSDP2"
+    if problem is not None:
         raise explain(
             ArgumentTypeError,
-            "micro_batch_size",
-            expected="a number of items",
-            got=size,
-            fix=fix,
+            "layers",
+            expected="layers of this process that run one after the other",
+            found=problem,
+            fix="Write layers=[prelude, *model.blocks, head], or call"
+            " gradaccum_torch.backward.",
         )
 
 
-def written_input_error(name: str) -> UsageError:
-    fix = (
-        "Give its first operation inplace=False, or join it with the layer before:"
-        " nn.Sequential(nn.Conv2d(...), nn.ReLU(inplace=True)). "
-    )
-    fix += (
-        "If another layer or loss_fn writes into the same memory, as into a buffer that"
-        " a layer returned, return a clone()."
-    )
-    return explain(
-        UsageError,
-        name,
-        expected="an input that stays as it is",
-        found="one that something wrote into",
-        fix=fix,
-    )
+def require_places(borders: object, within: object) -> None:
+    places = [("keep", "recompute"), ("host", "recompute"), ("keep", "keep")]
+    if (borders, within) not in places:
+        raise explain(
+            ArgumentValueError,
+            "borders and within",
+            expected=f"one of {places}",
+            got=(borders, within),
+            fix="Leave within= out beside borders='host'.",
+        )
+
+
+def require_layered_optimizer(optimizer: AccumulatingOptimizer) -> None:
+    """Raise unless `optimizer` can take a window whose micro-batches are complete
+    together, and its layers one after the other.
+    """
+    window = optimizer.whole_window()
+    require_no_dropping(window.options)
+    unfit = window.options_of_micro_batches()
+    hooks = [*hooks_of(optimizer, "step_pre"), *hooks_of(optimizer, "step_post")]
+    if hooks and not measures(window.options):
+        unfit.append("a step hook")
+    if unfit:
+        raise explain(
+            UsageError,
+            "optimizer",
+            expected="one that takes all micro-batches of a layer at once",
+            found=f"one with {unfit[0]}",
+            fix=f"Leave {unfit[0]} out, or call gradaccum_torch.backward.",
+        )

@@ -26,7 +26,7 @@ X = torch.linspace(-1, 2, 64, dtype=torch.float64).reshape(8, 8).sin()
 def _on_a_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loss says when memory runs out, as a device's allocator does."""
     if "refused" not in request.node.name:
-        monkeypatch.setattr(auto, "require_device", lambda sizes, tensors: None)
+        monkeypatch.setattr(auto, "require_device", lambda sizes: None)
 
 
 class Failure(Exception):
@@ -114,6 +114,8 @@ class Run:
 
     def call(self, size: Any) -> Tensor:
         options = {"micro_batch_size": size, "optimizer": self.opt}
+        if isinstance(size, int) and not self.coupled:
+            options["modules"] = (self.model,)
         if self.coupled:
             return coupled_backward(self.outputs_of, Tensor.std, X, **options)
         return backward(self.loss_of, X, **options)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import gradaccum
 from conformance_tests.framework_tests.torch_large_batch import (
     ITEMS,
     X,
@@ -37,39 +38,30 @@ class Labels:
     names: list[str]
 
 
-@pytest.mark.parametrize("kind", [list, tuple])
 @pytest.mark.parametrize("coupled", [False, True])
-def test_nests_and_axes(kind: type, coupled: bool) -> None:
-    """Named tuples, dicts, dataclasses, arrays, texts, flags, another batch axis, a
-    list or tuple of items, and what is given whole; the user's own tensors, in views.
+def test_nests_and_axes(coupled: bool) -> None:
+    """Named tuples, dicts, dataclasses, arrays, texts, flags, another batch axis, and
+    what is passed whole; the user's own tensors, in views.
     """
     model = make_model()
     _, expected = truth(model, lambda: cross_entropy(model(X), Y))
     array = np.stack([np.zeros(ITEMS), np.arange(ITEMS)])
     sample = Sample(X.T.contiguous(), {"array": array})
     names = [str(number) for number in range(ITEMS)]
-    boxes = kind({"box": torch.full((ITEMS, 4), place)} for place in range(ITEMS))
     seen = []
 
     def losses_of(
-        part: Sample, labels: dict[str, Any], scale: Tensor, flag: bool, missing: Any
+        part: Sample, inside: Labels, scale: Tensor, flag: bool, missing: Any
     ) -> Tensor:
         assert (type(part), scale.shape, flag, missing) == (Sample, (7,), True, None)
         storages = part.x.untyped_storage(), sample.x.untyped_storage()
         assert storages[0].data_ptr() == storages[1].data_ptr()
-        inside = labels["a"]
         assert part.extra["array"][1].astype(int).astype(str).tolist() == inside.names
-        assert [int(each["box"][9, 3]) for each in labels["b"]] == [
-            int(name) for name in inside.names
-        ]
         seen.extend(inside.names)
         return cross_entropy(model(part.x.T), inside.y, reduction="none")
 
-    batch = sample, {"a": Labels(Y, names), "b": boxes}, torch.ones(7), True, None
-    options = {
-        "steps": 4,
-        "axes": (Sample(1, -1), {"a": 0, "b": "items"}, None, 0, 0),
-    }
+    batch = sample, Labels(Y, names), torch.ones(7), True, None
+    options = {"steps": 4, "axes": (Sample(1, -1), 0, None, 0, 0)}
     if coupled:
         coupled_backward(losses_of, torch.mean, *batch, **options)
     else:
@@ -102,60 +94,74 @@ def test_every_leaf_gets_its_gradient() -> None:
     assert unused.weight.grad is None
 
 
+@pytest.mark.parametrize("wrapped", [False, True])
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_recomputed_model(reentrant: bool) -> None:
+def test_recomputed_model(reentrant: bool, wrapped: bool) -> None:
     """The parameters behind a reentrant checkpoint are in no graph that could be
-    walked. What was in `.grad` is added to once, at the end.
+    walked: a wrapped optimizer knows them. What was in `.grad` is added to once, at the
+    end.
     """
-    model = make_model()
+    model, other = make_model(), make_model()
     _, expected = truth(model, lambda: cross_entropy(model(X), Y))
     checkpoint = functools.partial(
         torch.utils.checkpoint.checkpoint, model, use_reentrant=reentrant
     )
+
+    def loss_fn(x: Tensor, y: Tensor) -> Tensor:
+        return cross_entropy(checkpoint(x.clone().requires_grad_()), y)
+
+    if wrapped:
+        inner = torch.optim.SGD(model.parameters(), lr=1.0)
+        opt = gradaccum.wrap(inner, steps=None)
+        backward(loss_fn, X, Y, steps=3, optimizer=opt)
+        for p, q in zip(other.parameters(), model.parameters(), strict=True):
+            p.grad = p.detach() - q.detach()
+        assert_close(other, expected, 1e-12)
+        return
     held = [torch.ones_like(p) for p in model.parameters()]
     for p, before in zip(model.parameters(), held, strict=True):
         p.grad = before
-    backward(
-        lambda x, y: cross_entropy(checkpoint(x.clone().requires_grad_()), y),
-        X,
-        Y,
-        steps=3,
-    )
+    if reentrant:
+        with pytest.raises(gradaccum.UsageError, match="use_reentrant=False"):
+            backward(loss_fn, X, Y, steps=3)
+        expected = [torch.zeros_like(q) for q in expected]
+    else:
+        backward(loss_fn, X, Y, steps=3)
     assert all(a is b for a, b in zip(gradients(model), held, strict=True))
     assert_close(model, [q + 1 for q in expected])
 
 
 def test_other_outputs() -> None:
-    """The Python numbers of a logger, whose mean is weighted as the loss is, booleans,
-    and half precision: a sum of 4096 ones is 256 in bfloat16. No output keeps its
-    graph.
+    """One aux per micro-batch, with the Python numbers of a logger; rows of all items;
+    or a function of all. No output keeps its graph, nor a buffer's memory.
     """
-    weight = nn.Parameter(torch.ones(1))
-    rows, tokens = torch.ones(4096, 1, dtype=torch.bfloat16), torch.arange(4096) % 7
+    weight, count = nn.Parameter(torch.ones(1)), torch.zeros(())
+    rows = torch.arange(6.0)[:, None]
 
-    def loss_fn(rows: Tensor, tokens: Tensor) -> tuple[Tensor, dict[str, Any]]:
-        return (rows * weight).mean(), {
-            "rows": (rows * weight, [tokens]),
-            "sums": [rows.sum(), (rows > 0).all(), len(rows)],
-            "mean": float(tokens[0]),
-        }
+    def loss_fn(rows: Tensor) -> tuple[Tensor, Any]:
+        count.add_(1)
+        return (rows * weight).mean(), {"rows": rows * weight, "n": (len(rows), count)}
 
-    loss, aux = backward(
+    options = {"micro_batch_size": 4, "has_aux": True}
+    loss, auxes = backward(loss_fn, rows, **options)
+    assert not loss.requires_grad
+    assert not auxes[0]["rows"].requires_grad
+    assert [aux["n"] for aux in auxes] == [(4, 1), (2, 2)]
+    _, (all_rows, _) = backward(
+        lambda rows: ((rows * weight).mean(), (rows * weight, [rows])),
+        rows,
+        merge_aux="concatenate",
+        **options,
+    )
+    assert torch.equal(all_rows, rows)
+    _, merged = backward(
         loss_fn,
         rows,
-        tokens,
-        aux={"rows": "concatenate", "sums": "sum", "mean": "mean"},
-        weight=tokens,
-        micro_batch_size=8,
+        merge_aux=lambda auxes, weights: ([aux["n"][0] for aux in auxes], weights),
+        weight=lambda rows: rows.sum(),
+        **options,
     )
-    assert not loss.requires_grad
-    assert not aux["rows"][0].requires_grad
-    assert torch.equal(aux["rows"][1][0], tokens)
-    assert aux["sums"][0].dtype == torch.float32
-    assert [int(each) for each in aux["sums"]] == [4096, 512, 4096]
-    parts = tokens.double().view(512, 8)
-    mean = float(parts.sum(1) @ parts[:, 0] / parts.sum())
-    assert float(aux["mean"]) == pytest.approx(mean, rel=1e-6)
+    assert merged == ([4, 2], [6.0, 9.0])
 
 
 HALF, WHOLE = torch.float16, torch.float32

@@ -112,3 +112,27 @@ def test_compiled(what: str) -> None:
     expected.backward()
     torch.testing.assert_close(loss, expected.detach())
     torch.testing.assert_close(gradients(model), gradients(other), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("named", [False, True])
+def test_compiled_statistics_move_once_or_are_refused(named: bool) -> None:
+    """Compiled code may call no hook, by which a coupled loss finds the modules."""
+    torch._dynamo.reset()
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8))
+
+    model, other = make(), make()
+    compiled = torch.compile(lambda x: model(x), backend="aot_eager")
+    compiled(X[:16])
+    model.load_state_dict(other.state_dict())
+    if not named:
+        with pytest.raises(gradaccum.UsageError, match=r"modules=\(model,\)"):
+            coupled_backward(compiled, torch.std, X, steps=4)
+        return
+    coupled_backward(compiled, torch.std, X, steps=4, modules=[model])
+    for part in X.chunk(4):
+        other(part)
+    torch.testing.assert_close([*model.buffers()], [*other.buffers()])

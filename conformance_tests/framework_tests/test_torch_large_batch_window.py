@@ -5,7 +5,6 @@ wrapper's own rules.
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -145,27 +144,3 @@ def test_failed_update_leaves_the_window_full() -> None:
     opt.flush()
     split(other, wrap(other))
     assert same(model, other)
-
-
-def test_interrupt_at_the_end_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that comes while the sums are added to what was in `.grad` is raised when all
-    are.
-    """
-    model, other = make_model(), make_model()
-    for p in (*model.parameters(), *other.parameters()):
-        p.grad = torch.ones_like(p)
-    module = sys.modules["gradaccum_torch.large_batch.gradients"]
-    plain, calls = module.add, []
-
-    def interrupted(held: Tensor, gradient: Tensor) -> Tensor:
-        calls.append(1)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        return plain(held, gradient)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(module, "add", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            split(model, None)
-    split(other, None)
-    torch.testing.assert_close(gradients(model), gradients(other), rtol=0, atol=0)

@@ -1,8 +1,8 @@
 """``micro_batch_size="auto"``: when memory runs out, the window starts over with
 micro-batches of half the size.
 
-All workers vote on one size after each attempt, before anything is delivered: one that
-started over alone would leave the others waiting.
+All workers vote on one size after each attempt, before anything is delivered: a worker
+that started over alone would leave the others waiting.
 """
 
 from __future__ import annotations
@@ -15,23 +15,21 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from gradaccum import ArgumentValueError, AutoMicroBatchSize, UsageError
 from gradaccum.kit import Division, explain, free_frames, too_small_error
 from gradaccum_torch.large_batch.batch import LargeBatch
 from gradaccum_torch.optimizer import AccumulatingOptimizer
-from gradaccum_torch.torch_private.names import Versions
+from gradaccum_torch.torch_private.names import Versions, processes
 
 T = TypeVar("T")
-_TEXTS = (
+MESSAGES = (
     "DefaultCPUAllocator: can't allocate memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDA error: out of memory",
 )
-"""Memory that runs out elsewhere than in a device's caching allocator is told by the
-text alone.
-"""
+"""Errors of memory that are not of a device's caching allocator."""
 
 
 def run_divided(
@@ -39,74 +37,60 @@ def run_divided(
     division: Division,
     function: Callable[..., Any],
     large: LargeBatch,
-    modules: Iterable[nn.Module],
     optimizer: AccumulatingOptimizer | None,
 ) -> T:
-    """Return ``run(division, agreed)``; if `division` leaves the size open, with the
+    """Return ``run(division, agree)``; if `division` leaves the size open, with the
     largest micro-batch that fits.
 
-    `run` calls ``agreed()`` after its last backward pass, before it delivers anything;
+    `run` calls ``agree()`` after its last backward pass, before it delivers anything;
     if anything raises, it restores everything.
     """
     sizes = division.micro_batch_size
     if not isinstance(sizes, AutoMicroBatchSize):
         return run(division, lambda: None)
-    assert large.items is not None
-    tensors = large.tensors
-    require_device(
-        sizes,
-        [
-            *tensors,
-            *(each for module in modules for each in module.parameters(recurse=False)),
-        ],
-    )
-    batch = Versions(tensors)
-    key = key_of(function, tensors)
+    require_device(sizes)
+    versions = Versions(large.tensors)
+    key = key_of(function, large.tensors)
     workers = workers_of_call(optimizer)
     size = sizes.start(key, large.items)
     while True:
-        if batch.moved():
-            raise _written_error()
         vote = Vote(workers)
         try:
-            made = run(division._replace(micro_batch_size=size), vote.fits)
+            result = run(division._replace(micro_batch_size=size), vote.require_fit)
         except BaseException as error:
-            size = _smaller(error, size, sizes, vote)
+            size = smaller_size(error, size, sizes, vote)
             free_frames(error)
         else:
             sizes.remember(key, size)
-            return made
+            return result
+        if versions.moved():
+            raise written_batch_error()
         gc.collect()
         if torch.accelerator.is_available():
             torch.accelerator.empty_cache()
 
 
-def has_nothing_to_share(
-    large: LargeBatch, optimizer: AccumulatingOptimizer | None
-) -> bool:
+def has_nothing_to_share(large: LargeBatch, optimizer: AccumulatingOptimizer) -> bool:
     """True if `large` is empty and other workers would wait for this one."""
-    return (
-        large.items == 0
-        and optimizer is not None
-        and optimizer.whole_window().process_group is not None
-    )
+    return not large.items and optimizer.whole_window().process_group is not None
 
 
 def share_nothing(division: Division, optimizer: AccumulatingOptimizer) -> Tensor:
     """Take part in the other workers' call and votes; return the loss, 0."""
     sizes = division.micro_batch_size
-    least = 1
-    vote = Vote(workers_of_call(optimizer))
     with optimizer.whole_window():
-        while isinstance(sizes, AutoMicroBatchSize) and least < FITS:
-            least = vote.least(FITS)
-            if not least:
+        vote = Vote(workers_of_call(optimizer))
+        while isinstance(sizes, AutoMicroBatchSize):
+            size = vote.smallest(FITS)
+            if size == FITS:
+                break
+            if not size:
                 raise too_small_error(sizes.memory_limit)
     optimizer.flush()
     return torch.zeros(())
 
 
-def key_of(function: Callable[..., Any], batch: Iterable[Any]) -> Hashable:
+def key_of(function: Callable[..., Any], batch: Iterable[Tensor]) -> Hashable:
     """Return what a call's memory depends on: the loss function's code, and dtype,
     device and shape of the batch's tensors.
 
@@ -115,97 +99,86 @@ def key_of(function: Callable[..., Any], batch: Iterable[Any]) -> Hashable:
     while isinstance(function, partial):
         function = function.func
     code = getattr(function, "__code__", type(function))
-    tensors = (each for each in batch if isinstance(each, Tensor))
-    return code, tuple(
-        (
-            each.dtype,
-            each.device,
-            tuple(1 << (length - 1).bit_length() for length in each.shape[1:]),
-        )
-        for each in tensors
-    )
+    tensors = []
+    for tensor in batch:
+        lengths = tuple(1 << (length - 1).bit_length() for length in tensor.shape[1:])
+        tensors.append((tensor.dtype, tensor.device, lengths))
+    return code, tuple(tensors)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    return isinstance(error, torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and any(text in str(error) for text in _TEXTS)
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(
+        message in str(error) for message in MESSAGES
     )
 
 
-def _smaller(
+def smaller_size(
     error: BaseException, size: int, sizes: AutoMicroBatchSize, vote: Vote
 ) -> int:
-    """Return the size that all workers try next, or raise `error` if it is none of
-    memory, or no size is left.
+    """Return the size that all workers try next; raise `error` if it is not about
+    memory, or if no size is left.
     """
-    if isinstance(error, ElsewhereShortError):
-        smaller = error.size
-    elif vote.cast or not is_out_of_memory(error):
-        if not vote.cast:
-            with suppress(RuntimeError):
-                vote.least(RAISED)
+    if isinstance(error, OtherWorkerShortError):
+        next_size = error.size
+    elif vote.was_cast:
         raise error
+    elif is_out_of_memory(error):
+        next_size = vote.smallest(sizes.after_failure(size) if size > 1 else 0)
     else:
-        smaller = vote.least(sizes.after_failure(size) if size > 1 else 0)
-    if not smaller:
+        with suppress(RuntimeError):
+            vote.smallest(RAISED)
+        raise error
+    if not next_size:
         raise too_small_error(sizes.memory_limit) from error
-    return smaller
+    return next_size
 
 
-def _written_error() -> UsageError:
-    expected = (
-        "a function that leaves its batch as it is, so that the window can start over"
-        " where memory runs out"
-    )
-    fix = (
-        "Write out of place, x = x * 2 for x.mul_(2), or give a number of items; and"
-        " make the batch anew: it was changed."
-    )
+def written_batch_error() -> UsageError:
     return explain(
         UsageError,
         "micro_batch_size",
-        expected=expected,
+        expected="a function that leaves its batch as it is, so that the window can"
+        " start over where memory runs out",
         found="a batch that the function wrote into",
-        fix=fix,
+        fix="Write out of place, x = x * 2 for x.mul_(2), or give a number of items;"
+        " and make the batch anew: it was changed.",
     )
 
 
-def require_device(sizes: AutoMicroBatchSize, tensors: Iterable[Tensor]) -> None:
+def require_device(sizes: AutoMicroBatchSize) -> None:
     """Raise unless a device's allocator has the limit: where a CPU's memory runs out,
     the system kills.
     """
-    if sizes.memory_limit is not None or all(each.is_cpu for each in tensors):
-        fix = (
-            "On a CPU write a number of items. On a device leave memory_limit out:"
-            " torch.cuda.set_per_process_memory_fraction limits it."
-        )
-        if sizes.memory_limit is None:
-            found = "a batch and a model on the CPU"
-        else:
-            found = f"memory_limit={sizes.memory_limit}"
-        raise explain(
-            ArgumentValueError,
-            "micro_batch_size",
-            expected="a device that says when its memory runs out",
-            found=found,
-            fix=fix,
-        )
+    found = "no device"
+    if sizes.memory_limit is not None:
+        found = f"memory_limit={sizes.memory_limit}"
+    elif torch.accelerator.is_available():
+        return
+    raise explain(
+        ArgumentValueError,
+        "micro_batch_size",
+        expected="a device that says when its memory runs out",
+        found=found,
+        fix="On a CPU write a number of items. On a device leave memory_limit out:"
+        " torch.cuda.set_per_process_memory_fraction limits it.",
+    )
 
 
 # The vote of the workers of a process group for one size of micro-batch: after each
-# attempt the least number that a worker says holds.
-#
-# An attempt that succeeded here counts for nothing if another worker ran out of memory:
-# all start over with the smallest size.
+# attempt the smallest number of all workers holds. An attempt that fitted here is
+# repeated if another worker ran out of memory.
 
-
-FITS, RAISED = 2**31 - 1, -1
-"""Said in place of the next size: the attempt has fitted, or has raised another error
-than of memory. 0: one item does not fit.
+FITS = 2**31 - 1
+"""In place of a size: the attempt has fitted."""
+RAISED = -1
+"""In place of a size: the attempt has raised another error. 0: one item does not
+fit.
 """
 
 
-class ElsewhereShortError(Exception):
+class OtherWorkerShortError(Exception):
     """Another worker ran out of memory."""
 
     def __init__(self, size: int) -> None:
@@ -221,57 +194,50 @@ class Vote:
 
     def __init__(self, workers: dist.ProcessGroup | None) -> None:
         self._workers = workers
-        self.cast = False
+        self.was_cast = False
 
-    def fits(self) -> None:
-        if (least := self.least(FITS)) < FITS:
-            raise ElsewhereShortError(least)
+    def require_fit(self) -> None:
+        size = self.smallest(FITS)
+        if size < FITS:
+            raise OtherWorkerShortError(size)
 
-    def least(self, said: int) -> int:
-        """Return the least number that a worker said, or raise if another worker
-        raised; collective.
+    def smallest(self, size: int) -> int:
+        """Return the smallest number of all workers, or raise if another worker raised;
+        collective.
         """
-        self.cast = True
+        self.was_cast = True
         if self._workers is None:
-            return said
-        number = torch.tensor(said, device=_device(self._workers))
+            return size
+        number = torch.tensor(size, device=device_of(self._workers))
         dist.all_reduce(number, dist.ReduceOp.MIN, group=self._workers)
-        least = int(number)
-        if least == RAISED != said:
-            found = "a worker that raised another error than of its memory"
-            fix = "See that worker's own error. Nothing was delivered."
+        smallest = int(number)
+        if smallest == RAISED != size:
             raise explain(
                 UsageError,
                 "micro_batch_size",
                 expected="every worker's window to run",
-                found=found,
-                fix=fix,
+                found="a worker that raised an error that is not about its memory",
+                fix="See that worker's error. Nothing was delivered.",
             )
-        return least
+        return smallest
 
 
 def workers_of_call(
     optimizer: AccumulatingOptimizer | None,
 ) -> dist.ProcessGroup | None:
-    """Return the group that chooses together: the optimizer's, else the default one;
-    None: nobody else.
+    """Return the group that chooses together: the optimizer's, else the default group;
+    None for a single process.
     """
-    if (
-        optimizer is not None
-        and (group := optimizer.whole_window().process_group) is not None
-    ):
-        return group
-    several = (
-        dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    )
-    return dist.group.WORLD if several else None
+    if optimizer is not None:
+        group = optimizer.whole_window().process_group
+        if group is not None:
+            return group
+    return dist.group.WORLD if processes() > 1 else None
 
 
-def _device(workers: dist.ProcessGroup) -> torch.device:
-    if (
-        dist.get_backend(workers) in ("gloo", "mpi")
-        or not torch.accelerator.is_available()
-    ):
+def device_of(workers: dist.ProcessGroup) -> torch.device:
+    is_on_host = dist.get_backend(workers) in ("gloo", "mpi")
+    if is_on_host or not torch.accelerator.is_available():
         return torch.device("cpu")
     return torch.device(
         str(torch.accelerator.current_accelerator()),

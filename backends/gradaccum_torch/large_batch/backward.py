@@ -10,31 +10,32 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from gradaccum import AutoMicroBatchSize, kit
-from gradaccum_torch.large_batch import batch as parts
 from gradaccum_torch.large_batch.auto import (
     has_nothing_to_share,
     run_divided,
     share_nothing,
 )
 from gradaccum_torch.large_batch.batch import (
+    CutBatch,
     LargeBatch,
-    Merged,
+    MergeAux,
     MicroBatch,
-    Shares,
-    Split,
     Weight,
+    copy_without_graph,
+    merge,
+    require_scalar,
 )
 from gradaccum_torch.large_batch.gradients import (
-    Collector,
-    LossesInGrad,
-    LossesInWindow,
+    GradientsInGrad,
     delivering,
-    require_optimizer,
+    make_destination,
+    options_of_call,
 )
-from gradaccum_torch.large_batch.replay import reached_by
+from gradaccum_torch.large_batch.replay import Before, has_workers
 from gradaccum_torch.optimizer import AccumulatingOptimizer
 from gradaccum_torch.torch_private.names import untraced_within
 
@@ -45,13 +46,13 @@ def backward(
     *batch: Any,
     steps: int | None = None,
     micro_batch_size: int | str | AutoMicroBatchSize | None = None,
-    micro_batch_weight: float | None = None,
     reduction: str | None = None,
     weight: Weight = None,
     axes: kit.Nest = 0,
-    split: Split | None = None,
-    aux: kit.Nest = None,
+    has_aux: bool = False,
+    merge_aux: MergeAux = None,
     optimizer: AccumulatingOptimizer | None = None,
+    modules: Sequence[nn.Module] = (),
 ) -> Any:
     """Add the large batch's gradient to ``.grad``, one micro-batch at a time, and
     return its loss.
@@ -62,12 +63,12 @@ def backward(
 
     Every leaf that the loss reaches gets its gradient, a batch tensor too; its hooks
     run once per micro-batch and see its share. Half-precision gradients are summed in
-    float32 and cast once. If something raises, Ctrl-C included, ``.grad``, random
-    states and buffers of modules in the closure of `loss_fn` are what they were.
+    float32 and cast once. If `loss_fn` raises, Ctrl-C included, ``.grad`` and the
+    global random states are what they were, and so are the buffers of `modules`.
 
     Args:
-        loss_fn: ``loss_fn(*micro_batch)`` returns a loss, a real floating-point tensor
-            of shape ``()``, or ``(loss, aux)`` if `aux` is given.
+        loss_fn: ``loss_fn(*micro_batch)`` returns a loss, a tensor of shape ``()``, or
+            ``(loss, aux)`` if `has_aux`.
         batch: any nest of tuples, lists, dicts and dataclasses of tensors and arrays,
             cut into views. A plain number, text or None is passed whole.
         steps: at most so many micro-batches, of ceil(items / steps) items.
@@ -75,35 +76,37 @@ def backward(
             without a limit: the most that fit into the memory of a device; when it runs
             out, the call starts over with half as many. All workers of the optimizer's
             group, or of the default process group, make such a call together.
-        micro_batch_weight: consecutive items are packed up to this weight, by `weight`,
-            an array.
         reduction: ``"mean"``: `loss_fn` returns a mean, and each counts by its weight;
             ``"sum"``: losses are added; ``"sum_per_item"``: `loss_fn` returns a sum, and
             the total is divided by the total weight. Default: the reduction of
             `optimizer`, else ``"mean"``.
-        weight: a callable, ``weight(*micro_batch)``, called for all micro-batches
-            before the first one runs; or one number per item, shape ``(items,)``, which
-            are summed. Default: the number of items. Weight 0 adds nothing; where all
-            have weight 0, ``.grad`` stays as it is and the loss is 0.
-        axes: a prefix nest of `batch`: the batch axis of each leaf; None for what is
-            passed whole; "items" for a list or tuple of items, as
-            ``axes=(0, "items")``. A list that may be as long as the batch needs it.
-        split: your own division: ``split(*batch)``, or ``split(*batch, steps=steps)``,
-            returns the micro-batches, each a tuple of arguments or the only one.
-        aux: a prefix nest of kinds, by which the aux merges per leaf: ``"sum"``,
-            ``"mean"`` and ``"weighted_mean"`` (by the weight), ``"max"``, ``"min"``,
-            ``"concatenate"``. Leaves are detached.
+        weight: a function, ``weight(*micro_batch)``, called for all micro-batches
+            before the first one runs; or one number per item, shape ``(items,)``; a
+            micro-batch's are summed. Default: the number of items. Weight 0 adds
+            nothing; where all have weight 0, ``.grad`` stays as it is and the loss is 0.
+        axes: a prefix nest of `batch`: the batch axis of each leaf, None for what is
+            passed whole. The elements of a list each hold all items; a list that may be
+            as long as the batch needs an entry for each element, or None.
+        has_aux: `loss_fn` returns ``(loss, aux)``; tensors in aux are detached.
+        merge_aux: ``"concatenate"``: the tensors of aux have a row per item, and come
+            back as those of the large batch; a function, ``merge_aux(auxes, weights)``,
+            of a list of one aux per micro-batch and the list of their weights. Default:
+            the list of aux comes back.
         optimizer: wrapped with ``steps=None``. The micro-batches are its window, which
             the call closes with one update; if a step pre-hook raises, it stays full.
+        modules: their buffers, such as a batch norm's statistics, are restored if
+            something raises. Default: none; with an automatic size all modules that are
+            called, and compiled code is refused, as it may hide them.
 
     Returns:
         The loss, detached, shape ``()``, in the dtype of `loss_fn`'s; or
-        ``(loss, aux)``. With several workers it is this one's; a worker with an empty
-        batch takes part in the others' window, and returns the loss 0 and the aux None.
+        ``(loss, aux)``. With several workers both are this worker's; a worker with an
+        empty batch takes part in the others' window, and returns the loss 0 and the aux
+        None.
 
     Raises:
         ArgumentTypeError, ArgumentValueError: an argument is wrong, the batch cannot be
-            divided so, or `loss_fn` returns something else.
+            divided so, or the loss is no scalar.
         UsageError: `loss_fn` calls ``backward()``, or its parameters are a wrapped
             optimizer's or several workers' and `optimizer` is not given.
 
@@ -115,96 +118,72 @@ def backward(
         >>> model.weight.grad.shape
         torch.Size([1, 3])
     """
-    division = kit.make_division(
-        steps, micro_batch_size, micro_batch_weight, own_split=split is not None
-    )
-    call = _Call(
-        loss_fn, LargeBatch(batch, axes, weight, split), reduction, aux, optimizer
-    )
-    if optimizer is not None and has_nothing_to_share(call.large, optimizer):
-        nothing = share_nothing(division, optimizer)
-        return nothing if aux is None else (nothing, None)
-    return run_divided(
-        call.run, division, loss_fn, call.large, call.reached.modules, optimizer
-    )
+    division = kit.make_division(steps, micro_batch_size)
+    options = options_of_call(optimizer, reduction)
+    large = LargeBatch(batch, axes, weight)
+    if optimizer is not None and has_nothing_to_share(large, optimizer):
+        loss = share_nothing(division, optimizer)
+        return (loss, None) if has_aux else loss
+    is_automatic = isinstance(division.micro_batch_size, AutoMicroBatchSize)
+    is_alone = optimizer is None and has_workers()
+    notes_calls = not modules and (is_automatic or is_alone)
 
-
-class _Call:
-    """One checked call, whose `run` leaves everything as it was if it raises."""
-
-    def __init__(
-        self,
-        loss_fn: Callable[..., Any],
-        large: LargeBatch,
-        reduction: str | None,
-        aux: kit.Nest,
-        optimizer: object,
-    ) -> None:
-        parts.require_function("loss_fn", loss_fn)
-        if aux is not None:
-            parts.require_kinds(aux)
-        self._loss_fn = loss_fn
-        self._aux = aux
-        self.large = large
-        if optimizer is None:
-            self._optimizer = None
-        else:
-            self._optimizer = require_optimizer(optimizer, reduction)
-        if self._optimizer is None:
-            own = "mean"
-        else:
-            own = self._optimizer.whole_window().options.reduction
-        self._options = kit.make_options(
-            None, reduction=own if reduction is None else reduction
+    def run(division: kit.Division, agree: Callable[[], None]) -> Any:
+        cut = large.cut(division, options)
+        factors = [micro_batch.factor for micro_batch in cut.micro_batches]
+        destination = make_destination(optimizer, factors, cut.divisor)
+        before = Before(
+            large.tensors, modules, notes_calls=notes_calls, is_alone=is_alone
         )
-        self.reached = reached_by(loss_fn)
-        if optimizer is None:
-            parts.require_alone(self.reached.modules)
+        with delivering(destination, before):
+            loss, auxes = run_micro_batches(loss_fn, cut, destination, has_aux)
+            weights = [micro_batch.weight for micro_batch in cut.micro_batches]
+            aux = merge(auxes, weights, merge_aux)
+            agree()
+        if optimizer is not None:
+            optimizer.flush()
+        return (loss, aux) if has_aux else loss
 
-    def run(self, division: kit.Division, agreed: Callable[[], None]) -> Any:
-        micro_batches = self.large.micro_batches(division)
-        shares = parts.shares_of([each.weight for each in micro_batches], self._options)
-        collector: Collector = (
-            LossesInGrad(shares)
-            if self._optimizer is None
-            else LossesInWindow(self._optimizer, shares)
-        )
-        with delivering(collector, self.reached, self.large.devices()):
-            return self._accumulate(micro_batches, shares, collector, agreed)
+    return run_divided(run, division, loss_fn, large, optimizer)
 
-    def _accumulate(
-        self,
-        micro_batches: Sequence[MicroBatch],
-        shares: Shares,
-        collector: Collector,
-        agreed: Callable[[], None],
-    ) -> Any:
-        merged = None if self._aux is None else Merged(self._aux)
-        pairs = zip(micro_batches, shares.contributions, strict=True)
-        losses = [self._differentiated(*pair, collector, merged) for pair in pairs]
-        loss = parts.large_batch_loss(losses, shares)
-        returned = loss if merged is None else (loss, merged.result())
-        agreed()
-        collector.close()
-        return returned
 
-    def _differentiated(
-        self,
-        micro_batch: MicroBatch,
-        contribution: float,
-        collector: Collector,
-        merged: Merged | None,
-    ) -> Tensor:
-        """Return the loss of one micro-batch; its graph and its aux are freed as this
-        returns.
-        """
-        loss, aux = parts.evaluated(
-            self._loss_fn, micro_batch, has_aux=merged is not None
-        )
-        collector.require_untouched()
-        if merged is not None:
-            merged.add(aux, micro_batch)
-        collector.add(loss, micro_batch.weight, contribution)
-        # The next micro-batch's may come in the same memory, from the replay of a CUDA
-        # graph.
-        return loss.detach().clone()
+def run_micro_batches(
+    loss_fn: Callable[..., Any],
+    cut: CutBatch,
+    destination: GradientsInGrad,
+    has_aux: bool,
+) -> tuple[Tensor, list[Any]]:
+    """Differentiate all losses; return the large batch's loss, and all aux."""
+    total: Tensor | None = None
+    auxes = []
+    for micro_batch in cut.micro_batches:
+        loss, aux = differentiate(loss_fn, micro_batch, destination, has_aux)
+        if total is None:
+            dtype = loss.dtype
+            wide_dtype = torch.promote_types(dtype, torch.float32)
+            total = torch.zeros_like(loss, dtype=wide_dtype)
+        if micro_batch.factor:
+            total += loss.to(wide_dtype) * (micro_batch.factor / cut.divisor)
+        auxes.append(aux)
+    assert total is not None
+    return total.to(dtype), auxes
+
+
+def differentiate(
+    loss_fn: Callable[..., Any],
+    micro_batch: MicroBatch,
+    destination: GradientsInGrad,
+    has_aux: bool,
+) -> tuple[Tensor, Any]:
+    """Return the loss and the aux of one micro-batch; its graph is freed as this
+    returns.
+    """
+    loss = loss_fn(*micro_batch.arguments)
+    aux = None
+    if has_aux:
+        loss, aux = loss
+        aux = kit.mapped(copy_without_graph, aux)
+    loss = require_scalar(loss)
+    destination.require_untouched()
+    destination.add_loss(loss, micro_batch.weight, micro_batch.factor)
+    return loss.detach(), aux

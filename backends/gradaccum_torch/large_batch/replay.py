@@ -1,8 +1,5 @@
-"""Random states and module buffers, noted before a forward pass and restored after an
-error.
-
-The modules of a loss function are found in its cells, globals, defaults, ``self`` and
-partial arguments; others as they are called.
+"""Random states and module buffers, noted before a forward pass, and restored after an
+error or for a second pass.
 """
 
 from __future__ import annotations
@@ -10,261 +7,197 @@ from __future__ import annotations
 import random
 import sys
 import threading
-import types
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
 
-from gradaccum_torch.torch_private.names import buffers_of
-
-_DEPTH = 6
-"""How many objects deep the look goes: a closure over a trainer over a list of models
-is three.
-"""
-_ATOMS = (
-    Tensor,
-    str,
-    bytes,
-    int,
-    float,
-    complex,
-    type(None),
-    torch.device,
-    torch.dtype,
-    torch.optim.Optimizer,
+from gradaccum import UsageError
+from gradaccum.kit import explain
+from gradaccum_torch.torch_private.names import (
+    buffers_of,
+    is_sharded,
+    untraced,
+    version,
 )
 
 
-class Reached(NamedTuple):
-    """The modules and random generators that functions use."""
-
-    modules: list[nn.Module]
-    """Each once, children included."""
-    generators: list[torch.Generator]
-
-
-def reached_by(*roots: object) -> Reached:
-    found: dict[int, nn.Module] = {}
-    generators: list[torch.Generator] = []
-    seen: set[int] = set()
-    waiting: list[tuple[object, int]] = [(root, 0) for root in roots]
-    while waiting:
-        each, depth = waiting.pop()
-        if id(each) in seen or depth > _DEPTH or isinstance(each, _ATOMS):
-            continue
-        seen.add(id(each))
-        if isinstance(each, nn.Module):
-            found.update((id(module), module) for module in each.modules())
-        elif isinstance(each, torch.Generator):
-            generators.append(each)
-        else:
-            waiting.extend((inside, depth + 1) for inside in _inside(each))
-    return Reached(list(found.values()), generators)
-
-
-def _inside(each: Any) -> Iterator[object]:
-    if isinstance(each, types.FunctionType):
-        yield from _of_function(each)
-    elif isinstance(each, types.MethodType):
-        yield from (each.__self__, each.__func__)
-    elif isinstance(each, partial):
-        yield from (each.func, *each.args, *each.keywords.values())
-    elif isinstance(each, Mapping):
-        yield from each.values()
-    elif isinstance(each, list | tuple | set | frozenset):
-        yield from each
-    elif not isinstance(each, type | types.ModuleType) and not type(
-        each
-    ).__module__.startswith(("torch.", "numpy")):
-        yield from getattr(each, "__dict__", {}).values()
-        yield vars(type(each)).get("__call__")
-
-
-def _of_function(function: types.FunctionType) -> Iterator[object]:
-    if (function.__module__ or "").startswith("torch."):
-        return
-    for cell in function.__closure__ or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:  # A name that is not bound yet.
-            continue
-    yield from (
-        *(function.__defaults__ or ()),
-        *(function.__kwdefaults__ or {}).values(),
-        getattr(function, "__wrapped__", None),
-    )
-    for name in _names(function.__code__):
-        value = function.__globals__.get(name)
-        if isinstance(value, types.ModuleType):
-            yield from (
-                vars(value).get(other)
-                for other in _names(function.__code__)
-                if isinstance(vars(value).get(other), nn.Module)
-            )
-        else:
-            yield value
-
-
-def _names(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _names(constant)
-
-
 class RandomState:
-    """The random states of Python, of NumPy if loaded, of torch on the CPU and on
-    `devices`, and of `generators`.
+    """The random states of Python, of NumPy if loaded, and of torch on the CPU and on
+    `devices`.
     """
 
-    def __init__(
-        self,
-        devices: Iterable[torch.device] = (),
-        generators: Iterable[torch.Generator] = (),
-    ) -> None:
-        self._devices = [
-            device for device in devices if device.type not in ("cpu", "meta")
-        ]
+    def __init__(self, devices: Iterable[torch.device] = ()) -> None:
         self._python = random.getstate()
         self._cpu = torch.get_rng_state()
+        self._numpy: Any = None
         if "numpy" in sys.modules:
             self._numpy = sys.modules["numpy"].random.get_state()
-        else:
-            self._numpy = None
-        self._generators = [
-            (generator, generator.get_state()) for generator in generators
+        self._devices = [
+            (device, torch.get_device_module(device).get_rng_state(device))
+            for device in devices
+            if device.type not in ("cpu", "meta")
         ]
-        self._others = [
-            torch.get_device_module(device).get_rng_state(device)
-            for device in self._devices
-        ]
-
-    def moved(self) -> bool:
-        """True if something has drawn numbers since."""
-        return self._values() != self.again()._values()
-
-    def again(self) -> RandomState:
-        return RandomState(
-            self._devices, [generator for generator, _ in self._generators]
-        )
-
-    def _values(self) -> list[object]:
-        numbers = [
-            each.tobytes() if hasattr(each, "tobytes") else each
-            for each in self._numpy or ()
-        ]
-        tensors = self._cpu, *self._others, *(state for _, state in self._generators)
-        return [self._python, numbers, *(each.numpy().tobytes() for each in tensors)]
 
     def put_back(self) -> None:
         random.setstate(self._python)
         torch.set_rng_state(self._cpu)
         if self._numpy is not None:
             sys.modules["numpy"].random.set_state(self._numpy)
-        for generator, state in self._generators:
-            generator.set_state(state)
-        for device, state in zip(self._devices, self._others, strict=True):
+        for device, state in self._devices:
             torch.get_device_module(device).set_rng_state(state, device)
 
 
-class Buffers:
-    """The buffers of `modules` as they are now: which tensors, and copies of their
-    values.
+def random_devices(tensors: Iterable[Tensor]) -> set[torch.device]:
+    """Return the devices of `tensors`, and the present CUDA device if it is in use."""
+    devices = {tensor.device for tensor in tensors}
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        devices.add(torch.device("cuda", torch.cuda.current_device()))
+    return devices
+
+
+class BufferCopy(NamedTuple):
+    """A buffer of a module, and a copy of its values; None if it is not to be
+    restored.
     """
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._noted: list[tuple[nn.Module, str, Tensor | None]] = []
-        self._copies: list[Tensor | None] = []
+    module: nn.Module
+    name: str
+    buffer: Tensor | None
+    version: int
+    values: Tensor | None
+
+
+SMALL = 2**16
+"""Elements of the largest buffer that torch may write into without counting it, as it
+does with a batch norm's statistics.
+"""
+
+
+class Buffers:
+    """The buffers of modules and of their children, as they are when they are noted."""
+
+    def __init__(
+        self, modules: Iterable[nn.Module] = (), *, is_alone: bool = False
+    ) -> None:
+        self.modules: dict[int, nn.Module] = {}
+        self._is_alone = is_alone
+        """Modules that several workers train are refused."""
+        self._copies: list[BufferCopy] = []
         for module in modules:
             self.note(module)
 
     def note(self, module: nn.Module) -> None:
-        new = [(module, name, tensor) for name, tensor in buffers_of(module).items()]
-        self._copies.extend(
-            None if tensor is None else tensor.detach().clone() for _, _, tensor in new
-        )
-        self._noted.extend(new)
-
-    def put_back(self) -> None:
-        for (module, name, tensor), copied in zip(
-            self._noted, self._copies, strict=True
-        ):
-            if getattr(module, name, None) is not tensor:
-                setattr(module, name, tensor)
-            if tensor is not None and copied is not None:
-                # A batch norm's kernel moves its statistics without counting a write,
-                # so versions cannot tell; nor is one counted here.
-                tensor.data.copy_(copied)
-
-
-class Before:
-    """The random states and buffers before a call."""
-
-    def __init__(self, reached: Reached, devices: Iterable[torch.device]) -> None:
-        own = (
-            each.device
-            for module in reached.modules
-            for each in module.parameters(recurse=False)
-        )
-        self._reached = reached
-        self._devices = {*devices, *own}
-        self._random = self.random_state()
-        self._buffers = Buffers(reached.modules)
+        if id(module) in self.modules:
+            return
+        for child in module.modules():
+            if id(child) not in self.modules:
+                if self._is_alone:
+                    require_alone(child)
+                self.modules[id(child)] = child
+                for name, buffer in buffers_of(child).items():
+                    values = None if buffer is None else buffer.detach().clone()
+                    number = 0 if buffer is None else version(buffer)
+                    copy = BufferCopy(child, name, buffer, number, values)
+                    self._copies.append(copy)
 
     @contextmanager
-    def noting(self) -> Iterator[None]:
-        """Note each module that is called in the block and was not reached, as it is
-        before that call.
-
-        Not beside a module of `torch.compile`, which warns of every global hook; nor
-        inside compiled code.
+    def noting_calls(self) -> Iterator[None]:
+        """Note each module before its first call; compiled code may call modules
+        without hooks.
         """
-        if any(hasattr(module, "_orig_mod") for module in self._reached.modules):
-            yield
-            return
         thread = threading.get_ident()
-        known = set(map(id, self._reached.modules))
 
-        def note(called: nn.Module, _: object) -> None:
-            if (
-                torch.compiler.is_compiling()
-                or id(called) in known
-                or threading.get_ident() != thread
-            ):
-                return
-            for module in called.modules():
-                if id(module) not in known:
-                    known.add(id(module))
-                    self._reached.modules.append(module)
-                    self._buffers.note(module)
+        def note(module: nn.Module, _: object) -> None:
+            if threading.get_ident() == thread:
+                self.note(module)
 
+        untraced(note)
         hook = register_module_forward_pre_hook(note)
         try:
             yield
         finally:
             hook.remove()
 
-    def random_state(self) -> RandomState:
-        return RandomState(self._devices, self._reached.generators)
-
-    def put_buffers_back(self) -> None:
-        self._buffers.put_back()
+    def free_unwritten(self) -> None:
+        """Free the copies of large buffers that nothing wrote into."""
+        for index, copy in enumerate(self._copies):
+            if copy.buffer is None or copy.buffer.numel() <= SMALL:
+                continue
+            if version(copy.buffer) == copy.version:
+                self._copies[index] = copy._replace(values=None)
 
     def put_back(self) -> None:
-        self._random.put_back()
-        self._buffers.put_back()
+        for module, name, buffer, _, values in self._copies:
+            if getattr(module, name, None) is not buffer:
+                setattr(module, name, buffer)
+            if buffer is not None and values is not None:
+                # Autograd would take a write that is counted for a change of what it
+                # has saved.
+                buffer.data.copy_(values)
 
 
-def trained_by(reached: Reached) -> list[Tensor]:
-    held = {
-        id(each): each
-        for module in reached.modules
-        for each in module.parameters(recurse=False)
-        if each.requires_grad
-    }
-    return list(held.values())
+class Before:
+    """Random states and buffers as they were before a call.
+
+    An error inside the ``with`` block restores them.
+
+    Args:
+        tensors: their devices' random states are noted.
+        modules: their buffers are noted.
+        notes_calls: the buffers of all modules that are called in the block are noted.
+        is_alone: modules that several workers train are refused.
+    """
+
+    def __init__(
+        self,
+        tensors: Iterable[Tensor],
+        modules: Iterable[nn.Module],
+        *,
+        notes_calls: bool,
+        is_alone: bool = False,
+    ) -> None:
+        self._devices = random_devices(tensors)
+        self._random_state = self.random_state()
+        self.buffers = Buffers(modules, is_alone=is_alone)
+        self.notes_calls = notes_calls
+        self._noting = self.buffers.noting_calls() if notes_calls else nullcontext()
+
+    def __enter__(self) -> Before:
+        self._noting.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._noting.__exit__(None, None, None)
+        if error[0] is not None:
+            self._random_state.put_back()
+            self.buffers.put_back()
+
+    def random_state(self) -> RandomState:
+        return RandomState(self._devices)
+
+
+# Modules that several workers train, beside no optimizer that knows of them.
+
+
+def has_workers() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def require_alone(module: nn.Module) -> None:
+    if isinstance(module, DistributedDataParallel) or any(
+        is_sharded(parameter) for parameter in module.parameters(recurse=False)
+    ):
+        raise explain(
+            UsageError,
+            "optimizer",
+            expected="a wrapped optimizer beside workers",
+            found=f"a {type(module).__name__} that several workers train",
+            fix="Write optimizer=gradaccum.wrap(optimizer, steps=None, module=module):"
+            " it reduces the sum once.",
+        )

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Literal, cast
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
@@ -37,16 +37,13 @@ from gradaccum_torch.torch_private.fsdp import (
     Private,
     Sync,
     Unit,
-    begin,
     drop,
     reduce,
-    units_holding,
     unreduced,
 )
 from gradaccum_torch.torch_private.names import (
     keep_own,
     local,
-    mesh_of,
     untraced,
     version,
 )
@@ -380,85 +377,6 @@ class SumInFSDP(GradientSum):
     def clear(self) -> None:
         super().clear()
         self._deferred.drop()
-
-
-# FSDP2 in a window that runs layer by layer: a layer's passes are one after the other,
-# so that it is gathered once for all of them.
-
-
-class LayerShards:
-    """The units of FSDP2 of a list of layers; none reduces by itself inside the
-    ``with`` block.
-    """
-
-    def __init__(self, layers: Sequence[Sequence[nn.Module]]) -> None:
-        within = [
-            {
-                id(each)
-                for module in modules
-                for each in module.parameters(recurse=False)
-            }
-            for modules in layers
-        ]
-        units = units_holding(
-            [
-                each
-                for modules in layers
-                for module in modules
-                for each in module.parameters(recurse=False)
-            ]
-        )
-        self._units = [
-            [unit for unit in units if not ids.isdisjoint(map(id, unit.parameters))]
-            for ids in within
-        ]
-        places = [
-            (unit, min(index for index, own in enumerate(self._units) if unit in own))
-            for unit in units
-        ]
-        self.first = {
-            id(each): index for unit, index in places for each in unit.parameters
-        }
-        """The first layer that has a parameter's unit, by the parameter's id: there the
-        unit is reduced.
-        """
-        trained = [
-            (unit, first)
-            for unit, first in places
-            if any(each.requires_grad for each in unit.parameters)
-        ]
-        self._reduced = [
-            [unit for unit, first in trained if first == index]
-            for index in range(len(layers))
-        ]
-        self._deferred: dict[int, Deferred] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self.first)
-
-    def __enter__(self) -> None:
-        begin([unit for units in self._units for unit in units])
-        for index, units in enumerate(self._reduced):
-            if units:
-                self._deferred[index] = Deferred(
-                    units, mesh_of(units[0].parameters[0]), "window"
-                )
-
-    def __exit__(self, *_: object) -> None:
-        for deferred in self._deferred.values():
-            deferred.let_go()
-
-    @contextmanager
-    def gathered(self, index: int) -> Iterator[None]:
-        with ExitStack() as stack:
-            for unit in self._units[index]:
-                stack.enter_context(unit.gathered())
-            yield
-
-    def reduce(self, index: int) -> None:
-        """Reduce the units that no earlier layer has; collective."""
-        if index in self._deferred:
-            self._deferred[index].reduce()
 
 
 # Refusals where FSDP2 cannot keep a window's gradients, as ``gradient_sync=`` asks for,

@@ -1,4 +1,4 @@
-"""Layered windows of two workers, whose layers are copies or shards."""
+"""Layered windows of two workers, whose layers are copies."""
 
 from __future__ import annotations
 
@@ -8,19 +8,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import gradaccum
 from conformance_tests.framework_tests.refusing import refused
 from gradaccum_torch import backward, layered_backward
-from gradaccum_torch.torch_private.fsdp import GLOO_SUMS
 
 from .common import check, counted, mesh_of, require_equal
 
 ITEMS, STEPS, LAYERS = (5, 7), 3, 4
 """The items of each worker; the micro-batches of each; the layers of the model."""
-PLACES = [{}, {"within": "keep"}, {"borders": "recompute"}]
 OPTIONS = [
     {"on_overflow": "ignore"},
     {"clip_norm": 0.1},
@@ -28,16 +26,15 @@ OPTIONS = [
 ]
 
 
-def build(frozen: bool = False) -> nn.Sequential:
+def build() -> nn.Sequential:
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(5, 5), nn.Tanh()) for _ in range(LAYERS)]
-    layers[1].requires_grad_(not frozen)
     return nn.Sequential(*layers, nn.ReLU()).double()
 
 
-def shard(model: nn.Sequential, **options: Any) -> nn.Sequential:
+def shard(model: nn.Sequential) -> nn.Sequential:
     for module in (*model[:LAYERS], model):
-        fully_shard(module, mesh=mesh_of((2,)), **options)
+        fully_shard(module, mesh=mesh_of((2,)))
     return model
 
 
@@ -68,11 +65,9 @@ def wrap(model: nn.Module, **options: Any) -> Any:
     return gradaccum.wrap(inner, None, **{"on_overflow": "ignore", **options})
 
 
-def require_same_as_alone(
-    model: nn.Module, options: dict[str, Any], frozen: bool = False
-) -> None:
+def require_same_as_alone(model: nn.Module, options: dict[str, Any]) -> None:
     """Raise unless the model is that of one process with three windows of all items."""
-    alone, loss_fn = build(frozen), loss_for(options)
+    alone, loss_fn = build(), loss_for(options)
     opt = wrap(alone, **options)
     for _ in range(3):
         backward(lambda x, y: loss_fn(alone(x), y), *data(), steps=2, optimizer=opt)
@@ -102,71 +97,9 @@ def layers_of_copies(rank: int) -> None:
 
 
 @check
-def sharded_layers(rank: int) -> None:
-    """Each layer is gathered once forwards and once backwards, and reduced once,
-    whatever the number of micro-batches; one of them may be frozen.
-    """
-    for options in OPTIONS:
-        for place in PLACES:
-            frozen = "within" in place
-            model = shard(build(frozen))
-            opt, loss_fn = wrap(model, module=model, **options), loss_for(options)
-            for steps in (1, 2, STEPS):
-                with counted() as calls:
-                    layered_backward(
-                        model, loss_fn, *own(rank), steps=steps, optimizer=opt, **place
-                    )
-                # Recomputed borders take another pass through all but the last layer of
-                # a segment: 0 and 1, and 3.
-                gathered = 2 * LAYERS + (3 if "borders" in place else 0)
-                assert calls["all_gather_single"] == gathered, calls
-                assert calls["reduce_scatter_single"] == LAYERS - frozen, calls
-            require_same_as_alone(model, options, frozen)
-            assert all(p.grad is None for p in model.parameters())
-            model(own(rank)[0])  # The outermost module is still FSDP2's root.
-
-
-@check
-def sharded_whole_model_in_two_layers(rank: int) -> None:
-    """A unit whose parameters are in the first layer and in the last is reduced in the
-    first; its gradient waits.
-    """
-    model = build()
-    for module in (*model[1:3], model):
-        fully_shard(module, mesh=mesh_of((2,)))
-    opt = wrap(model, module=model)
-    for _ in range(3):
-        with counted() as calls:
-            layered_backward(model, mean, *own(rank), steps=STEPS, optimizer=opt)
-        assert calls["all_gather_single"] == 2 * LAYERS, calls
-        assert calls["reduce_scatter_single"] == 3, calls
-    require_same_as_alone(model, {})
-
-
-@check
-def half_precision_layers(rank: int) -> None:
-    """FSDP2 adds up float32 gradients of bfloat16 passes: the same bits as in its own
-    way to wait.
-    """
-    if GLOO_SUMS:
-        return
-    policy = MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16, reduce_dtype=torch.float32
-    )
-    usual, layered = (shard(build().float(), mp_policy=policy) for _ in range(2))
-    x, y = (each.float() for each in own(rank))
-    waiting = wrap(usual, module=usual, gradient_sync="window")
-    opt = wrap(layered, module=layered)
-    for _ in range(3):
-        backward(lambda x, y: mean(usual(x), y), x, y, steps=STEPS, optimizer=waiting)
-        layered_backward(layered, mean, x, y, steps=STEPS, optimizer=opt)
-    require_equal(layered, usual, off=0)
-
-
-@check
 def layers_of_a_worker_without_weight(rank: int) -> None:
-    """A worker whose items all have weight 0 gathers and reduces as the other does, and
-    adds nothing, not even NaN.
+    """A worker whose items all have weight 0 reduces as the other does, and adds
+    nothing, not even NaN.
     """
     (x, _), (y, _) = (each.split(ITEMS) for each in data())
     alone = build()
@@ -175,39 +108,32 @@ def layers_of_a_worker_without_weight(rank: int) -> None:
     x, y = own(rank)
     if rank == 1:
         x = x * float("nan")
-    for is_sharded in (False, True):
-        model = build()
-        module = shard(model) if is_sharded else DistributedDataParallel(model)
-        layered_backward(
-            model,
-            mean,
-            x,
-            y,
-            steps=STEPS,
-            weight=[1.0 - rank] * len(x),
-            optimizer=wrap(model, module=module),
-        )
-        require_equal(model, alone, off=1e-10)
+    model = build()
+    layered_backward(
+        model,
+        mean,
+        x,
+        y,
+        steps=STEPS,
+        weight=[1.0 - rank] * len(x),
+        optimizer=wrap(model, module=DistributedDataParallel(model)),
+    )
+    require_equal(model, alone, off=1e-10)
 
 
 @check
-def layers_that_raise_or_are_refused(rank: int) -> None:
-    """On both workers: FSDP2 reduces by itself again, and the window is gone."""
-    model = shard(build())
-    opt = wrap(model, module=model)
-    with refused(ZeroDivisionError):
-        layered_backward(
-            model, lambda *_: 1 / 0, *own(rank), steps=STEPS, optimizer=opt
-        )
-    if hasattr(model, "reset_iter_state"):
-        model.reset_iter_state()
-    for _ in range(3):
-        backward(lambda x, y: mean(model(x), y), *own(rank), steps=STEPS, optimizer=opt)
-    require_same_as_alone(model, {})
+def layers_that_are_refused(rank: int) -> None:
+    """Shards, which FSDP2 would reduce for each micro-batch, and stages."""
     model, whole = shard(build()), build()
-    for wrong, layers, name in (
-        (wrap(model, module=model, gradient_sync="window"), model, "gradient_sync"),
-        (wrap(whole, norm_group=dist.group.WORLD), whole, "norm_group"),
-    ):
-        with refused(gradaccum.UsageError, f"one with {name}=", "backward"):
-            layered_backward(layers, mean, *own(rank), steps=STEPS, optimizer=wrong)
+    with refused(gradaccum.ArgumentTypeError, "layers", "FSDP2", "backward"):
+        layered_backward(
+            model, mean, *own(rank), steps=STEPS, optimizer=wrap(model, module=model)
+        )
+    with refused(gradaccum.UsageError, "one with norm_group=", "backward"):
+        layered_backward(
+            whole,
+            mean,
+            *own(rank),
+            steps=STEPS,
+            optimizer=wrap(whole, norm_group=dist.group.WORLD),
+        )

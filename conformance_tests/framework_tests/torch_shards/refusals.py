@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import (
-    DTensor,
     Placement,
     Replicate,
     Shard,
@@ -21,7 +20,6 @@ import gradaccum
 import gradaccum_torch
 from conformance_tests.framework_tests.refusing import refused
 from gradaccum import ArgumentValueError, UsageError
-from gradaccum_torch.torch_private.names import local
 
 from .common import (
     FLAT,
@@ -262,22 +260,14 @@ def distributed(tensor: Tensor, placement: Placement) -> Any:
 
 
 @check
-def items_that_workers_share_are_refused(rank: int) -> None:
-    """A cut would gather the batch. Items that are whole on each worker, and a division
-    of the user's own, give the large batch's gradient: of ``mean()``, as torch's
-    ``mse_loss`` of such tensors has twice its gradient.
+def items_that_workers_share(rank: int) -> None:
+    """A cut gathers the batch; the gradient is the large batch's: of ``mean()``, as
+    torch's ``mse_loss`` of such tensors has twice its gradient.
     """
     weight, x, y = (torch.arange(n * 4.0).view(n, 4).sin() for n in (4, 8, 8))
     leaf = weight.clone().requires_grad_()
     wanted = (torch.tanh(x @ leaf) - y).square().mean()
     wanted.backward()
-
-    def parts(*batch: Any, steps: int) -> list[tuple[Any, ...]]:
-        cut = [local(each).chunk(steps) for each in batch]
-        return [
-            tuple(DTensor.from_local(part, mesh_of((2,)), [Shard(0)]) for part in row)
-            for row in zip(*cut, strict=True)
-        ]
 
     def gradient(*batch: Any, **options: Any) -> Tensor:
         parameter = nn.Parameter(distributed(weight, Replicate()))
@@ -292,19 +282,8 @@ def items_that_workers_share_are_refused(rank: int) -> None:
         return whole
 
     shared = [distributed(each, Shard(0)) for each in (x, y)]
-    words = ("batch[0]", "placements", "to_local()", "split=")
-    with refused(ArgumentValueError, *words):
-        gradient(*shared)
-    with refused(ArgumentValueError, *words):
-        gradaccum_torch.coupled_backward(
-            lambda x: x, lambda z: z.sum(), shared[0], steps=2
-        )
     whole = [distributed(each, Replicate()) for each in (x, y)]
     along_features = [distributed(x, Shard(1)), whole[1]]
     assert leaf.grad is not None
-    for found in (
-        gradient(*whole),
-        gradient(*along_features),
-        gradient(*shared, split=parts),
-    ):
+    for found in (gradient(*shared), gradient(*whole), gradient(*along_features)):
         torch.testing.assert_close(found, leaf.grad)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -44,27 +45,18 @@ class TorchLargeBatch(TorchWorkers, VerifyingHarness, LargeBatchHarness):
     large_batch_modes: ClassVar[tuple[str, ...]] = ("eager",)
 
     def value_and_grad(self, call: LargeBatchCall, batch: Batch) -> Outcome:
-        module, declared = (
-            SpecModel(call.model, call.weights, call.dtype),
-            call.options.get("aux"),
-        )
+        module = SpecModel(call.model, call.weights, call.dtype)
 
         def loss_fn(x: Tensor, y: Tensor, *_: Any) -> Any:
             logits = module(x)
             loss = functional.cross_entropy(logits, y, reduction=call.loss)
-            if call.returns is not None:
-                return call.returns(loss, logits)
-            return (loss, _aux(logits, declared)) if declared else loss
+            return loss if call.returns is None else call.returns(loss, logits)
 
-        done = backward(
+        returned = backward(
             loss_fn, *_tensors(batch, module), *_extra(call), **_options(call.options)
         )
-        loss, aux = done if declared else (done, {})
-        return Outcome(
-            float(loss),
-            _gradients(module),
-            {name: to_numpy(value) for name, value in aux.items()},
-        )
+        loss, aux = returned if call.options.get("has_aux") else (returned, {})
+        return Outcome(float(loss), _gradients(module), _arrays(aux))
 
     def update(
         self,
@@ -164,16 +156,13 @@ def _gradients(module: SpecModel) -> Arrays:
     }
 
 
-def _aux(logits: Tensor, declared: Mapping[str, str]) -> dict[str, Tensor]:
-    made = {
-        "sum": logits.sum(0),
-        "mean": logits.mean(0),
-        "weighted_mean": logits.mean(0),
-        "max": logits.amax(0),
-        "min": logits.amin(0),
-        "concatenate": logits,
-    }
-    return {name: made[name] for name in declared}
+def _arrays(aux: Any) -> Arrays:
+    """The aux in NumPy's arrays: with a row for each micro-batch, if it is a list."""
+    if isinstance(aux, list):
+        return {
+            name: np.stack([to_numpy(part[name]) for part in aux]) for name in aux[0]
+        }
+    return {name: to_numpy(value) for name, value in aux.items()}
 
 
 harness = TorchLargeBatch()

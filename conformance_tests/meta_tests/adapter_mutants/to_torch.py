@@ -200,15 +200,14 @@ MUTANTS = (
     ),
     Mutant(
         "weigh_no_micro_batch_of_a_large_batch",
-        "        collector.add(loss, micro_batch.weight, contribution)",
-        "        collector.add(loss, 1.0, contribution)",
+        "    destination.add_loss(loss, micro_batch.weight, micro_batch.factor)\n",
+        "    destination.add_loss(loss, 1.0, micro_batch.factor)\n",
         SUITE + "test_one_call_window.py::test_options_hold_for_a_split_window",
     ),
     Mutant(
         "leave_the_model_as_a_failed_call_left_it",
-        "        if not destination.delivered:\n            before.put_back()\n       "
-        " raise\n",
-        "        raise\n",
+        "            self._random_state.put_back()\n            self.buffers.put_back()\n",
+        "            pass\n",
         OWN + "test_torch_auto_size.py::test_error_leaves_everything",
     ),
     Mutant(
@@ -380,53 +379,35 @@ MUTANTS = (
     ),
     Mutant(
         "draw_other_numbers_as_a_layer_runs_again",
-        "        if each.random is not None:\n            each.random.put_back()\n",
+        "            layer_pass.random_state.put_back()\n",
         "",
         OWN + "test_torch_layered.py::test_gradient_has_the_same_bits",
         "dtype0-within",
     ),
     Mutant(
         "move_buffers_as_a_layer_runs_again",
-        (
-            "        with (\n"
-            "            nullcontext()\n"
-            "            if each.surroundings is None\n"
-            "            else each.surroundings.second_run()\n"
-            "        ):\n"
-        ),
-        "        with nullcontext() if each else nullcontext():\n",
+        "            layer_pass.buffers.put_back()\n",
+        "",
+        OWN + "test_torch_layered.py::test_buffers_that_two_layers_and_the_loss_share",
+    ),
+    Mutant(
+        "leave_statistics_where_the_second_run_left_them",
+        "        random_state_after.put_back()\n        buffers_after.put_back()\n",
+        "        random_state_after.put_back()\n",
         OWN + "test_torch_layered.py::test_gradient_has_the_same_bits",
         "dtype0-within",
     ),
     Mutant(
         "update_a_shared_parameter_at_its_last_layer",
-        (
-            "                layer.index,\n"
-            "                lambda parameter: self._first.get(id(parameter), 0) >= layer.index,\n"
-        ),
-        "                layer.index, lambda parameter: self._first.get(id(parameter), 0) >= 0\n",
+        "        return self._first_layers.get(id(parameter), 0) >= index\n",
+        "        return self._first_layers.get(id(parameter), 0) >= 0\n",
         OWN + "test_torch_layered.py::test_equals_the_large_batch",
     ),
     Mutant(
         "free_a_layers_gradient_at_the_end",
-        "        if self._collector.by_parts and layer.is_trained and layer.index:\n",
-        "        if self._collector.by_parts and layer.is_trained and layer.index >"
-        " 99:\n",
+        "        if index and is_trained and self._updates_layers:\n",
+        "        if index > 99 and is_trained and self._updates_layers:\n",
         OWN + "test_torch_layered.py::test_one_layer_of_gradients_is_alive",
-    ),
-    Mutant(
-        "recompute_borders_from_the_wrong_layer",
-        "self._layers[index - index % self._every : index]",
-        "self._layers[max(index - 1, 0) : index]",
-        OWN + "test_torch_layered.py::test_gradient_has_the_same_bits",
-        "dtype0-borders",
-    ),
-    Mutant(
-        "reduce_a_shared_unit_at_each_layer",
-        "            (unit, min(index for index, own in enumerate(self._units) if unit in own))\n",
-        "            (unit, max(index for index, own in enumerate(self._units) if unit in own))\n",
-        OWN + "test_torch_sharding.py::test_two_workers",
-        "sharded_whole_model_in_two_layers",
     ),
     Mutant(
         "go_on_after_some_layers_were_updated",
