@@ -204,9 +204,9 @@ class LayeredValueAndUpdate(LargeBatchFunction):
         return results
 
     def run(
-        self, given: tuple[Params, AccumulationState], batch: LargeBatch
+        self, model_arguments: tuple[Params, AccumulationState], batch: LargeBatch
     ) -> tuple[Any, Params, AccumulationState]:
-        params, state = given
+        params, state = model_arguments
         outer, layers = params
         if self.keeps_sums:
             accumulator = gradient_sum.emptied(state.accumulator, state.micro_step == 0)
@@ -482,15 +482,15 @@ def reduce_numbers(
     """Return the numbers of the window of all devices. `tx` of sharded parameters does
     not reduce them.
     """
-    reduced = group.all_reduce(
+    reduced_window = group.all_reduce(
         group.ReducedWindow([], window.weight, window.overflow, as_read(window.loss)),
         axis_names,
     )
     return window._replace(
-        weight=reduced.weight,
-        overflow=reduced.overflow,
-        last_overflow=reduced.overflow,
-        loss=as_stored(reduced.loss),
+        weight=reduced_window.weight,
+        overflow=reduced_window.overflow,
+        last_overflow=reduced_window.overflow,
+        loss=as_stored(reduced_window.loss),
     )
 
 
@@ -546,16 +546,16 @@ def parts_are_separate(
             updates, state = inner.update(gradient, state, params, value=jnp.ones(()))
         return updates
 
-    flags = []
+    flags: list[Array] = []
     for place, part in enumerate(params):
         part_gradients = [first_gradients[place], gradients[place]]
         expected = jax.tree.leaves(second_update(part_gradients, part))
         for factor in (1, np.nan):
-            filled = [
+            changed_gradients = [
                 replace_others(place, factor, tree)
                 for tree in (first_gradients, gradients)
             ]
-            updates = jax.tree.leaves(second_update(filled, params)[place])
+            updates = jax.tree.leaves(second_update(changed_gradients, params)[place])
             flags += map(_is_close, updates, expected)
     return jnp.all(jnp.stack(flags))
 

@@ -36,19 +36,22 @@ class LargeBatchFunction(ABC):
     splitting: Splitting
 
     @abstractmethod
-    def run(self, given: Any, batch: LargeBatch) -> Any:
+    def run(self, model_arguments: Any, batch: LargeBatch) -> Any:
         """Run on a batch that is cut."""
 
     def call(
-        self, given: Any, arguments: tuple[Tree, ...], keywords: dict[str, Any]
+        self,
+        model_arguments: Any,
+        arguments: tuple[Tree, ...],
+        keywords: dict[str, Any],
     ) -> Any:
         """Cut the batch and run; each value of a keyword has a program of its own."""
         batch = read_batch(arguments, keywords, self.splitting)
         if self._size_search is not None:
-            return self._size_search(given, batch)
+            return self._size_search(model_arguments, batch)
         size = kit.divided(self.splitting.division, batch.items)[0].items
-        batch = cut_batch(batch, size, given)
-        return call_jitted(self._jitted, self.run, given, batch)
+        batch = cut_batch(batch, size, model_arguments)
+        return call_jitted(self._jitted, self.run, model_arguments, batch)
 
     @cached_property
     def _size_search(self) -> SizeSearch | None:
@@ -74,16 +77,19 @@ class SizeSearch:
         later function has the same.
         """
 
-    def __call__(self, given: Tree, batch: LargeBatch) -> Any:
+    def __call__(self, model_arguments: Tree, batch: LargeBatch) -> Any:
         limit = self.sizes.memory_limit
         if limit is None:
-            limit = free_bytes((given, batch))
-        leaves, structure = jax.tree.flatten((given, batch))
+            limit = free_bytes((model_arguments, batch))
+        leaves, structure = jax.tree.flatten((model_arguments, batch))
         key = (self.identity, structure, *map(_type_of, leaves))
         size = self.sizes.start(key, batch.items)
         while True:
             result, failure = self.attempt(
-                (key, size), given, cut_batch(batch, size, given), limit
+                (key, size),
+                model_arguments,
+                cut_batch(batch, size, model_arguments),
+                limit,
             )
             if failure is None:
                 self.sizes.remember(key, size)
@@ -94,21 +100,21 @@ class SizeSearch:
                 raise error from (failure if isinstance(failure, Exception) else None)
 
     def attempt(
-        self, name: Hashable, given: Tree, batch: LargeBatch, limit: int
+        self, name: Hashable, model_arguments: Tree, batch: LargeBatch, limit: int
     ) -> tuple[Any, Exception | str | None]:
         """Return the result and None; or None and why it did not fit, without the
         error's frames, which hold arrays.
         """
         try:
             if name in self.programs:
-                return self.programs[name](given, batch), None
-            compiled = self.compile(given, batch)
-            needed_bytes = bytes_of(compiled, (given, batch))
+                return self.programs[name](model_arguments, batch), None
+            program = self.compile(model_arguments, batch)
+            needed_bytes = bytes_of(program, (model_arguments, batch))
             if needed_bytes > limit:
                 return None, f"{needed_bytes} bytes"
             # A device may report only at the end that memory ran out.
             library: Any = jax
-            result = library.block_until_ready(compiled(given, batch))
+            result = library.block_until_ready(program(model_arguments, batch))
         except jax.errors.JaxRuntimeError as error:
             # GPU's and TPU's RESOURCE_EXHAUSTED, and XLA:CPU's INTERNAL with "Out of
             # memory allocating ... bytes".
@@ -118,19 +124,19 @@ class SizeSearch:
                 raise
             self.programs.pop(name, None)
             return None, error.with_traceback(None)
-        self.programs[name] = compiled
+        self.programs[name] = program
         return result, None
 
-    def compile(self, given: Tree, batch: LargeBatch) -> Any:
+    def compile(self, model_arguments: Tree, batch: LargeBatch) -> Any:
         with jax.numpy_dtype_promotion("standard"):
-            return self.jitted.lower(given, batch).compile()
+            return self.jitted.lower(model_arguments, batch).compile()
 
 
-def bytes_of(compiled: Any, arguments: Tree) -> int:
+def bytes_of(program: Any, arguments: Tree) -> int:
     """Return the bytes that a run needs beside arguments on the device already, on the
     device that needs most.
     """
-    stats = compiled.memory_analysis()
+    stats = program.memory_analysis()
     host_arrays = [
         np.asarray(leaf)
         for leaf in jax.tree.leaves(arguments)

@@ -69,7 +69,7 @@ class EqualMicroBatches(NamedTuple):
 
     first: int
     """The number of the first one among all micro-batches."""
-    count: int
+    micro_batches: int
     items: int
     """The items of each."""
 
@@ -267,21 +267,21 @@ def cut_batch(batch: LargeBatch, size: int, others: Tree = ()) -> LargeBatch:
     """Return the batch cut into micro-batches of `size` items, or of a few more if
     devices share it. `others` are the other arguments of the call.
     """
-    known = 1
-    possible = 1
+    known_shards = 1
+    possible_shards = 1
     for leaf, axis in zip(batch.leaves, batch.axes, strict=True):
         if isinstance(axis, int):
             shards: AxisShards = axis_shards(leaf, axis, others)
-            known = math.lcm(known, shards.known)
-            possible = math.lcm(possible, shards.possible)
-    possible = math.gcd(possible, batch.items)
-    size = _round_up(size, known)
-    if size >= 8 * possible:  # adds an eighth at most
-        size = _round_up(size, possible)
-    blocks = math.gcd(possible, size)
-    if blocks < possible and batch.items % size:
+            known_shards = math.lcm(known_shards, shards.known)
+            possible_shards = math.lcm(possible_shards, shards.possible)
+    possible_shards = math.gcd(possible_shards, batch.items)
+    size = _round_up(size, known_shards)
+    if size >= 8 * possible_shards:  # adds an eighth at most
+        size = _round_up(size, possible_shards)
+    blocks = math.gcd(possible_shards, size)
+    if blocks < possible_shards and batch.items % size:
         # XLA of JAX 0.7 concatenates rows of unequal parts wrongly.
-        blocks = known
+        blocks = known_shards
     return replace(batch, size=size, blocks=blocks)
 
 
@@ -339,8 +339,8 @@ def for_each_micro_batch(
             carry, outputs = body(carry, micro_batch, inputs)
             return carry, jax.tree.map(jnp.asarray, outputs)
 
-        numbers = part.first + jnp.arange(part.count, dtype=jnp.int32)
-        if part.count > 1:
+        numbers = part.first + jnp.arange(part.micro_batches, dtype=jnp.int32)
+        if part.micro_batches > 1:
             carry, outputs = lax.scan(step, carry, (numbers, part_inputs))
         else:
             only_one = jax.tree.map(lambda leaf: leaf[0], (numbers, part_inputs))

@@ -138,7 +138,7 @@ def merge_auxes(
     aux_list = [
         jax.tree.map(lambda leaf, place=place: leaf[place], stack)
         for part, stack in zip(batch.parts(), auxes, strict=True)
-        for place in range(part.count)
+        for place in range(part.micro_batches)
     ]
     return merge_aux(aux_list, list(weights))
 

@@ -272,9 +272,11 @@ class ValueAndUpdate(LargeBatchFunction):
         return results
 
     def run(
-        self, given: tuple[Params, AccumulationState, Extra], batch: LargeBatch
+        self,
+        model_arguments: tuple[Params, AccumulationState, Extra],
+        batch: LargeBatch,
     ) -> tuple[Any, Tree, AccumulationState]:
-        params, state, extra = given
+        params, state, extra = model_arguments
         require_params((params,))
         arrays = plain(params)
         _, put = moving_of(arrays)

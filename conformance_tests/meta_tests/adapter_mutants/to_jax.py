@@ -287,7 +287,7 @@ MUTANTS = (
     ),
     Mutant(
         "merge_the_first_micro_batch_alone",
-        "        for place in range(part.count)\n",
+        "        for place in range(part.micro_batches)\n",
         "        for place in range(1)\n",
         SUITE + "test_one_call.py::test_outputs_merged_by_a_function",
     ),
