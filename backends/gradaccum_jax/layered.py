@@ -502,21 +502,16 @@ def require_separable(
     """
     rng = np.random.default_rng(0)
 
-    def draw(first_axis: int, leaf: Array) -> Any:
-        shape = [min(size, 2) for size in leaf.shape[first_axis:]]
+    def draw(leaf: Array) -> Any:
+        shape = [min(size, 2) for size in leaf.shape]
         if not takes_part(leaf):
             return np.zeros(shape, leaf.dtype)
         # Half precision would hide a small difference in its rounding.
         numbers = 64 * rng.normal(size=shape)
         return numbers.astype(wider(leaf.dtype, jnp.float32))
 
-    trees = [
-        tuple(
-            jax.tree.map(partial(draw, first_axis), part)
-            for part, first_axis in ((outer, 0), (layers, 1), (layers, 1))
-        )
-        for _ in range(3)
-    ]
+    layer = entry_at(layers, 0)
+    trees = [jax.tree.map(draw, (outer, layer, layer)) for _ in range(3)]
     with jax.ensure_compile_time_eval(), jax.debug_nans(False):
         is_separable = bool(jax.jit(partial(parts_are_separate, inner))(*trees))
     if not is_separable:
@@ -532,15 +527,14 @@ def require_separable(
 
 def parts_are_separate(
     inner: optax.GradientTransformationExtraArgs,
-    first_gradients: tuple[Tree, ...],
-    gradients: tuple[Tree, ...],
     params: tuple[Tree, ...],
+    *gradients: tuple[Tree, ...],
 ) -> Array:
-    """True if a second update of each part alone is that of all parts together,
+    """True if the last update of each part alone is that of all parts together,
     whatever the gradients of the other parts are.
     """
 
-    def second_update(gradients: list[Tree], params: Tree) -> Tree:
+    def last_update(params: Tree, gradients: list[Tree]) -> Tree:
         state = inner.init(params)
         for gradient in gradients:
             updates, state = inner.update(gradient, state, params, value=jnp.ones(()))
@@ -548,28 +542,23 @@ def parts_are_separate(
 
     flags: list[Array] = []
     for place, part in enumerate(params):
-        part_gradients = [first_gradients[place], gradients[place]]
-        expected = jax.tree.leaves(second_update(part_gradients, part))
+        update_alone = last_update(part, [trees[place] for trees in gradients])
         for factor in (1, np.nan):
-            changed_gradients = [
-                replace_others(place, factor, tree)
-                for tree in (first_gradients, gradients)
+
+            def scale(leaf: Array, factor: float = factor) -> Array:
+                return leaf * factor if takes_part(leaf) else leaf
+
+            scaled_gradients = [
+                (
+                    *jax.tree.map(scale, trees[:place]),
+                    trees[place],
+                    *jax.tree.map(scale, trees[place + 1 :]),
+                )
+                for trees in gradients
             ]
-            updates = jax.tree.leaves(second_update(changed_gradients, params)[place])
-            flags += map(_is_close, updates, expected)
+            update = last_update(params, scaled_gradients)[place]
+            flags += jax.tree.leaves(jax.tree.map(_is_close, update, update_alone))
     return jnp.all(jnp.stack(flags))
-
-
-def replace_others(place: int, factor: float, trees: tuple[Tree, ...]) -> Any:
-    """Return `trees`, all but the one at `place` times `factor`."""
-
-    def scale(leaf: Array) -> Array:
-        return leaf * factor if takes_part(leaf) else leaf
-
-    return tuple(
-        tree if number == place else jax.tree.map(scale, tree)
-        for number, tree in enumerate(trees)
-    )
 
 
 def _is_close(a: Array, b: Array) -> Array:
