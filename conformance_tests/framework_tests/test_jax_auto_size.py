@@ -221,20 +221,3 @@ def test_window_of_an_optimizer(between: int) -> None:
     assert sizes.size == 4
     assert_same_bits(found, wanted)
     assert found[2].optimizer_step == 1
-
-
-def test_constants_have_programs_of_their_own() -> None:
-    """Each plain value, and each tree of one shape."""
-    step = step_with(
-        automatic(10**9),
-        lambda params, x, how: (
-            params * jnp.mean(x) * (how["double"] + 1 if "double" in how else 7)
-        ),
-    )
-    for how, expected in (
-        ({"double": True}, 2),
-        ({"double": 3}, 4),
-        ({"single": 3}, 7),
-        ({"double": 0.5}, 1.5),
-    ):
-        assert step(jnp.ones(()), jnp.ones(4), how) == (expected, expected)

@@ -84,14 +84,16 @@ def test_keys_of_items_are_cut() -> None:
 
 
 def test_argnums() -> None:
-    """The batch is what is not differentiated by, in its order."""
+    """The batch is what is not differentiated by, in its order. A number below 0 counts
+    from the end.
+    """
 
     def loss(v: Any, x: Any, w: Any, y: Any, bias: Any) -> Any:
         return jnp.mean((jnp.tanh(x @ w + bias) @ v - y) ** 2)
 
     x, y = data()
     given = (numbers(4), x, numbers(3, 4), y, numbers(4, seed=1))
-    call = gradaccum_jax.value_and_grad(loss, (2, 0), steps=4, axes=(0, 0, None))
+    call = gradaccum_jax.value_and_grad(loss, (2, -5), steps=4, axes=(0, 0, None))
     close(call(*given), jax.value_and_grad(loss, (2, 0))(*given))
 
 

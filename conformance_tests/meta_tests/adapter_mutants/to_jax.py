@@ -283,7 +283,7 @@ MUTANTS = (
         "            if array.shape[1] % part.items:  # no rows of items\n",
         "            if array.shape[1]:\n",
         OWN + "test_jax_batch_shards.py::test_each_device_computes_its_share",
-        "nested_batches",
+        "fair_share",
     ),
     Mutant(
         "merge_the_first_micro_batch_alone",
@@ -337,11 +337,11 @@ MUTANTS = (
         OWN + "test_jax_layered.py::test_memory_is_that_of_a_layer",
     ),
     Mutant(
-        "leave_the_sum_of_shards_unreduced",
-        "            window = reduce_numbers(window, self.spec.axis_names)\n",
-        "            pass\n",
+        "reduce_a_layer_in_every_micro_batch",
+        "        return vary_all(params, frozenset(self.spec.axis_names))\n",
+        "        return params\n",
         OWN + "test_jax_workers.py::test_four_devices",
-        "layered_shards",
+        "layered_window",
     ),
     Mutant(
         "take_any_result_for_the_same",
