@@ -155,7 +155,7 @@ def layered_value_and_update(
 
 
 class Part(NamedTuple):
-    """What the closing of the outer parameters, or of a layer, changes."""
+    """The arrays that change when the outer parameters, or a layer, are closed."""
 
     params: Tree
     """None where the sums are kept."""

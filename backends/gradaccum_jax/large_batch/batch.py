@@ -113,7 +113,7 @@ class LargeBatch:
 
     @property
     def count(self) -> int:
-        """How many micro-batches there are."""
+        """The number of micro-batches."""
         return math.ceil(self.items / self.size)
 
     def parts(self) -> list[EqualMicroBatches]:

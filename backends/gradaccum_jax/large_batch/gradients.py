@@ -163,8 +163,8 @@ def value_and_gradients(
 
 
 def require_params(by: tuple[Tree, ...]) -> None:
-    """Raise if `by` holds random streams or statistics of a flax nnx module, or arrays
-    whose parts are not added up.
+    """Raise unless `by` has parameters alone, no random streams or statistics of a flax
+    nnx module, and no arrays whose parts are not added up.
     """
     require_ordinary(by)
     require_params_alone(

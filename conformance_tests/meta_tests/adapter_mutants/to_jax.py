@@ -337,13 +337,6 @@ MUTANTS = (
         OWN + "test_jax_layered.py::test_memory_is_that_of_a_layer",
     ),
     Mutant(
-        "reduce_a_layer_in_every_micro_batch",
-        "        return vary_all(params, frozenset(self.spec.axis_names))\n",
-        "        return params\n",
-        OWN + "test_jax_workers.py::test_four_devices",
-        "layered_window",
-    ),
-    Mutant(
         "take_any_result_for_the_same",
         "        _require_same_results(step, on_each_device, leaves, axes)\n",
         "",
