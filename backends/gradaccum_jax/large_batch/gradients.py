@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from operator import itemgetter
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
@@ -135,11 +136,10 @@ def merge_auxes(
         return concatenate_micro_batches(auxes)
     if merge_aux == "concatenate":
         return concatenate_items(batch, auxes)
-    aux_list = [
-        jax.tree.map(lambda leaf, place=place: leaf[place], stack)
-        for part, stack in zip(batch.parts(), auxes, strict=True)
-        for place in range(part.micro_batches)
-    ]
+    aux_list: list[Tree] = []
+    for part, stack in zip(batch.parts(), auxes, strict=True):
+        places = range(part.micro_batches)
+        aux_list += [jax.tree.map(itemgetter(place), stack) for place in places]
     return merge_aux(aux_list, list(weights))
 
 

@@ -287,8 +287,8 @@ MUTANTS = (
     ),
     Mutant(
         "merge_the_first_micro_batch_alone",
-        "        for place in range(part.micro_batches)\n",
-        "        for place in range(1)\n",
+        "        places = range(part.micro_batches)\n",
+        "        places = range(1)\n",
         SUITE + "test_one_call.py::test_outputs_merged_by_a_function",
     ),
     Mutant(
