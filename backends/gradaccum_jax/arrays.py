@@ -50,9 +50,6 @@ Gradients = list[Array]
 parameter that took no part: see `checks.align`.
 """
 
-BY_ITEM = "stack them into arrays, or write split= a function"
-"""What to do where the elements of a list are the items: XLA cuts arrays alone."""
-
 Axes = frozenset[str]
 """Names of mesh axes."""
 

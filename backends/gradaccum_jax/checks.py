@@ -36,7 +36,6 @@ from gradaccum_jax.arrays import (
     Tree,
     Variable,
     is_half,
-    is_key,
     is_none,
     takes_part,
     unique,
@@ -400,70 +399,3 @@ def require_function(name: str, function: object, fix: str) -> None:
         raise explain(
             ArgumentTypeError, name, expected="a function", got=function, fix=fix
         )
-
-
-# What a layered window refuses.
-
-
-def require_whole_micro_batches(options: Options) -> None:
-    if options.on_overflow == "drop_micro_batch":
-        raise explain(
-            UsageError,
-            "tx",
-            expected="one that looks at no single micro-batch",
-            found="one with on_overflow=",
-            fix="Leave on_overflow out, or call gradaccum_jax.value_and_update.",
-        )
-
-
-def require_stacked(params: Params) -> tuple[Tree, ...]:
-    """Raise unless `params` are three or four trees of numbers, the second with one
-    leading axis in all of its arrays.
-    """
-    if not isinstance(params, tuple) or len(params) not in (3, 4):
-        raise explain(
-            ArgumentTypeError,
-            "params",
-            expected="a tuple (prelude, layers, head) or (prelude, layers, head, tied)",
-            found=f"a {type(params).__name__}",
-            fix="Write {} for a part without parameters.",
-        )
-    require_arrays(params, "params")
-    axes = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(params[1])}
-    has_key = any(map(is_key, jax.tree.leaves(params)))
-    if len(axes) != 1 or axes & {(), (0,)} or has_key:
-        raise explain(
-            ArgumentValueError,
-            "params",
-            expected="arrays of numbers, with one leading axis in params[1]",
-            found=f"leading axes {sorted(axes)}, or a random key",
-            fix="Stack the layers: jax.tree.map(lambda *leaves: jnp.stack(leaves),"
-            " *layers). Pass keys in the batch.",
-        )
-    return tuple(jax.tree.map(jnp.asarray, params))
-
-
-def require_like(name: str, given: Tree, like: Tree, expected: str, fix: str) -> Tree:
-    """Raise unless `given` has arrays of the same paths, dtypes and shapes as `like`;
-    return it.
-    """
-    wanted_types = _types_by_path(like)
-    given_types = _types_by_path(given)
-    if wanted_types != given_types:
-        path = min(dict(wanted_types.items() ^ given_types.items()))
-        raise explain(
-            ArgumentValueError,
-            f"{name}{path}",
-            expected=f"{expected}, {wanted_types.get(path, 'nothing')}",
-            found=given_types.get(path, "nothing"),
-            fix=fix,
-        )
-    return given
-
-
-def _types_by_path(tree: Tree) -> dict[str, str]:
-    flat = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return {
-        jax.tree_util.keystr(path): f"{jnp.result_type(leaf)}{list(np.shape(leaf))}"
-        for path, leaf in flat
-    }

@@ -180,25 +180,27 @@ def layered(setting: Setting) -> Measured:
     width = setting.size(8, 128)
     with float64():
         rng = np.random.default_rng(0)
-        shapes = ((width, width), (4, width, width), (width, 2))
-        params = tuple(jnp.asarray(rng.normal(size=each) / 8) for each in shapes)
+        shapes = ((width, width), (width, 2), (4, width, width))
+        first, last, layers = (jnp.asarray(rng.normal(size=s) / 8) for s in shapes)
+        params = ((first, last), layers)
         x = jnp.asarray(rng.normal(size=(16, width)))
 
         def layer(weight: Any, hidden: Any, x: Any) -> Any:
             return hidden + jnp.tanh(hidden @ weight)
 
-        def head_loss(weight: Any, hidden: Any, x: Any) -> Any:
-            return jnp.mean((hidden @ weight - 1) ** 2)
+        def head_loss(outer: Any, hidden: Any, x: Any) -> Any:
+            return jnp.mean((hidden @ outer[1] - 1) ** 2)
 
         def loss_fn(params: Tree, x: Any) -> Any:
-            hidden = x @ params[0]
-            for weight in params[1]:
+            outer, layers = params
+            hidden = x @ outer[0]
+            for weight in layers:
                 hidden = layer(weight, hidden, x)
-            return head_loss(params[2], hidden, x)
+            return head_loss(outer, hidden, x)
 
         tx = gradaccum.wrap(adamw(), steps=None, on_overflow="ignore")
         step = gradaccum_jax.layered_value_and_update(
-            lambda weight, x: x @ weight, layer, head_loss, tx, steps=STEPS
+            lambda outer, x: x @ outer[0], layer, head_loss, tx, steps=STEPS
         )
         _, found, _ = jax.jit(step)(params, step.init(params), x)
         inner = adamw()

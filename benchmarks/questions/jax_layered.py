@@ -22,7 +22,7 @@ import gradaccum_jax
 from benchmarks.case import Case, Curve
 
 BASELINE = "usual window"
-KEPT, RECOMPUTED = "layered, borders kept", "layered, borders recomputed"
+LAYERED = "layered"
 ITEMS = 4
 """Of a micro-batch."""
 MICRO_BATCHES = (1, 4, 16)
@@ -40,7 +40,7 @@ def cases(quick: bool) -> Iterator[Case | Curve]:
         for micro_batches in MICRO_BATCHES:
             windows = {
                 way: window(way, layers, width, micro_batches)
-                for way in (BASELINE, KEPT, RECOMPUTED)
+                for way in (BASELINE, LAYERED)
             }
             if name == "16 layers of 1024":
                 for way, (_, mebibytes) in windows.items():
@@ -72,7 +72,7 @@ def window(
     """One update, and the MiB that its program needs beside parameters and moments."""
     keys = jax.random.split(jax.random.key(0), 4)
     weights = 0.5 / width**0.5 * jax.random.normal(keys[0], (layers, width, width))
-    params: Any = ({}, {"w": weights, "b": jnp.zeros((layers, width))}, {})
+    params: Any = ({}, {"w": weights, "b": jnp.zeros((layers, width))})
     x, y = (jax.random.normal(key, (ITEMS * micro_batches, width)) for key in keys[1:3])
     tx = gradaccum.wrap(optax.adamw(1e-3), None, on_overflow="ignore")
     options: dict[str, Any] = {"micro_batch_size": ITEMS}
@@ -88,9 +88,8 @@ def window(
             return loss, optax.apply_updates(params, updates), state
 
     else:
-        borders = "keep" if way == KEPT else "recompute"
         step = gradaccum_jax.layered_value_and_update(
-            lambda own, x, y: x, _layer, _compare, tx, borders=borders, **options
+            lambda outer, x, y: x, _layer, _compare, tx, **options
         )
         state = step.init(params)
     compiled: Any = (

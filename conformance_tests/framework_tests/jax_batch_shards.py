@@ -83,7 +83,7 @@ def loss_fn(params: Any, x: Any, y: Any) -> Any:
 
 def call_with(steps: int, **options: Any) -> Any:
     return gradaccum_jax.value_and_grad(
-        loss_fn, has_aux=True, aux="concatenate", steps=steps, **options
+        loss_fn, has_aux=True, merge_aux="concatenate", steps=steps, **options
     )
 
 
@@ -160,7 +160,7 @@ def outside_of_jit() -> None:
             return loss_fn(params, x, y)
 
         call = gradaccum_jax.value_and_grad(
-            loss, has_aux=True, aux="concatenate", steps=steps
+            loss, has_aux=True, merge_aux="concatenate", steps=steps
         )
         x, y = X[:items], Y[:items]
         made = call(PARAMS, *EIGHT.put((x, y)))
@@ -205,7 +205,9 @@ def whole_batches() -> None:
     def first(params: Any, x: Any) -> Any:
         return jnp.mean(params * x), x[:1]
 
-    call = gradaccum_jax.value_and_grad(first, has_aux=True, aux="concatenate", steps=4)
+    call = gradaccum_jax.value_and_grad(
+        first, has_aux=True, merge_aux="concatenate", steps=4
+    )
     one, explicit = jnp.ones(()), EIGHT._replace(kind=AxisType.Explicit)
     wanted = jax.jit(call)(one, tens)
     np.testing.assert_array_equal(wanted[0][1], [0, 4, 8, 12])
@@ -254,24 +256,23 @@ def nested_batches() -> None:
     spec = {"x": P(None, "data"), "pair": (P("data"), P("data"))}
     shared = jax.tree.map(layout.put, batch, spec)
     axes = ({"x": 1, "pair": 0}, "key", None)
-    kinds = {"rows": "concatenate", "two": "concatenate", "largest": "max", "n": "sum"}
 
     def loss(params: Any, batch: Any, key: Any, scale: Any) -> Any:
         y, tokens = batch["pair"]
         found = jnp.mean((jnp.tanh(batch["x"].T @ params["w"]) - y) ** 2, axis=1)
-        aux = {
-            "rows": found,
-            "two": jnp.repeat(y, 2, axis=0),
-            "largest": y.max(),
-            "n": tokens.sum(),
-        }
+        aux = {"rows": found, "two": jnp.repeat(y, 2, axis=0)}
         total = jnp.maximum(tokens.sum(), 1)
         return scale * jnp.sum(found * tokens) / total, aux
 
     key, scale = jax.random.key(0), np.float32(2)
     wanted = jax.value_and_grad(loss, has_aux=True)(PARAMS, batch, key, scale)
     call = gradaccum_jax.value_and_grad(
-        loss, has_aux=True, aux=kinds, steps=8, axes=axes, weight=tokens
+        loss,
+        has_aux=True,
+        merge_aux="concatenate",
+        steps=8,
+        axes=axes,
+        weight=tokens,
     )
     for function in (call, jax.jit(call)):
         near(function(PARAMS, shared, key, scale), wanted)
@@ -281,7 +282,7 @@ def window() -> None:
     """`value_and_update` makes the large batch's update, and reduces alone."""
     tx = gradaccum.wrap(optax.adam(0.1), steps=None, clip_norm=0.1)
     call = gradaccum_jax.value_and_update(
-        loss_fn, tx, has_aux=True, aux="concatenate", steps=4
+        loss_fn, tx, has_aux=True, merge_aux="concatenate", steps=4
     )
     params = EIGHT.put(PARAMS, P())
     state, batch = tx.init(params), EIGHT.put((X, Y))
@@ -298,20 +299,21 @@ def window() -> None:
 def layered() -> None:
     tx = gradaccum.wrap(optax.sgd(0.1), steps=None, on_overflow="ignore")
     step = gradaccum_jax.layered_value_and_update(
-        lambda p, x: x @ p,
+        lambda p, x: x @ p[0],
         lambda p, activations, x: jnp.tanh(activations @ p),
-        lambda p, activations, x: jnp.mean((activations @ p) ** 2),
+        lambda p, activations, x: jnp.mean((activations @ p[1]) ** 2),
         tx,
         steps=4,
     )
     w = PARAMS["w"]
-    start = (w, 0.3 * np.stack([w, w]), w)
+    start = ((w, w), 0.3 * np.stack([w, w]))
 
     def loss(params: Any, x: Any) -> Any:
-        activations = x @ params[0]
-        for layer in params[1]:
+        (first, last), layers = params
+        activations = x @ first
+        for layer in layers:
             activations = jnp.tanh(activations @ layer)
-        return jnp.mean((activations @ params[2]) ** 2)
+        return jnp.mean((activations @ last) ** 2)
 
     wanted, grads = jax.value_and_grad(loss)(start, X)
     params = EIGHT.put(start, P())
@@ -348,19 +350,15 @@ def coupled() -> None:
     assert "all-gather" not in cost_of(compiled).collectives
 
 
-def sizes_and_weights() -> None:
-    """`micro_batch_size` and "auto" cut blocks too; items are packed by their weight as
-    they follow.
-    """
-    weights = np.arange(ITEMS) % 5 + 1.0
+def sizes() -> None:
+    """`micro_batch_size` and "auto" cut blocks too."""
     fits = gradaccum.AutoMicroBatchSize(memory_limit=20_000)
     for options in (
         {"micro_batch_size": 100},
         {"micro_batch_size": fits},
-        {"micro_batch_weight": 500, "weight": weights},
     ):
         call: Any = gradaccum_jax.value_and_grad(
-            loss_fn, has_aux=True, aux="concatenate", reduction="sum", **options
+            loss_fn, has_aux=True, merge_aux="concatenate", reduction="sum", **options
         )
         made = call(PARAMS, *EIGHT.put((X, Y)))
         near(made[0][1], loss_fn(PARAMS, X, Y)[1])
@@ -380,7 +378,7 @@ CHECKS: dict[str, Callable[[], None]] = {
         window,
         layered,
         coupled,
-        sizes_and_weights,
+        sizes,
     )
 }
 

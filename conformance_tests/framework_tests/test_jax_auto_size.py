@@ -73,23 +73,23 @@ class Runs:
         self.compiled: list[int] = []
         self.run: list[int] = []
         self.fail: Callable[[int], None] = lambda size: None
-        original = auto.Fitting._compiled
+        original = auto.SizeSearch.compile
 
-        def compiled(fitting: Any, given: Any, source: Any) -> Any:
-            size, program = source.cuts[0].items, original(fitting, given, source)
+        def compiled(search: Any, given: Any, batch: Any) -> Any:
+            size, program = batch.size, original(search, given, batch)
             self.compiled.append(size)
 
             class Program:
                 memory_analysis = staticmethod(program.memory_analysis)
 
-                def __call__(_, given: Any, source: Any) -> Any:
+                def __call__(_, given: Any, batch: Any) -> Any:
                     self.run.append(size)
                     self.fail(size)
-                    return program(given, source)
+                    return program(given, batch)
 
             return Program()
 
-        patch.setattr(auto.Fitting, "_compiled", compiled)
+        patch.setattr(auto.SizeSearch, "compile", compiled)
 
 
 @pytest.fixture
@@ -124,7 +124,7 @@ def test_limit_of_the_device(between: int, monkeypatch: pytest.MonkeyPatch) -> N
         def memory_stats(self) -> dict[str, int]:
             return stats
 
-    monkeypatch.setattr(auto, "_devices_of", lambda arguments: {Device()})
+    monkeypatch.setattr(auto, "devices_of", lambda arguments: {Device()})
     sizes = gradaccum.AutoMicroBatchSize()
     step_with(sizes)(PARAMS, BATCH)
     assert sizes.size == 4
@@ -221,20 +221,3 @@ def test_window_of_an_optimizer(between: int) -> None:
     assert sizes.size == 4
     assert_same_bits(found, wanted)
     assert found[2].optimizer_step == 1
-
-
-def test_constants_have_programs_of_their_own() -> None:
-    """Each plain value, and each tree of one shape."""
-    step = step_with(
-        automatic(10**9),
-        lambda params, x, how: (
-            params * jnp.mean(x) * (how["double"] + 1 if "double" in how else 7)
-        ),
-    )
-    for how, expected in (
-        ({"double": True}, 2),
-        ({"double": 3}, 4),
-        ({"single": 3}, 7),
-        ({"double": 0.5}, 1.5),
-    ):
-        assert step(jnp.ones(()), jnp.ones(4), how) == (expected, expected)

@@ -22,7 +22,7 @@ CHECKS = {
     "window": "``value_and_update``",
     "layered": "``layered_value_and_update``",
     "coupled": "``coupled_value_and_grad``",
-    "sizes_and_weights": "``micro_batch_size`` and ``micro_batch_weight``",
+    "sizes": "``micro_batch_size``, an automatic one too",
 }
 
 

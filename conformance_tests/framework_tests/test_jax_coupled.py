@@ -67,9 +67,7 @@ def test_dropout_is_replayed() -> None:
 
 
 def test_aux_and_rows_that_are_no_items() -> None:
-    """Two rows per item; the loss returns an aux; a packed batch comes back in
-    order.
-    """
+    """Two rows per item; the loss returns an aux."""
 
     def outputs(params: Any, x: Any) -> Any:
         return jnp.repeat(x * params, 2)
@@ -78,11 +76,7 @@ def test_aux_and_rows_that_are_no_items() -> None:
         return jnp.std(rows) * params, rows
 
     step = gradaccum_jax.coupled_value_and_grad(
-        outputs,
-        loss,
-        has_aux=True,
-        micro_batch_weight=5,
-        weight=np.array([1, 4, 1, 1, 4, 1]),
+        outputs, loss, has_aux=True, micro_batch_size=4
     )
     x, params = numbers(6), jnp.asarray(1.5)
     wanted = jax.value_and_grad(lambda p: loss(p, outputs(p, x)), has_aux=True)

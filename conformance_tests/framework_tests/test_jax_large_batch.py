@@ -62,7 +62,7 @@ def test_every_micro_batch_has_its_own_key(legacy: bool) -> None:
     step = gradaccum_jax.value_and_grad(
         lambda params, x, key: (jnp.sum(params * x), jax.random.normal(key, (1,))),
         has_aux=True,
-        aux="concatenate",
+        merge_aux="concatenate",
         micro_batch_size=4,
         axes=(0, "key") if legacy else 0,
     )
@@ -84,14 +84,16 @@ def test_keys_of_items_are_cut() -> None:
 
 
 def test_argnums() -> None:
-    """The batch is what is not differentiated by, in its order."""
+    """The batch is what is not differentiated by, in its order. A number below 0 counts
+    from the end.
+    """
 
     def loss(v: Any, x: Any, w: Any, y: Any, bias: Any) -> Any:
         return jnp.mean((jnp.tanh(x @ w + bias) @ v - y) ** 2)
 
     x, y = data()
     given = (numbers(4), x, numbers(3, 4), y, numbers(4, seed=1))
-    call = gradaccum_jax.value_and_grad(loss, (2, 0), steps=4, axes=(0, 0, None))
+    call = gradaccum_jax.value_and_grad(loss, (2, -5), steps=4, axes=(0, 0, None))
     close(call(*given), jax.value_and_grad(loss, (2, 0))(*given))
 
 
@@ -133,24 +135,28 @@ def test_equal_constants_of_two_types_are_told_apart() -> None:
     assert found == [1, 10, 1, 10]
 
 
-def test_flags_of_aux() -> None:
-    """Each merges as a number or as what it says; a kind may stand for a whole nest."""
+def test_aux_of_each_micro_batch() -> None:
+    """With a new first axis, and as a list for a function that merges them; the rows of
+    a smaller last one have another shape.
+    """
 
     def loss(params: Any, x: Any) -> Any:
-        flags = {"early": jnp.any(x == 0), "small": jnp.all(x < 8)}
-        return params * jnp.mean(x), dict.fromkeys(("sum", "mean", "max", "min"), flags)
+        return params * jnp.mean(x), {"small": jnp.all(x < 8), "key": (x.sum(), 7)}
 
-    step = gradaccum_jax.value_and_grad(
-        loss,
-        has_aux=True,
-        aux={kind: kind for kind in ("sum", "mean", "max", "min")},
-        micro_batch_size=4,
-    )
-    aux = step(ONE, np.arange(10.0))[0][1]
-    assert aux["sum"] == {"early": 1, "small": 2}
-    assert aux["mean"] == {"early": 0.4, "small": 0.8}
-    assert aux["max"] == {"early": True, "small": True}
-    assert aux["min"] == {"early": False, "small": False}
+    def rows(params: Any, x: Any) -> Any:
+        return params * jnp.mean(x), x
+
+    def merge(auxes: Any, weights: Any) -> Any:
+        return [aux.sum() * weight for aux, weight in zip(auxes, weights, strict=True)]
+
+    options = {"has_aux": True, "micro_batch_size": 4}
+    aux = gradaccum_jax.value_and_grad(loss, **options)(ONE, np.arange(10.0))[0][1]
+    assert aux["small"].tolist() == [True, True, False]
+    assert [leaf.tolist() for leaf in aux["key"]] == [[6, 22, 17], [7, 7, 7]]
+    step = gradaccum_jax.value_and_grad(rows, merge_aux=merge, **options)
+    assert step(ONE, np.arange(10.0))[0][1] == [4 * 6, 4 * 22, 2 * 17]
+    with pytest.raises(TypeError, match="concatenate"):
+        gradaccum_jax.value_and_grad(rows, **options)(ONE, np.arange(10.0))
 
 
 def test_accumulate_dtype() -> None:

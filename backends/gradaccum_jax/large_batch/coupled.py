@@ -7,41 +7,35 @@ Deep Contrastive Learning Batch Size under Memory Limited Setup", 2021, section 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from gradaccum import ArgumentValueError
-from gradaccum.kit import Scalar, concatenate_error, explain, make_options
+from gradaccum.kit import make_division
 from gradaccum_jax import gradient_sum
-from gradaccum_jax.arrays import Array, DType, Params, Tree, moving_of, takes_part
+from gradaccum_jax.arrays import DType, Leaves, Params, Tree, moving_of
 from gradaccum_jax.checks import require_dtype
-from gradaccum_jax.large_batch import gradients
-from gradaccum_jax.large_batch.auto import Call
+from gradaccum_jax.large_batch.auto import LargeBatchFunction
 from gradaccum_jax.large_batch.batch import (
-    Group,
+    LargeBatch,
     MicroBatch,
-    Source,
     Splitting,
-    Weight,
-    beside,
-    blocks_of_rows,
-    groups_in,
-    in_order,
-    make_splitting,
-    over,
-    take_items,
+    Stacks,
+    concatenate_items,
+    for_each_micro_batch,
 )
 from gradaccum_jax.large_batch.gradients import (
-    Differentiation,
-    axes_in,
-    copies,
-    first_number,
+    empty_sums,
+    gradients_of,
+    require_params,
+    sum_over_devices,
+    value_and_gradients,
+    vary_all,
+    varying_axes,
 )
 from gradaccum_jax.workers.group import require_axes, require_names, require_same_params
 
@@ -53,10 +47,7 @@ def coupled_value_and_grad(
     *,
     steps: int | None = None,
     micro_batch_size: Any = None,
-    micro_batch_weight: float | None = None,
-    weight: Weight = None,
     axes: Tree = 0,
-    split: Callable[..., Iterable[Any]] | None = None,
     accumulate_dtype: DType = None,
     axis_name: str | tuple[str, ...] | None = None,
 ) -> Callable[..., Any]:
@@ -79,11 +70,7 @@ def coupled_value_and_grad(
         has_aux: as in `jax.value_and_grad`.
         steps: as for `value_and_grad`.
         micro_batch_size: likewise.
-        micro_batch_weight: likewise.
-        weight: per-item weights to pack by, beside `micro_batch_weight` only; the loss
-            alone decides what an item counts.
         axes: likewise.
-        split: likewise.
         accumulate_dtype: likewise.
         axis_name: inside `jax.shard_map`: the mesh axes whose devices share the batch.
             The outputs of all are gathered, device after device; the gradients are
@@ -96,209 +83,104 @@ def coupled_value_and_grad(
 
     Raises:
         ArgumentTypeError, ArgumentValueError: an option makes no sense; or, at a call,
-            the batch cannot be divided so, an output has no leading axis, or `loss_fn`
-            returns no scalar.
+            the batch cannot be divided so, or `loss_fn` returns no scalar.
     """
-    loss = Differentiation(loss_fn, (0, 1), has_aux, allow_int=True, single=False)
-    fix = (
-        "Let outputs_fn close over it, or hand it over with the batch, with axes=None."
-    )
-    outputs = Differentiation(
-        outputs_fn, (0,), has_aux=False, allow_int=False, single=True, fix_for_int=fix
-    )
-    splitting = make_splitting(
-        steps, micro_batch_size, micro_batch_weight, axes, weight, split
-    )
-    _require_use(weight, micro_batch_weight)
-    return Coupled(
-        outputs,
-        loss,
-        splitting,
+    return CoupledValueAndGrad(
+        Splitting(make_division(steps, micro_batch_size), axes, None),
+        outputs_fn,
+        loss_fn,
+        has_aux,
         require_dtype(accumulate_dtype),
         require_names(axis_name),
     )
 
 
 @dataclass(frozen=True, eq=False)
-class Coupled(Call):
+class CoupledValueAndGrad(LargeBatchFunction):
     """The function that `coupled_value_and_grad` returns."""
 
-    outputs: Differentiation
-    loss: Differentiation
-    splitting: Splitting
+    outputs_fn: Callable[..., Tree]
+    loss_fn: Callable[..., Any]
+    has_aux: bool
     accumulate_dtype: DType
     axis_names: tuple[str, ...]
 
     def __call__(self, params: Params, *batch: Tree, **keywords: Any) -> Any:
-        if keywords:
-            return self._bound(keywords, self._with_keywords)(params, *batch)
         require_axes(self.axis_names)
         require_same_params(params, self.axis_names)
-        by, batch = self.outputs.parted((params, *batch))
-        return self._of_batch(by, batch)
+        return self.call(params, batch, keywords)
 
-    def _with_keywords(self, keywords: dict[str, Any]) -> Coupled:
-        return replace(self, outputs=self.outputs.with_keywords(keywords))
+    def run(self, params: Params, batch: LargeBatch) -> Any:
+        require_params((params,))
+        jax.grad(lambda _: 0.0)(params)  # JAX itself refuses integers.
+        varying = varying_axes(self.axis_names, params, batch)
+        local_params = vary_all(params, varying)
+        moving, put = moving_of(local_params)
 
-    def _run(self, by: tuple[Tree, ...], source: Source) -> Any:
-        groups = groups_in(source)
-        axes = axes_in(by, source, self.axis_names)
-        first = first_number(groups, self.axis_names)
-        own = copies(by, axes)
-        rows, structure = self._forward(groups, own, first)
-        held = in_order(groups, rows)
-        value, aux, by_params, by_rows = self._of_all(own, held, structure)
-        total = self._backward(
-            groups,
-            own,
-            first,
-            rows,
-            by_rows,
-            copies(gradients.start(by, self.accumulate_dtype), axes),
+        # The first pass: the outputs.
+        def forward(
+            carry: tuple[()], micro_batch: MicroBatch, _: Any
+        ) -> tuple[tuple[()], Tree]:
+            return carry, self.outputs(local_params, micro_batch)
+
+        _, output_stacks = for_each_micro_batch(
+            batch, forward, (), axis_names=self.axis_names
         )
-        total = gradient_sum.add(total, by_params, None, True)
-        options = make_options(None, reduction="sum")
+
+        # The loss of all outputs.
+        def loss_of_all(params_and_outputs: tuple[Params, Stacks]) -> Any:
+            params, output_stacks = params_and_outputs
+            outputs = concatenate_items(batch, output_stacks)
+            return self.loss_on_first_device(params, outputs)
+
+        loss, aux, gradients = value_and_gradients(
+            loss_of_all, (local_params, output_stacks), self.has_aux
+        )
+        loss, aux = jax.tree.map(
+            lambda leaf: sum_over_devices(leaf, self.axis_names), (loss, aux)
+        )
+        put_outputs = moving_of(output_stacks)[1]
+        output_gradients = put_outputs(gradients[len(moving) :], lambda _: None)
+
+        # The second pass: from the outputs to the parameters.
+        def backward(
+            sums: Leaves, micro_batch: MicroBatch, output_gradients: Tree
+        ) -> tuple[Leaves, tuple[()]]:
+            def outputs(moving: Leaves) -> Leaves:
+                return moving_of(self.outputs(put(moving), micro_batch))[0]
+
+            _, pull_back = jax.vjp(outputs, moving)
+            (gradients,) = pull_back(jax.tree.leaves(output_gradients))
+            return gradient_sum.add(sums, gradients, None, True), ()
+
+        sums = vary_all(empty_sums(params, self.accumulate_dtype), varying)
+        sums = gradient_sum.add(sums, gradients[: len(moving)], None, True)
+        sums, _ = for_each_micro_batch(
+            batch, backward, sums, output_gradients, axis_names=self.axis_names
+        )
         one = jnp.ones((), jnp.float32)
-        found = gradients.finish(total, one, by, options, self.axis_names)[0]
-        return ((value, aux), found) if self.loss.has_aux else (value, found)
+        (gradient,) = gradients_of(sums, one, (params,), self.axis_names)
+        return ((loss, aux), gradient) if self.has_aux else (loss, gradient)
 
-    def _forward(
-        self, groups: list[Group], by: tuple[Tree, ...], first: Scalar
-    ) -> tuple[list[list[Array]], Any]:
-        found: list[Any] = []
+    def outputs(self, params: Params, micro_batch: MicroBatch) -> Tree:
+        outputs = self.outputs_fn(
+            params, *micro_batch.arguments, **micro_batch.keywords
+        )
+        return jax.tree.map(jnp.asarray, outputs)
 
-        def body(
-            carry: tuple[()], micro_batch: MicroBatch
-        ) -> tuple[tuple[()], list[Array]]:
-            made = self.outputs.loss_fn(*by, *micro_batch.arguments)
-            found.append(jax.tree.structure(made))
-            return carry, _rows(made)
-
-        _, rows = over(groups, body, (), first)
-        return rows, found[0]
-
-    def _of_all(
-        self, by: tuple[Tree, ...], rows: list[Array], structure: Any
-    ) -> tuple[Scalar, Tree, list[Array], list[Array]]:
-        """Return loss and aux of the whole batch, and the gradients by the parameters
-        and by this device's outputs.
+    def loss_on_first_device(self, params: Params, outputs: Tree) -> Any:
+        """Return the loss of all devices' outputs on the first device and 0 on the
+        others, so that the sum over the devices has each gradient once.
         """
+        names = self.axis_names
+        if not names:
+            return self.loss_fn(params, outputs)
         library: Any = lax
-        if self.axis_names:
-            gathered = [
-                library.all_gather(leaf, self.axis_names, tiled=True) for leaf in rows
-            ]
-        else:
-            gathered = rows
-        loss, aux, found = self.loss.value_and_gradients(
-            (*by, jax.tree.unflatten(structure, gathered)), ()
+        outputs = jax.tree.map(
+            lambda leaf: library.all_gather(leaf, names, tiled=True), outputs
         )
-        count = len(found) - sum(takes_part(leaf) for leaf in rows)
-        by_params = found[:count]
-        by_rows = found[count:]
-        if not self.axis_names:
-            return loss, aux, by_params, by_rows
-        index = lax.axis_index(self.axis_names)
-        own = [
-            lax.dynamic_slice_in_dim(g, index * len(leaf), len(leaf))
-            for g, leaf in zip(by_rows, moving_of(rows)[0], strict=True)
-        ]
-        loss, aux = _same((loss, aux), self.axis_names)
-        return (
-            loss,
-            aux,
-            [jnp.where(index == 0, leaf, jnp.zeros_like(leaf)) for leaf in by_params],
-            own,
+        is_first = lax.axis_index(names) == 0
+        return jax.tree.map(
+            lambda leaf: jnp.where(is_first, leaf, jnp.zeros_like(leaf)),
+            self.loss_fn(params, outputs),
         )
-
-    def _backward(
-        self,
-        groups: list[Group],
-        by: tuple[Tree, ...],
-        first: Scalar,
-        rows: list[list[Array]],
-        by_rows: list[Array],
-        start: list[Array],
-    ) -> list[Array]:
-        moving, put = moving_of(by)
-        all_blocks = [
-            blocks_of_rows(groups, list(stacked))
-            for stacked in zip(*rows, strict=True)
-            if takes_part(stacked[0])
-        ]
-
-        def body(
-            held: list[Array], micro_batch: MicroBatch
-        ) -> tuple[list[Array], list[Array]]:
-            starts, *arguments = micro_batch.arguments
-
-            def outputs(moving: list[Array]) -> list[Array]:
-                return moving_of(_rows(self.outputs.loss_fn(*put(moving), *arguments)))[
-                    0
-                ]
-
-            made, pull_back = jax.vjp(outputs, moving)
-            given = [
-                take_items(g, 0, at, len(leaf) // blocks, blocks)
-                for g, at, leaf, blocks in zip(
-                    by_rows, starts, made, all_blocks, strict=True
-                )
-            ]
-            return gradient_sum.add(held, pull_back(given)[0], None, True), []
-
-        starts = _starts(groups, rows, all_blocks)
-        return over(beside(groups, None, starts), body, start, first)[0]
-
-
-def _require_use(weight: Weight, micro_batch_weight: float | None) -> None:
-    if weight is not None and micro_batch_weight is None:
-        fix = (
-            "Weight the items inside of loss_fn: it is given the rows of the whole"
-            " batch."
-        )
-        raise explain(
-            ArgumentValueError,
-            "weight",
-            expected="none, or micro_batch_weight= beside it",
-            found="weights alone",
-            fix=fix,
-        )
-
-
-def _rows(outputs: Tree) -> list[Array]:
-    held = jax.tree_util.tree_flatten_with_path(outputs)[0]
-    for path, leaf in held:
-        if np.ndim(leaf) == 0:
-            raise concatenate_error(f"outputs{jax.tree_util.keystr(path)}", "a scalar")
-    return [jnp.asarray(leaf) for _, leaf in held]
-
-
-def _starts(
-    groups: list[Group], rows: list[list[Array]], all_blocks: list[int]
-) -> list[list[Array]]:
-    """Return for each group where its micro-batches' rows begin in a block: int32, one
-    for each array of rows that takes part.
-    """
-    count = sum(len(group.numbers) for group in groups)
-    starts = []
-    places = [place for place, leaf in enumerate(rows[0]) if takes_part(leaf)]
-    for place, blocks in zip(places, all_blocks, strict=True):
-        lengths = np.zeros(count, np.int32)
-        for group, made in zip(groups, rows, strict=True):
-            lengths[list(group.numbers)] = made[place].shape[1] // blocks
-        starts.append(np.cumsum(lengths) - lengths)
-    return [
-        [jnp.asarray(first[list(group.numbers)], jnp.int32) for first in starts]
-        for group in groups
-    ]
-
-
-def _same(tree: Tree, axis_names: tuple[str, ...]) -> Tree:
-    library: Any = lax
-    first = lax.axis_index(axis_names) == 0
-    return jax.tree.map(
-        lambda leaf: library.psum(
-            jnp.where(first, leaf, jnp.zeros_like(leaf)), axis_names
-        ),
-        tree,
-    )

@@ -4,33 +4,48 @@ optimizer's update from it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from inspect import Parameter, signature
+from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 import optax
 
-from gradaccum import ArgumentTypeError, ArgumentValueError
-from gradaccum.kit import Scalar, explain, make_options
-from gradaccum_jax.arrays import Array, DType, Extra, Params, Tree, moving_of, plain
+from gradaccum.kit import Scalar, make_division, make_options
+from gradaccum_jax.arrays import (
+    Array,
+    DType,
+    Extra,
+    Leaves,
+    Params,
+    Tree,
+    moving_of,
+    plain,
+)
 from gradaccum_jax.checks import require_dtype
 from gradaccum_jax.extra_arguments import KNOWN, require_declared
-from gradaccum_jax.large_batch import gradients
-from gradaccum_jax.large_batch.auto import Call
-from gradaccum_jax.large_batch.batch import Source, Splitting, Weight, make_splitting
+from gradaccum_jax.large_batch.auto import LargeBatchFunction
+from gradaccum_jax.large_batch.batch import LargeBatch, Splitting, Weight
 from gradaccum_jax.large_batch.gradients import (
-    Differentiation,
-    Gathering,
-    Question,
-    as_declared,
-    axes_in,
-    copies,
+    LossSpec,
+    add_gradients,
+    denominator,
+    empty_sums,
+    gradients_of,
+    require_params,
     run,
+    vary_all,
+    varying_axes,
 )
 from gradaccum_jax.optimizer import Accumulation, require_open
 from gradaccum_jax.state import AccumulationState
 from gradaccum_jax.workers.group import require_axes, require_names, require_same_params
+
+MergeAux = (
+    Literal["concatenate"] | Callable[[Sequence[Tree], Sequence[Array]], Tree] | None
+)
 
 
 def value_and_grad(
@@ -40,12 +55,10 @@ def value_and_grad(
     *,
     steps: int | None = None,
     micro_batch_size: Any = None,
-    micro_batch_weight: float | None = None,
     reduction: str = "mean",
     weight: Weight = None,
     axes: Tree = 0,
-    split: Callable[..., Iterable[Any]] | None = None,
-    aux: Tree = None,
+    merge_aux: MergeAux = None,
     accumulate_dtype: DType = None,
     allow_int: bool = False,
     axis_name: str | tuple[str, ...] | None = None,
@@ -57,9 +70,9 @@ def value_and_grad(
         loss, grads = step(params, x, y)
 
     Micro-batches of one size are one `jax.lax.scan`; a smaller last one is compiled
-    beside it. A micro-batch has consecutive items; of a batch that is sharded over a
-    mesh it has consecutive items of each shard, so that each device computes its share.
-    Outside of `jax.jit` the returned function jits itself: keep it, and pass
+    beside it. A micro-batch has consecutive items. If the batch is sharded over a mesh,
+    a micro-batch has consecutive items of each shard, so that each device computes its
+    share. Outside of `jax.jit` the returned function jits itself: keep it, and pass
     what changes as an argument, because all else that `loss_fn` reads is a constant.
 
     Args:
@@ -67,15 +80,13 @@ def value_and_grad(
             ``(loss, aux)`` with `has_aux`.
         argnums: the argument to differentiate by, or a tuple of several; the others are
             the batch.
-        has_aux: as in `jax.value_and_grad`; then `aux` says how it merges.
+        has_aux: as in `jax.value_and_grad`.
         steps: at most so many micro-batches, of ceil(items / steps) items; the last one
-            may be smaller. Of a sharded batch the sizes are rounded up to as many items
+            may be smaller. For a sharded batch the size is rounded up to as many items
             of each shard, where the shards are known.
         micro_batch_size: items of a micro-batch, rounded up likewise; the last one may
             be smaller. "auto" or a `gradaccum.AutoMicroBatchSize`: the largest that
-            fits.
-        micro_batch_weight: consecutive items are packed up to this weight; a function
-            `weight` is called on each item. Each new pattern of cuts is compiled.
+            fits; then call the function outside of `jax.jit`.
         reduction: "mean": `loss_fn` takes a mean over weights; "sum": a sum;
             "sum_per_item": a sum, to be divided by the batch's weight.
         weight: the weight of a micro-batch: a function of its arguments, such as its
@@ -89,118 +100,87 @@ def value_and_grad(
             default, and plain Python values None; under a `jax.jit` of your own they
             are arrays and need the None. A list of arrays of one kind that may be as
             long as the batch needs ``[0, 0]``, an axis for each element.
-        split: a function in place of cuts: ``split(*batch)``, or with `steps`
-            ``split(*batch, steps=steps)``, returns the micro-batches, each a tuple of
-            arguments or the only one. `axes` then says where their items and keys are.
-        aux: a prefix of the aux, how each leaf merges: "sum", "mean" or "weighted_mean"
-            (by the weights, as the loss), "max", "min" or "concatenate" (in the order
-            of the items).
+        merge_aux: None: each leaf of aux has a new first axis, with an entry for each
+            micro-batch. "concatenate": each leaf has a row per item; the rows come back
+            in the order of the items. A function: ``merge_aux(auxes, weights)`` gets a
+            list with the aux of each micro-batch and their weights; its result is
+            returned.
         accumulate_dtype: dtype of the sum; by default float32 for half precision, else
             the gradient's own. The gradient has its parameter's dtype.
         allow_int: as in `jax.value_and_grad`.
         axis_name: inside `jax.shard_map`: the mesh axes whose devices share the batch.
-            Loss, gradient and aux are those of all devices' items, reduced once;
-            concatenated rows are the device's own.
+            Loss and gradient are those of all devices' items, reduced once; aux is the
+            device's own.
 
     Returns:
         A function of the same arguments that returns ``(loss, gradients)``, or
         ``((loss, aux), gradients)``. The loss has shape () and the dtype that `loss_fn`
-        returns. Keywords such as ``train=True`` are constants that `loss_fn` is given
-        with every micro-batch.
+        returns. Keywords such as ``train=True`` are constants that `loss_fn` gets with
+        every micro-batch.
 
     Raises:
         ArgumentTypeError, ArgumentValueError: an option makes no sense; or, at a call,
-            the batch cannot be divided so, or `loss_fn` returns something else than was
-            declared.
+            the batch cannot be divided so, or the loss is no scalar.
     """
-    differentiation = Differentiation(
-        loss_fn, as_places(argnums), has_aux, allow_int, isinstance(argnums, int)
-    )
-    splitting = make_splitting(
-        steps, micro_batch_size, micro_batch_weight, axes, weight, split
-    )
     options = make_options(
         None, reduction=reduction, accumulate_dtype=require_dtype(accumulate_dtype)
     )
+    places = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    names = require_names(axis_name)
     return ValueAndGrad(
-        Question(
-            differentiation,
-            weight,
-            as_declared(aux, has_aux=has_aux),
-            options,
-            require_names(axis_name),
-        ),
-        splitting,
+        Splitting(make_division(steps, micro_batch_size), axes, weight),
+        LossSpec(loss_fn, places, has_aux, merge_aux, weight, options, names),
+        allow_int,
+        isinstance(argnums, int),
     )
 
 
 @dataclass(frozen=True, eq=False)
-class ValueAndGrad(Call):
+class ValueAndGrad(LargeBatchFunction):
     """The function that `value_and_grad` returns."""
 
-    question: Question
-    splitting: Splitting
+    spec: LossSpec
+    allow_int: bool
+    has_one_argnum: bool
 
     def __call__(self, *arguments: Tree, **keywords: Any) -> Any:
-        if keywords:
-            return self._bound(keywords, self._with_keywords)(*arguments)
-        by, batch = self.question.differentiation.parted(arguments)
-        require_axes(self.question.axis_names)
-        require_same_params(by, self.question.axis_names)
-        return self._of_batch(by, batch)
+        all_places = range(len(arguments))
+        places = [all_places[argnum] for argnum in self.spec.argnums]
+        by = tuple(arguments[place] for place in places)
+        batch = tuple(arguments[place] for place in all_places if place not in places)
+        require_axes(self.spec.axis_names)
+        require_same_params(by, self.spec.axis_names)
+        return self.call(by, batch, keywords)
 
-    def _with_keywords(self, keywords: dict[str, Any]) -> ValueAndGrad:
-        return replace(self, question=self.question.with_keywords(keywords))
+    def run(self, by: tuple[Tree, ...], batch: LargeBatch) -> Any:
+        require_params(by)
+        if not self.allow_int:
+            # JAX itself refuses integers.
+            jax.grad(lambda _: 0.0)(by)
+        options = self.spec.options
+        names = self.spec.axis_names
+        varying = varying_axes(names, by, batch)
+        unit = 1.0
+        if self.spec.weight is None and options.reduction == "mean":
+            # In units of the largest micro-batch most weights are 1 and cost nothing.
+            unit = float(batch.size)
 
-    def _run(self, by: tuple[Tree, ...], source: Source) -> Any:
-        options = self.question.options
-        names = self.question.axis_names
-        differentiation = self.question.differentiation
+        def add(sums: Leaves, gradients: Leaves, weight: Scalar, _: Scalar) -> Leaves:
+            return add_gradients(sums, gradients, weight / unit, options)
 
-        def add(held: Any, given: Any, weight: Any, loss: Any) -> Any:
-            return gradients.add(held, given, weight, options)
-
-        axes = axes_in(by, source, names)
-        start = copies(gradients.start(by, options.accumulate_dtype), axes)
-        gathering = Gathering(start, add, relative=not names, axes=axes)
-        made = run(self.question, by, source, gathering)
-        found = gradients.finish(made.held, made.weight, by, options, names)
-        return (made.loss, made.aux) if differentiation.has_aux else made.loss, found[
-            0
-        ] if differentiation.single else found
-
-
-def as_places(argnums: Any) -> tuple[int, ...]:
-    if isinstance(argnums, int):
-        places = (argnums,)
-    elif isinstance(argnums, tuple | list):
-        places = tuple(argnums)
-    else:
-        places = None
-    fix = "Write argnums=0, or argnums=(0, 1)."
-    if places is None or not all(
-        isinstance(place, int) and not isinstance(place, bool) for place in places
-    ):
-        raise explain(
-            ArgumentTypeError,
-            "argnums",
-            expected="an int or a tuple of ints",
-            got=argnums,
-            fix=fix,
+        sums = empty_sums(by, options.accumulate_dtype)
+        result = run(
+            self.spec, vary_all(by, varying), batch, vary_all(sums, varying), add
         )
-    if not places or len(set(places)) < len(places) or min(places) < 0:
-        raise explain(
-            ArgumentValueError,
-            "argnums",
-            expected="different places, counted from 0",
-            got=argnums,
-            fix=fix,
-        )
-    return places
+        divisor = denominator(result.weight / unit, options)
+        gradients: Any = gradients_of(result.sums, divisor, by, names)
+        if self.has_one_argnum:
+            gradients = gradients[0]
+        value = (result.loss, result.aux) if self.spec.has_aux else result.loss
+        return value, gradients
 
 
-# A whole window of a wrapped optimizer in one call: the large batch is divided, and its
-# update is made or skipped.
+# A window of a wrapped optimizer in one call.
 
 
 def value_and_update(
@@ -210,11 +190,9 @@ def value_and_update(
     *,
     steps: int | None = None,
     micro_batch_size: Any = None,
-    micro_batch_weight: float | None = None,
     weight: Weight = None,
     axes: Tree = 0,
-    split: Callable[..., Iterable[Any]] | None = None,
-    aux: Tree = None,
+    merge_aux: MergeAux = None,
 ) -> Callable[..., Any]:
     """Return a function that computes a large batch's loss and its window's update.
 
@@ -229,25 +207,23 @@ def value_and_update(
     Args:
         loss_fn: as for `value_and_grad`; the call scales the loss by itself. Parameters
             of integers, bools or random keys take no part.
-        tx: from `gradaccum.wrap` with ``steps=None``. With ``axis_name``, loss and
-            merged aux are those of all devices.
+        tx: from `gradaccum.wrap` with ``steps=None``. With ``axis_name``, the loss is
+            that of all devices, and aux is the device's own.
         has_aux: as in `jax.value_and_grad`.
         steps: as for `value_and_grad`.
         micro_batch_size: likewise.
-        micro_batch_weight: likewise.
         weight: likewise.
         axes: likewise.
-        split: likewise.
-        aux: likewise.
+        merge_aux: likewise.
 
     Returns:
         A function of ``(params, state, *batch, **extra)`` that returns
         ``(loss, updates, state)``, or ``((loss, aux), updates, state)``. The loss is
         unscaled and includes dropped micro-batches; ``gradaccum_jax.result(...).loss``
         excludes them. The updates, in the parameters' dtypes, are zeros if none was
-        made. `loss_fn` gets what of `extra` it takes by keyword, as for
-        `value_and_grad`; the inner optimizer gets the rest, and the window's loss as
-        `value` unless `extra` has one.
+        made. `loss_fn` gets those of `extra` that its signature takes by keyword, as
+        for `value_and_grad`; the inner optimizer gets the others, and the window's loss
+        as `value` unless `extra` has one.
 
     Raises:
         ArgumentTypeError: `tx` is not wrapped.
@@ -255,84 +231,89 @@ def value_and_update(
             or at a call, as for `value_and_grad`.
     """
     accumulation = require_open(tx)
-    differentiation = Differentiation(
-        loss_fn, (0,), has_aux, allow_int=True, single=True
+    return ValueAndUpdate(
+        Splitting(make_division(steps, micro_batch_size), axes, weight),
+        LossSpec(
+            loss_fn,
+            (0,),
+            has_aux,
+            merge_aux,
+            weight,
+            accumulation.options,
+            accumulation.axes,
+        ),
+        accumulation,
     )
-    splitting = make_splitting(
-        steps, micro_batch_size, micro_batch_weight, axes, weight, split
-    )
-    declared = as_declared(aux, has_aux=has_aux)
-    question = Question(
-        differentiation, weight, declared, accumulation.options, accumulation.axes
-    )
-    return ValueAndUpdate(question, splitting, accumulation)
 
 
 @dataclass(frozen=True, eq=False)
-class ValueAndUpdate(Call):
+class ValueAndUpdate(LargeBatchFunction):
     """The function that `value_and_update` returns."""
 
-    question: Question
-    splitting: Splitting
+    spec: LossSpec
     accumulation: Accumulation
 
     def __call__(
         self, params: Params, state: AccumulationState, *batch: Tree, **extra: Any
     ) -> tuple[Any, Tree, AccumulationState]:
-        differentiation = self.question.differentiation
         declared = self.accumulation.declared
-        keywords = differentiation.keywords_in(
-            extra, 1 + len(batch), declared.names | KNOWN
-        )
-        if keywords:
-            call: ValueAndUpdate = self._bound(keywords, self._with_keywords)
-            rest = {name: extra[name] for name in extra if name not in keywords}
-            return call(params, state, *batch, **rest)
+        keywords: dict[str, Any] = {}
+        if extra:
+            names = keywords_of(self.spec.loss_fn, 1 + len(batch))
+            if ANY_KEYWORD in names:
+                names |= extra.keys() - declared.names - KNOWN
+            keywords = {name: extra.pop(name) for name in names & extra.keys()}
         require_declared(extra, declared)
-        differentiation.check((params,))
         state = plain(state)
         self.accumulation.check(state, plain(params), extra)
-        made: tuple[Any, Tree, AccumulationState] = self._of_batch(
-            (params, state, extra), batch
+        results: tuple[Any, Tree, AccumulationState] = self.call(
+            (params, state, extra), batch, keywords
         )
-        return made
+        return results
 
-    def _with_keywords(self, keywords: dict[str, Any]) -> ValueAndUpdate:
-        return replace(self, question=self.question.with_keywords(keywords))
-
-    def _run(
-        self, given: tuple[Params, AccumulationState, Extra], source: Source
+    def run(
+        self,
+        model_arguments: tuple[Params, AccumulationState, Extra],
+        batch: LargeBatch,
     ) -> tuple[Any, Tree, AccumulationState]:
-        params, state, extra = given
+        params, state, extra = model_arguments
+        require_params((params,))
         arrays = plain(params)
+        _, put = moving_of(arrays)
 
         def add(
-            held: AccumulationState,
-            gradients: list[Array],
-            weight: Scalar,
-            loss: Scalar,
+            state: AccumulationState, gradients: Leaves, weight: Scalar, loss: Scalar
         ) -> AccumulationState:
-            known, told = (
-                jnp.asarray(number, jnp.result_type(held.weight))
-                for number in (weight, loss)
-            )
+            dtype = jnp.result_type(state.weight)
             return self.accumulation.add(
-                held, put(gradients, lambda _: None), known, told
+                state,
+                put(gradients, lambda _: None),
+                jnp.asarray(weight, dtype),
+                jnp.asarray(loss, dtype),
             )
 
-        axes = frozenset(self.question.axis_names)
-        put = moving_of(arrays)[1]
-        made = run(
-            self.question,
-            (params,),
-            source,
-            Gathering(state, add, relative=False, axes=axes, scale=state.loss_scale),
-        )
-        updates, state = self.accumulation.flush(made.held, arrays, **extra)
-        return (
-            (made.loss, made.aux)
-            if self.question.differentiation.has_aux
-            else made.loss,
-            updates,
-            state,
-        )
+        by = vary_all((params,), frozenset(self.spec.axis_names))
+        result = run(self.spec, by, batch, state, add, state.loss_scale)
+        updates, state = self.accumulation.flush(result.sums, arrays, **extra)
+        value = (result.loss, result.aux) if self.spec.has_aux else result.loss
+        return value, updates, state
+
+
+ANY_KEYWORD = "**"
+
+
+def keywords_of(loss_fn: Callable[..., Any], positional: int) -> set[str]:
+    """Return the names of the arguments that a function takes by keyword beside
+    `positional` ones, with `ANY_KEYWORD` if it takes ``**keywords``.
+    """
+    parameters = list(signature(loss_fn).parameters.values())
+    by_place = {Parameter.POSITIONAL_ONLY, Parameter.VAR_POSITIONAL}
+    names = {
+        parameter.name
+        for place, parameter in enumerate(parameters)
+        if parameter.kind is Parameter.KEYWORD_ONLY
+        or (parameter.kind not in by_place and place >= positional)
+    }
+    if parameters and parameters[-1].kind is Parameter.VAR_KEYWORD:
+        names.add(ANY_KEYWORD)
+    return names

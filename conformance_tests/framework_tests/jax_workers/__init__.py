@@ -20,8 +20,7 @@ NAMES = {
     ),
     "shards": "like_one_device with_workers models_of_their_own",
     "large_batch": (
-        "strided_batch one_reduction_per_call gathered_parameters weights_and_aux keys"
-        " coupled"
+        "one_reduction_per_call gathered_parameters weights_and_aux keys coupled"
     ),
     "layered": "layered_window layered_shards",
     "refusals": "refused_calls refused_types accepted_calls own_derivative",

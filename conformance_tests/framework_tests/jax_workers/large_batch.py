@@ -4,7 +4,6 @@ added up over the devices is so once per call.
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import jax
@@ -23,10 +22,8 @@ from conformance_tests.framework_tests.jax_large_batch import (
 from conformance_tests.framework_tests.jax_workers.common import (
     COLLECTIVE,
     DEVICES,
-    MESH,
     P,
     inside,
-    placed,
 )
 
 ITEMS = 24
@@ -36,28 +33,6 @@ SPREAD = P("data")
 # XLA for the CPU makes one collective of many from JAX 0.10 on; before, one for each
 # tensor and one for the loss.
 ONCE = ["all-reduce"] * (1 if jax.__version_info__ >= (0, 10) else 4)
-
-
-def strided_batch() -> None:
-    """Cut in strides as the page on integrations has it, each device computes a quarter
-    of each micro-batch's rows, without a gather.
-    """
-
-    def loss(w: Any, x: Any) -> Any:
-        return jnp.mean(jnp.tanh(x @ w) ** 2)
-
-    def strides(x: Any, steps: int) -> list[Any]:
-        parts = x.reshape(-1, steps, *x.shape[1:]).swapaxes(0, 1)
-        spread = jax.sharding.NamedSharding(MESH, P(None, "data"))
-        return list(jax.lax.with_sharding_constraint(parts, spread))
-
-    w, x = jnp.asarray(numbers(32, 32)), numbers(1024, 32)
-    step = jax.jit(gradaccum_jax.value_and_grad(loss, steps=4, split=strides))
-    close(step(w, placed(x, SPREAD)), jax.value_and_grad(loss)(w, x), 1e-12)
-    text = step.lower(w, placed(x, SPREAD)).compile().as_text()
-    rows = re.findall(r"f64\[(\d+),32\]\S* (?:dot|custom-call)\(", text)
-    assert max(map(int, rows)) == 1024 // 4 // DEVICES
-    assert set(COLLECTIVE.findall(text)) == {"all-reduce"}
 
 
 def one_reduction_per_call() -> None:
@@ -90,31 +65,24 @@ def gathered_parameters() -> None:
 
 
 def weights_and_aux() -> None:
-    """Tokens differ between devices; extremes, sums and rows are those of all items,
+    """Tokens differ between devices, which share the loss; aux is each device's own,
     along another axis too. The loss and the aux have a derivative.
     """
 
     def loss(params: Any, x: Any, y: Any, tokens: Any) -> Any:
         found = errors(params, x.T, y)
-        return jnp.sum(found * tokens) / jnp.sum(tokens), {
-            "max": y.max(),
-            "sum": jnp.sum(found),
-            "concatenate": found,
-            "weighted_mean": jnp.sum(y * tokens) / tokens.sum(),
-        }
+        return jnp.sum(found * tokens) / jnp.sum(tokens), found
 
-    kinds = ("max", "sum", "concatenate", "weighted_mean")
     call = gradaccum_jax.value_and_grad(
         loss,
         micro_batch_size=4,
         axis_name="data",
         has_aux=True,
-        aux={kind: kind for kind in kinds},
+        merge_aux="concatenate",
         axes=(1, 0, 0),
         weight=lambda x, y, tokens: tokens.sum(),
     )
-    merged = {kind: SPREAD if kind == "concatenate" else P() for kind in kinds}
-    step = inside(call, (P(), P(None, "data"), SPREAD, SPREAD), ((P(), merged), P()))
+    step = inside(call, (P(), P(None, "data"), SPREAD, SPREAD), ((P(), SPREAD), P()))
     given = X.T, Y, TOKENS
     close(
         step(model(), *given), jax.value_and_grad(loss, has_aux=True)(model(), *given)
@@ -123,7 +91,7 @@ def weights_and_aux() -> None:
     def summed(step: Any) -> Any:
         def total(params: Any) -> Any:
             value, aux = step(params, *given)
-            return value + 3 * aux["sum"]
+            return value + 3 * aux.sum()
 
         return jax.grad(total)(model())
 
@@ -138,7 +106,7 @@ def keys() -> None:
 
     key = jax.random.key(5)
     call = gradaccum_jax.value_and_grad(
-        loss, has_aux=True, aux="concatenate", steps=2, axis_name="data"
+        loss, has_aux=True, merge_aux="concatenate", steps=2, axis_name="data"
     )
     step = inside(call, (P(), SPREAD, P()), ((P(), SPREAD), P()))
     drawn = step(jnp.ones(()), np.ones(16), key)[0][1]

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 import gradaccum
@@ -27,7 +28,6 @@ from gradaccum_conformance import (
     VerifyCall,
     VerifyingHarness,
     mirrored,
-    outputs_of,
 )
 from gradaccum_harnesses.jax.couplings import COUPLINGS
 from gradaccum_harnesses.jax.models import forward, total_loss
@@ -43,27 +43,18 @@ class JaxLargeBatch(JaxWorkers, VerifyingHarness, LargeBatchHarness):
     large_batch_modes = ("jit", "eager")
 
     def value_and_grad(self, call: LargeBatchCall, batch: Batch) -> Outcome:
-        declared = call.options.get("aux")
-
         def loss_fn(params: Any, x: Any, y: Any, *_: Any) -> Any:
             loss = total_loss(call.model, params, x, y, call.loss)
             if call.returns is not None:
                 return call.returns(loss, forward(call.model, params, x))
-            return (
-                (loss, outputs_of(forward(call.model, params, x), declared))
-                if declared
-                else loss
-            )
+            return loss
 
         with x64(call.dtype == "float64"):
-            take = _in_mode(
-                value_and_grad(loss_fn, has_aux=bool(declared), **call.options),
-                call.mode,
-            )
+            take = _in_mode(value_and_grad(loss_fn, **call.options), call.mode)
             value, gradient = take(
                 _params(call), *_arrays(batch, call.dtype), *_extra(call)
             )
-            loss, aux = value if declared else (value, {})
+            loss, aux = value if call.options.get("has_aux") else (value, {})
             return Outcome(float(loss), to_numpy(gradient), to_numpy(aux))
 
     def update(
@@ -77,7 +68,13 @@ class JaxLargeBatch(JaxWorkers, VerifyingHarness, LargeBatchHarness):
     ) -> float:
         assert isinstance(session, JaxSession)
         with x64(session.wide):
-            take = _whole_window(session.program, loss, tuple(options.items()), returns)
+            hashable = {
+                name: tuple(value.tolist()) if isinstance(value, np.ndarray) else value
+                for name, value in options.items()
+            }
+            take = _whole_window(
+                session.program, loss, tuple(hashable.items()), returns
+            )
             value, updates, state = take(
                 session.params, session.opt_state, *_arrays(batch, str(session.dtype))
             )
