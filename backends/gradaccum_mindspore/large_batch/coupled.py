@@ -6,8 +6,7 @@ once, by the outputs and by its own parameters. The second pass carries the grad
 each micro-batch's outputs on to the parameters, through the gradient of
 ``sum(outputs * gradient)``.
 
-All of this runs in PyNative, which has gradients by several outputs in a nest; in graph
-mode `mindspore.jit` compiles the function of the outputs.
+All of this runs in PyNative, in graph mode too.
 """
 
 from __future__ import annotations
@@ -68,14 +67,9 @@ class CoupledGradient(nn.Cell):  # type: ignore[misc]
         modules: Sequence[nn.Cell],
     ) -> None:
         super().__init__(auto_prefix=False)
-
-        def compiled_outputs(*arguments: Nest) -> Nest:
-            return outputs_fn(*arguments)
-
         self.is_single = isinstance(weights, Parameter)
         attributes = {
             "outputs_fn": outputs_fn,
-            "compiled_outputs_fn": ms.jit(compiled_outputs),
             "loss_fn": loss_fn,
             "parameters": (weights,) if self.is_single else tuple(weights),
             "options": options,
@@ -88,20 +82,18 @@ class CoupledGradient(nn.Cell):  # type: ignore[misc]
 
     def __call__(self, *batch: Nest) -> tuple[Tensor, Any]:
         refuse_trace()
-        is_graph_mode = ms.get_context("mode") == ms.GRAPH_MODE
-        outputs_fn = self.compiled_outputs_fn if is_graph_mode else self.outputs_fn
-        arguments = [part.arguments for part in micro_batches(batch, self.options)]
         total = TensorSum(self.accumulate_dtype)
         with (
             pynative_mode(),
             restored_on_error(self.modules) as state,
             RandomReplay(self.modules) as replay,
         ):
-            outputs = first_pass(outputs_fn, arguments, replay)
+            arguments = [part.arguments for part in micro_batches(batch, self.options)]
+            outputs = first_pass(self.outputs_fn, arguments, replay)
             loss, cotangents = self.differentiated_loss(outputs, total)
             state.restore()
             second_pass(
-                outputs_fn,
+                self.outputs_fn,
                 arguments,
                 replay,
                 outputs,
@@ -223,16 +215,17 @@ def coupled_value_and_grad(
             in both passes.
 
     Returns:
-        A Cell to call with the batch from Python, in PyNative or graph mode. In
-        PyNative `mindspore.nn.Dropout` and `mindspore.ops.dropout` draw the same
-        numbers in both passes. A call that raises leaves statistics as they were. Over
-        several workers the loss couples the items of one worker alone.
+        A Cell to call with the batch from Python. It runs in PyNative, in graph mode
+        too; `mindspore.jit` can compile `outputs_fn`. In PyNative `mindspore.nn.Dropout`
+        and `mindspore.ops.dropout` draw the same numbers in both passes. A call that
+        raises leaves statistics as they were. Over several workers the loss couples the
+        items of one worker alone.
 
     Raises:
         ArgumentTypeError, ArgumentValueError: an option is wrong; on a call, the batch
             is empty or has leaves of unequal size, or the loss is no scalar.
         UsageError: on a call, `outputs_fn` gives other outputs in the second pass than
-            in the first, because it draws random numbers in graph mode, say; or
+            in the first, because it draws random numbers under `mindspore.jit`, say; or
             compiled code calls.
 
     Examples:
@@ -292,9 +285,8 @@ def require_same(first_pass: Sequence[Tensor], second_pass: Sequence[Tensor]) ->
         limit = ROUNDINGS.get(first.dtype, 0.0) * largest
         if not np.allclose(before, after, rtol=0, atol=limit, equal_nan=True):
             fix = (
-                "Draw with mindspore.nn.Dropout or mindspore.ops.dropout, in PyNative"
-                " mode, and name the Cells in modules=; or give random numbers in the"
-                " batch."
+                "Draw with nn.Dropout or ops.dropout, outside of mindspore.jit, and name"
+                " the Cells in modules=; or give random numbers in the batch."
             )
             raise explain(
                 UsageError,
