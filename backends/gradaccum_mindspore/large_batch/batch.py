@@ -14,10 +14,17 @@ from gradaccum import ArgumentTypeError, ArgumentValueError, kit
 from gradaccum.kit import Cut, Division, Nest, Options, explain
 from gradaccum_mindspore.checks import item_weights, weight_as_number
 
-PLAIN = (str, bytes, bool, int, float, complex, type(None), np.generic)
 Batch = tuple[Nest, ...]
 Weight: TypeAlias = Callable[..., Any] | Sequence[float] | Tensor | None
 """A function of the micro-batch, a number per item, or None: each item weighs 1."""
+
+
+class Constant:
+    """Stands for a number or a text in compiled code, which cuts no list of them."""
+
+
+WHOLE = (str, bytes, bool, int, float, complex, type(None), np.generic, Constant)
+"""The types of leaves that are given whole to each micro-batch."""
 
 
 class CallOptions(NamedTuple):
@@ -34,8 +41,10 @@ class CallOptions(NamedTuple):
     merge_aux: Any = None
 
     def factor(self, weight: float) -> float:
-        """Return the factor of a micro-batch's gradients and loss."""
-        return float(kit.contribution(weight, self.reduction))
+        """Return the factor of a micro-batch's gradients and loss: at weight 0 it adds
+        nothing under any reduction.
+        """
+        return float(kit.contribution(weight, self.reduction)) * (weight > 0)
 
     def divisor(self, total_weight: float) -> float:
         state = kit.initial_state(1.0)._replace(weight=total_weight)
@@ -101,8 +110,7 @@ def number_of_items(batch: Nest, axes: Nest) -> int:
 
 
 def has_items(leaf: Any, axis: object) -> bool:
-    """True if the leaf is cut; a number or a text is given whole."""
-    return axis is not None and not isinstance(leaf, PLAIN)
+    return axis is not None and not isinstance(leaf, WHOLE)
 
 
 def size_along(leaf: Any, axis: Any, path: str) -> int:

@@ -26,16 +26,32 @@ from mindspore.ops import constexpr
 from gradaccum import UsageError, kit
 from gradaccum_mindspore.gradient_sum import (
     DType,
+    compiled_scaled,
     hidden_parameter,
     sum_dtype,
     where,
     working_dtype,
 )
-from gradaccum_mindspore.large_batch.batch import CallOptions, cuts_and_weights
+from gradaccum_mindspore.large_batch.batch import (
+    CallOptions,
+    Constant,
+    cuts_and_weights,
+)
 from gradaccum_mindspore.large_batch.gradients import Function
 from gradaccum_mindspore.window.compiled import number_of
 
-TENSOR = "gradaccum.Tensor"
+
+class ArrayOutline:
+    """What the core asks about a Tensor."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: DType) -> None:
+        self.shape = shape
+        self.dtype = dtype
+        self.ndim = len(shape)
+
+
+array_outline = constexpr(ArrayOutline)
+constant = constexpr(Constant)
 
 
 class CompiledLoop(nn.Cell):  # type: ignore[misc]
@@ -136,12 +152,10 @@ class CompiledLoop(nn.Cell):  # type: ignore[misc]
         new_sums: tuple[Tensor, ...] = ()
         for place in range(len(self.shapes)):
             dtype = self.sum_dtypes[place]
-            work = working_dtype(dtype)
-            term = gradients[place].astype(work) * factor.astype(work)
+            term = compiled_scaled(gradients[place], factor, dtype)
             if self.may_be_zero:
-                term = where(weight != 0, term, (self.zero * 1).astype(work))
-            term = term.astype(dtype).astype(work)
-            total = (sums[place].astype(work) + term).astype(dtype)
+                term = where(weight != 0, term, (self.zero * 1).astype(term.dtype))
+            total = (sums[place].astype(term.dtype) + term).astype(dtype)
             new_sums = (*new_sums, total)
         return new_sums
 
@@ -164,8 +178,7 @@ def plan_of(options: CallOptions, dtype: DType) -> Callable[[Any], Any]:
     def plan(description: Any) -> tuple[int, int, int, Tensor]:
         if options.has_aux:
             raise compiled_call_error("has_aux")
-        batch = tuple(map(array_outlines, description))
-        cuts, weights = cuts_and_weights(batch, options)
+        cuts, weights = cuts_and_weights(description, options)
         size = cuts[0].items
         tail = cuts[-1].items % size
         numbers = [0.0 if weight is None else weight for weight in weights]
@@ -195,8 +208,8 @@ def compiled_call_error(argument: str) -> UsageError:
 
 
 def described(nest: Any) -> Any:
-    """Return the nest with shape and dtype in place of each Tensor, and 0 in place of
-    any other leaf: a constant, which `plan_of` can read.
+    """Return the nest with an outline in place of each Tensor, and nothing of any
+    other leaf: a constant, which `plan_of` can read.
     """
     if isinstance(nest, (tuple, list)):
         parts = []
@@ -209,8 +222,8 @@ def described(nest: Any) -> Any:
             named[key] = described(nest[key])
         return named
     if isinstance(nest, Tensor):
-        return TENSOR, nest.shape, nest.dtype
-    return 0
+        return array_outline(nest.shape, nest.dtype)
+    return constant()
 
 
 def gathered(nest: Any, axes: Any, indices: Tensor) -> Any:
@@ -230,23 +243,3 @@ def gathered(nest: Any, axes: Any, indices: Tensor) -> Any:
     if isinstance(nest, Tensor) and axes is not None:
         return ops.gather(nest, indices, axes)
     return nest
-
-
-class ArrayOutline:
-    """What the core asks about a Tensor."""
-
-    def __init__(self, shape: tuple[int, ...], dtype: DType) -> None:
-        self.shape = shape
-        self.dtype = dtype
-        self.ndim = len(shape)
-
-
-def array_outlines(description: Any) -> Any:
-    """Return what `described` made with an outline for each Tensor."""
-    if isinstance(description, dict):
-        return {key: array_outlines(part) for key, part in description.items()}
-    if not isinstance(description, tuple | list):
-        return np.int8(0)  # a number that is given whole, no list of numbers
-    if description and description[0] == TENSOR:
-        return ArrayOutline(*description[1:])
-    return type(description)(map(array_outlines, description))

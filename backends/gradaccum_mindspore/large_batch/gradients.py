@@ -38,16 +38,15 @@ class TensorSum:
         self.totals: list[Parameter] = []
         self.dtypes: list[DType] = []
 
-    def add(self, tensors: Sequence[Tensor], factor: float) -> None:
+    def add(self, tensors: Sequence[Tensor], factor: float = 1.0) -> None:
+        """Add the tensors times `factor`; at 0 nothing, though they may be NaN."""
         if not self.totals:
             self.dtypes = [tensor.dtype for tensor in tensors]
             self.totals = [self.zeros_for(tensor) for tensor in tensors]
+        if factor == 0:
+            return
         for total, tensor in zip(self.totals, tensors, strict=True):
             add_into(total, scaled(tensor, factor, total.dtype))
-
-    def add_nothing(self, tensors: Sequence[Tensor]) -> None:
-        """Take in a micro-batch of weight 0, whose gradients may be NaN."""
-        self.add(list(map(ops.zeros_like, tensors)), 1.0)
 
     def zeros_for(self, tensor: Tensor) -> Parameter:
         dtype = sum_dtype(tensor.dtype, self.accumulate_dtype)
@@ -119,7 +118,7 @@ def run_micro_batches(
         (_, loss, *aux), gradients = backward(*arguments)
         add(gradients, weight, loss)
         del gradients  # They would live beside the next ones.
-        add_weighted(losses, [loss], weight, options)
+        losses.add([loss], options.factor(weight))
         weights.append(weight)
         auxes += aux
     total_weight = sum(weights)
@@ -127,15 +126,6 @@ def run_micro_batches(
     if options.has_aux:
         value = (value, merged_aux(auxes, weights, options.merge_aux))
     return value, total_weight
-
-
-def add_weighted(
-    total: TensorSum, tensors: Sequence[Tensor], weight: float, options: CallOptions
-) -> None:
-    if weight > 0:
-        total.add(tensors, options.factor(weight))
-    else:
-        total.add_nothing(tensors)
 
 
 def merged_aux(auxes: list[Nest], weights: list[float], merge_aux: Any) -> Any:

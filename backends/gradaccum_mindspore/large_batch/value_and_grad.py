@@ -20,7 +20,6 @@ from gradaccum_mindspore.large_batch.compiled import CompiledLoop
 from gradaccum_mindspore.large_batch.gradients import (
     Function,
     TensorSum,
-    add_weighted,
     gradient_function,
     run_micro_batches,
     unscaled,
@@ -59,7 +58,7 @@ class LargeBatchGradient(nn.Cell):  # type: ignore[misc]
         total = TensorSum(self.accumulate_dtype)
 
         def add(gradients: tuple[Tensor, ...], weight: float, loss: Tensor) -> None:
-            add_weighted(total, gradients, weight, self.options)
+            total.add(gradients, self.options.factor(weight))
 
         with restored_on_error(self.modules):
             value, total_weight = run_micro_batches(
