@@ -13,6 +13,7 @@ from mindspore import Tensor
 from gradaccum import ArgumentTypeError, ArgumentValueError, kit
 from gradaccum.kit import Cut, Division, Nest, Options, explain
 from gradaccum_mindspore.checks import item_weights, weight_as_number
+from gradaccum_mindspore.mindspore_private import is_graph_mode
 
 Batch = tuple[Nest, ...]
 Weight: TypeAlias = Callable[..., Any] | Sequence[float] | Tensor | None
@@ -23,7 +24,7 @@ class Constant:
     """Stands for a number or a text in compiled code, which cuts no list of them."""
 
 
-WHOLE = (str, bytes, bool, int, float, complex, type(None), np.generic, Constant)
+INDIVISIBLE = (str, bytes, bool, int, float, complex, type(None), np.generic, Constant)
 """The types of leaves that are given whole to each micro-batch."""
 
 
@@ -110,7 +111,7 @@ def number_of_items(batch: Nest, axes: Nest) -> int:
 
 
 def has_items(leaf: Any, axis: object) -> bool:
-    return axis is not None and not isinstance(leaf, WHOLE)
+    return axis is not None and not isinstance(leaf, INDIVISIBLE)
 
 
 def size_along(leaf: Any, axis: Any, path: str) -> int:
@@ -141,15 +142,16 @@ def size_along(leaf: Any, axis: Any, path: str) -> int:
 
 def slices_of(batch: Batch, axes: Nest, cut: Cut) -> Batch:
     """Return the arguments of one micro-batch."""
-    leaves = [leaf.value for leaf in kit.leaves_of(batch)]
+    leaves = kit.leaves_of(batch)
     leaf_axes = kit.spread(axes, batch, "axes")
-    slices = map(slice_of, leaves, leaf_axes, [cut] * len(leaves))
-    arguments: Any = kit.with_leaves(batch, slices)
-    if ms.get_context("mode") != ms.GRAPH_MODE:
-        return arguments
-    # Graph mode takes a container of Tensors for a constant, and would compile the
-    # function again for each micro-batch.
-    return tuple(ms.mutable(arg) if holds_tensors(arg) else arg for arg in arguments)
+    pairs = zip(leaves, leaf_axes, strict=True)
+    slices = [slice_of(leaf.value, axis, cut) for leaf, axis in pairs]
+    arguments: Any = kit.with_leaves(batch, iter(slices))
+    if is_graph_mode():
+        # Graph mode takes a container of Tensors for a constant, and would compile the
+        # function again for each micro-batch.
+        arguments = map(mutable, arguments)
+    return tuple(arguments)
 
 
 def slice_of(leaf: Any, axis: Any, cut: Cut) -> Any:
@@ -160,11 +162,12 @@ def slice_of(leaf: Any, axis: Any, cut: Cut) -> Any:
     before = (slice(None),) * (axis % leaf.ndim)
     part = leaf[(*before, slice(cut.start, cut.stop))]
     # Graph mode cannot return a slice that shares the memory of the batch.
-    is_view = isinstance(part, Tensor) and ms.get_context("mode") == ms.GRAPH_MODE
-    return part.copy() if is_view else part
+    return part.copy() if is_graph_mode() else part
 
 
-def holds_tensors(argument: Nest) -> bool:
+def mutable(argument: Nest) -> Nest:
     leaves = kit.leaves_of(argument)
-    is_container = bool(kit.children_of(argument))
-    return is_container and all(isinstance(leaf.value, Tensor) for leaf in leaves)
+    holds_tensors = all(isinstance(leaf.value, Tensor) for leaf in leaves)
+    if kit.children_of(argument) and holds_tensors:
+        return ms.mutable(argument)  # type: ignore[no-any-return]
+    return argument

@@ -84,7 +84,7 @@ class CompiledLoop(nn.Cell):  # type: ignore[misc]
         self.reduction = options.reduction
         self.may_be_zero = options.weight is not None
         self.calls_weight = callable(options.weight)
-        self.weight_function = options.weight if self.calls_weight else None
+        self.weight_function: Any = options.weight if self.calls_weight else None
         self.plan = plan_of(options, self.float_dtype)
 
     def run(self, batch: Any) -> Any:

@@ -79,23 +79,28 @@ class CoupledGradient(nn.Cell):  # type: ignore[misc]
             RandomReplay(self.modules) as replay,
         ):
             arguments = [part.arguments for part in micro_batches(batch, self.options)]
-            outputs = first_pass(self.outputs_fn, arguments, replay)
+            outputs = self.first_pass(arguments, replay)
             loss, cotangents = self.differentiated_loss(outputs, total)
             state.restore()
-            second_pass(
-                self.outputs_fn,
-                arguments,
-                replay,
-                outputs,
-                cotangents,
-                self.parameters,
-                total,
-            )
+            self.second_pass(arguments, replay, outputs, cotangents, total)
         gradients = total.divided(1.0)
         return loss, gradients[0] if self.is_single else gradients
 
     def construct(self, *batch: Nest) -> None:
         refuse_compiled_call()
+
+    def first_pass(
+        self, arguments: Sequence[Batch], replay: RandomReplay
+    ) -> list[Nest]:
+        """Return the outputs of each micro-batch."""
+        outputs = []
+        for number, micro_batch in enumerate(arguments):
+            replay.begin(number)
+            # Where MindSpore records, for an outer gradient or after an error, it would
+            # keep the activations of all micro-batches.
+            with _no_grad():
+                outputs.append(self.outputs_fn(*micro_batch))
+        return outputs
 
     def differentiated_loss(
         self, outputs: Sequence[Nest], total: TensorSum
@@ -123,52 +128,34 @@ class CoupledGradient(nn.Cell):  # type: ignore[misc]
         cut_cotangents = map(ops.split, cotangents, sizes)
         return loss, dict(zip(floating, cut_cotangents, strict=True))
 
+    def second_pass(
+        self,
+        arguments: Sequence[Batch],
+        replay: RandomReplay,
+        outputs: Sequence[Nest],
+        cotangents: dict[int, Sequence[Tensor]],
+        total: TensorSum,
+    ) -> None:
+        """Add the gradients by the parameters of each micro-batch to `total`."""
 
-def first_pass(
-    outputs_fn: Function, arguments: Sequence[Batch], replay: RandomReplay
-) -> list[Nest]:
-    """Return the outputs of each micro-batch."""
-    outputs = []
-    for number, micro_batch_arguments in enumerate(arguments):
-        replay.begin(number)
-        # Where MindSpore records, for an outer gradient or after an error, it would
-        # keep the activations of all micro-batches.
-        with _no_grad():
-            outputs.append(outputs_fn(*micro_batch_arguments))
-    return outputs
+        def products(rows: Sequence[Tensor], *micro_batch: Nest) -> tuple[Tensor, Any]:
+            leaves = tensors_of(self.outputs_fn(*micro_batch))
+            product = 0.0
+            for place, cotangent in zip(cotangents, rows, strict=True):
+                # Half precision could overflow in this sum, whose value means nothing.
+                work = working_dtype(cotangent.dtype)
+                terms = leaves[place].astype(work) * cotangent.astype(work)
+                product = product + terms.sum()
+            return product, tuple(leaves)
 
-
-def second_pass(
-    outputs_fn: Function,
-    arguments: Sequence[Batch],
-    replay: RandomReplay,
-    outputs: Sequence[Nest],
-    cotangents: dict[int, Sequence[Tensor]],
-    parameters: Sequence[Parameter],
-    total: TensorSum,
-) -> None:
-    """Add the gradients by the parameters of each micro-batch to `total`."""
-
-    def products(
-        cotangents_of_leaves: Sequence[Tensor], *micro_batch_arguments: Nest
-    ) -> tuple[Tensor, Any]:
-        leaves = tensors_of(outputs_fn(*micro_batch_arguments))
-        product = 0.0
-        for place, cotangent in zip(cotangents, cotangents_of_leaves, strict=True):
-            # Half precision could overflow in this sum, whose value means nothing.
-            work = working_dtype(cotangent.dtype)
-            terms = leaves[place].astype(work) * cotangent.astype(work)
-            product = product + terms.sum()
-        return product, tuple(leaves)
-
-    backward = ms.value_and_grad(products, None, parameters, True)
-    for number, micro_batch_arguments in enumerate(arguments):
-        replay.begin(number)
-        rows = tuple(parts[number] for parts in cotangents.values())
-        (_, leaves), gradients = backward(rows, *micro_batch_arguments)
-        require_same(tensors_of(outputs[number]), leaves)
-        total.add(gradients)
-        del leaves, gradients  # They would live beside the next ones.
+        backward = ms.value_and_grad(products, None, self.parameters, True)
+        for number, micro_batch in enumerate(arguments):
+            replay.begin(number)
+            rows = tuple(parts[number] for parts in cotangents.values())
+            (_, leaves), gradients = backward(rows, *micro_batch)
+            require_same(tensors_of(outputs[number]), leaves)
+            total.add(gradients)
+            del leaves, gradients  # They would live beside the next ones.
 
 
 def coupled_value_and_grad(
