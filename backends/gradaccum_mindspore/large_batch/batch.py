@@ -169,5 +169,5 @@ def mutable(argument: Nest) -> Nest:
     leaves = kit.leaves_of(argument)
     holds_tensors = all(isinstance(leaf.value, Tensor) for leaf in leaves)
     if kit.children_of(argument) and holds_tensors:
-        return ms.mutable(argument)  # type: ignore[no-any-return]
+        return ms.mutable(argument)
     return argument

@@ -41,7 +41,7 @@ from gradaccum_mindspore.large_batch.gradients import Function
 from gradaccum_mindspore.window.compiled import number_of
 
 
-class ArrayOutline:
+class TensorOutline:
     """What the core asks about a Tensor."""
 
     def __init__(self, shape: tuple[int, ...], dtype: DType) -> None:
@@ -50,7 +50,7 @@ class ArrayOutline:
         self.ndim = len(shape)
 
 
-array_outline = constexpr(ArrayOutline)
+tensor_outline = constexpr(TensorOutline)
 constant = constexpr(Constant)
 
 
@@ -88,7 +88,7 @@ class CompiledLoop(nn.Cell):  # type: ignore[misc]
         self.plan = plan_of(options, self.float_dtype)
 
     def run(self, batch: Any) -> Any:
-        full, size, tail, weights = self.plan(described(batch))
+        full, size, tail, weights = self.plan(outline_of(batch))
         zero = self.zero * 1
         step = zero.astype(ms.int32)
         loss = zero * 1
@@ -106,7 +106,7 @@ class CompiledLoop(nn.Cell):  # type: ignore[misc]
                 batch, indices, weights[full], loss, total_weight, sums
             )
         divisor = self.divisor(total_weight, zero)
-        return self.returned(loss / divisor, sums, divisor)
+        return self.results(loss / divisor, sums, divisor)
 
     def add(
         self,
@@ -118,14 +118,14 @@ class CompiledLoop(nn.Cell):  # type: ignore[misc]
         sums: Any,
     ) -> tuple[Tensor, Tensor, Any]:
         """Return loss, weight and sums with those of the items at `indices`."""
-        arguments = gathered(batch, self.axes, indices)
+        arguments = items_at(batch, self.axes, indices)
         if self.calls_weight:
             given = self.zero + number_of(self.weight_function(*arguments))
             # Compiled code cannot refuse a value: a negative weight makes all NaN.
             weight = where(given >= 0, given, self.nan * 1).astype(self.float_dtype)
         outputs, gradients = self.backward(*arguments)
         factor = kit.contribution(weight, self.reduction)
-        sums = self.collected(sums, gradients, weight, factor, outputs[1])
+        sums = self.add_gradients(sums, gradients, weight, factor, outputs[1])
         term = outputs[1].astype(loss.dtype) * factor
         term = where(weight != 0, term, ops.zeros_like(term))
         return loss + term, total_weight + weight, sums
@@ -143,7 +143,7 @@ class CompiledLoop(nn.Cell):  # type: ignore[misc]
             sums = (*sums, ops.broadcast_to(zeros, self.shapes[place]))
         return sums
 
-    def collected(
+    def add_gradients(
         self, sums: Any, gradients: Any, weight: Tensor, factor: Tensor, loss: Tensor
     ) -> Any:
         """Return the sums with the gradients times `factor`; a micro-batch of weight 0
@@ -159,7 +159,7 @@ class CompiledLoop(nn.Cell):  # type: ignore[misc]
             new_sums = (*new_sums, total)
         return new_sums
 
-    def returned(self, loss: Tensor, sums: Any, divisor: Tensor) -> Any:
+    def results(self, loss: Tensor, sums: Any, divisor: Tensor) -> Any:
         gradients: tuple[Tensor, ...] = ()
         for place in range(len(self.shapes)):
             work = working_dtype(self.sum_dtypes[place])
@@ -169,16 +169,16 @@ class CompiledLoop(nn.Cell):  # type: ignore[misc]
 
 
 def plan_of(options: CallOptions, dtype: DType) -> Callable[[Any], Any]:
-    """Return a function of a described batch that returns the number of micro-batches
-    of full size, their size, the size of a smaller last one or 0, and the weights of
-    all; it runs while MindSpore compiles.
+    """Return a function that runs while MindSpore compiles. From the outline of a batch
+    it returns the number of micro-batches of full size, their size, the size of a
+    smaller last one or 0, and the weights of all.
     """
 
     @constexpr(reuse_result=False)  # type: ignore[untyped-decorator]
-    def plan(description: Any) -> tuple[int, int, int, Tensor]:
+    def plan(outline: Any) -> tuple[int, int, int, Tensor]:
         if options.has_aux:
             raise compiled_call_error("has_aux")
-        cuts, weights = cuts_and_weights(description, options)
+        cuts, weights = cuts_and_weights(outline, options)
         size = cuts[0].items
         tail = cuts[-1].items % size
         numbers = [0.0 if weight is None else weight for weight in weights]
@@ -203,42 +203,42 @@ def compiled_call_error(argument: str) -> UsageError:
     )
 
 
-# The compiler follows `described` and `gathered`: every ``if`` there asks about a type
+# The compiler follows `outline_of` and `items_at`: every ``if`` there asks about a type
 # or a structure, and is decided while compiling.
 
 
-def described(nest: Any) -> Any:
-    """Return the nest with an outline in place of each Tensor, and nothing of any
-    other leaf: a constant, which `plan_of` can read.
+def outline_of(nest: Any) -> Any:
+    """Return the nest with an outline in place of each Tensor, and a `Constant` in
+    place of any other leaf.
     """
     if isinstance(nest, (tuple, list)):
         parts = []
         for place in range(len(nest)):
-            parts.append(described(nest[place]))
+            parts.append(outline_of(nest[place]))
         return tuple(parts) if isinstance(nest, tuple) else parts
     if isinstance(nest, dict):
         named = {}
         for key in nest.keys():  # noqa: SIM118 - the compiler iterates over no dict
-            named[key] = described(nest[key])
+            named[key] = outline_of(nest[key])
         return named
     if isinstance(nest, Tensor):
-        return array_outline(nest.shape, nest.dtype)
+        return tensor_outline(nest.shape, nest.dtype)
     return constant()
 
 
-def gathered(nest: Any, axes: Any, indices: Tensor) -> Any:
+def items_at(nest: Any, axes: Any, indices: Tensor) -> Any:
     """Return the nest with the items at `indices`."""
     if isinstance(nest, (tuple, list)):
         parts = []
         for place in range(len(nest)):
             part_axes = axes[place] if isinstance(axes, (tuple, list)) else axes
-            parts.append(gathered(nest[place], part_axes, indices))
+            parts.append(items_at(nest[place], part_axes, indices))
         return tuple(parts) if isinstance(nest, tuple) else parts
     if isinstance(nest, dict):
         named = {}
         for key in nest.keys():  # noqa: SIM118 - the compiler iterates over no dict
             part_axes = axes[key] if isinstance(axes, dict) else axes
-            named[key] = gathered(nest[key], part_axes, indices)
+            named[key] = items_at(nest[key], part_axes, indices)
         return named
     if isinstance(nest, Tensor) and axes is not None:
         return ops.gather(nest, indices, axes)

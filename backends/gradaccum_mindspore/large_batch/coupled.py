@@ -83,7 +83,7 @@ class CoupledGradient(nn.Cell):  # type: ignore[misc]
             loss, cotangents = self.differentiated_loss(outputs, total)
             state.restore()
             self.second_pass(arguments, replay, outputs, cotangents, total)
-        gradients = total.divided(1.0)
+        gradients = total.quotients(1.0)
         return loss, gradients[0] if self.is_single else gradients
 
     def construct(self, *batch: Nest) -> None:

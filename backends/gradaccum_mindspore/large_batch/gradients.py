@@ -52,7 +52,7 @@ class TensorSum:
         dtype = sum_dtype(tensor.dtype, self.accumulate_dtype)
         return hidden_parameter(Tensor(np.zeros(tensor.shape), dtype), "total")
 
-    def divided(self, divisor: float) -> tuple[Tensor, ...]:
+    def quotients(self, divisor: float) -> tuple[Tensor, ...]:
         return divided(self.totals, divisor, self.dtypes, ms.float64)
 
 
@@ -75,7 +75,7 @@ def gradient_function(
     return ms.value_and_grad(outputs, None, tuple(parameters), True)  # type: ignore[no-any-return]
 
 
-def unscaled(loss: Tensor) -> Tensor:
+def identity(loss: Tensor) -> Tensor:
     return loss
 
 
@@ -122,7 +122,7 @@ def run_micro_batches(
         weights.append(weight)
         auxes += aux
     total_weight = sum(weights)
-    (value,) = losses.divided(options.divisor(total_weight))
+    (value,) = losses.quotients(options.divisor(total_weight))
     if options.has_aux:
         value = (value, merged_aux(auxes, weights, options.merge_aux))
     return value, total_weight
@@ -132,11 +132,11 @@ def merged_aux(auxes: list[Nest], weights: list[float], merge_aux: Any) -> Any:
     if merge_aux is None:
         return auxes
     if merge_aux == "concatenate":
-        return concatenated(auxes)
+        return concatenate_leaves(auxes)
     return merge_aux(auxes, weights)
 
 
-def concatenated(nests: Sequence[Nest]) -> Nest:
+def concatenate_leaves(nests: Sequence[Nest]) -> Nest:
     """Concatenate nests of Tensors, leaf by leaf, along the first axis."""
     leaves = [[leaf.value for leaf in kit.leaves_of(nest)] for nest in nests]
     rows = [ops.concat(parts, 0) for parts in zip(*leaves, strict=True)]

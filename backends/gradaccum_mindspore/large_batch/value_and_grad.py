@@ -21,8 +21,8 @@ from gradaccum_mindspore.large_batch.gradients import (
     Function,
     TensorSum,
     gradient_function,
+    identity,
     run_micro_batches,
-    unscaled,
 )
 from gradaccum_mindspore.large_batch.replay import modules_of, restored_on_error
 from gradaccum_mindspore.mindspore_private import refuse_trace
@@ -45,7 +45,7 @@ class LargeBatchGradient(nn.Cell):  # type: ignore[misc]
         super().__init__(auto_prefix=False)
         self.is_single = isinstance(weights, Parameter)
         parameters = (weights,) if self.is_single else tuple(weights)
-        backward = gradient_function(fn, parameters, options.has_aux, unscaled)
+        backward = gradient_function(fn, parameters, options.has_aux, identity)
         self.options = options
         self.accumulate_dtype = accumulate_dtype
         # A Cell would list their parameters as its own.
@@ -64,7 +64,7 @@ class LargeBatchGradient(nn.Cell):  # type: ignore[misc]
             value, total_weight = run_micro_batches(
                 self.backward, batch, self.options, add
             )
-        gradients = total.divided(self.options.divisor(total_weight))
+        gradients = total.quotients(self.options.divisor(total_weight))
         return value, gradients[0] if self.is_single else gradients
 
     def construct(self, *batch: Nest) -> tuple[Any, Any]:

@@ -88,12 +88,12 @@ class CompiledUpdateLoop(CompiledLoop):
         is_open = self.optimizer.storage.micro_step > 0
         return where(is_open, self.nan * 1, zero)
 
-    def collected(
+    def add_gradients(
         self, sums: Any, gradients: Any, weight: Tensor, factor: Tensor, loss: Tensor
     ) -> Any:
         return ops.depend(sums, self.optimizer(gradients, weight + sums, loss))
 
-    def returned(self, loss: Tensor, sums: Any, divisor: Tensor) -> Tensor:
+    def results(self, loss: Tensor, sums: Any, divisor: Tensor) -> Tensor:
         return ops.depend(loss + sums, self.optimizer.flush())
 
 
