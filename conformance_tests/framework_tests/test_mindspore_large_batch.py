@@ -16,6 +16,7 @@ from conformance_tests.framework_tests.mindspore_common import (
 )
 from conformance_tests.framework_tests.mindspore_large_batch import (
     COMPILED,
+    FROM_PYTHON,
     ITEMS,
     MODES,
     Net,
@@ -26,7 +27,6 @@ from conformance_tests.framework_tests.mindspore_large_batch import (
     tensors,
     trained,
 )
-from gradaccum import ArgumentValueError
 from gradaccum_mindspore.large_batch.value_and_grad import value_and_grad
 from gradaccum_mindspore.large_batch.value_and_update import value_and_update
 
@@ -49,9 +49,9 @@ def squared(net):
     return mean
 
 
-def require_large(found, net, batch=None, position=None, forward=None):
+def require_large(found, net, batch=None, forward=None):
     """What MindSpore itself gives for the whole batch."""
-    call = ms.value_and_grad(forward or squared(net), position, trained(net))
+    call = ms.value_and_grad(forward or squared(net), None, trained(net))
     assert distance(found, call(*(batch or tensors(X, Y)))) <= TOLERANCE
 
 
@@ -96,43 +96,6 @@ def test_axes(mode):
     require_large(found, net, batch, forward=whole)
 
 
-def test_list_of_items_is_split():
-    """Texts, and one dict per item, in Python; compiled code has no lists to cut."""
-    net, seen = Net(), []
-
-    def forward(x, names, targets):
-        seen.append((names, [target["box"] for target in targets]))
-        return net(x).mean()
-
-    targets = tuple({"box": float(place)} for place in range(3))
-    options = {"micro_batch_size": 2, "axes": (0, 0, "items")}
-    made = value_and_grad(forward, None, trained(net), **options)
-    made(*tensors(X[:3]), ["a", "b", "c"], targets)
-    assert seen == [(["a", "b"], [0.0, 1.0]), (["c"], [2.0])]
-    with pytest.raises(
-        ArgumentValueError,
-        match=r"batch\[1\]: expected Tensors to split in compiled code; got a list of",
-    ):
-        in_mode("jit", made)(*tensors(X[:3]), [0.5] * 3, targets)
-
-
-def test_gradients_of_arguments():
-    """The gradient of an argument that is divided has a part for each item; that of one
-    given whole is a sum.
-    """
-    net, (x, y) = Net(), tensors(X, Y)
-    batch = (x.T, y, Tensor([0.5, -1.0], ms.float64))
-
-    def forward(x, y, shift):
-        return ((net(x.T) + shift - y) ** 2).mean()
-
-    options = {"steps": 3, "axes": (1, 0, None)}
-    found = value_and_grad(forward, (0, 2), trained(net), **options)(*batch)
-    require_large(found, net, batch, (0, 2), forward)
-    alone = value_and_grad(forward, 0, None, **options)(*batch)
-    assert distance(alone, ms.value_and_grad(forward, 0)(*batch)) <= TOLERANCE
-
-
 def test_batch_is_not_written():
     """The gradient of sum(w * x) by w is x itself, which a sum in place would
     change.
@@ -154,16 +117,21 @@ def test_jitted_function_from_python():
     assert not made.trainable_params(), "the user's network is no part of the call"
 
 
-def test_outputs_beside_the_gradient_of_an_argument():
-    weight, x = Parameter(Tensor([1.0] * 4), name="w"), Tensor([1.0, 2.0, 3.0, 4.0])
+@pytest.mark.parametrize("mode", FROM_PYTHON)
+def test_aux_beside_an_update(mode):
+    """One aux per micro-batch, in order; the labels come back as they went in."""
+    weight, x = Parameter(Tensor(1.0), name="w"), Tensor([1.0, 2.0, 3.0, 4.0, 8.0])
+    optimizer = gradaccum.wrap(nn.SGD([weight], 1.0), steps=None)
 
     def forward(x):
-        return (x * x).mean(), x.max()
+        return (weight * x).mean(), {"x": x, "largest": x.max()}
 
-    made = value_and_grad(forward, 0, [weight], True, steps=2, aux="max")
-    (loss, largest), (gradient, _) = made(x)
-    assert (loss.asnumpy(), largest.asnumpy()) == (7.5, 4.0)
-    assert gradient.asnumpy().tolist() == [0.5, 1.0, 1.5, 2.0]
+    made = value_and_update(forward, optimizer, has_aux=True, micro_batch_size=2)
+    loss, aux = in_mode(mode, made)(x)
+    assert float(loss) == pytest.approx(3.6)
+    assert [each["x"].asnumpy().tolist() for each in aux] == [[1, 2], [3, 4], [8]]
+    assert [float(each["largest"]) for each in aux] == [2, 4, 8]
+    np.testing.assert_allclose(weight.asnumpy(), 1 - 3.6, rtol=1e-6)
 
 
 @pytest.mark.parametrize("mode", ["pynative", "jit"])

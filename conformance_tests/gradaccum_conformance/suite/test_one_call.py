@@ -233,6 +233,14 @@ def test_weight_by_a_function(
     )
 
 
+def with_mean(loss: Any, logits: Any) -> Any:
+    return loss, {"mean": logits.mean(0)}
+
+
+def with_rows(loss: Any, logits: Any) -> Any:
+    return loss, {"rows": logits}
+
+
 def test_outputs_of_each_micro_batch(
     backend: LargeBatchHarness, large_batch_mode: str
 ) -> None:
@@ -241,7 +249,7 @@ def test_outputs_of_each_micro_batch(
         backend,
         {"micro_batch_size": 5, "has_aux": True},
         mode=large_batch_mode,
-        returns=lambda loss, logits: (loss, {"mean": logits.mean(0)}),
+        returns=with_mean,
     )
     logits = oracle.predict(MLP, make_weights(MLP), standard_batch(MLP).x)
     means = [part.mean(0) for part in np.split(logits, [5, 10])]
@@ -257,7 +265,7 @@ def test_outputs_concatenated(
         {"micro_batch_size": 5, "has_aux": True, "merge_aux": "concatenate"},
         dtype="float64",
         mode=large_batch_mode,
-        returns=lambda loss, logits: (loss, {"rows": logits}),
+        returns=with_rows,
     )
     logits = oracle.predict(MLP, make_weights(MLP), standard_batch(MLP).x)
     np.testing.assert_allclose(got.aux["rows"], logits, rtol=1e-12)
@@ -284,7 +292,7 @@ def test_outputs_merged_by_a_function(
             "merge_aux": weighted_mean,
         },
         mode=large_batch_mode,
-        returns=lambda loss, logits: (loss, {"mean": logits.mean(0)}),
+        returns=with_mean,
     )
     logits = oracle.predict(MLP, make_weights(MLP), standard_batch(MLP).x)
     parts = zip(np.split(logits, [5, 10]), np.split(TOKENS, [5, 10]), strict=True)

@@ -64,10 +64,7 @@ class Network(nn.Cell):  # type: ignore[misc]
             Tensor(TEMPERATURE, self.dtype), name="temperature"
         )
         self.network = build_network(call.model, self.named, self.dtype)
-        self.mean, self.declared = (
-            call.loss == "mean",
-            tuple(call.options.get("aux") or ()),
-        )
+        self.mean = call.loss == "mean"
         self.returns, self.changed = call.returns, call.outputs
 
     def loss(self, x: Any, labels: Any, extra: Any = None) -> Any:
@@ -76,24 +73,7 @@ class Network(nn.Cell):  # type: ignore[misc]
             loss = loss / ops.full((), x.shape[0], dtype=loss.dtype)
         if self.returns is not None:
             return self.returns(loss, self.network(x))
-        if len(self.declared) == 0:
-            return loss
-        return (loss, *self.of_logits(x))
-
-    def of_logits(self, x: Any) -> Any:
-        logits, found = self.network(x), []
-        for name in self.declared:
-            if name == "sum":
-                found.append(ops.ReduceSum()(logits, 0))
-            elif name == "max":
-                found.append(ops.ReduceMax()(logits, 0))
-            elif name == "min":
-                found.append(ops.ReduceMin()(logits, 0))
-            elif name == "concatenate":
-                found.append(logits)
-            else:
-                found.append(ops.ReduceMean()(logits, 0))
-        return tuple(found)
+        return loss
 
     def outputs(self, left: Any, right: Any, extra: Any = None) -> Any:
         if self.changed is not None:
@@ -113,35 +93,27 @@ class MindSporeLargeBatch(MindSporeWorkers, VerifyingHarness, LargeBatchHarness)
     """MindSpore has no matrix product of half precision on a CPU."""
 
     def value_and_grad(self, call: LargeBatchCall, batch: Batch) -> Outcome:
-        network, declared = Network(call), call.options.get("aux")
+        network, has_aux = Network(call), bool(call.options.get("has_aux"))
         network.begin(call)
-        options = (
-            {**_options(call.options), "aux": tuple(declared.values())}
-            if isinstance(declared, Mapping)
-            else _options(call.options)
-        )
         with context_mode(call.mode or self.modes[0]):
-            if declared:
+            if has_aux:
                 take = value_and_grad(
                     _from_python(network.loss, call.mode),
                     None,
                     network.weights,
-                    True,
-                    **options,
+                    **dict(call.options),
                 )
             else:
                 take = _in_mode(
-                    value_and_grad(network.loss, None, network.weights, **options),
+                    value_and_grad(
+                        network.loss, None, network.weights, **dict(call.options)
+                    ),
                     call.mode,
                 )
             value, gradients = take(*_tensors(call, batch), *_extra(call))
-            loss, *aux = value if declared else (value,)
-            merged = {
-                name: plain(each)
-                for name, each in zip(declared or {}, _flat(aux), strict=True)
-            }
+            loss, aux = value if has_aux else (value, {})
             return Outcome(
-                float(loss.asnumpy()), _by_name(network.weights, gradients), merged
+                float(loss.asnumpy()), _by_name(network.weights, gradients), _rows(aux)
             )
 
     def update(
@@ -166,7 +138,7 @@ class MindSporeLargeBatch(MindSporeWorkers, VerifyingHarness, LargeBatchHarness)
 
         with context_mode(trainer.mode):
             take = _in_mode(
-                value_and_update(loss_fn, session.optimizer, **_options(options)),
+                value_and_update(loss_fn, session.optimizer, **dict(options)),
                 trainer.mode,
             )
             classes = int(trainer.parameters[-1].shape[0])
@@ -217,7 +189,11 @@ class MindSporeLargeBatch(MindSporeWorkers, VerifyingHarness, LargeBatchHarness)
         with context_mode(call.mode or self.modes[0]):
             outputs_fn = _from_python(network.outputs, call.mode)
             take = coupled_value_and_grad(
-                outputs_fn, loss_fn, weights, **_options(call.options)
+                outputs_fn,
+                loss_fn,
+                weights,
+                modules=(network,),
+                **dict(call.options),
             )
             loss, gradients = take(
                 *(Tensor(x, network.dtype) for x in (batch.x, mirrored(batch.x))),
@@ -261,18 +237,19 @@ def _extra(call: LargeBatchCall) -> list[Any]:
     return [] if call.extra is None else [tensors]
 
 
-def _options(options: Mapping[str, Option]) -> dict[str, Option]:
-    return dict(options)
-
-
 def _by_name(weights: Any, gradients: Any) -> dict[str, Array]:
     return {
         p.name: plain(gradient) for p, gradient in zip(weights, gradients, strict=True)
     }
 
 
-def _flat(aux: Any) -> list[Any]:
-    return list(aux[0]) if len(aux) == 1 and isinstance(aux[0], tuple) else list(aux)
+def _rows(aux: Any) -> dict[str, Array]:
+    """Return arrays by name, with a row per micro-batch where there is a list of one
+    aux per micro-batch.
+    """
+    if isinstance(aux, list):
+        return {name: np.stack([plain(each[name]) for each in aux]) for name in aux[0]}
+    return {name: plain(value) for name, value in aux.items()}
 
 
 harness = MindSporeLargeBatch()

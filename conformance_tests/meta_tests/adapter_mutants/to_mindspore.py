@@ -91,19 +91,14 @@ MUTANTS = (
     ),
     Mutant(
         "keep_the_last_micro_batch_of_a_large_batch",
-        "            self.totals[place] = given if before is None else _added(before,"
-        " given)\n",
-        "            self.totals[place] = given\n",
+        "            add_into(total, scaled(tensor, factor, total.dtype))\n",
+        "            ops.assign(total, scaled(tensor, factor, total.dtype))\n",
         SUITE + "test_one_call.py::test_gradient_of_the_large_batch",
     ),
     Mutant(
         "weigh_no_micro_batch_of_a_large_batch",
-        (
-            "        given = (\n"
-            "            scaled(gradient, factor, dtype) if factor != 0 else _zeros(gradient, dtype)\n"
-            "        )\n"
-        ),
-        "        given = scaled(gradient, 1.0, dtype) if factor != 0 else _zeros(gradient, dtype)\n",
+        "            total.add(gradients, self.options.factor(weight))\n",
+        "            total.add(gradients)\n",
         SUITE + "test_one_call.py::test_weights_of_items",
     ),
     Mutant(
