@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from functools import partial
-from typing import Protocol, cast
+from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 from gradaccum.kit import Options
 from gradaccum_torch.arithmetic import add, all_finite, sum_dtype
@@ -66,32 +64,14 @@ class GradientSum:
         return True
 
     def take(self, parameter: Tensor) -> Tensor | None:
-        """Remove the sum of a parameter, and return it in memory of its own; None if
-        there is none, or a sparse one.
-        """
-        total = parameter.grad
-        if total is None or total.is_sparse:
-            return None
+        """Return the sum of a parameter, if there is one, in memory of its own."""
         keep_own(parameter)
-        total = parameter.grad
-        parameter.grad = None
+        return parameter.grad
+
+    def put(self, parameter: Tensor, total: Tensor) -> None:
+        """Replace the sum of a parameter."""
+        parameter.grad = total
         self.watch.note(parameter)
-        return total
-
-    def put_back(self, gradients: Gradients) -> list[RemovableHandle]:
-        """Show the reduced sums of a window, which nothing may be added to.
-
-        Returns the handles of hooks that begin a new sum for another backward pass.
-        """
-        handles: list[RemovableHandle] = []
-        for parameter, total in gradients.items():
-            if parameter.grad is None and parameter.requires_grad:
-                parameter.grad = total
-                self.watch.note(parameter)
-                begin = partial(_begin_new_sum, self.watch, parameter, total)
-                handle = parameter.register_hook(begin)  # type: ignore[no-untyped-call]
-                handles.append(cast(RemovableHandle, handle))
-        return handles
 
     def add_micro_batch(self, guard: UpdateGuard) -> bool:
         """Add the micro-batch to the sum; return False if it was dropped.
@@ -133,18 +113,6 @@ class GradientSum:
         self.clear()
 
 
-def _begin_new_sum(
-    watch: GradientWatch, parameter: Tensor, total: Tensor, gradient: Tensor
-) -> None:
-    """Move a reduced sum out of the way of a gradient that comes next."""
-    if parameter.grad is total:
-        parameter.grad = None
-        watch.note(parameter)
-
-
-untraced(_begin_new_sum)
-
-
 class SumInBuffers(GradientSum):
     """The sum is in buffers, to which ``step`` moves each micro-batch.
 
@@ -171,13 +139,10 @@ class SumInBuffers(GradientSum):
         return False
 
     def take(self, parameter: Tensor) -> Tensor | None:
-        total = self.buffers.get(parameter)
-        if total is None or total.is_sparse:
-            return None
-        return self.buffers.pop(parameter)
+        return self.buffers.get(parameter)
 
-    def put_back(self, gradients: Gradients) -> list[RemovableHandle]:
-        return []
+    def put(self, parameter: Tensor, total: Tensor) -> None:
+        self.buffers[parameter] = total
 
     def prepare_update(self, gradients: Gradients) -> None:
         self.buffers = gradients

@@ -22,12 +22,6 @@ from gradaccum_torch.torch_private.names import Versions
 
 Hooks = OrderedDict[int, Callable[..., Any]]
 """An optimizer's hooks by number."""
-MISSING_CLOSURE = (
-    "gradaccum: the inner optimizer's step is called without a closure, as opt.step"
-    " runs one for its micro-batch. An optimizer that evaluates the model again is used"
-    " bare, or has a window for each of its updates (RECIPES.md of gradaccum_torch, An"
-    " optimizer with two updates). Call opt.discard() to drop the window."
-)
 
 
 class Update:
@@ -79,14 +73,16 @@ class Update:
                 if before_hooks:
                     written = Versions(sums.values())
                 for hook in before_hooks:
-                    args, kwargs = arguments_after(hook, wrapper, args, kwargs)
+                    new_arguments = hook(wrapper, args, kwargs)
+                    if new_arguments is not None:
+                        args, kwargs = new_arguments
             except BaseException:
                 # What a hook has written into the gradient cannot be undone.
                 if not written.moved():
                     self._take_back(gradient_sum, sums, divisor)
                 raise
             with self.running():
-                step(inner, args[1:], kwargs)
+                inner.step(*args[1:], **kwargs)
         through(self.masters.round)
         self.is_made = True
         self.divided = []
@@ -137,31 +133,6 @@ class Update:
         multiply(self.divided, divisor)
         gradient_sum.replace(sums)
         self.is_broken = False
-
-
-def step(inner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    try:
-        inner.step(*args, **kwargs)
-    except BaseException as error:
-        text = str(error).lower()
-        if "closure" in text or "'nonetype' object is not callable" in text:
-            error.add_note(MISSING_CLOSURE)
-        raise
-
-
-def arguments_after(
-    hook: Callable[..., Any],
-    wrapper: object,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of the step after a pre-hook, which may replace them."""
-    result = hook(wrapper, args, kwargs)
-    if result is None:
-        return args, kwargs
-    if not isinstance(result, tuple) or len(result) != 2:
-        raise checks.pre_hook_error(result)
-    return result
 
 
 def hooks_of(wrapper: torch.optim.Optimizer, kind: str) -> list[Callable[..., Any]]:

@@ -113,7 +113,7 @@ class WholeWindow:
         return {
             id(gathered)
             for unit in units_holding(parameters)
-            for _, gathered in unit.whole_parameters()
+            for gathered in unit.gathered_parameters()
         }
 
     def options_of_micro_batches(self) -> list[str]:
@@ -167,7 +167,7 @@ class WholeWindow:
         numbers_before = self._numbers()
         others = Versions(each for each in self._parameters() if not belongs(each))
         self._updated_parts.append(number)
-        self._window.close_part(number, belongs)
+        self._window.close_part(belongs)
         moved = {
             name
             for before, now in zip(numbers_before, self._numbers(), strict=True)

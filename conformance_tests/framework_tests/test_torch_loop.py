@@ -80,18 +80,12 @@ class Noting(torch.optim.SGD):
 
 
 def test_pre_hook_may_return_arguments() -> None:
-    """The inner step and the post-hooks get these arguments. Torch refuses any other
-    value.
-    """
+    """The inner step and the post-hooks get these arguments."""
     model, opt = make(steps=1, inner=lambda ps: Noting(ps, lr=0.5))
-    handle = opt.register_step_pre_hook(lambda o, args, kwargs: (args, {"extra": 1}))
+    opt.register_step_pre_hook(lambda o, args, kwargs: (args, {"extra": 1}))
     opt.register_step_post_hook(lambda o, args, kwargs: o.seen.append(kwargs))
     train(model, opt, 1)
     assert opt.seen == [{"extra": 1}, {"extra": 1}]
-    handle.remove()
-    opt.register_step_pre_hook(lambda o, args, kwargs: 7)
-    with pytest.raises(gradaccum.UsageError, match="pre-hook"):
-        train(model, opt, 1)
 
 
 def test_pre_hook_may_change_the_gradient() -> None:
@@ -155,34 +149,3 @@ def test_closure_runs_once_per_micro_batch() -> None:
             assert opt.step(closure).item() == losses[index]
     assert sum(losses) / 4 == pytest.approx(expected)
     torch.testing.assert_close(values(model), large_batch_step(MAKERS["sgd"]))
-
-
-class Again(torch.optim.SGD):
-    """An optimizer that needs a closure, which its signature does not tell."""
-
-    def step(self, closure=None):
-        if closure is None:
-            raise RuntimeError("this optimizer needs a closure")
-
-
-class AgainByCall(torch.optim.SGD):
-    def step(self, closure=None):
-        return closure()
-
-
-class OutOfDisk(torch.optim.SGD):
-    def step(self, closure=None):
-        raise RuntimeError("out of disk")
-
-
-@pytest.mark.parametrize("kind", [Again, AgainByCall, OutOfDisk])
-def test_optimizer_that_turns_out_to_need_one_says_what_to_write(
-    kind: type[torch.optim.Optimizer],
-) -> None:
-    """Another error has no note."""
-    model, opt = make(steps=2, inner=lambda ps: kind(ps, lr=0.1))
-    with pytest.raises((RuntimeError, TypeError)) as caught:
-        train(model, opt, 2)
-    notes = getattr(caught.value, "__notes__", [])
-    assert ["used bare" in note for note in notes] == [True] * (kind is not OutOfDisk)
-    assert opt.result.micro_step == 2, "the window stays"

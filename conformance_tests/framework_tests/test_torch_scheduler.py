@@ -210,18 +210,6 @@ def test_scheduler_follows_without_its_loop() -> None:
     assert gates[1].told == [("update", 1, None)] * 2
 
 
-@pytest.mark.parametrize("place", [0, 1])
-def test_sequence_of_gated_schedulers_is_refused(place: int) -> None:
-    """SequentialLR would repeat their first steps and count its milestones in
-    micro-batches.
-    """
-    opt = make()
-    parts = [lr_scheduler.ConstantLR(opt, 0.5), step_lr(opt)]
-    parts[place] = gradaccum.wrap(parts[place])
-    with pytest.raises(gradaccum.UsageError, match=r"gradaccum\.wrap\(SequentialLR"):
-        lr_scheduler.SequentialLR(opt, parts, milestones=[2])
-
-
 def test_chain_of_gated_schedulers_works() -> None:
     opt = make()
     parts = [lr_scheduler.ExponentialLR(opt, factor) for factor in (0.5, 0.25)]

@@ -194,16 +194,6 @@ def test_parameter_outside_the_window_stays() -> None:
     assert bias.grad is gradient
 
 
-@pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
-def test_graph_of_a_gradient_is_refused() -> None:
-    """A copy would lose it; the window is as it was."""
-    model, opt = wrapped()
-    loss_of(model).backward(create_graph=True)
-    with pytest.raises(UsageError, match=r"separate_sums.*without a graph"):
-        opt.step()
-    assert opt.result.micro_step == 0
-
-
 @pytest.mark.parametrize("places", [("separate", "in .grad"), ("in .grad", "separate")])
 def test_checkpoint_in_mid_window(places: tuple[str, str]) -> None:
     """The sum is saved as ever: either kind loads the other's."""
@@ -229,31 +219,6 @@ def test_gradient_that_somebody_holds_stays_as_it_is() -> None:
         opt.step()
     assert [float(each.max()) for each in held] == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
     assert torch.equal(parameter, torch.full((2, 2), -10.5))
-
-
-def test_gradient_that_another_optimizer_took_is_missed_with_an_error() -> None:
-    """Bare optimizers would both see it. What each has summed stays. After `discard`
-    nothing is missed: a step without a gradient counts, as after zero_grad().
-    """
-    model, first = wrapped()
-    last_layer = torch.optim.SGD(model[2].parameters(), lr=0.1)  # type: ignore[index]
-    second: Any = gradaccum.wrap(last_layer, steps=4, separate_sums=True)
-    for index in range(4):
-        no_clear(model, first, index)
-        with pytest.raises(
-            UsageError,
-            match=r"separate_sums: expected a backward pass since the step\(\) of"
-            r" another wrapped optimizer",
-        ):
-            second.step()
-    assert_large(model)
-    assert (first.result.optimizer_step, second.result.micro_step) == (1, 0)
-    before_clear(model, second, 0)
-    assert second.result.micro_step == 1
-    no_clear(model, first, 0)
-    second.discard()
-    second.step()
-    assert second.result.micro_step == 1
 
 
 @pytest.mark.parametrize("clears", ["nothing", "optimizer", "model"])

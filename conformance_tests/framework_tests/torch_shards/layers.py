@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 import gradaccum
 from conformance_tests.framework_tests.refusing import refused
 from gradaccum_torch import backward, layered_backward
-from gradaccum_torch.torch_private.fsdp import GLOO_SUMS
 
+from ..torch_fsdp import GLOO_SUMS
 from .common import check, counted, mesh_of, require_equal
 
 ITEMS, STEPS, LAYERS = (5, 7), 3, 4
