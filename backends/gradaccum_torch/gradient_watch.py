@@ -5,7 +5,8 @@ A hook runs right after autograd has added to a gradient. It notes which tensor 
 is, how often that was written into, and by what factor the loss was multiplied. So one
 comparison in ``step`` finds a clip, a ``model.zero_grad()``, an assignment, a reduction
 by another library, and a loss without its weight or its loss scale. Writes that torch
-does not count (through ``.data``, by NumPy) are not found.
+does not count (through ``.data``, by NumPy) are not found; of a `DTensor` they are found
+in the first window, by norms.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from gradaccum_torch.arithmetic import is_zero
 from gradaccum_torch.torch_private.names import (
     call_at_the_end_of_backward,
     is_sharded,
+    local,
     owns_memory,
-    part_storage_and_version,
     untraced,
 )
 
@@ -35,13 +36,13 @@ FACTORS = [1.0]
 PASSES = [0]
 """The number of backward passes that any wrapper has seen."""
 IN_PARTS = -2
-"""The version of a `DTensor`, whose parts have versions of their own."""
+"""The version of a `DTensor`, whose parts are written into without being counted."""
 
 
 class WatchedGradient:
     """One parameter, and its ``.grad`` as autograd left it."""
 
-    __slots__ = ("gradient", "parameter", "version", "watch")
+    __slots__ = ("gradient", "norm", "parameter", "version", "watch")
 
     def __init__(self, parameter: Tensor, watch: GradientWatch) -> None:
         self.parameter = parameter
@@ -53,10 +54,12 @@ class WatchedGradient:
         gradient = self.parameter.grad
         self.gradient = gradient
         self.version = -1
+        self.norm: Tensor | None = None
+        """Of the local part of a `DTensor`, which does not count a clip."""
         if gradient is not None and is_sharded(gradient):
             self.version = IN_PARTS
-            storage, part_version = part_storage_and_version(gradient)
-            self.watch.part_versions[storage] = part_version
+            if self.watch.compares_norms:
+                self.norm = local(gradient).norm()
         elif gradient is not None:
             self.version = gradient._version
 
@@ -108,8 +111,10 @@ class WatchedGradient:
             return False
         if self.version != IN_PARTS:
             return gradient._version != self.version
-        storage, part_version = part_storage_and_version(gradient)
-        return self.watch.part_versions.get(storage) != part_version
+        if self.norm is None:
+            return False
+        norm = local(gradient).norm()
+        return not torch.allclose(norm, self.norm, rtol=0, atol=0, equal_nan=True)
 
 
 class GradientWatch:
@@ -138,9 +143,9 @@ class GradientWatch:
         """The same with the passes of a reentrant checkpoint, inside the user's."""
         self.move_gradient: Callable[[WatchedGradient], None] | None = None
         """Moves a gradient that has arrived out of ``.grad``."""
-        self.part_versions: dict[int, int] = {}
-        """The version of each memory that holds local parts of `DTensor` gradients: FSDP2
-        puts many parts into one memory, with one version.
+        self.compares_norms = True
+        """In the first window, the norms of sharded gradients are compared: a training
+        loop does to every window what it did to its first.
         """
         self._first_parameter = 0
         """The id of the parameter with which the micro-batch's first pass began."""
@@ -284,7 +289,6 @@ class GradientWatch:
         self.was_changed = False
         self.is_running = False
         self.new_gradients.clear()
-        self.part_versions.clear()
         for watched in self._watched.values():
             watched.note()
 

@@ -638,6 +638,7 @@ class Window:
             master.grad = None
         self.is_reduced = False
         self.workers.window_ended()
+        self.watch.compares_norms = False
         self.gradient_sum.expect_window(self.current_size())
         if self.scaler is not None:
             self.scaler.window_closed(self.state, decision.overflow)

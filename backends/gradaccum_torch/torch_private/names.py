@@ -229,15 +229,6 @@ def local(tensor: Tensor) -> Tensor:
     return part
 
 
-def part_storage_and_version(tensor: Tensor) -> tuple[int, int]:
-    """Return where the local part of a `DTensor` has its memory, and how often that was
-    written into; the `DTensor` itself does not count what torch writes into many tensors
-    at once.
-    """
-    part = local(tensor)
-    return part.untyped_storage().data_ptr(), version(part)
-
-
 def mesh_of(tensor: Tensor) -> Any:
     sharded_tensor: Any = tensor
     return sharded_tensor.device_mesh

@@ -199,14 +199,14 @@ def clip(model: Any) -> None:
 
 @check
 def changed_gradients(rank: int) -> None:
-    """In any window. After a checkpoint a part of a deferred sum is in ``.grad`` too."""
+    """After a checkpoint a part of a deferred sum is in ``.grad`` too."""
     for change, fix in (
         (nn.Module.zero_grad, "opt.zero_grad()"),
         (halve, "clip_norm"),
         (clip, "clip_norm"),
     ):
         for _, model, opt in each_way():
-            train(model, opt, rank, 4)
+            train(model, opt, rank, 1)
             opt.state_dict()
             if change is not nn.Module.zero_grad:
                 x, _ = batches(rank)[1]

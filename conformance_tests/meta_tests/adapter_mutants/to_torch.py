@@ -15,8 +15,8 @@ MUTANTS = (
     ),
     Mutant(
         "keep_the_sum_of_all_workers",
-        "        self.is_reduced = False\n        self.workers.window_ended()\n        self.grad",
-        "        self.workers.window_ended()\n        self.grad",
+        "        self.is_reduced = False\n        self.workers.window_ended()\n        self.watch",
+        "        self.workers.window_ended()\n        self.watch",
         SUITE + "test_workers_windows.py::test_full_windows_need_no_flush",
     ),
     Mutant(
