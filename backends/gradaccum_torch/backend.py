@@ -98,14 +98,14 @@ class TorchBackend:
             )
             raise optimizer_error("a torch.optim.Optimizer", optimizer, fix)
         separate = require_bool("separate_sums", separate_sums)
-        checked = options._replace(
+        checked_options = options._replace(
             accumulate_dtype=require_accumulate_dtype(options.accumulate_dtype),
             separate_sums=separate,
         )
         workers = workers_of(
-            optimizer, module, checked, gradient_sync, process_group, norm_group
+            optimizer, module, checked_options, gradient_sync, process_group, norm_group
         )
-        return AccumulatingOptimizer(optimizer, checked, workers)
+        return AccumulatingOptimizer(optimizer, checked_options, workers)
 
     def is_scheduler(self, candidate: object) -> bool:
         """True if `candidate` is a learning-rate scheduler, torch's or another

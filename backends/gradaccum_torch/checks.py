@@ -132,17 +132,6 @@ def interrupted_error(*, is_separate: bool = False) -> UsageError:
     )
 
 
-def cast_in_window_error() -> UsageError:
-    return explain(
-        UsageError,
-        "model.to(dtype)",
-        expected="a call between two windows",
-        found="parameters that were cast in an open window, and its partial sum with"
-        " them",
-        fix="Call opt.flush() before it, and now opt.discard().",
-    )
-
-
 def not_scaled_error(has_gradient: bool) -> UsageError:
     found = "a step() without opt.backward(loss) before it"
     if has_gradient:

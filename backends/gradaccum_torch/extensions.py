@@ -151,16 +151,16 @@ class WindowLoss(Extension):
         self._total = 0.0
         self._unread: list[tuple[Tensor, float]] = []
         """The losses that are on their device, with their weights."""
-        self._closed: Callable[[], float] | None = None
+        self._read_closed_loss: Callable[[], float] | None = None
         """Reads the loss of the last closed window."""
         self._value = math.nan
 
     @property
     def value(self) -> float:
         """The loss of the last closed window."""
-        if self._closed is not None:
-            value = self._closed()
-            self._closed = None
+        if self._read_closed_loss is not None:
+            value = self._read_closed_loss()
+            self._read_closed_loss = None
             # One object, so that equal results compare equal.
             self._value = math.nan if math.isnan(value) else value
         return self._value
@@ -204,7 +204,7 @@ class WindowLoss(Extension):
             losses = self._read(total, unread)
             return float(kit.window_loss(losses, state, options, kit.select))
 
-        self._closed = read
+        self._read_closed_loss = read
         self._total = 0.0
         self._unread = []
 
@@ -216,7 +216,7 @@ class WindowLoss(Extension):
         return {"loss": self._read_open(), "window_loss": self.value}
 
     def load_state_dict(self, entries: dict[str, Any]) -> None:
-        self._closed = None
+        self._read_closed_loss = None
         self._total = entries.get("loss", 0.0)
         value = float(entries.get("window_loss", math.nan))
         self._value = math.nan if math.isnan(value) else value
@@ -229,11 +229,11 @@ class Warnings:
     """Gives each warning once, at the line of the user's that called."""
 
     def __init__(self) -> None:
-        self._given: set[str] = set()
+        self._given_texts: set[str] = set()
 
     def __call__(self, text: str) -> None:
-        if text not in self._given:
-            self._given.add(text)
+        if text not in self._given_texts:
+            self._given_texts.add(text)
             warnings.warn(text, GradAccumWarning, stacklevel=levels_to_user())
 
 

@@ -56,8 +56,8 @@ class GradientSum:
             self.watch.move_gradient = None
             return True
 
-        def gradient_arrived(watched: WatchedGradient) -> None:
-            gradient_added(watched.parameter)
+        def gradient_arrived(watched_gradient: WatchedGradient) -> None:
+            gradient_added(watched_gradient.parameter)
 
         untraced(gradient_arrived)
         self.watch.move_gradient = gradient_arrived
@@ -261,10 +261,10 @@ class SumOnArrival(SumInBuffers):
         if size != 1:
             reference = weakref.ref(self)
 
-            def move(watched: WatchedGradient) -> None:
+            def move(watched_gradient: WatchedGradient) -> None:
                 living = reference()
                 if living is not None:
-                    living.move(watched)
+                    living.move(watched_gradient)
 
             untraced(move)
             self.watch.move_gradient = move
@@ -274,25 +274,25 @@ class SumOnArrival(SumInBuffers):
         self._gradient_added = gradient_added if moves else None
         return moves
 
-    def move(self, watched: WatchedGradient) -> None:
+    def move(self, watched_gradient: WatchedGradient) -> None:
         """Move the gradient that has arrived, or the one that stayed if that is
         larger.
         """
-        moved: WatchedGradient | None = watched
+        moved_gradient: WatchedGradient | None = watched_gradient
         staying = self._staying
         if not self.adds_at_once:
-            size = watched.parameter.numel()
+            size = watched_gradient.parameter.numel()
             if staying is None or size < staying.parameter.numel():
-                self._staying = watched
-                moved = staying
-            elif staying is watched:
-                moved = None
-        if moved is not None and moved.parameter.grad is not None:
-            self.add_gradient(moved.parameter, moved.parameter.grad)
-            moved.parameter.grad = None
-            moved.note()
+                self._staying = watched_gradient
+                moved_gradient = staying
+            elif staying is watched_gradient:
+                moved_gradient = None
+        if moved_gradient is not None and moved_gradient.parameter.grad is not None:
+            self.add_gradient(moved_gradient.parameter, moved_gradient.parameter.grad)
+            moved_gradient.parameter.grad = None
+            moved_gradient.note()
             if self._gradient_added is not None:
-                self._gradient_added(moved.parameter)
+                self._gradient_added(moved_gradient.parameter)
 
     def add_micro_batch(self, guard: UpdateGuard) -> bool:
         self._staying = None

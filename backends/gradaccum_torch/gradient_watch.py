@@ -149,7 +149,7 @@ class GradientWatch:
         """
         self._first_parameter = 0
         """The id of the parameter with which the micro-batch's first pass began."""
-        self._watched: dict[int, WatchedGradient] = {}
+        self._watched_gradients: dict[int, WatchedGradient] = {}
         """Keyed by id(): the same identity as hash(tensor), ten times faster."""
         self._handles: dict[int, RemovableHandle] = {}
         WATCHES.add(self)
@@ -165,19 +165,19 @@ class GradientWatch:
 
     def follow(self, parameters: Iterable[Tensor]) -> None:
         """Watch these parameters, as far as they are trained, and no others."""
-        trained = {
+        trained_parameters = {
             id(parameter): parameter
             for parameter in parameters
             if parameter.requires_grad and parameter.is_leaf
         }
-        for key in self._watched.keys() - trained.keys():
+        for key in self._watched_gradients.keys() - trained_parameters.keys():
             self._handles.pop(key).remove()
-            del self._watched[key]
-        for key in trained.keys() - self._watched.keys():
-            watched = WatchedGradient(trained[key], self)
-            self._watched[key] = watched
-            handle = trained[key].register_post_accumulate_grad_hook(
-                watched.gradient_arrived
+            del self._watched_gradients[key]
+        for key in trained_parameters.keys() - self._watched_gradients.keys():
+            watched_gradient = WatchedGradient(trained_parameters[key], self)
+            self._watched_gradients[key] = watched_gradient
+            handle = trained_parameters[key].register_post_accumulate_grad_hook(
+                watched_gradient.gradient_arrived
             )  # type: ignore[no-untyped-call]
             self._handles[key] = cast(RemovableHandle, handle)
 
@@ -207,33 +207,33 @@ class GradientWatch:
         """Copy each new gradient into whose memory somebody else may write; during the
         pass autograd itself holds it.
         """
-        for watched in self.new_gradients.values():
-            gradient = watched.parameter.grad
-            if gradient is None or gradient is not watched.gradient:
+        for watched_gradient in self.new_gradients.values():
+            gradient = watched_gradient.parameter.grad
+            if gradient is None or gradient is not watched_gradient.gradient:
                 continue
             if not owns_memory(gradient):
-                watched.parameter.grad = gradient.clone()
-                watched.note()
+                watched_gradient.parameter.grad = gradient.clone()
+                watched_gradient.note()
         self.new_gradients.clear()
 
     def note(self, parameter: Tensor) -> None:
         """Take the ``.grad`` of one parameter as it is now for autograd's."""
-        watched = self._watched.get(id(parameter))
+        watched_gradient = self._watched_gradients.get(id(parameter))
         self.new_gradients.pop(id(parameter), None)
-        if watched is not None:
-            watched.note()
+        if watched_gradient is not None:
+            watched_gradient.note()
 
     def is_intact(self) -> bool:
         """True if every ``.grad`` is as autograd left it."""
         if self.was_changed:
             return False
-        for watched in self._watched.values():
-            gradient = watched.parameter.grad
-            if gradient is not watched.gradient:
+        for watched_gradient in self._watched_gradients.values():
+            gradient = watched_gradient.parameter.grad
+            if gradient is not watched_gradient.gradient:
                 return False
-            if gradient is None or gradient._version == watched.version:
+            if gradient is None or gradient._version == watched_gradient.version:
                 continue
-            if watched.is_changed():
+            if watched_gradient.is_changed():
                 return False
         return True
 
@@ -243,14 +243,19 @@ class GradientWatch:
         """
         if self.was_changed:
             return self.was_cleared
-        changed = [each for each in self._watched.values() if each.is_changed()]
-        gradients = [each.parameter.grad for each in changed]
-        return bool(changed) and all(
+        changed_gradients = [
+            each for each in self._watched_gradients.values() if each.is_changed()
+        ]
+        gradients = [each.parameter.grad for each in changed_gradients]
+        return bool(changed_gradients) and all(
             gradient is None or is_zero(gradient) for gradient in gradients
         )
 
     def holds_gradients(self) -> bool:
-        return any(watched.gradient is not None for watched in self._watched.values())
+        return any(
+            watched_gradient.gradient is not None
+            for watched_gradient in self._watched_gradients.values()
+        )
 
     def holds_other_gradients(
         self, parameters: Iterable[Tensor], *, is_separate: bool
@@ -262,8 +267,8 @@ class GradientWatch:
             gradient = parameter.grad
             if gradient is None:
                 continue
-            watched = self._watched.get(id(parameter))
-            if watched is None or watched.is_changed():
+            watched_gradient = self._watched_gradients.get(id(parameter))
+            if watched_gradient is None or watched_gradient.is_changed():
                 return True
             if is_separate and not is_zero(gradient):
                 return True
@@ -289,8 +294,8 @@ class GradientWatch:
         self.was_changed = False
         self.is_running = False
         self.new_gradients.clear()
-        for watched in self._watched.values():
-            watched.note()
+        for watched_gradient in self._watched_gradients.values():
+            watched_gradient.note()
 
 
 WATCHES: weakref.WeakSet[GradientWatch] = weakref.WeakSet()

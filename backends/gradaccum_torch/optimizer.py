@@ -444,8 +444,8 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
             hook(self)
         state_dict = saving.save(self._window)
         for hook in hooks_of(self, "state_dict_post"):
-            replaced = hook(self, state_dict)
-            state_dict = state_dict if replaced is None else replaced
+            new_state_dict = hook(self, state_dict)
+            state_dict = state_dict if new_state_dict is None else new_state_dict
         return state_dict
 
     def load_state_dict(self, state_dict: StateDict) -> None:
@@ -461,8 +461,8 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         """
         state_dict = dict(state_dict)
         for hook in hooks_of(self, "load_state_dict_pre"):
-            replaced = hook(self, state_dict)
-            state_dict = state_dict if replaced is None else replaced
+            new_state_dict = hook(self, state_dict)
+            state_dict = state_dict if new_state_dict is None else new_state_dict
         saving.load(self._window, state_dict)
         for scheduler in self._window.schedulers:
             scheduler.optimizer_loaded()
@@ -509,7 +509,7 @@ def on_masters(method: Callable[..., Any], masters: MasterWeights) -> Any:
 
     @wraps(method)
     def call(*args: Argument, **kwargs: Argument) -> Any:
-        with masters.published():
+        with masters.work_on_masters():
             return method(*args, **kwargs)
 
     return call

@@ -121,12 +121,12 @@ class WholeWindow:
         alone.
         """
         workers = self._window.workers
-        given = {
+        option_flags = {
             "separate_sums": self.options.separate_sums,
             "gradient_sync": workers.make_gradient_sum is not None,
             "norm_group": workers.stages is not None,
         }
-        return [f"{name}=" for name, is_given in given.items() if is_given]
+        return [f"{name}=" for name, is_given in option_flags.items() if is_given]
 
     def _parameters(self) -> list[Tensor]:
         return self._window.masters.parameters()

@@ -265,8 +265,8 @@ class Window:
         micro_batch.is_weighed = micro_batch.is_weighed or weight is not None
         if micro_batch.weight:
             gradient = arguments.get("gradient")
-            shown = loss if gradient is None else loss.detach() * gradient
-            micro_batch.losses.append(as_number(shown))
+            shown_loss = loss if gradient is None else loss.detach() * gradient
+            micro_batch.losses.append(as_number(shown_loss))
 
     def _give_loss(self, loss: Tensor) -> None:
         self.micro_batch.has_loss = True
@@ -277,16 +277,17 @@ class Window:
 
     def _differentiate(self, loss: Tensor, arguments: Mapping[str, Any]) -> None:
         weight = self.micro_batch.weight
-        context: AbstractContextManager[object] | None = nullcontext()
+        context: AbstractContextManager[object] = nullcontext()
         factor = 0.0
         if weight:
             self.current_state()
             factor = self.factor(weight)
             arguments = with_factor(loss, factor, arguments)
         else:
-            context = self.workers.weightless_pass()
-            if context is None:
+            weightless_pass = self.workers.weightless_pass()
+            if weightless_pass is None:
                 return
+            context = weightless_pass
         with self._last_pass(), context:
             self._run_backward(loss, arguments, factor)
 
@@ -449,13 +450,15 @@ class Window:
         return is_complete and (is_first or not self.watch.was_changed)
 
     def _require_factor(
-        self, weight: float, factor: float, arrived: set[float]
+        self, weight: float, factor: float, arrived_factors: set[float]
     ) -> None:
         micro_batch = self.micro_batch
         if self.options.separate_sums:
             # The user may have cleared what another wrapper's pass has left there.
-            arrived = arrived & {1.0}
-        has_begun = bool(arrived) or micro_batch.has_loss or micro_batch.is_weighed
+            arrived_factors = arrived_factors & {1.0}
+        has_begun = (
+            bool(arrived_factors) or micro_batch.has_loss or micro_batch.is_weighed
+        )
         has_begun = has_begun or PASSES[0] != self.passes_before
         has_begun = has_begun or self.watch.was_changed
         if not has_begun and not self._holds_users():
@@ -463,10 +466,10 @@ class Window:
         if micro_batch.is_scaled_by_hand:
             return
         if self.has_scale and not micro_batch.has_loss:
-            raise checks.not_scaled_error(bool(arrived))
-        if arrived - {1.0, factor}:
+            raise checks.not_scaled_error(bool(arrived_factors))
+        if arrived_factors - {1.0, factor}:
             raise checks.multiplied_error()
-        if arrived - {factor}:
+        if arrived_factors - {factor}:
             if micro_batch.has_loss:
                 raise checks.not_scaled_error(True)
             raise checks.not_weighed_error(weight)
@@ -525,8 +528,6 @@ class Window:
         """Make the update from the window's sum, or skip it, and begin the next
         window.
         """
-        if self._were_parameters_cast():
-            raise checks.cast_in_window_error()
         if self.scaler is not None and self.state.micro_step:
             self.scaler.require_unmoved(self.state)
         if self.workers.is_shared and not self.is_reduced and not self._reduce():
@@ -544,10 +545,6 @@ class Window:
         finally:
             if self.update.is_made or not decision.apply:
                 self._finish(decision, state, options)
-
-    def _were_parameters_cast(self) -> bool:
-        dtypes = [parameter.dtype for parameter in self.masters.parameters()]
-        return dtypes != [dtype for _, dtype, _ in self.parameter_marks]
 
     def _complete_sums(self) -> Gradients:
         """Return the sums with each element once."""
@@ -567,20 +564,20 @@ class Window:
         """Make this the window of all workers, or the sums of some `parameters`; return
         False if no worker has a window.
         """
-        reduced = self.workers.all_reduce(
+        window = self.workers.all_reduce(
             self.state, self.gradient_sum, self._numbers(), self.update, parameters
         )
-        self.gradient_sum.replace(reduced.gradients)
-        if reduced.is_open:
+        self.gradient_sum.replace(window.gradients)
+        if window.is_open:
             if parameters is None:
-                numbers = iter(reduced.numbers)
+                numbers = iter(window.numbers)
                 for extension in self.extensions:
                     extension.reduced([next(numbers) for _ in extension.numbers()])
-            joined = kit.joined(self.state, reduced.weight, reduced.overflow)
-            self.state = self.at_rest(joined)
+            state = kit.joined(self.state, window.weight, window.overflow)
+            self.state = self.at_rest(state)
             self.is_reduced = True
         self.update.is_broken = False
-        return reduced.is_open
+        return window.is_open
 
     def _numbers(self) -> list[float]:
         return [
@@ -620,16 +617,18 @@ class Window:
     def _finish(self, decision: Decision, state: Any, divided_by: Options) -> None:
         """Begin the next window."""
         self.update.is_broken = True
-        ended = self.state
+        ended_state = self.state
         options = self.options
         if self.scaler is not None:
             options = options._replace(scale_rule=self.scaler.rule)
-        closed = kit.close(ended, decision.apply, decision.overflow, options, select)
-        self.state = self.at_rest(closed)
-        applied = decision.apply
+        closed_state = kit.close(
+            ended_state, decision.apply, decision.overflow, options, select
+        )
+        self.state = self.at_rest(closed_state)
+        is_applied = decision.apply
         self.last_event = (
-            applied,
-            not applied,
+            is_applied,
+            not is_applied,
             decision.overflow,
             decision.grad_norm,
         )
@@ -646,7 +645,9 @@ class Window:
             extension.window_closed(state, divided_by)
         if self.listeners.added:
             self.listeners.note(
-                self.result, weight=ended.weight, micro_batches=ended.micro_step
+                self.result,
+                weight=ended_state.weight,
+                micro_batches=ended_state.micro_step,
             )
         self.update.is_broken = False
 

@@ -54,7 +54,7 @@ class AccumulationCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self._replaced = ExitStack()
+        self._replacements = ExitStack()
         self._norm = torch.zeros(())
         """What the Trainer logs. It asks before the optimizer's step, and reads after
         that.
@@ -67,17 +67,19 @@ class AccumulationCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
         self, args: Argument, state: Argument, control: Argument, **kwargs: Argument
     ) -> None:
         require_trainer(self._trainer)
-        self._replaced.close()  # An earlier run may have ended with an exception.
+        self._replacements.close()  # An earlier run may have ended with an exception.
         self._weight = None
-        opt = unwrapped(self._trainer.optimizer)
+        opt = wrapped_optimizer(self._trainer.optimizer)
         if state.global_step == 0:
             opt.discard()
         accelerator = self._trainer.accelerator
-        counted = self._trainer.get_batch_samples
+        count_items = self._trainer.get_batch_samples
         self._replace(accelerator, "backward", self._backward)
         self._replace(accelerator, "clip_grad_norm_", self._window_norm)
         self._replace(
-            self._trainer, "get_batch_samples", partial(self._batch_samples, counted)
+            self._trainer,
+            "get_batch_samples",
+            partial(self._batch_samples, count_items),
         )
         prepare = self._trainer._prepare_inputs
         self._replace(
@@ -133,11 +135,11 @@ class AccumulationCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
     def on_train_end(
         self, args: Argument, state: Argument, control: Argument, **kwargs: Argument
     ) -> None:
-        self._replaced.close()
+        self._replacements.close()
 
     @property
     def _opt(self) -> AccumulatingOptimizer:
-        return unwrapped(self._trainer.optimizer)
+        return wrapped_optimizer(self._trainer.optimizer)
 
     def _close(self) -> None:
         """Flush an open window, or all workers' windows. Where none is open, the user's
@@ -165,10 +167,10 @@ class AccumulationCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
         return self._norm
 
     def _batch_samples(
-        self, counted: Argument, *args: Argument, **kwargs: Argument
+        self, count_items: Argument, *args: Argument, **kwargs: Argument
     ) -> tuple[Any, Any]:
         """Note the number of items in the mean of the micro-batch."""
-        samples, items = counted(*args, **kwargs)
+        samples, items = count_items(*args, **kwargs)
         self._weight = None
         divides = getattr(self._trainer, "loss_is_scaled_for_ga", None) is not False
         if items is not None and divides:
@@ -187,9 +189,9 @@ class AccumulationCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
 
     def _replace(self, owner: Any, name: str, method: Argument) -> None:
         if name in vars(owner):
-            self._replaced.callback(setattr, owner, name, vars(owner)[name])
+            self._replacements.callback(setattr, owner, name, vars(owner)[name])
         else:
-            self._replaced.callback(delattr, owner, name)
+            self._replacements.callback(delattr, owner, name)
         setattr(owner, name, method)
 
 
@@ -213,9 +215,9 @@ def divides_by_tokens(trainer: Trainer) -> bool:
         return False
     if kind is None or kind in _BY_TOKENS:
         return True
-    known = ", ".join(sorted(_BY_TOKENS | _MEANS))
+    known_kinds = ", ".join(sorted(_BY_TOKENS | _MEANS))
     fix = "Choose another one, or accumulate with gradient_accumulation_steps= alone."
-    raise trainer_error("loss_type", f"one of {known}", repr(kind), fix)
+    raise trainer_error("loss_type", f"one of {known_kinds}", repr(kind), fix)
 
 
 # Refusals of a `transformers.Trainer` under which a window of a wrapped optimizer would
@@ -228,7 +230,7 @@ _AT_EVALUATION = {"ReduceLROnPlateau", "GreedyLR"}
 
 
 def require_trainer(trainer: Trainer) -> None:
-    options = unwrapped(trainer.optimizer)._options
+    options = wrapped_optimizer(trainer.optimizer)._options
     args = trainer.args
     if not options.separate_sums:
         raise trainer_error(
@@ -273,7 +275,7 @@ def require_trainer(trainer: Trainer) -> None:
         )
 
 
-def unwrapped(optimizer: Any) -> AccumulatingOptimizer:
+def wrapped_optimizer(optimizer: Any) -> AccumulatingOptimizer:
     """Return the wrapped optimizer, out of Accelerate's if necessary; raise if it is
     not wrapped.
     """

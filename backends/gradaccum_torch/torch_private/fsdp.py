@@ -81,7 +81,7 @@ class Unit:
             parameter._unsharded_param.grad = zeros
 
     @contextmanager
-    def gathered(self) -> Iterator[None]:
+    def keep_gathered(self) -> Iterator[None]:
         """Keep the parameters gathered inside the block, whatever passes run, and let
         them go after it.
         """
@@ -119,8 +119,8 @@ class Unit:
 
 def has_gradient(parameter: Private) -> bool:
     """True if FSDP2 keeps a gradient of `parameter` that it has not reduced."""
-    gathered = getattr(parameter, "_unsharded_param", None)
-    if gathered is not None and gathered.grad is not None:
+    gathered_parameter = getattr(parameter, "_unsharded_param", None)
+    if gathered_parameter is not None and gathered_parameter.grad is not None:
         return True
     return (
         has_separate_sum(parameter) and parameter.unsharded_accumulated_grad is not None

@@ -63,8 +63,8 @@ def call_at_the_end_of_backward(function: Callable[[], None]) -> bool:
     FSDP2 calls the hooks after the pass, and a compiled backward pass runs outside of
     the engine.
     """
-    compiled = sys.modules.get("torch._dynamo.compiled_autograd")
-    if compiled is not None and compiled.in_compiled_autograd_region:
+    compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")
+    if compiled_autograd is not None and compiled_autograd.in_compiled_autograd_region:
         return False
     try:
         torch.autograd.Variable._execution_engine.queue_callback(function)
@@ -179,11 +179,14 @@ class Versions:
     """The versions of `tensors` as they are now."""
 
     def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
-        self._noted = [(tensor, version(tensor)) for tensor in tensors]
+        self._noted_versions = [(tensor, version(tensor)) for tensor in tensors]
 
     def moved(self) -> bool:
         """True if something wrote into one of them since."""
-        return any(version(tensor) != noted for tensor, noted in self._noted)
+        return any(
+            version(tensor) != noted_version
+            for tensor, noted_version in self._noted_versions
+        )
 
 
 def elements(tensor: Tensor) -> Tensor:

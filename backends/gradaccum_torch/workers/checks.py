@@ -31,7 +31,7 @@ from gradaccum import (
 from gradaccum.kit import explain
 from gradaccum_torch.arithmetic import sum_dtype
 from gradaccum_torch.torch_private import names
-from gradaccum_torch.torch_private.fsdp import Unit, units_holding
+from gradaccum_torch.torch_private.fsdp import Unit
 
 FIX = (
     "Write gradaccum.wrap(optimizer, steps=4, module=DistributedDataParallel(model)),"
@@ -156,18 +156,6 @@ def require_parameters(
             expected="the module whose parameters the optimizer has",
             found=f"a {type(module).__name__} without {len(missing)} of them",
             fix=FIX,
-        )
-
-
-def require_not_averaged(parameters: Sequence[Tensor]) -> None:
-    """Raise unless FSDP2 leaves the gradients of all `parameters` to this optimizer."""
-    if units_holding(parameters):
-        raise explain(
-            ArgumentValueError,
-            "module",
-            expected="parameters whose gradients nothing else reduces",
-            found="parameters of fully_shard",
-            fix="Give them an optimizer of their own, or put all under fully_shard.",
         )
 
 
@@ -349,16 +337,6 @@ def deferred_error(expected: str, found: str) -> ArgumentValueError:
         expected=expected,
         found=found,
         fix='Or write gradient_sync="micro_batch", which reduces each micro-batch.',
-    )
-
-
-def late_unit_error() -> ArgumentValueError:
-    return explain(
-        ArgumentValueError,
-        "param_group",
-        expected="parameters that gradient_sync= waits for",
-        found="parameters of a part of the model that reduces each micro-batch",
-        fix="Give the optimizer all parameters before gradaccum.wrap, frozen ones too.",
     )
 
 

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import chain
 from typing import Literal, cast
 
 import torch
@@ -30,6 +31,7 @@ from gradaccum_torch.gradient_sum import (
 )
 from gradaccum_torch.gradient_watch import GradientWatch
 from gradaccum_torch.torch_private.fsdp import (
+    Private,
     Unit,
     begin,
     drop,
@@ -60,7 +62,7 @@ class Arrivals:
 untraced(Arrivals.gradient_arrived)
 
 
-class Deferred:
+class DeferredReduction:
     """Units of FSDP2 that wait, for as long as this object lives."""
 
     def __init__(self, units: Sequence[Unit], mesh: DeviceMesh) -> None:
@@ -84,10 +86,8 @@ class Deferred:
         """Reduce under the backward pass in the block, if every worker has a gradient of
         each parameter, so that all reduce the same; collective.
         """
-        has_gradients = [
-            has_gradient(each) for unit in self.units for each in unit.trainable()
-        ]
-        if all(self.compared(has_gradients, dist.ReduceOp.MIN)):
+        has_gradients = [has_gradient(parameter) for _, parameter in self.trainable()]
+        if all(self.compare_flags(has_gradients, dist.ReduceOp.MIN)):
             self.set_reduces(True)
             self.is_reduced = True
         try:
@@ -99,16 +99,15 @@ class Deferred:
     def weightless(self) -> Iterator[None]:
         """Make backward passes inside the block leave no new gradient."""
         empty_parameters = [
-            each
-            for unit in self.units
-            for each in unit.trainable()
-            if not has_gradient(each)
+            parameter
+            for _, parameter in self.trainable()
+            if not has_gradient(parameter)
         ]
         try:
             yield
         finally:
-            for each in empty_parameters:
-                drop(each)
+            for parameter in empty_parameters:
+                drop(parameter)
 
     def reduce(self) -> None:
         """Add what FSDP2 keeps to ``.grad``, reduced; collective."""
@@ -116,16 +115,16 @@ class Deferred:
             self.is_reduced = False
             return
         self.is_reduced = False
-        trainable = [(unit, each) for unit in self.units for each in unit.trainable()]
-        has_gradients = [has_gradient(each) for _, each in trainable]
-        exists = self.compared(has_gradients, dist.ReduceOp.MAX)
+        trainable = self.trainable()
+        has_gradients = [has_gradient(parameter) for _, parameter in trainable]
+        exists = self.compare_flags(has_gradients, dist.ReduceOp.MAX)
         if not any(exists):
             return
-        for (unit, each), has_here, has_somewhere in zip(
+        for (unit, parameter), has_here, has_somewhere in zip(
             trainable, has_gradients, exists, strict=True
         ):
             if has_somewhere and not has_here:
-                unit.fill(each)
+                unit.fill(parameter)
         self.set_reduces(True)
         try:
             reduce(self.units)
@@ -137,11 +136,17 @@ class Deferred:
         for unit in self.units:
             unit.drop()
 
+    def trainable(self) -> list[tuple[Unit, Private]]:
+        pairs: list[tuple[Unit, Private]] = []
+        for unit in self.units:
+            pairs += [(unit, parameter) for parameter in unit.trainable()]
+        return pairs
+
     def set_reduces(self, reduces: bool) -> None:
         for unit in self.units:
             unit.set_reduces(reduces)
 
-    def compared(
+    def compare_flags(
         self, flags: Sequence[bool], operation: dist.ReduceOp.RedOpType
     ) -> list[bool]:
         """Return for each flag whether it is true on any worker (MAX), or on all (MIN)."""
@@ -155,16 +160,16 @@ class Deferred:
         reference = weakref.ref(self)
 
         def look(unit: Unit, *_: object) -> None:
-            deferred = reference()
-            if deferred is not None:
-                deferred.add_hooks(unit)
+            deferred_reduction = reference()
+            if deferred_reduction is not None:
+                deferred_reduction.add_hooks(unit)
 
         untraced(look)
-        return [
-            module.register_forward_hook(partial(look, unit))
-            for unit in self.units
-            for module in unit.modules
-        ]
+        handles: list[RemovableHandle] = []
+        for unit in self.units:
+            for module in unit.modules:
+                handles.append(module.register_forward_hook(partial(look, unit)))
+        return handles
 
     def add_hooks(self, unit: Unit) -> None:
         for parameter in unit.gathered_parameters():
@@ -198,13 +203,13 @@ class SumInFSDP(GradientSum):
         parameters: GetParameters,
         watch: GradientWatch,
         options: Options,
-        deferred: Deferred,
+        deferred_reduction: DeferredReduction,
     ) -> None:
         super().__init__(parameters, watch)
-        self.deferred = deferred
+        self.deferred_reduction = deferred_reduction
         self.is_reduced = False
         """All of the sum is in ``.grad``."""
-        deferred.arrivals.watch = watch
+        deferred_reduction.arrivals.watch = watch
 
     def add_micro_batch(self, guard: UpdateGuard) -> bool:
         self.is_reduced = False
@@ -212,14 +217,14 @@ class SumInFSDP(GradientSum):
 
     def gradients(self) -> Gradients:
         if not self.is_reduced:
-            self.deferred.reduce()
+            self.deferred_reduction.reduce()
             self.is_reduced = True
             self.watch.reset()
         return super().gradients()
 
     def clear(self) -> None:
         super().clear()
-        self.deferred.drop()
+        self.deferred_reduction.drop()
 
 
 class LayerShards:
@@ -229,56 +234,54 @@ class LayerShards:
     """
 
     def __init__(self, layers: Sequence[Sequence[nn.Module]]) -> None:
-        layer_parameters = [
-            [each for module in modules for each in module.parameters(recurse=False)]
-            for modules in layers
+        every_parameter: list[Tensor] = []
+        layer_ids: list[set[int]] = []
+        for modules in layers:
+            parameters: list[Tensor] = []
+            for module in modules:
+                parameters += module.parameters(recurse=False)
+            every_parameter += parameters
+            layer_ids.append(set(map(id, parameters)))
+        units = units_holding(every_parameter)
+        self._units = [
+            [unit for unit in units if not ids.isdisjoint(map(id, unit.parameters))]
+            for ids in layer_ids
         ]
-        units = units_holding([each for layer in layer_parameters for each in layer])
-        self._units: list[list[Unit]] = []
-        for parameters in layer_parameters:
-            ids = set(map(id, parameters))
-            self._units.append(
-                [unit for unit in units if not ids.isdisjoint(map(id, unit.parameters))]
-            )
-        first_layers = [
-            min(index for index, layer in enumerate(self._units) if unit in layer)
-            for unit in units
-        ]
-        self.first = {
-            id(parameter): index
-            for unit, index in zip(units, first_layers, strict=True)
-            for parameter in unit.parameters
-        }
+        self.first: dict[int, int] = {}
         """The first layer that has a parameter's unit, by the parameter's id: there the
         unit is reduced.
         """
         self._reduced_units: dict[int, list[Unit]] = {}
-        for unit, index in zip(units, first_layers, strict=True):
-            if any(parameter.requires_grad for parameter in unit.parameters):
-                self._reduced_units.setdefault(index, []).append(unit)
-        self._deferred: dict[int, Deferred] = {}
+        for unit in units:
+            first = min(
+                index for index, layer in enumerate(self._units) if unit in layer
+            )
+            self.first.update(dict.fromkeys(map(id, unit.parameters), first))
+            if unit.trainable():
+                self._reduced_units.setdefault(first, []).append(unit)
+        self._deferred_reductions: dict[int, DeferredReduction] = {}
 
     def __bool__(self) -> bool:
         return bool(self.first)
 
     def __enter__(self) -> None:
-        begin([unit for units in self._units for unit in units])
+        begin(list(chain(*self._units)))
         for index, units in self._reduced_units.items():
             mesh = mesh_of(units[0].parameters[0])
-            self._deferred[index] = Deferred(units, mesh)
+            self._deferred_reductions[index] = DeferredReduction(units, mesh)
 
     def __exit__(self, *_: object) -> None:
-        for deferred in self._deferred.values():
-            deferred.ending()
+        for deferred_reduction in self._deferred_reductions.values():
+            deferred_reduction.ending()
 
     @contextmanager
     def gathered(self, index: int) -> Iterator[None]:
         with ExitStack() as stack:
             for unit in self._units[index]:
-                stack.enter_context(unit.gathered())
+                stack.enter_context(unit.keep_gathered())
             yield
 
     def reduce(self, index: int) -> None:
         """Reduce the units that no earlier layer has; collective."""
-        if index in self._deferred:
-            self._deferred[index].reduce()
+        if index in self._deferred_reductions:
+            self._deferred_reductions[index].reduce()

@@ -24,7 +24,7 @@ from gradaccum_torch.gradient_watch import delivering_zeros
 from gradaccum_torch.torch_private.fsdp import units_holding
 from gradaccum_torch.torch_private.names import parameters_of
 from gradaccum_torch.workers import checks
-from gradaccum_torch.workers.deferred import Deferred, SumInFSDP
+from gradaccum_torch.workers.deferred import DeferredReduction, SumInFSDP
 from gradaccum_torch.workers.interface import ReducedWindow, Workers
 
 
@@ -39,15 +39,17 @@ class ShardGroup(Workers):
         optimizer: torch.optim.Optimizer,
         mesh: DeviceMesh,
         is_undivided: bool,
-        deferred: Deferred | None = None,
+        deferred_reduction: DeferredReduction | None = None,
     ) -> None:
         self.optimizer = optimizer
         self.mesh = mesh
         self.is_undivided = is_undivided
         """``reduction="sum"``: nothing divides the sum of all workers."""
-        self.deferred = deferred
-        if deferred is not None:
-            self.make_gradient_sum = partial(SumInFSDP, deferred=deferred)
+        self.deferred_reduction = deferred_reduction
+        if deferred_reduction is not None:
+            self.make_gradient_sum = partial(
+                SumInFSDP, deferred_reduction=deferred_reduction
+            )
         rank = int((mesh.mesh.flatten() == dist.get_rank()).int().argmax())
         self.place = (rank, mesh.size())
         self.units = units_holding(parameters_of(optimizer))
@@ -63,7 +65,7 @@ class ShardGroup(Workers):
         guard: UpdateGuard,
         parameters: Sequence[Tensor] | None = None,
     ) -> ReducedWindow:
-        if self.deferred is None and parameters is None:
+        if self.deferred_reduction is None and parameters is None:
             checks.require_reduced_units(self.units)
         checks.require_plain_average(self.units)
         guard.is_broken = True
@@ -104,9 +106,9 @@ class ShardGroup(Workers):
                 dist.all_reduce(added_numbers, group=self.mesh.get_group(dimension))
         except RuntimeError as error:
             raise missing_worker_error(state, rank) from error
-        weight, overflows, *rest = added_numbers.tolist()
-        require_same_rates(rates, rest[: len(bits)], size, rank)
-        averages = [total / size for total in rest[len(bits) :]]
+        weight, overflows, *sums = added_numbers.tolist()
+        require_same_rates(rates, sums[: len(bits)], size, rank)
+        averages = [total / size for total in sums[len(bits) :]]
         return weight / size, overflows > 0, averages
 
     def weightless_pass(self) -> AbstractContextManager[object] | None:
@@ -117,19 +119,21 @@ class ShardGroup(Workers):
         """Make a backward pass gather and reduce as on the other workers, and add
         nothing.
         """
-        gathered = [
+        gathered_parameters = [
             parameter for unit in self.units for parameter in unit.gathered_parameters()
         ]
         with ExitStack() as stack:
-            stack.enter_context(delivering_zeros(gathered))
-            if self.deferred is not None:
-                stack.enter_context(self.deferred.weightless())
+            stack.enter_context(delivering_zeros(gathered_parameters))
+            if self.deferred_reduction is not None:
+                stack.enter_context(self.deferred_reduction.weightless())
             yield
 
     def last_pass(
         self, gradient_sum: GradientSum, is_only_pass: bool
     ) -> AbstractContextManager[object]:
-        return nullcontext() if self.deferred is None else self.deferred.last_pass()
+        if self.deferred_reduction is None:
+            return nullcontext()
+        return self.deferred_reduction.last_pass()
 
     def window_ended(self) -> None:
         for unit in self.units:
@@ -139,8 +143,6 @@ class ShardGroup(Workers):
         every_parameter = [*parameters_of(self.optimizer), *parameters]
         units = units_holding(every_parameter)
         checks.require_all_sharded(every_parameter, units)
-        if self.deferred is not None and len(units) > len(self.units):
-            raise checks.late_unit_error()
         self.units = units
 
     @property

@@ -77,11 +77,10 @@ class WorkerGroup(Workers):
             checks.share_module(self.optimizer, self.module)
 
     def require_parameters(self, parameters: Sequence[Tensor]) -> None:
-        checks.require_not_averaged(parameters)
         if self.module is not None:
-            copied = [each for each in parameters if not names.is_sharded(each)]
+            module_copies = [each for each in parameters if not names.is_sharded(each)]
             module_parameters = list(self.module.parameters())
-            checks.require_parameters(self.module, module_parameters, copied)
+            checks.require_parameters(self.module, module_parameters, module_copies)
 
     def flush(
         self, close: Callable[[], None], between: Callable[[], None], is_open: bool
@@ -138,12 +137,12 @@ class WorkerGroup(Workers):
             return super().all_reduce(state, gradient_sum, numbers, guard, parameters)
         guard.is_broken = True
         reduction = self.reduction or self.begin(gradient_sum, parameters)
-        window = self.reduced(reduction, state, numbers)
+        window = self.finish(reduction, state, numbers)
         if window.is_open and self.module is not None and parameters is None:
             names.send_buffers(self.module)
         return window
 
-    def reduced(
+    def finish(
         self,
         reduction: BucketReduction,
         state: State,
@@ -174,29 +173,33 @@ class WorkerGroup(Workers):
             reduction.wait()
         except RuntimeError as error:
             raise kit.missing_worker_error(state, self.rank) from error
-        weight, overflows, opens, flushes, discards, *rest = added_numbers.tolist()
-        added_bits = rest[: len(bits)]
-        counts = rest[len(bits) : len(bits) + len(parameters)]
+        weight, overflows, opens, flushes, discards, *sums_of_all = (
+            added_numbers.tolist()
+        )
+        added_bits = sums_of_all[: len(bits)]
+        counts = sums_of_all[len(bits) : len(bits) + len(parameters)]
         if discards:
             raise checks.discarded_error()
         if opens:
             kit.require_same_rates(rates, added_bits, self.size, self.rank)
         self.all_flush = flushes == self.size
-        sums = reduction.gradient_sum.gradients()
+        gradient_sums = reduction.gradient_sum.gradients()
         gradients = {
-            parameter: sums[parameter]
+            parameter: gradient_sums[parameter]
             for parameter, count in zip(parameters, counts, strict=True)
-            if parameter in sums and (count or names.is_sharded(parameter))
+            if parameter in gradient_sums and (count or names.is_sharded(parameter))
         }
-        added = rest[len(bits) + len(parameters) :]
-        return ReducedWindow(gradients, weight, overflows > 0, opens > 0, added)
+        extension_sums = sums_of_all[len(bits) + len(parameters) :]
+        return ReducedWindow(
+            gradients, weight, overflows > 0, opens > 0, extension_sums
+        )
 
     def abandon(self, numbers: Sequence[float]) -> None:
         reduction = self.reduction
         if reduction is not None and reduction.launch_count:
             # A worker that is gone cannot be waited for, and nothing is left to keep.
             with suppress(RuntimeError):
-                self.reduced(
+                self.finish(
                     reduction, kit.initial_state(1.0), numbers, is_discarded=True
                 )
 

@@ -81,12 +81,12 @@ class BucketReduction:
         self.launch_count += 1
         totals = [self.total(parameter) for parameter in bucket]
         if len(totals) == 1 and totals[0].is_contiguous():
-            packed = totals[0]
+            packed_totals = totals[0]
             parts: Sequence[Tensor] = totals
         else:
-            packed = names.flattened(totals)
-            parts = names.unflattened(packed, totals)
-        work = dist.all_reduce(packed, group=self.group, async_op=True)
+            packed_totals = names.flattened(totals)
+            parts = names.unflattened(packed_totals, totals)
+        work = dist.all_reduce(packed_totals, group=self.group, async_op=True)
         self.works.append(work)
         for parameter, total, part in zip(bucket, totals, parts, strict=True):
             if total.is_contiguous():

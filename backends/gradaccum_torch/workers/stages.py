@@ -38,14 +38,14 @@ class StageGroup:
             count = state.micro_step
             weight = state.weight
             numbers = [norm**2, 0.0, count, weight, count**2, weight**2]
-        added = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+        added_numbers = torch.tensor(numbers, dtype=torch.float64, device=self.device)
         try:
-            dist.all_reduce(added, group=self.group)
+            dist.all_reduce(added_numbers, group=self.group)
         except RuntimeError as error:
             rank = dist.get_rank(self.group)
             raise missing_worker_error(state, rank) from error
         squares, overflows, count, weight, count_squares, weight_squares = (
-            added.tolist()
+            added_numbers.tolist()
         )
         if overflows:
             return math.inf, False

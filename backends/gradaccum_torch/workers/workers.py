@@ -29,7 +29,7 @@ from gradaccum_torch.torch_private.names import (
     processes,
 )
 from gradaccum_torch.workers import checks
-from gradaccum_torch.workers.deferred import Deferred, GradientSync
+from gradaccum_torch.workers.deferred import DeferredReduction, GradientSync
 from gradaccum_torch.workers.fsdp import ShardGroup
 from gradaccum_torch.workers.group import WorkerGroup
 from gradaccum_torch.workers.interface import Workers
@@ -144,15 +144,15 @@ def make_shard_group(
     if measures(options):
         checks.require_one_mesh(meshes)
     if isinstance(module, torch.nn.Module):
-        sharded = [
+        sharded_parameters = [
             parameter for unit in units_of(module) for parameter in unit.parameters
         ]
-        module_parameters = [*module.parameters(), *sharded]
+        module_parameters = [*module.parameters(), *sharded_parameters]
         checks.require_parameters(module, module_parameters, parameters)
         groups = [mesh.get_group(dimension) for dimension in range(mesh.ndim)]
         checks.require_same_options(options, *groups, gradient_sync=sync)
-    deferred = None
+    deferred_reduction = None
     if sync == "window":
         checks.require_deferrable(units, options)
-        deferred = Deferred(units, mesh)
-    return ShardGroup(optimizer, mesh, options.reduction == "sum", deferred)
+        deferred_reduction = DeferredReduction(units, mesh)
+    return ShardGroup(optimizer, mesh, options.reduction == "sum", deferred_reduction)

@@ -69,11 +69,6 @@ def flattened(original: bool) -> Any:
     )
 
 
-def two_engines() -> Any:
-    shards, copies = sharded(FLAT), nn.parallel.DistributedDataParallel(build())
-    return plain(nn.ModuleList([shards, copies]), module=copies)
-
-
 def in_window(model: Any, **options: Any) -> Any:
     return plain(model, module=model, **{"gradient_sync": "window", **options})
 
@@ -137,11 +132,6 @@ NOT_WRAPPED = [
             ("optimizer", "FSDP1", "fully_shard"),
         )
         for original in (False, True)
-    ),
-    (
-        lambda _: two_engines(),
-        ArgumentValueError,
-        ("fully_shard", "an optimizer of their own"),
     ),
 ]
 
@@ -219,9 +209,7 @@ def changed_gradients(rank: int) -> None:
 
 @check
 def parameters_of_another_unit(rank: int) -> None:
-    """They are divided as the others are; where FSDP2 waits, it was not told to wait
-    for them.
-    """
+    """They are divided as the others are; FSDP2 reduces them in each micro-batch."""
     for way in (FLAT, WINDOW):
         model = sharded(way)
         opt = gradaccum.wrap(
@@ -231,13 +219,8 @@ def parameters_of_another_unit(rank: int) -> None:
             opt.add_param_group({"params": nn.Linear(2, 2).parameters()})
         first = set(map(id, model.first.parameters()))
         rest = [each for each in model.parameters() if id(each) not in first]
-        if way == WINDOW:
-            with refused(ArgumentValueError, "param_group", "gradient_sync="):
-                opt.add_param_group({"params": rest})
-            assert len(opt.param_groups) == 1
-        else:
-            opt.add_param_group({"params": rest})
-            require_first_window(model, opt, rank)
+        opt.add_param_group({"params": rest})
+        require_first_window(model, opt, rank)
 
 
 def distributed(tensor: Tensor, placement: Placement) -> Any:

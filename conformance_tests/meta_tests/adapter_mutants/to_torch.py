@@ -51,8 +51,8 @@ MUTANTS = (
     ),
     Mutant(
         "take_every_sum_for_finite",
-        "    return Measured(norm, True) if norm < math.inf else Measured(math.inf, False)\n",
-        "    return Measured(norm, True)\n",
+        "    return Measurement(norm, True) if norm < math.inf else Measurement(math.inf, False)\n",
+        "    return Measurement(norm, True)\n",
         SUITE + "test_overflow.py::test_overflow_skips_this_window_only",
     ),
     Mutant(
@@ -136,7 +136,7 @@ MUTANTS = (
     ),
     Mutant(
         "leave_a_sum_divided_when_taken_back",
-        "        multiply(self.divided, divisor)\n",
+        "        multiply(self.divided_sums, divisor)\n",
         "",
         OWN + "test_torch_interrupted.py::test_raising_pre_hook_leaves_window_open",
     ),
@@ -154,19 +154,19 @@ MUTANTS = (
     ),
     Mutant(
         "forget_a_worker_s_overflow",
-        "        return ReducedWindow(gradients, weight, overflows > 0, opens > 0, added)\n",
-        "        return ReducedWindow(gradients, weight, False, opens > 0, added)\n",
+        "            gradients, weight, overflows > 0, opens > 0, extension_sums\n",
+        "            gradients, weight, False, opens > 0, extension_sums\n",
         SUITE + "test_workers_limits.py::test_one_worker_drops_a_micro_batch",
     ),
     Mutant(
         "weigh_all_workers_as_one_item",
-        "        return ReducedWindow(gradients, weight, overflows > 0, opens > 0, added)\n",
-        "        return ReducedWindow(gradients, 1.0, overflows > 0, opens > 0, added)\n",
+        "            gradients, weight, overflows > 0, opens > 0, extension_sums\n",
+        "            gradients, 1.0, overflows > 0, opens > 0, extension_sums\n",
         SUITE + "test_workers.py::test_gradient_is_that_of_all_workers",
     ),
     Mutant(
         "reduce_no_sum",
-        "        work = dist.all_reduce(packed, group=self.group, async_op=True)\n"
+        "        work = dist.all_reduce(packed_totals, group=self.group, async_op=True)\n"
         "        self.works.append(work)\n",
         "",
         SUITE + "test_workers.py::test_gradient_is_that_of_all_workers",
@@ -194,8 +194,8 @@ MUTANTS = (
     ),
     Mutant(
         "leave_the_loss_scale",
-        "        self.state = self.at_rest(closed)\n",
-        "        self.state = self.at_rest((*closed[:5], ended.loss_scale, closed[6]))\n",
+        "        self.state = self.at_rest(closed_state)\n",
+        "        self.state = self.at_rest((*closed_state[:5], ended_state.loss_scale, closed_state[6]))\n",
         SUITE + "test_loss_scale.py::test_scale_stops_at_floor",
     ),
     Mutant(
@@ -363,8 +363,8 @@ MUTANTS = (
     ),
     Mutant(
         "take_a_clear_for_a_clip",
-        "        return bool(changed) and all(\n",
-        "        return not changed and all(\n",
+        "        return bool(changed_gradients) and all(\n",
+        "        return not changed_gradients and all(\n",
         OWN + "test_torch_tampering.py::test_change_after_step_is_caught",
     ),
     Mutant(
@@ -412,8 +412,8 @@ MUTANTS = (
     ),
     Mutant(
         "reduce_a_shared_unit_at_each_layer",
-        "            min(index for index, layer in enumerate(self._units) if unit in layer)\n",
-        "            max(index for index, layer in enumerate(self._units) if unit in layer)\n",
+        "            first = min(\n                index for",
+        "            first = max(\n                index for",
         OWN + "test_torch_sharding.py::test_two_workers",
         "sharded_whole_model_in_two_layers",
     ),
