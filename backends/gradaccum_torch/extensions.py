@@ -106,18 +106,6 @@ class Extension:
         """Resume with the entries of a checkpoint."""
 
 
-def handlers(extensions: Sequence[Extension], event: str) -> list[Callable[..., None]]:
-    """Return the methods of those `extensions` that do something at this event, which
-    comes with each micro-batch.
-    """
-    nothing = getattr(Extension, event)
-    return [
-        getattr(extension, event)
-        for extension in extensions
-        if getattr(type(extension), event) is not nothing
-    ]
-
-
 # The loss of a window.
 
 
@@ -148,11 +136,11 @@ class WindowLoss(Extension):
 
     def __init__(self, options: Options) -> None:
         self._options = options
+        self._losses: list[tuple[float | Tensor, float]] = []
+        """The losses of the open window that were not read yet, with their weights."""
         self._total = 0.0
-        self._unread: list[tuple[Tensor, float]] = []
-        """The losses that are on their device, with their weights."""
+        """The sum of the losses that were read."""
         self._read_closed_loss: Callable[[], float] | None = None
-        """Reads the loss of the last closed window."""
         self._value = math.nan
 
     @property
@@ -166,28 +154,22 @@ class WindowLoss(Extension):
         return self._value
 
     def micro_batch_added(self, micro_batch: MicroBatch, weight: float) -> None:
-        if not weight:
-            return
-        for loss in micro_batch.losses or [math.nan]:
-            if isinstance(loss, Tensor):
-                self._unread.append((loss, weight))
-            else:
-                self._total = self._with_loss(self._total, loss, weight)
+        if weight:
+            losses = micro_batch.losses or [math.nan]
+            self._losses += [(loss, weight) for loss in losses]
 
-    def _with_loss(self, total: float, loss: float, weight: float) -> float:
+    def _read(self, total: float, losses: list[tuple[float | Tensor, float]]) -> float:
+        on_device = [loss.double() for loss, _ in losses if isinstance(loss, Tensor)]
+        values = iter(torch.stack(on_device).tolist() if on_device else ())
         options = self._options
-        return float(kit.add_loss(total, loss, weight, True, options, kit.select))
-
-    def _read(self, total: float, unread: list[tuple[Tensor, float]]) -> float:
-        if unread:
-            losses = torch.stack([loss.double() for loss, _ in unread]).tolist()
-            for loss, (_, weight) in zip(losses, unread, strict=True):
-                total = self._with_loss(total, loss, weight)
+        for loss, weight in losses:
+            value = next(values) if isinstance(loss, Tensor) else loss
+            total = float(kit.add_loss(total, value, weight, True, options, kit.select))
         return total
 
     def _read_open(self) -> float:
-        self._total = self._read(self._total, self._unread)
-        self._unread = []
+        self._total = self._read(self._total, self._losses)
+        self._losses = []
         return self._total
 
     def numbers(self) -> list[float]:
@@ -198,19 +180,18 @@ class WindowLoss(Extension):
 
     def window_closed(self, state: Fields, options: Options) -> None:
         total = self._total
-        unread = self._unread
+        losses = self._losses
 
         def read() -> float:
-            losses = self._read(total, unread)
-            return float(kit.window_loss(losses, state, options, kit.select))
+            loss = self._read(total, losses)
+            return float(kit.window_loss(loss, state, options, kit.select))
 
         self._read_closed_loss = read
-        self._total = 0.0
-        self._unread = []
+        self.window_discarded()
 
     def window_discarded(self) -> None:
         self._total = 0.0
-        self._unread = []
+        self._losses = []
 
     def state_dict(self) -> dict[str, float]:
         return {"loss": self._read_open(), "window_loss": self.value}

@@ -39,7 +39,6 @@ from gradaccum_torch.extensions import (
     Warnings,
     WindowLoss,
     as_number,
-    handlers,
 )
 from gradaccum_torch.grad_scaler import ScalerLink
 from gradaccum_torch.gradient_sum import (
@@ -100,8 +99,6 @@ class Window:
             LeftoverLoopWarning(self.warn),
             DividedLossWarning(options, self.warn),
         ]
-        self.loss_handlers = handlers(self.extensions, "loss_given")
-        self.micro_batch_handlers = handlers(self.extensions, "micro_batch_added")
         self.use_of_weights = kit.use_of_weights(options)
         self.measures = kit.measures(options)
         """The norm of a window's sum is needed."""
@@ -272,8 +269,8 @@ class Window:
         self.micro_batch.has_loss = True
         if self.micro_batch.is_weighed_twice:
             self.warn(WEIGHED_TWICE)
-        for loss_given in self.loss_handlers:
-            loss_given(loss)
+        for extension in self.extensions:
+            extension.loss_given(loss)
 
     def _differentiate(self, loss: Tensor, arguments: Mapping[str, Any]) -> None:
         weight = self.micro_batch.weight
@@ -409,8 +406,8 @@ class Window:
         self.has_just_loaded = False
         self.passes_before = PASSES[0]
         self._forget_micro_batch()
-        for micro_batch_added in self.micro_batch_handlers:
-            micro_batch_added(micro_batch, added_weight)
+        for extension in self.extensions:
+            extension.micro_batch_added(micro_batch, added_weight)
         self.update.is_broken = False
         return bool(kit.ends(self.state, self.size, select))
 

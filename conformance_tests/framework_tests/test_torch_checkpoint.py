@@ -83,28 +83,6 @@ def test_bare_state_loads_as_empty_window() -> None:
     assert [state["step"] for state in bare.state.values()] == [2] * 4
 
 
-@by_kind
-def test_training_leaves_loaded_state_alone(kind: str) -> None:
-    """The sums in the loaded dictionary keep their values."""
-    state = copy.deepcopy(trained(4, kind)[1].state_dict())
-    sums = copy.deepcopy(state["gradaccum"]["sums"])
-    run = trained(0, kind)
-    run[1].load_state_dict(state)
-    feed(run, 4, 6)
-    assert sums
-    for index, total in state["gradaccum"]["sums"].items():
-        assert torch.equal(total, sums[index])
-
-
-def test_loading_drops_pending_micro_batch() -> None:
-    run = trained(4)
-    saved = copy.deepcopy(run[1].state_dict())
-    backward(run, 0, weight=7)
-    run[1].load_state_dict(saved)
-    feed(run, 4, 9)
-    assert_same(run, trained(9))
-
-
 DAMAGE: dict[str, Callable[[Any, Any], object]] = {
     "no field": lambda state, entry: entry.pop("weight"),
     "another format": lambda state, entry: entry.update(format=2),
@@ -153,13 +131,6 @@ def test_uncounted_micro_batch_is_not_saved() -> None:
     run = trained(0)
     backward(run, 0)
     assert run[1].state_dict()["gradaccum"]["sums"] == {}
-
-
-def test_exhausted_schedule_can_be_saved() -> None:
-    """The list has a size for one window, and no second window begins."""
-    model, opt = make(steps=lambda step: [2][step])
-    train(model, opt, 2)
-    assert opt.state_dict()["gradaccum"]["terms"]["steps"] is None
 
 
 def test_open_window_keeps_its_size() -> None:

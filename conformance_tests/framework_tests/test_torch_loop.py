@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import gradaccum
 
@@ -88,17 +88,6 @@ def test_pre_hook_may_return_arguments() -> None:
     assert opt.seen == [{"extra": 1}, {"extra": 1}]
 
 
-def test_pre_hook_may_change_the_gradient() -> None:
-    model, opt = make(steps=2)
-    opt.register_step_pre_hook(
-        lambda o, a, k: nn.utils.clip_grad_value_(model.parameters(), 0.0)
-    )
-    before = values(model)
-    train(model, opt, 2)
-    assert opt.result.applied
-    assert same(model, before)
-
-
 def test_group_added_in_mid_window_counts() -> None:
     model = make_model()
     opt = gradaccum.wrap(torch.optim.SGD(model[2].parameters(), lr=0.5), steps=2)
@@ -110,17 +99,6 @@ def test_group_added_in_mid_window_counts() -> None:
     expected = [p - 0.25 * p.grad / 2 for p in model[0].parameters()]
     opt.step()
     torch.testing.assert_close(list(model[0].parameters()), expected)
-
-
-def test_two_losses_in_one_micro_batch() -> None:
-    """Each of half of the rows: together twice the mean over all of them."""
-    model, opt = make(steps=2)
-    for index in range(2):
-        opt.weigh(3)
-        opt.backward(loss_of(model, rows_of(2 * index)) / 2)
-        opt.backward(loss_of(model, rows_of(2 * index + 1)) / 2)
-        opt.step()
-    torch.testing.assert_close(values(model), large_batch_step(MAKERS["sgd"]))
 
 
 # Closures.

@@ -18,7 +18,6 @@ from conformance_tests.framework_tests.torch_model import (
     loss_of,
     make,
     make_model,
-    same,
     values,
 )
 from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
@@ -90,17 +89,6 @@ def test_unscaled_backward_is_refused() -> None:
         opt.discard()
 
 
-def test_scaling_works_under_no_grad() -> None:
-    (model, opt), (reference, other) = (make(steps=1, loss_scale=8.0) for _ in range(2))
-    loss = loss_of(model)
-    with torch.no_grad():
-        opt.scale(loss).backward()
-    opt.step()
-    other.backward(loss_of(reference))
-    other.step()
-    assert same(model, reference)
-
-
 def two_optimizers(steps: int = 2, **options: object) -> tuple[nn.Module, Any, Any]:
     model = make_model()
     first, *others = model.parameters()
@@ -135,21 +123,3 @@ def test_one_loss_of_two_optimizers_without_a_weight() -> None:
         one.step()
         other.step()
     torch.testing.assert_close(values(model), large_batch_step(MAKERS["sgd"]))
-
-
-@pytest.mark.parametrize("set_to_none", [False, True])
-def test_what_another_optimizer_left_can_be_cleared_by_the_model(
-    set_to_none: bool,
-) -> None:
-    """As in the usual loop of a GAN, where ``netD.zero_grad()`` comes before the
-    discriminator's own backward pass.
-    """
-    model, one, two = two_optimizers(steps=1)
-    first, *_ = before = values(model)
-    one.backward(loss_of(model), weight=3)
-    model.zero_grad(set_to_none=set_to_none)
-    two.backward(loss_of(model))
-    two.step()
-    expected = large_batch_step(MAKERS["sgd"])
-    torch.testing.assert_close(values(model), [first, *expected[1:]])
-    assert not same(model, before)

@@ -24,7 +24,6 @@ from conformance_tests.framework_tests.torch_model import (
     same,
     values,
 )
-from gradaccum import UsageError
 
 MOMENTUM = MAKERS["sgd_momentum"]
 
@@ -135,19 +134,6 @@ def test_loop_equals_large_batch(loop: Loop, on_overflow: str) -> None:
     assert opt.result.optimizer_step == 3
 
 
-@pytest.mark.parametrize("loop", REFUSED_BY_DEFAULT, ids=lambda loop: loop.__name__)
-def test_default_refuses_by_name(loop: Loop) -> None:
-    """What it cannot do right it refuses, and the error names the way out."""
-    model, opt = wrapped("in .grad")
-
-    def epoch() -> None:
-        for index in range(4):
-            loop(model, opt, index)
-
-    with pytest.raises(UsageError, match="separate_sums=True"):
-        epoch()
-
-
 # What is in ``.grad`` beside the window.
 
 
@@ -178,22 +164,6 @@ def test_flush_leaves_what_is_in_grad(end: str) -> None:
     assert opt.result.optimizer_step == (0 if end == "skipped" else 2)
 
 
-def test_parameter_outside_the_window_stays() -> None:
-    """What the user has put into its ``.grad`` is no part of the window, and no update
-    is made of it.
-    """
-    model, opt = wrapped(steps=None)
-    *others, bias = model.parameters()
-    before, gradient = bias.detach().clone(), torch.full_like(bias, 5.0)
-    loss_of(model).backward(inputs=others)
-    opt.step()
-    bias.grad = gradient
-    opt.flush()
-    assert opt.result.applied
-    assert torch.equal(bias, before)
-    assert bias.grad is gradient
-
-
 @pytest.mark.parametrize("places", [("separate", "in .grad"), ("in .grad", "separate")])
 def test_checkpoint_in_mid_window(places: tuple[str, str]) -> None:
     """The sum is saved as ever: either kind loads the other's."""
@@ -219,25 +189,3 @@ def test_gradient_that_somebody_holds_stays_as_it_is() -> None:
         opt.step()
     assert [float(each.max()) for each in held] == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
     assert torch.equal(parameter, torch.full((2, 2), -10.5))
-
-
-@pytest.mark.parametrize("clears", ["nothing", "optimizer", "model"])
-def test_part_of_a_pass_that_raised(clears: str) -> None:
-    """Out of memory, in a loop that goes on with the next micro-batch: autograd adds
-    that to what had arrived. `discard` forgets that part too.
-    """
-    model, opt = wrapped()
-    handle = model[0].bias.register_hook(lambda gradient: 1 // 0)
-    with pytest.raises(ZeroDivisionError):
-        loss_of(model).backward()
-    handle.remove()
-    if clears == "nothing":
-        loss_of(model).backward()
-        with pytest.raises(UsageError, match=r"opt\.zero_grad\(\)"):
-            opt.step()
-        opt.discard()
-    else:
-        (model if clears == "model" else opt).zero_grad()
-    for index in range(4):
-        no_clear(model, opt, index)
-    assert_large(model)

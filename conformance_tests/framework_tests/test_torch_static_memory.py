@@ -108,19 +108,6 @@ def test_large_batch(
     assert all(map(torch.equal, got, expected))
 
 
-def test_aux_is_copied() -> None:
-    """A buffer that each micro-batch counts up."""
-    weight, count = nn.Parameter(torch.ones(3)), torch.zeros(1)
-
-    def loss_fn(x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        count.add_(1)
-        return (x * weight).mean(), {"all": count, "sum": count}
-
-    _, aux = backward(loss_fn, X, steps=STEPS, aux={"all": "concatenate", "sum": "sum"})
-    assert aux["all"].tolist() == [1, 2, 3, 4]
-    assert aux["sum"].item() == 10
-
-
 @pytest.mark.skipif(
     not has_torch("2.8"),
     reason=(

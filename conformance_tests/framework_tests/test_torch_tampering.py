@@ -217,34 +217,6 @@ def test_steps_1_leaves_grad_alone(place: str, change: Change, most: float) -> N
     assert math.hypot(*(move.float().norm().item() for move in moves)) <= 1.1 * most
 
 
-@by_watched_place
-def test_scheduled_steps_1_leaves_grad_alone(place: str) -> None:
-    """The longer window that follows refuses a clip."""
-    model, opt = make(place, steps=[(0, 2), (1, 1), (2, 2)])
-    train(model, opt, 2)
-    model("right").backward()
-    limit(model)
-    opt.step()
-    assert opt.result.optimizer_step == 2
-    assert opt.result.grad_norm <= LIMIT * 1.01
-    model("right").backward()
-    limit(model)
-    with pytest.raises(UsageError, match="clip_norm="):
-        opt.step()
-
-
-def test_clipping_a_true_sum_is_allowed() -> None:
-    model, opt = make(reduction="sum")
-    before = values(model)
-    for _ in range(2):
-        model("left", "right").backward()
-        if opt.result.micro_step:
-            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        opt.step()
-    assert opt.result.grad_norm == pytest.approx(0.5, rel=1e-4)
-    assert not any(map(torch.equal, values(model), before))
-
-
 @pytest.mark.parametrize(
     ("place", "at"),
     [("in .grad", 0), ("in float64", 0), ("kept apart", 0), ("kept apart", 1)],
@@ -282,21 +254,6 @@ def test_autograd_makes_no_change(place: str) -> None:
         opt.zero_grad()
     opt.flush()
     assert opt.result.applied
-
-
-@pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
-@pytest.mark.parametrize("place", ["in .grad", "in float64", "kept apart"])
-@pytest.mark.parametrize("power", [1, 2])
-def test_create_graph_is_no_change(place: str, power: int) -> None:
-    (model, opt), (reference, other) = make(place), make(place)
-    for _ in range(2):
-        for each, graph in ((model, True), (reference, False)):
-            for _ in range(2):
-                (each.left(X) ** power).sum().backward(create_graph=graph)
-        opt.step()
-        other.step()
-    assert opt.result.applied
-    torch.testing.assert_close(values(model), values(reference))
 
 
 # Gradients from before, or of another wrapper.

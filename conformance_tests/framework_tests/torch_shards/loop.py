@@ -34,7 +34,6 @@ from .common import (
     Way,
     alone,
     batches,
-    build,
     check,
     each_way,
     learn,
@@ -75,23 +74,6 @@ def short_and_open_windows(rank: int) -> None:
         opt.flush()
         assert opt.result.optimizer_step == 1
         require_equal(model, alone(windows_of((3,)))[0])
-
-
-@check
-def forgotten_passes_leave_nothing(rank: int) -> None:
-    for _, model, opt in each_way():
-        x = batches(rank)[0][0]
-        model(x).square().mean().backward()
-        opt.zero_grad()
-        assert not any(unit.has_unreduced() for unit in units_of(model))
-        train(model, opt, rank, 2)
-        model(x).square().mean().backward()
-        for call in (opt.flush, opt.zero_grad, opt.state_dict):
-            with refused(gradaccum.UsageError, "between backward() and step()"):
-                call()
-        opt.discard()
-        assert not any(unit.has_unreduced() for unit in units_of(model))
-        require_first_window(model, opt, rank)
 
 
 @check
@@ -254,36 +236,6 @@ def load(model: nn.Module, opt: Any, path: str, **options: Any) -> None:
         optim_state_dict=state["optimizer"],
     )
     opt.load_state_dict({**opt.optimizer.state_dict(), "gradaccum": state["window"]})
-
-
-@check
-def other_workers_resume(rank: int) -> None:
-    """Two workers, one, and two again: between two windows the state is that of all,
-    and inside of one it is refused.
-    """
-    for way in OPEN:
-        model, opt = made(sharded(way), way)
-        single, one = made(build())
-        again, other = made(sharded(way), way)
-        train(model, opt, rank, 3)
-        with folder(rank) as path:
-            dcp.save(state_of(model, opt), checkpoint_id=path)
-            load(single, one, path, no_dist=True)
-            load(again, other, path)
-        for batch in windows_of()[1]:
-            learn(single, one, batch)
-        one.flush()
-        assert one.result.optimizer_step == 2
-        first, *rest = batches(rank)[3:]
-        learn(model, opt, first)
-        with refused(gradaccum.UsageError, "between two windows", "opt.state_dict()"):
-            get_state_dict(model, opt)
-        for batch in rest:
-            learn(model, opt, batch)
-        train(again, other, rank, 6, first=3)
-        assert opt.result == other.result
-        require_equal(model, again, off=0)
-        require_equal(model, single, off=1e-12)
 
 
 @check

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
@@ -146,13 +145,6 @@ def what_cannot_be_wrapped_is_refused(rank: int) -> None:
         layer.requires_grad_(False)
     plain(model)
     plain(experts(rank), on_overflow="ignore")
-
-
-@check
-def copies_are_refused(rank: int) -> None:
-    for _, _, opt in each_way():
-        with refused(UsageError, "state_dict()"):
-            copy.deepcopy(opt)
 
 
 @check

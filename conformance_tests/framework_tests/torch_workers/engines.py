@@ -228,31 +228,6 @@ def averages_of_each_micro_batch_need_one_weight(rank: int) -> None:
 
 
 @check
-def copies_of_an_expert_with_items_of_their_own_are_parts(rank: int) -> None:
-    """Without ``grad_placements`` torch takes the copies' gradients for equal, as they
-    are where the items are.
-    """
-    mesh = init_device_mesh("cpu", (WORLD,))
-    items = torch.arange(12.0).double().reshape(3, 4).sin()
-    for placements, own in (([Partial()], True), (None, False)):
-        copies = DTensor.from_local(torch.ones(4).double(), mesh, [Replicate()])
-        expert, large = nn.Parameter(copies), nn.Parameter(torch.ones(4).double())
-        opt = gradaccum.wrap(
-            torch.optim.SGD([expert], lr=0.1),
-            steps=1,
-            process_group=dist.group.WORLD,
-            reduction="sum",
-        )
-        x = items * (1 + rank * own)
-        (x @ expert.to_local(grad_placements=placements)).square().sum().backward()
-        opt.step()
-        x = torch.cat([items, 2 * items]) if own else items
-        (x @ large).square().sum().backward()
-        torch.optim.SGD([large], lr=0.1).step()
-        torch.testing.assert_close(expert.full_tensor(), large, rtol=1e-12, atol=1e-12)
-
-
-@check
 def norm_counts_each_shard_once(rank: int) -> None:
     """A head whose rows are sharded over the workers of a data-parallel backbone; an odd
     number of rows, so that the shards differ.

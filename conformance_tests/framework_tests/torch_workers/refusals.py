@@ -108,22 +108,6 @@ def what_a_window_cannot_do_is_refused(rank: int) -> None:
 
 
 @check
-def foreign_parameters_are_not_added(rank: int) -> None:
-    """They would be added up over workers that may not have the same ones; those of the
-    module may come later.
-    """
-    model = build()
-    parallel = ddp(model)
-    opt = wrap(model.first, module=parallel)
-    with refused(ArgumentValueError, "module", "of them"):
-        opt.add_param_group({"params": nn.Linear(2, 2).parameters()})
-    rest = [*model.usual.parameters(), *model.rare.parameters()]
-    opt.add_param_group({"params": iter(rest)})
-    learn_all(parallel, opt, micro_batches(rank))
-    require_equal(model, alone(all_windows())[0])
-
-
-@check
 def missing_worker_ends_in_an_error(rank: int) -> None:
     """In a group of its own, which is unusable after it."""
     model = build()

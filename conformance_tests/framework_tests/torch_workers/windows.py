@@ -102,22 +102,6 @@ def large_and_strided_sums_are_reduced(rank: int) -> None:
     assert [sums[each].stride() for each in tensors] == strides
 
 
-@check
-def failed_update_is_not_reduced_twice(rank: int) -> None:
-    """Not "mean": twice the sum over twice the weight would be the same."""
-    model, parallel, opt = make_shared(reduction="sum")
-    hook = opt.register_step_pre_hook(lambda *_: 1 / 0)
-    with refused(ZeroDivisionError):
-        learn_all(parallel, opt, micro_batches(rank)[:4])
-    hook.remove()
-    with refused(gradaccum.UsageError, "flush()"):
-        opt.state_dict()
-    opt.flush()
-    reference, other = alone(all_windows()[:1], reduction="sum")
-    require_equal(model, reference)
-    assert opt.result.optimizer_step == other.result.optimizer_step == 1
-
-
 # Events once per update, on a worker whose last windows all close in one `flush`.
 
 
