@@ -116,60 +116,28 @@ def second_pass_error() -> UsageError:
     )
 
 
-def interrupted_error(*, is_separate: bool = False) -> UsageError:
-    """Return the error for a backward pass that raised; `is_separate`: the window does
-    not hold what it delivered.
-    """
-    fix = "Call opt.discard(); in a window's first micro-batch opt.zero_grad() will do."
-    if is_separate:
-        fix = "Call opt.zero_grad() after it."
+def interrupted_error() -> UsageError:
     return explain(
         UsageError,
         "backward()",
         expected="to deliver a micro-batch's gradients or none",
         found="a backward pass that raised when it had delivered a part of them",
-        fix=fix,
+        fix="Call opt.discard(); in a window's first micro-batch, or with"
+        " separate_sums=True, opt.zero_grad() will do.",
     )
 
 
-def not_scaled_error(has_gradient: bool) -> UsageError:
-    found = "a step() without opt.backward(loss) before it"
-    if has_gradient:
-        found = "a micro-batch with a plain backward()"
+def not_scaled_error() -> UsageError:
     return explain(
         UsageError,
         "loss",
-        expected="to be multiplied by the loss scale and the weight before it is"
-        " differentiated",
-        found=found,
-        fix="Write opt.backward(loss) in place of loss.backward(). To start the window"
-        " anew call opt.discard().",
-    )
-
-
-def multiplied_error() -> UsageError:
-    return explain(
-        UsageError,
-        "loss",
-        expected="one that this optimizer was given, or one that nothing multiplies",
-        found="gradients from another wrapped optimizer's backward(loss), which"
-        " multiplied the loss by its weight or its loss scale",
-        fix='One loss for several optimizers: wrap them with reduction="sum_per_item",'
-        " sum the loss, call loss.backward(), and give each its weight by opt.weigh(n)."
-        " To keep them out: opt.backward(loss, inputs=list(generator.parameters()))."
-        " Or call opt.discard().",
-    )
-
-
-def not_weighed_error(weight: float) -> UsageError:
-    return explain(
-        UsageError,
-        "loss",
-        expected=f'to be multiplied by its weight, {weight:g}, as reduction="mean" adds'
-        " it",
-        found="a plain backward() after opt.weigh(), which multiplies nothing",
-        fix='Sum the loss over the items, with reduction="sum_per_item", or pass the'
-        " loss to opt.backward(loss), after opt.discard().",
+        expected="to be multiplied by this optimizer's weight and loss scale before it"
+        " is differentiated",
+        found="a plain loss.backward(), or another wrapped optimizer's backward(loss)",
+        fix="Write opt.backward(loss), after opt.discard(). One loss for several"
+        ' optimizers: reduction="sum_per_item", a summed loss, loss.backward() and'
+        " opt.weigh(n) for each. To keep gradients out:"
+        " opt.backward(loss, inputs=list(generator.parameters())).",
     )
 
 

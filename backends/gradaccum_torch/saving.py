@@ -21,6 +21,7 @@ only, so that ``torch.load(weights_only=True)`` reads it:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -186,21 +187,16 @@ def require_entries(entry: Any) -> None:
 
 def require_same_model(entry: Entry, window: Window) -> None:
     """Raise unless the entry is of the same parameters, sums and masters."""
-    saved_parameters = [list(description) for description in entry["parameters"]]
     parameters = describe(window.masters)
-    if len(saved_parameters) != len(parameters):
-        raise checkpoint_error(
-            "parameters",
-            f"{len(parameters)} parameters",
-            f"a state of {len(saved_parameters)}",
-        )
-    for index, (description, saved) in enumerate(
-        zip(parameters, saved_parameters, strict=True)
-    ):
-        has_names = description[2] is not None and saved[2] is not None
-        length = 3 if has_names else 2
-        if description[:length] != saved[:length]:
-            raise checkpoint_error(f"parameter {index}", f"{description}", f"{saved}")
+    pairs = zip_longest(parameters, map(list, entry["parameters"]))
+    for index, (parameter, saved_parameter) in enumerate(pairs):
+        is_same = parameter == saved_parameter
+        if parameter and saved_parameter and None in (parameter[2], saved_parameter[2]):
+            is_same = parameter[:2] == saved_parameter[:2]
+        if not is_same:
+            raise checkpoint_error(
+                f"parameter {index}", f"{parameter}", f"{saved_parameter}"
+            )
     for index, total in entry["sums"].items():
         dtype = window.sum_dtypes[index]
         if [*total.shape] != parameters[index][0] or total.dtype != dtype:

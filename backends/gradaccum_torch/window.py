@@ -44,7 +44,6 @@ from gradaccum_torch.grad_scaler import ScalerLink
 from gradaccum_torch.gradient_sum import (
     Gradients,
     GradientSum,
-    SumInBuffers,
     SumOnArrival,
     make_gradient_sum,
 )
@@ -423,32 +422,19 @@ class Window:
         factor = self.factor(weight)
         is_unscaled = self.has_scale and not self.micro_batch.has_loss
         if watch.factors != {factor} or is_unscaled:
-            self._require_factor(weight, factor, watch.factors)
+            self._require_factor(factor, watch.factors)
         if self.options.separate_sums:
             self._require_complete_pass()
         elif watch.is_running:
             raise checks.interrupted_error()
         elif not watch.is_intact():
-            after = State(*kit.accumulate(self.state, weight, True, select))
-            is_full = kit.ends(after, self.size, select)
-            is_first = after.micro_step == 1
-            if not (is_full and self._may_be_changed(after, is_first)):
+            # As in the bare loop, ``.grad`` of a single micro-batch is the user's.
+            is_users = self.size == 1 and factor == 1 and not self.workers.is_reducing
+            if not is_users:
                 raise checks.changed_gradients_error(watch.is_cleared())
             watch.reset()
 
-    def _may_be_changed(self, after: State, is_first: bool) -> bool:
-        """True if ``.grad`` holds the complete gradient of the window that ends with
-        `after`, which is the user's to change.
-        """
-        is_in_buffers = isinstance(self.gradient_sum, SumInBuffers)
-        if is_in_buffers and not (is_first and self.gradient_sum.is_beside_grad):
-            return False
-        is_complete = kit.divisor(after, self.options, select) == 1
-        return is_complete and (is_first or not self.watch.was_changed)
-
-    def _require_factor(
-        self, weight: float, factor: float, arrived_factors: set[float]
-    ) -> None:
+    def _require_factor(self, factor: float, arrived_factors: set[float]) -> None:
         micro_batch = self.micro_batch
         if self.options.separate_sums:
             # The user may have cleared what another wrapper's pass has left there.
@@ -460,16 +446,11 @@ class Window:
         has_begun = has_begun or self.watch.was_changed
         if not has_begun and not self._holds_users():
             raise checks.no_backward_error()
+        is_unscaled = self.has_scale and not micro_batch.has_loss
         if micro_batch.is_scaled_by_hand:
             return
-        if self.has_scale and not micro_batch.has_loss:
-            raise checks.not_scaled_error(bool(arrived_factors))
-        if arrived_factors - {1.0, factor}:
-            raise checks.multiplied_error()
-        if arrived_factors - {factor}:
-            if micro_batch.has_loss:
-                raise checks.not_scaled_error(True)
-            raise checks.not_weighed_error(weight)
+        if is_unscaled or arrived_factors - {factor}:
+            raise checks.not_scaled_error()
 
     def _require_complete_pass(self) -> None:
         """Raise unless ``.grad``, which the user may have cleared or written since, is
@@ -479,7 +460,7 @@ class Window:
             return
         for parameter in self.masters.parameters():
             if parameter.grad is not None and parameter.grad._version > 0:
-                raise checks.interrupted_error(is_separate=True)
+                raise checks.interrupted_error()
 
     def _holds_users(self) -> bool:
         """True if the user has put a gradient into ``.grad``."""
@@ -667,7 +648,7 @@ class Window:
         if self.micro_batch.has_loss or self.workers.is_reducing:
             raise checks.unfinished_error("flush()")
         if micro_step and not self.options.separate_sums:
-            self._require_counted("flush()", is_flush=True)
+            self._require_counted("flush()")
         self.last_event = (False, False, False, self.last_event[3])
         self.workers.flush(
             partial(self.close, denominator),
@@ -675,21 +656,14 @@ class Window:
             is_open=micro_step > 0,
         )
 
-    def _require_counted(self, call: str, is_flush: bool = False) -> None:
+    def _require_counted(self, call: str) -> None:
         """Raise unless ``.grad`` is as it was after the last ``step``."""
         if self.watch.is_running:
             raise checks.interrupted_error()
         if self.has_new_gradient:
             raise checks.unfinished_error(call)
-        if self.watch.is_intact():
-            return
-        is_cleared = self.watch.is_cleared()
-        may_be_changed = is_flush and not self.gradient_sum.is_beside_grad
-        if is_cleared or not (
-            may_be_changed and self._may_be_changed(self.state, False)
-        ):
-            raise checks.changed_gradients_error(is_cleared)
-        self.watch.reset()
+        if not self.watch.is_intact():
+            raise checks.changed_gradients_error(self.watch.is_cleared())
 
     def _between_windows(self) -> None:
         """Repeat between two windows of one call what the user's loop does on the other

@@ -83,7 +83,7 @@ def test_unscaled_backward_is_refused() -> None:
         if before:
             opt.backward(loss_of(model))
         loss_of(model).backward()
-        with pytest.raises(UsageError, match="multiplied by the loss scale"):
+        with pytest.raises(UsageError, match="weight and loss scale"):
             opt.step()
         assert opt.result.micro_step == 0
         opt.discard()

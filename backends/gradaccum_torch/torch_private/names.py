@@ -290,6 +290,10 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return parameters
 
 
+def learning_rates(optimizer: torch.optim.Optimizer) -> list[float]:
+    return [float(group.get("lr", 0.0)) for group in optimizer.param_groups]
+
+
 def note_step_called(optimizer: torch.optim.Optimizer) -> None:
     optimizer._opt_called = True  # type: ignore[attr-defined]
 

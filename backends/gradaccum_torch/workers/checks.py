@@ -199,8 +199,8 @@ def require_one_mesh(meshes: Sequence[DeviceMesh]) -> None:
 def describe_parameters(
     optimizer: torch.optim.Optimizer, module: torch.nn.Module | None
 ) -> list[str]:
-    """Return a line for each parameter: its name, as far as there is one, its shape,
-    its dtype, and the settings of its group beside the learning rate.
+    """Return a line for each parameter: its name, as far as there is one, its shape and
+    its dtype.
     """
     module_names: dict[int, str] = {}
     if module is not None:
@@ -208,16 +208,10 @@ def describe_parameters(
             module_names[id(parameter)] = name
     lines: list[str] = []
     for group in optimizer.param_groups:
-        settings = {
-            name: value
-            for name, value in group.items()
-            if name != "lr" and isinstance(value, bool | int | float | tuple)
-        }
         given_names = group.get("param_names", [""] * len(group["params"]))
         for parameter, given_name in zip(group["params"], given_names, strict=True):
             name = module_names.get(id(parameter), given_name)
-            shape = tuple(parameter.shape)
-            lines.append(f"{name} {shape} {parameter.dtype} {settings}")
+            lines.append(f"{name} {tuple(parameter.shape)} {parameter.dtype}")
     return lines
 
 

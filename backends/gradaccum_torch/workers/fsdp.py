@@ -17,15 +17,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from gradaccum.kit import State, missing_worker_error, rate_bits, require_same_rates
+from gradaccum.kit import State, rate_bits, require_same_rates
 from gradaccum_torch.arithmetic import multiply
 from gradaccum_torch.gradient_sum import GradientSum, UpdateGuard
 from gradaccum_torch.gradient_watch import delivering_zeros
 from gradaccum_torch.torch_private.fsdp import units_holding
-from gradaccum_torch.torch_private.names import parameters_of
+from gradaccum_torch.torch_private.names import learning_rates, parameters_of
 from gradaccum_torch.workers import checks
 from gradaccum_torch.workers.deferred import DeferredReduction, SumInFSDP
-from gradaccum_torch.workers.interface import ReducedWindow, Workers
+from gradaccum_torch.workers.interface import ReducedWindow, Workers, add_numbers
 
 
 @final
@@ -90,24 +90,16 @@ class ShardGroup(Workers):
         """Return the average weight, whether a worker has an overflow, and the averages
         of `numbers`.
         """
-        groups = self.optimizer.param_groups
-        rates = [float(group.get("lr", 0.0)) for group in groups]
+        rates = learning_rates(self.optimizer)
         # The count of micro-batches differs after discard() on one worker.
         bits = rate_bits(state.micro_step, *rates)
-        added_numbers = torch.tensor(
-            [state.weight, state.overflow, *bits, *numbers],
-            dtype=torch.float64,
-            device=self.mesh.device_type,
+        worker_numbers = [state.weight, state.overflow, *bits, *numbers]
+        groups = [self.mesh.get_group(axis) for axis in range(self.mesh.ndim)]
+        weight, overflows, *sums = add_numbers(
+            worker_numbers, groups, self.mesh.device_type, state
         )
-        rank = dist.get_rank()
         size = self.mesh.size()
-        try:
-            for dimension in range(self.mesh.ndim):
-                dist.all_reduce(added_numbers, group=self.mesh.get_group(dimension))
-        except RuntimeError as error:
-            raise missing_worker_error(state, rank) from error
-        weight, overflows, *sums = added_numbers.tolist()
-        require_same_rates(rates, sums[: len(bits)], size, rank)
+        require_same_rates(rates, sums[: len(bits)], size, dist.get_rank())
         averages = [total / size for total in sums[len(bits) :]]
         return weight / size, overflows > 0, averages
 

@@ -26,7 +26,7 @@ from gradaccum.kit import Options, State
 from gradaccum_torch.gradient_sum import GradientSum, UpdateGuard
 from gradaccum_torch.torch_private import names
 from gradaccum_torch.workers import checks
-from gradaccum_torch.workers.interface import ReducedWindow, Workers
+from gradaccum_torch.workers.interface import ReducedWindow, Workers, add_numbers
 from gradaccum_torch.workers.overlap import BucketReduction
 
 OPTIMIZERS: dict[str, int] = {}
@@ -154,7 +154,7 @@ class WorkerGroup(Workers):
         while reduction.launch_count < len(reduction.buckets):
             reduction.launch()
         parameters = self.parameters()
-        rates = [float(group.get("lr", 0.0)) for group in self.optimizer.param_groups]
+        rates = names.learning_rates(self.optimizer)
         bits = kit.rate_bits(self.number, *rates)
         worker_numbers = [
             state.weight,
@@ -167,17 +167,12 @@ class WorkerGroup(Workers):
             *numbers,
         ]
         device = parameters[0].device
-        added_numbers = torch.tensor(worker_numbers, dtype=torch.float64, device=device)
-        try:
-            dist.all_reduce(added_numbers, group=self.group)
-            reduction.wait()
-        except RuntimeError as error:
-            raise kit.missing_worker_error(state, self.rank) from error
-        weight, overflows, opens, flushes, discards, *sums_of_all = (
-            added_numbers.tolist()
+        weight, overflows, opens, flushes, discards, *sums = add_numbers(
+            worker_numbers, [self.group], device, state
         )
-        added_bits = sums_of_all[: len(bits)]
-        counts = sums_of_all[len(bits) : len(bits) + len(parameters)]
+        reduction.wait()
+        added_bits = sums[: len(bits)]
+        counts = sums[len(bits) : len(bits) + len(parameters)]
         if discards:
             raise checks.discarded_error()
         if opens:
@@ -189,7 +184,7 @@ class WorkerGroup(Workers):
             for parameter, count in zip(parameters, counts, strict=True)
             if parameter in gradient_sums and (count or names.is_sharded(parameter))
         }
-        extension_sums = sums_of_all[len(bits) + len(parameters) :]
+        extension_sums = sums[len(bits) + len(parameters) :]
         return ReducedWindow(
             gradients, weight, overflows > 0, opens > 0, extension_sums
         )

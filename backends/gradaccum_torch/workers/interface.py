@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradaccum.kit import Options, State
+from gradaccum.kit import Options, State, missing_worker_error
 from gradaccum_torch.gradient_sum import Gradients, GradientSum, UpdateGuard
 from gradaccum_torch.gradient_watch import GradientWatch
 
@@ -121,3 +122,24 @@ class Workers:
     @property
     def can_be_copied(self) -> bool:
         return not self.is_shared and self.stages is None
+
+
+def add_numbers(
+    numbers: Sequence[float],
+    groups: Sequence[dist.ProcessGroup],
+    device: torch.device | str,
+    state: State,
+) -> list[float]:
+    """Return the sums of `numbers` over the workers of all `groups`, which are the
+    dimensions of a mesh; collective.
+
+    Raises:
+        UsageError: a worker did not come in time.
+    """
+    added_numbers = torch.tensor(numbers, dtype=torch.float64, device=device)
+    try:
+        for group in groups:
+            dist.all_reduce(added_numbers, group=group)
+        return added_numbers.tolist()
+    except RuntimeError as error:
+        raise missing_worker_error(state, dist.get_rank()) from error

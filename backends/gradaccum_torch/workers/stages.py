@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 
 from gradaccum import UsageError
-from gradaccum.kit import Options, State, explain, missing_worker_error
+from gradaccum.kit import Options, State, explain
 from gradaccum_torch.workers.checks import require_same_options
+from gradaccum_torch.workers.interface import add_numbers
 
 
 class StageGroup:
@@ -38,15 +39,8 @@ class StageGroup:
             count = state.micro_step
             weight = state.weight
             numbers = [norm**2, 0.0, count, weight, count**2, weight**2]
-        added_numbers = torch.tensor(numbers, dtype=torch.float64, device=self.device)
-        try:
-            dist.all_reduce(added_numbers, group=self.group)
-        except RuntimeError as error:
-            rank = dist.get_rank(self.group)
-            raise missing_worker_error(state, rank) from error
-        squares, overflows, count, weight, count_squares, weight_squares = (
-            added_numbers.tolist()
-        )
+        sums = add_numbers(numbers, [self.group], self.device, state)
+        squares, overflows, count, weight, count_squares, weight_squares = sums
         if overflows:
             return math.inf, False
         # n times the sum of squares is the square of the sum where all are equal.

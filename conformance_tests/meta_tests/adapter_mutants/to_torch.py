@@ -234,8 +234,8 @@ MUTANTS = (
     ),
     Mutant(
         "take_an_unscaled_loss",
-        "        if self.has_scale and not micro_batch.has_loss:\n",
-        "        if False:\n",
+        "        if is_unscaled or arrived_factors - {factor}:\n",
+        "        if is_unscaled:\n",
         OWN
         + "test_torch_misuse.py::test_gradients_that_another_optimizer_multiplied_are_refused",
     ),
@@ -351,8 +351,8 @@ MUTANTS = (
     ),
     Mutant(
         "add_a_mean_unweighed",
-        "            raise checks.not_weighed_error(weight)\n",
-        "            return\n",
+        "        if is_unscaled or arrived_factors - {factor}:\n",
+        "        if is_unscaled or arrived_factors - {1.0, factor}:\n",
         OWN + "test_torch_weigh.py::test_weigh_beside_a_plain_mean_is_refused",
     ),
     Mutant(
