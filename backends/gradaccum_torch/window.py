@@ -189,7 +189,11 @@ class Window:
         if type(gradient_sum) is not type(self.gradient_sum):
             self._move_sum(self.gradient_sum, gradient_sum)
             self.gradient_sum = gradient_sum
-        self.gradient_sum.expect_window(self.current_size())
+        self.expect_window()
+
+    def expect_window(self) -> None:
+        if self.gradient_sum.expects_windows:
+            self.gradient_sum.expect_window(self.current_size())
 
     def _move_sum(self, old_sum: GradientSum, new_sum: GradientSum) -> None:
         """Move the sum, and what has arrived of a micro-batch, to a new place."""
@@ -291,11 +295,13 @@ class Window:
         """Return a context in which the workers may reduce, if the pass in it is known
         to end the window.
         """
+        if not self.workers.is_shared:
+            return nullcontext()
         size = self.current_size()
-        if isinstance(size, int) and self.state.micro_step == size - 1:
-            is_only_pass = self.expects_one_pass and not self.has_new_gradient
-            return self.workers.last_pass(self.gradient_sum, is_only_pass)
-        return nullcontext()
+        if not isinstance(size, int) or self.state.micro_step != size - 1:
+            return nullcontext()
+        is_only_pass = self.expects_one_pass and not self.has_new_gradient
+        return self.workers.last_pass(self.gradient_sum, is_only_pass)
 
     def _run_backward(
         self, loss: Tensor, arguments: Mapping[str, Any], factor: float
@@ -616,7 +622,7 @@ class Window:
         self.is_reduced = False
         self.workers.window_ended()
         self.watch.compares_norms = False
-        self.gradient_sum.expect_window(self.current_size())
+        self.expect_window()
         if self.scaler is not None:
             self.scaler.window_closed(self.state, decision.overflow)
         for extension in self.extensions:
@@ -768,7 +774,7 @@ class Window:
         if state.micro_step:
             self.size = window_size(self.options, state.optimizer_step)
         self._start_anew()
-        self.gradient_sum.expect_window(self.current_size())
+        self.expect_window()
         for extension in self.extensions:
             extension.window_discarded()
             extension.load_state_dict(entries)
