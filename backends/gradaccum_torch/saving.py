@@ -100,7 +100,9 @@ def load(window: Window, state_dict: StateDict) -> None:
         # The scaler is the user's, and may have been loaded from a file of its own.
         state = window.scaler.with_scale(state)
     bare_state = {name: value for name, value in state_dict.items() if name != KEY}
-    load_inner(window.masters, bare_state)
+    # torch casts what it loads to the dtype of the parameter in the groups.
+    with window.masters.in_place():
+        window.masters.inner.load_state_dict(bare_state)
     window.masters.load(entry.get("masters", {}))
     window.restore(state, entry.get("sums", {}), entry)
 
@@ -108,17 +110,6 @@ def load(window: Window, state_dict: StateDict) -> None:
 def load_entry(window: Window, entry: Entry) -> None:
     """Restore the window alone, of a copied optimizer."""
     window.restore(state_in(entry), entry["sums"], entry)
-
-
-def load_inner(masters: MasterWeights, state_dict: StateDict) -> None:
-    try:
-        # torch casts what it loads to the dtype of the parameter in the groups.
-        with masters.in_place():
-            masters.inner.load_state_dict(state_dict)
-    except (ValueError, KeyError) as error:
-        raise checkpoint_error(
-            "state_dict", "a state of these parameter groups", f"one where {error}"
-        ) from error
 
 
 def state_in(entry: Entry) -> State:

@@ -92,9 +92,6 @@ DAMAGE: dict[str, Callable[[Any, Any], object]] = {
     "another sum": lambda state, entry: entry["sums"].update(
         {0: entry["sums"][0].double()}
     ),
-    "more groups": lambda state, entry: state["param_groups"].append(
-        state["param_groups"][0]
-    ),
     "no entry": lambda state, entry: state.update(gradaccum=None),
 }
 

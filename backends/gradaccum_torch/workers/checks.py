@@ -47,39 +47,26 @@ CLOSE = 1e-3
 """The relative difference up to which sums of parameters may be equal: kernels round."""
 
 
-def parallel_module(module: object) -> DistributedDataParallel:
-    """Return `module`, or the only `DistributedDataParallel` inside, as Fabric has it."""
-    if not isinstance(module, DistributedDataParallel) and isinstance(
-        module, torch.nn.Module
-    ):
-        inner_modules = [
-            each
-            for each in module.modules()
-            if isinstance(each, DistributedDataParallel)
-        ]
-        count = len(list(module.parameters()))
-        if (
-            len(inner_modules) == 1
-            and len(list(inner_modules[0].parameters())) == count
-        ):
-            module = inner_modules[0]
-    if not isinstance(module, DistributedDataParallel):
-        raise explain(
-            ArgumentTypeError,
-            "module",
-            expected="a DistributedDataParallel or fully_shard module",
-            found=f"an object of type {type(module).__name__}",
-            fix=FIX,
-        )
-    if names.has_comm_hook(module):
-        raise explain(
-            UsageError,
-            "module",
-            expected="a module without a communication hook",
-            found="a hook, which would never be called",
-            fix="Leave register_comm_hook out: the window's sum is reduced once.",
-        )
-    return module
+def parallel_module(module: torch.nn.Module) -> DistributedDataParallel:
+    """Return `module`, or the `DistributedDataParallel` inside, as Fabric has it."""
+    for inner_module in module.modules():
+        if isinstance(inner_module, DistributedDataParallel):
+            if names.has_comm_hook(inner_module):
+                raise explain(
+                    UsageError,
+                    "module",
+                    expected="a module without a communication hook",
+                    found="a hook, which would never be called",
+                    fix="Leave register_comm_hook out: the window's sum is reduced once.",
+                )
+            return inner_module
+    raise explain(
+        ArgumentTypeError,
+        "module",
+        expected="a DistributedDataParallel or fully_shard module",
+        found=f"an object of type {type(module).__name__}",
+        fix=FIX,
+    )
 
 
 # A module that waits with its own reduction leaves the gradients of other optimizers

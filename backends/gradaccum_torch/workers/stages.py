@@ -11,8 +11,7 @@ import math
 import torch
 import torch.distributed as dist
 
-from gradaccum import UsageError
-from gradaccum.kit import Options, State, explain
+from gradaccum.kit import Options, State
 from gradaccum_torch.workers.checks import require_same_options
 from gradaccum_torch.workers.interface import add_numbers
 
@@ -31,33 +30,12 @@ class StageGroup:
         """Return the norm of all stages, and whether all are finite; collective.
 
         Raises:
-            UsageError: a stage has other micro-batches, or did not come in time.
+            UsageError: a stage did not come in time.
         """
-        is_finite = finite and not state.overflow
-        numbers = [0.0, 1.0, 0.0, 0.0, 0.0, 0.0]
-        if is_finite:
-            count = state.micro_step
-            weight = state.weight
-            numbers = [norm**2, 0.0, count, weight, count**2, weight**2]
-        sums = add_numbers(numbers, [self.group], self.device, state)
-        squares, overflows, count, weight, count_squares, weight_squares = sums
+        numbers = [norm**2, 0.0]
+        if state.overflow or not finite:
+            numbers = [0.0, 1.0]
+        square, overflows = add_numbers(numbers, [self.group], self.device, state)
         if overflows:
             return math.inf, False
-        # n times the sum of squares is the square of the sum where all are equal.
-        stages = dist.get_world_size(self.group)
-        for total, square_total in ((count, count_squares), (weight, weight_squares)):
-            if not math.isclose(stages * square_total, total**2, rel_tol=1e-9):
-                raise unequal_stages_error(state)
-        return math.sqrt(squares), True
-
-
-def unequal_stages_error(state: State) -> UsageError:
-    return explain(
-        UsageError,
-        "norm_group",
-        expected="the same micro-batches on every stage",
-        found=f"{state.micro_step} of weight {state.weight:g} here, and others on"
-        " another stage",
-        fix="Give each stage the same weights and steps, after opt.discard() on every"
-        " stage.",
-    )
+        return math.sqrt(square), True

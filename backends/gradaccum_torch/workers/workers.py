@@ -66,19 +66,11 @@ def workers_of(
         )
     sync = require_choice("gradient_sync", gradient_sync, get_args(GradientSync))
     is_alone = isinstance(process_group, str) and process_group == ALONE
-    group = None if is_alone else process_group
-    if group is None:
+    if module is not None or process_group is None or is_alone:
         workers = workers_of_module(optimizer, module, options, sync)
-    elif module is None:
-        workers = workers_of_group(cast(dist.ProcessGroup, group), optimizer, options)
     else:
-        raise explain(
-            ArgumentValueError,
-            "process_group",
-            expected="no module= beside it",
-            found="one",
-            fix="Leave process_group= out: module= has a process group.",
-        )
+        group = cast(dist.ProcessGroup, process_group)
+        workers = workers_of_group(group, optimizer, options)
     if norm_group is not None:
         stages = cast(dist.ProcessGroup, norm_group)
         workers.stages = StageGroup(stages, options, parameters[0].device)
@@ -103,19 +95,10 @@ def workers_of_module(
     is_parallel = isinstance(module, DistributedDataParallel)
     if not is_parallel and any(map(is_sharded, candidates)):
         return make_shard_group(optimizer, module, options, sync)
-    if sync != "micro_batch":
-        raise explain(
-            ArgumentValueError,
-            "gradient_sync",
-            expected="to stand beside a module= of fully_shard",
-            got=sync,
-            fix="Leave it out: with a DistributedDataParallel module gradients are"
-            " reduced once per window.",
-        )
     if module is None:
         checks.require_reduced(optimizer)
         return Workers()
-    parallel = checks.parallel_module(module)
+    parallel = checks.parallel_module(cast(torch.nn.Module, module))
     workers = WorkerGroup(parallel.process_group, optimizer, options, parallel)
     workers.require_parameters(parameters)
     lines = checks.describe_parameters(optimizer, parallel)

@@ -78,11 +78,6 @@ def flat(**options: Any) -> Any:
 
 NOT_WRAPPED = [
     (
-        lambda _: plain(build(), gradient_sync="window"),
-        ArgumentValueError,
-        ("gradient_sync", "fully_shard"),
-    ),
-    (
         lambda _: plain(flat(), module=flat()),
         ArgumentValueError,
         ("module", "8 of them"),

@@ -166,18 +166,6 @@ def pipeline_schedule_must_not_scale_gradients(rank: int) -> None:
 
 
 @check
-def stages_count_the_same_micro_batches(rank: int) -> None:
-    part, x = nn.Linear(2, 2).double(), torch.ones(3, 2).double()
-    opt = gradaccum.wrap(sgd(part), steps=2, norm_group=dist.group.WORLD)
-    opt.backward(part(x).sum(), 1 + rank)
-    opt.step()
-    opt.backward(part(x).sum(), 1)
-    with refused(gradaccum.UsageError, "norm_group", "opt.discard()"):
-        opt.step()
-    opt.discard()
-
-
-@check
 def buffers_are_sent_at_a_window_s_end(rank: int) -> None:
     """The first worker's, in the step that ends it: a forward pass that waited for the
     others would wait for ever if these flush.
