@@ -13,26 +13,6 @@ import gradaccum
 from conformance_tests.framework_tests.torch_model import PLACES, by_float_place
 from gradaccum_torch.arithmetic import measure
 
-
-def test_mixed_dtypes_in_one_optimizer() -> None:
-    """Each is divided, here by no number of float32, in its own dtype."""
-    dtypes = {
-        torch.bfloat16: (3, 1e-2),
-        torch.float32: (4, 1e-6),
-        torch.float64: (5, 1e-12),
-    }
-    parameters = [nn.Parameter(torch.zeros(2, dtype=dtype)) for dtype in dtypes]
-    opt = gradaccum.wrap(torch.optim.SGD(parameters, lr=1.0), steps=2, clip_norm=1.0)
-    for _ in range(2):
-        sum((p * dtypes[p.dtype][0]).sum().double() for p in parameters).backward()
-        opt.step()
-    norm = opt.result.grad_norm
-    assert norm == pytest.approx(10)
-    for p in parameters:
-        gradient, off = dtypes[p.dtype]
-        assert p.tolist() == pytest.approx([-gradient / norm] * 2, rel=off)
-
-
 SPARSE = {
     "sgd": torch.optim.SGD,
     "adagrad": torch.optim.Adagrad,

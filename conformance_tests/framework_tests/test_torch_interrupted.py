@@ -10,10 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from conformance_tests.framework_tests.torch_model import (
-    X,
     by_place,
     loss_of,
     make,
@@ -188,24 +186,3 @@ def test_half_made_backward_can_be_repeated(
     opt.step()
     run.train(first=micro_batch + 1)
     run.require_uninterrupted()
-
-
-@by_place
-@pytest.mark.parametrize("micro_batch", [0, 1])
-def test_step_after_a_part_of_a_reentrant_checkpoint_is_refused(
-    place: str, micro_batch: int
-) -> None:
-    """It would count a micro-batch without its gradient, or with a part of it. The
-    segment that came first has ended its own pass.
-    """
-    run = Run(place)
-    run.train(micro_batch)
-    x = X.to(run.model[0].weight.dtype).requires_grad_()
-    hidden = run.model[:2](x)
-    hidden.register_hook(failing)
-    out = checkpoint(run.model[2], hidden, use_reentrant=True)
-    with pytest.raises(Failure):
-        run.opt.backward(out.square().mean())
-    with pytest.raises(UsageError, match="backward"):
-        run.opt.step()
-    assert run.opt.result.micro_step == micro_batch

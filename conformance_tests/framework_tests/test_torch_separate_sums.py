@@ -21,7 +21,6 @@ from conformance_tests.framework_tests.torch_model import (
     loss_of,
     make,
     rows_of,
-    same,
     values,
 )
 
@@ -135,33 +134,6 @@ def test_loop_equals_large_batch(loop: Loop, on_overflow: str) -> None:
 
 
 # What is in ``.grad`` beside the window.
-
-
-@pytest.mark.parametrize("end", ["applied", "skipped", "raised"])
-def test_flush_leaves_what_is_in_grad(end: str) -> None:
-    """Between backward and step it is the next window's; the inner optimizer does not
-    see it.
-    """
-    model, opt = wrapped(steps=None, skip_norm=1e-9 if end == "skipped" else None)
-    before = values(model)
-    for index in range(4):
-        no_clear(model, opt, index)
-    loss_of(model).backward()
-    held = [each.grad for each in model.parameters()]
-    if end == "raised":
-        handle = opt.register_step_pre_hook(lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            opt.flush()
-        handle.remove()
-    opt.flush()
-    if end == "skipped":
-        assert same(model, before)
-    else:
-        assert_large(model)
-    assert all(p.grad is g for p, g in zip(model.parameters(), held, strict=True))
-    opt.step()
-    opt.flush()
-    assert opt.result.optimizer_step == (0 if end == "skipped" else 2)
 
 
 @pytest.mark.parametrize("places", [("separate", "in .grad"), ("in .grad", "separate")])

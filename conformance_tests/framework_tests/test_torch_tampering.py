@@ -158,23 +158,6 @@ def test_clipping_another_gradient_is_refused(options: dict[str, Any]) -> None:
         opt.step()
 
 
-def test_late_zero_grad_is_refused() -> None:
-    """After the backward pass the micro-batch is in the sum, and zero_grad cannot take
-    it out again.
-    """
-    model, opt = make(steps=3)
-    model("left").backward()
-    opt.step()
-    model("left").backward()
-    held = model.left.weight.grad.clone()
-    for call in (opt.zero_grad, opt.flush, opt.state_dict):
-        with pytest.raises(UsageError, match=r"opt\.step\(\).*backward\(inputs="):
-            call()
-    assert torch.equal(model.left.weight.grad, held)
-    opt.step()
-    assert opt.result.micro_step == 2
-
-
 @pytest.mark.parametrize("call", ["step", "unscale_"])
 def test_foreign_grad_scaler_touches_no_gradient(call: str) -> None:
     """A scaler that `wrap` was not given is refused before it changes a gradient."""

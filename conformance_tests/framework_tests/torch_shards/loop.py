@@ -139,21 +139,6 @@ def backward_pass_that_raises(rank: int) -> None:
 
 
 @check
-def failed_update_is_made_once(rank: int) -> None:
-    """Not "mean": twice the sum over twice the weight would be the same."""
-    for _, model, opt in each_way(reduction="sum"):
-        hook = opt.register_step_pre_hook(lambda *_: 1 / 0)
-        with refused(ZeroDivisionError):
-            train(model, opt, rank, 3)
-        hook.remove()
-        for call in (opt.state_dict, opt.step):
-            with refused(gradaccum.UsageError, "flush()"):
-                call()
-        opt.flush()
-        require_equal(model, alone(windows_of((3,)), reduction="sum")[0])
-
-
-@check
 def freed_wrapper_lets_fsdp_reduce(rank: int) -> None:
     """Once the last wrapper of the model is gone."""
     model = sharded(WINDOW)

@@ -294,19 +294,6 @@ def overflow_on_one_worker_skips_on_all(rank: int) -> None:
 
 
 @check
-def other_rates_are_refused(rank: int) -> None:
-    with last_micro_batch(rank) as (model, parallel, opt, batches):
-        opt.param_groups[0]["lr"] = 0.1 + rank
-        with refused(gradaccum.UsageError, "learning rates"):
-            learn(parallel, opt, batches[3])
-        opt.param_groups[0]["lr"] = 0.1
-        with refused(gradaccum.UsageError, "discard()"):
-            opt.flush()
-        opt.discard()
-        require_third_window(model, parallel, opt, batches)
-
-
-@check
 def passes_of_another_optimizer_begin_nothing(rank: int) -> None:
     """A generator's pass brings gradients to the discriminator, which are cleared."""
     with noted() as calls:
