@@ -44,7 +44,7 @@ from gradaccum_torch.torch_private.names import keep_own, mesh_of, untraced
 GradientSync = Literal["micro_batch", "window"]
 """When FSDP2 reduces: in each micro-batch, or once per window."""
 WAITING: Counter[int] = Counter()
-"""How many `Deferred` keep a unit from reducing, by the id of its group."""
+"""How many `DeferredReduction` keep a unit from reducing, by the id of its group."""
 
 
 class Arrivals:
