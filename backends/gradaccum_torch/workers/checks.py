@@ -290,8 +290,6 @@ def require_plain_average(units: Sequence[Unit]) -> None:
 
 def require_deferrable(units: Sequence[Unit], options: kit.Options) -> None:
     """Raise unless FSDP2 can reduce the sum of micro-batches in place of each."""
-    if not units:
-        raise deferred_error("parameters of fully_shard", "none")
     if options.separate_sums or options.on_overflow == "drop_micro_batch":
         raise deferred_error(
             "no look at a single micro-batch",

@@ -121,19 +121,19 @@ def make_shard_group(
     optimizer: torch.optim.Optimizer, module: object, options: Options, sync: str
 ) -> ShardGroup:
     parameters = parameters_of(optimizer)
-    units = units_holding(parameters)
+    if isinstance(module, torch.nn.Module):
+        module_parameters = list(module.parameters())
+        for unit in units_of(module):
+            module_parameters += unit.parameters
+        checks.require_parameters(module, module_parameters, parameters)
     meshes = [mesh_of(parameter) for parameter in parameters if is_sharded(parameter)]
     mesh = max(meshes, key=lambda mesh: mesh.size())
     if measures(options):
         checks.require_one_mesh(meshes)
-    if isinstance(module, torch.nn.Module):
-        sharded_parameters = [
-            parameter for unit in units_of(module) for parameter in unit.parameters
-        ]
-        module_parameters = [*module.parameters(), *sharded_parameters]
-        checks.require_parameters(module, module_parameters, parameters)
+    if module is not None:
         groups = [mesh.get_group(dimension) for dimension in range(mesh.ndim)]
         checks.require_same_options(options, *groups, gradient_sync=sync)
+    units = units_holding(parameters)
     deferred_reduction = None
     if sync == "window":
         checks.require_deferrable(units, options)
