@@ -55,8 +55,8 @@ Law = Mapping[tuple[str, int], Sent]
 BUCKET = 25 * 2**20
 """Small tensors travel together up to here, in torch and MindSpore."""
 NUMBERS = 38
-"""Numbers in float64 before the sums in torch: the weight, the loss, flags, the
-learning rates' fingerprint. One more for each tensor.
+"""Numbers in float64 after the sums in torch: the weight, the loss, flags, the learning
+rates' fingerprint. One more for each tensor.
 """
 
 
@@ -73,26 +73,14 @@ def messages(window: Window, large: int) -> int:
 
 
 def all_reduced_once(window: Window) -> Law:
-    """torch: `DistributedDataParallel`, or copies with ``process_group=``. The numbers
-    come before the sums.
+    """torch: `DistributedDataParallel`, or copies with ``process_group=``, at the
+    window's end or under its last backward pass.
     """
     sent = Sent(
         1 + messages(window, 4 * 2**20),
         window.gradients + 8 * (NUMBERS + window.tensors),
     )
     return {("allreduce", window.workers): sent}
-
-
-def all_reduced_in_buckets(window: Window) -> Law:
-    """torch: where large sums are reduced under the window's last backward pass. A vote
-    of 35 integers comes before them, the numbers come after them, and say besides which
-    parameters a worker contributed to.
-    """
-    sent = all_reduced_once(window)["allreduce", window.workers]
-    numbers = 4 * 35 + 8 * (1 + window.tensors)
-    return {
-        ("allreduce", window.workers): Sent(sent.collectives + 1, sent.bytes + numbers)
-    }
 
 
 def reduced_in_two(window: Window) -> Law:
@@ -115,7 +103,7 @@ def sharded(
 
     def law(window: Window) -> Law:
         shard = window.gradients // window.shards
-        numbers = Sent(1 + told, 8 * 37 + told * 4 * window.tensors)
+        numbers = Sent(1 + told, 8 * 35 + told * 4 * window.tensors)
         found = {
             ("reduce_scatter", window.shards): Sent(
                 scattered(window) * window.units, scattered(window) * window.gradients
@@ -150,33 +138,25 @@ class Way(NamedTuple):
 
 LEGEND = """
 S bytes of gradients in n tensors: L large ones alone, the others in B buckets of
-25 MiB. N micro-batches, W workers, R copies of the model, U calls of fully_shard.
+25 MiB. N micro-batches, W workers, U calls of fully_shard.
 """
 ONCE = "DistributedDataParallel"
-UNDER_PASS = "DDP, under the last pass"
 EACH = "reduced in each micro-batch"
 WAYS = {
     way.name: way
     for way in (
         Way(ONCE, all_reduced_once, "1 + B + L", "S + 8*(38 + n)"),
-        Way(UNDER_PASS, all_reduced_in_buckets, "2 + B + L", "S + 452 + 16*n"),
         Way(
             "FSDP2, micro_batch",
             sharded(lambda window: window.steps, lambda window: window.steps, told=0),
             "N*U + 2",
-            "N*S + 296 + 4*n",
+            "N*S + 280 + 4*n",
         ),
         Way(
             "FSDP2, window",
             sharded(lambda window: 1, lambda window: 1, told=1),
             "U + 3",
-            "S + 296 + 8*n",
-        ),
-        Way(
-            "HSDP, all_reduce_per_window",
-            sharded(lambda window: window.steps + 1, lambda window: 1, told=1),
-            "(N + 2)*U + 5",
-            "(N + 1 + R/W)*S + 592 + 12*n",
+            "S + 280 + 8*n",
         ),
         Way(
             "JAX, data_parallel",
@@ -246,9 +226,7 @@ def make_tables(window: Window) -> list[Table]:
                 name, justify="right" if name in NETWORKS else "left", no_wrap=True
             )
     for way in WAYS.values():
-        found = way.law(
-            window._replace(copies=2) if way.name.startswith("HSDP") else window
-        )
+        found = way.law(window)
         law.add_row(way.name, way.collectives, way.bytes)
         times.add_row(
             way.name,

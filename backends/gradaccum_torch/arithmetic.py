@@ -94,7 +94,7 @@ def fits(total: Tensor, divisor: float, dtype: torch.dtype) -> bool:
     return bool(torch.isfinite(peak.to(dtype)))
 
 
-class Measured(NamedTuple):
+class Measurement(NamedTuple):
     """The measurements of a window's sum."""
 
     norm: float
@@ -103,7 +103,7 @@ class Measured(NamedTuple):
     """Every element is finite."""
 
 
-def measure(sums: Sequence[Tensor]) -> Measured:
+def measure(sums: Sequence[Tensor]) -> Measurement:
     """Return the global 2-norm, and whether every element is finite; waits for the
     device.
     """
@@ -115,7 +115,7 @@ def measure(sums: Sequence[Tensor]) -> Measured:
         if not faint <= norm < math.inf and tensors:
             # The squares of finite elements may have overflowed or vanished.
             norm = norm_of(tensor.double() for tensor in tensors)
-    return Measured(norm, True) if norm < math.inf else Measured(math.inf, False)
+    return Measurement(norm, True) if norm < math.inf else Measurement(math.inf, False)
 
 
 def real_elements(tensor: Tensor) -> Tensor:

@@ -21,11 +21,7 @@ from gradaccum.kit import (
     wrap_with,
     wrapped_twice_error,
 )
-from gradaccum_torch.checks import (
-    require_accumulate_dtype,
-    require_layouts,
-    require_update_in_step,
-)
+from gradaccum_torch.checks import require_accumulate_dtype
 from gradaccum_torch.grad_scaler import scaler_rule
 from gradaccum_torch.optimizer import AccumulatingOptimizer
 from gradaccum_torch.recording import LoopRecord, recording
@@ -33,7 +29,7 @@ from gradaccum_torch.scheduler import GatedScheduler, is_scheduler
 from gradaccum_torch.verification import verify
 from gradaccum_torch.workers.workers import workers_of
 
-GradientSync = Literal["micro_batch", "window", "all_reduce_per_window"]
+GradientSync = Literal["micro_batch", "window"]
 
 
 class TorchBackend:
@@ -72,9 +68,6 @@ class TorchBackend:
             gradient_sync: when FSDP2 reduces. ``"micro_batch"``: in each micro-batch;
                 the sum is sharded. ``"window"``: once per window; each worker keeps a
                 sum of the whole model, as after ``set_requires_gradient_sync(False)``.
-                ``"all_reduce_per_window"``: on a mesh of two dimensions, reduce-scatter
-                in each micro-batch and all-reduce once per window, as after
-                ``set_requires_all_reduce(False)``.
             process_group: the `torch.distributed.ProcessGroup` of workers that train
                 equal copies of one model without a parallel module. The window's sum is
                 reduced as with ``module=``, and an optimizer that averages by itself
@@ -87,8 +80,8 @@ class TorchBackend:
                 and raises.
 
         Raises:
-            ArgumentTypeError: `optimizer` is none, is wrapped already, or updates
-                within the backward pass; `module` is no such module.
+            ArgumentTypeError: `optimizer` is none, or is wrapped already; `module` is
+                no such module.
             ArgumentValueError: `module` has other parameters, or not all; other workers
                 gave other options, or the parameters in another order; FSDP2 cannot
                 wait with these.
@@ -105,16 +98,14 @@ class TorchBackend:
             )
             raise optimizer_error("a torch.optim.Optimizer", optimizer, fix)
         separate = require_bool("separate_sums", separate_sums)
-        checked = options._replace(
+        checked_options = options._replace(
             accumulate_dtype=require_accumulate_dtype(options.accumulate_dtype),
             separate_sums=separate,
         )
-        require_layouts(optimizer)
-        require_update_in_step(optimizer)
         workers = workers_of(
-            optimizer, module, checked, gradient_sync, process_group, norm_group
+            optimizer, module, checked_options, gradient_sync, process_group, norm_group
         )
-        return AccumulatingOptimizer(optimizer, checked, workers)
+        return AccumulatingOptimizer(optimizer, checked_options, workers)
 
     def is_scheduler(self, candidate: object) -> bool:
         """True if `candidate` is a learning-rate scheduler, torch's or another

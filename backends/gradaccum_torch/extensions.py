@@ -21,8 +21,6 @@ from gradaccum_torch.torch_private.names import (
     Division,
     is_sharded,
     last_division,
-    local,
-    untraced,
     version,
 )
 
@@ -37,16 +35,6 @@ DIVIDED_LOSS = (
     "gradaccum: the loss is divided by {steps}, and a window of {steps} micro-batches"
     " is divided by itself. Most likely `loss / {steps}` is left of the old loop, and"
     " each update is {steps} times too small: delete the division."
-)
-NON_FINITE_LOSS = (
-    "gradaccum: a window was skipped, in which a loss was not finite on rank {ranks}."
-    " Look at the data and the loss of that worker; opt.result.overflow says which"
-    " windows are skipped."
-)
-CHANGED_PARAMETERS = (
-    "gradaccum: parameters changed inside a window, most likely by"
-    " model.load_state_dict(), so that its micro-batches have gradients of different"
-    " models. Call opt.flush() or opt.discard() before it."
 )
 WEIGHED_TWICE = (
     "gradaccum: a second loss came with a weight before step(), so that both count as"
@@ -102,9 +90,6 @@ class Extension:
     def reduced(self, numbers: Sequence[float]) -> None:
         """Take the `numbers` of all workers."""
 
-    def window_ending(self) -> None:
-        """Observe that the window's update, or none, comes next."""
-
     def window_closed(self, state: Fields, options: Options) -> None:
         """Observe that the window was closed; its sum was divided by `state` and
         `options`.
@@ -119,18 +104,6 @@ class Extension:
 
     def load_state_dict(self, entries: dict[str, Any]) -> None:
         """Resume with the entries of a checkpoint."""
-
-
-def handlers(extensions: Sequence[Extension], event: str) -> list[Callable[..., None]]:
-    """Return the methods of those `extensions` that do something at this event, which
-    comes with each micro-batch.
-    """
-    nothing = getattr(Extension, event)
-    return [
-        getattr(extension, event)
-        for extension in extensions
-        if getattr(type(extension), event) is not nothing
-    ]
 
 
 # The loss of a window.
@@ -163,46 +136,40 @@ class WindowLoss(Extension):
 
     def __init__(self, options: Options) -> None:
         self._options = options
+        self._losses: list[tuple[float | Tensor, float]] = []
+        """The losses of the open window that were not read yet, with their weights."""
         self._total = 0.0
-        self._unread: list[tuple[Tensor, float]] = []
-        """The losses that are on their device, with their weights."""
-        self._closed: Callable[[], float] | None = None
-        """Reads the loss of the last closed window."""
+        """The sum of the losses that were read."""
+        self._read_closed_loss: Callable[[], float] | None = None
         self._value = math.nan
 
     @property
     def value(self) -> float:
         """The loss of the last closed window."""
-        if self._closed is not None:
-            value = self._closed()
-            self._closed = None
+        if self._read_closed_loss is not None:
+            value = self._read_closed_loss()
+            self._read_closed_loss = None
             # One object, so that equal results compare equal.
             self._value = math.nan if math.isnan(value) else value
         return self._value
 
     def micro_batch_added(self, micro_batch: MicroBatch, weight: float) -> None:
-        if not weight:
-            return
-        for loss in micro_batch.losses or [math.nan]:
-            if isinstance(loss, Tensor):
-                self._unread.append((loss, weight))
-            else:
-                self._total = self._with_loss(self._total, loss, weight)
+        if weight:
+            losses = micro_batch.losses or [math.nan]
+            self._losses += [(loss, weight) for loss in losses]
 
-    def _with_loss(self, total: float, loss: float, weight: float) -> float:
+    def _read(self, total: float, losses: list[tuple[float | Tensor, float]]) -> float:
+        on_device = [loss.double() for loss, _ in losses if isinstance(loss, Tensor)]
+        values = iter(torch.stack(on_device).tolist() if on_device else ())
         options = self._options
-        return float(kit.add_loss(total, loss, weight, True, options, kit.select))
-
-    def _read(self, total: float, unread: list[tuple[Tensor, float]]) -> float:
-        if unread:
-            losses = torch.stack([loss.double() for loss, _ in unread]).tolist()
-            for loss, (_, weight) in zip(losses, unread, strict=True):
-                total = self._with_loss(total, loss, weight)
+        for loss, weight in losses:
+            value = next(values) if isinstance(loss, Tensor) else loss
+            total = float(kit.add_loss(total, value, weight, True, options, kit.select))
         return total
 
     def _read_open(self) -> float:
-        self._total = self._read(self._total, self._unread)
-        self._unread = []
+        self._total = self._read(self._total, self._losses)
+        self._losses = []
         return self._total
 
     def numbers(self) -> list[float]:
@@ -213,56 +180,27 @@ class WindowLoss(Extension):
 
     def window_closed(self, state: Fields, options: Options) -> None:
         total = self._total
-        unread = self._unread
+        losses = self._losses
 
         def read() -> float:
-            losses = self._read(total, unread)
-            return float(kit.window_loss(losses, state, options, kit.select))
+            loss = self._read(total, losses)
+            return float(kit.window_loss(loss, state, options, kit.select))
 
-        self._closed = read
-        self._total = 0.0
-        self._unread = []
+        self._read_closed_loss = read
+        self.window_discarded()
 
     def window_discarded(self) -> None:
         self._total = 0.0
-        self._unread = []
+        self._losses = []
 
     def state_dict(self) -> dict[str, float]:
         return {"loss": self._read_open(), "window_loss": self.value}
 
     def load_state_dict(self, entries: dict[str, Any]) -> None:
-        self._closed = None
+        self._read_closed_loss = None
         self._total = entries.get("loss", 0.0)
         value = float(entries.get("window_loss", math.nan))
         self._value = math.nan if math.isnan(value) else value
-
-
-class NonFiniteLosses(Extension):
-    """Knows whether a loss of the open window is not finite on this worker."""
-
-    def __init__(self) -> None:
-        self._window_flags: list[Tensor] = []
-        """Whether each loss is finite, on its device."""
-        self._micro_batch_flags: list[Tensor] = []
-
-    def loss_given(self, loss: Tensor) -> None:
-        self._micro_batch_flags.append(local(loss.detach()).isfinite().all())
-
-    def micro_batch_added(self, micro_batch: MicroBatch, weight: float) -> None:
-        if weight:
-            self._window_flags += self._micro_batch_flags
-        self._micro_batch_flags = []
-
-    def found(self) -> bool:
-        """Return whether there is one; may wait for the device."""
-        return not all(bool(is_finite) for is_finite in self._window_flags)
-
-    def window_closed(self, state: Fields, options: Options) -> None:
-        self._window_flags = []
-
-    def window_discarded(self) -> None:
-        self._window_flags = []
-        self._micro_batch_flags = []
 
 
 # Warnings, each given once per optimizer.
@@ -272,11 +210,11 @@ class Warnings:
     """Gives each warning once, at the line of the user's that called."""
 
     def __init__(self) -> None:
-        self._given: set[str] = set()
+        self._given_texts: set[str] = set()
 
     def __call__(self, text: str) -> None:
-        if text not in self._given:
-            self._given.add(text)
+        if text not in self._given_texts:
+            self._given_texts.add(text)
             warnings.warn(text, GradAccumWarning, stacklevel=levels_to_user())
 
 
@@ -398,120 +336,3 @@ class DividedLossWarning(Extension):
 
     def load_state_dict(self, entries: dict[str, Any]) -> None:
         self._is_active = False
-
-
-# Parameters that change inside a window. A version tells that something wrote. What
-# writes the values that were there, as a loop does that validates with averaged weights
-# and puts its own back, changes nothing; so a few numbers are compared.
-
-
-NUMBERS = 4
-"""How many of a parameter are looked at."""
-ROUNDINGS = 16
-"""Averages that are taken in and out again round a few times."""
-
-
-class ChangedParametersWarning(Extension):
-    """Warns if at least two of a few parameters hold other numbers at the window's end
-    than at its begin, or the only one does.
-
-    An embedding with ``max_norm=`` changes itself, alone.
-    """
-
-    def __init__(
-        self,
-        parameters: Callable[[], list[Tensor]],
-        warn: Warnings,
-    ) -> None:
-        self._get_parameters = parameters
-        self._warn = warn
-        self._is_open = False
-        self._looked_at: list[Tensor] = []
-        self._pointers: list[int] = []
-        self._parts: list[Tensor] = []
-        """A few numbers of each parameter that is looked at, in its own memory."""
-        self._versions: list[int] = []
-        self._numbers: list[Tensor] = []
-
-    def micro_batch_added(self, micro_batch: MicroBatch, weight: float) -> None:
-        if not self._is_open and micro_batch.window_size != 1:
-            self._note()
-        self._is_open = True
-
-    def _note(self) -> None:
-        pointers = [local(each).data_ptr() for each in self._looked_at]
-        # A parameter that is moved to another device has other memory.
-        if not pointers or pointers != self._pointers:
-            self._looked_at = sampled(self._get_parameters())
-            self._pointers = [local(each).data_ptr() for each in self._looked_at]
-            self._parts = [middle_of(each) for each in self._looked_at]
-        self._versions = [version(part) for part in self._parts]
-        self._numbers = list(map(torch.clone, self._parts))
-
-    def parameters_changed(self) -> None:
-        """Look at other parameters from the next window on."""
-        self._looked_at = []
-        self._parts = []
-        self.window_discarded()
-
-    def window_ending(self) -> None:
-        if not self._versions:
-            return
-        if [version(part) for part in self._parts] != self._versions:
-            pairs = zip(self._numbers, self._parts, strict=True)
-            changed = sum(are_different(noted, part) for noted, part in pairs)
-            if changed >= min(2, len(self._parts)):
-                self._warn(CHANGED_PARAMETERS)
-
-    def window_closed(self, state: Fields, options: Options) -> None:
-        self.window_discarded()
-
-    def window_discarded(self) -> None:
-        self._is_open = False
-        self._versions = []
-
-    def load_state_dict(self, entries: dict[str, Any]) -> None:
-        self._is_open = bool(entries.get("micro_step"))
-
-
-untraced(ChangedParametersWarning._note)
-untraced(ChangedParametersWarning.window_ending)
-
-
-def sampled(parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Return the first of `parameters` that can be looked at, the last and one between;
-    weights rather than biases.
-    """
-    usable = [parameter for parameter in parameters if is_readable(parameter)]
-    usable = [parameter for parameter in usable if parameter.ndim > 1] or usable
-    if not usable:
-        return []
-    indices = sorted({0, len(usable) // 2, len(usable) - 1})
-    return [usable[index] for index in indices]
-
-
-def is_readable(parameter: Tensor) -> bool:
-    is_usual = type(parameter) in (Tensor, torch.nn.Parameter) or is_sharded(parameter)
-    return (
-        is_usual
-        and parameter.layout is torch.strided
-        and parameter.is_floating_point()
-        and parameter.is_contiguous()
-        and local(parameter).numel() > 0
-    )
-
-
-def middle_of(parameter: Tensor) -> Tensor:
-    numbers = local(parameter).detach().view(-1)
-    start = numbers.numel() // 2
-    return numbers[start : start + NUMBERS]
-
-
-def are_different(noted: Tensor, part: Tensor) -> bool:
-    before = noted.tolist()
-    now = part.tolist()
-    if now == [min(max(number, min(now)), max(now)) for number in before]:
-        return False  # A clamp, as a loop makes that repeats it with each step.
-    size = max(map(abs, (*before, *now)))
-    room = ROUNDINGS * torch.finfo(part.dtype).eps * size
-    return any(not abs(a - b) <= room for a, b in zip(before, now, strict=True))

@@ -64,8 +64,8 @@ class ScalerLink:
             # scaler.update() is still to come, and will give the scaler these values.
             return state
         scale, tracker = scale_and_tracker(self.scaler)
-        awaited, true_tracker = SET_BACK.get(self.scaler, (None, 0))
-        if awaited is pending:
+        awaited_update, true_tracker = SET_BACK.get(self.scaler, (None, 0))
+        if awaited_update is pending:
             tracker = true_tracker
         return state._replace(loss_scale=scale, growth_tracker=int(tracker))
 

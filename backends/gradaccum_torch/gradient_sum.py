@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from functools import partial
-from typing import Protocol, cast
+from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 from gradaccum.kit import Options
 from gradaccum_torch.arithmetic import add, all_finite, sum_dtype
@@ -58,40 +56,22 @@ class GradientSum:
             self.watch.move_gradient = None
             return True
 
-        def gradient_arrived(watched: WatchedGradient) -> None:
-            gradient_added(watched.parameter)
+        def gradient_arrived(watched_gradient: WatchedGradient) -> None:
+            gradient_added(watched_gradient.parameter)
 
         untraced(gradient_arrived)
         self.watch.move_gradient = gradient_arrived
         return True
 
     def take(self, parameter: Tensor) -> Tensor | None:
-        """Remove the sum of a parameter, and return it in memory of its own; None if
-        there is none, or a sparse one.
-        """
-        total = parameter.grad
-        if total is None or total.is_sparse:
-            return None
+        """Return the sum of a parameter, if there is one, in memory of its own."""
         keep_own(parameter)
-        total = parameter.grad
-        parameter.grad = None
+        return parameter.grad
+
+    def put(self, parameter: Tensor, total: Tensor) -> None:
+        """Replace the sum of a parameter."""
+        parameter.grad = total
         self.watch.note(parameter)
-        return total
-
-    def put_back(self, gradients: Gradients) -> list[RemovableHandle]:
-        """Show the reduced sums of a window, which nothing may be added to.
-
-        Returns the handles of hooks that begin a new sum for another backward pass.
-        """
-        handles: list[RemovableHandle] = []
-        for parameter, total in gradients.items():
-            if parameter.grad is None and parameter.requires_grad:
-                parameter.grad = total
-                self.watch.note(parameter)
-                begin = partial(_begin_new_sum, self.watch, parameter, total)
-                handle = parameter.register_hook(begin)  # type: ignore[no-untyped-call]
-                handles.append(cast(RemovableHandle, handle))
-        return handles
 
     def add_micro_batch(self, guard: UpdateGuard) -> bool:
         """Add the micro-batch to the sum; return False if it was dropped.
@@ -133,18 +113,6 @@ class GradientSum:
         self.clear()
 
 
-def _begin_new_sum(
-    watch: GradientWatch, parameter: Tensor, total: Tensor, gradient: Tensor
-) -> None:
-    """Move a reduced sum out of the way of a gradient that comes next."""
-    if parameter.grad is total:
-        parameter.grad = None
-        watch.note(parameter)
-
-
-untraced(_begin_new_sum)
-
-
 class SumInBuffers(GradientSum):
     """The sum is in buffers, to which ``step`` moves each micro-batch.
 
@@ -171,13 +139,10 @@ class SumInBuffers(GradientSum):
         return False
 
     def take(self, parameter: Tensor) -> Tensor | None:
-        total = self.buffers.get(parameter)
-        if total is None or total.is_sparse:
-            return None
-        return self.buffers.pop(parameter)
+        return self.buffers.get(parameter)
 
-    def put_back(self, gradients: Gradients) -> list[RemovableHandle]:
-        return []
+    def put(self, parameter: Tensor, total: Tensor) -> None:
+        self.buffers[parameter] = total
 
     def prepare_update(self, gradients: Gradients) -> None:
         self.buffers = gradients
@@ -296,10 +261,10 @@ class SumOnArrival(SumInBuffers):
         if size != 1:
             reference = weakref.ref(self)
 
-            def move(watched: WatchedGradient) -> None:
+            def move(watched_gradient: WatchedGradient) -> None:
                 living = reference()
                 if living is not None:
-                    living.move(watched)
+                    living.move(watched_gradient)
 
             untraced(move)
             self.watch.move_gradient = move
@@ -309,25 +274,25 @@ class SumOnArrival(SumInBuffers):
         self._gradient_added = gradient_added if moves else None
         return moves
 
-    def move(self, watched: WatchedGradient) -> None:
+    def move(self, watched_gradient: WatchedGradient) -> None:
         """Move the gradient that has arrived, or the one that stayed if that is
         larger.
         """
-        moved: WatchedGradient | None = watched
+        moved_gradient: WatchedGradient | None = watched_gradient
         staying = self._staying
         if not self.adds_at_once:
-            size = watched.parameter.numel()
+            size = watched_gradient.parameter.numel()
             if staying is None or size < staying.parameter.numel():
-                self._staying = watched
-                moved = staying
-            elif staying is watched:
-                moved = None
-        if moved is not None and moved.parameter.grad is not None:
-            self.add_gradient(moved.parameter, moved.parameter.grad)
-            moved.parameter.grad = None
-            moved.note()
+                self._staying = watched_gradient
+                moved_gradient = staying
+            elif staying is watched_gradient:
+                moved_gradient = None
+        if moved_gradient is not None and moved_gradient.parameter.grad is not None:
+            self.add_gradient(moved_gradient.parameter, moved_gradient.parameter.grad)
+            moved_gradient.parameter.grad = None
+            moved_gradient.note()
             if self._gradient_added is not None:
-                self._gradient_added(moved.parameter)
+                self._gradient_added(moved_gradient.parameter)
 
     def add_micro_batch(self, guard: UpdateGuard) -> bool:
         self._staying = None

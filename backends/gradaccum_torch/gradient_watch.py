@@ -5,7 +5,8 @@ A hook runs right after autograd has added to a gradient. It notes which tensor 
 is, how often that was written into, and by what factor the loss was multiplied. So one
 comparison in ``step`` finds a clip, a ``model.zero_grad()``, an assignment, a reduction
 by another library, and a loss without its weight or its loss scale. Writes that torch
-does not count (through ``.data``, by NumPy) are not found.
+does not count (through ``.data``, by NumPy) are not found; of a `DTensor` they are found
+in the first window, by norms.
 """
 
 from __future__ import annotations
@@ -20,13 +21,11 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from gradaccum_torch.arithmetic import is_zero
-from gradaccum_torch.checks import Change
 from gradaccum_torch.torch_private.names import (
     call_at_the_end_of_backward,
     is_sharded,
     local,
     owns_memory,
-    processes,
     untraced,
 )
 
@@ -36,6 +35,8 @@ FACTORS = [1.0]
 """
 PASSES = [0]
 """The number of backward passes that any wrapper has seen."""
+IN_PARTS = -2
+"""The version of a `DTensor`, whose parts are written into without being counted."""
 
 
 class WatchedGradient:
@@ -52,62 +53,55 @@ class WatchedGradient:
         """Take ``.grad`` as it is now for autograd's."""
         gradient = self.parameter.grad
         self.gradient = gradient
+        self.version = -1
         self.norm: Tensor | None = None
-        """Of the local part of a `DTensor`, which counts no clip."""
-        if gradient is None:
-            self.version = -1
-            return
-        self.version = gradient._version
-        if self.watch.compares_norms and is_sharded(gradient):
-            self.norm = local(gradient).norm()
+        """Of the local part of a `DTensor`, which does not count a clip."""
+        if gradient is not None and is_sharded(gradient):
+            self.version = IN_PARTS
+            if self.watch.compares_norms:
+                self.norm = local(gradient).norm()
+        elif gradient is not None:
+            self.version = gradient._version
 
     def gradient_arrived(self, parameter: Tensor) -> None:
         """Note that autograd has just added to the gradient."""
-        gradient = self.gradient
-        if gradient is None or self.norm is not None:
-            self._look(gradient)
-        elif gradient._version == self.version + 1:
+        noted_gradient = self.gradient
+        watch = self.watch
+        if noted_gradient is not None and noted_gradient._version == self.version + 1:
             # One addition in place, as nearly always.
             self.version += 1
         else:
-            self._look(gradient)
-        watch = self.watch
+            if self.parameter.grad is not noted_gradient:
+                watch.new_gradients[id(parameter)] = self
+            if noted_gradient is not None and not self._was_added(noted_gradient):
+                watch.was_changed = True
+                watch.was_cleared = self._is_new(noted_gradient)
+                if not watch.is_running:
+                    # Where the user has replaced .grad since, as netD.zero_grad() of a
+                    # GAN does, what was multiplied is gone.
+                    watch.factors.clear()
+            self.note()
         if not watch.is_running:
             watch.pass_began(id(parameter))
         if watch.move_gradient is not None:
             watch.move_gradient(self)
 
-    def _look(self, noted_gradient: Tensor | None) -> None:
-        gradient = self.parameter.grad
-        if gradient is not None and gradient.requires_grad:
-            self.watch.has_graph = True
-        elif gradient is not noted_gradient:
-            self.watch.new_gradients.append(self)
-        if noted_gradient is not None and not self._was_added(gradient):
-            change = change_between(noted_gradient, gradient, has_arrived=True)
-            self.watch.change = self.watch.change or change
-            if not self.watch.is_running:
-                # Where the user has replaced .grad since, as netD.zero_grad() of a GAN
-                # does, what was multiplied is gone.
-                self.watch.factors.clear()
-        self.note()
-
-    def _was_added(self, gradient: Tensor | None) -> bool:
+    def _was_added(self, noted_gradient: Tensor) -> bool:
         """True if one addition by autograd may have made this of the noted gradient.
 
         Autograd adds out of place with ``create_graph=True``, and where dense meets
-        sparse. FSDP2 adds to the local part of a `DTensor`.
+        sparse. A `DTensor` may count several writes.
         """
-        noted_gradient = self.gradient
+        gradient = self.parameter.grad
         if gradient is noted_gradient:
-            if type(gradient) is not Tensor or gradient.is_sparse:
-                return True
-            return gradient._version == self.version + 1
-        return (
-            gradient is None
-            or gradient.requires_grad
-            or (noted_gradient is not None and noted_gradient.is_sparse)
-        )
+            return type(gradient) is not Tensor or gradient.is_sparse
+        return gradient is None or gradient.requires_grad or noted_gradient.is_sparse
+
+    def _is_new(self, noted_gradient: Tensor) -> bool:
+        gradient = self.parameter.grad
+        if gradient is None or gradient is noted_gradient:
+            return False
+        return gradient._version == 0
 
     def is_changed(self) -> bool:
         gradient = self.parameter.grad
@@ -115,13 +109,12 @@ class WatchedGradient:
             return True
         if gradient is None:
             return False
-        return gradient._version != self.version or not self.has_same_norm(gradient)
-
-    def has_same_norm(self, gradient: Tensor) -> bool:
+        if self.version != IN_PARTS:
+            return gradient._version != self.version
         if self.norm is None:
-            return True
+            return False
         norm = local(gradient).norm()
-        return torch.allclose(norm, self.norm, rtol=0, atol=0, equal_nan=True)
+        return not torch.allclose(norm, self.norm, rtol=0, atol=0, equal_nan=True)
 
 
 class GradientWatch:
@@ -132,66 +125,61 @@ class GradientWatch:
         """The factors of the losses whose gradients have arrived since the last
         ``step``.
         """
-        self.change: Change | None = None
+        self.was_changed = False
         """Autograd has added to a gradient that something else had changed."""
+        self.was_cleared = False
+        """That gradient was set to None."""
         self.has_plain_pass = False
         """A gradient of a plain ``loss.backward()`` has arrived since the last
         ``step``.
         """
-        self.has_graph = False
-        """A gradient can be differentiated again."""
         self.is_running = False
         """A backward pass has begun and not ended. Outside of a pass: it raised."""
+        self.new_gradients: dict[int, WatchedGradient] = {}
+        """The gradients that the pass under way has made, by the id of the parameter."""
+        self.passes = 0
+        """The user's backward passes since the last ``step``."""
+        self.engine_passes = 0
+        """The same with the passes of a reentrant checkpoint, inside the user's."""
+        self.move_gradient: Callable[[WatchedGradient], None] | None = None
+        """Moves a gradient that has arrived out of ``.grad``."""
         self.compares_norms = True
         """In the first window, the norms of sharded gradients are compared: a training
         loop does to every window what it did to its first.
         """
-        self.new_gradients: list[WatchedGradient] = []
-        """The gradients that the pass under way has made."""
-        self.passes = 0
-        """The backward passes since the last ``step``."""
-        self.move_gradient: Callable[[WatchedGradient], None] | None = None
-        """Moves a gradient that has arrived out of ``.grad``."""
         self._first_parameter = 0
         """The id of the parameter with which the micro-batch's first pass began."""
-        self._watched: dict[int, WatchedGradient] = {}
+        self._watched_gradients: dict[int, WatchedGradient] = {}
         """Keyed by id(): the same identity as hash(tensor), ten times faster."""
         self._handles: dict[int, RemovableHandle] = {}
         WATCHES.add(self)
 
-    def end_with(self, owner: object, *, clears: bool) -> None:
+    def end_with(self, owner: object) -> None:
         """Stop to watch when `owner` is freed: torch keeps a hook on its parameter, and
         the hook keeps what it refers to.
-
-        - `clears`: what the watch has seen in ``.grad`` is a part of a sum, which must
-          not become a part of a later optimizer's.
         """
-        finalizer = weakref.finalize(owner, free, self._watched, self._handles, clears)
-        finalizer.atexit = False
+        weakref.finalize(owner, remove, self._handles).atexit = False
 
     def __contains__(self, parameter: Tensor) -> bool:
         return id(parameter) in self._handles
 
     def follow(self, parameters: Iterable[Tensor]) -> None:
         """Watch these parameters, as far as they are trained, and no others."""
-        trained = {
+        trained_parameters = {
             id(parameter): parameter
             for parameter in parameters
             if parameter.requires_grad and parameter.is_leaf
         }
-        if trained.keys() == self._watched.keys():
-            return
-        for key in self._watched.keys() - trained.keys():
+        for key in self._watched_gradients.keys() - trained_parameters.keys():
             self._handles.pop(key).remove()
-            del self._watched[key]
-        for key, parameter in trained.items():
-            if key not in self._watched:
-                watched = WatchedGradient(parameter, self)
-                self._watched[key] = watched
-                handle = parameter.register_post_accumulate_grad_hook(
-                    watched.gradient_arrived
-                )  # type: ignore[no-untyped-call]
-                self._handles[key] = cast(RemovableHandle, handle)
+            del self._watched_gradients[key]
+        for key in trained_parameters.keys() - self._watched_gradients.keys():
+            watched_gradient = WatchedGradient(trained_parameters[key], self)
+            self._watched_gradients[key] = watched_gradient
+            handle = trained_parameters[key].register_post_accumulate_grad_hook(
+                watched_gradient.gradient_arrived
+            )  # type: ignore[no-untyped-call]
+            self._handles[key] = cast(RemovableHandle, handle)
 
     def pass_began(self, key: int) -> None:
         """Note the factor of the backward pass, and wait for its end."""
@@ -201,6 +189,7 @@ class GradientWatch:
         # which is over when its first parameter comes again.
         if key == self._first_parameter:
             self.passes += 1
+        self.engine_passes += 1
         PASSES[0] += 1
         if len(FACTORS) == 1:
             self.has_plain_pass = True
@@ -218,56 +207,55 @@ class GradientWatch:
         """Copy each new gradient into whose memory somebody else may write; during the
         pass autograd itself holds it.
         """
-        for watched in self.new_gradients:
-            gradient = watched.parameter.grad
-            if gradient is None or gradient is not watched.gradient:
+        for watched_gradient in self.new_gradients.values():
+            gradient = watched_gradient.parameter.grad
+            if gradient is None or gradient is not watched_gradient.gradient:
                 continue
             if not owns_memory(gradient):
-                watched.parameter.grad = gradient.clone()
-                watched.note()
+                watched_gradient.parameter.grad = gradient.clone()
+                watched_gradient.note()
         self.new_gradients.clear()
 
     def note(self, parameter: Tensor) -> None:
         """Take the ``.grad`` of one parameter as it is now for autograd's."""
-        watched = self._watched.get(id(parameter))
-        if watched is not None:
-            watched.note()
+        watched_gradient = self._watched_gradients.get(id(parameter))
+        self.new_gradients.pop(id(parameter), None)
+        if watched_gradient is not None:
+            watched_gradient.note()
 
     def is_intact(self) -> bool:
         """True if every ``.grad`` is as autograd left it."""
-        if self.change is not None:
+        if self.was_changed:
             return False
-        for watched in self._watched.values():
-            gradient = watched.parameter.grad
-            if gradient is not watched.gradient:
+        for watched_gradient in self._watched_gradients.values():
+            gradient = watched_gradient.parameter.grad
+            if gradient is not watched_gradient.gradient:
                 return False
-            if gradient is None:
+            if gradient is None or gradient._version == watched_gradient.version:
                 continue
-            if gradient._version != watched.version:
-                return False
-            if watched.norm is not None and not watched.has_same_norm(gradient):
+            if watched_gradient.is_changed():
                 return False
         return True
 
-    def is_shared(self) -> bool:
-        """True if another wrapped optimizer has some of the parameters too."""
-        others = [watch for watch in list(WATCHES) if watch is not self]
-        return any(self._handles.keys() & watch._handles.keys() for watch in others)
-
-    def likely_change(self) -> Change:
-        """Return what was done to ``.grad``; may wait for the device."""
-        if self.is_shared():
-            return Change.SHARED
-        change = self.change
-        for watched in self._watched.values():
-            if change is None and watched.is_changed():
-                change = change_between(watched.gradient, watched.parameter.grad)
-        if change is None or (change is Change.WRITTEN and processes() > 1):
-            return Change.REDUCED
-        return change
+    def is_cleared(self) -> bool:
+        """True if the changed gradients were cleared, or are all zeros now; may wait for
+        the device.
+        """
+        if self.was_changed:
+            return self.was_cleared
+        changed_gradients = [
+            each for each in self._watched_gradients.values() if each.is_changed()
+        ]
+        gradients = [each.parameter.grad for each in changed_gradients]
+        return bool(changed_gradients) and all(
+            gradient is None or is_zero(gradient) for gradient in gradients
+        )
 
     def holds_gradients(self) -> bool:
-        return any(watched.gradient is not None for watched in self._watched.values())
+        return any(
+            watched_gradient.gradient is not None
+            for watched_gradient in self._watched_gradients.values()
+        )
 
     def holds_other_gradients(
         self, parameters: Iterable[Tensor], *, is_separate: bool
@@ -279,8 +267,8 @@ class GradientWatch:
             gradient = parameter.grad
             if gradient is None:
                 continue
-            watched = self._watched.get(id(parameter))
-            if watched is None or watched.is_changed():
+            watched_gradient = self._watched_gradients.get(id(parameter))
+            if watched_gradient is None or watched_gradient.is_changed():
                 return True
             if is_separate and not is_zero(gradient):
                 return True
@@ -290,6 +278,7 @@ class GradientWatch:
         """Forget what the micro-batch brought; its gradients stay noted."""
         self.factors.clear()
         self.passes = 0
+        self.engine_passes = 0
         self.has_plain_pass = False
 
     @property
@@ -297,17 +286,16 @@ class GradientWatch:
         """True if a backward pass has begun since the last `reset`, or something has
         changed a gradient.
         """
-        return bool(self.factors) or self.is_running or self.change is not None
+        return bool(self.factors) or self.is_running or self.was_changed
 
     def reset(self) -> None:
         """Take every ``.grad`` as it is now for autograd's."""
         self.micro_batch_ended()
-        self.change = None
-        self.has_graph = False
+        self.was_changed = False
         self.is_running = False
         self.new_gradients.clear()
-        for watched in self._watched.values():
-            watched.note()
+        for watched_gradient in self._watched_gradients.values():
+            watched_gradient.note()
 
 
 WATCHES: weakref.WeakSet[GradientWatch] = weakref.WeakSet()
@@ -318,48 +306,19 @@ def is_watched(parameter: Tensor) -> bool:
     return any(parameter in watch for watch in list(WATCHES))
 
 
-def free(
-    watched_gradients: dict[int, WatchedGradient],
-    handles: dict[int, RemovableHandle],
-    clears: bool,
-) -> None:
-    """Remove the hooks of a watch that is being freed; if it `clears`, clear what its
-    window has left in ``.grad`` of parameters that no other wrapped optimizer has.
-    """
+def remove(handles: dict[int, RemovableHandle]) -> None:
     for handle in handles.values():
         handle.remove()
     handles.clear()
-    for watched in watched_gradients.values() if clears else ():
-        parameter = watched.parameter
-        is_left = parameter.grad is not None and parameter.grad is watched.gradient
-        if is_left and not is_watched(parameter):
-            parameter.grad = None
 
 
-def change_between(
-    noted_gradient: Tensor | None, gradient: Tensor | None, has_arrived: bool = False
-) -> Change:
-    """Return the likeliest cause of a change; may wait for the device.
-
-    - `has_arrived`: autograd has added since, to nothing if the gradient has not been
-      written into.
-    """
-    if gradient is None:
-        return Change.CLEARED
-    if gradient is not noted_gradient:
-        is_new = has_arrived and gradient._version == 0
-        return Change.CLEARED if is_new else Change.REPLACED
-    return Change.CLEARED if is_zero(gradient) else Change.WRITTEN
-
-
-for _called in (
+for _hook in (
     WatchedGradient.gradient_arrived,
-    WatchedGradient._look,
     GradientWatch.pass_began,
     GradientWatch._pass_ended,
     GradientWatch._keep_new_gradients,
 ):
-    untraced(_called)
+    untraced(_hook)
 
 
 @contextmanager

@@ -143,17 +143,19 @@ class MasterWeights:
         finally:
             through(lambda: self._swap(models))
 
-    def _swap(self, others: Mapping[Tensor, Tensor]) -> None:
+    def _swap(self, replacements: Mapping[Tensor, Tensor]) -> None:
         for group in self.inner.param_groups:
             # In the list itself, which an optimizer may keep.
-            group["params"][:] = [others.get(each, each) for each in group["params"]]
+            group["params"][:] = [
+                replacements.get(each, each) for each in group["params"]
+            ]
         state: MutableMapping[Tensor, Any] = self.inner.state
-        for tensor, other in others.items():
+        for tensor, replacement in replacements.items():
             if tensor in state:
-                state[other] = state.pop(tensor)
+                state[replacement] = state.pop(tensor)
 
     @contextmanager
-    def published(self) -> Iterator[None]:
+    def work_on_masters(self) -> Iterator[None]:
         """Let a method of the inner optimizer work on the masters inside the block,
         then round them.
         """
@@ -196,11 +198,11 @@ class MasterWeights:
             return
         with torch.no_grad():
             for parameter, master in self.masters.items():
-                rounded = master.to(parameter.dtype)
+                rounded_master = master.to(parameter.dtype)
                 # Autograd raises if a parameter was written to after the forward pass,
                 # even with the same value.
-                if not parameter.is_cpu or not torch.equal(rounded, parameter):
-                    parameter.copy_(rounded)
+                if not parameter.is_cpu or not torch.equal(rounded_master, parameter):
+                    parameter.copy_(rounded_master)
 
 
 def through(action: Callable[[], None]) -> None:

@@ -7,11 +7,10 @@ objects; the hooks are this one's.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterable, Mapping, Sized
 from functools import partial, wraps
 from types import FunctionType, MethodType
-from typing import TYPE_CHECKING, Any, Never, TypeVar, final
+from typing import TYPE_CHECKING, Any, TypeVar, final
 
 import torch
 from torch import Tensor
@@ -33,7 +32,6 @@ from gradaccum_torch.grad_scaler import (
     groups_for_a_scaler,
     link_scaler,
 )
-from gradaccum_torch.gradient_watch import is_watched
 from gradaccum_torch.master_weights import Group, MasterWeights
 from gradaccum_torch.saving import StateDict
 from gradaccum_torch.torch_private.names import is_called_by_model_state
@@ -93,10 +91,6 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         update = Update(self, master_weights)
         self._window = Window(master_weights, options, update, self._scaler, workers)
         workers.take_part()
-        self._loads: list[int] = []
-        """The updates that each loaded state had. A list that grows: Lightning's
-        proxies keep what is set on ``self``.
-        """
 
     # A micro-batch.
 
@@ -121,12 +115,8 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
             ArgumentTypeError, ArgumentValueError: `loss` is no tensor, `weight` no such
                 number.
             UsageError: another loss of the same micro-batch had another weight; or
-                several workers share the window, and ``create_graph`` is asked for; or
-                other workers wait for a backward pass, and a `loss` of weight 0 has no
-                graph.
+                workers reduce the gradients of the window already.
         """
-        if kwargs.get("create_graph") and self._window.workers.several:
-            raise checks.graph_error("create_graph")
         if weight is not None:
             weight = require_weight(weight)
         self._window.backward(checks.require_loss(loss), weight, kwargs)
@@ -160,16 +150,13 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         """
         return self._window.scale(checks.require_loss(loss))
 
-    def step(
-        self, closure: Callable[[], Loss] | None = None, **misplaced: Never
-    ) -> Loss:
+    def step(self, closure: Callable[[], Loss] | None = None) -> Loss:
         """Count the micro-batch whose gradient is in ``.grad``, and at the end of the
         window make the update.
 
         Args:
             closure: computes the loss of the micro-batch and its gradient, and is run
                 once.
-            misplaced: none: any other argument, such as a weight, is refused.
 
         Returns:
             What the closure returns, or None.
@@ -179,10 +166,8 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
                 changed ``.grad``; or a plain ``backward()`` was used where weight or
                 loss scale are needed. The window is as it was before the call.
             ArgumentTypeError: ``reduction="sum_per_item"``, and nothing gave the
-                micro-batch its weight; or an argument is no closure.
+                micro-batch its weight.
         """
-        if misplaced or not (closure is None or callable(closure)):
-            raise checks.step_argument_error(closure, misplaced)
         window = self._window
         loss = None
         if closure is not None:
@@ -190,7 +175,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         if "grad_scale" in self.__dict__:
             self._step_for_scaler()
         elif window.add_micro_batch():
-            window.reported(window.close)
+            window.call_listeners_after(window.close)
         return loss
 
     def _step_for_scaler(self) -> None:
@@ -205,7 +190,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         try:
             window.micro_batch.is_scaled_by_hand = True
             if window.add_micro_batch():
-                window.reported(window.close)
+                window.call_listeners_after(window.close)
             else:
                 scaler.prepare_update(window.state, overflow=False)
         except BaseException:
@@ -265,7 +250,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
                 something changed ``.grad``; another worker did not come in time; or
                 `denominator` where several workers share the window.
         """
-        self._window.reported(partial(self._window.flush, denominator))
+        self._window.call_listeners_after(partial(self._window.flush, denominator))
 
     def discard(self) -> None:
         """Forget the open window and the micro-batch under way: no update, nothing
@@ -415,18 +400,11 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
     if not TYPE_CHECKING:  # A type checker shall know a misspelt name.
 
         def __getattr__(self, name: str) -> Any:
-            missing = f"{type(self).__name__!r} object has no attribute {name!r}"
             # Underscored names belong to one object: the inner one's would describe the
             # wrong optimizer.
             if name.startswith("_"):
-                raise AttributeError(missing)
-            try:
-                value = getattr(self._inner, name)
-            except AttributeError as error:
-                place = checks.place_of_attribute(name)
-                if place is None:
-                    raise
-                raise AttributeError(f"{missing}. {place}") from error
+                raise AttributeError(name)
+            value = getattr(self._inner, name)
             masters = self._window.masters
             is_method = isinstance(value, (MethodType, FunctionType))
             return on_masters(value, masters) if is_method else value
@@ -439,18 +417,12 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
                 parameter of the group together.
             UsageError: ``.grad`` of a parameter of the group holds numbers.
         """
-        given = param_group["params"]
-        if self._window.workers.several and not isinstance(given, set):
-            given = [given] if isinstance(given, Tensor) else list(given)
-            param_group["params"] = given
-            parameters = [
-                each[1] if isinstance(each, tuple) else each for each in given
-            ]
-            self._window.workers.require_parameters(parameters)
         self._inner.add_param_group(param_group)
+        parameters = self._inner.param_groups[-1]["params"]
         try:
+            self._window.workers.require_parameters(parameters)
             if not self._window.has_new_gradient:
-                require_no_gradients(self._inner.param_groups[-1]["params"])
+                require_no_gradients(parameters)
             self._window.parameters_changed()
         except Exception:
             self._inner.param_groups.pop()
@@ -472,8 +444,8 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
             hook(self)
         state_dict = saving.save(self._window)
         for hook in hooks_of(self, "state_dict_post"):
-            replaced = hook(self, state_dict)
-            state_dict = state_dict if replaced is None else replaced
+            new_state_dict = hook(self, state_dict)
+            state_dict = state_dict if new_state_dict is None else new_state_dict
         return state_dict
 
     def load_state_dict(self, state_dict: StateDict) -> None:
@@ -489,24 +461,23 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         """
         state_dict = dict(state_dict)
         for hook in hooks_of(self, "load_state_dict_pre"):
-            replaced = hook(self, state_dict)
-            state_dict = state_dict if replaced is None else replaced
+            new_state_dict = hook(self, state_dict)
+            state_dict = state_dict if new_state_dict is None else new_state_dict
         saving.load(self._window, state_dict)
-        self._loads.append(self._window.updates)
+        for scheduler in self._window.schedulers:
+            scheduler.optimizer_loaded()
         for hook in hooks_of(self, "load_state_dict_post"):
             hook(self)
 
     def __getstate__(self) -> dict[str, Any]:
         if not self._window.workers.can_be_copied:
             raise checks.copy_error()
-        self._window.update.require_usable()
+        self._window.require_savable()
         return {
             "inner": self._inner,
             "options": self._options,
-            "loads": self._loads,
             "masters": self._window.masters.by_index(),
             "window": saving.entry_of(self._window),
-            "micro_batch": self._window.pickled(),
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -515,8 +486,6 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         masters = state["masters"]
         AccumulatingOptimizer.__init__(self, inner, options, Workers(), masters)
         saving.load_entry(self._window, state["window"])
-        self._window.unpickle(state["micro_batch"])
-        self._loads.extend(state["loads"])
 
     def __repr__(self) -> str:
         # The class and the options; ``print(opt.optimizer)`` shows the groups. A
@@ -540,7 +509,7 @@ def on_masters(method: Callable[..., Any], masters: MasterWeights) -> Any:
 
     @wraps(method)
     def call(*args: Argument, **kwargs: Argument) -> Any:
-        with masters.published():
+        with masters.work_on_masters():
             return method(*args, **kwargs)
 
     return call
@@ -548,13 +517,6 @@ def on_masters(method: Callable[..., Any], masters: MasterWeights) -> Any:
 
 def require_no_gradients(parameters: Iterable[Tensor]) -> None:
     """Raise unless ``.grad`` is free of what would be a part of the next update."""
-    filled = [
-        parameter
-        for parameter in parameters
-        if parameter.grad is not None and not is_zero(parameter.grad)
-    ]
-    if filled:
-        gc.collect()  # An error that was caught may keep another wrapper in a cycle.
-    filled = [parameter for parameter in filled if parameter.grad is not None]
-    if filled:
-        raise checks.new_parameters_error(any(map(is_watched, filled)))
+    for parameter in parameters:
+        if parameter.grad is not None and not is_zero(parameter.grad):
+            raise checks.new_parameters_error()

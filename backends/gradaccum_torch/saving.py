@@ -21,12 +21,13 @@ only, so that ``torch.load(weights_only=True)`` reads it:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradaccum import ArgumentTypeError, CheckpointError, kit
+from gradaccum import CheckpointError, kit
 from gradaccum.kit import State, Terms, UntilWeight
 from gradaccum_torch.master_weights import MasterWeights
 from gradaccum_torch.torch_private.names import is_sharded
@@ -41,16 +42,7 @@ Entry = dict[str, Any]
 
 KEY = "gradaccum"
 FIX = "Load a state that was saved from this model and optimizer."
-ENTRIES = [
-    "format",
-    *State._fields,
-    "grad_norm",
-    "terms",
-    "parameters",
-    "sums",
-    "loss",
-    "window_loss",
-]
+ENTRIES = {"format", *State._fields, "terms", "parameters", "sums"}
 
 
 def save(window: Window) -> StateDict:
@@ -67,6 +59,7 @@ def entry_of(window: Window) -> Entry:
     size = window.size if state.micro_step else None
     terms = kit.terms_of(window.options._replace(steps=size), state.optimizer_step)
     place = window.workers.place
+    masters = window.masters.by_index()
     entry: Entry = {
         "format": kit.FORMAT,
         **state._asdict(),
@@ -74,19 +67,14 @@ def entry_of(window: Window) -> Entry:
         "terms": {**terms._asdict(), "steps": encode_size(terms.steps)},
         "worker": None if place is None else list(place),
         "parameters": describe(window.masters),
+        "sums": window.saved_sums(),
+        "masters": {index: master.detach() for index, master in masters.items()},
+    }
+    for index, total in entry["sums"].items():
         # A part of a sharded buffer is copied without storage, which `torch.save`
         # needs.
-        "sums": {
-            index: total.clone()
-            if is_sharded(total) and total.storage_offset()
-            else total
-            for index, total in window.saved_sums().items()
-        },
-        "masters": {
-            index: master.detach()
-            for index, master in window.masters.by_index().items()
-        },
-    }
+        if is_sharded(total) and total.storage_offset():
+            entry["sums"][index] = total.clone()
     for extension in window.extensions:
         entry |= extension.state_dict()
     return entry
@@ -106,48 +94,40 @@ def load(window: Window, state_dict: StateDict) -> None:
         entry = state_dict[KEY]
         require_entries(entry)
         require_same_model(entry, window)
-        state = resumed(entry, window)
+        state = resumed_state(entry, window)
     has_dynamic_scale = bool(entry) and entry["terms"]["scale"] == "dynamic"
     if window.scaler is not None and not (state.micro_step or has_dynamic_scale):
         # The scaler is the user's, and may have been loaded from a file of its own.
         state = window.scaler.with_scale(state)
     bare_state = {name: value for name, value in state_dict.items() if name != KEY}
-    load_inner(window.masters, bare_state)
+    # torch casts what it loads to the dtype of the parameter in the groups.
+    with window.masters.in_place():
+        window.masters.inner.load_state_dict(bare_state)
     window.masters.load(entry.get("masters", {}))
     window.restore(state, entry.get("sums", {}), entry)
 
 
 def load_entry(window: Window, entry: Entry) -> None:
     """Restore the window alone, of a copied optimizer."""
-    state = State(*(entry[name] for name in State._fields))
-    window.restore(state, entry["sums"], entry)
+    window.restore(state_in(entry), entry["sums"], entry)
 
 
-def load_inner(masters: MasterWeights, state_dict: StateDict) -> None:
-    try:
-        # torch casts what it loads to the dtype of the parameter in the groups.
-        with masters.in_place():
-            masters.inner.load_state_dict(state_dict)
-    except (ValueError, KeyError) as error:
-        raise refused(
-            "state_dict", "a state of these parameter groups", f"one where {error}"
-        ) from error
+def state_in(entry: Entry) -> State:
+    return State(*[entry[name] for name in State._fields])
 
 
-def resumed(entry: Entry, window: Window) -> State:
+def resumed_state(entry: Entry, window: Window) -> State:
     """Return the state to resume with; refuse an open window of other options or of
     another worker.
     """
-    state = State(*(entry[name] for name in State._fields))
+    state = state_in(entry)
     place = window.workers.place
     saved_place = entry.get("worker")
     # The sum of an open window is a part of that of all workers.
-    if not (state.micro_step and saved_place and place):
-        pass
-    elif tuple(saved_place) != place:
-        raise refused(
+    if state.micro_step and saved_place and place and tuple(saved_place) != place:
+        raise checkpoint_error(
             "worker",
-            "the open window of a worker, that of rank {} of {}".format(*place),
+            "the open window of rank {} of {}".format(*place),
             "that of rank {} of {}".format(*saved_place),
             "Load what this rank saved, or gradaccum_torch.redistributed(state_dicts,"
             " workers)[rank] from what all ranks saved.",
@@ -161,11 +141,11 @@ def encode_size(steps: Any) -> int | None:
     return None if size is None else int(size)
 
 
-def decode_terms(saved: Mapping[str, Any]) -> Terms:
-    steps = saved["steps"]
+def decode_terms(saved_terms: Mapping[str, Any]) -> Terms:
+    steps = saved_terms["steps"]
     if steps is not None and steps < 0:
         steps = UntilWeight(-steps)
-    return Terms(**{**saved, "steps": steps})
+    return Terms(**{**saved_terms, "steps": steps})
 
 
 def describe(masters: MasterWeights) -> list[list[Any]]:
@@ -179,10 +159,7 @@ def describe(masters: MasterWeights) -> list[list[Any]]:
     return descriptions
 
 
-# Refusals.
-
-
-def refused(
+def checkpoint_error(
     argument: str, expected: str, found: str, fix: str = FIX
 ) -> CheckpointError:
     return kit.explain(
@@ -191,67 +168,44 @@ def refused(
 
 
 def require_entries(entry: Any) -> None:
-    missing = ENTRIES
-    if isinstance(entry, Mapping):
-        missing = [name for name in ENTRIES if name not in entry]
+    missing = ENTRIES.difference(entry or {})
     if missing:
-        raise refused(KEY, f"the entries {ENTRIES}", f"a state without {missing}")
+        raise checkpoint_error(
+            KEY, "a state of a wrapped optimizer", f"one without {sorted(missing)}"
+        )
     kit.require_format(entry["format"])
 
 
 def require_same_model(entry: Entry, window: Window) -> None:
     """Raise unless the entry is of the same parameters, sums and masters."""
-    saved = entry["parameters"]
-    descriptions = describe(window.masters)
-    if len(saved) != len(descriptions):
-        raise refused(
-            "parameters",
-            f"{len(descriptions)} parameters",
-            f"a state of {len(saved)}",
-        )
-    for index, (theirs, ours) in enumerate(zip(saved, descriptions, strict=True)):
-        has_names = theirs[2] is not None and ours[2] is not None
-        length = 3 if has_names else 2
-        if list(theirs)[:length] != ours[:length]:
-            raise refused(
-                f"parameter {index}", show(*ours), f"a state of {show(*theirs)}"
+    parameters = describe(window.masters)
+    pairs = zip_longest(parameters, map(list, entry["parameters"]))
+    for index, (parameter, saved_parameter) in enumerate(pairs):
+        is_same = parameter == saved_parameter
+        if parameter and saved_parameter and None in (parameter[2], saved_parameter[2]):
+            is_same = parameter[:2] == saved_parameter[:2]
+        if not is_same:
+            raise checkpoint_error(
+                f"parameter {index}", f"{parameter}", f"{saved_parameter}"
             )
     for index, total in entry["sums"].items():
-        require_sum(index, total, window)
-    saved_masters = marks_of(entry.get("masters", {}))
-    masters = marks_of(window.masters.by_index())
+        dtype = window.sum_dtypes[index]
+        if [*total.shape] != parameters[index][0] or total.dtype != dtype:
+            raise checkpoint_error(
+                f"sums[{index}]",
+                f"a partial sum of its parameter's shape in {dtype}",
+                f"{tuple(total.shape)} in {total.dtype}",
+                "Wrap the optimizer with the accumulate_dtype= it was saved with.",
+            )
+    masters = sorted(window.masters.by_index())
+    saved_masters = sorted(entry.get("masters", {}))
     if saved_masters != masters:
-        raise refused(
+        raise checkpoint_error(
             "masters",
-            f"float32 master weights of {len(masters)} parameters",
+            f"master weights of {len(masters)} parameters",
             f"a state with those of {len(saved_masters)}",
             "Wrap the optimizer with the master_weights= it was saved with.",
         )
-
-
-def require_sum(index: int, total: Tensor, window: Window) -> None:
-    parameters = window.masters.parameters()
-    is_known = 0 <= index < len(parameters)
-    if (
-        not is_known
-        or total.shape != parameters[index].shape
-        or total.dtype != window.sum_dtypes[index]
-    ):
-        raise refused(
-            f"sums[{index}]",
-            "a partial sum with the shape of its parameter and the dtype that this"
-            " optimizer accumulates in",
-            f"a tensor of shape {tuple(total.shape)} and dtype {total.dtype}",
-            "Wrap the optimizer with the accumulate_dtype= it was saved with.",
-        )
-
-
-def marks_of(masters: Mapping[int, Tensor]) -> dict[int, tuple[Any, Any]]:
-    return {index: (each.shape, each.dtype) for index, each in masters.items()}
-
-
-def show(shape: Sequence[int], dtype: str, name: str | None) -> str:
-    return f"{name or 'a parameter'} of shape {tuple(shape)} and {dtype}"
 
 
 # An open window that some workers saved, resumed by another number of workers: the
@@ -277,31 +231,33 @@ def redistributed(state_dicts: Sequence[StateDict], workers: int) -> list[StateD
         workers: the number of workers that resume, >= 1.
 
     Raises:
-        ArgumentTypeError: `state_dicts` are no state dicts, or `workers` is no int.
         ArgumentValueError: there is no state dict, or no worker.
         CheckpointError: they are not of one moment, of one model or under the same
             options, or an entry is missing; names the entry. Or the sums are sharded.
     """
-    entries = [complete_entry(state_dict) for state_dict in state_dicts]
-    if not isinstance(workers, int) or isinstance(workers, bool):
-        raise kit.explain(
-            ArgumentTypeError,
-            "workers",
-            expected="the number of workers",
-            got=workers,
-            fix="Pass the new world size.",
-        )
-    saved_states = [
-        State(*(entry[name] for name in State._fields)) for entry in entries
-    ]
-    states = kit.redistributed(saved_states, workers)
-    require_one_run(state_dicts, entries)
-    require_all_ranks(entries)
+    entries = [state_dict.get(KEY, {}) for state_dict in state_dicts]
+    for entry in entries:
+        require_entries(entry)
+        if any(map(is_sharded, entry["sums"].values())):
+            raise checkpoint_error(
+                "sums",
+                "the complete sums of each worker",
+                "sharded sums",
+                "Save between two windows by torch.distributed.checkpoint, which"
+                " reshards the state.",
+            )
+    states = kit.redistributed([state_in(entry) for entry in entries], workers)
     # An empty window has no size of its own.
-    terms = max(entries, key=lambda entry: bool(entry["micro_step"]))["terms"]
-    shared = {**entries[0], "terms": terms, "sums": {}, "loss": 0.0}
+    open_entries = [entry for entry in entries if entry["micro_step"]]
+    terms = [entry["terms"] for entry in open_entries or entries]
+    require_equal("terms", terms)
+    require_equal("parameters", [entry["parameters"] for entry in entries])
+    if open_entries:
+        places = [list(entry.get("worker") or (0, 1)) for entry in entries]
+        require_all_ranks(places)
+    common_entry = {**entries[0], "terms": terms[0], "sums": {}, "loss": 0.0}
     new_entries = [
-        {**shared, **state._asdict(), "worker": [rank, workers]}
+        {**common_entry, **state._asdict(), "worker": [rank, workers]}
         for rank, state in enumerate(states)
     ]
     new_entries[0]["sums"] = add_up([entry["sums"] for entry in entries])
@@ -309,44 +265,9 @@ def redistributed(state_dicts: Sequence[StateDict], workers: int) -> list[StateD
     return [{**state_dicts[0], KEY: entry} for entry in new_entries]
 
 
-def complete_entry(state_dict: StateDict) -> Entry:
-    if not isinstance(state_dict, Mapping):
-        raise kit.explain(
-            ArgumentTypeError,
-            "state_dicts",
-            expected="one state dict per worker that saved",
-            got=state_dict,
-            fix="Pass a list of what opt.state_dict() gave on each worker.",
-        )
-    entry: Entry = state_dict.get(KEY, {})
-    require_entries(entry)
-    if any(map(is_sharded, entry["sums"].values())):
-        raise refused(
-            "sums",
-            "the whole sums of each worker",
-            "sharded ones",
-            "Save between two windows by torch.distributed.checkpoint, which reshards"
-            " the state.",
-        )
-    return entry
-
-
-def require_one_run(state_dicts: Sequence[StateDict], entries: Sequence[Entry]) -> None:
-    for name in ("parameters", "masters"):
-        require_one(name, [entry[name] for entry in entries])
-    for name in ("reduction", "on_overflow", "scale"):
-        require_one(name, [entry["terms"][name] for entry in entries])
-    open_entries = [entry for entry in entries if entry["micro_step"]]
-    require_one("steps", [entry["terms"]["steps"] for entry in open_entries])
-    for name in ("param_groups", "state"):
-        require_one(name, [state_dict[name] for state_dict in state_dicts])
-
-
-def require_all_ranks(entries: Sequence[Entry]) -> None:
-    places = sorted(list(entry.get("worker") or (0, 1)) for entry in entries)
-    is_open = any(entry["micro_step"] for entry in entries)
-    if is_open and places != [[rank, len(entries)] for rank in range(len(entries))]:
-        raise refused(
+def require_all_ranks(places: Sequence[list[int]]) -> None:
+    if sorted(places) != [[rank, len(places)] for rank in range(len(places))]:
+        raise checkpoint_error(
             "state_dicts",
             f"those of all {places[0][1]} ranks, once each",
             f"those of the ranks {[rank for rank, _ in places]}",
@@ -355,31 +276,15 @@ def require_all_ranks(entries: Sequence[Entry]) -> None:
         )
 
 
-def require_one(name: str, values: Sequence[Any]) -> None:
+def require_equal(name: str, values: Sequence[object]) -> None:
     for rank, value in enumerate(values):
-        if not is_same(value, values[0]):
-            raise refused(
+        if value != values[0]:
+            raise checkpoint_error(
                 name,
                 "one value on every worker",
                 f"another one in state dict {rank}",
                 "Load what the workers of one run saved between the same two updates.",
             )
-
-
-def is_same(one: Any, other: Any) -> bool:
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, Tensor):
-        if one.dtype != other.dtype or one.shape != other.shape:
-            return False
-        return torch.allclose(one, other.to(one.device), rtol=0, atol=0, equal_nan=True)
-    if isinstance(one, Mapping):
-        return one.keys() == other.keys() and all(
-            is_same(one[key], other[key]) for key in one
-        )
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(is_same, one, other))
-    return bool(one == other)
 
 
 @torch.no_grad()

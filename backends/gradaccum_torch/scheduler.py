@@ -9,14 +9,14 @@ these. A scheduler of timm gets the number of updates in its ``step_update``; it
 from __future__ import annotations
 
 from inspect import Parameter, signature
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from gradaccum import ArgumentTypeError, UsageError
+from gradaccum import ArgumentTypeError
 from gradaccum.kit import explain
 from gradaccum_torch.optimizer import AccumulatingOptimizer
-from gradaccum_torch.torch_private.names import is_sequence_calling, note_step_called
+from gradaccum_torch.torch_private.names import note_step_called
 
 Scheduler = Any
 """An object with a ``step`` or timm's ``step_update``, and the optimizer that it
@@ -27,7 +27,7 @@ Argument = Any
 through, whatever it is.
 """
 
-_OWN = frozenset({"_scheduler", "_moved", "_was_loaded"})
+_GATE_NAMES = frozenset({"_scheduler", "_updates", "_has_loaded"})
 _ANY = Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD
 _STEPPED_AT = "gradaccum_optimizer_step"
 _REPLAYED = (
@@ -43,24 +43,11 @@ def is_scheduler(candidate: object) -> bool:
     """
     if isinstance(candidate, torch.optim.lr_scheduler.LRScheduler):
         return True
-    of_an_optimizer = isinstance(
-        getattr(candidate, "optimizer", None), torch.optim.Optimizer
-    ) and not hasattr(candidate, "zero_grad")
-    return of_an_optimizer and any(
-        callable(getattr(candidate, name, None)) for name in ("step", "step_update")
-    )
-
-
-class Moved(NamedTuple):
-    """The updates at which a gate last looked."""
-
-    updates: int
-    loads: int
-    """How often the optimizer had loaded a saved state by then."""
-    was_loaded: bool = False
-    """The gate itself has loaded one since. The optimizer's, if it is loaded after
-    that, belongs to it.
-    """
+    optimizer = getattr(candidate, "optimizer", None)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return False
+    has_step = hasattr(candidate, "step") or hasattr(candidate, "step_update")
+    return has_step and not hasattr(candidate, "zero_grad")
 
 
 class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
@@ -75,40 +62,45 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
     """
 
     _scheduler: Scheduler
-    _moved: Moved
-    _was_loaded: bool
+    _updates: int
+    """The updates at which the scheduler last moved."""
+    _has_loaded: bool
+    """The gate itself has loaded a state. The optimizer's, if it is loaded after that,
+    belongs to it.
+    """
 
     def __init__(self, scheduler: Scheduler) -> None:
-        if not isinstance(getattr(scheduler, "optimizer", None), AccumulatingOptimizer):
-            expected = "a scheduler built on a wrapped optimizer"
-            found = (
-                f"a scheduler on {type(getattr(scheduler, 'optimizer', None)).__name__}"
-            )
-            fix = (
-                "Wrap the optimizer first: opt = gradaccum.wrap(optimizer, steps=4);"
-                " scheduler = StepLR(opt, 10)."
-            )
+        optimizer = getattr(scheduler, "optimizer", None)
+        if not isinstance(optimizer, AccumulatingOptimizer):
             raise explain(
-                ArgumentTypeError, "scheduler", expected=expected, found=found, fix=fix
+                ArgumentTypeError,
+                "scheduler",
+                expected="a scheduler built on a wrapped optimizer",
+                found=f"a scheduler on {type(optimizer).__name__}",
+                fix="Wrap the optimizer first: opt = gradaccum.wrap(optimizer,"
+                " steps=4); scheduler = StepLR(opt, 10).",
             )
         self._scheduler = scheduler
-        self._moved = Moved(self._updates(), len(scheduler.optimizer._loads))
-        self._was_loaded = False
-        scheduler.optimizer._window.schedulers.add(self)
+        self._updates = optimizer._window.updates
+        self._has_loaded = False
+        optimizer._window.schedulers.add(self)
 
     def step(self, *args: Argument, **kwargs: Argument) -> None:
         """Call ``scheduler.step(...)`` with the given arguments if an update was
         applied since the last call.
         """
-        if hasattr(self._scheduler, "step_update"):
-            return self._move(*args, **kwargs)
-        moved = self._followed()
-        updates = self._updates()
-        if updates > moved.updates:
-            self._move(*args, **kwargs)
-        elif self._is_replayed():
-            self._scheduler.optimizer._window.warn(_REPLAYED)
-        self._moved = moved._replace(updates=updates)
+        updates = self._optimizer_updates()
+        window = self._scheduler.optimizer._window
+        if hasattr(self._scheduler, "step_update") or updates > self._updates:
+            # torch warns if it has not seen the optimizer's step, and it cannot have
+            # seen an update that was made before a checkpoint.
+            note_step_called(self._scheduler.optimizer)
+            self._scheduler.step(*args, **kwargs)
+            window.changed_rate_warning.allow_change()
+        elif window.has_just_loaded and updates and self._is_at_beginning():
+            window.warn(_REPLAYED)
+        self._updates = updates
+        self._has_loaded = False
 
     def follow(self) -> None:
         """Move as `step` does, unless ``scheduler.step`` needs an argument, such as a
@@ -116,17 +108,23 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
         """
         if hasattr(self._scheduler, "step_update"):
             self._step_update()
-        elif all(
-            each.default is not each.empty or each.kind in _ANY
-            for each in signature(self._scheduler.step).parameters.values()
+            return
+        parameters = signature(self._scheduler.step).parameters.values()
+        if all(
+            each.default is not each.empty or each.kind in _ANY for each in parameters
         ):
             self.step()
+
+    def optimizer_loaded(self) -> None:
+        """Count the updates of a state that the optimizer alone has loaded as moves."""
+        if not self._has_loaded:
+            self._updates = self._optimizer_updates()
 
     def _step_update(
         self, num_updates: int | None = None, *args: Argument, **kwargs: Argument
     ) -> Any:
         """Call the scheduler's ``step_update`` with the number of updates applied."""
-        updates = self._updates()
+        updates = self._optimizer_updates()
         self._scheduler.optimizer._window.changed_rate_warning.allow_change()
         if updates:
             return self._scheduler.step_update(updates, *args, **kwargs)
@@ -142,81 +140,36 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
         """Return the scheduler's ``state_dict``, and the update at which it last
         moved.
         """
-        self._moved = self._followed()
-        return {**self._scheduler.state_dict(), _STEPPED_AT: self._moved.updates}
+        return {**self._scheduler.state_dict(), _STEPPED_AT: self._updates}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a saved state; a bare scheduler's state counts as having moved at the
         last update.
         """
         state_dict = dict(state_dict)
-        self._was_loaded = True
-        self._moved = self._moved._replace(
-            updates=state_dict.pop(_STEPPED_AT, self._updates()), was_loaded=True
-        )
+        self._updates = state_dict.pop(_STEPPED_AT, self._optimizer_updates())
+        self._has_loaded = True
         self._scheduler.load_state_dict(state_dict)
 
     def __getattr__(self, name: str) -> Any:
-        if name in _OWN:
+        if name in _GATE_NAMES:
             raise AttributeError(name)
-        _require_no_sequence()
-        value = getattr(self._scheduler, name)
-        return self._step_update if name == "step_update" else value
+        if name == "step_update" and hasattr(self._scheduler, name):
+            return self._step_update
+        return getattr(self._scheduler, name)
 
     def __setattr__(self, name: str, value: Argument) -> None:
-        if name in _OWN:
+        if name in _GATE_NAMES:
             object.__setattr__(self, name, value)
         else:
-            if name == "last_epoch":
-                _require_no_sequence()
             setattr(self._scheduler, name, value)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._scheduler!r})"
 
-    def _move(self, *args: Argument, **kwargs: Argument) -> None:
-        # torch warns if it has not seen the optimizer's step, and it cannot have seen
-        # an update that was made before a checkpoint.
-        note_step_called(self._scheduler.optimizer)
-        self._scheduler.step(*args, **kwargs)
-        self._scheduler.optimizer._window.changed_rate_warning.allow_change()
+    def _is_at_beginning(self) -> bool:
+        last_epoch = getattr(self._scheduler, "last_epoch", None)
+        return last_epoch == 0 and not self._has_loaded
 
-    def _is_replayed(self) -> bool:
-        """True if a step right after a load of the optimizer is to bring a schedule at
-        its beginning to where the optimizer is.
-        """
-        at_beginning = getattr(self._scheduler, "last_epoch", None) == 0
-        return (
-            at_beginning and not self._was_loaded and self._is_optimizer_just_loaded()
-        )
-
-    def _is_optimizer_just_loaded(self) -> bool:
-        """True if nothing was counted since a state with updates was loaded."""
-        loads = self._scheduler.optimizer._loads
-        window = self._scheduler.optimizer._window
-        return bool(loads and loads[-1]) and window.has_just_loaded
-
-    def _updates(self) -> int:
+    def _optimizer_updates(self) -> int:
         return int(self._scheduler.optimizer._window.updates)
-
-    def _followed(self) -> Moved:
-        """Return when the scheduler last moved; a state that the optimizer alone has
-        loaded counts as a move.
-        """
-        loads = self._scheduler.optimizer._loads
-        new = len(loads) != self._moved.loads and not self._moved.was_loaded
-        return Moved(loads[-1] if new else self._moved.updates, len(loads))
-
-
-def _require_no_sequence() -> None:
-    """Raise unless outside of `SequentialLR`, which undoes its children's first steps
-    and repeats them.
-    """
-    if is_sequence_calling(3):
-        expected = "schedulers that are not gated, in a SequentialLR that is"
-        found = "a SequentialLR over a gated one"
-        fix = (
-            "Write gradaccum.wrap(SequentialLR(opt, [LinearLR(opt),"
-            " CosineAnnealingLR(opt, 100)], milestones=[10]))."
-        )
-        raise explain(UsageError, "schedulers", expected=expected, found=found, fix=fix)

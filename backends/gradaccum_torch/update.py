@@ -22,12 +22,6 @@ from gradaccum_torch.torch_private.names import Versions
 
 Hooks = OrderedDict[int, Callable[..., Any]]
 """An optimizer's hooks by number."""
-MISSING_CLOSURE = (
-    "gradaccum: the inner optimizer's step is called without a closure, as opt.step"
-    " runs one for its micro-batch. An optimizer that evaluates the model again is used"
-    " bare, or has a window for each of its updates (RECIPES.md of gradaccum_torch, An"
-    " optimizer with two updates). Call opt.discard() to drop the window."
-)
 
 
 class Update:
@@ -48,7 +42,7 @@ class Update:
         """
         self.sum_dtypes: dict[Tensor, torch.dtype] = {}
         """The dtype of each sum that was cast for the inner optimizer."""
-        self.divided: list[Tensor] = []
+        self.divided_sums: list[Tensor] = []
         """The sums that were divided in place."""
         self.updated_parameters: list[Tensor] = []
         """The parameters that had a gradient in the last update."""
@@ -73,23 +67,25 @@ class Update:
         self.updated_parameters = list(sums)
         self.masters.copy_model_into_masters()
         with self.masters.in_place():
-            written = Versions()
+            versions = Versions()
             try:
                 self._hand_over(sums, divisor)
                 if before_hooks:
-                    written = Versions(sums.values())
+                    versions = Versions(sums.values())
                 for hook in before_hooks:
-                    args, kwargs = arguments_after(hook, wrapper, args, kwargs)
+                    new_arguments = hook(wrapper, args, kwargs)
+                    if new_arguments is not None:
+                        args, kwargs = new_arguments
             except BaseException:
                 # What a hook has written into the gradient cannot be undone.
-                if not written.moved():
+                if not versions.moved():
                     self._take_back(gradient_sum, sums, divisor)
                 raise
             with self.running():
-                step(inner, args[1:], kwargs)
+                inner.step(*args[1:], **kwargs)
         through(self.masters.round)
         self.is_made = True
-        self.divided = []
+        self.divided_sums = []
         for hook in after_hooks:
             hook(wrapper, args, kwargs)
 
@@ -106,7 +102,7 @@ class Update:
         """Put the divided sum into the ``.grad`` that the inner optimizer reads."""
         same_dtype: list[Tensor] = []
         self.sum_dtypes = {}
-        self.divided = []
+        self.divided_sums = []
         for parameter, total in list(sums.items()):
             target = self.masters.worked_on(parameter)
             dtype = gradient_dtype(target)
@@ -122,7 +118,7 @@ class Update:
                 sums[parameter] = narrowed(total, divisor, dtype)
                 self.sum_dtypes[parameter] = total.dtype
         divide(same_dtype, divisor)
-        self.divided = same_dtype
+        self.divided_sums = same_dtype
         for parameter, total in sums.items():
             self.masters.worked_on(parameter).grad = total
 
@@ -133,35 +129,10 @@ class Update:
             self.masters.worked_on(parameter).grad = None
         for parameter, dtype in self.sum_dtypes.items():
             sums[parameter] = sums[parameter].to(dtype)
-            self.divided.append(sums[parameter])
-        multiply(self.divided, divisor)
+            self.divided_sums.append(sums[parameter])
+        multiply(self.divided_sums, divisor)
         gradient_sum.replace(sums)
         self.is_broken = False
-
-
-def step(inner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    try:
-        inner.step(*args, **kwargs)
-    except BaseException as error:
-        text = str(error).lower()
-        if "closure" in text or "'nonetype' object is not callable" in text:
-            error.add_note(MISSING_CLOSURE)
-        raise
-
-
-def arguments_after(
-    hook: Callable[..., Any],
-    wrapper: object,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of the step after a pre-hook, which may replace them."""
-    result = hook(wrapper, args, kwargs)
-    if result is None:
-        return args, kwargs
-    if not isinstance(result, tuple) or len(result) != 2:
-        raise checks.pre_hook_error(result)
-    return result
 
 
 def hooks_of(wrapper: torch.optim.Optimizer, kind: str) -> list[Callable[..., Any]]:

@@ -113,7 +113,7 @@ class WholeWindow:
         return {
             id(gathered)
             for unit in units_holding(parameters)
-            for _, gathered in unit.whole_parameters()
+            for gathered in unit.gathered_parameters()
         }
 
     def options_of_micro_batches(self) -> list[str]:
@@ -121,12 +121,12 @@ class WholeWindow:
         alone.
         """
         workers = self._window.workers
-        given = {
+        option_flags = {
             "separate_sums": self.options.separate_sums,
             "gradient_sync": workers.make_gradient_sum is not None,
             "norm_group": workers.stages is not None,
         }
-        return [f"{name}=" for name, is_given in given.items() if is_given]
+        return [f"{name}=" for name, is_given in option_flags.items() if is_given]
 
     def _parameters(self) -> list[Tensor]:
         return self._window.masters.parameters()
@@ -167,7 +167,7 @@ class WholeWindow:
         numbers_before = self._numbers()
         others = Versions(each for each in self._parameters() if not belongs(each))
         self._updated_parts.append(number)
-        self._window.close_part(number, belongs)
+        self._window.close_part(belongs)
         moved = {
             name
             for before, now in zip(numbers_before, self._numbers(), strict=True)

@@ -10,6 +10,7 @@ later call raises.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Protocol
 from weakref import WeakSet
@@ -27,27 +28,22 @@ from gradaccum_torch.arithmetic import (
     measure,
     sum_dtype,
 )
-from gradaccum_torch.checks import Size, window_size
+from gradaccum_torch.checks import Size, known_window_size, window_size
 from gradaccum_torch.extensions import (
-    NON_FINITE_LOSS,
     WEIGHED_TWICE,
-    ChangedParametersWarning,
     ChangedRateWarning,
     DividedLossWarning,
     Extension,
     LeftoverLoopWarning,
     MicroBatch,
-    NonFiniteLosses,
     Warnings,
     WindowLoss,
     as_number,
-    handlers,
 )
 from gradaccum_torch.grad_scaler import ScalerLink
 from gradaccum_torch.gradient_sum import (
     Gradients,
     GradientSum,
-    SumInBuffers,
     SumOnArrival,
     make_gradient_sum,
 )
@@ -62,6 +58,9 @@ class Scheduler(Protocol):
 
     def follow(self) -> None:
         """Move if an update was applied since the last move."""
+
+    def optimizer_loaded(self) -> None:
+        """Take the updates of a loaded state for followed."""
 
 
 class Window:
@@ -85,30 +84,20 @@ class Window:
         self.scaler = scaler
         self.workers = workers
         self.watch = GradientWatch()
-        self.watch.end_with(self, clears=not options.separate_sums)
+        self.watch.end_with(self)
         self.listeners = kit.Listeners()
         self.schedulers: WeakSet[Scheduler] = WeakSet()
         """Those that follow the updates."""
         self.sizes = kit.Sizes(options.reduction)
         self.warn = Warnings()
         self.window_loss = WindowLoss(options)
-        self.non_finite_losses = NonFiniteLosses()
         self.changed_rate_warning = ChangedRateWarning(masters.inner, self.warn)
-        changed_parameters_warning = ChangedParametersWarning(
-            masters.parameters, self.warn
-        )
-        self.changed_parameters_warning = changed_parameters_warning
         self.extensions: list[Extension] = [
             self.window_loss,
             self.changed_rate_warning,
             LeftoverLoopWarning(self.warn),
             DividedLossWarning(options, self.warn),
-            changed_parameters_warning,
         ]
-        if workers.several:
-            self.extensions.append(self.non_finite_losses)
-        self.loss_handlers = handlers(self.extensions, "loss_given")
-        self.micro_batch_handlers = handlers(self.extensions, "micro_batch_added")
         self.use_of_weights = kit.use_of_weights(options)
         self.measures = kit.measures(options)
         """The norm of a window's sum is needed."""
@@ -118,6 +107,8 @@ class Window:
         self.micro_batch = MicroBatch()
         self.passes_before = PASSES[0]
         """The backward passes of all wrappers when a micro-batch was last counted."""
+        self.expects_one_pass = False
+        """The micro-batch before had a single backward pass."""
         self.last_event = (False, False, False, 0.0)
         """Of the last call: applied, skipped, overflow; and the last window's norm."""
         self.is_reduced = False
@@ -157,6 +148,11 @@ class Window:
         """True if a backward pass has delivered something since the last step."""
         return bool(self.watch.factors)
 
+    @property
+    def holds_sum_in_grad(self) -> bool:
+        """True if ``.grad`` holds a part of the open window's sum."""
+        return self.state.micro_step > 0 and not self.gradient_sum.is_beside_grad
+
     def current_state(self) -> State:
         """Return the state; between two windows with a `torch.amp.GradScaler`'s own
         scale, for which this waits.
@@ -164,6 +160,11 @@ class Window:
         if self.scaler is not None and not self.state.micro_step:
             self.state = self.at_rest(self.scaler.with_scale(self.state))
         return self.state
+
+    def current_size(self) -> Size:
+        if self.state.micro_step:
+            return self.size
+        return known_window_size(self.options, self.updates)
 
     def at_rest(self, state: Any) -> State:
         return kit.at_rest(state, float64_weight=self.has_float64)
@@ -181,22 +182,21 @@ class Window:
         ]
         self.has_float64 = torch.float64 in self.sum_dtypes
         self.largest_number = kit.largest_number(float64_weight=self.has_float64)
-        self.workers.parameters_changed()
         self.changed_rate_warning.allow_change()
-        self.changed_parameters_warning.parameters_changed()
         self.watch.follow(parameters)
         make = self.workers.make_gradient_sum or make_gradient_sum
         gradient_sum = make(self.masters.parameters, self.watch, self.options)
-        self._carry_over(self.gradient_sum, gradient_sum)
-        self.gradient_sum = gradient_sum
+        if type(gradient_sum) is not type(self.gradient_sum):
+            self._move_sum(self.gradient_sum, gradient_sum)
+            self.gradient_sum = gradient_sum
         self.expect_window()
-        if self.workers.several:
-            self.expect_micro_batch()
 
-    def _carry_over(self, old_sum: GradientSum, new_sum: GradientSum) -> None:
+    def expect_window(self) -> None:
+        if self.gradient_sum.expects_windows:
+            self.gradient_sum.expect_window(self.current_size())
+
+    def _move_sum(self, old_sum: GradientSum, new_sum: GradientSum) -> None:
         """Move the sum, and what has arrived of a micro-batch, to a new place."""
-        if type(old_sum) is type(new_sum) and not isinstance(old_sum, SumInBuffers):
-            return  # It is in ``.grad``.
         factors = set(self.watch.factors)
         passes = self.watch.passes
         if isinstance(old_sum, SumOnArrival):
@@ -210,34 +210,10 @@ class Window:
         ):
             if parameter in sums:
                 sums[parameter] = sums[parameter].to(dtype)
-        if type(old_sum) is not type(new_sum):
-            old_sum.clear()
+        old_sum.clear()
         new_sum.replace(sums)
         self.watch.factors.update(factors)
         self.watch.passes = passes
-
-    def expect_window(self) -> None:
-        if not self.gradient_sum.expects_windows:
-            return
-        size = self.size
-        if not self.state.micro_step:
-            size = checks.known_window_size(self.options, self.updates)
-        self.gradient_sum.expect_window(size)
-
-    def expect_micro_batch(self) -> None:
-        """Say to the workers whether the next micro-batch is known to end the window.
-
-        In a window of one micro-batch only `backward` says that a pass is for this
-        optimizer: the pass of a GAN's generator brings gradients to the discriminator
-        too, which are cleared again.
-        """
-        micro_step = self.state.micro_step
-        size = self.size
-        if not micro_step:
-            size = checks.known_window_size(self.options, self.updates)
-        is_last = isinstance(size, int) and micro_step == size - 1
-        is_announced = micro_step > 0 or self.micro_batch.has_loss
-        self.workers.expect_micro_batch(self.gradient_sum, is_last and is_announced)
 
     # A micro-batch.
 
@@ -271,17 +247,15 @@ class Window:
         """
         self.update.require_usable()
         self.require_own_sum("backward()")
+        if self.workers.is_reducing:
+            raise checks.second_pass_error()
         micro_batch = self.micro_batch
         weighs_again = weight is not None and micro_batch.is_weighed
         if weighs_again and micro_batch.has_loss:
             micro_batch.is_weighed_twice = True
         before = (micro_batch.weight, micro_batch.has_loss)
         micro_batch.set_weight(self.weight() if weight is None else weight)
-        micro_batch.has_loss = True
-        if micro_batch.is_weighed_twice:
-            self.warn(WEIGHED_TWICE)
-        for loss_given in self.loss_handlers:
-            loss_given(loss)
+        self._give_loss(loss)
         try:
             self._differentiate(loss, arguments)
         except BaseException:
@@ -291,47 +265,43 @@ class Window:
         micro_batch.is_weighed = micro_batch.is_weighed or weight is not None
         if micro_batch.weight:
             gradient = arguments.get("gradient")
-            shown = loss if gradient is None else loss.detach() * gradient
-            micro_batch.losses.append(as_number(shown))
+            shown_loss = loss if gradient is None else loss.detach() * gradient
+            micro_batch.losses.append(as_number(shown_loss))
+
+    def _give_loss(self, loss: Tensor) -> None:
+        self.micro_batch.has_loss = True
+        if self.micro_batch.is_weighed_twice:
+            self.warn(WEIGHED_TWICE)
+        for extension in self.extensions:
+            extension.loss_given(loss)
 
     def _differentiate(self, loss: Tensor, arguments: Mapping[str, Any]) -> None:
         weight = self.micro_batch.weight
+        context: AbstractContextManager[object] = nullcontext()
+        factor = 0.0
         if weight:
             self.current_state()
             factor = self.factor(weight)
-            self._run_backward(loss, self._multiplied(loss, factor, arguments), factor)
-        elif (taking_part := self.workers.taking_part()) is not None:
-            with taking_part:
-                self._run_backward(self.workers.require_graph(loss), arguments, 0.0)
+            arguments = with_factor(loss, factor, arguments)
         else:
-            self.workers.require_no_collective(loss)
+            weightless_pass = self.workers.weightless_pass()
+            if weightless_pass is None:
+                return
+            context = weightless_pass
+        with self._last_pass(), context:
+            self._run_backward(loss, arguments, factor)
 
-    def _multiplied(
-        self, loss: Tensor, factor: float, arguments: Mapping[str, Any]
-    ) -> Mapping[str, Any]:
-        """Return `arguments` with a gradient of `loss` that is multiplied by
-        `factor`.
-
-        The same bits as the gradient of ``loss * factor``, without that operation and
-        its backward pass.
+    def _last_pass(self) -> AbstractContextManager[object]:
+        """Return a context in which the workers may reduce, if the pass in it is known
+        to end the window.
         """
-        if factor == 1:
-            return arguments
-        self._require_float16_holds(loss)
-        gradient = arguments.get("gradient")
-        if gradient is None:
-            gradient = torch.ones_like(loss)
-        return {**arguments, "gradient": gradient * factor}
-
-    def _require_float16_holds(self, loss: Tensor) -> None:
-        """Raise unless the gradient of a float16 loss, its factor, can be finite."""
-        if loss.dtype is not torch.float16:
-            return
-        rule = self.options.scale_rule
-        scale = rule.init_scale if rule.backoff_factor == 1 else rule.min_scale
-        least_factor = kit.contribution(self.weight(), self.options) * scale
-        if least_factor > 65504:
-            raise checks.beyond_float16_error(least_factor)
+        if not self.workers.is_shared:
+            return nullcontext()
+        size = self.current_size()
+        if not isinstance(size, int) or self.state.micro_step != size - 1:
+            return nullcontext()
+        is_only_pass = self.expects_one_pass and not self.has_new_gradient
+        return self.workers.last_pass(self.gradient_sum, is_only_pass)
 
     def _run_backward(
         self, loss: Tensor, arguments: Mapping[str, Any], factor: float
@@ -339,20 +309,15 @@ class Window:
         """Run ``loss.backward(**arguments)``. If it raises, remove what arrived, if it
         is not a part of the sum.
         """
-        is_first = not self.state.micro_step or self.gradient_sum.is_beside_grad
-        is_undoable = (
-            is_first and not self.has_new_gradient and not self.watch.holds_gradients()
+        is_undoable = not (
+            self.holds_sum_in_grad
+            or self.has_new_gradient
+            or self.watch.holds_gradients()
         )
         passes = PASSES[0]
-        is_announced = not self.state.micro_step and factor != 0
-        if self.workers.reduces_single_micro_batches and is_announced:
-            self.expect_micro_batch()
+        FACTORS.append(factor)
         try:
-            FACTORS.append(factor)
-            try:
-                loss.backward(**arguments)  # type: ignore[no-untyped-call]
-            finally:
-                FACTORS.pop()
+            loss.backward(**arguments)  # type: ignore[no-untyped-call]
         except BaseException:
             if self.workers.is_reducing:
                 # The others add up what came before it.
@@ -364,6 +329,8 @@ class Window:
                 # A reentrant checkpoint's own passes may have ended.
                 self.watch.is_running = True
             raise
+        finally:
+            FACTORS.pop()
 
     def _clear_gradients(self) -> None:
         """Clear the micro-batch under way, which is apart from the sum."""
@@ -374,28 +341,19 @@ class Window:
         else:
             self.gradient_sum.clear()
 
-    def multiplied(self, loss: Tensor) -> Tensor:
-        """Return `loss`, of any shape, times its factor."""
+    def scale(self, loss: Tensor) -> Tensor:
+        micro_batch = self.micro_batch
+        micro_batch.set_weight(self.weight())
+        micro_batch.is_scaled_by_hand = True
+        self._give_loss(loss)
+        micro_batch.losses.append(as_number(loss))
         self.current_state()
         factor = self.factor(self.weight())
         if factor == 1:
             return loss
-        self._require_float16_holds(loss)
         # backward() works inside torch.no_grad(), and so must this.
         with torch.enable_grad():
             return loss * factor
-
-    def scale(self, loss: Tensor) -> Tensor:
-        micro_batch = self.micro_batch
-        micro_batch.set_weight(self.weight())
-        micro_batch.has_loss = True
-        micro_batch.is_scaled_by_hand = True
-        if micro_batch.is_weighed_twice:
-            self.warn(WEIGHED_TWICE)
-        for loss_given in self.loss_handlers:
-            loss_given(loss)
-        micro_batch.losses.append(as_number(loss))
-        return self.multiplied(loss)
 
     def evaluate(self, closure: Callable[[], Any]) -> Any:
         """Run `closure`, and count its loss unless it was passed already, or a gradient
@@ -442,6 +400,8 @@ class Window:
         micro_batch.window_size = self.size
         if micro_batch.is_weighed_twice and not micro_batch.has_loss:
             self.warn(WEIGHED_TWICE)
+        if self.watch.engine_passes:
+            self.expects_one_pass = self.watch.engine_passes == 1
         is_finite = self.gradient_sum.add_micro_batch(self.update)
         self.update.is_broken = True
         added_weight = weight if kit.usable(state, weight, is_finite) else 0.0
@@ -451,13 +411,10 @@ class Window:
         self.has_just_loaded = False
         self.passes_before = PASSES[0]
         self._forget_micro_batch()
-        for micro_batch_added in self.micro_batch_handlers:
-            micro_batch_added(micro_batch, added_weight)
+        for extension in self.extensions:
+            extension.micro_batch_added(micro_batch, added_weight)
         self.update.is_broken = False
-        is_full = bool(kit.ends(self.state, self.size, select))
-        if self.workers.several and not is_full:
-            self.expect_micro_batch()
-        return is_full
+        return bool(kit.ends(self.state, self.size, select))
 
     def _forget_micro_batch(self) -> None:
         self.micro_batch = MicroBatch()
@@ -469,91 +426,52 @@ class Window:
         """
         watch = self.watch
         factor = self.factor(weight)
-        arrived = watch.factors
         is_unscaled = self.has_scale and not self.micro_batch.has_loss
-        if arrived != {factor} or is_unscaled:
-            self._require_factor(weight, factor, arrived)
-        if watch.has_graph and self.workers.several:
-            raise checks.graph_error("create_graph")
-        if isinstance(self.gradient_sum, SumInBuffers):
-            self._require_not_taken()
+        if watch.factors != {factor} or is_unscaled:
+            self._require_factor(factor, watch.factors)
         if self.options.separate_sums:
-            self._require_separate_gradient()
+            self._require_complete_pass()
         elif watch.is_running:
             raise checks.interrupted_error()
         elif not watch.is_intact():
-            after = State(*kit.accumulate(self.state, weight, True, select))
-            is_full = kit.ends(after, self.size, select)
-            is_first = after.micro_step == 1
-            if not (is_full and self._may_be_changed(after, is_first)):
-                raise checks.changed_gradients_error(watch.likely_change())
+            # As in the bare loop, ``.grad`` of a single micro-batch is the user's.
+            is_users = self.size == 1 and factor == 1 and not self.workers.is_reducing
+            if not is_users:
+                raise checks.changed_gradients_error(watch.is_cleared())
             watch.reset()
 
-    def _may_be_changed(self, after: State, is_first: bool) -> bool:
-        """True if ``.grad`` holds the complete gradient of the window that ends with
-        `after`, which is the user's to change.
-        """
-        is_in_buffers = isinstance(self.gradient_sum, SumInBuffers)
-        if is_in_buffers and not (is_first and self.gradient_sum.is_beside_grad):
-            return False
-        is_complete = kit.divisor(after, self.options, select) == 1
-        return is_complete and (is_first or self.watch.change is None)
-
-    def _require_factor(
-        self, weight: float, factor: float, arrived: set[float]
-    ) -> None:
+    def _require_factor(self, factor: float, arrived_factors: set[float]) -> None:
         micro_batch = self.micro_batch
         if self.options.separate_sums:
             # The user may have cleared what another wrapper's pass has left there.
-            arrived = arrived & {1.0}
-        has_begun = bool(arrived) or micro_batch.has_loss or micro_batch.is_weighed
+            arrived_factors = arrived_factors & {1.0}
+        has_begun = (
+            bool(arrived_factors) or micro_batch.has_loss or micro_batch.is_weighed
+        )
         has_begun = has_begun or PASSES[0] != self.passes_before
-        has_begun = has_begun or self.watch.change is not None
+        has_begun = has_begun or self.watch.was_changed
         if not has_begun and not self._holds_users():
             raise checks.no_backward_error()
+        is_unscaled = self.has_scale and not micro_batch.has_loss
         if micro_batch.is_scaled_by_hand:
             return
-        if self.has_scale and not micro_batch.has_loss:
-            raise checks.not_scaled_error(bool(arrived))
-        if arrived - {1.0, factor}:
-            raise checks.multiplied_error()
-        if arrived - {factor}:
-            if micro_batch.has_loss:
-                raise checks.not_scaled_error(True)
-            raise checks.not_weighed_error(weight)
+        if is_unscaled or arrived_factors - {factor}:
+            raise checks.not_scaled_error()
 
-    def _require_not_taken(self) -> None:
-        """Raise if another wrapped optimizer of these parameters has moved the gradient
-        into a sum of its own.
+    def _require_complete_pass(self) -> None:
+        """Raise unless ``.grad``, which the user may have cleared or written since, is
+        free of what a backward pass that raised has delivered.
         """
-        if not self.has_new_gradient:
+        if not self.watch.is_running:
             return
-        parameters = self.masters.parameters()
-        has_gradient = any(each.grad is not None for each in parameters)
-        if not has_gradient and self.watch.is_shared():
-            raise checks.taken_gradients_error()
-
-    def _require_separate_gradient(self) -> None:
-        """Raise if ``.grad``, which the user may have cleared or written since, is no
-        micro-batch's gradient.
-        """
-        parameters = self.masters.parameters()
-        gradients = [each.grad for each in parameters if each.grad is not None]
-        if not gradients:
-            return
-        # What a backward pass that raised has delivered was added to.
-        if self.watch.is_running and any(each._version > 0 for each in gradients):
-            raise checks.interrupted_error(is_separate=True)
-        if self.watch.has_graph:
-            raise checks.graph_error("separate_sums")
-        if self.size != 1 and hasattr(parameters[0], "summed_grad"):
-            raise checks.added_noise_error()
+        for parameter in self.masters.parameters():
+            if parameter.grad is not None and parameter.grad._version > 0:
+                raise checks.interrupted_error()
 
     def _holds_users(self) -> bool:
         """True if the user has put a gradient into ``.grad``."""
-        is_separate = not self.state.micro_step or self.gradient_sum.is_beside_grad
         return self.watch.holds_other_gradients(
-            self.masters.parameters(), is_separate=is_separate
+            self.masters.parameters(), is_separate=not self.holds_sum_in_grad
         )
 
     def _were_parameters_changed(self) -> bool:
@@ -564,7 +482,7 @@ class Window:
         """Clear ``.grad`` where it holds no part of the sum."""
         if self.workers.is_reducing:
             raise checks.unfinished_error("zero_grad()")
-        if self.state.micro_step and not self.gradient_sum.is_beside_grad:
+        if self.holds_sum_in_grad:
             if self.has_new_gradient:
                 raise checks.unfinished_error("zero_grad()")
             return
@@ -581,9 +499,7 @@ class Window:
             self.weigh(weight)
         if not set_to_none:
             # Zeros, so that momentum and weight decay still move the parameters.
-            ids = {
-                id(each) for each in (*had_gradient, *self.update.updated_parameters)
-            }
+            ids = set(map(id, [*had_gradient, *self.update.updated_parameters]))
             for parameter in parameters:
                 if id(parameter) in ids:
                     dtype = gradient_dtype(parameter)
@@ -596,13 +512,9 @@ class Window:
         """Make the update from the window's sum, or skip it, and begin the next
         window.
         """
-        if self._were_parameters_cast():
-            raise checks.cast_in_window_error()
         if self.scaler is not None and self.state.micro_step:
             self.scaler.require_unmoved(self.state)
-        for extension in self.extensions:
-            extension.window_ending()
-        if self.workers.several and not self.is_reduced and not self._reduce():
+        if self.workers.is_shared and not self.is_reduced and not self._reduce():
             return
         state: Any = self.state
         options = self.options
@@ -610,9 +522,6 @@ class Window:
             state, options = kit.with_denominator(state, denominator, options, select)
         sums = self._complete_sums()
         decision = self._decide(sums, state, options)
-        ranks: list[int] = []
-        if decision.overflow and not decision.apply and self.workers.several:
-            ranks = self.workers.ranks_with(self.non_finite_losses.found())
         self.update.is_made = False
         try:
             if decision.apply:
@@ -620,55 +529,44 @@ class Window:
         finally:
             if self.update.is_made or not decision.apply:
                 self._finish(decision, state, options)
-        if ranks:
-            self.warn(NON_FINITE_LOSS.format(ranks=", ".join(map(str, ranks))))
-
-    def _were_parameters_cast(self) -> bool:
-        dtypes = [parameter.dtype for parameter in self.masters.parameters()]
-        return dtypes != [dtype for _, dtype, _ in self.parameter_marks]
 
     def _complete_sums(self) -> Gradients:
         """Return the sums with each element once."""
         sums = self.gradient_sum.gradients()
-        unusual = [
-            total
-            for total in sums.values()
-            if type(total) is not Tensor or total.is_sparse
-        ]
-        if not unusual:
+        if all(
+            type(total) is Tensor and not total.is_sparse for total in sums.values()
+        ):
             return sums
         complete_sums = {
             parameter: complete(total) for parameter, total in sums.items()
         }
-        if any(complete_sums[each] is not total for each, total in sums.items()):
+        if any(complete_sums[key] is not total for key, total in sums.items()):
             self.gradient_sum.replace(complete_sums)
         return complete_sums
 
-    def _reduce(self, part: int | None = None) -> bool:
-        """Make this the window of all workers; return False if none of them has one."""
-        numbers = [extension.numbers() for extension in self.extensions]
-        own_numbers = [number for each in numbers for number in each]
-        reduced = self.workers.all_reduce(
-            self.state,
-            self.gradient_sum.gradients(),
-            own_numbers,
-            self.update,
-            part,
+    def _reduce(self, parameters: list[Tensor] | None = None) -> bool:
+        """Make this the window of all workers, or the sums of some `parameters`; return
+        False if no worker has a window.
+        """
+        window = self.workers.all_reduce(
+            self.state, self.gradient_sum, self._numbers(), self.update, parameters
         )
-        if not reduced.is_open:
-            return False
-        self.gradient_sum.replace(reduced.gradients)
-        if part is None:
-            remaining = iter(reduced.numbers)
-            for extension, given in zip(self.extensions, numbers, strict=True):
-                if given:
-                    extension.reduced([next(remaining) for _ in given])
-        self.state = self.at_rest(
-            kit.joined(self.state, reduced.weight, reduced.overflow)
-        )
-        self.is_reduced = True
+        self.gradient_sum.replace(window.gradients)
+        if window.is_open:
+            if parameters is None:
+                numbers = iter(window.numbers)
+                for extension in self.extensions:
+                    extension.reduced([next(numbers) for _ in extension.numbers()])
+            state = kit.joined(self.state, window.weight, window.overflow)
+            self.state = self.at_rest(state)
+            self.is_reduced = True
         self.update.is_broken = False
-        return True
+        return window.is_open
+
+    def _numbers(self) -> list[float]:
+        return [
+            number for extension in self.extensions for number in extension.numbers()
+        ]
 
     def _decide(self, sums: Gradients, state: Any, options: Options) -> Decision:
         norm = float("nan")
@@ -703,16 +601,18 @@ class Window:
     def _finish(self, decision: Decision, state: Any, divided_by: Options) -> None:
         """Begin the next window."""
         self.update.is_broken = True
-        ended = self.state
+        ended_state = self.state
         options = self.options
         if self.scaler is not None:
             options = options._replace(scale_rule=self.scaler.rule)
-        closed = kit.close(ended, decision.apply, decision.overflow, options, select)
-        self.state = self.at_rest(closed)
-        applied = decision.apply
+        closed_state = kit.close(
+            ended_state, decision.apply, decision.overflow, options, select
+        )
+        self.state = self.at_rest(closed_state)
+        is_applied = decision.apply
         self.last_event = (
-            applied,
-            not applied,
+            is_applied,
+            not is_applied,
             decision.overflow,
             decision.grad_norm,
         )
@@ -723,19 +623,19 @@ class Window:
         self.workers.window_ended()
         self.watch.compares_norms = False
         self.expect_window()
-        if self.workers.several:
-            self.expect_micro_batch()
         if self.scaler is not None:
             self.scaler.window_closed(self.state, decision.overflow)
         for extension in self.extensions:
             extension.window_closed(state, divided_by)
         if self.listeners.added:
             self.listeners.note(
-                self.result, weight=ended.weight, micro_batches=ended.micro_step
+                self.result,
+                weight=ended_state.weight,
+                micro_batches=ended_state.micro_step,
             )
         self.update.is_broken = False
 
-    def reported(self, close: Callable[[], None]) -> None:
+    def call_listeners_after(self, close: Callable[[], None]) -> None:
         """Call `close`, and then the listeners with each window that it closed."""
         if not self.listeners.added:
             return close()
@@ -745,8 +645,8 @@ class Window:
     def flush(self, denominator: float | None = None) -> None:
         """Close the open window, and as many as other workers have."""
         if denominator is not None:
-            several = self.workers.several
-            kit.require_denominator(denominator, self.options, several=several)
+            is_shared = self.workers.is_shared
+            kit.require_denominator(denominator, self.options, several=is_shared)
         self.update.require_usable()
         micro_step = self.state.micro_step
         if self.watch.is_running and not self.options.separate_sums:
@@ -754,7 +654,7 @@ class Window:
         if self.micro_batch.has_loss or self.workers.is_reducing:
             raise checks.unfinished_error("flush()")
         if micro_step and not self.options.separate_sums:
-            self._require_counted("flush()", is_flush=True)
+            self._require_counted("flush()")
         self.last_event = (False, False, False, self.last_event[3])
         self.workers.flush(
             partial(self.close, denominator),
@@ -762,22 +662,14 @@ class Window:
             is_open=micro_step > 0,
         )
 
-    def _require_counted(self, call: str, is_flush: bool = False) -> None:
+    def _require_counted(self, call: str) -> None:
         """Raise unless ``.grad`` is as it was after the last ``step``."""
         if self.watch.is_running:
             raise checks.interrupted_error()
         if self.has_new_gradient:
             raise checks.unfinished_error(call)
-        if self.watch.is_intact():
-            return
-        change = self.watch.likely_change()
-        is_cleared = change is checks.Change.CLEARED
-        may_be_changed = is_flush and not self.gradient_sum.is_beside_grad
-        if is_cleared or not (
-            may_be_changed and self._may_be_changed(self.state, False)
-        ):
-            raise checks.changed_gradients_error(change)
-        self.watch.reset()
+        if not self.watch.is_intact():
+            raise checks.changed_gradients_error(self.watch.is_cleared())
 
     def _between_windows(self) -> None:
         """Repeat between two windows of one call what the user's loop does on the other
@@ -789,6 +681,7 @@ class Window:
 
     def discard(self) -> None:
         """Forget the open window and the micro-batch under way."""
+        self.workers.abandon(self._numbers())
         self.gradient_sum.clear()
         for master in self.masters.masters.values():
             master.grad = None
@@ -810,23 +703,21 @@ class Window:
 
     # Layer by layer.
 
-    def close_part(self, number: int, belongs: Callable[[Tensor], bool]) -> None:
+    def close_part(self, belongs: Callable[[Tensor], bool]) -> None:
         """Make the update of the parameters that `belongs` is true of; the window stays
-        open for the others.
+        open for the others. All workers close the same parts in the same order.
 
-        Where the decision needs no norm, it is the same for each part. All workers give
-        a part the same `number`.
+        Where the decision needs no norm, it is the same for each part.
         """
-        self.changed_parameters_warning.window_discarded()
         state = self.state
         sums = self.gradient_sum.gradients()
         self.gradient_sum.clear()
-        part = {each: total for each, total in sums.items() if belongs(each)}
-        later = {each: total for each, total in sums.items() if each not in part}
+        part = {key: total for key, total in sums.items() if belongs(key)}
+        later = {key: total for key, total in sums.items() if key not in part}
         self.gradient_sum.replace(part)
-        if self.workers.several:
-            self._reduce(number)
-        parameters = [each for each in self.masters.parameters() if belongs(each)]
+        parameters = list(filter(belongs, self.masters.parameters()))
+        if self.workers.is_shared:
+            self._reduce(parameters)
         with self.masters.only(parameters):
             part_sums = self._complete_sums()
             decision = self._decide(part_sums, self.state, self.options)
@@ -847,9 +738,7 @@ class Window:
         self.require_own_sum("state_dict()")
         if self.watch.is_running and not self.gradient_sum.is_beside_grad:
             raise checks.interrupted_error()
-        if self.workers.is_reducing:
-            raise checks.unfinished_error("state_dict()")
-        if self.state.micro_step and not self.gradient_sum.is_beside_grad:
+        if self.holds_sum_in_grad:
             if self.micro_batch.has_loss:
                 raise checks.unfinished_error("state_dict()")
             self._require_counted("state_dict()")
@@ -866,31 +755,6 @@ class Window:
             for index, parameter in enumerate(self.masters.parameters())
             if parameter in sums
         }
-
-    def pickled(self) -> dict[str, Any]:
-        """Return the micro-batch under way: torch may pickle a parameter without its
-        ``.grad``.
-        """
-        change = None if self.watch.is_intact() else self.watch.likely_change()
-        return {
-            "gradients": [
-                None if each.grad is None else each.grad.detach()
-                for each in self.masters.parameters()
-            ],
-            "micro_batch": self.micro_batch,
-            "factors": self.watch.factors,
-            "change": change,
-        }
-
-    def unpickle(self, pickled: Mapping[str, Any]) -> None:
-        for parameter, gradient in zip(
-            self.masters.parameters(), pickled["gradients"], strict=True
-        ):
-            parameter.grad = gradient
-        self.watch.reset()
-        self.micro_batch = pickled["micro_batch"]
-        self.watch.factors.update(pickled["factors"])
-        self.watch.change = pickled["change"]
 
     def restore(
         self, state: State, sums: Mapping[int, Tensor], entries: dict[str, Any]
@@ -918,8 +782,28 @@ class Window:
             self.scaler.write(self.state)
 
 
+def with_factor(
+    loss: Tensor, factor: float, arguments: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """Return the `arguments` of ``loss.backward`` with a gradient of `loss` that is
+    multiplied by `factor`.
+
+    The same bits as the gradient of ``loss * factor``, without that operation and its
+    backward pass.
+    """
+    if factor == 1:
+        return arguments
+    gradient = arguments.get("gradient")
+    if gradient is None:
+        gradient = torch.ones_like(loss)
+    return {**arguments, "gradient": gradient * factor}
+
+
 def parameter_marks(
     parameters: list[Tensor],
 ) -> list[tuple[int, torch.dtype, bool]]:
     """Return what differs once parameters were replaced, cast or frozen."""
-    return [(id(each), each.dtype, each.requires_grad) for each in parameters]
+    return [
+        (id(parameter), parameter.dtype, parameter.requires_grad)
+        for parameter in parameters
+    ]

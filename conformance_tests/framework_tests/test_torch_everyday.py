@@ -327,79 +327,6 @@ def test_division_by_the_steps_is_said_once(kind: str, said: Said) -> None:
     assert all("4 times too small: delete the division" in text for text in said())
 
 
-# Parameters that change inside a window.
-
-
-def load_others(model: nn.Module, opt: Any) -> None:
-    model.load_state_dict({k: v + 1 for k, v in model.state_dict().items()})
-
-
-def each_parameter(*changes: Callable[[Tensor], object]) -> Loop:
-    """All `changes` one after another, and a forward pass before the last."""
-
-    @torch.no_grad()
-    def loop(model: nn.Module, opt: Any) -> None:
-        for change in changes:
-            loss_of(model)
-            for parameter in model.parameters():
-                change(parameter)
-
-    return loop
-
-
-@by_place
-def test_change_of_the_model_in_a_window_is_said_once(place: str, said: Said) -> None:
-    model, opt = make(place)
-    for _ in range(2):
-        train(model, opt, 2)
-        load_others(model, opt)
-        train(model, opt, 2)
-    assert opt.result.optimizer_step == 2
-    (text,) = said()
-    assert "parameters changed inside a window" in text
-
-
-def resume(model: nn.Module, opt: Any) -> None:
-    saved = copy.deepcopy(opt.state_dict())
-    load_others(model, opt)
-    opt.load_state_dict(saved)
-
-
-KEEPS: dict[str, Loop] = {
-    "perturb": each_parameter(lambda p: p.add_(0.05), lambda p: p.sub_(0.05)),
-    "clamp": each_parameter(lambda p: p.clamp_(-0.3, 0.3)),
-    "roll back": lambda model, opt: (load_others(model, opt), opt.discard()),
-    "resume": resume,
-    "close": lambda model, opt: (opt.flush(), load_others(model, opt)),
-}
-
-
-@by_place
-@pytest.mark.parametrize("change", KEEPS)
-def test_model_that_is_itself_again_says_nothing(
-    place: str, change: str, said: Said
-) -> None:
-    model, opt = make(place)
-    for _ in range(8):
-        train(model, opt, 1)
-        KEEPS[change](model, opt)
-    opt.flush()
-    assert opt.result.optimizer_step or change == "roll back"
-    assert not said()
-
-
-def test_model_that_changes_itself_says_nothing(said: Said) -> None:
-    """An embedding normalizes the rows that it reads."""
-    model = nn.Sequential(nn.Embedding(8, 3, max_norm=0.5), nn.Linear(3, 3))
-    opt = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.1), steps=4)
-    for rows in torch.arange(8).repeat(3).split(2):
-        model(rows).square().mean().backward()
-        opt.step()
-        opt.zero_grad()
-    assert opt.result.optimizer_step == 3
-    assert not said()
-
-
 # Schedulers and epochs.
 
 
@@ -519,5 +446,5 @@ def test_two_optimizers_over_the_same_parameters_are_named() -> None:
         if index == 0:
             second.step()
         first.step()
-    with pytest.raises(gradaccum.UsageError, match="another wrapped optimizer has too"):
+    with pytest.raises(gradaccum.UsageError, match=r"^\.grad: .*opt\.discard"):
         second.step()

@@ -18,7 +18,6 @@ from conformance_tests.framework_tests.torch_model import (
     loss_of,
     make,
     same,
-    train,
 )
 from conformance_tests.framework_tests.torch_operations import Operations
 from gradaccum_torch import arithmetic, update, window
@@ -64,23 +63,6 @@ def test_peak_is_sum_and_one_gradient(
     assert all(parameter.grad is None for parameter in parameters)
     assert 4 * ALL <= max(peaks) <= 4 * ALL + 2 * ONE
     assert peaks[-1] == (4 if master_weights else 2) * ALL, "at the update"
-
-
-@pytest.mark.parametrize(("before", "then"), [(1, 4), (4, 1)])
-def test_callable_that_changes_its_mind_between_two_windows(
-    before: int, then: int
-) -> None:
-    """The window has the size of its first ``step``, and ``zero_grad`` keeps the
-    sum.
-    """
-    sizes = [before]
-    model, opt = make("half precision", steps=lambda _: sizes[0])
-    sizes[0] = then
-    reference, other = make("half precision", steps=then)
-    for each, wrapper in ((model, opt), (reference, other)):
-        train(each, wrapper, then)
-    assert opt.result.applied
-    assert same(model, reference)
 
 
 # What the host waits for and looks at.

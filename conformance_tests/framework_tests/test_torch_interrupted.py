@@ -9,11 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor
 
 from conformance_tests.framework_tests.torch_model import (
-    X,
     by_place,
     loss_of,
     make,
@@ -21,7 +19,6 @@ from conformance_tests.framework_tests.torch_model import (
     values,
 )
 from gradaccum import UsageError
-from gradaccum_torch import arithmetic, update
 
 BITS = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-7}
 
@@ -100,49 +97,6 @@ def test_raising_pre_hook_leaves_window_open(place: str) -> None:
         each.require_uninterrupted()
 
 
-def test_window_clipped_before_raising_is_refused() -> None:
-    """One pre-hook clips, the next one raises. The window's own gradient is lost, so
-    the window is refused.
-    """
-    run = Run()
-    run.opt.register_step_pre_hook(
-        lambda *_: nn.utils.clip_grad_value_(run.model.parameters(), 1e-3)
-    )
-    handle = run.opt.register_step_pre_hook(failing)
-    with pytest.raises(Failure):
-        run.train()
-    handle.remove()
-    with pytest.raises(UsageError, match=r"discard\(\)"):
-        run.opt.flush()
-    run.opt.discard()
-    run.train()
-    assert run.opt.result.applied
-
-
-@pytest.mark.parametrize(
-    "place", ["half precision", "in float64", "masters, half sums"]
-)
-def test_out_of_memory_while_narrowing(
-    place: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two of the four sums are divided and cast already."""
-    run = Run(place)
-    run.train(2)
-    narrowed, calls = arithmetic.narrowed, []
-
-    def raising(*arguments: Any) -> Tensor:
-        calls.append(1)
-        return failing() if len(calls) == 3 else narrowed(*arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(update, "narrowed", raising)
-        with pytest.raises(Failure):
-            run.train(first=2)
-    assert run.opt.result.micro_step == 3
-    run.opt.flush()
-    run.require_uninterrupted()
-
-
 @by_place
 @pytest.mark.parametrize("when", ["pre", "post"])
 @pytest.mark.parametrize("fused", [False, True])
@@ -166,20 +120,6 @@ def test_inner_step_that_raised_is_refused(place: str, when: str, fused: bool) -
     run.model.load_state_dict(weights)
     run.train()
     run.require_uninterrupted()
-
-
-def test_raising_post_hook_moves_the_scaler() -> None:
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
-    run = Run(steps=2, loss_scale=scaler)
-    run.opt.register_step_post_hook(failing)
-    scaler.scale(run.loss(0)).backward()
-    scaler.step(run.opt)
-    scaler.update()
-    scaler.scale(run.loss(1)).backward()
-    with pytest.raises(Failure):
-        scaler.step(run.opt)
-    assert run.opt.result.optimizer_step == 1
-    assert scaler.get_scale() == run.opt.result.loss_scale == 16.0
 
 
 # A micro-batch.
@@ -246,24 +186,3 @@ def test_half_made_backward_can_be_repeated(
     opt.step()
     run.train(first=micro_batch + 1)
     run.require_uninterrupted()
-
-
-@by_place
-@pytest.mark.parametrize("micro_batch", [0, 1])
-def test_step_after_a_part_of_a_reentrant_checkpoint_is_refused(
-    place: str, micro_batch: int
-) -> None:
-    """It would count a micro-batch without its gradient, or with a part of it. The
-    segment that came first has ended its own pass.
-    """
-    run = Run(place)
-    run.train(micro_batch)
-    x = X.to(run.model[0].weight.dtype).requires_grad_()
-    hidden = run.model[:2](x)
-    hidden.register_hook(failing)
-    out = checkpoint(run.model[2], hidden, use_reentrant=True)
-    with pytest.raises(Failure):
-        run.opt.backward(out.square().mean())
-    with pytest.raises(UsageError, match="backward"):
-        run.opt.step()
-    assert run.opt.result.micro_step == micro_batch

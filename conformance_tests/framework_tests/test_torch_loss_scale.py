@@ -65,7 +65,6 @@ class Loop:
 
 
 by_kind = pytest.mark.parametrize("kind", ["scaler.step", "opt.scale", "opt.backward"])
-SMALLEST = 2.0**-125
 
 
 @by_kind
@@ -166,27 +165,6 @@ def test_flush_moves_the_scale() -> None:
     assert state_of(loop.scaler) == (16.0, 0)
 
 
-@by_kind
-def test_scale_stays_above_zero(kind: str) -> None:
-    loop = Loop(kind, steps=1, init_scale=4 * SMALLEST, growth_interval=2)
-    scales = []
-    for gradient in (0.0, math.inf, math.inf, math.inf, 0.0, math.inf):
-        loop.micro_batch(gradient)
-        scales.append(loop.scaler.get_scale() / SMALLEST)
-    assert scales == [4, 2, 1, 1, 1, 1]
-
-
-@pytest.mark.parametrize("scale", ["the scaler", None])
-@by_kind
-def test_disabled_scaler_has_scale_one(kind: str, scale: Any) -> None:
-    """Whether the optimizer was given it or not."""
-    loop = Loop(kind, enabled=False, scale=scale)
-    for gradient in (1.0, 3.0):
-        loop.micro_batch(gradient)
-    assert loop.parameter.tolist() == [-2.0, -2.0]
-    assert loop.opt.result.loss_scale == 1.0
-
-
 # Saved, loaded and copied.
 
 
@@ -210,53 +188,3 @@ def test_scaler_resumes_with_the_wrapper(
             assert state_of(resumed.scaler) == state_of(whole.scaler)
     assert torch.equal(whole.parameter, resumed.parameter)
     assert state_of(resumed.scaler) == state_of(whole.scaler)
-
-
-def test_save_between_step_and_update() -> None:
-    """The saved scale is already the one that `update()` will set. Loops compare
-    `get_scale()` before and after `update()` to see that a step was skipped.
-    """
-    loop = Loop("scaler.step", init_scale=64.0, growth_interval=2)
-    update, states, scale = loop.scaler.update, list[Any](), 64.0
-
-    def looking() -> None:
-        entry = loop.opt.state_dict()["gradaccum"]
-        states.append((entry["loss_scale"], entry["growth_tracker"]))
-        assert loop.scaler.get_scale() == scale
-        update()
-
-    loop.scaler.update = looking  # type: ignore[method-assign]
-    for gradient in (1.0, 2.0, 3.0, 4.0, math.inf, 1.0):
-        loop.micro_batch(gradient)
-        assert states[-1] == state_of(loop.scaler)
-        scale = loop.scaler.get_scale()
-    assert states == [(64, 0), (64, 1), (64, 1), (128, 0), (128, 0), (64, 0)]
-
-
-@pytest.mark.parametrize(
-    "saved", [None, 8.0, gradaccum.DynamicLossScale(1024.0)], ids=str
-)
-def test_scaler_takes_a_saved_dynamic_scale_alone(saved: Any) -> None:
-    """The user may have loaded the scaler from a file of its own after wrapping."""
-    loop, other = Loop("opt.backward"), Loop("opt.backward", scale=saved)
-    for _ in range(2):
-        other.micro_batch(1.0)
-    loop.scaler.load_state_dict(
-        {**loop.scaler.state_dict(), "scale": 512.0, "_growth_tracker": 1}
-    )
-    loop.opt.load_state_dict(other.opt.state_dict())
-    for _ in range(2):
-        loop.micro_batch(1.0)
-    assert loop.parameter.tolist() == [-1.0, -1.0]
-    scale = 512.0 if saved in (None, 8.0) else 1024.0
-    assert state_of(loop.scaler) == (scale, 2)
-
-
-def test_copy_has_its_own_scaler() -> None:
-    loop = Loop("scaler.step")
-    loop.micro_batch(1.0)
-    twin = copy.deepcopy(loop)
-    twin.micro_batch(3.0)
-    assert twin.parameter.tolist() == [-2.0, -2.0]
-    assert loop.parameter.tolist() == [0.0, 0.0]
-    assert (state_of(twin.scaler)[1], state_of(loop.scaler)[1]) == (1, 0)

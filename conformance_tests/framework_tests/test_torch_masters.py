@@ -4,7 +4,6 @@ write into the model overrides them.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -60,20 +59,6 @@ def test_update_equals_float32_optimizer(dtype: torch.dtype, inner: str) -> None
     assert same(model, [twin.to(dtype) for twin in twins])
 
 
-def test_masters_show_only_in_a_step() -> None:
-    """Outside a step, groups and state show the model's parameters."""
-    model, opt = make("momentum")
-    seen: list[Any] = []
-    opt.register_step_pre_hook(lambda *_: seen.extend(opt.param_groups[0]["params"]))
-    train(model, opt, 2)
-    shown = opt.param_groups[0]["params"]
-    assert all(map(operator.is_, seen, masters_of(opt)))
-    assert all(map(operator.is_, shown, model.parameters()))
-    assert set(opt.state) == set(shown)
-    assert all(p.dtype == torch.bfloat16 for p in shown)
-    assert opt.state[shown[0]]["momentum_buffer"].dtype == torch.float32
-
-
 def test_bare_half_state_becomes_float32() -> None:
     parameter = torch.ones(2, dtype=torch.bfloat16, requires_grad=True)
     bare = INNER["momentum"]([parameter])
@@ -95,20 +80,6 @@ def test_added_group_has_masters_too() -> None:
     (late.sum() + loss_of(model)).backward()
     opt.step()
     assert masters_of(opt)[-1].tolist() == [1 - STEP / 2] * 2
-
-
-def test_rewrapped_optimizer_keeps_its_masters() -> None:
-    (model, opt), (other, reference) = make("adamw_fused"), make("adamw_fused")
-    train(model, opt, 2)
-    train(other, reference, 4)
-    inner = opt.optimizer
-    del opt
-    with pytest.raises(gradaccum.ArgumentValueError, match="master_weights=True"):
-        gradaccum.wrap(inner, steps=2)
-    again = gradaccum.wrap(inner, steps=2, master_weights=True)
-    train(model, again, 2, first=2)
-    assert same(model, other)
-    assert all_equal(masters_of(again), masters_of(reference))
 
 
 # What something else writes into the model.
@@ -163,13 +134,3 @@ def test_switched_weights_reach_the_model() -> None:
     loss.backward()
     opt.step()
     assert opt.result.optimizer_step == 2
-
-
-def test_replaced_parameter_has_a_new_master() -> None:
-    """Code that grows a model puts a new parameter into the group like this."""
-    model, opt = make()
-    train(model, opt, 2)
-    model[2].bias = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
-    opt.param_groups[0]["params"][3] = model[2].bias
-    train(model, opt, 2)
-    assert not torch.equal(opt.master_weights[3], torch.ones(2))

@@ -24,7 +24,7 @@ if not torch.distributed.is_available():
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -109,11 +109,7 @@ def fsdp(workers: int, sync: str, mesh: tuple[int, ...] = ()) -> Job:
 
 
 def hsdp(workers: int, sync: str) -> Job:
-    job = fsdp(workers, sync, (2, workers // 2))
-    # Torch divides twice by a factor beside shards of one worker, which is refused.
-    if workers > 2:
-        job.model[0].set_gradient_divide_factor(3.0)
-    return job
+    return fsdp(workers, sync, (2, workers // 2))
 
 
 def two_linear(workers: int) -> nn.Module:
@@ -136,10 +132,6 @@ PROGRAMS = {
     "FSDP2, window": (partial(fsdp, sync="window"), two_layers),
     "HSDP, micro_batch": (partial(hsdp, sync="micro_batch"), two_layers),
     "HSDP, window": (partial(hsdp, sync="window"), two_layers),
-    "HSDP, all_reduce_per_window": (
-        partial(hsdp, sync="all_reduce_per_window"),
-        two_layers,
-    ),
     "tensor parallel in FSDP2": (tensor_parallel_in_fsdp, two_linear),
 }
 
@@ -147,19 +139,14 @@ PROGRAMS = {
 def require_runs(program: str) -> None:
     if "SDP" in program and not RUNS_ON_CPU:
         pytest.skip(REASON)
-    if "all_reduce_per_window" in program and not hasattr(
-        FSDPModule, "set_reduce_scatter_unused_params"
-    ):
-        pytest.skip("torch before 2.13 cannot wait with the copies' reduction alone")
 
 
 @pytest.mark.parametrize("workers", WORKERS)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_every_way_is_exact(program: str, workers: int) -> None:
     """Two full windows and a short one, of unequal micro-batches; the norm, which a
-    scale would change, is compared too. The second window, when it is known which sums
-    there are, sends gradients and a few numbers, as the law says; what gathers
-    parameters and items is the engine's own.
+    scale would change, is compared too. The second window sends gradients and a few
+    numbers, as the law says; what gathers parameters and items is the engine's own.
     """
     require_runs(program)
     prepare, build = PROGRAMS[program]
@@ -247,6 +234,5 @@ LAWS = {
     "FSDP2, window": ("FSDP2, window", 1),
     "HSDP, micro_batch": ("FSDP2, micro_batch", 2),
     "HSDP, window": ("FSDP2, window", 2),
-    "HSDP, all_reduce_per_window": ("HSDP, all_reduce_per_window", 2),
 }
 """The programs by the law that holds for them, and their copies of the model."""

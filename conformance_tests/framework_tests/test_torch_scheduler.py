@@ -12,7 +12,6 @@ import torch
 from torch.optim import lr_scheduler
 
 import gradaccum
-from gradaccum import ArgumentTypeError
 from gradaccum_torch import GatedScheduler
 
 
@@ -92,44 +91,6 @@ def test_gated_plateau_reads_metrics_at_updates() -> None:
     assert rate(opt) == 0.5
 
 
-def test_gate_moves_once_per_call_after_an_update() -> None:
-    """Not for a skipped window, and once if several updates came before it."""
-    opt = make(steps=1)
-    gated = halving(opt)
-    for window, expected in (
-        ([float("nan")], 1.0),
-        ([1.0], 0.5),
-        ([1.0, 1.0, 1.0], 0.25),
-        ([], 0.25),
-    ):
-        for value in window:
-            feed(opt, value)
-        gated.step()
-        assert rate(opt) == expected
-
-
-def test_attributes_reach_the_scheduler() -> None:
-    opt = make()
-    scheduler = step_lr(opt)
-    gated = gradaccum.wrap(scheduler)
-    gated.gamma = 0.25
-    assert scheduler.gamma == gated.gamma == copy.deepcopy(gated).gamma == 0.25
-    assert gated.optimizer is opt
-    assert "StepLR" in repr(gated)
-
-
-def test_ungated_scheduler_does_not_warn() -> None:
-    """Torch warns where a scheduler's step seems to come before the optimizer's. No
-    warning may come in windows of one.
-    """
-    opt = make(steps=1)
-    scheduler = step_lr(opt)
-    for _ in range(3):
-        feed(opt)
-        scheduler.step()
-    assert rate(opt) == 0.125
-
-
 class Halving:
     """A scheduler of no library, which moves at each call."""
 
@@ -152,29 +113,6 @@ class Positioned:
 
     def step_update(self, num_updates: int, metric: float | None = None) -> None:
         self.told.append(("update", num_updates, metric))
-
-
-class Trainer:
-    """It holds an optimizer, and is none."""
-
-    optimizer = bare()
-
-
-@pytest.mark.parametrize(
-    ("scheduler", "options", "words"),
-    [
-        (lambda: halving(make()), {}, "wrapped"),
-        (lambda: step_lr(make()), {"steps": 2}, "steps"),
-        (lambda: step_lr(bare()), {}, "Wrap the optimizer first"),
-        (lambda: Halving(bare()), {}, "Wrap the optimizer first"),
-        (Trainer, {"steps": 2}, "optimizer"),
-    ],
-)
-def test_refused_by_wrap(
-    scheduler: Callable[[], Any], options: dict[str, Any], words: str
-) -> None:
-    with pytest.raises(ArgumentTypeError, match=words):
-        gradaccum.wrap(scheduler(), **options)
 
 
 def test_timm_scheduler_gets_applied_updates() -> None:
@@ -208,28 +146,6 @@ def test_scheduler_follows_without_its_loop() -> None:
         gates[0].step()
     assert rate(opt) == 0.5
     assert gates[1].told == [("update", 1, None)] * 2
-
-
-@pytest.mark.parametrize("place", [0, 1])
-def test_sequence_of_gated_schedulers_is_refused(place: int) -> None:
-    """SequentialLR would repeat their first steps and count its milestones in
-    micro-batches.
-    """
-    opt = make()
-    parts = [lr_scheduler.ConstantLR(opt, 0.5), step_lr(opt)]
-    parts[place] = gradaccum.wrap(parts[place])
-    with pytest.raises(gradaccum.UsageError, match=r"gradaccum\.wrap\(SequentialLR"):
-        lr_scheduler.SequentialLR(opt, parts, milestones=[2])
-
-
-def test_chain_of_gated_schedulers_works() -> None:
-    opt = make()
-    parts = [lr_scheduler.ExponentialLR(opt, factor) for factor in (0.5, 0.25)]
-    chain = lr_scheduler.ChainedScheduler(list(map(gradaccum.wrap, parts)))
-    for _ in range(4):
-        feed(opt)
-        chain.step()
-    assert rate(opt) == 0.125**2
 
 
 # Saved and loaded.

@@ -21,10 +21,8 @@ from conformance_tests.framework_tests.torch_model import (
     loss_of,
     make,
     rows_of,
-    same,
     values,
 )
-from gradaccum import UsageError
 
 MOMENTUM = MAKERS["sgd_momentum"]
 
@@ -135,73 +133,7 @@ def test_loop_equals_large_batch(loop: Loop, on_overflow: str) -> None:
     assert opt.result.optimizer_step == 3
 
 
-@pytest.mark.parametrize("loop", REFUSED_BY_DEFAULT, ids=lambda loop: loop.__name__)
-def test_default_refuses_by_name(loop: Loop) -> None:
-    """What it cannot do right it refuses, and the error names the way out."""
-    model, opt = wrapped("in .grad")
-
-    def epoch() -> None:
-        for index in range(4):
-            loop(model, opt, index)
-
-    with pytest.raises(UsageError, match="separate_sums=True"):
-        epoch()
-
-
 # What is in ``.grad`` beside the window.
-
-
-@pytest.mark.parametrize("end", ["applied", "skipped", "raised"])
-def test_flush_leaves_what_is_in_grad(end: str) -> None:
-    """Between backward and step it is the next window's; the inner optimizer does not
-    see it.
-    """
-    model, opt = wrapped(steps=None, skip_norm=1e-9 if end == "skipped" else None)
-    before = values(model)
-    for index in range(4):
-        no_clear(model, opt, index)
-    loss_of(model).backward()
-    held = [each.grad for each in model.parameters()]
-    if end == "raised":
-        handle = opt.register_step_pre_hook(lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            opt.flush()
-        handle.remove()
-    opt.flush()
-    if end == "skipped":
-        assert same(model, before)
-    else:
-        assert_large(model)
-    assert all(p.grad is g for p, g in zip(model.parameters(), held, strict=True))
-    opt.step()
-    opt.flush()
-    assert opt.result.optimizer_step == (0 if end == "skipped" else 2)
-
-
-def test_parameter_outside_the_window_stays() -> None:
-    """What the user has put into its ``.grad`` is no part of the window, and no update
-    is made of it.
-    """
-    model, opt = wrapped(steps=None)
-    *others, bias = model.parameters()
-    before, gradient = bias.detach().clone(), torch.full_like(bias, 5.0)
-    loss_of(model).backward(inputs=others)
-    opt.step()
-    bias.grad = gradient
-    opt.flush()
-    assert opt.result.applied
-    assert torch.equal(bias, before)
-    assert bias.grad is gradient
-
-
-@pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
-def test_graph_of_a_gradient_is_refused() -> None:
-    """A copy would lose it; the window is as it was."""
-    model, opt = wrapped()
-    loss_of(model).backward(create_graph=True)
-    with pytest.raises(UsageError, match=r"separate_sums.*without a graph"):
-        opt.step()
-    assert opt.result.micro_step == 0
 
 
 @pytest.mark.parametrize("places", [("separate", "in .grad"), ("in .grad", "separate")])
@@ -229,50 +161,3 @@ def test_gradient_that_somebody_holds_stays_as_it_is() -> None:
         opt.step()
     assert [float(each.max()) for each in held] == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
     assert torch.equal(parameter, torch.full((2, 2), -10.5))
-
-
-def test_gradient_that_another_optimizer_took_is_missed_with_an_error() -> None:
-    """Bare optimizers would both see it. What each has summed stays. After `discard`
-    nothing is missed: a step without a gradient counts, as after zero_grad().
-    """
-    model, first = wrapped()
-    last_layer = torch.optim.SGD(model[2].parameters(), lr=0.1)  # type: ignore[index]
-    second: Any = gradaccum.wrap(last_layer, steps=4, separate_sums=True)
-    for index in range(4):
-        no_clear(model, first, index)
-        with pytest.raises(
-            UsageError,
-            match=r"separate_sums: expected a backward pass since the step\(\) of"
-            r" another wrapped optimizer",
-        ):
-            second.step()
-    assert_large(model)
-    assert (first.result.optimizer_step, second.result.micro_step) == (1, 0)
-    before_clear(model, second, 0)
-    assert second.result.micro_step == 1
-    no_clear(model, first, 0)
-    second.discard()
-    second.step()
-    assert second.result.micro_step == 1
-
-
-@pytest.mark.parametrize("clears", ["nothing", "optimizer", "model"])
-def test_part_of_a_pass_that_raised(clears: str) -> None:
-    """Out of memory, in a loop that goes on with the next micro-batch: autograd adds
-    that to what had arrived. `discard` forgets that part too.
-    """
-    model, opt = wrapped()
-    handle = model[0].bias.register_hook(lambda gradient: 1 // 0)
-    with pytest.raises(ZeroDivisionError):
-        loss_of(model).backward()
-    handle.remove()
-    if clears == "nothing":
-        loss_of(model).backward()
-        with pytest.raises(UsageError, match=r"opt\.zero_grad\(\)"):
-            opt.step()
-        opt.discard()
-    else:
-        (model if clears == "model" else opt).zero_grad()
-    for index in range(4):
-        no_clear(model, opt, index)
-    assert_large(model)

@@ -82,21 +82,3 @@ def test_weigh_beside_a_plain_mean_is_refused() -> None:
     opt.weigh(3)
     with pytest.raises(gradaccum.UsageError, match='reduction="sum_per_item"'):
         opt.step()
-
-
-def test_update_that_raised_keeps_the_weight_beside_a_denominator() -> None:
-    """The next flush divides by what the window holds, unless it is given a denominator
-    of its own.
-    """
-    model, opt = make(steps=None, reduction="sum_per_item")
-    opt.backward(loss_of(model, reduction="sum"), weight=8)
-    opt.step()
-    handle = opt.register_step_pre_hook(lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        opt.flush(denominator=2)
-    handle.remove()
-    assert opt.state_dict()["gradaccum"]["weight"] == 8
-    opt.flush()
-    torch.testing.assert_close(
-        list(model.parameters()), large_batch_step(MAKERS["sgd"])
-    )

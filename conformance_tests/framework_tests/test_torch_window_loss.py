@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from conformance_tests.framework_tests import torch_model
-from conformance_tests.framework_tests.torch_model import loss_of, values
+from conformance_tests.framework_tests.torch_model import loss_of
 from conformance_tests.framework_tests.torch_operations import Operations
 from gradaccum_torch import window as window_module
 from gradaccum_torch.extensions import as_number
@@ -90,14 +90,6 @@ def test_each_way_to_tell(way: str) -> None:
     assert opt.result.loss == expected
 
 
-def test_closure_that_returns_something_else() -> None:
-    model, opt = make(steps=1)
-    for returned in (None, "loss", torch.ones(2), True):
-        opt.step(lambda returned=returned: loss_of(model).backward() or returned)
-        assert opt.result.applied
-        assert math.isnan(opt.result.loss)
-
-
 def test_what_is_dropped_is_not_in_it() -> None:
     model, opt = make("separate", steps=1)
     opt.backward(loss_of(model) * 100)
@@ -107,40 +99,6 @@ def test_what_is_dropped_is_not_in_it() -> None:
     assert opt.result.loss == expected
     opt.discard()
     assert opt.result.loss == expected, "the last closed window's"
-
-
-def test_errors_on_the_way() -> None:
-    """A backward pass that raises tells nothing, and an update that raises and is made
-    later tells its window's loss once.
-    """
-    model, opt = make(steps=2)
-    expected = near(model)
-    feed(model, opt, FIRST)
-    handle = opt.register_step_pre_hook(lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        feed(model, opt, LAST)
-    assert math.isnan(opt.result.loss)
-    handle.remove()
-    opt.flush()
-    assert opt.result.loss == expected
-    with pytest.raises(RuntimeError):
-        opt.backward(torch.zeros(()))
-    expected = near(model)
-    feed(model, opt, FIRST, LAST)
-    assert opt.result.loss == expected
-
-
-def test_incoming_gradient_multiplies_the_loss() -> None:
-    """It is multiplied by weight and scale, as the loss itself would be."""
-    ends = []
-    for factor, gradient in ((0.5, None), (1.0, torch.tensor(0.5))):
-        model, opt = make(steps=2, loss_scale=8.0)
-        for rows in (FIRST, LAST):
-            loss, weight = factor * loss_of(model, rows), rows.stop - rows.start
-            opt.backward(loss, weight=weight, gradient=gradient)
-            opt.step()
-        ends.append([torch.tensor(opt.result.loss), *values(model)])
-    torch.testing.assert_close(*ends)
 
 
 READ = "_local_scalar_dense"

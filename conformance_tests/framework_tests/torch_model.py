@@ -126,6 +126,6 @@ CAUSES = {
     clip: "clip_norm=",
     clear: r"opt\.zero_grad\(\)",
     zero: r"opt\.zero_grad\(\)",
-    assign: r"torch\.autograd\.backward\(",
+    assign: "clip_norm=",
 }
 """Each with what the refusal of it names."""

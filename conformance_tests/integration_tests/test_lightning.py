@@ -283,12 +283,6 @@ REFUSED: dict[str, tuple[type[Automatic], list[Any], dict[str, Any], str]] = {
         r"lr_scheduler: .*gradaccum\.wrap\(scheduler\)",
     ),
     "every other": (EveryOther, [], {}, "lr_scheduler: .*frequency 2"),
-    "moving average": (
-        Automatic,
-        [EMAWeightAveraging(decay=0.5)],
-        {},
-        r"callbacks: .*result\.applied",
-    ),
 }
 
 

@@ -245,36 +245,6 @@ def test_wrap_comes_last() -> None:
     assert furthest(wrong, right) > 1e-3
 
 
-REFUSED = [
-    *(
-        ("pytorch_optimizer", name, "which makes it within each backward pass")
-        for name in ("LOMO", "AdaLOMO")
-    ),
-    *(
-        ("schedulefree", f"{name}Closure", "whose step evaluates")
-        for name in ("AdamWScheduleFree", "RAdamScheduleFree", "SGDScheduleFree")
-    ),
-    ("schedulefree", "ScheduleFreeWrapper", ""),
-]
-"""The closure variants move the weights before the closure and back after it."""
-
-
-@pytest.mark.parametrize(("package", "name", "words"), REFUSED)
-@by_sum
-def test_refused_by_wrap(
-    package: str, name: str, words: str, options: dict[str, Any]
-) -> None:
-    kind, model = getattr(pytest.importorskip(package), name), LOOP.model().float()
-    if name == "ScheduleFreeWrapper":
-        inner = kind(sgd(model))
-    else:
-        inner = kind(model if "LOMO" in name else model.parameters(), lr=0.01)
-    with pytest.raises(
-        gradaccum.ArgumentTypeError, match=f"optimizer: .*{name}.*{words}"
-    ):
-        gradaccum.wrap(inner, steps=4, **options)
-
-
 def closure_of(model: nn.Module) -> Callable[[], Tensor]:
     def closure() -> Tensor:
         loss = LOOP.loss(model, 0, WINDOW)
@@ -293,7 +263,7 @@ CLOSURE_WANTED: dict[str, Callable[[Any], Make]] = {
 
 @pytest.mark.parametrize("name", CLOSURE_WANTED)
 def test_closure_wanted_at_the_windows_end(name: str) -> None:
-    """Their own error, with a note; the window stays as it is."""
+    """Their own error; the window stays as it is."""
     library, model = pytest.importorskip("pytorch_optimizer"), LOOP.model()
     opt = gradaccum.wrap(CLOSURE_WANTED[name](library)(model), steps=2)
     opt.step(closure_of(model))

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers import (
@@ -48,7 +47,6 @@ from conformance_tests.integration_tests.transformers_runs import (
 from gradaccum import ArgumentTypeError, UsageError
 from gradaccum_torch.integrations.transformers import (
     AccumulationCallback,
-    require_trainer,
 )
 
 
@@ -240,25 +238,6 @@ def test_program_of_the_page_on_moving() -> None:
         program._replace(blocks=(program.blocks[0], unflushed)).run_here()
 
 
-def test_several_processes_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where each worker would divide by another sum of weights, and under DeepSpeed,
-    which keeps gradients to itself.
-    """
-    trainer = wrapped(tmp_path)
-    trainer.model_accepts_loss_kwargs = True
-    trainer.args.average_tokens_across_devices = False
-    require_trainer(trainer)
-    monkeypatch.setattr(type(trainer.args), "world_size", 2)
-    with refused(UsageError, "average_tokens_across_devices"):
-        require_trainer(trainer)
-    state = trainer.accelerator.state
-    monkeypatch.setattr(state, "distributed_type", DistributedType.DEEPSPEED)
-    with refused(UsageError, "DEEPSPEED", "accumulation of that engine"):
-        require_trainer(trainer)
-
-
 class OwnStep(Trainer):
     """Weight and loss scale would be lost."""
 
@@ -266,16 +245,6 @@ class OwnStep(Trainer):
         loss: Tensor = self.compute_loss(model, inputs, num_items_in_batch=items)
         loss.backward()
         return loss.detach()
-
-
-class OwnClipping(Trainer):
-    """As the Trainer does where gradients are on several meshes: each micro-batch would
-    be clipped.
-    """
-
-    def _clip_grad_norm(self, model: Any) -> Tensor:
-        norm = self.args.max_grad_norm
-        return torch.nn.utils.clip_grad_norm_(model.parameters(), norm)
 
 
 def of_kind(folder: Path, kind: type[Trainer]) -> Trainer:
@@ -296,8 +265,7 @@ REFUSED: list[tuple[Callable[..., Trainer], type[Exception], str]] = [
     (unwrapped, ArgumentTypeError, "gradaccum.wrap(optimizer"),
     (with_own_scheduler, ArgumentTypeError, "gradaccum.wrap(get_scheduler("),
     (with_scaler, UsageError, "bf16=True"),
-    (partial(of_kind, kind=OwnStep), UsageError, "did without accelerator.backward"),
-    (partial(of_kind, kind=OwnClipping), UsageError, "did without accelerator.clip"),
+    (partial(of_kind, kind=OwnStep), UsageError, "accelerator.backward"),
 ]
 """As training begins: what would be silently wrong under the Trainer."""
 

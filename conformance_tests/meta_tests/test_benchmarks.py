@@ -384,11 +384,9 @@ def test_torch_holds_one_gradient(steps: int) -> None:
     pytest.importorskip("torch")
     from benchmarks.questions import torch_window_length as question
 
-    # Four numbers of each of three parameters: have they changed inside the window?
-    sample = {question.BASELINE: 0, "gradaccum": TENSORS_HERE * 4 * 4}
-    for name, make in question.LOOPS.items():
+    for make in question.LOOPS.values():
         loop = make(question.model(TENSORS_HERE, ELEMENTS), steps)
-        assert question.held_bytes(loop, steps) == 4 * ELEMENTS + sample[name]
+        assert question.held_bytes(loop, steps) == 4 * ELEMENTS
 
 
 def test_torch_peers_agree() -> None:

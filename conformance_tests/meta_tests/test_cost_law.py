@@ -32,8 +32,8 @@ def test_the_page_has_what_the_command_prints(tmp_path: Path) -> None:
 @pytest.mark.parametrize("window", [BILLIONS, SMALL])
 @pytest.mark.parametrize("name", [name for name in WAYS if name != EACH])
 def test_formulas_say_what_the_law_says(name: str, window: Window) -> None:
-    way, copies = WAYS[name], 2 if name.startswith("HSDP") else 1
-    sent = way.law(window._replace(copies=copies)).values()
+    way = WAYS[name]
+    sent = way.law(window).values()
     large = window.gradients > BUCKET
     letters = {
         "S": window.gradients,
@@ -41,7 +41,6 @@ def test_formulas_say_what_the_law_says(name: str, window: Window) -> None:
         "W": window.workers,
         "n": window.tensors,
         "U": window.units,
-        "R": copies,
     }
     letters |= {"L": window.tensors * large, "B": int(not large)}
     assert sum(each.collectives for each in sent) == eval(way.collectives, letters)

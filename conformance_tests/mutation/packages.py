@@ -128,7 +128,6 @@ TORCH = _adapter(
             "tampering",
             "hostile_autograd",
             "separate_sums",
-            "changed_parameters",
             "gradients",
         ),
         *(

@@ -11,15 +11,13 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import Callback
 
 from gradaccum import UsageError
 from gradaccum.kit import explain
 from gradaccum_torch.optimizer import AccumulatingOptimizer
 from gradaccum_torch.saving import StateDict
 from gradaccum_torch.scheduler import GatedScheduler
-
-_LIGHTNINGS_RULES = (WeightAveraging.should_update, EMAWeightAveraging.should_update)
 
 Output = Any
 """What ``training_step`` has returned: handed through by Lightning, whatever it is."""
@@ -40,8 +38,8 @@ class AccumulationCallback(Callback):  # type: ignore[misc]
     """
 
     def __init__(self) -> None:
-        self._delivered = False
-        self._saved: list[StateDict] = []
+        self._has_delivered = False
+        self._saved_states: list[StateDict] = []
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
@@ -49,36 +47,32 @@ class AccumulationCallback(Callback):  # type: ignore[misc]
         """Keep the optimizers' states until training starts: Lightning loads them, then
         clears the model's gradients.
         """
-        self._saved[:] = checkpoint.get("optimizer_states", ())
+        self._saved_states[:] = checkpoint.get("optimizer_states", ())
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Refuse what would make every window wrong; restore the sum of a resumed
         window.
         """
-        saved = list(self._saved)
-        self._saved.clear()
-        for optimizer, state in zip(trainer.optimizers, saved, strict=False):
+        saved_states = list(self._saved_states)
+        self._saved_states.clear()
+        for optimizer, state in zip(trainer.optimizers, saved_states, strict=False):
             if (
                 isinstance(optimizer, AccumulatingOptimizer)
                 and optimizer.result.micro_step
             ):
                 optimizer.load_state_dict(state)
-        if not _wrapped(trainer):
-            fix = (
-                "Return gradaccum.wrap(optimizer, steps=4) from it, or leave"
-                " AccumulationCallback out."
-            )
+        if not wrapped_optimizers(trainer):
             raise explain(
                 UsageError,
                 "configure_optimizers",
                 expected="a wrapped optimizer",
-                found=_names(trainer.optimizers),
-                fix=fix,
+                found=str(trainer.optimizers),
+                fix="Return gradaccum.wrap(optimizer, steps=4) from it, or leave"
+                " AccumulationCallback out.",
             )
         _require_no_clipping(trainer)
         if pl_module.automatic_optimization:
             _require_gates(trainer)
-        _require_no_average_per_micro_batch(trainer)
 
     def on_train_batch_start(
         self,
@@ -90,11 +84,11 @@ class AccumulationCallback(Callback):  # type: ignore[misc]
         """Refuse a second accumulation, which a ``GradientAccumulationScheduler`` may
         enable between epochs.
         """
-        self._delivered = False
+        self._has_delivered = False
         _require_no_second_accumulation(trainer)
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._delivered = True
+        self._has_delivered = True
 
     def on_before_optimizer_step(
         self,
@@ -104,7 +98,7 @@ class AccumulationCallback(Callback):  # type: ignore[misc]
     ) -> None:
         if (
             pl_module.automatic_optimization
-            and not self._delivered
+            and not self._has_delivered
             and isinstance(optimizer, AccumulatingOptimizer)
         ):
             optimizer.backward(torch.zeros(()), weight=0)
@@ -124,7 +118,7 @@ class AccumulationCallback(Callback):  # type: ignore[misc]
         _flush(trainer, pl_module)
 
 
-def _wrapped(trainer: Trainer) -> list[AccumulatingOptimizer]:
+def wrapped_optimizers(trainer: Trainer) -> list[AccumulatingOptimizer]:
     return [
         optimizer
         for optimizer in trainer.optimizers
@@ -132,13 +126,11 @@ def _wrapped(trainer: Trainer) -> list[AccumulatingOptimizer]:
     ]
 
 
-def _names(optimizers: list[torch.optim.Optimizer]) -> str:
-    return ", ".join(type(optimizer).__name__ for optimizer in optimizers)
-
-
 def _flush(trainer: Trainer, module: LightningModule) -> None:
     open_ones = [
-        optimizer for optimizer in _wrapped(trainer) if optimizer.result.micro_step
+        optimizer
+        for optimizer in wrapped_optimizers(trainer)
+        if optimizer.result.micro_step
     ]
     for optimizer in open_ones:
         optimizer.flush()
@@ -149,74 +141,44 @@ def _flush(trainer: Trainer, module: LightningModule) -> None:
 
 
 def _require_no_clipping(trainer: Trainer) -> None:
-    if value := trainer.gradient_clip_val:
-        by_norm = trainer.gradient_clip_algorithm in (None, "norm")
-        if by_norm:
-            fix = f"gradaccum.wrap(optimizer, ..., clip_norm={value})"
-        else:
-            fix = "optimizer.register_step_pre_hook(...)"
-        expected = (
-            "None, as the Trainer clips each micro-batch and not the gradient of the"
-            " window"
-        )
-        fix = f"Leave it out of the Trainer and write {fix} in configure_optimizers."
+    value = trainer.gradient_clip_val
+    if value:
         raise explain(
-            UsageError, "gradient_clip_val", expected=expected, got=value, fix=fix
+            UsageError,
+            "gradient_clip_val",
+            expected="None, as the Trainer clips each micro-batch and not the gradient"
+            " of the window",
+            got=value,
+            fix="Leave it out of the Trainer and write gradaccum.wrap(optimizer, ...,"
+            f" clip_norm={value}) in configure_optimizers; to clip by value, clip in"
+            " optimizer.register_step_pre_hook(...).",
         )
 
 
 def _require_no_second_accumulation(trainer: Trainer) -> None:
-    if (batches := trainer.accumulate_grad_batches) != 1:
-        fix = (
-            "Leave it out of the Trainer and write gradaccum.wrap(optimizer,"
-            f" steps={batches}); steps takes a schedule as well."
-        )
+    batches = trainer.accumulate_grad_batches
+    if batches != 1:
         raise explain(
             UsageError,
             "accumulate_grad_batches",
             expected="1, as the wrapped optimizer accumulates",
             got=batches,
-            fix=fix,
+            fix="Leave it out of the Trainer and write gradaccum.wrap(optimizer,"
+            f" steps={batches}); steps takes a schedule as well.",
         )
 
 
 def _require_gates(trainer: Trainer) -> None:
     for config in trainer.lr_scheduler_configs:
-        gated = isinstance(config.scheduler, GatedScheduler) and config.frequency == 1
-        if config.interval == "step" and not gated:
-            expected = (
-                'a gated scheduler with "frequency": 1 where "interval" is "step",'
-                " since Lightning steps it per micro-batch"
-            )
-            found = (
-                f"{type(config.scheduler).__name__} with frequency {config.frequency}"
-            )
-            fix = (
-                'Write {"scheduler": gradaccum.wrap(scheduler), "interval": "step"},'
-                " which moves once per update."
-            )
-            raise explain(
-                UsageError, "lr_scheduler", expected=expected, found=found, fix=fix
-            )
-
-
-def _require_no_average_per_micro_batch(trainer: Trainer) -> None:
-    for callback in trainer.callbacks:
-        # Lightning's own rules count micro-batches; a rule of the user's may ask
-        # ``result.applied``.
-        if getattr(type(callback), "should_update", None) in _LIGHTNINGS_RULES:
-            found = (
-                f"{type(callback).__name__}, whose should_update says yes after each"
-                " micro-batch"
-            )
-            fix = (
-                "Override should_update(self, step_idx=None, epoch_idx=None) to return"
-                " optimizer.result.applied."
-            )
+        is_gated = isinstance(config.scheduler, GatedScheduler)
+        if config.interval == "step" and not (is_gated and config.frequency == 1):
             raise explain(
                 UsageError,
-                "callbacks",
-                expected="a WeightAveraging that averages once per update",
-                found=found,
-                fix=fix,
+                "lr_scheduler",
+                expected='a gated scheduler with "frequency": 1 where "interval" is'
+                ' "step", since Lightning steps it per micro-batch',
+                found=f"{type(config.scheduler).__name__} with frequency"
+                f" {config.frequency}",
+                fix='Write {"scheduler": gradaccum.wrap(scheduler), "interval":'
+                ' "step"}, which moves once per update.',
             )

@@ -54,30 +54,32 @@ class AccumulationCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self._replaced = ExitStack()
+        self._replacements = ExitStack()
         self._norm = torch.zeros(())
         """What the Trainer logs. It asks before the optimizer's step, and reads after
         that.
         """
         self._weight: float | None = None
-        self._asked: set[str] = set()
-        """The replacements that were called in the step under way."""
+        self._has_loss = False
+        """A loss of the step under way was differentiated."""
 
     def on_train_begin(
         self, args: Argument, state: Argument, control: Argument, **kwargs: Argument
     ) -> None:
         require_trainer(self._trainer)
-        self._replaced.close()  # An earlier run may have ended with an exception.
+        self._replacements.close()  # An earlier run may have ended with an exception.
         self._weight = None
-        opt = unwrapped(self._trainer.optimizer)
+        opt = wrapped_optimizer(self._trainer.optimizer)
         if state.global_step == 0:
             opt.discard()
         accelerator = self._trainer.accelerator
-        counted = self._trainer.get_batch_samples
+        count_items = self._trainer.get_batch_samples
         self._replace(accelerator, "backward", self._backward)
         self._replace(accelerator, "clip_grad_norm_", self._window_norm)
         self._replace(
-            self._trainer, "get_batch_samples", partial(self._batch_samples, counted)
+            self._trainer,
+            "get_batch_samples",
+            partial(self._batch_samples, count_items),
         )
         prepare = self._trainer._prepare_inputs
         self._replace(
@@ -94,27 +96,20 @@ class AccumulationCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
     def on_pre_optimizer_step(
         self, args: Argument, state: Argument, control: Argument, **kwargs: Argument
     ) -> None:
-        """Require that the Trainer called the replacements.
+        """Require that the Trainer called the replacement of its backward pass.
 
         Raises:
-            UsageError: a subclass differentiates by itself, or the Trainer clips by
-                itself, as it does with gradients on several meshes.
+            UsageError: a subclass differentiates by itself.
         """
-        needed = {"accelerator.backward"} | (
-            {"accelerator.clip_grad_norm_"} if args.max_grad_norm > 0 else set()
-        )
-        missing = sorted(needed - self._asked)
-        self._asked.clear()
-        if missing:
-            expected = f"a step that calls {', '.join(sorted(needed))}"
-            found = f"one that did without {', '.join(missing)}"
-            fix = (
-                "Leave training_step and clipping to the Trainer, or accumulate with"
-                " gradient_accumulation_steps= and a bare optimizer."
+        if not self._has_loss:
+            raise trainer_error(
+                "trainer",
+                "a step that calls accelerator.backward",
+                "one that did without it",
+                "Leave training_step to the Trainer, or accumulate with"
+                " gradient_accumulation_steps= and a bare optimizer.",
             )
-            raise explain(
-                UsageError, "trainer", expected=expected, found=found, fix=fix
-            )
+        self._has_loss = False
 
     def on_optimizer_step(
         self, args: Argument, state: Argument, control: Argument, **kwargs: Argument
@@ -140,17 +135,17 @@ class AccumulationCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
     def on_train_end(
         self, args: Argument, state: Argument, control: Argument, **kwargs: Argument
     ) -> None:
-        self._replaced.close()
+        self._replacements.close()
 
     @property
     def _opt(self) -> AccumulatingOptimizer:
-        return unwrapped(self._trainer.optimizer)
+        return wrapped_optimizer(self._trainer.optimizer)
 
     def _close(self) -> None:
         """Flush an open window, or all workers' windows. Where none is open, the user's
         callbacks still read the result of the last step.
         """
-        if self._opt.result.micro_step or self._opt._window.workers.several:
+        if self._opt.result.micro_step or self._opt._window.workers.is_shared:
             self._opt.flush()
 
     def _flush(self) -> None:
@@ -161,27 +156,25 @@ class AccumulationCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
 
     def _backward(self, loss: Tensor, **kwargs: Argument) -> None:
         # Of several losses of a micro-batch the first names the weight.
-        is_first = "accelerator.backward" not in self._asked
-        self._asked.add("accelerator.backward")
-        self._opt.backward(loss, self._weight if is_first else None, **kwargs)
+        weight = None if self._has_loss else self._weight
+        self._has_loss = True
+        self._opt.backward(loss, weight, **kwargs)
 
     def _window_norm(
         self, parameters: Argument, max_norm: float, norm_type: float = 2
     ) -> Tensor:
         """Clip nothing; return the norm of the window that the next step may close."""
-        self._asked.add("accelerator.clip_grad_norm_")
         return self._norm
 
     def _batch_samples(
-        self, counted: Argument, *args: Argument, **kwargs: Argument
+        self, count_items: Argument, *args: Argument, **kwargs: Argument
     ) -> tuple[Any, Any]:
         """Note the number of items in the mean of the micro-batch."""
-        samples, items = counted(*args, **kwargs)
-        means = (
-            items is None
-            or getattr(self._trainer, "loss_is_scaled_for_ga", None) is False
-        )
-        self._weight = None if means else float(torch.as_tensor(items).flatten()[0])
+        samples, items = count_items(*args, **kwargs)
+        self._weight = None
+        divides = getattr(self._trainer, "loss_is_scaled_for_ga", None) is not False
+        if items is not None and divides:
+            self._weight = float(torch.as_tensor(items).flatten()[0])
         return samples, items
 
     def _prepared_inputs(
@@ -196,9 +189,9 @@ class AccumulationCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
 
     def _replace(self, owner: Any, name: str, method: Argument) -> None:
         if name in vars(owner):
-            self._replaced.callback(setattr, owner, name, vars(owner)[name])
+            self._replacements.callback(setattr, owner, name, vars(owner)[name])
         else:
-            self._replaced.callback(delattr, owner, name)
+            self._replacements.callback(delattr, owner, name)
         setattr(owner, name, method)
 
 
@@ -222,9 +215,9 @@ def divides_by_tokens(trainer: Trainer) -> bool:
         return False
     if kind is None or kind in _BY_TOKENS:
         return True
-    known = ", ".join(sorted(_BY_TOKENS | _MEANS))
+    known_kinds = ", ".join(sorted(_BY_TOKENS | _MEANS))
     fix = "Choose another one, or accumulate with gradient_accumulation_steps= alone."
-    raise _error("loss_type", f"one of {known}", repr(kind), fix)
+    raise trainer_error("loss_type", f"one of {known_kinds}", repr(kind), fix)
 
 
 # Refusals of a `transformers.Trainer` under which a window of a wrapped optimizer would
@@ -234,124 +227,72 @@ def divides_by_tokens(trainer: Trainer) -> bool:
 _AT_EVALUATION = {"ReduceLROnPlateau", "GreedyLR"}
 """Schedulers that the Trainer moves by a metric, at an evaluation: no gate is needed.
 """
-_OWN_ENGINES = {"DEEPSPEED", "MEGATRON_LM", "XLA"}
-"""Ways to train in which gradients are not in ``.grad`` when the optimizer's step is
-called.
-"""
 
 
 def require_trainer(trainer: Trainer) -> None:
-    opt = unwrapped(trainer.optimizer)
-    if not opt._options.separate_sums:
-        found = "without it, and the Trainer clears .grad after each micro-batch"
-        raise _error(
+    options = wrapped_optimizer(trainer.optimizer)._options
+    args = trainer.args
+    if not options.separate_sums:
+        raise trainer_error(
             "separate_sums",
             "gradaccum.wrap(..., separate_sums=True)",
-            found,
+            "without it, and the Trainer clears .grad after each micro-batch",
             "Write separate_sums=True.",
         )
-    _require_no_second_accumulation(trainer)
-    _require_one_weight(trainer)
-    _require_same_clipping(trainer.args.max_grad_norm, opt._options.clip_norm)
-    _require_gate(trainer.lr_scheduler)
-
-
-def unwrapped(optimizer: Any) -> AccumulatingOptimizer:
-    """Return the wrapped optimizer, out of Accelerate's if necessary; raise if it is
-    not wrapped.
-    """
-    found = optimizer
-    while not isinstance(found, AccumulatingOptimizer):
-        if not hasattr(found, "optimizer"):
-            fix = (
-                "Write Trainer(..., optimizers=(opt, gradaccum.wrap(scheduler))) with"
-                " opt = gradaccum.wrap(optimizer, steps=4, ...)."
-            )
-            found = f"an optimizer of the class {type(found).__name__}"
-            raise explain(
-                ArgumentTypeError,
-                "optimizers",
-                expected="a wrapped optimizer",
-                found=found,
-                fix=fix,
-            )
-        found = found.optimizer
-    return found
-
-
-def _require_no_second_accumulation(trainer: Trainer) -> None:
-    steps = trainer.args.gradient_accumulation_steps
-    engine = trainer.accelerator.distributed_type.name
-    if steps > 1:
-        fix = (
-            "Leave gradient_accumulation_steps out; steps= of gradaccum.wrap says how"
-            " long a window is."
-        )
-        raise _error(
+    if args.gradient_accumulation_steps > 1:
+        raise trainer_error(
             "gradient_accumulation_steps",
             "1 beside a wrapped optimizer",
-            f"{steps}, which would accumulate twice",
-            fix,
+            f"{args.gradient_accumulation_steps}, which would accumulate twice",
+            "Leave it out; steps= of gradaccum.wrap says how long a window is.",
         )
     if trainer.accelerator.scaler is not None:
-        fix = "Write bf16=True."
-        raise _error(
+        raise trainer_error(
             "fp16",
             "no loss scaler beside a wrapped optimizer",
             "one that skips and unscales each micro-batch",
-            fix,
+            "Write bf16=True.",
         )
-    if engine in _OWN_ENGINES:
-        fix = "Use the accumulation of that engine, with a bare optimizer."
-        raise _error(
-            "trainer", "gradients that are in .grad", f"a Trainer on {engine}", fix
+    if args.max_grad_norm > 0 and options.clip_norm != args.max_grad_norm:
+        raise trainer_error(
+            "clip_norm",
+            f"clip_norm={args.max_grad_norm}, as max_grad_norm of TrainingArguments,"
+            " whose default is 1.0",
+            f"clip_norm={options.clip_norm}",
+            f"Write gradaccum.wrap(..., clip_norm={args.max_grad_norm}), or"
+            f" TrainingArguments(max_grad_norm={options.clip_norm or 0}).",
         )
-
-
-def _require_one_weight(trainer: Trainer) -> None:
-    counts = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
-    if (
-        counts
-        and trainer.args.world_size > 1
-        and not trainer.args.average_tokens_across_devices
-    ):
-        expected = "True where losses are means over tokens"
-        found = "False, under which a micro-batch weighs another number on each worker"
-        raise _error("average_tokens_across_devices", expected, found, "Leave it out.")
-
-
-def _require_same_clipping(max_grad_norm: float, clip_norm: float | None) -> None:
-    if max_grad_norm > 0 and clip_norm != max_grad_norm:
-        fix = (
-            f"Write gradaccum.wrap(..., clip_norm={max_grad_norm}), or"
-            f" TrainingArguments(max_grad_norm={clip_norm or 0})."
-        )
-        expected = (
-            f"clip_norm={max_grad_norm}, as max_grad_norm of TrainingArguments, whose"
-            " default is 1.0"
-        )
-        raise _error("clip_norm", expected, f"clip_norm={clip_norm}", fix)
-
-
-def _require_gate(scheduler: Any) -> None:
+    scheduler = trainer.lr_scheduler
     kinds = {kind.__name__ for kind in type(scheduler).__mro__}
     if not isinstance(scheduler, GatedScheduler) and not kinds & _AT_EVALUATION:
-        found = (
-            f"a scheduler of the class {type(scheduler).__name__}, which the Trainer"
-            " moves at each micro-batch"
-        )
-        fix = (
-            "Write optimizers=(opt, gradaccum.wrap(get_scheduler(name, opt,"
-            " num_training_steps=updates)))."
-        )
         raise explain(
             ArgumentTypeError,
             "optimizers",
             expected="a gated scheduler, which moves once per update",
-            found=found,
-            fix=fix,
+            found=f"a scheduler of the class {type(scheduler).__name__}",
+            fix="Write optimizers=(opt, gradaccum.wrap(get_scheduler(name, opt,"
+            " num_training_steps=updates))).",
         )
 
 
-def _error(argument: str, expected: str, found: str, fix: str) -> UsageError:
+def wrapped_optimizer(optimizer: Any) -> AccumulatingOptimizer:
+    """Return the wrapped optimizer, out of Accelerate's if necessary; raise if it is
+    not wrapped.
+    """
+    kind = type(optimizer).__name__
+    while not isinstance(optimizer, AccumulatingOptimizer):
+        if not hasattr(optimizer, "optimizer"):
+            raise explain(
+                ArgumentTypeError,
+                "optimizers",
+                expected="a wrapped optimizer",
+                found=f"an optimizer of the class {kind}",
+                fix="Write Trainer(..., optimizers=(opt, gradaccum.wrap(scheduler)))"
+                " with opt = gradaccum.wrap(optimizer, steps=4, ...).",
+            )
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def trainer_error(argument: str, expected: str, found: str, fix: str) -> UsageError:
     return explain(UsageError, argument, expected=expected, found=found, fix=fix)

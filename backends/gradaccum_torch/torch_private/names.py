@@ -63,8 +63,8 @@ def call_at_the_end_of_backward(function: Callable[[], None]) -> bool:
     FSDP2 calls the hooks after the pass, and a compiled backward pass runs outside of
     the engine.
     """
-    compiled = sys.modules.get("torch._dynamo.compiled_autograd")
-    if compiled is not None and compiled.in_compiled_autograd_region:
+    compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")
+    if compiled_autograd is not None and compiled_autograd.in_compiled_autograd_region:
         return False
     try:
         torch.autograd.Variable._execution_engine.queue_callback(function)
@@ -179,11 +179,14 @@ class Versions:
     """The versions of `tensors` as they are now."""
 
     def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
-        self._noted = [(tensor, version(tensor)) for tensor in tensors]
+        self._noted_versions = [(tensor, version(tensor)) for tensor in tensors]
 
     def moved(self) -> bool:
         """True if something wrote into one of them since."""
-        return any(version(tensor) != noted for tensor, noted in self._noted)
+        return any(
+            version(tensor) != noted_version
+            for tensor, noted_version in self._noted_versions
+        )
 
 
 def elements(tensor: Tensor) -> Tensor:
@@ -196,9 +199,7 @@ def elements(tensor: Tensor) -> Tensor:
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """True if `tensor` is a `DTensor`, whose version does not count what torch writes
-    into many tensors at once.
-    """
+    """True if `tensor` is a `DTensor`."""
     if type(tensor) is Tensor:
         return False
     tensors: Any = sys.modules.get("torch.distributed.tensor")
@@ -289,13 +290,12 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return parameters
 
 
+def learning_rates(optimizer: torch.optim.Optimizer) -> list[float]:
+    return [float(group.get("lr", 0.0)) for group in optimizer.param_groups]
+
+
 def note_step_called(optimizer: torch.optim.Optimizer) -> None:
     optimizer._opt_called = True  # type: ignore[attr-defined]
-
-
-def is_sequence_calling(frames: int) -> bool:
-    caller = sys._getframe(frames).f_locals.get("self")
-    return isinstance(caller, torch.optim.lr_scheduler.SequentialLR)
 
 
 def unscaling_caller(frames: int) -> Mapping[str, Any] | None:
@@ -341,37 +341,26 @@ _WAITING: WeakKeyDictionary[DistributedDataParallel, int] = WeakKeyDictionary()
 """How many optimizers keep a module from reducing gradients."""
 
 
-def leave_reduction_out(
-    module: DistributedDataParallel, hook_error: Callable[[], Exception]
-) -> Callable[[], None]:
+def leave_reduction_out(module: DistributedDataParallel) -> Callable[[], None]:
     """Keep `module` from reducing gradients, also where the user's loop sets
     ``require_backward_grad_sync``; return a function that lets it reduce again.
-
-    A communication hook would never be called: `hook_error` is raised if one is
-    registered.
     """
     _WAITING[module] = _WAITING.get(module, 0) + 1
-
-    def refuse(*_: object, **__: object) -> None:
-        raise hook_error()
-
     _wait(module)
     handle = module.register_forward_pre_hook(_wait)
     module._static_graph_delay_allreduce_enqueued = True
-    vars(module)["register_comm_hook"] = refuse
     reference = weakref.ref(module)
 
     def reduce_again() -> None:
         handle.remove()
-        living = reference()
-        if living is None:
+        module = reference()
+        if module is None:
             return
-        _WAITING[living] -= 1
-        if _WAITING[living] == 0:
-            vars(living).pop("register_comm_hook", None)
-            living._static_graph_delay_allreduce_enqueued = False
-            vars(living)["require_backward_grad_sync"] = True
-            vars(living)["require_forward_param_sync"] = True
+        _WAITING[module] -= 1
+        if _WAITING[module] == 0:
+            module._static_graph_delay_allreduce_enqueued = False
+            vars(module)["require_backward_grad_sync"] = True
+            vars(module)["require_forward_param_sync"] = True
 
     return reduce_again
 
@@ -386,13 +375,6 @@ def _wait(module: torch.nn.Module, *_: object) -> None:
     vars(module)["require_backward_grad_sync"] = False
 
 
-def were_sharded(parameters: Iterable[Tensor]) -> bool:
-    """True if ``_pre_dp_module_transform`` made some of a `DTensor` for
-    `DistributedDataParallel`.
-    """
-    return any(hasattr(parameter, "_st_info") for parameter in parameters)
-
-
 def send_buffers(module: DistributedDataParallel) -> None:
     """Send the first worker's buffers to all, as a forward pass of `module` would, and
     keep forward passes from it; collective.
@@ -404,22 +386,6 @@ def send_buffers(module: DistributedDataParallel) -> None:
     if module.will_sync_module_buffers():  # type: ignore[no-untyped-call]
         module._sync_buffers()  # type: ignore[no-untyped-call]
     vars(module)["require_forward_param_sync"] = False
-
-
-def is_in_join(module: DistributedDataParallel) -> bool:
-    """True if a loop runs under ``module.join()``, which answers collectives of the
-    module alone.
-    """
-    return bool(module._join_config.enable)
-
-
-def reduced_by(module: DistributedDataParallel) -> list[Tensor]:
-    """Return the parameters that `module` does not ignore."""
-    return [
-        parameter
-        for name, parameter in module.module.named_parameters()
-        if name not in module.parameters_to_ignore
-    ]
 
 
 def has_comm_hook(module: DistributedDataParallel) -> bool:

@@ -1,5 +1,5 @@
-"""Checks of what several workers pass to `gradaccum.wrap`: a module, a process group,
-parameters, options.
+"""Checks of what several workers pass to `gradaccum.wrap`: a module, parameters,
+options; and the errors of a window that they share.
 
 A check of one worker's own arguments raises on that worker; the others wait for it
 until the engine's timeout.
@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
-from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
@@ -29,8 +29,9 @@ from gradaccum import (
     kit,
 )
 from gradaccum.kit import explain
+from gradaccum_torch.arithmetic import sum_dtype
 from gradaccum_torch.torch_private import names
-from gradaccum_torch.torch_private.fsdp import units_holding
+from gradaccum_torch.torch_private.fsdp import Unit
 
 FIX = (
     "Write gradaccum.wrap(optimizer, steps=4, module=DistributedDataParallel(model)),"
@@ -43,110 +44,29 @@ UNEQUAL_PARAMETERS = (
     " step."
 )
 CLOSE = 1e-3
+"""The relative difference up to which sums of parameters may be equal: kernels round."""
 
 
-# The module, and the process group.
-
-
-def require_group(group: Any, argument: str = "group") -> tuple[int, int]:
-    """Raise unless this process is in the process group `group`; return its rank and
-    the number of processes.
-    """
-    if not dist.is_available() or not dist.is_initialized():
-        raise explain(
-            UsageError,
-            argument,
-            expected="an initialised torch.distributed",
-            found="none in this process",
-            fix="Call torch.distributed.init_process_group() first; leave the call or"
-            " the argument out where there is one process.",
-        )
-    if group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise explain(
-            UsageError,
-            argument,
-            expected="a group that this process is in",
-            found="a group of other processes",
-            fix="Call it only on the processes that hold classes.",
-        )
-    if group is not None and not isinstance(group, dist.ProcessGroup):
-        raise explain(
-            ArgumentTypeError,
-            argument,
-            expected="a torch.distributed.ProcessGroup or None",
-            got=group,
-            fix="Pass what torch.distributed.new_group or mesh.get_group() returned.",
-        )
-    return dist.get_rank(group), dist.get_world_size(group)
-
-
-def require_parallel(module: object) -> DistributedDataParallel:
-    """Raise unless `module` is a `DistributedDataParallel`, or has one inside as Fabric's
-    does; return it.
-    """
-    inner_modules: list[DistributedDataParallel] = []
-    if isinstance(module, torch.nn.Module):
-        inner_modules = [
-            each
-            for each in module.modules()
-            if isinstance(each, DistributedDataParallel)
-        ]
-    if isinstance(module, torch.nn.Module) and len(inner_modules) == 1:
-        count = len(list(inner_modules[0].parameters()))
-        if len(list(module.parameters())) == count:
-            module = inner_modules[0]
-    if not isinstance(module, DistributedDataParallel):
-        raise explain(
-            ArgumentTypeError,
-            "module",
-            expected="a DistributedDataParallel or fully_shard module",
-            found=f"an object of type {type(module).__name__}",
-            fix=FIX,
-        )
-    if any(map(names.is_sharded, names.reduced_by(module))):
-        raise explain(
-            ArgumentTypeError,
-            "module",
-            expected="a module whose parameters are whole",
-            found="sharded parameters",
-            fix="Leave module= out: their gradients are reduced in each backward pass.",
-        )
-    if names.were_sharded(module.parameters()):
-        raise explain(
-            ArgumentValueError,
-            "module",
-            expected="a module whose parameters are whole",
-            found="parts of tensor-parallel parameters, of which norm and overflow"
-            " would be this part's own",
-            fix="Give the model fully_shard on a mesh of two dimensions in the place of"
-            " DistributedDataParallel.",
-        )
-    if names.has_comm_hook(module):
-        raise comm_hook_error()
-    return module
-
-
-def comm_hook_error() -> UsageError:
-    return explain(
-        UsageError,
+def parallel_module(module: torch.nn.Module) -> DistributedDataParallel:
+    """Return `module`, or the `DistributedDataParallel` inside, as Fabric has it."""
+    for inner_module in module.modules():
+        if isinstance(inner_module, DistributedDataParallel):
+            if names.has_comm_hook(inner_module):
+                raise explain(
+                    UsageError,
+                    "module",
+                    expected="a module without a communication hook",
+                    found="a hook, which would never be called",
+                    fix="Leave register_comm_hook out: the window's sum is reduced once.",
+                )
+            return inner_module
+    raise explain(
+        ArgumentTypeError,
         "module",
-        expected="a module without a communication hook",
-        found="a registered hook, which would never be called",
-        fix="Leave register_comm_hook out: the window's sum is reduced by all_reduce.",
+        expected="a DistributedDataParallel or fully_shard module",
+        found=f"an object of type {type(module).__name__}",
+        fix=FIX,
     )
-
-
-def require_no_join(module: DistributedDataParallel) -> None:
-    """Raise unless the loop runs outside of ``module.join()``."""
-    if names.is_in_join(module):
-        raise explain(
-            UsageError,
-            "join",
-            expected="a loop without DistributedDataParallel.join()",
-            found="one under it",
-            fix="Leave join() out, and write gradaccum.wrap(optimizer, ...,"
-            " module=parallel): opt.flush() takes part in the others' windows.",
-        )
 
 
 # A module that waits with its own reduction leaves the gradients of other optimizers
@@ -157,7 +77,7 @@ SHARED_BY: WeakKeyDictionary[
     torch.optim.Optimizer, weakref.ref[DistributedDataParallel]
 ] = WeakKeyDictionary()
 """The module whose gradients are reduced for an optimizer, at its windows' ends."""
-CHECKED: WeakSet[torch.optim.Optimizer] = WeakSet()
+CHECKED_OPTIMIZERS: WeakSet[torch.optim.Optimizer] = WeakSet()
 """The optimizers that have no parameter of a module which waits for another one."""
 GUARD: list[RemovableHandle] = []
 
@@ -169,15 +89,15 @@ def share_module(
     optimizers whose gradients the module no longer reduces.
     """
     SHARED_BY[optimizer] = weakref.ref(module)
-    CHECKED.clear()
+    CHECKED_OPTIMIZERS.clear()
     if not GUARD:
         GUARD.append(register_optimizer_step_pre_hook(refuse_unreduced))
 
 
 def refuse_unreduced(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    if optimizer not in CHECKED:
+    if optimizer not in CHECKED_OPTIMIZERS:
         require_reduced(optimizer)
-        CHECKED.add(optimizer)
+        CHECKED_OPTIMIZERS.add(optimizer)
 
 
 names.untraced(refuse_unreduced)
@@ -187,11 +107,11 @@ def require_reduced(optimizer: torch.optim.Optimizer) -> None:
     """Raise unless the gradients of its parameters are reduced, where a module that
     trains them waits with its own reduction.
     """
-    waiting = [each.parameters() for each in names.waiting_modules()]
+    waiting = [module.parameters() for module in names.waiting_modules()]
     unreduced = ids_of(optimizer) & set(map(id, chain(*waiting)))
-    for other, reference in SHARED_BY.items():
+    for sharing_optimizer, reference in SHARED_BY.items():
         if reference() is not None:
-            unreduced -= ids_of(other)
+            unreduced -= ids_of(sharing_optimizer)
     if unreduced:
         kind = type(optimizer).__name__
         raise explain(
@@ -207,7 +127,7 @@ def ids_of(optimizer: torch.optim.Optimizer) -> set[int]:
     return {id(parameter) for parameter in names.parameters_of(optimizer)}
 
 
-# The parameters.
+# The parameters and the options.
 
 
 def require_parameters(
@@ -215,116 +135,107 @@ def require_parameters(
     module_parameters: Sequence[Tensor],
     parameters: Sequence[Tensor],
 ) -> None:
-    known = set(map(id, module_parameters))
-    strangers = sum(id(parameter) not in known for parameter in parameters)
-    if strangers:
+    missing = set(map(id, parameters)).difference(map(id, module_parameters))
+    if missing:
         raise explain(
             ArgumentValueError,
             "module",
             expected="the module whose parameters the optimizer has",
-            found=f"a {type(module).__name__} without {strangers} of them",
+            found=f"a {type(module).__name__} without {len(missing)} of them",
             fix=FIX,
         )
 
 
-def require_none_ignored(
-    module: DistributedDataParallel, parameters: Sequence[Tensor]
-) -> None:
-    reduced = set(map(id, names.reduced_by(module)))
-    ignored = sum(id(parameter) not in reduced for parameter in parameters)
-    if ignored:
+def require_all_sharded(parameters: Iterable[Tensor], units: Sequence[Unit]) -> None:
+    """Raise unless FSDP2, if it has some of `parameters`, has all that are trained."""
+    sharded_ids = {id(parameter) for unit in units for parameter in unit.parameters}
+    unreduced = [
+        parameter
+        for parameter in parameters
+        if parameter.requires_grad and id(parameter) not in sharded_ids
+    ]
+    if unreduced and any(unit.workers > 1 for unit in units):
         raise explain(
             ArgumentValueError,
-            "module",
-            expected="a module that reduces the optimizer's parameters",
-            found=f"one that was told to ignore {ignored} of them",
-            fix="Give them an optimizer of their own, or make each a part of a DTensor:"
-            " DTensor.from_local(expert, mesh, [Shard(0)]).",
+            "optimizer",
+            expected="parameters that fully_shard has",
+            found=f"{len(unreduced)} trainable parameters beside it, whose gradients"
+            " nobody reduces",
+            fix="Call fully_shard(model) on the whole model too, or freeze them, or"
+            " give them an optimizer of their own.",
         )
 
 
-def require_same_workers(group: dist.ProcessGroup, sharded: Sequence[Tensor]) -> None:
-    """Raise unless each of `sharded` is split over exactly the workers of `group`."""
-    if units_holding(sharded):
+def require_one_mesh(meshes: Sequence[DeviceMesh]) -> None:
+    """Raise unless all sharded parameters are on the same workers: elsewhere a norm would
+    be that of some workers.
+    """
+    ranks = {tuple(sorted(mesh.mesh.flatten().tolist())) for mesh in meshes}
+    if len(ranks) > 1:
         raise explain(
             ArgumentValueError,
-            "module",
-            expected="sharded parameters with their whole gradients",
-            found="parameters of fully_shard, which averages their gradients by itself",
-            fix="Give the parameters of fully_shard an optimizer of their own, or put"
-            " all under fully_shard.",
+            "optimizer",
+            expected="sharded parameters on the same workers, for one norm",
+            found=f"some on the ranks {sorted(ranks)}",
+            fix="Make each expert a DTensor over all ranks, as"
+            " DTensor.from_local(expert, mesh, [Shard(0)]), or give the experts an"
+            " optimizer of their own.",
         )
-    workers = sorted(dist.get_process_group_ranks(group))
-    for parameter in sharded:
-        ranks = sorted(names.mesh_of(parameter).mesh.flatten().tolist())
-        if ranks != workers:
-            raise explain(
-                ArgumentValueError,
-                "module",
-                expected=f"sharded parameters over the ranks {workers} of the module",
-                found=f"one over the ranks {ranks}",
-                fix="Give it an optimizer of its own.",
-            )
 
 
 def describe_parameters(
-    optimizer: torch.optim.Optimizer,
-    module: DistributedDataParallel | None,
-    with_settings: bool = False,
+    optimizer: torch.optim.Optimizer, module: torch.nn.Module | None
 ) -> list[str]:
-    """Return a line for each parameter: its name, as far as there is one, its shape,
-    its dtype, and the settings of its group beside the learning rate.
+    """Return a line for each parameter: its name, as far as there is one, its shape and
+    its dtype.
     """
-    named = () if module is None else module.named_parameters()
-    names_by_id = {id(parameter): name for name, parameter in named}
+    module_names: dict[int, str] = {}
+    if module is not None:
+        for name, parameter in module.named_parameters():
+            module_names[id(parameter)] = name
     lines: list[str] = []
     for group in optimizer.param_groups:
-        settings = {
-            name: value
-            for name, value in group.items()
-            if with_settings
-            and name != "lr"
-            and isinstance(value, bool | int | float | tuple)
-        }
         given_names = group.get("param_names", [""] * len(group["params"]))
         for parameter, given_name in zip(group["params"], given_names, strict=True):
-            name = names_by_id.get(id(parameter), given_name)
-            shape = tuple(parameter.shape)
-            lines.append(f"{name} {shape} {parameter.dtype} {settings}")
+            name = module_names.get(id(parameter), given_name)
+            lines.append(f"{name} {tuple(parameter.shape)} {parameter.dtype}")
     return lines
 
 
-def require_same_parameters(
-    optimizer: torch.optim.Optimizer,
-    module: DistributedDataParallel | None,
-    group: dist.ProcessGroup,
+def require_same_options(
+    options: kit.Options,
+    *groups: dist.ProcessGroup,
+    parameters: Sequence[str] = (),
+    gradient_sync: str = "",
 ) -> None:
-    """Raise unless all workers have the same parameters in one order, and the same
-    settings for them; collective.
+    """Raise unless all workers gave the same options, and parameters in one order;
+    collective, and on every worker.
     """
-    lines = describe_parameters(optimizer, module, with_settings=True)
-    gathered: list[list[str]] = [[]] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, lines, group=group)
-    for rank, other in enumerate(gathered):
-        if other != gathered[0]:
-            raise _order_error(gathered[0], other, rank)
-
-
-def _order_error(
-    first: Sequence[str], other: Sequence[str], rank: int
-) -> ArgumentValueError:
-    longest = max(len(first), len(other))
-    lines = [*first, *["nothing"] * (longest - len(first))]
-    others = [*other, *["nothing"] * (longest - len(other))]
-    index = next(index for index in range(longest) if lines[index] != others[index])
-    return explain(
-        ArgumentValueError,
-        "optimizer",
-        expected="the same parameters in the same order on every worker",
-        found=f"parameter {index}: {lines[index]} on rank 0, {others[index]} on rank"
-        f" {rank}",
-        fix="Build its groups from lists; a set has another order in each process.",
-    )
+    # Two workers' functions and scalers are different objects.
+    settings = options._asdict()
+    if not kit.is_known(options.steps):
+        settings["steps"] = "a function"
+    settings["scaler"] = type(options.scaler)
+    lines = [f"the options {settings} {gradient_sync}", *parameters]
+    everyone = [(dist.get_rank(), lines)]
+    for group in groups:
+        gathered: list[list[tuple[int, list[str]]]] = [[]] * dist.get_world_size(group)
+        dist.all_gather_object(gathered, everyone, group=group)
+        everyone = sorted(chain(*gathered))
+    first_rank, first_lines = everyone[0]
+    for rank, lines in everyone:
+        if lines != first_lines:
+            pairs = zip([*first_lines, "nothing"], [*lines, "nothing"], strict=False)
+            first, second = next(pair for pair in pairs if pair[0] != pair[1])
+            raise explain(
+                ArgumentValueError,
+                "options, optimizer",
+                expected="the same options, and parameters in the same order, on every"
+                " worker",
+                found=f"{first} on rank {first_rank}, {second} on rank {rank}",
+                fix="Call gradaccum.wrap alike on every worker. Build the optimizer's"
+                " groups from lists; a set has another order in each process.",
+            )
 
 
 @torch.no_grad()
@@ -345,52 +256,70 @@ def warn_of_unequal_parameters(
     bounds = torch.cat([total, -total])
     dist.all_reduce(bounds, dist.ReduceOp.MAX, group=group)
     most, minus_least = bounds.chunk(2)
-    room = CLOSE * most.abs().clamp(min=CLOSE)
-    if (most + minus_least > room).any():
+    tolerance = CLOSE * most.abs().clamp(min=CLOSE)
+    if (most + minus_least > tolerance).any():
         warnings.warn(UNEQUAL_PARAMETERS, GradAccumWarning, stacklevel=6)
 
 
-# The options.
+# FSDP2.
 
 
-def require_same_options(
-    options: kit.Options, *groups: dist.ProcessGroup, **others: str
-) -> None:
-    """Raise unless all workers gave the same options; collective, and on every
-    worker.
-    """
-    # Two workers' functions and scalers are different objects.
-    steps = options.steps if kit.is_known(options.steps) else "a function"
-    scaler = type(options.scaler)
-    given = dict(options._asdict(), steps=steps, scaler=scaler, **others)
-    everyone = [(dist.get_rank(), str(given))]
-    for group in groups:
-        gathered: list[list[tuple[int, str]]] = [[]] * dist.get_world_size(group)
-        dist.all_gather_object(gathered, everyone, group=group)
-        everyone = sorted(chain(*gathered))
-    for rank, other in everyone:
-        if other != everyone[0][1]:
-            raise explain(
-                ArgumentValueError,
-                "options",
-                expected=f"the same options on every worker: {everyone[0][1]}",
-                found=f"{other} on rank {rank}",
-                fix="Give every worker the same options.",
-            )
+def require_reduced_units(units: Sequence[Unit]) -> None:
+    if any(unit.has_unreduced() for unit in units):
+        raise explain(
+            UsageError,
+            "set_requires_gradient_sync",
+            expected="gradients that are reduced when the window ends",
+            found="gradients that FSDP2 keeps unreduced",
+            fix="Leave the call out, and write gradaccum.wrap(optimizer, ...,"
+            ' module=fsdp_model, gradient_sync="window"), after opt.discard() on every'
+            " worker.",
+        )
 
 
-# Gradients that cannot be added up.
+def require_plain_average(units: Sequence[Unit]) -> None:
+    if any(unit.has_divide_factor() for unit in units):
+        raise explain(
+            UsageError,
+            "set_gradient_divide_factor",
+            expected="gradients that FSDP2 divides by the number of workers",
+            found="another factor",
+            fix='Leave it out: reduction="sum" divides by nothing.',
+        )
 
 
-def sparse_error() -> UsageError:
+def require_deferrable(units: Sequence[Unit], options: kit.Options) -> None:
+    """Raise unless FSDP2 can reduce the sum of micro-batches in place of each."""
+    if options.separate_sums or options.on_overflow == "drop_micro_batch":
+        raise deferred_error(
+            "no look at a single micro-batch",
+            'separate_sums=True or on_overflow="drop_micro_batch"',
+        )
+    for unit in units:
+        for parameter in unit.parameters:
+            dtype = sum_dtype(parameter, options.accumulate_dtype)
+            if parameter.requires_grad and not (
+                unit.sum_dtype == dtype == parameter.dtype
+            ):
+                raise deferred_error(
+                    "one dtype for parameters, FSDP2's sums and accumulate_dtype",
+                    f"{parameter.dtype}, {unit.sum_dtype} and {dtype}: keep the"
+                    " parameters in float32, with MixedPrecisionPolicy(param_dtype="
+                    "torch.bfloat16, reduce_dtype=torch.float32)",
+                )
+
+
+def deferred_error(expected: str, found: str) -> ArgumentValueError:
     return explain(
-        UsageError,
-        ".grad",
-        expected="dense gradients beside module= and process_group=",
-        found="a sparse one on some worker",
-        fix="Build the layer with dense gradients: torch.nn.Embedding(...,"
-        " sparse=False).",
+        ArgumentValueError,
+        'gradient_sync="window"',
+        expected=expected,
+        found=found,
+        fix='Or write gradient_sync="micro_batch", which reduces each micro-batch.',
     )
+
+
+# A window that is being reduced.
 
 
 def discarded_error() -> UsageError:
@@ -402,55 +331,3 @@ def discarded_error() -> UsageError:
         fix="Call opt.discard() on every worker. To leave out a micro-batch of one"
         " worker, give its loss with weight=0.",
     )
-
-
-def unequal_copies_error() -> UsageError:
-    return explain(
-        UsageError,
-        "grad_placements",
-        expected="equal gradients on the workers that hold copies of a shard",
-        found="norms that differ",
-        fix="Write weight.to_local(grad_placements=[Partial(), ...]), which adds up"
-        " gradients of different items. The window cannot be closed: call"
-        " opt.discard() on every worker.",
-    )
-
-
-COLLECTIVES = {
-    f"{name}Backward"
-    for name in (
-        "Redistribute",
-        "_AllGather",
-        "_AllGatherBase",
-        "_AllReduce",
-        "_AlltoAll",
-        "_AlltoAllSingle",
-        "_Reduce_Scatter",
-    )
-}
-"""The nodes of autograd's graph that `torch.distributed.tensor` and
-`torch.distributed.nn` make.
-"""
-
-
-def require_no_collective(loss: Tensor) -> None:
-    """Raise unless the backward pass of `loss`, of weight 0, has no collective, in
-    which other workers would wait for this one.
-    """
-    nodes = [loss.grad_fn]
-    seen = set[object]()
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        nodes += [before for before, _ in node.next_functions]
-        if node.name() in COLLECTIVES:
-            raise explain(
-                UsageError,
-                "weight",
-                expected="items, where other workers may wait for the backward pass",
-                found=f"0 for a loss with a {node.name()}",
-                fix='Write reduction="sum_per_item", opt.weigh(0) and loss.backward():'
-                " the other workers need the gradients of its keys.",
-            )

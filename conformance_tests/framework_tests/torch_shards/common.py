@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 
 import gradaccum
 from conformance_tests.framework_tests.torch_workers.common import (
@@ -50,10 +50,7 @@ WAYS = [
     Way("micro_batch", (2, 1)),
     Way("window", (2, 1)),
     Way("window", (1, 2)),
-    Way("all_reduce_per_window", (2, 1)),
 ]
-if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
-    WAYS.pop()  # Refused by name: an older torch has no such method.
 
 
 WAITING = [way for way in WAYS if way.sync != "micro_batch"]

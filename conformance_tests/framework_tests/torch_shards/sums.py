@@ -14,37 +14,18 @@ from gradaccum_torch.large_batch import backward, coupled_backward
 
 from .common import (
     FLAT,
-    WAYS,
-    Way,
     alone,
-    batches,
     build,
     check,
     each_way,
-    learn,
     require_equal,
     require_equal_results,
-    require_first_window,
     sgd,
     sharded,
     train,
     windows_of,
     wrap,
 )
-
-
-@check
-def every_divide_factor(rank: int) -> None:
-    for reduction in ("mean", "sum"):
-        reference, _ = alone(windows_of(), reduction=reduction)
-        for way in (way for way in WAYS if way.shape != (2, 1)):
-            for factors in ((1.0, 1.0), (3.0, 3.0), (5.0, None)):
-                model = sharded(way)
-                for module, factor in zip((model.first, model), factors, strict=True):
-                    if factor is not None:
-                        module.set_gradient_divide_factor(factor)
-                train(model, wrap(model, way, reduction=reduction), rank)
-                require_equal(model, reference)
 
 
 @check
@@ -68,26 +49,14 @@ def windows_without_the_module(rank: int) -> None:
 
 
 @check
-def factors_that_cannot_be_told(rank: int) -> None:
+def divide_factor_is_refused(rank: int) -> None:
+    """Its gradients would be divided by another number than the weights."""
     model = sharded(FLAT)
     opt = wrap(model, FLAT)
     train(model, opt, rank, 2)
     model.set_gradient_divide_factor(3.0)
-    with refused(gradaccum.UsageError, "set_gradient_divide_factor", "opt.discard()"):
+    with refused(gradaccum.UsageError, "set_gradient_divide_factor"):
         opt.flush()
-    opt.discard()
-    require_first_window(model, opt, rank)
-    for way, call, argument, words in (
-        (Way("micro_batch", (2, 1)), "set_gradient_divide_factor", 3.0, "twice"),
-        (Way("window", (2, 1)), "set_gradient_divide_factor", 3.0, "twice"),
-        (FLAT, "set_all_reduce_hook", lambda _: None, ""),
-    ):
-        model = sharded(way)
-        getattr(model, call)(argument)
-        opt = wrap(model, way)
-        learn(model, opt, batches(rank)[0])
-        with refused(gradaccum.UsageError, call, words):
-            opt.flush()
 
 
 def batch_of(rank: int) -> Tensor:

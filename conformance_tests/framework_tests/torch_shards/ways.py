@@ -10,12 +10,11 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import gradaccum
-from conformance_tests.framework_tests.refusing import refused
 from conformance_tests.framework_tests.torch_workers.common import (
     require_same_everywhere,
 )
-from gradaccum_torch.torch_private.fsdp import GLOO_SUMS
 
+from ..torch_fsdp import GLOO_SUMS
 from .common import (
     FLAT,
     WAITING,
@@ -103,8 +102,6 @@ def half_precision_is_computed_and_not_summed(rank: int) -> None:
         param_dtype=torch.bfloat16, reduce_dtype=torch.float32
     )
     if GLOO_SUMS:
-        with refused(gradaccum.UsageError, "torch 2.11"):
-            wrap(sharded(FLAT, torch.float32), FLAT)
         return
     dtype = torch.float32
     reference, _ = alone(windows_of(dtype=dtype), dtype=dtype, clip_norm=0.5)

@@ -5,9 +5,8 @@ whatever a worker does in between, and no worker is left waiting.
 from __future__ import annotations
 
 import gc
-import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -31,14 +30,21 @@ from .common import (
     micro_batches,
     numbers,
     require_equal,
-    require_same_everywhere,
     sgd,
 )
 from .jobs import check
 
 LARGE = mock.patch.object(overlap, "LARGE_BYTES", 100)
 """With it each weight of the model is a bucket, and the biases are one."""
-VOTE, BUCKETS, NUMBERS = 1, 3, 1
+BUCKETS, NUMBERS = 3, 1
+
+
+def usual(dtype: torch.dtype = torch.float64) -> Any:
+    """A model of which each pass reaches every trainable parameter."""
+    model = build(dtype)
+    model.rare.requires_grad_(False)
+    model.never.requires_grad_(False)
+    return model
 
 
 @contextmanager
@@ -74,7 +80,7 @@ def windows_of(steps: int, dtype: torch.dtype = torch.float64) -> list[list[Any]
 def last_micro_batch(rank: int) -> Iterator[tuple[Any, Any, Any, list[Any]]]:
     """Windows of two, up to the last micro-batch of the second one."""
     with LARGE:
-        model, parallel, opt = make_shared(steps=2)
+        model, parallel, opt = make_shared(usual(), steps=2)
         batches = usual_batches(rank)
         for batch in batches[:3]:
             learn(parallel, opt, batch)
@@ -93,21 +99,14 @@ def require_third_window(
 
 @check
 def buckets_are_reduced_under_the_last_pass(rank: int) -> None:
-    """From the second window on, when all workers know which gradients there are."""
-    _, parallel, opt = make_shared()
+    """Where the micro-batch before had one backward pass."""
+    model, parallel, opt = make_shared(usual())
     with noted() as calls:
         for batch in usual_batches(rank):
             learn(parallel, opt, batch)
-    under = ["under the pass"] * (VOTE + BUCKETS)
-    assert calls[-VOTE - BUCKETS - NUMBERS :] == [*under, "after it"]
-    assert "under the pass" not in calls[: -VOTE - BUCKETS - NUMBERS]
-    hooks = [parameter._backward_hooks for parameter in parallel.parameters()]
-    assert not any(hooks), "each would hold a sum"
-    require_equal(opt_model(parallel), alone(windows_of(4))[0])
-
-
-def opt_model(parallel: nn.Module) -> nn.Module:
-    return parallel.module  # type: ignore[no-any-return]
+    window = ["under the pass"] * BUCKETS + ["after it"] * NUMBERS
+    assert calls == window * 2
+    require_equal(model, alone(windows_of(4))[0])
 
 
 @check
@@ -117,9 +116,9 @@ def same_bits_as_at_the_end(rank: int) -> None:
             trained = []
             for late in (True, False):
                 with noted() as calls:
-                    model, parallel, opt = make_shared(build(dtype), **options)
+                    model, parallel, opt = make_shared(usual(dtype), **options)
                     if late:
-                        opt._window.workers._can_overlap = lambda: False
+                        opt._window.workers.last_pass = lambda *_: nullcontext()
                     learn_all(parallel, opt, usual_batches(rank, dtype))
                 # A window of one micro-batch in half precision adds it in step().
                 halves = options["steps"] == 1 and dtype is torch.bfloat16
@@ -135,7 +134,7 @@ def worker_that_ends_earlier_joins(rank: int) -> None:
         model, parallel, opt = make_shared(steps=2)
         learn_all(parallel, opt, micro_batches(rank))
         require_equal(model, alone(all_windows(steps=2))[0])
-        model, parallel, opt = make_shared(steps=2)
+        model, parallel, opt = make_shared(usual(), steps=2)
         for index, (x, y, rare) in enumerate(usual_batches(rank)):
             is_empty = rank == 1 and index % 2 == 1
             loss = (parallel(x, rare) - y).square().mean()
@@ -147,11 +146,12 @@ def worker_that_ends_earlier_joins(rank: int) -> None:
 
 @check
 def several_passes_of_a_micro_batch(rank: int) -> None:
-    """By loss.backward(), which says nothing beforehand, and in a recomputed model."""
+    """They are reduced at the window's end: of a plain loss.backward(), of losses that
+    are given one by one, and in a recomputed model.
+    """
     with LARGE:
         reference = build()
-        model, parallel, opt = make_shared(steps=2, reduction="sum")
-        again, recomputed, third = make_shared(steps=2, reduction="sum")
+        runs = [make_shared(usual(), steps=2, reduction="sum") for _ in range(3)]
         other = gradaccum.wrap(
             sgd(reference), steps=None, process_group="alone", reduction="sum"
         )
@@ -161,17 +161,40 @@ def several_passes_of_a_micro_batch(rank: int) -> None:
                 other.step()
             other.flush()
         for x, _, _ in usual_batches(rank):
-            parallel(x).square().sum().backward()
-            parallel(x).sum().backward()
-            opt.step()
+            (_, plain, first), (_, several, second), (_, recomputed, third) = runs
+            plain(x).square().sum().backward()
+            plain(x).sum().backward()
+            second.backward(several(x).square().sum())
+            second.backward(several(x).sum())
             x = x.requires_grad_()
             squares = checkpoint(recomputed.module, x, use_reentrant=True)
             sums = checkpoint(recomputed.module, x, use_reentrant=True)
-            (squares.square().sum() + sums.sum()).backward()
-            third.step()
-    # A summed loss makes large parameters, and rounds by as much.
-    require_equal(model, reference, off=1e-12)
-    require_equal(again, reference, off=1e-12)
+            third.backward(squares.square().sum() + sums.sum())
+            for opt in (first, second, third):
+                opt.step()
+    for model, _, _ in runs:
+        # A summed loss makes large parameters, and rounds by as much.
+        require_equal(model, reference, off=1e-12)
+
+
+@check
+def second_pass_after_the_reduction_is_refused(rank: int) -> None:
+    """By either kind of call; the micro-batches before had one pass."""
+    for is_plain in (False, True):
+        with last_micro_batch(rank) as (model, parallel, opt, batches):
+            x, y, rare = batches[3]
+            opt.backward((parallel(x, rare) - y).square().mean(), len(x))
+            loss = (parallel(x, rare) - y).square().mean()
+            with refused(gradaccum.UsageError, "Add the losses up", "opt.discard()"):
+                if is_plain:
+                    loss.backward()
+                else:
+                    opt.backward(loss)
+            if is_plain:
+                with refused(gradaccum.UsageError, "discard()"):
+                    opt.step()
+            opt.discard()
+            require_third_window(model, parallel, opt, batches)
 
 
 @check
@@ -217,74 +240,35 @@ def discarding_worker_is_reported(rank: int) -> None:
 
 
 @check
-def other_parameters_are_agreed_on(rank: int) -> None:
-    """A new group, frozen parameters, and a cast fall back to the window's end once."""
+def frozen_parameters_are_reduced_alike(rank: int) -> None:
+    """Also by a worker that reduces at the window's end, where another one does not."""
     with noted() as calls:
-        model, parallel, opt = make_shared(steps=1)
+        model, parallel, opt = make_shared(usual(), steps=1)
         reference = build()
-        other = gradaccum.wrap(sgd(reference), steps=2, process_group="alone")
-
-        def train(part: int) -> list[str]:
-            calls.clear()
-            for index in (part, part + 1):
-                learn(parallel, opt, usual_batches(rank)[index])
-                for worker in range(WORLD):
-                    learn(reference, other, usual_batches(worker)[index])
-            half = [call for call in calls if call == "under the pass"]
-            return half
-
-        train(0)
-        assert train(2)
-        for each in (model, reference):
-            each.first.weight.requires_grad_(False)
-        # The frozen parameter adds zeros to no bucket once the workers know of it.
-        train(4)
-        for each in (model, reference):
-            each.first.weight.requires_grad_(True)
-        train(6)
+        other = gradaccum.wrap(sgd(reference), steps=None, process_group="alone")
+        for index, batch in enumerate(usual_batches(rank)):
+            for each in (model, reference):
+                each.first.weight.requires_grad_(index not in (2, 3))
+                each.first.bias.requires_grad_(index != 4)
+            is_empty = index in (2, 4) and rank == 1
+            x, y, _ = batch
+            opt.backward((parallel(x) - y).square().mean(), 0 if is_empty else len(x))
+            opt.step()
+            for worker in range(WORLD):
+                if not (index in (2, 4) and worker == 1):
+                    x, y, _ = usual_batches(worker)[index]
+                    other.backward((reference(x) - y).square().mean(), len(x))
+                    other.step()
+            other.flush()
+        assert "under the pass" in calls
         require_equal(model, reference)
-
-
-@check
-def one_worker_has_changed_its_parameters(rank: int) -> None:
-    """Then nobody reduces in buckets until the window's end, also if another worker
-    discards the window meanwhile; after it all choose the same buckets again.
-    """
-    for discards in (False, True):
-        with noted() as calls:
-            model, parallel, opt = make_shared(steps=2)
-            batches = usual_batches(rank)
-            for batch in batches[:3]:
-                learn(parallel, opt, batch)
-            x, y, rare = batches[3]
-            if rank == 1:
-                opt._window.workers.parameters_changed()
-            calls.clear()
-            opt.backward((parallel(x, rare) - y).square().mean(), len(x))
-            assert calls.count("under the pass") <= VOTE
-            if not discards:
-                opt.step()
-            else:
-                if rank == 1:
-                    with refused(gradaccum.UsageError, "called discard()"):
-                        opt.step()
-                opt.discard()
-            for batch in batches[4:8]:
-                learn(parallel, opt, batch)
-            assert calls.count("under the pass") >= BUCKETS
-        windows = windows_of(2)
-        trained = windows[:4]
-        if discards:
-            del trained[1]
-        require_same_everywhere(numbers(model))
-        require_equal(model, alone(trained)[0])
 
 
 @check
 def freed_wrapper_lets_the_module_reduce_at_once(rank: int) -> None:
     """Without a collection of cycles."""
     with LARGE:
-        _, parallel, opt = make_shared(steps=2)
+        _, parallel, opt = make_shared(usual(), steps=2)
         for batch in usual_batches(rank)[:3]:
             learn(parallel, opt, batch)
     gc.collect()
@@ -303,34 +287,17 @@ def overflow_on_one_worker_skips_on_all(rank: int) -> None:
         x, y, rare = batches[3]
         scale = float("inf") if rank else 1.0
         opt.backward((parallel(x, rare) - y).square().mean() * scale, len(x))
-        with warnings.catch_warnings(record=True) as given:
-            warnings.simplefilter("always")
-            opt.step()
-        assert [
-            str(each.message) for each in given if "on rank 1." in str(each.message)
-        ]
+        opt.step()
         assert opt.result.skipped
         assert opt.result.overflow
         require_third_window(model, parallel, opt, batches)
 
 
 @check
-def other_rates_are_refused_before_a_sum_changes(rank: int) -> None:
-    with last_micro_batch(rank) as (model, parallel, opt, batches):
-        opt.param_groups[0]["lr"] = 0.1 + rank
-        with refused(gradaccum.UsageError, "learning rates"):
-            learn(parallel, opt, batches[3])
-        opt.param_groups[0]["lr"] = 0.1
-        opt.flush()
-        require_same_everywhere(numbers(model))
-        require_equal(model, alone(windows_of(2)[:2])[0])
-
-
-@check
 def passes_of_another_optimizer_begin_nothing(rank: int) -> None:
     """A generator's pass brings gradients to the discriminator, which are cleared."""
     with noted() as calls:
-        model, parallel, opt = make_shared(steps=1)
+        model, parallel, opt = make_shared(usual(), steps=1)
         for batch in usual_batches(rank):
             calls.clear()
             parallel(batch[0]).sum().backward()
@@ -339,15 +306,3 @@ def passes_of_another_optimizer_begin_nothing(rank: int) -> None:
             learn(parallel, opt, batch)
         assert "under the pass" in calls
     require_equal(model, alone(windows_of(1))[0])
-
-
-@check
-def gradients_with_a_graph_are_refused(rank: int) -> None:
-    with last_micro_batch(rank) as (model, parallel, opt, batches):
-        loss = parallel(batches[3][0]).square().mean()
-        opt.weigh(len(batches[3][0]))
-        opt.scale(loss).backward(create_graph=True)
-        with refused(gradaccum.UsageError, "create_graph"):
-            opt.step()
-        opt.discard()
-        require_third_window(model, parallel, opt, batches)

@@ -11,10 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
 from torch.nn.parallel import DistributedDataParallel
 
 import gradaccum
@@ -49,39 +45,6 @@ def hooked() -> Any:
     return wrap(parallel, module=parallel)
 
 
-def tensor_parallel() -> Any:
-    """Each worker's norm, and its overflow, would be those of its own shards."""
-    mesh = init_device_mesh("cpu", (1, WORLD), mesh_dim_names=("data", "tensor"))
-    layers = nn.Sequential(nn.Linear(4, 8))
-    model = parallelize_module(layers, mesh["tensor"], {"0": ColwiseParallel()})
-    _pre_dp_module_transform(model)
-    group = mesh.get_group("data")
-    return wrap(model, module=DistributedDataParallel(model, process_group=group))
-
-
-def sharded_over_others() -> Any:
-    """The head would need a reduction of its own, over the workers that have the same
-    shard.
-    """
-    mesh = init_device_mesh("cpu", (WORLD, 1), mesh_dim_names=("data", "classes"))
-    parallel = DistributedDataParallel(nn.Linear(4, 4))
-    shards = distribute_tensor(torch.ones(7, 4), mesh["classes"], [Shard(0)])
-    inner = torch.optim.SGD([*parallel.parameters(), nn.Parameter(shards)], lr=0.1)
-    return gradaccum.wrap(inner, steps=2, module=parallel)
-
-
-def of_one_worker() -> Any:
-    """An expert, say, whose sum would be added up with that of another one."""
-    model = nn.Linear(4, 2)
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["bias"])
-    return wrap(model, module=DistributedDataParallel(model))
-
-
-def other_decay(rank: int) -> Any:
-    inner = torch.optim.SGD(build().parameters(), lr=0.1, weight_decay=0.1 * rank)
-    return gradaccum.wrap(inner, steps=1, process_group=dist.group.WORLD)
-
-
 NOT_WRAPPED = [
     (
         lambda _: wrap(model := build(), module=model),
@@ -99,21 +62,10 @@ NOT_WRAPPED = [
         ("options", "on rank 1"),
     ),
     (lambda _: hooked(), UsageError, ("hook",)),
-    (lambda _: of_one_worker(), ArgumentValueError, ("ignore 1 of them", "DTensor")),
-    (lambda _: tensor_parallel(), ArgumentValueError, ("module", "tensor-parallel")),
-    (lambda _: sharded_over_others(), ArgumentValueError, ("module", "[0, 1]")),
     (
         lambda rank: wrap(nn.Linear(4, 2 + rank), process_group=dist.group.WORLD),
         ArgumentValueError,
         ("optimizer", "(3, 4)", "on rank 1"),
-    ),
-    (other_decay, ArgumentValueError, ("weight_decay", "on rank 1")),
-    (
-        lambda _: wrap(
-            build(), norm_group=dist.group.WORLD, on_overflow="drop_micro_batch"
-        ),
-        ArgumentValueError,
-        ("on_overflow",),
     ),
 ]
 
@@ -137,59 +89,16 @@ def plain_loop_without_the_module_names_it(rank: int) -> None:
 
 @check
 def what_a_window_cannot_do_is_refused(rank: int) -> None:
-    """The window stays as it is: its denominator would be that of one worker, and the
-    sum of all workers has no graph.
-    """
+    """The window stays as it is: its denominator would be that of one worker."""
     model, parallel, opt = make_shared(steps=None)
     first, *others = micro_batches(rank)[:4]
-    loss = parallel(first[0]).square().mean()
-    with refused(UsageError, "create_graph"):
-        opt.backward(loss, create_graph=True)
-    opt.discard()
     learn(parallel, opt, first)
-    with refused(UsageError, "hook"):
-        parallel.register_comm_hook(state=None, hook=lambda state, bucket: None)
     with refused(UsageError, "denominator", "several workers"):
         opt.flush(denominator=3.0 + rank)
     with refused(UsageError, "module"):
         pickle.dumps(opt)
     learn_all(parallel, opt, others)
     require_equal(model, alone(all_windows()[:1])[0])
-    learn(parallel, opt, first)
-    # It answers the collectives of the module alone.
-    with parallel.join(), refused(UsageError, "join()", "flush()"):
-        opt.flush()
-    opt.discard()
-
-
-@check
-def foreign_parameters_are_not_added(rank: int) -> None:
-    """They would be added up over workers that may not have the same ones; those of the
-    module may come later.
-    """
-    model = build()
-    parallel = ddp(model)
-    opt = wrap(model.first, module=parallel)
-    with refused(ArgumentValueError, "module", "of them"):
-        opt.add_param_group({"params": nn.Linear(2, 2).parameters()})
-    rest = [*model.usual.parameters(), *model.rare.parameters()]
-    opt.add_param_group({"params": iter(rest)})
-    learn_all(parallel, opt, micro_batches(rank))
-    require_equal(model, alone(all_windows())[0])
-
-
-@check
-def sparse_gradients_are_refused(rank: int) -> None:
-    """On the worker that has none too, which would wait; the dense sums stay whole."""
-    table, dense = nn.Embedding(4, 2, sparse=True), nn.Linear(2, 2)
-    model = nn.ModuleDict({"sparse": table, "dense": dense})
-    opt = wrap(model, steps=1, module=DistributedDataParallel(model))
-    x = table(torch.tensor([rank])) if rank else torch.ones(1, 2)
-    opt.backward(dense(x).sum())
-    before = dense.bias.grad.tolist()
-    with refused(UsageError, "dense"):
-        opt.step()
-    assert dense.bias.grad.tolist() == before
 
 
 @check

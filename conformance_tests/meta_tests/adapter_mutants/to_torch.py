@@ -33,8 +33,8 @@ MUTANTS = (
     ),
     Mutant(
         "ignore_the_weight_of_the_loss",
-        "            self._run_backward(loss, self._multiplied(loss, factor, arguments), factor)\n",
-        "            self._run_backward(loss, arguments, factor)\n",
+        "            arguments = with_factor(loss, factor, arguments)\n",
+        "",
         SUITE + "test_weights.py::test_gradient_follows_the_definition",
     ),
     Mutant(
@@ -51,8 +51,8 @@ MUTANTS = (
     ),
     Mutant(
         "take_every_sum_for_finite",
-        "    return Measured(norm, True) if norm < math.inf else Measured(math.inf, False)\n",
-        "    return Measured(norm, True)\n",
+        "    return Measurement(norm, True) if norm < math.inf else Measurement(math.inf, False)\n",
+        "    return Measurement(norm, True)\n",
         SUITE + "test_overflow.py::test_overflow_skips_this_window_only",
     ),
     Mutant(
@@ -69,9 +69,8 @@ MUTANTS = (
     ),
     Mutant(
         "leave_the_sum_at_discard",
-        '        """Forget the open window and the micro-batch under way."""\n'
-        "        self.gradient_sum.clear()\n",
-        '        """Forget the open window and the micro-batch under way."""\n',
+        "        self.workers.abandon(self._numbers())\n        self.gradient_sum.clear()\n",
+        "        self.workers.abandon(self._numbers())\n",
         SUITE + "test_windows.py::test_discard_forgets_the_window",
     ),
     Mutant(
@@ -89,8 +88,8 @@ MUTANTS = (
     ),
     Mutant(
         "save_no_sum",
-        "            for index, total in window.saved_sums().items()\n",
-        "            for index, total in ()\n",
+        '        "sums": window.saved_sums(),\n',
+        '        "sums": {},\n',
         SUITE + "test_checkpoint.py::test_resume_in_every_mode",
     ),
     Mutant(
@@ -101,7 +100,7 @@ MUTANTS = (
     ),
     Mutant(
         "move_the_scheduler_each_micro_batch",
-        "        if updates > moved.updates:\n",
+        '        if hasattr(self._scheduler, "step_update") or updates > self._updates:\n',
         "        if True:\n",
         OWN + "test_torch_scheduler.py::test_gated_scheduler_moves_once_per_update",
     ),
@@ -113,8 +112,8 @@ MUTANTS = (
     ),
     Mutant(
         "forget_a_change_before_an_addition",
-        "            self.watch.change = self.watch.change or change\n",
-        "",
+        "                watch.was_changed = True\n",
+        "                pass\n",
         OWN + "test_torch_tampering.py::test_change_after_step_is_caught",
     ),
     Mutant(
@@ -137,7 +136,7 @@ MUTANTS = (
     ),
     Mutant(
         "leave_a_sum_divided_when_taken_back",
-        "        multiply(self.divided, divisor)\n",
+        "        multiply(self.divided_sums, divisor)\n",
         "",
         OWN + "test_torch_interrupted.py::test_raising_pre_hook_leaves_window_open",
     ),
@@ -155,35 +154,36 @@ MUTANTS = (
     ),
     Mutant(
         "forget_a_worker_s_overflow",
-        "        window = ReducedWindow(gradients, weight, overflows > 0, opened > 0, added)\n",
-        "        window = ReducedWindow(gradients, weight, False, opened > 0, added)\n",
+        "            gradients, weight, overflows > 0, opens > 0, extension_sums\n",
+        "            gradients, weight, False, opens > 0, extension_sums\n",
         SUITE + "test_workers_limits.py::test_one_worker_drops_a_micro_batch",
     ),
     Mutant(
         "weigh_all_workers_as_one_item",
-        "        window = ReducedWindow(gradients, weight, overflows > 0, opened > 0, added)\n",
-        "        window = ReducedWindow(gradients, 1.0, overflows > 0, opened > 0, added)\n",
+        "            gradients, weight, overflows > 0, opens > 0, extension_sums\n",
+        "            gradients, 1.0, overflows > 0, opens > 0, extension_sums\n",
         SUITE + "test_workers.py::test_gradient_is_that_of_all_workers",
     ),
     Mutant(
         "reduce_no_sum",
-        "            all_reduce_together(bucket, self.group)\n",
-        "            pass\n",
+        "        work = dist.all_reduce(packed_totals, group=self.group, async_op=True)\n"
+        "        self.works.append(work)\n",
+        "",
         SUITE + "test_workers.py::test_gradient_is_that_of_all_workers",
     ),
     Mutant(
-        "take_copies_of_an_expert_for_equal",
-        "        if different:\n",
-        "        if False:\n",
+        "add_to_a_sum_that_is_being_reduced",
+        "            raise second_pass_error()\n",
+        "            return\n",
         OWN + "test_torch_workers.py::test_two_workers",
-        only="copies_of_an_expert",
+        only="second_pass_after_the_reduction",
     ),
     Mutant(
-        "leave_out_a_backward_pass_that_others_wait_for",
-        "        checks.require_no_collective(loss)\n",
-        "        pass\n",
+        "leave_the_others_waiting_after_a_discard",
+        "        if reduction is not None and reduction.launch_count:\n",
+        "        if False:\n",
         OWN + "test_torch_workers.py::test_two_workers",
-        only="context_parallel_tokens_weigh",
+        only="discarding_worker_is_reported",
     ),
     Mutant(
         "clip_each_stage_by_its_own_norm",
@@ -194,8 +194,8 @@ MUTANTS = (
     ),
     Mutant(
         "leave_the_loss_scale",
-        "        self.state = self.at_rest(closed)\n",
-        "        self.state = self.at_rest((*closed[:5], ended.loss_scale, closed[6]))\n",
+        "        self.state = self.at_rest(closed_state)\n",
+        "        self.state = self.at_rest((*closed_state[:5], ended_state.loss_scale, closed_state[6]))\n",
         SUITE + "test_loss_scale.py::test_scale_stops_at_floor",
     ),
     Mutant(
@@ -233,22 +233,23 @@ MUTANTS = (
     ),
     Mutant(
         "take_an_unscaled_loss",
-        "        if self.has_scale and not micro_batch.has_loss:\n",
-        "        if False:\n",
+        "        if is_unscaled or arrived_factors - {factor}:\n",
+        "        if is_unscaled:\n",
         OWN
         + "test_torch_misuse.py::test_gradients_that_another_optimizer_multiplied_are_refused",
     ),
     Mutant(
         "clear_the_sum_in_mid_window",
-        "        if self.state.micro_step and not self.gradient_sum.is_beside_grad:\n"
-        "            if self.has_new_gradient:\n",
-        "        if False:\n            if self.has_new_gradient:\n",
+        "        if self.holds_sum_in_grad:\n            if self.has_new_gradient:\n"
+        '                raise checks.unfinished_error("zero_grad()")\n',
+        "        if False:\n            if self.has_new_gradient:\n"
+        '                raise checks.unfinished_error("zero_grad()")\n',
         OWN + "test_torch_loop.py::test_usual_loop_equals_large_batch",
     ),
     Mutant(
         "miss_writes_into_gradients",
-        "            if gradient._version != watched.version:\n                return False\n",
-        "",
+        "            return gradient._version != self.version\n",
+        "            return False\n",
         OWN + "test_torch_tampering.py::test_change_before_step_is_caught",
     ),
     Mutant(
@@ -289,15 +290,9 @@ MUTANTS = (
     ),
     Mutant(
         "wrap_over_gradients",
-        "        raise checks.new_parameters_error(any(map(is_watched, filled)))\n",
-        "        pass\n",
+        "            raise checks.new_parameters_error()\n",
+        "            pass\n",
         OWN + "test_torch_tampering.py::test_gradients_before_wrapping_are_refused",
-    ),
-    Mutant(
-        "leave_the_sum_of_a_dead_wrapper",
-        "    for watched in watched_gradients.values() if clears else ():\n",
-        "    for watched in ():\n",
-        OWN + "test_torch_tampering.py::test_sum_of_a_dead_wrapper_goes_with_it",
     ),
     Mutant(
         "say_nothing_of_a_divided_loss",
@@ -312,14 +307,8 @@ MUTANTS = (
         EVERYDAY + "test_two_weights_before_a_step_are_said_once",
     ),
     Mutant(
-        "say_nothing_of_a_changed_model",
-        "            if changed >= min(2, len(self._parts)):\n",
-        "            if False:\n",
-        EVERYDAY + "test_change_of_the_model_in_a_window_is_said_once",
-    ),
-    Mutant(
         "say_nothing_of_a_replayed_schedule",
-        "        elif self._is_replayed():\n",
+        "        elif window.has_just_loaded and updates and self._is_at_beginning():\n",
         "        elif False:\n",
         EVERYDAY + "test_scheduler_that_is_replayed_by_hand_is_said_once",
     ),
@@ -361,8 +350,8 @@ MUTANTS = (
     ),
     Mutant(
         "add_a_mean_unweighed",
-        "            raise checks.not_weighed_error(weight)\n",
-        "            return\n",
+        "        if is_unscaled or arrived_factors - {factor}:\n",
+        "        if is_unscaled or arrived_factors - {1.0, factor}:\n",
         OWN + "test_torch_weigh.py::test_weigh_beside_a_plain_mean_is_refused",
     ),
     Mutant(
@@ -373,8 +362,8 @@ MUTANTS = (
     ),
     Mutant(
         "take_a_clear_for_a_clip",
-        "    return Change.CLEARED if is_zero(gradient) else Change.WRITTEN\n",
-        "    return Change.WRITTEN\n",
+        "        return bool(changed_gradients) and all(\n",
+        "        return not changed_gradients and all(\n",
         OWN + "test_torch_tampering.py::test_change_after_step_is_caught",
     ),
     Mutant(
