@@ -78,7 +78,6 @@ class WindowLoss(nn.Cell):  # type: ignore[misc]
         self.float_dtype = float_dtype
         self.loss = hidden_parameter(Tensor(NO_LOSS, float_dtype), f"{prefix}.{LOSS}")
         """`Losses`."""
-        self.one = Tensor(1.0, float_dtype)
         self.zero = Tensor(0.0, float_dtype)
         self.nan = Tensor(math.nan, float_dtype)
 
@@ -108,16 +107,13 @@ class WindowLoss(nn.Cell):  # type: ignore[misc]
             weight_with_loss += weight
         self.write((total, weight_with_loss, value))
 
-    def total(self, state: State) -> float:
-        """Return the sum of the open window's losses, NaN if some are missing."""
-        total, weight_with_loss, _ = self.read()
-        return total if weight_with_loss == state.weight else math.nan
-
     def after_window(self, state: State, ending: State, options: Options) -> Losses:
         """Return the losses after a window of `state`; `ending` and `options` say what
         its sum is divided by.
         """
-        total = self.total(state)
+        total, weight_with_loss, _ = self.read()
+        if weight_with_loss != state.weight:
+            total = math.nan
         return 0.0, 0.0, kit.window_loss(total, ending, options, kit.select)
 
     def after_discard(self) -> Losses:
@@ -125,23 +121,17 @@ class WindowLoss(nn.Cell):  # type: ignore[misc]
 
     # In compiled code.
 
-    def compiled_with(self, loss: Tensor, weight: Tensor, is_added: Tensor) -> Tensor:
-        """Return the losses with a micro-batch, if its gradient is added."""
-        # The parts of a weighted mean are multiplied by the weight.
-        unit = self.one if self.options.reduction == "mean" else weight
-        parts = ops.stack((loss, unit, self.zero))
-        return kit.add_loss(
-            self.loss.value(), parts, weight, is_added, self.options, where
-        )
-
-    def compiled_part(self, loss: Tensor, weight: Tensor | None) -> Tensor:
-        """Return what a micro-batch that is certainly added adds to the losses; a
-        weight of None stands for 1.
+    def compiled_parts(
+        self, loss: Tensor, weight: Tensor, is_added: Tensor | None
+    ) -> Tensor:
+        """Return what a micro-batch adds to the losses, if its gradient is added;
+        `is_added` of None stands for True.
         """
-        if weight is None:
-            return ops.stack((loss, self.one, self.zero))
         part = kit.contribution(weight, self.options) * loss
-        return ops.stack((part, weight, self.zero))
+        parts = ops.stack((part, weight, self.zero))
+        if is_added is None:
+            return parts
+        return where(is_added, parts, ops.zeros_like(parts))
 
     def compiled_total(self, weight: Tensor) -> Tensor:
         losses = self.loss.value()
@@ -168,7 +158,7 @@ class Windows(Protocol):
 
     micro_step: Parameter
 
-    def pull(self) -> State:
+    def read(self) -> State:
         """Return it in Python numbers."""
 
     def result(self) -> StepResult:
@@ -181,7 +171,7 @@ class ListenerCalls(Extension):
     def __init__(self, windows: Windows) -> None:
         self.windows = windows
         self.listeners = Listeners()
-        self.last_state = windows.pull()
+        self.last_state = windows.read()
         """At the last comparison."""
 
     def add(self, listener: Listener) -> Handle:
@@ -194,14 +184,14 @@ class ListenerCalls(Extension):
 
     def begin(self) -> None:
         if not self.listeners.added:
-            self.last_state = self.windows.pull()
+            self.last_state = self.windows.read()
 
     def state_loaded(self) -> None:
-        self.last_state = self.windows.pull()
+        self.last_state = self.windows.read()
 
     def window_closed(self, state: State) -> None:
         if self.listeners.added:
-            self.last_state = self.windows.pull()
+            self.last_state = self.windows.read()
             self.listeners.note(
                 self.windows.result(),
                 weight=state.weight,
@@ -215,7 +205,7 @@ class ListenerCalls(Extension):
         if not self.listeners.added:
             return
         before = self.last_state
-        state = self.windows.pull()
+        state = self.windows.read()
         self.last_state = state
         closed = closed_windows(state) - closed_windows(before)
         if closed > 1:
@@ -284,7 +274,7 @@ class OpenWindowWarning(Extension):
 
     def __init__(self, windows: Windows) -> None:
         self.windows = windows
-        self.known_state = windows.pull()
+        self.known_state = windows.read()
         """The state that was saved or loaded last."""
         self.in_epoch = False
         """An epoch has begun and not ended, as far as anyone knows."""
@@ -294,7 +284,7 @@ class OpenWindowWarning(Extension):
         OPEN_WINDOW_WARNINGS.add(self)
 
     def state_loaded(self) -> None:
-        self.known_state = self.windows.pull()
+        self.known_state = self.windows.read()
 
     def epoch_begins(self, carry: bool) -> None:
         self.is_silent = self.is_silent or carry
@@ -306,8 +296,8 @@ class OpenWindowWarning(Extension):
         """Warn of an open window that was neither saved nor loaded."""
         if self.is_silent:
             return
-        state = self.windows.pull()
-        if state.micro_step and state != self.known_state:
+        state = self.windows.read()
+        if state.micro_step > 0 and state != self.known_state:
             self.is_silent = True
             text = message.format(state.micro_step)
             warnings.warn(text, GradAccumWarning, stacklevel=4)
@@ -340,7 +330,7 @@ class ChangedRateWarning(Extension):
         if not self.is_active:
             return
         rates = [float(group["lr"]) for group in self.inner.param_groups]
-        state = self.windows.pull()
+        state = self.windows.read()
         is_changed = self.rates not in ([], rates) and state.micro_step > 0
         self.rates = rates
         self.is_active = not is_changed and state.optimizer_step < 2

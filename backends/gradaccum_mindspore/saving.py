@@ -12,24 +12,22 @@ from typing import NamedTuple
 
 from mindspore import Parameter, Tensor, nn
 
-from gradaccum import ArgumentTypeError, CheckpointError, kit
+from gradaccum import CheckpointError, kit
 from gradaccum.kit import FIELD_DTYPES, State, explain
 from gradaccum_mindspore.gradient_sum import write
 from gradaccum_mindspore.state import (
-    NOBODY,
     THIS_WORKER,
     WORKERS,
-    Saved,
+    Checkpoint,
     Storage,
     with_known_size,
 )
 
 REDISTRIBUTED = "redistributed"
 """The name of an entry that says that `redistributed` returned the checkpoint."""
-LOAD_CALL = "Write load_checkpoint_into(optimizer, mindspore.load_checkpoint(file))."
 
 
-def load_checkpoint_into(cell: nn.Cell, parameter_dict: Saved) -> None:
+def load_checkpoint_into(cell: nn.Cell, parameter_dict: Checkpoint) -> None:
     """Write a checkpoint into a wrapped optimizer, or into a cell that holds one,
     whether or not it has been compiled.
 
@@ -40,14 +38,12 @@ def load_checkpoint_into(cell: nn.Cell, parameter_dict: Saved) -> None:
             `cell`. Other entries (such as ``epoch_num``) are left alone.
 
     Raises:
-        ArgumentTypeError: `cell` is no Cell, or `parameter_dict` is the path of a file.
         CheckpointError: a value is missing, of another shape or dtype; the checkpoint
             has a sum or a master that `cell` has not; its open window was saved under
             another reduction, overflow policy, loss scale or number of steps, or by
             another worker or number of workers; or two Parameters of `cell` have one
             name. Nothing was written then.
     """
-    require_arguments(cell, parameter_dict)
     cells = [part for _, part in nn.Cell.cells_and_names(cell)]
     storages = [part for part in cells if isinstance(part, Storage)]
     parameters = parameters_by_name(cell)
@@ -67,25 +63,6 @@ def load_checkpoint_into(cell: nn.Cell, parameter_dict: Saved) -> None:
         write(parameter, Tensor(value, parameter.dtype))
     for storage in storages:
         storage.note_loaded()
-
-
-def require_arguments(cell: object, parameter_dict: object) -> None:
-    if not isinstance(cell, nn.Cell):
-        raise explain(
-            ArgumentTypeError,
-            "cell",
-            expected="a wrapped optimizer or a Cell that holds one",
-            found=f"an object of type {type(cell).__name__}",
-            fix=LOAD_CALL,
-        )
-    if not isinstance(parameter_dict, Mapping):
-        raise explain(
-            ArgumentTypeError,
-            "parameter_dict",
-            expected="a dict by name",
-            got=parameter_dict,
-            fix=LOAD_CALL,
-        )
 
 
 def parameters_by_name(cell: nn.Cell) -> dict[str, Parameter]:
@@ -122,7 +99,7 @@ def require_fit(name: str, parameter: Parameter, entry: Tensor | None) -> None:
 
 
 def require_no_other_entries(
-    storage: Storage, parameters: Mapping[str, Parameter], parameter_dict: Saved
+    storage: Storage, parameters: Mapping[str, Parameter], parameter_dict: Checkpoint
 ) -> None:
     """Raise unless the optimizer has every sum and master of the checkpoint."""
     masters = storage.masters
@@ -145,7 +122,7 @@ def require_no_other_entries(
             )
 
 
-def resumed_values(storage: Storage, parameter_dict: Saved) -> dict[str, object]:
+def resumed_values(storage: Storage, parameter_dict: Checkpoint) -> dict[str, object]:
     """Return the values, by name, that differ from the checkpoint's; raise unless its
     window can go on here.
     """
@@ -166,7 +143,7 @@ def resumed_values(storage: Storage, parameter_dict: Saved) -> dict[str, object]
     terms = kit.terms_of(options, saved_state.optimizer_step)
     values[storage.terms.name] = kit.encode_terms(terms)
     place = saved_place(parameter_dict, storage.prefix)
-    if saved_state.micro_step or place.owner != THIS_WORKER or storage.sharded:
+    if saved_state.micro_step or storage.sharded:
         require_place(place, storage)
     if storage.sharded and f"{storage.prefix}.{REDISTRIBUTED}" in parameter_dict:
         raise checkpoint_error(
@@ -175,7 +152,7 @@ def resumed_values(storage: Storage, parameter_dict: Saved) -> dict[str, object]
             "Let as many workers as saved load their own files.",
         )
     if storage.has_workers:
-        values[storage.owner.name] = [place.owner, *storage.place]
+        values[storage.owner.name] = [THIS_WORKER, *storage.place]
     return values
 
 
@@ -187,13 +164,13 @@ class SavedPlace(NamedTuple):
     workers: int
 
 
-def saved_place(parameter_dict: Saved, prefix: str) -> SavedPlace:
+def saved_place(parameter_dict: Checkpoint, prefix: str) -> SavedPlace:
     """Return the place of the worker that saved the checkpoint."""
     name = f"{prefix}.{WORKERS}"
     if name not in parameter_dict:
         return SavedPlace(THIS_WORKER, 0, 1)
     place = SavedPlace(*parameter_dict[name].asnumpy().tolist())
-    if place.owner == NOBODY:
+    if place.owner != THIS_WORKER:
         raise explain(
             CheckpointError,
             name,

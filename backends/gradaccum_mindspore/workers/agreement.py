@@ -19,9 +19,9 @@ import mindspore as ms
 from mindspore import Parameter, nn
 from mindspore.communication import GlobalComm, get_group_size, get_rank
 
-from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
+from gradaccum import ArgumentValueError, UsageError
 from gradaccum.kit import Options, explain
-from gradaccum_mindspore.workers.collectives import NoAnswerError, gather_texts
+from gradaccum_mindspore.workers.collectives import gather_texts
 
 PLAIN_MODES = ("stand_alone", "data_parallel")
 """The parallel modes in which MindSpore's compiler does not reduce gradients by itself.
@@ -44,23 +44,6 @@ def shares_windows(data_parallel: object) -> bool:
                 " other's, or are reduced before they come in.",
             )
         return False
-    if not isinstance(data_parallel, bool):
-        raise explain(
-            ArgumentTypeError,
-            "data_parallel",
-            expected="True, False or None",
-            got=data_parallel,
-            fix="Write data_parallel=True.",
-        )
-    if data_parallel and not GlobalComm.INITED:
-        raise explain(
-            UsageError,
-            "data_parallel",
-            expected="communication that is initialised",
-            found="none in this process",
-            fix="Call mindspore.communication.init() first, in a program that msrun"
-            " started.",
-        )
     if data_parallel and mode not in PLAIN_MODES:
         raise explain(
             UsageError,
@@ -70,7 +53,7 @@ def shares_windows(data_parallel: object) -> bool:
             fix="MindSpore reduces the gradients in every micro-batch there: leave it"
             " False.",
         )
-    return data_parallel
+    return bool(data_parallel)
 
 
 def workers_here() -> int:
@@ -109,16 +92,7 @@ def require_same_everywhere(
         [described_parameter(parameter) for parameter in parameters],
         [described_values(parameter) for parameter in parameters],
     ]
-    try:
-        texts = gather_texts(json.dumps(description))
-    except NoAnswerError as error:
-        raise explain(
-            UsageError,
-            "gradaccum.wrap",
-            expected="every worker to wrap its optimizer too",
-            found="an exchange that failed or timed out",
-            fix="Wrap on every worker, in the same order.",
-        ) from error
+    texts = gather_texts(json.dumps(description))
     descriptions = [json.loads(text) for text in texts]
     for part, (argument, fix) in enumerate(
         (
@@ -137,7 +111,7 @@ def require_same_everywhere(
         require_equal([each[part] for each in descriptions], argument, fix)
     sharded = [place for place, each in enumerate(parameters) if is_sharded(each)]
     if sharded:
-        require_shardable(options, shared=len(parameters) - len(sharded))
+        require_shardable(options)
     return tuple(sharded)
 
 
@@ -173,36 +147,22 @@ def require_equal(descriptions: Sequence[list[str]], argument: str, fix: str) ->
         )
 
 
-def require_shardable(options: Options, shared: int) -> None:
+def require_shardable(options: Options) -> None:
     """Raise unless windows can have sharded parameters, whose loss is one of the items
-    of all workers; `shared`: the number of parameters that are not.
+    of all workers.
     """
-    beside = "beside parameters marked as layerwise_parallel"
-    if options.reduction == "mean":
-        raise explain(
-            ArgumentValueError,
-            "reduction",
-            expected=f'"sum_per_item" or "sum" {beside}',
-            got="mean",
-            fix='Sum the loss, and write reduction="sum_per_item".',
-        )
-    if options.on_overflow == "drop_micro_batch":
-        raise explain(
-            ArgumentValueError,
-            "on_overflow",
-            expected=f"the default {beside}",
-            found="another",
-            fix="Leave it out: one worker alone sees what a shard's gradient holds.",
-        )
-    if not shared:
-        raise explain(
-            ArgumentValueError,
-            "data_parallel",
-            expected=f"a parameter of all workers {beside}",
-            found="none",
-            fix="Write data_parallel=False, where no worker shares a parameter with"
-            " another.",
-        )
+    is_mean = options.reduction == "mean"
+    if not is_mean and options.on_overflow != "drop_micro_batch":
+        return
+    argument = "reduction" if is_mean else "on_overflow"
+    raise explain(
+        ArgumentValueError,
+        argument,
+        expected='reduction="sum_per_item" or "sum" beside parameters marked as'
+        " layerwise_parallel, and no micro-batch that one worker drops",
+        found=repr(getattr(options, argument)),
+        fix='Sum the loss, write reduction="sum_per_item", and leave on_overflow out.',
+    )
 
 
 # MindSpore's own reducer leaves alone what is marked as ``layerwise_parallel``: so are

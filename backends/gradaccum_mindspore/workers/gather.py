@@ -4,55 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
 
 import mindspore as ms
 from mindspore import Tensor, nn, ops
 from mindspore.communication import GlobalComm, get_group_size, get_rank
 
-from gradaccum import ArgumentTypeError, UsageError
-from gradaccum.kit import explain
 
-
-def require_group(group: Any) -> tuple[int, int]:
-    """Raise unless this process is in `group`; return its rank and the number of
-    processes: 0 and 1 without communication.
+def place_in(group: str | None) -> tuple[int, int]:
+    """Return this process's rank in `group` and the number of processes: 0 and 1
+    without communication.
     """
-    if group is not None and not isinstance(group, str):
-        fix = "Pass the name that mindspore.communication.create_group was given."
-        raise explain(
-            ArgumentTypeError,
-            "group",
-            expected="the name of a communication group, or None",
-            got=group,
-            fix=fix,
-        )
-    if not GlobalComm.INITED:
-        if group is None and int(os.environ.get("MS_WORKER_NUM", "1")) == 1:
-            return 0, 1
-        fix = "Call mindspore.communication.init() first."
-        raise explain(
-            UsageError,
-            "group",
-            expected="communication that is initialised",
-            found="none in this process",
-            fix=fix,
-        )
-    try:
-        name = group or GlobalComm.WORLD_COMM_GROUP
-        return int(get_rank(name)), int(get_group_size(name))
-    except (RuntimeError, ValueError) as error:
-        fix = (
-            "Create it on its workers first:"
-            " mindspore.communication.create_group(group, ranks)."
-        )
-        raise explain(
-            UsageError,
-            "group",
-            expected="a communication group of this worker",
-            got=group,
-            fix=fix,
-        ) from error
+    workers = int(os.environ.get("MS_WORKER_NUM", "1"))
+    if group is None and not GlobalComm.INITED and workers == 1:
+        return 0, 1
+    name = group or GlobalComm.WORLD_COMM_GROUP
+    return int(get_rank(name)), int(get_group_size(name))
 
 
 class GatherItems(nn.Cell):  # type: ignore[misc]
@@ -74,15 +40,11 @@ class GatherItems(nn.Cell):  # type: ignore[misc]
     Outputs:
         Shape ``(workers * items, ...)``, the dtype of `x`.
 
-    Raises:
-        ArgumentTypeError: `group` is no text.
-        UsageError: communication is not initialised where there are several workers, or
-            there is no such group.
     """
 
     def __init__(self, group: str | None = None) -> None:
         super().__init__(auto_prefix=False)
-        self.rank, self.workers = require_group(group)
+        self.rank, self.workers = place_in(group)
         if self.workers > 1:
             name = GlobalComm.WORLD_COMM_GROUP if group is None else group
             self.gather = ops.AllGather(name)

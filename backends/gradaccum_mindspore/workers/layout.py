@@ -13,7 +13,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor
 
-from gradaccum import ArgumentTypeError, CheckpointError, kit
+from gradaccum import CheckpointError, kit
 from gradaccum.kit import FIELD_DTYPES, State, explain
 from gradaccum_mindspore.extensions import LOSS
 from gradaccum_mindspore.gradient_sum import (
@@ -24,11 +24,10 @@ from gradaccum_mindspore.gradient_sum import (
 )
 from gradaccum_mindspore.saving import REDISTRIBUTED, saved_place
 from gradaccum_mindspore.state import (
-    ALL_WORKERS,
     GRAD_NORM,
     THIS_WORKER,
     WORKERS,
-    Saved,
+    Checkpoint,
     prefixes_in,
     suffixes,
 )
@@ -37,7 +36,7 @@ Entry: TypeAlias = Parameter | Tensor
 
 
 def redistributed(
-    states: Sequence[Saved | None], workers: int
+    states: Sequence[Checkpoint | None], workers: int
 ) -> list[dict[str, Entry]]:
     """Return what `workers` workers load to resume the open windows of others, whose
     number may differ.
@@ -56,24 +55,12 @@ def redistributed(
         of `states`.
 
     Raises:
-        ArgumentTypeError: `states` are not dicts.
         ArgumentValueError: there is no state, or no worker.
         CheckpointError: they hold no wrapped optimizer; one of them is missing, or they
             are not of one moment; a parameter's value differs between them, as shards
             do, which resume on as many workers alone; a reduction failed before one of
             them was saved.
     """
-    if isinstance(states, Mapping) or not all(
-        state is None or isinstance(state, Mapping) for state in states
-    ):
-        raise explain(
-            ArgumentTypeError,
-            "states",
-            expected="a list of dicts by name, one for each worker",
-            found=f"an object of type {type(states).__name__}",
-            fix="Write redistributed([mindspore.load_checkpoint(file) for file in"
-            " files], workers).",
-        )
     by_rank = {rank: state for rank, state in enumerate(states) if state is not None}
     saved_states = list(by_rank.values())
     if not saved_states:
@@ -99,9 +86,9 @@ def redistributed(
 
 
 def require_all_workers(
-    by_rank: Mapping[int, Saved], workers: int, prefix: str
+    by_rank: Mapping[int, Checkpoint], workers: int, prefix: str
 ) -> None:
-    """Raise unless these are states of all workers, by rank, and of one moment."""
+    """Raise unless these are states of all workers, by rank."""
     places = [saved_place(state, prefix) for state in by_rank.values()]
     expected_places = [(rank, workers) for rank in by_rank]
     if [(place.rank, place.workers) for place in places] != expected_places:
@@ -114,28 +101,15 @@ def require_all_workers(
             fix="Pass what every worker saved, in the order of their ranks, and None"
             " for a worker that was lost.",
         )
-    if len({place.owner for place in places}) > 1:
-        raise explain(
-            CheckpointError,
-            "states",
-            expected="states of one moment",
-            found="some from a window's end",
-            fix="Load what the workers saved between the same two updates.",
-        )
 
 
 def redistributed_window(
-    saved_states: Sequence[Saved], prefix: str, workers: int
+    saved_states: Sequence[Checkpoint], prefix: str, workers: int
 ) -> list[dict[str, Tensor]]:
     """Return the entries of one wrapped optimizer's window for each new worker."""
     fields = [fields_of(state, prefix) for state in saved_states]
-    if saved_place(saved_states[0], prefix).owner == ALL_WORKERS:
-        # Each holds the window of all: the first one's counts.
-        nothing = {"weight": 0.0, "overflow": False}
-        fields[1:] = [state._replace(**nothing) for state in fields[1:]]
-        saved_states = saved_states[:1]
     first = saved_states[0]
-    micro_steps = [state.micro_step for state in fields[: len(saved_states)]]
+    micro_steps = [state.micro_step for state in fields]
     fullest = saved_states[micro_steps.index(max(micro_steps))]
     totals = totals_of(saved_states, prefix)
     total_loss, weight_with_loss, last_loss = losses_of(saved_states, prefix)
@@ -165,13 +139,15 @@ def redistributed_window(
     return windows
 
 
-def fields_of(state: Saved, prefix: str) -> State:
+def fields_of(state: Checkpoint, prefix: str) -> State:
     return State(
         *(state[f"{prefix}.{field}"].asnumpy().item() for field in FIELD_DTYPES)
     )
 
 
-def losses_of(saved_states: Sequence[Saved], prefix: str) -> tuple[float, float, float]:
+def losses_of(
+    saved_states: Sequence[Checkpoint], prefix: str
+) -> tuple[float, float, float]:
     """Return the sum of the losses of all workers, their weight, and the last window's
     loss.
     """
@@ -182,7 +158,7 @@ def losses_of(saved_states: Sequence[Saved], prefix: str) -> tuple[float, float,
     return total, weight, parts[0][2]
 
 
-def totals_of(saved_states: Sequence[Saved], prefix: str) -> dict[str, Tensor]:
+def totals_of(saved_states: Sequence[Checkpoint], prefix: str) -> dict[str, Tensor]:
     """Return the sums of the sums; the parameters they belong to must be the same on
     every worker.
     """
@@ -225,5 +201,5 @@ def array_of_entry(entry: Entry) -> Array:
     return array
 
 
-def like(state: Saved, name: str, value: object) -> Tensor:
+def like(state: Checkpoint, name: str, value: object) -> Tensor:
     return Tensor(value, state[name].dtype)
