@@ -34,26 +34,6 @@ def driver(mode, **options):
     return optimizer, call
 
 
-BAD_LOSSES = {
-    "vector": (Tensor([1.0, 2.0]), gradaccum.ArgumentValueError),
-    "array": (np.ones(2), gradaccum.ArgumentValueError),
-    "text": ("1", gradaccum.ArgumentTypeError),
-}
-
-
-@pytest.mark.parametrize("mode", ["pynative", "jit"])
-@pytest.mark.parametrize(("loss", "error"), BAD_LOSSES.values(), ids=BAD_LOSSES)
-def test_bad_loss_is_refused(mode, loss, error):
-    optimizer, _ = driver(mode, steps=2)
-
-    def step(gradient):
-        return optimizer((gradient,), None, loss)
-
-    with pytest.raises(error, match="loss"):
-        (ms.jit(step) if mode == "jit" else step)(Tensor(np.ones(2, np.float32)))
-    assert optimizer.result.micro_step == 0
-
-
 def test_ignored_overflow_makes_no_unsound_update():
     """A negative weight, which only compiled code lets through, and a size below 1,
     which compiled code cannot refuse.

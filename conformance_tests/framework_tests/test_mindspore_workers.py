@@ -59,14 +59,18 @@ def test_four_workers_send_what_the_law_says(tmp_path: Path) -> None:
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("when", ["in_mid_window", "in_the_reduction"])
-def test_survivors_keep_what_they_hold(when: str, tmp_path: Path) -> None:
+def test_survivors_keep_what_they_hold(tmp_path: Path) -> None:
     """Three workers lose one in mid-window; a job of one resumes with the survivors'
     files.
     """
     script = FOLDER / "lost.py"
     statuses = run_by_hand(
-        script, tmp_path, when, seconds=120, for_one_reduction=5, workers=3
+        script,
+        tmp_path,
+        "in_mid_window",
+        seconds=120,
+        for_one_reduction=5,
+        workers=3,
     )
     assert statuses == [0, 0, -signal.SIGKILL], said(tmp_path)
     subprocess.run(

@@ -164,10 +164,9 @@ MINDSPORE = _adapter(
         "calls",
         "loss_scale",
         "knowledge",
-        "packed",
+        "sums",
         "schedule",
         "training_cell",
-        "host_training",
         "interrupted",
     ),
 )

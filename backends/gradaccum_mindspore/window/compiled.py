@@ -166,17 +166,12 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
     methods.
     """
 
-    overflow: Parameter
     divisor: Parameter
-    grad_norm: Parameter
     applied: Parameter
-    """bool. It and the three above it are the decision of the window that ends, for the
-    time of one call.
-
-    MindSpore's runtime copies a value that one branch computes and another uses, and
-    with an even ``steps`` never frees the copy: 12 KiB of host memory per window. So no
-    computed value crosses into the branch of the update or past it.
+    """bool. Both hold the decision of the window that ends, for the time of one call.
     """
+    empty_sum: Parameter
+    """0. A constant would make constants of the sums' size."""
 
     def __init__(
         self,
@@ -218,13 +213,9 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         self.names_of = checks.compiled_names_of(storage.specs, storage.names)
         self.note_weighed = note_weighed_in(storage)
         # A Cell would list these Parameters as its own.
-        for name, value in (
-            ("overflow", self.false),
-            ("divisor", self.one),
-            ("grad_norm", self.nan),
-            ("applied", self.false),
-        ):
-            object.__setattr__(self, name, note(name, value))
+        object.__setattr__(self, "divisor", note("divisor", self.one))
+        object.__setattr__(self, "applied", note("applied", self.false))
+        object.__setattr__(self, "empty_sum", note("empty_sum", self.zero))
 
     # The state.
 
@@ -265,14 +256,6 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         ops.assign(self.storage.micro_step, state[MICRO_STEP].astype(ms.int32))
         ops.assign(self.storage.weight, state[WEIGHT].astype(self.float_dtype))
         ops.assign(self.storage.overflow, state[OVERFLOW])
-        self.write_event(event)
-        return True
-
-    def write_empty(self, event: Tensor) -> bool:
-        """Assign what an empty window holds. The core's zeros would be operators."""
-        ops.assign(self.storage.micro_step, self.no_step)
-        ops.assign(self.storage.weight, self.zero)
-        ops.assign(self.storage.overflow, self.false)
         self.write_event(event)
         return True
 
@@ -431,11 +414,17 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         return self.close_reduced(is_loss_missing)
 
     def close_reduced(self, is_loss_missing: bool) -> bool:
-        self.decide()
+        self.decide(is_loss_missing)
         self.apply()
-        return self.finish(is_loss_missing)
+        return self.clear()
 
-    def decide(self) -> bool:
+    def decide(self, is_loss_missing: bool) -> bool:
+        """Decide on the update, and assign the state after the window and its event.
+
+        The update follows: MindSpore's runtime copies a value that is computed before
+        its branch and used after it, and with an even ``steps`` never frees the copy,
+        which are 12 KiB of host memory per window.
+        """
         storage = self.storage
         state = self.read()
         norm = self.nan
@@ -459,11 +448,16 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
             where,
             storage.largest_number,
         )
+        losses = self.no_loss
+        if not is_loss_missing or self.workers is not None:
+            losses = storage.window_loss.compiled_after_window(state)
+        after = kit.close(state, apply, overflow, self.options, where)
+        event = self.event(apply, apply == False, overflow, grad_norm)  # noqa: E712
         ops.assign(self.divisor, divisor.astype(self.float_dtype))
-        ops.assign(self.grad_norm, grad_norm.astype(self.float_dtype))
-        ops.assign(self.overflow, overflow)
         ops.assign(self.applied, apply)
-        return True
+        ops.assign(storage.window_loss.loss, losses)
+        self.write_event(event)
+        return self.write_counters(after)
 
     def with_checked_size(self, state: Fields) -> Fields:
         """Return `state`, with no weight and an overflow if the user's function gave a
@@ -504,23 +498,16 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
             return divisor
         return divisor / self.inner_scale
 
-    def finish(self, is_loss_missing: bool) -> bool:
-        """Clear the sums, and assign the state after the window and its event."""
-        apply = self.applied & self.true
-        overflow = self.overflow & self.true
-        grad_norm = self.grad_norm.value()
-        state = self.read()
-        losses = self.storage.window_loss.compiled_after_window(state)
-        if is_loss_missing and self.workers is None:
-            losses = self.no_loss
-        after = kit.close(state, apply, overflow, self.options, where)
-        gradient_sum.compiled_clear(self.storage.sums, after[WEIGHT])
+    def clear(self) -> bool:
+        """Begin the next window."""
+        storage = self.storage
+        gradient_sum.compiled_clear(storage.sums, self.empty_sum.value())
         if self.workers is not None:
             self.workers.window_ended()
-        ops.assign(self.storage.window_loss.loss, losses)
-        skipped = apply == False  # noqa: E712
-        self.write_empty(self.event(apply, skipped, overflow, grad_norm))
-        return self.write_counters(after)
+        ops.assign(storage.micro_step, self.no_step)
+        ops.assign(storage.weight, self.zero)
+        ops.assign(storage.overflow, self.false)
+        return True
 
     def flush(self) -> Tensor:
         """Close the open window; returns whether there was one, a bool Tensor of shape
