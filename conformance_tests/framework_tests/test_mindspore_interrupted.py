@@ -85,7 +85,7 @@ def test_half_added_micro_batch_is_refused_until_discard(
         with pytest.raises(gradaccum.UsageError, match="discard"):
             call()
     with pytest.raises(gradaccum.CheckpointError, match="micro_step"):
-        saved_and_loaded(optimizer, wrapped(), tmp_path)
+        saved_and_loaded(optimizer, wrapped(on_overflow=policy), tmp_path)
     optimizer.discard()
     for value in (1.0, 3.0):
         optimizer(gradients(value), 1, value)

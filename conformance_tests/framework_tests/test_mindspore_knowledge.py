@@ -4,7 +4,6 @@ compiled code cannot refuse.
 
 import mindspore as ms
 import numpy as np
-import pytest
 from mindspore import Parameter, Tensor, nn
 
 import gradaccum

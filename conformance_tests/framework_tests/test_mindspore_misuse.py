@@ -225,19 +225,6 @@ def test_tracing_is_refused(tmp_path):
     assert ran.stdout.split() == ["refused"] * 6 + ["-1.0"], ran.stderr[-2000:]
 
 
-def test_sparse_gradient_is_refused():
-    net = nn.EmbeddingLookup(20, 4)
-    optimizer = gradaccum.wrap(nn.Adam(net.trainable_params(), 0.1), steps=2)
-    backward = ms.grad(net, None, optimizer.parameters)
-
-    @ms.jit
-    def step(tokens):
-        return optimizer(backward(tokens))
-
-    with pytest.raises(GradientError, match="embedding_table"):
-        step(Tensor([1, 2, 3], ms.int32))
-
-
 @pytest.mark.parametrize("mode", ["pynative", "jit"])
 def test_gradients_in_another_order_are_refused(mode):
     """By another list of the parameters, as an optimizer with groups has one."""

@@ -166,12 +166,18 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
     methods.
     """
 
+    # The decision of the window that ends, for the time of one call. MindSpore's runtime
+    # copies a value that one branch computes and another uses, and with an even ``steps``
+    # never frees the copy: 12 KiB of host memory per window. So inside the end of a
+    # window no computed value crosses into a branch or past it.
     divisor: Parameter
+    grad_norm: Parameter
+    overflow: Parameter
     applied: Parameter
-    """bool. Both hold the decision of the window that ends, for the time of one call.
-    """
-    empty_sum: Parameter
-    """0. A constant would make constants of the sums' size."""
+    is_applied: Parameter
+    """`applied`, as a condition."""
+    always: Parameter
+    """True. A constant would be no branch."""
 
     def __init__(
         self,
@@ -213,9 +219,15 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         self.names_of = checks.compiled_names_of(storage.specs, storage.names)
         self.note_weighed = note_weighed_in(storage)
         # A Cell would list these Parameters as its own.
-        object.__setattr__(self, "divisor", note("divisor", self.one))
-        object.__setattr__(self, "applied", note("applied", self.false))
-        object.__setattr__(self, "empty_sum", note("empty_sum", self.zero))
+        for name, value in (
+            ("divisor", self.one),
+            ("grad_norm", self.nan),
+            ("overflow", self.false),
+            ("applied", self.false),
+            ("is_applied", self.false),
+            ("always", self.true),
+        ):
+            object.__setattr__(self, name, note(name, value))
 
     # The state.
 
@@ -414,17 +426,14 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         return self.close_reduced(is_loss_missing)
 
     def close_reduced(self, is_loss_missing: bool) -> bool:
-        self.decide(is_loss_missing)
+        # In a branch of its own, so that `finish` reads the state anew.
+        if self.always:
+            self.decide()
         self.apply()
-        return self.clear()
+        return self.finish(is_loss_missing)
 
-    def decide(self, is_loss_missing: bool) -> bool:
-        """Decide on the update, and assign the state after the window and its event.
-
-        The update follows: MindSpore's runtime copies a value that is computed before
-        its branch and used after it, and with an even ``steps`` never frees the copy,
-        which are 12 KiB of host memory per window.
-        """
+    def decide(self) -> bool:
+        """Write down the decision on the window that ends."""
         storage = self.storage
         state = self.read()
         norm = self.nan
@@ -448,16 +457,12 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
             where,
             storage.largest_number,
         )
-        losses = self.no_loss
-        if not is_loss_missing or self.workers is not None:
-            losses = storage.window_loss.compiled_after_window(state)
-        after = kit.close(state, apply, overflow, self.options, where)
-        event = self.event(apply, apply == False, overflow, grad_norm)  # noqa: E712
         ops.assign(self.divisor, divisor.astype(self.float_dtype))
+        ops.assign(self.grad_norm, grad_norm.astype(self.float_dtype))
+        ops.assign(self.overflow, overflow)
         ops.assign(self.applied, apply)
-        ops.assign(storage.window_loss.loss, losses)
-        self.write_event(event)
-        return self.write_counters(after)
+        ops.assign(self.is_applied, apply)
+        return True
 
     def with_checked_size(self, state: Fields) -> Fields:
         """Return `state`, with no weight and an overflow if the user's function gave a
@@ -482,7 +487,7 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         return is_finite
 
     def apply(self) -> bool:
-        if self.applied:
+        if self.is_applied:
             self.update(self.gradients(self.divisor.value()))
         return True
 
@@ -498,16 +503,32 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
             return divisor
         return divisor / self.inner_scale
 
-    def clear(self) -> bool:
-        """Begin the next window."""
+    def finish(self, is_loss_missing: bool) -> bool:
+        """Clear the sums, and assign the state after the window and its event."""
         storage = self.storage
-        gradient_sum.compiled_clear(storage.sums, self.empty_sum.value())
+        apply = self.applied & self.true
+        overflow = self.overflow & self.true
+        state = self.read()
+        losses = storage.window_loss.compiled_after_window(state)
+        if is_loss_missing and self.workers is None:
+            losses = self.no_loss
+        after = kit.close(state, apply, overflow, self.options, where)
+        event = self.event(
+            apply,
+            apply == False,  # noqa: E712
+            overflow,
+            self.grad_norm.value(),
+        )
+        gradient_sum.compiled_clear(storage.sums, after[WEIGHT])
         if self.workers is not None:
             self.workers.window_ended()
+        ops.assign(storage.window_loss.loss, losses)
+        # The core's zeros would be operators.
         ops.assign(storage.micro_step, self.no_step)
         ops.assign(storage.weight, self.zero)
         ops.assign(storage.overflow, self.false)
-        return True
+        self.write_event(event)
+        return self.write_counters(after)
 
     def flush(self) -> Tensor:
         """Close the open window; returns whether there was one, a bool Tensor of shape

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import cycle
-from typing import Any, NamedTuple
+from typing import Any
 
 import mindspore as ms
 import numpy as np
@@ -49,28 +49,19 @@ the squares of thousands of workers add up exactly in float32.
 """
 
 
-class Numbers(NamedTuple):
-    """The numbers that are added up over the workers before the sums. The learning
-    rates follow them.
-    """
-
-    weight: Any
-    overflows: Any
-    micro_batches: Any
-    flushes: Any
-    compiled_ends: Any
-    """Workers whose own compiled code ends the window."""
-    optimizer: Any
-    optimizer_squared: Any
-    """With `optimizer` it shows whether all workers end a window of one optimizer."""
-    loss: Any
-
-
-WEIGHT = Numbers._fields.index("weight")
-OVERFLOWS = Numbers._fields.index("overflows")
-OPTIMIZER = Numbers._fields.index("optimizer")
-OPTIMIZER_SQUARED = Numbers._fields.index("optimizer_squared")
-LOSS = Numbers._fields.index("loss")
+# The numbers that are added up over the workers before the sums, by their places. The
+# learning rates follow them.
+WEIGHT = 0
+OVERFLOWS = 1
+MICRO_BATCHES = 2
+FLUSHES = 3
+COMPILED_ENDS = 4
+"""Workers whose own compiled code ends the window."""
+OPTIMIZER = 5
+OPTIMIZER_SQUARED = 6
+"""With the number before it, it shows whether all end a window of one optimizer."""
+LOSS = 7
+RATES = 8
 
 
 class WorkerGroup(nn.Cell):  # type: ignore[misc]
@@ -91,8 +82,7 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
         # A Cell would list these as its own. A constant would be no branch.
         object.__setattr__(self, "always", note("always", Tensor(True)))
         # Compiled code found a window of another optimizer, or different rates.
-        object.__setattr__(self, "is_mixed", note("is_mixed", Tensor(False)))
-        object.__setattr__(self, "rates_differ", note("rates_differ", Tensor(False)))
+        object.__setattr__(self, "differs", note("differs", Tensor(False)))
         object.__setattr__(self, "inner", inner)
         object.__setattr__(self, "rates", tuple(rates_of(inner)))
         self.is_this_worker = Tensor(np.arange(self.workers) == self.rank)
@@ -120,7 +110,7 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
         return True
 
     def add_up_numbers(self, flushes: Tensor, compiled_ends: Tensor) -> Tensor:
-        """Return the `Numbers` of all workers, followed by the learning rates.
+        """Return the numbers of all workers.
 
         Compiled code cannot raise: a window that is not this worker's own, or of a size
         below 1, gets an infinite weight, and all workers skip it.
@@ -134,7 +124,7 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
         if self.loss_holders > 1:
             loss = loss / self.loss_holders
         numbers = ops.stack(
-            (  # In the order of `Numbers`.
+            (  # In the order of the places.
                 ops.where(is_sound, storage.weight.value(), self.infinity),
                 overflow.astype(self.float_dtype),
                 storage.micro_step.value().astype(self.float_dtype),
@@ -153,29 +143,27 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
     def current_rates(self) -> Tensor:
         return ops.stack([rate.astype(self.float_dtype) for rate in self.rates])
 
-    def differences(self, totals: Tensor) -> tuple[Tensor, Tensor]:
-        """Return whether workers have different learning rates, and whether they end
-        windows of different optimizers.
+    def workers_differ(self, totals: Tensor) -> Tensor:
+        """True if workers have different learning rates, or end windows of different
+        optimizers.
         """
-        rates_differ = self.false
-        if self.rates:
-            all_rates = totals[len(Numbers._fields) :].reshape((self.workers, -1))
-            rates_differ = (all_rates != self.current_rates()).any()
         square = self.workers * totals[OPTIMIZER_SQUARED]
-        return rates_differ, ops.square(totals[OPTIMIZER]) != square
+        differ = ops.square(totals[OPTIMIZER]) != square
+        if self.rates:
+            all_rates = totals[RATES:].reshape((self.workers, -1))
+            differ = differ | (all_rates != self.current_rates()).any()
+        return differ
 
     def add_up_sums(self, totals: Tensor) -> bool:
         """Write the sums, the weight, the flag and the loss of all workers. A failure
         leaves a sum that belongs to nobody.
         """
         storage = self.storage
-        rates_differ, is_mixed = self.differences(totals)
-        differs = rates_differ | is_mixed
-        weight = ops.where(differs, self.infinity, totals[WEIGHT])
-        overflow = (totals[OVERFLOWS] > 0) | differs
+        differ = self.workers_differ(totals)
+        weight = ops.where(differ, self.infinity, totals[WEIGHT])
+        overflow = (totals[OVERFLOWS] > 0) | differ
         losses = storage.window_loss.compiled_with_total(totals[LOSS], totals[WEIGHT])
-        ops.assign(self.rates_differ, rates_differ | self.rates_differ)
-        ops.assign(self.is_mixed, is_mixed | self.is_mixed)
+        ops.assign(self.differs, differ | self.differs)
         ops.assign(storage.owner, self.unowned)
         last_message = totals
         for bucket in self.buckets:
@@ -215,26 +203,13 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
 
     def require_same_rates(self) -> None:
         """Raise once if compiled code skipped a window because workers differ."""
-        rates_differ = self.rates_differ.item()
-        is_mixed = self.is_mixed.item()
-        if rates_differ or is_mixed:
-            write_numbers(self.rates_differ, False)
-            write_numbers(self.is_mixed, False)
-        self.require_no_difference(rates_differ, is_mixed)
+        if self.differs.item():
+            write_numbers(self.differs, False)
+            self.refuse_differences()
 
-    def require_no_difference(self, rates_differ: bool, is_mixed: bool) -> None:
-        if is_mixed:
-            raise explain(
-                UsageError,
-                f"optimizer of {self.storage.specs[0][0]!r} on rank {self.rank}",
-                expected="its window to end on every worker at once",
-                found="another optimizer's window, which ended on another worker",
-                fix="Give each worker as many micro-batches of each optimizer. One with"
-                " weight=0 adds nothing.",
-            )
-        if rates_differ:
-            rates = [float(rate) for rate in self.rates]
-            kit.require_same_rates(rates, [0.5], self.workers, self.rank)
+    def refuse_differences(self) -> None:
+        rates = [float(rate) for rate in self.rates]
+        kit.require_same_rates(rates, [0.5], self.workers, self.rank)
 
     def write_rates(self) -> None:
         """Write learning rates that were set as Python numbers into the Parameters that
@@ -260,23 +235,20 @@ def rates_of(inner: Optimizer) -> list[Any]:
     return list(rate) if isinstance(rate, ParameterTuple) else []
 
 
-# The two programs in which Python ends a window.
-
-
 class AllNumbers(nn.Cell):  # type: ignore[misc]
-    """The numbers of all workers, and how the workers differ."""
+    """A program: the numbers of all workers, and whether the workers differ."""
 
     def __init__(self, workers: WorkerGroup) -> None:
         super().__init__(auto_prefix=False)
         self.workers = workers
 
-    def construct(self, flushes: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    def construct(self, flushes: Tensor) -> tuple[Tensor, Tensor]:
         totals = self.workers.add_up_numbers(flushes, self.workers.zero)
-        return totals, self.workers.differences(totals)
+        return totals, self.workers.workers_differ(totals)
 
 
 class WindowEnd(nn.Cell):  # type: ignore[misc]
-    """The end of a window, of which the numbers are known."""
+    """A program: the end of a window, of which the numbers are known."""
 
     def __init__(self, window: CompiledWindow, workers: WorkerGroup) -> None:
         super().__init__(auto_prefix=False)
@@ -305,7 +277,6 @@ class SharedWindow(PyNativeWindow):
         self.workers = workers
         self.all_numbers = AllNumbers(workers)
         self.window_end = WindowEnd(compiled_window, workers)
-        self.programs: dict[nn.Cell, Callable[..., Any]] = {}
 
     def add(
         self,
@@ -320,29 +291,21 @@ class SharedWindow(PyNativeWindow):
     def close(self, state: State, denominator: float | None = None) -> None:
         self.end(state, flushes=False)
 
-    def end(self, state: State, flushes: bool) -> Numbers:
-        """End the window of all workers, in this one's part."""
+    def end(self, state: State, flushes: bool) -> list[float]:
+        """End the window of all workers, in this one's part; return the numbers."""
         self.workers.require_own_sum("flush()")
         self.workers.write_rates()
         flag = Tensor(float(flushes), self.storage.float_dtype)
-        totals, differences = self.run(self.all_numbers, flag)
-        numbers = Numbers(*totals.tolist()[: len(Numbers._fields)])
-        if numbers.micro_batches == 0:
+        totals, differ = compiled(self.all_numbers)(flag)
+        numbers: list[float] = totals.tolist()
+        if numbers[MICRO_BATCHES] == 0:
             return numbers
-        if not numbers.compiled_ends:
-            self.workers.require_no_difference(*(each.item() for each in differences))
-        self.run(self.window_end, totals)
+        if differ.item() and not numbers[COMPILED_ENDS]:
+            self.workers.refuse_differences()
+        compiled(self.window_end)(totals)
         for extension in self.storage.extensions:
-            extension.window_closed(state._replace(weight=numbers.weight))
+            extension.window_closed(state._replace(weight=numbers[WEIGHT]))
         return numbers
-
-    def run(self, cell: nn.Cell, *inputs: Tensor) -> Any:
-        """Run a cell as compiled code, in PyNative too."""
-        if is_graph_mode():
-            return cell(*inputs)
-        if cell not in self.programs:
-            self.programs[cell] = ms.jit(cell.construct)
-        return self.programs[cell](*inputs)
 
     def flush(self, denominator: float | None = None) -> bool:
         """End windows until all workers flush; returns whether one of them held a
@@ -352,8 +315,8 @@ class SharedWindow(PyNativeWindow):
         all_flush = False
         while not all_flush:
             numbers = self.end(self.storage.pull(), flushes=True)
-            is_open = numbers.micro_batches > 0
-            all_flush = numbers.flushes == self.workers.workers
+            is_open = numbers[MICRO_BATCHES] > 0
+            all_flush = numbers[FLUSHES] == self.workers.workers
             was_open = was_open or is_open
             if is_open and not all_flush:
                 self.storage.between_windows()
@@ -365,6 +328,16 @@ class SharedWindow(PyNativeWindow):
     def discard(self) -> None:
         super().discard()
         self.workers.begin_window()
+
+
+def compiled(cell: nn.Cell) -> Callable[..., Any]:
+    """Return a call of the cell that MindSpore compiles, in PyNative too."""
+    if is_graph_mode():
+        return cell
+    if not hasattr(cell, "jitted"):
+        object.__setattr__(cell, "jitted", ms.jit(cell.construct))
+    program: Callable[..., Any] = cell.jitted
+    return program
 
 
 @constexpr  # type: ignore[untyped-decorator]
