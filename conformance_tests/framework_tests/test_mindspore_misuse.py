@@ -33,7 +33,7 @@ from gradaccum_mindspore import (
     value_and_grad,
     value_and_update,
 )
-from gradaccum_mindspore.workers import agreement
+from gradaccum_mindspore.workers import gather
 
 
 def ones(a=1.0, b=1.0):
@@ -248,7 +248,7 @@ def test_gradients_in_another_order_are_refused(mode):
 def test_one_worker_needs_no_option(monkeypatch):
     """A program for several workers, started with one."""
     monkeypatch.setattr(GlobalComm, "INITED", True)
-    monkeypatch.setattr(agreement, "get_group_size", lambda: 1)
+    monkeypatch.setattr(gather, "get_group_size", lambda: 1)
     wrapped()(ones())
 
 

@@ -9,7 +9,6 @@ its sum is not sent.
 from __future__ import annotations
 
 import json
-import os
 import zlib
 from collections.abc import Sequence
 from itertools import count
@@ -22,6 +21,7 @@ from mindspore.communication import GlobalComm, get_group_size, get_rank
 from gradaccum import ArgumentValueError, UsageError
 from gradaccum.kit import Options, explain
 from gradaccum_mindspore.workers.collectives import gather_texts
+from gradaccum_mindspore.workers.gather import require_communication, workers_here
 
 PLAIN_MODES = ("stand_alone", "data_parallel")
 """The parallel modes in which MindSpore's compiler does not reduce gradients by itself.
@@ -44,7 +44,10 @@ def shares_windows(data_parallel: object) -> bool:
                 " other's, or are reduced before they come in.",
             )
         return False
-    if data_parallel and mode not in PLAIN_MODES:
+    if not data_parallel:
+        return False
+    require_communication("data_parallel")
+    if mode not in PLAIN_MODES:
         raise explain(
             UsageError,
             "data_parallel",
@@ -53,13 +56,7 @@ def shares_windows(data_parallel: object) -> bool:
             fix="MindSpore reduces the gradients in every micro-batch there: leave it"
             " False.",
         )
-    return bool(data_parallel)
-
-
-def workers_here() -> int:
-    if GlobalComm.INITED:
-        return int(get_group_size())
-    return int(os.environ.get("MS_WORKER_NUM", "1"))
+    return True
 
 
 def place() -> tuple[int, int]:

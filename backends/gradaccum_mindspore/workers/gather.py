@@ -9,16 +9,28 @@ import mindspore as ms
 from mindspore import Tensor, nn, ops
 from mindspore.communication import GlobalComm, get_group_size, get_rank
 
+from gradaccum import UsageError
+from gradaccum.kit import explain
 
-def place_in(group: str | None) -> tuple[int, int]:
-    """Return this process's rank in `group` and the number of processes: 0 and 1
-    without communication.
+
+def workers_here() -> int:
+    if GlobalComm.INITED:
+        return int(get_group_size())
+    return int(os.environ.get("MS_WORKER_NUM", "1"))
+
+
+def require_communication(argument: str) -> None:
+    """Raise unless communication is initialised: MindSpore would take this process for
+    the only one.
     """
-    workers = int(os.environ.get("MS_WORKER_NUM", "1"))
-    if group is None and not GlobalComm.INITED and workers == 1:
-        return 0, 1
-    name = group or GlobalComm.WORLD_COMM_GROUP
-    return int(get_rank(name)), int(get_group_size(name))
+    if not GlobalComm.INITED:
+        raise explain(
+            UsageError,
+            argument,
+            expected="communication that is initialised",
+            found="none in this process",
+            fix="Call mindspore.communication.init() first.",
+        )
 
 
 class GatherItems(nn.Cell):  # type: ignore[misc]
@@ -40,13 +52,19 @@ class GatherItems(nn.Cell):  # type: ignore[misc]
     Outputs:
         Shape ``(workers * items, ...)``, the dtype of `x`.
 
+    Raises:
+        UsageError: communication is not initialised where there are several workers.
     """
 
     def __init__(self, group: str | None = None) -> None:
         super().__init__(auto_prefix=False)
-        self.rank, self.workers = place_in(group)
-        if self.workers > 1:
-            name = GlobalComm.WORLD_COMM_GROUP if group is None else group
+        self.rank = 0
+        self.workers = 1
+        if group is not None or workers_here() > 1:
+            require_communication("group")
+            name = group or GlobalComm.WORLD_COMM_GROUP
+            self.rank = int(get_rank(name))
+            self.workers = int(get_group_size(name))
             self.gather = ops.AllGather(name)
             self.add_up = ops.AllReduce(ops.ReduceOp.SUM, name)
 
