@@ -7,7 +7,7 @@ MindSpore compiles it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import mindspore as ms
@@ -23,7 +23,6 @@ Weight: TypeAlias = Number | None
 """How many items a micro-batch has; None: 1."""
 Loss: TypeAlias = Number | None
 """The loss of a micro-batch, not scaled; None if it is not known."""
-NamedGradients = Mapping[str, Tensor | None]
 Spec = tuple[str, Shape, DType]
 """(name, shape, dtype) of a parameter of the model."""
 Specs = tuple[Spec, ...]
@@ -31,21 +30,19 @@ Specs = tuple[Spec, ...]
 # The gradients of a micro-batch.
 
 
-def gradients_by_position(
-    gradients: Gradients | NamedGradients,
-    specs: Specs,
-    current_names: Callable[[], tuple[str, ...]],
-) -> Gradients:
-    """Return the gradients in the parameters' order, checked. A dict has the names in
-    `specs`, or the `current_names`.
+def checked_gradients(gradients: Gradients, specs: Specs) -> Gradients:
+    """Return the gradients, one per parameter; raise unless they are of its shape and
+    dtype.
     """
-    if isinstance(gradients, Mapping):
-        names = names_of(tuple(gradients), specs, current_names())
-        gradients = [gradients[name] for name in names]
-    shapes = [getattr(gradient, "shape", ()) for gradient in gradients]
-    dtypes = [getattr(gradient, "dtype", None) for gradient in gradients]
+    gradients = tuple(gradients)
+    for gradient in gradients:
+        if not isinstance(gradient, Tensor | None):
+            found = f"an object of type {type(gradient).__name__}"
+            raise gradient_error("gradients", "Tensors or None", found)
+    shapes = [() if gradient is None else gradient.shape for gradient in gradients]
+    dtypes = [None if gradient is None else gradient.dtype for gradient in gradients]
     require_gradients(shapes, dtypes, specs)
-    return tuple(gradients)
+    return gradients
 
 
 def require_gradients(
@@ -73,19 +70,6 @@ def require_gradients(
                 f"shape {shape} and dtype {dtype}",
             )
     return True
-
-
-def names_of(
-    keys: tuple[str, ...], specs: Specs, current_names: tuple[str, ...]
-) -> tuple[str, ...]:
-    """Return the names by which a dict has its gradients, in the parameters' order."""
-    first_names = tuple(name for name, _, _ in specs)
-    for names in (current_names, first_names):
-        if set(keys) == set(names):
-            return names
-    raise gradient_error(
-        "gradients", f"the keys {list(current_names)}", f"{sorted(map(str, keys))}"
-    )
 
 
 def without_none(gradients: Gradients, specs: Specs) -> Gradients:
@@ -164,21 +148,6 @@ check_compiled_named: Callable[[int, DType | None, bool, bool], None] = constexp
     require_named
 )
 check_compiled_gradients: Callable[..., bool] = constexpr(require_gradients)
-
-
-def compiled_names_of(
-    specs: Specs, current_names: Callable[[], tuple[str, ...]]
-) -> Callable[[tuple[str, ...]], tuple[str, ...]]:
-    """Return `names_of` as a function of the keys alone: the compiler cannot read a
-    Parameter's name.
-    """
-
-    @constexpr(reuse_result=False)  # type: ignore[untyped-decorator]
-    def names(keys: tuple[str, ...]) -> tuple[str, ...]:
-        return names_of(keys, specs, current_names())
-
-    while_compiling: Callable[[tuple[str, ...]], tuple[str, ...]] = names
-    return while_compiling
 
 
 @constexpr  # type: ignore[untyped-decorator]

@@ -282,12 +282,12 @@ def clear(sums: Sums) -> None:
 
 def norm_of(sums: Sums, dtype: DType) -> float:
     """Return the global 2-norm; inf or NaN if an element is not finite."""
-    arrays = [array_of(total) for total in sums]
-    if any(array is None for array in arrays):
-        return float(compiled_norm(sums, dtype).asnumpy())
     # In float64 the square of a float32 number neither overflows nor vanishes.
     squares = 0.0
-    for array in arrays:
+    for total in sums:
+        array = array_of(total)
+        if array is None:
+            return float(compiled_norm(sums, dtype).asnumpy())
         flat = array.reshape(-1)
         for start in range(0, flat.size, CHUNK):
             chunk = flat[start : start + CHUNK].astype(np.float64)

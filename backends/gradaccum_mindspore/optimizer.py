@@ -21,19 +21,17 @@ from gradaccum.kit import (
     Handle,
     Listener,
     Options,
-    Schedule,
-    State,
     UntilWeight,
     explain,
 )
 from gradaccum_mindspore import checks
-from gradaccum_mindspore.checks import Loss, NamedGradients, Weight
+from gradaccum_mindspore.checks import Loss, Weight
 from gradaccum_mindspore.extensions import ChangedRateWarning
 from gradaccum_mindspore.grad_scaler import note_read, require_read
 from gradaccum_mindspore.gradient_sum import Gradients, Number
 from gradaccum_mindspore.master_weights import Optimizer, put_masters_into
 from gradaccum_mindspore.mindspore_private import is_graph_mode, refuse_trace
-from gradaccum_mindspore.state import Storage, window_size
+from gradaccum_mindspore.state import Storage
 from gradaccum_mindspore.update import (
     Update,
     inner_scale,
@@ -135,12 +133,12 @@ class MicroBatch(nn.Cell):  # type: ignore[misc]
         # compiles each time.
         self.enable_tuple_broaden = True
 
-    def construct(
-        self, gradients: Gradients | NamedGradients, weight: Weight, loss: Loss
-    ) -> Tensor:
+    def construct(self, gradients: Gradients, weight: Weight, loss: Loss) -> Tensor:
         window = self.window
         require_read(window.storage.scale_key)
-        state, event, losses = window.add(window.ordered(gradients), weight, loss)
+        state, event, losses = window.add(
+            window.checked_gradients(gradients), weight, loss
+        )
         is_full = window.is_full(state)
         window.write_added(state, event, losses, weight)
         if window.steps is None:
@@ -253,7 +251,7 @@ class AccumulatingOptimizer(nn.Optimizer):  # type: ignore[misc]
 
     def __call__(
         self,
-        gradients: Gradients | NamedGradients,
+        gradients: Gradients,
         *weight_and_loss: Number | None,
         weight: Weight = None,
         loss: Loss = None,
@@ -262,9 +260,9 @@ class AccumulatingOptimizer(nn.Optimizer):  # type: ignore[misc]
         return whether it closed a window.
 
         Args:
-            gradients: a tuple or list in the order of ``self.parameters``, or a dict by
-                parameter name; None for a parameter that took no part. Multiplied by
-                the loss scale, if there is one.
+            gradients: a tuple or list in the order of ``self.parameters``; None for a
+                parameter that took no part. Multiplied by the loss scale, if there is
+                one.
             weight_and_loss: both without their names, or the weight. A floating Tensor
                 or array alone needs its name: it may be the loss.
             weight: number or Tensor of one element, >= 0: how many items the
@@ -298,12 +296,8 @@ class AccumulatingOptimizer(nn.Optimizer):  # type: ignore[misc]
         )
         return is_full
 
-    def _add(
-        self, gradients: Gradients | NamedGradients, weight: Weight, loss: Loss
-    ) -> bool | Tensor:
-        ordered_gradients = checks.gradients_by_position(
-            gradients, self.storage.specs, self.storage.names
-        )
+    def _add(self, gradients: Gradients, weight: Weight, loss: Loss) -> bool | Tensor:
+        gradients = checks.checked_gradients(gradients, self.storage.specs)
         use_of_weights = self.compiled_window.use_of_weights
         weight_number = checks.weight_as_number(
             kit.given_weight(weight, use_of_weights)
@@ -313,14 +307,12 @@ class AccumulatingOptimizer(nn.Optimizer):  # type: ignore[misc]
             self.storage.pull()
             dtype = self.storage.float_dtype
             return self.micro_batch(
-                checks.without_none(ordered_gradients, self.storage.specs),
+                checks.without_none(gradients, self.storage.specs),
                 None if weight is None else Tensor(weight_number, dtype),
                 None if loss is None else Tensor(loss_number, dtype),
             )
         size = self.pynative_window.size()
-        state = self.pynative_window.add(
-            ordered_gradients, weight_number, size, loss_number
-        )
+        state = self.pynative_window.add(gradients, weight_number, size, loss_number)
         is_full = bool(kit.ends(state, size, kit.select))
         if is_full:
             self.pynative_window.close(state)
@@ -459,27 +451,20 @@ class AccumulatingOptimizer(nn.Optimizer):  # type: ignore[misc]
         """Return the state in one line; waits for the device.
         ``print(optimizer.inner)`` shows the inner optimizer.
         """
-        state = self.storage.read()
+        steps = self.options.steps
+        if self.storage.size_varies:
+            steps = self.storage.open_size()
         return kit.described(
             type(self).__name__,
             type(self.inner).__name__,
             self.options,
-            state,
-            self._steps(state),
+            self.storage.read(),
+            steps,
         )
-
-    def _steps(self, state: State) -> Schedule:
-        """Return the size of the open or next window; None if nobody knows it."""
-        if state.micro_step and self.storage.size_varies:
-            return self.storage.open_size()
-        try:
-            return window_size(self.options.steps, state.optimizer_step)
-        except Exception:
-            return None
 
     def construct(
         self,
-        gradients: Gradients | NamedGradients,
+        gradients: Gradients,
         *weight_and_loss: Any,
         weight: Weight = None,
         loss: Loss = None,

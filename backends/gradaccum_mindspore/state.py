@@ -246,7 +246,6 @@ class Storage(nn.Cell):  # type: ignore[misc]
         shared = [place for place in range(len(self.sums)) if place not in sharded]
         sharded_sums = tuple(self.sums[place] for place in sharded)
         # A Cell would list these Parameters as its own once more.
-        object.__setattr__(self, "model", tuple(parameters))
         object.__setattr__(self, "sharded_sums", sharded_sums)
         object.__setattr__(
             self, "shared_sums", tuple(self.sums[place] for place in shared)
@@ -283,12 +282,6 @@ class Storage(nn.Cell):  # type: ignore[misc]
 
     def entry(self, name: str, value: object, dtype: DType) -> Parameter:
         return hidden_parameter(Tensor(value, dtype), f"{self.prefix}.{name}")
-
-    def names(self) -> tuple[str, ...]:
-        """Return the parameters' names now: a Cell that holds the model may have
-        renamed them since.
-        """
-        return tuple(parameter.name for parameter in self.model)
 
     def terms_after(self, optimizer_step: int) -> Terms:
         options = with_known_size(self.options, optimizer_step)

@@ -138,7 +138,6 @@ BAD_GRADIENTS = {
     "count": lambda a, b: (a,),
     "shape": lambda a, b: (b, a),
     "dtype": lambda a, b: (a, b.astype(ms.int32)),
-    "names": lambda a, b: {"a": a, "c": b},
 }
 
 
@@ -267,15 +266,11 @@ class Pair(nn.Cell):
 
 
 def test_two_wrapped_optimizers_load_their_checkpoint(tmp_path):
-    """Their gradients may come by the names from before too."""
     pair, other = Pair(), Pair()
-    for name, optimizer in (("one", pair.first), ("two", pair.second)):
-        now = [p.name for p in optimizer.parameters]
-        before = [f"{name}.weight", f"{name}.bias"]
-        assert now != before
+    for optimizer in (pair.first, pair.second):
         gradients = [Tensor(np.ones(p.shape, np.float32)) for p in optimizer.parameters]
-        for names in (now, before):
-            optimizer(dict(zip(names, gradients, strict=True)))
+        for _ in range(2):
+            optimizer(gradients)
     ms.save_checkpoint(pair, str(tmp_path / "pair.ckpt"))
     load_checkpoint_into(other, ms.load_checkpoint(str(tmp_path / "pair.ckpt")))
     assert other.first.result.micro_step == other.second.result.micro_step == 2

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import count
-from typing import Any, Protocol
+from typing import Any
 
 import mindspore as ms
 from mindspore import Parameter, Tensor, nn, ops
@@ -29,7 +29,7 @@ from mindspore.ops import constexpr
 from gradaccum import kit
 from gradaccum.kit import Fields, Options
 from gradaccum_mindspore import checks, gradient_sum
-from gradaccum_mindspore.checks import Loss, NamedGradients, Weight
+from gradaccum_mindspore.checks import Loss, Weight
 from gradaccum_mindspore.extensions import NO_LOSS
 from gradaccum_mindspore.gradient_sum import (
     DType,
@@ -146,24 +146,9 @@ def first(condition: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return a
 
 
-class Workers(Protocol):
-    """All workers that share a window, as the window of one of them sees them."""
-
-    def compiled_all_reduce(self) -> bool:
-        """Add up the window of all workers."""
-
-    def window_ended(self) -> Tensor:
-        """Begin the next window, with this worker's own sum."""
-
-    def global_norm(self, shared_norm: Tensor, sharded_norm: Tensor) -> Tensor:
-        """Return the norm over all workers, of sums that all have and of this worker's
-        shards.
-        """
-
-
 class CompiledWindow(nn.Cell):  # type: ignore[misc]
     """One window as Tensors, for the compiler to follow; `PyNativeWindow` has the same
-    methods.
+    methods. `workers` is the `WorkerGroup` of workers that share the window.
     """
 
     # The decision of the window that ends, for the time of one call. MindSpore's runtime
@@ -184,7 +169,7 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         storage: Storage,
         options: Options,
         update: Update,
-        workers: Workers | None = None,
+        workers: Any = None,
     ) -> None:
         super().__init__(auto_prefix=False)
         self.storage = storage
@@ -216,7 +201,6 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         self.size_code = Tensor([0] * STEPS + [unit], ms.int32)
         other_codes = kit.encode_terms(storage.terms_after(0))[:-1]
         self.other_codes = Tensor([*other_codes, 0], ms.int32)
-        self.names_of = checks.compiled_names_of(storage.specs, storage.names)
         self.note_weighed = note_weighed_in(storage)
         # A Cell would list these Parameters as its own.
         for name, value in (
@@ -311,24 +295,15 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
 
     # The arguments of a micro-batch.
 
-    def ordered(self, gradients: Gradients | NamedGradients) -> Gradients:
-        """Return the gradients in the parameters' order, checked while compiling."""
-        if isinstance(gradients, dict):
-            gradients = self.by_name(gradients)
+    def checked_gradients(self, gradients: Gradients) -> Gradients:
         gradients = tuple(gradients)
-        is_checked = checks.check_compiled_gradients(
+        is_right = checks.check_compiled_gradients(
             map_over(shape_of, gradients),
             map_over(dtype_of, gradients),
             self.storage.specs,
         )
         # MindSpore 2.7 warns of a check whose result is unused
-        return gradients if is_checked else ()
-
-    def by_name(self, gradients: NamedGradients) -> Gradients:
-        ordered_gradients: Gradients = ()
-        for name in self.names_of(tuple(gradients.keys())):
-            ordered_gradients = (*ordered_gradients, gradients[name])
-        return ordered_gradients
+        return gradients if is_right else ()
 
     def is_certainly_added(self, weight: Weight) -> bool:
         """True if the micro-batch is added whatever it holds, and its weight is a
@@ -359,7 +334,7 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
     def add(
         self, gradients: Gradients, weight: Weight, loss: Loss
     ) -> tuple[Fields, Tensor | None, Tensor | None]:
-        """Add one micro-batch of ordered gradients to the sums.
+        """Add one micro-batch of checked gradients to the sums.
 
         Returns the state after it; the event, if a gradient may be dropped; what its
         loss, if it is known, adds to `WindowLoss.loss`. The caller then asks `is_full`,

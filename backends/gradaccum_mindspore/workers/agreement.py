@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Sequence
-from itertools import count
+from itertools import count, zip_longest
 from weakref import finalize
 
 import mindspore as ms
@@ -84,64 +84,34 @@ def require_same_everywhere(
         accumulate_dtype=str(options.accumulate_dtype),
         name=name,
     )
-    description = [
-        [str(compared_options)],
-        [described_parameter(parameter) for parameter in parameters],
-        [described_values(parameter) for parameter in parameters],
-    ]
-    texts = gather_texts(json.dumps(description))
-    descriptions = [json.loads(text) for text in texts]
-    for part, (argument, fix) in enumerate(
-        (
-            ("options", "Give every worker the same options."),
-            (
-                "parameters",
-                "Build the same model with the same optimizer on every worker.",
-            ),
-            (
-                "parameters",
-                "Call mindspore.set_seed(1) before the model is built, or load one"
-                " checkpoint on every worker.",
-            ),
-        )
-    ):
-        require_equal([each[part] for each in descriptions], argument, fix)
+    lines = [str(compared_options), *map(description_of, parameters)]
+    texts = gather_texts(json.dumps(lines))
+    lines_of_workers = [json.loads(text) for text in texts]
+    for rank, lines in enumerate(lines_of_workers):
+        pairs = zip_longest(lines_of_workers[0], lines, fillvalue="none")
+        for place, (expected, found) in enumerate(pairs):
+            if found != expected:
+                raise explain(
+                    ArgumentValueError,
+                    "parameters" if place else "options",
+                    expected=f"the same on every worker: {expected}",
+                    found=f"{found} on rank {rank}",
+                    fix="Give every worker the same options and the same model: call"
+                    " mindspore.set_seed(1) before it is built, or load one checkpoint.",
+                )
     sharded = [place for place, each in enumerate(parameters) if is_sharded(each)]
     if sharded:
         require_shardable(options)
     return tuple(sharded)
 
 
-def described_parameter(parameter: Parameter) -> str:
-    shape = f"of shape {tuple(parameter.shape)}"
+def description_of(parameter: Parameter) -> str:
     if is_sharded(parameter):
-        shape = "sharded, as layerwise_parallel says"
-    return f"{parameter.name!r}, {parameter.dtype} {shape}"
-
-
-def described_values(parameter: Parameter) -> str:
-    if is_sharded(parameter):
-        return ""
+        return f"{parameter.name!r}, {parameter.dtype}, sharded"
     wide = parameter.astype(ms.float32) if parameter.dtype == ms.bfloat16 else parameter
     checksum = zlib.crc32(wide.asnumpy().tobytes())
-    return f"{parameter.name!r} with the checksum {checksum:08x}"
-
-
-def require_equal(descriptions: Sequence[list[str]], argument: str, fix: str) -> None:
-    first = descriptions[0]
-    for rank, other in enumerate(descriptions):
-        if other == first:
-            continue
-        pairs = zip(first, other, strict=False)
-        different = [pair for pair in pairs if pair[0] != pair[1]]
-        expected, found = different[0] if different else (len(first), len(other))
-        raise explain(
-            ArgumentValueError,
-            argument,
-            expected=f"the same on every worker: {expected}",
-            found=f"{found} on rank {rank}",
-            fix=fix,
-        )
+    shape = tuple(parameter.shape)
+    return f"{parameter.name!r}, {parameter.dtype} of shape {shape}, {checksum:08x}"
 
 
 def require_shardable(options: Options) -> None:

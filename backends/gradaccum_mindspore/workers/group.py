@@ -334,9 +334,9 @@ def compiled(cell: nn.Cell) -> Callable[..., Any]:
     """Return a call of the cell that MindSpore compiles, in PyNative too."""
     if is_graph_mode():
         return cell
-    if not hasattr(cell, "jitted"):
-        object.__setattr__(cell, "jitted", ms.jit(cell.construct))
-    program: Callable[..., Any] = cell.jitted
+    if not hasattr(cell, "program"):
+        object.__setattr__(cell, "program", ms.jit(cell.construct))
+    program: Callable[..., Any] = cell.program
     return program
 
 
