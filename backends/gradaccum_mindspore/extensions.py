@@ -207,17 +207,17 @@ class ListenerCalls(Extension):
         before = self.last_state
         state = self.windows.read()
         self.last_state = state
-        closed = closed_windows(state) - closed_windows(before)
-        if closed > 1:
-            raise missed_windows_error(closed)
-        if closed == 1:
-            applied = state.optimizer_step > before.optimizer_step
+        windows = closed_windows(state) - closed_windows(before)
+        if windows > 1:
+            raise missed_windows_error(windows)
+        if windows == 1:
+            was_applied = state.optimizer_step > before.optimizer_step
             if state.micro_step == 0:
                 micro_batches += before.micro_step
             else:
                 micro_batches = math.nan
             result = self.windows.result()._replace(
-                applied=applied, skipped=not applied
+                applied=was_applied, skipped=not was_applied
             )
             self.listeners.note(result, micro_batches=micro_batches)
 

@@ -63,11 +63,11 @@ def call_when_saved(parameter: Parameter, function: Callable[[], None]) -> None:
     """
     init_data = parameter.init_data
 
-    def noted_init_data(*args: Any, **named: Any) -> Parameter:
+    def init_data_with_note(*args: Any, **keywords: Any) -> Parameter:
         function()
-        return init_data(*args, **named)
+        return init_data(*args, **keywords)
 
-    parameter.init_data = noted_init_data
+    parameter.init_data = init_data_with_note
 
 
 SEEDS: Any = import_module("mindspore.common.seed")

@@ -187,16 +187,16 @@ class AccumulatingOptimizer(nn.Optimizer):  # type: ignore[misc]
             raise kit.shared_until_weight_error(options.steps)
         parameters = inner.parameters
         this_place = None
-        sharded: tuple[int, ...] = ()
+        sharded_places: tuple[int, ...] = ()
         if data_parallel:
-            sharded = require_same_everywhere(parameters, options, name)
+            sharded_places = require_same_everywhere(parameters, options, name)
             this_place = place()
         else:
             unmark(parameters)
         self.inner = inner
         self.options = options
         self.storage = Storage(
-            parameters, options, name, inner_scale(inner), this_place, sharded
+            parameters, options, name, inner_scale(inner), this_place, sharded_places
         )
         if options.master_weights:
             put_masters_into(inner, self.storage.masters)

@@ -82,18 +82,18 @@ def parameters_by_name(cell: nn.Cell) -> dict[str, Parameter]:
 
 
 def require_fit(name: str, parameter: Parameter, entry: Tensor | None) -> None:
-    expected = f"{parameter.dtype} of shape {tuple(parameter.shape)}"
+    right_kind = f"{parameter.dtype} of shape {tuple(parameter.shape)}"
     if entry is None:
         raise checkpoint_error(
-            f"{name!r}: {expected}",
+            f"{name!r}: {right_kind}",
             "a checkpoint without it",
             "Save the whole optimizer: mindspore.save_checkpoint(optimizer, file).",
         )
-    found = f"{entry.dtype} of shape {tuple(entry.shape)}"
-    if found != expected:
+    kind = f"{entry.dtype} of shape {tuple(entry.shape)}"
+    if kind != right_kind:
         raise checkpoint_error(
-            f"{name!r}: {expected}",
-            found,
+            f"{name!r}: {right_kind}",
+            kind,
             "Load the checkpoint of the same model and optimizer.",
         )
 
@@ -143,9 +143,9 @@ def resumed_values(storage: Storage, parameter_dict: Checkpoint) -> dict[str, ob
     terms = kit.terms_of(options, saved_state.optimizer_step)
     values[storage.terms.name] = kit.encode_terms(terms)
     place = saved_place(parameter_dict, storage.prefix)
-    if saved_state.micro_step or storage.sharded:
+    if saved_state.micro_step or storage.sharded_places:
         require_place(place, storage)
-    if storage.sharded and f"{storage.prefix}.{REDISTRIBUTED}" in parameter_dict:
+    if storage.sharded_places and f"{storage.prefix}.{REDISTRIBUTED}" in parameter_dict:
         raise checkpoint_error(
             "each worker's own shards, as layerwise_parallel says",
             "what redistributed made of the files of some",
@@ -181,14 +181,14 @@ def saved_place(parameter_dict: Checkpoint, prefix: str) -> SavedPlace:
     return place
 
 
-def require_place(saved: SavedPlace, storage: Storage) -> None:
+def require_place(saved_worker: SavedPlace, storage: Storage) -> None:
     rank, workers = storage.place
-    if (saved.rank, saved.workers) != (rank, workers):
+    if (saved_worker.rank, saved_worker.workers) != (rank, workers):
         raise explain(
             CheckpointError,
             f"{storage.prefix}.{WORKERS}",
             expected=f"the open window of rank {rank} of {workers}",
-            found=f"that of rank {saved.rank} of {saved.workers}",
+            found=f"that of rank {saved_worker.rank} of {saved_worker.workers}",
             fix="Let each worker load its own file; for another number of workers write"
             " gradaccum_mindspore.redistributed(states, workers), or save between two"
             " windows.",

@@ -157,7 +157,7 @@ INVALID = -1
 # Who the open window's sum belongs to: this worker; or nobody, from the reduction over
 # the workers until the end of the window.
 THIS_WORKER = 0
-UNOWNED = 2
+NO_WORKER = 2
 
 
 class Storage(nn.Cell):  # type: ignore[misc]
@@ -170,13 +170,13 @@ class Storage(nn.Cell):  # type: ignore[misc]
         name: str,
         inner_scale: float = 1.0,
         place: tuple[int, int] | None = None,
-        sharded: tuple[int, ...] = (),
+        sharded_places: tuple[int, ...] = (),
     ) -> None:
         super().__init__(auto_prefix=False)
         self.options = options
         self.prefix = state_prefix(name)
         self.sum_suffix, master_suffix = suffixes(self.prefix)
-        self.add_sums(parameters, sharded)
+        self.add_sums(parameters, sharded_places)
         half_parameters = parameters if options.master_weights else ()
         self.masters = MasterWeights(half_parameters, master_suffix)
         self.size_varies = not isinstance(sizes_of(options.steps), int | None)
@@ -205,7 +205,9 @@ class Storage(nn.Cell):  # type: ignore[misc]
         self.schedulers: WeakSet[Any] = WeakSet()
         """The gated schedulers of the inner optimizer."""
 
-    def add_sums(self, parameters: Sequence[Parameter], sharded: Sequence[int]) -> None:
+    def add_sums(
+        self, parameters: Sequence[Parameter], sharded_places: Sequence[int]
+    ) -> None:
         options = self.options
         self.specs = tuple(
             (parameter.name, tuple(parameter.shape), parameter.dtype)
@@ -224,7 +226,7 @@ class Storage(nn.Cell):  # type: ignore[misc]
             for _, _, dtype in self.specs
         )
         """dtype of each gradient as the inner optimizer gets it."""
-        self.narrowed = tuple(
+        self.narrow_places = tuple(
             position
             for position, dtype in enumerate(sum_dtypes)
             if narrows(dtype, self.gradient_dtypes[position])
@@ -241,14 +243,16 @@ class Storage(nn.Cell):  # type: ignore[misc]
                 for parameter, dtype in zip(parameters, sum_dtypes, strict=True)
             ]
         )
-        self.sharded = tuple(sharded)
+        self.sharded_places = tuple(sharded_places)
         """Positions of the sums that each worker has for itself."""
-        shared = [place for place in range(len(self.sums)) if place not in sharded]
-        sharded_sums = tuple(self.sums[place] for place in sharded)
+        shared_places = [
+            place for place in range(len(self.sums)) if place not in sharded_places
+        ]
+        sharded_sums = tuple(self.sums[place] for place in sharded_places)
         # A Cell would list these Parameters as its own once more.
         object.__setattr__(self, "sharded_sums", sharded_sums)
         object.__setattr__(
-            self, "shared_sums", tuple(self.sums[place] for place in shared)
+            self, "shared_sums", tuple(self.sums[place] for place in shared_places)
         )
 
     def add_state(self) -> None:

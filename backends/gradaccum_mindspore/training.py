@@ -100,9 +100,9 @@ class TrainOneStepCell(nn.TrainOneStepCell):  # type: ignore[misc]
         loss = self.network(*inputs)
         return self.optimizer.scale(loss), loss
 
-    def __call__(self, *inputs: object, **named: object) -> Any:
+    def __call__(self, *inputs: object, **keywords: object) -> Any:
         listener_calls = self.optimizer.storage.listener_calls
-        return listener_calls.around(1, partial(super().__call__, *inputs, **named))
+        return listener_calls.around(1, partial(super().__call__, *inputs, **keywords))
 
     def construct(self, *inputs: object) -> Tensor:
         loss, gradients, weight = self.differentiated(*inputs)

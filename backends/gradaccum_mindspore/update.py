@@ -96,7 +96,7 @@ def adds_in_place() -> bool:
 # The guard.
 
 
-def guarded_construct(self: Optimizer, *gradients: Any, **named: Any) -> bool:
+def guarded_construct(self: Optimizer, *gradients: Any, **keywords: Any) -> bool:
     """Stand in for an inner optimizer's ``construct``."""
     refuse_call(self.cls_name)
     return True

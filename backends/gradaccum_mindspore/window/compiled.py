@@ -416,7 +416,7 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         if self.measures:
             norm = gradient_sum.compiled_norm(storage.shared_sums, self.float_dtype)
             is_finite = self.fits(state, ops.isfinite(norm))
-        if self.measures and len(storage.sharded) > 0:
+        if self.measures and len(storage.sharded_places) > 0:
             sharded_norm = gradient_sum.compiled_norm(
                 storage.sharded_sums, self.float_dtype
             )
@@ -452,7 +452,7 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         return (*state[:WEIGHT], weight, overflow, *state[LOSS_SCALE:])
 
     def fits(self, state: Fields, is_finite: Tensor) -> Tensor:
-        if self.storage.narrowed:
+        if self.storage.narrow_places:
             divisor = kit.divisor(state, self.options, where)
             is_finite = is_finite & gradient_sum.compiled_fits(
                 self.storage.sums,

@@ -138,7 +138,7 @@ class PyNativeWindow:
             gradient_sum.fits(
                 self.storage.sums[place], operand, self.storage.gradient_dtypes[place]
             ).item()
-            for place in self.storage.narrowed
+            for place in self.storage.narrow_places
         )
 
     def gradients(self, divisor: float) -> tuple[Tensor, ...]:
@@ -153,10 +153,10 @@ class PyNativeWindow:
         """Clear the sums and write what follows."""
         gradient_sum.clear(self.storage.sums)
         self.storage.window_loss.write(losses)
-        closed = kit.close(
+        after = kit.close(
             state, decision.apply, decision.overflow, self.options, kit.select
         )
-        self.storage.push(closed, state)
+        self.storage.push(after, state)
         self.storage.push_event(
             decision.apply, not decision.apply, decision.overflow, decision.grad_norm
         )

@@ -89,20 +89,22 @@ def require_same_everywhere(
     lines_of_workers = [json.loads(text) for text in texts]
     for rank, lines in enumerate(lines_of_workers):
         pairs = zip_longest(lines_of_workers[0], lines, fillvalue="none")
-        for place, (expected, found) in enumerate(pairs):
-            if found != expected:
+        for place, (first_line, line) in enumerate(pairs):
+            if line != first_line:
                 raise explain(
                     ArgumentValueError,
                     "parameters" if place else "options",
-                    expected=f"the same on every worker: {expected}",
-                    found=f"{found} on rank {rank}",
+                    expected=f"the same on every worker: {first_line}",
+                    found=f"{line} on rank {rank}",
                     fix="Give every worker the same options and the same model: call"
                     " mindspore.set_seed(1) before it is built, or load one checkpoint.",
                 )
-    sharded = [place for place, each in enumerate(parameters) if is_sharded(each)]
-    if sharded:
+    sharded_places = [
+        place for place, each in enumerate(parameters) if is_sharded(each)
+    ]
+    if sharded_places:
         require_shardable(options)
-    return tuple(sharded)
+    return tuple(sharded_places)
 
 
 def description_of(parameter: Parameter) -> str:
@@ -148,11 +150,13 @@ def is_sharded(parameter: Parameter) -> bool:
 def mark(optimizer: nn.Cell, parameters: Sequence[Parameter]) -> None:
     """Mark the shared parameters for as long as `optimizer` lives."""
     owner = next(MARKS)
-    shared = [parameter for parameter in parameters if not is_sharded(parameter)]
-    for parameter in shared:
+    shared_parameters = [
+        parameter for parameter in parameters if not is_sharded(parameter)
+    ]
+    for parameter in shared_parameters:
         parameter.layerwise_parallel = True
         parameter.shares_windows = owner
-    finalize(optimizer, unmark, shared, owner).atexit = False
+    finalize(optimizer, unmark, shared_parameters, owner).atexit = False
 
 
 def unmark(parameters: Sequence[Parameter], owner: int | None = None) -> None:

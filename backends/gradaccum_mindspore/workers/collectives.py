@@ -61,15 +61,15 @@ class Bucket(nn.Cell):  # type: ignore[misc]
 
     def construct(self, after: Tensor) -> Tensor:
         """Write the totals, and return the vector of them, once `after` is computed."""
-        packed = ops.depend(ops.concat(map_over(_flat, self.sums)), after)
-        total = compiled_sum_over_workers(packed, self.workers)
+        vector = ops.depend(ops.concat(map_over(_flat, self.sums)), after)
+        total = compiled_sum_over_workers(vector, self.workers)
         map_over(ops.partial(_unpack, total), self.sums, self.starts, self.ends)
         return total
 
 
 def buckets(sums: Sums, workers: int) -> list[Bucket]:
     """Return `sums` in buckets: neighbours of one working dtype, a large one alone."""
-    filled: list[Bucket] = []
+    bucket_list: list[Bucket] = []
     for dtype in (ms.float32, ms.float64):
         small: list[Parameter] = []
         elements = 0
@@ -77,23 +77,23 @@ def buckets(sums: Sums, workers: int) -> list[Bucket]:
             if working_dtype(total.dtype) != dtype:
                 continue
             if total.size >= LARGE_ELEMENTS:
-                filled.append(Bucket([total], workers))
+                bucket_list.append(Bucket([total], workers))
                 continue
             if elements + total.size > BUCKET_ELEMENTS:
-                filled.append(Bucket(small, workers))
+                bucket_list.append(Bucket(small, workers))
                 small = []
                 elements = 0
             small.append(total)
             elements += total.size
         if small:
-            filled.append(Bucket(small, workers))
-    return filled
+            bucket_list.append(Bucket(small, workers))
+    return bucket_list
 
 
 def _flat(total: Parameter) -> Tensor:
     return total.astype(working_dtype(total.dtype)).reshape(-1)
 
 
-def _unpack(packed: Tensor, total: Parameter, start: int, end: int) -> bool:
-    write(total, packed[start:end].reshape(total.shape).astype(total.dtype))
+def _unpack(vector: Tensor, total: Parameter, start: int, end: int) -> bool:
+    write(total, vector[start:end].reshape(total.shape).astype(total.dtype))
     return True

@@ -29,9 +29,9 @@ from gradaccum_mindspore.gradient_sum import Gradients
 from gradaccum_mindspore.master_weights import Optimizer
 from gradaccum_mindspore.mindspore_private import is_graph_mode
 from gradaccum_mindspore.state import (
+    NO_WORKER,
     STEPS,
     THIS_WORKER,
-    UNOWNED,
     Storage,
     write_numbers,
 )
@@ -75,7 +75,7 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
         self.buckets = nn.CellList(
             buckets(storage.shared_sums, self.workers), auto_prefix=False
         )
-        self.loss_holders = self.workers if storage.sharded else 1
+        self.loss_holders = self.workers if storage.sharded_places else 1
         """Workers that have one and the same loss: that of all items, where some
         parameters are sharded.
         """
@@ -89,7 +89,7 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
         places = np.eye(self.workers)[self.rank][:, None]
         self.rate_places = Tensor(places, self.float_dtype)
         self.this_worker = Tensor([THIS_WORKER, *storage.place], ms.int32)
-        self.unowned = Tensor([UNOWNED, *storage.place], ms.int32)
+        self.no_worker = Tensor([NO_WORKER, *storage.place], ms.int32)
         number = next(OPTIMIZERS)
         self.optimizer_number = Tensor(number, self.float_dtype)
         self.optimizer_square = Tensor(number**2, self.float_dtype)
@@ -164,7 +164,7 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
         overflow = (totals[OVERFLOWS] > 0) | differ
         losses = storage.window_loss.compiled_with_total(totals[LOSS], totals[WEIGHT])
         ops.assign(self.differs, differ | self.differs)
-        ops.assign(storage.owner, self.unowned)
+        ops.assign(storage.owner, self.no_worker)
         last_message = totals
         for bucket in self.buckets:
             last_message = bucket(last_message)

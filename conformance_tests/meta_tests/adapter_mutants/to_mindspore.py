@@ -45,11 +45,11 @@ MUTANTS = (
     Mutant(
         "leave_the_loss_scale",
         (
-            "        closed = kit.close(\n"
+            "        after = kit.close(\n"
             "            state, decision.apply, decision.overflow, self.options, kit.select\n"
         ),
         (
-            "        closed = kit.close(\n"
+            "        after = kit.close(\n"
             "            state, decision.apply, False, self.options, kit.select\n"
         ),
         SUITE + "test_loss_scale.py::test_scale_moves_once_per_window",
