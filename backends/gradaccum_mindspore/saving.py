@@ -23,9 +23,6 @@ from gradaccum_mindspore.state import (
     with_known_size,
 )
 
-REDISTRIBUTED = "redistributed"
-"""The name of an entry that says that `redistributed` returned the checkpoint."""
-
 
 def load_checkpoint_into(cell: nn.Cell, parameter_dict: Checkpoint) -> None:
     """Write a checkpoint into a wrapped optimizer, or into a cell that holds one,
@@ -145,12 +142,6 @@ def resumed_values(storage: Storage, parameter_dict: Checkpoint) -> dict[str, ob
     place = saved_place(parameter_dict, storage.prefix)
     if saved_state.micro_step or storage.sharded_places:
         require_place(place, storage)
-    if storage.sharded_places and f"{storage.prefix}.{REDISTRIBUTED}" in parameter_dict:
-        raise checkpoint_error(
-            "each worker's own shards, as layerwise_parallel says",
-            "what redistributed made of the files of some",
-            "Let as many workers as saved load their own files.",
-        )
     if storage.has_workers:
         values[storage.owner.name] = [THIS_WORKER, *storage.place]
     return values

@@ -6,7 +6,7 @@ end of the window adds up the same.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import mindspore as ms
@@ -22,7 +22,7 @@ from gradaccum_mindspore.gradient_sum import (
     hidden_parameter,
     working_dtype,
 )
-from gradaccum_mindspore.saving import REDISTRIBUTED, saved_place
+from gradaccum_mindspore.saving import saved_place
 from gradaccum_mindspore.state import (
     GRAD_NORM,
     THIS_WORKER,
@@ -35,9 +35,7 @@ from gradaccum_mindspore.state import (
 Entry: TypeAlias = Parameter | Tensor
 
 
-def redistributed(
-    states: Sequence[Checkpoint | None], workers: int
-) -> list[dict[str, Entry]]:
+def redistributed(states: Sequence[Checkpoint], workers: int) -> list[dict[str, Entry]]:
     """Return what `workers` workers load to resume the open windows of others, whose
     number may differ.
 
@@ -45,8 +43,6 @@ def redistributed(
         states: the dict that `mindspore.load_checkpoint` returned of each worker's
             file, by rank: of a wrapped optimizer with ``data_parallel=True`` or of a
             cell that holds it; one such dict, of an optimizer without it, is right too.
-            None stands for a worker that was lost: the window resumes without the
-            micro-batches of that worker.
         workers: the number of workers that load, >= 1.
 
     Returns:
@@ -59,30 +55,24 @@ def redistributed(
             parameter's value differs between them, as shards do, which resume on as
             many workers alone; a reduction failed before one of them was saved.
     """
-    by_rank = {rank: state for rank, state in enumerate(states) if state is not None}
-    saved_states = list(by_rank.values())
-    new_states: list[dict[str, Entry]] = [dict(saved_states[0]) for _ in range(workers)]
-    for prefix in prefixes_in(saved_states[0]):
-        require_all_workers(by_rank, len(states), prefix)
-        redistribute_window(new_states, saved_states, prefix)
+    new_states: list[dict[str, Entry]] = [dict(states[0]) for _ in range(workers)]
+    for prefix in prefixes_in(states[0]):
+        require_all_workers(states, prefix)
+        redistribute_window(new_states, states, prefix)
     return new_states
 
 
-def require_all_workers(
-    by_rank: Mapping[int, Checkpoint], workers: int, prefix: str
-) -> None:
+def require_all_workers(states: Sequence[Checkpoint], prefix: str) -> None:
     """Raise unless these are states of all workers, by rank."""
-    places = [saved_place(state, prefix) for state in by_rank.values()]
-    expected_places = [(rank, workers) for rank in by_rank]
-    if [(place.rank, place.workers) for place in places] != expected_places:
-        ranks = [f"rank {place.rank} of {place.workers}" for place in places]
+    places = [saved_place(state, prefix) for state in states]
+    ranks = [(place.rank, place.workers) for place in places]
+    if ranks != [(rank, len(states)) for rank in range(len(states))]:
         raise explain(
             CheckpointError,
             "states",
             expected="the states of all workers, by rank",
-            found=", ".join(ranks),
-            fix="Pass what every worker saved, in the order of their ranks, and None"
-            " for a worker that was lost.",
+            found=", ".join(f"rank {rank} of {workers}" for rank, workers in ranks),
+            fix="Pass what every worker saved, in the order of their ranks.",
         )
 
 
@@ -122,7 +112,6 @@ def redistribute_window(
         entries[f"{prefix}.{WORKERS}"] = Tensor(
             [THIS_WORKER, rank, len(new_states)], ms.int32
         )
-        entries[f"{prefix}.{REDISTRIBUTED}"] = Tensor(True)
         for name, entry in entries.items():
             new_states[rank][name] = hidden_parameter(entry, name)
 
