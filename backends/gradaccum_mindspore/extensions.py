@@ -12,13 +12,17 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias
 from weakref import WeakSet
 
-import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
 from gradaccum import GradAccumWarning, StepResult, UsageError, kit
 from gradaccum.kit import Fields, Handle, Listener, Listeners, Options, State, explain
-from gradaccum_mindspore.gradient_sum import DType, hidden_parameter, where
+from gradaccum_mindspore.gradient_sum import (
+    DType,
+    hidden_parameter,
+    where,
+    write_numbers,
+)
 from gradaccum_mindspore.mindspore_private import call_when_saved
 
 OPEN_AT_THE_END = (
@@ -90,9 +94,7 @@ class WindowLoss(nn.Cell):  # type: ignore[misc]
     def write(self, losses: Losses) -> None:
         if np.array_equal(self.read(), losses, equal_nan=True):
             return
-        dtype = np.float64 if self.float_dtype == ms.float64 else np.float32
-        with np.errstate(over="ignore"):
-            ops.assign(self.loss, Tensor.from_numpy(np.array(losses, dtype)))
+        write_numbers(self.loss, losses)
 
     @property
     def value(self) -> float:

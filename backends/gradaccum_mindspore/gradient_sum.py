@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, SupportsFloat, TypeAlias
 
 import mindspore as ms
 import numpy as np
@@ -98,6 +98,17 @@ def write(parameter: Parameter, value: Tensor) -> None:
         inplace_copy(parameter, value)
     else:
         ops.assign(parameter, value)
+
+
+def write_numbers(
+    parameter: Parameter, numbers: SupportsFloat | Sequence[float]
+) -> None:
+    """Assign Python numbers, from Python."""
+    # Not Tensor(numbers, dtype), which takes ten times as long.
+    dtype = ms.dtype_to_nptype(parameter.dtype)
+    with np.errstate(over="ignore"):
+        array = np.array(numbers, dtype)
+    ops.assign(parameter, Tensor.from_numpy(array))
 
 
 def add_into(total: Parameter, part: Tensor) -> None:

@@ -143,9 +143,8 @@ class MicroBatch(nn.Cell):  # type: ignore[misc]
         window.write_added(state, event, losses, weight)
         if window.steps is None:
             return is_full
-        is_loss_missing = loss is None and window.is_certainly_added(weight)
         if is_full:
-            window.close(is_loss_missing)
+            window.close()
         return is_full
 
 

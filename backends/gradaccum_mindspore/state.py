@@ -12,11 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, SupportsFloat
+from typing import Any
 from weakref import WeakSet
 
 import mindspore as ms
-import numpy as np
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.ops import constexpr
 
@@ -44,6 +43,7 @@ from gradaccum_mindspore.gradient_sum import (
     hidden_parameter,
     narrows,
     sum_dtype,
+    write_numbers,
 )
 from gradaccum_mindspore.master_weights import MasterWeights
 
@@ -136,13 +136,7 @@ def prefixes_in(checkpoint: Checkpoint) -> list[str]:
 # The Parameters.
 
 
-DTYPES = {
-    "int32": ms.int32,
-    "float32": ms.float32,
-    "float64": ms.float64,
-    "bool": ms.bool_,
-}
-NUMPY_DTYPES = {dtype: np.dtype(name) for name, dtype in DTYPES.items()}
+DTYPES = {"int32": ms.int32, "float32": ms.float32, "bool": ms.bool_}
 GRAD_NORM = 3
 """The place of the norm in `Storage.last_event`."""
 STEPS = 1 + Terms._fields.index("steps")  # after the format
@@ -386,12 +380,3 @@ class Storage(nn.Cell):  # type: ignore[misc]
             state.optimizer_step,
             self.window_loss.value,
         )
-
-
-def write_numbers(
-    parameter: Parameter, numbers: SupportsFloat | Sequence[float]
-) -> None:
-    # Not Tensor(numbers, dtype), which takes ten times as long.
-    with np.errstate(over="ignore"):
-        array = np.array(numbers, NUMPY_DTYPES[parameter.dtype])
-    ops.assign(parameter, Tensor.from_numpy(array))

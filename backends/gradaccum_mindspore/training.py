@@ -18,8 +18,8 @@ from mindspore.train import Callback, ModelCheckpoint, RunContext
 from gradaccum import ArgumentValueError, UsageError
 from gradaccum.kit import Handle, Listener, Sizes, explain
 from gradaccum_mindspore.checks import Weight
+from gradaccum_mindspore.gradient_sum import write_numbers
 from gradaccum_mindspore.optimizer import AccumulatingOptimizer, wrapped
-from gradaccum_mindspore.state import write_numbers
 
 # The training cell.
 

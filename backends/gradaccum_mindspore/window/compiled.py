@@ -30,7 +30,6 @@ from gradaccum import kit
 from gradaccum.kit import Fields, Options
 from gradaccum_mindspore import checks, gradient_sum
 from gradaccum_mindspore.checks import Loss, Weight
-from gradaccum_mindspore.extensions import NO_LOSS
 from gradaccum_mindspore.gradient_sum import (
     DType,
     Gradients,
@@ -195,7 +194,6 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         self.one = Tensor(1.0, storage.float_dtype)
         self.nan = Tensor(float("nan"), storage.float_dtype)
         self.infinity = Tensor(float("inf"), storage.float_dtype)
-        self.no_loss = Tensor(NO_LOSS, storage.float_dtype)
         self.inner_scale = Tensor(storage.inner_scale, storage.float_dtype)
         unit = -1 if self.ends_by_weight else 1
         self.size_code = Tensor([0] * STEPS + [unit], ms.int32)
@@ -394,18 +392,18 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
 
     # The end of a window.
 
-    def close(self, is_loss_missing: bool) -> bool:
+    def close(self) -> bool:
         """End the window: make the update with its gradients, or not at all."""
         if self.workers is not None:
             self.workers.compiled_all_reduce()
-        return self.close_reduced(is_loss_missing)
+        return self.close_reduced()
 
-    def close_reduced(self, is_loss_missing: bool) -> bool:
+    def close_reduced(self) -> bool:
         # In a branch of its own, so that `finish` reads the state anew.
         if self.always:
             self.decide()
         self.apply()
-        return self.finish(is_loss_missing)
+        return self.finish()
 
     def decide(self) -> bool:
         """Write down the decision on the window that ends."""
@@ -478,15 +476,13 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
             return divisor
         return divisor / self.inner_scale
 
-    def finish(self, is_loss_missing: bool) -> bool:
+    def finish(self) -> bool:
         """Clear the sums, and assign the state after the window and its event."""
         storage = self.storage
         apply = self.applied & self.true
         overflow = self.overflow & self.true
         state = self.read()
         losses = storage.window_loss.compiled_after_window(state)
-        if is_loss_missing and self.workers is None:
-            losses = self.no_loss
         after = kit.close(state, apply, overflow, self.options, where)
         event = self.event(
             apply,
@@ -511,7 +507,7 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         """
         is_open = self.storage.micro_step.value() > 0
         if is_open:
-            self.close(False)
+            self.close()
         else:
             self.write_event(self.empty_event())
         return is_open

@@ -25,7 +25,7 @@ from mindspore.ops import constexpr
 
 from gradaccum import UsageError, kit
 from gradaccum.kit import Options, Schedule, State, explain
-from gradaccum_mindspore.gradient_sum import Gradients
+from gradaccum_mindspore.gradient_sum import Gradients, write_numbers
 from gradaccum_mindspore.master_weights import Optimizer
 from gradaccum_mindspore.mindspore_private import is_graph_mode
 from gradaccum_mindspore.state import (
@@ -33,7 +33,6 @@ from gradaccum_mindspore.state import (
     STEPS,
     THIS_WORKER,
     Storage,
-    write_numbers,
 )
 from gradaccum_mindspore.update import Update
 from gradaccum_mindspore.window.compiled import CompiledWindow, note
@@ -259,7 +258,7 @@ class WindowEnd(nn.Cell):  # type: ignore[misc]
         # As in `WorkerGroup.compiled_all_reduce`.
         if self.workers.always:
             self.workers.add_up_sums(totals)
-        return self.window.close_reduced(False)
+        return self.window.close_reduced()
 
 
 class SharedWindow(PyNativeWindow):
