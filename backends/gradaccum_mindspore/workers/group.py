@@ -96,7 +96,6 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
         self.one = Tensor(1.0, self.float_dtype)
         self.infinity = Tensor(float("inf"), self.float_dtype)
         self.true = Tensor(True)
-        self.false = Tensor(False)
 
     def compiled_all_reduce(self) -> bool:
         """Make the sums, the weight and the flag those of all workers.

@@ -25,6 +25,7 @@ from gradaccum_mindspore.gradient_sum import (
 from gradaccum_mindspore.saving import saved_place
 from gradaccum_mindspore.state import (
     GRAD_NORM,
+    INVALID,
     THIS_WORKER,
     WORKERS,
     Checkpoint,
@@ -84,6 +85,8 @@ def redistribute_window(
     """Write the entries of one wrapped optimizer's window for each new worker."""
     first = saved_states[0]
     fields = [fields_of(state, prefix) for state in saved_states]
+    if any(state.micro_step == INVALID for state in fields):
+        raise kit.half_made_error()
     fullest = saved_states[
         fields.index(max(fields, key=lambda state: state.micro_step))
     ]
@@ -91,8 +94,8 @@ def redistribute_window(
         f"{prefix}.{name}" for name in ("last_event", "terms", LOSS)
     )
     last_loss = first[loss_name].asnumpy()[2]
-    # Added up as the weights are: the weights are equal if all losses are known.
-    losses = sum(state[loss_name].asnumpy() for state in saved_states)
+    # In float64, as Python adds up the weights: equal if all losses are known.
+    losses = sum(state[loss_name].asnumpy().astype(float) for state in saved_states)
     sums = sums_of(saved_states, prefix)
     for rank, state in enumerate(kit.redistributed(fields, len(new_states))):
         values: dict[str, object] = {
