@@ -125,11 +125,15 @@ EQUIVALENT: dict[tuple[str, str], str] = {
     ): "nobody reads what stands for None in compiled code",
     (
         "backends/gradaccum_mindspore/gradient_sum.py",
+        "CHUNK = 2**21",
+    ): "chunks of any length have one norm",
+    (
+        "backends/gradaccum_mindspore/gradient_sum.py",
         "flat = array.reshape(-2)",
     ): "NumPy takes any negative number for the length that is left",
     (
         "backends/gradaccum_mindspore/gradient_sum.py",
-        "if squares.size >= ROW:",
+        "if (squares.size >= ROW):",
     ): "a row is summed in one step or in two",
     (
         "backends/gradaccum_mindspore/window/compiled.py",

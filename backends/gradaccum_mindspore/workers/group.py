@@ -200,7 +200,7 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
             raise kit.torn_window_error(call)
 
     def require_same_rates(self) -> None:
-        """Raise once if compiled code skipped a window because workers differ."""
+        """Raise unless no window was skipped because workers differ; once."""
         if self.differs.item():
             write_numbers(self.differs, False)
             self.refuse_differences()
