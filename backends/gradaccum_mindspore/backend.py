@@ -10,18 +10,12 @@ import mindspore
 from mindspore import nn
 from mindspore.experimental import optim
 
-from gradaccum import (
-    ArgumentTypeError,
-    ArgumentValueError,
-    LossScale,
-    VerificationReport,
-)
+from gradaccum import LossScale, VerificationReport
 from gradaccum.kit import (
     Options,
     ScaleRule,
     Steps,
     WrapOptions,
-    explain,
     optimizer_error,
     wrap_with,
     wrapped_twice_error,
@@ -97,16 +91,12 @@ class MindSporeBackend:
         Raises:
             ArgumentTypeError: `optimizer` is no MindSpore optimizer, or is wrapped
                 already.
-            ArgumentValueError: `name` is empty, or a parameter of the model has a name
-                of the state's; parameters are bfloat16 on a CPU, without
-                ``master_weights``; `optimizer` divides by a loss scale of its own beside
+            ArgumentValueError: `optimizer` divides by a loss scale of its own beside
                 ``loss_scale=``; another wrapped optimizer drives the scaler given as
                 ``loss_scale=``; with ``data_parallel=True`` other workers have other
                 options or other parameters; beside ``layerwise_parallel`` Parameters
-                the reduction is "mean", ``on_overflow="drop_micro_batch"`` is given, or
-                no other Parameter is left.
-            UsageError: there are several workers, and `data_parallel` was not given; or
-                it is True, and they are not initialised.
+                the reduction is "mean", or ``on_overflow="drop_micro_batch"`` is given.
+            UsageError: there are several workers, and `data_parallel` was not given.
         """
         if isinstance(optimizer, AccumulatingOptimizer):
             raise wrapped_twice_error(optimizer)
@@ -116,15 +106,6 @@ class MindSporeBackend:
                 optimizer,
                 "Write for example gradaccum.wrap(nn.Adam(net.trainable_params()),"
                 " steps=4).",
-            )
-        if not isinstance(name, str) or not name:
-            kind = ArgumentValueError if isinstance(name, str) else ArgumentTypeError
-            raise explain(
-                kind,
-                "name",
-                expected="a text that is not empty",
-                got=name,
-                fix="Write name='generator'.",
             )
         is_shared = shares_windows(data_parallel)
         if isinstance(optimizer, nn.Optimizer):

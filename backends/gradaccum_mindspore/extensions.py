@@ -12,13 +12,17 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias
 from weakref import WeakSet
 
-import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
 from gradaccum import GradAccumWarning, StepResult, UsageError, kit
 from gradaccum.kit import Fields, Handle, Listener, Listeners, Options, State, explain
-from gradaccum_mindspore.gradient_sum import DType, hidden_parameter, where
+from gradaccum_mindspore.gradient_sum import (
+    DType,
+    hidden_parameter,
+    where,
+    write_numbers,
+)
 from gradaccum_mindspore.mindspore_private import call_when_saved
 
 OPEN_AT_THE_END = (
@@ -78,7 +82,6 @@ class WindowLoss(nn.Cell):  # type: ignore[misc]
         self.float_dtype = float_dtype
         self.loss = hidden_parameter(Tensor(NO_LOSS, float_dtype), f"{prefix}.{LOSS}")
         """`Losses`."""
-        self.one = Tensor(1.0, float_dtype)
         self.zero = Tensor(0.0, float_dtype)
         self.nan = Tensor(math.nan, float_dtype)
 
@@ -91,9 +94,7 @@ class WindowLoss(nn.Cell):  # type: ignore[misc]
     def write(self, losses: Losses) -> None:
         if np.array_equal(self.read(), losses, equal_nan=True):
             return
-        dtype = np.float64 if self.float_dtype == ms.float64 else np.float32
-        with np.errstate(over="ignore"):
-            ops.assign(self.loss, Tensor.from_numpy(np.array(losses, dtype)))
+        write_numbers(self.loss, losses)
 
     @property
     def value(self) -> float:
@@ -108,16 +109,13 @@ class WindowLoss(nn.Cell):  # type: ignore[misc]
             weight_with_loss += weight
         self.write((total, weight_with_loss, value))
 
-    def total(self, state: State) -> float:
-        """Return the sum of the open window's losses, NaN if some are missing."""
-        total, weight_with_loss, _ = self.read()
-        return total if weight_with_loss == state.weight else math.nan
-
     def after_window(self, state: State, ending: State, options: Options) -> Losses:
         """Return the losses after a window of `state`; `ending` and `options` say what
         its sum is divided by.
         """
-        total = self.total(state)
+        total, weight_with_loss, _ = self.read()
+        if weight_with_loss != state.weight:
+            total = math.nan
         return 0.0, 0.0, kit.window_loss(total, ending, options, kit.select)
 
     def after_discard(self) -> Losses:
@@ -125,23 +123,17 @@ class WindowLoss(nn.Cell):  # type: ignore[misc]
 
     # In compiled code.
 
-    def compiled_with(self, loss: Tensor, weight: Tensor, is_added: Tensor) -> Tensor:
-        """Return the losses with a micro-batch, if its gradient is added."""
-        # The parts of a weighted mean are multiplied by the weight.
-        unit = self.one if self.options.reduction == "mean" else weight
-        parts = ops.stack((loss, unit, self.zero))
-        return kit.add_loss(
-            self.loss.value(), parts, weight, is_added, self.options, where
-        )
-
-    def compiled_part(self, loss: Tensor, weight: Tensor | None) -> Tensor:
-        """Return what a micro-batch that is certainly added adds to the losses; a
-        weight of None stands for 1.
+    def compiled_parts(
+        self, loss: Tensor, weight: Tensor, is_added: Tensor | None
+    ) -> Tensor:
+        """Return what a micro-batch adds to the losses, if its gradient is added;
+        `is_added` of None stands for True.
         """
-        if weight is None:
-            return ops.stack((loss, self.one, self.zero))
         part = kit.contribution(weight, self.options) * loss
-        return ops.stack((part, weight, self.zero))
+        parts = ops.stack((part, weight, self.zero))
+        if is_added is None:
+            return parts
+        return where(is_added, parts, ops.zeros_like(parts))
 
     def compiled_total(self, weight: Tensor) -> Tensor:
         losses = self.loss.value()
@@ -168,7 +160,7 @@ class Windows(Protocol):
 
     micro_step: Parameter
 
-    def pull(self) -> State:
+    def read(self) -> State:
         """Return it in Python numbers."""
 
     def result(self) -> StepResult:
@@ -181,7 +173,7 @@ class ListenerCalls(Extension):
     def __init__(self, windows: Windows) -> None:
         self.windows = windows
         self.listeners = Listeners()
-        self.last_state = windows.pull()
+        self.last_state = windows.read()
         """At the last comparison."""
 
     def add(self, listener: Listener) -> Handle:
@@ -194,14 +186,14 @@ class ListenerCalls(Extension):
 
     def begin(self) -> None:
         if not self.listeners.added:
-            self.last_state = self.windows.pull()
+            self.last_state = self.windows.read()
 
     def state_loaded(self) -> None:
-        self.last_state = self.windows.pull()
+        self.last_state = self.windows.read()
 
     def window_closed(self, state: State) -> None:
         if self.listeners.added:
-            self.last_state = self.windows.pull()
+            self.last_state = self.windows.read()
             self.listeners.note(
                 self.windows.result(),
                 weight=state.weight,
@@ -215,19 +207,19 @@ class ListenerCalls(Extension):
         if not self.listeners.added:
             return
         before = self.last_state
-        state = self.windows.pull()
+        state = self.windows.read()
         self.last_state = state
-        closed = closed_windows(state) - closed_windows(before)
-        if closed > 1:
-            raise missed_windows_error(closed)
-        if closed == 1:
-            applied = state.optimizer_step > before.optimizer_step
+        windows = closed_windows(state) - closed_windows(before)
+        if windows > 1:
+            raise missed_windows_error(windows)
+        if windows == 1:
+            was_applied = state.optimizer_step > before.optimizer_step
             if state.micro_step == 0:
                 micro_batches += before.micro_step
             else:
                 micro_batches = math.nan
             result = self.windows.result()._replace(
-                applied=applied, skipped=not applied
+                applied=was_applied, skipped=not was_applied
             )
             self.listeners.note(result, micro_batches=micro_batches)
 
@@ -284,7 +276,7 @@ class OpenWindowWarning(Extension):
 
     def __init__(self, windows: Windows) -> None:
         self.windows = windows
-        self.known_state = windows.pull()
+        self.known_state = windows.read()
         """The state that was saved or loaded last."""
         self.in_epoch = False
         """An epoch has begun and not ended, as far as anyone knows."""
@@ -294,7 +286,7 @@ class OpenWindowWarning(Extension):
         OPEN_WINDOW_WARNINGS.add(self)
 
     def state_loaded(self) -> None:
-        self.known_state = self.windows.pull()
+        self.known_state = self.windows.read()
 
     def epoch_begins(self, carry: bool) -> None:
         self.is_silent = self.is_silent or carry
@@ -306,8 +298,8 @@ class OpenWindowWarning(Extension):
         """Warn of an open window that was neither saved nor loaded."""
         if self.is_silent:
             return
-        state = self.windows.pull()
-        if state.micro_step and state != self.known_state:
+        state = self.windows.read()
+        if state.micro_step > 0 and state != self.known_state:
             self.is_silent = True
             text = message.format(state.micro_step)
             warnings.warn(text, GradAccumWarning, stacklevel=4)
@@ -340,7 +332,7 @@ class ChangedRateWarning(Extension):
         if not self.is_active:
             return
         rates = [float(group["lr"]) for group in self.inner.param_groups]
-        state = self.windows.pull()
+        state = self.windows.read()
         is_changed = self.rates not in ([], rates) and state.micro_step > 0
         self.rates = rates
         self.is_active = not is_changed and state.optimizer_step < 2

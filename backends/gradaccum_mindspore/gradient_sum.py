@@ -2,7 +2,7 @@
 2-norm.
 
 Functions with ``compiled_`` in their name run where the state is a Tensor
-(`mindspore.jit`, graph mode). `scaled`, `all_finite`, `divided`, `clear` and `measure`
+(`mindspore.jit`, graph mode). `scaled`, `all_finite`, `divided`, `clear` and `norm_of`
 run in PyNative. There an operator takes tenths of a millisecond, because MindSpore
 hands it to another thread; NumPy, which reads a CPU tensor's memory without a copy,
 takes microseconds. Another device, and bfloat16, have MindSpore's operators.
@@ -22,17 +22,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from math import prod
-from typing import Any, TypeAlias
+from typing import Any, SupportsFloat, TypeAlias
 
 import mindspore as ms
 import numpy as np
-from mindspore import Parameter, Tensor, nn, ops
+from mindspore import Parameter, Tensor, ops
 from mindspore.ops import constexpr
 from mindspore.ops.auto_generate import inplace_copy
 from numpy.typing import NDArray
 
-from gradaccum.kit import accumulate_dtype_error, largest_number
+from gradaccum.kit import accumulate_dtype_error
 
 Array = NDArray[Any]
 """The memory of a Tensor, as NumPy reads it."""
@@ -99,6 +98,17 @@ def write(parameter: Parameter, value: Tensor) -> None:
         inplace_copy(parameter, value)
     else:
         ops.assign(parameter, value)
+
+
+def write_numbers(
+    parameter: Parameter, numbers: SupportsFloat | Sequence[float]
+) -> None:
+    """Assign Python numbers, from Python."""
+    # Not Tensor(numbers, dtype), which takes ten times as long.
+    dtype = ms.dtype_to_nptype(parameter.dtype)
+    with np.errstate(over="ignore"):
+        array = np.array(numbers, dtype)
+    ops.assign(parameter, Tensor.from_numpy(array))
 
 
 def add_into(total: Parameter, part: Tensor) -> None:
@@ -237,10 +247,6 @@ def tensor_of(array: Array, dtype: DType) -> Tensor:
     return Tensor.from_numpy(np.asarray(array, ARRAYS[dtype]))
 
 
-def cast_to(tensor: Tensor, dtype: DType) -> Tensor:
-    return tensor if tensor.dtype == dtype else tensor.astype(dtype)
-
-
 def scaled(gradient: Tensor, factor: float, dtype: DType) -> Tensor:
     """Return ``factor * gradient`` rounded to `dtype`."""
     if factor == 1 and gradient.dtype == dtype:
@@ -251,7 +257,7 @@ def scaled(gradient: Tensor, factor: float, dtype: DType) -> Tensor:
         product = array.astype(ARRAYS[work]) * ARRAYS[work].type(factor)
         return tensor_of(product, dtype)
     # A Tensor, because MindSpore rounds a Python number to float32.
-    return cast_to(ops.mul(cast_to(gradient, work), Tensor(factor, work)), dtype)
+    return cast(cast(gradient, work) * Tensor(factor, work), dtype)
 
 
 def all_finite(tensor: Tensor) -> bool:
@@ -267,9 +273,9 @@ def divided(
     """Return the quotients as `compiled_divided` does; `divisor` is rounded to
     `float_dtype`.
     """
-    rounded = ARRAYS[float_dtype].type(divisor)
+    rounded_divisor = ARRAYS[float_dtype].type(divisor)
     pairs = zip(sums, dtypes, strict=True)
-    return tuple(_quotient(total, rounded, dtype) for total, dtype in pairs)
+    return tuple(_quotient(total, rounded_divisor, dtype) for total, dtype in pairs)
 
 
 def _quotient(total: Parameter, divisor: np.floating[Any], dtype: DType) -> Tensor:
@@ -285,172 +291,55 @@ def clear(sums: Sums) -> None:
         write(total, ops.zeros_like(total))
 
 
-def mark_invalid(sums: Sums) -> None:
-    """Write NaN into the smallest sum, so that the window is skipped."""
-    total = min(sums, key=lambda each_sum: each_sum.size)
-    write(total, Tensor(np.full(total.shape, math.nan), total.dtype))
+def norm_of(sums: Sums, dtype: DType) -> float:
+    """Return the global 2-norm; inf or NaN if an element is not finite."""
+    # In float64 the square of a float32 number neither overflows nor vanishes.
+    squares = 0.0
+    for total in sums:
+        array = array_of(total)
+        if array is None:
+            return float(compiled_norm(sums, dtype).asnumpy())
+        flat = array.reshape(-1)
+        for start in range(0, flat.size, CHUNK):
+            chunk = flat[start : start + CHUNK].astype(np.float64)
+            squares += float(np.dot(chunk, chunk))
+    return math.sqrt(squares)
 
 
-# The global 2-norm. One pass over the sums squares and adds. If squares overflow or
-# vanish, a second pass divides by the largest magnitude first.
+CHUNK = 2**20
+"""Elements of a sum that are copied to float64 at once."""
+
+
+# The norm in compiled code. A first pass finds the largest magnitude, and a second one
+# divides by it, because the squares of float32 numbers may overflow or vanish.
 
 
 ROW = 4096
 """Elements to sum in one go at most: MindSpore's sum over all axes takes seven times as
 long as over the last one.
 """
-SMALLEST = {ms.float32: 2.0**-80, ms.float64: 2.0**-918}
-"""Below this sum of squares, the squares that vanished may count: the smallest normal
-number over the square of the rounding.
-"""
 
 
-def measure(sums: Sums, dtype: DType) -> tuple[float, bool]:
-    """Return the norm, and whether every element is finite."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        squares = sum(_squares(total, dtype) for total in sums)
-    if SMALLEST[dtype] < squares < math.inf:
-        return math.sqrt(squares), True
-    norm, is_finite = robust_measure(sums, dtype)
-    return norm.asnumpy().item(), is_finite.asnumpy().item()
+def compiled_norm(sums: Sums, dtype: DType) -> Tensor:
+    """Return the global 2-norm in `dtype`; inf or NaN if an element is not finite."""
+    largest = ops.stack(map_over(ops.partial(_largest, dtype), sums)).max()
+    divisor = ops.where(largest > 0, largest, ops.ones_like(largest))
+    # An inf becomes inf / inf = NaN, and max may overlook a NaN: the sum shows both.
+    squares = ops.addn(map_over(ops.partial(_squares, divisor), sums))
+    return largest * ops.sqrt(squares)
 
 
-def _squares(tensor: Tensor, dtype: DType) -> float:
-    array = array_of(tensor)
-    if array is None:
-        return float(sum_of_squares((tensor,), dtype).asnumpy())
-    flat = array.reshape(-1).astype(ARRAYS[dtype], copy=False)
-    in_rows = flat.size // ROW * ROW
-    rest = flat[in_rows:]
-    squares = np.dot(rest, rest)
-    if in_rows:
-        rows = flat[:in_rows].reshape(-1, ROW)
-        products = np.matmul(rows[:, None, :], rows[:, :, None])
-        squares = products.sum(dtype=np.float64) + squares
-    return float(squares)
+def _largest(dtype: DType, total: Parameter) -> Tensor:
+    return ops.abs(cast(total, dtype)).max()
 
 
-def compiled_measure(sums: Sums, dtype: DType) -> tuple[Tensor, Tensor]:
-    """Return the norm, in `dtype`, and whether it is certainly right. If it is not, ask
-    `robust_measure`.
-    """
-    squares = sum_of_squares(sums, dtype)
-    return ops.sqrt(squares), (squares > smallest_of(dtype)) & ops.isfinite(squares)
-
-
-@constexpr  # type: ignore[untyped-decorator]
-def smallest_of(dtype: DType) -> Tensor:
-    """Return a Tensor, because MindSpore rounds a Python number to float32."""
-    return Tensor(SMALLEST[dtype], dtype)
-
-
-@constexpr  # type: ignore[untyped-decorator]
-def largest_of(dtype: DType) -> Tensor:
-    return Tensor(largest_number(float64_weight=dtype == ms.float64), dtype)
-
-
-def sum_of_squares(sums: Sums, dtype: DType) -> Tensor:
-    """Return the sum of the squares of all elements: over rows first, then over the
-    rows' sums.
-    """
-    return ops.addn(map_over(ops.partial(_square, dtype), sums))
-
-
-def _square(dtype: DType, tensor: Tensor) -> Tensor:
-    return _sum(ops.square(cast(tensor, dtype)))
-
-
-def _sum(squares: Tensor) -> Tensor:
-    is_large = squares.size > ROW
-    if needs_rows(squares.shape):
-        squares = squares.reshape(-1, row_length(squares.size))
-    if is_large:
-        squares = squares.sum(-1)
+def _squares(divisor: Tensor, total: Parameter) -> Tensor:
+    squares = ops.square(cast(total, divisor.dtype) / divisor)
+    if squares.size > ROW:
+        squares = squares.reshape(-1, row_length(squares.size)).sum(-1)
     return squares.sum()
-
-
-@constexpr  # type: ignore[untyped-decorator]
-def needs_rows(shape: Shape) -> bool:
-    """True if a large tensor must be reshaped, which is a copy, because its last axis
-    is no row.
-    """
-    return prod(shape) > ROW and (len(shape) < 2 or not ROW // 128 <= shape[-1] <= ROW)
 
 
 @constexpr  # type: ignore[untyped-decorator]
 def row_length(size: int) -> int:
     return max(length for length in range(1, ROW + 1) if size % length == 0)
-
-
-def robust_measure(sums: Sums, dtype: DType) -> tuple[Tensor, Tensor]:
-    """Return the norm, in `dtype`, and whether every element is finite, where squares
-    overflow or vanish. A norm beyond the range of `dtype` is its largest number.
-    """
-    largest = ops.stack(map_over(ops.partial(_largest, dtype), sums)).max()
-    divisor = ops.where(largest > 0, largest, ops.ones_like(largest))
-    # An inf becomes inf / inf = NaN, and max may overlook a NaN: the sum shows both.
-    squares = ops.addn(map_over(ops.partial(_square_over, divisor), sums))
-    norm = largest * ops.sqrt(squares)
-    limit = largest_of(dtype)
-    # Not ops.minimum, which compiled is inf of an inf and a number.
-    return ops.where(norm < limit, norm, limit), ops.isfinite(squares)
-
-
-def _largest(dtype: DType, tensor: Tensor) -> Tensor:
-    return ops.abs(cast(tensor, dtype)).max()
-
-
-def _square_over(divisor: Tensor, tensor: Tensor) -> Tensor:
-    return _sum(ops.square(cast(tensor, divisor.dtype) / divisor))
-
-
-# For hundreds of sums the norm was half of the time to compile a step. So the small
-# sums are measured as one.
-
-
-SMALL = 4 * ROW
-"""Elements up to which a sum is small: 64 KiB in float32."""
-PACKED = 2**22
-"""Elements that are packed at most, 16 MiB in float32."""
-reshape: Callable[[Tensor, tuple[int, ...]], Tensor] = ops.Reshape()
-concat: Callable[[tuple[Tensor, ...]], Tensor] = ops.Concat()
-"""Primitives: the functions of these names are graphs of their own, for each tensor."""
-
-
-class PackedSums(nn.Cell):  # type: ignore[misc]
-    """The sums of one accumulation as fewer tensors, of which the norm is the same."""
-
-    small_sums: Sums
-    other_sums: Sums
-
-    def __init__(self, sums: Sums, dtype: DType) -> None:
-        super().__init__(auto_prefix=False)
-        small: list[Parameter] = []
-        elements = 0
-        for total in sorted(sums, key=lambda each_sum: each_sum.size):
-            is_small = total.dtype == dtype and total.size <= SMALL
-            if is_small and elements + total.size <= PACKED:
-                small.append(total)
-                elements += total.size
-        self.packs = len(small) > 1
-        packed_ids = set(map(id, small)) if self.packs else set()
-        other_sums = tuple(total for total in sums if id(total) not in packed_ids)
-        # A Cell would list them as its own.
-        object.__setattr__(self, "small_sums", tuple(small))
-        object.__setattr__(self, "other_sums", other_sums)
-        self.in_rows = elements > ROW
-        gap = -elements % ROW if self.in_rows else 0
-        self.gap = (Tensor(np.zeros(gap), dtype),) if gap else ()
-        """Zeros that fill the last row; the number of elements may be a prime."""
-
-    def construct(self) -> Sums:
-        if not self.packs:
-            return self.other_sums
-        packed = concat((*map_over(_flat, self.small_sums), *self.gap))
-        if self.in_rows:
-            packed = reshape(packed, (-1, ROW))
-        return (packed, *self.other_sums)
-
-
-def _flat(total: Parameter) -> Tensor:
-    return reshape(total, (-1,))

@@ -89,9 +89,9 @@ def put_masters_into(inner: Optimizer, masters: MasterWeights) -> None:
         return
     for _, cell in list(nn.Cell.cells_and_names(inner)):
         for attribute, value in list(vars(cell).items()):
-            replaced = _with_masters(value, replacements)
-            if replaced is not value:
-                object.__setattr__(cell, attribute, replaced)
+            new_value = _with_masters(value, replacements)
+            if new_value is not value:
+                object.__setattr__(cell, attribute, new_value)
     for parameter in inner.get_parameters():
         if parameter.dtype in HALF:
             parameter.set_dtype(ms.float32)

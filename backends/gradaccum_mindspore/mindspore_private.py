@@ -1,5 +1,4 @@
-"""Private names of MindSpore: its mode, its captures of Python, the phase of a Cell,
-the operators that it has recorded.
+"""Private names of MindSpore: its mode, its captures of Python, recorded operators.
 
 ``jit(capture_mode="bytecode")`` fails on some of the functions here; `skip_in_bytecode`
 makes MindSpore skip them. ``jit(capture_mode="trace")`` repeats the operators of the
@@ -12,13 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import mindspore as ms
-from mindspore import Parameter, Tensor, nn
+from mindspore import Parameter, Tensor
 from mindspore._c_expression import pi_jit_set_context
 
 import gradaccum
@@ -56,24 +55,6 @@ def is_graph_mode() -> bool:
     return bool(_mode() == ms.GRAPH_MODE)
 
 
-def decides_on_host() -> bool:
-    """True if Python chooses the program of a micro-batch: it reads a counter, which is
-    no wait on a CPU alone.
-    """
-    return (
-        is_graph_mode()
-        and _on_cpu()
-        and ms.get_auto_parallel_context("parallel_mode") == "stand_alone"
-    )
-
-
-@cache
-def _on_cpu() -> bool:
-    # A program follows at once, and from then on MindSpore lets nobody change the
-    # device.
-    return bool(ms.get_context("device_target") == "CPU")
-
-
 def call_when_saved(parameter: Parameter, function: Callable[[], None]) -> None:
     """Call `function` whenever `parameter` is saved, and before it runs for the first
     time.
@@ -82,26 +63,11 @@ def call_when_saved(parameter: Parameter, function: Callable[[], None]) -> None:
     """
     init_data = parameter.init_data
 
-    def noted_init_data(*args: Any, **named: Any) -> Parameter:
+    def init_data_with_note(*args: Any, **keywords: Any) -> Parameter:
         function()
-        return init_data(*args, **named)
+        return init_data(*args, **keywords)
 
-    parameter.init_data = noted_init_data
-
-
-class QuietPhase(nn.Cell):  # type: ignore[misc]
-    """A Cell that does not tell the cells below it which program was called;
-    MindSpore's setter does, for the time of ten operators.
-    """
-
-    @property
-    def compile_phase(self) -> str | None:
-        phase: str | None = self._compile_phase
-        return phase
-
-    @compile_phase.setter
-    def compile_phase(self, phase: str) -> None:
-        object.__setattr__(self, "_compile_phase", phase)
+    parameter.init_data = init_data_with_note
 
 
 SEEDS: Any = import_module("mindspore.common.seed")

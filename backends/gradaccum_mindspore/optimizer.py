@@ -16,38 +16,25 @@ from typing import Any, TypeVar
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.experimental import optim
 
-from gradaccum import (
-    ArgumentTypeError,
-    StepResult,
-    UsageError,
-    kit,
-    updates_in,
-)
+from gradaccum import ArgumentTypeError, StepResult, UsageError, kit, updates_in
 from gradaccum.kit import (
     Handle,
     Listener,
     Options,
-    Schedule,
-    State,
     UntilWeight,
     explain,
 )
 from gradaccum_mindspore import checks
-from gradaccum_mindspore.checks import Loss, NamedGradients, Weight
+from gradaccum_mindspore.checks import Loss, Weight
 from gradaccum_mindspore.extensions import ChangedRateWarning
 from gradaccum_mindspore.grad_scaler import note_read, require_read
 from gradaccum_mindspore.gradient_sum import Gradients, Number
 from gradaccum_mindspore.master_weights import Optimizer, put_masters_into
-from gradaccum_mindspore.mindspore_private import (
-    QuietPhase,
-    is_graph_mode,
-    refuse_trace,
-)
-from gradaccum_mindspore.state import Storage, window_size
+from gradaccum_mindspore.mindspore_private import is_graph_mode, refuse_trace
+from gradaccum_mindspore.state import Storage
 from gradaccum_mindspore.update import (
     Update,
     inner_scale,
-    require_kernels,
     require_unwrapped,
     with_inner_scale,
 )
@@ -69,31 +56,6 @@ M = TypeVar("M")
 
 FIXED_NAMES = {*Options._fields, "options", "inner", "loss_scale"}
 """Attributes that cannot be set, because compiled code has read them."""
-GRADIENTS_CALL = (
-    "loss, gradients = value_and_grad(x, y), then optimizer(gradients, weight=n)"
-)
-NAMES_ELSEWHERE = {
-    "step": GRADIENTS_CALL,
-    "backward": GRADIENTS_CALL,
-    "update": GRADIENTS_CALL,
-    "zero_grad": "nothing in its place, because the gradients are arguments here",
-    "micro_step": "optimizer.result.micro_step",
-    "optimizer_step": "optimizer.result.optimizer_step",
-    "epoch_end": "for x, y in optimizer.epoch(loader), which flushes at the end",
-}
-"""What one writes in MindSpore, by the name in another framework."""
-
-
-def missing_attribute_error(name: str, error: AttributeError) -> AttributeError:
-    if name not in NAMES_ELSEWHERE:
-        return error
-    return explain(  # type: ignore[type-var]
-        AttributeError,
-        f"optimizer.{name}",
-        expected="a name that an optimizer has in MindSpore",
-        found="one of another framework",
-        fix=f"Write {NAMES_ELSEWHERE[name]}.",
-    )
 
 
 class Flush(nn.Cell):  # type: ignore[misc]
@@ -105,15 +67,11 @@ class Flush(nn.Cell):  # type: ignore[misc]
     """
 
     def __init__(
-        self,
-        compiled_window: CompiledWindow,
-        pynative_window: PyNativeWindow,
-        update: Update,
+        self, compiled_window: CompiledWindow, pynative_window: PyNativeWindow
     ) -> None:
         super().__init__(auto_prefix=False)
         self.compiled_window = compiled_window
         self.pynative_window = pynative_window
-        self.update = update
 
     def __call__(self, denominator: Weight = None) -> bool | Tensor:
         """Close the window from Python; returns whether there was one.
@@ -124,8 +82,8 @@ class Flush(nn.Cell):  # type: ignore[misc]
             UsageError: `denominator` where several workers share the window.
         """
         refuse_trace()
-        self.pynative_window.require_usable()
         storage = self.pynative_window.storage
+        storage.pull()
         has_workers = storage.has_workers
         if denominator is not None:
             if isinstance(denominator, Tensor):
@@ -133,7 +91,7 @@ class Flush(nn.Cell):  # type: ignore[misc]
             denominator = kit.require_denominator(
                 denominator, storage.options, several=has_workers
             )
-        flush = partial(self.pynative_window.flush, self.update, denominator)
+        flush = partial(self.pynative_window.flush, denominator)
         if is_graph_mode() and denominator is None and not has_workers:
             flush = super().__call__
         was_open: bool | Tensor = storage.listener_calls.around(0, flush)
@@ -142,7 +100,7 @@ class Flush(nn.Cell):  # type: ignore[misc]
     def construct(self, denominator: Weight = None) -> Tensor:
         if denominator is not None or self.compiled_window.workers is not None:
             refuse_compiled_flush()
-        return self.compiled_window.flush(self.update)
+        return self.compiled_window.flush()
 
 
 class Discard(nn.Cell):  # type: ignore[misc]
@@ -163,43 +121,34 @@ class Discard(nn.Cell):  # type: ignore[misc]
         return self.compiled_window.discard()
 
 
-class MicroBatch(QuietPhase):
+class MicroBatch(nn.Cell):  # type: ignore[misc]
     """``optimizer(gradients, weight, loss)`` in compiled code, for Python to call in
     graph mode: it takes no names there.
     """
 
-    def __init__(self, compiled_window: CompiledWindow, update: Update) -> None:
+    def __init__(self, window: CompiledWindow) -> None:
         super().__init__(auto_prefix=False)
-        self.compiled_window = compiled_window
-        self.update = update
+        self.window = window
         # As in `nn.Optimizer`. Else MindSpore takes the gradients for constants, and
         # compiles each time.
         self.enable_tuple_broaden = True
 
-    def construct(
-        self, gradients: Gradients | NamedGradients, weight: Weight, loss: Loss
-    ) -> Tensor:
-        window = self.compiled_window
+    def construct(self, gradients: Gradients, weight: Weight, loss: Loss) -> Tensor:
+        window = self.window
         require_read(window.storage.scale_key)
-        state, event, losses = window.add(window.ordered(gradients), weight, loss)
+        state, event, losses = window.add(
+            window.checked_gradients(gradients), weight, loss
+        )
         is_full = window.is_full(state)
         window.write_added(state, event, losses, weight)
         if window.steps is None:
             return is_full
-        is_loss_missing = loss is None and window.is_certainly_added(weight)
         if is_full:
-            window.close(self.update, is_loss_missing)
+            window.close()
         return is_full
 
-    def add(self, gradients: Gradients, weight: Weight, loss: Loss) -> bool:
-        """Add a micro-batch for a caller who ends the window."""
-        window = self.compiled_window
-        require_read(window.storage.scale_key)
-        state, event, losses = window.add(window.ordered(gradients), weight, loss)
-        return window.write_added(state, event, losses, weight)
 
-
-class AccumulatingOptimizer(QuietPhase, nn.Optimizer):  # type: ignore[misc]
+class AccumulatingOptimizer(nn.Optimizer):  # type: ignore[misc]
     """The optimizer that `gradaccum.wrap` returns for a `mindspore.nn.Optimizer`.
 
     ``optimizer(gradients, weight, loss)`` takes in one micro-batch, in PyNative, inside
@@ -228,7 +177,6 @@ class AccumulatingOptimizer(QuietPhase, nn.Optimizer):  # type: ignore[misc]
     ) -> None:
         nn.Cell.__init__(self, auto_prefix=False)
         require_unwrapped(inner)
-        require_kernels(inner, options)
         if options.master_weights:
             # The inner optimizer's parameters will be the masters; users go on
             # differentiating by the model's.
@@ -238,32 +186,34 @@ class AccumulatingOptimizer(QuietPhase, nn.Optimizer):  # type: ignore[misc]
             raise kit.shared_until_weight_error(options.steps)
         parameters = inner.parameters
         this_place = None
-        sharded: tuple[int, ...] = ()
+        sharded_places: tuple[int, ...] = ()
         if data_parallel:
-            sharded = require_same_everywhere(parameters, options, name)
+            sharded_places = require_same_everywhere(parameters, options, name)
             this_place = place()
         else:
             unmark(parameters)
         self.inner = inner
         self.options = options
         self.storage = Storage(
-            parameters, options, name, inner_scale(inner), this_place, sharded
+            parameters, options, name, inner_scale(inner), this_place, sharded_places
         )
         if options.master_weights:
             put_masters_into(inner, self.storage.masters)
-        self.update = Update(inner, self.storage.masters)
+        update = Update(inner, self.storage.masters)
         self.pynative_window: PyNativeWindow
         if data_parallel:
             workers = WorkerGroup(self.storage, inner)
-            self.compiled_window = CompiledWindow(self.storage, options, workers)
+            self.compiled_window = CompiledWindow(
+                self.storage, options, update, workers
+            )
             self.pynative_window = SharedWindow(
-                self.storage, options, self.compiled_window, workers
+                self.storage, options, update, self.compiled_window, workers
             )
         else:
-            self.compiled_window = CompiledWindow(self.storage, options)
-            self.pynative_window = PyNativeWindow(self.storage, options)
-        self.micro_batch = MicroBatch(self.compiled_window, self.update)
-        self.flush = Flush(self.compiled_window, self.pynative_window, self.update)
+            self.compiled_window = CompiledWindow(self.storage, options, update)
+            self.pynative_window = PyNativeWindow(self.storage, options, update)
+        self.micro_batch = MicroBatch(self.compiled_window)
+        self.flush = Flush(self.compiled_window, self.pynative_window)
         self.discard = Discard(self.compiled_window, self.pynative_window)
         if data_parallel:
             mark(self, parameters)
@@ -275,10 +225,7 @@ class AccumulatingOptimizer(QuietPhase, nn.Optimizer):  # type: ignore[misc]
         except AttributeError:
             if "_cells" not in self.__dict__ or "inner" not in self._cells:
                 raise
-        try:
-            return getattr(self._cells["inner"], name)
-        except AttributeError as error:
-            raise missing_attribute_error(name, error) from None
+        return getattr(self._cells["inner"], name)
 
     def __setattr__(self, name: str, value: object) -> None:
         if not self.__dict__.get("_is_complete", False):
@@ -303,7 +250,7 @@ class AccumulatingOptimizer(QuietPhase, nn.Optimizer):  # type: ignore[misc]
 
     def __call__(
         self,
-        gradients: Gradients | NamedGradients,
+        gradients: Gradients,
         *weight_and_loss: Number | None,
         weight: Weight = None,
         loss: Loss = None,
@@ -312,9 +259,9 @@ class AccumulatingOptimizer(QuietPhase, nn.Optimizer):  # type: ignore[misc]
         return whether it closed a window.
 
         Args:
-            gradients: a tuple or list in the order of ``self.parameters``, or a dict by
-                parameter name; None for a parameter that took no part. Multiplied by
-                the loss scale, if there is one.
+            gradients: a tuple or list in the order of ``self.parameters``; None for a
+                parameter that took no part. Multiplied by the loss scale, if there is
+                one.
             weight_and_loss: both without their names, or the weight. A floating Tensor
                 or array alone needs its name: it may be the loss.
             weight: number or Tensor of one element, >= 0: how many items the
@@ -324,14 +271,13 @@ class AccumulatingOptimizer(QuietPhase, nn.Optimizer):  # type: ignore[misc]
 
         Raises:
             GradientError: another number, shape or dtype than the parameters'.
-            ArgumentTypeError, ArgumentValueError: `weight` is no finite number >= 0,
-                `loss` no number; ``steps`` gave no int >= 1.
+            ArgumentTypeError, ArgumentValueError: `weight` is no finite number >= 0;
+                ``steps`` gave no int >= 1.
             UsageError: nobody has asked for the loss scale yet;
-                ``jit(capture_mode="trace")`` is recording; or the inner optimizer
-                raised in the last update.
+                ``jit(capture_mode="trace")`` is recording; or an exception left the
+                window, or its update, written in part.
         """
         refuse_trace()
-        self.pynative_window.require_usable()
         for extension in self.storage.extensions:
             extension.micro_batch_given()
         require_read(self.storage.scale_key)
@@ -349,31 +295,26 @@ class AccumulatingOptimizer(QuietPhase, nn.Optimizer):  # type: ignore[misc]
         )
         return is_full
 
-    def _add(
-        self, gradients: Gradients | NamedGradients, weight: Weight, loss: Loss
-    ) -> bool | Tensor:
-        ordered_gradients = checks.gradients_by_position(
-            gradients, self.storage.specs, self.storage.names
-        )
+    def _add(self, gradients: Gradients, weight: Weight, loss: Loss) -> bool | Tensor:
+        gradients = checks.checked_gradients(gradients, self.storage.specs)
         use_of_weights = self.compiled_window.use_of_weights
         weight_number = checks.weight_as_number(
             kit.given_weight(weight, use_of_weights)
         )
         loss_number = None if loss is None else checks.loss_as_number(loss)
         if is_graph_mode():
+            self.storage.pull()
             dtype = self.storage.float_dtype
             return self.micro_batch(
-                checks.without_none(ordered_gradients, self.storage.specs),
+                checks.without_none(gradients, self.storage.specs),
                 None if weight is None else Tensor(weight_number, dtype),
                 None if loss is None else Tensor(loss_number, dtype),
             )
         size = self.pynative_window.size()
-        state = self.pynative_window.add(
-            ordered_gradients, weight_number, size, loss_number
-        )
+        state = self.pynative_window.add(gradients, weight_number, size, loss_number)
         is_full = bool(kit.ends(state, size, kit.select))
         if is_full:
-            self.pynative_window.close(state, self.update)
+            self.pynative_window.close(state)
         return is_full
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -509,27 +450,20 @@ class AccumulatingOptimizer(QuietPhase, nn.Optimizer):  # type: ignore[misc]
         """Return the state in one line; waits for the device.
         ``print(optimizer.inner)`` shows the inner optimizer.
         """
-        state = self.storage.pull()
+        steps = self.options.steps
+        if self.storage.size_varies:
+            steps = self.storage.open_size()
         return kit.described(
             type(self).__name__,
             type(self.inner).__name__,
             self.options,
-            state,
-            self._steps(state),
+            self.storage.read(),
+            steps,
         )
-
-    def _steps(self, state: State) -> Schedule:
-        """Return the size of the open or next window; None if nobody knows it."""
-        if state.micro_step and self.storage.size_varies:
-            return self.storage.open_size()
-        try:
-            return window_size(self.options.steps, state.optimizer_step)
-        except Exception:
-            return None
 
     def construct(
         self,
-        gradients: Gradients | NamedGradients,
+        gradients: Gradients,
         *weight_and_loss: Any,
         weight: Weight = None,
         loss: Loss = None,
@@ -563,17 +497,6 @@ class AccumulatingExperimentalOptimizer(AccumulatingOptimizer, optim.Optimizer):
         super().__init__(inner, options, name, data_parallel=data_parallel)
         warning = ChangedRateWarning(self.storage, inner)
         self.storage.extensions = (*self.storage.extensions, warning)
-
-    def add_param_group(self, param_group: object) -> None:
-        """Raise `UsageError`: only the parameters at the time of wrapping have sums."""
-        raise explain(
-            UsageError,
-            "param_group",
-            expected="all groups before the optimizer is wrapped, because each"
-            " parameter gets its sum then",
-            found="a group more",
-            fix="Write gradaccum.wrap(optimizer, steps=4) after it.",
-        )
 
 
 def wrapped(optimizer: object) -> AccumulatingOptimizer:

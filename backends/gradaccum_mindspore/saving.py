@@ -12,24 +12,19 @@ from typing import NamedTuple
 
 from mindspore import Parameter, Tensor, nn
 
-from gradaccum import ArgumentTypeError, CheckpointError, kit
+from gradaccum import CheckpointError, kit
 from gradaccum.kit import FIELD_DTYPES, State, explain
 from gradaccum_mindspore.gradient_sum import write
 from gradaccum_mindspore.state import (
-    NOBODY,
     THIS_WORKER,
     WORKERS,
-    Saved,
+    Checkpoint,
     Storage,
     with_known_size,
 )
 
-REDISTRIBUTED = "redistributed"
-"""The name of an entry that says that `redistributed` returned the checkpoint."""
-LOAD_CALL = "Write load_checkpoint_into(optimizer, mindspore.load_checkpoint(file))."
 
-
-def load_checkpoint_into(cell: nn.Cell, parameter_dict: Saved) -> None:
+def load_checkpoint_into(cell: nn.Cell, parameter_dict: Checkpoint) -> None:
     """Write a checkpoint into a wrapped optimizer, or into a cell that holds one,
     whether or not it has been compiled.
 
@@ -40,14 +35,12 @@ def load_checkpoint_into(cell: nn.Cell, parameter_dict: Saved) -> None:
             `cell`. Other entries (such as ``epoch_num``) are left alone.
 
     Raises:
-        ArgumentTypeError: `cell` is no Cell, or `parameter_dict` is the path of a file.
         CheckpointError: a value is missing, of another shape or dtype; the checkpoint
             has a sum or a master that `cell` has not; its open window was saved under
             another reduction, overflow policy, loss scale or number of steps, or by
             another worker or number of workers; or two Parameters of `cell` have one
             name. Nothing was written then.
     """
-    require_arguments(cell, parameter_dict)
     cells = [part for _, part in nn.Cell.cells_and_names(cell)]
     storages = [part for part in cells if isinstance(part, Storage)]
     parameters = parameters_by_name(cell)
@@ -69,25 +62,6 @@ def load_checkpoint_into(cell: nn.Cell, parameter_dict: Saved) -> None:
         storage.note_loaded()
 
 
-def require_arguments(cell: object, parameter_dict: object) -> None:
-    if not isinstance(cell, nn.Cell):
-        raise explain(
-            ArgumentTypeError,
-            "cell",
-            expected="a wrapped optimizer or a Cell that holds one",
-            found=f"an object of type {type(cell).__name__}",
-            fix=LOAD_CALL,
-        )
-    if not isinstance(parameter_dict, Mapping):
-        raise explain(
-            ArgumentTypeError,
-            "parameter_dict",
-            expected="a dict by name",
-            got=parameter_dict,
-            fix=LOAD_CALL,
-        )
-
-
 def parameters_by_name(cell: nn.Cell) -> dict[str, Parameter]:
     parameters: dict[str, Parameter] = {}
     for _, parameter in cell.parameters_and_names():
@@ -105,24 +79,24 @@ def parameters_by_name(cell: nn.Cell) -> dict[str, Parameter]:
 
 
 def require_fit(name: str, parameter: Parameter, entry: Tensor | None) -> None:
-    expected = f"{parameter.dtype} of shape {tuple(parameter.shape)}"
+    right_kind = f"{parameter.dtype} of shape {tuple(parameter.shape)}"
     if entry is None:
         raise checkpoint_error(
-            f"{name!r}: {expected}",
+            f"{name!r}: {right_kind}",
             "a checkpoint without it",
             "Save the whole optimizer: mindspore.save_checkpoint(optimizer, file).",
         )
-    found = f"{entry.dtype} of shape {tuple(entry.shape)}"
-    if found != expected:
+    kind = f"{entry.dtype} of shape {tuple(entry.shape)}"
+    if kind != right_kind:
         raise checkpoint_error(
-            f"{name!r}: {expected}",
-            found,
+            f"{name!r}: {right_kind}",
+            kind,
             "Load the checkpoint of the same model and optimizer.",
         )
 
 
 def require_no_other_entries(
-    storage: Storage, parameters: Mapping[str, Parameter], parameter_dict: Saved
+    storage: Storage, parameters: Mapping[str, Parameter], parameter_dict: Checkpoint
 ) -> None:
     """Raise unless the optimizer has every sum and master of the checkpoint."""
     masters = storage.masters
@@ -145,7 +119,7 @@ def require_no_other_entries(
             )
 
 
-def resumed_values(storage: Storage, parameter_dict: Saved) -> dict[str, object]:
+def resumed_values(storage: Storage, parameter_dict: Checkpoint) -> dict[str, object]:
     """Return the values, by name, that differ from the checkpoint's; raise unless its
     window can go on here.
     """
@@ -166,16 +140,10 @@ def resumed_values(storage: Storage, parameter_dict: Saved) -> dict[str, object]
     terms = kit.terms_of(options, saved_state.optimizer_step)
     values[storage.terms.name] = kit.encode_terms(terms)
     place = saved_place(parameter_dict, storage.prefix)
-    if saved_state.micro_step or place.owner != THIS_WORKER or storage.sharded:
+    if saved_state.micro_step or storage.sharded_places:
         require_place(place, storage)
-    if storage.sharded and f"{storage.prefix}.{REDISTRIBUTED}" in parameter_dict:
-        raise checkpoint_error(
-            "each worker's own shards, as layerwise_parallel says",
-            "what redistributed made of the files of some",
-            "Let as many workers as saved load their own files.",
-        )
     if storage.has_workers:
-        values[storage.owner.name] = [place.owner, *storage.place]
+        values[storage.owner.name] = [THIS_WORKER, *storage.place]
     return values
 
 
@@ -187,13 +155,13 @@ class SavedPlace(NamedTuple):
     workers: int
 
 
-def saved_place(parameter_dict: Saved, prefix: str) -> SavedPlace:
+def saved_place(parameter_dict: Checkpoint, prefix: str) -> SavedPlace:
     """Return the place of the worker that saved the checkpoint."""
     name = f"{prefix}.{WORKERS}"
     if name not in parameter_dict:
         return SavedPlace(THIS_WORKER, 0, 1)
     place = SavedPlace(*parameter_dict[name].asnumpy().tolist())
-    if place.owner == NOBODY:
+    if place.owner != THIS_WORKER:
         raise explain(
             CheckpointError,
             name,
@@ -204,14 +172,14 @@ def saved_place(parameter_dict: Saved, prefix: str) -> SavedPlace:
     return place
 
 
-def require_place(saved: SavedPlace, storage: Storage) -> None:
+def require_place(saved_worker: SavedPlace, storage: Storage) -> None:
     rank, workers = storage.place
-    if (saved.rank, saved.workers) != (rank, workers):
+    if (saved_worker.rank, saved_worker.workers) != (rank, workers):
         raise explain(
             CheckpointError,
             f"{storage.prefix}.{WORKERS}",
             expected=f"the open window of rank {rank} of {workers}",
-            found=f"that of rank {saved.rank} of {saved.workers}",
+            found=f"that of rank {saved_worker.rank} of {saved_worker.workers}",
             fix="Let each worker load its own file; for another number of workers write"
             " gradaccum_mindspore.redistributed(states, workers), or save between two"
             " windows.",

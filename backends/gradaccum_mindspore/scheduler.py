@@ -16,10 +16,6 @@ from mindspore.experimental.optim.lr_scheduler import (
     SequentialLR,
 )
 
-from gradaccum import ArgumentTypeError
-from gradaccum.kit import explain
-from gradaccum_mindspore.optimizer import AccumulatingOptimizer
-
 SCHEDULERS = (LRScheduler, ReduceLROnPlateau, SequentialLR)
 _ANY_NUMBER = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 
@@ -30,22 +26,9 @@ class GatedScheduler:
 
     Args:
         scheduler: one of `SCHEDULERS`, built on a wrapped optimizer.
-
-    Raises:
-        ArgumentTypeError: its optimizer is not wrapped.
     """
 
     def __init__(self, scheduler: Any) -> None:
-        if not isinstance(scheduler.optimizer, AccumulatingOptimizer):
-            name = type(scheduler).__name__
-            raise explain(
-                ArgumentTypeError,
-                "scheduler",
-                expected="a scheduler built on a wrapped optimizer",
-                found=f"a {name} on {type(scheduler.optimizer).__name__}",
-                fix="Wrap the optimizer first: opt = gradaccum.wrap(optimizer,"
-                " steps=4); scheduler = StepLR(opt, 10).",
-            )
         self._scheduler = scheduler
         self._storage = scheduler.optimizer.storage
         self._stepped_at: int = self._storage.optimizer_step.item()

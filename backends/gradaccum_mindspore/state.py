@@ -10,16 +10,16 @@ missing ``weight``. A sum is zero unless ``micro_step > 0``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, SupportsFloat
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 from weakref import WeakSet
 
 import mindspore as ms
-import numpy as np
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.ops import constexpr
 
-from gradaccum import ArgumentValueError, StepResult, kit
+from gradaccum import StepResult, kit
 from gradaccum.kit import (
     FIELD_DTYPES,
     Fields,
@@ -29,7 +29,6 @@ from gradaccum.kit import (
     State,
     Terms,
     UntilWeight,
-    explain,
 )
 from gradaccum_mindspore.extensions import (
     Extension,
@@ -44,10 +43,11 @@ from gradaccum_mindspore.gradient_sum import (
     hidden_parameter,
     narrows,
     sum_dtype,
+    write_numbers,
 )
 from gradaccum_mindspore.master_weights import MasterWeights
 
-Saved = Mapping[str, Parameter | Tensor]
+Checkpoint = Mapping[str, Parameter | Tensor]
 """A checkpoint as `mindspore.load_checkpoint` returns it."""
 
 # The size of a window. If a function of the user's gives it, Python code calls it with
@@ -120,43 +120,23 @@ def suffixes(prefix: str) -> tuple[str, str]:
     return f".{name}.grad_sum", f".{name}.master"
 
 
-def prefixes_in(saved: Saved) -> list[str]:
+def prefixes_in(checkpoint: Checkpoint) -> list[str]:
     """Return the prefix of each wrapped optimizer in a checkpoint."""
     fields = (*FIELD_DTYPES, "terms", "last_event")
     prefixes = []
-    for name in saved:
+    for name in checkpoint:
         prefix = name.removesuffix(".micro_step")
-        if prefix != name and all(f"{prefix}.{field}" in saved for field in fields):
+        if prefix != name and all(
+            f"{prefix}.{field}" in checkpoint for field in fields
+        ):
             prefixes.append(prefix)
     return prefixes
-
-
-def require_free_names(prefix: str, parameters: Sequence[Parameter]) -> None:
-    """Raise unless no Parameter of the model has a name of the state's: a checkpoint
-    would hold one of the two.
-    """
-    names = [parameter.name for parameter in parameters]
-    taken_names = [name for name in names if name.rpartition(".")[0] == prefix]
-    if taken_names:
-        raise explain(
-            ArgumentValueError,
-            "name",
-            expected=f"a name such that no parameter of the model is called {prefix}.*",
-            found=f"a model with {taken_names}",
-            fix="Write for example name='accumulation'.",
-        )
 
 
 # The Parameters.
 
 
-DTYPES = {
-    "int32": ms.int32,
-    "float32": ms.float32,
-    "float64": ms.float64,
-    "bool": ms.bool_,
-}
-NUMPY_DTYPES = {dtype: np.dtype(name) for name, dtype in DTYPES.items()}
+DTYPES = {"int32": ms.int32, "float32": ms.float32, "bool": ms.bool_}
 GRAD_NORM = 3
 """The place of the norm in `Storage.last_event`."""
 STEPS = 1 + Terms._fields.index("steps")  # after the format
@@ -165,22 +145,13 @@ WEIGHT_FIX = (
     "pass their number as weight=, with each, as gradaccum_mindspore.TrainOneStepCell"
     " does"
 )
+INVALID = -1
+"""``micro_step`` of a window that an exception left written in part."""
 
-# Who the open window's sum belongs to: this worker; all workers, from the reduction
-# until the update; or nobody, because the reduction failed halfway.
+# Who the open window's sum belongs to: this worker; or nobody, from the reduction over
+# the workers until the end of the window.
 THIS_WORKER = 0
-ALL_WORKERS = 1
-NOBODY = 2
-
-
-class Scheduler(Protocol):
-    """A scheduler that moves once per update."""
-
-    def follow(self) -> None:
-        """Move if an update was applied since the last move."""
-
-    def state_loaded(self) -> None:
-        """Note that a checkpoint was loaded, which is no update."""
+NO_WORKER = 2
 
 
 class Storage(nn.Cell):  # type: ignore[misc]
@@ -193,14 +164,13 @@ class Storage(nn.Cell):  # type: ignore[misc]
         name: str,
         inner_scale: float = 1.0,
         place: tuple[int, int] | None = None,
-        sharded: tuple[int, ...] = (),
+        sharded_places: tuple[int, ...] = (),
     ) -> None:
         super().__init__(auto_prefix=False)
         self.options = options
         self.prefix = state_prefix(name)
-        require_free_names(self.prefix, parameters)
         self.sum_suffix, master_suffix = suffixes(self.prefix)
-        self.add_sums(parameters, sharded)
+        self.add_sums(parameters, sharded_places)
         half_parameters = parameters if options.master_weights else ()
         self.masters = MasterWeights(half_parameters, master_suffix)
         self.size_varies = not isinstance(sizes_of(options.steps), int | None)
@@ -226,14 +196,13 @@ class Storage(nn.Cell):  # type: ignore[misc]
             self.listener_calls,
             self.open_window_warning,
         )
-        self.schedulers: WeakSet[Scheduler] = WeakSet()
-        self.is_update_broken = False
-        """The inner optimizer raised, and nothing has been loaded since."""
+        self.schedulers: WeakSet[Any] = WeakSet()
+        """The gated schedulers of the inner optimizer."""
 
-    def add_sums(self, parameters: Sequence[Parameter], sharded: Sequence[int]) -> None:
+    def add_sums(
+        self, parameters: Sequence[Parameter], sharded_places: Sequence[int]
+    ) -> None:
         options = self.options
-        # A Cell would list the model's Parameters as its own.
-        object.__setattr__(self, "model", tuple(parameters))
         self.specs = tuple(
             (parameter.name, tuple(parameter.shape), parameter.dtype)
             for parameter in parameters
@@ -251,7 +220,7 @@ class Storage(nn.Cell):  # type: ignore[misc]
             for _, _, dtype in self.specs
         )
         """dtype of each gradient as the inner optimizer gets it."""
-        self.narrowed = tuple(
+        self.narrow_places = tuple(
             position
             for position, dtype in enumerate(sum_dtypes)
             if narrows(dtype, self.gradient_dtypes[position])
@@ -268,21 +237,25 @@ class Storage(nn.Cell):  # type: ignore[misc]
                 for parameter, dtype in zip(parameters, sum_dtypes, strict=True)
             ]
         )
-        self.sharded = tuple(sharded)
+        self.sharded_places = tuple(sharded_places)
         """Positions of the sums that each worker has for itself."""
-        shared = [place for place in range(len(self.sums)) if place not in sharded]
-        # A Cell would list these as its own once more.
+        shared_places = [
+            place for place in range(len(self.sums)) if place not in sharded_places
+        ]
+        sharded_sums = tuple(self.sums[place] for place in sharded_places)
+        # A Cell would list these Parameters as its own once more.
+        object.__setattr__(self, "sharded_sums", sharded_sums)
         object.__setattr__(
-            self, "sharded_sums", tuple(self.sums[place] for place in sharded)
-        )
-        object.__setattr__(
-            self, "shared_sums", tuple(self.sums[place] for place in shared)
+            self, "shared_sums", tuple(self.sums[place] for place in shared_places)
         )
 
     def add_state(self) -> None:
         first_state = kit.initial_state(self.options.scale_rule.init_scale)
         for field, value in first_state._asdict().items():
-            setattr(self, field, self.entry(field, value, self.field_dtype(field)))
+            dtype = (
+                self.float_dtype if field == "weight" else DTYPES[FIELD_DTYPES[field]]
+            )
+            setattr(self, field, self.entry(field, value, dtype))
         scaler = self.options.scaler
         if scaler is not None:
             drive(scaler, self.scale_key)
@@ -308,26 +281,14 @@ class Storage(nn.Cell):  # type: ignore[misc]
     def entry(self, name: str, value: object, dtype: DType) -> Parameter:
         return hidden_parameter(Tensor(value, dtype), f"{self.prefix}.{name}")
 
-    def field_dtype(self, field: str) -> DType:
-        return self.float_dtype if field == "weight" else DTYPES[FIELD_DTYPES[field]]
-
-    def names(self) -> tuple[str, ...]:
-        """Return the parameters' names now: a Cell that holds the model may have
-        renamed them since.
-        """
-        return tuple(parameter.name for parameter in self.model)
-
     def terms_after(self, optimizer_step: int) -> Terms:
         options = with_known_size(self.options, optimizer_step)
         return kit.terms_of(options, optimizer_step)
 
     def note_loaded(self) -> None:
         """Note that a checkpoint was loaded."""
-        self.is_update_broken = False
-        for extension in self.extensions:
-            extension.state_loaded()
-        for scheduler in self.schedulers:
-            scheduler.state_loaded()
+        for observer in (*self.extensions, *self.schedulers):
+            observer.state_loaded()
 
     def between_windows(self) -> None:
         """Repeat between two windows of one call what the loops of the other workers do
@@ -340,16 +301,34 @@ class Storage(nn.Cell):  # type: ignore[misc]
     # Reading and writing from Python, where an operator costs more than reading a
     # scalar: so what stays the same is not written.
 
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Mark the window as invalid if an exception leaves it written in part: `pull`
+        then raises until it is discarded or a checkpoint is loaded.
+        """
+        try:
+            yield
+        except BaseException:
+            write_numbers(self.micro_step, INVALID)
+            raise
+
     def at_rest(self, state: Fields) -> State:
         """Return `state` with its numbers as they will be stored."""
         has_float64 = self.float_dtype == ms.float64
         return kit.at_rest(State(*state), float64_weight=has_float64)
 
-    def pull(self) -> State:
+    def read(self) -> State:
         return State(*(getattr(self, field).item() for field in FIELD_DTYPES))
 
+    def pull(self) -> State:
+        """Read the state; raise if an exception left the window written in part."""
+        state = self.read()
+        if state.micro_step == INVALID:
+            raise kit.half_made_error()
+        return state
+
     def push(self, state: Fields, before: State) -> State:
-        """Write where `state` differs from `before`, the last one pulled or pushed."""
+        """Write where `state` differs from `before`, the last one read or pushed."""
         rounded_state = self.at_rest(state)
         for field, old, new in zip(FIELD_DTYPES, before, rounded_state, strict=True):
             if new != old:
@@ -387,14 +366,6 @@ class Storage(nn.Cell):  # type: ignore[misc]
         *_, code = self.terms.tolist()
         return UntilWeight(-code) if code < 0 else code
 
-    def sum_owner(self) -> int:
-        owner: int = self.owner.tolist()[0]
-        return owner
-
-    def set_sum_owner(self, owner: int) -> None:
-        if self.sum_owner() != owner:
-            write_numbers(self.owner, [owner, *self.place])
-
     def result(self) -> StepResult:
         *flags, grad_norm = self.last_event.tolist()
         state = self.pull()
@@ -409,11 +380,3 @@ class Storage(nn.Cell):  # type: ignore[misc]
             state.optimizer_step,
             self.window_loss.value,
         )
-
-
-def write_numbers(
-    parameter: Parameter, numbers: SupportsFloat | Sequence[float]
-) -> None:
-    # Not Tensor(numbers, dtype), which takes ten times as long.
-    array = np.array(numbers, NUMPY_DTYPES[parameter.dtype])
-    ops.assign(parameter, Tensor.from_numpy(array))

@@ -11,160 +11,15 @@ from functools import partial
 from typing import Any
 
 import mindspore as ms
-import numpy as np
 from mindspore import Tensor, nn, ops
 from mindspore.ops import constexpr
 from mindspore.train import Callback, ModelCheckpoint, RunContext
 
-from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError, kit
-from gradaccum.kit import Decision, Handle, Listener, Sizes, State, explain
+from gradaccum import ArgumentValueError, UsageError
+from gradaccum.kit import Handle, Listener, Sizes, explain
 from gradaccum_mindspore.checks import Weight
-from gradaccum_mindspore.extensions import Losses
-from gradaccum_mindspore.gradient_sum import DType, compiled_clear, compiled_divided
-from gradaccum_mindspore.mindspore_private import QuietPhase, decides_on_host
+from gradaccum_mindspore.gradient_sum import write_numbers
 from gradaccum_mindspore.optimizer import AccumulatingOptimizer, wrapped
-from gradaccum_mindspore.state import NUMPY_DTYPES, write_numbers
-from gradaccum_mindspore.update import Update
-from gradaccum_mindspore.window.compiled import CompiledWindow
-from gradaccum_mindspore.window.pynative import PyNativeWindow, require_room
-
-# The training cell's programs on a CPU in graph mode, where Python chooses among them:
-# one for a micro-batch, one for the end of a window. All micro-batches have one
-# program: two would draw their dropout's random numbers from the start of the same
-# sequence.
-
-
-class Program(QuietPhase):
-    """A Cell whose call costs what its operators cost, however many cells it holds."""
-
-    def __init__(self) -> None:
-        super().__init__(auto_prefix=False)
-
-    def _check_construct_args(self, *inputs: object) -> None:
-        """Check nothing: the compiler checks once, where MindSpore inspects a signature
-        at each call.
-        """
-
-
-class MicroBatchProgram(Program):
-    """Adds one micro-batch of the training cell."""
-
-    def __init__(self, cell: nn.Cell) -> None:
-        super().__init__()
-        self.cell = cell
-
-    def construct(self, *inputs: object) -> Tensor:
-        return self.cell.added(*inputs)
-
-    def follow_cell(self) -> None:
-        """Train or not as the cell does; `set_train` would also change cells that the
-        user froze.
-        """
-        self._phase = self.cell._phase
-        self.add_flags(training=self.cell.training)
-
-
-class UpdateProgram(Program):
-    """The end of a window that is applied, whose numbers are decided on. It has no
-    branch and writes everything: an interruption finds the window open or closed.
-    """
-
-    def __init__(self, window: CompiledWindow, update: Update) -> None:
-        super().__init__()
-        self.window = window
-        self.update = update
-        self.lowers_flag = window.options.on_overflow == "drop_micro_batch"
-        """Only then is a window applied whose overflow flag is up."""
-
-    def construct(
-        self, divisor: Tensor, event: Tensor, losses: Tensor, *scale: Tensor
-    ) -> bool:
-        # An input that is not used would make it half as fast.
-        window = self.window
-        storage = self.window.storage
-        self.update(compiled_divided(storage.sums, divisor, storage.gradient_dtypes))
-        compiled_clear(storage.sums, 0 * divisor)
-        ops.assign(storage.micro_step, window.no_step)
-        ops.assign(storage.weight, window.zero)
-        ops.assign_add(storage.optimizer_step, window.one_step)
-        if self.lowers_flag:
-            ops.assign(storage.overflow, window.false)
-        window.write_event(event)
-        ops.assign(storage.window_loss.loss, losses)
-        if window.scale_moves:
-            ops.assign(storage.loss_scale, scale[0])
-            ops.assign(storage.growth_tracker, scale[1])
-        return True
-
-
-class HostWindow(PyNativeWindow):
-    """As `PyNativeWindow`, between compiled micro-batches."""
-
-    def __init__(self, window: CompiledWindow, update: Update) -> None:
-        super().__init__(window.storage, window.storage.options)
-        self.scale_moves = window.scale_moves
-        self.update_program = UpdateProgram(window, update)
-
-    def carry_out(
-        self, state: State, decision: Decision, losses: Losses, update: Update
-    ) -> None:
-        """Make the update and close the window in one program; a window that is skipped
-        needs none.
-        """
-        if not decision.apply:
-            super().carry_out(state, decision, losses, update)
-            return
-        dtype = self.storage.float_dtype
-        scale: tuple[Tensor, ...] = ()
-        if self.scale_moves:
-            closed = kit.close(state, True, decision.overflow, self.options, kit.select)
-            *_, loss_scale, growth_tracker = closed
-            scale = (tensor(loss_scale, ms.float32), tensor(growth_tracker, ms.int32))
-        event = (True, False, decision.overflow, decision.grad_norm)
-        self.update_program(
-            tensor(decision.divisor / self.storage.inner_scale, dtype),
-            tensor(event, dtype),
-            tensor(losses, dtype),
-            *scale,
-        )
-
-
-def tensor(values: object, dtype: DType) -> Tensor:
-    with np.errstate(over="ignore"):
-        return Tensor.from_numpy(np.array(values, NUMPY_DTYPES[dtype]))
-
-
-class HostTraining:
-    """Calls the programs of one training cell. Several workers end their window in
-    PyNative.
-    """
-
-    def __init__(self, cell: nn.Cell, steps: int) -> None:
-        optimizer = cell.optimizer
-        self.cell = cell
-        self.steps = steps
-        self.storage = optimizer.storage
-        self.update = optimizer.update
-        self.workers = optimizer.compiled_window.workers
-        if self.workers is None:
-            self.window = HostWindow(optimizer.compiled_window, self.update)
-        else:
-            self.window = optimizer.pynative_window
-        self.micro_batch = MicroBatchProgram(cell)
-
-    def __call__(self, *inputs: object) -> Any:
-        is_last = self.storage.micro_step.item() + 1 >= self.steps
-        if is_last:
-            require_room(self.storage.pull(), self.steps)
-        if self.workers is not None:
-            self.workers.require_own_sum("gradients")
-        if self.micro_batch.training != self.cell.training:
-            self.micro_batch.follow_cell()
-        loss = self.micro_batch(*inputs)
-        if is_last:
-            self.window.close(self.storage.pull(), self.update)
-        return loss
-
 
 # The training cell.
 
@@ -174,25 +29,7 @@ WeightFunction = Callable[..., Weight]
 
 def items(*inputs: Tensor) -> Weight:
     """Return the length of the first input's first axis."""
-    first = inputs[0]
-    if not isinstance(first, Tensor):
-        refuse_input("no Tensor")
-    elif first.ndim == 0:
-        refuse_input("a Tensor of shape ()")
-    return first.shape[0]
-
-
-@constexpr  # type: ignore[untyped-decorator]
-def refuse_input(found: str) -> None:
-    """Raise `ArgumentTypeError`: the first input has no items to count."""
-    raise explain(
-        ArgumentTypeError,
-        "weight",
-        expected="a function of the network's inputs, because the first of them has no"
-        " axis of items",
-        found=found,
-        fix="Write TrainOneStepCell(network, optimizer, weight=count).",
-    )
+    return inputs[0].shape[0]
 
 
 @constexpr  # type: ignore[untyped-decorator]
@@ -232,8 +69,7 @@ class TrainOneStepCell(nn.TrainOneStepCell):  # type: ignore[misc]
         When called: the loss of the micro-batch, not scaled.
 
     Raises:
-        ArgumentTypeError: `optimizer` is not wrapped, `weight` is no function; on a
-            call, the first input has no axis of items.
+        ArgumentTypeError: `optimizer` is not wrapped.
         ArgumentValueError: on a call, the network returned several losses, and the
             optimizer's reduction is "mean".
     """
@@ -245,14 +81,6 @@ class TrainOneStepCell(nn.TrainOneStepCell):  # type: ignore[misc]
         weight: WeightFunction | None = items,
     ) -> None:
         wrapped(optimizer)
-        if weight is not None and not callable(weight):
-            raise explain(
-                ArgumentTypeError,
-                "weight",
-                expected="a function of the network's inputs, or None",
-                got=weight,
-                fix="Leave it out.",
-            )
         super().__init__(network, optimizer)
         if optimizer.storage.has_workers:
             self.grad_reducer = nn.Identity()
@@ -266,38 +94,21 @@ class TrainOneStepCell(nn.TrainOneStepCell):  # type: ignore[misc]
         self.backward = ms.value_and_grad(
             self.forward, None, self.weights, has_aux=True
         )
-        host = None
-        steps = optimizer.options.steps
-        # A subclass's construct is the user's, and runs as it stands.
-        is_plain = type(self).construct is TrainOneStepCell.construct
-        if is_plain and isinstance(steps, int):
-            host = HostTraining(self, steps)
-        object.__setattr__(self, "host", host)
 
     def forward(self, *inputs: object) -> tuple[Tensor, Tensor]:
         """Return the scaled loss, to differentiate, and the loss."""
         loss = self.network(*inputs)
         return self.optimizer.scale(loss), loss
 
-    def __call__(self, *inputs: object, **named: object) -> Any:
-        step: Callable[..., Any] = super().__call__
-        if not named and self.host is not None and decides_on_host():
-            step = self.host
+    def __call__(self, *inputs: object, **keywords: object) -> Any:
         listener_calls = self.optimizer.storage.listener_calls
-        return listener_calls.around(1, partial(step, *inputs, **named))
+        return listener_calls.around(1, partial(super().__call__, *inputs, **keywords))
 
     def construct(self, *inputs: object) -> Tensor:
         loss, gradients, weight = self.differentiated(*inputs)
         if loss.size == 1:
             return ops.depend(loss, self.optimizer(gradients, weight, loss))
         return ops.depend(loss, self.optimizer(gradients, weight=weight))
-
-    def added(self, *inputs: object) -> Tensor:
-        """Run a micro-batch after which nothing ends here."""
-        loss, gradients, weight = self.differentiated(*inputs)
-        one_loss = loss if loss.size == 1 else None
-        is_added = self.optimizer.micro_batch.add(gradients, weight, one_loss)
-        return ops.depend(loss, is_added)
 
     def differentiated(
         self, *inputs: object
@@ -403,7 +214,7 @@ class WatchWindows(Callback):  # type: ignore[misc]
         listeners: functions of one window.
 
     Raises:
-        ArgumentTypeError: `optimizer` is not wrapped, or a listener cannot be called.
+        ArgumentTypeError: `optimizer` is not wrapped.
     """
 
     def __init__(self, optimizer: AccumulatingOptimizer, *listeners: Listener) -> None:
@@ -411,23 +222,8 @@ class WatchWindows(Callback):  # type: ignore[misc]
         self.optimizer = wrapped(optimizer)
         self.listeners = listeners
         self.handles: list[Handle] = []
-        for listener in listeners:
-            kit.Listeners().add(listener)
 
     def on_train_begin(self, run_context: RunContext) -> None:
-        """Begin to listen.
-
-        Raises:
-            UsageError: the data goes through a sink.
-        """
-        if run_context.original_args().get("dataset_sink_mode"):
-            raise explain(
-                UsageError,
-                "dataset_sink_mode",
-                expected="False beside WatchWindows",
-                found="steps of a sink, which Python does not see",
-                fix="Write model.train(..., dataset_sink_mode=False).",
-            )
         self.on_train_end(run_context)  # where the last training raised
         self.handles = [
             self.optimizer.add_listener(listener) for listener in self.listeners

@@ -22,10 +22,9 @@ from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
 from gradaccum.kit import Options, ScaleRule, explain
 from gradaccum_mindspore.gradient_sum import Gradients
 from gradaccum_mindspore.master_weights import MasterWeights, Optimizer
-from gradaccum_mindspore.mindspore_private import is_graph_mode
 
-IN_PLACE = ("mindspore.mint.optim.sgd.SGD", "mindspore.mint.optim.adam.Adam")
-"""They write parameters by ``Parameter.add_``."""
+IN_PLACE = ("mindspore.mint.optim.sgd", "mindspore.mint.optim.adam")
+"""The modules whose optimizers write parameters by ``Parameter.add_``."""
 
 
 class Update(nn.Cell):  # type: ignore[misc]
@@ -45,16 +44,12 @@ class Update(nn.Cell):  # type: ignore[misc]
         # In graph mode Python would call what was compiled before.
         inner.compile_cache.clear()
         finalize(self, self.inner_attributes.pop, "construct", None)
-        names = {f"{kind.__module__}.{kind.__name__}" for kind in type(inner).__mro__}
-        self.writes_in_place = not names.isdisjoint(IN_PLACE)
 
     def __call__(self, gradients: Gradients) -> bool:
         # MindSpore compiles most constructs, also in PyNative, and looks them up by
         # this name.
         del self.inner_attributes["construct"]
         try:
-            if is_graph_mode():
-                return bool(super().__call__(gradients))
             self.masters.copy_model_into_masters()
             self.inner(gradients)
             return self.round()
@@ -74,33 +69,34 @@ class Update(nn.Cell):  # type: ignore[misc]
 
     def require_effect(self) -> None:
         """Raise unless the inner optimizer moves parameters in PyNative."""
-        if not self.writes_in_place or adds_in_place(ms.get_context("device_target")):
-            return
-        raise explain(
-            UsageError,
-            "optimizer",
-            expected="one that moves parameters in PyNative; on this device"
-            " Parameter.add_ does nothing there",
-            found=f"mint.optim.{type(self.inner).__name__}, which adds in place",
-            fix="Compile the step by @mindspore.jit and flush by"
-            " mindspore.jit(optimizer.flush.construct)(), or take one of mindspore.nn.",
-        )
+        kind = type(self.inner)
+        modules = {base.__module__ for base in kind.__mro__}
+        if not modules.isdisjoint(IN_PLACE) and not adds_in_place():
+            raise explain(
+                UsageError,
+                "optimizer",
+                expected="one that moves parameters in PyNative; on this device"
+                " Parameter.add_ does nothing there",
+                found=f"mint.optim.{kind.__name__}, which adds in place",
+                fix="Compile the step by @mindspore.jit and flush by mindspore.jit("
+                "optimizer.flush.construct)(), or take one of mindspore.nn.",
+            )
 
 
 @cache
-def adds_in_place(device: str) -> bool:
+def adds_in_place() -> bool:
     """True if ``Parameter.add_`` adds in PyNative; on a CPU MindSpore 2.10 returns the
     sum alone.
     """
-    tried = Parameter(Tensor([0.0], ms.float32), name="tried")
-    tried.add_(Tensor([1.0], ms.float32))
-    return bool(tried.asnumpy()[0] == 1.0)
+    trial = Parameter(Tensor([0.0], ms.float32), name="trial")
+    trial.add_(Tensor([1.0], ms.float32))
+    return bool(trial.asnumpy()[0] == 1.0)
 
 
 # The guard.
 
 
-def guarded_construct(self: Optimizer, *gradients: Any, **named: Any) -> bool:
+def guarded_construct(self: Optimizer, *gradients: Any, **keywords: Any) -> bool:
     """Stand in for an inner optimizer's ``construct``."""
     refuse_call(self.cls_name)
     return True
@@ -137,28 +133,6 @@ def require_unwrapped(inner: Optimizer) -> None:
             " wrapped",
             fix="Use the optimizer that gradaccum.wrap returned first, or delete it"
             " (del opt) before you wrap again.",
-        )
-
-
-def require_kernels(inner: Optimizer, options: Options) -> None:
-    """Raise unless MindSpore can make the update: on a CPU none of its optimizers has
-    a kernel for bfloat16.
-    """
-    if options.master_weights or ms.get_context("device_target") != "CPU":
-        return
-    names = [
-        parameter.name
-        for parameter in inner.parameters
-        if parameter.dtype == ms.bfloat16
-    ]
-    if names and type(inner).construct.__module__.startswith("mindspore."):
-        raise explain(
-            ArgumentValueError,
-            "master_weights",
-            expected="True for bfloat16 parameters on a CPU, where MindSpore's"
-            " optimizers cannot update them",
-            found=f"False, and {names[0]!r} in bfloat16",
-            fix="Write gradaccum.wrap(optimizer, steps=4, master_weights=True).",
         )
 
 

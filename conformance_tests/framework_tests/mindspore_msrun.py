@@ -64,45 +64,6 @@ def environment(for_one_reduction: int) -> dict[str, str]:
     }
 
 
-def run_by_hand(
-    script: Path,
-    folder: Path,
-    *arguments: str,
-    seconds: int,
-    for_one_reduction: int,
-    workers: int,
-) -> list[int]:
-    """Run `script` as workers that no msrun ends when one of them is lost; returns
-    their exit statuses, by rank.
-    """
-    group = {
-        **environment(for_one_reduction),
-        "MS_WORKER_NUM": str(workers),
-        "MS_SCHED_HOST": "127.0.0.1",
-        "MS_SCHED_PORT": str(free_port()),
-    }
-    running = []
-    try:
-        for place in range(-1, workers):
-            role, rank = ("MS_SCHED", "0") if place < 0 else ("MS_WORKER", str(place))
-            with (folder / f"{role.removeprefix('MS_').lower()}_{rank}.log").open(
-                "w"
-            ) as log:
-                process = subprocess.Popen(
-                    [sys.executable, str(script), *arguments],
-                    cwd=folder,
-                    env={**group, "MS_ROLE": role, "MS_NODE_ID": rank, "RANK_ID": rank},
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                )
-            running.append(process)
-        return [worker.wait(timeout=seconds) for worker in running[1:]]
-    finally:
-        for process in running:
-            process.kill()
-            process.wait()
-
-
 def end(msrun: subprocess.Popen[bytes]) -> None:
     """Each worker is in a process group of its own: msrun ends them when it is
     interrupted.

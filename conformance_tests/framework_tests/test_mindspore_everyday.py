@@ -190,15 +190,11 @@ def test_loss_in_the_weight_s_place(mode):
         (ms.jit(call) if mode == "jit" else call)(*gradient(1.0), number)
 
     number = Tensor(2.5, ms.float32)
-    for call, words in (
-        (by_place, "to be named"),
-        (twice, "weight and loss, each once"),
-    ):
-        with pytest.raises(
-            gradaccum.ArgumentTypeError, match=f"weight: expected {words}"
-        ):
+    words = "weight: expected weight and loss once each, named"
+    for call in (by_place, twice):
+        with pytest.raises(gradaccum.ArgumentTypeError, match=words):
             take(call, number)
-    with pytest.raises(gradaccum.ArgumentTypeError, match="to be named"):
+    with pytest.raises(gradaccum.ArgumentTypeError, match=words):
         opt(gradient(1.0), np.float32(2.5))
     assert opt.result.micro_step == 0
     take(by_place, Tensor(3, ms.int32))

@@ -5,19 +5,12 @@ share.
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from conformance_tests.framework_tests import mindspore_workers
-from conformance_tests.framework_tests.mindspore_msrun import (
-    environment,
-    run_by_hand,
-    run_workers,
-)
+from conformance_tests.framework_tests.mindspore_msrun import run_workers
 from conformance_tests.framework_tests.mindspore_workers.common import WORLD
 
 pytestmark = pytest.mark.xdist_group("mindspore_workers")
@@ -55,24 +48,4 @@ def said(folder: Path) -> str:
 def test_four_workers_send_what_the_law_says(tmp_path: Path) -> None:
     assert run_workers(FOLDER / "law.py", tmp_path, seconds=200, workers=4) == 0, said(
         tmp_path
-    )
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize("when", ["in_mid_window", "in_the_reduction"])
-def test_survivors_keep_what_they_hold(when: str, tmp_path: Path) -> None:
-    """Three workers lose one in mid-window; a job of one resumes with the survivors'
-    files.
-    """
-    script = FOLDER / "lost.py"
-    statuses = run_by_hand(
-        script, tmp_path, when, seconds=120, for_one_reduction=5, workers=3
-    )
-    assert statuses == [0, 0, -signal.SIGKILL], said(tmp_path)
-    subprocess.run(
-        [sys.executable, script, "alone"],
-        cwd=tmp_path,
-        env=environment(30),
-        check=True,
-        timeout=120,
     )

@@ -79,29 +79,21 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         "for total, gradient in zip(self.storage.sums, gradients, strict=False):",
     ): "another number of gradients was refused before",
     (
-        "backends/gradaccum_mindspore/gradient_sum.py",
-        "flat = array.reshape(-2).astype(ARRAYS[dtype], copy=False)",
-    ): "NumPy takes any negative number for the length that is left",
-    (
-        "backends/gradaccum_mindspore/gradient_sum.py",
-        "is_large = (squares.size >= ROW)",
-    ): "a row is summed in one step or in two",
-    (
-        "backends/gradaccum_mindspore/gradient_sum.py",
-        "squares = squares.sum(-2)",
-    ): "a sum over columns, then over all, is the sum too, only slower",
-    (
         "backends/gradaccum_mindspore/window/compiled.py",
         "return False",
     ): "nobody reads what stands for None in compiled code",
     (
-        "backends/gradaccum_mindspore/window/compiled.py",
-        'terms = kit.Terms("mean", "skip_window", "unused", 2)',
-    ): "a note is written before it is read",
+        "backends/gradaccum_mindspore/gradient_sum.py",
+        "CHUNK = 2**21",
+    ): "chunks of any length have one norm",
     (
-        "backends/gradaccum_mindspore/window/compiled.py",
-        "self.add(name, Tensor(True))",
-    ): "a note is written before it is read",
+        "backends/gradaccum_mindspore/gradient_sum.py",
+        "flat = array.reshape(-2)",
+    ): "NumPy takes any negative number for the length that is left",
+    (
+        "backends/gradaccum_mindspore/gradient_sum.py",
+        "if (squares.size >= ROW):",
+    ): "a row is summed in one step or in two",
     (
         "backends/gradaccum_mindspore/window/compiled.py",
         "LARGEST_WEIGHT = 2.0**41",

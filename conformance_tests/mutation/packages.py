@@ -163,10 +163,9 @@ MINDSPORE = _adapter(
         "calls",
         "loss_scale",
         "knowledge",
-        "packed",
+        "sums",
         "schedule",
         "training_cell",
-        "host_training",
         "interrupted",
     ),
 )

@@ -7,9 +7,8 @@ it wrote, except at the end of a window, which begins with reading; no branch re
 value that was computed in it. Each function returns something: the Python interpreter
 would compute a None.
 
-The end of a window has two branches: the update, and a norm whose squares overflow.
-Each is a method of its own, because the compiler copies the rest of a function after an
-``if`` into both branches.
+The update is a method of its own, because the compiler copies the rest of a function
+after an ``if`` into both branches.
 
 The compiler takes a global function for the method of its name, if that method calls
 it: so ``kit.close`` and ``kit.discard``. Structure, shapes, dtypes and Python numbers
@@ -21,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import count
-from typing import Any, Protocol
+from typing import Any
 
 import mindspore as ms
 from mindspore import Parameter, Tensor, nn, ops
@@ -30,13 +29,11 @@ from mindspore.ops import constexpr
 from gradaccum import kit
 from gradaccum.kit import Fields, Options
 from gradaccum_mindspore import checks, gradient_sum
-from gradaccum_mindspore.checks import Loss, NamedGradients, Weight
-from gradaccum_mindspore.extensions import NO_LOSS
+from gradaccum_mindspore.checks import Loss, Weight
 from gradaccum_mindspore.gradient_sum import (
     DType,
     Gradients,
     Number,
-    PackedSums,
     Shape,
     map_over,
     where,
@@ -77,92 +74,6 @@ def note(name: str, value: Tensor) -> Parameter:
     return gradient_sum.hidden_parameter(value, name)
 
 
-class Notes(nn.Cell):  # type: ignore[misc]
-    """The measure and the decision of the window that ends: Parameters that hold a
-    value for the time of one call.
-
-    MindSpore's runtime copies a value that one branch computes and another uses, and
-    with an even ``steps`` never frees the copy: 12 KiB of host memory per window. So
-    inside the end of a window no computed value crosses into an inner branch or past
-    it, and each condition there is a bool Parameter. No checkpoint has notes.
-    """
-
-    weight: Parameter
-    was_overflow: Parameter
-    """bool: `State.overflow` before the decision."""
-    loss_scale: Parameter
-    terms: Parameter
-    norm: Parameter
-    """inf or NaN if the sums are not finite."""
-    is_measured: Parameter
-    """bool: `norm` is right already."""
-    overflow: Parameter
-    divisor: Parameter
-    grad_norm: Parameter
-    applied: Parameter
-    is_applied: Parameter
-    """bool: `applied`, as a condition."""
-
-    def __init__(self, float_dtype: DType) -> None:
-        super().__init__(auto_prefix=False)
-        self.float_dtype = float_dtype
-        self.add("loss_scale", Tensor(1.0, ms.float32))
-        terms = kit.Terms("mean", "skip_window", "unused", 1)
-        self.add("terms", Tensor(kit.encode_terms(terms), ms.int32))
-        for name in ("weight", "norm", "divisor", "grad_norm"):
-            self.add(name, Tensor(0.0, float_dtype))
-        for name in (
-            "was_overflow",
-            "is_measured",
-            "overflow",
-            "applied",
-            "is_applied",
-        ):
-            self.add(name, Tensor(False))
-
-    def add(self, name: str, value: Tensor) -> None:
-        # A Cell would list it as its own.
-        object.__setattr__(self, name, note(name, value))
-
-    def write_state(
-        self, weight: Parameter, overflow: Parameter, loss_scale: Parameter
-    ) -> bool:
-        """Note the fields that the decision reads. The state itself is written after
-        the decision.
-        """
-        ops.assign(self.weight, weight)
-        ops.assign(self.was_overflow, overflow)
-        ops.assign(self.loss_scale, loss_scale)
-        return True
-
-    def write_terms(self, terms: Parameter) -> Tensor:
-        return ops.assign(self.terms, terms)
-
-    def state(self) -> Fields:
-        """Return the noted fields as a state; no decision reads the other fields, which
-        are zero.
-        """
-        weight = self.weight.value()
-        zero = 0 * self.weight.value()
-        overflow = self.was_overflow & True
-        return (zero, zero, zero, weight, overflow, self.loss_scale.value(), zero)
-
-    def write_measure(self, norm: Tensor, is_right: Tensor) -> bool:
-        ops.assign(self.norm, norm.astype(self.float_dtype))
-        ops.assign(self.is_measured, is_right)
-        return True
-
-    def write_decision(
-        self, apply: Tensor, overflow: Tensor, divisor: Tensor, grad_norm: Tensor
-    ) -> bool:
-        ops.assign(self.divisor, divisor.astype(self.float_dtype))
-        ops.assign(self.grad_norm, grad_norm.astype(self.float_dtype))
-        ops.assign(self.overflow, overflow)
-        ops.assign(self.applied, apply)
-        ops.assign(self.is_applied, apply)
-        return True
-
-
 def exact_in(dtype: DType, options: Options) -> Options:
     """Return `options` with float64 limits as Tensors: MindSpore rounds a Python number
     to float32.
@@ -182,7 +93,6 @@ def number_of(weight: Number) -> Number:
     neither.
     """
     if isinstance(weight, Tensor):
-        checks.check_compiled_shape("weight", weight.shape)
         return weight.reshape(())
     checks.check_compiled_weight(weight)
     return weight
@@ -235,37 +145,34 @@ def first(condition: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return a
 
 
-class Workers(Protocol):
-    """All workers that share a window, as the window of one of them sees them."""
-
-    def compiled_all_reduce(self) -> bool:
-        """Add up the window of all workers."""
-
-    def window_ended(self) -> Tensor:
-        """Begin the next window, with this worker's own sum."""
-
-    def require_same_rates(self) -> None:
-        """Raise unless no window was skipped because learning rates differ."""
-
-    def require_own_sum(self, call: str) -> None:
-        """Raise unless the open window's sum belongs to this worker."""
-
-    def compiled_global_norm(self, shared_norm: Tensor, sharded_norm: Tensor) -> Tensor:
-        """Return the norm over all workers, of sums that all have and of this worker's
-        shards.
-        """
-
-
 class CompiledWindow(nn.Cell):  # type: ignore[misc]
     """One window as Tensors, for the compiler to follow; `PyNativeWindow` has the same
-    methods.
+    methods. `workers` is the `WorkerGroup` of workers that share the window.
     """
 
+    # The decision of the window that ends, for the time of one call. MindSpore's runtime
+    # copies a value that one branch computes and another uses, and with an even ``steps``
+    # never frees the copy: 12 KiB of host memory per window. So inside the end of a
+    # window no computed value crosses into a branch or past it.
+    divisor: Parameter
+    grad_norm: Parameter
+    overflow: Parameter
+    applied: Parameter
+    is_applied: Parameter
+    """`applied`, as a condition."""
+    always: Parameter
+    """True. A constant would be no branch."""
+
     def __init__(
-        self, storage: Storage, options: Options, workers: Workers | None = None
+        self,
+        storage: Storage,
+        options: Options,
+        update: Update,
+        workers: Any = None,
     ) -> None:
         super().__init__(auto_prefix=False)
         self.storage = storage
+        self.update = update
         self.workers = workers
         self.steps: Any = options.steps
         self.sizes: Any = sizes_of(options.steps)
@@ -287,18 +194,22 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         self.one = Tensor(1.0, storage.float_dtype)
         self.nan = Tensor(float("nan"), storage.float_dtype)
         self.infinity = Tensor(float("inf"), storage.float_dtype)
-        self.no_loss = Tensor(NO_LOSS, storage.float_dtype)
         self.inner_scale = Tensor(storage.inner_scale, storage.float_dtype)
         unit = -1 if self.ends_by_weight else 1
         self.size_code = Tensor([0] * STEPS + [unit], ms.int32)
         other_codes = kit.encode_terms(storage.terms_after(0))[:-1]
         self.other_codes = Tensor([*other_codes, 0], ms.int32)
-        self.notes = Notes(storage.float_dtype)
-        self.names_of = checks.compiled_names_of(storage.specs, storage.names)
         self.note_weighed = note_weighed_in(storage)
-        self.shared_sums = PackedSums(storage.shared_sums, storage.float_dtype)
-        self.sharded_sums = PackedSums(storage.sharded_sums, storage.float_dtype)
-        self.is_sharded = len(storage.sharded) > 0
+        # A Cell would list these Parameters as its own.
+        for name, value in (
+            ("divisor", self.one),
+            ("grad_norm", self.nan),
+            ("overflow", self.false),
+            ("applied", self.false),
+            ("is_applied", self.false),
+            ("always", self.true),
+        ):
+            object.__setattr__(self, name, note(name, value))
 
     # The state.
 
@@ -326,9 +237,9 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
     def empty_event(self) -> Tensor:
         """Return the event of a call that closed nothing."""
         never = self.storage.micro_step.value() < 0
-        return self.event(never, never, never, self.grad_norm())
+        return self.event(never, never, never, self.last_norm())
 
-    def grad_norm(self) -> Tensor:
+    def last_norm(self) -> Tensor:
         return self.storage.last_event.value()[GRAD_NORM]
 
     def write_event(self, event: Tensor) -> Tensor:
@@ -339,14 +250,6 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         ops.assign(self.storage.micro_step, state[MICRO_STEP].astype(ms.int32))
         ops.assign(self.storage.weight, state[WEIGHT].astype(self.float_dtype))
         ops.assign(self.storage.overflow, state[OVERFLOW])
-        self.write_event(event)
-        return True
-
-    def write_empty(self, event: Tensor) -> bool:
-        """Assign what an empty window holds. The core's zeros would be operators."""
-        ops.assign(self.storage.micro_step, self.no_step)
-        ops.assign(self.storage.weight, self.zero)
-        ops.assign(self.storage.overflow, self.false)
         self.write_event(event)
         return True
 
@@ -390,25 +293,15 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
 
     # The arguments of a micro-batch.
 
-    def ordered(self, gradients: Gradients | NamedGradients) -> Gradients:
-        """Return the gradients in the parameters' order, checked while compiling."""
-        specs = self.storage.specs
-        if isinstance(gradients, dict):
-            gradients = self.by_name(gradients)
+    def checked_gradients(self, gradients: Gradients) -> Gradients:
         gradients = tuple(gradients)
-        is_pair = len(gradients) == 2 and isinstance(gradients[1], (tuple, list, dict))
-        checks.check_compiled_structure(len(gradients), is_pair, specs)
-        is_checked = checks.check_compiled_gradients(
-            map_over(shape_of, gradients), map_over(dtype_of, gradients), specs
+        is_right = checks.check_compiled_gradients(
+            map_over(shape_of, gradients),
+            map_over(dtype_of, gradients),
+            self.storage.specs,
         )
         # MindSpore 2.7 warns of a check whose result is unused
-        return gradients if is_checked else ()
-
-    def by_name(self, gradients: NamedGradients) -> Gradients:
-        ordered_gradients: Gradients = ()
-        for name in self.names_of(tuple(gradients.keys())):
-            ordered_gradients = (*ordered_gradients, gradients[name])
-        return ordered_gradients
+        return gradients if is_right else ()
 
     def is_certainly_added(self, weight: Weight) -> bool:
         """True if the micro-batch is added whatever it holds, and its weight is a
@@ -427,16 +320,9 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         """Return a weight as a scalar of the dtype of `State.weight`; None is 1."""
         return self.one if weight is None else self.scalar(number_of(weight))
 
-    def loss_number(self, loss: Number) -> Tensor:
-        if isinstance(loss, Tensor):
-            checks.check_compiled_shape("loss", loss.shape)
-            return self.scalar(loss.reshape(()))
-        checks.check_compiled_loss(loss)
-        return self.scalar(loss)
-
     def scalar(self, number: Number) -> Tensor:
         if isinstance(number, Tensor):
-            return number.astype(self.float_dtype)
+            return number.reshape(()).astype(self.float_dtype)
         if self.float_dtype == ms.float64 and is_constant(number):
             return float64_of(number)
         return self.one * number
@@ -446,60 +332,50 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
     def add(
         self, gradients: Gradients, weight: Weight, loss: Loss
     ) -> tuple[Fields, Tensor | None, Tensor | None]:
-        """Add one micro-batch of ordered gradients to the sums.
+        """Add one micro-batch of checked gradients to the sums.
 
         Returns the state after it; the event, if a gradient may be dropped; what its
-        loss, if it is known, makes of `WindowLoss.loss` or adds to it. The caller then
-        asks `is_full`, and calls `write_added`: the compiler drops an ``if`` on a flag
-        that comes out of a function that writes.
+        loss, if it is known, adds to `WindowLoss.loss`. The caller then asks `is_full`,
+        and calls `write_added`: the compiler drops an ``if`` on a flag that comes out
+        of a function that writes.
         """
-        if self.is_certainly_added(weight):
-            return self.add_certainly(gradients, weight, loss)
         state = self.read()
-        losses = None
         weight_number = self.weight_number(weight)
-        factor = kit.contribution(weight_number, self.options)
+        factor = None
+        if weight is not None and self.options.reduction == "mean":
+            factor = weight_number
+        if self.is_certainly_added(weight):
+            after = kit.accumulate(state, weight_number, self.true, first)
+            parts = self.parts_of_loss(loss, weight_number, None)
+            gradient_sum.compiled_add(self.storage.sums, gradients, factor, None)
+            return after, None, parts
         is_finite = self.true
         if self.options.on_overflow == "drop_micro_batch":
             is_finite = gradient_sum.compiled_finite(
-                self.storage.sums, gradients, factor
+                self.storage.sums, gradients, self.one if factor is None else factor
             ) | (weight_number == 0)
+        is_added = kit.usable(state, weight_number, is_finite)
         after = kit.accumulate(state, weight_number, is_finite, where)
         never = after[MICRO_STEP] < 0
         is_dropped = (is_finite == False).astype(self.float_dtype)  # noqa: E712
         # Its flag counts only while flag == micro_step + 1.
         flag = is_dropped * (after[MICRO_STEP] + 1)
-        event = self.event(never, never, flag, self.grad_norm())
-        is_added = kit.usable(state, weight_number, is_finite)
-        if loss is not None:
-            losses = self.storage.window_loss.compiled_with(
-                self.loss_number(loss), weight_number, is_added
-            )
-        gradient_sum.compiled_add(
-            self.storage.sums, gradients, None if weight is None else factor, is_added
-        )
-        return after, event, losses
+        event = self.event(never, never, flag, self.last_norm())
+        parts = self.parts_of_loss(loss, weight_number, is_added)
+        gradient_sum.compiled_add(self.storage.sums, gradients, factor, is_added)
+        return after, event, parts
 
-    def add_certainly(
-        self, gradients: Gradients, weight: Weight, loss: Loss
-    ) -> tuple[Fields, Tensor | None, Tensor | None]:
-        """Add a micro-batch about which nothing is to be decided, as `add` does."""
-        state = self.read()
-        losses = None
-        weight_number = self.weight_number(weight)
-        if loss is not None:
-            losses = self.storage.window_loss.compiled_part(
-                self.loss_number(loss), None if weight is None else weight_number
-            )
-        factor = None
-        if weight is not None and self.options.reduction == "mean":
-            factor = weight_number
-        gradient_sum.compiled_add(self.storage.sums, gradients, factor, None)
-        after = kit.accumulate(state, weight_number, self.true, first)
-        return after, None, losses
+    def parts_of_loss(
+        self, loss: Loss, weight: Tensor, is_added: Tensor | None
+    ) -> Tensor | None:
+        if loss is None:
+            return None
+        return self.storage.window_loss.compiled_parts(
+            self.scalar(loss), weight, is_added
+        )
 
     def write_added(
-        self, state: Fields, event: Tensor | None, losses: Tensor | None, weight: Weight
+        self, state: Fields, event: Tensor | None, parts: Tensor | None, weight: Weight
     ) -> bool:
         """Write what `add` returned."""
         storage = self.storage
@@ -508,73 +384,57 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
             # assigning are two.
             ops.assign_add(storage.micro_step, self.one_step)
             ops.assign_add(storage.weight, self.weight_number(weight))
-            if losses is not None:
-                ops.assign_add(storage.window_loss.loss, losses)
-            return self.write_size(state)
-        self.write_open(state, event)
-        if losses is not None:
-            ops.assign(storage.window_loss.loss, losses)
+        else:
+            self.write_open(state, event)
+        if parts is not None:
+            ops.assign_add(storage.window_loss.loss, parts)
         return self.write_size(state)
 
     # The end of a window.
 
-    def close(self, update: Update, is_loss_missing: bool) -> bool:
-        """End the window: make the `update` with its gradients, or not at all."""
+    def close(self) -> bool:
+        """End the window: make the update with its gradients, or not at all."""
         if self.workers is not None:
             self.workers.compiled_all_reduce()
-        return self.close_reduced(update, is_loss_missing)
+        return self.close_reduced()
 
-    def close_reduced(self, update: Update, is_loss_missing: bool) -> bool:
-        self.note_decision()
-        self.apply(update)
-        return self.finish(is_loss_missing)
+    def close_reduced(self) -> bool:
+        # In a branch of its own, so that `finish` reads the state anew.
+        if self.always:
+            self.decide()
+        self.apply()
+        return self.finish()
 
-    def note_decision(self) -> bool:
-        notes = self.notes
-        options = self.options
-        largest = self.storage.largest_number
-        notes.write_state(
-            self.storage.weight, self.storage.overflow, self.storage.loss_scale
-        )
-        if self.has_size_function and self.workers is None:
-            notes.write_terms(self.storage.terms)
-        if not self.measures:
-            state = self.with_checked_size(notes.state())
-            return notes.write_decision(
-                *kit.decide(state, self.nan, self.true, options, where, largest)
+    def decide(self) -> bool:
+        """Write down the decision on the window that ends."""
+        storage = self.storage
+        state = self.read()
+        norm = self.nan
+        is_finite = self.true
+        if self.measures:
+            norm = gradient_sum.compiled_norm(storage.shared_sums, self.float_dtype)
+            is_finite = self.fits(state, ops.isfinite(norm))
+        if self.measures and len(storage.sharded_places) > 0:
+            sharded_norm = gradient_sum.compiled_norm(
+                storage.sharded_sums, self.float_dtype
             )
-        norm, is_right = gradient_sum.compiled_measure(
-            self.shared_sums(), self.float_dtype
-        )
-        notes.write_measure(norm, is_right)
-        self.measure_again()
-        state = self.with_checked_size(notes.state())
-        norm = notes.norm.value()
-        is_finite = self.fits(state, ops.isfinite(norm))
-        if self.is_sharded and self.workers is not None:
-            sharded_norm, is_sound = gradient_sum.robust_measure(
-                self.sharded_sums(), self.float_dtype
-            )
-            sharded_norm = where(is_finite & is_sound, sharded_norm, self.infinity)
-            norm = self.workers.compiled_global_norm(norm, sharded_norm)
+            is_sound = is_finite & ops.isfinite(sharded_norm)
+            sharded_norm = where(is_sound, sharded_norm, self.infinity)
+            norm = self.workers.global_norm(norm, sharded_norm)
             is_finite = ops.isfinite(norm)
-        return notes.write_decision(
-            *kit.decide(state, norm, is_finite, options, where, largest)
+        apply, overflow, divisor, grad_norm = kit.decide(
+            self.with_checked_size(state),
+            norm,
+            is_finite,
+            self.options,
+            where,
+            storage.largest_number,
         )
-
-    def measure_again(self) -> bool:
-        """Note the norm in the robust way if the squares overflow or vanish: inf if it
-        is not finite.
-        """
-        # A condition is a Parameter as it is: `not` would be an operator more in each
-        # window.
-        if self.notes.is_measured:
-            pass
-        else:
-            norm, is_finite = gradient_sum.robust_measure(
-                self.shared_sums(), self.float_dtype
-            )
-            ops.assign(self.notes.norm, where(is_finite, norm, self.infinity))
+        ops.assign(self.divisor, divisor.astype(self.float_dtype))
+        ops.assign(self.grad_norm, grad_norm.astype(self.float_dtype))
+        ops.assign(self.overflow, overflow)
+        ops.assign(self.applied, apply)
+        ops.assign(self.is_applied, apply)
         return True
 
     def with_checked_size(self, state: Fields) -> Fields:
@@ -583,14 +443,14 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         """
         if not self.has_size_function or self.workers is not None:
             return state
-        is_sound = self.size_code[STEPS] * self.notes.terms.value()[STEPS] >= 1
-        zero = state[MICRO_STEP]
+        size = self.size_code[STEPS] * self.storage.terms.value()[STEPS]
+        is_sound = size >= 1
         weight = where(is_sound, state[WEIGHT], ops.zeros_like(state[WEIGHT]))
         overflow = state[OVERFLOW] | (is_sound == False)  # noqa: E712
-        return (zero, zero, zero, weight, overflow, state[LOSS_SCALE], zero)
+        return (*state[:WEIGHT], weight, overflow, *state[LOSS_SCALE:])
 
     def fits(self, state: Fields, is_finite: Tensor) -> Tensor:
-        if self.storage.narrowed:
+        if self.storage.narrow_places:
             divisor = kit.divisor(state, self.options, where)
             is_finite = is_finite & gradient_sum.compiled_fits(
                 self.storage.sums,
@@ -599,9 +459,9 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
             )
         return is_finite
 
-    def apply(self, update: Update) -> bool:
-        if self.notes.is_applied:
-            update(self.gradients(self.notes.divisor.value()))
+    def apply(self) -> bool:
+        if self.is_applied:
+            self.update(self.gradients(self.divisor.value()))
         return True
 
     def gradients(self, divisor: Tensor) -> tuple[Tensor, ...]:
@@ -616,31 +476,38 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
             return divisor
         return divisor / self.inner_scale
 
-    def finish(self, is_loss_missing: bool) -> bool:
+    def finish(self) -> bool:
         """Clear the sums, and assign the state after the window and its event."""
-        apply = self.notes.applied & self.true
-        overflow = self.notes.overflow & self.true
-        grad_norm = self.notes.grad_norm.value()
+        storage = self.storage
+        apply = self.applied & self.true
+        overflow = self.overflow & self.true
         state = self.read()
-        losses = self.storage.window_loss.compiled_after_window(state)
-        if is_loss_missing and self.workers is None:
-            losses = self.no_loss
+        losses = storage.window_loss.compiled_after_window(state)
         after = kit.close(state, apply, overflow, self.options, where)
-        gradient_sum.compiled_clear(self.storage.sums, after[WEIGHT])
+        event = self.event(
+            apply,
+            apply == False,  # noqa: E712
+            overflow,
+            self.grad_norm.value(),
+        )
+        gradient_sum.compiled_clear(storage.sums, after[WEIGHT])
         if self.workers is not None:
             self.workers.window_ended()
-        ops.assign(self.storage.window_loss.loss, losses)
-        skipped = apply == False  # noqa: E712
-        self.write_empty(self.event(apply, skipped, overflow, grad_norm))
+        ops.assign(storage.window_loss.loss, losses)
+        # The core's zeros would be operators.
+        ops.assign(storage.micro_step, self.no_step)
+        ops.assign(storage.weight, self.zero)
+        ops.assign(storage.overflow, self.false)
+        self.write_event(event)
         return self.write_counters(after)
 
-    def flush(self, update: Update) -> Tensor:
+    def flush(self) -> Tensor:
         """Close the open window; returns whether there was one, a bool Tensor of shape
         ().
         """
         is_open = self.storage.micro_step.value() > 0
         if is_open:
-            self.close(update, False)
+            self.close()
         else:
             self.write_event(self.empty_event())
         return is_open

@@ -8,13 +8,12 @@ operator that it can.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import mindspore as ms
 from mindspore import Tensor
 
 from gradaccum import UsageError, kit
-from gradaccum.kit import Decision, Options, Schedule, State, UntilWeight, explain
+from gradaccum.kit import Decision, Options, Schedule, State, explain
 from gradaccum_mindspore import gradient_sum
 from gradaccum_mindspore.extensions import Losses
 from gradaccum_mindspore.gradient_sum import Gradients
@@ -27,17 +26,16 @@ FLOAT16_MAX = 65504.0
 class PyNativeWindow:
     """One window as Python numbers, over a `Storage`; `CompiledWindow` has the same
     methods.
+
+    If a call raises before it has written anything, the window is as before. If it
+    raises later, the window is marked as invalid.
     """
 
-    def __init__(self, storage: Storage, options: Options) -> None:
+    def __init__(self, storage: Storage, options: Options, update: Update) -> None:
         self.storage = storage
         self.options = options
+        self.update = update
         self.measures = kit.measures(options)
-
-    def require_usable(self) -> None:
-        """Raise unless the last update was made, or something was loaded since."""
-        if self.storage.is_update_broken:
-            raise kit.half_made_error()
 
     # A micro-batch.
 
@@ -58,36 +56,24 @@ class PyNativeWindow:
     ) -> State:
         """Add one micro-batch of checked gradients, and its `loss` if it is known;
         return the state after it, which is written.
-
-        If this raises, the state is the old one. If only some sums hold the gradient
-        then, the window is marked invalid, and its end skips it.
         """
         state = self.storage.pull()
         require_room(state, size)
         factor = kit.contribution(weight, self.options)
         is_finite = self.is_finite(gradients, weight, factor)
         is_added = bool(kit.usable(state, weight, is_finite))
-        losses = None if loss is None else self.storage.window_loss.read()
-        has_begun = False
-        try:
+        after = kit.accumulate(state, weight, is_finite, kit.select)
+        with self.storage.writing():
             if is_added:
                 for total, gradient in zip(self.storage.sums, gradients, strict=True):
-                    if gradient is None:
-                        continue
-                    part = gradient_sum.scaled(gradient, factor, total.dtype)
-                    has_begun = True
-                    gradient_sum.add_into(total, part)
-            has_begun = True
-            counted = kit.accumulate(state, weight, is_finite, kit.select)
-            after = self.storage.push(counted, state)
+                    if gradient is not None:
+                        part = gradient_sum.scaled(gradient, factor, total.dtype)
+                        gradient_sum.add_into(total, part)
+            after = self.storage.push(after, state)
             if not is_finite:
                 self.storage.push_event(overflow=True, micro_step=after.micro_step)
             if loss is not None:
                 self.storage.window_loss.add(loss, weight, is_added)
-        except BaseException:
-            if has_begun:
-                self.take_back(state, losses)
-            raise
         return after
 
     def is_finite(self, gradients: Gradients, weight: float, factor: float) -> bool:
@@ -102,29 +88,11 @@ class PyNativeWindow:
             for total, gradient in zip(self.storage.sums, gradients, strict=True)
         )
 
-    def take_back(self, state: State, losses: Losses | None) -> None:
-        """Put back the state and the losses before a micro-batch of which some sums may
-        hold a part.
-        """
-        if losses is not None:
-            self.storage.window_loss.write(losses)
-        if state.micro_step:
-            gradient_sum.mark_invalid(self.storage.sums)
-        else:
-            gradient_sum.clear(self.storage.sums)
-        self.storage.push(state, self.storage.pull())
-
     # The end of a window.
 
-    def close(
-        self, state: State, update: Update, denominator: float | None = None
-    ) -> None:
-        """End the window: make the `update` with its gradients, divided by
-        `denominator` if one is given, or not at all.
-
-        If this raises before the inner optimizer is called, the window is open as
-        before, and ``flush`` makes its update. If the inner optimizer raises, each
-        further call raises until ``discard``, or until a checkpoint is loaded.
+    def close(self, state: State, denominator: float | None = None) -> None:
+        """End the window: make the update with its gradients, divided by `denominator`
+        if one is given, or not at all.
         """
         ending = state
         options = self.options
@@ -135,28 +103,27 @@ class PyNativeWindow:
             ending = self.storage.at_rest(fields)
         decision = self.decision(ending, options)
         losses = self.storage.window_loss.after_window(state, ending, options)
-        self.carry_out(state, decision, losses, update)
+        gradients: tuple[Tensor, ...] = ()
+        if decision.apply:
+            self.update.require_effect()
+            gradients = ms.mutable(self.gradients(decision.divisor))
+        with self.storage.writing():
+            if decision.apply:
+                self.update(gradients)
+            self.finish(state, decision, losses)
         for extension in self.storage.extensions:
             extension.window_closed(state)
 
     def decision(self, ending: State, options: Options) -> Decision:
+        largest = self.storage.largest_number
         norm = math.nan
         is_finite = True
         if self.measures:
-            norm, is_finite = self.measure(ending, options)
-        largest = self.storage.largest_number
+            norm = gradient_sum.norm_of(self.storage.sums, self.storage.float_dtype)
+            is_finite = norm <= largest and self.fits(ending, options, norm)
         return Decision(
             *kit.decide(ending, norm, is_finite, options, kit.select, largest)
         )
-
-    def measure(self, ending: State, options: Options) -> tuple[float, bool]:
-        """Return the norm of the sums, and whether they and the gradients are
-        finite.
-        """
-        norm, is_finite = gradient_sum.measure(
-            self.storage.sums, self.storage.float_dtype
-        )
-        return norm, is_finite and self.fits(ending, options, norm)
 
     def fits(self, ending: State, options: Options, norm: float) -> bool:
         """True if the divided sums, not yet clipped, are finite in the inner
@@ -171,20 +138,8 @@ class PyNativeWindow:
             gradient_sum.fits(
                 self.storage.sums[place], operand, self.storage.gradient_dtypes[place]
             ).item()
-            for place in self.storage.narrowed
+            for place in self.storage.narrow_places
         )
-
-    def carry_out(
-        self, state: State, decision: Decision, losses: Losses, update: Update
-    ) -> None:
-        """Make the update, if that was decided, and begin the next window."""
-        if decision.apply:
-            update.require_effect()
-            gradients = ms.mutable(self.gradients(decision.divisor))
-            self.storage.is_update_broken = True
-            update(gradients)
-            self.storage.is_update_broken = False
-        twice_if_interrupted(lambda: self.finish(state, decision, losses))
 
     def gradients(self, divisor: float) -> tuple[Tensor, ...]:
         return gradient_sum.divided(
@@ -195,68 +150,48 @@ class PyNativeWindow:
         )
 
     def finish(self, state: State, decision: Decision, losses: Losses) -> None:
-        """Clear the sums and write what follows; a second call does the same."""
-        self.clear()
+        """Clear the sums and write what follows."""
+        gradient_sum.clear(self.storage.sums)
         self.storage.window_loss.write(losses)
-        closed = kit.close(
+        after = kit.close(
             state, decision.apply, decision.overflow, self.options, kit.select
         )
-        self.storage.push(closed, state)
+        self.storage.push(after, state)
         self.storage.push_event(
             decision.apply, not decision.apply, decision.overflow, decision.grad_norm
         )
 
-    def clear(self) -> None:
-        gradient_sum.clear(self.storage.sums)
-
-    def flush(self, update: Update, denominator: float | None = None) -> bool:
+    def flush(self, denominator: float | None = None) -> bool:
         """Close the open window; returns whether there was one."""
         state = self.storage.pull()
         is_open = state.micro_step > 0
         if is_open:
-            self.close(state, update, denominator)
+            self.close(state, denominator)
         else:
             self.storage.push_event()
         return bool(is_open)
 
     def discard(self) -> None:
         """Forget the open window."""
-        twice_if_interrupted(self.forget)
-        self.storage.is_update_broken = False
-
-    def forget(self) -> None:
-        self.clear()
-        window_loss = self.storage.window_loss
-        window_loss.write(window_loss.after_discard())
-        state = self.storage.pull()
-        self.storage.push(kit.discard(state), state)
-        self.storage.push_event()
-
-
-def twice_if_interrupted(action: Callable[[], None]) -> None:
-    """Run `action`, and once more if it raises, so that an interrupt leaves nothing
-    half done; then raise.
-    """
-    try:
-        action()
-    except BaseException:
-        action()
-        raise
+        storage = self.storage
+        with storage.writing():
+            gradient_sum.clear(storage.sums)
+            storage.window_loss.write(storage.window_loss.after_discard())
+            state = storage.read()
+            # A window that was marked as invalid has no number of micro-batches.
+            storage.push(kit.discard(state._replace(micro_step=0)), state)
+            storage.push_event()
 
 
 def require_room(state: State, size: Schedule) -> None:
-    """Raise unless the window takes one more micro-batch: one whose update raised is
-    full.
+    """Raise unless the window takes one more micro-batch: it is full if its update
+    raised.
     """
-    if state.micro_step == 0 or not kit.ends(state, size, kit.select):
-        return
-    full = f"of {size} that holds {state.micro_step}"
-    if isinstance(size, UntilWeight):
-        full = f"of weight {size.weight} that holds {state.weight:.10g}"
-    raise explain(
-        UsageError,
-        "gradients",
-        expected="flush() or discard() first, because the window's update raised",
-        found=f"a micro-batch more for a window {full}",
-        fix="Write optimizer.flush() to make the update that is due.",
-    )
+    if state.micro_step and kit.ends(state, size, kit.select):
+        raise explain(
+            UsageError,
+            "gradients",
+            expected="flush() or discard() first, because the window's update raised",
+            found=f"a window of {size} that holds {state.micro_step} micro-batches",
+            fix="Write optimizer.flush() to make the update that is due.",
+        )

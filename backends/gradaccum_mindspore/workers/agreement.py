@@ -9,19 +9,19 @@ its sum is not sent.
 from __future__ import annotations
 
 import json
-import os
 import zlib
 from collections.abc import Sequence
-from itertools import count
+from itertools import count, zip_longest
 from weakref import finalize
 
 import mindspore as ms
 from mindspore import Parameter, nn
 from mindspore.communication import GlobalComm, get_group_size, get_rank
 
-from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
+from gradaccum import ArgumentValueError, UsageError
 from gradaccum.kit import Options, explain
-from gradaccum_mindspore.workers.collectives import NoAnswerError, gather_texts
+from gradaccum_mindspore.workers.collectives import gather_texts
+from gradaccum_mindspore.workers.gather import require_communication, workers_here
 
 PLAIN_MODES = ("stand_alone", "data_parallel")
 """The parallel modes in which MindSpore's compiler does not reduce gradients by itself.
@@ -44,24 +44,10 @@ def shares_windows(data_parallel: object) -> bool:
                 " other's, or are reduced before they come in.",
             )
         return False
-    if not isinstance(data_parallel, bool):
-        raise explain(
-            ArgumentTypeError,
-            "data_parallel",
-            expected="True, False or None",
-            got=data_parallel,
-            fix="Write data_parallel=True.",
-        )
-    if data_parallel and not GlobalComm.INITED:
-        raise explain(
-            UsageError,
-            "data_parallel",
-            expected="communication that is initialised",
-            found="none in this process",
-            fix="Call mindspore.communication.init() first, in a program that msrun"
-            " started.",
-        )
-    if data_parallel and mode not in PLAIN_MODES:
+    if not data_parallel:
+        return False
+    require_communication("data_parallel")
+    if mode not in PLAIN_MODES:
         raise explain(
             UsageError,
             "data_parallel",
@@ -70,13 +56,7 @@ def shares_windows(data_parallel: object) -> bool:
             fix="MindSpore reduces the gradients in every micro-batch there: leave it"
             " False.",
         )
-    return data_parallel
-
-
-def workers_here() -> int:
-    if GlobalComm.INITED:
-        return int(get_group_size())
-    return int(os.environ.get("MS_WORKER_NUM", "1"))
+    return True
 
 
 def place() -> tuple[int, int]:
@@ -104,105 +84,54 @@ def require_same_everywhere(
         accumulate_dtype=str(options.accumulate_dtype),
         name=name,
     )
-    description = [
-        [str(compared_options)],
-        [described_parameter(parameter) for parameter in parameters],
-        [described_values(parameter) for parameter in parameters],
+    lines = [str(compared_options), *map(description_of, parameters)]
+    texts = gather_texts(json.dumps(lines))
+    lines_of_workers = [json.loads(text) for text in texts]
+    for rank, lines in enumerate(lines_of_workers):
+        pairs = zip_longest(lines_of_workers[0], lines, fillvalue="none")
+        for place, (first_line, line) in enumerate(pairs):
+            if line != first_line:
+                raise explain(
+                    ArgumentValueError,
+                    "parameters" if place else "options",
+                    expected=f"the same on every worker: {first_line}",
+                    found=f"{line} on rank {rank}",
+                    fix="Give every worker the same options and the same model: call"
+                    " mindspore.set_seed(1) before it is built, or load one checkpoint.",
+                )
+    sharded_places = [
+        place for place, each in enumerate(parameters) if is_sharded(each)
     ]
-    try:
-        texts = gather_texts(json.dumps(description))
-    except NoAnswerError as error:
-        raise explain(
-            UsageError,
-            "gradaccum.wrap",
-            expected="every worker to wrap its optimizer too",
-            found="an exchange that failed or timed out",
-            fix="Wrap on every worker, in the same order.",
-        ) from error
-    descriptions = [json.loads(text) for text in texts]
-    for part, (argument, fix) in enumerate(
-        (
-            ("options", "Give every worker the same options."),
-            (
-                "parameters",
-                "Build the same model with the same optimizer on every worker.",
-            ),
-            (
-                "parameters",
-                "Call mindspore.set_seed(1) before the model is built, or load one"
-                " checkpoint on every worker.",
-            ),
-        )
-    ):
-        require_equal([each[part] for each in descriptions], argument, fix)
-    sharded = [place for place, each in enumerate(parameters) if is_sharded(each)]
-    if sharded:
-        require_shardable(options, shared=len(parameters) - len(sharded))
-    return tuple(sharded)
+    if sharded_places:
+        require_shardable(options)
+    return tuple(sharded_places)
 
 
-def described_parameter(parameter: Parameter) -> str:
-    shape = f"of shape {tuple(parameter.shape)}"
+def description_of(parameter: Parameter) -> str:
     if is_sharded(parameter):
-        shape = "sharded, as layerwise_parallel says"
-    return f"{parameter.name!r}, {parameter.dtype} {shape}"
-
-
-def described_values(parameter: Parameter) -> str:
-    if is_sharded(parameter):
-        return ""
+        return f"{parameter.name!r}, {parameter.dtype}, sharded"
     wide = parameter.astype(ms.float32) if parameter.dtype == ms.bfloat16 else parameter
     checksum = zlib.crc32(wide.asnumpy().tobytes())
-    return f"{parameter.name!r} with the checksum {checksum:08x}"
+    shape = tuple(parameter.shape)
+    return f"{parameter.name!r}, {parameter.dtype} of shape {shape}, {checksum:08x}"
 
 
-def require_equal(descriptions: Sequence[list[str]], argument: str, fix: str) -> None:
-    first = descriptions[0]
-    for rank, other in enumerate(descriptions):
-        if other == first:
-            continue
-        pairs = zip(first, other, strict=False)
-        different = [pair for pair in pairs if pair[0] != pair[1]]
-        expected, found = different[0] if different else (len(first), len(other))
-        raise explain(
-            ArgumentValueError,
-            argument,
-            expected=f"the same on every worker: {expected}",
-            found=f"{found} on rank {rank}",
-            fix=fix,
-        )
-
-
-def require_shardable(options: Options, shared: int) -> None:
+def require_shardable(options: Options) -> None:
     """Raise unless windows can have sharded parameters, whose loss is one of the items
-    of all workers; `shared`: the number of parameters that are not.
+    of all workers.
     """
-    beside = "beside parameters marked as layerwise_parallel"
-    if options.reduction == "mean":
-        raise explain(
-            ArgumentValueError,
-            "reduction",
-            expected=f'"sum_per_item" or "sum" {beside}',
-            got="mean",
-            fix='Sum the loss, and write reduction="sum_per_item".',
-        )
-    if options.on_overflow == "drop_micro_batch":
-        raise explain(
-            ArgumentValueError,
-            "on_overflow",
-            expected=f"the default {beside}",
-            found="another",
-            fix="Leave it out: one worker alone sees what a shard's gradient holds.",
-        )
-    if not shared:
-        raise explain(
-            ArgumentValueError,
-            "data_parallel",
-            expected=f"a parameter of all workers {beside}",
-            found="none",
-            fix="Write data_parallel=False, where no worker shares a parameter with"
-            " another.",
-        )
+    is_mean = options.reduction == "mean"
+    if not is_mean and options.on_overflow != "drop_micro_batch":
+        return
+    argument = "reduction" if is_mean else "on_overflow"
+    raise explain(
+        ArgumentValueError,
+        argument,
+        expected='reduction="sum_per_item" or "sum" beside parameters marked as'
+        " layerwise_parallel, and no micro-batch that one worker drops",
+        found=repr(getattr(options, argument)),
+        fix='Sum the loss, write reduction="sum_per_item", and leave on_overflow out.',
+    )
 
 
 # MindSpore's own reducer leaves alone what is marked as ``layerwise_parallel``: so are
@@ -221,11 +150,13 @@ def is_sharded(parameter: Parameter) -> bool:
 def mark(optimizer: nn.Cell, parameters: Sequence[Parameter]) -> None:
     """Mark the shared parameters for as long as `optimizer` lives."""
     owner = next(MARKS)
-    shared = [parameter for parameter in parameters if not is_sharded(parameter)]
-    for parameter in shared:
+    shared_parameters = [
+        parameter for parameter in parameters if not is_sharded(parameter)
+    ]
+    for parameter in shared_parameters:
         parameter.layerwise_parallel = True
         parameter.shares_windows = owner
-    finalize(optimizer, unmark, shared, owner).atexit = False
+    finalize(optimizer, unmark, shared_parameters, owner).atexit = False
 
 
 def unmark(parameters: Sequence[Parameter], owner: int | None = None) -> None:

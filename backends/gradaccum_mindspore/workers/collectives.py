@@ -14,55 +14,13 @@ from collections.abc import Sequence
 import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
-from mindspore.ops import Primitive
 
-from gradaccum_mindspore.gradient_sum import (
-    ARRAYS,
-    Array,
-    Sums,
-    array_of,
-    map_over,
-    working_dtype,
-    write,
-)
+from gradaccum_mindspore.gradient_sum import Sums, map_over, working_dtype, write
 from gradaccum_mindspore.workers.gather import gather_exactly
 
 
-class NoAnswerError(Exception):
-    """The engine gave up waiting for another worker, or lost it."""
-
-
-def call(operator: type[Primitive], values: Array) -> Array:
-    """Call a collective operator of MindSpore's from Python."""
-    tensor = Tensor.from_numpy(np.ascontiguousarray(values))
-    try:
-        array: Array = operator()(tensor).asnumpy()
-    except RuntimeError as error:
-        raise NoAnswerError from error
-    return array
-
-
-def sum_over_workers(values: Array) -> Array:
-    """Return the sum over the workers of a vector of float32 or float64;
-    `compiled_sum_over_workers` sends the same, and adds in the same order.
-    """
-    if values.dtype == np.float32:
-        return call(ops.AllReduce, values)
-    with np.errstate(over="ignore", invalid="ignore"):
-        high = values.astype(np.float32)
-        rest = np.where(np.isfinite(high), values - high, 0.0)
-        middle = rest.astype(np.float32)
-        low = (rest - middle).astype(np.float32)
-    gathered = call(ops.AllGather, np.stack((high, middle, low)))
-    parts = gathered.astype(np.float64).reshape(-1, 3, values.size)
-    vectors = parts[:, 0] + parts[:, 1] + parts[:, 2]
-    total: Array = vectors[0]
-    for vector in vectors[1:]:
-        total = total + vector
-    return total
-
-
 def compiled_sum_over_workers(values: Tensor, workers: int) -> Tensor:
+    """Return the sum over the workers of a vector of float32 or float64."""
     if values.dtype == ms.float32:
         return ops.AllReduce()(values)
     vectors = gather_exactly(ops.AllGather(), values, workers)
@@ -73,11 +31,11 @@ def compiled_sum_over_workers(values: Tensor, workers: int) -> Tensor:
 
 
 def gather_texts(text: str) -> list[str]:
-    """Return the text of each worker."""
+    """Return the text of each worker, from Python."""
     codes = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
-    lengths = call(ops.AllGather, np.array([len(codes)], np.int32))
+    lengths = ops.AllGather()(Tensor([len(codes)], ms.int32)).asnumpy()
     padded_codes = np.pad(codes, (0, int(lengths.max()) - len(codes)))
-    rows = call(ops.AllGather, padded_codes).reshape(len(lengths), -1)
+    rows = ops.AllGather()(Tensor(padded_codes)).asnumpy().reshape(len(lengths), -1)
     pairs = zip(rows, lengths, strict=True)
     return [bytes(row[:length].astype(np.uint8)).decode() for row, length in pairs]
 
@@ -101,29 +59,17 @@ class Bucket(nn.Cell):  # type: ignore[misc]
         self.starts = (0, *ends[:-1])
         self.ends = tuple(ends)
 
-    def total(self) -> Array:
-        """Return the vector of totals, from Python."""
-        arrays = [wide_array(each_sum).reshape(-1) for each_sum in self.sums]
-        return sum_over_workers(
-            arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
-        )
-
-    def unpack(self, total: Array) -> None:
-        for each_sum, start, end in zip(self.sums, self.starts, self.ends, strict=True):
-            tensor = Tensor.from_numpy(total[start:end].reshape(each_sum.shape))
-            write(each_sum, tensor.astype(each_sum.dtype))
-
     def construct(self, after: Tensor) -> Tensor:
         """Write the totals, and return the vector of them, once `after` is computed."""
-        packed = ops.depend(ops.concat(map_over(_flat, self.sums)), after)
-        total = compiled_sum_over_workers(packed, self.workers)
+        vector = ops.depend(ops.concat(map_over(_flat, self.sums)), after)
+        total = compiled_sum_over_workers(vector, self.workers)
         map_over(ops.partial(_unpack, total), self.sums, self.starts, self.ends)
         return total
 
 
 def buckets(sums: Sums, workers: int) -> list[Bucket]:
     """Return `sums` in buckets: neighbours of one working dtype, a large one alone."""
-    filled: list[Bucket] = []
+    bucket_list: list[Bucket] = []
     for dtype in (ms.float32, ms.float64):
         small: list[Parameter] = []
         elements = 0
@@ -131,32 +77,23 @@ def buckets(sums: Sums, workers: int) -> list[Bucket]:
             if working_dtype(total.dtype) != dtype:
                 continue
             if total.size >= LARGE_ELEMENTS:
-                filled.append(Bucket([total], workers))
+                bucket_list.append(Bucket([total], workers))
                 continue
             if elements + total.size > BUCKET_ELEMENTS:
-                filled.append(Bucket(small, workers))
+                bucket_list.append(Bucket(small, workers))
                 small = []
                 elements = 0
             small.append(total)
             elements += total.size
         if small:
-            filled.append(Bucket(small, workers))
-    return filled
-
-
-def wide_array(total: Parameter) -> Array:
-    """Return a sum as NumPy reads it, in its working dtype."""
-    array = array_of(total)
-    if array is None:
-        array = total.astype(ms.float32).asnumpy()
-    wide: Array = array.astype(ARRAYS[working_dtype(total.dtype)], copy=False)
-    return wide
+            bucket_list.append(Bucket(small, workers))
+    return bucket_list
 
 
 def _flat(total: Parameter) -> Tensor:
     return total.astype(working_dtype(total.dtype)).reshape(-1)
 
 
-def _unpack(packed: Tensor, total: Parameter, start: int, end: int) -> bool:
-    write(total, packed[start:end].reshape(total.shape).astype(total.dtype))
+def _unpack(vector: Tensor, total: Parameter, start: int, end: int) -> bool:
+    write(total, vector[start:end].reshape(total.shape).astype(total.dtype))
     return True

@@ -4,55 +4,33 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
 
 import mindspore as ms
 from mindspore import Tensor, nn, ops
 from mindspore.communication import GlobalComm, get_group_size, get_rank
 
-from gradaccum import ArgumentTypeError, UsageError
+from gradaccum import UsageError
 from gradaccum.kit import explain
 
 
-def require_group(group: Any) -> tuple[int, int]:
-    """Raise unless this process is in `group`; return its rank and the number of
-    processes: 0 and 1 without communication.
+def workers_here() -> int:
+    if GlobalComm.INITED:
+        return int(get_group_size())
+    return int(os.environ.get("MS_WORKER_NUM", "1"))
+
+
+def require_communication(argument: str) -> None:
+    """Raise unless communication is initialised: MindSpore would take this process for
+    the only one.
     """
-    if group is not None and not isinstance(group, str):
-        fix = "Pass the name that mindspore.communication.create_group was given."
-        raise explain(
-            ArgumentTypeError,
-            "group",
-            expected="the name of a communication group, or None",
-            got=group,
-            fix=fix,
-        )
     if not GlobalComm.INITED:
-        if group is None and int(os.environ.get("MS_WORKER_NUM", "1")) == 1:
-            return 0, 1
-        fix = "Call mindspore.communication.init() first."
         raise explain(
             UsageError,
-            "group",
+            argument,
             expected="communication that is initialised",
             found="none in this process",
-            fix=fix,
+            fix="Call mindspore.communication.init() first.",
         )
-    try:
-        name = group or GlobalComm.WORLD_COMM_GROUP
-        return int(get_rank(name)), int(get_group_size(name))
-    except (RuntimeError, ValueError) as error:
-        fix = (
-            "Create it on its workers first:"
-            " mindspore.communication.create_group(group, ranks)."
-        )
-        raise explain(
-            UsageError,
-            "group",
-            expected="a communication group of this worker",
-            got=group,
-            fix=fix,
-        ) from error
 
 
 class GatherItems(nn.Cell):  # type: ignore[misc]
@@ -75,16 +53,18 @@ class GatherItems(nn.Cell):  # type: ignore[misc]
         Shape ``(workers * items, ...)``, the dtype of `x`.
 
     Raises:
-        ArgumentTypeError: `group` is no text.
-        UsageError: communication is not initialised where there are several workers, or
-            there is no such group.
+        UsageError: communication is not initialised where there are several workers.
     """
 
     def __init__(self, group: str | None = None) -> None:
         super().__init__(auto_prefix=False)
-        self.rank, self.workers = require_group(group)
-        if self.workers > 1:
-            name = GlobalComm.WORLD_COMM_GROUP if group is None else group
+        self.rank = 0
+        self.workers = 1
+        if group is not None or workers_here() > 1:
+            require_communication("group")
+            name = group or GlobalComm.WORLD_COMM_GROUP
+            self.rank = int(get_rank(name))
+            self.workers = int(get_group_size(name))
             self.gather = ops.AllGather(name)
             self.add_up = ops.AllReduce(ops.ReduceOp.SUM, name)
 

@@ -6,14 +6,14 @@ end of the window adds up the same.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor
 
-from gradaccum import ArgumentTypeError, CheckpointError, kit
+from gradaccum import CheckpointError, kit
 from gradaccum.kit import FIELD_DTYPES, State, explain
 from gradaccum_mindspore.extensions import LOSS
 from gradaccum_mindspore.gradient_sum import (
@@ -22,13 +22,13 @@ from gradaccum_mindspore.gradient_sum import (
     hidden_parameter,
     working_dtype,
 )
-from gradaccum_mindspore.saving import REDISTRIBUTED, saved_place
+from gradaccum_mindspore.saving import saved_place
 from gradaccum_mindspore.state import (
-    ALL_WORKERS,
     GRAD_NORM,
+    INVALID,
     THIS_WORKER,
     WORKERS,
-    Saved,
+    Checkpoint,
     prefixes_in,
     suffixes,
 )
@@ -36,9 +36,7 @@ from gradaccum_mindspore.state import (
 Entry: TypeAlias = Parameter | Tensor
 
 
-def redistributed(
-    states: Sequence[Saved | None], workers: int
-) -> list[dict[str, Entry]]:
+def redistributed(states: Sequence[Checkpoint], workers: int) -> list[dict[str, Entry]]:
     """Return what `workers` workers load to resume the open windows of others, whose
     number may differ.
 
@@ -46,8 +44,6 @@ def redistributed(
         states: the dict that `mindspore.load_checkpoint` returned of each worker's
             file, by rank: of a wrapped optimizer with ``data_parallel=True`` or of a
             cell that holds it; one such dict, of an optimizer without it, is right too.
-            None stands for a worker that was lost: the window resumes without the
-            micro-batches of that worker.
         workers: the number of workers that load, >= 1.
 
     Returns:
@@ -56,150 +52,95 @@ def redistributed(
         of `states`.
 
     Raises:
-        ArgumentTypeError: `states` are not dicts.
-        ArgumentValueError: there is no state, or no worker.
-        CheckpointError: they hold no wrapped optimizer; one of them is missing, or they
-            are not of one moment; a parameter's value differs between them, as shards
-            do, which resume on as many workers alone; a reduction failed before one of
-            them was saved.
+        CheckpointError: one of them is missing, or they are not of one moment; a
+            parameter's value differs between them, as shards do, which resume on as
+            many workers alone; a reduction failed before one of them was saved.
     """
-    if isinstance(states, Mapping) or not all(
-        state is None or isinstance(state, Mapping) for state in states
-    ):
-        raise explain(
-            ArgumentTypeError,
-            "states",
-            expected="a list of dicts by name, one for each worker",
-            found=f"an object of type {type(states).__name__}",
-            fix="Write redistributed([mindspore.load_checkpoint(file) for file in"
-            " files], workers).",
-        )
-    by_rank = {rank: state for rank, state in enumerate(states) if state is not None}
-    saved_states = list(by_rank.values())
-    if not saved_states:
-        kit.redistributed([], workers)
-    first = saved_states[0]
-    prefixes = prefixes_in(first)
-    if not prefixes:
-        raise explain(
-            CheckpointError,
-            "states",
-            expected="the states of a wrapped optimizer",
-            found="none",
-            fix="Save the whole optimizer: mindspore.save_checkpoint(optimizer, file).",
-        )
-    new_states: list[dict[str, Entry]] = [dict(first) for _ in range(max(workers, 0))]
-    for prefix in prefixes:
-        require_all_workers(by_rank, len(states), prefix)
-        windows = redistributed_window(saved_states, prefix, workers)
-        for new_state, entries in zip(new_states, windows, strict=True):
-            for name, value in entries.items():
-                new_state[name] = hidden_parameter(value, name)
+    new_states: list[dict[str, Entry]] = [dict(states[0]) for _ in range(workers)]
+    for prefix in prefixes_in(states[0]):
+        require_all_workers(states, prefix)
+        redistribute_window(new_states, states, prefix)
     return new_states
 
 
-def require_all_workers(
-    by_rank: Mapping[int, Saved], workers: int, prefix: str
-) -> None:
-    """Raise unless these are states of all workers, by rank, and of one moment."""
-    places = [saved_place(state, prefix) for state in by_rank.values()]
-    expected_places = [(rank, workers) for rank in by_rank]
-    if [(place.rank, place.workers) for place in places] != expected_places:
-        ranks = [f"rank {place.rank} of {place.workers}" for place in places]
+def require_all_workers(states: Sequence[Checkpoint], prefix: str) -> None:
+    """Raise unless these are states of all workers, by rank."""
+    places = [saved_place(state, prefix) for state in states]
+    ranks = [(place.rank, place.workers) for place in places]
+    if ranks != [(rank, len(states)) for rank in range(len(states))]:
         raise explain(
             CheckpointError,
             "states",
             expected="the states of all workers, by rank",
-            found=", ".join(ranks),
-            fix="Pass what every worker saved, in the order of their ranks, and None"
-            " for a worker that was lost.",
-        )
-    if len({place.owner for place in places}) > 1:
-        raise explain(
-            CheckpointError,
-            "states",
-            expected="states of one moment",
-            found="some from a window's end",
-            fix="Load what the workers saved between the same two updates.",
+            found=", ".join(f"rank {rank} of {workers}" for rank, workers in ranks),
+            fix="Pass what every worker saved, in the order of their ranks.",
         )
 
 
-def redistributed_window(
-    saved_states: Sequence[Saved], prefix: str, workers: int
-) -> list[dict[str, Tensor]]:
-    """Return the entries of one wrapped optimizer's window for each new worker."""
-    fields = [fields_of(state, prefix) for state in saved_states]
-    if saved_place(saved_states[0], prefix).owner == ALL_WORKERS:
-        # Each holds the window of all: the first one's counts.
-        nothing = {"weight": 0.0, "overflow": False}
-        fields[1:] = [state._replace(**nothing) for state in fields[1:]]
-        saved_states = saved_states[:1]
+def redistribute_window(
+    new_states: Sequence[dict[str, Entry]],
+    saved_states: Sequence[Checkpoint],
+    prefix: str,
+) -> None:
+    """Write the entries of one wrapped optimizer's window for each new worker."""
     first = saved_states[0]
-    micro_steps = [state.micro_step for state in fields[: len(saved_states)]]
-    fullest = saved_states[micro_steps.index(max(micro_steps))]
-    totals = totals_of(saved_states, prefix)
-    total_loss, weight_with_loss, last_loss = losses_of(saved_states, prefix)
-    windows = []
-    for rank, state in enumerate(kit.redistributed(fields, workers)):
-        entries = {
-            f"{prefix}.{field}": like(first, f"{prefix}.{field}", value)
-            for field, value in state._asdict().items()
+    fields = [fields_of(state, prefix) for state in saved_states]
+    if any(state.micro_step == INVALID for state in fields):
+        raise kit.half_made_error()
+    fullest = saved_states[
+        fields.index(max(fields, key=lambda state: state.micro_step))
+    ]
+    event_name, terms_name, loss_name = (
+        f"{prefix}.{name}" for name in ("last_event", "terms", LOSS)
+    )
+    last_loss = first[loss_name].asnumpy()[2]
+    # In float64, as Python adds up the weights: equal if all losses are known.
+    losses = sum(state[loss_name].asnumpy().astype(float) for state in saved_states)
+    sums = sums_of(saved_states, prefix)
+    for rank, state in enumerate(kit.redistributed(fields, len(new_states))):
+        values: dict[str, object] = {
+            f"{prefix}.{field}": value for field, value in state._asdict().items()
         }
-        terms = f"{prefix}.terms"
-        entries[terms] = like(fullest, terms, fullest[terms].asnumpy())
-        event = first[f"{prefix}.last_event"].asnumpy().copy()
+        values[terms_name] = fullest[terms_name].asnumpy()
+        values[loss_name] = [0.0, 0.0, last_loss]
+        if rank == 0:
+            values[loss_name] = [*losses[:2], last_loss]
+        event = first[event_name].asnumpy().copy()
         if state.micro_step > 0:
             event[:GRAD_NORM] = 0
-        entries[f"{prefix}.last_event"] = Tensor(event)
-        losses = [0.0, 0.0, last_loss]
-        if rank == 0:
-            losses = [total_loss, weight_with_loss, last_loss]
-        entries[f"{prefix}.{LOSS}"] = like(first, f"{prefix}.{LOSS}", np.array(losses))
-        place = Tensor([THIS_WORKER, rank, workers], ms.int32)
-        entries[f"{prefix}.{WORKERS}"] = place
-        entries[f"{prefix}.{REDISTRIBUTED}"] = Tensor(True)
-        for name, total in totals.items():
-            zeros = Tensor(np.zeros(total.shape), total.dtype)
-            entries[name] = total if rank == 0 else zeros
-        windows.append(entries)
-    return windows
+        values[event_name] = event
+        for name, total in sums.items():
+            values[name] = total if rank == 0 else np.zeros_like(total)
+        entries = {name: Tensor(values[name], first[name].dtype) for name in values}
+        entries[f"{prefix}.{WORKERS}"] = Tensor(
+            [THIS_WORKER, rank, len(new_states)], ms.int32
+        )
+        for name, entry in entries.items():
+            new_states[rank][name] = hidden_parameter(entry, name)
 
 
-def fields_of(state: Saved, prefix: str) -> State:
+def fields_of(state: Checkpoint, prefix: str) -> State:
     return State(
         *(state[f"{prefix}.{field}"].asnumpy().item() for field in FIELD_DTYPES)
     )
 
 
-def losses_of(saved_states: Sequence[Saved], prefix: str) -> tuple[float, float, float]:
-    """Return the sum of the losses of all workers, their weight, and the last window's
-    loss.
-    """
-    parts = [state[f"{prefix}.{LOSS}"].asnumpy().tolist() for state in saved_states]
-    # Python adds the weights up like this too: they are equal if all losses are known.
-    total = sum(part[0] for part in parts)
-    weight = sum(part[1] for part in parts)
-    return total, weight, parts[0][2]
-
-
-def totals_of(saved_states: Sequence[Saved], prefix: str) -> dict[str, Tensor]:
+def sums_of(saved_states: Sequence[Checkpoint], prefix: str) -> dict[str, Array]:
     """Return the sums of the sums; the parameters they belong to must be the same on
     every worker.
     """
     sum_suffix, master_suffix = suffixes(prefix)
     first = saved_states[0]
-    totals = {}
+    sums: dict[str, Array] = {}
     for sum_name in [name for name in first if name.endswith(sum_suffix)]:
         name = sum_name.removesuffix(sum_suffix)
         for copied_name in (name, name + master_suffix):
             if copied_name in first:
                 arrays = [array_of_entry(state[copied_name]) for state in saved_states]
                 require_one_value(copied_name, arrays)
-        total = array_of_entry(first[sum_name])
-        for state in saved_states[1:]:
-            total = total + array_of_entry(state[sum_name])
-        totals[sum_name] = Tensor(total, first[sum_name].dtype)
-    return totals
+        arrays = [array_of_entry(state[sum_name]) for state in saved_states]
+        sums[sum_name] = np.sum(arrays, axis=0)
+    return sums
 
 
 def require_one_value(name: str, arrays: Sequence[Array]) -> None:
@@ -223,7 +164,3 @@ def array_of_entry(entry: Entry) -> Array:
         entry = entry.astype(work)
     array: Array = entry.asnumpy().astype(ARRAYS.get(work), copy=False)
     return array
-
-
-def like(state: Saved, name: str, value: object) -> Tensor:
-    return Tensor(value, state[name].dtype)

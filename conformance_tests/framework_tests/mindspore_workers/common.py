@@ -80,7 +80,6 @@ class Worker:
         mode: str = "pynative",
         steps: int | None = STEPS,
         inner: Callable[..., nn.Optimizer] = nn.Momentum,
-        hosted: bool = False,
         **options: Any,
     ) -> None:
         set_mode(mode)
@@ -90,8 +89,6 @@ class Worker:
             optimizer, steps=steps, **{"data_parallel": True, **options}
         )
         self.cell = TrainOneStepCell(self.net, self.opt, items)
-        if not hosted:  # The window as one graph, as in a Cell of the user's.
-            object.__setattr__(self.cell, "host", None)
         self.step: Callable[..., Any] = (
             ms.jit(self.cell.construct) if mode == "jit" else self.cell
         )

@@ -20,7 +20,6 @@ from conformance_tests.framework_tests.mindspore_workers.common import (
 from conformance_tests.framework_tests.mindspore_workers.refusals import files
 from conformance_tests.framework_tests.refusing import refused
 from gradaccum_mindspore import GatherItems, load_checkpoint_into, redistributed
-from gradaccum_mindspore.workers.collectives import sum_over_workers
 
 CLASSES = (5, 3)
 """Of each worker."""
@@ -85,15 +84,11 @@ def sharded_head_loads_its_own_file(rank: int) -> None:
 
 @check
 def sharded_head_is_not_redistributed(rank: int) -> None:
-    """One worker's values show no shards: the load does."""
     opt = optimizer_of(rank)
     learn(opt, 1.0, 1.0)
     states = files(rank, opt)
     with refused(gradaccum.CheckpointError, "head", "(5,), (3,)", "its own file"):
         redistributed(states, 1)
-    states[1 - rank] = None
-    with refused(gradaccum.CheckpointError, "redistributed", "their own files"):
-        load_checkpoint_into(opt, redistributed(states, WORLD)[rank])
 
 
 @check
@@ -135,4 +130,3 @@ def float64_items_are_gathered_exactly(rank: int) -> None:
         for found, expected in pairs:
             np.testing.assert_array_equal(found.asnumpy(), expected)
     set_mode("pynative")
-    np.testing.assert_array_equal(sum_over_workers(extremes), within)

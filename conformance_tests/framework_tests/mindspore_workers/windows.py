@@ -38,7 +38,6 @@ from conformance_tests.framework_tests.mindspore_workers.common import (
     require_same_everywhere,
 )
 from conformance_tests.framework_tests.mindspore_workers.counting import (
-    called,
     compiled_graphs,
     require_one_branch,
 )
@@ -92,19 +91,17 @@ CLIP = 0.05
 
 
 @check
-def hosted_windows_make_the_large_batch(rank: int) -> None:
-    """Python ends the windows of compiled micro-batches, on both workers, or beside one
-    whose window is one graph.
+def windows_of_both_engines_make_the_large_batch(rank: int) -> None:
+    """Python ends the windows on both workers, or on one; on the other one the step is
+    compiled.
     """
     scale = gradaccum.DynamicLossScale(1024.0, growth_interval=2)
     expected = reference(all_windows(), clip_norm=CLIP)
-    for hosted in (True, rank == 0, rank == 1):
-        with called() as calls:
-            worker = Worker("graph", hosted=hosted, clip_norm=CLIP, loss_scale=scale)
-            for index, batch in enumerate(micro_batches(rank), 1):
-                calls.clear()
-                worker.learn(batch)
-                assert not hosted or bool(calls) == (index % STEPS == 0)
+    for is_pynative in (True, rank == 0, rank == 1):
+        mode = "pynative" if is_pynative else "graph"
+        worker = Worker(mode, clip_norm=CLIP, loss_scale=scale)
+        for batch in micro_batches(rank):
+            worker.learn(batch)
         worker.opt.flush()
         require_equal(worker, expected)
         assert worker.opt.result.loss_scale == 2048.0
@@ -218,7 +215,7 @@ def model_train_makes_the_large_batch(rank: int) -> None:
         )
         set_mode(mode)
         ms.set_auto_parallel_context(parallel_mode="data_parallel", gradients_mean=True)
-        worker = Worker(mode, hosted=True)
+        worker = Worker(mode)
         x, y, mask = map(np.concatenate, zip(*micro_batches(rank), strict=True))
         columns = (x, y, weighed(mask))
         data = NumpySlicesDataset(columns, ["x", "y", "mask"], shuffle=False)

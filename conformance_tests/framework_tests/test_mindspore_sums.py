@@ -1,5 +1,5 @@
-"""MindSpore's compiled norm, which measures many small sums as one: right whatever
-their number, sizes and elements.
+"""MindSpore's norm of the sums, compiled and in PyNative: each element is seen, and large
+and small ones are measured right.
 """
 
 import math
@@ -15,39 +15,28 @@ from conformance_tests.framework_tests.mindspore_common import (
     set_mode,
 )
 from gradaccum_mindspore import gradient_sum
-from gradaccum_mindspore.gradient_sum import (
-    ROW,
-    SMALL,
-    PackedSums,
-    compiled_measure,
-    measure,
-    robust_measure,
-)
+from gradaccum_mindspore.gradient_sum import CHUNK, ROW, compiled_norm, norm_of
 
 SHAPES = {
     "within a row": [(3,), (5, 7), ()],
     "a prime number": [(61, 67), (16,)],
-    "beside large ones": [(3,), (130, 130), (2, 2), (SMALL + 1,), (2 * ROW, 2)],
+    "of many rows": [(130, 130), (2, 2), (2 * ROW, 2)],
 }
 
 
-def norm_of(arrays):
+class Norm(nn.Cell):
+    def __init__(self, sums, dtype):
+        super().__init__(auto_prefix=False)
+        self.sums, self.dtype = ms.ParameterTuple(sums), dtype
+
+    def construct(self):
+        return compiled_norm(self.sums, self.dtype)
+
+
+def exact_norm(arrays):
     return math.sqrt(
         math.fsum(float(x) ** 2 for array in arrays for x in array.ravel())
     )
-
-
-class Measures(nn.Cell):
-    """Both norms of the same sums."""
-
-    def __init__(self, sums, dtype):
-        super().__init__(auto_prefix=False)
-        self.packed, self.dtype = PackedSums(sums, dtype), dtype
-
-    def construct(self):
-        plain, right = compiled_measure(self.packed(), self.dtype)
-        robust, finite = robust_measure(self.packed(), self.dtype)
-        return plain, right, robust, finite
 
 
 def values_of(shapes, dtype):
@@ -66,11 +55,8 @@ def test_each_sum_is_seen_in_graph_mode(shapes):
         for place, array in enumerate(arrays)
     ]
     set_mode("graph")
-    measures = Measures(sums, ms.float32)
-    plain, right, robust, _ = measures()
-    assert right
-    for norm in (plain, robust):
-        assert norm.asnumpy().item() == pytest.approx(norm_of(arrays), rel=3e-7)
+    norm = Norm(sums, ms.float32)
+    assert norm().asnumpy().item() == pytest.approx(exact_norm(arrays), rel=1e-6)
     for place, element in product(range(len(sums)), (math.inf, math.nan, 1e30, 1e-30)):
         for other, array in zip(sums, arrays, strict=True):
             ops.assign(
@@ -79,36 +65,10 @@ def test_each_sum_is_seen_in_graph_mode(shapes):
         changed = sums[place].asnumpy().copy()
         changed.flat[-1] = element
         ops.assign(sums[place], Tensor(changed))
-        _, right, robust, finite = measures()
-        assert not right, "the plain squares overflow or vanish"
-        assert bool(finite) == math.isfinite(element)
-        if finite:
-            assert robust.asnumpy().item() == pytest.approx(element, rel=3e-7)
-
-
-@pytest.mark.parametrize(
-    ("value", "finite"), [(1e30, True), (math.inf, False), (math.nan, False)]
-)
-def test_one_element_in_many_is_seen(way, value, finite):
-    """Its square overflows, or it is bad."""
-    for place in (0, 12_999):
-        values = np.ones(13_000, np.float32)
-        values[place] = value
-        norm, found = measure([Tensor(values)], ms.float32)
-        assert found == gradient_sum.all_finite(Tensor(values)) == finite
-        assert not finite or norm == pytest.approx(value, rel=1e-6)
-
-
-def test_squares_of_two_tensors_may_overflow_together(way):
-    norm, finite = measure([Tensor(np.full(1, 1.2e154)) for _ in range(2)], ms.float64)
-    assert (norm, finite) == (pytest.approx(1.2e154 * 2**0.5), True)
-
-
-SUM_SHAPES = ((), (7,), (3, 5), (130, 100))
-"""The last has more elements than a row of the norm, and not a multiple of it."""
-
-
-WORK = {"float16": "float32", "float32": "float32", "float64": "float64"}
+        found = norm().asnumpy().item()
+        assert math.isfinite(found) == math.isfinite(element)
+        if math.isfinite(element):
+            assert found == pytest.approx(element, rel=3e-7)
 
 
 @pytest.fixture(params=["NumPy", "operators"])
@@ -120,8 +80,19 @@ def way(request, monkeypatch):
         monkeypatch.setattr(gradient_sum, "array_of", lambda tensor: None)
 
 
-def tensors(arrays):
-    return [Tensor(array) for array in arrays]
+@pytest.mark.parametrize("value", [1e30, math.inf, math.nan])
+def test_one_element_in_many_is_seen(way, value):
+    for place in (0, CHUNK, CHUNK + 12):
+        values = np.ones(CHUNK + 13, np.float32)
+        values[place] = value
+        norm = norm_of([Tensor(values)], ms.float32)
+        assert gradient_sum.all_finite(Tensor(values)) == math.isfinite(value)
+        assert math.isfinite(norm) == math.isfinite(value)
+        assert not math.isfinite(value) or norm == pytest.approx(value, rel=1e-6)
+
+
+SUM_SHAPES = ((), (7,), (3, 5), (130, 100))
+WORK = {"float16": "float32", "float32": "float32", "float64": "float64"}
 
 
 @pytest.mark.parametrize("total", WORK)
@@ -132,7 +103,7 @@ def test_division_and_scaling_are_rounded_once(way, total, other):
     arrays = values_of(SUM_SHAPES, total)
     handed = [getattr(ms, other)] * len(arrays)
     divided = gradient_sum.divided(
-        tensors(arrays), 3.0, handed, getattr(ms, WORK[total])
+        [Tensor(array) for array in arrays], 3.0, handed, getattr(ms, WORK[total])
     )
     for tensor, array in zip(divided, arrays, strict=True):
         expected = (array.astype(work) / work.type(3)).astype(other)
