@@ -91,25 +91,28 @@ def vary_like(params: Params, state: T, shared: Axes = frozenset()) -> T:
     )
 
 
-def traced_with_axes(
-    predicate: Scalar, function: Callable[..., Leaves], leaves: Leaves
-) -> tuple[Any, Leaves, list[Axes]]:
-    """Trace `function`, and give `leaves` all axes that its results may have where
-    `predicate` decides whether it runs.
-
-    The axes themselves come last, one for each leaf; none outside of `jax.shard_map`.
+def with_axes_of_results(
+    predicate: Scalar, function: Callable[[T], T], operand: T
+) -> tuple[Callable[[T], T], T]:
+    """Return `function` and `operand`, marked as varying along all axes along which the
+    operand, the results or the `predicate` that decides between them vary.
     """
+    leaves, structure = jax.tree.flatten(operand)
     while True:
-        closed = jax.make_jaxpr(function)(*leaves)
-        if not manual_axes():
-            return closed, leaves, []
-        wanted = [
-            axes_of(leaf) | axes_of(made) | axes_of(predicate)
-            for leaf, made in zip(leaves, closed.out_avals, strict=True)
+        program = jax.make_jaxpr(function)(jax.tree.unflatten(structure, leaves))
+        axes = [
+            axes_of(predicate) | axes_of(leaf) | axes_of(result)
+            for leaf, result in zip(leaves, program.out_avals, strict=True)
         ]
-        if wanted == [axes_of(leaf) for leaf in leaves]:
-            return closed, leaves, wanted
-        leaves = [vary(leaf, axes) for leaf, axes in zip(leaves, wanted, strict=True)]
+        if axes == [axes_of(leaf) for leaf in leaves]:
+            break
+        leaves = list(map(vary, leaves, axes))
+
+    def varying_function(operand: T) -> T:
+        results = map(vary, jax.tree.leaves(function(operand)), axes)
+        return cast(T, jax.tree.unflatten(structure, results))
+
+    return varying_function, cast(T, jax.tree.unflatten(structure, leaves))
 
 
 def every(flag: Scalar, axes: Axes) -> Scalar:

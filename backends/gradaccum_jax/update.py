@@ -16,12 +16,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 
 from gradaccum import UsageError
 from gradaccum.kit import Scalar, explain
 from gradaccum_jax.arrays import (
     Array,
     Axes,
+    DType,
     Extra,
     GradientTypes,
     InnerState,
@@ -36,14 +38,12 @@ from gradaccum_jax.gradient_sum import (
     divide,
     emptied,
     is_left_out,
-    make_fill,
-    pick,
-    to,
+    select,
 )
 from gradaccum_jax.programs import named_axes, origins
 from gradaccum_jax.sharding import ShardAxes, replicated
 from gradaccum_jax.workers.group import same
-from gradaccum_jax.xla import run_if, traced_once
+from gradaccum_jax.xla import run_if
 
 Optimizer = Callable[[Tree, InnerState], tuple[Any, Any]]
 """``optimizer(gradients, state)``."""
@@ -100,7 +100,7 @@ class Update(NamedTuple):
     def _trace(
         self, accumulator: Tree, inner_state: InnerState, divisor: Scalar
     ) -> TracedUpdate:
-        optimizer = traced_once(self._optimize, (accumulator, inner_state))
+        optimizer = self._optimize
 
         def optimize(accumulator: Tree, inner_state: InnerState) -> tuple[Any, Any]:
             gradients = self._gradients(accumulator, divisor)
@@ -183,14 +183,13 @@ class Update(NamedTuple):
         """Return the updates in `buffer` if `apply` holds, in the dtypes of `updates`;
         otherwise zeros.
         """
-        fill = make_fill(_zero_of)
 
-        def select(leaf: Array, update: Array) -> Array:
+        def chosen(leaf: Array, update: Array) -> Array:
             if is_left_out(leaf, update):
                 return jnp.full(update.shape, _zero_of(update), update.dtype)
-            return to(pick(apply, leaf, fill(leaf)), update.dtype)
+            return to(select(apply, leaf, no_update(leaf)), update.dtype)
 
-        return replicated(jax.tree.map(select, buffer, updates), self.axes)
+        return replicated(jax.tree.map(chosen, buffer, updates), self.axes)
 
 
 def _wide_enough(total: Array, update: Array) -> Array:
@@ -242,7 +241,11 @@ def without_unread(
 
 
 def no_update(leaf: Array) -> Array:
-    return jnp.full_like(leaf, _zero_of(leaf))
+    return lax.full_like(leaf, _zero_of(leaf))
+
+
+def to(leaf: Array, dtype: DType) -> Array:
+    return leaf.astype(dtype)
 
 
 def _zero_of(leaf: Array) -> complex:

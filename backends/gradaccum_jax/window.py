@@ -74,7 +74,7 @@ def add(
     """Add a micro-batch to the window; return the state, and a bool scalar: the
     micro-batch was dropped.
     """
-    gradients = gradient_sum.counting(micro_batch.gradients, state.accumulator)
+    gradients = gradient_sum.without_unread(micro_batch.gradients, state.accumulator)
     weight = micro_batch.weight
     fields = fields_of(state)
     factor = None
