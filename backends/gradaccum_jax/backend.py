@@ -26,8 +26,8 @@ from gradaccum_jax.optimizer import Accumulation, require_transformation
 from gradaccum_jax.optimizer import Wrapped as Wrapped
 from gradaccum_jax.verification import check
 from gradaccum_jax.window import probe
-from gradaccum_jax.workers.data_parallel import require_devices, start_on
-from gradaccum_jax.workers.group import require_names, require_shard_axes
+from gradaccum_jax.workers.data_parallel import start_on
+from gradaccum_jax.workers.group import require_names
 
 Axes = str | tuple[str, ...] | None
 
@@ -79,7 +79,7 @@ class JaxBackend:
 
         Raises:
             ArgumentTypeError: `optimizer` is no such transformation or is wrapped
-                already, or `axis_name` or `shard_axes` is no name, `mesh` no mesh.
+                already.
             ArgumentValueError: a callable in ``steps`` returns no int >= 1 for step 0,
                 or a size is more than int32 can hold.
             UsageError: ``steps=until_weight(...)`` with an `axis_name`: each device
@@ -99,11 +99,9 @@ class JaxBackend:
             inner,
             checked,
             names,
-            require_shard_axes(shard_axes),
+            None if shard_axes is None else require_names(shard_axes),
             declared_by(transformation),
         )
-        if mesh is not None:
-            require_devices(mesh, names, axis_name)
         init = accumulation.init
         if names:
             init = start_on(init, mesh, names)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import NamedTuple
+import operator
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +22,7 @@ from gradaccum_jax.arrays import (
     Tree,
     is_key,
     takes_part,
+    typeof,
     wider,
 )
 from gradaccum_jax.sharding import ShardAxes, axes_of, shards_of, vary
@@ -198,6 +201,16 @@ def select(predicate: Scalar, a: Array, b: Array) -> Array:
 # the sum is measured again, times a power of two that brings it into range.
 
 
+SMALL_SIZE = 2**14
+"""Elements of an array at most that is measured together with others of its type."""
+GROUP_SIZE = 10
+"""XLA compiles a kernel for each sum of squares. So the squares of small arrays of one
+type are added up element by element before: a step of 150 arrays, of 64 and of 64 x 64
+elements, then compiles in 1.5 s in place of 12.8 s (JAX 0.7.1 on a CPU). Beyond ten,
+XLA takes longer to compile a kernel than for two.
+"""
+
+
 class Measured(NamedTuple):
     """The size of a sum."""
 
@@ -239,19 +252,33 @@ def _sum_of_squares(arrays: Leaves, factor: Scalar, shard_axes: ShardAxes) -> Sc
     shards. An array of which each device has a copy counts once.
     """
     sums: dict[tuple[str, ...], Scalar] = {}
-    for array in arrays:
-        axes = shards_of(array, shard_axes)
+    for group in _groups_of_one_type(arrays):
+        axes = shards_of(group[0], shard_axes)
         total = sums.get(axes, jnp.zeros_like(factor))
         # XLA:CPU before JAX 0.10 writes out squares. The dependence, on a number that
-        # is never below 0, makes it measure one array after the other: AdamW on four
+        # is never below 0, makes it measure one group after the other: AdamW on four
         # arrays needs temporary memory of 0.25 times the parameters in place of 1.0
         # (JAX 0.7.1).
-        array_factor = jnp.where(total < 0, total, factor)
-        sums[axes] = total + jnp.sum(jnp.square(array * array_factor))
+        group_factor = jnp.where(total < 0, total, factor)
+        squares = [jnp.square(array * group_factor) for array in group]
+        sums[axes] = total + jnp.sum(functools.reduce(operator.add, squares))
     return sum(
         (lax.psum(total, axes) if axes else total for axes, total in sums.items()),  # type: ignore[no-untyped-call]
         start=jnp.zeros_like(factor),
     )
+
+
+def _groups_of_one_type(arrays: Leaves) -> list[Leaves]:
+    """Return small arrays of one type in groups, and each large one alone."""
+    by_type: dict[Any, Leaves] = {}
+    for place, array in enumerate(arrays):
+        kind = typeof(array) if array.size <= SMALL_SIZE else place
+        by_type.setdefault(kind, []).append(array)
+    return [
+        same_type[start : start + GROUP_SIZE]
+        for same_type in by_type.values()
+        for start in range(0, len(same_type), GROUP_SIZE)
+    ]
 
 
 def _real_parts(accumulator: Tree) -> Leaves:

@@ -12,15 +12,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gradaccum import ArgumentTypeError
 from gradaccum.kit import (
     Fields,
     Scalar,
-    UntilWeight,
     accumulate,
     close,
     ends,
-    explain,
     make_options,
     usable,
 )
@@ -40,7 +37,6 @@ from gradaccum_jax.arrays import (
 )
 from gradaccum_jax.checks import align, require_dtype, require_plain
 from gradaccum_jax.optimizer import require_transformation
-from gradaccum_jax.sharding import require_ordinary
 from gradaccum_jax.state import all_like
 from gradaccum_jax.update import Update
 from gradaccum_jax.window import check_known, probe, size_at
@@ -95,18 +91,6 @@ class MultiSteps:
         accumulator_dtype: DType = None,
     ) -> None:
         require_transformation(opt)
-        if every_k_schedule is None or isinstance(every_k_schedule, UntilWeight):
-            fix = (
-                "Write for example every_k_schedule=4. Windows by weight are"
-                " gradaccum.wrap's."
-            )
-            raise explain(
-                ArgumentTypeError,
-                "every_k_schedule",
-                expected="an int >= 1 or a function",
-                got=every_k_schedule,
-                fix=fix,
-            )
         self._opt = optax.with_extra_args_support(opt)
         self._options = make_options(every_k_schedule, reduction="sum")
         probe(self._options.steps)
@@ -120,12 +104,7 @@ class MultiSteps:
         return self._opt
 
     def init(self, params: Params) -> optax.MultiStepsState:
-        """Return the state before the first mini-step.
-
-        Raises:
-            ArgumentTypeError: an explicit mesh types a parameter as ``reduced``.
-        """
-        require_ordinary(params)
+        """Return the state before the first mini-step."""
         gradient_step = jnp.zeros((), jnp.int32)
         _, skip_state = self._should_skip(
             gradient_sum.clear(params), gradient_step, params
@@ -153,16 +132,11 @@ class MultiSteps:
         Raises:
             GradientError: `updates` has another structure, shape or dtype than
                 `acc_grads`.
-            UsageError: the inner optimizer reduces over devices.
-            ArgumentTypeError: `should_skip_update_fn` returned something else than a
-                bool scalar.
             ArgumentTypeError, ArgumentValueError: a function `every_k_schedule`
                 returned no int >= 1, outside `jax.jit`.
         """
         check_known(self._options.steps, state.gradient_step)
-        aligned = align(
-            updates, state.acc_grads, any_float=self._accumulator_dtype is not None
-        )
+        aligned = align(updates, state.acc_grads)
         stepped: tuple[Updates, optax.MultiStepsState] = call_jitted(
             self._jitted_update,
             self._update,
@@ -196,9 +170,9 @@ class MultiSteps:
     ) -> tuple[Updates, optax.MultiStepsState]:
         types = gradient_types(state.acc_grads, None, gradients)
         update = Update(self._opt.update, types, params, extra)
-        traced = update.trace(state.acc_grads, state.inner_opt_state, None)
+        update_types = update.trace(state.acc_grads, state.inner_opt_state, None)
         skip, skip_state = self._should_skip(updates, state.gradient_step, params)
-        accepted = ~_require_bool(skip)
+        accepted = ~jnp.asarray(skip, bool)
         fields = accumulate(_fields(state), jnp.ones(()), accepted, jnp.where)
         steps = size_at(self._options.steps, state.gradient_step)
         is_full = ends(fields, steps, jnp.where)
@@ -215,10 +189,10 @@ class MultiSteps:
             )
         ]
         mini_step, gradient_step = all_like(new_counters, counters)
-        made, total, inner_state = update.run(
-            total, state.inner_opt_state, None, traced, at_end
+        new_updates, total, inner_state = update.run(
+            total, state.inner_opt_state, None, update_types, at_end
         )
-        return made, optax.MultiStepsState(
+        return new_updates, optax.MultiStepsState(
             mini_step,
             gradient_step,
             inner_state,
@@ -255,19 +229,6 @@ class MultiSteps:
 
 def _never(*_: Tree) -> tuple[Scalar, Tree]:
     return jnp.asarray(False), ()
-
-
-def _require_bool(skip: Scalar) -> Scalar:
-    skip = jnp.asarray(skip)
-    if skip.shape != () or skip.dtype != jnp.bool_:
-        raise explain(
-            ArgumentTypeError,
-            "should_skip_update_fn",
-            expected="a bool scalar as first result",
-            found=f"one of dtype {skip.dtype} and shape {skip.shape}",
-            fix="Reduce it with jnp.any.",
-        )
-    return skip
 
 
 def _fields(state: optax.MultiStepsState) -> Fields:

@@ -38,10 +38,6 @@ from gradaccum_jax.state import (
 )
 from gradaccum_jax.workers.group import by_kind
 
-_RESTORE = (
-    "Continue with the optimizer and the parameters that the checkpoint was made with."
-)
-
 
 def check_state(tx: optax.GradientTransformation, state: Tree, params: Params) -> Tree:
     """Return a restored `state` to resume with, as JAX arrays in the structure of `tx`.
@@ -94,19 +90,11 @@ def _check_nested(
 
 
 def _on_devices(like: AccumulationState, restored: Tree) -> AccumulationState:
-    weight_shape = np.shape(by_path(restored).get("weight", 0.0))
-    if not weight_shape:
-        _refuse(
-            "weight",
-            "an array with one entry for each device, as tx has axis_name",
-            "one of shape ()",
-            "Restore what a step under gradaccum_jax.data_parallel returned, or wrap"
-            " without axis_name.",
-        )
+    devices = np.shape(by_path(restored).get("weight", 0.0))
 
     def with_device_axis(leaf: Array) -> Array:
         kind: Any = jax.ShapeDtypeStruct
-        return kind((weight_shape[0], *leaf.shape), leaf.dtype)
+        return kind((*devices, *leaf.shape), leaf.dtype)
 
     return by_kind(like, own=with_device_axis, shared=lambda leaf: leaf)
 
@@ -170,10 +158,6 @@ def _key_name(key: object) -> str:
 
 
 def _check_leaves(given: dict[str, Array], expected: dict[str, Array]) -> None:
-    for path, leaf in given.items():
-        if isinstance(leaf, jax.ShapeDtypeStruct):
-            fix = "Restore the checkpoint first, and pass what that returns."
-            _refuse(path, "an array", "its shape alone", fix)
     for path, leaf in expected.items():
         kind = _kind(leaf)
         given_kind = _kind(given[path]) if path in given else "nothing at all"
@@ -181,9 +165,7 @@ def _check_leaves(given: dict[str, Array], expected: dict[str, Array]) -> None:
             _refuse(path, kind, given_kind)
     for path in given.keys() - expected.keys():
         _refuse(
-            path,
-            "nothing, as this optimizer and these parameters have no such leaf",
-            f"an array of shape {np.shape(given[path])}",
+            path, "nothing, as tx.init(params) has no such leaf", _kind(given[path])
         )
 
 
@@ -192,7 +174,12 @@ def _kind(leaf: Array) -> str:
     return f"an array of shape {np.shape(leaf)} and dtype {dtype}"
 
 
-def _refuse(path: str, expected: str, found: str, fix: str = _RESTORE) -> NoReturn:
+def _refuse(path: str, expected: str, found: str) -> NoReturn:
     raise explain(
-        CheckpointError, f"state.{path}", expected=expected, found=found, fix=fix
+        CheckpointError,
+        f"state.{path}",
+        expected=expected,
+        found=found,
+        fix="Continue with the optimizer and the parameters that the checkpoint was made"
+        " with.",
     )

@@ -23,7 +23,7 @@ from jax.sharding import AxisType, NamedSharding
 
 from gradaccum import ArgumentTypeError
 from gradaccum.kit import Scalar, explain
-from gradaccum_jax.arrays import Array, Axes, Leaves, Params, Tree, typeof
+from gradaccum_jax.arrays import Array, Axes, Params, Tree, typeof
 
 T = TypeVar("T")
 

@@ -7,13 +7,13 @@ Only the device knows whether a window ends, so every micro-batch runs one progr
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradaccum import ArgumentTypeError, kit
+from gradaccum import kit
 from gradaccum.kit import (
     Decision,
     Fields,
@@ -23,7 +23,6 @@ from gradaccum.kit import (
     contribution,
     decide,
     divisor,
-    explain,
     joined,
     measures,
     usable,
@@ -46,7 +45,7 @@ from gradaccum_jax.state import (
     with_fields,
 )
 from gradaccum_jax.update import Update
-from gradaccum_jax.workers.group import ReducedWindow, all_reduce, require_told
+from gradaccum_jax.workers.group import ReducedWindow, all_reduce, require_known_axes
 from gradaccum_jax.xla import run_if
 
 Event = tuple[Scalar, Scalar, Scalar]
@@ -133,12 +132,11 @@ def close(
     AdamW reads each twice (JAX 0.7.1: temporary memory of 1.0 times the parameters in
     place of 0.25).
     """
-    require_told(state.accumulator, frozenset(update.axes), update.shard_axes, options)
+    require_known_axes(state.accumulator, update.axes, update.shard_axes, options)
     bare_state = with_event(
         state._replace(accumulator=None, inner_state=None, masters=None, terms=None),
         *event,
     )
-    zero = jnp.zeros_like(state.weight)
     shared = bool(update.axes)
 
     def end(ending: Ending) -> Ending:
@@ -160,6 +158,7 @@ def close(
         return Ending(closed, total, decision.apply, decision.divisor, loss)
 
     start_total = state.accumulator if shared else None
+    zero = jnp.zeros_like(state.weight)
     start = Ending(bare_state, start_total, jnp.asarray(False), zero + 1, zero)
     ending = run_if(at_end, end, start)
     total = ending.total if shared else state.accumulator
@@ -171,9 +170,9 @@ def close(
     if takes_loss:
         update = update.with_loss(ending.loss)
     inner_state = (state.inner_state, state.masters)
-    traced = update.trace(total, inner_state, divisor)
+    update_types = update.trace(total, inner_state, divisor)
     updates, total, (inner_state, masters) = update.run(
-        total, inner_state, divisor, traced, ending.apply
+        total, inner_state, divisor, update_types, ending.apply
     )
     if shared:
         # On its way out of `data_parallel` a device's sum gets a leading axis, for
@@ -204,12 +203,13 @@ def keep(
     takes_loss: bool,
 ) -> tuple[Updates, AccumulationState]:
     """Replace `close` in a window that only the caller closes."""
-    require_told(state.accumulator, frozenset(update.axes), update.shard_axes, options)
+    require_known_axes(state.accumulator, update.axes, update.shard_axes, options)
     if takes_loss:
         update = update.with_loss(jnp.zeros_like(state.loss))
     inner_state = (state.inner_state, state.masters)
-    traced = update.trace(state.accumulator, inner_state, jnp.ones_like(state.weight))
-    updates, total = update.keep(state.accumulator, traced.updates, never)
+    divisor = jnp.ones_like(state.weight)
+    update_types = update.trace(state.accumulator, inner_state, divisor)
+    updates, total = update.keep(state.accumulator, update_types, never)
     return updates, with_event(state._replace(accumulator=total), *event)
 
 
@@ -276,10 +276,9 @@ def _complete_window(
     return CompleteWindow(fields, reduced.total, reduced.loss)
 
 
-# The size of a window where a callable in ``steps`` says it. The size is checked as far
-# as it is known.
+# The size of a window where a callable in ``steps`` says it.
 #
-# A concrete value is checked as in every backend. Of a traced one only the dtype is
+# A concrete value is checked as in every backend; the value of a traced one is not
 # known. If it turns out below 1, each micro-batch counts as not finite, so that no
 # update is made and the result says so.
 
@@ -289,23 +288,12 @@ def size_at(schedule: kit.Schedule, optimizer_step: Scalar) -> Scalar:
     `UntilWeight` of it.
     """
     size = kit.steps_at(schedule, optimizer_step, jnp.where)
-    if kit.is_known(schedule):
+    if kit.is_known(schedule) or isinstance(number_of(size), jax.core.Tracer):
         return size
-    number = number_of(size) if isinstance(schedule, kit.UntilWeight) else size
-    if not isinstance(number, jax.core.Tracer):
-        step: Scalar = "optimizer_step"
-        if not isinstance(optimizer_step, jax.core.Tracer):
-            step = int(np.asarray(optimizer_step))
-        return kit.require_steps(size, cast(int, step), schedule)
-    if number.shape != () or not jnp.issubdtype(number.dtype, jnp.integer):
-        raise explain(
-            ArgumentTypeError,
-            "steps(optimizer_step)",
-            expected="an integer scalar",
-            found=f"one of dtype {number.dtype} and shape {number.shape}",
-            fix="Cast what it returns: .astype(jnp.int32).",
-        )
-    return size
+    step: Any = "optimizer_step"
+    if not isinstance(optimizer_step, jax.core.Tracer):
+        step = int(np.asarray(optimizer_step))
+    return kit.require_steps(size, step, schedule)
 
 
 def number_of(size: Scalar) -> Scalar:

@@ -29,7 +29,9 @@ def call_jitted(
     Called op by op from Python, the conditionals of a step would compile anew in every
     micro-batch. Under `jax.jit` the jitted form is inlined.
     """
-    is_traceable = all(isinstance(leaf, TRACEABLE) for leaf in jax.tree.leaves(arguments))
+    is_traceable = all(
+        isinstance(leaf, TRACEABLE) for leaf in jax.tree.leaves(arguments)
+    )
     # Sums are wider than gradients by design; a user's "strict" would refuse to mix
     # them.
     with jax.numpy_dtype_promotion("standard"):
