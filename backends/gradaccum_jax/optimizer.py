@@ -169,9 +169,7 @@ class Accumulation:
         )
         group.require_own_loss(micro_batch.loss, self.axes)
         if last is not None:
-            last = jnp.asarray(last, bool)
-        fix = "Write jax.lax.pmax(last, axis_name)."
-        last = group.same("last", last, self.axes, fix)
+            last = group.same("last", jnp.asarray(last, bool), self.axes)
         stepped: tuple[Updates, AccumulationState] = call_jitted(
             self._jitted_update, self._update, micro_batch, state, params, extra, last
         )
@@ -187,9 +185,8 @@ class Accumulation:
     ) -> tuple[Updates, AccumulationState]:
         self.check(state, params, extra)
         dtype = jnp.result_type(state.weight)
-        fix = "Write jax.lax.psum(denominator, axis_name)."
         divisor = as_denominator(denominator, self.options, dtype)
-        divisor = group.same("denominator", divisor, self.axes, fix)
+        divisor = group.same("denominator", divisor, self.axes)
         flushed: tuple[Updates, AccumulationState] = call_jitted(
             self._jitted_flush, self._flush, state, params, extra, divisor
         )
@@ -205,7 +202,7 @@ class Accumulation:
         if self.axes:
             group.require_shared(state, self.axes)
             group.require_same_params(params, self.axes)
-            group.same_extra(extra, self.axes)
+            group.same("", extra, self.axes)
 
     def add(
         self, state: AccumulationState, grads: Tree, weight: Scalar, loss: Scalar
@@ -239,26 +236,14 @@ class Accumulation:
         state, was_dropped = window.add(
             state, micro_batch, steps, self.options, self.shard_axes
         )
-        update = self._inner_update(state, params, extra, micro_batch.gradients)
         is_full = ends(fields_of(state), steps, jnp.where)
-        event = (False, False, was_dropped)
-        takes_loss = micro_batch.loss is not None
-        if steps is None and last is None:
-            return window.keep(
-                state,
-                update,
-                self.options,
-                never=is_full,
-                event=event,
-                takes_loss=takes_loss,
-            )
         return window.close(
             state,
-            update,
+            self._inner_update(state, params, extra, micro_batch.gradients),
             self.options,
             at_end=is_full if last is None else is_full | last,
-            event=event,
-            takes_loss=takes_loss,
+            event=(False, False, was_dropped),
+            takes_loss=micro_batch.loss is not None,
         )
 
     def _flush(
@@ -290,7 +275,7 @@ class Accumulation:
             self.inner.update,
             gradient_types(state.accumulator, master_params, gradients),
             replicated(params, self.axes),
-            group.same_extra(extra, self.axes),
+            group.same("", extra, self.axes),
             self.axes,
             self.shard_axes,
         )

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
-from importlib import import_module
 from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
@@ -26,24 +24,6 @@ from gradaccum.kit import Scalar, explain
 from gradaccum_jax.arrays import Array, Axes, Params, Tree, typeof
 
 T = TypeVar("T")
-
-if hasattr(jax, "shard_map"):
-    shard_map: Any = jax.shard_map
-else:
-    from jax.experimental.shard_map import shard_map as _older
-
-    shard_map = partial(_older, check_rep=False)
-"""`jax.shard_map`. JAX before 0.6.1 has an older one, whose check of replication has no
-rule for much that gradaccum calls.
-"""
-
-
-reshard: Any = (
-    getattr(jax.sharding, "reshard", None)
-    or import_module("jax.experimental.shard").reshard
-)
-"""`jax.sharding.reshard`, which JAX 0.5 and 0.6 have in `jax.experimental.shard` alone.
-"""
 
 
 def axes_of(value: Array) -> Axes:

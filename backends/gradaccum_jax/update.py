@@ -30,7 +30,7 @@ from gradaccum_jax.arrays import (
     takes_part,
     wider,
 )
-from gradaccum_jax.gradient_sum import divide, emptied, is_left_out, select
+from gradaccum_jax.gradient_sum import divide, is_left_out, select
 from gradaccum_jax.sharding import ShardAxes, replicated
 from gradaccum_jax.workers.group import same
 from gradaccum_jax.xla import run_if
@@ -102,20 +102,6 @@ class Update(NamedTuple):
         updates = self._updates_where(apply, buffer, update_types)
         return updates, cast_like(buffer, accumulator), inner_state
 
-    def keep(
-        self, accumulator: Tree, update_types: Updates, never: Scalar
-    ) -> tuple[Updates, Tree]:
-        """Return the updates, all zeros, and the sum of a micro-batch that can end no
-        window.
-
-        Constant zeros would cost a copy of the parameters: nothing tells XLA that the
-        gradient, which reads the old parameters, comes first. After a conditional over
-        all sums, even one that never runs, the gradient has come, and the select is
-        free.
-        """
-        accumulator = run_if(never, lambda total: emptied(total, never), accumulator)
-        return self._updates_where(never, accumulator, update_types), accumulator
-
     def _optimize(self, gradients: Tree, inner_state: InnerState) -> tuple[Any, Any]:
         """Call the optimizer; without ``value`` if it takes none, as optax's SAM."""
         extra = self.extra
@@ -126,12 +112,7 @@ class Update(NamedTuple):
                 raise
             extra = {name: extra[name] for name in extra if name != "value"}
             results = self.optimizer(gradients, inner_state, self.params, **extra)
-        return same(
-            "what the inner optimizer made",
-            results,
-            self.axes,
-            "Let the optimizer close over nothing that is a device's own.",
-        )
+        return same("what the inner optimizer made", results, self.axes)
 
     def _gradients(self, accumulator: Tree, divisor: Scalar) -> Tree:
         if divisor is not None:

@@ -137,31 +137,33 @@ def close(
         state._replace(accumulator=None, inner_state=None, masters=None, terms=None),
         *event,
     )
-    shared = bool(update.axes)
+    is_shared = bool(update.axes)
 
     def end(ending: Ending) -> Ending:
-        total = ending.total if shared else state.accumulator
+        total = ending.total if is_shared else state.accumulator
         window, decision, divides = decide_on(
             state, total, update, options, denominator
         )
         loss = kit.window_loss(window.loss, window.fields, divides, jnp.where)
-        closed = with_fields(ending.state, _closed(window.fields, decision, options))
-        closed = close_loss(closed, loss)
+        fields = close_fields(
+            window.fields, decision.apply, decision.overflow, options, jnp.where
+        )
+        closed_state = close_loss(with_fields(ending.state, fields), loss)
         norm = like(as_stored(decision.grad_norm), state.last_grad_norm)
-        closed = with_event(
-            closed._replace(last_grad_norm=norm),
+        closed_state = with_event(
+            closed_state._replace(last_grad_norm=norm),
             decision.apply,
             ~decision.apply,
             decision.overflow,
         )
-        total = window.total if shared else None
-        return Ending(closed, total, decision.apply, decision.divisor, loss)
+        total = window.total if is_shared else None
+        return Ending(closed_state, total, decision.apply, decision.divisor, loss)
 
-    start_total = state.accumulator if shared else None
+    start_total = state.accumulator if is_shared else None
     zero = jnp.zeros_like(state.weight)
     start = Ending(bare_state, start_total, jnp.asarray(False), zero + 1, zero)
     ending = run_if(at_end, end, start)
-    total = ending.total if shared else state.accumulator
+    total = ending.total if is_shared else state.accumulator
     divisor: Scalar = ending.divisor
     if gradient_sum.keeps_dtypes(total, divisor):
         divide = partial(gradient_sum.divide, divisor=divisor)
@@ -174,43 +176,13 @@ def close(
     updates, total, (inner_state, masters) = update.run(
         total, inner_state, divisor, update_types, ending.apply
     )
-    if shared:
+    if is_shared:
         # On its way out of `data_parallel` a device's sum gets a leading axis, for
         # which XLA would copy it; a select is written in place.
         total = gradient_sum.emptied(total, at_end)
     return updates, ending.state._replace(
         accumulator=total, inner_state=inner_state, masters=masters, terms=state.terms
     )
-
-
-def _closed(fields: Fields, decision: Decision, options: Options) -> Fields:
-    closed = close_fields(fields, decision.apply, decision.overflow, options, jnp.where)
-    rule = options.scale_rule
-    if rule.growth_factor == rule.backoff_factor:
-        # XLA does not see that a static scale, whose factors are 1, and its tracker
-        # never move.
-        return (*closed[:5], *fields[5:])
-    return closed
-
-
-def keep(
-    state: AccumulationState,
-    update: Update,
-    options: Options,
-    *,
-    never: Scalar,
-    event: Event,
-    takes_loss: bool,
-) -> tuple[Updates, AccumulationState]:
-    """Replace `close` in a window that only the caller closes."""
-    require_known_axes(state.accumulator, update.axes, update.shard_axes, options)
-    if takes_loss:
-        update = update.with_loss(jnp.zeros_like(state.loss))
-    inner_state = (state.inner_state, state.masters)
-    divisor = jnp.ones_like(state.weight)
-    update_types = update.trace(state.accumulator, inner_state, divisor)
-    updates, total = update.keep(state.accumulator, update_types, never)
-    return updates, with_event(state._replace(accumulator=total), *event)
 
 
 def discard(state: AccumulationState) -> AccumulationState:

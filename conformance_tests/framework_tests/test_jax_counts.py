@@ -48,7 +48,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "no_steps": {"steps": None},
 }
 CASES = [*OPTIONS, "multisteps"]
-BRANCHES = {"plain": 4, "clip_and_drop": 4, "no_steps": 1, "multisteps": 1}
+BRANCHES = {"plain": 4, "clip_and_drop": 4, "no_steps": 4, "multisteps": 1}
 """The conditionals: for the end of the window, for the norm of numbers too large or too
 small to be squared, for the division, for the inner optimizer.
 """

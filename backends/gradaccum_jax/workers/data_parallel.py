@@ -19,10 +19,9 @@ import jax.numpy as jnp
 from gradaccum import GradAccumError, UsageError
 from gradaccum.kit import explain
 from gradaccum_jax.arrays import Array, Tree, typeof
-from gradaccum_jax.sharding import axes_of, replicated, reshard, shard_map, vary
+from gradaccum_jax.sharding import axes_of, replicated, vary
 from gradaccum_jax.state import find_states
 from gradaccum_jax.workers.group import (
-    AVERAGE,
     ParamsType,
     are_bound,
     mapped,
@@ -100,7 +99,7 @@ def data_parallel(step: Step, mesh: Mesh, axis_name: str | tuple[str, ...]) -> S
                 local_args = jax.tree.unflatten(structure, local_leaves)
                 return function(*map(_without_device_axis, local_args))
 
-            mapped_body: Callable[..., Any] = shard_map(
+            mapped_body: Callable[..., Any] = jax.shard_map(
                 body,
                 mesh=mesh,
                 in_specs=tuple(specs),
@@ -162,7 +161,7 @@ def _require_same_results(
     updated, _ = split_results(returned, args)
     _require_shared_windows(updated, axes)
     shared = mapped(updated, own=lambda _: None, shared=_same, other=_same)
-    require_same("what step returned, ", shared, axes, AVERAGE)
+    require_same("what step returned, ", shared, axes)
 
 
 def start_on(init: Step, mesh: Mesh | None, axes: tuple[str, ...]) -> Step:
@@ -210,6 +209,7 @@ def _typed_by(leaf: Array, spec: Spec, mesh: Mesh) -> Array:
     leaf_spec = typeof(leaf).sharding.spec
     if not is_explicit or tuple(leaf_spec)[: len(spec)] == tuple(spec):
         return leaf
+    reshard: Any = jax.sharding.reshard
     return reshard(leaf, jax.sharding.NamedSharding(mesh, spec))
 
 
@@ -272,16 +272,15 @@ def split_results(returned: Any, args: tuple[Tree, ...]) -> tuple[Tree, Tree]:
 
 def _require_shared_windows(updated: Tree, axes: tuple[str, ...]) -> None:
     """Raise unless each state in `updated` is one of an optimizer with `axes`."""
-    fix = f"Write tx = gradaccum.wrap(optimizer, steps=4, axis_name={axes!r})."
     for state in find_states(updated):
-        require_shared(state, axes, fix)
+        require_shared(state, axes)
         if spread_axes(axes) - axes_of(state.weight):
             raise explain(
                 UsageError,
                 "state",
                 expected=f"the state of an optimizer with axis_name {axes}",
                 found="one of an optimizer without it",
-                fix=fix,
+                fix=f"Write tx = gradaccum.wrap(optimizer, steps=4, axis_name={axes!r}).",
             )
 
 

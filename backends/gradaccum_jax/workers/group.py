@@ -23,7 +23,6 @@ from gradaccum.kit import Options, Scalar, explain
 from gradaccum_jax.arrays import (
     Array,
     Axes,
-    Extra,
     Gradients,
     InnerState,
     Leaves,
@@ -46,14 +45,6 @@ T = TypeVar("T")
 OnLeaf = Callable[[Array], Any]
 OWN = ("weight", "overflow", "accumulator", "last_overflow", "loss")
 """The fields of an `AccumulationState` that each device has for itself."""
-_RETURNED = (
-    "Pass what tx.init returned under the same axis, each field by its own"
-    " PartitionSpec."
-)
-AVERAGE = (
-    "Change parameters by what tx.update returns; average all else over the devices:"
-    " jax.lax.pmean(value, axis_name)."
-)
 
 
 class ParamsType(Enum):
@@ -108,30 +99,20 @@ def require_axes(axes: tuple[str, ...]) -> None:
 
 
 def require_same_params(params: Params, axes: tuple[str, ...]) -> None:
-    fix = (
-        "Pass the parameters as they came into jax.shard_map by"
-        " in_specs=PartitionSpec(); let only what is differentiated vary."
-    )
-    same("params", params, axes, fix)
+    same("params", params, axes)
 
 
-def same_extra(extra: Extra, axes: tuple[str, ...]) -> Extra:
-    fix = "Reduce it first, as in jax.lax.pmean(value, axis_name)."
-    return same("", extra, axes, fix)
-
-
-def same(name: str, tree: T, axes: tuple[str, ...], fix: str) -> T:
+def same(name: str, tree: T, axes: tuple[str, ...]) -> T:
     """Raise unless the arrays of `tree` are the same on all devices by their types;
     return them so typed.
     """
-    params_type = _params_type.get()
-    if params_type is ParamsType.COPY:
+    if _params_type.get() is ParamsType.COPY:
         return replicated(tree, axes)
-    require_same(name, tree, axes, AVERAGE if params_type else fix)
+    require_same(name, tree, axes)
     return tree
 
 
-def require_same(name: str, tree: Tree, axes: tuple[str, ...], fix: str) -> None:
+def require_same(name: str, tree: Tree, axes: tuple[str, ...]) -> None:
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         differing_axes = axes_of(leaf) & frozenset(axes)
         if differing_axes:
@@ -141,15 +122,14 @@ def require_same(name: str, tree: Tree, axes: tuple[str, ...], fix: str) -> None
                 expected="a value that is the same on all devices",
                 found=f"one that may differ along {sorted(differing_axes)}, as it is"
                 " made of a device's own batch or place",
-                fix=fix,
+                fix="Average it over the devices, jax.lax.pmean(value, axis_name);"
+                " change parameters by what tx.update returns.",
             )
 
 
-def require_shared(
-    state: AccumulationState, axes: tuple[str, ...], fix: str = _RETURNED
-) -> None:
+def require_shared(state: AccumulationState, axes: tuple[str, ...]) -> None:
     shared_fields = by_kind(state, own=lambda _: None, shared=lambda leaf: leaf)
-    require_same("state", shared_fields._asdict(), axes, fix)
+    require_same("state", shared_fields._asdict(), axes)
 
 
 def spread_axes(axes: tuple[str, ...]) -> Axes:
@@ -349,4 +329,6 @@ def _packed(leaves: Leaves) -> tuple[Array, Callable[[Array], Leaves]]:
     """Return one array, and the function that takes such an array apart."""
     if len(leaves) == 1:
         return leaves[0], lambda array: [array]
-    return ravel_pytree(leaves)
+    ravel: Any = ravel_pytree
+    array, unravel = ravel(leaves)
+    return array, unravel

@@ -22,7 +22,7 @@ from conformance_tests.framework_tests.jax_workers.common import (
     placed,
 )
 from conformance_tests.framework_tests.refusing import refused
-from gradaccum_jax.sharding import reshard, vary
+from gradaccum_jax.sharding import vary
 
 lax, DATA, SGD = jax.lax, frozenset(["data"]), optax.sgd(1.0)
 
@@ -122,7 +122,7 @@ def on_explicit(call: Any) -> Any:
 
         def traced(params: Any, x: Any) -> Any:
             reduced = jax.tree.map(
-                lambda p: reshard(p, P(*(None,) * p.ndim, reduced={"data"})), params
+                lambda p: jax.sharding.reshard(p, P(*(None,) * p.ndim, reduced={"data"})), params
             )
             return call(reduced, x)
 
