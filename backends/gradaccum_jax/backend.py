@@ -56,7 +56,7 @@ class JaxBackend:
         options: Options,
         *,
         axis_name: object = None,
-        shard_axes: object = None,
+        shard_axes: Any = None,
         mesh: Any = None,
     ) -> Wrapped:
         """Wrap an `optax.GradientTransformation`; see `gradaccum.wrap`.
@@ -90,16 +90,18 @@ class JaxBackend:
         names = require_names(axis_name)
         if names and isinstance(options.steps, UntilWeight):
             raise shared_until_weight_error(options.steps)
-        checked = options._replace(
+        checked_options = options._replace(
             accumulate_dtype=require_dtype(options.accumulate_dtype)
         )
         inner = optax.with_extra_args_support(transformation)
-        inner = on_masters(inner) if checked.master_weights else without_masters(inner)
+        adapt = on_masters if checked_options.master_weights else without_masters
+        if shard_axes is not None:
+            shard_axes = require_names(shard_axes)
         accumulation = Accumulation(
-            inner,
-            checked,
+            adapt(inner),
+            checked_options,
             names,
-            None if shard_axes is None else require_names(shard_axes),
+            shard_axes,
             declared_by(transformation),
         )
         init = accumulation.init

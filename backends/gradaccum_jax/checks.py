@@ -185,49 +185,51 @@ def align(gradients: Tree, accumulator: Tree) -> Gradients:
     named_gradients, gradient_structure = _named_leaves(gradients)
     if structure != gradient_structure:
         names = {name for name, _ in totals} ^ {name for name, _ in named_gradients}
-        found = f"another structure, which differs in {sorted(names)[:3]}"
-        _refuse("", "the structure of the parameters", found)
-    aligned: Gradients = []
+        got = f"another structure, which differs in {sorted(names)[:3]}"
+        _refuse("", "the structure of the parameters", got)
+    aligned_gradients: Gradients = []
     for (name, total), (_, gradient) in zip(totals, named_gradients, strict=True):
         if total is None:
             continue
         if gradient is None or not takes_part(total):
-            aligned.append(None)
+            aligned_gradients.append(None)
             continue
         _require_like_sum(name, gradient, total)
         if isinstance(gradient, np.ndarray):
             gradient = gradient.copy()
-        aligned.append(gradient)
-    return aligned
+        aligned_gradients.append(gradient)
+    return aligned_gradients
 
 
 def _named_leaves(tree: Tree) -> tuple[NamedLeaves, Tree]:
     """Return the leaves by path, None and float0 as None, and the structure."""
     flat, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_none)
-    named: NamedLeaves = []
+    leaves: NamedLeaves = []
     for path, leaf in flat:
-        # A float0 is JAX's gradient of an integer parameter.
-        is_float0 = getattr(leaf, "dtype", None) == jax.dtypes.float0
-        named.append((jax.tree_util.keystr(path), None if is_float0 else leaf))
-    return named, structure
+        if getattr(leaf, "dtype", None) == jax.dtypes.float0:
+            leaf = None  # JAX's gradient of an integer parameter
+        leaves.append((jax.tree_util.keystr(path), leaf))
+    return leaves, structure
 
 
 def _require_like_sum(name: str, gradient: Array, total: Array) -> None:
     shape = np.shape(gradient)
     if shape != total.shape and not is_left_out(total, gradient):
         _refuse(name, f"a gradient of shape {total.shape}", f"one of shape {shape}")
-    is_complex = jnp.issubdtype(total.dtype, jnp.complexfloating)
     dtype = jnp.result_type(gradient)
-    if not jnp.issubdtype(dtype, jnp.inexact if is_complex else jnp.floating):
+    kind: Any = jnp.floating
+    if jnp.issubdtype(total.dtype, jnp.complexfloating):
+        kind = jnp.inexact
+    if not jnp.issubdtype(dtype, kind):
         _refuse(name, f"a gradient of dtype {total.dtype}", f"one of dtype {dtype}")
 
 
-def _refuse(name: str, expected: str, found: str) -> NoReturn:
+def _refuse(name: str, requirement: str, got: str) -> NoReturn:
     raise explain(
         GradientError,
         f"grads{name}",
-        expected=expected,
-        found=found,
+        expected=requirement,
+        found=got,
         fix="Differentiate with respect to the parameters that tx.init was given.",
     )
 

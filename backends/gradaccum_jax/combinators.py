@@ -61,7 +61,7 @@ def part_of(tx: optax.GradientTransformation, state: Tree, params: Params) -> An
         lambda accumulation, state, params, extra: (state.accumulator, state)
     )
     jax.eval_shape(
-        lambda state, params: _asked(tx, state, params, {}, question), state, params
+        lambda state, params: _ask_part(tx, state, params, {}, question), state, params
     )
     return question.answers[0][0]
 
@@ -81,7 +81,7 @@ def close_part(
     so it must have no state.
     """
     question = Question(close)
-    updates, new_state = _asked(tx, state, params, extra, question)
+    updates, new_state = _ask_part(tx, state, params, extra, question)
     part_updates = question.answers[0][1]
     is_changed = False
 
@@ -114,7 +114,7 @@ def the_part(tx: object, state: Tree) -> AccumulationState:
     return part
 
 
-def _asked(
+def _ask_part(
     tx: optax.GradientTransformation,
     state: Tree,
     params: Params,
@@ -122,9 +122,9 @@ def _asked(
     question: Question,
 ) -> tuple[Updates, Tree]:
     part = the_part(tx, state)
-    like = part.accumulator if params is None else params
     gradients = jax.tree.map(
-        lambda leaf: jnp.zeros_like(leaf) if takes_part(leaf) else None, like
+        lambda leaf: jnp.zeros_like(leaf) if takes_part(leaf) else None,
+        part.accumulator if params is None else params,
     )
     updates, new_state = optax.with_extra_args_support(tx).update(
         gradients, state, params, **extra, **{QUESTION: question}

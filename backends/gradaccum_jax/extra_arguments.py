@@ -25,19 +25,21 @@ KNOWN = frozenset(("value", *OF_A_BATCH))
 """What an inner optimizer may be given without declaring it."""
 
 
-class Declared(NamedTuple):
+class DeclaredArguments(NamedTuple):
     """The extra arguments that an inner optimizer declares."""
 
     names: frozenset[str] = frozenset()
 
 
-def declared_by(inner: optax.GradientTransformation) -> Declared:
+def declared_by(inner: optax.GradientTransformation) -> DeclaredArguments:
     if not isinstance(inner, optax.GradientTransformationExtraArgs):
-        return Declared()
-    return Declared(frozenset(signature(inner.update).parameters))
+        return DeclaredArguments()
+    return DeclaredArguments(frozenset(signature(inner.update).parameters))
 
 
-def require_declared(extra: Extra, declared: Declared) -> None:
+def require_declared(
+    extra: Extra, declared: DeclaredArguments, call: str = "the loss function"
+) -> None:
     """Raise unless the inner optimizer declares each extra argument: an `optax.chain`
     would take a misspelt ``weight=`` and ignore it.
     """
@@ -45,12 +47,11 @@ def require_declared(extra: Extra, declared: Declared) -> None:
         raise explain(
             ArgumentTypeError,
             name,
-            expected="an argument of this call, or one that the inner optimizer's"
-            " update declares",
+            expected=f"an argument of {call}, or one that the inner optimizer declares",
             found="neither",
-            fix="Write weight=, value= or last= in tx.update, denominator= in"
-            f" gradaccum_jax.flush, or def update(..., *, {name}, **extra) around an"
-            " optax.chain.",
+            fix="weight= and last= belong to tx.update, denominator= to"
+            " gradaccum_jax.flush. Around an optax.chain declare it: def update(updates,"
+            f" state, params, *, {name}, **extra).",
         )
 
 

@@ -79,8 +79,9 @@ def without_unread(gradients: Gradients, accumulator: Tree) -> Gradients:
 def weight_dtype(accumulator: Tree) -> DType:
     """Return float64 if any leaf is float64 or complex128, else float32."""
     dtypes = [leaf.dtype for leaf in jax.tree.leaves(accumulator)]
-    has_float64 = any(dtype in ("float64", "complex128") for dtype in dtypes)
-    return jnp.dtype("float64" if has_float64 else "float32")
+    if any(dtype in ("float64", "complex128") for dtype in dtypes):
+        return jnp.dtype("float64")
+    return jnp.dtype("float32")
 
 
 def add(
@@ -211,7 +212,7 @@ XLA takes longer to compile a kernel than for two.
 """
 
 
-class Measured(NamedTuple):
+class Measurement(NamedTuple):
     """The size of a sum."""
 
     norm: Scalar
@@ -220,7 +221,9 @@ class Measured(NamedTuple):
     """bool: every element is finite."""
 
 
-def measure(accumulator: Tree, dtype: DType, shard_axes: ShardAxes = None) -> Measured:
+def measure(
+    accumulator: Tree, dtype: DType, shard_axes: ShardAxes = None
+) -> Measurement:
     """Return the norm in `dtype`, over all shards."""
     arrays = [array.astype(dtype) for array in _real_parts(accumulator)]
     limits = jnp.finfo(dtype)
@@ -236,7 +239,7 @@ def measure(accumulator: Tree, dtype: DType, shard_axes: ShardAxes = None) -> Me
         return jnp.where(again < jnp.inf, norm, jnp.inf)
 
     norm = run_if(~in_range, measure_again, _square_root(squares))
-    return Measured(norm, norm < jnp.inf)
+    return Measurement(norm, norm < jnp.inf)
 
 
 def _square_root(squares: Scalar) -> Scalar:
@@ -262,10 +265,10 @@ def _sum_of_squares(arrays: Leaves, factor: Scalar, shard_axes: ShardAxes) -> Sc
         group_factor = jnp.where(total < 0, total, factor)
         squares = [jnp.square(array * group_factor) for array in group]
         sums[axes] = total + jnp.sum(functools.reduce(operator.add, squares))
-    return sum(
-        (lax.psum(total, axes) if axes else total for axes, total in sums.items()),  # type: ignore[no-untyped-call]
-        start=jnp.zeros_like(factor),
-    )
+    for axes, total in sums.items():
+        if axes:
+            sums[axes] = lax.psum(total, axes)  # type: ignore[no-untyped-call]
+    return sum(sums.values(), start=jnp.zeros_like(factor))
 
 
 def _groups_of_one_type(arrays: Leaves) -> list[Leaves]:

@@ -136,17 +136,17 @@ class MultiSteps:
                 returned no int >= 1, outside `jax.jit`.
         """
         check_known(self._options.steps, state.gradient_step)
-        aligned = align(updates, state.acc_grads)
-        stepped: tuple[Updates, optax.MultiStepsState] = call_jitted(
+        gradients_in_order = align(updates, state.acc_grads)
+        results: tuple[Updates, optax.MultiStepsState] = call_jitted(
             self._jitted_update,
             self._update,
-            aligned,
+            gradients_in_order,
             updates,
             state,
             params,
             extra_args,
         )
-        return stepped
+        return results
 
     def has_updated(self, state: optax.MultiStepsState) -> Scalar:
         """True if the last accepted mini-step made an update: a bool scalar."""
@@ -172,20 +172,20 @@ class MultiSteps:
         update = Update(self._opt.update, types, params, extra)
         update_types = update.trace(state.acc_grads, state.inner_opt_state, None)
         skip, skip_state = self._should_skip(updates, state.gradient_step, params)
-        accepted = ~jnp.asarray(skip, bool)
-        fields = accumulate(_fields(state), jnp.ones(()), accepted, jnp.where)
+        is_accepted = ~jnp.asarray(skip, bool)
+        fields = accumulate(_fields(state), jnp.ones(()), is_accepted, jnp.where)
         steps = size_at(self._options.steps, state.gradient_step)
         is_full = ends(fields, steps, jnp.where)
         if callable(self._options.steps):
             is_full = is_full & (steps >= 1)
-        total = self._add(state, gradients, accepted)
-        at_end = is_full & accepted
-        closed = close(fields, jnp.asarray(True), False, self._options, jnp.where)
+        total = self._add(state, gradients, is_accepted)
+        at_end = is_full & is_accepted
+        next_fields = close(fields, jnp.asarray(True), False, self._options, jnp.where)
         counters = [jnp.asarray(state.mini_step), jnp.asarray(state.gradient_step)]
         new_counters = [
-            jnp.where(at_end, after, jnp.where(accepted, counted, before))
-            for after, counted, before in zip(
-                closed[:2], fields[:2], counters, strict=True
+            jnp.where(at_end, following, jnp.where(is_accepted, count, before))
+            for following, count, before in zip(
+                next_fields[:2], fields[:2], counters, strict=True
             )
         ]
         mini_step, gradient_step = all_like(new_counters, counters)
@@ -201,7 +201,7 @@ class MultiSteps:
         )
 
     def _add(
-        self, state: optax.MultiStepsState, gradients: Gradients, accepted: Scalar
+        self, state: optax.MultiStepsState, gradients: Gradients, is_accepted: Scalar
     ) -> Tree:
         """Return the sum, or the running mean: mean + (gradient - mean) / (number of
         mini-steps).
@@ -211,7 +211,7 @@ class MultiSteps:
                 state.acc_grads,
                 gradients,
                 None,
-                usable(_fields(state), jnp.ones(()), accepted),
+                usable(_fields(state), jnp.ones(()), is_accepted),
             )
 
         def share(mean: Array, gradient: Array) -> Array:
@@ -224,7 +224,7 @@ class MultiSteps:
             share(*pair)
             for pair in zip(jax.tree.leaves(state.acc_grads), gradients, strict=True)
         ]
-        return gradient_sum.add(state.acc_grads, shares, None, accepted)
+        return gradient_sum.add(state.acc_grads, shares, None, is_accepted)
 
 
 def _never(*_: Tree) -> tuple[Scalar, Tree]:

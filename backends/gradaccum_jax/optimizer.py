@@ -46,6 +46,7 @@ from gradaccum_jax.checks import (
     as_denominator,
     as_loss,
     as_weight,
+    require_arrays,
     require_plain,
 )
 from gradaccum_jax.combinators import (
@@ -58,7 +59,7 @@ from gradaccum_jax.combinators import (
 )
 from gradaccum_jax.extensions import first_losses
 from gradaccum_jax.extra_arguments import (
-    Declared,
+    DeclaredArguments,
     require_declared,
     require_none_of_a_batch,
 )
@@ -103,7 +104,7 @@ class Accumulation:
     axes: tuple[str, ...] = ()
     """The mesh axes whose devices share the window."""
     shard_axes: ShardAxes = None
-    declared: Declared = field(default_factory=Declared)
+    declared: DeclaredArguments = field(default_factory=DeclaredArguments)
     leaves_out_unread: bool = True
     """A parameter whose gradient the inner optimizer does not read has no sum."""
 
@@ -111,6 +112,7 @@ class Accumulation:
         """Return the state before the first micro-batch, with one sum in the structure
         of `params`.
         """
+        require_arrays(params, "params")
         group.require_axes(self.axes)
         group.require_known_axes(params, self.axes, self.shard_axes, self.options)
         group.require_same_params(params, self.axes)
@@ -135,7 +137,7 @@ class Accumulation:
             terms=first_terms(self.options),
             **first_losses(dtype),
         )
-        state = vary_like(params, state, frozenset(self.shard_axes or ()))
+        state = vary_like(params, state, self.shard_axes)
         return group.shared_window(state, self.axes)
 
     def update(
@@ -165,15 +167,15 @@ class Accumulation:
         check_known(steps, state.optimizer_step)
         dtype = jnp.result_type(state.weight)
         micro_batch = MicroBatch(
-            self._aligned(grads, state), as_weight(weight, dtype), as_loss(value, dtype)
+            self._align(grads, state), as_weight(weight, dtype), as_loss(value, dtype)
         )
         group.require_own_loss(micro_batch.loss, self.axes)
         if last is not None:
             last = group.same("last", jnp.asarray(last, bool), self.axes)
-        stepped: tuple[Updates, AccumulationState] = call_jitted(
+        results: tuple[Updates, AccumulationState] = call_jitted(
             self._jitted_update, self._update, micro_batch, state, params, extra, last
         )
-        return stepped
+        return results
 
     def flush(
         self,
@@ -187,17 +189,17 @@ class Accumulation:
         dtype = jnp.result_type(state.weight)
         divisor = as_denominator(denominator, self.options, dtype)
         divisor = group.same("denominator", divisor, self.axes)
-        flushed: tuple[Updates, AccumulationState] = call_jitted(
+        results: tuple[Updates, AccumulationState] = call_jitted(
             self._jitted_flush, self._flush, state, params, extra, divisor
         )
-        return flushed
+        return results
 
     def discard(self, state: AccumulationState) -> AccumulationState:
         group.require_axes(self.axes)
         return window.discard(state)
 
     def check(self, state: AccumulationState, params: Params, extra: Extra) -> None:
-        require_declared(extra, self.declared)
+        require_declared(extra, self.declared, "this call")
         group.require_axes((*self.axes, *(self.shard_axes or ())))
         if self.axes:
             group.require_shared(state, self.axes)
@@ -208,13 +210,13 @@ class Accumulation:
         self, state: AccumulationState, grads: Tree, weight: Scalar, loss: Scalar
     ) -> AccumulationState:
         """Add one micro-batch to a window that the caller closes."""
-        micro_batch = MicroBatch(self._aligned(grads, state), weight, loss)
+        micro_batch = MicroBatch(self._align(grads, state), weight, loss)
         return window.add(state, micro_batch, None, self.options, self.shard_axes)[0]
 
-    def _aligned(self, grads: Tree, state: AccumulationState) -> Gradients:
-        aligned = align(grads, state.accumulator)
-        group.require_own(aligned, state.accumulator, self.axes)
-        return aligned
+    def _align(self, grads: Tree, state: AccumulationState) -> Gradients:
+        gradients = align(grads, state.accumulator)
+        group.require_own(gradients, state.accumulator, self.axes)
+        return gradients
 
     @cached_property
     def _jitted_update(self) -> Callable[..., Any]:

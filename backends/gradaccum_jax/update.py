@@ -69,7 +69,9 @@ class Update(NamedTuple):
         def updates_of(accumulator: Tree, inner_state: InnerState) -> Updates:
             gradients = self._gradients(accumulator, divisor)
             leaves, structure = jax.tree.flatten(gradients)
-            typed_leaves = map(lax.convert_element_type, leaves, self.types.like)
+            typed_leaves = map(
+                lax.convert_element_type, leaves, self.types.update_dtypes
+            )
             gradients = jax.tree.unflatten(structure, typed_leaves)
             return self._optimize(gradients, inner_state)[0]
 
@@ -120,7 +122,7 @@ class Update(NamedTuple):
         leaves, structure = jax.tree.flatten(accumulator)
         gradients = []
         for leaf, dtype, shape in zip(
-            leaves, self.types.given, self.types.shapes, strict=True
+            leaves, self.types.dtypes, self.types.shapes, strict=True
         ):
             if leaf.shape != shape:  # nothing reads it
                 leaf = jnp.zeros(shape, dtype)
@@ -147,7 +149,9 @@ def _wide_enough(total: Array, update: Array) -> Array:
 
 
 def _in_place_of(total: Array, update: Array) -> Array:
-    return total if is_left_out(total, update) else update
+    if is_left_out(total, update):
+        return total
+    return update
 
 
 def _updates_that_move(updates: Updates, accumulator: Tree) -> Updates:
@@ -196,4 +200,6 @@ def _zero_of(leaf: Array) -> complex:
     """
     if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
         return complex(-0.0, -0.0)
-    return -0.0 if jnp.issubdtype(leaf.dtype, jnp.floating) else 0
+    if jnp.issubdtype(leaf.dtype, jnp.floating):
+        return -0.0
+    return 0

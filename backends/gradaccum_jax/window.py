@@ -228,7 +228,9 @@ def decide_on(
     if measures(options):
         norm, finite = measure(window.total, dtype, update.shard_axes)
         fits = gradient_sum.fits(
-            window.total, divisor(fields, divides, jnp.where), update.types.like
+            window.total,
+            divisor(fields, divides, jnp.where),
+            update.types.update_dtypes,
         )
         finite = finite & everywhere(fits, update.shard_axes)
     largest = float(jnp.finfo(dtype).max)
@@ -243,9 +245,11 @@ def _complete_window(
     loss = as_read(state.loss)
     if not axes:
         return CompleteWindow(fields, total, loss)
-    reduced = all_reduce(ReducedWindow(total, state.weight, state.overflow, loss), axes)
-    fields = joined(fields, reduced.weight, reduced.overflow)
-    return CompleteWindow(fields, reduced.total, reduced.loss)
+    reduced_window = all_reduce(
+        ReducedWindow(total, state.weight, state.overflow, loss), axes
+    )
+    fields = joined(fields, reduced_window.weight, reduced_window.overflow)
+    return CompleteWindow(fields, reduced_window.total, reduced_window.loss)
 
 
 # The size of a window where a callable in ``steps`` says it.

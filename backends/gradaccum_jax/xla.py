@@ -21,9 +21,11 @@ TRACEABLE = (jax.Array, np.ndarray, np.generic, float)
 
 
 def call_jitted(
-    jitted: Callable[..., Any], function: Callable[..., Any], *arguments: Tree
+    jitted_function: Callable[..., Any],
+    function: Callable[..., Any],
+    *arguments: Tree,
 ) -> Any:
-    """Call ``jitted(*arguments)``, or ``function(*arguments)`` if a leaf is a function,
+    """Call ``jitted_function(*arguments)``, or ``function(*arguments)`` if a leaf is a function,
     a flag or another static value.
 
     Called op by op from Python, the conditionals of a step would compile anew in every
@@ -36,7 +38,7 @@ def call_jitted(
     # them.
     with jax.numpy_dtype_promotion("standard"):
         if is_traceable:
-            return jitted(*arguments)
+            return jitted_function(*arguments)
         return function(*arguments)
 
 
@@ -48,4 +50,4 @@ def run_if(predicate: Scalar, function: Callable[[T], T], operand: T) -> T:
     arrays = jax.tree.map(jnp.asarray, operand)
     if manual_axes():
         function, arrays = with_axes_of_results(predicate, function, arrays)
-    return cast(T, lax.cond(predicate, function, lambda unchanged: unchanged, arrays))
+    return cast(T, lax.cond(predicate, function, lambda arrays: arrays, arrays))

@@ -5,7 +5,6 @@ in Keras.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from typing import Any
 
 import jax

@@ -65,7 +65,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "misspelt weight": (
         lambda: update(wrap(optax.adam(0.1)), wieght=3.0),
         TYPE,
-        f"wieght: {NO_ARGUMENT}.*Write weight=",
+        f"wieght: {NO_ARGUMENT}.*weight= and last= belong",
     ),
     "weight of another library": (
         lambda: update(wrap(optax.adamw(0.1)), num_tokens=3.0),
@@ -80,7 +80,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "weight of a flush": (
         lambda: flush(wrap(steps=None), weight=3.0),
         TYPE,
-        f"weight: {NO_ARGUMENT}.*denominator= in",
+        f"weight: {NO_ARGUMENT}.*denominator= to",
     ),
     "function of the last micro-batch": (
         lambda: update(

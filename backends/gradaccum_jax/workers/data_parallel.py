@@ -24,7 +24,7 @@ from gradaccum_jax.state import find_states
 from gradaccum_jax.workers.group import (
     ParamsType,
     are_bound,
-    mapped,
+    map_by_kind,
     params_typed_as,
     require_names,
     require_same,
@@ -99,14 +99,14 @@ def data_parallel(step: Step, mesh: Mesh, axis_name: str | tuple[str, ...]) -> S
                 local_args = jax.tree.unflatten(structure, local_leaves)
                 return function(*map(_without_device_axis, local_args))
 
-            mapped_body: Callable[..., Any] = jax.shard_map(
+            body_on_devices: Callable[..., Any] = jax.shard_map(
                 body,
                 mesh=mesh,
                 in_specs=tuple(specs),
                 out_specs=out_specs,
                 axis_names=set(axes),
             )
-            return mapped_body
+            return body_on_devices
 
         def check(*args: Tree) -> list[Array]:
             with params_typed_as(ParamsType.SAME):
@@ -117,16 +117,16 @@ def data_parallel(step: Step, mesh: Mesh, axis_name: str | tuple[str, ...]) -> S
         results: list[Results] = []
 
         def step_with_copies(*args: Tree) -> list[Array]:
-            params, *others = args
-            copies = mapped(
+            params, *state_and_batch = args
+            copies = map_by_kind(
                 params,
                 own=_same,
                 shared=_same,
                 other=lambda p: vary(p, frozenset(axes)),
             )
             with params_typed_as(ParamsType.COPY):
-                returned = step(copies, *others)
-            results.append(results_of(returned, args, axes))
+                step_results = step(copies, *state_and_batch)
+            results.append(results_of(step_results, args, axes))
             return results[-1].leaves
 
         # First for the types of what comes out alone, as jax.shard_map must be given
@@ -156,12 +156,14 @@ def _trace(check: Step, leaves: list[Array]) -> None:
 
 
 def _require_same_results(
-    returned: Any, args: tuple[Tree, ...], axes: tuple[str, ...]
+    results: Any, args: tuple[Tree, ...], axes: tuple[str, ...]
 ) -> None:
-    updated, _ = split_results(returned, args)
-    _require_shared_windows(updated, axes)
-    shared = mapped(updated, own=lambda _: None, shared=_same, other=_same)
-    require_same("what step returned, ", shared, axes)
+    params_and_state, _ = split_results(results, args)
+    _require_shared_windows(params_and_state, axes)
+    shared_leaves = map_by_kind(
+        params_and_state, own=lambda _: None, shared=_same, other=_same
+    )
+    require_same("what step returned, ", shared_leaves, axes)
 
 
 def start_on(init: Step, mesh: Mesh | None, axes: tuple[str, ...]) -> Step:
@@ -187,7 +189,7 @@ def specs_of(index: int, arg: Tree, axes: tuple[str, ...]) -> list[Spec]:
     split, same = _specs(axes)
     if index > 1:
         return [same if _is_flag(leaf) else split for leaf in jax.tree.leaves(arg)]
-    specs = mapped(
+    specs = map_by_kind(
         arg, own=lambda _: split, shared=lambda _: same, other=lambda _: same
     )
     return jax.tree.leaves(specs)
@@ -215,7 +217,9 @@ def _typed_by(leaf: Array, spec: Spec, mesh: Mesh) -> Array:
 
 def _without_device_axis(arg: Tree) -> Tree:
     """Return an argument for the step of one device, with its own sums."""
-    return mapped(arg, own=lambda leaf: jnp.squeeze(leaf, 0), shared=_same, other=_same)
+    return map_by_kind(
+        arg, own=lambda leaf: jnp.squeeze(leaf, 0), shared=_same, other=_same
+    )
 
 
 # The results of a step on their way out of `jax.shard_map`.
@@ -229,37 +233,39 @@ class Results(NamedTuple):
     specs: list[Spec]
 
 
-def results_of(returned: Any, args: tuple[Tree, ...], axes: tuple[str, ...]) -> Results:
+def results_of(results: Any, args: tuple[Tree, ...], axes: tuple[str, ...]) -> Results:
     """Return what the step returned: all typed as the same on all devices but for what
     differs, which gets a leading axis.
     """
-    updated, rest = split_results(returned, args)
-    _require_shared_windows(updated, axes)
-    split, same = _specs(axes)
-    updated = mapped(
-        updated,
+    params_and_state, rest = split_results(results, args)
+    _require_shared_windows(params_and_state, axes)
+    params_and_state = map_by_kind(
+        params_and_state,
         own=_with_device_axis,
         shared=_same,
         other=lambda leaf: replicated(jnp.asarray(leaf), axes),
     )
-    leaves = jax.tree.leaves(updated)
-    specs = specs_of(0, updated, axes)
+    leaves = jax.tree.leaves(params_and_state)
+    specs = specs_of(0, params_and_state, axes)
     for leaf in jax.tree.leaves(rest):
-        differs = bool(axes_of(leaf) & frozenset(axes))
-        leaves.append(_with_device_axis(leaf) if differs else leaf)
-        specs.append(split if differs else same)
-    return Results(jax.tree.structure(returned), leaves, specs)
+        spec = _specs(axes)[1]
+        if axes_of(leaf) & frozenset(axes):
+            spec = _specs(axes)[0]
+            leaf = _with_device_axis(leaf)
+        leaves.append(leaf)
+        specs.append(spec)
+    return Results(jax.tree.structure(results), leaves, specs)
 
 
-def split_results(returned: Any, args: tuple[Tree, ...]) -> tuple[Tree, Tree]:
+def split_results(results: Any, args: tuple[Tree, ...]) -> tuple[Tree, Tree]:
     """Return the parameters and the state that a step returned, or the state that an
     init returned, and the rest.
     """
     if len(args) == 1:
-        return returned, ()
+        return results, ()
     structure: Any = jax.tree.structure(args[:2])
-    if type(returned) is tuple and jax.tree.structure(returned[:2]) == structure:
-        return returned[:2], returned[2:]
+    if type(results) is tuple and jax.tree.structure(results[:2]) == structure:
+        return results[:2], results[2:]
     raise explain(
         UsageError,
         "what step returned",
@@ -270,9 +276,9 @@ def split_results(returned: Any, args: tuple[Tree, ...]) -> tuple[Tree, Tree]:
     )
 
 
-def _require_shared_windows(updated: Tree, axes: tuple[str, ...]) -> None:
-    """Raise unless each state in `updated` is one of an optimizer with `axes`."""
-    for state in find_states(updated):
+def _require_shared_windows(tree: Tree, axes: tuple[str, ...]) -> None:
+    """Raise unless each state in `tree` is one of an optimizer with `axes`."""
+    for state in find_states(tree):
         require_shared(state, axes)
         if spread_axes(axes) - axes_of(state.weight):
             raise explain(

@@ -185,7 +185,7 @@ def shared_window(state: AccumulationState, axes: tuple[str, ...]) -> Accumulati
     )
 
 
-def mapped(tree: Tree, *, own: OnLeaf, shared: OnLeaf, other: OnLeaf) -> Tree:
+def map_by_kind(tree: Tree, *, own: OnLeaf, shared: OnLeaf, other: OnLeaf) -> Tree:
     """Map `own` and `shared` over the leaves of an `AccumulationState` in `tree`, and
     `other` over the leaves outside of one.
     """

@@ -122,7 +122,10 @@ def on_explicit(call: Any) -> Any:
 
         def traced(params: Any, x: Any) -> Any:
             reduced = jax.tree.map(
-                lambda p: jax.sharding.reshard(p, P(*(None,) * p.ndim, reduced={"data"})), params
+                lambda p: jax.sharding.reshard(
+                    p, P(*(None,) * p.ndim, reduced={"data"})
+                ),
+                params,
             )
             return call(reduced, x)
 
