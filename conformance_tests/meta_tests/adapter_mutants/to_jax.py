@@ -43,20 +43,20 @@ MUTANTS = (
     ),
     Mutant(
         "apply_what_is_to_be_skipped",
-        "Ending(closed, total, decision.apply, decision.divisor, loss)",
-        "Ending(closed, total, jnp.asarray(True), decision.divisor, loss)",
+        "Ending(closed_state, total, decision.apply, decision.divisor, loss)",
+        "Ending(closed_state, total, jnp.asarray(True), decision.divisor, loss)",
         SUITE + "test_overflow.py::test_overflow_in_every_mode",
     ),
     Mutant(
         "forget_the_overflow",
-        "close_fields(fields, decision.apply, decision.overflow, options, jnp.where)",
-        "close_fields(fields, decision.apply, decision.overflow & False, options, jnp.where)",
+        "            window.fields, decision.apply, decision.overflow, options, jnp.where\n",
+        "            window.fields, decision.apply, decision.overflow & False, options, jnp.where\n",
         SUITE + "test_loss_scale.py::test_scale_moves_once_per_window",
     ),
     Mutant(
         "close_this_device_s_fields",
-        "with_fields(ending.state, _closed(window.fields, decision, options))",
-        "with_fields(ending.state, _closed(fields_of(state), decision, options))",
+        "            window.fields, decision.apply, decision.overflow, options, jnp.where\n",
+        "            fields_of(state), decision.apply, decision.overflow, options, jnp.where\n",
         SUITE + "test_workers_limits.py::test_one_worker_drops_a_micro_batch",
     ),
     Mutant(
@@ -79,20 +79,20 @@ MUTANTS = (
     ),
     Mutant(
         "report_no_norm",
-        "            closed._replace(last_grad_norm=norm),\n",
-        "            closed,\n",
+        "            closed_state._replace(last_grad_norm=norm),\n",
+        "            closed_state,\n",
         SUITE + "test_clipping.py::test_norm_is_reported",
     ),
     Mutant(
         "hide_a_dropped_micro_batch",
-        "event = (False, False, was_dropped)",
-        "event = (False, False, False)",
+        "event=(False, False, was_dropped)",
+        "event=(False, False, False)",
         SUITE + "test_lockstep.py::test_one_sequence_in_every_mode",
     ),
     Mutant(
         "report_an_open_window_as_skipped",
-        "event = (False, False, was_dropped)",
-        "event = (False, True, was_dropped)",
+        "event=(False, False, was_dropped)",
+        "event=(False, True, was_dropped)",
         SUITE + "test_windows.py::test_result_inside_and_at_end",
     ),
     Mutant(
@@ -226,8 +226,8 @@ MUTANTS = (
     ),
     Mutant(
         "resume_under_any_options",
-        "    fields = resumed(saved, saved_terms, options)\n",
-        "    fields = saved\n",
+        "    fields = resumed(saved_fields, saved_terms, options)\n",
+        "    fields = saved_fields\n",
         SUITE + "test_resuming.py::test_open_window_refuses_other_options",
     ),
     Mutant(
