@@ -12,15 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gradaccum.kit import (
-    Fields,
-    Scalar,
-    accumulate,
-    close,
-    ends,
-    make_options,
-    usable,
-)
+from gradaccum.kit import Scalar, make_options
 from gradaccum_jax import gradient_sum
 from gradaccum_jax.arrays import (
     Array,
@@ -136,11 +128,11 @@ class MultiSteps:
                 returned no int >= 1, outside `jax.jit`.
         """
         check_known(self._options.steps, state.gradient_step)
-        gradients_in_order = align(updates, state.acc_grads)
+        gradients = align(updates, state.acc_grads)
         results: tuple[Updates, optax.MultiStepsState] = call_jitted(
             self._jitted_update,
             self._update,
-            gradients_in_order,
+            gradients,
             updates,
             state,
             params,
@@ -173,22 +165,14 @@ class MultiSteps:
         update_types = update.trace(state.acc_grads, state.inner_opt_state, None)
         skip, skip_state = self._should_skip(updates, state.gradient_step, params)
         is_accepted = ~jnp.asarray(skip, bool)
-        fields = accumulate(_fields(state), jnp.ones(()), is_accepted, jnp.where)
         steps = size_at(self._options.steps, state.gradient_step)
-        is_full = ends(fields, steps, jnp.where)
-        if callable(self._options.steps):
-            is_full = is_full & (steps >= 1)
+        count = state.mini_step + is_accepted
+        at_end = is_accepted & (count >= steps) & (steps >= 1)
+        mini_step, gradient_step = all_like(
+            (jnp.where(at_end, 0, count), state.gradient_step + at_end),
+            (state.mini_step, state.gradient_step),
+        )
         total = self._add(state, gradients, is_accepted)
-        at_end = is_full & is_accepted
-        next_fields = close(fields, jnp.asarray(True), False, self._options, jnp.where)
-        counters = [jnp.asarray(state.mini_step), jnp.asarray(state.gradient_step)]
-        new_counters = [
-            jnp.where(at_end, following, jnp.where(is_accepted, count, before))
-            for following, count, before in zip(
-                next_fields[:2], fields[:2], counters, strict=True
-            )
-        ]
-        mini_step, gradient_step = all_like(new_counters, counters)
         new_updates, total, inner_state = update.run(
             total, state.inner_opt_state, None, update_types, at_end
         )
@@ -206,13 +190,10 @@ class MultiSteps:
         """Return the sum, or the running mean: mean + (gradient - mean) / (number of
         mini-steps).
         """
-        if not self._use_grad_mean:  # never True while XLA compiles: see `window.add`
-            return gradient_sum.add(
-                state.acc_grads,
-                gradients,
-                None,
-                usable(_fields(state), jnp.ones(()), is_accepted),
-            )
+        if not self._use_grad_mean:
+            # never True while XLA compiles: see `window.add`
+            adds = is_accepted & (state.mini_step >= 0)
+            return gradient_sum.add(state.acc_grads, gradients, None, adds)
 
         def share(mean: Array, gradient: Array) -> Array:
             if not takes_part(mean):
@@ -220,29 +201,9 @@ class MultiSteps:
             offset = (0 if gradient is None else gradient) - mean
             return offset / (state.mini_step + 1).astype(offset.dtype)
 
-        shares = [
-            share(*pair)
-            for pair in zip(jax.tree.leaves(state.acc_grads), gradients, strict=True)
-        ]
-        return gradient_sum.add(state.acc_grads, shares, None, is_accepted)
+        shares = map(share, jax.tree.leaves(state.acc_grads), gradients)
+        return gradient_sum.add(state.acc_grads, list(shares), None, is_accepted)
 
 
 def _never(*_: Tree) -> tuple[Scalar, Tree]:
     return jnp.asarray(False), ()
-
-
-def _fields(state: optax.MultiStepsState) -> Fields:
-    """Return the state machine's fields: no weights, no loss scale, and nothing is ever
-    an overflow.
-    """
-    zero = jnp.zeros((), jnp.int32)
-    count = jnp.asarray(state.mini_step)
-    return (
-        count,
-        jnp.asarray(state.gradient_step),
-        zero,
-        count.astype(jnp.float32),
-        zero > 0,
-        jnp.ones(()),
-        zero,
-    )

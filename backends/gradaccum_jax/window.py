@@ -218,38 +218,26 @@ def decide_on(
     it is divided; `total` is this device's sum.
     """
     dtype = jnp.result_type(state.weight)
-    window = _complete_window(state, total, update.axes)
-    fields = window.fields
+    fields = fields_of(state)
+    loss = as_read(state.loss)
+    if update.axes:
+        window = ReducedWindow(total, state.weight, state.overflow, loss)
+        total, weight, overflow, loss = all_reduce(window, update.axes)
+        fields = joined(fields, weight, overflow)
     divides = options
     if denominator is not None:
         fields, divides = kit.with_denominator(fields, denominator, options, jnp.where)
     norm = jnp.full((), jnp.nan, dtype)
     finite = jnp.asarray(True)
     if measures(options):
-        norm, finite = measure(window.total, dtype, update.shard_axes)
+        norm, finite = measure(total, dtype, update.shard_axes)
         fits = gradient_sum.fits(
-            window.total,
-            divisor(fields, divides, jnp.where),
-            update.types.update_dtypes,
+            total, divisor(fields, divides, jnp.where), update.types.update_dtypes
         )
         finite = finite & everywhere(fits, update.shard_axes)
     largest = float(jnp.finfo(dtype).max)
     decision = Decision(*decide(fields, norm, finite, divides, jnp.where, largest))
-    return window._replace(fields=fields), decision, divides
-
-
-def _complete_window(
-    state: AccumulationState, total: Tree, axes: tuple[str, ...]
-) -> CompleteWindow:
-    fields = fields_of(state)
-    loss = as_read(state.loss)
-    if not axes:
-        return CompleteWindow(fields, total, loss)
-    reduced_window = all_reduce(
-        ReducedWindow(total, state.weight, state.overflow, loss), axes
-    )
-    fields = joined(fields, reduced_window.weight, reduced_window.overflow)
-    return CompleteWindow(fields, reduced_window.total, reduced_window.loss)
+    return CompleteWindow(fields, total, loss), decision, divides
 
 
 # The size of a window where a callable in ``steps`` says it.
