@@ -317,8 +317,8 @@ def flush(
         The updates, zeros if none was made, and the new state.
 
     Raises:
-        ArgumentTypeError: `tx` is not wrapped, `state` is not its state, `params` are
-            missing, or nobody takes an `extra` of that name.
+        ArgumentTypeError: `tx` is not wrapped, or the inner optimizer declares no
+            argument of the name of an `extra`.
         ArgumentValueError: `denominator` is no finite number > 0, or stands beside
             ``steps``.
         UsageError: what follows the wrapped part in a chain has a state of its own.
@@ -384,7 +384,7 @@ def discard(tx: optax.GradientTransformation, state: S) -> S:
         state: likewise.
 
     Raises:
-        ArgumentTypeError: `tx` is not wrapped, or `state` is not its state.
+        ArgumentTypeError: `tx` is not wrapped.
     """
     accumulation = accumulation_of(tx)
     state = plain(state)
