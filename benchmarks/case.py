@@ -119,11 +119,6 @@ QUESTIONS = {
     "jax_compile": Entry(
         "JAX: compiling the step of a model of many small tensors", ("jax", "optax")
     ),
-    "jax_ensemble": Entry(
-        "JAX: one window of 8 micro-batches of an ensemble of 4 under vmap, float32,"
-        " AdamW",
-        ("jax", "optax"),
-    ),
     "torch_transformer": Entry(
         "torch: a transformer in bfloat16, AdamW fused, one window of 8 micro-batches",
         ("torch",),

@@ -17,13 +17,9 @@ MakeOptimizer = Callable[[Any], Any]
 """From the inner optimizer, of optax, what accumulates for it."""
 
 
-def counts(
-    compiled: Compiled, make: MakeOptimizer, members: int = 0
-) -> dict[str, float]:
-    """All counts of a step whose transformation is ``make(inner)``; of an ensemble of
-    `members` if they are given.
-    """
-    return sizes(compiled) | {"updates per window": updates_per_window(make, members)}
+def counts(compiled: Compiled, make: MakeOptimizer) -> dict[str, float]:
+    """All counts of a step whose transformation is ``make(inner)``."""
+    return sizes(compiled) | {"updates per window": updates_per_window(make)}
 
 
 def sizes(compiled: Compiled) -> dict[str, float]:
@@ -51,15 +47,13 @@ def copies(hlo: str, shapes: set[tuple[int, ...]]) -> int:
     return len(re.findall(rf"= f32\[(?:{texts})\]\S* copy\(", hlo))
 
 
-def updates_per_window(make: MakeOptimizer, members: int = 0) -> int:
-    """Runs of the inner optimizer in one window, noted on the host as they happen;
-    members of an ensemble run as one.
-    """
+def updates_per_window(make: MakeOptimizer) -> int:
+    """Runs of the inner optimizer in one window, noted on the host as they happen."""
     runs: list[int] = []
     tx = make(noting(runs))
-    params = jnp.ones((members, 2) if members else 2)
-    state = jax.vmap(tx.init)(params) if members else tx.init(params)
-    step = jax.jit(jax.vmap(tx.update) if members else tx.update)
+    params = jnp.ones(2)
+    state = tx.init(params)
+    step = jax.jit(tx.update)
     for _ in range(STEPS):
         updates, state = step(params, state, params)
         jax.block_until_ready((updates, state))  # type: ignore[no-untyped-call]

@@ -123,10 +123,10 @@ def variables_in(tree: Tree) -> list[Variable]:
 class GradientTypes(NamedTuple):
     """The types of the inner optimizer's gradients, leaf by leaf."""
 
-    given: list[DType]
+    dtypes: list[DType]
     """The dtype in which the optimizer gets the gradient."""
-    like: list[DType]
-    """The updates come in the dtypes that they have for these gradients."""
+    update_dtypes: list[DType]
+    """The updates come in the dtypes that they have for such gradients."""
     shapes: list[tuple[int, ...]]
 
 
@@ -141,28 +141,22 @@ def gradient_types(
     """
     totals = jax.tree.leaves(accumulator)
     parameters = _leaves_like(params, accumulator)
-    known_gradients = gradients or [None] * len(totals)
-    given: list[DType] = []
-    like: list[DType] = []
-    shapes: list[tuple[int, ...]] = []
+    types = GradientTypes([], [], [])
     for total, parameter, gradient in zip(
-        totals, parameters, known_gradients, strict=True
+        totals, parameters, gradients or [None] * len(totals), strict=True
     ):
+        arrays = [leaf for leaf in (gradient, parameter, total) if leaf is not None]
+        types.shapes.append(np.shape(arrays[0]))
         dtype = total.dtype
         if takes_part(total):
-            dtype = _wider_of(parameter, total if gradient is None else gradient)
-        is_unknown = gradient is None and parameter is not None
-        given.append(dtype)
-        like.append(jnp.result_type(parameter) if is_unknown else dtype)
-        known = [leaf for leaf in (gradient, parameter, total) if leaf is not None]
-        shapes.append(np.shape(known[0]))
-    return GradientTypes(given, like, shapes)
-
-
-def _wider_of(parameter: Array, other: Array) -> DType:
-    if parameter is None:
-        return jnp.result_type(other)
-    return wider(jnp.result_type(parameter), jnp.result_type(other))
+            dtype = jnp.result_type(total if gradient is None else gradient)
+            if parameter is not None:
+                dtype = wider(jnp.result_type(parameter), dtype)
+        types.dtypes.append(dtype)
+        if gradient is None and parameter is not None:
+            dtype = jnp.result_type(parameter)
+        types.update_dtypes.append(dtype)
+    return types
 
 
 def _leaves_like(params: Params, accumulator: Tree) -> Leaves:
@@ -214,8 +208,10 @@ def is_key(leaf: Array) -> bool:
 
 def wider(a: DType, b: DType) -> DType:
     a, b = jnp.dtype(a), jnp.dtype(b)
+    if a == b:
+        return a
     with jax.numpy_dtype_promotion("standard"):
-        return a if a == b else jnp.promote_types(a, b)
+        return jnp.promote_types(a, b)
 
 
 def cast_like(tree: Tree, like: Tree) -> Tree:

@@ -26,8 +26,8 @@ from gradaccum_jax.optimizer import Accumulation, require_transformation
 from gradaccum_jax.optimizer import Wrapped as Wrapped
 from gradaccum_jax.verification import check
 from gradaccum_jax.window import probe
-from gradaccum_jax.workers.data_parallel import require_devices, start_on
-from gradaccum_jax.workers.group import require_names, require_shard_axes
+from gradaccum_jax.workers.data_parallel import start_on
+from gradaccum_jax.workers.group import require_names
 
 Axes = str | tuple[str, ...] | None
 
@@ -56,7 +56,7 @@ class JaxBackend:
         options: Options,
         *,
         axis_name: object = None,
-        shard_axes: object = None,
+        shard_axes: Any = None,
         mesh: Any = None,
     ) -> Wrapped:
         """Wrap an `optax.GradientTransformation`; see `gradaccum.wrap`.
@@ -79,7 +79,7 @@ class JaxBackend:
 
         Raises:
             ArgumentTypeError: `optimizer` is no such transformation or is wrapped
-                already, or `axis_name` or `shard_axes` is no name, `mesh` no mesh.
+                already.
             ArgumentValueError: a callable in ``steps`` returns no int >= 1 for step 0,
                 or a size is more than int32 can hold.
             UsageError: ``steps=until_weight(...)`` with an `axis_name`: each device
@@ -90,20 +90,20 @@ class JaxBackend:
         names = require_names(axis_name)
         if names and isinstance(options.steps, UntilWeight):
             raise shared_until_weight_error(options.steps)
-        checked = options._replace(
+        checked_options = options._replace(
             accumulate_dtype=require_dtype(options.accumulate_dtype)
         )
         inner = optax.with_extra_args_support(transformation)
-        inner = on_masters(inner) if checked.master_weights else without_masters(inner)
+        adapt = on_masters if checked_options.master_weights else without_masters
+        if shard_axes is not None:
+            shard_axes = require_names(shard_axes)
         accumulation = Accumulation(
-            inner,
-            checked,
+            adapt(inner),
+            checked_options,
             names,
-            require_shard_axes(shard_axes),
+            shard_axes,
             declared_by(transformation),
         )
-        if mesh is not None:
-            require_devices(mesh, names, axis_name)
         init = accumulation.init
         if names:
             init = start_on(init, mesh, names)

@@ -17,7 +17,6 @@ import optax
 from gradaccum import ArgumentTypeError, UsageError
 from gradaccum.kit import explain
 from gradaccum_jax.arrays import (
-    Array,
     Extra,
     Params,
     Tree,
@@ -25,9 +24,8 @@ from gradaccum_jax.arrays import (
     is_masked,
     takes_part,
 )
-from gradaccum_jax.state import AccumulationState, the_state
+from gradaccum_jax.state import AccumulationState, is_state, the_state
 from gradaccum_jax.update import no_update
-from gradaccum_jax.workers.group import is_state
 
 T = TypeVar("T")
 QUESTION = "gradaccum_question"
@@ -63,7 +61,7 @@ def part_of(tx: optax.GradientTransformation, state: Tree, params: Params) -> An
         lambda accumulation, state, params, extra: (state.accumulator, state)
     )
     jax.eval_shape(
-        lambda state, params: _asked(tx, state, params, {}, question), state, params
+        lambda state, params: _ask_part(tx, state, params, {}, question), state, params
     )
     return question.answers[0][0]
 
@@ -83,24 +81,29 @@ def close_part(
     so it must have no state.
     """
     question = Question(close)
-    updates, made = _asked(tx, state, params, extra, question)
-    own = question.answers[0][1]
-    follows = not all(
-        jax.tree.leaves(_by_part(own, updates, lambda a, b: a is b, lambda leaf: True))
-    )
-    if follows:
-        _require_no_state_around(state, made)
-    return _by_part(own, updates, lambda _, leaf: leaf, no_update), new_part(
-        state, the_state(made)
-    )
+    updates, new_state = _ask_part(tx, state, params, extra, question)
+    part_updates = question.answers[0][1]
+    is_changed = False
+
+    def update_of(part_update: Any, update: Tree) -> Tree:
+        nonlocal is_changed
+        if is_masked(part_update):
+            return jax.tree.map(no_update, update)
+        is_changed = is_changed or update is not part_update
+        return update
+
+    updates = jax.tree.map(update_of, part_updates, updates, is_leaf=is_masked)
+    if is_changed:
+        _require_no_state_around(state, new_state)
+    return updates, new_part(state, the_state(new_state))
 
 
 def new_part(state: T, part: AccumulationState) -> T:
     """Return `state` with another state of the wrapped optimizer in it."""
-    made: T = jax.tree.map(
-        lambda old: part if is_state(old) else old, state, is_leaf=is_state
+    new_state: T = jax.tree.map(
+        lambda node: part if is_state(node) else node, state, is_leaf=is_state
     )
-    return made
+    return new_state
 
 
 def the_part(tx: object, state: Tree) -> AccumulationState:
@@ -111,7 +114,7 @@ def the_part(tx: object, state: Tree) -> AccumulationState:
     return part
 
 
-def _asked(
+def _ask_part(
     tx: optax.GradientTransformation,
     state: Tree,
     params: Params,
@@ -119,61 +122,29 @@ def _asked(
     question: Question,
 ) -> tuple[Updates, Tree]:
     part = the_part(tx, state)
-    like = part.accumulator if params is None else params
-    leaves = jax.tree.leaves(like, is_leaf=is_masked)
-    if params is None and any(map(is_masked, leaves)):
-        raise explain(
-            ArgumentTypeError,
-            "params",
-            expected="all parameters, of which the wrapped optimizer has a part",
-            found="nothing at all",
-            fix="Write gradaccum_jax.flush(tx, state, params).",
-        )
     gradients = jax.tree.map(
-        lambda leaf: jnp.zeros_like(leaf) if takes_part(leaf) else None, like
+        lambda leaf: jnp.zeros_like(leaf) if takes_part(leaf) else None,
+        part.accumulator if params is None else params,
     )
-    updates, made = optax.with_extra_args_support(tx).update(
+    updates, new_state = optax.with_extra_args_support(tx).update(
         gradients, state, params, **extra, **{QUESTION: question}
     )
     if not question.answers:
         raise not_wrapped_error(tx)
-    return updates, made
-
-
-def _by_part(
-    own: Updates,
-    updates: Updates,
-    inside: Callable[[Array, Array], Any],
-    outside: Callable[[Array], Any],
-) -> Tree:
-    """Map `inside` over the wrapped part's updates and those of the same parameters in
-    `updates`, and `outside` over all others.
-    """
-
-    def one(mine: Any, made: Tree) -> Tree:
-        if is_masked(mine):
-            return jax.tree.map(outside, made)
-        return inside(mine, made)
-
-    return jax.tree.map(one, own, updates, is_leaf=is_masked)
+    return updates, new_state
 
 
 def _require_no_state_around(before: Tree, after: Tree) -> None:
     flat = jax.tree_util.tree_flatten_with_path(before, is_leaf=is_state)[0]
-    for (path, old), new in zip(
-        flat, jax.tree.leaves(after, is_leaf=is_state), strict=True
-    ):
-        if not is_state(old) and new is not old:
-            fix = (
-                "Wrap the whole of it, as in gradaccum.wrap(optax.chain(...)): around"
-                " the wrapped part every micro-batch moves that state."
-            )
+    new_leaves = jax.tree.leaves(after, is_leaf=is_state)
+    for (path, leaf), new_leaf in zip(flat, new_leaves, strict=True):
+        if not is_state(leaf) and new_leaf is not leaf:
             raise explain(
                 UsageError,
                 "tx",
-                expected="no state around the wrapped part that its update would move",
+                expected="no state behind the wrapped part, as a flush would move it",
                 found=f"state{jax.tree_util.keystr(path)}",
-                fix=fix,
+                fix="Wrap the whole of it: gradaccum.wrap(optax.chain(...)).",
             )
 
 

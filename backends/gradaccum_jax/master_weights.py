@@ -123,14 +123,14 @@ def distance(p: Array, master: Array) -> Array:
     off by at most 2^-23 |p|, and right again after the next update. `apply_updates` has
     no such limits.
     """
-    held = jnp.asarray(p).astype(jnp.float32)
-    target = rounded(master, jnp.result_type(p))
+    parameter = jnp.asarray(p).astype(jnp.float32)
+    target = round_master(master, jnp.result_type(p))
     # a tiny master rounds to a zero of its own sign
-    u = jnp.where(target == 0, master, target) - held
+    u = jnp.where(target == 0, master, target) - parameter
     return jnp.where(u == 0, 0 * target, u)  # -0.0 - -0.0 is 0.0, and -0.0 + 0.0 too
 
 
-def rounded(master: Array, dtype: DType) -> Array:
+def round_master(master: Array, dtype: DType) -> Array:
     """Round `master`, float32, to the nearest number of the half-precision `dtype`, as
     float32.
 
@@ -174,10 +174,10 @@ def apply_updates(params: Params, updates: Updates, state: Tree) -> Params:
     )
     remaining = iter(spread_over(masters, params, "params"))
 
-    def updated(parameter: Array, update: Array) -> Array:
+    def new_parameter(parameter: Array, update: Array) -> Array:
         master = None if parameter is None else next(remaining)
         if master is None:
             return optax.apply_updates(parameter, update)
         return jnp.asarray(master).astype(jnp.result_type(parameter))
 
-    return jax.tree.map(updated, params, updates, is_leaf=is_none)
+    return jax.tree.map(new_parameter, params, updates, is_leaf=is_none)

@@ -12,18 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gradaccum import ArgumentTypeError
-from gradaccum.kit import (
-    Fields,
-    Scalar,
-    UntilWeight,
-    accumulate,
-    close,
-    ends,
-    explain,
-    make_options,
-    usable,
-)
+from gradaccum.kit import Scalar, make_options
 from gradaccum_jax import gradient_sum
 from gradaccum_jax.arrays import (
     Array,
@@ -40,7 +29,6 @@ from gradaccum_jax.arrays import (
 )
 from gradaccum_jax.checks import align, require_dtype, require_plain
 from gradaccum_jax.optimizer import require_transformation
-from gradaccum_jax.sharding import require_ordinary
 from gradaccum_jax.state import all_like
 from gradaccum_jax.update import Update
 from gradaccum_jax.window import check_known, probe, size_at
@@ -95,18 +83,6 @@ class MultiSteps:
         accumulator_dtype: DType = None,
     ) -> None:
         require_transformation(opt)
-        if every_k_schedule is None or isinstance(every_k_schedule, UntilWeight):
-            fix = (
-                "Write for example every_k_schedule=4. Windows by weight are"
-                " gradaccum.wrap's."
-            )
-            raise explain(
-                ArgumentTypeError,
-                "every_k_schedule",
-                expected="an int >= 1 or a function",
-                got=every_k_schedule,
-                fix=fix,
-            )
         self._opt = optax.with_extra_args_support(opt)
         self._options = make_options(every_k_schedule, reduction="sum")
         probe(self._options.steps)
@@ -120,12 +96,7 @@ class MultiSteps:
         return self._opt
 
     def init(self, params: Params) -> optax.MultiStepsState:
-        """Return the state before the first mini-step.
-
-        Raises:
-            ArgumentTypeError: an explicit mesh types a parameter as ``reduced``.
-        """
-        require_ordinary(params)
+        """Return the state before the first mini-step."""
         gradient_step = jnp.zeros((), jnp.int32)
         _, skip_state = self._should_skip(
             gradient_sum.clear(params), gradient_step, params
@@ -153,26 +124,21 @@ class MultiSteps:
         Raises:
             GradientError: `updates` has another structure, shape or dtype than
                 `acc_grads`.
-            UsageError: the inner optimizer reduces over devices.
-            ArgumentTypeError: `should_skip_update_fn` returned something else than a
-                bool scalar.
             ArgumentTypeError, ArgumentValueError: a function `every_k_schedule`
                 returned no int >= 1, outside `jax.jit`.
         """
         check_known(self._options.steps, state.gradient_step)
-        aligned = align(
-            updates, state.acc_grads, any_float=self._accumulator_dtype is not None
-        )
-        stepped: tuple[Updates, optax.MultiStepsState] = call_jitted(
+        gradients = align(updates, state.acc_grads)
+        results: tuple[Updates, optax.MultiStepsState] = call_jitted(
             self._jitted_update,
             self._update,
-            aligned,
+            gradients,
             updates,
             state,
             params,
             extra_args,
         )
-        return stepped
+        return results
 
     def has_updated(self, state: optax.MultiStepsState) -> Scalar:
         """True if the last accepted mini-step made an update: a bool scalar."""
@@ -196,29 +162,21 @@ class MultiSteps:
     ) -> tuple[Updates, optax.MultiStepsState]:
         types = gradient_types(state.acc_grads, None, gradients)
         update = Update(self._opt.update, types, params, extra)
-        traced = update.trace(state.acc_grads, state.inner_opt_state, None)
+        update_types = update.trace(state.acc_grads, state.inner_opt_state, None)
         skip, skip_state = self._should_skip(updates, state.gradient_step, params)
-        accepted = ~_require_bool(skip)
-        fields = accumulate(_fields(state), jnp.ones(()), accepted, jnp.where)
+        is_accepted = ~jnp.asarray(skip, bool)
         steps = size_at(self._options.steps, state.gradient_step)
-        is_full = ends(fields, steps, jnp.where)
-        if callable(self._options.steps):
-            is_full = is_full & (steps >= 1)
-        total = self._add(state, gradients, accepted)
-        at_end = is_full & accepted
-        closed = close(fields, jnp.asarray(True), False, self._options, jnp.where)
-        counters = [jnp.asarray(state.mini_step), jnp.asarray(state.gradient_step)]
-        new_counters = [
-            jnp.where(at_end, after, jnp.where(accepted, counted, before))
-            for after, counted, before in zip(
-                closed[:2], fields[:2], counters, strict=True
-            )
-        ]
-        mini_step, gradient_step = all_like(new_counters, counters)
-        made, total, inner_state = update.run(
-            total, state.inner_opt_state, None, traced, at_end
+        count = state.mini_step + is_accepted
+        at_end = is_accepted & (count >= steps) & (steps >= 1)
+        mini_step, gradient_step = all_like(
+            (jnp.where(at_end, 0, count), state.gradient_step + at_end),
+            (state.mini_step, state.gradient_step),
         )
-        return made, optax.MultiStepsState(
+        total = self._add(state, gradients, is_accepted)
+        new_updates, total, inner_state = update.run(
+            total, state.inner_opt_state, None, update_types, at_end
+        )
+        return new_updates, optax.MultiStepsState(
             mini_step,
             gradient_step,
             inner_state,
@@ -227,18 +185,15 @@ class MultiSteps:
         )
 
     def _add(
-        self, state: optax.MultiStepsState, gradients: Gradients, accepted: Scalar
+        self, state: optax.MultiStepsState, gradients: Gradients, is_accepted: Scalar
     ) -> Tree:
         """Return the sum, or the running mean: mean + (gradient - mean) / (number of
         mini-steps).
         """
-        if not self._use_grad_mean:  # never True while XLA compiles: see `window.add`
-            return gradient_sum.add(
-                state.acc_grads,
-                gradients,
-                None,
-                usable(_fields(state), jnp.ones(()), accepted),
-            )
+        if not self._use_grad_mean:
+            # never True while XLA compiles: see `window.add`
+            adds = is_accepted & (state.mini_step >= 0)
+            return gradient_sum.add(state.acc_grads, gradients, None, adds)
 
         def share(mean: Array, gradient: Array) -> Array:
             if not takes_part(mean):
@@ -246,42 +201,9 @@ class MultiSteps:
             offset = (0 if gradient is None else gradient) - mean
             return offset / (state.mini_step + 1).astype(offset.dtype)
 
-        shares = [
-            share(*pair)
-            for pair in zip(jax.tree.leaves(state.acc_grads), gradients, strict=True)
-        ]
-        return gradient_sum.add(state.acc_grads, shares, None, accepted)
+        shares = map(share, jax.tree.leaves(state.acc_grads), gradients)
+        return gradient_sum.add(state.acc_grads, list(shares), None, is_accepted)
 
 
 def _never(*_: Tree) -> tuple[Scalar, Tree]:
     return jnp.asarray(False), ()
-
-
-def _require_bool(skip: Scalar) -> Scalar:
-    skip = jnp.asarray(skip)
-    if skip.shape != () or skip.dtype != jnp.bool_:
-        raise explain(
-            ArgumentTypeError,
-            "should_skip_update_fn",
-            expected="a bool scalar as first result",
-            found=f"one of dtype {skip.dtype} and shape {skip.shape}",
-            fix="Reduce it with jnp.any.",
-        )
-    return skip
-
-
-def _fields(state: optax.MultiStepsState) -> Fields:
-    """Return the state machine's fields: no weights, no loss scale, and nothing is ever
-    an overflow.
-    """
-    zero = jnp.zeros((), jnp.int32)
-    count = jnp.asarray(state.mini_step)
-    return (
-        count,
-        jnp.asarray(state.gradient_step),
-        zero,
-        count.astype(jnp.float32),
-        zero > 0,
-        jnp.ones(()),
-        zero,
-    )

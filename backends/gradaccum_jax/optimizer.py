@@ -9,15 +9,15 @@ A loop outside `jax.jit` compiles once. `wrap` returns a plain
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from gradaccum import ArgumentValueError, GradAccumError, kit
+from gradaccum import ArgumentValueError, kit
 from gradaccum.kit import (
     Options,
     Scalar,
@@ -29,7 +29,7 @@ from gradaccum.kit import (
     use_of_weights,
     wrapped_twice_error,
 )
-from gradaccum_jax import checks, gradient_sum, window
+from gradaccum_jax import gradient_sum, window
 from gradaccum_jax.arrays import (
     Extra,
     Gradients,
@@ -41,15 +41,13 @@ from gradaccum_jax.arrays import (
     strong,
 )
 from gradaccum_jax.checks import (
+    ACCUMULATING,
     align,
+    as_denominator,
     as_loss,
     as_weight,
     require_arrays,
-    require_no_statistics,
-    require_one_device,
-    require_params,
     require_plain,
-    require_state,
 )
 from gradaccum_jax.combinators import (
     QUESTION,
@@ -59,22 +57,21 @@ from gradaccum_jax.combinators import (
     not_wrapped_error,
     the_part,
 )
-from gradaccum_jax.extensions import FrozenParameters, first_losses
+from gradaccum_jax.extensions import first_losses
 from gradaccum_jax.extra_arguments import (
-    TAKES_ANY,
-    Declared,
+    DeclaredArguments,
+    require_declared,
     require_none_of_a_batch,
-    require_taken,
 )
 from gradaccum_jax.master_weights import in_place_of
-from gradaccum_jax.sharding import ShardAxes, replicated, require_ordinary, vary_like
+from gradaccum_jax.sharding import ShardAxes, replicated, vary_like
 from gradaccum_jax.state import (
     AccumulationState,
     fields_of,
     first_terms,
     fresh,
 )
-from gradaccum_jax.update import Update, without_unread
+from gradaccum_jax.update import Update, sums_that_are_read
 from gradaccum_jax.window import MicroBatch, check_known, size_at
 from gradaccum_jax.workers import group
 from gradaccum_jax.xla import call_jitted
@@ -88,53 +85,11 @@ class UpdateFunction(Protocol):
     ) -> tuple[Updates, AccumulationState]: ...
 
 
-class NoMethodError(GradAccumError, AttributeError):
-    """A name that the optimizers of other frameworks have as a method."""
-
-
-CALLS = {
-    "backward": "grads = jax.grad(loss_fn)(params, ...)",
-    "describe": "gradaccum_jax.describe(state)",
-    "discard": "state = gradaccum_jax.discard(tx, state)",
-    "epoch": "for batch, last in gradaccum_jax.epoch(loader)",
-    "flush": "updates, state = gradaccum_jax.flush(tx, state, params)",
-    "load_state_dict": "state = gradaccum_jax.check_state(tx, restored, params)",
-    "loss_scale": "state.loss_scale",
-    "micro_step": "state.micro_step",
-    "on_update": "gradaccum_jax.result(state).applied after each tx.update",
-    "optimizer_step": "state.optimizer_step",
-    "result": "gradaccum_jax.result(state)",
-    "scale": "gradaccum_jax.scale_loss(loss, state)",
-    "state_dict": "the state itself into the checkpoint",
-    "step": "updates, state = tx.update(grads, state, params)",
-    "updates_in": "gradaccum.updates_in(loader, steps)",
-    "weigh": "tx.update(grads, state, params, weight=n)",
-    "zero_grad": "nothing: a window's end empties its sum",
-}
-"""What to write in place of the names that the other frameworks' optimizers have."""
-
-
 class Wrapped(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
     """The two functions of a wrapped optimizer."""
 
     init: Callable[[Params], AccumulationState]
     update: UpdateFunction
-
-    if not TYPE_CHECKING:  # which would take any name
-
-        def __getattr__(self, name: str) -> Any:
-            """Raise an error that says what to write in place of `name`."""
-            if name not in CALLS:
-                raise AttributeError(
-                    f"{type(self).__name__!r} object has no attribute {name!r}"
-                )
-            raise explain(
-                NoMethodError,
-                f"tx.{name}",
-                expected="tx.init or tx.update, the two functions of optax",
-                found="a name that other frameworks' optimizers have",
-                fix=f"Write {CALLS[name]}.",
-            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,7 +104,7 @@ class Accumulation:
     axes: tuple[str, ...] = ()
     """The mesh axes whose devices share the window."""
     shard_axes: ShardAxes = None
-    declared: Declared = TAKES_ANY
+    declared: DeclaredArguments = field(default_factory=DeclaredArguments)
     leaves_out_unread: bool = True
     """A parameter whose gradient the inner optimizer does not read has no sum."""
 
@@ -158,22 +113,20 @@ class Accumulation:
         of `params`.
         """
         require_arrays(params, "params")
-        require_no_statistics(params)
-        require_ordinary(params)
         group.require_axes(self.axes)
-        group.require_told(params, frozenset(self.axes), self.shard_axes, self.options)
+        group.require_known_axes(params, self.axes, self.shard_axes, self.options)
         group.require_same_params(params, self.axes)
         accumulator = gradient_sum.zeros(params, self.options.accumulate_dtype)
         inner_state, masters = strong(self.inner.init(params))
         if self.leaves_out_unread:
-            accumulator = without_unread(
+            accumulator = sums_that_are_read(
                 accumulator, self.inner, (inner_state, masters), params
             )
         if self.shard_axes:
             inner_state, masters = group.like_params(
                 self.inner, (inner_state, masters), params
             )
-        require_plain(inner_state, (*checks.ACCUMULATING, optax.ApplyEvery))
+        require_plain(inner_state, (*ACCUMULATING, optax.ApplyEvery))
         dtype = gradient_sum.weight_dtype(accumulator)
         state = fresh(
             initial_state(self.options.scale_rule.init_scale),
@@ -184,7 +137,7 @@ class Accumulation:
             terms=first_terms(self.options),
             **first_losses(dtype),
         )
-        state = vary_like(params, state, frozenset(self.shard_axes or ()))
+        state = vary_like(params, state, self.shard_axes)
         return group.shared_window(state, self.axes)
 
     def update(
@@ -209,25 +162,20 @@ class Accumulation:
         self.check(state, params, extra)
         steps = self.options.steps
         given_weight(weight, use_of_weights(self.options))
-        closes_by_itself = steps is not None or last is not None
-        if steps != 1 and closes_by_itself:
+        if steps != 1 and (steps is not None or last is not None):
             require_none_of_a_batch(extra)
         check_known(steps, state.optimizer_step)
         dtype = jnp.result_type(state.weight)
         micro_batch = MicroBatch(
-            self._aligned(grads, state), as_weight(weight, dtype), as_loss(value, dtype)
+            self._align(grads, state), as_weight(weight, dtype), as_loss(value, dtype)
         )
-        group.require_own_loss(micro_batch.loss, state, self.axes)
-        last = group.same(
-            "last",
-            checks.as_last(last),
-            self.axes,
-            "Write jax.lax.pmax(last, axis_name).",
-        )
-        stepped: tuple[Updates, AccumulationState] = call_jitted(
+        group.require_own_loss(micro_batch.loss, self.axes)
+        if last is not None:
+            last = group.same("last", jnp.asarray(last, bool), self.axes)
+        results: tuple[Updates, AccumulationState] = call_jitted(
             self._jitted_update, self._update, micro_batch, state, params, extra, last
         )
-        return stepped
+        return results
 
     def flush(
         self,
@@ -239,47 +187,36 @@ class Accumulation:
     ) -> tuple[Updates, AccumulationState]:
         self.check(state, params, extra)
         dtype = jnp.result_type(state.weight)
-        denominator = group.same(
-            "denominator",
-            checks.as_denominator(denominator, self.options, dtype),
-            self.axes,
-            "Write jax.lax.psum(denominator, axis_name).",
+        divisor = as_denominator(denominator, self.options, dtype)
+        divisor = group.same("denominator", divisor, self.axes)
+        results: tuple[Updates, AccumulationState] = call_jitted(
+            self._jitted_flush, self._flush, state, params, extra, divisor
         )
-        flushed: tuple[Updates, AccumulationState] = call_jitted(
-            self._jitted_flush, self._flush, state, params, extra, denominator
-        )
-        return flushed
+        return results
 
     def discard(self, state: AccumulationState) -> AccumulationState:
         group.require_axes(self.axes)
-        return window.discard(require_state(state))
+        return window.discard(state)
 
-    def check(self, state: object, params: Params, extra: Extra) -> None:
-        checked_state = require_state(state)
-        require_ordinary(params)
-        require_taken(extra, self.declared)
-        group.require_in_scope(self.shard_axes)
-        group.require_axes(self.axes)
-        require_one_device(checked_state)
+    def check(self, state: AccumulationState, params: Params, extra: Extra) -> None:
+        require_declared(extra, self.declared, "this call")
+        group.require_axes((*self.axes, *(self.shard_axes or ())))
         if self.axes:
-            group.require_shared(checked_state, self.axes)
+            group.require_shared(state, self.axes)
             group.require_same_params(params, self.axes)
-            group.same_extra(extra, self.axes)
-        if self.options.master_weights:
-            require_params(params, checked_state.masters)
+            group.same("", extra, self.axes)
 
     def add(
         self, state: AccumulationState, grads: Tree, weight: Scalar, loss: Scalar
     ) -> AccumulationState:
         """Add one micro-batch to a window that the caller closes."""
-        micro_batch = MicroBatch(self._aligned(grads, state), weight, loss)
+        micro_batch = MicroBatch(self._align(grads, state), weight, loss)
         return window.add(state, micro_batch, None, self.options, self.shard_axes)[0]
 
-    def _aligned(self, grads: Tree, state: AccumulationState) -> Gradients:
-        any_float = self.options.accumulate_dtype is not None
-        aligned = align(grads, state.accumulator, any_float=any_float)
-        group.require_own(aligned, state.accumulator, self.axes)
-        return aligned
+    def _align(self, grads: Tree, state: AccumulationState) -> Gradients:
+        gradients = align(grads, state.accumulator)
+        group.require_own(gradients, state.accumulator, self.axes)
+        return gradients
 
     @cached_property
     def _jitted_update(self) -> Callable[..., Any]:
@@ -301,26 +238,14 @@ class Accumulation:
         state, was_dropped = window.add(
             state, micro_batch, steps, self.options, self.shard_axes
         )
-        update = self._inner_update(state, params, extra, micro_batch.gradients)
         is_full = ends(fields_of(state), steps, jnp.where)
-        event = (False, False, was_dropped)
-        takes_loss = micro_batch.loss is not None
-        if steps is None and last is None:
-            return window.keep(
-                state,
-                update,
-                self.options,
-                never=is_full,
-                event=event,
-                takes_loss=takes_loss,
-            )
         return window.close(
             state,
-            update,
+            self._inner_update(state, params, extra, micro_batch.gradients),
             self.options,
             at_end=is_full if last is None else is_full | last,
-            event=event,
-            takes_loss=takes_loss,
+            event=(False, False, was_dropped),
+            takes_loss=micro_batch.loss is not None,
         )
 
     def _flush(
@@ -352,15 +277,10 @@ class Accumulation:
             self.inner.update,
             gradient_types(state.accumulator, master_params, gradients),
             replicated(params, self.axes),
-            group.same_extra(extra, self.axes),
+            group.same("", extra, self.axes),
             self.axes,
             self.shard_axes,
-            self._frozen_parameters.update_traced,
         )
-
-    @cached_property
-    def _frozen_parameters(self) -> FrozenParameters:
-        return FrozenParameters(self.options)
 
 
 S = TypeVar("S")
@@ -397,17 +317,17 @@ def flush(
         The updates, zeros if none was made, and the new state.
 
     Raises:
-        ArgumentTypeError: `tx` is not wrapped, `state` is not its state, `params` are
-            missing, or nobody takes an `extra` of that name.
+        ArgumentTypeError: `tx` is not wrapped, or the inner optimizer declares no
+            argument of the name of an `extra`.
         ArgumentValueError: `denominator` is no finite number > 0, or stands beside
             ``steps``.
         UsageError: what follows the wrapped part in a chain has a state of its own.
     """
 
     def close(
-        own: Accumulation, state: Any, params: Params, extra: Extra
+        accumulation: Accumulation, state: Any, params: Params, extra: Extra
     ) -> tuple[Updates, Any]:
-        return own.flush(state, params, denominator=denominator, **extra)
+        return accumulation.flush(state, params, denominator=denominator, **extra)
 
     accumulation = accumulation_of(tx)
     state = plain(state)
@@ -447,13 +367,13 @@ def epoch(loader: Iterable[M], *, progress: bool = False) -> kit.Epoch[tuple[M, 
 
 
 def _one_ahead(batches: Iterator[M]) -> Iterator[tuple[M, bool]]:
-    held: list[M] = []
+    waiting_batches: list[M] = []
     for batch in batches:
-        if held:
-            yield held.pop(), False
-        held.append(batch)
-    if held:
-        yield held.pop(), True
+        if waiting_batches:
+            yield waiting_batches.pop(), False
+        waiting_batches.append(batch)
+    if waiting_batches:
+        yield waiting_batches.pop(), True
 
 
 def discard(tx: optax.GradientTransformation, state: S) -> S:
@@ -464,7 +384,7 @@ def discard(tx: optax.GradientTransformation, state: S) -> S:
         state: likewise.
 
     Raises:
-        ArgumentTypeError: `tx` is not wrapped, or `state` is not its state.
+        ArgumentTypeError: `tx` is not wrapped.
     """
     accumulation = accumulation_of(tx)
     state = plain(state)

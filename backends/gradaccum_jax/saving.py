@@ -38,10 +38,6 @@ from gradaccum_jax.state import (
 )
 from gradaccum_jax.workers.group import by_kind
 
-_RESTORE = (
-    "Continue with the optimizer and the parameters that the checkpoint was made with."
-)
-
 
 def check_state(tx: optax.GradientTransformation, state: Tree, params: Params) -> Tree:
     """Return a restored `state` to resume with, as JAX arrays in the structure of `tx`.
@@ -69,18 +65,18 @@ def check_state(tx: optax.GradientTransformation, state: Tree, params: Params) -
         ArgumentTypeError: `tx` is not wrapped.
     """
     accumulation = accumulation_of(tx)
-    restored = plain(state)
+    restored_state = plain(state)
     params = plain(params)
     if accumulation is None:
-        return _check_nested(tx, restored, params)
+        return _check_nested(tx, restored_state, params)
     like = jax.eval_shape(replace(accumulation, axes=()).init, params)
     if accumulation.axes:
-        like = _on_devices(like, restored)
-    return _resume(rebuild(restored, like), accumulation.options)
+        like = _on_devices(like, restored_state)
+    return _resume(rebuild(restored_state, like), accumulation.options)
 
 
 def _check_nested(
-    tx: optax.GradientTransformation, restored: Tree, params: Params
+    tx: optax.GradientTransformation, restored_state: Tree, params: Params
 ) -> Tree:
     """Return the state of a transformation that has a wrapped part."""
     if not isinstance(tx, optax.GradientTransformation):
@@ -89,24 +85,16 @@ def _check_nested(
     if not find_states(like):
         raise not_wrapped_error(tx)
     accumulation = part_of(tx, like, params)
-    state = rebuild(restored, like)
+    state = rebuild(restored_state, like)
     return new_part(state, _resume(the_state(state), accumulation.options))
 
 
-def _on_devices(like: AccumulationState, restored: Tree) -> AccumulationState:
-    weight_shape = np.shape(by_path(restored).get("weight", 0.0))
-    if not weight_shape:
-        _refuse(
-            "weight",
-            "an array with one entry for each device, as tx has axis_name",
-            "one of shape ()",
-            "Restore what a step under gradaccum_jax.data_parallel returned, or wrap"
-            " without axis_name.",
-        )
+def _on_devices(like: AccumulationState, restored_state: Tree) -> AccumulationState:
+    devices = np.shape(by_path(restored_state).get("weight", 0.0))
 
     def with_device_axis(leaf: Array) -> Array:
         kind: Any = jax.ShapeDtypeStruct
-        return kind((weight_shape[0], *leaf.shape), leaf.dtype)
+        return kind((*devices, *leaf.shape), leaf.dtype)
 
     return by_kind(like, own=with_device_axis, shared=lambda leaf: leaf)
 
@@ -115,13 +103,15 @@ def _resume(state: AccumulationState, options: Options) -> AccumulationState:
     options = options._replace(steps=_on_the_host(options.steps))
     # Not what each device has for itself: another process may hold it, and nothing here
     # depends on it.
-    shared = state._replace(weight=np.zeros(()), overflow=np.zeros((), bool))
-    saved = State(*(np.asarray(field).item() for field in fields_of(shared)))
+    shared_state = state._replace(weight=np.zeros(()), overflow=np.zeros((), bool))
+    saved_fields = State(
+        *(np.asarray(field).item() for field in fields_of(shared_state))
+    )
     saved_terms = decode_terms(np.asarray(state.terms).tolist())
-    fields = resumed(saved, saved_terms, options)
+    fields = resumed(saved_fields, saved_terms, options)
     terms = encode_terms(terms_of(options, fields.optimizer_step))
     state = state._replace(terms=jnp.asarray(terms, jnp.int32))
-    if fields == saved:
+    if fields == saved_fields:
         return state
     return state._replace(
         loss_scale=jnp.asarray(fields.loss_scale, jnp.float32),
@@ -139,14 +129,14 @@ def _on_the_host(steps: Schedule) -> Schedule:
 
 def rebuild(tree: Tree, like: Tree) -> Any:
     """Return the leaves of `tree` in the structure of `like`, if they match."""
-    given = by_path(tree)
-    expected = by_path(like)
-    _check_leaves(given, expected)
-    leaves = [_copied(given[path]) for path in expected]
+    given_leaves = by_path(tree)
+    expected_leaves = by_path(like)
+    _check_leaves(given_leaves, expected_leaves)
+    leaves = [_copy(given_leaves[path]) for path in expected_leaves]
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
-def _copied(leaf: Array) -> Array:
+def _copy(leaf: Array) -> Array:
     """Copy to a JAX array: JAX would share the memory of NumPy's, which the user may
     write into.
     """
@@ -169,21 +159,21 @@ def _key_name(key: object) -> str:
     return str(key)
 
 
-def _check_leaves(given: dict[str, Array], expected: dict[str, Array]) -> None:
-    for path, leaf in given.items():
-        if isinstance(leaf, jax.ShapeDtypeStruct):
-            fix = "Restore the checkpoint first, and pass what that returns."
-            _refuse(path, "an array", "its shape alone", fix)
-    for path, leaf in expected.items():
+def _check_leaves(
+    given_leaves: dict[str, Array], expected_leaves: dict[str, Array]
+) -> None:
+    for path, leaf in expected_leaves.items():
         kind = _kind(leaf)
-        given_kind = _kind(given[path]) if path in given else "nothing at all"
+        given_kind = (
+            _kind(given_leaves[path]) if path in given_leaves else "nothing at all"
+        )
         if given_kind != kind:
             _refuse(path, kind, given_kind)
-    for path in given.keys() - expected.keys():
+    for path in given_leaves.keys() - expected_leaves.keys():
         _refuse(
             path,
-            "nothing, as this optimizer and these parameters have no such leaf",
-            f"an array of shape {np.shape(given[path])}",
+            "nothing, as tx.init(params) has no such leaf",
+            _kind(given_leaves[path]),
         )
 
 
@@ -192,7 +182,12 @@ def _kind(leaf: Array) -> str:
     return f"an array of shape {np.shape(leaf)} and dtype {dtype}"
 
 
-def _refuse(path: str, expected: str, found: str, fix: str = _RESTORE) -> NoReturn:
+def _refuse(path: str, requirement: str, got: str) -> NoReturn:
     raise explain(
-        CheckpointError, f"state.{path}", expected=expected, found=found, fix=fix
+        CheckpointError,
+        f"state.{path}",
+        expected=requirement,
+        found=got,
+        fix="Continue with the optimizer and the parameters that the checkpoint was made"
+        " with.",
     )

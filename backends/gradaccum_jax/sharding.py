@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
-from importlib import import_module
 from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
@@ -23,27 +21,11 @@ from jax.sharding import AxisType, NamedSharding
 
 from gradaccum import ArgumentTypeError
 from gradaccum.kit import Scalar, explain
-from gradaccum_jax.arrays import Array, Axes, Leaves, Params, Tree, typeof
+from gradaccum_jax.arrays import Array, Axes, Params, Tree, typeof
 
 T = TypeVar("T")
-
-if hasattr(jax, "shard_map"):
-    shard_map: Any = jax.shard_map
-else:
-    from jax.experimental.shard_map import shard_map as _older
-
-    shard_map = partial(_older, check_rep=False)
-"""`jax.shard_map`. JAX before 0.6.1 has an older one, whose check of replication has no
-rule for much that gradaccum calls.
-"""
-
-
-reshard: Any = (
-    getattr(jax.sharding, "reshard", None)
-    or import_module("jax.experimental.shard").reshard
-)
-"""`jax.sharding.reshard`, which JAX 0.5 and 0.6 have in `jax.experimental.shard` alone.
-"""
+ShardAxes = tuple[str, ...] | None
+"""The axes along which parameters are sharded; None: nobody said."""
 
 
 def axes_of(value: Array) -> Axes:
@@ -52,7 +34,9 @@ def axes_of(value: Array) -> Axes:
     """
     if not isinstance(value, (jax.Array, jax.core.AbstractValue)):
         return frozenset()
-    kind = value if isinstance(value, jax.core.AbstractValue) else typeof(value)
+    kind: Any = value
+    if isinstance(value, jax.Array):
+        kind = typeof(value)
     if hasattr(kind, "vma"):
         return frozenset(kind.vma)
     return frozenset(getattr(getattr(kind, "mat", None), "varying", ()))
@@ -71,57 +55,46 @@ def vary(value: Array, axes: Axes) -> Array:
     if not missing:
         return value
     library: Any = lax  # JAX 0.10 has the first name, 0.7 the second
-    return (
-        library.pcast(value, missing, to="varying")
-        if hasattr(library, "pcast")
-        else library.pvary(value, missing)
-    )
+    if hasattr(library, "pcast"):
+        return library.pcast(value, missing, to="varying")
+    return library.pvary(value, missing)
 
 
-def vary_like(params: Params, state: T, shared: Axes = frozenset()) -> T:
-    """Mark the arrays of `state`, except the `shared` ones, as varying along every axis
-    of the parameters.
+def vary_like(params: Params, state: T, shard_axes: ShardAxes) -> T:
+    """Mark the arrays of `state` as varying along every axis of the parameters but for
+    `shard_axes`.
     """
-    axes = (
-        frozenset[str]().union(*(axes_of(leaf) for leaf in jax.tree.leaves(params)))
-        - shared
-    )
-    return (
-        cast(T, jax.tree.map(lambda leaf: vary(leaf, axes), state)) if axes else state
-    )
+    axes = frozenset[str]().union(*map(axes_of, jax.tree.leaves(params)))
+    axes -= frozenset(shard_axes or ())
+    return cast(T, jax.tree.map(lambda leaf: vary(leaf, axes), state))
 
 
-def traced_with_axes(
-    predicate: Scalar, function: Callable[..., Leaves], leaves: Leaves
-) -> tuple[Any, Leaves, list[Axes]]:
-    """Trace `function`, and give `leaves` all axes that its results may have where
-    `predicate` decides whether it runs.
-
-    The axes themselves come last, one for each leaf; none outside of `jax.shard_map`.
+def with_axes_of_results(
+    predicate: Scalar, function: Callable[[T], T], operand: T
+) -> tuple[Callable[[T], T], T]:
+    """Return `function` and `operand`, marked as varying along all axes along which the
+    operand, the results or the `predicate` that decides between them vary.
     """
+    leaves, structure = jax.tree.flatten(operand)
     while True:
-        closed = jax.make_jaxpr(function)(*leaves)
-        if not manual_axes():
-            return closed, leaves, []
-        wanted = [
-            axes_of(leaf) | axes_of(made) | axes_of(predicate)
-            for leaf, made in zip(leaves, closed.out_avals, strict=True)
+        program = jax.make_jaxpr(function)(jax.tree.unflatten(structure, leaves))
+        axes = [
+            axes_of(predicate) | axes_of(leaf) | axes_of(result)
+            for leaf, result in zip(leaves, program.out_avals, strict=True)
         ]
-        if wanted == [axes_of(leaf) for leaf in leaves]:
-            return closed, leaves, wanted
-        leaves = [vary(leaf, axes) for leaf, axes in zip(leaves, wanted, strict=True)]
+        if axes == [axes_of(leaf) for leaf in leaves]:
+            break
+        leaves = list(map(vary, leaves, axes))
 
+    def varying_function(operand: T) -> T:
+        results = map(vary, jax.tree.leaves(function(operand)), axes)
+        return cast(T, jax.tree.unflatten(structure, results))
 
-def every(flag: Scalar, axes: Axes) -> Scalar:
-    return lax.pmin(flag.astype(jnp.int32), tuple(sorted(axes))) > 0  # type: ignore[no-untyped-call]
-
-
-ShardAxes = tuple[str, ...] | None
-"""The axes along which parameters are sharded; None: nobody said."""
+    return varying_function, cast(T, jax.tree.unflatten(structure, leaves))
 
 
 def shards_of(leaf: Array, shard_axes: ShardAxes) -> tuple[str, ...]:
-    return tuple(sorted(axes_of(leaf) & frozenset(shard_axes))) if shard_axes else ()
+    return tuple(sorted(axes_of(leaf) & frozenset(shard_axes or ())))
 
 
 def everywhere(flag: Scalar, shard_axes: ShardAxes) -> Scalar:
@@ -129,7 +102,9 @@ def everywhere(flag: Scalar, shard_axes: ShardAxes) -> Scalar:
     scalar.
     """
     axes = shards_of(flag, shard_axes)
-    return every(flag, frozenset(axes)) if axes else flag
+    if not axes:
+        return flag
+    return lax.pmin(flag.astype(jnp.int32), axes) > 0  # type: ignore[no-untyped-call]
 
 
 KNOWS_AXES = hasattr(jax, "shard_map")
@@ -292,7 +267,7 @@ def require_ordinary(
 # JAX has no such word. Here it is: a primitive that changes the type and nothing else.
 
 
-_replicated: Any = core.Primitive("replicated")
+replicated_p: Any = core.Primitive("replicated")
 
 
 def replicated(tree: T, axes: tuple[str, ...]) -> T:
@@ -300,12 +275,14 @@ def replicated(tree: T, axes: tuple[str, ...]) -> T:
 
     def retype(leaf: Array) -> Array:
         varying_axes = tuple(sorted(axes_of(leaf) & frozenset(axes)))
-        return _replicated.bind(leaf, axes=varying_axes) if varying_axes else leaf
+        if varying_axes:
+            return replicated_p.bind(leaf, axes=varying_axes)
+        return leaf
 
-    return cast(T, jax.tree.map(retype, tree)) if axes else tree
+    return cast(T, jax.tree.map(retype, tree))
 
 
-def _retyped(operand: Any, *, axes: tuple[str, ...]) -> Any:
+def _type_after(operand: Any, *, axes: tuple[str, ...]) -> Any:
     # JAX 0.7; the type of JAX 0.10 knows more ways than one to differ.
     if hasattr(operand, "vma"):
         return operand.update(vma=operand.vma - frozenset(axes))
@@ -313,11 +290,11 @@ def _retyped(operand: Any, *, axes: tuple[str, ...]) -> Any:
     return operand.update(manual_axis_type=operand.mat.update(varying=varying))
 
 
-def _batched(operands: Any, dimensions: Any, **params: Any) -> Any:
-    return _replicated.bind(*operands, **params), dimensions[0]
+def _batch(operands: Any, dimensions: Any, **params: Any) -> Any:
+    return replicated_p.bind(*operands, **params), dimensions[0]
 
 
-_replicated.def_abstract_eval(_retyped)
-_replicated.def_impl(lambda operand, **_: operand)
-mlir.register_lowering(_replicated, lambda _, operand, **params: [operand])
-batching.primitive_batchers[_replicated] = _batched
+replicated_p.def_abstract_eval(_type_after)
+replicated_p.def_impl(lambda operand, **_: operand)
+mlir.register_lowering(replicated_p, lambda _, operand, **params: [operand])
+batching.primitive_batchers[replicated_p] = _batch

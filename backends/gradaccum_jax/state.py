@@ -162,11 +162,12 @@ def all_like(news: Sequence[Scalar], olds: Sequence[Scalar]) -> list[Array]:
     return [vary(new, axes_of(old)) for new, old in zip(arrays, olds, strict=True)]
 
 
+def is_state(node: object) -> bool:
+    return isinstance(node, AccumulationState)
+
+
 def find_states(tree: Tree) -> list[AccumulationState]:
-    leaves = jax.tree.leaves(
-        tree, is_leaf=lambda node: isinstance(node, AccumulationState)
-    )
-    return [leaf for leaf in leaves if isinstance(leaf, AccumulationState)]
+    return list(filter(is_state, jax.tree.leaves(tree, is_leaf=is_state)))
 
 
 def the_state(tree: Tree) -> AccumulationState:
@@ -179,24 +180,7 @@ def the_state(tree: Tree) -> AccumulationState:
             found=f"a {type(tree).__name__} that holds {len(states)} of them",
             fix="Pass what tx.init(params) or tx.update(...) returned.",
         )
-    return require_values(states[0])
-
-
-def require_values(state: AccumulationState) -> AccumulationState:
-    """Raise unless `state` holds arrays, rather than their shapes; return it."""
-    if isinstance(state.micro_step, jax.ShapeDtypeStruct):
-        fix = (
-            "Pass what tx.init(params) returned; or call it in the function that"
-            " jax.eval_shape traces."
-        )
-        raise explain(
-            ArgumentTypeError,
-            "state",
-            expected="a state of arrays",
-            found="shapes alone, as jax.eval_shape returns them",
-            fix=fix,
-        )
-    return state
+    return states[0]
 
 
 def result(state: Tree) -> StepResult:
@@ -214,16 +198,19 @@ def result(state: Tree) -> StepResult:
     Raises:
         ArgumentTypeError: `state` holds no such state, or several.
     """
-    found = the_state(state)
+    window_state = the_state(state)
+    overflow = jnp.asarray(window_state.last_overflow)
+    if overflow.ndim > jnp.ndim(window_state.last_applied):
+        overflow = overflow.any(axis=0)  # one for each device
     return StepResult(
-        applied=jnp.asarray(found.last_applied),
-        skipped=jnp.asarray(found.last_skipped),
-        overflow=_on_any_device(found),
-        grad_norm=as_read(found.last_grad_norm),
-        loss_scale=jnp.asarray(found.loss_scale),
-        micro_step=jnp.asarray(found.micro_step),
-        optimizer_step=jnp.asarray(found.optimizer_step),
-        loss=as_read(found.last_loss),
+        applied=jnp.asarray(window_state.last_applied),
+        skipped=jnp.asarray(window_state.last_skipped),
+        overflow=overflow,
+        grad_norm=as_read(window_state.last_grad_norm),
+        loss_scale=jnp.asarray(window_state.loss_scale),
+        micro_step=jnp.asarray(window_state.micro_step),
+        optimizer_step=jnp.asarray(window_state.optimizer_step),
+        loss=as_read(window_state.last_loss),
     )
 
 
@@ -238,32 +225,13 @@ def describe(state: Tree) -> str:
         state: as in `result`.
 
     Raises:
-        ArgumentTypeError: `state` holds no accumulation's state, or several; or it is
-            traced, or of several models side by side.
+        ArgumentTypeError: `state` holds no accumulation's state, or several.
     """
-    found = the_state(state)
-    if isinstance(found.micro_step, jax.core.Tracer) or jnp.ndim(found.micro_step):
-        fix = (
-            "Call it after the compiled step, with one model's state; inside, write"
-            " jax.debug.callback(watch, gradaccum_jax.result(state))."
-        )
-        raise explain(
-            ArgumentTypeError,
-            "state",
-            expected="a state of scalars with values",
-            found="a traced or stacked one",
-            fix=fix,
-        )
-    code = int(found.terms[STEPS])
+    window_state = the_state(state)
+    code = int(window_state.terms[STEPS])
     # each device that shares a window has a weight of its own
-    fields = State(*(jnp.sum(field).item() for field in fields_of(found)))
+    fields = State(*(jnp.sum(field).item() for field in fields_of(window_state)))
     return kit.status(fields, UntilWeight(-code) if code < 0 else code or None)
-
-
-def _on_any_device(state: AccumulationState) -> Array:
-    """Return the last event's overflow, of any device outside of `jax.shard_map`."""
-    flags = jnp.asarray(state.last_overflow)
-    return flags.any(axis=0) if flags.ndim > jnp.ndim(state.last_applied) else flags
 
 
 def scale_loss(loss: Scalar, state: Tree) -> Scalar:

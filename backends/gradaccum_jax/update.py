@@ -8,20 +8,18 @@ works in place, and a micro-batch in mid-window costs the addition and a select.
 
 from __future__ import annotations
 
-import functools
-import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
+from jax.interpreters import partial_eval
 
-from gradaccum import UsageError
-from gradaccum.kit import Scalar, explain
+from gradaccum.kit import Scalar
 from gradaccum_jax.arrays import (
     Array,
-    Axes,
     Extra,
     GradientTypes,
     InnerState,
@@ -32,29 +30,10 @@ from gradaccum_jax.arrays import (
     takes_part,
     wider,
 )
-from gradaccum_jax.gradient_sum import (
-    divide,
-    emptied,
-    is_left_out,
-    make_fill,
-    pick,
-    to,
-)
-from gradaccum_jax.programs import named_axes, origins
+from gradaccum_jax.gradient_sum import divide, is_left_out, select
 from gradaccum_jax.sharding import ShardAxes, replicated
 from gradaccum_jax.workers.group import same
-from gradaccum_jax.xla import run_if, traced_once
-
-Optimizer = Callable[[Tree, InnerState], tuple[Any, Any]]
-"""``optimizer(gradients, state)``."""
-
-
-class TracedUpdate(NamedTuple):
-    """The facts that JAX knows of the inner optimizer's call while it traces."""
-
-    updates: Updates
-    optimizer: Optimizer
-    """For arguments of the same types it is not traced again."""
+from gradaccum_jax.xla import run_if
 
 
 class Update(NamedTuple):
@@ -73,8 +52,6 @@ class Update(NamedTuple):
     axes: tuple[str, ...] = ()
     """The mesh axes whose devices share the window."""
     shard_axes: ShardAxes = None
-    when_traced: Callable[[Any, Tree], None] | None = None
-    """Called with the optimizer's closed program and the sum."""
 
     def with_loss(self, loss: Scalar) -> Update:
         """Return the same call with the window's loss as the ``value`` that optax's
@@ -84,46 +61,29 @@ class Update(NamedTuple):
 
     def trace(
         self, accumulator: Tree, inner_state: InnerState, divisor: Scalar
-    ) -> TracedUpdate:
-        """Trace the call; nothing of it enters the program. A call that takes no
-        ``value``, such as SAM's, is made without.
+    ) -> Updates:
+        """Return the updates' shapes and dtypes; nothing of the call enters the
+        program.
         """
-        try:
-            return self._trace(accumulator, inner_state, divisor)
-        except TypeError as error:
-            is_about_value = "unexpected keyword argument 'value'" in str(error)
-            if "value" not in self.extra or not is_about_value:
-                raise
-        extra = {name: given for name, given in self.extra.items() if name != "value"}
-        return self._replace(extra=extra)._trace(accumulator, inner_state, divisor)
 
-    def _trace(
-        self, accumulator: Tree, inner_state: InnerState, divisor: Scalar
-    ) -> TracedUpdate:
-        optimizer = traced_once(self._optimize, (accumulator, inner_state))
-
-        def optimize(accumulator: Tree, inner_state: InnerState) -> tuple[Any, Any]:
+        def updates_of(accumulator: Tree, inner_state: InnerState) -> Updates:
             gradients = self._gradients(accumulator, divisor)
             leaves, structure = jax.tree.flatten(gradients)
-            typed_leaves = map(to, leaves, self.types.like)
+            typed_leaves = map(
+                lax.convert_element_type, leaves, self.types.update_dtypes
+            )
             gradients = jax.tree.unflatten(structure, typed_leaves)
-            made: tuple[Any, Any] = optimizer(gradients, inner_state)
-            return made
+            return self._optimize(gradients, inner_state)[0]
 
-        program, (updates, _) = jax.make_jaxpr(optimize, return_shape=True)(
-            accumulator, inner_state
-        )
-        require_no_reduction(named_axes(program), self.shard_axes)
-        if self.when_traced is not None:
-            self.when_traced(program, accumulator)
-        return TracedUpdate(_updates_that_move(updates, accumulator), optimizer)
+        updates = jax.eval_shape(updates_of, accumulator, inner_state)
+        return _updates_that_move(updates, accumulator)
 
     def run(
         self,
         accumulator: Tree,
         inner_state: InnerState,
         divisor: Scalar,
-        traced: TracedUpdate,
+        update_types: Updates,
         apply: Scalar,
     ) -> tuple[Updates, Tree, InnerState]:
         """Run the inner optimizer if `apply` holds.
@@ -131,74 +91,67 @@ class Update(NamedTuple):
         Returns:
             The updates twice and the new state; otherwise zeros, the sum and the state.
         """
-        buffer = jax.tree.map(_wide_enough, accumulator, traced.updates)
+        buffer = jax.tree.map(_wide_enough, accumulator, update_types)
 
         def optimize(operand: tuple[Tree, InnerState]) -> tuple[Updates, InnerState]:
             gradients = self._gradients(cast_like(operand[0], accumulator), divisor)
-            updates, new_state = traced.optimizer(gradients, operand[1])
+            updates, new_state = self._optimize(gradients, operand[1])
             updates = _updates_that_move(updates, accumulator)
             updates = jax.tree.map(_in_place_of, accumulator, updates)
             return cast_like(updates, buffer), cast_like(new_state, inner_state)
 
         buffer, inner_state = run_if(apply, optimize, (buffer, inner_state))
-        updates = self._updates_where(apply, buffer, traced.updates)
+        updates = self._updates_where(apply, buffer, update_types)
         return updates, cast_like(buffer, accumulator), inner_state
 
-    def keep(
-        self, accumulator: Tree, updates: Updates, never: Scalar
-    ) -> tuple[Updates, Tree]:
-        """Return the updates, all zeros, and the sum of a micro-batch that can end no
-        window.
-
-        Constant zeros would cost a copy of the parameters: nothing tells XLA that the
-        gradient, which reads the old parameters, comes first. After a conditional over
-        all sums, even one that never runs, the gradient has come, and the select is
-        free.
-        """
-        accumulator = run_if(never, lambda total: emptied(total, never), accumulator)
-        return self._updates_where(never, accumulator, updates), accumulator
-
     def _optimize(self, gradients: Tree, inner_state: InnerState) -> tuple[Any, Any]:
-        made = self.optimizer(gradients, inner_state, self.params, **self.extra)
-        if not self.axes:
-            return made
-        return same(
-            "what the inner optimizer made",
-            made,
-            self.axes,
-            "Let the optimizer close over nothing that is a device's own.",
-        )
+        """Call the optimizer; without ``value`` if it takes none, as optax's SAM."""
+        extra = self.extra
+        try:
+            results = self.optimizer(gradients, inner_state, self.params, **extra)
+        except TypeError as error:
+            if "unexpected keyword argument 'value'" not in str(error):
+                raise
+            extra = {name: extra[name] for name in extra if name != "value"}
+            results = self.optimizer(gradients, inner_state, self.params, **extra)
+        return same("what the inner optimizer made", results, self.axes)
 
     def _gradients(self, accumulator: Tree, divisor: Scalar) -> Tree:
         if divisor is not None:
             accumulator = divide(accumulator, divisor)
         leaves, structure = jax.tree.flatten(accumulator)
-        leaves = list(map(to, leaves, self.types.given))
-        for place, shape in enumerate(self.types.shapes):
-            if leaves[place].shape != shape:  # nothing reads it
-                leaves[place] = jnp.zeros(shape, leaves[place].dtype)
-        return replicated(jax.tree.unflatten(structure, leaves), self.axes)
+        gradients = []
+        for leaf, dtype, shape in zip(
+            leaves, self.types.dtypes, self.types.shapes, strict=True
+        ):
+            if leaf.shape != shape:  # nothing reads it
+                leaf = jnp.zeros(shape, dtype)
+            gradients.append(leaf.astype(dtype))
+        return replicated(jax.tree.unflatten(structure, gradients), self.axes)
 
-    def _updates_where(self, apply: Scalar, buffer: Tree, updates: Updates) -> Updates:
-        """Return the updates in `buffer` if `apply` holds, in the dtypes of `updates`;
-        otherwise zeros.
+    def _updates_where(
+        self, apply: Scalar, buffer: Tree, update_types: Updates
+    ) -> Updates:
+        """Return the updates in `buffer` if `apply` holds, in the dtypes of
+        `update_types`; otherwise zeros.
         """
-        fill = make_fill(_zero_of)
 
-        def select(leaf: Array, update: Array) -> Array:
+        def update_of(leaf: Array, update: Array) -> Array:
             if is_left_out(leaf, update):
                 return jnp.full(update.shape, _zero_of(update), update.dtype)
-            return to(pick(apply, leaf, fill(leaf)), update.dtype)
+            return select(apply, leaf, no_update(leaf)).astype(update.dtype)
 
-        return replicated(jax.tree.map(select, buffer, updates), self.axes)
+        return replicated(jax.tree.map(update_of, buffer, update_types), self.axes)
 
 
 def _wide_enough(total: Array, update: Array) -> Array:
-    return to(total, wider(total.dtype, update.dtype))
+    return total.astype(wider(total.dtype, update.dtype))
 
 
 def _in_place_of(total: Array, update: Array) -> Array:
-    return total if is_left_out(total, update) else update
+    if is_left_out(total, update):
+        return total
+    return update
 
 
 def _updates_that_move(updates: Updates, accumulator: Tree) -> Updates:
@@ -212,37 +165,33 @@ def _updates_that_move(updates: Updates, accumulator: Tree) -> Updates:
     )
 
 
-def without_unread(
+def sums_that_are_read(
     accumulator: Tree,
     inner: optax.GradientTransformationExtraArgs,
     inner_state: InnerState,
     params: Params,
 ) -> Tree:
     """Return the sum with an array of shape (0,) for each parameter whose gradient the
-    inner optimizer does not read, such as those under `optax.set_to_zero`; with none if
-    it reads no gradient at all.
+    inner optimizer does not read, such as those under `optax.set_to_zero`.
     """
     leaves, structure = jax.tree.flatten(accumulator)
     try:
-        program = jax.make_jaxpr(inner.update)(accumulator, inner_state, params)
+        program = jax.make_jaxpr(inner.update)(accumulator, inner_state, params).jaxpr
     except Exception:
         # The optimizer wants arguments that only a micro-batch has.
         return accumulator
-    read_bits = functools.reduce(operator.or_, origins(program.jaxpr, len(leaves)), 0)
-    is_read = [bool(read_bits & 1 << place) for place in range(len(leaves))]
+    all_results = [True] * len(program.outvars)
+    is_read = partial_eval.dce_jaxpr(program, all_results)[1][: len(leaves)]
     if not any(is_read):
         return accumulator
-    return jax.tree.unflatten(
-        structure,
-        [
-            leaf if read or not takes_part(leaf) else jnp.zeros((0,), leaf.dtype)
-            for leaf, read in zip(leaves, is_read, strict=True)
-        ],
-    )
+    for place, leaf in enumerate(leaves):
+        if takes_part(leaf) and not is_read[place]:
+            leaves[place] = jnp.zeros((0,), leaf.dtype)
+    return jax.tree.unflatten(structure, leaves)
 
 
 def no_update(leaf: Array) -> Array:
-    return jnp.full_like(leaf, _zero_of(leaf))
+    return lax.full_like(leaf, _zero_of(leaf))
 
 
 def _zero_of(leaf: Array) -> complex:
@@ -251,23 +200,6 @@ def _zero_of(leaf: Array) -> complex:
     """
     if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
         return complex(-0.0, -0.0)
-    return -0.0 if jnp.issubdtype(leaf.dtype, jnp.floating) else 0
-
-
-def require_no_reduction(axes: Axes, shard_axes: ShardAxes) -> None:
-    """Raise unless the inner optimizer reduces over no mesh axes but those that shard
-    parameters.
-
-    Each device decides by its own gradient. If one skipped the optimizer, the others
-    would wait for it for ever.
-    """
-    reduced_axes = sorted(axes - frozenset(shard_axes or ()))
-    if reduced_axes:
-        raise explain(
-            UsageError,
-            "optimizer",
-            expected="one that does not reduce",
-            found=f"one that reduces over {reduced_axes}",
-            fix="Reduce the gradients before tx.update, jax.lax.pmean(grads, axis), or"
-            " wrap with axis_name=, which reduces once per window.",
-        )
+    if jnp.issubdtype(leaf.dtype, jnp.floating):
+        return -0.0
+    return 0

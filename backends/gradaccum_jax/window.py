@@ -7,13 +7,13 @@ Only the device knows whether a window ends, so every micro-batch runs one progr
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradaccum import ArgumentTypeError, kit
+from gradaccum import kit
 from gradaccum.kit import (
     Decision,
     Fields,
@@ -23,7 +23,6 @@ from gradaccum.kit import (
     contribution,
     decide,
     divisor,
-    explain,
     joined,
     measures,
     usable,
@@ -46,7 +45,7 @@ from gradaccum_jax.state import (
     with_fields,
 )
 from gradaccum_jax.update import Update
-from gradaccum_jax.workers.group import ReducedWindow, all_reduce, require_told
+from gradaccum_jax.workers.group import ReducedWindow, all_reduce, require_known_axes
 from gradaccum_jax.xla import run_if
 
 Event = tuple[Scalar, Scalar, Scalar]
@@ -74,7 +73,7 @@ def add(
     """Add a micro-batch to the window; return the state, and a bool scalar: the
     micro-batch was dropped.
     """
-    gradients = gradient_sum.counting(micro_batch.gradients, state.accumulator)
+    gradients = gradient_sum.without_unread(micro_batch.gradients, state.accumulator)
     weight = micro_batch.weight
     fields = fields_of(state)
     factor = None
@@ -133,36 +132,38 @@ def close(
     AdamW reads each twice (JAX 0.7.1: temporary memory of 1.0 times the parameters in
     place of 0.25).
     """
-    require_told(state.accumulator, frozenset(update.axes), update.shard_axes, options)
+    require_known_axes(state.accumulator, update.axes, update.shard_axes, options)
     bare_state = with_event(
         state._replace(accumulator=None, inner_state=None, masters=None, terms=None),
         *event,
     )
-    zero = jnp.zeros_like(state.weight)
-    shared = bool(update.axes)
+    is_shared = bool(update.axes)
 
     def end(ending: Ending) -> Ending:
-        total = ending.total if shared else state.accumulator
+        total = ending.total if is_shared else state.accumulator
         window, decision, divides = decide_on(
             state, total, update, options, denominator
         )
         loss = kit.window_loss(window.loss, window.fields, divides, jnp.where)
-        closed = with_fields(ending.state, _closed(window.fields, decision, options))
-        closed = close_loss(closed, loss)
+        fields = close_fields(
+            window.fields, decision.apply, decision.overflow, options, jnp.where
+        )
+        closed_state = close_loss(with_fields(ending.state, fields), loss)
         norm = like(as_stored(decision.grad_norm), state.last_grad_norm)
-        closed = with_event(
-            closed._replace(last_grad_norm=norm),
+        closed_state = with_event(
+            closed_state._replace(last_grad_norm=norm),
             decision.apply,
             ~decision.apply,
             decision.overflow,
         )
-        total = window.total if shared else None
-        return Ending(closed, total, decision.apply, decision.divisor, loss)
+        total = window.total if is_shared else None
+        return Ending(closed_state, total, decision.apply, decision.divisor, loss)
 
-    start_total = state.accumulator if shared else None
+    start_total = state.accumulator if is_shared else None
+    zero = jnp.zeros_like(state.weight)
     start = Ending(bare_state, start_total, jnp.asarray(False), zero + 1, zero)
     ending = run_if(at_end, end, start)
-    total = ending.total if shared else state.accumulator
+    total = ending.total if is_shared else state.accumulator
     divisor: Scalar = ending.divisor
     if gradient_sum.keeps_dtypes(total, divisor):
         divide = partial(gradient_sum.divide, divisor=divisor)
@@ -171,46 +172,17 @@ def close(
     if takes_loss:
         update = update.with_loss(ending.loss)
     inner_state = (state.inner_state, state.masters)
-    traced = update.trace(total, inner_state, divisor)
+    update_types = update.trace(total, inner_state, divisor)
     updates, total, (inner_state, masters) = update.run(
-        total, inner_state, divisor, traced, ending.apply
+        total, inner_state, divisor, update_types, ending.apply
     )
-    if shared:
+    if is_shared:
         # On its way out of `data_parallel` a device's sum gets a leading axis, for
         # which XLA would copy it; a select is written in place.
         total = gradient_sum.emptied(total, at_end)
     return updates, ending.state._replace(
         accumulator=total, inner_state=inner_state, masters=masters, terms=state.terms
     )
-
-
-def _closed(fields: Fields, decision: Decision, options: Options) -> Fields:
-    closed = close_fields(fields, decision.apply, decision.overflow, options, jnp.where)
-    rule = options.scale_rule
-    if rule.growth_factor == rule.backoff_factor:
-        # XLA does not see that a static scale, whose factors are 1, and its tracker
-        # never move.
-        return (*closed[:5], *fields[5:])
-    return closed
-
-
-def keep(
-    state: AccumulationState,
-    update: Update,
-    options: Options,
-    *,
-    never: Scalar,
-    event: Event,
-    takes_loss: bool,
-) -> tuple[Updates, AccumulationState]:
-    """Replace `close` in a window that only the caller closes."""
-    require_told(state.accumulator, frozenset(update.axes), update.shard_axes, options)
-    if takes_loss:
-        update = update.with_loss(jnp.zeros_like(state.loss))
-    inner_state = (state.inner_state, state.masters)
-    traced = update.trace(state.accumulator, inner_state, jnp.ones_like(state.weight))
-    updates, total = update.keep(state.accumulator, traced.updates, never)
-    return updates, with_event(state._replace(accumulator=total), *event)
 
 
 def discard(state: AccumulationState) -> AccumulationState:
@@ -246,40 +218,31 @@ def decide_on(
     it is divided; `total` is this device's sum.
     """
     dtype = jnp.result_type(state.weight)
-    window = _complete_window(state, total, update.axes)
-    fields = window.fields
+    fields = fields_of(state)
+    loss = as_read(state.loss)
+    if update.axes:
+        window = ReducedWindow(total, state.weight, state.overflow, loss)
+        total, weight, overflow, loss = all_reduce(window, update.axes)
+        fields = joined(fields, weight, overflow)
     divides = options
     if denominator is not None:
         fields, divides = kit.with_denominator(fields, denominator, options, jnp.where)
     norm = jnp.full((), jnp.nan, dtype)
     finite = jnp.asarray(True)
     if measures(options):
-        norm, finite = measure(window.total, dtype, update.shard_axes)
+        norm, finite = measure(total, dtype, update.shard_axes)
         fits = gradient_sum.fits(
-            window.total, divisor(fields, divides, jnp.where), update.types.like
+            total, divisor(fields, divides, jnp.where), update.types.update_dtypes
         )
         finite = finite & everywhere(fits, update.shard_axes)
     largest = float(jnp.finfo(dtype).max)
     decision = Decision(*decide(fields, norm, finite, divides, jnp.where, largest))
-    return window._replace(fields=fields), decision, divides
+    return CompleteWindow(fields, total, loss), decision, divides
 
 
-def _complete_window(
-    state: AccumulationState, total: Tree, axes: tuple[str, ...]
-) -> CompleteWindow:
-    fields = fields_of(state)
-    loss = as_read(state.loss)
-    if not axes:
-        return CompleteWindow(fields, total, loss)
-    reduced = all_reduce(ReducedWindow(total, state.weight, state.overflow, loss), axes)
-    fields = joined(fields, reduced.weight, reduced.overflow)
-    return CompleteWindow(fields, reduced.total, reduced.loss)
-
-
-# The size of a window where a callable in ``steps`` says it. The size is checked as far
-# as it is known.
+# The size of a window where a callable in ``steps`` says it.
 #
-# A concrete value is checked as in every backend. Of a traced one only the dtype is
+# A concrete value is checked as in every backend; the value of a traced one is not
 # known. If it turns out below 1, each micro-batch counts as not finite, so that no
 # update is made and the result says so.
 
@@ -289,23 +252,12 @@ def size_at(schedule: kit.Schedule, optimizer_step: Scalar) -> Scalar:
     `UntilWeight` of it.
     """
     size = kit.steps_at(schedule, optimizer_step, jnp.where)
-    if kit.is_known(schedule):
+    if kit.is_known(schedule) or isinstance(number_of(size), jax.core.Tracer):
         return size
-    number = number_of(size) if isinstance(schedule, kit.UntilWeight) else size
-    if not isinstance(number, jax.core.Tracer):
-        step: Scalar = "optimizer_step"
-        if not isinstance(optimizer_step, jax.core.Tracer):
-            step = int(np.asarray(optimizer_step))
-        return kit.require_steps(size, cast(int, step), schedule)
-    if number.shape != () or not jnp.issubdtype(number.dtype, jnp.integer):
-        raise explain(
-            ArgumentTypeError,
-            "steps(optimizer_step)",
-            expected="an integer scalar",
-            found=f"one of dtype {number.dtype} and shape {number.shape}",
-            fix="Cast what it returns: .astype(jnp.int32).",
-        )
-    return size
+    step: Any = "optimizer_step"
+    if not isinstance(optimizer_step, jax.core.Tracer):
+        step = int(np.asarray(optimizer_step))
+    return kit.require_steps(size, step, schedule)
 
 
 def number_of(size: Scalar) -> Scalar:

@@ -39,13 +39,10 @@ class Compiled(NamedTuple):
     state: Any
 
 
-def make_params(width: int, members: int = 0) -> list[Any]:
-    """`MATRICES` of shape (width, width), always the same; (members, width, width) for
-    an ensemble.
-    """
-    shape = (members, width, width) if members else (width, width)
+def make_params(width: int) -> list[Any]:
+    """`MATRICES` of shape (width, width), always the same."""
     return [
-        jax.random.normal(key, shape) / width**0.5
+        jax.random.normal(key, (width, width)) / width**0.5
         for key in jax.random.split(jax.random.key(0), MATRICES)
     ]
 
@@ -79,24 +76,17 @@ def scaled_gradient(params: Any, x: Any, state: Any) -> Any:
 
 
 def compile_step(
-    tx: Any, params: Any, x: Any, gradient_of: Gradient = gradient, members: int = 0
+    tx: Any, params: Any, x: Any, gradient_of: Gradient = gradient
 ) -> Compiled:
-    """The step that a user writes for `tx`, a transformation, compiled; for an ensemble
-    vmapped as a whole over its `members`.
-    """
+    """The step that a user writes for `tx`, a transformation, compiled."""
 
     def step(params: Any, state: Any, x: Any) -> tuple[Any, Any]:
         updates, state = tx.update(gradient_of(params, x, state), state, params)
         return optax.apply_updates(params, updates), state
 
-    init, whole = (
-        (jax.vmap(tx.init), jax.vmap(step, (0, 0, None)))
-        if members
-        else (tx.init, step)
-    )
-    state = init(params)
+    state = tx.init(params)
     return Compiled(
-        jax.jit(whole, donate_argnums=(0, 1)).lower(params, state, x).compile(),
+        jax.jit(step, donate_argnums=(0, 1)).lower(params, state, x).compile(),
         params,
         state,
     )

@@ -5,7 +5,6 @@ in Keras.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -27,15 +26,15 @@ from benchmarks.contestants.jax_mlp import (
 )
 
 
-def floor(width: int, members: int = 0) -> Window:
+def floor(width: int) -> Window:
     """The work that must be done: the gradients, each waited for and forgotten, and one
     update with the last of them.
 
     They do not wait for one another, as those of a sum do; without waiting for each
     they would be computed side by side.
     """
-    take, apply = jax.jit(_gradient_of(members)), _update(1)
-    xs, carried = batches(width), _start(width, members)
+    take, apply = jax.jit(gradient), _update(1)
+    xs, carried = batches(width), _start(width)
 
     def run() -> Any:
         for x in xs:
@@ -46,17 +45,16 @@ def floor(width: int, members: int = 0) -> Window:
     return run
 
 
-def by_hand(width: int, members: int = 0) -> Window:
+def by_hand(width: int) -> Window:
     """Three jitted functions: the first gradient, a gradient added in place, the
     update. Python counts.
     """
-    take = _gradient_of(members)
-    first, apply = jax.jit(take), _update(STEPS)
+    first, apply = jax.jit(gradient), _update(STEPS)
     add = jax.jit(
-        lambda total, params, x: jax.tree.map(jnp.add, total, take(params, x)),
+        lambda total, params, x: jax.tree.map(jnp.add, total, gradient(params, x)),
         donate_argnums=0,
     )
-    xs, carried = batches(width), _start(width, members)
+    xs, carried = batches(width), _start(width)
 
     def run() -> Any:
         total = first(carried[0], xs[0])
@@ -128,12 +126,8 @@ def keras_step(width: int) -> Compiled:
     )
 
 
-def _gradient_of(members: int) -> Callable[[Any, Any], Any]:
-    return jax.vmap(gradient, (0, None)) if members else gradient
-
-
-def _start(width: int, members: int) -> list[Any]:
-    params = make_params(width, members)
+def _start(width: int) -> list[Any]:
+    params = make_params(width)
     return [params, adamw().init(params)]
 
 

@@ -18,7 +18,7 @@ from benchmarks.case import Case
 from benchmarks.contestants.bert import LARGE, TINY, WAYS
 from benchmarks.contestants.jax_mlp import STEPS, batches, make_params
 from benchmarks.jax_counts import updates_per_window
-from benchmarks.questions import jax_ensemble, jax_memory, jax_split, jax_streaming
+from benchmarks.questions import jax_memory, jax_split, jax_streaming
 from conformance_tests.framework_tests.jax_versions import needs_microbatch
 
 WIDTH, WINDOWS = 16, 3
@@ -51,26 +51,20 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 @pytest.mark.parametrize(
-    ("case", "members"),
+    "case",
     [
         pytest.param(
             lambda: jax_streaming.streaming("small", WIDTH, whole=True),
-            0,
             marks=needs_microbatch,
         ),
-        (lambda: jax_streaming.clipping("small", WIDTH), 0),
-        pytest.param(
-            lambda: jax_ensemble.ensemble("small", WIDTH),
-            jax_ensemble.MEMBERS,
-            marks=pytest.mark.deep,
-        ),
+        lambda: jax_streaming.clipping("small", WIDTH),
     ],
-    ids=["streaming", "clipping", "ensemble"],
+    ids=["streaming", "clipping"],
 )
-def test_all_contestants_agree(case: Any, members: int) -> None:
+def test_all_contestants_agree(case: Any) -> None:
     ends = trained(case())
     assert len(ends) >= 3
-    expected, start = ends[jax_streaming.BASELINE], make_params(WIDTH, members)
+    expected, start = ends[jax_streaming.BASELINE], make_params(WIDTH)
     for name, params in ends.items():
         for own, theirs, before in zip(params, expected, start, strict=True):
             atol = DISTANCE.get(name, 2e-6)
@@ -88,18 +82,12 @@ def test_clipping_case_clips() -> None:
 
 
 def test_updates_per_window_are_counted() -> None:
-    for members in (0, 2):
-        assert (
-            updates_per_window(
-                lambda inner: gradaccum.wrap(inner, steps=STEPS), members
-            )
-            == 1
-        )
-        assert (
-            updates_per_window(lambda inner: optax.MultiSteps(inner, STEPS), members)
-            == STEPS
-        )
-        assert updates_per_window(lambda inner: inner, members) == STEPS
+    for make, runs in (
+        (lambda inner: gradaccum.wrap(inner, steps=STEPS), 1),
+        (lambda inner: optax.MultiSteps(inner, STEPS), STEPS),
+        (lambda inner: inner, STEPS),
+    ):
+        assert updates_per_window(make) == runs
 
 
 @needs_microbatch

@@ -97,7 +97,6 @@ SPOILT: dict[str, Callable[[Any], Any]] = {
     ),
     "other format": lambda state: state._replace(terms=state.terms.at[0].add(1)),
     "nothing": lambda state: (),
-    "shapes": lambda state: jax.eval_shape(TX.init, PARAMS),
 }
 
 

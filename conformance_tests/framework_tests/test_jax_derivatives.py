@@ -1,6 +1,4 @@
-"""Derivatives through a window: by a weight, also of 0; where every gradient is 0; of an
-ensemble.
-"""
+"""Derivatives through a window: by a weight, also of 0; where every gradient is 0."""
 
 from __future__ import annotations
 
@@ -65,20 +63,3 @@ def test_zero_gradient_window_has_a_derivative(lift: Any, limit: Any) -> None:
     np.testing.assert_allclose(
         found, np.broadcast_to(slope(loss, 0.0), factor.shape), rtol=1e-2
     )
-
-
-@pytest.mark.parametrize("micro_steps", [[1, 1, 1], [0, 1, 0]], ids=str)
-def test_member_in_mid_window_has_no_derivative(micro_steps: list[int]) -> None:
-    """Though that of its update, sqrt at 0, would be inf."""
-    root = optax.stateless(lambda updates, params: jax.tree.map(jnp.sqrt, updates))
-    tx = gradaccum.wrap(root, steps=2)
-
-    def loss(rate: Any, start: Any, micro_step: Any) -> Any:
-        state = tx.init(start)._replace(micro_step=micro_step)
-        return (start + tx.update(rate * start, state, start)[0]) ** 2
-
-    given = jnp.arange(3.0), jnp.array(micro_steps, jnp.int32)
-    found = jax.grad(lambda rate: jax.vmap(loss, (None, 0, 0))(rate, *given).sum())(0.5)
-    alone = [jax.grad(loss)(0.5, *each) for each in zip(*given, strict=True)]
-    assert np.any(np.asarray(alone) != 0)
-    np.testing.assert_allclose(found, sum(alone), rtol=1e-6)

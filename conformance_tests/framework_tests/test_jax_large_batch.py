@@ -270,10 +270,7 @@ def test_keywords_reach_the_loss_or_the_optimizer() -> None:
     optimizer, also where the loss has an argument of that name in the batch.
     """
     tx = gradaccum.wrap(
-        optax.chain(
-            optax.GradientTransformationExtraArgs(lambda params: (), reading),
-        ),
-        steps=None,
+        optax.GradientTransformationExtraArgs(lambda params: (), reading), steps=None
     )
     for loss_fn in (with_flag, lambda p, x, **flags: with_flag(p, x, **flags)):
         step = gradaccum_jax.value_and_update(loss_fn, tx, steps=3)

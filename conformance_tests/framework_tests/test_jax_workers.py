@@ -23,7 +23,6 @@ NEWEST_ALONE = (
     "benchmark",
     "checked_state",
     "explicit_axes",
-    "sums_of_reduced_gradients",
     "varying",
     "layered_shards",
     "refused_types",

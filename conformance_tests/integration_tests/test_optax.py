@@ -68,8 +68,6 @@ def wide_and_quickly_compiled() -> Iterator[None]:
 
 
 pytestmark = [
-    # of partition, freeze and selective_transform, which freeze one of two here
-    pytest.mark.filterwarnings("ignore:.* does not train:gradaccum.GradAccumWarning"),
     pytest.mark.filterwarnings(
         "ignore:inject_stateful_hyperparams is deprecated:DeprecationWarning"
     ),

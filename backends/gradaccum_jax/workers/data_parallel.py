@@ -10,43 +10,27 @@ on all devices, and there JAX's types tell.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from gradaccum import (
-    ArgumentTypeError,
-    ArgumentValueError,
-    GradAccumError,
-    UsageError,
-)
+from gradaccum import GradAccumError, UsageError
 from gradaccum.kit import explain
 from gradaccum_jax.arrays import Array, Tree, typeof
-from gradaccum_jax.checks import require_function
-from gradaccum_jax.sharding import (
-    axes_in_parts,
-    axes_of,
-    replicated,
-    reshard,
-    shard_map,
-    vary,
-)
-from gradaccum_jax.state import AccumulationState, find_states
-from gradaccum_jax.workers import group
+from gradaccum_jax.sharding import axes_of, replicated, vary
+from gradaccum_jax.state import find_states
 from gradaccum_jax.workers.group import (
-    AVERAGE,
     ParamsType,
-    mapped,
+    are_bound,
+    map_by_kind,
     params_typed_as,
     require_names,
     require_same,
     require_shared,
     spread_axes,
 )
-from gradaccum_jax.workers.layout import require_layout
 
 Step = Callable[..., Any]
 Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
@@ -86,49 +70,63 @@ def data_parallel(step: Step, mesh: Mesh, axis_name: str | tuple[str, ...]) -> S
         (devices,), or () if the step averages it by `jax.lax.pmean`.
 
     Raises:
-        ArgumentTypeError, ArgumentValueError: `step` is no function, `mesh` no mesh or
-            without the axis, or the batch cannot be split.
-        UsageError: the state is not shared by these devices; or parameters, state or
-            what the optimizer reads are made of a device's own batch, such as running
-            averages that the step has not reduced.
+        UsageError: the second argument has no state of a wrapped optimizer, `step`
+            returned something else than the parameters and the state first, or
+            parameters, state or what the optimizer reads are made of a device's own
+            batch, such as running averages that the step has not reduced.
     """
     axes = require_names(axis_name)
-    require_function(
-        "step", step, "Pass a function of (params, state, *batch), or tx.init."
-    )
-    devices = require_devices(mesh, axes, axis_name)
 
     def run(*args: Tree) -> Any:
-        _require_arguments(args, devices)
-        leaves, structure = jax.tree.flatten(args)
+        if len(args) > 1 and not find_states(args[1]):
+            raise explain(
+                UsageError,
+                "state",
+                expected="the arguments (params, state, *batch)",
+                found="no state of a wrapped optimizer in the second place",
+                fix="Write state = tx.init(params), of a tx with axis_name= and mesh=.",
+            )
         specs = [
-            spec for index, arg in enumerate(args) for spec in spec_of(index, arg, axes)
+            spec
+            for index, arg in enumerate(args)
+            for spec in specs_of(index, arg, axes)
         ]
-        leaves = placed(leaves, mesh, specs, axes)
+        leaves, structure = jax.tree.flatten(args)
+        leaves = list(map(_typed_by, leaves, specs, [mesh] * len(specs)))
 
-        def on_each_device(
-            function: Callable[..., Any], out_specs: Any
-        ) -> Callable[..., Any]:
+        def on_each_device(function: Step, out_specs: Any) -> Callable[..., Any]:
             def body(*local_leaves: Array) -> Any:
                 local_args = jax.tree.unflatten(structure, local_leaves)
-                return function(*_without_device_axis(local_args))
+                return function(*map(_without_device_axis, local_args))
 
-            mapped_body: Callable[..., Any] = shard_map(
+            body_on_devices: Callable[..., Any] = jax.shard_map(
                 body,
                 mesh=mesh,
                 in_specs=tuple(specs),
                 out_specs=out_specs,
                 axis_names=set(axes),
             )
-            return mapped_body
+            return body_on_devices
 
-        _require_same_results(step, on_each_device, leaves, axes)
+        def check(*args: Tree) -> list[Array]:
+            with params_typed_as(ParamsType.SAME):
+                _require_same_results(step(*args), args, axes)
+            return []
+
+        _trace(on_each_device(check, []), leaves)
         results: list[Results] = []
 
         def step_with_copies(*args: Tree) -> list[Array]:
+            params, *state_and_batch = args
+            copies = map_by_kind(
+                params,
+                own=_same,
+                shared=_same,
+                other=lambda p: vary(p, frozenset(axes)),
+            )
             with params_typed_as(ParamsType.COPY):
-                made = step(*_with_copied_params(args, axes))
-            results.append(results_of(made, args, axes))
+                step_results = step(copies, *state_and_batch)
+            results.append(results_of(step_results, args, axes))
             return results[-1].leaves
 
         # First for the types of what comes out alone, as jax.shard_map must be given
@@ -142,69 +140,12 @@ def data_parallel(step: Step, mesh: Mesh, axis_name: str | tuple[str, ...]) -> S
     return jax.jit(run)
 
 
-def require_devices(mesh: Any, axes: tuple[str, ...], axis_name: object) -> int:
-    fix = "Write mesh = jax.make_mesh((4,), ('data',)) and axis_name='data'."
-    if not isinstance(mesh, jax.sharding.Mesh | jax.sharding.AbstractMesh):
-        raise explain(
-            ArgumentTypeError, "mesh", expected="a jax.sharding.Mesh", got=mesh, fix=fix
-        )
-    if not axes or not set(axes) <= set(mesh.axis_names):
-        raise explain(
-            ArgumentValueError if axes else ArgumentTypeError,
-            "axis_name",
-            expected=f"axes of the mesh, which are {mesh.axis_names}",
-            got=axis_name,
-            fix=fix,
-        )
-    return math.prod(mesh.shape[axis] for axis in axes)
-
-
-def _require_arguments(args: tuple[Tree, ...], devices: int) -> None:
-    if not args or (len(args) > 1 and not find_states(args[1])):
-        raise explain(
-            UsageError,
-            "state",
-            expected="the arguments (params, state, *batch)",
-            found="no state of a wrapped optimizer in the second place",
-            fix="Write state = tx.init(params), of a tx with axis_name= and mesh=.",
-        )
-    for tree in args[:2]:
-        require_layout(tree, devices)
-    for path, leaf in jax.tree_util.tree_flatten_with_path(args[2:])[0]:
-        shape = jnp.shape(leaf)
-        if not _is_flag(leaf) and (not shape or shape[0] % devices):
-            raise explain(
-                ArgumentValueError,
-                f"batch{jax.tree_util.keystr(path)}",
-                expected=f"an array whose first axis {devices} devices divide",
-                found=f"one of shape {shape}",
-                fix="Pad the last items and give the padding no weight. What all"
-                " devices share, the step can close over.",
-            )
-
-
-def _require_same_results(
-    step: Step,
-    on_each_device: Callable[..., Callable[..., Any]],
-    leaves: list[Array],
-    axes: tuple[str, ...],
-) -> None:
-    """Raise if JAX's types tell that parameters or a state would come out of the step
-    different from device to device.
+def _trace(check: Step, leaves: list[Array]) -> None:
+    """Trace `check`, which raises if JAX's types tell that parameters or a state would
+    come out of the step different from device to device.
     """
-
-    def check(*args: Tree) -> list[Array]:
-        with params_typed_as(ParamsType.SAME):
-            made = step(*args)
-            updated, _ = split_results(made, args)
-            for state in find_states(updated):
-                _require_shared_window(state, axes)
-            shared = mapped(updated, own=lambda _: None, shared=_same, other=_same)
-            require_same("what step returned, ", shared, axes, AVERAGE)
-        return []
-
     try:
-        jax.eval_shape(on_each_device(check, []), *leaves)
+        jax.eval_shape(check, *leaves)
     except GradAccumError:
         raise
     except Exception:
@@ -212,6 +153,17 @@ def _require_same_results(
         # whose gradient is a device's own, or of a scan that begins with a parameter.
         # What is wrong in the step itself is raised again where copies are traced.
         pass
+
+
+def _require_same_results(
+    results: Any, args: tuple[Tree, ...], axes: tuple[str, ...]
+) -> None:
+    params_and_state, _ = split_results(results, args)
+    _require_shared_windows(params_and_state, axes)
+    shared_leaves = map_by_kind(
+        params_and_state, own=lambda _: None, shared=_same, other=_same
+    )
+    require_same("what step returned, ", shared_leaves, axes)
 
 
 def start_on(init: Step, mesh: Mesh | None, axes: tuple[str, ...]) -> Step:
@@ -222,7 +174,7 @@ def start_on(init: Step, mesh: Mesh | None, axes: tuple[str, ...]) -> Step:
     def start(params: Tree) -> Tree:
         known_mesh = mesh or jax.sharding.get_abstract_mesh()
         is_known = set(axes) <= set(known_mesh.axis_names)
-        if is_known and not group.are_bound(axes):
+        if is_known and not are_bound(axes):
             return data_parallel(init, known_mesh, axes)(params)
         return init(params)
 
@@ -232,12 +184,12 @@ def start_on(init: Step, mesh: Mesh | None, axes: tuple[str, ...]) -> Step:
 # The arguments of a step on their way into `jax.shard_map`.
 
 
-def spec_of(index: int, arg: Tree, axes: tuple[str, ...]) -> list[Spec]:
+def specs_of(index: int, arg: Tree, axes: tuple[str, ...]) -> list[Spec]:
     """Return how the devices share argument number `index`, leaf by leaf."""
     split, same = _specs(axes)
     if index > 1:
         return [same if _is_flag(leaf) else split for leaf in jax.tree.leaves(arg)]
-    specs = mapped(
+    specs = map_by_kind(
         arg, own=lambda _: split, shared=lambda _: same, other=lambda _: same
     )
     return jax.tree.leaves(specs)
@@ -248,60 +200,26 @@ def _specs(axes: tuple[str, ...]) -> tuple[Spec, Spec]:
     ones.
     """
     spec: Any = jax.sharding.PartitionSpec
-    return spec(axes), spec()
+    return spec(axes if len(axes) > 1 else axes[0]), spec()
 
 
-def placed(
-    leaves: list[Array], mesh: Mesh, specs: list[Spec], axes: tuple[str, ...]
-) -> list[Array]:
-    """Return the leaves typed by `specs` on a mesh of ``AxisType.Explicit``, the
-    default from JAX 0.9 on.
+def _typed_by(leaf: Array, spec: Spec, mesh: Mesh) -> Array:
+    """Return a leaf typed by its spec on a mesh of ``AxisType.Explicit``, the default
+    from JAX 0.9 on: there `jax.shard_map` takes no other type.
     """
-    used_axes = {
-        name for spec in specs for entry in spec for name in _named(entry, axes)
-    }
-    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    if any(types[name] != jax.sharding.AxisType.Explicit for name in used_axes):
-        return leaves
-    return [
-        _placed_leaf(leaf, mesh, spec, axes)
-        for leaf, spec in zip(leaves, specs, strict=True)
-    ]
-
-
-def _placed_leaf(leaf: Array, mesh: Mesh, spec: Spec, axes: tuple[str, ...]) -> Array:
-    wanted = [_named(entry, axes) for entry in spec]
-    own_spec = typeof(leaf).sharding.spec
-    # JAX refuses to iterate over a PartitionSpec that is typed ``reduced``.
-    entries = getattr(own_spec, "partitions", own_spec)
-    given = [_named(entry, axes) for entry in entries]
-    wanted += [()] * (len(given) - len(wanted))
-    if given == wanted and not axes_in_parts(leaf):
+    is_explicit = jax.sharding.AxisType.Explicit in mesh.axis_types
+    leaf_spec = typeof(leaf).sharding.spec
+    if not is_explicit or tuple(leaf_spec)[: len(spec)] == tuple(spec):
         return leaf
+    reshard: Any = jax.sharding.reshard
     return reshard(leaf, jax.sharding.NamedSharding(mesh, spec))
 
 
-def _named(entry: Any, axes: tuple[str, ...]) -> tuple[str, ...]:
-    names = entry if isinstance(entry, tuple) else (entry,)
-    return tuple(name for name in names if name in axes)
-
-
-def _without_device_axis(args: tuple[Tree, ...]) -> list[Tree]:
-    """Return the arguments for the step of one device, with its own sums."""
-    own = [
-        mapped(arg, own=lambda leaf: leaf[0], shared=_same, other=_same)
-        for arg in args[:2]
-    ]
-    return [*own, *args[2:]]
-
-
-def _with_copied_params(args: tuple[Tree, ...], axes: tuple[str, ...]) -> list[Tree]:
-    params, *rest = args
-    over = frozenset(axes)
-    copies = mapped(
-        params, own=_same, shared=_same, other=lambda leaf: vary(leaf, over)
+def _without_device_axis(arg: Tree) -> Tree:
+    """Return an argument for the step of one device, with its own sums."""
+    return map_by_kind(
+        arg, own=lambda leaf: jnp.squeeze(leaf, 0), shared=_same, other=_same
     )
-    return [copies, *rest]
 
 
 # The results of a step on their way out of `jax.shard_map`.
@@ -315,85 +233,61 @@ class Results(NamedTuple):
     specs: list[Spec]
 
 
-def results_of(made: Any, args: tuple[Tree, ...], axes: tuple[str, ...]) -> Results:
-    """Return what the step `made`: all typed as the same on all devices but for what
+def results_of(results: Any, args: tuple[Tree, ...], axes: tuple[str, ...]) -> Results:
+    """Return what the step returned: all typed as the same on all devices but for what
     differs, which gets a leading axis.
     """
-    updated, rest = split_results(made, args)
-    for state in find_states(updated):
-        _require_shared_window(state, axes)
-    split, same = _specs(axes)
-    leaves = mapped(
-        updated,
+    params_and_state, rest = split_results(results, args)
+    _require_shared_windows(params_and_state, axes)
+    params_and_state = map_by_kind(
+        params_and_state,
         own=_with_device_axis,
         shared=_same,
         other=lambda leaf: replicated(jnp.asarray(leaf), axes),
     )
-    specs = mapped(
-        updated, own=lambda _: split, shared=lambda _: same, other=lambda _: same
-    )
-    rest_leaves = jax.tree.leaves(rest)
-    differs = [bool(axes_of(leaf) & frozenset(axes)) for leaf in rest_leaves]
-    rest_leaves = [
-        _with_device_axis(leaf) if leaf_differs else leaf
-        for leaf, leaf_differs in zip(rest_leaves, differs, strict=True)
-    ]
-    rest_specs = [split if leaf_differs else same for leaf_differs in differs]
-    return Results(
-        jax.tree.structure(made),
-        [*jax.tree.leaves(leaves), *rest_leaves],
-        [*jax.tree.leaves(specs), *rest_specs],
-    )
+    leaves = jax.tree.leaves(params_and_state)
+    specs = specs_of(0, params_and_state, axes)
+    for leaf in jax.tree.leaves(rest):
+        spec = _specs(axes)[1]
+        if axes_of(leaf) & frozenset(axes):
+            spec = _specs(axes)[0]
+            leaf = _with_device_axis(leaf)
+        leaves.append(leaf)
+        specs.append(spec)
+    return Results(jax.tree.structure(results), leaves, specs)
 
 
-def split_results(made: Any, args: tuple[Tree, ...]) -> tuple[Tree, Tree]:
-    """Return the parameters and the state that a step made, or the state that an init
-    made, and the rest.
+def split_results(results: Any, args: tuple[Tree, ...]) -> tuple[Tree, Tree]:
+    """Return the parameters and the state that a step returned, or the state that an
+    init returned, and the rest.
     """
     if len(args) == 1:
-        if find_states(made):
-            return made, ()
-        raise explain(
-            UsageError,
-            "what step(params) returned",
-            expected="the state of a wrapped optimizer",
-            found=f"a {type(made).__name__} without one",
-            fix="Pass tx.init, or a step with a state as its second argument.",
-        )
-    if (
-        type(made) is tuple
-        and len(made) > 1
-        and [_form(item) for item in made[:2]] == [_form(item) for item in args[:2]]
-    ):
-        return made[:2], made[2:]
+        return results, ()
+    structure: Any = jax.tree.structure(args[:2])
+    if type(results) is tuple and jax.tree.structure(results[:2]) == structure:
+        return results[:2], results[2:]
     raise explain(
         UsageError,
         "what step returned",
         expected="a tuple (params, state, *rest)",
-        found="something else, or parameters or a state of another form than the"
-        " arguments",
+        found="something else, or parameters or a state of another structure",
         fix="Return both as they came in, with the updates applied: return"
         " optax.apply_updates(params, updates), state, loss.",
     )
 
 
-def _form(tree: Tree) -> Any:
-    leaves, structure = jax.tree.flatten(tree)
-    return structure, [jnp.shape(leaf) for leaf in leaves]
-
-
-def _require_shared_window(state: AccumulationState, axes: tuple[str, ...]) -> None:
-    name = axes[0] if len(axes) == 1 else axes
-    fix = f"Write tx = gradaccum.wrap(optimizer, steps=4, axis_name={name!r})."
-    require_shared(state, axes, fix)
-    if spread_axes(axes) - axes_of(state.weight):
-        raise explain(
-            UsageError,
-            "state",
-            expected=f"the state of an optimizer with axis_name {axes}",
-            found="one of an optimizer without it",
-            fix=fix,
-        )
+def _require_shared_windows(tree: Tree, axes: tuple[str, ...]) -> None:
+    """Raise unless each state in `tree` is one of an optimizer with `axes`."""
+    for state in find_states(tree):
+        require_shared(state, axes)
+        if spread_axes(axes) - axes_of(state.weight):
+            raise explain(
+                UsageError,
+                "state",
+                expected=f"the state of an optimizer with axis_name {axes}",
+                found="one of an optimizer without it",
+                fix=f"Write tx = gradaccum.wrap(optimizer, steps=4, axis_name={axes!r}).",
+            )
 
 
 def _is_flag(leaf: Array) -> bool:

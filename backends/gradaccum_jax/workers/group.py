@@ -14,22 +14,15 @@ from enum import Enum
 from typing import Any, NamedTuple, TypeVar
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import lax
+from jax.flatten_util import ravel_pytree
 
-from gradaccum import (
-    ArgumentTypeError,
-    ArgumentValueError,
-    GradAccumError,
-    UsageError,
-)
+from gradaccum import UsageError
 from gradaccum.kit import Options, Scalar, explain
 from gradaccum_jax.arrays import (
     Array,
     Axes,
-    Extra,
     Gradients,
     InnerState,
     Leaves,
@@ -46,25 +39,12 @@ from gradaccum_jax.sharding import (
     replicated,
     vary,
 )
-from gradaccum_jax.state import AccumulationState
+from gradaccum_jax.state import AccumulationState, is_state
 
 T = TypeVar("T")
 OnLeaf = Callable[[Array], Any]
 OWN = ("weight", "overflow", "accumulator", "last_overflow", "loss")
 """The fields of an `AccumulationState` that each device has for itself."""
-_THERE = (
-    "Run it by gradaccum_jax.data_parallel(step, mesh, axis_name), or in a function"
-    " under jax.shard_map. For tx.init it is enough to wrap with mesh=mesh, or to set"
-    " the mesh around it."
-)
-_RETURNED = (
-    "Pass what tx.init returned under the same axis, each field by its own"
-    " PartitionSpec."
-)
-AVERAGE = (
-    "Change parameters by what tx.update returns; average all else over the devices:"
-    " jax.lax.pmean(value, axis_name)."
-)
 
 
 class ParamsType(Enum):
@@ -93,47 +73,46 @@ def params_typed_as(params_type: ParamsType) -> Iterator[None]:
 
 
 def by_kind(state: AccumulationState, own: OnLeaf, shared: OnLeaf) -> AccumulationState:
-    return AccumulationState(
-        **{
-            name: jax.tree.map(own if name in OWN else shared, value)
-            for name, value in state._asdict().items()
-        }
-    )
+    """Map `own` over the fields that each device has for itself, `shared` over the
+    rest.
+    """
+    fields = {}
+    for name, field in state._asdict().items():
+        fields[name] = jax.tree.map(own if name in OWN else shared, field)
+    return AccumulationState(**fields)
 
 
 def require_axes(axes: tuple[str, ...]) -> None:
     """Raise unless the axes are those of a `jax.shard_map` that checks what is
-    replicated.
+    replicated: other maps have no types that tell what differs.
     """
     for axis in axes:
-        require_checked(axis, _THERE)
+        index = lax.axis_index(axis)
+        if spread_axes((axis,)) - axes_of(index):
+            raise explain(
+                UsageError,
+                "axis_name",
+                expected="an axis of a jax.shard_map with check_vma=True",
+                found="an axis of pmap, of vmap, or with check_vma=False",
+                fix="Leave check_vma=True, the default of jax.shard_map.",
+            )
 
 
 def require_same_params(params: Params, axes: tuple[str, ...]) -> None:
-    fix = (
-        "Pass the parameters as they came into jax.shard_map by"
-        " in_specs=PartitionSpec(); let only what is differentiated vary."
-    )
-    same("params", params, axes, fix)
+    same("params", params, axes)
 
 
-def same_extra(extra: Extra, axes: tuple[str, ...]) -> Extra:
-    fix = "Reduce it first, as in jax.lax.pmean(value, axis_name)."
-    return same("", extra, axes, fix)
-
-
-def same(name: str, tree: T, axes: tuple[str, ...], fix: str) -> T:
+def same(name: str, tree: T, axes: tuple[str, ...]) -> T:
     """Raise unless the arrays of `tree` are the same on all devices by their types;
     return them so typed.
     """
-    params_type = _params_type.get()
-    if params_type is ParamsType.COPY:
+    if _params_type.get() is ParamsType.COPY:
         return replicated(tree, axes)
-    require_same(name, tree, axes, AVERAGE if params_type else fix)
+    require_same(name, tree, axes)
     return tree
 
 
-def require_same(name: str, tree: Tree, axes: tuple[str, ...], fix: str) -> None:
+def require_same(name: str, tree: Tree, axes: tuple[str, ...]) -> None:
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         differing_axes = axes_of(leaf) & frozenset(axes)
         if differing_axes:
@@ -143,15 +122,14 @@ def require_same(name: str, tree: Tree, axes: tuple[str, ...], fix: str) -> None
                 expected="a value that is the same on all devices",
                 found=f"one that may differ along {sorted(differing_axes)}, as it is"
                 " made of a device's own batch or place",
-                fix=fix,
+                fix="Average it over the devices, jax.lax.pmean(value, axis_name);"
+                " change parameters by what tx.update returns.",
             )
 
 
-def require_shared(
-    state: AccumulationState, axes: tuple[str, ...], fix: str = _RETURNED
-) -> None:
+def require_shared(state: AccumulationState, axes: tuple[str, ...]) -> None:
     shared_fields = by_kind(state, own=lambda _: None, shared=lambda leaf: leaf)
-    require_same("state", shared_fields._asdict(), axes, fix)
+    require_same("state", shared_fields._asdict(), axes)
 
 
 def spread_axes(axes: tuple[str, ...]) -> Axes:
@@ -171,47 +149,28 @@ def require_own(gradients: Gradients, accumulator: Tree, axes: tuple[str, ...]) 
         return
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(accumulator)[0]]
     for path, gradient in zip(paths, gradients, strict=True):
-        if gradient is None:
-            continue
-        reduced_axes = spread_axes(axes) - axes_of(gradient)
-        if reduced_axes:
-            cast = "jax.lax.pvary(params, axis_name)"
-            if hasattr(jax.lax, "pcast"):
-                cast = "jax.lax.pcast(params, axis_name, to='varying')"
+        if gradient is not None and spread_axes(axes) - axes_of(gradient):
             raise explain(
                 UsageError,
                 f"grads{jax.tree_util.keystr(path)}",
                 expected="the gradient of this device's own micro-batch",
-                found=f"one that is reduced over {sorted(reduced_axes)} already, as its"
-                " type says",
-                fix=f"Differentiate by copies of the parameters, {cast};"
-                " gradaccum_jax.data_parallel(step, mesh, axis_name) does so.",
+                found=f"one that is reduced over {axes} already, as its type says",
+                fix="Differentiate by copies of the parameters, as"
+                " gradaccum_jax.data_parallel(step, mesh, axis_name) makes them, or"
+                " jax.lax.pcast(params, axis_name, to='varying').",
             )
 
 
-def require_own_loss(
-    loss: Scalar, state: AccumulationState, axes: tuple[str, ...]
-) -> None:
+def require_own_loss(loss: Scalar, axes: tuple[str, ...]) -> None:
     if loss is None or _params_type.get() is ParamsType.SAME:
         return
-    reduced_axes = spread_axes(axes) - axes_of(loss)
-    if reduced_axes:
+    if spread_axes(axes) - axes_of(loss):
         raise explain(
             UsageError,
             "value",
             expected="the loss of this device's own micro-batch",
-            found=f"one that is the same along {sorted(reduced_axes)}, as its type"
-            " says",
+            found=f"one that is the same along {axes}, as its type says",
             fix="Pass the loss as it was before jax.lax.pmean.",
-        )
-    differing_axes = axes_of(loss) - axes_of(state.loss)
-    if differing_axes:
-        raise explain(
-            UsageError,
-            "value",
-            expected="one loss on all devices that have one state",
-            found=f"one that may differ along {sorted(differing_axes)}",
-            fix="Average it as the gradients are: jax.lax.pmean(loss, axis_name).",
         )
 
 
@@ -226,21 +185,17 @@ def shared_window(state: AccumulationState, axes: tuple[str, ...]) -> Accumulati
     )
 
 
-def mapped(tree: Tree, *, own: OnLeaf, shared: OnLeaf, other: OnLeaf) -> Tree:
+def map_by_kind(tree: Tree, *, own: OnLeaf, shared: OnLeaf, other: OnLeaf) -> Tree:
     """Map `own` and `shared` over the leaves of an `AccumulationState` in `tree`, and
     `other` over the leaves outside of one.
     """
 
     def node(part: Any) -> Any:
-        if not isinstance(part, AccumulationState):
-            return other(part)
-        return by_kind(part, own, shared)
+        if is_state(part):
+            return by_kind(part, own, shared)
+        return other(part)
 
     return jax.tree.map(node, tree, is_leaf=is_state)
-
-
-def is_state(part: object) -> bool:
-    return isinstance(part, AccumulationState)
 
 
 # Parameters sharded by hand, inside `jax.shard_map`: the devices along ``shard_axes``
@@ -255,44 +210,23 @@ def is_state(part: object) -> bool:
 # an ensemble. Where the difference matters, and nobody said, this raises.
 
 
-_FIX = (
-    "Write gradaccum.wrap(..., shard_axes={axes!r}) if the devices hold shards of one"
-    " model, shard_axes=() if each has its own."
-)
-
-
-def require_shard_axes(value: object) -> ShardAxes:
-    """Raise unless `value` is a name, a tuple of names or None; return a tuple or
-    None.
-    """
-    return None if value is None else _as_names("shard_axes", value)
-
-
-def require_in_scope(shard_axes: ShardAxes) -> None:
-    for axis in shard_axes or ():
-        require_checked(
-            axis,
-            "Call tx.update in a function under jax.shard_map. Under jax.jit alone,"
-            " leave shard_axes out.",
-        )
-
-
-def require_told(
-    tree: Tree, known_axes: Axes, shard_axes: ShardAxes, options: Options
+def require_known_axes(
+    tree: Tree, axes: tuple[str, ...], shard_axes: ShardAxes, options: Options
 ) -> None:
     if shard_axes is not None or not manual_axes():
         return
-    axes = [axes_of(leaf) - known_axes for leaf in jax.tree.leaves(tree)]
-    all_axes = frozenset[str]().union(*axes)
+    leaf_axes = [axes_of(leaf) - frozenset(axes) for leaf in jax.tree.leaves(tree)]
+    all_axes = frozenset[str]().union(*leaf_axes)
     asks_for_norm = (options.clip_norm, options.skip_norm) != (None, None)
-    if all_axes and (asks_for_norm or any(leaf != all_axes for leaf in axes)):
+    if all_axes and (asks_for_norm or any(leaf != all_axes for leaf in leaf_axes)):
+        names = tuple(sorted(all_axes))
         raise explain(
             UsageError,
             "shard_axes",
             expected="the axes that shard parameters",
-            found="parameters that differ from device to device along"
-            f" {sorted(all_axes)}",
-            fix=_FIX.format(axes=tuple(sorted(all_axes))),
+            found=f"parameters that differ from device to device along {names}",
+            fix=f"Write gradaccum.wrap(..., shard_axes={names!r}) if the devices hold"
+            " shards of one model, shard_axes=() if each has its own.",
         )
 
 
@@ -311,7 +245,7 @@ def like_params(
     )
 
 
-# The names of axes, and whether JAX's types tell what differs along them.
+# The names of axes.
 
 
 def are_bound(axes: tuple[str, ...]) -> bool:
@@ -322,87 +256,35 @@ def are_bound(axes: tuple[str, ...]) -> bool:
         return False
 
 
-def require_checked(axis_name: str, fix: str) -> None:
-    _require_types()
-    try:
-        index = lax.axis_index(axis_name)
-    except NameError as error:
-        raise explain(
-            UsageError,
-            "axis_name",
-            expected="an axis of the jax.shard_map around it",
-            got=axis_name,
-            fix=fix,
-        ) from error
-    if spread_axes((axis_name,)) - axes_of(index):
-        raise explain(
-            UsageError,
-            "axis_name",
-            expected="an axis of a jax.shard_map with check_vma=True",
-            found="an axis of pmap, of vmap, or with check_vma=False",
-            fix="Leave check_vma=True, the default of jax.shard_map.",
-        )
-
-
 def require_names(axis_name: Any) -> tuple[str, ...]:
-    """Raise unless `axis_name` is the name of a mesh axis or several names; return them
-    as a tuple.
+    """Return the name of a mesh axis, or several, as a tuple.
+
+    Raises:
+        UsageError: JAX's types do not say along which axes devices differ.
     """
     if axis_name is None:
         return ()
-    names = _as_names("axis_name", axis_name)
-    if not names:
-        raise _names_error(ArgumentValueError, "axis_name", axis_name)
-    _require_types()
-    return names
-
-
-def _as_names(argument: str, value: Any) -> tuple[str, ...]:
-    names = (value,) if isinstance(value, str) else value
-    if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
-        raise _names_error(ArgumentTypeError, argument, value)
-    if not all(names) or len(set(names)) < len(names):
-        raise _names_error(ArgumentValueError, argument, value)
-    return names
-
-
-def _names_error(
-    kind: type[GradAccumError], argument: str, value: object
-) -> GradAccumError:
-    return explain(
-        kind,
-        argument,
-        expected="the name of a mesh axis, or a tuple of names",
-        got=value,
-        fix=f"Write {argument}='data', as in jax.make_mesh.",
-    )
-
-
-def _require_types() -> None:
-    """Raise unless JAX's types say along which axes devices differ."""
     if not KNOWS_AXES:
         raise explain(
             UsageError,
             "axis_name",
             expected="a JAX that has jax.shard_map",
-            found=f"JAX {jax.__version__}, whose types do not say what differs from"
-            " device to device",
+            found=f"JAX {jax.__version__}",
             fix="Install a newer one: pip install -U jax. Or leave axis_name and"
             " shard_axes out: XLA partitions the step under jax.jit.",
         )
+    return (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
 
 
 # One sum over all devices for many arrays.
 #
 # All of it is one `jax.lax.psum`, of which XLA makes one collective; but on the CPU
-# only from JAX 0.10 on. So small arrays of one type travel as one array (shards and
-# copies have two types), and large ones by themselves: to pack these would cost memory.
-# XLA reduces into new arrays on the CPU, so that a window's end wants room for one more
-# sum there.
+# only from JAX 0.10 on. So small arrays of one type are packed into one (shards and
+# copies have two types); to pack large ones would cost memory.
 
 
 LARGE_BYTES = 2**20
-"""From here on an array travels by itself, in place."""
+"""An array of this size or more is reduced by itself, in place."""
 
 
 class ReducedWindow(NamedTuple):
@@ -430,29 +312,23 @@ def all_reduce(window: ReducedWindow, axes: tuple[str, ...]) -> ReducedWindow:
 
 def added_up(leaves: Leaves, axes: tuple[str, ...]) -> Leaves:
     packs: dict[Any, list[int]] = {}
-    for index, leaf in enumerate(leaves):
-        travels_alone = leaf.nbytes >= LARGE_BYTES or explicitly_sharded(leaf)
-        kind = index if travels_alone else (leaf.dtype, axes_of(leaf))
-        packs.setdefault(kind, []).append(index)
-    packed = [_packed([leaves[index] for index in pack]) for pack in packs.values()]
-    reduced = lax.psum(packed, axes)  # type: ignore[no-untyped-call]
+    for place, leaf in enumerate(leaves):
+        is_alone = leaf.nbytes >= LARGE_BYTES or explicitly_sharded(leaf)
+        kind = place if is_alone else (leaf.dtype, axes_of(leaf))
+        packs.setdefault(kind, []).append(place)
+    packed = [_packed([leaves[place] for place in places]) for places in packs.values()]
+    totals = lax.psum([array for array, _ in packed], axes)  # type: ignore[no-untyped-call]
     sums = list(leaves)
-    for pack, total in zip(packs.values(), reduced, strict=True):
-        parts = _unpacked(total, [leaves[index] for index in pack])
-        for index, part in zip(pack, parts, strict=True):
-            sums[index] = part
+    for places, total, (_, unpack) in zip(packs.values(), totals, packed, strict=True):
+        for place, part in zip(places, unpack(total), strict=True):
+            sums[place] = part
     return sums
 
 
-def _packed(leaves: Leaves) -> Array:
+def _packed(leaves: Leaves) -> tuple[Array, Callable[[Array], Leaves]]:
+    """Return one array, and the function that takes such an array apart."""
     if len(leaves) == 1:
-        return leaves[0]
-    return jnp.concatenate([leaf.ravel() for leaf in leaves])
-
-
-def _unpacked(total: Array, like: Leaves) -> Leaves:
-    if len(like) == 1:
-        return [total]
-    ends = np.cumsum([leaf.size for leaf in like])
-    parts = jnp.split(total, ends[:-1].tolist())
-    return [part.reshape(leaf.shape) for part, leaf in zip(parts, like, strict=True)]
+        return leaves[0], lambda array: [array]
+    ravel: Any = ravel_pytree
+    array, unravel = ravel(leaves)
+    return array, unravel

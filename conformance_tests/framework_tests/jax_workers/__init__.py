@@ -14,10 +14,7 @@ NAMES = {
         "mixed_dtypes scan one_reduction_per_window benchmark"
         " other_number_of_devices checked_state empty_flush"
     ),
-    "meshes": (
-        "start_outside two_axes axis_for_the_compiler explicit_axes"
-        " sums_of_reduced_gradients varying"
-    ),
+    "meshes": ("start_outside two_axes axis_for_the_compiler explicit_axes varying"),
     "shards": "like_one_device with_workers models_of_their_own",
     "large_batch": (
         "one_reduction_per_call gathered_parameters weights_and_aux keys coupled"

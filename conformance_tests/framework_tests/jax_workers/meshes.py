@@ -22,7 +22,6 @@ from conformance_tests.framework_tests.jax_workers.common import (
     placed,
 )
 from conformance_tests.framework_tests.jax_workers.windows import collectives
-from gradaccum_jax.sharding import reshard
 
 RNG = np.random.default_rng(30)
 X = RNG.normal(size=(6, 8, 6))
@@ -116,28 +115,6 @@ def explicit_axes() -> None:
     # leaves alone.
     if jax.__version_info__ >= (0, 10):
         assert params["w"].sharding.shard_shape((6, 4)) == (6, 2)
-
-
-def sums_of_reduced_gradients() -> None:
-    """Gradients typed ``unreduced`` are added up, as the error of `tx.update` says."""
-    tx = gradaccum.wrap(optax.sgd(1.0), steps=6, clip_norm=10.0)
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(KINDS.Explicit,))
-    with on_mesh(mesh):
-        params = {"w": placed(np.ones((6, 4)), P(), mesh), "v": None}
-        state = tx.init(params)
-
-        @jax.jit
-        def step(state: Any, x: Any) -> Any:
-            spec = P(None, None, unreduced={"data"})
-            parts = jnp.einsum("bi,bj->ij", x, x[:, :4], out_sharding=spec)
-            return tx.update({"v": None, "w": reshard(parts, P())}, state, params)
-
-        for x in X:
-            updates, state = step(state, placed(x, P("data", None), mesh))
-    mean = np.mean([x.T @ x[:, :4] for x in X], axis=0)
-    norm = np.linalg.norm(mean)
-    assert_close(gradaccum_jax.result(state).grad_norm, norm, 1e-10)
-    assert_close(updates["w"], -mean * min(1, 10 / norm), 1e-10)
 
 
 # Optimizers that share no window.

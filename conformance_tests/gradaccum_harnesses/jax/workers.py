@@ -44,7 +44,7 @@ from gradaccum_jax import data_parallel
 from gradaccum_jax.optimizer import discard
 from gradaccum_jax.saving import check_state
 from gradaccum_jax.state import result, scale_loss
-from gradaccum_jax.workers.group import mapped
+from gradaccum_jax.workers.group import map_by_kind
 
 AXIS = "workers"
 LONGEST = 8
@@ -193,7 +193,7 @@ class SharedSession(JaxSession):
         with x64(self.wide):
             saved = read(directory / FILE)
             own = check_state(self.program.tx, saved["opt_state"], self.params)
-            self.opt_state = mapped(
+            self.opt_state = map_by_kind(
                 own, own=self._row, shared=self._whole, other=self._whole
             )
             self.params = self._whole(
