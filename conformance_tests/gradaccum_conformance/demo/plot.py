@@ -49,7 +49,7 @@ def write_plot(path: Path, curves: Sequence[Curve]) -> None:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False)
+    losses.legend(frameon=False)
     figure.suptitle(
         f"Handwritten digits: batches of {LARGE_BATCH} at once, and accumulated from"
         " micro-batches",
