@@ -10,8 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-X = torch.randn(40, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-Y = X.sum(dim=1, keepdim=True).sin() * 2
+
+def rows(count: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(count, 5, dtype=torch.float64, generator=generator)
+    return x, x.sum(dim=1, keepdim=True).sin() * 2
+
+
+X, Y = rows(40)
 
 
 def make_net(bias: bool = True) -> nn.Module:
@@ -25,11 +31,12 @@ def mean_square(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 class Items(Dataset[dict[str, Tensor]]):
-    """The first `count` rows, in the columns ``x`` and ``labels``."""
+    """So many rows, in the columns ``x`` and ``labels``."""
 
     def __init__(self, count: int, dtype: torch.dtype = torch.float64) -> None:
-        self.x = X[:count].to(dtype)
-        self.labels = Y[:count].to(dtype)
+        x, labels = rows(count)
+        self.x = x.to(dtype)
+        self.labels = labels.to(dtype)
 
     def __len__(self) -> int:
         return len(self.x)
@@ -48,6 +55,12 @@ class Regressor(nn.Module):
     def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
         logits = self.layers(x)
         return {"loss": (logits - labels).square().mean(), "logits": logits}
+
+
+def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Of a `Regressor` in whatever it was put into."""
+    loss: Tensor = model(**batch)["loss"]
+    return loss
 
 
 def distance(model: nn.Module, expected: nn.Module | Iterable[Tensor]) -> float:

@@ -21,7 +21,6 @@ from torch.nn.utils import clip_grad_norm_
 import gradaccum
 from conformance_tests.integration_tests.lightning_model import (
     WARNINGS,
-    halved,
     inner_of,
     large,
 )
@@ -40,17 +39,13 @@ SUMS = [{}, {"separate_sums": True}]
 class Run:
     """A loop of Fabric's documentation, over 13 micro-batches of two rows."""
 
-    def __init__(
-        self, net: nn.Module, plugins: Any = None, gate: bool = False, **options: Any
-    ) -> None:
+    def __init__(self, net: nn.Module, plugins: Any = None, **options: Any) -> None:
         self.fabric = Fabric(accelerator="cpu", devices=1, plugins=plugins)
         self.net = net
         self.dtype = next(net.parameters()).dtype
         wrapped = gradaccum.wrap(inner_of(net), steps=4, **options)
         self.model, self.opt = self.fabric.setup(net, wrapped)
         self.state = {"model": self.model, "opt": self.opt}
-        if gate:
-            self.state["scheduler"] = gradaccum.wrap(halved(wrapped))
 
     def epoch(self, start: int = 0, stop: int = 13, **clip: Any) -> None:
         for index in range(start, stop):
@@ -65,8 +60,6 @@ class Run:
             self.opt.step()
             if index == 12:
                 self.opt.flush()
-            if "scheduler" in self.state:
-                self.state["scheduler"].step()
 
 
 @pytest.mark.parametrize("how", [{"max_norm": 0.05}, {"clip_val": 0.05}], ids=str)
@@ -93,16 +86,16 @@ def test_clipping_where_the_sums_are_apart() -> None:
     assert distance(run.net, net) < 1e-12
 
 
-@pytest.mark.parametrize("options", [*SUMS, {"gate": True}], ids=str)
+@pytest.mark.parametrize("options", SUMS, ids=str)
 def test_training_equals_large_batches(options: dict[str, Any]) -> None:
     run = Run(make_net(), **options)
     run.epoch()
     run.epoch()
-    assert distance(run.net, large(gate=options.get("gate", False))) < 1e-12
+    assert distance(run.net, large()) < 1e-12
     assert run.opt.result.optimizer_step == 8
 
 
-@pytest.mark.parametrize("options", [*SUMS, {"gate": True}], ids=str)
+@pytest.mark.parametrize("options", SUMS, ids=str)
 def test_saved_and_loaded_in_mid_window(
     options: dict[str, Any], tmp_path: Path
 ) -> None:

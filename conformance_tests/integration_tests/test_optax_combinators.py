@@ -75,14 +75,6 @@ def test_apply_if_finite() -> None:
     assert (state.total_notfinite, gradaccum_jax.result(state).optimizer_step) == (1, 2)
 
 
-def test_injected_schedule_counts_updates() -> None:
-    schedule = optax.piecewise_constant_schedule(0.5, {1: 0.5, 2: 0.5})
-    inject = optax.inject_hyperparams(optax.sgd)
-    moved, state = train(wrap(inject(learning_rate=schedule)), GRADS)
-    wanted, bare = train(inject(learning_rate=schedule), MEANS)
-    assert_bitwise((moved, state.inner_state), (wanted, bare))
-
-
 @pytest.mark.parametrize("reset_state", [False, True])
 def test_lookahead_around_counts_micro_batches(reset_state: bool) -> None:
     """Its sync_period is times `steps`; then it syncs at the ends of windows, as around
@@ -98,18 +90,6 @@ def test_lookahead_around_counts_micro_batches(reset_state: bool) -> None:
 
 def loss(params: Any, x: Any) -> Any:
     return jnp.mean((x @ params["w"] + params["b"][0] - 1) ** 2)
-
-
-def test_sam_inside_takes_two_windows() -> None:
-    """The first window makes the adversarial step, the second the true one: as two
-    large batches.
-    """
-    inner = optax.contrib.sam(
-        optax.sgd(0.5), optax.chain(optax.contrib.normalize(), optax.sgd(0.1))
-    )
-    moved, state = train(wrap(inner), GRADS)
-    wanted, bare = train(inner, MEANS)
-    assert_close((moved, state.inner_state), (wanted, bare), 5e-7)
 
 
 def test_reduce_on_plateau_around_averages_a_windows_losses() -> None:
@@ -161,12 +141,6 @@ def test_line_search_on_a_split_batch() -> None:
     ours = jax.jit(lambda: minimised(gradaccum_jax.value_and_grad(loss, steps=4)))()
     theirs = jax.jit(lambda: minimised(jax.value_and_grad(loss)))()
     assert_close(ours, theirs, 5e-5)
-
-
-def test_ema_of_updates_inside() -> None:
-    """Behind the wrapper `optax.ema` would average zeros; inside it counts updates."""
-    inner = optax.chain(optax.sgd(0.5), optax.ema(0.5))
-    assert_bitwise(train(wrap(inner), GRADS)[0], train(inner, MEANS)[0])
 
 
 def test_accumulating_optimizers_inside_are_refused() -> None:

@@ -425,30 +425,18 @@ def test_bitsandbytes_has_the_same_bits(
     assert (torch.uint8 in dtypes) == name.endswith("8bit")
 
 
-def average_of_timm(net: nn.Module) -> tuple[nn.Module, Callable[[], object]]:
-    average = pytest.importorskip("timm.utils").ModelEmaV3(net, decay=0.5)
-    updates = iter(range(1, 10))
-    return average.module, lambda: average.update(net, step=next(updates))
-
-
-def average_of_torch(net: nn.Module) -> tuple[nn.Module, Callable[[], object]]:
-    average = torch.optim.swa_utils.AveragedModel(net)
-    return average.module, lambda: average.update_parameters(net)
-
-
-@pytest.mark.parametrize("make", [average_of_timm, average_of_torch])
-def test_average_once_per_update(make: Any) -> None:
+def test_average_once_per_update() -> None:
     averages = []
     for options in ({}, None):
-        made: list[Any] = []
+        made: list[torch.optim.swa_utils.AveragedModel] = []
 
         def update(net: nn.Module, made: list[Any] = made) -> None:
             if not made:
-                made.append(make(net))
-            made[0][1]()
+                made.append(torch.optim.swa_utils.AveragedModel(net))
+            made[0].update_parameters(net)
 
         train(Case(sgd), options, update)
-        averages.append(made[0][0])
+        averages.append(made[0].module)
     assert distance(*averages) < 1e-12
 
 
@@ -471,37 +459,6 @@ def test_schedulefree_resumes_in_mid_window(options: dict[str, Any]) -> None:
     step_on(resumed, resumed_opt, range(12, 16, 2))
     assert opt.result.optimizer_step == 2
     assert distance(resumed, net) == 0
-
-
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("CosineLRScheduler", {"t_initial": 9, "warmup_t": 2, "warmup_lr_init": 1e-3}),
-        ("StepLRScheduler", {"decay_t": 2, "decay_rate": 0.5}),
-        ("MultiStepLRScheduler", {"decay_t": [2, 4], "decay_rate": 0.5}),
-        ("PolyLRScheduler", {"t_initial": 10, "lr_min": 1e-3}),
-        ("TanhLRScheduler", {"t_initial": 10, "lr_min": 1e-3}),
-    ],
-)
-def test_schedule_of_timm_moves_per_update(name: str, options: dict[str, Any]) -> None:
-    """The training script of timm counts the calls of ``step``; the gate hands on the
-    number of updates, whatever the loop has counted.
-    """
-    make = getattr(pytest.importorskip("timm.scheduler"), name)
-    net = make_net()
-    inner = sgd(make_net())
-    opt: Any = gradaccum.wrap(sgd(net), steps=2)
-    bare = make(inner, t_in_epochs=False, **options)
-    gated = gradaccum.wrap(make(opt, t_in_epochs=False, **options))
-    rates = set()
-    for calls in range(1, 11):
-        step_on(net, opt, range(0, 1, 2))
-        gated.step_update(num_updates=calls)
-        if opt.result.applied:
-            bare.step_update(num_updates=opt.result.optimizer_step)
-            assert opt.param_groups[0]["lr"] == inner.param_groups[0]["lr"]
-            rates.add(opt.param_groups[0]["lr"])
-    assert len(rates) > 1
 
 
 def test_adaptive_clipping_of_timm() -> None:
