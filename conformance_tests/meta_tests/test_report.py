@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import math
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -203,21 +202,3 @@ def test_runner_hands_on_records_in_order(tmp_path: Path) -> None:
     for process in processes:
         assert (process.exit_code, process.log_tail) == (3, "last words")
         assert [record["kind"] for record in process.records] == expected
-
-
-def test_interrupted_runner_ends_its_processes(tmp_path: Path) -> None:
-    script = (
-        "import os, sys, time; file = open(sys.argv[1], 'a');"
-        ' print(\'{"kind": "pid", "pid": %d}\' % os.getpid(), file=file, flush=True);'
-        " time.sleep(600)"
-    )
-    pids: list[int] = []
-
-    def interrupt(backend: str, record: Record) -> None:
-        pids.append(record["pid"])
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        run_jobs([job(tmp_path, script)], interrupt)
-    with pytest.raises(ProcessLookupError):
-        os.kill(pids[0], 0)
