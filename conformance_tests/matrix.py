@@ -137,38 +137,23 @@ def interpreter(version: str) -> str:
         FileNotFoundError: this machine has none.
     """
     for wanted in (version,) if version else PYTHONS:
-        found = shutil.which(f"python{wanted}")
-        candidates = [found] if found else []
         # Installers such as pyenv and uv put one Python beside another.
-        candidates += [
-            str(path)
-            for path in sorted(
-                Path(sys.base_prefix).parent.glob(f"*{wanted}*/bin/python{wanted}")
-            )
-        ]
-        # pyenv's own command stands on the path, and fails for a version that is not
-        # chosen
-        for candidate in candidates:
-            if (
-                subprocess.run(
-                    [candidate, "-V"], capture_output=True, check=False
-                ).returncode
-                == 0
-            ):
+        pattern = f"*{wanted}*/bin/python{wanted}"
+        beside = sorted(Path(sys.base_prefix).parent.glob(pattern))
+        for candidate in (shutil.which(f"python{wanted}"), *map(str, beside)):
+            # The command of pyenv stands on the path, and fails for a version that is
+            # not chosen.
+            if candidate and run([candidate, "-V"], ROOT)[0]:
                 return candidate
-    raise FileNotFoundError(
-        f"python{version or PYTHONS}: not on this machine. Install it, or name another"
-        " cell with --cell."
-    )
+    raise FileNotFoundError(f"python{version or PYTHONS}: not on this machine")
 
 
 def python_in(environment: Path, version: str) -> Path:
     """The Python of `environment`, which is made if it is not there."""
     python = environment / "bin" / "python"
     if not python.exists():
-        subprocess.run(
-            [interpreter(version), "-m", "venv", str(environment)], check=True
-        )
+        command = [interpreter(version), "-m", "venv", str(environment)]
+        subprocess.run(command, check=True)
     return python
 
 
@@ -183,7 +168,8 @@ def measure(
     """Run the steps of `cell` in `environment`, which is made if it is not there; with
     `suite_only` without the framework's own tests.
     """
-    started, result = time.monotonic(), Result(cell.name, day=date.today().isoformat())
+    started = time.monotonic()
+    result = Result(cell.name, cell.python, day=date.today().isoformat())
     python = python_in(environment, cell.python)
     with tempfile.TemporaryDirectory() as folder:
         steps = _steps(cell, python, Path(folder))
@@ -193,86 +179,51 @@ def measure(
             console.print(f"{cell.name}: {name}")
             passed, output = run(command, Path(folder))
             line = output[-1].strip(" =") if output else ""
+            shown = "\n".join(output[-1 if passed else -300 :])
+            console.print(shown, markup=False, highlight=False)
+            if name == "import" and passed:
+                result.python, result.versions = line.split(" ", 1)
+            if name == "resolver" and passed:
+                result.versions = _named(cell, output)
+                line = f"{len(output)} packages fit"
             result.steps[name] = (passed, line)
-            console.print(
-                "\n".join(output[-1 if passed else -300 :]),
-                markup=False,
-                highlight=False,
-            )
             if name == "install" and (installs_only or not passed):
                 break
-            if name == "import":
-                result.python, result.versions = (
-                    line.split(" ", 1) if passed else ("", "")
-                )
-            if name == "resolver" and passed:
-                result.python, result.versions = cell.python, _named(cell, output)
-                result.steps[name] = (passed, f"{len(output)} packages fit")
     result.seconds = round(time.monotonic() - started)
     return result
 
 
 def _steps(cell: Cell, python: Path, folder: Path) -> dict[str, list[str]]:
-    pip = [str(python), "-m", "pip", "install", "-q"]
-    # uv reads metadata, where pip would load each candidate's wheel
+    module = [str(python), "-m"]
+    pip = [*module, "pip", "install", "-q"]
     if cell.framework == "resolver":
-        asked = folder / "asked.txt"
-        asked.write_text(
-            "\n".join(
-                re.sub(r"(gradaccum\[.*\])", rf"\1 @ {ROOT.as_uri()}", package)
-                for package in cell.packages
-            )
-        )
-        compile_ = [
-            str(python.with_name("uv")),
-            "pip",
-            "compile",
-            "-q",
-            "--no-header",
-            "--no-annotate",
-            "--python-version",
-            cell.python,
-        ]
-        return {"install": [*pip, "uv"], "resolver": [*compile_, str(asked)]}
+        # uv reads metadata, where pip would load each candidate's wheel.
+        place = rf"\1 @ {ROOT.as_uri()}"
+        packages = [re.sub(r"(gradaccum\[.*\])", place, each) for each in cell.packages]
+        file = folder / "packages.txt"
+        file.write_text("\n".join(packages))
+        uv = [str(python.with_name("uv")), "pip", "compile", "-q", "--no-header"]
+        options = ["--no-annotate", "--python-version", cell.python, str(file)]
+        return {"install": [*pip, "uv"], "resolver": [*uv, *options]}
+    framework = cell.framework
     program = folder / "front_page.py"
-    program.write_text(front_page(cell.framework), encoding="utf-8")
-    pytest = [
-        str(python),
-        "-m",
-        "pytest",
-        "-q",
-        "-n",
-        "2",
-        "--dist",
-        "loadgroup",
-        "--backend",
-        cell.framework,
-    ]
-    pytest += ["--require-backend", cell.framework]
-    shown = (
-        "import sys, importlib.metadata as m; print('%d.%d.%d' % sys.version_info[:3],"
-        " *(f'{n} {m.version(n)}' for n in NAMES))"
+    program.write_text(front_page(framework), encoding="utf-8")
+    names = [framework, "numpy"]
+    if framework == "jax":
+        names.append("optax")
+    versions = (
+        f"import gradaccum_{framework}, importlib.metadata as m, sys;"
+        " print('%d.%d.%d' % sys.version_info[:3],"
+        f" *(f'{{n}} {{m.version(n)}}' for n in {names}))"
     )
-    names = {
-        "torch": ["torch", "numpy"],
-        "jax": ["jax", "optax", "numpy"],
-        "mindspore": ["mindspore", "numpy"],
-    }[cell.framework]
+    backend = ["--backend", framework]
+    pytest = [*module, "pytest", "-q", "-n", "2", "--dist", "loadgroup", *backend]
+    pytest += ["--require-backend", framework]
     return {
-        "install": [*pip, *cell.packages, f"-e{ROOT}[{cell.framework},{cell.extras}]"],
-        "import": [
-            str(python),
-            "-c",
-            f"import gradaccum_{cell.framework}; NAMES = {names}; {shown}",
-        ],
+        "install": [*pip, *cell.packages, f"-e{ROOT}[{framework},{cell.extras}]"],
+        "import": [str(python), "-c", versions],
         "front page": [str(python), str(program)],
-        "bits": [
-            str(python),
-            "-m",
-            "gradaccum_conformance.bits",
-            "--backend",
-            cell.framework,
-        ],
+        "bits": [*module, "gradaccum_conformance.bits", *backend],
         "suite": [*pytest, str(ROOT / "conformance_tests/gradaccum_conformance")],
         "own tests": [*pytest, str(ROOT / "conformance_tests/framework_tests")],
     }
@@ -280,15 +231,10 @@ def _steps(cell: Cell, python: Path, folder: Path) -> dict[str, list[str]]:
 
 def _named(cell: Cell, resolved: list[str]) -> str:
     """What a resolver took of frameworks and of the packages that `cell` asks for."""
-    names = {
-        "torch",
-        "jax",
-        "optax",
-        *(re.split(r"[\[=<>]", package)[0] for package in cell.packages),
-    } - {"gradaccum"}
-    return " ".join(
-        line.replace("==", " ") for line in resolved if line.split("==")[0] in names
-    )
+    names = {re.split(r"[\[=<>]", package)[0] for package in cell.packages}
+    names = {"torch", "jax", "optax", *names} - {"gradaccum"}
+    lines = [line for line in resolved if line.split("==")[0] in names]
+    return " ".join(lines).replace("==", " ")
 
 
 def front_page(framework: str) -> str:
@@ -307,16 +253,14 @@ def run(command: list[str], folder: Path) -> tuple[bool, list[str]]:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-    ) as running:
+    ) as process:
         try:
-            out, errors = running.communicate(timeout=LIMIT)
+            out, errors = process.communicate(timeout=LIMIT)
         except subprocess.TimeoutExpired:
-            os.killpg(running.pid, signal.SIGKILL)
+            os.killpg(process.pid, signal.SIGKILL)
             return False, [f"not done after {LIMIT} s"]
-    return (
-        running.returncode == 0,
-        (out if running.returncode == 0 else out + errors).strip().splitlines(),
-    )
+    passed = process.returncode == 0
+    return passed, (out if passed else out + errors).strip().splitlines()
 
 
 def table(results: list[Result]) -> str:
@@ -329,30 +273,26 @@ def table(results: list[Result]) -> str:
         "|---" * (len(steps) + 3) + "|",
     ]
     for result in results:
-        cells = [_told(result, step) for step in steps]
-        installs = f"{result.python} {result.versions}".strip() or _told(
-            result, "install"
-        )
+        versions = _words(result, "install")
+        if result.versions:
+            versions = f"{result.python} {result.versions}"
+        cells = [_words(result, step) for step in steps]
         rows.append(
-            f"| {result.name} | {installs} | {' | '.join(cells)} | {result.day} |"
+            f"| {result.name} | {versions} | {' | '.join(cells)} | {result.day} |"
         )
-    return "\n".join(
-        [*rows, "", f"Made on {platform.machine()}, {platform.system()}, on CPUs only."]
-    )
+    machine = f"Made on {platform.machine()}, {platform.system()}, on CPUs only."
+    return "\n".join([*rows, "", machine])
 
 
-def _told(result: Result, step: str) -> str:
+def _words(result: Result, step: str) -> str:
     if step not in result.steps:
         return ""
     passed, line = result.steps[step]
-    counts = ", ".join(
-        re.findall(
-            r"\d+ (?:passed|failed|skipped|xfailed|errors?)|^not held|^the same|^\d+"
-            r" packages fit",
-            line,
-        )
-    )
-    return counts or ("yes" if passed else f"**no**: {line}")
+    outcome = r"\d+ (?:passed|failed|skipped|xfailed|errors?|packages fit)"
+    counts = ", ".join(re.findall(rf"{outcome}|^not held|^the same", line))
+    if counts:
+        return counts
+    return "yes" if passed else f"**no**: {line}"
 
 
 def _read(file: Path) -> Result:
@@ -391,42 +331,34 @@ def main(
     ] = False,
 ) -> None:
     """Measure the supported versions, each in an environment of its own."""
-    console, out, known = (
-        Console(),
-        out.absolute(),
-        {each.name: each for each in (*CELLS, *NEWEST)},
-    )
-    out.mkdir(parents=True, exist_ok=True)
+    known = {each.name: each for each in (*CELLS, *NEWEST)}
     if unknown := set(cell) - known.keys():
-        raise typer.BadParameter(
-            f"expected some of {', '.join(known)}; got {', '.join(sorted(unknown))}"
-        )
-    results = list[Result]()
+        raise typer.BadParameter(f"expected some of {list(known)}; got {unknown}")
+    out = out.absolute()
+    out.mkdir(parents=True, exist_ok=True)
+    results = []
     for each in [known[name] for name in cell] or CELLS:
         file = out / f"{each.name}.json"
         if file.exists():
             results.append(_read(file))
             continue
         with tempfile.TemporaryDirectory(prefix="gradaccum-") as folder:
-            place = (environments or Path(folder)) / each.name
-            results.append(
-                measure(
-                    each,
-                    place,
-                    console,
-                    installs_only=install_only,
-                    suite_only=suite_only,
-                )
+            result = measure(
+                each,
+                (environments or Path(folder)) / each.name,
+                Console(),
+                installs_only=install_only,
+                suite_only=suite_only,
             )
+        results.append(result)
         if not install_only:
-            file.write_text(json.dumps(asdict(results[-1]), indent=1), encoding="utf-8")
+            file.write_text(json.dumps(asdict(result), indent=1), encoding="utf-8")
     if write:
-        done = [file for each in CELLS if (file := out / f"{each.name}.json").exists()]
+        files = [out / f"{each.name}.json" for each in CELLS]
+        rows = table([_read(file) for file in files if file.exists()])
         before, _, rest = PAGE.read_text(encoding="utf-8").partition(START)
-        PAGE.write_text(
-            f"{before}{START}\n{table([_read(file) for file in done])}\n{END}{rest.partition(END)[2]}",
-            encoding="utf-8",
-        )
+        page = f"{before}{START}\n{rows}\n{END}{rest.partition(END)[2]}"
+        PAGE.write_text(page, encoding="utf-8")
     raise typer.Exit(0 if all(result.passed for result in results) else 1)
 
 

@@ -10,7 +10,7 @@ import re
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from gradaccum import (
     ArgumentValueError,
     MissingPackageError,
     UsageError,
+    kit,
     until_weight,
     updates_in,
     window_loop,
@@ -84,20 +85,22 @@ def lengths(made: Any) -> list[int]:
     return [len(window) for window in made]
 
 
+def totals(made: Any) -> list[dict[str, float]]:
+    return [dict(window.totals) for window in made]
+
+
 def test_example_in_docstring() -> None:
     result = doctest.testmod(window_loop)
     assert (result.attempted, result.failed) == (3, 0)
 
 
 def test_short_last_window_has_its_own_totals() -> None:
-    made = [
-        (window.number, list(window), dict(window.totals))
-        for window in windows([[5, 3], [2], [7, 1, 4]], 2, COUNT)
+    made = windows([[5, 3], [2], [7, 1, 4]], 2, COUNT)
+    first, second = [
+        (window.number, list(window), dict(window.totals)) for window in made
     ]
-    assert made == [
-        (0, [[5, 3], [2]], {"tokens": 10.0, "sequences": 3.0}),
-        (1, [[7, 1, 4]], {"tokens": 12.0, "sequences": 3.0}),
-    ]
+    assert first == (0, [[5, 3], [2]], {"tokens": 10.0, "sequences": 3.0})
+    assert second == (1, [[7, 1, 4]], {"tokens": 12.0, "sequences": 3.0})
 
 
 @given(sizes=st.lists(st.integers(0, 9), max_size=30), steps=st.integers(1, 7))
@@ -111,30 +114,18 @@ def test_each_micro_batch_once_in_order(sizes: list[int], steps: int) -> None:
 def test_windows_end_where_those_of_an_optimizer_do(
     sizes: list[int], limit: int
 ) -> None:
-    from gradaccum import kit
-
-    schedule, state, open_window, expected = (
-        until_weight(limit),
-        kit.initial_state(),
-        0,
-        [],
-    )
+    schedule = until_weight(limit)
+    state = kit.initial_state()
+    expected = []
     for size in sizes:
-        state, open_window = (
-            kit.State(*kit.accumulate(state, size, True, kit.select)),
-            open_window + 1,
-        )
+        state = kit.State(*kit.accumulate(state, size, True, kit.select))
         if kit.ends(state, schedule, kit.select):
-            state, open_window, _ = (
-                kit.State(*kit.discard(state)),
-                0,
-                expected.append(open_window),
-            )
-    expected += [open_window] * (open_window > 0)
-    assert (
-        lengths(windows(sizes, schedule, {"tokens": float}, weight="tokens"))
-        == expected
-    )
+            expected.append(state.micro_step)
+            state = kit.State(*kit.discard(state))
+    if state.micro_step:
+        expected.append(state.micro_step)
+    by_name = windows(sizes, schedule, {"tokens": float}, weight="tokens")
+    assert lengths(by_name) == expected
     assert lengths(windows(sizes, schedule, weight=float)) == expected
 
 
@@ -144,22 +135,20 @@ def test_schedules_follow_the_number_over_epochs() -> None:
     assert lengths(pairs) == [3, 3], "a second epoch goes on"
     assert lengths(windows(range(6), lambda number: number + 1)) == [1, 2, 3]
     assert lengths(windows(range(6), [(0, 1), (2, 3)], start=2)) == [3, 3]
-    assert lengths(
-        windows(range(6), until_weight([(0, 1), (1, 4)]), weight=lambda _: 2)
-    ) == [1, 2, 2, 1]
+    by_weight = until_weight([(0, 1), (1, 4)])
+    assert lengths(windows(range(6), by_weight, weight=lambda _: 2)) == [1, 2, 2, 1]
 
 
 def test_reads_one_window_and_no_more() -> None:
     loader = Loader([1] * 7)
-    read = []
     made = iter(windows(loader, 3))
     assert loader.position == 0, "before it is asked for"
+    positions = []
     for window in made:
-        read.append(loader.position)
-        assert loader.alive() == list(
-            range(loader.position - len(window), loader.position)
-        ), "only the current window's are held"
-    assert read == [3, 6, 7]
+        end = loader.position
+        positions.append(end)
+        assert loader.alive() == list(range(end - len(window), end))
+    assert positions == [3, 6, 7]
     assert loader.alive() == []
 
 
@@ -184,38 +173,29 @@ def test_window_can_be_run_through_again_while_it_is_the_current_one() -> None:
 
 
 def test_error_of_the_loader_loses_nothing() -> None:
-    made = iter(
-        windows(
-            Loader([1, 2, 3, 4, 5], fails_at=3), 2, {"tokens": lambda item: item.tokens}
-        )
-    )
-    assert next(made).totals["tokens"] == 3
+    loader = Loader([1, 2, 3, 4, 5], fails_at=3)
+    made = iter(windows(loader, 2, {"tokens": lambda item: item.tokens}))
+    assert dict(next(made).totals) == {"tokens": 3}
     with pytest.raises(OSError, match="gone for a moment"):
         next(made)
-    assert [window.totals["tokens"] for window in made] == [7, 5]
+    assert totals(made) == [{"tokens": 7}, {"tokens": 5}]
 
 
 def test_error_of_a_count_names_it_and_loses_nothing() -> None:
-    asked = []
+    errors = iter([KeyError("mask")])
 
     def count(item: int) -> int:
-        asked.append(item)
-        if asked.count(4) == 1 and item == 4:
-            raise KeyError("mask")
+        for error in errors if item == 4 else ():
+            raise error
         return item
 
     made = iter(windows([1, 2, 3, 4, 5], 2, {"items": lambda _: 1, "tokens": count}))
     next(made)
     with pytest.raises(KeyError) as raised:
         next(made)
-    assert (
-        'count["tokens"] was called for micro-batch 1 of window 1'
-        in raised.value.__notes__[0]
-    )
-    assert [(list(window), dict(window.totals)) for window in made] == [
-        ([3, 4], {"items": 2.0, "tokens": 7.0}),
-        ([5], {"items": 1.0, "tokens": 5.0}),
-    ]
+    words = 'count["tokens"] was called for micro-batch 1 of window 1'
+    assert words in raised.value.__notes__[0]
+    assert totals(made) == [{"items": 2, "tokens": 7}, {"items": 1, "tokens": 5}]
 
 
 @pytest.mark.parametrize("value", [-1, math.nan, math.inf, True, "3", None, np.ones(2)])
@@ -232,11 +212,8 @@ def test_bad_counts_raise(value: Any) -> None:
 
 
 def test_scalars_of_a_framework_count() -> None:
-    (window,) = windows(
-        [1, 2],
-        2,
-        {"tokens": lambda item: np.float32(item), "ones": lambda _: np.array(1)},
-    )
+    count = {"tokens": np.float32, "ones": lambda _: np.array(1)}
+    (window,) = windows([1, 2], 2, count)
     assert dict(window.totals) == {"tokens": 3.0, "ones": 2.0}
     assert all(type(total) is float for total in window.totals.values())
 
@@ -287,45 +264,30 @@ GROWING = [(0, 1), (3, 4)]
 
 
 @pytest.mark.parametrize(
-    ("length", "steps", "epochs", "first", "updates"),
+    ("length", "steps", "arguments", "updates"),
     [
-        (10, 4, 1, 0, 3),
-        (9, 4, 1, 0, 3),
-        (8, 4, 3, 0, 6),
-        (0, 4, 2, 0, 0),
-        (10, GROWING, 1, 0, 5),
-        (10, GROWING, 1, 3, 3),
-        (6, lambda n: n + 1, 2, 0, 5),
+        (10, 4, {}, 3),
+        (9, 4, {}, 3),
+        (8, 4, {"epochs": 3}, 6),
+        (0, 4, {"epochs": 2}, 0),
+        (10, GROWING, {}, 5),
+        (10, GROWING, {"optimizer_step": 3}, 3),
+        (6, lambda number: number + 1, {"epochs": 2}, 5),
+        # An open window is filled up first; a full one, whose update raised, is closed.
+        (9, 4, {"micro_step": 3}, 3),
+        (8, 4, {"micro_step": 2}, 3),
+        (8, 4, {"micro_step": 2, "epochs": 2}, 5),
+        (0, 4, {"micro_step": 1, "epochs": 2}, 1),
+        (1, 4, {"micro_step": 3}, 1),
+        (3, GROWING, {"micro_step": 0}, 3),
+        (4, 4, {"micro_step": 4}, 2),
     ],
 )
 def test_updates_are_counted_with_the_short_windows(
-    length: int, steps: Any, epochs: int, first: int, updates: int
+    length: int, steps: Any, arguments: dict[str, int], updates: int
 ) -> None:
-    for micro_batches in (length, [None] * length):
-        assert (
-            updates_in(micro_batches, steps, epochs=epochs, optimizer_step=first)
-            == updates
-        )
-
-
-@pytest.mark.parametrize(
-    ("length", "steps", "epochs", "in_window", "updates"),
-    [
-        (9, 4, 1, 3, 3),
-        (8, 4, 1, 2, 3),
-        (8, 4, 2, 2, 5),
-        (0, 4, 2, 1, 1),
-        (1, 4, 1, 3, 1),
-        (3, GROWING, 1, 0, 3),
-        (4, 4, 1, 4, 2),
-    ],
-)
-def test_open_window_is_filled_up_first(
-    length: int, steps: Any, epochs: int, in_window: int, updates: int
-) -> None:
-    """A full one, whose update raised, is closed before."""
-    counted = updates_in(length, steps, epochs=epochs, micro_step=in_window)
-    assert counted == updates
+    assert updates_in(length, steps, **arguments) == updates
+    assert updates_in([None] * length, steps, **arguments) == updates
 
 
 @pytest.mark.parametrize("steps", [None, until_weight(4)])
@@ -341,17 +303,18 @@ def test_progress_of_a_loader_of_unknown_length() -> None:
 @pytest.mark.parametrize("progress", [False, True])
 def test_epoch_flushes_when_the_loader_ends(progress: bool) -> None:
     flushed: list[int] = []
-    seen = []
+    seen: list[int] = []
     looked_at: list[int] = []
-    for item in epoch(
+    batches = epoch(
         [1, 2, 3],
         lambda: flushed.append(len(seen)),
         progress=progress,
         see=looked_at.append,
-    ):
+    )
+    for item in batches:
         assert looked_at == seen, "after the loop's body"
-        seen.append(item)
         assert not flushed
+        seen.append(item)
     assert (seen, flushed, looked_at) == ([1, 2, 3], [3], [1, 2, 3])
 
 
@@ -390,46 +353,46 @@ def test_progress_needs_rich(monkeypatch: pytest.MonkeyPatch) -> None:
         epoch([], print, progress=True)
 
 
+def warned(sizes: Sizes, micro_batches: Iterable[tuple[Any, bool]]) -> list[list[int]]:
+    """The first two numbers of each warning; each micro-batch comes with whether it has
+    a weight.
+    """
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for micro_batch, has_weight in micro_batches:
+            sizes.weighed = has_weight
+            sizes.see(micro_batch)
+            sizes.see((np.zeros((8, 7)),))  # It was seen already.
+    assert all(each.category is gradaccum.GradAccumWarning for each in caught)
+    texts = [str(warning.message) for warning in caught]
+    return [list(map(int, re.findall(r"\b\d+\b", text)))[:2] for text in texts]
+
+
 @pytest.mark.parametrize(
-    ("reduction", "counted", "said"),
+    ("reduction", "items", "numbers"),
     [
         ("mean", [4, 4, None, 4], []),
-        ("mean", [4, 3, 4, 2], [(4, 3)]),
-        ("mean", [None, 0, 4, 2], [(4, 2)]),
+        ("mean", [4, 3, 4, 2], [[4, 3]]),
+        ("mean", [None, 0, 4, 2], [[4, 2]]),
         ("sum", [4, 3], []),
         ("sum_per_item", [4, 3], []),
     ],
 )
 def test_unequal_micro_batches_without_a_weight_are_said_once(
-    reduction: str, counted: list[int | None], said: list[tuple[int, int]]
+    reduction: str, items: list[int | None], numbers: list[list[int]]
 ) -> None:
     """None: a micro-batch with a weight, whose items do not matter; 0: one without an
-    array. Each is seen twice.
+    array.
     """
     sizes = Sizes(reduction)
     sizes.see((np.zeros(9),))
-    with warnings.catch_warnings(record=True) as heard:
-        warnings.simplefilter("always")
-        for items in counted:
-            sizes.weighed = items is None
-            sizes.see(
-                (
-                    5,
-                    "text",
-                    np.zeros(()),
-                    *(
-                        [np.zeros((3 if items is None else items, 7))]
-                        if items != 0
-                        else []
-                    ),
-                )
-            )
-            sizes.see((np.zeros((8, 7)),))
-    assert [
-        tuple(map(int, re.findall(r"\b\d+\b", str(warning.message))))[:2]
-        for warning in heard
-    ] == said
-    assert all(warning.category is gradaccum.GradAccumWarning for warning in heard)
+    no_arrays = (5, "text", np.zeros(()))
+    micro_batches = []
+    for count in items:
+        array = np.zeros((3 if count is None else count, 7))
+        arrays = () if count == 0 else (array,)
+        micro_batches.append(((*no_arrays, *arrays), count is None))
+    assert warned(sizes, micro_batches) == numbers
 
 
 class Graphs(NamedTuple):
@@ -459,34 +422,24 @@ def labelled(*nodes: int) -> list[object]:
     return [Graphs(np.zeros((n, 7)), np.zeros((2, 3 * n)), np.zeros(4)) for n in nodes]
 
 
-UNEQUAL: dict[str, tuple[list[object], list[tuple[int, int]]]] = {
-    "rows and labels": ([(np.zeros((n, 7)), np.zeros(n)) for n in (4, 4, 3)], [(4, 3)]),
-    "by name": ([{"x": np.zeros((n, 7)), "id": 5} for n in (4, 4, 3)], [(4, 3)]),
-    "time first": (
-        [(np.zeros((n, 3, 7)), np.zeros(3)) for n in (3, 5, 6)],
-        [],
-    ),
+UNEQUAL: dict[str, tuple[list[object], list[list[int]]]] = {
+    "rows and labels": ([(np.zeros((n, 7)), np.zeros(n)) for n in (4, 4, 3)], [[4, 3]]),
+    "by name": ([{"x": np.zeros((n, 7)), "id": 5} for n in (4, 4, 3)], [[4, 3]]),
+    "time first": ([(np.zeros((n, 3, 7)), np.zeros(3)) for n in (3, 5, 6)], []),
     "padded in time": ([(np.zeros((3, n)), np.zeros(3)) for n in (5, 6, 4)], []),
     "packed": ([(np.zeros((n, 7)), np.zeros(5)) for n in (11, 9)], []),
     "graphs": (labelled(9, 6, 7), []),
     "numbered graphs": ([Batch(4), Batch(4)], []),
-    "fewer graphs": ([Batch(4), Batch(3)], [(4, 3)]),
+    "fewer graphs": ([Batch(4), Batch(3)], [[4, 3]]),
     "nested": ([Nested(), Nested()], []),
 }
 
 
 @pytest.mark.parametrize("kind", UNEQUAL)
 def test_first_axis_is_not_always_that_of_the_items(kind: str) -> None:
-    micro_batches, said = UNEQUAL[kind]
-    sizes = Sizes("mean")
-    with warnings.catch_warnings(record=True) as heard:
-        warnings.simplefilter("always")
-        for micro_batch in micro_batches:
-            sizes.weighed = False
-            sizes.see(micro_batch)
-    texts = [str(warning.message) for warning in heard]
-    numbers = [list(map(int, re.findall(r"\b\d+\b", text)))[:2] for text in texts]
-    assert list(map(tuple, numbers)) == said
+    micro_batches, numbers = UNEQUAL[kind]
+    pairs = [(micro_batch, False) for micro_batch in micro_batches]
+    assert warned(Sizes("mean"), pairs) == numbers
 
 
 # Several workers' loaders: their windows end together, and each knows the totals of
@@ -495,13 +448,14 @@ def test_first_axis_is_not_always_that_of_the_items(kind: str) -> None:
 
 def test_end_is_the_end() -> None:
     """No reduction after the one that found it: no other worker would come."""
-    sent = []
+    sent: list[list[float]] = []
+
+    def reduce(values: list[float]) -> list[float]:
+        sent.append(values)
+        return values
+
     for arguments in ({"steps": 2}, {"steps": until_weight(2), "weight": float}):
-        made = iter(
-            windows(
-                [1], reduce=lambda values: sent.append(values) or values, **arguments
-            )
-        )
+        made = iter(windows([1], reduce=reduce, **arguments))
         assert len(list(made)) == 1
         reductions = len(sent)
         assert list(made) == []
@@ -520,86 +474,70 @@ def test_end_is_the_end() -> None:
 )
 def test_bad_reductions_raise_and_lose_nothing(answer: Any) -> None:
     answers = iter([answer])
-    made = iter(
-        windows(
-            [4, 5], 2, {"tokens": float}, reduce=lambda values: next(answers, values)
-        )
-    )
-    with pytest.raises(
-        gradaccum.GradAccumError, match="reduce: expected a function that returns 2"
-    ):
+    reduce = lambda values: next(answers, values)  # noqa: E731
+    made = iter(windows([4, 5], 2, {"tokens": float}, reduce=reduce))
+    words = "reduce: expected a function that returns 2"
+    with pytest.raises(gradaccum.GradAccumError, match=words):
         next(made)
     assert next(made).totals["tokens"] == 9
 
 
-class Crew:
-    """Workers as threads whose reductions meet. One that comes alone fails soon, and so
-    does a reduction of unequal lists.
+Pieces = list[tuple[list[int], float]]
+
+
+def run_workers(
+    loaders: list[list[int]], steps: Any, **arguments: Any
+) -> tuple[list[Pieces], int]:
+    """The windows of each worker, its own micro-batches with the total of all workers,
+    and the number of reductions.
+
+    The workers are threads whose reductions meet. A worker that comes alone fails soon,
+    and so does a reduction of unequal lists.
     """
+    barrier = threading.Barrier(len(loaders))
+    sent: dict[int, list[float]] = {}
+    reductions: list[int] = []
+    made: list[Pieces] = [[] for _ in loaders]
 
-    def __init__(self, workers: int) -> None:
-        self.workers, self.reductions = workers, 0
-        self._barrier = threading.Barrier(workers)
-        self._sent: dict[int, list[float]] = {}
-
-    def reduce(self, rank: int) -> Callable[[list[float]], list[float]]:
+    def work(rank: int) -> None:
         def reduce(values: list[float]) -> list[float]:
-            self._sent[rank] = values
-            self._barrier.wait(timeout=10)
-            total = [sum(column) for column in zip(*self._sent.values(), strict=True)]
-            if self._barrier.wait(timeout=10) == 0:
-                self.reductions += 1
+            sent[rank] = values
+            barrier.wait(timeout=10)
+            total = [sum(column) for column in zip(*sent.values(), strict=True)]
+            if barrier.wait(timeout=10) == 0:
+                reductions.append(rank)
             return total
 
-        return reduce
+        count = {"tokens": float}
+        for window in windows(loaders[rank], steps, count, reduce=reduce, **arguments):
+            made[rank].append((list(window), window.totals["tokens"]))
 
-    def run(
-        self, loaders: list[list[int]], steps: Any, **arguments: Any
-    ) -> list[list[tuple[list[int], float]]]:
-        """The windows of each worker: its own micro-batches, and the total of all."""
-        made: list[list[tuple[list[int], float]]] = [[] for _ in loaders]
-
-        def work(rank: int) -> None:
-            own = windows(
-                loaders[rank],
-                steps,
-                {"tokens": float},
-                reduce=self.reduce(rank),
-                **arguments,
-            )
-            made[rank] = [(list(window), window.totals["tokens"]) for window in own]
-
-        threads = [
-            threading.Thread(target=work, args=(rank,)) for rank in range(self.workers)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(timeout=60)
-            assert not thread.is_alive()
-        return made
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(len(loaders))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+        assert not thread.is_alive()
+    return made, len(reductions)
 
 
 def test_worker_whose_loader_ends_first_takes_part() -> None:
-    crew = Crew(3)
-    made = crew.run([[1, 2, 3, 4, 5], [6], []], 2)
+    """One reduction per window, and one that finds that all have ended."""
+    made, reductions = run_workers([[1, 2, 3, 4, 5], [6], []], 2)
     assert made == [
         [([1, 2], 9.0), ([3, 4], 7.0), ([5], 5.0)],
         [([6], 9.0), ([], 7.0), ([], 5.0)],
         [([], 9.0), ([], 7.0), ([], 5.0)],
     ]
-    assert crew.reductions == 4, (
-        "one per window, and one that finds that all have ended"
-    )
+    assert reductions == 4
 
 
 def test_workers_agree_on_a_window_that_ends_by_its_weight() -> None:
-    crew = Crew(2)
-    made = crew.run([[1, 2, 3, 4], [3, 3]], until_weight(5), weight="tokens")
+    """One reduction per micro-batch, and one that finds that all have ended."""
+    loaders = [[1, 2, 3, 4], [3, 3]]
+    made, reductions = run_workers(loaders, until_weight(5), weight="tokens")
     assert made == [[([1, 2], 9.0), ([3, 4], 7.0)], [([3, 3], 9.0), ([], 7.0)]]
-    assert crew.reductions == 5, (
-        "one per micro-batch, and one that finds that all have ended"
-    )
+    assert reductions == 5
 
 
 @settings(max_examples=40, deadline=None)
@@ -611,17 +549,14 @@ def test_workers_agree_on_a_window_that_ends_by_its_weight() -> None:
 def test_any_share_of_the_data(
     loaders: list[list[int]], by_weight: bool, size: int
 ) -> None:
-    arguments = (
-        {"steps": until_weight(size), "weight": "tokens"}
-        if by_weight
-        else {"steps": size}
-    )
-    made = Crew(len(loaders)).run(loaders, **arguments)
-    assert [
-        list(chain.from_iterable(own for own, _ in each)) for each in made
-    ] == loaders
-    totals = [[total for _, total in each] for each in made]
-    assert all(each == totals[0] for each in totals)
-    assert sum(totals[0]) == sum(map(sum, loaders))
+    arguments: dict[str, Any] = {"steps": size}
     if by_weight:
-        assert all(total >= size for total in totals[0][:-1])
+        arguments = {"steps": until_weight(size), "weight": "tokens"}
+    made, _ = run_workers(loaders, **arguments)
+    for loader, pieces in zip(loaders, made, strict=True):
+        assert list(chain.from_iterable(items for items, _ in pieces)) == loader
+    sums = [[total for _, total in pieces] for pieces in made]
+    assert all(each == sums[0] for each in sums)
+    assert sum(sums[0]) == sum(map(sum, loaders))
+    if by_weight:
+        assert all(total >= size for total in sums[0][:-1])

@@ -13,35 +13,17 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import gradaccum
+from conformance_tests.integration_tests.regression import X, Y, make_net, mean_square
 from gradaccum_torch.integrations.lightning import AccumulationCallback
 
-STEPS, ROWS = 4, 2
-X = torch.randn(26, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-Y = X.sum(dim=1, keepdim=True).sin()
-"""13 micro-batches of two rows: three windows of four, and one of one."""
-
 WARNINGS = (
-    (
-        "ignore:`isinstance.treespec, LeafSpec.` is deprecated, use"
-        " `isinstance.treespec, TreeSpec. and treespec.is_leaf..` instead"
-    ),
-    "ignore:The '.*_dataloader' does not have many workers which may be a bottleneck.",
+    "ignore:`isinstance.treespec, LeafSpec.` is deprecated",
+    "ignore:The '.*_dataloader' does not have many workers",
     "ignore:`lightning_utilities.core.rank_zero",
-    (
-        "ignore:Be aware that when using `ckpt_path`, callbacks used to create the"
-        " checkpoint need to be provided"
-    ),
-    (
-        "ignore:Using ModelCheckpoint with manual optimization and every_n_train_steps,"
-        " but no pre-optimization state was saved."
-    ),
+    "ignore:Be aware that when using `ckpt_path`",
+    "ignore:Using ModelCheckpoint with manual optimization",
 )
 """Lightning's own."""
-
-
-def make_net() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1)).double()
 
 
 def inner_of(net: nn.Module) -> torch.optim.Optimizer:
@@ -52,10 +34,6 @@ def halved(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSched
     return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
 
 
-def loss_of(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    return (net(x) - y).square().mean()
-
-
 class Automatic(pl.LightningModule):
     """Lightning runs the optimizer; `options` are those of `gradaccum.wrap`, None: the
     optimizer stays bare.
@@ -63,26 +41,24 @@ class Automatic(pl.LightningModule):
 
     def __init__(self, options: dict[str, Any] | None, gate: bool = False) -> None:
         super().__init__()
-        self.net, self.options, self.gate = make_net(), options, gate
+        self.net = make_net()
+        self.options = options
+        self.gate = gate
 
     def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Tensor | None:
-        return loss_of(self.net, *batch)
+        return mean_square(self.net, *batch)
 
     def configure_optimizers(self) -> Any:
-        inner = inner_of(self.net)
-        opt = (
-            inner
-            if self.options is None
-            else gradaccum.wrap(inner, **{"steps": STEPS, **self.options})
-        )
+        opt = inner_of(self.net)
+        if self.options is not None:
+            opt = gradaccum.wrap(opt, steps=4, **self.options)
         if not self.gate:
             return opt
         scheduler = halved(opt)
-        gated = scheduler if self.options is None else gradaccum.wrap(scheduler)
-        return {
-            "optimizer": opt,
-            "lr_scheduler": {"scheduler": gated, "interval": "step"},
-        }
+        if self.options is not None:
+            scheduler = gradaccum.wrap(scheduler)
+        config = {"scheduler": scheduler, "interval": "step"}
+        return {"optimizer": opt, "lr_scheduler": config}
 
 
 class Manual(Automatic):
@@ -93,31 +69,32 @@ class Manual(Automatic):
     def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> None:
         opt = self.optimizers()
         opt.zero_grad()
-        self.manual_backward(loss_of(self.net, *batch))
+        self.manual_backward(mean_square(self.net, *batch))
         opt.step()
         if self.gate:
             self.lr_schedulers().step()
 
 
 def loader(
-    rows: int = 26, size: int = ROWS, dtype: torch.dtype = torch.float64
+    rows: int = 26, size: int = 2, dtype: torch.dtype = torch.float64
 ) -> DataLoader[Any]:
-    return DataLoader(
-        TensorDataset(X[:rows].to(dtype), Y[:rows].to(dtype)), batch_size=size
-    )
+    """13 micro-batches of two rows: three windows of four, and one of one."""
+    data = TensorDataset(X[:rows].to(dtype), Y[:rows].to(dtype))
+    return DataLoader(data, batch_size=size)
 
 
 def trainer(*callbacks: pl.Callback, **options: Any) -> pl.Trainer:
-    quiet = {
+    """Without `callbacks`, with the callback that accumulation needs."""
+    defaults = {
+        "accelerator": "cpu",
+        "max_epochs": 2,
         "logger": False,
         "enable_progress_bar": False,
         "enable_model_summary": False,
         "enable_checkpointing": False,
+        "callbacks": list(callbacks or (AccumulationCallback(),)),
     }
-    given = {"callbacks": list(callbacks or (AccumulationCallback(),))}
-    return pl.Trainer(
-        accelerator="cpu", **{"max_epochs": 2, **quiet, **given, **options}
-    )
+    return pl.Trainer(**{**defaults, **options})
 
 
 def large(epochs: int = 2, gate: bool = False, rows: int = 26) -> nn.Module:
@@ -125,7 +102,6 @@ def large(epochs: int = 2, gate: bool = False, rows: int = 26) -> nn.Module:
     left.
     """
     model = Automatic(None, gate)
-    run = trainer(pl.Callback(), max_epochs=epochs)
-    run.fit(model, loader(rows, STEPS * ROWS))
+    trainer(pl.Callback(), max_epochs=epochs).fit(model, loader(rows, 8))
     net: nn.Module = model.net
     return net

@@ -1,4 +1,4 @@
-"""A small regression in float64 that the tests of several neighbours train, and how two
+"""A small regression in float64 that the tests of torch's neighbours train, and how two
 runs of it are compared.
 """
 
@@ -11,17 +11,32 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 
+def rows(count: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(count, 5, dtype=torch.float64, generator=generator)
+    return x, x.sum(dim=1, keepdim=True).sin() * 2
+
+
+X, Y = rows(40)
+
+
+def make_net(bias: bool = True) -> nn.Module:
+    torch.manual_seed(0)
+    layers = (nn.Linear(5, 4, bias=bias), nn.Tanh(), nn.Linear(4, 1, bias=bias))
+    return nn.Sequential(*layers).double()
+
+
+def mean_square(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return (net(x) - y).square().mean()
+
+
 class Items(Dataset[dict[str, Tensor]]):
-    """`count` items of a regression in the columns ``x``, shape ``(5,)``, and
-    ``labels``, shape ``(1,)``.
-    """
+    """So many rows, in the columns ``x`` and ``labels``."""
 
     def __init__(self, count: int, dtype: torch.dtype = torch.float64) -> None:
-        generator = torch.Generator().manual_seed(1)
-        self.x = torch.randn(count, 5, dtype=torch.float64, generator=generator).to(
-            dtype
-        )
-        self.labels = self.x.sum(1, keepdim=True).sin() * 2
+        x, labels = rows(count)
+        self.x = x.to(dtype)
+        self.labels = labels.to(dtype)
 
     def __len__(self) -> int:
         return len(self.x)
@@ -35,18 +50,11 @@ class Regressor(nn.Module):
 
     def __init__(self, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1)).to(
-            dtype
-        )
+        self.layers = make_net().to(dtype)
 
-    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
         logits = self.layers(x)
-        return (
-            {"logits": logits}
-            if labels is None
-            else {"loss": (logits - labels).square().mean(), "logits": logits}
-        )
+        return {"loss": (logits - labels).square().mean(), "logits": logits}
 
 
 def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -58,10 +66,7 @@ def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 def distance(model: nn.Module, expected: nn.Module | Iterable[Tensor]) -> float:
     """The largest difference of two parameters, by the largest parameter."""
     wanted = expected.parameters() if isinstance(expected, nn.Module) else expected
-    pairs = [
-        (a.detach(), b.detach())
-        for a, b in zip(model.parameters(), wanted, strict=True)
-    ]
-    return max(float((a - b).abs().max()) for a, b in pairs) / max(
-        float(b.abs().max()) for _, b in pairs
-    )
+    pairs = list(zip(model.parameters(), wanted, strict=True))
+    with torch.no_grad():
+        largest = max(float(b.abs().max()) for _, b in pairs)
+        return max(float((a - b).abs().max()) for a, b in pairs) / largest

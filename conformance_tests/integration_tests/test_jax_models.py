@@ -73,11 +73,11 @@ def by_linen() -> Trained:
     return loss, params, state.params, state.opt_state
 
 
-def by_nnx(kind: str) -> Trained:
+def by_nnx() -> Trained:
     nnx = needs("flax.nnx")
     linear = partial(nnx.Linear, rngs=nnx.Rngs(0), param_dtype=float)
     model = nnx.Sequential(linear(FEATURES, 3), jnp.tanh, linear(3, 1))
-    optimizer = getattr(nnx, kind)(model, TX, wrt=nnx.Param)
+    optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
     graph, start = nnx.split(nnx.clone(model))
 
     def loss(model: Any, x: Any, y: Any) -> Any:
@@ -86,8 +86,7 @@ def by_nnx(kind: str) -> Trained:
     @nnx.jit
     def step(model: Any, optimizer: Any, x: Any, y: Any) -> None:
         grads = nnx.grad(loss)(model, x, y)
-        given = (grads,) if kind == "ModelAndOptimizer" else (model, grads)
-        optimizer.update(*given, weight=x.shape[0])
+        optimizer.update(model, grads, weight=x.shape[0])
 
     for _ in range(EPOCHS):
         for x, y in MICRO_BATCHES:
@@ -147,8 +146,7 @@ def mlp(seed: int) -> tuple[Any, Callable[..., Any]]:
 
 CASES: dict[str, Callable[[], Trained]] = {
     "linen": by_linen,
-    "nnx.Optimizer": partial(by_nnx, "Optimizer"),
-    "nnx.ModelAndOptimizer": partial(by_nnx, "ModelAndOptimizer"),
+    "nnx": by_nnx,
     "haiku": by_haiku,
     "equinox": lambda: by_tree(*mlp(0)),
 }

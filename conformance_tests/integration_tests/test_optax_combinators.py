@@ -92,18 +92,6 @@ def loss(params: Any, x: Any) -> Any:
     return jnp.mean((x @ params["w"] + params["b"][0] - 1) ** 2)
 
 
-def test_sam_inside_takes_two_windows() -> None:
-    """The first window makes the adversarial step, the second the true one: as two
-    large batches.
-    """
-    inner = optax.contrib.sam(
-        optax.sgd(0.5), optax.chain(optax.contrib.normalize(), optax.sgd(0.1))
-    )
-    moved, state = train(wrap(inner), GRADS)
-    wanted, bare = train(inner, MEANS)
-    assert_close((moved, state.inner_state), (wanted, bare), 5e-7)
-
-
 def test_reduce_on_plateau_around_averages_a_windows_losses() -> None:
     """accumulation_size=steps makes it judge the mean loss of a window, at the window's
     end.

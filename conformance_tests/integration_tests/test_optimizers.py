@@ -6,13 +6,15 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 
 pytest.importorskip("torch", reason="needs PyTorch")
@@ -21,49 +23,100 @@ import torch
 from torch import Tensor, nn
 
 import gradaccum
-from conformance_tests.integration_tests.optimizer_runs import (
-    PART,
-    SUMS,
-    WINDOW,
-    Loop,
-    Make,
-    assert_equals_large_batches,
-    furthest,
+from conformance_tests.integration_tests.regression import (
+    X,
+    Y,
+    distance,
+    make_net,
+    mean_square,
 )
 
 pytestmark = [
     pytest.mark.filterwarnings(line)
     for line in (
-        (
-            "ignore:Using backward.. with create_graph=True will create a reference"
-            " cycle:UserWarning"
-        ),
+        "ignore:Using backward.. with create_graph=True:UserWarning",
         "ignore:This overload of add.* is deprecated:UserWarning",
         "ignore:Converting a tensor with requires_grad=True to a scalar:UserWarning",
         "ignore:`torch.jit.script` is deprecated:DeprecationWarning",
     )
 ]
-LOOP = Loop()
+SUMS = [{}, {"separate_sums": True}]
 by_sum = pytest.mark.parametrize("options", SUMS, ids=str)
-
-
-def plain(kind: Any, **options: Any) -> Make:
-    return lambda model: kind(model.parameters(), **options)
-
-
-sgd = plain(torch.optim.SGD, lr=0.1)
+WINDOW = 8
+"""Rows of a window, in four micro-batches of two. An epoch has 20 rows: two windows,
+and one of two micro-batches.
+"""
+Make = Callable[[nn.Module], Any]
 
 
 class Case(NamedTuple):
+    """An optimizer, and what it asks of the loop."""
+
     make: Make
-    loop: Loop = LOOP
-    bound: float = 1e-11
+    graph: bool = False
+    """It differentiates ``.grad``, by ``backward(create_graph=True)``."""
+    bias: bool = True
+    """False: it takes matrices only."""
+    dtype: torch.dtype = torch.float64
 
 
-Cases = dict[str, Case]
+def of(kind: Any, **options: Any) -> Make:
+    return lambda net: kind(net.parameters(), **options)
 
 
-CANNOT = {
+sgd = of(torch.optim.SGD, lr=0.1)
+
+
+def train(
+    case: Case,
+    options: dict[str, Any] | None = None,
+    after_update: Callable[[nn.Module], object] = lambda net: None,
+) -> nn.Module:
+    """Two epochs of the bare optimizer on the large batches; with `options`, the
+    options of the wrapper, on their micro-batches.
+    """
+    net = make_net(case.bias).to(case.dtype)
+    opt = case.make(net)
+    rows = WINDOW
+    if options is not None:
+        opt = gradaccum.wrap(opt, steps=4, **options)
+        opt.on_update(lambda: after_update(net))
+        rows = 2
+    # Some optimizers draw random directions, some draw the updates at which they renew
+    # what they keep.
+    torch.manual_seed(3)
+    random.seed(3)
+    np.random.seed(3)
+    for _ in range(2):
+        for x, y in zip(X[:20].split(rows), Y[:20].split(rows), strict=True):
+            opt.zero_grad()
+            loss = mean_square(net, x.to(case.dtype), y.to(case.dtype))
+            loss.backward(create_graph=case.graph)
+            opt.step()
+            if options is None:
+                after_update(net)
+        if options is not None:
+            opt.flush()
+    if options is not None:
+        assert opt.result.optimizer_step == 6
+    return net
+
+
+def of_torch(library: Any) -> Iterator[tuple[str, Case]]:
+    """LBFGS evaluates the model again and again, and SparseAdam takes sparse gradients
+    only: the framework's own tests have them.
+    """
+    for name, kind in vars(library).items():
+        if name in ("Optimizer", "LBFGS", "SparseAdam") or not inspect.isclass(kind):
+            continue
+        if issubclass(kind, torch.optim.Optimizer):
+            variants = {"foreach", "fused"} & inspect.signature(kind).parameters.keys()
+            for options in ({}, *({variant: True} for variant in sorted(variants))):
+                make = of(kind, lr=0.01, **options)
+                yield f"{name} {options}", Case(make, bias=name != "Muon")
+
+
+UNFIT = {
     "lbfgs": "evaluates the model again and again",
     "alig": "reads the loss of the closure",
     "bsam": "calls the closure a second time",
@@ -72,103 +125,67 @@ CANNOT = {
     "distributedmuon": "needs a process group to be made",
     "demo": "needs einops and a process group",
 }
-"""Tests below say what each of them does; the last two cannot be made in one process.
-"""
+"""Tests below say what becomes of the first five."""
+OPTIONS: dict[str, dict[str, Any]] = {
+    "adashift": {"keep_num": 2},
+    "sara": {"lr": 0.01, "threshold": 1.0},
+    "ranger21": {"num_iterations": 6},
+}
+OF_MATRICES = ("adago", "adamuon", "muon", "muonclip", "normuon")
 
 
-def matrices_apart(model: nn.Module) -> list[dict[str, Any]]:
+def matrices_apart(net: nn.Module) -> list[dict[str, Any]]:
     """Matrices for the optimizer itself, the rest for its AdamW."""
+    matrices = [p for p in net.parameters() if p.ndim == 2]
+    vectors = [p for p in net.parameters() if p.ndim < 2]
     return [
-        {
-            "params": [p for p in model.parameters() if (p.ndim == 2) == own],
-            "use_muon": own,
-        }
-        for own in (True, False)
+        {"params": matrices, "use_muon": True},
+        {"params": vectors, "use_muon": False},
     ]
 
 
-def of_torch(library: Any) -> Cases:
-    """A fused kernel divides in float32 by a float32; the windows' divisors, 4 and 2,
-    are such numbers. LBFGS evaluates the model again and again, and SparseAdam takes
-    sparse gradients only: the framework's own tests have them.
-    """
-    made = {}
-    for name, kind in vars(library).items():
-        if not (inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer)):
-            continue
-        if name in ("Optimizer", "LBFGS", "SparseAdam"):
-            continue
-        variants = {"foreach", "fused"} & inspect.signature(kind).parameters.keys()
-        for options in ({}, *({variant: True} for variant in sorted(variants))):
-            make = plain(kind, lr=0.01, **options)
-            made[f"{name} {options}"] = Case(make, Loop(bias=name != "Muon"))
-    return made
-
-
-def of_pytorch_optimizer(library: Any) -> Cases:
-    options: dict[str, dict[str, Any]] = {
-        "adashift": {"keep_num": 2},
-        "sara": {"lr": 0.01, "threshold": 1.0},
-        "ranger21": {"num_iterations": 6},
-    }
-    apart = ("adago", "adamuon", "muon", "muonclip", "normuon")
-    given: dict[str, Callable[[nn.Module], Any]] = {
-        **dict.fromkeys(apart, matrices_apart),
-        "adammini": lambda model: model,
-    }
-    loops = {
-        **dict.fromkeys(("adahessian", "sophiah"), Loop(graph=True)),
-        "spectralsphere": Loop(bias=False),
-        "fadam": Loop(dtype=torch.float32),
-    }
-
-    def case(name: str) -> Case:
-        make = partial(library.load_optimizer(name), **options.get(name, {}))
-        of_model = given.get(name, nn.Module.parameters)
-        loop = loops.get(name, LOOP)
-        bound = 1e-11 if loop.dtype == torch.float64 else 1e-5
-        return Case(lambda model: make(of_model(model)), loop, bound)
-
-    names = set(library.get_supported_optimizers()) - CANNOT.keys()
-    lookahead = Case(lambda model: library.Lookahead(sgd(model), k=2))
-    return {**{name: case(name) for name in sorted(names)}, "Lookahead": lookahead}
-
-
-def of_torch_optimizer(library: Any) -> Cases:
-    kinds = {name: getattr(library, name) for name in library.__all__ if name != "get"}
-    kinds["Lookahead"] = lambda parameters: library.Lookahead(
-        torch.optim.SGD(parameters, lr=0.1), k=2
-    )
-    return {
-        name: Case(plain(kinds[name]), Loop(graph=name == "Adahessian"))
-        for name in sorted(kinds)
-    }
-
-
-def of_lion(library: Any) -> Cases:
-    return {"Lion": Case(plain(library.Lion, lr=0.01, weight_decay=0.1))}
-
-
-def of_prodigy(library: Any) -> Cases:
-    return {"Prodigy": Case(plain(library.Prodigy))}
-
-
-def of_timm(library: Any) -> Cases:
-    """Without bitsandbytes' and APEX's, which timm refuses to make without CUDA."""
-
-    def case(name: str) -> Case:
-        options = {"opt": name, "lr": 0.01, "weight_decay": 0.05}
-        return Case(
-            lambda model: library.create_optimizer_v2(model, **options),
-            Loop(graph=name == "adahessian"),
+def of_pytorch_optimizer(library: Any) -> Iterator[tuple[str, Case]]:
+    for name in sorted(set(library.get_supported_optimizers()) - UNFIT.keys()):
+        kind = partial(library.load_optimizer(name), **OPTIONS.get(name, {}))
+        make = of(kind)
+        if name in OF_MATRICES:
+            make = lambda net, kind=kind: kind(matrices_apart(net))  # noqa: E731
+        if name == "adammini":
+            make = kind
+        yield (
+            name,
+            Case(
+                make,
+                graph=name in ("adahessian", "sophiah"),
+                bias=name != "spectralsphere",
+                dtype=torch.float32 if name == "fadam" else torch.float64,
+            ),
         )
+    yield "Lookahead", Case(lambda net: library.Lookahead(sgd(net), k=2))
 
+
+def of_torch_optimizer(library: Any) -> Iterator[tuple[str, Case]]:
+    yield "Lookahead", Case(lambda net: library.Lookahead(sgd(net), k=2))
+    for name in sorted(set(library.__all__) - {"get", "Lookahead"}):
+        yield name, Case(of(getattr(library, name)), graph=name == "Adahessian")
+
+
+def of_lion(library: Any) -> Iterator[tuple[str, Case]]:
+    yield "Lion", Case(of(library.Lion, lr=0.01, weight_decay=0.1))
+
+
+def of_prodigy(library: Any) -> Iterator[tuple[str, Case]]:
+    yield "Prodigy", Case(of(library.Prodigy))
+
+
+def of_timm(library: Any) -> Iterator[tuple[str, Case]]:
+    """Without bitsandbytes' and APEX's, which timm refuses to make without CUDA."""
     ahead = [f"lookahead_{name}" for name in ("adamw", "lamb", "muon", "sgd")]
-    return {
-        name: case(name)
-        for name in (*library.list_optimizers(), *ahead)
-        if not name.startswith(("bnb", "fused"))
-    }
+    for name in (*library.list_optimizers(), *ahead):
+        if not name.startswith(("bnb", "fused")):
+            options = {"opt": name, "lr": 0.01, "weight_decay": 0.05}
+            make = partial(library.create_optimizer_v2, **options)
+            yield name, Case(make, graph=name == "adahessian")
 
 
 def in_training(optimizer: Any) -> Any:
@@ -176,31 +193,24 @@ def in_training(optimizer: Any) -> Any:
     return optimizer
 
 
-def of_schedulefree(library: Any) -> Cases:
+def of_schedulefree(library: Any) -> Iterator[tuple[str, Case]]:
     class Wrapper(library.ScheduleFreeWrapper, torch.optim.Optimizer):  # type: ignore[misc,name-defined]
         """Its own is no `torch.optim.Optimizer`; two lines make it one."""
 
-    makers: dict[str, Make] = {
-        "AdamWScheduleFree": plain(library.AdamWScheduleFree, warmup_steps=2),
-        "SGDScheduleFree": plain(library.SGDScheduleFree, lr=0.1, foreach=True),
-        "Wrapper": lambda model: Wrapper(sgd(model), momentum=0.9),
-        **{
-            name: plain(getattr(library, name), lr=0.01)
-            for name in (
-                "AdamWScheduleFreeReference",
-                "AdamWScheduleFreePaper",
-                "RAdamScheduleFree",
-                "SGDScheduleFreeReference",
-            )
-        },
+    makers = {
+        "AdamWScheduleFree": of(library.AdamWScheduleFree, warmup_steps=2),
+        "SGDScheduleFree": of(library.SGDScheduleFree, lr=0.1, foreach=True),
+        "AdamWScheduleFreeReference": of(library.AdamWScheduleFreeReference, lr=0.01),
+        "AdamWScheduleFreePaper": of(library.AdamWScheduleFreePaper, lr=0.01),
+        "RAdamScheduleFree": of(library.RAdamScheduleFree, lr=0.01),
+        "SGDScheduleFreeReference": of(library.SGDScheduleFreeReference, lr=0.01),
+        "Wrapper": lambda net: Wrapper(sgd(net), momentum=0.9),
     }
-    return {
-        name: Case(lambda model, make=make: in_training(make(model)))
-        for name, make in makers.items()
-    }
+    for name, make in makers.items():
+        yield name, Case(lambda net, make=make: in_training(make(net)))
 
 
-LIBRARIES: dict[str, Callable[[Any], Cases]] = {
+LIBRARIES = {
     "torch.optim": of_torch,
     "pytorch_optimizer": of_pytorch_optimizer,
     "torch_optimizer": of_torch_optimizer,
@@ -209,28 +219,46 @@ LIBRARIES: dict[str, Callable[[Any], Cases]] = {
     "timm.optim": of_timm,
     "schedulefree": of_schedulefree,
 }
-"""By package, what makes its cases of the imported package."""
 
 
-def parameters() -> list[Any]:
-    """Each case, by its package; one that is skipped for a package that is missing."""
-    found = []
-    for package, function in LIBRARIES.items():
-        top = package.partition(".")[0]
-        if find_spec(top) is None:
-            skip = pytest.mark.skip(reason=f"needs {top}")
-            found.append(pytest.param(None, id=package, marks=skip))
-            continue
-        made = function(import_module(package))
-        found += [pytest.param(made[name], id=f"{package} {name}") for name in made]
-    return found
+def cases() -> Iterator[Any]:
+    """Each case, by its package; a skipped one for a package that is missing."""
+    for package, cases_of in LIBRARIES.items():
+        if find_spec(package.partition(".")[0]) is None:
+            skip = pytest.mark.skip(reason=f"needs {package}")
+            yield pytest.param(None, id=package, marks=skip)
+        else:
+            for name, case in cases_of(import_module(package)):
+                yield pytest.param(case, id=f"{package} {name}")
 
 
-@pytest.mark.parametrize("case", parameters())
+@pytest.mark.parametrize("case", list(cases()))
 def test_equals_large_batches(case: Case) -> None:
+    """With the sum in ``.grad`` and apart from it. A gradient with a graph raises: the
+    window's has none.
+    """
     # Kron compiles its small products, which takes a minute.
     with torch.compiler.set_stance("force_eager"):
-        assert_equals_large_batches(*case)
+        wanted = train(case)
+        start = make_net(case.bias).to(case.dtype)
+        assert distance(wanted, start) > 1e-6, "the bare optimizer trains nothing"
+        for options in SUMS:
+            if case.graph:
+                words = "separate_sums: .*gradients without a graph|grad_fn"
+                errors = (gradaccum.UsageError, RuntimeError)
+                with pytest.raises(errors, match=words):
+                    train(case, options)
+            else:
+                bound = 1e-11 if case.dtype == torch.float64 else 1e-5
+                assert distance(train(case, options), wanted) < bound, options
+
+
+def step_on(net: nn.Module, opt: Any, rows: range) -> None:
+    for start in rows:
+        opt.zero_grad()
+        end = start + rows.step
+        mean_square(net, X[start:end], Y[start:end]).backward()
+        opt.step()
 
 
 def test_wrap_comes_last() -> None:
@@ -238,71 +266,45 @@ def test_wrap_comes_last() -> None:
     optimizer than the one that is wrapped around it, and a warning says so.
     """
     lookahead = partial(pytest.importorskip("pytorch_optimizer").Lookahead, k=2)
-    right, wrong = LOOP.model(), LOOP.model()
-    micro_batches(right, gradaccum.wrap(lookahead(sgd(right)), 4), range(0, 16, 2))
+    right, wrong = make_net(), make_net()
+    step_on(right, gradaccum.wrap(lookahead(sgd(right)), 4), range(0, 16, 2))
     with pytest.warns(gradaccum.GradAccumWarning, match="changed inside a window"):
-        micro_batches(wrong, lookahead(gradaccum.wrap(sgd(wrong), 4)), range(0, 16, 2))
-    assert furthest(wrong, right) > 1e-3
+        step_on(wrong, lookahead(gradaccum.wrap(sgd(wrong), 4)), range(0, 16, 2))
+    assert distance(wrong, right) > 1e-3
 
 
-def closure_of(model: nn.Module) -> Callable[[], Tensor]:
+# Sharpness-aware minimization: two updates a batch, each of them a window of its own.
+
+
+def sam(name: str, net: nn.Module) -> Any:
+    library = pytest.importorskip("pytorch_optimizer")
+    kind = getattr(library, name)
+    if name == "SAM":
+        options = {"rho": 0.5, "adaptive": True, "lr": 0.1}
+        return kind(net.parameters(), torch.optim.AdamW, **options)
+    options = {"lr": 0.1, "rho": 0.1}
+    if name == "WSAM":
+        return kind(net, net.parameters(), torch.optim.SGD, **options)
+    if name == "LookSAM":
+        options["k"] = 2
+    return kind(net.parameters(), torch.optim.SGD, **options)
+
+
+def closure_of(net: nn.Module) -> Callable[[], Tensor]:
     def closure() -> Tensor:
-        loss = LOOP.loss(model, 0, WINDOW)
+        loss = mean_square(net, X[:WINDOW], Y[:WINDOW])
         loss.backward()
         return loss
 
     return closure
 
 
-CLOSURE_WANTED: dict[str, Callable[[Any], Make]] = {
-    "AliG": lambda library: plain(library.AliG, max_lr=0.1),
-    "BSAM": lambda library: plain(library.BSAM, num_data=20),
-    "SAM": lambda library: partial(SAMS["SAM"], library),
-}
-
-
-@pytest.mark.parametrize("name", CLOSURE_WANTED)
-def test_closure_wanted_at_the_windows_end(name: str) -> None:
-    """Their own error; the window stays as it is."""
-    library, model = pytest.importorskip("pytorch_optimizer"), LOOP.model()
-    opt = gradaccum.wrap(CLOSURE_WANTED[name](library)(model), steps=2)
-    opt.step(closure_of(model))
-    with pytest.raises(Exception, match="requires closure") as raised:
-        opt.step(closure_of(model))
-    assert any("An optimizer with two updates" in n for n in raised.value.__notes__)
-    assert opt.result.micro_step == 2
-    assert furthest(model, LOOP.model()) == 0
-
-
-# Sharpness-aware minimization: two updates a batch, each of them a window of its own.
-
-
-def of_sam(name: str, base: Any, **options: Any) -> Callable[[Any, nn.Module], Any]:
-    return lambda library, model: getattr(library, name)(
-        *([model] if name == "WSAM" else []),
-        model.parameters(),
-        base,
-        **{"lr": 0.1, "rho": 0.1, **options},
-    )
-
-
-SAMS: dict[str, Callable[[Any, nn.Module], Any]] = {
-    "SAM": of_sam("SAM", torch.optim.AdamW, rho=0.5, adaptive=True),
-    "WSAM": of_sam("WSAM", torch.optim.SGD),
-    "FriendlySAM": of_sam("FriendlySAM", torch.optim.SGD),
-    "LookSAM": of_sam("LookSAM", torch.optim.SGD, k=2),
-}
-
-
 class Update(torch.optim.Optimizer):
     """One of the two updates, as the ``step`` of an optimizer that can be wrapped."""
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, method: Callable[[], object]
-    ) -> None:
-        super().__init__(
-            [{"params": group["params"]} for group in optimizer.param_groups], {}
-        )
+    def __init__(self, optimizer: Any, method: Callable[[], object]) -> None:
+        groups = [{"params": group["params"]} for group in optimizer.param_groups]
+        super().__init__(groups, {})
         self.method = method
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -310,63 +312,50 @@ class Update(torch.optim.Optimizer):
 
 
 @by_sum
-@pytest.mark.parametrize("name", SAMS)
+@pytest.mark.parametrize("name", ["SAM", "WSAM", "FriendlySAM", "LookSAM"])
 def test_window_for_each_update_equals_large_batches(
     name: str, options: dict[str, Any]
 ) -> None:
     """As RECIPES.md has it, An optimizer with two updates."""
-    library = pytest.importorskip("pytorch_optimizer")
-    bare, model = LOOP.model(), LOOP.model()
-    opt = SAMS[name](library, bare)
+    bare, net = make_net(), make_net()
+    opt = sam(name, bare)
     for _ in range(3):
         opt.zero_grad()
         if name != "WSAM":  # It calls the closure twice.
             closure_of(bare)()
         opt.step(closure_of(bare))
-    sam = SAMS[name](library, model)
-    wrapped = [
-        gradaccum.wrap(Update(sam, method), steps=4, **options)
-        for method in (sam.first_step, sam.second_step)
-    ]
-    for each in 3 * wrapped:
-        micro_batches(model, each, range(0, WINDOW, PART))
-        assert each.result.applied
-    assert furthest(bare, LOOP.model()) > 1e-3
-    assert furthest(model, bare) < 1e-11
+    inner = sam(name, net)
+    first = gradaccum.wrap(Update(inner, inner.first_step), steps=4, **options)
+    second = gradaccum.wrap(Update(inner, inner.second_step), steps=4, **options)
+    for _ in range(3):
+        for opt in (first, second):
+            step_on(net, opt, range(0, WINDOW, 2))
+            assert opt.result.applied
+    assert distance(bare, make_net()) > 1e-3
+    assert distance(net, bare) < 1e-11
 
 
-def micro_batches(model: nn.Module, opt: Any, starts: range) -> None:
-    for start in starts:
-        opt.zero_grad()
-        LOOP.loss(model, start, starts.step).backward()
-        opt.step()
-
-
-# bitsandbytes, whose optimizers have a state of 8 bits: the same bits as on the large
-# batches, where float32 adds up exactly.
-
-
-SIXTEENTHS = (
-    torch.randint(-16, 17, (24, 64, 64), generator=torch.Generator().manual_seed(1))
-    / 16
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("AliG", {"max_lr": 0.1}), ("BSAM", {"num_data": 20}), ("SAM", {})],
 )
-"""Sums and means of two, four and eight rows are exact, so that no rounding moves a
-state into another of its 256 steps.
-"""
+def test_closure_wanted_at_the_windows_end(name: str, options: dict[str, Any]) -> None:
+    """Their own error, with a note; the window stays as it is."""
+    library = pytest.importorskip("pytorch_optimizer")
+    net = make_net()
+    inner = of(getattr(library, name), **options)(net) if options else sam(name, net)
+    opt = gradaccum.wrap(inner, steps=2)
+    opt.step(closure_of(net))
+    with pytest.raises(Exception, match="requires closure") as raised:
+        opt.step(closure_of(net))
+    assert "An optimizer with two updates" in " ".join(raised.value.__notes__)
+    assert opt.result.micro_step == 2
+    assert distance(net, make_net()) == 0
 
 
-def eight_bits(name: str) -> tuple[nn.Parameter, Any]:
-    library = pytest.importorskip("bitsandbytes")
-    parameter = nn.Parameter(torch.linspace(-1, 1, 4096).view(64, 64))
-    momentum = {"momentum": 0.9} if name.startswith("SGD") else {}
-    return parameter, getattr(library.optim, name)([parameter], lr=0.01, **momentum)
-
-
-def train_rows(parameter: nn.Parameter, opt: Any, rows: Tensor, size: int) -> None:
-    for part in rows.split(size):
-        opt.zero_grad()
-        (parameter * part.mean(dim=0)).sum().backward()
-        opt.step()
+# bitsandbytes, whose optimizers have a state of 8 bits. The rows are sixteenths, whose
+# sums and means are exact in float32, so that no rounding moves a state into another of
+# its 256 steps.
 
 
 @by_sum
@@ -374,112 +363,89 @@ def train_rows(parameter: nn.Parameter, opt: Any, rows: Tensor, size: int) -> No
 def test_bitsandbytes_has_the_same_bits(
     name: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    bare, reference = eight_bits(name)
-    train_rows(bare, reference, SIXTEENTHS, 8)
-    assert not torch.equal(bare, eight_bits(name)[0])
-    (parameter, inner), (resumed, other) = eight_bits(name), eight_bits(name)
+    """As on the large batches, also after a checkpoint in mid-window."""
+    kind = getattr(pytest.importorskip("bitsandbytes").optim, name)
+    settings = {"momentum": 0.9} if name == "SGD" else {}
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randint(-16, 17, (24, 64, 64), generator=generator) / 16
+    start = torch.linspace(-1, 1, 4096).view(64, 64)
+
+    def make() -> tuple[nn.Parameter, Any]:
+        parameter = nn.Parameter(start.clone())
+        return parameter, kind([parameter], lr=0.01, **settings)
+
+    def run(parameter: nn.Parameter, opt: Any, rows: Tensor) -> None:
+        for part in rows:
+            opt.zero_grad()
+            (parameter * part).sum().backward()
+            opt.step()
+
+    bare, inner = make()
+    run(bare, inner, rows.unflatten(0, (3, 8)).mean(dim=1))
+    assert not torch.equal(bare, start)
+    micro_batches = rows.unflatten(0, (12, 2)).mean(dim=1)
+    parameter, inner = make()
     opt = gradaccum.wrap(inner, steps=4, **options)
-    train_rows(parameter, opt, SIXTEENTHS[:12], 2)
+    run(parameter, opt, micro_batches[:6])
     torch.save([parameter.detach(), opt.state_dict()], tmp_path / "state.pt")
-    train_rows(parameter, opt, SIXTEENTHS[12:], 2)
-    opt = gradaccum.wrap(other, steps=4, **options)
+    run(parameter, opt, micro_batches[6:])
+    resumed, inner = make()
+    opt = gradaccum.wrap(inner, steps=4, **options)
     weights, state = torch.load(tmp_path / "state.pt", weights_only=True)
     resumed.data.copy_(weights)
     opt.load_state_dict(state)
-    train_rows(resumed, opt, SIXTEENTHS[12:], 2)
+    run(resumed, opt, micro_batches[6:])
     assert torch.equal(parameter, bare)
     assert torch.equal(resumed, bare)
-    kept = opt.state[resumed].values()
-    dtypes = {getattr(value, "dtype", None) for value in kept}
+    dtypes = [getattr(value, "dtype", None) for value in opt.state[resumed].values()]
     assert (torch.uint8 in dtypes) == name.endswith("8bit")
 
 
-def of_timm_utils(model: nn.Module) -> tuple[nn.Module, Callable[[], object]]:
-    average = pytest.importorskip("timm.utils").ModelEmaV3(model, decay=0.5)
-    updates = iter(range(1, 10))
-    return average.module, lambda: average.update(model, step=next(updates))
-
-
-def of_torch_swa(model: nn.Module) -> tuple[nn.Module, Callable[[], object]]:
-    average = torch.optim.swa_utils.AveragedModel(model)
-    return average.module, lambda: average.update_parameters(model)
-
-
-@pytest.mark.parametrize("kind", [of_timm_utils, of_torch_swa])
-def test_average_once_per_update(kind: Any) -> None:
+def test_average_once_per_update() -> None:
     averages = []
     for options in ({}, None):
-        made: list[Any] = []
+        made: list[torch.optim.swa_utils.AveragedModel] = []
 
-        def each(model: nn.Module, made: list[Any] = made) -> None:
-            made.extend(kind(model) if not made else ())
-            made[1]()
+        def update(net: nn.Module, made: list[Any] = made) -> None:
+            if not made:
+                made.append(torch.optim.swa_utils.AveragedModel(net))
+            made[0].update_parameters(net)
 
-        LOOP.train(sgd, options, each)
-        averages.append(made[0])
-    assert furthest(*averages) < 1e-12
+        train(Case(sgd), options, update)
+        averages.append(made[0].module)
+    assert distance(*averages) < 1e-12
 
 
 @by_sum
 def test_schedulefree_resumes_in_mid_window(options: dict[str, Any]) -> None:
     """The averaged weights were put into the model before, and taken out."""
-    library, runs = pytest.importorskip("schedulefree"), []
+    kind = pytest.importorskip("schedulefree").AdamWScheduleFree
+    runs = []
     for _ in range(2):
-        model = LOOP.model()
-        inner = library.AdamWScheduleFree(model.parameters(), lr=0.01, warmup_steps=2)
-        runs.append((model, in_training(gradaccum.wrap(inner, steps=4, **options))))
-    (model, opt), (resumed, other) = runs
-    micro_batches(model, opt, range(0, 12, PART))
+        net = make_net()
+        inner = kind(net.parameters(), lr=0.01, warmup_steps=2)
+        runs.append((net, in_training(gradaccum.wrap(inner, steps=4, **options))))
+    (net, opt), (resumed, resumed_opt) = runs
+    step_on(net, opt, range(0, 12, 2))
     opt.eval()
     opt.train()
-    resumed.load_state_dict(model.state_dict())
-    other.load_state_dict(copy.deepcopy(opt.state_dict()))
-    for each in runs:
-        micro_batches(*each, range(12, 16, PART))
+    resumed.load_state_dict(net.state_dict())
+    resumed_opt.load_state_dict(copy.deepcopy(opt.state_dict()))
+    step_on(net, opt, range(12, 16, 2))
+    step_on(resumed, resumed_opt, range(12, 16, 2))
     assert opt.result.optimizer_step == 2
-    assert all(map(torch.equal, resumed.parameters(), model.parameters()))
-
-
-SCHEDULERS: dict[str, dict[str, Any]] = {
-    "CosineLRScheduler": {"t_initial": 10, "warmup_t": 2, "warmup_lr_init": 1e-3},
-    "StepLRScheduler": {"decay_t": 2, "decay_rate": 0.5},
-    "MultiStepLRScheduler": {"decay_t": [2, 4], "decay_rate": 0.5},
-    "PolyLRScheduler": {"t_initial": 10, "lr_min": 1e-3},
-    "TanhLRScheduler": {"t_initial": 10, "lr_min": 1e-3},
-}
-
-
-@pytest.mark.parametrize("name", SCHEDULERS)
-def test_schedule_of_timm_moves_per_update(name: str) -> None:
-    """The training script of timm counts the calls of ``step``; the gate hands on the
-    number of updates, whatever the loop has counted.
-    """
-    make = getattr(pytest.importorskip("timm.scheduler"), name)
-    model, rates = LOOP.model(), []
-    inner = sgd(LOOP.model())
-    opt: Any = gradaccum.wrap(sgd(model), steps=2)
-    bare = make(inner, t_in_epochs=False, **SCHEDULERS[name])
-    gated = gradaccum.wrap(make(opt, t_in_epochs=False, **SCHEDULERS[name]))
-    for calls in range(1, 11):
-        micro_batches(model, opt, range(0, 1, PART))
-        gated.step_update(num_updates=calls)
-        if opt.result.applied:
-            bare.step_update(num_updates=opt.result.optimizer_step)
-            rates.append(opt.param_groups[0]["lr"])
-            assert rates[-1] == inner.param_groups[0]["lr"]
-    assert len(set(rates)) > 1
+    assert distance(resumed, net) == 0
 
 
 def test_adaptive_clipping_of_timm() -> None:
     """Of the window's gradient, in the hook that the page names."""
-    clip = partial(
-        pytest.importorskip("timm.utils").dispatch_clip_grad, value=1e-3, mode="agc"
-    )
-    mine, bare = LOOP.model(), LOOP.model()
-    opt = gradaccum.wrap(sgd(mine), steps=4)
-    opt.register_step_pre_hook(lambda *_: clip(mine.parameters()))
-    micro_batches(mine, opt, range(0, WINDOW, PART))
-    LOOP.loss(bare, 0, WINDOW).backward()
+    dispatch = pytest.importorskip("timm.utils").dispatch_clip_grad
+    clip = partial(dispatch, value=1e-3, mode="agc")
+    net, bare = make_net(), make_net()
+    opt = gradaccum.wrap(sgd(net), steps=4)
+    opt.register_step_pre_hook(lambda *_: clip(net.parameters()))
+    step_on(net, opt, range(0, WINDOW, 2))
+    closure_of(bare)()
     clip(bare.parameters())
     sgd(bare).step()
-    assert furthest(mine, bare) < 1e-12
+    assert distance(net, bare) < 1e-12

@@ -16,43 +16,53 @@ import gradaccum
 from conformance_tests.integration_tests.regression import Items, Regressor
 from gradaccum_torch.integrations.transformers import AccumulationCallback
 
-COUNT, MICRO, STEPS, EPOCHS = 20, 2, 4, 2
-"""Ten micro-batches an epoch: windows of four, four and two."""
+COUNT, STEPS = 20, 4
+"""Two epochs of ten micro-batches of two items: windows of four, four and two."""
 
 
-def arguments(folder: Path, **options: Any) -> TrainingArguments:
-    plain: dict[str, Any] = {
+def trainer_of(
+    folder: Path,
+    model: nn.Module | None,
+    data: Any,
+    wrap: dict[str, Any] | None,
+    options: dict[str, Any],
+) -> Trainer:
+    """With a rate of its own for each update; `wrap` None leaves the optimizer bare."""
+    model = Regressor() if model is None else model
+    opt: Any = torch.optim.AdamW(model.parameters(), lr=0.1)
+    if wrap is not None:
+        opt = gradaccum.wrap(opt, **wrap)
+    scheduler: Any = LambdaLR(opt, lambda update: 1 / (1 + update))
+    if wrap is not None:
+        scheduler = gradaccum.wrap(scheduler)
+    defaults: dict[str, Any] = {
         "report_to": "none",
         "disable_tqdm": True,
         "use_cpu": True,
         "save_strategy": "no",
         "logging_steps": 1,
+        "per_device_train_batch_size": 2,
+        "num_train_epochs": 2,
     }
-    sizes = {"per_device_train_batch_size": MICRO, "num_train_epochs": EPOCHS}
-    return TrainingArguments(str(folder), **{**plain, **sizes, **options})
-
-
-def falling(opt: torch.optim.Optimizer) -> LambdaLR:
-    """A rate of its own for each update."""
-    return LambdaLR(opt, lambda update: 1 / (1 + update))
+    return Trainer(
+        model,
+        TrainingArguments(str(folder), **{**defaults, **options}),
+        train_dataset=Items(COUNT) if data is None else data,
+        optimizers=(opt, scheduler),
+    )
 
 
 def bare(
     folder: Path, model: nn.Module | None = None, data: Any = None, **options: Any
 ) -> Trainer:
-    model = Regressor() if model is None else model
-    opt = torch.optim.AdamW(model.parameters(), lr=0.1)
-    data = Items(COUNT) if data is None else data
-    return Trainer(
-        model,
-        arguments(folder, **options),
-        train_dataset=data,
-        optimizers=(opt, falling(opt)),
-    )
+    return trainer_of(folder, model, data, None, options)
 
 
-def large(folder: Path, **options: Any) -> Trainer:
-    return bare(folder, **{"per_device_train_batch_size": MICRO * STEPS, **options})
+def large(
+    folder: Path, model: nn.Module | None = None, data: Any = None, **options: Any
+) -> Trainer:
+    size = {"per_device_train_batch_size": 8}
+    return trainer_of(folder, model, data, None, {**size, **options})
 
 
 def wrapped(
@@ -62,22 +72,8 @@ def wrapped(
     wrap: dict[str, Any] | None = None,
     **options: Any,
 ) -> Trainer:
-    model = Regressor() if model is None else model
-    inner = torch.optim.AdamW(model.parameters(), lr=0.1)
-    opt = gradaccum.wrap(
-        inner,
-        **{"steps": STEPS, "separate_sums": True, "clip_norm": 1.0, **(wrap or {})},
-    )
-    data, scheduler = (
-        Items(COUNT) if data is None else data,
-        gradaccum.wrap(falling(opt)),
-    )
-    trainer = Trainer(
-        model,
-        arguments(folder, **options),
-        train_dataset=data,
-        optimizers=(opt, scheduler),
-    )
+    defaults = {"steps": STEPS, "separate_sums": True, "clip_norm": 1.0}
+    trainer = trainer_of(folder, model, data, {**defaults, **(wrap or {})}, options)
     trainer.add_callback(AccumulationCallback(trainer))
     return trainer
 
@@ -91,16 +87,3 @@ def trained(trainer: Trainer) -> Trainer:
     finally:
         torch.set_num_threads(threads)
     return trainer
-
-
-def logged(trainer: Trainer, name: str, every: int = 1) -> list[float]:
-    """The values of `name`, of an epoch's micro-batches only those that end a window;
-    `every`: micro-batches of a window.
-    """
-    lines = [line for line in trainer.state.log_history if name in line]
-    size = len(lines) // EPOCHS
-    return [
-        line[name]
-        for at, line in enumerate(lines)
-        if (at % size + 1) % every == 0 or at % size == size - 1
-    ]

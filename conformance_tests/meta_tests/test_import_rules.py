@@ -5,7 +5,6 @@ core's public names and its own framework, the suite no adapter and no framework
 from __future__ import annotations
 
 import ast
-import re
 import subprocess
 import sys
 from collections.abc import Collection, Iterator
@@ -178,24 +177,6 @@ def test_a_harness_imports_its_own_adapter_and_framework(adapter: str) -> None:
         )
 
 
-PAGES = sorted((ROOT / "gradaccum").rglob("*.md"))
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_no_page_of_the_core_has_code_of_a_framework(page: Path) -> None:
-    """What holds in every framework is told in words; programs stand in the pages of
-    the adapters.
-    """
-    text = page.read_text(encoding="utf-8")
-    imported = set(re.findall(r"^\s*(?:import|from)\s+(\w+)", text, flags=re.MULTILINE))
-    assert not imported & (FRAMEWORKS | set(ADAPTERS))
-    programs = re.findall(
-        r"^ *```python\n(.*?)^ *```", text, flags=re.MULTILINE | re.DOTALL
-    )
-    named = {word for program in programs for word in re.findall(r"\w+", program)}
-    assert not named & (FRAMEWORKS | set(ADAPTERS))
-
-
 def test_importing_the_core_imports_nothing_else() -> None:
     suite = {"numpy", "gradaccum_conformance", "gradaccum_harnesses"}
     heavy = FRAMEWORKS | set(ADAPTERS) | suite
@@ -234,20 +215,3 @@ def imported_by(file: Path, modules: Collection[str]) -> Iterator[str]:
     for _, module, names in imports_of(file):
         inner = {f"{module}.{name}" for name in names} & set(modules)
         yield from inner or {module} & set(modules)
-
-
-@pytest.mark.parametrize(
-    "package", ["gradaccum", *(f"backends/{adapter}" for adapter in ADAPTERS)]
-)
-def test_no_file_only_forwards(package: str) -> None:
-    """Only doors offer names of other files: a package's ``__init__`` and the kit."""
-    for file in (ROOT / package).rglob("*.py"):
-        if file.name in ("__init__.py", "kit.py"):
-            continue
-        body = ast.parse(file.read_text(encoding="utf-8")).body
-        own = [
-            node
-            for node in body
-            if not isinstance(node, (ast.Import, ast.ImportFrom, ast.Expr))
-        ]
-        assert own, f"{file} has nothing of its own"

@@ -14,8 +14,7 @@ pytest.importorskip("torch", reason="torch is not installed")
 
 from benchmarks.pictures import state_machine, usual_loop
 from benchmarks.pictures.__main__ import PICTURES
-from benchmarks.pictures.drawing import ROOT, WIDTH, description_of
-from conformance_tests.meta_tests.test_readme import PAGES
+from benchmarks.pictures.drawing import ROOT, description_of
 
 
 @pytest.fixture(scope="module")
@@ -36,27 +35,6 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_picture_is_of_today(file: str, drawn: Path) -> None:
     """Draw it anew by ``python -m benchmarks.pictures`` if it is not."""
     assert description_of(ROOT / file) == description_of(drawn / file)
-
-
-@pytest.mark.parametrize("file", PICTURES)
-def test_picture_is_no_wider_than_a_telephone_shows_well(
-    file: str, drawn: Path
-) -> None:
-    for folder in (ROOT, drawn):
-        text = (folder / file).read_text(encoding="utf-8")
-        (width,) = re.findall(r'<svg[^>]* width="([\d.]+)pt"', text)
-        assert float(width) <= WIDTH * 72
-
-
-def test_every_picture_is_on_a_page() -> None:
-    shown = {
-        (ROOT / page).parent.joinpath(target).resolve().relative_to(ROOT).as_posix()
-        for page in PAGES
-        for target in re.findall(
-            r"!\[[^\]]+\]\(([^)]+)\)", (ROOT / page).read_text(encoding="utf-8")
-        )
-    }
-    assert set(PICTURES) <= shown
 
 
 def test_wrapped_loop_makes_the_large_batches_updates() -> None:

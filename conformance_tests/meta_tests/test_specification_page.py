@@ -16,23 +16,22 @@ from gradaccum_conformance.vectors import make
 from gradaccum_conformance.vectors.run import FOLDER, KINDS, read
 
 ROOT = Path(__file__).parents[2]
-SPECIFICATION = (ROOT / "gradaccum/SPECIFICATION.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "gradaccum/SPECIFICATION.md").read_text(encoding="utf-8")
 
 
-def first_cells(heading: str) -> list[str]:
-    """The names in the first column of the table below a heading, its own included."""
-    section = SPECIFICATION.split(f"## {heading}")[1].split("\n## ")[0]
-    return re.findall(r"^\| `(\w+)`", section, re.MULTILINE)
-
-
-def test_tables_have_the_names_of_the_code() -> None:
-    assert first_cells("The state") == list(State._fields)
-    assert first_cells("Three reductions")[1:] == list(REDUCTIONS)
-    assert first_cells("Three overflow policies")[1:] == list(ON_OVERFLOW)
-
-
-def test_page_is_one_page() -> None:
-    assert len(SPECIFICATION.split()) <= 1500
+@pytest.mark.parametrize(
+    ("heading", "names"),
+    [
+        ("The state", State._fields),
+        ("Three reductions", ("reduction", *REDUCTIONS)),
+        ("Three overflow policies", ("on_overflow", *ON_OVERFLOW)),
+    ],
+)
+def test_tables_have_the_names_of_the_code(
+    heading: str, names: tuple[str, ...]
+) -> None:
+    section = PAGE.split(f"## {heading}")[1].split("\n## ")[0]
+    assert tuple(re.findall(r"^\| `(\w+)`", section, re.MULTILINE)) == names
 
 
 def test_vectors_are_the_reference_s() -> None:
@@ -46,18 +45,13 @@ def test_vectors_are_the_reference_s() -> None:
 def test_vectors_fit_their_schema(kind: str) -> None:
     jsonschema = pytest.importorskip("jsonschema", reason="needs jsonschema")
     schema = json.loads((FOLDER / "schema.json").read_text(encoding="utf-8"))
-    jsonschema.Draft202012Validator.check_schema(schema)
     validator = jsonschema.Draft202012Validator(schema)
     page = json.loads((FOLDER / f"{kind}.json").read_text(encoding="utf-8"))
     assert list(validator.iter_errors(page)) == []
+    names = [vector["name"] for vector in page["vectors"]]
+    assert len(set(names)) == len(names)
     del page["vectors"][0]["dtype"]
     assert list(validator.iter_errors(page)) != []
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_names_are_unique(kind: str) -> None:
-    names = [vector["name"] for vector in read(kind)]
-    assert len(set(names)) == len(names)
 
 
 def test_number_of_vectors() -> None:

@@ -1,5 +1,5 @@
 """mypy --strict and pyright name the mistakes in a user's script, and nothing else in
-it. pyright finds nothing in the front page's programs.
+it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from conformance_tests.meta_tests.test_readme import EXAMPLES
 from gradaccum import available_backends
 
 ROOT = Path(__file__).parents[2]
@@ -118,39 +117,6 @@ def test_type_checker_names_the_mistakes(
     }
     assert {name for name, _ in wrong} == {script.name for script in scripts}
     assert checker(scripts, tmp_path) == wrong
-
-
-FRAMEWORKS_OWN = (
-    "nn.Dense(4, 2), nn.MSELoss()",  # to pyright a class of MindSpore's is None
-    "ms.value_and_grad(forward, None,",  # its default is 0, and None is documented
-    "loss, grads = value_and_grad(x, y)",
-    "state.optimizer_step == 3",  # optax has one type for every state
-)
-"""What pyright finds in the front page's programs by the frameworks' own types."""
-
-
-@pytest.mark.deep
-def test_pyright_finds_nothing_in_the_front_page(tmp_path: Path) -> None:
-    programs = {
-        name: code for name, code in EXAMPLES.items() if name in available_backends()
-    }
-    if not programs:
-        pytest.skip("no framework is installed")
-    folder = tmp_path / "programs"
-    folder.mkdir()
-    for name, code in programs.items():
-        (folder / f"{name}_script.py").write_text(code, encoding="utf-8")
-    found = by_pyright(sorted(folder.iterdir()), tmp_path)
-    lines = {
-        (name, number): (folder / name).read_text(encoding="utf-8").splitlines()
-        for name, number in found
-    }
-    wrong = {place: text[place[1] - 1] for place, text in lines.items()}
-    assert not {
-        place: line
-        for place, line in wrong.items()
-        if not any(words in line for words in FRAMEWORKS_OWN)
-    }
 
 
 def framework(script: Path) -> str:

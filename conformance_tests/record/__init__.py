@@ -2,8 +2,7 @@
 loses one is seen as a line of a diff.
 
 `names` are the public ones with their signatures, `refusals` the errors that are
-raised, `counts` what a window costs in each framework, `size` the tokens of each area
-and the rates of style, which may only fall. Each part has a file beside its
-module, with one fact in a line: ``SECTION | FACT``. A section is a package or, of
-counts, an environment.
+raised, `size` the tokens of each area and the rates of style, which may only fall. Each
+part has a file beside its module, with one fact in a line: ``SECTION | FACT``. A
+section is a package.
 """

@@ -18,10 +18,11 @@ import typer
 from gradaccum import available_backends
 from gradaccum_conformance import bits
 
-from . import counts, names, refusals, size
+from . import names, refusals, size
 from .facts import Facts, changes, file_of, read, write
 
-PARTS = ("bits", "names", "refusals", "counts", "size")
+PARTS = ("bits", "names", "refusals", "size")
+Names = Annotated[list[str], typer.Option(help="Repeat the option for several.")]
 
 
 def found(part: str, backends: list[str]) -> tuple[Path, Facts]:
@@ -32,8 +33,6 @@ def found(part: str, backends: list[str]) -> tuple[Path, Facts]:
         return file_of(part), refusals.found()
     if part == "size":
         return file_of(part), size.found()
-    if part == "counts":
-        return file_of(part), counts.found(backends)
     facts: Facts = {}
     for (place, run), hashes in bits.found(backends):
         facts.setdefault(place, []).append(f"{run} | {' '.join(hashes)}")
@@ -41,43 +40,32 @@ def found(part: str, backends: list[str]) -> tuple[Path, Facts]:
 
 
 def main(
-    part: Annotated[
-        list[str],
-        typer.Option(help="A part; repeat the option for several. Default: all."),
-    ] = [],  # noqa: B006
-    backend: Annotated[
-        list[str],
-        typer.Option(
-            help=(
-                "A backend; repeat the option for several. Default: all that are"
-                " installed."
-            )
-        ),
-    ] = [],  # noqa: B006
+    part: Names = list(PARTS),  # noqa: B006
+    backend: Names = [],  # noqa: B006
     rewrite: Annotated[
         bool, typer.Option("--write", help="Write the record anew.")
     ] = False,
 ) -> None:
-    """Compare the record with the code, or write it anew."""
+    """Compare the record with the code, of every part and every installed backend
+    unless some are named, or write it anew.
+    """
     os.environ.setdefault("GLOG_v", "4")
     backends = backend or [name for name in available_backends() if name != "numpy"]
     if unknown := set(part) - set(PARTS):
-        raise typer.BadParameter(
-            f"expected some of {', '.join(PARTS)}; got {', '.join(sorted(unknown))}"
-        )
+        raise typer.BadParameter(f"expected some of {PARTS}; got {unknown}")
     differs = False
-    for each in part or PARTS:
-        file, facts = found(each, backends)
-        held = read(file)
-        for section in sorted(facts.keys() - held.keys()):
+    for name in part:
+        file, facts = found(name, backends)
+        recorded = read(file)
+        for section in sorted(facts.keys() - recorded.keys()):
             print(f"not held: {section}")
-        for line in changes(held, facts):
+        for line in changes(recorded, facts):
             differs = True
             print(line)
         if rewrite:
-            if each == "size" and each not in part and held:
-                facts = size.fallen(held, facts)
-            write(held | facts, file)
+            if name == "size" and len(part) > 1 and recorded:
+                facts = size.fallen(recorded, facts)
+            write(recorded | facts, file)
             print(f"Written: {file}")
     raise typer.Exit(int(differs and not rewrite))
 

@@ -27,23 +27,18 @@ def read(file: Path) -> Facts:
 
 def write(facts: Facts, file: Path) -> None:
     """Write the file anew, below its comment."""
-    before = (
-        file.read_text(encoding="utf-8").splitlines(keepends=True)
-        if file.exists()
-        else [HEADER]
-    )
-    comment = [line for line in before if line.startswith("#")]
-    file.write_text(
-        "".join([*comment, *(f"{line}\n" for line in lines(facts))]), encoding="utf-8"
-    )
+    comment = [HEADER]
+    if file.exists():
+        text = file.read_text(encoding="utf-8").splitlines(keepends=True)
+        comment = [line for line in text if line.startswith("#")]
+    text = [f"{line}\n" for line in lines(facts)]
+    file.write_text("".join([*comment, *text]), encoding="utf-8")
 
 
 def lines(facts: Facts) -> list[str]:
-    return [
-        f"{section} | {fact}"
-        for section in sorted(facts)
-        for fact in sorted(facts[section])
-    ]
+    return sorted(
+        f"{section} | {fact}" for section, entries in facts.items() for fact in entries
+    )
 
 
 def changes(held: Facts, found: Facts) -> Iterator[str]:

@@ -15,7 +15,6 @@ import gradaccum
 from conformance_tests.framework_tests.refusing import refused
 from gradaccum_torch import backward, layered_backward
 
-from ..torch_fsdp import GLOO_SUMS
 from .common import check, counted, mesh_of, require_equal
 
 ITEMS, STEPS, LAYERS = (5, 7), 3, 4

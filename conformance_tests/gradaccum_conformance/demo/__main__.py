@@ -7,7 +7,6 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import TextIO
 
 from gradaccum_conformance.demo.data import load
 from gradaccum_conformance.demo.recipes import RECIPES
@@ -23,18 +22,16 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=EPOCHS)
     arguments = parser.parse_args()
     with arguments.results.open("a", encoding="utf-8") as file:
-        _train(file, arguments.backend, arguments.epochs)
 
+        def write(kind: str, **record: object) -> None:
+            line = {"kind": kind, "backend": arguments.backend, **record}
+            print(json.dumps(line), file=file, flush=True)
 
-def _train(file: TextIO, backend: str, epochs: int) -> None:
-    _write(file, kind="started", backend=backend, epochs=epochs * len(RECIPES))
-    for measured in train(load_harness(backend), load(), epochs):
-        _write(file, kind="epoch", backend=backend, **measured._asdict())
-    _write(file, kind="finished", backend=backend)
-
-
-def _write(file: TextIO, **record: object) -> None:
-    print(json.dumps(record), file=file, flush=True)
+        write("started", epochs=arguments.epochs * len(RECIPES))
+        harness = load_harness(arguments.backend)
+        for measurement in train(harness, load(), arguments.epochs):
+            write("epoch", **measurement._asdict())
+        write("finished")
 
 
 if __name__ == "__main__":

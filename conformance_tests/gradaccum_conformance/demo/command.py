@@ -11,12 +11,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from gradaccum_conformance.demo.curves import Curve, curves_of, problem_of
+from gradaccum_conformance.demo.curves import curves_of, problem_of
 from gradaccum_conformance.demo.plot import write_plot
 from gradaccum_conformance.demo.table import CAPTION, make_table
 from gradaccum_conformance.output import require_folder, write_json
 from gradaccum_conformance.progress import run_with_progress
-from gradaccum_conformance.runner import Ended, Job
+from gradaccum_conformance.runner import Job
 from gradaccum_conformance.selection import install_command, select_backends
 
 REFERENCE = "numpy"
@@ -39,75 +39,35 @@ def run_demo(console: Console, backends: Sequence[str], out: Path) -> bool:
     selection = select_backends(backends, leave_out={REFERENCE})
     require_folder(out, "--out")
     for name in selection.missing:
-        console.print(
-            Text(
-                f"{name} is not installed. Run: {install_command(name)}", style="yellow"
-            )
-        )
-    ended = run_with_progress(
-        [_job(name, out) for name in selection.chosen],
-        console,
-        total="epochs",
-        each="epoch",
-    )
-    curves = curves_of(ended)
-    _show(console, curves, ended)
+        words = f"{name} is not installed. Run: {install_command(name)}"
+        console.print(Text(words, style="yellow"))
+    jobs = [_job(name, out) for name in selection.chosen]
+    processes = run_with_progress(jobs, console, total="epochs", each="epoch")
+    curves = curves_of(processes)
     if curves:
-        _write(console, curves, ended, selection.missing, out)
-    return not (
-        selection.failed
-        or any(map(problem_of, ended))
-        or any(curve.faults for curve in curves)
-    )
+        console.print(make_table(curves))
+        console.print(Text(CAPTION, style="dim"))
+    problems = {}
+    for process in processes:
+        if problem := problem_of(process):
+            problems[process.backend] = problem
+            words = f"{process.backend}: {problem}. It printed last:"
+            console.print(Text(words, style="bold red"))
+            console.print(Text(process.log_tail))
+    if curves:
+        picture = out / "curves.png"
+        results = out / "results.json"
+        write_plot(picture, curves)
+        runs = [curve.as_json() for curve in curves]
+        missing = selection.missing
+        write_json(results, {"runs": runs, "missing": missing, "problems": problems})
+        console.print(Text(f"Written: {picture} and {results}"))
+    faults = any(curve.faults for curve in curves)
+    return not (selection.failed or problems or faults)
 
 
 def _job(backend: str, out: Path) -> Job:
     results = out / "raw" / f"{backend}.jsonl"
-    command = (
-        sys.executable,
-        "-m",
-        "gradaccum_conformance.demo",
-        "--backend",
-        backend,
-        "--results",
-        str(results),
-    )
+    module = (sys.executable, "-m", "gradaccum_conformance.demo")
+    command = (*module, "--backend", backend, "--results", str(results))
     return Job(backend, command, results)
-
-
-def _show(console: Console, curves: Sequence[Curve], ended: Sequence[Ended]) -> None:
-    if curves:
-        console.print(make_table(curves))
-        console.print(Text(CAPTION, style="dim"))
-    for process in ended:
-        if problem := problem_of(process):
-            console.print(
-                Text(
-                    f"{process.backend}: {problem}. It printed last:", style="bold red"
-                )
-            )
-            console.print(Text(process.log_tail))
-
-
-def _write(
-    console: Console,
-    curves: Sequence[Curve],
-    ended: Sequence[Ended],
-    missing: Sequence[str],
-    out: Path,
-) -> None:
-    write_plot(out / "curves.png", curves)
-    problems = {
-        process.backend: problem
-        for process in ended
-        if (problem := problem_of(process))
-    }
-    write_json(
-        out / "results.json",
-        {
-            "runs": [curve.as_json() for curve in curves],
-            "missing": missing,
-            "problems": problems,
-        },
-    )
-    console.print(Text(f"Written: {out / 'curves.png'} and {out / 'results.json'}"))

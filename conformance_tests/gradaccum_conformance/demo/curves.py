@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from gradaccum_conformance.demo.recipes import RECIPES, Recipe
-from gradaccum_conformance.runner import Ended, Record
+from gradaccum_conformance.runner import Ended
 
 REQUIRED_ACCURACY = 0.96
 ALLOWED_DIFFERENCE = 1e-4
@@ -31,59 +30,44 @@ class Curve(NamedTuple):
     @property
     def faults(self) -> list[str]:
         """Its faults, in words. The naive loop has none: nothing is required of it."""
-        found = []
+        faults = []
         if self.recipe.exact and not self.accuracies[-1] > REQUIRED_ACCURACY:
-            found.append(f"accuracy not above {REQUIRED_ACCURACY:.0%}")
+            faults.append(f"accuracy not above {REQUIRED_ACCURACY:.0%}")
         if self.recipe.exact and not self.differences[-1] <= ALLOWED_DIFFERENCE:
-            found.append(f"differs by more than {ALLOWED_DIFFERENCE:g}")
-        return found
+            faults.append(f"differs by more than {ALLOWED_DIFFERENCE:g}")
+        return faults
 
     def as_json(self) -> dict[str, Any]:
-        names = ("losses", "accuracies", "differences")
-        return {
-            "backend": self.backend,
-            "run": self.recipe.name,
-            "faults": self.faults,
-            **{name: getattr(self, name) for name in names},
-        }
+        names = {"run": self.recipe.name, "faults": self.faults}
+        values = self._asdict()
+        del values["recipe"]
+        return {**names, **values}
 
 
-def curves_of(ended: Iterable[Ended]) -> list[Curve]:
+def curves_of(processes: Iterable[Ended]) -> list[Curve]:
     """A curve for each run that got through at least one epoch, backend by backend, in
     the order of the recipes.
     """
-    curves = [
-        _curve(process.backend, recipe, process.records)
-        for process in ended
-        for recipe in RECIPES
-    ]
-    return [curve for curve in curves if curve.losses]
+    curves = []
+    for process in processes:
+        for recipe in RECIPES:
+            curve = Curve(process.backend, recipe, [], [], [])
+            for record in process.records:
+                if record["kind"] == "epoch" and record["run"] == recipe.name:
+                    curve.losses.append(record["loss"])
+                    curve.accuracies.append(record["accuracy"])
+                    curve.differences.append(record["difference"])
+            if curve.losses:
+                curves.append(curve)
+    return curves
 
 
-def problem_of(ended: Ended) -> str | None:
+def problem_of(process: Ended) -> str | None:
     """Why a backend's process gave no full result, in words; None if it did."""
-    if ended.exit_code:
-        return f"its process ended with exit code {ended.exit_code}"
-    kinds = Counter(record["kind"] for record in ended.records)
-    planned = sum(
-        int(record["epochs"]) for record in ended.records if record["kind"] == "started"
-    )
-    done = kinds["finished"] and kinds["epoch"] == planned > 0
-    return (
-        None
-        if done
-        else f"its process ended after {kinds['epoch']} of {planned} epochs"
-    )
-
-
-def _curve(backend: str, recipe: Recipe, records: Iterable[Record]) -> Curve:
-    epochs = [
-        record
-        for record in records
-        if record["kind"] == "epoch" and record["run"] == recipe.name
-    ]
-    values = (
-        [epoch[field] for epoch in epochs]
-        for field in ("loss", "accuracy", "difference")
-    )
-    return Curve(backend, recipe, *values)
+    if process.exit_code:
+        return f"its process ended with exit code {process.exit_code}"
+    kinds = [record["kind"] for record in process.records]
+    planned = process.records[0]["epochs"] if "started" in kinds else 0
+    if "finished" in kinds and kinds.count("epoch") == planned > 0:
+        return None
+    return f"its process ended after {kinds.count('epoch')} of {planned} epochs"

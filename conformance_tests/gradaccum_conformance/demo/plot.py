@@ -12,7 +12,6 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from gradaccum_conformance.demo.batches import LARGE_BATCH
@@ -26,117 +25,53 @@ STYLES: dict[str, dict[str, Any]] = {
     NAIVE.name: {"color": "#d55e00", "linewidth": 1.5},
 }
 MARKERS = "os^Dv*XP"
-MARKER_POINTS = 7
-INCHES = (13, 5.6)
-DOTS_PER_INCH = 130
 
 
 def write_plot(path: Path, curves: Sequence[Curve]) -> None:
-    """Draw the curves into a PNG file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    make_figure(curves).savefig(path, format="png")
-
-
-def make_figure(curves: Sequence[Curve]) -> Figure:
-    """The loss after each epoch, and how far the parameters then were from the
-    large-batch run's.
+    """Draw the loss after each epoch, and how far the parameters then were from the
+    large-batch run's, into a PNG file.
     """
-    figure = Figure(figsize=INCHES, dpi=DOTS_PER_INCH, layout="constrained")
+    figure = Figure(figsize=(13, 5.6), dpi=130, layout="constrained")
     losses, differences = figure.subplots(1, 2)
-    _draw(
-        losses,
-        curves,
-        "losses",
-        title="Training loss",
-        label="mean cross-entropy (nats)",
-    )
-    rest = [curve for curve in curves if curve.recipe is not LARGE]
-    _draw(
-        differences,
-        rest,
-        "differences",
+    backends = list(dict.fromkeys(curve.backend for curve in curves))
+    for curve in sorted(curves, key=lambda curve: RECIPES.index(curve.recipe)):
+        place = backends.index(curve.backend)
+        draw_curve(losses, curve, curve.losses, place, len(backends))
+        if curve.recipe is not LARGE:
+            draw_curve(differences, curve, curve.differences, place, len(backends))
+    losses.set(title="Training loss", ylabel="mean cross-entropy (nats)")
+    differences.set(
         title="Distance from the large-batch run",
-        label="largest absolute difference of a parameter",
+        ylabel="largest absolute difference of a parameter",
     )
+    for axes in (losses, differences):
+        axes.set(xlabel="epoch", yscale="log")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    losses.legend(frameon=False)
     figure.suptitle(
         f"Handwritten digits: batches of {LARGE_BATCH} at once, and accumulated from"
         " micro-batches",
         fontsize=14,
     )
-    losses.legend(handles=_framework_handles(curves), title="framework", frameon=False)
-    figure.legend(
-        handles=_run_handles(curves),
-        loc="outside lower center",
-        ncols=len(RECIPES),
-        frameon=False,
-    )
-    return figure
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, format="png")
 
 
-def _draw(
-    axes: Axes, curves: Sequence[Curve], field: str, *, title: str, label: str
+def draw_curve(
+    axes: Axes, curve: Curve, values: Sequence[float], place: int, backends: int
 ) -> None:
-    backends = _backends(curves)
-    for recipe in RECIPES:
-        for index, backend in enumerate(backends):
-            for curve in curves:
-                if (curve.recipe, curve.backend) == (recipe, backend):
-                    _draw_curve(
-                        axes,
-                        getattr(curve, field),
-                        index,
-                        len(backends),
-                        STYLES[recipe.name],
-                    )
-    axes.set(title=title, xlabel="epoch", ylabel=label, yscale="log")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
-
-
-def _draw_curve(
-    axes: Axes,
-    values: Sequence[float],
-    index: int,
-    backends: int,
-    style: dict[str, Any],
-) -> None:
-    """Each framework has its markers at other epochs, so that no marker hides
-    another.
+    """Draw a line; each framework has its markers at other epochs, so that no marker
+    hides another.
     """
-    marker: dict[str, Any] = {
-        "marker": MARKERS[index % len(MARKERS)],
-        "markevery": (index, backends),
-        "markeredgecolor": "white",
-    }
     axes.plot(
-        range(1, len(values) + 1), values, markersize=MARKER_POINTS, **marker, **style
+        range(1, len(values) + 1),
+        values,
+        label=f"{curve.recipe.name}, {curve.backend}",
+        marker=MARKERS[place % len(MARKERS)],
+        markevery=(place, backends),
+        markeredgecolor="white",
+        markersize=7,
+        **STYLES[curve.recipe.name],
     )
-
-
-def _run_handles(curves: Sequence[Curve]) -> list[Line2D]:
-    runs = [
-        recipe.name
-        for recipe in RECIPES
-        if any(curve.recipe is recipe for curve in curves)
-    ]
-    return [Line2D([], [], label=run, **STYLES[run]) for run in runs]
-
-
-def _framework_handles(curves: Sequence[Curve]) -> list[Line2D]:
-    return [
-        Line2D(
-            [],
-            [],
-            label=name,
-            marker=MARKERS[index % len(MARKERS)],
-            color="#555555",
-            linestyle="none",
-            markersize=MARKER_POINTS,
-        )
-        for index, name in enumerate(_backends(curves))
-    ]
-
-
-def _backends(curves: Sequence[Curve]) -> list[str]:
-    return list(dict.fromkeys(curve.backend for curve in curves))

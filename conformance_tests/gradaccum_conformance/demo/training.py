@@ -8,14 +8,11 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gradaccum_conformance.demo.batches import Digits, large_batches
 from gradaccum_conformance.demo.recipes import LARGE, RECIPES, STEPS, Recipe
 from gradaccum_conformance.harness import Harness, Session, Setup
 from gradaccum_conformance.specs import LENET, Array, Arrays, Optimizer, make_weights
-
-Labels = NDArray[np.int64]
 
 EPOCHS = 12
 OPTIMIZER = Optimizer("momentum", learning_rate=0.2)
@@ -45,20 +42,21 @@ def train(harness: Harness, digits: Digits, epochs: int = EPOCHS) -> Iterator[Me
     """All four runs, one after another, from the same weights; one item for each epoch
     of each.
     """
-    reference: list[Arrays] = []
+    x, y = digits.test
+    large: list[Arrays] = []
     for recipe in RECIPES:
         session = _start(harness, recipe)
         for epoch in range(1, epochs + 1):
             recipe.epoch(harness, session, large_batches(digits.train, epoch))
             parameters = session.parameters()
             if recipe is LARGE:
-                reference.append(parameters)
-            yield _measure(
-                session,
-                digits,
+                large.append(parameters)
+            yield Measured(
                 recipe.name,
                 epoch,
-                largest_difference(parameters, reference[epoch - 1]),
+                cross_entropy(session.predict(digits.train.x), digits.train.y),
+                float(np.mean(session.predict(x).argmax(axis=1) == y)),
+                largest_difference(parameters, large[epoch - 1]),
             )
 
 
@@ -66,12 +64,11 @@ def largest_difference(a: Arrays, b: Arrays) -> float:
     """The largest absolute difference between two sets of parameters of the same names;
     NaN if any value is.
     """
-    return float(
-        np.max([np.max(np.abs(a[name].astype(np.float64) - b[name])) for name in b])
-    )
+    differences = [np.abs(a[name].astype(np.float64) - b[name]).max() for name in b]
+    return float(np.max(differences))
 
 
-def cross_entropy(logits: Array, labels: Labels) -> float:
+def cross_entropy(logits: Array, labels: Array) -> float:
     """Mean softmax cross-entropy in float64; logits (items, classes), labels
     (items,).
     """
@@ -80,27 +77,8 @@ def cross_entropy(logits: Array, labels: Labels) -> float:
     return float(np.mean(log_sum - shifted[np.arange(len(labels)), labels]))
 
 
-def accuracy(logits: Array, labels: Labels) -> float:
-    """The share of items whose largest logit is that of their label, in [0, 1]."""
-    return float(np.mean(logits.argmax(axis=1) == labels))
-
-
 def _start(harness: Harness, recipe: Recipe) -> Session:
     options = {"steps": STEPS} if recipe.wrapped else None
     mode = next((mode for mode in COMPILED if mode in harness.modes), harness.modes[0])
-    return harness.start(
-        Setup(LENET, make_weights(LENET), OPTIMIZER, mode=mode, options=options)
-    )
-
-
-def _measure(
-    session: Session, digits: Digits, run: str, epoch: int, difference: float
-) -> Measured:
-    loss = cross_entropy(session.predict(digits.train.x), digits.train.y)
-    return Measured(
-        run,
-        epoch,
-        loss,
-        accuracy(session.predict(digits.test.x), digits.test.y),
-        difference,
-    )
+    weights = make_weights(LENET)
+    return harness.start(Setup(LENET, weights, OPTIMIZER, mode=mode, options=options))
