@@ -174,11 +174,11 @@ def updates_in(
             got=steps,
             fix="Count the windows of gradaccum.windows(loader, ...) instead.",
         )
-    is_number = isinstance(micro_batches, int)
-    length = micro_batches if is_number else len(cast(Sized, micro_batches))
+    if not isinstance(micro_batches, int):
+        micro_batches = len(micro_batches)
     updates = optimizer_step
     for _ in range(epochs):
-        to_read = length
+        to_read = micro_batches
         while to_read + micro_step > 0:
             to_read -= max(cast(int, _size(schedule, updates)) - micro_step, 0)
             micro_step = 0

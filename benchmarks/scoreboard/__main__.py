@@ -106,6 +106,7 @@ def program_passes(program: str, python: Path) -> bool:
     ]
     plugins = ["-p", "conformance_tests.integration_tests.torchvision_ops"]
     plugins += ["-p", "no:cacheprovider", "-o", f"pythonpath={python.parent.parent}"]
+    passed: bool
     passed, output = run([*test, *plugins, str(PROGRAMS / program)], ROOT)
     text = "\n".join(output)
     if not passed and ("AssertionError" not in text or "1 failed" not in text):

@@ -53,7 +53,7 @@ def pieces(
     )
     if weight is not None and not callable(weight):
         weight = kit.require_item_weights(weight, items)
-    made = []
+    made: list[tuple[tuple[Any, ...], float]] = []
     for start, stop in kit.divided(division, items):
         piece = Batch(*batch[:2]).rows(start, stop)
         if isinstance(weight, list):

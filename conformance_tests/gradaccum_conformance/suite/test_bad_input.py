@@ -105,7 +105,7 @@ def test_one_mistake_one_error(
 @pytest.mark.parametrize("name", ["clip_nrom", "gradient_accumulation_steps"])
 def test_unknown_option_raises(backend: Harness, name: str) -> None:
     with pytest.raises(TypeError, match=name):
-        start(backend, **{"steps": 4, name: 4})
+        start(backend, steps=4, **{name: 4})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("weight", [-1.0, math.nan, math.inf, "1", True], ids=repr)
