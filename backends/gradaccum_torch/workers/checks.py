@@ -148,7 +148,8 @@ def require_parameters(
 
 def require_all_sharded(parameters: Iterable[Tensor], units: Sequence[Unit]) -> None:
     """Raise unless FSDP2, if it has some of `parameters`, has all that are trained."""
-    sharded_ids = {id(parameter) for unit in units for parameter in unit.parameters}
+    sharded_parameters = chain(*[unit.parameters for unit in units])
+    sharded_ids = set(map(id, sharded_parameters))
     unreduced = [
         parameter
         for parameter in parameters

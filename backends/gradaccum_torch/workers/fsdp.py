@@ -71,11 +71,9 @@ class ShardGroup(Workers):
         guard.is_broken = True
         gradients = gradient_sum.gradients()
         weight, overflow, averages = self.average(state, numbers)
-        divisors = {
-            id(parameter): unit.workers
-            for unit in self.units
-            for parameter in unit.parameters
-        }
+        divisors: dict[int, int] = {}
+        for unit in self.units:
+            divisors.update(dict.fromkeys(map(id, unit.parameters), unit.workers))
         divisor = 1 if self.is_undivided else self.divisor
         for parameter, total in gradients.items():
             multiply([total], divisors.get(id(parameter), 1) / divisor)
@@ -111,9 +109,9 @@ class ShardGroup(Workers):
         """Make a backward pass gather and reduce as on the other workers, and add
         nothing.
         """
-        gathered_parameters = [
-            parameter for unit in self.units for parameter in unit.gathered_parameters()
-        ]
+        gathered_parameters: list[Tensor] = []
+        for unit in self.units:
+            gathered_parameters += unit.gathered_parameters()
         with ExitStack() as stack:
             stack.enter_context(delivering_zeros(gathered_parameters))
             if self.deferred_reduction is not None:

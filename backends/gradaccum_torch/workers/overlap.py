@@ -49,11 +49,9 @@ class BucketReduction:
         self.buckets = buckets(parameters[::-1], self.dtype_of)
         self.contributions: set[int] = set()
         """The ids of the parameters of which this worker had a sum."""
-        self.bucket_numbers = {
-            id(parameter): number
-            for number, bucket in enumerate(self.buckets)
-            for parameter in bucket
-        }
+        self.bucket_numbers: dict[int, int] = {}
+        for number, bucket in enumerate(self.buckets):
+            self.bucket_numbers.update(dict.fromkeys(map(id, bucket), number))
         self.missing = [set(map(id, bucket)) for bucket in self.buckets]
         """The parameters of each bucket whose last gradient has not arrived."""
         self.launch_count = 0

@@ -9,6 +9,7 @@ from typing import cast, get_args
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from gradaccum import ArgumentValueError, GradAccumWarning
@@ -122,7 +123,7 @@ def make_shard_group(
 ) -> ShardGroup:
     parameters = parameters_of(optimizer)
     if isinstance(module, torch.nn.Module):
-        module_parameters = list(module.parameters())
+        module_parameters: list[Tensor] = [*module.parameters()]
         for unit in units_of(module):
             module_parameters += unit.parameters
         checks.require_parameters(module, module_parameters, parameters)
