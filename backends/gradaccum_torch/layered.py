@@ -143,7 +143,8 @@ def layered_backward(
     """
     require_places(borders, within)
     functions: list[Layer] = list(layers)
-    modules = [f for f in (*functions, loss_fn) if isinstance(f, nn.Module)]
+    candidates: list[Any] = [*functions, loss_fn]
+    modules = [layer for layer in candidates if isinstance(layer, nn.Module)]
     require_plain_layers(layers, modules)
     if micro_batch_size is not None:
         # After an update of a layer no smaller size could be tried.
@@ -175,8 +176,6 @@ def layered_backward(
             weights = [micro_batch.weight for micro_batch in cut.micro_batches]
             aux = merge(auxes, weights, merge_aux)
             run.backward(factors)
-        if optimizer is not None:
-            optimizer.flush()
     except BaseException as error:
         if run.updated_names and optimizer is not None and not optimizer.result.applied:
             error.add_note(UPDATED.format(names=", ".join(run.updated_names)))

@@ -168,6 +168,9 @@ class GradientsInGrad:
                     leaf.grad = add(earlier, leaf.grad)
         self._earlier_gradients.clear()
 
+    def flush(self) -> None:
+        """Make the update of the window: here is none."""
+
     def _move_into_sum(self, leaf: Tensor) -> None:
         gradient = leaf.grad
         if gradient is None:
@@ -243,6 +246,9 @@ class GradientsInWindow(GradientsInGrad):
             self._divisor *= self.window.loss_scale()
             super().deliver()
 
+    def flush(self) -> None:
+        self._optimizer.flush()
+
 
 def make_destination(
     optimizer: AccumulatingOptimizer | None, factors: Sequence[float], divisor: float
@@ -254,11 +260,14 @@ def make_destination(
 
 @contextmanager
 def delivering(destination: GradientsInGrad, before: Before) -> Iterator[None]:
-    """Deliver the gradients at the end of the block; an error restores everything."""
+    """Deliver the gradients at the end of the block, and make the update; an error in
+    the block restores everything.
+    """
     destination.refuses_compiled = before.notes_calls
     with before, destination:
         yield
         destination.deliver()
+    destination.flush()
 
 
 def leaves_of_graph(
