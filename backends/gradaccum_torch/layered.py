@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from gradaccum import (
     ArgumentTypeError,
     ArgumentValueError,
+    AutoMicroBatchSize,
     UsageError,
     kit,
 )
-from gradaccum.errors import require_int
 from gradaccum.kit import explain, measures
 from gradaccum_torch.large_batch.backward import run_micro_batches
 from gradaccum_torch.large_batch.batch import (
@@ -146,10 +146,16 @@ def layered_backward(
     candidates: list[Any] = [*functions, loss_fn]
     modules = [layer for layer in candidates if isinstance(layer, nn.Module)]
     require_plain_layers(layers, modules)
-    if micro_batch_size is not None:
-        # After an update of a layer no smaller size could be tried.
-        require_int("micro_batch_size", micro_batch_size, at_least=1)
     division = kit.make_division(steps, micro_batch_size)
+    if isinstance(division.micro_batch_size, AutoMicroBatchSize):
+        # After an update of a layer no smaller size could be tried.
+        raise explain(
+            ArgumentTypeError,
+            "micro_batch_size",
+            expected="an int",
+            got=micro_batch_size,
+            fix="Write steps=4, or find a size by gradaccum_torch.backward.",
+        )
     options = options_of_call(optimizer, reduction)
     if optimizer is not None:
         require_layered_optimizer(optimizer)

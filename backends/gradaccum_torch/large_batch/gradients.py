@@ -1,4 +1,4 @@
-"""Where the gradients of a call go: into ``.grad``, or into the window of a wrapped
+"""The gradients of a call, in ``.grad`` or in the window of a wrapped
 optimizer, which the call closes.
 """
 
@@ -368,7 +368,7 @@ def options_of_call(
 
 
 def require_no_dropping(options: Options) -> None:
-    """Raise if single micro-batches can be dropped, whose losses belong together."""
+    """Raise unless all micro-batches of a window are kept or skipped together."""
     if options.on_overflow == "drop_micro_batch":
         raise explain(
             UsageError,
