@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -169,32 +168,6 @@ class Unit:
             parameter.unsharded_accumulated_grad = zeros
         else:
             parameter._unsharded_param.grad = zeros
-
-    @contextmanager
-    def gathered(self) -> Iterator[None]:
-        """Keep the parameters gathered inside the block, whatever passes run, and let
-        them go after it.
-        """
-        group = self.group
-        module = self.modules[0]
-        state = module._get_fsdp_state()
-        changed = [
-            (group, "post_forward_mesh_info", None),
-            (group, "reshard_after_backward", False),
-            # What a backward pass gathers ahead: by default the unit that ran before,
-            # which here is gathered already, or not yet wanted.
-            (state, "_states_to_backward_prefetch", [state]),
-        ]
-        before = [(owner, name, getattr(owner, name)) for owner, name, _ in changed]
-        for owner, name, value in changed:
-            setattr(owner, name, value)
-        try:
-            module.unshard()
-            yield
-        finally:
-            for owner, name, value in before:
-                setattr(owner, name, value)
-            module.reshard()
 
     def after_forward(self, hook: Callable[..., None]) -> list[RemovableHandle]:
         """Call `hook` after the forward pass of each of its modules: from the first on,
