@@ -228,10 +228,3 @@ def _refuse(name: str, requirement: str, got: str) -> NoReturn:
         found=got,
         fix="Differentiate with respect to the parameters that tx.init was given.",
     )
-
-
-def require_function(name: str, function: object, fix: str) -> None:
-    if not callable(function):
-        raise explain(
-            ArgumentTypeError, name, expected="a function", got=function, fix=fix
-        )

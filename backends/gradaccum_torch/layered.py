@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from gradaccum import (
     ArgumentTypeError,
     ArgumentValueError,
+    AutoMicroBatchSize,
     UsageError,
     kit,
 )
-from gradaccum.errors import require_int
 from gradaccum.kit import explain, measures
 from gradaccum_torch.large_batch.backward import run_micro_batches
 from gradaccum_torch.large_batch.batch import (
@@ -143,12 +143,19 @@ def layered_backward(
     """
     require_places(borders, within)
     functions: list[Layer] = list(layers)
-    modules = [f for f in (*functions, loss_fn) if isinstance(f, nn.Module)]
+    candidates: list[Any] = [*functions, loss_fn]
+    modules = [layer for layer in candidates if isinstance(layer, nn.Module)]
     require_plain_layers(layers, modules)
-    if micro_batch_size is not None:
-        # After an update of a layer no smaller size could be tried.
-        require_int("micro_batch_size", micro_batch_size, at_least=1)
     division = kit.make_division(steps, micro_batch_size)
+    if isinstance(division.micro_batch_size, AutoMicroBatchSize):
+        # After an update of a layer no smaller size could be tried.
+        raise explain(
+            ArgumentTypeError,
+            "micro_batch_size",
+            expected="an int",
+            got=micro_batch_size,
+            fix="Write steps=4, or find a size by gradaccum_torch.backward.",
+        )
     options = options_of_call(optimizer, reduction)
     if optimizer is not None:
         require_layered_optimizer(optimizer)
@@ -175,8 +182,6 @@ def layered_backward(
             weights = [micro_batch.weight for micro_batch in cut.micro_batches]
             aux = merge(auxes, weights, merge_aux)
             run.backward(factors)
-        if optimizer is not None:
-            optimizer.flush()
     except BaseException as error:
         if run.updated_names and optimizer is not None and not optimizer.result.applied:
             error.add_note(UPDATED.format(names=", ".join(run.updated_names)))

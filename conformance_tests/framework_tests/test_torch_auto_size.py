@@ -269,8 +269,9 @@ def test_errors_of_memory() -> None:
     ["auto", AutoMicroBatchSize(), AutoMicroBatchSize(memory_limit=2**40)],
     ids=str,
 )
-def test_unknown_limit_is_refused(size: Any) -> None:
+def test_unknown_limit_is_refused(size: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU has none to ask for, and a device its own."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     with pytest.raises(
         ArgumentValueError,
         match=r"micro_batch_size: .*On a CPU write a number of items",

@@ -35,7 +35,7 @@ def make_layers(dtype: torch.dtype = torch.float32) -> nn.Sequential:
 
 
 def wrap(layers: nn.Module, **options: Any) -> Any:
-    inner = torch.optim.SGD(layers.parameters(), lr=0.1)
+    inner = torch.optim.SGD(layers.parameters(), lr=0.1, momentum=0.9)
     return gradaccum.wrap(inner, **{"steps": None, "on_overflow": "ignore", **options})
 
 

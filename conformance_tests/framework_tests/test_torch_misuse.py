@@ -49,7 +49,6 @@ BY_A_METHOD: list[Refusal] = [
         UsageError,
         "weight: expected 3",
     ),
-    (lambda opt: opt.epoch([], progress=1), ArgumentTypeError, "progress: expected"),
 ]
 
 

@@ -140,8 +140,6 @@ def backward(
             weights = [micro_batch.weight for micro_batch in cut.micro_batches]
             aux = merge(auxes, weights, merge_aux)
             agree()
-        if optimizer is not None:
-            optimizer.flush()
         return (loss, aux) if has_aux else loss
 
     return run_divided(run, division, loss_fn, large, optimizer)

@@ -123,8 +123,6 @@ def coupled_backward(
         with delivering(destination, before):
             loss = run_twice(outputs_fn, loss_fn, arguments, destination, before)
             agree()
-        if optimizer is not None:
-            optimizer.flush()
         return loss
 
     return run_divided(run, division, outputs_fn, large, optimizer)
@@ -240,4 +238,5 @@ def differs(first: Tensor, second: Tensor) -> Tensor:
     wide_dtype = torch.promote_types(first.dtype, torch.float32)
     first = first.to(wide_dtype)
     distance: Tensor = torch.linalg.vector_norm(second.to(wide_dtype) - first)
-    return distance > tolerance * torch.linalg.vector_norm(first)
+    limit: Tensor = tolerance * torch.linalg.vector_norm(first)
+    return distance > limit

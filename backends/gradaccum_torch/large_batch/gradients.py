@@ -1,4 +1,4 @@
-"""Where the gradients of a call go: into ``.grad``, or into the window of a wrapped
+"""The gradients of a call, in ``.grad`` or in the window of a wrapped
 optimizer, which the call closes.
 """
 
@@ -168,6 +168,9 @@ class GradientsInGrad:
                     leaf.grad = add(earlier, leaf.grad)
         self._earlier_gradients.clear()
 
+    def flush(self) -> None:
+        """Make the update of the window: here is none."""
+
     def _move_into_sum(self, leaf: Tensor) -> None:
         gradient = leaf.grad
         if gradient is None:
@@ -243,6 +246,9 @@ class GradientsInWindow(GradientsInGrad):
             self._divisor *= self.window.loss_scale()
             super().deliver()
 
+    def flush(self) -> None:
+        self._optimizer.flush()
+
 
 def make_destination(
     optimizer: AccumulatingOptimizer | None, factors: Sequence[float], divisor: float
@@ -254,11 +260,14 @@ def make_destination(
 
 @contextmanager
 def delivering(destination: GradientsInGrad, before: Before) -> Iterator[None]:
-    """Deliver the gradients at the end of the block; an error restores everything."""
+    """Deliver the gradients at the end of the block, and make the update; an error in
+    the block restores everything.
+    """
     destination.refuses_compiled = before.notes_calls
     with before, destination:
         yield
         destination.deliver()
+    destination.flush()
 
 
 def leaves_of_graph(
@@ -359,7 +368,7 @@ def options_of_call(
 
 
 def require_no_dropping(options: Options) -> None:
-    """Raise if single micro-batches can be dropped, whose losses belong together."""
+    """Raise unless all micro-batches of a window are kept or skipped together."""
     if options.on_overflow == "drop_micro_batch":
         raise explain(
             UsageError,

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import random
 import sys
-import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -111,11 +110,9 @@ class Buffers:
         """Note each module before its first call; compiled code may call modules
         without hooks.
         """
-        thread = threading.get_ident()
 
         def note(module: nn.Module, _: object) -> None:
-            if threading.get_ident() == thread:
-                self.note(module)
+            self.note(module)
 
         untraced(note)
         hook = register_module_forward_pre_hook(note)

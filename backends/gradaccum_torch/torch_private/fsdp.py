@@ -7,8 +7,7 @@ together. Here such a group is a `Unit`.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -79,32 +78,6 @@ class Unit:
             parameter.unsharded_accumulated_grad = zeros
         else:
             parameter._unsharded_param.grad = zeros
-
-    @contextmanager
-    def keep_gathered(self) -> Iterator[None]:
-        """Keep the parameters gathered inside the block, whatever passes run, and let
-        them go after it.
-        """
-        group = self.group
-        module = self.modules[0]
-        state = module._get_fsdp_state()
-        changes = [
-            (group, "post_forward_mesh_info", None),
-            (group, "reshard_after_backward", False),
-            # What a backward pass gathers ahead: by default the unit that ran before,
-            # which here is gathered already, or not yet wanted.
-            (state, "_states_to_backward_prefetch", [state]),
-        ]
-        before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
-        for owner, name, value in changes:
-            setattr(owner, name, value)
-        try:
-            module.unshard()
-            yield
-        finally:
-            for owner, name, value in before:
-                setattr(owner, name, value)
-            module.reshard()
 
     def gathered_parameters(self) -> list[Tensor]:
         """Return the trainable parameters that were gathered once, complete, as autograd
@@ -181,24 +154,6 @@ def units_among(modules: Iterable[nn.Module]) -> list[Unit]:
                 unit = units.setdefault(id(group), Unit(group, []))
                 unit.modules.append(module)
     return list(units.values())
-
-
-def begin(units: Sequence[Unit]) -> None:
-    """Let the outermost modules of `units` be roots, as FSDP2 takes the module that
-    runs first for one, and then refuses the outer ones.
-    """
-    unit_modules = {id(module) for unit in units for module in unit.modules}
-    modules = [
-        module for module in fsdp_modules() if hasattr(module, "_get_fsdp_state")
-    ]
-    inner_modules: set[int] = set()
-    for module in modules:
-        inner_modules.update(id(inner) for inner in module.modules() if inner != module)
-    for module in modules:
-        if id(module) not in inner_modules and not unit_modules.isdisjoint(
-            map(id, module.modules())
-        ):
-            module._get_fsdp_state()._lazy_init()  # type: ignore[operator]
 
 
 def reduce(units: Sequence[Unit]) -> None:

@@ -47,15 +47,6 @@ def buffers_of(module: torch.nn.Module) -> dict[str, Any]:
 # Autograd's graph.
 
 
-def is_leaf_node(node: Node) -> bool:
-    return bool(node.name() == "torch::autograd::AccumulateGrad")
-
-
-def input_dtypes(node: Node) -> set[torch.dtype]:
-    """Return the dtypes of a node's outputs, and so of its incoming gradients."""
-    return {meta.dtype for meta in node._input_metadata}
-
-
 def call_at_the_end_of_backward(function: Callable[[], None]) -> bool:
     """Make autograd call `function` at the end of this backward pass, unless that
     raises; return False outside of autograd's engine, which would never call it.
@@ -204,19 +195,6 @@ def is_sharded(tensor: Tensor) -> bool:
         return False
     tensors: Any = sys.modules.get("torch.distributed.tensor")
     return tensors is not None and isinstance(tensor, tensors.DTensor)
-
-
-def is_sharded_along(tensor: Tensor, axis: int) -> bool:
-    """True if several processes hold parts of `tensor` along `axis`."""
-    if not is_sharded(tensor):
-        return False
-    sharded_tensor: Any = tensor
-    sizes: tuple[int, ...] = sharded_tensor.device_mesh.shape
-    placements: Sequence[Any] = sharded_tensor.placements
-    return any(
-        size > 1 and placement.is_shard(axis)
-        for size, placement in zip(sizes, placements, strict=True)
-    )
 
 
 def local(tensor: Tensor) -> Tensor:

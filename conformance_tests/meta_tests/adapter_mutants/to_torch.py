@@ -367,6 +367,25 @@ MUTANTS = (
         OWN + "test_torch_tampering.py::test_change_after_step_is_caught",
     ),
     Mutant(
+        "move_statistics_in_both_passes",
+        "    random_state_after.put_back()\n    buffers_after.put_back()\n    return value\n",
+        "    random_state_after.put_back()\n    return value\n",
+        OWN + "test_torch_coupled.py::test_statistics_move_once",
+    ),
+    Mutant(
+        "take_the_hooks_of_compiled_code_for_granted",
+        "        if self.refuses_compiled:\n",
+        "        if False:\n",
+        OWN
+        + "test_torch_large_batch_counts.py::test_compiled_statistics_move_once_or_are_refused",
+    ),
+    Mutant(
+        "write_over_a_micro_batchs_aux",
+        "    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf\n",
+        "    return leaf.detach() if isinstance(leaf, Tensor) else leaf\n",
+        OWN + "test_torch_static_memory.py::test_aux_is_copied",
+    ),
+    Mutant(
         "draw_other_numbers_as_a_layer_runs_again",
         "            layer_pass.random_state.put_back()\n",
         "",
