@@ -36,6 +36,7 @@ from gradaccum_torch.extensions import (
     Extension,
     LeftoverLoopWarning,
     MicroBatch,
+    NonFiniteLossWarning,
     Warnings,
     WindowLoss,
     as_number,
@@ -94,6 +95,7 @@ class Window:
         self.changed_rate_warning = ChangedRateWarning(masters.inner, self.warn)
         self.extensions: list[Extension] = [
             self.window_loss,
+            NonFiniteLossWarning(self.window_loss, self.warn),
             self.changed_rate_warning,
             LeftoverLoopWarning(self.warn),
             DividedLossWarning(options, self.warn),

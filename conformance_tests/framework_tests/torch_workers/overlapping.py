@@ -5,6 +5,7 @@ whatever a worker does in between, and no worker is left waiting.
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -287,7 +288,10 @@ def overflow_on_one_worker_skips_on_all(rank: int) -> None:
         x, y, rare = batches[3]
         scale = float("inf") if rank else 1.0
         opt.backward((parallel(x, rare) - y).square().mean() * scale, len(x))
-        opt.step()
+        with warnings.catch_warnings(record=True) as given:
+            warnings.simplefilter("always")
+            opt.step()
+        assert any("not finite on rank 1." in str(each.message) for each in given)
         assert opt.result.skipped
         assert opt.result.overflow
         require_third_window(model, parallel, opt, batches)
