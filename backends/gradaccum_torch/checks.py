@@ -62,6 +62,12 @@ def require_loss(loss: object) -> Tensor:
     return loss
 
 
+CUDA_GRAPH = (
+    " A replay of your own CUDA graph runs no hooks of autograd: capture the model with"
+    " torch.cuda.make_graphed_callables instead."
+)
+
+
 def changed_gradients_error(is_cleared: bool) -> UsageError:
     found = "gradients that were written or assigned, most likely by clip_grad_norm_"
     fix = (
@@ -77,7 +83,7 @@ def changed_gradients_error(is_cleared: bool) -> UsageError:
         ".grad",
         expected="the gradients as backward() accumulated them since the window began",
         found=found,
-        fix=f"{fix} A loop that needs .grad for itself is right with"
+        fix=f"{fix}{CUDA_GRAPH} A loop that needs .grad for itself is right with"
         " separate_sums=True. The window cannot be mended: call opt.discard().",
     )
 
@@ -89,7 +95,7 @@ def no_backward_error() -> UsageError:
         expected="a backward pass since the last step()",
         found="none that reached a parameter of this optimizer",
         fix="Call opt.backward(loss) before each step(), with weight=0 for a"
-        " micro-batch that adds nothing; to close a short window opt.flush().",
+        f" micro-batch that adds nothing; to close a short window opt.flush().{CUDA_GRAPH}",
     )
 
 

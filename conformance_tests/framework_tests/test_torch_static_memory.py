@@ -163,3 +163,20 @@ def test_gradients_on_a_device_whose_graphs_torch_replays(
     keep_own(leaf)
     assert leaf.grad is not gradient
     assert torch.equal(leaf.grad, gradient)
+
+
+@pytest.mark.parametrize("separate_sums", [False, True])
+def test_replayed_backward_pass_is_refused(separate_sums: bool) -> None:
+    """A graph of the user's own writes gradients that autograd does not deliver."""
+    weight = nn.Parameter(torch.ones(3))
+    sgd = torch.optim.SGD([weight], lr=0.1)
+    opt = gradaccum.wrap(sgd, steps=2, separate_sums=separate_sums)
+    (X[0] * weight).mean().backward()
+    static_gradient = weight.grad
+    assert static_gradient is not None
+    opt.step()
+    opt.zero_grad(set_to_none=False)
+    static_gradient.data.copy_(X[1])
+    with pytest.raises(gradaccum.UsageError, match="CUDA graph"):
+        opt.step()
+    assert opt.result.micro_step == 1
