@@ -65,7 +65,11 @@ def gradient_function(
 
     def outputs(*arguments: Nest) -> tuple[Any, ...]:
         if has_aux:
-            loss, aux = fn(*arguments)
+            returned = fn(*arguments)
+            # A Tensor of two losses could be unpacked too.
+            if isinstance(returned, Tensor):
+                raise kit.scalar_loss_error("a Tensor without an aux")
+            loss, aux = returned
             check_loss(loss)
             return scale(loss), loss, aux
         loss = fn(*arguments)
