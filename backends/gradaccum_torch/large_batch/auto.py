@@ -121,7 +121,7 @@ def smaller_size(
     memory, or if no size is left.
     """
     if isinstance(error, OtherWorkerShortError):
-        next_size = error.size
+        next_size = int(error.args[0])
     elif vote.was_cast:
         raise error
     elif is_out_of_memory(error):
@@ -179,14 +179,7 @@ fit.
 
 
 class OtherWorkerShortError(Exception):
-    """Another worker ran out of memory."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__(
-            f"another worker ran out of memory; all go on with micro-batches of {size}"
-            " items"
-        )
-        self.size = size
+    """Another worker ran out of memory; the argument is the size that all try next."""
 
 
 class Vote:

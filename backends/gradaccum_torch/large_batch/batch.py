@@ -47,18 +47,16 @@ class LargeBatch:
 
     def __init__(self, batch: tuple[Any, ...], axes: kit.Nest, weight: Weight) -> None:
         self.batch = batch
-        self.leaves = kit.leaves_of(batch, "batch")
-        self.tensors = [
-            leaf.value for leaf in self.leaves if isinstance(leaf.value, Tensor)
-        ]
+        leaves = kit.leaves_of(batch, "batch")
         leaf_axes = kit.spread(axes, batch, "axes")
-        self.axes = [
-            axis_of(leaf, axis)
-            for leaf, axis in zip(self.leaves, leaf_axes, strict=True)
+        self.leaves = [
+            (leaf, axis_of(leaf, axis))
+            for leaf, axis in zip(leaves, leaf_axes, strict=True)
         ]
+        self.tensors = [leaf.value for leaf in leaves if isinstance(leaf.value, Tensor)]
         sizes = [
             (leaf.path, length_of(leaf.value, axis))
-            for leaf, axis in zip(self.leaves, self.axes, strict=True)
+            for leaf, axis in self.leaves
             if axis is not None
         ]
         self.items = kit.require_one_size(sizes, kit.lists_of_one_kind(batch, axes))
@@ -70,10 +68,7 @@ class LargeBatch:
 
     def cut(self, division: kit.Division, options: kit.Options) -> CutBatch:
         cuts = kit.divided(division, self.items)
-        columns = [
-            split_leaf(leaf.value, axis, cuts)
-            for leaf, axis in zip(self.leaves, self.axes, strict=True)
-        ]
+        columns = [split_leaf(leaf.value, axis, cuts) for leaf, axis in self.leaves]
         arguments: list[Any] = [
             kit.with_leaves(self.batch, iter(row)) for row in zip(*columns, strict=True)
         ]
