@@ -30,7 +30,6 @@ from gradaccum_mindspore import (
     TrainOneStepCell,
     WatchWindows,
     load_checkpoint_into,
-    value_and_grad,
     value_and_update,
 )
 from gradaccum_mindspore.workers import gather
@@ -114,11 +113,6 @@ REFUSED = {
         lambda: WatchWindows(bare(), print),
         ArgumentTypeError,
         ".*a wrapped optimizer",
-    ),
-    "a number for a function": (
-        lambda: value_and_grad(3, None, None, steps=2),
-        ArgumentTypeError,
-        "fn: expected a function or Cell",
     ),
     "an update of a bare optimizer": (
         lambda: value_and_update(lambda x: x, bare(), steps=2),

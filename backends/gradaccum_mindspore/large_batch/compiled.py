@@ -42,7 +42,7 @@ from gradaccum_mindspore.window.compiled import number_of
 
 
 class TensorOutline:
-    """What the core asks about a Tensor."""
+    """The shape and dtype of a Tensor."""
 
     def __init__(self, shape: tuple[int, ...], dtype: DType) -> None:
         self.shape = shape
