@@ -139,14 +139,14 @@ class TorchSubject:
     def _run(self, part: Sequence[int], conditions: Conditions) -> Run:
         loss = self._loss(part) * conditions.scale
         parameters = list(self._parameters.values())
-        found = torch.autograd.grad(loss, parameters, allow_unused=True)
+        gradient_list = torch.autograd.grad(loss, parameters, allow_unused=True)
         gradients = {}
-        for name, gradient in zip(self._parameters, found, strict=True):
+        for name, gradient in zip(self._parameters, gradient_list, strict=True):
             if gradient is not None:
                 gradients[name] = wide(gradient) / conditions.scale
         is_exact = conditions.perturbation is None
-        changed = self._state.changed() if is_exact else ()
-        return Run(gradients, self._weight(part), changed)
+        changed_state = self._state.changed_names() if is_exact else ()
+        return Run(gradients, self._weight(part), changed_state)
 
     @contextmanager
     def _isolated(self) -> Iterator[None]:
@@ -211,7 +211,7 @@ class ModelState:
             # By .data: the versions of parameters, which others watch, stay.
             tensor.data.copy_(value)
 
-    def changed(self) -> tuple[str, ...]:
+    def changed_names(self) -> tuple[str, ...]:
         """Name the buffers, parameters and plain attributes that are not as before."""
         names = [
             name
