@@ -107,10 +107,11 @@ def _inverse(matrix: Sequence[Sequence[float]]) -> list[list[float]] | None:
     zero.
     """
     size = len(matrix)
-    rows = [
-        [*row, *(float(place == k) for k in range(size))]
-        for place, row in enumerate(matrix)
-    ]
+    rows = []
+    for place, row in enumerate(matrix):
+        unit = [0.0] * size
+        unit[place] = 1.0
+        rows.append([*row, *unit])
     for k in range(size):
         pivot = rows[k][k]
         if pivot <= PIVOT:

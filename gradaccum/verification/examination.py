@@ -243,20 +243,18 @@ class _Examination:
         of the next.
         """
         alone = replace(self.conditions, carry_state=False)
+        parts = self.comparison.partitions[0].parts
+        runs = self.subject.window(parts, self.conditions)
+        runs_alone = self.subject.window(parts, alone)
         changed_state: dict[str, None] = {}
         names: dict[str, None] = {}
-        for partition in self.comparison.partitions:
-            runs = self.subject.window(partition.parts, self.conditions)
-            runs_alone = self.subject.window(partition.parts, alone)
-            for run, run_alone in zip(runs, runs_alone, strict=True):
-                changed_state |= dict.fromkeys(run.changed_state)
-                if self.comparison.is_finite(run) or self.comparison.is_finite(
-                    run_alone
-                ):
-                    distances = self.comparison.distances(
-                        run.gradients, run_alone.gradients, self.conditions
-                    )
-                    names |= dict.fromkeys(moved_names(distances))
+        for run, run_alone in zip(runs, runs_alone, strict=True):
+            changed_state |= dict.fromkeys(run.changed_state)
+            if self.comparison.is_finite(run) or self.comparison.is_finite(run_alone):
+                distances = self.comparison.distances(
+                    run.gradients, run_alone.gradients, self.conditions
+                )
+                names |= dict.fromkeys(moved_names(distances))
         if names:
             self.conditions = alone
             self.add(
@@ -317,7 +315,7 @@ class _Examination:
                 return True
         fits = []
         for partition in self.comparison.partitions:
-            fit = self.fit(partition)
+            fit = self.comparison.coefficients(partition.parts, self.conditions)
             if fit is not None and len(partition.parts) > 1:
                 fits.append((partition, fit))
         if not fits or not all(self.are_weights(*pair) for pair in fits):
@@ -346,9 +344,6 @@ class _Examination:
             " loss divides by in a micro-batch.",
         )
         return True
-
-    def fit(self, partition: Partition) -> Coefficients | None:
-        return self.comparison.coefficients(partition.parts, self.conditions)
 
     def are_weights(self, partition: Partition, fit: Coefficients) -> bool:
         """True if the micro-batches add up with these coefficients, which are shares of
@@ -468,17 +463,14 @@ class _Examination:
         is_mean = self.comparison.weighting.reduction == "mean"
         by_items = Weighting("mean" if is_mean else "sum", by_items=True)
         (large,) = self.subject.window([items], self.conditions)
-        errors = [
-            difference(
-                self.comparison.accumulate(parts, self.conditions, by_items),
-                large.gradients,
-            )
-            for parts in (
-                cut(items, len(items) // 2),
-                cut(items, len(items) // 4),
-                tuple(items[start::4] for start in range(4)),
-            )
-        ]
+        errors = []
+        for parts in (
+            cut(items, len(items) // 2),
+            cut(items, len(items) // 4),
+            tuple(items[start::4] for start in range(4)),
+        ):
+            total = self.comparison.accumulate(parts, self.conditions, by_items)
+            errors.append(difference(total, large.gradients))
         growth = 1.5 if is_mean else 3.0
         units = self.comparison.units(self.conditions)
         counted_names = []

@@ -223,7 +223,7 @@ class ModelState:
         return tuple(
             name
             for name, value in self._get().items()
-            if not np.array_equal(value, self._before.get(name), equal_nan=False)
+            if not np.array_equal(value, self._before.get(name, np.nan))
             and (modes or not name.endswith("training"))
         )
 
