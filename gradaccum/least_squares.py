@@ -44,10 +44,10 @@ def solve_update(gradients: Any, update: Any) -> SolvedUpdate:
     """
 
     def rest_of(coefficients: Sequence[float]) -> tuple[list[float], float]:
-        rest = update
+        residual = update
         for coefficient, gradient in zip(coefficients, gradients, strict=True):
-            rest = rest - coefficient * gradient
-        return (gradients @ rest).tolist(), math.sqrt(float(rest @ rest))
+            residual = residual - coefficient * gradient
+        return (gradients @ residual).tolist(), math.sqrt(float(residual @ residual))
 
     gram = (gradients @ gradients.T).tolist()
     return solve_coefficients(gram, rest_of, gradients.shape[1])
@@ -69,34 +69,34 @@ def solve_coefficients(
     coefficients = [0.0] * len(gram)
     products, norm = rest_of(coefficients)
     norms = [math.sqrt(max(gram[k][k], 0.0)) for k in range(len(gram))]
-    used = [k for k, size in enumerate(norms) if size > 0]
+    nonzero = [k for k, size in enumerate(norms) if size > 0]
     inverse = None
-    if used and len(used) < elements and all(map(math.isfinite, [*norms, norm])):
+    if nonzero and len(nonzero) < elements and all(map(math.isfinite, [*norms, norm])):
         inverse = _inverse(
-            [[gram[j][k] / norms[j] / norms[k] for k in used] for j in used]
+            [[gram[j][k] / norms[j] / norms[k] for k in nonzero] for j in nonzero]
         )
     if inverse is None:
         unknown = (math.nan,) * len(gram)
         return SolvedUpdate(unknown, math.inf, 0.0, norm, tuple(norms))
-    rest = norm
+    residual = norm
     for _ in range(3):  # Twice more than needed in exact arithmetic.
-        scaled = [products[k] / norms[k] for k in used]
-        for k, row in zip(used, inverse, strict=True):
-            step = math.fsum(a * b for a, b in zip(row, scaled, strict=True))
+        scaled_products = [products[k] / norms[k] for k in nonzero]
+        for k, row in zip(nonzero, inverse, strict=True):
+            step = math.fsum(a * b for a, b in zip(row, scaled_products, strict=True))
             coefficients[k] += step / norms[k]
-        products, rest = rest_of(coefficients)
+        products, residual = rest_of(coefficients)
     total = sum(abs(c) * size for c, size in zip(coefficients, norms, strict=True))
     largest = max(map(abs, coefficients))
     # The standard error in least squares, with a rest of 1 per element.
     spread = max(
         math.sqrt(max(row[place], 0.0)) / norms[k]
-        for place, (k, row) in enumerate(zip(used, inverse, strict=True))
+        for place, (k, row) in enumerate(zip(nonzero, inverse, strict=True))
     )
-    error = 4 * rest / math.sqrt(elements - len(used)) * spread
+    error = 4 * residual / math.sqrt(elements - len(nonzero)) * spread
     return SolvedUpdate(
         tuple(coefficients),
         error / largest if largest else 0.0,
-        rest / total if total else 0.0,
+        residual / total if total else 0.0,
         norm,
         tuple(norms),
     )
@@ -107,10 +107,11 @@ def _inverse(matrix: Sequence[Sequence[float]]) -> list[list[float]] | None:
     zero.
     """
     size = len(matrix)
-    rows = [
-        [*row, *(float(place == k) for k in range(size))]
-        for place, row in enumerate(matrix)
-    ]
+    rows = []
+    for place, row in enumerate(matrix):
+        unit = [0.0] * size
+        unit[place] = 1.0
+        rows.append([*row, *unit])
     for k in range(size):
         pivot = rows[k][k]
         if pivot <= PIVOT:

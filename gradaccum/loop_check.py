@@ -298,7 +298,7 @@ class _CoefficientReader:
             flat = [k for k, (norm, weight) in enumerate(pairs) if weight and not norm]
             if flat:
                 return (
-                    f"The gradient of {self.named(flat)} is zero, so that no"
+                    f"The gradient of {self.place_names(flat)} is zero, so that no"
                     " coefficient tells where it went. Check with other data, or give"
                     " it weight 0."
                 )
@@ -316,36 +316,36 @@ class _CoefficientReader:
     # Where each micro-batch went.
 
     def read_places(self) -> None:
-        held = {number for members in self.members for number in members}
-        lost = [
+        reached_places = {number for members in self.members for number in members}
+        lost_places = [
             number
             for number, weight in enumerate(self.weights)
-            if weight and number not in held
+            if weight and number not in reached_places
         ]
-        if lost and self.updates:
-            self.read_lost(lost)
+        if lost_places and self.updates:
+            self.read_lost(lost_places)
         for number, (before, members) in enumerate(pairwise(self.members), 2):
             again = sorted({*members} & {*before})
             if again:
                 self.say(
                     "leaked",
                     number,
-                    f"Update {number} holds {self.named(again)} of the update before"
+                    f"Update {number} holds {self.place_names(again)} of the update before"
                     " again: gradients were not cleared after the update.",
                 )
         if not any(problem.kind == "leaked" for problem in self.problems):
-            self.read_boundaries(lost)
+            self.read_boundaries(lost_places)
         self.read_reduction()
 
-    def read_lost(self, lost: Sequence[int]) -> None:
+    def read_lost(self, lost_places: Sequence[int]) -> None:
         last = max(self.members[-1], default=-1)
-        tail = [number for number in lost if number > last and self.workers == 1]
-        inner = [number for number in lost if number not in tail]
+        tail = [number for number in lost_places if number > last and self.workers == 1]
+        inner = [number for number in lost_places if number not in tail]
         if tail:
             self.say(
                 "lost",
                 0,
-                f"{self.named(tail)} never reached the optimizer: the loop ends without"
+                f"{self.place_names(tail)} never reached the optimizer: the loop ends without"
                 " an update for its last, short window.",
             )
         is_alone = self.workers == 1 and all(
@@ -355,14 +355,16 @@ class _CoefficientReader:
             self.say(
                 "only_last",
                 0,
-                f"{self.named(inner)} never reached the optimizer. Each update holds"
+                f"{self.place_names(inner)} never reached the optimizer. Each update holds"
                 " one micro-batch: most likely zero_grad() runs before each backward"
                 " pass, or only the last backward pass of a window counts.",
             )
         elif inner:
-            self.say("lost", 0, f"{self.named(inner)} never reached the optimizer.")
+            self.say(
+                "lost", 0, f"{self.place_names(inner)} never reached the optimizer."
+            )
 
-    def read_boundaries(self, lost: Sequence[int]) -> None:
+    def read_boundaries(self, lost_places: Sequence[int]) -> None:
         """Compare the micro-batches of each update with windows of `steps`."""
         if self.steps is None:
             return
@@ -370,12 +372,12 @@ class _CoefficientReader:
             places = {member % self.length for member in members}
             start = (number - 1) * self.steps
             window = set(range(start, min(start + self.steps, self.length)))
-            if places and places != window and not window & {*lost}:
-                window_name = self.named(sorted(window)) if window else "none"
+            if places and places != window and not window & {*lost_places}:
+                window_name = self.place_names(sorted(window)) if window else "none"
                 self.say(
                     "boundary",
                     number,
-                    f"Update {number} holds {self.named(members)}, where windows of"
+                    f"Update {number} holds {self.place_names(members)}, where windows of"
                     f" {self.steps} have {window_name}: the condition for a step is off.",
                 )
                 return
@@ -415,7 +417,7 @@ class _CoefficientReader:
             self.say(
                 "weights",
                 number,
-                f"Update {number} holds {self.named(weightless)}, whose weight is 0.",
+                f"Update {number} holds {self.place_names(weightless)}, whose weight is 0.",
             )
         elif not members:
             self.notes.append(f"Update {number} holds no micro-batch.")
@@ -563,7 +565,7 @@ class _CoefficientReader:
                 f" {clipped}."
             )
 
-    def named(self, members: Sequence[int]) -> str:
+    def place_names(self, members: Sequence[int]) -> str:
         places = sorted({member % self.length + 1 for member in members})
         if len(places) == 1:
             return f"micro-batch {places[0]}"

@@ -78,17 +78,17 @@ class LoopRecorder(optax.GradientTransformation):  # type: ignore[misc]
         """
         jax.effects_barrier()  # type: ignore[no-untyped-call]
         vectors: dict[int, np.ndarray[Any, Any]] = self._vectors
-        made = [
+        update_counts = [
             int(leaf.updates)
             for leaf in jax.tree.leaves(state, is_leaf=_is_recorders)
             if _is_recorders(leaf)
         ]
-        if len(made) != 1:
+        if len(update_counts) != 1:
             raise explain(
                 UsageError,
                 "state",
                 expected="the optimizer's state, with this recorder's in it",
-                found=f"{len(made)} states of recorders",
+                found=f"{len(update_counts)} states of recorders",
                 fix="Return the state from the loop, and give it to report.",
             )
         batches = [kit.as_arguments(each) for each in micro_batches]
@@ -96,13 +96,14 @@ class LoopRecorder(optax.GradientTransformation):  # type: ignore[misc]
         gradients = np.stack(
             [_vector(jax.grad(loss_fn)(params, *batch)) for batch in batches]
         )
-        solved = [
-            kit.solve_update(gradients, vectors[number]) for number in range(made[0])
+        solutions = [
+            kit.solve_update(gradients, vectors[number])
+            for number in range(update_counts[0])
         ]
         dtypes = [jnp.asarray(leaf).dtype for leaf in jax.tree.leaves(params)]
         epsilon = max(float(jnp.finfo(dtype).eps) for dtype in dtypes)
         return kit.read_coefficients(
-            solved,
+            solutions,
             [float(count(*batch)) for batch in batches],
             limit=kit.rounding_limit(epsilon),
             **options,

@@ -80,28 +80,28 @@ class LoopRecorder(nn.Optimizer):  # type: ignore[misc]
         Raises:
             UsageError: the loop made more updates than are kept.
         """
-        made = int(self.updates_made.asnumpy()[0])
-        if made > self.kept_updates:
+        update_count = int(self.updates_made.asnumpy()[0])
+        if update_count > self.kept_updates:
             raise explain(
                 UsageError,
                 "updates",
-                expected=f"at least the loop's number of updates, {made}",
+                expected=f"at least the loop's number of updates, {update_count}",
                 got=self.kept_updates,
-                fix=f"Write LoopRecorder(parameters, updates={made}).",
+                fix=f"Write LoopRecorder(parameters, updates={update_count}).",
             )
         batches = [kit.as_arguments(each) for each in micro_batches]
         count = weight or kit.items_of
         differentiate = ms.value_and_grad(loss_fn, None, self.parameters)
         gradients = np.stack([_vector(differentiate(*batch)[1]) for batch in batches])
-        solved = [
+        solutions = [
             kit.solve_update(
                 gradients, _vector(record[number] for record in self.records)
             )
-            for number in range(made)
+            for number in range(update_count)
         ]
         epsilon = max(EPSILONS[parameter.dtype] for parameter in self.parameters)
         return kit.read_coefficients(
-            solved,
+            solutions,
             [float(count(*batch)) for batch in batches],
             limit=kit.rounding_limit(epsilon),
             **options,

@@ -90,8 +90,10 @@ class LoopRecord:
         """Keep the arguments of a call of the model that returned a loss."""
         if torch.is_grad_enabled() and _loss_of(output) is not None:
             # The trainer's own divisor is no part of the micro-batch's loss.
-            kept = {k: v for k, v in keywords.items() if k != "num_items_in_batch"}
-            self._calls.append((arguments, kept))
+            kept_keywords = {
+                k: v for k, v in keywords.items() if k != "num_items_in_batch"
+            }
+            self._calls.append((arguments, kept_keywords))
 
     def report(
         self,
@@ -147,13 +149,13 @@ class LoopRecord:
             workers = dist.get_world_size()
         if workers > 1:
             gradients, weights = _gathered(gradients, weights, workers)
-        solved = [
+        solutions = [
             kit.solve_update(gradients, update)._replace(norm=norm)
             for update, norm in zip(self._updates, self._norms, strict=True)
         ]
         epsilon = max(torch.finfo(each.dtype).eps for each in self._parameters)
         return kit.read_coefficients(
-            solved,
+            solutions,
             weights,
             workers=workers,
             limit=kit.rounding_limit(epsilon),
@@ -164,10 +166,12 @@ class LoopRecord:
         return _loss_of(self._model(*arguments, **keywords))
 
     def _gradient_of(self, loss: Callable[[], Tensor]) -> Tensor:
-        trained = [each for each in self._parameters if each.requires_grad]
+        trained_parameters = [each for each in self._parameters if each.requires_grad]
         with torch.enable_grad():
-            gradients = torch.autograd.grad(loss(), trained, allow_unused=True)
-        by_parameter = dict(zip(trained, gradients, strict=True))
+            gradients = torch.autograd.grad(
+                loss(), trained_parameters, allow_unused=True
+            )
+        by_parameter = dict(zip(trained_parameters, gradients, strict=True))
         in_order = [by_parameter.get(parameter) for parameter in self._parameters]
         return self._vector(self._dense(in_order))
 

@@ -23,7 +23,7 @@ from gradaccum.verification.comparison import (
     Weighting,
     partitions,
 )
-from gradaccum.verification.examination import KINDS, TRAINING, listed
+from gradaccum.verification.examination import KINDS, TRAINING, joined_names
 
 from .plain_subject import (
     COUNTS,
@@ -268,8 +268,8 @@ def test_coefficients_that_differ_by_rounding_are_the_same(
 
 
 def test_words_of_a_cause() -> None:
-    assert listed(["a", "b", "c", "d", "e"]) == "a, b, c, d, e"
-    assert listed(list("abcdefg")) == "a, b, c, d, e and 2 more"
+    assert joined_names(["a", "b", "c", "d", "e"]) == "a, b, c, d, e"
+    assert joined_names(list("abcdefg")) == "a, b, c, d, e and 2 more"
     for subject, reduction, fix in (
         (PlainSubject(summed), "mean", "Write reduction='sum'; or, for the mean over"),
         (PlainSubject(sound), "sum", "Write reduction='mean' and no weight=."),

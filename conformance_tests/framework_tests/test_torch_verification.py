@@ -73,6 +73,18 @@ def test_token_mean_in_any_dtype(dtype: torch.dtype) -> None:
     ]
 
 
+@pytest.mark.parametrize("size", [1e-9, 1e-6, 1e-4, 1.0])
+def test_float16_underflow_is_no_mistake(size: float) -> None:
+    """Gradients of a small loss underflow under autocast without a loss scale."""
+
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.float16):
+            return cross_entropy(model, x, y).float() * size
+
+    report = gradaccum.verify(net(), loss, (inputs(5), classes()))
+    assert report.equivalent, str(report)
+
+
 @pytest.mark.parametrize("carry_state", [True, False])
 def test_parameters_are_perturbed(carry_state: bool) -> None:
     """In float64 too, and where state is put back before each micro-batch."""

@@ -169,14 +169,16 @@ class Comparison:
             return [self.large(Conditions()).weight / total] * len(runs)
         return [weight / total for weight in weights]
 
-    def accumulated(
+    def accumulate(
         self,
         parts: Sequence[Items],
         conditions: Conditions,
         weighting: Weighting | None = None,
     ) -> dict[str, Gradient]:
         runs = self.subject.window(parts, conditions)
-        return combined(runs, self.factors(runs, parts, weighting or self.weighting))
+        return linear_combination(
+            runs, self.factors(runs, parts, weighting or self.weighting)
+        )
 
     def errors(
         self, conditions: Conditions, weighting: Weighting | None = None
@@ -187,7 +189,7 @@ class Comparison:
         large = self.large(conditions).gradients
         worst = dict.fromkeys(self.subject.names, 0.0)
         for partition in self.partitions:
-            total = self.accumulated(partition.parts, conditions, weighting)
+            total = self.accumulate(partition.parts, conditions, weighting)
             for name, error in self.distances(total, large, conditions).items():
                 worst[name] = max(worst[name], error)
         return worst
@@ -240,12 +242,12 @@ class Comparison:
         units = self.floors(conditions)
         first = self.partitions[0].parts
         for parts in ((self.items,), first):
-            exact = self.accumulated(parts, conditions)
+            exact = self.accumulate(parts, conditions)
             for number in range(PERTURBATIONS):
-                perturbed = replace(conditions, perturbation=number)
-                shifted = self.accumulated(parts, perturbed)
+                perturbed_conditions = replace(conditions, perturbation=number)
+                perturbed_gradients = self.accumulate(parts, perturbed_conditions)
                 for name in units:
-                    distance = self.distance(name, shifted, exact)
+                    distance = self.distance(name, perturbed_gradients, exact)
                     if math.isfinite(distance):
                         units[name] = max(units[name], distance)
         return units
@@ -295,7 +297,7 @@ class Comparison:
             )
 
         def rest_of(values: Sequence[float]) -> tuple[list[float], float]:
-            rest = difference(large.gradients, combined(runs, values))
+            rest = difference(large.gradients, linear_combination(runs, values))
             products = [product(run.gradients, rest) for run in runs]
             return products, math.sqrt(product(rest, rest))
 
@@ -304,24 +306,26 @@ class Comparison:
             self.subject.precision(name).elements for name in large.gradients
         )
         try:
-            solved = solve_coefficients(gram, rest_of, elements)
+            solution = solve_coefficients(gram, rest_of, elements)
         except OverflowError:
             return None
-        is_certain = solved.uncertainty <= COEFFICIENT_ERROR
-        if not is_certain and not solved.unexplained > COEFFICIENT_ERROR:
+        is_certain = solution.uncertainty <= COEFFICIENT_ERROR
+        if not is_certain and not solution.unexplained > COEFFICIENT_ERROR:
             return None
-        total = combined(runs, solved.coefficients)
+        total = linear_combination(runs, solution.coefficients)
         errors = self.distances(total, large.gradients, conditions)
         return Coefficients(
-            solved.coefficients,
+            solution.coefficients,
             tuple(self.factors(runs, parts, self.weighting)),
-            solved.unexplained,
-            solved.uncertainty,
+            solution.unexplained,
+            solution.uncertainty,
             max(errors.values(), default=0.0),
         )
 
 
-def combined(runs: Sequence[Run], factors: Sequence[float]) -> dict[str, Gradient]:
+def linear_combination(
+    runs: Sequence[Run], factors: Sequence[float]
+) -> dict[str, Gradient]:
     """Return the sum of factor x gradient; a factor of 0 leaves its micro-batch out,
     even a NaN.
     """
@@ -336,9 +340,9 @@ def combined(runs: Sequence[Run], factors: Sequence[float]) -> dict[str, Gradien
 
 
 def difference(a: Gradients, b: Gradients) -> dict[str, Gradient]:
-    return combined([Run(a, 1.0), Run(b, 1.0)], [1.0, -1.0])
+    return linear_combination([Run(a, 1.0), Run(b, 1.0)], [1.0, -1.0])
 
 
-def moved(errors: Mapping[str, float]) -> tuple[str, ...]:
+def moved_names(errors: Mapping[str, float]) -> tuple[str, ...]:
     """Return the parameters that moved by more than rounding."""
     return tuple(name for name, error in errors.items() if not error <= ROUNDING_LIMIT)

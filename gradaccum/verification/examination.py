@@ -21,7 +21,7 @@ from gradaccum.verification.comparison import (
     Weighting,
     cut,
     difference,
-    moved,
+    moved_names,
 )
 from gradaccum.verification.report import Cause, VerificationReport
 from gradaccum.verification.subject import Conditions, Gradient, Items, Subject
@@ -93,13 +93,13 @@ class _Examination:
             self.is_finite() and self.is_repeatable() and self.follows_the_scale()
         )
         errors = self.comparison.errors(self.conditions)
-        if can_compare and moved(errors) and self.can_hold_random_numbers():
+        if can_compare and moved_names(errors) and self.can_hold_random_numbers():
             errors = self.comparison.errors(self.conditions)
             self.find_causes(errors)
         self.note_unused_parameters()
         first = self.comparison.partitions[0].parts
         return VerificationReport(
-            not self.causes and not moved(errors),
+            not self.causes and not moved_names(errors),
             tuple(self.causes),
             errors,
             self.comparison.units(self.conditions),
@@ -114,21 +114,21 @@ class _Examination:
 
     def find_causes(self, errors: Mapping[str, float]) -> None:
         """Look for the causes of `errors`, one after the other, until none is left."""
-        if moved(errors) and self.depends_on_state():
+        if moved_names(errors) and self.depends_on_state():
             errors = self.comparison.errors(self.conditions)
-        if not moved(errors):
+        if not moved_names(errors):
             return
-        if self.depends_on_places(moved(errors)):
+        if self.depends_on_places(moved_names(errors)):
             return
         if self.has_other_weights():
             return
         if self.depends_on_mode():
             errors = self.comparison.errors(self.conditions)
-            if not moved(errors) or self.has_other_weights():
+            if not moved_names(errors) or self.has_other_weights():
                 return
         if self.has_infinite_parts():
             return
-        names = self.without_counted_terms(moved(errors))
+        names = self.without_counted_terms(moved_names(errors))
         if names:
             self.say_coupled(names)
 
@@ -144,7 +144,7 @@ class _Examination:
         if names:
             self.add(
                 "not_finite",
-                listed(names),
+                joined_names(names),
                 "The gradient of the large batch itself is not finite.",
                 "Mend the loss first, or verify with another batch.",
             )
@@ -159,7 +159,7 @@ class _Examination:
                 "not_repeatable",
                 "outside of the model",
                 "Two runs of the same batch, with the model's state and the random"
-                f" state restored, differ in {listed(names)}: the loss reads something"
+                f" state restored, differ in {joined_names(names)}: the loss reads something"
                 " that changes from call to call, as a generator of its own does.",
                 "Make it a buffer of the model, or a part of the batch.",
             )
@@ -170,7 +170,7 @@ class _Examination:
         large = self.comparison.large(self.conditions)
         # Units are measured by repeated runs, so that they would hide the difference.
         floors = self.comparison.floors(self.conditions)
-        return moved(
+        return moved_names(
             self.comparison.distances_in(floors, again.gradients, large.gradients)
         )
 
@@ -181,19 +181,19 @@ class _Examination:
         large = self.comparison.large(self.conditions)
         names: list[str] = []
         for scale in SCALES:
-            scaled = replace(self.conditions, scale=scale)
-            (run,) = self.subject.window([self.comparison.items], scaled)
+            scaled_conditions = replace(self.conditions, scale=scale)
+            (run,) = self.subject.window([self.comparison.items], scaled_conditions)
             if self.comparison.is_finite(run):
                 distances = self.comparison.distances(
                     run.gradients, large.gradients, self.conditions
                 )
-                names = names or list(moved(distances))
+                names = names or list(moved_names(distances))
         if names:
             self.add(
                 "custom_backward",
-                listed(names),
+                joined_names(names),
                 "A loss multiplied by a number does not give the multiplied gradient in"
-                f" {listed(names)}: a custom backward pass or a hook ignores the"
+                f" {joined_names(names)}: a custom backward pass or a hook ignores the"
                 " gradient that it is handed, and with it the weight of a micro-batch.",
                 "Multiply by the incoming gradient in the custom backward pass; in"
                 " place of a hook that clips write clip_norm=.",
@@ -224,17 +224,17 @@ class _Examination:
             return False
         self.conditions = replace(self.conditions, random_layers=False)
         self.notes.append(
-            f"{listed(layers)}: compared in evaluation mode, because an item draws"
+            f"{joined_names(layers)}: compared in evaluation mode, because an item draws"
             " other random numbers in another micro-batch."
         )
         return True
 
     def follows_the_seed(self) -> bool:
-        reseeded = replace(self.conditions, seed=1)
-        (run,) = self.subject.window([self.comparison.items], reseeded)
+        other_seed = replace(self.conditions, seed=1)
+        (run,) = self.subject.window([self.comparison.items], other_seed)
         large = self.comparison.large(self.conditions).gradients
         distances = self.comparison.distances(run.gradients, large, self.conditions)
-        return bool(moved(distances))
+        return bool(moved_names(distances))
 
     # Why does the gradient move?
 
@@ -243,28 +243,26 @@ class _Examination:
         of the next.
         """
         alone = replace(self.conditions, carry_state=False)
-        changed: dict[str, None] = {}
+        parts = self.comparison.partitions[0].parts
+        runs = self.subject.window(parts, self.conditions)
+        runs_alone = self.subject.window(parts, alone)
+        changed_state: dict[str, None] = {}
         names: dict[str, None] = {}
-        for partition in self.comparison.partitions:
-            runs = self.subject.window(partition.parts, self.conditions)
-            runs_alone = self.subject.window(partition.parts, alone)
-            for run, run_alone in zip(runs, runs_alone, strict=True):
-                changed |= dict.fromkeys(run.changed_state)
-                if self.comparison.is_finite(run) or self.comparison.is_finite(
-                    run_alone
-                ):
-                    distances = self.comparison.distances(
-                        run.gradients, run_alone.gradients, self.conditions
-                    )
-                    names |= dict.fromkeys(moved(distances))
+        for run, run_alone in zip(runs, runs_alone, strict=True):
+            changed_state |= dict.fromkeys(run.changed_state)
+            if self.comparison.is_finite(run) or self.comparison.is_finite(run_alone):
+                distances = self.comparison.distances(
+                    run.gradients, run_alone.gradients, self.conditions
+                )
+                names |= dict.fromkeys(moved_names(distances))
         if names:
             self.conditions = alone
             self.add(
                 "hidden_state",
-                listed(list(changed)) or "state of the model",
+                joined_names(list(changed_state)) or "state of the model",
                 "The forward pass changes this and the loss reads it: with the state"
                 " restored before each micro-batch the gradient of"
-                f" {listed(list(names))} is another one.",
+                f" {joined_names(list(names))} is another one.",
                 "Update it once per window, after the optimizer's step, or use the"
                 " value from before the window.",
             )
@@ -278,17 +276,21 @@ class _Examination:
             return False
 
         def gradient_of(*pairs: Items) -> dict[str, Gradient]:
-            return self.comparison.accumulated(pairs, self.conditions)
+            return self.comparison.accumulate(pairs, self.conditions)
 
         try:
             gradient = gradient_of((0, 1), (2, 3))
-            swapped = gradient_of((0, 3), (2, 1))
-            turned = gradient_of((1, 0), (2, 3))
+            swapped_gradient = gradient_of((0, 3), (2, 1))
+            turned_gradient = gradient_of((1, 0), (2, 3))
         except Exception:  # The user's loss may refuse two items.
             return False
-        by_neighbour = self.comparison.distances(gradient, swapped, self.conditions)
-        by_place = self.comparison.distances(gradient, turned, self.conditions)
-        if {*moved(by_neighbour)} & {*names} or not {*moved(by_place)} & {*names}:
+        by_neighbour = self.comparison.distances(
+            gradient, swapped_gradient, self.conditions
+        )
+        by_place = self.comparison.distances(gradient, turned_gradient, self.conditions)
+        if {*moved_names(by_neighbour)} & {*names} or not {*moved_names(by_place)} & {
+            *names
+        }:
             return False
         self.add(
             "not_repeatable",
@@ -308,12 +310,12 @@ class _Examination:
         for reduction in reductions:
             weighting = Weighting(reduction, by_items=True)
             errors = self.comparison.errors(self.conditions, weighting)
-            if not moved(errors):
+            if not moved_names(errors):
                 self.say_other_reduction(used, reduction)
                 return True
         fits = []
         for partition in self.comparison.partitions:
-            fit = self.fit(partition)
+            fit = self.comparison.coefficients(partition.parts, self.conditions)
             if fit is not None and len(partition.parts) > 1:
                 fits.append((partition, fit))
         if not fits or not all(self.are_weights(*pair) for pair in fits):
@@ -342,9 +344,6 @@ class _Examination:
             " loss divides by in a micro-batch.",
         )
         return True
-
-    def fit(self, partition: Partition) -> Coefficients | None:
-        return self.comparison.coefficients(partition.parts, self.conditions)
 
     def are_weights(self, partition: Partition, fit: Coefficients) -> bool:
         """True if the micro-batches add up with these coefficients, which are shares of
@@ -413,14 +412,14 @@ class _Examination:
         """
         layers = self.subject.statistics_layers()
         evaluation = replace(self.conditions, training=False)
-        is_right = not moved(self.comparison.errors(evaluation))
+        is_right = not moved_names(self.comparison.errors(evaluation))
         if not layers and not is_right:
             return False
         gradient = "stays the same" if is_right else "moves too, for another reason"
         self.conditions = evaluation
         self.add(
             "batch_statistics",
-            listed(layers) or "the model",
+            joined_names(layers) or "the model",
             "In training mode the output for one item depends on the other items of its"
             f" micro-batch. In evaluation mode the gradient {gradient}.",
             "Use GroupNorm or LayerNorm, freeze the statistics (evaluation mode for"
@@ -464,20 +463,17 @@ class _Examination:
         is_mean = self.comparison.weighting.reduction == "mean"
         by_items = Weighting("mean" if is_mean else "sum", by_items=True)
         (large,) = self.subject.window([items], self.conditions)
-        errors = [
-            difference(
-                self.comparison.accumulated(parts, self.conditions, by_items),
-                large.gradients,
-            )
-            for parts in (
-                cut(items, len(items) // 2),
-                cut(items, len(items) // 4),
-                tuple(items[start::4] for start in range(4)),
-            )
-        ]
+        errors = []
+        for parts in (
+            cut(items, len(items) // 2),
+            cut(items, len(items) // 4),
+            tuple(items[start::4] for start in range(4)),
+        ):
+            total = self.comparison.accumulate(parts, self.conditions, by_items)
+            errors.append(difference(total, large.gradients))
         growth = 1.5 if is_mean else 3.0
         units = self.comparison.units(self.conditions)
-        counted = []
+        counted_names = []
         for name in names:
             if not all(name in error for error in errors):
                 continue
@@ -489,20 +485,20 @@ class _Examination:
                 self.comparison.norm(four - four_dealt),
             )
             if size > room and off <= min(room, size / 4):
-                counted.append(name)
-        if counted and is_mean:
+                counted_names.append(name)
+        if counted_names and is_mean:
             self.add(
                 "weights",
-                listed(counted),
+                joined_names(counted_names),
                 "A part of the gradient of these parameters shrinks with the number of"
                 " micro-batches: the loss adds a sum over the items to a mean over"
                 " them, and reduction='mean' divides both.",
                 "Make each term of the loss a mean over items, or each a sum.",
             )
-        elif counted:
+        elif counted_names:
             self.add(
                 "weights",
-                listed(counted),
+                joined_names(counted_names),
                 "The gradient of these parameters grows with the number of"
                 " micro-batches: each micro-batch adds a part of it in full. That part"
                 " is a penalty, an auxiliary loss, or a parameter of the loss itself,"
@@ -510,14 +506,14 @@ class _Examination:
                 "Multiply that term by the micro-batch's share of the window's items,"
                 " or use coupled_backward, which differentiates it once.",
             )
-        return tuple(name for name in names if name not in counted)
+        return tuple(name for name in names if name not in counted_names)
 
     def say_coupled(self, names: Sequence[str]) -> None:
         self.add(
             "coupled",
             "the loss",
             "No weights make the micro-batches add up to the large batch's gradient in"
-            f" {listed(names)}: the loss of one item depends on the others, as in"
+            f" {joined_names(names)}: the loss of one item depends on the others, as in"
             " contrastive, ranking and load-balancing losses, statistics over the batch"
             " and a branch that the batch chooses.",
             "Split it into outputs per item and a loss of all outputs: coupled_backward"
@@ -526,13 +522,17 @@ class _Examination:
         )
 
     def note_unused_parameters(self) -> None:
-        reached = self.comparison.large(TRAINING).gradients
-        unused = [name for name in self.subject.names if name not in reached]
-        if unused:
-            self.notes.append(f"{listed(unused)}: the loss does not reach it.")
+        reached_gradients = self.comparison.large(TRAINING).gradients
+        unused_names = [
+            name for name in self.subject.names if name not in reached_gradients
+        ]
+        if unused_names:
+            self.notes.append(
+                f"{joined_names(unused_names)}: the loss does not reach it."
+            )
 
 
-def listed(names: Sequence[str]) -> str:
+def joined_names(names: Sequence[str]) -> str:
     """Return the first few of `names`, and how many more there are."""
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return ", ".join(names[:5]) + more

@@ -204,11 +204,11 @@ def verify(
 
 def _imported_first() -> list[str]:
     """Return the installed backends; first those whose framework is imported."""
-    imported = {
+    loaded_values = {
         entry.value
         for package, entry in owners(TYPES).items()
         if package in sys.modules
     }
     entries = owners(BACKENDS)
     names = available_backends()
-    return sorted(names, key=lambda name: entries[name].value not in imported)
+    return sorted(names, key=lambda name: entries[name].value not in loaded_values)

@@ -56,8 +56,10 @@ def verify(
             does not suit the batch.
     """
     loss, arguments = as_loss(loss_fn, batch)
-    divided = Batch(arguments, axes, is_array, take)
-    subject = JaxSubject(params, loss, divided, divided.weight_of(weight), has_aux)
+    item_batch = Batch(arguments, axes, is_array, take)
+    subject = JaxSubject(
+        params, loss, item_batch, item_batch.weight_of(weight), has_aux
+    )
     # The report says which gradients are not finite.
     with np.errstate(all="ignore"):
         return examine(subject, steps, reduction)

@@ -64,12 +64,12 @@ class JaxSubject:
                 # The loss may draw from Python or NumPy when JAX traces it.
                 self._host.restore(conditions.seed)
                 differentiate = self._differentiate(conditions.seed)
-                found = differentiate(values, arguments, conditions.scale)
+                gradient_list = differentiate(values, arguments, conditions.scale)
             finally:
                 self._host.restore()
             gradients = {
                 name: wide(gradient) / conditions.scale
-                for name, gradient in zip(self.names, found, strict=True)
+                for name, gradient in zip(self.names, gradient_list, strict=True)
             }
             runs.append(Run(gradients, self._weight(part)))
         return runs

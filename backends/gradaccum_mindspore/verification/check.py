@@ -65,11 +65,11 @@ def verify(
         return any(id(each) in parameters for each in value.trainable_params())
 
     loss, arguments = as_loss(loss_fn, batch, is_model)
-    divided = Batch(arguments, axes, is_array, take)
+    item_batch = Batch(arguments, axes, is_array, take)
     if isinstance(weight, Tensor):
         weight = weight.asnumpy()
-    weigh = divided.weight_of(weight)
-    subject = MindSporeSubject(model, loss, divided, weigh, has_aux)
+    weigh = item_batch.weight_of(weight)
+    subject = MindSporeSubject(model, loss, item_batch, weigh, has_aux)
     # The report says which gradients are not finite.
     with np.errstate(all="ignore"):
         return examine(subject, steps, reduction)

@@ -17,14 +17,8 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 from numpy.typing import NDArray
 
-from gradaccum.kit import (
-    Batch,
-    Conditions,
-    HostRandom,
-    Precision,
-    Run,
-    scalar_loss_error,
-)
+from gradaccum import ArgumentValueError
+from gradaccum.kit import Batch, Conditions, HostRandom, Precision, Run, explain
 from gradaccum_mindspore.mindspore_private import (
     SEEDS,
     forgotten_on_error,
@@ -142,14 +136,14 @@ class MindSporeSubject:
 
         parameters = list(self._parameters.values())
         with forgotten_on_error():
-            _, found = ms.value_and_grad(forward, None, parameters)()
+            _, gradient_list = ms.value_and_grad(forward, None, parameters)()
         gradients = {
             name: wide(gradient) / conditions.scale
-            for name, gradient in zip(self.names, found, strict=True)
+            for name, gradient in zip(self.names, gradient_list, strict=True)
         }
         is_exact = conditions.perturbation is None
-        changed = self._state.changed() if is_exact else ()
-        return Run(gradients, self._weight(part), changed)
+        changed_state = self._state.changed_names() if is_exact else ()
+        return Run(gradients, self._weight(part), changed_state)
 
     def _loss(self, arguments: tuple[Any, ...]) -> Tensor:
         loss = self._loss_fn(self._model, *arguments)
@@ -157,8 +151,13 @@ class MindSporeSubject:
             loss, _ = loss
         # MindSpore would differentiate the sum of several elements.
         if not isinstance(loss, Tensor) or loss.size != 1:
-            shape = getattr(loss, "shape", type(loss).__name__)
-            raise scalar_loss_error(f"one of shape {shape}")
+            raise explain(
+                ArgumentValueError,
+                "loss_fn",
+                expected="a function that returns a scalar Tensor",
+                got=loss,
+                fix="Return the mean or the sum.",
+            )
         return loss
 
     @cached_property
@@ -210,7 +209,7 @@ class ModelState:
         return values
 
     def restore(self) -> None:
-        for name in self.changed(modes=True):
+        for name in self.changed_names(modes=True):
             before = self._before.get(name)
             if name in self._parameters:
                 parameter = self._parameters[name]
@@ -219,12 +218,12 @@ class ModelState:
                 path, _, attribute = name.rpartition(".")
                 setattr(self._cells[path], attribute, before)
 
-    def changed(self, *, modes: bool = False) -> tuple[str, ...]:
+    def changed_names(self, *, modes: bool = False) -> tuple[str, ...]:
         """Name the parameters and attributes that are not as before."""
         return tuple(
             name
             for name, value in self._get().items()
-            if not np.array_equal(value, self._before.get(name), equal_nan=False)
+            if not np.array_equal(value, self._before.get(name, np.nan))
             and (modes or not name.endswith("training"))
         )
 

@@ -71,8 +71,10 @@ def verify(
         return not parameters.isdisjoint(value.parameters())
 
     loss, arguments = as_loss(loss_fn, batch, is_model)
-    divided = Batch(arguments, axes, is_array, take)
-    subject = TorchSubject(model, loss, divided, divided.weight_of(weight), has_aux)
+    item_batch = Batch(arguments, axes, is_array, take)
+    subject = TorchSubject(
+        model, loss, item_batch, item_batch.weight_of(weight), has_aux
+    )
     return examine(subject, steps, reduction)
 
 

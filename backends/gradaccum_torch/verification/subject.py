@@ -63,10 +63,10 @@ class TorchSubject:
         return float(torch.dot(a.flatten(), b.flatten()))
 
     def precision(self, name: str) -> Precision:
-        parameter = self._parameters[name]
-        limits = torch.finfo(parameter.dtype)
+        limits = self._coarsest
         smallest = limits.smallest_normal * limits.eps
-        return Precision(self._roundoff, smallest, parameter.numel(), self._batch.terms)
+        elements = self._parameters[name].numel()
+        return Precision(limits.eps, smallest, elements, self._batch.terms)
 
     def arrays(self, part: Sequence[int]) -> list[tuple[str, Any]]:
         return self._batch.arrays(part)
@@ -115,9 +115,9 @@ class TorchSubject:
         return [name for name in drawing if self._model.get_submodule(name).training]
 
     @cached_property
-    def _roundoff(self) -> float:
-        """One rounding of the coarsest dtype among parameters and what the loss saves
-        for its derivative, autocast's copies included.
+    def _coarsest(self) -> torch.finfo:
+        """The coarsest dtype among parameters and what the loss saves for its
+        derivative, autocast's copies included.
         """
         dtypes = {parameter.dtype for parameter in self._parameters.values()}
 
@@ -130,7 +130,8 @@ class TorchSubject:
             loss = self._loss(range(self.items))
         refuse_reentrant_checkpoint(loss)
         dtypes.add(loss.dtype)
-        return max(torch.finfo(each).eps for each in dtypes if each.is_floating_point)
+        floating = [torch.finfo(each) for each in dtypes if each.is_floating_point]
+        return max(floating, key=lambda limits: limits.eps)
 
     def _loss(self, part: Sequence[int]) -> Any:
         loss = self._loss_fn(self._model, *self._batch.part(part))
@@ -139,14 +140,14 @@ class TorchSubject:
     def _run(self, part: Sequence[int], conditions: Conditions) -> Run:
         loss = self._loss(part) * conditions.scale
         parameters = list(self._parameters.values())
-        found = torch.autograd.grad(loss, parameters, allow_unused=True)
+        gradient_list = torch.autograd.grad(loss, parameters, allow_unused=True)
         gradients = {}
-        for name, gradient in zip(self._parameters, found, strict=True):
+        for name, gradient in zip(self._parameters, gradient_list, strict=True):
             if gradient is not None:
                 gradients[name] = wide(gradient) / conditions.scale
         is_exact = conditions.perturbation is None
-        changed = self._state.changed() if is_exact else ()
-        return Run(gradients, self._weight(part), changed)
+        changed_state = self._state.changed_names() if is_exact else ()
+        return Run(gradients, self._weight(part), changed_state)
 
     @contextmanager
     def _isolated(self) -> Iterator[None]:
@@ -180,7 +181,7 @@ class TorchSubject:
         for parameter in self._parameters.values():
             bits = torch.randint(0, 2, parameter.shape, generator=generator)
             signs = 2 * bits.double().to(parameter.device) - 1
-            parameter.data.copy_(parameter.data * (1 + self._roundoff * signs))
+            parameter.data.copy_(parameter.data * (1 + self._coarsest.eps * signs))
 
 
 class ModelState:
@@ -211,7 +212,7 @@ class ModelState:
             # By .data: the versions of parameters, which others watch, stay.
             tensor.data.copy_(value)
 
-    def changed(self) -> tuple[str, ...]:
+    def changed_names(self) -> tuple[str, ...]:
         """Name the buffers, parameters and plain attributes that are not as before."""
         names = [
             name
