@@ -50,8 +50,9 @@ def loss(net: nn.Module, parameters: Named, x: Tensor, y: Tensor) -> Tensor:
 def slope_times_direction(net: nn.Module, named: Named, x: Tensor, y: Tensor) -> Named:
     """A forward gradient, without a backward pass (Baydin et al., 2022)."""
     direction = {name: torch.ones_like(p).cumsum(0) for name, p in named.items()}
-    of_parameters = lambda named: loss(net, named, x, y)  # noqa: E731
-    _, slope = torch.func.jvp(of_parameters, (named,), (direction,))
+    _, slope = torch.func.jvp(
+        lambda named: loss(net, named, x, y), (named,), (direction,)
+    )
     return {name: slope * tangent for name, tangent in direction.items()}
 
 

@@ -1,10 +1,8 @@
-"""Every optimizer of `optax` and `optax.contrib`: wrapped, it equals the bare one on
-the large batch, and runs once per window.
+"""Optimizers of `optax` and `optax.contrib`: wrapped, each equals the bare one on the
+large batch, and runs once per window.
 
 Truth is the bare optimizer on the large batch, in float64. The micro-batches' gradients
-are taken at the parameters as they move. Each optimizer runs in one compiled program:
-both runs are scans, and the wrapped one writes down the parameters and the inner
-optimizer's state after every micro-batch.
+are taken at the parameters as they move.
 """
 
 from __future__ import annotations
@@ -21,59 +19,105 @@ pytest.importorskip("optax", reason="optax is not installed")
 import jax
 import jax.numpy as jnp
 import optax
+from optax import contrib
 
 import gradaccum
 import gradaccum_jax
 
-from .optax_optimizers import OF_THE_BATCH, REFUSED, factories, make, params
+from .jax_epoch import assert_bitwise, wide
 
 STEPS, WINDOWS, ITEMS = 3, 3, 2
-TOLERANCE = 1e-12
 QUICK = {"xla_cpu_use_fusion_emitters": False}
 """Halves the time that XLA:CPU compiles a small program for."""
-FACTORIES = factories()
-LOSS_ALONE = [name for name, names in OF_THE_BATCH.items() if names == ("value",)]
-"""They read the loss and nothing else of the batch: a wrapped optimizer gives them the
-window's.
-"""
-STREAMED = sorted(
-    (FACTORIES.keys() - REFUSED.keys() - OF_THE_BATCH.keys()) | set(LOSS_ALONE)
-)
-PARTS = {
-    name
-    for name in STREAMED
-    if name.removeprefix("scale_by_") in FACTORIES.keys() - {name}
-}
-"""Transformations that are the main part of an optimizer which the default run has:
-these run with --deep.
-"""
 RNG = np.random.default_rng(5)
-X, Y = (
-    RNG.normal(size=(WINDOWS, STEPS, ITEMS, 3)),
-    RNG.normal(size=(WINDOWS, STEPS, ITEMS, 2)),
+X = RNG.normal(size=(WINDOWS, STEPS, ITEMS, 3))
+Y = RNG.normal(size=(WINDOWS, STEPS, ITEMS, 2))
+RATE = 0.05
+OF_A_RATE = (
+    *("adabelief", "adadelta", "adagrad", "adam", "adamax", "adamaxw", "adamw", "adan"),
+    *("amsgrad", "fromage", "lamb", "lars", "lion", "nadam", "nadamw", "novograd"),
+    *("optimistic_adam_v2", "optimistic_gradient_descent", "radam"),
+    *("rmsprop", "rprop", "sgd", "sign_sgd", "signum", "sm3", "yogi"),
 )
+OF_A_RATE_IN_CONTRIB = (
+    *("acprop", "ademamix", "adopt", "cocob", "dadapt_adamw", "dog", "dowg", "galore"),
+    *("madgrad", "momo", "momo_adam", "muon", "prodigy", "simplified_ademamix"),
+    *("sophia",),
+)
+OF_THE_LOSS = ("momo", "momo_adam", "polyak_sgd", "reduce_on_plateau")
+"""They read the batch's loss: a wrapped optimizer gives them the window's."""
+OF_THE_BATCH = {
+    **dict.fromkeys(OF_THE_LOSS, ("value",)),
+    "backtracking_linesearch": ("value", "grad", "value_fn"),
+    "zoom_linesearch": ("value", "grad", "value_fn"),
+    "sophia": ("obj_fn",),
+}
+"""The extra arguments that describe the batch of the gradient. The caller gives those
+of the whole window to `flush`.
+"""
+
+
+def optimizers() -> dict[str, Any]:
+    """All that a window can hold, some with settings that let tiny parameters take the
+    path of large ones.
+    """
+    made = {name: getattr(optax, name)(learning_rate=RATE) for name in OF_A_RATE}
+    for name in OF_A_RATE_IN_CONTRIB:
+        made[name] = getattr(contrib, name)(learning_rate=RATE)
+    adam = optax.adam(RATE)
+    schedule = optax.linear_schedule(0.1, 0.01, 4)
+    adversary = optax.chain(contrib.normalize(), optax.sgd(0.1))
+    return made | {
+        "adafactor": optax.adafactor(RATE, min_dim_size_to_factor=2),
+        "lbfgs": optax.lbfgs(RATE, memory_size=2, linesearch=None),
+        "polyak_sgd": optax.polyak_sgd(),
+        "schedule_free_adamw": contrib.schedule_free_adamw(RATE, warmup_steps=2),
+        "schedule_free_sgd": contrib.schedule_free_sgd(RATE, warmup_steps=2),
+        "backtracking_linesearch": optax.scale_by_backtracking_linesearch(3),
+        "zoom_linesearch": optax.scale_by_zoom_linesearch(3),
+        "chain": optax.chain(
+            optax.clip_by_global_norm(0.1),
+            optax.scale_by_adam(),
+            optax.add_decayed_weights(0.1),
+            optax.scale_by_schedule(lambda count: -RATE / (1 + count)),
+            optax.ema(0.9),
+        ),
+        "apply_if_finite": optax.apply_if_finite(adam, max_consecutive_errors=2),
+        "conditionally": optax.conditionally_transform(adam, lambda n: n % 2 == 0),
+        "flatten": optax.flatten(adam),
+        "inject_hyperparams": optax.inject_hyperparams(optax.adam)(schedule),
+        "masked": optax.masked(adam, {"w": True, "b": False}),
+        "mechanize": contrib.mechanize(adam),
+        "partition": optax.partition(
+            {"x": adam, "y": optax.set_to_zero()}, {"w": "x", "b": "y"}
+        ),
+        "reduce_on_plateau": contrib.reduce_on_plateau(),
+        "sam": contrib.sam(optax.sgd(RATE), adversary),
+        "schedule_free": contrib.schedule_free(optax.sgd(RATE), learning_rate=RATE),
+        "split_real_and_imaginary": contrib.split_real_and_imaginary(adam),
+    }
+
+
+NAMES = list(optimizers())
 
 
 @pytest.fixture(autouse=True)
-def wide_and_quickly_compiled() -> Iterator[None]:
+def _wide() -> Iterator[None]:
     """float64, and without most of XLA's passes, which would take ten times as long as
     the runs.
     """
-    jax.config.update("jax_disable_most_optimizations", True)
-    with (
-        jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
-    )(True):
+    with wide():
         yield
-    jax.config.update("jax_disable_most_optimizations", False)
+
+
+def start_parameters() -> Any:
+    return {
+        "w": jnp.asarray([[0.5, -0.25], [1.0, 0.75], [-0.5, 0.25]], float),
+        "b": jnp.asarray([0.1, -0.2], float),
+    }
 
 
 pytestmark = [
-    pytest.mark.filterwarnings(
-        "ignore:inject_stateful_hyperparams is deprecated:DeprecationWarning"
-    ),
-    pytest.mark.filterwarnings(
-        "ignore:`optimistic_adam` is deprecated:DeprecationWarning"
-    ),
     pytest.mark.filterwarnings(
         'ignore:"seed" is deprecated and will be removed in optax'
         " 0.2.7:DeprecationWarning"
@@ -134,64 +178,39 @@ def streamed_run(tx: Any, start: Any, names: tuple[str, ...] = ()) -> list[Any]:
     return held
 
 
-def leaves_of(tree: Any) -> list[np.ndarray[Any, Any]]:
-    leaves = map(jnp.asarray, jax.tree.leaves(tree))
-    return [
-        np.asarray(
-            jax.random.key_data(leaf)
-            if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-            else leaf
-        )
-        for leaf in leaves
-    ]
-
-
-def assert_bitwise(after: Any, before: Any) -> None:
-    for a, b in zip(leaves_of(after), leaves_of(before), strict=True):
-        assert a.tobytes() == b.tobytes()
-
-
 def assert_close(ours: Any, theirs: Any) -> None:
     assert jax.tree.structure(ours) == jax.tree.structure(theirs)
-    for a, b in zip(leaves_of(ours), leaves_of(theirs), strict=True):
-        assert a.dtype == b.dtype
-        np.testing.assert_allclose(a, b, rtol=TOLERANCE, atol=TOLERANCE)
+    leaves = zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True)
+    for a, b in leaves:
+        assert jnp.asarray(a).dtype == jnp.asarray(b).dtype
+        np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.deep) if name in PARTS else name
-        for name in STREAMED
-    ],
-)
+STREAMED = [name for name in NAMES if OF_THE_BATCH.get(name, ("value",)) == ("value",)]
+
+
+@pytest.mark.parametrize("name", STREAMED)
 def test_equals_the_bare_optimizer(name: str) -> None:
-    inner, start, names = (
-        make(name, FACTORIES[name]),
-        params(),
-        OF_THE_BATCH.get(name, ()),
-    )
-    ours, theirs = (
-        streamed_run(gradaccum.wrap(inner, steps=STEPS), start, names),
-        bare_run(inner, start, names),
-    )
+    inner, start = optimizers()[name], start_parameters()
+    names = OF_THE_BATCH.get(name, ())
+    ours = streamed_run(gradaccum.wrap(inner, steps=STEPS), start, names)
+    theirs = bare_run(inner, start, names)
     for number, (before, after) in enumerate(pairwise(ours), start=1):
-        window, within = divmod(number, STEPS)
+        window, position = divmod(number, STEPS)
         assert after[1].optimizer_step == window
-        if within:
-            assert_bitwise(
-                (after[0], after[1].inner_state), (before[0], before[1].inner_state)
-            )
+        inner_after = (after[0], after[1].inner_state)
+        if position:
+            assert_bitwise(inner_after, (before[0], before[1].inner_state))
         else:
-            assert_close((after[0], after[1].inner_state), theirs[window - 1])
+            assert_close(inner_after, theirs[window - 1])
 
 
-@pytest.mark.parametrize("name", sorted(OF_THE_BATCH))
+@pytest.mark.parametrize("name", OF_THE_BATCH)
 def test_equals_the_bare_optimizer_at_a_flush(name: str) -> None:
     """Those that read the loss of the batch, or a function of it, get that of the whole
     window from the caller.
     """
-    inner, start, names = make(name, FACTORIES[name]), params(), OF_THE_BATCH[name]
+    inner, start, names = optimizers()[name], start_parameters(), OF_THE_BATCH[name]
     tx = gradaccum.wrap(inner, steps=None)
     moved, state = start, tx.init(start)
 
@@ -210,12 +229,12 @@ def test_equals_the_bare_optimizer_at_a_flush(name: str) -> None:
         assert_close((moved, state.inner_state), wanted)
 
 
-@pytest.mark.parametrize("name", sorted(OF_THE_BATCH.keys() - set(LOSS_ALONE)))
+@pytest.mark.parametrize("name", sorted(OF_THE_BATCH.keys() - set(OF_THE_LOSS)))
 def test_what_belongs_to_one_micro_batch_is_refused(name: str) -> None:
     """In a streaming loop the optimizer would read it together with the whole window's
     gradient. Windows of one are large batches.
     """
-    inner, start, names = make(name, FACTORIES[name]), params(), OF_THE_BATCH[name]
+    inner, start, names = optimizers()[name], start_parameters(), OF_THE_BATCH[name]
     extra = of_batch(names, start, X[0, 0], Y[0, 0])
     words = rf"^({'|'.join(names)}): .*gradaccum_jax\.flush"
 
@@ -229,20 +248,30 @@ def test_what_belongs_to_one_micro_batch_is_refused(name: str) -> None:
     jax.eval_shape(lambda: update(1))
 
 
-@pytest.mark.parametrize("name", sorted(REFUSED))
-def test_optimizer_that_fits_in_no_window_is_refused(name: str) -> None:
+@pytest.mark.parametrize(
+    ("inner", "kind"),
+    [
+        (optax.apply_every(2), gradaccum.ArgumentTypeError),
+        (
+            contrib.differentially_private_aggregate(1.0, 0.1, key=7),
+            gradaccum.GradientError,
+        ),
+        (optax.lookahead(optax.sgd(RATE), 2, 0.5), gradaccum.GradientError),
+        (optax.monitor({"norm": optax.tree.norm}), ValueError),
+    ],
+    ids=["apply_every", "private", "lookahead", "monitor"],
+)
+def test_optimizer_that_fits_in_no_window_is_refused(
+    request: pytest.FixtureRequest, inner: Any, kind: type[Exception]
+) -> None:
     """One that accumulates itself; the gradients of an item or of fast parameters alone
     are none of the parameters; JAX refuses a state that changes its structure.
     """
-    tx, start, given = (
-        gradaccum.wrap(make(name, FACTORIES[name]), STEPS),
-        params(),
-        params(),
-    )
-    if name == "lookahead":
+    tx, start = gradaccum.wrap(inner, STEPS), start_parameters()
+    given = start
+    if "lookahead" in request.node.name:
         start = optax.LookaheadParams.init_synced(start)
-    if name.startswith("d"):
+    if "private" in request.node.name:
         given = jax.tree.map(lambda p: jnp.stack([p, p]), given)
-    kinds = {"monitor": ValueError, "apply_every": gradaccum.ArgumentTypeError}
-    with pytest.raises(kinds.get(name, gradaccum.GradientError)):
+    with pytest.raises(kind):
         tx.update(given, tx.init(start), start)

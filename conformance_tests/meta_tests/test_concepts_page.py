@@ -35,13 +35,15 @@ def test_fields_of_the_state() -> None:
 def test_each_option_has_a_row() -> None:
     """One table has every option of every framework."""
     options = set(inspect.signature(make_options).parameters) - {"driver"}
-    for name in available_backends():
-        if name != "numpy":
-            backend = import_module(f"gradaccum_{name}.backend").backend
-            options |= set(inspect.getfullargspec(backend.wrap).kwonlyargs)
+    frameworks = set(available_backends()) - {"numpy"}
+    for name in frameworks:
+        backend = import_module(f"gradaccum_{name}.backend").backend
+        options |= set(inspect.getfullargspec(backend.wrap).kwonlyargs)
     table = PAGE.split("## What the options change")[1].split("\n## ")[0]
     rows = [row.split(" | ")[1] for row in table.splitlines() if row.startswith("| ")]
-    assert options <= {name for row in rows for name in re.findall(r"`(\w+)=", row)}
+    names = {name for row in rows for name in re.findall(r"`(\w+)=", row)}
+    assert options <= names
+    assert names == options or len(frameworks) < 3
 
 
 def defaults_on_page(name: str) -> list[float]:

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+import numpy as np
+
 from gradaccum_conformance.demo.batches import LARGE_BATCH, MICRO_BATCH, cut, split
 from gradaccum_conformance.harness import Harness, Session
-from gradaccum_conformance.specs import LENET, Arrays, Batch
+from gradaccum_conformance.specs import LENET, Batch
 
 STEPS = 4
 
@@ -70,18 +72,16 @@ def divided_by_steps(
         if batch.items == LARGE_BATCH:
             session.micro_batch(batch)
         else:
-            session.gradients(_naive_gradient(harness, session.parameters(), batch))
-
-
-def _naive_gradient(harness: Harness, weights: Arrays, batch: Batch) -> Arrays:
-    parts = [
-        harness.gradient(LENET, weights, part, dtype="float32")
-        for part in cut(batch, MICRO_BATCH)
-    ]
-    return {
-        name: sum((part[name] for part in parts[1:]), parts[0][name]) / STEPS
-        for name in parts[0]
-    }
+            gradients = [
+                harness.gradient(LENET, session.parameters(), part, dtype="float32")
+                for part in cut(batch, MICRO_BATCH)
+            ]
+            total = {
+                name: np.sum([gradient[name] for gradient in gradients], axis=0)
+                for name in gradients[0]
+            }
+            naive = {name: array / STEPS for name, array in total.items()}
+            session.gradients(naive)
 
 
 LARGE = Recipe("large batch", False, True, with_large_batches)

@@ -37,56 +37,33 @@ def run_conformance(
     selection = select_backends(backends)
     require_folder(directory, "--report")
     jobs = [_job(name, directory, deep) for name in selection.chosen]
-    results = tuple(
-        map(results_of, run_with_progress(jobs, console, total="tests", each="test"))
-    )
+    processes = run_with_progress(jobs, console, total="tests", each="test")
+    results = tuple(map(results_of, processes))
     passed = all(backend.passed for backend in results) and not selection.failed
     run = Run(results, selection.missing, deep, passed, now())
-    write_page(directory / "report.html", run)
-    write_json(directory / "report.json", run.as_json())
-    _show(console, run)
-    console.print(
-        Text(f"Written: {directory / 'report.html'} and {directory / 'report.json'}")
-    )
+    page = directory / "report.html"
+    data = directory / "report.json"
+    write_page(page, run)
+    write_json(data, run.as_json())
+    console.print(make_table(run))
+    for name in run.missing:
+        words = f"{name} is not installed. Run: {install_command(name)}"
+        console.print(Text(words, style="yellow"))
+    for backend in results:
+        for test in backend.failures:
+            words = f"{backend.backend}: {test.name}: {test.reason or test.outcome}"
+            console.print(Text(words, style="red"))
+        if backend.problems:
+            problems = "; ".join(backend.problems)
+            words = f"{backend.backend}: {problems}. It printed last:"
+            console.print(Text(words, style="bold red"))
+            console.print(Text(backend.log_tail))
+    console.print(Text(f"Written: {page} and {data}"))
     return passed
 
 
 def _job(backend: str, directory: Path, deep: bool) -> Job:
     results = directory / "raw" / f"{backend}.jsonl"
-    command = (
-        sys.executable,
-        "-m",
-        "gradaccum_conformance",
-        "--backend",
-        backend,
-        "--results",
-        str(results),
-    )
+    module = (sys.executable, "-m", "gradaccum_conformance")
+    command = (*module, "--backend", backend, "--results", str(results))
     return Job(backend, (*command, "--deep") if deep else command, results)
-
-
-def _show(console: Console, run: Run) -> None:
-    console.print(make_table(run))
-    for name in run.missing:
-        console.print(
-            Text(
-                f"{name} is not installed. Run: {install_command(name)}", style="yellow"
-            )
-        )
-    for results in run.results:
-        for test in results.failures:
-            console.print(
-                Text(
-                    f"{results.backend}: {test.name}: {test.reason or test.outcome}",
-                    style="red",
-                )
-            )
-        if results.problems:
-            console.print(
-                Text(
-                    f"{results.backend}: {'; '.join(results.problems)}. It printed"
-                    " last:",
-                    style="bold red",
-                )
-            )
-            console.print(Text(results.log_tail))

@@ -64,12 +64,13 @@ class Cell(NamedTuple):
         """``"failed"``, ``"passed"``, ``"gap"`` (passed but for declared gaps),
         ``"skipped"`` (all of it) or ``"none"`` (no test).
         """
-        outcomes = {test.outcome for test in self.tests}
         if any(test.failed for test in self.tests):
             return "failed"
-        if GAP in outcomes:
-            return "gap"
-        return PASSED if PASSED in outcomes else SKIPPED if outcomes else "none"
+        outcomes = {test.outcome for test in self.tests}
+        for outcome, status in ((GAP, "gap"), (PASSED, PASSED), (SKIPPED, SKIPPED)):
+            if outcome in outcomes:
+                return status
+        return "none"
 
     @property
     def counts(self) -> str:
@@ -77,12 +78,8 @@ class Cell(NamedTuple):
         count = Counter(
             "failed" if test.failed else test.outcome for test in self.tests
         )
-        words = {
-            "failed": "failed",
-            PASSED: "passed",
-            GAP: "declared gaps" if count[GAP] > 1 else "declared gap",
-            SKIPPED: "skipped",
-        }
+        gaps = "declared gap" if count[GAP] == 1 else "declared gaps"
+        words = {"failed": "failed", PASSED: "passed", GAP: gaps, SKIPPED: "skipped"}
         return ", ".join(
             f"{count[outcome]} {word}"
             for outcome, word in words.items()
@@ -140,18 +137,11 @@ def properties_of(results: Iterable[BackendResults]) -> list[str]:
 
 def _test(record: Record) -> Result:
     errors = tuple(
-        Measurement(
-            str(error["label"]), float(error["measured"]), float(error["bound"])
-        )
-        for error in record.get("errors", ())
+        Measurement(error["label"], float(error["measured"]), float(error["bound"]))
+        for error in record["errors"]
     )
-    property_name, name, outcome, reason = (
-        str(record.get(field, ""))
-        for field in ("property", "test", "outcome", "reason")
-    )
-    return Result(
-        property_name, name, outcome, reason, errors, float(record.get("seconds", 0))
-    )
+    names = (record["property"], record["test"], record["outcome"], record["reason"])
+    return Result(*names, errors, record["seconds"])
 
 
 def _problems(ended: Ended, tests: Sequence[Result]) -> Iterable[str]:

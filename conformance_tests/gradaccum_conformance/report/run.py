@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import platform
 import re
 from datetime import UTC, datetime
@@ -66,20 +67,13 @@ def versions(backend: str) -> dict[str, str]:
     """The installed versions of the packages in gradaccum's extra of this name; empty
     if there is no such extra.
     """
-    asked = [
-        line
-        for line in requires("gradaccum") or ()
-        if re.search(rf"""extra == ['"]{re.escape(backend)}['"]""", line)
-    ]
-    names = [match[0] for line in asked if (match := re.match(r"[\w.-]+", line))]
-    return {name: found for name in names if (found := _version(name))}
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return None
+    extra = re.compile(rf"""^([\w.-]+).*extra == ['"]{re.escape(backend)}['"]""")
+    found = {}
+    for line in requires("gradaccum") or ():
+        if match := extra.match(line):
+            with contextlib.suppress(PackageNotFoundError):
+                found[match[1]] = version(match[1])
+    return found
 
 
 def _backend_json(results: BackendResults, properties: list[str]) -> dict[str, Any]:
@@ -95,20 +89,17 @@ def _backend_json(results: BackendResults, properties: list[str]) -> dict[str, A
 
 
 def _cell_json(cell: Cell) -> dict[str, Any]:
-    worst = None if cell.worst is None else _measurement_json(cell.worst)
     return {
         "status": cell.status,
         "counts": cell.counts,
-        "worst": worst,
+        "worst": None if cell.worst is None else _measurement_json(cell.worst),
         "seconds": sum(test.seconds for test in cell.tests),
     }
 
 
 def _test_json(test: Result) -> dict[str, Any]:
-    return {
-        **test._asdict(),
-        "errors": [_measurement_json(error) for error in test.errors],
-    }
+    errors = [_measurement_json(error) for error in test.errors]
+    return {**test._asdict(), "errors": errors}
 
 
 def _measurement_json(error: Measurement) -> dict[str, Any]:
