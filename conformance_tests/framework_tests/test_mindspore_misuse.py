@@ -26,9 +26,7 @@ from gradaccum import (
     UsageError,
 )
 from gradaccum_mindspore import (
-    FlushAtEpochEnd,
     TrainOneStepCell,
-    WatchWindows,
     load_checkpoint_into,
     value_and_grad,
     value_and_update,
@@ -95,25 +93,10 @@ REFUSED = {
         "loss_scale: .*drives.*of its own",
     ),
     "a name that stands twice": (of_two_equal_names, CheckpointError, "cell: .*a"),
-    "a flush of a bare optimizer": (
-        lambda: FlushAtEpochEnd(bare()),
-        ArgumentTypeError,
-        r".*gradaccum\.wrap",
-    ),
     "a cell of a bare optimizer": (
         lambda: TrainOneStepCell(make_net(), bare()),
         ArgumentTypeError,
         "optimizer: .*wrap",
-    ),
-    "a number that listens": (
-        lambda: wrapped().add_listener(3),
-        ArgumentTypeError,
-        ".*a function of one ClosedWindow",
-    ),
-    "a bare optimizer that is watched": (
-        lambda: WatchWindows(bare(), print),
-        ArgumentTypeError,
-        ".*a wrapped optimizer",
     ),
     "a number for a function": (
         lambda: value_and_grad(3, None, None, steps=2),
