@@ -26,9 +26,7 @@ from gradaccum import (
     UsageError,
 )
 from gradaccum_mindspore import (
-    FlushAtEpochEnd,
     TrainOneStepCell,
-    WatchWindows,
     load_checkpoint_into,
     value_and_update,
 )
@@ -94,25 +92,10 @@ REFUSED = {
         "loss_scale: .*drives.*of its own",
     ),
     "a name that stands twice": (of_two_equal_names, CheckpointError, "cell: .*a"),
-    "a flush of a bare optimizer": (
-        lambda: FlushAtEpochEnd(bare()),
-        ArgumentTypeError,
-        r".*gradaccum\.wrap",
-    ),
     "a cell of a bare optimizer": (
         lambda: TrainOneStepCell(make_net(), bare()),
         ArgumentTypeError,
         "optimizer: .*wrap",
-    ),
-    "a number that listens": (
-        lambda: wrapped().add_listener(3),
-        ArgumentTypeError,
-        ".*a function of one ClosedWindow",
-    ),
-    "a bare optimizer that is watched": (
-        lambda: WatchWindows(bare(), print),
-        ArgumentTypeError,
-        ".*a wrapped optimizer",
     ),
     "an update of a bare optimizer": (
         lambda: value_and_update(lambda x: x, bare(), steps=2),

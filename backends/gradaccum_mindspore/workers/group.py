@@ -330,11 +330,11 @@ class SharedWindow(PyNativeWindow):
 
 def compiled(cell: nn.Cell) -> Callable[..., Any]:
     """Return a call of the cell that MindSpore compiles, in PyNative too."""
-    if is_graph_mode():
-        return cell
-    if not hasattr(cell, "program"):
-        object.__setattr__(cell, "program", ms.jit(cell.construct))
-    program: Callable[..., Any] = cell.program
+    program: Callable[..., Any] = cell
+    if not is_graph_mode():
+        if not hasattr(cell, "program"):
+            object.__setattr__(cell, "program", ms.jit(cell.construct))
+        program = cell.program
     return program
 
 
