@@ -1,5 +1,5 @@
-"""What observes a window and does not change it: the loss, in the fields ``loss`` and
-``last_loss`` of the state.
+"""The observer of a window, which does not change it: its loss, in the fields ``loss``
+and ``last_loss`` of the state.
 
 Losses have the derivative that gradients have, at weight 0 too. A loss that was not
 passed is NaN, stored as `state.UNKNOWN` says.

@@ -1,5 +1,5 @@
-"""How a step is compiled: once outside of `jax.jit`, and with branches that the device
-chooses.
+"""The compilation of a step: once outside of `jax.jit`, and with branches that the
+device chooses.
 """
 
 from __future__ import annotations

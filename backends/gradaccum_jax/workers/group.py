@@ -257,10 +257,8 @@ def are_bound(axes: tuple[str, ...]) -> bool:
 
 
 def require_names(axis_name: Any) -> tuple[str, ...]:
-    """Return the name of a mesh axis, or several, as a tuple.
-
-    Raises:
-        UsageError: JAX's types do not say along which axes devices differ.
+    """Raise unless JAX's types say along which axes devices differ; return the name of
+    an axis, or several names, as a tuple.
     """
     if axis_name is None:
         return ()
