@@ -185,6 +185,20 @@ def test_unused_parameters_are_noted() -> None:
     assert report.notes == ("unused.weight, unused.bias: the loss does not reach it.",)
 
 
+def test_division_by_the_steps_is_noted() -> None:
+    """The window divides too: each update would be four times too small."""
+    model, x, y = nn.Linear(3, 1), torch.randn(8, 3), torch.randn(8, 1)
+    for divisor, notes in ((4, 1), (5, 0)):
+        report = gradaccum.verify(
+            model,
+            lambda model, x, y, n=divisor: (model(x) - y).square().mean() / n,
+            (x, y),
+            steps=4,
+        )
+        assert report.equivalent
+        assert len(report.notes) == notes
+
+
 def test_custom_backward_of_clipping_hook() -> None:
     def loss(model: nn.Module, x: Tensor) -> Tensor:
         out = model(x)

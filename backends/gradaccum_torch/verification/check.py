@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from gradaccum import VerificationReport
 from gradaccum.kit import Batch, Nest, as_loss, examine
+from gradaccum_torch.extensions import DIVIDED_LOSS, is_divided_by
 from gradaccum_torch.verification.subject import TorchSubject
 
 
@@ -75,7 +77,11 @@ def verify(
     subject = TorchSubject(
         model, loss, item_batch, item_batch.weight_of(weight), has_aux
     )
-    return examine(subject, steps, reduction)
+    report = examine(subject, steps, reduction)
+    if steps is not None and is_divided_by(subject.division, steps, reduction):
+        note = DIVIDED_LOSS.format(steps=steps).removeprefix("gradaccum: ")
+        return replace(report, notes=(*report.notes, note))
+    return report
 
 
 def is_array(value: object) -> bool:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from gradaccum import UsageError
 from gradaccum.kit import Batch, Conditions, HostRandom, Precision, Run, explain
+from gradaccum_torch.torch_private.names import Division, last_division
 
 UNUSUAL_SEED = 0x5EED0
 """Far from the seeds that users write."""
@@ -44,6 +45,8 @@ class TorchSubject:
         }
         self.items: int = batch.items
         self.names: Sequence[str] = list(self._parameters)
+        self.division: Division | None = None
+        """The loss's last operation, if it divides by a number; known once it ran."""
 
     def window(
         self, parts: Sequence[Sequence[int]], conditions: Conditions
@@ -129,6 +132,7 @@ class TorchSubject:
         with self._isolated(), hooks:
             loss = self._loss(range(self.items))
         refuse_reentrant_checkpoint(loss)
+        self.division = last_division(loss)
         dtypes.add(loss.dtype)
         floating = [torch.finfo(each) for each in dtypes if each.is_floating_point]
         return max(floating, key=lambda limits: limits.eps)
