@@ -330,7 +330,12 @@ def compiled_norm(sums: Sums, dtype: DType) -> Tensor:
 
 
 def _largest(dtype: DType, total: Parameter) -> Tensor:
-    return ops.abs(cast(total, dtype)).max()
+    magnitudes = ops.abs(cast(total, dtype))
+    if magnitudes.size > ROW:
+        # Not Tensor.max, which returns the places too in PyNative.
+        rows = magnitudes.reshape(-1, row_length(magnitudes.size))
+        magnitudes = ops.ReduceMax()(rows, -1)
+    return magnitudes.max()
 
 
 def _squares(divisor: Tensor, total: Parameter) -> Tensor:
