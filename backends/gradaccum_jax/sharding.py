@@ -246,12 +246,11 @@ def require_ordinary(
 ) -> None:
     for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
         if axes := axes_in_parts(leaf):
-            found = f"one typed reduced or unreduced over {sorted(axes)}"
             raise explain(
                 ArgumentTypeError,
                 name_of(path),
                 expected="a parameter of an ordinary type",
-                found=found,
+                found=f"one typed reduced or unreduced over {sorted(axes)}",
                 fix=ADD_UP,
             )
 

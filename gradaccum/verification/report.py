@@ -191,14 +191,15 @@ def verify(
             continue
         if isinstance(backend, VerifyingBackend) and backend.verifies(model_or_params):
             return backend.verify(model_or_params, loss_fn, batch, steps, **options)
-    expected = (
-        "a torch.nn.Module, a mindspore.nn.Cell or a nest of JAX arrays, of a framework"
-        " that is installed"
-    )
-    found = f"an object of type {type(model_or_params).__name__}"
-    fix = f"Frameworks installed here: {', '.join(available_backends()) or 'none'}."
     raise explain(
-        ArgumentTypeError, "model_or_params", expected=expected, found=found, fix=fix
+        ArgumentTypeError,
+        "model_or_params",
+        expected=(
+            "a torch.nn.Module, a mindspore.nn.Cell or a nest of JAX arrays, of a framework"
+            " that is installed"
+        ),
+        found=f"an object of type {type(model_or_params).__name__}",
+        fix=f"Frameworks installed here: {', '.join(available_backends()) or 'none'}.",
     )
 
 

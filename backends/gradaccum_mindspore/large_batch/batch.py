@@ -56,13 +56,10 @@ def make_division(steps: object, micro_batch_size: object) -> Division:
     division = kit.make_division(steps, micro_batch_size)
     if isinstance(division.micro_batch_size, int | None):
         return division
-    expected = (
-        "a number of items, because MindSpore's errors do not say that memory ran out"
-    )
     raise explain(
         ArgumentValueError,
         "micro_batch_size",
-        expected=expected,
+        expected="a number of items, because MindSpore's errors do not say that memory ran out",
         got=micro_batch_size,
         fix="Write micro_batch_size=8.",
     )
@@ -126,16 +123,15 @@ def size_along(leaf: Any, axis: Any, path: str) -> int:
     if kit.is_column(leaf):
         return len(leaf)
     if not -len(leaf.shape) <= axis < len(leaf.shape):
-        fix = (
-            "Write axes=None for a leaf that every micro-batch is given whole, or the"
-            " axis of its items."
-        )
         raise explain(
             ArgumentValueError,
             path,
             expected=f"an array with axis {axis}",
             found=f"shape {tuple(leaf.shape)}",
-            fix=fix,
+            fix=(
+                "Write axes=None for a leaf that every micro-batch is given whole, or the"
+                " axis of its items."
+            ),
         )
     return int(leaf.shape[axis])
 

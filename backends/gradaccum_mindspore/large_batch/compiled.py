@@ -190,16 +190,15 @@ def plan_of(options: CallOptions, dtype: DType) -> Callable[[Any], Any]:
 
 
 def compiled_call_error(argument: str) -> UsageError:
-    fix = (
-        "Call it outside of mindspore.jit: in PyNative, with the function itself"
-        " compiled by mindspore.jit, or in graph mode."
-    )
     return kit.explain(
         UsageError,
         argument,
         expected="a call from Python",
         found="a call in compiled code",
-        fix=fix,
+        fix=(
+            "Call it outside of mindspore.jit: in PyNative, with the function itself"
+            " compiled by mindspore.jit, or in graph mode."
+        ),
     )
 
 

@@ -217,14 +217,13 @@ def coupled_value_and_grad(
     """
     known_modules = modules_of(outputs_fn, modules or ())
     if modules is None and not known_modules:
-        expected = (
-            "the Cells that outputs_fn calls, because it runs twice and their"
-            " statistics must move once"
-        )
         raise explain(
             ArgumentValueError,
             "modules",
-            expected=expected,
+            expected=(
+                "the Cells that outputs_fn calls, because it runs twice and their"
+                " statistics must move once"
+            ),
             found="a function without modules",
             fix="Write modules=(net,), or modules=() if it calls no Cell.",
         )
@@ -262,14 +261,13 @@ def require_same(first_pass: Sequence[Tensor], second_pass: Sequence[Tensor]) ->
         # Two compilations of one function round differently.
         limit = largest * (2.0**-4 if first.dtype in HALF else 2.0**-11)
         if not np.allclose(before, after, rtol=0, atol=limit, equal_nan=True):
-            fix = (
-                "Draw with nn.Dropout or ops.dropout, outside of mindspore.jit, and name"
-                " the Cells in modules=; or give random numbers in the batch."
-            )
             raise explain(
                 UsageError,
                 "outputs_fn",
                 expected="a function that gives the same outputs again",
                 found="outputs of the second pass that differ from the first",
-                fix=fix,
+                fix=(
+                    "Draw with nn.Dropout or ops.dropout, outside of mindspore.jit, and name"
+                    " the Cells in modules=; or give random numbers in the batch."
+                ),
             )

@@ -154,13 +154,10 @@ def value_and_update(
         [0.7, 0.6]
     """
     if wrapped(optimizer).options.steps is not None:
-        expected = (
-            "an optimizer wrapped with steps=None, because the call closes the window"
-        )
         raise explain(
             ArgumentValueError,
             "optimizer",
-            expected=expected,
+            expected="an optimizer wrapped with steps=None, because the call closes the window",
             found=f"steps={optimizer.options.steps!r}",
             fix="Write gradaccum.wrap(optimizer, steps=None).",
         )
