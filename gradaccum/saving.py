@@ -206,7 +206,9 @@ def _require_same_window(fields: State, saved: Terms, options: Options) -> None:
             f"a {terms.scale} loss scale{of_number}",
             f"a {saved.scale} loss scale of {fields.loss_scale:g}",
         )
-    if isinstance(terms.steps, int) and fields.micro_step > terms.steps:
+    # A negative number marks a window that was written in part.
+    is_too_long = isinstance(terms.steps, int) and fields.micro_step > terms.steps
+    if fields.micro_step < 0 or is_too_long:
         raise _other_terms_error(
             "micro_step", f"at most {terms.steps} micro-batches", f"{fields.micro_step}"
         )

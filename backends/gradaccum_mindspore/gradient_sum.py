@@ -105,7 +105,7 @@ def write_numbers(
 ) -> None:
     """Assign Python numbers, from Python."""
     # Not Tensor(numbers, dtype), which takes ten times as long.
-    dtype = ms.dtype_to_nptype(parameter.dtype)
+    dtype = str(parameter.dtype).lower()
     with np.errstate(over="ignore"):
         array = np.array(numbers, dtype)
     ops.assign(parameter, Tensor.from_numpy(array))

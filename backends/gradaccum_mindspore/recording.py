@@ -117,7 +117,7 @@ def recording(optimizer: object) -> AbstractContextManager[LoopRecorder]:
     """
     recorder = optimizer
     if isinstance(optimizer, AccumulatingOptimizer):
-        recorder = optimizer.optimizer
+        recorder = optimizer.inner
     if not isinstance(recorder, LoopRecorder):
         raise explain(
             ArgumentTypeError,

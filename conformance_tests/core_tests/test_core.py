@@ -325,6 +325,8 @@ def test_full_window_is_open() -> None:
     assert kit.resumed(full, kit.terms_of(options, 0), options) == full
     with pytest.raises(CheckpointError, match="micro_step"):
         kit.resumed(full._replace(micro_step=5), kit.terms_of(options, 0), options)
+    with pytest.raises(CheckpointError, match="micro_step"):  # written in part
+        kit.resumed(full._replace(micro_step=-1), kit.terms_of(options, 0), options)
 
 
 def test_norm_beyond_float32_is_no_overflow() -> None:

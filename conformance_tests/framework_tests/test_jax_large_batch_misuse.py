@@ -166,3 +166,23 @@ def test_modules_with_random_streams() -> None:
     step = make(dropped, steps=3, has_aux=True, merge_aux="concatenate")
     made = step(ONE, np.ones((24, 4), np.float32), jax.random.key(0))[0][1]
     assert len(np.unique(np.asarray(made).reshape(3, -1), axis=0)) == 3
+
+
+def test_sparse_batch_is_refused() -> None:
+    """Its first axis holds the entries, not the items."""
+    sparse = pytest.importorskip("jax.experimental.sparse")
+    x = sparse.BCOO.fromdense(jnp.eye(4))
+    take = gradaccum_jax.value_and_grad(lambda p, x: (x @ p).sum(), steps=2)
+    with pytest.raises(
+        gradaccum.ArgumentValueError, match=r"batch\[0\]: expected a dense array"
+    ):
+        take(jnp.ones(4), x)
+
+
+def test_rows_of_unequal_micro_batches_are_not_stacked() -> None:
+    def loss_fn(p: Any, x: Any) -> Any:
+        return (x @ p).mean(), x @ p
+
+    take = gradaccum_jax.value_and_grad(loss_fn, has_aux=True, steps=2)
+    with pytest.raises(gradaccum.ArgumentValueError, match=r"aux: .* merge_aux="):
+        take(jnp.ones(3), jnp.ones((5, 3)))

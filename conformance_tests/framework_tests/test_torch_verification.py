@@ -185,6 +185,17 @@ def test_unused_parameters_are_noted() -> None:
     assert report.notes == ("unused.weight, unused.bias: the loss does not reach it.",)
 
 
+def test_dictionary_for_a_loss_that_closes_over_its_model() -> None:
+    """As one argument, or as arguments by name."""
+    model, batch = nn.Linear(3, 1), {"x": torch.randn(8, 3), "y": torch.randn(8, 1)}
+
+    def of_names(x: Tensor, y: Tensor) -> Tensor:
+        return (model(x) - y).square().mean()
+
+    for loss_fn in (of_names, lambda batch: of_names(**batch)):
+        assert gradaccum.verify(model, loss_fn, batch).equivalent
+
+
 def test_division_by_the_steps_is_noted() -> None:
     """The window divides too: each update would be four times too small."""
     model, x, y = nn.Linear(3, 1), torch.randn(8, 3), torch.randn(8, 1)

@@ -132,8 +132,8 @@ def as_loss(
     after the model.
 
     `loss_fn` may also be ``loss_fn(*batch)``, which refers to the model itself, or a
-    criterion, ``loss_fn(outputs, *targets)``. A dictionary is passed by keywords if its
-    keys are names of arguments, or if `loss_fn` takes no second argument by position.
+    criterion, ``loss_fn(outputs, *targets)``. A dictionary is passed by keywords if
+    `loss_fn` takes its keys as such.
 
     Args:
         loss_fn: the user's.
@@ -147,38 +147,47 @@ def as_loss(
         signature = inspect.signature(body)
     except ValueError:  # A compiled function has no signature.
         return loss_fn, arguments
-    if isinstance(batch, dict) and (
-        batch.keys() <= signature.parameters.keys() or not _takes(signature, 2)
-    ):
-        return lambda model, keywords: loss_fn(model, **keywords), arguments
+    refers_to_model = is_model is not None and any(map(is_model, _reached(loss_fn)))
+    if isinstance(batch, dict):
+        if _takes(signature, 1, batch):
+            return lambda model, keywords: loss_fn(model, **keywords), arguments
+        if _takes(signature, 0, batch):
+            return lambda model, keywords: loss_fn(**keywords), arguments
     names = list(signature.parameters)
     is_criterion = body is not loss_fn or (bool(names) and names[0].startswith(OUTPUTS))
     count = len(arguments)
     if is_model is None or not _takes(signature, count):
         return loss_fn, arguments
-    if any(is_model(value) for value in _reached(loss_fn)):
+    if refers_to_model:
         return lambda model, *batch: loss_fn(*batch), arguments
     if is_criterion or not _takes(signature, count + 1):
         return lambda model, x, *targets: loss_fn(model(x), *targets), arguments
     return loss_fn, arguments
 
 
-def _takes(signature: inspect.Signature, count: int) -> bool:
+def _takes(
+    signature: inspect.Signature, count: int, keywords: Mapping[str, Any] | None = None
+) -> bool:
     try:
-        signature.bind(*[None] * count)
+        signature.bind(*[None] * count, **(keywords or {}))
     except TypeError:
         return False
     return True
 
 
-def _reached(loss_fn: Any) -> list[object]:
+def _reached(loss_fn: Any, depth: int = 2) -> list[object]:
     """Return the loss function itself, the values of the variables that it closes over
-    or reads as globals, and the attributes of the object that a method belongs to.
+    or reads as globals, the attributes of the object that a method belongs to, and the
+    same of functions among these, `depth` functions deep.
     """
     instance = getattr(loss_fn, "__self__", None)
     values = [loss_fn, *getattr(instance, "__dict__", {}).values()]
     function = inspect.unwrap(getattr(loss_fn, "__func__", loss_fn))
     if inspect.isfunction(function):
         variables = inspect.getclosurevars(function)
-        values += [*variables.nonlocals.values(), *variables.globals.values()]
+        found = [*variables.nonlocals.values(), *variables.globals.values()]
+        values += found
+        for value in found:
+            if depth > 1 and inspect.isfunction(value):
+                values += _reached(value, depth - 1)
     return values

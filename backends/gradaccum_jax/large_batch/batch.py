@@ -8,6 +8,7 @@ so `jax.tree` walks the batch.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from gradaccum import ArgumentTypeError, kit
+from gradaccum import ArgumentTypeError, ArgumentValueError, kit
 from gradaccum.kit import Division, Scalar, explain
 from gradaccum_jax.arrays import (
     KEY,
@@ -165,6 +166,29 @@ def take_items(
     return merge_axis(block_items, axis)
 
 
+def require_dense(arguments: tuple[Tree, ...], paths: list[str]) -> None:
+    """Raise if one of the arrays at `paths`, which are cut, is a part of a sparse array,
+    because its first axis is not the axis of the items.
+    """
+    sparse = sys.modules.get("jax.experimental.sparse")
+    if sparse is None:
+        return
+
+    def is_sparse(node: object) -> bool:
+        return isinstance(node, sparse.JAXSparse)
+
+    for path, node in jax.tree_util.tree_leaves_with_path(arguments, is_leaf=is_sparse):
+        name = f"batch{jax.tree_util.keystr(path)}"
+        if is_sparse(node) and any(path.startswith(name) for path in paths):
+            raise explain(
+                ArgumentValueError,
+                name,
+                expected="a dense array to split",
+                found=f"a {type(node).__name__}",
+                fix="Write .todense(), or axes=None to pass it whole.",
+            )
+
+
 def read_batch(
     arguments: tuple[Tree, ...], keywords: dict[str, Any], splitting: Splitting
 ) -> LargeBatch:
@@ -198,6 +222,7 @@ def read_batch(
         leaf_axes.append(axis)
         if isinstance(axis, int):
             sizes.append((name, np.shape(leaf)[axis]))
+    require_dense(arguments, [name for name, _ in sizes])
     items = kit.require_one_size(
         sizes, kit.lists_of_one_kind(arguments, splitting.axes)
     )

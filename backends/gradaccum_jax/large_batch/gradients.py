@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from gradaccum import kit
-from gradaccum.kit import Options, Scalar
+from gradaccum import ArgumentValueError, kit
+from gradaccum.kit import Options, Scalar, explain
 from gradaccum_jax import gradient_sum
 from gradaccum_jax.arrays import (
     Array,
@@ -133,6 +133,16 @@ def merge_auxes(
     merge_aux: Any, batch: LargeBatch, auxes: Stacks, weights: Array
 ) -> Tree:
     if merge_aux is None:
+        shapes = [[leaf.shape[1:] for leaf in jax.tree.leaves(aux)] for aux in auxes]
+        if shapes[0] != shapes[-1]:
+            raise explain(
+                ArgumentValueError,
+                "aux",
+                expected="arrays of one shape in all micro-batches, to be stacked",
+                found=f"{shapes[0]}, and {shapes[-1]} in the last micro-batch",
+                fix='Write merge_aux="concatenate" for rows of items, or a number of'
+                " steps that divides the batch.",
+            )
         return concatenate_micro_batches(auxes)
     if merge_aux == "concatenate":
         return concatenate_items(batch, auxes)

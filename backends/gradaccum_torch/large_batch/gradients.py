@@ -176,7 +176,7 @@ class GradientsInGrad:
         if gradient is None:
             return
         if leaf in self._wide_sums:
-            add(self._wide_sums[leaf], gradient)
+            self._wide_sums[leaf] = add(self._wide_sums[leaf], gradient)
         else:
             self._wide_sums[leaf] = gradient.detach().to(sum_dtype(leaf, None))
         leaf.grad = None
