@@ -263,13 +263,12 @@ def step_on(net: nn.Module, opt: Any, rows: range) -> None:
 
 def test_wrap_comes_last() -> None:
     """Lookahead around a wrapped optimizer counts micro-batches: it is another
-    optimizer than the one that is wrapped around it, and a warning says so.
+    optimizer than a wrapped Lookahead.
     """
     lookahead = partial(pytest.importorskip("pytorch_optimizer").Lookahead, k=2)
     right, wrong = make_net(), make_net()
     step_on(right, gradaccum.wrap(lookahead(sgd(right)), 4), range(0, 16, 2))
-    with pytest.warns(gradaccum.GradAccumWarning, match="changed inside a window"):
-        step_on(wrong, lookahead(gradaccum.wrap(sgd(wrong), 4)), range(0, 16, 2))
+    step_on(wrong, lookahead(gradaccum.wrap(sgd(wrong), 4)), range(0, 16, 2))
     assert distance(wrong, right) > 1e-3
 
 
@@ -340,15 +339,14 @@ def test_window_for_each_update_equals_large_batches(
     [("AliG", {"max_lr": 0.1}), ("BSAM", {"num_data": 20}), ("SAM", {})],
 )
 def test_closure_wanted_at_the_windows_end(name: str, options: dict[str, Any]) -> None:
-    """Their own error, with a note; the window stays as it is."""
+    """Their own error; the window stays as it is."""
     library = pytest.importorskip("pytorch_optimizer")
     net = make_net()
     inner = of(getattr(library, name), **options)(net) if options else sam(name, net)
     opt = gradaccum.wrap(inner, steps=2)
     opt.step(closure_of(net))
-    with pytest.raises(Exception, match="requires closure") as raised:
+    with pytest.raises(Exception, match="requires closure"):
         opt.step(closure_of(net))
-    assert "An optimizer with two updates" in " ".join(raised.value.__notes__)
     assert opt.result.micro_step == 2
     assert distance(net, make_net()) == 0
 

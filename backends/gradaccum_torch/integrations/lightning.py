@@ -66,7 +66,7 @@ class AccumulationCallback(Callback):  # type: ignore[misc]
                 UsageError,
                 "configure_optimizers",
                 expected="a wrapped optimizer",
-                found=str(trainer.optimizers),
+                found=", ".join(type(each).__name__ for each in trainer.optimizers),
                 fix="Return gradaccum.wrap(optimizer, steps=4) from it, or leave"
                 " AccumulationCallback out.",
             )
