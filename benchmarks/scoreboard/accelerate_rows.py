@@ -59,7 +59,7 @@ def by_count(
     batches = list(loader)
     count = sum(len(batch["labels"]) for batch in batches)
     for batch in batches:
-        loss = (model(batch["x"])["logits"] - batch["labels"]).square().sum()
+        loss = (model(**batch)["logits"] - batch["labels"]).square().sum()
         accelerator.backward(loss * accelerator.gradient_accumulation_steps / count)
     optimizer.step()
     optimizer.zero_grad()

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -78,17 +78,32 @@ def told(verify: Callable[[], gradaccum.VerificationReport] | None) -> str:
     )
 
 
-def kinds_of(check: Callable[[], gradaccum.LoopReport] | None) -> str:
-    """What the loop check says of the package's loop on the row's unequal items; ""
-    where the row has no check.
+def loop_check_of(check: Callable[[], gradaccum.LoopReport] | None) -> str:
+    """What the loop check says of the package's loop on the row's unequal items, and
+    the coefficients of its last update beside the right ones; "" where the row has no
+    check.
     """
     if check is None:
         return ""
     report = check()
     if report.uncertain:
         return "cannot tell"
-    kinds = [problem.kind for problem in report.problems]
-    return ", ".join(dict.fromkeys(kinds)) or "right"
+    kinds = dict.fromkeys(problem.kind for problem in report.problems)
+    words = ", ".join(kinds) or "right"
+    if report.updates:
+        words += f": {row_of(report.updates[-1].coefficients)}"
+        if report.problems:
+            words += f" for {row_of(report.expected[-1])}"
+    return words
+
+
+def row_of(coefficients: Sequence[float]) -> str:
+    """The coefficients that are not 0, as ``.29 .14``."""
+    return " ".join(
+        f"{value:.2g}".replace("0.", ".", 1)
+        for value in coefficients
+        if abs(value) > 1e-4
+    )
 
 
 def main(module: str, function: str, result: str, *packages: str) -> None:
@@ -99,7 +114,7 @@ def main(module: str, function: str, result: str, *packages: str) -> None:
     row = getattr(rows, function)
     found = {"unequal": compared(row, even=False), "equal": compared(row, even=True)}
     loss = told(getattr(rows, "VERIFIED", {}).get(function))
-    loop = kinds_of(getattr(rows, "CHECKED", {}).get(function))
+    loop = loop_check_of(getattr(rows, "CHECKED", {}).get(function))
     versions = {name: metadata.version(name) for name in packages}
     Path(result).write_text(
         json.dumps({**found, "verify": loss, "loop_check": loop, "versions": versions}),
