@@ -65,9 +65,9 @@ def data_parallel(step: Step, mesh: Mesh, axis_name: str | tuple[str, ...]) -> S
         A jitted function of the same arguments, for use under `jax.jit` too. Every
         array of the batch is split along its first axis, whose length the number of
         devices divides; a single bool, such as `last`, is the same on all. The open
-        window's sums, weight and overflow flag, and each array of ``rest`` that differs
-        between devices, come out with a leading axis of the devices: a loss has shape
-        (devices,), or () if the step averages it by `jax.lax.pmean`.
+        window's sums, loss, weight and overflow flag, and each array of ``rest`` that
+        differs between devices, come out with a leading axis of the devices: a loss has
+        shape (devices,), or () if the step averages it by `jax.lax.pmean`.
 
     Raises:
         UsageError: the second argument has no state of a wrapped optimizer, `step`
