@@ -20,6 +20,7 @@ from gradaccum import (
     DynamicLossScale,
     kit,
 )
+from gradaccum.kit import ScaleRule
 
 FLOAT32, FLOAT64 = 3.4028234663852886e38, sys.float_info.max
 ONE = kit.State(1, 0, 0, 1.0, False, 1.0, 0)
@@ -405,3 +406,19 @@ def test_result_is_readable() -> None:
         "StepResult(applied=True, skipped=False, overflow=False, grad_norm=0.5,"
         " loss_scale=1.0, micro_step=0, optimizer_step=3, loss=nan)"
     )
+
+
+class Driver:
+    """A backend that drives loss scalers, which are texts."""
+
+    scaler_kind = "a text"
+
+    def scaler_rule(self, scaler: object) -> ScaleRule | None:
+        return ScaleRule(init_scale=8.0) if isinstance(scaler, str) else None
+
+
+def test_scaler_of_the_framework() -> None:
+    options = kit.make_options(4, loss_scale="scaler", driver=Driver())
+    assert (options.scaler, options.scale_rule.init_scale) == ("scaler", 8.0)
+    with pytest.raises(ArgumentTypeError, match=r"loss_scale: .* or a text; got \[\]"):
+        kit.make_options(4, loss_scale=[], driver=Driver())

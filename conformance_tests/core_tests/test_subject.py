@@ -84,6 +84,23 @@ def test_convention_of_a_loss(
     assert loss(MODEL, *arguments) == value
 
 
+def test_loss_that_closes_over_its_model_through_a_function() -> None:
+    loss, arguments = as_loss(
+        lambda x: closing_over_its_model(x, 2), 1, lambda value: value is MODEL
+    )
+    assert loss(None, *arguments) == closing_over_its_model(1, 2)
+
+
+def test_loss_is_left_alone_where_nothing_is_known_of_it() -> None:
+    """Without a model that can be called, as in JAX, and without a signature."""
+
+    def loss_fn(outputs: Any, x: Any) -> Any:
+        return outputs, x
+
+    assert as_loss(loss_fn, (1,)) == (loss_fn, (1,))
+    assert as_loss(max, (1, 2)) == (max, (1, 2))
+
+
 def make_batch(*arguments: Any, axes: Any = 0) -> Batch:
     return Batch(
         arguments,

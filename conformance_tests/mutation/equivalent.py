@@ -6,6 +6,8 @@ from .running import Mutant
 
 KINDS = "the order of kinds means nothing where one of them is looked for"
 UNUSED = "it stands where nothing is divided"
+SYMMETRIC = "a distance, and a sum of two pairs, are symmetric"
+EDGE = "no measured number is the limit itself"
 NEVER = "a window that only the caller closes never ends here"
 
 EQUIVALENT: dict[tuple[str, str], str] = {
@@ -30,6 +32,38 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         "clipping = divides * where(apply & ((excess >= 1)), excess, one)",
     ): "an excess of 1 divides by 1",
     ("gradaccum/statistics.py", "one = 0 * weight + 2"): UNUSED,
+    (
+        "gradaccum/nests.py",
+        "(type(v), getattr(v, 'ndim', None), str(getattr(v, 'dtype', None)))",
+    ): KINDS,
+    (
+        "gradaccum/transitions.py",
+        "smaller_scale > rule.min_scale, smaller_scale, rule.min_scale + (0 / scale)",
+    ): "both are 0",
+    (
+        "gradaccum/verification/comparison.py",
+        "for name, error in self.distances(large, total, conditions).items():",
+    ): SYMMETRIC,
+    (
+        "gradaccum/verification/comparison.py",
+        "if not is_certain and not (solution.unexplained >= COEFFICIENT_ERROR):",
+    ): EDGE,
+    (
+        "gradaccum/verification/examination.py",
+        "swapped_gradient = gradient_of((2, 1), (0, 3))",
+    ): SYMMETRIC,
+    (
+        "gradaccum/verification/examination.py",
+        "by_neighbour = self.comparison.distances(swapped_gradient, gradient, self.conditions)",
+    ): SYMMETRIC,
+    (
+        "gradaccum/verification/examination.py",
+        "by_place = self.comparison.distances(turned_gradient, gradient, self.conditions)",
+    ): SYMMETRIC,
+    (
+        "gradaccum/verification/examination.py",
+        "return is_exact and (abs(math.fsum(fit.best) - 1) <= room)",
+    ): EDGE,
     (
         "gradaccum/watching.py",
         "pass  # self._last_end = 0.0",
