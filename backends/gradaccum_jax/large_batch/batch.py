@@ -167,8 +167,9 @@ def take_items(
 
 
 def require_dense(arguments: tuple[Tree, ...], paths: list[str]) -> None:
-    """Raise if one of the arrays at `paths`, which are cut, is a part of a sparse array,
-    because its first axis is not the axis of the items.
+    """Raise if an array that is cut, at one of `paths`, is a part of a sparse array.
+
+    The first axis of such a part is not the axis of the items.
     """
     sparse = sys.modules.get("jax.experimental.sparse")
     if sparse is None:
