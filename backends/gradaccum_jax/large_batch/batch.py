@@ -167,9 +167,9 @@ def take_items(
 
 
 def require_dense(arguments: tuple[Tree, ...], paths: list[str]) -> None:
-    """Raise if an array that is cut, at one of `paths`, is a part of a sparse array.
+    """Raise unless the arrays that are cut, at `paths`, are dense.
 
-    The first axis of such a part is not the axis of the items.
+    The first axis of a part of a sparse array is not the axis of the items.
     """
     sparse = sys.modules.get("jax.experimental.sparse")
     if sparse is None:
