@@ -94,7 +94,7 @@ def test_loss_that_closes_over_its_model_through_a_function() -> None:
 def test_loss_is_left_alone_where_nothing_is_known_of_it() -> None:
     """Without a model that can be called, as in JAX, and without a signature."""
 
-    def loss_fn(outputs: Any, x: Any) -> Any:
+    def loss_fn(outputs: Any, x: Any = 5) -> Any:
         return outputs, x
 
     assert as_loss(loss_fn, (1,)) == (loss_fn, (1,))
