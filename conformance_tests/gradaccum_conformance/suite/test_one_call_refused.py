@@ -171,6 +171,22 @@ def test_loss_function_without_the_aux_it_announced(
         backend.value_and_grad(call, standard_batch(LINEAR))
 
 
+def test_losses_of_two_items_are_no_loss_with_aux(backend: LargeBatchHarness) -> None:
+    """An array of two losses can be unpacked as if it were a pair."""
+
+    def returns(loss: Any, logits: Any) -> Any:
+        return logits.sum(1)
+
+    call = LargeBatchCall(
+        LINEAR,
+        make_weights(LINEAR),
+        options={"micro_batch_size": 2, "has_aux": True},
+        returns=returns,
+    )
+    with pytest.raises((TypeError, ValueError)):
+        backend.value_and_grad(call, standard_batch(LINEAR))
+
+
 def test_coupled_loss_that_is_no_scalar(backend: LargeBatchHarness) -> None:
     call = LargeBatchCall(LINEAR, make_weights(LINEAR), options={"steps": 2})
     with pytest.raises(VALUE, match=f"^{SCALAR}"):
