@@ -94,6 +94,7 @@ from gradaccum.splitting import (
     free_frames,
     item_weights_error,
     make_division,
+    missing_aux_error,
     require_item_weights,
     require_items,
     require_one_size,
@@ -255,6 +256,7 @@ __all__ += [
     "accumulate_dtype_error",
     "explain",
     "half_made_error",
+    "missing_aux_error",
     "missing_worker_error",
     "moving_weight_error",
 ]

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import NamedTuple, SupportsFloat
 
 from gradaccum.errors import (
+    ArgumentTypeError,
     ArgumentValueError,
     GradAccumError,
     UsageError,
@@ -354,4 +355,17 @@ def scalar_loss_error(found: str) -> GradAccumError:
             "Reduce it in the loss: loss.mean() goes with reduction='mean', loss.sum() with"
             " 'sum' or 'sum_per_item'."
         ),
+    )
+
+
+def missing_aux_error(got: object) -> GradAccumError:
+    """Return the error for a loss function that returns `got` alone, though ``has_aux``
+    announces an aux. Two losses in an array could be unpacked as a pair.
+    """
+    return explain(
+        ArgumentTypeError,
+        "loss_fn",
+        expected="a function that returns (loss, aux), because of has_aux=True",
+        found=f"an object of type {type(got).__name__}",
+        fix="Return both, or leave has_aux out.",
     )

@@ -163,9 +163,8 @@ def value_and_gradients(
 
     def scaled_loss(moving: Leaves) -> tuple[Scalar, tuple[Scalar, Tree]]:
         returned = function(put(moving))
-        # An array of two losses could be unpacked too.
         if has_aux and hasattr(returned, "shape"):
-            raise kit.scalar_loss_error("an array without an aux")
+            raise kit.missing_aux_error(returned)
         loss, aux = returned if has_aux else (returned, None)
         if getattr(loss, "shape", ()) != ():
             raise kit.scalar_loss_error(f"one of shape {loss.shape}")

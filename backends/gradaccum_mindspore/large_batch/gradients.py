@@ -66,9 +66,8 @@ def gradient_function(
     def outputs(*arguments: Nest) -> tuple[Any, ...]:
         if has_aux:
             returned = fn(*arguments)
-            # A Tensor of two losses could be unpacked too.
             if isinstance(returned, Tensor):
-                raise kit.scalar_loss_error("a Tensor without an aux")
+                raise kit.missing_aux_error(returned)
             loss, aux = returned
             check_loss(loss)
             return scale(loss), loss, aux

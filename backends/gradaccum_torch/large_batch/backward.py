@@ -179,9 +179,8 @@ def differentiate(
     loss = loss_fn(*micro_batch.arguments)
     aux = None
     if has_aux:
-        # A tensor of two losses could be unpacked too.
         if isinstance(loss, Tensor):
-            raise kit.scalar_loss_error("a tensor without an aux")
+            raise kit.missing_aux_error(loss)
         loss, aux = loss
         aux = kit.mapped(copy_without_graph, aux)
     loss = require_scalar(loss)

@@ -106,7 +106,7 @@ def checked(
     """
     loss, _, aux = returned
     if has_aux and aux is None:
-        raise TypeError("loss_fn returned no aux beside the loss")
+        raise kit.missing_aux_error(loss)
     if not has_aux and aux is not None:
         raise kit.scalar_loss_error("a tuple of 2")
     require_scalar(loss)
