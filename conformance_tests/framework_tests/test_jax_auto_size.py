@@ -164,26 +164,15 @@ def test_exhausted_halves(runs: Runs) -> None:
     assert isinstance(caught.value.__cause__, jax.errors.JaxRuntimeError)
 
 
-def test_one_item_does_not_fit() -> None:
-    sizes = automatic(1)
-    with pytest.raises(gradaccum.UsageError, match=r"one item to fit.* 1 bytes"):
-        step_with(sizes)(PARAMS, BATCH[:2])
-    assert sizes.size is None
+def test_other_errors_pass(runs: Runs) -> None:
+    error = jax.errors.JaxRuntimeError("INTERNAL: broken")
 
-
-@pytest.mark.parametrize(
-    "error",
-    [jax.errors.JaxRuntimeError("INTERNAL: broken"), KeyboardInterrupt()],
-    ids=str,
-)
-def test_other_errors_pass(error: BaseException, runs: Runs) -> None:
     def fail(size: int) -> None:
         raise error
 
     runs.fail, sizes = fail, automatic(10**9)
-    with pytest.raises(type(error)) as caught:
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL: broken"):
         step_with(sizes)(PARAMS, BATCH)
-    assert caught.value is error
     assert (runs.run, sizes.size) == ([16], None)
 
 

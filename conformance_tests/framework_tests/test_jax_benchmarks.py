@@ -15,10 +15,8 @@ import pytest
 
 import gradaccum
 from benchmarks.case import Case
-from benchmarks.contestants.bert import LARGE, TINY, WAYS
-from benchmarks.contestants.jax_mlp import STEPS, batches, make_params
-from benchmarks.jax_counts import updates_per_window
-from benchmarks.questions import jax_memory, jax_split, jax_streaming
+from benchmarks.contestants.jax_mlp import batches, make_params
+from benchmarks.questions import jax_split, jax_streaming
 from conformance_tests.framework_tests.jax_versions import needs_microbatch
 
 WIDTH, WINDOWS = 16, 3
@@ -81,15 +79,6 @@ def test_clipping_case_clips() -> None:
     )
 
 
-def test_updates_per_window_are_counted() -> None:
-    for make, runs in (
-        (lambda inner: gradaccum.wrap(inner, steps=STEPS), 1),
-        (lambda inner: optax.MultiSteps(inner, STEPS), STEPS),
-        (lambda inner: inner, STEPS),
-    ):
-        assert updates_per_window(make) == runs
-
-
 @needs_microbatch
 def test_splitting_contestants_agree() -> None:
     params, x = make_params(WIDTH), jnp.concatenate(batches(WIDTH))
@@ -100,16 +89,3 @@ def test_splitting_contestants_agree() -> None:
     for own in gradients:
         for a, b in zip(own, gradients[0], strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.deep
-def test_memory_contestants_agree() -> None:
-    """On a tiny encoder; recomputation keeps less."""
-    params, x = jax_memory.inputs(4, TINY)
-    found = {way: jax_memory.compiled(way, 4, TINY)(params, x)[1] for way in WAYS}
-    for way in WAYS:
-        for a, b in zip(
-            jax.tree.leaves(found[way]), jax.tree.leaves(found[LARGE]), strict=True
-        ):
-            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
-    assert jax_memory.peak_of("recompute", 4, TINY) < jax_memory.peak_of(LARGE, 4, TINY)

@@ -77,17 +77,11 @@ def in_sum(**leaves: Any) -> Callable[[Any], Any]:
     return lambda state: state._replace(accumulator={**state.accumulator, **leaves})
 
 
-def without(name: str) -> Callable[[Any], Any]:
-    return lambda state: {
-        key: value for key, value in state._asdict().items() if key != name
-    }
-
-
 SPOILT: dict[str, Callable[[Any], Any]] = {
     "other shape": in_sum(b=jnp.zeros(3)),
     "other dtype": in_sum(b=jnp.zeros(2, jnp.float16)),
     "one more": lambda state: {**state._asdict(), "colour": jnp.zeros(2)},
-    "no sum": without("accumulator"),
+    "no sum": lambda state: state._replace(accumulator=()),
     "micro-step beyond the window": lambda state: state._replace(
         micro_step=jnp.asarray(4, jnp.int32)
     ),
@@ -95,29 +89,20 @@ SPOILT: dict[str, Callable[[Any], Any]] = {
         micro_step=jnp.asarray(1, jnp.int32),
         terms=jnp.asarray([1, 7, 0, 0, 0], jnp.int32),
     ),
-    "other format": lambda state: state._replace(terms=state.terms.at[0].add(1)),
-    "nothing": lambda state: (),
 }
 
 
 @pytest.mark.parametrize("name", SPOILT)
 def test_foreign_state_is_refused(name: str) -> None:
-    with pytest.raises(
-        gradaccum.CheckpointError, match=r"^(state|micro_step|terms|format)"
-    ):
+    with pytest.raises(gradaccum.CheckpointError, match=r"^(state|micro_step|terms)"):
         gradaccum_jax.check_state(TX, SPOILT[name](TX.init(PARAMS)), PARAMS)
 
 
-@pytest.mark.parametrize(
-    "steps",
-    [[(0, 1), (5, 4)], lambda step: jnp.where(step < 5, 1, 4).astype(jnp.int32)],
-    ids=["pairs", "callable"],
-)
-def test_schedule_is_read_at_the_saved_step(steps: Any) -> None:
+def test_schedule_is_read_at_the_saved_step() -> None:
     """Windows of one, five of them, then windows of four: only in the sixth can three
     micro-batches be open.
     """
-    tx = make_tx(steps=steps)
+    tx = make_tx(steps=lambda step: jnp.where(step < 5, 1, 4).astype(jnp.int32))
     update, state = jax.jit(tx.update), tx.init(PARAMS)
     for _ in range(8):
         _, state = update(PARAMS, state, PARAMS)

@@ -66,30 +66,6 @@ def test_dropout_is_replayed() -> None:
     close(step(PARAMS, X, key), whole(PARAMS, by_hand))
 
 
-def test_aux_and_rows_that_are_no_items() -> None:
-    """Two rows per item; the loss returns an aux."""
-
-    def outputs(params: Any, x: Any) -> Any:
-        return jnp.repeat(x * params, 2)
-
-    def loss(params: Any, rows: Any) -> Any:
-        return jnp.std(rows) * params, rows
-
-    step = gradaccum_jax.coupled_value_and_grad(
-        outputs, loss, has_aux=True, micro_batch_size=4
-    )
-    x, params = numbers(6), jnp.asarray(1.5)
-    wanted = jax.value_and_grad(lambda p: loss(p, outputs(p, x)), has_aux=True)
-    close(step(params, x), wanted(params))
-
-
-def test_under_jit_and_vmap() -> None:
-    step = gradaccum_jax.coupled_value_and_grad(tower, contrast, steps=4)
-    params = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf / 2]), PARAMS)
-    made = jax.jit(jax.vmap(lambda params: step(params, X)))(params)
-    close(made, jax.vmap(whole)(params))
-
-
 def test_half_precision_is_summed_in_float32() -> None:
     """Gradients of 2048 and of 1024 ones: in half precision the ones would vanish."""
     x = jnp.asarray([2048.0] + [1.0] * 1024, jnp.bfloat16)

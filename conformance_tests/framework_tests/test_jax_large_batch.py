@@ -4,7 +4,6 @@ all of it, in float64.
 
 from __future__ import annotations
 
-import enum
 from typing import Any, NamedTuple
 
 import jax
@@ -71,18 +70,6 @@ def test_every_micro_batch_has_its_own_key(legacy: bool) -> None:
         np.testing.assert_array_equal(step(ONE, np.ones(10), key)[0][1], wanted)
 
 
-def test_keys_of_items_are_cut() -> None:
-    keys = jax.random.split(jax.random.key(0), 6)
-
-    def loss(params: Any, keys: Any) -> Any:
-        return jnp.mean(params * jax.vmap(jax.random.normal)(keys))
-
-    close(
-        gradaccum_jax.value_and_grad(loss, steps=3)(ONE, keys),
-        jax.value_and_grad(loss)(ONE, keys),
-    )
-
-
 def test_argnums() -> None:
     """The batch is what is not differentiated by, in its order. A number below 0 counts
     from the end.
@@ -97,62 +84,12 @@ def test_argnums() -> None:
     close(call(*given), jax.value_and_grad(loss, (2, 0))(*given))
 
 
-def test_under_jit_and_vmap() -> None:
+def test_under_vmap() -> None:
     step = gradaccum_jax.value_and_grad(mean_loss, steps=4)
     params = jax.tree.map(lambda leaf: jnp.stack([leaf, 2 * leaf, leaf - 1]), model())
     x, y = numbers(3, ITEMS, 3), numbers(3, ITEMS)
     wanted = jax.vmap(jax.value_and_grad(mean_loss))(params, x, y)
-    close(jax.jit(jax.vmap(step))(params, x, y), wanted)
     close(jax.vmap(step)(params, x, y), wanted)
-
-
-def test_derivative_by_the_weights() -> None:
-    """Learning to reweight: the gradient of the loss by the items' weights."""
-
-    def by_weight(weights: Any) -> Any:
-        step = gradaccum_jax.value_and_grad(
-            lambda params, x: params * jnp.mean(x), micro_batch_size=1, weight=weights
-        )
-        return step(ONE, jnp.asarray([1.0, 2.0, 6.0]))[1]
-
-    # d/dw_i of sum(w x) / sum(w) at w = 1: (x_i - mean) / 3.
-    close(jax.grad(by_weight)(jnp.ones(3)), jnp.asarray([-2 / 3, -1 / 3, 1.0]))
-
-
-class Kind(enum.IntEnum):
-    ONE = 1
-
-
-def test_equal_constants_of_two_types_are_told_apart() -> None:
-    """``1 == True``, and a loss may ask ``flag is True``."""
-
-    def loss(p: Any, x: Any, flag: Any) -> Any:
-        return jnp.mean(x * p) * (1.0 if type(flag) is int else 10.0)
-
-    x = jnp.ones(4)
-    step = gradaccum_jax.value_and_grad(loss, steps=2, axes=(0, None))
-    found = [step(ONE, x, given)[0] for given in (1, True, 1, Kind.ONE)]
-    assert found == [1, 10, 1, 10]
-
-
-def test_aux_of_each_micro_batch() -> None:
-    """With a new first axis, and as a list for a function that merges them."""
-
-    def loss(params: Any, x: Any) -> Any:
-        return params * jnp.mean(x), {"small": jnp.all(x < 8), "key": (x.sum(), 7)}
-
-    def rows(params: Any, x: Any) -> Any:
-        return params * jnp.mean(x), x
-
-    def merge(auxes: Any, weights: Any) -> Any:
-        return [aux.sum() * weight for aux, weight in zip(auxes, weights, strict=True)]
-
-    options = {"has_aux": True, "micro_batch_size": 4}
-    aux = gradaccum_jax.value_and_grad(loss, **options)(ONE, np.arange(10.0))[0][1]
-    assert aux["small"].tolist() == [True, True, False]
-    assert [leaf.tolist() for leaf in aux["key"]] == [[6, 22, 17], [7, 7, 7]]
-    step = gradaccum_jax.value_and_grad(rows, merge_aux=merge, **options)
-    assert step(ONE, np.arange(10.0))[0][1] == [4 * 6, 4 * 22, 2 * 17]
 
 
 def test_accumulate_dtype() -> None:

@@ -214,10 +214,6 @@ def test_memory_is_that_of_a_layer() -> None:
     assert needed(usual(tx, steps=16), tx.init(params)) > layers * 4 * width**2
 
 
-def total(tree: Tree) -> Any:
-    return sum(leaf.sum() for leaf in jax.tree.leaves(tree))
-
-
 INSEPARABLE = {
     "a norm of all": lambda: optax.chain(
         optax.clip_by_global_norm(1e9), optax.sgd(0.1)
@@ -225,16 +221,9 @@ INSEPARABLE = {
     "after NaN is taken out": lambda: optax.chain(
         optax.zero_nans(), optax.clip_by_global_norm(1.0), optax.sgd(0.1)
     ),
-    "a little of all": lambda: optax.stateless(
-        lambda updates, params: jax.tree.map(
-            lambda leaf: leaf * (1 + 2e-5 * jnp.sin(total(updates))),
-            updates,
-        )
-    ),
 }
 PARAMS = autoencoder(3, 8, np.float32)
 BATCH = np.ones((8, 3), np.float32), np.ones(8, np.float32), jax.random.key(0)
-SGD = wrap(optax.sgd(0.1))
 
 
 @pytest.mark.every_mode
@@ -247,32 +236,3 @@ def test_optimizers_that_look_at_several_layers_are_refused(kind: str) -> None:
         del params[1]["number"]  # optax itself refuses integers here
         with pytest.raises(gradaccum.UsageError, match=f"^{words}"):
             jax.eval_shape(step, params, step.init(params), *BATCH)
-
-
-def doubled(own: Tree, given: Any, *batch: Any) -> Any:
-    return {**given, "x": jnp.concatenate([given["x"]] * 2, 1)}
-
-
-def run(layer: Any = block, inner: Any = None, **changed: Any) -> Any:
-    step = layered(wrap(inner or optax.sgd(0.1), on_overflow="ignore"), layer)
-    return step(PARAMS, step.init(PARAMS)._replace(**changed), *BATCH)
-
-
-def test_misuse_is_refused() -> None:
-    """A layer that widens, a state of another window and a learning rate that is traced
-    have JAX's own errors.
-    """
-    with pytest.raises(gradaccum.ArgumentTypeError, match="tx: expected a wrapped"):
-        layered(optax.sgd(0.1))
-    dropping = wrap(optax.sgd(0.1), on_overflow="drop_micro_batch")
-    with pytest.raises(
-        gradaccum.UsageError, match="tx: expected an optimizer that drops"
-    ):
-        layered(dropping)
-    with pytest.raises(TypeError, match="carry"):
-        run(layer=doubled)
-    for state in (SGD.init(PARAMS).inner_state, ((), ())):
-        with pytest.raises((TypeError, ValueError)):
-            run(inner_state=state)
-    with pytest.raises((TypeError, jax.errors.JAXTypeError)):
-        jax.eval_shape(lambda rate: run(inner=optax.sgd(rate)), 0.1)

@@ -52,58 +52,39 @@ def train(tx: Any, data: Any, flush: bool = False) -> Any:
     return state
 
 
-def kinds(report: gradaccum.LoopReport) -> list[str]:
-    return [problem.kind for problem in report.problems]
+def multi_steps(steps: int, **options: Any) -> Any:
+    return lambda recorder: optax.MultiSteps(recorder, steps, **options)
 
 
-def test_multi_steps_is_right_with_equal_sizes() -> None:
-    recorder = LoopRecorder()
-    state = train(optax.MultiSteps(recorder, 2), EVEN)
-    report = recorder.report(state, loss_fn, PARAMS, EVEN, steps=2)
-    assert report.right, report
-    assert len(report.updates) == 2
-
-
-def test_multi_steps_takes_a_mean_of_means() -> None:
-    recorder = LoopRecorder()
-    state = train(optax.MultiSteps(recorder, 4), DATA)
-    report = recorder.report(state, loss_fn, PARAMS, DATA)
-    assert kinds(report) == ["mean_of_means"], report
-
-
-def test_multi_steps_leaves_the_short_window() -> None:
-    recorder = LoopRecorder()
-    state = train(optax.MultiSteps(recorder, 3), EVEN)
-    report = recorder.report(state, loss_fn, PARAMS, EVEN, steps=3)
-    assert kinds(report) == ["lost"], report
-
-
-def test_sum_that_is_not_divided() -> None:
-    recorder = LoopRecorder()
-    state = train(optax.MultiSteps(recorder, 4, use_grad_mean=False), EVEN)
-    assert kinds(recorder.report(state, loss_fn, PARAMS, EVEN)) == ["not_divided"]
-
-
-def test_clip_of_each_micro_batch() -> None:
-    recorder = LoopRecorder()
-    clipped = optax.chain(
+def clipped_each(recorder: Any) -> Any:
+    return optax.chain(
         optax.clip_by_global_norm(0.5), gradaccum.wrap(recorder, steps=4)
     )
-    state = train(clipped, EVEN)
-    assert kinds(recorder.report(state, loss_fn, PARAMS, EVEN)) == ["clipped_each"]
 
 
-@pytest.mark.parametrize("options", [{}, {"clip_norm": 0.1}, {"loss_scale": 1.0}])
+CASES: dict[str, tuple[Any, Any, dict[str, Any], list[str]]] = {
+    "equal sizes": (multi_steps(2), EVEN, {"steps": 2}, []),
+    "unequal sizes": (multi_steps(4), DATA, {}, ["mean_of_means"]),
+    "a short window": (multi_steps(3), EVEN, {"steps": 3}, ["lost"]),
+    "a sum": (multi_steps(4, use_grad_mean=False), EVEN, {}, ["not_divided"]),
+    "a clip of each": (clipped_each, EVEN, {}, ["clipped_each"]),
+}
+"""The loop's optimizer, its data, the options of the report, and the problems."""
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_problem_is_named(name: str) -> None:
+    make, data, options, kinds = CASES[name]
+    recorder = LoopRecorder()
+    state = train(make(recorder), data)
+    report = recorder.report(state, loss_fn, PARAMS, data, **options)
+    assert [problem.kind for problem in report.problems] == kinds, report
+
+
+@pytest.mark.parametrize("options", [{}, {"clip_norm": 0.1}])
 def test_wrapped_loop_is_right(options: dict[str, Any]) -> None:
     recorder = LoopRecorder()
     state = train(gradaccum.wrap(recorder, steps=3, **options), DATA, flush=True)
     report = recorder.report(state, loss_fn, PARAMS, DATA, steps=3)
     assert report.right, report
     assert len(report.updates) == 2
-
-
-def test_state_of_no_recorder_is_refused() -> None:
-    recorder = LoopRecorder()
-    train(recorder, EVEN)
-    with pytest.raises(gradaccum.UsageError, match="0 states"):
-        recorder.report(None, loss_fn, PARAMS, EVEN)

@@ -1,5 +1,5 @@
-"""float32 masters: they train as float32 parameters do, each parameter reaches its
-rounded master, and a compiled step holds no further copy.
+"""float32 masters: each parameter reaches its rounded master, and a compiled step holds
+no further copy.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 
 import gradaccum
 import gradaccum_jax
-from gradaccum_jax.master_weights import distance, in_place_of
+from gradaccum_jax.master_weights import distance
 
 HALVES: dict[str, Any] = {"float16": jnp.float16, "bfloat16": jnp.bfloat16}
 RANGE = {"float16": (2.0**-24, 65504.0), "bfloat16": (2.0**-110, 2.0**127)}
@@ -29,78 +29,44 @@ PARAMS = {
     "count": jnp.asarray(3),
     "head": jnp.asarray([0.5], jnp.float16),
 }
-GRADS = {
-    "embedding": jnp.asarray([[0.5, 1.0]]),
-    "w": jnp.asarray([1.0, 2.0, -1.0], jnp.bfloat16),
-    "frozen": None,
-    "count": np.zeros((), jax.dtypes.float0),
-    "head": jnp.asarray([0.25], jnp.float16),
-}
-
-
-def trained(tx: Any, params: Any, grads: Any) -> Any:
-    """Parameters and state after 21 micro-batches."""
-
-    def body(carry: Any, _: Any) -> Any:
-        updates, state = tx.update(grads, carry[1], carry[0])
-        return (optax.apply_updates(carry[0], updates), state), None
-
-    return jax.lax.scan(body, (params, tx.init(params)), length=21)[0]
-
-
-def test_mixed_dtypes_train_as_float32() -> None:
-    """The masters go the way of float32 parameters, and each parameter is its rounded
-    master.
-    """
-    inner = optax.adamw(1e-3)
-    tx = gradaccum.wrap(inner, steps=2, master_weights=True)
-    params, state = trained(tx, PARAMS, GRADS)
-    wide = jax.tree.map(
-        lambda leaf: leaf.astype(jnp.float32) if leaf.dtype.itemsize == 2 else leaf,
-        (PARAMS, GRADS),
-    )
-    held, other = trained(gradaccum.wrap(inner, steps=2), *wide)
-    assert state.optimizer_step == other.optimizer_step == 10
-    masters = in_place_of(params, state.masters)
-    jax.tree.map(
-        lambda p, master: np.testing.assert_array_equal(p, master.astype(p.dtype)),
-        params,
-        masters,
-    )
-    # XLA fuses the two programs differently.
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5),
-        (masters, state.inner_state),
-        (held, other.inner_state),
-    )
+GRADS = {**PARAMS, "count": np.zeros((), jax.dtypes.float0)}
 
 
 def test_masters_exist_for_halves_only() -> None:
-    """float32 parameters and integers have none."""
-    tx = gradaccum.wrap(optax.adam(0.1), steps=2, master_weights=True)
+    """float32 parameters and integers have none. Each half-precision parameter gets its
+    own master.
+    """
+    tx = gradaccum.wrap(optax.sgd(2.0**-10), steps=1, master_weights=True)
     state = tx.init(PARAMS)
     assert [leaf.dtype for leaf in jax.tree.leaves(state.masters)] == [jnp.float32] * 2
     assert state.masters["embedding"] is None
     assert state.masters["count"] is None
-    dtypes = {str(leaf.dtype) for leaf in jax.tree.leaves(state.inner_state)}
-    assert dtypes == {"int32", "float32"}
+    updates, state = tx.update(GRADS, state, PARAMS)
+    for name in ("w", "head"):
+        master = PARAMS[name].astype(jnp.float32) * (1 - 2.0**-10)
+        np.testing.assert_array_equal(state.masters[name], master)
+        np.testing.assert_array_equal(
+            optax.apply_updates(PARAMS[name], updates[name]),
+            master.astype(PARAMS[name].dtype),
+        )
+    momentum = gradaccum.wrap(optax.adam(0.1), steps=2, master_weights=True)
+    moments = jax.tree.leaves(momentum.init(PARAMS).inner_state)
+    assert {str(leaf.dtype) for leaf in moments} == {"int32", "float32"}
 
 
 SIDE, MATRICES = 1024, 4
 ELEMENTS = MATRICES * SIDE * SIDE
 
 
-@pytest.mark.parametrize(
-    ("name", "masters"), [("float16", False), ("float16", True), ("bfloat16", True)]
-)
-def test_half_precision_step_works_in_place(name: str, masters: bool) -> None:
+@pytest.mark.parametrize("masters", [True, False])
+def test_half_precision_step_works_in_place(masters: bool) -> None:
     """Parameters take 2 bytes, sums 4, a moment 2; masters 4, and a moment then 4.
     Scratch is half a gradient.
     """
     tx = gradaccum.wrap(
         optax.sgd(0.1, momentum=0.9), steps=4, master_weights=masters, clip_norm=1.0
     )
-    params = {f"w{i}": jnp.ones((SIDE, SIDE), HALVES[name]) for i in range(MATRICES)}
+    params = {f"w{i}": jnp.ones((SIDE, SIDE), jnp.float16) for i in range(MATRICES)}
 
     def step(params: Any, state: Any, grads: Any) -> Any:
         updates, state = tx.update(grads, state, params)
@@ -153,14 +119,12 @@ def test_parameters_reach_their_rounded_masters(name: str, together: bool) -> No
     """
     held = np.tile(every_number(name), 8)
     p = held.astype(np.float64)
-    factors = np.random.default_rng(2).uniform(-4, 4, held.size)
-    near = np.clip(p * factors, -(2.0**127), 2.0**127).astype(np.float32)
 
     def move(p: Any, masters: Any) -> Any:
         update = distance if together else jax.jit(distance)
         return optax.apply_updates(p, update(p, masters))
 
-    for masters in (random_masters(name, held.size, 1), near, held.astype(np.float32)):
+    for masters in (random_masters(name, held.size, 1), held.astype(np.float32)):
         with np.errstate(over="ignore"):
             rounded_master = masters.astype(HALVES[name])
         moved = np.asarray((jax.jit(move) if together else move)(held, masters))
@@ -212,9 +176,8 @@ def test_signs_of_zeros(name: str) -> None:
     assert bits(optax.apply_updates(p, distance(p, tiny))).tolist() == [2**15, 0]
 
 
-@pytest.mark.parametrize("steps", [3, None])
-def test_mid_window_updates_change_no_bit(steps: int | None) -> None:
-    tx = gradaccum.wrap(optax.sgd(1.0), steps=steps, master_weights=True)
+def test_mid_window_updates_change_no_bit() -> None:
+    tx = gradaccum.wrap(optax.sgd(1.0), steps=3, master_weights=True)
     every = {name: jnp.asarray(every_number(name)) for name in HALVES}
     grads = jax.tree.map(jnp.ones_like, every)
     updates, _ = tx.update(grads, tx.init(every), every)

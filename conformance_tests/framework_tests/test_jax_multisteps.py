@@ -95,14 +95,3 @@ def test_nan_lasts_one_window() -> None:
             updates, state = steps.update(gradient, state, PARAMS)
         assert bool(jnp.all(jnp.isfinite(updates["a"]))) is heals
     assert int(state.gradient_step) == 2
-
-
-def test_window_of_size_zero_never_ends() -> None:
-    """As in optax."""
-    steps = gradaccum_jax.MultiSteps(optax.sgd(1.0), lambda step: 1 - step)
-    update = jax.jit(steps.update)
-    _, state = update(PARAMS, steps.init(PARAMS), PARAMS)
-    for _ in range(2):
-        updates, state = update(PARAMS, state, PARAMS)
-        assert not np.any(updates["a"])
-        assert state.gradient_step == 1

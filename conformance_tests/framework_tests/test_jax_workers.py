@@ -1,5 +1,5 @@
-"""Windows over four devices, in a process of their own, against one device that has
-all micro-batches; and the refusals.
+"""Windows and large batches over several devices, in a process of their own, against one
+device that has all micro-batches; and the refusals.
 """
 
 from __future__ import annotations
@@ -17,43 +17,38 @@ from conformance_tests.framework_tests.jax_workers import NAMES
 SECONDS = 900
 """A deadlock would last for ever."""
 ROOT = Path(__file__).parents[2]
-CHECKS = [name for names in NAMES.values() for name in names.split()]
+BATCH_SHARDS = NAMES["batch_shards"].split()
+CHECKS = [
+    name
+    for names in NAMES.values()
+    for name in names.split()
+    if name not in BATCH_SHARDS
+]
 NEWEST_ALONE = (
     "scan",
-    "benchmark",
     "checked_state",
     "explicit_axes",
     "varying",
     "layered_shards",
-    "refused_types",
     *NAMES["shards"].split(),
     *NAMES["large_batch"].split(),
 )
 """The checks that the oldest JAX leaves out: see this folder's conftest."""
 
-pytestmark = [pytest.mark.xdist_group("jax_workers"), needs_shard_map]
+pytestmark = pytest.mark.xdist_group("jax_workers")
 
 
 @pytest.fixture(scope="module")
-def report(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, str]:
-    """What the process said of each check that was chosen."""
-    chosen = [
-        item.callspec.params["name"]
-        for item in request.session.items
-        if isinstance(item, pytest.Function)
-        and item.path == request.path
-        and item.originalname == "test_four_devices"
-    ]
-    return run_checks(4, chosen, tmp_path_factory.mktemp("workers"))
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("workers")
 
 
 def run_checks(devices: int, chosen: list[str], folder: Path) -> dict[str, str]:
-    file = folder / "report.json"
-    program = "conformance_tests.framework_tests.jax_workers"
-    command = [sys.executable, "-m", program, str(file), str(devices), *chosen]
-    try:
+    """Return what one process said of each check, which it may have said before."""
+    file = folder / f"{devices}.json"
+    if not file.exists():
+        program = "conformance_tests.framework_tests.jax_workers"
+        command = [sys.executable, "-m", program, str(file), str(devices), *chosen]
         ran = subprocess.run(
             command,
             cwd=ROOT,
@@ -62,15 +57,23 @@ def run_checks(devices: int, chosen: list[str], folder: Path) -> dict[str, str]:
             timeout=SECONDS,
             check=False,
         )
-        said = f"the process ended with code {ran.returncode}: {ran.stderr[-3000:]}"
-    except subprocess.TimeoutExpired as late:
-        said = f"the process hung: {str(late.stderr)[-3000:]}"
-    made: dict[str, str] = (
-        json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    )
-    return {name: made.get(name, said) for name in chosen}
+        assert file.exists(), f"code {ran.returncode}: {ran.stderr[-3000:]}"
+    report: dict[str, str] = json.loads(file.read_text(encoding="utf-8"))
+    return report
 
 
+def chosen_for(request: pytest.FixtureRequest) -> list[str]:
+    """Return the checks of this session's cases of the same test."""
+    return [
+        item.callspec.params["name"]
+        for item in request.session.items
+        if isinstance(item, pytest.Function)
+        and item.path == request.path
+        and item.originalname == request.node.originalname
+    ]
+
+
+@needs_shard_map
 @pytest.mark.parametrize(
     "name",
     [
@@ -80,10 +83,18 @@ def run_checks(devices: int, chosen: list[str], folder: Path) -> dict[str, str]:
         for name in CHECKS
     ],
 )
-def test_four_devices(report: dict[str, str], name: str) -> None:
-    assert report[name] == "passed", report[name]
+def test_four_devices(name: str, folder: Path, request: pytest.FixtureRequest) -> None:
+    said = run_checks(4, chosen_for(request), folder)[name]
+    assert said == "passed", said
 
 
+@pytest.mark.parametrize("name", BATCH_SHARDS)
+def test_eight_devices(name: str, folder: Path, request: pytest.FixtureRequest) -> None:
+    said = run_checks(8, chosen_for(request), folder)[name]
+    assert said == "passed", said
+
+
+@needs_shard_map
 def test_sixty_four_devices(tmp_path: Path) -> None:
     """What each sends is what each of four sends, and the window is that of one device
     with all micro-batches.

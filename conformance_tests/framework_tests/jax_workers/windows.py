@@ -15,11 +15,9 @@ import optax
 import gradaccum
 import gradaccum_jax
 from benchmarks.questions import jax_workers as question
-from conformance_tests.framework_tests.jax_versions import partition
 from conformance_tests.framework_tests.jax_workers.common import (
     COLLECTIVE,
     DEVICES,
-    MESH,
     P,
     adam,
     assert_close,
@@ -29,32 +27,6 @@ from conformance_tests.framework_tests.jax_workers.common import (
     placed,
 )
 from conformance_tests.framework_tests.refusing import refused
-
-
-def mixed_dtypes() -> None:
-    """Integers take no part; complex and float32 parameters stand beside each other, and
-    another optimizer's state beside the window's.
-    """
-    params = {
-        "i": jnp.arange(3),
-        "z": jnp.ones(2, jnp.complex64),
-        "f": jnp.ones(2, jnp.float32),
-        "none": None,
-    }
-    shared = gradaccum.wrap(optax.sgd(1.0), steps=1, axis_name="data")
-    tx = optax.chain(shared, optax.trace(0.9))
-
-    def step(params: Any, state: Any, x: Any) -> Any:
-        grads = dict.fromkeys(params) | {name: x[0] * params[name] for name in "zf"}
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    x = jnp.arange(4, dtype=jnp.float32)
-    after, state = over(step)(params, over(tx.init)(params), x)
-    for name in "zf":
-        assert after[name].tolist() == [1 - 1.5] * 2
-        assert state[1].trace[name].tolist() == [-1.5] * 2
-    assert after["i"].tolist() == [0, 1, 2]
 
 
 def scan() -> None:
@@ -149,28 +121,6 @@ def one_reduction_per_window() -> None:
     assert (entry, len(ending) <= 3) == ([], True)
 
 
-def benchmark() -> None:
-    """The contestants of the benchmark's question end with the same parameters, and
-    only ours and the loop by hand reduce once.
-    """
-    steps, width = 4, 16
-    x = np.random.default_rng(40).normal(size=(question.DEVICES, steps, 8, width))
-    x, start = jax.tree.map(jnp.float32, (x, question.model(width)))
-    ended, sizes = {}, {}
-    for label, make in question.CONTESTANTS.items():
-        contestant = make(steps, start)
-        run = jax.jit(contestant.window)
-        text = run.lower(contestant.params, contestant.state, x).compile().as_text()
-        number, sizes[label] = question.reductions(str(text), steps)
-        assert label != "gradaccum" or number == 1
-        ended[label] = run(*run(contestant.params, contestant.state, x), x)[0]
-    for params in ended.values():
-        assert_close(params, ended[question.BASELINE], 1e-4)
-    # the weight, the flag and the loss
-    assert sizes["gradaccum"] == sizes[question.BASELINE] + 12
-    assert sizes["optax.MultiSteps"] == steps * sizes[question.BASELINE]
-
-
 OPTIONS: dict[str, Any] = {
     "steps": 4,
     "clip_norm": 1.0,
@@ -257,32 +207,3 @@ def checked_state() -> None:
     closed = jax.tree.map(jnp.asarray, over(discard)(params, restored)[1])
     scaled = shared(loss_scale=8.0)
     assert gradaccum_jax.check_state(scaled, closed, params).loss_scale == 8
-
-
-def empty_flush() -> None:
-    """It says that nothing was applied, also where a part of a chain or a partition is
-    shared; the flush before it closes the window of all.
-    """
-    shared = gradaccum.wrap(adam(), steps=4, axis_name="data", mesh=MESH)
-    frozen = {"w": "frozen", "b": "trained", "c": "frozen"}
-    for tx in (
-        shared,
-        optax.chain(optax.clip(9.0), shared),
-        partition({"trained": shared, "frozen": optax.set_to_zero()}, frozen),
-    ):
-
-        def step(params: Any, state: Any, x: Any, tx: Any = tx) -> Any:
-            gradients = jax.grad(lambda p: jnp.mean(p["b"]) * x.mean())(params)
-            updates, state = tx.update(gradients, state, params)
-            return optax.apply_updates(params, updates), state
-
-        def flush(params: Any, state: Any, tx: Any = tx) -> Any:
-            updates, state = gradaccum_jax.flush(tx, state, params)
-            return optax.apply_updates(params, updates), state
-
-        params = parameters()
-        carried = over(step)(params, tx.init(params), jnp.arange(2.0 * DEVICES))
-        for applied in (True, False, False):
-            carried = over(flush)(*carried)
-            result = gradaccum_jax.result(carried[1])
-            assert (result.applied, result.optimizer_step) == (applied, 1)

@@ -117,7 +117,7 @@ MUTANTS = (
         "flush_beside_a_state_that_moves",
         "    if is_changed:\n",
         "    if False:\n",
-        OWN + "test_jax_combinators.py::test_call_that_could_be_wrong_is_refused",
+        OWN + "test_jax_misuse.py::test_misuse_is_refused",
     ),
     Mutant(
         "keep_a_sum_of_what_nobody_reads",
@@ -276,7 +276,7 @@ MUTANTS = (
         "concatenate_rows_as_they_were_run",
         "            if array.shape[1] % part.items:  # no rows of items\n",
         "            if array.shape[1]:\n",
-        OWN + "test_jax_batch_shards.py::test_each_device_computes_its_share",
+        OWN + "test_jax_workers.py::test_eight_devices",
         "fair_share",
     ),
     Mutant(

@@ -1,23 +1,12 @@
-"""Programs on eight devices: a large batch that is sharded over a mesh, in one call.
-Each device computes its share of every micro-batch, and nothing gathers the batch.
-
-    python jax_batch_shards.py fair_share    # or another function of `CHECKS`
-
-The tests run each in a process of its own, since JAX fixes the number of devices when it
-starts.
+"""A large batch that is sharded over eight devices, in one call: each device computes
+its share of every micro-batch, and nothing gathers the batch.
 """
 
 from __future__ import annotations
 
-import os
 import re
-import sys
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, NamedTuple
-
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
-os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
 import jax.numpy as jnp
@@ -28,8 +17,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 import gradaccum
 import gradaccum_jax
 from conformance_tests.framework_tests.jax_versions import on_mesh, shard_map
+from conformance_tests.framework_tests.jax_workers.common import COLLECTIVE, P
 
-P: Any = jax.sharding.PartitionSpec
 ITEMS, WIDTH = 1024, 32
 RNG = np.random.default_rng(0)
 PARAMS = {"w": RNG.normal(size=(WIDTH, WIDTH)).astype(np.float32)}
@@ -64,16 +53,16 @@ class Layout(NamedTuple):
         return jax.device_put(tree, NamedSharding(self.mesh, spec))
 
 
+ONE_AXIS = {"data": 8}
+TWO_AXES = {"data": 4, "model": 2}
 LAYOUTS = [
-    *(Layout({"data": devices}, P("data")) for devices in (2, 4, 8)),
-    Layout({"data": 4, "model": 2}, P("data")),
-    Layout({"data": 4, "model": 2}, P("model")),
-    Layout({"data": 4, "model": 2}, P(("data", "model"))),
-    Layout({"data": 8}, P("data"), AxisType.Explicit),
-    Layout({"data": 4, "model": 2}, P("data"), AxisType.Explicit),
-    Layout({"data": 4, "model": 2}, P(("data", "model")), AxisType.Explicit),
+    Layout({"data": 2}, P("data")),
+    Layout(TWO_AXES, P("model")),
+    Layout(TWO_AXES, P(("data", "model"))),
+    Layout(ONE_AXIS, P("data"), AxisType.Explicit),
+    Layout(TWO_AXES, P("data"), AxisType.Explicit),
 ]
-EIGHT = Layout({"data": 8}, P("data"))
+EIGHT = Layout(ONE_AXIS, P("data"))
 
 
 def loss_fn(params: Any, x: Any, y: Any) -> Any:
@@ -95,25 +84,15 @@ def near(made: Any, wanted: Any, rtol: float = 1e-5) -> None:
     )
 
 
-class Cost(NamedTuple):
-    """What the compiler says of one device's program."""
-
-    rows: int
-    """The most rows of a matrix product with the parameters."""
-    flops: float
-    scratch: int
-    """Bytes."""
-    collectives: set[str]
+def collectives(compiled: Any) -> set[str]:
+    return set(COLLECTIVE.findall(compiled.as_text()))
 
 
-def cost_of(compiled: Any) -> Cost:
+def rows(compiled: Any) -> int:
+    """Return the most rows of a matrix product with the parameters on one device."""
     text = compiled.as_text()
     products = re.findall(rf"f32\[(\d+),{WIDTH}\]\S* (?:dot|custom-call)\(", text)
-    kinds = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute"
-    found = set(re.findall(rf" ({kinds})(?:-start)?\(", text))
-    analysis = compiled.cost_analysis()
-    scratch = compiled.memory_analysis().temp_size_in_bytes
-    return Cost(max(map(int, products)), analysis["flops"], scratch, found)
+    return max(map(int, products))
 
 
 def fair_share() -> None:
@@ -123,7 +102,7 @@ def fair_share() -> None:
     wanted = jax.value_and_grad(loss_fn, has_aux=True)(PARAMS, X, Y)
     for layout in LAYOUTS:
         items = ITEMS // layout.shards
-        for steps in (2, 4, 8, 16):
+        for steps in (4, 16):
             call = jax.jit(call_with(steps))
             with layout.context():
                 params = layout.put(PARAMS, P())
@@ -132,14 +111,11 @@ def fair_share() -> None:
                 (loss, losses), grads = compiled(params, *batch)
             near(((loss, losses), grads), wanted)
             assert losses.sharding.is_equivalent_to(batch[0].sharding, 1)
-            found = cost_of(compiled)
-            alone = cost_of(call.lower(PARAMS, X[:items], Y[:items]).compile())
-            print(dict(layout.axes), layout.spec, layout.kind, steps, found, alone)
-            assert found.collectives == {"all-reduce"}, found
-            assert found.rows == max(WIDTH, items // steps), found
-            assert found.flops < 1.05 * alone.flops, (found, alone)
-            # the reduction has a buffer for the gradient
-            assert found.scratch < 1.05 * alone.scratch + 4 * WIDTH**2, (found, alone)
+            alone = call.lower(PARAMS, X[:items], Y[:items]).compile()
+            flops = compiled.cost_analysis()["flops"]
+            assert collectives(compiled) == {"all-reduce"}
+            assert rows(compiled) == max(WIDTH, items // steps)
+            assert flops < 1.05 * alone.cost_analysis()["flops"]
 
 
 def outside_of_jit() -> None:
@@ -147,11 +123,9 @@ def outside_of_jit() -> None:
     are rounded up, and each device has as many items in every micro-batch.
     """
     for steps, items, sizes in (
-        (4, 1024, [256] * 4),
-        (4, 24, [8, 8, 8]),
-        (3, 1000, [336, 336, 328]),
-        (5, 8, [8]),
-        (7, 40, [8] * 5),
+        (4, 24, {8}),
+        (3, 1000, {336, 328}),
+        (5, 8, {8}),
     ):
         seen: list[int] = []
 
@@ -165,7 +139,7 @@ def outside_of_jit() -> None:
         x, y = X[:items], Y[:items]
         made = call(PARAMS, *EIGHT.put((x, y)))
         near(made, jax.value_and_grad(loss_fn, has_aux=True)(PARAMS, x, y))
-        assert set(seen) == set(sizes), (seen, sizes)
+        assert set(seen) == sizes, (seen, sizes)
         assert made[0][1].sharding.is_equivalent_to(EIGHT.put(y).sharding, 1)
 
 
@@ -173,8 +147,8 @@ def uneven_under_jit() -> None:
     """Right for each number of items and steps, on each mesh; the sizes stay as they are
     where a rounded one would be much larger.
     """
-    for layout in (*LAYOUTS, Layout({"data": 4, "model": 2}, P())):
-        for steps, items in ((7, 40), (3, 1000), (4, 24), (5, 72), (8, 8), (3, 16)):
+    for layout in (*LAYOUTS, Layout(TWO_AXES, P())):
+        for steps, items in ((7, 40), (3, 1000), (8, 8)):
             x, y = X[:items], Y[:items]
             with layout.context():
                 params = layout.put(PARAMS, P())
@@ -194,8 +168,8 @@ def in_shardings() -> None:
         with context:
             compiled = step.lower(params, X, Y).compile()
             near(compiled(params, X, Y), wanted)
-        assert cost_of(compiled).collectives == {"all-reduce"}
-        assert cost_of(compiled).rows == ITEMS // 4 // 8
+        assert collectives(compiled) == {"all-reduce"}
+        assert rows(compiled) == ITEMS // 4 // 8
 
 
 def whole_batches() -> None:
@@ -250,7 +224,7 @@ def neighbours() -> None:
 
 def nested_batches() -> None:
     """Axes, keys, weights of single items, and rows of several kinds."""
-    layout = Layout({"data": 4, "model": 2}, P("data"))
+    layout = Layout(TWO_AXES, P("data"))
     tokens = np.arange(ITEMS, dtype=np.float32) % 7
     batch = {"x": X.T, "pair": (Y, tokens)}
     spec = {"x": P(None, "data"), "pair": (P("data"), P("data"))}
@@ -278,25 +252,7 @@ def nested_batches() -> None:
         near(function(PARAMS, shared, key, scale), wanted)
 
 
-def window() -> None:
-    """`value_and_update` makes the large batch's update, and reduces alone."""
-    tx = gradaccum.wrap(optax.adam(0.1), steps=None, clip_norm=0.1)
-    call = gradaccum_jax.value_and_update(
-        loss_fn, tx, has_aux=True, merge_aux="concatenate", steps=4
-    )
-    params = EIGHT.put(PARAMS, P())
-    state, batch = tx.init(params), EIGHT.put((X, Y))
-    compiled = jax.jit(call).lower(params, state, *batch).compile()
-    (loss, _), updates, state = compiled(params, state, *batch)
-    inner = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(0.1))
-    (wanted, _), grads = jax.value_and_grad(loss_fn, has_aux=True)(PARAMS, X, Y)
-    near(loss, wanted)
-    near(updates, inner.update(grads, inner.init(PARAMS))[0], 1e-3)
-    assert cost_of(compiled).collectives == {"all-reduce"}
-    assert cost_of(compiled).rows == WIDTH
-
-
-def layered() -> None:
+def layered_batch() -> None:
     tx = gradaccum.wrap(optax.sgd(0.1), steps=None, on_overflow="ignore")
     step = gradaccum_jax.layered_value_and_update(
         lambda p, x: x @ p[0],
@@ -322,11 +278,11 @@ def layered() -> None:
     made, params, _ = compiled(params, state, EIGHT.put(X))
     near(made, wanted)
     near(params, jax.tree.map(lambda p, g: p - 0.1 * g, start, grads), 1e-4)
-    assert cost_of(compiled).collectives == {"all-reduce"}
-    assert cost_of(compiled).rows == WIDTH
+    assert collectives(compiled) == {"all-reduce"}
+    assert rows(compiled) == WIDTH
 
 
-def coupled() -> None:
+def coupled_batch() -> None:
     """The loss sees the rows in the order of the items, and each item's gradient finds
     its way back.
     """
@@ -340,48 +296,11 @@ def coupled() -> None:
         products = made["z"].mean(0) @ params["w"]
         return jnp.mean(weights * both * made["z"][:, 1]) + products.sum()
 
-    for items, steps in ((64, 4), (1000, 3), (40, 7)):
+    for items, steps in ((64, 4), (1000, 3)):
         x = X[:items]
         wanted = jax.value_and_grad(lambda p, x=x: loss(p, outputs(p, x)))(PARAMS)
         call = gradaccum_jax.coupled_value_and_grad(outputs, loss, steps=steps)
         near(call(PARAMS, EIGHT.put(x)), wanted, 1e-4)
         near(jax.jit(call)(PARAMS, EIGHT.put(x)), wanted, 1e-4)
     compiled = jax.jit(call).lower(PARAMS, EIGHT.put(X)).compile()
-    assert "all-gather" not in cost_of(compiled).collectives
-
-
-def sizes() -> None:
-    """`micro_batch_size` and "auto" cut blocks too."""
-    fits = gradaccum.AutoMicroBatchSize(memory_limit=20_000)
-    for options in (
-        {"micro_batch_size": 100},
-        {"micro_batch_size": fits},
-    ):
-        call: Any = gradaccum_jax.value_and_grad(
-            loss_fn, has_aux=True, merge_aux="concatenate", reduction="sum", **options
-        )
-        made = call(PARAMS, *EIGHT.put((X, Y)))
-        near(made[0][1], loss_fn(PARAMS, X, Y)[1])
-    assert fits.size in (ITEMS // 4, ITEMS // 8), fits
-
-
-CHECKS: dict[str, Callable[[], None]] = {
-    check.__name__: check
-    for check in (
-        fair_share,
-        outside_of_jit,
-        uneven_under_jit,
-        in_shardings,
-        whole_batches,
-        neighbours,
-        nested_batches,
-        window,
-        layered,
-        coupled,
-        sizes,
-    )
-}
-
-
-if __name__ == "__main__":
-    CHECKS[sys.argv[1]]()
+    assert "all-gather" not in collectives(compiled)
