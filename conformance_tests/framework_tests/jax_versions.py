@@ -21,30 +21,10 @@ needs_microbatch = pytest.mark.skipif(
 )
 
 
-def init_empty_state(params: Any) -> Any:
-    """`optax.init_empty_state`, which optax before 0.2.5 lacks."""
-    return optax.EmptyState()
-
-
 partition: Callable[..., Any] = (
     optax.partition if hasattr(optax, "partition") else optax.multi_transform
 )
 """`optax.partition`, or its older name of optax before 0.2.5."""
-
-
-def shard_map(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """`jax.shard_map`, or the older one of JAX before 0.6.1 without its check, which
-    has no rule for `custom_vmap`.
-    """
-    if hasattr(jax, "shard_map"):
-        return jax.shard_map(function, **options)
-    from jax.experimental.shard_map import shard_map as older
-
-    return older(
-        function,
-        check_rep=False,
-        **{name: value for name, value in options.items() if name != "check_vma"},
-    )
 
 
 def on_mesh(mesh: Any) -> Any:

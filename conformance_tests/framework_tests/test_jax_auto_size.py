@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import gradaccum
@@ -192,21 +191,3 @@ def test_real_exhaustion() -> None:
     found = step_with(sizes, hungry)(PARAMS, BATCH)
     assert sizes.size == 4
     assert_same_bits(found, step_with(4)(PARAMS, BATCH))
-
-
-def test_window_of_an_optimizer(between: int) -> None:
-    """One window closes, whatever was tried before; sums of micro-batches that came
-    before it are in it once.
-    """
-    tx = gradaccum.wrap(optax.adam(0.1), steps=None, clip_norm=1.0)
-    sizes, grads = automatic(between), jax.grad(loss)(PARAMS, BATCH[:3])
-    _, state = tx.update(grads, tx.init(PARAMS), PARAMS, weight=3)
-    found, wanted = (
-        gradaccum_jax.value_and_update(loss, tx, micro_batch_size=size)(
-            PARAMS, state, BATCH
-        )
-        for size in (sizes, 4)
-    )
-    assert sizes.size == 4
-    assert_same_bits(found, wanted)
-    assert found[2].optimizer_step == 1

@@ -185,8 +185,3 @@ def test_describe_is_one_line() -> None:
         gradaccum_jax.describe(state)
         == "micro-batch 1 of 3, update 1, 1 skipped, scale 64"
     )
-    by_weight = gradaccum.wrap(optax.sgd(0.1), steps=gradaccum.until_weight(9))
-    shared = by_weight.init(PARAMS)._replace(
-        weight=jnp.array([1.0, 2.5]), overflow=jnp.array([False, True])
-    )
-    assert gradaccum_jax.describe(shared) == "micro-batch 0, weight 3.5 of 9, update 0"

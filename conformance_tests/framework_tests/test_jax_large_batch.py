@@ -187,11 +187,7 @@ def test_keywords_reach_the_loss() -> None:
         lambda p, z: z.mean(),
         steps=3,
     )
-    sized = gradaccum_jax.value_and_grad(
-        with_flag, micro_batch_size=gradaccum.AutoMicroBatchSize(memory_limit=10**8)
-    )
-    for call in (coupled, sized):
-        assert call(ONE, x, train=True) == (3, 3)
+    assert coupled(ONE, x, train=True) == (3, 3)
 
 
 def reading(gradients: Any, state: Any, params: Any = None, *, x: Any) -> Any:

@@ -113,24 +113,10 @@ def require_close(made: Any, wanted: Any, most: float = 1e-12) -> None:
         np.testing.assert_allclose(np.float64(a), np.float64(b), rtol=most, atol=most)
 
 
-def decaying() -> Any:
-    """An adamw that decays matrices alone. A layer has no leading axis."""
-    return optax.adamw(
-        1e-2,
-        weight_decay=0.1,
-        mask=lambda params: jax.tree.map(is_matrix, params),
-    )
-
-
-def is_matrix(leaf: Any) -> bool:
-    return bool(leaf.shape[-1:] == (WIDTH,) and leaf.size % WIDTH**2 == 0)
-
-
 CASES: dict[str, Any] = {
-    "by layer": (decaying, {"on_overflow": "ignore", "loss_scale": 8.0}),
-    "by layer, a sum": (
-        lambda: optax.lion(1e-2),
-        {"on_overflow": "ignore", "reduction": "sum_per_item"},
+    "by layer": (
+        lambda: optax.adamw(1e-2),
+        {"on_overflow": "ignore", "loss_scale": 8.0},
     ),
     "kept and clipped": (
         lambda: optax.adamw(1e-2),
@@ -165,7 +151,7 @@ def test_masters_by_layer() -> None:
 
 
 def test_open_window_belongs_to_the_update() -> None:
-    """What it holds counts in the window that the call closes. All may be skipped."""
+    """What it holds counts in the window that the call closes."""
     params, x, key = autoencoder(), drawn(12, 3), jax.random.key(0)
     tx, counts = wrap(optax.sgd(0.5), skip_norm=1e3), np.ones(12)
     gradient = jax.grad(whole, has_aux=True, allow_int=True)
@@ -181,10 +167,6 @@ def test_open_window_belongs_to_the_update() -> None:
     ]
     require_close(made, wanted)
     assert gradaccum_jax.result(state).applied
-    tx = wrap(optax.sgd(0.5), skip_norm=1e-9)
-    _, same, state = layered(tx)(params, tx.init(params), x, counts, key)
-    require_close(same, params, 0)
-    assert gradaccum_jax.result(state).skipped
 
 
 def test_memory_is_that_of_a_layer() -> None:

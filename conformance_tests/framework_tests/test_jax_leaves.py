@@ -63,15 +63,3 @@ def test_numpys_memory_may_be_written_over() -> None:
         updates, state = tx.update(memory, state, params)
         memory[...] = -1.0
         np.testing.assert_array_equal(updates, -step)
-
-
-def test_idle_updates_keep_negative_zeros() -> None:
-    tx = gradaccum.wrap(optax.sgd(0.5), 2)
-    params = {
-        "real": jnp.asarray([-0.0]),
-        "complex": jnp.asarray([complex(-0.0, -0.0)]),
-    }
-    updates, _ = tx.update(params, tx.init(params), params)
-    after = optax.apply_updates(params, updates)
-    for part in (after["real"], after["complex"].real, after["complex"].imag):
-        assert np.signbit(part).all()

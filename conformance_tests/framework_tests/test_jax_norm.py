@@ -61,10 +61,3 @@ def test_norm_of_zeros_and_largest_numbers() -> None:
     assert measured([jnp.zeros((3, 4)), jnp.zeros(5)]) == (0.0, True)
     assert measured([jnp.full((1024, 64), LARGEST)]) == (LARGEST, True)
     assert measured([]) == (0.0, True)
-
-
-def test_norm_of_zeros_has_no_derivative() -> None:
-    derivative = jax.jit(
-        jax.grad(lambda total: measure([total], jnp.dtype("float32")).norm)
-    )
-    assert derivative(jnp.zeros(2)).tolist() == [0.0, 0.0]

@@ -128,12 +128,6 @@ def in_bfloat16(tree: Any) -> Any:
 SOUND: dict[str, tuple[Any, Any, Any, Any]] = {
     "bfloat16": (plain, in_bfloat16(PARAMS), in_bfloat16((X, Y)), 0),
     "keys of items": (with_keys_of_items, PARAMS, (X, Y, KEYS), 0),
-    "jax.checkpoint": (
-        jax.checkpoint(with_keys_of_items),
-        PARAMS,
-        (X, Y, KEYS),
-        0,
-    ),
     "columns first": (
         lambda p, x, y, step: plain(p, x.T, y) * (1 + 0.1 * step),
         PARAMS,

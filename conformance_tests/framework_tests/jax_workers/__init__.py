@@ -19,7 +19,7 @@ NAMES = {
     "layered": "layered_window layered_shards",
     "batch_shards": (
         "fair_share outside_of_jit uneven_under_jit in_shardings whole_batches"
-        " neighbours nested_batches layered_batch coupled_batch"
+        " nested_batches coupled_batch"
     ),
     "refusals": "refused_calls accepted_calls own_derivative",
 }

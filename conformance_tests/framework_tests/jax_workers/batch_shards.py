@@ -11,12 +11,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import AxisType, Mesh, NamedSharding
 
-import gradaccum
 import gradaccum_jax
-from conformance_tests.framework_tests.jax_versions import on_mesh, shard_map
+from conformance_tests.framework_tests.jax_versions import on_mesh
 from conformance_tests.framework_tests.jax_workers.common import COLLECTIVE, P
 
 ITEMS, WIDTH = 1024, 32
@@ -185,41 +183,11 @@ def whole_batches() -> None:
     one, explicit = jnp.ones(()), EIGHT._replace(kind=AxisType.Explicit)
     wanted = jax.jit(call)(one, tens)
     np.testing.assert_array_equal(wanted[0][1], [0, 4, 8, 12])
-    made = [call(one, tens), call(one, jnp.asarray(tens))]
-    made.append(call(one, EIGHT.put(tens, P())))
     with explicit.context():
-        whole = explicit.put(tens, P())
-        made.append(jax.jit(call)(explicit.put(one, P()), whole))
-
-    def in_shard_map(params: Any, x: Any) -> Any:
-        (loss, rows), gradient = call(params, x)
-        return (jax.lax.pmean(loss, "data")[None], rows), gradient[None]
-
-    if hasattr(jax, "shard_map"):
-        over = shard_map(
-            in_shard_map,
-            mesh=EIGHT.mesh,
-            in_specs=(P(), P("data")),
-            out_specs=((P("data"), P("data")), P("data")),
-            check_vma=False,
-        )
-        rows = jax.jit(over)(one, EIGHT.put(np.tile(tens, 8)))[0][1]
-        np.testing.assert_array_equal(rows, np.tile(wanted[0][1], 8))
-    for each in made:
-        jax.tree.map(np.testing.assert_array_equal, each, wanted)
-
-
-def neighbours() -> None:
-    """Items that lie beside each other on a device stay so in its micro-batches."""
-
-    def pairs(params: Any, x: Any) -> Any:
-        return jnp.mean((params * (x[0::2] - x[1::2])) ** 2)
-
-    x = RNG.normal(size=64).astype(np.float32)
-    wanted = jax.value_and_grad(pairs)(jnp.ones(()), x)
-    call = gradaccum_jax.value_and_grad(pairs, steps=4)
-    for function in (call, jax.jit(call)):
-        near(function(jnp.ones(()), EIGHT.put(x)), wanted)
+        arguments = explicit.put(one, P()), explicit.put(tens, P())
+        on_explicit_mesh = jax.jit(call)(*arguments)
+    for made in (call(one, tens), call(one, EIGHT.put(tens, P())), on_explicit_mesh):
+        jax.tree.map(np.testing.assert_array_equal, made, wanted)
 
 
 def nested_batches() -> None:
@@ -250,36 +218,6 @@ def nested_batches() -> None:
     )
     for function in (call, jax.jit(call)):
         near(function(PARAMS, shared, key, scale), wanted)
-
-
-def layered_batch() -> None:
-    tx = gradaccum.wrap(optax.sgd(0.1), steps=None, on_overflow="ignore")
-    step = gradaccum_jax.layered_value_and_update(
-        lambda p, x: x @ p[0],
-        lambda p, activations, x: jnp.tanh(activations @ p),
-        lambda p, activations, x: jnp.mean((activations @ p[1]) ** 2),
-        tx,
-        steps=4,
-    )
-    w = PARAMS["w"]
-    start = ((w, w), 0.3 * np.stack([w, w]))
-
-    def loss(params: Any, x: Any) -> Any:
-        (first, last), layers = params
-        activations = x @ first
-        for layer in layers:
-            activations = jnp.tanh(activations @ layer)
-        return jnp.mean((activations @ last) ** 2)
-
-    wanted, grads = jax.value_and_grad(loss)(start, X)
-    params = EIGHT.put(start, P())
-    state = step.init(params)
-    compiled = jax.jit(step).lower(params, state, EIGHT.put(X)).compile()
-    made, params, _ = compiled(params, state, EIGHT.put(X))
-    near(made, wanted)
-    near(params, jax.tree.map(lambda p, g: p - 0.1 * g, start, grads), 1e-4)
-    assert collectives(compiled) == {"all-reduce"}
-    assert rows(compiled) == WIDTH
 
 
 def coupled_batch() -> None:

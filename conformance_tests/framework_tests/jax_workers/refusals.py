@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import optax
 
 import gradaccum
-from conformance_tests.framework_tests.jax_versions import init_empty_state
 from conformance_tests.framework_tests.jax_workers.common import (
     P,
     inside,
@@ -36,7 +35,9 @@ def hinting(updates: Any, state: Any, params: Any = None, *, hint: Any = 1.0) ->
     return updates, state
 
 
-HINTED = wrap(optax.GradientTransformationExtraArgs(init_empty_state, hinting), steps=1)
+HINTED = wrap(
+    optax.GradientTransformationExtraArgs(lambda params: (), hinting), steps=1
+)
 
 
 def loss_fn(w: Any, x: Any) -> Any:

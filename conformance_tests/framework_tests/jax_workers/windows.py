@@ -114,8 +114,6 @@ def one_reduction_per_window() -> None:
         assert collectives(text) == ([], ["all-reduce"]), options
         size = sum(leaf.nbytes for leaf in params.values())
         assert question.reductions(text, 0) == (1, size + 12)
-    text = compiled(params, axis_name="data", steps=None).as_text()
-    assert collectives(text)[0] == []
     mixed = {"f": params["p0"], "d": jnp.ones(4), "z": jnp.ones(2, jnp.complex64)}
     entry, ending = collectives(compiled(mixed, steps=4, axis_name="data").as_text())
     assert (entry, len(ending) <= 3) == ([], True)
@@ -152,8 +150,8 @@ def opened(tx: Any) -> tuple[Any, Any]:
 
 
 def other_number_of_devices() -> None:
-    """To two devices, to one, and from one back to four: the sums of all, the weight,
-    the loss and the flag are what they were, and the window ends on them.
+    """To two devices: the sums of all, the weight, the loss and the flag are what they
+    were, and the window ends on them.
     """
     tx = gradaccum.wrap(adam(), axis_name="data", **OPTIONS)
     params, saved = opened(tx)
@@ -162,22 +160,17 @@ def other_number_of_devices() -> None:
         updates, state = gradaccum_jax.flush(tx, state, params)
         return optax.apply_updates(params, updates), state
 
-    for way in ((2,), (1, DEVICES)):
-        state = saved
-        for devices in way:
-            state = gradaccum_jax.redistributed(state, devices)
-            assert len(state.weight) == devices
-            for name in ("weight", "loss", "accumulator"):
-                own, old = (
-                    jax.tree.map(lambda leaf: leaf.sum(0), getattr(held, name))
-                    for held in (state, saved)
-                )
-                assert_close(own, old)
-            assert state.overflow.any()
-        mesh = jax.sharding.Mesh(np.array(jax.devices()[:devices]), ("data",))
-        made, wanted = over(flush, mesh)(params, state), over(flush)(params, saved)
-        assert_close(made[0], wanted[0])
-        assert gradaccum_jax.result(made[1]).overflow
+    state = gradaccum_jax.redistributed(saved, 2)
+    for name in ("weight", "loss", "accumulator"):
+        own, old = (
+            jax.tree.map(lambda leaf: leaf.sum(0), getattr(held, name))
+            for held in (state, saved)
+        )
+        assert_close(own, old)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",))
+    made, wanted = over(flush, mesh)(params, state), over(flush)(params, saved)
+    assert_close(made[0], wanted[0])
+    assert gradaccum_jax.result(made[1]).overflow
 
 
 def checked_state() -> None:
