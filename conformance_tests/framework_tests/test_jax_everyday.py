@@ -171,17 +171,3 @@ def test_discard_leaves_the_state_of_the_start() -> None:
     _, state = tx.update(PARAMS, start, PARAMS, weight=3)
     discarded = jax.jit(lambda s: gradaccum_jax.discard(tx, s))(state)
     jax.tree.map(np.testing.assert_array_equal, discarded, start)
-
-
-def test_describe_is_one_line() -> None:
-    tx = gradaccum.wrap(optax.sgd(0.1), steps=[(0, 1), (1, 3)], loss_scale=64.0)
-    state, said = tx.init(PARAMS), []
-    for gradient in (PARAMS, PARAMS, PARAMS * jnp.inf, PARAMS, PARAMS):
-        said.append(gradaccum_jax.describe((state, None)))
-        _, state = tx.update(gradient, state, PARAMS)
-    assert said[0] == "micro-batch 0 of 1, update 0, scale 64"
-    assert said[2] == "micro-batch 1 of 3, update 1, scale 64"
-    assert (
-        gradaccum_jax.describe(state)
-        == "micro-batch 1 of 3, update 1, 1 skipped, scale 64"
-    )

@@ -13,7 +13,6 @@ pytest.importorskip("optax", reason="optax is not installed")
 import jax
 import jax.numpy as jnp
 import optax
-import optax.contrib
 
 import gradaccum
 import gradaccum_jax
@@ -81,41 +80,14 @@ def test_lookahead_around_counts_micro_batches(reset_state: bool) -> None:
     the bare optimizer on large batches.
     """
     pair = optax.LookaheadParams.init_synced(PARAMS)
-    ours = optax.lookahead(
-        wrap(optax.sgd(0.5, momentum=0.5)), 2 * STEPS, 0.5, reset_state
-    )
-    theirs = optax.lookahead(optax.sgd(0.5, momentum=0.5), 2, 0.5, reset_state)
+    inner = optax.sgd(0.5, momentum=0.5)
+    ours = optax.lookahead(wrap(inner), 2 * STEPS, 0.5, reset_state)
+    theirs = optax.lookahead(inner, 2, 0.5, reset_state)
     assert_close(train(ours, GRADS, pair)[0], train(theirs, MEANS, pair)[0], 5e-7)
 
 
 def loss(params: Any, x: Any) -> Any:
     return jnp.mean((x @ params["w"] + params["b"][0] - 1) ** 2)
-
-
-def test_reduce_on_plateau_around_averages_a_windows_losses() -> None:
-    """accumulation_size=steps makes it judge the mean loss of a window, at the window's
-    end.
-    """
-    losses = [4.0, 2.0, 5.0, 3.0, 6.0, 4.0, 7.0, 5.0]
-    means = np.reshape(losses, (-1, 2)).mean(1)
-
-    def run(tx: Any, size: int, grads: Any, values: Any) -> Any:
-        plateau = optax.contrib.reduce_on_plateau(
-            factor=0.5, patience=1, accumulation_size=size
-        )
-        tx = optax.chain(tx, plateau)
-        params, state, update = PARAMS, tx.init(PARAMS), jax.jit(tx.update)
-        for gradient, value in zip(grads, values, strict=True):
-            updates, state = update(gradient, state, params, value=value)
-            params = optax.apply_updates(params, updates)
-        assert state[1].scale < 0.5
-        return params, state[1].scale
-
-    assert_close(
-        run(wrap(optax.sgd(0.5)), STEPS, GRADS, losses),
-        run(optax.sgd(0.5), 1, MEANS, means),
-        5e-7,
-    )
 
 
 def test_line_search_on_a_split_batch() -> None:
