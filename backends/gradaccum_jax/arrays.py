@@ -38,8 +38,8 @@ Updates = Any
 """The tree of updates, or of their shapes and dtypes."""
 
 InnerState = Any
-"""The tree that the inner optimizer keeps; the pair (its own state, masters) under
-`master_weights.on_masters` and `without_masters`.
+"""The tree that the inner optimizer keeps; under `master_weights.on_masters` the pair
+(its own state, masters).
 """
 
 Leaves = list[Array]
@@ -60,7 +60,7 @@ typeof: Any = jax.typeof
 
 
 # Trees that other libraries and users build: flax nnx's variables, None in place of a
-# leaf, two leaves under one path.
+# leaf.
 
 
 def plain(tree: Tree) -> Tree:
@@ -78,18 +78,6 @@ Python function, as JAX asks it of every node.
 """
 
 
-def unique(names: Iterable[str]) -> list[str]:
-    """Return `names` with a prime at each repeated one: a pytree node may name several
-    children alike.
-    """
-    seen: dict[str, None] = {}
-    for name in names:
-        while name in seen:
-            name += "'"
-        seen[name] = None
-    return list(seen)
-
-
 def is_masked(node: object) -> bool:
     """True if optax has left parameters out in this place."""
     return isinstance(node, optax.MaskedNode)
@@ -97,23 +85,6 @@ def is_masked(node: object) -> bool:
 
 def is_variable(node: object) -> bool:
     return hasattr(type(node), "raw_value")
-
-
-class Variable(NamedTuple):
-    """A flax nnx variable in a tree."""
-
-    path: Any
-    kinds: tuple[str, ...]
-    """The names of its class and of that class's bases, such as "Param"."""
-
-
-def variables_in(tree: Tree) -> list[Variable]:
-    flat = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_variable)[0]
-    return [
-        Variable(path, tuple(base.__name__ for base in type(node).__mro__))
-        for path, node in flat
-        if is_variable(node)
-    ]
 
 
 # The dtypes that meet at the end of a window: those of parameters, gradients, sums, and
@@ -127,7 +98,6 @@ class GradientTypes(NamedTuple):
     """The dtype in which the optimizer gets the gradient."""
     update_dtypes: list[DType]
     """The updates come in the dtypes that they have for such gradients."""
-    shapes: list[tuple[int, ...]]
 
 
 def gradient_types(
@@ -141,12 +111,10 @@ def gradient_types(
     """
     totals = jax.tree.leaves(accumulator)
     parameters = _leaves_like(params, accumulator)
-    types = GradientTypes([], [], [])
+    types = GradientTypes([], [])
     for total, parameter, gradient in zip(
         totals, parameters, gradients or [None] * len(totals), strict=True
     ):
-        arrays = [leaf for leaf in (gradient, parameter, total) if leaf is not None]
-        types.shapes.append(np.shape(arrays[0]))
         dtype = total.dtype
         if takes_part(total):
             dtype = jnp.result_type(total if gradient is None else gradient)
@@ -293,7 +261,7 @@ def axis_of(path: str, leaf: Array, axis: Any) -> Axis:
     if axis is None:
         return None
     if axis == KEY or (np.shape(leaf) == () and not is_constant(leaf) and is_key(leaf)):
-        return _require_key(path, leaf)
+        return KEY
     if isinstance(axis, bool) or not isinstance(axis, int):
         raise explain(
             ArgumentTypeError,
@@ -317,21 +285,3 @@ def axis_of(path: str, leaf: Array, axis: Any) -> Axis:
             " make a list with one number per item an array.",
         )
     return axis % rank
-
-
-def _require_key(path: str, leaf: Array) -> str:
-    """Raise unless `leaf` is a typed scalar key, or the two 32-bit words of an old
-    one.
-    """
-    if not is_constant(leaf):
-        is_old_key = jnp.result_type(leaf) == jnp.uint32 and np.ndim(leaf) == 1
-        if is_old_key or (np.shape(leaf) == () and is_key(leaf)):
-            return KEY
-    raise explain(
-        ArgumentTypeError,
-        path,
-        expected="one random key",
-        found=f"a {type(leaf).__name__} of shape {np.shape(leaf)}",
-        fix="Write axes='key' for jax.random.key(seed) alone; keys of single items have"
-        " an axis.",
-    )

@@ -21,13 +21,13 @@ from gradaccum.kit import (
 )
 from gradaccum_jax.checks import require_dtype
 from gradaccum_jax.extra_arguments import declared_by
-from gradaccum_jax.master_weights import on_masters, without_masters
+from gradaccum_jax.master_weights import on_masters
 from gradaccum_jax.optimizer import Accumulation, require_transformation
 from gradaccum_jax.optimizer import Wrapped as Wrapped
 from gradaccum_jax.verification import check
 from gradaccum_jax.window import probe
 from gradaccum_jax.workers.data_parallel import start_on
-from gradaccum_jax.workers.group import require_names
+from gradaccum_jax.workers.group import names_of
 
 Axes = str | tuple[str, ...] | None
 
@@ -87,18 +87,17 @@ class JaxBackend:
         """
         transformation = require_transformation(optimizer)
         probe(options.steps)
-        names = require_names(axis_name)
+        names = names_of(axis_name)
         if names and isinstance(options.steps, UntilWeight):
             raise shared_until_weight_error(options.steps)
         checked_options = options._replace(
             accumulate_dtype=require_dtype(options.accumulate_dtype)
         )
         inner = optax.with_extra_args_support(transformation)
-        adapt = on_masters if checked_options.master_weights else without_masters
         if shard_axes is not None:
-            shard_axes = require_names(shard_axes)
+            shard_axes = names_of(shard_axes)
         accumulation = Accumulation(
-            adapt(inner),
+            on_masters(inner, checked_options.master_weights),
             checked_options,
             names,
             shard_axes,

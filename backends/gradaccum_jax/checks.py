@@ -4,7 +4,6 @@ traces.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NoReturn
 
 import jax
@@ -31,11 +30,10 @@ from gradaccum_jax.arrays import (
     Gradients,
     InnerState,
     Tree,
-    Variable,
     is_none,
+    is_variable,
     takes_part,
 )
-from gradaccum_jax.gradient_sum import is_left_out
 from gradaccum_jax.state import AccumulationState
 
 ACCUMULATING = (AccumulationState, optax.MultiStepsState)
@@ -59,20 +57,6 @@ def require_dtype(accumulate_dtype: DType) -> DType:
     return dtype
 
 
-def require_arrays(tree: Tree, name: str) -> None:
-    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        is_number = isinstance(leaf, bool | int | float | complex)
-        if not (is_number or hasattr(leaf, "dtype") or hasattr(leaf, "__jax_array__")):
-            raise explain(
-                ArgumentTypeError,
-                f"{name}{jax.tree_util.keystr(path)}",
-                expected="arrays alone",
-                found=f"a {type(leaf).__name__}",
-                fix="Of an equinox model pass params: params, static ="
-                " eqx.partition(model, eqx.is_inexact_array). The loss combines them.",
-            )
-
-
 SPLIT = (
     "Write graph, params, rest = nnx.split(model, nnx.Param, ...), and in the loss"
     " function of params model = nnx.merge(graph, params, rest, copy=True)"
@@ -80,25 +64,29 @@ SPLIT = (
 """What to do with a flax nnx module."""
 
 
-def require_params_alone(
-    variables: list[Variable], name_of: Callable[[Any], str]
-) -> None:
+def require_params_alone(by: tuple[Tree, ...]) -> None:
     """Raise unless no flax nnx variable is a random stream, with which each micro-batch
     would draw the same mask, or stands beside parameters without being one.
     """
-    has_parameters = any("Param" in variable.kinds for variable in variables)
-    for variable in variables:
-        if "RngState" in variable.kinds:
+    flat = jax.tree_util.tree_flatten_with_path(by, is_leaf=is_variable)[0]
+    kinds_by_path = {
+        path: [base.__name__ for base in type(node).__mro__]
+        for path, node in flat
+        if is_variable(node)
+    }
+    has_parameters = any("Param" in kinds for kinds in kinds_by_path.values())
+    for path, kinds in kinds_by_path.items():
+        if "RngState" in kinds:
             found = "a random stream of a flax nnx module"
             fix = f"{SPLIT}; nnx.reseed(model, default=key) with a key of the batch."
-        elif has_parameters and "Param" not in variable.kinds:
-            found = f"a {variable.kinds[0]} of a flax nnx module"
+        elif has_parameters and "Param" not in kinds:
+            found = f"a {kinds[0]} of a flax nnx module"
             fix = f"{SPLIT}; return what it changes there as aux."
         else:
             continue
         raise explain(
             ArgumentTypeError,
-            name_of(variable.path),
+            f"argument {path[0].idx}{jax.tree_util.keystr(path[1:])}",
             expected="parameters alone",
             found=found,
             fix=fix,
@@ -210,7 +198,7 @@ def _named_leaves(tree: Tree) -> tuple[NamedLeaves, Tree]:
 
 def _require_like_sum(name: str, gradient: Array, total: Array) -> None:
     shape = np.shape(gradient)
-    if shape != total.shape and not is_left_out(total, gradient):
+    if shape != total.shape:
         _refuse(name, f"a gradient of shape {total.shape}", f"one of shape {shape}")
     dtype = jnp.result_type(gradient)
     kind: Any = jnp.floating

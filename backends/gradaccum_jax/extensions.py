@@ -1,8 +1,7 @@
 """The observer of a window, which does not change it: its loss, in the fields ``loss``
 and ``last_loss`` of the state.
 
-Losses have the derivative that gradients have, at weight 0 too. A loss that was not
-passed is NaN, stored as `state.UNKNOWN` says.
+A loss that was not passed is NaN, stored as `state.UNKNOWN` says.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import jax.numpy as jnp
 from gradaccum import kit
 from gradaccum.kit import Options, Scalar
 from gradaccum_jax.arrays import DType
-from gradaccum_jax.gradient_sum import where_with_derivative_at_zero
 from gradaccum_jax.state import (
     UNKNOWN,
     AccumulationState,
@@ -37,9 +35,9 @@ def add_loss(
     if loss is None:
         total = jnp.where(adds, UNKNOWN, state.loss)
     else:
-        where = where_with_derivative_at_zero(adds | (weight == 0))
-        known_total = as_read(state.loss)
-        total = as_stored(kit.add_loss(known_total, loss, weight, adds, options, where))
+        total = as_stored(
+            kit.add_loss(as_read(state.loss), loss, weight, adds, options, jnp.where)
+        )
     return state._replace(loss=like(total, state.loss))
 
 

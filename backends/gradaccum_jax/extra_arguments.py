@@ -11,7 +11,6 @@ inner optimizer gets the window's (see `extensions`).
 from __future__ import annotations
 
 from inspect import signature
-from typing import NamedTuple
 
 import optax
 
@@ -25,29 +24,23 @@ KNOWN = frozenset(("value", *OF_A_BATCH))
 """What an inner optimizer may be given without declaring it."""
 
 
-class DeclaredArguments(NamedTuple):
-    """The extra arguments that an inner optimizer declares."""
-
-    names: frozenset[str] = frozenset()
-
-
-def declared_by(inner: optax.GradientTransformation) -> DeclaredArguments:
+def declared_by(inner: optax.GradientTransformation) -> frozenset[str]:
+    """Return the names of the arguments that an inner optimizer declares."""
     if not isinstance(inner, optax.GradientTransformationExtraArgs):
-        return DeclaredArguments()
-    return DeclaredArguments(frozenset(signature(inner.update).parameters))
+        return frozenset()
+    return frozenset(signature(inner.update).parameters)
 
 
-def require_declared(
-    extra: Extra, declared: DeclaredArguments, call: str = "the loss function"
-) -> None:
+def require_declared(extra: Extra, declared: frozenset[str]) -> None:
     """Raise unless the inner optimizer declares each extra argument: an `optax.chain`
     would take a misspelt ``weight=`` and ignore it.
     """
-    for name in extra.keys() - declared.names - KNOWN:
+    for name in extra.keys() - declared - KNOWN:
         raise explain(
             ArgumentTypeError,
             name,
-            expected=f"an argument of {call}, or one that the inner optimizer declares",
+            expected="an argument of this call, or one that the inner optimizer"
+            " declares",
             found="neither",
             fix="weight= and last= belong to tx.update, denominator= to"
             " gradaccum_jax.flush. Around an optax.chain declare it: def update(updates,"

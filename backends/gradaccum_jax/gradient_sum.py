@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from gradaccum.kit import Scalar, Where
+from gradaccum.kit import Scalar
 from gradaccum_jax.arrays import (
     Array,
     DType,
@@ -61,21 +60,6 @@ def zeros(params: Params, accumulate_dtype: DType) -> Tree:
     return jax.tree.map(empty_sum, params)
 
 
-def is_left_out(total: Array, leaf: Array) -> bool:
-    """True if the sum has no room for the gradient of `leaf`, a parameter, a gradient
-    or an update: the inner optimizer does not read it. Its sum has shape (0,).
-    """
-    return total.shape == (0,) and np.shape(leaf) != (0,)
-
-
-def without_unread(gradients: Gradients, accumulator: Tree) -> Gradients:
-    """Return None in place of the gradients that the sum has no room for."""
-    return [
-        None if gradient is None or is_left_out(total, gradient) else gradient
-        for total, gradient in zip(jax.tree.leaves(accumulator), gradients, strict=True)
-    ]
-
-
 def weight_dtype(accumulator: Tree) -> DType:
     """Return float64 if any leaf is float64 or complex128, else float32."""
     dtypes = [leaf.dtype for leaf in jax.tree.leaves(accumulator)]
@@ -84,70 +68,22 @@ def weight_dtype(accumulator: Tree) -> DType:
     return jnp.dtype("float32")
 
 
-def add(
-    accumulator: Tree,
-    gradients: Gradients,
-    factor: Scalar,
-    adds: Scalar,
-    harmless: Scalar = None,
-) -> Tree:
-    """Add ``factor * gradients`` to the sum if `adds` holds; see `add_weighted`."""
+def add(accumulator: Tree, gradients: Gradients, factor: Scalar, adds: Scalar) -> Tree:
+    """Add ``factor * gradients`` to the sum if `adds` holds; a factor of None is 1.
+
+    A weight of 0 must add exactly nothing, even of a NaN, so a select leaves the
+    product out.
+    """
 
     def add_leaf(total: Array, gradient: Array) -> Array:
         if gradient is None:
             return total
         if factor is not None:
-            return add_weighted(total, gradient, factor, adds, harmless)
+            gradient = factor * gradient
         return select(adds, (total + gradient).astype(total.dtype), total)
 
     leaves, structure = jax.tree.flatten(accumulator)
     return jax.tree.unflatten(structure, map(add_leaf, leaves, gradients))
-
-
-@jax.custom_jvp
-def add_weighted(
-    total: Array, gradient: Array, weight: Scalar, adds: Scalar, harmless: Scalar
-) -> Array:
-    """Return ``total + weight * gradient`` in the dtype of `total` if `adds` holds,
-    else `total`.
-
-    A weight of 0 must add exactly nothing, even of a NaN, so a select leaves the
-    product out. Yet the derivative by the weight is the gradient at weight 0 too, from
-    where learning to reweight starts (Ren et al., "Learning to Reweight Examples for
-    Robust Deep Learning", 2018, section 3.2). `harmless` holds for such a weight too.
-    """
-    return select(adds, (total + weight * gradient).astype(total.dtype), total)
-
-
-@add_weighted.defjvp
-def _(primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[Array, Array]:
-    total, gradient, weight, adds, harmless = primals
-    total_tangent, gradient_tangent, weight_tangent, *_ = tangents
-    # JAX differentiates after `call_jitted` has returned.
-    with jax.numpy_dtype_promotion("standard"):
-        by_gradient = jnp.where(adds, weight * gradient_tangent, 0)
-        by_weight = weight_tangent * jnp.where(harmless, gradient, 0)
-        tangent = (total_tangent + by_gradient + by_weight).astype(total.dtype)
-        return add_weighted(*primals), tangent
-
-
-def where_with_derivative_at_zero(harmless: Scalar) -> Where:
-    """Return `jax.numpy.where` with the derivative of `add_weighted`: that of the first
-    choice where `harmless` holds, else that of the second.
-    """
-    return lambda adds, a, b: _choose(adds, a, b, harmless)
-
-
-@jax.custom_jvp
-def _choose(adds: Scalar, a: Scalar, b: Scalar, harmless: Scalar) -> Scalar:
-    return jnp.where(adds, a, b)
-
-
-@_choose.defjvp
-def _(
-    primals: tuple[Scalar, ...], tangents: tuple[Scalar, ...]
-) -> tuple[Scalar, Scalar]:
-    return _choose(*primals), jnp.where(primals[3], tangents[1], tangents[2])
 
 
 def all_finite(gradients: Gradients, factor: Scalar) -> Scalar:

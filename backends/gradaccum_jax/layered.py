@@ -9,7 +9,7 @@ Sharded parameters are gathered once per layer and pass.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -142,7 +142,7 @@ def layered_value_and_update(
         merge_aux,
         weight,
         accumulation.options,
-        group.require_names(axis_name) or accumulation.axes,
+        group.names_of(axis_name) or accumulation.axes,
     )
     return LayeredValueAndUpdate(
         Splitting(make_division(steps, micro_batch_size), axes, weight),
@@ -178,7 +178,7 @@ class LayeredValueAndUpdate(LargeBatchFunction):
     def init(self, params: Params) -> AccumulationState:
         """Return the state before the first window."""
         params = plain(params)
-        accumulation = replace(self.accumulation, leaves_out_unread=False)
+        accumulation = self.accumulation
         if self.keeps_sums:
             return accumulation.init(params)
         outer, layers = params

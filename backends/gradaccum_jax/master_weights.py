@@ -54,14 +54,14 @@ def in_place_of(params: Params, masters: Tree) -> Params:
 
 
 def on_masters(
-    inner: optax.GradientTransformationExtraArgs,
+    inner: optax.GradientTransformationExtraArgs, has_masters: bool
 ) -> optax.GradientTransformationExtraArgs:
-    """Return `inner` on masters in place of half-precision parameters, with the state
-    (inner's own, masters).
+    """Return `inner` with the state (inner's own, masters): on masters in place of
+    half-precision parameters if `has_masters`, else with None for masters.
     """
 
     def init(params: Params) -> InnerState:
-        masters = masters_of(params)
+        masters = masters_of(params) if has_masters else None
         return inner.init(in_place_of(params, masters)), masters
 
     def update(
@@ -72,6 +72,8 @@ def on_masters(
         updates, inner_state = inner.update(
             gradients, inner_state, master_params, **extra
         )
+        if masters is None:
+            return updates, (inner_state, None)
         new_masters: Leaves = []
 
         def update_of_model(parameter: Array, master: Array, update: Array) -> Array:
@@ -88,22 +90,6 @@ def on_masters(
         return updates, (inner_state, jax.tree.unflatten(structure, new_masters))
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def without_masters(
-    inner: optax.GradientTransformationExtraArgs,
-) -> optax.GradientTransformationExtraArgs:
-    """Return `inner` with the state (inner's own, None)."""
-
-    def update(
-        gradients: Tree, state: InnerState, params: Params = None, **extra: Any
-    ) -> tuple[Updates, InnerState]:
-        updates, inner_state = inner.update(gradients, state[0], params, **extra)
-        return updates, (inner_state, None)
-
-    return optax.GradientTransformationExtraArgs(
-        lambda params: (inner.init(params), None), update
-    )
 
 
 def distance(p: Array, master: Array) -> Array:

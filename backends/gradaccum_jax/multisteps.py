@@ -162,7 +162,6 @@ class MultiSteps:
     ) -> tuple[Updates, optax.MultiStepsState]:
         types = gradient_types(state.acc_grads, None, gradients)
         update = Update(self._opt.update, types, params, extra)
-        update_types = update.trace(state.acc_grads, state.inner_opt_state, None)
         skip, skip_state = self._should_skip(updates, state.gradient_step, params)
         is_accepted = ~jnp.asarray(skip, bool)
         steps = size_at(self._options.steps, state.gradient_step)
@@ -174,7 +173,7 @@ class MultiSteps:
         )
         total = self._add(state, gradients, is_accepted)
         new_updates, total, inner_state = update.run(
-            total, state.inner_opt_state, None, update_types, at_end
+            total, state.inner_opt_state, None, at_end
         )
         return new_updates, optax.MultiStepsState(
             mini_step,

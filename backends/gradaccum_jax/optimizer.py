@@ -9,7 +9,7 @@ A loop outside `jax.jit` compiles once. `wrap` returns a plain
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol, TypeVar, cast
 
@@ -46,7 +46,6 @@ from gradaccum_jax.checks import (
     as_denominator,
     as_loss,
     as_weight,
-    require_arrays,
     require_plain,
 )
 from gradaccum_jax.combinators import (
@@ -58,11 +57,7 @@ from gradaccum_jax.combinators import (
     the_part,
 )
 from gradaccum_jax.extensions import first_losses
-from gradaccum_jax.extra_arguments import (
-    DeclaredArguments,
-    require_declared,
-    require_none_of_a_batch,
-)
+from gradaccum_jax.extra_arguments import require_declared, require_none_of_a_batch
 from gradaccum_jax.master_weights import in_place_of
 from gradaccum_jax.sharding import ShardAxes, replicated, vary_like
 from gradaccum_jax.state import (
@@ -71,7 +66,7 @@ from gradaccum_jax.state import (
     first_terms,
     fresh,
 )
-from gradaccum_jax.update import Update, sums_that_are_read
+from gradaccum_jax.update import Update
 from gradaccum_jax.window import MicroBatch, check_known, size_at
 from gradaccum_jax.workers import group
 from gradaccum_jax.xla import call_jitted
@@ -97,31 +92,23 @@ class Accumulation:
     """An inner optimizer and the checked options."""
 
     inner: optax.GradientTransformationExtraArgs
-    """The wrapped optimizer under `master_weights.on_masters` or
-    `master_weights.without_masters`.
-    """
+    """The wrapped optimizer under `master_weights.on_masters`."""
     options: Options
     axes: tuple[str, ...] = ()
     """The mesh axes whose devices share the window."""
     shard_axes: ShardAxes = None
-    declared: DeclaredArguments = field(default_factory=DeclaredArguments)
-    leaves_out_unread: bool = True
-    """A parameter whose gradient the inner optimizer does not read has no sum."""
+    declared: frozenset[str] = frozenset()
+    """The extra arguments that the inner optimizer declares."""
 
     def init(self, params: Params) -> AccumulationState:
         """Return the state before the first micro-batch, with one sum in the structure
         of `params`.
         """
-        require_arrays(params, "params")
         group.require_axes(self.axes)
         group.require_known_axes(params, self.axes, self.shard_axes, self.options)
         group.require_same_params(params, self.axes)
         accumulator = gradient_sum.zeros(params, self.options.accumulate_dtype)
         inner_state, masters = strong(self.inner.init(params))
-        if self.leaves_out_unread:
-            accumulator = sums_that_are_read(
-                accumulator, self.inner, (inner_state, masters), params
-            )
         if self.shard_axes:
             inner_state, masters = group.like_params(
                 self.inner, (inner_state, masters), params
@@ -169,7 +156,6 @@ class Accumulation:
         micro_batch = MicroBatch(
             self._align(grads, state), as_weight(weight, dtype), as_loss(value, dtype)
         )
-        group.require_own_loss(micro_batch.loss, self.axes)
         if last is not None:
             last = group.same("last", jnp.asarray(last, bool), self.axes)
         results: tuple[Updates, AccumulationState] = call_jitted(
@@ -199,7 +185,7 @@ class Accumulation:
         return window.discard(state)
 
     def check(self, state: AccumulationState, params: Params, extra: Extra) -> None:
-        require_declared(extra, self.declared, "this call")
+        require_declared(extra, self.declared)
         group.require_axes((*self.axes, *(self.shard_axes or ())))
         if self.axes:
             group.require_shared(state, self.axes)

@@ -27,7 +27,7 @@ from gradaccum.kit import (
     resumed,
     terms_of,
 )
-from gradaccum_jax.arrays import Array, Params, Tree, plain, unique
+from gradaccum_jax.arrays import Array, Params, Tree, plain
 from gradaccum_jax.combinators import new_part, not_wrapped_error, part_of
 from gradaccum_jax.optimizer import accumulation_of
 from gradaccum_jax.state import (
@@ -148,8 +148,7 @@ def by_path(tree: Tree) -> dict[str, Array]:
     that a library made of it.
     """
     flat = jax.tree_util.tree_flatten_with_path(tree)[0]
-    names = unique(".".join(map(_key_name, path)) for path, _ in flat)
-    return dict(zip(names, (leaf for _, leaf in flat), strict=True))
+    return {".".join(map(_key_name, path)): leaf for path, leaf in flat}
 
 
 def _key_name(key: object) -> str:

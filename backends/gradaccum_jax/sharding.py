@@ -19,8 +19,7 @@ from jax.extend import core
 from jax.interpreters import batching, mlir
 from jax.sharding import AxisType, NamedSharding
 
-from gradaccum import ArgumentTypeError
-from gradaccum.kit import Scalar, explain
+from gradaccum.kit import Scalar
 from gradaccum_jax.arrays import Array, Axes, Params, Tree, typeof
 
 T = TypeVar("T")
@@ -105,12 +104,6 @@ def everywhere(flag: Scalar, shard_axes: ShardAxes) -> Scalar:
     if not axes:
         return flag
     return lax.pmin(flag.astype(jnp.int32), axes) > 0  # type: ignore[no-untyped-call]
-
-
-KNOWS_AXES = hasattr(jax, "shard_map")
-"""JAX 0.5 and 0.6.0 have `jax.experimental.shard_map` only, whose types do not say what
-differs.
-"""
 
 
 def explicitly_sharded(leaf: Array) -> bool:
@@ -211,48 +204,6 @@ def _reshaped(
     sharding = typeof(array).sharding
     spec = type(sharding.spec)(*respec(tuple(sharding.spec)))
     return lax.reshape(array, shape, out_sharding=NamedSharding(sharding.mesh, spec))
-
-
-# Types of an explicit mesh that say that devices' parts are not added up yet.
-#
-# On such a mesh the gradient of a parameter typed ``reduced={"data"}`` is typed
-# ``unreduced={"data"}``. Each device along "data" then holds a part, and the value is
-# the sum of the parts (JAX's documentation, "Autodiff and sharding"). The norm and the
-# inner optimizer need the value, and JAX 0.7 adds up parts wrongly in a loop. So
-# gradients and parameters of such types are refused.
-
-
-ADD_UP = (
-    "Add up the parts first, jax.reshard(grads, PartitionSpec()), or write"
-    " gradaccum_jax.data_parallel(step, mesh, axis_name)."
-)
-
-
-def axes_in_parts(leaf: Array) -> Axes:
-    """Return the axes of an explicit mesh that an array's type names as unreduced or
-    reduced.
-    """
-    spec = (
-        getattr(typeof(leaf).sharding, "spec", None) if hasattr(leaf, "dtype") else None
-    )
-    return frozenset(getattr(spec, "unreduced", None) or ()) | frozenset(
-        getattr(spec, "reduced", None) or ()
-    )
-
-
-def require_ordinary(
-    params: Params,
-    name_of: Callable[[Any], str] = lambda path: f"params{jax.tree_util.keystr(path)}",
-) -> None:
-    for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
-        if axes := axes_in_parts(leaf):
-            raise explain(
-                ArgumentTypeError,
-                name_of(path),
-                expected="a parameter of an ordinary type",
-                found=f"one typed reduced or unreduced over {sorted(axes)}",
-                fix=ADD_UP,
-            )
 
 
 # A value that is the same on all devices although its type says that it may differ.

@@ -13,9 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax import lax
-from jax.interpreters import partial_eval
 
 from gradaccum.kit import Scalar
 from gradaccum_jax.arrays import (
@@ -30,17 +28,14 @@ from gradaccum_jax.arrays import (
     takes_part,
     wider,
 )
-from gradaccum_jax.gradient_sum import divide, is_left_out, select
+from gradaccum_jax.gradient_sum import divide, select
 from gradaccum_jax.sharding import ShardAxes, replicated
 from gradaccum_jax.workers.group import same
 from gradaccum_jax.xla import run_if
 
 
 class Update(NamedTuple):
-    """A call of the inner optimizer that the end of a window may make.
-
-    Where a divisor is None, the sum is divided already.
-    """
+    """A call of the inner optimizer that the end of a window may make."""
 
     optimizer: Callable[..., tuple[Any, Any]]
     """``optimizer(gradients, state, params, **extra)``: the inner transformation's
@@ -59,7 +54,40 @@ class Update(NamedTuple):
         """
         return self._replace(extra={**self.extra, "value": loss})
 
-    def trace(
+    def run(
+        self,
+        accumulator: Tree,
+        inner_state: InnerState,
+        divisor: Scalar,
+        apply: Scalar,
+    ) -> tuple[Updates, Tree, InnerState]:
+        """Run the inner optimizer if `apply` holds. A divisor of None says that the sum
+        is divided already.
+
+        Returns:
+            The updates twice and the new state; otherwise zeros, the sum and the state.
+        """
+        update_types = self._update_types(accumulator, inner_state, divisor)
+        buffer = jax.tree.map(_wide_enough, accumulator, update_types)
+
+        def optimize(operand: tuple[Tree, InnerState]) -> tuple[Updates, InnerState]:
+            gradients = self._gradients(
+                cast_like(operand[0], accumulator), divisor, self.types.dtypes
+            )
+            gradients = replicated(gradients, self.axes)
+            updates, new_state = self._optimize(gradients, operand[1])
+            updates = _updates_that_move(updates, accumulator)
+            return cast_like(updates, buffer), cast_like(new_state, inner_state)
+
+        buffer, inner_state = run_if(apply, optimize, (buffer, inner_state))
+
+        def update_of(leaf: Array, update: Array) -> Array:
+            return select(apply, leaf, no_update(leaf)).astype(update.dtype)
+
+        updates = replicated(jax.tree.map(update_of, buffer, update_types), self.axes)
+        return updates, cast_like(buffer, accumulator), inner_state
+
+    def _update_types(
         self, accumulator: Tree, inner_state: InnerState, divisor: Scalar
     ) -> Updates:
         """Return the updates' shapes and dtypes; nothing of the call enters the
@@ -67,42 +95,19 @@ class Update(NamedTuple):
         """
 
         def updates_of(accumulator: Tree, inner_state: InnerState) -> Updates:
-            gradients = self._gradients(accumulator, divisor)
-            leaves, structure = jax.tree.flatten(gradients)
-            typed_leaves = map(
-                lax.convert_element_type, leaves, self.types.update_dtypes
-            )
-            gradients = jax.tree.unflatten(structure, typed_leaves)
+            gradients = self._gradients(accumulator, divisor, self.types.update_dtypes)
+            gradients = replicated(gradients, self.axes)
             return self._optimize(gradients, inner_state)[0]
 
         updates = jax.eval_shape(updates_of, accumulator, inner_state)
         return _updates_that_move(updates, accumulator)
 
-    def run(
-        self,
-        accumulator: Tree,
-        inner_state: InnerState,
-        divisor: Scalar,
-        update_types: Updates,
-        apply: Scalar,
-    ) -> tuple[Updates, Tree, InnerState]:
-        """Run the inner optimizer if `apply` holds.
-
-        Returns:
-            The updates twice and the new state; otherwise zeros, the sum and the state.
-        """
-        buffer = jax.tree.map(_wide_enough, accumulator, update_types)
-
-        def optimize(operand: tuple[Tree, InnerState]) -> tuple[Updates, InnerState]:
-            gradients = self._gradients(cast_like(operand[0], accumulator), divisor)
-            updates, new_state = self._optimize(gradients, operand[1])
-            updates = _updates_that_move(updates, accumulator)
-            updates = jax.tree.map(_in_place_of, accumulator, updates)
-            return cast_like(updates, buffer), cast_like(new_state, inner_state)
-
-        buffer, inner_state = run_if(apply, optimize, (buffer, inner_state))
-        updates = self._updates_where(apply, buffer, update_types)
-        return updates, cast_like(buffer, accumulator), inner_state
+    def _gradients(self, accumulator: Tree, divisor: Scalar, dtypes: list[Any]) -> Tree:
+        if divisor is not None:
+            accumulator = divide(accumulator, divisor)
+        leaves, structure = jax.tree.flatten(accumulator)
+        gradients = map(lax.convert_element_type, leaves, dtypes)
+        return jax.tree.unflatten(structure, gradients)
 
     def _optimize(self, gradients: Tree, inner_state: InnerState) -> tuple[Any, Any]:
         """Call the optimizer; without ``value`` if it takes none, as optax's SAM."""
@@ -116,42 +121,9 @@ class Update(NamedTuple):
             results = self.optimizer(gradients, inner_state, self.params, **extra)
         return same("what the inner optimizer made", results, self.axes)
 
-    def _gradients(self, accumulator: Tree, divisor: Scalar) -> Tree:
-        if divisor is not None:
-            accumulator = divide(accumulator, divisor)
-        leaves, structure = jax.tree.flatten(accumulator)
-        gradients = []
-        for leaf, dtype, shape in zip(
-            leaves, self.types.dtypes, self.types.shapes, strict=True
-        ):
-            if leaf.shape != shape:  # nothing reads it
-                leaf = jnp.zeros(shape, dtype)
-            gradients.append(leaf.astype(dtype))
-        return replicated(jax.tree.unflatten(structure, gradients), self.axes)
-
-    def _updates_where(
-        self, apply: Scalar, buffer: Tree, update_types: Updates
-    ) -> Updates:
-        """Return the updates in `buffer` if `apply` holds, in the dtypes of
-        `update_types`; otherwise zeros.
-        """
-
-        def update_of(leaf: Array, update: Array) -> Array:
-            if is_left_out(leaf, update):
-                return jnp.full(update.shape, _zero_of(update), update.dtype)
-            return select(apply, leaf, no_update(leaf)).astype(update.dtype)
-
-        return replicated(jax.tree.map(update_of, buffer, update_types), self.axes)
-
 
 def _wide_enough(total: Array, update: Array) -> Array:
     return total.astype(wider(total.dtype, update.dtype))
-
-
-def _in_place_of(total: Array, update: Array) -> Array:
-    if is_left_out(total, update):
-        return total
-    return update
 
 
 def _updates_that_move(updates: Updates, accumulator: Tree) -> Updates:
@@ -165,41 +137,13 @@ def _updates_that_move(updates: Updates, accumulator: Tree) -> Updates:
     )
 
 
-def sums_that_are_read(
-    accumulator: Tree,
-    inner: optax.GradientTransformationExtraArgs,
-    inner_state: InnerState,
-    params: Params,
-) -> Tree:
-    """Return the sum with an array of shape (0,) for each parameter whose gradient the
-    inner optimizer does not read, such as those under `optax.set_to_zero`.
-    """
-    leaves, structure = jax.tree.flatten(accumulator)
-    try:
-        program = jax.make_jaxpr(inner.update)(accumulator, inner_state, params).jaxpr
-    except Exception:
-        # The optimizer wants arguments that only a micro-batch has.
-        return accumulator
-    all_results = [True] * len(program.outvars)
-    is_read = partial_eval.dce_jaxpr(program, all_results)[1][: len(leaves)]
-    if not any(is_read):
-        return accumulator
-    for place, leaf in enumerate(leaves):
-        if takes_part(leaf) and not is_read[place]:
-            leaves[place] = jnp.zeros((0,), leaf.dtype)
-    return jax.tree.unflatten(structure, leaves)
-
-
 def no_update(leaf: Array) -> Array:
-    return lax.full_like(leaf, _zero_of(leaf))
-
-
-def _zero_of(leaf: Array) -> complex:
     """Return -0.0, the one zero that leaves every parameter bit for bit as it is: -0.0
     + 0.0 is 0.0, but x + -0.0 is x.
     """
+    zero: complex = 0
     if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
-        return complex(-0.0, -0.0)
-    if jnp.issubdtype(leaf.dtype, jnp.floating):
-        return -0.0
-    return 0
+        zero = complex(-0.0, -0.0)
+    elif jnp.issubdtype(leaf.dtype, jnp.floating):
+        zero = -0.0
+    return lax.full_like(leaf, zero)

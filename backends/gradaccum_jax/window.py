@@ -73,7 +73,7 @@ def add(
     """Add a micro-batch to the window; return the state, and a bool scalar: the
     micro-batch was dropped.
     """
-    gradients = gradient_sum.without_unread(micro_batch.gradients, state.accumulator)
+    gradients = micro_batch.gradients
     weight = micro_batch.weight
     fields = fields_of(state)
     factor = None
@@ -90,15 +90,14 @@ def add(
     # Only the running program knows this, as it looks at the total. XLA:CPU vectorises
     # select(add), but compiles a bare in-place add to a scalar loop (JAX 0.7).
     adds = usable(fields, weight, finite)
-    harmless = adds | (weight == 0)
     # Between two windows there is what the last window left.
     total = gradient_sum.emptied(state.accumulator, fields[0] == 0)
-    total = gradient_sum.add(total, gradients, factor, adds, harmless)
+    total = gradient_sum.add(total, gradients, factor, adds)
     state = with_fields(state, accumulate(fields, weight, finite, jnp.where))
     terms = like(current_terms(options, steps), state.terms)
     state = state._replace(accumulator=total, terms=terms)
     state = add_loss(state, micro_batch.loss, weight, adds, options)
-    return state, ~harmless if can_drop else False
+    return state, ~adds & (weight != 0) if can_drop else False
 
 
 class Ending(NamedTuple):
@@ -172,9 +171,8 @@ def close(
     if takes_loss:
         update = update.with_loss(ending.loss)
     inner_state = (state.inner_state, state.masters)
-    update_types = update.trace(total, inner_state, divisor)
     updates, total, (inner_state, masters) = update.run(
-        total, inner_state, divisor, update_types, ending.apply
+        total, inner_state, divisor, ending.apply
     )
     if is_shared:
         # On its way out of `data_parallel` a device's sum gets a leading axis, for

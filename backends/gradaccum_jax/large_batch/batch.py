@@ -8,7 +8,6 @@ so `jax.tree` walks the batch.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from gradaccum import ArgumentTypeError, ArgumentValueError, kit
-from gradaccum.kit import Division, Scalar, explain
+from gradaccum import kit
+from gradaccum.kit import Division, Scalar
 from gradaccum_jax.arrays import (
     KEY,
     Array,
@@ -166,45 +165,10 @@ def take_items(
     return merge_axis(block_items, axis)
 
 
-def require_dense(arguments: tuple[Tree, ...], paths: list[str]) -> None:
-    """Raise unless the arrays that are cut, at `paths`, are dense.
-
-    The first axis of a part of a sparse array is not the axis of the items.
-    """
-    sparse = sys.modules.get("jax.experimental.sparse")
-    if sparse is None:
-        return
-
-    def is_sparse(node: object) -> bool:
-        return isinstance(node, sparse.JAXSparse)
-
-    for path, node in jax.tree_util.tree_leaves_with_path(arguments, is_leaf=is_sparse):
-        name = f"batch{jax.tree_util.keystr(path)}"
-        if is_sparse(node) and any(path.startswith(name) for path in paths):
-            raise explain(
-                ArgumentValueError,
-                name,
-                expected="a dense array to split",
-                found=f"a {type(node).__name__}",
-                fix="Write .todense(), or axes=None to pass it whole.",
-            )
-
-
 def read_batch(
     arguments: tuple[Tree, ...], keywords: dict[str, Any], splitting: Splitting
 ) -> LargeBatch:
     """Return the batch as one micro-batch of all items."""
-    for name, value in keywords.items():
-        try:
-            hash(value)
-        except TypeError as error:
-            raise explain(
-                ArgumentTypeError,
-                name,
-                expected="a constant, such as True, by keyword",
-                found=f"a {type(value).__name__}",
-                fix="Pass arrays by position, as a part of the batch.",
-            ) from error
     leaves: list[Array] = []
     leaf_axes: list[Axis] = []
     constants: list[tuple[int, type, Any]] = []
@@ -223,7 +187,6 @@ def read_batch(
         leaf_axes.append(axis)
         if isinstance(axis, int):
             sizes.append((name, np.shape(leaf)[axis]))
-    require_dense(arguments, [name for name, _ in sizes])
     items = kit.require_one_size(
         sizes, kit.lists_of_one_kind(arguments, splitting.axes)
     )

@@ -18,7 +18,7 @@ from jax import lax
 from gradaccum.kit import make_division
 from gradaccum_jax import gradient_sum
 from gradaccum_jax.arrays import DType, Leaves, Params, Tree, moving_of
-from gradaccum_jax.checks import require_dtype
+from gradaccum_jax.checks import require_dtype, require_params_alone
 from gradaccum_jax.large_batch.auto import LargeBatchFunction
 from gradaccum_jax.large_batch.batch import (
     LargeBatch,
@@ -31,13 +31,12 @@ from gradaccum_jax.large_batch.batch import (
 from gradaccum_jax.large_batch.gradients import (
     empty_sums,
     gradients_of,
-    require_params,
     sum_over_devices,
     value_and_gradients,
     vary_all,
     varying_axes,
 )
-from gradaccum_jax.workers.group import require_axes, require_names, require_same_params
+from gradaccum_jax.workers.group import names_of, require_axes, require_same_params
 
 
 def coupled_value_and_grad(
@@ -91,7 +90,7 @@ def coupled_value_and_grad(
         loss_fn,
         has_aux,
         require_dtype(accumulate_dtype),
-        require_names(axis_name),
+        names_of(axis_name),
     )
 
 
@@ -111,7 +110,7 @@ class CoupledValueAndGrad(LargeBatchFunction):
         return self.call(params, batch, keywords)
 
     def run(self, params: Params, batch: LargeBatch) -> Any:
-        require_params((params,))
+        require_params_alone((params,))
         jax.grad(lambda _: 0.0)(params)  # JAX itself refuses integers.
         varying = varying_axes(self.axis_names, params, batch)
         local_params = vary_all(params, varying)

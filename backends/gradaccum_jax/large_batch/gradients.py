@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from gradaccum import ArgumentValueError, kit
-from gradaccum.kit import Options, Scalar, explain
+from gradaccum import kit
+from gradaccum.kit import Options, Scalar
 from gradaccum_jax import gradient_sum
 from gradaccum_jax.arrays import (
     Array,
@@ -24,9 +24,7 @@ from gradaccum_jax.arrays import (
     Leaves,
     Tree,
     moving_of,
-    variables_in,
 )
-from gradaccum_jax.checks import require_params_alone
 from gradaccum_jax.large_batch.batch import (
     LargeBatch,
     MicroBatch,
@@ -37,7 +35,7 @@ from gradaccum_jax.large_batch.batch import (
     for_each_micro_batch,
     weight_of,
 )
-from gradaccum_jax.sharding import axes_of, require_ordinary, vary
+from gradaccum_jax.sharding import axes_of, vary
 
 S = TypeVar("S")
 
@@ -111,14 +109,13 @@ def summarize(
     """Combine the stacked losses, weights and auxes."""
     losses, weights = concatenate_micro_batches([stack[:2] for stack in stacks])
     sum_dtype = gradient_sum.sum_dtype(losses, None)
-    where = gradient_sum.where_with_derivative_at_zero(jnp.asarray(True))
     terms = kit.add_loss(
         jnp.zeros_like(losses, sum_dtype),
         losses.astype(sum_dtype),
         weights.astype(sum_dtype),
         weights != 0,
         spec.options,
-        where,
+        jnp.where,
     )
     total = sum_over_devices(jnp.sum(terms), spec.axis_names)
     weight = sum_over_devices(jnp.sum(weights), spec.axis_names)
@@ -133,16 +130,6 @@ def merge_auxes(
     merge_aux: Any, batch: LargeBatch, auxes: Stacks, weights: Array
 ) -> Tree:
     if merge_aux is None:
-        shapes = [[leaf.shape[1:] for leaf in jax.tree.leaves(aux)] for aux in auxes]
-        if shapes[0] != shapes[-1]:
-            raise explain(
-                ArgumentValueError,
-                "aux",
-                expected="arrays of one shape in all micro-batches, to be stacked",
-                found=f"{shapes[0]}, and {shapes[-1]} in the last micro-batch",
-                fix='Write merge_aux="concatenate" for rows of items, or a number of'
-                " steps that divides the batch.",
-            )
         return concatenate_micro_batches(auxes)
     if merge_aux == "concatenate":
         return concatenate_items(batch, auxes)
@@ -174,17 +161,6 @@ def value_and_gradients(
     return jnp.asarray(loss), aux, gradients
 
 
-def require_params(by: tuple[Tree, ...]) -> None:
-    """Raise unless `by` has parameters alone, no random streams or statistics of a flax
-    nnx module, and no arrays whose parts are not added up.
-    """
-    require_ordinary(by)
-    require_params_alone(
-        variables_in(by),
-        lambda path: f"argument {path[0].idx}{jax.tree_util.keystr(path[1:])}",
-    )
-
-
 # The sum of the gradients.
 
 
@@ -203,9 +179,7 @@ def add_gradients(
     is_one = isinstance(weight, float) and weight == 1
     if options.reduction == "mean" and not is_one:
         factor = jnp.asarray(weight, gradient_sum.weight_dtype(sums))
-    new_sums: Leaves = gradient_sum.add(
-        sums, gradients, factor, weight != 0, jnp.asarray(True)
-    )
+    new_sums: Leaves = gradient_sum.add(sums, gradients, factor, weight != 0)
     return new_sums
 
 

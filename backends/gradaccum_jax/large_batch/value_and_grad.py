@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from inspect import Parameter, signature
 from typing import Any, Literal
 
 import jax
@@ -24,8 +23,8 @@ from gradaccum_jax.arrays import (
     moving_of,
     plain,
 )
-from gradaccum_jax.checks import require_dtype
-from gradaccum_jax.extra_arguments import KNOWN, require_declared
+from gradaccum_jax.checks import require_dtype, require_params_alone
+from gradaccum_jax.extra_arguments import KNOWN
 from gradaccum_jax.large_batch.auto import LargeBatchFunction
 from gradaccum_jax.large_batch.batch import LargeBatch, Splitting, Weight
 from gradaccum_jax.large_batch.gradients import (
@@ -34,14 +33,13 @@ from gradaccum_jax.large_batch.gradients import (
     denominator,
     empty_sums,
     gradients_of,
-    require_params,
     run,
     vary_all,
     varying_axes,
 )
 from gradaccum_jax.optimizer import Accumulation, require_open
 from gradaccum_jax.state import AccumulationState
-from gradaccum_jax.workers.group import require_axes, require_names, require_same_params
+from gradaccum_jax.workers.group import names_of, require_axes, require_same_params
 
 MergeAux = (
     Literal["concatenate"] | Callable[[Sequence[Tree], Sequence[Array]], Tree] | None
@@ -126,7 +124,7 @@ def value_and_grad(
         None, reduction=reduction, accumulate_dtype=require_dtype(accumulate_dtype)
     )
     places = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-    names = require_names(axis_name)
+    names = names_of(axis_name)
     return ValueAndGrad(
         Splitting(make_division(steps, micro_batch_size), axes, weight),
         LossSpec(loss_fn, places, has_aux, merge_aux, weight, options, names),
@@ -153,7 +151,7 @@ class ValueAndGrad(LargeBatchFunction):
         return self.call(by, batch, keywords)
 
     def run(self, by: tuple[Tree, ...], batch: LargeBatch) -> Any:
-        require_params(by)
+        require_params_alone(by)
         if not self.allow_int:
             # JAX itself refuses integers.
             jax.grad(lambda _: 0.0)(by)
@@ -221,9 +219,9 @@ def value_and_update(
         ``(loss, updates, state)``, or ``((loss, aux), updates, state)``. The loss is
         unscaled and includes dropped micro-batches; ``gradaccum_jax.result(...).loss``
         excludes them. The updates, in the parameters' dtypes, are zeros if none was
-        made. `loss_fn` gets those of `extra` that its signature takes by keyword, as
-        for `value_and_grad`; the inner optimizer gets the others, and the window's loss
-        as `value` unless `extra` has one.
+        made. The inner optimizer gets those of `extra` that it declares and optax's
+        own, and the window's loss as `value` unless `extra` has one; `loss_fn` gets the
+        others, as for `value_and_grad`.
 
     Raises:
         ArgumentTypeError: `tx` is not wrapped.
@@ -256,14 +254,10 @@ class ValueAndUpdate(LargeBatchFunction):
     def __call__(
         self, params: Params, state: AccumulationState, *batch: Tree, **extra: Any
     ) -> tuple[Any, Tree, AccumulationState]:
-        declared = self.accumulation.declared
-        keywords: dict[str, Any] = {}
-        if extra:
-            names = keywords_of(self.spec.loss_fn, 1 + len(batch))
-            if ANY_KEYWORD in names:
-                names |= extra.keys() - declared.names - KNOWN
-            keywords = {name: extra.pop(name) for name in names & extra.keys()}
-        require_declared(extra, declared)
+        of_optimizer = self.accumulation.declared | KNOWN
+        keywords = {
+            name: extra.pop(name) for name in list(extra) if name not in of_optimizer
+        }
         state = plain(state)
         self.accumulation.check(state, plain(params), extra)
         results: tuple[Any, Tree, AccumulationState] = self.call(
@@ -277,7 +271,7 @@ class ValueAndUpdate(LargeBatchFunction):
         batch: LargeBatch,
     ) -> tuple[Any, Tree, AccumulationState]:
         params, state, extra = model_arguments
-        require_params((params,))
+        require_params_alone((params,))
         arrays = plain(params)
         _, put = moving_of(arrays)
 
@@ -297,23 +291,3 @@ class ValueAndUpdate(LargeBatchFunction):
         updates, state = self.accumulation.flush(result.sums, arrays, **extra)
         value = (result.loss, result.aux) if self.spec.has_aux else result.loss
         return value, updates, state
-
-
-ANY_KEYWORD = "**"
-
-
-def keywords_of(loss_fn: Callable[..., Any], positional: int) -> set[str]:
-    """Return the names of the arguments that a function takes by keyword beside
-    `positional` ones, with `ANY_KEYWORD` if it takes ``**keywords``.
-    """
-    parameters = list(signature(loss_fn).parameters.values())
-    by_place = {Parameter.POSITIONAL_ONLY, Parameter.VAR_POSITIONAL}
-    names = {
-        parameter.name
-        for place, parameter in enumerate(parameters)
-        if parameter.kind is Parameter.KEYWORD_ONLY
-        or (parameter.kind not in by_place and place >= positional)
-    }
-    if parameters and parameters[-1].kind is Parameter.VAR_KEYWORD:
-        names.add(ANY_KEYWORD)
-    return names

@@ -25,8 +25,8 @@ from gradaccum_jax.workers.group import (
     ParamsType,
     are_bound,
     map_by_kind,
+    names_of,
     params_typed_as,
-    require_names,
     require_same,
     require_shared,
     spread_axes,
@@ -75,7 +75,7 @@ def data_parallel(step: Step, mesh: Mesh, axis_name: str | tuple[str, ...]) -> S
             parameters, state or what the optimizer reads are made of a device's own
             batch, such as running averages that the step has not reduced.
     """
-    axes = require_names(axis_name)
+    axes = names_of(axis_name)
 
     def run(*args: Tree) -> Any:
         if len(args) > 1 and not find_states(args[1]):

@@ -31,7 +31,6 @@ from gradaccum_jax.arrays import (
     moving_of,
 )
 from gradaccum_jax.sharding import (
-    KNOWS_AXES,
     ShardAxes,
     axes_of,
     explicitly_sharded,
@@ -161,19 +160,6 @@ def require_own(gradients: Gradients, accumulator: Tree, axes: tuple[str, ...]) 
             )
 
 
-def require_own_loss(loss: Scalar, axes: tuple[str, ...]) -> None:
-    if loss is None or _params_type.get() is ParamsType.SAME:
-        return
-    if spread_axes(axes) - axes_of(loss):
-        raise explain(
-            UsageError,
-            "value",
-            expected="the loss of this device's own micro-batch",
-            found=f"one that is the same along {axes}, as its type says",
-            fix="Pass the loss as it was before jax.lax.pmean.",
-        )
-
-
 def shared_window(state: AccumulationState, axes: tuple[str, ...]) -> AccumulationState:
     """Return a state that is the same on all devices with the types of a shared one."""
     if not axes:
@@ -256,21 +242,10 @@ def are_bound(axes: tuple[str, ...]) -> bool:
         return False
 
 
-def require_names(axis_name: Any) -> tuple[str, ...]:
-    """Raise unless JAX's types say along which axes devices differ; return the name of
-    an axis, or several names, as a tuple.
-    """
+def names_of(axis_name: Any) -> tuple[str, ...]:
+    """Return the name of an axis, or several names, as a tuple."""
     if axis_name is None:
         return ()
-    if not KNOWS_AXES:
-        raise explain(
-            UsageError,
-            "axis_name",
-            expected="a JAX that has jax.shard_map",
-            found=f"JAX {jax.__version__}",
-            fix="Install a newer one: pip install -U jax. Or leave axis_name and"
-            " shard_axes out: XLA partitions the step under jax.jit.",
-        )
     return (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
 
 
