@@ -29,6 +29,7 @@ from gradaccum_jax.arrays import (
     DType,
     Gradients,
     InnerState,
+    Params,
     Tree,
     is_none,
     is_variable,
@@ -64,11 +65,11 @@ SPLIT = (
 """What to do with a flax nnx module."""
 
 
-def require_params_alone(by: tuple[Tree, ...]) -> None:
+def require_params_alone(params: Params) -> None:
     """Raise unless no flax nnx variable is a random stream, with which each micro-batch
     would draw the same mask, or stands beside parameters without being one.
     """
-    flat = jax.tree_util.tree_flatten_with_path(by, is_leaf=is_variable)[0]
+    flat = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_variable)[0]
     kinds_by_path = {
         path: [base.__name__ for base in type(node).__mro__]
         for path, node in flat
@@ -86,7 +87,7 @@ def require_params_alone(by: tuple[Tree, ...]) -> None:
             continue
         raise explain(
             ArgumentTypeError,
-            f"argument {path[0].idx}{jax.tree_util.keystr(path[1:])}",
+            f"params{jax.tree_util.keystr(path)}",
             expected="parameters alone",
             found=found,
             fix=fix,

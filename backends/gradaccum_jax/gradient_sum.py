@@ -60,9 +60,9 @@ def zeros(params: Params, accumulate_dtype: DType) -> Tree:
     return jax.tree.map(empty_sum, params)
 
 
-def weight_dtype(accumulator: Tree) -> DType:
+def weight_dtype(tree: Tree) -> DType:
     """Return float64 if any leaf is float64 or complex128, else float32."""
-    dtypes = [leaf.dtype for leaf in jax.tree.leaves(accumulator)]
+    dtypes = [jnp.result_type(leaf) for leaf in jax.tree.leaves(tree)]
     if any(dtype in ("float64", "complex128") for dtype in dtypes):
         return jnp.dtype("float64")
     return jnp.dtype("float32")

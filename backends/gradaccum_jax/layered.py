@@ -3,7 +3,6 @@ before the next, and backwards likewise.
 
 A layer's sum is complete when the last micro-batch has passed the layer. Where nothing
 needs the gradient of all layers, the layer is updated then, and its gradient freed.
-Sharded parameters are gathered once per layer and pass.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ from gradaccum_jax.large_batch.gradients import (
 from gradaccum_jax.large_batch.value_and_grad import MergeAux
 from gradaccum_jax.master_weights import apply_updates
 from gradaccum_jax.optimizer import Accumulation, require_open
-from gradaccum_jax.state import AccumulationState, as_read, as_stored
+from gradaccum_jax.state import AccumulationState
 from gradaccum_jax.workers import group
 
 
@@ -70,8 +69,6 @@ def layered_value_and_update(
     weight: Weight = None,
     axes: Tree = 0,
     merge_aux: MergeAux = None,
-    gather: Callable[[Tree], Tree] | None = None,
-    axis_name: str | tuple[str, ...] | None = None,
 ) -> LayeredValueAndUpdate:
     """Return a function that makes a large batch's window layer by layer, for a model
     of equal layers with stacked parameters.
@@ -108,11 +105,6 @@ def layered_value_and_update(
             in the prelude, ``fold_in(k, l + 1)`` in layer number l and
             ``fold_in(k, layers + 1)`` in `loss_fn`.
         merge_aux: likewise.
-        gather: for sharded parameters: a linear function of the outer parameters, and
-            of those of one layer, that returns the complete ones, such as
-            `jax.lax.all_gather`. Its transpose reduces the sum.
-        axis_name: beside `gather` in a `jax.shard_map`: the mesh axes whose devices
-            share the batch. Without it those of `tx`.
 
     Returns:
         A function of ``(params, state, *batch)`` that returns
@@ -136,13 +128,7 @@ def layered_value_and_update(
             fix="Leave on_overflow out, or call gradaccum_jax.value_and_update.",
         )
     spec = LossSpec(
-        loss_fn,
-        (0, 1),
-        has_aux,
-        merge_aux,
-        weight,
-        accumulation.options,
-        group.names_of(axis_name) or accumulation.axes,
+        loss_fn, has_aux, merge_aux, weight, accumulation.options, accumulation.axes
     )
     return LayeredValueAndUpdate(
         Splitting(make_division(steps, micro_batch_size), axes, weight),
@@ -150,7 +136,6 @@ def layered_value_and_update(
         layer,
         spec,
         accumulation,
-        gather,
     )
 
 
@@ -173,17 +158,16 @@ class LayeredValueAndUpdate(LargeBatchFunction):
     layer: Callable[..., Tree]
     spec: LossSpec
     accumulation: Accumulation
-    gather: Callable[[Tree], Tree] | None
 
     def init(self, params: Params) -> AccumulationState:
         """Return the state before the first window."""
         params = plain(params)
-        accumulation = self.accumulation
+        init = self.accumulation.init
         if self.keeps_sums:
-            return accumulation.init(params)
+            return init(params)
         outer, layers = params
-        outer_state = accumulation.init(outer)
-        layer_states = jax.vmap(accumulation.init)(layers)
+        outer_state = init(outer)
+        layer_states = jax.vmap(init)(layers)
         return outer_state._replace(
             accumulator=None,
             inner_state=(outer_state.inner_state, layer_states.inner_state),
@@ -216,7 +200,7 @@ class LayeredValueAndUpdate(LargeBatchFunction):
             outer_part, layer_parts = map(
                 Part, params, (None, None), state.inner_state, state.masters
             )
-        passes = LayeredPasses(self, batch, state, self.gathered(outer))
+        passes = LayeredPasses(self, batch, state, self.copies(outer))
         activations, borders, numbers = passes.forward(layers)
         window, outer_sums, upstream, weights, result = passes.head(
             activations, numbers
@@ -231,11 +215,11 @@ class LayeredValueAndUpdate(LargeBatchFunction):
             # read, XLA would keep a copy of all.
             readable_layers = layers if self.keeps_sums else layer_parts.params
             layer_params = entry_at(readable_layers, number)
-            complete_params = self.gathered(layer_params)
+            copied_params = self.copies(layer_params)
             sums, upstream = passes.pull_back(
                 self.layer,
-                complete_params,
-                passes.empty_sums(complete_params),
+                copied_params,
+                passes.empty_sums(copied_params),
                 border,
                 upstream,
                 weights,
@@ -276,10 +260,8 @@ class LayeredValueAndUpdate(LargeBatchFunction):
         value = (result.loss, result.aux) if self.spec.has_aux else result.loss
         return value, params, state
 
-    def gathered(self, params: Tree) -> Tree:
-        """Return complete parameters, each device's own copy of them."""
-        if self.gather is not None:
-            params = self.gather(params)
+    def copies(self, params: Tree) -> Tree:
+        """Return each device's own copy of the parameters."""
         return vary_all(params, frozenset(self.spec.axis_names))
 
 
@@ -335,14 +317,12 @@ class LayeredPasses:
             activations: Stacks, number_and_params: tuple[Scalar, Tree]
         ) -> tuple[Stacks, Stacks]:
             number, params = number_and_params
-            complete_params = self.function.gathered(params)
+            copied_params = self.function.copies(params)
 
             def layer(
                 carry: tuple[()], micro_batch: MicroBatch, x: Tree
             ) -> tuple[tuple[()], Tree]:
-                outputs = self.function.layer(
-                    complete_params, x, *micro_batch.arguments
-                )
+                outputs = self.function.layer(copied_params, x, *micro_batch.arguments)
                 return carry, vary_all(outputs, self.varying)
 
             _, outputs = self.for_each(layer, (), activations, number + 1)
@@ -366,7 +346,7 @@ class LayeredPasses:
         ) -> tuple[Any, Tree]:
             window, sums = carry
             loss, aux, gradients = value_and_gradients(
-                partial(self.spec.call, micro_batch),
+                lambda by: self.spec.loss_fn(*by, *micro_batch.arguments),
                 (self.outer, x),
                 self.spec.has_aux,
                 self.state.loss_scale,
@@ -389,8 +369,6 @@ class LayeredPasses:
             activations,
             len(numbers) + 1,
         )
-        if function.gather is not None:
-            window = reduce_numbers(window, self.spec.axis_names)
         weights = [stack[1] for stack in stacks]
         upstream = [stack[3] for stack in stacks]
         result = summarize(self.spec, self.batch, (), stacks)
@@ -434,21 +412,11 @@ class LayeredPasses:
     ) -> tuple[Part, AccumulationState]:
         """Update a part by its sums, or add them to those that are kept."""
         function = self.function
-        moving, put = moving_of(params)
-        if function.gather is not None:
-            # The transpose of `gather` reduces the sums, in their dtypes.
-            _, scatter = jax.vjp(
-                lambda moving: moving_of(function.gathered(put(moving)))[0],
-                [
-                    leaf.astype(total.dtype)
-                    for leaf, total in zip(moving, sums, strict=True)
-                ],
-            )
-            (sums,) = scatter(sums)
         if function.keeps_sums:
             totals, put_totals = moving_of(part.accumulator)
             totals = gradient_sum.add(totals, sums, None, True)
             return part._replace(accumulator=put_totals(totals)), window
+        put = moving_of(params)[1]
         part_state = window._replace(
             accumulator=put(sums, jnp.zeros_like),
             inner_state=part.inner_state,
@@ -476,24 +444,6 @@ def with_entry(tree: Tree, entry: Tree, number: Scalar) -> Any:
     )
 
 
-def reduce_numbers(
-    window: AccumulationState, axis_names: tuple[str, ...]
-) -> AccumulationState:
-    """Return the numbers of the window of all devices. `tx` of sharded parameters does
-    not reduce them.
-    """
-    reduced_window = group.all_reduce(
-        group.ReducedWindow([], window.weight, window.overflow, as_read(window.loss)),
-        axis_names,
-    )
-    return window._replace(
-        weight=reduced_window.weight,
-        overflow=reduced_window.overflow,
-        last_overflow=reduced_window.overflow,
-        loss=as_stored(reduced_window.loss),
-    )
-
-
 def require_separable(
     inner: optax.GradientTransformationExtraArgs, outer: Tree, layers: Tree
 ) -> None:
@@ -506,8 +456,8 @@ def require_separable(
         shape = [min(size, 2) for size in leaf.shape]
         if not takes_part(leaf):
             return np.zeros(shape, leaf.dtype)
-        # Half precision would hide a small difference in its rounding.
-        numbers = 64 * rng.normal(size=shape)
+        # Large, as a limit may be large; half precision would hide a difference.
+        numbers = 1e12 * rng.normal(size=shape)
         return numbers.astype(wider(leaf.dtype, jnp.float32))
 
     layer = entry_at(layers, 0)
@@ -530,34 +480,31 @@ def parts_are_separate(
     params: tuple[Tree, ...],
     *gradients: tuple[Tree, ...],
 ) -> Array:
-    """True if the last update of each part alone is that of all parts together,
-    whatever the gradients of the other parts are.
+    """True if each part alone has the updates that it has beside the others, whose last
+    gradient is NaN.
     """
 
-    def last_update(params: Tree, gradients: list[Tree]) -> Tree:
+    def updates_of(params: Tree, gradients: list[Tree]) -> list[Tree]:
         state = inner.init(params)
+        all_updates = []
         for gradient in gradients:
             updates, state = inner.update(gradient, state, params, value=jnp.ones(()))
-        return updates
+            all_updates.append(updates)
+        return all_updates
+
+    def as_nan(leaf: Array) -> Array:
+        return leaf * np.nan if takes_part(leaf) else leaf
 
     flags: list[Array] = []
     for place, part in enumerate(params):
-        update_alone = last_update(part, [trees[place] for trees in gradients])
-        for factor in (1, np.nan):
-
-            def scale(leaf: Array, factor: float = factor) -> Array:
-                return leaf * factor if takes_part(leaf) else leaf
-
-            scaled_gradients = [
-                (
-                    *jax.tree.map(scale, trees[:place]),
-                    trees[place],
-                    *jax.tree.map(scale, trees[place + 1 :]),
-                )
-                for trees in gradients
-            ]
-            update = last_update(params, scaled_gradients)[place]
-            flags += jax.tree.leaves(jax.tree.map(_is_close, update, update_alone))
+        last_gradient = list(jax.tree.map(as_nan, gradients[-1]))
+        last_gradient[place] = gradients[-1][place]
+        updates = updates_of(params, [*gradients[:-1], tuple(last_gradient)])
+        updates_alone = updates_of(part, [trees[place] for trees in gradients])
+        updates_of_part = [parts[place] for parts in updates]
+        flags += jax.tree.leaves(
+            jax.tree.map(_is_close, updates_of_part, updates_alone)
+        )
     return jnp.all(jnp.stack(flags))
 
 

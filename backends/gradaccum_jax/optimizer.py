@@ -106,7 +106,7 @@ class Accumulation:
         """
         group.require_axes(self.axes)
         group.require_known_axes(params, self.axes, self.shard_axes, self.options)
-        group.require_same_params(params, self.axes)
+        group.same("params", params, self.axes)
         accumulator = gradient_sum.zeros(params, self.options.accumulate_dtype)
         inner_state, masters = strong(self.inner.init(params))
         if self.shard_axes:
@@ -189,7 +189,7 @@ class Accumulation:
         group.require_axes((*self.axes, *(self.shard_axes or ())))
         if self.axes:
             group.require_shared(state, self.axes)
-            group.require_same_params(params, self.axes)
+            group.same("params", params, self.axes)
             group.same("", extra, self.axes)
 
     def add(

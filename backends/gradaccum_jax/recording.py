@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gradaccum import UsageError, kit
-from gradaccum.kit import explain
+from gradaccum import kit
 
 
 class RecorderState(NamedTuple):
@@ -72,25 +71,12 @@ class LoopRecorder(optax.GradientTransformation):  # type: ignore[misc]
             weight: ``weight(*micro_batch)``. Default: the number of items.
             options: ``reduction``, ``steps`` and ``clip_norm``, as in
                 `gradaccum.check_loop`.
-
-        Raises:
-            UsageError: `state` is not of this recorder.
         """
         jax.effects_barrier()  # type: ignore[no-untyped-call]
         vectors: dict[int, np.ndarray[Any, Any]] = self._vectors
-        update_counts = [
-            int(leaf.updates)
-            for leaf in jax.tree.leaves(state, is_leaf=_is_recorders)
-            if _is_recorders(leaf)
-        ]
-        if len(update_counts) != 1:
-            raise explain(
-                UsageError,
-                "state",
-                expected="the optimizer's state, with this recorder's in it",
-                found=f"{len(update_counts)} states of recorders",
-                fix="Return the state from the loop, and give it to report.",
-            )
+        (recorder_state,) = filter(
+            _is_recorders, jax.tree.leaves(state, is_leaf=_is_recorders)
+        )
         batches = [kit.as_arguments(each) for each in micro_batches]
         count = weight or kit.items_of
         gradients = np.stack(
@@ -98,7 +84,7 @@ class LoopRecorder(optax.GradientTransformation):  # type: ignore[misc]
         )
         solutions = [
             kit.solve_update(gradients, vectors[number])
-            for number in range(update_counts[0])
+            for number in range(int(recorder_state.updates))
         ]
         dtypes = [jnp.asarray(leaf).dtype for leaf in jax.tree.leaves(params)]
         epsilon = max(float(jnp.finfo(dtype).eps) for dtype in dtypes)

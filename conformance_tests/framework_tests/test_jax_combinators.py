@@ -1,6 +1,4 @@
-"""A wrapped optimizer as one part of what optax's combinators make, and parameters that
-the wrapped optimizer does not train.
-"""
+"""A wrapped optimizer as one part of what optax's combinators make."""
 
 from __future__ import annotations
 
@@ -119,34 +117,3 @@ def test_masters_are_found_behind_frozen_parameters() -> None:
     )
     moved = gradaccum_jax.apply_updates(params, updates, state)
     assert [float(moved[name][0]) for name in "abc"] == [1.0, 5.0, 8.0]
-
-
-# Parameters that the inner optimizer does not train, inside of the wrapper.
-
-
-UNREAD = {
-    "partition": lambda: partition(optax.adam(1.0)),
-    "before": lambda: optax.chain(FREEZE, optax.adam(1.0)),
-}
-
-
-@pytest.mark.parametrize("name", UNREAD)
-def test_gradient_that_nobody_reads_costs_and_counts_nothing(name: str) -> None:
-    """Not even a NaN; the trained parameters move as if they were alone."""
-    options = {"steps": 2, "clip_norm": 1.0, "loss_scale": 4.0}
-    tx, alone = wrap(UNREAD[name](), **options), wrap(optax.adam(1.0), **options)
-    state, other = tx.init(PARAMS), alone.init(PARAMS["a"])
-    sums = jax.tree.leaves(state.accumulator)
-    assert sum(leaf.size for leaf in sums) == PARAMS["a"].size
-    for gradient, update in zip(GRADS, (tx.update, jax.jit(tx.update)), strict=True):
-        updates, state = update(gradient, state, PARAMS)
-        wanted, other = jax.jit(alone.update)(gradient["a"], other)
-    np.testing.assert_allclose(updates["a"], wanted, rtol=1e-6)
-    for leaf in jax.tree.leaves(updates["z"]):
-        assert not leaf.any()
-        assert jnp.signbit(leaf).all()  # -0.0 leaves each parameter as it is
-    result = gradaccum_jax.result(state)
-    assert result.applied
-    assert result.grad_norm == pytest.approx(gradaccum_jax.result(other).grad_norm)
-    saved = gradaccum_jax.check_state(tx, jax.tree.map(np.asarray, state), PARAMS)
-    assert_same_bits(saved, state)

@@ -70,20 +70,6 @@ def test_every_micro_batch_has_its_own_key(legacy: bool) -> None:
         np.testing.assert_array_equal(step(ONE, np.ones(10), key)[0][1], wanted)
 
 
-def test_argnums() -> None:
-    """The batch is what is not differentiated by, in its order. A number below 0 counts
-    from the end.
-    """
-
-    def loss(v: Any, x: Any, w: Any, y: Any, bias: Any) -> Any:
-        return jnp.mean((jnp.tanh(x @ w + bias) @ v - y) ** 2)
-
-    x, y = data()
-    given = (numbers(4), x, numbers(3, 4), y, numbers(4, seed=1))
-    call = gradaccum_jax.value_and_grad(loss, (2, -5), steps=4, axes=(0, 0, None))
-    close(call(*given), jax.value_and_grad(loss, (2, 0))(*given))
-
-
 def test_under_vmap() -> None:
     step = gradaccum_jax.value_and_grad(mean_loss, steps=4)
     params = jax.tree.map(lambda leaf: jnp.stack([leaf, 2 * leaf, leaf - 1]), model())
@@ -105,8 +91,8 @@ def test_accumulate_dtype() -> None:
 
 
 def test_leaves_that_take_no_part() -> None:
-    """Integers have float0, as `jax.grad` gives them, and an update of 0; what the loss
-    does not use has zeros; None stays None.
+    """Integers have an update of 0; what the loss does not use has zeros; None stays
+    None.
     """
     params = {"w": jnp.ones(3), "n": jnp.arange(2), "unused": jnp.ones(2), "none": None}
 
@@ -114,15 +100,13 @@ def test_leaves_that_take_no_part() -> None:
         return jnp.mean(x @ params["w"]) * params["n"][1]
 
     x = numbers(4, 3)
-    _, made = gradaccum_jax.value_and_grad(loss, steps=2, allow_int=True)(params, x)
     _, wanted = jax.value_and_grad(loss, allow_int=True)(params, x)
-    assert made["n"].dtype == jax.dtypes.float0
-    close({**made, "n": None}, {**wanted, "n": None})
     tx = gradaccum.wrap(optax.sgd(1.0), steps=None)
     held = {**params, "key": jax.random.key(0)}
     step = gradaccum_jax.value_and_update(loss, tx, steps=2)
     _, updates, _ = step(held, tx.init(held), x)
     close(updates["w"], -wanted["w"])
+    assert updates["unused"].tolist() == [0, 0]
     assert updates["n"].tolist() == [0, 0]
     assert updates["key"] is updates["none"] is None
 

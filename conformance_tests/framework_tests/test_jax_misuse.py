@@ -37,18 +37,12 @@ def flush(tx: Any, **extra: Any) -> Any:
     return gradaccum_jax.flush(tx, tx.init(PARAMS), PARAMS, **extra)
 
 
-def loss(params: Any, *batch: Any, train: bool = False) -> Any:
+def loss(params: Any, *batch: Any) -> Any:
     return jnp.mean(params * jax.tree.leaves(batch)[0])
 
 
-def large_batch(loss_fn: Any = loss, **options: Any) -> Any:
-    return gradaccum_jax.value_and_grad(loss_fn, **{"steps": 2, **options})
-
-
-def window(**keywords: Any) -> Any:
-    tx = wrap(steps=None)
-    step = gradaccum_jax.value_and_update(loss, tx, steps=2)
-    return step(ONE, tx.init(ONE), X, **keywords)
+def large_batch(params: Any, *batch: Any) -> Any:
+    return gradaccum_jax.value_and_grad(loss, steps=2)(params, *batch)
 
 
 def layered(tx: Any) -> Any:
@@ -109,24 +103,14 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         r"tx: expected no state behind.*got state\[1\]\.count.*Wrap the whole",
     ),
     "list of flags": (
-        lambda: large_batch()(ONE, X, [True] * 6),
+        lambda: large_batch(ONE, X, [True] * 6),
         VALUE,
         r"batch\[1\]\[0\]: expected an array with an axis 0.*a bool.*a list",
     ),
-    "array for a key": (
-        lambda: large_batch(axes="key")(ONE, X),
-        TYPE,
-        r"batch\[0\]: expected one random key",
-    ),
     "integers": (
-        lambda: large_batch(lambda p, x: p[0] * x.sum())((ONE, jnp.arange(2)), X),
+        lambda: large_batch(jnp.arange(2), X),
         TypeError,
         "grad requires real- or complex-valued inputs",
-    ),
-    "misspelt keyword": (
-        lambda: window(trian=True),
-        TYPE,
-        "trian: expected an argument of the loss function, or one that",
     ),
     "window of a bare optimizer": (
         lambda: gradaccum_jax.value_and_update(loss, SGD, steps=2),
@@ -147,11 +131,3 @@ def test_misuse_is_refused(name: str) -> None:
     call, kind, words = CASES[name]
     with pytest.raises(kind, match=f"^{words}"):
         call()
-
-
-def test_axis_is_refused_by_a_jax_whose_types_do_not_know_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("gradaccum_jax.workers.group.KNOWS_AXES", False)
-    with pytest.raises(USAGE, match=f"jax.shard_map.*{jax.__version__}"):
-        wrap(axis_name="data")

@@ -29,7 +29,6 @@ NEWEST_ALONE = (
     "checked_state",
     "explicit_axes",
     "varying",
-    "layered_shards",
     *NAMES["shards"].split(),
     *NAMES["large_batch"].split(),
 )

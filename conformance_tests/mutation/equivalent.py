@@ -74,10 +74,6 @@ EQUIVALENT: dict[tuple[str, str], str] = {
     ): "promotion is symmetric",
     (
         "backends/gradaccum_jax/gradient_sum.py",
-        "for total, gradient in zip(jax.tree.leaves(accumulator), gradients, strict=False)",
-    ): "an update whose gradients have another structure was refused before",
-    (
-        "backends/gradaccum_jax/gradient_sum.py",
         'return jnp.dtype("float32") if (leaf_dtype.itemsize <= 4) else leaf_dtype',
     ): "the floating dtype of 4 bytes is float32 itself",
     (

@@ -36,7 +36,7 @@ from gradaccum_jax.large_batch.gradients import (
     vary_all,
     varying_axes,
 )
-from gradaccum_jax.workers.group import names_of, require_axes, require_same_params
+from gradaccum_jax.workers.group import names_of, require_axes, same
 
 
 def coupled_value_and_grad(
@@ -106,11 +106,11 @@ class CoupledValueAndGrad(LargeBatchFunction):
 
     def __call__(self, params: Params, *batch: Tree, **keywords: Any) -> Any:
         require_axes(self.axis_names)
-        require_same_params(params, self.axis_names)
+        same("params", params, self.axis_names)
         return self.call(params, batch, keywords)
 
     def run(self, params: Params, batch: LargeBatch) -> Any:
-        require_params_alone((params,))
+        require_params_alone(params)
         jax.grad(lambda _: 0.0)(params)  # JAX itself refuses integers.
         varying = varying_axes(self.axis_names, params, batch)
         local_params = vary_all(params, varying)
@@ -158,7 +158,7 @@ class CoupledValueAndGrad(LargeBatchFunction):
             batch, backward, sums, output_gradients, axis_names=self.axis_names
         )
         one = jnp.ones((), jnp.float32)
-        (gradient,) = gradients_of(sums, one, (params,), self.axis_names)
+        gradient = gradients_of(sums, one, params, self.axis_names)
         return ((loss, aux), gradient) if self.has_aux else (loss, gradient)
 
     def outputs(self, params: Params, micro_batch: MicroBatch) -> Tree:

@@ -5,13 +5,11 @@ their gradients.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from operator import itemgetter
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from gradaccum import kit
@@ -22,6 +20,7 @@ from gradaccum_jax.arrays import (
     Axes,
     DType,
     Leaves,
+    Params,
     Tree,
     moving_of,
 )
@@ -44,8 +43,6 @@ class LossSpec(NamedTuple):
     """The user's loss function and what becomes of its results."""
 
     loss_fn: Callable[..., Any]
-    argnums: tuple[int, ...]
-    """The places of the arguments by which it is differentiated."""
     has_aux: bool
     merge_aux: Any
     """None, "concatenate", or a function of all auxes and weights."""
@@ -53,17 +50,6 @@ class LossSpec(NamedTuple):
     options: Options
     axis_names: tuple[str, ...]
     """The mesh axes whose devices share the batch."""
-
-    def call(self, micro_batch: MicroBatch, by: tuple[Tree, ...]) -> Any:
-        arguments = list(micro_batch.arguments)
-        places = range(len(arguments) + len(by))
-        by_place = {
-            places[argnum]: argument
-            for argnum, argument in zip(self.argnums, by, strict=True)
-        }
-        for place in sorted(by_place):
-            arguments.insert(place, by_place[place])
-        return self.loss_fn(*arguments, **micro_batch.keywords)
 
 
 class LargeBatchResult(NamedTuple, Generic[S]):
@@ -79,7 +65,7 @@ class LargeBatchResult(NamedTuple, Generic[S]):
 
 def run(
     spec: LossSpec,
-    by: tuple[Tree, ...],
+    params: Params,
     batch: LargeBatch,
     sums: S,
     add: Callable[[S, Leaves, Scalar, Scalar], S],
@@ -91,10 +77,11 @@ def run(
     """
 
     def body(sums: S, micro_batch: MicroBatch, _: Any) -> tuple[S, Tree]:
-        loss, aux, gradients = value_and_gradients(
-            partial(spec.call, micro_batch), by, spec.has_aux, scale
-        )
-        dtype = weight_dtype(by, loss)
+        def loss_of(params: Params) -> Any:
+            return spec.loss_fn(params, *micro_batch.arguments, **micro_batch.keywords)
+
+        loss, aux, gradients = value_and_gradients(loss_of, params, spec.has_aux, scale)
+        dtype = gradient_sum.weight_dtype([moving_of(params)[0], loss])
         weight = weight_of(micro_batch, spec.weight, dtype)
         sums = add(sums, gradients, weight, loss)
         return sums, (loss, jnp.asarray(weight, dtype), aux)
@@ -186,26 +173,22 @@ def add_gradients(
 def gradients_of(
     sums: Leaves,
     divisor: Scalar,
-    by: tuple[Tree, ...],
+    params: Params,
     axis_names: tuple[str, ...] = (),
-) -> tuple[Tree, ...]:
-    """Return the gradients of the large batch in the dtypes of `by`: float0 for
-    integers, as in `jax.grad`.
+) -> Tree:
+    """Return the gradients of the large batch in the dtypes of the parameters.
 
     A sum is reduced over `axis_names`, and over the axes along which it varies and its
     parameter does not.
     """
-    moving, put = moving_of(by)
+    moving, put = moving_of(params)
     gradients = []
     for total, leaf in zip(sums, moving, strict=True):
         gradient = sum_over_devices(total, axis_names) / divisor
         names = tuple(sorted(axes_of(gradient) - axes_of(leaf)))
         gradient = sum_over_devices(gradient, names)
         gradients.append(gradient.astype(jnp.result_type(leaf)))
-    gradient_trees: tuple[Tree, ...] = put(
-        gradients, lambda leaf: np.zeros(np.shape(leaf), jax.dtypes.float0)
-    )
-    return gradient_trees
+    return put(gradients)
 
 
 def denominator(weight: Scalar, options: Options) -> Scalar:
@@ -219,13 +202,6 @@ def denominator(weight: Scalar, options: Options) -> Scalar:
 
 def sum_over_devices(array: Array, axis_names: tuple[str, ...]) -> Array:
     return lax.psum(array, axis_names) if axis_names else array  # type: ignore[no-untyped-call]
-
-
-def weight_dtype(by: Tree, loss: Array) -> DType:
-    """Return float64 if a parameter or the loss is float64, else float32."""
-    dtypes = [jnp.result_type(leaf) for leaf in (*moving_of(by)[0], loss)]
-    has_float64 = any(dtype in ("float64", "complex128") for dtype in dtypes)
-    return jnp.dtype("float64" if has_float64 else "float32")
 
 
 # The types of values in a `jax.shard_map`.

@@ -39,7 +39,7 @@ from gradaccum_jax.large_batch.gradients import (
 )
 from gradaccum_jax.optimizer import Accumulation, require_open
 from gradaccum_jax.state import AccumulationState
-from gradaccum_jax.workers.group import names_of, require_axes, require_same_params
+from gradaccum_jax.workers.group import names_of, require_axes, same
 
 MergeAux = (
     Literal["concatenate"] | Callable[[Sequence[Tree], Sequence[Array]], Tree] | None
@@ -48,7 +48,6 @@ MergeAux = (
 
 def value_and_grad(
     loss_fn: Callable[..., Any],
-    argnums: int | tuple[int, ...] = 0,
     has_aux: bool = False,
     *,
     steps: int | None = None,
@@ -58,7 +57,6 @@ def value_and_grad(
     axes: Tree = 0,
     merge_aux: MergeAux = None,
     accumulate_dtype: DType = None,
-    allow_int: bool = False,
     axis_name: str | tuple[str, ...] | None = None,
 ) -> Callable[..., Any]:
     """Return a function that computes loss and gradient of a large batch micro-batch by
@@ -76,8 +74,6 @@ def value_and_grad(
     Args:
         loss_fn: ``loss_fn(params, *micro_batch)`` returns a floating scalar, or
             ``(loss, aux)`` with `has_aux`.
-        argnums: the argument to differentiate by, or a tuple of several; the others are
-            the batch.
         has_aux: as in `jax.value_and_grad`.
         steps: at most so many micro-batches, of ceil(items / steps) items; the last one
             may be smaller. For a sharded batch the size is rounded up to as many items
@@ -105,7 +101,6 @@ def value_and_grad(
             returned.
         accumulate_dtype: dtype of the sum; by default float32 for half precision, else
             the gradient's own. The gradient has its parameter's dtype.
-        allow_int: as in `jax.value_and_grad`.
         axis_name: inside `jax.shard_map`: the mesh axes whose devices share the batch.
             Loss and gradient are those of all devices' items, reduced once; aux is the
             device's own.
@@ -123,13 +118,10 @@ def value_and_grad(
     options = make_options(
         None, reduction=reduction, accumulate_dtype=require_dtype(accumulate_dtype)
     )
-    places = (argnums,) if isinstance(argnums, int) else tuple(argnums)
     names = names_of(axis_name)
     return ValueAndGrad(
         Splitting(make_division(steps, micro_batch_size), axes, weight),
-        LossSpec(loss_fn, places, has_aux, merge_aux, weight, options, names),
-        allow_int,
-        isinstance(argnums, int),
+        LossSpec(loss_fn, has_aux, merge_aux, weight, options, names),
     )
 
 
@@ -138,26 +130,18 @@ class ValueAndGrad(LargeBatchFunction):
     """The function that `value_and_grad` returns."""
 
     spec: LossSpec
-    allow_int: bool
-    has_one_argnum: bool
 
-    def __call__(self, *arguments: Tree, **keywords: Any) -> Any:
-        all_places = range(len(arguments))
-        places = [all_places[argnum] for argnum in self.spec.argnums]
-        by = tuple(arguments[place] for place in places)
-        batch = tuple(arguments[place] for place in all_places if place not in places)
+    def __call__(self, params: Params, *batch: Tree, **keywords: Any) -> Any:
         require_axes(self.spec.axis_names)
-        require_same_params(by, self.spec.axis_names)
-        return self.call(by, batch, keywords)
+        same("params", params, self.spec.axis_names)
+        return self.call(params, batch, keywords)
 
-    def run(self, by: tuple[Tree, ...], batch: LargeBatch) -> Any:
-        require_params_alone(by)
-        if not self.allow_int:
-            # JAX itself refuses integers.
-            jax.grad(lambda _: 0.0)(by)
+    def run(self, params: Params, batch: LargeBatch) -> Any:
+        require_params_alone(params)
+        jax.grad(lambda _: 0.0)(params)  # JAX itself refuses integers.
         options = self.spec.options
         names = self.spec.axis_names
-        varying = varying_axes(names, by, batch)
+        varying = varying_axes(names, params, batch)
         unit = 1.0
         if self.spec.weight is None and options.reduction == "mean":
             # In units of the largest micro-batch most weights are 1 and cost nothing.
@@ -166,14 +150,12 @@ class ValueAndGrad(LargeBatchFunction):
         def add(sums: Leaves, gradients: Leaves, weight: Scalar, _: Scalar) -> Leaves:
             return add_gradients(sums, gradients, weight / unit, options)
 
-        sums = empty_sums(by, options.accumulate_dtype)
+        sums = empty_sums(params, options.accumulate_dtype)
         result = run(
-            self.spec, vary_all(by, varying), batch, vary_all(sums, varying), add
+            self.spec, vary_all(params, varying), batch, vary_all(sums, varying), add
         )
         divisor = denominator(result.weight / unit, options)
-        gradients: Any = gradients_of(result.sums, divisor, by, names)
-        if self.has_one_argnum:
-            gradients = gradients[0]
+        gradients = gradients_of(result.sums, divisor, params, names)
         value = (result.loss, result.aux) if self.spec.has_aux else result.loss
         return value, gradients
 
@@ -233,7 +215,6 @@ def value_and_update(
         Splitting(make_division(steps, micro_batch_size), axes, weight),
         LossSpec(
             loss_fn,
-            (0,),
             has_aux,
             merge_aux,
             weight,
@@ -271,7 +252,7 @@ class ValueAndUpdate(LargeBatchFunction):
         batch: LargeBatch,
     ) -> tuple[Any, Tree, AccumulationState]:
         params, state, extra = model_arguments
-        require_params_alone((params,))
+        require_params_alone(params)
         arrays = plain(params)
         _, put = moving_of(arrays)
 
@@ -286,8 +267,8 @@ class ValueAndUpdate(LargeBatchFunction):
                 jnp.asarray(loss, dtype),
             )
 
-        by = vary_all((params,), frozenset(self.spec.axis_names))
-        result = run(self.spec, by, batch, state, add, state.loss_scale)
+        copies = vary_all(params, frozenset(self.spec.axis_names))
+        result = run(self.spec, copies, batch, state, add, state.loss_scale)
         updates, state = self.accumulation.flush(result.sums, arrays, **extra)
         value = (result.loss, result.aux) if self.spec.has_aux else result.loss
         return value, updates, state

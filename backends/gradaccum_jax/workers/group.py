@@ -97,10 +97,6 @@ def require_axes(axes: tuple[str, ...]) -> None:
             )
 
 
-def require_same_params(params: Params, axes: tuple[str, ...]) -> None:
-    same("params", params, axes)
-
-
 def same(name: str, tree: T, axes: tuple[str, ...]) -> T:
     """Raise unless the arrays of `tree` are the same on all devices by their types;
     return them so typed.

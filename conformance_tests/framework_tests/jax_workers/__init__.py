@@ -16,7 +16,7 @@ NAMES = {
     "large_batch": (
         "one_reduction_per_call gathered_parameters weights_and_aux keys coupled"
     ),
-    "layered": "layered_window layered_shards",
+    "layered": "layered_window",
     "batch_shards": (
         "fair_share outside_of_jit uneven_under_jit in_shardings whole_batches"
         " nested_batches coupled_batch"
