@@ -108,13 +108,10 @@ class MindSporeBackend:
                 " steps=4).",
             )
         is_shared = shares_windows(data_parallel)
-        if isinstance(optimizer, nn.Optimizer):
-            return AccumulatingOptimizer(
-                optimizer, options, name, data_parallel=is_shared
-            )
-        return AccumulatingExperimentalOptimizer(
-            optimizer, options, name, data_parallel=is_shared
-        )
+        kind = AccumulatingOptimizer
+        if isinstance(optimizer, optim.Optimizer):
+            kind = AccumulatingExperimentalOptimizer
+        return kind(optimizer, options, name, data_parallel=is_shared)
 
 
 backend = MindSporeBackend()

@@ -15,7 +15,7 @@ import numpy as np
 from mindspore import Tensor
 from mindspore.ops import constexpr
 
-from gradaccum import ArgumentTypeError, ArgumentValueError, GradientError
+from gradaccum import ArgumentTypeError, GradientError
 from gradaccum.kit import explain, given_weight, require_item_weights, require_weight
 from gradaccum_mindspore.gradient_sum import DType, Gradients, Number, Shape
 
@@ -121,14 +121,6 @@ def require_named(
 
 def weight_as_number(weight: Number) -> float:
     if isinstance(weight, Tensor):
-        if weight.size != 1:
-            raise explain(
-                ArgumentValueError,
-                "weight",
-                expected="one number",
-                found=f"shape {weight.shape}",
-                fix="Write weight.sum().",
-            )
         weight = weight.asnumpy().item()
     return require_weight(weight)
 

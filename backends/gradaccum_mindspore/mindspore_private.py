@@ -1,10 +1,8 @@
 """Private names of MindSpore: its mode, its captures of Python, recorded operators.
 
 ``jit(capture_mode="bytecode")`` fails on some of the functions here; `skip_in_bytecode`
-makes MindSpore skip them. ``jit(capture_mode="trace")`` repeats the operators of the
-first call: no later call would decide whether a window ends. MindSpore keeps recording
-operators after a function raised inside `mindspore.value_and_grad`, unless a Cell
-raised; `forget_recorded` ends that.
+makes MindSpore skip them. MindSpore keeps recording operators after a function raised
+inside `mindspore.value_and_grad`, unless a Cell raised; `forget_recorded` ends that.
 """
 
 from __future__ import annotations
@@ -17,17 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import mindspore as ms
-from mindspore import Parameter, Tensor
+from mindspore import Parameter
 from mindspore._c_expression import pi_jit_set_context
 
 import gradaccum
-from gradaccum import UsageError
-from gradaccum.kit import explain
 
 try:
-    from mindspore.graph import api, jit_trace
+    from mindspore.graph import api
 except ImportError:  # their places before MindSpore 2.9
-    from mindspore.common import api, jit_trace
+    from mindspore.common import api
 
 pynative_executor = api._pynative_executor
 
@@ -87,28 +83,6 @@ def skip_in_bytecode() -> None:
             str(Path(file).parent) for file in (__file__, gradaccum.__file__)
         )
     )
-
-
-def refuse_trace() -> None:
-    if jit_trace._using_trace:
-        _stop_tracing()
-        raise explain(
-            UsageError,
-            "capture_mode",
-            expected="'ast' or 'bytecode' around a wrapped optimizer, because a trace"
-            " repeats the operators of the first micro-batch",
-            found="trace",
-            fix="Write @mindspore.jit.",
-        )
-
-
-def _stop_tracing() -> None:
-    """Stop recording. MindSpore goes on if a recorded function raises, and then the
-    next operator crashes.
-    """
-    phase = jit_trace._trace_jit_context.phase
-    jit_trace._jit_trace_end(Tensor(0.0))
-    jit_trace._trace_compile_cache.discard(phase)
 
 
 skip_in_bytecode()

@@ -24,7 +24,6 @@ from gradaccum_mindspore.large_batch.gradients import (
     run_micro_batches,
 )
 from gradaccum_mindspore.large_batch.replay import modules_of, restored_on_error
-from gradaccum_mindspore.mindspore_private import refuse_trace
 from gradaccum_mindspore.optimizer import AccumulatingOptimizer, wrapped
 
 
@@ -49,7 +48,6 @@ class LargeBatchUpdate(nn.Cell):  # type: ignore[misc]
         self.loop = CompiledUpdateLoop(backward, optimizer, options)
 
     def __call__(self, *batch: Nest) -> Any:
-        refuse_trace()
         optimizer = self.optimizer
         storage = optimizer.storage
         require_no_open_window(storage.micro_step.item())

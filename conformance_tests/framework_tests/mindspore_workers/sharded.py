@@ -77,7 +77,7 @@ def sharded_head_loads_its_own_file(rank: int) -> None:
     opt = optimizer_of(rank)
     saved = {p.name: Tensor(p.asnumpy().copy(), p.dtype) for p in opt.get_parameters()}
     load_checkpoint_into(opt, saved)
-    saved["gradaccum.workers"] = Tensor([0, 1 - rank, WORLD], ms.int32)
+    saved["gradaccum.workers"] = Tensor([1 - rank, WORLD], ms.int32)
     with refused(gradaccum.CheckpointError, f"of rank {1 - rank} of 2"):
         load_checkpoint_into(opt, saved)
 
@@ -112,12 +112,10 @@ class Weighted(nn.Cell):
 @check
 def float64_items_are_gathered_exactly(rank: int) -> None:
     """Numbers that float32 does not hold, and their gradient: the others' come back
-    added up. Beyond its range they are inf.
+    added up.
     """
     values = np.random.RandomState(5).randn(WORLD, 2, 3)
     weights = np.random.RandomState(6).randn(WORLD, 2 * WORLD, 3)
-    extremes = np.array([np.inf, -np.inf, np.nan, 1e300])
-    within = np.array([np.inf, -np.inf, np.nan, np.inf])
     for mode in ("pynative", "graph"):
         set_mode(mode)
         weighted = Weighted(weights[rank])
@@ -125,7 +123,6 @@ def float64_items_are_gathered_exactly(rank: int) -> None:
         pairs = (
             (gradient, weights.sum(0)[2 * rank : 2 * rank + 2]),
             (weighted.gather(Tensor(values[rank])), values.reshape(-1, 3)),
-            (weighted.gather(Tensor(extremes)), np.tile(within, WORLD)),
         )
         for found, expected in pairs:
             np.testing.assert_array_equal(found.asnumpy(), expected)
