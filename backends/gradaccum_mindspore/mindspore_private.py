@@ -1,8 +1,7 @@
-"""Private names of MindSpore: its mode, its captures of Python, recorded operators.
+"""Private names of MindSpore: its mode, recorded operators, saving, random counters.
 
-``jit(capture_mode="bytecode")`` fails on some of the functions here; `skip_in_bytecode`
-makes MindSpore skip them. MindSpore keeps recording operators after a function raised
-inside `mindspore.value_and_grad`, unless a Cell raised; `forget_recorded` ends that.
+MindSpore keeps recording operators after a function raised inside
+`mindspore.value_and_grad`, unless a Cell raised; `forget_recorded` ends that.
 """
 
 from __future__ import annotations
@@ -11,14 +10,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import mindspore as ms
 from mindspore import Parameter
-from mindspore._c_expression import pi_jit_set_context
-
-import gradaccum
 
 try:
     from mindspore.graph import api
@@ -75,14 +70,3 @@ SEEDS: Any = import_module("mindspore.common.seed")
 def set_counters(counters: Mapping[Any, int]) -> None:
     SEEDS._KERNEL_SEED.clear()
     SEEDS._KERNEL_SEED.update(counters)
-
-
-def skip_in_bytecode() -> None:
-    pi_jit_set_context(
-        skip_files=tuple(
-            str(Path(file).parent) for file in (__file__, gradaccum.__file__)
-        )
-    )
-
-
-skip_in_bytecode()

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.experimental import optim
 
-from gradaccum import ArgumentTypeError, StepResult, UsageError, kit, updates_in
+from gradaccum import StepResult, UsageError, kit, updates_in
 from gradaccum.kit import (
     Handle,
     Listener,
@@ -42,6 +42,7 @@ from gradaccum_mindspore.window.pynative import PyNativeWindow
 from gradaccum_mindspore.workers.agreement import (
     mark,
     place,
+    places_of_shards,
     require_same_everywhere,
     unmark,
 )
@@ -182,7 +183,8 @@ class AccumulatingOptimizer(nn.Optimizer):  # type: ignore[misc]
         this_place = None
         sharded_places: tuple[int, ...] = ()
         if data_parallel:
-            sharded_places = require_same_everywhere(parameters, options, name)
+            require_same_everywhere(parameters, options, name)
+            sharded_places = places_of_shards(parameters, options)
             this_place = place()
         else:
             unmark(parameters)
@@ -478,16 +480,3 @@ class AccumulatingExperimentalOptimizer(AccumulatingOptimizer, optim.Optimizer):
     """The same for a `mindspore.experimental.optim.Optimizer`, and an instance of that,
     so that its schedulers take it.
     """
-
-
-def wrapped(optimizer: object) -> AccumulatingOptimizer:
-    """Return `optimizer`; raise `ArgumentTypeError` if it is not wrapped."""
-    if isinstance(optimizer, AccumulatingOptimizer):
-        return optimizer
-    raise explain(
-        ArgumentTypeError,
-        "optimizer",
-        expected="a wrapped optimizer",
-        found=f"an object of type {type(optimizer).__name__}",
-        fix="Pass what gradaccum.wrap(optimizer, steps=4) returned.",
-    )

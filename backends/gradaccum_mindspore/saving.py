@@ -96,25 +96,20 @@ def require_fit(name: str, parameter: Parameter, entry: Tensor | None) -> None:
 def require_no_other_entries(
     storage: Storage, parameters: Mapping[str, Parameter], parameter_dict: Checkpoint
 ) -> None:
-    """Raise unless the optimizer has every sum and master of the checkpoint."""
-    masters = storage.masters
-    for entries, suffix, kind in (
-        (storage.sums, storage.sum_suffix, "sums"),
-        (masters.masters, masters.suffix, "masters"),
-    ):
-        # Another wrapped optimizer of the cell may have the same suffix.
-        unknown = [
-            name
-            for name in parameter_dict
-            if name.endswith(suffix) and name not in parameters
-        ]
-        if unknown:
-            known = sorted(entry.name for entry in entries)
-            raise checkpoint_error(
-                f"{kind} for {known or 'no parameter'} only",
-                f"also {unknown}",
-                "Load the checkpoint of the same model, wrapped with the same options.",
-            )
+    """Raise unless the cell has every sum and master of the checkpoint."""
+    # Another wrapped optimizer of the cell may have the same suffixes.
+    suffixes = (storage.sum_suffix, storage.masters.suffix)
+    unknown = [
+        name
+        for name in parameter_dict
+        if name.endswith(suffixes) and name not in parameters
+    ]
+    if unknown:
+        raise checkpoint_error(
+            f"no sums and masters but those of {[name for name, _, _ in storage.specs]}",
+            f"also {unknown}",
+            "Load the checkpoint of the same model, wrapped with the same options.",
+        )
 
 
 def resumed_values(storage: Storage, parameter_dict: Checkpoint) -> dict[str, object]:

@@ -19,7 +19,7 @@ from gradaccum import ArgumentValueError, UsageError
 from gradaccum.kit import Sizes, explain
 from gradaccum_mindspore.checks import Weight
 from gradaccum_mindspore.gradient_sum import write_numbers
-from gradaccum_mindspore.optimizer import AccumulatingOptimizer, wrapped
+from gradaccum_mindspore.optimizer import AccumulatingOptimizer
 
 # The training cell.
 
@@ -69,7 +69,6 @@ class TrainOneStepCell(nn.TrainOneStepCell):  # type: ignore[misc]
         When called: the loss of the micro-batch, not scaled.
 
     Raises:
-        ArgumentTypeError: `optimizer` is not wrapped.
         ArgumentValueError: on a call, the network returned several losses, and the
             optimizer's reduction is "mean".
     """
@@ -80,7 +79,6 @@ class TrainOneStepCell(nn.TrainOneStepCell):  # type: ignore[misc]
         optimizer: AccumulatingOptimizer,
         weight: WeightFunction | None = items,
     ) -> None:
-        wrapped(optimizer)
         super().__init__(network, optimizer)
         if optimizer.storage.has_workers:
             self.grad_reducer = nn.Identity()
@@ -137,18 +135,11 @@ class FlushAtEpochEnd(Callback):  # type: ignore[misc]
 
     Args:
         optimizer: the wrapped optimizer.
-
-    Raises:
-        ArgumentTypeError: `optimizer` is not wrapped.
     """
 
     def __init__(self, optimizer: AccumulatingOptimizer) -> None:
         super().__init__()
-        self.optimizer = wrapped(optimizer)
-        self.steps: int | None = None
-        """Of an epoch whose data goes through no sink; ``batch_num`` is the
-        ``sink_size`` there too, if one was given.
-        """
+        self.optimizer = optimizer
         self.has_flushed = False
         """In this epoch. Workers that share windows each flush once in an epoch,
         whatever they hold.
@@ -159,9 +150,6 @@ class FlushAtEpochEnd(Callback):  # type: ignore[misc]
         callback.
         """
         run = run_context.original_args()
-        self.steps = None
-        if not run.get("dataset_sink_mode"):
-            self.steps = run.train_dataset.get_dataset_size()
         callbacks = run.list_callback
         before = callbacks[: callbacks.index(self)]
         if any(isinstance(callback, ModelCheckpoint) for callback in before):
@@ -181,7 +169,7 @@ class FlushAtEpochEnd(Callback):  # type: ignore[misc]
         run = run_context.original_args()
         self.optimizer.storage.listener_calls.report(micro_batches=1)
         self.optimizer.storage.sizes.see(run.train_dataset_element)
-        if run.cur_step_num % (self.steps or run.batch_num) == 0:
+        if run.cur_step_num % run.batch_num == 0:
             self._flush()
 
     def on_train_epoch_end(self, run_context: RunContext) -> None:

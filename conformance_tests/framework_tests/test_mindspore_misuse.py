@@ -10,7 +10,6 @@ from mindspore.communication import GlobalComm
 
 import gradaccum
 from conformance_tests.framework_tests.mindspore_common import (
-    make_net,
     pynative_after,  # noqa: F401
     two_parameters,
     values,
@@ -23,7 +22,6 @@ from gradaccum import (
     UsageError,
 )
 from gradaccum_mindspore import (
-    TrainOneStepCell,
     load_checkpoint_into,
 )
 from gradaccum_mindspore.workers import gather
@@ -93,11 +91,6 @@ REFUSED = {
         "loss_scale: .*drives.*of its own",
     ),
     "a name that stands twice": (of_two_equal_names, CheckpointError, "cell: .*a"),
-    "a cell of a bare optimizer": (
-        lambda: TrainOneStepCell(make_net(), bare()),
-        ArgumentTypeError,
-        "optimizer: .*wrap",
-    ),
     "a loop check without a recorder": (
         lambda: gradaccum.recording(bare()),
         ArgumentTypeError,

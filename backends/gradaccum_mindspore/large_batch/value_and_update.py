@@ -24,7 +24,7 @@ from gradaccum_mindspore.large_batch.gradients import (
     run_micro_batches,
 )
 from gradaccum_mindspore.large_batch.replay import modules_of, restored_on_error
-from gradaccum_mindspore.optimizer import AccumulatingOptimizer, wrapped
+from gradaccum_mindspore.optimizer import AccumulatingOptimizer
 
 
 class LargeBatchUpdate(nn.Cell):  # type: ignore[misc]
@@ -151,7 +151,7 @@ def value_and_update(
         >>> [round(number, 4) for number in net.weight.asnumpy()[0].tolist()]
         [0.7, 0.6]
     """
-    if wrapped(optimizer).options.steps is not None:
+    if optimizer.options.steps is not None:
         raise explain(
             ArgumentValueError,
             "optimizer",

@@ -55,9 +55,9 @@ def place() -> tuple[int, int]:
 
 def require_same_everywhere(
     parameters: Sequence[Parameter], options: Options, name: str
-) -> tuple[int, ...]:
-    """Raise unless the workers that share an optimizer's windows wrap the same; return
-    the positions of the sharded parameters. Collective, in one order.
+) -> None:
+    """Raise unless the workers that share an optimizer's windows wrap the same.
+    Collective, in one order.
 
     Raises:
         ArgumentValueError: on every worker: a worker's differ.
@@ -85,12 +85,6 @@ def require_same_everywhere(
                     fix="Give every worker the same options and the same model: call"
                     " mindspore.set_seed(1) before it is built, or load one checkpoint.",
                 )
-    sharded_places = [
-        place for place, each in enumerate(parameters) if is_sharded(each)
-    ]
-    if sharded_places:
-        require_shardable(options)
-    return tuple(sharded_places)
 
 
 def description_of(parameter: Parameter) -> str:
@@ -100,6 +94,16 @@ def description_of(parameter: Parameter) -> str:
     checksum = zlib.crc32(wide.asnumpy().tobytes())
     shape = tuple(parameter.shape)
     return f"{parameter.name!r}, {parameter.dtype} of shape {shape}, {checksum:08x}"
+
+
+def places_of_shards(
+    parameters: Sequence[Parameter], options: Options
+) -> tuple[int, ...]:
+    """Return the positions of the sharded parameters."""
+    places = [place for place, each in enumerate(parameters) if is_sharded(each)]
+    if places:
+        require_shardable(options)
+    return tuple(places)
 
 
 def require_shardable(options: Options) -> None:

@@ -35,15 +35,11 @@ def require_communication(argument: str) -> None:
 
 class GatherItems(nn.Cell):  # type: ignore[misc]
     """Gathers the items of all workers, by rank, along axis 0. Collective: every worker
-    of the group calls it, with equal shapes.
+    calls it, with equal shapes.
 
     The gradient of a worker's items is the sum over the workers. Make it once, as a
     part of the network: for PyNative, `mindspore.jit` and graph mode. MindSpore's
     `ops.AllGather` has no gradient on a CPU.
-
-    Args:
-        group: the name of a communication group; None: all workers, or this process
-            alone where communication is not initialised.
 
     Inputs: x: shape ``(items, ...)``, any floating dtype, or an integer dtype, which
         has no gradient. A float64 number beyond float32's range
@@ -56,17 +52,16 @@ class GatherItems(nn.Cell):  # type: ignore[misc]
         UsageError: communication is not initialised where there are several workers.
     """
 
-    def __init__(self, group: str | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__(auto_prefix=False)
         self.rank = 0
         self.workers = 1
-        if group is not None or workers_here() > 1:
-            require_communication("group")
-            name = group or GlobalComm.WORLD_COMM_GROUP
-            self.rank = int(get_rank(name))
-            self.workers = int(get_group_size(name))
-            self.gather = ops.AllGather(name)
-            self.add_up = ops.AllReduce(ops.ReduceOp.SUM, name)
+        if workers_here() > 1:
+            require_communication("GatherItems")
+            self.rank = int(get_rank())
+            self.workers = int(get_group_size())
+            self.gather = ops.AllGather()
+            self.add_up = ops.AllReduce()
 
     def construct(self, x: Tensor) -> Tensor:
         if self.workers == 1:

@@ -24,7 +24,7 @@ def check(function: Check) -> Check:
 
 @check
 def communication_must_be_initialised(rank: int) -> None:
-    with pytest.raises(gradaccum.UsageError, match=r"^group: .*communication\.init"):
+    with pytest.raises(gradaccum.UsageError, match=r"^GatherItems: .*communication\.init"):
         GatherItems()
     init()
     assert (get_rank(), get_group_size()) == (rank, 2)
