@@ -11,13 +11,11 @@ from gradaccum_mindspore.recording import LoopRecorder
 from gradaccum_mindspore.saving import load_checkpoint_into
 from gradaccum_mindspore.training import FlushAtEpochEnd, TrainOneStepCell
 from gradaccum_mindspore.verification import verify
-from gradaccum_mindspore.workers.gather import GatherItems
 from gradaccum_mindspore.workers.layout import redistributed
 
 __all__ = [
     "AccumulatingOptimizer",
     "FlushAtEpochEnd",
-    "GatherItems",
     "LoopRecorder",
     "TrainOneStepCell",
     "backend",

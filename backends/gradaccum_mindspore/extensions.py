@@ -78,7 +78,7 @@ class WindowLoss(nn.Cell):  # type: ignore[misc]
 
     def __init__(self, prefix: str, options: Options, float_dtype: DType) -> None:
         super().__init__(auto_prefix=False)
-        self.options = options._replace(steps=None, scaler=None)
+        self.options = options._replace(steps=None)
         self.float_dtype = float_dtype
         self.loss = hidden_parameter(Tensor(NO_LOSS, float_dtype), f"{prefix}.{LOSS}")
         """`Losses`."""

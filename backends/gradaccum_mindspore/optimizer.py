@@ -27,8 +27,8 @@ from gradaccum.kit import (
 from gradaccum_mindspore import checks
 from gradaccum_mindspore.checks import Loss, Weight
 from gradaccum_mindspore.extensions import ChangedRateWarning
-from gradaccum_mindspore.grad_scaler import note_read, require_read
 from gradaccum_mindspore.gradient_sum import Gradients, Number
+from gradaccum_mindspore.loss_scale import note_read, require_read
 from gradaccum_mindspore.master_weights import Optimizer, put_masters_into
 from gradaccum_mindspore.mindspore_private import is_graph_mode
 from gradaccum_mindspore.state import Storage

@@ -35,7 +35,6 @@ from gradaccum_mindspore.extensions import (
     OpenWindowWarning,
     WindowLoss,
 )
-from gradaccum_mindspore.grad_scaler import drive, key_of
 from gradaccum_mindspore.gradient_sum import (
     HALF,
     DType,
@@ -44,6 +43,7 @@ from gradaccum_mindspore.gradient_sum import (
     sum_dtype,
     write_numbers,
 )
+from gradaccum_mindspore.loss_scale import key_of
 from gradaccum_mindspore.master_weights import MasterWeights
 
 Checkpoint = Mapping[str, Parameter | Tensor]
@@ -230,17 +230,6 @@ class Storage(nn.Cell):  # type: ignore[misc]
                 self.float_dtype if field == "weight" else DTYPES[FIELD_DTYPES[field]]
             )
             setattr(self, field, self.entry(field, value, dtype))
-        scaler = self.options.scaler
-        if scaler is not None:
-            drive(scaler, self.scale_key)
-            # Its own two Parameters stand for scale and tracker.
-            for field, parameter in (
-                ("loss_scale", scaler.scale_value),
-                ("growth_tracker", scaler.counter),
-            ):
-                parameter.name = f"{self.prefix}.{field}"
-                parameter.requires_grad = False
-                setattr(self, field, parameter)
         codes = kit.encode_terms(self.terms_after(0))
         self.terms = self.entry("terms", codes, ms.int32)
         """The options that the open window depends on, for a checkpoint:

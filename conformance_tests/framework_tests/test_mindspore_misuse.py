@@ -24,7 +24,7 @@ from gradaccum import (
 from gradaccum_mindspore import (
     load_checkpoint_into,
 )
-from gradaccum_mindspore.workers import gather
+from gradaccum_mindspore.workers import agreement
 
 
 def ones(a=1.0, b=1.0):
@@ -44,11 +44,6 @@ def wrapped(steps=2, **options):
 def of_one(parameter, **options):
     inner = nn.SGD([Parameter(Tensor([1.0]), name=parameter)], 1.0)
     return gradaccum.wrap(inner, steps=2, **options)
-
-
-def scaler_of_two():
-    scaler = amp.DynamicLossScaler(8.0, 2, 1)
-    return wrapped(loss_scale=scaler), of_one("q", name="other", loss_scale=scaler)
 
 
 def of_two_equal_names():
@@ -85,10 +80,10 @@ REFUSED = {
         ArgumentValueError,
         "optimizer: .*4.*Leave loss_scale out of the optimizer",
     ),
-    "a scaler of two optimizers": (
-        scaler_of_two,
-        ArgumentValueError,
-        "loss_scale: .*drives.*of its own",
+    "a scaler of MindSpore's": (
+        lambda: wrapped(loss_scale=amp.DynamicLossScaler(8.0, 2, 1)),
+        ArgumentTypeError,
+        "loss_scale: .*DynamicLossScale",
     ),
     "a name that stands twice": (of_two_equal_names, CheckpointError, "cell: .*a"),
     "a loop check without a recorder": (
@@ -158,7 +153,7 @@ def test_constant_weight_zero_adds_nothing():
 def test_one_worker_needs_no_option(monkeypatch):
     """A program for several workers, started with one."""
     monkeypatch.setattr(GlobalComm, "INITED", True)
-    monkeypatch.setattr(gather, "get_group_size", lambda: 1)
+    monkeypatch.setattr(agreement, "get_group_size", lambda: 1)
     wrapped()(ones())
 
 

@@ -180,7 +180,7 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         self.use_of_weights = kit.use_of_weights(options)
         self.measures = kit.measures(options)
         # The compiler cannot follow a function or an object inside a named tuple.
-        plain_options = options._replace(steps=None, scaler=None)
+        plain_options = options._replace(steps=None)
         self.options = exact_in(storage.float_dtype, plain_options)
         constant_rule = options.scale_rule._replace(init_scale=1.0)
         self.scale_moves = constant_rule != kit.ScaleRule()

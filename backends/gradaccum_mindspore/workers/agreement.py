@@ -9,6 +9,7 @@ its sum is not sent.
 from __future__ import annotations
 
 import json
+import os
 import zlib
 from collections.abc import Sequence
 from itertools import zip_longest
@@ -20,7 +21,12 @@ from mindspore.communication import GlobalComm, get_group_size, get_rank
 from gradaccum import ArgumentValueError, UsageError
 from gradaccum.kit import Options, explain
 from gradaccum_mindspore.workers.collectives import gather_texts
-from gradaccum_mindspore.workers.gather import require_communication, workers_here
+
+
+def workers_here() -> int:
+    if GlobalComm.INITED:
+        return int(get_group_size())
+    return int(os.environ.get("MS_WORKER_NUM", "1"))
 
 
 def shares_windows(data_parallel: object) -> bool:
@@ -41,7 +47,15 @@ def shares_windows(data_parallel: object) -> bool:
         return False
     if not data_parallel:
         return False
-    require_communication("data_parallel")
+    if not GlobalComm.INITED:
+        # MindSpore would take this process for the only one.
+        raise explain(
+            UsageError,
+            "data_parallel",
+            expected="communication that is initialised",
+            found="none in this process",
+            fix="Call mindspore.communication.init() first.",
+        )
     return True
 
 
@@ -62,11 +76,10 @@ def require_same_everywhere(
     Raises:
         ArgumentValueError: on every worker: a worker's differ.
     """
-    # Two workers' functions and scalers are different objects.
+    # Two workers' functions are different objects.
     compared_options = dict(
         options._asdict(),
         steps="a function" if callable(options.steps) else options.steps,
-        scaler=type(options.scaler).__name__,
         accumulate_dtype=str(options.accumulate_dtype),
         name=name,
     )
