@@ -40,9 +40,8 @@ def wrap(
         accumulate_dtype: dtype of the sum; by default float32 for float16 and bfloat16
             gradients, else the gradient's own.
         loss_scale: factor of the loss before differentiation: a number,
-            `StaticLossScale`, `DynamicLossScale`, or the framework's scaler
-            (`torch.amp.GradScaler`, `mindspore.amp.DynamicLossScaler`), which then
-            moves once per window.
+            `StaticLossScale`, `DynamicLossScale`, or in torch a
+            `torch.amp.GradScaler`, which then moves once per window.
         on_overflow: ``"skip_window"``: a non-finite gradient makes the window end
             without an update; ``"drop_micro_batch"``: such a micro-batch adds nothing;
             ``"ignore"``: it is applied as the bare optimizer would, and no norm is

@@ -9,26 +9,19 @@ from gradaccum_mindspore.large_batch.value_and_update import value_and_update
 from gradaccum_mindspore.optimizer import AccumulatingOptimizer
 from gradaccum_mindspore.recording import LoopRecorder
 from gradaccum_mindspore.saving import load_checkpoint_into
-from gradaccum_mindspore.training import FlushAtEpochEnd, TrainOneStepCell, WatchWindows
+from gradaccum_mindspore.training import FlushAtEpochEnd, TrainOneStepCell
 from gradaccum_mindspore.verification import verify
-from gradaccum_mindspore.workers.gather import GatherItems
 from gradaccum_mindspore.workers.layout import redistributed
 
 __all__ = [
     "AccumulatingOptimizer",
     "FlushAtEpochEnd",
-    "GatherItems",
     "LoopRecorder",
     "TrainOneStepCell",
-    "WatchWindows",
     "backend",
-]
-__all__ += [
     "coupled_value_and_grad",
     "load_checkpoint_into",
     "redistributed",
-]
-__all__ += [
     "value_and_grad",
     "value_and_update",
     "verify",

@@ -6,21 +6,18 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Unpack, cast
 
-import mindspore
 from mindspore import nn
 from mindspore.experimental import optim
 
 from gradaccum import LossScale, VerificationReport
 from gradaccum.kit import (
     Options,
-    ScaleRule,
     Steps,
     WrapOptions,
     optimizer_error,
     wrap_with,
     wrapped_twice_error,
 )
-from gradaccum_mindspore import grad_scaler
 from gradaccum_mindspore.optimizer import (
     AccumulatingExperimentalOptimizer,
     AccumulatingOptimizer,
@@ -35,13 +32,6 @@ class MindSporeBackend:
     """`gradaccum.kit.Backend` for both families of MindSpore's optimizers."""
 
     name = "mindspore"
-    scaler_kind = grad_scaler.scaler_kind
-
-    def scaler_rule(self, scaler: object) -> ScaleRule | None:
-        """Return the rule of a `mindspore.amp.DynamicLossScaler`; None for another
-        object.
-        """
-        return grad_scaler.scaler_rule(scaler)
 
     def is_scheduler(self, candidate: object) -> bool:
         return isinstance(candidate, SCHEDULERS)
@@ -91,10 +81,9 @@ class MindSporeBackend:
         Raises:
             ArgumentTypeError: `optimizer` is no MindSpore optimizer, or is wrapped
                 already.
-            ArgumentValueError: `optimizer` divides by a loss scale of its own beside
-                ``loss_scale=``; another wrapped optimizer drives the scaler given as
-                ``loss_scale=``; with ``data_parallel=True`` other workers have other
-                options or other parameters; beside ``layerwise_parallel`` Parameters
+            ArgumentValueError: `optimizer` divides by a loss scale of its own; with
+                ``data_parallel=True`` other workers have other options or other
+                parameters; beside ``layerwise_parallel`` Parameters
                 the reduction is "mean", or ``on_overflow="drop_micro_batch"`` is given.
             UsageError: there are several workers, and `data_parallel` was not given.
         """
@@ -108,13 +97,10 @@ class MindSporeBackend:
                 " steps=4).",
             )
         is_shared = shares_windows(data_parallel)
-        if isinstance(optimizer, nn.Optimizer):
-            return AccumulatingOptimizer(
-                optimizer, options, name, data_parallel=is_shared
-            )
-        return AccumulatingExperimentalOptimizer(
-            optimizer, options, name, data_parallel=is_shared
-        )
+        kind = AccumulatingOptimizer
+        if isinstance(optimizer, optim.Optimizer):
+            kind = AccumulatingExperimentalOptimizer
+        return kind(optimizer, options, name, data_parallel=is_shared)
 
 
 backend = MindSporeBackend()
@@ -125,7 +111,7 @@ class MindSporeOptions(WrapOptions, total=False):
     `MindSporeBackend.wrap`.
     """
 
-    loss_scale: float | LossScale | mindspore.amp.LossScaler | None
+    loss_scale: float | LossScale | None
     name: str
     data_parallel: bool | None
 

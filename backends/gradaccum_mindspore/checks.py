@@ -15,7 +15,7 @@ import numpy as np
 from mindspore import Tensor
 from mindspore.ops import constexpr
 
-from gradaccum import ArgumentTypeError, ArgumentValueError, GradientError
+from gradaccum import ArgumentTypeError, GradientError
 from gradaccum.kit import explain, given_weight, require_item_weights, require_weight
 from gradaccum_mindspore.gradient_sum import DType, Gradients, Number, Shape
 
@@ -35,10 +35,6 @@ def checked_gradients(gradients: Gradients, specs: Specs) -> Gradients:
     dtype.
     """
     gradients = tuple(gradients)
-    for gradient in gradients:
-        if not isinstance(gradient, Tensor | None):
-            found = f"an object of type {type(gradient).__name__}"
-            raise gradient_error("gradients", "Tensors or None", found)
     shapes = [() if gradient is None else gradient.shape for gradient in gradients]
     dtypes = [None if gradient is None else gradient.dtype for gradient in gradients]
     require_gradients(shapes, dtypes, specs)
@@ -120,15 +116,7 @@ def require_named(
 
 
 def weight_as_number(weight: Number) -> float:
-    if isinstance(weight, Tensor):
-        if weight.size != 1:
-            raise explain(
-                ArgumentValueError,
-                "weight",
-                expected="one number",
-                found=f"shape {weight.shape}",
-                fix="Write weight.sum().",
-            )
+    if isinstance(weight, Tensor) and weight.size == 1:
         weight = weight.asnumpy().item()
     return require_weight(weight)
 

@@ -9,13 +9,13 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 from weakref import WeakSet
 
 import numpy as np
-from mindspore import Parameter, Tensor, nn, ops
+from mindspore import Tensor, nn, ops
 
-from gradaccum import GradAccumWarning, StepResult, UsageError, kit
+from gradaccum import GradAccumWarning, UsageError, kit
 from gradaccum.kit import Fields, Handle, Listener, Listeners, Options, State, explain
 from gradaccum_mindspore.gradient_sum import (
     DType,
@@ -78,7 +78,7 @@ class WindowLoss(nn.Cell):  # type: ignore[misc]
 
     def __init__(self, prefix: str, options: Options, float_dtype: DType) -> None:
         super().__init__(auto_prefix=False)
-        self.options = options._replace(steps=None, scaler=None)
+        self.options = options._replace(steps=None)
         self.float_dtype = float_dtype
         self.loss = hidden_parameter(Tensor(NO_LOSS, float_dtype), f"{prefix}.{LOSS}")
         """`Losses`."""
@@ -155,22 +155,10 @@ class WindowLoss(nn.Cell):  # type: ignore[misc]
 # windows before and after its call: one window may close between two comparisons.
 
 
-class Windows(Protocol):
-    """The state of the windows that are observed."""
-
-    micro_step: Parameter
-
-    def read(self) -> State:
-        """Return it in Python numbers."""
-
-    def result(self) -> StepResult:
-        """Return the last event's result."""
-
-
 class ListenerCalls(Extension):
-    """The calls of one optimizer's listeners."""
+    """The calls of one optimizer's listeners; `windows` is its `Storage`."""
 
-    def __init__(self, windows: Windows) -> None:
+    def __init__(self, windows: Any) -> None:
         self.windows = windows
         self.listeners = Listeners()
         self.last_state = windows.read()
@@ -260,7 +248,7 @@ def missed_windows_error(windows: int) -> UsageError:
         expected="optimizer.result to be read after each compiled step",
         found=f"{windows} windows that closed since the last look",
         fix="Read it, train with gradaccum_mindspore.TrainOneStepCell, or take"
-        " callbacks=[WatchWindows(optimizer)] in Model.train.",
+        " callbacks=[FlushAtEpochEnd(optimizer)] in Model.train.",
     )
 
 
@@ -274,7 +262,7 @@ class OpenWindowWarning(Extension):
     next epoch begins.
     """
 
-    def __init__(self, windows: Windows) -> None:
+    def __init__(self, windows: Any) -> None:
         self.windows = windows
         self.known_state = windows.read()
         """The state that was saved or loaded last."""
@@ -321,7 +309,7 @@ class ChangedRateWarning(Extension):
     as a scheduler moves it that steps with each micro-batch.
     """
 
-    def __init__(self, windows: Windows, inner: Any) -> None:
+    def __init__(self, windows: Any, inner: Any) -> None:
         self.windows = windows
         self.inner = inner
         self.rates: list[float] = []

@@ -55,6 +55,14 @@ FLOATS = {
     "float64": ms.float64,
 }
 
+LIMITS = {
+    ms.float16: (2.0**-10, 2.0**-24),
+    ms.bfloat16: (2.0**-7, 2.0**-133),
+    ms.float32: (2.0**-23, 2.0**-149),
+    ms.float64: (2.0**-52, 5e-324),
+}
+"""Distance from 1 to the next number, and the smallest positive number."""
+
 map_over: Callable[..., tuple[Any, ...]] = ops.HyperMap()
 """``map_over(function, trees...)``: a tuple of `function`'s results for the leaves side
 by side. A loop with an ``if`` took minutes to compile for 200 parameters.

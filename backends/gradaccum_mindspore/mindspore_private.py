@@ -1,10 +1,7 @@
-"""Private names of MindSpore: its mode, its captures of Python, recorded operators.
+"""Private names of MindSpore: its mode, recorded operators, saving, random counters.
 
-``jit(capture_mode="bytecode")`` fails on some of the functions here; `skip_in_bytecode`
-makes MindSpore skip them. ``jit(capture_mode="trace")`` repeats the operators of the
-first call: no later call would decide whether a window ends. MindSpore keeps recording
-operators after a function raised inside `mindspore.value_and_grad`, unless a Cell
-raised; `forget_recorded` ends that.
+MindSpore keeps recording operators after a function raised inside
+`mindspore.value_and_grad`, unless a Cell raised; `forget_recorded` ends that.
 """
 
 from __future__ import annotations
@@ -13,21 +10,15 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import mindspore as ms
-from mindspore import Parameter, Tensor
-from mindspore._c_expression import pi_jit_set_context
-
-import gradaccum
-from gradaccum import UsageError
-from gradaccum.kit import explain
+from mindspore import Parameter
 
 try:
-    from mindspore.graph import api, jit_trace
+    from mindspore.graph import api
 except ImportError:  # their places before MindSpore 2.9
-    from mindspore.common import api, jit_trace
+    from mindspore.common import api
 
 pynative_executor = api._pynative_executor
 
@@ -79,36 +70,3 @@ SEEDS: Any = import_module("mindspore.common.seed")
 def set_counters(counters: Mapping[Any, int]) -> None:
     SEEDS._KERNEL_SEED.clear()
     SEEDS._KERNEL_SEED.update(counters)
-
-
-def skip_in_bytecode() -> None:
-    pi_jit_set_context(
-        skip_files=tuple(
-            str(Path(file).parent) for file in (__file__, gradaccum.__file__)
-        )
-    )
-
-
-def refuse_trace() -> None:
-    if jit_trace._using_trace:
-        _stop_tracing()
-        raise explain(
-            UsageError,
-            "capture_mode",
-            expected="'ast' or 'bytecode' around a wrapped optimizer, because a trace"
-            " repeats the operators of the first micro-batch",
-            found="trace",
-            fix="Write @mindspore.jit.",
-        )
-
-
-def _stop_tracing() -> None:
-    """Stop recording. MindSpore goes on if a recorded function raises, and then the
-    next operator crashes.
-    """
-    phase = jit_trace._trace_jit_context.phase
-    jit_trace._jit_trace_end(Tensor(0.0))
-    jit_trace._trace_compile_cache.discard(phase)
-
-
-skip_in_bytecode()

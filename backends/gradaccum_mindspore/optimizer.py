@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.experimental import optim
 
-from gradaccum import ArgumentTypeError, StepResult, UsageError, kit, updates_in
+from gradaccum import StepResult, UsageError, kit, updates_in
 from gradaccum.kit import (
     Handle,
     Listener,
@@ -27,22 +27,22 @@ from gradaccum.kit import (
 from gradaccum_mindspore import checks
 from gradaccum_mindspore.checks import Loss, Weight
 from gradaccum_mindspore.extensions import ChangedRateWarning
-from gradaccum_mindspore.grad_scaler import note_read, require_read
 from gradaccum_mindspore.gradient_sum import Gradients, Number
+from gradaccum_mindspore.loss_scale import note_read, require_read
 from gradaccum_mindspore.master_weights import Optimizer, put_masters_into
-from gradaccum_mindspore.mindspore_private import is_graph_mode, refuse_trace
+from gradaccum_mindspore.mindspore_private import is_graph_mode
 from gradaccum_mindspore.state import Storage
 from gradaccum_mindspore.update import (
     Update,
-    inner_scale,
+    require_no_scale,
     require_unwrapped,
-    with_inner_scale,
 )
 from gradaccum_mindspore.window.compiled import CompiledWindow
 from gradaccum_mindspore.window.pynative import PyNativeWindow
 from gradaccum_mindspore.workers.agreement import (
     mark,
     place,
+    places_of_shards,
     require_same_everywhere,
     unmark,
 )
@@ -58,13 +58,8 @@ FIXED_NAMES = {*Options._fields, "options", "inner", "loss_scale"}
 """Attributes that cannot be set, because compiled code has read them."""
 
 
-class Flush(nn.Cell):  # type: ignore[misc]
-    """``optimizer.flush()``: close the open window, however few micro-batches it holds;
-    nothing if it holds none.
-
-    ``optimizer.flush(denominator=n)``, with ``steps=None`` and from Python, divides the
-    window's sum by n, in place of its weight.
-    """
+class WindowCall(nn.Cell):  # type: ignore[misc]
+    """A call without gradients, for Python and for the compiler."""
 
     def __init__(
         self, compiled_window: CompiledWindow, pynative_window: PyNativeWindow
@@ -72,6 +67,15 @@ class Flush(nn.Cell):  # type: ignore[misc]
         super().__init__(auto_prefix=False)
         self.compiled_window = compiled_window
         self.pynative_window = pynative_window
+
+
+class Flush(WindowCall):
+    """``optimizer.flush()``: close the open window, however few micro-batches it holds;
+    nothing if it holds none.
+
+    ``optimizer.flush(denominator=n)``, with ``steps=None`` and from Python, divides the
+    window's sum by n, in place of its weight.
+    """
 
     def __call__(self, denominator: Weight = None) -> bool | Tensor:
         """Close the window from Python; returns whether there was one.
@@ -81,7 +85,6 @@ class Flush(nn.Cell):  # type: ignore[misc]
                 0, or windows close by themselves.
             UsageError: `denominator` where several workers share the window.
         """
-        refuse_trace()
         storage = self.pynative_window.storage
         storage.pull()
         has_workers = storage.has_workers
@@ -103,18 +106,10 @@ class Flush(nn.Cell):  # type: ignore[misc]
         return self.compiled_window.flush()
 
 
-class Discard(nn.Cell):  # type: ignore[misc]
+class Discard(WindowCall):
     """``optimizer.discard()``: forget the open window."""
 
-    def __init__(
-        self, compiled_window: CompiledWindow, pynative_window: PyNativeWindow
-    ) -> None:
-        super().__init__(auto_prefix=False)
-        self.compiled_window = compiled_window
-        self.pynative_window = pynative_window
-
     def __call__(self) -> None:
-        refuse_trace()
         self.pynative_window.discard()
 
     def construct(self) -> bool:
@@ -177,26 +172,25 @@ class AccumulatingOptimizer(nn.Optimizer):  # type: ignore[misc]
     ) -> None:
         nn.Cell.__init__(self, auto_prefix=False)
         require_unwrapped(inner)
+        require_no_scale(inner)
         if options.master_weights:
             # The inner optimizer's parameters will be the masters; users go on
             # differentiating by the model's.
             self.parameters = ParameterTuple(inner.parameters)
-        options = with_inner_scale(options, inner)
         if data_parallel and isinstance(options.steps, UntilWeight):
             raise kit.shared_until_weight_error(options.steps)
         parameters = inner.parameters
         this_place = None
         sharded_places: tuple[int, ...] = ()
         if data_parallel:
-            sharded_places = require_same_everywhere(parameters, options, name)
+            require_same_everywhere(parameters, options, name)
+            sharded_places = places_of_shards(parameters, options)
             this_place = place()
         else:
             unmark(parameters)
         self.inner = inner
         self.options = options
-        self.storage = Storage(
-            parameters, options, name, inner_scale(inner), this_place, sharded_places
-        )
+        self.storage = Storage(parameters, options, name, this_place, sharded_places)
         if options.master_weights:
             put_masters_into(inner, self.storage.masters)
         update = Update(inner, self.storage.masters)
@@ -216,7 +210,10 @@ class AccumulatingOptimizer(nn.Optimizer):  # type: ignore[misc]
         self.flush = Flush(self.compiled_window, self.pynative_window)
         self.discard = Discard(self.compiled_window, self.pynative_window)
         if data_parallel:
-            mark(self, parameters)
+            mark(parameters)
+        if isinstance(inner, optim.Optimizer):
+            warning = ChangedRateWarning(self.storage, inner)
+            self.storage.extensions = (*self.storage.extensions, warning)
         object.__setattr__(self, "_is_complete", True)
 
     def __getattr__(self, name: str) -> Any:
@@ -273,11 +270,9 @@ class AccumulatingOptimizer(nn.Optimizer):  # type: ignore[misc]
             GradientError: another number, shape or dtype than the parameters'.
             ArgumentTypeError, ArgumentValueError: `weight` is no finite number >= 0;
                 ``steps`` gave no int >= 1.
-            UsageError: nobody has asked for the loss scale yet;
-                ``jit(capture_mode="trace")`` is recording; or an exception left the
-                window, or its update, written in part.
+            UsageError: nobody has asked for the loss scale yet; or an exception left
+                the window, or its update, written in part.
         """
-        refuse_trace()
         for extension in self.storage.extensions:
             extension.micro_batch_given()
         require_read(self.storage.scale_key)
@@ -485,28 +480,3 @@ class AccumulatingExperimentalOptimizer(AccumulatingOptimizer, optim.Optimizer):
     """The same for a `mindspore.experimental.optim.Optimizer`, and an instance of that,
     so that its schedulers take it.
     """
-
-    def __init__(
-        self,
-        inner: Optimizer,
-        options: Options,
-        name: str = "gradaccum",
-        *,
-        data_parallel: bool = False,
-    ) -> None:
-        super().__init__(inner, options, name, data_parallel=data_parallel)
-        warning = ChangedRateWarning(self.storage, inner)
-        self.storage.extensions = (*self.storage.extensions, warning)
-
-
-def wrapped(optimizer: object) -> AccumulatingOptimizer:
-    """Return `optimizer`; raise `ArgumentTypeError` if it is not wrapped."""
-    if isinstance(optimizer, AccumulatingOptimizer):
-        return optimizer
-    raise explain(
-        ArgumentTypeError,
-        "optimizer",
-        expected="a wrapped optimizer",
-        found=f"an object of type {type(optimizer).__name__}",
-        fix="Pass what gradaccum.wrap(optimizer, steps=4) returned.",
-    )

@@ -12,14 +12,8 @@ from mindspore import Parameter, Tensor, nn, ops
 
 from gradaccum import ArgumentTypeError, UsageError, kit
 from gradaccum.kit import explain
+from gradaccum_mindspore.gradient_sum import LIMITS
 from gradaccum_mindspore.optimizer import AccumulatingOptimizer
-
-EPSILONS = {
-    ms.float64: 2.0**-52,
-    ms.float32: 2.0**-23,
-    ms.float16: 2.0**-10,
-    ms.bfloat16: 2.0**-7,
-}
 
 
 class LoopRecorder(nn.Optimizer):  # type: ignore[misc]
@@ -99,7 +93,7 @@ class LoopRecorder(nn.Optimizer):  # type: ignore[misc]
             )
             for number in range(update_count)
         ]
-        epsilon = max(EPSILONS[parameter.dtype] for parameter in self.parameters)
+        epsilon = max(LIMITS[parameter.dtype][0] for parameter in self.parameters)
         return kit.read_coefficients(
             solutions,
             [float(count(*batch)) for batch in batches],

@@ -8,7 +8,6 @@ window, and a function that was compiled before ignores what it writes.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
 
 from mindspore import Parameter, Tensor, nn
 
@@ -16,7 +15,6 @@ from gradaccum import CheckpointError, kit
 from gradaccum.kit import FIELD_DTYPES, State, explain
 from gradaccum_mindspore.gradient_sum import write
 from gradaccum_mindspore.state import (
-    THIS_WORKER,
     WORKERS,
     Checkpoint,
     Storage,
@@ -45,7 +43,7 @@ def load_checkpoint_into(cell: nn.Cell, parameter_dict: Checkpoint) -> None:
     storages = [part for part in cells if isinstance(part, Storage)]
     parameters = parameters_by_name(cell)
     # A checkpoint of one worker has no entry of its place.
-    optional = {storage.owner.name for storage in storages if storage.has_workers}
+    optional = {storage.saved_place.name for storage in storages if storage.has_workers}
     for name, parameter in parameters.items():
         if name in parameter_dict or name not in optional:
             require_fit(name, parameter, parameter_dict.get(name))
@@ -98,25 +96,20 @@ def require_fit(name: str, parameter: Parameter, entry: Tensor | None) -> None:
 def require_no_other_entries(
     storage: Storage, parameters: Mapping[str, Parameter], parameter_dict: Checkpoint
 ) -> None:
-    """Raise unless the optimizer has every sum and master of the checkpoint."""
-    masters = storage.masters
-    for entries, suffix, kind in (
-        (storage.sums, storage.sum_suffix, "sums"),
-        (masters.masters, masters.suffix, "masters"),
-    ):
-        # Another wrapped optimizer of the cell may have the same suffix.
-        unknown = [
-            name
-            for name in parameter_dict
-            if name.endswith(suffix) and name not in parameters
-        ]
-        if unknown:
-            known = sorted(entry.name for entry in entries)
-            raise checkpoint_error(
-                f"{kind} for {known or 'no parameter'} only",
-                f"also {unknown}",
-                "Load the checkpoint of the same model, wrapped with the same options.",
-            )
+    """Raise unless the cell has every sum and master of the checkpoint."""
+    # Another wrapped optimizer of the cell may have the same suffixes.
+    suffixes = (storage.sum_suffix, storage.masters.suffix)
+    unknown = [
+        name
+        for name in parameter_dict
+        if name.endswith(suffixes) and name not in parameters
+    ]
+    if unknown:
+        raise checkpoint_error(
+            f"no sums and masters but those of {[name for name, _, _ in storage.specs]}",
+            f"also {unknown}",
+            "Load the checkpoint of the same model, wrapped with the same options.",
+        )
 
 
 def resumed_values(storage: Storage, parameter_dict: Checkpoint) -> dict[str, object]:
@@ -139,47 +132,33 @@ def resumed_values(storage: Storage, parameter_dict: Checkpoint) -> dict[str, ob
     values: dict[str, object] = dict(zip(fields.values(), state, strict=True))
     terms = kit.terms_of(options, saved_state.optimizer_step)
     values[storage.terms.name] = kit.encode_terms(terms)
-    place = saved_place(parameter_dict, storage.prefix)
     if saved_state.micro_step or storage.sharded_places:
-        require_place(place, storage)
+        require_place(saved_place(parameter_dict, storage.prefix), storage)
     if storage.has_workers:
-        values[storage.owner.name] = [THIS_WORKER, *storage.place]
+        values[storage.saved_place.name] = storage.place
     return values
 
 
-class SavedPlace(NamedTuple):
-    """`gradaccum_mindspore.state.Storage.owner` as it was saved."""
-
-    owner: int
-    rank: int
-    workers: int
-
-
-def saved_place(parameter_dict: Checkpoint, prefix: str) -> SavedPlace:
-    """Return the place of the worker that saved the checkpoint."""
+def saved_place(parameter_dict: Checkpoint, prefix: str) -> tuple[int, int]:
+    """Return the rank of the worker that saved the checkpoint, and the number of
+    workers.
+    """
     name = f"{prefix}.{WORKERS}"
     if name not in parameter_dict:
-        return SavedPlace(THIS_WORKER, 0, 1)
-    place = SavedPlace(*parameter_dict[name].asnumpy().tolist())
-    if place.owner != THIS_WORKER:
-        raise explain(
-            CheckpointError,
-            name,
-            expected="a whole sum",
-            found="one whose reduction over the workers failed",
-            fix="Load an earlier checkpoint, on every worker.",
-        )
-    return place
+        return 0, 1
+    rank, workers = parameter_dict[name].asnumpy().tolist()
+    return rank, workers
 
 
-def require_place(saved_worker: SavedPlace, storage: Storage) -> None:
-    rank, workers = storage.place
-    if (saved_worker.rank, saved_worker.workers) != (rank, workers):
+def require_place(place: tuple[int, int], storage: Storage) -> None:
+    if place != storage.place:
+        saved_rank, saved_workers = place
+        rank, workers = storage.place
         raise explain(
             CheckpointError,
             f"{storage.prefix}.{WORKERS}",
             expected=f"the open window of rank {rank} of {workers}",
-            found=f"that of rank {saved_worker.rank} of {saved_worker.workers}",
+            found=f"the open window of rank {saved_rank} of {saved_workers}",
             fix="Let each worker load its own file; for another number of workers write"
             " gradaccum_mindspore.redistributed(states, workers), or save between two"
             " windows.",

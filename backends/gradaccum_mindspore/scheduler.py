@@ -7,7 +7,6 @@ scheduler between these.
 
 from __future__ import annotations
 
-from inspect import Parameter, signature
 from typing import Any
 
 from mindspore.experimental.optim.lr_scheduler import (
@@ -17,7 +16,6 @@ from mindspore.experimental.optim.lr_scheduler import (
 )
 
 SCHEDULERS = (LRScheduler, ReduceLROnPlateau, SequentialLR)
-_ANY_NUMBER = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 
 
 class GatedScheduler:
@@ -43,15 +41,10 @@ class GatedScheduler:
             self._scheduler.step(*args, **kwargs)
 
     def follow(self) -> None:
-        """Move as `step` does, unless ``scheduler.step`` needs an argument, such as a
-        loss, which the caller alone has.
+        """Move as `step` does. `ReduceLROnPlateau` needs a loss, which the caller alone
+        has.
         """
-        parameters = signature(self._scheduler.step).parameters.values()
-        needs_argument = any(
-            parameter.default is parameter.empty and parameter.kind not in _ANY_NUMBER
-            for parameter in parameters
-        )
-        if not needs_argument:
+        if not isinstance(self._scheduler, ReduceLROnPlateau):
             self.step()
 
     def state_loaded(self) -> None:

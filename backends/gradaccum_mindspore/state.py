@@ -17,7 +17,6 @@ from weakref import WeakSet
 
 import mindspore as ms
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
-from mindspore.ops import constexpr
 
 from gradaccum import StepResult, kit
 from gradaccum.kit import (
@@ -36,7 +35,6 @@ from gradaccum_mindspore.extensions import (
     OpenWindowWarning,
     WindowLoss,
 )
-from gradaccum_mindspore.grad_scaler import NEVER, drive, key_of
 from gradaccum_mindspore.gradient_sum import (
     HALF,
     DType,
@@ -45,6 +43,7 @@ from gradaccum_mindspore.gradient_sum import (
     sum_dtype,
     write_numbers,
 )
+from gradaccum_mindspore.loss_scale import key_of
 from gradaccum_mindspore.master_weights import MasterWeights
 
 Checkpoint = Mapping[str, Parameter | Tensor]
@@ -52,12 +51,10 @@ Checkpoint = Mapping[str, Parameter | Tensor]
 
 # The size of a window. If a function of the user's gives it, Python code calls it with
 # an int, compiled code with an int32 Tensor. A wrong value raises outside compiled
-# code, and inside if it is a constant. A Tensor below 1 in compiled code makes the
-# window an overflow.
+# code; a size below 1 in compiled code makes the window an overflow.
 
 
 Sizes = int | tuple[tuple[int, int], ...] | Callable[[Any], Any]
-INTEGERS = ("Int8", "Int16", "Int32", "Int64", "UInt8", "UInt16", "UInt32", "UInt64")
 
 
 def sizes_of(steps: Schedule) -> Sizes | None:
@@ -84,19 +81,6 @@ def window_size(steps: Schedule, optimizer_step: int) -> Schedule:
     return kit.require_steps(number, optimizer_step, steps)
 
 
-@constexpr  # type: ignore[untyped-decorator]
-def check_compiled_size(size: Any, is_weight: bool) -> None:
-    """Check what the user's function returned while MindSpore compiled it: a constant,
-    or a Tensor, of which `size` is the dtype. None stands for any other number.
-    """
-    if size is None or str(size) in INTEGERS:
-        return
-    if is_weight:
-        kit.require_steps(UntilWeight(size), 0, UntilWeight(1))
-    else:
-        kit.require_steps(size, 0, 1)
-
-
 def with_known_size(options: Options, optimizer_step: int) -> Options:
     return options._replace(steps=window_size(options.steps, optimizer_step))
 
@@ -106,7 +90,7 @@ def with_known_size(options: Options, optimizer_step: int) -> Options:
 
 PACKAGE = "gradaccum"
 WORKERS = "workers"
-"""The end of the name of `Storage.owner`."""
+"""The end of the name of `Storage.saved_place`."""
 
 
 def state_prefix(name: str) -> str:
@@ -148,11 +132,6 @@ WEIGHT_FIX = (
 INVALID = -1
 """``micro_step`` of a window that an exception left written in part."""
 
-# Who the open window's sum belongs to: this worker; or nobody, from the reduction over
-# the workers until the end of the window.
-THIS_WORKER = 0
-NO_WORKER = 2
-
 
 class Storage(nn.Cell):  # type: ignore[misc]
     """The Parameters of one accumulation, and what observes it."""
@@ -162,7 +141,6 @@ class Storage(nn.Cell):  # type: ignore[misc]
         parameters: Sequence[Parameter],
         options: Options,
         name: str,
-        inner_scale: float = 1.0,
         place: tuple[int, int] | None = None,
         sharded_places: tuple[int, ...] = (),
     ) -> None:
@@ -175,19 +153,15 @@ class Storage(nn.Cell):  # type: ignore[misc]
         self.masters = MasterWeights(half_parameters, master_suffix)
         self.size_varies = not isinstance(sizes_of(options.steps), int | None)
         self.has_scale = options.scale_rule != ScaleRule()
-        self.inner_scale = inner_scale
-        """The scale that the inner optimizer divides by itself."""
-        self.scale_key = key_of(options) if inner_scale == 1 else NEVER
-        """A constant by which compiled code asks whether anyone read the loss scale;
-        MindSpore's own pair need not.
-        """
+        self.scale_key = key_of(options)
+        """A constant by which compiled code asks whether anyone read the loss scale."""
         self.add_state()
         self.has_workers = place is not None
         self.place = place or (0, 1)
         """This worker's rank and the number of workers."""
         if self.has_workers:
-            self.owner = self.entry(WORKERS, [THIS_WORKER, *self.place], ms.int32)
-            """Who the sum belongs to, and the `place`, for a checkpoint too."""
+            self.saved_place = self.entry(WORKERS, self.place, ms.int32)
+            """The `place`, for a checkpoint."""
         self.window_loss = WindowLoss(self.prefix, options, self.float_dtype)
         self.sizes = kit.Sizes(options.reduction, WEIGHT_FIX)
         self.listener_calls = ListenerCalls(self)
@@ -256,17 +230,6 @@ class Storage(nn.Cell):  # type: ignore[misc]
                 self.float_dtype if field == "weight" else DTYPES[FIELD_DTYPES[field]]
             )
             setattr(self, field, self.entry(field, value, dtype))
-        scaler = self.options.scaler
-        if scaler is not None:
-            drive(scaler, self.scale_key)
-            # Its own two Parameters stand for scale and tracker.
-            for field, parameter in (
-                ("loss_scale", scaler.scale_value),
-                ("growth_tracker", scaler.counter),
-            ):
-                parameter.name = f"{self.prefix}.{field}"
-                parameter.requires_grad = False
-                setattr(self, field, parameter)
         codes = kit.encode_terms(self.terms_after(0))
         self.terms = self.entry("terms", codes, ms.int32)
         """The options that the open window depends on, for a checkpoint:

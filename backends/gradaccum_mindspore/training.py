@@ -16,10 +16,10 @@ from mindspore.ops import constexpr
 from mindspore.train import Callback, ModelCheckpoint, RunContext
 
 from gradaccum import ArgumentValueError, UsageError
-from gradaccum.kit import Handle, Listener, Sizes, explain
+from gradaccum.kit import Sizes, explain
 from gradaccum_mindspore.checks import Weight
 from gradaccum_mindspore.gradient_sum import write_numbers
-from gradaccum_mindspore.optimizer import AccumulatingOptimizer, wrapped
+from gradaccum_mindspore.optimizer import AccumulatingOptimizer
 
 # The training cell.
 
@@ -69,7 +69,6 @@ class TrainOneStepCell(nn.TrainOneStepCell):  # type: ignore[misc]
         When called: the loss of the micro-batch, not scaled.
 
     Raises:
-        ArgumentTypeError: `optimizer` is not wrapped.
         ArgumentValueError: on a call, the network returned several losses, and the
             optimizer's reduction is "mean".
     """
@@ -80,7 +79,6 @@ class TrainOneStepCell(nn.TrainOneStepCell):  # type: ignore[misc]
         optimizer: AccumulatingOptimizer,
         weight: WeightFunction | None = items,
     ) -> None:
-        wrapped(optimizer)
         super().__init__(network, optimizer)
         if optimizer.storage.has_workers:
             self.grad_reducer = nn.Identity()
@@ -131,23 +129,17 @@ class FlushAtEpochEnd(Callback):  # type: ignore[misc]
     step, where this one flushes. `mindspore.train.Model.fit` validates after it. Where
     the data goes through a sink, not on a CPU, an epoch is ``sink_size`` steps.
 
-    It tells, once, of micro-batches of unequal size without a weight, as those of
-    ``Model(net, loss_fn, optimizer)``; not of a sink's, which Python does not see.
+    After each step it calls the optimizer's listeners with the window that the step
+    closed. It warns, once, of micro-batches of unequal size without a weight, as those
+    of ``Model(net, loss_fn, optimizer)``; not of a sink's, which Python does not see.
 
     Args:
         optimizer: the wrapped optimizer.
-
-    Raises:
-        ArgumentTypeError: `optimizer` is not wrapped.
     """
 
     def __init__(self, optimizer: AccumulatingOptimizer) -> None:
         super().__init__()
-        self.optimizer = wrapped(optimizer)
-        self.steps: int | None = None
-        """Of an epoch whose data goes through no sink; ``batch_num`` is the
-        ``sink_size`` there too, if one was given.
-        """
+        self.optimizer = optimizer
         self.has_flushed = False
         """In this epoch. Workers that share windows each flush once in an epoch,
         whatever they hold.
@@ -158,9 +150,6 @@ class FlushAtEpochEnd(Callback):  # type: ignore[misc]
         callback.
         """
         run = run_context.original_args()
-        self.steps = None
-        if not run.get("dataset_sink_mode"):
-            self.steps = run.train_dataset.get_dataset_size()
         callbacks = run.list_callback
         before = callbacks[: callbacks.index(self)]
         if any(isinstance(callback, ModelCheckpoint) for callback in before):
@@ -178,8 +167,9 @@ class FlushAtEpochEnd(Callback):  # type: ignore[misc]
 
     def on_train_step_end(self, run_context: RunContext) -> None:
         run = run_context.original_args()
+        self.optimizer.storage.listener_calls.report(micro_batches=1)
         self.optimizer.storage.sizes.see(run.train_dataset_element)
-        if run.cur_step_num % (self.steps or run.batch_num) == 0:
+        if run.cur_step_num % run.batch_num == 0:
             self._flush()
 
     def on_train_epoch_end(self, run_context: RunContext) -> None:
@@ -197,41 +187,3 @@ class FlushAtEpochEnd(Callback):  # type: ignore[misc]
         if not self.optimizer.flush():
             write_numbers(storage.last_event, last_event)
         self.has_flushed = True
-
-
-class WatchWindows(Callback):  # type: ignore[misc]
-    """Call `listeners` with a `gradaccum.watching.ClosedWindow` after each step that
-    closed a window.
-
-    While `Model.train` runs they are listeners of the optimizer. The callback looks for
-    a closed window after each step, and waits for the device. Put it before
-    `FlushAtEpochEnd`. ``weight`` is NaN where compiled code closes the window; so is
-    ``loss``, unless all losses are passed to the optimizer, as by
-    `gradaccum_mindspore.TrainOneStepCell`.
-
-    Args:
-        optimizer: the wrapped optimizer.
-        listeners: functions of one window.
-
-    Raises:
-        ArgumentTypeError: `optimizer` is not wrapped.
-    """
-
-    def __init__(self, optimizer: AccumulatingOptimizer, *listeners: Listener) -> None:
-        super().__init__()
-        self.optimizer = wrapped(optimizer)
-        self.listeners = listeners
-        self.handles: list[Handle] = []
-
-    def on_train_begin(self, run_context: RunContext) -> None:
-        self.on_train_end(run_context)  # where the last training raised
-        self.handles = [
-            self.optimizer.add_listener(listener) for listener in self.listeners
-        ]
-
-    def on_train_step_end(self, run_context: RunContext) -> None:
-        self.optimizer.storage.listener_calls.report(micro_batches=1)
-
-    def on_train_end(self, run_context: RunContext) -> None:
-        for handle in self.handles:
-            handle.remove()

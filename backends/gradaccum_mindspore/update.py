@@ -9,22 +9,17 @@ optimizer was wrapped is not compiled again, and calls the inner optimizer unnot
 from __future__ import annotations
 
 import gc
-from functools import cache
 from types import MethodType
 from typing import Any
 from weakref import finalize
 
-import mindspore as ms
-from mindspore import Parameter, Tensor, nn
+from mindspore import nn
 from mindspore.ops import constexpr
 
 from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
-from gradaccum.kit import Options, ScaleRule, explain
+from gradaccum.kit import explain
 from gradaccum_mindspore.gradient_sum import Gradients
 from gradaccum_mindspore.master_weights import MasterWeights, Optimizer
-
-IN_PLACE = ("mindspore.mint.optim.sgd", "mindspore.mint.optim.adam")
-"""The modules whose optimizers write parameters by ``Parameter.add_``."""
 
 
 class Update(nn.Cell):  # type: ignore[misc]
@@ -66,31 +61,6 @@ class Update(nn.Cell):  # type: ignore[misc]
         if self.has_masters:
             self.masters()
         return True
-
-    def require_effect(self) -> None:
-        """Raise unless the inner optimizer moves parameters in PyNative."""
-        kind = type(self.inner)
-        modules = {base.__module__ for base in kind.__mro__}
-        if not modules.isdisjoint(IN_PLACE) and not adds_in_place():
-            raise explain(
-                UsageError,
-                "optimizer",
-                expected="one that moves parameters in PyNative; on this device"
-                " Parameter.add_ does nothing there",
-                found=f"mint.optim.{kind.__name__}, which adds in place",
-                fix="Compile the step by @mindspore.jit and flush by mindspore.jit("
-                "optimizer.flush.construct)(), or take one of mindspore.nn.",
-            )
-
-
-@cache
-def adds_in_place() -> bool:
-    """True if ``Parameter.add_`` adds in PyNative; on a CPU MindSpore 2.10 returns the
-    sum alone.
-    """
-    trial = Parameter(Tensor([0.0], ms.float32), name="trial")
-    trial.add_(Tensor([1.0], ms.float32))
-    return bool(trial.asnumpy()[0] == 1.0)
 
 
 # The guard.
@@ -136,28 +106,17 @@ def require_unwrapped(inner: Optimizer) -> None:
         )
 
 
-# `mindspore.nn.SGD(..., loss_scale=1024.0)` divides each gradient by 1024;
-# `mindspore.amp.FixedLossScaleManager` or ``sens=`` multiplies the loss. So that counts
-# as the loss scale here. The inner optimizer gets the window's gradient times it.
-
-
-def inner_scale(inner: Optimizer) -> float:
-    """Return the scale that `inner` divides gradients by; 1 for none."""
-    return float(getattr(inner, "loss_scale", 1.0))
-
-
-def with_inner_scale(options: Options, inner: Optimizer) -> Options:
-    scale = inner_scale(inner)
-    if scale == 1:
-        return options
-    if options.scale_rule != ScaleRule():
+def require_no_scale(inner: Optimizer) -> None:
+    """Raise unless `inner` leaves gradients as they are: it would divide them by a
+    loss scale that the window does not know.
+    """
+    scale = float(getattr(inner, "loss_scale", 1.0))
+    if scale != 1:
         raise explain(
             ArgumentValueError,
-            "loss_scale",
-            expected="None, because the optimizer divides by its own"
-            f" loss_scale={scale:g}",
-            found=f"{options.scale_rule.init_scale:g}",
+            "optimizer",
+            expected="no loss scale of its own",
+            found=f"loss_scale={scale:g}",
             fix="Leave loss_scale out of the optimizer:"
             " gradaccum.wrap(nn.SGD(parameters, 0.1), steps=4, loss_scale=1024.0).",
         )
-    return options._replace(scale_rule=ScaleRule(init_scale=scale))

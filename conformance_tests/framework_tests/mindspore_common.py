@@ -2,11 +2,16 @@
 two bare parameters.
 """
 
+import warnings
+from contextlib import contextmanager
+
 import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, nn, ops
 from packaging.version import Version
+
+from gradaccum import GradAccumWarning
 
 MODES = ("pynative", "jit", "graph")
 RNG = np.random.RandomState(0)
@@ -60,3 +65,13 @@ def two_parameters(dtype=ms.float32):
 def values(optimizer):
     """The first element of each of its parameters."""
     return [float(p.asnumpy()[0]) for p in optimizer.parameters]
+
+
+@contextmanager
+def warned():
+    """The texts of gradaccum's warnings, when the context has ended."""
+    texts = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", GradAccumWarning)
+        yield texts
+    texts += [str(each.message) for each in caught]

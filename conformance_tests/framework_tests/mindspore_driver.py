@@ -10,14 +10,14 @@ import gradaccum
 from conformance_tests.framework_tests.mindspore_common import set_mode
 
 
-def driver(mode, steps, loss_scale=None, dtype=None, own=1.0, **options):
-    """A wrapped SGD with a loss scale of its `own`, a call that takes one gradient
-    value and a weight, and the parameter, three ones.
+def driver(mode, steps, loss_scale=None, dtype=None, **options):
+    """A wrapped SGD, a call that takes one gradient value and a weight, and the
+    parameter, three ones.
     """
     set_mode(mode)
     parameter = Parameter(Tensor(np.ones(3), dtype or ms.float32), name="p")
     optimizer = gradaccum.wrap(
-        nn.SGD([parameter], 1.0, loss_scale=own),
+        nn.SGD([parameter], 1.0),
         steps=steps,
         loss_scale=loss_scale,
         **options,

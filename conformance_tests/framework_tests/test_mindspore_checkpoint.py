@@ -5,7 +5,7 @@ the state are no layer's.
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import Parameter, Tensor, nn
+from mindspore import Tensor, nn
 
 import gradaccum
 from conformance_tests.framework_tests.mindspore_common import (
@@ -56,20 +56,3 @@ def test_unfit_checkpoint_is_refused_whole(name, value):
     with pytest.raises(gradaccum.CheckpointError, match="expected"):
         load_checkpoint_into(target, entries)
     assert everything(target) == before
-
-
-def of_generator(value):
-    """A wrapped optimizer named as the layer."""
-    weight = Parameter(Tensor(np.full(4, value), ms.float32), name="generator.weight")
-    return gradaccum.wrap(nn.SGD([weight], 1.0), steps=2, name="generator")
-
-
-def test_layer_may_have_the_optimizers_name(tmp_path):
-    optimizer, resumed = of_generator(1.0), of_generator(5.0)
-    optimizer((Tensor(np.ones(4, np.float32)),))
-    ms.save_checkpoint(optimizer, str(tmp_path / "run.ckpt"))
-    saved = ms.load_checkpoint(str(tmp_path / "run.ckpt"))
-    load_checkpoint_into(resumed, saved)
-    assert resumed.parameters[0].asnumpy().tolist() == [1.0] * 4
-    assert saved["generator.gradaccum.weight"].asnumpy() == 1.0
-    assert resumed.result.micro_step == 1

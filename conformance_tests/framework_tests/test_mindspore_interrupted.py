@@ -92,19 +92,6 @@ def test_half_added_micro_batch_is_refused_until_discard(
     assert (values(optimizer), optimizer.result.loss) == ([-1.0, -1.0], 2.0)
 
 
-def test_interrupted_discard_is_made_again():
-    optimizer = wrapped()
-    optimizer(gradients(7.0))
-    with stopped(gradient_sum, "write", 2):
-        optimizer.discard()
-    with pytest.raises(gradaccum.UsageError, match="discard"):
-        optimizer.flush()
-    optimizer.discard()
-    for _ in range(2):
-        optimizer(gradients(1.0))
-    assert values(optimizer) == [0.0, 0.0]
-
-
 class Loop(nn.Optimizer):
     """A user's optimizer; an interrupt arrives when it has written `writes`
     parameters.

@@ -110,8 +110,8 @@ WINDOW = {
         *(
             "checks",
             "extensions",
-            "grad_scaler",
             "gradient_sum",
+            "loss_scale",
             "master_weights",
             "mindspore_private",
             "saving",

@@ -15,8 +15,9 @@ ROOMS = {
     "checks": ("what is refused, at the call that is wrong", ALL),
     "grad_scaler": (
         "the framework's loss scaler, driven once per window",
-        {TORCH, MINDSPORE},
+        {TORCH},
     ),
+    "loss_scale": ("who has read the loss scale", {MINDSPORE}),
     "optimizer": ("the wrapped optimizer", ALL),
     "extensions": ("what observes a window", ALL),
     "gradient_sum": ("the sum of a window and its arithmetic", ALL),

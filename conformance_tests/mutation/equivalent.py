@@ -133,10 +133,6 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         "return UntilWeight(-code) if code < 1 else code",
     ): "an open window has a size",
     (
-        "backends/gradaccum_mindspore/state.py",
-        "kit.require_steps(size, 0, 2)",
-    ): "any number says that the schedule is no weight's",
-    (
         "backends/gradaccum_mindspore/window/pynative.py",
         "if (norm < FLOAT16_MAX * divisor):",
     ): "at the limit the elements tell the same",

@@ -162,7 +162,6 @@ MINDSPORE = _adapter(
     (
         "calls",
         "loss_scale",
-        "knowledge",
         "sums",
         "schedule",
         "training_cell",

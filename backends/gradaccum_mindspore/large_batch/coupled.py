@@ -41,7 +41,6 @@ from gradaccum_mindspore.large_batch.replay import (
     modules_of,
     restored_on_error,
 )
-from gradaccum_mindspore.mindspore_private import refuse_trace
 
 
 class CoupledGradient(nn.Cell):  # type: ignore[misc]
@@ -71,7 +70,6 @@ class CoupledGradient(nn.Cell):  # type: ignore[misc]
             object.__setattr__(self, name, value)
 
     def __call__(self, *batch: Nest) -> tuple[Tensor, Any]:
-        refuse_trace()
         total = TensorSum(self.accumulate_dtype)
         with (
             pynative_mode(),

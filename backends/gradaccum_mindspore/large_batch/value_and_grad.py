@@ -25,7 +25,6 @@ from gradaccum_mindspore.large_batch.gradients import (
     run_micro_batches,
 )
 from gradaccum_mindspore.large_batch.replay import modules_of, restored_on_error
-from gradaccum_mindspore.mindspore_private import refuse_trace
 
 
 class LargeBatchGradient(nn.Cell):  # type: ignore[misc]
@@ -54,7 +53,6 @@ class LargeBatchGradient(nn.Cell):  # type: ignore[misc]
         self.loop = CompiledLoop(backward, parameters, options, accumulate_dtype)
 
     def __call__(self, *batch: Nest) -> tuple[Any, Any]:
-        refuse_trace()
         total = TensorSum(self.accumulate_dtype)
 
         def add(gradients: tuple[Tensor, ...], weight: float, loss: Tensor) -> None:

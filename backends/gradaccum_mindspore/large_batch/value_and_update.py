@@ -24,8 +24,7 @@ from gradaccum_mindspore.large_batch.gradients import (
     run_micro_batches,
 )
 from gradaccum_mindspore.large_batch.replay import modules_of, restored_on_error
-from gradaccum_mindspore.mindspore_private import refuse_trace
-from gradaccum_mindspore.optimizer import AccumulatingOptimizer, wrapped
+from gradaccum_mindspore.optimizer import AccumulatingOptimizer
 
 
 class LargeBatchUpdate(nn.Cell):  # type: ignore[misc]
@@ -49,7 +48,6 @@ class LargeBatchUpdate(nn.Cell):  # type: ignore[misc]
         self.loop = CompiledUpdateLoop(backward, optimizer, options)
 
     def __call__(self, *batch: Nest) -> Any:
-        refuse_trace()
         optimizer = self.optimizer
         storage = optimizer.storage
         require_no_open_window(storage.micro_step.item())
@@ -153,7 +151,7 @@ def value_and_update(
         >>> [round(number, 4) for number in net.weight.asnumpy()[0].tolist()]
         [0.7, 0.6]
     """
-    if wrapped(optimizer).options.steps is not None:
+    if optimizer.options.steps is not None:
         raise explain(
             ArgumentValueError,
             "optimizer",

@@ -19,19 +19,13 @@ from numpy.typing import NDArray
 
 from gradaccum import ArgumentValueError
 from gradaccum.kit import Batch, Conditions, HostRandom, Precision, Run, explain
+from gradaccum_mindspore.gradient_sum import LIMITS
 from gradaccum_mindspore.mindspore_private import (
     SEEDS,
     forgotten_on_error,
     set_counters,
 )
 
-LIMITS = {
-    ms.float16: (2.0**-10, 2.0**-24),
-    ms.bfloat16: (2.0**-7, 2.0**-133),
-    ms.float32: (2.0**-23, 2.0**-149),
-    ms.float64: (2.0**-52, 5e-324),
-}
-"""Distance from 1 to the next number, and the smallest positive number."""
 PLAIN = (bool, int, float, str)
 """Types of the attributes that are restored."""
 

@@ -42,7 +42,6 @@ from gradaccum_mindspore.state import (
     GRAD_NORM,
     STEPS,
     Storage,
-    check_compiled_size,
     sizes_of,
 )
 from gradaccum_mindspore.update import Update
@@ -181,7 +180,7 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         self.use_of_weights = kit.use_of_weights(options)
         self.measures = kit.measures(options)
         # The compiler cannot follow a function or an object inside a named tuple.
-        plain_options = options._replace(steps=None, scaler=None)
+        plain_options = options._replace(steps=None)
         self.options = exact_in(storage.float_dtype, plain_options)
         constant_rule = options.scale_rule._replace(init_scale=1.0)
         self.scale_moves = constant_rule != kit.ScaleRule()
@@ -194,7 +193,6 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         self.one = Tensor(1.0, storage.float_dtype)
         self.nan = Tensor(float("nan"), storage.float_dtype)
         self.infinity = Tensor(float("inf"), storage.float_dtype)
-        self.inner_scale = Tensor(storage.inner_scale, storage.float_dtype)
         unit = -1 if self.ends_by_weight else 1
         self.size_code = Tensor([0] * STEPS + [unit], ms.int32)
         other_codes = kit.encode_terms(storage.terms_after(0))[:-1]
@@ -271,9 +269,7 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         if self.has_size_function:
             number = self.sizes(optimizer_step)
             if isinstance(number, Tensor):
-                check_compiled_size(number.dtype, self.ends_by_weight)
                 return number.reshape(())
-            check_compiled_size(number, self.ends_by_weight)
             return 0 * optimizer_step + number
         return kit.steps_at(self.sizes, optimizer_step, where)
 
@@ -453,9 +449,7 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         if self.storage.narrow_places:
             divisor = kit.divisor(state, self.options, where)
             is_finite = is_finite & gradient_sum.compiled_fits(
-                self.storage.sums,
-                self.without_inner_scale(divisor),
-                self.storage.gradient_dtypes,
+                self.storage.sums, divisor, self.storage.gradient_dtypes
             )
         return is_finite
 
@@ -466,15 +460,8 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
 
     def gradients(self, divisor: Tensor) -> tuple[Tensor, ...]:
         return gradient_sum.compiled_divided(
-            self.storage.sums,
-            self.without_inner_scale(divisor),
-            self.storage.gradient_dtypes,
+            self.storage.sums, divisor, self.storage.gradient_dtypes
         )
-
-    def without_inner_scale(self, divisor: Tensor) -> Tensor:
-        if self.storage.inner_scale == 1:
-            return divisor
-        return divisor / self.inner_scale
 
     def finish(self) -> bool:
         """Clear the sums, and assign the state after the window and its event."""
@@ -491,8 +478,6 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
             self.grad_norm.value(),
         )
         gradient_sum.compiled_clear(storage.sums, after[WEIGHT])
-        if self.workers is not None:
-            self.workers.window_ended()
         ops.assign(storage.window_loss.loss, losses)
         # The core's zeros would be operators.
         ops.assign(storage.micro_step, self.no_step)
@@ -519,6 +504,4 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         losses = self.storage.window_loss.compiled_with_total(self.zero, self.zero)
         ops.assign(self.storage.window_loss.loss, losses)
         gradient_sum.compiled_clear(self.storage.sums, state[WEIGHT])
-        if self.workers is not None:
-            self.workers.window_ended()
         return self.write_open(state, event)

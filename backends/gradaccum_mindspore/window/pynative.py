@@ -105,7 +105,6 @@ class PyNativeWindow:
         losses = self.storage.window_loss.after_window(state, ending, options)
         gradients: tuple[Tensor, ...] = ()
         if decision.apply:
-            self.update.require_effect()
             gradients = ms.mutable(self.gradients(decision.divisor))
         with self.storage.writing():
             if decision.apply:
@@ -129,7 +128,7 @@ class PyNativeWindow:
         """True if the divided sums, not yet clipped, are finite in the inner
         optimizer's dtypes; `norm` is the sums'.
         """
-        divisor = kit.divisor(ending, options, kit.select) / self.storage.inner_scale
+        divisor = kit.divisor(ending, options, kit.select)
         # No element exceeds the norm, so the elements themselves are seldom looked at.
         if norm <= FLOAT16_MAX * divisor:
             return True
@@ -144,7 +143,7 @@ class PyNativeWindow:
     def gradients(self, divisor: float) -> tuple[Tensor, ...]:
         return gradient_sum.divided(
             self.storage.sums,
-            divisor / self.storage.inner_scale,
+            divisor,
             self.storage.gradient_dtypes,
             self.storage.float_dtype,
         )

@@ -9,29 +9,30 @@ its sum is not sent.
 from __future__ import annotations
 
 import json
+import os
 import zlib
 from collections.abc import Sequence
-from itertools import count, zip_longest
-from weakref import finalize
+from itertools import zip_longest
 
 import mindspore as ms
-from mindspore import Parameter, nn
+from mindspore import Parameter
 from mindspore.communication import GlobalComm, get_group_size, get_rank
 
 from gradaccum import ArgumentValueError, UsageError
 from gradaccum.kit import Options, explain
 from gradaccum_mindspore.workers.collectives import gather_texts
-from gradaccum_mindspore.workers.gather import require_communication, workers_here
 
-PLAIN_MODES = ("stand_alone", "data_parallel")
-"""The parallel modes in which MindSpore's compiler does not reduce gradients by itself.
-"""
+
+def workers_here() -> int:
+    if GlobalComm.INITED:
+        return int(get_group_size())
+    return int(os.environ.get("MS_WORKER_NUM", "1"))
 
 
 def shares_windows(data_parallel: object) -> bool:
     """Return the option ``data_parallel``, checked."""
-    mode = ms.get_auto_parallel_context("parallel_mode")
     if data_parallel is None:
+        mode = ms.get_auto_parallel_context("parallel_mode")
         is_unknown = mode == "data_parallel" and not GlobalComm.INITED
         if is_unknown or workers_here() > 1:
             raise explain(
@@ -46,15 +47,14 @@ def shares_windows(data_parallel: object) -> bool:
         return False
     if not data_parallel:
         return False
-    require_communication("data_parallel")
-    if mode not in PLAIN_MODES:
+    if not GlobalComm.INITED:
+        # MindSpore would take this process for the only one.
         raise explain(
             UsageError,
             "data_parallel",
-            expected=f"False in the parallel mode {mode}",
-            got=True,
-            fix="MindSpore reduces the gradients in every micro-batch there: leave it"
-            " False.",
+            expected="communication that is initialised",
+            found="none in this process",
+            fix="Call mindspore.communication.init() first.",
         )
     return True
 
@@ -69,18 +69,17 @@ def place() -> tuple[int, int]:
 
 def require_same_everywhere(
     parameters: Sequence[Parameter], options: Options, name: str
-) -> tuple[int, ...]:
-    """Raise unless the workers that share an optimizer's windows wrap the same; return
-    the positions of the sharded parameters. Collective, in one order.
+) -> None:
+    """Raise unless the workers that share an optimizer's windows wrap the same.
+    Collective, in one order.
 
     Raises:
         ArgumentValueError: on every worker: a worker's differ.
     """
-    # Two workers' functions and scalers are different objects.
+    # Two workers' functions are different objects.
     compared_options = dict(
         options._asdict(),
         steps="a function" if callable(options.steps) else options.steps,
-        scaler=type(options.scaler).__name__,
         accumulate_dtype=str(options.accumulate_dtype),
         name=name,
     )
@@ -99,12 +98,6 @@ def require_same_everywhere(
                     fix="Give every worker the same options and the same model: call"
                     " mindspore.set_seed(1) before it is built, or load one checkpoint.",
                 )
-    sharded_places = [
-        place for place, each in enumerate(parameters) if is_sharded(each)
-    ]
-    if sharded_places:
-        require_shardable(options)
-    return tuple(sharded_places)
 
 
 def description_of(parameter: Parameter) -> str:
@@ -114,6 +107,16 @@ def description_of(parameter: Parameter) -> str:
     checksum = zlib.crc32(wide.asnumpy().tobytes())
     shape = tuple(parameter.shape)
     return f"{parameter.name!r}, {parameter.dtype} of shape {shape}, {checksum:08x}"
+
+
+def places_of_shards(
+    parameters: Sequence[Parameter], options: Options
+) -> tuple[int, ...]:
+    """Return the positions of the sharded parameters."""
+    places = [place for place, each in enumerate(parameters) if is_sharded(each)]
+    if places:
+        require_shardable(options)
+    return tuple(places)
 
 
 def require_shardable(options: Options) -> None:
@@ -135,34 +138,25 @@ def require_shardable(options: Options) -> None:
 
 
 # MindSpore's own reducer leaves alone what is marked as ``layerwise_parallel``: so are
-# the shared parameters, for as long as their wrapper lives.
-
-
-MARKS = count(1)
+# the shared parameters of a wrapped optimizer.
 
 
 def is_sharded(parameter: Parameter) -> bool:
     """True if the user marked the Parameter as ``layerwise_parallel``."""
-    is_marked_here = getattr(parameter, "shares_windows", 0)
+    is_marked_here = getattr(parameter, "shares_windows", False)
     return bool(parameter.layerwise_parallel) and not is_marked_here
 
 
-def mark(optimizer: nn.Cell, parameters: Sequence[Parameter]) -> None:
-    """Mark the shared parameters for as long as `optimizer` lives."""
-    owner = next(MARKS)
-    shared_parameters = [
-        parameter for parameter in parameters if not is_sharded(parameter)
-    ]
-    for parameter in shared_parameters:
-        parameter.layerwise_parallel = True
-        parameter.shares_windows = owner
-    finalize(optimizer, unmark, shared_parameters, owner).atexit = False
-
-
-def unmark(parameters: Sequence[Parameter], owner: int | None = None) -> None:
-    """Undo `mark`, or the mark of `owner` alone."""
+def mark(parameters: Sequence[Parameter]) -> None:
     for parameter in parameters:
-        marked_by = getattr(parameter, "shares_windows", 0)
-        if marked_by and owner in (None, marked_by):
+        if not is_sharded(parameter):
+            parameter.layerwise_parallel = True
+            parameter.shares_windows = True
+
+
+def unmark(parameters: Sequence[Parameter]) -> None:
+    """Undo `mark`, for an optimizer whose windows are this worker's."""
+    for parameter in parameters:
+        if getattr(parameter, "shares_windows", False):
             parameter.layerwise_parallel = False
-            parameter.shares_windows = 0
+            parameter.shares_windows = False

@@ -16,18 +16,31 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
 from gradaccum_mindspore.gradient_sum import Sums, map_over, working_dtype, write
-from gradaccum_mindspore.workers.gather import gather_exactly
 
 
 def compiled_sum_over_workers(values: Tensor, workers: int) -> Tensor:
     """Return the sum over the workers of a vector of float32 or float64."""
     if values.dtype == ms.float32:
         return ops.AllReduce()(values)
-    vectors = gather_exactly(ops.AllGather(), values, workers)
+    vectors = gather_exactly(values, workers)
     total = vectors[0]
     for worker in range(1, workers):
         total = total + vectors[worker]
     return total
+
+
+def gather_exactly(values: Tensor, workers: int) -> Tensor:
+    """Return the float64 vector of each worker, as rows."""
+    high = values.astype(ms.float32)
+    rest = ops.where(ops.isfinite(high), values - high.astype(ms.float64), 0.0)
+    middle = rest.astype(ms.float32)
+    low = (rest - middle.astype(ms.float64)).astype(ms.float32)
+    parts = (
+        ops.AllGather()(ops.stack((high, middle, low)))
+        .astype(ms.float64)
+        .reshape((workers, 3, -1))
+    )
+    return parts[:, 0] + parts[:, 1] + parts[:, 2]
 
 
 def gather_texts(text: str) -> list[str]:

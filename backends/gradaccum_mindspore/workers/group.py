@@ -24,14 +24,12 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.ops import constexpr
 
 from gradaccum import UsageError, kit
-from gradaccum.kit import Options, Schedule, State, explain
-from gradaccum_mindspore.gradient_sum import Gradients, write_numbers
+from gradaccum.kit import Options, State, explain
+from gradaccum_mindspore.gradient_sum import write_numbers
 from gradaccum_mindspore.master_weights import Optimizer
 from gradaccum_mindspore.mindspore_private import is_graph_mode
 from gradaccum_mindspore.state import (
-    NO_WORKER,
     STEPS,
-    THIS_WORKER,
     Storage,
 )
 from gradaccum_mindspore.update import Update
@@ -87,8 +85,6 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
         self.is_this_worker = Tensor(np.arange(self.workers) == self.rank)
         places = np.eye(self.workers)[self.rank][:, None]
         self.rate_places = Tensor(places, self.float_dtype)
-        self.this_worker = Tensor([THIS_WORKER, *storage.place], ms.int32)
-        self.no_worker = Tensor([NO_WORKER, *storage.place], ms.int32)
         number = next(OPTIMIZERS)
         self.optimizer_number = Tensor(number, self.float_dtype)
         self.optimizer_square = Tensor(number**2, self.float_dtype)
@@ -110,13 +106,13 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
     def add_up_numbers(self, flushes: Tensor, compiled_ends: Tensor) -> Tensor:
         """Return the numbers of all workers.
 
-        Compiled code cannot raise: a window that is not this worker's own, or of a size
-        below 1, gets an infinite weight, and all workers skip it.
+        Compiled code cannot raise: a window of a size below 1 gets an infinite weight,
+        and all workers skip it.
         """
         storage = self.storage
-        is_sound = storage.owner.value()[0] == THIS_WORKER
+        is_sound = self.true
         if storage.size_varies:
-            is_sound = is_sound & (storage.terms.value()[STEPS] >= 1)
+            is_sound = storage.terms.value()[STEPS] >= 1
         overflow = (storage.overflow & self.true) | (is_sound == False)  # noqa: E712
         loss = storage.window_loss.compiled_total(storage.weight.value())
         if self.loss_holders > 1:
@@ -153,16 +149,13 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
         return differ
 
     def add_up_sums(self, totals: Tensor) -> bool:
-        """Write the sums, the weight, the flag and the loss of all workers. A failure
-        leaves a sum that belongs to nobody.
-        """
+        """Write the sums, the weight, the flag and the loss of all workers."""
         storage = self.storage
         differ = self.workers_differ(totals)
         weight = ops.where(differ, self.infinity, totals[WEIGHT])
         overflow = (totals[OVERFLOWS] > 0) | differ
         losses = storage.window_loss.compiled_with_total(totals[LOSS], totals[WEIGHT])
         ops.assign(self.differs, differ | self.differs)
-        ops.assign(storage.owner, self.no_worker)
         last_message = totals
         for bucket in self.buckets:
             last_message = bucket(last_message)
@@ -185,19 +178,7 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
         divisor = ops.where((largest > 0) & ops.isfinite(largest), largest, self.one)
         return divisor * ops.sqrt(ops.square(norms / divisor).sum())
 
-    def window_ended(self) -> Tensor:
-        """Begin the next window, with this worker's own sum."""
-        return ops.assign(self.storage.owner, self.this_worker)
-
     # From Python.
-
-    def begin_window(self) -> None:
-        write_numbers(self.storage.owner, [THIS_WORKER, *self.storage.place])
-
-    def require_own_sum(self, call: str) -> None:
-        """Raise unless the open window's sum belongs to this worker."""
-        if self.storage.owner.tolist()[0] != THIS_WORKER:
-            raise kit.torn_window_error(call)
 
     def require_same_rates(self) -> None:
         """Raise unless no window was skipped because workers differ; once."""
@@ -276,22 +257,11 @@ class SharedWindow(PyNativeWindow):
         self.all_numbers = AllNumbers(workers)
         self.window_end = WindowEnd(compiled_window, workers)
 
-    def add(
-        self,
-        gradients: Gradients,
-        weight: float,
-        size: Schedule,
-        loss: float | None = None,
-    ) -> State:
-        self.workers.require_own_sum("gradients")
-        return super().add(gradients, weight, size, loss)
-
     def close(self, state: State, denominator: float | None = None) -> None:
         self.end(state, flushes=False)
 
     def end(self, state: State, flushes: bool) -> list[float]:
         """End the window of all workers, in this one's part; return the numbers."""
-        self.workers.require_own_sum("flush()")
         self.workers.write_rates()
         flag = Tensor(float(flushes), self.storage.float_dtype)
         totals, differ = compiled(self.all_numbers)(flag)
@@ -300,7 +270,8 @@ class SharedWindow(PyNativeWindow):
             return numbers
         if differ.item() and not numbers[COMPILED_ENDS]:
             self.workers.refuse_differences()
-        compiled(self.window_end)(totals)
+        with self.storage.writing():
+            compiled(self.window_end)(totals)
         for extension in self.storage.extensions:
             extension.window_closed(state._replace(weight=numbers[WEIGHT]))
         return numbers
@@ -322,10 +293,6 @@ class SharedWindow(PyNativeWindow):
             self.storage.push_event()
         self.workers.require_same_rates()
         return was_open
-
-    def discard(self) -> None:
-        super().discard()
-        self.workers.begin_window()
 
 
 def compiled(cell: nn.Cell) -> Callable[..., Any]:

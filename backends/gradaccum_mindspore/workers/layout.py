@@ -26,7 +26,6 @@ from gradaccum_mindspore.saving import saved_place
 from gradaccum_mindspore.state import (
     GRAD_NORM,
     INVALID,
-    THIS_WORKER,
     WORKERS,
     Checkpoint,
     prefixes_in,
@@ -54,7 +53,7 @@ def redistributed(states: Sequence[Checkpoint], workers: int) -> list[dict[str, 
     Raises:
         CheckpointError: one of them is missing, or they are not of one moment; a
             parameter's value differs between them, as shards do, which resume on as
-            many workers alone; a reduction failed before one of them was saved.
+            many workers alone.
     """
     new_states: list[dict[str, Entry]] = [dict(states[0]) for _ in range(workers)]
     for prefix in prefixes_in(states[0]):
@@ -66,13 +65,12 @@ def redistributed(states: Sequence[Checkpoint], workers: int) -> list[dict[str, 
 def require_all_workers(states: Sequence[Checkpoint], prefix: str) -> None:
     """Raise unless these are states of all workers, by rank."""
     places = [saved_place(state, prefix) for state in states]
-    ranks = [(place.rank, place.workers) for place in places]
-    if ranks != [(rank, len(states)) for rank in range(len(states))]:
+    if places != [(rank, len(states)) for rank in range(len(states))]:
         raise explain(
             CheckpointError,
             "states",
             expected="the states of all workers, by rank",
-            found=", ".join(f"rank {rank} of {workers}" for rank, workers in ranks),
+            found=", ".join(f"rank {rank} of {workers}" for rank, workers in places),
             fix="Pass what every worker saved, in the order of their ranks.",
         )
 
@@ -112,9 +110,7 @@ def redistribute_window(
         for name, total in sums.items():
             values[name] = total if rank == 0 else np.zeros_like(total)
         entries = {name: Tensor(values[name], first[name].dtype) for name in values}
-        entries[f"{prefix}.{WORKERS}"] = Tensor(
-            [THIS_WORKER, rank, len(new_states)], ms.int32
-        )
+        entries[f"{prefix}.{WORKERS}"] = Tensor([rank, len(new_states)], ms.int32)
         for name, entry in entries.items():
             new_states[rank][name] = hidden_parameter(entry, name)
 

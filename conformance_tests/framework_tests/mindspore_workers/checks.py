@@ -7,10 +7,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from mindspore import Parameter, Tensor, nn
 from mindspore.communication import get_group_size, get_rank, init
 
 import gradaccum
-from gradaccum_mindspore import GatherItems
 
 Check = Callable[[int], None]
 """A function of the rank; it raises if the check fails."""
@@ -24,7 +24,10 @@ def check(function: Check) -> Check:
 
 @check
 def communication_must_be_initialised(rank: int) -> None:
-    with pytest.raises(gradaccum.UsageError, match=r"^group: .*communication\.init"):
-        GatherItems()
+    inner = nn.SGD([Parameter(Tensor([1.0]), name="p")], 1.0)
+    with pytest.raises(
+        gradaccum.UsageError, match=r"^data_parallel: .*communication\.init"
+    ):
+        gradaccum.wrap(inner, steps=2, data_parallel=True)
     init()
     assert (get_rank(), get_group_size()) == (rank, 2)

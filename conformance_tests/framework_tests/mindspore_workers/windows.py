@@ -4,7 +4,6 @@ and in `Model.train`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
 from itertools import product
@@ -20,14 +19,12 @@ from mindspore.train import Model
 
 import gradaccum
 from conformance_tests.framework_tests.mindspore_common import (
-    BIAS,
-    WEIGHT,
     set_mode,
 )
+from conformance_tests.framework_tests.mindspore_graphs import saved_graphs
 from conformance_tests.framework_tests.mindspore_workers.checks import check
 from conformance_tests.framework_tests.mindspore_workers.common import (
     ROWS,
-    STEPS,
     WORLD,
     Worker,
     all_windows,
@@ -37,10 +34,6 @@ from conformance_tests.framework_tests.mindspore_workers.common import (
     require_equal,
     require_same_everywhere,
 )
-from conformance_tests.framework_tests.mindspore_workers.counting import (
-    compiled_graphs,
-    require_one_branch,
-)
 from conformance_tests.framework_tests.mindspore_workers.law import require_the_law
 from conformance_tests.framework_tests.refusing import refused
 from gradaccum_mindspore import (
@@ -49,37 +42,18 @@ from gradaccum_mindspore import (
 
 
 @check
-def discarded_window_is_one_worker_s_own(rank: int) -> None:
-    worker = Worker(steps=None)
-    for batch in micro_batches(rank)[:3]:
-        worker.learn(batch)
-    if rank == 1:
-        worker.opt.discard()
-    worker.opt.flush()
-    require_equal(worker, reference([micro_batches(0)[:3]]))
-
-
-@check
 def compiled_micro_batch_reduces_nothing(rank: int) -> None:
-    """One worker's last micro-batch tells no loss: the window has none on either. Its
-    end is compiled.
+    """The collectives stand together in one graph, which neither differentiates nor
+    updates: the branch that ends a window.
     """
     worker = Worker("jit")
-
-    def untold(*gradients: Tensor) -> bool:
-        return worker.opt(gradients)
-
-    with compiled_graphs() as graphs:
+    with saved_graphs("graph_build") as texts:
         worker.learn(micro_batches(0)[0])
-    require_one_branch(graphs)
-    for batch in micro_batches(0)[: STEPS - 2]:
-        worker.learn(batch)
-    if rank == 0:
-        ms.jit(untold)(Tensor(WEIGHT), Tensor(BIAS))
-    else:
-        worker.learn(micro_batches(0)[0])
-    assert worker.opt.result.closed
-    assert math.isnan(worker.opt.result.loss)
+    (end,) = [text for text in texts if "AllReduce(" in text]
+    assert "MatMul" in "".join(texts)
+    assert "MatMul" not in end
+    assert "ApplyMomentum(" not in end
+    worker.opt.discard()
 
 
 @check
