@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, SupportsInt, cast
 
-from gradaccum.errors import ArgumentValueError, CheckpointError, explain
+from gradaccum.errors import CheckpointError, explain
 from gradaccum.options import (
     ON_OVERFLOW,
     REDUCTIONS,
@@ -95,21 +95,12 @@ def decode_terms(codes: Iterable[SupportsInt]) -> Terms:
     """Invert `encode_terms`.
 
     Raises:
-        CheckpointError: `codes` are no such codes, or of another format.
+        CheckpointError: `codes` are of another format.
     """
     saved_format, *indices, steps = (int(code) for code in codes)
     require_format(saved_format)
-    try:
-        reduction, on_overflow, scale = indices
-        names = REDUCTIONS[reduction], ON_OVERFLOW[on_overflow], SCALES_IN_USE[scale]
-    except (ValueError, IndexError):
-        raise explain(
-            CheckpointError,
-            "terms",
-            expected="the codes of format, reduction, on_overflow, loss scale and steps",
-            got=codes,
-            fix="Load a state that this library saved.",
-        ) from None
+    reduction, on_overflow, scale = indices
+    names = REDUCTIONS[reduction], ON_OVERFLOW[on_overflow], SCALES_IN_USE[scale]
     return Terms(*names, UntilWeight(-steps) if steps < 0 else steps or None)
 
 
@@ -151,17 +142,8 @@ def redistributed(states: Sequence[State], workers: int) -> list[State]:
         workers: how many resume, >= 1.
 
     Raises:
-        ArgumentValueError: there is no state, or no worker.
         CheckpointError: the states are not of one moment; names the field.
     """
-    if not states or workers < 1:
-        raise explain(
-            ArgumentValueError,
-            "states, workers",
-            expected="at least one of each",
-            found=f"{len(states)} and {workers}",
-            fix="Pass what every worker saved, and the number of workers that load it.",
-        )
     for name in ("optimizer_step", "skipped_windows", "loss_scale", "growth_tracker"):
         values = [getattr(state, name) for state in states]
         if any(value != values[0] for value in values):
