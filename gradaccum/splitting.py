@@ -5,8 +5,10 @@ all frameworks cut and refuse the same.
 from __future__ import annotations
 
 import math
+import reprlib
 import traceback
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from types import MappingProxyType
 from typing import NamedTuple, SupportsFloat, cast
 
@@ -303,12 +305,11 @@ def require_item_weights(weights: Iterable[SupportsFloat], items: int) -> list[f
     """Raise unless there is one finite number >= 0 for each of `items`; return them as
     floats.
     """
-    numbers = [float(weight) for weight in weights]
-    if len(numbers) != items:
-        raise item_weights_error(items, f"{len(numbers)} numbers")
-    for place, weight in enumerate(numbers):
-        if not 0 <= weight < math.inf:
-            raise item_weights_error(items, f"{weight} for item {place}")
+    numbers: list[float] = []
+    with suppress(TypeError, ValueError):
+        numbers = [float(weight) for weight in weights]
+    if len(numbers) != items or not all(0 <= number < math.inf for number in numbers):
+        raise item_weights_error(items, reprlib.repr(weights))
     return numbers
 
 

@@ -295,9 +295,9 @@ def test_partitions_hold_each_item_once(items: int, steps: int) -> None:
     for parts in made:
         assert sorted(item for part in parts for item in part) == list(range(items))
         assert all(parts)
-        assert (
-            min(map(len, parts)) > 1 or min(map(len, made[0])) == 1 or items == 3
-        ), "a single item nobody asked for"
+        assert min(map(len, parts)) > 1 or min(map(len, made[0])) == 1 or items == 3, (
+            "a single item nobody asked for"
+        )
     assert made[-1] == (tuple(reversed(range(items))),)
     assert len(made[0]) <= steps
     assert [item for part in made[0] for item in part] == list(range(items)), (

@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 from gradaccum.least_squares import solve_coefficients
 from gradaccum.options import Reduction
@@ -74,7 +74,8 @@ def deal(items: Items, steps: int) -> Parts:
     return tuple(tuple(items[start::steps]) for start in range(steps))
 
 
-class Coefficients(NamedTuple):
+@dataclass(frozen=True)
+class Coefficients:
     """The sum of the micro-batches that comes nearest to the large batch."""
 
     best: tuple[float, ...]

@@ -101,8 +101,6 @@ class VerificationReport:
                 name: value if math.isfinite(value) else "inf"
                 for name, value in content[field].items()
             }
-        if self.coefficients is not None:
-            content["coefficients"] = self.coefficients._asdict()
         return json.dumps({**content, "moved": list(self.moved)}, indent=2)
 
     def _verdict(self) -> str:
